@@ -1,0 +1,38 @@
+PYTHON ?= python3
+BIN    := .venv/bin
+STAMP  := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format ruler clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+demo: $(STAMP)  ## run the lab's quick matrix, print a summary and the path of a page to open
+	@mkdir -p build
+	$(BIN)/lockstep lab run --quick --html build/lab.html
+
+test: $(STAMP)  ## all tests, two workers, the slowest ten listed
+	$(BIN)/python -m pytest -n 2 --durations=10
+
+check: $(STAMP)  ## ruff, ruff format and mypy --strict; changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict lockstep
+
+format: $(STAMP)  ## let ruff fix and format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+ruler:  ## lines per folder, longest file, longest function; fails above the limits
+	@$(PYTHON) tools/ruler.py
+
+clean:  ## remove everything that make made, the environment included
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find lockstep tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The exact pins decide what is downloaded: never install without the constraints.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt -e '.[test]'
+	@touch $@

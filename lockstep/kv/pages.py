@@ -1,0 +1,69 @@
+"""Pages with reference counts: who may still need a page.
+
+Page 0 is the sink: padding lives there, it is never handed out. A page is free, or held `refs[page]` times (by requests, and later by
+the prefix tree). Host only; knows nothing of what a page holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from lockstep.types import OutOfPages, RuleError
+
+SINK = 0
+
+
+class PagePool:
+    """`take` fresh pages or one more hold on given ones, `give` holds back."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise RuleError("a pool has the sink and at least one page", str(num_pages), "Give the cache more memory")
+        self.refs = np.zeros(num_pages, np.int32)
+        self.refs[SINK] = 1
+        self._free = list(range(num_pages - 1, 0, -1))
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.refs)
+
+    @property
+    def free(self) -> int:
+        """Pages that could be taken now."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` pages that nobody holds, each held once now; all or none."""
+        if count > len(self._free):
+            raise OutOfPages(f"{len(self._free)} of {self.num_pages - 1} pages are free", f"a request for {count}", "Free some, or give the cache more memory")
+        pages = [self._free.pop() for _ in range(count)]
+        self.refs[pages] = 1
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more hold on each page; each must be held already."""
+        for page in pages:
+            if self.refs[page] < 1 or page == SINK:
+                raise RuleError("only a held page can be shared", f"page {page} with {self.refs[page]} holds", "Take it first")
+            self.refs[page] += 1
+
+    def give(self, pages: Iterable[int]) -> list[int]:
+        """One hold fewer on each page; returns those that nobody holds any more and that are free now."""
+        freed = []
+        for page in pages:
+            if self.refs[page] < 1 or page == SINK:
+                raise RuleError("a page is given back once per hold", f"page {page} with {self.refs[page]} holds", "Check who holds it")
+            self.refs[page] -= 1
+            if self.refs[page] == 0:
+                freed.append(page)
+        self._free += freed
+        return freed
+
+    def check(self) -> None:
+        """free + held = all, and no page is both."""
+        held = int(np.count_nonzero(self.refs)) - 1
+        if held + len(set(self._free)) != self.num_pages - 1 or any(self.refs[p] for p in self._free):
+            counts = f"{held} held + {len(self._free)} free of {self.num_pages - 1}"
+            raise RuleError("every page is free or held, never both", counts, "This is a bug in Lockstep: please report it")

@@ -1,0 +1,134 @@
+"""The cache on a device: storages, and their only two writers, `write` and `move`.
+
+A pool holds the K/V of one group, all of its layers. Who writes also says what to read: `keys(layer, k, v)` of a group's view writes
+and returns the cache, or, for a fresh group, passes this step's keys through. Backends never write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.kv.spec import storage_shapes
+from lockstep.plan.image import Views
+from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn}
+FP8_MAX = 448.0
+
+Allocate = Callable[[tuple[int, int, int], torch.dtype, torch.device], Tensor]
+
+
+class Keys(NamedTuple):
+    """What a layer attends to. k [slots, kv_heads, d_qk], v [slots, kv_heads, d_v], as stored; a latent group's v is a view of k."""
+
+    k: Tensor
+    v: Tensor
+
+
+def empty(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised memory: nothing reads a slot that was not written."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+class Pool:
+    """The storages of one group. Page 0, the sink, is zero at start; the rest is whatever `allocate` returns."""
+
+    def __init__(self, spec: GroupSpec, num_pages: int, device: torch.device, allocate: Allocate = empty) -> None:
+        self.spec, self.num_pages = spec, num_pages
+        dtype = TORCH_DTYPES[spec.kv_dtype]
+        shapes = storage_shapes(spec, num_pages)
+        self.storages = [tuple(allocate(shape, dtype, device) for shape in shapes) for _ in spec.layers]
+        for storage in (s for layer in self.storages for s in layer):
+            _bits(storage)[: spec.page_size] = 0
+
+    def keys(self, layer: int) -> Keys:
+        """The cache of one layer."""
+        k, *rest = self.storages[layer]
+        return Keys(k, rest[0] if rest else k[..., : self.spec.d_v])
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Stores this step's K and V rows. For a latent group k holds the whole row and v is not looked at."""
+        if len(slots) == 0:
+            return
+        rows = zip(self.storages[layer], ((k, "k"), (v, "v")), strict=False)
+        for storage, (values, which) in rows:
+            stored = encode(values, scale_of(self.spec.layers[layer], which), storage.dtype)
+            _bits(storage)[slots.long()] = _bits(stored)
+
+    def move(self, moves: Tensor) -> None:
+        """Relocates rows in every layer: gather all, then scatter all."""
+        if len(moves) == 0:
+            return
+        source, target = moves.long().unbind(1)
+        for storage in (s for layer in self.storages for s in layer):
+            bits = _bits(storage)
+            bits[target] = bits[source]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storages."""
+        return sum(s.numel() * s.element_size() for layer in self.storages for s in layer)
+
+
+class PagedView:
+    """A paged group during one step."""
+
+    def __init__(self, pool: Pool, views: Views) -> None:
+        self.pool, self.views = pool, views
+
+    def relocate(self) -> None:
+        """Carries out the step's moves: once, before the first layer writes."""
+        self.pool.move(torch.as_tensor(self.views.moves))
+
+    def keys(self, layer: int, k: Tensor | None, v: Tensor | None) -> Keys:
+        """Writes this step's rows, then names the cache. A group that writes nothing this step gets None."""
+        slots = torch.as_tensor(self.views.write_slots)
+        if len(slots):
+            if k is None or v is None or len(k) != len(slots):
+                raise RuleError("a step writes one K and one V row per slot", f"{len(slots)} slots, k={None if k is None else len(k)}", "Pass all rows")
+            self.pool.write(layer, slots, k, v)
+        return self.pool.keys(layer)
+
+
+class FreshView:
+    """A fresh group during one step: nothing to write, nothing old to read."""
+
+    def relocate(self) -> None:
+        """A fresh group moves nothing."""
+
+    def keys(self, layer: int, k: Tensor | None, v: Tensor | None) -> Keys:
+        """This step's own rows."""
+        if k is None or v is None:
+            raise RuleError("the keys of a fresh group are this step's rows", "None", "Pass k and v")
+        return Keys(k, v)
+
+
+def view(spec: GroupSpec, pool: Pool | None, views: Views) -> PagedView | FreshView:
+    """How a group reads and writes in one step."""
+    if spec.layout is Layout.FRESH:
+        return FreshView()
+    if pool is None:
+        raise RuleError("a cached group has a pool", f"{spec.layout} without one", "Make a Pool for it")
+    return PagedView(pool, views)
+
+
+def scale_of(attn: AttnSpec, which: str) -> float:
+    """What a stored number is multiplied with to get K or V back."""
+    return attn.k_scale if which == "k" else attn.v_scale
+
+
+def encode(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Values as they are stored: divided by the scale, clamped to the format's range, rounded once."""
+    scaled = values if scale == 1.0 else values / scale
+    if dtype is torch.float8_e4m3fn:
+        scaled = scaled.clamp(-FP8_MAX, FP8_MAX)
+    return scaled.to(dtype)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers where torch cannot index the type itself."""
+    return tensor.view(torch.uint8) if tensor.dtype is torch.float8_e4m3fn else tensor

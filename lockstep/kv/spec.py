@@ -1,0 +1,40 @@
+"""What a cache costs: one formula for the bytes of a group, and the arithmetic as text.
+
+Host only. The pool allocates exactly these shapes; a test compares the printed sum with the storages' bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lockstep.types import KV_BYTES, GroupSpec, Layout
+
+
+def storage_shapes(spec: GroupSpec, num_pages: int) -> tuple[tuple[int, int, int], ...]:
+    """[slots, kv_heads, d] of the storages of one layer: K and V, or the one latent row, or nothing."""
+    slots = num_pages * spec.page_size
+    if spec.layout is Layout.FRESH:
+        return ()
+    k = (slots, spec.kv_heads, spec.d_qk)
+    return (k,) if spec.layout is Layout.LATENT else (k, (slots, spec.kv_heads, spec.d_v))
+
+
+def slot_bytes(spec: GroupSpec) -> int:
+    """Bytes of one token in one layer of the group."""
+    return sum(heads * d for _, heads, d in storage_shapes(spec, 1)) * KV_BYTES[spec.kv_dtype]
+
+
+def group_bytes(spec: GroupSpec, num_pages: int) -> int:
+    """Bytes of the group's pool, all layers, sink included."""
+    return num_pages * spec.page_size * slot_bytes(spec) * len(spec.layers)
+
+
+def arithmetic(specs: Sequence[GroupSpec], num_pages: Sequence[int]) -> str:
+    """The memory of a cache, one line per group and a sum, as it is printed at start."""
+    lines = []
+    for spec, pages in zip(specs, num_pages, strict=True):
+        name = f"{spec.layout}{f' window {spec.window}' if spec.window else ''} {spec.kv_dtype}"
+        factors = f"{pages} pages x {spec.page_size} slots x {slot_bytes(spec)} B x {len(spec.layers)} layers"
+        lines.append(f"{name}: {factors} = {group_bytes(spec, pages):,} B")
+    total = sum(group_bytes(s, n) for s, n in zip(specs, num_pages, strict=True))
+    return "\n".join([*lines, f"total {total:,} B"])

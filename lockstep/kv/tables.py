@@ -1,0 +1,145 @@
+"""A request's pages in every group: reserve before a step, release behind the window, fork for a second continuation.
+
+Groups keep their keys in pools of their own, so page ids of different groups have nothing to do with each other. All groups succeed
+or none does. Host only; `pages(g)` is what `plan.build` takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.kv.pages import PagePool
+from lockstep.plan import address, build
+from lockstep.types import GroupSpec, Layout, RuleError
+
+
+class Table:
+    """The pages of one request. `reserve` before a step, `release` after it, `close` at the end."""
+
+    def __init__(self, specs: Sequence[GroupSpec], pools: Sequence[PagePool | None]) -> None:
+        self.specs, self.pools = tuple(specs), tuple(pools)
+        self.first_pos = [0] * len(self.specs)
+        self._pages: list[list[int]] = [[] for _ in self.specs]
+        self._scratch: list[list[int]] = [[] for _ in self.specs]
+        self._moves: list[list[tuple[int, int]]] = [[] for _ in self.specs]
+
+    def reserve(self, kv_len: int, nodes: int = 0, cross_len: int = 0) -> None:
+        """Pages for `kv_len` keys, `nodes` tree nodes and `cross_len` encoder keys. All groups or, with OutOfPages, none."""
+        needs = [self._need(g, kv_len, nodes, cross_len) for g in range(len(self.specs))]
+        taken: list[tuple[PagePool, list[int]]] = []
+        try:
+            for pool, (pages, scratch) in zip(self.pools, needs, strict=True):
+                if pool is not None:
+                    taken.append((pool, pool.take(pages + scratch)))
+        except Exception:
+            for pool, got in taken:
+                pool.give(got)
+            raise
+        fresh = iter(got for _, got in taken)
+        for g, pool in enumerate(self.pools):
+            if pool is not None:
+                got = next(fresh)
+                self._pages[g] += got[: needs[g][0]]
+                self._scratch[g] += got[needs[g][0] :]
+
+    def _need(self, g: int, kv_len: int, nodes: int, cross_len: int) -> tuple[int, int]:
+        spec = self.specs[g]
+        if spec.layout is Layout.FRESH:
+            return 0, 0
+        keys, nodes = (cross_len, 0) if spec.layout is Layout.CROSS else (kv_len, nodes)
+        have = self.first_pos[g] // spec.page_size + len(self._pages[g])
+        return max(0, pages_for(keys, spec) - have), max(0, pages_for(nodes, spec) - len(self._scratch[g]))
+
+    def release(self, committed_len: int) -> list[list[int]]:
+        """Drops, in window groups, the pages that no row at or after `committed_len` can see. Returns the pages freed, per group."""
+        freed: list[list[int]] = []
+        for g, (spec, pool) in enumerate(zip(self.specs, self.pools, strict=True)):
+            count = (keep_from(spec, committed_len) - self.first_pos[g]) // spec.page_size
+            gone = self._pages[g][: max(0, count)]
+            del self._pages[g][: len(gone)]
+            self.first_pos[g] += len(gone) * spec.page_size
+            freed.append(pool.give(gone) if pool is not None else [])
+        return freed
+
+    def fork(self, committed_len: int) -> Table:
+        """A second continuation of the first `committed_len` keys: whole pages are shared, the partial last one is moved into its own."""
+        if any(self._moves):
+            raise RuleError("a request is forked when its keys are in place", "moves still pending", "Fork after the step that carries them")
+        child = Table(self.specs, self.pools)
+        child.first_pos = list(self.first_pos)
+        partial = [self._partial(g, committed_len) for g in range(len(self.specs))]
+        for g, pool in enumerate(self.pools):
+            if pool is not None:
+                child._pages[g] = shared_pages(self.specs[g], self._pages[g], self.first_pos[g], self._fork_len(g, committed_len))
+                pool.share(child._pages[g])
+        try:
+            child.reserve(committed_len)
+        except Exception:
+            child.close()
+            raise
+        for g, positions in enumerate(partial):
+            if len(positions):
+                moved = np.stack((self.slots(g, positions), child.slots(g, positions)), 1)
+                child._moves[g] += [(int(a), int(b)) for a, b in moved]
+        return child
+
+    def _fork_len(self, g: int, committed_len: int) -> int:
+        """Keys of group g that a fork sees. An encoder is complete and read only: all of its pages are shared."""
+        if self.specs[g].layout is Layout.CROSS:
+            return len(self._pages[g]) * self.specs[g].page_size
+        return committed_len
+
+    def _partial(self, g: int, committed_len: int) -> NDArray[np.int32]:
+        """Positions of the last page that is only partly below the committed length."""
+        size, end = self.specs[g].page_size, self._fork_len(g, committed_len)
+        begin = max(end // size * size, self.first_pos[g])
+        return np.arange(begin, end if self.pools[g] is not None else begin, dtype=np.int32)
+
+    def accept(self, committed_len: int, nodes: Sequence[int]) -> None:
+        """The path `nodes` becomes committed: its keys move, before the next step's write, from scratch to where they belong."""
+        positions = committed_len + np.arange(len(nodes), dtype=np.int32)
+        for g, spec in enumerate(self.specs):
+            if spec.layout in (Layout.DENSE, Layout.LATENT):
+                source = build.node_slots(spec, self.pages(g), np.asarray(nodes, np.int32))
+                self._moves[g] += [(int(a), int(b)) for a, b in zip(source, self.slots(g, positions), strict=True)]
+
+    def pages(self, g: int) -> build.Pages | None:
+        """The request's pages in group g, as a plan takes them."""
+        if self.pools[g] is None:
+            return None
+        arrays = (np.array(self._pages[g], np.int32), np.array(self._scratch[g], np.int32))
+        return build.Pages(arrays[0], self.first_pos[g], arrays[1], np.array(self._moves[g], np.int32).reshape(-1, 2))
+
+    def moved(self) -> None:
+        """The step that carried the pending moves has been launched."""
+        self._moves = [[] for _ in self.specs]
+
+    def slots(self, g: int, positions: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Where positions of this request lie in group g's pool."""
+        pages, first = np.array(self._pages[g], np.int32), np.array([self.first_pos[g]], np.int32)
+        return np.asarray(address.paged(pages, np.zeros(2, np.int32), first, self.specs[g].page_size, 0, positions), np.int32)
+
+    def close(self) -> list[list[int]]:
+        """Gives everything back. Returns the pages freed, per group."""
+        held = zip(self.pools, self._pages, self._scratch, strict=True)
+        freed = [pool.give(pages + scratch) if pool is not None else [] for pool, pages, scratch in held]
+        self._pages, self._scratch, self._moves = ([[] for _ in self.specs] for _ in range(3))
+        return freed
+
+
+def pages_for(keys: int, spec: GroupSpec) -> int:
+    """Pages that hold `keys` keys."""
+    return -(-keys // spec.page_size)
+
+
+def keep_from(spec: GroupSpec, committed_len: int) -> int:
+    """The first position that the next row, at `committed_len`, can see."""
+    return max(0, committed_len - spec.window + 1) if spec.window is not None else 0
+
+
+def shared_pages(spec: GroupSpec, pages: list[int], first_pos: int, length: int) -> list[int]:
+    """The pages of a parent that lie wholly below `length`: the only ones that two requests may both hold."""
+    return pages[: max(0, length - first_pos) // spec.page_size]

@@ -1,0 +1,128 @@
+"""Padding is data: a plan is brought to a bucket's shape by appending ordinary requests that live in page 0.
+
+A pad request holds token 0 at positions 0...n-1 with kv_len n, in page 0 (the sink) over and over; it reads only what this step wrote.
+No kernel asks whether a row is real. The bucket is the key of a captured graph and all that buffer offsets depend on.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lockstep.plan.build import indptr
+from lockstep.plan.step import Bucket, Group, Ints, PagedGroup, StepPlan, ints
+from lockstep.types import RuleError
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The shapes a runner may use: counts are rounded up to `sizes`, page tables and lists to powers of two."""
+
+    sizes: tuple[int, ...]
+
+    def fit(self, plan: StepPlan) -> Bucket:
+        """The smallest bucket that holds `plan`, with a pad request whenever there is a pad row."""
+        real, exact = plan.real, plan.bucket
+        if exact.width:
+            requests = self._round(real.requests, "requests")
+            tokens = requests * exact.width
+        else:
+            tokens = self._round(real.tokens, "tokens")
+            requests = self._round(real.requests + (tokens > real.tokens), "requests")
+        pads = pad_lens(tokens - real.tokens, requests - real.requests)
+        extra = [int(np.sum(-(-pads // g.spec.page_size))) if isinstance(g, PagedGroup) else 0 for g in plan.groups]
+        return Bucket(
+            requests,
+            tokens,
+            exact.width,
+            self._round(real.emits, "emits"),
+            power(exact.tail),
+            tuple(power(n + e) for n, e in zip(exact.pages, extra, strict=True)),
+            tuple(tokens if n else 0 for n in exact.writes),
+            tuple(map(power, exact.moves)),
+        )
+
+    def _round(self, n: int, what: str) -> int:
+        if n == 0:
+            return 0
+        at = bisect_left(self.sizes, n)
+        if at == len(self.sizes):
+            raise RuleError(f"a step has at most {self.sizes[-1]} {what}", str(n), "Schedule less, or allow a larger bucket")
+        return self.sizes[at]
+
+
+def power(n: int) -> int:
+    """The power of two at or above n; 0 for 0."""
+    return 1 << (n - 1).bit_length() if n else 0
+
+
+def pad_lens(tokens: int, requests: int) -> Ints:
+    """`tokens` pad rows dealt evenly over `requests` pad requests."""
+    if requests == 0:
+        return ints([])
+    return ints([tokens // requests + (i < tokens % requests) for i in range(requests)])
+
+
+def pad(plan: StepPlan, bucket: Bucket) -> StepPlan:
+    """`plan` in the shape of `bucket`. The real entries stay first and unchanged."""
+    real = plan.real
+    _check_fits(plan, bucket)
+    pads = pad_lens(bucket.tokens - real.tokens, bucket.requests - real.requests)
+    positions = np.concatenate([np.arange(n, dtype=np.int32) for n in pads]) if len(pads) else np.zeros(0, np.int32)
+    groups = tuple(pad_group(g, i, bucket, pads, positions) if isinstance(g, PagedGroup) else g for i, g in enumerate(plan.groups))
+    return replace(
+        plan,
+        q_indptr=_append(plan.q_indptr, plan.q_indptr[-1] + indptr(pads)[1:]),
+        positions=_append(plan.positions, positions),
+        start=_append(plan.start, positions + 1),
+        tail_indptr=_append(plan.tail_indptr, np.full(len(positions), plan.tail_indptr[-1])),
+        emit=_fill(plan.emit, bucket.emits),
+        groups=groups,
+        bucket=bucket,
+    )
+
+
+def pad_group(group: PagedGroup, g: int, bucket: Bucket, pads: Ints, positions: Ints) -> Group:
+    """The pad requests of one group: page 0 as often as their rows need, and nothing else."""
+    size = group.spec.page_size
+    counts = -(-pads // size)
+    return replace(
+        group,
+        kv_lens=_append(group.kv_lens, pads if group.spec.causal else np.minimum(pads, 1)),
+        page_indptr=_append(group.page_indptr, group.page_indptr[-1] + indptr(counts)[1:]),
+        page_ids=_fill(group.page_ids, bucket.pages[g]),
+        first_pos=_fill(group.first_pos, bucket.requests),
+        tail_slots=_fill(group.tail_slots, bucket.tokens * bucket.tail),
+        write_slots=_append(group.write_slots, positions % size if bucket.writes[g] else []),
+        moves=_fill_moves(group.moves, bucket.moves[g]),
+    )
+
+
+def _append(array: Ints, more: Ints | list[int]) -> Ints:
+    return ints(np.concatenate((array, np.asarray(more, np.int32))))
+
+
+def _fill(array: Ints, size: int) -> Ints:
+    return _append(array, np.zeros(size - len(array), np.int32))
+
+
+def _fill_moves(moves: Ints, size: int) -> Ints:
+    return ints(np.concatenate((moves, np.zeros((size - len(moves), 2), np.int32))))
+
+
+def _check_fits(plan: StepPlan, bucket: Bucket) -> None:
+    """Padding never shortens: every count of the plan is at most the bucket's."""
+    if (plan.bucket.requests, plan.bucket.tokens) != (plan.real.requests, plan.real.tokens):
+        raise RuleError("a plan is padded once", f"{plan.bucket} around {plan.real}", "Pad the unpadded plan")
+    have, room = plan.bucket, bucket
+    pairs = [("requests", have.requests, room.requests), ("tokens", have.tokens, room.tokens), ("emits", have.emits, room.emits)]
+    pairs.append(("list entries per row", have.tail, room.tail))
+    for name in ("pages", "writes", "moves"):
+        pairs += [(f"{name} of group {g}", a, b) for g, (a, b) in enumerate(zip(getattr(have, name), getattr(room, name), strict=True))]
+    for what, need, capacity in pairs:
+        if need > capacity:
+            raise RuleError(f"a plan fits its bucket: at most {capacity} {what}", str(need), "Use a larger bucket")
+    if bucket.tokens > have.tokens and bucket.requests == have.requests:
+        raise RuleError("pad rows need a pad request", f"{bucket.tokens - have.tokens} pad rows, 0 pad requests", "Use a bucket with more requests")

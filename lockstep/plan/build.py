@@ -1,0 +1,207 @@
+"""Makes plans: the only place that does.
+
+The caller says, per request, how many keys are committed, how many rows to compute, and which pages it holds (`Work`); everything else
+in a plan is derived here. Called by the scheduler's loop, the speculative worker and the lab alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.plan import address
+from lockstep.plan.step import Bucket, FreshGroup, Group, Ints, PagedGroup, Real, StepPlan, ints
+from lockstep.plan.tree import paths
+from lockstep.types import INT32_MAX, GroupSpec, Layout, RuleError
+
+NO_MOVES: Ints = ints(np.empty((0, 2), np.int32))
+
+
+@dataclass(frozen=True, eq=False)
+class Pages:
+    """A request's pages in one group: page k holds positions from first_pos + k*page_size; `scratch` holds its tree nodes."""
+
+    page_ids: NDArray[np.int32]
+    first_pos: int
+    scratch: NDArray[np.int32]
+    moves: NDArray[np.int32]  # [M, 2] slots to relocate before this step's write
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """One request's share of a step.
+
+    cached_len  committed keys in the cache; the first row stands at this position
+    new_len     rows computed this step
+    pages       per group; None for a fresh group
+    emit        rows, counted within the request, whose logits are wanted; None = the last one
+    parents     None, or all nodes of the request's tree so far, of which the last new_len are this step's rows
+    cross_len   encoder keys that exist after this step; cross_new of them (all rows, or none) are written by it
+    """
+
+    cached_len: int
+    new_len: int
+    pages: tuple[Pages | None, ...]
+    emit: tuple[int, ...] | None = None
+    parents: tuple[int, ...] | None = None
+    cross_len: int = 0
+    cross_new: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """What all groups share: the rows and, for tree rows, the nodes of their lists (one entry per listed position)."""
+
+    q_indptr: NDArray[np.int32]
+    request: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    start: NDArray[np.int32]
+    tail_indptr: NDArray[np.int32]
+    nodes: NDArray[np.int32]
+
+
+def build(specs: Sequence[GroupSpec], works: Sequence[Work]) -> StepPlan:
+    """The plan of one step over `works`. An empty batch is legal."""
+    for work in works:
+        _check_work(specs, work)
+    rows = _rows(works)
+    groups = tuple(_group(spec, g, works, rows) for g, spec in enumerate(specs))
+    emit = [int(rows.q_indptr[i]) + j for i, w in enumerate(works) for j in (w.emit if w.emit is not None else (w.new_len - 1,))]
+    real = Real(len(works), len(rows.positions), len(emit))
+    return StepPlan(
+        *map(ints, (rows.q_indptr, rows.positions, rows.start, rows.tail_indptr, emit)),
+        groups=groups,
+        bucket=exact_bucket(real, rows.q_indptr, rows.tail_indptr, groups),
+        real=real,
+    )
+
+
+def indptr(lens: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
+    """[0, l0, l0+l1, ...]."""
+    out = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(lens, out=out[1:])
+    return out
+
+
+def row_positions(cached_lens: NDArray[np.int32], q_indptr: NDArray[np.int32], request: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Rows follow the committed keys: row j of a request stands at cached_len + j."""
+    return (cached_lens - q_indptr[:-1])[request] + np.arange(len(request), dtype=np.int32)
+
+
+def kv_lens(spec: GroupSpec, works: Sequence[Work], rows: _Rows) -> NDArray[np.int32]:
+    """Keys that exist after this step's write, always."""
+    if spec.layout is Layout.CROSS:
+        return np.array([w.cross_len for w in works], np.int32)
+    if not works:
+        return np.zeros(0, np.int32)
+    return np.maximum.reduceat(rows.positions, rows.q_indptr[:-1]) + np.int32(1)
+
+
+def live_pages(pages: Pages, kv_len: int, page_size: int) -> NDArray[np.int32]:
+    """The page table entries of a request: those up to kv_len, then its scratch."""
+    count = -(-kv_len // page_size) - pages.first_pos // page_size
+    if count > len(pages.page_ids):
+        raise RuleError("a request's pages cover its keys", f"{len(pages.page_ids)} pages of {page_size} for {kv_len} keys", "Reserve before building")
+    return np.concatenate((pages.page_ids[:count], pages.scratch))
+
+
+def node_slots(spec: GroupSpec, pages: Pages, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Slots of tree nodes: node i is the i-th token of the request's scratch."""
+    zero = np.zeros(2, np.int32)
+    return np.asarray(address.paged(pages.scratch, zero, zero, spec.page_size, 0, nodes), np.int32)
+
+
+def write_slots(spec: GroupSpec, works: Sequence[Work], rows: _Rows, group: tuple[NDArray[np.int32], ...]) -> NDArray[np.int32]:
+    """slot(t, positions[t]) of every row that this group stores."""
+    page_ids, page_indptr, first_pos, tail_slots = group
+    if spec.layout is Layout.CROSS and not any(w.cross_new for w in works):
+        return np.zeros(0, np.int32)
+    slots = np.empty(len(rows.positions), np.int32)
+    tailed = rows.positions >= rows.start
+    row, p = np.flatnonzero(tailed), rows.positions[tailed]
+    slots[tailed] = address.listed(tail_slots, rows.tail_indptr, rows.start, row, p)
+    plain, p = rows.request[~tailed], rows.positions[~tailed]
+    slots[~tailed] = address.paged(page_ids, page_indptr, first_pos, spec.page_size, plain, p)
+    return slots
+
+
+def tail_slots(spec: GroupSpec, g: int, works: Sequence[Work], rows: _Rows) -> NDArray[np.int32]:
+    """The rows' lists in this group's slots, behind one another, filled with 0 up to the bucket's capacity."""
+    capacity = len(rows.positions) * _tail(rows.tail_indptr)
+    slots = np.zeros(capacity, np.int32)
+    if capacity:
+        for i, work in enumerate(works):
+            pages = work.pages[g]
+            begin, end = rows.tail_indptr[rows.q_indptr[i]], rows.tail_indptr[rows.q_indptr[i + 1]]
+            if pages is not None and end > begin:
+                slots[begin:end] = node_slots(spec, pages, rows.nodes[begin:end])
+    return slots
+
+
+def exact_bucket(real: Real, q_indptr: NDArray[np.int32], tail_indptr: NDArray[np.int32], groups: tuple[Group, ...]) -> Bucket:
+    """The shape of a plan without padding."""
+    widths = np.diff(q_indptr)
+    width = int(widths[0]) if len(widths) and (widths == widths[0]).all() else 0
+    sizes = [(len(g.page_ids), len(g.write_slots), len(g.moves)) if isinstance(g, PagedGroup) else (0, 0, 0) for g in groups]
+    pages, writes, moves = zip(*sizes, strict=True) if sizes else ((), (), ())
+    return Bucket(real.requests, real.tokens, width, real.emits, _tail(tail_indptr), tuple(pages), tuple(writes), tuple(moves))
+
+
+def _tail(tail_indptr: NDArray[np.int32]) -> int:
+    return int(np.diff(tail_indptr).max(initial=0))
+
+
+def _rows(works: Sequence[Work]) -> _Rows:
+    q_indptr = indptr([w.new_len for w in works])
+    request = np.repeat(np.arange(len(works), dtype=np.int32), np.diff(q_indptr))
+    cached_lens = np.array([w.cached_len for w in works], np.int32)
+    positions = row_positions(cached_lens, q_indptr, request)
+    start, lens, nodes = positions + 1, np.zeros(len(positions), np.int32), []
+    for i, work in enumerate(works):
+        if work.parents is not None:
+            lists = paths(work.parents, work.new_len)
+            mine = slice(q_indptr[i], q_indptr[i + 1])
+            lens[mine] = [len(path) for path in lists]
+            start[mine] = work.cached_len
+            positions[mine] = work.cached_len + lens[mine] - 1
+            nodes += [node for path in lists for node in path]
+    return _Rows(q_indptr, request, positions, start, indptr(lens), np.array(nodes, np.int32))
+
+
+def _group(spec: GroupSpec, g: int, works: Sequence[Work], rows: _Rows) -> Group:
+    if spec.layout is Layout.FRESH:
+        return FreshGroup(spec)
+    lens = kv_lens(spec, works, rows)
+    held = [w.pages[g] for w in works]
+    tables = [live_pages(pages, int(n), spec.page_size) for pages, n in zip(held, lens, strict=True) if pages is not None]
+    page_ids = np.concatenate(tables) if tables else np.zeros(0, np.int32)
+    page_indptr = indptr([len(t) for t in tables])
+    first_pos = np.array([pages.first_pos for pages in held if pages is not None], np.int32)
+    tails = tail_slots(spec, g, works, rows)
+    writes = write_slots(spec, works, rows, (page_ids, page_indptr, first_pos, tails))
+    moves = np.concatenate([NO_MOVES, *[pages.moves for pages in held if pages is not None and len(pages.moves)]])
+    return PagedGroup(spec, *map(ints, (lens, page_indptr, page_ids, first_pos, tails, writes, moves)))
+
+
+def _check_work(specs: Sequence[GroupSpec], work: Work) -> None:
+    """What a caller can get wrong and no later check could tell."""
+    if work.new_len < 1 or work.cached_len < 0:
+        raise RuleError("a request computes at least one row after its cached keys", f"new_len={work.new_len}, cached_len={work.cached_len}", "Leave it out")
+    if work.cached_len + work.new_len > INT32_MAX or work.cross_len > INT32_MAX:
+        total = f"{work.cached_len} + {work.new_len} keys, {work.cross_len} encoder keys"
+        raise RuleError(f"lengths fit in int32, at most {INT32_MAX}", total, "Shorten the request")
+    if len(work.pages) != len(specs):
+        raise RuleError("a request has one entry of pages per group", f"{len(work.pages)} for {len(specs)} groups", "Use None for a fresh group")
+    if work.cross_new not in (0, work.new_len) or work.cross_new > work.cross_len:
+        raise RuleError("an encoder is written whole, by rows of its own", f"{work.cross_new} of {work.new_len} rows", "Encode in a step of its own")
+    for j in work.emit or ():
+        if not 0 <= j < work.new_len:
+            raise RuleError("emit names rows of the request's own step", f"row {j} of {work.new_len}", "Count from 0 within the request")
+    for spec, pages in zip(specs, work.pages, strict=True):
+        if (pages is None) != (spec.layout is Layout.FRESH):
+            raise RuleError("a cached group needs pages and a fresh one has none", f"{spec.layout} with pages={pages}", "Reserve pages first")
+        if spec.layout is Layout.FRESH and (work.cached_len or work.parents is not None):
+            raise RuleError("a fresh group takes whole requests", f"cached_len={work.cached_len}", "Do not chunk an embedding or an encoder")

@@ -1,0 +1,97 @@
+"""The plan: one frozen value that describes a step completely.
+
+A step is one forward pass over a batch of (request, new rows). There are no modes: prefill, chunk, decode, verify and draft are the
+same thing with other numbers. Arrays are int32 and read-only. `plan.build` makes plans, `plan.bucket` pads them, `plan.check` judges
+them; nothing else creates one. No token ids, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.types import GroupSpec
+
+Ints = NDArray[np.int32]
+
+
+def ints(values: Sequence[int] | NDArray[np.integer]) -> Ints:
+    """A read-only int32 copy of `values`."""
+    array = np.array(values, dtype=np.int32)
+    array.flags.writeable = False
+    return array
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The padded shape of a step: the length of every array of the plan is a function of these numbers."""
+
+    requests: int
+    tokens: int
+    width: int  # rows per request if uniform, else 0
+    emits: int
+    tail: int  # list entries per row
+    pages: tuple[int, ...]  # page table entries, per group
+    writes: tuple[int, ...]  # rows written, per group: tokens or 0
+    moves: tuple[int, ...]  # per group
+
+
+@dataclass(frozen=True)
+class Real:
+    """The counts before padding; real entries come first."""
+
+    requests: int
+    tokens: int
+    emits: int
+
+
+@dataclass(frozen=True, eq=False)
+class PagedGroup:
+    """K/V live in the cache: this step's are written, then all are read."""
+
+    spec: GroupSpec
+    kv_lens: Ints  # [B] keys that exist after this step's write: 1 + the largest row position (cross: the encoder length)
+    page_indptr: Ints  # [B+1]
+    page_ids: Ints  # entry k of a request holds positions [first_pos + k*page_size, first_pos + (k+1)*page_size); then its scratch
+    first_pos: Ints  # [B] page-aligned; positions below were dropped
+    tail_slots: Ints  # [tokens*tail] the rows' lists, addressed by tail_indptr
+    write_slots: Ints  # [W] slot(t, positions[t])
+    moves: Ints  # [M, 2] (from, to): K/V rows to relocate before the first write; gather all, then scatter all
+
+
+@dataclass(frozen=True, eq=False)
+class FreshGroup:
+    """The keys of a request are its own rows of this step. A write, or a stale read, cannot be expressed."""
+
+    spec: GroupSpec
+
+
+Group = PagedGroup | FreshGroup
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """One step. Row t of request i: q_indptr[i] <= t < q_indptr[i+1], at absolute position positions[t]."""
+
+    q_indptr: Ints  # [B+1]
+    positions: Ints  # [T]
+    start: Ints  # [T] from this position on a row's keys are named by its list; positions[t]+1 for a plain row
+    tail_indptr: Ints  # [T+1] the row's list in every group's tail_slots
+    emit: Ints  # [S] rows whose logits are wanted; a row may stand twice
+    groups: tuple[Group, ...]
+    bucket: Bucket
+    real: Real
+
+    @cached_property
+    def new_lens(self) -> Ints:
+        """[B] rows of each request."""
+        return np.diff(self.q_indptr)
+
+    @cached_property
+    def request(self) -> Ints:
+        """[T] the request of every row."""
+        return np.repeat(np.arange(self.bucket.requests, dtype=np.int32), self.new_lens)

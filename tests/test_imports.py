@@ -1,0 +1,201 @@
+"""Who may import whom: the order of the layers, read from the source, and the torch-free half, tried with torch blocked.
+
+The order is `order, types, config` ← plan ← kv ← kernels ← attention ← nn ← models ← sample ← run ← spec ← llm ← serve. Imports inside
+functions and under TYPE_CHECKING count like any other: a dependency that is hidden is still one.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "lockstep"
+
+BASE = {"order", "types", "config"}
+CHAIN = ["plan", "kv", "kernels", "attention", "nn", "models", "sample", "run", "spec", "llm", "serve"]
+SIDE = {"text", "sched"}  # `llm` and `serve` put them together with the rest
+TOOLS = {"lab", "bench"}  # see everything; seen by `cli` alone, inside functions
+FACE = {"cli", "__main__"}
+UNITS = BASE | set(CHAIN) | SIDE | TOOLS | FACE
+HOST_KV = {"pages", "tables", "prefix", "spec"}  # the half of kv that holds numbers, not tensors
+
+TORCH_FREE = ("plan", "sched", *(f"kv.{name}" for name in sorted(HOST_KV)))
+
+
+class Import(NamedTuple):
+    target: str  # dotted, names included: `from lockstep.kv import pages` gives lockstep.kv.pages
+    line: int
+    in_function: bool
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name → file, of all that exists."""
+    found = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def targets(node: ast.AST, package: str) -> list[str]:
+    """What one statement or call imports, absolute. `package` is what a leading dot stands for."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        parts = package.split(".")
+        base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+        stem = ".".join(part for part in (base, node.module) if part)
+        return [stem if alias.name == "*" else f"{stem}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in {"import_module", "importlib.import_module", "__import__"}:
+        return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+    return []
+
+
+def imports(source: str, name: str, is_package: bool = False) -> list[Import]:
+    """All imports of Lockstep's own modules in a source text, at any depth."""
+    package = name if is_package else name.rpartition(".")[0]
+    found: list[Import] = []
+
+    def visit(node: ast.AST, in_function: bool) -> None:
+        for target in targets(node, package):
+            if target.split(".")[0] == PACKAGE:
+                found.append(Import(target, getattr(node, "lineno", 0), in_function))
+        inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            visit(child, inside)
+
+    visit(ast.parse(source), False)
+    return found
+
+
+def unit(dotted: str) -> str:
+    """The layer a dotted name belongs to; "" for the package itself and the names it exports."""
+    parts = dotted.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in UNITS else ""
+
+
+def sees(importer: str) -> set[str]:
+    """The layers that a layer may import, its own included. "" is `lockstep` itself, whose lazy names lead to `llm`."""
+    everything = UNITS | {""}
+    if importer in TOOLS:
+        return everything
+    if importer == "cli":
+        return everything - {"__main__"}
+    if importer == "__main__":
+        return {"cli"}
+    if importer == "":
+        return everything - TOOLS - FACE
+    if importer in BASE:
+        return BASE
+    if importer == "text":
+        return {"text"}
+    if importer == "sched":
+        return BASE | {"plan", "kv", "sched"}
+    above = {"", *SIDE} if importer in {"llm", "serve"} else set()
+    return BASE | set(CHAIN[: CHAIN.index(importer) + 1]) | above
+
+
+def offences(source: str, name: str, is_package: bool = False) -> list[str]:
+    """One line per import that the order does not allow."""
+    importer, out = unit(name), []
+    if name != PACKAGE and not importer:
+        return [f"{name}: its layer has no place in the order; give it one here and in the design"]
+    for found in imports(source, name, is_package):
+        target = unit(found.target)
+        if found.target == f"{PACKAGE}.__version__":
+            continue
+        where = f"{name}:{found.line} imports {found.target}"
+        if target not in sees(importer):
+            out.append(f"{where}: {importer or PACKAGE} may see {sorted(sees(importer) - {''})}")
+        elif importer == "cli" and target in TOOLS and not found.in_function:
+            out.append(f"{where}: at module level; import it inside the function that needs it")
+        elif importer == "sched" and target == "kv" and not HOST_KV & set(found.target.split(".")[2:3]):
+            out.append(f"{where}: sched sees only the host half of kv, {sorted(HOST_KV)}")
+    return out
+
+
+def test_import_order():
+    found = modules()
+    assert len(found) > 1, f"no modules under {PACKAGE}/: this test would pass on nothing"
+    bad = [line for name, path in found.items() for line in offences(path.read_text("utf-8"), name, path.name == "__init__.py")]
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("lockstep.plan.step", "from lockstep.kv.pages import Pages"),
+        ("lockstep.plan.step", "from lockstep import kv"),
+        ("lockstep.plan.step", "from ..kv import pages"),
+        ("lockstep.plan.step", "def f():\n    import lockstep.attention.base"),
+        ("lockstep.plan.step", "class A:\n    def f(self):\n        from lockstep import LLM"),
+        ("lockstep.plan.step", "if TYPE_CHECKING:\n    from lockstep.kv.pool import Pool"),
+        ("lockstep.kv.pool", "importlib.import_module('lockstep.kernels.cpu.attend')"),
+        ("lockstep.kernels.cpu.attend", "from lockstep.attention.base import Caps"),
+        ("lockstep.order", "from lockstep.plan import step"),
+        ("lockstep.text.detok", "from lockstep.types import Request"),
+        ("lockstep.sched.policy", "from lockstep.kv.pool import Pool"),
+        ("lockstep.sched.policy", "from lockstep.kv import pool"),
+        ("lockstep.sched.policy", "import lockstep.kv"),
+        ("lockstep.run.runner", "from lockstep.sched.policy import Policy"),
+        ("lockstep.serve.app", "def f():\n    from lockstep.lab import cells"),
+        ("lockstep.llm", "from lockstep import bench"),
+        ("lockstep.cli", "from lockstep.lab import runner"),
+        ("lockstep", "def f():\n    from .lab import runner"),
+        ("lockstep.utils", "import os"),
+    ],
+)
+def test_the_checker_objects(name: str, source: str):
+    assert len(offences(source, name, is_package=name == PACKAGE)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("lockstep.kernels.cpu.attend", "from lockstep.plan.address import paged\nfrom lockstep import order, __version__"),
+        ("lockstep.attention.cpu", "from . import base\nfrom ..kernels.cpu import attend\nimport torch, numpy.typing"),
+        (
+            "lockstep.sched.policy",
+            "from lockstep.kv import pages, spec\nfrom lockstep.kv.prefix import Prefix\nfrom lockstep.plan import step",
+        ),
+        ("lockstep.llm", "from lockstep.sched import scheduler\nfrom lockstep.text.detok import Detok"),
+        ("lockstep.lab.cells", "from lockstep import LLM\nfrom lockstep.serve import app\nfrom lockstep.bench import attention"),
+        ("lockstep.cli", "def lab():\n    from lockstep.lab import runner\n    from lockstep import bench"),
+    ],
+)
+def test_the_checker_allows(name: str, source: str):
+    assert offences(source, name) == []
+
+
+def without_torch(names: list[str]) -> str:
+    """Import `names` in a fresh interpreter where torch cannot be imported; the failures, one per line."""
+    code = """
+import importlib, sys
+sys.modules["torch"] = None
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        print(f"{name}: {error}")
+"""
+    run = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+def test_the_host_half_needs_no_torch():
+    free = tuple(f"{PACKAGE}.{name}" for name in TORCH_FREE)
+    names = [name for name in modules() if name == PACKAGE or name in free or name.startswith(tuple(f"{prefix}." for prefix in free))]
+    assert len(names) > 1, f"nothing of {free} exists: this test would pass on nothing"
+    failures = without_torch(names)
+    assert not failures, failures
+
+
+def test_torch_is_really_blocked():
+    assert without_torch(["torch.nn"]).startswith("torch.nn: ")
