@@ -76,12 +76,12 @@ def window_begin(spec: GroupSpec, plan: StepPlan, hi: NDArray[np.int32]) -> NDAr
     return np.maximum(hi - np.int32(spec.window), np.int32(0))
 
 
-def addresses(plan: StepPlan, group: Group) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], int]:
+def addresses(plan: StepPlan, group: Group, views: Views) -> tuple[Any, Any, Any, int]:
     """page_ids, page_indptr, first_pos and page size of a group. A fresh group's rows are pages of one, in order."""
     if isinstance(group, FreshGroup):
         rows = np.arange(plan.bucket.tokens, dtype=np.int32)
         return rows, plan.q_indptr, np.zeros(plan.bucket.requests, np.int32), 1
-    return group.page_ids, group.page_indptr, group.first_pos, group.spec.page_size
+    return views.page_ids, views.page_indptr, views.first_pos, group.spec.page_size
 
 
 def score_constants(spec: AttnSpec) -> tuple[float, float]:

@@ -27,6 +27,7 @@ CAPS = Caps(
     head_multiple=1,
     head_max=1 << 20,
     order="none",
+    invariances=frozenset(),
 )
 
 

@@ -129,10 +129,10 @@ def write_slots(spec: GroupSpec, works: Sequence[Work], rows: _Rows, group: tupl
 
 
 def tail_slots(spec: GroupSpec, g: int, works: Sequence[Work], rows: _Rows) -> NDArray[np.int32]:
-    """The rows' lists in this group's slots, behind one another, filled with 0 up to the bucket's capacity."""
+    """The rows' lists in this group's slots, behind one another, filled with 0 up to the bucket's capacity; an encoder has no nodes."""
     capacity = len(rows.positions) * _tail(rows.tail_indptr)
     slots = np.zeros(capacity, np.int32)
-    if capacity:
+    if capacity and spec.layout is not Layout.CROSS:
         for i, work in enumerate(works):
             pages = work.pages[g]
             begin, end = rows.tail_indptr[rows.q_indptr[i]], rows.tail_indptr[rows.q_indptr[i + 1]]

@@ -123,7 +123,7 @@ def _first_written(plan: StepPlan, group: PagedGroup) -> Ints:
 def _check_writes(plan: StepPlan, group: PagedGroup, belongs: NDArray[np.int32], pool_pages: int) -> None:
     """`belongs[page]`: the request that owns a page of this plan, for pages in use."""
     size, slots, total = group.spec.page_size, group.write_slots, pool_pages * group.spec.page_size
-    named = group.tail_slots[: plan.tail_indptr[-1]]
+    named = group.tail_slots[: 0 if group.spec.layout is Layout.CROSS else plan.tail_indptr[-1]]
     for what, some in (("write slots", slots), ("listed slots", named), ("moves", group.moves)):
         if some.size:
             rule(f"{what} lie in the pool's {total}", 0 <= some.min() and some.max() < total, lambda s=some: f"{s.min()}..{s.max()}", "Use plan.build")

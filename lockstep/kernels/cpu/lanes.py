@@ -84,6 +84,11 @@ def call_ir(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
     return builder.call(function, args)
 
 
+def fma_ir(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a*b + c with one rounding, for floats or 16 lanes."""
+    return call_ir(builder, "llvm.fma.f32" if a.type == F32 else "llvm.fma.v16f32", a.type, [a, b, c])
+
+
 # ---- operations of Numba code ----
 
 
@@ -113,7 +118,7 @@ less = _binary(lambda builder, a, b: builder.fcmp_ordered("<", a, b), MASK)
 
 def _fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """a*b + c with one rounding."""
-    return a(a, b, c), lambda context, builder, sig, args: builder.fma(*args)
+    return a(a, b, c), lambda context, builder, sig, args: fma_ir(builder, *args)
 
 
 def _select(typingctx: Any, mask: Any, yes: Any, no: Any) -> Any:
@@ -128,6 +133,15 @@ def _like(typingctx: Any, model: Any, value: Any) -> Any:
         return splat_ir(builder, scalar) if model == FLOATS else scalar
 
     return model(model, types.float64), emit
+
+
+def _canonical(typingctx: Any, x: Any) -> Any:
+    """x, with every NaN the same NaN: which operand's payload survives is the processor's choice."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_unordered("uno", args[0], args[0]), constant(args[0].type, float("nan")), args[0])
+
+    return x(x), emit
 
 
 def _pow2_from(typingctx: Any, x: Any) -> Any:
@@ -221,9 +235,34 @@ def _take(typingctx: Any, counter: Any) -> Any:
     return types.int64(types.int64), emit
 
 
+def _invoke(typingctx: Any, function: Any, argument: Any) -> Any:
+    """Call the C function `void f(int64)` at address `function`."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [I64])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+def _view(kind: Any) -> Any:
+    """Build `f(address)`: a pointer to `kind` for numba.carray."""
+
+    def typed(typingctx: Any, address: Any) -> Any:
+        return types.CPointer(kind)(types.int64), lambda context, builder, sig, args: at(builder, args[0])
+
+    return intrinsic(typed)
+
+
 fma: Any = intrinsic(_fma)
+invoke: Any = intrinsic(_invoke)
+int32_at: Any = _view(types.int32)
+int64_at: Any = _view(types.int64)
+float32_at: Any = _view(types.float32)
 select: Any = intrinsic(_select)
 like: Any = intrinsic(_like)
+canonical: Any = intrinsic(_canonical)
 pow2_from: Any = intrinsic(_pow2_from)
 copysign: Any = intrinsic(_copysign)
 splat: Any = intrinsic(_splat)

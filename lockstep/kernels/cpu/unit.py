@@ -1,0 +1,437 @@
+"""One work unit of attention, the rows of one block times the query heads of one kv head, in the canonical order.
+
+Plain texts: attend.py's `build` compiles them, linked to each other by name, so that the lab can put another text in a name's place.
+They read visibility (lo, hi per row), addresses (pages and lists) and the constants of the order as data; windows, causality, chunks
+and speculation are numbers by the time they come here. A row's bits depend on its own keys only: which rows share a unit decides
+which tiles are visited and staged, and a tile that a row does not see leaves its state as it was.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lockstep.kernels.cpu.elementary import exp2, log2, tanh
+from lockstep.kernels.cpu.lanes import (
+    address,
+    add,
+    between,
+    canonical,
+    div,
+    fma,
+    lanes_max,
+    lanes_sum,
+    like,
+    load,
+    maximum,
+    mul,
+    select,
+    splat,
+    store,
+    store_half,
+    sub,
+)
+from lockstep.kernels.cpu.loops import ROWS, VECTOR_BYTES, VECTORS, scores, values
+from lockstep.kernels.cpu.stage import transposed, widened
+from lockstep.order import LANES
+from lockstep.plan.address import listed, paged
+
+INF = np.float32(np.inf)
+ZERO = np.float32(0.0)
+ONE = np.float32(1.0)
+transposed_4, transposed_2, transposed_1 = (transposed(item) for item in (4, 2, 1))
+widened_4, widened_2, widened_1 = (widened(item) for item in (4, 2, 1))
+
+
+class Sizes(NamedTuple):
+    """Run-time integers of a call. Strides are in bytes."""
+
+    heads: Any
+    kv_heads: Any
+    group: Any
+    d_qk: Any
+    d_v: Any
+    page_size: Any
+    tile: Any
+    split: Any
+    k_item: Any
+    v_item: Any
+    k_slot: Any
+    k_head: Any
+    v_slot: Any
+    v_head: Any
+
+
+class Job(NamedTuple):
+    """Everything a call was given: byte addresses of tensors, arrays of plan data, constants."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse2: Any
+    page_ids: Any
+    page_indptr: Any
+    first_pos: Any
+    start: Any
+    tail_indptr: Any
+    tail_slots: Any
+    lo: Any
+    hi: Any
+    blocks: Any
+    sink2: Any
+    sizes: Any
+    pre: Any
+    c: Any
+    v_scale: Any
+
+
+class Scratch(NamedTuple):
+    """A worker's memory. Addresses (64-byte aligned) of float areas, then arrays with one entry per row or per key of a tile."""
+
+    q: Any  # [rows][q_stride]
+    keys: Any  # [d_qk][tile], the tile's keys transposed
+    v: Any  # [tile][v_stride], the tile's values where they cannot be read in place
+    p: Any  # [rows][tile] scores, then probabilities
+    acc: Any  # [rows][v_stride] of the split
+    total: Any  # [rows][v_stride] folded
+    zeros: Any  # a key row of zeros
+    q_stride: Any  # bytes
+    v_stride: Any  # bytes
+    p_stride: Any  # bytes
+    m: Any  # float32[rows] running maximum of the split, raw score units
+    l: Any  # float32[rows] running sum of the split
+    alpha: Any  # float32[rows] rescale of this tile
+    m2: Any  # float32[rows] folded maximum, log2 units
+    l2: Any  # float32[rows] folded sum
+    first: Any  # int64[rows] this tile: the row sees keys [first, last), counted from the tile's begin
+    last: Any
+    k_at: Any  # int64[tile] byte address of every key's row
+    v_at: Any
+
+
+class Unit(NamedTuple):
+    """Which rows: tokens [begin, end) of `request`, kv head `head`."""
+
+    request: Any
+    begin: Any
+    end: Any
+    head: Any
+
+
+# ---- the small texts that the lab replaces ----
+
+
+def rescale(m: Any, m_new: Any, c: Any) -> Any:
+    """What the old state counts for under a new maximum: exactly 1 when the maximum did not move."""
+    return exp2(mul(sub(m, m_new), c))
+
+
+def split_begin(position: Any, split: Any) -> Any:
+    """The split that `position` belongs to, named by its first position."""
+    return position // split * split
+
+
+def load_range(first: Any, last: Any, tile: Any) -> Any:
+    """Keys [first, last) of a tile that are touched for rows that see, together, [first, last): these and no others."""
+    return first, last
+
+
+# ---- one tile ----
+
+
+def spans(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: Any) -> Any:
+    """Per row of tokens [begin, end), the keys it sees of the tile at `position`; returns the range they see together."""
+    tile, group = job.sizes.tile, job.sizes.group
+    hull_first, hull_last = tile, np.int64(0)
+    for token in range(begin, end):
+        first = max(np.int64(job.lo[token]) - position, np.int64(0))
+        last = min(np.int64(job.hi[token]) - position, tile)
+        if first < last:
+            hull_first, hull_last = min(hull_first, first), max(hull_last, last)
+        else:
+            first, last = np.int64(0), np.int64(0)
+        row = (token - unit.begin) * group
+        for r in range(row, row + group):
+            scratch.first[r] = first
+            scratch.last[r] = last
+    return hull_first, hull_last
+
+
+def locate(job: Any, scratch: Any, unit: Any, token: Any, position: Any, reach: Any) -> None:
+    """Addresses of keys [first, last) = reach of the tile at `position`: one page look-up per run, one list entry per listed key."""
+    sizes = job.sizes
+    k_base, v_base = job.k + unit.head * sizes.k_head, job.v + unit.head * sizes.v_head
+    begin, end = position + reach[0], position + reach[1]
+    boundary = min(max(np.int64(job.start[token]), begin), end)
+    p = begin
+    while p < boundary:
+        slot = np.int64(paged(job.page_ids, job.page_indptr, job.first_pos, sizes.page_size, unit.request, p))
+        stop = min(boundary, p + sizes.page_size - p % sizes.page_size)
+        for key in range(p - position, stop - position):
+            scratch.k_at[key] = k_base + slot * sizes.k_slot
+            scratch.v_at[key] = v_base + slot * sizes.v_slot
+            slot += 1
+        p = stop
+    while p < end:
+        slot = np.int64(listed(job.tail_slots, job.tail_indptr, job.start, token, p))
+        scratch.k_at[p - position] = k_base + slot * sizes.k_slot
+        scratch.v_at[p - position] = v_base + slot * sizes.v_slot
+        p += 1
+
+
+def stage_keys(job: Any, scratch: Any, reach: Any) -> None:
+    """Transpose the tile's keys into scratch, 16 at a time; a key out of reach is read from a row of zeros."""
+    sizes, stride = job.sizes, 4 * job.sizes.tile
+    first, last = reach[0] // LANES * LANES, (reach[1] + LANES - 1) // LANES * LANES
+    for key in range(first, reach[0]):
+        scratch.k_at[key] = scratch.zeros
+    for key in range(reach[1], last):
+        scratch.k_at[key] = scratch.zeros
+    for key in range(first, last, LANES):
+        table, target = address(scratch.k_at) + 8 * key, scratch.keys + 4 * key
+        if sizes.k_item == 4:
+            transposed_4(table, sizes.d_qk, target, stride)
+        elif sizes.k_item == 2:
+            transposed_2(table, sizes.d_qk, target, stride)
+        else:
+            transposed_1(table, sizes.d_qk, target, stride)
+
+
+def stage_values(job: Any, scratch: Any, reach: Any) -> None:
+    """Copy the tile's value rows into scratch as float32 and point their addresses there."""
+    sizes = job.sizes
+    for key in range(reach[0], reach[1]):
+        source, target = scratch.v_at[key], scratch.v + key * scratch.v_stride
+        if sizes.v_item == 4:
+            widened_4(source, sizes.d_v, target)
+        elif sizes.v_item == 2:
+            widened_2(source, sizes.d_v, target)
+        else:
+            widened_1(source, sizes.d_v, target)
+        scratch.v_at[key] = target
+
+
+def soften(job: Any, scratch: Any, row: Any) -> None:
+    """Scores of a row to probabilities, in place; the row's maximum, sum and rescale follow."""
+    at, tile = scratch.p + row * scratch.p_stride, job.sizes.tile
+    first, last = scratch.first[row], scratch.last[row]
+    whole, pre, c, m = last - first == tile, job.pre, job.c, scratch.m[row]
+    top = splat(-INF)
+    for key in range(0, tile, LANES):
+        x = load(at + 4 * key)
+        if pre != ZERO:
+            x = tanh(mul(x, splat(pre)))
+        if not whole:
+            x = select(between(key, first, last), x, splat(-INF))
+        store(at + 4 * key, x)
+        top = maximum(top, x)
+    m_new = maximum(m, lanes_max(top))
+    if m_new == -INF:
+        for key in range(0, tile, LANES):
+            store(at + 4 * key, splat(ZERO))
+        scratch.alpha[row] = ONE
+        return
+    scaled, shift, total = splat(c), splat(-mul(m_new, c)), splat(ZERO)
+    for key in range(0, tile, LANES):
+        p = exp2(fma(load(at + 4 * key), scaled, shift))
+        if not whole:
+            p = select(between(key, first, last), p, splat(ZERO))
+        store(at + 4 * key, p)
+        total = add(total, p)
+    alpha = rescale(m, m_new, c)
+    scratch.l[row] = fma(scratch.l[row], alpha, lanes_sum(total))
+    scratch.m[row], scratch.alpha[row] = m_new, alpha
+
+
+def width(left: Any) -> Any:
+    """Vectors of the widest micro-kernel that fits."""
+    if left >= 4 and VECTORS >= 4:
+        return 4
+    return 2 if left >= 2 and VECTORS >= 2 else 1
+
+
+def height(left: Any) -> Any:
+    """Rows of the micro-kernel for `left` rows; scratch is padded for a 4 that has only 3."""
+    return left if left <= 2 else ROWS
+
+
+def score_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
+    """Scores of up to 4 rows against the staged tile."""
+    vector, vectors, stride = 0, job.sizes.tile // LANES, 4 * job.sizes.tile
+    q, s = scratch.q + row * scratch.q_stride, scratch.p + row * scratch.p_stride
+    while vector < vectors:
+        wide = width(vectors - vector)
+        at = VECTOR_BYTES * vector
+        scores(height(rows), wide, q, scratch.q_stride, scratch.keys + at, stride, job.sizes.d_qk, s + at, scratch.p_stride)
+        vector += wide
+
+
+def add_values(scratch: Any, row: Any, rows: Any, reach: Any) -> None:
+    """acc = acc * alpha + p V over keys [first, last) = reach, for up to 4 rows."""
+    column, table, alpha = np.int64(0), address(scratch.v_at), address(scratch.alpha) + 4 * row
+    p, acc = scratch.p + row * scratch.p_stride, scratch.acc + row * scratch.v_stride
+    while column < scratch.v_stride:
+        wide = width((scratch.v_stride - column) // VECTOR_BYTES)
+        values(
+            height(rows), wide, p, scratch.p_stride, table, reach[0], reach[1], acc, scratch.v_stride, column, alpha
+        )
+        column += VECTOR_BYTES * wide
+
+
+def finite(job: Any, scratch: Any, reach: Any) -> Any:
+    """Whether the values of keys [first, last) = reach hold neither infinity nor NaN."""
+    total = splat(ZERO)
+    for key in range(reach[0], reach[1]):
+        for column in range(0, scratch.v_stride, VECTOR_BYTES):
+            total = fma(load(scratch.v_at[key] + column), splat(ZERO), total)
+    return lanes_sum(total) == ZERO
+
+
+def group_span(scratch: Any, row: Any, rows: Any) -> Any:
+    """The keys that `rows` rows see together, and whether they all see just these."""
+    first, last = scratch.first[row], scratch.last[row]
+    same = True
+    for r in range(row + 1, row + rows):
+        same = same and scratch.first[r] == scratch.first[row] and scratch.last[r] == scratch.last[row]
+        if scratch.first[r] < scratch.last[r]:
+            if first < last:
+                first, last = min(first, scratch.first[r]), max(last, scratch.last[r])
+            else:
+                first, last = scratch.first[r], scratch.last[r]
+    return first, last, same
+
+
+def soften_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
+    """Probabilities of up to 4 rows; a row that sees nothing of the tile gets zeros and keeps its state."""
+    for r in range(row, row + rows):
+        if scratch.first[r] < scratch.last[r]:
+            soften(job, scratch, r)
+        else:
+            scratch.alpha[r] = ONE
+            for key in range(0, job.sizes.tile, LANES):
+                store(scratch.p + r * scratch.p_stride + 4 * key, splat(ZERO))
+
+
+def tile_of(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: Any) -> None:
+    """The tile at `position` for tokens [begin, end) of the unit."""
+    sizes = job.sizes
+    first, last = spans(job, scratch, unit, begin, end, position)
+    if first >= last:
+        return
+    reach = load_range(first, last, sizes.tile)
+    locate(job, scratch, unit, begin, position, reach)
+    stage_keys(job, scratch, reach)
+    row_begin, row_end = (begin - unit.begin) * sizes.group, (end - unit.begin) * sizes.group
+    in_place = sizes.v_item == 4 and sizes.d_v % LANES == 0 and row_end - row_begin <= ROWS
+    if not in_place:
+        stage_values(job, scratch, reach)
+    for row in range(row_begin, row_end, ROWS):
+        rows = min(row_end - row, ROWS)
+        first, last, same = group_span(scratch, row, rows)
+        if first < last:
+            score_rows(job, scratch, row, rows)
+            soften_rows(job, scratch, row, rows)
+    checked, clean = False, True
+    for row in range(row_begin, row_end, ROWS):
+        rows = min(row_end - row, ROWS)
+        first, last, same = group_span(scratch, row, rows)
+        if first < last:
+            if not same and not checked:
+                checked, clean = True, finite(job, scratch, reach)
+            if same or clean:
+                add_values(scratch, row, rows, load_range(first, last, sizes.tile))
+            else:  # 0 * NaN is NaN: a value that one row must not see stays out of its chain
+                for r in range(row, row + rows):
+                    add_values(scratch, r, 1, load_range(scratch.first[r], scratch.last[r], sizes.tile))
+
+
+# ---- splits and the whole unit ----
+
+
+def fresh(scratch: Any, rows: Any) -> None:
+    """Start a split: nothing seen."""
+    for row in range(rows):
+        scratch.m[row], scratch.l[row] = -INF, ZERO
+        for column in range(0, scratch.v_stride, VECTOR_BYTES):
+            store(scratch.acc + row * scratch.v_stride + column, splat(ZERO))
+
+
+def weights(m: Any, m_other: Any) -> Any:
+    """The maximum of two states (log2 units) and what each counts for under it."""
+    top = maximum(m, m_other)
+    base = ZERO if top == -INF else top
+    return top, exp2(sub(m, base)), exp2(sub(m_other, base))
+
+
+def fold(job: Any, scratch: Any, rows: Any) -> None:
+    """Add the split just done to the total of every row."""
+    for row in range(rows):
+        top, old, new = weights(scratch.m2[row], mul(scratch.m[row], job.c))
+        scratch.m2[row] = top
+        scratch.l2[row] = fma(scratch.l2[row], old, mul(scratch.l[row], new))
+        total, acc = scratch.total + row * scratch.v_stride, scratch.acc + row * scratch.v_stride
+        for column in range(0, scratch.v_stride, VECTOR_BYTES):
+            store(total + column, fma(load(total + column), splat(old), mul(load(acc + column), splat(new))))
+
+
+def begin_unit(job: Any, scratch: Any, unit: Any) -> Any:
+    """Copy the queries, empty the totals; returns (rows, lowest lo, highest hi, lowest listed position) of the unit."""
+    sizes = job.sizes
+    rows = (unit.end - unit.begin) * sizes.group
+    lo, hi, tail = np.int64(2**62), np.int64(0), np.int64(2**62)
+    for token in range(unit.begin, unit.end):
+        if job.lo[token] < job.hi[token]:
+            lo, hi = min(lo, np.int64(job.lo[token])), max(hi, np.int64(job.hi[token]))
+            if job.start[token] < job.hi[token]:
+                tail = min(tail, np.int64(job.start[token]))
+        for g in range(sizes.group):
+            row = (token - unit.begin) * sizes.group + g
+            source = job.q + 4 * sizes.d_qk * (token * sizes.heads + unit.head * sizes.group + g)
+            widened_4(source, sizes.d_qk, scratch.q + row * scratch.q_stride)
+            scratch.m2[row], scratch.l2[row] = -INF, ZERO
+            for column in range(0, scratch.v_stride, VECTOR_BYTES):
+                store(scratch.total + row * scratch.v_stride + column, splat(ZERO))
+    return rows, lo, hi, tail
+
+
+def end_row(job: Any, scratch: Any, row: Any, target: Any, head: Any) -> Any:
+    """Fold the sink, divide and write one output row; returns the row's lse2."""
+    sizes = job.sizes
+    top, old, new = weights(scratch.m2[row], job.sink2[head])
+    total = fma(scratch.l2[row], old, mul(ONE, new))
+    seen = total != ZERO
+    for column in range(0, sizes.d_v, LANES):
+        x = fma(load(scratch.total + row * scratch.v_stride + 4 * column), splat(old), mul(splat(ZERO), splat(new)))
+        x = canonical(add(mul(div(x, splat(total)), splat(job.v_scale)), splat(ZERO))) if seen else splat(ZERO)
+        if column + LANES <= sizes.d_v:
+            store(target + 4 * column, x)
+        else:
+            store_half(target + 4 * column, x)
+    return canonical(np.float32(np.float64(top) + log2(np.float64(total)))) if seen else -INF
+
+
+def run_unit(job: Any, scratch: Any, unit: Any) -> None:
+    """All tiles that the unit sees, ascending, split by split; then its output."""
+    sizes = job.sizes
+    rows, lo, hi, tail = begin_unit(job, scratch, unit)
+    fresh(scratch, rows)
+    position = lo - lo % sizes.tile
+    current = split_begin(position, sizes.split)
+    while position < hi:
+        if split_begin(position, sizes.split) != current:
+            fold(job, scratch, rows)
+            fresh(scratch, rows)
+            current = split_begin(position, sizes.split)
+        if position + sizes.tile <= tail:
+            tile_of(job, scratch, unit, unit.begin, unit.end, position)
+        else:
+            for token in range(unit.begin, unit.end):
+                tile_of(job, scratch, unit, token, token + 1, position)
+        position += sizes.tile
+    fold(job, scratch, rows)
+    for row in range(rows):
+        token, head = unit.begin + row // sizes.group, unit.head * sizes.group + row % sizes.group
+        target = job.out + 4 * sizes.d_v * (token * sizes.heads + head)
+        job.lse2[token * sizes.heads + head] = end_row(job, scratch, row, target, head)

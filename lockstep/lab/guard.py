@@ -1,0 +1,69 @@
+"""Guard bands: every buffer a backend may touch lies between canaries, and unwritten memory is NaN.
+
+A write before or behind a buffer, or into an input, shows up as damage. Knows tensors and nothing else.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.plan.step import Ints
+
+BAND = 64  # elements on either side
+CANARY = {1: 0x7F, 2: 0x7FC1, 4: 0x7FC0BEEF}  # read as numbers these are NaN, as indices far outside
+
+
+class Guarded:
+    """Hands out tensors with bands around them and remembers what must not change."""
+
+    def __init__(self) -> None:
+        self._bands: list[tuple[str, Tensor, Tensor]] = []
+        self._inputs: list[tuple[str, Tensor, Tensor]] = []
+
+    def storage(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A cache storage: poison inside, canaries around."""
+        bits = self._between(int(np.prod(shape)), dtype, "storage")
+        return bits.view(dtype).view(shape)
+
+    def rows(self, values: Tensor) -> Tensor:
+        """An input of the step."""
+        bits = self._between(values.numel(), values.dtype, "input")
+        out = bits.view(values.dtype).view(values.shape)
+        out.copy_(values)
+        self._keep("input", bits)
+        return out
+
+    def ints(self, image: Ints) -> Tensor:
+        """The plan's image."""
+        bits = self._between(len(image), torch.int32, "plan image")
+        bits.copy_(torch.from_numpy(image.copy()))
+        self._keep("plan image", bits)
+        return bits
+
+    def poison(self, storage: Tensor, slots: Tensor) -> None:
+        """These slots hold nothing any more."""
+        storage.view(_int(storage.dtype))[slots] = CANARY[storage.element_size()]
+
+    def damage(self) -> list[str]:
+        """What was written that must not be. Inputs are forgotten after the look."""
+        found = [f"guards: the band around a {name} was written" for name, band, want in self._bands if not torch.equal(band, want)]
+        found += [f"guards: a {name} was changed" for name, bits, want in self._inputs if not torch.equal(bits, want)]
+        self._bands = [b for b in self._bands if b[0] == "storage"]
+        self._inputs = []
+        return found
+
+    def _between(self, count: int, dtype: torch.dtype, name: str) -> Tensor:
+        size = torch.empty(0, dtype=dtype).element_size()
+        buffer = torch.full((count + 2 * BAND,), CANARY[size], dtype=_int(dtype))
+        for band in (buffer[:BAND], buffer[BAND + count :]):
+            self._bands.append((name, band, band.clone()))
+        return buffer[BAND : BAND + count]
+
+    def _keep(self, name: str, bits: Tensor) -> None:
+        self._inputs.append((name, bits, bits.clone()))
+
+
+def _int(dtype: torch.dtype) -> torch.dtype:
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[torch.empty(0, dtype=dtype).element_size()]

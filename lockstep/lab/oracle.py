@@ -1,0 +1,129 @@
+"""What the answer is: float64 attention over logical tokens, without pages, plans or backends, and how far fp32 may be from it.
+
+The tolerance is derived, not guessed. With u = 2^-24 and sums of n terms off by at most LAMBDA*sqrt(n)*u (the probabilistic bound of
+rounding-error analysis), a score is off by d = scale * LAMBDA*sqrt(D)*u * sum|q_i k_i| plus a few u of itself. Weights are then off by a
+factor of exp(+-d), which moves a weighted mean of v by at most 2d * sum p|v|; summing n values adds LAMBDA*sqrt(n)*u twice (numerator
+and denominator), and every tile and split rescales once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.lab.features import Feature
+from lockstep.lab.script import Script, leaf_uids
+from lockstep.order import split_len, tile_len
+from lockstep.types import AttnSpec, GroupSpec, Layout
+
+U = 2.0**-24
+LAMBDA = 6.0
+FP8_MAX = 448.0
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """q, k, v of every token in one layer, float32, before they are stored. A latent group's v is a part of its k."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """Per token: out [N, heads, d_v], lse [N, heads], and how far a correct fp32 result may be from each. NaN where not a row."""
+
+    out: Tensor
+    lse: Tensor
+    out_tol: Tensor
+    lse_tol: Tensor
+
+
+def values(groups: tuple[GroupSpec, ...], tokens: int, seed: int = 0) -> list[list[Rows]]:
+    """Distinct random values for every token, group and layer."""
+    gen = torch.Generator().manual_seed(seed)
+    out = []
+    for spec in groups:
+        shapes = ((spec.heads, spec.d_qk), (spec.kv_heads, spec.d_qk), (spec.kv_heads, spec.d_v))
+        rows = [[torch.randn(tokens, *shape, generator=gen) for shape in shapes] for _ in spec.layers]
+        shares_v = spec.layout is Layout.LATENT or (spec.layout is Layout.FRESH and spec.d_v < spec.d_qk)
+        out.append([Rows(q, k, k[..., : spec.d_v] if shares_v else v) for q, k, v in rows])
+    return out
+
+
+def stored(spec: GroupSpec, attn: AttnSpec, rows: Rows) -> tuple[Tensor, Tensor]:
+    """K and V as the cache gives them back, float64: this is the oracle's own account of the storage formats."""
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn}
+    out = []
+    for x, scale in ((rows.k, attn.k_scale), (rows.v, attn.v_scale)):
+        y = x / scale
+        if spec.kv_dtype == "float8_e4m3":
+            y = y.clamp(-FP8_MAX, FP8_MAX)
+        out.append(y.to(kinds[spec.kv_dtype]).double() * scale)
+    return out[0], out[1]
+
+
+def answers(feature: Feature, script: Script, rows: list[list[Rows]]) -> list[list[Answer]]:
+    """The answer for every token of the script, per group and layer."""
+    groups = feature.groups(16)
+    n = len(script.parents)
+    out = []
+    for g, spec in enumerate(groups):
+        per_layer = []
+        for attn, mine in zip(spec.layers, rows[g], strict=True):
+            k, v = stored(spec, attn, mine)
+            blank = [torch.full(shape, float("nan"), dtype=torch.float64) for shape in ((n, spec.heads, spec.d_v), *[(n, spec.heads)] * 3)]
+            answer = Answer(blank[0], blank[1], blank[2], blank[3])
+            for queries, keys in row_sets(feature, script, g):
+                _fill(answer, spec, attn, mine.q[queries].double(), (k[keys], v[keys]), queries)
+            per_layer.append(answer)
+        out.append(per_layer)
+    return out
+
+
+def row_sets(feature: Feature, script: Script, g: int) -> list[tuple[list[int], list[int]]]:
+    """(rows, their keys in position order) of group g: for a causal group row i is the i-th last of its keys."""
+    encoders = set(script.encoder_uids.values())
+    sets = []
+    for uid in leaf_uids(script):
+        path = script.path(uid)
+        is_encoder = tuple(path) in encoders
+        if is_encoder == (g in feature.encode and g not in feature.decode) or not feature.encode:
+            crosses = g in feature.encode and g in feature.decode
+            sets.append((path, list(script.encoder_uids[script.owner[uid]]) if crosses else path))
+    return sets
+
+
+def _fill(answer: Answer, spec: GroupSpec, attn: AttnSpec, q: Tensor, keys: tuple[Tensor, Tensor], uids: list[int]) -> None:
+    for begin in range(0, len(uids), 128):
+        part = slice(begin, begin + 128)
+        at = uids[part]
+        answer.out[at], answer.lse[at], answer.out_tol[at], answer.lse_tol[at] = _attend(spec, attn, q[part], keys, begin)
+
+
+def _attend(spec: GroupSpec, attn: AttnSpec, q: Tensor, keys: tuple[Tensor, Tensor], begin: int) -> tuple[Tensor, ...]:
+    k, v = (t.repeat_interleave(spec.group_size, 1) for t in keys)
+    n = len(k)
+    dots, sizes = torch.einsum("qhd,khd->hqk", q, k), torch.einsum("qhd,khd->hqk", q.abs(), k.abs())
+    scores = dots * attn.scale
+    off = attn.scale * (LAMBDA * spec.d_qk**0.5 + 1) * U * sizes + 4 * U * scores.abs()
+    if attn.soft_cap is not None:
+        scores = attn.soft_cap * torch.tanh(scores / attn.soft_cap)
+        off = off + 4 * U * attn.soft_cap
+    p, j = torch.arange(begin, begin + len(q))[:, None], torch.arange(n)[None, :]
+    sees = (j <= p) & (j > p - (spec.window or n + begin + 1)) if spec.causal else torch.ones(len(q), n, dtype=torch.bool)
+    scores, off = scores.masked_fill(~sees, -torch.inf), off.masked_fill(~sees, 0)
+    sinks = torch.full((spec.heads, len(q), 1), -torch.inf, dtype=torch.float64)
+    if attn.sinks is not None:
+        sinks[:] = torch.tensor(attn.sinks, dtype=torch.float64)[:, None, None]
+    lse = torch.logsumexp(torch.cat((scores, sinks), 2), 2)
+    weights = torch.exp(scores - lse[..., None])
+    out, mass = torch.einsum("hqk,khd->qhd", weights, v), torch.einsum("hqk,khd->qhd", weights, v.abs())
+    delta = off.amax(2).T
+    rescales = n // tile_len(spec.d_qk, spec.d_v) + n // split_len(spec.d_qk, spec.d_v) + 2
+    grain = (LAMBDA * n**0.5 + 2 * rescales + 16) * U
+    out_tol = mass.amax(2) * (2 * delta + 2 * grain) + 1e-30
+    return out, lse.T, out_tol, delta + grain + 4 * U * lse.T.abs()

@@ -1,0 +1,243 @@
+"""The step kinds of a serving engine, as stories: one recipe each.
+
+A recipe writes a script; it says which counters must have moved, because an equality is worth nothing if its path was not taken.
+Lengths sit where things break: one below, at and above the window (20), the tile (64, or 32), the page sizes and the split (512).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
+
+from lockstep.lab.features import WINDOW as W
+from lockstep.lab.features import Feature
+from lockstep.lab.script import Compute, Drop, Script
+
+LENGTHS = (1, 15, 16, 17, 63, 65, 130)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`tell` writes the story. `proves` names counters that must be above 0; `suits` says which features it makes sense for."""
+
+    name: str
+    says: str
+    tell: Callable[[Script], None]
+    proves: tuple[str, ...]
+    suits: Callable[[Feature], bool]
+
+
+def cached(feature: Feature) -> bool:
+    """Everything with a cache."""
+    return not feature.fresh
+
+
+def uncached(feature: Feature) -> bool:
+    """Embedding models and encoders."""
+    return feature.fresh
+
+
+def windowed(feature: Feature) -> bool:
+    return feature.window is not None
+
+
+def crossed(feature: Feature) -> bool:
+    return bool(feature.encode)
+
+
+def anything(feature: Feature) -> bool:
+    return True
+
+
+def begin(s: Script, *lengths: int) -> list[int]:
+    """One request per length, all computed in one step."""
+    rs = [s.open() for _ in lengths]
+    s.step(*(s.extend(r, n) for r, n in zip(rs, lengths, strict=True)))
+    return rs
+
+
+def decode(s: Script) -> None:
+    rs = begin(s, 1, 16, 19, 63, 129, 511)
+    for _ in range(3):
+        s.step(*(s.extend(r, 1) for r in rs))
+
+
+def extend_cold(s: Script) -> None:
+    begin(s, *LENGTHS, 530)
+
+
+def extend_prefix(s: Script) -> None:
+    rs = begin(s, W - 1, W, W + 1, 2 * W, 64, 509)
+    s.step(*(s.extend(r, n) for r, n in zip(rs, (W + 2, W + 5, 1, 70, 3, 7), strict=True)))
+
+
+def chunked(s: Script) -> None:
+    rs = [s.open() for _ in range(3)]
+    for chunk in (7, 16, 1, 41, 64):
+        s.step(*(s.extend(r, chunk + r) for r in rs))
+
+
+def mixed(s: Script) -> None:
+    rs = begin(s, 33, 65, 128)
+    late, last = s.open(), s.open()
+    s.step(*(s.extend(r, 1) for r in rs), s.extend(late, 70))
+    s.step(s.extend(last, 1), s.extend(rs[0], 40), s.extend(late, 1), s.extend(rs[2], 1))
+
+
+def empty(s: Script) -> None:
+    s.step()
+    rs = begin(s, 5, 66)
+    s.step()
+    s.step(*(s.extend(r, 1) for r in rs))
+
+
+def empty_fresh(s: Script) -> None:
+    s.step()
+    begin(s, 5, 66)
+    s.step()
+
+
+def verify_chain(s: Script) -> None:
+    rs = begin(s, 19, 62, 509)
+    s.step(*(s.extend(r, 5, keep=k) for r, k in zip(rs, (1, 5, 3), strict=True)))
+    s.step(*(s.extend(r, 5, keep=k) for r, k in zip(rs, (4, 1, 5), strict=True)))
+
+
+TREE = (-1, 0, 0, 1, 1, 2, 3, 3, 5, 6)
+
+
+def verify_tree(s: Script) -> None:
+    rs = begin(s, 18, 30, 62, 510)
+    s.step(*(s.tree(r, TREE) for r in rs))
+
+
+def tree_accept(s: Script) -> None:
+    rs = begin(s, 17, 61, 509)
+    for path in ((0, 1, 3, 6, 9), (0, 2, 5), (0,)):
+        s.step(*(s.tree(r, TREE) for r in rs))
+        s.step(*(a for r in rs for a in (s.accept(r, path), s.extend(r, 2))))
+
+
+def draft_decode(s: Script) -> None:
+    """Four steps of three branches: the first step's rows hang below the prefix, each later row below its branch."""
+    rs = begin(s, 14, 61, 510)
+    parents: tuple[int, ...] = ()
+    for step in range(4):
+        parents += (-1, -1, -1) if step == 0 else tuple(3 * (step - 1) + b for b in (0, 1, 1))
+        s.step(*(s.tree(r, parents, new=3) for r in rs))
+
+
+def draft_extend_ragged(s: Script) -> None:
+    rs = begin(s, 15, 63, 64, 510)
+    s.step(*(s.extend(r, n) for r, n in zip(rs, (1, 4, 2, 5), strict=True)))
+
+
+def draft_extend_fixed(s: Script) -> None:
+    rs = begin(s, 15, 63, 64, 510)
+    s.step(*(s.extend(r, 5, keep=k, emit=(k - 1,)) for r, k in zip(rs, (1, 4, 2, 5), strict=True)))
+    s.step(*(s.extend(r, 1) for r in rs))
+
+
+def fork(s: Script) -> None:
+    """n > 1: completions share the prompt's whole pages, and get the partial one as their own."""
+    rs = begin(s, 16, 21, 75)
+    pairs = [s.fork(r) for r in rs for _ in range(2)]
+    s.step(*(f for _, f in pairs), *(s.extend(c, 1) for c, _ in pairs))
+    for _ in range(2):
+        s.step(*(s.extend(c, 1) for c in (*rs, *(c for c, _ in pairs))))
+
+
+def multi_item(s: Script) -> None:
+    """One prefix, many items: each item sees the prefix and itself, at positions that follow the prefix."""
+    (prefix,) = begin(s, 70)
+    pairs = [s.fork(prefix) for _ in range(5)]
+    s.step(*(f for _, f in pairs), *(s.extend(c, 3 + 4 * i) for i, (c, _) in enumerate(pairs)))
+
+
+def preempt_resume(s: Script) -> None:
+    rs = begin(s, 22, 67, 128)
+    s.step(*(s.extend(r, 1) for r in rs))
+    s.step(Drop(rs[1]), s.extend(rs[0], 1))
+    s.step(s.extend(rs[0], 30), s.extend(rs[2], 1))
+    s.step(s.again(rs[1], 68), s.extend(rs[0], 1))
+    s.step(*(s.extend(r, 1) for r in rs))
+
+
+def reuse(s: Script) -> None:
+    """Shrink after grow: pages of finished requests are dirty when the next ones get them."""
+    old = begin(s, 200, 90, 40)
+    s.step(*(Drop(r) for r in old))
+    rs = begin(s, 3, 50)
+    s.step(*(s.extend(r, 9) for r in rs))
+
+
+def window_edges(s: Script) -> None:
+    """Below, at and above the window, by prefill and by decode, and far enough that pages behind it are dropped."""
+    rs = begin(s, W - 2, W - 1, W, W + 1, 3 * W + 5, 120)
+    for n in (1, 2, 1, W, 1):
+        s.step(*(s.extend(r, n) for r in rs))
+
+
+def encode_decode(s: Script) -> None:
+    """Encoders of different lengths, one of them of length 1, decoded together."""
+    rs = [s.open() for _ in range(4)]
+    s.step(*(s.encode(r, n) for r, n in zip(rs, (1, 16, 65, 130), strict=True)))
+    s.step(*(s.extend(r, n) for r, n in zip(rs, (3, 1, 20, 2), strict=True)))
+    for _ in range(2):
+        s.step(*(s.extend(r, 1) for r in rs))
+
+
+def embed(s: Script) -> None:
+    begin(s, *LENGTHS)
+
+
+def embed_long(s: Script) -> None:
+    begin(s, 2, 530)
+
+
+RECIPES = (
+    Recipe("decode", "one new token per request", decode, ("decode_rows", "batched_steps", "rows_over_a_split"), cached),
+    Recipe("extend-cold", "whole prompts, nothing cached", extend_cold, ("batched_steps", "rows_over_a_split"), cached),
+    Recipe("extend-prefix", "new rows after a cached prefix", extend_prefix, ("prefix_rows", "batched_steps"), cached),
+    Recipe("chunked", "prompts in chunks", chunked, ("prefix_rows", "batched_steps"), cached),
+    Recipe("mixed", "decode and prefill in one batch", mixed, ("prefix_rows", "decode_rows", "batched_steps"), cached),
+    Recipe("empty", "steps without requests", empty, ("empty_steps",), cached),
+    Recipe("verify-chain", "drafts in a row, some rejected and written over", verify_chain, ("rejected_rows", "batched_steps"), cached),
+    Recipe("verify-tree", "a tree of drafts over tile and split", verify_tree, ("tail_rows", "tails_over_a_tile", "tails_over_a_split"), cached),
+    Recipe("tree-accept", "accepted nodes move to their places", tree_accept, ("tail_rows", "moved_rows", "accepted_nodes"), cached),
+    Recipe("draft-decode", "three branches, four steps", draft_decode, ("tail_rows", "tails_over_a_tile", "tails_over_a_split"), cached),
+    Recipe("draft-extend", "ragged numbers of accepted tokens", draft_extend_ragged, ("prefix_rows", "batched_steps"), cached),
+    Recipe("draft-extend-fixed", "a fixed width of which some rows count", draft_extend_fixed, ("prefix_rows", "rejected_rows"), cached),
+    Recipe("fork", "several continuations of one prompt", fork, ("forks", "shared_pages", "moved_rows"), cached),
+    Recipe("multi-item", "one prefix, many items", multi_item, ("forks", "shared_pages", "moved_rows"), cached),
+    Recipe("preempt-resume", "pages taken away and computed again", preempt_resume, ("drops", "reused_pages"), cached),
+    Recipe("reuse", "dirty pages of finished requests", reuse, ("drops", "reused_pages"), cached),
+    Recipe("window-edges", "below, at and above the window", window_edges, ("rows_beyond_window", "dropped_positions"), windowed),
+    Recipe("encode-decode", "encoders of different lengths", encode_decode, ("encoder_rows", "batched_steps"), crossed),
+    Recipe("embed", "whole requests without a cache", embed, ("batched_steps",), uncached),
+    Recipe("embed-long", "a request longer than a split", embed_long, ("rows_over_a_split",), uncached),
+    Recipe("embed-empty", "steps without requests", empty_fresh, ("empty_steps",), uncached),
+)
+
+
+def write(recipe: Recipe, feature: Feature) -> Script:
+    """The recipe's script for a feature. If the model has an encoder, each request is encoded before it is computed from its start."""
+    script = Script()
+    recipe.tell(script)
+    if feature.encode and not script.encoder_uids:
+        add_encoders(script)
+    return script
+
+
+def add_encoders(script: Script) -> None:
+    """Encoders of odd lengths for every request of a story that was told without them; a fork shares its parent's."""
+    told, lengths = script.steps, cycle((33, 1, 64, 20, 65, 7, 16, 5))
+    script.steps = []
+    for step in told:
+        fresh = [a for a in step if isinstance(a, Compute) and a.cached_len == 0]
+        if fresh:
+            script.step(*(script.encode(a.request, next(lengths)) for a in fresh))
+        script.step(*step)
+    for request, lineage in script.lineage.items():
+        script.encoder_uids[request] = script.encoder_uids[lineage[-1]]

@@ -1,0 +1,103 @@
+"""Historical bugs of this field, put back on purpose: the lab must go red.
+
+A revert is a file here. Its docstring is the case file; `TARGET` names the function it replaces, `revert(old)` makes the old, wrong one,
+and every cell in `CELLS` must fail. The engine holds no bug code: `swapped` puts the wrong function in place, wherever it was imported,
+and takes it out in `finally`. A target that vanished or changed its parameters is an error, so refactoring cannot disarm a revert.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from lockstep.types import RuleError
+
+SECTIONS = ("Summary", "Motivation", "Mechanism", "Key functions", "Symptom", "Risk and impact")
+
+
+@dataclass(frozen=True)
+class Revert:
+    """One historical bug, ready to be put back."""
+
+    name: str
+    title: str
+    story: dict[str, str]  # section -> text
+    source: str
+    target: str  # module:function or module:Class.method
+    cells: tuple[str, ...]  # recipe/feature, each must fail
+    related: tuple[str, ...]
+    crash: bool  # whether killing the process counts
+    make: Callable[[Any], Any]
+
+
+def names() -> list[str]:
+    """All reverts."""
+    return sorted(m.name.replace("_", "-") for m in pkgutil.iter_modules(__path__))
+
+
+def load(name: str) -> Revert:
+    """The revert called `name`, its story parsed."""
+    if name not in names():
+        close = get_close_matches(name, names(), 1)
+        raise RuleError("a revert is a file in lab/reverts", repr(name), f"Did you mean {close[0]}" if close else "See `lockstep lab reverts --list`")
+    module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
+    title, story = parse(name, module.__doc__ or "")
+    related, crash = getattr(module, "RELATED", ()), getattr(module, "CRASH", False)
+    return Revert(name, title, story, module.SOURCE, module.TARGET, tuple(module.CELLS), tuple(related), crash, module.revert)
+
+
+def parse(name: str, text: str) -> tuple[str, dict[str, str]]:
+    """Title and sections of a case file. Every section of SECTIONS has to be there."""
+    title, _, rest = inspect.cleandoc(text).partition("\n")
+    story: dict[str, str] = {}
+    section = ""
+    for line in rest.splitlines():
+        if line.rstrip(":") in SECTIONS and line.endswith(":"):
+            section = line.rstrip(":")
+            story[section] = ""
+        elif section:
+            story[section] = f"{story[section]}\n{line.strip()}".strip()
+    missing = [s for s in SECTIONS if not story.get(s)]
+    if not title or missing:
+        raise RuleError(f"a case file has a title and the sections {', '.join(SECTIONS)}", f"{name} without {missing}", "Write them")
+    return title, story
+
+
+@contextmanager
+def swapped(revert: Revert) -> Iterator[None]:
+    """Puts the wrong function in place of the right one, in every module that holds it, and always takes it out again."""
+    owner, attribute, old = resolve(revert.target)
+    new = revert.make(old)
+    want, have = (list(inspect.signature(f).parameters) for f in (old, new))
+    if want != have:
+        raise RuleError(f"{revert.name} replaces {revert.target}({', '.join(want)})", f"({', '.join(have)})", "Adapt the revert to the target")
+    places = [(owner, attribute)]
+    for module in [m for n, m in sys.modules.items() if n.startswith("lockstep.") and m is not owner]:
+        places += [(module, key) for key, value in vars(module).items() if value is old]
+    try:
+        for place, key in places:
+            setattr(place, key, new)
+        yield
+    finally:
+        for place, key in places:
+            setattr(place, key, old)
+
+
+def resolve(target: str) -> tuple[Any, str, Any]:
+    """The module or class, the attribute, and the function that a target names."""
+    module_name, _, path = target.partition(":")
+    *outer, attribute = path.split(".")
+    owner = importlib.import_module(module_name)
+    try:
+        for part in outer:
+            owner = getattr(owner, part)
+        return owner, attribute, vars(owner)[attribute]
+    except (AttributeError, KeyError):
+        raise RuleError("a revert's target exists", target, "The code moved: point the revert at the function that took its place") from None

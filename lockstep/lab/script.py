@@ -1,0 +1,191 @@
+"""What happens to which request, in logical tokens: the language of the recipes.
+
+A token is a number, its `uid`; it has one parent, so it stands at the end of exactly one path, and its attention output is a function
+of that path alone. That is the whole promise: a row's result may be looked up by its uid, whatever the batch, the chunk or the tree it
+was computed in. A script is a list of steps; a step is a list of acts. Scripts know no pages and no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Rows `uids` of a request after `cached_len` committed keys; `keep` of them stay (the rest was rejected).
+
+    With `parents`, the rows are the last nodes of a tree and nothing stays until it is accepted. An `encoder` act computes the
+    request's encoder, whole, and writes its cross keys.
+    """
+
+    request: int
+    uids: tuple[int, ...]
+    cached_len: int
+    keep: int
+    parents: tuple[int, ...] | None = None
+    emit: tuple[int, ...] | None = None
+    encoder: bool = False
+
+
+@dataclass(frozen=True)
+class Fork:
+    """`child` continues the first `cached_len` keys of `parent`."""
+
+    request: int
+    child: int
+    cached_len: int
+
+
+@dataclass(frozen=True)
+class Accept:
+    """The tree path `nodes` becomes committed after `cached_len` keys."""
+
+    request: int
+    nodes: tuple[int, ...]
+    cached_len: int
+
+
+@dataclass(frozen=True)
+class Drop:
+    """The request gives its pages back: it ended, or it was preempted and will be computed again."""
+
+    request: int
+
+
+Act = Compute | Fork | Accept | Drop
+
+
+@dataclass
+class Script:
+    """A recipe's story while it is written. The verbs below return acts; `step` puts acts that happen together into one step."""
+
+    parents: list[int] = field(default_factory=list)  # of every uid; -1 for a first token
+    owner: list[int] = field(default_factory=list)  # the request that computed a uid first
+    encoder_uids: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    steps: list[tuple[Act, ...]] = field(default_factory=list)
+    committed: dict[int, list[int]] = field(default_factory=dict)
+    trees: dict[int, list[int]] = field(default_factory=dict)  # uids of the nodes of a request's open tree
+    lineage: dict[int, tuple[int, ...]] = field(default_factory=dict)  # a request and those it was forked from
+
+    def open(self) -> int:
+        """A new request."""
+        r = len(self.committed)
+        self.committed[r], self.lineage[r] = [], (r,)
+        return r
+
+    def step(self, *acts: Act) -> None:
+        """These acts happen in one step."""
+        self.steps.append(acts)
+
+    def extend(self, r: int, n: int, keep: int | None = None, emit: tuple[int, ...] | None = None) -> Compute:
+        """n more tokens; if keep < n, the last ones are rejected and will be written over."""
+        done = self.committed[r]
+        uids = self._chain(r, done[-1] if done else -1, n)
+        act = Compute(r, uids, len(done), n if keep is None else keep, emit=emit)
+        done += uids[: act.keep]
+        return act
+
+    def again(self, r: int, n: int) -> Compute:
+        """The first n tokens of a preempted request, computed once more."""
+        return Compute(r, tuple(self.committed[r][:n]), 0, n)
+
+    def tree(self, r: int, parents: tuple[int, ...], new: int | None = None) -> Compute:
+        """Nodes with these parents; only the last `new` are computed, those before by earlier steps of the same tree."""
+        done, nodes = self.committed[r], self.trees.setdefault(r, [])
+        for parent in parents[len(nodes) :]:
+            above = nodes[parent] if parent >= 0 else (done[-1] if done else -1)
+            nodes.append(self._chain(r, above, 1)[0])
+        new = len(parents) if new is None else new
+        return Compute(r, tuple(nodes[len(parents) - new : len(parents)]), len(done), 0, parents)
+
+    def accept(self, r: int, nodes: tuple[int, ...]) -> Accept:
+        """Commits a path of the open tree."""
+        done = self.committed[r]
+        act = Accept(r, nodes, len(done))
+        tree = self.trees.pop(r)
+        done += [tree[n] for n in nodes]
+        return act
+
+    def fork(self, r: int, length: int | None = None) -> tuple[int, Fork]:
+        """A new request that continues r."""
+        child = self.open()
+        length = len(self.committed[r]) if length is None else length
+        self.committed[child] = self.committed[r][:length]
+        self.lineage[child] = (child, *self.lineage[r])
+        if r in self.encoder_uids:
+            self.encoder_uids[child] = self.encoder_uids[r]
+        return child, Fork(r, child, length)
+
+    def encode(self, r: int, n: int) -> Compute:
+        """The encoder of a request: n tokens, the same ones every time."""
+        if r not in self.encoder_uids:
+            self.encoder_uids[r] = self._chain(r, -1, n)
+        return Compute(r, self.encoder_uids[r], 0, 0, encoder=True)
+
+    def path(self, uid: int) -> list[int]:
+        """The tokens a row sees when it sees everything, itself last."""
+        out = []
+        while uid >= 0:
+            out.append(uid)
+            uid = self.parents[uid]
+        return out[::-1]
+
+    def _chain(self, r: int, above: int, n: int) -> tuple[int, ...]:
+        uids = tuple(range(len(self.parents), len(self.parents) + n))
+        self.parents += [above, *uids[:-1]] if n else []
+        self.owner += [r] * n
+        return uids
+
+
+def alone(script: Script, request: int) -> Script:
+    """The same story with nobody but `request` and those it was forked from."""
+    mine = script.lineage[request]
+    steps = [tuple(a for a in step if a.request in mine and (not isinstance(a, Fork) or a.child in mine)) for step in script.steps]
+    return replace(script, steps=[s for s in steps if s])
+
+
+def chunked(script: Script, size: int) -> Script:
+    """The same story with every plain computation cut into chunks of `size` rows."""
+    return _rewrite(script, lambda act: _chunks(act, size))
+
+
+def _chunks(act: Compute, size: int) -> list[Compute]:
+    if act.parents is not None or act.encoder or act.keep < len(act.uids) or len(act.uids) <= size:
+        return [act]
+    cuts = range(0, len(act.uids), size)
+    pieces = [act.uids[i : i + size] for i in cuts]
+    return [replace(act, uids=p, cached_len=act.cached_len + i, keep=len(p), emit=None) for i, p in zip(cuts, pieces, strict=True)]
+
+
+def _rewrite(script: Script, cut: Callable[[Compute], list[Compute]]) -> Script:
+    """Each step becomes as many steps as its longest act has pieces; other acts stay in the first."""
+    steps: list[tuple[Act, ...]] = []
+    for step in script.steps:
+        lists: list[list[Act]] = [list(cut(a)) if isinstance(a, Compute) else [a] for a in step]
+        for i in range(max(map(len, lists), default=1)):
+            steps.append(tuple(acts[i] for acts in lists if i < len(acts)))
+    return replace(script, steps=steps)
+
+
+def plain(script: Script) -> Script:
+    """Every token once, each leaf of the story as a request of its own, alone, whole, cold: what all other ways must equal."""
+    leaves = leaf_uids(script)
+    out = replace(script, steps=[], lineage={}, encoder_uids={})
+    for r, uid in enumerate(leaves):
+        path = tuple(script.path(uid))
+        source = script.owner[uid]
+        if source in script.encoder_uids:
+            out.encoder_uids[r] = script.encoder_uids[source]
+            if path == script.encoder_uids[source]:
+                continue
+            out.step(Compute(r, script.encoder_uids[source], 0, 0, encoder=True))
+        out.step(Compute(r, path, 0, len(path)))
+        out.step(Drop(r))
+    return out
+
+
+def leaf_uids(script: Script) -> Iterable[int]:
+    """Tokens that no other token continues."""
+    inner = set(script.parents)
+    return [uid for uid in range(len(script.parents)) if uid not in inner]
