@@ -92,13 +92,17 @@ class GroupSpec:
     def __post_init__(self) -> None:
         self._check_shape()
         if self.window is not None and not 1 <= self.window <= INT32_MAX:
-            raise RuleError("window counts the keys a row sees, itself included, so it is at least 1", repr(self.window), "Use None for no window")
+            raise RuleError(
+                "window counts the keys a row sees, itself included, so it is at least 1", repr(self.window), "Use None for no window"
+            )
         if self.window is not None and not self.causal:
             raise RuleError("a window needs a causal group", f"window={self.window}, causal=False", "Drop one of them")
         if self.layout is Layout.CROSS and self.causal:
             raise RuleError("cross attention sees the whole encoder", "causal=True", "Pass causal=False")
         if self.layout is not Layout.CROSS and self.layout is not Layout.FRESH and not self.causal:
-            raise RuleError("a cached group is causal: a later row would change an earlier one", "causal=False", "Use Layout.FRESH or Layout.CROSS")
+            raise RuleError(
+                "a cached group is causal: a later row would change an earlier one", "causal=False", "Use Layout.FRESH or Layout.CROSS"
+            )
         if self.layout is Layout.LATENT and (self.kv_heads != 1 or self.d_v > self.d_qk):
             raise RuleError(
                 "a latent row is one kv head whose first d_v of d_qk columns are V",

@@ -73,7 +73,7 @@ def window_begin(spec: GroupSpec, plan: StepPlan, hi: NDArray[np.int32]) -> NDAr
     """The first position each row sees: its last w keys, or all of them."""
     if spec.window is None:
         return np.zeros_like(hi)
-    return np.maximum(hi - np.int32(spec.window), np.int32(0))
+    return np.asarray(np.maximum(hi - spec.window, 0), np.int32)
 
 
 def addresses(plan: StepPlan, group: Group, views: Views) -> tuple[Any, Any, Any, int]:

@@ -46,7 +46,7 @@ def select(name: str | None, specs: Sequence[GroupSpec], device: str) -> tuple[B
             if why is not None:
                 raise Refused(f"backend {name} can do what the model needs", why, f"Use one of {', '.join(names())}")
         return backend, f"{name}: asked for by name"
-    passed_over = []
+    passed_over: list[str] = []
     for candidate in names():
         backend = load(candidate)
         whys = [why for spec in specs if (why := refusal(backend.caps, spec, device))]

@@ -37,7 +37,11 @@ class PagePool:
     def take(self, count: int) -> list[int]:
         """`count` pages that nobody holds, each held once now; all or none."""
         if count > len(self._free):
-            raise OutOfPages(f"{len(self._free)} of {self.num_pages - 1} pages are free", f"a request for {count}", "Free some, or give the cache more memory")
+            raise OutOfPages(
+                f"{len(self._free)} of {self.num_pages - 1} pages are free",
+                f"a request for {count}",
+                "Free some, or give the cache more memory",
+            )
         pages = [self._free.pop() for _ in range(count)]
         self.refs[pages] = 1
         return pages

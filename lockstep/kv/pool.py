@@ -89,7 +89,9 @@ class PagedView:
         slots = torch.as_tensor(self.views.write_slots)
         if len(slots):
             if k is None or v is None or len(k) != len(slots):
-                raise RuleError("a step writes one K and one V row per slot", f"{len(slots)} slots, k={None if k is None else len(k)}", "Pass all rows")
+                raise RuleError(
+                    "a step writes one K and one V row per slot", f"{len(slots)} slots, k={None if k is None else len(k)}", "Pass all rows"
+                )
             self.pool.write(layer, slots, k, v)
         return self.pool.keys(layer)
 

@@ -67,7 +67,9 @@ class Table:
     def fork(self, committed_len: int) -> Table:
         """A second continuation of the first `committed_len` keys: whole pages are shared, the partial last one is moved into its own."""
         if any(self._moves):
-            raise RuleError("a request is forked when its keys are in place", "moves still pending", "Fork after the step that carries them")
+            raise RuleError(
+                "a request is forked when its keys are in place", "moves still pending", "Fork after the step that carries them"
+            )
         child = Table(self.specs, self.pools)
         child.first_pos = list(self.first_pos)
         partial = [self._partial(g, committed_len) for g in range(len(self.specs))]
@@ -102,8 +104,9 @@ class Table:
         """The path `nodes` becomes committed: its keys move, before the next step's write, from scratch to where they belong."""
         positions = committed_len + np.arange(len(nodes), dtype=np.int32)
         for g, spec in enumerate(self.specs):
-            if spec.layout in (Layout.DENSE, Layout.LATENT):
-                source = build.node_slots(spec, self.pages(g), np.asarray(nodes, np.int32))
+            pages = self.pages(g)
+            if pages is not None and spec.layout is not Layout.CROSS:
+                source = build.node_slots(spec, pages, np.asarray(nodes, np.int32))
                 self._moves[g] += [(int(a), int(b)) for a, b in zip(source, self.slots(g, positions), strict=True)]
 
     def pages(self, g: int) -> build.Pages | None:
@@ -126,7 +129,8 @@ class Table:
         """Gives everything back. Returns the pages freed, per group."""
         held = zip(self.pools, self._pages, self._scratch, strict=True)
         freed = [pool.give(pages + scratch) if pool is not None else [] for pool, pages, scratch in held]
-        self._pages, self._scratch, self._moves = ([[] for _ in self.specs] for _ in range(3))
+        self._pages, self._scratch = [[] for _ in self.specs], [[] for _ in self.specs]
+        self.moved()
         return freed
 
 

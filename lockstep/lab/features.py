@@ -40,7 +40,12 @@ def layers(heads: int, d: int, **extra: object) -> tuple[AttnSpec, ...]:
     first = AttnSpec(scale=1.5 / d**0.5, **extra)  # type: ignore[arg-type]
     if first.sinks is not None:
         first = replace(first, sinks=tuple(0.3 + 0.17 * h for h in range(heads)))
-    second = replace(first, scale=first.scale * 1.25, k_scale=first.k_scale * 1.5, v_scale=first.v_scale * (1.5 if first.v_scale == first.k_scale else 0.75))
+    second = replace(
+        first,
+        scale=first.scale * 1.25,
+        k_scale=first.k_scale * 1.5,
+        v_scale=first.v_scale * (1.5 if first.v_scale == first.k_scale else 0.75),
+    )
     if second.sinks is not None:
         second = replace(second, sinks=tuple(-s for s in second.sinks))
     return first, second
@@ -75,7 +80,12 @@ FEATURES = (
     Feature("group-7", "seven query heads per kv head, head 24", lambda p: (dense(14, 2, 24, p),)),
     Feature("heads-72", "more than 64 heads", lambda p: (dense(72, 2, 16, p),)),
     Feature("d-qk-v", "keys of 48, values of 32", lambda p: (dense(4, 2, 48, p, d_v=32),)),
-    Feature("window", "full and window groups, pages of two sizes", lambda p: (dense(4, 2, 32, p), dense(4, 2, 32, 2 * p, window=WINDOW)), (0, 1)),
+    Feature(
+        "window",
+        "full and window groups, pages of two sizes",
+        lambda p: (dense(4, 2, 32, p), dense(4, 2, 32, 2 * p, window=WINDOW)),
+        (0, 1),
+    ),
     Feature("soft-cap", "a cap that binds", lambda p: (dense(4, 2, 32, p, soft_cap=1.5),)),
     Feature("sinks", "one extra logit per head", lambda p: (dense(6, 2, 32, p, sinks=(0.0,) * 6),)),
     Feature("bf16-kv", "bfloat16 cache", lambda p: (dense(4, 2, 32, p, kv_dtype="bfloat16"),)),
@@ -86,10 +96,19 @@ FEATURES = (
     Feature(
         "window-sinks",
         "window, sinks, soft cap and a float8 cache at once",
-        lambda p: (dense(6, 2, 32, p, sinks=(0.0,) * 6), dense(6, 2, 32, p, window=WINDOW, soft_cap=2.0, sinks=(0.0,) * 6, kv_dtype="float8_e4m3", k_scale=0.02)),
+        lambda p: (
+            dense(6, 2, 32, p, sinks=(0.0,) * 6),
+            dense(6, 2, 32, p, window=WINDOW, soft_cap=2.0, sinks=(0.0,) * 6, kv_dtype="float8_e4m3", k_scale=0.02),
+        ),
         (0, 1),
     ),
-    Feature("cross", "encoder and decoder", lambda p: (dense(4, 2, 32, p), cross(4, 2, 32, p), fresh(4, 2, 32, 32, causal=False)), (0, 1), (2, 1)),
+    Feature(
+        "cross",
+        "encoder and decoder",
+        lambda p: (dense(4, 2, 32, p), cross(4, 2, 32, p), fresh(4, 2, 32, 32, causal=False)),
+        (0, 1),
+        (2, 1),
+    ),
     Feature("head-20", "a head size that is no multiple of 8", lambda p: (dense(4, 2, 20, p),)),
     Feature("encoder", "no cache, every row sees every key", lambda p: (fresh(4, 2, 32, 32, causal=False),)),
     Feature("embed", "no cache, causal", lambda p: (fresh(4, 2, 32, 32, causal=True),)),

@@ -87,7 +87,9 @@ def values(result: Judgement, main: Record, answers: list[list[oracle.Answer]]) 
             ):
                 error, used = _error(have[seen], want[seen], tol[seen])
                 result.out_error, result.lse_error = (
-                    (max(result.out_error, error), result.lse_error) if name == "value" else (result.out_error, max(result.lse_error, error))
+                    (max(result.out_error, error), result.lse_error)
+                    if name == "value"
+                    else (result.out_error, max(result.lse_error, error))
                 )
                 result.tolerance_used = max(result.tolerance_used, used)
                 if not used <= 1:

@@ -204,7 +204,9 @@ RECIPES = (
     Recipe("mixed", "decode and prefill in one batch", mixed, ("prefix_rows", "decode_rows", "batched_steps"), cached),
     Recipe("empty", "steps without requests", empty, ("empty_steps",), cached),
     Recipe("verify-chain", "drafts in a row, some rejected and written over", verify_chain, ("rejected_rows", "batched_steps"), cached),
-    Recipe("verify-tree", "a tree of drafts over tile and split", verify_tree, ("tail_rows", "tails_over_a_tile", "tails_over_a_split"), cached),
+    Recipe(
+        "verify-tree", "a tree of drafts over tile and split", verify_tree, ("tail_rows", "tails_over_a_tile", "tails_over_a_split"), cached
+    ),
     Recipe("tree-accept", "accepted nodes move to their places", tree_accept, ("tail_rows", "moved_rows", "accepted_nodes"), cached),
     Recipe("draft-decode", "three branches, four steps", draft_decode, ("tail_rows", "tails_over_a_tile", "tails_over_a_split"), cached),
     Recipe("draft-extend", "ragged numbers of accepted tokens", draft_extend_ragged, ("prefix_rows", "batched_steps"), cached),

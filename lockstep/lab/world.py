@@ -31,6 +31,7 @@ from lockstep.plan import bucket as plan_bucket
 from lockstep.plan import build as plan_build
 from lockstep.plan import check as plan_check
 from lockstep.plan import image as plan_image
+from lockstep.plan import tree as plan_tree
 from lockstep.plan.step import PagedGroup, StepPlan
 from lockstep.types import GroupSpec, Layout
 
@@ -70,7 +71,9 @@ class World:
         self.guarded = Guarded()
         sizes = [self._pool_pages(spec) for spec in self.specs]
         self.pages = [PagePool(n) if n else None for n in sizes]
-        self.pools = [Pool(spec, n, torch.device("cpu"), self.guarded.storage) if n else None for spec, n in zip(self.specs, sizes, strict=True)]
+        self.pools = [
+            Pool(spec, n, torch.device("cpu"), self.guarded.storage) if n else None for spec, n in zip(self.specs, sizes, strict=True)
+        ]
         for g, pool in enumerate(self.pages):
             if pool is not None:
                 np.random.default_rng(setting.seed + 17 * g).shuffle(pool._free)
@@ -126,7 +129,7 @@ class World:
             if act.encoder:
                 table.reserve(0, cross_len=cross)
             elif act.parents is not None:
-                depth = max(len(p) for p in plan_build.paths(act.parents, len(act.parents)))
+                depth = max(len(p) for p in plan_tree.paths(act.parents, len(act.parents)))
                 table.reserve(act.cached_len + depth, len(act.parents), cross)
             else:
                 table.reserve(act.cached_len + len(act.uids), cross_len=cross)
@@ -320,7 +323,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 def threads(count: int) -> Iterator[None]:
     """Runs the block with `count` threads, as far as the machine has them."""
     before = numba.get_num_threads()
-    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
     try:
         yield
     finally:

@@ -125,4 +125,6 @@ def _check_fits(plan: StepPlan, bucket: Bucket) -> None:
         if need > capacity:
             raise RuleError(f"a plan fits its bucket: at most {capacity} {what}", str(need), "Use a larger bucket")
     if bucket.tokens > have.tokens and bucket.requests == have.requests:
-        raise RuleError("pad rows need a pad request", f"{bucket.tokens - have.tokens} pad rows, 0 pad requests", "Use a bucket with more requests")
+        raise RuleError(
+            "pad rows need a pad request", f"{bucket.tokens - have.tokens} pad rows, 0 pad requests", "Use a bucket with more requests"
+        )

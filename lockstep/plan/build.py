@@ -72,10 +72,14 @@ def build(specs: Sequence[GroupSpec], works: Sequence[Work]) -> StepPlan:
     emit = [int(rows.q_indptr[i]) + j for i, w in enumerate(works) for j in (w.emit if w.emit is not None else (w.new_len - 1,))]
     real = Real(len(works), len(rows.positions), len(emit))
     return StepPlan(
-        *map(ints, (rows.q_indptr, rows.positions, rows.start, rows.tail_indptr, emit)),
-        groups=groups,
-        bucket=exact_bucket(real, rows.q_indptr, rows.tail_indptr, groups),
-        real=real,
+        ints(rows.q_indptr),
+        ints(rows.positions),
+        ints(rows.start),
+        ints(rows.tail_indptr),
+        ints(emit),
+        groups,
+        exact_bucket(real, rows.q_indptr, rows.tail_indptr, groups),
+        real,
     )
 
 
@@ -88,7 +92,7 @@ def indptr(lens: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
 
 def row_positions(cached_lens: NDArray[np.int32], q_indptr: NDArray[np.int32], request: NDArray[np.int32]) -> NDArray[np.int32]:
     """Rows follow the committed keys: row j of a request stands at cached_len + j."""
-    return (cached_lens - q_indptr[:-1])[request] + np.arange(len(request), dtype=np.int32)
+    return np.asarray((cached_lens - q_indptr[:-1])[request] + np.arange(len(request)), np.int32)
 
 
 def kv_lens(spec: GroupSpec, works: Sequence[Work], rows: _Rows) -> NDArray[np.int32]:
@@ -97,14 +101,16 @@ def kv_lens(spec: GroupSpec, works: Sequence[Work], rows: _Rows) -> NDArray[np.i
         return np.array([w.cross_len for w in works], np.int32)
     if not works:
         return np.zeros(0, np.int32)
-    return np.maximum.reduceat(rows.positions, rows.q_indptr[:-1]) + np.int32(1)
+    return np.asarray(np.maximum.reduceat(rows.positions, rows.q_indptr[:-1]) + 1, np.int32)
 
 
 def live_pages(pages: Pages, kv_len: int, page_size: int) -> NDArray[np.int32]:
     """The page table entries of a request: those up to kv_len, then its scratch."""
     count = -(-kv_len // page_size) - pages.first_pos // page_size
     if count > len(pages.page_ids):
-        raise RuleError("a request's pages cover its keys", f"{len(pages.page_ids)} pages of {page_size} for {kv_len} keys", "Reserve before building")
+        raise RuleError(
+            "a request's pages cover its keys", f"{len(pages.page_ids)} pages of {page_size} for {kv_len} keys", "Reserve before building"
+        )
     return np.concatenate((pages.page_ids[:count], pages.scratch))
 
 
@@ -189,19 +195,31 @@ def _group(spec: GroupSpec, g: int, works: Sequence[Work], rows: _Rows) -> Group
 def _check_work(specs: Sequence[GroupSpec], work: Work) -> None:
     """What a caller can get wrong and no later check could tell."""
     if work.new_len < 1 or work.cached_len < 0:
-        raise RuleError("a request computes at least one row after its cached keys", f"new_len={work.new_len}, cached_len={work.cached_len}", "Leave it out")
+        raise RuleError(
+            "a request computes at least one row after its cached keys",
+            f"new_len={work.new_len}, cached_len={work.cached_len}",
+            "Leave it out",
+        )
     if work.cached_len + work.new_len > INT32_MAX or work.cross_len > INT32_MAX:
         total = f"{work.cached_len} + {work.new_len} keys, {work.cross_len} encoder keys"
         raise RuleError(f"lengths fit in int32, at most {INT32_MAX}", total, "Shorten the request")
     if len(work.pages) != len(specs):
-        raise RuleError("a request has one entry of pages per group", f"{len(work.pages)} for {len(specs)} groups", "Use None for a fresh group")
+        raise RuleError(
+            "a request has one entry of pages per group", f"{len(work.pages)} for {len(specs)} groups", "Use None for a fresh group"
+        )
     if work.cross_new not in (0, work.new_len) or work.cross_new > work.cross_len:
-        raise RuleError("an encoder is written whole, by rows of its own", f"{work.cross_new} of {work.new_len} rows", "Encode in a step of its own")
+        raise RuleError(
+            "an encoder is written whole, by rows of its own", f"{work.cross_new} of {work.new_len} rows", "Encode in a step of its own"
+        )
     for j in work.emit or ():
         if not 0 <= j < work.new_len:
             raise RuleError("emit names rows of the request's own step", f"row {j} of {work.new_len}", "Count from 0 within the request")
     for spec, pages in zip(specs, work.pages, strict=True):
         if (pages is None) != (spec.layout is Layout.FRESH):
-            raise RuleError("a cached group needs pages and a fresh one has none", f"{spec.layout} with pages={pages}", "Reserve pages first")
+            raise RuleError(
+                "a cached group needs pages and a fresh one has none", f"{spec.layout} with pages={pages}", "Reserve pages first"
+            )
         if spec.layout is Layout.FRESH and (work.cached_len or work.parents is not None):
-            raise RuleError("a fresh group takes whole requests", f"cached_len={work.cached_len}", "Do not chunk an embedding or an encoder")
+            raise RuleError(
+                "a fresh group takes whole requests", f"cached_len={work.cached_len}", "Do not chunk an embedding or an encoder"
+            )

@@ -6,6 +6,8 @@ the plan and not the pool. It knows plans and pool sizes, and nothing about who 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,7 +17,12 @@ from lockstep.types import INT32_MAX, Layout, PlanError
 
 def check(plan: StepPlan, pool_pages: tuple[int, ...]) -> None:
     """Raises PlanError unless `plan` is legal for pools of `pool_pages` pages, one number per group (0 for a fresh one)."""
-    rule("there is one pool per group", len(pool_pages) == len(plan.groups), lambda: f"{len(pool_pages)} pools, {len(plan.groups)} groups", "Pass both")
+    rule(
+        "there is one pool per group",
+        len(pool_pages) == len(plan.groups),
+        lambda: f"{len(pool_pages)} pools, {len(plan.groups)} groups",
+        "Pass both",
+    )
     _check_rows(plan)
     for g, group in enumerate(plan.groups):
         if isinstance(group, PagedGroup):
@@ -42,8 +49,15 @@ def _check_rows(plan: StepPlan) -> None:
     _indptr("q_indptr", q, b.tokens)
     _indptr("tail_indptr", plan.tail_indptr, None)
     real = plan.real
-    rule("real entries come first", q[real.requests] == real.tokens and real.emits <= b.emits, lambda: f"{real} in {b}", "Pad after the last")
-    rule("a pad row belongs to a pad request", b.requests > real.requests or b.tokens == real.tokens, lambda: f"{real} in {b}", "Use Buckets.fit")
+    rule(
+        "real entries come first", q[real.requests] == real.tokens and real.emits <= b.emits, lambda: f"{real} in {b}", "Pad after the last"
+    )
+    rule(
+        "a pad row belongs to a pad request",
+        b.requests > real.requests or b.tokens == real.tokens,
+        lambda: f"{real} in {b}",
+        "Use Buckets.fit",
+    )
     lists = plan.tail_indptr[1:] - plan.tail_indptr[:-1]
     named = positions + 1 - plan.start
     rule("a row's list names each position from start to its own", (lists == named).all(), lambda: _where(lists, named), "Use plan.tree")
@@ -51,19 +65,41 @@ def _check_rows(plan: StepPlan) -> None:
         rule("positions are not negative", positions.min() >= 0, lambda: positions.min(), "Check cached_len")
         rule("a list is at most the bucket's tail", lists.max() <= b.tail, lambda: f"{lists.max()} > {b.tail}", "Use a wider bucket")
     if len(plan.emit):
-        rule("emit names rows", 0 <= plan.emit.min() and plan.emit.max() < b.tokens, lambda: f"{plan.emit} of {b.tokens}", "Count rows from 0")
+        rule(
+            "emit names rows",
+            0 <= plan.emit.min() and plan.emit.max() < b.tokens,
+            lambda: f"{plan.emit} of {b.tokens}",
+            "Count rows from 0",
+        )
 
 
 def _check_shape(plan: StepPlan, g: int, group: PagedGroup) -> None:
     b = plan.bucket
-    shape = (len(group.kv_lens), len(group.page_indptr) - 1, len(group.first_pos), len(group.page_ids), len(group.tail_slots), len(group.write_slots))
+    shape = (
+        len(group.kv_lens),
+        len(group.page_indptr) - 1,
+        len(group.first_pos),
+        len(group.page_ids),
+        len(group.tail_slots),
+        len(group.write_slots),
+    )
     want = (b.requests, b.requests, b.requests, b.pages[g], b.tokens * b.tail, b.writes[g])
     rule(f"group {g} has the bucket's shape {want}", shape == want, shape, "Use plan.build and plan.pad")
     rule("moves have the bucket's shape", group.moves.shape == (b.moves[g], 2), lambda: group.moves.shape, "Use plan.pad")
     writes = (0, b.tokens) if group.spec.layout is Layout.CROSS else (b.tokens,)
-    rule("every row is written (cross: or none)", len(group.write_slots) in writes, lambda: f"{len(group.write_slots)} of {b.tokens}", "Use plan.build")
+    rule(
+        "every row is written (cross: or none)",
+        len(group.write_slots) in writes,
+        lambda: f"{len(group.write_slots)} of {b.tokens}",
+        "Use plan.build",
+    )
     _indptr(f"page_indptr of group {g}", group.page_indptr, None)
-    rule(f"page tables fit the bucket's {b.pages[g]} entries", group.page_indptr[-1] <= b.pages[g], lambda: group.page_indptr[-1], "Use a larger bucket")
+    rule(
+        f"page tables fit the bucket's {b.pages[g]} entries",
+        group.page_indptr[-1] <= b.pages[g],
+        lambda: group.page_indptr[-1],
+        "Use a larger bucket",
+    )
 
 
 def _check_extents(plan: StepPlan, group: PagedGroup) -> None:
@@ -72,7 +108,12 @@ def _check_extents(plan: StepPlan, group: PagedGroup) -> None:
     held = (group.page_indptr[1:] - group.page_indptr[:-1]) * size + group.first_pos
     some = plan.new_lens > 0
     first, last = _ends(plan, some)
-    rule("first_pos is page-aligned and not negative", not (group.first_pos % size).any() and (group.first_pos >= 0).all(), group.first_pos, "Drop whole pages")
+    rule(
+        "first_pos is page-aligned and not negative",
+        not (group.first_pos % size).any() and (group.first_pos >= 0).all(),
+        group.first_pos,
+        "Drop whole pages",
+    )
     if group.spec.layout is Layout.CROSS:
         rule("pages cover the encoder", (group.kv_lens <= held).all(), lambda: _where(group.kv_lens, held), "Reserve first")
         return
@@ -84,7 +125,12 @@ def _check_extents(plan: StepPlan, group: PagedGroup) -> None:
     rule("plain rows stand at kv_len - new_len + j", not off.any(), lambda: _where(plan.positions, expect), "Use plan.build")
     rule("pages cover every key", (group.kv_lens <= held).all(), lambda: _where(group.kv_lens, held), "Reserve first")
     keep = np.maximum(first - (group.spec.window or INT32_MAX) + 1, 0) if group.spec.window else np.zeros_like(first)
-    rule("no visible key was dropped", (group.first_pos[some] <= keep).all(), lambda: _where(group.first_pos[some], keep), "Release by the committed length")
+    rule(
+        "no visible key was dropped",
+        (group.first_pos[some] <= keep).all(),
+        lambda: _where(group.first_pos[some], keep),
+        "Release by the committed length",
+    )
     rule("pads come from position 0", not group.first_pos[real:].any(), lambda: group.first_pos[real:], "Use plan.pad")
 
 
@@ -93,7 +139,12 @@ def _check_pages(plan: StepPlan, group: PagedGroup, pool_pages: int) -> None:
     size, used = group.spec.page_size, group.page_ids[: group.page_indptr[-1]]
     rule("a pool's slots fit in int32", pool_pages * size <= INT32_MAX, lambda: f"{pool_pages} pages of {size}", "Use a smaller pool")
     if len(used):
-        rule(f"page ids are below the pool's {pool_pages}", 0 <= used.min() and used.max() < pool_pages, lambda: f"{used.min()}..{used.max()}", "Take them from the pool")
+        rule(
+            f"page ids are below the pool's {pool_pages}",
+            0 <= used.min() and used.max() < pool_pages,
+            lambda: f"{used.min()}..{used.max()}",
+            "Take them from the pool",
+        )
     owner = np.repeat(np.arange(plan.bucket.requests, dtype=np.int32), group.page_indptr[1:] - group.page_indptr[:-1])
     entry = np.arange(len(used), dtype=np.int32)
     own = (entry - group.page_indptr[:-1][owner] >= _first_written(plan, group)[owner]) & (used > 0)
@@ -101,7 +152,12 @@ def _check_pages(plan: StepPlan, group: PagedGroup, pool_pages: int) -> None:
     mark[used] = -1
     mark[used[own]] = entry[own]
     alone = (mark[used] == np.where(own, entry, -1)) | (used == 0)
-    rule("a page that a request writes is in no other place", alone.all(), lambda: f"pages {np.unique(used[~alone])[:8]}", "Copy the page before writing")
+    rule(
+        "a page that a request writes is in no other place",
+        alone.all(),
+        lambda: f"pages {np.unique(used[~alone])[:8]}",
+        "Copy the page before writing",
+    )
     belongs = np.full(1, -1, np.int32) if not len(used) else mark
     belongs[used[own]] = owner[own]
     _check_writes(plan, group, belongs, pool_pages)
@@ -126,7 +182,12 @@ def _check_writes(plan: StepPlan, group: PagedGroup, belongs: NDArray[np.int32],
     named = group.tail_slots[: 0 if group.spec.layout is Layout.CROSS else plan.tail_indptr[-1]]
     for what, some in (("write slots", slots), ("listed slots", named), ("moves", group.moves)):
         if some.size:
-            rule(f"{what} lie in the pool's {total}", 0 <= some.min() and some.max() < total, lambda s=some: f"{s.min()}..{s.max()}", "Use plan.build")
+            rule(
+                f"{what} lie in the pool's {total}",
+                0 <= some.min() and some.max() < total,
+                lambda s=some: f"{s.min()}..{s.max()}",
+                "Use plan.build",
+            )
     if len(slots):
         mine = (belongs[slots // size] == plan.request) | (slots < size)
         rule("a row writes to its own request's pages", mine.all(), lambda: f"rows {np.flatnonzero(~mine)[:8]}", "Use plan.build")
@@ -156,6 +217,6 @@ def _indptr(name: str, array: Ints, end: int | None) -> None:
     rule(f"{name} rises from 0{'' if end is None else f' to {end}'}", rising, lambda: array[:16], "Use plan.build")
 
 
-def _where(have: Ints, want: Ints) -> str:
+def _where(have: NDArray[Any], want: NDArray[Any]) -> str:
     at = int(np.flatnonzero(have != want)[0]) if (have != want).any() else 0
     return f"{have[at]} where {want[at]} belongs (entry {at})"

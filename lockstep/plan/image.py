@@ -50,7 +50,9 @@ def unpack(image: Ints, specs: tuple[GroupSpec, ...]) -> StepPlan:
     """The plan of an image, given the model's groups."""
     bucket, real = read_header(image)
     if len(bucket.pages) != len(specs):
-        raise RuleError("an image is read with the groups it was made with", f"{len(bucket.pages)} and {len(specs)} groups", "Check the model")
+        raise RuleError(
+            "an image is read with the groups it was made with", f"{len(bucket.pages)} and {len(specs)} groups", "Check the model"
+        )
     each = views(image, bucket, specs)
     groups = tuple(
         FreshGroup(spec)
@@ -58,8 +60,8 @@ def unpack(image: Ints, specs: tuple[GroupSpec, ...]) -> StepPlan:
         else PagedGroup(spec, *map(ints, (v.kv_lens, v.page_indptr, v.page_ids, v.first_pos, v.tail_slots, v.write_slots, v.moves)))
         for spec, v in zip(specs, each, strict=True)
     )
-    rows, _ = _take(image, _header_len(len(specs)), _row_sizes(bucket))
-    return StepPlan(*map(ints, rows), groups=groups, bucket=bucket, real=real)
+    (q_indptr, positions, start, tail_indptr, emit), _ = _take(image, _header_len(len(specs)), _row_sizes(bucket))
+    return StepPlan(ints(q_indptr), ints(positions), ints(start), ints(tail_indptr), ints(emit), groups, bucket, real)
 
 
 def views(image: Any, bucket: Bucket, specs: tuple[GroupSpec, ...]) -> tuple[Views, ...]:
@@ -70,8 +72,9 @@ def views(image: Any, bucket: Bucket, specs: tuple[GroupSpec, ...]) -> tuple[Vie
         paged = spec.layout is not Layout.FRESH
         b, tails = bucket.requests, bucket.tokens * bucket.tail
         sizes = (b, b + 1, bucket.pages[g], b, tails, bucket.writes[g], 2 * bucket.moves[g]) if paged else (0,) * 7
-        (*arrays, moves), at = _take(image, at, sizes)
-        out.append(Views(*rows, *arrays, moves.reshape(-1, 2)))
+        cache, at = _take(image, at, sizes)
+        cache[-1] = cache[-1].reshape(-1, 2)
+        out.append(Views(*(rows + cache)))
     return tuple(out)
 
 

@@ -15,7 +15,9 @@ from lockstep.types import RuleError
 def paths(parents: Sequence[int], new_len: int) -> list[list[int]]:
     """The node lists of the last `new_len` nodes: this step's rows; the nodes before them were written by earlier steps."""
     if not 0 < new_len <= len(parents):
-        raise RuleError("a tree step computes at least one and at most all nodes", f"{new_len} rows of {len(parents)} nodes", "Check new_len")
+        raise RuleError(
+            "a tree step computes at least one and at most all nodes", f"{new_len} rows of {len(parents)} nodes", "Check new_len"
+        )
     lists: list[list[int]] = []
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:

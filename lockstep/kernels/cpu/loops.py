@@ -22,7 +22,7 @@ VECTOR_BYTES = 4 * LANES
 WIDE = "+avx512f" in get_host_cpu_features()
 ROWS = 4  # rows of a full micro-kernel
 VECTORS = 4 if WIDE else 1  # its width: 16 of 32 zmm registers, or 8 of 16 ymm registers
-SHAPES = [(rows, vectors) for rows in (1, 2, ROWS) for vectors in (1, 2, 4) if vectors <= VECTORS]
+SHAPES = [(rows, vectors) for rows in range(1, ROWS + 1) for vectors in (1, 2, 4) if vectors <= VECTORS]
 
 
 def counted(builder: Any, first: Any, last: Any, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:

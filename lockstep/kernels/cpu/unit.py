@@ -252,11 +252,6 @@ def width(left: Any) -> Any:
     return 2 if left >= 2 and VECTORS >= 2 else 1
 
 
-def height(left: Any) -> Any:
-    """Rows of the micro-kernel for `left` rows; scratch is padded for a 4 that has only 3."""
-    return left if left <= 2 else ROWS
-
-
 def score_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
     """Scores of up to 4 rows against the staged tile."""
     vector, vectors, stride = 0, job.sizes.tile // LANES, 4 * job.sizes.tile
@@ -264,7 +259,7 @@ def score_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
     while vector < vectors:
         wide = width(vectors - vector)
         at = VECTOR_BYTES * vector
-        scores(height(rows), wide, q, scratch.q_stride, scratch.keys + at, stride, job.sizes.d_qk, s + at, scratch.p_stride)
+        scores(rows, wide, q, scratch.q_stride, scratch.keys + at, stride, job.sizes.d_qk, s + at, scratch.p_stride)
         vector += wide
 
 
@@ -274,9 +269,7 @@ def add_values(scratch: Any, row: Any, rows: Any, reach: Any) -> None:
     p, acc = scratch.p + row * scratch.p_stride, scratch.acc + row * scratch.v_stride
     while column < scratch.v_stride:
         wide = width((scratch.v_stride - column) // VECTOR_BYTES)
-        values(
-            height(rows), wide, p, scratch.p_stride, table, reach[0], reach[1], acc, scratch.v_stride, column, alpha
-        )
+        values(rows, wide, p, scratch.p_stride, table, reach[0], reach[1], acc, scratch.v_stride, column, alpha)
         column += VECTOR_BYTES * wide
 
 

@@ -12,7 +12,6 @@ import numpy as np
 from numba import carray
 
 from lockstep.kernels.cpu.lanes import address, float32_at, int32_at, int64_at, take
-from lockstep.kernels.cpu.loops import ROWS
 from lockstep.kernels.cpu.unit import Job, Scratch, Sizes, Unit, run_unit
 from lockstep.order import LANES
 
@@ -30,7 +29,7 @@ def padded(n: Any, unit: Any) -> Any:
 
 def scratch_areas(sizes: Any, rows: Any) -> Any:
     """Floats of each area of Scratch, in order: q, keys, v, p, acc, total, zeros, and each of the five per-row arrays."""
-    rows, d_qk, d_v = padded(rows, ROWS), padded(sizes.d_qk, LANES), padded(sizes.d_v, LANES)
+    d_qk, d_v = padded(sizes.d_qk, LANES), padded(sizes.d_v, LANES)
     tile = sizes.tile
     return rows * d_qk, sizes.d_qk * tile, tile * d_v, rows * tile, rows * d_v, rows * d_v, d_qk, padded(rows, LANES)
 
@@ -53,10 +52,8 @@ def carve(sizes: Any, memory: Any, whole: Any, rows: Any) -> Any:
     total = acc + 4 * n_acc
     zeros = total + 4 * n_total
     end = first + n_q + n_keys + n_v + n_p + n_acc + n_total + n_zeros
-    memory[first : first + n_q] = 0  # padding rows are computed along and never written out
     memory[end - n_zeros : end] = 0
     state = memory[end : end + 5 * per_row].reshape((5, per_row))
-    state[:, :] = 0
     tile, spans = sizes.tile, whole[2 * sizes.tile :]
     q_stride, v_stride = 4 * padded(sizes.d_qk, LANES), 4 * padded(sizes.d_v, LANES)
     return Scratch(

@@ -46,7 +46,9 @@ def load(name: str) -> Revert:
     """The revert called `name`, its story parsed."""
     if name not in names():
         close = get_close_matches(name, names(), 1)
-        raise RuleError("a revert is a file in lab/reverts", repr(name), f"Did you mean {close[0]}" if close else "See `lockstep lab reverts --list`")
+        raise RuleError(
+            "a revert is a file in lab/reverts", repr(name), f"Did you mean {close[0]}" if close else "See `lockstep lab reverts --list`"
+        )
     module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
     title, story = parse(name, module.__doc__ or "")
     related, crash = getattr(module, "RELATED", ()), getattr(module, "CRASH", False)
@@ -77,7 +79,9 @@ def swapped(revert: Revert) -> Iterator[None]:
     new = revert.make(old)
     want, have = (list(inspect.signature(f).parameters) for f in (old, new))
     if want != have:
-        raise RuleError(f"{revert.name} replaces {revert.target}({', '.join(want)})", f"({', '.join(have)})", "Adapt the revert to the target")
+        raise RuleError(
+            f"{revert.name} replaces {revert.target}({', '.join(want)})", f"({', '.join(have)})", "Adapt the revert to the target"
+        )
     places = [(owner, attribute)]
     for module in [m for n, m in sys.modules.items() if n.startswith("lockstep.") and m is not owner]:
         places += [(module, key) for key, value in vars(module).items() if value is old]
@@ -100,4 +104,6 @@ def resolve(target: str) -> tuple[Any, str, Any]:
             owner = getattr(owner, part)
         return owner, attribute, vars(owner)[attribute]
     except (AttributeError, KeyError):
-        raise RuleError("a revert's target exists", target, "The code moved: point the revert at the function that took its place") from None
+        raise RuleError(
+            "a revert's target exists", target, "The code moved: point the revert at the function that took its place"
+        ) from None

@@ -1,0 +1,314 @@
+"""The plan: what build derives, what pad appends, what check refuses, what pack keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.kv.pages import PagePool
+from lockstep.kv.tables import Table
+from lockstep.plan.bucket import Buckets, pad
+from lockstep.plan.build import Work, build
+from lockstep.plan.check import check
+from lockstep.plan.image import pack, unpack, views
+from lockstep.plan.step import Bucket, PagedGroup, StepPlan, ints
+from lockstep.plan.tree import paths
+from lockstep.types import AttnSpec, GroupSpec, Layout, PlanError, RuleError
+
+ATTN = (AttnSpec(0.5),)
+FULL = GroupSpec(Layout.DENSE, 4, 2, 8, 8, ATTN, page_size=4)
+WINDOW = replace(FULL, window=6, page_size=2)
+CROSS = replace(FULL, layout=Layout.CROSS, causal=False)
+FRESH = replace(FULL, layout=Layout.FRESH)
+POOL = 64
+
+
+class Batch:
+    """Requests with real tables, the way the engine makes works."""
+
+    def __init__(self, *specs: GroupSpec) -> None:
+        self.specs = specs
+        self.pools = [None if s.layout is Layout.FRESH else PagePool(POOL) for s in specs]
+
+    def table(self) -> Table:
+        return Table(self.specs, self.pools)
+
+    def work(self, cached: int, new: int, table: Table | None = None, **more: object) -> Work:
+        table = table or self.table()
+        parents = more.get("parents")
+        depth = max(map(len, paths(parents, len(parents)))) if parents else new
+        table.reserve(cached + depth, len(parents or ()), more.get("cross_len", 0))
+        table.release(cached)
+        return Work(cached, new, tuple(table.pages(g) for g in range(len(self.specs))), **more)
+
+    def build(self, *works: Work) -> StepPlan:
+        return build(self.specs, works)
+
+    def check(self, plan: StepPlan) -> None:
+        check(plan, tuple(p.num_pages if p else 0 for p in self.pools))
+
+
+def group(plan: StepPlan, g: int = 0) -> PagedGroup:
+    assert isinstance(plan.groups[g], PagedGroup)
+    return plan.groups[g]
+
+
+def test_a_mixed_batch_is_lengths_and_nothing_else():
+    b = Batch(FULL)
+    plan = b.build(b.work(0, 5), b.work(7, 1), b.work(3, 2))
+    assert plan.q_indptr.tolist() == [0, 5, 6, 8]
+    assert plan.positions.tolist() == [0, 1, 2, 3, 4, 7, 3, 4]
+    assert group(plan).kv_lens.tolist() == [5, 8, 5]
+    assert plan.start.tolist() == [p + 1 for p in plan.positions]
+    assert plan.emit.tolist() == [4, 5, 7]
+    assert plan.bucket.width == 0
+    b.check(plan)
+
+
+def test_arrays_are_read_only():
+    b = Batch(FULL)
+    plan = b.build(b.work(0, 3))
+    for array in (plan.positions, group(plan).page_ids, group(plan).write_slots):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+
+
+def test_a_plan_does_not_change_when_its_table_grows():
+    b = Batch(FULL)
+    table = b.table()
+    plan = b.build(b.work(0, 3, table))
+    before = pack(plan).copy()
+    table.reserve(40)
+    assert np.array_equal(pack(plan), before)
+
+
+def test_an_empty_batch_is_legal_and_can_be_padded():
+    b = Batch(FULL, WINDOW)
+    plan = b.build()
+    b.check(plan)
+    padded = pad(plan, Bucket(2, 2, 1, 0, 0, (2, 2), (2, 2), (0, 0)))
+    b.check(padded)
+    assert padded.real.tokens == 0
+    assert padded.q_indptr.tolist() == [0, 1, 2]
+
+
+def test_tree_rows_name_their_path_and_stand_at_their_depth():
+    b = Batch(FULL)
+    plan = b.build(b.work(6, 4, parents=(-1, 0, 0, 1)))
+    b.check(plan)
+    assert plan.positions.tolist() == [6, 7, 7, 8]
+    assert np.diff(plan.tail_indptr).tolist() == [1, 2, 2, 3]
+    slots = group(plan).tail_slots
+    lists = [slots[a:z].tolist() for a, z in zip(plan.tail_indptr, plan.tail_indptr[1:], strict=False)]
+    own = group(plan).write_slots.tolist()
+    assert lists == [[own[0]], [own[0], own[1]], [own[0], own[2]], [own[0], own[1], own[3]]]
+    assert len(set(own)) == 4
+
+
+def test_a_draft_step_computes_the_last_nodes_and_names_the_earlier_ones():
+    b = Batch(FULL)
+    table = b.table()
+    first = b.build(b.work(5, 2, table, parents=(-1, -1)))
+    second = b.build(b.work(5, 2, table, parents=(-1, -1, 0, 1)))
+    written = group(first).write_slots.tolist()
+    lists = group(second).tail_slots
+    assert lists[0] == written[0]
+    assert lists[2] == written[1]
+    b.check(second)
+
+
+@pytest.mark.parametrize("parents", [(0,), (-1, 1), (-1, -2)])
+def test_a_parent_that_does_not_come_before_its_node_is_refused(parents):
+    with pytest.raises(RuleError, match="parent comes before it"):
+        paths(parents, len(parents))
+
+
+def test_cross_is_written_by_the_encoder_and_only_read_by_the_decoder():
+    encoder = Batch(replace(FULL, layout=Layout.FRESH, causal=False), CROSS)
+    table = encoder.table()
+    plan = encoder.build(encoder.work(0, 9, table, cross_len=9, cross_new=9))
+    encoder.check(plan)
+    assert len(group(plan, 1).write_slots) == 9
+    decoder = Batch(FULL, CROSS)
+    plan = decoder.build(decoder.work(4, 1, cross_len=9))
+    decoder.check(plan)
+    assert len(group(plan, 1).write_slots) == 0
+    assert group(plan, 1).kv_lens.tolist() == [9]
+
+
+def test_a_window_group_may_drop_what_no_row_sees():
+    b = Batch(FULL, WINDOW)
+    table = b.table()
+    table.reserve(20)
+    table.release(20)
+    plan = b.build(b.work(20, 2, table))
+    b.check(plan)
+    assert group(plan, 1).first_pos.tolist() == [14]  # row 20 sees 15..20; page-aligned down by 2
+    assert group(plan, 0).first_pos.tolist() == [0]
+
+
+def test_padding_appends_and_changes_nothing_real():
+    b = Batch(FULL, WINDOW)
+    plan = b.build(b.work(0, 3), b.work(9, 1), b.work(2, 4, parents=(-1, 0, 0, 2)))
+    padded = pad(plan, Buckets((1, 2, 4, 8, 16)).fit(plan))
+    b.check(padded)
+    assert padded.bucket.tokens == 8 or padded.bucket.tokens == 16
+    assert padded.q_indptr[-1] == padded.bucket.tokens == len(padded.positions)
+    for name in ("positions", "start", "emit"):
+        assert np.array_equal(getattr(padded, name)[: len(getattr(plan, name))], getattr(plan, name))
+    assert np.array_equal(group(padded).write_slots[:8], group(plan).write_slots)
+    pads = group(padded).write_slots[plan.real.tokens :]
+    assert (pads < FULL.page_size).all()  # page 0, the sink
+
+
+def test_a_uniform_batch_keeps_its_width_when_padded():
+    b = Batch(FULL)
+    plan = b.build(*(b.work(5, 2) for _ in range(3)))
+    bucket = Buckets((4, 8)).fit(plan)
+    assert (bucket.requests, bucket.tokens, bucket.width) == (4, 8, 2)
+    assert pad(plan, bucket).new_lens.tolist() == [2] * 4
+
+
+def test_fit_gives_a_pad_request_whenever_there_is_a_pad_row():
+    b = Batch(FULL)
+    plan = b.build(b.work(0, 3), b.work(0, 2))
+    bucket = Buckets((2, 8, 16)).fit(plan)
+    assert bucket.requests > 2
+    assert bucket.tokens == 8
+
+
+def test_a_step_larger_than_every_bucket_is_refused_with_both_numbers():
+    b = Batch(FULL)
+    with pytest.raises(RuleError, match=r"at most 4 tokens; got 9"):
+        Buckets((1, 2, 4)).fit(b.build(b.work(0, 5), b.work(0, 4)))
+
+
+def test_a_table_longer_than_its_bucket_is_refused():
+    b = Batch(FULL)
+    plan = b.build(b.work(30, 1))
+    with pytest.raises(RuleError, match=r"at most 2 pages of group 0; got 8"):
+        pad(plan, Bucket(1, 1, 1, 1, 0, (2,), (1,), (0,)))
+
+
+def broken(plan: StepPlan, **fields: object) -> StepPlan:
+    return replace(plan, groups=(replace(plan.groups[0], **fields), *plan.groups[1:]))
+
+
+def test_check_refuses_what_must_not_run():
+    b = Batch(FULL)
+    plan = b.build(b.work(6, 2), b.work(9, 3))
+    g = group(plan)
+    cases = {
+        "page ids are below the pool's": {"page_ids": ints([POOL, *g.page_ids[1:]])},
+        "a page that a request writes is in no other place": {"page_ids": ints([g.page_ids[0], g.page_ids[3], *g.page_ids[2:]])},
+        "kv_len is 1": {"kv_lens": ints(g.kv_lens + 2)},
+        "write slots are distinct": {"write_slots": ints([g.write_slots[1], *g.write_slots[1:]])},
+        "a row writes to its own request's pages": {"write_slots": ints(g.write_slots[::-1])},
+        "first_pos is page-aligned": {"first_pos": ints([1, 0])},
+        "no visible key was dropped": {"first_pos": ints([4, 0])},
+        "rises from 0": {"page_indptr": ints(g.page_indptr[::-1])},
+        "has the bucket's shape": {"kv_lens": ints(g.kv_lens[:1])},
+    }
+    b.check(plan)
+    for rule, fields in cases.items():
+        with pytest.raises(PlanError, match=rule):
+            b.check(broken(plan, **fields))
+    with pytest.raises(PlanError, match="plain rows stand at"):
+        b.check(replace(plan, positions=ints([5, 7, 9, 10, 11]), start=ints([6, 8, 10, 11, 12])))
+
+
+def test_two_requests_may_read_one_page_but_not_write_it():
+    b = Batch(FULL)
+    parent = b.table()
+    b.work(0, 8, parent)
+    child = parent.fork(8)
+    plan = b.build(b.work(8, 1, parent), b.work(8, 1, child))
+    assert set(group(plan).page_ids[:2]) == set(group(plan).page_ids[3:5])
+    b.check(plan)
+    table = b.table()
+    first = b.work(5, 1, table)
+    with pytest.raises(PlanError, match="in no other place"):
+        b.check(b.build(first, first))
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"new_len": 0}, "at least one row"),
+        ({"cached_len": -1}, "at least one row"),
+        ({"cached_len": 2**31 - 2, "new_len": 5}, "fit in int32"),
+        ({"emit": (7,)}, "emit names rows"),
+        ({"pages": ()}, "one entry of pages per group"),
+        ({"pages": (None,)}, "a cached group needs pages"),
+        ({"cached_len": 12}, "pages cover its keys"),
+        ({"cross_new": 1}, "an encoder is written whole"),
+    ],
+)
+def test_a_work_that_makes_no_sense_is_refused(fields, match):
+    b = Batch(FULL)
+    with pytest.raises(RuleError, match=match):
+        b.build(replace(b.work(0, 3), **fields))
+
+
+def test_a_fresh_group_takes_whole_requests():
+    b = Batch(FRESH)
+    b.check(b.build(b.work(0, 3), b.work(0, 1)))
+    with pytest.raises(RuleError, match="whole requests"):
+        b.build(Work(2, 3, (None,)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6), st.booleans()), max_size=5), st.booleans())
+def test_pack_and_unpack_are_inverse_and_offsets_depend_on_the_bucket_alone(shares, padded):
+    b = Batch(FULL, WINDOW)
+    works = [b.work(c, n, parents=tuple(range(-1, n - 1)) if tree else None) for c, n, tree in shares]
+    plan = b.build(*works)
+    if padded and works:
+        plan = pad(plan, Buckets(tuple(2**k for k in range(1, 8))).fit(plan))
+    b.check(plan)
+    image = pack(plan)
+    again = unpack(image, b.specs)
+    assert (again.bucket, again.real) == (plan.bucket, plan.real)
+    assert np.array_equal(pack(again), image)
+    first, second = views(image, plan.bucket, b.specs), views(np.arange(len(image), dtype=np.int32), plan.bucket, b.specs)
+    for v, offsets in zip(first, second, strict=True):
+        assert np.array_equal(v.page_ids, image[offsets.page_ids])
+        assert np.array_equal(v.write_slots, image[offsets.write_slots])
+
+
+def test_an_image_of_something_else_is_refused():
+    with pytest.raises(RuleError, match="magic number"):
+        unpack(ints([1, 2, 3]), (FULL,))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"window": 0}, "at least 1; got 0. Use None for no window"),
+        ({"window": -3}, "at least 1"),
+        ({"window": 4, "causal": False, "layout": Layout.FRESH}, "a window needs a causal group"),
+        ({"causal": False}, "a cached group is causal"),
+        ({"heads": 5}, "multiple of kv_heads; got 5 and 2"),
+        ({"kv_dtype": "int4"}, "kv_dtype is one of"),
+        ({"page_size": 0}, "at least 1"),
+        ({"layout": Layout.LATENT}, "one kv head"),
+        ({"layout": Layout.CROSS}, "sees the whole encoder"),
+        ({"layout": Layout.FRESH, "kv_dtype": "bfloat16"}, "stores nothing"),
+        ({"layers": (AttnSpec(0.5, sinks=(0.1,)),)}, "one logit per query head"),
+    ],
+)
+def test_a_group_that_makes_no_sense_is_refused(change, match):
+    with pytest.raises(RuleError, match=match):
+        replace(FULL, **change)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"scale": 0.0}, {"scale": float("nan")}, {"scale": 1.0, "soft_cap": 0.0}, {"scale": 1.0, "k_scale": -1.0}]
+)
+def test_a_layer_that_makes_no_sense_is_refused(fields):
+    with pytest.raises(RuleError, match="finite number above 0"):
+        AttnSpec(**fields)
