@@ -164,7 +164,9 @@ def locate(job: Any, scratch: Any, unit: Any, token: Any, position: Any, reach: 
     sizes = job.sizes
     k_base, v_base = job.k + unit.head * sizes.k_head, job.v + unit.head * sizes.v_head
     begin, end = position + reach[0], position + reach[1]
-    boundary = min(max(np.int64(job.start[token]), begin), end)
+    boundary = end  # a plain row names nothing, and its `start` says nothing about the other rows of the unit
+    if job.start[token] < job.hi[token]:
+        boundary = min(max(np.int64(job.start[token]), begin), end)
     p = begin
     while p < boundary:
         slot = np.int64(paged(job.page_ids, job.page_indptr, job.first_pos, sizes.page_size, unit.request, p))
