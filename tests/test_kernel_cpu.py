@@ -126,12 +126,9 @@ def scale_of(case: Case) -> tuple[float, float]:
     return 0.0, float(np.float32(scale * order.LOG2E))
 
 
-def run(case: Case, kernel: Any = attend, spoil: Any = None) -> tuple[Any, Any]:
-    """(out, lse2) of a case; `spoil(pool_k, pool_v, table)` may damage the pools first."""
-    q, k, v, sinks = tensors(case)
-    pool_k, pool_v, table = layout(case, k, v)
-    if spoil:
-        spoil(pool_k, pool_v, table)
+def compute(case: Case, q: Any, pools: tuple[Any, Any, Table], sinks: Any, kernel: Any = attend) -> tuple[Any, Any]:
+    """(out, lse2) of the case's rows over these pools."""
+    pool_k, pool_v, table = pools
     out = np.full((len(case.rows), case.heads, case.d_v), 7, np.float32)
     lse2 = np.full((len(case.rows), case.heads), 7, np.float32)
     rows = Rows(np.array([r[1] for r in case.rows], np.int32), np.array([r[2] for r in case.rows], np.int32))
@@ -142,6 +139,15 @@ def run(case: Case, kernel: Any = attend, spoil: Any = None) -> tuple[Any, Any]:
     consts = Consts(*scale_of(case), case.v_scale)
     kernel(q.numpy(), flat(pool_k), flat(pool_v), out, lse2, table, rows, blocks_of(case), shape, consts, sink2)
     return out, lse2
+
+
+def run(case: Case, kernel: Any = attend, spoil: Any = None) -> tuple[Any, Any]:
+    """(out, lse2) of a case; `spoil(pool_k, pool_v, table)` may damage the pools first."""
+    q, k, v, sinks = tensors(case)
+    pools = layout(case, k, v)
+    if spoil:
+        spoil(*pools)
+    return compute(case, q, pools, sinks, kernel)
 
 
 def expected(case: Case) -> tuple[Any, Any]:
@@ -229,25 +235,7 @@ def test_bits_of_a_row_do_not_depend_on_the_chunk() -> None:
     q, k, v, sinks = tensors(whole)
     for begin, end in ((0, 1), (63, 65), (500, 520), (511, 600), (599, 600)):
         part = dataclasses.replace(whole, rows=whole.rows[begin:end])
-
-        def kernel(q_part: Any, *rest: Any) -> None:
-            attend(q.numpy()[begin:end], *rest)  # noqa: B023
-
-        # the generator gives k and v after q: take them from the whole case
-        pool = layout(part, k, v)
-        assert same((out[begin:end], lse2[begin:end]), run_with(part, q[begin:end], pool, sinks)), (begin, end)
-
-
-def run_with(case: Case, q: Any, pool: Any, sinks: Any) -> tuple[Any, Any]:
-    """Like `run`, with tensors made elsewhere."""
-    pool_k, pool_v, table = pool
-    out, lse2 = np.empty((len(case.rows), case.heads, case.d_v), np.float32), np.empty((len(case.rows), case.heads), np.float32)
-    rows = Rows(np.array([r[1] for r in case.rows], np.int32), np.array([r[2] for r in case.rows], np.int32))
-    shape = Shape(case.kv_heads, case.page_size, 64, 512, pool_k.stride(0), pool_k.stride(1), pool_v.stride(0), pool_v.stride(1))
-    consts = Consts(*scale_of(case), case.v_scale)
-    sink2 = (sinks * order.LOG2E).astype(np.float32)
-    attend(q.numpy(), flat(pool_k), flat(pool_v), out, lse2, table, rows, blocks_of(case), shape, consts, sink2)
-    return out, lse2
+        assert same((out[begin:end], lse2[begin:end]), compute(part, q[begin:end], layout(part, k, v), sinks)), (begin, end)
 
 
 @pytest.mark.parametrize("length", [100, 128, 515, 640])
@@ -257,7 +245,7 @@ def test_a_listed_tail_has_the_bits_of_plain_pages(length: int, listed: int) -> 
     rows = tuple((0, 0, length - i % 3) for i in range(6))
     for heads, kv_heads in ((4, 1), (2, 2), (6, 2)):
         plain = Case((length,), rows, heads, kv_heads)
-        tree = dataclasses.replace(plain, tails={t: length - listed for t in range(6)})
+        tree = dataclasses.replace(plain, tails=dict.fromkeys(range(6), length - listed))
         for block in (0, 1, 4):
             assert same(run(plain), run(dataclasses.replace(tree, block=block))), (heads, block)
 
@@ -273,7 +261,7 @@ def test_rows_with_and_without_a_tail_share_a_block() -> None:
     pool_v = torch.cat([pool_v, v[0][197:], v[0][120:]])
     start, indptr = np.array([NO_LIST, 197, NO_LIST, 120], np.int32), np.array([0, 0, 3, 3, 83], np.int32)
     table = table._replace(start=start, tail_indptr=indptr, tail_slots=np.array(tails, np.int32))
-    assert same(run(plain), run_with(plain, q, (pool_k, pool_v, table), sinks))
+    assert same(run(plain), compute(plain, q, (pool_k, pool_v, table), sinks))
 
 
 def test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other() -> None:

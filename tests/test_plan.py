@@ -209,7 +209,7 @@ def test_check_refuses_what_must_not_run():
         "write slots are distinct": {"write_slots": ints([g.write_slots[1], *g.write_slots[1:]])},
         "a row writes to its own request's pages": {"write_slots": ints(g.write_slots[::-1])},
         "first_pos is page-aligned": {"first_pos": ints([1, 0])},
-        "no visible key was dropped": {"first_pos": ints([4, 0])},
+        "only a window drops keys": {"first_pos": ints([4, 0])},
         "rises from 0": {"page_indptr": ints(g.page_indptr[::-1])},
         "has the bucket's shape": {"kv_lens": ints(g.kv_lens[:1])},
     }
@@ -219,6 +219,14 @@ def test_check_refuses_what_must_not_run():
             b.check(broken(plan, **fields))
     with pytest.raises(PlanError, match="plain rows stand at"):
         b.check(replace(plan, positions=ints([5, 7, 9, 10, 11]), start=ints([6, 8, 10, 11, 12])))
+
+
+def test_a_window_group_must_still_hold_what_its_rows_see():
+    b = Batch(WINDOW)
+    plan = b.build(b.work(8, 2))  # row 8 sees 3..8, so pages up to position 2 may be gone
+    assert group(plan).first_pos.tolist() == [2]
+    with pytest.raises(PlanError, match="no visible key was dropped; got 4 where 3 belongs"):
+        b.check(broken(plan, first_pos=ints([4])))
 
 
 def test_two_requests_may_read_one_page_but_not_write_it():

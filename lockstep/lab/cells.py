@@ -1,22 +1,25 @@
 """The matrix: backend x recipe x feature, every pair that makes sense, and the verdict of each.
 
 A cell passed, was refused with the backend's own reason, or failed; there is no "not tested". Cells run in worker processes, the two
-backends of a pair together so that stories, numbers and answers are made once.
+backends of a pair together so that stories, numbers and answers are made once; a cell that kills its process failed like any other.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
 
 from lockstep.attention import select
+from lockstep.attention.base import Backend
+from lockstep.lab import isolate, reverts
 from lockstep.lab.features import FEATURES, Feature
 from lockstep.lab.properties import Finding, judge
 from lockstep.lab.recipes import RECIPES, Recipe
-from lockstep.types import PlanError
+from lockstep.types import PlanError, RuleError
+
+CELL_S = 600.0  # a cell that takes longer is a crash
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Cell:
         """`backend/recipe/feature` as it is printed everywhere."""
         parts = text.split("/")
         if len(parts) != 3 or parts[1] not in {r.name for r in RECIPES} or parts[2] not in {f.name for f in FEATURES}:
-            raise ValueError(f"a cell is backend/recipe/feature, like cpu/decode/window; got {text!r}. See `lockstep lab run --list`.")
+            raise RuleError("a cell is backend/recipe/feature, like cpu/decode/window", repr(text), "See `lockstep lab run --list`")
         return Cell(*parts)
 
     def pair(self) -> tuple[Recipe, Feature]:
@@ -73,12 +76,18 @@ def cells(backends: Sequence[str], recipe: str | None = None, feature: str | Non
     return [Cell(b, r.name, f.name) for r, f in pairs for b in backends]
 
 
+def refusal(cell: Cell, backend: Backend) -> str | None:
+    """Why the backend does not take this cell, by its own caps, or None."""
+    recipe, feature = cell.pair()
+    tails = any(name.startswith("tail") for name in recipe.proves)
+    return next((w for g in feature.groups(16) if (w := select.refusal(backend.caps, g, "cpu", tails))), None)
+
+
 def run_cell(cell: Cell, checks: bool = True, quick: bool = False) -> Result:
     """Judges one cell; an error of the code under test is a finding, not an end."""
     recipe, feature = cell.pair()
     backend = select.load(cell.backend)
-    tails = any(name.startswith("tail") for name in recipe.proves)
-    why = next((w for g in feature.groups(16) if (w := select.refusal(backend.caps, g, "cpu", tails))), None)
+    why = refusal(cell, backend)
     if why is not None:
         return Result(cell, "refused", why)
     begin = time.perf_counter()
@@ -94,18 +103,43 @@ def run_cell(cell: Cell, checks: bool = True, quick: bool = False) -> Result:
     return Result(cell, verdict, reason, tuple(j.findings), j.out_error, j.lse_error, j.tolerance_used, j.counters, seconds)
 
 
-def run(todo: Iterable[Cell], quick: bool = False, workers: int = 2) -> Iterator[Result]:
-    """Judges cells in worker processes, as they come."""
+@dataclass(frozen=True)
+class Job:
+    """Cells judged one after another in one process, with a bug put back or without."""
+
+    cells: tuple[Cell, ...]
+    revert: str = ""
+    checks: bool = True
+    quick: bool = False
+
+
+def run(todo: Iterable[Cell], quick: bool = False, workers: int = 2, checks: bool = True) -> Iterator[Result]:
+    """Judges cells, as they come."""
     pairs: dict[tuple[str, str], list[Cell]] = {}
     for cell in todo:
         pairs.setdefault((cell.recipe, cell.feature), []).append(cell)
-    if workers < 2 or len(pairs) < 2:
-        yield from (run_cell(cell, quick=quick) for group in pairs.values() for cell in group)
+    for _, results in run_jobs([Job(tuple(group), checks=checks, quick=quick) for group in pairs.values()], workers):
+        yield from results
+
+
+def run_jobs(jobs: Sequence[Job], workers: int, cell_s: float = CELL_S) -> Iterator[tuple[Job, list[Result]]]:
+    """Runs jobs in worker processes, or with 0 of them right here. A job that dies is split, so that the blame lands on one cell."""
+    if workers < 1:
+        yield from ((job, run_job(job)) for job in jobs)
         return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(_run_pair, group, quick) for group in pairs.values()]):
-            yield from done.result()
+    alone: list[Job] = []
+    for job, answer in isolate.run(run_job, jobs, workers, lambda job: cell_s * len(job.cells)):
+        if not isinstance(answer, isolate.Died):
+            yield job, answer
+        elif len(job.cells) > 1:
+            alone += [replace(job, cells=(cell,)) for cell in job.cells]
+        else:
+            yield job, [Result(job.cells[0], "failed", f"crash: {answer.why}", (Finding("crash", False, answer.why),))]
+    if alone:
+        yield from run_jobs(alone, workers, cell_s)
 
 
-def _run_pair(group: list[Cell], quick: bool) -> list[Result]:
-    return [run_cell(cell, quick=quick) for cell in group]
+def run_job(job: Job) -> list[Result]:
+    """What a worker process does."""
+    with reverts.swapped(reverts.load(job.revert)) if job.revert else nullcontext():
+        return [run_cell(cell, job.checks, job.quick) for cell in job.cells]

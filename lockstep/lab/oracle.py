@@ -77,31 +77,29 @@ def answers(feature: Feature, script: Script, rows: list[list[Rows]]) -> list[li
             k, v = stored(spec, attn, mine)
             blank = [torch.full(shape, float("nan"), dtype=torch.float64) for shape in ((n, spec.heads, spec.d_v), *[(n, spec.heads)] * 3)]
             answer = Answer(blank[0], blank[1], blank[2], blank[3])
-            for queries, keys in row_sets(feature, script, g):
-                _fill(answer, spec, attn, mine.q[queries].double(), (k[keys], v[keys]), queries)
+            for begin, path, keys in row_sets(feature, script, g):
+                for at in range(begin, len(path), 128):
+                    some = path[at : at + 128]
+                    result = _attend(spec, attn, mine.q[some].double(), (k[keys], v[keys]), at)
+                    answer.out[some], answer.lse[some], answer.out_tol[some], answer.lse_tol[some] = result
             per_layer.append(answer)
         out.append(per_layer)
     return out
 
 
-def row_sets(feature: Feature, script: Script, g: int) -> list[tuple[list[int], list[int]]]:
-    """(rows, their keys in position order) of group g: for a causal group row i is the i-th last of its keys."""
+def row_sets(feature: Feature, script: Script, g: int) -> list[tuple[int, list[int], list[int]]]:
+    """(begin, path, keys) of group g: rows path[begin:], which stand at these positions, over keys in position order; each row once."""
     encoders = set(script.encoder_uids.values())
-    sets = []
+    only_encodes, crosses = g in feature.encode and g not in feature.decode, g in feature.encode and g in feature.decode
+    sets, done = [], set[int]()
     for uid in leaf_uids(script):
         path = script.path(uid)
-        is_encoder = tuple(path) in encoders
-        if is_encoder == (g in feature.encode and g not in feature.decode) or not feature.encode:
-            crosses = g in feature.encode and g in feature.decode
-            sets.append((path, list(script.encoder_uids[script.owner[uid]]) if crosses else path))
+        if feature.encode and (tuple(path) in encoders) != only_encodes:
+            continue
+        begin = sum(u in done for u in path)
+        done.update(path)
+        sets.append((begin, path, list(script.encoder_uids[script.owner[uid]]) if crosses else path))
     return sets
-
-
-def _fill(answer: Answer, spec: GroupSpec, attn: AttnSpec, q: Tensor, keys: tuple[Tensor, Tensor], uids: list[int]) -> None:
-    for begin in range(0, len(uids), 128):
-        part = slice(begin, begin + 128)
-        at = uids[part]
-        answer.out[at], answer.lse[at], answer.out_tol[at], answer.lse_tol[at] = _attend(spec, attn, q[part], keys, begin)
 
 
 def _attend(spec: GroupSpec, attn: AttnSpec, q: Tensor, keys: tuple[Tensor, Tensor], begin: int) -> tuple[Tensor, ...]:

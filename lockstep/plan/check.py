@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from lockstep.plan.step import Ints, PagedGroup, StepPlan
 from lockstep.types import INT32_MAX, Layout, PlanError
 
+every, some, lowest, highest = np.logical_and.reduce, np.logical_or.reduce, np.minimum.reduce, np.maximum.reduce
+
 
 def check(plan: StepPlan, pool_pages: tuple[int, ...]) -> None:
     """Raises PlanError unless `plan` is legal for pools of `pool_pages` pages, one number per group (0 for a fresh one)."""
@@ -30,8 +32,7 @@ def check(plan: StepPlan, pool_pages: tuple[int, ...]) -> None:
             _check_extents(plan, group)
             _check_pages(plan, group, pool_pages[g])
         else:
-            grown = int(plan.positions[0]) if len(plan.positions) else 0
-            whole = grown == 0 and np.array_equal(plan.positions, np.arange(len(plan.positions)) - plan.q_indptr[:-1][plan.request])
+            whole = every(plan.positions == np.arange(len(plan.positions)) - plan.q_indptr[:-1][plan.request])
             rule("a fresh group computes whole requests", whole, lambda: "rows that start after position 0", "Do not chunk them")
 
 
@@ -60,14 +61,14 @@ def _check_rows(plan: StepPlan) -> None:
     )
     lists = plan.tail_indptr[1:] - plan.tail_indptr[:-1]
     named = positions + 1 - plan.start
-    rule("a row's list names each position from start to its own", (lists == named).all(), lambda: _where(lists, named), "Use plan.tree")
+    rule("a row's list names each position from start to its own", every(lists == named), lambda: _where(lists, named), "Use plan.tree")
     if len(positions):
-        rule("positions are not negative", positions.min() >= 0, lambda: positions.min(), "Check cached_len")
-        rule("a list is at most the bucket's tail", lists.max() <= b.tail, lambda: f"{lists.max()} > {b.tail}", "Use a wider bucket")
+        rule("positions are not negative", lowest(positions) >= 0, lambda: positions.min(), "Check cached_len")
+        rule("a list is at most the bucket's tail", highest(lists) <= b.tail, lambda: f"{lists.max()} > {b.tail}", "Use a wider bucket")
     if len(plan.emit):
         rule(
             "emit names rows",
-            0 <= plan.emit.min() and plan.emit.max() < b.tokens,
+            0 <= lowest(plan.emit) and highest(plan.emit) < b.tokens,
             lambda: f"{plan.emit} of {b.tokens}",
             "Count rows from 0",
         )
@@ -104,116 +105,95 @@ def _check_shape(plan: StepPlan, g: int, group: PagedGroup) -> None:
 
 def _check_extents(plan: StepPlan, group: PagedGroup) -> None:
     """kv_lens, positions and first_pos tell one story."""
-    size, real = group.spec.page_size, plan.real.requests
+    spec, size, kv_lens = group.spec, group.spec.page_size, group.kv_lens
+    if some(group.first_pos):
+        aligned = not some(group.first_pos % size) and lowest(group.first_pos) >= 0
+        rule("first_pos is page-aligned and not negative", aligned, group.first_pos, "Drop whole pages")
+        rule("only a window drops keys", spec.window is not None, lambda: f"first_pos {group.first_pos}", "Keep all pages")
+    if spec.layout is not Layout.CROSS and len(plan.positions):
+        _check_lengths(plan, group)
     held = (group.page_indptr[1:] - group.page_indptr[:-1]) * size + group.first_pos
-    some = plan.new_lens > 0
-    first, last = _ends(plan, some)
-    rule(
-        "first_pos is page-aligned and not negative",
-        not (group.first_pos % size).any() and (group.first_pos >= 0).all(),
-        group.first_pos,
-        "Drop whole pages",
-    )
-    if group.spec.layout is Layout.CROSS:
-        rule("pages cover the encoder", (group.kv_lens <= held).all(), lambda: _where(group.kv_lens, held), "Reserve first")
-        return
-    lens = group.kv_lens[some]
-    rule("kv_len is 1 + the request's last position", (lens == last + 1).all(), lambda: _where(lens, last + 1), "Count the new rows once")
-    plain = plan.start > plan.positions
-    expect = (group.kv_lens - plan.q_indptr[1:])[plan.request] + np.arange(len(plan.positions), dtype=np.int32)
-    off = plain & (plan.positions != expect)
-    rule("plain rows stand at kv_len - new_len + j", not off.any(), lambda: _where(plan.positions, expect), "Use plan.build")
-    rule("pages cover every key", (group.kv_lens <= held).all(), lambda: _where(group.kv_lens, held), "Reserve first")
-    keep = np.maximum(first - (group.spec.window or INT32_MAX) + 1, 0) if group.spec.window else np.zeros_like(first)
-    rule(
-        "no visible key was dropped",
-        (group.first_pos[some] <= keep).all(),
-        lambda: _where(group.first_pos[some], keep),
-        "Release by the committed length",
-    )
-    rule("pads come from position 0", not group.first_pos[real:].any(), lambda: group.first_pos[real:], "Use plan.pad")
+    rule("pages cover every key", every(kv_lens <= held), lambda: _where(kv_lens, held), "Reserve first")
+
+
+def _check_lengths(plan: StepPlan, group: PagedGroup) -> None:
+    """A row stands where the lengths say, and what it sees is still there."""
+    kv_lens, window = group.kv_lens, group.spec.window
+    filled = slice(None) if lowest(plan.new_lens) else plan.new_lens > 0
+    begins, lens = plan.q_indptr[:-1][filled], kv_lens[filled]
+    want = np.maximum.reduceat(plan.positions, begins) + 1
+    rule("kv_len is 1 + the request's last position", every(lens == want), lambda: _where(lens, want), "Count the new rows once")
+    expect = (kv_lens - plan.q_indptr[1:])[plan.request] + np.arange(len(plan.positions), dtype=np.int32)
+    placed = (plan.positions == expect) | (plan.start <= plan.positions)
+    rule("plain rows stand at kv_len - new_len + j", every(placed), lambda: _where(plan.positions, expect), "Use plan.build")
+    if window is not None:
+        dropped, keep = group.first_pos[filled], np.maximum(np.minimum.reduceat(plan.positions, begins) - window + 1, 0)
+        rule("no visible key was dropped", every(dropped <= keep), lambda: _where(dropped, keep), "Release by the committed length")
 
 
 def _check_pages(plan: StepPlan, group: PagedGroup, pool_pages: int) -> None:
     """Who may write where. Page 0, the sink, is everybody's."""
     size, used = group.spec.page_size, group.page_ids[: group.page_indptr[-1]]
     rule("a pool's slots fit in int32", pool_pages * size <= INT32_MAX, lambda: f"{pool_pages} pages of {size}", "Use a smaller pool")
-    if len(used):
-        rule(
-            f"page ids are below the pool's {pool_pages}",
-            0 <= used.min() and used.max() < pool_pages,
-            lambda: f"{used.min()}..{used.max()}",
-            "Take them from the pool",
-        )
-    owner = np.repeat(np.arange(plan.bucket.requests, dtype=np.int32), group.page_indptr[1:] - group.page_indptr[:-1])
+    _within("page ids", used, pool_pages)
+    request = np.arange(plan.bucket.requests, dtype=np.int32)
+    owner = np.repeat(request, group.page_indptr[1:] - group.page_indptr[:-1])
     entry = np.arange(len(used), dtype=np.int32)
-    own = (entry - group.page_indptr[:-1][owner] >= _first_written(plan, group)[owner]) & (used > 0)
-    mark = np.empty(pool_pages, np.int32)
-    mark[used] = -1
-    mark[used[own]] = entry[own]
-    alone = (mark[used] == np.where(own, entry, -1)) | (used == 0)
+    own = (entry >= (group.page_indptr[:-1] + _first_written(plan, group))[owner]) & (used != 0)
+    mine = used[own]
+    mark = np.full(pool_pages, -1, np.int32)
+    mark[mine] = entry[own]
+    alone = mark[used] == np.where(own, entry, -1)
     rule(
         "a page that a request writes is in no other place",
-        alone.all(),
-        lambda: f"pages {np.unique(used[~alone])[:8]}",
+        every(alone),
+        lambda: f"pages {used[~alone][:8]}",
         "Copy the page before writing",
     )
-    belongs = np.full(1, -1, np.int32) if not len(used) else mark
-    belongs[used[own]] = owner[own]
-    _check_writes(plan, group, belongs, pool_pages)
+    mark[mine] = owner[own]
+    _check_writes(plan, group, mark, pool_pages)
 
 
 def _first_written(plan: StepPlan, group: PagedGroup) -> Ints:
     """[B] the first table entry that holds a position this step writes; everything behind it, scratch too, is the request's own."""
     if not len(group.write_slots):
-        return np.full(plan.bucket.requests, INT32_MAX, np.int32)
-    begin = np.zeros(plan.bucket.requests, np.int32)
-    some = plan.new_lens > 0
-    begin[some] = plan.start[plan.q_indptr[:-1][some]]
-    first = np.zeros(plan.bucket.requests, np.int32)
-    first[some] = np.minimum(begin[some], plan.positions[plan.q_indptr[:-1][some]])
-    out: Ints = (first - group.first_pos) // group.spec.page_size
-    return out
+        return np.full(plan.bucket.requests, INT32_MAX // 2, np.int32)
+    begins = np.minimum(plan.q_indptr[:-1], len(plan.positions) - 1)  # a pad request without rows holds only the sink
+    first: Ints = (np.minimum(plan.start[begins], plan.positions[begins]) - group.first_pos) // group.spec.page_size
+    return first
 
 
-def _check_writes(plan: StepPlan, group: PagedGroup, belongs: NDArray[np.int32], pool_pages: int) -> None:
-    """`belongs[page]`: the request that owns a page of this plan, for pages in use."""
+def _check_writes(plan: StepPlan, group: PagedGroup, owner: NDArray[np.int32], pool_pages: int) -> None:
+    """`owner[page]`: the request that may write a page, -1 if none may."""
     size, slots, total = group.spec.page_size, group.write_slots, pool_pages * group.spec.page_size
-    named = group.tail_slots[: 0 if group.spec.layout is Layout.CROSS else plan.tail_indptr[-1]]
-    for what, some in (("write slots", slots), ("listed slots", named), ("moves", group.moves)):
-        if some.size:
-            rule(
-                f"{what} lie in the pool's {total}",
-                0 <= some.min() and some.max() < total,
-                lambda s=some: f"{s.min()}..{s.max()}",
-                "Use plan.build",
-            )
+    _within("write slots", slots, total)
+    _within("moves", group.moves.reshape(-1), total)
     if len(slots):
-        mine = (belongs[slots // size] == plan.request) | (slots < size)
-        rule("a row writes to its own request's pages", mine.all(), lambda: f"rows {np.flatnonzero(~mine)[:8]}", "Use plan.build")
+        real = slots >= size
+        mine = (owner[slots // size] == plan.request) | ~real
+        rule("a row writes to its own request's pages", every(mine), lambda: f"rows {np.flatnonzero(~mine)[:8]}", "Use plan.build")
         mark, row = np.empty(total, np.int32), np.arange(len(slots), dtype=np.int32)
         mark[slots] = row
-        once = (mark[slots] == row) | (slots < size)
-        rule("write slots are distinct", once.all(), lambda: f"slots {slots[~once][:8]}", "Give each row its own slot")
-    if len(named):
-        request = np.repeat(plan.request, plan.tail_indptr[1:] - plan.tail_indptr[:-1])
-        mine = belongs[named // size] == request
-        rule("a row's list lies in its own request's pages", mine.all(), lambda: f"slots {named[~mine][:8]}", "Use plan.tree")
-        tailed = plan.tail_indptr[1:] > plan.tail_indptr[:-1]
-        last = named[plan.tail_indptr[1:][tailed] - 1]
-        rule("a list ends with the row's own slot", (last == slots[tailed]).all(), lambda: _where(last, slots[tailed]), "Use plan.tree")
+        once = (mark[slots] == row) | ~real
+        rule("write slots are distinct", every(once), lambda: f"slots {slots[~once][:8]}", "Give each row its own slot")
+    if plan.tail_indptr[-1] and group.spec.layout is not Layout.CROSS:
+        named = group.tail_slots[: plan.tail_indptr[-1]]
+        _within("listed slots", named, total)
+        lens = plan.tail_indptr[1:] - plan.tail_indptr[:-1]
+        inside = owner[named // size] == np.repeat(plan.request, lens)
+        rule("a row's list lies in its own request's pages", every(inside), lambda: f"slots {named[~inside][:8]}", "Use plan.tree")
+        last = named[plan.tail_indptr[1:][lens > 0] - 1]
+        rule("a list ends with the row's own slot", every(last == slots[lens > 0]), lambda: _where(last, slots[lens > 0]), "Use plan.tree")
 
 
-def _ends(plan: StepPlan, some: NDArray[np.bool_]) -> tuple[Ints, Ints]:
-    """Smallest and largest position of every request that has rows."""
-    if not some.any():
-        return np.zeros(0, np.int32), np.zeros(0, np.int32)
-    begins = plan.q_indptr[:-1][some]
-    return np.minimum.reduceat(plan.positions, begins), np.maximum.reduceat(plan.positions, begins)
+def _within(what: str, ids: Ints, end: int) -> None:
+    if len(ids):
+        first, last = lowest(ids), highest(ids)
+        rule(f"{what} are below the pool's {end}", 0 <= first and last < end, lambda: f"{first}..{last}", "Take them from the pool")
 
 
 def _indptr(name: str, array: Ints, end: int | None) -> None:
-    rising = array[0] == 0 and (array[1:] >= array[:-1]).all() and (end is None or array[-1] == end)
+    rising = array[0] == 0 and every(array[1:] >= array[:-1]) and (end is None or array[-1] == end)
     rule(f"{name} rises from 0{'' if end is None else f' to {end}'}", rising, lambda: array[:16], "Use plan.build")
 
 

@@ -11,16 +11,22 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
-from numba import cfunc, get_num_threads, literal_unroll, njit, prange, types
+from numba import get_num_threads, literal_unroll, prange
 
 from lockstep.kernels.cpu import elementary, unit, worker
 from lockstep.kernels.cpu.cache import announced, cached_here
-from lockstep.kernels.cpu.lanes import address, invoke
+from lockstep.kernels.cpu.lanes import address, invoke, types
 from lockstep.kernels.cpu.unit import Sizes
-from lockstep.kernels.cpu.worker import RECORD, SIZES
+from lockstep.kernels.cpu.worker import ALIGN, MEMORY, RECORD, SIZES, memory_bytes, most_tokens
+
+njit: Any = numba.njit
+cfunc: Any = numba.cfunc
 
 BLOCK_ROWS = 128  # rows of a unit that hide the staging of a tile and still leave queries and accumulators in the L2 cache
+# no zero-division checks, no entry from Python
+OPTIONS = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
 class Table(NamedTuple):
@@ -89,8 +95,9 @@ def attend(
 
 
 def call(
-    launch: Any, work: int, q: Any, k: Any, v: Any, out: Any, lse2: Any, table: Any, rows: Any, blocks: Any, shape: Any, consts: Any, sink2: Any
-) -> None:
+    launch: Any, work: Any, q: Any, k: Any, v: Any, out: Any, lse2: Any, table: Any, rows: Any, blocks: Any,
+    shape: Any, consts: Any, sink2: Any,
+) -> None:  # fmt: skip
     """Flatten the arguments of `attend` to those of the compiled entry."""
     heads, d_qk, d_v, k_item, v_item = q.shape[1], q.shape[2], out.shape[2], k.itemsize, v.itemsize
     kv_heads, page_size, tile, split, k_slot, k_head, v_slot, v_head = shape
@@ -98,7 +105,9 @@ def call(
         heads, kv_heads, heads // kv_heads, d_qk, d_v, page_size, tile, split, k_item, v_item,
         k_slot * k_item, k_head * k_item, v_slot * v_item, v_head * v_item,
     )  # fmt: skip
-    launch(work, get_num_threads(), q, k.view(np.uint8), v.view(np.uint8), out, lse2, *table, *rows, blocks, sink2, tuple(consts), sizes)
+    constants = np.array(consts, np.float32)
+    bytes_k, bytes_v = k.view(np.uint8), v.view(np.uint8)
+    launch(work.address, get_num_threads(), q, bytes_k, bytes_v, out, lse2, *table, *rows, blocks, sink2, constants, sizes)
 
 
 # ---- putting the kernel together ----
@@ -109,8 +118,7 @@ def _launch(
     tail_indptr: Any, tail_slots: Any, lo: Any, hi: Any, blocks: Any, sink2: Any, consts: Any, sizes: Any,
 ) -> None:  # fmt: skip
     """The compiled entry: write the call into a record and set Numba's threads to work on it."""
-    constants = np.array(consts, np.float32)
-    arrays = (q, k, v, out, lse2, page_ids, page_indptr, first_pos, start, tail_indptr, tail_slots, lo, hi, blocks, sink2, constants)
+    arrays = (q, k, v, out, lse2, page_ids, page_indptr, first_pos, start, tail_indptr, tail_slots, lo, hi, blocks, sink2, consts)
     record = np.zeros(RECORD, np.int64)
     i = 0
     for array in literal_unroll(arrays):
@@ -118,6 +126,15 @@ def _launch(
         i += 2
     for i in range(len(sizes)):
         record[SIZES + i] = sizes[i]
+    each = memory_bytes(Sizes(*sizes), most_tokens(blocks.ravel(), blocks.shape[0]) * sizes[2])
+    memory = np.empty(threads * each + ALIGN, np.uint8)
+    record[MEMORY] = (address(memory) + ALIGN - 1) // ALIGN * ALIGN
+    record[MEMORY + 1] = each
+    start_workers(work, threads, record, memory)
+
+
+def start_workers(work: Any, threads: Any, record: Any, memory: Any) -> None:
+    """Run the C function `work` on every thread. `memory` is an argument to stay alive: the workers have its address only."""
     for _ in prange(threads):
         invoke(work, address(record))
 
@@ -125,7 +142,8 @@ def _launch(
 def texts() -> dict[str, Any]:
     """The plain Python functions that make up the kernel, by name."""
     names: dict[str, Any] = {**vars(elementary), **vars(unit), **vars(worker)}
-    return {name: value for name, value in names.items() if isinstance(value, FunctionType) and name not in ("transposed", "widened", "carray")}
+    builders = ("transposed", "widened")  # of operations: run when unit.py is imported
+    return {name: value for name, value in names.items() if isinstance(value, FunctionType) and name not in builders}
 
 
 def relinked(text: Any, names: dict[str, Any]) -> FunctionType:
@@ -133,21 +151,24 @@ def relinked(text: Any, names: dict[str, Any]) -> FunctionType:
     return FunctionType(text.__code__, names, text.__name__, text.__defaults__, text.__closure__)
 
 
-def link(replaced: dict[str, Any], cache: bool) -> int:
-    """Compile `work` with all its texts, some of them replaced; the address of the C function."""
+def linked(replaced: dict[str, Any]) -> dict[str, Any]:
+    """The names of the kernel: its texts, some of them replaced, each to be compiled when first called; and what they use."""
     known = texts()
     unknown = sorted(set(replaced) - set(known))
     if unknown:
         raise KeyError(f"no such text in the kernel: {unknown}; there are {sorted(known)}")
-    options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     names = {**vars(elementary), **vars(unit), **vars(worker)}
     seen_by = {name: {**text.__globals__} for name, text in replaced.items()}
     for name, text in {**known, **replaced}.items():
-        names[name] = njit(**options)(relinked(text, seen_by.get(name, names)))
+        names[name] = njit(**OPTIONS)(relinked(text, seen_by.get(name, names)))
     for own in seen_by.values():  # a replacement finds the kernel's texts and operations, then those of its own module
         own.update(names)
-    main = cfunc(types.void(types.int64), cache=cache, error_model="numpy")(relinked(known["work"], names))
-    return int(main.address)
+    return names
+
+
+def compiled(replaced: dict[str, Any], cache: bool) -> Any:
+    """Compile `work` with all its texts to a C function. It lives as long as the object that comes back."""
+    return cfunc(types.void(types.int64), cache=cache, error_model="numpy")(relinked(worker.work, linked(replaced)))
 
 
 def readonly(dtype: Any, ndim: int = 1) -> Any:
@@ -160,8 +181,8 @@ def signature() -> Any:
     floats, ints, pool = types.float32, types.int32, readonly(types.uint8)
     return types.void(
         types.int64, types.int64, readonly(floats, 3), pool, pool, types.Array(floats, 3, "C"), types.Array(floats, 2, "C"),
-        *[readonly(ints)] * 8, readonly(ints, 2), readonly(floats),
-        types.UniTuple(types.float64, len(Consts._fields)), types.UniTuple(types.int64, len(Sizes._fields)),
+        *[readonly(ints)] * 8, readonly(ints, 2), readonly(floats), readonly(floats),
+        types.UniTuple(types.int64, len(Sizes._fields)),
     )  # fmt: skip
 
 
@@ -169,14 +190,15 @@ def signature() -> Any:
 def launcher() -> Any:
     """The compiled `_launch`; it has no text that could be replaced, so all kernels share it."""
     with cached_here() as writable:
-        return njit(signature(), parallel=True, cache=writable)(_launch)
+        names = {**globals(), **linked({}), "start_workers": njit(parallel=True)(start_workers)}
+        return njit(signature(), cache=writable)(relinked(_launch, names))
 
 
 @functools.cache
-def default() -> tuple[Any, int]:
+def default() -> tuple[Any, Any]:
     """The kernel of this machine, compiled at the first call if the cache does not have it."""
     with cached_here() as writable, announced("compiling the CPU attention kernel, once per machine ..."):
-        return launcher(), link({}, writable)
+        return launcher(), compiled({}, writable)
 
 
 def build(**replaced: Callable[..., Any]) -> Callable[..., None]:
@@ -185,4 +207,4 @@ def build(**replaced: Callable[..., Any]) -> Callable[..., None]:
     A replacement takes the arguments of the text it stands for (paged, listed, rescale, split_begin, load_range, ...) and may use any
     other text or operation of the kernel by its name.
     """
-    return functools.partial(call, launcher(), link(replaced, cache=False))
+    return functools.partial(call, launcher(), compiled(replaced, cache=False))

@@ -16,11 +16,13 @@ from typing import Any
 
 import llvmlite
 import llvmlite.binding as llvm
-import numba
-from numba.core import config, event
+import numba.core.config
+from numba.core import event
 
 from lockstep import order
 from lockstep.plan import address
+
+config: Any = numba.core.config
 
 
 def sources() -> list[Path]:
@@ -55,7 +57,7 @@ def cached_here() -> Iterator[bool]:
         config.CACHE_DIR = before
 
 
-class _Announcer(event.Listener):  # type: ignore[misc]
+class _Announcer(event.Listener):
     """Says on stderr, once, that a compilation began."""
 
     def __init__(self, text: str) -> None:

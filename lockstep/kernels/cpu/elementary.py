@@ -18,6 +18,7 @@ TWO_LOG2E = 2 * LOG2E
 # 2^f on [-0.5, 0.5], constant term exactly 1; minimax in relative error, 2e-9
 E1, E2, E3 = 0.6931472028556734, 0.24022647913555967, 0.0555033246993315
 E4, E5, E6 = 0.009618437361988022, 0.0013398874862412507, 0.00015353361740831734
+SQRT_HALF = int(np.float64(0.5**0.5).view(np.int64))
 # tanh(y) = y + y^3 * P(y^2) for |y| < 0.625
 T0, T1, T2, T3, T4 = -3.33332819422e-1, 1.33314422036e-1, -5.37397155531e-2, 2.06390887954e-2, -5.70498872745e-3
 
@@ -47,15 +48,11 @@ def tanh(x: Any) -> Any:
 
 
 def log2(x: Any) -> Any:
-    """log2 of a positive normal float64, to 1e-12: exponent plus an atanh series in s = (m - 1) / (m + 1), m in [0.7, 1.42)."""
-    mantissa, exponent = np.float64(x), 0
-    if mantissa == np.inf:
-        return mantissa
-    while mantissa >= 1.4142135623730951:
-        mantissa, exponent = mantissa * 0.5, exponent + 1
-    while mantissa < 0.7071067811865476:
-        mantissa, exponent = mantissa * 2.0, exponent - 1
-    s = (mantissa - 1.0) / (mantissa + 1.0)
+    """log2 of a positive normal float64, to 1e-12: exponent plus an atanh series in s = (m - 1) / (m + 1), m in [0.71, 1.42)."""
+    bits = np.float64(x).view(np.int64)
+    exponent = (bits - SQRT_HALF) >> 52  # of x / sqrt(1/2): m = x / 2^exponent is not below sqrt(1/2)
+    m = np.int64(bits - (exponent << 52)).view(np.float64)
+    s = (m - 1.0) / (m + 1.0)
     z = s * s
     series = 1.0 + z * (1 / 3 + z * (1 / 5 + z * (1 / 7 + z * (1 / 9 + z * (1 / 11 + z * (1 / 13 + z * (1 / 15)))))))
-    return exponent + 2.0 * s * series / LN2
+    return exponent + 2.0 * s * series / LN2 if x == x else x

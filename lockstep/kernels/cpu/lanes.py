@@ -12,18 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numba.core.types
 from llvmlite import ir
-from numba.core import types
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
 from lockstep.order import LANES
 
+types: Any = numba.core.types
 F32, I1, I8, I32, I64 = ir.FloatType(), ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 PTR = ir.PointerType()
 
 
-class Lanes(types.Type):  # type: ignore[misc]
+class Lanes(types.Type):
     """The Numba type of 16 lanes of one element: "f32", or "i1" for a mask."""
 
     def __init__(self, element: str) -> None:
@@ -31,7 +32,7 @@ class Lanes(types.Type):  # type: ignore[misc]
         super().__init__(name=f"lanes_{element}")
 
 
-class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
+class _LanesModel(models.PrimitiveModel):
     def __init__(self, dmm: Any, fe_type: Lanes) -> None:
         super().__init__(dmm, fe_type, ir.VectorType(F32 if fe_type.element == "f32" else I1, LANES))
 
@@ -218,10 +219,11 @@ def _store_half(typingctx: Any, address: Any, value: Any) -> Any:
 
 
 def _address(typingctx: Any, array: Any) -> Any:
-    """The int64 byte address of an array's first element. The array must outlive every use of the address."""
+    """The int64 byte address of the first element of an array, or of a pointer. An array must outlive the use of its address."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.ptrtoint(context.make_array(array)(context, builder, args[0]).data, I64)
+        data = args[0] if isinstance(array, types.CPointer) else context.make_array(array)(context, builder, args[0]).data
+        return builder.ptrtoint(data, I64)
 
     return types.int64(array), emit
 
@@ -246,20 +248,23 @@ def _invoke(typingctx: Any, function: Any, argument: Any) -> Any:
     return types.void(types.int64, types.int64), emit
 
 
-def _view(kind: Any) -> Any:
-    """Build `f(address)`: a pointer to `kind` for numba.carray."""
+def _pointer(kind: Any) -> Any:
+    """Build `f(address)`: elements of `kind` from that address on, to be indexed like an array, without bounds or owner."""
 
     def typed(typingctx: Any, address: Any) -> Any:
-        return types.CPointer(kind)(types.int64), lambda context, builder, sig, args: at(builder, args[0])
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(sig.return_type))
+
+        return types.CPointer(kind)(types.int64), emit
 
     return intrinsic(typed)
 
 
 fma: Any = intrinsic(_fma)
 invoke: Any = intrinsic(_invoke)
-int32_at: Any = _view(types.int32)
-int64_at: Any = _view(types.int64)
-float32_at: Any = _view(types.float32)
+int32_at: Any = _pointer(types.int32)
+int64_at: Any = _pointer(types.int64)
+float32_at: Any = _pointer(types.float32)
 select: Any = intrinsic(_select)
 like: Any = intrinsic(_like)
 canonical: Any = intrinsic(_canonical)

@@ -12,14 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
-from numba.core.codegen import get_host_cpu_features
+from numba.core import codegen
 from numba.extending import intrinsic
 
-from lockstep.kernels.cpu.lanes import F32, I64, LANES, constant, fma_ir, load_ir, splat_ir, store_ir
+from lockstep.kernels.cpu.lanes import F32, I64, constant, fma_ir, load_ir, splat_ir, store_ir, types
+from lockstep.order import LANES
 
 VECTOR_BYTES = 4 * LANES
-WIDE = "+avx512f" in get_host_cpu_features()
+host: Any = codegen
+WIDE = "+avx512f" in host.get_host_cpu_features()
 ROWS = 4  # rows of a full micro-kernel
 VECTORS = 4 if WIDE else 1  # its width: 16 of 32 zmm registers, or 8 of 16 ymm registers
 SHAPES = [(rows, vectors) for rows in range(1, ROWS + 1) for vectors in (1, 2, 4) if vectors <= VECTORS]
@@ -91,8 +92,9 @@ def _scores(
 
 
 def _values(
-    typingctx: Any, rows: Any, vectors: Any, p: Any, p_stride: Any, table: Any, first: Any, last: Any, acc: Any, acc_stride: Any, column: Any, alpha: Any
-) -> Any:
+    typingctx: Any, rows: Any, vectors: Any, p: Any, p_stride: Any, table: Any, first: Any, last: Any, acc: Any, acc_stride: Any,
+    column: Any, alpha: Any,
+) -> Any:  # fmt: skip
     """acc[r][column + j] = acc * alpha[r], then an fma chain over the keys [first, last) of p[r][key] * v[key][column + j].
 
     Row `key` of v lies at table[key] (int64 byte addresses); `column` is in bytes; alpha holds one float32 per row.

@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
 from numba.extending import intrinsic
 
-from lockstep.kernels.cpu.lanes import F32, I8, I32, I64, LANES, call_ir, constant, load_ir, shuffle_ir, store_ir
+from lockstep.kernels.cpu.lanes import F32, I8, I32, I64, constant, load_ir, shuffle_ir, store_ir, types
 from lockstep.kernels.cpu.loops import VECTOR_BYTES, counted
+from lockstep.order import LANES
 
 PIECE = 4  # elements of one key that travel together through the transposition: one 128-bit lane of floats
 STEP = 8  # columns per iteration: head sizes are multiples of 8
@@ -55,7 +55,7 @@ def transpose_ir(builder: Any, rows: list[Any]) -> list[Any]:
 
     low = [pick(rows[0], rows[1], (0, 4, 1, 5)), pick(rows[2], rows[3], (0, 4, 1, 5))]
     high = [pick(rows[0], rows[1], (2, 6, 3, 7)), pick(rows[2], rows[3], (2, 6, 3, 7))]
-    return [pick(*pair, index) for pair in (low, high) for index in ((0, 1, 4, 5), (2, 3, 6, 7))]
+    return [pick(pair[0], pair[1], index) for pair in (low, high) for index in ((0, 1, 4, 5), (2, 3, 6, 7))]
 
 
 def concat_ir(builder: Any, parts: list[Any]) -> Any:
@@ -120,17 +120,3 @@ def widened(item: int) -> Any:
         return types.void(*[types.int64] * 3), emit
 
     return intrinsic(typed)
-
-
-def _prefetch(typingctx: Any, address: Any) -> Any:
-    """Ask for the cache line at `address`. Never faults."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.PointerType())
-        call_ir(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, I32(0), I32(3), I32(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), emit
-
-
-prefetch: Any = intrinsic(_prefetch)

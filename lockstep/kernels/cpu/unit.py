@@ -14,15 +14,14 @@ import numpy as np
 
 from lockstep.kernels.cpu.elementary import exp2, log2, tanh
 from lockstep.kernels.cpu.lanes import (
-    address,
     add,
+    address,
     between,
     canonical,
     div,
     fma,
     lanes_max,
     lanes_sum,
-    like,
     load,
     maximum,
     mul,
@@ -64,7 +63,7 @@ class Sizes(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Everything a call was given: byte addresses of tensors, arrays of plan data, constants."""
+    """Everything a call was given: byte addresses of tensors, pointers to plan data, constants."""
 
     q: Any
     k: Any
@@ -88,7 +87,7 @@ class Job(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """A worker's memory. Addresses (64-byte aligned) of float areas, then arrays with one entry per row or per key of a tile."""
+    """A worker's memory. Addresses (64-byte aligned) of float areas, then pointers to one entry per row or per key of a tile."""
 
     q: Any  # [rows][q_stride]
     keys: Any  # [d_qk][tile], the tile's keys transposed
@@ -101,10 +100,10 @@ class Scratch(NamedTuple):
     v_stride: Any  # bytes
     p_stride: Any  # bytes
     m: Any  # float32[rows] running maximum of the split, raw score units
-    l: Any  # float32[rows] running sum of the split
+    sum: Any  # float32[rows] running sum of the split
     alpha: Any  # float32[rows] rescale of this tile
     m2: Any  # float32[rows] folded maximum, log2 units
-    l2: Any  # float32[rows] folded sum
+    sum2: Any  # float32[rows] folded sum
     first: Any  # int64[rows] this tile: the row sees keys [first, last), counted from the tile's begin
     last: Any
     k_at: Any  # int64[tile] byte address of every key's row
@@ -243,7 +242,7 @@ def soften(job: Any, scratch: Any, row: Any) -> None:
         store(at + 4 * key, p)
         total = add(total, p)
     alpha = rescale(m, m_new, c)
-    scratch.l[row] = fma(scratch.l[row], alpha, lanes_sum(total))
+    scratch.sum[row] = fma(scratch.sum[row], alpha, lanes_sum(total))
     scratch.m[row], scratch.alpha[row] = m_new, alpha
 
 
@@ -348,7 +347,7 @@ def tile_of(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: A
 def fresh(scratch: Any, rows: Any) -> None:
     """Start a split: nothing seen."""
     for row in range(rows):
-        scratch.m[row], scratch.l[row] = -INF, ZERO
+        scratch.m[row], scratch.sum[row] = -INF, ZERO
         for column in range(0, scratch.v_stride, VECTOR_BYTES):
             store(scratch.acc + row * scratch.v_stride + column, splat(ZERO))
 
@@ -365,7 +364,7 @@ def fold(job: Any, scratch: Any, rows: Any) -> None:
     for row in range(rows):
         top, old, new = weights(scratch.m2[row], mul(scratch.m[row], job.c))
         scratch.m2[row] = top
-        scratch.l2[row] = fma(scratch.l2[row], old, mul(scratch.l[row], new))
+        scratch.sum2[row] = fma(scratch.sum2[row], old, mul(scratch.sum[row], new))
         total, acc = scratch.total + row * scratch.v_stride, scratch.acc + row * scratch.v_stride
         for column in range(0, scratch.v_stride, VECTOR_BYTES):
             store(total + column, fma(load(total + column), splat(old), mul(load(acc + column), splat(new))))
@@ -385,7 +384,7 @@ def begin_unit(job: Any, scratch: Any, unit: Any) -> Any:
             row = (token - unit.begin) * sizes.group + g
             source = job.q + 4 * sizes.d_qk * (token * sizes.heads + unit.head * sizes.group + g)
             widened_4(source, sizes.d_qk, scratch.q + row * scratch.q_stride)
-            scratch.m2[row], scratch.l2[row] = -INF, ZERO
+            scratch.m2[row], scratch.sum2[row] = -INF, ZERO
             for column in range(0, scratch.v_stride, VECTOR_BYTES):
                 store(scratch.total + row * scratch.v_stride + column, splat(ZERO))
     return rows, lo, hi, tail
@@ -395,7 +394,7 @@ def end_row(job: Any, scratch: Any, row: Any, target: Any, head: Any) -> Any:
     """Fold the sink, divide and write one output row; returns the row's lse2."""
     sizes = job.sizes
     top, old, new = weights(scratch.m2[row], job.sink2[head])
-    total = fma(scratch.l2[row], old, mul(ONE, new))
+    total = fma(scratch.sum2[row], old, mul(ONE, new))
     seen = total != ZERO
     for column in range(0, sizes.d_v, LANES):
         x = fma(load(scratch.total + row * scratch.v_stride + 4 * column), splat(old), mul(splat(ZERO), splat(new)))

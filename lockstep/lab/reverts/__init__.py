@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from typing import Any
 
 from lockstep.types import RuleError
 
+VARIABLE = "LOCKSTEP_REVERT"  # names a revert that any command runs with, its worker processes too
 SECTIONS = ("Summary", "Motivation", "Mechanism", "Key functions", "Symptom", "Risk and impact")
 
 
@@ -34,6 +36,7 @@ class Revert:
     cells: tuple[str, ...]  # recipe/feature, each must fail
     related: tuple[str, ...]
     crash: bool  # whether killing the process counts
+    equivalent: str  # the proof that nothing can notice it; "" for all others
     make: Callable[[Any], Any]
 
 
@@ -51,8 +54,9 @@ def load(name: str) -> Revert:
         )
     module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
     title, story = parse(name, module.__doc__ or "")
-    related, crash = getattr(module, "RELATED", ()), getattr(module, "CRASH", False)
-    return Revert(name, title, story, module.SOURCE, module.TARGET, tuple(module.CELLS), tuple(related), crash, module.revert)
+    related, crash, equivalent = getattr(module, "RELATED", ()), getattr(module, "CRASH", False), getattr(module, "EQUIVALENT", "")
+    cells = getattr(module, "CELLS", ()) if equivalent else module.CELLS
+    return Revert(name, title, story, module.SOURCE, module.TARGET, tuple(cells), tuple(related), crash, equivalent, module.revert)
 
 
 def parse(name: str, text: str) -> tuple[str, dict[str, str]]:
@@ -92,6 +96,18 @@ def swapped(revert: Revert) -> Iterator[None]:
     finally:
         for place, key in places:
             setattr(place, key, old)
+
+
+@contextmanager
+def from_environment() -> Iterator[Revert | None]:
+    """Puts back the bug that LOCKSTEP_REVERT names, if it names one. The command line and every worker process run inside this."""
+    name = os.environ.get(VARIABLE)
+    if not name:
+        yield None
+        return
+    revert = load(name)
+    with swapped(revert):
+        yield revert
 
 
 def resolve(target: str) -> tuple[Any, str, Any]:
