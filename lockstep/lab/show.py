@@ -146,7 +146,7 @@ def _off(have: Tensor, want: Tensor) -> Tensor:
 def text(cell: Cell, steps: list[dict[str, Any]], only: int | None) -> str:
     """The story to read. A step asked for by number is told in full."""
     recipe, feature = cell.pair()
-    lines = [f"{cell}: {recipe.says}; {feature.says}", f"{len(steps)} steps"]
+    lines = [f"{cell}: {recipe.says}; {feature.says}", f"steps: {len(steps)}"]
     for step in steps:
         if only in (None, step["step"]):
             lines += ["", f"step {step['step']}", *(f"  {act}" for act in step["acts"])]

@@ -14,17 +14,18 @@ from typing import Any
 
 import numba.core.types
 from llvmlite import ir
-from numba.core.datamodel import models
+from numba.core import datamodel
 from numba.extending import intrinsic, register_model
 
 from lockstep.order import LANES
 
 types: Any = numba.core.types
+models: Any = datamodel.models
 F32, I1, I8, I32, I64 = ir.FloatType(), ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 PTR = ir.PointerType()
 
 
-class Lanes(types.Type):
+class Lanes(types.Type):  # type: ignore[misc]
     """The Numba type of 16 lanes of one element: "f32", or "i1" for a mask."""
 
     def __init__(self, element: str) -> None:
@@ -32,7 +33,9 @@ class Lanes(types.Type):
         super().__init__(name=f"lanes_{element}")
 
 
-class _LanesModel(models.PrimitiveModel):
+class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
+    """How a Lanes value lies in LLVM: as a vector."""
+
     def __init__(self, dmm: Any, fe_type: Lanes) -> None:
         super().__init__(dmm, fe_type, ir.VectorType(F32 if fe_type.element == "f32" else I1, LANES))
 

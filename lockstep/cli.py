@@ -1,0 +1,313 @@
+"""The command `lockstep`: options, help, and errors a person can read. What a command does is written where it belongs.
+
+Importing this, and `--help`, touch neither torch nor numba: every command imports what it needs when it runs. A user's mistake is one
+line on stderr and exit code 2; a red result is exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from lockstep import __version__
+from lockstep.types import RuleError
+
+EXAMPLES = {
+    "lockstep": """
+      lockstep check-env                                 what is installed, which backends work
+      lockstep lab run --quick --html lab.html           the quick matrix, and a page to look at
+      lockstep lab show cpu/decode/window                one cell, step by step
+      lockstep bench attention --json attention.json     speed of the attention backends
+
+    LOCKSTEP_REVERT=NAME in the environment runs any command with that historical bug put back (`lockstep lab reverts --list`).""",
+    "lockstep lab": """
+      lockstep lab run --quick
+      lockstep lab reverts
+      lockstep lab show cpu/decode/window --step 1""",
+    "lockstep lab run": """
+      lockstep lab run                                   every cell of cpu and reference
+      lockstep lab run --quick --html build/lab.html     a handful of features, fewer properties, and a page
+      lockstep lab run --backend cpu --recipe decode --feature window
+      lockstep lab run --backend theirs --json -         somebody else's backend, as one JSON document""",
+    "lockstep lab reverts": """
+      lockstep lab reverts                               put every bug back; the lab must go red each time
+      lockstep lab reverts --name NAME --html kill.html
+      lockstep lab reverts --from lab.json --html lab.html    one page with the matrix of an earlier `lab run --json lab.json`""",
+    "lockstep lab matrix": """
+      lockstep lab matrix                                run every cell, write docs/matrix.md and docs/known-failures.md
+      lockstep lab matrix --from lab.json                the same from an earlier `lab run --json lab.json`
+      lockstep lab matrix --check                        are the pages what this code may claim? (runs nothing)
+      lockstep lab matrix --check --from lab.json        are the pages what was found?""",
+    "lockstep lab show": """
+      lockstep lab show cpu/verify-tree/dense            the whole story
+      lockstep lab show cpu/verify-tree/dense --step 1   one step, every row
+      LOCKSTEP_REVERT=NAME lockstep lab show cpu/decode/window --no-checks""",
+    "lockstep bench attention": """
+      lockstep bench attention --quick
+      lockstep bench attention --threads 2 --repeat 20 --json bench/results/attention.json""",
+    "lockstep check-env": """
+      lockstep check-env --json -""",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line, and suggest."""
+
+    def __init__(self, **options: Any) -> None:
+        examples = EXAMPLES.get(options.get("prog", ""))
+        lines = [line.removeprefix("    ") for line in (examples or "").splitlines()]
+        epilog = "examples:" + "\n".join(lines) if examples else None
+        super().__init__(**options, epilog=epilog, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        """One line and exit code 2."""
+        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if wrong:
+            allowed = re.findall(r"[\w-]+", wrong[2])
+            message = f"{self._argument(message)}{wrong[1]!r} is none of {', '.join(allowed)}{suggestion(wrong[1], allowed)}"
+        print(f"{self.prog}: {message}{'' if message.endswith('?') else '.'} See `{self.prog} --help`.", file=sys.stderr)
+        raise SystemExit(2)
+
+    def _argument(self, message: str) -> str:
+        option = re.match(r"argument (--[\w-]+)", message)
+        return f"{option[1]}: " if option else ""
+
+    def options(self) -> list[str]:
+        """Every option this parser knows."""
+        return [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses, runs, and turns errors of the user into one line. Returns the exit code."""
+    args, extra = make_parser().parse_known_args(argv)
+    if extra:
+        wrong = next((word for word in extra if word.startswith("-")), extra[0]).partition("=")[0]
+        kind = "unknown option" if wrong.startswith("-") else "unexpected argument"
+        args.parser.error(f"{kind} {wrong}{suggestion(wrong, args.parser.options())}")
+    try:
+        return with_revert(args.call, args)
+    except RuleError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("lockstep: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def with_revert(call: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Runs a command; with the bug that LOCKSTEP_REVERT names, and then says so."""
+    if not os.environ.get("LOCKSTEP_REVERT"):
+        return call(args)
+    from lockstep.lab import reverts
+
+    with reverts.from_environment() as revert:
+        if revert is not None:
+            print(f"lockstep: {reverts.VARIABLE}={revert.name}: {revert.target} is the old one: {revert.title}", file=sys.stderr, flush=True)
+        return call(args)
+
+
+def suggestion(word: str, allowed: Sequence[str]) -> str:
+    """`. Did you mean X?`, if there is an X."""
+    close = get_close_matches(word, allowed, 1, 0.5)
+    return f". Did you mean {close[0]}?" if close else ""
+
+
+def make_parser() -> Parser:
+    """All commands."""
+    parser = Parser(prog="lockstep", description="LLM inference with the same bits every time, and the lab that proves it.")
+    parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
+    parser.set_defaults(call=lambda args: _help(parser), parser=parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+    _lab(commands)
+    bench = _command(commands, "lockstep bench", "measure speed")
+    kinds = bench.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+    attention = _command(kinds, "lockstep bench attention", "the attention backends", bench_attention)
+    attention.add_argument("--device", choices=("cpu",), default="cpu", help="where to run (default: cpu)")
+    attention.add_argument("--quick", action="store_true", help="fewer and smaller cases")
+    attention.add_argument("--threads", type=positive, metavar="N", help="threads of the backends (default: all cores)")
+    attention.add_argument("--repeat", type=positive, metavar="N", help="measurements per case")
+    _json(attention)
+    env = _command(commands, "lockstep check-env", "versions, processor, backends and why they work or not", check_env)
+    _json(env)
+    return parser
+
+
+def _lab(commands: Any) -> None:
+    lab = _command(commands, "lockstep lab", "measure the promise, and prove that it is measured")
+    kinds = lab.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+    run = _command(kinds, "lockstep lab run", "judge cells: backend x recipe x feature", lab_run)
+    _backends(run)
+    for name, what in (("recipe", "kind of step"), ("feature", "kind of model")):
+        run.add_argument(f"--{name}", action="append", metavar=name[0].upper(), help=f"only this {what}; repeatable, or with commas")
+    run.add_argument("--quick", action="store_true", help="a handful of features and fewer properties, in about a minute")
+    _outputs(run)
+    _no_checks(run)
+    kills = _command(kinds, "lockstep lab reverts", "put historical bugs back and see the lab go red", lab_reverts)
+    kills.add_argument("--name", action="append", metavar="N", help="only this revert; repeatable, or with commas")
+    kills.add_argument("--backend", default="cpu", metavar="B", help="the backend to run them on (default: cpu)")
+    _from(kills)
+    _outputs(kills)
+    matrix = _command(kinds, "lockstep lab matrix", "write docs/matrix.md and docs/known-failures.md", lab_matrix)
+    _backends(matrix)
+    matrix.add_argument("--check", action="store_true", help="write nothing; exit 1 if the pages differ from what is generated")
+    matrix.add_argument("--docs", default="docs", metavar="DIR", help="where the pages are (default: docs)")
+    _from(matrix)
+    _workers(matrix)
+    show = _command(kinds, "lockstep lab show", "one cell, step by step: plans, pages, every row against its answer", lab_show)
+    show.add_argument("cell", metavar="CELL", help="backend/recipe/feature, like cpu/decode/window")
+    show.add_argument("--step", type=whole, metavar="N", help="only this step, in full")
+    _no_checks(show)
+    _json(show)
+
+
+def _command(commands: Any, prog: str, says: str, call: Callable[[argparse.Namespace], int] | None = None) -> Parser:
+    """A sub-command; one without a call of its own prints its help."""
+    parser: Parser = commands.add_parser(prog.rpartition(" ")[2], prog=prog, help=says, description=says[0].upper() + says[1:] + ".")
+    parser.set_defaults(call=call or (lambda args: _help(parser)), parser=parser)
+    return parser
+
+
+def _help(parser: Parser) -> int:
+    parser.print_help(sys.stderr)
+    return 2
+
+
+def _backends(parser: Parser) -> None:
+    parser.add_argument("--backend", action="append", metavar="B", help="repeatable, or with commas (default: cpu,reference)")
+
+
+def _json(parser: Parser) -> None:
+    parser.add_argument("--json", metavar="F", help="write one JSON document; - for stdout, and nothing else there")
+
+
+def _from(parser: Parser) -> None:
+    parser.add_argument("--from", dest="source", metavar="F", help="take the cells from a JSON document of an earlier `lab run`")
+
+
+def _workers(parser: Parser) -> None:
+    count = min(os.cpu_count() or 1, 8)
+    parser.add_argument("--workers", type=whole, default=count, metavar="N", help=f"processes; 0 runs everything in this one (default: {count})")
+
+
+def _no_checks(parser: Parser) -> None:
+    parser.add_argument("--no-checks", action="store_true", help="do not check plans before they run: for bugs that a check would stop")
+
+
+def _outputs(parser: Parser) -> None:
+    parser.add_argument("--html", metavar="F", help="write a page to look at")
+    parser.add_argument("--list", action="store_true", help="list what would run")
+    _json(parser)
+    _workers(parser)
+
+
+def whole(text: str) -> int:
+    """0, 1, 2, ..."""
+    return _count(text, 0)
+
+
+def positive(text: str) -> int:
+    """1, 2, 3, ..."""
+    return _count(text, 1)
+
+
+def _count(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"a whole number from {least} on; got {text!r}")
+    return int(text)
+
+
+def lab_run(args: argparse.Namespace) -> int:
+    """`lab run`."""
+    from lockstep.lab import commands
+
+    return commands.run(args)
+
+
+def lab_reverts(args: argparse.Namespace) -> int:
+    """`lab reverts`."""
+    from lockstep.lab import commands
+
+    return commands.kills(args)
+
+
+def lab_matrix(args: argparse.Namespace) -> int:
+    """`lab matrix`."""
+    from lockstep.lab import commands
+
+    return commands.pages(args)
+
+
+def lab_show(args: argparse.Namespace) -> int:
+    """`lab show`."""
+    from lockstep.lab import commands
+
+    return commands.cell_story(args)
+
+
+def bench_attention(args: argparse.Namespace) -> int:
+    """`bench attention`."""
+    import importlib
+
+    return int(importlib.import_module("lockstep.bench.attention").run(args) or 0)
+
+
+def check_env(args: argparse.Namespace) -> int:
+    """`check-env`."""
+    from lockstep.lab import document
+
+    found = inspect_env()
+    if args.json:
+        document.write(found, args.json)
+    if args.json == "-":
+        return 0
+    for name, value in found["environment"].items():
+        print(f"{name:<12} {value}")
+    print(f"{'threads':<12} {', '.join(f'{k} {v}' for k, v in found['threads'].items())}")
+    print(f"{'kernels':<12} {found['kernels']}")
+    for name, backend in found["backends"].items():
+        print(f"{name:<12} {'available' if backend['available'] else 'NOT available'}: {backend['reason']}")
+    return 0
+
+
+def inspect_env() -> dict[str, Any]:
+    """What `check-env` tells."""
+    from lockstep.attention import select
+    from lockstep.lab.environment import environment
+
+    backends: dict[str, Any] = {}
+    for name in select.names():
+        try:
+            caps = select.load(name).caps
+            bits = f"bits promised over {', '.join(sorted(caps.invariances))}" if caps.invariances else "values only"
+            backends[name] = {"available": True, "reason": f"{', '.join(sorted(caps.devices))}; order {caps.order}; {bits}"}
+        except Exception as error:  # a backend of somebody else's that cannot be imported is a reason to show
+            backends[name] = {"available": False, "reason": f"{type(error).__name__}: {error}"}
+    return {"environment": environment(), "threads": _threads(), "kernels": _kernel_folder(), "backends": backends}
+
+
+def _threads() -> dict[str, int]:
+    import numba
+    import torch
+
+    return {"numba": numba.config.NUMBA_NUM_THREADS, "torch": torch.get_num_threads()}
+
+
+def _kernel_folder() -> str:
+    """Where the compiled CPU kernel is kept, and whether it is there."""
+    from lockstep.kernels.cpu import cache
+
+    folder = cache.folder()
+    count = len(list(folder.rglob("*.nbc"))) if folder.is_dir() else 0
+    return f"{folder} ({count} compiled)" if count else f"{folder} (nothing yet: the first run compiles)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
