@@ -25,8 +25,8 @@ njit: Any = numba.njit
 cfunc: Any = numba.cfunc
 
 BLOCK_ROWS = 128  # rows of a unit that hide the staging of a tile and still leave queries and accumulators in the L2 cache
-# no zero-division checks, no entry from Python
-OPTIONS = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+OPTIONS = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # no zero-division checks, not for Python
+INLINED = ("soften", "soften_rows", "score_rows", "add_values", "group_span")  # called per row or two: their arguments are many
 
 
 class Table(NamedTuple):
@@ -160,7 +160,7 @@ def linked(replaced: dict[str, Any]) -> dict[str, Any]:
     names = {**vars(elementary), **vars(unit), **vars(worker)}
     seen_by = {name: {**text.__globals__} for name, text in replaced.items()}
     for name, text in {**known, **replaced}.items():
-        names[name] = njit(**OPTIONS)(relinked(text, seen_by.get(name, names)))
+        names[name] = njit(**OPTIONS, forceinline=name in INLINED)(relinked(text, seen_by.get(name, names)))
     for own in seen_by.values():  # a replacement finds the kernel's texts and operations, then those of its own module
         own.update(names)
     return names

@@ -334,11 +334,11 @@ def tile_of(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: A
         if first < last:
             if not same and not checked:
                 checked, clean = True, finite(job, scratch, reach)
-            if same or clean:
-                add_values(scratch, row, rows, load_range(first, last, sizes.tile))
-            else:  # 0 * NaN is NaN: a value that one row must not see stays out of its chain
-                for r in range(row, row + rows):
-                    add_values(scratch, r, 1, load_range(scratch.first[r], scratch.last[r], sizes.tile))
+            # 0 * NaN is NaN: where rows see different keys, a value that is not finite goes row by row, to those that see it
+            together = rows if same or clean else 1
+            for r in range(row, row + rows, together):
+                first, last, same = group_span(scratch, r, together)
+                add_values(scratch, r, together, load_range(first, last, sizes.tile))
 
 
 # ---- splits and the whole unit ----

@@ -14,7 +14,7 @@ Mechanism:
 Key functions:
 init_forward_metadata and init_forward_metadata_replay_cuda_graph of the FlashAttention backend. In Lockstep `kv_lens` has one meaning,
 after the write, always, and `plan.check` holds it to the positions; causal rows do not even read it: they see up to their own position.
-So the mistake is put where extents are really read, `attention.base.visible`, cut off at the pages the request holds.
+So the mistake is put where extents are really read, the `Rows` of the lowered group, and cut off at the pages the request holds.
 Symptom:
 Rows see the future and unwritten slots: wrong values, and NaN in a poisoned cache. Outputs of short tests stay plausible.
 Risk and impact:
@@ -25,25 +25,31 @@ not; #26651 corrected the fixture and found that another backend was wrong. Whoe
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from lockstep.kernels.cpu.attend import Rows
+from lockstep.plan.image import Views
 from lockstep.plan.step import Group, PagedGroup, StepPlan
+from lockstep.types import INT32_MAX
 
 SOURCE = "sgl-project/sglang#26512, reverted by #26628"
-TARGET = "lockstep.attention.base:visible"
+TARGET = "lockstep.attention.cpu:Backend.lower"
 CELLS = ("draft-extend-fixed/dense",)
-RELATED = ("sglang-26651", "sglang-27545")
+RELATED = ("sglang-26651", "sglang-27545", "flashinfer-3871")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def visible(plan: StepPlan, group: Group) -> Any:
-        lo, hi = old(plan, group)
-        if not isinstance(group, PagedGroup) or not group.spec.causal or plan.bucket.width < 2:
-            return lo, hi
+    def lower(self: Any, plan: StepPlan, group: Group, views: Views) -> Any:
+        handle = old(self, plan, group, views)
+        cached_len = plan.positions[plan.q_indptr[plan.request]]
+        if not isinstance(group, PagedGroup) or plan.bucket.tail or plan.bucket.width < 2 or not cached_len.all():
+            return handle
         held = (np.diff(group.page_indptr) * group.spec.page_size + group.first_pos)[plan.request]
-        twice = np.minimum(hi + plan.new_lens[plan.request], held)
-        return lo, np.where(plan.positions[plan.q_indptr[plan.request]] > 0, twice, hi)
+        twice = np.minimum(handle.rows.hi + plan.new_lens[plan.request], held)
+        table = handle.table._replace(start=np.full_like(twice, INT32_MAX))  # no lists: everything is read from pages
+        return replace(handle, table=table, rows=Rows(handle.rows.lo, twice))
 
-    return visible
+    return lower
