@@ -110,7 +110,9 @@ def with_revert(call: Callable[[argparse.Namespace], int], args: argparse.Namesp
 
     with reverts.from_environment() as revert:
         if revert is not None:
-            print(f"lockstep: {reverts.VARIABLE}={revert.name}: {revert.target} is the old one: {revert.title}", file=sys.stderr, flush=True)
+            print(
+                f"lockstep: {reverts.VARIABLE}={revert.name}: {revert.target} is the old one: {revert.title}", file=sys.stderr, flush=True
+            )
         return call(args)
 
 
@@ -194,7 +196,9 @@ def _from(parser: Parser) -> None:
 
 def _workers(parser: Parser) -> None:
     count = min(os.cpu_count() or 1, 8)
-    parser.add_argument("--workers", type=whole, default=count, metavar="N", help=f"processes; 0 runs everything in this one (default: {count})")
+    parser.add_argument(
+        "--workers", type=whole, default=count, metavar="N", help=f"processes; 0 runs everything in this one (default: {count})"
+    )
 
 
 def _no_checks(parser: Parser) -> None:
@@ -297,7 +301,7 @@ def _threads() -> dict[str, int]:
     import numba
     import torch
 
-    return {"numba": numba.config.NUMBA_NUM_THREADS, "torch": torch.get_num_threads()}
+    return {"numba": numba.get_num_threads(), "torch": torch.get_num_threads()}
 
 
 def _kernel_folder() -> str:

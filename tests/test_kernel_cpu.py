@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lockstep import order
-from lockstep.kernels.cpu.attend import Consts, Rows, Shape, Table, attend, block_rows, build
+from lockstep.kernels.cpu.attend import Consts, Rows, Shape, Table, attend, block_rows, build, linked
 
 NO_LIST = 2**31 - 1
 
@@ -300,6 +300,31 @@ def test_every_bit_pattern_of_a_narrow_format_loads_exactly(dtype: torch.dtype) 
     attend(q, keys, flat(pool), out, lse2, table, rows, blocks, Shape(1, 1, 64, 512, 64, 64, 64, 64), Consts(0, 1, 1), sink2)
     truth = pool.float().numpy()
     assert np.array_equal(out, truth, equal_nan=True)
+
+
+def scalar(name: str) -> Any:
+    """An elementary function of the kernel, applied to every element of a float32 array."""
+    f = numba.njit(linked({})[name].py_func)
+
+    def each(x: Any) -> Any:
+        return np.array([f(np.float32(v)) for v in x], np.float32)
+
+    return each
+
+
+def ulps(x: Any, truth: Any) -> float:
+    return float(np.max(np.abs(x - truth) / np.spacing(np.abs(truth).astype(np.float32))))
+
+
+def test_exp2_and_tanh_are_accurate_and_exact_where_the_order_needs_it() -> None:
+    rng, exp2, tanh = np.random.default_rng(0), scalar("exp2"), scalar("tanh")
+    x = rng.uniform(-126, 1, 20000).astype(np.float32)
+    assert ulps(exp2(x), np.exp2(x.astype(np.float64))) <= 1
+    assert exp2([0.0, -0.0, -np.inf, -126.0, -126.001, -1e30]).tolist() == [1, 1, 0, 2**-126, 0, 0]
+    x = np.concatenate([rng.uniform(-12, 12, 10000), 10 ** rng.uniform(-30, 0, 10000)]).astype(np.float32)
+    assert ulps(tanh(x), np.tanh(x.astype(np.float64))) <= 2
+    assert tanh([0.0, 1e30, np.inf, -np.inf]).tolist() == [0, 1, 1, -1]
+    assert np.isnan(exp2([np.nan])).all() and np.isnan(tanh([np.nan])).all()
 
 
 def test_a_replaced_text_is_used_and_a_wrong_name_is_refused() -> None:

@@ -167,7 +167,7 @@ def run_lines(doc: document.Document) -> list[str]:
 def reproduce(doc: document.Document, cell: dict[str, Any]) -> str:
     """The command that shows this cell again."""
     before = f"{reverts.VARIABLE}={doc['revert']} " if doc["revert"] else ""
-    return before + cell["command"] + ("" if doc.get("checks", True) else " --no-checks")
+    return f"{before}{cell['command']}{'' if doc.get('checks', True) else ' --no-checks'}"
 
 
 def kill_lines(campaign: kill.Campaign, backend: str) -> list[str]:
@@ -179,14 +179,28 @@ def kill_lines(campaign: kill.Campaign, backend: str) -> list[str]:
     for k in counted:
         on = " / ".join(["guard: " + rule for rule in k.rules()]) or ", ".join(k.by(True)) or "-"
         mark = "✓" if k.killed else "✗"
-        rows.append([mark, k.revert.name, k.revert.target.removeprefix("lockstep."), _short(on, 64), _short(", ".join(k.by(False)) or "-", 56)])
+        rows.append(
+            [mark, k.revert.name, k.revert.target.removeprefix("lockstep."), _short(on, 64), _short(", ".join(k.by(False)) or "-", 56)]
+        )
     lines = [first, "", *(aligned(rows) if counted else [])]
     for k in campaign.survivors():
         for t in (t for t in k.trials if not t.killed):
-            what = "stays green" if t.verdict == "passed" else f"{t.verdict}, but not by a property ({'; '.join(f.detail for f in t.broken)[:160]})"
-            lines += ["", f"SURVIVED {k.revert.name}: {t.cell} {what} with checks {'on' if t.checks else 'off'}", f"  {_again(k, t, backend)}"]
+            what = (
+                "stays green"
+                if t.verdict == "passed"
+                else f"{t.verdict}, but not by a property ({'; '.join(f.detail for f in t.broken)[:160]})"
+            )
+            lines += [
+                "",
+                f"SURVIVED {k.revert.name}: {t.cell} {what} with checks {'on' if t.checks else 'off'}",
+                f"  {_again(k, t, backend)}",
+            ]
     for k in (k for k in campaign.kills if k.revert.equivalent):
-        lines += ["", f"equivalent, not counted: {k.revert.name}", *textwrap.wrap(k.revert.equivalent, 110, initial_indent="  ", subsequent_indent="  ")]
+        lines += [
+            "",
+            f"equivalent, not counted: {k.revert.name}",
+            *textwrap.wrap(k.revert.equivalent, 110, initial_indent="  ", subsequent_indent="  "),
+        ]
     dead = sum(k.killed for k in counted)
     return [*lines, "", f"{len(counted)} reverts in {campaign.seconds:.1f} s: {dead} killed, {len(counted) - dead} survived"]
 
@@ -200,7 +214,9 @@ def _again(k: kill.Kill, t: kill.Trial, backend: str) -> str:
 def aligned(rows: list[list[str]], right: Sequence[int] = ()) -> list[str]:
     """Columns as wide as their widest entry, two blanks between them."""
     wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(x.rjust(w) if i in right else x.ljust(w) for i, (x, w) in enumerate(zip(row, wide, strict=True))).rstrip() for row in rows]
+    return [
+        "  ".join(x.rjust(w) if i in right else x.ljust(w) for i, (x, w) in enumerate(zip(row, wide, strict=True))).rstrip() for row in rows
+    ]
 
 
 def _list_cells(todo: Sequence[cells.Cell]) -> int:

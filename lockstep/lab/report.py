@@ -1,1 +1,272 @@
-def page(doc): return ""
+"""The lab's page: one static HTML file made from a document, without fonts, images or scripts from elsewhere.
+
+Shows the matrix with every cell's properties, and the historical bugs as case files: their story from the docstring, what was measured
+with the bug and without it from what ran. Knows the document and nothing of how it came about. `lab run --html` and `lab reverts --html`
+call it; the looks are in `report.css`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from lockstep.lab.cells import Cell
+from lockstep.lab.document import Document
+from lockstep.lab.features import FEATURES
+from lockstep.lab.matrix import SYMBOLS
+from lockstep.lab.recipes import RECIPES
+from lockstep.lab.reverts import SECTIONS, VARIABLE
+
+SCRIPT = """
+const show = () => { const at = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  for (let up = at; up; up = up.parentElement) if (up.tagName === 'DETAILS') up.open = true; if (at) at.scrollIntoView(); };
+addEventListener('hashchange', show); show();
+const box = document.getElementById('filter'); box.hidden = false;
+box.addEventListener('input', () => { const words = box.value.toLowerCase().split(/\\s+/);
+  for (const item of document.querySelectorAll('[data-text]')) item.hidden = !words.every(w => item.dataset.text.includes(w)); });
+"""
+MARKS = {**SYMBOLS, "equivalent": "=", "absent": "·"}
+PROMISE = (
+    "An answer is a function of the model, the prompt, the parameters and the seed, and of nothing else. Each cell runs one kind of step "
+    "on one kind of model, compares every row with float64 and, bit by bit, with other ways to compute it."
+)
+KILLS = (
+    "Each bug replaces one function of the engine, in a process of its own. It must be noticed in every cell it declares: with the checks "
+    "of the plan on, and with them off, where only a property counts."
+)
+
+
+def el(name: str, *inner: str, **attributes: str) -> str:
+    """An element. `inner` is HTML already, attributes are plain text; a trailing _ in their names is dropped, others become -."""
+    said = "".join(f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"' for key, value in attributes.items())
+    return f"<{name}{said}>{''.join(inner)}</{name}>"
+
+
+def page(doc: Document) -> str:
+    """The whole page."""
+    cases = doc["kills"]["reverts"] if "kills" in doc else doc.get("cases", [])
+    backends = list(dict.fromkeys(c["backend"] for c in doc["cells"]))
+    places = [*((f"matrix-{b}", b) for b in backends), *([("reverts", "reverts")] if cases else [])]
+    links = [el("a", escape(name), href=f"#{to}") for to, name in [*places, ("cells", "cells"), ("environment", "environment")]]
+    field = '<input id="filter" type="search" placeholder="filter cells and cases" aria-label="filter" hidden>'
+    parts = [header(doc, cases), el("nav", *links, field), summary_table(doc), *(matrix(doc, backend) for backend in backends)]
+    parts += [reverts_section(doc, cases)] if cases else []
+    parts += [cell_list(doc, backends), environment(doc), el("script", SCRIPT)]
+    style = (files("lockstep.lab") / "report.css").read_text(encoding="utf-8")
+    meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head = el("head", meta, el("title", "Lockstep lab"), el("style", "\n", style))
+    return f"<!doctype html>\n{el('html', head, el('body', chr(10).join(parts)), lang='en')}\n"
+
+
+def header(doc: Document, cases: Sequence[dict[str, Any]]) -> str:
+    """The verdict in one line, and what was run."""
+    failed, total = doc["summary"]["failed"], doc["summary"]["cells"]
+    judged = [c for c in cases if "killed" in c and not c["equivalent"]]
+    alive = sum(not c["killed"] for c in judged)
+    verdict = "failed" if failed or alive else "passed"
+    words = [f"{total} cells, {failed} failed" if failed else f"{total} cells, none failed"]
+    words += [f"{len(judged)} historical bugs put back, {len(judged) - alive} noticed"] if judged else []
+    banner = el("p", MARKS[verdict], " ", escape("; ".join(words)), class_=f"banner {verdict}")
+    revert = el("p", escape(f"A historical bug was in place: {VARIABLE}={doc['revert']}."), class_="warn") if doc["revert"] else ""
+    quick = " This was a quick run: a handful of features, fewer properties." if doc["quick"] else ""
+    ran = el("p", el("code", escape(doc["command"])), f" on {escape(doc['date'])}, {doc['summary']['seconds']:.0f} s", class_="fine")
+    return el("header", el("h1", "Lockstep lab"), banner, revert, el("p", PROMISE, quick), ran)
+
+
+def table(heads: Iterable[str], rows: Iterable[str], kind: str) -> str:
+    """A table that scrolls by itself where it is too wide."""
+    top = el("thead", el("tr", *(el("th", h) for h in heads)))
+    return el("div", el("table", top, el("tbody", *rows), class_=f"list {kind}"), class_="scroll")
+
+
+def summary_table(doc: Document) -> str:
+    """Counts by backend and the cell that came closest to its tolerance."""
+    rows = []
+    for name, b in doc["summary"]["backends"].items():
+        cells = [el("th", el("a", escape(name), href=f"#matrix-{name}"))]
+        cells += [el("td", str(b[v]), class_=f"n {v if b[v] else 'none'}") for v in SYMBOLS]
+        worst = b["worst"]
+        told = (number(worst["out_error"]), percent(worst["tolerance_used"]), cell_link(worst["cell"])) if worst else ("", "", "")
+        rows.append(el("tr", *cells, *(el("td", t, class_=kind) for t, kind in zip(told, ("n", "n", ""), strict=True))))
+    return table(("backend", *SYMBOLS, "largest error", "of its tolerance", "in cell"), rows, "counts")
+
+
+def matrix(doc: Document, backend: str) -> str:
+    """Features down, recipes across; every mark leads to its cell."""
+    mine = {(c["recipe"], c["feature"]): c for c in doc["cells"] if c["backend"] == backend}
+    recipes = [r for r in RECIPES if any(r.name == recipe for recipe, _ in mine)]
+    rows = []
+    for f in (f for f in FEATURES if any(f.name == feature for _, feature in mine)):
+        marks = []
+        for r in recipes:
+            cell = mine.get((r.name, f.name))
+            if cell is not None:
+                tip = f"{cell['cell']}: {cell['verdict']} {cell['reason']}".strip()
+                link = el("a", SYMBOLS[cell["verdict"]], href=f"#{cell['cell']}", title=tip)
+                marks.append(el("td", link, class_=cell["verdict"]))
+            else:
+                marks.append(el("td", MARKS["absent"], class_="absent", title="not part of this run") if r.suits(f) else el("td"))
+        rows.append(el("tr", el("th", f.name, title=f.says), *marks))
+    heads = (el("th", el("span", r.name), title=r.says) for r in recipes)
+    body = el("table", el("thead", el("tr", el("td"), *heads)), el("tbody", *rows), class_="matrix")
+    scroll = el("div", body, class_="scroll")
+    return el("section", el("h2", escape(backend)), scroll, legend(), refusals(mine.values()), id=f"matrix-{backend}")
+
+
+def legend() -> str:
+    """What the marks mean."""
+    marks = [el("span", el("b", s, class_=v), f" {v}") for v, s in SYMBOLS.items()]
+    return el("p", *marks, el("span", "empty: the recipe makes no sense for the feature"), class_="legend")
+
+
+def refusals(mine: Iterable[dict[str, Any]]) -> str:
+    """Reasons of refused cells, each once."""
+    reasons = dict.fromkeys((c["feature"], c["reason"]) for c in mine if c["verdict"] == "refused")
+    return "".join(el("p", "refused ", el("code", escape(f)), f": {escape(why)}", class_="fine") for f, why in reasons)
+
+
+def cell_list(doc: Document, backends: Sequence[str]) -> str:
+    """Every cell in full, folded; failed ones open."""
+    parts = [el("h2", "Cells")]
+    for backend in backends:
+        parts += [el("h3", escape(backend)), *(cell_detail(doc, c) for c in doc["cells"] if c["backend"] == backend)]
+    return el("section", "\n".join(parts), id="cells")
+
+
+def cell_detail(doc: Document, cell: dict[str, Any]) -> str:
+    """One cell: verdict, error, properties, counters, command."""
+    recipe, feature = Cell.parse(cell["cell"]).pair()
+    verdict, used = cell["verdict"], percent(cell["tolerance_used"])
+    told = f"{used} of the tolerance" if verdict == "passed" else cell["reason"]
+    body = [el("p", escape(f"{recipe.says}; {feature.says}."))]
+    if cell["findings"]:
+        errors = f"Largest error {number(cell['out_error'])} in the output, {number(cell['lse_error'])} in the LSE: "
+        body += [el("p", f"{errors}{used} of what fp32 allows. {cell['seconds']:.2f} s.")]
+        body += [el("div", el("table", *map(finding, cell["findings"]), class_="findings"), class_="scroll")]
+    counters = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in sorted(cell["counters"].items()) if count)
+    body += [el("p", escape(counters), class_="fine")] if counters else []
+    again = f"{VARIABLE}={doc['revert']} {cell['command']}" if doc["revert"] else cell["command"]
+    body += [el("pre", escape(again))]
+    mark, name = el("b", SYMBOLS[verdict], class_=verdict), el("code", escape(cell["cell"]))
+    summary = el("summary", mark, " ", name, " ", el("span", escape(told), class_="fine"))
+    folded = {"open": "open"} if verdict in ("failed", "known") else {}
+    return el("details", summary, el("div", *body, id=cell["cell"]), class_="item", data_text=f"{cell['cell']} {verdict}", **folded)
+
+
+def finding(f: dict[str, Any]) -> str:
+    """One property."""
+    verdict = "passed" if f["held"] else "failed"
+    row = (el("td", SYMBOLS[verdict]), el("th", escape(f["name"])), el("td", escape(f["detail"])))
+    return el("tr", *row, class_="held" if f["held"] else "broken")
+
+
+def reverts_section(doc: Document, cases: Sequence[dict[str, Any]]) -> str:
+    """Who noticed which bug; then the case files."""
+    rows = []
+    for c in cases:
+        verdict, on, off = "equivalent" if c["equivalent"] else "absent", "", ""
+        if "killed" in c and not c["equivalent"]:
+            verdict = "passed" if c["killed"] else "failed"
+            on = "<br>".join(escape(f"guard: {rule}") for rule in c["rules"]) or escape(", ".join(c["by_on"]) or "nothing")
+            off = escape(", ".join(c["by_off"]) or "nothing")
+        name = el("th", el("a", escape(c["name"]), href=f"#case-{c['name']}"))
+        target = el("td", el("code", escape(c["target"].removeprefix("lockstep.")).replace(":", ":<wbr>")))
+        rows.append(el("tr", el("td", el("b", MARKS[verdict], class_=verdict)), name, target, el("td", on), el("td", off)))
+    heads = ("", "revert", "what is put back", "noticed with plan checks on", "noticed with plan checks off")
+    files = [case_file(doc, c, {other["name"] for other in cases}) for c in cases]
+    top = (el("h2", "Historical bugs, put back"), *kill_words(doc), table(heads, rows, "kills"))
+    return el("section", *top, el("h3", "Case files"), "\n".join(files), id="reverts")
+
+
+def kill_words(doc: Document) -> list[str]:
+    """What the table shows, and that the same cells are green without a bug."""
+    if "kills" not in doc:
+        hint = el("code", "lockstep lab reverts --html F")
+        return [el("p", "Not measured in this run: ", hint, " puts each one back and fills in what noticed it.")]
+    baseline = doc["kills"]["baseline"]
+    red = [cell for cell, result in baseline.items() if result["verdict"] != "passed"]
+    if red:
+        return [el("p", escape(f"RED without any bug: {', '.join(red)}."), class_="warn"), el("p", KILLS)]
+    return [el("p", f"Without a bug all {len(baseline)} cells used here are green. {KILLS}")]
+
+
+def case_file(doc: Document, case: dict[str, Any], there: set[str]) -> str:
+    """One bug: its story, what was measured, what it is related to."""
+    body = [el("p", "Source: ", inline(case["source"]), "<br>Replaces ", el("code", escape(case["target"])), class_="fine")]
+    for section in (s for s in SECTIONS if s in case["story"]):
+        body += [el("h4", section), prose(case["story"][section])]
+    if case["equivalent"]:
+        body += [el("h4", "Equivalent: nothing can notice it"), prose(case["equivalent"])]
+    body += [measured(doc, case)]
+    if case["related"]:
+        related = [el("a", escape(r), href=f"#case-{r}") if r in there else escape(r) for r in case["related"]]
+        body += [el("h4", "Related cases"), el("p", ", ".join(related))]
+    if case["cells"]:
+        again = f"{VARIABLE}={case['name']} lockstep lab show cpu/{case['cells'][0]} --no-checks"
+        body += [el("h4", "See it"), el("pre", escape(again))]
+    summary = el("summary", el("code", escape(case["name"])), " ", inline(case["title"]))
+    text = f"{case['name']} {case['title']} {case['target']}".lower()
+    return el("details", summary, el("article", *body, id=f"case-{case['name']}"), class_="item", data_text=text)
+
+
+def measured(doc: Document, case: dict[str, Any]) -> str:
+    """What failed with the bug, and the same cell without it."""
+    rows = []
+    for trial in case.get("trials", []):
+        base = doc["kills"]["baseline"][trial["cell"]]
+        broken = [el("li", el("b", escape(f["name"])), " ", escape(f["detail"])) for f in trial["broken"]] or [el("li", "nothing")]
+        without = f"{escape(base['verdict'])}, error {number(base['out_error'])}, {percent(base['tolerance_used'])} of the tolerance"
+        verdict = "passed" if trial["killed"] else "failed"
+        cells = (el("b", SYMBOLS[verdict], class_=verdict), cell_link(base["cell"]), "on" if trial["checks"] else "off")
+        rows.append(el("tr", *(el("td", c) for c in (*cells, el("ul", *broken), without))))
+    heads = ("", "cell", "checks", "fails with the bug", "without it")
+    return el("h4", "Measured") + table(heads, rows, "trials") if rows else ""
+
+
+def environment(doc: Document) -> str:
+    """Where it ran."""
+    rows = [el("tr", el("th", escape(k)), el("td", escape(str(v)))) for k, v in doc["environment"].items()]
+    return el("section", el("h2", "Environment"), el("table", el("tbody", *rows), class_="list facts"), id="environment")
+
+
+def prose(text: str) -> str:
+    """Paragraphs, and lines that begin with `-`, `*` or a number as lists; an item goes on until the next begins."""
+    out: list[str] = []
+    bullet = re.compile(r"([-*]|\d+[.)])\s+")
+    for block in re.split(r"\n\s*\n", text.strip()):
+        items: list[list[str]] = [[]]
+        for line in block.splitlines():
+            if bullet.match(line):
+                items.append([bullet.sub("", line, count=1)])
+            else:
+                items[-1].append(line)
+        out += [el("p", inline(" ".join(items[0])))] if items[0] else []
+        if items[1:]:
+            kind = "ol" if re.search(r"^\d+[.)]\s", block, re.M) else "ul"
+            out.append(el(kind, *(el("li", inline(" ".join(i))) for i in items[1:])))
+    return "".join(out)
+
+
+def inline(text: str) -> str:
+    """Code in backticks; addresses, and owner/repository#number, as links."""
+    safe = re.sub(r"`+([^`]+)`+", r"<code>\1</code>", escape(text))
+    safe = re.sub(r"(https?://[^\s<>()]+[^\s<>().,;])", r'<a href="\1" rel="noreferrer">\1</a>', safe)
+    return re.sub(r"(?<![\w/])([\w.-]+/[\w.-]+)#(\d+)\b", r'<a href="https://github.com/\1/issues/\2" rel="noreferrer">\1#\2</a>', safe)
+
+
+def cell_link(cell: str) -> str:
+    """To the cell's own place."""
+    return el("a", el("code", escape(cell)), href=f"#{cell}")
+
+
+def number(value: float | None) -> str:
+    """Two digits."""
+    return "not a number" if value is None else f"{value:.2g}"
+
+
+def percent(share: float | None) -> str:
+    """A share of the tolerance."""
+    return "not a number" if share is None else f"{100 * share:.2g} %"

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite
-import llvmlite.binding as llvm
 import numba.core.config
 from numba.core import event
 
 from lockstep import order
+from lockstep.kernels.cpu.loops import TARGET
 from lockstep.plan import address
 
 config: Any = numba.core.config
@@ -33,7 +33,7 @@ def sources() -> list[Path]:
 def folder() -> Path:
     """The cache folder of these sources on this machine."""
     digest = hashlib.sha256()
-    for part in (sys.version, numba.__version__, llvmlite.__version__, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()):
+    for part in (sys.version, numba.__version__, llvmlite.__version__, *TARGET):
         digest.update(part.encode())
     for path in sources():
         digest.update(path.name.encode() + path.read_bytes())

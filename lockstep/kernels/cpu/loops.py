@@ -12,15 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.core import codegen
+from numba.core import registry
 from numba.extending import intrinsic
 
 from lockstep.kernels.cpu.lanes import F32, I64, constant, fma_ir, load_ir, splat_ir, store_ir, types
 from lockstep.order import LANES
 
 VECTOR_BYTES = 4 * LANES
-host: Any = codegen
-WIDE = "+avx512f" in host.get_host_cpu_features()
+TARGET: tuple[str, ...] = registry.cpu_target.target_context.codegen().magic_tuple()  # triple, processor, features: as compiled for
+WIDE = "+avx512f" in TARGET[2]
 ROWS = 4  # rows of a full micro-kernel
 VECTORS = 4 if WIDE else 1  # its width: 16 of 32 zmm registers, or 8 of 16 ymm registers
 SHAPES = [(rows, vectors) for rows in range(1, ROWS + 1) for vectors in (1, 2, 4) if vectors <= VECTORS]

@@ -274,7 +274,7 @@ def add_values(scratch: Any, row: Any, rows: Any, reach: Any) -> None:
         column += VECTOR_BYTES * wide
 
 
-def finite(job: Any, scratch: Any, reach: Any) -> Any:
+def finite(scratch: Any, reach: Any) -> Any:
     """Whether the values of keys [first, last) = reach hold neither infinity nor NaN."""
     total = splat(ZERO)
     for key in range(reach[0], reach[1]):
@@ -333,7 +333,7 @@ def tile_of(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: A
         first, last, same = group_span(scratch, row, rows)
         if first < last:
             if not same and not checked:
-                checked, clean = True, finite(job, scratch, reach)
+                checked, clean = True, finite(scratch, reach)
             # 0 * NaN is NaN: where rows see different keys, a value that is not finite goes row by row, to those that see it
             together = rows if same or clean else 1
             for r in range(row, row + rows, together):

@@ -19,7 +19,7 @@ Embeddings that depend on what ran before. With a poisoned cache: NaN in every o
 time, so nobody was hit; the fix is one more condition in the flag.
 Risk and impact:
 Latent, but of the worst kind: content of other requests can shine through in an embedding. A second bug of the same fast path
-(#27343, padding) followed within weeks.
+(#27343, padding) followed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Summary:
 A fix for "draft-extend does not see its new keys" added the number of new rows to a length that already held them. The kernel then read
-as many keys past the end as there were new rows. It was reverted a few hours later (#26628).
+as many keys past the end as there were new rows. It was reverted soon (#26628).
 Motivation:
 Whether seq_lens means "before the write" or "after the write" depends on the mode in that engine. In DRAFT_EXTEND_V2 the worker had
 raised it before the metadata was built; a test fixture had not, and made right code look wrong.

@@ -1,0 +1,42 @@
+"""Window layers were read with the page ids of the full layers.
+
+Summary:
+The kernel that serves deterministic mode reads prefix and new keys from the pool in one pass. For window layers the new half was
+addressed with full-pool ids.
+Motivation:
+Deterministic mode swaps the extend kernel. The other kernel takes new keys as tensors and needs no addresses for them, so there was
+nothing to translate before.
+Mechanism:
+1. The unified kernel gets one index list: prefix entries, then new entries.
+2. Prefix entries were translated to the window pool, new entries were not.
+3. New keys are read at foreign slots of the window pool.
+Key functions:
+SGLang's unified Triton extend for SWAKVPool. Here `attention.base.addresses`, which takes a group's table from that group's own arrays.
+Symptom:
+Wrong extends in deterministic mode only.
+Risk and impact:
+Silent, and in the very mode that people turn on to trust their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.plan.image import Views
+from lockstep.plan.step import Group, PagedGroup, StepPlan
+
+SOURCE = "sgl-project/sglang#24395"
+TARGET = "lockstep.attention.base:addresses"
+CELLS = ("chunked/window-sinks",)
+RELATED = ("sglang-24617", "sglang-19107", "sglang-8685")
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def addresses(plan: StepPlan, group: Group, views: Views) -> Any:
+        full = plan.groups[0]
+        if group.spec.window is None or not isinstance(full, PagedGroup):
+            return old(plan, group, views)
+        return full.page_ids, full.page_indptr, full.first_pos, group.spec.page_size
+
+    return addresses

@@ -1,0 +1,45 @@
+"""The room for draft key lists was computed without the number of branches.
+
+Summary:
+The buffer that holds the keys of every draft branch had one row per request, not one per branch.
+Motivation:
+The width was right for top-k 1, and sequences in tests are short enough to fit anyway.
+Mechanism:
+1. A request needs branches * length entries; its row offers length.
+2. Long sequences with several branches run over the end of their row.
+3. The next request's entries begin where this one's still go on: one of the two is overwritten.
+Key functions:
+The draft graph buffers (kv_indices) of SGLang's FlashInfer backend; MLA had the same error (#27460). Here `plan.build.tail_slots`: its
+capacity is rows * longest list, part of the bucket, and checked.
+Symptom:
+Drafts with keys of another request; later NaN or an illegal access.
+Risk and impact:
+Memory corruption in a captured buffer. Upstream's own toggle for this fix no longer matched its code when we looked: reverts rot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from lockstep.plan.build import Work
+from lockstep.types import GroupSpec
+
+SOURCE = "sgl-project/sglang#27338"
+TARGET = "lockstep.plan.build:tail_slots"
+CELLS = ("draft-decode/dense",)
+RELATED = ("sglang-27360", "sglang-7239")
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def tail_slots(spec: GroupSpec, g: int, works: Sequence[Work], rows: Any) -> Any:
+        slots = old(spec, g, works, rows)
+        narrow, tail = np.zeros_like(slots), int(np.diff(rows.tail_indptr).max(initial=0))
+        for i in range(len(works)):
+            mine = slots[rows.tail_indptr[rows.q_indptr[i]] : rows.tail_indptr[rows.q_indptr[i + 1]]]
+            narrow[i * tail : i * tail + len(mine)] = mine
+        return narrow
+
+    return tail_slots

@@ -1,0 +1,41 @@
+"""Pad rows had no request of their own.
+
+Summary:
+An embedding step was padded to a captured size, but the row boundaries ended with the real rows.
+Motivation:
+The fast path of embedding models takes boundaries for keys and queries from one array. Piecewise graphs pad tokens, not requests.
+Mechanism:
+1. The batch is padded from n to bucket tokens.
+2. The boundaries still end at n, so no request holds the rows behind it.
+3. The kernel has to put them somewhere: the last request's end is no longer where it was.
+Key functions:
+fa_skip_kv_cache under piecewise graphs in SGLang. Here `plan.bucket.pad`, which appends ordinary requests so that the boundaries cover
+every row; in the revert the last real request swallows the pads.
+Symptom:
+NaN in the embedding of the last token upstream. Here: an encoder's last request sees pad rows as keys, only when padded.
+Risk and impact:
+Depends on how far the batch is from a captured size, so on the load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from lockstep.plan.step import Bucket, StepPlan, ints
+
+SOURCE = "sgl-project/sglang#27343"
+TARGET = "lockstep.plan.bucket:pad"
+CELLS = ("embed/encoder",)
+RELATED = ("sglang-24097", "trtllm-6136", "vllm-43810")
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def pad(plan: StepPlan, bucket: Bucket) -> Any:
+        padded = old(plan, bucket)
+        q_indptr = padded.q_indptr.copy()
+        q_indptr[max(1, plan.real.requests) :] = bucket.tokens
+        return replace(padded, q_indptr=ints(q_indptr))
+
+    return pad

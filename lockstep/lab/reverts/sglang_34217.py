@@ -1,0 +1,44 @@
+"""With a cached prefix, the scales of the FP8 cache were dropped.
+
+Summary:
+Of the two calls that make up an extend step with a prefix, the one over the cached keys was given no K and V scales.
+Motivation:
+The step is computed in two parts and merged. A parameter has to be passed twice, and was passed once.
+Mechanism:
+1. New keys are attended to unquantised: no scales are needed there.
+2. Cached keys are FP8; the paged call gets neither k_scale nor v_scale and works on the stored numbers.
+3. The merge weighs a wrong part against a right one.
+Key functions:
+forward_extend of SGLang's FlashInfer backend. Here the lowering of a step with a prefix, `attention.cpu.Backend.lower`: there is one
+pass over all keys, new ones are read back from the cache like old ones, and scales are constants of the layer.
+Symptom:
+Right when cold, wrong by the scale when warm.
+Risk and impact:
+Silent; appears with the first cache hit of a quantised model whose scales are not 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from lockstep.attention import cpu
+from lockstep.plan.image import Views
+from lockstep.plan.step import Group, StepPlan
+
+SOURCE = "sgl-project/sglang#34217"
+TARGET = "lockstep.attention.cpu:Backend.lower"
+CELLS = ("chunked/fp8-kv",)
+RELATED = ("flashinfer-1254", "sglang-26513")
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def lower(self: Any, plan: StepPlan, group: Group, views: Views) -> Any:
+        handle = old(self, plan, group, views)
+        if not plan.positions[plan.q_indptr[plan.request]].any():  # nobody has a prefix
+            return handle
+        bare = {attn: cpu.constants(replace(attn, k_scale=1.0, v_scale=1.0), group.spec.heads) for attn in group.spec.layers}
+        return replace(handle, layers=bare)
+
+    return lower

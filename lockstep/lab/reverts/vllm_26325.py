@@ -1,0 +1,46 @@
+"""Sinks were lost when requests shared a prefix.
+
+Summary:
+When several requests share a prefix, vLLM may attend to it once for all of them (cascade). The attention sinks were not passed to
+that path.
+Motivation:
+An optimisation that replaces a call has to take over every argument of it. This one was found in the issue, not in a test.
+Mechanism:
+1. The scheduler sees a common prefix that is long enough and turns cascade on.
+2. The cascade call has no sinks: the denominator lacks one term per head.
+3. All weights of the row are too large.
+Key functions:
+The cascade branch of vLLM's FlashAttention backend. Here `attention.cpu.Backend.lower` for plans in which two requests hold the same
+page; the lab's fork recipe has them.
+Symptom:
+gpt-oss answers degrade under load, when prefixes happen to be shared; a request alone is right.
+Risk and impact:
+Silent and dependent on the other users' prompts: the kind of failure nobody can reproduce at the desk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from lockstep.plan.image import Views
+from lockstep.plan.step import Group, PagedGroup, StepPlan
+
+SOURCE = "vllm-project/vllm#26325"
+TARGET = "lockstep.attention.cpu:Backend.lower"
+CELLS = ("fork/sinks",)
+RELATED = ("flashinfer-4525",)
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def lower(self: Any, plan: StepPlan, group: Group, views: Views) -> Any:
+        handle = old(self, plan, group, views)
+        ids = group.page_ids[group.page_ids > 0] if isinstance(group, PagedGroup) else np.zeros(0)
+        if len(np.unique(ids)) == len(ids):
+            return handle
+        return replace(handle, layers={attn: (c, np.full_like(sink, -np.inf)) for attn, (c, sink) in handle.layers.items()})
+
+    return lower

@@ -1,0 +1,59 @@
+"""How many pages each group gets: arithmetic, printed as it is done.
+
+A full group needs a slot per cached key. A window group needs, per running request, what its window still sees plus what a step adds;
+more would never be used. Knows specs and bytes; the runner allocates what this says.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.config import EngineConfig
+from lockstep.kv.spec import arithmetic, group_bytes
+from lockstep.types import GroupSpec, Layout, RuleError
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Pages per group (0 for a fresh one), the keys they hold, and the arithmetic as text."""
+
+    pages: tuple[int, ...]
+    total_tokens: int
+    text: str
+
+
+def size(specs: Sequence[GroupSpec], config: EngineConfig, context_length: int) -> Sizes:
+    """The largest cache that the budget allows, but not more than all running requests could ever fill."""
+    useful = config.max_running_requests * context_length
+    tokens = config.max_total_tokens or useful
+    if config.max_total_tokens is None:
+        budget = int(free_bytes() * config.mem_fraction_static)
+        while tokens > 1 and total_bytes(specs, config, tokens) > budget:
+            tokens = tokens * 15 // 16
+        if tokens < specs[0].page_size:
+            raise RuleError("the cache holds at least one page", f"{budget:,} B of memory for it", "Raise mem_fraction_static")
+    pages = tuple(pages_of(spec, config, tokens) for spec in specs)
+    return Sizes(pages, tokens, f"cache for {tokens:,} tokens\n{arithmetic(specs, pages)}")
+
+
+def pages_of(spec: GroupSpec, config: EngineConfig, tokens: int) -> int:
+    """Pages of one group, sink included, for `tokens` cached keys."""
+    if spec.layout is Layout.FRESH:
+        return 0
+    slack = config.max_running_requests  # every request may hold one page that is not full
+    if spec.window is None:
+        return -(-tokens // spec.page_size) + slack + 1
+    live = config.max_running_requests * (spec.window + spec.page_size) + config.chunked_prefill_size
+    return -(-min(tokens, live) // spec.page_size) + slack + 1
+
+
+def total_bytes(specs: Sequence[GroupSpec], config: EngineConfig, tokens: int) -> int:
+    """Bytes of all pools for `tokens` cached keys."""
+    return sum(group_bytes(spec, pages_of(spec, config, tokens)) for spec in specs)
+
+
+def free_bytes() -> int:
+    """Memory that is free on this machine now."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,52 @@
+"""Runs steps: pad, check, load, lower, launch. One path; a captured graph will be another state of the same call.
+
+Knows the model, the pools and the backend; knows no request. `run` takes a plan and the token of every row and returns what the plan
+emits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.attention.base import Backend
+from lockstep.kv.pool import Pool
+from lockstep.plan.bucket import Buckets, pad
+from lockstep.plan.check import check
+from lockstep.plan.image import Views
+from lockstep.plan.step import StepPlan
+from lockstep.run.arena import Arena
+from lockstep.run.step import Place, Step, lower
+from lockstep.types import GroupSpec, Layout
+
+IMAGE_LEN = 1 << 22  # int32 of a plan's image: 16 MB
+
+
+class Runner:
+    """A model on a device with its cache. `groups` names the cache groups of a plan, by number, for the pools."""
+
+    def __init__(
+        self, model: Any, specs: Sequence[GroupSpec], pages: Sequence[int], backend: Backend, buckets: Buckets | None = None
+    ) -> None:
+        device = torch.device("cpu")
+        self.model, self.specs, self.backend, self.buckets = model, tuple(specs), backend, buckets
+        self.pools = [None if s.layout is Layout.FRESH else Pool(s, n, device) for s, n in zip(specs, pages, strict=True)]
+        self.arena = Arena(IMAGE_LEN, device)
+
+    def run(self, plan: StepPlan, ids: Tensor, groups: Sequence[int], places: Sequence[Place]) -> Tensor:
+        """Hidden states of the rows that the plan emits, real ones only. ids [T]: the token of every row, before padding."""
+        pools = [self.pools[g] for g in groups]
+        if self.buckets is not None:
+            plan = pad(plan, self.buckets.fit(plan))
+            ids = torch.cat((ids, ids.new_zeros(plan.bucket.tokens - len(ids))))
+        check(plan, tuple(p.num_pages if p else 0 for p in pools))
+        views = self.arena.load(plan)
+        return self.launch(lower(plan, views, self.backend, pools, places), ids, views[0])[: plan.real.emits]
+
+    def launch(self, step: Step, ids: Tensor, views: Views) -> Tensor:
+        """The model on a lowered step."""
+        hidden: Tensor = self.model(ids, views.positions, step)
+        return hidden[views.emit.long()]
