@@ -1,4 +1,4 @@
-"""A request's pages in every group: reserve before a step, release behind the window, fork for a second continuation.
+"""A request's pages in every group: adopt cached ones, reserve before a step, release behind the window, fork a second continuation.
 
 Groups keep their keys in pools of their own, so page ids of different groups have nothing to do with each other. All groups succeed
 or none does. Host only; `pages(g)` is what `plan.build` takes.
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from lockstep.kv.pages import PagePool
 from lockstep.plan import address, build
+from lockstep.plan.step import ints
 from lockstep.types import GroupSpec, Layout, RuleError
 
 
@@ -25,10 +26,38 @@ class Table:
         self._pages: list[list[int]] = [[] for _ in self.specs]
         self._scratch: list[list[int]] = [[] for _ in self.specs]
         self._moves: list[list[tuple[int, int]]] = [[] for _ in self.specs]
+        self._sources: list[list[int]] = [[] for _ in self.specs]  # the parent's pages that a fork's pending moves read: held until then
+        self._views: list[build.Pages | None] = [None] * len(self.specs)  # what `pages` answered last, until something changes
+
+    def adopt(self, g: int, pages: Sequence[int], first_pos: int) -> None:
+        """Group g starts with cached pages that hold the positions from `first_pos` on: one more hold on each."""
+        pool = self.pools[g]
+        if pool is None or self._pages[g] or first_pos % self.specs[g].page_size:
+            raise RuleError("an empty table adopts whole cached pages", f"group {g} from {first_pos}", "Adopt before the first reservation")
+        pool.share(pages)
+        self._pages[g], self.first_pos[g], self._views[g] = list(pages), first_pos, None
+
+    def span(self, g: int, begin: int, end: int) -> list[int]:
+        """The pages still held of the page-aligned positions [begin, end): the last ones of the range, or all."""
+        size, first = self.specs[g].page_size, self.first_pos[g]
+        return self._pages[g][max(0, begin - first) // size : max(0, end - first) // size]
+
+    def swap(self, g: int, begin: int, pages: Sequence[int]) -> None:
+        """From position `begin` on, `pages` take the place of the request's own, which hold the same keys and are given back."""
+        pool, at = self.pools[g], (begin - self.first_pos[g]) // self.specs[g].page_size
+        own = self._pages[g][at : at + len(pages)]
+        if pool is None or at < 0 or len(own) != len(pages):
+            raise RuleError("a page is swapped for one of the same keys", f"{len(pages)} for {len(own)} from {begin}", "Swap what is held")
+        if own != list(pages):
+            pool.share(pages)
+            pool.give(own)
+            self._pages[g][at : at + len(pages)], self._views[g] = pages, None
 
     def reserve(self, kv_len: int, nodes: int = 0, cross_len: int = 0) -> None:
         """Pages for `kv_len` keys, `nodes` tree nodes and `cross_len` encoder keys. All groups or, with OutOfPages, none."""
         needs = [self._need(g, kv_len, nodes, cross_len) for g in range(len(self.specs))]
+        if not any(pages or scratch for pages, scratch in needs):
+            return
         taken: list[tuple[PagePool, list[int]]] = []
         try:
             for pool, (pages, scratch) in zip(self.pools, needs, strict=True):
@@ -44,6 +73,15 @@ class Table:
                 got = next(fresh)
                 self._pages[g] += got[: needs[g][0]]
                 self._scratch[g] += got[needs[g][0] :]
+                self._views[g] = None
+
+    def needs(self, kv_len: int, nodes: int = 0, cross_len: int = 0) -> list[int]:
+        """Pages that such a reservation would take, per group."""
+        return [sum(self._need(g, kv_len, nodes, cross_len)) for g in range(len(self.specs))]
+
+    def room(self, g: int, more_pages: int) -> int:
+        """Keys that group g could hold with so many pages more."""
+        return self.first_pos[g] + (len(self._pages[g]) + more_pages) * self.specs[g].page_size
 
     def _need(self, g: int, kv_len: int, nodes: int, cross_len: int) -> tuple[int, int]:
         spec = self.specs[g]
@@ -58,15 +96,20 @@ class Table:
         freed: list[list[int]] = []
         for g, (spec, pool) in enumerate(zip(self.specs, self.pools, strict=True)):
             count = (keep_from(spec, committed_len) - self.first_pos[g]) // spec.page_size
-            gone = self._pages[g][: max(0, count)]
-            del self._pages[g][: len(gone)]
-            self.first_pos[g] += len(gone) * spec.page_size
-            freed.append(pool.give(gone) if pool is not None else [])
+            gone = self._pages[g][:count] if count > 0 else []
+            if gone:
+                del self._pages[g][: len(gone)]
+                self.first_pos[g] += len(gone) * spec.page_size
+                self._views[g] = None
+            freed.append(pool.give(gone) if pool is not None and gone else [])
         return freed
 
     def fork(self, committed_len: int) -> Table:
-        """A second continuation of the first `committed_len` keys: whole pages are shared, the partial last one is moved into its own."""
-        if any(self._moves):
+        """A second continuation of the first `committed_len` keys: whole pages are shared, the partial last one is moved into its own.
+
+        The child holds the parent's partial page until the moves are done: the parent may end, or swap it, before.
+        """
+        if self.pending:
             raise RuleError(
                 "a request is forked when its keys are in place", "moves still pending", "Fork after the step that carries them"
             )
@@ -86,7 +129,14 @@ class Table:
             if len(positions):
                 moved = np.stack((self.slots(g, positions), child.slots(g, positions)), 1)
                 child._moves[g] += [(int(a), int(b)) for a, b in moved]
+                child._hold_source(g, moved[0, 0])
         return child
+
+    def _hold_source(self, g: int, slot: int) -> None:
+        pool, page = self.pools[g], int(slot) // self.specs[g].page_size
+        if pool is not None:
+            pool.share([page])
+            self._sources[g].append(page)
 
     def _fork_len(self, g: int, committed_len: int) -> int:
         """Keys of group g that a fork sees. An encoder is complete and read only: all of its pages are shared."""
@@ -108,17 +158,36 @@ class Table:
             if pages is not None and spec.layout is not Layout.CROSS:
                 source = build.node_slots(spec, pages, np.asarray(nodes, np.int32))
                 self._moves[g] += [(int(a), int(b)) for a, b in zip(source, self.slots(g, positions), strict=True)]
+                self._views[g] = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether keys are still to be moved to their places by the next step."""
+        return any(self._moves)
+
+    def held(self, g: int) -> list[int]:
+        """Every hold of this table on pages of group g, one entry per hold."""
+        return self._pages[g] + self._scratch[g] + self._sources[g]
 
     def pages(self, g: int) -> build.Pages | None:
         """The request's pages in group g, as a plan takes them."""
         if self.pools[g] is None:
             return None
-        arrays = (np.array(self._pages[g], np.int32), np.array(self._scratch[g], np.int32))
-        return build.Pages(arrays[0], self.first_pos[g], arrays[1], np.array(self._moves[g], np.int32).reshape(-1, 2))
+        view = self._views[g]
+        if view is None:
+            moves = ints(np.array(self._moves[g], np.int32).reshape(-1, 2))
+            view = self._views[g] = build.Pages(ints(self._pages[g]), self.first_pos[g], ints(self._scratch[g]), moves)
+        return view
 
-    def moved(self) -> None:
-        """The step that carried the pending moves has been launched."""
-        self._moves = [[] for _ in self.specs]
+    def moved(self) -> list[list[int]]:
+        """The step that carried the pending moves has been launched. Returns the pages freed, per group."""
+        if not self.pending:
+            return [[] for _ in self.specs]
+        held = zip(self.pools, self._sources, strict=True)
+        freed = [pool.give(sources) if pool is not None else [] for pool, sources in held]
+        self._moves, self._sources = [[] for _ in self.specs], [[] for _ in self.specs]
+        self._views = [None] * len(self.specs)
+        return freed
 
     def slots(self, g: int, positions: NDArray[np.int32]) -> NDArray[np.int32]:
         """Where positions of this request lie in group g's pool."""
@@ -127,16 +196,23 @@ class Table:
 
     def close(self) -> list[list[int]]:
         """Gives everything back. Returns the pages freed, per group."""
-        held = zip(self.pools, self._pages, self._scratch, strict=True)
-        freed = [pool.give(pages + scratch) if pool is not None else [] for pool, pages, scratch in held]
-        self._pages, self._scratch = [[] for _ in self.specs], [[] for _ in self.specs]
-        self.moved()
+        freed = [pool.give(self.held(g)) if pool is not None else [] for g, pool in enumerate(self.pools)]
+        self._pages, self._scratch, self._moves, self._sources = ([[] for _ in self.specs] for _ in range(4))
+        self._views = [None] * len(self.specs)
         return freed
 
 
 def pages_for(keys: int, spec: GroupSpec) -> int:
     """Pages that hold `keys` keys."""
     return -(-keys // spec.page_size)
+
+
+def peak_pages(spec: GroupSpec, keys: int, step_len: int) -> int:
+    """The most pages that a request of `keys` keys holds at a time if it grows by at most `step_len` rows per step."""
+    if spec.window is None:
+        return pages_for(keys, spec)
+    seen = spec.window - 1 + step_len  # [keep_from(c), c + step_len), wherever the pages begin
+    return min(pages_for(keys, spec), (seen + spec.page_size - 2) // spec.page_size + 1)
 
 
 def keep_from(spec: GroupSpec, committed_len: int) -> int:

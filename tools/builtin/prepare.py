@@ -1,8 +1,8 @@
 """Text and tokenizer of the built-in model: the running interpreter's standard library, as token arrays.
 
-Reads the standard library, holds out whole files, trains the byte-level BPE on the rest and writes everything `train.py` needs to one folder.
-Knows nothing of the model. The same interpreter version gives the same bytes in every output file: files are visited in sorted order and the
-held-out ones are chosen by a hash of their path.
+Reads the standard library, holds out whole files, trains the byte-level BPE on the rest and writes what `train.py` needs to one folder.
+Knows nothing of the model. The same interpreter version gives the same bytes in every output file: files are visited in sorted order and
+the held-out ones are chosen by a hash of their path.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ VOCAB = 4096
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"  # ids 0 and 1; a file is BEGIN text END, a fragment is text END
 HELD_OUT_PERCENT = 3
 
-# Only ASCII classes, so that Python's `re` and every other engine split alike. A run of spaces (indentation) and a newline are pieces of their
-# own: a prompt that ends after ":", after the newline or after the indentation is cut where the training text was cut. Digits stand alone.
+# Only ASCII classes, so that Python's `re` and every other engine split alike. A run of spaces (indentation) and a newline are pieces of
+# their own: a prompt that ends after ":", after the newline or after the indentation is cut where the training text was cut. Digits stand
+# alone.
 PATTERN = r" ?[A-Za-z_]+| ?[0-9]| {2,}|\n+|[^\x00-\x7F]+| ?[!-/:-@\[-\^`{-~]+|[\x00-\x20\x7F]"
 
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "encodings", "pydoc_data", "idlelib/idle_test", "lib2to3/tests", "test/tokenizedata")

@@ -1,7 +1,8 @@
 """Trains the built-in model on one GPU and writes the folder that the package ships, with a log of the losses.
 
-Reads what `prepare.py` wrote. The model is transformers' Qwen3ForCausalLM, so that the folder loads there as well as here; the loop is plain
-PyTorch. Seeds are fixed and PyTorch's deterministic algorithms are on, so a second run on the same hardware and versions gives the same weights.
+Reads what `prepare.py` wrote. The model is transformers' Qwen3ForCausalLM, so that the folder loads there as well as here; the loop is
+plain PyTorch. Seeds are fixed and PyTorch's deterministic algorithms are on, so that a second run on the same hardware and versions gives
+the same weights.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Stream:
     def draw(self, rng: np.random.Generator, rows: int, length: int) -> np.ndarray:
         """[rows, length] ids."""
         last = len(self.ids) - length
-        starts = self.starts[self.starts <= last] if self.at_starts else np.arange(last + 1)
-        return self.ids[rng.choice(starts, rows)[:, None] + np.arange(length)]
+        starts = rng.choice(self.starts[self.starts <= last], rows) if self.at_starts else rng.integers(last + 1, size=rows)
+        return self.ids[starts[:, None] + np.arange(length)]
 
 
 def config(corpus: dict, layers: int) -> Qwen3Config:
@@ -196,7 +197,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=100, help="steps between held-out losses")
     parser.add_argument("--rows", type=int, nargs=3, default=[16, 8, 8], help="sequences per step from library, tests and fragments")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--length", type=int, default=0, help="sequence length if not the corpus's context")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--dropout", type=float, default=0.1)
@@ -215,7 +215,7 @@ def main() -> None:
     corpus = json.loads((args.data / "corpus.json").read_text())
     model = Qwen3ForCausalLM(config(corpus, args.layers)).to(device)
     add_dropout(model, args.dropout)
-    curve = train(model, args, args.length or corpus["context"])
+    curve = train(model, args, corpus["context"])
     write_folder(model, args)
     log = {
         "command": " ".join(["python", *sys.argv]),
