@@ -197,8 +197,8 @@ class Table:
     def close(self) -> list[list[int]]:
         """Gives everything back. Returns the pages freed, per group."""
         freed = [pool.give(self.held(g)) if pool is not None else [] for g, pool in enumerate(self.pools)]
-        self._pages, self._scratch, self._moves, self._sources = ([[] for _ in self.specs] for _ in range(4))
-        self._views = [None] * len(self.specs)
+        self._pages, self._scratch, self._sources = [[] for _ in self.specs], [[] for _ in self.specs], [[] for _ in self.specs]
+        self._moves, self._views = [[] for _ in self.specs], [None] * len(self.specs)
         return freed
 
 

@@ -72,7 +72,9 @@ def header(doc: Document, cases: Sequence[dict[str, Any]]) -> str:
     banner = el("p", MARKS[verdict], " ", escape("; ".join(words)), class_=f"banner {verdict}")
     revert = el("p", escape(f"A historical bug was in place: {VARIABLE}={doc['revert']}."), class_="warn") if doc["revert"] else ""
     quick = " This was a quick run: a handful of features, fewer properties." if doc["quick"] else ""
-    ran = el("p", el("code", escape(doc["command"])), f" on {escape(doc['date'])}, {doc['summary']['seconds']:.0f} s", class_="fine")
+    ran = el(
+        "p", el("code", escape(doc["command"])), " ", el("span", f"{escape(doc['date'])}, {doc['summary']['seconds']:.0f} s"), class_="fine"
+    )
     return el("header", el("h1", "Lockstep lab"), banner, revert, el("p", PROMISE, quick), ran)
 
 
@@ -164,28 +166,26 @@ def finding(f: dict[str, Any]) -> str:
 
 
 def reverts_section(doc: Document, cases: Sequence[dict[str, Any]]) -> str:
-    """Who noticed which bug; then the case files."""
+    """Who noticed which bug, if it was tried; then the case files."""
     rows = []
-    for c in cases:
-        verdict, on, off = "equivalent" if c["equivalent"] else "absent", "", ""
-        if "killed" in c and not c["equivalent"]:
-            verdict = "passed" if c["killed"] else "failed"
-            on = "<br>".join(escape(f"guard: {rule}") for rule in c["rules"]) or escape(", ".join(c["by_on"]) or "nothing")
-            off = escape(", ".join(c["by_off"]) or "nothing")
+    for c in (c for c in cases if "killed" in c):
+        verdict = "equivalent" if c["equivalent"] else "passed" if c["killed"] else "failed"
+        on = "<br>".join(escape(f"guard: {rule}") for rule in c["rules"]) or escape(", ".join(c["by_on"]))
+        told = (on or "nothing", escape(", ".join(c["by_off"])) or "nothing") if not c["equivalent"] else ("equivalent: see its proof", "")
         name = el("th", el("a", escape(c["name"]), href=f"#case-{c['name']}"))
         target = el("td", el("code", escape(c["target"].removeprefix("lockstep.")).replace(":", ":<wbr>")))
-        rows.append(el("tr", el("td", el("b", MARKS[verdict], class_=verdict)), name, target, el("td", on), el("td", off)))
+        rows.append(el("tr", el("td", el("b", MARKS[verdict], class_=verdict)), name, target, *(el("td", t) for t in told)))
     heads = ("", "revert", "what is put back", "noticed with plan checks on", "noticed with plan checks off")
-    files = [case_file(doc, c, {other["name"] for other in cases}) for c in cases]
-    top = (el("h2", "Historical bugs, put back"), *kill_words(doc), table(heads, rows, "kills"))
-    return el("section", *top, el("h3", "Case files"), "\n".join(files), id="reverts")
+    there = {c["name"] for c in cases}
+    top = [el("h2", "Historical bugs, put back"), *kill_words(doc), table(heads, rows, "kills") if rows else ""]
+    return el("section", *top, el("h3", "Case files"), "\n".join(case_file(doc, c, there) for c in cases), id="reverts")
 
 
 def kill_words(doc: Document) -> list[str]:
     """What the table shows, and that the same cells are green without a bug."""
     if "kills" not in doc:
         hint = el("code", "lockstep lab reverts --html F")
-        return [el("p", "Not measured in this run: ", hint, " puts each one back and fills in what noticed it.")]
+        return [el("p", "Each is a bug that somebody shipped. ", hint, " puts them back one by one and shows what notices.")]
     baseline = doc["kills"]["baseline"]
     red = [cell for cell, result in baseline.items() if result["verdict"] != "passed"]
     if red:

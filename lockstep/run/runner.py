@@ -14,19 +14,19 @@ from torch import Tensor
 
 from lockstep.attention.base import Backend
 from lockstep.kv.pool import Pool
+from lockstep.nn.attention import Place
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.check import check
-from lockstep.plan.image import Views
 from lockstep.plan.step import StepPlan
 from lockstep.run.arena import Arena
-from lockstep.run.step import Place, Step, lower
+from lockstep.run.step import lower
 from lockstep.types import GroupSpec, Layout
 
 IMAGE_LEN = 1 << 22  # int32 of a plan's image: 16 MB
 
 
 class Runner:
-    """A model on a device with its cache. `groups` names the cache groups of a plan, by number, for the pools."""
+    """A model on a device with its cache. A plan may use some of the groups: `groups` says which, by number."""
 
     def __init__(
         self, model: Any, specs: Sequence[GroupSpec], pages: Sequence[int], backend: Backend, buckets: Buckets | None = None
@@ -37,16 +37,17 @@ class Runner:
         self.arena = Arena(IMAGE_LEN, device)
 
     def run(self, plan: StepPlan, ids: Tensor, groups: Sequence[int], places: Sequence[Place]) -> Tensor:
-        """Hidden states of the rows that the plan emits, real ones only. ids [T]: the token of every row, before padding."""
+        """Hidden states of the rows that the plan emits. ids [T]: the token of every row, before padding."""
+        return self.rows(plan, ids, groups, places)[torch.from_numpy(plan.emit[: plan.real.emits].astype("int64"))]
+
+    def rows(self, plan: StepPlan, ids: Tensor, groups: Sequence[int], places: Sequence[Place]) -> Tensor:
+        """Hidden states of all rows, real ones only."""
         pools = [self.pools[g] for g in groups]
+        real = len(ids)
         if self.buckets is not None:
             plan = pad(plan, self.buckets.fit(plan))
-            ids = torch.cat((ids, ids.new_zeros(plan.bucket.tokens - len(ids))))
+            ids = torch.cat((ids, ids.new_zeros(plan.bucket.tokens - real)))
         check(plan, tuple(p.num_pages if p else 0 for p in pools))
         views = self.arena.load(plan)
-        return self.launch(lower(plan, views, self.backend, pools, places), ids, views[0])[: plan.real.emits]
-
-    def launch(self, step: Step, ids: Tensor, views: Views) -> Tensor:
-        """The model on a lowered step."""
-        hidden: Tensor = self.model(ids, views.positions, step)
-        return hidden[views.emit.long()]
+        hidden: Tensor = self.model(ids, views[0].positions, lower(plan, views, self.backend, pools, places))
+        return hidden[:real]

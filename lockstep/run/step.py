@@ -15,16 +15,9 @@ from torch import Tensor
 from lockstep.attention.base import Backend
 from lockstep.kv import pool as kv
 from lockstep.kv.pool import Pool
+from lockstep.nn.attention import Place
 from lockstep.plan.image import Views
 from lockstep.plan.step import StepPlan
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a layer's attention happens: a group of the plan, and the layer's number in it."""
-
-    group: int
-    layer: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ Mechanism:
 2. A second call of the same shapes but another scale finds that entry.
 3. It runs with the first call's scale.
 Key functions:
-The graph cache in front of FlashInfer's cuDNN attention. Here `attention.cpu.constants`; its results are kept per AttnSpec, which is
+A graph cache of FlashInfer. Here `attention.cpu.constants`; its results are kept per AttnSpec, which is
 the whole of what they depend on. Every feature of the lab has two layers with different scales, for this reason.
 Symptom:
 The first layer is right, the others are wrong by the ratio of the scales; which one is "first" depends on the order of calls.

@@ -4,7 +4,7 @@ Summary:
 When several requests share a prefix, vLLM may attend to it once for all of them (cascade). The attention sinks were not passed to
 that path.
 Motivation:
-An optimisation that replaces a call has to take over every argument of it. This one was found in the issue, not in a test.
+An optimisation that replaces a call has to take over every argument of it (known from the issue).
 Mechanism:
 1. The scheduler sees a common prefix that is long enough and turns cascade on.
 2. The cascade call has no sinks: the denominator lacks one term per head.

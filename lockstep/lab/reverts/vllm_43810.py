@@ -27,7 +27,7 @@ from lockstep.plan.step import Bucket, Ints, PagedGroup, ints
 
 SOURCE = "vllm-project/vllm#43810"
 TARGET = "lockstep.plan.bucket:pad_group"
-CELLS = ("chunked/dense",)
+CELLS = ("decode/dense",)
 RELATED = ("trtllm-6136", "sglang-27343")
 
 

@@ -1,0 +1,296 @@
+"""The prefix cache: a radix tree over token ids, whose nodes hold pages of every group.
+
+A node is one block of `unit` tokens, `unit` being the least common multiple of the page sizes, so that a node owns whole pages in every
+group. Children are found by the ids themselves (a dictionary compares them; equal hashes are not enough). Window groups may have lost
+the front of a node's pages, or all of them: a node keeps the last ones. A node holds its pages through `PagePool.share` and `give`
+(siblings may share one, if a request was forked within a block); a page that a request holds too is thereby locked, and a node is kept
+while a `Path` ends at it.
+
+Knows tokens and pages, not requests or steps: the scheduler calls `match` before a request's first step and `insert` after each one.
+No clock and no randomness: the least recently used node goes first, in the order of the calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.kv.pages import PagePool
+from lockstep.kv.tables import Table, keep_from
+from lockstep.types import GroupSpec, Layout, RuleError
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Root:
+    """What keys depend on besides the tokens before them. Two requests share nothing unless these are equal, field by field."""
+
+    tenant: str = ""
+    encoder_ids: Ids = ()
+    draft: bool = False
+
+    @property
+    def ahead(self) -> int:
+        """Tokens after a block that its keys depend on: a draft model's key at i is made from token i+1 as well."""
+        return int(self.draft)
+
+
+class Node:
+    """The block of positions [end - unit, end) behind one path of tokens. `pages[g]` are the last pages of the block in group g."""
+
+    __slots__ = ("children", "end", "key", "locks", "pages", "parent")
+
+    def __init__(self, parent: Node | None, key: Ids | Root, end: int, groups: int) -> None:
+        self.parent, self.key, self.end = parent, key, end
+        self.pages: list[list[int]] = [[] for _ in range(groups)]
+        self.children: dict[Ids, Node] = {}
+        self.locks = 0  # paths that end here
+
+
+class Path:
+    """How far a request's keys are in the tree. Open from `match` to `close`; moved on by `insert`."""
+
+    __slots__ = ("node", "root")
+
+    def __init__(self, root: Root, node: Node) -> None:
+        self.root, self.node = root, node
+        node.locks += 1
+
+    @property
+    def length(self) -> int:
+        """Keys of the request that the tree has."""
+        return self.node.end
+
+
+class Prefix:
+    """`match` the longest cached prefix into an empty table, `insert` the committed blocks, `evict` when pages are short."""
+
+    def __init__(self, specs: Sequence[GroupSpec], pools: Sequence[PagePool | None]) -> None:
+        self.specs, self.pools = tuple(specs), tuple(pools)
+        stored = (Layout.DENSE, Layout.LATENT)
+        self.groups = {g: pool for g, pool in enumerate(pools) if pool is not None and self.specs[g].layout in stored}
+        self.unit = math.lcm(*(self.specs[g].page_size for g in self.groups))
+        self._windows = [g for g in self.groups if self.specs[g].window is not None]
+        self._roots: dict[Root, Node] = {}
+        self._order: dict[int, OrderedDict[Node, None]] = {g: OrderedDict() for g in self.groups}  # nodes with pages, oldest first
+        self._mine = {g: np.zeros(pool.num_pages, np.int32) for g, pool in self.groups.items()}  # nodes that hold each page
+
+    def match(self, root: Root, ids: Sequence[int], table: Table, limit: int | None = None) -> Path:
+        """Gives `table` the pages of the longest usable prefix of `ids`, at most `limit` long, and holds them for it.
+
+        The last token is never matched: somebody has to compute it.
+        """
+        top = self._roots.get(root)
+        if top is None:
+            top = self._roots[root] = Node(None, root, 0, len(self.specs))
+        last = len(ids) - 1 if limit is None else min(limit, len(ids) - 1)
+        end = self._longest(top, root.ahead, ids, last)
+        for g in self.groups:
+            self._hand_over(end, g, table)
+        self._touch(end)
+        return Path(root, end)
+
+    def insert(self, path: Path, ids: Sequence[int], table: Table, committed_len: int) -> None:
+        """Makes the whole blocks below `committed_len` matchable: call it when the step that wrote them has run.
+
+        Where the tree has a page already it keeps it, and the table takes that one for its own duplicate; what the tree lost it adopts.
+        """
+        if table.pending:
+            raise RuleError("only keys that are in place are cached", "moves still pending", "Insert after the step that carries them")
+        node, ahead = path.node, path.root.ahead
+        while (end := node.end + self.unit) <= committed_len and end + ahead <= len(ids):
+            key = tuple(ids[node.end : end + ahead])
+            if key not in node.children:
+                node.children[key] = Node(node, key, end, len(self.specs))
+            node = node.children[key]
+            for g in self.groups:
+                self._merge(node, g, table)
+        self._move(path, node)
+
+    def fork(self, path: Path) -> Path:
+        """The path of a second continuation."""
+        return Path(path.root, path.node)
+
+    def close(self, path: Path) -> None:
+        """The request left: its blocks stay, as the most recently used."""
+        path.node.locks -= 1
+        self._touch(path.node)
+        self._prune(path.node)
+
+    def evictable(self, g: int) -> int:
+        """Pages of group g that nobody but the tree holds."""
+        return int(np.count_nonzero((self._mine[g] > 0) & (self._mine[g] == self.groups[g].refs))) if g in self.groups else 0
+
+    def available(self, g: int) -> int:
+        """Pages of group g that could be taken after evicting everything unlocked."""
+        pool = self.pools[g]
+        return pool.free + self.evictable(g) if pool is not None else 0
+
+    def make_room(self, needs: Sequence[int]) -> bool:
+        """Evicts until `needs[g]` pages are free in every group; False, and nothing was evicted, if that cannot be."""
+        short = [(g, n) for g, (n, pool) in enumerate(zip(needs, self.pools, strict=True)) if pool is not None and n > pool.free]
+        if any(n > self.available(g) for g, n in short):
+            return False
+        for g, n in short:
+            self.evict(g, n - self.groups[g].free)
+        return True
+
+    def evict(self, g: int, count: int) -> int:
+        """Frees at least `count` pages of group g, or as many as there are, least recently used first. Returns how many it freed."""
+        pool, order = self.groups[g], self._order[g]
+        before, passed = pool.free, 0
+        while pool.free - before < count and passed < len(order):
+            node = next(iter(order))
+            passed = 0 if self._drop(node, g) else passed + 1
+            if node in order:
+                order.move_to_end(node)  # in use, or above what is in use: not the oldest after all
+        return pool.free - before
+
+    def cached(self, g: int) -> int:
+        """Pages of group g in the tree."""
+        return int(np.count_nonzero(self._mine[g])) if g in self.groups else 0
+
+    def check(self, tables: Iterable[Table] = ()) -> None:
+        """free + cached + held = all: every hold on every page is the tree's or one of `tables`', which are all there are."""
+        tables = list(tables)
+        for g, pool in enumerate(self.pools):
+            if pool is None:
+                continue
+            pool.check()
+            holds = np.zeros(pool.num_pages, np.int64)
+            holds[0] = 1
+            for pages in (*(table.held(g) for table in tables), *(node.pages[g] for node in self._nodes())):
+                np.add.at(holds, pages, 1)
+            if not np.array_equal(holds, pool.refs):
+                wrong = np.flatnonzero(holds != pool.refs)[:8]
+                counts = f"group {g}, pages {wrong}: {pool.refs[wrong]} holds, {holds[wrong]} known holders"
+                raise RuleError("every hold has a holder", counts, "This is a bug in Lockstep: please report it")
+        self._check_tree()
+
+    def _longest(self, top: Node, ahead: int, ids: Sequence[int], last: int) -> Node:
+        """The deepest node, ending at or below `last`, whose windows are whole: [end-w+1, end) is there in every window group."""
+        best = node = top
+        since = dict.fromkeys(self._windows, 0)  # the group's pages are all there from this position to the end of the node
+        while node.end + self.unit <= last:
+            child = node.children.get(tuple(ids[node.end : node.end + self.unit + ahead]))
+            if child is None:
+                break
+            node = child
+            for g in self._windows:
+                begin = node.end - len(node.pages[g]) * self.specs[g].page_size
+                if begin > node.end - self.unit:
+                    since[g] = begin
+            if all(since[g] <= keep_from(self.specs[g], node.end) for g in self._windows):
+                best = node
+        return best
+
+    def _hand_over(self, end: Node, g: int, table: Table) -> None:
+        """The table gets what a row at `end.end` can see: all pages, or those from the window's first position on."""
+        size = self.specs[g].page_size
+        first = keep_from(self.specs[g], end.end) // size * size
+        blocks: list[list[int]] = []
+        node = end
+        while node.parent is not None and node.end > first:
+            count = (node.end - max(first, node.parent.end)) // size
+            blocks.append(node.pages[g][-count:])
+            node = node.parent
+        table.adopt(g, [page for block in reversed(blocks) for page in block], first)
+
+    def _merge(self, node: Node, g: int, table: Table) -> None:
+        """One owner per page: the tree's pages stay, the table's duplicates go, and what only the table has becomes the tree's too."""
+        own = table.span(g, node.end - self.unit, node.end)
+        have = node.pages[g]
+        common = min(len(own), len(have))
+        if common:
+            table.swap(g, node.end - common * self.specs[g].page_size, have[-common:])
+        more = own[: len(own) - common]
+        if more:
+            self.groups[g].share(more)
+            self._mine[g][more] += 1
+            node.pages[g] = more + have
+            self._order[g][node] = None
+            self._order[g].move_to_end(node)
+
+    def _move(self, path: Path, node: Node) -> None:
+        path.node.locks -= 1
+        node.locks += 1
+        path.node = node
+
+    def _touch(self, end: Node) -> None:
+        """Used now, the deepest first, so that a parent is younger than its children; of a window group only what a row here sees."""
+        keep = {g: keep_from(self.specs[g], end.end) for g in self.groups}
+        node = end
+        while node.parent is not None:
+            for g, order in self._order.items():
+                if node.end > keep[g] and node.pages[g]:
+                    order.move_to_end(node)
+            node = node.parent
+
+    def _drop(self, node: Node, g: int) -> bool:
+        """Lets go what can be freed of a node for the sake of group g: an unlocked leaf as a whole, else pages that no request holds."""
+        if not node.children and not node.locks:
+            self._remove(node)
+            self._prune(node.parent)
+            return True
+        if self.specs[g].window is None:
+            return False
+        refs, mine, pages = self.groups[g].refs, self._mine[g], node.pages[g]
+        count = next((k for k, page in enumerate(pages) if refs[page] > mine[page]), len(pages))
+        self._lose(node, g, count)
+        return count > 0
+
+    def _lose(self, node: Node, g: int, count: int) -> None:
+        """The first `count` pages of a node leave the tree."""
+        gone, node.pages[g] = node.pages[g][:count], node.pages[g][count:]
+        self._mine[g][gone] -= 1
+        self.groups[g].give(gone)
+        if not node.pages[g]:
+            self._order[g].pop(node, None)
+
+    def _remove(self, node: Node) -> None:
+        """Takes a leaf out."""
+        for g in self.groups:
+            self._lose(node, g, len(node.pages[g]))
+        if isinstance(node.key, Root):
+            del self._roots[node.key]
+        elif node.parent is not None:
+            del node.parent.children[node.key]
+
+    def _prune(self, node: Node | None) -> None:
+        """Leaves where no match can end are of no use: out with them, from here upwards."""
+        while node is not None and self._useless(node):
+            self._remove(node)
+            node = node.parent
+
+    def _useless(self, node: Node) -> bool:
+        return not node.children and not node.locks and (node.parent is None or self._lost(node))
+
+    def _lost(self, node: Node) -> bool:
+        seen = [g for g in self._windows if keep_from(self.specs[g], node.end) < node.end]
+        return any(not node.pages[g] for g in seen) or not any(node.pages)
+
+    def _nodes(self) -> list[Node]:
+        found = list(self._roots.values())
+        for node in found:  # grows while it is read
+            found += node.children.values()
+        return found
+
+    def _check_tree(self) -> None:
+        """The orders, the marks and the links tell one story."""
+        nodes = self._nodes()
+        for g, mine in self._mine.items():
+            pages = np.array([page for node in nodes for page in node.pages[g]], np.int64)
+            listed = set(self._order[g]) == {node for node in nodes if node.pages[g]}
+            if not np.array_equal(np.bincount(pages, minlength=len(mine)), mine) or not listed:
+                counts = f"group {g}: {len(pages)} pages in {len(nodes)} nodes, {int(mine.sum())} marked, {len(self._order[g])} ordered"
+                raise RuleError("a node's pages are marked and ordered", counts, "This is a bug in Lockstep: please report it")
+            whole = self.unit // self.specs[g].page_size
+            if self.specs[g].window is None and any(len(n.pages[g]) != whole for n in nodes if n.parent is not None):
+                raise RuleError("only a window loses pages", f"group {g}", "This is a bug in Lockstep: please report it")
+        if any(map(self._useless, nodes)):
+            raise RuleError("a leaf that cannot be matched is removed", "one that is not", "This is a bug in Lockstep: please report it")

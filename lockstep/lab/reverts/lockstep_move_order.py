@@ -1,0 +1,43 @@
+"""Moves carried out one by one instead of all at once: the same, by the way moves are made.
+
+Summary:
+`moves` are specified as "gather all, then scatter all". Done one after another, a target that is also a later source would be read after
+it was overwritten.
+Motivation:
+The rule stands in the plan's definition; engines that shift caches in place have broken it.
+Mechanism:
+1. Row a is copied to b, then row b to c.
+2. In sequence, c gets a's content.
+Key functions:
+`kv.pool.Pool.move`, which indexes once; `kv.tables.Table.fork` and `accept`, the only makers of moves.
+Symptom:
+None.
+Risk and impact:
+An equivalent mutant today. A third maker of moves, such as compaction, would end the proof; then this needs a recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+SOURCE = "design, moves: gather all, then scatter all"
+TARGET = "lockstep.kv.pool:Pool.move"
+CELLS = ("fork/dense",)
+RELATED = ("llamacpp-14742",)
+EQUIVALENT = (
+    "No slot is source and target of one step. accept() moves from scratch pages to committed pages of the same request, and a page is only "
+    "ever one of the two. fork() moves from a page of the parent to a page just taken for the child, so no other move can name it as a "
+    "source: forking a request whose moves are pending is refused. Pages of different requests that are written are distinct. Hence the "
+    "order of the copies does not matter."
+)
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def move(self: Any, moves: Tensor) -> None:
+        for one in moves:
+            old(self, one[None])
+
+    return move

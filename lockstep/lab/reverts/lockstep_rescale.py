@@ -1,0 +1,54 @@
+"""A tile that a row does not see changed the row's bits.
+
+Summary:
+Online softmax rescales its state when the maximum moves. Written with a rounded product, the factor is not exactly 1 when the maximum
+stays, and a masked tile is no longer a no-op.
+Motivation:
+Met while measuring our own order (numerics, traps): bits differed between blocks of 64 and of 128 rows.
+Mechanism:
+1. alpha = exp2(fma(m_old, c, -round(m_new * c))): the fma is exact, the other product is rounded.
+2. With m_new == m_old the exponent is the rounding error, alpha is 1 plus or minus a little.
+3. A row that shares its block with rows that see further visits tiles of which it sees nothing, and is multiplied each time.
+4. How many such tiles there are depends on the block, so on the chunk and the batch.
+Key functions:
+The kernel texts `rescale`, which takes the difference of the maxima first, and `soften_rows`, which leaves a row alone that sees nothing.
+Either one suffices; the revert removes both.
+Symptom:
+Values are right to within rounding. Bits depend on the chunking.
+Risk and impact:
+Breaks the promise and nothing else; only bitwise comparisons over chunk sizes find it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.kernels.cpu import attend
+from lockstep.kernels.cpu.lanes import fma, mul
+from lockstep.kernels.cpu.unit import exp2, soften
+
+SOURCE = "numerics, trap 1 (measured, never released)"
+TARGET = "lockstep.attention.cpu:kernel"
+CELLS = ("mixed/dense",)
+RELATED = ("sglang-26412", "vllm-51902")
+
+
+def rescale(m: Any, m_new: Any, c: Any) -> Any:
+    """Two products, one of them rounded."""
+    return exp2(fma(m, c, -mul(m_new, c)))
+
+
+def soften_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
+    """Every row goes through the tile, seen or not."""
+    for r in range(row, row + rows):
+        soften(job, scratch, r)
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.cache
+    def kernel() -> Any:
+        return attend.build(rescale=rescale, soften_rows=soften_rows)
+
+    return kernel

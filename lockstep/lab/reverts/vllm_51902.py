@@ -1,0 +1,38 @@
+"""The longest neighbour chose the tile of everybody.
+
+Summary:
+A kernel configuration, and with it the order of additions, was chosen by the largest number of new rows in the batch.
+Motivation:
+Large tiles are faster for long prefills. max_seqlen_q is at hand when the kernel is launched.
+Mechanism:
+1. A batch of short requests runs with one tile shape.
+2. A neighbour of ten rows instead of nine joins.
+3. Everybody's keys are now cut otherwise, and everybody's last bits change.
+Key functions:
+FlashAttention 3 as used by vLLM's batch-invariant mode (an open issue when read). Here `attention.cpu.split_for`.
+Symptom:
+Bits depend on the neighbours; values do not.
+Risk and impact:
+A deterministic mode that holds in uniform tests and fails in traffic. Neighbours of other lengths belong into every such test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lockstep import order
+from lockstep.plan.step import Group, StepPlan
+
+SOURCE = "vllm-project/vllm#51902"
+TARGET = "lockstep.attention.cpu:split_for"
+CELLS = ("mixed/dense", "fork/dense")
+RELATED = ("sglang-26412", "sglang-10721", "sglang-27869")
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def split_for(plan: StepPlan, group: Group) -> Any:
+        long = plan.new_lens.max(initial=0) >= 10
+        return order.tile_len(group.spec.d_qk, group.spec.d_v) if long else old(plan, group)
+
+    return split_for

@@ -1,0 +1,1 @@
+"""The engine's surface. `from lockstep import LLM` is the way in."""

@@ -1,0 +1,108 @@
+"""`LLM`: a model in five lines.
+
+    from lockstep import LLM, SamplingParams
+    llm = LLM()                                        # the built-in model; or a folder, or a hub id
+    out = llm.generate(["def fib(n):"], SamplingParams(max_tokens=32, temperature=0.8, seed=7, logprobs=True))
+    out[0].text, out[0].token_ids, out[0].logprobs, out[0].fingerprint
+
+Turns strings into tokens and jobs into outputs; the engine does the rest. One thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.config import EngineConfig
+from lockstep.llm.engine import Engine
+from lockstep.llm.job import Job
+from lockstep.llm.output import Chunk, Output
+from lockstep.sample.params import SamplingParams
+from lockstep.types import RuleError
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """An engine with a model. Options are those of `EngineConfig`: page_size, chunked_prefill_size, disable_radix_cache, ..."""
+
+    def __init__(self, model: str | None = None, quiet: bool = True, **options: Any) -> None:
+        self.engine = Engine(EngineConfig.from_names({"model": model, **options}), quiet)
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[Output]:
+        """One output per prompt, in order. A prompt is a string or a list of token ids; params are for all or one for each."""
+        many = self._prompts(prompts)
+        each = self._params(params, len(many))
+        return self._outputs(self._add(many, each))
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """The text of one prompt as it comes. Leaving the loop early ends the request."""
+        (job,) = self._add(self._prompts(prompt), [params or SamplingParams()])
+        try:
+            while not job.done:
+                self.engine.step()
+                yield from job.news()
+        finally:
+            if not job.done:
+                self.engine.abort(job)
+
+    def score(self, text: Prompt) -> NDArray[np.float32]:
+        """Log-probability of every token of a text given those before it (NaN for the first): the bits generation would give."""
+        (output,) = self._outputs([self.engine.add(self._ids(text), SamplingParams(prompt_logprobs=True, seed=0), scores_only=True)])
+        assert output.prompt_logprobs is not None, "prompt_logprobs was asked for"
+        return output.prompt_logprobs
+
+    def embed(self, prompts: Prompt | Sequence[Prompt]) -> NDArray[np.float32]:
+        """[n, d] float32 of length 1, without touching the cache."""
+        jobs = [self.engine.add(self._ids(p), SamplingParams(seed=0), embed=True) for p in self._prompts(prompts)]
+        self._finish(jobs)
+        return np.stack([job.embedding for job in jobs if job.embedding is not None])
+
+    def _add(self, prompts: list[Prompt], params: Sequence[SamplingParams]) -> list[Job]:
+        """All prompts or, if one is refused, none."""
+        jobs: list[Job] = []
+        try:
+            for prompt, each in zip(prompts, params, strict=True):
+                jobs.append(self.engine.add(self._ids(prompt), each))
+        except BaseException:
+            for job in jobs:
+                self.engine.abort(job)
+            raise
+        return jobs
+
+    def _outputs(self, jobs: list[Job]) -> list[Output]:
+        self._finish(jobs)
+        return [job.output(self.engine.fingerprint) for job in jobs]
+
+    def _finish(self, jobs: list[Job]) -> None:
+        try:
+            while not all(job.done for job in jobs):
+                self.engine.step()
+        finally:
+            for job in jobs:
+                if not job.done:
+                    self.engine.abort(job)
+
+    def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+            return [prompts]  # type: ignore[list-item]
+        return list(prompts)  # type: ignore[arg-type]
+
+    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * count
+        if len(params) != count:
+            raise RuleError(
+                "there is one SamplingParams for all prompts or one for each", f"{len(params)} for {count} prompts", "Match them"
+            )
+        return params
+
+    def _ids(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.engine.tokenizer is None:
+            raise RuleError("a text prompt needs a tokenizer", f"none in {self.engine.info.folder.name}", "Pass token ids")
+        return self.engine.tokenizer.encode(prompt)

@@ -1,0 +1,195 @@
+"""The engine: schedule, run, sample, commit, until nothing is left.
+
+Puts together what knows nothing of each other: a scheduler without tensors, a model without requests, a sampler without either. One
+step is one call of `step`; an error in one request ends that request and nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.attention.select import select
+from lockstep.config import EngineConfig
+from lockstep.kv.pages import PagePool
+from lockstep.llm.fingerprint import fingerprint
+from lockstep.llm.job import Job
+from lockstep.llm.output import Top
+from lockstep.models import weights
+from lockstep.plan.build import build
+from lockstep.plan.step import StepPlan
+from lockstep.run import memory
+from lockstep.run.certify import certify
+from lockstep.run.runner import Runner
+from lockstep.sample.logits import Logprobs, Row
+from lockstep.sample.params import SamplingParams, resolve_seed
+from lockstep.sample.sampler import log_probs, sample
+from lockstep.sched.request import Ask, Piece, Step, Token
+from lockstep.sched.scheduler import Kinds, Limits, Scheduler
+from lockstep.text.tokenizer import Tokenizer
+from lockstep.types import RuleError
+
+BUILTIN = Path(__file__).parent.parent / "builtin"
+
+
+class Engine:
+    """A model, its cache and its queue. `add` jobs, call `step` while `busy`."""
+
+    def __init__(self, config: EngineConfig, quiet: bool = False) -> None:
+        self.config = config
+        self.model, self.info = weights.load(config.model or BUILTIN, config.device, config.dtype)
+        self.tokenizer = Tokenizer.from_folder(self.info.folder) if (self.info.folder / "tokenizer.json").exists() else None
+        self.context_length = min(config.context_length or self.info.max_position, self.info.max_position)
+        cached = self.model.groups(config.page_size, config.kv_cache_dtype)
+        fresh = self.model.fresh_groups() if not self.info.encoder else ()
+        self.specs = (*cached, *fresh)
+        self.backend, why = select(config.attention_backend, self.specs, config.device)
+        self.certificate = certify(self.model, self.backend, self.info.vocab_size)
+        sizes = memory.size(cached, config, self.context_length)
+        pages = (*sizes.pages, *(0 for _ in fresh))
+        self.runner = Runner(self.model, self.specs, pages, self.backend)
+        pools = [PagePool(n) if n else None for n in pages]
+        kinds = Kinds(tuple(range(len(cached))) if self.info.generates else (), (), tuple(range(len(cached), len(self.specs))))
+        limits = Limits(config.chunked_prefill_size, config.max_running_requests, not config.disable_radix_cache)
+        self.scheduler = Scheduler(self.specs, pools, kinds, limits)
+        self.fingerprint = fingerprint(why.partition(":")[0], self.backend, self.certificate)
+        self.jobs: dict[int, Job] = {}
+        if not quiet:
+            print(f"{self.info.folder.name}: attention {why}; gemm {self.info.gemm}; {sizes.text}", file=sys.stderr)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.jobs)
+
+    def add(self, prompt_ids: Sequence[int], params: SamplingParams, embed: bool = False, scores_only: bool = False) -> Job:
+        """Takes a prompt in, or says why not. `embed` and `scores_only` ask for no new tokens."""
+        ids = self._checked(prompt_ids)
+        params.check_vocab(self.info.vocab_size)
+        room = self.context_length - len(ids)
+        wants_scores = params.top_prompt_logprobs is not None
+        new = 0 if embed or scores_only else params.max_tokens or room
+        if new > room:
+            rule = f"prompt and new tokens fit into the context of {self.context_length}"
+            raise RuleError(rule, f"{len(ids)} + {new}", f"Use max_tokens of at most {max(room, 0)}, or a shorter prompt")
+        params = resolve_seed(params)
+        request = self.scheduler.add(Ask(ids, new, params.n, wants_prompt_logprobs=wants_scores, embed=embed))
+        job = Job(params, request, self.tokenizer)
+        self.jobs[request.arrival] = job
+        return job
+
+    def abort(self, job: Job) -> None:
+        """Ends a job now; what it has so far stays readable."""
+        self.scheduler.abort(job.request)
+        self._close(job, "abort")
+
+    def step(self) -> list[Job]:
+        """One step. Returns the jobs that it touched; those that are done have left the engine."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return []
+        try:
+            sampled = self._embed(step) if step.pieces[0].request.ask.embed else self._generate(step)
+        except BaseException:
+            self.scheduler.drop(step)
+            raise
+        touched = [self.jobs[p.request.arrival] for p in step.pieces if p.request.arrival in self.jobs]
+        for request in self.scheduler.commit(step, sampled):
+            job = self.jobs.get(request.arrival)
+            if job is not None:
+                job.drafts[request.index].end(request.finish or "stop")
+        for job in touched:
+            if job.done:
+                self.jobs.pop(job.request.arrival, None)
+        return touched
+
+    def check(self) -> None:
+        """When idle: every page is free or cached."""
+        self.scheduler.check()
+
+    def _plan(self, step: Step) -> tuple[StepPlan, Tensor]:
+        ids = torch.tensor([token for piece in step.pieces for token in piece.ids], dtype=torch.long)
+        return build([self.specs[g] for g in step.groups], step.works), ids
+
+    def _generate(self, step: Step) -> list[list[Token]]:
+        hidden = self.runner.run(*self._plan(step), step.groups, self.model.places)
+        return self._sampled(step, self.model.logits(hidden))
+
+    def _embed(self, step: Step) -> list[list[Token]]:
+        """Whole requests: pooled rows, no tokens."""
+        plan, ids = self._plan(step)
+        hidden = self.runner.rows(plan, ids, step.groups, self.model.places)
+        vectors = self.model.embed(hidden, plan.q_indptr.tolist())
+        for piece, vector in zip(step.pieces, vectors, strict=True):
+            self.jobs[piece.request.arrival].embedding = vector.numpy()
+        return [[] for _ in step.pieces]
+
+    def _sampled(self, step: Step, logits: Tensor) -> list[list[Token]]:
+        """Scores the prompt rows, samples the others, and tells every draft its next token."""
+        rows, at, wanted, begin = [], [], [], 0
+        for piece in step.pieces:
+            job, scored = self.jobs[piece.request.arrival], len(piece.emit) - piece.samples
+            if scored:
+                self._score(job, piece, logits[begin : begin + scored])
+            for i in range(piece.samples):
+                index = i if piece.samples > 1 else piece.request.index
+                rows.append(self._row(job, piece, index))
+                at.append(begin + scored + i)
+                wanted.append((job, index))
+            begin += len(piece.emit)
+        tokens = iter(self._choose(logits, at, rows, wanted))
+        return [[next(tokens) for _ in range(piece.samples)] for piece in step.pieces]
+
+    def _row(self, job: Job, piece: Piece, index: int) -> Row:
+        draft, tokens = job.drafts[index], piece.request.tokens
+        history = np.array(tokens, np.int32) if draft.params.penalised else np.empty(0, np.int32)
+        return Row(draft.params, len(tokens), len(job.prompt_ids), history)
+
+    def _choose(self, logits: Tensor, at: list[int], rows: list[Row], wanted: list[tuple[Job, int]]) -> list[Token]:
+        if not rows:
+            return []
+        chosen = sample(logits if len(at) == len(logits) else logits[at], rows, self.info.eos_token_ids)
+        errors, scores = chosen.errors(), dict(zip(chosen.logprob_rows, range(len(rows)), strict=False))
+        out = []
+        for r, ((job, index), token_id) in enumerate(zip(wanted, chosen.token_ids.tolist(), strict=True)):
+            draft = job.drafts[index]
+            if r in errors:
+                draft.end("error", errors[r])
+                out.append(Token(0, True))
+                continue
+            if r in scores and chosen.logprobs is not None:
+                draft.scores.add(*_entry(chosen.logprobs, scores[r], draft.params.top_logprobs or 0))
+            out.append(draft.push(token_id, self.info.eos_token_ids))
+        return out
+
+    def _score(self, job: Job, piece: Piece, logits: Tensor) -> None:
+        """The row at position p tells of prompt token p+1."""
+        first, k = piece.cached_len + piece.emit[0] + 1, job.params.top_prompt_logprobs or 0
+        told = log_probs(logits, torch.tensor(job.prompt_ids[first : first + len(logits)]), k)
+        for i in range(len(logits)):
+            job.prompt_scores.add(*_entry(told, i, k))
+
+    def _close(self, job: Job, reason: str) -> None:
+        for draft in job.drafts:
+            draft.end(reason)
+        self.jobs.pop(job.request.arrival, None)
+
+    def _checked(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+        ids = tuple(prompt_ids)
+        bad = next((i for i in ids if type(i) is not int or not 0 <= i < self.info.vocab_size), None)
+        if bad is not None:
+            raise RuleError(f"token ids are whole numbers from 0 to {self.info.vocab_size - 1}", repr(bad), "Use this model's tokenizer")
+        if not ids:
+            raise RuleError("a prompt has at least one token", "an empty prompt", "Start with some text")
+        if len(ids) > self.context_length:
+            raise RuleError(f"a prompt has at most {self.context_length} tokens", str(len(ids)), "Shorten it")
+        return ids
+
+
+def _entry(told: Logprobs, row: int, k: int) -> tuple[float, Top]:
+    best = zip(told.top_ids[row, :k].tolist(), told.top[row, :k].tolist(), strict=True)
+    return float(told.chosen[row]), tuple(best)

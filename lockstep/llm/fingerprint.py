@@ -1,0 +1,19 @@
+"""What computed an answer, in one line: equal fingerprints with order = canonical promise equal bits."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+
+from lockstep import __version__
+from lockstep.attention.base import Backend
+from lockstep.run.certify import Certificate
+
+
+def fingerprint(name: str, backend: Backend, certificate: Certificate) -> str:
+    """order, backend, device class, versions, and the digest of what `certify` computed."""
+    versions = ",".join(f"{package}={version(package)}" for package in ("torch", "numba", "llvmlite"))
+    order = backend.caps.order
+    return (
+        f"order={order};backend={name};device=cpu-{platform.machine()};lockstep={__version__};{versions};certificate={certificate.digest}"
+    )

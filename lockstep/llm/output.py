@@ -1,0 +1,71 @@
+"""What comes back: one `Output` per prompt, one `Completion` per sample, frozen.
+
+Log-probabilities are float32 arrays under the model's own distribution, before temperature. Every output carries the fingerprint of
+what computed it: equal fingerprints with order = canonical promise equal bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Top = tuple[tuple[int, float], ...]  # (token id, log-probability) of the best tokens, best first
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """One generated text. `finish_reason` is length, stop, abort or error (then `error` says why)."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    logprobs: Floats | None = None  # of the chosen tokens
+    top_logprobs: tuple[Top, ...] | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """The answer to one prompt. text, token_ids, logprobs and finish_reason are those of the first completion."""
+
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    seed: int | None  # with it, the same request gives the same answer again
+    cached_tokens: int  # prompt tokens whose keys were found in the cache
+    fingerprint: str
+    prompt_logprobs: Floats | None = None  # one per prompt token; NaN for the first, which nothing predicts
+    prompt_top_logprobs: tuple[Top, ...] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.completions[0].token_ids
+
+    @property
+    def logprobs(self) -> Floats | None:
+        return self.completions[0].logprobs
+
+    @property
+    def top_logprobs(self) -> tuple[Top, ...] | None:
+        return self.completions[0].top_logprobs
+
+    @property
+    def finish_reason(self) -> str:
+        return self.completions[0].finish_reason
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a stream yields: more text of one completion. The last chunk of a completion has a finish_reason."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None

@@ -1,0 +1,60 @@
+"""DeepSeek V2: latent attention, and experts of which the best groups take part, beside one that all rows share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lockstep.models import llama
+from lockstep.nn import decoder as nn
+from lockstep.nn import rope
+from lockstep.nn.attention import LatentSpec
+from lockstep.nn.decoder import Decoder, DecoderSpec
+from lockstep.nn.mlp import MlpSpec
+from lockstep.nn.moe import MoeSpec, Routing
+from lockstep.nn.source import Weights
+from lockstep.types import RuleError
+
+METHODS = ("greedy", "group_limited_greedy")
+
+
+def build(config: Any, weights: Weights) -> Decoder:
+    return nn.build(describe(config), weights)
+
+
+def describe(config: Any) -> DecoderSpec:
+    if config.topk_method not in METHODS:
+        raise RuleError(f"topk_method is one of {', '.join(METHODS)}", repr(config.topk_method), "Check config.json")
+    groups = {"groups": config.n_group, "keep": config.topk_group} if config.topk_method == METHODS[1] else {}
+    routing = Routing(config.num_experts_per_tok, config.n_routed_experts, scale=config.routed_scaling_factor, **groups)
+    dense = replace(llama.mlp(config), bias=config.mlp_bias)
+    return decoder(config, attention(config, interleaved=True), dense, MoeSpec(routing, dense))
+
+
+def attention(config: Any, interleaved: bool) -> LatentSpec:
+    """The scale of the whole key, with yarn's temperature where the config asks for it."""
+    params = config.rope_parameters
+    scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+    if params["rope_type"] != "default" and params.get("mscale_all_dim"):
+        scale *= rope.mscale(params["factor"], params["mscale_all_dim"]) ** 2
+    return LatentSpec(
+        config.hidden_size,
+        config.num_attention_heads,
+        config.kv_lora_rank,
+        config.qk_nope_head_dim,
+        config.qk_rope_head_dim,
+        config.v_head_dim,
+        scale,
+        rope.make(params, config.qk_rope_head_dim, config.max_position_embeddings, interleaved),
+        config.q_lora_rank,
+        config.attention_bias,
+    )
+
+
+def decoder(config: Any, attn: LatentSpec, dense: MlpSpec, moe: MoeSpec) -> DecoderSpec:
+    """The first layers are dense, the others have experts and a shared one as wide as n_shared_experts of them."""
+    inner = config.moe_intermediate_size
+    shared = replace(dense, inner=inner * config.n_shared_experts)
+    moe = replace(moe, expert=replace(dense, inner=inner, bias=False), shared=shared)
+    first = config.first_k_dense_replace
+    return llama.decoder(config, attn, [dense if i < first else moe for i in range(config.num_hidden_layers)])

@@ -1,0 +1,47 @@
+"""Gemma 2: norms of 1 + w before and after every part, soft caps on scores and logits, windows on every other layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lockstep.models import llama
+from lockstep.nn import decoder as nn
+from lockstep.nn.attention import DenseSpec
+from lockstep.nn.decoder import BlockSpec, Decoder, DecoderSpec
+from lockstep.nn.mlp import MlpSpec
+from lockstep.nn.norm import RMSSpec
+from lockstep.nn.source import Weights
+from lockstep.types import RuleError
+
+
+def build(config: Any, weights: Weights) -> Decoder:
+    return nn.build(describe(config), weights)
+
+
+def describe(config: Any) -> DecoderSpec:
+    attn = replace(attention(config), soft_cap=config.attn_logit_softcapping)
+    return decoder(config, [attn] * config.num_hidden_layers)
+
+
+def attention(config: Any, rope_parameters: Any = None) -> DenseSpec:
+    """Scores are scaled by a number of the config, not by the head size."""
+    if config.use_bidirectional_attention:
+        raise RuleError("a decoder is causal", "use_bidirectional_attention", "Use a causal checkpoint")
+    bias = config.attention_bias
+    return replace(llama.attention(config, rope_parameters), scale=config.query_pre_attn_scalar**-0.5, bias=bias, out_bias=bias)
+
+
+def decoder(config: Any, attns: list[DenseSpec]) -> DecoderSpec:
+    mlp = MlpSpec(config.hidden_size, config.intermediate_size, config.hidden_activation)
+    spec = DecoderSpec(
+        config.vocab_size,
+        config.hidden_size,
+        config.max_position_embeddings,
+        tuple(BlockSpec(attn, mlp, sandwich=True) for attn in attns),
+        RMSSpec(config.rms_norm_eps, plus_one=True),
+        config.tie_word_embeddings,
+        embed_scale=config.hidden_size**0.5,
+        logit_cap=config.final_logit_softcapping,
+    )
+    return spec.with_windows(llama.windows(config))

@@ -1,0 +1,26 @@
+"""Gemma 3, text: gemma 2 with norms on query and key heads instead of soft caps, and a rope of its own for windowed layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lockstep.models import gemma2
+from lockstep.nn import decoder as nn
+from lockstep.nn.decoder import Decoder, DecoderSpec
+from lockstep.nn.norm import RMSSpec
+from lockstep.nn.source import Weights
+from lockstep.types import RuleError
+
+
+def build(config: Any, weights: Weights) -> Decoder:
+    return nn.build(describe(config), weights)
+
+
+def describe(config: Any) -> DecoderSpec:
+    if config.attn_logit_softcapping is not None:
+        got = f"attn_logit_softcapping={config.attn_logit_softcapping}"
+        raise RuleError("gemma 3 has no soft cap on scores", got, "Remove it from config.json")
+    norm = RMSSpec(config.rms_norm_eps, plus_one=True)
+    kinds = {k: replace(gemma2.attention(config, config.rope_parameters[k]), qk_norm=norm) for k in set(config.layer_types)}
+    return gemma2.decoder(config, [kinds[k] for k in config.layer_types])

@@ -1,0 +1,19 @@
+"""Mistral: llama with one window for all layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.models import llama
+from lockstep.nn import decoder as nn
+from lockstep.nn.decoder import Decoder, DecoderSpec
+from lockstep.nn.source import Weights
+
+
+def build(config: Any, weights: Weights) -> Decoder:
+    return nn.build(describe(config), weights)
+
+
+def describe(config: Any) -> DecoderSpec:
+    spec = llama.decoder(config, llama.attention(config), llama.mlp(config))
+    return spec.with_windows([config.sliding_window] * config.num_hidden_layers)

@@ -1,0 +1,323 @@
+"""From a folder or a hub id to a model: config.json, safetensors, and a table of names and shapes that both must agree with.
+
+Nothing in a folder is trusted. Only safetensors are read, no code of the folder runs, file names stay inside it, and every size a config
+states is compared with what the files hold before anything is allocated. What is missing, superfluous or misshapen is named.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep import models
+from lockstep.nn import linear
+from lockstep.nn.decoder import Model
+from lockstep.nn.source import Weights
+from lockstep.types import RuleError
+
+JSON_BYTES = 64 << 20
+SHOWN = 4  # names in an error
+FAULTS = 1000  # after so many missing or misshapen tensors the rest is not looked at
+DTYPES = {"float32": torch.float32}
+FLOATS = {"F32", "F16", "BF16", "F64"}
+DOWNLOAD = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
+LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers")
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads", "num_key_value_heads", "d_model"),
+    *("encoder_ffn_dim", "decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads", "type_vocab_size"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_intermediate_size"),
+    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+
+
+@dataclass(frozen=True)
+class Info:
+    """What a model's surroundings need to know of its config."""
+
+    model_type: str
+    folder: Path
+    vocab_size: int
+    hidden_size: int
+    max_position: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    decoder_start_token_id: int | None
+    generates: bool
+    encoder: bool  # an encoder-decoder: a request begins with an encode step
+    gemm: str  # the GEMM class and why
+
+
+class Loaded(NamedTuple):
+    """A model and what its config says about it."""
+
+    model: Model
+    info: Info
+
+
+class Entry(NamedTuple):
+    """One tensor of the files."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass
+class Table:
+    """Notes what a model asks for, and what the files hold instead."""
+
+    entries: Mapping[str, Entry]
+    asked: set[str] = field(default_factory=set)
+    unused: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor without numbers."""
+        self.asked.add(name)
+        entry = self.entries.get(name)
+        if entry is None:
+            self.missing.append(name)
+        elif entry.shape != shape:
+            self.misshapen.append(f"{name} is {list(entry.shape)}, not {list(shape)}")
+        if len(self.missing) + len(self.misshapen) > FAULTS:
+            self.judge()
+        return torch.empty(shape, device="meta")
+
+    def judge(self) -> None:
+        """Raises unless the files hold what was asked for, all of it and nothing else."""
+        pattern = re.compile("|".join(f"(?:{p})" for p in self.unused) or r"(?!)")
+        extra = [name for name in self.entries if name not in self.asked and not pattern.fullmatch(name)]
+        kinds = (("missing", self.missing), ("misshapen", self.misshapen), ("unknown to the model", extra))
+        faults = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds if names]
+        if faults:
+            raise RuleError(
+                "the weights are exactly those that config.json describes",
+                "; ".join(faults),
+                "Check that config and weights belong together",
+            )
+
+
+def load(path_or_id: str | Path, device: str = "cpu", dtype: str = "float32", revision: str | None = None, gemm: str = "auto") -> Loaded:
+    """The model in a local folder, or of a hub id at `revision`.
+
+    Weights in float16, bfloat16 or float32 are brought to `dtype`. `gemm` names a kernel of `nn.linear`; "auto" takes the device's own.
+    """
+    if dtype not in DTYPES:
+        raise RuleError(f"dtype on {device} is one of {', '.join(DTYPES)}", repr(dtype), "Stored bfloat16 weights are widened exactly")
+    kernel, why = linear.default_kernel(device) if gemm == "auto" else (gemm, f"{gemm}: asked for by name")
+    folder = local_folder(path_or_id, revision)
+    raw = read_json(folder, "config.json")
+    module = model_module(raw)
+    entries = scan(folder)
+    check_sizes(raw, entries)
+    config = parse_config(folder)
+    compare(module, config, entries)
+    with ExitStack() as stack:
+        take = reader(entries, stack, torch.device(device), DTYPES[dtype])
+        with torch.no_grad():
+            model = module.build(config, Weights(take, lambda pattern: None, entries, kernel))
+    return Loaded(model, describe(folder, raw, config, why))
+
+
+def compare(module: ModuleType, config: Any, entries: Mapping[str, Entry]) -> None:
+    """Builds the model without numbers and raises unless the files hold its tensors, all of them and no others."""
+    table = Table(entries)
+    try:
+        module.build(config, Weights(table.take, table.unused.append, entries, "onednn"))
+    except RuleError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
+        got = f"{type(error).__name__}: {error}"
+        raise RuleError(f"config.json describes a {config.model_type} model", got, "Check the file") from error
+    table.judge()
+
+
+def model_types() -> list[str]:
+    """Every model_type there is a file for."""
+    return sorted(m.name for m in pkgutil.iter_modules(models.__path__) if m.name != "weights")
+
+
+def model_module(raw: Mapping[str, Any]) -> ModuleType:
+    """The file of a config's model_type."""
+    name, known = raw.get("model_type"), model_types()
+    if not isinstance(name, str) or name not in known:
+        close = get_close_matches(str(name), known, 3, 0.5)
+        hint = f"Did you mean {' or '.join(close)}?" if close else f"Add lockstep/models/{name}.py"
+        raise RuleError(f"model_type is one of {', '.join(known)}", repr(name), hint)
+    if raw.get("quantization_config") is not None:
+        method = raw["quantization_config"].get("quant_method") if isinstance(raw["quantization_config"], dict) else "unknown"
+        raise RuleError("weights are float32, bfloat16 or float16", f"quantised ones ({method})", "Use an unquantised checkpoint")
+    return importlib.import_module(f"lockstep.models.{name}")
+
+
+def local_folder(path_or_id: str | Path, revision: str | None) -> Path:
+    """The folder itself, or the download of a hub id: weights, configs and tokenizer files, nothing else."""
+    folder = Path(path_or_id)
+    if folder.is_dir():
+        return folder
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path_or_id)) or folder.exists():
+        raise RuleError("a model is a folder or a hub id of the form owner/name", repr(str(path_or_id)), "Check the path")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(path_or_id), revision=revision, allow_patterns=DOWNLOAD))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        got = f"{path_or_id!r}: {type(error).__name__}: {error}"
+        raise RuleError("the hub has the model, or its cache does", got, "Check the name, the network and the access") from error
+
+
+def inside(folder: Path, name: str) -> Path:
+    """A file of the folder. A name that leads elsewhere is an error; the hub's cache links into its own blobs."""
+    path = folder / name
+    if not name or Path(name).name != name or name in (".", ".."):
+        raise RuleError("files of a model lie in its folder", repr(name), "Use plain file names")
+    roots = [folder.resolve()]
+    if folder.parent.name == "snapshots":
+        roots.append((folder.parent.parent / "blobs").resolve())
+    if not any(path.resolve().is_relative_to(root) for root in roots):
+        raise RuleError("files of a model lie in its folder", f"{name} → {path.resolve()}", "Replace the link by the file")
+    return path
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON object of the folder."""
+    path = inside(folder, name)
+    if not path.is_file():
+        raise RuleError(f"a model folder holds {name}", str(folder), "Check the path")
+    if path.stat().st_size > JSON_BYTES:
+        raise RuleError(f"{name} is at most {JSON_BYTES} bytes", str(path.stat().st_size), "Check the file")
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise RuleError(f"{name} is JSON", f"{type(error).__name__}: {error}", "Check the file") from error
+    if not isinstance(value, dict):
+        raise RuleError(f"{name} is a JSON object", type(value).__name__, "Check the file")
+    return value
+
+
+def parse_config(folder: Path) -> Any:
+    """The config as transformers reads it. No code of the folder runs."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # whatever its validators raise: the file is at fault
+        raise RuleError("config.json is one that transformers accepts", f"{type(error).__name__}: {error}", "Check the file") from error
+
+
+def scan(folder: Path) -> dict[str, Entry]:
+    """Every tensor of the folder's safetensors, from their headers."""
+    entries: dict[str, Entry] = {}
+    for path, listed_names in weight_files(folder).items():
+        found = _header(path)
+        lost = sorted(set(listed_names) - set(found))
+        if lost:
+            raise RuleError("a file holds the tensors that the index says", f"{path.name} without {listed(lost)}", "Download it again")
+        twice = sorted(set(found) & set(entries))
+        if twice:
+            raise RuleError("a tensor lies in one file", f"{listed(twice)} in {path.name} and before", "Check the index")
+        entries |= found
+    odd = [f"{name} is {entry.dtype}" for name, entry in entries.items() if entry.dtype not in FLOATS and "position_ids" not in name]
+    if odd:
+        raise RuleError("weights are floating point", f"{len(odd)} others: {listed(odd)}", "Use an unquantised checkpoint")
+    return entries
+
+
+def weight_files(folder: Path) -> dict[Path, list[str]]:
+    """File → the tensors that an index places in it (none, if there is no index)."""
+    if (folder / "model.safetensors.index.json").is_file():
+        index = read_json(folder, "model.safetensors.index.json").get("weight_map")
+        if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
+            raise RuleError("an index maps tensors to files", "no weight_map of names", "Download it again")
+        files: dict[Path, list[str]] = {}
+        for name, file in index.items():
+            files.setdefault(inside(folder, file), []).append(name)
+        wrong = sorted(p.name for p in files if p.suffix != ".safetensors" or not p.is_file())
+        if wrong:
+            raise RuleError("an index names safetensors files that exist", listed(wrong), "Download them again")
+        return files
+    single = inside(folder, "model.safetensors")
+    if single.is_file():
+        return {single: []}
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+    if pickles:
+        raise RuleError("weights are safetensors; pickled ones can run code", listed(pickles), "Convert them, or take another revision")
+    raise RuleError("a model folder holds model.safetensors or its index", str(folder), "Check the path")
+
+
+def _header(path: Path) -> dict[str, Entry]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            return {name: Entry(path, tuple(v.get_shape()), str(v.get_dtype())) for name, v in views.items()}
+    except (SafetensorError, OSError) as error:
+        raise RuleError(f"{path.name} is a complete safetensors file", str(error), "Download it again") from error
+
+
+def reader(entries: Mapping[str, Entry], stack: ExitStack, device: torch.device, dtype: torch.dtype) -> Any:
+    """`take` from the files: mapped, not read; each tensor is copied when it is asked for."""
+    from safetensors import safe_open
+
+    files = {path: stack.enter_context(safe_open(path, "pt")) for path in dict.fromkeys(e.file for e in entries.values())}
+
+    def take(name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor: Tensor = files[entries[name].file].get_tensor(name)
+        return tensor.to(device, dtype)
+
+    return take
+
+
+def check_sizes(raw: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
+    """No count of a config is beyond what the files could hold: nothing is allocated for one that lies."""
+    largest = max((max(e.shape, default=1) for e in entries.values()), default=0)
+    limits = {**dict.fromkeys(SIZES, largest), **dict.fromkeys(LAYERS, len(entries))}
+    for key, limit in limits.items():
+        value = raw.get(key)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= limit:
+            what = f"{len(entries)} tensors, the largest dimension is {largest}"
+            raise RuleError(f"{key} in config.json fits the files: {what}", repr(value), "Check that config and weights belong together")
+
+
+def describe(folder: Path, raw: Mapping[str, Any], config: Any, gemm: str) -> Info:
+    """The facts of a config, the generation_config's end tokens first."""
+    extra = read_json(folder, "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+    eos = extra.get("eos_token_id", config.eos_token_id)
+    encoder, kind = bool(config.is_encoder_decoder), str(raw["model_type"])
+    return Info(
+        kind,
+        folder,
+        config.vocab_size,
+        config.hidden_size,
+        config.max_position_embeddings,
+        config.bos_token_id,
+        tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        extra.get("decoder_start_token_id", config.decoder_start_token_id) if encoder else None,
+        kind != "bert",
+        encoder,
+        gemm,
+    )
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few names, and how many more there are."""
+    all_names = list(names)
+    more = f" and {len(all_names) - SHOWN} more" if len(all_names) > SHOWN else ""
+    return ", ".join(all_names[:SHOWN]) + more

@@ -1,0 +1,224 @@
+"""Attention layers: projections around `step.attend`. What a layer stores, sees and scores is a GroupSpec of one layer.
+
+Three kinds: dense (q, k, v per head, with or without rope, q/k norms, biases, sinks, soft caps), latent (MLA, absorbed: queries are
+brought into the latent space, so that prefill and decode are the same attention over one shared row per token), and cross (keys come
+from an encoder's rows, stored by its step). A layer knows its number among the model's attention layers, and no request or page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.nn.linear import Linear
+from lockstep.nn.norm import RMSNorm, RMSSpec
+from lockstep.nn.rope import Angles, Rope
+from lockstep.nn.source import Weights
+from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
+
+Turns = dict[Rope, Angles]
+LATENT_NORM = RMSSpec(1e-6)  # whatever eps the other norms of the model have
+
+
+class Step(Protocol):
+    """What a layer sees of a lowered step; `run.step.Step` is one."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor: ...
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer's attention happens: a group, and the layer's number in it."""
+
+    group: int
+    layer: int
+
+
+@dataclass(frozen=True)
+class DenseSpec:
+    """Attention over per-head keys and values. `window` counts the keys a row sees, itself included; None = all."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rope: Rope | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    qk_norm: RMSSpec | None = None
+    bias: bool = False
+    out_bias: bool = False
+    sinks: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise RuleError("heads is a multiple of kv_heads", f"{self.heads} and {self.kv_heads}", "Check config.json")
+
+    def build(self, w: Weights, index: int) -> Dense:
+        widths = (self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim)
+        norm = self.qk_norm
+        return Dense(
+            index,
+            self,
+            w.fused(("q_proj", "k_proj", "v_proj"), widths, self.hidden, self.bias),
+            w.linear("o_proj", self.hidden, widths[0], self.out_bias),
+            (norm.build(w, "q_norm", self.head_dim), norm.build(w, "k_norm", self.head_dim)) if norm else None,
+            w.tensor("sinks", self.heads) if self.sinks else None,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """x [T, hidden] → [T, hidden]."""
+
+    index: int
+    spec: DenseSpec
+    qkv: Linear
+    out: Linear
+    norms: tuple[RMSNorm, RMSNorm] | None = None
+    sinks: Tensor | None = None
+    layout: Layout = Layout.DENSE
+    causal: bool = True
+
+    def __call__(self, x: Tensor, turns: Turns, step: Step) -> Tensor:
+        s = self.spec
+        counts = [s.heads, s.kv_heads, s.kv_heads]
+        q, k, v = self.qkv(x).view(len(x), sum(counts), s.head_dim).split_with_sizes(counts, 1)
+        if self.norms:
+            q, k = self.norms[0](q), self.norms[1](k)
+        if s.rope:
+            q, k = s.rope.rotate(q, turns[s.rope]), s.rope.rotate(k, turns[s.rope])
+        return self.out(step.attend(self.index, q, k, v).flatten(1))
+
+    def group(self) -> GroupSpec:
+        """The layer as a group of its own."""
+        s = self.spec
+        sinks = None if self.sinks is None else tuple(self.sinks.tolist())
+        attn = AttnSpec(s.scale, s.soft_cap, sinks)
+        return GroupSpec(self.layout, s.heads, s.kv_heads, s.head_dim, s.head_dim, (attn,), window=s.window, causal=self.causal)
+
+
+@dataclass(frozen=True, eq=False)
+class Cross:
+    """Attention of a decoder's rows to an encoder's. `store` is called with the encoder's rows, by the encoder's step."""
+
+    index: int
+    spec: DenseSpec
+    q: Linear
+    kv: Linear
+    out: Linear
+
+    def store(self, x: Tensor, layer: int, step: Step) -> None:
+        """x [T, hidden], the encoder's output; `layer` is this layer's number in the encoder's step."""
+        k, v = self.kv(x).view(len(x), 2 * self.spec.kv_heads, self.spec.head_dim).chunk(2, 1)
+        step.store(layer, k, v)
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        q = self.q(x).view(len(x), self.spec.heads, self.spec.head_dim)
+        return self.out(step.attend(self.index, q, None, None).flatten(1))
+
+    def group(self) -> GroupSpec:
+        """The layer as a group of its own."""
+        s = self.spec
+        return GroupSpec(Layout.CROSS, s.heads, s.kv_heads, s.head_dim, s.head_dim, (AttnSpec(s.scale),), causal=False)
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention. A token's cache row is its latent (`rank`) and one rotated key part (`d_rope`) for all heads."""
+
+    hidden: int
+    heads: int
+    rank: int
+    d_nope: int
+    d_rope: int
+    d_v: int
+    scale: float
+    rope: Rope
+    q_rank: int | None = None
+    bias: bool = False
+    window: int | None = None
+    norm: RMSSpec = LATENT_NORM
+
+    def build(self, w: Weights, index: int) -> Latent:
+        d_q = self.heads * (self.d_nope + self.d_rope)
+        if self.q_rank is None:
+            down, norm, up = None, None, w.linear("q_proj", d_q, self.hidden)
+        else:
+            down = w.linear("q_a_proj", self.q_rank, self.hidden, self.bias)
+            norm, up = self.norm.build(w, "q_a_layernorm", self.q_rank), w.linear("q_b_proj", d_q, self.q_rank)
+        kv = w.tensor("kv_b_proj.weight", self.heads * (self.d_nope + self.d_v), self.rank)
+        per_head = kv.view(self.heads, self.d_nope + self.d_v, self.rank)
+        return Latent(
+            index,
+            self,
+            Query(down, norm, up),
+            w.linear("kv_a_proj_with_mqa", self.rank + self.d_rope, self.hidden, self.bias),
+            self.norm.build(w, "kv_a_layernorm", self.rank),
+            tuple(w.pack(head[: self.d_nope].T) for head in per_head),
+            tuple(w.pack(head[self.d_nope :]) for head in per_head),
+            w.linear("o_proj", self.hidden, self.heads * self.d_v, self.bias),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Query:
+    """Queries straight from the row, or through a low rank and its norm."""
+
+    down: Linear | None
+    norm: RMSNorm | None
+    up: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.up(self.norm(self.down(x)) if self.down and self.norm else x)
+
+
+@dataclass(frozen=True, eq=False)
+class Latent:
+    """x [T, hidden] → [T, hidden]. `absorb` and `expand` hold one GEMM per head: into the latent space and out of it."""
+
+    index: int
+    spec: LatentSpec
+    query: Query
+    compress: Linear
+    norm: RMSNorm
+    absorb: tuple[Linear, ...]
+    expand: tuple[Linear, ...]
+    out: Linear
+
+    def __call__(self, x: Tensor, turns: Turns, step: Step) -> Tensor:
+        s, angles = self.spec, turns[self.spec.rope]
+        q = self.query(x).view(len(x), s.heads, s.d_nope + s.d_rope)
+        inside = torch.stack([w(q[:, h, : s.d_nope]) for h, w in enumerate(self.absorb)], 1)
+        queries = torch.cat((inside, s.rope.rotate(q[..., s.d_nope :], angles)), -1)
+        latent, shared = self.compress(x).split_with_sizes([s.rank, s.d_rope], -1)
+        keys = torch.cat((self.norm(latent)[:, None], s.rope.rotate(shared[:, None], angles)), -1)
+        seen = step.attend(self.index, queries, keys, keys[..., : s.rank])
+        return self.out(torch.cat([w(seen[:, h]) for h, w in enumerate(self.expand)], -1))
+
+    def group(self) -> GroupSpec:
+        """The layer as a group of its own."""
+        s = self.spec
+        return GroupSpec(Layout.LATENT, s.heads, 1, s.rank + s.d_rope, s.rank, (AttnSpec(s.scale),), window=s.window)
+
+
+Attention = Dense | Latent | Cross
+
+
+def merge(layers: Sequence[GroupSpec]) -> tuple[tuple[GroupSpec, ...], tuple[Place, ...]]:
+    """Layers that keep and see their keys alike share a group; groups stand in order of their first layer."""
+    keys = [replace(layer, layers=(AttnSpec(1.0),)) for layer in layers]
+    order = list(dict.fromkeys(keys))
+    members: list[list[AttnSpec]] = [[] for _ in order]
+    places = []
+    for key, layer in zip(keys, layers, strict=True):
+        group = members[order.index(key)]
+        places.append(Place(order.index(key), len(group)))
+        group += layer.layers
+    return tuple(replace(key, layers=tuple(attns)) for key, attns in zip(order, members, strict=True)), tuple(places)

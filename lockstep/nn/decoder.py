@@ -1,0 +1,185 @@
+"""The blocks and the decoder they make up: embedding, blocks, norm, head.
+
+`DecoderSpec` is what a model file makes of a config: frozen, comparable, a variant is a `replace` of it. `Decoder` holds the weights and
+maps rows to rows; it is told ids and positions and never a request. Encoders and encoder-decoders build theirs from `PostBlock`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.nn.attention import Attention, Cross, Dense, DenseSpec, Latent, LatentSpec, Place, Step, Turns, merge
+from lockstep.nn.embed import Embedding, pool
+from lockstep.nn.linear import Linear
+from lockstep.nn.mlp import Mlp, MlpSpec
+from lockstep.nn.moe import Moe, MoeSpec
+from lockstep.nn.norm import LayerNorm, RMSNorm, RMSSpec
+from lockstep.nn.source import Weights
+from lockstep.types import GroupSpec, Layout, RuleError
+
+
+class Model(Protocol):
+    """What runs a model sees of it. A step's plan is built with `groups`, or with `fresh_groups` where nothing is kept."""
+
+    def __call__(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+    def embed(self, hidden: Tensor, q_indptr: Sequence[int], how: str | None = None) -> Tensor: ...
+    def groups(self, page_size: int = 16, kv_dtype: str = "float32") -> tuple[GroupSpec, ...]: ...
+    def fresh_groups(self) -> tuple[GroupSpec, ...]: ...
+    @property
+    def places(self) -> tuple[Place, ...]: ...
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """One layer. `sandwich`: the outputs of attention and feed-forward are normed too."""
+
+    attn: DenseSpec | LatentSpec
+    mlp: MlpSpec | MoeSpec
+    sandwich: bool = False
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """A decoder-only model."""
+
+    vocab_size: int
+    hidden: int
+    max_position: int
+    blocks: tuple[BlockSpec, ...]
+    norm: RMSSpec
+    tied: bool
+    embed_scale: float = 1.0
+    logit_cap: float | None = None
+
+    def with_windows(self, windows: Sequence[int | None]) -> DecoderSpec:
+        """The same model with one window per layer."""
+        if len(windows) != len(self.blocks):
+            raise RuleError("layer_types names every layer", f"{len(windows)} types, {len(self.blocks)} layers", "Check config.json")
+        pairs = zip(self.blocks, windows, strict=True)
+        return replace(self, blocks=tuple(replace(b, attn=replace(b.attn, window=w)) for b, w in pairs))
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """x + attention(norm x), then x + feed-forward(norm x)."""
+
+    attn: Dense | Latent
+    mlp: Mlp | Moe
+    norms: tuple[RMSNorm, RMSNorm]
+    after: tuple[RMSNorm, RMSNorm] | None
+
+    def __call__(self, x: Tensor, turns: Turns, step: Step) -> Tensor:
+        mixed = self.attn(self.norms[0](x), turns, step)
+        x = x + (self.after[0](mixed) if self.after else mixed)
+        fed = self.mlp(self.norms[1](x))
+        return x + (self.after[1](fed) if self.after else fed)
+
+
+@dataclass(frozen=True, eq=False)
+class PostBlock:
+    """norm(x + attention), with an encoder to look at another one, then norm(x + feed-forward): the blocks of bert and bart."""
+
+    attn: Dense
+    attn_norm: LayerNorm
+    mlp: Mlp
+    mlp_norm: LayerNorm
+    cross: Cross | None = None
+    cross_norm: LayerNorm | None = None
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        x = self.attn_norm(x + self.attn(x, {}, step))
+        if self.cross and self.cross_norm:
+            x = self.cross_norm(x + self.cross(x, step))
+        return self.mlp_norm(x + self.mlp(x))
+
+
+@dataclass(frozen=True, eq=False)
+class Decoder:
+    """ids [T], positions [T] and a lowered step → hidden [T, d] → logits [T, vocab]."""
+
+    spec: DecoderSpec
+    embedding: Embedding
+    blocks: tuple[Block, ...]
+    norm: RMSNorm
+    head: Linear | None
+    pooling: str = "last"
+
+    def __call__(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
+        x = self.embedding(ids)
+        ropes = {b.attn.rope for b in self.spec.blocks if b.attn.rope}
+        turns = {rope: rope.angles(positions) for rope in ropes}
+        for block in self.blocks:
+            x = block(x, turns, step)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S, d] → float32 [S, vocab]."""
+        if self.head is None:
+            raise RuleError("a model that generates has a head", "weights without lm_head", "Use it for embeddings")
+        logits = self.head(hidden).float()
+        cap = self.spec.logit_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def embed(self, hidden: Tensor, q_indptr: Sequence[int], how: str | None = None) -> Tensor:
+        """Embeddings of whole requests, [B, d] float32 of length 1; `how` is "last" or "mean"."""
+        return pool(hidden, q_indptr, how or self.pooling)
+
+    def groups(self, page_size: int = 16, kv_dtype: str = "float32") -> tuple[GroupSpec, ...]:
+        """The KV groups of a generating step."""
+        return cached(self._merged[0], page_size, kv_dtype)
+
+    def fresh_groups(self) -> tuple[GroupSpec, ...]:
+        """The groups of an embedding step, which keeps nothing. The places are the same."""
+        return tuple(replace(g, layout=Layout.FRESH) for g in self._merged[0])
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Attention layer → (group, layer in it)."""
+        return self._merged[1]
+
+    @cached_property
+    def _merged(self) -> tuple[tuple[GroupSpec, ...], tuple[Place, ...]]:
+        return groups_of([b.attn for b in self.blocks])
+
+
+def groups_of(layers: Sequence[Attention]) -> tuple[tuple[GroupSpec, ...], tuple[Place, ...]]:
+    """The groups of a step's attention layers, and the place of each."""
+    return merge([layer.group() for layer in layers])
+
+
+def cached(groups: Sequence[GroupSpec], page_size: int, kv_dtype: str) -> tuple[GroupSpec, ...]:
+    """Groups with the cache's page size and dtype; a fresh group stores nothing and has neither."""
+    return tuple(g if g.layout is Layout.FRESH else replace(g, page_size=page_size, kv_dtype=kv_dtype) for g in groups)
+
+
+def build(spec: DecoderSpec, weights: Weights) -> Decoder:
+    """The model of a spec. A checkpoint of the trunk alone has no "model." before its names, and, untied, no head."""
+    w = weights if weights.has("embed_tokens.weight") else weights.at("model")
+    w.skip(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+    table = w.tensor("embed_tokens.weight", spec.vocab_size, spec.hidden)
+    blocks = tuple(_block(b, w.at("layers", i), i, spec.norm) for i, b in enumerate(spec.blocks))
+    norm = spec.norm.build(w, "norm", spec.hidden)
+    if spec.tied:
+        weights.skip(r"lm_head\.weight")
+        head: Linear | None = w.pack(table)
+    elif w is weights and not weights.has("lm_head.weight"):
+        head = None
+    else:
+        head = weights.linear("lm_head", spec.vocab_size, spec.hidden)
+    return Decoder(spec, Embedding(table, spec.embed_scale), blocks, norm, head)
+
+
+def _block(spec: BlockSpec, w: Weights, index: int, norm: RMSSpec) -> Block:
+    def pair(first: str, second: str) -> tuple[RMSNorm, RMSNorm]:
+        return norm.build(w, first, spec.attn.hidden), norm.build(w, second, spec.attn.hidden)
+
+    before = pair("input_layernorm", "pre_feedforward_layernorm" if spec.sandwich else "post_attention_layernorm")
+    after = pair("post_attention_layernorm", "post_feedforward_layernorm") if spec.sandwich else None
+    return Block(spec.attn.build(w.at("self_attn"), index), spec.mlp.build(w.at("mlp")), before, after)

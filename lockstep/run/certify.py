@@ -1,0 +1,91 @@
+"""Proof, on this machine and at load, that a row's bits do not depend on the rows beside it.
+
+One layer of each kind that the model has, with embedding, norms, attention, feed-forward and head, is run over row counts 1 to 64, at
+every row position, with one and with all threads; each row must have the bits it has alone. The digest of these bits is part of the
+fingerprint: two machines that agree on it computed the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numba
+import torch
+from torch import Tensor
+
+from lockstep.attention.base import Backend
+from lockstep.kv.pages import PagePool
+from lockstep.kv.tables import Table
+from lockstep.nn.decoder import Decoder, Model
+from lockstep.plan.build import Work, build
+from lockstep.run.runner import Runner
+from lockstep.types import RuleError
+
+ROWS = 64
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What was proven: row counts and threads tried, and the digest of the bits."""
+
+    rows: int
+    threads: tuple[int, ...]
+    digest: str
+
+
+def certify(model: Model, backend: Backend, vocab_size: int) -> Certificate:
+    """Raises RuleError, with the first row count that differs, unless every row is the same everywhere."""
+    part = probe(model)
+    ids = torch.randint(vocab_size, (ROWS,), generator=torch.Generator().manual_seed(0))
+    many = torch.get_num_threads()
+    counts = sorted({1, min(2, many), many})
+    with threads(1):
+        want = torch.cat([rows(part, backend, ids[i : i + 1]) for i in range(ROWS)])
+    for count in counts:
+        with threads(count):
+            for n in range(1, ROWS + 1):
+                for begin in {0, ROWS - n}:
+                    got = rows(part, backend, ids[begin : begin + n])
+                    if not torch.equal(got.view(torch.int32), want[begin : begin + n].view(torch.int32)):
+                        rule = "a row has the same bits whatever rows are computed with it"
+                        raise RuleError(rule, f"a difference at {n} rows and {count} threads", "Use another GEMM kernel or backend")
+    return Certificate(ROWS, tuple(counts), hashlib.sha256(want.numpy().tobytes()).hexdigest()[:16])
+
+
+def probe(model: Model) -> Model:
+    """One layer of each kind; a model that is not a decoder is tried whole."""
+    if not isinstance(model, Decoder):
+        return model
+    kinds = list(dict.fromkeys(model.spec.blocks))
+    first = [model.spec.blocks.index(kind) for kind in kinds]
+    blocks = tuple(replace(model.blocks[i], attn=replace(model.blocks[i].attn, index=at)) for at, i in enumerate(first))
+    return replace(model, spec=replace(model.spec, blocks=tuple(kinds)), blocks=blocks)
+
+
+def rows(model: Model, backend: Backend, ids: Tensor) -> Tensor:
+    """Logits, or hidden states, of one first token per request."""
+    specs = model.groups()
+    pools = [PagePool(len(ids) + 1) for _ in specs]
+    tables = [Table(specs, pools) for _ in ids]
+    for table in tables:
+        table.reserve(1)
+    works = [Work(0, 1, tuple(t.pages(g) for g in range(len(specs)))) for t in tables]
+    runner = Runner(model, specs, [p.num_pages for p in pools], backend)
+    hidden = runner.run(build(specs, works), ids, range(len(specs)), model.places)
+    return model.logits(hidden) if isinstance(model, Decoder) and model.head is not None else hidden
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Runs the block with `count` threads in torch and in Numba."""
+    before: Sequence[int] = (torch.get_num_threads(), numba.get_num_threads())
+    torch.set_num_threads(count)
+    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        numba.set_num_threads(before[1])

@@ -1,0 +1,223 @@
+"""What happens to logits between the model and the choice, in one order; and log-probabilities.
+
+    bias, penalties, min_tokens     `edited`: sparse, on a copy
+    temperature, top-k, top-p, min-p, noise, argmax     `chosen`: with tensors, for any device; the CPU has the same in one kernel
+    log-probabilities               `described`: of the model's own logits, before all of the above
+
+Tokens are ordered by score and then by id, everywhere. Top-k, top-p and min-p keep a beginning of that order. Probabilities are
+integers in units of 2^-42: their sums are exact and have no order. Everything else is elementwise, so a row's bits cannot depend on
+other rows, on its place or on threads. Knows rows and tensors, not requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.kernels.cpu.sample import EMPTY, FRACTION, ID_BITS, ID_MASK, INFINITE, NAN, NO_TOKEN, OK, ln, weight, wide_float
+from lockstep.sample.noise import noise
+from lockstep.sample.params import SamplingParams
+
+ELEMENTS = 2**24  # of float64 that `described` works on at a time
+NO_TOKENS: NDArray[np.int32] = np.empty(0, np.int32)
+NO_TOKENS.flags.writeable = False
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One row of logits, and whom it is for.
+
+    params      of one completion (n = 1), its seed resolved
+    position    of the token to be chosen: the number of tokens before it
+    prompt_len  how many of these are the prompt
+    token_ids   int32 [position]: the committed tokens and the row's ancestors, in order; may be empty unless params.penalised
+    """
+
+    params: SamplingParams
+    position: int
+    prompt_len: int = 0
+    token_ids: NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS)
+
+    @property
+    def generated_len(self) -> int:
+        """Tokens chosen before this one."""
+        return self.position - self.prompt_len
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """The rows' parameters as arrays, in the layout of the CPU kernel."""
+
+    floats: NDArray[np.float64]  # [S, 3] temperature (0: greedy), top-p, ln of min-p
+    ints: NDArray[np.int64]  # [S, 5] top-k, position, index, low and high word of the seed
+
+
+@dataclass(frozen=True, eq=False)
+class Logprobs:
+    """Of S rows: the chosen token's, float32 [S], and the k best tokens, int64 [S, k], with theirs, float32 [S, k]. NaN for a bad row."""
+
+    chosen: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+
+# ---- bias, penalties, min_tokens ----
+
+
+def edited(logits: Tensor, rows: Sequence[Row], eos_ids: tuple[int, ...]) -> Tensor:
+    """`logits` themselves if no row asks for a change, otherwise a changed copy."""
+    out = logits
+    at, ids, (bias,) = _entries([_biases(row.params) for row in rows], logits.device)
+    if len(at):
+        out = out.clone()
+        out[at, ids] += bias
+    at, ids, (repetition, minus) = _entries([_penalties(row) for row in rows], logits.device, 2)
+    if len(at):
+        out = out.clone() if out is logits else out
+        x = out[at, ids]
+        out[at, ids] = torch.where(x > 0, x / repetition, x * repetition) - minus
+    at, ids, _ = _entries([_forbidden(row, eos_ids) for row in rows], logits.device)
+    if len(at):
+        out = out.clone() if out is logits else out
+        out[at, ids] = -torch.inf
+    return out
+
+
+def _biases(params: SamplingParams) -> tuple[Any, ...]:
+    """(ids, bias)."""
+    return tuple(zip(*params.biases, strict=True)) if params.biases else ()
+
+
+def _penalties(row: Row) -> tuple[Any, ...]:
+    """(ids, repetition, what to take off), of every token before this one."""
+    params = row.params
+    if not params.penalised or not row.position:
+        return ()
+    assert len(row.token_ids) == row.position, f"{len(row.token_ids)} tokens before position {row.position}"
+    ids, inverse = np.unique(row.token_ids, return_inverse=True)
+    counts = np.bincount(inverse[row.prompt_len :], minlength=len(ids))
+    minus = counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
+    return ids, np.full(len(ids), params.repetition_penalty), minus
+
+
+def _forbidden(row: Row, eos_ids: tuple[int, ...]) -> tuple[Any, ...]:
+    """(ids, filler) of the tokens that would end the generation too early."""
+    params = row.params
+    if row.generated_len >= params.min_tokens:
+        return ()
+    ids = {*params.stop_ids, *(() if params.ignore_eos else eos_ids)}
+    return sorted(ids), [0.0] * len(ids)
+
+
+def _entries(per_row: Sequence[tuple[Any, ...]], device: torch.device, values: int = 1) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(row, id, values) of all rows behind one another: int64, int64, float32. A row names an id once."""
+    some = [(r, *columns) for r, columns in enumerate(per_row) if columns and len(columns[0])]
+    at = np.repeat([r for r, *_ in some], [len(ids) for _, ids, *_ in some]).astype(np.int64)
+    columns = [np.concatenate([entry[1 + c] for entry in some]) if some else np.zeros(0) for c in range(1 + values)]
+    numbers = [torch.from_numpy(column.astype(np.float32)).to(device) for column in columns[1:]]
+    return torch.from_numpy(at).to(device), torch.from_numpy(columns[0].astype(np.int64)).to(device), numbers
+
+
+# ---- the order of tokens ----
+
+
+def keys(scores: Tensor) -> Tensor:
+    """float32 as int64 in the same order; -0 and 0 are one."""
+    bits = (scores + 0.0).view(torch.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
+
+
+def ranks(scores: Tensor) -> Tensor:
+    """int64 [S, V]: smaller is better, by score and then by id, which is in the low bits. No two are equal."""
+    order = keys(scores)
+    ids = torch.arange(scores.shape[1], device=scores.device)
+    return ((order.amax(1, keepdim=True) - order) << ID_BITS) | ids
+
+
+def states(scores: Tensor) -> Tensor:
+    """int64 [S]: whether there is anything to choose from in a row."""
+    top = scores.amax(1)
+    state = torch.where(top == torch.inf, INFINITE, torch.where(top == -torch.inf, EMPTY, OK))
+    return torch.where(scores.isnan().any(1), NAN, state)
+
+
+def weights(scores: Tensor, top: Tensor) -> Tensor:
+    """int64: exp(score - top) in units of 2^-FRACTION. `top` is the row's best score."""
+    result: Tensor = weight(scores.to(torch.float64) - top.to(torch.float64))
+    return result
+
+
+# ---- temperature, top-k, top-p, min-p, noise, argmax ----
+
+
+def cut(scores: Tensor, top_k: Tensor, top_p: Tensor, min_log: Tensor) -> Tensor:
+    """-inf where top-k, top-p or min-p do not keep a token. scores float32 [S, V] without NaN; one entry per row of the others.
+
+    Top-p keeps the shortest beginning of the order that has at least the fraction top_p of the weight that top-k left.
+    """
+    vocab, top = scores.shape[1], scores.amax(1, keepdim=True)
+    order = ranks(scores)
+    best, _ = order.sort(1)
+    sorted_weights = weights(scores.gather(1, best & ID_MASK), top)
+    kept = torch.arange(vocab, device=scores.device) < top_k[:, None]
+    sorted_weights = sorted_weights * kept
+    total = sorted_weights.sum(1, keepdim=True)
+    wanted = needed_of(total, top_p[:, None])
+    kept &= (sorted_weights.cumsum(1) - sorted_weights < wanted) | (top_p[:, None] >= 1)
+    last = best.gather(1, kept.sum(1, keepdim=True) - 1)
+    likely = scores.to(torch.float64) - top.to(torch.float64) >= min_log[:, None]
+    return torch.where((order <= last) & likely, scores, -torch.inf)
+
+
+def needed_of(total: Tensor, top_p: Tensor) -> Tensor:
+    """The kernel's `needed`, for tensors."""
+    wanted = torch.ceil(wide_float(total) * top_p).to(torch.int64)
+    return wanted.minimum(total).clamp(min=1)
+
+
+def first_best(scores: Tensor) -> Tensor:
+    """The token with the largest score, the lowest id among equals."""
+    return ranks(scores).amin(1) & ID_MASK
+
+
+def chosen(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """(tokens, states), both int64 [S]: what the CPU kernel does, with tensors. A row with nothing to choose gets NO_TOKEN."""
+    floats = torch.from_numpy(settings.floats).to(logits.device)
+    ints = torch.from_numpy(settings.ints).to(logits.device)
+    greedy = floats[:, 0] == 0
+    temperature = torch.where(greedy, 1.0, floats[:, 0]).to(torch.float32)
+    scores = logits / temperature[:, None] + 0.0
+    state = states(scores)
+    scores = torch.where((state == OK)[:, None], scores, 0.0)
+    noisy = cut(scores, ints[:, 0], floats[:, 1], floats[:, 2]) + noise(ints[:, 1:], logits.shape[1])
+    tokens = first_best(torch.where(greedy[:, None], scores, noisy))
+    return torch.where(state == OK, tokens, NO_TOKEN), state
+
+
+# ---- log-probabilities ----
+
+
+def described(logits: Tensor, tokens: Tensor, k: int) -> Logprobs:
+    """Log-probabilities with tensors, a few rows at a time. tokens int64 [S], NO_TOKEN for none."""
+    few = max(1, ELEMENTS // logits.shape[1])
+    starts = range(0, max(1, len(logits)), few)
+    parts = [_described(logits[i : i + few], tokens[i : i + few], k) for i in starts]
+    return Logprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _described(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    good = (states(logits) == OK)[:, None]
+    scores = torch.where(good, logits, 0.0)
+    top = scores.amax(1, keepdim=True)
+    log_sum: Tensor = ln(wide_float(weights(scores, top).sum(1, keepdim=True)) * 2.0**-FRACTION)
+    top_ids = ranks(scores).topk(k, 1, largest=False).values & ID_MASK
+    ids = torch.cat((tokens.clamp(min=0)[:, None], top_ids), 1)
+    logs = ((scores.gather(1, ids).to(torch.float64) - top.to(torch.float64)) - log_sum + 0.0).to(torch.float32)
+    logs = torch.where(good, logs, torch.nan)
+    return torch.where(tokens >= 0, logs[:, 0], torch.nan), torch.where(good, top_ids, NO_TOKEN), logs[:, 1:]

@@ -1,0 +1,33 @@
+"""Gumbel noise by counter: a function of (seed, index, position of the sampled token, token id), and of nothing else.
+
+    words = Philox 4x32-10, counter (token id // 4, position, index, 0), key (seed mod 2^32, seed div 2^32)
+    word  = words[token id mod 4]                    32 bits
+    u     = (word + 1/2) / 2^32                      in [2^-33, 1 - 2^-33], exact in float64
+    noise = float32(-ln(-ln u))                      in [-3.13, 22.88], ln written out in float64
+
+Integers and single IEEE operations only, so numpy, torch on any device and the CPU kernel give the same bits; there is no state, so
+neither the batch nor what was drawn before can matter. The argmax of score + noise is a sample of softmax(score).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.cpu.sample import WORD, gumbel, philox
+
+
+def counter(seed: int, index: int, position: int) -> tuple[int, int, int, int]:
+    """What identifies a row's noise, in the order of the kernel: position, index, low and high word of the seed."""
+    return position, index, seed & WORD, (seed >> 32) & WORD
+
+
+def noise(counters: Tensor, vocab_size: int) -> Tensor:
+    """float32 [S, vocab_size], on the device of `counters`, int64 [S, 4]."""
+    groups = torch.arange(-(-vocab_size // 4), device=counters.device)
+    position, index, low, high = (column[:, None] for column in counters.unbind(1))
+    words: Any = philox(groups[None, :], position, index, 0, low, high)
+    result: Tensor = gumbel(torch.stack(words, -1)).to(torch.float32)
+    return result.flatten(1)[:, :vocab_size]

@@ -1,0 +1,264 @@
+"""What a user asks of a generation, checked in full when it is made: a parameter that is accepted is honoured.
+
+`SamplingParams` is frozen and hashable; a variation is `dataclasses.replace`. Knows no model: ids are checked against a vocabulary by
+`check_vocab`, lengths against a context by the engine. Defaults are OpenAI's constants, never a checkpoint's. No torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from lockstep.kernels.cpu.sample import MAX_VOCAB
+from lockstep.types import RuleError
+
+MAX_TOKENS = 2**24
+MAX_COMPLETIONS = 128
+MAX_LOGPROBS = 20
+MAX_STOPS, MAX_STOP_CHARS = 16, 256
+MAX_BIASES, MAX_BIAS = 1024, 100.0
+MAX_STOP_IDS = 1024
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 2.0
+SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens, how long, and what to report.
+
+    max_tokens          tokens to generate at most; None: as many as the context leaves
+    temperature         0: the best token, without noise; otherwise logits are divided by it
+    top_p               keep the best tokens that together have at least this probability, after top_k
+    top_k               keep this many of the best tokens; 0 and -1 both mean all
+    min_p               keep tokens with at least this fraction of the best token's probability
+    seed                int64; None: the engine draws one per request (`resolve_seed`) and returns it
+    stop                strings that end the text, which is cut before them
+    stop_token_ids      tokens that end the generation, like the model's own EOS
+    n                   completions; number i is the one that (n=1, sample_index=sample_index+i) gives alone
+    logprobs            True or 0: log-probability of every chosen token; k: of the k best as well; None or False: none
+    prompt_logprobs     the same of the prompt's tokens
+    logit_bias          {token id: value added to the logit}; kept as pairs sorted by id
+    presence_penalty    taken off the logit of every token generated so far
+    frequency_penalty   taken off once per time it was generated
+    repetition_penalty  divides a positive logit, multiplies a negative one, of every token of the prompt and generated so far
+    ignore_eos          the model's EOS does not end the generation (stop and stop_token_ids still do)
+    min_tokens          EOS and stop_token_ids cannot be chosen before so many tokens
+    sample_index        which of a seed's completions this is
+    """
+
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    n: int = 1
+    logprobs: int | bool | None = None
+    prompt_logprobs: int | bool | None = None
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    sample_index: int = 0
+
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {
+            "max_tokens": None if self.max_tokens is None else whole("max_tokens", self.max_tokens, 1, MAX_TOKENS, MAX_TOKENS_REMEDY),
+            "temperature": _temperature(self.temperature),
+            "top_p": number("top_p", self.top_p, 0, 1, "Use 1 to keep every token, temperature=0 for the best one", above=True),
+            "top_k": whole("top_k", self.top_k, -1, MAX_VOCAB, "Use 0 or -1 to keep every token"),
+            "min_p": number("min_p", self.min_p, 0, 1, "Use 0 to keep every token"),
+            "seed": None if self.seed is None else whole("seed", self.seed, SEED_MIN, SEED_MAX, "Use None for a seed of its own"),
+            "stop": _stop(self.stop),
+            "stop_token_ids": _stop_ids(self.stop_token_ids),
+            "n": whole("n", self.n, 1, MAX_COMPLETIONS, "Send several requests, with sample_index to tell them apart"),
+            "logprobs": _logprobs("logprobs", self.logprobs),
+            "prompt_logprobs": _logprobs("prompt_logprobs", self.prompt_logprobs),
+            "logit_bias": _biases(self.logit_bias),
+            "presence_penalty": number("presence_penalty", self.presence_penalty, -2, 2, "Use 0 for none"),
+            "frequency_penalty": number("frequency_penalty", self.frequency_penalty, -2, 2, "Use 0 for none"),
+            "repetition_penalty": number("repetition_penalty", self.repetition_penalty, 0.01, 10, "Use 1 for none"),
+            "min_tokens": whole("min_tokens", self.min_tokens, 0, MAX_TOKENS, "Use 0 for no minimum"),
+            "sample_index": whole("sample_index", self.sample_index, 0, 2**31 - MAX_COMPLETIONS - 1, "Use 0 for the first completion"),
+        }
+        if not isinstance(self.ignore_eos, bool):
+            raise RuleError("ignore_eos is True or False", repr(self.ignore_eos), "Pass a bool")
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            got = f"min_tokens={self.min_tokens}, max_tokens={self.max_tokens}"
+            raise RuleError("min_tokens is at most max_tokens", got, "Raise max_tokens")
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> SamplingParams:
+        """From parsed JSON. A name that is not a parameter is refused, with the nearest one."""
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, 1)
+                raise RuleError(
+                    "a parameter is one of " + " ".join(known), repr(name), f"Did you mean {near[0]}" if near else "Leave it out"
+                )
+        return cls(**given)
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Refuse ids that the model does not have: here, never on the device."""
+        for name, ids in (("logit_bias", [i for i, _ in self.biases]), ("stop_token_ids", list(self.stop_ids))):
+            bad = [i for i in ids if not 0 <= i < vocab_size]
+            if bad:
+                raise RuleError(f"{name} names tokens from 0 to {vocab_size - 1}", str(bad[0]), "Use ids of this model's tokenizer")
+        for name, top in (("logprobs", self.top_logprobs), ("prompt_logprobs", self.top_prompt_logprobs)):
+            if top is not None and top > vocab_size:
+                raise RuleError(f"{name} is at most the vocabulary's size, {vocab_size}", str(top), "Ask for fewer")
+
+    def completions(self) -> tuple[SamplingParams, ...]:
+        """One per completion, each of which gives the same answer alone."""
+        return tuple(replace(self, n=1, sample_index=self.sample_index + i) for i in range(self.n))
+
+    @property
+    def greedy(self) -> bool:
+        """No noise: the best token, after bias, penalties and min_tokens."""
+        return self.temperature == 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the choice depends on the tokens before it."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """`stop`, always a tuple."""
+        return tuple(self.stop)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """`stop_token_ids`, always a tuple."""
+        return tuple(self.stop_token_ids)
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as pairs, sorted by id."""
+        pairs: Any = self.logit_bias
+        return tuple(pairs)
+
+    @property
+    def top_logprobs(self) -> int | None:
+        """How many of the best tokens to report beside the chosen one; None: no log-probabilities."""
+        return _top(self.logprobs)
+
+    @property
+    def top_prompt_logprobs(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return _top(self.prompt_logprobs)
+
+
+def resolve_seed(params: SamplingParams) -> SamplingParams:
+    """With a seed of its own where the user gave none: drawn once per request, from the operating system."""
+    if params.seed is not None:
+        return params
+    return replace(params, seed=int.from_bytes(os.urandom(8), "little") >> 1)
+
+
+MAX_TOKENS_REMEDY = "Use None for as many as the context leaves"
+
+
+def whole(name: str, value: Any, low: int, high: int, remedy: str) -> int:
+    """An integer in [low, high]; a bool is not one, and neither is 1.0."""
+    rule = f"{name} is an integer from {low} to {high}"
+    if isinstance(value, bool):
+        raise RuleError(rule, repr(value), remedy)
+    try:
+        result = operator.index(value)
+    except TypeError:
+        raise RuleError(rule, _shown(value), remedy) from None
+    if not low <= result <= high:
+        raise RuleError(rule, _shown(value), remedy)
+    return result
+
+
+def number(name: str, value: Any, low: float, high: float, remedy: str, above: bool = False) -> float:
+    """A finite number in [low, high], or in (low, high] with `above`."""
+    rule = f"{name} is a number {'above' if above else 'from'} {low} {'and at most' if above else 'to'} {high}"
+    if isinstance(value, bool | str | bytes):
+        raise RuleError(rule, _shown(value), remedy)
+    try:
+        result = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise RuleError(rule, _shown(value), remedy) from None
+    if not low <= result <= high or (above and result == low):  # NaN is nowhere
+        raise RuleError(rule, _shown(value), remedy)
+    return result
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _temperature(value: Any) -> float:
+    remedy = "Use 0 for the best token"
+    result = number("temperature", value, 0, MAX_TEMPERATURE, remedy)
+    if 0 < result < MIN_TEMPERATURE:
+        raise RuleError(f"temperature is 0 or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}", _shown(value), remedy)
+    return result
+
+
+def _top(value: int | bool | None) -> int | None:
+    return None if value is None or value is False else int(value) if value is not True else 0
+
+
+def _logprobs(name: str, value: Any) -> int | bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    return whole(name, value, 0, MAX_LOGPROBS, "Use True for the chosen token alone")
+
+
+def _listed(name: str, value: Any, what: str, most: int) -> list[Any]:
+    """The elements of a list, few enough."""
+    rule = f"{name} is a list of at most {most} {what}"
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise RuleError(rule, _shown(value), "Pass a list")
+    items = list(value)
+    if len(items) > most:
+        raise RuleError(rule, f"{len(items)}", "Pass fewer")
+    return items
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    items = [value] if isinstance(value, str) else [] if value is None else _listed("stop", value, "strings", MAX_STOPS)
+    for item in items:
+        if not isinstance(item, str) or not 1 <= len(item) <= MAX_STOP_CHARS:
+            got = f"one of {len(item)} characters" if isinstance(item, str) else _shown(item)
+            raise RuleError(f"a stop is a string of 1 to {MAX_STOP_CHARS} characters", got, "Leave it out, or use stop_token_ids")
+    return tuple(dict.fromkeys(items))
+
+
+def _stop_ids(value: Any) -> tuple[int, ...]:
+    items = [] if value is None else _listed("stop_token_ids", value, "token ids", MAX_STOP_IDS)
+    ids = (whole("a stop token id", item, 0, MAX_VOCAB - 1, "Use ids of the model's tokenizer") for item in items)
+    return tuple(dict.fromkeys(ids))
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    """{id: bias}, JSON's string keys included, or the pairs this class keeps."""
+    rule = f"logit_bias maps at most {MAX_BIASES} token ids to numbers"
+    pairs = [] if value is None else list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, list | tuple) or len(pairs) > MAX_BIASES or any(not isinstance(p, tuple) or len(p) != 2 for p in pairs):
+        got = f"{len(pairs)} entries" if isinstance(pairs, list | tuple) else _shown(value)
+        raise RuleError(rule, got, "Pass a mapping {token id: bias}")
+    found: dict[int, float] = {}
+    for key, bias in pairs:
+        key = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10 else key
+        token = whole("a token id of logit_bias", key, 0, MAX_VOCAB - 1, "Use ids of the model's tokenizer")
+        if token in found:
+            raise RuleError("logit_bias names a token once", f"{token} twice", "Drop one of them")
+        found[token] = number(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS, "Use -100 to all but forbid a token")
+    return tuple(sorted(found.items()))

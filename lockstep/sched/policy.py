@@ -1,0 +1,51 @@
+"""The rules of the queue, as small pure functions: who is next, who steps back, how many rows fit. A new batching rule goes here.
+
+One static order serves all of them. A request's rank is its arrival number, less a head start per priority level; it never changes.
+So a request can be overtaken only by as many later ones as the head start allows, the best-ranked request always makes progress, and
+nobody preempts in circles. No clock: arrivals are counted. Results do not depend on any of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from lockstep.sched.request import Request
+
+HEAD_START = 64  # later arrivals that one level of priority lets a request overtake
+
+Rank = tuple[int, int, int]
+
+
+def rank(request: Request) -> Rank:
+    """The order of all requests; lower is better. Completions of one request stand together."""
+    return request.arrival - HEAD_START * request.ask.priority, request.arrival, request.index
+
+
+def turns(running: Sequence[Request]) -> list[Request]:
+    """In which order running requests get their rows: those that miss one row first, then the prompts; by rank among them."""
+    return sorted(running, key=lambda r: (r.rows > 1, rank(r)))
+
+
+def victim(running: Sequence[Request], instead_of: Request, placed: Collection[Request]) -> Request | None:
+    """Who gives its pages to `instead_of`: the worst-ranked one that is not in this step yet, if it is worse."""
+    worse = [r for r in running if r not in placed and rank(r) > rank(instead_of)]
+    return max(worse, key=rank, default=None)
+
+
+def displaced(running: Sequence[Request], head: Request) -> Request | None:
+    """Who makes way for a waiting request that found no room: only somebody of lower priority, and worse-ranked."""
+    worse = [r for r in running if r.ask.priority < head.ask.priority and rank(r) > rank(head)]
+    return max(worse, key=rank, default=None)
+
+
+def rows(request: Request, tokens: int, emits: int) -> int:
+    """How many of its missing rows a request may compute if the step has room for so many rows and emitted rows."""
+    new_len = min(request.rows, tokens)
+    while new_len > 0 and (over := request.emits(new_len) - emits) > 0:
+        new_len -= 1 if request.samples(new_len) else over
+    return max(0, new_len)
+
+
+def whole_first(after_whole: bool, waiting: bool) -> bool:
+    """Encoders and embeddings have steps of their own: every other step, as long as both kinds wait."""
+    return waiting and not after_whole

@@ -1,0 +1,142 @@
+"""What the scheduler knows of a request: what was asked for (frozen), how far it is (lengths), and its share of a step (frozen).
+
+There are no modes. `len(tokens) - cached_len` rows are missing; a request that misses one row is what others call decoding. What a
+token means, how it is sampled and when it ends a text is the business of whoever calls `commit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lockstep.kv.prefix import Path, Root
+from lockstep.kv.tables import Table
+from lockstep.plan.build import Work
+from lockstep.types import RuleError
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is wanted. Ids are token ids; `encoder_ids` are computed, whole, before the prompt; `embed` wants rows and no tokens."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int = 16
+    n: int = 1
+    priority: int = 0  # a higher one goes first
+    wants_prompt_logprobs: bool = False
+    encoder_ids: tuple[int, ...] = ()
+    tenant: str = ""
+    draft: bool = False
+    embed: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "encoder_ids"):
+            object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
+        if not self.prompt:
+            raise RuleError("a prompt has at least one token", "none", "Start with the beginning-of-text token")
+        if self.max_new_tokens < 0 or self.n < 1:
+            raise RuleError("max_new_tokens >= 0 and n >= 1", f"{self.max_new_tokens} and {self.n}", "Ask for something")
+        if self.n > 1 and (self.embed or not self.max_new_tokens):
+            raise RuleError("n counts completions", f"n={self.n} and no new tokens", "Use n=1")
+        if self.embed and (self.encoder_ids or self.wants_prompt_logprobs):
+            raise RuleError("an embedding has no encoder and no log-probabilities", "both asked for", "Ask for one of them")
+
+    @property
+    def root(self) -> Root:
+        """Who may share keys with this request."""
+        return Root(self.tenant, self.encoder_ids, self.draft)
+
+    @property
+    def max_keys(self) -> int:
+        """Keys that the request ever writes: the last token is sampled and not computed."""
+        return len(self.prompt) + max(0, self.max_new_tokens - 1)
+
+
+class Token(NamedTuple):
+    """A sampled token, and whether the text ends with it."""
+
+    id: int
+    stop: bool = False
+
+
+class Request:
+    """One continuation of a prompt. `tokens[:cached_len]` have their keys in the cache, if it has a table at all."""
+
+    def __init__(self, ask: Ask, arrival: int, index: int = 0, first: Iterable[int] = ()) -> None:
+        self.ask, self.arrival, self.index = ask, arrival, index
+        self.tokens = [*ask.prompt, *first]
+        self.cached_len = 0
+        self.scored_len = 0  # prompt rows whose log-probabilities were handed out
+        self.hit_len: int | None = None  # keys found in the prefix cache when it was admitted first
+        self.encoded = not ask.encoder_ids
+        self.table: Table | None = None
+        self.path: Path | None = None
+        self.finish: str | None = None  # "length", "stop" or "abort"
+        self.aborted = False  # while a step was running: ends when that step does
+        self.family: list[Request] = [self]  # all n continuations, as far as they exist
+
+    @property
+    def rows(self) -> int:
+        """Rows that are missing."""
+        return len(self.tokens) - self.cached_len
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.tokens[len(self.ask.prompt) :]
+
+    @property
+    def running(self) -> bool:
+        """Whether it holds pages."""
+        return self.table is not None
+
+    def samples(self, new_len: int) -> int:
+        """Tokens sampled when the next `new_len` rows are computed: none before the last row, n at the end of the prompt."""
+        if new_len < self.rows or not self.ask.max_new_tokens:
+            return 0
+        return self.ask.n if len(self.tokens) == len(self.ask.prompt) else 1
+
+    def emits(self, new_len: int) -> int:
+        """How many rows `emit` names."""
+        return max(0, self._scored_end(new_len) - self._scored_begin()) + self.samples(new_len)
+
+    def emit(self, new_len: int) -> tuple[int, ...]:
+        """Of the next `new_len` rows, those whose logits are wanted: for prompt log-probabilities, then for every sample."""
+        scored = range(self._scored_begin() - self.cached_len, self._scored_end(new_len) - self.cached_len)
+        return (*scored, *(new_len - 1,) * self.samples(new_len))
+
+    def _scored_begin(self) -> int:
+        return max(self.cached_len, self.scored_len)
+
+    def _scored_end(self, new_len: int) -> int:
+        """The row at position p tells of token p+1, so the prompt's last row tells of no prompt token."""
+        return min(self.cached_len + new_len, len(self.ask.prompt) - 1) if self.ask.wants_prompt_logprobs else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A request's share of a step: `ids` are the tokens of its rows, the first at position `cached_len`."""
+
+    request: Request
+    ids: tuple[int, ...]
+    cached_len: int
+    emit: tuple[int, ...]  # rows whose logits are wanted; the last `samples` of them are sampled from
+    samples: int
+    cross_new: int = 0  # encoder keys that this piece writes
+
+    @property
+    def new_len(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One forward pass, decided: `works[i]` is `pieces[i]` as `plan.build` takes it, over the groups named by `groups`."""
+
+    groups: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    works: tuple[Work, ...]
+
+
+Sampled = Sequence[Sequence[Token]]  # per piece, one token per sample

@@ -1,0 +1,132 @@
+"""Text as it grows: tokens in, characters out, never half a character and never part of a stop string.
+
+`Detok` turns tokens into text that will not change; its pieces joined are the decode of all tokens. `Stops` finds stop strings across
+pieces, whatever the pieces are. `Stream` is both. They hold state for one completion; nothing here knows the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lockstep.text.tokenizer import Tokenizer
+
+REPLACEMENT = "�"  # what a decoder makes of bytes that are not, or not yet, a character
+PROMPT_TAIL = 8  # tokens of the prompt that the first piece is decoded with
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New text, and the stop string that ended it, if one did. The text stops before the stop string."""
+
+    text: str
+    stop: str | None = None
+
+
+class Detok:
+    """Incremental detokenisation.
+
+    Tokens are decoded together with some before them, because a decoder treats the first token of a sequence differently (the space
+    of "▁the") and because a character can take several tokens. `ids[begin:]` is that window, `ids[begin:settled]` gave `known`, and
+    `sent` characters of the window's text are out. With `prompt_ids` the text continues the prompt's, leading space included.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special: bool = True) -> None:
+        self.tokenizer, self.skip_special = tokenizer, skip_special
+        self.ids = list(prompt_ids[-PROMPT_TAIL:])
+        self.begin, self.settled = 0, len(self.ids)
+        self.sent = len(self._window().rstrip(REPLACEMENT))
+
+    def push(self, token_id: int) -> str:
+        """The text that `token_id` adds and that no later token can change; possibly none."""
+        self.ids.append(token_id)
+        if token_id in self.tokenizer.byte_ids:  # a run of these is valid or not as a whole
+            return ""
+        text = self._window()
+        complete = text.rstrip(REPLACEMENT)
+        if complete != text:  # the last bytes may be the beginning of a character
+            return self._send(complete)
+        new = self._send(text)
+        if new:
+            self.begin, self.settled = self.settled, len(self.ids)
+            self.sent = len(self._window())
+        return new
+
+    def finish(self) -> str:
+        """What was held back: no token follows."""
+        return self._send(self._window())
+
+    def _window(self) -> str:
+        return self.tokenizer.decode(self.ids[self.begin :], self.skip_special)
+
+    def _send(self, text: str) -> str:
+        new = text[self.sent :]
+        self.sent += len(new)
+        return new
+
+
+class Stops:
+    """Stop strings in a text that arrives in pieces.
+
+    The stop string that ends first wins; of those that end together the longest. So the answer depends on the text, not on the pieces.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self.stops = tuple(stops)
+        self.held = ""  # the longest end of the text that may be the beginning of a stop string
+
+    def feed(self, text: str) -> Piece:
+        """The text that is certain now, or the rest of it before a stop string."""
+        text = self.held + text
+        found = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
+        if found:
+            _, at, stop = min(found)
+            self.held = ""
+            return Piece(text[:at], stop)
+        keep = self._partial(text)
+        self.held = text[len(text) - keep :]
+        return Piece(text[: len(text) - keep])
+
+    def skip(self, text: str) -> Piece:
+        """Text in which nothing is looked for, and what was held back: before min_tokens."""
+        text, self.held = self.held + text, ""
+        return Piece(text)
+
+    def finish(self) -> str:
+        """What was held back: no text follows."""
+        held, self.held = self.held, ""
+        return held
+
+    def _partial(self, text: str) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = max((len(stop) for stop in self.stops), default=1) - 1
+        for n in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-n:]) for stop in self.stops):
+                return n
+        return 0
+
+
+class Stream:
+    """A completion's text: tokens in; text that is final, and the stop string that ended it, out."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Iterable[str] = (), prompt_ids: Sequence[int] = ()) -> None:
+        self.detok, self.stops = Detok(tokenizer, prompt_ids), Stops(stops)
+        self.stopped = False
+
+    def push(self, token_id: int, may_stop: bool = True) -> Piece:
+        """The next token. After a stop nothing more comes."""
+        if self.stopped:
+            return Piece("")
+        text = self.detok.push(token_id)
+        return self._ended(self.stops.feed(text) if may_stop else self.stops.skip(text))
+
+    def finish(self) -> Piece:
+        """The end of the generation: what was held back, in which a stop string may still be complete."""
+        if self.stopped:
+            return Piece("")
+        piece = self._ended(self.stops.feed(self.detok.finish()))
+        return piece if self.stopped else Piece(piece.text + self.stops.finish())
+
+    def _ended(self, piece: Piece) -> Piece:
+        self.stopped = piece.stop is not None
+        return piece

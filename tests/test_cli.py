@@ -1,0 +1,148 @@
+"""The command line: what a person types, sees and gets back. Real runs on the smallest cells."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lockstep import __version__, cli
+from lockstep.lab import known, reverts
+from lockstep.lab.cells import Cell, Result
+from lockstep.lab.properties import Finding
+
+CELL = ["--backend", "reference", "--recipe", "empty", "--feature", "dense"]
+
+
+def test_help_is_quick_and_needs_no_torch():
+    code = (
+        "import sys\nfrom lockstep import cli\ntry: cli.main(['--help'])\nexcept SystemExit: print({'torch', 'numba'} & set(sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.stdout.splitlines()[-1] == "set()", run.stdout + run.stderr
+    assert "lockstep lab run" in run.stdout
+
+
+@pytest.mark.parametrize("command", ["", "lab", "lab run", "lab reverts", "lab matrix", "lab show", "bench attention", "check-env"])
+def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*command.split(), "--help"])
+    assert stop.value.code == 0
+    assert "examples:\n  lockstep" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"lockstep {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("lab rum", "Did you mean run?"),
+        ("lap run", "Did you mean lab?"),
+        ("lab run --quik", "Did you mean --quick?"),
+        ("lab run --recpie decode", "Did you mean --recipe?"),
+        ("lab show cpu/decode/dense --stp=1", "Did you mean --step?"),
+        ("bench attention --device cpuu", "Did you mean cpu?"),
+        ("lab run --workers many", "a whole number from 0 on"),
+        ("bench attention --repeat 0", "a whole number from 1 on"),
+        ("lab run surplus", "unexpected argument surplus"),
+    ],
+)
+def test_a_slip_is_one_line_with_a_suggestion(line: str, hint: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(line.split())
+    said = capsys.readouterr()
+    assert (stop.value.code, said.out, said.err.count("\n")) == (2, "", 1)
+    assert hint in said.err, said.err
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("lab show decode/dense", "a cell is backend/recipe/feature"),
+        ("lab show nobody/decode/dense", "a backend is one of"),
+        ("lab show cpu/embed/dense", "makes sense"),
+        ("lab show cpu/decode/head-20", "head size 20"),
+        ("lab show reference/empty/dense --step 9", "has the steps 0 to"),
+        ("lab run --recipe decod", "Did you mean decode"),
+        ("lab run --backend cpu --recipe embed --feature dense", "makes sense"),
+        ("lab reverts --name sglang-2736", "Did you mean sglang-"),
+        ("lab matrix --from nowhere.json", "nowhere.json"),
+        ("lab matrix --docs nowhere", "no such folder"),
+    ],
+)
+def test_a_users_error_is_one_line(line: str, hint: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(line.split()) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("lockstep: ") and said.err.count("\n") == 1, said.err
+    assert hint in said.err, said.err
+
+
+def test_json_to_stdout_is_one_document_and_nothing_else(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["lab", "run", *CELL, "--json", "-", "--workers", "0"]) == 0
+    said = capsys.readouterr()
+    doc = json.loads(said.out)
+    assert [c["cell"] for c in doc["cells"]] == ["reference/empty/dense"]
+    assert doc["summary"]["backends"]["reference"]["passed"] == 1
+    assert {"python", "torch", "numba", "numpy", "cpu", "cores", "platform"} <= set(doc["environment"])
+    assert "all green" in said.err
+
+
+def test_the_summary_is_readable(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["lab", "run", *CELL, "--workers", "0"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].split()[:3] == ["backend", "passed", "refused"]
+    assert said[1].split()[:2] == ["reference", "1"]
+    assert said[-1].endswith(": all green")
+
+
+def test_a_put_back_bug_is_announced_and_reaches_the_worker_processes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    revert = reverts.load("sglang-26513")
+    monkeypatch.setenv(reverts.VARIABLE, revert.name)
+    recipe, feature = revert.cells[0].split("/")
+    asked = ["--backend", "cpu", "--recipe", recipe, "--feature", feature, "--quick", "--workers", "1", "--json", "-"]
+    code = cli.main(["lab", "run", *asked])
+    said = capsys.readouterr()
+    assert f"{reverts.VARIABLE}={revert.name}" in said.err and revert.title in said.err
+    doc = json.loads(said.out)
+    assert (code, doc["revert"], doc["cells"][0]["verdict"]) == (1, revert.name, "failed")
+    assert f"{reverts.VARIABLE}={revert.name} lockstep lab run --backend cpu" in said.err
+
+
+def test_an_unknown_bug_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv(reverts.VARIABLE, "sglang-26513x")
+    assert cli.main(["check-env"]) == 2
+    assert "Did you mean sglang-26513" in capsys.readouterr().err
+
+
+def test_show_tells_plan_pages_and_rows(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["lab", "show", "reference/fork/dense", "--step", "1"]) == 0
+    said = capsys.readouterr().out
+    for word in ("request 3 continues the first 16 keys of request 0", "q_indptr", "write_slots", "moves", "in pages [", "against float64"):
+        assert word in said, word
+    assert cli.main(["lab", "show", "reference/empty/dense", "--json", "-"]) == 0
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    assert [len(s["launches"][0]["rows"]) for s in steps] == [0, 2 * 71, 0, 2 * 2]
+
+
+def test_check_env_names_backends_and_the_kernel_cache(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["check-env", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["backends"]["cpu"]["available"] and found["backends"]["reference"]["available"]
+    assert "lockstep" in found["kernels"]
+
+
+def test_a_known_failure_is_known_and_one_that_passes_fails():
+    cell = Cell("cpu", "decode", "dense")
+    broken = Result(cell, "failed", "value: off", (Finding("value", False, "off"),))
+    listed = {str(cell): "a cause"}
+    assert known.settle(broken, False, listed).verdict == "known"
+    assert "a cause" in known.settle(broken, False, listed).reason
+    assert known.settle(Result(cell, "passed"), False, listed).verdict == "failed"
+    assert known.settle(Result(cell, "passed"), True, listed).verdict == "passed", "a quick run proves nothing"
+    assert known.settle(broken, False, {}).verdict == "failed"

@@ -1,0 +1,293 @@
+"""Every model against transformers' own class, with random weights that make attention, windows, sinks and routing matter.
+
+Values: logits within 1e-4 of the reference (eager attention, float32), whole, in chunks, behind a cached prefix, with pages of 1 and 16
+tokens; 64 greedy tokens; embeddings. Bits: a request alone and in a batch, whole and in chunks, page sizes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from model_harness import Engine, Request, randomise
+from torch import Tensor
+
+from lockstep.models.weights import load, model_types
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+VOCAB = 200
+CLOSE = 2e-4  # a reference whose best two logits are closer than this may go either way
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+MLA: dict[str, Any] = {
+    **{"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 24, "moe_intermediate_size": 32},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 64,
+}
+# config class, model class, what differs from SMALL
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 9}),
+    "qwen2": (
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 2, "tie_word_embeddings": True},
+    ),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 24}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 9.0},
+    ),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            **{"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24},
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            },
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            "head_dim": 16,
+            "sliding_window": 9,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {
+            **MLA,
+            **{"q_lora_rank": None, "n_shared_experts": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5},
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+        },
+    ),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**MLA, "q_lora_rank": 40, "n_shared_experts": 1, "attention_bias": True}),
+    "bart": (
+        "BartConfig",
+        "BartForConditionalGeneration",
+        {
+            **{"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 80},
+            **{"encoder_attention_heads": 4, "decoder_attention_heads": 8, "scale_embedding": True},
+        },
+    ),
+    "bert": ("BertConfig", "BertModel", {}),
+}
+DECODERS = [name for name in CASES if name not in ("bart", "bert")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model, twice: transformers' and ours."""
+
+    reference: Any
+    model: Any
+    folder: Any
+
+    def logits(self, ids: list[int]) -> Tensor:
+        with torch.no_grad():
+            return self.reference(torch.tensor([ids])).logits[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def case(request, tmp_path_factory):
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    name = request.param
+    config_class, model_class, changes = CASES[name]
+    small = (
+        SMALL
+        if name not in ("bart", "bert")
+        else {k: v for k, v in SMALL.items() if "key_value" not in k and (name == "bert" or "num_" not in k)}
+    )
+    if name == "bart":
+        small = {"vocab_size": VOCAB, "max_position_embeddings": 512}
+    config = getattr(transformers, config_class)(**{**small, **changes})
+    config._attn_implementation = "eager"
+    reference = randomise(getattr(transformers, model_class)(config))
+    folder = tmp_path_factory.mktemp(name)
+    reference.save_pretrained(folder)
+    return Case(reference, load(folder).model, folder)
+
+
+def tokens(n: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, VOCAB, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def agree(ours: Tensor, theirs: Tensor) -> None:
+    assert torch.isfinite(ours).all()
+    assert theirs.abs().max() > 1, "a reference that says nothing"
+    assert (ours - theirs).abs().max().item() <= 1e-4
+
+
+def greedy(case: Case, engine: Engine, request: Request, hidden: Tensor, count: int = 64) -> list[int]:
+    """Greedy tokens, one step each, from the last row of a prompt."""
+    out: list[int] = []
+    for _ in range(count):
+        out.append(int(case.model.logits(hidden[-1:]).argmax()))
+        hidden = engine.step([(request, [out[-1]])])
+    return out
+
+
+def check_greedy(chosen: list[int], logits: Tensor) -> int:
+    """Every token is the reference's own choice at its place; returns how many places were too close to call."""
+    best = logits.topk(2, -1)
+    exempt = 0
+    for token, (first, second), (choice, _) in zip(chosen, best.values.tolist(), best.indices.tolist(), strict=True):
+        if first - second < CLOSE:
+            exempt += 1
+        else:
+            assert token == choice
+    return exempt
+
+
+def test_there_is_a_case_for_every_model_type():
+    assert sorted(CASES) == model_types()
+
+
+@pytest.mark.parametrize("case", DECODERS, indirect=True)
+def test_logits_are_those_of_transformers_whole_chunked_and_behind_a_prefix(case):
+    prompt = tokens(61)
+    want = case.logits(prompt)
+    hidden = {}
+    for page_size in (16, 1):
+        engine = Engine(case.model, page_size)
+        hidden[page_size] = engine.whole(prompt)
+        agree(case.model.logits(hidden[page_size]), want)
+        parent = engine.request()
+        chunked = engine.whole(prompt, 7, parent)
+        assert torch.equal(chunked, hidden[page_size]), "whole and chunked differ in bits"
+    assert torch.equal(hidden[1], hidden[16]), "the page size changes bits"
+
+
+@pytest.mark.parametrize("case", DECODERS, indirect=True)
+def test_a_cached_prefix_changes_neither_values_nor_bits(case):
+    shared, other = tokens(40), tokens(15, seed=1)
+    engine = Engine(case.model, 4)
+    parent = engine.request()
+    engine.whole(shared[:37], None, parent)
+    child = engine.fork(parent, 37)
+    engine.whole(tokens(9, seed=2), 3, parent)  # the parent goes its own way
+    rest = shared[37:] + other
+    warm = engine.whole(rest, None, child)
+    cold = Engine(case.model).whole(shared + other)[37:]
+    assert torch.equal(warm, cold)
+    agree(case.model.logits(warm), case.logits(shared + other)[37:])
+
+
+@pytest.mark.parametrize("case", DECODERS, indirect=True)
+def test_64_greedy_tokens_are_those_of_transformers(case):
+    prompt = tokens(31, seed=4)
+    engine = Engine(case.model)
+    request = engine.request()
+    chosen = greedy(case, engine, request, engine.whole(prompt, 16, request))
+    exempt = check_greedy(chosen, case.logits(prompt + chosen)[len(prompt) - 1 : -1])
+    assert len(set(chosen)) > 3, "a model that repeats itself proves nothing"
+    assert exempt <= 6
+
+
+@pytest.mark.parametrize("case", DECODERS, indirect=True)
+def test_a_request_alone_and_in_a_batch_has_the_same_bits(case):
+    prompts = [tokens(n, seed=n) for n in (1, 33, 14, 5)]
+    engine = Engine(case.model)
+    requests = [engine.request() for _ in prompts]
+    together = engine.step(list(zip(requests, prompts))).split([len(p) for p in prompts])
+    for prompt, rows in zip(prompts, together):
+        assert torch.equal(Engine(case.model).whole(prompt), rows)
+    decoded = engine.step([(r, [7 + i]) for i, r in enumerate(requests)])
+    alone = Engine(case.model).whole([*prompts[1], 8])
+    assert torch.equal(decoded[1], alone[-1]), "decode in a batch and prefill alone differ in bits"
+
+
+@pytest.mark.parametrize("case", DECODERS, indirect=True)
+def test_embeddings_of_decoders(case):
+    prompts = [tokens(n, seed=n) for n in (12, 40, 1)]
+    engine = Engine(case.model)
+    for how in ("last", "mean"):
+        got = engine.embed(prompts, how)
+        for i, prompt in enumerate(prompts):
+            with torch.no_grad():
+                rows = case.reference.model(torch.tensor([prompt])).last_hidden_state[0]
+            want = torch.nn.functional.normalize(rows[-1] if how == "last" else rows.mean(0), dim=0)
+            assert (got[i] - want).abs().max() <= 1e-5
+            assert torch.equal(engine.embed([prompt], how)[0], got[i])
+
+
+@pytest.mark.parametrize("case", ["bert"], indirect=True)
+def test_bert(case):
+    prompts = [tokens(n, seed=n) for n in (12, 40, 1)]
+    got = Engine(case.model).embed(prompts)
+    for i, prompt in enumerate(prompts):
+        with torch.no_grad():
+            rows = case.reference(torch.tensor([prompt])).last_hidden_state[0]
+        assert (got[i] - torch.nn.functional.normalize(rows.mean(0), dim=0)).abs().max() <= 1e-5
+        assert torch.equal(Engine(case.model).embed([prompt])[0], got[i])
+
+
+@pytest.mark.parametrize("case", ["bart"], indirect=True)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_bart(case, page_size):
+    sources, prompt = [tokens(n, seed=n) for n in (23, 5)], [2, *tokens(30, seed=5)]
+    engine = Engine(case.model, page_size)
+    requests = [engine.request() for _ in sources]
+    rows = engine.encode(list(zip(requests, sources))).split([len(s) for s in sources])
+    for source, request, encoded in zip(sources, requests, rows):
+        with torch.no_grad():
+            want = case.reference(torch.tensor([source]), decoder_input_ids=torch.tensor([prompt]))
+        assert (encoded - want.encoder_last_hidden_state[0]).abs().max() <= 1e-4
+        whole = engine.whole(prompt, 7, request)
+        agree(case.model.logits(whole), want.logits[0])
+        alone = Engine(case.model)
+        single = alone.request()
+        assert torch.equal(alone.encode([(single, source)]), encoded)
+        assert torch.equal(alone.whole(prompt, None, single), whole)
+        chosen = greedy(case, engine, request, whole)
+        with torch.no_grad():
+            ids = torch.tensor([prompt + chosen])
+            again = case.reference(torch.tensor([source]), decoder_input_ids=ids).logits[0]
+        assert check_greedy(chosen, again[len(prompt) - 1 : -1]) <= 6

@@ -1,0 +1,128 @@
+"""What is written about a run: the page holds every cell and every case, the matrix reads back as it was written."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from lockstep import cli
+from lockstep.lab import matrix, report, reverts
+from lockstep.lab.cells import cells
+
+CASE = "sglang-26513"
+VOID = {"meta", "br", "wbr", "input"}
+
+
+class Tags(HTMLParser):
+    """Ids, links and text of a page; counts what is not closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.resources: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.ids += [found["id"] or ""] if "id" in found else []
+        self.links += [found["href"] or ""] if tag == "a" else []
+        self.resources += [f"{tag} {name}" for name in ("src", "srcset", "data") if name in found] + (
+            [tag] if tag in ("link", "iframe") else []
+        )
+        self.open += [] if tag in VOID else [tag]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, tag
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A small run and one revert, as documents."""
+    folder = tmp_path_factory.mktemp("lab")
+    run, kills = folder / "run.json", folder / "kills.json"
+    some = ["--recipe", "empty,fork", "--feature", "dense,head-20"]
+    assert cli.main(["lab", "run", *some, "--workers", "0", "--json", str(run), "--html", str(folder / "run.html")]) == 0
+    assert cli.main(["lab", "reverts", "--name", CASE, "--workers", "0", "--json", str(kills), "--html", str(folder / "kills.html")]) == 0
+    return run, kills
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_page_holds_every_cell_and_case(ran: tuple[Path, Path], which: int):
+    doc = json.loads(ran[which].read_text())
+    text = ran[which].with_suffix(".html").read_text()
+    page = Tags(text)
+    assert page.open == [] and page.resources == [], "closed, and nothing from elsewhere"
+    assert len(page.ids) == len(set(page.ids))
+    missing = [link for link in page.links if link.startswith("#") and link[1:] not in page.ids]
+    assert not missing
+    assert {c["cell"] for c in doc["cells"]} <= set(page.ids)
+    wanted = reverts.names() if which == 0 else [CASE]
+    assert {f"case-{name}" for name in wanted} <= set(page.ids)
+    for cell in doc["cells"]:
+        assert cell["command"] in text
+        assert all(report.escape(f["detail"]) in text for f in cell["findings"])
+
+
+def test_the_case_file_shows_what_was_measured(ran: tuple[Path, Path]):
+    kills = json.loads(ran[1].read_text())["kills"]
+    (case,) = kills["reverts"]
+    assert case["killed"] and {t["checks"] for t in case["trials"]} == {True, False}
+    assert all(r["verdict"] == "passed" for r in kills["baseline"].values()), "green without the bug"
+    text = ran[1].with_suffix(".html").read_text()
+    broken = [f["detail"] for t in case["trials"] for f in t["broken"]]
+    assert broken and all(report.escape(detail) in text for detail in broken)
+    for section in (*reverts.SECTIONS, "Measured"):
+        assert f"<h4>{section}</h4>" in text, section
+
+
+def test_lists_code_and_links_in_a_story():
+    made = report.prose("First.\n1. one `x < y`\ngoes on\n2. two\n\nSee a/b#12.")
+    assert made == (
+        "<p>First.</p><ol><li>one <code>x &lt; y</code> goes on</li><li>two</li></ol>"
+        '<p>See <a href="https://github.com/a/b/issues/12" rel="noreferrer">a/b#12</a>.</p>'
+    )
+
+
+def test_the_matrix_reads_back():
+    verdicts = matrix.promised(["cpu", "reference"])
+    first, second, third = list(verdicts)[:3]
+    verdicts |= {first: ("failed", "off"), second: ("known", "a cause"), third: ("refused", "a reason")}
+    assert matrix.read(matrix.matrix_page(verdicts)) == {str(c): v for c, (v, _) in verdicts.items()}
+
+
+def test_known_failures_have_a_page():
+    assert "There are none" in matrix.known_page({})
+    assert "| `cpu/decode/dense` | a cause |" in matrix.known_page({"cpu/decode/dense": "a cause"})
+
+
+def full_document(folder: Path) -> Path:
+    """A document in which every cell has its promised verdict."""
+    kept = [{"cell": str(c), "verdict": v, "reason": r} for c, (v, r) in matrix.promised(["cpu", "reference"]).items()]
+    path = folder / "full.json"
+    path.write_text(json.dumps({"cells": kept, "environment": {}, "summary": {}, "quick": False, "revert": ""}))
+    return path
+
+
+def test_check_notices_a_stale_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    where, source = ["--docs", str(tmp_path)], ["--from", str(full_document(tmp_path))]
+    assert cli.main(["lab", "matrix", "--check", *where]) == 1, "not there yet"
+    assert cli.main(["lab", "matrix", *where, *source]) == 0
+    assert cli.main(["lab", "matrix", "--check", *where]) == 0
+    assert cli.main(["lab", "matrix", "--check", *where, *source]) == 0
+    page = tmp_path / "matrix.md"
+    page.write_text(page.read_text().replace("✓", "✗", 1))
+    capsys.readouterr()
+    assert cli.main(["lab", "matrix", "--check", *where]) == 1
+    assert "matrix.md:" in capsys.readouterr().out
+
+
+def test_the_matrix_wants_every_cell_judged_in_full(ran: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["lab", "matrix", "--docs", str(tmp_path), "--from", str(ran[0])]) == 2
+    assert f"of {len(cells(['cpu', 'reference']))} cells" in capsys.readouterr().err
+    assert cli.main(["lab", "matrix", "--docs", str(tmp_path), "--from", str(ran[1])]) == 2
+    assert "a quick run" in capsys.readouterr().err
