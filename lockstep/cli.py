@@ -90,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind = "unknown option" if wrong.startswith("-") else "unexpected argument"
         args.parser.error(f"{kind} {wrong}{suggestion(wrong, args.parser.options())}")
     try:
+        if args.lab:
+            be_patient()
         return with_revert(args.call, args)
     except RuleError as error:
         print(f"lockstep: {error}", file=sys.stderr)
@@ -100,6 +102,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def be_patient() -> None:
+    """The lab's own threads sleep while they wait; it has to be said before torch or numba start any."""
+    from lockstep.lab import isolate
+
+    os.environ.setdefault(*isolate.WAITING)
 
 
 def with_revert(call: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
@@ -126,7 +135,7 @@ def make_parser() -> Parser:
     """All commands."""
     parser = Parser(prog="lockstep", description="LLM inference with the same bits every time, and the lab that proves it.")
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
-    parser.set_defaults(call=lambda args: _help(parser), parser=parser)
+    parser.set_defaults(call=lambda args: _help(parser), parser=parser, lab=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     _lab(commands)
     bench = _command(commands, "lockstep bench", "measure speed")
@@ -144,6 +153,7 @@ def make_parser() -> Parser:
 
 def _lab(commands: Any) -> None:
     lab = _command(commands, "lockstep lab", "measure the promise, and prove that it is measured")
+    lab.set_defaults(lab=True)
     kinds = lab.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     run = _command(kinds, "lockstep lab run", "judge cells: backend x recipe x feature", lab_run)
     _backends(run)

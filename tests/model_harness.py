@@ -26,6 +26,7 @@ from lockstep.types import GroupSpec, Layout
 
 Batch = Sequence[tuple["Request", Sequence[int]]]
 CPU = torch.device("cpu")
+SHARP = ("q_proj", "k_proj", "query", "key", "q_b_proj", "mlp.gate.weight", "router.weight")
 PAGES = 4096  # slots of every pool
 
 
@@ -119,24 +120,22 @@ class Engine:
 
 
 def randomise(model: Any, seed: int = 0) -> Any:
-    """Weights with which attention, routing, biases and sinks matter; the files keep what transformers calls them."""
+    """Weights with which attention, routing, biases and sinks matter, and a tied head does not just repeat the last token."""
     generator = torch.Generator().manual_seed(seed)
+    tied = 0.15 if model.config.tie_word_embeddings else 0.7
     with torch.no_grad():
         for name, p in [*model.named_parameters(), *model.named_buffers()]:
-            noise = torch.randn(p.shape, generator=generator)
             last = name.rsplit(".", 1)[-1]
-            if not p.dtype.is_floating_point or last in {"inv_freq", "original_inv_freq", "embed_scale"} or "inv_freq" in last:
+            if not p.dtype.is_floating_point or "inv_freq" in last or last == "embed_scale":
                 continue
+            noise = torch.randn(p.shape, generator=generator)
             if "norm" in name.lower() and last == "weight":
-                p.copy_(p + 0.2 * noise)
+                p.copy_(p + 0.2 * noise + (3.0 if "post_feedforward" in name else 0.0))
             elif "embed" in name or "shared.weight" in name:
-                p.copy_(noise * 0.7)
+                p.copy_(noise * tied)
             elif p.ndim == 1 or last.endswith("bias"):
                 p.copy_(noise * (1.0 if last == "sinks" else 0.2))
             else:
-                fan_in = p.shape[-2] if "experts." in name and last in {"gate_up_proj", "down_proj"} and p.shape[-1] == 0 else p.shape[-1]
-                gain = (
-                    2.0 if any(part in name for part in ("q_proj", "k_proj", "query", "key", "q_b_proj", "gate.weight", "router")) else 1.0
-                )
-                p.copy_(noise * gain / math.sqrt(fan_in))
+                gain = 2.0 if any(part in name for part in SHARP) else 1.0
+                p.copy_(noise * gain / math.sqrt(p.shape[-1]))
     return model.eval()

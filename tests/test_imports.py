@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "lockstep"
 
-BASE = {"order", "types", "config"}
+BASE = {"order", "types", "config", "progress"}
 CHAIN = ["plan", "kv", "kernels", "attention", "nn", "models", "sample", "run", "spec", "llm", "serve"]
 SIDE = {"text", "sched"}  # `llm` and `serve` put them together with the rest
 TOOLS = {"lab", "bench"}  # see everything; seen by `cli` alone, inside functions

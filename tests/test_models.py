@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from model_harness import Engine, Request, randomise
 from torch import Tensor
 
 from lockstep.models.weights import load, model_types
+from lockstep.types import RuleError
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
@@ -31,7 +33,14 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 512,
 }
 MLA: dict[str, Any] = {
-    **{"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 24, "moe_intermediate_size": 32},
+    **{
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 24,
+        "moe_intermediate_size": 32,
+        "num_key_value_heads": 4,
+    },
     **{"n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
@@ -118,7 +127,7 @@ class Case:
 
     reference: Any
     model: Any
-    folder: Any
+    folder: Path
 
     def logits(self, ids: list[int]) -> Tensor:
         with torch.no_grad():
@@ -135,23 +144,19 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def case(request, tmp_path_factory):
+    return make(*CASES[request.param], tmp_path_factory.mktemp(request.param))
+
+
+def make(config_class: str, model_class: str, changes: dict[str, Any], folder: Path, **saving: Any) -> Case:
+    """transformers' model with random weights, saved by transformers and loaded by us."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    name = request.param
-    config_class, model_class, changes = CASES[name]
-    small = (
-        SMALL
-        if name not in ("bart", "bert")
-        else {k: v for k, v in SMALL.items() if "key_value" not in k and (name == "bert" or "num_" not in k)}
-    )
-    if name == "bart":
-        small = {"vocab_size": VOCAB, "max_position_embeddings": 512}
-    config = getattr(transformers, config_class)(**{**small, **changes})
+    sizes = {k: v for k, v in SMALL.items() if k in ("vocab_size", "max_position_embeddings") or config_class != "BartConfig"}
+    config = getattr(transformers, config_class)(**{**sizes, **changes})
     config._attn_implementation = "eager"
     reference = randomise(getattr(transformers, model_class)(config))
-    folder = tmp_path_factory.mktemp(name)
-    reference.save_pretrained(folder)
+    reference.save_pretrained(folder, **saving)
     return Case(reference, load(folder).model, folder)
 
 
@@ -242,6 +247,11 @@ def test_a_request_alone_and_in_a_batch_has_the_same_bits(case):
     decoded = engine.step([(r, [7 + i]) for i, r in enumerate(requests)])
     alone = Engine(case.model).whole([*prompts[1], 8])
     assert torch.equal(decoded[1], alone[-1]), "decode in a batch and prefill alone differ in bits"
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(Engine(case.model).whole(prompts[1]), together[1]), "the thread count changes bits"
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("case", DECODERS, indirect=True)
@@ -256,6 +266,7 @@ def test_embeddings_of_decoders(case):
             want = torch.nn.functional.normalize(rows[-1] if how == "last" else rows.mean(0), dim=0)
             assert (got[i] - want).abs().max() <= 1e-5
             assert torch.equal(engine.embed([prompt], how)[0], got[i])
+            assert torch.equal(case.model.embed(engine.whole(prompt), [0, len(prompt)], how)[0], got[i]), "the cache changes bits"
 
 
 @pytest.mark.parametrize("case", ["bert"], indirect=True)
@@ -291,3 +302,87 @@ def test_bart(case, page_size):
             ids = torch.tensor([prompt + chosen])
             again = case.reference(torch.tensor([source]), decoder_input_ids=ids).logits[0]
         assert check_greedy(chosen, again[len(prompt) - 1 : -1]) <= 6
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "llama, tied, sharded, heads wider than the rows": (
+        *CASES["llama"][:2],
+        {"tie_word_embeddings": True, "head_dim": 24},
+        {"max_shard_size": "20KB"},
+    ),
+    "llama, yarn": (*CASES["llama"][:2], {"rope_parameters": YARN}, {}),
+    "llama, dynamic at its longest": (*CASES["llama"][:2], {"rope_parameters": DYNAMIC, "max_position_embeddings": 26}, {}),
+    "qwen3, windows": (
+        *CASES["qwen3"][:2],
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "attention_bias": True},
+        {},
+    ),
+    "qwen3_moe, every other layer, not normed, windows": (
+        *CASES["qwen3_moe"][:2],
+        {**CASES["qwen3_moe"][2], "norm_topk_prob": False, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5},
+        {},
+    ),
+    "gemma2, untied, no caps": (
+        *CASES["gemma2"][:2],
+        {"head_dim": 16, "attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False},
+        {},
+    ),
+    "deepseek_v2, greedy, low-rank queries": (
+        *CASES["deepseek_v2"][:2],
+        {**MLA, "q_lora_rank": 40, "topk_method": "greedy", "mlp_bias": True},
+        {},
+    ),
+    "deepseek_v3, halves, one group, yarn": (
+        *CASES["deepseek_v3"][:2],
+        {
+            **MLA,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": {**YARN, "mscale_all_dim": 1.0},
+        },
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_a_config(name, tmp_path):
+    config_class, model_class, changes, saving = VARIANTS[name]
+    variant = make(config_class, model_class, changes, tmp_path, **saving)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1 or not saving
+    prompt = tokens(52)  # the dynamic rope is transformers' own at exactly max_position * factor
+    agree(variant.model.logits(Engine(variant.model).whole(prompt)), variant.logits(prompt))
+    assert variant.model.max_position == (52 if "dynamic" in name else 512)
+
+
+def test_a_masked_language_model_gives_its_encoder(tmp_path):
+    """Names begin with "bert.", and a head that embeddings do not need is left alone."""
+    variant = make("BertConfig", "BertForMaskedLM", {}, tmp_path)
+    with torch.no_grad():
+        rows = variant.reference.bert(torch.tensor([tokens(9)])).last_hidden_state[0]
+    got = Engine(variant.model).embed([tokens(9)], "first")[0]
+    assert (got - torch.nn.functional.normalize(rows[0], dim=0)).abs().max() <= 1e-5
+    with pytest.raises(RuleError, match="Use it for embeddings"):
+        variant.model.logits(rows)
+
+
+def test_a_trunk_without_a_head_embeds_and_does_not_generate(tmp_path):
+    """Embedding checkpoints are saved without "model." before their names and without lm_head."""
+    variant = make("Qwen3Config", "Qwen3Model", {"head_dim": 16}, tmp_path)
+    with torch.no_grad():
+        row = variant.reference(torch.tensor([tokens(9)])).last_hidden_state[0, -1]
+    assert (Engine(variant.model).embed([tokens(9)])[0] - torch.nn.functional.normalize(row, dim=0)).abs().max() <= 1e-5
+    assert not variant.model.generates
+    with pytest.raises(RuleError, match="a model that generates has a head"):
+        variant.model.logits(row[None])
+
+
+def test_layers_that_keep_and_see_alike_share_a_group(tmp_path):
+    variant = make("Gemma3TextConfig", "Gemma3ForCausalLM", CASES["gemma3_text"][2], tmp_path)
+    groups = variant.model.groups(4, "bfloat16")
+    assert [(g.window, len(g.layers), g.page_size, g.kv_dtype) for g in groups] == [(9, 2, 4, "bfloat16"), (None, 1, 4, "bfloat16")]
+    assert [(p.group, p.layer) for p in variant.model.places] == [(0, 0), (1, 0), (0, 1)]
+    assert [(g.window, g.layout) for g in variant.model.fresh_groups()] == [(9, "fresh"), (None, "fresh")]

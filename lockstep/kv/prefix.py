@@ -240,7 +240,7 @@ class Prefix:
         if self.specs[g].window is None:
             return False
         refs, mine, pages = self.groups[g].refs, self._mine[g], node.pages[g]
-        count = next((k for k, page in enumerate(pages) if refs[page] > mine[page]), len(pages))
+        count = max((k for k, page in enumerate(pages, 1) if refs[page] == mine[page]), default=0)  # and what lies before them
         self._lose(node, g, count)
         return count > 0
 

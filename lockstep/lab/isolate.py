@@ -20,6 +20,7 @@ from typing import Any
 
 from lockstep.types import RuleError
 
+WAITING = ("OMP_WAIT_POLICY", "PASSIVE")  # for threads that wait: several processes whose threads spin are fifty times slower
 START_S = 300.0  # a process has this long to import everything before its first job counts
 
 
@@ -108,14 +109,15 @@ def run(function: Callable[[Any], Any], jobs: Sequence[Any], workers: int, limit
 
 @contextlib.contextmanager
 def _patient_threads() -> Iterator[None]:
-    """Threads of a process started inside sleep while they wait. Several processes whose threads spin are fifty times slower."""
-    before = os.environ.get("OMP_WAIT_POLICY")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    """Threads of a process started inside sleep while they wait, unless the user has said otherwise."""
+    name, value = WAITING
+    before = os.environ.get(name)
+    os.environ.setdefault(name, value)
     try:
         yield
     finally:
         if before is None:
-            del os.environ["OMP_WAIT_POLICY"]
+            del os.environ[name]
 
 
 def _listen(crew: list[Worker]) -> list[tuple[Worker, Any]]:

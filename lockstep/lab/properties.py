@@ -148,8 +148,8 @@ def _error(have: Tensor, want: Tensor, tol: Tensor) -> tuple[float, float]:
     if have.numel() == 0:
         return 0.0, 0.0
     error = (have.double() - want).abs()
-    error = torch.where(have.double() == want, 0.0, error).nan_to_num(nan=torch.inf)
-    return float(error.max()), float((error / tol).nan_to_num(nan=torch.inf).max())
+    error = torch.where(have.double() == want, 0.0, error).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return float(error.max()), float((error / tol).nan_to_num(nan=torch.inf, posinf=torch.inf).max())
 
 
 def _differences(have: Record, want: Record, tokens: set[int] | None) -> list[str]:

@@ -143,7 +143,7 @@ def cell_detail(doc: Document, cell: dict[str, Any]) -> str:
     recipe, feature = Cell.parse(cell["cell"]).pair()
     verdict, used = cell["verdict"], percent(cell["tolerance_used"])
     told = f"{used} of the tolerance" if verdict == "passed" else cell["reason"]
-    body = [el("p", escape(f"{recipe.says}; {feature.says}."))]
+    body = [el("p", escape(f"{recipe.says[0].upper()}{recipe.says[1:]}; {feature.says}."))]
     if cell["findings"]:
         errors = f"Largest error {number(cell['out_error'])} in the output, {number(cell['lse_error'])} in the LSE: "
         body += [el("p", f"{errors}{used} of what fp32 allows. {cell['seconds']:.2f} s.")]
@@ -169,12 +169,13 @@ def reverts_section(doc: Document, cases: Sequence[dict[str, Any]]) -> str:
     """Who noticed which bug, if it was tried; then the case files."""
     rows = []
     for c in (c for c in cases if "killed" in c):
-        verdict = "equivalent" if c["equivalent"] else "passed" if c["killed"] else "failed"
         on = "<br>".join(escape(f"guard: {rule}") for rule in c["rules"]) or escape(", ".join(c["by_on"]))
-        told = (on or "nothing", escape(", ".join(c["by_off"])) or "nothing") if not c["equivalent"] else ("equivalent: see its proof", "")
+        off = "the same" if c["by_on"] == c["by_off"] else escape(", ".join(c["by_off"]))
+        told = (on or "nothing", off or "nothing") if not c["equivalent"] else ("not counted: nothing can notice it", "see its proof")
         name = el("th", el("a", escape(c["name"]), href=f"#case-{c['name']}"))
         target = el("td", el("code", escape(c["target"].removeprefix("lockstep.")).replace(":", ":<wbr>")))
-        rows.append(el("tr", el("td", el("b", MARKS[verdict], class_=verdict)), name, target, *(el("td", t) for t in told)))
+        mark = el("td", el("b", MARKS[case_verdict(c)], class_=case_verdict(c)))
+        rows.append(el("tr", mark, name, target, *(el("td", t) for t in told), data_text=case_text(c)))
     heads = ("", "revert", "what is put back", "noticed with plan checks on", "noticed with plan checks off")
     there = {c["name"] for c in cases}
     top = [el("h2", "Historical bugs, put back"), *kill_words(doc), table(heads, rows, "kills") if rows else ""]
@@ -207,9 +208,19 @@ def case_file(doc: Document, case: dict[str, Any], there: set[str]) -> str:
     if case["cells"]:
         again = f"{VARIABLE}={case['name']} lockstep lab show cpu/{case['cells'][0]} --no-checks"
         body += [el("h4", "See it"), el("pre", escape(again))]
-    summary = el("summary", el("code", escape(case["name"])), " ", inline(case["title"]))
-    text = f"{case['name']} {case['title']} {case['target']}".lower()
-    return el("details", summary, el("article", *body, id=f"case-{case['name']}"), class_="item", data_text=text)
+    mark = el("b", MARKS[case_verdict(case)], class_=case_verdict(case)) + " " if "killed" in case else ""
+    summary = el("summary", mark, el("code", escape(case["name"])), " ", inline(case["title"]))
+    return el("details", summary, el("article", *body, id=f"case-{case['name']}"), class_="item", data_text=case_text(case))
+
+
+def case_verdict(case: dict[str, Any]) -> str:
+    """Of a bug that was put back: passed means that it was noticed."""
+    return "equivalent" if case["equivalent"] else "passed" if case["killed"] else "failed"
+
+
+def case_text(case: dict[str, Any]) -> str:
+    """What the filter looks at."""
+    return f"{case['name']} {case['title']} {case['target']}".lower()
 
 
 def measured(doc: Document, case: dict[str, Any]) -> str:

@@ -68,7 +68,7 @@ class Watched(World):
             have = (self.record.out[g][layer][uids].double(), self.record.lse[g][layer][uids].double())
             errors = [_off(have[0], answer.out[uids]).amax(2), _off(have[1], answer.lse[uids])]
             tolerances = [answer.out_tol[uids], answer.lse_tol[uids]]
-            shares = [(e / t).nan_to_num(nan=torch.inf) for e, t in zip(errors, tolerances, strict=True)]
+            shares = [(e / t).nan_to_num(nan=torch.inf, posinf=torch.inf) for e, t in zip(errors, tolerances, strict=True)]
             for row, uid in enumerate(uids):
                 request, position = places[row]
                 entry: dict[str, Any] = {"group": g, "layer": layer, "row": row, "request": request, "position": position, "token": uid}
@@ -140,7 +140,7 @@ def _tables(group: PagedGroup, names: list[int]) -> list[dict[str, Any]]:
 
 def _off(have: Tensor, want: Tensor) -> Tensor:
     """Distance, with infinity for what is no number."""
-    return torch.where(have == want, 0.0, (have - want).abs()).nan_to_num(nan=torch.inf)
+    return torch.where(have == want, 0.0, (have - want).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def text(cell: Cell, steps: list[dict[str, Any]], only: int | None) -> str:

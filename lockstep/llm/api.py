@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.config import EngineConfig
-from lockstep.llm.engine import Engine
+from lockstep.llm.engine import Engine, load
 from lockstep.llm.job import Job
 from lockstep.llm.output import Chunk, Output
 from lockstep.sample.params import SamplingParams
@@ -29,8 +29,9 @@ Prompt = str | Sequence[int]
 class LLM:
     """An engine with a model. Options are those of `EngineConfig`: page_size, chunked_prefill_size, disable_radix_cache, ..."""
 
-    def __init__(self, model: str | None = None, quiet: bool = True, **options: Any) -> None:
-        self.engine = Engine(EngineConfig.from_names({"model": model, **options}), quiet)
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        config = EngineConfig.from_names({"model": model, **options})
+        self.engine = Engine(config, load(config))
 
     def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[Output]:
         """One output per prompt, in order. A prompt is a string or a list of token ids; params are for all or one for each."""

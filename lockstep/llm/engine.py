@@ -6,14 +6,15 @@ step is one call of `step`; an error in one request ends that request and nothin
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.attention.base import Backend
 from lockstep.attention.select import select
 from lockstep.config import EngineConfig
 from lockstep.kv.pages import PagePool
@@ -21,10 +22,12 @@ from lockstep.llm.fingerprint import fingerprint
 from lockstep.llm.job import Job
 from lockstep.llm.output import Top
 from lockstep.models import weights
+from lockstep.models.weights import Info, Loaded
+from lockstep.nn.decoder import Model
 from lockstep.plan.build import build
 from lockstep.plan.step import StepPlan
 from lockstep.run import memory
-from lockstep.run.certify import certify
+from lockstep.run.certify import Certificate, certify
 from lockstep.run.runner import Runner
 from lockstep.sample.logits import Logprobs, Row
 from lockstep.sample.params import SamplingParams, resolve_seed
@@ -37,30 +40,52 @@ from lockstep.types import RuleError
 BUILTIN = Path(__file__).parent.parent / "builtin"
 
 
-class Engine:
-    """A model, its cache and its queue. `add` jobs, call `step` while `busy`."""
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What an engine is made of, ready and proven on this machine; several engines may share it."""
 
-    def __init__(self, config: EngineConfig, quiet: bool = False) -> None:
-        self.config = config
-        self.model, self.info = weights.load(config.model or BUILTIN, config.device, config.dtype)
-        self.tokenizer = Tokenizer.from_folder(self.info.folder) if (self.info.folder / "tokenizer.json").exists() else None
+    model: Model
+    info: Info
+    tokenizer: Tokenizer | None
+    backend: Backend
+    why: str
+    certificate: Certificate
+
+
+def load(config: EngineConfig) -> Parts:
+    """The model from its folder or hub id, or the built-in one, with a backend that can do what it needs."""
+    model, info = weights.load(config.model or BUILTIN, config.device, config.dtype)
+    tokenizer = Tokenizer.from_folder(info.folder) if (info.folder / "tokenizer.json").exists() else None
+    return prepare(Loaded(model, info), tokenizer, config.attention_backend)
+
+
+def prepare(loaded: Loaded, tokenizer: Tokenizer | None, attention_backend: str | None = None) -> Parts:
+    """Chooses a backend and proves that rows do not depend on their neighbours."""
+    model, info = loaded
+    backend, why = select(attention_backend, model.groups(), "cpu")
+    return Parts(model, info, tokenizer, backend, why, certify(model, backend, info.vocab_size))
+
+
+class Engine:
+    """A model, its cache and its queue. `add` jobs, call `step` while `busy`. `told` says what was chosen at start, and why."""
+
+    def __init__(self, config: EngineConfig, parts: Parts) -> None:
+        self.config, self.parts = config, parts
+        self.model, self.info, self.tokenizer = parts.model, parts.info, parts.tokenizer
         self.context_length = min(config.context_length or self.info.max_position, self.info.max_position)
         cached = self.model.groups(config.page_size, config.kv_cache_dtype)
         fresh = self.model.fresh_groups() if not self.info.encoder else ()
         self.specs = (*cached, *fresh)
-        self.backend, why = select(config.attention_backend, self.specs, config.device)
-        self.certificate = certify(self.model, self.backend, self.info.vocab_size)
         sizes = memory.size(cached, config, self.context_length)
         pages = (*sizes.pages, *(0 for _ in fresh))
-        self.runner = Runner(self.model, self.specs, pages, self.backend)
+        self.runner = Runner(self.model, self.specs, pages, parts.backend)
         pools = [PagePool(n) if n else None for n in pages]
         kinds = Kinds(tuple(range(len(cached))) if self.info.generates else (), (), tuple(range(len(cached), len(self.specs))))
         limits = Limits(config.chunked_prefill_size, config.max_running_requests, not config.disable_radix_cache)
         self.scheduler = Scheduler(self.specs, pools, kinds, limits)
-        self.fingerprint = fingerprint(why.partition(":")[0], self.backend, self.certificate)
+        self.fingerprint = fingerprint(parts.why.partition(":")[0], parts.backend, parts.certificate)
         self.jobs: dict[int, Job] = {}
-        if not quiet:
-            print(f"{self.info.folder.name}: attention {why}; gemm {self.info.gemm}; {sizes.text}", file=sys.stderr)
+        self.told = f"attention {parts.why}; gemm {self.info.gemm}; {sizes.text}"
 
     @property
     def busy(self) -> bool:

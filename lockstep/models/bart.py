@@ -91,6 +91,15 @@ class Bart:
         """Of an encode step: the encoder's attentions, then the cross attentions."""
         return self._encode[1]
 
+    @property
+    def max_position(self) -> int:
+        """Positions, of sources and of answers, are below this."""
+        return len(self.decoder.positions.weight) - OFFSET
+
+    @property
+    def generates(self) -> bool:
+        return True
+
     @cached_property
     def _crosses(self) -> list[Cross]:
         return [b.cross for b in self.decoder.blocks if b.cross is not None]

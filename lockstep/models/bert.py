@@ -24,12 +24,12 @@ class Bert:
 
     words: Embedding
     kind: Tensor  # [d] the first segment's embedding: a request is one segment
-    places_table: Embedding
+    spots: Embedding
     norm: LayerNorm
     blocks: tuple[PostBlock, ...]
 
     def __call__(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
-        x = self.norm(self.words(ids) + self.kind + self.places_table(positions))
+        x = self.norm(self.words(ids) + self.kind + self.spots(positions))
         for block in self.blocks:
             x = block(x, step)
         return x
@@ -51,6 +51,15 @@ class Bert:
     @property
     def places(self) -> tuple[Place, ...]:
         return self._merged[1]
+
+    @property
+    def max_position(self) -> int:
+        """Positions are below this."""
+        return len(self.spots.weight)
+
+    @property
+    def generates(self) -> bool:
+        return False
 
     @cached_property
     def _merged(self) -> tuple[tuple[GroupSpec, ...], tuple[Place, ...]]:

@@ -45,8 +45,8 @@ def decoder(config: Any, attn: DenseSpec | LatentSpec, mlps: MlpSpec | Sequence[
     """A decoder whose layers share an attention, with one feed-forward for all layers or one for each."""
     each = [mlps] * config.num_hidden_layers if isinstance(mlps, MlpSpec) else mlps
     blocks = tuple(BlockSpec(attn, feed) for feed in each)
-    norm = RMSSpec(config.rms_norm_eps)
-    return DecoderSpec(config.vocab_size, config.hidden_size, config.max_position_embeddings, blocks, norm, config.tie_word_embeddings)
+    length = rope.longest(config.rope_parameters, config.max_position_embeddings)
+    return DecoderSpec(config.vocab_size, config.hidden_size, length, blocks, RMSSpec(config.rms_norm_eps), config.tie_word_embeddings)
 
 
 def windows(config: Any) -> list[int | None]:

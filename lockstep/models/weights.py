@@ -129,7 +129,7 @@ def load(path_or_id: str | Path, device: str = "cpu", dtype: str = "float32", re
         take = reader(entries, stack, torch.device(device), DTYPES[dtype])
         with torch.no_grad():
             model = module.build(config, Weights(take, lambda pattern: None, entries, kernel))
-    return Loaded(model, describe(folder, raw, config, why))
+    return Loaded(model, describe(folder, config, model, why))
 
 
 def compare(module: ModuleType, config: Any, entries: Mapping[str, Entry]) -> None:
@@ -296,21 +296,24 @@ def check_sizes(raw: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
             raise RuleError(f"{key} in config.json fits the files: {what}", repr(value), "Check that config and weights belong together")
 
 
-def describe(folder: Path, raw: Mapping[str, Any], config: Any, gemm: str) -> Info:
+def describe(folder: Path, config: Any, model: Model, gemm: str) -> Info:
     """The facts of a config, the generation_config's end tokens first."""
     extra = read_json(folder, "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     eos = extra.get("eos_token_id", config.eos_token_id)
-    encoder, kind = bool(config.is_encoder_decoder), str(raw["model_type"])
+    eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(token, int) for token in eos):
+        raise RuleError("eos_token_id is a token id or a list of them", repr(eos), "Check generation_config.json")
+    encoder = bool(config.is_encoder_decoder)
     return Info(
-        kind,
+        config.model_type,
         folder,
         config.vocab_size,
         config.hidden_size,
-        config.max_position_embeddings,
+        model.max_position,
         config.bos_token_id,
-        tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        tuple(eos),
         extra.get("decoder_start_token_id", config.decoder_start_token_id) if encoder else None,
-        kind != "bert",
+        model.generates,
         encoder,
         gemm,
     )

@@ -20,6 +20,7 @@ from lockstep.nn.linear import Linear
 from lockstep.nn.mlp import Mlp, MlpSpec
 from lockstep.nn.moe import Moe, MoeSpec
 from lockstep.nn.norm import LayerNorm, RMSNorm, RMSSpec
+from lockstep.nn.rope import Rope
 from lockstep.nn.source import Weights
 from lockstep.types import GroupSpec, Layout, RuleError
 
@@ -34,6 +35,10 @@ class Model(Protocol):
     def fresh_groups(self) -> tuple[GroupSpec, ...]: ...
     @property
     def places(self) -> tuple[Place, ...]: ...
+    @property
+    def max_position(self) -> int: ...
+    @property
+    def generates(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -113,8 +118,7 @@ class Decoder:
 
     def __call__(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
         x = self.embedding(ids)
-        ropes = {b.attn.rope for b in self.spec.blocks if b.attn.rope}
-        turns = {rope: rope.angles(positions) for rope in ropes}
+        turns = {rope: rope.angles(positions) for rope in self._ropes}
         for block in self.blocks:
             x = block(x, turns, step)
         return self.norm(x)
@@ -143,6 +147,19 @@ class Decoder:
     def places(self) -> tuple[Place, ...]:
         """Attention layer → (group, layer in it)."""
         return self._merged[1]
+
+    @property
+    def max_position(self) -> int:
+        """Positions are below this."""
+        return self.spec.max_position
+
+    @property
+    def generates(self) -> bool:
+        return self.head is not None
+
+    @cached_property
+    def _ropes(self) -> set[Rope]:
+        return {b.attn.rope for b in self.spec.blocks if b.attn.rope}
 
     @cached_property
     def _merged(self) -> tuple[tuple[GroupSpec, ...], tuple[Place, ...]]:

@@ -36,6 +36,9 @@ class Rope:
     factor: float = 1.0
     interleaved: bool = False
 
+    def __hash__(self) -> int:  # looked up in every layer of every step
+        return hash((self.inv_freq[-1], self.factor, self.interleaved))
+
     @cached_property
     def _freqs(self) -> Tensor:
         return torch.tensor(self.inv_freq, dtype=torch.float32)
@@ -59,7 +62,10 @@ def make(params: Mapping[str, Any], dim: int, max_position: int, interleaved: bo
     kind = params.get("rope_type", "default")
     if kind not in KINDS:
         raise RuleError(f"rope_type is one of {', '.join(KINDS)}", repr(kind), "Use a model with one of these")
-    dim = int(dim * (params.get("partial_rotary_factor") or 1.0))
+    part = params.get("partial_rotary_factor") or 1.0
+    if not (isinstance(part, int | float) and 0 < part <= 1):
+        raise RuleError("partial_rotary_factor is a fraction of a head's columns", repr(part), "Check config.json")
+    dim = int(dim * part)
     try:
         inv_freq, factor = _scaled(kind, params, dim, max_position)
     except (KeyError, TypeError, ZeroDivisionError, OverflowError, ValueError) as error:
@@ -69,6 +75,11 @@ def make(params: Mapping[str, Any], dim: int, max_position: int, interleaved: bo
     if dim < 2 or dim % 2 or not all(map(math.isfinite, (*values, factor))):
         raise RuleError("rope has an even number of columns and finite frequencies", f"{dim} columns, {dict(params)}", "Check config.json")
     return Rope(values, float(factor), interleaved)
+
+
+def longest(params: Mapping[str, Any], max_position: int) -> int:
+    """Positions that the frequencies are made for: a dynamic rope's, fixed at load, reach beyond max_position."""
+    return int(max_position * params["factor"]) if params.get("rope_type") == "dynamic" else max_position
 
 
 def _scaled(kind: str, params: Mapping[str, Any], dim: int, max_position: int) -> tuple[Tensor, float]:

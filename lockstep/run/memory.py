@@ -42,11 +42,9 @@ def pages_of(spec: GroupSpec, config: EngineConfig, tokens: int) -> int:
     """Pages of one group, sink included, for `tokens` cached keys."""
     if spec.layout is Layout.FRESH:
         return 0
-    slack = config.max_running_requests  # every request may hold one page that is not full
-    if spec.window is None:
-        return -(-tokens // spec.page_size) + slack + 1
-    live = config.max_running_requests * (spec.window + spec.page_size) + config.chunked_prefill_size
-    return -(-min(tokens, live) // spec.page_size) + slack + 1
+    if spec.window is not None:
+        tokens = min(tokens, config.max_running_requests * (spec.window + 2 * spec.page_size) + config.chunked_prefill_size)
+    return -(-tokens // spec.page_size) + 1
 
 
 def total_bytes(specs: Sequence[GroupSpec], config: EngineConfig, tokens: int) -> int:

@@ -23,6 +23,7 @@ from lockstep.types import RuleError
 
 __all__ = ["Logprobs", "Row", "Sampled", "SamplingParams", "log_probs", "resolve_seed", "sample"]
 
+PER_THREAD = 2**16  # logits that are worth another thread
 MIN_P = 1e-300  # below it, min_p keeps every token with a finite logit
 REASONS = {
     NAN: "a logit is NaN",
@@ -62,10 +63,9 @@ def sample(logits: Tensor, rows: Sequence[Row], eos_ids: tuple[int, ...] = ()) -
     without it.
     """
     raw = _checked(logits, len(rows))
-    if all(row.params.greedy and not changes(row) for row in rows):
-        tokens, states = _choose(raw, _greedy(len(rows)))
-    else:
-        tokens, states = _choose(plain.edited(raw, rows, eos_ids), settings(rows, raw.shape[1]))
+    how = _greedy(len(rows)) if all(row.params.greedy for row in rows) else settings(rows, raw.shape[1])
+    scores = plain.edited(raw, rows, eos_ids) if any(map(changes, rows)) else raw
+    tokens, states = _choose(scores, how)
     wanted = tuple(r for r, row in enumerate(rows) if row.params.top_logprobs is not None)
     if not wanted:
         return Sampled(tokens, states, None, ())
@@ -87,7 +87,7 @@ def log_probs(logits: Tensor, token_ids: Tensor, k: int = 0) -> Logprobs:
     rows = len(raw)
     chosen, top_ids, top = np.empty(rows, np.float32), np.empty((rows, k), np.int64), np.empty((rows, k), np.float32)
     _, describe = kernel.compiled()
-    describe(raw.numpy(), token_ids.numpy(), _threads(rows), chosen, top_ids, top)
+    describe(raw.numpy(), token_ids.numpy(), _threads(raw), chosen, top_ids, top)
     return Logprobs(*map(torch.from_numpy, (chosen, top_ids, top)))
 
 
@@ -122,14 +122,15 @@ def _choose(logits: Tensor, how: Settings) -> tuple[Tensor, Tensor]:
     rows, vocab = logits.shape
     tokens, states = np.empty(rows, np.int64), np.empty(rows, np.int64)
     choose, _ = kernel.compiled()
-    choose(logits.numpy(), how.floats, how.ints, np.empty((_threads(rows), vocab), np.float32), tokens, states)
+    choose(logits.numpy(), how.floats, how.ints, np.empty((_threads(logits), vocab), np.float32), tokens, states)
     return torch.from_numpy(tokens), torch.from_numpy(states)
 
 
-def _threads(rows: int) -> int:
+def _threads(logits: Tensor) -> int:
+    """How many are worth waking. Changes speed, never bits: a thread takes whole rows."""
     from numba import get_num_threads
 
-    return max(1, min(rows, get_num_threads()))
+    return max(1, min(len(logits), get_num_threads(), logits.numel() // PER_THREAD))
 
 
 def _checked(logits: Tensor, rows: int) -> Tensor:

@@ -33,14 +33,22 @@ class Detok:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special: bool = True) -> None:
         self.tokenizer, self.skip_special = tokenizer, skip_special
-        self.ids = list(prompt_ids[-PROMPT_TAIL:])
+        first = max(0, len(prompt_ids) - PROMPT_TAIL)
+        while first and prompt_ids[first] in tokenizer.byte_ids:
+            first -= 1
+        self.ids = list(prompt_ids[first:])
         self.begin, self.settled = 0, len(self.ids)
         self.sent = len(self._window().rstrip(REPLACEMENT))
+        self.in_run = False  # of byte tokens, valid or not as a whole; only a token with text ends it
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` adds and that no later token can change; possibly none."""
         self.ids.append(token_id)
-        if token_id in self.tokenizer.byte_ids:  # a run of these is valid or not as a whole
+        if token_id in self.tokenizer.byte_ids:
+            self.in_run = True
+        elif self.in_run:
+            self.in_run = not self.tokenizer.decode([token_id], self.skip_special)
+        if self.in_run:
             return ""
         text = self._window()
         complete = text.rstrip(REPLACEMENT)
@@ -107,26 +115,25 @@ class Stops:
 
 
 class Stream:
-    """A completion's text: tokens in; text that is final, and the stop string that ended it, out."""
+    """A completion's text: tokens in; text that is final, and the stop string that ended it, out. After the end nothing comes."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Iterable[str] = (), prompt_ids: Sequence[int] = ()) -> None:
         self.detok, self.stops = Detok(tokenizer, prompt_ids), Stops(stops)
-        self.stopped = False
+        self.ended = False
 
     def push(self, token_id: int, may_stop: bool = True) -> Piece:
-        """The next token. After a stop nothing more comes."""
-        if self.stopped:
+        """The next token. Without `may_stop` (before min_tokens) its text is not searched."""
+        if self.ended:
             return Piece("")
         text = self.detok.push(token_id)
-        return self._ended(self.stops.feed(text) if may_stop else self.stops.skip(text))
+        piece = self.stops.feed(text) if may_stop else self.stops.skip(text)
+        self.ended = piece.stop is not None
+        return piece
 
     def finish(self) -> Piece:
         """The end of the generation: what was held back, in which a stop string may still be complete."""
-        if self.stopped:
+        if self.ended:
             return Piece("")
-        piece = self._ended(self.stops.feed(self.detok.finish()))
-        return piece if self.stopped else Piece(piece.text + self.stops.finish())
-
-    def _ended(self, piece: Piece) -> Piece:
-        self.stopped = piece.stop is not None
-        return piece
+        self.ended = True
+        piece = self.stops.feed(self.detok.finish())
+        return piece if piece.stop is not None else Piece(piece.text + self.stops.finish())

@@ -361,17 +361,25 @@ prange = range  # Numba's own when compiled
 
 
 def choose_rows(x: Any, floats: Any, ints: Any, scratch: Any, tokens: Any, states: Any) -> None:
-    """Choose a token for every row, whole rows to each thread."""
-    for t in prange(len(scratch)):
-        for r in range(t, len(x), len(scratch)):
-            tokens[r], states[r] = choose(x[r], scratch[t], floats[r], ints[r])
+    """Choose a token for every row. Each row of scratch gives a thread; with one, no other thread is woken and waited for."""
+    if len(scratch) == 1:
+        for r in range(len(x)):
+            tokens[r], states[r] = choose(x[r], scratch[0], floats[r], ints[r])
+    else:
+        for t in prange(len(scratch)):
+            for r in range(t, len(x), len(scratch)):
+                tokens[r], states[r] = choose(x[r], scratch[t], floats[r], ints[r])
 
 
 def describe_rows(x: Any, tokens: Any, threads: Any, chosen: Any, top_ids: Any, top_logs: Any) -> None:
     """Log-probabilities of every row, whole rows to each thread."""
-    for t in prange(threads):
-        for r in range(t, len(x), threads):
+    if threads == 1:
+        for r in range(len(x)):
             describe(x[r], tokens[r], chosen[r : r + 1], top_ids[r], top_logs[r])
+    else:
+        for t in prange(threads):
+            for r in range(t, len(x), threads):
+                describe(x[r], tokens[r], chosen[r : r + 1], top_ids[r], top_logs[r])
 
 
 @functools.cache

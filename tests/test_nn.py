@@ -1,0 +1,512 @@
+"""Layers: a row's bits do not depend on its company. And model folders that lie, which must be refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.models.weights import load, model_types
+from lockstep.nn import embed, linear, mlp, rope
+from lockstep.nn.linear import Kernel, certify_linear
+from lockstep.nn.mlp import ClampedGlu, Glu, Mlp
+from lockstep.nn.moe import Moe, Routing, best
+from lockstep.nn.norm import LayerNorm, RMSNorm
+from lockstep.types import RuleError
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+ROWS = 65
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def invariant(run, x: Tensor, threads: tuple[int, ...] = (1, 2)) -> bool:
+    """Whether rows of run(x) have the same bits from the front, from the back, at every thread count."""
+    want = run(x)
+    for count in threads:
+        torch.set_num_threads(count)
+        for m in range(1, len(x) + 1):
+            if not (torch.equal(run(x[:m]), want[:m]) and torch.equal(run(x[-m:]), want[-m:])):
+                return False
+    return True
+
+
+@pytest.mark.parametrize("shape", [(200, 64), (7, 64), (1, 64), (3, 24), (33, 17), (512, 16), (1000, 72), (96, 1024)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_onednn_rows_do_not_depend_on_their_company(shape, bias):
+    weight, b = noise(*shape), noise(shape[0], seed=1) if bias else None
+    layer = linear.pack(weight, b, "onednn")
+    assert certify_linear(layer) is None
+    x = noise(5, shape[1], seed=2)
+    assert (layer(x) - F.linear(x.double(), weight.double(), b.double() if bias else None)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("shape", [(200, 64), (7, 64), (33, 17), (96, 130)])
+def test_the_own_gemm_walks_k_in_order(shape):
+    weight, bias = noise(*shape), noise(shape[0], seed=1)
+    layer = linear.pack(weight, bias, "blocked")
+    assert certify_linear(layer, rows=9) is None
+    x = noise(3, shape[1], seed=2)
+    acc = torch.zeros(3, shape[0])
+    for k in range(shape[1]):
+        acc = acc + x[:, k, None] * weight[:, k]
+    assert torch.equal(layer(x), acc + bias)
+
+
+def test_a_certificate_is_refused_where_rows_meet():
+    sound = linear.pack(noise(24, 16), None, "onednn")
+    mixed = replace(sound, kernel=Kernel(sound.kernel.pack, lambda x, w, n: sound.kernel.run(x, w, n) + (1e-6 if len(x) % 4 == 3 else 0)))
+    assert certify_linear(mixed) == "24x16: 3 rows differ from 65 at 1 threads"
+    ranked = replace(sound, kernel=Kernel(sound.kernel.pack, lambda x, w, n: sound.kernel.run(x, w, n) + torch.arange(len(x))[:, None]))
+    assert "shuffled rows differ" in str(certify_linear(ranked))
+
+
+def test_a_gemm_of_no_rows():
+    assert linear.pack(noise(24, 16), noise(24), "onednn")(torch.zeros(0, 16)).shape == (0, 24)
+
+
+def test_a_gemm_is_asked_for_by_a_name_that_exists_and_a_device_that_has_one():
+    with pytest.raises(RuleError, match="one of onednn, blocked; got 'mkl'"):
+        linear.pack(noise(2, 2), None, "mkl")
+    with pytest.raises(RuleError, match="GEMM with a proven order for the device; got cuda"):
+        linear.default_kernel("cuda")
+
+
+@pytest.mark.parametrize("name", sorted(mlp.ACTIVATIONS))
+@pytest.mark.parametrize("width", [3, 24, 72, 1407])
+def test_activations_are_row_invariant_and_right(name, width):
+    x = noise(ROWS, 2 * width) * 3
+    act = mlp.activation(name)
+    assert invariant(Glu(act), x)
+    reference = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}.get(name, lambda t: F.gelu(t, approximate="tanh"))
+    assert (act(x) - reference(x.double())).abs().max() < 2e-6
+    assert torch.isfinite(act(torch.tensor([-200.0, -90.0, 0.0, 200.0]))).all()
+
+
+def test_the_clamped_glu_is_row_invariant():
+    assert invariant(ClampedGlu(1.702, 7.0), noise(ROWS, 2 * 72) * 6)
+
+
+def test_an_unknown_activation_is_refused():
+    with pytest.raises(RuleError, match=r"an activation is one of silu, gelu.*got 'swish9'"):
+        mlp.activation("swish9")
+
+
+@pytest.mark.parametrize("width", [8, 24, 72, 200])
+def test_norms_are_row_invariant(width):
+    weight, bias = noise(width), noise(width, seed=1)
+    for norm in (RMSNorm(weight, 1e-6), LayerNorm(weight, bias, 1e-5)):
+        assert invariant(norm, noise(ROWS, width))
+        assert invariant(lambda x, norm=norm: norm(x.view(len(x), 9, width)[:, 2:7]), noise(ROWS, 9 * width)), "heads of a fused projection"
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_is_row_invariant_and_leaves_the_rest_of_a_head_alone(interleaved):
+    turn = rope.make({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, 48, 100, interleaved)
+    x, positions = noise(ROWS, 3, 48), torch.arange(ROWS) * 977
+
+    def run(rows: Tensor) -> Tensor:
+        return turn.rotate(x[rows], turn.angles(positions[rows]))
+
+    assert invariant(run, torch.arange(ROWS))
+    assert torch.equal(run(torch.arange(ROWS))[..., 24:], x[..., 24:])
+    assert torch.equal(run(torch.tensor([0]))[..., :12], x[:1, :, 0:24:2] if interleaved else x[:1, :, :12]), "position 0 turns nothing"
+
+
+SCALINGS = {
+    "linear": {"factor": 3.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 20, "mscale": 0.7, "mscale_all_dim": 1.2},
+    "dynamic": {"factor": 3.0},
+}
+
+
+@pytest.mark.parametrize("kind", ["default", *SCALINGS])
+def test_frequencies_are_those_of_transformers(kind):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    params = {"rope_type": kind, "rope_theta": 5000.0, **SCALINGS.get(kind, {})}
+    config = LlamaConfig(hidden_size=128, num_attention_heads=2, max_position_embeddings=512, rope_parameters=dict(params))
+    length = 512 * 3 if kind == "dynamic" else None  # the published base at the longest length, see rope.py
+    if kind == "default":
+        want, factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+    else:
+        want, factor = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length)
+    got = rope.make(params, 64, 512)
+    assert torch.tensor(got.inv_freq).allclose(want, rtol=1e-6, atol=0)
+    assert got.factor == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(
+    ("params", "match"),
+    [
+        ({"rope_type": "longrope", "rope_theta": 1e4}, "rope_type is one of default, linear.*got 'longrope'"),
+        ({"rope_type": "yarn", "rope_theta": 1e4}, "rope_parameters of type yarn are complete.*KeyError"),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}, "finite frequencies"),
+        ({"rope_theta": -3.0}, "finite frequencies"),
+        ({"rope_theta": 1e4, "partial_rotary_factor": 1e12}, "fraction of a head's columns"),
+    ],
+)
+def test_bad_rope_parameters_are_refused(params, match):
+    with pytest.raises(RuleError, match=match):
+        rope.make(params, 64, 128)
+
+
+def moe(routing: Routing, hidden: int = 32, inner: int = 40, shared: bool = True) -> Moe:
+    def expert(seed: int) -> Mlp:
+        up, down = noise(2 * inner, hidden, seed=seed) / 4, noise(hidden, inner, seed=seed + 50) / 4
+        return Mlp(linear.pack(up, None, "onednn"), linear.pack(down, None, "onednn"), Glu(mlp.silu))
+
+    router = linear.pack(noise(routing.experts, hidden, seed=99), None, "onednn")
+    correction = noise(routing.experts, seed=98) / 9 if routing.score == "sigmoid" else None
+    return Moe(router, correction, routing, tuple(expert(e) for e in range(routing.experts)), expert(200) if shared else None)
+
+
+ROUTINGS = [
+    Routing(3, 8, norm=True),
+    Routing(3, 8, "chosen"),
+    Routing(2, 8, "softmax", scale=1.5, groups=4, keep=2),
+    Routing(3, 8, "sigmoid", norm=True, floor=1e-20, scale=2.5, groups=4, keep=2),
+]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS, ids=lambda r: r.score)
+def test_a_row_does_not_mind_who_shares_its_experts(routing):
+    layer = moe(routing)
+    x = noise(33, 32)
+    ids, weights = routing(layer.router(x), layer.correction)
+    assert len(ids.unique()) > 4, "all rows at the same experts prove nothing"
+    assert invariant(layer, x)
+    by_hand = sum(weights[5, s] * layer.experts[int(ids[5, s])](x[5:6]) for s in range(routing.k)) + layer.shared(x[5:6])
+    assert (layer(x)[5:6] - by_hand).abs().max() < 1e-5
+
+
+def test_equal_scores_go_to_the_smaller_expert():
+    scores = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    assert best(scores, 3).tolist() == [[1, 2, 4], [0, 1, 2]]
+
+
+def test_a_router_that_cannot_choose_is_refused():
+    with pytest.raises(RuleError, match="k=9 of 8 experts"):
+        Routing(9, 8)
+    with pytest.raises(RuleError, match="1 of 3 groups"):
+        Routing(2, 8, groups=3)
+
+
+def test_pooling_does_not_depend_on_the_batch():
+    hidden = noise(90, 72)
+    for how in embed.POOLINGS:
+        together = embed.pool(hidden, [0, 3, 77, 90], how)
+        torch.set_num_threads(2)
+        assert torch.equal(embed.pool(hidden[3:77], [0, 74], how)[0], together[1])
+        torch.set_num_threads(1)
+        assert (together * together).sum(-1).sub(1).abs().max() < 1e-6
+    assert embed.pool(hidden, [0], "mean").shape == (0, 72)
+    with pytest.raises(RuleError, match="pooling is one of last, mean, first; got 'max'"):
+        embed.pool(hidden, [0, 90], "max")
+
+
+# ---- model folders that lie
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory) -> Path:
+    """A llama of two layers."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    folder = tmp_path_factory.mktemp("good")
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(good, tmp_path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(good, tmp_path / "model"))
+
+
+def change(folder: Path, **values) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def rewrite(folder: Path, change_tensors) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change_tensors(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def shard(folder: Path) -> dict[str, str]:
+    """Splits the weights over two files; returns the index."""
+    tensors = sorted(load_file(folder / "model.safetensors").items())
+    (folder / "model.safetensors").unlink()
+    index = {}
+    for n, part in enumerate((tensors[:9], tensors[9:])):
+        save_file(dict(part), folder / f"model-{n}.safetensors")
+        index |= {name: f"model-{n}.safetensors" for name, _ in part}
+    write_index(folder, index)
+    return index
+
+
+def write_index(folder: Path, index: dict[str, str]) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def test_whole_and_sharded_folders_give_the_same_model(good, folder):
+    shard(folder)
+    hidden = noise(3, 32)
+    (one, info), (two, _) = load(good), load(folder)
+    assert torch.equal(one.logits(hidden), two.logits(hidden))
+    assert (info.model_type, info.vocab_size, info.eos_token_ids, info.generates) == ("llama", 50, (2,), True)
+    assert info.gemm.startswith("onednn")
+
+
+def test_every_gemm_of_a_loaded_model_can_be_certified_or_replaced(good):
+    model = load(good).model
+    layers = list(linear.linears(model))
+    assert len(layers) == 2 * 4 + 1
+    assert all(certify_linear(layer, rows=8) is None for layer in layers)
+    own = load(good, gemm="blocked").model
+    hidden = noise(3, 32)
+    assert (own.logits(hidden) - model.logits(hidden)).abs().max() < 1e-5
+
+
+def test_half_precision_files_are_widened_exactly(folder):
+    rewrite(folder, lambda t: t.update({k: v.bfloat16() for k, v in t.items()}))
+    weight = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    model = load(folder).model
+    assert torch.equal(model.embedding.weight, weight.float())
+
+
+@pytest.mark.parametrize("part", [0.3, 0.999])
+def test_a_truncated_file_is_refused(folder, part):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
+    with pytest.raises(RuleError, match=r"model.safetensors is a complete safetensors file; got .*Download it again"):
+        load(folder)
+
+
+def test_garbage_in_place_of_weights_is_refused(folder):
+    (folder / "model.safetensors").write_bytes(b"\xff" * 4096)
+    with pytest.raises(RuleError, match="complete safetensors file"):
+        load(folder)
+
+
+def test_missing_extra_and_misshapen_tensors_are_named(folder):
+    def spoil(t: dict[str, Tensor]) -> None:
+        for name in [n for n in t if "layers.1.mlp" in n or "layers.1.self_attn" in n]:
+            del t[name]
+        t["model.norm.weight"] = torch.zeros(31)
+        t["evil.weight"] = torch.zeros(3)
+
+    rewrite(folder, spoil)
+    with pytest.raises(RuleError) as error:
+        load(folder)
+    text = str(error.value)
+    assert "7 missing: model.layers.1.self_attn.q_proj.weight" in text
+    assert "and 3 more" in text
+    assert "1 misshapen: model.norm.weight is [31], not [32]" in text
+    assert "1 unknown to the model: evil.weight" in text
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": 10**30},
+        {"vocab_size": 10**12},
+        {"hidden_size": 10**15},
+        {"head_dim": 10**11},
+        {"num_attention_heads": 10**9},
+        {"intermediate_size": -5},
+        {"num_hidden_layers": "many"},
+        {"num_hidden_layers": True},
+        {"vocab_size": 1e6},
+    ],
+)
+def test_absurd_sizes_are_refused_before_anything_is_allocated(folder, values):
+    change(folder, **values)
+    with pytest.raises(RuleError, match=f"{next(iter(values))} in config.json fits the files: 21 tensors, the largest dimension is 50"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_hidden_layers": 20},
+        {"num_attention_heads": 7, "head_dim": 16},
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 0},
+        {"hidden_act": "evil"},
+        {"rms_norm_eps": "small"},
+        {"rope_parameters": {"rope_type": "evil", "rope_theta": 1.0}},
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1e15}},
+        {"rope_parameters": [1, 2]},
+        {"num_key_value_heads": 3},
+        {"tie_word_embeddings": "perhaps"},
+    ],
+)
+def test_configs_that_fit_no_model_are_refused(folder, values):
+    change(folder, **values)
+    with pytest.raises(RuleError):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "sub/../model-0.safetensors", "..", "", "model-0.safetensors/"])
+def test_an_index_does_not_lead_out_of_the_folder(folder, name):
+    index = shard(folder)
+    shutil.copy(folder / "model-0.safetensors", folder.parent / "outside.safetensors")
+    write_index(folder, {**index, "model.norm.weight": name})
+    with pytest.raises(RuleError, match="files of a model lie in its folder"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_link_does_not_lead_out_of_the_folder(folder, name):
+    (folder / name).rename(folder.parent / "outside")
+    (folder / name).symlink_to(folder.parent / "outside")
+    with pytest.raises(RuleError, match="Replace the link by the file"):
+        load(folder)
+
+
+def test_the_hubs_cache_links_into_its_own_blobs(folder):
+    blobs, snapshot = folder.parent / "repo" / "blobs", folder.parent / "repo" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for path in folder.iterdir():
+        path.rename(blobs / path.name)
+        (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
+    assert load(snapshot).info.vocab_size == 50
+
+
+def test_an_index_that_names_what_is_not_there_is_refused(folder):
+    index = shard(folder)
+    write_index(folder, {**index, "model.norm.weight": "model-0.safetensors"})
+    with pytest.raises(RuleError, match=r"a file holds the tensors that the index says; got model-0.safetensors without model.norm.weight"):
+        load(folder)
+    write_index(folder, {**index, "model.norm.weight": "model-7.safetensors"})
+    with pytest.raises(RuleError, match=r"an index names safetensors files that exist; got model-7.safetensors"):
+        load(folder)
+    write_index(folder, {**index, "model.norm.weight": "config.json"})
+    with pytest.raises(RuleError, match=r"safetensors files that exist; got config.json"):
+        load(folder)
+
+
+def test_a_tensor_in_two_files_is_refused(folder):
+    shard(folder)
+    tensors = load_file(folder / "model-1.safetensors")
+    save_file(
+        {**load_file(folder / "model-0.safetensors"), "model.norm.weight": tensors["model.norm.weight"]}, folder / "model-0.safetensors"
+    )
+    with pytest.raises(RuleError, match=r"a tensor lies in one file; got model.norm.weight"):
+        load(folder)
+
+
+class Bomb:
+    """Runs when it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("exploded",)
+
+
+def test_pickled_weights_are_refused_unread(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(RuleError, match=r"pickled ones can run code; got pytorch_model.bin"):
+        load(folder)
+    assert not (folder / "exploded").exists()
+
+
+def test_code_in_the_folder_does_not_run(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    for name in ("configuration_evil.py", "modeling_evil.py"):
+        (folder / name).write_text("import os\nos.mkdir('exploded')\nclass Evil: ...\n")
+    change(folder, auto_map={"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"})
+    assert load(folder).info.vocab_size == 50
+    change(folder, model_type="evil")
+    with pytest.raises(RuleError, match="model_type is one of"):
+        load(folder)
+    assert not (folder / "exploded").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("lama", "Did you mean llama"), ("gemma3", "Did you mean gemma"), ("zzz", "Add lockstep/models/zzz.py"), (None, "")]
+)
+def test_an_unknown_model_type_is_refused_with_a_suggestion(folder, name, hint):
+    change(folder, model_type=name)
+    with pytest.raises(RuleError, match=rf"model_type is one of {', '.join(model_types())}; got .*{hint}"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["weights", "../llama", "llama.py", "os"])
+def test_a_model_type_is_never_a_module_of_another_kind(folder, name):
+    change(folder, model_type=name)
+    with pytest.raises(RuleError, match="model_type is one of"):
+        load(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "{", "[" * 100_000, '{"model_type": NaN'])
+def test_a_config_that_is_no_json_object_is_refused(folder, text):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(RuleError, match=r"config.json is (a )?JSON"):
+        load(folder)
+
+
+def test_quantised_weights_are_refused(folder):
+    rewrite(folder, lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}))
+    with pytest.raises(RuleError, match=r"weights are floating point; got 1 others: model.norm.weight is I8"):
+        load(folder)
+    change(folder, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(RuleError, match=r"quantised ones \(fp8\)"):
+        load(folder)
+
+
+def test_a_folder_without_a_model_and_a_name_that_is_none(tmp_path):
+    with pytest.raises(RuleError, match=r"a model folder holds config.json"):
+        load(tmp_path)
+    for name in ("no-such-thing", "../a/b", "/no/such/folder", "a/b/c"):
+        with pytest.raises(RuleError, match="a folder or a hub id of the form owner/name"):
+            load(name)
+
+
+def test_the_hub_is_asked_for_weights_and_texts_only(good, monkeypatch):
+    asked = {}
+
+    def download(repo: str, **options) -> str:
+        asked.update(options, repo=repo)
+        return str(good)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert load("owner/name", revision="abc").info.vocab_size == 50
+    assert (asked["repo"], asked["revision"]) == ("owner/name", "abc")
+    assert not any(p.endswith((".bin", ".pt", ".py", "*")) for p in asked["allow_patterns"])
+
+
+def test_a_dtype_that_has_no_proven_gemm_is_refused(good):
+    with pytest.raises(RuleError, match="dtype on cpu is one of float32; got 'bfloat16'"):
+        load(good, dtype="bfloat16")

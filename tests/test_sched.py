@@ -1,0 +1,571 @@
+"""The scheduler with a model made of hashes: every request ends with the tokens of its lone run, whatever else goes on.
+
+The model's key at a position is a hash of the path up to it; its memory is written by the plan's own moves and write slots, and before a
+token is sampled every slot that a row sees is read through the plan's address formula and compared with the request's true path. Free
+pages are wiped after every step. `plan.check` judges every plan.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from lockstep.kv.pages import PagePool
+from lockstep.kv.tables import pages_for, peak_pages
+from lockstep.plan import address
+from lockstep.plan import check as plan_check
+from lockstep.plan.build import build
+from lockstep.plan.step import PagedGroup, StepPlan
+from lockstep.sched import policy
+from lockstep.sched.request import Ask, Piece, Request, Step, Token
+from lockstep.sched.scheduler import Kinds, Limits, Scheduler
+from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
+
+ATTN = (AttnSpec(0.5),)
+VOCABULARY = 4
+LONG = "long"  # the tenant whose texts end by length alone
+
+
+def full(page_size: int) -> GroupSpec:
+    return GroupSpec(Layout.DENSE, 4, 2, 8, 8, ATTN, page_size=page_size)
+
+
+def window(w: int, page_size: int) -> GroupSpec:
+    return replace(full(page_size), window=w)
+
+
+def latent(page_size: int) -> GroupSpec:
+    return GroupSpec(Layout.LATENT, 4, 1, 8, 8, ATTN, page_size=page_size)
+
+
+def cross(page_size: int) -> GroupSpec:
+    return GroupSpec(Layout.CROSS, 4, 2, 8, 8, ATTN, page_size=page_size, causal=False)
+
+
+FRESH = GroupSpec(Layout.FRESH, 4, 2, 8, 8, ATTN, causal=False)
+
+
+@dataclass(frozen=True)
+class Model:
+    specs: tuple[GroupSpec, ...]
+    kinds: Kinds
+
+
+MODELS = (
+    Model((full(1),), Kinds((0,))),
+    Model((full(4),), Kinds((0,))),
+    Model((latent(16),), Kinds((0,))),
+    Model((full(4), window(6, 4)), Kinds((0, 1))),
+    Model((full(4), window(5, 2), window(9, 1)), Kinds((0, 1, 2))),
+    Model((window(7, 4), window(1, 2)), Kinds((0, 1))),
+    Model((full(16), window(3, 4), FRESH), Kinds((0, 1), (), (2,))),
+    Model((full(2), cross(4), FRESH), Kinds((0, 1), (2, 1), (2,))),
+)
+
+
+def mix(*values: int) -> int:
+    return hash(values)
+
+
+def base(ask: Ask) -> int:
+    """What all keys of a request depend on."""
+    return mix(zlib.crc32(ask.tenant.encode()), *ask.encoder_ids)
+
+
+def keys(ask: Ask, tokens: list[int]) -> list[int]:
+    """The key of every position."""
+    return list(accumulate(tokens, mix, initial=base(ask)))[1:]
+
+
+def sample(ask: Ask, tokens: list[int], index: int) -> Token:
+    h = mix(base(ask), *tokens, index)
+    return Token(h % VOCABULARY, ask.tenant != LONG and h // VOCABULARY % 13 == 0)
+
+
+def alone(ask: Ask, index: int) -> list[int]:
+    """The completion, computed by nobody but itself."""
+    tokens = list(ask.prompt)
+    for _ in range(ask.max_new_tokens):
+        token = sample(ask, tokens, index)
+        tokens.append(token.id)
+        if token.stop:
+            break
+    return tokens[len(ask.prompt) :]
+
+
+class World:
+    """A scheduler, its pools, and what lies in every slot."""
+
+    def __init__(self, model: Model, pages: tuple[int, ...], limits: Limits) -> None:
+        pools = [None if s.layout is Layout.FRESH else PagePool(n) for s, n in zip(model.specs, pages, strict=True)]
+        self.model, self.pools, self.limits = model, pools, limits
+        self.scheduler = Scheduler(model.specs, pools, model.kinds, limits)
+        self.store: list[dict[int, int]] = [{} for _ in model.specs]
+        self.scored: dict[Request, list[int]] = {}
+        self.ended: list[Request] = []
+        self.steps: list[Step] = []
+
+    def start(self) -> Step | None:
+        step = self.scheduler.schedule()
+        if step is not None:
+            self.steps.append(step)
+            assert 0 < sum(p.new_len for p in step.pieces) <= self.limits.chunked_prefill_size
+            assert sum(len(p.emit) for p in step.pieces) <= self.limits.chunked_prefill_size
+            assert len(self.scheduler.running) <= self.limits.max_running_requests
+        return step
+
+    def finish(self, step: Step) -> list[Request]:
+        """The step runs and is committed."""
+        specs = [self.model.specs[g] for g in step.groups]
+        plan = build(specs, step.works)
+        pools = [self.pools[g] for g in step.groups]
+        plan_check.check(plan, tuple(pool.num_pages if pool is not None else 0 for pool in pools))
+        for g, group in zip(step.groups, plan.groups, strict=True):
+            if isinstance(group, PagedGroup):
+                self.write(g, group, step, plan)
+                self.read(g, group, step, plan)
+        for piece in step.pieces:
+            self.note_scores(piece)
+        done = self.scheduler.commit(step, [self.sampled(piece) for piece in step.pieces])
+        self.ended += done
+        self.wipe()
+        self.scheduler.check()
+        return done
+
+    def truth(self, piece: Piece) -> list[int]:
+        """The keys that the request should see after this step."""
+        ask, tokens = piece.request.ask, piece.request.tokens
+        return keys(ask, tokens)[: piece.cached_len + piece.new_len]
+
+    def write(self, g: int, group: PagedGroup, step: Step, plan: StepPlan) -> None:
+        store = self.store[g]
+        values = [store[int(a)] for a, _ in group.moves]
+        store.update((int(to), value) for (_, to), value in zip(group.moves, values, strict=True))
+        rows: list[int] = []
+        for piece in step.pieces:
+            encoder = [mix(base(piece.request.ask), p) for p in range(piece.new_len)]
+            rows += encoder if piece.cross_new else self.truth(piece)[piece.cached_len :]
+        if len(group.write_slots):
+            store.update(zip(group.write_slots.tolist(), rows, strict=True))
+
+    def read(self, g: int, group: PagedGroup, step: Step, plan: StepPlan) -> None:
+        spec = group.spec
+        for i, piece in enumerate(step.pieces):
+            begin, end, true = 0, int(group.kv_lens[i]), self.truth(piece)
+            if spec.layout is Layout.CROSS:
+                assert end == len(piece.request.ask.encoder_ids)
+                true = [mix(base(piece.request.ask), p) for p in range(end)]
+            elif spec.window is not None:
+                begin = max(0, piece.cached_len - spec.window + 1)
+            seen = np.arange(begin, end, dtype=np.int32)
+            slots = address.paged(group.page_ids, group.page_indptr, group.first_pos, spec.page_size, i, seen)
+            assert [self.store[g].get(s) for s in slots.tolist()] == true[begin:end], f"group {g}: {piece}"
+
+    def note_scores(self, piece: Piece) -> None:
+        ask = piece.request.ask
+        rows = piece.emit[: len(piece.emit) - piece.samples]
+        if not ask.embed:
+            assert not rows or ask.wants_prompt_logprobs
+            assert piece.emit[len(rows) :] == (piece.new_len - 1,) * piece.samples
+            self.scored.setdefault(piece.request, []).extend(piece.cached_len + row for row in rows)
+
+    def sampled(self, piece: Piece) -> list[Token]:
+        request = piece.request
+        assert request.ask.embed or piece.cross_new or list(piece.ids) == request.tokens[piece.cached_len :][: piece.new_len]
+        indices = range(piece.samples) if piece.samples > 1 else [request.index] * piece.samples
+        return [sample(request.ask, request.tokens, index) for index in indices]
+
+    def wipe(self) -> None:
+        for spec, pool, store in zip(self.model.specs, self.pools, self.store, strict=True):
+            if pool is not None:
+                for slot in [slot for slot in store if not pool.refs[slot // spec.page_size]]:
+                    del store[slot]
+
+    def run(self) -> None:
+        """Until nothing is left to do."""
+        while (step := self.start()) is not None:
+            self.finish(step)
+
+    def settle(self) -> None:
+        """Idle: everything ended, every page is free or cached, and what is cached can be freed."""
+        s = self.scheduler
+        assert s.schedule() is None
+        assert not s.running and not s.waiting and not s.embeds
+        s.check()
+        for g, pool in enumerate(self.pools):
+            if pool is not None:
+                assert pool.free + s.tree.cached(g) == pool.num_pages - 1
+                assert s.tree.available(g) == pool.num_pages - 1
+                assert s.limits.prefix_cache or not s.tree.cached(g)
+
+    def judge(self, request: Request) -> None:
+        """A request and its siblings have what they should have."""
+        ask = request.ask
+        for r in request.family:
+            want = [] if ask.embed else alone(ask, r.index)
+            if r.finish == "abort":
+                assert r.output == want[: len(r.output)]
+                continue
+            assert r.output == want, f"{r.output} for {want}"
+            assert r.finish is not None
+            if ask.wants_prompt_logprobs and r.index == 0:
+                assert self.scored[r] == list(range(len(ask.prompt) - 1)), "each prompt row is scored once, in order"
+        assert (
+            {r.finish for r in request.family} == {"abort"}
+            or any(r.finish == "abort" for r in request.family)
+            or len(request.family) == ask.n
+        )
+
+
+def least(model: Model, asks: list[Ask]) -> tuple[int, ...]:
+    """Pages, sink included, without which some request could not run."""
+    out = []
+    for spec in model.specs:
+        encoder = spec.layout is Layout.CROSS
+        needs = [pages_for(len(a.encoder_ids), spec) if encoder else peak_pages(spec, a.max_keys, 1) for a in asks]
+        out.append(1 + max(needs, default=1))
+    return tuple(max(2, n) for n in out)
+
+
+TEXTS = [[1, 2, 3, 0] * 9, [1, 2, 3, 0] * 3 + [3, 3, 1] * 8, [2] * 36]
+
+
+@st.composite
+def asks(draw: st.DrawFn, model: Model, chunk: int) -> Ask:
+    text = draw(st.sampled_from(TEXTS))
+    prompt = text[: draw(st.integers(0, 24))] + draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
+    if model.kinds.embed and draw(st.integers(0, 4)) == 0:
+        return Ask(tuple(prompt[:chunk]), embed=True)
+    encoder = draw(st.lists(st.integers(0, 1), max_size=min(6, chunk))) if model.kinds.encode else []
+    return Ask(
+        tuple(prompt),
+        draw(st.integers(0, 12)) or 1,
+        draw(st.integers(1, min(3, chunk))),
+        draw(st.sampled_from([0, 0, 0, 1, 2])),
+        draw(st.integers(0, 4)) == 0,
+        tuple(encoder),
+        draw(st.sampled_from(["", "", "t", LONG])),
+    )
+
+
+@dataclass(frozen=True)
+class Arrival:
+    ask: Ask
+    step: int
+    abort: int | None  # so many steps later
+    flying: bool  # the abort comes while a step runs
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> tuple[Model, tuple[int, ...], Limits, list[Arrival], frozenset[int]]:
+    model = draw(st.sampled_from(MODELS))
+    limits = Limits(draw(st.sampled_from([1, 3, 8, 64])), draw(st.sampled_from([1, 2, 5, 16])), draw(st.integers(0, 4)) > 0)
+    asked = draw(st.lists(asks(model, limits.chunked_prefill_size), min_size=1, max_size=9))
+    aborts = st.one_of(st.none(), st.none(), st.none(), st.integers(0, 12))
+    arrivals = [Arrival(a, draw(st.integers(0, 20)), draw(aborts), draw(st.booleans())) for a in asked]
+    extra = draw(st.sampled_from([0, 0, 3, 10, 60]))
+    pages = tuple(n + extra for n in least(model, [a for a in asked if not a.embed]))
+    return model, pages, limits, arrivals, draw(st.frozensets(st.integers(0, 30), max_size=2))
+
+
+@given(scenarios())
+@settings(max_examples=150, deadline=None)
+def test_every_request_ends_with_the_tokens_of_its_lone_run(scenario):
+    model, pages, limits, arrivals, drops = scenario
+    world = World(model, pages, limits)
+    taken: dict[int, Request] = {}
+    for now in range(4000):
+        for i, a in enumerate(arrivals):
+            if a.step == now:
+                taken[i] = world.scheduler.add(a.ask)
+        due = [(taken[i], a) for i, a in enumerate(arrivals) if i in taken and a.abort is not None and a.step + a.abort == now]
+        for request, _ in [pair for pair in due if not pair[1].flying]:
+            world.ended += world.scheduler.abort(request)
+        world.wipe()
+        step = world.start()
+        for request, _ in [pair for pair in due if pair[1].flying]:
+            world.ended += world.scheduler.abort(request)
+            world.wipe()
+        if step is None and now > 40:
+            break
+        if step is not None and now in drops:
+            world.ended += world.scheduler.drop(step)
+        elif step is not None:
+            world.finish(step)
+    else:
+        pytest.fail("no end in sight")
+    for request in taken.values():
+        world.judge(request)
+    members = [r for request in taken.values() for r in request.family]
+    assert sorted(map(id, members)) == sorted(map(id, world.ended)), "each request ends once"
+    world.settle()
+    for name, count in world.scheduler.counters.items():
+        event(f"{name}: {'yes' if count else 'no'}")
+
+
+def world(model: Model, pages: int, size: int = 64, running: int = 16) -> World:
+    return World(model, (pages,) * len(model.specs), Limits(size, running))
+
+
+DENSE, HYBRID, EMBED, CROSSED = MODELS[1], MODELS[3], MODELS[6], MODELS[7]
+
+
+def test_nothing_to_do_is_none():
+    assert world(DENSE, 8).scheduler.schedule() is None
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_cache_for_one_request_serves_them_all(model):
+    asked = [Ask((1, 2, 3, i % 4, i), 20, tenant=LONG) for i in range(5)]
+    w = World(model, least(model, asked), Limits(8, 16))
+    requests = [w.scheduler.add(ask) for ask in asked]
+    w.run()
+    for request in requests:
+        w.judge(request)
+    w.settle()
+
+
+def test_preemption_gives_way_to_the_earlier_request_and_changes_nothing():
+    w = world(DENSE, 13)
+    requests = [w.scheduler.add(Ask((1, 2, i), 36, tenant=LONG)) for i in range(3)]
+    w.run()
+    assert w.scheduler.counters["preempted"] > 0
+    for request in requests:
+        w.judge(request)
+    w.settle()
+
+
+def test_a_request_that_never_fits_is_refused_with_both_numbers():
+    w = world(HYBRID, 6, size=8)
+    w.scheduler.add(Ask((1,) * 20, 1))
+    with pytest.raises(RuleError, match=r"has 5 pages of 4; got 21 keys, which need 6"):
+        w.scheduler.add(Ask((1,) * 20, 2))
+    with pytest.raises(RuleError, match=r"at most 8 rows; got n=9"):
+        w.scheduler.add(Ask((1,), 1, n=9))
+    with pytest.raises(RuleError, match="layers for; got embeddings"):
+        w.scheduler.add(Ask((1,), embed=True))
+    with pytest.raises(RuleError, match="layers for; got an encoder"):
+        w.scheduler.add(Ask((1,), encoder_ids=(1,)))
+    w.run()
+    w.settle()
+
+
+def test_what_is_computed_whole_fits_into_one_step():
+    w = world(CROSSED, 20, size=8)
+    for ask in (Ask((1,) * 9, embed=True), Ask((1,), encoder_ids=(1,) * 9)):
+        with pytest.raises(RuleError, match=r"at most 8 tokens; got 9"):
+            w.scheduler.add(ask)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"prompt": ()}, {"max_new_tokens": -1}, {"n": 0}, {"n": 2, "max_new_tokens": 0}, {"embed": True, "encoder_ids": (1,)}]
+)
+def test_an_ask_that_makes_no_sense_is_refused(wrong):
+    with pytest.raises(RuleError):
+        Ask(**{"prompt": (1,), **wrong})
+
+
+def test_decoding_goes_first_and_prompts_fill_the_rest():
+    w = world(DENSE, 200, size=10)
+    early = [w.scheduler.add(Ask((1, i), 30, tenant=LONG)) for i in range(3)]
+    w.finish(w.start())
+    late = w.scheduler.add(Ask((2,) * 20, 4))
+    step = w.start()
+    assert [(p.request, p.new_len) for p in step.pieces] == [*((r, 1) for r in early), (late, 7)]
+    w.finish(step)
+    w.run()
+    for request in (*early, late):
+        w.judge(request)
+
+
+def test_embeddings_and_encoders_have_steps_of_their_own_every_other_one():
+    w = world(CROSSED, 60, size=12)
+    asked = [Ask((1, 2), 8), *(Ask((1,) * 10, embed=True) for _ in range(4)), *(Ask((1, 2, 3), 8, encoder_ids=(i, 7)) for i in range(8))]
+    requests = [w.scheduler.add(ask) for ask in asked]
+    w.run()
+    for step in w.steps:
+        assert step.groups in ((0, 1), (2, 1), (2,))
+        assert len({(p.request.ask.embed, p.cross_new > 0) for p in step.pieces}) == 1
+    whole = [step.groups != (0, 1) for step in w.steps]
+    assert not any(a and b for a, b in pairwise(whole[:6])), "generation is not held up by embeddings"
+    for request in requests:
+        w.judge(request)
+    w.settle()
+
+
+def test_j9_a_second_turn_finds_what_the_first_one_generated():
+    w = world(DENSE, 60)
+    first = w.scheduler.add(Ask((1, 2, 3, 0, 1), 14, tenant=LONG))
+    w.run()
+    assert len(first.output) == 14
+    second = w.scheduler.add(Ask((*first.tokens, 2, 2), 4, tenant=LONG))
+    w.run()
+    assert second.hit_len == (len(first.tokens) - 1) // 4 * 4
+    w.judge(second)
+
+
+def test_prompt_log_probabilities_match_nothing_but_insert():
+    w = world(DENSE, 60)
+    prompt = (1, 2, 3, 0) * 4
+    w.scheduler.add(Ask(prompt, 2))
+    w.run()
+    scored, plain = w.scheduler.add(Ask(prompt, 2, wants_prompt_logprobs=True)), w.scheduler.add(Ask(prompt, 2))
+    w.run()
+    assert (scored.hit_len, plain.hit_len) == (0, 12)
+    other = w.scheduler.add(Ask((3, *prompt), 2, wants_prompt_logprobs=True))
+    w.run()
+    again = w.scheduler.add(Ask((3, *prompt), 2))
+    w.run()
+    assert again.hit_len == 16
+    for request in (scored, plain, other, again):
+        w.judge(request)
+
+
+def test_scoring_alone_samples_nothing():
+    w = world(DENSE, 60, size=5)
+    request = w.scheduler.add(Ask((1, 2, 3, 0) * 3, 0, wants_prompt_logprobs=True))
+    w.run()
+    assert request.finish == "length" and request.output == []
+    assert w.scored[request] == list(range(11))
+
+
+def test_completions_share_the_prompt_and_each_ends_alone():
+    w = world(HYBRID, 200, size=16)
+    request = w.scheduler.add(Ask((1, 2, 3, 0) * 3 + (1,), 9, n=4))
+    step = w.start()
+    assert step.pieces[0].emit == (12,) * 4
+    w.finish(step)
+    tables = [r.table for r in request.family]
+    assert len({tuple(t.span(0, 0, 12)) for t in tables}) == 1, "whole pages of the prompt are shared"
+    assert len({t.held(0)[3] for t in tables}) == 4, "the partial one is everyone's own"
+    w.run()
+    w.judge(request)
+    w.settle()
+
+
+def test_completions_that_find_no_room_wait():
+    w = World(DENSE, (9,), Limits(16, 2))
+    request = w.scheduler.add(Ask((1, 2, 3, 0) * 3 + (1,), 9, n=5))
+    w.run()
+    w.judge(request)
+    w.settle()
+
+
+def test_equal_prompts_in_one_step_end_up_in_the_same_pages():
+    w = world(DENSE, 60)
+    twins = [w.scheduler.add(Ask((1, 2, 3, 0) * 4, 3)) for _ in range(2)]
+    w.finish(w.start())
+    assert twins[0].table.span(0, 0, 16) == twins[1].table.span(0, 0, 16)
+    w.run()
+    for twin in twins:
+        w.judge(twin)
+
+
+def test_j2_an_abort_frees_nothing_that_a_running_step_uses():
+    w = world(HYBRID, 30)
+    request, other = w.scheduler.add(Ask((1, 2, 3, 0) * 3, 9, n=2)), w.scheduler.add(Ask((2, 2), 5))
+    step = w.start()
+    assert w.scheduler.abort(request) == []
+    w.wipe()
+    assert request in w.finish(step) and request.finish == "abort"
+    assert len(request.family) == 1, "nothing is forked from a request that was aborted"
+    assert w.scheduler.abort(request) == []
+    w.run()
+    w.judge(other)
+    w.settle()
+
+
+def test_a_request_is_aborted_wherever_it_is():
+    w = world(CROSSED, 40, size=8, running=1)
+    asked = [Ask((1, 2, 3), 9), Ask((1, 2), 3), Ask((3,), 4, encoder_ids=(1, 2)), Ask((1, 2), embed=True)]
+    running, *waiting = (w.scheduler.add(ask) for ask in asked)
+    w.finish(w.start())
+    w.finish(w.start())
+    for request in (running, *waiting):
+        if request.finish is None:
+            assert w.scheduler.abort(request) == [request]
+    w.settle()
+
+
+def test_a_step_is_committed_once_before_the_next():
+    w = world(DENSE, 40)
+    w.scheduler.add(Ask((1, 2), 5))
+    step = w.start()
+    with pytest.raises(RuleError, match="committed before the next"):
+        w.scheduler.schedule()
+    with pytest.raises(RuleError, match=r"\[1\] samples; got \[0\]"):
+        w.scheduler.commit(step, [[]])
+    w.finish(step)
+    with pytest.raises(RuleError, match="once"):
+        w.scheduler.commit(step, [[Token(1)]])
+
+
+def test_a_higher_priority_displaces_a_lower_one_that_arrived_earlier():
+    w = world(DENSE, 30, running=2)
+    low = [w.scheduler.add(Ask((1, i), 60, tenant=LONG)) for i in range(2)]
+    w.finish(w.start())
+    high = w.scheduler.add(Ask((2, 3), 6, priority=1))
+    for _ in range(8):
+        w.finish(w.start())
+    assert high.finish is not None and low[1].finish is None
+    w.run()
+    for request in (*low, high):
+        w.judge(request)
+    w.settle()
+
+
+def test_nobody_is_overtaken_forever():
+    w = world(DENSE, 14, running=2)
+    w.scheduler.add(Ask((1, 2), 30, priority=1, tenant=LONG))
+    low = w.scheduler.add(Ask((0,) * 30, 8))
+    overtaken = 0
+    while low.finish is None:
+        w.scheduler.add(Ask((1, 3, overtaken % 4), 3, priority=1))
+        overtaken += 1
+        w.finish(w.start())
+        assert overtaken < 3 * policy.HEAD_START
+    w.run()
+    w.judge(low)
+    w.settle()
+
+
+def test_within_a_priority_the_first_comes_first_even_if_it_is_large():
+    w = world(DENSE, 16)
+    w.scheduler.add(Ask((1, 2), 40, tenant=LONG))
+    w.finish(w.start())
+    large = w.scheduler.add(Ask((2,) * 50, 4))
+    small = [w.scheduler.add(Ask((3, i), 4)) for i in range(4)]
+    while large.finish is None:
+        w.finish(w.start())
+        assert large.running or large.finish or not any(r.running or r.finish for r in small)
+    w.run()
+    w.settle()
+
+
+def test_a_step_that_failed_leaves_everything_as_it_was():
+    w = world(CROSSED, 40, size=16)
+    requests = [w.scheduler.add(ask) for ask in (Ask((1, 2, 3), 6, encoder_ids=(4, 5)), Ask((1, 2), embed=True), Ask((2, 2), 5, n=2))]
+    for turn in range(6):
+        step = w.start()
+        assert w.scheduler.drop(step) == []
+        w.scheduler.check()
+        if turn % 2:
+            w.finish(w.start())
+    w.run()
+    for request in requests:
+        w.judge(request)
+    w.settle()
+
+
+def test_the_rank_is_a_total_order_and_a_head_start_is_bounded():
+    low, high = Request(Ask((1,)), 0), [Request(Ask((1,), priority=1), a) for a in range(1, 200)]
+    overtaking = [r for r in high if policy.rank(r) < policy.rank(low)]
+    assert len(overtaking) == policy.HEAD_START - 1
+    siblings = [Request(Ask((1,), n=2), 5, index) for index in range(2)]
+    assert policy.rank(siblings[0]) < policy.rank(siblings[1])
