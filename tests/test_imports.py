@@ -94,7 +94,7 @@ def sees(importer: str) -> set[str]:
     if importer in BASE:
         return BASE
     if importer == "text":
-        return {"text"}
+        return {"text", "types"}
     if importer == "sched":
         return BASE | {"plan", "kv", "sched"}
     above = {"", *SIDE} if importer in {"llm", "serve"} else set()
@@ -139,7 +139,7 @@ def test_import_order():
         ("lockstep.kv.pool", "importlib.import_module('lockstep.kernels.cpu.attend')"),
         ("lockstep.kernels.cpu.attend", "from lockstep.attention.base import Caps"),
         ("lockstep.order", "from lockstep.plan import step"),
-        ("lockstep.text.detok", "from lockstep.types import Request"),
+        ("lockstep.text.detok", "from lockstep.plan.step import StepPlan"),
         ("lockstep.sched.policy", "from lockstep.kv.pool import Pool"),
         ("lockstep.sched.policy", "from lockstep.kv import pool"),
         ("lockstep.sched.policy", "import lockstep.kv"),

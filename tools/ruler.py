@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 FILE_LIMIT = 600
 FUNCTION_LIMIT = 60
-PACKAGE_LIMIT = 12_000
+ENGINE_LIMIT = 12_000  # of what serves a request; the lab, its case files and the benchmarks are counted, but judge rather than serve
+JUDGES = ("lockstep/lab/", "lockstep/bench/")
 
 
 class Function(NamedTuple):
@@ -54,14 +55,19 @@ def measure(package: Path) -> tuple[dict[str, int], list[Function]]:
 
 def complaints(lines: dict[str, int], found: list[Function]) -> list[str]:
     """One sentence per broken limit, with value and limit."""
-    total = sum(lines.values())
+    engine = engine_lines(lines)
     out = [f"{name} has {n} lines; the limit for a file is {FILE_LIMIT}" for name, n in lines.items() if n > FILE_LIMIT]
     out += [
         f"{f.where} {f.name} has {f.lines} lines; the limit for a function is {FUNCTION_LIMIT}" for f in found if f.lines > FUNCTION_LIMIT
     ]
-    if total > PACKAGE_LIMIT:
-        out.append(f"the package has {total} lines; the limit is {PACKAGE_LIMIT}")
+    if engine > ENGINE_LIMIT:
+        out.append(f"the engine has {engine} lines; the limit is {ENGINE_LIMIT}")
     return out
+
+
+def engine_lines(lines: dict[str, int]) -> int:
+    """Lines of everything but what judges."""
+    return sum(n for name, n in lines.items() if not name.startswith(JUDGES))
 
 
 def main(package: Path) -> int:
@@ -75,7 +81,8 @@ def main(package: Path) -> int:
     for folder, n in sorted(folders.items()):
         print(f"{n:7,}  {folder}/")
     longest_file = max(lines, key=lambda name: lines[name])
-    print(f"{sum(lines.values()):7,}  in all, {len(lines)} files (limit {PACKAGE_LIMIT:,})")
+    print(f"{engine_lines(lines):7,}  the engine (limit {ENGINE_LIMIT:,})")
+    print(f"{sum(lines.values()):7,}  in all, {len(lines)} files")
     print(f"{lines[longest_file]:7,}  longest file: {longest_file} (limit {FILE_LIMIT})")
     if found:
         longest = max(found, key=lambda f: f.lines)

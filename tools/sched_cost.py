@@ -1,4 +1,4 @@
-"""What scheduling costs: microseconds per step with 64 decoding requests, part by part. Nothing is asserted.
+"""What scheduling costs: CPU microseconds per step with 64 decoding requests, part by part. Nothing is asserted.
 
     python tools/sched_cost.py [--requests 64] [--prompt-len 2048] [--page-size 16] [--steps 200]
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import platform
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import thread_time
 
 from lockstep.kv.pages import PagePool
 from lockstep.plan.build import build
@@ -37,21 +37,21 @@ class Times:
 
 def turn(scheduler: Scheduler, times: Times) -> Step | None:
     """One step, timed part by part."""
-    at = perf_counter()
+    at = thread_time()
     step = scheduler.schedule()
     if step is None:
         return None
-    times.schedule.append(perf_counter() - at)
-    at = perf_counter()
+    times.schedule.append(thread_time() - at)
+    at = thread_time()
     plan = build([scheduler.specs[g] for g in step.groups], step.works)
-    times.build.append(perf_counter() - at)
-    at = perf_counter()
+    times.build.append(thread_time() - at)
+    at = thread_time()
     check(plan, tuple(pool.num_pages if pool is not None else 0 for pool in scheduler.pools))
-    times.check.append(perf_counter() - at)
+    times.check.append(thread_time() - at)
     sampled = [[Token(piece.cached_len % 997)] * piece.samples for piece in step.pieces]
-    at = perf_counter()
+    at = thread_time()
     scheduler.commit(step, sampled)
-    times.commit.append(perf_counter() - at)
+    times.commit.append(thread_time() - at)
     return step
 
 

@@ -251,6 +251,8 @@ class Scheduler:
         """Pages for up to `want` rows more; returns for how many."""
         table, begin, cross_len = request.table, request.cached_len, len(request.ask.encoder_ids)
         assert table is not None, "a request without a table has no turn"
+        if all(table.room(g, 0) >= begin + want for g in self._stored):
+            return want  # most steps of a decoding request: its last page has room
         if not self.tree.make_room(table.needs(begin + want, cross_len=cross_len)):
             want = min(want, min(table.room(g, self.tree.available(g)) for g in self._stored) - begin)
             if want < 1:
@@ -322,8 +324,8 @@ class Scheduler:
         """Why a request ends here, if it does."""
         if token.stop:
             return "stop"
-        ended = len(request.output) >= request.ask.max_new_tokens and (request.output or not request.rows)
-        return "length" if ended else None
+        new_tokens = len(request.tokens) - len(request.ask.prompt)
+        return "length" if new_tokens >= request.ask.max_new_tokens and (new_tokens or not request.rows) else None
 
     def _fork(self, parent: Request, index: int, token: Token) -> Request:
         """Completion `index`, which begins with `token`: it runs on from the parent's keys, or waits if there is no room."""

@@ -6,6 +6,7 @@ Reads the folder through transformers on the CPU, as anyone can who has it, and 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import random
 import re
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
-from prepare import PATTERN
+from prepare import END, PATTERN
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
@@ -71,13 +72,22 @@ def check(folder: Path) -> None:
     print(f"{parameters} parameters, {size} bytes, all finite; a sliding layer sees {WINDOW} keys, with and without a cache")
 
 
-def complete(folder: Path, prompt: str, temperature: float, new_tokens: int = 160) -> str:
-    """The prompt and what the model appends, its weights widened to float32; seed 0."""
+def complete(folder: Path, prompt: str, temperature: float, count: int = 1) -> list[str]:
+    """The prompt with what the model appends, `count` times in one batch; weights widened to float32, seed 0, at most 160 new tokens."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.manual_seed(0)
     how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    ids = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=new_tokens, **how)
-    return tokenizer.decode(ids[0])
+    ids = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=160, num_return_sequences=count, **how)
+    return [tokenizer.decode(row) for row in ids]
+
+
+def parses(text: str) -> bool:
+    """Whether a finished completion is Python."""
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return True
 
 
 def polyline(curve: list[dict[str, float]], name: str, scale: tuple[float, float]) -> str:
@@ -95,9 +105,8 @@ def draw(log: dict, path: Path) -> None:
     parts.append('<rect width="640" height="350" fill="white"/>')
     for nats in range(top + 1):
         y = 300 - nats * scale[1]
-        parts.append(
-            f'<line x1="60" x2="620" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/><text x="50" y="{y + 4:.1f}" text-anchor="end">{nats}</text>'
-        )
+        parts.append(f'<line x1="60" x2="620" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>')
+        parts.append(f'<text x="50" y="{y + 4:.1f}" text-anchor="end">{nats}</text>')
     for step in range(0, steps + 1, max(1, steps // 4)):
         parts.append(f'<text x="{60 + step * scale[0]:.1f}" y="318" text-anchor="middle">{step}</text>')
     for row, name in enumerate(COLOURS):
@@ -113,13 +122,19 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("lockstep/builtin"))
     parser.add_argument("--log", type=Path, default=Path("bench/results/builtin-training.json"))
     parser.add_argument("--svg", type=Path, default=Path("docs/builtin-loss.svg"))
+    parser.add_argument("--count", type=int, default=64, help="completions of the first prompt to parse")
     args = parser.parse_args()
     logging.disable_progress_bar()
     draw(json.loads(args.log.read_text()), args.svg)
     check(args.folder)
     for prompt in PROMPTS:
         for temperature in TEMPERATURES:
-            sys.stdout.write(f"\n--- temperature {temperature}, prompt {prompt!r}\n{complete(args.folder, prompt, temperature)}\n")
+            sys.stdout.write(f"\n--- temperature {temperature}, prompt {prompt!r}\n{complete(args.folder, prompt, temperature)[0]}\n")
+    texts = complete(args.folder, PROMPTS[0], TEMPERATURES[-1], args.count)
+    ended = [text.split(END)[0] for text in texts if END in text]
+    print(
+        f"\nof {len(texts)} completions of the first prompt at {TEMPERATURES[-1]}, {len(ended)} end; {sum(map(parses, ended))} of these parse"
+    )
 
 
 if __name__ == "__main__":
