@@ -19,12 +19,17 @@ from lockstep.types import RuleError
 
 EXAMPLES = {
     "lockstep": """
+      lockstep generate "def fib(n):"                    the built-in model continues your text
       lockstep check-env                                 what is installed, which backends work
       lockstep lab run --quick --html lab.html           the quick matrix, and a page to look at
       lockstep lab show cpu/decode/window                one cell, step by step
       lockstep bench attention --json attention.json     speed of the attention backends
 
     LOCKSTEP_REVERT=NAME in the environment runs any command with that historical bug put back (`lockstep lab reverts --list`).""",
+    "lockstep generate": """
+      lockstep generate "def binary_search(items, target):"
+      lockstep generate --temperature 0.8 --seed 7 --n 3 "class Stack:" --json -
+      lockstep generate --model ./my-model --file prompts.txt --max-tokens 64 --json out.json""",
     "lockstep lab": """
       lockstep lab run --quick
       lockstep lab reverts
@@ -137,6 +142,7 @@ def make_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
     parser.set_defaults(call=lambda args: _help(parser), parser=parser, lab=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+    _generate(commands)
     _lab(commands)
     bench = _command(commands, "lockstep bench", "measure speed")
     kinds = bench.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
@@ -149,6 +155,41 @@ def make_parser() -> Parser:
     env = _command(commands, "lockstep check-env", "versions, processor, backends and why they work or not", check_env)
     _json(env)
     return parser
+
+
+def _generate(commands: Any) -> None:
+    parser = _command(commands, "lockstep generate", "continue prompts with a model", generate)
+    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="text to continue; several run as one batch")
+    parser.add_argument("--file", metavar="F", help="one more prompt per line of this file; - for stdin")
+    parser.add_argument("--quiet", action="store_true", help="do not say what was chosen at start")
+    _json(parser)
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--model", metavar="M", help="a folder or a hub id (default: the built-in model)")
+    for name, says in (
+        ("device", "cpu"),
+        ("dtype", "float32"),
+        ("kv-cache-dtype", "float32, bfloat16 or float8_e4m3"),
+        ("attention-backend", "by name"),
+    ):
+        engine.add_argument(f"--{name}", metavar="X", help=says)
+    for name in ("page-size", "chunked-prefill-size", "max-running-requests", "max-total-tokens", "context-length"):
+        engine.add_argument(f"--{name}", type=positive, metavar="N")
+    engine.add_argument("--mem-fraction-static", type=float, metavar="X", help="of free memory, for the cache")
+    engine.add_argument("--disable-radix-cache", action="store_true", default=None, help="share no prefixes")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-tokens", type=int, default=128, metavar="N", help="new tokens (default: 128)")
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    for name, kind in (("top-p", float), ("top-k", int), ("min-p", float), ("seed", int), ("n", int), ("logprobs", int)):
+        sampling.add_argument(f"--{name}", type=kind, metavar="X")
+    sampling.add_argument("--stop", action="append", metavar="S", help="end before this string; repeatable")
+    sampling.add_argument("--ignore-eos", action="store_true", default=None)
+
+
+def generate(args: argparse.Namespace) -> int:
+    """`generate`."""
+    from lockstep.llm import commands
+
+    return commands.generate(args)
 
 
 def _lab(commands: Any) -> None:

@@ -10,7 +10,7 @@ Turns strings into tokens and jobs into outputs; the engine does the rest. One t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,11 +33,18 @@ class LLM:
         config = EngineConfig.from_names({"model": model, **options})
         self.engine = Engine(config, load(config))
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[Output]:
-        """One output per prompt, in order. A prompt is a string or a list of token ids; params are for all or one for each."""
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_done: Callable[[], None] | None = None,
+    ) -> list[Output]:
+        """One output per prompt, in order. A prompt is a string or a list of token ids; params are for all or one for each.
+
+        `on_done` is called once per prompt, when its last completion has ended: for progress bars.
+        """
         many = self._prompts(prompts)
-        each = self._params(params, len(many))
-        return self._outputs(self._add(many, each))
+        return self._outputs(self._add(many, self._params(params, len(many))), on_done)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """The text of one prompt as it comes. Leaving the loop early ends the request."""
@@ -74,14 +81,19 @@ class LLM:
             raise
         return jobs
 
-    def _outputs(self, jobs: list[Job]) -> list[Output]:
-        self._finish(jobs)
+    def _outputs(self, jobs: list[Job], on_done: Callable[[], None] | None = None) -> list[Output]:
+        self._finish(jobs, on_done)
         return [job.output(self.engine.fingerprint) for job in jobs]
 
-    def _finish(self, jobs: list[Job]) -> None:
+    def _finish(self, jobs: list[Job], on_done: Callable[[], None] | None = None) -> None:
+        open_jobs = len(jobs)
         try:
-            while not all(job.done for job in jobs):
+            while open_jobs:
                 self.engine.step()
+                left = sum(not job.done for job in jobs)
+                for _ in range(open_jobs - left if on_done else 0):
+                    on_done()  # type: ignore[misc]
+                open_jobs = left
         finally:
             for job in jobs:
                 if not job.done:

@@ -27,7 +27,7 @@ from lockstep.types import GroupSpec
 SOURCE = "NVIDIA/TensorRT-LLM#12306"
 TARGET = "lockstep.kv.tables:shared_pages"
 CELLS = ("fork/dense",)
-RELATED = ("sglang-16507", "llamacpp-27994")
+RELATED = ("sglang-29352", "sglang-16507", "llamacpp-27994")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
