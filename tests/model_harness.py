@@ -26,7 +26,7 @@ from lockstep.types import GroupSpec, Layout
 
 Batch = Sequence[tuple["Request", Sequence[int]]]
 CPU = torch.device("cpu")
-SHARP = ("q_proj", "k_proj", "query", "key", "q_b_proj", "mlp.gate.weight", "router.weight")
+SHARP = ("q_proj", "k_proj", "query", "key", "q_b_proj", "mlp.gate.weight", "router.weight", "fc2", "out_proj")
 PAGES = 4096  # slots of every pool
 
 

@@ -51,7 +51,9 @@ def invariant(run, x: Tensor, threads: tuple[int, ...] = (1, 2)) -> bool:
     return True
 
 
-@pytest.mark.parametrize("shape", [(200, 64), (7, 64), (1, 64), (3, 24), (33, 17), (512, 16), (1000, 72), (96, 1024)])
+@pytest.mark.parametrize(
+    "shape", [(200, 64), (7, 64), (1, 64), (3, 24), (33, 17), (512, 16), (1000, 72), (96, 1024), (64, 1025), (40, 3072)]
+)
 @pytest.mark.parametrize("bias", [False, True])
 def test_onednn_rows_do_not_depend_on_their_company(shape, bias):
     weight, b = noise(*shape), noise(shape[0], seed=1) if bias else None

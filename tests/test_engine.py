@@ -1,0 +1,250 @@
+"""The whole engine: an answer is a function of model, prompt, parameters and seed, whatever else happens.
+
+Small models, real files, real pages. The lone run of a request, without a cache and without neighbours, is the oracle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep import LLM, SamplingParams
+from lockstep.config import EngineConfig
+from lockstep.lab import fuzz
+from lockstep.llm.engine import BUILTIN, Engine
+from lockstep.llm.output import Output
+from lockstep.types import RuleError
+
+TRACES = 320
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("block", range(16))
+def test_every_request_of_a_random_trace_is_its_lone_run(block):
+    each = TRACES // 16
+    happened = fuzz.Counter()
+    for seed in range(block * each, (block + 1) * each):
+        faults, counts = fuzz.play(seed)
+        assert not faults, faults[:3]
+        happened.update(counts)
+    assert happened["traces"] == each
+    assert happened["hit_tokens"] > 0
+    assert happened["preempted"] > 0
+    assert happened["forked"] > 0
+
+
+def run(engine: Engine, prompt, params) -> Output:
+    job = engine.add(prompt, params)
+    while engine.busy:
+        engine.step()
+    engine.check()
+    return job.output("")
+
+
+PROMPT = tuple(range(1, 40))
+PARAMS = SamplingParams(max_tokens=20, temperature=0.8, seed=5, logprobs=3)
+
+
+def same(a: Output, b: Output) -> bool:
+    return a.token_ids == b.token_ids and a.logprobs.tobytes() == b.logprobs.tobytes() and a.top_logprobs == b.top_logprobs
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("length", [15, 16, 17, 32, 33])
+def test_a_cache_hit_is_a_miss_at_page_boundaries(page_size, length):
+    engine = fuzz.engine(page_size=page_size, max_total_tokens=2000)
+    prompt = PROMPT[:length]
+    cold, warm = run(engine, prompt, PARAMS), run(engine, prompt, PARAMS)
+    assert same(cold, warm)
+    assert cold.cached_tokens == 0
+    assert warm.cached_tokens == (length - 1) // page_size * page_size
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 39, 512])
+def test_any_chunk_size(chunk):
+    want = run(fuzz.engine(max_total_tokens=2000), PROMPT, PARAMS)
+    assert same(run(fuzz.engine(max_total_tokens=2000, chunked_prefill_size=chunk), PROMPT, PARAMS), want)
+
+
+def test_preemption_every_two_steps_changes_nothing():
+    want = run(fuzz.engine(max_total_tokens=2000), PROMPT, PARAMS)
+    engine = fuzz.engine(max_total_tokens=2000, disable_radix_cache=True)
+    job, steps = engine.add(PROMPT, PARAMS), 0
+    while engine.busy:
+        engine.step()
+        steps += 1
+        if steps % 2 == 0 and job.request.running:
+            engine.scheduler._preempt(job.request)
+    assert engine.scheduler.counters["preempted"] > 5
+    assert same(job.output(""), want)
+    engine.check()
+
+
+def test_n_completions_are_n_requests():
+    engine = fuzz.engine(max_total_tokens=2000)
+    three = run(engine, PROMPT, replace(PARAMS, n=3))
+    assert len({c.token_ids for c in three.completions}) > 1
+    for completion in three.completions:
+        alone = run(engine, PROMPT, replace(PARAMS, sample_index=completion.index))
+        assert alone.token_ids == completion.token_ids
+        assert alone.logprobs.tobytes() == completion.logprobs.tobytes()
+
+
+def test_scores_are_the_bits_of_generation():
+    engine = fuzz.engine(max_total_tokens=2000)
+    out = run(engine, PROMPT, PARAMS)
+    job = engine.add((*PROMPT, *out.token_ids), SamplingParams(prompt_logprobs=True, seed=0), scores_only=True)
+    while engine.busy:
+        engine.step()
+    scores = job.output("").prompt_logprobs
+    assert np.isnan(scores[0])
+    assert scores[len(PROMPT) :].tobytes() == out.logprobs.tobytes()
+
+
+def test_an_aborted_neighbour_leaves_no_trace():
+    engine = fuzz.engine(max_total_tokens=2000)
+    want = run(fuzz.engine(max_total_tokens=2000), PROMPT, PARAMS)
+    job, other = engine.add(PROMPT, PARAMS), engine.add(PROMPT[:20], PARAMS)
+    for _ in range(4):
+        engine.step()
+    engine.abort(other)
+    while engine.busy:
+        engine.step()
+    assert same(job.output(""), want)
+    assert other.output("").finish_reason == "abort"
+    engine.check()
+
+
+def test_nan_logits_end_their_request_and_nothing_else():
+    engine = fuzz.engine(max_total_tokens=2000)
+    want = run(fuzz.engine(max_total_tokens=2000), PROMPT, PARAMS)
+    poison = next(t for t in range(40, 61) if t not in want.token_ids)
+    inner = engine.model
+
+    class Poisoned:
+        """The same model, but the row of one token, which only the other request has, is NaN."""
+
+        def __call__(self, ids, positions, step):
+            hidden = inner(ids, positions, step).clone()
+            hidden[ids == poison] = torch.nan
+            return hidden
+
+        def __getattr__(self, name):
+            return getattr(inner, name)
+
+    engine.model = engine.runner.model = Poisoned()
+    bad, good = engine.add((*PROMPT[:9], poison), PARAMS), engine.add(PROMPT, PARAMS)
+    while engine.busy:
+        engine.step()
+    (completion,) = bad.output("").completions
+    assert (completion.finish_reason, completion.error) == ("error", "a logit is NaN")
+    assert same(good.output(""), want)
+    engine.check()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "match"),
+    [
+        ((), PARAMS, "at least one token"),
+        ((1, 61), PARAMS, "from 0 to 60; got 61"),
+        ((1, -1), PARAMS, "from 0 to 60; got -1"),
+        ((1, True), PARAMS, "whole numbers"),
+        ((1,) * 200, PARAMS, "at most 160 tokens; got 200"),
+        ((1,) * 150, PARAMS, r"context of 160; got 150 \+ 20. Use max_tokens of at most 10"),
+        ((1,), replace(PARAMS, logit_bias={61: 1.0}), "logit_bias names tokens from 0 to 60"),
+        ((1,), replace(PARAMS, stop_token_ids=(99,)), "stop_token_ids"),
+    ],
+)
+def test_a_bad_request_is_refused_and_the_next_one_is_right(prompt, params, match):
+    engine = fuzz.engine(max_total_tokens=2000)
+    with pytest.raises(RuleError, match=match):
+        engine.add(prompt, params)
+    assert same(run(engine, PROMPT, PARAMS), run(fuzz.engine(max_total_tokens=2000), PROMPT, PARAMS))
+
+
+@pytest.mark.parametrize(
+    ("option", "match"),
+    [
+        ({"page_sise": 4}, "Did you mean page_size"),
+        ({"page_size": 0}, "page_size is a whole number from 1"),
+        ({"device": "cuda"}, "device is cpu"),
+        ({"mem_fraction_static": 1.5}, "between 0 and 1"),
+        ({"max_total_tokens": 2.5}, "whole number"),
+        ({"kv_cache_dtype": "int8"}, "is one of float32"),
+    ],
+)
+def test_a_bad_option_is_a_clear_error(option, match):
+    with pytest.raises(RuleError, match=match):
+        EngineConfig.from_names(option)
+
+
+def test_a_request_that_never_fits_the_pool_is_refused_with_both_numbers():
+    engine = fuzz.engine(max_total_tokens=32)
+    with pytest.raises(RuleError, match=r"group \d has 2 pages of 16; got 58 keys, which need 4"):
+        engine.add(PROMPT, PARAMS)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(max_total_tokens=8192, context_length=1024)
+
+
+def test_the_built_in_model_writes_python_and_says_what_it_is(llm):
+    (out,) = llm.generate("def binary_search(items, target):\n", SamplingParams(max_tokens=48, temperature=0, logprobs=True))
+    assert "    " in out.text
+    assert out.text == llm.engine.tokenizer.decode(out.token_ids)
+    assert len(out.logprobs) == len(out.token_ids)
+    assert "order=canonical;backend=cpu" in out.fingerprint
+    assert llm.engine.parts.certificate.rows == 64
+
+
+def test_a_stream_is_the_unary_answer(llm):
+    params = SamplingParams(max_tokens=40, temperature=0.9, seed=1, stop=["return"])
+    (out,) = llm.generate("def add(a, b):\n", params)
+    chunks = list(llm.stream("def add(a, b):\n", params))
+    assert "".join(c.text for c in chunks) == out.text
+    assert sum((c.token_ids for c in chunks), ()) == out.token_ids
+    assert chunks[-1].finish_reason == out.finish_reason
+    assert "return" not in out.text
+
+
+def test_a_stream_that_is_left_frees_its_pages(llm):
+    for _ in llm.stream("import os\n", SamplingParams(max_tokens=64, seed=0)):
+        break
+    assert not llm.engine.busy
+    llm.engine.check()
+
+
+def test_scoring_and_embedding_texts(llm):
+    scores = llm.score("import os\nimport sys\n")
+    assert np.isnan(scores[0])
+    assert (scores[1:] < 0).all()
+    vectors = llm.embed(["import os", "import os", "class Stack:"])
+    assert vectors.dtype == np.float32
+    assert np.allclose((vectors**2).sum(1), 1, atol=1e-5)
+    assert vectors[0].tobytes() == vectors[1].tobytes()
+    assert llm.embed(["import os"])[0].tobytes() == vectors[0].tobytes()
+
+
+def test_one_bad_prompt_of_a_batch_refuses_the_batch_and_leaves_nothing_behind(llm):
+    with pytest.raises(RuleError, match="at most 1024 tokens; got 5000"):
+        llm.generate(["import os", [5] * 5000], SamplingParams(max_tokens=4, seed=0))
+    assert not llm.engine.busy
+    llm.engine.check()
+
+
+def test_the_built_in_model_is_small():
+    weights = BUILTIN / "model.safetensors"
+    assert sum(f.stat().st_size for f in Path(BUILTIN).iterdir()) <= 16 * 2**20
+    assert weights.stat().st_size <= 2 * 8_000_000 + 65536

@@ -1,0 +1,105 @@
+"""Every historical bug is ready to be put back: its case file is whole, its target is there, and it always leaves again.
+
+That the lab kills each of them is measured by `lockstep lab reverts`; here one cheap one stands for the rest.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import replace
+
+import pytest
+
+from lockstep.kernels.cpu import attend
+from lockstep.lab import reverts
+from lockstep.lab.cells import Cell, run_cell
+from lockstep.plan import build, tree
+from lockstep.types import RuleError
+
+SEEDS = ("sglang-24097", "sglang-26412", "sglang-26512", "sglang-26513", "sglang-27360")
+KERNEL = "lockstep.attention.cpu:kernel"
+
+
+def made() -> reverts.Revert:
+    """A revert of this test's own: it changes nothing."""
+    blank = reverts.load("sglang-7239")
+    return replace(blank, name="a-test", make=lambda old: lambda parents, new_len: old(parents, new_len))
+
+
+def test_the_five_seeds_and_many_more_are_there():
+    real = [name for name in reverts.names() if not reverts.load(name).equivalent]
+    assert len(real) >= 34 and set(SEEDS) <= set(real)
+
+
+@pytest.mark.parametrize("name", reverts.names())
+def test_a_case_file_is_whole_and_its_bug_can_be_put_back(name):
+    revert = reverts.load(name)
+    assert revert.source and set(revert.story) == set(reverts.SECTIONS)
+    lines = sum(len(text.splitlines()) for text in revert.story.values())
+    assert lines >= (10 if name in SEEDS else 6), f"{name}: {lines} lines of story"
+    _, _, old = reverts.resolve(revert.target)
+    assert list(inspect.signature(revert.make(old)).parameters) == list(inspect.signature(old).parameters)
+    with reverts.swapped(revert):
+        assert reverts.resolve(revert.target)[2] is not old
+    assert reverts.resolve(revert.target)[2] is old
+
+
+@pytest.mark.parametrize("name", reverts.names())
+def test_a_revert_names_cells_that_make_sense_and_cases_that_exist(name):
+    revert = reverts.load(name)
+    assert 1 <= len(revert.cells) <= 3 and not revert.crash
+    for cell in revert.cells:
+        recipe, feature = Cell.parse(f"cpu/{cell}").pair()
+        assert recipe.suits(feature), f"{cell}: {recipe.name} does not suit {feature.name}"
+    assert revert.related and name not in revert.related
+    assert set(revert.related) <= set(reverts.names()), set(revert.related) - set(reverts.names())
+
+
+@pytest.mark.parametrize("name", [n for n in reverts.names() if reverts.load(n).target == KERNEL])
+def test_a_replaced_kernel_text_has_the_parameters_of_the_text_it_stands_for(name):
+    module = importlib.import_module(f"{reverts.__name__}.{name.replace('-', '_')}")
+    own = {k: f for k, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__ and k != "revert"}
+    texts = attend.texts()
+    assert own and set(own) <= set(texts)
+    for key, text in own.items():
+        assert list(inspect.signature(text).parameters) == list(inspect.signature(texts[key]).parameters), key
+
+
+def test_a_bug_is_put_wherever_the_function_was_imported_and_leaves_after_an_exception():
+    right = tree.paths
+    with pytest.raises(ZeroDivisionError), reverts.swapped(made()):
+        assert tree.paths is not right and build.paths is tree.paths
+        raise ZeroDivisionError
+    assert tree.paths is right and build.paths is right
+
+
+@pytest.mark.parametrize("target", ["lockstep.plan.tree:gone", "lockstep.kv.pool:Pool.gone", "lockstep.kv.pool:Gone.move"])
+def test_a_target_that_vanished_is_an_error(target):
+    with pytest.raises(RuleError, match="a revert's target exists"), reverts.swapped(replace(made(), target=target)):
+        pass
+
+
+def test_a_target_whose_parameters_changed_is_an_error_and_nothing_is_swapped():
+    right = tree.paths
+    changed = replace(made(), make=lambda old: lambda parents, count: old(parents, count))
+    with pytest.raises(RuleError, match="Adapt the revert"), reverts.swapped(changed):
+        pass
+    assert tree.paths is right
+
+
+def test_a_case_file_without_a_section_is_an_error():
+    whole = "A title.\n\n" + "\n".join(f"{section}:\nText." for section in reverts.SECTIONS)
+    assert reverts.parse("x", whole)[0] == "A title."
+    for section in reverts.SECTIONS:
+        with pytest.raises(RuleError, match=section):
+            reverts.parse("x", whole.replace(f"{section}:\nText.", ""))
+
+
+def test_a_cell_is_green_without_the_bug_red_with_it_and_green_again():
+    cell = Cell.parse("cpu/embed/embed-latent")
+    assert run_cell(cell, quick=True).verdict == "passed"
+    for checks in (True, False):
+        with reverts.swapped(reverts.load("sglang-24097")):
+            assert "poison" in run_cell(cell, checks, quick=True).failed()
+    assert run_cell(cell, quick=True).verdict == "passed"
