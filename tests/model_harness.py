@@ -26,7 +26,7 @@ from lockstep.types import GroupSpec, Layout
 
 Batch = Sequence[tuple["Request", Sequence[int]]]
 CPU = torch.device("cpu")
-SHARP = ("q_proj", "k_proj", "query", "key", "q_b_proj", "mlp.gate.weight", "router.weight", "fc2", "out_proj")
+SHARP = ("q_proj", "k_proj", "query", "key", "q_b_proj", "mlp.gate.weight", "router.weight", "fc1", "fc2")
 PAGES = 4096  # slots of every pool
 
 
@@ -132,7 +132,7 @@ def randomise(model: Any, seed: int = 0) -> Any:
             if "norm" in name.lower() and last == "weight":
                 p.copy_(p + 0.2 * noise + (3.0 if "post_feedforward" in name else 0.0))
             elif "embed" in name or "shared.weight" in name:
-                p.copy_(noise * tied)
+                p.copy_(noise * (2.0 if "positions" in name else tied))
             elif p.ndim == 1 or last.endswith("bias"):
                 p.copy_(noise * (1.0 if last == "sinks" else 0.2))
             else:

@@ -1,7 +1,7 @@
 """The prefix cache against a plain model: whatever it hands out really holds those tokens' keys, in every group.
 
 The store plays the memory: slot -> the path of tokens whose key lies there. Free pages are wiped, so reading one is an error. The
-directed tests are named after the histories of `docs`' bug list: J1 to J15 are radix, window-eviction and allocator bugs of other engines.
+directed tests carry the numbers, J1 to J15, of the radix, window-eviction and allocator bugs of other engines that they keep out.
 """
 
 from __future__ import annotations
@@ -348,6 +348,18 @@ def test_j4_recovering_a_tombstone_leaves_a_locked_nodes_pages_alone():
     assert writer.table.span(0, 0, 16) == reader.table.span(0, 0, 16), "a duplicate is given up for the cached page"
     w.verify()
     assert w.open(ids(9)).cached == 8
+
+
+def test_what_is_lost_in_part_is_adopted_in_part():
+    w = World((FULL, window(6, 2)), (20, 20))
+    w.run(ids(9))
+    w.tree._lose(w.node(*ids(8)), 1, 1)
+    kept = list(w.node(*ids(8)).pages[1])
+    writer = w.open(ids(9), limit=0)
+    w.write(writer, 9)
+    w.commit(writer)
+    assert w.node(*ids(8)).pages[1][1:] == kept, "what the tree has stays, and what it lacks comes before it"
+    w.verify()
 
 
 def test_j5_no_leaf_is_left_that_cannot_be_matched():

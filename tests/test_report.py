@@ -126,3 +126,9 @@ def test_the_matrix_wants_every_cell_judged_in_full(ran: tuple[Path, Path], tmp_
     assert f"of {len(cells(['cpu', 'reference']))} cells" in capsys.readouterr().err
     assert cli.main(["lab", "matrix", "--docs", str(tmp_path), "--from", str(ran[1])]) == 2
     assert "a quick run" in capsys.readouterr().err
+
+
+def test_the_committed_pages_are_what_this_code_may_claim(capsys: pytest.CaptureFixture[str]):
+    docs = Path(__file__).parent.parent / "docs"
+    code = cli.main(["lab", "matrix", "--check", "--docs", str(docs)])
+    assert code == 0, capsys.readouterr().out

@@ -132,9 +132,8 @@ def main() -> None:
             sys.stdout.write(f"\n--- temperature {temperature}, prompt {prompt!r}\n{complete(args.folder, prompt, temperature)[0]}\n")
     texts = complete(args.folder, PROMPTS[0], TEMPERATURES[-1], args.count)
     ended = [text.split(END)[0] for text in texts if END in text]
-    print(
-        f"\nof {len(texts)} completions of the first prompt at {TEMPERATURES[-1]}, {len(ended)} end; {sum(map(parses, ended))} of these parse"
-    )
+    good = sum(map(parses, ended))
+    print(f"\nof {len(texts)} completions of the first prompt at {TEMPERATURES[-1]}, {len(ended)} end; {good} of these parse")
 
 
 if __name__ == "__main__":

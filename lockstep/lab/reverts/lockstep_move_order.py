@@ -28,10 +28,10 @@ TARGET = "lockstep.kv.pool:Pool.move"
 CELLS = ("fork/dense",)
 RELATED = ("llamacpp-14742",)
 EQUIVALENT = (
-    "No slot is source and target of one step. accept() moves from scratch pages to committed pages of the same request, and a page is only "
-    "ever one of the two. fork() moves from a page of the parent to a page just taken for the child, so no other move can name it as a "
-    "source: forking a request whose moves are pending is refused. Pages of different requests that are written are distinct. Hence the "
-    "order of the copies does not matter."
+    "No slot is source and target of one step. accept() moves from scratch pages to committed pages of the same request, and a page is "
+    "only ever one of the two. fork() moves from a page of the parent, held until then, to a page just taken for the child; no other move "
+    "can name that page as its source, because forking a request whose moves are pending is refused. Pages that two requests write are "
+    "distinct. Hence the order of the copies does not matter."
 )
 
 

@@ -18,9 +18,9 @@ Symptom:
 NaN logits or an illegal access, much later and somewhere else. In the lab: a branch reads a slot that its neighbour will use in a later
 step, still NaN, and writes its own key to the wrong place.
 Risk and impact:
-Memory corruption without an error, in ordinary setups (top-k 8, pages of 2). The fix cuts the slots to decode_length and asserts the width; putting the
-bug back upstream now meets that guard, not the symptom, so the lab runs every revert with guards and without. (A seed report adds a
-fix for empty batches; the merged commit has none.)
+Memory corruption without an error, in ordinary setups (top-k 8, pages of 2). The fix cuts the slots to decode_length and asserts the
+width; putting the bug back upstream now meets that guard, not the symptom, so the lab runs every revert with guards and without.
+(A seed report adds a fix for empty batches; the merged commit has none.)
 """
 
 from __future__ import annotations
