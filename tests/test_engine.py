@@ -5,8 +5,10 @@ Small models, real files, real pages. The lone run of a request, without a cache
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -248,3 +250,13 @@ def test_the_built_in_model_is_small():
     weights = BUILTIN / "model.safetensors"
     assert sum(f.stat().st_size for f in Path(BUILTIN).iterdir()) <= 16 * 2**20
     assert weights.stat().st_size <= 2 * 8_000_000 + 65536
+
+
+def test_the_built_in_config_states_what_transformers_would_read():
+    """It is read as it is, so that a first token does not wait for transformers; nothing may hang on a default."""
+    from transformers import AutoConfig
+
+    from lockstep.models import qwen3
+
+    raw = json.loads((BUILTIN / "config.json").read_text())
+    assert qwen3.describe(SimpleNamespace(**raw)) == qwen3.describe(AutoConfig.from_pretrained(BUILTIN))

@@ -78,12 +78,12 @@ def attend_row(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> tuple[Tensor,
 
 def _slots(plan: StepPlan, group: Group, row: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     request, p = int(plan.request[row]), int(plan.positions[row])
+    first = 0 if group.spec.window is None else max(0, p - group.spec.window + 1)
     if isinstance(group, FreshGroup):
         begin = int(plan.q_indptr[request])
         last = p if group.spec.causal else int(plan.q_indptr[request + 1]) - begin - 1
-        return np.arange(begin, begin + last + 1)
+        return np.arange(begin + first, begin + last + 1)
     last = p if group.spec.causal else int(group.kv_lens[request]) - 1
-    first = 0 if group.spec.window is None else max(0, p - group.spec.window + 1)
     seen = np.arange(first, last + 1)
     start = min(int(plan.start[row]), last + 1) if group.spec.causal else last + 1
     below, above = seen[seen < start], seen[seen >= start]

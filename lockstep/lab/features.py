@@ -63,10 +63,10 @@ def latent(heads: int, d_qk: int, d_v: int, page_size: int, kv_dtype: str = "flo
     return GroupSpec(Layout.LATENT, heads, 1, d_qk, d_v, layers(heads, d_qk, k_scale=0.5, v_scale=0.5), page_size, kv_dtype)
 
 
-def fresh(heads: int, kv_heads: int, d_qk: int, d_v: int, causal: bool) -> GroupSpec:
+def fresh(heads: int, kv_heads: int, d_qk: int, d_v: int, causal: bool, window: int | None = None) -> GroupSpec:
     """A group without a cache."""
     pair = tuple(replace(a, k_scale=1.0, v_scale=1.0) for a in layers(heads, d_qk))
-    return GroupSpec(Layout.FRESH, heads, kv_heads, d_qk, d_v, pair, causal=causal)
+    return GroupSpec(Layout.FRESH, heads, kv_heads, d_qk, d_v, pair, window=window, causal=causal)
 
 
 def cross(heads: int, kv_heads: int, d: int, page_size: int) -> GroupSpec:
@@ -112,5 +112,6 @@ FEATURES = (
     Feature("head-20", "a head size that is no multiple of 8", lambda p: (dense(4, 2, 20, p),)),
     Feature("encoder", "no cache, every row sees every key", lambda p: (fresh(4, 2, 32, 32, causal=False),)),
     Feature("embed", "no cache, causal", lambda p: (fresh(4, 2, 32, 32, causal=True),)),
+    Feature("embed-window", "no cache, a window", lambda p: (fresh(4, 2, 32, 32, causal=True, window=WINDOW),)),
     Feature("embed-latent", "no cache, MLA", lambda p: (fresh(6, 1, 40, 32, causal=True),)),
 )

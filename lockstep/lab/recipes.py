@@ -39,7 +39,7 @@ def uncached(feature: Feature) -> bool:
 
 
 def windowed(feature: Feature) -> bool:
-    return feature.window is not None
+    return feature.window is not None and not feature.fresh
 
 
 def crossed(feature: Feature) -> bool:

@@ -121,7 +121,8 @@ def matrix(doc: Document, backend: str) -> str:
 def legend() -> str:
     """What the marks mean."""
     marks = [el("span", el("b", s, class_=v), f" {v}") for v, s in SYMBOLS.items()]
-    return el("p", *marks, el("span", "empty: the recipe makes no sense for the feature"), class_="legend")
+    words = ("· not part of this run", "empty: the recipe makes no sense for the feature")
+    return el("p", *marks, *(el("span", w) for w in words), class_="legend")
 
 
 def refusals(mine: Iterable[dict[str, Any]]) -> str:

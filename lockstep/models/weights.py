@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -110,6 +110,9 @@ class Table:
             )
 
 
+STATED = "lockstep_states_every_field"  # such a config.json is read as it is, without importing transformers for its defaults
+
+
 def load(path_or_id: str | Path, device: str = "cpu", dtype: str = "float32", revision: str | None = None, gemm: str = "auto") -> Loaded:
     """The model in a local folder, or of a hub id at `revision`.
 
@@ -123,7 +126,7 @@ def load(path_or_id: str | Path, device: str = "cpu", dtype: str = "float32", re
     module = model_module(raw)
     entries = scan(folder)
     check_sizes(raw, entries)
-    config = parse_config(folder)
+    config = SimpleNamespace(**raw) if raw.get(STATED) else parse_config(folder)
     compare(module, config, entries)
     with ExitStack() as stack:
         take = reader(entries, stack, torch.device(device), DTYPES[dtype])

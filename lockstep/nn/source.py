@@ -61,4 +61,11 @@ class Weights:
         """One GEMM for several weights of the same input: their outputs lie behind one another."""
         parts = [self.affine(name, n, k, bias) for name, n in zip(names, ns, strict=True)]
         biases = [b for _, b in parts if b is not None]
-        return self.pack(torch.cat([w for w, _ in parts]), torch.cat(biases) if biases else None)
+        return self.pack(join([w for w, _ in parts]), join(biases) if biases else None)
+
+
+def join(parts: list[Tensor]) -> Tensor:
+    """Tensors behind one another; of the meta device only the shape, which torch would load its compiler for."""
+    if parts[0].is_meta:
+        return torch.empty(sum(len(part) for part in parts), *parts[0].shape[1:], device="meta")
+    return torch.cat(parts)

@@ -161,7 +161,8 @@ def train(model: nn.Module, args: argparse.Namespace, length: int) -> list[dict[
 
 
 def write_folder(model: Qwen3ForCausalLM, args: argparse.Namespace) -> None:
-    """The model in bfloat16 with its tokenizer. Two settings are written under their older names too, for readers that know only those."""
+    """The model in bfloat16 with its tokenizer. Two settings are written under their older names too, for readers that know only those;
+    every field is stated, so that Lockstep can read the file without transformers' defaults."""
     args.out.mkdir(parents=True, exist_ok=True)
     model = model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(bos_token_id=BEGIN_ID, eos_token_id=END_ID, pad_token_id=END_ID)
@@ -171,6 +172,7 @@ def write_folder(model: Qwen3ForCausalLM, args: argparse.Namespace) -> None:
     path = args.out / "config.json"
     written = json.loads(path.read_text())
     written |= {"rope_theta": written["rope_parameters"]["rope_theta"], "torch_dtype": "bfloat16"}
+    written |= {"is_encoder_decoder": False, "lockstep_states_every_field": True}
     path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
 
 
