@@ -280,5 +280,7 @@ def number(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share of the tolerance."""
-    return "not a number" if share is None else f"{100 * share:.2g} %"
+    """A share of the tolerance; what is far beyond it, as a multiple."""
+    if share is None:
+        return "not a number"
+    return f"{100 * share:.2g} %" if share < 10 else f"{share:,.0f} times"
