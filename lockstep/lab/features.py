@@ -89,7 +89,11 @@ FEATURES = (
     Feature("soft-cap", "a cap that binds", lambda p: (dense(4, 2, 32, p, soft_cap=1.5),)),
     Feature("sinks", "one extra logit per head", lambda p: (dense(6, 2, 32, p, sinks=(0.0,) * 6),)),
     Feature("bf16-kv", "bfloat16 cache", lambda p: (dense(4, 2, 32, p, kv_dtype="bfloat16"),)),
-    Feature("fp8-kv", "float8 cache with scales", lambda p: (dense(4, 2, 32, p, kv_dtype="float8_e4m3", k_scale=0.02, v_scale=0.03),)),
+    Feature(
+        "fp8-kv",
+        "float8 cache with scales at which its range binds",
+        lambda p: (dense(4, 2, 32, p, kv_dtype="float8_e4m3", k_scale=0.005, v_scale=0.004),),
+    ),
     Feature("latent", "MLA, rank 32 + rope 8", lambda p: (latent(6, 40, 32, p),)),
     Feature("latent-wide", "MLA wider than 256: the other tile", lambda p: (latent(3, 288, 256, p),)),
     Feature("latent-bf16", "MLA in bfloat16", lambda p: (latent(6, 40, 32, p, "bfloat16"),)),

@@ -64,7 +64,7 @@ def decode(s: Script) -> None:
 
 
 def extend_cold(s: Script) -> None:
-    begin(s, *LENGTHS, 530)
+    begin(s, *LENGTHS, 545)
 
 
 def extend_prefix(s: Script) -> None:

@@ -137,8 +137,6 @@ class World:
             new = len(act.uids) if act.encoder else 0
             works.append(plan_build.Work(act.cached_len, len(act.uids), pages, act.emit, act.parents, cross, new))
         plan = plan_build.build([self.specs[g] for g in groups], works)
-        for act in computes:
-            self.tables[act.request].moved()
         return plan_bucket.pad(plan, BUCKETS.fit(plan)) if self.setting.pad and works else plan
 
     def _launch(self, computes: list[Compute], groups: tuple[int, ...]) -> None:
@@ -146,6 +144,7 @@ class World:
         if self.setting.checks:
             plan_check.check(plan, tuple(self.pools[g].num_pages if self.pools[g] else 0 for g in groups))  # type: ignore[union-attr]
         self._count(plan, computes, groups)
+        self._audit(plan, computes, groups)
         specs = tuple(self.specs[g] for g in groups)
         image = self.guarded.ints(plan_image.pack(plan))
         views = plan_image.views(image, plan.bucket, specs)
@@ -162,6 +161,8 @@ class World:
         if before is not None:
             self._compare(before, computes, groups)
         self.record.faults += self.guarded.damage()
+        for act in computes:
+            self._freed(self.tables[act.request].moved())
 
     def _layer(self, g: int, layer: int, step: tuple[StepPlan, kv_pool.PagedView | kv_pool.FreshView, object], uids: list[int]) -> None:
         plan, stores, handle = step
@@ -179,9 +180,22 @@ class World:
             record.faults.append(f"repeat: group {g}: a row computed twice differs")
         record.out[g][layer][real], record.lse[g][layer][real] = out[: len(uids)], lse[: len(uids)]
         if not bool(torch.isfinite(out[len(uids) :]).all()):
-            record.faults.append(f"pad: group {g}: a pad row is not finite")
+            record.faults.append(f"pads: group {g}: a pad row is not finite")
         if layer == len(spec.layers) - 1:
             record.seen[g][real] = True
+
+    def _audit(self, plan: StepPlan, computes: list[Compute], groups: tuple[int, ...]) -> None:
+        """What the plan says of lengths and emitted rows, by the lab's own arithmetic."""
+        begins = np.cumsum([0, *(len(a.uids) for a in computes)])
+        emits = [int(begins[i]) + j for i, a in enumerate(computes) for j in (a.emit if a.emit is not None else (len(a.uids) - 1,))]
+        if plan.emit[: plan.real.emits].tolist() != emits:
+            self.record.faults.append(f"plan: emits rows {plan.emit.tolist()[:8]}, not {emits[:8]}")
+        ends = [max(len(self.script.path(u)) for u in a.uids) for a in computes]
+        crosses = [len(self.script.encoder_uids.get(a.request, ())) for a in computes]
+        for at, g in enumerate(groups):
+            group, want = plan.groups[at], crosses if self.specs[g].layout is Layout.CROSS else ends
+            if isinstance(group, PagedGroup) and group.kv_lens[: plan.real.requests].tolist() != want:
+                self.record.faults.append(f"plan: group {g} has kv_lens {group.kv_lens.tolist()[:8]}, not {want[:8]}")
 
     def _pool_pages(self, spec: GroupSpec) -> int:
         """Room for every token of the script twice, and the sink; 0 for a fresh group."""

@@ -113,7 +113,7 @@ def _check_extents(plan: StepPlan, group: PagedGroup) -> None:
     if spec.layout is not Layout.CROSS and len(plan.positions):
         _check_lengths(plan, group)
     held = (group.page_indptr[1:] - group.page_indptr[:-1]) * size + group.first_pos
-    rule("pages cover every key", every(kv_lens <= held), lambda: _where(kv_lens, held), "Reserve first")
+    rule("pages cover every key", every(kv_lens <= held), lambda: _where(kv_lens, held, kv_lens <= held), "Reserve first")
 
 
 def _check_lengths(plan: StepPlan, group: PagedGroup) -> None:
@@ -125,10 +125,15 @@ def _check_lengths(plan: StepPlan, group: PagedGroup) -> None:
     rule("kv_len is 1 + the request's last position", every(lens == want), lambda: _where(lens, want), "Count the new rows once")
     expect = (kv_lens - plan.q_indptr[1:])[plan.request] + np.arange(len(plan.positions), dtype=np.int32)
     placed = (plan.positions == expect) | (plan.start <= plan.positions)
-    rule("plain rows stand at kv_len - new_len + j", every(placed), lambda: _where(plan.positions, expect), "Use plan.build")
+    rule("plain rows stand at kv_len - new_len + j", every(placed), lambda: _where(plan.positions, expect, placed), "Use plan.build")
     if window is not None:
         dropped, keep = group.first_pos[filled], np.maximum(np.minimum.reduceat(plan.positions, begins) - window + 1, 0)
-        rule("no visible key was dropped", every(dropped <= keep), lambda: _where(dropped, keep), "Release by the committed length")
+        rule(
+            "no visible key was dropped",
+            every(dropped <= keep),
+            lambda: _where(dropped, keep, dropped <= keep),
+            "Release by the committed length",
+        )
 
 
 def _check_pages(plan: StepPlan, group: PagedGroup, pool_pages: int) -> None:
@@ -197,6 +202,8 @@ def _indptr(name: str, array: Ints, end: int | None) -> None:
     rule(f"{name} rises from 0{'' if end is None else f' to {end}'}", rising, lambda: array[:16], "Use plan.build")
 
 
-def _where(have: NDArray[Any], want: NDArray[Any]) -> str:
-    at = int(np.flatnonzero(have != want)[0]) if (have != want).any() else 0
+def _where(have: NDArray[Any], want: NDArray[Any], holds: NDArray[np.bool_] | None = None) -> str:
+    """The first entry that breaks a rule; `holds` says which do not, for rules that are no equality."""
+    bad = np.flatnonzero(have != want if holds is None else ~holds)
+    at = int(bad[0]) if len(bad) else 0
     return f"{have[at]} where {want[at]} belongs (entry {at})"
