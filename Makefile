@@ -3,17 +3,24 @@ BIN    := .venv/bin
 STAMP  := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format ruler clean
+.PHONY: help demo test lab check format ruler clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-demo: $(STAMP)  ## run the lab's quick matrix, print a summary and the path of a page to open
+demo: $(STAMP)  ## generate text five ways with the same bits, then the lab's quick matrix with a page to open
 	@mkdir -p build
+	$(BIN)/python examples/same_bits.py
 	$(BIN)/lockstep lab run --quick --html build/lab.html
 
 test: $(STAMP)  ## all tests, two workers, the slowest ten listed
 	$(BIN)/python -m pytest -n 2 --durations=10
+
+lab: $(STAMP)  ## every cell, is docs/matrix.md what was found, every revert; a page in build/lab.html
+	@mkdir -p build
+	$(BIN)/lockstep lab run --json build/lab.json
+	$(BIN)/lockstep lab matrix --check --from build/lab.json
+	$(BIN)/lockstep lab reverts --from build/lab.json --json build/reverts.json --html build/lab.html
 
 check: $(STAMP)  ## ruff, ruff format and mypy --strict; changes nothing
 	$(BIN)/ruff check .

@@ -7,25 +7,28 @@ that cannot be imported is a reason that is shown, never swallowed.
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from lockstep.attention.base import Backend, Caps
 from lockstep.types import GroupSpec, Layout, Refused, RuleError
 
-BUILTIN = ("cpu", "reference")
+HELPERS = ("base", "select")  # files of this folder that are no backend
 ENTRY_POINTS = "lockstep.backends"
 
 
 def names() -> list[str]:
-    """Every backend that can be asked for by name, the project's own first."""
-    return [*BUILTIN, *sorted({e.name for e in entry_points(group=ENTRY_POINTS)} - set(BUILTIN))]
+    """Every backend that can be asked for by name, the project's own first, the reference last of these."""
+    own = [m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.name not in HELPERS]
+    return [*sorted(own, key=lambda n: (n == "reference", n)), *sorted({e.name for e in entry_points(group=ENTRY_POINTS)} - set(own))]
 
 
 def load(name: str) -> Backend:
     """The backend called `name`."""
-    if name in BUILTIN:
+    if name in names() and not any(e.name == name for e in entry_points(group=ENTRY_POINTS)):
         backend: Backend = importlib.import_module(f"lockstep.attention.{name}").Backend()
         return backend
     found = [e for e in entry_points(group=ENTRY_POINTS) if e.name == name]
