@@ -48,6 +48,9 @@ EXAMPLES = {
       lockstep lab matrix --from lab.json                the same from an earlier `lab run --json lab.json`
       lockstep lab matrix --check                        are the pages what this code may claim? (runs nothing)
       lockstep lab matrix --check --from lab.json        are the pages what was found?""",
+    "lockstep lab fuzz": """
+      lockstep lab fuzz --traces 10000 --json fuzz.json
+      lockstep lab fuzz --first 4711 --traces 1          one trace again""",
     "lockstep lab show": """
       lockstep lab show cpu/verify-tree/dense            the whole story
       lockstep lab show cpu/verify-tree/dense --step 1   one step, every row
@@ -214,6 +217,11 @@ def _lab(commands: Any) -> None:
     matrix.add_argument("--docs", default="docs", metavar="DIR", help="where the pages are (default: docs)")
     _from(matrix)
     _workers(matrix)
+    fuzz = _command(kinds, "lockstep lab fuzz", "random traces of the whole engine: every request must be its lone run", lab_fuzz)
+    fuzz.add_argument("--traces", type=positive, default=300, metavar="N", help="how many (default: 300)")
+    fuzz.add_argument("--first", type=whole, default=0, metavar="N", help="number of the first one: a trace is a function of its number")
+    _json(fuzz)
+    _workers(fuzz)
     show = _command(kinds, "lockstep lab show", "one cell, step by step: plans, pages, every row against its answer", lab_show)
     show.add_argument("cell", metavar="CELL", help="backend/recipe/feature, like cpu/decode/window")
     show.add_argument("--step", type=whole, metavar="N", help="only this step, in full")
@@ -298,6 +306,13 @@ def lab_matrix(args: argparse.Namespace) -> int:
     from lockstep.lab import commands
 
     return commands.pages(args)
+
+
+def lab_fuzz(args: argparse.Namespace) -> int:
+    """`lab fuzz`."""
+    from lockstep.lab import commands
+
+    return commands.traces(args)
 
 
 def lab_show(args: argparse.Namespace) -> int:

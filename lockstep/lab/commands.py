@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -51,6 +52,30 @@ def judged(todo: Sequence[cells.Cell], args: Namespace, begin: float) -> documen
     kept = [results[cell].as_json() for cell in todo]
     more = {"checks": not args.no_checks, "cases": cases()} if args.html else {"checks": not args.no_checks}
     return document.document(kept, args.quick, time.perf_counter() - begin, **more)
+
+
+def traces(args: Namespace) -> int:
+    """`lab fuzz`."""
+    from lockstep.lab import fuzz, isolate
+    from lockstep.lab.environment import environment
+
+    begin, last = time.perf_counter(), args.first + args.traces
+    jobs = [range(i, min(i + 10, last)) for i in range(args.first, last, 10)]
+    faults: list[str] = []
+    happened: Counter[str] = Counter()
+    with Progress(len(jobs), "lab fuzz") as bar:
+        for job, answer in isolate.run(fuzz.play_some, jobs, max(1, args.workers), lambda _: 600.0):
+            found = [f"traces {job.start} to {job.stop - 1}: {answer.why}"] if isinstance(answer, isolate.Died) else answer[0]
+            happened.update(Counter() if isinstance(answer, isolate.Died) else answer[1])
+            faults += found
+            bar.step(f"{happened['traces']} traces", bool(found))
+    doc = {"environment": environment(), "first": args.first, "traces": args.traces, "differing": len(faults), "faults": faults[:100]}
+    doc |= {"happened": dict(happened), "seconds": round(time.perf_counter() - begin, 1)}
+    if args.json:
+        document.write(doc, args.json)
+    lines = [*faults[:20], ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in sorted(happened.items()))]
+    _say(args, [*lines, f"{len(faults)} requests differ from their lone run" if faults else "every request has the bits of its lone run"])
+    return 1 if faults else 0
 
 
 def cases() -> list[dict[str, Any]]:

@@ -175,3 +175,18 @@ def differences(who: str, job: Job, want: Output) -> list[str]:
         if out.prompt_logprobs.tobytes() != want.prompt_logprobs[:n].tobytes():
             found.append(f"{who}: prompt log-probabilities differ in bits")
     return found
+
+
+def play_some(seeds: range) -> tuple[list[str], Counter[str]]:
+    """Several traces in one process; an error of the engine is a fault of its trace."""
+    torch.set_num_threads(1)
+    faults: list[str] = []
+    happened: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            found, counts = play(seed)
+        except Exception as error:  # whatever it raises, the trace that does it is what we are looking for
+            found, counts = [f"trace {seed}: {type(error).__name__}: {error}"], Counter(traces=1)
+        faults += found
+        happened.update(counts)
+    return faults, happened
