@@ -520,6 +520,22 @@ def test_a_higher_priority_displaces_a_lower_one_that_arrived_earlier():
     w.settle()
 
 
+def test_who_is_in_the_step_already_is_not_preempted_for_another():
+    w = world(DENSE, 22, size=8)
+    low = [w.scheduler.add(Ask((1, i), 40, tenant=LONG)) for i in range(3)]
+    w.finish(w.start())
+    high = w.scheduler.add(Ask((2,) * 60, 4, priority=1))
+    held_up = 0
+    while (step := w.start()) is not None:
+        assert all(piece.request.running for piece in step.pieces)
+        held_up += high.running and all(piece.request is not high for piece in step.pieces)
+        w.finish(step)
+    assert held_up, "the prompt ran out of pages behind requests that had their rows already"
+    for request in (*low, high):
+        w.judge(request)
+    w.settle()
+
+
 def test_nobody_is_overtaken_forever():
     w = world(DENSE, 14, running=2)
     w.scheduler.add(Ask((1, 2), 30, priority=1, tenant=LONG))

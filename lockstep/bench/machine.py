@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+BLOCKS = 4  # turns per contender in a run
 QUIET = 0.05  # of the machine's CPU time may go to others in an undisturbed run
 
 
@@ -52,7 +53,7 @@ class Timing:
 
 
 def race(contenders: dict[str, Callable[[], object]], runs: int, seconds: float, tries: int = 12) -> Timing:
-    """Times the contenders side by side: per run the median of alternating calls. A disturbed run is repeated, `tries` times at most."""
+    """Times the contenders side by side: per run the median over alternating blocks. A disturbed run is repeated, at most `tries` times."""
     timing = Timing({name: [] for name in contenders})
     for call in contenders.values():
         call()
@@ -69,13 +70,17 @@ def race(contenders: dict[str, Callable[[], object]], runs: int, seconds: float,
 
 
 def _run(contenders: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """Blocks of calls, the contenders taking turns: within a block nobody else's waiting threads hold the cores."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(next(iter(times.values()))) < 5:
+    for _ in range(BLOCKS):
         for name, call in contenders.items():
-            begin = time.perf_counter()
             call()
-            times[name].append(time.perf_counter() - begin)
+            end, least = time.perf_counter() + seconds / BLOCKS / len(contenders), 3
+            while time.perf_counter() < end or least > 0:
+                begin = time.perf_counter()
+                call()
+                times[name].append(time.perf_counter() - begin)
+                least -= 1
     return {name: statistics.median(values) for name, values in times.items()}
 
 
