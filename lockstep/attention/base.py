@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -105,4 +104,4 @@ def sink_logits2(spec: AttnSpec, heads: int) -> NDArray[np.float32]:
 
 def natural(lse2: Tensor) -> Tensor:
     """LSE is natural log everywhere inside Lockstep; kernels that work in base 2 convert here."""
-    return lse2 * torch.tensor(LN2, dtype=torch.float32)
+    return lse2 * LN2

@@ -33,7 +33,7 @@ CAPS = base.Caps(
     invariances=base.INVARIANCES,
 )
 
-BITS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
+BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,18 +72,18 @@ class Backend:
     def attend(self, q: Tensor, keys: Keys, handle: Handle, spec: AttnSpec) -> tuple[Tensor, Tensor]:
         """One call of the kernel."""
         group = handle.spec
-        if q.dtype is not torch.float32 or q.shape[1:] != (group.heads, group.d_qk):
+        rows, heads, d_qk = q.shape
+        if q.dtype is not torch.float32 or heads != group.heads or d_qk != group.d_qk:
             rule = f"queries are float32 of [rows, {group.heads}, {group.d_qk}]"
             raise RuleError(rule, f"{q.dtype} of {list(q.shape)}", "Cast them, or use another backend")
-        out, lse2 = torch.empty(len(q), group.heads, group.d_v), torch.empty(len(q), group.heads)
-        if len(q):
+        out, lse2 = np.empty((rows, heads, group.d_v), np.float32), np.empty((rows, heads), np.float32)
+        if rows:
             (k, k_slot, k_head), (v, v_slot, v_head) = flat(keys.k), flat(keys.v)
             tile = order.tile_len(group.d_qk, group.d_v)
             shape = Shape(group.kv_heads, handle.page_size, tile, handle.split, k_slot, k_head, v_slot, v_head)
             consts, sink2 = handle.layers[spec]
-            run, q = kernel(), q.contiguous()
-            run(q.numpy(), k, v, out.numpy(), lse2.numpy(), handle.table, handle.rows, handle.blocks, shape, consts, sink2)
-        return out, base.natural(lse2)
+            kernel()(q.contiguous().numpy(), k, v, out, lse2, handle.table, handle.rows, handle.blocks, shape, consts, sink2)
+        return torch.from_numpy(out), base.natural(torch.from_numpy(lse2))
 
 
 def kernel() -> Callable[..., None]:
@@ -126,6 +126,8 @@ def constants(attn: AttnSpec, heads: int) -> tuple[Consts, NDArray[np.float32]]:
 
 def flat(t: Tensor) -> tuple[NDArray[Any], int, int]:
     """[slots, kv_heads, d] as a flat array of its bits, and the strides of a slot and of a head."""
-    extent = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    bits = t.as_strided((extent,), (1,)).view(BITS[t.dtype])
-    return bits.numpy(), t.stride(0), t.stride(1)
+    slot, head, _ = t.stride()
+    bits = t if t.dtype is torch.float32 else t.view(BITS[t.dtype])
+    if not t.is_contiguous():
+        bits = bits.as_strided((1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)),), (1,))
+    return bits.numpy().reshape(-1), slot, head

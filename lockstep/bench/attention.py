@@ -92,13 +92,13 @@ def cases(quick: bool) -> list[Case]:
 def run(args: argparse.Namespace) -> int:
     """Measures every case; prints a table, writes JSON, returns 1 if a target was missed."""
     torch.set_num_threads(args.threads or torch.get_num_threads())
+    checks, memory = check_times(), memory_check()  # first, in a fresh process
     results = []
     todo = cases(args.quick)
     for i, case in enumerate(todo, 1):
         print(f"[{i}/{len(todo)}] {case.name} ...", file=sys.stderr, end="\r", flush=True)
         results.append(measure(case, args.repeat or 3))
         print(results[-1], file=sys.stderr, flush=True)
-    checks, memory = check_times(), memory_check()
     document = {
         "environment": environment(),
         "page_size": PAGE,
