@@ -70,11 +70,15 @@ class Engine:
     """A model, its cache and its queue. `add` jobs, call `step` while `busy`. `told` says what was chosen at start, and why."""
 
     def __init__(self, config: EngineConfig, parts: Parts) -> None:
+        if parts.info.encoder:
+            raise RuleError(
+                "the engine serves decoders and embedding models", f"{parts.info.model_type}, an encoder-decoder", "Use another model"
+            )
         self.config, self.parts = config, parts
         self.model, self.info, self.tokenizer = parts.model, parts.info, parts.tokenizer
         self.context_length = min(config.context_length or self.info.max_position, self.info.max_position)
         cached = self.model.groups(config.page_size, config.kv_cache_dtype)
-        fresh = self.model.fresh_groups() if not self.info.encoder else ()
+        fresh = self.model.fresh_groups()
         self.specs = (*cached, *fresh)
         sizes = memory.size(cached, config, self.context_length)
         pages = (*sizes.pages, *(0 for _ in fresh))
