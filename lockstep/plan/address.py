@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 
 def paged(page_ids: Any, page_indptr: Any, first_pos: Any, page_size: Any, request: Any, p: Any) -> Any:
     """Slot of position `p` of `request`, taken from its pages. `first_pos[request] <= p`."""
@@ -21,8 +19,3 @@ def paged(page_ids: Any, page_indptr: Any, first_pos: Any, page_size: Any, reque
 def listed(tail_slots: Any, tail_indptr: Any, start: Any, row: Any, p: Any) -> Any:
     """Slot of position `p` as `row` names it. `start[row] <= p <= position of row`."""
     return tail_slots[tail_indptr[row] + p - start[row]]
-
-
-def choose(from_pages: Any, from_list: Any, start: Any, row: Any, p: Any) -> Any:
-    """`slot(row, p)`: the list from `start` on, the pages below."""
-    return np.where(p >= start[row], from_list, from_pages)
