@@ -10,13 +10,14 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
 import torch
+from numba import njit
 
 from lockstep import order
-from lockstep.kernels.cpu.attend import Consts, Rows, Shape, Table, attend, block_rows, build, linked
+from lockstep.kernels.cpu.attend import Consts, Rows, Shape, Table, attend, block_rows, build, layer, linked, prepare
+from lockstep.kernels.cpu.threads import limited
 
 NO_LIST = 2**31 - 1
 
@@ -137,7 +138,7 @@ def compute(case: Case, q: Any, pools: tuple[Any, Any, Table], sinks: Any, kerne
     shape = Shape(case.kv_heads, case.page_size, tile, split, *strides)
     sink2 = (sinks * order.LOG2E).astype(np.float32)
     consts = Consts(*scale_of(case), case.v_scale)
-    kernel(q.numpy(), flat(pool_k), flat(pool_v), out, lse2, table, rows, blocks_of(case), shape, consts, sink2)
+    kernel(q.numpy(), flat(pool_k), flat(pool_v), out, lse2, prepare(table, rows, blocks_of(case)), shape, layer(consts, sink2))
     return out, lse2
 
 
@@ -214,13 +215,10 @@ def test_bits_do_not_depend_on_blocks(name: str) -> None:
 
 def test_bits_do_not_depend_on_threads() -> None:
     case = VALUES["group 3"]
-    before = numba.get_num_threads()
-    several = run(case)
-    try:
-        numba.set_num_threads(1)
+    with limited(2):
+        several = run(case)
+    with limited(1):
         assert same(several, run(case))
-    finally:
-        numba.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", ["group 4", "window", "latent bf16", "ranges apart"])
@@ -297,14 +295,15 @@ def test_every_bit_pattern_of_a_narrow_format_loads_exactly(dtype: torch.dtype) 
     keys = np.zeros(n * 64, flat(pool).dtype)
     sink2 = np.full(1, -np.inf, np.float32)
     rows = Rows(position, position + 1)
-    attend(q, keys, flat(pool), out, lse2, table, rows, blocks, Shape(1, 1, 64, 512, 64, 64, 64, 64), Consts(0, 1, 1), sink2)
+    shape = Shape(1, 1, 64, 512, 64, 64, 64, 64)
+    attend(q, keys, flat(pool), out, lse2, prepare(table, rows, blocks), shape, layer(Consts(0, 1, 1), sink2))
     truth = pool.float().numpy()
     assert np.array_equal(out, truth, equal_nan=True)
 
 
 def scalar(name: str) -> Any:
     """An elementary function of the kernel, applied to every element of a float32 array."""
-    f = numba.njit(linked({})[name].py_func)
+    f = njit(linked({})[name].py_func)
 
     def each(x: Any) -> Any:
         return np.array([f(np.float32(v)) for v in x], np.float32)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from lockstep.kernels.cpu import sample as kernel
+from lockstep.kernels.cpu.threads import limited
 from lockstep.sample import logits as plain
 from lockstep.sample import sampler
 from lockstep.sample.noise import counter, noise
@@ -26,19 +24,6 @@ from lockstep.types import RuleError
 GREEDY = SamplingParams(temperature=0)
 SEEDED = SamplingParams(seed=7)
 INF = math.inf
-
-
-@contextmanager
-def threads(n: int) -> Iterator[None]:
-    """n threads in torch and in Numba."""
-    before = torch.get_num_threads(), numba.get_num_threads()
-    torch.set_num_threads(n)
-    numba.set_num_threads(min(n, before[1]))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before[0])
-        numba.set_num_threads(before[1])
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -185,7 +170,7 @@ def test_noise_depends_on_seed_index_position_and_token_only():
     vocab = 301
     whole = noise(torch.tensor(counters), vocab)
     for n in (1, 2):
-        with threads(n):
+        with limited(n):
             for r, row in enumerate(counters):
                 assert same(noise(torch.tensor([row]), vocab)[0], whole[r])
             assert same(noise(torch.tensor(counters[::-1]), vocab + 7)[:, :vocab].flip(0), whole)
@@ -387,11 +372,11 @@ def results(x: Tensor, rows: list[Row]) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("vocab", [5, 72, 1021, 4099])
 def test_a_row_is_the_same_alone_and_in_any_batch_at_any_place_with_any_threads(vocab: int):
     x, rows = crowd(vocab, 64)
-    with threads(1):
+    with limited(1):
         alone = [results(x[r : r + 1].clone(), [rows[r]])[0] for r in range(64)]
     rng = np.random.default_rng(9)
     for n in (1, 2):
-        with threads(n):
+        with limited(n):
             for size in (*range(1, 12), 16, 31, 33, 63, 64):
                 pick = rng.permutation(64)[:size]
                 assert results(x[pick], [rows[r] for r in pick]) == [alone[r] for r in pick], (n, size)
@@ -411,11 +396,11 @@ def test_the_tensor_operations_are_row_invariant_too(vocab: int):
         cut = plain.cut(edited, ints[:, 0], floats[:, 1], floats[:, 2])
         return [edited, cut, noise(ints[:, 1:], vocab), *plain.chosen(edited, how), logs.chosen, logs.top_ids, logs.top]
 
-    with threads(1):
+    with limited(1):
         alone = [stages(np.array([r])) for r in range(64)]
     rng = np.random.default_rng(9)
     for n in (1, 2):
-        with threads(n):
+        with limited(n):
             for size in (1, 2, 3, 5, 7, 8, 13, 32, 64):
                 pick = rng.permutation(64)[:size]
                 for j, stage in enumerate(stages(pick)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 from lockstep import order
 from lockstep.attention import base
 from lockstep.kernels.cpu import attend as kernels
-from lockstep.kernels.cpu.attend import Consts, Rows, Shape, Table
+from lockstep.kernels.cpu.attend import Consts, Layer, Prepared, Rows, Shape, Table
 from lockstep.kv.pool import Keys
 from lockstep.plan.image import Views
 from lockstep.plan.step import Group, PagedGroup, StepPlan
@@ -33,8 +34,6 @@ CAPS = base.Caps(
     invariances=base.INVARIANCES,
 )
 
-BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
-
 
 @dataclass(frozen=True, eq=False)
 class Handle:
@@ -46,7 +45,12 @@ class Handle:
     blocks: NDArray[np.int32]
     page_size: int
     split: int
-    layers: dict[AttnSpec, tuple[Consts, NDArray[np.float32]]]
+    layers: dict[AttnSpec, Layer]
+
+    @cached_property
+    def prepared(self) -> Prepared:
+        """What all layers share, as the kernel wants it."""
+        return kernels.prepare(self.table, self.rows, self.blocks)
 
 
 class Backend:
@@ -61,7 +65,7 @@ class Backend:
         start, tail_indptr, tail_slots = lists(plan, group, views)
         return Handle(
             group.spec,
-            Table(*map(np.asarray, (page_ids, page_indptr, first_pos, start, tail_indptr, tail_slots))),
+            Table(page_ids, page_indptr, first_pos, start, tail_indptr, tail_slots),
             Rows(lo, hi),
             blocks(plan, block_rows(group.spec)),
             page_size,
@@ -76,14 +80,12 @@ class Backend:
         if q.dtype is not torch.float32 or heads != group.heads or d_qk != group.d_qk:
             rule = f"queries are float32 of [rows, {group.heads}, {group.d_qk}]"
             raise RuleError(rule, f"{q.dtype} of {list(q.shape)}", "Cast them, or use another backend")
-        out, lse2 = np.empty((rows, heads, group.d_v), np.float32), np.empty((rows, heads), np.float32)
+        out, lse2 = torch.empty(rows, heads, group.d_v), torch.empty(rows, heads)
         if rows:
-            (k, k_slot, k_head), (v, v_slot, v_head) = flat(keys.k), flat(keys.v)
-            tile = order.tile_len(group.d_qk, group.d_v)
-            shape = Shape(group.kv_heads, handle.page_size, tile, handle.split, k_slot, k_head, v_slot, v_head)
-            consts, sink2 = handle.layers[spec]
-            kernel()(q.contiguous().numpy(), k, v, out, lse2, handle.table, handle.rows, handle.blocks, shape, consts, sink2)
-        return torch.from_numpy(out), base.natural(torch.from_numpy(lse2))
+            (k, v), tile = keys, order.tile_len(group.d_qk, group.d_v)
+            shape = Shape(group.kv_heads, handle.page_size, tile, handle.split, *k.stride()[:2], *v.stride()[:2])
+            kernel()(q.contiguous(), k, v, out, lse2, handle.prepared, shape, handle.layers[spec])
+        return out, base.natural(lse2)
 
 
 def kernel() -> Callable[..., None]:
@@ -118,16 +120,7 @@ def lists(plan: StepPlan, group: Group, views: Views) -> tuple[Any, Any, Any]:
     return np.full(rows, INT32_MAX, np.int32), np.zeros(rows + 1, np.int32), np.zeros(0, np.int32)
 
 
-def constants(attn: AttnSpec, heads: int) -> tuple[Consts, NDArray[np.float32]]:
+def constants(attn: AttnSpec, heads: int) -> Layer:
     """What a layer's kernel call needs of its spec."""
     pre, c = base.score_constants(attn)
-    return Consts(pre, c, base.value_scale(attn)), base.sink_logits2(attn, heads)
-
-
-def flat(t: Tensor) -> tuple[NDArray[Any], int, int]:
-    """[slots, kv_heads, d] as a flat array of its bits, and the strides of a slot and of a head."""
-    slot, head, _ = t.stride()
-    bits = t if t.dtype is torch.float32 else t.view(BITS[t.dtype])
-    if not t.is_contiguous():
-        bits = bits.as_strided((1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)),), (1,))
-    return bits.numpy().reshape(-1), slot, head
+    return kernels.layer(Consts(pre, c, base.value_scale(attn)), base.sink_logits2(attn, heads))

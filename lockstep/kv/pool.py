@@ -51,13 +51,11 @@ class Pool:
         return Keys(k, rest[0] if rest else k[..., : self.spec.d_v])
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores this step's K and V rows. For a latent group k holds the whole row and v is not looked at."""
-        if len(slots) == 0:
-            return
+        """Stores this step's K and V rows; slots are int64. For a latent group k holds the whole row and v is not looked at."""
         rows = zip(self.storages[layer], ((k, "k"), (v, "v")), strict=False)
         for storage, (values, which) in rows:
             stored = encode(values, scale_of(self.spec.layers[layer], which), storage.dtype)
-            _bits(storage)[slots.long()] = _bits(stored)
+            _bits(storage).index_copy_(0, slots, _bits(stored))
 
     def move(self, moves: Tensor) -> None:
         """Relocates rows in every layer: gather all, then scatter all."""
@@ -79,6 +77,7 @@ class PagedView:
 
     def __init__(self, pool: Pool, views: Views) -> None:
         self.pool, self.views = pool, views
+        self.slots = torch.as_tensor(views.write_slots).long()
 
     def relocate(self) -> None:
         """Carries out the step's moves: once, before the first layer writes."""
@@ -86,8 +85,8 @@ class PagedView:
 
     def keys(self, layer: int, k: Tensor | None, v: Tensor | None) -> Keys:
         """Writes this step's rows, then names the cache. A group that writes nothing this step gets None."""
-        slots = torch.as_tensor(self.views.write_slots)
-        if len(slots):
+        slots = self.slots
+        if slots.shape[0]:
             if k is None or v is None or len(k) != len(slots):
                 raise RuleError(
                     "a step writes one K and one V row per slot", f"{len(slots)} slots, k={None if k is None else len(k)}", "Pass all rows"

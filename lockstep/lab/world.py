@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from lockstep.attention.base import Backend
+from lockstep.kernels.cpu.threads import limited
 from lockstep.kv import pool as kv_pool
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
@@ -88,7 +87,7 @@ class World:
 
     def run(self) -> Record:
         """Plays the whole script and closes what is still open."""
-        with threads(self.setting.threads):
+        with limited(self.setting.threads):
             for step in self.script.steps:
                 self._play(step)
             for table in self.tables.values():
@@ -331,14 +330,3 @@ def as_bits(t: Tensor) -> Tensor:
 def same(a: Tensor, b: Tensor) -> bool:
     """Bitwise equality."""
     return a.shape == b.shape and bool(torch.equal(as_bits(a), as_bits(b)))
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Runs the block with `count` threads, as far as the machine has them."""
-    before = numba.get_num_threads()
-    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        numba.set_num_threads(before)

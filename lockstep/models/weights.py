@@ -139,7 +139,7 @@ def compare(module: ModuleType, config: Any, entries: Mapping[str, Entry]) -> No
     """Builds the model without numbers and raises unless the files hold its tensors, all of them and no others."""
     table = Table(entries)
     try:
-        module.build(config, Weights(table.take, table.unused.append, entries, "onednn"))
+        module.build(config, Weights(table.take, table.unused.append, entries, "lanes"))
     except RuleError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:

@@ -1,8 +1,8 @@
 """The one GEMM of the engine: y = x Wᵀ + b, where a row of y never depends on the other rows of x.
 
-Weights are packed once, at load, for one of the kernels below; every row count uses the same one. The default on the CPU is oneDNN with
-packed weights, two private operators of torch that are named here and nowhere else. `certify_linear` proves on the machine that a
-packed weight keeps the promise; where it does not, `blocked` (our own loop, K ascending, one accumulator) does by construction.
+Weights are packed once, at load, for one of the kernels below; every row count uses the same one. `lanes`, our own, keeps the promise by
+construction: every element is one fma chain over K. oneDNN with packed weights, two private operators of torch that are named here and
+nowhere else, keeps it where `certify_linear` proves it on the machine.
 """
 
 from __future__ import annotations
@@ -10,26 +10,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.kernels.cpu import gemm
 from lockstep.types import RuleError
 
 PACK_ROWS = 64  # oneDNN packs for this row count; another number is another bit class
 LONE_K = 1024  # above, oneDNN has another kernel, and another order of K, for one row: a lone row is given a twin
-COLUMNS = 32  # outputs that `blocked` computes together: changes speed, never bits
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """How one GEMM class stores a weight [n, k] and multiplies rows [t, k] with it, giving [t, n]."""
+    """How one GEMM class stores a weight [n, k] with its bias [n], and multiplies rows [t, k] with it, giving [t, n]."""
 
-    pack: Callable[[Tensor], Tensor]
-    run: Callable[[Tensor, Tensor, int], Tensor]
+    pack: Callable[[Tensor, Tensor | None], Any]
+    run: Callable[[Tensor, Any, int], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,15 +36,13 @@ class Linear:
 
     out_features: int
     in_features: int
-    packed: Tensor
-    bias: Tensor | None
+    packed: Any
     kernel: Kernel
 
     def __call__(self, x: Tensor) -> Tensor:
         if len(x) == 0:
             return x.new_zeros(0, self.out_features)
-        y = self.kernel.run(x.contiguous(), self.packed, self.out_features)
-        return y if self.bias is None else y + self.bias
+        return self.kernel.run(x, self.packed, self.out_features)
 
 
 def pack(weight: Tensor, bias: Tensor | None, kernel: str) -> Linear:
@@ -54,17 +50,23 @@ def pack(weight: Tensor, bias: Tensor | None, kernel: str) -> Linear:
     if kernel not in KERNELS:
         raise RuleError(f"a GEMM kernel is one of {', '.join(KERNELS)}", repr(kernel), "Pick one of these")
     n, k = weight.shape
-    packed = weight if weight.is_meta else KERNELS[kernel].pack(weight.contiguous())
-    return Linear(n, k, packed, bias, KERNELS[kernel])
+    packed = weight if weight.is_meta else KERNELS[kernel].pack(weight.contiguous(), bias)
+    return Linear(n, k, packed, KERNELS[kernel])
+
+
+def kernels(device: str) -> dict[str, str]:
+    """The GEMM classes of a device and the reason for each, best first: the first one that is certified is used."""
+    if device != "cpu":
+        raise RuleError("there is a GEMM with a proven order for the device", device, "Use the CPU")
+    known = {"lanes": "lanes: our own, one fma chain per element"}
+    if torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        known["onednn"] = "onednn: packed weights, one class for every row count"
+    return known
 
 
 def default_kernel(device: str) -> tuple[str, str]:
-    """The GEMM class for a device, and the reason in words."""
-    if device != "cpu":
-        raise RuleError("there is a GEMM with a proven order for the device", device, "Use the CPU")
-    if torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return "onednn", "onednn: packed weights, one class for every row count"
-    return "blocked", "blocked: this torch has no oneDNN"
+    """The best GEMM class of a device, and the reason in words."""
+    return next(iter(kernels(device).items()))
 
 
 def certify_linear(layer: Linear, rows: int = 64, threads: Sequence[int] = (1, 2)) -> str | None:
@@ -103,51 +105,19 @@ def linears(part: Any) -> Iterator[Linear]:
             yield from linears(getattr(part, field.name))
 
 
-def _pack_onednn(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS)
-    return packed
+def _run_lanes(x: Tensor, packed: Tensor, n: int) -> Tensor:
+    return gemm.matmul(x if x.stride(1) == 1 else x.contiguous(), packed, n)
 
 
-def _run_onednn(x: Tensor, packed: Tensor, _: int) -> Tensor:
-    rows = x.expand(2, -1).contiguous() if len(x) == 1 and x.shape[1] > LONE_K else x
+def _pack_onednn(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS), bias
+
+
+def _run_onednn(x: Tensor, packed: tuple[Tensor, Tensor | None], _: int) -> Tensor:
+    rows = (x.expand(2, -1) if len(x) == 1 and x.shape[1] > LONE_K else x).contiguous()
     # without its bias: oneDNN's fused one is not row-invariant in bfloat16
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "")
-    return y[: len(x)]
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed[0], None, "none", [], "")[: len(x)]
+    return y if packed[1] is None else y + packed[1]
 
 
-def _pack_blocked(weight: Tensor) -> Tensor:
-    """[blocks, k, COLUMNS] float32, the last block filled up with zeros."""
-    n, k = weight.shape
-    blocks = -(-n // COLUMNS)
-    padded = torch.zeros(blocks * COLUMNS, k)
-    padded[:n] = weight
-    return padded.view(blocks, COLUMNS, k).transpose(1, 2).contiguous()
-
-
-def _run_blocked(x: Tensor, packed: Tensor, n: int) -> Tensor:
-    y = torch.empty(len(x), packed.shape[0] * COLUMNS)
-    _blocked_loop()(x.float().contiguous().numpy(), packed.numpy(), y.numpy())
-    return y[:, :n].to(x.dtype)
-
-
-@cache
-def _blocked_loop() -> Callable[..., None]:
-    """Compiled on first use. Vector lanes run over outputs, never over K, so there is nothing to reassociate."""
-    from numba import njit
-
-    def loop(x: Any, w: Any, y: Any) -> None:
-        acc = np.empty(COLUMNS, np.float32)
-        for b in range(w.shape[0]):
-            for r in range(x.shape[0]):
-                acc[:] = 0
-                for k in range(x.shape[1]):
-                    scalar = x[r, k]
-                    for j in range(COLUMNS):
-                        acc[j] += scalar * w[b, k, j]
-                y[r, b * COLUMNS : (b + 1) * COLUMNS] = acc
-
-    compiled: Callable[..., None] = njit(nogil=True)(loop)
-    return compiled
-
-
-KERNELS = {"onednn": Kernel(_pack_onednn, _run_onednn), "blocked": Kernel(_pack_blocked, _run_blocked)}
+KERNELS = {"lanes": Kernel(gemm.pack, _run_lanes), "onednn": Kernel(_pack_onednn, _run_onednn)}

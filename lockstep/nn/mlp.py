@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.kernels.cpu import rows
 from lockstep.nn.linear import Linear
 from lockstep.nn.source import Weights
 from lockstep.types import RuleError
@@ -68,6 +69,8 @@ class Glu:
     act: Activation
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.act is silu and x.dtype is torch.float32 and x.device.type == "cpu":
+            return rows.silu_gate(x)
         gate, up = x.chunk(2, -1)
         return self.act(gate) * up
 

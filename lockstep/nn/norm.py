@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lockstep.kernels.cpu import rows
 from lockstep.nn.source import Weights
 
 
@@ -18,6 +20,8 @@ class RMSNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype is torch.float32 and x.device.type == "cpu":
+            return rows.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x.float(), x.shape[-1:], self.weight, self.eps).to(x.dtype)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.kernels.cpu import rows
 from lockstep.types import RuleError
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -50,6 +51,8 @@ class Rope:
 
     def rotate(self, x: Tensor, angles: Angles) -> Tensor:
         """x [T, heads, d]: its first dim columns turned, the rest as they are. The result has the halves layout."""
+        if x.dtype is torch.float32 and x.device.type == "cpu":
+            return rows.rotate(x, angles.cos, angles.sin, self.interleaved)
         dim = 2 * len(self.inv_freq)
         part, rest = x[..., :dim].float(), x[..., dim:]
         a, b = (part[..., ::2], part[..., 1::2]) if self.interleaved else part.chunk(2, -1)

@@ -8,15 +8,13 @@ fingerprint: two machines that agree on it computed the same numbers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import numba
 import torch
 from torch import Tensor
 
 from lockstep.attention.base import Backend
+from lockstep.kernels.cpu.threads import limited
 from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import Table
 from lockstep.nn.decoder import Decoder, Model
@@ -42,10 +40,10 @@ def certify(model: Model, backend: Backend, vocab_size: int) -> Certificate:
     ids = torch.randint(vocab_size, (ROWS,), generator=torch.Generator().manual_seed(0))
     many = torch.get_num_threads()
     counts = sorted({1, min(2, many), many})
-    with threads(1):
+    with limited(1):
         want = torch.cat([bench.rows(ids, i, i + 1) for i in range(ROWS)])
     for count in counts:
-        with threads(count):
+        with limited(count):
             for n in range(2, ROWS + 1):
                 begin = ROWS - n if n % 2 else 0  # odd counts from the back, even ones from the front
                 if not torch.equal(bench.rows(ids, begin, begin + n).view(torch.int32), want[begin : begin + n].view(torch.int32)):
@@ -80,16 +78,3 @@ def probe(model: Model) -> Model:
     first = [model.spec.blocks.index(kind) for kind in kinds]
     blocks = tuple(replace(model.blocks[i], attn=replace(model.blocks[i].attn, index=at)) for at, i in enumerate(first))
     return replace(model, spec=replace(model.spec, blocks=tuple(kinds)), blocks=blocks)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Runs the block with `count` threads in torch and in Numba."""
-    before: Sequence[int] = (torch.get_num_threads(), numba.get_num_threads())
-    torch.set_num_threads(count)
-    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before[0])
-        numba.set_num_threads(before[1])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.cpu import sample as kernel
+from lockstep.kernels.cpu import sample_rows
 from lockstep.kernels.cpu.sample import EMPTY, INFINITE, MAX_VOCAB, NAN, OK
 from lockstep.sample import logits as plain
 from lockstep.sample.logits import Logprobs, Row, Settings
@@ -23,7 +24,6 @@ from lockstep.types import RuleError
 
 __all__ = ["Logprobs", "Row", "Sampled", "SamplingParams", "log_probs", "resolve_seed", "sample"]
 
-PER_THREAD = 2**16  # logits that are worth another thread
 MIN_P = 1e-300  # below it, min_p keeps every token with a finite logit
 REASONS = {
     NAN: "a logit is NaN",
@@ -86,8 +86,7 @@ def log_probs(logits: Tensor, token_ids: Tensor, k: int = 0) -> Logprobs:
         return plain.described(raw, token_ids, k)
     rows = len(raw)
     chosen, top_ids, top = np.empty(rows, np.float32), np.empty((rows, k), np.int64), np.empty((rows, k), np.float32)
-    _, describe = kernel.compiled()
-    describe(raw.numpy(), token_ids.numpy(), _threads(raw), chosen, top_ids, top)
+    sample_rows.describe_rows(raw.numpy(), token_ids.contiguous().numpy(), chosen, top_ids, top)
     return Logprobs(*map(torch.from_numpy, (chosen, top_ids, top)))
 
 
@@ -119,18 +118,10 @@ def _choose(logits: Tensor, how: Settings) -> tuple[Tensor, Tensor]:
     """(tokens, states) by the kernel of the CPU, or with tensors."""
     if logits.device.type != "cpu":
         return plain.chosen(logits, how)
-    rows, vocab = logits.shape
+    rows = len(logits)
     tokens, states = np.empty(rows, np.int64), np.empty(rows, np.int64)
-    choose, _ = kernel.compiled()
-    choose(logits.numpy(), how.floats, how.ints, np.empty((_threads(logits), vocab), np.float32), tokens, states)
+    sample_rows.choose_rows(logits.numpy(), how.floats, how.ints, tokens, states)
     return torch.from_numpy(tokens), torch.from_numpy(states)
-
-
-def _threads(logits: Tensor) -> int:
-    """How many are worth waking. Changes speed, never bits: a thread takes whole rows."""
-    from numba import get_num_threads
-
-    return max(1, min(len(logits), get_num_threads(), logits.numel() // PER_THREAD))
 
 
 def _checked(logits: Tensor, rows: int) -> Tensor:

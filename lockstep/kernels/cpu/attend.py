@@ -13,16 +13,14 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-from numba import get_num_threads, literal_unroll, prange
+from torch import Tensor
 
-from lockstep.kernels.cpu import elementary, unit, worker
-from lockstep.kernels.cpu.cache import announced, cached_here
-from lockstep.kernels.cpu.lanes import address, invoke, types
+from lockstep.kernels.cpu import elementary, threads, unit, worker
+from lockstep.kernels.cpu.threads import relinked
 from lockstep.kernels.cpu.unit import Sizes
-from lockstep.kernels.cpu.worker import ALIGN, MEMORY, RECORD, SIZES, memory_bytes, most_tokens
+from lockstep.kernels.cpu.worker import ALIGN, memory_bytes
 
 njit: Any = numba.njit
-cfunc: Any = numba.cfunc
 
 BLOCK_ROWS = 128  # rows of a unit that hide the staging of a tile and still leave queries and accumulators in the L2 cache
 OPTIONS = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # no zero-division checks, not for Python
@@ -75,68 +73,77 @@ def block_rows(group_size: int, d_qk: int, d_v: int) -> int:
     return max(1, rows // group_size)
 
 
-def attend(
-    q: Any, k: Any, v: Any, out: Any, lse2: Any, table: Table, rows: Rows, blocks: Any, shape: Shape, consts: Consts, sink2: Any
-) -> None:
-    """Attention of T rows over paged keys and values, into `out` and `lse2`.
+class Prepared(NamedTuple):
+    """What all layers of a group share in a step, as entries of a record; `arrays` keeps alive what they point to."""
+
+    entries: tuple[int, ...]
+    blocks: int
+    most: int  # tokens of the largest block
+    arrays: tuple[Any, ...]
+
+
+class Layer(NamedTuple):
+    """Constants and sinks of a layer, as entries of a record; `arrays` keeps alive what they point to."""
+
+    entries: tuple[int, ...]
+    arrays: tuple[Any, ...]
+
+
+def prepare(table: Table, rows: Rows, blocks: Any) -> Prepared:
+    """blocks int32 [NB, 3] of (request, row begin, row end): rows computed together; they cover every row once."""
+    most = int((blocks[:, 2] - blocks[:, 1]).max()) if len(blocks) else 0
+    arrays = (*table, *rows, np.ascontiguousarray(blocks))
+    return Prepared(entries(*arrays), len(blocks), most, arrays)
+
+
+def layer(consts: Consts, sink2: Any) -> Layer:
+    """sink2 float32 [H]: the sink in log2 units, -inf for none."""
+    arrays = (sink2, np.array(consts, np.float32))
+    return Layer(entries(*arrays), arrays)
+
+
+def attend(q: Any, k: Any, v: Any, out: Any, lse2: Any, prepared: Prepared, shape: Shape, of: Layer) -> None:
+    """Attention of T rows over paged keys and values, into `out` and `lse2`: numpy arrays, or tensors.
 
     q      float32 [T, H, Dqk], C-contiguous. Dqk and Dv are multiples of 8, at most 576.
-    k, v   the pool's storage as flat arrays: float32, uint16 (bfloat16 bits) or uint8 (float8 e4m3fn bits). Element d of slot s, kv
-           head h, is k[s * k_slot + h * k_head + d]. v may be k's own buffer (a latent row's first Dv columns).
+    k, v   the pool's storage: float32, bfloat16 or float8 e4m3fn, or integers of the same bits. Element d of slot s, kv head h, is
+           s * k_slot + h * k_head + d behind the first one. v may be in k's own storage (a latent row's first Dv columns).
     out    float32 [T, H, Dv], C-contiguous: softmax(scores) V * v_scale; 0 for a row that sees nothing.
     lse2   float32 [T, H]: log2 of the softmax denominator, sink included; -inf for a row that sees nothing and has no sink.
-    blocks int32 [NB, 3] of (request, row begin, row end): rows computed together; they cover every row once.
-    sink2  float32 [H]: the sink in log2 units, -inf for none.
 
     Query head h uses kv head h // (H / kv_heads). A row's bits depend on its query and its keys, not on blocks, pages or threads. The
-    number of threads is Numba's current one. Slots that a block does not see are never read.
+    number of threads is torch's. Slots that a block does not see are never read.
     """
-    call(*default(), q, k, v, out, lse2, table, rows, blocks, shape, consts, sink2)
+    call(default(), q, k, v, out, lse2, prepared, shape, of)
 
 
-def call(
-    launch: Any, work: Any, q: Any, k: Any, v: Any, out: Any, lse2: Any, table: Any, rows: Any, blocks: Any,
-    shape: Any, consts: Any, sink2: Any,
-) -> None:  # fmt: skip
-    """Flatten the arguments of `attend` to those of the compiled entry."""
-    heads, d_qk, d_v, k_item, v_item = q.shape[1], q.shape[2], out.shape[2], k.itemsize, v.itemsize
+def call(work: Any, q: Any, k: Any, v: Any, out: Any, lse2: Any, prepared: Prepared, shape: Shape, of: Layer) -> None:
+    """Write the arguments of `attend` into a record, with memory for every thread, and set the threads to work on it."""
+    _, heads, d_qk = q.shape
     kv_heads, page_size, tile, split, k_slot, k_head, v_slot, v_head = shape
-    sizes = (
-        heads, kv_heads, heads // kv_heads, d_qk, d_v, page_size, tile, split, k_item, v_item,
+    k_item, v_item = k.itemsize, v.itemsize
+    sizes = Sizes(
+        heads, kv_heads, heads // kv_heads, d_qk, out.shape[2], page_size, tile, split, k_item, v_item,
         k_slot * k_item, k_head * k_item, v_slot * v_item, v_head * v_item,
     )  # fmt: skip
-    constants = np.array(consts, np.float32)
-    bytes_k, bytes_v = k.view(np.uint8), v.view(np.uint8)
-    launch(work.address, get_num_threads(), q, bytes_k, bytes_v, out, lse2, *table, *rows, blocks, sink2, constants, sizes)
+    units = prepared.blocks * kv_heads
+    each = memory_bytes(sizes, prepared.most * sizes.group)
+    memory = np.empty(max(1, min(units, threads.count())) * each + ALIGN, np.uint8)
+    begin = -(-where(memory) // ALIGN) * ALIGN
+    threads.run(work, (*entries(q, k, v, out, lse2), *prepared.entries, *of.entries, *sizes, begin, each), units)
+
+
+def entries(*arrays: Any) -> tuple[int, ...]:
+    """Address and length of each."""
+    return tuple(x for array in arrays for x in (where(array), array.shape[0]))
+
+
+def where(array: Any) -> int:
+    """The byte address of a numpy array or a tensor."""
+    return array.data_ptr() if isinstance(array, Tensor) else array.__array_interface__["data"][0]
 
 
 # ---- putting the kernel together ----
-
-
-def _launch(
-    work: Any, threads: Any, q: Any, k: Any, v: Any, out: Any, lse2: Any, page_ids: Any, page_indptr: Any, first_pos: Any, start: Any,
-    tail_indptr: Any, tail_slots: Any, lo: Any, hi: Any, blocks: Any, sink2: Any, consts: Any, sizes: Any,
-) -> None:  # fmt: skip
-    """The compiled entry: write the call into a record and set Numba's threads to work on it."""
-    arrays = (q, k, v, out, lse2, page_ids, page_indptr, first_pos, start, tail_indptr, tail_slots, lo, hi, blocks, sink2, consts)
-    record = np.zeros(RECORD, np.int64)
-    i = 0
-    for array in literal_unroll(arrays):
-        record[i], record[i + 1] = address(array), array.size
-        i += 2
-    for i in range(len(sizes)):
-        record[SIZES + i] = sizes[i]
-    each = memory_bytes(Sizes(*sizes), most_tokens(blocks.ravel(), blocks.shape[0]) * sizes[2])
-    memory = np.empty(threads * each + ALIGN, np.uint8)
-    record[MEMORY] = (address(memory) + ALIGN - 1) // ALIGN * ALIGN
-    record[MEMORY + 1] = each
-    start_workers(work, threads, record, memory)
-
-
-def start_workers(work: Any, threads: Any, record: Any, memory: Any) -> None:
-    """Run the C function `work` on every thread. `memory` is an argument to stay alive: the workers have its address only."""
-    for _ in prange(threads):
-        invoke(work, address(record))
 
 
 def texts() -> dict[str, Any]:
@@ -144,11 +151,6 @@ def texts() -> dict[str, Any]:
     names: dict[str, Any] = {**vars(elementary), **vars(unit), **vars(worker)}
     builders = ("transposed", "widened")  # of operations: run when unit.py is imported
     return {name: value for name, value in names.items() if isinstance(value, FunctionType) and name not in builders}
-
-
-def relinked(text: Any, names: dict[str, Any]) -> FunctionType:
-    """The same text, which looks up the names it uses in `names`."""
-    return FunctionType(text.__code__, names, text.__name__, text.__defaults__, text.__closure__)
 
 
 def linked(replaced: dict[str, Any]) -> dict[str, Any]:
@@ -168,37 +170,13 @@ def linked(replaced: dict[str, Any]) -> dict[str, Any]:
 
 def compiled(replaced: dict[str, Any], cache: bool) -> Any:
     """Compile `work` with all its texts to a C function. It lives as long as the object that comes back."""
-    return cfunc(types.void(types.int64), cache=cache, error_model="numpy")(relinked(worker.work, linked(replaced)))
-
-
-def readonly(dtype: Any, ndim: int = 1) -> Any:
-    """The Numba type of an input array, which takes writeable arrays too."""
-    return types.Array(dtype, ndim, "C", readonly=True)
-
-
-def signature() -> Any:
-    """The one signature of `_launch`. k and v come as bytes: their format is data, so that one compilation serves all."""
-    floats, ints, pool = types.float32, types.int32, readonly(types.uint8)
-    return types.void(
-        types.int64, types.int64, readonly(floats, 3), pool, pool, types.Array(floats, 3, "C"), types.Array(floats, 2, "C"),
-        *[readonly(ints)] * 8, readonly(ints, 2), readonly(floats), readonly(floats),
-        types.UniTuple(types.int64, len(Sizes._fields)),
-    )  # fmt: skip
+    return threads.c_function(relinked(worker.work, linked(replaced)), cache)
 
 
 @functools.cache
-def launcher() -> Any:
-    """The compiled `_launch`; it has no text that could be replaced, so all kernels share it."""
-    with cached_here() as writable:
-        names = {**globals(), **linked({}), "start_workers": njit(parallel=True)(start_workers)}
-        return njit(signature(), cache=writable)(relinked(_launch, names))
-
-
-@functools.cache
-def default() -> tuple[Any, Any]:
+def default() -> Any:
     """The kernel of this machine, compiled at the first call if the cache does not have it."""
-    with cached_here() as writable, announced("compiling the CPU attention kernel, once per machine ..."):
-        return launcher(), compiled({}, writable)
+    return compiled({}, cache=True)
 
 
 def build(**replaced: Callable[..., Any]) -> Callable[..., None]:
@@ -207,4 +185,4 @@ def build(**replaced: Callable[..., Any]) -> Callable[..., None]:
     A replacement takes the arguments of the text it stands for (paged, listed, rescale, split_begin, load_range, ...) and may use any
     other text or operation of the kernel by its name.
     """
-    return functools.partial(call, launcher(), compiled(replaced, cache=False))
+    return functools.partial(call, compiled(replaced, cache=False))

@@ -8,9 +8,7 @@ parameters. Called by lockstep/sample, which also has the same choice written wi
 
 from __future__ import annotations
 
-import functools
 import math
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -40,7 +38,6 @@ GROUPS = 64  # of four tokens: noise is made for 256 tokens at a time
 FARTHEST = 2**63 - 1
 KEY_INF, KEY_MINUS_INF = 0x7F800000, -0x7F800001
 ZERO = np.float32(0)
-OUTSIDE = ("bits_of", "float_of", "choose_rows", "describe_rows", "compiled", "signatures")  # not compiled as texts
 MINUS_INF = np.float32(-np.inf)
 
 
@@ -353,64 +350,3 @@ def describe(x: Any, token: Any, chosen: Any, top_ids: Any, top_logs: Any) -> No
         for j in range(len(top_ids)):
             top_ids[j] &= ID_MASK
             top_logs[j] = log_prob(x[top_ids[j]], top, log_sum)
-
-
-# ---- all rows: the interface ----
-
-prange = range  # Numba's own when compiled
-
-
-def choose_rows(x: Any, floats: Any, ints: Any, scratch: Any, tokens: Any, states: Any) -> None:
-    """Choose a token for every row. Each row of scratch gives a thread; with one, no other thread is woken and waited for."""
-    if len(scratch) == 1:
-        for r in range(len(x)):
-            tokens[r], states[r] = choose(x[r], scratch[0], floats[r], ints[r])
-    else:
-        for t in prange(len(scratch)):
-            for r in range(t, len(x), len(scratch)):
-                tokens[r], states[r] = choose(x[r], scratch[t], floats[r], ints[r])
-
-
-def describe_rows(x: Any, tokens: Any, threads: Any, chosen: Any, top_ids: Any, top_logs: Any) -> None:
-    """Log-probabilities of every row, whole rows to each thread."""
-    if threads == 1:
-        for r in range(len(x)):
-            describe(x[r], tokens[r], chosen[r : r + 1], top_ids[r], top_logs[r])
-    else:
-        for t in prange(threads):
-            for r in range(t, len(x), threads):
-                describe(x[r], tokens[r], chosen[r : r + 1], top_ids[r], top_logs[r])
-
-
-@functools.cache
-def compiled() -> tuple[Any, Any]:
-    """`choose_rows` and `describe_rows` for this machine, kept on disk."""
-    import numba
-
-    from lockstep.kernels.cpu.cache import announced, cached_here
-
-    njit: Any = numba.njit
-    names: dict[str, Any] = {**globals(), "prange": numba.prange}
-    for name, text in globals().items():
-        if isinstance(text, FunctionType) and name not in OUTSIDE:
-            names[name] = njit(error_model="numpy")(FunctionType(text.__code__, names, name))
-    names["bits_of"] = njit(lambda x: np.float64(x).view(np.int64))
-    names["float_of"] = njit(lambda i: np.int64(i).view(np.float64))
-    with cached_here() as writable, announced("compiling the CPU sampling kernel, once per machine ..."):
-        make = functools.partial(njit, cache=writable, parallel=True, error_model="numpy")
-        choose_all, describe_all = (FunctionType(text.__code__, names, text.__name__) for text in (choose_rows, describe_rows))
-        choices, logs = signatures(numba.types)
-        return make(choices)(choose_all), make(logs)(describe_all)
-
-
-def signatures(types: Any) -> tuple[Any, Any]:
-    """Of `choose_rows` and of `describe_rows`, in Numba's types. All arrays are C-contiguous; the first ones are only read."""
-
-    def array(kind: Any, ndim: int, readonly: bool = False) -> Any:
-        return types.Array(kind, ndim, "C", readonly=readonly)
-
-    f32, f64, i64 = types.float32, types.float64, types.int64
-    return (
-        types.void(array(f32, 2, True), array(f64, 2), array(i64, 2), array(f32, 2), array(i64, 1), array(i64, 1)),
-        types.void(array(f32, 2, True), array(i64, 1, True), i64, array(f32, 1), array(i64, 2), array(f32, 2)),
-    )

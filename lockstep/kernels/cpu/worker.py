@@ -1,7 +1,7 @@
 """A worker: one thread's memory, and the loop that takes units of work until none is left.
 
 Plain texts, like unit.py's. A call's arguments arrive as one int64 record (see `unpack`), so that the heavy code is compiled as one C
-function, apart from the small parallel loop that starts it on every thread.
+function, which every thread runs (threads.py).
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from lockstep.kernels.cpu.unit import Job, Scratch, Sizes, Unit, run_unit
 from lockstep.order import LANES
 
 ALIGN = 64
-ARRAYS = 16  # of a call: two entries each, the byte address and the number of elements
+ARRAYS = 16  # of a call: two entries each, the byte address and the length
 BLOCKS = 13  # which of them is `blocks`
 SIZES = 2 * ARRAYS  # where the integers of a call begin in the record
 MEMORY = SIZES + len(Sizes._fields)  # byte address of the workers' memory, then bytes per worker
 WORKERS = MEMORY + 2  # workers started so far
 UNITS = WORKERS + 1  # units taken so far
-RECORD = UNITS + 1
 
 
 def padded(n: Any, unit: Any) -> Any:
@@ -106,7 +105,7 @@ def work(at: Any) -> None:
     """Take units of the record at address `at` until none is left, last blocks first: under causality they see the most keys."""
     record = int64_at(at)
     job = unpack(record)
-    sizes, n_blocks = job.sizes, record[2 * BLOCKS + 1] // 3
+    sizes, n_blocks = job.sizes, record[2 * BLOCKS + 1]
     mine = record[MEMORY] + take(at + 8 * WORKERS) * record[MEMORY + 1]
     scratch = carve(sizes, mine, most_tokens(job.blocks, n_blocks) * sizes.group)
     taken = take(at + 8 * UNITS)

@@ -1,0 +1,163 @@
+"""What a model does to rows between its GEMMs: norms, rotations, gates. float32, one row at a time, in an order written out.
+
+A row's sum of squares is taken in 16 lanes, lane j adding columns j, j+16, ... ascending; lanes fold 8+8, 4+4, 2+2, 1+1; columns past
+the last full 16 are added one by one. Everything else is elementwise, with the operations of elementary.py. Nothing depends on how many
+rows there are or on which thread computes them. Outputs are new and contiguous; inputs may have strides, but not in the last dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from lockstep.kernels.cpu import threads
+from lockstep.kernels.cpu.elementary import exp2
+from lockstep.kernels.cpu.lanes import (
+    add,
+    div,
+    float32_at,
+    fma,
+    int64_at,
+    lanes_sum,
+    less,
+    like,
+    load,
+    mul,
+    select,
+    splat,
+    store,
+    sub,
+    take,
+)
+from lockstep.kernels.cpu.threads import relinked
+from lockstep.order import LANES, LOG2E
+
+UNIT = 1 << 14  # elements that are worth a thread
+NORM, TURN, GATE = 0, 1, 2  # what is done to a row
+COUNTER = 13  # entries before the counter
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension of [..., n], of two or three dimensions."""
+    return _run(NORM, x, weight.data_ptr(), _bits(eps))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x [t, heads, d], cos and sin [t, half]: the first 2·half columns turned, the rest as they are.
+
+    Columns i and i + half turn together, or 2i and 2i+1 if interleaved; the result has the first layout always.
+    """
+    cos, sin = cos.contiguous(), sin.contiguous()
+    return _run(TURN, x, cos.data_ptr(), sin.data_ptr(), cos.shape[-1], int(interleaved))
+
+
+def silu_gate(x: Tensor) -> Tensor:
+    """silu(gate) · up of [t, gate then up]."""
+    return _run(GATE, x)
+
+
+def _run(what: int, x: Tensor, *more: int) -> Tensor:
+    """One call over the rows of x: [outer, n] or [outer, inner, n]."""
+    n = x.shape[-1] // 2 if what == GATE else x.shape[-1]
+    y = torch.empty(*x.shape[:-1], n)
+    outer, inner = (x.shape[0], 1) if x.ndim == 2 else x.shape[:2]
+    if y.numel() == 0:
+        return y
+    strides = (4 * x.stride(0), 0 if x.ndim == 2 else 4 * x.stride(1))
+    each = max(1, UNIT // (inner * n))
+    entries = (what, x.data_ptr(), *strides, y.data_ptr(), outer, inner, n, each, *more, *(0,) * (4 - len(more)))
+    threads.run(work(), entries, -(-outer // each))
+    return y
+
+
+def _bits(value: float) -> int:
+    return int(np.float32(value).view(np.int32))
+
+
+# ---- texts ----
+
+
+def units(at: Any) -> None:
+    """Take units of rows until none is left. The record is `_run`'s entries."""
+    record = int64_at(at)
+    what, outer, inner, n, each = record[0], record[5], record[6], record[7], record[8]
+    first = take(at + 8 * COUNTER) * each
+    while first < outer:
+        for i in range(first, min(first + each, outer)):
+            for j in range(inner):
+                x, y = record[1] + i * record[2] + j * record[3], record[4] + 4 * n * (i * inner + j)
+                if what == NORM:
+                    norm(record, x, y, n)
+                elif what == TURN:
+                    turn(record, i, x, y, n)
+                else:
+                    gate(x, y, n)
+        first = take(at + 8 * COUNTER) * each
+
+
+def norm(record: Any, x: Any, y: Any, n: Any) -> None:
+    """One row of `rms_norm`."""
+    weight, eps = record[9], np.int32(record[10]).view(np.float32)
+    whole = n // LANES * LANES
+    squares = splat(np.float32(0))
+    for k in range(0, whole, LANES):
+        v = load(x + 4 * k)
+        squares = fma(v, v, squares)
+    total = lanes_sum(squares)
+    xs, ys, ws = float32_at(x), float32_at(y), float32_at(weight)
+    for k in range(whole, n):
+        total = fma(xs[k], xs[k], total)
+    scale = np.float32(1) / np.sqrt(total / np.float32(n) + eps)
+    for k in range(0, whole, LANES):
+        store(y + 4 * k, mul(mul(load(x + 4 * k), splat(scale)), load(weight + 4 * k)))
+    for k in range(whole, n):
+        ys[k] = xs[k] * scale * ws[k]
+
+
+def turn(record: Any, i: Any, x: Any, y: Any, n: Any) -> None:
+    """One head of one row of `rotate`."""
+    half, interleaved = record[11], record[12]
+    cos, sin = record[9] + 4 * half * i, record[10] + 4 * half * i
+    xs, ys, cs, ss = float32_at(x), float32_at(y), float32_at(cos), float32_at(sin)
+    whole = 0 if interleaved else half // LANES * LANES
+    for k in range(0, whole, LANES):
+        a, b, c, s = load(x + 4 * k), load(x + 4 * (half + k)), load(cos + 4 * k), load(sin + 4 * k)
+        store(y + 4 * k, sub(mul(a, c), mul(b, s)))
+        store(y + 4 * (half + k), add(mul(b, c), mul(a, s)))
+    for k in range(whole, half):
+        a, b = (xs[2 * k], xs[2 * k + 1]) if interleaved else (xs[k], xs[half + k])
+        ys[k] = sub(mul(a, cs[k]), mul(b, ss[k]))
+        ys[half + k] = add(mul(b, cs[k]), mul(a, ss[k]))
+    for k in range(2 * half, n):
+        ys[k] = xs[k]
+
+
+def gate(x: Any, y: Any, n: Any) -> None:
+    """One row of `silu_gate`."""
+    whole = n // LANES * LANES
+    for k in range(0, whole, LANES):
+        store(y + 4 * k, gated(load(x + 4 * k), load(x + 4 * (n + k))))
+    xs, ys = float32_at(x), float32_at(y)
+    for k in range(whole, n):
+        ys[k] = gated(xs[k], xs[n + k])
+
+
+def gated(x: Any, up: Any) -> Any:
+    """x / (1 + e⁻ˣ) · up; e⁻ˣ is at most 2^127."""
+    power = mul(x, like(x, -LOG2E))
+    power = select(less(like(x, 127.0), power), like(x, 127.0), power)
+    return mul(div(x, add(like(x, 1.0), exp2(power))), up)
+
+
+@functools.cache
+def work() -> Any:
+    """The compiled kernel of this machine."""
+    names = {**globals(), "exp2": njit(exp2)}
+    for text in (gated, norm, turn, gate):
+        names[text.__name__] = njit(error_model="numpy")(relinked(text, names))
+    return threads.c_function(relinked(units, names))
