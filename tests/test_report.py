@@ -45,7 +45,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A small run and one revert, as documents."""
     folder = tmp_path_factory.mktemp("lab")
     run, kills = folder / "run.json", folder / "kills.json"
-    some = ["--recipe", "empty,fork", "--feature", "dense,head-20"]
+    some = ["--recipe", "empty,fork,seeds", "--feature", "dense,head-20,llama"]
     assert cli.main(["lab", "run", *some, "--workers", "0", "--json", str(run), "--html", str(folder / "run.html")]) == 0
     assert cli.main(["lab", "reverts", "--name", CASE, "--workers", "0", "--json", str(kills), "--html", str(folder / "kills.html")]) == 0
     return run, kills

@@ -1,4 +1,4 @@
-"""The matrix: backend x recipe x feature, every pair that makes sense, and the verdict of each.
+"""The matrix: backend x recipe x feature, every pair of a table that makes sense, and the verdict of each.
 
 A cell passed, was refused with the backend's own reason, or failed; there is no "not tested". Cells run in worker processes, the two
 backends of a pair together so that stories, numbers and answers are made once; a cell that kills its process failed like any other.
@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from lockstep.attention import select
 from lockstep.attention.base import Backend
 from lockstep.lab import isolate, reverts
-from lockstep.lab.features import FEATURES, Feature
-from lockstep.lab.properties import Finding, judge
-from lockstep.lab.recipes import RECIPES, Recipe
+from lockstep.lab.properties import Finding
+from lockstep.lab.sheets import SHEETS, Sheet, sheet_of
 from lockstep.types import PlanError, RuleError
 
 CELL_S = 600.0  # a cell that takes longer is a crash
@@ -37,13 +37,23 @@ class Cell:
     def parse(text: str) -> Cell:
         """`backend/recipe/feature` as it is printed everywhere."""
         parts = text.split("/")
-        if len(parts) != 3 or parts[1] not in {r.name for r in RECIPES} or parts[2] not in {f.name for f in FEATURES}:
+        sheet = sheet_of(parts[1]) if len(parts) == 3 else None
+        if sheet is None or parts[2] not in {f.name for f in sheet.features}:
             raise RuleError("a cell is backend/recipe/feature, like cpu/decode/window", repr(text), "See `lockstep lab run --list`")
         return Cell(*parts)
 
-    def pair(self) -> tuple[Recipe, Feature]:
+    @property
+    def sheet(self) -> Sheet:
+        """The table it stands in."""
+        sheet = sheet_of(self.recipe)
+        if sheet is None:
+            raise RuleError("a cell's recipe is one of the lab's", repr(self.recipe), "See `lockstep lab run --list`")
+        return sheet
+
+    def pair(self) -> tuple[Any, Any]:
         """The recipe and the feature themselves."""
-        return next(r for r in RECIPES if r.name == self.recipe), next(f for f in FEATURES if f.name == self.feature)
+        recipe = next(r for r in self.sheet.recipes if r.name == self.recipe)
+        return recipe, next(f for f in self.sheet.features if f.name == self.feature)
 
 
 @dataclass(frozen=True)
@@ -72,27 +82,24 @@ class Result:
 
 def cells(backends: Sequence[str], recipe: str | None = None, feature: str | None = None) -> list[Cell]:
     """Every cell that makes sense, in the order of the matrix."""
-    pairs = [(r, f) for f in FEATURES for r in RECIPES if r.suits(f) and recipe in (None, r.name) and feature in (None, f.name)]
-    return [Cell(b, r.name, f.name) for r, f in pairs for b in backends]
+    pairs = [(r.name, f.name) for sheet in SHEETS for f in sheet.features for r in sheet.asked(f)]
+    return [Cell(b, r, f) for r, f in pairs if recipe in (None, r) and feature in (None, f) for b in backends]
 
 
 def refusal(cell: Cell, backend: Backend) -> str | None:
     """Why the backend does not take this cell, by its own caps, or None."""
-    recipe, feature = cell.pair()
-    tails = any(name.startswith("tail") for name in recipe.proves)
-    return next((w for g in feature.groups(16) if (w := select.refusal(backend.caps, g, "cpu", tails))), None)
+    return cell.sheet.refusal(*cell.pair(), backend)
 
 
 def run_cell(cell: Cell, checks: bool = True, quick: bool = False) -> Result:
     """Judges one cell; an error of the code under test is a finding, not an end."""
-    recipe, feature = cell.pair()
     backend = select.load(cell.backend)
     why = refusal(cell, backend)
     if why is not None:
         return Result(cell, "refused", why)
     begin = time.perf_counter()
     try:
-        j = judge(recipe, feature, backend, checks, quick)
+        j = cell.sheet.judge(*cell.pair(), backend, checks, quick)
     except Exception as error:  # whatever a broken backend raises belongs into its cell
         name = "plan" if isinstance(error, PlanError) else "raised"
         finding = Finding(name, False, f"{type(error).__name__}: {error}")

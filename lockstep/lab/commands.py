@@ -18,14 +18,14 @@ from typing import Any
 
 from lockstep.attention import select
 from lockstep.lab import cells, document, kill, known, matrix, report, reverts, show
-from lockstep.lab.features import FEATURES
-from lockstep.lab.recipes import RECIPES
+from lockstep.lab.sheets import ENGINE, SHEETS
 from lockstep.progress import Progress
 from lockstep.types import RuleError
 
 BACKENDS = ("cpu", "reference")
 QUICK_FEATURES = ("group-7", "window-sinks", "bf16-kv", "latent", "cross", "head-20", "embed")  # besides dense, which is run in full
 QUICK_RECIPES = ("decode", "mixed", "verify-tree", "fork", "window-edges", "encode-decode", "embed", "embed-long")
+QUICK_MODEL, QUICK_SAMPLER = "qwen3", ("sample", "seeds")  # of the engine's table
 
 
 def run(args: Namespace) -> int:
@@ -148,14 +148,21 @@ def cell_story(args: Namespace) -> int:
 def chosen_cells(args: Namespace) -> list[cells.Cell]:
     """The cells that the options name."""
     backends = picked_backends(args.backend)
-    named = picked("a recipe is one of the lab's", args.recipe, [r.name for r in RECIPES])
-    features = picked("a feature is one of the lab's", args.feature, [f.name for f in FEATURES])
+    named = picked("a recipe is one of the lab's", args.recipe, [r.name for sheet in SHEETS for r in sheet.recipes])
+    features = picked("a feature is one of the lab's", args.feature, [f.name for sheet in SHEETS for f in sheet.features])
     found = [c for c in cells.cells(backends) if (not named or c.recipe in named) and (not features or c.feature in features)]
     if args.quick and not named and not features:
-        found = [c for c in found if c.feature == "dense" or (c.feature in QUICK_FEATURES and c.recipe in QUICK_RECIPES)]
+        found = [c for c in found if quick(c)]
     if not found:
         raise RuleError("the recipe makes sense for the feature", f"{args.recipe} and {args.feature}", "See `lockstep lab run --list`")
     return found
+
+
+def quick(cell: cells.Cell) -> bool:
+    """Whether a quick run has the cell: all recipes on a plain feature, a handful on others; every engine recipe on one model."""
+    if cell.sheet is ENGINE:
+        return cell.feature == QUICK_MODEL or cell.recipe in QUICK_SAMPLER
+    return cell.feature == "dense" or (cell.feature in QUICK_FEATURES and cell.recipe in QUICK_RECIPES)
 
 
 def picked_backends(given: list[str] | None) -> list[str]:

@@ -15,10 +15,9 @@ from typing import Any
 
 from lockstep.lab.cells import Cell
 from lockstep.lab.document import Document
-from lockstep.lab.features import FEATURES
 from lockstep.lab.matrix import SYMBOLS
-from lockstep.lab.recipes import RECIPES
 from lockstep.lab.reverts import SECTIONS, VARIABLE
+from lockstep.lab.sheets import SHEETS, Sheet
 
 SCRIPT = """
 const show = () => { const at = document.getElementById(decodeURIComponent(location.hash.slice(1)));
@@ -31,7 +30,7 @@ box.addEventListener('input', () => { const words = box.value.toLowerCase().spli
 MARKS = {**SYMBOLS, "equivalent": "=", "absent": "·"}
 PROMISE = (
     "An answer is a function of the model, the prompt, the parameters and the seed, and of nothing else. Each cell runs one kind of step "
-    "on one kind of model, compares every row with float64 and, bit by bit, with other ways to compute it."
+    "on one kind of attention, or whole engines with a tiny model, and compares with float64 and, bit by bit, with other ways to compute."
 )
 KILLS = (
     "Each bug replaces one function of the engine, in a process of its own. It must be noticed in every cell it declares: with the checks "
@@ -97,11 +96,21 @@ def summary_table(doc: Document) -> str:
 
 
 def matrix(doc: Document, backend: str) -> str:
-    """Features down, recipes across; every mark leads to its cell."""
+    """One table of attention and one of the engine, as far as they ran."""
     mine = {(c["recipe"], c["feature"]): c for c in doc["cells"] if c["backend"] == backend}
-    recipes = [r for r in RECIPES if any(r.name == recipe for recipe, _ in mine)]
+    tables = [
+        el("div", marks_table(mine, sheet), class_="scroll")
+        for sheet in SHEETS
+        if any(r.name == recipe for r in sheet.recipes for recipe, _ in mine)
+    ]
+    return el("section", el("h2", escape(backend)), *tables, legend(), refusals(mine.values()), id=f"matrix-{backend}")
+
+
+def marks_table(mine: dict[tuple[str, str], dict[str, Any]], sheet: Sheet) -> str:
+    """Features down, recipes across; every mark leads to its cell."""
+    recipes = [r for r in sheet.recipes if any(r.name == recipe for recipe, _ in mine)]
     rows = []
-    for f in (f for f in FEATURES if any(f.name == feature for _, feature in mine)):
+    for f in (f for f in sheet.features if any(f.name == feature for _, feature in mine)):
         marks = []
         for r in recipes:
             cell = mine.get((r.name, f.name))
@@ -113,9 +122,7 @@ def matrix(doc: Document, backend: str) -> str:
                 marks.append(el("td", MARKS["absent"], class_="absent", title="not part of this run") if r.suits(f) else el("td"))
         rows.append(el("tr", el("th", f.name, title=f.says), *marks))
     heads = (el("th", el("span", r.name), title=r.says) for r in recipes)
-    body = el("table", el("thead", el("tr", el("td"), *heads)), el("tbody", *rows), class_="matrix")
-    scroll = el("div", body, class_="scroll")
-    return el("section", el("h2", escape(backend)), scroll, legend(), refusals(mine.values()), id=f"matrix-{backend}")
+    return el("table", el("thead", el("tr", el("td"), *heads)), el("tbody", *rows), class_="matrix")
 
 
 def legend() -> str:
@@ -141,13 +148,15 @@ def cell_list(doc: Document, backends: Sequence[str]) -> str:
 
 def cell_detail(doc: Document, cell: dict[str, Any]) -> str:
     """One cell: verdict, error, properties, counters, command."""
-    recipe, feature = Cell.parse(cell["cell"]).pair()
+    place = Cell.parse(cell["cell"])
+    recipe, feature = place.pair()
     verdict, used = cell["verdict"], percent(cell["tolerance_used"])
     told = f"{used} of the tolerance" if verdict == "passed" else cell["reason"]
     body = [el("p", escape(f"{recipe.says[0].upper()}{recipe.says[1:]}; {feature.says}."))]
     if cell["findings"]:
-        errors = f"Largest error {number(cell['out_error'])} in the output, {number(cell['lse_error'])} in the LSE: "
-        body += [el("p", f"{errors}{used} of what fp32 allows. {cell['seconds']:.2f} s.")]
+        errors = f"Largest error {number(cell['out_error'])} in {place.sheet.measures}"
+        errors += f", {number(cell['lse_error'])} in the LSE" if cell["lse_error"] else ""
+        body += [el("p", f"{errors}: {used} of what fp32 allows. {cell['seconds']:.2f} s.")]
         body += [el("div", el("table", *map(finding, cell["findings"]), class_="findings"), class_="scroll")]
     counters = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in sorted(cell["counters"].items()) if count)
     body += [el("p", escape(counters), class_="fine")] if counters else []

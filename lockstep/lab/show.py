@@ -1,6 +1,7 @@
 """One cell, step by step: what happened, the plan of every step, the page tables, and every row against its answer.
 
-Runs the recipe once in a world that writes down what it sees; judges nothing. For people who want to know why a cell is red:
+Runs the recipe once in a world that writes down what it sees, and judges nothing; a cell of the engine is told by its steps and ends with
+what was found. For people who want to know why a cell is red:
 `lab show` calls it, with a bug put back or without.
 """
 
@@ -17,9 +18,13 @@ from lockstep.attention import select
 from lockstep.lab.cells import Cell, cells, refusal
 from lockstep.lab.oracle import Answer
 from lockstep.lab.properties import material
+from lockstep.lab.rig import Glass, Rig
 from lockstep.lab.script import Accept, Act, Compute, Drop
+from lockstep.lab.sheets import ENGINE
 from lockstep.lab.world import Setting, World
+from lockstep.plan.build import build
 from lockstep.plan.step import PagedGroup, StepPlan
+from lockstep.sched.request import Piece, Step
 from lockstep.types import Layout, RuleError
 
 WORST = 3  # rows shown number by number
@@ -92,8 +97,45 @@ def story(cell: Cell, checks: bool = True) -> list[dict[str, Any]]:
     why = refusal(cell, backend)
     if why is not None:
         raise RuleError(f"backend {cell.backend} takes the cell", f"a refusal: {why}", "Show it on another backend")
+    if cell.sheet is ENGINE:
+        return engine_story(cell, checks)
     script, rows, answers = material(cell.recipe, cell.feature)
     return Watched(cell.pair()[1], script, rows, backend, Setting(checks=checks, inspect=True)).watch(answers)
+
+
+def engine_story(cell: Cell, checks: bool) -> list[dict[str, Any]]:
+    """Every step of every engine that the recipe starts, and at last what was found."""
+    recipe, tiny = cell.pair()
+    rig, told = Rig(tiny, select.load(cell.backend), checks), list[dict[str, Any]]()
+    known: list[Glass] = []
+
+    def see(engine: Glass, step: Step) -> None:
+        acts = []
+        if engine not in known:
+            known.append(engine)
+            c = engine.config
+            tree = "no prefix tree" if c.disable_radix_cache else "a prefix tree"
+            acts.append(
+                f"engine {len(known)}: pages of {c.page_size}, {c.chunked_prefill_size} rows a step, {c.max_total_tokens} keys, {tree}"
+            )
+        acts += [tell_piece(piece) for piece in step.pieces]
+        plan = build([engine.specs[g] for g in step.groups], step.works)
+        launch = describe(plan, step.groups, [piece.request.arrival for piece in step.pieces]) | {"rows": []}
+        told.append({"step": len(told), "acts": acts, "launches": [launch]})
+
+    rig.tell = see
+    recipe.play(rig, True)
+    found = [f"{name}: {fault}" for name, faults in rig.faults.items() for fault in faults]
+    told.append({"step": len(told), "acts": [f"FOUND {f}" for f in found] or ["nothing was wrong"], "launches": []})
+    return told
+
+
+def tell_piece(piece: Piece) -> str:
+    """A request's share of a step in words."""
+    index = f" completion {piece.request.index}" if piece.request.index else ""
+    told = f"request {piece.request.arrival}{index}: {piece.new_len} rows after {piece.cached_len} keys"
+    scored = len(piece.emit) - piece.samples
+    return told + (f", {scored} scored" if scored else "") + (f", {piece.samples} sampled" if piece.samples else "")
 
 
 def tell(act: Act) -> str:

@@ -87,8 +87,10 @@ class Job:
         out = []
         for i, draft in enumerate(self.drafts):
             pieces, ids = self._told[i]
+            if pieces < 0:
+                continue  # its end was told; a sibling may go on
             text, new = "".join(draft.pieces[pieces:]), tuple(draft.token_ids[ids:])
-            if text or new or (draft.finish is not None and pieces >= 0):
+            if text or new or draft.finish is not None:
                 out.append(Chunk(draft.params.sample_index, text, new, draft.finish))
                 self._told[i] = (len(draft.pieces) if draft.finish is None else -1, len(draft.token_ids))
         return out

@@ -28,6 +28,8 @@ IMAGE_LEN = 1 << 22  # int32 of a plan's image: 16 MB
 class Runner:
     """A model on a device with its cache. A plan may use some of the groups: `groups` says which, by number."""
 
+    checks = True  # plans are checked before they run; the lab switches it off to see what else would notice
+
     def __init__(
         self, model: Any, specs: Sequence[GroupSpec], pages: Sequence[int], backend: Backend, buckets: Buckets | None = None
     ) -> None:
@@ -47,7 +49,8 @@ class Runner:
         if self.buckets is not None:
             plan = pad(plan, self.buckets.fit(plan))
             ids = torch.cat((ids, ids.new_zeros(plan.bucket.tokens - real)))
-        check(plan, tuple(p.num_pages if p else 0 for p in pools))
+        if self.checks:
+            check(plan, tuple(p.num_pages if p else 0 for p in pools))
         views = self.arena.load(plan)
         hidden: Tensor = self.model(ids, views[0].positions, lower(plan, views, self.backend, pools, places))
         return hidden[:real]

@@ -1,0 +1,121 @@
+"""The answer to a request by the plainest means: for every token the whole sequence again, alone, in one step that keeps nothing.
+
+No page, no plan of a cache, no scheduler, no tree, no batch, no chunk; the token is chosen by `choice`. What the engine answers must have
+these bits. `exact` computes the same log-probabilities once more with float64 attention, to see that both are not wrong alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.attention import select
+from lockstep.lab import choice
+from lockstep.llm.engine import Parts
+from lockstep.llm.output import Top
+from lockstep.plan.build import Work, build
+from lockstep.run.runner import Runner
+from lockstep.sample.params import SamplingParams
+from lockstep.sample.sampler import log_probs
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Order:
+    """One request of a story. `at` and `abort` count steps: when it arrives, and before which step it is aborted."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    at: int = 0
+    abort: int | None = None
+    tenant: str = ""
+    score: bool = False  # log-probabilities of the prompt, no new token
+
+
+@dataclass(eq=False)
+class Answer:
+    """One completion: tokens, their log-probabilities, the best tokens beside each, and why it ended."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    best: list[Top] = field(default_factory=list)
+    finish: str = "length"
+
+
+class Recompute:
+    """Answers for one model and backend; each completion is computed once and remembered."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.model, self.info, self.tokenizer = parts.model, parts.info, parts.tokenizer
+        self.specs = self.model.fresh_groups()
+        self.runner = Runner(self.model, self.specs, [0] * len(self.specs), parts.backend)
+        self._known: dict[tuple[tuple[int, ...], SamplingParams], Answer] = {}
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """float32 [len(ids), vocabulary]: of every row of a sequence that is computed whole."""
+        groups = range(len(self.specs))
+        plan = build(self.specs, [Work(0, len(ids), (None,) * len(self.specs))])
+        return self.model.logits(self.runner.rows(plan, torch.tensor(ids), groups, self.model.places))
+
+    def completions(self, order: Order) -> list[Answer]:
+        """What a request comes to, one answer per completion."""
+        return [] if order.score else [self._completion(order.prompt, each) for each in order.params.completions()]
+
+    def prompt_scores(self, prompt: Sequence[int], k: int) -> tuple[Floats, list[Top]]:
+        """Log-probabilities of a prompt, NaN for its first token, and the k best tokens at each place."""
+        if len(prompt) == 1:
+            return np.array([np.nan], np.float32), [()]
+        told = log_probs(self.logits(prompt)[:-1], torch.tensor(prompt[1:]), k)
+        best: list[Top] = [tuple(zip(a.tolist(), b.tolist(), strict=True)) for a, b in zip(told.top_ids, told.top, strict=True)]
+        return np.concatenate((np.array([np.nan], np.float32), told.chosen.numpy())), [(), *best]
+
+    def text(self, prompt: Sequence[int], token_ids: Sequence[int], params: SamplingParams) -> tuple[str, bool]:
+        """The text of a completion, cut before the first stop string, and whether there was one: by looking at the whole.
+
+        It goes on where the prompt's text ends; bytes there that are no character yet belong to the completion.
+        """
+        assert self.tokenizer is not None, "tiny models come with an alphabet"
+        ends = [i for i, t in enumerate(token_ids) if t in params.stop_ids or (t in self.info.eos_token_ids and not params.ignore_eos)]
+        before = self.tokenizer.decode(prompt).rstrip("\ufffd")
+        whole = self.tokenizer.decode([*prompt, *(token_ids[: ends[0]] if ends else token_ids)])[len(before) :]
+        found = sorted((at + len(stop), at) for stop in params.stops if (at := whole.find(stop)) >= 0)
+        return (whole[: found[0][1]], True) if found else (whole, False)
+
+    def _completion(self, prompt: tuple[int, ...], params: SamplingParams) -> Answer:
+        key = (prompt, replace(params, prompt_logprobs=None))
+        if key not in self._known:
+            self._known[key] = self._generate(prompt, params)
+        return self._known[key]
+
+    def _generate(self, prompt: tuple[int, ...], params: SamplingParams) -> Answer:
+        tokens, out, k = list(prompt), Answer(), params.top_logprobs or 0
+        while len(out.token_ids) < (params.max_tokens or 0):
+            row = self.logits(tokens)[-1:]
+            token = choice.choose(row[0].numpy(), params, tokens, len(prompt), self.info.eos_token_ids)
+            told = log_probs(row, torch.tensor([token]), k)
+            out.token_ids.append(token)
+            out.logprobs.append(float(told.chosen[0]))
+            out.best.append(tuple(zip(told.top_ids[0].tolist(), told.top[0].tolist(), strict=True)))
+            tokens.append(token)
+            ended = token in params.stop_ids or (token in self.info.eos_token_ids and not params.ignore_eos)
+            if ended or (params.stops and self.text(prompt, out.token_ids, params)[1]):
+                out.finish = "stop"
+                break
+        return out
+
+
+def exact(parts: Parts, sequences: Sequence[tuple[tuple[int, ...], Answer]]) -> float:
+    """The largest distance of an answer's log-probabilities to those with float64 attention and a float64 softmax."""
+    reference = Recompute(replace(parts, backend=select.load("reference")))
+    worst = 0.0
+    for prompt, answer in sequences:
+        rows = reference.logits((*prompt, *answer.token_ids))[len(prompt) - 1 : -1].double().log_softmax(1)
+        want = rows.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        worst = max(worst, float((want - torch.tensor(answer.logprobs, dtype=torch.float64)).abs().max()))
+    return worst

@@ -1,0 +1,34 @@
+"""All completions of one request were the same.
+
+Summary:
+n completions share a prompt and a seed; what tells their noise apart is the number of the completion. It was left out.
+Motivation:
+The noise of a request was keyed by seed and position before there was n.
+Mechanism:
+1. A request asks for three completions.
+2. All three are forked from one row, with one seed, at one position.
+3. They draw the same noise, choose the same token, and stay together for ever.
+Key functions:
+`sample.noise.counter`: noise is keyed by seed, completion and position.
+Symptom:
+Three equal answers. Each of them is right by itself, so a comparison with a lone request of the same seed does not see it.
+Risk and impact:
+Best-of-n, voting and self-consistency cost n times as much and give what one answer gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+SOURCE = "class: noise that does not know the completion"
+TARGET = "lockstep.sample.noise:counter"
+CELLS = ("engine-n/llama", "sample/llama")
+RELATED = ("sglang-7207", "sglang-11096")
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def counter(seed: int, index: int, position: int) -> Any:
+        return old(seed, 0, position)
+
+    return counter

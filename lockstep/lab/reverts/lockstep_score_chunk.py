@@ -1,0 +1,35 @@
+"""Scores of the second chunk were looked up among the tokens of the first.
+
+Summary:
+The row at position p tells of prompt token p + 1. The number of the row within its step was taken for its position.
+Motivation:
+For a prompt that is computed at once both are the same.
+Mechanism:
+1. A prompt with log-probabilities is computed in chunks.
+2. In the second chunk row 0 stands at the position where the chunk begins.
+3. Its logits are asked for the probability of the prompt's second token instead of the next one.
+Key functions:
+`llm.engine.Engine._score`.
+Symptom:
+Scores that are wrong from the second chunk on, and plausible. Short prompts are right.
+Risk and impact:
+Perplexities of long texts are wrong by a little or a lot, depending on the chunk size, which is a matter of speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+SOURCE = "class: rows of a chunk taken for positions"
+TARGET = "lockstep.llm.engine:Engine._score"
+CELLS = ("engine-chunk/llama", "engine-score/qwen3")
+RELATED = ("lockstep-prompt-scores", "sglang-26329", "vllm-54498")
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def _score(self: Any, job: Any, piece: Any, logits: Any) -> None:
+        old(self, job, replace(piece, cached_len=0), logits)
+
+    return _score

@@ -1,0 +1,45 @@
+"""A uniform number was exactly 1, its noise infinite, and a masked token won.
+
+Summary:
+Noise for sampling is -ln(-ln u) of a hash. The largest hashes were rounded to u = 1, where the noise is +inf.
+Motivation:
+A 32-bit hash times 2^-32 in float32 is the obvious way to a number in [0, 1).
+Mechanism:
+1. float32 has 24 bits: hashes from 2^32 - 128 on are rounded up to 2^32, and u to 1.
+2. -ln 1 is 0, and its logarithm makes the noise +inf. At the other end a hash of 0 makes it -inf.
+3. A masked token has the score -inf; with this noise it is NaN, or it beats every other token.
+Key functions:
+The seeded sampler of SGLang (#33423, and #30822 for the coins of speculative sampling). Here `kernels.cpu.sample.gumbel`, for arrays and
+tensors; u lies in the middle of the hash's interval and is exact in float64. The compiled kernel is loaded before the swap and stays
+as it is.
+Symptom:
+Once in some ten million draws a token appears that top-k had removed. The lab does not wait for it: it asks for the largest hashes.
+Risk and impact:
+Grammar and bans are broken at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.sample.sampler import log_probs
+
+SOURCE = "sgl-project/sglang#33423"
+TARGET = "lockstep.kernels.cpu.sample:gumbel"
+CELLS = ("sample/llama",)
+RELATED = ("sglang-7207", "sglang-11096")
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    log_probs(torch.zeros(1, 4), torch.tensor([0]))  # compiles the kernel from the right text, for good
+
+    def gumbel(word: Any) -> Any:
+        words = torch.as_tensor(word)
+        noise = -(-(words.float() * 2.0**-32).log()).log()
+        return noise if isinstance(word, torch.Tensor) else noise.numpy().astype(np.float64)
+
+    return gumbel

@@ -1,0 +1,35 @@
+"""One coin served for two decisions.
+
+Summary:
+The random numbers that decided about earlier tokens were used again for a later one.
+Motivation:
+The numbers lie there in a tensor, one per row, and look as random as any.
+Mechanism:
+1. A coin is drawn for a row and used for its decision.
+2. The next decision of the same request takes the same coin.
+3. Each decision alone has the right distribution. Together they do not: a token that was lucky once is lucky again.
+Key functions:
+Speculative sampling in SGLang, where the accept coins also chose the final token (inferred from the fix, which adds a second tensor).
+Here `sample.noise.counter`: noise is keyed by seed, completion and position; the revert leaves the position out.
+Symptom:
+Repetition. The frequencies of tokens over positions are far from their probabilities.
+Risk and impact:
+Biased answers that look like a bad model. A chi-square over positions sees it at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+SOURCE = "sgl-project/sglang#7207"
+TARGET = "lockstep.sample.noise:counter"
+CELLS = ("sample/llama", "engine-batch/llama")
+RELATED = ("lockstep-sample-index", "sglang-11096", "sglang-33423")
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def counter(seed: int, index: int, position: int) -> Any:
+        return old(seed, index, 0)
+
+    return counter

@@ -1,0 +1,36 @@
+"""Rows of two kinds were sampled in two groups and written back in the wrong places.
+
+Summary:
+A batch held rows with a seed of their own and rows without. The kinds were handled one after the other, and the results of one did not
+return to the rows they belonged to.
+Motivation:
+Seeded rows need a generator each, the others can be drawn in one call.
+Mechanism:
+1. The rows are sorted by kind.
+2. Each kind is sampled.
+3. The results are laid down in the sorted order, not in that of the batch.
+Key functions:
+Rejection sampling in vLLM with mixed seeds. Here `sample.sampler.settings`, which lays down the parameters of every row; the revert puts
+the sampled rows before the greedy ones.
+Symptom:
+Upstream: "!!!!" for requests without a seed. Here: a greedy request is sampled with a neighbour's parameters. Uniform batches are right.
+Risk and impact:
+Only traffic is mixed; tests seldom are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+SOURCE = "vllm-project/vllm#10863"
+TARGET = "lockstep.sample.sampler:settings"
+CELLS = ("seeds/llama", "engine-batch/llama")
+RELATED = ("sglang-11096", "sglang-7207", "trtllm-6136")
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def settings(rows: Sequence[Any], vocab_size: int) -> Any:
+        return old(sorted(rows, key=lambda row: row.params.greedy), vocab_size)
+
+    return settings

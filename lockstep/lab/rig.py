@@ -1,0 +1,208 @@
+"""Runs stories on whole engines, in hostile surroundings, and compares every request with its recomputation.
+
+Unwritten slots hold NaN and so do, before every step, all pages that nobody holds; pages are handed out in shuffled order. A story is a
+list of orders and, if it likes, somebody who disturbs the engine between steps. What is wrong is noted under the name of the property
+that it breaks; an exception ends the story, not the comparison of what came out before. One rig serves one cell.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.attention.base import Backend
+from lockstep.config import EngineConfig
+from lockstep.kv.pool import _bits
+from lockstep.lab.recompute import Answer, Order, Recompute, exact
+from lockstep.lab.tiny import CONTEXT, Tiny, parts
+from lockstep.llm.engine import Engine, Parts
+from lockstep.llm.job import Job
+from lockstep.llm.output import Chunk
+from lockstep.sample.params import resolve_seed
+from lockstep.sched.request import Ask, Step, Token
+from lockstep.types import PlanError, RuleError
+
+Disturb = Callable[["Glass", list[Job], int], None]
+STEPS = 2000  # a story that takes longer does not end
+
+
+class Glass(Engine):
+    """An engine that counts what its steps are, tells them to whom wants to know, and finds poison in its cache."""
+
+    def __init__(self, config: EngineConfig, made: Parts, seed: int = 1) -> None:
+        super().__init__(config, made)
+        self.seen: Counter[str] = Counter()
+        self.tell: Callable[[Glass, Step], None] | None = None
+        for g, pool in enumerate(self.scheduler.pools):
+            if pool is not None:
+                np.random.default_rng(seed + 17 * g).shuffle(pool._free)
+
+    def poison(self) -> None:
+        """NaN into every page that nobody holds."""
+        for pages, pool, spec in zip(self.scheduler.pools, self.runner.pools, self.specs, strict=True):
+            if pages is not None and pool is not None:
+                free = torch.from_numpy(np.flatnonzero(pages.refs == 0))
+                slots = (free[:, None] * spec.page_size + torch.arange(spec.page_size)).reshape(-1)
+                for storage in (s for layer in pool.storages for s in layer):
+                    _bits(storage)[slots] = torch.nan
+
+    def _generate(self, step: Step) -> list[list[Token]]:
+        pieces = step.pieces
+        self.seen["steps"] += 1
+        self.seen["batched_steps"] += len(pieces) > 1
+        self.seen["mixed_steps"] += len({piece.new_len > 1 for piece in pieces}) > 1
+        self.seen["chunks"] += sum(piece.cached_len + piece.new_len < len(piece.request.ask.prompt) for piece in pieces)
+        self.seen["decode_rows"] += sum(piece.new_len == 1 for piece in pieces)
+        self.seen["recomputed_rows"] += sum(piece.new_len for piece in pieces if piece.request.output and piece.new_len > 1)
+        if self.tell is not None:
+            self.tell(self, step)
+        return super()._generate(step)
+
+
+class Rig:
+    """The engines of one cell. `faults` are what was found, by property; `counters` what really happened."""
+
+    def __init__(self, tiny: Tiny, backend: Backend, checks: bool = True) -> None:
+        self.checks = checks
+        self.parts = parts(tiny, backend)
+        self.oracle = Recompute(self.parts)
+        self.faults: dict[str, list[str]] = {}
+        self.held: dict[str, str] = {}
+        self.counters: Counter[str] = Counter()
+        self.tell: Callable[[Glass, Step], None] | None = None
+        self.answered: dict[tuple[int, ...], Answer] = {}
+
+    def engine(self, **options: object) -> Glass:
+        """A fresh engine; pages of 8 and room for everybody unless told otherwise."""
+        given = {"context_length": CONTEXT, "page_size": 8, "max_total_tokens": 1024, "max_running_requests": 16, **options}
+        made = Glass(EngineConfig.from_names(given), self.parts)
+        made.runner.checks, made.tell = self.checks, self.tell
+        return made
+
+    def note(self, name: str, faults: Sequence[str], held: str = "") -> None:
+        """Something was looked at: what speaks against the property, if anything, and what it rests on."""
+        self.faults.setdefault(name, []).extend(faults)
+        self.held[name] = held or self.held.get(name, "")
+
+    def play(self, name: str, engine: Glass, orders: Sequence[Order], disturb: Disturb | None = None) -> list[Job]:
+        """Runs a story to its end and compares every request with its recomputation, as property `name`."""
+        before = Counter(engine.seen) + Counter(engine.scheduler.counters)
+        jobs: list[Job] = []
+        streams: dict[int, list[Chunk]] = {}
+        try:
+            self._run(engine, orders, disturb, jobs, streams)
+        except PlanError as error:
+            self.note("plan", [f"PlanError: {error}"])
+        except Exception as error:  # whatever broken code raises: it ends the story, what came out so far is compared
+            self.note("raised", [f"{type(error).__name__}: {error}"])
+        found = [f for i, job in enumerate(jobs) for f in self._differences(f"request {i}", job, orders[i], streams.get(i, []))]
+        self.counters["requests"] += len(jobs)
+        self.note(name, found, "every request has the bits of its recomputation")
+        self.note("pages", [], "free + cached + held = all, after every step")
+        self.note("poison", [f"request {i}: {d.error}" for i, job in enumerate(jobs) for d in job.drafts if d.error], "no NaN was read")
+        self.counters.update((Counter(engine.seen) + Counter(engine.scheduler.counters)) - before)
+        return jobs
+
+    def _run(
+        self, engine: Glass, orders: Sequence[Order], disturb: Disturb | None, jobs: list[Job], streams: dict[int, list[Chunk]]
+    ) -> None:
+        step = 0
+        while len(jobs) < len(orders) or engine.busy:
+            while len(jobs) < len(orders) and orders[len(jobs)].at <= step:
+                jobs.append(self.add(engine, orders[len(jobs)]))
+            for i, job in enumerate(jobs):
+                if orders[i].abort == step and not job.done:
+                    engine.abort(job)
+                    self.counters["aborted"] += 1
+            if disturb is not None:
+                disturb(engine, jobs, step)
+            engine.poison()
+            engine.step()
+            self._account(engine)
+            for i, job in enumerate(jobs):
+                streams.setdefault(i, []).extend(job.news())
+            step += 1
+            if step > STEPS:
+                raise RuleError(f"a story ends within {STEPS} steps", "no end", "Look at the scheduler")
+        left = len(engine.scheduler.running) + len(engine.scheduler.waiting)
+        self.note("pages", [f"{left} requests are left without a job"] if left else [])
+
+    def add(self, engine: Glass, order: Order) -> Job:
+        """The engine's own `add`, or, for a tenant, which its surface does not know yet, what it does."""
+        if not order.tenant:
+            return engine.add(order.prompt, order.params, scores_only=order.score)
+        params = resolve_seed(order.params)
+        request = engine.scheduler.add(Ask(order.prompt, params.max_tokens or 1, params.n, tenant=order.tenant))
+        job = engine.jobs[request.arrival] = Job(params, request, engine.tokenizer)
+        return job
+
+    def _account(self, engine: Glass) -> None:
+        """free + cached + held = all, and the tree agrees with itself."""
+        try:
+            engine.check()
+        except RuleError as error:
+            self.note("pages", [str(error)])
+
+    def _differences(self, who: str, job: Job, order: Order, stream: Sequence[Chunk]) -> list[str]:
+        out, found = job.output(""), list[str]()
+        want = self.oracle.completions(order if order.params.seed is not None else replace(order, params=job.params))
+        for have, answer in zip(out.completions if want else (), want, strict=True):
+            self.answered.setdefault(order.prompt, answer)
+            n, ended = len(have.token_ids), order.abort is None and bool(job.done)
+            name = f"{who} completion {have.index}" if len(want) > 1 else who
+            short = (have.token_ids, have.finish_reason) != (tuple(answer.token_ids), answer.finish)
+            if have.token_ids != tuple(answer.token_ids[:n]) or (ended and short):
+                found.append(f"{name}: tokens {_list(have.token_ids)} ({have.finish_reason}), not {_list(answer.token_ids)}")
+            elif have.logprobs is not None and _bits_differ(have.logprobs, answer.logprobs[:n]):
+                found.append(f"{name}: log-probabilities differ in bits")
+            elif have.top_logprobs is not None and have.top_logprobs != tuple(answer.best[:n]):
+                found.append(f"{name}: the best tokens differ")
+        found += self._scores(who, job, order)
+        found += [f"{who}: {fault}" for fault in stream_faults(job, stream)] if stream else []
+        return found
+
+    def _scores(self, who: str, job: Job, order: Order) -> list[str]:
+        out, k = job.output(""), order.params.top_prompt_logprobs
+        if out.prompt_logprobs is None or k is None:
+            return []
+        scores, best = self.oracle.prompt_scores(order.prompt, k)
+        n = len(out.prompt_logprobs)
+        if n != len(scores) and job.done and order.abort is None:
+            return [f"{who}: {n} prompt log-probabilities for {len(scores)} tokens"]
+        if _bits_differ(out.prompt_logprobs[1:n], scores[1:n]):
+            return [f"{who}: prompt log-probabilities differ in bits"]
+        return [f"{who}: the prompt's best tokens differ"] if k and out.prompt_top_logprobs != tuple(best[:n]) else []
+
+    def error(self) -> float:
+        """How far the answers are from float64 attention, at most."""
+        return exact(self.parts, [(p, a) for p, a in list(self.answered.items())[:3] if a.token_ids])
+
+
+def stream_faults(job: Job, stream: Sequence[Chunk]) -> list[str]:
+    """Where what was streamed is not what the answer says at the end."""
+    found = []
+    for completion in job.output("").completions if job.done else ():
+        mine = [c for c in stream if c.index == completion.index]
+        if "".join(c.text for c in mine) != completion.text:
+            found.append(f"streamed {''.join(c.text for c in mine)!r}, answered {completion.text!r}")
+        if sum((c.token_ids for c in mine), ()) != completion.token_ids:
+            found.append("other tokens were streamed than answered")
+        last = [c.finish_reason for c in mine if c.finish_reason]
+        if last != [completion.finish_reason] and completion.finish_reason != "abort":
+            found.append(f"the stream ended with {last}, the answer with {completion.finish_reason}")
+    return found
+
+
+def _bits_differ(have: Any, want: Any) -> bool:
+    """A NaN equals nothing: two runs that are wrong alike do not agree."""
+    a, b = np.asarray(have, np.float32), np.asarray(want, np.float32)
+    return a.shape != b.shape or bool((a.view(np.int32) != b.view(np.int32)).any()) or bool(np.isnan(a).any())
+
+
+def _list(ids: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, ids[:12]))}{', ...' if len(ids) > 12 else ''}]"

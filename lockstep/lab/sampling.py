@@ -1,0 +1,142 @@
+"""The recipes of the sampler's cells: what must hold for the choice of a token, whatever model made the logits.
+
+Logits are made up: ties, masks, peaks and plains. Every choice is compared with `choice`, by the compiled kernel and by the tensors
+that other devices use; the noise is looked at where its hash is extreme; counts are compared with the distribution they come from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.kernels.cpu import sample as kernel
+from lockstep.lab import choice
+from lockstep.lab.recompute import Order
+from lockstep.lab.rig import Rig
+from lockstep.lab.tiny import EOS
+from lockstep.sample import logits as plain
+from lockstep.sample import noise as hashed
+from lockstep.sample import sampler
+from lockstep.sample.logits import Row
+from lockstep.sample.params import SamplingParams
+
+WORDS = (0, 1, 2, 2**31 - 1, 2**31, 2**32 - 257, 2**32 - 129, 2**32 - 2, 2**32 - 1)
+VOCAB = 37  # no multiple of 4, of which the noise makes its groups
+CLOSE = 2e-6  # two float32 roundings of the noise's largest value
+CHI = 45.0  # chi-square of 11 degrees of freedom is above this once in 200,000 times
+KINDS = (
+    {"temperature": 0.0},
+    {"temperature": 0.7, "seed": 3},
+    {"temperature": 1.6, "seed": -5, "top_k": 5},
+    {"temperature": 1.0, "seed": 2**50, "top_p": 0.7},
+    {"temperature": 1.2, "seed": 8, "min_p": 0.2, "sample_index": 2},
+    {"temperature": 0.9, "seed": 1, "top_k": 9, "top_p": 0.5, "logit_bias": {4: 3.0, 30: -100.0}},
+    {"temperature": 0.8, "seed": 4, "frequency_penalty": 1.1, "repetition_penalty": 1.4},
+    {"temperature": 0.0, "presence_penalty": 1.5, "stop_token_ids": [5, 6], "min_tokens": 9},
+)
+
+
+def rows_of(count: int) -> tuple[Tensor, list[Row]]:
+    """Logits with ties and masked tokens, and one row of every kind of parameters after another, each with its own past."""
+    rng = np.random.default_rng(17)
+    logits = (rng.standard_normal((count, VOCAB)) * rng.choice((0.2, 2.0, 8.0), (count, 1))).astype(np.float32)
+    logits[::3] = np.round(logits[::3])
+    logits[1::4, rng.permutation(VOCAB)[:20]] = -np.inf
+    rows = []
+    for r in range(count):
+        past = rng.integers(0, VOCAB, 4 + r % 13).astype(np.int32)
+        params = SamplingParams.from_dict({"logprobs": 2, **KINDS[r % len(KINDS)]})
+        rows.append(Row(params, len(past), 4, past))
+    return torch.from_numpy(logits), rows
+
+
+def choices(rig: Rig, quick: bool) -> None:
+    """One row at a time, then how often."""
+    noise_at_the_ends(rig)
+    logits, rows = rows_of(160 if quick else 400)
+    rig.counters["rows"] += len(rows)
+    chosen = sampler.sample(logits, rows, (EOS,)).token_ids
+    for r, row in enumerate(rows):
+        want = choice.choose(logits[r].numpy(), row.params, row.token_ids.tolist(), row.prompt_len, (EOS,))
+        rig.note("choice", [f"row {r}: {int(chosen[r])}, not {want} ({row.params})"] if int(chosen[r]) != want else [], f"{len(rows)} rows")
+        masked = logits[r, chosen[r]] == -torch.inf
+        rig.note("masked", [f"row {r}: {int(chosen[r])} cannot be chosen"] if masked else [], "no masked token was chosen")
+    edited = plain.edited(logits, rows, (EOS,))
+    tensors, _ = plain.chosen(edited, sampler.settings(rows, VOCAB))
+    rig.note("devices", [] if torch.equal(tensors, chosen) else ["tensors choose otherwise than the kernel"], "kernel = tensors")
+    ties(rig)
+    for what in ("position", "sample_index", "seed"):
+        distribution(rig, what, 1000 if quick else 4000)
+
+
+def noise_at_the_ends(rig: Rig) -> None:
+    """u lies in (0, 1) for every word, and the noise is the definition's."""
+    for name, words in (("numpy", np.array(WORDS, np.int64)), ("torch", torch.tensor(WORDS))):
+        have = [float(x) for x in kernel.gumbel(words)]
+        far = [f"{name}, word {w}: {x}" for w, x in zip(WORDS, have, strict=True) if not abs(x - choice.gumbel(w)) < CLOSE]
+        rig.note("noise", far, "finite at both ends, and the definition's")
+    places = [(5, 0, 1), (5, 1, 1), (-3, 2, 70), (2**45, 0, 2**20)]
+    drawn = hashed.noise(torch.tensor([hashed.counter(*place) for place in places]), VOCAB)
+    for at, (seed, index, position) in enumerate(places):
+        off = float((drawn[at] - torch.from_numpy(choice.noise(seed, index, position, VOCAB))).abs().max())
+        rig.note("noise", [f"seed {seed}, index {index}, position {position}: off by {off:.3g}"] if not off < CLOSE else [])
+
+
+def ties(rig: Rig) -> None:
+    """Equals go to the lower id: the best token, the last of top-k, the last of top-p."""
+    equal = torch.zeros(1, VOCAB)
+    for limit, allowed in (({"temperature": 0.0}, 1), ({"top_k": 1}, 1), ({"top_k": 3}, 3), ({"top_p": 3 / VOCAB}, 3)):
+        params = SamplingParams.from_dict({"seed": 0, **limit})
+        seen = {int(sampler.sample(equal, [Row(params, p)]).token_ids) for p in range(40)}
+        rig.note("ties", [] if seen == set(range(allowed)) else [f"{limit}: {sorted(seen)} were chosen"], "by the lower id")
+
+
+def distribution(rig: Rig, what: str, count: int) -> None:
+    """Counts over positions, over completions and over seeds against the probabilities they come from."""
+    logits = torch.linspace(0, 2.5, 12)
+    rows = []
+    for i in range(count):
+        params = SamplingParams(seed=i if what == "seed" else 1, sample_index=i if what == "sample_index" else 0)
+        rows.append(Row(params, 3 + i if what == "position" else 3))
+    seen = torch.bincount(sampler.sample(logits.expand(count, -1), rows).token_ids, minlength=12).double()
+    expected = logits.double().softmax(0) * count
+    chi = float(((seen - expected) ** 2 / expected).sum())
+    rig.counters["rows"] += count
+    rig.note("distribution", [f"over {what}: chi-square {chi:.0f} of 11"] if not chi < CHI else [], f"chi-square below {CHI:.0f}")
+
+
+def seeds(rig: Rig, quick: bool) -> None:
+    """Rows of all kinds in one batch are what each is alone; a seed that nobody gave is drawn once, told, and good for a repetition."""
+    logits, rows = rows_of(48)
+    rig.counters["rows"] += len(rows)
+    alone = [sampler.sample(logits[r : r + 1], rows[r : r + 1], (EOS,)) for r in range(len(rows))]
+    for order in (range(len(rows)), range(len(rows) - 1, -1, -1)):
+        rig.note("batch", differing(logits, rows, order, alone), "rows in company = alone")
+    some = SamplingParams(max_tokens=10, logprobs=0, ignore_eos=True)
+    orders = [Order((1, 2, 3), some), Order((1, 2, 3), some), Order((1, 2, 3), replace(some, n=2)), Order((1, 2, 3), replace(some, seed=7))]
+    jobs = rig.play("seed", rig.engine(), orders)
+    drawn = [job.output("").seed for job in jobs]
+    rig.counters["seeds_drawn"] += sum(seed is not None for seed in drawn[:3])
+    rig.note("seed", [] if len(set(drawn)) == 4 else [f"seeds {drawn}"], "drawn once per request, told, and good for a repetition")
+    again = rig.play("seed", rig.engine(), [replace(o, params=replace(o.params, seed=s)) for o, s in zip(orders, drawn, strict=True)])
+    other = [i for i, (a, b) in enumerate(zip(jobs, again, strict=True)) if a.output("").token_ids != b.output("").token_ids]
+    rig.note("seed", [f"request {i} is another one with its own seed" for i in other])
+
+
+def differing(logits: Tensor, rows: list[Row], order: Sequence[int], alone: list[sampler.Sampled]) -> list[str]:
+    """Rows that come out otherwise, in this order, than alone."""
+    picked = list(order)
+    many = sampler.sample(logits[picked], [rows[r] for r in picked], (EOS,))
+    assert many.logprobs is not None, "every row asks for them"
+    found = []
+    for at, r in enumerate(picked):
+        one = alone[r].logprobs
+        same = int(many.token_ids[at]) == int(alone[r].token_ids) and one is not None
+        if not same or one is None or not math.isclose(float(many.logprobs.chosen[at]), float(one.chosen[0]), rel_tol=0, abs_tol=0):
+            found.append(f"row {r}: {int(many.token_ids[at])} in company, {int(alone[r].token_ids)} alone")
+    return found

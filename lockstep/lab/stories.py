@@ -1,0 +1,245 @@
+"""The recipes of the engine's cells: what may happen to a request in a serving engine, none of which may change a bit of its answer.
+
+Each plays some stories on a rig, which compares every request with its recomputation, and looks at what else must hold: exact hits,
+equal seeds, text that is the tokens'. `proves` names counters that must have moved. Lengths sit one below, at and above a page.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from lockstep.attention.base import Backend
+from lockstep.lab import sampling
+from lockstep.lab.properties import Judgement
+from lockstep.lab.recompute import Order
+from lockstep.lab.rig import Glass, Rig
+from lockstep.lab.tiny import EOS, LLAMA, VOCAB, Tiny
+from lockstep.llm.job import Job
+from lockstep.sample.params import SamplingParams
+
+PAGE = 8
+TOLERANCE = 1e-4  # of a log-probability in fp32 against float64 attention: what the tests of the models allow against transformers
+PLAIN = SamplingParams(max_tokens=10, temperature=0.8, seed=5, logprobs=2, ignore_eos=True)
+GREEDY = replace(PLAIN, temperature=0.0)
+CUT = replace(PLAIN, temperature=1.3, top_k=12, top_p=0.9, seed=-7, ignore_eos=False)
+PENALISED = replace(PLAIN, seed=2**40 + 3, frequency_penalty=1.6, presence_penalty=0.4, repetition_penalty=1.1, logit_bias={3: 5.0, 4: 4.5})
+SCORED = replace(PLAIN, prompt_logprobs=1, seed=9)
+THREE = replace(PLAIN, n=3, seed=11)
+
+
+@dataclass(frozen=True)
+class EngineRecipe:
+    """`play` runs the stories, fewer of them if the rig is asked to be quick. `proves` names counters that must be above 0."""
+
+    name: str
+    says: str
+    play: Callable[[Rig, bool], None]
+    proves: tuple[str, ...]
+    suits: Callable[[Tiny], bool] = lambda tiny: True
+
+
+def words(count: int, seed: int = 0) -> tuple[int, ...]:
+    """A prompt: tokens as random as they come, never EOS."""
+    rng = random.Random(seed)
+    return tuple(rng.randrange(EOS + 1, VOCAB) for _ in range(count))
+
+
+def batch(rig: Rig, quick: bool) -> None:
+    """Everybody alone, then all together, some arriving later, greedy beside sampled beside scored."""
+    lengths, params = (1, 7, 16, 33, 40, 9), (PLAIN, GREEDY, CUT, PENALISED, SCORED, THREE)
+    orders = [Order(words(n, n), p) for n, p in zip(lengths, params, strict=True)]
+    for order in orders[3:] if quick else orders:
+        rig.play("oracle", rig.engine(disable_radix_cache=True), [order])
+    rig.play("batch", rig.engine(), orders)
+    late = [replace(order, at=i * i) for i, order in enumerate(reversed(orders))]
+    rig.play("batch", rig.engine(chunked_prefill_size=24), late)
+
+
+def chunk(rig: Rig, quick: bool) -> None:
+    """Prompts cut everywhere: single rows, odd sizes, a page less one and one more, and with a neighbour that takes part of the step."""
+    orders = [Order(words(37), SCORED), Order(words(21, 1), THREE, at=2), Order(words(30, 2), PENALISED, at=3)]
+    for size in (3, PAGE - 1) if quick else (3, PAGE - 1, PAGE, PAGE + 1, 16):
+        rig.play("chunk", rig.engine(chunked_prefill_size=size, page_size=4), orders)
+    rig.play("chunk", rig.engine(chunked_prefill_size=1), [Order(words(11), PLAIN)])
+
+
+def hit(rig: Rig, quick: bool) -> None:
+    """The same prompt cold and warm around a page; longer ones, a second turn, the same tokens in another order, another tenant, twins."""
+    engine = rig.engine(page_size=PAGE)
+    for n in (PAGE - 1, PAGE, PAGE + 1) if quick else (PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1, 5 * PAGE + 1):
+        cold, warm = (rig.play("hit", engine, [Order(words(n, 100 + n), PLAIN)])[0] for _ in range(2))
+        expect(rig, f"{n} tokens", (cold, warm), (0, (n - 1) // PAGE * PAGE))
+    prompt = words(29, 7)
+    (first,) = rig.play("hit", engine, [Order(prompt, PLAIN)])
+    turn = (*prompt, *first.output("").token_ids, *words(3, 8))
+    same_tokens = (*prompt[:PAGE], *reversed(prompt[PAGE : 2 * PAGE]), *prompt[2 * PAGE :])
+    for what, ids, hits in (("a second turn", turn, 32), ("a block reversed", same_tokens, PAGE), ("scores", turn, 0)):
+        expect(rig, what, rig.play("hit", engine, [Order(ids, CUT if hits else SCORED)]), (hits,))
+    (other,) = rig.play("hit", engine, [Order(prompt, GREEDY, tenant="another")])
+    expect(rig, "another tenant", (other,), (0,))
+    twins = [Order(words(39, 9), replace(PLAIN, seed=s), at=s) for s in range(3)]
+    rig.play("hit", rig.engine(page_size=4, chunked_prefill_size=PAGE + 3), twins)
+
+
+def expect(rig: Rig, what: str, jobs: tuple[Job, ...] | list[Job], hits: tuple[int, ...]) -> None:
+    """Exactly so many tokens of each prompt were found in the cache."""
+    have = tuple(job.output("").cached_tokens for job in jobs)
+    rig.note("hits", [f"{what}: {have} tokens found, not {hits}"] if have != hits else [], "exactly the whole pages below the last token")
+
+
+def evict(rig: Rig, quick: bool) -> None:
+    """A cache too small for all that could be kept: prefixes come, go in part, and come again, windows first."""
+    stems, rng = [words(n, 200 + n) for n in (41, 30)], random.Random(3)
+    menu = [Order(stem[:n], replace(PLAIN, max_tokens=m)) for stem in stems for n, m in ((13, 1), (22, 9), (len(stem), 5))]
+    for page, total in ((4, 60), (2, 56)):
+        engine = rig.engine(page_size=page, max_total_tokens=total, max_running_requests=2, chunked_prefill_size=10)
+        engine.tell = watch_tree(rig, engine.tell)
+        orders = [replace(rng.choice(menu), at=3 * i) for i in range(24 if quick else 40)]
+        rig.play("evict", engine, orders)
+
+
+def watch_tree(rig: Rig, tell: Callable[..., None] | None) -> Callable[..., None]:
+    """Counts pages that left the tree, as far as the next step shows it."""
+    before: dict[int, int] = {}
+
+    def see(engine: Glass, step: object) -> None:
+        tree = engine.scheduler.tree
+        for g in tree.groups:
+            rig.counters["evicted_pages"] += max(0, before.get(g, 0) - tree.cached(g))
+            before[g] = tree.cached(g)
+        if tell is not None:
+            tell(engine, step)
+
+    return see
+
+
+def page(rig: Rig, quick: bool) -> None:
+    """Pages of one token, of odd sizes, and larger than everything."""
+    orders = [Order(words(33, 4), SCORED), Order(words(33, 4)[:20], THREE, at=4), Order(words(9, 5), PENALISED, at=5)]
+    for size in (1, 16) if quick else (1, 3, 16, 64):
+        rig.play("page", rig.engine(page_size=size), orders)
+
+
+def preempt(rig: Rig, quick: bool) -> None:
+    """Everybody or somebody loses its pages after every second step, with a prefix tree and without; then pages are short by themselves."""
+    orders = [Order(words(19, 6), PENALISED), Order(words(26, 7), SCORED), Order(words(12, 8), THREE, at=1)]
+
+    def force(engine: Glass, jobs: list[Job], step: int) -> None:
+        running = [r for r in engine.scheduler.running if r.rows < len(r.tokens)]
+        for request in running if step % 4 == 0 else running[:1] if step % 2 == 0 else []:
+            engine.scheduler._preempt(request)
+
+    for options in ({"disable_radix_cache": True}, {"page_size": 4}):
+        rig.play("preempt", rig.engine(**options), orders, force)
+    rig.counters["forced"] = rig.counters["preempted"]
+    rig.play("preempt", rig.engine(max_total_tokens=72, page_size=4, disable_radix_cache=True), orders)
+    rig.counters["short_of_pages"] = rig.counters["preempted"] - rig.counters["forced"]
+
+
+def abort(rig: Rig, quick: bool) -> None:
+    """Neighbours leave at every stage: with a shared prefix, in the middle of a prompt, forked; who stays or comes later is right."""
+    stem = words(32, 12)
+    stays = Order((*stem, 3), PENALISED)
+    for when in (2, 3, 6) if quick else (1, 2, 3, 4, 6, 9):
+        leaves = [Order((*stem, 4, 5), PLAIN, abort=when), Order((*stem[:21], 6), THREE, abort=when + 2)]
+        later = [Order((*stem, 9), replace(CUT, seed=when), at=12), Order(stem[:30], GREEDY, at=13)]
+        engine = rig.engine(page_size=4, chunked_prefill_size=PAGE + 3, max_total_tokens=120)
+        rig.play("abort", engine, [stays, *leaves, *later])
+    engine = rig.engine(page_size=PAGE, chunked_prefill_size=PAGE - 1)
+    rig.play("abort", engine, [Order(words(30, 13), PLAIN, abort=1), Order((*words(30, 13), 2), GREEDY, at=2)])
+
+
+def several(rig: Rig, quick: bool) -> None:
+    """n completions are n requests: forked in the middle of a page and at its end, alone and in company."""
+    for n in (PAGE - 1, PAGE, PAGE + 2):
+        prompt, engine = words(n, 300 + n), rig.engine(page_size=PAGE)
+        forked = rig.play("n", engine, [Order(prompt, THREE), Order(words(5, 1), PLAIN)])[0].output("")
+        same = len({c.token_ids for c in forked.completions}) == 1
+        rig.note("distinct", ["all completions are the same"] if same else [], "completions of one seed differ")
+        for i in (1, 2):
+            (alone,) = rig.play("n", engine, [Order(prompt, replace(THREE, n=1, sample_index=i))])
+            faults = [] if alone.output("").token_ids == forked.completions[i].token_ids else [f"completion {i} is another one alone"]
+            rig.note("n", faults)
+
+
+def score(rig: Rig, quick: bool) -> None:
+    """Scores of a prompt and its generated answer are the log-probabilities of generation: cold, warm, in chunks."""
+    prompt = words(21, 14)
+    engine = rig.engine(page_size=PAGE)
+    (job,) = rig.play("score", engine, [Order(prompt, PLAIN)])
+    made = job.output("")
+    whole = (*prompt, *made.token_ids)
+    asked = replace(PLAIN, prompt_logprobs=2, seed=0)
+    for place in (engine, rig.engine(page_size=4, chunked_prefill_size=5)):
+        (scored,) = rig.play("score", place, [Order(whole, asked, score=True)])
+        told, said = scored.output("").prompt_logprobs, made.logprobs
+        same = told is not None and said is not None and told[len(prompt) :].tobytes() == said.tobytes()
+        rig.note("score", [] if same else ["a score is not the log-probability of generation"])
+        rig.counters["scored_tokens"] += 0 if told is None else len(told)
+    rig.play("score", engine, [Order(whole, SCORED), Order(whole[:17], replace(SCORED, n=2), at=1)])
+
+
+def stream(rig: Rig, quick: bool) -> None:
+    """Text as it comes is the text at the end, which is the text of the tokens: characters in pieces, stop strings across tokens."""
+    for n in (6,) if quick else (6, 9, 12):
+        order = Order(words(n, 400 + n), replace(PLAIN, seed=n, max_tokens=24))
+        (job,) = rig.play("stream", rig.engine(), [order])
+        text = rig.oracle.text(order.prompt, job.output("").token_ids, order.params)[0]
+        rig.counters["characters"] += len(text)
+        stop = next((text[i : i + 3] for i in range(9, len(text) - 3) if "\ufffd" not in text[i : i + 3]), text[9:12])
+        stopped = replace(order, params=replace(order.params, stop=(stop, "never"), n=2))
+        told = rig.play("stream", rig.engine(), [stopped])
+        rig.counters["stopped"] += sum(c.finish_reason == "stop" for j in told for c in j.output("").completions)
+        held = replace(
+            order.params, max_tokens=12, stop=rig.oracle.text(order.prompt, job.output("").token_ids[:12], order.params)[0][-1:] + "~"
+        )
+        told += rig.play("stream", rig.engine(), [replace(order, params=held), order])  # one ends with text held back, one goes on
+        for j in (job, *told):
+            for c in j.output("").completions:
+                want = rig.oracle.text(order.prompt, c.token_ids, j.params)[0]
+                rig.note("text", [f"{c.text!r} is not {want!r}"] if c.text != want else [], "the text of all tokens, cut before a stop")
+
+
+def one_model(tiny: Tiny) -> bool:
+    """The sampler sees logits and no model: one stands for all."""
+    return tiny is LLAMA
+
+
+ENGINE_RECIPES = (
+    EngineRecipe(
+        "engine-batch", "alone and in batches, arriving together and one by one", batch, ("batched_steps", "mixed_steps", "forked")
+    ),
+    EngineRecipe("engine-chunk", "prompts in chunks of any size", chunk, ("chunks", "batched_steps")),
+    EngineRecipe("engine-hit", "a cached prefix around a page, second turns, tenants, twins", hit, ("hit_tokens", "chunks")),
+    EngineRecipe("engine-evict", "a cache that is too small", evict, ("hit_tokens", "evicted_pages")),
+    EngineRecipe("engine-page", "pages of other sizes", page, ("hit_tokens", "batched_steps")),
+    EngineRecipe(
+        "engine-preempt", "pages lost after every second step", preempt, ("forced", "short_of_pages", "recomputed_rows", "hit_tokens")
+    ),
+    EngineRecipe("engine-abort", "neighbours that leave", abort, ("aborted", "hit_tokens", "forked")),
+    EngineRecipe("engine-n", "n completions of one prompt", several, ("forked", "batched_steps")),
+    EngineRecipe("engine-score", "log-probabilities of given tokens", score, ("scored_tokens", "chunks")),
+    EngineRecipe("engine-stream", "text as it comes, characters in pieces, stop strings", stream, ("characters", "stopped")),
+    EngineRecipe("sample", "the choice of a token: masks, cuts, ties, noise, its distribution", sampling.choices, ("rows",), one_model),
+    EngineRecipe("seeds", "mixed parameters in a batch, seeds, penalties", sampling.seeds, ("rows", "seeds_drawn"), one_model),
+)
+
+
+def judge(recipe: EngineRecipe, tiny: Tiny, backend: Backend, checks: bool = True, quick: bool = False) -> Judgement:
+    """Plays a recipe and gathers what was found."""
+    rig = Rig(tiny, backend, checks)
+    recipe.play(rig, quick)
+    result = Judgement(counters=dict(rig.counters))
+    for name in (n for n in rig.faults if n != "raised"):
+        result.add(name, rig.faults[name], rig.held[name])
+    if rig.answered:
+        result.out_error = rig.error()
+        result.tolerance_used = result.out_error / TOLERANCE
+        far = f"a log-probability is off by {result.out_error:.3g}"
+        result.add("value", [] if result.tolerance_used <= 1 else [far], f"max error {result.out_error:.3g} against float64 attention")
+    result.add("paths", [f"{name} is 0" for name in recipe.proves if not rig.counters[name]], ", ".join(recipe.proves))
+    if rig.faults.get("raised"):
+        result.add("raised", rig.faults["raised"], "")
+    return result

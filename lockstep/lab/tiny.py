@@ -1,0 +1,142 @@
+"""Models so small that a whole engine with one runs in a blink, random weights that matter, and an alphabet to read them with.
+
+One model per way to keep a cache: all keys, windows beside all keys, latent rows, windows with sinks and experts. A model is what a
+config.json would say; its weights come from a generator. Nothing is proven here about the machine (`certify` belongs to a real start):
+a cell must see a bug by what comes out. The engine's cells and the random traces of `fuzz` share these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.attention.base import Backend
+from lockstep.llm.engine import Parts
+from lockstep.models.weights import Info, Loaded
+from lockstep.nn import linear
+from lockstep.nn.source import Weights
+from lockstep.run.certify import Certificate
+from lockstep.text.tokenizer import Tokenizer
+
+VOCAB = 61
+CONTEXT = 160
+EOS = 0
+WINDOW = 9
+HIDDEN = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Tiny:
+    """A model: `config` is what differs from COMMON in its config.json."""
+
+    name: str
+    says: str
+    model_type: str
+    config: Mapping[str, Any]
+
+
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": CONTEXT,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "rope_interleave": True,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}
+EXPERTS = {"attention_bias": True, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+
+LLAMA = Tiny("llama", "full attention in every layer", "llama", {})
+QWEN3 = Tiny("qwen3", f"a window of {WINDOW} in one layer, full attention in the other", "qwen3", WINDOWS)
+DEEPSEEK = Tiny("deepseek-v3", "latent attention (MLA), experts", "deepseek_v3", LATENT)
+GPT_OSS = Tiny("gpt-oss", f"sinks, a window of {WINDOW} in one layer, experts", "gpt_oss", {**WINDOWS, **EXPERTS})
+MODELS = (LLAMA, QWEN3, DEEPSEEK, GPT_OSS)  # an encoder-decoder joins here when the engine serves one; `recompute` then encodes first
+
+
+def loaded(tiny: Tiny, seed: int = 3) -> Loaded:
+    """The model with random weights, and what the engine must know of it."""
+    gen = torch.Generator().manual_seed(seed)
+
+    def take(name: str, shape: tuple[int, ...]) -> Tensor:
+        noise = torch.randn(shape, generator=gen)
+        return 1 + 0.1 * noise if "norm" in name else noise * (0.5 if "embed" in name else 1.5 / shape[-1] ** 0.5)
+
+    kernel, _ = linear.default_kernel("cpu")
+    weights = Weights(take, lambda _: None, {"model.embed_tokens.weight"}, kernel)
+    model = import_module(f"lockstep.models.{tiny.model_type}").build(SimpleNamespace(**{**COMMON, **tiny.config}), weights)
+    info = Info(tiny.model_type, Path("tiny"), VOCAB, HIDDEN, CONTEXT, None, (EOS,), None, True, False, kernel)
+    return Loaded(model, info)
+
+
+def parts(tiny: Tiny, backend: Backend) -> Parts:
+    """What an engine is made of, with nothing proven about the machine, and with an alphabet."""
+    model, info = loaded(tiny)
+    return Parts(model, info, Tokenizer(Letters(), None, (EOS,)), backend, "the lab's choice", Certificate(0, (), "none"))
+
+
+class Letters:
+    """A codec of one to three bytes per token: letters, pairs that make up longer words, and the bytes of é, € and 😀 one by one.
+
+    So a character takes up to four tokens, most tokens are a beginning of something, and what is no UTF-8 becomes U+FFFD.
+    """
+
+    TOKENS = (
+        b"",
+        *(bytes([b]) for b in b"abcdefghijklmnopqrstuvwxyz .,;:-"),
+        *("é".encode()[i : i + 1] for i in range(2)),
+        *("€".encode()[i : i + 1] for i in range(3)),
+        *("😀".encode()[i : i + 1] for i in range(4)),
+        *(b"th", b"he", b"in", b"er", b"an", b"re", b"on", b"at", b"en", b"nd", b"ti", b"es", b"or", b"te", b"of", b"ed", b"is", b"it"),
+        b"the",
+    )
+
+    vocab_size = VOCAB
+
+    def encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
+        """Byte by byte."""
+        return [self.TOKENS.index(bytes([b])) for b in text.encode()]
+
+    def decode(self, ids: Sequence[int], skip_special: bool) -> str:
+        """The bytes of all tokens, read as UTF-8 together."""
+        return b"".join(self.TOKENS[i] if i < len(self.TOKENS) else b"?" for i in ids).decode("utf-8", "replace")
+
+    def id_of(self, token: str) -> int | None:
+        """Of a token that is text by itself."""
+        return self.TOKENS.index(token.encode()) if token.encode() in self.TOKENS else None
+
+    def byte_ids(self) -> frozenset[int]:
+        """None: a byte here is decoded with its neighbours, not as part of a run."""
+        return frozenset()
