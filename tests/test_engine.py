@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from lockstep import LLM, SamplingParams
+from lockstep.attention.select import select
 from lockstep.config import EngineConfig
 from lockstep.lab import fuzz
 from lockstep.llm.engine import BUILTIN, Engine
@@ -268,3 +269,106 @@ def test_the_built_in_config_states_what_transformers_would_read():
 
     raw = json.loads((BUILTIN / "config.json").read_text())
     assert qwen3.describe(SimpleNamespace(**raw)) == qwen3.describe(AutoConfig.from_pretrained(BUILTIN))
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory):
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    folder = tmp_path_factory.mktemp("bart")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 96}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "init_std": 0.4}
+    model = BartForConditionalGeneration(BartConfig(**sizes, **heads)).eval()
+    model.save_pretrained(folder)
+    return model, LLM(str(folder), max_total_tokens=2000)
+
+
+def test_an_encoder_decoder_answers_like_transformers(bart):
+    model, llm = bart
+    sources = [[int(i) for i in np.random.default_rng(n).integers(3, 64, n)] for n in (5, 31, 12)]
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True, logprobs=True)
+    for source, out in zip(sources, llm.generate(sources, params), strict=True):
+        with torch.no_grad():
+            ids = torch.tensor([[2, *out.token_ids]])
+            want = model(torch.tensor([source]), decoder_input_ids=ids).logits[0, :-1].log_softmax(-1)
+        assert want.argmax(-1).tolist() == list(out.token_ids)
+        assert np.abs(want.max(-1).values.numpy() - out.logprobs).max() < 1e-4
+        assert out.prompt_token_ids == tuple(source)
+        assert same_bits(llm.generate([source], params)[0].logprobs, out.logprobs)
+
+
+def same_bits(a, b) -> bool:
+    return a.tobytes() == b.tobytes()
+
+
+def test_items_of_an_encoder_decoder_are_targets(bart):
+    _, llm = bart
+    source = [7, 8, 9]
+    (out,) = llm.generate([source], SamplingParams(max_tokens=9, temperature=0.7, seed=1, logprobs=True))
+    first, second = llm.score(source, [out.token_ids, [5, 6]])
+    assert same_bits(first, out.logprobs)
+    assert len(second) == 2
+    with pytest.raises(RuleError, match="a prompt is scored by a decoder"):
+        llm.score(source)
+    with pytest.raises(RuleError, match="embeddings"):
+        llm.embed([source])
+
+
+def test_items_are_forks_of_one_prompt():
+    llm = LLM(max_total_tokens=4000)
+    text = "def fib(n):\n    "
+    items = ["return n", "if n < 2:\n        return n", "r"]
+    told = llm.score(text, items)
+    assert llm.engine.scheduler.counters["forked"] == 2 - 1  # the first item goes on where the prompt ended, one token needs no row
+    ids = llm.engine.tokenizer.encode(text)
+    for item, scores in zip(items, told, strict=True):
+        own = llm.engine.tokenizer.encode(item, False)
+        assert same_bits(llm.score([*ids, *own])[len(ids) :], scores)
+    llm.engine.check()
+
+
+@pytest.mark.parametrize(
+    ("items", "rule"),
+    [
+        ([], "there is an item"),
+        ([[]], "at least one token"),
+        ([[1], [4096]], "token ids are whole numbers"),
+        ([[5] * 2048], "fit into the context"),
+    ],
+)
+def test_bad_items_are_refused_and_the_next_request_is_right(items, rule):
+    llm = LLM(max_total_tokens=4000)
+    want = llm.generate("def", SamplingParams(max_tokens=4, temperature=0))[0].token_ids
+    with pytest.raises(RuleError, match=rule):
+        llm.score("def", items)
+    assert llm.generate("def", SamplingParams(max_tokens=4, temperature=0))[0].token_ids == want
+
+
+def test_another_gemm_is_used_where_the_first_is_not_certified(monkeypatch):
+    from lockstep.llm import engine as engines
+    from lockstep.run.certify import NotCertified
+
+    tried = []
+
+    def certify(model, backend, info):
+        tried.append(info.gemm.partition(":")[0])
+        if tried[-1] == "lanes":
+            raise NotCertified("a row has the same bits", "a difference", "Use another GEMM")
+        return certified(model, backend, info)
+
+    certified = engines.certify
+    monkeypatch.setattr(engines, "certify", certify)
+    assert engines.load(EngineConfig()).info.gemm.startswith("onednn")
+    assert tried == ["lanes", "onednn"]
+
+
+def test_a_stop_string_that_only_the_end_completes_is_a_stop():
+    """Bytes that are no character are text when no token follows; before, the reason was the length."""
+    from lockstep.lab.tiny import LLAMA, parts
+
+    engine = Engine(EngineConfig(max_total_tokens=2000), parts(LLAMA, select("cpu", [], "cpu")[0]))
+    letters = engine.tokenizer.codec
+    half = letters.TOKENS.index("é".encode()[:1])
+    out = run(engine, (3,), SamplingParams(max_tokens=1, temperature=0, logit_bias={half: 100}, stop="\ufffd"))
+    assert (out.token_ids, out.text, out.finish_reason) == ((half,), "", "stop")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -15,13 +16,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.attention import select
+from lockstep.kv.pages import PagePool
+from lockstep.kv.tables import Table
 from lockstep.lab import choice
+from lockstep.lab.tiny import CONTEXT
 from lockstep.llm.engine import Parts
 from lockstep.llm.output import Top
+from lockstep.nn.decoder import EncoderDecoder
 from lockstep.plan.build import Work, build
+from lockstep.plan.step import StepPlan
+from lockstep.run.groups import Groups
 from lockstep.run.runner import Runner
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import log_probs
+from lockstep.types import Layout
 
 Floats = NDArray[np.float32]
 
@@ -53,15 +61,33 @@ class Recompute:
 
     def __init__(self, parts: Parts) -> None:
         self.model, self.info, self.tokenizer = parts.model, parts.info, parts.tokenizer
-        self.specs = self.model.fresh_groups()
-        self.runner = Runner(self.model, self.specs, [0] * len(self.specs), parts.backend)
+        self.encoder = cast(EncoderDecoder, parts.model) if parts.info.encoder else None
+        self.groups = Groups.of(self.model, self.encoder)
+        self.specs = tuple(s if s.layout is Layout.CROSS else replace(s, layout=Layout.FRESH) for s in self.groups.specs)
+        pages = [CONTEXT if s.layout is Layout.CROSS else 0 for s in self.specs]  # of the source alone: a decoder's rows are read from it
+        self.pages = [PagePool(n) if n else None for n in pages]
+        self.runner = Runner(self.model, self.specs, pages, parts.backend)
         self._known: dict[tuple[tuple[int, ...], SamplingParams], Answer] = {}
 
-    def logits(self, ids: Sequence[int]) -> Tensor:
-        """float32 [len(ids), vocabulary]: of every row of a sequence that is computed whole."""
-        groups = range(len(self.specs))
-        plan = build(self.specs, [Work(0, len(ids), (None,) * len(self.specs))])
-        return self.model.logits(self.runner.rows(plan, torch.tensor(ids), groups, self.model.places))
+    def placed(self, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(what a decoder begins with, what its encoder reads)."""
+        return ((self.info.decoder_start_token_id or 0,), prompt) if self.encoder is not None else (prompt, ())
+
+    def logits(self, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
+        """float32 [len(ids), vocabulary]: of every row of a sequence that is computed whole, its source encoded before."""
+        table = Table(self.specs, self.pages)
+        table.reserve(0, cross_len=len(source))
+        if self.encoder is not None:
+            plan = self._plan(table, self.groups.encode, len(source), len(source), len(source))
+            self.runner.rows(plan, torch.tensor(source), self.groups.encode, self.encoder.encoder_places, self.encoder.encode)
+        plan = self._plan(table, self.groups.generate, len(ids), len(source))
+        rows = self.runner.rows(plan, torch.tensor(ids), self.groups.generate, self.model.places)
+        table.close()
+        return self.model.logits(rows)
+
+    def _plan(self, table: Table, groups: Sequence[int], rows: int, cross_len: int, cross_new: int = 0) -> StepPlan:
+        work = Work(0, rows, tuple(table.pages(g) for g in groups), (rows - 1,), None, cross_len, cross_new)
+        return build([self.specs[g] for g in groups], [work])
 
     def completions(self, order: Order) -> list[Answer]:
         """What a request comes to, one answer per completion."""
@@ -94,10 +120,11 @@ class Recompute:
         return self._known[key]
 
     def _generate(self, prompt: tuple[int, ...], params: SamplingParams) -> Answer:
-        tokens, out, k = list(prompt), Answer(), params.top_logprobs or 0
+        begin, source = self.placed(prompt)
+        tokens, out, k = list(begin), Answer(), params.top_logprobs or 0
         while len(out.token_ids) < (params.max_tokens or 0):
-            row = self.logits(tokens)[-1:]
-            token = choice.choose(row[0].numpy(), params, tokens, len(prompt), self.info.eos_token_ids)
+            row = self.logits(tokens, source)[-1:]
+            token = choice.choose(row[0].numpy(), params, tokens, len(begin), self.info.eos_token_ids)
             told = log_probs(row, torch.tensor([token]), k)
             out.token_ids.append(token)
             out.logprobs.append(float(told.chosen[0]))
@@ -115,7 +142,8 @@ def exact(parts: Parts, sequences: Sequence[tuple[tuple[int, ...], Answer]]) -> 
     reference = Recompute(replace(parts, backend=select.load("reference")))
     worst = 0.0
     for prompt, answer in sequences:
-        rows = reference.logits((*prompt, *answer.token_ids))[len(prompt) - 1 : -1].double().log_softmax(1)
+        begin, source = reference.placed(prompt)
+        rows = reference.logits((*begin, *answer.token_ids), source)[len(begin) - 1 : -1].double().log_softmax(1)
         want = rows.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
         worst = max(worst, float((want - torch.tensor(answer.logprobs, dtype=torch.float64)).abs().max()))
     return worst

@@ -10,14 +10,17 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+
 from lockstep.attention.base import Backend
 from lockstep.lab import sampling
 from lockstep.lab.properties import Judgement
 from lockstep.lab.recompute import Order
 from lockstep.lab.rig import Glass, Rig
-from lockstep.lab.tiny import EOS, LLAMA, VOCAB, Tiny
+from lockstep.lab.tiny import BART, EOS, LLAMA, VOCAB, Tiny
 from lockstep.llm.job import Job
 from lockstep.sample.params import SamplingParams
+from lockstep.sample.sampler import log_probs
 
 PAGE = 8
 TOLERANCE = 1e-4  # of a log-probability in fp32 against float64 attention: what the tests of the models allow against transformers
@@ -37,7 +40,7 @@ class EngineRecipe:
     says: str
     play: Callable[[Rig, bool], None]
     proves: tuple[str, ...]
-    suits: Callable[[Tiny], bool] = lambda tiny: True
+    suits: Callable[[Tiny], bool] = lambda tiny: tiny is not BART
 
 
 def words(count: int, seed: int = 0) -> tuple[int, ...]:
@@ -122,17 +125,19 @@ def page(rig: Rig, quick: bool) -> None:
         rig.play("page", rig.engine(page_size=size), orders)
 
 
+def every_second(engine: Glass, jobs: list[Job], step: int) -> None:
+    """Everybody, or one, loses its pages."""
+    running = [r for r in engine.scheduler.running if r.rows < len(r.tokens)]
+    for request in running if step % 4 == 0 else running[:1] if step % 2 == 0 else []:
+        engine.scheduler._preempt(request)
+
+
 def preempt(rig: Rig, quick: bool) -> None:
     """Everybody or somebody loses its pages after every second step, with a prefix tree and without; then pages are short by themselves."""
     orders = [Order(words(19, 6), PENALISED), Order(words(26, 7), SCORED), Order(words(12, 8), THREE, at=1)]
 
-    def force(engine: Glass, jobs: list[Job], step: int) -> None:
-        running = [r for r in engine.scheduler.running if r.rows < len(r.tokens)]
-        for request in running if step % 4 == 0 else running[:1] if step % 2 == 0 else []:
-            engine.scheduler._preempt(request)
-
     for options in ({"disable_radix_cache": True}, {"page_size": 4}):
-        rig.play("preempt", rig.engine(**options), orders, force)
+        rig.play("preempt", rig.engine(**options), orders, every_second)
     rig.counters["forced"] = rig.counters["preempted"]
     rig.play("preempt", rig.engine(max_total_tokens=72, page_size=4, disable_radix_cache=True), orders)
     rig.counters["short_of_pages"] = rig.counters["preempted"] - rig.counters["forced"]
@@ -179,6 +184,8 @@ def score(rig: Rig, quick: bool) -> None:
         rig.note("score", [] if same else ["a score is not the log-probability of generation"])
         rig.counters["scored_tokens"] += 0 if told is None else len(told)
     rig.play("score", engine, [Order(whole, SCORED), Order(whole[:17], replace(SCORED, n=2), at=1)])
+    for place in (engine, rig.engine(page_size=4, chunked_prefill_size=5, max_total_tokens=48, disable_radix_cache=True)):
+        items(rig, place, prompt, job)
 
 
 def stream(rig: Rig, quick: bool) -> None:
@@ -202,6 +209,50 @@ def stream(rig: Rig, quick: bool) -> None:
                 rig.note("text", [f"{c.text!r} is not {want!r}"] if c.text != want else [], "the text of all tokens, cut before a stop")
 
 
+def encoder(rig: Rig, quick: bool) -> None:
+    """Sources of many lengths, some equal, in one batch; forked, in pages of one, losing their pages after every second step."""
+    orders = [Order(words(n, n), p, at=i) for i, (n, p) in enumerate(((21, PLAIN), (1, GREEDY), (34, THREE), (8, PENALISED), (21, CUT)))]
+    for order in orders[:2] if quick else orders:
+        rig.play("oracle", rig.engine(disable_radix_cache=True), [order])
+    for size in (1, PAGE) if quick else (1, 3, PAGE, 64):
+        rig.play("batch", rig.engine(page_size=size), orders)
+    rig.play("preempt", rig.engine(page_size=1), [*orders, replace(orders[0], at=9)], every_second)
+    rig.play("abort", rig.engine(page_size=4), [replace(orders[2], abort=4), *orders[3:], orders[0]])
+    (job,) = rig.play("score", rig.engine(), [orders[0]])
+    items(rig, rig.engine(), orders[0].prompt, job)
+
+
+def items(rig: Rig, engine: Glass, prompt: tuple[int, ...], made: Job) -> None:
+    """The answer of a generation, given as an item beside others of one prompt, has the log-probabilities of the generation."""
+    answer = made.output("").completions[0]
+    asked = [answer.token_ids, words(5, 15), answer.token_ids[:1], words(9, 16)]
+    forks = engine.scheduler.counters["forked"]
+    job = engine.add_items(prompt, asked)
+    while engine.busy:
+        engine.poison()
+        engine.step()
+    told = [c.logprobs for c in job.output("").completions]
+    said = answer.logprobs
+    begin, source = rig.oracle.placed(prompt)
+    for item, scores in zip(asked, told, strict=True):
+        want = item_scores(rig, (*begin, *item), source, len(begin))
+        rig.note("items", [f"an item of {len(item)} is not its recomputation"] if scores is None or scores.tobytes() != want else [])
+    same = told[0] is not None and said is not None and told[0].tobytes() == said.tobytes()
+    rig.note("items", [] if same else ["an item is not the generation it repeats"], "items are scored as they would be generated")
+    rig.counters["item_forks"] += engine.scheduler.counters["forked"] - forks
+
+
+def item_scores(rig: Rig, ids: tuple[int, ...], source: tuple[int, ...], begin: int) -> bytes:
+    """The bits of the log-probabilities of ids[begin:], computed whole."""
+    rows = rig.oracle.logits(ids, source)[begin - 1 : -1]
+    return log_probs(rows, torch.tensor(ids[begin:])).chosen.numpy().tobytes()
+
+
+def encodes(tiny: Tiny) -> bool:
+    """Only an encoder-decoder has sources."""
+    return tiny is BART
+
+
 def one_model(tiny: Tiny) -> bool:
     """The sampler sees logits and no model: one stands for all."""
     return tiny is LLAMA
@@ -220,8 +271,9 @@ ENGINE_RECIPES = (
     ),
     EngineRecipe("engine-abort", "neighbours that leave", abort, ("aborted", "hit_tokens", "forked")),
     EngineRecipe("engine-n", "n completions of one prompt", several, ("forked", "batched_steps")),
-    EngineRecipe("engine-score", "log-probabilities of given tokens", score, ("scored_tokens", "chunks")),
+    EngineRecipe("engine-score", "log-probabilities of given tokens", score, ("scored_tokens", "chunks", "item_forks")),
     EngineRecipe("engine-stream", "text as it comes, characters in pieces, stop strings", stream, ("characters", "stopped")),
+    EngineRecipe("engine-encoder", "sources read by an encoder", encoder, ("preempted", "forked", "hit_tokens", "item_forks"), encodes),
     EngineRecipe("sample", "the choice of a token: masks, cuts, ties, noise, its distribution", sampling.choices, ("rows",), one_model),
     EngineRecipe("seeds", "mixed parameters in a batch, seeds, penalties", sampling.seeds, ("rows", "seeds_drawn"), one_model),
 )

@@ -28,6 +28,7 @@ from lockstep.text.tokenizer import Tokenizer
 VOCAB = 61
 CONTEXT = 160
 EOS = 0
+START = 1  # of an encoder-decoder's answers
 WINDOW = 9
 HIDDEN = 32
 
@@ -79,11 +80,17 @@ LATENT = {
 }
 EXPERTS = {"attention_bias": True, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
+SOURCES = {
+    **{"d_model": HIDDEN, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40},
+    **{"encoder_attention_heads": 2, "decoder_attention_heads": 4, "scale_embedding": True, "activation_function": "gelu"},
+}
+
 LLAMA = Tiny("llama", "full attention in every layer", "llama", {})
 QWEN3 = Tiny("qwen3", f"a window of {WINDOW} in one layer, full attention in the other", "qwen3", WINDOWS)
 DEEPSEEK = Tiny("deepseek-v3", "latent attention (MLA), experts", "deepseek_v3", LATENT)
 GPT_OSS = Tiny("gpt-oss", f"sinks, a window of {WINDOW} in one layer, experts", "gpt_oss", {**WINDOWS, **EXPERTS})
-MODELS = (LLAMA, QWEN3, DEEPSEEK, GPT_OSS)  # an encoder-decoder joins here when the engine serves one; `recompute` then encodes first
+BART = Tiny("bart", "an encoder, and cross attention to its rows", "bart", SOURCES)
+MODELS = (LLAMA, QWEN3, DEEPSEEK, GPT_OSS, BART)
 
 
 def loaded(tiny: Tiny, seed: int = 3) -> Loaded:
@@ -95,9 +102,9 @@ def loaded(tiny: Tiny, seed: int = 3) -> Loaded:
         return 1 + 0.1 * noise if "norm" in name else noise * (0.5 if "embed" in name else 1.5 / shape[-1] ** 0.5)
 
     kernel, _ = linear.default_kernel("cpu")
-    weights = Weights(take, lambda _: None, {"model.embed_tokens.weight"}, kernel)
+    weights = Weights(take, lambda _: None, {"model.embed_tokens.weight", "model.shared.weight"}, kernel)
     model = import_module(f"lockstep.models.{tiny.model_type}").build(SimpleNamespace(**{**COMMON, **tiny.config}), weights)
-    info = Info(tiny.model_type, Path("tiny"), VOCAB, HIDDEN, CONTEXT, None, (EOS,), None, True, False, kernel)
+    info = Info(tiny.model_type, Path("tiny"), VOCAB, HIDDEN, CONTEXT, None, (EOS,), START, True, tiny is BART, kernel)
     return Loaded(model, info)
 
 

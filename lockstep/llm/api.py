@@ -11,7 +11,7 @@ Turns strings into tokens and jobs into outputs; the engine does the rest. One t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,8 +57,20 @@ class LLM:
             if not job.done:
                 self.engine.abort(job)
 
-    def score(self, text: Prompt) -> NDArray[np.float32]:
-        """Log-probability of every token of a text given those before it (NaN for the first): the bits generation would give."""
+    @overload
+    def score(self, text: Prompt) -> NDArray[np.float32]: ...
+    @overload
+    def score(self, text: Prompt, items: Sequence[Prompt]) -> list[NDArray[np.float32]]: ...
+
+    def score(self, text: Prompt, items: Sequence[Prompt] | None = None) -> NDArray[np.float32] | list[NDArray[np.float32]]:
+        """Log-probability of every token of a text given those before it (NaN for the first): the bits generation would give.
+
+        With `items`: of every token of each item, given the text and the item's tokens before it. The text is computed once and each
+        item is a fork of it; for an encoder-decoder it is the source. Items are tokenised by themselves, without special tokens.
+        """
+        if items is not None:
+            (output,) = self._outputs([self.engine.add_items(self._ids(text), [self._ids(item, special=False) for item in items])])
+            return [c.logprobs for c in output.completions if c.logprobs is not None]
         (output,) = self._outputs([self.engine.add(self._ids(text), SamplingParams(prompt_logprobs=True, seed=0), scores_only=True)])
         assert output.prompt_logprobs is not None, "prompt_logprobs was asked for"
         return output.prompt_logprobs
@@ -113,9 +125,9 @@ class LLM:
             )
         return params
 
-    def _ids(self, prompt: Prompt) -> Sequence[int]:
+    def _ids(self, prompt: Prompt, special: bool = True) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
         if self.engine.tokenizer is None:
             raise RuleError("a text prompt needs a tokenizer", f"none in {self.engine.info.folder.name}", "Pass token ids")
-        return self.engine.tokenizer.encode(prompt)
+        return self.engine.tokenizer.encode(prompt, special)

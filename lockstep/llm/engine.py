@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -23,11 +24,13 @@ from lockstep.llm.job import Job
 from lockstep.llm.output import Top
 from lockstep.models import weights
 from lockstep.models.weights import Info, Loaded
-from lockstep.nn.decoder import Model
+from lockstep.nn import linear
+from lockstep.nn.decoder import EncoderDecoder, Model
 from lockstep.plan.build import build
 from lockstep.plan.step import StepPlan
 from lockstep.run import memory
-from lockstep.run.certify import Certificate, certify
+from lockstep.run.certify import Certificate, NotCertified, certify
+from lockstep.run.groups import Groups
 from lockstep.run.runner import Runner
 from lockstep.sample.logits import Logprobs, Row
 from lockstep.sample.params import SamplingParams, resolve_seed
@@ -37,6 +40,8 @@ from lockstep.sched.scheduler import Kinds, Limits, Scheduler
 from lockstep.text.tokenizer import Tokenizer
 from lockstep.types import RuleError
 
+NOBODY = Token(-1)  # an item's tokens are given
+ITEM = SamplingParams(max_tokens=None, logprobs=True, seed=0)
 BUILTIN = Path(__file__).parent.parent / "builtin"
 
 
@@ -53,38 +58,40 @@ class Parts:
 
 
 def load(config: EngineConfig) -> Parts:
-    """The model from its folder or hub id, or the built-in one, with a backend that can do what it needs."""
-    model, info = weights.load(config.model or BUILTIN, config.device, config.dtype)
-    tokenizer = Tokenizer.from_folder(info.folder) if (info.folder / "tokenizer.json").exists() else None
-    return prepare(Loaded(model, info), tokenizer, config.attention_backend)
+    """The model from its folder or hub id, or the built-in one, with the first GEMM that this machine proves sound, and a backend."""
+    refused: list[RuleError] = []
+    for gemm in linear.kernels(config.device):
+        model, info = weights.load(config.model or BUILTIN, config.device, config.dtype, gemm=gemm)
+        tokenizer = Tokenizer.from_folder(info.folder) if (info.folder / "tokenizer.json").exists() else None
+        try:
+            return prepare(Loaded(model, info), tokenizer, config.attention_backend)
+        except NotCertified as error:
+            refused.append(error)
+    raise refused[-1]
 
 
 def prepare(loaded: Loaded, tokenizer: Tokenizer | None, attention_backend: str | None = None) -> Parts:
     """Chooses a backend and proves that rows do not depend on their neighbours."""
     model, info = loaded
     backend, why = select(attention_backend, model.groups(), "cpu")
-    return Parts(model, info, tokenizer, backend, why, certify(model, backend, info.vocab_size))
+    return Parts(model, info, tokenizer, backend, why, certify(model, backend, info))
 
 
 class Engine:
     """A model, its cache and its queue. `add` jobs, call `step` while `busy`. `told` says what was chosen at start, and why."""
 
     def __init__(self, config: EngineConfig, parts: Parts) -> None:
-        if parts.info.encoder:
-            raise RuleError(
-                "the engine serves decoders and embedding models", f"{parts.info.model_type}, an encoder-decoder", "Use another model"
-            )
         self.config, self.parts = config, parts
         self.model, self.info, self.tokenizer = parts.model, parts.info, parts.tokenizer
+        self.encoder = cast(EncoderDecoder, parts.model) if self.info.encoder else None
         self.context_length = min(config.context_length or self.info.max_position, self.info.max_position)
-        cached = self.model.groups(config.page_size, config.kv_cache_dtype)
-        fresh = self.model.fresh_groups()
-        self.specs = (*cached, *fresh)
-        sizes = memory.size(cached, config, self.context_length)
-        pages = (*sizes.pages, *(0 for _ in fresh))
+        groups = Groups.of(self.model, self.encoder, config.page_size, config.kv_cache_dtype)
+        self.specs = groups.specs
+        sizes = memory.size(groups.specs[: groups.cached], config, self.context_length)
+        pages = (*sizes.pages, *(0 for _ in groups.specs[groups.cached :]))
         self.runner = Runner(self.model, self.specs, pages, parts.backend)
         pools = [PagePool(n) if n else None for n in pages]
-        kinds = Kinds(tuple(range(len(cached))) if self.info.generates else (), (), tuple(range(len(cached), len(self.specs))))
+        kinds = Kinds(groups.generate if self.info.generates else (), groups.encode, groups.embed)
         limits = Limits(config.chunked_prefill_size, config.max_running_requests, not config.disable_radix_cache)
         self.scheduler = Scheduler(self.specs, pools, kinds, limits)
         self.fingerprint = fingerprint(parts.why.partition(":")[0], parts.backend, parts.certificate)
@@ -96,20 +103,45 @@ class Engine:
         return bool(self.jobs)
 
     def add(self, prompt_ids: Sequence[int], params: SamplingParams, embed: bool = False, scores_only: bool = False) -> Job:
-        """Takes a prompt in, or says why not. `embed` and `scores_only` ask for no new tokens."""
-        ids = self._checked(prompt_ids)
+        """Takes a prompt in, or says why not. `embed` and `scores_only` ask for no new tokens. An encoder's prompt is its source."""
+        ids, source = self._placed(self._checked(prompt_ids))
         params.check_vocab(self.info.vocab_size)
+        if source and params.top_prompt_logprobs is not None:
+            raise RuleError("a prompt is scored by a decoder", "an encoder-decoder", "Score items that follow the prompt")
+        if source and embed:
+            raise RuleError("embeddings come from decoders and encoders", "an encoder-decoder", "Use it for generation")
         room = self.context_length - len(ids)
-        wants_scores = params.top_prompt_logprobs is not None
         new = 0 if embed or scores_only else params.max_tokens or room
         if new > room:
             rule = f"prompt and new tokens fit into the context of {self.context_length}"
             raise RuleError(rule, f"{len(ids)} + {new}", f"Use max_tokens of at most {max(room, 0)}, or a shorter prompt")
-        params = resolve_seed(params)
-        request = self.scheduler.add(Ask(ids, new, params.n, wants_prompt_logprobs=wants_scores, embed=embed))
-        job = Job(params, request, self.tokenizer)
-        self.jobs[request.arrival] = job
+        scored = params.top_prompt_logprobs is not None
+        ask = Ask(ids, new, params.n, wants_prompt_logprobs=scored, encoder_ids=source, embed=embed)
+        return self._take(ask, resolve_seed(params))
+
+    def add_items(self, prompt_ids: Sequence[int], items: Sequence[Sequence[int]]) -> Job:
+        """Takes one prompt and several continuations in, whose log-probabilities are wanted: one draft each, one prompt."""
+        ids, source = self._placed(self._checked(prompt_ids))
+        given = tuple(self._checked(item) for item in items)
+        longest = max(map(len, given), default=0)
+        if not given or len(ids) + longest > self.context_length:
+            rule = f"there is an item, and prompt and item fit into the context of {self.context_length}"
+            raise RuleError(rule, f"{len(given)} items, {len(ids)} + {longest} tokens", "Shorten it")
+        return self._take(Ask(ids, 0, encoder_ids=source, items=given), ITEM)
+
+    def _take(self, ask: Ask, params: SamplingParams) -> Job:
+        request = self.scheduler.add(ask)
+        job = self.jobs[request.arrival] = Job(params, request, self.tokenizer)
         return job
+
+    def _placed(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(what the decoder begins with, what the encoder reads)."""
+        if self.encoder is None:
+            return ids, ()
+        start = self.info.decoder_start_token_id
+        if start is None:
+            raise RuleError("an encoder-decoder's config names decoder_start_token_id", "none", "Add it to config.json")
+        return (start,), ids
 
     def abort(self, job: Job) -> None:
         """Ends a job now; what it has so far stays readable."""
@@ -122,7 +154,7 @@ class Engine:
         if step is None:
             return []
         try:
-            sampled = self._embed(step) if step.pieces[0].request.ask.embed else self._generate(step)
+            sampled = self._compute(step)
         except BaseException:
             self.scheduler.drop(step)
             raise
@@ -144,6 +176,18 @@ class Engine:
         ids = torch.tensor([token for piece in step.pieces for token in piece.ids], dtype=torch.long)
         return build([self.specs[g] for g in step.groups], step.works), ids
 
+    def _compute(self, step: Step) -> list[list[Token]]:
+        """The tokens of every piece: a step is of one kind."""
+        if step.groups == self.scheduler.kinds.embed:
+            return self._embed(step)
+        return self._generate(step) if step.groups == self.scheduler.kinds.generate else self._encode(step)
+
+    def _encode(self, step: Step) -> list[list[Token]]:
+        """Sources: no tokens, but keys for the decoder."""
+        assert self.encoder is not None, "only an encoder-decoder has encode steps"
+        self.runner.rows(*self._plan(step), step.groups, self.encoder.encoder_places, self.encoder.encode)
+        return [[] for _ in step.pieces]
+
     def _generate(self, step: Step) -> list[list[Token]]:
         hidden = self.runner.run(*self._plan(step), step.groups, self.model.places)
         return self._sampled(step, self.model.logits(hidden))
@@ -164,14 +208,16 @@ class Engine:
             job, scored = self.jobs[piece.request.arrival], len(piece.emit) - piece.samples
             if scored:
                 self._score(job, piece, logits[begin : begin + scored])
-            for i in range(piece.samples):
+            if piece.request.ask.items and piece.samples:
+                self._first_of_items(job, logits[begin + scored])
+            for i in range(piece.samples if not piece.request.ask.items else 0):
                 index = i if piece.samples > 1 else piece.request.index
                 rows.append(self._row(job, piece, index))
                 at.append(begin + scored + i)
                 wanted.append((job, index))
             begin += len(piece.emit)
         tokens = iter(self._choose(logits, at, rows, wanted))
-        return [[next(tokens) for _ in range(piece.samples)] for piece in step.pieces]
+        return [[NOBODY if piece.request.ask.items else next(tokens) for _ in range(piece.samples)] for piece in step.pieces]
 
     def _row(self, job: Job, piece: Piece, index: int) -> Row:
         draft, tokens = job.drafts[index], piece.request.tokens
@@ -196,11 +242,21 @@ class Engine:
         return out
 
     def _score(self, job: Job, piece: Piece, logits: Tensor) -> None:
-        """The row at position p tells of prompt token p+1."""
-        first, k = piece.cached_len + piece.emit[0] + 1, job.params.top_prompt_logprobs or 0
-        told = log_probs(logits, torch.tensor(job.prompt_ids[first : first + len(logits)]), k)
+        """The row at position p tells of token p+1, of the prompt or of an item."""
+        ask, first, k = piece.request.ask, piece.cached_len + piece.emit[0] + 1, job.params.top_prompt_logprobs or 0
+        ids, scores = (*job.prompt_ids, *(ask.items[piece.request.index] if ask.items else ())), job.prompt_scores
+        if ask.items:
+            scores = job.drafts[piece.request.index].scores
+        told = log_probs(logits, torch.tensor(ids[first : first + len(logits)]), k)
         for i in range(len(logits)):
-            job.prompt_scores.add(*_entry(told, i, k))
+            scores.add(*_entry(told, i, k))
+
+    def _first_of_items(self, job: Job, logits: Tensor) -> None:
+        """The prompt's last row tells of the first token of every item."""
+        items = job.request.ask.items
+        told = log_probs(logits.expand(len(items), -1), torch.tensor([item[0] for item in items]))
+        for i, draft in enumerate(job.drafts):
+            draft.scores.add(*_entry(told, i, 0))
 
     def _close(self, job: Job, reason: str) -> None:
         for draft in job.drafts:

@@ -13,7 +13,7 @@ import numpy as np
 from lockstep.llm.output import Chunk, Completion, Output, Top
 from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import Request, Token
-from lockstep.text.detok import Stream
+from lockstep.text.detok import Piece, Stream
 from lockstep.text.tokenizer import Tokenizer
 
 
@@ -54,9 +54,9 @@ class Draft:
     def end(self, reason: str, error: str = "") -> None:
         """Nothing more comes."""
         if self.finish is None:
-            self.finish, self.error = reason, error
-            if self.stream is not None:
-                self.pieces.append(self.stream.finish().text)
+            piece = self.stream.finish() if self.stream is not None else Piece("")
+            self.pieces.append(piece.text)
+            self.finish, self.error = "stop" if piece.stop is not None and reason == "length" else reason, error
 
     def completion(self) -> Completion:
         """The completion, frozen."""
@@ -73,7 +73,9 @@ class Job:
     def __init__(self, params: SamplingParams, request: Request, tokenizer: Tokenizer | None) -> None:
         self.params, self.request = params, request
         self.prompt_ids = request.ask.prompt
-        self.drafts = [Draft(each, self.prompt_ids, tokenizer) for each in params.completions()]
+        self.drafts = [Draft(each, self.prompt_ids, tokenizer) for each in params.completions() * len(request.ask.items or (0,))]
+        for draft, item in zip(self.drafts, request.ask.items, strict=False):
+            draft.token_ids += item
         self.prompt_scores = Scores()
         self.embedding: np.ndarray[tuple[int], np.dtype[np.float32]] | None = None
         self._told = [(0, 0)] * len(self.drafts)
@@ -100,7 +102,7 @@ class Job:
         scores, asked = self.prompt_scores, self.params.top_prompt_logprobs
         first: list[Top] = [()]
         return Output(
-            self.prompt_ids,
+            self.request.ask.encoder_ids or self.prompt_ids,
             tuple(draft.completion() for draft in self.drafts),
             self.params.seed,
             self.request.hit_len or 0,

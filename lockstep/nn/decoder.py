@@ -41,6 +41,15 @@ class Model(Protocol):
     def generates(self) -> bool: ...
 
 
+class EncoderDecoder(Model, Protocol):
+    """A model whose requests begin with a step of `encoder_groups`, which leaves the keys of its cross groups in the cache."""
+
+    def encode(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor: ...
+    def encoder_groups(self, page_size: int = 16, kv_dtype: str = "float32") -> tuple[GroupSpec, ...]: ...
+    @property
+    def encoder_places(self) -> tuple[Place, ...]: ...
+
+
 @dataclass(frozen=True)
 class BlockSpec:
     """One layer. `sandwich`: the outputs of attention and feed-forward are normed too."""

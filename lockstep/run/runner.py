@@ -6,7 +6,7 @@ emits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from lockstep.run.arena import Arena
 from lockstep.run.step import lower
 from lockstep.types import GroupSpec, Layout
 
+Forward = Callable[..., Tensor]  # ids, positions, step → rows
 IMAGE_LEN = 1 << 22  # int32 of a plan's image: 16 MB
 
 
@@ -42,8 +43,8 @@ class Runner:
         """Hidden states of the rows that the plan emits. ids [T]: the token of every row, before padding."""
         return self.rows(plan, ids, groups, places)[torch.from_numpy(plan.emit[: plan.real.emits].astype("int64"))]
 
-    def rows(self, plan: StepPlan, ids: Tensor, groups: Sequence[int], places: Sequence[Place]) -> Tensor:
-        """Hidden states of all rows, real ones only."""
+    def rows(self, plan: StepPlan, ids: Tensor, groups: Sequence[int], places: Sequence[Place], forward: Forward | None = None) -> Tensor:
+        """Hidden states of all rows, real ones only. `forward` is what runs, if not the model itself: an encoder."""
         pools = [self.pools[g] for g in groups]
         real = len(ids)
         if self.buckets is not None:
@@ -52,5 +53,5 @@ class Runner:
         if self.checks:
             check(plan, tuple(p.num_pages if p else 0 for p in pools))
         views = self.arena.load(plan)
-        hidden: Tensor = self.model(ids, views[0].positions, lower(plan, views, self.backend, pools, places))
+        hidden: Tensor = (forward or self.model)(ids, views[0].positions, lower(plan, views, self.backend, pools, places))
         return hidden[:real]

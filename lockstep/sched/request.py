@@ -18,7 +18,10 @@ from lockstep.types import RuleError
 
 @dataclass(frozen=True)
 class Ask:
-    """What is wanted. Ids are token ids; `encoder_ids` are computed, whole, before the prompt; `embed` wants rows and no tokens."""
+    """What is wanted. Ids are token ids; `encoder_ids` are computed, whole, before the prompt; `embed` wants rows and no tokens.
+
+    `items` are continuations that are given, not sampled: one fork of the prompt each, whose tokens' log-probabilities are wanted.
+    """
 
     prompt: tuple[int, ...]
     max_new_tokens: int = 16
@@ -29,6 +32,7 @@ class Ask:
     tenant: str = ""
     draft: bool = False
     embed: bool = False
+    items: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("prompt", "encoder_ids"):
@@ -37,6 +41,9 @@ class Ask:
             raise RuleError("a prompt has at least one token", "none", "Start with the beginning-of-text token")
         if self.max_new_tokens < 0 or self.n < 1:
             raise RuleError("max_new_tokens >= 0 and n >= 1", f"{self.max_new_tokens} and {self.n}", "Ask for something")
+        if self.items and (self.n > 1 or self.max_new_tokens or self.embed or self.wants_prompt_logprobs or not all(self.items)):
+            got = f"{len(self.items)} items, n={self.n}, {self.max_new_tokens} new tokens"
+            raise RuleError("items have at least one token each and are all that is asked for", got, "Ask for the rest separately")
         if self.n > 1 and (self.embed or not self.max_new_tokens):
             raise RuleError("n counts completions", f"n={self.n} and no new tokens", "Use n=1")
         if self.embed and (self.encoder_ids or self.wants_prompt_logprobs):
@@ -49,8 +56,13 @@ class Ask:
 
     @property
     def max_keys(self) -> int:
-        """Keys that the request ever writes: the last token is sampled and not computed."""
-        return len(self.prompt) + max(0, self.max_new_tokens - 1)
+        """Keys that one continuation ever writes: its last token is not computed."""
+        return len(self.prompt) + max(0, self.max_new_tokens - 1, *(len(item) - 1 for item in self.items))
+
+    @property
+    def continuations(self) -> int:
+        """How many follow the prompt."""
+        return len(self.items) or self.n
 
 
 class Token(NamedTuple):
@@ -67,7 +79,7 @@ class Request:
         self.ask, self.arrival, self.index = ask, arrival, index
         self.tokens = [*ask.prompt, *first]
         self.cached_len = 0
-        self.scored_len = 0  # prompt rows whose log-probabilities were handed out
+        self.scored_len = 0  # rows, of the prompt or of an item, whose log-probabilities were handed out
         self.hit_len: int | None = None  # keys found in the prefix cache when it was admitted first
         self.encoded = not ask.encoder_ids
         self.table: Table | None = None
@@ -91,11 +103,19 @@ class Request:
         """Whether it holds pages."""
         return self.table is not None
 
+    @property
+    def matchable(self) -> int | None:
+        """Keys that may come from the prefix cache: rows whose log-probabilities are still wanted have to be computed. None: all."""
+        if self.ask.items:
+            return max(self.scored_len, len(self.ask.prompt))
+        return self.scored_len if self.ask.wants_prompt_logprobs and self.scored_len < len(self.ask.prompt) - 1 else None
+
     def samples(self, new_len: int) -> int:
-        """Tokens sampled when the next `new_len` rows are computed: none before the last row, n at the end of the prompt."""
-        if new_len < self.rows or not self.ask.max_new_tokens:
+        """Tokens chosen when the next `new_len` rows are computed: none before the last row, one per continuation at the prompt's end."""
+        first = len(self.tokens) == len(self.ask.prompt)
+        if new_len < self.rows or not (self.ask.max_new_tokens or (self.ask.items and first)):
             return 0
-        return self.ask.n if len(self.tokens) == len(self.ask.prompt) else 1
+        return self.ask.continuations if first else 1
 
     def emits(self, new_len: int) -> int:
         """How many rows `emit` names."""
@@ -107,11 +127,14 @@ class Request:
         return (*scored, *(new_len - 1,) * self.samples(new_len))
 
     def _scored_begin(self) -> int:
-        return max(self.cached_len, self.scored_len)
+        return max(self.cached_len, self.scored_len, len(self.ask.prompt) if self.ask.items else 0)
 
     def _scored_end(self, new_len: int) -> int:
-        """The row at position p tells of token p+1, so the prompt's last row tells of no prompt token."""
-        return min(self.cached_len + new_len, len(self.ask.prompt) - 1) if self.ask.wants_prompt_logprobs else 0
+        """The row at position p tells of token p+1, so the prompt's last row tells of no prompt token; an item's rows tell of it."""
+        end = self.cached_len + new_len
+        if self.ask.items:
+            return end
+        return min(end, len(self.ask.prompt) - 1) if self.ask.wants_prompt_logprobs else 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -161,8 +161,9 @@ class Scheduler:
         if whole > size:
             rule = f"an embedding or an encoder is computed in one step, at most {size} tokens"
             raise RuleError(rule, f"{whole}", "Shorten it, or raise chunked_prefill_size")
-        if ask.n > size:
-            raise RuleError(f"a step emits at most {size} rows", f"n={ask.n}", "Lower n, or raise chunked_prefill_size")
+        if ask.continuations > size:
+            got = f"{ask.continuations} completions or items"
+            raise RuleError(f"a step emits at most {size} rows", got, "Ask for fewer, or raise chunked_prefill_size")
         for g in () if ask.embed else kind:
             need, pool = self._least(ask, g), self.pools[g]
             if pool is not None and need > pool.num_pages - 1:
@@ -182,8 +183,7 @@ class Scheduler:
             return False
         table, path = Table(self.specs, self.pools), None
         if self.limits.prefix_cache:
-            unscored = request.ask.wants_prompt_logprobs and request.scored_len < len(request.ask.prompt) - 1
-            path = self.tree.match(request.ask.root, request.tokens, table, request.scored_len if unscored else None)
+            path = self.tree.match(request.ask.root, request.tokens, table, request.matchable)
         request.table, request.path = table, path
         if self.running and not self._fits(request, table):
             self._let_go(request)
@@ -312,11 +312,13 @@ class Scheduler:
         request.cached_len += piece.new_len
         if request.ask.wants_prompt_logprobs:
             request.scored_len = max(request.scored_len, min(request.cached_len, len(request.ask.prompt) - 1))
+        elif request.ask.items:
+            request.scored_len = request.cached_len
         if request.path is not None:
             self.tree.insert(request.path, request.tokens, table, request.cached_len)
         table.release(request.cached_len)
         done = [child for i, token in enumerate(tokens[1:], 1) if (child := self._fork(request, i, token)).finish is not None]
-        request.tokens += [token.id for token in tokens[:1]]
+        request.tokens += _begin(request.ask, 0, tokens[0]) if tokens else []
         reason = self._reason(request, tokens[0] if tokens else Token(-1))
         return [self._end(request, reason), *done] if reason else done
 
@@ -324,12 +326,15 @@ class Scheduler:
         """Why a request ends here, if it does."""
         if token.stop:
             return "stop"
+        if request.ask.items:
+            whole = not request.rows or (request.index and len(request.tokens) == len(request.ask.prompt))
+            return "length" if whole else None
         new_tokens = len(request.tokens) - len(request.ask.prompt)
         return "length" if new_tokens >= request.ask.max_new_tokens and (new_tokens or not request.rows) else None
 
     def _fork(self, parent: Request, index: int, token: Token) -> Request:
         """Completion `index`, which begins with `token`: it runs on from the parent's keys, or waits if there is no room."""
-        child = Request(parent.ask, parent.arrival, index, [token.id])
+        child = Request(parent.ask, parent.arrival, index, _begin(parent.ask, index, token))
         child.family, child.hit_len, child.encoded = parent.family, parent.hit_len, not parent.ask.encoder_ids
         child.scored_len = parent.scored_len
         parent.family.append(child)
@@ -369,3 +374,8 @@ class Scheduler:
         if request.table is not None:
             request.table.close()
         request.table, request.path, request.cached_len = None, None, 0
+
+
+def _begin(ask: Ask, index: int, token: Token) -> list[int]:
+    """What follows the prompt of a continuation: the token that was chosen, or the rows of an item, whose last token is not computed."""
+    return list(ask.items[index][:-1]) if ask.items else [token.id]

@@ -28,7 +28,7 @@ from lockstep.kv.prefix import Root
 
 SOURCE = "vllm-project/vllm#36708"
 TARGET = "lockstep.kv.prefix:Prefix.match"
-CELLS = ("engine-hit/llama",)
+CELLS = ("engine-hit/llama", "engine-encoder/bart")
 RELATED = ("cve-2025-25183", "sglang-29352", "sglang-8622")
 
 
