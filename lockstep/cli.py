@@ -24,6 +24,7 @@ EXAMPLES = {
       lockstep lab run --quick --html lab.html           the quick matrix, and a page to look at
       lockstep lab show cpu/decode/window                one cell, step by step
       lockstep bench attention --json attention.json     speed of the attention backends
+      lockstep bench engine --json engine.json           speed of the whole engine, against transformers
 
     LOCKSTEP_REVERT=NAME in the environment runs any command with that historical bug put back (`lockstep lab reverts --list`).""",
     "lockstep generate": """
@@ -58,6 +59,11 @@ EXAMPLES = {
     "lockstep bench attention": """
       lockstep bench attention --quick
       lockstep bench attention --threads 2 --repeat 20 --json bench/results/attention.json""",
+    "lockstep bench engine": """
+      lockstep bench engine --quick                      everything once, small: does it run?
+      lockstep bench engine --device cpu --peer transformers --curves --json bench/results/engine-cpu.json
+      lockstep bench engine --case decode --case mixed --model builtin --repeat 5
+      lockstep bench engine --from bench/results/engine-cpu.json --markdown""",
     "lockstep check-env": """
       lockstep check-env --json -""",
 }
@@ -147,14 +153,7 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     _generate(commands)
     _lab(commands)
-    bench = _command(commands, "lockstep bench", "measure speed")
-    kinds = bench.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-    attention = _command(kinds, "lockstep bench attention", "the attention backends", bench_attention)
-    attention.add_argument("--device", choices=("cpu",), default="cpu", help="where to run (default: cpu)")
-    attention.add_argument("--quick", action="store_true", help="fewer and smaller cases")
-    attention.add_argument("--threads", type=positive, metavar="N", help="threads of the backends (default: all cores)")
-    attention.add_argument("--repeat", type=positive, metavar="N", help="measurements per case")
-    _json(attention)
+    _bench(commands)
     env = _command(commands, "lockstep check-env", "versions, processor, backends and why they work or not", check_env)
     _json(env)
     return parser
@@ -227,6 +226,27 @@ def _lab(commands: Any) -> None:
     show.add_argument("--step", type=whole, metavar="N", help="only this step, in full")
     _no_checks(show)
     _json(show)
+
+
+def _bench(commands: Any) -> None:
+    bench = _command(commands, "lockstep bench", "measure speed")
+    kinds = bench.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+    attention = _command(kinds, "lockstep bench attention", "the attention backends", bench_attention)
+    engine = _command(kinds, "lockstep bench engine", "the whole engine, against transformers in the same run", bench_engine)
+    for parser in (attention, engine):
+        parser.add_argument("--device", choices=("cpu",), default="cpu", help="where to run (default: cpu)")
+        parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
+        parser.add_argument("--threads", type=positive, metavar="N", help="threads of every contender (default: all cores)")
+        parser.add_argument("--repeat", type=positive, metavar="N", help="measurements per case (default: 3)")
+        _json(parser)
+    engine.add_argument("--peer", choices=("transformers", "none"), default="transformers", help="against whom (default: transformers)")
+    engine.add_argument("--model", action="append", choices=("builtin", "100m"), help="only with this model; repeatable (default: both)")
+    cases = ("decode", "mixed", "prefix", "scheduler", "start")
+    engine.add_argument("--case", action="append", choices=cases, help="only this case; repeatable (default: all)")
+    engine.add_argument("--curves", action="store_true", help="also measure how speed scales, and draw it")
+    engine.add_argument("--svg-dir", default="docs", metavar="DIR", help="where the curves are drawn (default: docs)")
+    engine.add_argument("--from", dest="source", metavar="F", help="run nothing: print and draw from an earlier `--json F`")
+    engine.add_argument("--markdown", action="store_true", help="print the results as a table for a page")
 
 
 def _command(commands: Any, prog: str, says: str, call: Callable[[argparse.Namespace], int] | None = None) -> Parser:
@@ -324,9 +344,16 @@ def lab_show(args: argparse.Namespace) -> int:
 
 def bench_attention(args: argparse.Namespace) -> int:
     """`bench attention`."""
-    import importlib
+    from lockstep.bench import attention
 
-    return int(importlib.import_module("lockstep.bench.attention").run(args) or 0)
+    return attention.run(args)
+
+
+def bench_engine(args: argparse.Namespace) -> int:
+    """`bench engine`."""
+    from lockstep.bench import engine
+
+    return engine.run(args)
 
 
 def check_env(args: argparse.Namespace) -> int:

@@ -25,7 +25,9 @@ def test_help_is_quick_and_needs_no_torch():
     assert "lockstep lab run" in run.stdout
 
 
-@pytest.mark.parametrize("command", ["", "lab", "lab run", "lab reverts", "lab matrix", "lab show", "bench attention", "check-env"])
+@pytest.mark.parametrize(
+    "command", ["", "lab", "lab run", "lab reverts", "lab matrix", "lab show", "bench attention", "bench engine", "check-env"]
+)
 def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stop:
         cli.main([*command.split(), "--help"])
@@ -68,6 +70,8 @@ def test_a_slip_is_one_line_with_a_suggestion(line: str, hint: str, capsys: pyte
         ("lab show nobody/decode/dense", "a backend is one of"),
         ("lab show cpu/embed/dense", "makes sense"),
         ("lab show cpu/decode/head-20", "head size 20"),
+        ("lab show cpu/decode/llama", "a cell is backend/recipe/feature"),
+        ("lab show reference/engine-hit/llama", "promises no bits"),
         ("lab show reference/empty/dense --step 9", "has the steps 0 to"),
         ("lab run --recipe decod", "Did you mean decode"),
         ("lab run --backend cpu --recipe embed --feature dense", "makes sense"),

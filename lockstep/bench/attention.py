@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.attention import select
-from lockstep.bench.machine import environment, race
+from lockstep.bench.machine import place, race
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
 from lockstep.kv.spec import group_bytes
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         results.append(measure(case, args.repeat or 3))
         print(results[-1], file=sys.stderr, flush=True)
     document = {
-        "environment": environment(),
+        "environment": place(torch.get_num_threads()),
         "page_size": PAGE,
         "cases": [asdict(r) for r in results],
         "plan_check_us": checks,

@@ -1,24 +1,26 @@
-"""What a benchmark ran on, and whether anybody disturbed it.
+"""Timing on a machine that others use too: who disturbed a run, and what to do about it.
 
 Timings on shared machines lie; so a run records the CPU time that others took (from /proc/stat, where there is one) and a disturbed run
-does not count. Knows clocks and versions, and nothing of what is measured.
+does not count. `race` is for calls of microseconds, `turns` for measurements of seconds. Knows clocks, and nothing of what is measured.
 """
 
 from __future__ import annotations
 
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lockstep.lab.document import command_line
+from lockstep.lab.environment import environment
+
 BLOCKS = 4  # turns per contender in a run
 QUIET = 0.05  # of the machine's CPU time may go to others in an undisturbed run
+PATIENCE_S = 30.0  # to wait for others to be done, before a disturbed measurement is repeated
 
 
 @dataclass
@@ -43,10 +45,14 @@ def watched() -> Iterator[Quiet]:
 
 @dataclass
 class Timing:
-    """Seconds of each contender, one entry per run; `quiet` says that no run was disturbed."""
+    """What each contender took, one entry per run; `others` is the fraction of the machine that others used meanwhile.
+
+    `quiet` says that no run was disturbed.
+    """
 
     runs: dict[str, list[float]] = field(default_factory=dict)
     quiet: bool = True
+    others: dict[str, list[float]] = field(default_factory=dict)
 
     def median(self, name: str) -> float:
         return statistics.median(self.runs[name])
@@ -69,6 +75,55 @@ def race(contenders: dict[str, Callable[[], object]], runs: int, seconds: float,
     return timing
 
 
+def turns(contenders: Mapping[str, Callable[[int], float]], runs: int, say: Callable[[str], None], tries: int) -> Timing:
+    """Measures the contenders in turns, `runs` times each. A disturbed measurement is repeated, at most `tries` times; the quietest counts.
+
+    A contender is called with a number that it never sees twice, from 1 on, and returns its result in whatever unit it likes.
+    """
+    timing = Timing({name: [] for name in contenders}, True, {name: [] for name in contenders})
+    for run in range(runs):
+        for name, measure in contenders.items():
+            found: list[tuple[float, float]] = []
+            while len(found) <= tries and (not found or min(found)[0] > QUIET):
+                say(f"{name}, run {run + 1} of {runs}{f', disturbed, try {len(found) + 1}' if found else ''}")
+                if found:
+                    wait_for_quiet()
+                with watched() as quiet:
+                    value = measure(1 + run * (tries + 1) + len(found))
+                found.append((quiet.others, value))
+            others, value = min(found)
+            timing.quiet &= others <= QUIET
+            timing.others[name].append(round(others, 3))
+            timing.runs[name].append(value)
+    return timing
+
+
+def wait_for_quiet() -> None:
+    """Returns when nobody else works, or when patience is at its end."""
+    end = time.perf_counter() + PATIENCE_S
+    while time.perf_counter() < end:
+        with watched() as quiet:
+            time.sleep(0.5)
+        if quiet.undisturbed:
+            return
+
+
+def place(threads: int) -> dict[str, object]:
+    """Where, with how many threads and by which command: the head of a benchmark's document."""
+    return {**environment(), "threads": threads, "command": command_line()}
+
+
+def note(text: str) -> None:
+    """What is going on, on stderr: on a terminal a line that the next one replaces."""
+    live = sys.stderr.isatty()
+    print(f"\r\x1b[K{text} ..." if live else f"{text} ...", file=sys.stderr, end="" if live else "\n", flush=True)
+
+
+def tell(text: str) -> None:
+    """A line on stderr that stays."""
+    print(f"\r\x1b[K{text}" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+
+
 def _run(contenders: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
     """Blocks of calls, the contenders taking turns: within a block nobody else's waiting threads hold the cores."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
@@ -84,51 +139,6 @@ def _run(contenders: dict[str, Callable[[], object]], seconds: float) -> dict[st
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def environment() -> dict[str, object]:
-    """Hardware and versions."""
-    import llvmlite
-    import numba
-    import numpy
-    import torch
-
-    return {
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "platform": platform.platform(terse=True),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numba": numba.__version__,
-        "llvmlite": llvmlite.__version__,
-        "numpy": numpy.__version__,
-        "commit": commit(),
-        "command": "lockstep " + " ".join(sys.argv[1:]),
-    }
-
-
-def cpu_name() -> str:
-    """The processor as the system names it, with the vector sets that matter."""
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return platform.processor()
-    fields = dict(line.split("\t: ", 1) for line in info.read_text().splitlines() if "\t: " in line)
-    flags = fields.get("flags", "").split()
-    return " ".join([fields.get("model name", "unknown"), *(f for f in ("avx2", "avx512f") if f in flags)])
-
-
-def commit() -> str:
-    """The commit of the checkout the package lies in, with + for local changes; '' outside of one."""
-    here = Path(__file__).parent
-    try:
-        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-        dirty = subprocess.run(
-            ["git", "status", "--porcelain", "-uno"], cwd=here, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return head + ("+" if dirty else "")
-
-
 def _busy() -> float:
     """CPU seconds the whole machine has worked, time stolen from it included."""
     stat = Path("/proc/stat")
@@ -139,5 +149,6 @@ def _busy() -> float:
 
 
 def _own() -> float:
+    """CPU seconds of this process and of the children that have ended."""
     times = os.times()
-    return times.user + times.system
+    return times.user + times.system + times.children_user + times.children_system

@@ -1,0 +1,107 @@
+"""The results of `bench engine` for people: one line per case, and a table for docs/performance.md.
+
+Both are made from the document alone, so that they can be printed again from a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MARKS = {True: "ok ", False: "LOW", None: "-- "}
+SAYS = {
+    "decode": "decode, batch 1",
+    "mixed": "requests of mixed lengths",
+    "prefix": "first token behind a cached prefix",
+    "scheduler": "schedule, build, check and commit",
+    "start": "`lockstep generate`, first token",
+}
+NAMES = {"": "", "builtin": "built-in", "100m": "100 M llama"}
+CONTENDERS = {
+    "generate": "transformers `generate`",
+    "static": "transformers static batch",
+    "continuous": "transformers continuous batching",
+    "cold": "the same prompt cold",
+}
+
+
+def line(case: Mapping[str, Any]) -> str:
+    """One case: verdict, value, ratios with their targets, and what went wrong."""
+    value = f"{case['values']['lockstep']:10.3f} {case['unit']}"
+    if case["limit"] is not None:
+        value += f" (<= {case['limit']:g})"
+    told = [f"{name} x{ratio:.2f}{_least(case, name)}" for name, ratio in case["ratios"].items()]
+    told += [f"{name} failed: {why}" for name, why in case["more"].get("errors", {}).items()]
+    if not case["undisturbed"]:
+        told.append("disturbed")
+    return "  ".join([f"{MARKS[case['met']]} {case['case']:15}{value}", *told])
+
+
+def summary(document: Mapping[str, Any]) -> str:
+    """How many cases reach their targets, and which do not."""
+    judged = [c for c in document["cases"] if c["met"] is not None]
+    missed = [c["case"] for c in judged if not c["met"]]
+    disturbed = open_targets(document)
+    rest = len(document["cases"]) - len(judged) - len(disturbed)
+    told = f"{len(judged) - len(missed)} of {len(judged)} judged cases reach their targets"
+    told += f": not {'; '.join(missed)}" if missed else ""
+    told += f"; disturbed, so not judged: {', '.join(disturbed)}" if disturbed else ""
+    return told + (f"; {rest} measured without a target to judge" if rest else "")
+
+
+def open_targets(document: Mapping[str, Any]) -> list[str]:
+    """Cases whose targets could not be judged because others used the machine."""
+    found = [c for c in document["cases"] if not document["quick"] and not c["undisturbed"]]
+    return [c["case"] for c in found if c["limit"] is not None or set(c["targets"]) & {*c["ratios"], *c["more"].get("errors", {})}]
+
+
+def plain(document: Mapping[str, Any]) -> str:
+    """All cases, one line each, and the sum of it."""
+    return "\n".join([*(line(c) for c in document["cases"]), summary(document)])
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """Where it ran, and one row per case and contender."""
+    place = document["environment"]
+    rows = [
+        f"`{place['command']}`; {place['cpu']}, {place['threads']} threads, torch {place['torch']}, transformers {place['transformers']}, "
+        f"Numba {place['numba']}, commit {place['commit']}; fp32, median of {document['repeat']} runs.",
+        "",
+        "| case | model | Lockstep | against | theirs | ratio | target |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for case in document["cases"]:
+        says = f"| {SAYS[case['kind']]} | {NAMES[case['model']]} | {_number(case['values']['lockstep'])} {case['unit']}{_star(case)} |"
+        errors = case["more"].get("errors", {})
+        if case["limit"] is not None:
+            target = f"≤ {case['limit']:g}"
+            rows.append(f"{says} | | | {_judged(target, case['values']['lockstep'] <= case['limit'], case)} |")
+        for name, ratio in case["ratios"].items():
+            least = case["targets"].get(name)
+            told = "" if least is None else _judged(f"≥ {least:g}", ratio >= least, case)
+            rows.append(f"{says} {CONTENDERS[name]} | {_number(case['values'][name])} | {ratio:.2f} | {told} |")
+        rows += [f"{says} {CONTENDERS[name]} | failed: {why} | | |" for name, why in errors.items()]
+        if case["limit"] is None and not case["ratios"] and not errors:
+            rows.append(f"{says} | | | |")
+    if document["quick"]:
+        rows += ["", "Small sizes (`--quick`): these numbers compare nothing."]
+    if any(not c["undisturbed"] for c in document["cases"]):
+        rows += ["", "\\* others used the processor meanwhile: not judged."]
+    return "\n".join(rows)
+
+
+def _least(case: Mapping[str, Any], name: str) -> str:
+    least, aim = case["targets"].get(name), case["aims"].get(name)
+    return "" if least is None else f" (>= {least:g}{f', aim {aim:g}' if aim is not None else ''})"
+
+
+def _star(case: Mapping[str, Any]) -> str:
+    return "" if case["undisturbed"] else " \\*"
+
+
+def _judged(target: str, reached: bool, case: Mapping[str, Any]) -> str:
+    return f"{target}, not judged" if case["met"] is None else f"{target}, {'reached' if reached else 'missed'}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

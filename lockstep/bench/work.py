@@ -1,0 +1,114 @@
+"""What the contenders are given, and Lockstep's own way of doing it.
+
+`Work` is prompts of random tokens and how many new tokens each gets; `Played` is what came out and when. `Ours` is an engine as a user
+has it, driven as `LLM.generate` drives it: the prefix cache is on, and no prompt comes twice unless a case is about that.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from time import perf_counter
+
+from lockstep.config import EngineConfig
+from lockstep.llm.engine import Engine, load
+from lockstep.llm.job import Job
+from lockstep.sample.params import SamplingParams
+
+Tokens = tuple[int, ...]
+
+CACHE_TOKENS = 65_536
+FIRST_ID = 4  # ids below it have a meaning of their own in both models
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts, and the number of new tokens of each."""
+
+    prompts: tuple[Tokens, ...]
+    news: tuple[int, ...]
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(self.news)
+
+    def first(self, most: int) -> Work:
+        """The same prompts with at most so many new tokens."""
+        return replace(self, news=tuple(min(n, most) for n in self.news))
+
+
+@dataclass(frozen=True)
+class Played:
+    """New tokens per prompt, seconds until all had their first one and until the end, and keys found in the prefix cache."""
+
+    tokens: tuple[Tokens, ...]
+    first_s: float
+    seconds: float
+    cached: tuple[int, ...] = ()
+
+
+def prompts(lens: Sequence[int], vocab_size: int, seed: int) -> tuple[Tokens, ...]:
+    """Random prompts of these lengths: a function of the seed."""
+    rng = random.Random(seed)
+    return tuple(tuple(rng.randrange(FIRST_ID, vocab_size) for _ in range(n)) for n in lens)
+
+
+def mixed_lens(count: int, ins: tuple[int, int], outs: tuple[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Lengths of prompts and numbers of new tokens of the mixed case: always the same ones."""
+    rng = random.Random(0)
+    pairs = [(rng.randint(*ins), rng.randint(*outs)) for _ in range(count)]
+    return tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
+
+
+class Ours:
+    """An engine with one model. `model` is a folder, or None for the built-in one."""
+
+    def __init__(self, model: str | None) -> None:
+        self.config = EngineConfig(model=model, max_total_tokens=CACHE_TOKENS)
+        self.parts = load(self.config)
+        self.engine = Engine(self.config, self.parts)
+
+    @cached_property
+    def crowd(self) -> Engine:
+        """The same model with room for 256 running requests."""
+        return Engine(replace(self.config, max_running_requests=256), self.parts)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.engine.info.vocab_size
+
+    def play(self, work: Work) -> Played:
+        """All of it as one batch, greedy, to the asked length."""
+        begin, first_s = perf_counter(), 0.0
+        jobs = _add(self.engine, work)
+        while self.engine.busy:
+            self.engine.step()
+            if not first_s and all(job.drafts[0].token_ids for job in jobs):
+                first_s = perf_counter() - begin
+        seconds = perf_counter() - begin
+        tokens = tuple(tuple(job.drafts[0].token_ids) for job in jobs)
+        return Played(tokens, first_s, seconds, tuple(job.request.hit_len or 0 for job in jobs))
+
+    def step_s(self, many: tuple[Tokens, ...], steps: int) -> float:
+        """Seconds per step while all of them decode."""
+        engine, slack = self.crowd, len(many) // 16 + 4  # those that start first are a few tokens ahead
+        jobs = _add(engine, Work(many, (steps + slack,) * len(many)))
+        try:
+            while not all(job.drafts[0].token_ids for job in jobs):
+                engine.step()
+            begin = perf_counter()
+            for _ in range(steps):
+                engine.step()
+            seconds = perf_counter() - begin
+            assert not any(job.done for job in jobs), "a request ended while it was measured"
+        finally:
+            for job in jobs:
+                engine.abort(job)
+        return seconds / steps
+
+
+def _add(engine: Engine, work: Work) -> list[Job]:
+    asked = (SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, seed=0) for n in work.news)
+    return [engine.add(prompt, params) for prompt, params in zip(work.prompts, asked, strict=True)]

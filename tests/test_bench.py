@@ -1,0 +1,164 @@
+"""The benchmark of the whole engine: its command, its document, its pictures. What is fast is nobody's business here."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from lockstep import cli
+from lockstep.bench import curves, machine, table
+from lockstep.bench.cases import CASES, Case, judge
+from lockstep.bench.rig import FULL, QUICK, Rig
+from lockstep.bench.svg import Chart, linear_ticks, log_ticks, svg
+from lockstep.bench.work import mixed_lens, prompts
+
+QUICKLY = ["bench", "engine", "--quick", "--model", "builtin", "--peer", "none"]
+PLACE = {
+    "command": "lockstep bench engine",
+    "cpu": "a <fast> one",
+    "threads": 2,
+    "torch": "2",
+    "transformers": "5",
+    "numba": "0",
+    "commit": "c",
+}
+
+
+def case(**changes: object) -> dict[str, object]:
+    """A case of a document."""
+    base = {"case": "mixed builtin", "kind": "mixed", "model": "builtin", "unit": "tokens per second", "limit": None, "met": True}
+    base |= {"values": {"lockstep": 400.0, "static": 100.0}, "ratios": {"static": 4.0}, "targets": {"static": 2.5}, "aims": {"static": 4.0}}
+    return base | {"undisturbed": True, "more": {}} | changes
+
+
+def test_the_command_writes_one_document(capsys: pytest.CaptureFixture[str]):
+    assert cli.main([*QUICKLY, "--case", "decode", "--json", "-"]) == 0
+    said = capsys.readouterr()
+    doc = json.loads(said.out)
+    assert {"python", "torch", "transformers", "cpu", "cores", "commit", "threads", "command"} <= set(doc["environment"])
+    (decode,) = doc["cases"]
+    assert (decode["case"], decode["unit"], decode["met"]) == ("decode builtin", "ms per token", None), "no peer, nothing to judge"
+    assert decode["values"]["lockstep"] > 0 and len(decode["runs"]["lockstep"]) == len(decode["others"]["lockstep"]) == doc["repeat"] == 1
+    assert doc["models"]["builtin"]["parameters"] == 7_607_552
+    assert "decode builtin" in said.err
+
+
+def test_a_document_is_printed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    low = case(case="mixed 100m", model="100m", met=False, more={"errors": {"continuous": "MemoryError: none left"}})
+    start = case(case="start builtin", kind="start", unit="s", limit=6.0, values={"lockstep": 2.5}, ratios={}, targets={}, aims={})
+    doc = {"environment": PLACE, "quick": False, "repeat": 3, "cases": [case(), low, start]}
+    path = tmp_path / "doc.json"
+    path.write_text(json.dumps(doc))
+    assert cli.main(["bench", "engine", "--from", str(path)]) == 1, "a target was missed"
+    first, second, third, total = capsys.readouterr().out.splitlines()
+    assert first.startswith("ok ") and "static x4.00 (>= 2.5, aim 4)" in first
+    assert second.startswith("LOW") and "continuous failed: MemoryError: none left" in second
+    assert "(<= 6)" in third and "2 of 3" in total and "mixed 100m" in total
+    assert cli.main(["bench", "engine", "--from", str(path), "--markdown"]) == 1
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert {row.count("|") for row in rows} == {8}, "every row has the same columns"
+    assert any("transformers static batch | 100 | 4.00 | ≥ 2.5, reached" in row for row in rows)
+    assert any("≤ 6, reached" in row for row in rows)
+
+
+def test_a_disturbed_run_proves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """With one of two cores taken, a contender that spins at barriers was twenty times slower: a fine ratio, and a wrong one."""
+    path = tmp_path / "doc.json"
+    path.write_text(json.dumps({"environment": PLACE, "quick": False, "repeat": 3, "cases": [case(met=None, undisturbed=False)]}))
+    assert cli.main(["bench", "engine", "--from", str(path)]) == 1
+    line, total = capsys.readouterr().out.splitlines()
+    assert line.startswith("-- ") and line.endswith("disturbed") and "disturbed, so not judged: mixed builtin" in total
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("--from nowhere.json", "nowhere.json"),
+        ("--case start --model 100m", "start is measured with builtin"),
+        ("--threads 4096", "--threads is at most"),
+    ],
+)
+def test_a_users_error_is_one_line(line: str, hint: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["bench", "engine", *line.split()]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("lockstep: ") and said.err.count("\n") == 1 and hint in said.err, said.err
+
+
+@pytest.mark.parametrize(("line", "hint"), [("--case decod", "Did you mean decode?"), ("--peer vllm", "none of transformers, none")])
+def test_a_slip_suggests(line: str, hint: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", "engine", *line.split()])
+    assert stop.value.code == 2 and hint in capsys.readouterr().err
+
+
+def test_curves_without_any_in_the_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "doc.json"
+    path.write_text(json.dumps({"environment": PLACE, "quick": False, "repeat": 3, "cases": []}))
+    assert cli.main(["bench", "engine", "--from", str(path), "--curves", "--svg-dir", str(tmp_path)]) == 2
+    assert "a document with curves" in capsys.readouterr().err
+
+
+def test_a_peer_that_gives_no_number_is_a_target_missed():
+    wants = Case("mixed", "builtin", "tokens per second", {"continuous": 1.8})
+    full, alone, small = Rig(FULL, 1, True), Rig(FULL, 1, False), Rig(QUICK, 1, True)
+    assert judge(wants, {"lockstep": 1.0}, {"continuous": 1.8}, full) is True
+    assert judge(wants, {"lockstep": 1.0}, {"continuous": 1.7}, full) is False
+    assert judge(wants, {"lockstep": 1.0}, {}, full) is False
+    assert judge(wants, {"lockstep": 1.0}, {}, alone) is None
+    assert judge(wants, {"lockstep": 1.0}, {"continuous": 1.7}, small) is None
+    limited = Case("scheduler", "", "ms per step", limit=1.0)
+    assert [judge(limited, {"lockstep": ms}, {}, alone) for ms in (1.0, 1.1)] == [True, False]
+
+
+def test_every_case_can_be_printed():
+    assert {c.kind for c in CASES} == set(table.SAYS) and {c.model for c in CASES} == set(table.NAMES)
+
+
+def test_a_disturbed_measurement_is_repeated_with_new_prompts(monkeypatch: pytest.MonkeyPatch):
+    """The same prompt again would hit the prefix cache, and look fast."""
+    monkeypatch.setattr(machine, "QUIET", -1.0)  # nothing is quiet enough
+    monkeypatch.setattr(machine, "PATIENCE_S", 0.0)
+    seen: list[int] = []
+    timing = machine.turns({"a": lambda seed: seen.append(seed) or float(seed)}, 2, lambda text: None, tries=2)
+    assert seen == [1, 2, 3, 4, 5, 6] and not timing.quiet
+    assert len(timing.runs["a"]) == len(timing.others["a"]) == 2
+
+
+def test_work_is_a_function_of_its_seed():
+    assert prompts((5, 9), 100, 3) == prompts((5, 9), 100, 3) != prompts((5, 9), 100, 4)
+    assert prompts((9,), 100, 3)[0][:5] == prompts((5,), 100, 3)[0], "a shorter prompt is the beginning of a longer one"
+    ins, outs = mixed_lens(32, (16, 512), (16, 256))
+    assert (len(ins), min(ins) >= 16, max(ins) <= 512, min(outs) >= 16, max(outs) <= 256) == (32, True, True, True, True)
+
+
+def test_ticks():
+    assert linear_ticks(7600) == [0, 1000, 2000, 3000, 4000, 5000, 6000, 7000, 8000]
+    assert linear_ticks(0.8) == [0, 0.2, 0.4, 0.6, 0.8]
+    assert log_ticks(3.5, 95) == [2, 5, 10, 20, 50, 100]
+
+
+@pytest.mark.parametrize("log_y", [False, True])
+def test_a_chart_is_well_formed_and_inside_its_frame(log_y: bool):
+    text = svg(Chart("A <title>", "where & when", "requests", "tokens per second", (1, 4, 16), {"a": (3, 9, 30), "b": (2, 5)}, log_y))
+    root = ET.fromstring(text)
+    space = "{http://www.w3.org/2000/svg}"
+    lines = [[tuple(map(float, p.split(","))) for p in line.attrib["points"].split()] for line in root.iter(f"{space}polyline")]
+    assert [len(line) for line in lines] == [3, 2], "a line may end early"
+    assert all(72 <= x <= 620 and 78 <= y <= 318 for line in lines for x, y in line), lines
+    assert lines[0][1][0] - lines[0][0][0] == pytest.approx(lines[0][2][0] - lines[0][1][0], abs=0.2), "x is in powers of two"
+    assert lines[0][0][1] > lines[0][2][1], "more is higher up"
+    words = {"".join(t.itertext()) for t in root.iter(f"{space}text")}
+    assert {"A <title>", "where & when", "requests", "tokens per second", "1", "4", "16"} <= words
+
+
+def test_curves_are_drawn_with_their_hardware(tmp_path: Path):
+    lines = {"Lockstep": [1.0, 2.0]}
+    measured = {
+        "requests": {"x": [1, 2], "unit": "u", "context": 128, "lines": lines},
+        "context": {"x": [1, 2], "unit": "u", "lines": lines},
+    }
+    for path in curves.draw(measured, PLACE, str(tmp_path / "docs")):
+        assert "a &lt;fast&gt; one, 2 threads, fp32, commit c" in path.read_text()
