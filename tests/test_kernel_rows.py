@@ -53,6 +53,17 @@ def test_rotation(d, half, interleaved):
     assert torch.equal(invariant(lambda x, c, s: rows.rotate(x, c, s, interleaved), x, cos[:, 0], sin[:, 0]), want)
 
 
+@pytest.mark.parametrize(("d", "half"), [(8, 4), (64, 32), (64, 16), (72, 20)])
+@pytest.mark.parametrize("normed", [False, True])
+def test_heads_are_normed_and_rotated_together(d, half, normed):
+    x, angle = noise(60, 9, d)[:, :8], noise(60, half, seed=2)
+    weights = (noise(d, seed=3), noise(d, seed=4))
+    parts = x.split((6, 2), 1)
+    want = [rows.rotate(rows.rms_norm(p, w, 1e-6) if normed else p, angle.cos(), angle.sin(), False) for p, w in zip(parts, weights)]
+    have = rows.place_heads(x, 6, weights if normed else None, 1e-6, (angle.cos(), angle.sin()))
+    assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(have, want, strict=True))
+
+
 @pytest.mark.parametrize("n", SIZES)
 def test_silu_gate(n):
     x = noise(200, 2 * n) * 40
@@ -119,5 +130,6 @@ def test_a_call_does_not_wait_for_a_helper_that_is_asleep():
     mailbox = threads.HELP.address  # nobody looks into it
     y = torch.empty(9, 500)
     entries = (x.data_ptr(), 280, weight.data_ptr(), y.data_ptr(), 9, 70, 500, len(weight), len(weight), 0, 0)
-    threads.compiled()[0](gemm.work().address, 3, mailbox, np.array(entries, np.int64))
+    record = np.array(entries, np.int64)
+    threads.compiled()[0](gemm.work().address, 3, mailbox, record.ctypes.data)
     assert torch.equal(y, want)

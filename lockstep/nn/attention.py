@@ -14,8 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lockstep.kernels.cpu import rows
 from lockstep.nn.linear import Linear
-from lockstep.nn.norm import RMSNorm, RMSSpec
+from lockstep.nn.norm import RMSNorm, RMSSpec, on_cpu
 from lockstep.nn.rope import Angles, Rope
 from lockstep.nn.source import Weights
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
@@ -89,12 +90,21 @@ class Dense:
     def __call__(self, x: Tensor, turns: Turns, step: Step) -> Tensor:
         s = self.spec
         counts = [s.heads, s.kv_heads, s.kv_heads]
-        q, k, v = self.qkv(x).view(len(x), sum(counts), s.head_dim).split_with_sizes(counts, 1)
+        heads = self.qkv(x).view(len(x), sum(counts), s.head_dim)
+        if s.rope and not s.rope.interleaved and on_cpu(heads):
+            q, k = self._placed(heads[:, : s.heads + s.kv_heads], turns[s.rope])
+            return self.out(step.attend(self.index, q, k, heads[:, s.heads + s.kv_heads :]).flatten(1))
+        q, k, v = heads.split_with_sizes(counts, 1)
         if self.norms:
             q, k = self.norms[0](q), self.norms[1](k)
         if s.rope:
             q, k = s.rope.rotate(q, turns[s.rope]), s.rope.rotate(k, turns[s.rope])
         return self.out(step.attend(self.index, q, k, v).flatten(1))
+
+    def _placed(self, heads: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """Norms and rotation of queries and keys in one call: the bits of the lines above it."""
+        weights = (self.norms[0].weight, self.norms[1].weight) if self.norms else None
+        return rows.place_heads(heads, self.spec.heads, weights, self.norms[0].eps if self.norms else 0.0, angles)
 
     def group(self) -> GroupSpec:
         """The layer as a group of its own."""

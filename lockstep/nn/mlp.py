@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lockstep.kernels.cpu import rows
 from lockstep.nn.linear import Linear
+from lockstep.nn.norm import on_cpu
 from lockstep.nn.source import Weights
 from lockstep.types import RuleError
 
@@ -69,7 +70,7 @@ class Glu:
     act: Activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.act is silu and x.dtype is torch.float32 and x.device.type == "cpu":
+        if self.act is silu and on_cpu(x):
             return rows.silu_gate(x)
         gate, up = x.chunk(2, -1)
         return self.act(gate) * up

@@ -12,6 +12,11 @@ from lockstep.kernels.cpu import rows
 from lockstep.nn.source import Weights
 
 
+def on_cpu(x: Tensor) -> bool:
+    """Whether the row kernels of the CPU take x."""
+    return x.dtype is torch.float32 and x.device.type == "cpu"
+
+
 @dataclass(frozen=True, eq=False)
 class RMSNorm:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension."""
@@ -20,7 +25,7 @@ class RMSNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype is torch.float32 and x.device.type == "cpu":
+        if on_cpu(x):
             return rows.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x.float(), x.shape[-1:], self.weight, self.eps).to(x.dtype)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.cpu import rows
+from lockstep.nn.norm import on_cpu
 from lockstep.types import RuleError
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -51,7 +52,7 @@ class Rope:
 
     def rotate(self, x: Tensor, angles: Angles) -> Tensor:
         """x [T, heads, d]: its first dim columns turned, the rest as they are. The result has the halves layout."""
-        if x.dtype is torch.float32 and x.device.type == "cpu":
+        if on_cpu(x):
             return rows.rotate(x, angles.cos, angles.sin, self.interleaved)
         dim = 2 * len(self.inv_freq)
         part, rest = x[..., :dim].float(), x[..., dim:]

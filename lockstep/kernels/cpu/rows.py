@@ -38,8 +38,9 @@ from lockstep.kernels.cpu.threads import relinked
 from lockstep.order import LANES, LOG2E
 
 UNIT = 1 << 14  # elements that are worth a thread
-NORM, TURN, GATE = 0, 1, 2  # what is done to a row
-COUNTER = 13  # entries before the counter
+NORM, TURN, GATE, HEADS = 0, 1, 2, 3  # what is done to a row
+FIXED, MORE = 9, 7  # entries of every record, and of those that depend on what is done
+COUNTER = FIXED + MORE
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -56,6 +57,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return _run(TURN, x, cos.data_ptr(), sin.data_ptr(), cos.shape[-1], int(interleaved))
 
 
+def place_heads(
+    x: Tensor, heads: int, weights: tuple[Tensor, Tensor] | None, eps: float, angles: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    x: Tensor, heads: int, weights: tuple[Tensor, Tensor] | None, eps: float, angles: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """x [t, heads + kv_heads, d], queries then keys: both normed, with a weight each, if there are any, and rotated; q and k, contiguous.
+
+    The same bits as `rms_norm` and `rotate`, in one call.
+    """
+    (t, both, d), (cos, sin) = x.shape, angles
+    y = torch.empty(t * both * d)
+    norms = (0, 0) if weights is None else (weights[0].data_ptr(), weights[1].data_ptr())
+    _call(HEADS, x, y, d, (norms[0], _bits(eps), cos.data_ptr(), sin.data_ptr(), cos.shape[-1], norms[1], heads))
+    return y[: t * heads * d].view(t, heads, d), y[t * heads * d :].view(t, both - heads, d)
+
+
 def silu_gate(x: Tensor) -> Tensor:
     """silu(gate) · up of [t, gate then up]."""
     return _run(GATE, x)
@@ -65,14 +82,17 @@ def _run(what: int, x: Tensor, *more: int) -> Tensor:
     """One call over the rows of x: [outer, n] or [outer, inner, n]."""
     n = x.shape[-1] // 2 if what == GATE else x.shape[-1]
     y = torch.empty(*x.shape[:-1], n)
-    outer, inner = (x.shape[0], 1) if x.ndim == 2 else x.shape[:2]
-    if y.numel() == 0:
-        return y
-    strides = (4 * x.stride(0), 0 if x.ndim == 2 else 4 * x.stride(1))
-    each = max(1, UNIT // (inner * n))
-    entries = (what, x.data_ptr(), *strides, y.data_ptr(), outer, inner, n, each, *more, *(0,) * (4 - len(more)))
-    threads.run(work(), entries, -(-outer // each))
+    _call(what, x, y, n, (*more, *(0,) * (MORE - len(more))))
     return y
+
+
+def _call(what: int, x: Tensor, y: Tensor, n: int, more: tuple[int, ...]) -> None:
+    shape, strides = x.shape, x.stride()
+    outer, inner, inner_stride = (shape[0], 1, 0) if len(shape) == 2 else (shape[0], shape[1], 4 * strides[1])
+    if outer and inner:
+        each = max(1, UNIT // (inner * n))
+        entries = (what, x.data_ptr(), 4 * strides[0], inner_stride, y.data_ptr(), outer, inner, n, each, *more)
+        threads.run(work(), entries, -(-outer // each))
 
 
 def _bits(value: float) -> int:
@@ -83,7 +103,7 @@ def _bits(value: float) -> int:
 
 
 def units(at: Any) -> None:
-    """Take units of rows until none is left. The record is `_run`'s entries."""
+    """Take units of rows until none is left. The record is `_call`'s entries."""
     record = int64_at(at)
     what, outer, inner, n, each = record[0], record[5], record[6], record[7], record[8]
     first = take(at + 8 * COUNTER) * each
@@ -92,17 +112,29 @@ def units(at: Any) -> None:
             for j in range(inner):
                 x, y = record[1] + i * record[2] + j * record[3], record[4] + 4 * n * (i * inner + j)
                 if what == NORM:
-                    norm(record, x, y, n)
+                    norm(x, y, n, record[9], record[10])
                 elif what == TURN:
-                    turn(record, i, x, y, n)
-                else:
+                    turn(x, y, n, i, record[9], record[10], record[11], record[12])
+                elif what == GATE:
                     gate(x, y, n)
+                else:
+                    head(record, i, j, x)
         first = take(at + 8 * COUNTER) * each
 
 
-def norm(record: Any, x: Any, y: Any, n: Any) -> None:
+def head(record: Any, i: Any, j: Any, x: Any) -> None:
+    """One head of one row of `place_heads`: queries first, then the keys of all rows."""
+    outer, inner, n, heads = record[5], record[6], record[7], record[15]
+    y = record[4] + 4 * n * (i * heads + j if j < heads else outer * heads + i * (inner - heads) + j - heads)
+    if record[9]:
+        norm(x, y, n, record[9] if j < heads else record[14], record[10])
+        x = y
+    turn(x, y, n, i, record[11], record[12], record[13], 0)
+
+
+def norm(x: Any, y: Any, n: Any, weight: Any, eps_bits: Any) -> None:
     """One row of `rms_norm`."""
-    weight, eps = record[9], np.int32(record[10]).view(np.float32)
+    eps = np.int32(eps_bits).view(np.float32)
     whole = n // LANES * LANES
     squares = splat(np.float32(0))
     for k in range(0, whole, LANES):
@@ -119,10 +151,9 @@ def norm(record: Any, x: Any, y: Any, n: Any) -> None:
         ys[k] = xs[k] * scale * ws[k]
 
 
-def turn(record: Any, i: Any, x: Any, y: Any, n: Any) -> None:
-    """One head of one row of `rotate`."""
-    half, interleaved = record[11], record[12]
-    cos, sin = record[9] + 4 * half * i, record[10] + 4 * half * i
+def turn(x: Any, y: Any, n: Any, i: Any, cos: Any, sin: Any, half: Any, interleaved: Any) -> None:
+    """One head of row i of `rotate`; in place if it is not interleaved."""
+    cos, sin = cos + 4 * half * i, sin + 4 * half * i
     xs, ys, cs, ss = float32_at(x), float32_at(y), float32_at(cos), float32_at(sin)
     whole = 0 if interleaved else half // LANES * LANES
     for k in range(0, whole, LANES):
@@ -158,6 +189,6 @@ def gated(x: Any, up: Any) -> Any:
 def work() -> Any:
     """The compiled kernel of this machine."""
     names = {**globals(), "exp2": njit(exp2)}
-    for text in (gated, norm, turn, gate):
+    for text in (gated, norm, turn, gate, head):
         names[text.__name__] = njit(error_model="numpy")(relinked(text, names))
     return threads.c_function(relinked(units, names))

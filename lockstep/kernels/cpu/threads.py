@@ -15,6 +15,7 @@ import ctypes
 import functools
 import os
 import threading
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
@@ -27,7 +28,7 @@ from numba import cfunc, njit
 from numba.extending import intrinsic
 
 from lockstep.kernels.cpu.cache import announced, cached_here
-from lockstep.kernels.cpu.lanes import I64, address, at, call_ir, int64_at, invoke, types
+from lockstep.kernels.cpu.lanes import I64, at, call_ir, int64_at, invoke, types
 from lockstep.kernels.cpu.loops import TARGET
 
 GATE, WORK, RECORD, HELPERS, CALLS, LEAVE = 0, 16, 17, 18, 19, 20  # entries of the mailbox; the gate has a cache line of its own
@@ -40,12 +41,12 @@ SHORT_NAPS, SHORT_US, LONG_US = 200, 50, 2000
 def call(work: Any, helpers: Any, mailbox: Any, record: Any) -> None:
     """Run `work` on this thread and on at most `helpers` others."""
     if helpers == 0:
-        invoke(work, address(record))
+        invoke(work, record)
         return
     box, gate = int64_at(mailbox), mailbox + 8 * GATE
-    box[WORK], box[RECORD], box[HELPERS], box[CALLS] = work, address(record), helpers, box[CALLS] + 1
+    box[WORK], box[RECORD], box[HELPERS], box[CALLS] = work, record, helpers, box[CALLS] + 1
     change(gate, OPEN)
-    invoke(work, address(record))
+    invoke(work, record)
     inside = change(gate, -OPEN)
     while inside & (OPEN - 1):
         breathe()
@@ -108,7 +109,8 @@ def run(work: Any, entries: Sequence[int], units: int) -> None:
     """One call of the compiled `work`, on at most one thread per unit. `entries` are its record, whose addresses stay valid meanwhile;
     two counters, which begin at 0, follow them."""
     helpers = max(0, min(units, count()) - 1)
-    compiled()[0](work.address, helpers, HELP.want(helpers), np.array((*entries, 0, 0), np.int64))
+    record = array("q", (*entries, 0, 0))
+    compiled()[0](work.address, helpers, HELP.want(helpers), record.buffer_info()[0])
 
 
 def count() -> int:
@@ -143,7 +145,7 @@ def compiled() -> tuple[Any, Any]:
     """`call` and `serve` for this machine."""
     number = types.int64
     with cached_here() as writable:
-        caller = njit(types.void(number, number, number, types.int64[::1]), cache=writable)(call)
+        caller = njit(types.void(number, number, number, number), cache=writable)(call)
         return caller, njit(types.void(number, number, number), cache=writable, nogil=True)(serve)
 
 
