@@ -60,8 +60,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def place_heads(
     x: Tensor, heads: int, weights: tuple[Tensor, Tensor] | None, eps: float, angles: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    x: Tensor, heads: int, weights: tuple[Tensor, Tensor] | None, eps: float, angles: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
     """x [t, heads + kv_heads, d], queries then keys: both normed, with a weight each, if there are any, and rotated; q and k, contiguous.
 
     The same bits as `rms_norm` and `rotate`, in one call.
