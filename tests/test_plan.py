@@ -259,7 +259,7 @@ def test_two_requests_may_read_one_page_but_not_write_it():
 def test_a_work_that_makes_no_sense_is_refused(fields, match):
     b = Batch(FULL)
     with pytest.raises(RuleError, match=match):
-        b.build(replace(b.work(0, 3), **fields))
+        b.build(b.work(0, 3)._replace(**fields))
 
 
 def test_a_fresh_group_takes_whole_requests():

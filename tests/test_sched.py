@@ -346,7 +346,7 @@ def test_a_request_that_never_fits_is_refused_with_both_numbers():
     w.scheduler.add(Ask((1,) * 20, 1))
     with pytest.raises(RuleError, match=r"has 5 pages of 4; got 21 keys, which need 6"):
         w.scheduler.add(Ask((1,) * 20, 2))
-    with pytest.raises(RuleError, match=r"at most 8 rows; got n=9"):
+    with pytest.raises(RuleError, match=r"at most 8 rows; got 9 completions"):
         w.scheduler.add(Ask((1,), 1, n=9))
     with pytest.raises(RuleError, match="layers for; got embeddings"):
         w.scheduler.add(Ask((1,), embed=True))

@@ -7,6 +7,7 @@ or none does. Host only; `pages(g)` is what `plan.build` takes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from lockstep.kv.pages import PagePool
 from lockstep.plan import address, build
 from lockstep.plan.step import ints
-from lockstep.types import GroupSpec, Layout, RuleError
+from lockstep.types import INT32_MAX, GroupSpec, Layout, RuleError
 
 
 class Table:
@@ -27,7 +28,8 @@ class Table:
         self._scratch: list[list[int]] = [[] for _ in self.specs]
         self._moves: list[list[tuple[int, int]]] = [[] for _ in self.specs]
         self._sources: list[list[int]] = [[] for _ in self.specs]  # the parent's pages that a fork's pending moves read: held until then
-        self._views: list[build.Pages | None] = [None] * len(self.specs)  # what `pages` answered last, until something changes
+        self._views: dict[Any, Any] = {}  # what `pages` and `views` answered last, until something changes
+        self.release_at = 0 if any(spec.window is not None for spec in self.specs) else INT32_MAX  # `release` does nothing below
 
     def adopt(self, g: int, pages: Sequence[int], first_pos: int) -> None:
         """Group g starts with cached pages that hold the positions from `first_pos` on: one more hold on each."""
@@ -35,7 +37,8 @@ class Table:
         if pool is None or self._pages[g] or first_pos % self.specs[g].page_size:
             raise RuleError("an empty table adopts whole cached pages", f"group {g} from {first_pos}", "Adopt before the first reservation")
         pool.share(pages)
-        self._pages[g], self.first_pos[g], self._views[g] = list(pages), first_pos, None
+        self._pages[g], self.first_pos[g] = list(pages), first_pos
+        self._views.clear()
 
     def span(self, g: int, begin: int, end: int) -> list[int]:
         """The pages still held of the page-aligned positions [begin, end): the last ones of the range, or all."""
@@ -51,7 +54,8 @@ class Table:
         if own != list(pages):
             pool.share(pages)
             pool.give(own)
-            self._pages[g][at : at + len(pages)], self._views[g] = pages, None
+            self._pages[g][at : at + len(pages)] = pages
+            self._views.clear()
 
     def reserve(self, kv_len: int, nodes: int = 0, cross_len: int = 0) -> None:
         """Pages for `kv_len` keys, `nodes` tree nodes and `cross_len` encoder keys. All groups or, with OutOfPages, none."""
@@ -73,7 +77,7 @@ class Table:
                 got = next(fresh)
                 self._pages[g] += got[: needs[g][0]]
                 self._scratch[g] += got[needs[g][0] :]
-                self._views[g] = None
+        self._views.clear()
 
     def needs(self, kv_len: int, nodes: int = 0, cross_len: int = 0) -> list[int]:
         """Pages that such a reservation would take, per group."""
@@ -100,8 +104,10 @@ class Table:
             if gone:
                 del self._pages[g][: len(gone)]
                 self.first_pos[g] += len(gone) * spec.page_size
-                self._views[g] = None
+                self._views.clear()
             freed.append(pool.give(gone) if pool is not None and gone else [])
+        behind = [(spec, keep_from(spec, committed_len) - self.first_pos[g]) for g, spec in enumerate(self.specs)]
+        self.release_at = min((committed_len + s.page_size - n for s, n in behind if s.window is not None), default=INT32_MAX)
         return freed
 
     def fork(self, committed_len: int) -> Table:
@@ -158,7 +164,7 @@ class Table:
             if pages is not None and spec.layout is not Layout.CROSS:
                 source = build.node_slots(spec, pages, np.asarray(nodes, np.int32))
                 self._moves[g] += [(int(a), int(b)) for a, b in zip(source, self.slots(g, positions), strict=True)]
-                self._views[g] = None
+                self._views.clear()
 
     @property
     def pending(self) -> bool:
@@ -173,11 +179,18 @@ class Table:
         """The request's pages in group g, as a plan takes them."""
         if self.pools[g] is None:
             return None
-        view = self._views[g]
+        view = self._views.get(g)
         if view is None:
             moves = ints(np.array(self._moves[g], np.int32).reshape(-1, 2))
             view = self._views[g] = build.Pages(ints(self._pages[g]), self.first_pos[g], ints(self._scratch[g]), moves)
         return view
+
+    def views(self, groups: tuple[int, ...]) -> tuple[build.Pages | None, ...]:
+        """`pages` of several groups."""
+        found = self._views.get(groups)
+        if found is None:
+            found = self._views[groups] = tuple([self.pages(g) for g in groups])
+        return found
 
     def moved(self) -> list[list[int]]:
         """The step that carried the pending moves has been launched. Returns the pages freed, per group."""
@@ -186,7 +199,7 @@ class Table:
         held = zip(self.pools, self._sources, strict=True)
         freed = [pool.give(sources) if pool is not None else [] for pool, sources in held]
         self._moves, self._sources = [[] for _ in self.specs], [[] for _ in self.specs]
-        self._views = [None] * len(self.specs)
+        self._views.clear()
         return freed
 
     def slots(self, g: int, positions: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -198,7 +211,8 @@ class Table:
         """Gives everything back. Returns the pages freed, per group."""
         freed = [pool.give(self.held(g)) if pool is not None else [] for g, pool in enumerate(self.pools)]
         self._pages, self._scratch, self._sources = [[] for _ in self.specs], [[] for _ in self.specs], [[] for _ in self.specs]
-        self._moves, self._views = [[] for _ in self.specs], [None] * len(self.specs)
+        self._moves = [[] for _ in self.specs]
+        self._views.clear()
         return freed
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +21,7 @@ from lockstep.types import INT32_MAX, GroupSpec, Layout, RuleError
 NO_MOVES: Ints = ints(np.empty((0, 2), np.int32))
 
 
-@dataclass(frozen=True, eq=False)
-class Pages:
+class Pages(NamedTuple):
     """A request's pages in one group: page k holds positions from first_pos + k*page_size; `scratch` holds its tree nodes."""
 
     page_ids: NDArray[np.int32]
@@ -30,8 +30,7 @@ class Pages:
     moves: NDArray[np.int32]  # [M, 2] slots to relocate before this step's write
 
 
-@dataclass(frozen=True, eq=False)
-class Work:
+class Work(NamedTuple):
     """One request's share of a step.
 
     cached_len  committed keys in the cache; the first row stands at this position
@@ -65,11 +64,13 @@ class _Rows:
 
 def build(specs: Sequence[GroupSpec], works: Sequence[Work]) -> StepPlan:
     """The plan of one step over `works`. An empty batch is legal."""
+    fresh = [spec.layout is Layout.FRESH for spec in specs]
     for work in works:
-        _check_work(specs, work)
+        _check_work(fresh, work)
     rows = _rows(works)
     groups = tuple(_group(spec, g, works, rows) for g, spec in enumerate(specs))
-    emit = [int(rows.q_indptr[i]) + j for i, w in enumerate(works) for j in (w.emit if w.emit is not None else (w.new_len - 1,))]
+    begins = rows.q_indptr.tolist()
+    emit = [begin + j for begin, w in zip(begins, works, strict=False) for j in (w.emit if w.emit is not None else (w.new_len - 1,))]
     real = Real(len(works), len(rows.positions), len(emit))
     return StepPlan(
         ints(rows.q_indptr),
@@ -104,14 +105,17 @@ def kv_lens(spec: GroupSpec, works: Sequence[Work], rows: _Rows) -> NDArray[np.i
     return np.asarray(np.maximum.reduceat(rows.positions, rows.q_indptr[:-1]) + 1, np.int32)
 
 
-def live_pages(pages: Pages, kv_len: int, page_size: int) -> NDArray[np.int32]:
-    """The page table entries of a request: those up to kv_len, then its scratch."""
-    count = -(-kv_len // page_size) - pages.first_pos // page_size
-    if count > len(pages.page_ids):
-        raise RuleError(
-            "a request's pages cover its keys", f"{len(pages.page_ids)} pages of {page_size} for {kv_len} keys", "Reserve before building"
-        )
-    return np.concatenate((pages.page_ids[:count], pages.scratch))
+def live_pages(spec: GroupSpec, held: Sequence[Pages], lens: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+    """The page table entries of every request: those up to its kv_len, then its scratch."""
+    size, tables = spec.page_size, []
+    for pages, kv_len in zip(held, lens.tolist(), strict=True):
+        count = -(-kv_len // size) - pages.first_pos // size
+        if count > len(pages.page_ids):
+            got = f"{len(pages.page_ids)} pages of {size} for {kv_len} keys"
+            raise RuleError("a request's pages cover its keys", got, "Reserve before building")
+        live = pages.page_ids[:count]
+        tables.append(np.concatenate((live, pages.scratch)) if len(pages.scratch) else live)
+    return tables
 
 
 def node_slots(spec: GroupSpec, pages: Pages, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -181,45 +185,37 @@ def _group(spec: GroupSpec, g: int, works: Sequence[Work], rows: _Rows) -> Group
     if spec.layout is Layout.FRESH:
         return FreshGroup(spec)
     lens = kv_lens(spec, works, rows)
-    held = [w.pages[g] for w in works]
-    tables = [live_pages(pages, int(n), spec.page_size) for pages, n in zip(held, lens, strict=True) if pages is not None]
+    held = [pages for w in works if (pages := w.pages[g]) is not None]
+    tables = live_pages(spec, held, lens)
     page_ids = np.concatenate(tables) if tables else np.zeros(0, np.int32)
     page_indptr = indptr([len(t) for t in tables])
-    first_pos = np.array([pages.first_pos for pages in held if pages is not None], np.int32)
+    first_pos = np.array([pages.first_pos for pages in held], np.int32)
     tails = tail_slots(spec, g, works, rows)
     writes = write_slots(spec, works, rows, (page_ids, page_indptr, first_pos, tails))
-    moves = np.concatenate([NO_MOVES, *[pages.moves for pages in held if pages is not None and len(pages.moves)]])
+    moves = np.concatenate([NO_MOVES, *[pages.moves for pages in held if len(pages.moves)]])
     return PagedGroup(spec, *map(ints, (lens, page_indptr, page_ids, first_pos, tails, writes, moves)))
 
 
-def _check_work(specs: Sequence[GroupSpec], work: Work) -> None:
-    """What a caller can get wrong and no later check could tell."""
-    if work.new_len < 1 or work.cached_len < 0:
-        raise RuleError(
-            "a request computes at least one row after its cached keys",
-            f"new_len={work.new_len}, cached_len={work.cached_len}",
-            "Leave it out",
-        )
-    if work.cached_len + work.new_len > INT32_MAX or work.cross_len > INT32_MAX:
-        total = f"{work.cached_len} + {work.new_len} keys, {work.cross_len} encoder keys"
+def _check_work(fresh: list[bool], work: Work) -> None:
+    """What a caller can get wrong and no later check could tell. `fresh` tells which groups have no cache."""
+    cached_len, new_len, pages, emit, parents, cross_len, cross_new = work
+    if new_len < 1 or cached_len < 0:
+        rule = "a request computes at least one row after its cached keys"
+        raise RuleError(rule, f"new_len={new_len}, cached_len={cached_len}", "Leave it out")
+    if cached_len + new_len > INT32_MAX or cross_len > INT32_MAX:
+        total = f"{cached_len} + {new_len} keys, {cross_len} encoder keys"
         raise RuleError(f"lengths fit in int32, at most {INT32_MAX}", total, "Shorten the request")
-    if len(work.pages) != len(specs):
-        raise RuleError(
-            "a request has one entry of pages per group", f"{len(work.pages)} for {len(specs)} groups", "Use None for a fresh group"
-        )
-    if work.cross_new not in (0, work.new_len) or work.cross_new > work.cross_len:
-        raise RuleError(
-            "an encoder is written whole, by rows of its own", f"{work.cross_new} of {work.new_len} rows", "Encode in a step of its own"
-        )
-    for j in work.emit or ():
-        if not 0 <= j < work.new_len:
-            raise RuleError("emit names rows of the request's own step", f"row {j} of {work.new_len}", "Count from 0 within the request")
-    for spec, pages in zip(specs, work.pages, strict=True):
-        if (pages is None) != (spec.layout is Layout.FRESH):
-            raise RuleError(
-                "a cached group needs pages and a fresh one has none", f"{spec.layout} with pages={pages}", "Reserve pages first"
-            )
-        if spec.layout is Layout.FRESH and (work.cached_len or work.parents is not None):
-            raise RuleError(
-                "a fresh group takes whole requests", f"cached_len={work.cached_len}", "Do not chunk an embedding or an encoder"
-            )
+    if len(pages) != len(fresh):
+        got = f"{len(pages)} for {len(fresh)} groups"
+        raise RuleError("a request has one entry of pages per group", got, "Use None for a fresh group")
+    if cross_new not in (0, new_len) or cross_new > cross_len:
+        got = f"{cross_new} of {new_len} rows"
+        raise RuleError("an encoder is written whole, by rows of its own", got, "Encode in a step of its own")
+    for j in emit or ():
+        if not 0 <= j < new_len:
+            raise RuleError("emit names rows of the request's own step", f"row {j} of {new_len}", "Count from 0 within the request")
+    if [entry is None for entry in pages] != fresh:
+        got = f"pages={[entry is not None for entry in pages]}, cached={[not f for f in fresh]}"
+        raise RuleError("a cached group needs pages and a fresh one has none", got, "Reserve pages first")
+    if (cached_len or parents is not None) and any(fresh):
+        raise RuleError("a fresh group takes whole requests", f"cached_len={cached_len}", "Do not chunk an embedding or an encoder")

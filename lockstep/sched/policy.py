@@ -22,8 +22,12 @@ def rank(request: Request) -> Rank:
 
 
 def turns(running: Sequence[Request]) -> list[Request]:
-    """In which order running requests get their rows: those that miss one row first, then the prompts; by rank among them."""
-    return sorted(running, key=lambda r: (r.rows > 1, rank(r)))
+    """In which order running requests, which stand by rank, get their rows: those that miss one row first, then the prompts."""
+    few: list[Request] = []
+    many: list[Request] = []
+    for request in running:
+        (many if request.rows > 1 else few).append(request)
+    return few + many
 
 
 def victim(running: Sequence[Request], instead_of: Request, placed: Collection[Request]) -> Request | None:
@@ -41,6 +45,8 @@ def displaced(running: Sequence[Request], head: Request) -> Request | None:
 def rows(request: Request, tokens: int, emits: int) -> int:
     """How many of its missing rows a request may compute if the step has room for so many rows and emitted rows."""
     new_len = min(request.rows, tokens)
+    if new_len + request.ask.continuations <= emits:
+        return new_len  # as many as it could ever emit
     while new_len > 0 and (over := request.emits(new_len) - emits) > 0:
         new_len -= 1 if request.samples(new_len) else over
     return max(0, new_len)

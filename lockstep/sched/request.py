@@ -83,6 +83,7 @@ class Request:
         self.hit_len: int | None = None  # keys found in the prefix cache when it was admitted first
         self.encoded = not ask.encoder_ids
         self.table: Table | None = None
+        self.room = 0  # keys that the pages it holds have room for, as far as was looked
         self.path: Path | None = None
         self.finish: str | None = None  # "length", "stop" or "abort"
         self.aborted = False  # while a step was running: ends when that step does
@@ -118,13 +119,17 @@ class Request:
         return self.ask.continuations if first else 1
 
     def emits(self, new_len: int) -> int:
-        """How many rows `emit` names."""
+        """How many rows a piece of `new_len` rows emits."""
         return max(0, self._scored_end(new_len) - self._scored_begin()) + self.samples(new_len)
 
-    def emit(self, new_len: int) -> tuple[int, ...]:
-        """Of the next `new_len` rows, those whose logits are wanted: for prompt log-probabilities, then for every sample."""
-        scored = range(self._scored_begin() - self.cached_len, self._scored_end(new_len) - self.cached_len)
-        return (*scored, *(new_len - 1,) * self.samples(new_len))
+    def piece(self, new_len: int) -> Piece:
+        """The next `new_len` rows. Emitted are those whose logits are wanted: for log-probabilities, then for every sample."""
+        begin, samples = self.cached_len, self.samples(new_len)
+        ids = tuple(self.tokens[begin : begin + new_len])
+        emit = (new_len - 1,) * samples
+        if self.ask.wants_prompt_logprobs or self.ask.items:
+            emit = (*range(self._scored_begin() - begin, self._scored_end(new_len) - begin), *emit)
+        return Piece(self, ids, begin, emit, samples)
 
     def _scored_begin(self) -> int:
         return max(self.cached_len, self.scored_len, len(self.ask.prompt) if self.ask.items else 0)
@@ -137,8 +142,7 @@ class Request:
         return min(end, len(self.ask.prompt) - 1) if self.ask.wants_prompt_logprobs else 0
 
 
-@dataclass(frozen=True, eq=False)
-class Piece:
+class Piece(NamedTuple):
     """A request's share of a step: `ids` are the tokens of its rows, the first at position `cached_len`."""
 
     request: Request

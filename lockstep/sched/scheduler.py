@@ -68,8 +68,8 @@ class Scheduler:
     def __init__(self, specs: Sequence[GroupSpec], pools: Sequence[PagePool | None], kinds: Kinds, limits: Limits) -> None:
         self.specs, self.pools, self.kinds, self.limits = tuple(specs), tuple(pools), kinds, limits
         self.tree = Prefix(specs, pools)
-        self.running: list[Request] = []
-        self.waiting: list[Request] = []  # by rank, like the next
+        self.running: list[Request] = []  # by rank, like the next two
+        self.waiting: list[Request] = []
         self.embeds: list[Request] = []
         self.counters: Counter[str] = Counter()
         self._arrivals = 0
@@ -194,7 +194,7 @@ class Scheduler:
             request.hit_len = request.cached_len
         self.counters["hit_tokens"] += request.cached_len
         self.waiting.remove(request)
-        self.running.append(request)
+        insort(self.running, request, key=policy.rank)
         return True
 
     def _fits(self, request: Request, table: Table) -> bool:
@@ -222,7 +222,7 @@ class Scheduler:
         """Rows of running requests by turn, then of waiting ones by rank: nobody is admitted past one who is held up."""
         draft, held_up = _Draft(self.limits.chunked_prefill_size), False
         for request in policy.turns(self.running):
-            if request.running and not self._place(request, draft):
+            if request.table is not None and not self._place(request, draft):
                 held_up = True
                 if request.rows > 1:
                     break
@@ -235,11 +235,9 @@ class Scheduler:
         """As many rows of a request as the step and the pages allow; worse-ranked requests give way if not even one fits."""
         want = policy.rows(request, draft.tokens, draft.emits)
         while want:
-            new_len = self._reserve(request, want)
+            new_len = want if request.cached_len + want <= request.room else self._reserve(request, want)
             if new_len:
-                begin = request.cached_len
-                ids = tuple(request.tokens[begin : begin + new_len])
-                draft.add(Piece(request, ids, begin, request.emit(new_len), request.samples(new_len)))
+                draft.add(request.piece(new_len))
                 return True
             victim = policy.victim(self.running, request, draft.placed)
             if victim is None:
@@ -251,14 +249,13 @@ class Scheduler:
         """Pages for up to `want` rows more; returns for how many."""
         table, begin, cross_len = request.table, request.cached_len, len(request.ask.encoder_ids)
         assert table is not None, "a request without a table has no turn"
-        if all(table.room(g, 0) >= begin + want for g in self._stored):
-            return want  # most steps of a decoding request: its last page has room
         if not self.tree.make_room(table.needs(begin + want, cross_len=cross_len)):
             want = min(want, min(table.room(g, self.tree.available(g)) for g in self._stored) - begin)
             if want < 1:
                 return 0
             self.tree.make_room(table.needs(begin + want, cross_len=cross_len))
         table.reserve(begin + want, cross_len=cross_len)
+        request.room = min(table.room(g, 0) for g in self._stored)
         return want
 
     def _whole(self) -> Step | None:
@@ -295,12 +292,7 @@ class Scheduler:
         if not draft.pieces:
             return None
         self._after_whole = groups != self.kinds.generate
-        return Step(groups, tuple(draft.pieces), tuple(self._work(piece, groups) for piece in draft.pieces))
-
-    def _work(self, piece: Piece, groups: tuple[int, ...]) -> Work:
-        table, cross_len = piece.request.table, len(piece.request.ask.encoder_ids)
-        pages = tuple(table.pages(g) if table is not None else None for g in groups)
-        return Work(piece.cached_len, piece.new_len, pages, piece.emit, None, cross_len, piece.cross_new)
+        return Step(groups, tuple(draft.pieces), tuple([_work(piece, groups) for piece in draft.pieces]))
 
     # -- after a step ------------------------------------------------------------------------------------------------------------
 
@@ -308,16 +300,19 @@ class Scheduler:
         """Keys are committed: they may be matched, the window moves on, and the sampled tokens follow; at a prompt's end, n of them."""
         request, table = piece.request, piece.request.table
         assert table is not None, "a request in a step has a table"
-        table.moved()
-        request.cached_len += piece.new_len
+        if table.pending:
+            table.moved()
+        request.cached_len += len(piece.ids)
         if request.ask.wants_prompt_logprobs:
             request.scored_len = max(request.scored_len, min(request.cached_len, len(request.ask.prompt) - 1))
         elif request.ask.items:
             request.scored_len = request.cached_len
-        if request.path is not None:
+        if request.path is not None and request.cached_len >= request.path.length + self.tree.unit:
             self.tree.insert(request.path, request.tokens, table, request.cached_len)
-        table.release(request.cached_len)
-        done = [child for i, token in enumerate(tokens[1:], 1) if (child := self._fork(request, i, token)).finish is not None]
+        if request.cached_len >= table.release_at:
+            table.release(request.cached_len)
+        forks = [self._fork(request, i, token) for i, token in enumerate(tokens[1:], 1)] if len(tokens) > 1 else []
+        done = [child for child in forks if child.finish is not None]
         request.tokens += _begin(request.ask, 0, tokens[0]) if tokens else []
         reason = self._reason(request, tokens[0] if tokens else Token(-1))
         return [self._end(request, reason), *done] if reason else done
@@ -345,7 +340,7 @@ class Scheduler:
         if len(self.running) < self.limits.max_running_requests and parent.table is not None and self.tree.make_room(partial):
             child.table, child.cached_len, child.encoded = parent.table.fork(parent.cached_len), parent.cached_len, True
             child.path = self.tree.fork(parent.path) if parent.path is not None else None
-            self.running.append(child)
+            insort(self.running, child, key=policy.rank)
             self.counters["forked"] += 1
         else:
             insort(self.waiting, child, key=policy.rank)
@@ -373,7 +368,14 @@ class Scheduler:
             self.tree.close(request.path)
         if request.table is not None:
             request.table.close()
-        request.table, request.path, request.cached_len = None, None, 0
+        request.table, request.path, request.cached_len, request.room = None, None, 0, 0
+
+
+def _work(piece: Piece, groups: tuple[int, ...]) -> Work:
+    """A piece as `plan.build` takes it."""
+    table, cross_len = piece.request.table, len(piece.request.ask.encoder_ids)
+    pages = table.views(groups) if table is not None else (None,) * len(groups)
+    return Work(piece.cached_len, len(piece.ids), pages, piece.emit, None, cross_len, piece.cross_new)
 
 
 def _begin(ask: Ask, index: int, token: Token) -> list[int]:

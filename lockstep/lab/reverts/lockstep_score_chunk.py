@@ -19,7 +19,6 @@ Perplexities of long texts are wrong by a little or a lot, depending on the chun
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 SOURCE = "class: rows of a chunk taken for positions"
@@ -30,6 +29,6 @@ RELATED = ("lockstep-prompt-scores", "sglang-26329", "vllm-54498")
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def _score(self: Any, job: Any, piece: Any, logits: Any) -> None:
-        old(self, job, replace(piece, cached_len=0), logits)
+        old(self, job, piece._replace(cached_len=0), logits)
 
     return _score
