@@ -42,6 +42,14 @@ def test_rms_norm(n):
     )
 
 
+@pytest.mark.parametrize("n", SIZES)
+def test_a_sum_and_its_norm(n):
+    x, more, weight = noise(40, n), noise(40, n + 3, seed=5)[:, :n], noise(n, seed=1)
+    total, have = rows.add_norm(x, more, weight, 1e-6)
+    assert torch.equal(total, x + more)
+    assert torch.equal(have, rows.rms_norm(x + more, weight, 1e-6))
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("d", "half"), [(8, 4), (16, 8), (64, 32), (64, 16), (72, 20), (10, 2)])
 def test_rotation(d, half, interleaved):

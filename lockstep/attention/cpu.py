@@ -70,7 +70,7 @@ class Backend:
             blocks(plan, block_rows(group.spec)),
             page_size,
             split_for(plan, group),
-            {attn: constants(attn, group.spec.heads) for attn in group.spec.layers},
+            {attn: constants(attn, group.spec.heads) for attn in dict.fromkeys(group.spec.layers)},
         )
 
     def attend(self, q: Tensor, keys: Keys, handle: Handle, spec: AttnSpec) -> tuple[Tensor, Tensor]:
@@ -85,7 +85,7 @@ class Backend:
             (k, v), tile = keys, order.tile_len(group.d_qk, group.d_v)
             shape = Shape(group.kv_heads, handle.page_size, tile, handle.split, *k.stride()[:2], *v.stride()[:2])
             kernel()(q.contiguous(), k, v, out, lse2, handle.prepared, shape, handle.layers[spec])
-        return out, base.natural(lse2)
+        return out, torch.from_numpy(base.natural(lse2.numpy()))  # a few numbers: numpy is quicker there
 
 
 def kernel() -> Callable[..., None]:
@@ -105,8 +105,11 @@ def block_rows(spec: GroupSpec) -> int:
 
 def blocks(plan: StepPlan, rows: int) -> NDArray[np.int32]:
     """[NB, 3] (request, first row, end row): every request's rows, cut into blocks of at most `rows`."""
+    request = np.arange(plan.bucket.requests, dtype=np.int32)
+    if 0 < plan.bucket.width <= rows:
+        return np.stack((request, plan.q_indptr[:-1], plan.q_indptr[1:]), 1)
     counts = -(-plan.new_lens // rows)
-    request = np.repeat(np.arange(plan.bucket.requests, dtype=np.int32), counts)
+    request = np.repeat(request, counts)
     nth = np.arange(len(request), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts).astype(np.int32)
     begin = plan.q_indptr[request] + nth * np.int32(rows)
     return np.stack((request, begin, np.minimum(begin + np.int32(rows), plan.q_indptr[request + 1])), 1)

@@ -82,18 +82,19 @@ class DecoderSpec:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """x + attention(norm x), then x + feed-forward(norm x)."""
+    """x + attention(norm x), then x + feed-forward(norm x). What is to be added last is handed on: the next norm adds it."""
 
     attn: Dense | Latent
     mlp: Mlp | Moe
     norms: tuple[RMSNorm, RMSNorm]
     after: tuple[RMSNorm, RMSNorm] | None
 
-    def __call__(self, x: Tensor, turns: Turns, step: Step) -> Tensor:
-        mixed = self.attn(self.norms[0](x), turns, step)
-        x = x + (self.after[0](mixed) if self.after else mixed)
-        fed = self.mlp(self.norms[1](x))
-        return x + (self.after[1](fed) if self.after else fed)
+    def __call__(self, x: Tensor, more: Tensor | None, turns: Turns, step: Step) -> tuple[Tensor, Tensor]:
+        x, normed = self.norms[0].after(x, more)
+        mixed = self.attn(normed, turns, step)
+        x, normed = self.norms[1].after(x, self.after[0](mixed) if self.after else mixed)
+        fed = self.mlp(normed)
+        return x, self.after[1](fed) if self.after else fed
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,11 +127,11 @@ class Decoder:
     pooling: str = "last"
 
     def __call__(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
-        x = self.embedding(ids)
+        x, more = self.embedding(ids), None
         turns = {rope: rope.angles(positions) for rope in self._ropes}
         for block in self.blocks:
-            x = block(x, turns, step)
-        return self.norm(x)
+            x, more = block(x, more, turns, step)
+        return self.norm.after(x, more)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, d] → float32 [S, vocab]."""

@@ -29,6 +29,15 @@ class RMSNorm:
             return rows.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x.float(), x.shape[-1:], self.weight, self.eps).to(x.dtype)
 
+    def after(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + more, and the norm of that."""
+        if more is None:
+            return x, self(x)
+        if on_cpu(x) and on_cpu(more):
+            return rows.add_norm(x, more, self.weight, self.eps)
+        x = x + more
+        return x, self(x)
+
 
 @dataclass(frozen=True, eq=False)
 class LayerNorm:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -86,9 +87,11 @@ def build(specs: Sequence[GroupSpec], works: Sequence[Work]) -> StepPlan:
 
 def indptr(lens: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
     """[0, l0, l0+l1, ...]."""
-    out = np.zeros(len(lens) + 1, np.int32)
-    np.cumsum(lens, out=out[1:])
-    return out
+    if isinstance(lens, np.ndarray):
+        out = np.zeros(len(lens) + 1, np.int32)
+        np.add.accumulate(lens, out=out[1:])
+        return out
+    return np.array([0, *accumulate(lens)], np.int32)
 
 
 def row_positions(cached_lens: NDArray[np.int32], q_indptr: NDArray[np.int32], request: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -153,7 +156,7 @@ def tail_slots(spec: GroupSpec, g: int, works: Sequence[Work], rows: _Rows) -> N
 
 def exact_bucket(real: Real, q_indptr: NDArray[np.int32], tail_indptr: NDArray[np.int32], groups: tuple[Group, ...]) -> Bucket:
     """The shape of a plan without padding."""
-    widths = np.diff(q_indptr)
+    widths = q_indptr[1:] - q_indptr[:-1]
     width = int(widths[0]) if len(widths) and (widths == widths[0]).all() else 0
     sizes = [(len(g.page_ids), len(g.write_slots), len(g.moves)) if isinstance(g, PagedGroup) else (0, 0, 0) for g in groups]
     pages, writes, moves = zip(*sizes, strict=True) if sizes else ((), (), ())
@@ -161,12 +164,12 @@ def exact_bucket(real: Real, q_indptr: NDArray[np.int32], tail_indptr: NDArray[n
 
 
 def _tail(tail_indptr: NDArray[np.int32]) -> int:
-    return int(np.diff(tail_indptr).max(initial=0))
+    return int((tail_indptr[1:] - tail_indptr[:-1]).max()) if tail_indptr[-1] else 0
 
 
 def _rows(works: Sequence[Work]) -> _Rows:
     q_indptr = indptr([w.new_len for w in works])
-    request = np.repeat(np.arange(len(works), dtype=np.int32), np.diff(q_indptr))
+    request = np.repeat(np.arange(len(works), dtype=np.int32), q_indptr[1:] - q_indptr[:-1])
     cached_lens = np.array([w.cached_len for w in works], np.int32)
     positions = row_positions(cached_lens, q_indptr, request)
     start, lens, nodes = positions + 1, np.zeros(len(positions), np.int32), []

@@ -89,7 +89,7 @@ class StepPlan:
     @cached_property
     def new_lens(self) -> Ints:
         """[B] rows of each request."""
-        return np.diff(self.q_indptr)
+        return np.asarray(self.q_indptr[1:] - self.q_indptr[:-1])
 
     @cached_property
     def request(self) -> Ints:

@@ -38,7 +38,7 @@ from lockstep.kernels.cpu.threads import relinked
 from lockstep.order import LANES, LOG2E
 
 UNIT = 1 << 14  # elements that are worth a thread
-NORM, TURN, GATE, HEADS = 0, 1, 2, 3  # what is done to a row
+NORM, TURN, GATE, HEADS, ADD = 0, 1, 2, 3, 4  # what is done to a row
 FIXED, MORE = 9, 7  # entries of every record, and of those that depend on what is done
 COUNTER = FIXED + MORE
 
@@ -46,6 +46,13 @@ COUNTER = FIXED + MORE
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension of [..., n], of two or three dimensions."""
     return _run(NORM, x, weight.data_ptr(), _bits(eps))
+
+
+def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + more, both [t, n], and its `rms_norm`: the same bits, in one call."""
+    total, y = torch.empty(x.shape), torch.empty(x.shape)
+    _call(ADD, x, y, x.shape[1], (weight.data_ptr(), _bits(eps), more.data_ptr(), 4 * more.stride(0), total.data_ptr(), 0, 0))
+    return total, y
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -115,6 +122,10 @@ def units(at: Any) -> None:
                     turn(x, y, n, i, record[9], record[10], record[11], record[12])
                 elif what == GATE:
                     gate(x, y, n)
+                elif what == ADD:
+                    total = record[13] + 4 * n * i
+                    plus(x, record[11] + i * record[12], total, n)
+                    norm(total, y, n, record[9], record[10])
                 else:
                     head(record, i, j, x)
         first = take(at + 8 * COUNTER) * each
@@ -147,6 +158,15 @@ def norm(x: Any, y: Any, n: Any, weight: Any, eps_bits: Any) -> None:
         store(y + 4 * k, mul(mul(load(x + 4 * k), splat(scale)), load(weight + 4 * k)))
     for k in range(whole, n):
         ys[k] = xs[k] * scale * ws[k]
+
+
+def plus(x: Any, more: Any, y: Any, n: Any) -> None:
+    """One row of a sum."""
+    whole = n // LANES * LANES
+    for k in range(0, whole, LANES):
+        store(y + 4 * k, add(load(x + 4 * k), load(more + 4 * k)))
+    for k in range(whole, n):
+        float32_at(y)[k] = float32_at(x)[k] + float32_at(more)[k]
 
 
 def turn(x: Any, y: Any, n: Any, i: Any, cos: Any, sin: Any, half: Any, interleaved: Any) -> None:
@@ -187,6 +207,6 @@ def gated(x: Any, up: Any) -> Any:
 def work() -> Any:
     """The compiled kernel of this machine."""
     names = {**globals(), "exp2": njit(exp2)}
-    for text in (gated, norm, turn, gate, head):
+    for text in (gated, norm, plus, turn, gate, head):
         names[text.__name__] = njit(error_model="numpy")(relinked(text, names))
     return threads.c_function(relinked(units, names))
