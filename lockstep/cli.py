@@ -185,6 +185,10 @@ def _generate(commands: Any) -> None:
         sampling.add_argument(f"--{name}", type=kind, metavar="X")
     sampling.add_argument("--stop", action="append", metavar="S", help="end before this string; repeatable")
     sampling.add_argument("--ignore-eos", action="store_true", default=None)
+    for name in ("presence-penalty", "frequency-penalty", "repetition-penalty"):
+        sampling.add_argument(f"--{name}", type=float, metavar="X")
+    sampling.add_argument("--min-tokens", type=int, metavar="N", help="no end before so many new tokens")
+    sampling.add_argument("--logit-bias", type=bias, action="append", metavar="ID=X", help="add X to a token's logit; repeatable")
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -299,6 +303,15 @@ def whole(text: str) -> int:
 def positive(text: str) -> int:
     """1, 2, 3, ..."""
     return _count(text, 1)
+
+
+def bias(text: str) -> tuple[int, float]:
+    """ID=X."""
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a token id and a number, like 42=-5; got {text!r}") from None
 
 
 def _count(text: str, least: int) -> int:

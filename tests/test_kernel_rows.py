@@ -64,11 +64,11 @@ def test_rotation(d, half, interleaved):
 @pytest.mark.parametrize(("d", "half"), [(8, 4), (64, 32), (64, 16), (72, 20)])
 @pytest.mark.parametrize("normed", [False, True])
 def test_heads_are_normed_and_rotated_together(d, half, normed):
-    x, angle = noise(60, 9, d)[:, :8], noise(60, half, seed=2)
+    x, angle = noise(60, 9, d), noise(60, half, seed=2)
     weights = (noise(d, seed=3), noise(d, seed=4))
-    parts = x.split((6, 2), 1)
+    parts = x[:, :8].split((6, 2), 1)
     want = [rows.rotate(rows.rms_norm(p, w, 1e-6) if normed else p, angle.cos(), angle.sin(), False) for p, w in zip(parts, weights)]
-    have = rows.place_heads(x, 6, weights if normed else None, 1e-6, (angle.cos(), angle.sin()))
+    have = rows.place_heads(x.flatten(1), rows.Heads(6, 2, d, 1e-6), weights if normed else None, (angle.cos(), angle.sin()))
     assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(have, want, strict=True))
 
 

@@ -43,7 +43,10 @@ def generate(args: Namespace) -> int:
     return int(any(c.finish_reason == "error" for o in outputs for c in o.completions))
 
 
-PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n", "logprobs", "ignore_eos")
+PARAMS = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n", "logprobs", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias"),
+)
 
 
 def read_prompts(args: Namespace) -> list[str]:
@@ -83,12 +86,11 @@ def as_json(prompt: str, output: Output) -> dict[str, Any]:
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams) -> int:
-    sys.stdout.write(prompt)
-    finish = None
+    finish, before = None, prompt  # shown when the request was taken in
     for chunk in llm.stream(prompt, params):
-        sys.stdout.write(chunk.text)
+        sys.stdout.write(before + chunk.text)
         sys.stdout.flush()
-        finish = chunk.finish_reason
+        finish, before = chunk.finish_reason, ""
     sys.stdout.write("\n")
     return int(finish == "error")
 

@@ -90,21 +90,24 @@ class Dense:
     def __call__(self, x: Tensor, turns: Turns, step: Step) -> Tensor:
         s = self.spec
         counts = [s.heads, s.kv_heads, s.kv_heads]
-        heads = self.qkv(x).view(len(x), sum(counts), s.head_dim)
-        if s.rope and not s.rope.interleaved and on_cpu(heads):
-            q, k = self._placed(heads[:, : s.heads + s.kv_heads], turns[s.rope])
-            return self.out(step.attend(self.index, q, k, heads[:, s.heads + s.kv_heads :]).flatten(1))
-        q, k, v = heads.split_with_sizes(counts, 1)
+        qkv = self.qkv(x)
+        if s.rope and not s.rope.interleaved and on_cpu(qkv):
+            q, k, v = self._placed(qkv, turns[s.rope])
+            return self.out(step.attend(self.index, q, k, v).flatten(1))
+        q, k, v = qkv.view(len(x), sum(counts), s.head_dim).split_with_sizes(counts, 1)
         if self.norms:
             q, k = self.norms[0](q), self.norms[1](k)
         if s.rope:
             q, k = s.rope.rotate(q, turns[s.rope]), s.rope.rotate(k, turns[s.rope])
         return self.out(step.attend(self.index, q, k, v).flatten(1))
 
-    def _placed(self, heads: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-        """Norms and rotation of queries and keys in one call: the bits of the lines above it."""
-        weights = (self.norms[0].weight, self.norms[1].weight) if self.norms else None
-        return rows.place_heads(heads, self.spec.heads, weights, self.norms[0].eps if self.norms else 0.0, angles)
+    def _placed(self, qkv: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
+        """Norms and rotation of queries and keys in one call: the bits of the lines above."""
+        s, norms = self.spec, self.norms
+        heads = rows.Heads(s.heads, s.kv_heads, s.head_dim, norms[0].eps if norms else 0.0)
+        q, k = rows.place_heads(qkv, heads, (norms[0].weight, norms[1].weight) if norms else None, angles)
+        v = qkv.as_strided((qkv.shape[0], s.kv_heads, s.head_dim), (qkv.stride(0), s.head_dim, 1), (s.heads + s.kv_heads) * s.head_dim)
+        return q, k, v
 
     def group(self) -> GroupSpec:
         """The layer as a group of its own."""

@@ -48,7 +48,8 @@ class Rope:
     def angles(self, positions: Tensor) -> Angles:
         """positions [T]."""
         turns = positions.float()[:, None, None] * self._freqs.to(positions.device)
-        return Angles(turns.cos() * self.factor, turns.sin() * self.factor)
+        cos, sin = turns.cos(), turns.sin()
+        return Angles(cos, sin) if self.factor == 1.0 else Angles(cos * self.factor, sin * self.factor)
 
     def rotate(self, x: Tensor, angles: Angles) -> Tensor:
         """x [T, heads, d]: its first dim columns turned, the rest as they are. The result has the halves layout."""

@@ -73,13 +73,30 @@ def block_rows(group_size: int, d_qk: int, d_v: int) -> int:
     return max(1, rows // group_size)
 
 
-class Prepared(NamedTuple):
-    """What all layers of a group share in a step, as entries of a record; `arrays` keeps alive what they point to."""
+class Prepared:
+    """What all layers of a group share in a step, as entries of a record; the arrays behind them live as long as this."""
 
-    entries: tuple[int, ...]
-    blocks: int
-    most: int  # tokens of the largest block
-    arrays: tuple[Any, ...]
+    def __init__(self, table: Table, rows: Rows, blocks: Any) -> None:
+        self.arrays = (*table, *rows, np.ascontiguousarray(blocks))
+        self.entries = entries(*self.arrays)
+        self.blocks = len(blocks)
+        self.most = int((blocks[:, 2] - blocks[:, 1]).max()) if self.blocks else 0  # tokens of the largest block
+        self.known: dict[tuple[Any, ...], tuple[tuple[int, ...], Any]] = {}
+
+    def sizes(self, q: Any, k: Any, v: Any, out: Any, shape: Shape) -> tuple[int, ...]:
+        """The last entries of a call's record, memory for every thread included: layers of one shape have the same."""
+        key = (shape, q.shape[1:], out.shape[2], k.itemsize, v.itemsize, threads.count())
+        if key not in self.known:
+            kv_heads, page_size, tile, split, k_slot, k_head, v_slot, v_head = shape
+            (heads, d_qk), k_item, v_item = q.shape[1:], k.itemsize, v.itemsize
+            sizes = Sizes(
+                heads, kv_heads, heads // kv_heads, d_qk, out.shape[2], page_size, tile, split, k_item, v_item,
+                k_slot * k_item, k_head * k_item, v_slot * v_item, v_head * v_item,
+            )  # fmt: skip
+            each = memory_bytes(sizes, self.most * sizes.group)
+            memory = np.empty(max(1, min(self.blocks * kv_heads, threads.count())) * each + ALIGN, np.uint8)
+            self.known[key] = ((*sizes, -(-where(memory) // ALIGN) * ALIGN, each), memory)
+        return self.known[key][0]
 
 
 class Layer(NamedTuple):
@@ -91,9 +108,7 @@ class Layer(NamedTuple):
 
 def prepare(table: Table, rows: Rows, blocks: Any) -> Prepared:
     """blocks int32 [NB, 3] of (request, row begin, row end): rows computed together; they cover every row once."""
-    most = int((blocks[:, 2] - blocks[:, 1]).max()) if len(blocks) else 0
-    arrays = (*table, *rows, np.ascontiguousarray(blocks))
-    return Prepared(entries(*arrays), len(blocks), most, arrays)
+    return Prepared(table, rows, blocks)
 
 
 def layer(consts: Consts, sink2: Any) -> Layer:
@@ -118,24 +133,14 @@ def attend(q: Any, k: Any, v: Any, out: Any, lse2: Any, prepared: Prepared, shap
 
 
 def call(work: Any, q: Any, k: Any, v: Any, out: Any, lse2: Any, prepared: Prepared, shape: Shape, of: Layer) -> None:
-    """Write the arguments of `attend` into a record, with memory for every thread, and set the threads to work on it."""
-    _, heads, d_qk = q.shape
-    kv_heads, page_size, tile, split, k_slot, k_head, v_slot, v_head = shape
-    k_item, v_item = k.itemsize, v.itemsize
-    sizes = Sizes(
-        heads, kv_heads, heads // kv_heads, d_qk, out.shape[2], page_size, tile, split, k_item, v_item,
-        k_slot * k_item, k_head * k_item, v_slot * v_item, v_head * v_item,
-    )  # fmt: skip
-    units = prepared.blocks * kv_heads
-    each = memory_bytes(sizes, prepared.most * sizes.group)
-    memory = np.empty(max(1, min(units, threads.count())) * each + ALIGN, np.uint8)
-    begin = -(-where(memory) // ALIGN) * ALIGN
-    threads.run(work, (*entries(q, k, v, out, lse2), *prepared.entries, *of.entries, *sizes, begin, each), units)
+    """Write the arguments of `attend` into a record and set the threads to work on it."""
+    last = prepared.sizes(q, k, v, out, shape)
+    threads.run(work, (*entries(q, k, v, out, lse2), *prepared.entries, *of.entries, *last), prepared.blocks * shape.kv_heads)
 
 
 def entries(*arrays: Any) -> tuple[int, ...]:
     """Address and length of each."""
-    return tuple(x for array in arrays for x in (where(array), array.shape[0]))
+    return tuple([x for array in arrays for x in (where(array), array.shape[0])])
 
 
 def where(array: Any) -> int:
@@ -170,7 +175,7 @@ def linked(replaced: dict[str, Any]) -> dict[str, Any]:
 
 def compiled(replaced: dict[str, Any], cache: bool) -> Any:
     """Compile `work` with all its texts to a C function. It lives as long as the object that comes back."""
-    return threads.c_function(relinked(worker.work, linked(replaced)), cache)
+    return threads.c_function("attention", relinked(worker.work, linked(replaced)), cache)
 
 
 @functools.cache

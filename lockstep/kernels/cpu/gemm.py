@@ -52,7 +52,7 @@ def matmul(x: Tensor, packed: Tensor, n: int) -> Tensor:
 @functools.cache
 def work() -> Any:
     """The compiled kernel of this machine."""
-    return threads.c_function(units_text)
+    return threads.c_function("GEMM", units_text)
 
 
 def units_text(at: Any) -> None:

@@ -8,7 +8,7 @@ rows there are or on which thread computes them. Outputs are new and contiguous;
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,8 +39,17 @@ from lockstep.order import LANES, LOG2E
 
 UNIT = 1 << 14  # elements that are worth a thread
 NORM, TURN, GATE, HEADS, ADD = 0, 1, 2, 3, 4  # what is done to a row
-FIXED, MORE = 9, 7  # entries of every record, and of those that depend on what is done
+FIXED, MORE = 9, 8  # entries of every record, and of those that depend on what is done
 COUNTER = FIXED + MORE
+
+
+class Heads(NamedTuple):
+    """Queries and keys of a row: how many heads of each, their size, and the eps of their norms."""
+
+    heads: int
+    kv_heads: int
+    d: int
+    eps: float
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -51,7 +60,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + more, both [t, n], and its `rms_norm`: the same bits, in one call."""
     total, y = torch.empty(x.shape), torch.empty(x.shape)
-    _call(ADD, x, y, x.shape[1], (weight.data_ptr(), _bits(eps), more.data_ptr(), 4 * more.stride(0), total.data_ptr(), 0, 0))
+    _call(ADD, x, y, x.shape[1], (weight.data_ptr(), _bits(eps), more.data_ptr(), 4 * more.stride(0), total.data_ptr(), 0, 0, 0))
     return total, y
 
 
@@ -64,18 +73,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return _run(TURN, x, cos.data_ptr(), sin.data_ptr(), cos.shape[-1], int(interleaved))
 
 
-def place_heads(
-    x: Tensor, heads: int, weights: tuple[Tensor, Tensor] | None, eps: float, angles: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """x [t, heads + kv_heads, d], queries then keys: both normed, with a weight each, if there are any, and rotated; q and k, contiguous.
+def place_heads(x: Tensor, spec: Heads, weights: tuple[Tensor, Tensor] | None, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """x [t, at least (heads + kv_heads) · d], queries then keys, then what it likes: q [t, heads, d] and k [t, kv_heads, d].
 
-    The same bits as `rms_norm` and `rotate`, in one call.
+    Both are normed, with a weight each, if there are any, and rotated: the same bits as `rms_norm` and `rotate`, in one call.
     """
-    (t, both, d), (cos, sin) = x.shape, angles
-    y = torch.empty(t * both * d)
+    (heads, kv_heads, d, eps), (cos, sin), t = spec, angles, x.shape[0]
+    q, k = torch.empty(t, heads, d), torch.empty(t, kv_heads, d)
     norms = (0, 0) if weights is None else (weights[0].data_ptr(), weights[1].data_ptr())
-    _call(HEADS, x, y, d, (norms[0], _bits(eps), cos.data_ptr(), sin.data_ptr(), cos.shape[-1], norms[1], heads))
-    return y[: t * heads * d].view(t, heads, d), y[t * heads * d :].view(t, both - heads, d)
+    each = max(1, UNIT // ((heads + kv_heads) * d))
+    more = (norms[0], _bits(eps), cos.data_ptr(), sin.data_ptr(), cos.shape[-1], norms[1], heads, k.data_ptr())
+    entries = (HEADS, x.data_ptr(), 4 * x.stride(0), 4 * d, q.data_ptr(), t, heads + kv_heads, d, each, *more)
+    threads.run(work(), entries, -(-t // each))
+    return q, k
 
 
 def silu_gate(x: Tensor) -> Tensor:
@@ -132,9 +142,9 @@ def units(at: Any) -> None:
 
 
 def head(record: Any, i: Any, j: Any, x: Any) -> None:
-    """One head of one row of `place_heads`: queries first, then the keys of all rows."""
-    outer, inner, n, heads = record[5], record[6], record[7], record[15]
-    y = record[4] + 4 * n * (i * heads + j if j < heads else outer * heads + i * (inner - heads) + j - heads)
+    """One head of one row of `place_heads`."""
+    inner, n, heads = record[6], record[7], record[15]
+    y = record[4] + 4 * n * (i * heads + j) if j < heads else record[16] + 4 * n * (i * (inner - heads) + j - heads)
     if record[9]:
         norm(x, y, n, record[9] if j < heads else record[14], record[10])
         x = y
@@ -209,4 +219,4 @@ def work() -> Any:
     names = {**globals(), "exp2": njit(exp2)}
     for text in (gated, norm, plus, turn, gate, head):
         names[text.__name__] = njit(error_model="numpy")(relinked(text, names))
-    return threads.c_function(relinked(units, names))
+    return threads.c_function("row", relinked(units, names))

@@ -77,4 +77,4 @@ def compiled() -> Any:
             names[name] = njit(error_model="numpy")(threads.relinked(text, names))
     names["bits_of"] = njit(lambda x: np.float64(x).view(np.int64))
     names["float_of"] = njit(lambda i: np.int64(i).view(np.float64))
-    return threads.c_function(threads.relinked(units, names))
+    return threads.c_function("sampling", threads.relinked(units, names))

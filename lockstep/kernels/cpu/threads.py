@@ -134,9 +134,9 @@ def relinked(text: Any, names: dict[str, Any]) -> FunctionType:
     return FunctionType(text.__code__, names, text.__name__, text.__defaults__, text.__closure__)
 
 
-def c_function(text: Callable[[Any], None], cache: bool = True) -> Any:
+def c_function(name: str, text: Callable[[Any], None], cache: bool = True) -> Any:
     """`text`, a function of a record's address, compiled. It lives as long as the object that comes back."""
-    with cached_here() as writable, announced("compiling the CPU kernels, once per machine ..."):
+    with cached_here() as writable, announced(f"compiling the CPU {name} kernel, once per machine ..."):
         return cfunc(types.void(types.int64), cache=cache and writable, error_model="numpy")(text)
 
 

@@ -1,0 +1,82 @@
+"""`lockstep generate`: text in, text out; a mistake is one line that states the rule, what was got, and what to do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lockstep import cli
+
+PROMPT = "def binary_search(items, target):"
+
+
+def run(capsys, *words: str) -> tuple[int, str, str]:
+    """Exit code, what was printed, and what was said about it."""
+    try:
+        code = cli.main(["generate", *words])
+    except SystemExit as left:
+        code = int(left.code or 0)
+    return code, *capsys.readouterr()
+
+
+def test_one_prompt_streams_its_text(capsys):
+    code, out, told = run(capsys, PROMPT, "--max-tokens", "24", "--max-total-tokens", "2048")
+    assert code == 0
+    assert out.startswith(PROMPT + "\n") and len(out) > len(PROMPT) + 20
+    assert "attention cpu" in told and "gemm lanes" in told and "cache for 2,048 tokens" in told
+
+
+def test_many_prompts_from_a_file_are_one_document(capsys, tmp_path):
+    (tmp_path / "prompts").write_text("def add(a, b):\n\nimport os\n")
+    words = ("--file", str(tmp_path / "prompts"), "--max-tokens", "6", "--n", "2", "--temperature", "0.8", "--seed", "3", "--logprobs", "1")
+    code, out, told = run(capsys, *words, "--json", "-")
+    assert code == 0 and "generate: 2/2" in told
+    outputs = json.loads(out)["outputs"]
+    assert [o["prompt"] for o in outputs] == ["def add(a, b):", "import os"]
+    assert all(len(o["completions"]) == 2 and o["seed"] == 3 and "order=canonical" in o["fingerprint"] for o in outputs)
+    assert all(len(c["logprobs"]) == len(c["token_ids"]) == 6 for o in outputs for c in o["completions"] if c["finish_reason"] == "length")
+    again = json.loads(run(capsys, outputs[1]["prompt"], *words[2:], "--json", "-")[1])["outputs"][0]
+    assert again["completions"] == outputs[1]["completions"], "alone, it is the same"
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ((), "generate needs a prompt"),
+        (("",), "a prompt has at least one token"),
+        (("x = 1\n" * 3000,), "a prompt has at most 2048 tokens; got "),
+        (("x", "--max-tokens", "0"), "max_tokens"),
+        (("x", "--max-tokens", "-1"), "max_tokens"),
+        (("x", "--max-tokens", "1000000000"), "max_tokens"),
+        (("x", "--max-tokens", "5000"), "context of 2048; got 1 + 5000. Use max_tokens of at most 2047"),
+        (("x", "--temperature", "nan"), "temperature"),
+        (("x", "--temperature", "-1"), "temperature"),
+        (("x", "--temperature", "1e-320"), "temperature"),
+        (("x", "--top-p", "0"), "top_p"),
+        (("x", "--top-k", "-2"), "top_k"),
+        (("x", "--min-p", "2"), "min_p"),
+        (("x", "--n", "0"), "n is an integer from 1 to 128"),
+        (("x", "--n", "1000000000"), "n is an integer from 1 to 128"),
+        (("x", "--logprobs", "1000000"), "logprobs"),
+        (("x", "--stop", ""), "stop"),
+        (("x", "--stop", "a" * 300), "stop"),
+        (("x", "--logit-bias", "4096=1"), "logit_bias names tokens from 0 to 4095; got 4096"),
+        (("x", "--logit-bias", "abc"), "a token id and a number"),
+        (("x", "--logit-bias", "1=nan"), "logit_bias"),
+        (("x", "--temprature", "1"), "Did you mean --temperature?"),
+        (("x", "--file", "/nowhere/at/all"), "--file names a text file"),
+        (("x", "--model", "/nowhere/at/all"), "/nowhere/at/all"),
+        (("x", "--model", "../../etc"), "etc"),
+        (("x", "--page-size", "0"), "a whole number from 1 on"),
+        (("x", "--device", "cuda"), "device is cpu"),
+        (("x", "--attention-backend", "cpi"), "cpi"),
+    ],
+    ids=lambda value: repr(value)[:50],
+)
+def test_a_mistake_is_one_line(capsys, words, rule):
+    code, out, told = run(capsys, *words)
+    assert code == 2
+    assert rule in told and "Traceback" not in told
+    assert len(told.strip().splitlines()[-1]) < 600
+    assert not out
