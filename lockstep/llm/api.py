@@ -33,6 +33,11 @@ class LLM:
         config = EngineConfig.from_names({"model": model, **options})
         self.engine = Engine(config, load(config))
 
+    @property
+    def fingerprint(self) -> str:
+        """What computes the answers: every output carries it, and it holds for scores and embeddings too."""
+        return self.engine.fingerprint
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

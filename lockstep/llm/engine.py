@@ -94,7 +94,8 @@ class Engine:
         kinds = Kinds(groups.generate if self.info.generates else (), groups.encode, groups.embed)
         limits = Limits(config.chunked_prefill_size, config.max_running_requests, not config.disable_radix_cache)
         self.scheduler = Scheduler(self.specs, pools, kinds, limits)
-        self.fingerprint = fingerprint(parts.why.partition(":")[0], parts.backend, parts.certificate)
+        name, gemm = (why.partition(":")[0] for why in (parts.why, self.info.gemm))
+        self.fingerprint = fingerprint(name, gemm, parts.backend, parts.certificate)
         self.jobs: dict[int, Job] = {}
         self.told = f"attention {parts.why}; gemm {self.info.gemm}; {sizes.text}"
 

@@ -10,10 +10,9 @@ from lockstep.attention.base import Backend
 from lockstep.run.certify import Certificate
 
 
-def fingerprint(name: str, backend: Backend, certificate: Certificate) -> str:
-    """order, backend, device class, versions, and the digest of what `certify` computed."""
+def fingerprint(name: str, gemm: str, backend: Backend, certificate: Certificate) -> str:
+    """order, backend, GEMM class, device class, versions, and the digest of what `certify` computed."""
     versions = ",".join(f"{package}={version(package)}" for package in ("torch", "numba", "llvmlite"))
     order = backend.caps.order
-    return (
-        f"order={order};backend={name};device=cpu-{platform.machine()};lockstep={__version__};{versions};certificate={certificate.digest}"
-    )
+    where = f"device=cpu-{platform.machine()};lockstep={__version__};{versions}"
+    return f"order={order};backend={name};gemm={gemm};{where};certificate={certificate.digest}"
