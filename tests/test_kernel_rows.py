@@ -137,7 +137,7 @@ def test_a_call_does_not_wait_for_a_helper_that_is_asleep():
         want = gemm.matmul(x, weight, 500)
     mailbox = threads.HELP.address  # nobody looks into it
     y = torch.empty(9, 500)
-    entries = (x.data_ptr(), 280, weight.data_ptr(), y.data_ptr(), 9, 70, 500, len(weight), len(weight), 0, 0)
+    entries = (x.data_ptr(), 280, weight.data_ptr(), y.data_ptr(), 9, 70, 500, len(weight), len(weight), 4, 0, 0)
     record = np.array(entries, np.int64)
     threads.compiled()[0](gemm.work().address, 3, mailbox, record.ctypes.data)
     assert torch.equal(y, want)

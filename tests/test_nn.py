@@ -76,6 +76,18 @@ def test_the_own_gemm_is_one_fma_chain_over_k(shape):
     assert torch.equal(linear.pack(weight, bias, "lanes")(x), acc + bias)
 
 
+def test_bfloat16_weights_stay_narrow_and_give_the_bits_of_float32():
+    from lockstep.kernels.cpu import gemm
+
+    weight, bias = noise(200, 130).bfloat16().float(), noise(200, seed=1).bfloat16().float()
+    narrow = gemm.pack(weight, bias)
+    wide = narrow.float()
+    assert (narrow.dtype, gemm.pack(weight, noise(200)).dtype) == (torch.bfloat16, torch.float32)
+    for rows in (1, 2, 6, 7, 100):
+        x = noise(rows, 130, seed=rows)
+        assert torch.equal(gemm.matmul(x, narrow, 200), gemm.matmul(x, wide, 200))
+
+
 def test_rows_with_strides_are_multiplied_where_they_lie():
     layer, x = linear.pack(noise(24, 16), None, "lanes"), noise(7, 40)
     assert torch.equal(layer(x[:, 8:24]), layer(x[:, 8:24].contiguous()))
