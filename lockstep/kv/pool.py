@@ -54,8 +54,11 @@ class Pool:
         """Stores this step's K and V rows; slots are int64. For a latent group k holds the whole row and v is not looked at."""
         rows = zip(self.storages[layer], ((k, "k"), (v, "v")), strict=False)
         for storage, (values, which) in rows:
-            stored = encode(values, scale_of(self.spec.layers[layer], which), storage.dtype)
-            _bits(storage).index_copy_(0, slots, _bits(stored))
+            scale = scale_of(self.spec.layers[layer], which)
+            if scale == 1.0 and storage.dtype is values.dtype:
+                storage.index_copy_(0, slots, values)
+            else:
+                _bits(storage).index_copy_(0, slots, _bits(encode(values, scale, storage.dtype)))
 
     def move(self, moves: Tensor) -> None:
         """Relocates rows in every layer: gather all, then scatter all."""

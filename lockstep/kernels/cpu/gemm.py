@@ -19,14 +19,13 @@ from torch import Tensor
 
 from lockstep.kernels.cpu import threads
 from lockstep.kernels.cpu.lanes import F32, I32, I64, at, call_ir, constant, fma_ir, int64_at, load_ir, splat_ir, take, types
-from lockstep.kernels.cpu.loops import VECTOR_BYTES, VECTORS, WIDE, counted, row_addresses
+from lockstep.kernels.cpu.loops import VECTOR_BYTES, VECTORS, counted, row_addresses
 from lockstep.order import LANES
 
 ROWS = 6  # of a full micro-kernel: 24 of 32 zmm registers, or 12 of 16 ymm registers
 PANEL = LANES * VECTORS
 UNIT_ROWS = 96  # rows of x that one unit of work multiplies with one panel
 RECORD = 10  # entries before the counter
-assert WIDE == (VECTORS == 4), f"{VECTORS} vectors"
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> Tensor:

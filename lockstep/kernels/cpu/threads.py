@@ -83,14 +83,13 @@ class Helpers:
         self.address = (self.mailbox.ctypes.data + 63) // 64 * 64
         self.threads: list[threading.Thread] = []
 
-    def want(self, count: int) -> int:
-        """Has `count` helpers ready; returns the mailbox's address."""
+    def want(self, count: int) -> None:
+        """Has `count` helpers ready."""
         while len(self.threads) < count:
             usleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
             args = (self.address, len(self.threads), usleep)
             self.threads.append(threading.Thread(target=compiled()[1], args=args, name="lockstep-helper", daemon=True))
             self.threads[-1].start()
-        return self.address
 
     def leave(self) -> None:
         """Sends them home: compiled code must not run when the interpreter takes it away."""
@@ -108,9 +107,11 @@ os.register_at_fork(after_in_child=HELP.__init__)  # type: ignore[misc]
 def run(work: Any, entries: Sequence[int], units: int) -> None:
     """One call of the compiled `work`, on at most one thread per unit. `entries` are its record, whose addresses stay valid meanwhile;
     two counters, which begin at 0, follow them."""
-    helpers = max(0, min(units, count()) - 1)
+    helpers = min(units, torch.get_num_threads()) - 1
+    if helpers > len(HELP.threads):
+        HELP.want(helpers)
     record = array("q", (*entries, 0, 0))
-    compiled()[0](work.address, helpers, HELP.want(helpers), record.buffer_info()[0])
+    compiled()[0](work.address, max(helpers, 0), HELP.address, record.buffer_info()[0])
 
 
 def count() -> int:
