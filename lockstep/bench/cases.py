@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from lockstep.bench import scheduler
-from lockstep.bench.machine import Timing, note
+from lockstep.bench.machine import Timing, note, turns
 from lockstep.bench.rig import Rig
 from lockstep.bench.work import Played, Work, mixed_lens, prompts
 
@@ -181,7 +181,7 @@ def choose(peer: Peer, trial: Work, mine: Played, rig: Rig) -> tuple[Batching, i
 
         return once
 
-    tried = rig.turns({name: rate(batching) for name, batching in settings.items()}, 1)
+    tried = turns({name: rate(batching) for name, batching in settings.items()}, 1, rig.say, 0)  # to rank them, once each is enough
     rates = {name: round(tried.median(name), 1) for name in settings}
     best = max(rates, key=lambda name: rates[name])
     more = {

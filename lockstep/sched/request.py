@@ -113,10 +113,11 @@ class Request:
 
     def samples(self, new_len: int) -> int:
         """Tokens chosen when the next `new_len` rows are computed: none before the last row, one per continuation at the prompt's end."""
-        first = len(self.tokens) == len(self.ask.prompt)
-        if new_len < self.rows or not (self.ask.max_new_tokens or (self.ask.items and first)):
+        ask, known = self.ask, len(self.tokens)
+        first = known == len(ask.prompt)
+        if new_len < known - self.cached_len or not (ask.max_new_tokens or (ask.items and first)):
             return 0
-        return self.ask.continuations if first else 1
+        return ask.continuations if first else 1
 
     def emits(self, new_len: int) -> int:
         """How many rows a piece of `new_len` rows emits."""
@@ -124,10 +125,10 @@ class Request:
 
     def piece(self, new_len: int) -> Piece:
         """The next `new_len` rows. Emitted are those whose logits are wanted: for log-probabilities, then for every sample."""
-        begin, samples = self.cached_len, self.samples(new_len)
+        begin, samples, ask = self.cached_len, self.samples(new_len), self.ask
         ids = tuple(self.tokens[begin : begin + new_len])
         emit = (new_len - 1,) * samples
-        if self.ask.wants_prompt_logprobs or self.ask.items:
+        if ask.wants_prompt_logprobs or ask.items:
             emit = (*range(self._scored_begin() - begin, self._scored_end(new_len) - begin), *emit)
         return Piece(self, ids, begin, emit, samples)
 

@@ -125,8 +125,8 @@ class Scheduler:
                 done.append(self._end(request, "length"))
             elif piece.cross_new:
                 request.encoded = True
-            else:
-                done += self._advance(piece, tokens)
+            elif ended := self._advance(piece, tokens):
+                done += ended
         return done
 
     def drop(self, step: Step) -> list[Request]:
