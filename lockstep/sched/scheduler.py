@@ -307,7 +307,7 @@ class Scheduler:
             request.scored_len = max(request.scored_len, min(request.cached_len, len(request.ask.prompt) - 1))
         elif request.ask.items:
             request.scored_len = request.cached_len
-        if request.path is not None and request.cached_len >= request.path.length + self.tree.unit:
+        if request.path is not None:
             self.tree.insert(request.path, request.tokens, table, request.cached_len)
         if request.cached_len >= table.release_at:
             table.release(request.cached_len)

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.kernels.cpu.attend import Consts, layer
 from lockstep.plan.image import Views
 from lockstep.plan.step import Group, PagedGroup, StepPlan
 
@@ -41,6 +42,7 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         ids = group.page_ids[group.page_ids > 0] if isinstance(group, PagedGroup) else np.zeros(0)
         if len(np.unique(ids)) == len(ids):
             return handle
-        return replace(handle, layers={attn: (c, np.full_like(sink, -np.inf)) for attn, (c, sink) in handle.layers.items()})
+        layers = {attn: (of.arrays[0], Consts(*of.arrays[1].tolist())) for attn, of in handle.layers.items()}
+        return replace(handle, layers={attn: layer(consts, np.full_like(sink, -np.inf)) for attn, (sink, consts) in layers.items()})
 
     return lower

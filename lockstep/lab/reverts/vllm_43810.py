@@ -10,7 +10,7 @@ Mechanism:
 3. Whoever holds the last slot of the pool has lost a key.
 Key functions:
 Slot mappings of vLLM under graphs (known from the issue). Here `plan.bucket.pad_group`: pad rows write to the sink, page 0, which is
-never handed out, so no number has a second meaning.
+never handed out, so no number has a second meaning. And the store refuses a negative slot: without the guard the step ends with an error.
 Symptom:
 One request in the whole pool gets wrong answers, and only while the pool is full enough.
 Risk and impact:
@@ -29,6 +29,7 @@ SOURCE = "vllm-project/vllm#43810"
 TARGET = "lockstep.plan.bucket:pad_group"
 CELLS = ("decode/dense",)
 RELATED = ("trtllm-6136", "sglang-27343")
+CRASH = True
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
