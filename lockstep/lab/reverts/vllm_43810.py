@@ -10,7 +10,8 @@ Mechanism:
 3. Whoever holds the last slot of the pool has lost a key.
 Key functions:
 Slot mappings of vLLM under graphs (known from the issue). Here `plan.bucket.pad_group`: pad rows write to the sink, page 0, which is
-never handed out, so no number has a second meaning. And the store refuses a negative slot: without the guard the step ends with an error.
+never handed out, so no number has a second meaning. Our store refuses a negative slot, so the revert names the last slot
+that is written.
 Symptom:
 One request in the whole pool gets wrong answers, and only while the pool is full enough.
 Risk and impact:
@@ -29,14 +30,13 @@ SOURCE = "vllm-project/vllm#43810"
 TARGET = "lockstep.plan.bucket:pad_group"
 CELLS = ("decode/dense",)
 RELATED = ("trtllm-6136", "sglang-27343")
-CRASH = True
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def pad_group(group: PagedGroup, g: int, bucket: Bucket, pads: Ints, positions: Ints) -> Any:
         padded = old(group, g, bucket, pads, positions)
         slots = padded.write_slots.copy()
-        slots[len(group.write_slots) :] = -1
+        slots[len(group.write_slots) :] = group.write_slots.max(initial=0)
         return replace(padded, write_slots=ints(slots))
 
     return pad_group
