@@ -380,7 +380,7 @@ def check_env(args: argparse.Namespace) -> int:
         return 0
     for name, value in found["environment"].items():
         print(f"{name:<12} {value}")
-    print(f"{'threads':<12} {', '.join(f'{k} {v}' for k, v in found['threads'].items())}")
+    print(f"{'threads':<12} {found['threads']}")
     print(f"{'kernels':<12} {found['kernels']}")
     for name, backend in found["backends"].items():
         print(f"{name:<12} {'available' if backend['available'] else 'NOT available'}: {backend['reason']}")
@@ -403,11 +403,11 @@ def inspect_env() -> dict[str, Any]:
     return {"environment": environment(), "threads": _threads(), "kernels": _kernel_folder(), "backends": backends}
 
 
-def _threads() -> dict[str, int]:
-    import numba
+def _threads() -> int:
+    """What torch has is what the kernels use."""
     import torch
 
-    return {"numba": numba.get_num_threads(), "torch": torch.get_num_threads()}
+    return torch.get_num_threads()
 
 
 def _kernel_folder() -> str:

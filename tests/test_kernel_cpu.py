@@ -16,7 +16,7 @@ import torch
 from numba import njit
 
 from lockstep import order
-from lockstep.kernels.cpu.attend import Consts, Rows, Shape, Table, attend, block_rows, build, layer, linked, prepare
+from lockstep.kernels.cpu.attend import Consts, Prepared, Rows, Shape, Table, attend, block_rows, build, layer, linked
 from lockstep.kernels.cpu.threads import limited
 
 NO_LIST = 2**31 - 1
@@ -138,7 +138,7 @@ def compute(case: Case, q: Any, pools: tuple[Any, Any, Table], sinks: Any, kerne
     shape = Shape(case.kv_heads, case.page_size, tile, split, *strides)
     sink2 = (sinks * order.LOG2E).astype(np.float32)
     consts = Consts(*scale_of(case), case.v_scale)
-    kernel(q.numpy(), flat(pool_k), flat(pool_v), out, lse2, prepare(table, rows, blocks_of(case)), shape, layer(consts, sink2))
+    kernel(q.numpy(), flat(pool_k), flat(pool_v), out, lse2, Prepared(table, rows, blocks_of(case)), shape, layer(consts, sink2))
     return out, lse2
 
 
@@ -296,7 +296,7 @@ def test_every_bit_pattern_of_a_narrow_format_loads_exactly(dtype: torch.dtype) 
     sink2 = np.full(1, -np.inf, np.float32)
     rows = Rows(position, position + 1)
     shape = Shape(1, 1, 64, 512, 64, 64, 64, 64)
-    attend(q, keys, flat(pool), out, lse2, prepare(table, rows, blocks), shape, layer(Consts(0, 1, 1), sink2))
+    attend(q, keys, flat(pool), out, lse2, Prepared(table, rows, blocks), shape, layer(Consts(0, 1, 1), sink2))
     truth = pool.float().numpy()
     assert np.array_equal(out, truth, equal_nan=True)
 

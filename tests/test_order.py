@@ -15,7 +15,7 @@ import pytest
 
 from lockstep import order
 from lockstep.kernels.cpu import elementary as el
-from lockstep.kernels.cpu.attend import Consts, Rows, Shape, Table, attend, layer, prepare
+from lockstep.kernels.cpu.attend import Consts, Prepared, Rows, Shape, Table, attend, layer
 
 LIBM = ctypes.CDLL(ctypes.util.find_library("m"))
 LIBM.fmaf.restype, LIBM.fmaf.argtypes = ctypes.c_float, (ctypes.c_float,) * 3
@@ -103,7 +103,7 @@ def test_the_kernel_adds_in_the_canonical_order(n, lo, sink):
     consts = Consts(0.0, F(0.3 * order.LOG2E), 1.5)
     shape = Shape(1, 1, tile, split, d_qk, d_qk, d_v, d_v)
     sink2 = np.full(heads, sink, F)
-    prepared = prepare(table, Rows(one(lo), one(n)), one(0, 0, 1).reshape(1, 3))
+    prepared = Prepared(table, Rows(one(lo), one(n)), one(0, 0, 1).reshape(1, 3))
     attend(q, pool_k.reshape(-1), pool_v.reshape(-1), out, lse2, prepared, shape, layer(consts, sink2))
     for h in range(heads):
         want, want_lse2 = row(q[0, h], k[:, 0], v[:, 0], lo, n, consts, sink, tile, split)

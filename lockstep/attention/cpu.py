@@ -50,7 +50,7 @@ class Handle:
     @cached_property
     def prepared(self) -> Prepared:
         """What all layers share, as the kernel wants it."""
-        return kernels.prepare(self.table, self.rows, self.blocks)
+        return kernels.Prepared(self.table, self.rows, self.blocks)
 
 
 class Backend:

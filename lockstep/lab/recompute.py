@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import numpy as np
 import torch
@@ -22,10 +21,9 @@ from lockstep.lab import choice
 from lockstep.lab.tiny import CONTEXT
 from lockstep.llm.engine import Parts
 from lockstep.llm.output import Top
-from lockstep.nn.decoder import EncoderDecoder
 from lockstep.plan.build import Work, build
 from lockstep.plan.step import StepPlan
-from lockstep.run.groups import Groups
+from lockstep.run.groups import Groups, encoder_of
 from lockstep.run.runner import Runner
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import log_probs
@@ -61,7 +59,7 @@ class Recompute:
 
     def __init__(self, parts: Parts) -> None:
         self.model, self.info, self.tokenizer = parts.model, parts.info, parts.tokenizer
-        self.encoder = cast(EncoderDecoder, parts.model) if parts.info.encoder else None
+        self.encoder = encoder_of(parts.model, parts.info)
         self.groups = Groups.of(self.model, self.encoder)
         self.specs = tuple(s if s.layout is Layout.CROSS else replace(s, layout=Layout.FRESH) for s in self.groups.specs)
         pages = [CONTEXT if s.layout is Layout.CROSS else 0 for s in self.specs]  # of the source alone: a decoder's rows are read from it

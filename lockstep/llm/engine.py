@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -25,12 +24,12 @@ from lockstep.llm.output import Top
 from lockstep.models import weights
 from lockstep.models.weights import Info, Loaded
 from lockstep.nn import linear
-from lockstep.nn.decoder import EncoderDecoder, Model
+from lockstep.nn.decoder import Model
 from lockstep.plan.build import build
 from lockstep.plan.step import StepPlan
 from lockstep.run import memory
 from lockstep.run.certify import Certificate, NotCertified, certify
-from lockstep.run.groups import Groups
+from lockstep.run.groups import Groups, encoder_of
 from lockstep.run.runner import Runner
 from lockstep.sample.logits import Logprobs, Row
 from lockstep.sample.params import SamplingParams, resolve_seed
@@ -83,7 +82,7 @@ class Engine:
     def __init__(self, config: EngineConfig, parts: Parts) -> None:
         self.config, self.parts = config, parts
         self.model, self.info, self.tokenizer = parts.model, parts.info, parts.tokenizer
-        self.encoder = cast(EncoderDecoder, parts.model) if self.info.encoder else None
+        self.encoder = encoder_of(parts.model, self.info)
         self.context_length = min(config.context_length or self.info.max_position, self.info.max_position)
         groups = Groups.of(self.model, self.encoder, config.page_size, config.kv_cache_dtype)
         self.specs = groups.specs
@@ -209,9 +208,10 @@ class Engine:
             job, scored = self.jobs[piece.request.arrival], len(piece.emit) - piece.samples
             if scored:
                 self._score(job, piece, logits[begin : begin + scored])
-            if piece.request.ask.items and piece.samples:
+            given = bool(piece.request.ask.items)
+            if given and piece.samples:
                 self._first_of_items(job, logits[begin + scored])
-            for i in range(piece.samples if not piece.request.ask.items else 0):
+            for i in range(0 if given else piece.samples):
                 index = i if piece.samples > 1 else piece.request.index
                 rows.append(self._row(job, piece, index))
                 at.append(begin + scored + i)
@@ -245,10 +245,10 @@ class Engine:
     def _score(self, job: Job, piece: Piece, logits: Tensor) -> None:
         """The row at position p tells of token p+1, of the prompt or of an item."""
         ask, first, k = piece.request.ask, piece.cached_len + piece.emit[0] + 1, job.params.top_prompt_logprobs or 0
-        ids, scores = (*job.prompt_ids, *(ask.items[piece.request.index] if ask.items else ())), job.prompt_scores
-        if ask.items:
-            scores = job.drafts[piece.request.index].scores
-        told = log_probs(logits, torch.tensor(ids[first : first + len(logits)]), k)
+        item, scores = (
+            ((), job.prompt_scores) if not ask.items else (ask.items[piece.request.index], job.drafts[piece.request.index].scores)
+        )
+        told = log_probs(logits, torch.tensor((*job.prompt_ids, *item)[first : first + len(logits)]), k)
         for i in range(len(logits)):
             scores.add(*_entry(told, i, k))
 

@@ -73,8 +73,9 @@ class Job:
     def __init__(self, params: SamplingParams, request: Request, tokenizer: Tokenizer | None) -> None:
         self.params, self.request = params, request
         self.prompt_ids = request.ask.prompt
-        self.drafts = [Draft(each, self.prompt_ids, tokenizer) for each in params.completions() * len(request.ask.items or (0,))]
-        for draft, item in zip(self.drafts, request.ask.items, strict=False):
+        items = request.ask.items
+        self.drafts = [Draft(each, self.prompt_ids, tokenizer) for each in params.completions() * (len(items) or 1)]
+        for draft, item in zip(self.drafts, items, strict=False):
             draft.token_ids += item
         self.prompt_scores = Scores()
         self.embedding: np.ndarray[tuple[int], np.dtype[np.float32]] | None = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,10 +19,10 @@ from lockstep.kernels.cpu.threads import limited
 from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import Table
 from lockstep.models.weights import Info
-from lockstep.nn.decoder import Decoder, EncoderDecoder, Model
+from lockstep.nn.decoder import Decoder, Model
 from lockstep.plan.build import Work, build
 from lockstep.plan.step import StepPlan
-from lockstep.run.groups import Groups
+from lockstep.run.groups import Groups, encoder_of
 from lockstep.run.runner import Runner
 from lockstep.types import Layout, RuleError
 
@@ -45,7 +44,7 @@ class NotCertified(RuleError):
 
 def certify(model: Model, backend: Backend, info: Info) -> Certificate:
     """Raises NotCertified, with the first row count that differs, unless every row is the same everywhere."""
-    bench = Bench(probe(model), backend, info.encoder)
+    bench = Bench(probe(model), backend, info)
     ids = torch.randint(info.vocab_size, (ROWS,), generator=torch.Generator().manual_seed(0))
     many = torch.get_num_threads()
     counts = sorted({1, min(2, many), many})
@@ -64,8 +63,8 @@ def certify(model: Model, backend: Backend, info: Info) -> Certificate:
 class Bench:
     """ROWS requests of one token each, any run of which can be computed together; each looks at an encoder's row of its own, if any."""
 
-    def __init__(self, model: Model, backend: Backend, encoder: bool) -> None:
-        self.model, self.encoder = model, cast(EncoderDecoder, model) if encoder else None
+    def __init__(self, model: Model, backend: Backend, info: Info) -> None:
+        self.model, self.encoder = model, encoder_of(model, info)
         self.groups = Groups.of(model, self.encoder)
         self.specs = self.groups.specs
         pools = [None if spec.layout is Layout.FRESH else PagePool(ROWS + 1) for spec in self.specs]

@@ -7,9 +7,16 @@ and the cross groups that a generating step reads: the same numbers, hence the s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
+from lockstep.models.weights import Info
 from lockstep.nn.decoder import EncoderDecoder, Model
 from lockstep.types import GroupSpec, Layout
+
+
+def encoder_of(model: Model, info: Info) -> EncoderDecoder | None:
+    """The model again, as one that has an encoder, if it has one."""
+    return cast(EncoderDecoder, model) if info.encoder else None
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,7 @@ class Groups:
 
     @staticmethod
     def of(model: Model, encoder: EncoderDecoder | None, page_size: int = 16, kv_dtype: str = "float32") -> Groups:
-        """A model's; `encoder` is the model again, if it has one."""
+        """A model's; `encoder` is what `encoder_of` says."""
         cached = model.groups(page_size, kv_dtype)
         first = tuple(range(len(cached)))
         if encoder is None:

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-from torch import Tensor
 
 from lockstep.kernels.cpu import elementary, threads, unit, worker
-from lockstep.kernels.cpu.threads import relinked
+from lockstep.kernels.cpu.threads import relinked, where
 from lockstep.kernels.cpu.unit import Sizes
 from lockstep.kernels.cpu.worker import ALIGN, memory_bytes
 
@@ -74,7 +73,10 @@ def block_rows(group_size: int, d_qk: int, d_v: int) -> int:
 
 
 class Prepared:
-    """What all layers of a group share in a step, as entries of a record; the arrays behind them live as long as this."""
+    """What all layers of a group share in a step, as entries of a record; the arrays behind them live as long as this.
+
+    blocks int32 [NB, 3] of (request, row begin, row end): rows computed together; they cover every row once.
+    """
 
     def __init__(self, table: Table, rows: Rows, blocks: Any) -> None:
         self.arrays = (*table, *rows, np.ascontiguousarray(blocks))
@@ -95,7 +97,7 @@ class Prepared:
             )  # fmt: skip
             each = memory_bytes(sizes, self.most * sizes.group)
             memory = np.empty(max(1, min(self.blocks * kv_heads, threads.count())) * each + ALIGN, np.uint8)
-            self.known[key] = ((*sizes, -(-where(memory) // ALIGN) * ALIGN, each), memory)
+            self.known[key] = ((*sizes, -(-where(memory) // ALIGN) * ALIGN, each, self.most), memory)
         return self.known[key][0]
 
 
@@ -104,11 +106,6 @@ class Layer(NamedTuple):
 
     entries: tuple[int, ...]
     arrays: tuple[Any, ...]
-
-
-def prepare(table: Table, rows: Rows, blocks: Any) -> Prepared:
-    """blocks int32 [NB, 3] of (request, row begin, row end): rows computed together; they cover every row once."""
-    return Prepared(table, rows, blocks)
 
 
 def layer(consts: Consts, sink2: Any) -> Layer:
@@ -141,11 +138,6 @@ def call(work: Any, q: Any, k: Any, v: Any, out: Any, lse2: Any, prepared: Prepa
 def entries(*arrays: Any) -> tuple[int, ...]:
     """Address and length of each."""
     return tuple([x for array in arrays for x in (where(array), array.shape[0])])
-
-
-def where(array: Any) -> int:
-    """The byte address of a numpy array or a tensor."""
-    return array.data_ptr() if isinstance(array, Tensor) else array.__array_interface__["data"][0]
 
 
 # ---- putting the kernel together ----

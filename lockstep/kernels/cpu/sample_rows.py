@@ -11,15 +11,12 @@ from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
-import numba
 import numpy as np
+from numba import carray, njit  # type: ignore[attr-defined]
 
 from lockstep.kernels.cpu import sample, threads
 from lockstep.kernels.cpu.lanes import float32_at, float64_at, int64_at, take
 from lockstep.kernels.cpu.sample import choose, describe
-
-numba_: Any = numba
-njit, carray = numba_.njit, numba_.carray
 
 PER_THREAD = 2**16  # logits that are worth another thread
 CHOOSE, DESCRIBE = 0, 1  # what is done with a row
@@ -46,7 +43,7 @@ def worth(rows: int, vocab: int) -> int:
 
 
 def _run(what: int, arrays: Sequence[Any], sizes: Sequence[int], workers: int) -> None:
-    threads.run(compiled(), [what, *(a.__array_interface__["data"][0] for a in arrays), *sizes], workers)
+    threads.run(compiled(), [what, *map(threads.where, arrays), *sizes], workers)
 
 
 def units(at: Any) -> None:

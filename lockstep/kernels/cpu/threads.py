@@ -26,6 +26,7 @@ import torch
 from llvmlite import ir
 from numba import cfunc, njit
 from numba.extending import intrinsic
+from torch import Tensor
 
 from lockstep.kernels.cpu.cache import announced, cached_here
 from lockstep.kernels.cpu.lanes import I64, at, call_ir, int64_at, invoke, types
@@ -79,6 +80,10 @@ class Helpers:
     """The helpers of this process: started when first needed, one less than there are threads."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Nobody helps, and nobody looks into the mailbox."""
         self.mailbox = np.zeros(MAILBOX + 8, np.int64)
         self.address = (self.mailbox.ctypes.data + 63) // 64 * 64
         self.threads: list[threading.Thread] = []
@@ -96,12 +101,12 @@ class Helpers:
         self.mailbox[(self.address - self.mailbox.ctypes.data) // 8 + LEAVE] = 1
         for thread in self.threads:
             thread.join()
-        self.__init__()  # type: ignore[misc]
+        self.reset()
 
 
 HELP = Helpers()
 atexit.register(HELP.leave)
-os.register_at_fork(after_in_child=HELP.__init__)  # type: ignore[misc]
+os.register_at_fork(after_in_child=HELP.reset)
 
 
 def run(work: Any, entries: Sequence[int], units: int) -> None:
@@ -112,6 +117,11 @@ def run(work: Any, entries: Sequence[int], units: int) -> None:
         HELP.want(helpers)
     record = array("q", (*entries, 0, 0))
     compiled()[0](work.address, max(helpers, 0), HELP.address, record.buffer_info()[0])
+
+
+def where(array: Any) -> int:
+    """The byte address of a numpy array or a tensor."""
+    return array.data_ptr() if isinstance(array, Tensor) else array.__array_interface__["data"][0]
 
 
 def count() -> int:

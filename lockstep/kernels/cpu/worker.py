@@ -18,8 +18,8 @@ ALIGN = 64
 ARRAYS = 16  # of a call: two entries each, the byte address and the length
 BLOCKS = 13  # which of them is `blocks`
 SIZES = 2 * ARRAYS  # where the integers of a call begin in the record
-MEMORY = SIZES + len(Sizes._fields)  # byte address of the workers' memory, then bytes per worker
-WORKERS = MEMORY + 2  # workers started so far
+MEMORY = SIZES + len(Sizes._fields)  # byte address of the workers' memory, then bytes per worker, then tokens of the largest block
+WORKERS = MEMORY + 3  # workers started so far
 UNITS = WORKERS + 1  # units taken so far
 
 
@@ -68,14 +68,6 @@ def carve(sizes: Any, q: Any, rows: Any) -> Any:
     )  # fmt: skip
 
 
-def most_tokens(blocks: Any, n_blocks: Any) -> Any:
-    """Tokens of the largest block."""
-    most = np.int64(0)
-    for block in range(n_blocks):
-        most = max(most, np.int64(blocks[3 * block + 2]) - np.int64(blocks[3 * block + 1]))
-    return most
-
-
 def ints(record: Any, i: Any) -> Any:
     """Array i of the record, int32."""
     return int32_at(record[2 * i])
@@ -107,7 +99,7 @@ def work(at: Any) -> None:
     job = unpack(record)
     sizes, n_blocks = job.sizes, record[2 * BLOCKS + 1]
     mine = record[MEMORY] + take(at + 8 * WORKERS) * record[MEMORY + 1]
-    scratch = carve(sizes, mine, most_tokens(job.blocks, n_blocks) * sizes.group)
+    scratch = carve(sizes, mine, record[MEMORY + 2] * sizes.group)
     taken = take(at + 8 * UNITS)
     while taken < n_blocks * sizes.kv_heads:
         block = n_blocks - 1 - taken // sizes.kv_heads
