@@ -211,7 +211,8 @@ class Prefix:
         more = own[: len(own) - common]
         if more:
             self.groups[g].share(more)
-            self._mine[g][more] += 1
+            for page in more:
+                self._mine[g][page] += 1
             node.pages[g] = more + have
             self._order[g][node] = None
             self._order[g].move_to_end(node)
@@ -247,7 +248,8 @@ class Prefix:
     def _lose(self, node: Node, g: int, count: int) -> None:
         """The first `count` pages of a node leave the tree."""
         gone, node.pages[g] = node.pages[g][:count], node.pages[g][count:]
-        self._mine[g][gone] -= 1
+        for page in gone:
+            self._mine[g][page] -= 1
         self.groups[g].give(gone)
         if not node.pages[g]:
             self._order[g].pop(node, None)

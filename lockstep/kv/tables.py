@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lockstep.kv.pages import PagePool
 from lockstep.plan import address, build
-from lockstep.plan.step import ints
+from lockstep.plan.step import Ints, frozen, ints
 from lockstep.types import INT32_MAX, GroupSpec, Layout, RuleError
 
 
@@ -28,8 +28,12 @@ class Table:
         self._scratch: list[list[int]] = [[] for _ in self.specs]
         self._moves: list[list[tuple[int, int]]] = [[] for _ in self.specs]
         self._sources: list[list[int]] = [[] for _ in self.specs]  # the parent's pages that a fork's pending moves read: held until then
+        self._ids: list[Ints | None] = [None] * len(self.specs)  # `_pages` as plans take them, once somebody asked
         self._views: dict[Any, Any] = {}  # what `pages` and `views` answered last, until something changes
-        self.release_at = 0 if any(spec.window is not None for spec in self.specs) else INT32_MAX  # `release` does nothing below
+        self._cached = [(g, pool) for g, pool in enumerate(self.pools) if pool is not None]
+        self._windows = [(g, pool) for g, pool in self._cached if self.specs[g].window is not None]
+        self.pending = False  # keys are still to be moved to their places by the next step
+        self.release_at = 0 if self._windows else INT32_MAX  # `release` does nothing below
 
     def adopt(self, g: int, pages: Sequence[int], first_pos: int) -> None:
         """Group g starts with cached pages that hold the positions from `first_pos` on: one more hold on each."""
@@ -37,7 +41,7 @@ class Table:
         if pool is None or self._pages[g] or first_pos % self.specs[g].page_size:
             raise RuleError("an empty table adopts whole cached pages", f"group {g} from {first_pos}", "Adopt before the first reservation")
         pool.share(pages)
-        self._pages[g], self.first_pos[g] = list(pages), first_pos
+        self._pages[g], self.first_pos[g], self._ids[g] = list(pages), first_pos, None
         self._views.clear()
 
     def span(self, g: int, begin: int, end: int) -> list[int]:
@@ -55,29 +59,29 @@ class Table:
             pool.share(pages)
             pool.give(own)
             self._pages[g][at : at + len(pages)] = pages
+            self._ids[g] = None
             self._views.clear()
 
     def reserve(self, kv_len: int, nodes: int = 0, cross_len: int = 0) -> None:
         """Pages for `kv_len` keys, `nodes` tree nodes and `cross_len` encoder keys. All groups or, with OutOfPages, none."""
-        needs = [self._need(g, kv_len, nodes, cross_len) for g in range(len(self.specs))]
-        if not any(pages or scratch for pages, scratch in needs):
-            return
-        taken: list[tuple[PagePool, list[int]]] = []
+        wanted = [(g, pool, *need) for g, pool in self._cached if any(need := self._need(g, kv_len, nodes, cross_len))]
+        taken: list[list[int]] = []
         try:
-            for pool, (pages, scratch) in zip(self.pools, needs, strict=True):
-                if pool is not None:
-                    taken.append((pool, pool.take(pages + scratch)))
+            for _, pool, pages, scratch in wanted:
+                taken.append(pool.take(pages + scratch))
         except Exception:
-            for pool, got in taken:
+            for (_, pool, _, _), got in zip(wanted, taken, strict=False):
                 pool.give(got)
             raise
-        fresh = iter(got for _, got in taken)
-        for g, pool in enumerate(self.pools):
-            if pool is not None:
-                got = next(fresh)
-                self._pages[g] += got[: needs[g][0]]
-                self._scratch[g] += got[needs[g][0] :]
-        self._views.clear()
+        for (g, _, pages, _), got in zip(wanted, taken, strict=True):
+            self._extend(g, got[:pages])
+            self._scratch[g] += got[pages:]
+            self._views.clear()
+
+    def _extend(self, g: int, pages: list[int]) -> None:
+        ids = self._ids[g]
+        self._pages[g] += pages
+        self._ids[g] = frozen(np.concatenate((ids, ints(pages)))) if ids is not None else None
 
     def needs(self, kv_len: int, nodes: int = 0, cross_len: int = 0) -> list[int]:
         """Pages that such a reservation would take, per group."""
@@ -97,18 +101,23 @@ class Table:
 
     def release(self, committed_len: int) -> list[list[int]]:
         """Drops, in window groups, the pages that no row at or after `committed_len` can see. Returns the pages freed, per group."""
-        freed: list[list[int]] = []
-        for g, (spec, pool) in enumerate(zip(self.specs, self.pools, strict=True)):
-            count = (keep_from(spec, committed_len) - self.first_pos[g]) // spec.page_size
-            gone = self._pages[g][:count] if count > 0 else []
+        freed: list[list[int]] = [[] for _ in self.specs]
+        self.release_at = INT32_MAX
+        for g, pool in self._windows:
+            spec, keep = self.specs[g], keep_from(self.specs[g], committed_len)
+            gone = self._pages[g][: max(0, keep - self.first_pos[g]) // spec.page_size]
             if gone:
-                del self._pages[g][: len(gone)]
-                self.first_pos[g] += len(gone) * spec.page_size
-                self._views.clear()
-            freed.append(pool.give(gone) if pool is not None and gone else [])
-        behind = [(spec, keep_from(spec, committed_len) - self.first_pos[g]) for g, spec in enumerate(self.specs)]
-        self.release_at = min((committed_len + s.page_size - n for s, n in behind if s.window is not None), default=INT32_MAX)
+                self._drop(g, len(gone))
+                freed[g] = pool.give(gone)
+            self.release_at = min(self.release_at, committed_len + spec.page_size - (keep - self.first_pos[g]))
         return freed
+
+    def _drop(self, g: int, count: int) -> None:
+        ids = self._ids[g]
+        del self._pages[g][:count]
+        self._ids[g] = ids[count:] if ids is not None else None
+        self.first_pos[g] += count * self.specs[g].page_size
+        self._views.clear()
 
     def fork(self, committed_len: int) -> Table:
         """A second continuation of the first `committed_len` keys: whole pages are shared, the partial last one is moved into its own.
@@ -135,6 +144,7 @@ class Table:
             if len(positions):
                 moved = np.stack((self.slots(g, positions), child.slots(g, positions)), 1)
                 child._moves[g] += [(int(a), int(b)) for a, b in moved]
+                child.pending = True
                 child._hold_source(g, moved[0, 0])
         return child
 
@@ -164,12 +174,8 @@ class Table:
             if pages is not None and spec.layout is not Layout.CROSS:
                 source = build.node_slots(spec, pages, np.asarray(nodes, np.int32))
                 self._moves[g] += [(int(a), int(b)) for a, b in zip(source, self.slots(g, positions), strict=True)]
+                self.pending = self.pending or len(nodes) > 0
                 self._views.clear()
-
-    @property
-    def pending(self) -> bool:
-        """Whether keys are still to be moved to their places by the next step."""
-        return any(self._moves)
 
     def held(self, g: int) -> list[int]:
         """Every hold of this table on pages of group g, one entry per hold."""
@@ -181,8 +187,12 @@ class Table:
             return None
         view = self._views.get(g)
         if view is None:
-            moves = ints(np.array(self._moves[g], np.int32).reshape(-1, 2))
-            view = self._views[g] = build.Pages(ints(self._pages[g]), self.first_pos[g], ints(self._scratch[g]), moves)
+            ids = self._ids[g]
+            if ids is None:
+                ids = self._ids[g] = ints(self._pages[g])
+            scratch = ints(self._scratch[g]) if self._scratch[g] else build.NO_PAGES
+            moves = ints(np.array(self._moves[g], np.int32)) if self._moves[g] else build.NO_MOVES
+            view = self._views[g] = build.Pages(ids, self.first_pos[g], scratch, moves)
         return view
 
     def views(self, groups: tuple[int, ...]) -> tuple[build.Pages | None, ...]:
@@ -198,7 +208,7 @@ class Table:
             return [[] for _ in self.specs]
         held = zip(self.pools, self._sources, strict=True)
         freed = [pool.give(sources) if pool is not None else [] for pool, sources in held]
-        self._moves, self._sources = [[] for _ in self.specs], [[] for _ in self.specs]
+        self._moves, self._sources, self.pending = [[] for _ in self.specs], [[] for _ in self.specs], False
         self._views.clear()
         return freed
 
@@ -211,7 +221,7 @@ class Table:
         """Gives everything back. Returns the pages freed, per group."""
         freed = [pool.give(self.held(g)) if pool is not None else [] for g, pool in enumerate(self.pools)]
         self._pages, self._scratch, self._sources = [[] for _ in self.specs], [[] for _ in self.specs], [[] for _ in self.specs]
-        self._moves = [[] for _ in self.specs]
+        self._moves, self._ids, self.pending = [[] for _ in self.specs], [None] * len(self.specs), False
         self._views.clear()
         return freed
 

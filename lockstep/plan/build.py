@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.plan import address
-from lockstep.plan.step import Bucket, FreshGroup, Group, Ints, PagedGroup, Real, StepPlan, ints
+from lockstep.plan.step import Bucket, FreshGroup, Group, Ints, PagedGroup, Real, StepPlan, frozen, ints
 from lockstep.plan.tree import paths
 from lockstep.types import INT32_MAX, GroupSpec, Layout, RuleError
 
+NO_PAGES: Ints = ints([])
 NO_MOVES: Ints = ints(np.empty((0, 2), np.int32))
 
 
@@ -66,19 +67,18 @@ class _Rows:
 def build(specs: Sequence[GroupSpec], works: Sequence[Work]) -> StepPlan:
     """The plan of one step over `works`. An empty batch is legal."""
     fresh = [spec.layout is Layout.FRESH for spec in specs]
-    if not _plain(fresh, works):
-        for work in works:
-            _check_work(fresh, work)
+    plain = _plain(fresh, works)
+    for work in () if plain else works:
+        _check_work(fresh, work)
     rows = _rows(works)
-    groups = tuple(_group(spec, g, works, rows) for g, spec in enumerate(specs))
-    begins = rows.q_indptr.tolist()
-    emit = [begin + j for begin, w in zip(begins, works, strict=False) for j in (w.emit if w.emit is not None else (w.new_len - 1,))]
+    groups = tuple([_group(spec, g, works, rows) for g, spec in enumerate(specs)])
+    emit = rows.q_indptr[:-1] if plain else emitted(works, rows)
     real = Real(len(works), len(rows.positions), len(emit))
     return StepPlan(
-        ints(rows.q_indptr),
-        ints(rows.positions),
-        ints(rows.start),
-        ints(rows.tail_indptr),
+        frozen(rows.q_indptr),
+        frozen(rows.positions),
+        frozen(rows.start),
+        frozen(rows.tail_indptr),
         ints(emit),
         groups,
         exact_bucket(real, rows.q_indptr, rows.tail_indptr, groups),
@@ -100,6 +100,12 @@ def row_positions(cached_lens: NDArray[np.int32], q_indptr: NDArray[np.int32], r
     return np.asarray((cached_lens - q_indptr[:-1])[request] + np.arange(len(request)), np.int32)
 
 
+def emitted(works: Sequence[Work], rows: _Rows) -> list[int]:
+    """The rows whose logits are wanted, counted within the step."""
+    begins = rows.q_indptr.tolist()
+    return [begin + j for begin, w in zip(begins, works, strict=False) for j in (w.emit if w.emit is not None else (w.new_len - 1,))]
+
+
 def kv_lens(spec: GroupSpec, works: Sequence[Work], rows: _Rows) -> NDArray[np.int32]:
     """Keys that exist after this step's write, always."""
     if spec.layout is Layout.CROSS:
@@ -109,17 +115,15 @@ def kv_lens(spec: GroupSpec, works: Sequence[Work], rows: _Rows) -> NDArray[np.i
     return np.asarray(np.maximum.reduceat(rows.positions, rows.q_indptr[:-1]) + 1, np.int32)
 
 
-def live_pages(spec: GroupSpec, held: Sequence[Pages], lens: NDArray[np.int32]) -> list[NDArray[np.int32]]:
-    """The page table entries of every request: those up to its kv_len, then its scratch."""
-    size, tables = spec.page_size, []
-    for (page_ids, first_pos, scratch, _), kv_len in zip(held, lens.tolist(), strict=True):
-        count = -(-kv_len // size) - first_pos // size
-        have = len(page_ids)
+def live_pages(size: int, tables: Sequence[Ints], lens: NDArray[np.int32], first_pos: NDArray[np.int32]) -> Sequence[Ints]:
+    """Of every request's pages those up to its kv_len."""
+    counts, haves = (-(-lens // size) - first_pos // size).tolist(), list(map(len, tables))
+    if counts == haves:
+        return tables
+    for count, have, kv_len in zip(counts, haves, lens.tolist(), strict=True):
         if count > have:
             raise RuleError("a request's pages cover its keys", f"{have} pages of {size} for {kv_len} keys", "Reserve before building")
-        live = page_ids if count == have else page_ids[:count]
-        tables.append(np.concatenate((live, scratch)) if len(scratch) else live)
-    return tables
+    return [table[:count] for table, count in zip(tables, counts, strict=True)]
 
 
 def node_slots(spec: GroupSpec, pages: Pages, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -133,6 +137,8 @@ def write_slots(spec: GroupSpec, works: Sequence[Work], rows: _Rows, group: tupl
     page_ids, page_indptr, first_pos, tail_slots = group
     if spec.layout is Layout.CROSS and not any(w.cross_new for w in works):
         return np.zeros(0, np.int32)
+    if not len(rows.nodes):
+        return np.asarray(address.paged(page_ids, page_indptr, first_pos, spec.page_size, rows.request, rows.positions), np.int32)
     slots = np.empty(len(rows.positions), np.int32)
     tailed = rows.positions >= rows.start
     row, p = np.flatnonzero(tailed), rows.positions[tailed]
@@ -174,7 +180,8 @@ def _rows(works: Sequence[Work]) -> _Rows:
     cached_lens = np.array([w.cached_len for w in works], np.int32)
     positions = row_positions(cached_lens, q_indptr, request)
     start, lens, nodes = positions + 1, np.zeros(len(positions), np.int32), []
-    for i, work in enumerate(works):
+    trees = [w.parents for w in works].count(None) < len(works)
+    for i, work in enumerate(works if trees else ()):
         if work.parents is not None:
             lists = paths(work.parents, work.new_len)
             mine = slice(q_indptr[i], q_indptr[i + 1])
@@ -190,14 +197,17 @@ def _group(spec: GroupSpec, g: int, works: Sequence[Work], rows: _Rows) -> Group
         return FreshGroup(spec)
     lens = kv_lens(spec, works, rows)
     held = [pages for w in works if (pages := w.pages[g]) is not None]
-    tables = live_pages(spec, held, lens)
+    own, firsts, scratch, moved = zip(*held, strict=True) if held else ((), (), (), ())
+    first_pos = np.array(firsts, np.int32)
+    tables = live_pages(spec.page_size, own, lens, first_pos)
+    if any(map(len, scratch)):
+        tables = [np.concatenate(pair) for pair in zip(tables, scratch, strict=True)]
     page_ids = np.concatenate(tables) if tables else np.zeros(0, np.int32)
-    page_indptr = indptr([len(t) for t in tables])
-    first_pos = np.array([pages.first_pos for pages in held], np.int32)
+    page_indptr = indptr(list(map(len, tables)))
     tails = tail_slots(spec, g, works, rows)
     writes = write_slots(spec, works, rows, (page_ids, page_indptr, first_pos, tails))
-    moves = np.concatenate([NO_MOVES, *[pages.moves for pages in held if len(pages.moves)]])
-    return PagedGroup(spec, *map(ints, (lens, page_indptr, page_ids, first_pos, tails, writes, moves)))
+    moves = np.concatenate([NO_MOVES, *moved]) if any(map(len, moved)) else NO_MOVES
+    return PagedGroup(spec, *map(frozen, (lens, page_indptr, page_ids, first_pos, tails, writes, moves)))
 
 
 def _plain(fresh: list[bool], works: Sequence[Work]) -> bool:

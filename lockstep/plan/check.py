@@ -1,7 +1,7 @@
 """What a legal plan is. `check` runs before every step; it is the specification in executable form.
 
-Mark and gather, no sort: a scratch array over the pool is written at the pages (slots) in question and read back, so the cost follows
-the plan and not the pool. It knows plans and pool sizes, and nothing about who built the plan.
+Pages are marked and gathered, not sorted: an array over the pool is written at the pages that the step writes and read back at all it
+names. Slots of the step's own rows, which are few, are sorted. It knows plans and pool sizes, and nothing about who built the plan.
 """
 
 from __future__ import annotations
@@ -141,22 +141,30 @@ def _check_pages(plan: StepPlan, group: PagedGroup, pool_pages: int) -> None:
     size, used = group.spec.page_size, group.page_ids[: group.page_indptr[-1]]
     rule("a pool's slots fit in int32", pool_pages * size <= INT32_MAX, lambda: f"{pool_pages} pages of {size}", "Use a smaller pool")
     _within("page ids", used, pool_pages)
-    request = np.arange(plan.bucket.requests, dtype=np.int32)
-    owner = np.repeat(request, group.page_indptr[1:] - group.page_indptr[:-1])
-    entry = np.arange(len(used), dtype=np.int32)
-    own = (entry >= (group.page_indptr[:-1] + _first_written(plan, group))[owner]) & (used != 0)
-    mine = used[own]
+    owner, entry = _written(plan, group)
+    mine = used[entry]
     mark = np.full(pool_pages, -1, np.int32)
-    mark[mine] = entry[own]
-    alone = mark[used] == np.where(own, entry, -1)
+    mark[mine] = entry
+    mark[0] = -1
+    alone = every((mark[mine] == entry) | (mine == 0)) and np.count_nonzero(mark.take(used) >= 0) == np.count_nonzero(mine)
     rule(
         "a page that a request writes is in no other place",
-        every(alone),
-        lambda: f"pages {used[~alone][:8]}",
+        alone,
+        lambda: f"pages {used[(mark[used] >= 0) & (mark[used] != np.arange(len(used)))][:8]}",
         "Copy the page before writing",
     )
-    mark[mine] = owner[own]
+    mark[mine] = owner
     _check_writes(plan, group, mark, pool_pages)
+
+
+def _written(plan: StepPlan, group: PagedGroup) -> tuple[Ints, Ints]:
+    """The table entries that this step writes to, and whose they are: from the first written one on, everything is the request's own."""
+    ends = group.page_indptr[1:]
+    begins = np.minimum(group.page_indptr[:-1] + _first_written(plan, group), ends)
+    counts = ends - begins
+    owner = np.repeat(np.arange(len(ends), dtype=np.int32), counts)
+    before = np.add.accumulate(counts) - counts
+    return owner, (begins - before)[owner] + np.arange(len(owner), dtype=np.int32)
 
 
 def _first_written(plan: StepPlan, group: PagedGroup) -> Ints:
@@ -177,10 +185,9 @@ def _check_writes(plan: StepPlan, group: PagedGroup, owner: NDArray[np.int32], p
         real = slots >= size
         mine = (owner[slots // size] == plan.request) | ~real
         rule("a row writes to its own request's pages", every(mine), lambda: f"rows {np.flatnonzero(~mine)[:8]}", "Use plan.build")
-        mark, row = np.empty(total, np.int32), np.arange(len(slots), dtype=np.int32)
-        mark[slots] = row
-        once = (mark[slots] == row) | ~real
-        rule("write slots are distinct", every(once), lambda: f"slots {slots[~once][:8]}", "Give each row its own slot")
+        row = np.sort(slots[real])
+        once = row[1:] != row[:-1]
+        rule("write slots are distinct", every(once), lambda: f"slots {row[1:][~once][:8]}", "Give each row its own slot")
     if plan.tail_indptr[-1] and group.spec.layout is not Layout.CROSS:
         named = group.tail_slots[: plan.tail_indptr[-1]]
         _within("listed slots", named, total)
@@ -193,8 +200,8 @@ def _check_writes(plan: StepPlan, group: PagedGroup, owner: NDArray[np.int32], p
 
 def _within(what: str, ids: Ints, end: int) -> None:
     if len(ids):
-        first, last = lowest(ids), highest(ids)
-        rule(f"{what} are below the pool's {end}", 0 <= first and last < end, lambda: f"{first}..{last}", "Take them from the pool")
+        inside = highest(ids.view(np.uint32)) < end  # as an unsigned number a negative one is large
+        rule(f"{what} are below the pool's {end}", inside, lambda: f"{lowest(ids)}..{highest(ids)}", "Take them from the pool")
 
 
 def _indptr(name: str, array: Ints, end: int | None) -> None:

@@ -21,8 +21,12 @@ Ints = NDArray[np.int32]
 
 def ints(values: Sequence[int] | NDArray[np.integer]) -> Ints:
     """A read-only int32 copy of `values`."""
-    array = np.array(values, dtype=np.int32)
-    array.flags.writeable = False
+    return frozen(np.array(values, dtype=np.int32))
+
+
+def frozen(array: NDArray[np.int32]) -> Ints:
+    """The array itself, which nobody writes to from now on."""
+    array.setflags(write=False)
     return array
 
 

@@ -84,6 +84,7 @@ class Request:
         self.encoded = not ask.encoder_ids
         self.table: Table | None = None
         self.room = 0  # keys that the pages it holds have room for, as far as was looked
+        self.quiet = 0  # below this length a step computes one row, samples one token, and nothing else happens
         self.path: Path | None = None
         self.finish: str | None = None  # "length", "stop" or "abort"
         self.aborted = False  # while a step was running: ends when that step does
@@ -166,5 +167,7 @@ class Step:
     pieces: tuple[Piece, ...]
     works: tuple[Work, ...]
 
+
+LAST = (0,)  # the emitted row of a piece of one row
 
 Sampled = Sequence[Sequence[Token]]  # per piece, one token per sample

@@ -20,8 +20,8 @@ from lockstep.kv.prefix import Prefix
 from lockstep.kv.tables import Table, pages_for, peak_pages
 from lockstep.plan.build import Work
 from lockstep.sched import policy
-from lockstep.sched.request import Ask, Piece, Request, Sampled, Step, Token
-from lockstep.types import GroupSpec, Layout, RuleError
+from lockstep.sched.request import LAST, Ask, Piece, Request, Sampled, Step, Token
+from lockstep.types import INT32_MAX, GroupSpec, Layout, OutOfPages, RuleError
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,20 @@ class _Draft:
     def __init__(self, size: int) -> None:
         self.tokens = self.emits = size
         self.pieces: list[Piece] = []
-        self.placed: set[Request] = set()
+
+    def step_on(self, request: Request) -> bool:
+        """The one row of a request below its quiet length, if there is room for it."""
+        if request.cached_len >= request.quiet or not self.tokens or not self.emits:
+            return False
+        self.tokens -= 1
+        self.emits -= 1
+        self.pieces.append(Piece(request, (request.tokens[-1],), request.cached_len, LAST, 1))
+        return True
 
     def add(self, piece: Piece) -> None:
         self.tokens -= piece.new_len
         self.emits -= len(piece.emit)
         self.pieces.append(piece)
-        self.placed.add(piece.request)
 
 
 class Scheduler:
@@ -92,7 +99,7 @@ class Scheduler:
         done = []
         for member in request.family:
             if member.finish is None and member in flying:
-                member.aborted = True
+                member.aborted, member.quiet = True, 0
             elif member.finish is None:
                 done.append(self._end(member, "abort"))
         return done
@@ -119,7 +126,10 @@ class Scheduler:
         done: list[Request] = []
         for piece, tokens in zip(step.pieces, sampled, strict=True):
             request = piece.request
-            if request.aborted:
+            if request.cached_len < request.quiet and not tokens[0].stop:
+                request.cached_len += 1
+                request.tokens.append(tokens[0].id)
+            elif request.aborted:
                 done.append(self._end(request, "abort"))
             elif request.ask.embed:
                 done.append(self._end(request, "length"))
@@ -221,8 +231,9 @@ class Scheduler:
     def _generate(self) -> Step | None:
         """Rows of running requests by turn, then of waiting ones by rank: nobody is admitted past one who is held up."""
         draft, held_up = _Draft(self.limits.chunked_prefill_size), False
+        self._evict_ahead()
         for request in policy.turns(self.running):
-            if request.table is not None and not self._place(request, draft):
+            if not draft.step_on(request) and request.table is not None and not self._place(request, draft):
                 held_up = True
                 if request.rows > 1:
                     break
@@ -239,23 +250,31 @@ class Scheduler:
             if new_len:
                 draft.add(request.piece(new_len))
                 return True
-            victim = policy.victim(self.running, request, draft.placed)
+            victim = policy.victim(self.running, request, {piece.request for piece in draft.pieces})
             if victim is None:
                 return False
             self._preempt(victim)
         return False
 
+    def _evict_ahead(self) -> None:
+        """One eviction, if there is something to evict, for everyone who outgrows his pages: at most a page each and group."""
+        grown = sum([request.cached_len >= request.room for request in self.running])
+        if grown:
+            self.tree.make_room([grown * (g in self._stored) for g in range(len(self.specs))])
+
     def _reserve(self, request: Request, want: int) -> int:
         """Pages for up to `want` rows more; returns for how many."""
         table, begin, cross_len = request.table, request.cached_len, len(request.ask.encoder_ids)
         assert table is not None, "a request without a table has no turn"
-        if not self.tree.make_room(table.needs(begin + want, cross_len=cross_len)):
+        try:
+            table.reserve(begin + want, cross_len=cross_len)
+        except OutOfPages:
             want = min(want, min(table.room(g, self.tree.available(g)) for g in self._stored) - begin)
-            if want < 1:
+            if want < 1 or not self.tree.make_room(table.needs(begin + want, cross_len=cross_len)):
                 return 0
-            self.tree.make_room(table.needs(begin + want, cross_len=cross_len))
-        table.reserve(begin + want, cross_len=cross_len)
-        request.room = min(table.room(g, 0) for g in self._stored)
+            table.reserve(begin + want, cross_len=cross_len)
+        request.room = min([table.room(g, 0) for g in self._stored])
+        request.quiet = self._quiet(request, table)
         return want
 
     def _whole(self) -> Step | None:
@@ -315,7 +334,17 @@ class Scheduler:
         done = [child for child in forks if child.finish is not None]
         request.tokens += _begin(request.ask, 0, tokens[0]) if tokens else []
         reason = self._reason(request, tokens[0] if tokens else Token(-1))
+        request.quiet = self._quiet(request, table)
         return [self._end(request, reason), *done] if reason else done
+
+    def _quiet(self, request: Request, table: Table) -> int:
+        """Up to where nothing can happen to a decoding request: its pages last, no block is whole, no page leaves the window, no end."""
+        ask, known = request.ask, len(request.tokens)
+        if known - request.cached_len != 1 or known == len(ask.prompt) or ask.items or table.pending:
+            return 0
+        block = request.path.node.end + self.tree.unit if request.path is not None else INT32_MAX
+        end = len(ask.prompt) + ask.max_new_tokens - 1
+        return min(request.room, min(block, table.release_at, end) - 1)
 
     def _reason(self, request: Request, token: Token) -> str | None:
         """Why a request ends here, if it does."""
@@ -368,7 +397,8 @@ class Scheduler:
             self.tree.close(request.path)
         if request.table is not None:
             request.table.close()
-        request.table, request.path, request.cached_len, request.room = None, None, 0, 0
+        request.table, request.path = None, None
+        request.cached_len = request.room = request.quiet = 0
 
 
 def _work(piece: Piece, groups: tuple[int, ...]) -> Work:
