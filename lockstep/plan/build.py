@@ -52,6 +52,18 @@ class Work(NamedTuple):
     cross_new: int = 0
 
 
+class _Columns(NamedTuple):
+    """The works of a step, field by field."""
+
+    cached_lens: tuple[int, ...]
+    new_lens: tuple[int, ...]
+    pages: tuple[tuple[Pages | None, ...], ...]
+    emits: tuple[tuple[int, ...] | None, ...]
+    parents: tuple[tuple[int, ...] | None, ...]
+    cross_lens: tuple[int, ...]
+    cross_news: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class _Rows:
     """What all groups share: the rows and, for tree rows, the nodes of their lists (one entry per listed position)."""
@@ -67,10 +79,11 @@ class _Rows:
 def build(specs: Sequence[GroupSpec], works: Sequence[Work]) -> StepPlan:
     """The plan of one step over `works`. An empty batch is legal."""
     fresh = [spec.layout is Layout.FRESH for spec in specs]
-    plain = _plain(fresh, works)
+    columns = _Columns(*zip(*works, strict=True)) if works else _Columns(*[()] * len(Work._fields))
+    plain = _plain(fresh, columns)
     for work in () if plain else works:
         _check_work(fresh, work)
-    rows = _rows(works)
+    rows = _rows(columns)
     groups = tuple([_group(spec, g, works, rows) for g, spec in enumerate(specs)])
     emit = rows.q_indptr[:-1] if plain else emitted(works, rows)
     real = Real(len(works), len(rows.positions), len(emit))
@@ -174,20 +187,20 @@ def _tail(tail_indptr: NDArray[np.int32]) -> int:
     return int((tail_indptr[1:] - tail_indptr[:-1]).max()) if tail_indptr[-1] else 0
 
 
-def _rows(works: Sequence[Work]) -> _Rows:
-    q_indptr = indptr([w.new_len for w in works])
-    request = np.repeat(np.arange(len(works), dtype=np.int32), q_indptr[1:] - q_indptr[:-1])
-    cached_lens = np.array([w.cached_len for w in works], np.int32)
-    positions = row_positions(cached_lens, q_indptr, request)
+def _rows(columns: _Columns) -> _Rows:
+    cached_lens, new_lens = columns.cached_lens, columns.new_lens
+    q_indptr = indptr(new_lens)
+    request = np.repeat(np.arange(len(new_lens), dtype=np.int32), new_lens)
+    positions = row_positions(np.array(cached_lens, np.int32), q_indptr, request)
     start, lens, nodes = positions + 1, np.zeros(len(positions), np.int32), []
-    trees = [w.parents for w in works].count(None) < len(works)
-    for i, work in enumerate(works if trees else ()):
-        if work.parents is not None:
-            lists = paths(work.parents, work.new_len)
+    trees = () if columns.parents.count(None) == len(new_lens) else columns.parents
+    for i, parents in enumerate(trees):
+        if parents is not None:
+            lists = paths(parents, new_lens[i])
             mine = slice(q_indptr[i], q_indptr[i + 1])
             lens[mine] = [len(path) for path in lists]
-            start[mine] = work.cached_len
-            positions[mine] = work.cached_len + lens[mine] - 1
+            start[mine] = cached_lens[i]
+            positions[mine] = cached_lens[i] + lens[mine] - 1
             nodes += [node for path in lists for node in path]
     return _Rows(q_indptr, request, positions, start, indptr(lens), np.array(nodes, np.int32))
 
@@ -210,12 +223,12 @@ def _group(spec: GroupSpec, g: int, works: Sequence[Work], rows: _Rows) -> Group
     return PagedGroup(spec, *map(frozen, (lens, page_indptr, page_ids, first_pos, tails, writes, moves)))
 
 
-def _plain(fresh: list[bool], works: Sequence[Work]) -> bool:
+def _plain(fresh: list[bool], columns: _Columns) -> bool:
     """Whether these are decoding requests that `_check_work` has nothing to say about, seen at once: most steps are."""
-    if not works or any(fresh):
+    cached_lens, new_lens, pages, emits, parents, cross_lens, cross_news = columns
+    if not new_lens or any(fresh):
         return False
-    cached_lens, new_lens, pages, emits, parents, cross_lens, cross_news = zip(*works, strict=True)
-    ones = new_lens.count(1) == emits.count((0,)) == parents.count(None) == cross_news.count(0) == len(works)
+    ones = new_lens.count(1) == emits.count((0,)) == parents.count(None) == cross_news.count(0) == len(new_lens)
     whole = set(map(len, pages)) == {len(fresh)} and None not in chain.from_iterable(pages)
     return ones and whole and min(cached_lens) >= 0 and max(*cached_lens, *cross_lens) < INT32_MAX
 

@@ -63,7 +63,7 @@ def _check_rows(plan: StepPlan) -> None:
     named = positions + 1 - plan.start
     rule("a row's list names each position from start to its own", every(lists == named), lambda: _where(lists, named), "Use plan.tree")
     if len(positions):
-        rule("positions are not negative", lowest(positions) >= 0, lambda: positions.min(), "Check cached_len")
+        _check_positions(plan)
         rule("a list is at most the bucket's tail", highest(lists) <= b.tail, lambda: f"{lists.max()} > {b.tail}", "Use a wider bucket")
     if len(plan.emit):
         rule(
@@ -72,6 +72,17 @@ def _check_rows(plan: StepPlan) -> None:
             lambda: f"{plan.emit} of {b.tokens}",
             "Count rows from 0",
         )
+
+
+def _check_positions(plan: StepPlan) -> None:
+    """A row stands where the lengths say: a plain one behind the one before it, the last one at the end of the keys."""
+    positions = plan.positions
+    rule("positions are not negative", lowest(positions) >= 0, lambda: positions.min(), "Check cached_len")
+    before = np.zeros(plan.bucket.requests, np.int32)  # what row 0 of the step would stand at, were it this request's
+    before[plan.filled] = plan.last + 1 - plan.q_indptr[1:][plan.filled]
+    expect = before[plan.request] + np.arange(len(positions), dtype=np.int32)
+    placed = (positions == expect) | (plan.start <= positions)
+    rule("plain rows stand at kv_len - new_len + j", every(placed), lambda: _where(positions, expect, placed), "Use plan.build")
 
 
 def _check_shape(plan: StepPlan, g: int, group: PagedGroup) -> None:
@@ -117,17 +128,11 @@ def _check_extents(plan: StepPlan, group: PagedGroup) -> None:
 
 
 def _check_lengths(plan: StepPlan, group: PagedGroup) -> None:
-    """A row stands where the lengths say, and what it sees is still there."""
-    kv_lens, window = group.kv_lens, group.spec.window
-    filled = slice(None) if lowest(plan.new_lens) else plan.new_lens > 0
-    begins, lens = plan.q_indptr[:-1][filled], kv_lens[filled]
-    want = np.maximum.reduceat(plan.positions, begins) + 1
+    """The keys end with the request's last row, and what the first row sees is still there."""
+    lens, want, window = group.kv_lens[plan.filled], plan.last + 1, group.spec.window
     rule("kv_len is 1 + the request's last position", every(lens == want), lambda: _where(lens, want), "Count the new rows once")
-    expect = (kv_lens - plan.q_indptr[1:])[plan.request] + np.arange(len(plan.positions), dtype=np.int32)
-    placed = (plan.positions == expect) | (plan.start <= plan.positions)
-    rule("plain rows stand at kv_len - new_len + j", every(placed), lambda: _where(plan.positions, expect, placed), "Use plan.build")
     if window is not None:
-        dropped, keep = group.first_pos[filled], np.maximum(np.minimum.reduceat(plan.positions, begins) - window + 1, 0)
+        dropped, keep = group.first_pos[plan.filled], np.maximum(plan.first - window + 1, 0)
         rule(
             "no visible key was dropped",
             every(dropped <= keep),
