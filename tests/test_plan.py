@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import Table
+from lockstep.plan import rules
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.build import Work, build
 from lockstep.plan.check import check
@@ -219,6 +221,54 @@ def test_check_refuses_what_must_not_run():
             b.check(broken(plan, **fields))
     with pytest.raises(PlanError, match="plain rows stand at"):
         b.check(replace(plan, positions=ints([5, 7, 9, 10, 11]), start=ints([6, 8, 10, 11, 12])))
+
+
+def moved(array: np.ndarray, **entries: int) -> np.ndarray:
+    """`array` with other entries: `at2=7` puts 7 into entry 2."""
+    other = np.array(array)
+    for name, value in entries.items():
+        other.reshape(-1)[int(name.removeprefix("at"))] = value
+    return ints(other)
+
+
+def test_every_rule_is_found_broken_by_name():
+    b = Batch(WINDOW)
+    plain = b.build(b.work(6, 2), b.work(9, 3))
+    tree = b.build(b.work(6, 3, parents=(-1, 0, 0)), b.work(9, 1))
+    p, t = group(plain), group(tree)
+    far = plain.bucket.tokens
+    bad = {
+        rules.Q_RISES: replace(plain, q_indptr=moved(plain.q_indptr, at1=far + 1)),
+        rules.TAILS_RISE: replace(plain, tail_indptr=moved(plain.tail_indptr, at0=1)),
+        rules.REAL_FIRST: replace(plain, real=replace(plain.real, requests=1)),
+        rules.NOT_NEGATIVE: replace(plain, positions=moved(plain.positions, at0=-1), start=moved(plain.start, at0=0)),
+        rules.LISTED: replace(plain, start=moved(plain.start, at1=3)),
+        rules.SHORT_LISTS: replace(tree, bucket=replace(tree.bucket, tail=1), groups=(replace(t, tail_slots=t.tail_slots[:4]),)),
+        rules.PLAIN_ROWS: replace(plain, positions=moved(plain.positions, at0=5), start=moved(plain.start, at0=6)),
+        rules.EMITTED: replace(plain, emit=moved(plain.emit, at0=far)),
+        rules.PAGES_RISE: broken(plain, page_indptr=ints(p.page_indptr[::-1])),
+        rules.PAGES_FIT: broken(plain, page_indptr=moved(p.page_indptr, at2=99)),
+        rules.ALIGNED: broken(plain, first_pos=moved(p.first_pos, at0=1)),
+        rules.DROPS: broken(plain, spec=replace(WINDOW, window=None)),
+        rules.KV_LEN: broken(plain, kv_lens=moved(p.kv_lens, at1=13)),
+        rules.VISIBLE: broken(plain, first_pos=moved(p.first_pos, at0=4)),
+        rules.COVERED: broken(plain, page_indptr=moved(p.page_indptr, at1=p.page_indptr[1] - 1)),
+        rules.PAGE_IDS: broken(plain, page_ids=moved(p.page_ids, at0=-1)),
+        rules.ALONE: broken(plain, page_ids=moved(p.page_ids, at0=p.page_ids[-1])),
+        rules.SLOTS: broken(plain, write_slots=moved(p.write_slots, at0=POOL * WINDOW.page_size)),
+        rules.OWN_PAGES: broken(plain, write_slots=ints(p.write_slots[::-1])),
+        rules.DISTINCT: broken(plain, write_slots=moved(p.write_slots, at0=p.write_slots[1])),
+        rules.MOVES: replace(broken(plain, moves=ints([(2, POOL * WINDOW.page_size)])), bucket=replace(plain.bucket, moves=(1,))),
+        rules.LIST_SLOTS: broken(tree, tail_slots=moved(t.tail_slots, at0=-1)),
+        rules.LIST_PAGES: broken(tree, tail_slots=moved(t.tail_slots, at0=t.write_slots[3])),
+        rules.LIST_END: broken(tree, tail_slots=moved(t.tail_slots, at0=t.write_slots[1])),
+    }
+    b.check(plain)
+    b.check(tree)
+    assert sorted(bad) == list(range(1, len(rules.TEXTS)))
+    for rule, plan in bad.items():
+        with pytest.raises(PlanError, match=re.escape(rules.TEXTS[rule][0].partition("{")[0])):
+            b.check(plan)
 
 
 def test_a_window_group_must_still_hold_what_its_rows_see():

@@ -96,21 +96,6 @@ class StepPlan:
         return np.asarray(self.q_indptr[1:] - self.q_indptr[:-1])
 
     @cached_property
-    def filled(self) -> slice | NDArray[np.bool_]:
-        """Which requests have rows; only a pad request may have none."""
-        return slice(None) if np.minimum.reduce(self.new_lens, initial=1) else self.new_lens > 0
-
-    @cached_property
-    def last(self) -> Ints:
-        """The largest position of every filled request; its keys end there."""
-        return np.asarray(np.maximum.reduceat(self.positions, self.q_indptr[:-1][self.filled]))
-
-    @cached_property
-    def first(self) -> Ints:
-        """The smallest position of every filled request."""
-        return np.asarray(np.minimum.reduceat(self.positions, self.q_indptr[:-1][self.filled]))
-
-    @cached_property
     def request(self) -> Ints:
         """[T] the request of every row."""
         return np.repeat(np.arange(self.bucket.requests, dtype=np.int32), self.new_lens)

@@ -1,0 +1,199 @@
+"""The rules of a plan as loops over its entries, compiled by Numba: a step of 64 requests is judged in microseconds.
+
+Each loop returns (rule, have, want, at): the number of the first rule that is broken, what stands there, what belongs there, and the
+entry; rule 0 is none. `TEXTS` has the words. An index is used only after it was found to be inside its array. `check` calls both loops.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+_WHERE = "{have} where {want} belongs"
+TEXTS = (
+    ("", "", ""),
+    ("q_indptr rises from 0 to {want}", "{have}", "Use plan.build"),
+    ("tail_indptr rises from 0", "{have}", "Use plan.build"),
+    ("real entries come first", _WHERE, "Pad after the last"),
+    ("positions are not negative", "{have}", "Check cached_len"),
+    ("a row's list names each position from start to its own", _WHERE, "Use plan.tree"),
+    ("a list is at most the bucket's tail", "{have} > {want}", "Use a wider bucket"),
+    ("plain rows stand at kv_len - new_len + j", _WHERE, "Use plan.build"),
+    ("emit names rows", "{have} of {want}", "Count rows from 0"),
+    ("page_indptr rises from 0", "{have}", "Use plan.build"),
+    ("page tables fit the bucket's {want} entries", "{have}", "Use a larger bucket"),
+    ("first_pos is page-aligned and not negative", "{have}, pages of {want}", "Drop whole pages"),
+    ("only a window drops keys", "first_pos {have}", "Keep all pages"),
+    ("kv_len is 1 + the request's last position", _WHERE, "Count the new rows once"),
+    ("no visible key was dropped", _WHERE, "Release by the committed length"),
+    ("pages cover every key", "{have} keys, room for {want}", "Reserve first"),
+    ("page ids are below the pool's {want}", "{have}", "Take them from the pool"),
+    ("a page that a request writes is in no other place", "page {have}", "Copy the page before writing"),
+    ("write slots are below the pool's {want}", "{have}", "Take them from the pool"),
+    ("a row writes to its own request's pages", "request {want}, slot {have}", "Use plan.build"),
+    ("write slots are distinct", "slot {have}", "Give each row its own slot"),
+    ("moves are below the pool's {want}", "{have}", "Take them from the pool"),
+    ("listed slots are below the pool's {want}", "{have}", "Take them from the pool"),
+    ("a row's list lies in its own request's pages", "request {want}, slot {have}", "Use plan.tree"),
+    ("a list ends with the row's own slot", _WHERE, "Use plan.tree"),
+)
+(
+    FINE, Q_RISES, TAILS_RISE, REAL_FIRST, NOT_NEGATIVE, LISTED, SHORT_LISTS, PLAIN_ROWS, EMITTED, PAGES_RISE, PAGES_FIT, ALIGNED, DROPS,
+    KV_LEN, VISIBLE, COVERED, PAGE_IDS, ALONE, SLOTS, OWN_PAGES, DISTINCT, MOVES, LIST_SLOTS, LIST_PAGES, LIST_END,
+) = range(len(TEXTS))  # fmt: skip
+
+
+@cache
+def compiled() -> tuple[Any, Any]:
+    """The judges of the rows and of a group, from Numba's cache or compiled now."""
+    n, (ints, pairs) = types.int64, [types.Array(types.int32, dims, "C", readonly=True) for dims in (1, 2)]
+    found = types.UniTuple(n, 4)  # type: ignore[no-untyped-call]
+    rows, group = found(*[ints] * 5, n, n, n), found(*[ints] * 10, pairs, n, n, types.boolean, n)
+    try:
+        return njit(rows, cache=True)(judge_rows), njit(group, cache=True)(judge_group)
+    except RuntimeError:  # there is nowhere to keep them
+        return njit(rows)(judge_rows), njit(group)(judge_group)
+
+
+def judge_rows(q: Any, positions: Any, start: Any, tails: Any, emit: Any, real_requests: int, real_tokens: int, tail: int) -> Any:
+    """What all groups share. The lengths of the arrays fit each other, and real_requests < len(q)."""
+    count = len(positions)
+    bad = falls(q)
+    if bad >= 0 or q[-1] != count:
+        return Q_RISES, q[bad], count, bad
+    bad = falls(tails)
+    if bad >= 0:
+        return TAILS_RISE, tails[bad], 0, bad
+    if q[real_requests] != real_tokens:
+        return REAL_FIRST, q[real_requests], real_tokens, real_requests
+    for t in range(count):
+        listed = tails[t + 1] - tails[t]
+        if positions[t] < 0:
+            return NOT_NEGATIVE, positions[t], 0, t
+        if listed != positions[t] + 1 - start[t]:
+            return LISTED, listed, positions[t] + 1 - start[t], t
+        if listed > tail:
+            return SHORT_LISTS, listed, tail, t
+    for i in range(len(q) - 1):
+        last = reach(q, positions, i)[1]
+        for t in range(q[i], q[i + 1]):
+            if start[t] > positions[t] and positions[t] != last + 1 - q[i + 1] + t:
+                return PLAIN_ROWS, positions[t], last + 1 - q[i + 1] + t, t
+    for s in range(len(emit)):
+        if not 0 <= emit[s] < count:
+            return EMITTED, emit[s], count, s
+    return FINE, 0, 0, 0
+
+
+def judge_group(
+    q: Any, positions: Any, start: Any, tails: Any,
+    kv_lens: Any, indptr: Any, pages: Any, first_pos: Any, tail_slots: Any, slots: Any, moves: Any,
+    size: int, window: int, cross: bool, pool_pages: int,
+) -> Any:  # fmt: skip
+    """One group's pages, of rows that were judged before. `window` is 0 if there is none."""
+    bad = falls(indptr)
+    if bad >= 0:
+        return PAGES_RISE, indptr[bad], 0, bad
+    if indptr[-1] > len(pages):
+        return PAGES_FIT, indptr[-1], len(pages), len(indptr) - 1
+    for i in range(len(q) - 1):
+        first, last = reach(q, positions, i)
+        room = first_pos[i] + (indptr[i + 1] - indptr[i]) * size
+        if first_pos[i] < 0 or first_pos[i] % size:
+            return ALIGNED, first_pos[i], size, i
+        if first_pos[i] and not window:
+            return DROPS, first_pos[i], 0, i
+        if last >= 0 and not cross and kv_lens[i] != last + 1:
+            return KV_LEN, kv_lens[i], last + 1, i
+        if last >= 0 and not cross and window and first_pos[i] > max(0, first - window + 1):
+            return VISIBLE, first_pos[i], max(0, first - window + 1), i
+        if kv_lens[i] > room:
+            return COVERED, kv_lens[i], room, i
+    for k in range(indptr[-1]):
+        if not 0 <= pages[k] < pool_pages:
+            return PAGE_IDS, pages[k], pool_pages, k
+    owner = np.full(pool_pages, -1, np.int32)  # the request that may write a page
+    if len(slots):
+        k = claim(q, positions, start, indptr, pages, first_pos, size, owner)
+        if k >= 0:
+            return ALONE, pages[k], 0, k
+    return judge_writes(q, tails, tail_slots, slots, moves, size, cross, owner)
+
+
+@njit
+def judge_writes(q: Any, tails: Any, tail_slots: Any, slots: Any, moves: Any, size: int, cross: bool, owner: Any) -> Any:
+    """Who writes where. Page 0, the sink, is everybody's."""
+    total, row = len(owner) * size, 0
+    taken = np.zeros(total // 8 + 1, np.uint8)  # one bit per slot
+    for t in range(len(slots)):
+        slot = slots[t]
+        while q[row + 1] <= t:
+            row += 1
+        if not 0 <= slot < total:
+            return SLOTS, slot, total, t
+        if slot >= size:
+            if owner[slot // size] != row:
+                return OWN_PAGES, slot, row, t
+            if taken[slot >> 3] >> (slot & 7) & 1:
+                return DISTINCT, slot, 0, t
+            taken[slot >> 3] |= 1 << (slot & 7)
+    for m in range(len(moves)):
+        for slot in moves[m]:
+            if not 0 <= slot < total:
+                return MOVES, slot, total, m
+    for i in range(len(q) - 1 if not cross else 0):
+        for t in range(q[i], q[i + 1]):
+            for k in range(tails[t], tails[t + 1]):
+                slot = tail_slots[k]
+                if not 0 <= slot < total:
+                    return LIST_SLOTS, slot, total, k
+                if owner[slot // size] != i:
+                    return LIST_PAGES, slot, i, k
+            if tails[t + 1] > tails[t] and tail_slots[tails[t + 1] - 1] != slots[t]:
+                return LIST_END, tail_slots[tails[t + 1] - 1], slots[t], t
+    return FINE, 0, 0, 0
+
+
+@njit
+def falls(indptr: Any) -> int:
+    """The first entry that is not 0, or less than the one before it; -1 if there is none."""
+    if indptr[0] != 0:
+        return 0
+    for i in range(1, len(indptr)):
+        if indptr[i] < indptr[i - 1]:
+            return i
+    return -1
+
+
+@njit
+def reach(q: Any, positions: Any, i: int) -> tuple[int, int]:
+    """The smallest and the largest position of a request's rows; (0, -1) if it has none, as a pad request may."""
+    first, last = 0, -1
+    for t in range(q[i], q[i + 1]):
+        first = min(first, positions[t]) if last >= 0 else positions[t]
+        last = max(last, positions[t])
+    return first, last
+
+
+@njit
+def claim(q: Any, positions: Any, start: Any, indptr: Any, pages: Any, first_pos: Any, size: int, owner: Any) -> int:
+    """Gives each request the pages from the first it writes on; the entry of a page that somebody else has too, or -1."""
+    first = np.empty(len(q) - 1, np.int64)
+    for i in range(len(q) - 1):
+        first[i] = indptr[i + 1]
+        if q[i] < q[i + 1]:
+            begins = min(start[q[i]], positions[q[i]])
+            first[i] = min(indptr[i + 1], indptr[i] + max(0, begins - first_pos[i]) // size)
+        for k in range(first[i], indptr[i + 1]):
+            if pages[k] and owner[pages[k]] >= 0:
+                return k
+            if pages[k]:
+                owner[pages[k]] = i
+    for i in range(len(q) - 1):
+        for k in range(indptr[i], first[i]):
+            if owner[pages[k]] >= 0:
+                return k
+    return -1
