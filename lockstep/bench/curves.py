@@ -37,7 +37,7 @@ def by_requests(rig: Rig) -> Curve:
     points = []
     for count in rig.sizes.crowds:
         many = nested(ours, count, context, steps)
-        ours.step_s(many, 1)  # the prompts are in the prefix cache from here on
+        ours.prime(many)
         rates = {name: _rate(way, many, steps) for name, way in ways.items()}
         points.append(_point(rig, f"{count} requests", rates))
     lines = {name: [round(point.median(name), 1) for point in points] for name in ways}
@@ -52,7 +52,7 @@ def by_context(rig: Rig) -> Curve:
         ours = rig.ours(model)
         for context in (c for c in rig.sizes.contexts if c <= ours.engine.context_length):
             many = nested(ours, count, context, rig.sizes.steps)
-            ours.step_s(many, 1)
+            ours.prime(many)
             point = _point(rig, f"{label}, context {context}", {label: _milliseconds(ours.step_s, many, rig.sizes.steps)})
             quiet &= point.quiet
             lines.setdefault(label, []).append(round(point.median(label), 3))

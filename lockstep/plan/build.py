@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -128,15 +128,17 @@ def kv_lens(spec: GroupSpec, works: Sequence[Work], rows: _Rows) -> NDArray[np.i
     return np.asarray(np.maximum.reduceat(rows.positions, rows.q_indptr[:-1]) + 1, np.int32)
 
 
-def live_pages(size: int, tables: Sequence[Ints], lens: NDArray[np.int32], first_pos: NDArray[np.int32]) -> Sequence[Ints]:
-    """Of every request's pages those up to its kv_len."""
+def live_pages(
+    size: int, tables: Sequence[Ints], lens: NDArray[np.int32], first_pos: NDArray[np.int32]
+) -> tuple[Sequence[Ints], list[int]]:
+    """Of every request's pages those up to its kv_len, and how many they are."""
     counts, haves = (-(-lens // size) - first_pos // size).tolist(), list(map(len, tables))
     if counts == haves:
-        return tables
+        return tables, haves
     for count, have, kv_len in zip(counts, haves, lens.tolist(), strict=True):
         if count > have:
             raise RuleError("a request's pages cover its keys", f"{have} pages of {size} for {kv_len} keys", "Reserve before building")
-    return [table[:count] for table, count in zip(tables, counts, strict=True)]
+    return [table[:count] for table, count in zip(tables, counts, strict=True)], counts
 
 
 def node_slots(spec: GroupSpec, pages: Pages, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -212,11 +214,12 @@ def _group(spec: GroupSpec, g: int, works: Sequence[Work], rows: _Rows) -> Group
     held = [pages for w in works if (pages := w.pages[g]) is not None]
     own, firsts, scratch, moved = zip(*held, strict=True) if held else ((), (), (), ())
     first_pos = np.array(firsts, np.int32)
-    tables = live_pages(spec.page_size, own, lens, first_pos)
+    tables, counts = live_pages(spec.page_size, own, lens, first_pos)
     if any(map(len, scratch)):
         tables = [np.concatenate(pair) for pair in zip(tables, scratch, strict=True)]
+        counts = list(map(len, tables))
     page_ids = np.concatenate(tables) if tables else np.zeros(0, np.int32)
-    page_indptr = indptr(list(map(len, tables)))
+    page_indptr = indptr(counts)
     tails = tail_slots(spec, g, works, rows)
     writes = write_slots(spec, works, rows, (page_ids, page_indptr, first_pos, tails))
     moves = np.concatenate([NO_MOVES, *moved]) if any(map(len, moved)) else NO_MOVES
@@ -229,7 +232,7 @@ def _plain(fresh: list[bool], columns: _Columns) -> bool:
     if not new_lens or any(fresh):
         return False
     ones = new_lens.count(1) == emits.count((0,)) == parents.count(None) == cross_news.count(0) == len(new_lens)
-    whole = set(map(len, pages)) == {len(fresh)} and None not in chain.from_iterable(pages)
+    whole = set(map(len, pages)) == {len(fresh)} and all(map(all, pages))
     return ones and whole and min(cached_lens) >= 0 and max(*cached_lens, *cross_lens) < INT32_MAX
 
 

@@ -119,7 +119,7 @@ class Scheduler:
 
     def commit(self, step: Step, sampled: Sampled) -> list[Request]:
         """The step has run; `sampled[i]` holds the tokens of piece i. Returns the requests that ended with it."""
-        want, got = [piece.samples for piece in step.pieces], [len(tokens) for tokens in sampled]
+        want, got = [piece.samples for piece in step.pieces], list(map(len, sampled))
         if want != got:
             raise RuleError(f"the pieces of this step have {want} samples", f"{got} tokens", "Sample the last rows of each piece's emit")
         self._land(step)
@@ -311,7 +311,11 @@ class Scheduler:
         if not draft.pieces:
             return None
         self._after_whole = groups != self.kinds.generate
-        return Step(groups, tuple(draft.pieces), tuple([_work(piece, groups) for piece in draft.pieces]))
+        none, works = (None,) * len(groups), []
+        for request, ids, cached_len, emit, _, cross_new in draft.pieces:
+            pages = request.table.views(groups) if request.table is not None else none
+            works.append(Work(cached_len, len(ids), pages, emit, None, len(request.ask.encoder_ids), cross_new))
+        return Step(groups, tuple(draft.pieces), tuple(works))
 
     # -- after a step ------------------------------------------------------------------------------------------------------------
 
@@ -399,13 +403,6 @@ class Scheduler:
             request.table.close()
         request.table, request.path = None, None
         request.cached_len = request.room = request.quiet = 0
-
-
-def _work(piece: Piece, groups: tuple[int, ...]) -> Work:
-    """A piece as `plan.build` takes it."""
-    table, cross_len = piece.request.table, len(piece.request.ask.encoder_ids)
-    pages = table.views(groups) if table is not None else (None,) * len(groups)
-    return Work(piece.cached_len, len(piece.ids), pages, piece.emit, None, cross_len, piece.cross_new)
 
 
 def _begin(ask: Ask, index: int, token: Token) -> list[int]:
