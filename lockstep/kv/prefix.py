@@ -78,7 +78,6 @@ class Prefix:
         self._windows = [g for g in self.groups if self.specs[g].window is not None]
         self._roots: dict[Root, Node] = {}
         self._order: dict[int, OrderedDict[Node, None]] = {g: OrderedDict() for g in self.groups}  # nodes with pages, oldest first
-        self._mine = {g: np.zeros(pool.num_pages, np.int32) for g, pool in self.groups.items()}  # nodes that hold each page
 
     def match(self, root: Root, ids: Sequence[int], table: Table, limit: int | None = None) -> Path:
         """Gives `table` the pages of the longest usable prefix of `ids`, at most `limit` long, and holds them for it.
@@ -124,7 +123,7 @@ class Prefix:
 
     def evictable(self, g: int) -> int:
         """Pages of group g that nobody but the tree holds."""
-        return int(np.count_nonzero((self._mine[g] > 0) & (self._mine[g] == self.groups[g].refs))) if g in self.groups else 0
+        return self.groups[g].idle if g in self.groups else 0
 
     def available(self, g: int) -> int:
         """Pages of group g that could be taken after evicting everything unlocked."""
@@ -153,7 +152,7 @@ class Prefix:
 
     def cached(self, g: int) -> int:
         """Pages of group g in the tree."""
-        return int(np.count_nonzero(self._mine[g])) if g in self.groups else 0
+        return int(np.count_nonzero(self.groups[g].kept)) if g in self.groups else 0
 
     def check(self, tables: Iterable[Table] = ()) -> None:
         """free + cached + held = all: every hold on every page is the tree's or one of `tables`', which are all there are."""
@@ -210,9 +209,7 @@ class Prefix:
             table.swap(g, node.end - common * self.specs[g].page_size, have[-common:])
         more = own[: len(own) - common]
         if more:
-            self.groups[g].share(more)
-            for page in more:
-                self._mine[g][page] += 1
+            self.groups[g].keep(more)
             node.pages[g] = more + have
             self._order[g][node] = None
             self._order[g].move_to_end(node)
@@ -240,17 +237,15 @@ class Prefix:
             return True
         if self.specs[g].window is None:
             return False
-        refs, mine, pages = self.groups[g].refs, self._mine[g], node.pages[g]
-        count = max((k for k, page in enumerate(pages, 1) if refs[page] == mine[page]), default=0)  # and what lies before them
+        pool, pages = self.groups[g], node.pages[g]
+        count = max((k for k, page in enumerate(pages, 1) if pool.refs[page] == pool.kept[page]), default=0)  # and what lies before them
         self._lose(node, g, count)
         return count > 0
 
     def _lose(self, node: Node, g: int, count: int) -> None:
         """The first `count` pages of a node leave the tree."""
         gone, node.pages[g] = node.pages[g][:count], node.pages[g][count:]
-        for page in gone:
-            self._mine[g][page] -= 1
-        self.groups[g].give(gone)
+        self.groups[g].drop(gone)
         if not node.pages[g]:
             self._order[g].pop(node, None)
 
@@ -285,12 +280,12 @@ class Prefix:
     def _check_tree(self) -> None:
         """The orders, the marks and the links tell one story."""
         nodes = self._nodes()
-        for g, mine in self._mine.items():
+        for g, pool in self.groups.items():
             pages = np.array([page for node in nodes for page in node.pages[g]], np.int64)
             listed = set(self._order[g]) == {node for node in nodes if node.pages[g]}
-            if not np.array_equal(np.bincount(pages, minlength=len(mine)), mine) or not listed:
-                counts = f"group {g}: {len(pages)} pages in {len(nodes)} nodes, {int(mine.sum())} marked, {len(self._order[g])} ordered"
-                raise RuleError("a node's pages are marked and ordered", counts, "This is a bug in Lockstep: please report it")
+            if not np.array_equal(np.bincount(pages, minlength=pool.num_pages), pool.kept) or not listed:
+                counts = f"group {g}: {len(pages)} pages in {len(nodes)} nodes, {int(pool.kept.sum())} kept, {len(self._order[g])} ordered"
+                raise RuleError("a node's pages are kept and ordered", counts, "This is a bug in Lockstep: please report it")
             whole = self.unit // self.specs[g].page_size
             if self.specs[g].window is None and any(len(n.pages[g]) != whole for n in nodes if n.parent is not None):
                 raise RuleError("only a window loses pages", f"group {g}", "This is a bug in Lockstep: please report it")
