@@ -30,7 +30,10 @@ HIGHER = "tokens per second"  # the one unit of which more is better
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement. `targets`: the least ratio to each contender; `aims`: where we would like to be; `limit`: the largest value."""
+    """One measurement. `targets`: the least ratio to each contender; `aims`: where we would like to be; `limit`: the largest value.
+
+    The median of the runs counts, or the `lowest`: of CPU time, to which others on the machine can only add.
+    """
 
     kind: str
     model: str  # "" where no model is involved
@@ -38,6 +41,7 @@ class Case:
     targets: Mapping[str, float] = field(default_factory=dict)
     aims: Mapping[str, float] = field(default_factory=dict)
     limit: float | None = None
+    lowest: bool = False
 
     @property
     def name(self) -> str:
@@ -51,7 +55,7 @@ CASES = (
     Case("decode", "100m", "ms per token", {"generate": 1.0}),
     Case("mixed", "100m", HIGHER, {"continuous": 1.3}),
     Case("prefix", "100m", "ms to first token", {"cold": 8.0}),
-    Case("scheduler", "", "ms per step", limit=1.0),
+    Case("scheduler", "", "ms per step", limit=1.0, lowest=True),
     Case("start", "builtin", "s to first token", limit=6.0),
 )
 
@@ -83,9 +87,10 @@ def measure(case: Case, rig: Rig) -> Measured:
     kinds = {"decode": decode, "mixed": mixed, "prefix": prefix, "scheduler": schedule, "start": start}
     rig.say = lambda text: note(f"{case.name}: {text}")
     timing, more = kinds[case.kind](case.model, rig)
-    values = {name: round(timing.median(name), 4) for name in timing.runs}
+    values = {name: round(min(runs) if case.lowest else timing.median(name), 4) for name, runs in timing.runs.items()}
     mine, sign = values["lockstep"], 1 if case.unit == HIGHER else -1
     ratios = {name: round((mine / value) ** sign, 3) for name, value in values.items() if name != "lockstep"}
+    met = judge(case, values, ratios, rig)
     return Measured(
         case.name,
         case.kind,
@@ -96,7 +101,7 @@ def measure(case: Case, rig: Rig) -> Measured:
         dict(case.targets),
         dict(case.aims),
         case.limit,
-        judge(case, values, ratios, rig) if timing.quiet else None,
+        met if timing.quiet or (case.lowest and met) else None,
         timing.quiet,
         {name: [round(v, 4) for v in each] for name, each in timing.runs.items()},
         timing.others,
@@ -218,16 +223,16 @@ def prefix(model: str, rig: Rig) -> tuple[Timing, dict[str, object]]:
 
 
 def schedule(model: str, rig: Rig) -> tuple[Timing, dict[str, object]]:
-    """CPU time of schedule, build, check and commit per step; the slowest of four kinds of cache counts."""
+    """CPU time of schedule, build, check and commit per step; of each run the slowest of four kinds of cache counts."""
     parts: list[dict[str, dict[str, float]]] = []
 
     def once(seed: int) -> float:
         parts.append(scheduler.measure(rig.sizes.load))
         return max(each["sum"] for each in parts[-1].values()) / 1e3
 
-    timing = rig.turns({"lockstep": once})
-    load = rig.sizes.load
-    return timing, {"requests": load.requests, "prompt_len": load.prompt_len, "steps": load.steps, "parts_us": parts[-1]}
+    timing, load = rig.turns({"lockstep": once}, 1 if rig.sizes.small else 5), rig.sizes.load
+    lowest = min(parts, key=lambda kinds: max(each["sum"] for each in kinds.values()))
+    return timing, {"requests": load.requests, "prompt_len": load.prompt_len, "steps": load.steps, "parts_us": lowest}
 
 
 def start(model: str, rig: Rig) -> tuple[Timing, dict[str, object]]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lockstep.kv.pages import PagePool
 from lockstep.plan import address, build
 from lockstep.plan.step import Ints, frozen, ints
-from lockstep.types import INT32_MAX, GroupSpec, Layout, RuleError
+from lockstep.types import GroupSpec, Layout, RuleError
 
 
 class Table:
@@ -33,7 +33,6 @@ class Table:
         self._cached = [(g, pool) for g, pool in enumerate(self.pools) if pool is not None]
         self._windows = [(g, pool) for g, pool in self._cached if self.specs[g].window is not None]
         self.pending = False  # keys are still to be moved to their places by the next step
-        self.release_at = 0 if self._windows else INT32_MAX  # `release` does nothing below
 
     def adopt(self, g: int, pages: Sequence[int], first_pos: int) -> None:
         """Group g starts with cached pages that hold the positions from `first_pos` on: one more hold on each."""
@@ -102,14 +101,12 @@ class Table:
     def release(self, committed_len: int) -> list[list[int]]:
         """Drops, in window groups, the pages that no row at or after `committed_len` can see. Returns the pages freed, per group."""
         freed: list[list[int]] = [[] for _ in self.specs]
-        self.release_at = INT32_MAX
         for g, pool in self._windows:
             spec, keep = self.specs[g], keep_from(self.specs[g], committed_len)
             gone = self._pages[g][: max(0, keep - self.first_pos[g]) // spec.page_size]
             if gone:
                 self._drop(g, len(gone))
                 freed[g] = pool.give(gone)
-            self.release_at = min(self.release_at, committed_len + spec.page_size - (keep - self.first_pos[g]))
         return freed
 
     def _drop(self, g: int, count: int) -> None:

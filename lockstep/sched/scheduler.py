@@ -1,9 +1,9 @@
 """The scheduler: continuous batching over pages that may run out.
 
-`schedule` decides a step and reserves its pages; `commit` takes what the step sampled, and only then do lengths grow, pages become
-matchable, and windows move on. One step at a time: nothing that a running step reads is freed before it is committed. Rows of decoding
-requests go first, prompts fill the rest of the budget in chunks, encoders and embeddings have whole steps of their own. When pages are
-short, cached ones are evicted, then the worst-ranked request is preempted: its pages go, and it is computed again later, to the same bits.
+`schedule` decides a step and reserves its pages; `commit` takes what the step sampled, and only then do lengths grow and pages become
+matchable. One step at a time: nothing that a running step reads is freed before it is committed. Rows of decoding requests go first,
+prompts fill the rest of the budget in chunks, encoders and embeddings have whole steps of their own. When pages are short, cached ones are
+evicted, then the worst-ranked request is preempted: its pages go, and it is computed again later, to the same bits.
 
 Knows lengths, pages and order (`policy`), never a tensor or what a token means.
 """
@@ -263,9 +263,10 @@ class Scheduler:
             self.tree.make_room([grown * (g in self._stored) for g in range(len(self.specs))])
 
     def _reserve(self, request: Request, want: int) -> int:
-        """Pages for up to `want` rows more; returns for how many."""
+        """Pages for up to `want` rows more, after those that left the window; returns for how many."""
         table, begin, cross_len = request.table, request.cached_len, len(request.ask.encoder_ids)
         assert table is not None, "a request without a table has no turn"
+        table.release(begin)
         try:
             table.reserve(begin + want, cross_len=cross_len)
         except OutOfPages:
@@ -332,8 +333,6 @@ class Scheduler:
             request.scored_len = request.cached_len
         if request.path is not None:
             self.tree.insert(request.path, request.tokens, table, request.cached_len)
-        if request.cached_len >= table.release_at:
-            table.release(request.cached_len)
         forks = [self._fork(request, i, token) for i, token in enumerate(tokens[1:], 1)] if len(tokens) > 1 else []
         done = [child for child in forks if child.finish is not None]
         request.tokens += _begin(request.ask, 0, tokens[0]) if tokens else []
@@ -342,13 +341,13 @@ class Scheduler:
         return [self._end(request, reason), *done] if reason else done
 
     def _quiet(self, request: Request, table: Table) -> int:
-        """Up to where nothing can happen to a decoding request: its pages last, no block is whole, no page leaves the window, no end."""
+        """Up to where nothing can happen to a decoding request: its pages last, no block is whole, and it does not end."""
         ask, known = request.ask, len(request.tokens)
         if known - request.cached_len != 1 or known == len(ask.prompt) or ask.items or table.pending:
             return 0
         block = request.path.node.end + self.tree.unit if request.path is not None else INT32_MAX
         end = len(ask.prompt) + ask.max_new_tokens - 1
-        return min(request.room, min(block, table.release_at, end) - 1)
+        return min(request.room, block - 1, end - 1)
 
     def _reason(self, request: Request, token: Token) -> str | None:
         """Why a request ends here, if it does."""
