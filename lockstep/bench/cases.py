@@ -30,10 +30,7 @@ HIGHER = "tokens per second"  # the one unit of which more is better
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement. `targets`: the least ratio to each contender; `aims`: where we would like to be; `limit`: the largest value.
-
-    The median of the runs counts, or the `lowest`: of CPU time, to which others on the machine can only add.
-    """
+    """One measurement. `targets`: the least ratio to each contender; `aims`: where we would like to be; `limit`: the largest value."""
 
     kind: str
     model: str  # "" where no model is involved
@@ -41,7 +38,6 @@ class Case:
     targets: Mapping[str, float] = field(default_factory=dict)
     aims: Mapping[str, float] = field(default_factory=dict)
     limit: float | None = None
-    lowest: bool = False
 
     @property
     def name(self) -> str:
@@ -55,7 +51,7 @@ CASES = (
     Case("decode", "100m", "ms per token", {"generate": 1.0}),
     Case("mixed", "100m", HIGHER, {"continuous": 1.3}),
     Case("prefix", "100m", "ms to first token", {"cold": 8.0}),
-    Case("scheduler", "", "ms per step", limit=1.0, lowest=True),
+    Case("scheduler", "", "ms per step", limit=1.0),
     Case("start", "builtin", "s to first token", limit=6.0),
 )
 
@@ -87,10 +83,9 @@ def measure(case: Case, rig: Rig) -> Measured:
     kinds = {"decode": decode, "mixed": mixed, "prefix": prefix, "scheduler": schedule, "start": start}
     rig.say = lambda text: note(f"{case.name}: {text}")
     timing, more = kinds[case.kind](case.model, rig)
-    values = {name: round(min(runs) if case.lowest else timing.median(name), 4) for name, runs in timing.runs.items()}
+    values = {name: round(timing.median(name), 4) for name in timing.runs}
     mine, sign = values["lockstep"], 1 if case.unit == HIGHER else -1
     ratios = {name: round((mine / value) ** sign, 3) for name, value in values.items() if name != "lockstep"}
-    met = judge(case, values, ratios, rig)
     return Measured(
         case.name,
         case.kind,
@@ -101,7 +96,7 @@ def measure(case: Case, rig: Rig) -> Measured:
         dict(case.targets),
         dict(case.aims),
         case.limit,
-        met if timing.quiet or (case.lowest and met) else None,
+        judge(case, values, ratios, rig) if timing.quiet else None,
         timing.quiet,
         {name: [round(v, 4) for v in each] for name, each in timing.runs.items()},
         timing.others,
@@ -230,9 +225,8 @@ def schedule(model: str, rig: Rig) -> tuple[Timing, dict[str, object]]:
         parts.append(scheduler.measure(rig.sizes.load))
         return max(each["sum"] for each in parts[-1].values()) / 1e3
 
-    timing, load = rig.turns({"lockstep": once}, 1 if rig.sizes.small else 5), rig.sizes.load
-    lowest = min(parts, key=lambda kinds: max(each["sum"] for each in kinds.values()))
-    return timing, {"requests": load.requests, "prompt_len": load.prompt_len, "steps": load.steps, "parts_us": lowest}
+    timing, load = rig.turns({"lockstep": once}), rig.sizes.load
+    return timing, {"requests": load.requests, "prompt_len": load.prompt_len, "steps": load.steps, "parts_us": parts[-1]}
 
 
 def start(model: str, rig: Rig) -> tuple[Timing, dict[str, object]]:
