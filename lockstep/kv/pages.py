@@ -6,7 +6,7 @@ prefix tree; a page that only the tree holds is idle. Host only; knows nothing o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -73,17 +73,15 @@ class PagePool:
         self._free += freed
         return freed
 
-    def keep(self, pages: Iterable[int]) -> None:
+    def keep(self, pages: Sequence[int]) -> None:
         """The tree's hold on pages that somebody holds."""
-        pages = list(pages)
         self.share(pages)
         for page in pages:
             self._kept[page] += 1
             self.idle += self._holds[page] == self._kept[page]
 
-    def drop(self, pages: Iterable[int]) -> None:
+    def drop(self, pages: Sequence[int]) -> None:
         """The tree lets go."""
-        pages = list(pages)
         for page in pages:
             if self._kept[page] < 1:
                 raise RuleError("the tree drops what it keeps", f"page {page}", "This is a bug in Lockstep: please report it")
@@ -92,7 +90,7 @@ class PagePool:
         self.give(pages)
 
     def check(self) -> None:
-        """free + held = all, and no page is both."""
+        """free + held = all, no page is both, and the idle ones are counted right."""
         held = int(np.count_nonzero(self.refs)) - 1
         idle = int(np.count_nonzero((self.kept > 0) & (self.kept == self.refs)))
         if idle != self.idle:

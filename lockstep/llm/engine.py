@@ -244,11 +244,12 @@ class Engine:
 
     def _score(self, job: Job, piece: Piece, logits: Tensor) -> None:
         """The row at position p tells of token p+1, of the prompt or of an item."""
-        ask, first, k = piece.request.ask, piece.cached_len + piece.emit[0] + 1, job.params.top_prompt_logprobs or 0
-        item, scores = (
-            ((), job.prompt_scores) if not ask.items else (ask.items[piece.request.index], job.drafts[piece.request.index].scores)
-        )
-        told = log_probs(logits, torch.tensor((*job.prompt_ids, *item)[first : first + len(logits)]), k)
+        items, index = piece.request.ask.items, piece.request.index
+        first, k = piece.cached_len + piece.emit[0] + 1, job.params.top_prompt_logprobs or 0
+        ids, scores = job.prompt_ids, job.prompt_scores
+        if items:
+            ids, scores = (*ids, *items[index]), job.drafts[index].scores
+        told = log_probs(logits, torch.tensor(ids[first : first + len(logits)]), k)
         for i in range(len(logits)):
             scores.add(*_entry(told, i, k))
 

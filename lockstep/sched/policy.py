@@ -26,7 +26,7 @@ def turns(running: Sequence[Request]) -> list[Request]:
     few: list[Request] = []
     many: list[Request] = []
     for request in running:
-        (few if request.cached_len < request.quiet or request.rows <= 1 else many).append(request)
+        (many if request.rows > 1 else few).append(request)
     return few + many
 
 

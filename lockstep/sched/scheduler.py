@@ -135,8 +135,8 @@ class Scheduler:
                 done.append(self._end(request, "length"))
             elif piece.cross_new:
                 request.encoded = True
-            elif ended := self._advance(piece, tokens):
-                done += ended
+            else:
+                done += self._advance(piece, tokens)
         return done
 
     def drop(self, step: Step) -> list[Request]:
