@@ -64,6 +64,9 @@ EXAMPLES = {
       lockstep bench engine --device cpu --peer transformers --curves --json bench/results/engine-cpu.json
       lockstep bench engine --case decode --case mixed --model builtin --repeat 5
       lockstep bench engine --from bench/results/engine-cpu.json --markdown""",
+    "lockstep bench compare": """
+      lockstep bench compare --base HEAD~1 --case attention
+      lockstep bench compare --base 0d88767 --repeat 7 --json bench/results/compare.json""",
     "lockstep check-env": """
       lockstep check-env --json -""",
 }
@@ -251,6 +254,11 @@ def _bench(commands: Any) -> None:
     engine.add_argument("--svg-dir", default="docs", metavar="DIR", help="where the curves are drawn (default: docs)")
     engine.add_argument("--from", dest="source", metavar="F", help="run nothing: print and draw from an earlier `--json F`")
     engine.add_argument("--markdown", action="store_true", help="print the results as a table for a page")
+    compare = _command(kinds, "lockstep bench compare", "this tree against an older commit, taking turns in one run", bench_compare)
+    compare.add_argument("--base", required=True, metavar="REV", help="the commit to compare with")
+    compare.add_argument("--case", action="append", default=[], metavar="NAME", help="only cases that begin so; repeatable (default: all)")
+    compare.add_argument("--repeat", type=positive, metavar="N", help="turns of each side (default: 5)")
+    _json(compare)
 
 
 def _command(commands: Any, prog: str, says: str, call: Callable[[argparse.Namespace], int] | None = None) -> Parser:
@@ -367,6 +375,13 @@ def bench_engine(args: argparse.Namespace) -> int:
     from lockstep.bench import engine
 
     return engine.run(args)
+
+
+def bench_compare(args: argparse.Namespace) -> int:
+    """`bench compare`."""
+    from lockstep.bench import compare
+
+    return compare.run(args)
 
 
 def check_env(args: argparse.Namespace) -> int:

@@ -25,9 +25,10 @@ PATIENCE_S = 30.0  # to wait for others to be done, before a disturbed measureme
 
 @dataclass
 class Quiet:
-    """Filled when the block ends: the fraction of the machine that others used."""
+    """Filled when the block ends: the fraction of the machine that others used, and how long it took."""
 
     others: float = 0.0
+    wall_s: float = 0.0
 
     @property
     def undisturbed(self) -> bool:
@@ -39,8 +40,8 @@ def watched() -> Iterator[Quiet]:
     """Watches what other processes do meanwhile."""
     quiet, begin, busy, own = Quiet(), time.perf_counter(), _busy(), _own()
     yield quiet
-    wall, cores = time.perf_counter() - begin, os.cpu_count() or 1
-    quiet.others = max(0.0, ((_busy() - busy) - (_own() - own)) / (wall * cores))
+    quiet.wall_s, cores = time.perf_counter() - begin, os.cpu_count() or 1
+    quiet.others = max(0.0, ((_busy() - busy) - (_own() - own)) / (quiet.wall_s * cores))
 
 
 @dataclass

@@ -1,0 +1,54 @@
+"""`bench compare`: two trees in turns. Whether one is faster is nobody's business here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from lockstep import cli
+from lockstep.bench.compare import ROOT, Compared, names, summary
+
+HEAD = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True)
+in_git = pytest.mark.skipif(HEAD.returncode != 0, reason="the package lies in no git checkout")
+
+
+@in_git
+def test_a_case_is_measured_on_both_trees(capsys: pytest.CaptureFixture[str]):
+    case = "attention decode 8/2 d64 1x1 after 511"
+    cli.main(["bench", "compare", "--base", "HEAD", "--case", case, "--repeat", "2", "--json", "-"])
+    document = json.loads(capsys.readouterr().out)
+    (row,) = document["cases"]
+    assert row["case"] == case and row["error"] == ""
+    assert len(row["old_s"]) == len(row["new_s"]) == 2 and min(*row["old_s"], *row["new_s"]) > 0
+    assert document["mean_ratio"] == document["least_ratio"] == row["ratio"]
+
+
+@in_git
+def test_a_commit_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["bench", "compare", "--base", "no-such-commit", "--case", "scheduler"]) == 2
+    assert "--base names a commit of this checkout; got no-such-commit" in capsys.readouterr().err
+
+
+def test_the_cases_are_those_of_the_benchmarks():
+    every = names()
+    assert len(every) == len(set(every)) == 36 + 8 + 1 + 2
+    assert {"decode builtin", "mixed 100m", "scheduler", "load builtin"} <= set(every)
+
+
+def test_a_case_below_its_floor_and_a_mean_below_its_own_are_told():
+    level = Compared("a", (1.0, 1.0, 1.0), (1.0, 1.0, 1.0), True)
+    slow = Compared("b", (0.94, 0.94), (1.0, 1.0), True)
+    broken = Compared("c", (), (), True, error="RuntimeError: gone")
+    assert level.met and not slow.met and not broken.met
+    assert summary("x", [level])["met"] is True
+    assert summary("x", [level, slow])["met"] is False, "one case below 0.95"
+    near = Compared("d", (0.97,), (1.0,), True)
+    assert near.met and summary("x", [level, near])["met"] is False, "a mean of 0.985"
+    assert "gone" in str(broken)
+
+
+def test_loading_is_judged_by_the_seconds_it_takes_longer():
+    assert Compared("load builtin", (1.0,), (1.9,), True).met
+    assert not Compared("load builtin", (1.0,), (2.1,), True).met
