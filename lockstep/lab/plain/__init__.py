@@ -1,0 +1,63 @@
+"""Every model a second time, in plain float64 torch: what it computes, not how an engine does it.
+
+A checkpoint is a config with every field stated (what transformers' `to_dict` gives) and tensors by
+the names that its safetensors have. A sequence is computed whole: no cache, no page, no batch, no
+chunk, one function per idea. Slow on purpose; read it to learn what a model is. It shares no line
+with the engine: nothing of `nn`, `models`, `kernels` or whatever stands on them is imported here.
+
+`lab.values` compares the engine with it; tests/test_plain.py compares it with transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.lab.plain import bart, bert, decoder
+from lockstep.lab.plain.layers import Config, Weights
+
+MODEL_TYPES = (*sorted(decoder.LAYERS), "bart", "bert")
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """What a model folder holds: config.json, every field stated, and the tensors by name."""
+
+    config: Config
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def weights(self) -> Weights:
+        """The tensors as float64, from the model's root on."""
+        return Weights(self.tensors)
+
+
+def hidden_states(checkpoint: Checkpoint, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
+    """float64 [len(ids), hidden]: the last layer's rows, after the last norm.
+
+    `source` is what an encoder-decoder's encoder reads; `ids` are then the decoder's.
+    """
+    config, weights = checkpoint.config, checkpoint.weights
+    rows = torch.tensor(ids)
+    if config["model_type"] == "bert":
+        return bert.hidden_states(config, weights, rows)
+    if config["model_type"] == "bart":
+        return bart.hidden_states(config, weights, rows, torch.tensor(source))
+    return decoder.hidden_states(config, weights, rows)
+
+
+def logits(checkpoint: Checkpoint, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
+    """float64 [len(ids), vocabulary]: what each row says about the token behind it."""
+    hidden = hidden_states(checkpoint, ids, source)
+    head = bart.logits if checkpoint.config["model_type"] == "bart" else decoder.logits
+    return head(checkpoint.config, checkpoint.weights, hidden)
+
+
+def embedding(checkpoint: Checkpoint, ids: Sequence[int], pooling: str) -> Tensor:
+    """float64 [hidden], of length 1: the "last", the "first" or the "mean" row."""
+    hidden = hidden_states(checkpoint, ids)
+    pooled = {"last": hidden[-1], "first": hidden[0], "mean": hidden.mean(0)}[pooling]
+    return pooled / torch.sqrt((pooled * pooled).sum())

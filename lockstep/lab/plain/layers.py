@@ -1,0 +1,108 @@
+"""The pieces of every model: a linear map, two norms, five activations, the feed-forwards.
+
+Everything is float64 and takes rows [n, width]. A piece reads its tensors by their names in the
+checkpoint; one that is not there is a KeyError that names it. Called by the other files of `plain`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """The tensors below `prefix`, as float64."""
+
+    tensors: Mapping[str, Tensor]
+    prefix: str = ""
+
+    def at(self, *parts: str | int) -> Weights:
+        """The tensors of a part: weights.at("layers", 3)."""
+        return Weights(self.tensors, self.prefix + "".join(f"{part}." for part in parts))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[self.prefix + name].double()
+
+    def __contains__(self, name: str) -> bool:
+        return self.prefix + name in self.tensors
+
+
+def linear(x: Tensor, weights: Weights, name: str, bias: bool) -> Tensor:
+    """x Wᵀ + b; W [out, in]."""
+    product = x @ weights[f"{name}.weight"].T
+    return product + weights[f"{name}.bias"] if bias else product
+
+
+def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """Rows of mean square 1, times `scale`."""
+    mean_square = (x * x).mean(-1, keepdim=True)
+    return x / torch.sqrt(mean_square + eps) * scale
+
+
+def layer_norm(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
+    """Rows of mean 0 and variance 1, times a weight, plus a bias. Old files say gamma and beta."""
+    centred = x - x.mean(-1, keepdim=True)
+    variance = (centred * centred).mean(-1, keepdim=True)
+    scale, shift = ("gamma", "beta") if f"{name}.gamma" in weights else ("weight", "bias")
+    normed = centred / torch.sqrt(variance + eps)
+    return normed * weights[f"{name}.{scale}"] + weights[f"{name}.{shift}"]
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e⁻ˣ)."""
+    return 1 / (1 + torch.exp(-x))
+
+
+def silu(x: Tensor) -> Tensor:
+    """x, as far as its sigmoid lets it through."""
+    return x * sigmoid(x)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x times the probability that a standard normal number is below x."""
+    return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """gelu, approximated."""
+    return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+
+
+def relu(x: Tensor) -> Tensor:
+    """max(x, 0)."""
+    return torch.where(x > 0, x, 0.0)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": relu,
+}
+
+
+def gated_mlp(x: Tensor, weights: Weights, activation: str, bias: bool = False) -> Tensor:
+    """down(act(gate(x)) · up(x)): the feed-forward of every decoder here."""
+    gate = ACTIVATIONS[activation](linear(x, weights, "gate_proj", bias))
+    return linear(gate * linear(x, weights, "up_proj", bias), weights, "down_proj", bias)
+
+
+def plain_mlp(x: Tensor, weights: Weights, names: tuple[str, str], activation: str) -> Tensor:
+    """down(act(up(x))), both with a bias: the feed-forward of bert and bart."""
+    up, down = names
+    inner = ACTIVATIONS[activation](linear(x, weights, up, bias=True))
+    return linear(inner, weights, down, bias=True)
+
+
+def soft_cap(x: Tensor, cap: float | None) -> Tensor:
+    """x, bent smoothly so that it stays within ±cap."""
+    return x if cap is None else cap * torch.tanh(x / cap)

@@ -1,0 +1,115 @@
+"""Rotary positions: pairs of columns of queries and keys turn, each pair at its own frequency.
+
+A row at position p turns its pair i by p · frequency[i]. Scalings stretch some frequencies, so that
+positions beyond those of the training look like ones within. Real numbers throughout: transformers
+rounds frequencies and angles to float32, which is its arithmetic and not the definition. A config's
+partial_rotary_factor is ignored, as transformers ignores it for all models here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rotation(NamedTuple):
+    """cos and sin [n, 1, pairs] of every row's angles, times the scaling's attention factor."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotation(params: Mapping[str, Any], dim: int, max_position: int, length: int) -> Rotation:
+    """Of rows at positions 0…length-1, by a config's rope_parameters; `dim` columns turn."""
+    factor = attention_factor(params, max_position)
+    positions = torch.arange(length, dtype=torch.float64)[:, None, None]
+    angles = positions * frequencies(params, dim, max_position)
+    return Rotation(angles.cos() * factor, angles.sin() * factor)
+
+
+def rotate_halves(x: Tensor, by: Rotation) -> Tensor:
+    """x [n, heads, dim]: column i turns together with column i + dim/2."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * by.cos - b * by.sin, b * by.cos + a * by.sin), -1)
+
+
+def rotate_pairs(x: Tensor, by: Rotation) -> Tensor:
+    """x [n, heads, dim]: column 2i turns together with column 2i + 1."""
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack((a * by.cos - b * by.sin, b * by.cos + a * by.sin), -1).flatten(-2)
+
+
+def frequencies(params: Mapping[str, Any], dim: int, max_position: int) -> Tensor:
+    """float64 [dim / 2], by the scaling that rope_type names."""
+    kind = params["rope_type"]
+    plain = powers(params["rope_theta"], dim)
+    if kind in ("default", "dynamic"):  # dynamic stretches nothing within max_position
+        return plain
+    if kind == "linear":
+        return plain / float(params["factor"])
+    if kind == "llama3":
+        return llama3(plain, params)
+    if kind == "yarn":
+        return yarn(plain, params, dim, max_position)
+    raise KeyError(f"rope_type {kind}")
+
+
+def powers(theta: float, dim: int) -> Tensor:
+    """theta^(-2i / dim): from 1 down to nearly 1 / theta."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+    return 1 / torch.pow(torch.tensor(theta, dtype=torch.float64), exponents)
+
+
+def llama3(plain: Tensor, params: Mapping[str, Any]) -> Tensor:
+    """Pairs that turn seldom within the original length are stretched, the others kept; blended."""
+    low, high = float(params["low_freq_factor"]), float(params["high_freq_factor"])
+    turns = float(params["original_max_position_embeddings"]) * plain / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - keep) * plain / float(params["factor"]) + keep * plain
+
+
+def yarn(plain: Tensor, params: Mapping[str, Any], dim: int, max_position: int) -> Tensor:
+    """Pairs that turn beta_fast times or more are kept, beta_slow or less stretched; blended."""
+    fast, slow = params.get("beta_fast") or 32, params.get("beta_slow") or 1
+    first, last = pair_that_turns(fast, params, dim), pair_that_turns(slow, params, dim)
+    if params.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    width = last - first if last != first else 0.001
+    stretch = ((torch.arange(dim // 2, dtype=torch.float64) - first) / width).clamp(0, 1)
+    return stretch * plain / yarn_factor(params, max_position) + (1 - stretch) * plain
+
+
+def pair_that_turns(times: float, params: Mapping[str, Any], dim: int) -> float:
+    """The pair, as a real number, that turns so often within the original length."""
+    wavelength = params["original_max_position_embeddings"] / times
+    return float(dim / 2 * math.log(wavelength / (2 * math.pi), params["rope_theta"]))
+
+
+def yarn_factor(params: Mapping[str, Any], max_position: int) -> float:
+    """The stretch; where a config does not state it, how much longer the context became."""
+    if params["factor"] is not None:
+        return float(params["factor"])
+    return max_position / float(params["original_max_position_embeddings"])
+
+
+def attention_factor(params: Mapping[str, Any], max_position: int) -> float:
+    """What yarn multiplies cos and sin with; 1 for all others."""
+    if params["rope_type"] != "yarn":
+        return 1.0
+    if params.get("attention_factor") is not None:
+        return float(params["attention_factor"])
+    factor = yarn_factor(params, max_position)
+    above, below = params.get("mscale"), params.get("mscale_all_dim")
+    if above and below:
+        return temperature(factor, above) / temperature(factor, below)
+    return temperature(factor)
+
+
+def temperature(factor: float, weight: float = 1.0) -> float:
+    """How much sharper scores are over a context `factor` times longer, on each side."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
