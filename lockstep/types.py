@@ -17,11 +17,21 @@ class RuleError(ValueError):
     """A user's error: the rule, what was given, and what to do about it."""
 
     def __init__(self, rule: str, got: str, remedy: str) -> None:
-        super().__init__(f"{rule}; got {got}. {remedy}.")
+        end = "" if remedy.endswith("?") else "."
+        super().__init__(f"{rule}; got {got}. {remedy}{end}")
         self.rule, self.got, self.remedy = rule, got, remedy
 
     def __reduce__(self) -> tuple[type[RuleError], tuple[str, str, str]]:
         return type(self), (self.rule, self.got, self.remedy)
+
+
+def shown(value: object) -> str:
+    """A user's value in an error: its repr, cut; an integer that Python refuses to print, by its size."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return f"a {type(value).__name__} too long to print"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 class PlanError(RuleError):

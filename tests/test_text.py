@@ -159,7 +159,10 @@ def test_pieces_of_any_tokens_add_up_to_the_decode(make: Any, data: st.DataObjec
 
 @pytest.mark.parametrize("make", TOKENIZERS)
 @settings(deadline=None, max_examples=150)
-@given(prompt=st.text("the 你a", min_size=1, max_size=12), text=TEXTS)
+@given(prompt=st.text("the 你a�", min_size=1, max_size=12), text=TEXTS)
+@example(prompt="a�", text="the")
+@example(prompt="��", text="�")
+@example(prompt="�😀�", text="😀")
 def test_text_continues_the_prompt(make: Any, prompt: str, text: str):
     """The space of "▁the" belongs to the answer when a prompt is before it."""
     tokenizer = make()
@@ -167,6 +170,56 @@ def test_text_continues_the_prompt(make: Any, prompt: str, text: str):
     whole, start = tokenizer.decode([*before, *after], False), tokenizer.decode(before, False)
     if whole.startswith(start):
         assert start + "".join(grown(Detok(tokenizer, before, skip_special=False), after)) == whole
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+def test_a_replacement_character_at_the_end_of_a_prompt_is_not_said_again(make: Any):
+    """The user's own U+FFFD was taken for the beginning of a character, and stood at the start of every answer."""
+    tokenizer = make()
+    prompt, answer = tokenizer.encode("a\ufffd", False), tokenizer.encode("b", False)[-1:]
+    assert tokenizer.decode(prompt) == "a\ufffd"
+    assert "".join(grown(Detok(tokenizer, prompt), answer)) == "b"
+
+
+def test_only_the_bytes_that_can_still_become_a_character_belong_to_the_answer():
+    tokenizer = byte_level()
+    first, *rest = tokenizer.encode("\u2603", parse_special=False)
+    prompt = [*tokenizer.encode("a\ufffd", parse_special=False), first]
+    assert tokenizer.decode(prompt) == "a\ufffd\ufffd"
+    assert "".join(grown(Detok(tokenizer, prompt), rest)) == "\u2603", "the snowman, without the user's U+FFFD"
+    lone = [*tokenizer.encode("a", parse_special=False), *rest[-1:]]  # a byte that continues nothing
+    assert "".join(grown(Detok(tokenizer, lone), tokenizer.encode("b"))) == "b"
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+def test_a_prompt_that_ends_in_many_tokens_without_text_keeps_the_answers_space(make: Any):
+    tokenizer = make()
+    space = tokenizer.encode("the the")[len(tokenizer.encode("the")) :]
+    prompt = [*tokenizer.encode("a"), *[1] * 20]
+    assert "".join(grown(Detok(tokenizer, prompt), space)) == " the"
+
+
+@pytest.mark.parametrize("make", TOKENIZERS)
+def test_the_bytes_that_continue_a_character_are_found(make: Any):
+    tokenizer = make()
+    lead = {"E0": "\u0800", "ED": "\ud000", "F0": "\U00010000", "F4": "\U00100000", "C3": "é"}
+    assert len(tokenizer.continuation_ids) == 2
+    for text in lead.values():
+        for missing in range(1, len(text.encode())):
+            ids = [i for b in text.encode()[:-missing] for i in byte_tokens(tokenizer, b)]
+            detok = Detok(tokenizer, ids)
+            assert detok.sent == 0, f"{text!r} without {missing} bytes can become a character"
+
+
+def byte_tokens(tokenizer: Tokenizer, byte: int) -> list[int]:
+    """The token of one byte, found by what it decodes to beside its fellows."""
+    if tokenizer is byte_fallback():
+        return [3 + byte]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letter = chr(byte) if byte in printed else chr(256 + [b for b in range(256) if b not in printed].index(byte))
+    assert letter in alphabet
+    return [tokenizer.codec.id_of(letter)]
 
 
 def test_text_is_not_held_back_without_need():

@@ -6,6 +6,7 @@ these bits. `exact` computes the same log-probabilities once more with float64 a
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +19,7 @@ from lockstep.attention import select
 from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import Table
 from lockstep.lab import choice
-from lockstep.lab.tiny import CONTEXT
+from lockstep.lab.tiny import CONTEXT, Letters
 from lockstep.llm.engine import Parts
 from lockstep.llm.output import Top
 from lockstep.plan.build import Work, build
@@ -102,12 +103,13 @@ class Recompute:
     def text(self, prompt: Sequence[int], token_ids: Sequence[int], params: SamplingParams) -> tuple[str, bool]:
         """The text of a completion, cut before the first stop string, and whether there was one: by looking at the whole.
 
-        It goes on where the prompt's text ends; bytes there that are no character yet belong to the completion.
+        It goes on where the prompt's text ends; bytes there that are no character yet belong to the completion. Straight from the
+        alphabet's bytes, by the library's own incremental decoder: no tokenizer and no window of tokens.
         """
-        assert self.tokenizer is not None, "tiny models come with an alphabet"
         ends = [i for i, t in enumerate(token_ids) if t in params.stop_ids or (t in self.info.eos_token_ids and not params.ignore_eos)]
-        before = self.tokenizer.decode(prompt).rstrip("\ufffd")
-        whole = self.tokenizer.decode([*prompt, *(token_ids[: ends[0]] if ends else token_ids)])[len(before) :]
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        utf8.decode(Letters.spell(prompt))  # keeps the bytes of a character that is not complete
+        whole = utf8.decode(Letters.spell(token_ids[: ends[0]] if ends else token_ids), final=True)
         found = sorted((at + len(stop), at) for stop in params.stops if (at := whole.find(stop)) >= 0)
         return (whole[: found[0][1]], True) if found else (whole, False)
 

@@ -138,7 +138,12 @@ class Letters:
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
         """The bytes of all tokens, read as UTF-8 together."""
-        return b"".join(self.TOKENS[i] if i < len(self.TOKENS) else b"?" for i in ids).decode("utf-8", "replace")
+        return self.spell(ids).decode("utf-8", "replace")
+
+    @classmethod
+    def spell(cls, ids: Sequence[int]) -> bytes:
+        """The bytes of all tokens."""
+        return b"".join(cls.TOKENS[i] if i < len(cls.TOKENS) else b"?" for i in ids)
 
     def id_of(self, token: str) -> int | None:
         """Of a token that is text by itself."""
@@ -147,3 +152,7 @@ class Letters:
     def byte_ids(self) -> frozenset[int]:
         """None: a byte here is decoded with its neighbours, not as part of a run."""
         return frozenset()
+
+    def continuation_ids(self) -> tuple[int, ...]:
+        """Every byte of é, € and 😀 but the first."""
+        return tuple(i for i, token in enumerate(self.TOKENS) if len(token) == 1 and 0x80 <= token[0] < 0xC0)

@@ -6,6 +6,7 @@ pieces, whatever the pieces are. `Stream` is both. They hold state for one compl
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from lockstep.text.tokenizer import Tokenizer
 
 REPLACEMENT = "�"  # what a decoder makes of bytes that are not, or not yet, a character
 PROMPT_TAIL = 8  # tokens of the prompt that the first piece is decoded with
+CHARACTER_BYTES = 4  # of the longest character in UTF-8
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,9 @@ class Detok:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special: bool = True) -> None:
         self.tokenizer, self.skip_special = tokenizer, skip_special
-        first = max(0, len(prompt_ids) - PROMPT_TAIL)
-        while first and prompt_ids[first] in tokenizer.byte_ids:
-            first -= 1
-        self.ids = list(prompt_ids[first:])
+        self.ids = self._tail(prompt_ids)
         self.begin, self.settled = 0, len(self.ids)
-        self.sent = len(self._window().rstrip(REPLACEMENT))
+        self.sent = self._settled_len()
         self.in_run = False  # of byte tokens, valid or not as a whole; only a token with text ends it
 
     def push(self, token_id: int) -> str:
@@ -64,8 +63,38 @@ class Detok:
         """What was held back: no token follows."""
         return self._send(self._window())
 
+    def _tail(self, prompt_ids: Sequence[int]) -> list[int]:
+        """The prompt's last tokens: some text, and no run of byte tokens cut in two."""
+        tail_len = PROMPT_TAIL
+        while tail_len < len(prompt_ids) and not self._decode(prompt_ids[-tail_len:]):
+            tail_len *= 2
+        first = max(0, len(prompt_ids) - tail_len)
+        while first and prompt_ids[first] in self.tokenizer.byte_ids:
+            first -= 1
+        return list(prompt_ids[first:])
+
+    def _settled_len(self) -> int:
+        """Characters of the prompt's text that no token can change any more.
+
+        A U+FFFD at its end is a character that the user wrote, or bytes that are none, or the beginning of one: only the last can
+        become something else, so bytes that continue a character are tried. What they make a character of belongs to the answer.
+        """
+        text = self._window()
+        if not text.endswith(REPLACEMENT):
+            return len(text)
+        lengths = [len(text)]
+        for token_id in self.tokenizer.continuation_ids:
+            for count in range(1, CHARACTER_BYTES):
+                longer = self._decode([*self.ids, *[token_id] * count])
+                if longer.count(REPLACEMENT) < text.count(REPLACEMENT):
+                    lengths.append(len(os.path.commonprefix([text, longer])))
+        return min(lengths)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, self.skip_special)
+
     def _window(self) -> str:
-        return self.tokenizer.decode(self.ids[self.begin :], self.skip_special)
+        return self._decode(self.ids[self.begin :])
 
     def _send(self, text: str) -> str:
         new = text[self.sent :]

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from lockstep.types import RuleError
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+CONTINUATIONS = (0x80, 0xA0)  # behind every beginning of a character in UTF-8 one of the two may stand
 
 
 class Codec(Protocol):
@@ -38,6 +39,9 @@ class Codec(Protocol):
 
     def byte_ids(self) -> frozenset[int]:
         """Tokens whose run is decoded as a whole: the bytes of a tokenizer with byte fallback."""
+
+    def continuation_ids(self) -> tuple[int, ...]:
+        """Tokens of one byte each, some of which may follow any unfinished character; none if no token is a byte."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,11 @@ class Tokenizer:
         """Tokens whose run is decoded as a whole (see `Codec`)."""
         return self.codec.byte_ids()
 
+    @functools.cached_property
+    def continuation_ids(self) -> tuple[int, ...]:
+        """Tokens that continue any unfinished character (see `Codec`)."""
+        return self.codec.continuation_ids()
+
 
 class Fast:
     """The `tokenizers` library."""
@@ -135,6 +144,10 @@ class Fast:
             return frozenset()
         return frozenset(i for piece, i in self.tokenizer.get_vocab().items() if BYTE_PIECE.fullmatch(piece))
 
+    def continuation_ids(self) -> tuple[int, ...]:
+        """<0x..> pieces, or bytes as byte-level tokenizers write them."""
+        return _byte_tokens(self, CONTINUATIONS)
+
 
 class Slow:
     """transformers' AutoTokenizer, for folders without a tokenizer.json."""
@@ -169,6 +182,24 @@ class Slow:
     def byte_ids(self) -> frozenset[int]:
         """The <0x..> pieces."""
         return frozenset(i for piece, i in self.tokenizer.get_vocab().items() if BYTE_PIECE.fullmatch(piece))
+
+    def continuation_ids(self) -> tuple[int, ...]:
+        """<0x..> pieces, or bytes as byte-level tokenizers write them."""
+        return _byte_tokens(self, CONTINUATIONS)
+
+
+def _byte_tokens(codec: Codec, values: Sequence[int]) -> tuple[int, ...]:
+    """The tokens of single bytes beyond ASCII, those that there are.
+
+    Byte-level tokenizers write a byte that prints nothing as a letter from U+0100 on; 0x7F is number 33 of these.
+    """
+    silent = [byte for byte in range(0x7F, 0x100) if byte < 0xA1 or byte == 0xAD]
+    ids = []
+    for value in values:
+        letter = chr(0x100 + 33 + silent.index(value)) if value in silent else chr(value)
+        piece = codec.id_of(f"<0x{value:02X}>")
+        ids.append(codec.id_of(letter) if piece is None else piece)
+    return tuple(i for i in ids if i is not None)
 
 
 def _config(path: Path) -> dict[str, Any]:
