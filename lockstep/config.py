@@ -5,12 +5,18 @@
 
 from __future__ import annotations
 
+import operator
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Any
+from numbers import Real
+from typing import Any, SupportsIndex
 
-from lockstep.types import INT32_MAX, KV_BYTES, RuleError
+from lockstep.types import INT32_MAX, KV_BYTES, RuleError, shown
+
+DERIVED = ("max_total_tokens", "context_length")  # None: from the model and the machine
+COUNTS = ("page_size", "chunked_prefill_size", "max_running_requests", *DERIVED)
 
 
 @dataclass(frozen=True)
@@ -31,19 +37,38 @@ class EngineConfig:
     context_length: int | None = None
 
     def __post_init__(self) -> None:
-        whole = ("page_size", "chunked_prefill_size", "max_running_requests", "max_total_tokens", "context_length")
-        for name in whole:
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or not 1 <= value <= INT32_MAX):
-                raise RuleError(f"{name} is a whole number from 1 to {INT32_MAX}", repr(value), "Leave it out for the default")
-        if self.device not in ("cpu",):
-            raise RuleError("device is cpu", repr(self.device), "GPU backends are not there yet")
+        for name in COUNTS:
+            self._check_count(name)
+        if self.model is not None and not (isinstance(self.model, str | os.PathLike) and str(self.model)):
+            rule = "model is a folder or a hub id of the form owner/name"
+            raise RuleError(rule, shown(self.model), "Leave it out for the built-in model")
+        if self.device != "cpu":
+            raise RuleError("device is cpu", shown(self.device), "GPU backends are not there yet")
         if self.dtype != "float32":
-            raise RuleError("on the CPU dtype is float32", repr(self.dtype), "Leave it out")
-        if self.kv_cache_dtype not in KV_BYTES:
-            raise RuleError(f"kv_cache_dtype is one of {', '.join(KV_BYTES)}", repr(self.kv_cache_dtype), "Pick one of these")
-        if not 0 < self.mem_fraction_static < 1:
-            raise RuleError("mem_fraction_static is between 0 and 1", repr(self.mem_fraction_static), "0.3 is the default")
+            raise RuleError("on the CPU dtype is float32", shown(self.dtype), "Leave it out")
+        if self.kv_cache_dtype not in tuple(KV_BYTES):
+            rule = f"kv_cache_dtype is one of {', '.join(KV_BYTES)}"
+            raise RuleError(rule, shown(self.kv_cache_dtype), "Pick one of these")
+        if self.attention_backend is not None and not isinstance(self.attention_backend, str):
+            rule = "attention_backend is the name of a backend"
+            raise RuleError(rule, shown(self.attention_backend), "Leave it out for the first that fits")
+        if not isinstance(self.disable_radix_cache, bool):
+            rule = "disable_radix_cache is True or False"
+            raise RuleError(rule, shown(self.disable_radix_cache), "Pass a bool")
+        fraction = self.mem_fraction_static
+        if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < fraction < 1:
+            rule = "mem_fraction_static is a number between 0 and 1"
+            raise RuleError(rule, shown(fraction), "0.3 is the default")
+
+    def _check_count(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is None and name in DERIVED:
+            return
+        whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
+        if not whole or not 1 <= value <= INT32_MAX:
+            rule = f"{name} is a whole number from 1 to {INT32_MAX}"
+            raise RuleError(rule, shown(value), "Leave it out for the default")
+        object.__setattr__(self, name, operator.index(value))
 
     @staticmethod
     def from_names(given: Mapping[str, Any]) -> EngineConfig:
@@ -53,6 +78,6 @@ class EngineConfig:
             if name not in known:
                 close = get_close_matches(name, known, 1)
                 raise RuleError(
-                    f"an engine option is one of {', '.join(known)}", repr(name), f"Did you mean {close[0]}" if close else "Drop it"
+                    f"an engine option is one of {', '.join(known)}", repr(name), f"Did you mean {close[0]}?" if close else "Drop it"
                 )
         return EngineConfig(**given)

@@ -30,7 +30,7 @@ def shown(value: object) -> str:
     try:
         text = repr(value)
     except ValueError:
-        return f"a {type(value).__name__} too long to print"
+        return f"an {type(value).__name__} too long to print"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

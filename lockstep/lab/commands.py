@@ -176,7 +176,7 @@ def picked(rule: str, given: list[str] | None, allowed: Sequence[str]) -> list[s
     for value in values:
         if value not in allowed:
             close = get_close_matches(value, allowed, 1)
-            raise RuleError(rule, repr(value), f"Did you mean {close[0]}" if close else f"There are {', '.join(allowed)}")
+            raise RuleError(rule, repr(value), f"Did you mean {close[0]}?" if close else f"There are {', '.join(allowed)}")
     return values
 
 

@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.config import EngineConfig
+from lockstep.llm import prompts as prompt_forms
 from lockstep.llm.engine import Engine, load
 from lockstep.llm.job import Job
 from lockstep.llm.output import Chunk, Output
+from lockstep.llm.prompts import Prompt
 from lockstep.sample.params import SamplingParams
 from lockstep.types import RuleError
-
-Prompt = str | Sequence[int]
 
 
 class LLM:
@@ -48,12 +48,12 @@ class LLM:
 
         `on_done` is called once per prompt, when its last completion has ended: for progress bars.
         """
-        many = self._prompts(prompts)
-        return self._outputs(self._add(many, self._params(params, len(many))), on_done)
+        many = prompt_forms.many(prompts)
+        return self._outputs(self._add(many, prompt_forms.params_for(params, len(many))), on_done)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """The text of one prompt as it comes. Leaving the loop early ends the request."""
-        (job,) = self._add(self._prompts(prompt), [params or SamplingParams()])
+        (job,) = self._add([prompt_forms.single(prompt)], prompt_forms.params_for(params, 1))
         try:
             while not job.done:
                 self.engine.step()
@@ -74,7 +74,8 @@ class LLM:
         item is a fork of it; for an encoder-decoder it is the source. Items are tokenised by themselves, without special tokens.
         """
         if items is not None:
-            (output,) = self._outputs([self.engine.add_items(self._ids(text), [self._ids(item, special=False) for item in items])])
+            ids = [self._ids(item, special=False) for item in prompt_forms.items(items)]
+            (output,) = self._outputs([self.engine.add_items(self._ids(text), ids)])
             return [c.logprobs for c in output.completions if c.logprobs is not None]
         (output,) = self._outputs([self.engine.add(self._ids(text), SamplingParams(prompt_logprobs=True, seed=0), scores_only=True)])
         assert output.prompt_logprobs is not None, "prompt_logprobs was asked for"
@@ -82,16 +83,19 @@ class LLM:
 
     def embed(self, prompts: Prompt | Sequence[Prompt]) -> NDArray[np.float32]:
         """[n, d] float32 of length 1, without touching the cache."""
-        jobs = [self.engine.add(self._ids(p), SamplingParams(seed=0), embed=True) for p in self._prompts(prompts)]
+        many = prompt_forms.many(prompts)
+        if not many:
+            raise RuleError("there is a prompt to embed", "an empty list", "Pass at least one")
+        jobs = self._add(many, [SamplingParams(seed=0)] * len(many), embed=True)
         self._finish(jobs)
         return np.stack([job.embedding for job in jobs if job.embedding is not None])
 
-    def _add(self, prompts: list[Prompt], params: Sequence[SamplingParams]) -> list[Job]:
+    def _add(self, prompts: list[Prompt], params: Sequence[SamplingParams], embed: bool = False) -> list[Job]:
         """All prompts or, if one is refused, none."""
         jobs: list[Job] = []
         try:
             for prompt, each in zip(prompts, params, strict=True):
-                jobs.append(self.engine.add(self._ids(prompt), each))
+                jobs.append(self.engine.add(self._ids(prompt), each, embed=embed))
         except BaseException:
             for job in jobs:
                 self.engine.abort(job)
@@ -116,23 +120,9 @@ class LLM:
                 if not job.done:
                     self.engine.abort(job)
 
-    def _prompts(self, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            return [prompts]  # type: ignore[list-item]
-        return list(prompts)  # type: ignore[arg-type]
-
-    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
-        if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * count
-        if len(params) != count:
-            raise RuleError(
-                "there is one SamplingParams for all prompts or one for each", f"{len(params)} for {count} prompts", "Match them"
-            )
-        return params
-
     def _ids(self, prompt: Prompt, special: bool = True) -> Sequence[int]:
         if not isinstance(prompt, str):
-            return prompt
+            return prompt  # the engine checks ids
         if self.engine.tokenizer is None:
             raise RuleError("a text prompt needs a tokenizer", f"none in {self.engine.info.folder.name}", "Pass token ids")
         return self.engine.tokenizer.encode(prompt, special)

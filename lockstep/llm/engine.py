@@ -21,6 +21,7 @@ from lockstep.kv.pages import PagePool
 from lockstep.llm.fingerprint import fingerprint
 from lockstep.llm.job import Job
 from lockstep.llm.output import Top
+from lockstep.llm.prompts import token_ids
 from lockstep.models import weights
 from lockstep.models.weights import Info, Loaded
 from lockstep.nn import linear
@@ -266,10 +267,7 @@ class Engine:
         self.jobs.pop(job.request.arrival, None)
 
     def _checked(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
-        ids = tuple(prompt_ids)
-        bad = next((i for i in ids if type(i) is not int or not 0 <= i < self.info.vocab_size), None)
-        if bad is not None:
-            raise RuleError(f"token ids are whole numbers from 0 to {self.info.vocab_size - 1}", repr(bad), "Use this model's tokenizer")
+        ids = token_ids(prompt_ids, self.info.vocab_size)
         if not ids:
             raise RuleError("a prompt has at least one token", "an empty prompt", "Start with some text")
         if len(ids) > self.context_length:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lockstep.kernels.cpu.sample import MAX_VOCAB
-from lockstep.types import RuleError
+from lockstep.types import RuleError, shown
 
 MAX_TOKENS = 2**24
 MAX_COMPLETIONS = 128
@@ -105,7 +105,7 @@ class SamplingParams:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, 1)
                 raise RuleError(
-                    "a parameter is one of " + " ".join(known), repr(name), f"Did you mean {near[0]}" if near else "Leave it out"
+                    "a parameter is one of " + " ".join(known), shown(name), f"Did you mean {near[0]}?" if near else "Leave it out"
                 )
         return cls(**given)
 
@@ -178,9 +178,9 @@ def whole(name: str, value: Any, low: int, high: int, remedy: str) -> int:
     try:
         result = operator.index(value)
     except TypeError:
-        raise RuleError(rule, _shown(value), remedy) from None
+        raise RuleError(rule, shown(value), remedy) from None
     if not low <= result <= high:
-        raise RuleError(rule, _shown(value), remedy)
+        raise RuleError(rule, shown(value), remedy)
     return result
 
 
@@ -188,26 +188,21 @@ def number(name: str, value: Any, low: float, high: float, remedy: str, above: b
     """A finite number in [low, high], or in (low, high] with `above`."""
     rule = f"{name} is a number {'above' if above else 'from'} {low} {'and at most' if above else 'to'} {high}"
     if isinstance(value, bool | str | bytes):
-        raise RuleError(rule, _shown(value), remedy)
+        raise RuleError(rule, shown(value), remedy)
     try:
         result = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise RuleError(rule, _shown(value), remedy) from None
+        raise RuleError(rule, shown(value), remedy) from None
     if not low <= result <= high or (above and result == low):  # NaN is nowhere
-        raise RuleError(rule, _shown(value), remedy)
+        raise RuleError(rule, shown(value), remedy)
     return result
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _temperature(value: Any) -> float:
     remedy = "Use 0 for the best token"
     result = number("temperature", value, 0, MAX_TEMPERATURE, remedy)
     if 0 < result < MIN_TEMPERATURE:
-        raise RuleError(f"temperature is 0 or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}", _shown(value), remedy)
+        raise RuleError(f"temperature is 0 or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}", shown(value), remedy)
     return result
 
 
@@ -225,7 +220,7 @@ def _listed(name: str, value: Any, what: str, most: int) -> list[Any]:
     """The elements of a list, few enough."""
     rule = f"{name} is a list of at most {most} {what}"
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise RuleError(rule, _shown(value), "Pass a list")
+        raise RuleError(rule, shown(value), "Pass a list")
     items = list(value)
     if len(items) > most:
         raise RuleError(rule, f"{len(items)}", "Pass fewer")
@@ -236,8 +231,10 @@ def _stop(value: Any) -> tuple[str, ...]:
     items = [value] if isinstance(value, str) else [] if value is None else _listed("stop", value, "strings", MAX_STOPS)
     for item in items:
         if not isinstance(item, str) or not 1 <= len(item) <= MAX_STOP_CHARS:
-            got = f"one of {len(item)} characters" if isinstance(item, str) else _shown(item)
+            got = f"one of {len(item)} characters" if isinstance(item, str) else shown(item)
             raise RuleError(f"a stop is a string of 1 to {MAX_STOP_CHARS} characters", got, "Leave it out, or use stop_token_ids")
+        if any("\ud800" <= character <= "\udfff" for character in item):
+            raise RuleError("a stop is made of characters", f"{shown(item)}, with a lone surrogate", "No text holds it: leave it out")
     return tuple(dict.fromkeys(items))
 
 
@@ -252,7 +249,7 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     rule = f"logit_bias maps at most {MAX_BIASES} token ids to numbers"
     pairs = [] if value is None else list(value.items()) if isinstance(value, Mapping) else value
     if not isinstance(pairs, list | tuple) or len(pairs) > MAX_BIASES or any(not isinstance(p, tuple) or len(p) != 2 for p in pairs):
-        got = f"{len(pairs)} entries" if isinstance(pairs, list | tuple) else _shown(value)
+        got = f"{len(pairs)} entries" if isinstance(pairs, list | tuple) else shown(value)
         raise RuleError(rule, got, "Pass a mapping {token id: bias}")
     found: dict[int, float] = {}
     for key, bias in pairs:

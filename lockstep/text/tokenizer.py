@@ -81,7 +81,7 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise RuleError("a text is a string", type(text).__name__, "Pass a str, or token ids to the engine")
-        return self.codec.encode(text, add_special, parse_special)
+        return self.codec.encode(_characters(text), add_special, parse_special)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Ids to text. Bytes that are no UTF-8 become U+FFFD."""
@@ -186,6 +186,16 @@ class Slow:
     def continuation_ids(self) -> tuple[int, ...]:
         """<0x..> pieces, or bytes as byte-level tokenizers write them."""
         return _byte_tokens(self, CONTINUATIONS)
+
+
+def _characters(text: str) -> str:
+    """The text, if every code point of it is a character: a lone surrogate has no UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        got = f"U+{ord(text[error.start]):04X}, a lone surrogate, at character {error.start}"
+        raise RuleError("a text is made of characters", got, "Decode it as what it is, or with errors='replace'") from None
+    return text
 
 
 def _byte_tokens(codec: Codec, values: Sequence[int]) -> tuple[int, ...]:

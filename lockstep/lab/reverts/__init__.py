@@ -50,7 +50,7 @@ def load(name: str) -> Revert:
     if name not in names():
         close = get_close_matches(name, names(), 1)
         raise RuleError(
-            "a revert is a file in lab/reverts", repr(name), f"Did you mean {close[0]}" if close else "See `lockstep lab reverts --list`"
+            "a revert is a file in lab/reverts", repr(name), f"Did you mean {close[0]}?" if close else "See `lockstep lab reverts --list`"
         )
     module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
     title, story = parse(name, module.__doc__ or "")

@@ -1,0 +1,116 @@
+"""What may be a prompt: a string, or token ids in order. Everything else is refused before anything is queued.
+
+Ids are whole numbers of any integer type (a tokenizer's lists, numpy arrays, tensors); a bool is none, and neither is 1.0. Knows no
+engine and no tokenizer: `api` sorts what users pass, `engine` checks ids against a vocabulary.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence, Set
+from numbers import Number
+from typing import Any, SupportsIndex
+
+from lockstep.sample.params import SamplingParams
+from lockstep.types import RuleError, shown
+
+Prompt = str | Sequence[int]
+PROMPT_RULE = "a prompt is a string or a list of token ids"
+
+
+def many(prompts: Any) -> list[Prompt]:
+    """One prompt or several, as a list of prompts. A list that begins with a number is one prompt of ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    given = elements(prompts, "prompts are a string, a list of token ids, or a list of these")
+    if given and _is_number(given[0]):
+        return [given]
+    return [one(prompt) for prompt in given]
+
+
+def one(prompt: Any) -> Prompt:
+    """A single prompt: its text, or the list of its ids, not yet checked."""
+    return prompt if isinstance(prompt, str) else elements(prompt, PROMPT_RULE)
+
+
+def single(prompt: Any) -> Prompt:
+    """The prompt of a call that takes one, possibly as a list of one."""
+    given = many(prompt)
+    if len(given) != 1:
+        raise RuleError("a stream has one prompt", f"{len(given)} prompts", "Use generate for several")
+    return given[0]
+
+
+def items(given: Any) -> list[Prompt]:
+    """The items of a score: several prompts, always in a list."""
+    rule = "items are a list of strings or of lists of token ids"
+    if isinstance(given, str):
+        raise RuleError(rule, shown(given), "Pass [item] for one")
+    found = elements(given, rule, "Pass [item] for one")
+    wrong = [item for item in found if not isinstance(item, Iterable)]
+    if wrong:
+        raise RuleError(rule, f"{shown(wrong[0])} among them", "Pass [item] for one")
+    return [one(item) for item in found]
+
+
+def params_for(params: Any, count: int) -> list[SamplingParams]:
+    """One `SamplingParams` per prompt."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    rule = "params are SamplingParams, or one for each prompt"
+    given = elements(params, rule, "Use SamplingParams()")
+    if len(given) != count:
+        raise RuleError(
+            "there is one SamplingParams for all prompts or one for each",
+            f"{len(given)} for {count} prompts",
+            "Match them",
+        )
+    wrong = [each for each in given if not isinstance(each, SamplingParams)]
+    if wrong:
+        raise RuleError(rule, f"{shown(wrong[0])} among them", "Use SamplingParams()")
+    return given
+
+
+def token_ids(ids: Any, vocab_size: int) -> tuple[int, ...]:
+    """The ids as Python's own integers, every one a token of the vocabulary."""
+    given = tuple(elements(ids, PROMPT_RULE))
+    if not all(type(i) is int for i in given):
+        given = tuple(_index(i, vocab_size) for i in given)
+    outside = [i for i in given if not 0 <= i < vocab_size]
+    if outside:
+        raise _no_id(outside[0], vocab_size)
+    return given
+
+
+def elements(value: Any, rule: str, remedy: str = "Pass a str, or a list") -> list[Any]:
+    """What a list, an array or a generator holds, in its order; a set has none, a dict is no list, bytes are no ids."""
+    error = RuleError(rule, f"{shown(value)} ({type(value).__name__})", remedy)
+    if isinstance(value, str | bytes | bytearray | memoryview | Set | Mapping):
+        raise error
+    try:
+        return list(value)
+    except TypeError:  # no iterable, or an array without dimensions
+        raise error from None
+
+
+def _is_number(value: Any) -> bool:
+    """Whether this is meant as an id, right or wrong: 1.5 and True are, a row of an array is not."""
+    try:
+        iter(value)
+    except TypeError:
+        return isinstance(value, Number | SupportsIndex)
+    return False
+
+
+def _index(value: Any, vocab_size: int) -> int:
+    if isinstance(value, bool):
+        raise _no_id(value, vocab_size)
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise _no_id(value, vocab_size) from None
+
+
+def _no_id(value: Any, vocab_size: int) -> RuleError:
+    rule = f"token ids are whole numbers from 0 to {vocab_size - 1}"
+    return RuleError(rule, shown(value), "Use this model's tokenizer")
