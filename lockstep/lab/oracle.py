@@ -8,7 +8,7 @@ and denominator), and every tile and split rescales once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,6 +51,24 @@ def values(groups: tuple[GroupSpec, ...], tokens: int, seed: int = 0) -> list[li
         rows = [[torch.randn(tokens, *shape, generator=gen) for shape in shapes] for _ in spec.layers]
         shares_v = spec.layout is Layout.LATENT or (spec.layout is Layout.FRESH and spec.d_v < spec.d_qk)
         out.append([Rows(q, k, k[..., : spec.d_v] if shares_v else v) for q, k, v in rows])
+    return out
+
+
+def overflowed(rows: list[list[Rows]], tokens: list[int]) -> list[list[Rows]]:
+    """The same values with infinities in those of `tokens`: the first column, and one beyond the first vector of 16.
+
+    One sign per column, so that a row that sees several still has an answer.
+    """
+    if not tokens:
+        return rows
+    out = []
+    for layers in rows:
+        out.append([])
+        for each in layers:
+            v = each.v.clone()
+            v[tokens, :, 0] = torch.inf
+            v[tokens, :, min(20, v.shape[2] - 1)] = -torch.inf
+            out[-1].append(replace(each, v=v))
     return out
 
 
@@ -119,9 +137,20 @@ def _attend(spec: GroupSpec, attn: AttnSpec, q: Tensor, keys: tuple[Tensor, Tens
         sinks[:] = torch.tensor(attn.sinks, dtype=torch.float64)[:, None, None]
     lse = torch.logsumexp(torch.cat((scores, sinks), 2), 2)
     weights = torch.exp(scores - lse[..., None])
-    out, mass = torch.einsum("hqk,khd->qhd", weights, v), torch.einsum("hqk,khd->qhd", weights, v.abs())
+    out, mass = weighted(weights, v)
     delta = off.amax(2).T
     rescales = n // tile_len(spec.d_qk, spec.d_v) + n // split_len(spec.d_qk, spec.d_v) + 2
     grain = (LAMBDA * n**0.5 + 2 * rescales + 16) * U
     out_tol = mass.amax(2) * (2 * delta + 2 * grain) + 1e-30
     return out, lse.T, out_tol, delta + grain + 4 * U * lse.T.abs()
+
+
+def weighted(weights: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of weights [h, q, k] times v [k, h, d], and of their sizes; an infinity counts for the rows that see its key, and only there."""
+    infinite = v.isinf()
+    finite = v.masked_fill(infinite, 0.0)
+    out, mass = (torch.einsum("hqk,khd->qhd", weights, x) for x in (finite, finite.abs()))
+    if bool(infinite.any()):
+        signs = torch.einsum("hqk,khd->qhd", (weights > 0).double(), v.sign() * infinite)
+        out = torch.where(signs == 0, out, signs * torch.inf)
+    return out, mass

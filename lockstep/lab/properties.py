@@ -21,7 +21,7 @@ from lockstep.lab.recipes import RECIPES, Recipe, write
 from lockstep.lab.script import Script, alone, chunked, plain
 from lockstep.lab.world import Record, Setting, World, as_bits
 
-MEMORY = ("plan", "writes", "guards", "pages", "pads", "repeat")  # first word of a fault: the property it breaks
+MEMORY = ("plan", "rules", "writes", "guards", "pages", "pads", "repeat")  # first word of a fault: the property it breaks
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def material(recipe: str, feature: str) -> tuple[Script, list[list[oracle.Rows]]
     """The story, the numbers and the answers of a cell; the same for every backend."""
     chosen = next(f for f in FEATURES if f.name == feature)
     script = write(next(r for r in RECIPES if r.name == recipe), chosen)
-    rows = oracle.values(chosen.groups(16), len(script.parents))
+    rows = oracle.overflowed(oracle.values(chosen.groups(16), len(script.parents)), script.infinite)
     return script, rows, oracle.answers(chosen, script, rows)
 
 

@@ -13,6 +13,7 @@ from itertools import cycle
 from lockstep.lab.features import WINDOW as W
 from lockstep.lab.features import Feature
 from lockstep.lab.script import Compute, Drop, Script
+from lockstep.types import Layout
 
 LENGTHS = (1, 15, 16, 17, 63, 65, 130)
 
@@ -40,6 +41,11 @@ def uncached(feature: Feature) -> bool:
 
 def windowed(feature: Feature) -> bool:
     return feature.window is not None and not feature.fresh
+
+
+def apart(feature: Feature) -> bool:
+    """Values of their own: an infinity in a latent row would be one in its key."""
+    return cached(feature) and all(g.layout is not Layout.LATENT for g in feature.groups(16))
 
 
 def crossed(feature: Feature) -> bool:
@@ -105,11 +111,12 @@ def verify_chain(s: Script) -> None:
 
 
 TREE = (-1, 0, 0, 1, 1, 2, 3, 3, 5, 6)
+SHALLOW_END = (-1, 0, 0, 1, 1, 2, 3, 3, 6, 0)  # as many nodes, and the last one is not the deepest
 
 
 def verify_tree(s: Script) -> None:
     rs = begin(s, 18, 30, 62, 510)
-    s.step(*(s.tree(r, TREE) for r in rs))
+    s.step(*(s.tree(r, parents) for r, parents in zip(rs, (TREE, SHALLOW_END, SHALLOW_END, TREE), strict=True)))
 
 
 def tree_accept(s: Script) -> None:
@@ -188,6 +195,17 @@ def encode_decode(s: Script) -> None:
         s.step(*(s.extend(r, 1) for r in rs))
 
 
+def overflow(s: Script) -> None:
+    """Values that are infinite, in the middle of a step's rows: rows before them do not see them, rows behind them do."""
+    rs = begin(s, 5, 70)
+    acts = [s.extend(r, n) for r, n in zip(rs, (40, 23), strict=True)]
+    for act in acts:
+        s.overflow(act.uids[13])
+        s.overflow(act.uids[-1])
+    s.step(*acts)
+    s.step(*(s.extend(r, 1) for r in rs))
+
+
 def embed(s: Script) -> None:
     begin(s, *LENGTHS)
 
@@ -205,7 +223,11 @@ RECIPES = (
     Recipe("empty", "steps without requests", empty, ("empty_steps",), cached),
     Recipe("verify-chain", "drafts in a row, some rejected and written over", verify_chain, ("rejected_rows", "batched_steps"), cached),
     Recipe(
-        "verify-tree", "a tree of drafts over tile and split", verify_tree, ("tail_rows", "tails_over_a_tile", "tails_over_a_split"), cached
+        "verify-tree",
+        "a tree of drafts over tile and split",
+        verify_tree,
+        ("tail_rows", "tails_over_a_tile", "tails_over_a_split", "shallow_ends"),
+        cached,
     ),
     Recipe("tree-accept", "accepted nodes move to their places", tree_accept, ("tail_rows", "moved_rows", "accepted_nodes"), cached),
     Recipe("draft-decode", "three branches, four steps", draft_decode, ("tail_rows", "tails_over_a_tile", "tails_over_a_split"), cached),
@@ -215,6 +237,7 @@ RECIPES = (
     Recipe("multi-item", "one prefix, many items", multi_item, ("forks", "shared_pages", "moved_rows"), cached),
     Recipe("preempt-resume", "pages taken away and computed again", preempt_resume, ("drops", "reused_pages"), cached),
     Recipe("reuse", "dirty pages of finished requests", reuse, ("drops", "reused_pages"), cached),
+    Recipe("overflow", "values that are infinite", overflow, ("infinite_keys", "batched_steps"), apart),
     Recipe("window-edges", "below, at and above the window", window_edges, ("rows_beyond_window", "dropped_positions"), windowed),
     Recipe("encode-decode", "encoders of different lengths", encode_decode, ("encoder_rows", "batched_steps"), crossed),
     Recipe("embed", "whole requests without a cache", embed, ("batched_steps",), uncached),

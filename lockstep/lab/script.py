@@ -67,6 +67,7 @@ class Script:
     committed: dict[int, list[int]] = field(default_factory=dict)
     trees: dict[int, list[int]] = field(default_factory=dict)  # uids of the nodes of a request's open tree
     lineage: dict[int, tuple[int, ...]] = field(default_factory=dict)  # a request and those it was forked from
+    infinite: list[int] = field(default_factory=list)  # uids of tokens whose values hold infinities
 
     def open(self) -> int:
         """A new request."""
@@ -122,6 +123,10 @@ class Script:
         if r not in self.encoder_uids:
             self.encoder_uids[r] = self._chain(r, -1, n)
         return Compute(r, self.encoder_uids[r], 0, 0, encoder=True)
+
+    def overflow(self, uid: int) -> None:
+        """The values of this token overflowed: some of their columns are infinite."""
+        self.infinite.append(uid)
 
     def path(self, uid: int) -> list[int]:
         """The tokens a row sees when it sees everything, itself last."""

@@ -21,9 +21,11 @@ from lockstep.kv import pool as kv_pool
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import Table
+from lockstep.lab import spoilt
 from lockstep.lab.features import Feature
 from lockstep.lab.guard import Guarded
 from lockstep.lab.oracle import Rows
+from lockstep.lab.pads import PadRows
 from lockstep.lab.script import Accept, Act, Compute, Drop, Fork, Script
 from lockstep.order import split_len, tile_len
 from lockstep.plan import bucket as plan_bucket
@@ -76,6 +78,7 @@ class World:
         for g, pool in enumerate(self.pages):
             if pool is not None:
                 np.random.default_rng(setting.seed + 17 * g).shuffle(pool._free)
+        self.pads = PadRows(self.specs, rows, backend)
         self.tables: dict[int, Table] = {}
         self.used: set[tuple[int, int]] = set()  # (group, page) that somebody has given back
         n = len(script.parents)
@@ -140,8 +143,11 @@ class World:
 
     def _launch(self, computes: list[Compute], groups: tuple[int, ...]) -> None:
         plan = self.plan(computes, groups)
+        pool_pages = tuple(pool.num_pages if (pool := self.pools[g]) else 0 for g in groups)
         if self.setting.checks:
-            plan_check.check(plan, tuple(self.pools[g].num_pages if self.pools[g] else 0 for g in groups))  # type: ignore[union-attr]
+            plan_check.check(plan, pool_pages)
+        if self.setting.inspect:
+            self.record.faults += [f"rules: {fault}" for fault in spoilt.unnoticed(plan, pool_pages)]
         self._count(plan, computes, groups)
         self._audit(plan, computes, groups)
         specs = tuple(self.specs[g] for g in groups)
@@ -180,6 +186,9 @@ class World:
         record.out[g][layer][real], record.lse[g][layer][real] = out[: len(uids)], lse[: len(uids)]
         if not bool(torch.isfinite(out[len(uids) :]).all()):
             record.faults.append(f"pads: group {g}: a pad row is not finite")
+        elif "pad" in self.backend.caps.invariances:
+            wrong = self.pads.differing(g, layer, plan, (out, lse))
+            record.faults += [f"pads: group {g} layer {layer}: request {i} of the plan is not the pad request alone" for i in wrong]
         if layer == len(spec.layers) - 1:
             record.seen[g][real] = True
 
@@ -228,6 +237,8 @@ class World:
         count["prefix_rows"] += sum(len(a.uids) for a in computes if a.cached_len)
         count["rejected_rows"] += sum(len(a.uids) - a.keep for a in computes if a.parents is None and not a.encoder)
         count["tail_rows"] += int(tails.sum())
+        count["shallow_ends"] += sum(self._shallow(a) for a in computes if a.parents is not None)
+        count["infinite_keys"] += len({u for a in computes for u in a.uids} & set(self.script.infinite))
         self._sort(plan, computes)
         count["encoder_rows"] += sum(len(a.uids) for a in computes if a.encoder)
         for at, g in enumerate(groups):
@@ -241,6 +252,11 @@ class World:
                 count["rows_beyond_window"] += int((plan.positions[real] >= spec.window).sum())
             if isinstance(group, PagedGroup):
                 self._count_pages(g, group)
+
+    def _shallow(self, act: Compute) -> bool:
+        """Whether a tree's last row is not its deepest."""
+        depths = [len(self.script.path(uid)) for uid in act.uids]
+        return depths[-1] < max(depths)
 
     def _sort(self, plan: StepPlan, computes: list[Compute]) -> None:
         """Which rows were batched, had a prefix, were decoded, hung in a tree."""

@@ -1,0 +1,71 @@
+"""What the rows of a pad request are: the same request computed alone, in a cache of its own.
+
+Padding is data: a pad request is token 0 at positions 0, 1, ... and reads what this step wrote for it. A finite result is no proof of
+that: the rows must have the bits of a step that holds this request and nothing else. Called by `world` for every padded step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lockstep.attention.base import Backend
+from lockstep.kv import pool as kv_pool
+from lockstep.kv.pages import PagePool
+from lockstep.kv.pool import Pool
+from lockstep.kv.tables import Table
+from lockstep.lab.oracle import Rows
+from lockstep.plan import build as plan_build
+from lockstep.plan import image as plan_image
+from lockstep.plan.step import StepPlan
+from lockstep.types import GroupSpec, Layout
+
+Result = tuple[Tensor, Tensor]  # out [n, heads, d_v] and lse [n, heads]
+
+
+class PadRows:
+    """Pad requests of one model, each length computed once."""
+
+    def __init__(self, specs: tuple[GroupSpec, ...], rows: list[list[Rows]], backend: Backend) -> None:
+        self.specs, self.rows, self.backend = specs, rows, backend
+        self._known: dict[tuple[int, int, int], Result] = {}
+
+    def differing(self, g: int, layer: int, plan: StepPlan, result: Result) -> list[int]:
+        """The pad requests of `plan`, by number, whose rows are not those of the request alone.
+
+        A decoder's cross group is not asked: its pads see one key that an earlier step left in page 0.
+        """
+        if self.specs[g].layout is Layout.CROSS:
+            return []
+        ends = plan.q_indptr.tolist()
+        found = []
+        for i in range(plan.real.requests, plan.bucket.requests):
+            want = self.alone(g, layer, ends[i + 1] - ends[i])
+            mine = (tensor[ends[i] : ends[i + 1]] for tensor in result)
+            if not all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(mine, want, strict=True)):
+                found.append(i)
+        return found
+
+    def alone(self, g: int, layer: int, length: int) -> Result:
+        """out and lse of a pad request of `length` rows in a step of its own."""
+        key = (g, layer, length)
+        if key not in self._known:
+            self._known[key] = self._computed(g, layer, length)
+        return self._known[key]
+
+    def _computed(self, g: int, layer: int, length: int) -> Result:
+        spec, mine = self.specs[g], self.rows[g][layer]
+        heads = torch.empty(0, spec.heads, spec.d_v), torch.empty(0, spec.heads)
+        if length == 0:
+            return heads
+        num_pages = -(-length // spec.page_size) + 1
+        cached = spec.layout is not Layout.FRESH
+        table = Table((spec,), [PagePool(num_pages) if cached else None])
+        table.reserve(length)
+        work = plan_build.Work(cached_len=0, new_len=length, pages=(table.pages(0),))
+        plan = plan_build.build([spec], [work])
+        (views,) = plan_image.views(torch.from_numpy(plan_image.pack(plan).copy()), plan.bucket, (spec,))
+        store = kv_pool.view(spec, Pool(spec, num_pages, torch.device("cpu")) if cached else None, views)
+        q, k, v = (t[:1].repeat(length, 1, 1) for t in (mine.q, mine.k, mine.v))
+        handle = self.backend.lower(plan, plan.groups[0], views)
+        return self.backend.attend(q, store.keys(layer, k, v), handle, spec.layers[layer])
