@@ -147,8 +147,8 @@ def case(request, tmp_path_factory):
     return make(*CASES[request.param], tmp_path_factory.mktemp(request.param))
 
 
-def make(config_class: str, model_class: str, changes: dict[str, Any], folder: Path, **saving: Any) -> Case:
-    """transformers' model with random weights, saved by transformers and loaded by us."""
+def make(config_class: str, model_class: str, changes: dict[str, Any], folder: Path, context: int | None = None, **saving: Any) -> Case:
+    """transformers' model with random weights, saved by transformers and loaded by us, for a context of this length."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -157,7 +157,7 @@ def make(config_class: str, model_class: str, changes: dict[str, Any], folder: P
     config._attn_implementation = "eager"
     reference = randomise(getattr(transformers, model_class)(config))
     reference.save_pretrained(folder, **saving)
-    return Case(reference, load(folder).model, folder)
+    return Case(reference, load(folder, context_length=context).model, folder)
 
 
 def tokens(n: int, seed: int = 0) -> list[int]:
@@ -305,7 +305,9 @@ def test_bart(case, page_size):
         assert len(set(chosen)) > 3, "a model that repeats itself proves nothing"
 
 
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+BOTH = {"sliding_attention": PLAIN, "full_attention": DYNAMIC}
 VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "llama, tied, sharded, heads wider than the rows": (
         *CASES["llama"][:2],
@@ -313,7 +315,14 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"max_shard_size": "20KB"},
     ),
     "llama, yarn": (*CASES["llama"][:2], {"rope_parameters": YARN}, {}),
-    "llama, dynamic at its longest": (*CASES["llama"][:2], {"rope_parameters": DYNAMIC, "max_position_embeddings": 26}, {}),
+    "llama, dynamic, not stretched": (*CASES["llama"][:2], {"rope_parameters": DYNAMIC}, {}),
+    "llama, dynamic, stretched": (*CASES["llama"][:2], {"rope_parameters": DYNAMIC, "max_position_embeddings": 26}, {"context": 52}),
+    "llama, a part of a head": (*CASES["llama"][:2], {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}}, {}),
+    "gemma3_text, dynamic, stretched": (
+        *CASES["gemma3_text"][:2],
+        {**CASES["gemma3_text"][2], "rope_parameters": BOTH, "max_position_embeddings": 26},
+        {"context": 52},
+    ),
     "qwen3, windows": (
         *CASES["qwen3"][:2],
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "attention_bias": True},
@@ -353,10 +362,10 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 def test_variants_of_a_config(name, tmp_path):
     config_class, model_class, changes, saving = VARIANTS[name]
     variant = make(config_class, model_class, changes, tmp_path, **saving)
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1 or not saving
-    prompt = tokens(52)  # the dynamic rope is transformers' own at exactly max_position * factor
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1 or "max_shard_size" not in saving
+    prompt = tokens(52)  # a stretched rope is transformers' own where it runs exactly the context at once
     agree(variant.model.logits(Engine(variant.model).whole(prompt)), variant.logits(prompt))
-    assert variant.model.max_position == (52 if "dynamic" in name else 512)
+    assert variant.model.max_position == saving.get("context", 512)
 
 
 def test_a_masked_language_model_gives_its_encoder(tmp_path):

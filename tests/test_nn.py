@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import shutil
 from dataclasses import replace
+from decimal import Decimal, localcontext
 from pathlib import Path
 
 import pytest
@@ -143,7 +145,7 @@ def test_norms_are_row_invariant(width):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rope_is_row_invariant_and_leaves_the_rest_of_a_head_alone(interleaved):
-    turn = rope.make({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, 48, 100, interleaved)
+    turn = rope.make({"rope_type": "default", "rope_theta": 1e4}, 24, 100, interleaved)
     x, positions = noise(ROWS, 3, 48), torch.arange(ROWS) * 977
 
     def run(rows: Tensor) -> Tensor:
@@ -170,14 +172,97 @@ def test_frequencies_are_those_of_transformers(kind):
 
     params = {"rope_type": kind, "rope_theta": 5000.0, **SCALINGS.get(kind, {})}
     config = LlamaConfig(hidden_size=128, num_attention_heads=2, max_position_embeddings=512, rope_parameters=dict(params))
-    length = 512 * 3 if kind == "dynamic" else None  # the published base at the longest length, see rope.py
     if kind == "default":
         want, factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
     else:
-        want, factor = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length)
+        want, factor = ROPE_INIT_FUNCTIONS[kind](config)
     got = rope.make(params, 64, 512)
     assert torch.tensor(got.inv_freq).allclose(want, rtol=1e-6, atol=0)
     assert got.factor == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("length", [512, 513, 1536, 4000])
+def test_a_dynamic_rope_is_stretched_for_the_context_and_by_no_sequence(length):
+    """Up to max_position it is the plain rope; beyond, transformers' base at exactly the length that was asked for."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    params = {"rope_type": "dynamic", "rope_theta": 5000.0, "factor": 3.0}
+    config = LlamaConfig(hidden_size=128, num_attention_heads=2, max_position_embeddings=512, rope_parameters=dict(params))
+    want, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=length)
+    known = rope.for_context(params, 512, length)
+    got = rope.make(known, 64, 512)
+    assert torch.tensor(got.inv_freq).allclose(want, rtol=1e-6, atol=0)
+    assert rope.longest(known, 512) == length
+    assert (got == rope.make({"rope_type": "default", "rope_theta": 5000.0}, 64, 512)) == (length == 512)
+    assert rope.for_context({"full": params, "window": None}, 512, length) == {"full": known, "window": None}
+    assert rope.for_context({**params, "context_length": 9999}, 512, None) == params, "a config does not ask for a context"
+
+
+@pytest.mark.parametrize("kind", ["default", *SCALINGS])
+@pytest.mark.parametrize(("dim", "theta"), [(56, 1e6), (128, 1e6), (112, 5e5), (20, 1e4)])
+def test_frequencies_are_rounded_once(kind, dim, theta):
+    """Exact ones, by rational numbers and 60 digits, are half a float32 away at most; float32 arithmetic is two or three."""
+    params = {"rope_type": kind, "rope_theta": theta, **SCALINGS.get(kind, {})}
+    got = torch.tensor(rope.make(params, dim, 512).inv_freq)
+    with localcontext(prec=60):
+        plain = [Decimal(theta) ** -(Decimal(i) / dim) for i in range(0, dim, 2)]
+        want = torch.tensor([float(f) for f in scaled_exactly(kind, plain, theta, dim)], dtype=torch.float64)
+    assert torch.equal(got, want.float())
+
+
+def scaled_exactly(kind: str, plain: list[Decimal], theta: float, dim: int) -> list[Decimal]:
+    """The scalings once more, with Decimal numbers only."""
+    s = {k: Decimal(v) for k, v in SCALINGS.get(kind, {}).items()}
+    two_pi = 2 * Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
+    if kind == "linear":
+        return [f / s["factor"] for f in plain]
+    if kind == "llama3":
+        turns = [(s["original_max_position_embeddings"] * f / two_pi) for f in plain]
+        kept = [
+            min(max((t - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"]), Decimal(0)), Decimal(1)) for t in turns
+        ]
+    elif kind == "yarn":
+        length = s["original_max_position_embeddings"]
+        low, high = (dim * (length / (b * two_pi)).ln() / (2 * Decimal(theta).ln()) for b in (s["beta_fast"], Decimal(1)))
+        low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
+        kept = [1 - min(max(Decimal(i - low) / (high - low), Decimal(0)), Decimal(1)) for i in range(dim // 2)]
+    else:
+        return plain
+    return [f * k + f / s["factor"] * (1 - k) for f, k in zip(plain, kept, strict=True)]
+
+
+@pytest.mark.parametrize(("dim", "theta"), [(56, 1e6), (128, 1e6), (112, 5e5), (20, 1e4)])
+def test_angles_up_to_131071_are_those_of_transformers(dim, theta):
+    """With our frequencies transformers' cos and sin are ours to the last place; with its own as far as its frequencies are off."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    params = {"rope_type": "default", "rope_theta": theta}
+    turn = rope.make(params, dim, 131072)
+    positions = torch.cat(
+        (torch.arange(300), torch.randint(131072, (3000,), generator=torch.Generator().manual_seed(0)), torch.tensor([131071]))
+    )
+    cos, sin = (t[:, 0] for t in turn.angles(positions))
+    angle = (positions.float()[:, None] * torch.tensor(turn.inv_freq)).double()
+    assert torch.equal(cos, angle.cos().float()) and torch.equal(sin, angle.sin().float())
+    theirs = LlamaRotaryEmbedding(LlamaConfig(head_dim=dim, max_position_embeddings=131072, rope_parameters=dict(params)))
+    off = (theirs.inv_freq - torch.tensor(turn.inv_freq)).abs() * positions[:, None]
+    for their_freqs in (True, False):
+        if not their_freqs:
+            theirs.inv_freq = torch.tensor(turn.inv_freq)
+        want = [t[0, :, : dim // 2] for t in theirs(torch.zeros(1), positions[None])]
+        bound = 2**-23 + (off + angle.abs() * 2**-23 if their_freqs else 0)  # of two roundings of the angle, half a place each
+        assert all(((a - b).abs() <= bound).all() for a, b in zip((cos, sin), want, strict=True))
+
+
+def test_a_fraction_of_a_head_is_ignored_or_refused_as_transformers_does():
+    whole = rope.make({"rope_type": "default", "rope_theta": 1e4}, 64, 512)
+    assert rope.make({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, 64, 512) == whole
+    with pytest.raises(
+        RuleError, match="with rope_type linear all columns of a head turn, in transformers too; got partial_rotary_factor=0.5"
+    ):
+        rope.make({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5}, 64, 512)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +272,8 @@ def test_frequencies_are_those_of_transformers(kind):
         ({"rope_type": "yarn", "rope_theta": 1e4}, "rope_parameters of type yarn are complete.*KeyError"),
         ({"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}, "finite frequencies"),
         ({"rope_theta": -3.0}, "finite frequencies"),
+        ({"rope_theta": "1e4"}, "complete and positive.*TypeError"),
+        ({"rope_theta": 1e-30}, "angles are at most 536870912"),
         ({"rope_theta": 1e4, "partial_rotary_factor": 1e12}, "fraction of a head's columns"),
     ],
 )

@@ -61,7 +61,7 @@ def load(config: EngineConfig) -> Parts:
     """The model from its folder or hub id, or the built-in one, with the first GEMM that this machine proves sound, and a backend."""
     refused: list[RuleError] = []
     for gemm in linear.kernels(config.device):
-        model, info = weights.load(config.model or BUILTIN, config.device, config.dtype, gemm=gemm)
+        model, info = weights.load(config.model or BUILTIN, config.device, config.dtype, gemm=gemm, context_length=config.context_length)
         tokenizer = Tokenizer.from_folder(info.folder) if (info.folder / "tokenizer.json").exists() else None
         try:
             return prepare(Loaded(model, info), tokenizer, config.attention_backend)
@@ -95,7 +95,7 @@ class Engine:
         limits = Limits(config.chunked_prefill_size, config.max_running_requests, not config.disable_radix_cache)
         self.scheduler = Scheduler(self.specs, pools, kinds, limits)
         name, gemm = (why.partition(":")[0] for why in (parts.why, self.info.gemm))
-        self.fingerprint = fingerprint(name, gemm, parts.backend, parts.certificate)
+        self.fingerprint = fingerprint(name, gemm, parts.backend, parts.certificate, self.info.rope_context)
         self.jobs: dict[int, Job] = {}
         self.told = f"attention {parts.why}; gemm {self.info.gemm}; {sizes.text}"
 

@@ -138,7 +138,7 @@ def block(config: Any, w: Weights, side: str, index: int) -> PostBlock:
     heads, inner = (
         (config.decoder_attention_heads, config.decoder_ffn_dim) if decodes else (config.encoder_attention_heads, config.encoder_ffn_dim)
     )
-    spec = DenseSpec(d, heads, heads, d // heads, (d // heads) ** -0.5, bias=True, out_bias=True)
+    spec = DenseSpec(d, heads, heads, d // heads, 1 / math.sqrt(d // heads), bias=True, out_bias=True)
     own = w.at("self_attn")
     qkv = own.fused(("q_proj", "k_proj", "v_proj"), (d, d, d), d, bias=True)
     layout = Layout.DENSE if decodes else Layout.FRESH

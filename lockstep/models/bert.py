@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,7 +85,7 @@ def build(config: Any, weights: Weights) -> Bert:
 
 def block(config: Any, w: Weights, index: int) -> PostBlock:
     d, head = config.hidden_size, config.hidden_size // config.num_attention_heads
-    spec = DenseSpec(d, config.num_attention_heads, config.num_attention_heads, head, head**-0.5)
+    spec = DenseSpec(d, config.num_attention_heads, config.num_attention_heads, head, 1 / math.sqrt(head))
     qkv = w.at("attention", "self").fused(("query", "key", "value"), (d, d, d), d, bias=True)
     attn = Dense(index, spec, qkv, w.linear("attention.output.dense", d, d, True), layout=Layout.FRESH, causal=False)
     up, down = (

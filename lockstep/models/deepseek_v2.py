@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +35,7 @@ def describe(config: Any) -> DecoderSpec:
 def attention(config: Any, interleaved: bool) -> LatentSpec:
     """The scale of the whole key, with yarn's temperature where the config asks for it."""
     params = config.rope_parameters
-    scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+    scale = 1 / math.sqrt(config.qk_nope_head_dim + config.qk_rope_head_dim)
     if params["rope_type"] != "default" and params.get("mscale_all_dim"):
         scale *= rope.mscale(params["factor"], params["mscale_all_dim"]) ** 2
     return LatentSpec(

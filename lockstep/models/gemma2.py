@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 from lockstep.models import llama
 from lockstep.nn import decoder as nn
+from lockstep.nn import rope
 from lockstep.nn.attention import DenseSpec
 from lockstep.nn.decoder import BlockSpec, Decoder, DecoderSpec
 from lockstep.nn.mlp import MlpSpec
@@ -29,7 +31,7 @@ def attention(config: Any, rope_parameters: Any = None) -> DenseSpec:
     if config.use_bidirectional_attention:
         raise RuleError("a decoder is causal", "use_bidirectional_attention", "Use a causal checkpoint")
     bias = config.attention_bias
-    return replace(llama.attention(config, rope_parameters), scale=config.query_pre_attn_scalar**-0.5, bias=bias, out_bias=bias)
+    return replace(llama.attention(config, rope_parameters), scale=1 / math.sqrt(config.query_pre_attn_scalar), bias=bias, out_bias=bias)
 
 
 def decoder(config: Any, attns: list[DenseSpec]) -> DecoderSpec:
@@ -37,11 +39,11 @@ def decoder(config: Any, attns: list[DenseSpec]) -> DecoderSpec:
     spec = DecoderSpec(
         config.vocab_size,
         config.hidden_size,
-        config.max_position_embeddings,
+        rope.longest(config.rope_parameters, config.max_position_embeddings),
         tuple(BlockSpec(attn, mlp, sandwich=True) for attn in attns),
         RMSSpec(config.rms_norm_eps, plus_one=True),
         config.tie_word_embeddings,
-        embed_scale=config.hidden_size**0.5,
+        embed_scale=math.sqrt(config.hidden_size),
         logit_cap=config.final_logit_softcapping,
     )
     return spec.with_windows(llama.windows(config))

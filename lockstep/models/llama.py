@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,7 +35,7 @@ def attention(config: Any, rope_parameters: Any = None) -> DenseSpec:
     """Grouped-query attention with rope, no biases, all keys."""
     d = head_dim(config)
     turn = rope.make(rope_parameters or config.rope_parameters, d, config.max_position_embeddings)
-    return DenseSpec(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, d, d**-0.5, turn)
+    return DenseSpec(config.hidden_size, config.num_attention_heads, config.num_key_value_heads, d, 1 / math.sqrt(d), turn)
 
 
 def mlp(config: Any) -> MlpSpec:

@@ -6,6 +6,7 @@ states is compared with what the files hold before anything is allocated. What i
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import pkgutil
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lockstep import models
-from lockstep.nn import linear
+from lockstep.nn import linear, rope
 from lockstep.nn.decoder import Model
 from lockstep.nn.source import Weights
 from lockstep.types import RuleError
@@ -57,6 +58,7 @@ class Info:
     generates: bool
     encoder: bool  # an encoder-decoder: a request begins with an encode step
     gemm: str  # the GEMM class and why
+    rope_context: int | None = None  # the context that a dynamic rope was stretched for; None: not stretched
 
 
 class Loaded(NamedTuple):
@@ -113,10 +115,18 @@ class Table:
 STATED = "lockstep_states_every_field"  # such a config.json is read as it is, without importing transformers for its defaults
 
 
-def load(path_or_id: str | Path, device: str = "cpu", dtype: str = "float32", revision: str | None = None, gemm: str = "auto") -> Loaded:
+def load(
+    path_or_id: str | Path,
+    device: str = "cpu",
+    dtype: str = "float32",
+    revision: str | None = None,
+    gemm: str = "auto",
+    context_length: int | None = None,
+) -> Loaded:
     """The model in a local folder, or of a hub id at `revision`.
 
     Weights in float16, bfloat16 or float32 are brought to `dtype`. `gemm` names a kernel of `nn.linear`; "auto" takes the device's own.
+    A dynamic rope is stretched for a `context_length` beyond the config's own; nothing else depends on it.
     """
     if dtype not in DTYPES:
         raise RuleError(f"dtype on {device} is one of {', '.join(DTYPES)}", repr(dtype), "Stored bfloat16 weights are widened exactly")
@@ -126,13 +136,24 @@ def load(path_or_id: str | Path, device: str = "cpu", dtype: str = "float32", re
     module = model_module(raw)
     entries = scan(folder)
     check_sizes(raw, entries)
-    config = SimpleNamespace(**raw) if raw.get(STATED) else parse_config(folder)
+    config = stretched(SimpleNamespace(**raw) if raw.get(STATED) else parse_config(folder), context_length)
     compare(module, config, entries)
     with ExitStack() as stack:
         take = reader(entries, stack, torch.device(device), DTYPES[dtype])
         with torch.no_grad():
             model = module.build(config, Weights(take, lambda pattern: None, entries, kernel))
     return Loaded(model, describe(folder, config, model, why))
+
+
+def stretched(config: Any, context_length: int | None) -> Any:
+    """The config, or a copy of it whose dynamic rope parameters know the context that was asked for."""
+    params = getattr(config, "rope_parameters", None)
+    known = rope.for_context(params, config.max_position_embeddings, context_length) if isinstance(params, Mapping) else params
+    if known == params:
+        return config
+    config = copy.copy(config)
+    config.rope_parameters = known
+    return config
 
 
 def compare(module: ModuleType, config: Any, entries: Mapping[str, Entry]) -> None:
@@ -319,6 +340,7 @@ def describe(folder: Path, config: Any, model: Model, gemm: str) -> Info:
         model.generates,
         encoder,
         gemm,
+        model.max_position if model.max_position > config.max_position_embeddings else None,
     )
 
 

@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from lockstep.nn.attention import Attention, Cross, Dense, DenseSpec, Latent, LatentSpec, Place, Step, Turns, merge
 from lockstep.nn.embed import Embedding, pool
 from lockstep.nn.linear import Linear
-from lockstep.nn.mlp import Mlp, MlpSpec
+from lockstep.nn.mlp import Mlp, MlpSpec, soft_cap
 from lockstep.nn.moe import Moe, MoeSpec
 from lockstep.nn.norm import LayerNorm, RMSNorm, RMSSpec
 from lockstep.nn.rope import Rope
@@ -139,7 +138,7 @@ class Decoder:
             raise RuleError("a model that generates has a head", "weights without lm_head", "Use it for embeddings")
         logits = self.head(hidden).float()
         cap = self.spec.logit_cap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return logits if cap is None else soft_cap(logits, cap)
 
     def embed(self, hidden: Tensor, q_indptr: Sequence[int], how: str | None = None) -> Tensor:
         """Embeddings of whole requests, [B, d] float32 of length 1; `how` is "last" or "mean"."""

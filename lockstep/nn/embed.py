@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lockstep.kernels.cpu import rows
+from lockstep.nn.norm import on_cpu
 from lockstep.types import RuleError
 
 POOLINGS = ("last", "mean", "first")
@@ -23,21 +25,24 @@ class Embedding:
     scale: float = 1.0
 
     def __call__(self, ids: Tensor) -> Tensor:
-        rows = F.embedding(ids, self.weight)
-        return rows if self.scale == 1.0 else rows * torch.tensor(self.scale, dtype=rows.dtype)
+        hidden = F.embedding(ids, self.weight)
+        return hidden if self.scale == 1.0 else hidden * torch.tensor(self.scale, dtype=hidden.dtype)
 
 
 def pool(hidden: Tensor, q_indptr: Sequence[int], how: str) -> Tensor:
     """hidden [T, d], rows of request i from q_indptr[i] to q_indptr[i+1] → [B, d] float32 of length 1."""
     if how not in POOLINGS:
         raise RuleError(f"pooling is one of {', '.join(POOLINGS)}", repr(how), "Pick one of these")
-    spans = list(pairwise(q_indptr))
-    pooled = torch.stack([_pool(hidden[a:b].float(), how) for a, b in spans]) if spans else hidden.new_zeros(0, hidden.shape[1])
-    length = (pooled * pooled).sum(-1, keepdim=True).sqrt()
-    return pooled / length.clamp(min=1e-12)
+    spans = [_span(a, b, how) for a, b in pairwise(q_indptr)]
+    if on_cpu(hidden):
+        return rows.pool(hidden, spans)
+    pooled = [hidden[a:b].double().sum(0) / (b - a) for a, b in spans]
+    means = torch.stack(pooled) if pooled else hidden.new_zeros(0, hidden.shape[1], dtype=torch.float64)
+    return (means / (means * means).sum(-1, keepdim=True).sqrt().clamp(min=rows.SHORTEST)).float()
 
 
-def _pool(rows: Tensor, how: str) -> Tensor:
+def _span(begin: int, end: int, how: str) -> tuple[int, int]:
+    """The rows whose mean is taken."""
     if how == "mean":
-        return rows.T.contiguous().sum(-1) / len(rows)  # along contiguous memory: one order, whatever the batch and the threads
-    return rows[-1] if how == "last" else rows[0]
+        return begin, end
+    return (end - 1, end) if how == "last" else (begin, begin + 1)

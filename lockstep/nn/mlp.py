@@ -1,7 +1,8 @@
 """Activations and the feed-forward layer.
 
-Activations are written with operators whose elements do not depend on their neighbours: torch's own silu, sigmoid and tanh-gelu treat
-the end of a memory block with other instructions than its middle, so a row's bits would change with the number of rows.
+On the CPU an activation is one of our row kernels: torch's own exp, erf, tanh, silu and gelu have a vector body and a scalar tail that
+differ, so that bits would depend on the number of rows and on the width of the processor's vectors. Elsewhere it is made of tensor
+operations whose elements do not depend on their neighbours.
 """
 
 from __future__ import annotations
@@ -19,32 +20,34 @@ from lockstep.nn.norm import on_cpu
 from lockstep.nn.source import Weights
 from lockstep.types import RuleError
 
-Activation = Callable[[Tensor], Tensor]
+Function = Callable[[Tensor], Tensor]
 
 
-def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e⁻ˣ)."""
-    return 1.0 / (1.0 + torch.exp(-x))
+@dataclass(frozen=True)
+class Activation:
+    """An elementwise function: its number among the row kernels of the CPU, and its formula with tensors for other devices."""
+
+    kernel: int
+    formula: Function
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rows.apply(self.kernel, x) if on_cpu(x) else self.formula(x)
 
 
-def silu(x: Tensor) -> Tensor:
-    """x · sigmoid(x)."""
-    return x / (1.0 + torch.exp(-x))
-
-
-def gelu(x: Tensor) -> Tensor:
-    """x · Φ(x)."""
-    return 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh approximation of gelu."""
+def _gelu_tanh(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
-def relu(x: Tensor) -> Tensor:
-    """max(x, 0)."""
-    return torch.clamp(x, min=0)
+sigmoid = Activation(rows.SIGMOID, lambda x: 1.0 / (1.0 + torch.exp(-x)))
+silu = Activation(rows.SILU, lambda x: x / (1.0 + torch.exp(-x)))  # x · sigmoid(x)
+gelu = Activation(rows.GELU, lambda x: 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5))))  # x · Φ(x)
+gelu_tanh = Activation(rows.GELU_TANH, _gelu_tanh)  # the tanh approximation of gelu
+relu = Activation(rows.RELU, lambda x: torch.clamp(x, min=0))
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap · tanh(x / cap)."""
+    return rows.apply(rows.CAP, x, cap) if on_cpu(x) else torch.tanh(x / cap) * cap
 
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -70,8 +73,8 @@ class Glu:
     act: Activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.act is silu and on_cpu(x):
-            return rows.silu_gate(x)
+        if on_cpu(x):
+            return rows.gate(self.act.kernel, x)
         gate, up = x.chunk(2, -1)
         return self.act(gate) * up
 
@@ -84,6 +87,8 @@ class ClampedGlu:
     limit: float
 
     def __call__(self, x: Tensor) -> Tensor:
+        if on_cpu(x):
+            return rows.clamped_gate(x, self.alpha, self.limit)
         gate, up = x.chunk(2, -1)
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return (up + 1.0) * (gate * sigmoid(gate * self.alpha))
@@ -95,7 +100,7 @@ class Mlp:
 
     up: Linear
     down: Linear
-    act: Activation
+    act: Function
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.act(self.up(x)))

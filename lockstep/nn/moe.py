@@ -13,14 +13,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lockstep.kernels.cpu import rows
 from lockstep.nn.linear import Linear
 from lockstep.nn.mlp import Mlp, MlpSpec, sigmoid
+from lockstep.nn.norm import on_cpu
 from lockstep.nn.source import Weights
 from lockstep.types import RuleError
 
 Experts = Callable[[Weights], tuple[Mlp, ...]]
 
-SCORES: dict[str, Callable[[Tensor], Tensor]] = {"softmax": lambda x: F.softmax(x, -1), "sigmoid": sigmoid, "chosen": lambda x: x}
+
+def softmax(x: Tensor) -> Tensor:
+    """Over each row of [T, n]."""
+    return rows.softmax(x) if on_cpu(x) else F.softmax(x, -1)
+
+
+def shares(x: Tensor, floor: float) -> Tensor:
+    """Each row of [T, n] divided by its sum plus `floor`."""
+    return rows.shares(x, floor) if on_cpu(x) else x / (x.sum(-1, keepdim=True) + floor)
+
+
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {"softmax": softmax, "sigmoid": sigmoid, "chosen": lambda x: x}
 
 
 @dataclass(frozen=True)
@@ -57,15 +70,16 @@ class Routing:
         ids = best(ranked, self.k)
         weights = scores.gather(1, ids)
         if self.score == "chosen":
-            weights = F.softmax(weights, -1)
+            weights = softmax(weights)
         if self.norm:
-            weights = weights / (weights.sum(-1, keepdim=True) + self.floor)
+            weights = shares(weights, self.floor)
         return ids, weights if self.scale == 1.0 else weights * self.scale
 
     def _limit(self, ranked: Tensor, pairs: bool) -> Tensor:
         """-inf for experts outside of the best groups; a group counts by its best expert, or by the sum of its best two."""
         grouped = ranked.view(len(ranked), self.groups, -1)
-        top = grouped.sort(-1, descending=True).values[..., : 2 if pairs else 1].sum(-1)
+        ordered = grouped.sort(-1, descending=True).values
+        top = ordered[..., 0] + ordered[..., 1] if pairs and ordered.shape[-1] > 1 else ordered[..., 0]
         taken = torch.zeros_like(top, dtype=torch.bool).scatter(1, best(top, self.keep), True)
         return grouped.masked_fill(~taken[..., None], -torch.inf).view_as(ranked)
 

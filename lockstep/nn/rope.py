@@ -1,12 +1,19 @@
 """Rotary positions: frequencies are constants of the load, angles a function of the position and of nothing else.
 
-Every scaling of the supported families: default, linear, dynamic, llama3, yarn. Dynamic NTK as published makes the base a function of
-how long the sequence is right now, so that a key depends on when it was computed; here its base is fixed at load for the longest
-sequence, max_position · factor, and equals the published one at exactly that length.
+Every scaling of the supported families: default, linear, dynamic, llama3, yarn. Frequencies are float64, their powers and logarithms
+those of the decimal module, which computes with integers and asks no math library, and rounded once to float32. The angle is the
+float32 product of position and frequency, as transformers has it; its cos and sin are float64, rounded once to float32.
+
+Dynamic NTK as published makes the base a function of how long the sequence is right now, so that a key depends on when it was
+computed. Here it is decided at load: the plain base, unless a context beyond max_position was asked for (`for_context`); then the
+published one at exactly that length.
+
+Knows configs and positions, no requests. Models call `make` and `longest`, their loader `for_context`, decoders `angles`.
 """
 
 from __future__ import annotations
 
+import decimal
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,10 +24,13 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.cpu import rows
+from lockstep.kernels.cpu.elementary import LARGEST_ANGLE
 from lockstep.nn.norm import on_cpu
 from lockstep.types import RuleError
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+CONTEXT = "context_length"  # a key of dynamic rope parameters: the length that the base is stretched for
+EXACT = decimal.Context(prec=40)  # digits; a float64 has 17
 
 
 class Angles(NamedTuple):
@@ -47,9 +57,10 @@ class Rope:
 
     def angles(self, positions: Tensor) -> Angles:
         """positions [T]."""
-        turns = positions.float()[:, None, None] * self._freqs.to(positions.device)
-        cos, sin = turns.cos(), turns.sin()
-        return Angles(cos, sin) if self.factor == 1.0 else Angles(cos * self.factor, sin * self.factor)
+        if positions.device.type == "cpu":
+            return Angles(*rows.angles(positions, self._freqs, self.factor))
+        turns = (positions.float()[:, None, None] * self._freqs.to(positions.device)).double()
+        return Angles(turns.cos().float() * self.factor, turns.sin().float() * self.factor)
 
     def rotate(self, x: Tensor, angles: Angles) -> Tensor:
         """x [T, heads, d]: its first dim columns turned, the rest as they are. The result has the halves layout."""
@@ -63,69 +74,101 @@ class Rope:
 
 
 def make(params: Mapping[str, Any], dim: int, max_position: int, interleaved: bool = False) -> Rope:
-    """A model's rope from its config's rope_parameters."""
+    """A model's rope from its config's rope_parameters, for heads of `dim` rotated columns."""
     kind = params.get("rope_type", "default")
     if kind not in KINDS:
         raise RuleError(f"rope_type is one of {', '.join(KINDS)}", repr(kind), "Use a model with one of these")
-    part = params.get("partial_rotary_factor") or 1.0
-    if not (isinstance(part, int | float) and 0 < part <= 1):
-        raise RuleError("partial_rotary_factor is a fraction of a head's columns", repr(part), "Check config.json")
-    dim = int(dim * part)
+    _check_part(params, kind, dim)
+    rule = f"rope_parameters of type {kind} are complete and positive, for an even number of columns and finite frequencies"
     try:
         inv_freq, factor = _scaled(kind, params, dim, max_position)
-    except (KeyError, TypeError, ZeroDivisionError, OverflowError, ValueError) as error:
-        got = f"{error!r} with {dict(params)}"
-        raise RuleError(f"rope_parameters of type {kind} are complete and positive numbers", got, "Check config.json") from error
-    values = tuple(inv_freq.tolist())
+        values = tuple(torch.tensor(inv_freq, dtype=torch.float32).tolist())
+    except (KeyError, TypeError, ZeroDivisionError, OverflowError, ValueError, decimal.DecimalException) as error:
+        raise RuleError(rule, f"{error!r} with {dict(params)}", "Check config.json") from error
     if dim < 2 or dim % 2 or not all(map(math.isfinite, (*values, factor))):
-        raise RuleError("rope has an even number of columns and finite frequencies", f"{dim} columns, {dict(params)}", "Check config.json")
+        raise RuleError(rule, f"{dim} columns, {dict(params)}", "Check config.json")
+    if max(values) * longest(params, max_position) > LARGEST_ANGLE:
+        raise RuleError(f"angles are at most {LARGEST_ANGLE:.0f}", f"{max(values):g} a position, {dict(params)}", "Check config.json")
     return Rope(values, float(factor), interleaved)
 
 
+def _check_part(params: Mapping[str, Any], kind: str, dim: int) -> None:
+    """No model type here turns a part of a head: as in transformers, a plain rope ignores the fraction, and others have no use of it."""
+    part = params.get("partial_rotary_factor") or 1.0
+    if not (isinstance(part, int | float) and 0 < part <= 1):
+        raise RuleError("partial_rotary_factor is a fraction of a head's columns", repr(part), "Check config.json")
+    if kind != "default" and int(dim * part) != dim:
+        rule = f"with rope_type {kind} all columns of a head turn, in transformers too"
+        raise RuleError(rule, f"partial_rotary_factor={part}", "Remove it from config.json")
+
+
+def for_context(params: Mapping[str, Any], max_position: int, context_length: int | None) -> dict[str, Any]:
+    """Rope parameters for a context: dynamic ones take note of a length beyond max_position, all others stay what they are.
+
+    Parameters may also be one such mapping per layer type.
+    """
+    own = {k: for_context(v, max_position, context_length) if isinstance(v, Mapping) else v for k, v in params.items() if k != CONTEXT}
+    if own.get("rope_type") == "dynamic" and max_position < (context_length or 0):
+        own[CONTEXT] = context_length
+    return own
+
+
 def longest(params: Mapping[str, Any], max_position: int) -> int:
-    """Positions that the frequencies are made for: a dynamic rope's, fixed at load, reach beyond max_position."""
-    return int(max_position * params["factor"]) if params.get("rope_type") == "dynamic" else max_position
+    """Positions that a model is asked for: max_position, or the context that a dynamic rope is stretched for."""
+    nested = [longest(each, max_position) for each in params.values() if isinstance(each, Mapping)]
+    return max([int(params.get(CONTEXT, max_position)), *nested])
 
 
-def _scaled(kind: str, params: Mapping[str, Any], dim: int, max_position: int) -> tuple[Tensor, float]:
+def power(base: float, exponent: float) -> float:
+    """base ** exponent of a positive base, rounded once."""
+    return float(EXACT.power(decimal.Decimal(base + 0.0), decimal.Decimal(exponent)))
+
+
+def ln(x: float) -> float:
+    """The natural logarithm, rounded once."""
+    return float(EXACT.ln(decimal.Decimal(x + 0.0)))
+
+
+def _scaled(kind: str, params: Mapping[str, Any], dim: int, max_position: int) -> tuple[list[float], float]:
     theta = params["rope_theta"]
     if kind == "dynamic":
-        return _frequencies(ntk_base(theta, params["factor"], dim), dim), 1.0
+        return _frequencies(ntk_base(theta, params["factor"], dim, longest(params, max_position) / max_position), dim), 1.0
     if kind == "yarn":
         return _yarn(params, dim, max_position)
     inv_freq = _frequencies(theta, dim)
     if kind == "linear":
-        return inv_freq / params["factor"], 1.0
-    return (_llama3(inv_freq, params) if kind == "llama3" else inv_freq), 1.0
+        return [f / params["factor"] for f in inv_freq], 1.0
+    return ([_llama3(f, params) for f in inv_freq] if kind == "llama3" else inv_freq), 1.0
 
 
-def _frequencies(theta: float, dim: int) -> Tensor:
-    return torch.reciprocal(theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+def _frequencies(theta: float, dim: int) -> list[float]:
+    return [1 / power(theta, i / dim) for i in range(0, dim, 2)]
 
 
-def ntk_base(theta: float, factor: float, dim: int) -> float:
-    """The base of dynamic NTK at the length max_position · factor."""
-    return float(theta * (factor * factor - (factor - 1)) ** (dim / (dim - 2)))
+def ntk_base(theta: float, factor: float, dim: int, stretch: float) -> float:
+    """The base of dynamic NTK for a context `stretch` times as long as max_position; the plain one if it is not longer."""
+    return theta if stretch <= 1 else theta * power(factor * stretch - (factor - 1), dim / (dim - 2))
 
 
-def _llama3(inv_freq: Tensor, params: Mapping[str, Any]) -> Tensor:
+def _llama3(freq: float, params: Mapping[str, Any]) -> float:
     """Long waves are stretched by the factor, short ones kept, those between blended."""
     factor, low, high = params["factor"], params["low_freq_factor"], params["high_freq_factor"]
     length = params["original_max_position_embeddings"]
-    wave = 2 * math.pi / inv_freq
-    stretched = torch.where(wave > length / low, inv_freq / factor, inv_freq)
+    wave = 2 * math.pi / freq
+    if wave > length / low:
+        return freq / factor
+    if wave < length / high:
+        return freq
     smooth = (length / wave - low) / (high - low)
-    blended = (1 - smooth) * stretched / factor + smooth * stretched
-    between = ~(wave < length / high) & ~(wave > length / low)
-    return torch.where(between, blended, stretched)
+    return (1 - smooth) * freq / factor + smooth * freq
 
 
 def mscale(scale: float, weight: float = 1.0) -> float:
     """Yarn's temperature for a stretch of `scale`."""
-    return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+    return 1.0 if scale <= 1 else 0.1 * weight * ln(scale) + 1.0
 
 
-def _yarn(params: Mapping[str, Any], dim: int, max_position: int) -> tuple[Tensor, float]:
+def _yarn(params: Mapping[str, Any], dim: int, max_position: int) -> tuple[list[float], float]:
     theta, length = params["rope_theta"], params["original_max_position_embeddings"]
     factor = params["factor"] if params["factor"] is not None else max_position / length
     attention = params.get("attention_factor")
@@ -136,12 +179,12 @@ def _yarn(params: Mapping[str, Any], dim: int, max_position: int) -> tuple[Tenso
     if params.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)).clamp(0, 1)
-    waves = theta ** (torch.arange(0, dim, 2).float() / dim)
-    keep = 1 - ramp
-    return (1.0 / (factor * waves)) * (1 - keep) + (1.0 / waves) * keep, float(attention)
+    width = (high - low) or 0.001
+    ramps = [min(max((i - low) / width, 0.0), 1.0) for i in range(dim // 2)]
+    plain = _frequencies(theta, dim)
+    return [f / factor * ramp + f * (1 - ramp) for f, ramp in zip(plain, ramps, strict=True)], float(attention)
 
 
 def _yarn_dim(rotations: float, dim: int, theta: float, length: int) -> float:
     """The column whose wave turns this often within the original length."""
-    return (dim * math.log(length / (rotations * 2 * math.pi))) / (2 * math.log(theta))
+    return (dim * ln(length / (rotations * 2 * math.pi))) / (2 * ln(theta))

@@ -1,7 +1,8 @@
-"""exp2, tanh and log2, written out: the same bits on every machine, with or without a vector math library.
+"""exp2, tanh, erf, log2, cos and sin, written out: the same bits on every machine, with or without a vector math library.
 
-exp2 and tanh are for float32 scalars and for FLOATS alike (see lanes.py); log2 is for a float64 scalar. Plain texts, compiled by
-attend.py's `build`. exp2 is within 1 ulp, exactly 1 at 0 and exactly 0 below -126; tanh is within 2 ulp; NaN stays NaN in all three.
+exp2, tanh and erf are for float32 scalars and for FLOATS alike (see lanes.py); log2 and cos_sin are for a float64 scalar. Plain
+texts, compiled by attend.py's `build` and by rows.py. exp2 is within 1 ulp, exactly 1 at 0 and exactly 0 below -126; tanh and erf
+are within 2 ulp; cos_sin is within 1e-15 of the exact value; NaN stays NaN in all of them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,18 @@ E4, E5, E6 = 0.009618437361988022, 0.0013398874862412507, 0.00015353361740831734
 SQRT_HALF = int(np.float64(0.5**0.5).view(np.int64))
 # tanh(y) = y + y^3 * P(y^2) for |y| < 0.625
 T0, T1, T2, T3, T4 = -3.33332819422e-1, 1.33314422036e-1, -5.37397155531e-2, 2.06390887954e-2, -5.70498872745e-3
+# erf(y) = y + y * P(y^2) for y < 0.875, and 1 - 2^(-y * Q(y)) up to 4, where it is 1; minimax, 3e-10 each
+ERF_FAR = 4.0
+P0, P1, P2, P3 = 0.12837916676436556, -0.3761263497986084, 0.11283715032995573, -0.026860508470523695
+P4, P5, P6 = 0.0052038591766637625, -0.0008175639469522938, 8.513104775694636e-05
+Q0, Q1, Q2, Q3 = 1.6281115457023834, 0.9172219574076288, 0.15145233442047787, -0.03227521877529269
+Q4, Q5, Q6, Q7 = 0.003954715449407761, 2.810481863154913e-05, -8.54983993709039e-05, 8.75881927330167e-06
+# pi/2 = H1 + H2 + H3 + H4: three parts of at most 24 bits, whose products with n < 2^29 are exact, and a rest
+H1, H2 = float.fromhex("0x1.921fb4p0"), float.fromhex("0x1.4442d0p-24")
+H3, H4 = float.fromhex("0x1.846988p-48"), float.fromhex("0x1.8cc51701b839ap-72")
+TURNS = 0.6366197723675814  # 2 / pi
+ROUND64 = 1.5 * 2.0**52  # adding it rounds to an integer n and leaves n in the low bits
+LARGEST_ANGLE = 2.0**29
 
 
 def exp2(x: Any) -> Any:
@@ -45,6 +58,39 @@ def tanh(x: Any) -> Any:
     power = exp2(mul(select(less(like(x, 10.0), y), like(x, 10.0), y), like(x, TWO_LOG2E)))
     far = sub(like(x, 1.0), div(like(x, 2.0), add(power, like(x, 1.0))))
     return copysign(select(less(y, like(x, 0.625)), near, far), x)
+
+
+def erf(x: Any) -> Any:
+    """A polynomial near 0, 1 minus a power of two elsewhere; exactly +-1 from 4 on."""
+    y = copysign(x, like(x, 1.0))
+    z = mul(y, y)
+    near = fma(fma(fma(like(x, P6), z, like(x, P5)), z, like(x, P4)), z, like(x, P3))
+    near = fma(fma(fma(near, z, like(x, P2)), z, like(x, P1)), z, like(x, P0))
+    near = fma(near, y, y)
+    w = select(less(like(x, ERF_FAR), y), like(x, ERF_FAR), y)
+    q = fma(fma(fma(like(x, Q7), w, like(x, Q6)), w, like(x, Q5)), w, like(x, Q4))
+    q = fma(fma(fma(fma(q, w, like(x, Q3)), w, like(x, Q2)), w, like(x, Q1)), w, like(x, Q0))
+    far = sub(like(x, 1.0), exp2(sub(like(x, 0.0), mul(q, w))))
+    return copysign(select(less(y, like(x, 0.875)), near, far), x)
+
+
+def cos_sin(x: Any) -> Any:
+    """(cos x, sin x) of a float64 that is a float32 number, |x| up to LARGEST_ANGLE.
+
+    x - n pi/2 loses nothing to cancellation: no float32 number is nearer to a multiple of pi/2 than 1e-10, and the parts of pi/2
+    are taken off exactly but for the last two. Then Taylor's series in [-pi/4, pi/4], up to r^17 and r^16. No branches.
+    """
+    t = x * TURNS + ROUND64
+    n = t - ROUND64
+    quadrant = np.float64(t).view(np.int64)
+    r = x - n * H1 - n * H2 - n * H3 - n * H4
+    z = r * r
+    s = 1 / 362880 - z * (1 / 39916800 - z * (1 / 6227020800 - z * (1 / 1307674368000 - z * (1 / 355687428096000))))
+    s = r - r * (z * (1 / 6 - z * (1 / 120 - z * (1 / 5040 - z * s))))
+    c = 1 / 40320 - z * (1 / 3628800 - z * (1 / 479001600 - z * (1 / 87178291200 - z * (1 / 20922789888000))))
+    c = 1 - z * (1 / 2 - z * (1 / 24 - z * (1 / 720 - z * c)))
+    cos, sin = (s, c) if quadrant & 1 else (c, s)
+    return -cos if (quadrant + 1) & 2 else cos, -sin if quadrant & 2 else sin
 
 
 def log2(x: Any) -> Any:

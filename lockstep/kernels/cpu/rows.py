@@ -1,13 +1,17 @@
-"""What a model does to rows between its GEMMs: norms, rotations, gates. float32, one row at a time, in an order written out.
+"""What a model does to rows between its GEMMs: norms, angles, rotations, activations, gates, softmax, pooling. One row at a time.
 
-A row's sum of squares is taken in 16 lanes, lane j adding columns j, j+16, ... ascending; lanes fold 8+8, 4+4, 2+2, 1+1; columns past
-the last full 16 are added one by one. Everything else is elementwise, with the operations of elementary.py. Nothing depends on how many
-rows there are or on which thread computes them. Outputs are new and contiguous; inputs may have strides, but not in the last dimension.
+A row's sum is taken in float32 in 16 lanes, lane j adding columns j, j+16, ... ascending; lanes fold 8+8, 4+4, 2+2, 1+1; columns past
+the last full 16 are added one by one. Angles and pooling are float64 inside and rounded once. Everything else is elementwise, with
+the operations of elementary.py. Nothing depends on how many rows there are, on which thread computes them or on the processor's
+vectors. Outputs are new and contiguous; inputs may have strides, but not in the last dimension.
+
+Knows rows, no layers and no requests. Called by nn.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,18 +19,22 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from lockstep.kernels.cpu import threads
-from lockstep.kernels.cpu.elementary import exp2
+from lockstep.kernels.cpu import elementary, threads
+from lockstep.kernels.cpu.elementary import cos_sin, erf, exp2, tanh
 from lockstep.kernels.cpu.lanes import (
     add,
     div,
     float32_at,
+    float64_at,
     fma,
+    int32_at,
     int64_at,
+    lanes_max,
     lanes_sum,
     less,
     like,
     load,
+    maximum,
     mul,
     select,
     splat,
@@ -38,7 +46,11 @@ from lockstep.kernels.cpu.threads import relinked
 from lockstep.order import LANES, LOG2E
 
 UNIT = 1 << 14  # elements that are worth a thread
-NORM, TURN, GATE, HEADS, ADD = 0, 1, 2, 3, 4  # what is done to a row
+NORM, TURN, GATE, HEADS, ADD, LAYER, ANGLES, MAP, CLAMPED, SOFTMAX, SHARES, POOL = range(12)  # what is done to a row
+SILU, GELU, GELU_TANH, RELU, SIGMOID, CAP = range(6)  # what GATE and MAP do to an element
+HALVED = (GATE, CLAMPED)  # the output has half the columns of the input
+ROOT_HALF, TANH_SCALE, TANH_CUBE = 0.7071067811865476, 0.7978845608028654, 0.044715  # gelu's: sqrt(1/2), sqrt(2/pi)
+SHORTEST = 1e-12  # vectors are divided by their length, or by this where they are shorter
 FIXED, MORE = 9, 8  # entries of every record, and of those that depend on what is done
 COUNTER = FIXED + MORE
 
@@ -88,14 +100,68 @@ def place_heads(x: Tensor, spec: Heads, weights: tuple[Tensor, Tensor] | None, a
     return q, k
 
 
-def silu_gate(x: Tensor) -> Tensor:
-    """silu(gate) · up of [t, gate then up]."""
-    return _run(GATE, x)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean) / sqrt(var + eps) · weight + bias over the last dimension of [..., n], of two or three dimensions."""
+    return _run(LAYER, x, weight.data_ptr(), _bits(eps), bias.data_ptr())
+
+
+def angles(positions: Tensor, freqs: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """cos and sin, [t, 1, half] each, of positions [t] times float32 freqs [half]; both times `factor`.
+
+    The angle is a product of two float32 numbers, rounded; its cos and sin are float64 until they are rounded; then comes the factor.
+    """
+    at, half = positions.to(torch.int32).contiguous(), freqs.shape[0]
+    cos, sin = torch.empty(at.shape[0], 1, half), torch.empty(at.shape[0], 1, half)
+    more = (freqs.data_ptr(), _bits(factor), sin.data_ptr(), 0, 0, 0, 0, 0)
+    each = max(1, UNIT // (4 * half))
+    entries = (ANGLES, at.data_ptr(), 4, 0, cos.data_ptr(), at.shape[0], 1, half, each, *more)
+    threads.run(work(), entries, -(-at.shape[0] // each))
+    return cos, sin
+
+
+def apply(kind: int, x: Tensor, number: float = 0.0) -> Tensor:
+    """An elementwise function of x, of any shape: SILU, GELU, GELU_TANH, RELU, SIGMOID, or CAP, number · tanh(x / number)."""
+    flat = x if x.ndim == 2 and x.stride(1) == 1 else x.contiguous().view(-1, x.shape[-1])
+    return _run(MAP, flat, kind, _bits(number)).view(x.shape)
+
+
+def gate(kind: int, x: Tensor) -> Tensor:
+    """act(gate) · up of [t, gate then up], the activation being one of `apply`'s."""
+    return _run(GATE, x, kind, 0)
+
+
+def clamped_gate(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """(up + 1) · gate · sigmoid(alpha · gate) of [t, gate then up], gate at most `limit`, up within ±limit."""
+    return _run(CLAMPED, x, _bits(alpha), _bits(limit))
+
+
+def softmax(x: Tensor) -> Tensor:
+    """e^(x - max) over its sum, of each row of [t, n]."""
+    return _run(SOFTMAX, x)
+
+
+def shares(x: Tensor, floor: float) -> Tensor:
+    """x / (sum of the row + floor), of each row of [t, n]."""
+    return _run(SHARES, x, _bits(floor))
+
+
+def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """The means of the rows [begin, end) of x, [t, n], for each span, divided by their lengths: [spans, n].
+
+    In float64: rows are added in order, squares of columns in order, and the quotient is rounded once.
+    """
+    y, bounds = torch.empty(len(spans), x.shape[1]), np.array(spans, np.int64).reshape(-1, 2)
+    if len(spans):
+        sums = np.empty((len(spans), x.shape[1]), np.float64)
+        more = (threads.where(bounds), threads.where(sums), 0, 0, 0, 0, 0, 0)
+        entries = (POOL, x.data_ptr(), 4 * x.stride(0), 0, y.data_ptr(), len(spans), 1, x.shape[1], 1, *more)
+        threads.run(work(), entries, len(spans))
+    return y
 
 
 def _run(what: int, x: Tensor, *more: int) -> Tensor:
     """One call over the rows of x: [outer, n] or [outer, inner, n]."""
-    n = x.shape[-1] // 2 if what == GATE else x.shape[-1]
+    n = x.shape[-1] // 2 if what in HALVED else x.shape[-1]
     y = torch.empty(*x.shape[:-1], n)
     _call(what, x, y, n, (*more, *(0,) * (MORE - len(more))))
     return y
@@ -120,25 +186,52 @@ def _bits(value: float) -> int:
 def units(at: Any) -> None:
     """Take units of rows until none is left. The record is `_call`'s entries."""
     record = int64_at(at)
-    what, outer, inner, n, each = record[0], record[5], record[6], record[7], record[8]
+    outer, inner, n, each = record[5], record[6], record[7], record[8]
     first = take(at + 8 * COUNTER) * each
     while first < outer:
         for i in range(first, min(first + each, outer)):
             for j in range(inner):
-                x, y = record[1] + i * record[2] + j * record[3], record[4] + 4 * n * (i * inner + j)
-                if what == NORM:
-                    norm(x, y, n, record[9], record[10])
-                elif what == TURN:
-                    turn(x, y, n, i, record[9], record[10], record[11], record[12])
-                elif what == GATE:
-                    gate(x, y, n)
-                elif what == ADD:
-                    total = record[13] + 4 * n * i
-                    plus(x, record[11] + i * record[12], total, n)
-                    norm(total, y, n, record[9], record[10])
-                else:
-                    head(record, i, j, x)
+                row(record, i, j, record[1] + i * record[2] + j * record[3], record[4] + 4 * n * (i * inner + j))
         first = take(at + 8 * COUNTER) * each
+
+
+def row(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
+    """What is asked for, done to row i, j."""
+    what, n = record[0], record[7]
+    if what == NORM:
+        norm(x, y, n, record[9], record[10])
+    elif what == TURN:
+        turn(x, y, n, i, record[9], record[10], record[11], record[12])
+    elif what == GATE:
+        gate_row(x, y, n, record[9])
+    elif what == HEADS:
+        head(record, i, j, x)
+    elif what == ADD:
+        total = record[13] + 4 * n * i
+        plus(x, record[11] + i * record[12], total, n)
+        norm(total, y, n, record[9], record[10])
+    else:
+        rarer(record, i, x, y)
+
+
+def rarer(record: Any, i: Any, x: Any, y: Any) -> None:
+    """What a decoder of the plain kind does not do in every layer."""
+    what, n = record[0], record[7]
+    if what == LAYER:
+        layer(x, y, n, record[9], record[10], record[11])
+    elif what == ANGLES:
+        angle_row(int32_at(x)[0], y, record[11] + 4 * n * i, n, record[9], record[10])
+    elif what == MAP:
+        map_row(x, y, n, record[9], record[10])
+    elif what == CLAMPED:
+        clamped_row(x, y, n, record[9], record[10])
+    elif what == SOFTMAX:
+        softmax_row(x, y, n)
+    elif what == SHARES:
+        shares_row(x, y, n, record[9])
+    else:
+        bounds = int64_at(record[9])
+        pool_row(record[1], record[2], bounds[2 * i], bounds[2 * i + 1], record[10] + 8 * n * i, y, n)
 
 
 def head(record: Any, i: Any, j: Any, x: Any) -> None:
@@ -196,27 +289,178 @@ def turn(x: Any, y: Any, n: Any, i: Any, cos: Any, sin: Any, half: Any, interlea
         ys[k] = xs[k]
 
 
-def gate(x: Any, y: Any, n: Any) -> None:
-    """One row of `silu_gate`."""
+def gate_row(x: Any, y: Any, n: Any, kind: Any) -> None:
+    """One row of `gate`."""
     whole = n // LANES * LANES
     for k in range(0, whole, LANES):
-        store(y + 4 * k, gated(load(x + 4 * k), load(x + 4 * (n + k))))
+        store(y + 4 * k, mul(act(load(x + 4 * k), kind), load(x + 4 * (n + k))))
     xs, ys = float32_at(x), float32_at(y)
     for k in range(whole, n):
-        ys[k] = gated(xs[k], xs[n + k])
+        ys[k] = mul(act(xs[k], kind), xs[n + k])
 
 
-def gated(x: Any, up: Any) -> Any:
-    """x / (1 + e⁻ˣ) · up; e⁻ˣ is at most 2^127."""
+def map_row(x: Any, y: Any, n: Any, kind: Any, bits: Any) -> None:
+    """One row of `apply`."""
+    number = np.int32(bits).view(np.float32)
+    whole = n // LANES * LANES
+    xs, ys = float32_at(x), float32_at(y)
+    if kind == CAP:
+        for k in range(0, whole, LANES):
+            store(y + 4 * k, mul(tanh(div(load(x + 4 * k), splat(number))), splat(number)))
+        for k in range(whole, n):
+            ys[k] = mul(tanh(div(xs[k], number)), number)
+    else:
+        for k in range(0, whole, LANES):
+            store(y + 4 * k, act(load(x + 4 * k), kind))
+        for k in range(whole, n):
+            ys[k] = act(xs[k], kind)
+
+
+def act(x: Any, kind: Any) -> Any:
+    """One of `apply`'s functions."""
+    if kind == SILU:
+        return div(x, add(like(x, 1.0), exp_minus(x)))
+    if kind == GELU:
+        return mul(mul(like(x, 0.5), x), add(like(x, 1.0), erf(mul(x, like(x, ROOT_HALF)))))
+    if kind == GELU_TANH:
+        cube = mul(mul(mul(like(x, TANH_CUBE), x), x), x)
+        return mul(mul(like(x, 0.5), x), add(like(x, 1.0), tanh(mul(like(x, TANH_SCALE), add(x, cube)))))
+    if kind == RELU:
+        return select(less(x, like(x, 0.0)), like(x, 0.0), x)
+    return div(like(x, 1.0), add(like(x, 1.0), exp_minus(x)))
+
+
+def exp_minus(x: Any) -> Any:
+    """e⁻ˣ, at most 2^127."""
     power = mul(x, like(x, -LOG2E))
-    power = select(less(like(x, 127.0), power), like(x, 127.0), power)
-    return mul(div(x, add(like(x, 1.0), exp2(power))), up)
+    return exp2(select(less(like(x, 127.0), power), like(x, 127.0), power))
+
+
+def clamped_row(x: Any, y: Any, n: Any, alpha_bits: Any, limit_bits: Any) -> None:
+    """One row of `clamped_gate`."""
+    alpha, limit = np.int32(alpha_bits).view(np.float32), np.int32(limit_bits).view(np.float32)
+    whole = n // LANES * LANES
+    for k in range(0, whole, LANES):
+        store(y + 4 * k, clamped(load(x + 4 * k), load(x + 4 * (n + k)), splat(alpha), splat(limit)))
+    xs, ys = float32_at(x), float32_at(y)
+    for k in range(whole, n):
+        ys[k] = clamped(xs[k], xs[n + k], alpha, limit)
+
+
+def clamped(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
+    """(up + 1) · gate / (1 + e^(-alpha · gate)) within the limits."""
+    low = sub(like(gate, 0.0), limit)
+    gate = select(less(limit, gate), limit, gate)
+    up = select(less(limit, up), limit, select(less(up, low), low, up))
+    return mul(add(up, like(gate, 1.0)), mul(gate, act(mul(gate, alpha), SIGMOID)))
+
+
+def row_sum(x: Any, n: Any) -> Any:
+    """The sum of a row."""
+    whole = n // LANES * LANES
+    sums = splat(np.float32(0))
+    for k in range(0, whole, LANES):
+        sums = add(sums, load(x + 4 * k))
+    total = lanes_sum(sums)
+    for k in range(whole, n):
+        total = add(total, float32_at(x)[k])
+    return total
+
+
+def layer(x: Any, y: Any, n: Any, weight: Any, eps_bits: Any, bias: Any) -> None:
+    """One row of `layer_norm`."""
+    eps = np.int32(eps_bits).view(np.float32)
+    whole = n // LANES * LANES
+    mean = row_sum(x, n) / np.float32(n)
+    xs, ys, ws, bs = float32_at(x), float32_at(y), float32_at(weight), float32_at(bias)
+    squares = splat(np.float32(0))
+    for k in range(0, whole, LANES):
+        v = sub(load(x + 4 * k), splat(mean))
+        squares = fma(v, v, squares)
+    total = lanes_sum(squares)
+    for k in range(whole, n):
+        total = fma(xs[k] - mean, xs[k] - mean, total)
+    scale = np.float32(1) / np.sqrt(total / np.float32(n) + eps)
+    for k in range(0, whole, LANES):
+        v = mul(sub(load(x + 4 * k), splat(mean)), splat(scale))
+        store(y + 4 * k, add(mul(v, load(weight + 4 * k)), load(bias + 4 * k)))
+    for k in range(whole, n):
+        ys[k] = add(mul(mul(xs[k] - mean, scale), ws[k]), bs[k])
+
+
+def softmax_row(x: Any, y: Any, n: Any) -> None:
+    """One row of `softmax`."""
+    whole = n // LANES * LANES
+    xs, ys = float32_at(x), float32_at(y)
+    top = xs[0]
+    if whole:
+        tops = load(x)
+        for k in range(LANES, whole, LANES):
+            tops = maximum(tops, load(x + 4 * k))
+        top = lanes_max(tops)
+    for k in range(whole, n):
+        top = maximum(top, xs[k])
+    for k in range(0, whole, LANES):
+        store(y + 4 * k, exp2(mul(sub(load(x + 4 * k), splat(top)), splat(np.float32(LOG2E)))))
+    for k in range(whole, n):
+        ys[k] = exp2(mul(sub(xs[k], top), np.float32(LOG2E)))
+    divide(y, y, n, row_sum(y, n))
+
+
+def shares_row(x: Any, y: Any, n: Any, floor_bits: Any) -> None:
+    """One row of `shares`."""
+    divide(x, y, n, add(row_sum(x, n), np.int32(floor_bits).view(np.float32)))
+
+
+def divide(x: Any, y: Any, n: Any, by: Any) -> None:
+    """A row divided by a number."""
+    whole = n // LANES * LANES
+    for k in range(0, whole, LANES):
+        store(y + 4 * k, div(load(x + 4 * k), splat(by)))
+    for k in range(whole, n):
+        float32_at(y)[k] = div(float32_at(x)[k], by)
+
+
+def angle_row(position: Any, cos: Any, sin: Any, n: Any, freqs: Any, factor_bits: Any) -> None:
+    """One row of `angles`."""
+    factor, at = np.int32(factor_bits).view(np.float32), np.float32(position)
+    cs, ss, fs = float32_at(cos), float32_at(sin), float32_at(freqs)
+    for k in range(n):
+        c, s = cos_sin(np.float64(mul(at, fs[k])))
+        cs[k] = mul(np.float32(c), factor)
+        ss[k] = mul(np.float32(s), factor)
+
+
+def pool_row(x: Any, stride: Any, begin: Any, end: Any, scratch: Any, y: Any, n: Any) -> None:
+    """One row of `pool`. `scratch` has room for n float64."""
+    sums, ys = float64_at(scratch), float32_at(y)
+    for k in range(n):
+        sums[k] = 0.0
+    for r in range(begin, end):
+        xs = float32_at(x + r * stride)
+        for k in range(n):
+            sums[k] += np.float64(xs[k])
+    squares = 0.0
+    for k in range(n):
+        sums[k] = sums[k] / np.float64(end - begin)
+        squares += sums[k] * sums[k]
+    length = np.sqrt(squares)
+    if length < SHORTEST:
+        length = SHORTEST
+    for k in range(n):
+        ys[k] = np.float32(sums[k] / length)
+
+
+TEXTS = (
+    *(exp2, tanh, erf, cos_sin, exp_minus, act, clamped, row_sum, divide),
+    *(norm, plus, turn, gate_row, map_row, clamped_row, layer, softmax_row, shares_row, angle_row, pool_row, head, rarer, row),
+)  # each after those that it uses
 
 
 @functools.cache
 def work() -> Any:
     """The compiled kernel of this machine."""
-    names = {**globals(), "exp2": njit(exp2)}
-    for text in (gated, norm, plus, turn, gate, head):
+    names = {**vars(elementary), **globals()}
+    for text in TEXTS:
         names[text.__name__] = njit(error_model="numpy")(relinked(text, names))
     return threads.c_function("row", relinked(units, names))
