@@ -7,7 +7,9 @@ lists) that must not matter. Slots that nobody sees hold NaN throughout, so a re
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
+from decimal import Decimal, localcontext
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import torch
 from numba import njit
 
 from lockstep import order
+from lockstep.kernels.cpu import elementary
 from lockstep.kernels.cpu.attend import Consts, Prepared, Rows, Shape, Table, attend, block_rows, build, layer, linked
 from lockstep.kernels.cpu.threads import limited
 
@@ -324,6 +327,44 @@ def test_exp2_and_tanh_are_accurate_and_exact_where_the_order_needs_it() -> None
     assert ulps(tanh(x), np.tanh(x.astype(np.float64))) <= 2
     assert tanh([0.0, 1e30, np.inf, -np.inf]).tolist() == [0, 1, 1, -1]
     assert np.isnan(exp2([np.nan])).all() and np.isnan(tanh([np.nan])).all()
+
+
+def test_erf_is_accurate_and_exact_where_it_is_1() -> None:
+    erf = scalar("erf")
+    x = np.random.default_rng(0).uniform(-5, 5, 10000).astype(np.float32)
+    x = np.concatenate([x, (10.0 ** np.arange(-30, 0)).astype(np.float32)])
+    assert ulps(erf(x), np.array([math.erf(v) for v in x.tolist()])) <= 2
+    assert erf([0.0, 4.0, np.inf, -np.inf]).tolist() == [0, 1, 1, -1]
+    assert np.signbit(erf([-0.0])).all() and np.isnan(erf([np.nan])).all()
+
+
+def exact_cos_sin(x: float) -> tuple[Decimal, Decimal]:
+    """With 60 digits: x less the nearest multiple of pi/2, and the series."""
+    with localcontext(prec=60):
+        quarter = Decimal("1.57079632679489661923132169163975144209858469968755291048747229615390820314310449931")
+        n = (Decimal(x) / quarter).to_integral_value()
+        r = Decimal(x) - n * quarter
+        terms = [Decimal(1)]
+        for k in range(1, 50):
+            terms.append(terms[-1] * r / k)
+        cos = sum((term * (-1) ** (k // 2) for k, term in enumerate(terms) if k % 2 == 0), Decimal(0))
+        sin = sum((term * (-1) ** (k // 2) for k, term in enumerate(terms) if k % 2 == 1), Decimal(0))
+        return [(cos, sin), (-sin, cos), (-cos, -sin), (sin, -cos)][int(n) % 4]
+
+
+def test_cos_and_sin_of_float32_numbers_are_accurate_up_to_the_largest_angle() -> None:
+    """Near multiples of pi/2 too, where all leading digits cancel."""
+    pair = njit(elementary.cos_sin)
+    rng = np.random.default_rng(0)
+    multiples = np.arange(1, 300000) * (np.pi / 2)
+    near = multiples[np.argsort(np.abs(multiples.astype(np.float32) - multiples))[:200]]
+    angles = np.concatenate([rng.uniform(0, 2**17, 300), 10 ** rng.uniform(-6, 8.7, 300), near, [elementary.LARGEST_ANGLE]])
+    for x in angles.astype(np.float32).astype(np.float64).tolist():
+        (cos, sin), exact = pair(x), exact_cos_sin(x)
+        for have, want in zip((cos, sin), exact, strict=True):
+            assert abs(Decimal(have) - want) <= Decimal("1e-15") * abs(want), x
+        assert pair(-x) == (cos, -sin)
+    assert pair(0.0) == (1, 0) and np.isnan(pair(np.nan)).all()
 
 
 def test_a_replaced_text_is_used_and_a_wrong_name_is_refused() -> None:

@@ -81,6 +81,95 @@ def test_silu_gate(n):
     assert ((have - want).abs() <= 2.0**-23 * (3 + gate.abs()) * want.abs() + 1e-33).all()  # e⁻ˣ inherits the rounding of x·log2 e
 
 
+FUNCTIONS = {
+    rows.SILU: lambda x: x * torch.sigmoid(x),
+    rows.GELU: torch.nn.functional.gelu,
+    rows.GELU_TANH: lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    rows.RELU: torch.relu,
+    rows.SIGMOID: torch.sigmoid,
+}
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_activations_and_their_gates(kind, n):
+    x = noise(60, 2 * n) * 4
+    have = invariant(lambda x: rows.apply(kind, x), x)
+    assert (have - FUNCTIONS[kind](x.double())).abs().max() < 2e-6
+    assert torch.equal(rows.apply(kind, x[3, 5:]), have[3, 5:]), "any shape, any place"
+    assert torch.equal(rows.apply(kind, x[:, ::2]), have[:, ::2])
+    gate, up = x.chunk(2, -1)
+    assert torch.equal(invariant(lambda x: rows.gate(kind, x), x), rows.apply(kind, gate) * up)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_the_clamped_gate(n):
+    x = noise(60, 2 * n) * 6
+    gate, up = x.double().chunk(2, -1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    have = invariant(lambda x: rows.clamped_gate(x, 1.702, 7.0), x)
+    assert (have - (up + 1) * gate * torch.sigmoid(1.702 * gate)).abs().max() < 2e-5
+    assert rows.clamped_gate(torch.tensor([[float("nan"), 1.0, 1.0, float("nan")]]), 1.702, 7.0).isnan().all()
+
+
+def test_a_soft_cap():
+    x = noise(5, 1407) * 50
+    have = invariant(lambda x: rows.apply(rows.CAP, x, 30.0), x)
+    assert (have - torch.tanh(x.double() / 30) * 30).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_layer_norm(n):
+    weight, bias = noise(n, seed=1), noise(n, seed=2)
+    x = noise(60, n) * 3 + 5
+    have = invariant(lambda x: rows.layer_norm(x, weight, bias, 1e-5), x)
+    assert (have - torch.layer_norm(x.double(), [n], weight.double(), bias.double(), 1e-5)).abs().max() < 3e-6 * n**0.5
+
+
+@pytest.mark.parametrize("n", [1, 3, *SIZES])
+def test_softmax_and_shares(n):
+    x = noise(60, n) * 5
+    have = invariant(rows.softmax, x)
+    want = torch.softmax(x.double(), -1)
+    below = (x - x.amax(-1, keepdim=True)).abs()
+    assert ((have - want).abs() <= 2.0**-23 * (4 + below) * want).all()  # the power inherits the rounding of x·log2 e
+    parts = x.abs()
+    want = parts.double() / (parts.double().sum(-1, keepdim=True) + 0.25)
+    assert ((invariant(lambda x: rows.shares(x, 0.25), parts) - want).abs() <= 2e-6 * want).all()
+
+
+def test_softmax_of_what_is_no_number():
+    nan, inf = float("nan"), float("inf")
+    x = noise(4, 20)
+    x[0, 3], x[1, 18], x[2, 5] = nan, nan, -inf
+    have = rows.softmax(x)
+    assert have.isnan().any(1).tolist() == [True, True, False, False]
+    assert have[2, 5] == 0
+
+
+def test_pooling_is_rounded_once():
+    """A mean of rows divided by its length: what rational numbers of 60 digits would give, but for one place in 2^29."""
+    x = noise(90, 72)
+    have = rows.pool(x, [(0, 3), (3, 77), (89, 90), (0, 90)])
+    for row, (a, b) in zip(have, [(0, 3), (3, 77), (89, 90), (0, 90)], strict=True):
+        mean = x[a:b].double().mean(0)
+        assert torch.equal(row, (mean / mean.norm()).float())
+    assert torch.equal(rows.pool(torch.zeros(2, 5), [(0, 2)]), torch.zeros(1, 5))
+    assert rows.pool(x, []).shape == (0, 72)
+
+
+@pytest.mark.parametrize("half", [1, 4, 20, 28, 56, 64])
+def test_angles(half):
+    freqs = torch.logspace(0, -5, half)
+    positions = torch.cat((torch.arange(50), torch.arange(131000, 131072)))
+    cos, sin = rows.angles(positions, freqs, 1.0)
+    angle = (positions.float()[:, None, None] * freqs).double()
+    assert torch.equal(cos, angle.cos().float()) and torch.equal(sin, angle.sin().float())
+    for part in (0, 1):
+        assert torch.equal(invariant(lambda p: rows.angles(p, freqs, 1.0)[part], positions.int()), (cos, sin)[part])  # noqa: B023
+        assert torch.equal(rows.angles(positions, freqs, 1.3)[part], (cos, sin)[part] * 1.3)
+
+
 def test_what_is_not_a_number_stays_so():
     x = torch.tensor([[float("nan"), 1, float("inf"), float("-inf"), 0, 1, 1, 1, 1, 1]])
     assert rows.gate(rows.SILU, x).isfinite().tolist() == [[False, True, False, False, True]]

@@ -259,9 +259,7 @@ def test_angles_up_to_131071_are_those_of_transformers(dim, theta):
 def test_a_fraction_of_a_head_is_ignored_or_refused_as_transformers_does():
     whole = rope.make({"rope_type": "default", "rope_theta": 1e4}, 64, 512)
     assert rope.make({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, 64, 512) == whole
-    with pytest.raises(
-        RuleError, match="with rope_type linear all columns of a head turn, in transformers too; got partial_rotary_factor=0.5"
-    ):
+    with pytest.raises(RuleError, match="with rope_type linear all columns of a head turn, in transformers too"):
         rope.make({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5}, 64, 512)
 
 

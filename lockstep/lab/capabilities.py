@@ -15,8 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lockstep.config import EngineConfig
 from lockstep.kernels.cpu.loops import TARGET
@@ -37,12 +37,25 @@ from lockstep.nn.decoder import Decoder
 from lockstep.nn.source import Weights
 from lockstep.plan.build import Work, build
 from lockstep.sample.params import SamplingParams
+from lockstep.types import KV_BYTES
 
 VOCAB = 83
 CONTEXT = 700  # of prompts that cross tiles and splits
 FAR = 131_071  # the last position of most long contexts
 PROMPTS = (3, 70, 530)  # tokens
 WHOLE = (3, 70, 180)  # of prompts that are computed in one step: sources and embeddings
+SAMPLED = SamplingParams(max_tokens=9, temperature=0.8, top_p=0.95, seed=5, logprobs=4)
+EDITED = SamplingParams(
+    max_tokens=5,
+    temperature=1.3,
+    seed=6,
+    logprobs=1,
+    repetition_penalty=1.2,
+    frequency_penalty=0.3,
+    presence_penalty=0.1,
+    min_p=0.01,
+    logit_bias={7: 1.5, 11: -0.3},
+)
 PAGES = {"page_size": 16, "max_total_tokens": 2048, "chunked_prefill_size": 192}
 COMMON = {
     **{"vocab_size": VOCAB, "hidden_size": 72, "intermediate_size": 104, "num_hidden_layers": 2},
@@ -146,9 +159,9 @@ class Subject:
 
     parts: Parts
 
-    def engine(self) -> Engine:
+    def engine(self, kv_cache_dtype: str = "float32") -> Engine:
         """Chunks, pages and a window that prompts cross."""
-        return Engine(EngineConfig.from_names({"context_length": CONTEXT, **PAGES}), self.parts)
+        return Engine(EngineConfig.from_names({"context_length": CONTEXT, "kv_cache_dtype": kv_cache_dtype, **PAGES}), self.parts)
 
     def answers(self) -> dict[str, str]:
         """Digests of everything that the model can be asked for."""
@@ -157,13 +170,17 @@ class Subject:
             out = {"angles": self.angles(), "far": self.far(), "embed": self.embed(), "scores": self.scores()}
         elif not self.parts.info.generates:
             out = {"embed": self.embed()}
-        return {**out, "tokens": self.tokens()} if self.parts.info.generates else out
+        if self.parts.info.generates:
+            lengths = WHOLE if self.parts.info.encoder else PROMPTS
+            out["tokens"] = self.tokens(SAMPLED, lengths)
+            for dtype in KV_BYTES:
+                out[f"edited, {dtype}"] = self.tokens(EDITED, lengths[:2], dtype)
+        return out
 
-    def tokens(self) -> str:
+    def tokens(self, params: SamplingParams, lengths: Sequence[int], kv_cache_dtype: str = "float32") -> str:
         """Sampled tokens and log-probabilities of prompts in one batch."""
-        engine = self.engine()
-        params = SamplingParams(max_tokens=9, temperature=0.8, top_p=0.95, seed=5, logprobs=4)
-        jobs = [engine.add(prompt(n), params) for n in (WHOLE if self.parts.info.encoder else PROMPTS)]
+        engine = self.engine(kv_cache_dtype)
+        jobs = [engine.add(prompt(n), params) for n in lengths]
         finish(engine)
         done = [c for job in jobs for c in job.output("").completions]
         best = [np.array([score for _, score in top], np.float32) for c in done for top in c.top_logprobs or ()]
@@ -217,28 +234,24 @@ def subject(name: str) -> Subject:
 
 
 class Noted(TorchDispatchMode):
-    """Notes the names of torch's operators."""
+    """Notes the names of torch's operators that take or give floating numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.overloadpacket.__qualified_op_name__ if hasattr(func, "overloadpacket") else str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def noted() -> Iterator[Noted]:
-    """The operators of torch that run in the block."""
-    with Noted() as mode:
-        yield mode
+        out = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+        if any(tensor.is_floating_point() for tensor in tensors):
+            self.names.add(str(func.overloadpacket))
+        return out
 
 
 def operators(name: str) -> set[str]:
-    """Every operator of torch between a prompt and its answer, of a model of the table."""
+    """Every such operator between a prompt and its answer, of a model of the table."""
     made = subject(name)
-    with noted() as mode:
+    with Noted() as mode:
         made.answers()
     return mode.names
 
