@@ -1,7 +1,7 @@
 """The answer to a request by the plainest means: for every token the whole sequence again, alone, in one step that keeps nothing.
 
 No page, no plan of a cache, no scheduler, no tree, no batch, no chunk; the token is chosen by `choice`. What the engine answers must have
-these bits. `exact` computes the same log-probabilities once more with float64 attention, to see that both are not wrong alike.
+these bits. It runs the engine's own layers, so both may be wrong alike: its values are judged by `values`, with the plain models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.attention import select
 from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import Table
 from lockstep.lab import choice
@@ -135,15 +134,3 @@ class Recompute:
                 out.finish = "stop"
                 break
         return out
-
-
-def exact(parts: Parts, sequences: Sequence[tuple[tuple[int, ...], Answer]]) -> float:
-    """The largest distance of an answer's log-probabilities to those with float64 attention and a float64 softmax."""
-    reference = Recompute(replace(parts, backend=select.load("reference")))
-    worst = 0.0
-    for prompt, answer in sequences:
-        begin, source = reference.placed(prompt)
-        rows = reference.logits((*begin, *answer.token_ids), source)[len(begin) - 1 : -1].double().log_softmax(1)
-        want = rows.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
-        worst = max(worst, float((want - torch.tensor(answer.logprobs, dtype=torch.float64)).abs().max()))
-    return worst

@@ -18,8 +18,9 @@ import torch
 from lockstep.attention.base import Backend
 from lockstep.config import EngineConfig
 from lockstep.kv.pool import _bits
-from lockstep.lab.recompute import Answer, Order, Recompute, exact
-from lockstep.lab.tiny import CONTEXT, Tiny, parts
+from lockstep.lab.recompute import Answer, Order, Recompute
+from lockstep.lab.tiny import CONTEXT, Tiny, checkpoint, parts
+from lockstep.lab.values import Values
 from lockstep.llm.engine import Engine, Parts
 from lockstep.llm.job import Job
 from lockstep.llm.output import Chunk
@@ -71,11 +72,11 @@ class Rig:
         self.checks = checks
         self.parts = parts(tiny, backend)
         self.oracle = Recompute(self.parts)
+        self.values = Values(checkpoint(tiny))  # what the oracle says, for the plain model to judge
         self.faults: dict[str, list[str]] = {}
         self.held: dict[str, str] = {}
         self.counters: Counter[str] = Counter()
         self.tell: Callable[[Glass, Step], None] | None = None
-        self.answered: dict[tuple[int, ...], Answer] = {}
 
     def engine(self, **options: object) -> Glass:
         """A fresh engine; pages of 8 and room for everybody unless told otherwise."""
@@ -152,7 +153,7 @@ class Rig:
         out, found = job.output(""), list[str]()
         want = self.oracle.completions(order if order.params.seed is not None else replace(order, params=job.params))
         for have, answer in zip(out.completions if want else (), want, strict=True):
-            self.answered.setdefault(order.prompt, answer)
+            self._claim(order.prompt, answer)
             n, ended = len(have.token_ids), order.abort is None and bool(job.done)
             name = f"{who} completion {have.index}" if len(want) > 1 else who
             short = (have.token_ids, have.finish_reason) != (tuple(answer.token_ids), answer.finish)
@@ -171,6 +172,7 @@ class Rig:
         if out.prompt_logprobs is None or k is None:
             return []
         scores, best = self.oracle.prompt_scores(order.prompt, k)
+        self.values.claim(order.prompt, 1, scores[1:], best[1:])
         n = len(out.prompt_logprobs)
         if n != len(scores) and job.done and order.abort is None:
             return [f"{who}: {n} prompt log-probabilities for {len(scores)} tokens"]
@@ -178,9 +180,11 @@ class Rig:
             return [f"{who}: prompt log-probabilities differ in bits"]
         return [f"{who}: the prompt's best tokens differ"] if k and out.prompt_top_logprobs != tuple(best[:n]) else []
 
-    def error(self) -> float:
-        """How far the answers are from float64 attention, at most."""
-        return exact(self.parts, [(p, a) for p, a in list(self.answered.items())[:3] if a.token_ids])
+    def _claim(self, prompt: tuple[int, ...], answer: Answer) -> None:
+        """An answer whose bits are compared here is compared in value with the plain model at the end."""
+        begin, source = self.oracle.placed(prompt)
+        ids = (*begin, *answer.token_ids)
+        self.values.claim(ids, len(begin), answer.logprobs, answer.best, source)
 
 
 def stream_faults(job: Job, stream: Sequence[Chunk]) -> list[str]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep.attention.base import Backend
+from lockstep.lab.plain import Checkpoint
 from lockstep.llm.engine import Parts
 from lockstep.models.weights import Info, Loaded
 from lockstep.nn import linear
@@ -93,19 +94,29 @@ BART = Tiny("bart", "an encoder, and cross attention to its rows", "bart", SOURC
 MODELS = (LLAMA, QWEN3, DEEPSEEK, GPT_OSS, BART)
 
 
-def loaded(tiny: Tiny, seed: int = 3) -> Loaded:
-    """The model with random weights, and what the engine must know of it."""
+def loaded(tiny: Tiny, seed: int = 3, record: dict[str, Tensor] | None = None) -> Loaded:
+    """The model with random weights, which `record` gets by name, and what the engine must know of it."""
     gen = torch.Generator().manual_seed(seed)
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
         noise = torch.randn(shape, generator=gen)
-        return 1 + 0.1 * noise if "norm" in name else noise * (0.5 if "embed" in name else 1.5 / shape[-1] ** 0.5)
+        tensor = 1 + 0.1 * noise if "norm" in name else noise * (0.5 if "embed" in name else 1.5 / shape[-1] ** 0.5)
+        if record is not None:
+            record[name] = tensor.clone()
+        return tensor
 
     kernel, _ = linear.default_kernel("cpu")
     weights = Weights(take, lambda _: None, {"model.embed_tokens.weight", "model.shared.weight"}, kernel)
     model = import_module(f"lockstep.models.{tiny.model_type}").build(SimpleNamespace(**{**COMMON, **tiny.config}), weights)
     info = Info(tiny.model_type, Path("tiny"), VOCAB, HIDDEN, CONTEXT, None, (EOS,), START, True, tiny is BART, kernel)
     return Loaded(model, info)
+
+
+def checkpoint(tiny: Tiny, seed: int = 3) -> Checkpoint:
+    """The same model as a folder would hold it: its config with every field stated, its tensors by name."""
+    tensors: dict[str, Tensor] = {}
+    loaded(tiny, seed, tensors)
+    return Checkpoint({**COMMON, **tiny.config, "model_type": tiny.model_type}, tensors)
 
 
 def parts(tiny: Tiny, backend: Backend) -> Parts:

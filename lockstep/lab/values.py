@@ -1,0 +1,216 @@
+"""How far an engine's numbers are from the plain float64 model, and how far float32 may be.
+
+The tolerance is derived, not guessed: it is the size of float32's own roundings, sent through the
+model. The plain model runs a second time with an error in every operation, random, of the size that
+float32 makes there, with u = 2^-24 scaled down to NOISE, where answers move in proportion:
+
+    an elementwise result   is rounded once: a relative error of u
+    a sum of K terms        rounds its K partial sums, which grow as sqrt(k) where signs are mixed:
+                            u/sqrt(3) · sqrt(1 + 2 + … + K) = u · K/sqrt(6) of a term's size, which is
+                            what errors of u · sqrt(K/6) in each term make of it
+    a mean, a softmax       sums terms of one sign: a relative error of u · sqrt(K)
+    moving numbers          is exact
+
+So the model's depth, widths and lengths, and how sharp its softmaxes are, are all in it. One draw
+shows errors of typical size: the largest of some thousand, about three standard deviations of the
+worst. LAMBDA = 4 times that is beyond what a right float32 computation can reach by chance, for any
+number of answers. A cache in a narrower dtype rounds keys and values to its own u, once: `cache_dtype`
+adds that to the operands of attention.
+
+A router is the one step that does not move in proportion: where two experts are closer than their
+scores may be off, float32 may take the other one. From such a row on a sequence is not judged.
+
+Called by the rig for the engine's cells. Knows `plain` and no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lockstep.lab import plain
+
+U = 2.0**-24
+NOISE = 2.0**-34  # stands for u: small enough for answers to move in proportion, large in float64
+CACHE_U = {"float32": 0.0, "bfloat16": 2.0**-9, "float8_e4m3": 2.0**-4}
+LAMBDA = 4.0
+PRODUCTS = {"matmul", "__matmul__", "einsum"}
+ONE_SIGN = {"mean", "sum", "softmax", "log_softmax"}
+EXACT = {
+    *("double", "tensor", "arange", "zeros_like", "ones", "scatter", "gather", "masked_fill", "clamp"),
+    *("cat", "stack", "flatten", "repeat_interleave", "__getitem__", "max", "abs", "where", "__neg__"),
+}
+
+Ids = tuple[int, ...]
+
+
+class Roundings(TorchFunctionMode):
+    """Every operation is off by what float32 would make of it, times `size` / u; rankings are noted."""
+
+    def __init__(self, size: float, cache_dtype: str = "float32") -> None:
+        super().__init__()
+        self.size = size
+        self.cache_size = size / U * CACHE_U[cache_dtype]
+        self.generator = torch.Generator().manual_seed(1)
+        self.ranked: list[tuple[Tensor, int]] = []
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = func.__name__
+        if name == "topk":
+            self.ranked.append((args[0], args[1]))
+        if name in PRODUCTS:
+            args = self._off_terms(name, args)
+        out = func(*args, **(kwargs or {}))
+        is_number = isinstance(out, Tensor) and out.dtype is torch.float64 and not out._is_view()
+        if not is_number or name in EXACT:
+            return out
+        terms = args[0].shape[-1] if name in ONE_SIGN else 1
+        return self._off(out, self.size * terms**0.5)
+
+    def _off_terms(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A product's operands: terms [..., K] with the errors of a sum, keys and values as kept."""
+        *equation, terms, other = args
+        terms = self._off(terms, self.size * (terms.shape[-1] / 6) ** 0.5)
+        if name == "einsum":
+            other = self._off(other, self.cache_size)
+        return (*equation, terms, other)
+
+    def _off(self, x: Tensor, size: float) -> Tensor:
+        if size == 0:
+            return x
+        error = torch.randn(x.shape, generator=self.generator, dtype=torch.float64)
+        return x * (1 + size * error)
+
+
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """Numbers in float64, and how far float32 may be from each. Rows from `decided` on may be others."""
+
+    values: Tensor
+    tolerance: float
+    decided: int
+
+
+def truth(compute: Callable[[], Tensor], cache_dtype: str = "float32") -> Truth:
+    """What `compute` says, once as it is and once with errors."""
+    with torch.no_grad():
+        with Roundings(0.0) as exact:
+            values = compute()
+        with Roundings(NOISE, cache_dtype) as noisy:
+            moved = compute()
+    scale = LAMBDA * U / NOISE
+    tolerance = float((moved - values).abs().max()) * scale
+    return Truth(values, tolerance, decided_rows(exact.ranked, noisy.ranked, scale))
+
+
+def decided_rows(
+    exact: Sequence[tuple[Tensor, int]],
+    noisy: Sequence[tuple[Tensor, int]],
+    scale: float,
+) -> int:
+    """The first row of which some ranking is closer than its scores may be off."""
+    first = 1 << 30
+    for (scores, k), (moved, _) in zip(exact, noisy, strict=True):
+        if scores.ndim != 2 or k >= scores.shape[1]:
+            continue  # all are taken, or only their sum matters
+        off = float((moved - scores).nan_to_num(0.0).abs().max()) * scale
+        ranking = scores.sort(-1, descending=True).values
+        close = ranking[:, k - 1] - ranking[:, k] <= 2 * off
+        first = min(first, *close.nonzero().flatten().tolist(), first)
+    return first
+
+
+@dataclass
+class Verdict:
+    """What the claims came to. `used` is the largest error as a fraction of what is allowed."""
+
+    faults: list[str] = field(default_factory=list)
+    error: float = 0.0
+    used: float = 0.0
+    judged: int = 0
+    undecided: int = 0
+
+    def add(self, what: str, errors: Tensor, tolerance: float) -> None:
+        """Numbers that are so far from the truth."""
+        if errors.numel() == 0:
+            return
+        worst = float(errors.nan_to_num(nan=torch.inf).max())
+        used = worst / tolerance
+        self.judged += errors.numel()
+        self.error, self.used = max(self.error, worst), max(self.used, used)
+        if not used <= 1:
+            self.faults.append(f"{what}: off by {worst:.3g}, {used:.3g} of the tolerance")
+
+
+class Values:
+    """Claims about one model's numbers, kept until `verdict` compares them with the plain model's."""
+
+    def __init__(self, checkpoint: plain.Checkpoint, cache_dtype: str = "float32") -> None:
+        self.checkpoint, self.cache_dtype = checkpoint, cache_dtype
+        self.logprobs: dict[tuple[Ids, Ids], dict[tuple[int, int], float]] = {}
+        self.embeddings: dict[tuple[Ids, str], list[float]] = {}
+
+    def claim(
+        self,
+        ids: Sequence[int],
+        begin: int,
+        logprobs: Iterable[float],
+        best: Iterable[Iterable[tuple[int, float]]] = (),
+        source: Sequence[int] = (),
+    ) -> None:
+        """ids[begin:] have these log-probabilities, and the tokens of `best` have theirs beside them."""
+        told = self.logprobs.setdefault((tuple(ids), tuple(source)), {})
+        for row, (token, value) in enumerate(zip(ids[begin:], logprobs, strict=True), start=begin - 1):
+            told[row, token] = float(value)
+        for row, pairs in enumerate(best, start=begin - 1):
+            told.update(((row, token), float(value)) for token, value in pairs)
+
+    def claim_embedding(self, ids: Sequence[int], pooling: str, vector: Iterable[float]) -> None:
+        """The embedding of `ids`, of length 1."""
+        self.embeddings[tuple(ids), pooling] = list(map(float, vector))
+
+    def verdict(self) -> Verdict:
+        """Compares all claims. A sequence that begins another one is computed with it."""
+        verdict = Verdict()
+        for (ids, source), told in self._merged().items():
+            self._judge(verdict, ids, source, told)
+        for (ids, pooling), vector in self.embeddings.items():
+            found = self._truth(lambda i=ids, p=pooling: plain.embedding(self.checkpoint, i, p))
+            have = torch.tensor(vector, dtype=torch.float64)
+            if found.decided < len(ids):
+                verdict.undecided += 1
+            else:
+                verdict.add(f"an embedding of {len(ids)} tokens", (have - found.values).abs(), found.tolerance)
+        return verdict
+
+    def _merged(self) -> dict[tuple[Ids, Ids], dict[tuple[int, int], float]]:
+        merged: dict[tuple[Ids, Ids], dict[tuple[int, int], float]] = {}
+        for (ids, source), told in sorted(self.logprobs.items(), key=lambda item: -len(item[0][0])):
+            longer = ((i, s) for i, s in merged if s == source and i[: len(ids)] == ids)
+            merged.setdefault(next(longer, (ids, source)), {}).update(told)
+        return merged
+
+    def _judge(self, verdict: Verdict, ids: Ids, source: Ids, told: dict[tuple[int, int], float]) -> None:
+        def compute() -> Tensor:
+            return plain.logits(self.checkpoint, ids[:-1], source).log_softmax(-1)
+
+        found = self._truth(compute)
+        places = [place for place in told if place[0] < found.decided]
+        verdict.undecided += len(told) - len(places)
+        rows, tokens = (torch.tensor([p[i] for p in places], dtype=torch.long) for i in (0, 1))
+        have = torch.tensor([told[p] for p in places], dtype=torch.float64)
+        verdict.add(f"{len(ids)} tokens", (have - found.values[rows, tokens]).abs(), found.tolerance)
+
+    def _truth(self, compute: Callable[[], Tensor]) -> Truth:
+        return truth(compute, self.cache_dtype)
