@@ -183,6 +183,13 @@ class Values:
     def verdict(self) -> Verdict:
         """Compares all claims. A sequence that begins another one is computed with it."""
         verdict = Verdict()
+        try:
+            self._compare(verdict)
+        except KeyError as missing:
+            verdict.faults.append(f"the model asked for no {missing}, which its config describes")
+        return verdict
+
+    def _compare(self, verdict: Verdict) -> None:
         for (ids, source), told in self._merged().items():
             self._judge(verdict, ids, source, told)
         for (ids, pooling), vector in self.embeddings.items():
@@ -192,7 +199,6 @@ class Values:
                 verdict.undecided += 1
             else:
                 verdict.add(f"an embedding of {len(ids)} tokens", (have - found.values).abs(), found.tolerance)
-        return verdict
 
     def _merged(self) -> dict[tuple[Ids, Ids], dict[tuple[int, int], float]]:
         merged: dict[tuple[Ids, Ids], dict[tuple[int, int], float]] = {}

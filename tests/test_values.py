@@ -1,0 +1,212 @@
+"""The value property of the engine's cells: right numbers pass, and mistakes that the bitwise oracle shares do not.
+
+The oracle of the bits runs the engine's own layers, so a mistake in `nn`, `models` or the kernels for GEMM and rows is in both and no
+bit differs. Each such mistake below is planted, and the cell must go red by its values and by nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from model_harness import Engine
+
+from lockstep.attention import select
+from lockstep.kernels.cpu import gemm, rows
+from lockstep.lab import plain, stories
+from lockstep.lab.rig import Rig
+from lockstep.lab.stories import PLAIN, SCORED, EngineRecipe, words
+from lockstep.lab.tiny import BART, DEEPSEEK, GPT_OSS, LATENT, LLAMA, MODELS, QWEN3, WINDOW, WINDOWS, Tiny, checkpoint, loaded, parts
+from lockstep.lab.values import LAMBDA, NOISE, U, Values, Verdict, decided_rows, truth
+from lockstep.models import bart, llama
+from lockstep.models.weights import model_types
+from lockstep.nn import attention, decoder, linear, mlp, moe, norm, rope, source
+
+CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}
+GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 12, "use_bidirectional_attention": False}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+BERT = {"type_vocab_size": 2, "layer_norm_eps": 1e-12, "hidden_act": "gelu", "is_decoder": False, "add_cross_attention": False}
+GEMMA2 = Tiny("gemma2", "caps", "gemma2", {**GEMMA, **CAPS, **WINDOWS})
+QWEN3_MOE = Tiny("qwen3-moe", "experts", "qwen3_moe", {**SPARSE, "mlp_only_layers": [0], "decoder_sparse_step": 1, "sliding_window": WINDOW})
+OTHERS = (
+    GEMMA2,
+    QWEN3_MOE,
+    Tiny("mistral", "one window", "mistral", {"sliding_window": WINDOW}),
+    Tiny("qwen2", "biases", "qwen2", WINDOWS),
+    Tiny("deepseek-v2", "groups", "deepseek_v2", {**LATENT, "topk_method": "group_limited_greedy"}),
+    Tiny(
+        "gemma3",
+        "two ropes",
+        "gemma3_text",
+        {**GEMMA, **CAPS, **WINDOWS, "attn_logit_softcapping": None, "rope_parameters": dict.fromkeys(WINDOWS["layer_types"], ROPE)},
+    ),
+)
+
+
+def judged(tiny: Tiny) -> dict[str, Any]:
+    """The findings of a cell of this model, by property."""
+    recipe = EngineRecipe("engine-few", "one batch, one chunk", few, ("batched_steps", "chunks"))
+    result = stories.judge(recipe, tiny, select.load("cpu"), quick=True)
+    return {finding.name: finding for finding in result.findings}
+
+
+def few(rig: Rig, quick: bool) -> None:
+    """Two requests beyond the window, one of them scored, in chunks."""
+    orders = [stories.Order(words(21), PLAIN), stories.Order(words(17, 1), PLAIN if rig.oracle.encoder else SCORED, at=1)]
+    rig.play("batch", rig.engine(chunked_prefill_size=512 if rig.oracle.encoder else 8), orders)
+    rig.counters["chunks"] += rig.oracle.encoder is not None
+
+
+@pytest.mark.parametrize("tiny", [*MODELS, *OTHERS], ids=lambda tiny: tiny.name)
+def test_the_engine_has_the_values_of_the_plain_model(tiny: Tiny):
+    found = judged(tiny)
+    assert all(finding.held for finding in found.values()), found
+    assert int(found["value"].detail.split()[0]) >= 40, found["value"].detail
+
+
+def test_every_model_type_that_generates_is_among_them():
+    assert sorted({tiny.model_type for tiny in (*MODELS, *OTHERS)} | {"bert"}) == model_types()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first", "last"])
+def test_embeddings_have_the_values_of_the_plain_model(pooling: str):
+    for tiny in (Tiny("bert", "an encoder", "bert", BERT), LLAMA):
+        values, model = Values(checkpoint(tiny)), loaded(tiny).model
+        prompts = [words(n, n) for n in (12, 30, 1)]
+        vectors = Engine(model).embed(prompts, pooling)
+        for prompt, vector in zip(prompts, vectors, strict=True):
+            values.claim_embedding(prompt, pooling, vector)
+        verdict = values.verdict()
+        assert verdict.faults == [] and verdict.judged == 3 * 32
+        values.claim_embedding(prompts[0], pooling, vectors[1])
+        assert len(values.verdict().faults) == 1
+
+
+Planted = Callable[[pytest.MonkeyPatch], None]
+
+
+def turned_backwards(patch: pytest.MonkeyPatch) -> None:
+    """nn/rope: the sign of the half rotation."""
+    right = rope.Rope.angles
+    patch.setattr(rope.Rope, "angles", lambda self, p: rope.Angles(right(self, p).cos, -right(self, p).sin))
+
+
+def positions_from_one(patch: pytest.MonkeyPatch) -> None:
+    """models/bart: learnt positions one row late."""
+    patch.setattr(bart, "OFFSET", 1)
+    patch.setattr(bart.Bart, "max_position", property(lambda self: len(self.decoder.positions.weight) - 2))
+
+
+def norm_without_one(patch: pytest.MonkeyPatch) -> None:
+    """nn/norm: gemma's weight as it lies in the file."""
+    right = norm.RMSSpec.build
+    patch.setattr(norm.RMSSpec, "build", lambda self, *a: right(replace(self, plus_one=False), *a))
+
+
+def router_without_norm(patch: pytest.MonkeyPatch) -> None:
+    """nn/moe: the chosen experts' weights do not add up to 1."""
+    right = moe.Routing.__call__
+    patch.setattr(moe.Routing, "__call__", lambda self, *a: right(replace(self, norm=False), *a))
+
+
+def worst_group_first(patch: pytest.MonkeyPatch) -> None:
+    """nn/moe: the groups of experts are ranked the wrong way round."""
+    right = moe.Routing._limit
+
+    def wrong(self: Any, ranked: Any, pairs: bool) -> Any:
+        return torch.where(right(self, -ranked, pairs).isinf(), -torch.inf, ranked)
+
+    patch.setattr(moe.Routing, "_limit", wrong)
+
+
+def residual_of_the_norm(patch: pytest.MonkeyPatch) -> None:
+    """nn/decoder: the feed-forward is added to the normed row."""
+    right = decoder.Block.__call__
+
+    def wrong(self: Any, x: Any, more: Any, turns: Any, step: Any) -> Any:
+        x, fed = right(self, x, more, turns, step)
+        return self.norms[1](x), fed
+
+    patch.setattr(decoder.Block, "__call__", wrong)
+
+
+def key_norm_for_queries(patch: pytest.MonkeyPatch) -> None:
+    """nn/attention: queries get the keys' norm."""
+    right = attention.Dense._placed
+    patch.setattr(attention.Dense, "_placed", lambda self, *a: right(replace(self, norms=self.norms[::-1]), *a))
+
+
+def lost_bias(patch: pytest.MonkeyPatch) -> None:
+    """nn/source: a fused GEMM without its bias."""
+    right = source.Weights.fused
+    patch.setattr(source.Weights, "fused", lambda self, names, ns, k, bias=False: right(self, names, ns, k))
+
+
+def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> None:
+    """kernels/cpu/rows: the gate is the second half."""
+    right = rows.silu_gate
+    patch.setattr(rows, "silu_gate", lambda x: right(torch.cat(x.chunk(2, -1)[::-1], -1)))
+
+
+def gate_without_one(patch: pytest.MonkeyPatch) -> None:
+    """nn/mlp: up instead of up + 1."""
+    right = mlp.ClampedGlu.__call__
+    patch.setattr(mlp.ClampedGlu, "__call__", lambda self, x: right(self, x - torch.cat((0 * x, 0 * x + 2), -1).chunk(2, -1)[1]))
+
+
+def eps_too_large(patch: pytest.MonkeyPatch) -> None:
+    """kernels/cpu/rows: a norm's eps of 1e-3 for 1e-6."""
+    right = rows.rms_norm
+    patch.setattr(rows, "rms_norm", lambda x, w, eps: right(x, w, 1e-3))
+
+
+def half_precision_products(patch: pytest.MonkeyPatch) -> None:
+    """kernels/cpu/gemm: rows are rounded to bfloat16 first."""
+    right = gemm.matmul
+    patch.setattr(gemm, "matmul", lambda x, *a: right(x.bfloat16().float(), *a))
+
+
+def window_one_wider(patch: pytest.MonkeyPatch) -> None:
+    """models/llama: a row sees one key too many."""
+    patch.setattr(llama, "windows", lambda config: [config.sliding_window + 1, None])
+
+
+def scale_of_the_latent(patch: pytest.MonkeyPatch) -> None:
+    """nn/attention: MLA's scores scaled by the width of what is stored."""
+    right = attention.Latent.group
+
+    def wrong(self: Any) -> Any:
+        group = right(self)
+        return replace(group, layers=tuple(replace(a, scale=group.d_qk**-0.5) for a in group.layers))
+
+    patch.setattr(attention.Latent, "group", wrong)
+
+
+PLANTED: dict[Planted, Tiny] = {
+    turned_backwards: LLAMA,
+    positions_from_one: BART,
+    norm_without_one: GEMMA2,
+    router_without_norm: QWEN3_MOE,
+    worst_group_first: DEEPSEEK,
+    residual_of_the_norm: QWEN3,
+    key_norm_for_queries: QWEN3,
+    lost_bias: GPT_OSS,
+    gate_and_up_swapped: LLAMA,
+    gate_without_one: GPT_OSS,
+    eps_too_large: QWEN3,
+    half_precision_products: LLAMA,
+    window_one_wider: QWEN3,
+    scale_of_the_latent: DEEPSEEK,
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.__name__)
+def test_a_mistake_that_the_oracle_of_the_bits_shares_is_seen_in_the_values(planted: Planted, monkeypatch: pytest.MonkeyPatch):
+    planted(monkeypatch)
+    found = judged(PLANTED[planted])
+    assert {"batch", "poison", "pages", "value"} <= set(found)
+    assert [name for name, finding in found.items() if not finding.held] == ["value"], found
