@@ -1,8 +1,9 @@
 """Random traces of a whole engine, every request compared with its lone run: tokens and log-probabilities, bit for bit.
 
 A trace is a tiny model, a hostile configuration (small pools, odd chunks, any page size) and a list of arrivals and aborts. Requests are
-drawn from a fixed menu, so that each lone run is computed once per process: alone, in a roomy engine without a prefix cache. A trace is
-a function of its number, so a failing one can be played again. `lockstep lab fuzz` runs many, tests run some.
+drawn from a fixed menu, so that each lone run is computed once per process: alone, in a roomy engine without a prefix cache, its numbers
+judged by the plain float64 model. A trace is a function of its number, so a failing one can be played again. `lockstep lab fuzz` runs
+many, tests run some.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from functools import lru_cache
 import torch
 
 from lockstep.config import EngineConfig
-from lockstep.lab.tiny import CONTEXT, QWEN3, VOCAB, loaded
+from lockstep.lab.tiny import CONTEXT, QWEN3, VOCAB, checkpoint, loaded
+from lockstep.lab.values import Values
 from lockstep.llm.engine import Engine, Parts, prepare
 from lockstep.llm.job import Job
 from lockstep.llm.output import Output
@@ -89,6 +91,18 @@ def lone(number: int) -> Output:
     return job.output("")
 
 
+@lru_cache(maxsize=MENU)
+def lone_faults(number: int) -> tuple[str, ...]:
+    """Where the numbers of the lone run are not the plain model's."""
+    prompt, out = menu()[number].prompt, lone(number)
+    values = Values(checkpoint(QWEN3))
+    for c in out.completions:
+        values.claim((*prompt, *c.token_ids), len(prompt), c.logprobs if c.logprobs is not None else (), c.top_logprobs or ())
+    if out.prompt_logprobs is not None:
+        values.claim(prompt, 1, out.prompt_logprobs[1:])
+    return tuple(f"request {number} of the menu: {fault}" for fault in values.verdict().faults)
+
+
 def draw(seed: int) -> Trace:
     """Trace number `seed`."""
     rng = random.Random(seed)
@@ -122,6 +136,7 @@ def play(seed: int) -> tuple[list[str], Counter[str]]:
         step += 1
     running.check()
     found = [fault for i, job in enumerate(jobs) for fault in differences(f"trace {seed} request {i}", job, lone(trace.arrivals[i][1]))]
+    found += [fault for _, number in trace.arrivals for fault in lone_faults(number)]
     happened = Counter(running.scheduler.counters)
     happened.update(traces=1, requests=len(jobs), steps=step, tokens=sum(len(d.token_ids) for j in jobs for d in j.drafts))
     happened["aborted"] += sum(draft.finish == "abort" for job in jobs for draft in job.drafts)

@@ -295,11 +295,12 @@ def judge(recipe: EngineRecipe, tiny: Tiny, backend: Backend, checks: bool = Tru
 
 
 def value(rig: Rig, result: Judgement) -> None:
-    """What the engine's layers say, against the plain float64 model: within the tolerance derived in `values`."""
+    """What the engine's layers say, against the plain float64 model, within `values`' tolerance."""
     verdict = rig.values.verdict()
     if not verdict.judged and not verdict.faults:
         return
     result.out_error, result.tolerance_used = verdict.error, verdict.used
-    undecided = f", {verdict.undecided} behind a choice of experts that float32 may make otherwise" if verdict.undecided else ""
-    held = f"{verdict.judged} numbers, max error {verdict.error:.3g}, {verdict.used:.3g} of the tolerance{undecided}"
+    held = f"{verdict.judged} numbers, max error {verdict.error:.3g}, {verdict.used:.3g} of the tolerance"
+    if verdict.undecided:
+        held += f"; {verdict.undecided} behind experts too close to tell apart are left out"
     result.add("value", verdict.faults, held)

@@ -95,7 +95,7 @@ MODELS = (LLAMA, QWEN3, DEEPSEEK, GPT_OSS, BART)
 
 
 def loaded(tiny: Tiny, seed: int = 3, record: dict[str, Tensor] | None = None) -> Loaded:
-    """The model with random weights, which `record` gets by name, and what the engine must know of it."""
+    """The model with random weights, which `record` gets by name, and what the engine must know."""
     gen = torch.Generator().manual_seed(seed)
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -113,7 +113,7 @@ def loaded(tiny: Tiny, seed: int = 3, record: dict[str, Tensor] | None = None) -
 
 
 def checkpoint(tiny: Tiny, seed: int = 3) -> Checkpoint:
-    """The same model as a folder would hold it: its config with every field stated, its tensors by name."""
+    """The same model as a folder holds it: every field of its config, its tensors by name."""
     tensors: dict[str, Tensor] = {}
     loaded(tiny, seed, tensors)
     return Checkpoint({**COMMON, **tiny.config, "model_type": tiny.model_type}, tensors)

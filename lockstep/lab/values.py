@@ -1,26 +1,27 @@
 """How far an engine's numbers are from the plain float64 model, and how far float32 may be.
 
-The tolerance is derived, not guessed: it is the size of float32's own roundings, sent through the
-model. The plain model runs a second time with an error in every operation, random, of the size that
-float32 makes there, with u = 2^-24 scaled down to NOISE, where answers move in proportion:
+The tolerance is derived, not guessed: it is float32's own roundings, sent through the model. The
+plain model runs a second time with a random error in every operation, of the size that float32
+makes there, with u = 2^-24 scaled down to NOISE, where answers move in proportion:
 
     an elementwise result   is rounded once: a relative error of u
-    a sum of K terms        rounds its K partial sums, which grow as sqrt(k) where signs are mixed:
-                            u/sqrt(3) · sqrt(1 + 2 + … + K) = u · K/sqrt(6) of a term's size, which is
-                            what errors of u · sqrt(K/6) in each term make of it
-    a mean, a softmax       sums terms of one sign: a relative error of u · sqrt(K)
+    a sum of K terms        rounds K partial sums, which grow as sqrt(k) where signs are mixed:
+                            u/sqrt(3) · sqrt(1 + 2 + … + K) = u · K/sqrt(6) of a term's size, and
+                            errors of u · sqrt(K/6) in every term make the same of it
+    a mean, a softmax       adds terms of one sign: a relative error of u · sqrt(K)
     moving numbers          is exact
 
-So the model's depth, widths and lengths, and how sharp its softmaxes are, are all in it. One draw
-shows errors of typical size: the largest of some thousand, about three standard deviations of the
-worst. LAMBDA = 4 times that is beyond what a right float32 computation can reach by chance, for any
-number of answers. A cache in a narrower dtype rounds keys and values to its own u, once: `cache_dtype`
-adds that to the operands of attention.
+So depth, widths, lengths and how sharp the softmaxes are, are all in it. The largest move of one
+draw, over all rows and tokens of a sequence, is two to four standard deviations of the noise. The
+errors above are bounds, of which roundings are on average a third. LAMBDA = 4 times the largest
+move is then more than ten standard deviations of what a right computation in float32 is off.
+
+A cache in a narrower dtype rounds keys and values once more, to its own u: `cache_dtype`.
 
 A router is the one step that does not move in proportion: where two experts are closer than their
 scores may be off, float32 may take the other one. From such a row on a sequence is not judged.
 
-Called by the rig for the engine's cells. Knows `plain` and no engine.
+Called by the rig for the engine's cells and by `fuzz`. Knows `plain` and no engine.
 """
 
 from __future__ import annotations
@@ -42,15 +43,36 @@ LAMBDA = 4.0
 PRODUCTS = {"matmul", "__matmul__", "einsum"}
 ONE_SIGN = {"mean", "sum", "softmax", "log_softmax"}
 EXACT = {
-    *("double", "tensor", "arange", "zeros_like", "ones", "scatter", "gather", "masked_fill", "clamp"),
-    *("cat", "stack", "flatten", "repeat_interleave", "__getitem__", "max", "abs", "where", "__neg__"),
+    *(
+        "double",
+        "tensor",
+        "arange",
+        "zeros_like",
+        "ones",
+        "scatter",
+        "gather",
+        "masked_fill",
+        "clamp",
+    ),
+    *(
+        "cat",
+        "stack",
+        "flatten",
+        "repeat_interleave",
+        "__getitem__",
+        "max",
+        "abs",
+        "where",
+        "__neg__",
+    ),
 }
 
 Ids = tuple[int, ...]
+Told = dict[tuple[int, int], float]  # (row, token) → log-probability
 
 
 class Roundings(TorchFunctionMode):
-    """Every operation is off by what float32 would make of it, times `size` / u; rankings are noted."""
+    """Every operation is off as in float32, with `size` for u. Rankings are written down."""
 
     def __init__(self, size: float, cache_dtype: str = "float32") -> None:
         super().__init__()
@@ -79,7 +101,7 @@ class Roundings(TorchFunctionMode):
         return self._off(out, self.size * terms**0.5)
 
     def _off_terms(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A product's operands: terms [..., K] with the errors of a sum, keys and values as kept."""
+        """Operands of a product: terms [..., K] with a sum's errors, keys and values as kept."""
         *equation, terms, other = args
         terms = self._off(terms, self.size * (terms.shape[-1] / 6) ** 0.5)
         if name == "einsum":
@@ -95,7 +117,7 @@ class Roundings(TorchFunctionMode):
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """Numbers in float64, and how far float32 may be from each. Rows from `decided` on may be others."""
+    """Numbers, how far float32 may be from each, and the first row that it may decide otherwise."""
 
     values: Tensor
     tolerance: float
@@ -154,11 +176,11 @@ class Verdict:
 
 
 class Values:
-    """Claims about one model's numbers, kept until `verdict` compares them with the plain model's."""
+    """Claims about a model's numbers, kept until `verdict` compares them with the plain model's."""
 
     def __init__(self, checkpoint: plain.Checkpoint, cache_dtype: str = "float32") -> None:
         self.checkpoint, self.cache_dtype = checkpoint, cache_dtype
-        self.logprobs: dict[tuple[Ids, Ids], dict[tuple[int, int], float]] = {}
+        self.logprobs: dict[tuple[Ids, Ids], Told] = {}
         self.embeddings: dict[tuple[Ids, str], list[float]] = {}
 
     def claim(
@@ -169,9 +191,10 @@ class Values:
         best: Iterable[Iterable[tuple[int, float]]] = (),
         source: Sequence[int] = (),
     ) -> None:
-        """ids[begin:] have these log-probabilities, and the tokens of `best` have theirs beside them."""
+        """ids[begin:] have these log-probabilities, and those of `best` beside them theirs."""
         told = self.logprobs.setdefault((tuple(ids), tuple(source)), {})
-        for row, (token, value) in enumerate(zip(ids[begin:], logprobs, strict=True), start=begin - 1):
+        scored = zip(ids[begin:], logprobs, strict=True)
+        for row, (token, value) in enumerate(scored, start=begin - 1):
             told[row, token] = float(value)
         for row, pairs in enumerate(best, start=begin - 1):
             told.update(((row, token), float(value)) for token, value in pairs)
@@ -193,21 +216,16 @@ class Values:
         for (ids, source), told in self._merged().items():
             self._judge(verdict, ids, source, told)
         for (ids, pooling), vector in self.embeddings.items():
-            found = self._truth(lambda i=ids, p=pooling: plain.embedding(self.checkpoint, i, p))
-            have = torch.tensor(vector, dtype=torch.float64)
-            if found.decided < len(ids):
-                verdict.undecided += 1
-            else:
-                verdict.add(f"an embedding of {len(ids)} tokens", (have - found.values).abs(), found.tolerance)
+            self._judge_embedding(verdict, ids, pooling, vector)
 
-    def _merged(self) -> dict[tuple[Ids, Ids], dict[tuple[int, int], float]]:
-        merged: dict[tuple[Ids, Ids], dict[tuple[int, int], float]] = {}
+    def _merged(self) -> dict[tuple[Ids, Ids], Told]:
+        merged: dict[tuple[Ids, Ids], Told] = {}
         for (ids, source), told in sorted(self.logprobs.items(), key=lambda item: -len(item[0][0])):
             longer = ((i, s) for i, s in merged if s == source and i[: len(ids)] == ids)
             merged.setdefault(next(longer, (ids, source)), {}).update(told)
         return merged
 
-    def _judge(self, verdict: Verdict, ids: Ids, source: Ids, told: dict[tuple[int, int], float]) -> None:
+    def _judge(self, verdict: Verdict, ids: Ids, source: Ids, told: Told) -> None:
         def compute() -> Tensor:
             return plain.logits(self.checkpoint, ids[:-1], source).log_softmax(-1)
 
@@ -216,7 +234,25 @@ class Values:
         verdict.undecided += len(told) - len(places)
         rows, tokens = (torch.tensor([p[i] for p in places], dtype=torch.long) for i in (0, 1))
         have = torch.tensor([told[p] for p in places], dtype=torch.float64)
-        verdict.add(f"{len(ids)} tokens", (have - found.values[rows, tokens]).abs(), found.tolerance)
+        errors = (have - found.values[rows, tokens]).abs()
+        verdict.add(f"{len(ids)} tokens", errors, found.tolerance)
+
+    def _judge_embedding(
+        self,
+        verdict: Verdict,
+        ids: Ids,
+        pooling: str,
+        vector: list[float],
+    ) -> None:
+        def compute() -> Tensor:
+            return plain.embedding(self.checkpoint, ids, pooling)
+
+        found = self._truth(compute)
+        if found.decided < len(ids):
+            verdict.undecided += len(vector)
+            return
+        errors = (torch.tensor(vector, dtype=torch.float64) - found.values).abs()
+        verdict.add(f"an embedding of {len(ids)} tokens", errors, found.tolerance)
 
     def _truth(self, compute: Callable[[], Tensor]) -> Truth:
         return truth(compute, self.cache_dtype)
