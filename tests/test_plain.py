@@ -78,6 +78,11 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "llama, linear": variant("llama", rope_parameters=LINEAR),
     "llama, dynamic within max_position": variant("llama", rope_parameters=DYNAMIC),
+    "llama, dynamic beyond max_position": variant(
+        "llama",
+        rope_parameters=DYNAMIC,
+        max_position_embeddings=26,
+    ),
     "llama, a part of the columns asked for": variant(
         "llama",
         rope_parameters={
@@ -218,8 +223,8 @@ def gentle(model: Any) -> Any:
 
 
 def stated(config: Any) -> Mapping[str, Any]:
-    """Every field of a config."""
-    return {**config.to_dict(), "model_type": config.model_type}
+    """Every field of a config, and the context length that a dynamic rope is made for."""
+    return {**config.to_dict(), "model_type": config.model_type, "context_length": LENGTH}
 
 
 @pytest.mark.parametrize("name", VARIANTS)

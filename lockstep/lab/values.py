@@ -68,7 +68,7 @@ EXACT = {
 }
 
 Ids = tuple[int, ...]
-Told = dict[tuple[int, int], float]  # (row, token) → log-probability
+Told = set[tuple[int, int, float]]  # row, token, its log-probability
 
 
 class Roundings(TorchFunctionMode):
@@ -149,7 +149,7 @@ def decided_rows(
         off = float((moved - scores).nan_to_num(0.0).abs().max()) * scale
         ranking = scores.sort(-1, descending=True).values
         close = ranking[:, k - 1] - ranking[:, k] <= 2 * off
-        first = min(first, *close.nonzero().flatten().tolist(), first)
+        first = min([first, *close.nonzero().flatten().tolist()])
     return first
 
 
@@ -192,12 +192,12 @@ class Values:
         source: Sequence[int] = (),
     ) -> None:
         """ids[begin:] have these log-probabilities, and those of `best` beside them theirs."""
-        told = self.logprobs.setdefault((tuple(ids), tuple(source)), {})
+        told = self.logprobs.setdefault((tuple(ids), tuple(source)), set())
         scored = zip(ids[begin:], logprobs, strict=True)
         for row, (token, value) in enumerate(scored, start=begin - 1):
-            told[row, token] = float(value)
+            told.add((row, token, float(value)))
         for row, pairs in enumerate(best, start=begin - 1):
-            told.update(((row, token), float(value)) for token, value in pairs)
+            told.update((row, token, float(value)) for token, value in pairs)
 
     def claim_embedding(self, ids: Sequence[int], pooling: str, vector: Iterable[float]) -> None:
         """The embedding of `ids`, of length 1."""
@@ -214,7 +214,8 @@ class Values:
 
     def _compare(self, verdict: Verdict) -> None:
         for (ids, source), told in self._merged().items():
-            self._judge(verdict, ids, source, told)
+            if told:
+                self._judge(verdict, ids, source, told)
         for (ids, pooling), vector in self.embeddings.items():
             self._judge_embedding(verdict, ids, pooling, vector)
 
@@ -222,7 +223,7 @@ class Values:
         merged: dict[tuple[Ids, Ids], Told] = {}
         for (ids, source), told in sorted(self.logprobs.items(), key=lambda item: -len(item[0][0])):
             longer = ((i, s) for i, s in merged if s == source and i[: len(ids)] == ids)
-            merged.setdefault(next(longer, (ids, source)), {}).update(told)
+            merged.setdefault(next(longer, (ids, source)), set()).update(told)
         return merged
 
     def _judge(self, verdict: Verdict, ids: Ids, source: Ids, told: Told) -> None:
@@ -230,11 +231,10 @@ class Values:
             return plain.logits(self.checkpoint, ids[:-1], source).log_softmax(-1)
 
         found = self._truth(compute)
-        places = [place for place in told if place[0] < found.decided]
-        verdict.undecided += len(told) - len(places)
-        rows, tokens = (torch.tensor([p[i] for p in places], dtype=torch.long) for i in (0, 1))
-        have = torch.tensor([told[p] for p in places], dtype=torch.float64)
-        errors = (have - found.values[rows, tokens]).abs()
+        decided = [entry for entry in sorted(told) if entry[0] < found.decided]
+        verdict.undecided += len(told) - len(decided)
+        wrong = [value - float(found.values[row, token]) for row, token, value in decided]
+        errors = torch.tensor(wrong, dtype=torch.float64).abs()
         verdict.add(f"{len(ids)} tokens", errors, found.tolerance)
 
     def _judge_embedding(

@@ -82,7 +82,7 @@ def grouped_query(x: Tensor, config: Config, weights: Weights, kind: GroupedQuer
         q = rms_norm(q, one + weights["q_norm.weight"], config["rms_norm_eps"])
         k = rms_norm(k, one + weights["k_norm.weight"], config["rms_norm_eps"])
     width = head_dim(config)
-    turn = rotation(kind.rope, width, config["max_position_embeddings"], len(x))
+    turn = rotation(kind.rope, width, config, len(x))
     q, k = rotate_halves(q, turn), rotate_halves(k, turn)
     sinks = weights["sinks"] if kind.sinks else None
     scoring = Scoring(kind.scale or width**-0.5, kind.cap, sinks)

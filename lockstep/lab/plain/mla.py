@@ -18,8 +18,7 @@ LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says
 
 def latent_attention(x: Tensor, config: Config, weights: Weights) -> Tensor:
     """x [n, hidden] → [n, hidden]."""
-    params, width = config["rope_parameters"], config["qk_rope_head_dim"]
-    turn = rotation(params, width, config["max_position_embeddings"], len(x))
+    turn = rotation(config["rope_parameters"], config["qk_rope_head_dim"], config, len(x))
     q = queries(x, config, weights, turn)
     k, v = keys_and_values(x, config, weights, turn)
     mixed = attend(q, k, v, causal(len(x)), Scoring(score_scale(config)))

@@ -9,11 +9,12 @@ partial_rotary_factor is ignored, as transformers ignores it for all models here
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lockstep.lab.plain.layers import Config
 
 
 class Rotation(NamedTuple):
@@ -23,11 +24,11 @@ class Rotation(NamedTuple):
     sin: Tensor
 
 
-def rotation(params: Mapping[str, Any], dim: int, max_position: int, length: int) -> Rotation:
-    """Of rows at positions 0…length-1, by a config's rope_parameters; `dim` columns turn."""
-    factor = attention_factor(params, max_position)
+def rotation(params: Config, dim: int, config: Config, length: int) -> Rotation:
+    """Of rows at positions 0…length-1, by some of a config's rope_parameters; `dim` columns turn."""
+    factor = attention_factor(params, config["max_position_embeddings"])
     positions = torch.arange(length, dtype=torch.float64)[:, None, None]
-    angles = positions * frequencies(params, dim, max_position)
+    angles = positions * frequencies(params, dim, config)
     return Rotation(angles.cos() * factor, angles.sin() * factor)
 
 
@@ -43,18 +44,20 @@ def rotate_pairs(x: Tensor, by: Rotation) -> Tensor:
     return torch.stack((a * by.cos - b * by.sin, b * by.cos + a * by.sin), -1).flatten(-2)
 
 
-def frequencies(params: Mapping[str, Any], dim: int, max_position: int) -> Tensor:
+def frequencies(params: Config, dim: int, config: Config) -> Tensor:
     """float64 [dim / 2], by the scaling that rope_type names."""
     kind = params["rope_type"]
     plain = powers(params["rope_theta"], dim)
-    if kind in ("default", "dynamic"):  # dynamic stretches nothing within max_position
+    if kind == "default":
         return plain
+    if kind == "dynamic":
+        return powers(stretched_base(params, dim, config), dim)
     if kind == "linear":
         return plain / float(params["factor"])
     if kind == "llama3":
         return llama3(plain, params)
     if kind == "yarn":
-        return yarn(plain, params, dim, max_position)
+        return yarn(plain, params, dim, config["max_position_embeddings"])
     raise KeyError(f"rope_type {kind}")
 
 
@@ -64,7 +67,19 @@ def powers(theta: float, dim: int) -> Tensor:
     return 1 / torch.pow(torch.tensor(theta, dtype=torch.float64), exponents)
 
 
-def llama3(plain: Tensor, params: Mapping[str, Any]) -> Tensor:
+def stretched_base(params: Config, dim: int, config: Config) -> float:
+    """Dynamic: theta itself within max_position; larger for a context length beyond it.
+
+    The length is a decision of whoever loads the model, `context_length`: as published it is that
+    of the sequence, and a key would depend on when it was computed.
+    """
+    length = config.get("context_length") or 0
+    beyond = max(length / config["max_position_embeddings"], 1.0)
+    stretch = params["factor"] * beyond - (params["factor"] - 1)
+    return float(params["rope_theta"] * stretch ** (dim / (dim - 2)))
+
+
+def llama3(plain: Tensor, params: Config) -> Tensor:
     """Pairs that turn seldom within the original length are stretched, the others kept; blended."""
     low, high = float(params["low_freq_factor"]), float(params["high_freq_factor"])
     turns = float(params["original_max_position_embeddings"]) * plain / (2 * math.pi)
@@ -72,7 +87,7 @@ def llama3(plain: Tensor, params: Mapping[str, Any]) -> Tensor:
     return (1 - keep) * plain / float(params["factor"]) + keep * plain
 
 
-def yarn(plain: Tensor, params: Mapping[str, Any], dim: int, max_position: int) -> Tensor:
+def yarn(plain: Tensor, params: Config, dim: int, max_position: int) -> Tensor:
     """Pairs that turn beta_fast times or more are kept, beta_slow or less stretched; blended."""
     fast, slow = params.get("beta_fast") or 32, params.get("beta_slow") or 1
     first, last = pair_that_turns(fast, params, dim), pair_that_turns(slow, params, dim)
@@ -84,20 +99,20 @@ def yarn(plain: Tensor, params: Mapping[str, Any], dim: int, max_position: int) 
     return stretch * plain / yarn_factor(params, max_position) + (1 - stretch) * plain
 
 
-def pair_that_turns(times: float, params: Mapping[str, Any], dim: int) -> float:
+def pair_that_turns(times: float, params: Config, dim: int) -> float:
     """The pair, as a real number, that turns so often within the original length."""
     wavelength = params["original_max_position_embeddings"] / times
     return float(dim / 2 * math.log(wavelength / (2 * math.pi), params["rope_theta"]))
 
 
-def yarn_factor(params: Mapping[str, Any], max_position: int) -> float:
+def yarn_factor(params: Config, max_position: int) -> float:
     """The stretch; where a config does not state it, how much longer the context became."""
     if params["factor"] is not None:
         return float(params["factor"])
     return max_position / float(params["original_max_position_embeddings"])
 
 
-def attention_factor(params: Mapping[str, Any], max_position: int) -> float:
+def attention_factor(params: Config, max_position: int) -> float:
     """What yarn multiplies cos and sin with; 1 for all others."""
     if params["rope_type"] != "yarn":
         return 1.0
