@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "lockstep"
 
-BASE = {"order", "types", "config", "progress"}
+BASE = {"order", "types", "config", "progress", "folder", "outfile"}
 CHAIN = ["plan", "kv", "kernels", "attention", "nn", "models", "sample", "run", "spec", "llm", "serve"]
 SIDE = {"text", "sched"}  # `llm` and `serve` put them together with the rest
 TOOLS = {"lab", "bench"}  # see everything; seen by `cli` alone, inside functions
@@ -94,7 +94,7 @@ def sees(importer: str) -> set[str]:
     if importer in BASE:
         return BASE
     if importer == "text":
-        return {"text", "types"}
+        return {"text", "types", "folder"}
     if importer == "sched":
         return BASE | {"plan", "kv", "sched"}
     above = {"", *SIDE} if importer in {"llm", "serve"} else set()

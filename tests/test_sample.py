@@ -99,7 +99,7 @@ def test_values_are_kept_in_one_form():
 
 def test_unknown_names_are_refused_with_the_nearest():
     assert SamplingParams.from_dict({"top_k": 3}) == SamplingParams(top_k=3)
-    with pytest.raises(RuleError, match=r"got 'temprature'\. Did you mean temperature\."):
+    with pytest.raises(RuleError, match=r"got 'temprature'\. Did you mean temperature\?"):
         SamplingParams.from_dict({"temprature": 1})
     with pytest.raises(RuleError, match="Leave it out"):
         SamplingParams.from_dict({"zzz": 1})

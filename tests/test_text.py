@@ -119,6 +119,39 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path):
         Tokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"\xff\xfe{}", "tokenizer.json is text in UTF-8; got byte 0xFF at 0. Download the model again."),
+        (
+            b"",
+            "tokenizer.json is one that `tokenizers` can read; got EOF while parsing a value at line 1 column 0. Download the model again.",
+        ),
+        (b"rubbish", "tokenizer.json is one that `tokenizers` can read; got expected value at line 1 column 1. Download the model again."),
+    ],
+)
+def test_a_rubbish_tokenizer_is_one_line(tmp_path: Path, content: bytes, line: str):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(RuleError) as error:
+        Tokenizer.from_folder(tmp_path)
+    assert str(error.value) == line
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_tokenizer_that_is_a_link_out_of_the_folder_is_refused(tmp_path: Path, name: str, there: bool):
+    folder, outside = tmp_path / "model", tmp_path / "outside"
+    folder.mkdir()
+    saved(folder, tokenizer_config={})
+    (folder / name).rename(outside)
+    (folder / name).symlink_to(outside)
+    if not there:
+        outside.unlink()
+    with pytest.raises(RuleError) as error:
+        Tokenizer.from_folder(folder)
+    assert str(error.value) == f"files of a model lie in its folder; got {name} → {outside}. Replace the link by the file."
+
+
 def test_without_tokenizer_json_transformers_is_asked_and_its_absence_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def absent(name: str) -> Any:
         raise ImportError(f"No module named {name!r}")

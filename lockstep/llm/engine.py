@@ -17,6 +17,7 @@ from torch import Tensor
 from lockstep.attention.base import Backend
 from lockstep.attention.select import select
 from lockstep.config import EngineConfig
+from lockstep.folder import has
 from lockstep.kv.pages import PagePool
 from lockstep.llm.fingerprint import fingerprint
 from lockstep.llm.job import Job
@@ -62,7 +63,7 @@ def load(config: EngineConfig) -> Parts:
     refused: list[RuleError] = []
     for gemm in linear.kernels(config.device):
         model, info = weights.load(config.model or BUILTIN, config.device, config.dtype, gemm=gemm, context_length=config.context_length)
-        tokenizer = Tokenizer.from_folder(info.folder) if (info.folder / "tokenizer.json").exists() else None
+        tokenizer = Tokenizer.from_folder(info.folder) if has(info.folder, "tokenizer.json") else None
         try:
             return prepare(Loaded(model, info), tokenizer, config.attention_backend)
         except NotCertified as error:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
+import math
 import pkgutil
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,24 +22,26 @@ import torch
 from torch import Tensor
 
 from lockstep import models
+from lockstep.folder import has, inside, read_json
 from lockstep.nn import linear, rope
 from lockstep.nn.decoder import Model
 from lockstep.nn.source import Weights
-from lockstep.types import RuleError
+from lockstep.types import INT32_MAX, RuleError, shown
 
-JSON_BYTES = 64 << 20
 SHOWN = 4  # names in an error
 FAULTS = 1000  # after so many missing or misshapen tensors the rest is not looked at
 DTYPES = {"float32": torch.float32}
 FLOATS = {"F32", "F16", "BF16", "F64"}
 DOWNLOAD = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
 LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers")
+EPSILONS = ("rms_norm_eps", "layer_norm_eps")
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads", "num_key_value_heads", "d_model"),
     *("encoder_ffn_dim", "decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads", "type_vocab_size"),
     *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_intermediate_size"),
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
+MAY_BE_0 = ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts")  # a model without experts
 
 
 @dataclass(frozen=True)
@@ -130,10 +131,11 @@ def load(
     """
     if dtype not in DTYPES:
         raise RuleError(f"dtype on {device} is one of {', '.join(DTYPES)}", repr(dtype), "Stored bfloat16 weights are widened exactly")
-    kernel, why = linear.default_kernel(device) if gemm == "auto" else (gemm, f"{gemm}: asked for by name")
+    kernel, why = linear.default_kernel(device) if gemm == "auto" else (gemm, linear.kernels(device).get(gemm, gemm))
     folder = local_folder(path_or_id, revision)
     raw = read_json(folder, "config.json")
     module = model_module(raw)
+    check_numbers(raw)
     entries = scan(folder)
     check_sizes(raw, entries)
     config = stretched(SimpleNamespace(**raw) if raw.get(STATED) else parse_config(folder), context_length)
@@ -178,9 +180,7 @@ def model_module(raw: Mapping[str, Any]) -> ModuleType:
     """The file of a config's model_type."""
     name, known = raw.get("model_type"), model_types()
     if not isinstance(name, str) or name not in known:
-        close = get_close_matches(str(name), known, 3, 0.5)
-        hint = f"Did you mean {' or '.join(close)}?" if close else f"Add lockstep/models/{name}.py"
-        raise RuleError(f"model_type is one of {', '.join(known)}", repr(name), hint)
+        raise RuleError(f"model_type is one of {', '.join(known)}", shown(name), "Use a checkpoint of one of these")
     if raw.get("quantization_config") is not None:
         method = raw["quantization_config"].get("quant_method") if isinstance(raw["quantization_config"], dict) else "unknown"
         raise RuleError("weights are float32, bfloat16 or float16", f"quantised ones ({method})", "Use an unquantised checkpoint")
@@ -202,35 +202,6 @@ def local_folder(path_or_id: str | Path, revision: str | None) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         got = f"{path_or_id!r}: {type(error).__name__}: {error}"
         raise RuleError("the hub has the model, or its cache does", got, "Check the name, the network and the access") from error
-
-
-def inside(folder: Path, name: str) -> Path:
-    """A file of the folder. A name that leads elsewhere is an error; the hub's cache links into its own blobs."""
-    path = folder / name
-    if not name or Path(name).name != name or name in (".", ".."):
-        raise RuleError("files of a model lie in its folder", repr(name), "Use plain file names")
-    roots = [folder.resolve()]
-    if folder.parent.name == "snapshots":
-        roots.append((folder.parent.parent / "blobs").resolve())
-    if not any(path.resolve().is_relative_to(root) for root in roots):
-        raise RuleError("files of a model lie in its folder", f"{name} → {path.resolve()}", "Replace the link by the file")
-    return path
-
-
-def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON object of the folder."""
-    path = inside(folder, name)
-    if not path.is_file():
-        raise RuleError(f"a model folder holds {name}", str(folder), "Check the path")
-    if path.stat().st_size > JSON_BYTES:
-        raise RuleError(f"{name} is at most {JSON_BYTES} bytes", str(path.stat().st_size), "Check the file")
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise RuleError(f"{name} is JSON", f"{type(error).__name__}: {error}", "Check the file") from error
-    if not isinstance(value, dict):
-        raise RuleError(f"{name} is a JSON object", type(value).__name__, "Check the file")
-    return value
 
 
 def parse_config(folder: Path) -> Any:
@@ -263,7 +234,7 @@ def scan(folder: Path) -> dict[str, Entry]:
 
 def weight_files(folder: Path) -> dict[Path, list[str]]:
     """File → the tensors that an index places in it (none, if there is no index)."""
-    if (folder / "model.safetensors.index.json").is_file():
+    if has(folder, "model.safetensors.index.json"):
         index = read_json(folder, "model.safetensors.index.json").get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
             raise RuleError("an index maps tensors to files", "no weight_map of names", "Download it again")
@@ -315,19 +286,46 @@ def check_sizes(raw: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
         value = raw.get(key)
         if value is None:
             continue
+        if type(value) is int and value == 0 and key not in MAY_BE_0:
+            raise RuleError(f"{key} in config.json is at least 1", "0", "Check the file")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= limit:
             what = f"{len(entries)} tensors, the largest dimension is {largest}"
-            raise RuleError(f"{key} in config.json fits the files: {what}", repr(value), "Check that config and weights belong together")
+            raise RuleError(f"{key} in config.json fits the files: {what}", shown(value), "Check that config and weights belong together")
+
+
+def check_numbers(raw: Mapping[str, Any]) -> None:
+    """Every number of a config is finite; positions are counted from 1, and what stabilises a norm does."""
+    for path, value in numbers(raw):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise RuleError("numbers in config.json are finite", f"{path}={value}", "Check the file")
+    remedy = "Check the file"
+    for key in EPSILONS:
+        value = raw.get(key, 0.0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise RuleError(f"{key} in config.json is a number from 0 on", shown(value), remedy)
+    longest = raw.get("max_position_embeddings", 1)
+    if type(longest) is not int or not 1 <= longest <= INT32_MAX:
+        rule = f"max_position_embeddings in config.json is a whole number from 1 to {INT32_MAX}"
+        raise RuleError(rule, shown(longest), remedy)
+
+
+def numbers(value: Any, path: str = "") -> Iterator[tuple[str, int | float]]:
+    """(where, number) of every number in parsed JSON."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from numbers(part, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        for i, part in enumerate(value):
+            yield from numbers(part, f"{path}[{i}]")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield path, value
 
 
 def describe(folder: Path, config: Any, model: Model, gemm: str) -> Info:
     """The facts of a config, the generation_config's end tokens first."""
-    extra = read_json(folder, "generation_config.json") if (folder / "generation_config.json").is_file() else {}
-    eos = extra.get("eos_token_id", config.eos_token_id)
-    eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not all(isinstance(token, int) for token in eos):
-        raise RuleError("eos_token_id is a token id or a list of them", repr(eos), "Check generation_config.json")
+    extra = read_json(folder, "generation_config.json") if has(folder, "generation_config.json") else {}
     encoder = bool(config.is_encoder_decoder)
+    start = special_ids("decoder_start_token_id", extra, config) if encoder else ()
     return Info(
         config.model_type,
         folder,
@@ -335,13 +333,25 @@ def describe(folder: Path, config: Any, model: Model, gemm: str) -> Info:
         config.hidden_size,
         model.max_position,
         config.bos_token_id,
-        tuple(eos),
-        extra.get("decoder_start_token_id", config.decoder_start_token_id) if encoder else None,
+        special_ids("eos_token_id", extra, config),
+        start[0] if start else None,
         model.generates,
         encoder,
         gemm,
         model.max_position if model.max_position > config.max_position_embeddings else None,
     )
+
+
+def special_ids(name: str, extra: Mapping[str, Any], config: Any) -> tuple[int, ...]:
+    """The ids that generation_config.json, or else config.json, gives under this name: tokens that the model has."""
+    file = "generation_config.json" if name in extra else "config.json"
+    given = extra.get(name, getattr(config, name))
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    wrong = [i for i in ids if type(i) is not int or not 0 <= i < config.vocab_size]
+    if wrong:
+        rule = f"{name} in {file} names tokens from 0 to {config.vocab_size - 1}"
+        raise RuleError(rule, shown(wrong[0]), "Mend the file")
+    return tuple(ids)
 
 
 def listed(names: Iterable[str]) -> str:

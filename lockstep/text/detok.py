@@ -6,7 +6,6 @@ pieces, whatever the pieces are. `Stream` is both. They hold state for one compl
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -87,7 +86,7 @@ class Detok:
             for count in range(1, CHARACTER_BYTES):
                 longer = self._decode([*self.ids, *[token_id] * count])
                 if longer.count(REPLACEMENT) < text.count(REPLACEMENT):
-                    lengths.append(len(os.path.commonprefix([text, longer])))
+                    lengths.append(_common_len(text, longer))
         return min(lengths)
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -100,6 +99,12 @@ class Detok:
         new = text[self.sent :]
         self.sent += len(new)
         return new
+
+
+def _common_len(one: str, other: str) -> int:
+    """Characters that both begin with."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 class Stops:

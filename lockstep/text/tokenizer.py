@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from lockstep import folder as folder_files
 from lockstep.types import RuleError
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -57,11 +58,11 @@ class Tokenizer:
         """Read a model folder: tokenizer.json, and the special ids of generation_config, config and tokenizer_config."""
         path = Path(folder)
         codec: Codec
-        if (path / "tokenizer.json").is_file():
-            codec = Fast.from_text((path / "tokenizer.json").read_text("utf-8"))
+        if folder_files.has(path, "tokenizer.json"):
+            codec = Fast.from_text(folder_files.read_text(path, "tokenizer.json"))
         else:
             codec = Slow(path)
-        configs = [_config(path / f"{name}.json") for name in ("generation_config", "config", "tokenizer_config")]
+        configs = [_config(path, f"{name}.json") for name in ("generation_config", "config", "tokenizer_config")]
         configs[1:1] = [config["text_config"] for config in configs if isinstance(config.get("text_config"), dict)]
         bos = [i for config in configs for i in _ids(config, "bos", codec)]
         eos = dict.fromkeys(i for config in configs for i in _ids(config, "eos", codec))
@@ -212,17 +213,9 @@ def _byte_tokens(codec: Codec, values: Sequence[int]) -> tuple[int, ...]:
     return tuple(i for i in ids if i is not None)
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _config(folder: Path, name: str) -> dict[str, Any]:
     """A JSON object; empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise RuleError(f"{path.name} is JSON", str(error), "Download the model again") from None
-    if not isinstance(value, dict):
-        raise RuleError(f"{path.name} is a JSON object", type(value).__name__, "Download the model again")
-    return value
+    return folder_files.read_json(folder, name) if folder_files.has(folder, name) else {}
 
 
 def _ids(config: dict[str, Any], name: str, codec: Codec) -> list[int]:
