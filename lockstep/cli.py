@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from lockstep import __version__
+from lockstep import __version__, outfile
 from lockstep.types import RuleError
 
 EXAMPLES = {
@@ -107,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind = "unknown option" if wrong.startswith("-") else "unexpected argument"
         args.parser.error(f"{kind} {wrong}{suggestion(wrong, args.parser.options())}")
     try:
+        check_outputs(args)
         if args.lab:
             be_patient()
         return with_revert(args.call, args)
@@ -119,6 +120,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """What a command will write can be written: found out before its work, not after."""
+    given = {f"--{name}": vars(args)[name] for name in ("json", "html") if vars(args).get(name) is not None}
+    for option, where in given.items():
+        outfile.check(option, where)
+    if vars(args).get("curves"):
+        outfile.check("--svg-dir", os.path.join(args.svg_dir, "curves.svg"))
+    files = [os.path.realpath(where) for where in given.values() if where != "-"]
+    if len(files) > len(set(files)):
+        raise RuleError("--json and --html name two files", given["--json"], "Choose another place for one of them")
 
 
 def be_patient() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lockstep import __version__, cli
+from lockstep.attention import select
 from lockstep.lab import known, reverts
 from lockstep.lab.cells import Cell, Result
 from lockstep.lab.properties import Finding
@@ -85,6 +89,99 @@ def test_a_users_error_is_one_line(line: str, hint: str, capsys: pytest.CaptureF
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("lockstep: ") and said.err.count("\n") == 1, said.err
     assert hint in said.err, said.err
+
+
+EVERY_OUTPUT = [
+    "generate x --json",
+    "lab run --json",
+    "lab run --html",
+    "lab reverts --json",
+    "lab reverts --html",
+    "lab fuzz --json",
+    "lab show reference/empty/dense --json",
+    "bench attention --json",
+    "bench engine --json",
+    "check-env --json",
+]
+
+
+@pytest.mark.parametrize("line", EVERY_OUTPUT)
+def test_a_file_that_cannot_be_written_is_found_out_before_the_work(line: str, tmp_path: Path, monkeypatch, capsys):
+    def work(args: argparse.Namespace) -> int:
+        raise AssertionError("the work has begun")
+
+    name = line.removesuffix(" --json").removesuffix(" --html").removesuffix(" x").removesuffix(" reference/empty/dense")
+    monkeypatch.setattr(cli, name.replace(" ", "_").replace("-", "_"), work)
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "folder").mkdir()
+    option = line.split()[-1]
+    for where, why in (("file/out", "Not a directory"), ("folder", "Is a directory"), ("n" * 300, "File name too long")):
+        assert cli.main([*line.split(), str(tmp_path / where)]) == 2
+        said = f"lockstep: the output file can be written; got {option} {tmp_path / where}: {why}. Choose another place.\n"
+        assert capsys.readouterr().err == said
+    with pytest.raises(AssertionError, match="the work has begun"):
+        cli.main([*line.split(), str(tmp_path / "new" / "out")])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"], "trying leaves nothing behind"
+    with pytest.raises(AssertionError, match="the work has begun"):
+        cli.main([*line.split(), str(tmp_path / "file")])
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_every_command_that_writes_is_among_those():
+    """A new --json or --html has to be tried too."""
+    found = [
+        f"{p.prog.removeprefix('lockstep ')} {o}" for p in parsers(cli.make_parser()) for o in p.options() if o in ("--json", "--html")
+    ]
+    known = {" ".join(w for w in line.split() if w not in ("x", "reference/empty/dense")) for line in EVERY_OUTPUT}
+    assert set(found) == known
+
+
+def parsers(parser: cli.Parser) -> list[cli.Parser]:
+    """A parser and those of its commands."""
+    below = [p for a in parser._actions if isinstance(a, argparse._SubParsersAction) for p in a.choices.values()]
+    return [parser, *(each for p in below for each in parsers(p))]
+
+
+def test_two_outputs_are_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    where = str(tmp_path / "lab")
+    assert cli.main(["lab", "run", *CELL, "--json", where, "--html", where]) == 2
+    assert capsys.readouterr().err == f"lockstep: --json and --html name two files; got {where}. Choose another place for one of them.\n"
+
+
+def test_curves_and_pages_are_tried_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "file").touch()
+    assert cli.main(["bench", "engine", "--curves", "--svg-dir", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err.startswith("lockstep: the output file can be written; got --svg-dir ")
+    (tmp_path / "matrix.md").mkdir()
+    assert cli.main(["lab", "matrix", "--docs", str(tmp_path)]) == 2
+    assert "got --docs " in capsys.readouterr().err
+
+
+class Broken:
+    """An entry point of somebody's package that cannot be imported."""
+
+    name = "broken"
+
+    def load(self) -> Any:
+        raise ImportError("libnothing.so.1: cannot open shared object file")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["lab run --backend broken", "lab run --backend cpu,broken --list", "lab reverts --backend broken", "lab show broken/empty/dense"],
+)
+def test_a_backend_whose_import_fails_is_one_line(line: str, monkeypatch, capsys):
+    found = select.entry_points
+    monkeypatch.setattr(select, "entry_points", lambda group: [*found(group=group), Broken()])
+    assert cli.main(line.split()) == 2
+    reason = "ImportError: libnothing.so.1: cannot open shared object file"
+    remedy = "Install what it needs, or use another."
+    assert capsys.readouterr().err == f"lockstep: backend broken can be loaded; got {reason}. {remedy}\n"
+
+
+def test_a_backend_that_is_misspelt_is_one_line(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["lab", "reverts", "--backend", "cpuu"]) == 2
+    assert capsys.readouterr().err == "lockstep: a backend is installed; got 'cpuu'. Did you mean cpu?\n"
 
 
 def test_json_to_stdout_is_one_document_and_nothing_else(capsys: pytest.CaptureFixture[str]):

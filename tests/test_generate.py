@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
@@ -24,7 +25,7 @@ def test_one_prompt_streams_its_text(capsys):
     code, out, told = run(capsys, PROMPT, "--max-tokens", "24", "--max-total-tokens", "2048")
     assert code == 0
     assert out.startswith(PROMPT + "\n") and len(out) > len(PROMPT) + 20
-    assert "attention cpu" in told and "gemm lanes" in told and "cache for 2,048 tokens" in told
+    assert "attention cpu" in told and "gemm lanes: our own" in told and "by name" not in told and "cache for 2,048 tokens" in told
 
 
 def test_many_prompts_from_a_file_are_one_document(capsys, tmp_path):
@@ -38,6 +39,24 @@ def test_many_prompts_from_a_file_are_one_document(capsys, tmp_path):
     assert all(len(c["logprobs"]) == len(c["token_ids"]) == 6 for o in outputs for c in o["completions"] if c["finish_reason"] == "length")
     again = json.loads(run(capsys, outputs[1]["prompt"], *words[2:], "--json", "-")[1])["outputs"][0]
     assert again["completions"] == outputs[1]["completions"], "alone, it is the same"
+
+
+def test_a_file_of_prompts_that_is_not_utf8_is_one_line(capsys, tmp_path, monkeypatch):
+    path = tmp_path / "prompts"
+    path.write_bytes(b"def\nca\xf6\n")
+    code, out, told = run(capsys, "--file", str(path))
+    assert (code, out) == (2, "")
+    line = f"a file of prompts is text in UTF-8; got {str(path)!r}: byte 0xF6 in line 2. Convert it, as with iconv."
+    assert told == f"lockstep: {line}\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
+    assert run(capsys, "--file", "-") == (2, "", told.replace(repr(str(path)), "'-'"))
+
+
+def test_a_document_goes_into_a_folder_that_is_made_for_it(capsys, tmp_path):
+    path = tmp_path / "not" / "there" / "out.json"
+    code, out, _ = run(capsys, "x =", "--max-tokens", "2", "--json", str(path))
+    assert code == 0 and out.startswith("--- 'x =' [0]")
+    assert len(json.loads(path.read_text())["outputs"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -65,7 +84,12 @@ def test_many_prompts_from_a_file_are_one_document(capsys, tmp_path):
         (("x", "--logit-bias", "abc"), "a token id and a number"),
         (("x", "--logit-bias", "1=nan"), "logit_bias"),
         (("x", "--temprature", "1"), "Did you mean --temperature?"),
-        (("x", "--file", "/nowhere/at/all"), "--file names a text file"),
+        (("x", "--file", "/nowhere/at/all"), "--file names a text file with one prompt per line; got '/nowhere/at/all': No such file"),
+        (("x", "--file", "/"), "--file names a text file with one prompt per line; got '/': Is a directory"),
+        (("x\udcff",), "a text is made of characters; got U+DCFF, a lone surrogate, at character 1. Decode it as what it is"),
+        (("x", "--json", ""), "--json names a file; got ''. Use - for stdout."),
+        (("x", "--json", "/"), "the output file can be written; got --json /: Is a directory. Choose another place."),
+        (("x", "--model", ""), "model is a folder or a hub id of the form owner/name; got ''"),
         (("x", "--model", "/nowhere/at/all"), "/nowhere/at/all"),
         (("x", "--model", "../../etc"), "etc"),
         (("x", "--page-size", "0"), "a whole number from 1 on"),

@@ -27,7 +27,17 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Backend:
-    """The backend called `name`."""
+    """The backend called `name`; one that is there and cannot be made is an error with its reason."""
+    try:
+        return _load(name)
+    except RuleError:
+        raise
+    except Exception as error:  # whatever somebody's import or constructor raises
+        got = f"{type(error).__name__}: {error}"
+        raise Refused(f"backend {name} can be loaded", got, "Install what it needs, or use another") from error
+
+
+def _load(name: str) -> Backend:
     if name in names() and not any(e.name == name for e in entry_points(group=ENTRY_POINTS)):
         backend: Backend = importlib.import_module(f"lockstep.attention.{name}").Backend()
         return backend
@@ -35,7 +45,7 @@ def load(name: str) -> Backend:
     if not found:
         close = get_close_matches(name, names(), 1)
         hint = f"Did you mean {close[0]}?" if close else "Install the package that has it"
-        raise RuleError(f"a backend is one of {', '.join(names())}", repr(name), hint.rstrip("."))
+        raise RuleError(f"a backend is one of {', '.join(names())}", repr(name), hint)
     made: Backend = found[0].load()()
     return made
 
@@ -51,7 +61,11 @@ def select(name: str | None, specs: Sequence[GroupSpec], device: str) -> tuple[B
         return backend, f"{name}: asked for by name"
     passed_over: list[str] = []
     for candidate in names():
-        backend = load(candidate)
+        try:
+            backend = load(candidate)
+        except Refused as error:
+            passed_over.append(f"not {candidate}: {error.got}")
+            continue
         whys = [why for spec in specs if (why := refusal(backend.caps, spec, device))]
         if not whys:
             because = f" ({'; '.join(passed_over)})" if passed_over else ""

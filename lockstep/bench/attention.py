@@ -13,13 +13,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from lockstep import outfile
 from lockstep.attention import select
 from lockstep.bench.machine import place, race
 from lockstep.kv.pages import PagePool
@@ -106,10 +106,8 @@ def run(args: argparse.Namespace) -> int:
         "plan_check_us": checks,
         "memory_bytes": memory,
     }
-    if args.json == "-":
-        print(json.dumps(document, indent=1))
-    elif args.json:
-        Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
+    if args.json:
+        outfile.write(args.json, json.dumps(document, indent=1) + "\n")
     missed = [r.case for r in results if not r.met]
     if args.json != "-":
         print(f"{len(results) - len(missed)} of {len(results)} cases reach their targets{': not ' + '; '.join(missed) if missed else ''}")

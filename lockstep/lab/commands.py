@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from lockstep import outfile
 from lockstep.attention import select
 from lockstep.lab import cells, document, kill, known, matrix, report, reverts, show
 from lockstep.lab.sheets import ENGINE, SHEETS
@@ -93,6 +94,7 @@ def kills(args: Namespace) -> int:
             revert = reverts.load(name)
             print(f"{name}: {revert.title}\n    {revert.target}; {', '.join(revert.cells) or 'equivalent'}")
         return 0
+    picked_backends([args.backend])
     earlier = document.read(args.source) if args.source else None
     total = len(kill.jobs([reverts.load(name) for name in names], args.backend))
     with Progress(total, "lab reverts") as bar:
@@ -111,6 +113,8 @@ def pages(args: Namespace) -> int:
     folder = Path(args.docs)
     if not folder.is_dir():
         raise RuleError("the pages lie in docs/ of the repository", f"{args.docs}: no such folder", "Run this at its root, or pass --docs")
+    for name in () if args.check else matrix.FILES:
+        outfile.check("--docs", str(folder / name))
     if args.source:
         verdicts = matrix.ran(document.read(args.source), backends)
     elif args.check:
@@ -126,7 +130,7 @@ def pages(args: Namespace) -> int:
         print("\n".join([*wrong, "run `lockstep lab matrix`"] if wrong else [f"{', '.join(wanted)}: up to date"]))
         return 1 if wrong else 0
     for name, text in wanted.items():
-        document.save(str(folder / name), text)
+        outfile.write(str(folder / name), text)
         print(f"wrote {folder / name}")
     return 1 if any(verdict == "failed" for verdict, _ in verdicts.values()) else 0
 
@@ -166,8 +170,11 @@ def quick(cell: cells.Cell) -> bool:
 
 
 def picked_backends(given: list[str] | None) -> list[str]:
-    """The backends that --backend names, or ours."""
-    return picked("a backend is installed", given, select.names()) or [b for b in BACKENDS if b in select.names()]
+    """The backends that --backend names, or ours, each of which can be loaded."""
+    chosen = picked("a backend is installed", given, select.names()) or [b for b in BACKENDS if b in select.names()]
+    for name in chosen:
+        select.load(name)  # here, where its reason is one line; not in every worker process
+    return chosen
 
 
 def picked(rule: str, given: list[str] | None, allowed: Sequence[str]) -> list[str]:
@@ -265,7 +272,7 @@ def _write(args: Namespace, doc: document.Document) -> None:
     if args.json:
         document.write(doc, args.json)
     if args.html:
-        document.save(args.html, report.page(doc))
+        outfile.write(args.html, report.page(doc))
 
 
 def _say(args: Namespace, lines: list[str]) -> None:

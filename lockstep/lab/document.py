@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep import __version__
+from lockstep import __version__, outfile
 from lockstep.lab.environment import environment
 from lockstep.lab.reverts import VARIABLE
 from lockstep.types import RuleError
@@ -70,21 +70,7 @@ def clean(value: Any) -> Any:
 
 def write(value: Any, where: str) -> None:
     """To a file, or with "-" to stdout."""
-    text = json.dumps(clean(value), indent=1, allow_nan=False, ensure_ascii=False)
-    if where == "-":
-        print(text)
-    else:
-        save(where, text + "\n")
-
-
-def save(where: str, text: str) -> None:
-    """A file of the user's choice, its folder made if need be."""
-    path = Path(where)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RuleError("the output file can be written", f"{where}: {error.strerror}", "Choose another place") from None
+    outfile.write(where, json.dumps(clean(value), indent=1, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def read(where: str) -> Document:

@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from lockstep import outfile
 from lockstep.config import EngineConfig
 from lockstep.llm.api import LLM
 from lockstep.llm.output import Output
@@ -35,7 +36,8 @@ def generate(args: Namespace) -> int:
         return _stream(llm, prompts[0], params)
     outputs = _batch(llm, prompts, params)
     if args.json:
-        _write(args.json, {"outputs": [as_json(p, o) for p, o in zip(prompts, outputs, strict=True)]})
+        document = {"outputs": [as_json(p, o) for p, o in zip(prompts, outputs, strict=True)]}
+        outfile.write(args.json, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     if args.json != "-":
         for prompt, output in zip(prompts, outputs, strict=True):
             for completion in output.completions:
@@ -53,14 +55,25 @@ def read_prompts(args: Namespace) -> list[str]:
     """The prompts of the command line, or one per line of a file."""
     prompts = list(args.prompt)
     if args.file:
-        path = Path(args.file)
-        if args.file != "-" and not path.is_file():
-            raise RuleError("--file names a text file with one prompt per line", repr(args.file), "Check the path, or use - for stdin")
-        text = sys.stdin.read() if args.file == "-" else path.read_text("utf-8")
-        prompts += [line for line in text.splitlines() if line.strip()]
+        prompts += [line for line in read_file(args.file).splitlines() if line.strip()]
     if not prompts:
         raise RuleError("generate needs a prompt", "none", 'Try: lockstep generate "def fib(n):"')
     return prompts
+
+
+def read_file(where: str) -> str:
+    """The text of a file of prompts, or of stdin."""
+    rule = "--file names a text file with one prompt per line"
+    try:
+        content = sys.stdin.buffer.read() if where == "-" else Path(where).read_bytes()
+    except OSError as error:
+        raise RuleError(rule, f"{where!r}: {error.strerror}", "Check the path, or use - for stdin") from None
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        got = f"{where!r}: byte 0x{content[error.start]:02X} in line {line}"
+        raise RuleError("a file of prompts is text in UTF-8", got, "Convert it, as with iconv") from None
 
 
 def as_json(prompt: str, output: Output) -> dict[str, Any]:
@@ -98,11 +111,3 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams) -> int:
 def _batch(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[Output]:
     with Progress(len(prompts), "generate") as bar:
         return llm.generate(prompts, params, on_done=lambda: bar.step(""))
-
-
-def _write(where: str, document: dict[str, Any]) -> None:
-    text = json.dumps(document, indent=1, ensure_ascii=False)
-    if where == "-":
-        print(text)
-    else:
-        Path(where).write_text(text + "\n", "utf-8")

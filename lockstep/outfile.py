@@ -1,0 +1,58 @@
+"""Files that a command writes where its user says: tried before the work begins, written when it is done.
+
+A folder that is not there is made, when the file is written; "-" is stdout. `cli` tries every `--json` and `--html` before it calls a
+command; commands write with `write`. Knows nothing of what is in the files.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from lockstep.types import RuleError
+
+RULE = "the output file can be written"
+REMEDY = "Choose another place"
+
+
+def check(option: str, where: str) -> None:
+    """Raises unless `where` can be written later. Leaves nothing behind, and an existing file as it is."""
+    if not where:
+        raise RuleError(f"{option} names a file", "''", "Use - for stdout")
+    if where == "-":
+        return
+    try:
+        _try(Path(where))
+    except OSError as error:
+        raise RuleError(RULE, f"{option} {where}: {error.strerror}", REMEDY) from None
+
+
+def write(where: str, text: str) -> None:
+    """The text to a file, its folder made if need be, or with "-" to stdout."""
+    if where == "-":
+        print(text.removesuffix("\n"))
+        return
+    path = Path(where)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RuleError(RULE, f"{where}: {error.strerror}", REMEDY) from None
+
+
+def _try(path: Path) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(None, "Is a directory")
+    if path.is_file():
+        with path.open("ab"):
+            return
+    if path.exists():  # a device or a pipe, which opening might hold up
+        if not os.access(path, os.W_OK):
+            raise PermissionError(None, "Permission denied")
+        return
+    folder = path.parent
+    while not folder.exists():
+        folder = folder.parent
+    with tempfile.TemporaryFile(dir=folder):
+        return
