@@ -27,7 +27,7 @@ from lockstep.run.groups import Groups, encoder_of
 from lockstep.run.runner import Runner
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import log_probs
-from lockstep.types import Layout
+from lockstep.types import GroupSpec, Layout
 
 Floats = NDArray[np.float32]
 
@@ -55,14 +55,19 @@ class Answer:
 
 
 class Recompute:
-    """Answers for one model and backend; each completion is computed once and remembered."""
+    """Answers for one model and backend; each completion is computed once and remembered.
 
-    def __init__(self, parts: Parts) -> None:
+    Keys are not kept. With a `kv_dtype` they are, in pages of one request, because what is computed
+    from them is computed from what the cache makes of them.
+    """
+
+    def __init__(self, parts: Parts, kv_dtype: str = "float32") -> None:
         self.model, self.info, self.tokenizer = parts.model, parts.info, parts.tokenizer
         self.encoder = encoder_of(parts.model, parts.info)
         self.groups = Groups.of(self.model, self.encoder)
-        self.specs = tuple(s if s.layout is Layout.CROSS else replace(s, layout=Layout.FRESH) for s in self.groups.specs)
-        pages = [CONTEXT if s.layout is Layout.CROSS else 0 for s in self.specs]  # of the source alone: a decoder's rows are read from it
+        self.kept = kv_dtype != "float32"
+        self.specs = tuple(self._spec(s, kv_dtype) for s in self.groups.specs)
+        pages = [0 if s.layout is Layout.FRESH else CONTEXT for s in self.specs]  # plainly, a source's alone: a decoder reads its rows
         self.pages = [PagePool(n) if n else None for n in pages]
         self.runner = Runner(self.model, self.specs, pages, parts.backend)
         self._known: dict[tuple[tuple[int, ...], SamplingParams], Answer] = {}
@@ -73,15 +78,32 @@ class Recompute:
 
     def logits(self, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
         """float32 [len(ids), vocabulary]: of every row of a sequence that is computed whole, its source encoded before."""
+        return self.model.logits(self.hidden(ids, source))
+
+    def embedding(self, prompt: Sequence[int]) -> NDArray[np.float64]:
+        """[d]: the last row of a prompt, of length 1."""
+        row = self.hidden(prompt)[-1].double()
+        return (row / row.norm()).numpy()
+
+    def hidden(self, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
+        """float32 [len(ids), d]: the rows that logits are made of."""
         table = Table(self.specs, self.pages)
-        table.reserve(0, cross_len=len(source))
+        table.reserve(len(ids) if self.kept else 0, cross_len=len(source))
         if self.encoder is not None:
             plan = self._plan(table, self.groups.encode, len(source), len(source), len(source))
             self.runner.rows(plan, torch.tensor(source), self.groups.encode, self.encoder.encoder_places, self.encoder.encode)
         plan = self._plan(table, self.groups.generate, len(ids), len(source))
         rows = self.runner.rows(plan, torch.tensor(ids), self.groups.generate, self.model.places)
         table.close()
-        return self.model.logits(rows)
+        return rows
+
+    def _spec(self, spec: GroupSpec, kv_dtype: str) -> GroupSpec:
+        """A group as this oracle has it."""
+        if spec.layout is Layout.FRESH:
+            return spec
+        if self.kept:
+            return replace(spec, kv_dtype=kv_dtype)
+        return spec if spec.layout is Layout.CROSS else replace(spec, layout=Layout.FRESH)
 
     def _plan(self, table: Table, groups: Sequence[int], rows: int, cross_len: int, cross_new: int = 0) -> StepPlan:
         work = Work(0, rows, tuple(table.pages(g) for g in groups), (rows - 1,), None, cross_len, cross_new)
@@ -106,11 +128,15 @@ class Recompute:
         alphabet's bytes, by the library's own incremental decoder: no tokenizer and no window of tokens.
         """
         ends = [i for i, t in enumerate(token_ids) if t in params.stop_ids or (t in self.info.eos_token_ids and not params.ignore_eos)]
+        said = token_ids[: ends[0]] if ends else token_ids
+        early = max(0, params.min_tokens - 1)  # tokens whose text is not searched
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        utf8.decode(Letters.spell(prompt))  # keeps the bytes of a character that is not complete
-        whole = utf8.decode(Letters.spell(token_ids[: ends[0]] if ends else token_ids), final=True)
-        found = sorted((at + len(stop), at) for stop in params.stops if (at := whole.find(stop)) >= 0)
-        return (whole[: found[0][1]], True) if found else (whole, False)
+        before = utf8.decode(Letters.spell(prompt))  # the decoder keeps the bytes of a character that is not complete
+        head = utf8.decode(Letters.spell(said[:early]))
+        tail = utf8.decode(Letters.spell(said[early:]), final=True)
+        found = sorted((at + len(stop), at) for stop in params.stops if (at := tail.find(stop)) >= 0)
+        text = head + (tail[: found[0][1]] if found else tail)
+        return text if before else text.removeprefix(" "), bool(found)
 
     def _completion(self, prompt: tuple[int, ...], params: SamplingParams) -> Answer:
         key = (prompt, replace(params, prompt_logprobs=None))
@@ -121,7 +147,8 @@ class Recompute:
     def _generate(self, prompt: tuple[int, ...], params: SamplingParams) -> Answer:
         begin, source = self.placed(prompt)
         tokens, out, k = list(begin), Answer(), params.top_logprobs or 0
-        while len(out.token_ids) < (params.max_tokens or 0):
+        most = CONTEXT - len(begin) if params.max_tokens is None else params.max_tokens
+        while len(out.token_ids) < most:
             row = self.logits(tokens, source)[-1:]
             token = choice.choose(row[0].numpy(), params, tokens, len(begin), self.info.eos_token_ids)
             told = log_probs(row, torch.tensor([token]), k)

@@ -73,6 +73,7 @@ class Rig:
         self.parts = parts(tiny, backend)
         self.oracle = Recompute(self.parts)
         self.values = Values(checkpoint(tiny))  # what the oracle says, for the plain model to judge
+        self.rounded: dict[str, Recompute] = {}  # by the dtype of a cache that rounds its keys
         self.faults: dict[str, list[str]] = {}
         self.held: dict[str, str] = {}
         self.counters: Counter[str] = Counter()
@@ -101,7 +102,8 @@ class Rig:
             self.note("plan", [f"PlanError: {error}"])
         except Exception as error:  # whatever broken code raises: it ends the story, what came out so far is compared
             self.note("raised", [f"{type(error).__name__}: {error}"])
-        found = [f for i, job in enumerate(jobs) for f in self._differences(f"request {i}", job, orders[i], streams.get(i, []))]
+        oracle = self.oracle_of(engine)
+        found = [f for i, job in enumerate(jobs) for f in self._differences(f"request {i}", job, orders[i], streams.get(i, []), oracle)]
         self.counters["requests"] += len(jobs)
         self.note(name, found, "every request has the bits of its recomputation")
         self.note("pages", [], "free + cached + held = all, after every step")
@@ -149,11 +151,21 @@ class Rig:
         except RuleError as error:
             self.note("pages", [str(error)])
 
-    def _differences(self, who: str, job: Job, order: Order, stream: Sequence[Chunk]) -> list[str]:
+    def oracle_of(self, engine: Glass) -> Recompute:
+        """What answers are on this engine: what its cache makes of keys is part of the question."""
+        dtype = engine.config.kv_cache_dtype
+        if dtype == "float32":
+            return self.oracle
+        if dtype not in self.rounded:
+            self.rounded[dtype] = Recompute(self.parts, dtype)
+        return self.rounded[dtype]
+
+    def _differences(self, who: str, job: Job, order: Order, stream: Sequence[Chunk], oracle: Recompute) -> list[str]:
         out, found = job.output(""), list[str]()
-        want = self.oracle.completions(order if order.params.seed is not None else replace(order, params=job.params))
+        want = oracle.completions(order if order.params.seed is not None else replace(order, params=job.params))
         for have, answer in zip(out.completions if want else (), want, strict=True):
-            self._claim(order.prompt, answer)
+            if oracle is self.oracle:
+                self._claim(order.prompt, answer)
             n, ended = len(have.token_ids), order.abort is None and bool(job.done)
             name = f"{who} completion {have.index}" if len(want) > 1 else who
             short = (have.token_ids, have.finish_reason) != (tuple(answer.token_ids), answer.finish)
@@ -163,16 +175,17 @@ class Rig:
                 found.append(f"{name}: log-probabilities differ in bits")
             elif have.top_logprobs is not None and have.top_logprobs != tuple(answer.best[:n]):
                 found.append(f"{name}: the best tokens differ")
-        found += self._scores(who, job, order)
+        found += self._scores(who, job, order, oracle)
         found += [f"{who}: {fault}" for fault in stream_faults(job, stream)] if stream else []
         return found
 
-    def _scores(self, who: str, job: Job, order: Order) -> list[str]:
+    def _scores(self, who: str, job: Job, order: Order, oracle: Recompute) -> list[str]:
         out, k = job.output(""), order.params.top_prompt_logprobs
         if out.prompt_logprobs is None or k is None:
             return []
-        scores, best = self.oracle.prompt_scores(order.prompt, k)
-        self.values.claim(order.prompt, 1, scores[1:], best[1:])
+        scores, best = oracle.prompt_scores(order.prompt, k)
+        if oracle is self.oracle:
+            self.values.claim(order.prompt, 1, scores[1:], best[1:])
         n = len(out.prompt_logprobs)
         if n != len(scores) and job.done and order.abort is None:
             return [f"{who}: {n} prompt log-probabilities for {len(scores)} tokens"]

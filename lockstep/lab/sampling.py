@@ -38,6 +38,7 @@ KINDS = (
     {"temperature": 0.9, "seed": 1, "top_k": 9, "top_p": 0.5, "logit_bias": {4: 3.0, 30: -100.0}},
     {"temperature": 0.8, "seed": 4, "frequency_penalty": 1.1, "repetition_penalty": 1.4},
     {"temperature": 0.0, "presence_penalty": 1.5, "stop_token_ids": [5, 6], "min_tokens": 9},
+    {"temperature": 0.0, "stop_token_ids": [3, 4, 5, 6, 7, 8, 9, 10], "min_tokens": 9},
 )
 
 

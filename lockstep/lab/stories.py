@@ -9,15 +9,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
 from lockstep.attention.base import Backend
-from lockstep.lab import sampling
+from lockstep.lab import asked, sampling
 from lockstep.lab.properties import Judgement
 from lockstep.lab.recompute import Order
 from lockstep.lab.rig import Glass, Rig
-from lockstep.lab.tiny import BART, EOS, LLAMA, VOCAB, Tiny
+from lockstep.lab.tiny import BART, EOS, LLAMA, Letters, Tiny, words
 from lockstep.llm.job import Job
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import log_probs
@@ -40,12 +41,6 @@ class EngineRecipe:
     play: Callable[[Rig, bool], None]
     proves: tuple[str, ...]
     suits: Callable[[Tiny], bool] = lambda tiny: tiny is not BART
-
-
-def words(count: int, seed: int = 0) -> tuple[int, ...]:
-    """A prompt: tokens as random as they come, never EOS."""
-    rng = random.Random(seed)
-    return tuple(rng.randrange(EOS + 1, VOCAB) for _ in range(count))
 
 
 def batch(rig: Rig, quick: bool) -> None:
@@ -203,9 +198,27 @@ def stream(rig: Rig, quick: bool) -> None:
         )
         told += rig.play("stream", rig.engine(), [replace(order, params=held), order])  # one ends with text held back, one goes on
         for j in (job, *told):
-            for c in j.output("").completions:
-                want = rig.oracle.text(order.prompt, c.token_ids, j.params)[0]
-                rig.note("text", [f"{c.text!r} is not {want!r}"] if c.text != want else [], "the text of all tokens, cut before a stop")
+            compare_text(rig, j)
+    edges(rig)
+
+
+def compare_text(rig: Rig, job: Job) -> None:
+    """The text of every completion is that of its tokens."""
+    for c in job.output("").completions:
+        want = rig.oracle.text(job.prompt_ids, c.token_ids, job.params)[0]
+        rig.note("text", [f"{c.text!r} is not {want!r}"] if c.text != want else [], "the text of all tokens, cut before a stop")
+
+
+def edges(rig: Rig) -> None:
+    """Prompts that end in broken and in unfinished characters, or in nothing; spaces behind tokens without text."""
+    space, half, rest = (Letters.TOKENS.index(token) for token in (b" ", "€".encode()[:1], "é".encode()[1:]))
+    blank = replace(PLAIN, max_tokens=24, logit_bias={EOS: 6.0, space: 6.0})
+    tails = ((rest,), (half,), (half, rest), (EOS,) * 9)
+    orders = [Order((*words(5, 420 + i), *tail), replace(blank, seed=i)) for i, tail in enumerate(tails)]
+    for job in rig.play("stream", rig.engine(), orders):
+        compare_text(rig, job)
+        ids = job.output("").token_ids
+        rig.counters["spaces_after_nothing"] += sum(pair == (EOS, space) for pair in pairwise(ids))
 
 
 def encoder(rig: Rig, quick: bool) -> None:
@@ -224,16 +237,18 @@ def encoder(rig: Rig, quick: bool) -> None:
 def items(rig: Rig, engine: Glass, prompt: tuple[int, ...], made: Job) -> None:
     """The answer of a generation, given as an item beside others of one prompt, has the log-probabilities of the generation."""
     answer = made.output("").completions[0]
-    asked = [answer.token_ids, words(5, 15), answer.token_ids[:1], words(9, 16)]
+    wanted = [answer.token_ids, words(5, 15), answer.token_ids[:1], words(9, 16)]
     forks = engine.scheduler.counters["forked"]
-    job = engine.add_items(prompt, asked)
+    job = engine.add_items(prompt, wanted)
     while engine.busy:
         engine.poison()
         engine.step()
     told = [c.logprobs for c in job.output("").completions]
+    ids = [c.token_ids for c in job.output("").completions]
+    rig.note("items", [] if ids == [tuple(item) for item in wanted] else [f"the items' tokens became {ids}"])
     said = answer.logprobs
     begin, source = rig.oracle.placed(prompt)
-    for item, scores in zip(asked, told, strict=True):
+    for item, scores in zip(wanted, told, strict=True):
         want = item_scores(rig, (*begin, *item), source, len(begin))
         rig.note("items", [f"an item of {len(item)} is not its recomputation"] if scores is None or scores.tobytes() != want else [])
     same = told[0] is not None and said is not None and told[0].tobytes() == said.tobytes()
@@ -273,8 +288,19 @@ ENGINE_RECIPES = (
     EngineRecipe("engine-abort", "neighbours that leave", abort, ("aborted", "hit_tokens", "forked")),
     EngineRecipe("engine-n", "n completions of one prompt", several, ("forked", "batched_steps")),
     EngineRecipe("engine-score", "log-probabilities of given tokens", score, ("scored_tokens", "chunks", "item_forks")),
-    EngineRecipe("engine-stream", "text as it comes, characters in pieces, stop strings", stream, ("characters", "stopped")),
+    EngineRecipe(
+        "engine-stream", "text as it comes, characters in pieces, stop strings", stream, ("characters", "stopped", "spaces_after_nothing")
+    ),
     EngineRecipe("engine-encoder", "sources read by an encoder", encoder, ("preempted", "forked", "hit_tokens", "item_forks"), encodes),
+    EngineRecipe(
+        "engine-dtype", "a cache that rounds its keys", asked.cache_dtypes, ("rounded_requests", "chunks", "forked"), lambda _: True
+    ),
+    EngineRecipe("engine-running", "no more at once than asked for", asked.running, ("held_back", "forked")),
+    EngineRecipe("engine-uncached", "without a prefix cache, and with one", asked.uncached, ("turns", "hit_tokens")),
+    EngineRecipe("engine-end", "where a text ends", asked.ends, ("open_ends", "stopped", "stopped_at_once", "eos")),
+    EngineRecipe("engine-embed", "embeddings between other steps", asked.embed, ("embedded",)),
+    EngineRecipe("engine-text", "prompts and items as strings", asked.texts, ("items",)),
+    EngineRecipe("engine-folder", "a model from its files", asked.folder, ("folders",), one_model),
     EngineRecipe("sample", "the choice of a token: masks, cuts, ties, noise, its distribution", sampling.choices, ("rows",), one_model),
     EngineRecipe("seeds", "mixed parameters in a batch, seeds, penalties", sampling.seeds, ("rows", "seeds_drawn"), one_model),
 )

@@ -7,6 +7,8 @@ a cell must see a bug by what comes out. The engine's cells and the random trace
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,12 +17,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep.attention.base import Backend
 from lockstep.lab.plain import Checkpoint
 from lockstep.llm.engine import Parts
-from lockstep.models.weights import Info, Loaded
+from lockstep.models.weights import STATED, Info, Loaded
 from lockstep.nn import linear
 from lockstep.nn.source import Weights
 from lockstep.run.certify import Certificate
@@ -94,6 +97,12 @@ BART = Tiny("bart", "an encoder, and cross attention to its rows", "bart", SOURC
 MODELS = (LLAMA, QWEN3, DEEPSEEK, GPT_OSS, BART)
 
 
+def words(count: int, seed: int = 0) -> tuple[int, ...]:
+    """A prompt: tokens as random as they come, never EOS."""
+    rng = random.Random(seed)
+    return tuple(rng.randrange(EOS + 1, VOCAB) for _ in range(count))
+
+
 def loaded(tiny: Tiny, seed: int = 3, record: dict[str, Tensor] | None = None) -> Loaded:
     """The model with random weights, which `record` gets by name, and what the engine must know."""
     gen = torch.Generator().manual_seed(seed)
@@ -125,10 +134,22 @@ def parts(tiny: Tiny, backend: Backend) -> Parts:
     return Parts(model, info, Tokenizer(Letters(), None, (EOS,)), backend, "the lab's choice", Certificate(0, (), "none"))
 
 
+def save(tiny: Tiny, folder: Path, **generation: Any) -> None:
+    """The model as a folder that `models.weights` can load; `generation` is what its generation_config.json says."""
+    tensors: dict[str, Tensor] = {}
+    loaded(tiny, record=tensors)
+    stated = {"model_type": tiny.model_type, "eos_token_id": EOS, "bos_token_id": None, "is_encoder_decoder": False}
+    config = {**COMMON, **tiny.config, **stated, STATED: True}
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    (folder / "generation_config.json").write_text(json.dumps(generation), "utf-8")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
 class Letters:
     """A codec of one to three bytes per token: letters, pairs that make up longer words, and the bytes of é, € and 😀 one by one.
 
-    So a character takes up to four tokens, most tokens are a beginning of something, and what is no UTF-8 becomes U+FFFD.
+    So a character takes up to four tokens, most tokens are a beginning of something, and what is no UTF-8 becomes U+FFFD. As with
+    many tokenizers EOS stands before a text that is encoded, it has no text itself, and a space that begins a text is taken off.
     """
 
     TOKENS = (
@@ -144,12 +165,12 @@ class Letters:
     vocab_size = VOCAB
 
     def encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
-        """Byte by byte."""
-        return [self.TOKENS.index(bytes([b])) for b in text.encode()]
+        """Byte by byte, EOS before it if special tokens are wanted."""
+        return [*([EOS] if add_special else []), *(self.TOKENS.index(bytes([b])) for b in text.encode())]
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
-        """The bytes of all tokens, read as UTF-8 together."""
-        return self.spell(ids).decode("utf-8", "replace")
+        """The bytes of all tokens, read as UTF-8 together, without the space at the beginning."""
+        return self.spell(ids).decode("utf-8", "replace").removeprefix(" ")
 
     @classmethod
     def spell(cls, ids: Sequence[int]) -> bytes:

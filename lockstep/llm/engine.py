@@ -93,8 +93,7 @@ class Engine:
         self.runner = Runner(self.model, self.specs, pages, parts.backend)
         pools = [PagePool(n) if n else None for n in pages]
         kinds = Kinds(groups.generate if self.info.generates else (), groups.encode, groups.embed)
-        limits = Limits(config.chunked_prefill_size, config.max_running_requests, not config.disable_radix_cache)
-        self.scheduler = Scheduler(self.specs, pools, kinds, limits)
+        self.scheduler = Scheduler(self.specs, pools, kinds, limits_of(config))
         name, gemm = (why.partition(":")[0] for why in (parts.why, self.info.gemm))
         self.fingerprint = fingerprint(name, gemm, parts.backend, parts.certificate, self.info.rope_context)
         self.jobs: dict[int, Job] = {}
@@ -113,7 +112,7 @@ class Engine:
         if source and embed:
             raise RuleError("embeddings come from decoders and encoders", "an encoder-decoder", "Use it for generation")
         room = self.context_length - len(ids)
-        new = 0 if embed or scores_only else params.max_tokens or room
+        new = 0 if embed or scores_only else params.new_len(room)
         if new > room:
             rule = f"prompt and new tokens fit into the context of {self.context_length}"
             raise RuleError(rule, f"{len(ids)} + {new}", f"Use max_tokens of at most {max(room, 0)}, or a shorter prompt")
@@ -274,6 +273,11 @@ class Engine:
         if len(ids) > self.context_length:
             raise RuleError(f"a prompt has at most {self.context_length} tokens", str(len(ids)), "Shorten it")
         return ids
+
+
+def limits_of(config: EngineConfig) -> Limits:
+    """What the options say about steps."""
+    return Limits(config.chunked_prefill_size, config.max_running_requests, not config.disable_radix_cache)
 
 
 def _entry(told: Logprobs, row: int, k: int) -> tuple[float, Top]:

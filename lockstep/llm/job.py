@@ -46,7 +46,7 @@ class Draft:
         self.token_ids.append(token_id)
         ends = token_id in self.params.stop_ids or (token_id in eos_ids and not self.params.ignore_eos)
         if not ends and self.stream is not None:
-            piece = self.stream.push(token_id, len(self.token_ids) >= self.params.min_tokens)
+            piece = self.stream.push(token_id, self.params.may_stop(len(self.token_ids)))
             self.pieces.append(piece.text)
             ends = piece.stop is not None
         return Token(token_id, ends)

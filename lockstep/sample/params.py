@@ -123,6 +123,14 @@ class SamplingParams:
         """One per completion, each of which gives the same answer alone."""
         return tuple(replace(self, n=1, sample_index=self.sample_index + i) for i in range(self.n))
 
+    def new_len(self, room: int) -> int:
+        """Tokens to generate at most, where the context leaves `room`."""
+        return room if self.max_tokens is None else self.max_tokens
+
+    def may_stop(self, count: int) -> bool:
+        """Whether a stop string may end the text at token number `count`, counted from 1."""
+        return count >= self.min_tokens
+
     @property
     def greedy(self) -> bool:
         """No noise: the best token, after bias, penalties and min_tokens."""

@@ -53,9 +53,7 @@ class Detok:
         if complete != text:  # the last bytes may be the beginning of a character
             return self._send(complete)
         new = self._send(text)
-        if new:
-            self.begin, self.settled = self.settled, len(self.ids)
-            self.sent = len(self._window())
+        self._advance(new)
         return new
 
     def finish(self) -> str:
@@ -88,6 +86,12 @@ class Detok:
                 if longer.count(REPLACEMENT) < text.count(REPLACEMENT):
                     lengths.append(_common_len(text, longer))
         return min(lengths)
+
+    def _advance(self, new: str) -> None:
+        """The window moves on behind new text. A token without text must not begin one: the next would be the first of a text."""
+        if new:
+            self.begin, self.settled = self.settled, len(self.ids)
+            self.sent = len(self._window())
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, self.skip_special)

@@ -1,0 +1,38 @@
+"""Scored items came back without their tokens.
+
+Summary:
+An item's tokens are given, not generated. The completion that reports its scores held none.
+Motivation:
+Completions collect the tokens that were sampled, and for items nothing is.
+Mechanism:
+1. Items are scored behind a prompt, one completion each.
+2. Nothing is sampled, so nothing is appended.
+3. token_ids is empty, beside as many log-probabilities as the item has tokens.
+Key functions:
+`llm.job.Draft.completion`, which freezes what a completion holds.
+Symptom:
+Log-probabilities that belong to no token.
+Risk and impact:
+Who pairs tokens with scores gets nothing, or pairs them with another item's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from lockstep.llm.engine import ITEM
+
+SOURCE = "class: fields that one kind of request does not fill"
+TARGET = "lockstep.llm.job:Draft.completion"
+CELLS = ("engine-score/llama", "engine-encoder/bart")
+RELATED = ("lockstep-item-bos",)
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def completion(self: Any) -> Any:
+        done = old(self)
+        return replace(done, token_ids=()) if self.params is ITEM or replace(self.params, sample_index=0) == ITEM else done
+
+    return completion

@@ -1,0 +1,34 @@
+"""min_tokens held only beside a neighbour with penalties.
+
+Summary:
+Logits are edited only in steps in which some row needs it. Rows with min_tokens were not among those that need it.
+Motivation:
+Most steps edit nothing and should not copy their logits; bias and penalties are what comes to mind.
+Mechanism:
+1. A request has min_tokens and nothing else; its best token is EOS.
+2. Alone, the step sees no bias and no penalty, and leaves the logits as they are: EOS is chosen.
+3. Beside a penalised neighbour the step edits all its rows, and EOS is forbidden as it should be.
+Key functions:
+`sample.sampler.changes`, which says whether a row's logits are edited.
+Symptom:
+Answers that end too early, depending on who else is in the step.
+Risk and impact:
+An answer depends on its neighbours. Tests that mix parameters in every batch do not see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+SOURCE = "class: fast paths that forget a parameter"
+TARGET = "lockstep.sample.sampler:changes"
+CELLS = ("seeds/llama", "engine-end/llama")
+RELATED = ("lockstep-late-stop",)
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def changes(row: Any) -> bool:
+        return bool(row.params.logit_bias) or bool(row.params.penalised)
+
+    return changes

@@ -1,0 +1,35 @@
+"""Every embedding of a step was the first one's.
+
+Summary:
+Several prompts are embedded in one step. Each was given the vector of the first.
+Motivation:
+An index that is right for one prompt, and most calls have one.
+Mechanism:
+1. Three prompts are embedded in one call, in one step.
+2. Their rows are pooled into three vectors.
+3. All requests are given vector 0.
+Key functions:
+`nn.embed.pool`, which makes a vector of each request's rows.
+Symptom:
+All texts of a batch are equally similar to everything.
+Risk and impact:
+A search index filled in batches is worthless, and nothing fails: every vector has length 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+SOURCE = "class: the first of a batch for all"
+TARGET = "lockstep.nn.embed:pool"
+CELLS = ("engine-embed/llama", "engine-embed/gpt-oss")
+RELATED = ()
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def pool(hidden: Any, q_indptr: Any, how: str) -> Any:
+        vectors = old(hidden, q_indptr, how)
+        return vectors[:1].expand(len(vectors), -1).contiguous()
+
+    return pool

@@ -1,0 +1,36 @@
+"""A replacement character at the end of a prompt was said again by the answer.
+
+Summary:
+U+FFFD at the end of a prompt's text was always taken for the beginning of a character. It was given to the answer, whoever wrote it.
+Motivation:
+A prompt may end in the middle of a character, whose text then belongs to the answer. Both look the same when they are decoded.
+Mechanism:
+1. The prompt ends in bytes that are no character and begin none, or in a U+FFFD that the user wrote.
+2. All U+FFFD at the end count as not yet sent.
+3. The first piece of the answer begins with them.
+Key functions:
+`text.detok.Detok._settled_len`, which tries whether bytes can still become a character.
+Symptom:
+Answers to texts with broken characters begin with a broken character.
+Risk and impact:
+Text is doubled when prompt and answer are put together. An oracle that strips in the same way agrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.text.detok import REPLACEMENT
+
+SOURCE = "class: windows of incremental detokenisation"
+TARGET = "lockstep.text.detok:Detok._settled_len"
+CELLS = ("engine-stream/llama", "engine-stream/qwen3")
+RELATED = ("lockstep-character-split", "lockstep-lost-space")
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def _settled_len(self: Any) -> int:
+        return len(self._window().rstrip(REPLACEMENT))
+
+    return _settled_len
