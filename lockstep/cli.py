@@ -193,6 +193,7 @@ def _generate(commands: Any) -> None:
     for name in ("page-size", "chunked-prefill-size", "max-running-requests", "max-total-tokens", "context-length"):
         engine.add_argument(f"--{name}", type=positive, metavar="N")
     engine.add_argument("--mem-fraction-static", type=float, metavar="X", help="of free memory, for the cache")
+    engine.add_argument("--bucket-sizes", type=rising, metavar="N,N", help="pad steps up to these counts of rows and requests")
     engine.add_argument("--disable-radix-cache", action="store_true", default=None, help="share no prefixes")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-tokens", type=int, default=128, metavar="N", help="new tokens (default: 128)")
@@ -324,6 +325,11 @@ def whole(text: str) -> int:
 def positive(text: str) -> int:
     """1, 2, 3, ..."""
     return _count(text, 1)
+
+
+def rising(text: str) -> tuple[int, ...]:
+    """N,N,...: whether they rise is the engine's to say."""
+    return tuple(positive(part) for part in text.split(","))
 
 
 def bias(text: str) -> tuple[int, float]:

@@ -35,6 +35,7 @@ class EngineConfig:
     max_total_tokens: int | None = None  # keys that the cache holds
     mem_fraction_static: float = 0.3  # of the free memory, for the cache, where max_total_tokens is not given
     context_length: int | None = None
+    bucket_sizes: tuple[int, ...] | None = None  # steps are padded up to these counts of rows and of requests; None: never
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -59,6 +60,7 @@ class EngineConfig:
         if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < fraction < 1:
             rule = "mem_fraction_static is a number between 0 and 1"
             raise RuleError(rule, shown(fraction), "0.3 is the default")
+        self._check_buckets()
 
     def _check_count(self, name: str) -> None:
         value = getattr(self, name)
@@ -69,6 +71,19 @@ class EngineConfig:
             rule = f"{name} is a whole number from 1 to {INT32_MAX}"
             raise RuleError(rule, shown(value), "Leave it out for the default")
         object.__setattr__(self, name, operator.index(value))
+
+    def _check_buckets(self) -> None:
+        sizes = self.bucket_sizes
+        if sizes is None:
+            return
+        whole = isinstance(sizes, tuple | list) and all(type(size) is int and 1 <= size <= INT32_MAX for size in sizes)
+        if not whole or not sizes or list(sizes) != sorted(set(sizes)):
+            rule = f"bucket_sizes are rising whole numbers from 1 to {INT32_MAX}"
+            raise RuleError(rule, shown(sizes), "Use for example (1, 2, 4, 8, 16, 512)")
+        if sizes[-1] < self.chunked_prefill_size:
+            rule = f"the largest bucket holds a step of chunked_prefill_size={self.chunked_prefill_size} rows"
+            raise RuleError(rule, str(sizes[-1]), "Add a larger one, or lower chunked_prefill_size")
+        object.__setattr__(self, "bucket_sizes", tuple(sizes))
 
     @staticmethod
     def from_names(given: Mapping[str, Any]) -> EngineConfig:

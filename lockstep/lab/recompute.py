@@ -41,6 +41,7 @@ class Order:
     at: int = 0
     abort: int | None = None
     tenant: str = ""
+    priority: int = 0
     score: bool = False  # log-probabilities of the prompt, no new token
 
 

@@ -8,12 +8,13 @@ that it breaks; an exception ends the story, not the comparison of what came out
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lockstep.attention.base import Backend
 from lockstep.config import EngineConfig
@@ -24,12 +25,35 @@ from lockstep.lab.values import Values
 from lockstep.llm.engine import Engine, Parts
 from lockstep.llm.job import Job
 from lockstep.llm.output import Chunk
+from lockstep.plan.step import StepPlan
 from lockstep.sample.params import resolve_seed
 from lockstep.sched.request import Ask, Step, Token
 from lockstep.types import PlanError, RuleError
 
 Disturb = Callable[["Glass", list[Job], int], None]
 STEPS = 2000  # a story that takes longer does not end
+
+
+class Injected(Exception):
+    """An error that a story put into a step: the story goes on."""
+
+
+class Failing:
+    """A backend whose `attend` raises at the given calls, counted from 0, and which is what it was otherwise."""
+
+    def __init__(self, backend: Backend, calls: Collection[int]) -> None:
+        self.backend, self.caps, self.calls, self.done = backend, backend.caps, frozenset(calls), 0
+
+    def lower(self, *args: Any) -> Any:
+        """As ever."""
+        return self.backend.lower(*args)
+
+    def attend(self, *args: Any) -> Any:
+        """As ever, or not at all."""
+        self.done += 1
+        if self.done - 1 in self.calls:
+            raise Injected(f"on purpose, at call {self.done - 1}")
+        return self.backend.attend(*args)
 
 
 class Glass(Engine):
@@ -51,6 +75,12 @@ class Glass(Engine):
                 slots = (free[:, None] * spec.page_size + torch.arange(spec.page_size)).reshape(-1)
                 for storage in (s for layer in pool.storages for s in layer):
                     _bits(storage)[slots] = torch.nan
+
+    def _plan(self, step: Step) -> tuple[StepPlan, Tensor]:
+        plan, ids = super()._plan(step)
+        if self.runner.buckets is not None:
+            self.seen["pad_rows"] += self.runner.buckets.fit(plan).tokens - plan.real.tokens
+        return plan, ids
 
     def _generate(self, step: Step) -> list[list[Token]]:
         pieces = step.pieces
@@ -125,7 +155,10 @@ class Rig:
             if disturb is not None:
                 disturb(engine, jobs, step)
             engine.poison()
-            engine.step()
+            try:
+                engine.step()
+            except Injected:
+                self.counters["failed_steps"] += 1
             self._account(engine)
             for i, job in enumerate(jobs):
                 streams.setdefault(i, []).extend(job.news())
@@ -136,11 +169,12 @@ class Rig:
         self.note("pages", [f"{left} requests are left without a job"] if left else [])
 
     def add(self, engine: Glass, order: Order) -> Job:
-        """The engine's own `add`, or, for a tenant, which its surface does not know yet, what it does."""
-        if not order.tenant:
+        """The engine's own `add`, or, for a tenant or a priority, which its surface does not know yet, what it does."""
+        if not order.tenant and not order.priority:
             return engine.add(order.prompt, order.params, scores_only=order.score)
         params = resolve_seed(order.params)
-        request = engine.scheduler.add(Ask(order.prompt, params.max_tokens or 1, params.n, tenant=order.tenant))
+        ask = Ask(order.prompt, params.max_tokens or 1, params.n, priority=order.priority, tenant=order.tenant)
+        request = engine.scheduler.add(ask)
         job = engine.jobs[request.arrival] = Job(params, request, engine.tokenizer)
         return job
 

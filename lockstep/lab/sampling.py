@@ -27,6 +27,8 @@ from lockstep.sample.params import SamplingParams
 
 WORDS = (0, 1, 2, 2**31 - 1, 2**31, 2**32 - 257, 2**32 - 129, 2**32 - 2, 2**32 - 1)
 VOCAB = 37  # no multiple of 4, of which the noise makes its groups
+BLOCK = 256  # tokens whose noise is made at a time
+WIDE = 2 * BLOCK + 70  # a vocabulary of two blocks and a part of one
 CLOSE = 2e-6  # two float32 roundings of the noise's largest value
 CHI = 45.0  # chi-square of 11 degrees of freedom is above this once in 200,000 times
 KINDS = (
@@ -42,15 +44,15 @@ KINDS = (
 )
 
 
-def rows_of(count: int) -> tuple[Tensor, list[Row]]:
+def rows_of(count: int, vocab: int = VOCAB) -> tuple[Tensor, list[Row]]:
     """Logits with ties and masked tokens, and one row of every kind of parameters after another, each with its own past."""
     rng = np.random.default_rng(17)
-    logits = (rng.standard_normal((count, VOCAB)) * rng.choice((0.2, 2.0, 8.0), (count, 1))).astype(np.float32)
+    logits = (rng.standard_normal((count, vocab)) * rng.choice((0.2, 2.0, 8.0), (count, 1))).astype(np.float32)
     logits[::3] = np.round(logits[::3])
-    logits[1::4, rng.permutation(VOCAB)[:20]] = -np.inf
+    logits[1::4, rng.permutation(vocab)[: vocab // 2 + 2]] = -np.inf
     rows = []
     for r in range(count):
-        past = rng.integers(0, VOCAB, 4 + r % 13).astype(np.int32)
+        past = rng.integers(0, vocab, 4 + r % 13).astype(np.int32)
         params = SamplingParams.from_dict({"logprobs": 2, **KINDS[r % len(KINDS)]})
         rows.append(Row(params, len(past), 4, past))
     return torch.from_numpy(logits), rows
@@ -59,7 +61,16 @@ def rows_of(count: int) -> tuple[Tensor, list[Row]]:
 def choices(rig: Rig, quick: bool) -> None:
     """One row at a time, then how often."""
     noise_at_the_ends(rig)
-    logits, rows = rows_of(160 if quick else 400)
+    one_by_one(rig, *rows_of(160 if quick else 400))
+    one_by_one(rig, *rows_of(32 if quick else 80, WIDE))
+    one_by_one(rig, *noisy_ties())
+    ties(rig)
+    for what in ("position", "sample_index", "seed"):
+        distribution(rig, what, 1000 if quick else 4000)
+
+
+def one_by_one(rig: Rig, logits: Tensor, rows: list[Row]) -> None:
+    """Every row against the second text of the choice, by the kernel and by tensors; how often later blocks won is counted."""
     rig.counters["rows"] += len(rows)
     chosen = sampler.sample(logits, rows, (EOS,)).token_ids
     for r, row in enumerate(rows):
@@ -67,12 +78,19 @@ def choices(rig: Rig, quick: bool) -> None:
         rig.note("choice", [f"row {r}: {int(chosen[r])}, not {want} ({row.params})"] if int(chosen[r]) != want else [], f"{len(rows)} rows")
         masked = logits[r, chosen[r]] == -torch.inf
         rig.note("masked", [f"row {r}: {int(chosen[r])} cannot be chosen"] if masked else [], "no masked token was chosen")
+    rig.counters["later_blocks"] += int((chosen >= BLOCK).sum())
     edited = plain.edited(logits, rows, (EOS,))
-    tensors, _ = plain.chosen(edited, sampler.settings(rows, VOCAB))
+    tensors, _ = plain.chosen(edited, sampler.settings(rows, logits.shape[1]))
     rig.note("devices", [] if torch.equal(tensors, chosen) else ["tensors choose otherwise than the kernel"], "kernel = tensors")
-    ties(rig)
-    for what in ("position", "sample_index", "seed"):
-        distribution(rig, what, 1000 if quick else 4000)
+
+
+def noisy_ties() -> tuple[Tensor, list[Row]]:
+    """Equal logits so large that a float32 hardly has room for the noise: the largest sum is often there several times."""
+    past = np.array([7, 8, 9], np.int32)
+    rows = [Row(SamplingParams(seed=seed, logprobs=0), len(past), len(past), past) for seed in range(24)]
+    logits = torch.full((len(rows), WIDE), 2.0**24)
+    logits[::2, : BLOCK - 6] = 0.0
+    return logits, rows
 
 
 def noise_at_the_ends(rig: Rig) -> None:

@@ -14,11 +14,11 @@ from itertools import pairwise
 import torch
 
 from lockstep.attention.base import Backend
-from lockstep.lab import asked, sampling
+from lockstep.lab import asked, limits, sampling
 from lockstep.lab.properties import Judgement
 from lockstep.lab.recompute import Order
-from lockstep.lab.rig import Glass, Rig
-from lockstep.lab.tiny import BART, EOS, LLAMA, Letters, Tiny, words
+from lockstep.lab.rig import Disturb, Failing, Glass, Rig
+from lockstep.lab.tiny import BART, EOS, LLAMA, VOCAB, Letters, Tiny, words
 from lockstep.llm.job import Job
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import log_probs
@@ -131,7 +131,8 @@ def preempt(rig: Rig, quick: bool) -> None:
     orders = [Order(words(19, 6), PENALISED), Order(words(26, 7), SCORED), Order(words(12, 8), THREE, at=1)]
 
     for options in ({"disable_radix_cache": True}, {"page_size": 4}):
-        rig.play("preempt", rig.engine(**options), orders, every_second)
+        jobs = rig.play("preempt", rig.engine(**options), orders, every_second)
+        expect(rig, "prompts that nobody had, after preemption", jobs, (0,) * len(jobs))
     rig.counters["forced"] = rig.counters["preempted"]
     rig.play("preempt", rig.engine(max_total_tokens=72, page_size=4, disable_radix_cache=True), orders)
     rig.counters["short_of_pages"] = rig.counters["preempted"] - rig.counters["forced"]
@@ -264,6 +265,67 @@ def item_scores(rig: Rig, ids: tuple[int, ...], source: tuple[int, ...], begin: 
     return scores.tobytes()
 
 
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def padded(rig: Rig, quick: bool) -> None:
+    """Every step in a bucket: in company, arriving one by one, in chunks, forked, losing pages; in buckets far too large."""
+    lengths, params = (1, 7, 16, 33, 40), (PLAIN, GREEDY, CUT, PENALISED, THREE)
+    orders = [Order(words(n, n), p) for n, p in zip(lengths, params, strict=True)]
+    if rig.oracle.encoder is None:
+        orders.append(Order(words(9, 9), SCORED))
+    late = [replace(order, at=2 * i) for i, order in enumerate(reversed(orders))]
+    rig.play("pad", rig.engine(bucket_sizes=BUCKETS, chunked_prefill_size=64), orders)
+    rig.play("pad", rig.engine(bucket_sizes=(50,), chunked_prefill_size=50, page_size=4), late)
+    if not quick:
+        rig.play("pad", rig.engine(bucket_sizes=(3, 41), chunked_prefill_size=41, page_size=1), late)
+        rig.play("pad", rig.engine(bucket_sizes=BUCKETS, chunked_prefill_size=64), orders, every_second)
+
+
+def priority(rig: Rig, quick: bool) -> None:
+    """Later requests of a higher priority overtake waiting ones and take the place of running ones; bits do not know it."""
+    orders = [
+        Order(words(20, 20), PENALISED),
+        Order(words(12, 21), PLAIN, at=1),
+        Order(words(9, 22), CUT, at=3, priority=1),
+        Order(words(17, 23), THREE, at=4, priority=2),
+    ]
+    ends: list[int] = []
+    rig.play("priority", rig.engine(max_running_requests=1, page_size=4), orders, watch_ends(ends))
+    rig.note("order", [] if ends == [3, 2, 0] else [f"requests ended in the order {ends}"], "the higher priority first")
+    rig.counters["displaced"] = rig.counters["preempted"]
+    rig.play("priority", rig.engine(max_total_tokens=64, page_size=4, chunked_prefill_size=PAGE + 3), orders)
+    rig.play("priority", rig.engine(max_running_requests=3), [replace(o, priority=i % 3 - 1) for i, o in enumerate(orders)])
+
+
+def watch_ends(ends: list[int]) -> Disturb:
+    """Writes down which requests have ended, in the order in which they did."""
+
+    def see(engine: Glass, jobs: list[Job], step: int) -> None:
+        ends.extend(i for i, job in enumerate(jobs) if job.done and i not in ends)
+
+    return see
+
+
+def error(rig: Rig, quick: bool) -> None:
+    """The model raises in the middle of a step, some layers written: the engine goes on, nothing is lost, everybody has its bits."""
+    lengths, params = (19, 26, 12, 21), (PENALISED, CUT, THREE, PLAIN)
+    orders = [Order(words(n, 30 + n), p, at=2 * i) for i, (n, p) in enumerate(zip(lengths, params, strict=True))]
+    if rig.oracle.encoder is None:
+        orders.append(Order(words(23, 31), SCORED, at=3))
+    for calls in ((0, 5), (1, 2, 3, 17)) if quick else ((0, 5), (1, 2, 3, 17), (8,), (11, 12, 25), tuple(range(1, 60, 4))):
+        engine = rig.engine(page_size=4, chunked_prefill_size=PAGE + 3 if rig.oracle.encoder is None else 64)
+        engine.runner.backend = Failing(engine.runner.backend, calls)
+        jobs = rig.play("error", engine, orders)
+        lost = [f"request {i} never ended" for i, job in enumerate(jobs) if not job.done]
+        rig.note("error", lost if len(jobs) == len(orders) else [f"{len(jobs)} of {len(orders)} requests were taken in", *lost])
+
+
+def anything(tiny: Tiny) -> bool:
+    """Models of every kind."""
+    return True
+
+
 def encodes(tiny: Tiny) -> bool:
     """Only an encoder-decoder has sources."""
     return tiny is BART
@@ -301,7 +363,14 @@ ENGINE_RECIPES = (
     EngineRecipe("engine-embed", "embeddings between other steps", asked.embed, ("embedded",)),
     EngineRecipe("engine-text", "prompts and items as strings", asked.texts, ("items",)),
     EngineRecipe("engine-folder", "a model from its files", asked.folder, ("folders",), one_model),
-    EngineRecipe("sample", "the choice of a token: masks, cuts, ties, noise, its distribution", sampling.choices, ("rows",), one_model),
+    EngineRecipe("engine-pad", "steps padded to buckets", padded, ("pad_rows", "forked", "batched_steps"), anything),
+    EngineRecipe("engine-priority", "requests that go first", priority, ("displaced", "forked", "hit_tokens")),
+    EngineRecipe("engine-error", "a model that raises in the middle of a step", error, ("failed_steps", "forked"), anything),
+    EngineRecipe("capacity", "arenas and buckets that are exactly full", limits.capacity, ("full_arenas", "full_buckets"), one_model),
+    EngineRecipe("experts", "the choice of experts: ties", limits.experts, ("tied_rows",), one_model),
+    EngineRecipe(
+        "sample", "the choice of a token: masks, cuts, ties, noise, its distribution", sampling.choices, ("rows", "later_blocks"), one_model
+    ),
     EngineRecipe("seeds", "mixed parameters in a batch, seeds, penalties", sampling.seeds, ("rows", "seeds_drawn"), one_model),
 )
 

@@ -84,6 +84,11 @@ LATENT = {
 }
 EXPERTS = {"attention_bias": True, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
+CAPS = {
+    **{"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 8, "use_bidirectional_attention": False},
+    **{"attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0},
+}
+
 SOURCES = {
     **{"d_model": HIDDEN, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40},
     **{"encoder_attention_heads": 2, "decoder_attention_heads": 4, "scale_embedding": True, "activation_function": "gelu"},
@@ -94,7 +99,8 @@ QWEN3 = Tiny("qwen3", f"a window of {WINDOW} in one layer, full attention in the
 DEEPSEEK = Tiny("deepseek-v3", "latent attention (MLA), experts", "deepseek_v3", LATENT)
 GPT_OSS = Tiny("gpt-oss", f"sinks, a window of {WINDOW} in one layer, experts", "gpt_oss", {**WINDOWS, **EXPERTS})
 BART = Tiny("bart", "an encoder, and cross attention to its rows", "bart", SOURCES)
-MODELS = (LLAMA, QWEN3, DEEPSEEK, GPT_OSS, BART)
+GEMMA2 = Tiny("gemma2", f"soft caps that bind, on scores and logits, and a window of {WINDOW}", "gemma2", {**WINDOWS, **CAPS})
+MODELS = (LLAMA, QWEN3, DEEPSEEK, GPT_OSS, GEMMA2, BART)
 
 
 def words(count: int, seed: int = 0) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from lockstep.models import weights
 from lockstep.models.weights import Info, Loaded
 from lockstep.nn import linear
 from lockstep.nn.decoder import Model
+from lockstep.plan.bucket import Buckets
 from lockstep.plan.build import build
 from lockstep.plan.step import StepPlan
 from lockstep.run import memory
@@ -90,7 +91,8 @@ class Engine:
         self.specs = groups.specs
         sizes = memory.size(groups.specs[: groups.cached], config, self.context_length)
         pages = (*sizes.pages, *(0 for _ in groups.specs[groups.cached :]))
-        self.runner = Runner(self.model, self.specs, pages, parts.backend)
+        buckets = Buckets(config.bucket_sizes) if config.bucket_sizes is not None else None
+        self.runner = Runner(self.model, self.specs, pages, parts.backend, buckets)
         pools = [PagePool(n) if n else None for n in pages]
         kinds = Kinds(groups.generate if self.info.generates else (), groups.encode, groups.embed)
         self.scheduler = Scheduler(self.specs, pools, kinds, limits_of(config))

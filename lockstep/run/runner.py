@@ -47,11 +47,16 @@ class Runner:
         """Hidden states of all rows, real ones only. `forward` is what runs, if not the model itself: an encoder."""
         pools = [self.pools[g] for g in groups]
         real = len(ids)
-        if self.buckets is not None:
-            plan = pad(plan, self.buckets.fit(plan))
-            ids = torch.cat((ids, ids.new_zeros(plan.bucket.tokens - real)))
+        plan, ids = self.padded(plan, ids)
         if self.checks:
             check(plan, tuple(p.num_pages if p else 0 for p in pools))
         views = self.arena.load(plan)
         hidden: Tensor = (forward or self.model)(ids, views[0].positions, lower(plan, views, self.backend, pools, places))
         return hidden[:real]
+
+    def padded(self, plan: StepPlan, ids: Tensor) -> tuple[StepPlan, Tensor]:
+        """The plan in the smallest bucket that holds it, and token 0 for every pad row; without buckets as it is."""
+        if self.buckets is None:
+            return plan, ids
+        plan = pad(plan, self.buckets.fit(plan))
+        return plan, torch.cat((ids, ids.new_zeros(plan.bucket.tokens - len(ids))))

@@ -285,6 +285,11 @@ def block_noise(first: Any, counter: Any, words: Any, noise: Any) -> None:
         noise[i] = gumbel(words[i])
 
 
+def beaten(bound: Any, best: Any) -> Any:
+    """Whether a block whose largest score is `bound` cannot hold a token as good as `best`, whatever its noise."""
+    return bound == MINUS_INF or bound + NOISE_MAX < best
+
+
 def noisy_best(x: Any, counter: Any) -> Any:
     """The token with the largest score plus noise, the lowest id among equals. A block that cannot win is not looked at."""
     words, noise = np.empty(4 * GROUPS, np.int64), np.empty(4 * GROUPS, np.float32)
@@ -292,7 +297,7 @@ def noisy_best(x: Any, counter: Any) -> Any:
     for first in range(0, len(x), 4 * GROUPS):
         part = x[first : first + 4 * GROUPS]
         bound = score_of(largest_key(part))
-        if bound == MINUS_INF or bound + NOISE_MAX < best:
+        if beaten(bound, best):
             continue
         block_noise(first, counter, words, noise)
         for i in range(len(part)):

@@ -1,0 +1,98 @@
+"""The recipes of what is exactly full: images in an arena, counts in a bucket, experts with equal scores.
+
+At its capacity a thing works, one beyond it says so with both numbers, and one below is nothing special. What is right is counted here by
+plain arithmetic. Called by the engine's cells; knows no story.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lockstep.lab.recompute import Order
+from lockstep.lab.rig import Glass, Rig
+from lockstep.nn.moe import Routing
+from lockstep.plan import image
+from lockstep.plan.bucket import Buckets
+from lockstep.plan.build import Work, build
+from lockstep.run.arena import Arena
+from lockstep.sample.params import SamplingParams
+from lockstep.sched.request import Step
+from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
+
+SIZES = (2, 5, 9)
+ORDER = Order(tuple(range(3, 24)), SamplingParams(max_tokens=4, temperature=0.0, logprobs=0, ignore_eos=True))
+EXPERTS = (4, 16, 17, 24, 64)  # up to 16 torch's unstable sorts happen to be stable
+
+
+def capacity(rig: Rig, quick: bool) -> None:
+    """An arena and buckets that just suffice, and others that just do not."""
+    arena(rig)
+    buckets(rig)
+
+
+def arena(rig: Rig) -> None:
+    """The same request with an arena as large as its largest plan, and with one that lacks a number."""
+    largest = 0
+
+    def measure(engine: Glass, step: Step) -> None:
+        nonlocal largest
+        largest = max(largest, len(image.pack(engine._plan(step)[0])))
+
+    roomy = rig.engine()
+    roomy.tell = measure
+    rig.play("capacity", roomy, [ORDER])
+    for lacking in (0, 1):
+        engine = rig.engine()
+        engine.runner.arena = Arena(largest - lacking, torch.device("cpu"))
+        said = outcome(engine)
+        want = f"RuleError: a plan's image has at most {largest - 1} numbers; got {largest}." if lacking else ""
+        fine = said.startswith(want) if lacking else said == ""
+        rig.note("capacity", [] if fine else [f"an arena of {largest - lacking} for {largest} numbers: {said or 'no error'}"])
+        rig.counters["full_arenas"] += 1
+
+
+def outcome(engine: Glass) -> str:
+    """What running ORDER raises, or nothing."""
+    try:
+        engine.add(ORDER.prompt, ORDER.params)
+        while engine.busy:
+            engine.step()
+    except Exception as error:  # an error of another kind than the rule's is what is looked for
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def buckets(rig: Rig) -> None:
+    """Every count from 1 to one beyond the largest bucket, of requests and of rows."""
+    kinds: tuple[tuple[str, Callable[[int], tuple[int, ...]]], ...] = (("requests", lambda n: (1,) * n), ("tokens", lambda n: (n - 1, 1)))
+    for what, lengths in kinds:
+        for n in range(3, SIZES[-1] + 2):
+            have, want = padded(what, lengths(n)), next((str(size) for size in SIZES if size >= n), "")
+            want = want or f"a step has at most {SIZES[-1]} {what}; got {n}. Schedule less, or allow a larger bucket."
+            rig.note("capacity", [f"{n} {what}: {have}, not {want}"] if have != want else [], f"buckets of {SIZES}, at and beyond")
+            rig.counters["full_buckets"] += n in SIZES
+
+
+def padded(what: str, lengths: tuple[int, ...]) -> str:
+    """How many requests or tokens a step of requests of these lengths is padded to, or why it is not."""
+    spec = GroupSpec(Layout.FRESH, 1, 1, 8, 8, (AttnSpec(scale=1.0),))
+    plan = build([spec], [Work(cached_len=0, new_len=n, pages=(None,)) for n in lengths])
+    try:
+        return str(getattr(Buckets(SIZES).fit(plan), what))
+    except RuleError as error:
+        return str(error)
+
+
+def experts(rig: Rig, quick: bool) -> None:
+    """Routers of every kind, with scores that are often equal, against a sort by score and id."""
+    gen = torch.Generator().manual_seed(5)
+    for count in EXPERTS:
+        logits = torch.randint(0, 4, (40, count), generator=gen).float()
+        for score in ("softmax", "sigmoid", "chosen"):
+            ids, _ = Routing(k=3, experts=count, score=score)(logits, None)
+            want = [sorted(range(count), key=lambda e, row=row: (-row[e], e))[:3] for row in logits.tolist()]
+            wrong = sum(a != b for a, b in zip(ids.tolist(), want, strict=True))
+            rig.note("ties", [f"{count} experts by {score}: {wrong} rows"] if wrong else [], "equal experts by the smaller id")
+            rig.counters["tied_rows"] += sum(len(set(row)) < count for row in logits.tolist())

@@ -1,0 +1,40 @@
+"""A step that filled its bucket was padded to the next one, and the largest step of all had none.
+
+Summary:
+Counts are rounded up to the sizes of the buckets. A count that is one of the sizes was rounded up as well.
+Motivation:
+`bisect` has a left and a right; on all other counts they agree.
+Mechanism:
+1. Buckets hold 1, 2, 4, ..., 64 requests. A step has 4.
+2. It runs in the bucket of 8: twice the work, and another captured graph.
+3. A step of 64 finds no bucket and is refused, although it was scheduled by the rules.
+Key functions:
+`plan.bucket.Buckets._round`.
+Symptom:
+Half the speed at powers of two; an error at full load.
+Risk and impact:
+Bits do not change, so comparisons of answers see nothing until the last bucket is full.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.types import RuleError
+
+SOURCE = "class: a capacity off by one"
+TARGET = "lockstep.plan.bucket:Buckets._round"
+CELLS = ("capacity/llama",)
+RELATED = ("lockstep-arena-full", "sglang-27343")
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def _round(self: Any, n: int, what: str) -> int:
+        at = bisect_right(self.sizes, n)
+        if n and at == len(self.sizes):
+            raise RuleError(f"a step has at most {self.sizes[-1]} {what}", str(n), "Schedule less, or allow a larger bucket")
+        return self.sizes[at] if n else 0
+
+    return _round

@@ -1,0 +1,37 @@
+"""The tokens of a padded step stood one pad away from their rows.
+
+Summary:
+A plan is padded behind its real rows, the tokens were padded in front of them.
+Motivation:
+Left padding is how batches of prompts are made elsewhere; rows of a step are not prompts.
+Mechanism:
+1. A step of 5 rows runs in a bucket of 8.
+2. Its plan has the pad requests last. Its tokens are 0, 0, 0 and then the five.
+3. Rows 0 to 2 are computed for token 0; the keys that are written are those of the wrong tokens, for good.
+Key functions:
+`run.runner.Runner.padded`, which appends to the plan and to the tokens alike.
+Symptom:
+Wrong text as soon as a step is padded; right text whenever it fills its bucket.
+Risk and impact:
+Everything. No engine had ever run a padded step, so nothing would have told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+SOURCE = "class: padding on the other side (compare NVIDIA/TensorRT-LLM#6136)"
+TARGET = "lockstep.run.runner:Runner.padded"
+CELLS = ("engine-pad/llama", "engine-pad/bart")
+RELATED = ("trtllm-6136", "sglang-27343")
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def padded(self: Any, plan: Any, ids: Any) -> Any:
+        wide, tokens = old(self, plan, ids)
+        return wide, torch.cat((tokens[len(ids) :], ids))
+
+    return padded
