@@ -30,6 +30,9 @@ def rig() -> Rig:
     [
         ("cpu/engine-page/qwen3", {"page", "pages", "poison", "value", "paths"}),
         ("cpu/engine-score/gpt-oss", {"score", "pages", "poison", "value", "paths"}),
+        ("cpu/engine-pad/bart", {"pad", "pages", "poison", "value", "paths"}),
+        ("cpu/engine-error/qwen3", {"error", "pages", "poison", "value", "paths"}),
+        ("cpu/engine-priority/gemma2", {"priority", "order", "pages", "value", "paths"}),
         ("cpu/sample/llama", {"choice", "masked", "noise", "ties", "distribution", "devices", "paths"}),
     ],
 )

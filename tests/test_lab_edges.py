@@ -1,0 +1,119 @@
+"""What the lab knows of edges: infinities, padding, blind guards, things that are exactly full; and the option that names buckets."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+import torch
+
+from lockstep.attention import select
+from lockstep.cli import make_parser
+from lockstep.config import EngineConfig
+from lockstep.kernels.cpu import sample
+from lockstep.lab import limits, pads, reverts, spoilt
+from lockstep.lab.features import FEATURES
+from lockstep.lab.oracle import Rows, overflowed, values, weighted
+from lockstep.lab.recipes import RECIPES, write
+from lockstep.lab.rig import Rig
+from lockstep.lab.script import Compute
+from lockstep.lab.stories import error
+from lockstep.lab.tiny import LLAMA
+from lockstep.lab.world import Setting, World
+from lockstep.plan.bucket import Buckets, pad
+from lockstep.types import RuleError
+
+SAMPLING = "lockstep.kernels.cpu.sample_rows:compiled"
+
+
+def draft_world() -> tuple[World, list[Compute]]:
+    """A world in the middle of the drafts of three requests, and what they compute next."""
+    feature = FEATURES[0]
+    script = write(next(r for r in RECIPES if r.name == "draft-decode"), feature)
+    rows = values(feature.groups(16), len(script.parents))
+    world = World(feature, script, rows, select.load("cpu"), Setting())
+    for step in script.steps[:3]:
+        world._play(step)
+    return world, [a for a in script.steps[3] if isinstance(a, Compute)]
+
+
+def test_an_infinity_counts_for_rows_that_see_its_key_and_for_no_other():
+    weights = torch.tensor([[[1.0, 0.0], [0.25, 0.75]]], dtype=torch.float64)
+    v = torch.tensor([[[1.0, 2.0]], [[torch.inf, 4.0]]], dtype=torch.float64)
+    out, mass = weighted(weights, v)
+    assert out.tolist() == [[[1.0, 2.0]], [[torch.inf, 3.5]]] and bool(mass.isfinite().all())
+
+
+def test_values_overflow_in_one_sign_per_column_and_only_where_asked():
+    rows = [[Rows(torch.zeros(3, 2, 32), torch.zeros(3, 2, 32), torch.ones(3, 2, 32))]]
+    spoilt_v = overflowed(rows, [1])[0][0].v
+    assert spoilt_v.isinf().sum(2).tolist() == [[0, 0], [2, 2], [0, 0]] and bool(rows[0][0].v.isfinite().all())
+    assert overflowed(rows, []) is rows
+
+
+def test_pad_rows_are_compared_with_the_pad_request_alone():
+    world, computes = draft_world()
+    plan = world.plan(computes, (0,))
+    padded = pad(plan, Buckets((4, 16)).fit(plan))
+    alone = pads.PadRows(world.specs, world.rows, world.backend)
+    out, lse = (torch.zeros(padded.bucket.tokens, *t.shape[1:]) for t in alone.alone(0, 0, 3))
+    real, lens = plan.real.tokens, padded.new_lens[plan.real.requests :].tolist()
+    assert lens == [3]
+    out[real:], lse[real:] = alone.alone(0, 0, 3)
+    assert alone.differing(0, 0, padded, (out, lse)) == []
+    out[real + 1, 0, 0] += 1e-6
+    assert alone.differing(0, 0, padded, (out, lse)) == [3]
+
+
+def test_a_plan_that_shares_a_page_is_noticed_in_a_draft_step_and_a_blind_check_is_found():
+    world, computes = draft_world()
+    plan = world.plan(computes, (0,))
+    pages = (world.pools[0].num_pages,)
+    assert len(list(spoilt.shared_pages(plan))) == 3
+    assert spoilt.unnoticed(plan, pages) == []
+    with reverts.swapped(reverts.load("lockstep-draft-claim")):
+        assert any("nobody noticed" in fault or "shares a page" in fault for fault in spoilt.unnoticed(plan, pages))
+
+
+def test_what_is_exactly_full_works_and_one_more_is_said_with_both_numbers():
+    assert [limits.padded("requests", (1,) * n) for n in (5, 6, 9)] == ["5", "9", "9"]
+    assert limits.padded("requests", (1,) * 10).startswith("a step has at most 9 requests; got 10.")
+
+
+def test_an_error_that_loses_a_request_is_found(monkeypatch: pytest.MonkeyPatch):
+    rig = Rig(LLAMA, select.load("cpu"))
+    monkeypatch.setattr("lockstep.lab.rig.STEPS", 3)  # stands for an engine that does not go on
+    error(rig, quick=True)
+    assert any("never ended" in fault or "were taken in" in fault for fault in rig.faults["error"])
+
+
+@pytest.mark.parametrize("name", [n for n in reverts.names() if reverts.load(n).target == SAMPLING])
+def test_a_replaced_text_of_the_sampling_kernel_has_the_parameters_of_the_text_it_stands_for(name: str):
+    module = importlib.import_module(f"{reverts.__name__}.{name.replace('-', '_')}")
+    own = {k: f for k, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__ and k != "revert"}
+    assert own
+    for key, text in own.items():
+        assert list(inspect.signature(text).parameters) == list(inspect.signature(getattr(sample, key)).parameters), key
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ((4, 2), "bucket_sizes are rising whole numbers from 1 to 2147483647; got (4, 2)."),
+        ((), "bucket_sizes are rising whole numbers from 1 to 2147483647; got ()."),
+        ((1, 2.0), "bucket_sizes are rising whole numbers from 1 to 2147483647; got (1, 2.0)."),
+        ("12", "bucket_sizes are rising whole numbers from 1 to 2147483647; got '12'."),
+        ((1, 100), "the largest bucket holds a step of chunked_prefill_size=512 rows; got 100."),
+    ],
+)
+def test_buckets_that_cannot_be_used_are_refused_in_one_line(sizes: object, said: str):
+    with pytest.raises(RuleError) as error:
+        EngineConfig(bucket_sizes=sizes)  # type: ignore[arg-type]
+    assert str(error.value).startswith(said)
+
+
+def test_the_command_line_names_buckets():
+    args = make_parser().parse_args(["generate", "x", "--bucket-sizes", "1,8,512"])
+    assert EngineConfig(bucket_sizes=args.bucket_sizes).bucket_sizes == (1, 8, 512)
+    assert EngineConfig.from_names({"bucket_sizes": [512]}).bucket_sizes == (512,)
