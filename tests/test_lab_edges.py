@@ -70,7 +70,7 @@ def test_a_plan_that_shares_a_page_is_noticed_in_a_draft_step_and_a_blind_check_
     world, computes = draft_world()
     plan = world.plan(computes, (0,))
     pages = (world.pools[0].num_pages,)
-    assert len(list(spoilt.shared_pages(plan))) == 3
+    assert len(list(spoilt.variants(plan))) >= 15 and len(list(spoilt.shared_pages(plan, plan.groups[0]))) == 3
     assert spoilt.unnoticed(plan, pages) == []
     with reverts.swapped(reverts.load("lockstep-draft-claim")):
         assert any("nobody noticed" in fault or "shares a page" in fault for fault in spoilt.unnoticed(plan, pages))

@@ -1,4 +1,4 @@
-"""The recipes of what is exactly full: images in an arena, counts in a bucket, experts with equal scores.
+"""The recipes of what is exactly full: an arena, a bucket, a context, a cache; and of experts with equal scores.
 
 At its capacity a thing works, one beyond it says so with both numbers, and one below is nothing special. What is right is counted here by
 plain arithmetic. Called by the engine's cells; knows no story.
@@ -7,11 +7,13 @@ plain arithmetic. Called by the engine's cells; knows no story.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from lockstep.lab.recompute import Order
 from lockstep.lab.rig import Glass, Rig
+from lockstep.lab.tiny import CONTEXT, VOCAB
 from lockstep.nn.moe import Routing
 from lockstep.plan import image
 from lockstep.plan.bucket import Buckets
@@ -27,9 +29,11 @@ EXPERTS = (4, 16, 17, 24, 64)  # up to 16 torch's unstable sorts happen to be st
 
 
 def capacity(rig: Rig, quick: bool) -> None:
-    """An arena and buckets that just suffice, and others that just do not."""
+    """An arena, buckets, a context and a cache that just suffice, and others that just do not."""
     arena(rig)
     buckets(rig)
+    context(rig)
+    cache(rig)
 
 
 def arena(rig: Rig) -> None:
@@ -53,10 +57,41 @@ def arena(rig: Rig) -> None:
         rig.counters["full_arenas"] += 1
 
 
-def outcome(engine: Glass) -> str:
-    """What running ORDER raises, or nothing."""
+def context(rig: Rig) -> None:
+    """Prompt and new tokens that fill the context to its last position, and one more of either."""
+    new = ORDER.params.max_tokens or 0
+    for over in (0, 1):
+        order = replace(ORDER, prompt=words(CONTEXT - new + over))
+        if not over:
+            rig.play("capacity", rig.engine(), [order])
+        said = outcome(rig.engine(), order)
+        want = f"RuleError: prompt and new tokens fit into the context of {CONTEXT}; got {CONTEXT - new + 1} + {new}." if over else ""
+        fine = said.startswith(want) if over else said == ""
+        rig.note("capacity", [] if fine else [f"{len(order.prompt)} + {new} tokens: {said or 'no error'}"])
+        rig.counters["full_contexts"] += 1
+
+
+def cache(rig: Rig) -> None:
+    """A cache with just the pages that a request's keys need, and one with a page less. Its last token needs none."""
+    keys, size = len(ORDER.prompt) + (ORDER.params.max_tokens or 0) - 1, 4
+    for lacking in (0, 1):
+        tokens = (-(-keys // size) - lacking) * size
+        said = outcome(rig.engine(max_total_tokens=tokens, page_size=size, max_running_requests=1))
+        want = "RuleError: a request fits into the cache alone" if lacking else ""
+        fine = said.startswith(want) if lacking else said == ""
+        rig.note("capacity", [] if fine else [f"a cache of {tokens} for {keys} keys: {said or 'no error'}"])
+        rig.counters["full_caches"] += 1
+
+
+def words(count: int) -> tuple[int, ...]:
+    """A prompt of so many tokens."""
+    return tuple(3 + (7 * i + i * i) % (VOCAB - 3) for i in range(count))
+
+
+def outcome(engine: Glass, order: Order = ORDER) -> str:
+    """What running an order raises, or nothing."""
     try:
-        engine.add(ORDER.prompt, ORDER.params)
+        engine.add(order.prompt, order.params)
         while engine.busy:
             engine.step()
     except Exception as error:  # an error of another kind than the rule's is what is looked for

@@ -29,6 +29,7 @@ WORDS = (0, 1, 2, 2**31 - 1, 2**31, 2**32 - 257, 2**32 - 129, 2**32 - 2, 2**32 -
 VOCAB = 37  # no multiple of 4, of which the noise makes its groups
 BLOCK = 256  # tokens whose noise is made at a time
 WIDE = 2 * BLOCK + 70  # a vocabulary of two blocks and a part of one
+FEW = 5  # best tokens that are asked for
 CLOSE = 2e-6  # two float32 roundings of the noise's largest value
 CHI = 45.0  # chi-square of 11 degrees of freedom is above this once in 200,000 times
 KINDS = (
@@ -79,9 +80,31 @@ def one_by_one(rig: Rig, logits: Tensor, rows: list[Row]) -> None:
         masked = logits[r, chosen[r]] == -torch.inf
         rig.note("masked", [f"row {r}: {int(chosen[r])} cannot be chosen"] if masked else [], "no masked token was chosen")
     rig.counters["later_blocks"] += int((chosen >= BLOCK).sum())
+    log_probabilities(rig, logits, chosen)
     edited = plain.edited(logits, rows, (EOS,))
     tensors, _ = plain.chosen(edited, sampler.settings(rows, logits.shape[1]))
     rig.note("devices", [] if torch.equal(tensors, chosen) else ["tensors choose otherwise than the kernel"], "kernel = tensors")
+
+
+def log_probabilities(rig: Rig, logits: Tensor, tokens: Tensor) -> None:
+    """Of the chosen token and of the best few, against numpy in float64; equal ones by the lower id, by the kernel and by tensors."""
+    told = sampler.log_probs(logits, tokens, FEW)
+    exact = logits.double().numpy()
+    exact = exact - np.log(np.exp(exact - exact.max(1, keepdims=True)).sum(1, keepdims=True)) - exact.max(1, keepdims=True)
+    faults = []
+    for r in range(len(logits)):
+        best = sorted(range(logits.shape[1]), key=lambda i, row=exact[r]: (-row[i], i))[:FEW]
+        if told.top_ids[r].tolist() != best:
+            faults.append(f"row {r}: the best tokens are {told.top_ids[r].tolist()}, not {best}")
+        have = np.array([float(told.chosen[r]), *told.top[r].tolist()])
+        want = exact[r][[int(tokens[r]), *best]].astype(np.float32).astype(np.float64)
+        if not np.all((have == want) | (np.abs(have - want) <= 2.0**-23 * np.maximum(np.abs(want), 1))):
+            faults.append(f"row {r}: log-probabilities {have.tolist()}, not {want.tolist()}")
+    rig.note("logprobs", faults, f"float64, and the best {FEW} in order")
+    tensors = plain.described(logits, tokens, FEW)
+    pairs = ((tensors.chosen, told.chosen), (tensors.top_ids, told.top_ids), (tensors.top, told.top))
+    same = all(torch.equal(a, b) for a, b in pairs)
+    rig.note("devices", [] if same else ["tensors describe a row otherwise than the kernel"])
 
 
 def noisy_ties() -> tuple[Tensor, list[Row]]:

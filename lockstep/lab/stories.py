@@ -18,7 +18,7 @@ from lockstep.lab import asked, limits, sampling
 from lockstep.lab.properties import Judgement
 from lockstep.lab.recompute import Order
 from lockstep.lab.rig import Disturb, Failing, Glass, Rig
-from lockstep.lab.tiny import BART, EOS, LLAMA, VOCAB, Letters, Tiny, words
+from lockstep.lab.tiny import BART, EOS, LLAMA, QWEN3, Letters, Tiny, words
 from lockstep.llm.job import Job
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import log_probs
@@ -336,6 +336,11 @@ def one_model(tiny: Tiny) -> bool:
     return tiny is LLAMA
 
 
+def cached_whole(tiny: Tiny) -> bool:
+    """One model that keeps all keys, and one that drops some."""
+    return tiny is LLAMA or tiny is QWEN3
+
+
 ENGINE_RECIPES = (
     EngineRecipe(
         "engine-batch", "alone and in batches, arriving together and one by one", batch, ("batched_steps", "mixed_steps", "forked")
@@ -366,7 +371,13 @@ ENGINE_RECIPES = (
     EngineRecipe("engine-pad", "steps padded to buckets", padded, ("pad_rows", "forked", "batched_steps"), anything),
     EngineRecipe("engine-priority", "requests that go first", priority, ("displaced", "forked", "hit_tokens")),
     EngineRecipe("engine-error", "a model that raises in the middle of a step", error, ("failed_steps", "forked"), anything),
-    EngineRecipe("capacity", "arenas and buckets that are exactly full", limits.capacity, ("full_arenas", "full_buckets"), one_model),
+    EngineRecipe(
+        "capacity",
+        "arenas, buckets, contexts and caches that are exactly full",
+        limits.capacity,
+        ("full_arenas", "full_buckets", "full_contexts", "full_caches"),
+        cached_whole,
+    ),
     EngineRecipe("experts", "the choice of experts: ties", limits.experts, ("tied_rows",), one_model),
     EngineRecipe(
         "sample", "the choice of a token: masks, cuts, ties, noise, its distribution", sampling.choices, ("rows", "later_blocks"), one_model

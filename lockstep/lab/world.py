@@ -146,7 +146,7 @@ class World:
         pool_pages = tuple(pool.num_pages if (pool := self.pools[g]) else 0 for g in groups)
         if self.setting.checks:
             plan_check.check(plan, pool_pages)
-        if self.setting.inspect:
+        if self.setting.inspect and not self.setting.pad:
             self.record.faults += [f"rules: {fault}" for fault in spoilt.unnoticed(plan, pool_pages)]
         self._count(plan, computes, groups)
         self._audit(plan, computes, groups)

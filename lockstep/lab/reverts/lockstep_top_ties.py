@@ -1,0 +1,40 @@
+"""Of equally likely tokens any were listed as the best.
+
+Summary:
+`top_logprobs` lists the k best tokens, equal ones by the smaller id. A `topk` over the logits lists equals as they come.
+Motivation:
+`topk` is what a library offers, and logits of a trained model are hardly ever equal.
+Mechanism:
+1. Logits are equal: a head in a narrow format, tokens never trained, a cap that binds.
+2. `topk` leaves their order, and at the edge of the list which of them are listed, to its algorithm.
+3. That depends on the library, the size of the vocabulary and the device.
+Key functions:
+`sample.sampler.log_probs`.
+Symptom:
+Lists of best tokens that differ between machines whose log-probabilities agree in all bits.
+Risk and impact:
+The engine and its recomputation use one text for this, so they agree with each other; only a second text can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+SOURCE = "class: ties in the order of an unstable sort"
+TARGET = "lockstep.sample.sampler:log_probs"
+CELLS = ("sample/llama",)
+RELATED = ("lockstep-expert-ties", "lockstep-noisy-tie")
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def log_probs(logits: Tensor, token_ids: Tensor, k: int = 0) -> Any:
+        told = old(logits, token_ids, k)
+        found = [old(logits, logits.topk(k, 1).indices[:, j]) for j in range(k)]
+        for j, each in enumerate(found):
+            told.top_ids[:, j], told.top[:, j] = logits.topk(k, 1).indices[:, j], each.chosen
+        return told
+
+    return log_probs
