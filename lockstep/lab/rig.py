@@ -167,6 +167,21 @@ class Rig:
                 raise RuleError(f"a story ends within {STEPS} steps", "no end", "Look at the scheduler")
         left = len(engine.scheduler.running) + len(engine.scheduler.waiting)
         self.note("pages", [f"{left} requests are left without a job"] if left else [])
+        self._audit(engine)
+
+    def _audit(self, engine: Glass) -> None:
+        """A page taken by nobody, in each group in turn: the account must miss it."""
+        for g, pool in enumerate(engine.scheduler.pools):
+            if pool is None or not pool.free:
+                continue
+            lost = pool.take(1)
+            try:
+                engine.check()
+                self.note("account", [f"group {g}: nobody missed a page"])
+            except RuleError as error:
+                told = str(error).startswith("every hold has a holder")
+                self.note("account", [] if told else [str(error)], "a page that nobody holds is missed, in every group")
+            pool.give(lost)
 
     def add(self, engine: Glass, order: Order) -> Job:
         """The engine's own `add`, or, for a tenant or a priority, which its surface does not know yet, what it does."""

@@ -66,6 +66,7 @@ def choices(rig: Rig, quick: bool) -> None:
     one_by_one(rig, *rows_of(32 if quick else 80, WIDE))
     one_by_one(rig, *noisy_ties())
     ties(rig)
+    bad_rows(rig)
     for what in ("position", "sample_index", "seed"):
         distribution(rig, what, 1000 if quick else 4000)
 
@@ -136,6 +137,26 @@ def ties(rig: Rig) -> None:
         params = SamplingParams.from_dict({"seed": 0, **limit})
         seen = {int(sampler.sample(equal, [Row(params, p)]).token_ids) for p in range(40)}
         rig.note("ties", [] if seen == set(range(allowed)) else [f"{limit}: {sorted(seen)} were chosen"], "by the lower id")
+
+
+def bad_rows(rig: Rig) -> None:
+    """Rows that cannot be sampled say why, get no token and no log-probability, and leave their neighbours alone."""
+    logits, rows = rows_of(24)
+    bad = {3: (torch.nan, "NaN"), 8: (torch.inf, "+inf"), 13: (-torch.inf, "no token is left")}
+    spoilt = logits.clone()
+    for r, (value, _) in bad.items():
+        spoilt[r, :: 1 if value == -torch.inf else 5] = value
+    have, want = sampler.sample(spoilt, rows, (EOS,)), sampler.sample(logits, rows, (EOS,))
+    told, faults = have.errors(), []
+    for r in range(len(rows)):
+        reason = bad[r][1] if r in bad else None
+        fine = (r in told and reason in told[r] and int(have.token_ids[r]) == -1) if reason else r not in told
+        faults += [] if fine else [f"row {r}: {told.get(r, 'no error')}, token {int(have.token_ids[r])}"]
+        if reason is None and int(have.token_ids[r]) != int(want.token_ids[r]):
+            faults.append(f"row {r}: another token beside bad rows")
+    assert have.logprobs is not None, "every row asks for them"
+    finite = [r for r in bad if bool(have.logprobs.chosen[r].isfinite())]
+    rig.note("bad rows", [*faults, *(f"row {r}: a log-probability of nothing" for r in finite)], "refused with a reason, alone")
 
 
 def distribution(rig: Rig, what: str, count: int) -> None:
