@@ -149,13 +149,23 @@ def test_the_default_is_the_first_that_can_do_everything_and_says_why():
     _, why = select.select(None, [DENSE], "cpu")
     assert why.startswith("cpu: the first that can do all 1 groups on cpu")
     _, why = select.select(None, [replace(DENSE, d_qk=20, d_v=20)], "cpu")
-    assert why.startswith("reference")
-    assert "head size 20 is not a multiple of 8" in why
+    assert why.startswith("cpu: the first")
+
+
+def test_a_backend_that_promises_no_bits_is_never_chosen_silently():
+    wide = replace(DENSE, d_qk=600, d_v=600)
+    with pytest.raises(Refused, match=r'600 is not a multiple of 8 up to 576.*Ask for attention_backend="reference" by name'):
+        select.select(None, [wide], "cpu")
+    backend, why = select.select("reference", [wide], "cpu")
+    assert (backend.caps.order, why) == ("none", "reference: asked for by name")
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
-    [({"d_qk": 20}, "head size 20 is not a multiple of 8 up to 576"), ({"d_qk": 640, "d_v": 8}, "head size 640")],
+    [
+        ({"d_qk": 577}, "head size 577, stored as 584, is not a multiple of 8 up to 576"),
+        ({"d_qk": 640, "d_v": 8}, "head size 640 is not"),
+    ],
 )
 def test_a_backend_that_cannot_do_what_the_model_needs_is_refused_before_anything_runs(change, match):
     with pytest.raises(Refused, match=match):

@@ -73,7 +73,6 @@ def test_a_slip_is_one_line_with_a_suggestion(line: str, hint: str, capsys: pyte
         ("lab show decode/dense", "a cell is backend/recipe/feature"),
         ("lab show nobody/decode/dense", "a backend is one of"),
         ("lab show cpu/embed/dense", "makes sense"),
-        ("lab show cpu/decode/head-20", "head size 20"),
         ("lab show cpu/decode/llama", "a cell is backend/recipe/feature"),
         ("lab show reference/engine-hit/llama", "promises no bits"),
         ("lab show reference/empty/dense --step 9", "has the steps 0 to"),

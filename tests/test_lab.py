@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from lockstep.attention import cpu
 from lockstep.lab.cells import Cell, cells, run_cell
 from lockstep.lab.features import FEATURES
 from lockstep.lab.guard import BAND, Guarded
@@ -72,7 +74,16 @@ def test_every_pair_that_makes_sense_is_there():
 
 
 @pytest.mark.parametrize(
-    "cell", ["cpu/verify-tree/window-sinks", "cpu/encode-decode/cross", "cpu/embed/embed-latent", "reference/fork/fp8-kv"]
+    "cell",
+    [
+        "cpu/verify-tree/window-sinks",
+        "cpu/encode-decode/cross",
+        "cpu/embed/embed-latent",
+        "cpu/embed/embed-20",
+        "cpu/fork/latent-22",
+        "reference/fork/fp8-kv",
+        "reference/fork/latent-22",
+    ],
 )
 def test_a_cell_passes_and_says_what_it_saw(cell):
     result = run_cell(Cell.parse(cell))
@@ -83,9 +94,11 @@ def test_a_cell_passes_and_says_what_it_saw(cell):
     assert result.counters["rows"] > 0
 
 
-def test_a_refusal_carries_the_backends_reason():
+def test_a_refusal_carries_the_backends_reason(monkeypatch):
+    assert run_cell(Cell("cpu", "decode", "head-20")).verdict == "passed", "a head size of 20 is padded, not refused"
+    monkeypatch.setattr(cpu.Backend, "caps", replace(cpu.CAPS, head_max=16))
     result = run_cell(Cell("cpu", "decode", "head-20"))
-    assert (result.verdict, result.reason) == ("refused", "head size 20 is not a multiple of 8 up to 576")
+    assert (result.verdict, result.reason) == ("refused", "head size 20, stored as 24, is not a multiple of 8 up to 16")
 
 
 def test_a_cell_that_does_not_exist_is_a_clear_error():

@@ -29,7 +29,7 @@ class Caps:
     devices: frozenset[str]
     kv_dtypes: frozenset[str]
     layouts: frozenset[str]
-    head_multiple: int  # head sizes are multiples of this
+    head_multiple: int  # head sizes, as they are stored (order.stored_len), are multiples of this
     head_max: int
     page_sizes: frozenset[int] | None = None  # None = any
     window: bool = True

@@ -20,7 +20,7 @@ from lockstep import order
 from lockstep.attention import base
 from lockstep.kernels.cpu import attend as kernels
 from lockstep.kernels.cpu.attend import Consts, Layer, Prepared, Rows, Shape, Table
-from lockstep.kv.pool import Keys
+from lockstep.kv.pool import Keys, widened
 from lockstep.plan.image import Views
 from lockstep.plan.step import Group, PagedGroup, StepPlan
 from lockstep.types import INT32_MAX, KV_BYTES, AttnSpec, GroupSpec, Layout, RuleError
@@ -80,12 +80,18 @@ class Backend:
         if q.dtype is not torch.float32 or heads != group.heads or d_qk != group.d_qk:
             rule = f"queries are float32 of [rows, {group.heads}, {group.d_qk}]"
             raise RuleError(rule, f"{q.dtype} of {list(q.shape)}", "Cast them, or use another backend")
-        out, lse2 = torch.empty(rows, heads, group.d_v), torch.empty(rows, heads)
+        out, lse2 = torch.empty(rows, heads, order.stored_len(group.d_v)), torch.empty(rows, heads)
         if rows:
             (k, v), tile = keys, order.tile_len(group.d_qk, group.d_v)
+            q = widened(q, order.stored_len(d_qk)).contiguous()
             shape = Shape(group.kv_heads, handle.page_size, tile, handle.split, *k.stride()[:2], *v.stride()[:2])
-            kernel()(q.contiguous(), k, v, out, lse2, handle.prepared, shape, handle.layers[spec])
-        return out, torch.from_numpy(base.natural(lse2.numpy()))  # a few numbers: numpy is quicker there
+            kernel()(q, k, v, out, lse2, handle.prepared, shape, handle.layers[spec])
+        return narrowed(out, group.d_v), torch.from_numpy(base.natural(lse2.numpy()))  # a few numbers: numpy is quicker there
+
+
+def narrowed(out: Tensor, d_v: int) -> Tensor:
+    """The head's own columns of the output: those of the padding are dropped."""
+    return out if out.shape[2] == d_v else out[..., :d_v]
 
 
 def kernel() -> Callable[..., None]:

@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lockstep.kv.spec import storage_shapes
+from lockstep.order import stored_len
 from lockstep.plan.image import Views
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
@@ -23,7 +25,11 @@ Allocate = Callable[[tuple[int, int, int], torch.dtype, torch.device], Tensor]
 
 
 class Keys(NamedTuple):
-    """What a layer attends to. k [slots, kv_heads, d_qk], v [slots, kv_heads, d_v], as stored; a latent group's v is a view of k."""
+    """What a layer attends to. k [slots, kv_heads, d_qk], v [slots, kv_heads, d_v], as stored; a latent group's v is a view of k.
+
+    Behind the last column the memory goes on up to `order.stored_len` of the head size: with zeros in k, with finite or stored
+    numbers in v, whose outputs nobody looks at. A kernel may read them.
+    """
 
     k: Tensor
     v: Tensor
@@ -44,16 +50,21 @@ class Pool:
         self.storages = [tuple(allocate(shape, dtype, device) for shape in shapes) for _ in spec.layers]
         for storage in (s for layer in self.storages for s in layer):
             _bits(storage)[: spec.page_size] = 0
+        self._keys = [self._view(layer) for layer in range(len(spec.layers))]
 
     def keys(self, layer: int) -> Keys:
         """The cache of one layer."""
+        return self._keys[layer]
+
+    def _view(self, layer: int) -> Keys:
         k, *rest = self.storages[layer]
-        return Keys(k, rest[0] if rest else k[..., : self.spec.d_v])
+        return Keys(k[..., : self.spec.d_qk], (rest[0] if rest else k)[..., : self.spec.d_v])
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Stores this step's K and V rows; slots are int64. For a latent group k holds the whole row and v is not looked at."""
         rows = zip(self.storages[layer], ((k, "k"), (v, "v")), strict=False)
-        for storage, (values, which) in rows:
+        for storage, (given, which) in rows:
+            values = widened(given, storage.shape[2])
             scale = scale_of(self.spec.layers[layer], which)
             if scale == 1.0 and storage.dtype is values.dtype:
                 storage.index_copy_(0, slots, values)
@@ -105,10 +116,23 @@ class FreshView:
         """A fresh group moves nothing."""
 
     def keys(self, layer: int, k: Tensor | None, v: Tensor | None) -> Keys:
-        """This step's own rows."""
+        """This step's own rows, in memory of the stored width."""
         if k is None or v is None:
             raise RuleError("the keys of a fresh group are this step's rows", "None", "Pass k and v")
-        return Keys(k, v)
+        return Keys(in_stored_memory(k), in_stored_memory(v))
+
+
+def widened(rows: Tensor, columns: int) -> Tensor:
+    """[T, heads, d] with columns of zeros behind its own, `columns` in all; the same tensor where none is missing."""
+    missing = columns - rows.shape[2]
+    return F.pad(rows, (0, missing)) if missing else rows
+
+
+def in_stored_memory(rows: Tensor) -> Tensor:
+    """The same rows, followed in memory by the zeros that a kernel may read behind every head's last column."""
+    d = rows.shape[2]
+    columns = stored_len(d)
+    return rows if columns == d else widened(rows, columns)[..., :d]
 
 
 def view(spec: GroupSpec, pool: Pool | None, views: Views) -> PagedView | FreshView:

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lockstep.order import stored_len
 from lockstep.types import KV_BYTES, GroupSpec, Layout
 
 
 def storage_shapes(spec: GroupSpec, num_pages: int) -> tuple[tuple[int, int, int], ...]:
-    """[slots, kv_heads, d] of the storages of one layer: K and V, or the one latent row, or nothing."""
+    """[slots, kv_heads, columns] of the storages of one layer: K and V, or the one latent row, or nothing.
+
+    Columns are `order.stored_len` of the head size: the bytes of the padding are counted like all others.
+    """
     slots = num_pages * spec.page_size
     if spec.layout is Layout.FRESH:
         return ()
-    k = (slots, spec.kv_heads, spec.d_qk)
-    return (k,) if spec.layout is Layout.LATENT else (k, (slots, spec.kv_heads, spec.d_v))
+    k = (slots, spec.kv_heads, stored_len(spec.d_qk))
+    return (k,) if spec.layout is Layout.LATENT else (k, (slots, spec.kv_heads, stored_len(spec.d_v)))
 
 
 def slot_bytes(spec: GroupSpec) -> int:
@@ -29,11 +33,18 @@ def group_bytes(spec: GroupSpec, num_pages: int) -> int:
     return num_pages * spec.page_size * slot_bytes(spec) * len(spec.layers)
 
 
+def padding(spec: GroupSpec) -> str:
+    """Which head sizes are stored wider than they are, in words; "" if none is."""
+    sizes = dict.fromkeys((spec.d_qk,) if spec.layout is Layout.LATENT else (spec.d_qk, spec.d_v))
+    wider = [f"{d} stored as {stored_len(d)}" for d in sizes if stored_len(d) != d]
+    return f", heads of {' and '.join(wider)}" if wider else ""
+
+
 def arithmetic(specs: Sequence[GroupSpec], num_pages: Sequence[int]) -> str:
     """The memory of a cache, one line per group and a sum, as it is printed at start."""
     lines = []
     for spec, pages in zip(specs, num_pages, strict=True):
-        name = f"{spec.layout}{f' window {spec.window}' if spec.window else ''} {spec.kv_dtype}"
+        name = f"{spec.layout}{f' window {spec.window}' if spec.window else ''} {spec.kv_dtype}{padding(spec)}"
         factors = f"{pages} pages x {spec.page_size} slots x {slot_bytes(spec)} B x {len(spec.layers)} layers"
         lines.append(f"{name}: {factors} = {group_bytes(spec, pages):,} B")
     total = sum(group_bytes(s, n) for s, n in zip(specs, num_pages, strict=True))

@@ -114,8 +114,10 @@ FEATURES = (
         (2, 1),
     ),
     Feature("head-20", "a head size that is no multiple of 8", lambda p: (dense(4, 2, 20, p),)),
+    Feature("latent-22", "MLA, rank 22 + rope 8: values end in the middle of a padded vector", lambda p: (latent(6, 30, 22, p),)),
     Feature("encoder", "no cache, every row sees every key", lambda p: (fresh(4, 2, 32, 32, causal=False),)),
     Feature("embed", "no cache, causal", lambda p: (fresh(4, 2, 32, 32, causal=True),)),
     Feature("embed-window", "no cache, a window", lambda p: (fresh(4, 2, 32, 32, causal=True, window=WINDOW),)),
+    Feature("embed-20", "no cache, a head size that is no multiple of 8", lambda p: (fresh(4, 2, 20, 20, causal=True),)),
     Feature("embed-latent", "no cache, MLA", lambda p: (fresh(6, 1, 40, 32, causal=True),)),
 )

@@ -329,8 +329,9 @@ def plan_writes(plan: StepPlan, spec: GroupSpec) -> Iterator[np.ndarray]:
 
 
 def stored_bits(spec: GroupSpec, layer: int, values: Tensor, which: int) -> Tensor:
-    """What the cache holds for these values: the lab's own account, not the pool's."""
+    """What the cache holds for these values, up to a multiple of 8 columns with zeros: the lab's own account, not the pool's."""
     attn = spec.layers[layer]
+    values = torch.cat((values, torch.zeros(*values.shape[:2], -values.shape[2] % 8)), 2)
     scaled = values / (attn.k_scale if which == 0 else attn.v_scale)
     if spec.kv_dtype == "float8_e4m3":
         return scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
