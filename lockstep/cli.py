@@ -52,6 +52,11 @@ EXAMPLES = {
     "lockstep lab fuzz": """
       lockstep lab fuzz --traces 10000 --json fuzz.json
       lockstep lab fuzz --first 4711 --traces 1          one trace again""",
+    "lockstep lab mutate": """
+      lockstep lab mutate plan --count 20 --seed 8       20 small mutants of lockstep/plan; who notices them?
+      lockstep lab mutate lockstep/kv/pages.py --list    the mutants and their diffs, nothing run
+      lockstep lab mutate sched --mutant 7b430d4da2f6 --again    one of them once more
+      lockstep lab mutate --json bench/results/lab-mutate.json   all seven packages; a run that was ended goes on""",
     "lockstep lab show": """
       lockstep lab show cpu/verify-tree/dense            the whole story
       lockstep lab show cpu/verify-tree/dense --step 1   one step, every row
@@ -242,11 +247,29 @@ def _lab(commands: Any) -> None:
     fuzz.add_argument("--first", type=whole, default=0, metavar="N", help="number of the first one: a trace is a function of its number")
     _json(fuzz)
     _workers(fuzz)
+    _mutate(_command(kinds, "lockstep lab mutate", "small mutants of the engine: does any test or cell notice?", lab_mutate))
     show = _command(kinds, "lockstep lab show", "one cell, step by step: plans, pages, every row against its answer", lab_show)
     show.add_argument("cell", metavar="CELL", help="backend/recipe/feature, like cpu/decode/window")
     show.add_argument("--step", type=whole, metavar="N", help="only this step, in full")
     _no_checks(show)
     _json(show)
+
+
+def _mutate(parser: Parser) -> None:
+    modules = "packages or files of lockstep, like plan or lockstep/plan/build.py (default: plan kv attention sample sched llm run)"
+    parser.add_argument("module", nargs="*", metavar="MODULE", help=modules)
+    parser.add_argument("--count", type=positive, default=20, metavar="N", help="mutants of each module (default: 20)")
+    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="the draw is a function of it (default: 0)")
+    parser.add_argument("--mutant", action="append", metavar="ID", help="only this one of the draw; repeatable")
+    parser.add_argument("--again", action="store_true", help="try mutants again that an earlier run has tried")
+    parser.add_argument("--alone", action="store_true", help="only against what reaches them: survivors do not meet the rest")
+    parser.add_argument("--units", action="append", metavar="W", help="only test files and recipes with this in their name; repeatable")
+    parser.add_argument("--list", action="store_true", help="print the mutants, run nothing")
+    parser.add_argument("--work", default="build/mutate", metavar="DIR", help="map, trees and journals (default: build/mutate)")
+    verdicts = "bench/results/lab-mutate-verdicts.json"
+    parser.add_argument("--verdicts", default=verdicts, metavar="F", help=f"what was found out about survivors (default: {verdicts})")
+    parser.add_argument("--workers", type=positive, default=1, metavar="N", help="processes, each with a tree of its own (default: 1)")
+    _json(parser)
 
 
 def _bench(commands: Any) -> None:
@@ -373,6 +396,13 @@ def lab_fuzz(args: argparse.Namespace) -> int:
     from lockstep.lab import commands
 
     return commands.traces(args)
+
+
+def lab_mutate(args: argparse.Namespace) -> int:
+    """`lab mutate`."""
+    from lockstep.lab.mutate import command
+
+    return command.run(args)
 
 
 def lab_show(args: argparse.Namespace) -> int:

@@ -1,0 +1,250 @@
+"""What becomes of mutants: first each alone against what reaches it, then those that live, together, against all the rest.
+
+A mutant is killed by a unit that is green without it and red, or far beyond its time, with it. Whatever is found is appended to a
+journal at once, so a run that was ended goes on where it was. Survivors meet the rest of the units in one tree; a unit that turns red
+there is put to halves of them until one mutant is left that turns it red alone. Knows no options and prints nothing. `command` calls it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+from lockstep.lab.mutate.draw import Mutant, apart, combined
+from lockstep.lab.mutate.pool import HANG_S, Job, Server
+from lockstep.lab.mutate.reach import Reach, Unit
+
+MUTANT_S = 60.0  # the first meeting of a mutant with what reaches it
+BATCH_S = 90.0  # units that share a process in the second
+COMPILED = ("lockstep/plan/address.py", "lockstep/order.py", "lockstep/kernels/")  # a mutant of these compiles the kernels anew
+COMPILE_S = 300.0  # and may take so much longer before it hangs
+
+OnStep = Callable[[str, bool], None]
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What became of one mutant."""
+
+    id: str
+    outcome: str  # killed, survived
+    killer: str = ""
+    detail: str = ""
+    seconds: float = 0.0
+    tried: tuple[str, ...] = ()  # units that were green with it
+
+
+@dataclass
+class Journal:
+    """Everything found so far, one JSON object a line."""
+
+    path: Path
+    fates: dict[str, Fate] = field(default_factory=dict)
+    together: dict[tuple[str, str], str] = field(default_factory=dict)  # (ids, unit) → "" if green, or what it said
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        if self.path.is_file():
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                self._take(json.loads(line))
+
+    def fate(self, fate: Fate) -> None:
+        """Keeps what became of a mutant; a later one of the same mutant counts."""
+        self._append({"fate": vars(fate)})
+
+    def met(self, ids: str, unit: str, said: str) -> None:
+        """Keeps what a unit said about several mutants at once."""
+        self._append({"ids": ids, "unit": unit, "said": said})
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        with self._lock:
+            self._take(entry)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(entry) + "\n")
+
+    def _take(self, entry: dict[str, Any]) -> None:
+        if "fate" in entry:
+            fate = Fate(**{**entry["fate"], "tried": tuple(entry["fate"]["tried"])})
+            self.fates[fate.id] = fate
+        else:
+            self.together[entry["ids"], entry["unit"]] = entry["said"]
+
+
+@dataclass
+class Campaign:
+    """Mutants, what may notice them, and where they are tried."""
+
+    root: Path
+    mutants: Sequence[Mutant]
+    reach: Reach
+    journal: Journal
+    servers: Sequence[Server]
+    hints: dict[str, str] = field(default_factory=dict)  # id → a unit that killed it once
+
+    def __post_init__(self) -> None:
+        self.times = {u.name: u.seconds for u in self.reach.units.values()}
+        self._idle: Queue[Server] = Queue()
+        for server in self.servers:
+            self._idle.put(server)
+
+    def todo(self) -> list[Mutant]:
+        """Mutants that nobody has tried."""
+        return [m for m in self.mutants if m.id not in self.journal.fates]
+
+    def alone(self, on_step: OnStep) -> None:
+        """Every mutant against what reaches it."""
+        with ThreadPoolExecutor(len(self.servers)) as pool:
+            for fate, mutant in pool.map(lambda m: (self._try(m), m), self.todo()):
+                on_step(f"{mutant.file}:{mutant.line}", fate.outcome == "survived")
+
+    def survivors(self) -> list[Mutant]:
+        """Mutants that nobody has killed."""
+        fates = self.journal.fates
+        return [m for m in self.mutants if m.id in fates and fates[m.id].outcome == "survived"]
+
+    def together(self, on_step: OnStep) -> None:
+        """The survivors against everything they have not met."""
+        for group in apart(self.survivors()):
+            rest = self._rest(group)
+            red = [u for u, said in self._meet(group, rest, on_step) if said]
+            while red and group:
+                unit = min(red, key=lambda u: self.times.get(u, 0.0))
+                mutant = self._culprit(group, unit)
+                if mutant is None:  # red by several at once, and by none of them alone
+                    red.remove(unit)
+                    continue
+                self._kill(mutant, unit)
+                group = [m for m in group if m.id != mutant.id]
+                red = [u for u, said in self._meet(group, red) if said] if group else []
+
+    def doubted(self) -> list[str]:
+        """Killers that are red without any mutant: they were put to the unchanged tree once more."""
+        killers = sorted({f.killer for f in self.journal.fates.values() if f.killer in self.reach.units})
+        return [u for u, said in self._meet([], killers) if said]
+
+    def _try(self, mutant: Mutant) -> Fate:
+        begin = time.monotonic()
+        units = [u.name for u in self._reaching(mutant)]
+        units.sort(key=lambda name: name != self.hints.get(mutant.id))  # stable: the hint first
+        green: list[str] = []
+        killer = detail = ""
+        changes = combined([mutant], self.root)
+        job = Job(units=units, changes=changes, seconds=self.times, limit_s=MUTANT_S, hang_s=hang_s(changes))
+        server = self._idle.get()
+        try:
+            for name, said in verdicts(server.run(job)) if units else ():
+                if said:
+                    killer, detail = name, said
+                else:
+                    green.append(name)
+        finally:
+            self._idle.put(server)
+        seconds = round(time.monotonic() - begin, 1)
+        fate = Fate(mutant.id, "killed" if killer else "survived", killer, detail, seconds, tuple(green))
+        self.journal.fate(fate)
+        return fate
+
+    def _reaching(self, mutant: Mutant) -> list[Unit]:
+        return self.reach.of(mutant.file, () if mutant.at_import else mutant.lines)
+
+    def _rest(self, group: Sequence[Mutant]) -> list[str]:
+        """Units that some mutant of the group has not met, alone or in a group that held all of these; file by file."""
+        fates, ids = self.journal.fates, {m.id for m in group}
+        met = set.intersection(*(set(fates[m.id].tried) for m in group))
+        wider = {key: ids <= set(key.split()) for key in {key for key, _ in self.journal.together}}
+        met |= {unit for (key, unit), said in self.journal.together.items() if wider[key] and not said}
+        return [u.name for u in self.reach.rest(met)]
+
+    def _meet(self, group: Sequence[Mutant], units: Sequence[str], on_step: OnStep | None = None) -> list[tuple[str, str]]:
+        """What each unit says about all of a group at once; what is in the journal is not asked again."""
+        ids = " ".join(sorted(m.id for m in group))
+        known = self.journal.together
+        changes = combined(group, self.root)
+        for batch in batches([u for u in units if (ids, u) not in known], self.times):
+            left = list(batch)
+            while left:
+                job = Job(units=left, changes=changes, seconds=self.times, stop=False, hang_s=hang_s(changes))
+                server = self._idle.get()
+                try:
+                    said = list(verdicts(server.run(job)))
+                finally:
+                    self._idle.put(server)
+                heard = dict(spread(said, left))
+                for name in left:
+                    if name in heard:
+                        self.journal.met(ids, name, heard[name])
+                        if on_step is not None:
+                            on_step(name, bool(heard[name]))
+                still = [name for name in left if name not in heard]
+                if len(still) == len(left):  # nothing at all was heard: the tree cannot even start
+                    for name in still:
+                        self.journal.met(ids, name, "the process ended before its first test")
+                    still = []
+                left = still
+        return [(u, known[ids, u]) for u in units]
+
+    def rest_len(self) -> int:
+        """How many units `together` will run at least."""
+        return sum(len(self._rest(group)) for group in apart(self.survivors()))
+
+    def _culprit(self, group: Sequence[Mutant], unit: str) -> Mutant | None:
+        """The mutant of a group that turns a unit red alone; the unit is red with the whole group."""
+        if len(group) == 1:
+            return group[0]
+        middle = len(group) // 2
+        for half in (group[:middle], group[middle:]):
+            if self._meet(half, [unit])[0][1]:
+                return self._culprit(half, unit)
+        return None
+
+    def _kill(self, mutant: Mutant, unit: str) -> None:
+        detail = self.journal.together[mutant.id, unit]
+        fate = self.journal.fates[mutant.id]
+        self.journal.fate(Fate(mutant.id, "killed", unit, detail, fate.seconds, fate.tried))
+
+
+def hang_s(changes: Iterable[str]) -> float:
+    """How long a unit may take beyond what is expected, in a tree where these files differ."""
+    return COMPILE_S if any(file.startswith(COMPILED) for file in changes) else HANG_S
+
+
+def verdicts(messages: Iterator[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """(unit, "" if green or what it said) of a job's messages. A unit that hangs or takes the process along is red."""
+    for message in messages:
+        if "unit" in message:
+            yield message["unit"], (message["detail"] or "failed") if message["outcome"] == "failed" else ""
+        elif message.get("end") == "hang":
+            yield message["running"], f"hangs: no end after {message['seconds']:.0f} s"
+        elif message.get("end") == "done" and message["running"]:
+            yield message["running"], f"the process was ended (signal {message['signal']})"
+
+
+def spread(said: Sequence[tuple[str, str]], units: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The same by unit: a test file that cannot be imported speaks for all its tests."""
+    for name, what in said:
+        if name in units:
+            yield name, what
+        else:
+            yield from ((u, what) for u in units if u.partition("::")[0] == name)
+
+
+def batches(units: Sequence[str], times: dict[str, float]) -> Iterator[list[str]]:
+    """Units in processes of a reasonable length, in order."""
+    batch: list[str] = []
+    seconds = 0.0
+    for unit in units:
+        if batch and seconds + times.get(unit, 0.0) > BATCH_S:
+            yield batch
+            batch, seconds = [], 0.0
+        batch.append(unit)
+        seconds += times.get(unit, 0.0)
+    if batch:
+        yield batch

@@ -1,0 +1,203 @@
+"""`lockstep lab mutate`: draws mutants, runs the campaign under progress bars, prints survivors with their diffs, writes the document.
+
+Takes parsed arguments and returns an exit code: 1 while a survivor is open. `cli` calls it. Everything that can be taken up again lies
+in the work folder: the map of who reaches what, the trees, and one journal per state of the sources.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import time
+from argparse import Namespace
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from lockstep.lab import document
+from lockstep.lab.environment import environment
+from lockstep.lab.mutate import draw, reach, tree, verdicts
+from lockstep.lab.mutate.campaign import Campaign, Fate, Journal
+from lockstep.lab.mutate.draw import Mutant
+from lockstep.lab.mutate.pool import Server
+from lockstep.progress import Progress
+from lockstep.types import RuleError
+
+MODULES = ("plan", "kv", "attention", "sample", "sched", "llm", "run")
+TOOLS = ("cosmic-ray", "coverage", "pytest", "hypothesis")
+
+
+def run(args: Namespace) -> int:
+    """`lab mutate`."""
+    begin = time.perf_counter()
+    root = tree.repository()
+    known = verdicts.read(root / args.verdicts)
+    mutants = chosen(args, root)
+    if args.list:
+        _say(args, [line for m in mutants for line in (*head(m), *shown(m.diff), "")])
+        return 0
+    campaign = played(args, root, mutants)
+    rows = [row(m, campaign.journal.fates[m.id], known) for m in mutants]
+    doc = described(args, rows, time.perf_counter() - begin)
+    if args.json:
+        document.write(doc, args.json)
+    _say(args, lines(doc))
+    return 1 if doc["summary"]["all"]["open"] else 0
+
+
+def chosen(args: Namespace, root: Path) -> list[Mutant]:
+    """The mutants that the options name."""
+    modules = list(dict.fromkeys(args.module)) or list(MODULES)
+    mutants = [m for name in modules for m in draw.draw(name, root, args.seed, args.count)]
+    if args.mutant is None:
+        return mutants
+    found = [m for m in mutants if m.id in args.mutant]
+    if missing := set(args.mutant) - {m.id for m in found}:
+        rule = "a mutant is one of this draw"
+        raise RuleError(rule, ", ".join(sorted(missing)), "See --list with the same modules, --seed and --count")
+    return found
+
+
+def played(args: Namespace, root: Path, mutants: list[Mutant]) -> Campaign:
+    """Map, first meeting, second meeting."""
+    work = Path(args.work).resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    trees = tree.Trees(root, work)
+    trees.renew()
+    sources = tree.digests(root)
+    state = tree.digest(json.dumps(sources, sort_keys=True).encode())
+    journal = Journal(work / f"journal-{state}.jsonl")
+    if args.again:
+        for m in mutants:
+            journal.fates.pop(m.id, None)
+    with ExitStack() as stack:
+        servers = Servers(trees, args.workers, stack)
+        found = mapped(args, work, root, sources, servers)
+        hints = earlier(work)
+        campaign = Campaign(root, mutants, found, journal, servers.all(), hints)
+        with Progress(len(campaign.todo()), "lab mutate: each alone") as bar:
+            campaign.alone(bar.step)
+        if not args.alone:
+            with Progress(campaign.rest_len(), "lab mutate: survivors together") as bar:
+                campaign.together(bar.step)
+            doubted = campaign.doubted()
+            if doubted:
+                rule = "a unit that kills is green without a mutant"
+                raise RuleError(rule, ", ".join(doubted), "Mend it, or remove what it depends on, and run again with --again")
+    return campaign
+
+
+class Servers:
+    """Started when first needed; ended with the stack."""
+
+    def __init__(self, trees: tree.Trees, count: int, stack: ExitStack) -> None:
+        self.trees, self.count, self.stack = trees, max(1, count), stack
+        self.started: list[Server] = []
+
+    def first(self) -> Server:
+        """One, for measuring."""
+        if not self.started:
+            self._start()
+        return self.started[0]
+
+    def all(self) -> list[Server]:
+        """As many as were asked for."""
+        while len(self.started) < self.count:
+            self._start()
+        return self.started
+
+    def _start(self) -> None:
+        server = Server(self.trees, len(self.started))
+        self.stack.callback(server.close)
+        self.started.append(server)
+
+
+def mapped(args: Namespace, work: Path, root: Path, sources: dict[str, str], servers: Servers) -> reach.Reach:
+    """Who reaches what; what a tree compiles while this is measured is kept for later."""
+    asked = reach.groups(root)
+    if args.units:
+        asked = [g for g in asked if any(word in g.name for word in args.units)]
+    with Progress(len(asked), "lab mutate: who reaches what") as bar:
+
+        def told(name: str, bad: bool) -> None:
+            if servers.started:
+                servers.trees.keep_compiled(0)
+            bar.step(name, bad)
+
+        return reach.load(work / "reach", asked, sources, servers.first, told)
+
+
+def earlier(work: Path) -> dict[str, str]:
+    """Mutant → who killed it in any earlier state of the sources."""
+    found: dict[str, str] = {}
+    for path in sorted(work.glob("journal-*.jsonl"), key=lambda p: p.stat().st_mtime):
+        found |= {fate.id: fate.killer for fate in Journal(path).fates.values() if fate.killer}
+    return found
+
+
+def row(mutant: Mutant, fate: Fate, known: dict[str, verdicts.Verdict]) -> dict[str, Any]:
+    """A mutant as the document has it."""
+    verdict = known.get(mutant.id, verdicts.Verdict("open", ""))
+    killed = fate.outcome == "killed"
+    out: dict[str, Any] = {
+        "id": mutant.id,
+        "module": mutant.module,
+        "file": mutant.file,
+        "line": mutant.line,
+        "operator": mutant.operator,
+        "diff": mutant.diff,
+        "verdict": "killed" if killed else verdict.judgement,
+        "seconds": fate.seconds,
+    }
+    if killed:
+        return {**out, "killer": fate.killer, "detail": fate.detail}
+    return {**out, "reason": verdict.reason, "tried": len(fate.tried)}
+
+
+def described(args: Namespace, rows: list[dict[str, Any]], seconds: float) -> document.Document:
+    """The document."""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "command": document.command_line(),
+        "date": now,
+        "environment": {**environment(), **{name: version(name) for name in TOOLS}},
+        "seed": args.seed,
+        "count": args.count,
+        "alone": args.alone,
+        "seconds": round(seconds, 1),
+        "summary": verdicts.count(rows),
+        "mutants": rows,
+    }
+
+
+def lines(doc: document.Document) -> list[str]:
+    """Every open survivor with its diff, then the counts by module."""
+    from lockstep.lab.commands import aligned
+
+    out: list[str] = []
+    for found in (m for m in doc["mutants"] if m["verdict"] == "open"):
+        reason = f": {found['reason']}" if found["reason"] else ""
+        out += [f"OPEN {found['id']} {found['file']}:{found['line']} {found['operator']}{reason}", *shown(found["diff"]), ""]
+    table = [["module", "mutants", *verdicts.COUNTED, "killed of those that could be"]]
+    for name, counts in doc["summary"].items():
+        numbers = [counts[key] for key in verdicts.COUNTED]
+        share = "-" if counts["share"] is None else f"{counts['share']:.1%}"
+        table.append([name, str(sum(numbers)), *(str(n) for n in numbers), share])
+    out += aligned(table, right=range(1, 7))
+    return [*out, "", f"seed {doc['seed']}, {len(doc['mutants'])} mutants in {doc['seconds']:.0f} s"]
+
+
+def head(mutant: Mutant) -> list[str]:
+    """The line above a diff."""
+    return [f"{mutant.id} {mutant.file}:{mutant.line} {mutant.operator}"]
+
+
+def shown(diff: str) -> list[str]:
+    """A diff without its file names, indented."""
+    return [f"    {line}" for line in diff.splitlines()[2:]]
+
+
+def _say(args: Namespace, text: list[str]) -> None:
+    print("\n".join(text), file=sys.stderr if args.json == "-" else sys.stdout)

@@ -1,0 +1,238 @@
+"""Small mutants of a module, drawn by a seed. The operators, and the mutated texts, are cosmic-ray's.
+
+Of its operators those are taken that change a little: a comparison by its edge or its direction, a number by one, a sign, a condition,
+`and` and `or`, an exception that is caught, a loop. What cannot be compiled, what is the same program (annotations are never evaluated
+here), and a second mutant of one line are left out. Runs nothing. `campaign` calls it.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from lockstep.lab.mutate.tree import digest
+from lockstep.types import RuleError
+
+NEIGHBOURS = {
+    "BinaryOperator": (
+        "Add_Sub", "Sub_Add", "Mul_Add", "Mul_FloorDiv", "FloorDiv_Mul", "FloorDiv_Add", "Div_Mul", "Mod_FloorDiv", "Mod_Add",
+        "Pow_Mul", "BitAnd_BitOr", "BitOr_BitAnd", "BitXor_BitOr", "LShift_RShift", "RShift_LShift",
+    ),
+    "ComparisonOperator": (
+        "Eq_NotEq", "NotEq_Eq", "Lt_LtE", "Lt_GtE", "LtE_Lt", "LtE_Gt", "Gt_GtE", "Gt_LtE", "GtE_Gt", "GtE_Lt", "Is_IsNot", "IsNot_Is",
+    ),
+    "UnaryOperator": ("Delete_Not", "Delete_USub", "Delete_Invert"),
+}  # fmt: skip
+PLAIN = (
+    "AddNot", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr", "ReplaceOrWithAnd", "ReplaceBreakWithContinue",
+    "ReplaceContinueWithBreak", "ExceptionReplacer", "NumberReplacer", "ZeroIterationForLoop",
+)  # fmt: skip
+OPERATORS = (*(f"Replace{kind}_{pair}" for kind, pairs in NEIGHBOURS.items() for pair in pairs), *PLAIN)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one file."""
+
+    id: str
+    module: str  # as the user named it: what the draw is spread over
+    file: str
+    line: int
+    operator: str
+    diff: str
+    start: int  # text[start:stop] becomes `text`
+    stop: int
+    text: str
+    lines: tuple[int, ...]  # of its statement
+    at_import: bool  # its line runs when the module is imported, not when a function is called
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an operator could do something."""
+
+    file: str
+    operator: str
+    occurrence: int
+    line: int
+    column: int
+
+
+def files_of(name: str, root: Path) -> list[str]:
+    """The files a module stands for: `plan`, `lockstep.plan`, `lockstep.plan.build` or `lockstep/plan/build.py`."""
+    parts = name.removesuffix(".py").replace("/", ".").split(".")
+    parts = parts if parts[0] == "lockstep" else ["lockstep", *parts]
+    path = root.joinpath(*parts)
+    if path.with_suffix(".py").is_file():
+        return [str(path.with_suffix(".py").relative_to(root))]
+    found = sorted(str(p.relative_to(root)) for p in path.rglob("*.py")) if path.is_dir() else []
+    if not found:
+        rule = "a module is a package or a file of lockstep, like plan or lockstep/plan/build.py"
+        raise RuleError(rule, repr(name), "See the file tree in README.md")
+    return found
+
+
+def draw(name: str, root: Path, seed: int, count: int) -> list[Mutant]:
+    """`count` mutants of a module, or as many as there are, at most one a line."""
+    texts = {file: (root / file).read_text(encoding="utf-8") for file in files_of(name, root)}
+    found = [place for file, text in texts.items() for place in places(file, text)]
+    random.Random(f"{seed} {name}").shuffle(found)
+    out: list[Mutant] = []
+    taken: set[tuple[str, int]] = set()
+    for place in found:
+        if len(out) == count:
+            break
+        if (place.file, place.line) in taken:
+            continue
+        mutant = make(name, place, texts[place.file])
+        if mutant is not None:
+            taken.add((place.file, place.line))
+            out.append(mutant)
+    return sorted(out, key=lambda m: (m.file, m.line))
+
+
+def places(file: str, text: str) -> list[Place]:
+    """Every place of a text where an operator applies, in the order in which cosmic-ray counts them."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+
+    nodes = list(ast_nodes(get_ast(text)))
+    dead = annotation_spans(text)
+    out: list[Place] = []
+    for name, operator in operators().items():
+        count = 0
+        for node in nodes:
+            for (line, column), _ in operator.mutation_positions(node):
+                if not any(a <= (line, column) < b for a, b in dead):
+                    out.append(Place(file, name, count, line, column))
+                count += 1
+    return out
+
+
+@cache
+def operators() -> dict[str, Any]:
+    """The operators that are used, by name."""
+    try:
+        from cosmic_ray.plugins import get_operator
+    except ImportError as error:
+        raise RuleError("mutants are made by cosmic-ray", str(error), "pip install -c constraints.txt -e '.[test]'") from None
+    return {name: get_operator(f"core/{name}")() for name in OPERATORS}
+
+
+def annotation_spans(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """The spans of all annotations, as (line, column) pairs."""
+    found: list[ast.expr | None] = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.append(node.returns)
+        if isinstance(node, ast.AnnAssign | ast.arg):
+            found.append(node.annotation)
+    return [((a.lineno, a.col_offset), (a.end_lineno or 0, a.end_col_offset or 0)) for a in found if a is not None]
+
+
+def make(name: str, place: Place, text: str) -> Mutant | None:
+    """The mutant of a place; None if it is no program, or the same one."""
+    from cosmic_ray.mutating import mutate_code
+
+    mutated = mutate_code(text, operators()[place.operator], place.occurrence)
+    if mutated is None or same_program(text, mutated):
+        return None
+    mutated = trimmed(text, mutated)
+    diff = difference(place.file, text, mutated)
+    start, stop, new = span(text, mutated)
+    lines, at_import = statement(text, place.line)
+    label = re.sub(r"(?m)^@@ .*$", "@@", diff)  # a mutant keeps its id when lines above it come or go
+    return Mutant(
+        id=digest(label.encode())[:12],
+        module=name,
+        file=place.file,
+        line=place.line,
+        operator=place.operator,
+        diff=diff,
+        start=start,
+        stop=stop,
+        text=new,
+        lines=lines,
+        at_import=at_import,
+    )
+
+
+def same_program(text: str, mutated: str) -> bool:
+    """Whether nothing changed, or nothing that can be compiled came out."""
+    try:
+        return syntax(text) == syntax(mutated)
+    except (SyntaxError, ValueError):
+        return True
+
+
+@lru_cache(maxsize=64)
+def syntax(text: str) -> str:
+    """The program as text, without how it is written."""
+    return ast.dump(ast.parse(text))
+
+
+def trimmed(text: str, mutated: str) -> str:
+    """The mutated text without the blank that cosmic-ray puts before a number, where it means nothing."""
+    start, stop, new = span(text, mutated)
+    short = text[:start] + new.strip() + text[stop:]
+    return short if same_program(short, mutated) else mutated
+
+
+def difference(file: str, text: str, mutated: str) -> str:
+    """A unified diff."""
+    old, new = text.splitlines(), mutated.splitlines()
+    return "\n".join(difflib.unified_diff(old, new, f"a/{file}", f"b/{file}", lineterm=""))
+
+
+def span(text: str, mutated: str) -> tuple[int, int, str]:
+    """The shortest (start, stop, new) with text[:start] + new + text[stop:] == mutated."""
+    start = 0
+    while start < min(len(text), len(mutated)) and text[start] == mutated[start]:
+        start += 1
+    end = 0
+    while end < min(len(text), len(mutated)) - start and text[-1 - end] == mutated[-1 - end]:
+        end += 1
+    return start, len(text) - end, mutated[start : len(mutated) - end]
+
+
+def statement(text: str, line: int) -> tuple[tuple[int, ...], bool]:
+    """The lines of the innermost statement on a line (of a compound one its head), and whether it runs at import."""
+    head, inside = (line, line), False
+    for node in ast.walk(ast.parse(text)):  # outer statements come first
+        if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or line):
+            continue
+        body = getattr(node, "body", None)
+        last = max(node.lineno, body[0].lineno - 1) if body else node.end_lineno or line
+        if line <= last:
+            head = (node.lineno, last)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            inside = True
+    return tuple(range(head[0], head[1] + 1)), not inside
+
+
+def combined(mutants: Sequence[Mutant], root: Path) -> dict[str, str]:
+    """File → text with all these mutants in it. They must not overlap."""
+    texts: dict[str, str] = {}
+    for m in sorted(mutants, key=lambda m: (m.file, -m.start)):
+        text = texts.get(m.file) or (root / m.file).read_text(encoding="utf-8")
+        texts[m.file] = text[: m.start] + m.text + text[m.stop :]
+    return texts
+
+
+def apart(mutants: Sequence[Mutant]) -> list[list[Mutant]]:
+    """As few groups as needed for no two mutants of a group to overlap."""
+    out: list[list[Mutant]] = []
+    for m in mutants:
+        free = (g for g in out if all(m.file != o.file or m.stop < o.start or o.stop < m.start for o in g))
+        group = next(free, None)
+        if group is None:
+            group = []
+            out.append(group)
+        group.append(m)
+    return out

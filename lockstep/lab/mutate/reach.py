@@ -1,0 +1,137 @@
+"""Which test and which cell reaches which line, and how long each takes: measured once, kept, and measured again where it may differ.
+
+A group is a test file, or the cells of one recipe; it is measured in one process under coverage, one context per unit. It is kept with
+the digests of every file that it reached, and stands as long as these stand. Code that Numba compiled, and what a test starts in a
+process of its own, is invisible here: a mutant nobody seems to reach still meets everything together with the other survivors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.lab.mutate.pool import Job, Server
+from lockstep.lab.mutate.tree import digest
+
+CELL = "cell:"
+OWN = "tests/test_mutate.py"  # makes trees itself
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A test or a cell as it was without a mutant."""
+
+    name: str
+    seconds: float
+    outcome: str  # passed, failed, skipped
+    lines: Mapping[str, frozenset[int]]  # file → lines
+    detail: str = ""
+
+    @property
+    def breadth(self) -> int:
+        """How many lines it reaches: the fewer, the more specific."""
+        return sum(len(lines) for lines in self.lines.values())
+
+
+@dataclass(frozen=True)
+class Group:
+    """Units that are measured together."""
+
+    name: str
+    files: tuple[str, ...] = ()
+    cells: tuple[str, ...] = ()
+
+
+@dataclass
+class Reach:
+    """Units by name."""
+
+    units: dict[str, Unit] = field(default_factory=dict)
+
+    def of(self, file: str, lines: Iterable[int]) -> list[Unit]:
+        """The green units that reach one of the lines; with no lines, or where none is seen, the file. The best first."""
+        green = [u for u in self.units.values() if u.outcome == "passed"]
+        wanted = set(lines)
+        found = [u for u in green if wanted & u.lines.get(file, frozenset())]
+        return sorted(found or [u for u in green if file in u.lines], key=cost)
+
+    def rest(self, tried: Iterable[str]) -> list[Unit]:
+        """The green units that were not tried, file by file."""
+        out = set(tried)
+        return [u for u in self.units.values() if u.outcome == "passed" and u.name not in out]
+
+
+def cost(unit: Unit) -> float:
+    """Fast and specific units first."""
+    return (unit.seconds + 0.05) * (unit.breadth + 20)
+
+
+def groups(root: Path) -> list[Group]:
+    """Every test file, and every recipe with its cells: all of `cpu`, and of `reference` what a quick run has."""
+    from lockstep.lab import cells, commands
+
+    names = [f"tests/{path.name}" for path in sorted((root / "tests").glob("test_*.py"))]
+    tests = [Group(name, files=(name,)) for name in names if name != OWN]
+    recipes: dict[str, list[str]] = {}
+    for cell in cells.cells(["cpu", "reference"]):
+        if cell.backend == "cpu" or commands.quick(cell):
+            recipes.setdefault(cell.recipe, []).append(CELL + str(cell))
+    return [*tests, *(Group(CELL + recipe, cells=tuple(names)) for recipe, names in recipes.items())]
+
+
+def measure(server: Server, group: Group) -> tuple[list[Unit], set[str]]:
+    """Runs a group under coverage. Its units, and every file that it reached, imports included."""
+    outcomes: dict[str, dict[str, Any]] = {}
+    lines: dict[str, dict[str, frozenset[int]]] = {}
+    files = set(group.files)
+    for message in server.run(Job(units=group.cells, files=group.files, stop=False, measure=True)):
+        if "unit" in message:
+            outcomes[message["unit"]] = message
+        if "reached" in message:
+            files |= set(message["lines"])
+            lines[message["reached"]] = {f: frozenset(found) for f, found in message["lines"].items()}
+    units = [Unit(n, o["seconds"], o["outcome"], lines.get(n, {}), o["detail"]) for n, o in outcomes.items()]
+    return units, files
+
+
+def load(
+    folder: Path,
+    asked: Iterable[Group],
+    sources: Mapping[str, str],
+    server: Callable[[], Server],
+    on_group: Callable[[str, bool], None],
+) -> Reach:
+    """The map, from what is kept in `folder` and what has to be measured now."""
+    reach = Reach()
+    for group in asked:
+        path = folder / f"{digest(group.name.encode())}.json"
+        units = kept(path, group, sources)
+        if units is None:
+            units, files = measure(server(), group)
+            save(path, group, units, {f: sources[f] for f in sorted(files) if f in sources})
+        reach.units.update((u.name, u) for u in units)
+        on_group(group.name, any(u.outcome == "failed" for u in units))
+    return reach
+
+
+def kept(path: Path, group: Group, sources: Mapping[str, str]) -> list[Unit] | None:
+    """A group as it was measured, if nothing that it reached has changed."""
+    if not path.is_file():
+        return None
+    value = json.loads(path.read_text(encoding="utf-8"))
+    same = all(sources.get(f) == was for f, was in value["sources"].items())
+    if not same or value["group"] != json.loads(json.dumps(asdict(group))):
+        return None
+    made = [{**u, "lines": {f: frozenset(found) for f, found in u["lines"].items()}} for u in value["units"]]
+    return [Unit(**u) for u in made]
+
+
+def save(path: Path, group: Group, units: list[Unit], sources: Mapping[str, str]) -> None:
+    """Writes a group for `kept`."""
+    rows = [{**asdict(u), "lines": {f: sorted(found) for f, found in u.lines.items()}} for u in units]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"group": asdict(group), "sources": sources, "units": rows})
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,265 @@
+"""The judge of the judges: mutants are drawn by a seed, tried in copies, killed, hung up or left alive, and nothing else is touched."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep import cli
+from lockstep.lab.mutate import campaign, draw, pool, reach, tree, verdicts
+from lockstep.lab.mutate.draw import Mutant
+from lockstep.types import RuleError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TOY = '''"""A toy."""
+
+from __future__ import annotations
+
+START: int | None = 3
+
+
+def clip(x: int, top: int | None) -> int:
+    if x > top:
+        return top
+    return x
+
+
+def double(x):
+    return (
+        x
+        * 2
+    )
+
+
+def hidden(x):
+    return x + START
+
+
+def countdown(n):
+    while n:
+        n -= 1
+    return n
+'''
+
+TOY_TESTS = '''"""Tests of the toy."""
+
+import subprocess
+import sys
+
+from lockstep import toy
+
+
+def test_clip():
+    assert [toy.clip(x, 2) for x in (1, 2, 3)] == [1, 2, 2]
+
+
+def test_double():
+    assert toy.double(4) == 8
+
+
+def test_countdown():
+    assert toy.countdown(5) == 0
+
+
+def test_hidden():
+    code = "from lockstep.toy import hidden; assert hidden(1) == 4"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_red():
+    assert toy.double(1) == 3
+'''
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository with one module and its tests."""
+    root = tmp_path_factory.mktemp("toy")
+    for name, text in {"lockstep/__init__.py": "", "lockstep/toy.py": TOY, "tests/test_toy.py": TOY_TESTS, "pyproject.toml": ""}.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(text)
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[pool.Server]:
+    """A warm process over the toy."""
+    trees = tree.Trees(toy, tmp_path_factory.mktemp("work"))
+    trees.renew()
+    found = pool.Server(trees, 0, warm=())
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def reached(server: pool.Server) -> reach.Reach:
+    """Who reaches what in the toy."""
+    units, files = reach.measure(server, reach.Group("toy", files=("tests/test_toy.py",)))
+    assert files == {"tests/test_toy.py", "lockstep/__init__.py", "lockstep/toy.py"}
+    return reach.Reach({u.name.rpartition("::")[2]: u for u in units})
+
+
+def mutant(root: Path, operator: str, line: int, file: str = "lockstep/toy.py", nth: int = 0) -> Mutant:
+    """The mutant of an operator on a line."""
+    text = (root / file).read_text()
+    found = [p for p in draw.places(file, text) if (p.operator, p.line) == (operator, line)]
+    made = draw.make("toy", found[nth], text)
+    assert made is not None
+    return made
+
+
+def line_of(text: str, source: str = TOY) -> int:
+    """1 for the first."""
+    return source[: source.index(text)].count("\n") + 1
+
+
+def test_a_draw_is_a_function_of_its_seed_and_names_every_line_once():
+    first, again, other = (draw.draw("plan.bucket", ROOT, seed, 6) for seed in (3, 3, 4))
+    assert first == again and [m.id for m in first] != [m.id for m in other]
+    assert len({(m.file, m.line) for m in first}) == 6 == len({m.id for m in first})
+    for m in first:
+        text = (ROOT / m.file).read_text()
+        changed = draw.combined([m], ROOT)[m.file]
+        assert draw.difference(m.file, text, changed) == m.diff
+        compile(changed, m.file, "exec")
+
+
+def test_annotations_are_no_place_for_a_mutant(toy: Path):
+    lines = [p.line for p in draw.places("lockstep/toy.py", TOY)]
+    assert line_of("def clip") not in lines
+    assert line_of("START:") in lines, "its value is one"
+
+
+def test_an_id_stays_when_lines_above_come_and_go(toy: Path):
+    moved = TOY.replace('"""A toy."""', '"""A toy.\n\nWith more to say.\n"""')
+    (place,) = (p for p in draw.places("toy.py", moved) if p.operator == "ReplaceComparisonOperator_Gt_GtE")
+    (before,) = (p for p in draw.places("toy.py", TOY) if p.operator == "ReplaceComparisonOperator_Gt_GtE")
+    one, two = draw.make("toy", before, TOY), draw.make("toy", place, moved)
+    assert one is not None and two is not None
+    assert (one.id, one.line + 3) == (two.id, two.line)
+
+
+def test_a_mutant_knows_its_statement_and_whether_it_runs_at_import(toy: Path):
+    inside = mutant(toy, "NumberReplacer", line_of("* 2"))
+    assert (len(inside.lines), inside.at_import) == (4, False)
+    outside = mutant(toy, "NumberReplacer", line_of("START:"))
+    assert outside.at_import
+
+
+def test_mutants_that_overlap_do_not_share_a_tree(toy: Path):
+    one = mutant(toy, "ReplaceComparisonOperator_Gt_GtE", line_of("if x > top"))
+    two = mutant(toy, "ReplaceComparisonOperator_Gt_LtE", line_of("if x > top"))
+    far = mutant(toy, "NumberReplacer", line_of("* 2"))
+    assert draw.apart([one, two, far]) == [[one, far], [two]]
+    both = draw.combined([one, far], toy)["lockstep/toy.py"]
+    assert "x >= top" in both and "* 3" in both
+
+
+def test_coverage_says_who_reaches_a_line_and_the_red_ones_are_not_asked(reached: reach.Reach):
+    assert {name: u.outcome for name, u in reached.units.items() if u.outcome != "passed"} == {"test_red": "failed"}
+    names = [u.name.rpartition("::")[2] for u in reached.of("lockstep/toy.py", [line_of("* 2")])]
+    assert names == ["test_double"]
+    unseen = {u.name.rpartition("::")[2] for u in reached.of("lockstep/toy.py", [line_of("x + START")])}
+    assert unseen == {"test_clip", "test_double", "test_countdown"}, "a line that nobody is seen at: all that reach the file"
+
+
+def test_a_map_is_kept_until_a_file_that_was_reached_changes(toy: Path, server: pool.Server, tmp_path: Path):
+    asked, sources, measured = [reach.Group("toy", files=("tests/test_toy.py",))], tree.digests(toy), []
+
+    def started() -> pool.Server:
+        measured.append(1)
+        return server
+
+    for changes, times in (({}, 1), ({}, 1), ({"lockstep/else.py": "x"}, 1), ({"lockstep/toy.py": "x"}, 2)):
+        found = reach.load(tmp_path, asked, {**sources, **changes}, started, lambda name, bad: None)
+        assert len(found.units) == 5 and len(measured) == times
+
+
+def test_mutants_are_killed_hang_or_live_and_the_rest_finds_what_coverage_did_not_see(
+    toy: Path, server: pool.Server, reached: reach.Reach, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(campaign, "HANG_S", 3.0)
+    doubled = mutant(toy, "NumberReplacer", line_of("* 2"))
+    endless = mutant(toy, "NumberReplacer", line_of("n -= 1"), nth=1)
+    equal = mutant(toy, "ReplaceComparisonOperator_Gt_GtE", line_of("if x > top"))
+    unseen = mutant(toy, "ReplaceBinaryOperator_Add_Sub", line_of("x + START"))
+    units = reach.Reach({u.name: u for u in reached.units.values()})
+    journal = campaign.Journal(tmp_path / "journal.jsonl")
+    play = campaign.Campaign(toy, [doubled, endless, equal, unseen], units, journal, [server])
+    play.alone(lambda note, bad: None)
+    fates = journal.fates
+    assert fates[doubled.id].killer == "tests/test_toy.py::test_double" and "assert 12 == 8" in fates[doubled.id].detail
+    assert fates[endless.id].killer == "tests/test_toy.py::test_countdown" and fates[endless.id].detail.startswith("hangs")
+    assert [m.id for m in play.survivors()] == [equal.id, unseen.id]
+    assert play.rest_len() == 3 == len(play._rest([equal, unseen])), "what only one of them has met is asked again"
+    play.together(lambda note, bad: None)
+    assert fates[unseen.id].killer == "tests/test_toy.py::test_hidden"
+    assert [m.id for m in play.survivors()] == [equal.id]
+    assert play.doubted() == []
+    assert (toy / "lockstep/toy.py").read_text() == TOY, "the repository is as it was"
+    again = campaign.Campaign(toy, play.mutants, units, campaign.Journal(journal.path), [])
+    assert again.todo() == [] and again.journal.fates == fates and again.rest_len() == 0, "a run that was ended goes on where it was"
+
+
+def test_a_kill_by_a_unit_that_is_red_anyway_is_doubted(toy: Path, server: pool.Server, reached: reach.Reach, tmp_path: Path):
+    units = reach.Reach({u.name: u for u in reached.units.values()})
+    journal = campaign.Journal(tmp_path / "journal.jsonl")
+    journal.fate(campaign.Fate("someone", "killed", "tests/test_toy.py::test_red"))
+    assert campaign.Campaign(toy, [], units, journal, [server]).doubted() == ["tests/test_toy.py::test_red"]
+
+
+def test_a_mutant_of_the_engine_is_killed_by_its_tests_and_one_that_changes_nothing_lives(tmp_path: Path):
+    file, name = "lockstep/kv/pages.py", "tests/test_kv.py::test_pages_are_taken_all_or_none_and_the_sink_is_nobodys"
+    text = (ROOT / file).read_text()
+    killed = mutant(ROOT, "NumberReplacer", line_of("self._free = list(range(", text), file, nth=1)
+    assert "num_pages - 0" in killed.diff
+    silent = Mutant(**{**vars(killed), "id": "silent", "start": len(text), "stop": len(text), "text": "\nNOBODY_READS_THIS = 1\n"})
+    trees = tree.Trees(ROOT, tmp_path)
+    trees.renew()
+    server = pool.Server(trees, 0, warm=("torch",))
+    try:
+        units = reach.Reach({name: reach.Unit(name, 1.0, "passed", {file: frozenset(killed.lines)})})
+        play = campaign.Campaign(ROOT, [killed, silent], units, campaign.Journal(tmp_path / "journal.jsonl"), [server])
+        play.alone(lambda note, bad: None)
+    finally:
+        server.close()
+    assert {f.id: (f.outcome, f.killer) for f in play.journal.fates.values()} == {killed.id: ("killed", name), "silent": ("survived", "")}
+    assert (ROOT / file).read_text() == text
+
+
+def test_counts_are_by_module_and_leave_out_what_cannot_be_killed():
+    judged = ("killed", "killed", "killed", "open", "neutral", "equivalent")
+    rows = [{"module": "plan", "verdict": v} for v in judged] + [{"module": "kv", "verdict": "equivalent"}]
+    found = verdicts.count(rows)
+    assert found["plan"] == {"killed": 3, "equivalent": 1, "neutral": 1, "open": 1, "share": 0.75}
+    assert found["kv"]["share"] is None and found["all"]["equivalent"] == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ({"a": {"judgement": "fine", "reason": "x"}}, "a judgement is one of equivalent, neutral, open; got a: 'fine'"),
+        ({"a": {"judgement": "open", "reason": " "}}, "a judgement has a reason"),
+        ({"a": "equivalent"}, "a verdict is"),
+    ],
+)
+def test_a_verdict_needs_a_judgement_and_a_reason(value: object, hint: str, tmp_path: Path):
+    (tmp_path / "v.json").write_text(json.dumps(value))
+    with pytest.raises(RuleError, match=hint):
+        verdicts.read(tmp_path / "v.json")
+
+
+def test_the_command_lists_diffs_and_names_what_it_does_not_know(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["lab", "mutate", "kv.pages", "--count", "2", "--seed", "5", "--list"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("lockstep/kv/pages.py:") == 2 and said.count("    @@ ") == 2
+    assert cli.main(["lab", "mutate", "nothing", "--list"]) == 2
+    assert "a module is a package or a file of lockstep" in capsys.readouterr().err
+    assert cli.main(["lab", "mutate", "kv.pages", "--mutant", "abc", "--list"]) == 2
+    assert "a mutant is one of this draw; got abc" in capsys.readouterr().err
