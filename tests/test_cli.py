@@ -30,7 +30,7 @@ def test_help_is_quick_and_needs_no_torch():
 
 
 @pytest.mark.parametrize(
-    "command", ["", "lab", "lab run", "lab reverts", "lab matrix", "lab show", "bench attention", "bench engine", "check-env"]
+    "command", ["", "lab", "lab run", "lab reverts", "lab matrix", "lab show", "lab mutate", "bench attention", "bench engine", "check-env"]
 )
 def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stop:

@@ -1,8 +1,10 @@
-"""What becomes of mutants: first each alone against what reaches it, then those that live, together, against all the rest.
+"""What becomes of mutants: each alone against what reaches it, survivors together against the rest.
 
-A mutant is killed by a unit that is green without it and red, or far beyond its time, with it. Whatever is found is appended to a
-journal at once, so a run that was ended goes on where it was. Survivors meet the rest of the units in one tree; a unit that turns red
-there is put to halves of them until one mutant is left that turns it red alone. Knows no options and prints nothing. `command` calls it.
+A mutant is killed by a unit that is green without it and red, or far beyond its time, with it.
+Whatever is found is appended to a journal at once, so a run that was ended goes on where it was.
+Survivors meet the rest of the units in one tree; a unit that turns red there is put to halves of
+them until one mutant is left that turns it red alone. Knows no options and prints nothing.
+`command` calls it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -23,10 +25,20 @@ from lockstep.lab.mutate.reach import Reach, Unit
 
 MUTANT_S = 60.0  # the first meeting of a mutant with what reaches it
 BATCH_S = 90.0  # units that share a process in the second
-COMPILED = ("lockstep/plan/address.py", "lockstep/order.py", "lockstep/kernels/")  # a mutant of these compiles the kernels anew
+COMPILED = (
+    "lockstep/plan/address.py",
+    "lockstep/order.py",
+    "lockstep/kernels/",
+)  # a mutant of these compiles the kernels anew
 COMPILE_S = 300.0  # and may take so much longer before it hangs
 
 OnStep = Callable[[str, bool], None]
+Group = Sequence[Mutant]
+Said = tuple[str, str]  # a unit, and "" if it is green or what it said
+
+
+def nobody(note: str, bad: bool) -> None:
+    """Takes no notice."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +59,8 @@ class Journal:
 
     path: Path
     fates: dict[str, Fate] = field(default_factory=dict)
-    together: dict[tuple[str, str], str] = field(default_factory=dict)  # (ids, unit) → "" if green, or what it said
+    # (ids, unit) → "" if green, or what it said
+    together: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -125,10 +138,14 @@ class Campaign:
                 group = [m for m in group if m.id != mutant.id]
                 red = [u for u, said in self._meet(group, red) if said] if group else []
 
-    def doubted(self) -> list[str]:
-        """Killers that are red without any mutant: they were put to the unchanged tree once more."""
-        killers = sorted({f.killer for f in self.journal.fates.values() if f.killer in self.reach.units})
-        return [u for u, said in self._meet([], killers) if said]
+    def confirm(self) -> None:
+        """Runs every killer once more in the unchanged tree; a kill by one that is red there is none."""
+        killers = {fate.killer for fate in self.journal.fates.values()}
+        known = sorted(killers & set(self.reach.units))
+        red = {unit for unit, said in self._meet([], known) if said}
+        for fate in [f for f in self.journal.fates.values() if f.killer in red]:
+            why = f"only {fate.killer} turned red, which is red without it too"
+            self.journal.fate(replace(fate, outcome="survived", killer="", detail=why))
 
     def _try(self, mutant: Mutant) -> Fate:
         begin = time.monotonic()
@@ -137,7 +154,13 @@ class Campaign:
         green: list[str] = []
         killer = detail = ""
         changes = combined([mutant], self.root)
-        job = Job(units=units, changes=changes, seconds=self.times, limit_s=MUTANT_S, hang_s=hang_s(changes))
+        job = Job(
+            units=units,
+            changes=changes,
+            seconds=self.times,
+            limit_s=MUTANT_S,
+            hang_s=hang_s(changes),
+        )
         server = self._idle.get()
         try:
             for name, said in verdicts(server.run(job)) if units else ():
@@ -147,8 +170,14 @@ class Campaign:
                     green.append(name)
         finally:
             self._idle.put(server)
-        seconds = round(time.monotonic() - begin, 1)
-        fate = Fate(mutant.id, "killed" if killer else "survived", killer, detail, seconds, tuple(green))
+        fate = Fate(
+            id=mutant.id,
+            outcome="killed" if killer else "survived",
+            killer=killer,
+            detail=detail,
+            seconds=round(time.monotonic() - begin, 1),
+            tried=tuple(green),
+        )
         self.journal.fate(fate)
         return fate
 
@@ -156,22 +185,30 @@ class Campaign:
         return self.reach.of(mutant.file, () if mutant.at_import else mutant.lines)
 
     def _rest(self, group: Sequence[Mutant]) -> list[str]:
-        """Units that some mutant of the group has not met, alone or in a group that held all of these; file by file."""
+        """Units that a mutant of the group has met neither alone nor with all the others."""
         fates, ids = self.journal.fates, {m.id for m in group}
         met = set.intersection(*(set(fates[m.id].tried) for m in group))
         wider = {key: ids <= set(key.split()) for key in {key for key, _ in self.journal.together}}
-        met |= {unit for (key, unit), said in self.journal.together.items() if wider[key] and not said}
+        for (key, unit), said in self.journal.together.items():
+            if wider[key] and not said:
+                met.add(unit)
         return [u.name for u in self.reach.rest(met)]
 
-    def _meet(self, group: Sequence[Mutant], units: Sequence[str], on_step: OnStep | None = None) -> list[tuple[str, str]]:
-        """What each unit says about all of a group at once; what is in the journal is not asked again."""
+    def _meet(self, group: Group, units: Sequence[str], on_step: OnStep = nobody) -> list[Said]:
+        """What each unit says about a group as a whole; what the journal has is not asked again."""
         ids = " ".join(sorted(m.id for m in group))
         known = self.journal.together
         changes = combined(group, self.root)
         for batch in batches([u for u in units if (ids, u) not in known], self.times):
             left = list(batch)
             while left:
-                job = Job(units=left, changes=changes, seconds=self.times, stop=False, hang_s=hang_s(changes))
+                job = Job(
+                    units=left,
+                    changes=changes,
+                    seconds=self.times,
+                    stop=False,
+                    hang_s=hang_s(changes),
+                )
                 server = self._idle.get()
                 try:
                     said = list(verdicts(server.run(job)))
@@ -181,8 +218,7 @@ class Campaign:
                 for name in left:
                     if name in heard:
                         self.journal.met(ids, name, heard[name])
-                        if on_step is not None:
-                            on_step(name, bool(heard[name]))
+                        on_step(name, bool(heard[name]))
                 still = [name for name in left if name not in heard]
                 if len(still) == len(left):  # nothing at all was heard: the tree cannot even start
                     for name in still:
@@ -196,7 +232,7 @@ class Campaign:
         return sum(len(self._rest(group)) for group in apart(self.survivors()))
 
     def _culprit(self, group: Sequence[Mutant], unit: str) -> Mutant | None:
-        """The mutant of a group that turns a unit red alone; the unit is red with the whole group."""
+        """The mutant that turns a unit red alone; with the whole group it is red."""
         if len(group) == 1:
             return group[0]
         middle = len(group) // 2
@@ -208,7 +244,7 @@ class Campaign:
     def _kill(self, mutant: Mutant, unit: str) -> None:
         detail = self.journal.together[mutant.id, unit]
         fate = self.journal.fates[mutant.id]
-        self.journal.fate(Fate(mutant.id, "killed", unit, detail, fate.seconds, fate.tried))
+        self.journal.fate(replace(fate, outcome="killed", killer=unit, detail=detail))
 
 
 def hang_s(changes: Iterable[str]) -> float:
@@ -217,10 +253,13 @@ def hang_s(changes: Iterable[str]) -> float:
 
 
 def verdicts(messages: Iterator[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """(unit, "" if green or what it said) of a job's messages. A unit that hangs or takes the process along is red."""
+    """(unit, "" if green or what it said). One that hangs or takes the process along is red."""
     for message in messages:
         if "unit" in message:
-            yield message["unit"], (message["detail"] or "failed") if message["outcome"] == "failed" else ""
+            yield (
+                message["unit"],
+                (message["detail"] or "failed") if message["outcome"] == "failed" else "",
+            )
         elif message.get("end") == "hang":
             yield message["running"], f"hangs: no end after {message['seconds']:.0f} s"
         elif message.get("end") == "done" and message["running"]:

@@ -1,7 +1,8 @@
-"""`lockstep lab mutate`: draws mutants, runs the campaign under progress bars, prints survivors with their diffs, writes the document.
+"""`lockstep lab mutate`: draws mutants, tries them, prints those that live, writes the document.
 
-Takes parsed arguments and returns an exit code: 1 while a survivor is open. `cli` calls it. Everything that can be taken up again lies
-in the work folder: the map of who reaches what, the trees, and one journal per state of the sources.
+Takes parsed arguments and returns an exit code: 1 while a survivor is open. `cli` calls it.
+Everything that can be taken up again lies in the work folder: the map of who reaches what, the
+trees, and one journal per state of the sources.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lockstep.lab.environment import environment
 from lockstep.lab.mutate import draw, reach, tree, verdicts
 from lockstep.lab.mutate.campaign import Campaign, Fate, Journal
 from lockstep.lab.mutate.draw import Mutant
-from lockstep.lab.mutate.pool import Server
+from lockstep.lab.mutate.pool import Job, Server
 from lockstep.progress import Progress
 from lockstep.types import RuleError
 
@@ -55,8 +56,8 @@ def chosen(args: Namespace, root: Path) -> list[Mutant]:
         return mutants
     found = [m for m in mutants if m.id in args.mutant]
     if missing := set(args.mutant) - {m.id for m in found}:
-        rule = "a mutant is one of this draw"
-        raise RuleError(rule, ", ".join(sorted(missing)), "See --list with the same modules, --seed and --count")
+        remedy = "See --list with the same modules, --seed and --count"
+        raise RuleError("a mutant is one of this draw", ", ".join(sorted(missing)), remedy)
     return found
 
 
@@ -74,7 +75,8 @@ def played(args: Namespace, root: Path, mutants: list[Mutant]) -> Campaign:
             journal.fates.pop(m.id, None)
     with ExitStack() as stack:
         servers = Servers(trees, args.workers, stack)
-        found = mapped(args, work, root, sources, servers)
+        found = mapped(args, sources, servers)
+        warmed(servers, found)
         hints = earlier(work)
         campaign = Campaign(root, mutants, found, journal, servers.all(), hints)
         with Progress(len(campaign.todo()), "lab mutate: each alone") as bar:
@@ -82,10 +84,7 @@ def played(args: Namespace, root: Path, mutants: list[Mutant]) -> Campaign:
         if not args.alone:
             with Progress(campaign.rest_len(), "lab mutate: survivors together") as bar:
                 campaign.together(bar.step)
-            doubted = campaign.doubted()
-            if doubted:
-                rule = "a unit that kills is green without a mutant"
-                raise RuleError(rule, ", ".join(doubted), "Mend it, or remove what it depends on, and run again with --again")
+            campaign.confirm()
     return campaign
 
 
@@ -114,9 +113,9 @@ class Servers:
         self.started.append(server)
 
 
-def mapped(args: Namespace, work: Path, root: Path, sources: dict[str, str], servers: Servers) -> reach.Reach:
+def mapped(args: Namespace, sources: dict[str, str], servers: Servers) -> reach.Reach:
     """Who reaches what; what a tree compiles while this is measured is kept for later."""
-    asked = reach.groups(root)
+    asked = reach.groups(servers.trees.root)
     if args.units:
         asked = [g for g in asked if any(word in g.name for word in args.units)]
     with Progress(len(asked), "lab mutate: who reaches what") as bar:
@@ -126,7 +125,16 @@ def mapped(args: Namespace, work: Path, root: Path, sources: dict[str, str], ser
                 servers.trees.keep_compiled(0)
             bar.step(name, bad)
 
-        return reach.load(work / "reach", asked, sources, servers.first, told)
+        return reach.load(servers.trees.work / "reach", asked, sources, servers.first, told)
+
+
+def warmed(servers: Servers, found: reach.Reach) -> None:
+    """Lets the tree of every further worker compile what it needs before a mutant's time runs."""
+    firsts = {name.split("/")[1]: name for name in found.units if name.startswith(reach.CELL)}
+    for server in servers.all()[1:]:
+        for _ in server.run(Job(units=tuple(firsts.values()), stop=False)):
+            pass
+        servers.trees.keep_compiled(server.worker)
 
 
 def earlier(work: Path) -> dict[str, str]:
@@ -153,7 +161,8 @@ def row(mutant: Mutant, fate: Fate, known: dict[str, verdicts.Verdict]) -> dict[
     }
     if killed:
         return {**out, "killer": fate.killer, "detail": fate.detail}
-    return {**out, "reason": verdict.reason, "tried": len(fate.tried)}
+    reason = verdict.reason or fate.detail
+    return {**out, "reason": reason, "tried": len(fate.tried)}
 
 
 def described(args: Namespace, rows: list[dict[str, Any]], seconds: float) -> document.Document:
@@ -179,14 +188,22 @@ def lines(doc: document.Document) -> list[str]:
     out: list[str] = []
     for found in (m for m in doc["mutants"] if m["verdict"] == "open"):
         reason = f": {found['reason']}" if found["reason"] else ""
-        out += [f"OPEN {found['id']} {found['file']}:{found['line']} {found['operator']}{reason}", *shown(found["diff"]), ""]
+        out += [
+            f"OPEN {found['id']} {found['file']}:{found['line']} {found['operator']}{reason}",
+            *shown(found["diff"]),
+            "",
+        ]
     table = [["module", "mutants", *verdicts.COUNTED, "killed of those that could be"]]
     for name, counts in doc["summary"].items():
         numbers = [counts[key] for key in verdicts.COUNTED]
         share = "-" if counts["share"] is None else f"{counts['share']:.1%}"
         table.append([name, str(sum(numbers)), *(str(n) for n in numbers), share])
     out += aligned(table, right=range(1, 7))
-    return [*out, "", f"seed {doc['seed']}, {len(doc['mutants'])} mutants in {doc['seconds']:.0f} s"]
+    return [
+        *out,
+        "",
+        f"seed {doc['seed']}, {len(doc['mutants'])} mutants in {doc['seconds']:.0f} s",
+    ]
 
 
 def head(mutant: Mutant) -> list[str]:

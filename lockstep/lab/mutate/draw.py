@@ -1,8 +1,9 @@
-"""Small mutants of a module, drawn by a seed. The operators, and the mutated texts, are cosmic-ray's.
+"""Small mutants of a module, drawn by a seed; operators and mutated texts are cosmic-ray's.
 
-Of its operators those are taken that change a little: a comparison by its edge or its direction, a number by one, a sign, a condition,
-`and` and `or`, an exception that is caught, a loop. What cannot be compiled, what is the same program (annotations are never evaluated
-here), and a second mutant of one line are left out. Runs nothing. `campaign` calls it.
+Of its operators those are taken that change a little: a comparison by its edge or its direction, a
+number by one, a sign, a condition, `and` and `or`, an exception that is caught, a loop. What cannot
+be compiled, what is the same program (annotations are never evaluated here), and a second mutant of
+one line are left out. Runs nothing. `campaign` calls it.
 """
 
 from __future__ import annotations
@@ -22,19 +23,25 @@ from lockstep.types import RuleError
 
 NEIGHBOURS = {
     "BinaryOperator": (
-        "Add_Sub", "Sub_Add", "Mul_Add", "Mul_FloorDiv", "FloorDiv_Mul", "FloorDiv_Add", "Div_Mul", "Mod_FloorDiv", "Mod_Add",
-        "Pow_Mul", "BitAnd_BitOr", "BitOr_BitAnd", "BitXor_BitOr", "LShift_RShift", "RShift_LShift",
+        "Add_Sub", "Sub_Add", "Mul_Add", "Mul_FloorDiv", "FloorDiv_Mul", "FloorDiv_Add",
+        "Div_Mul", "Mod_FloorDiv", "Mod_Add", "Pow_Mul",
+        "BitAnd_BitOr", "BitOr_BitAnd", "BitXor_BitOr", "LShift_RShift", "RShift_LShift",
     ),
     "ComparisonOperator": (
-        "Eq_NotEq", "NotEq_Eq", "Lt_LtE", "Lt_GtE", "LtE_Lt", "LtE_Gt", "Gt_GtE", "Gt_LtE", "GtE_Gt", "GtE_Lt", "Is_IsNot", "IsNot_Is",
+        "Eq_NotEq", "NotEq_Eq", "Lt_LtE", "Lt_GtE", "LtE_Lt", "LtE_Gt", "Gt_GtE", "Gt_LtE",
+        "GtE_Gt", "GtE_Lt", "Is_IsNot", "IsNot_Is",
     ),
     "UnaryOperator": ("Delete_Not", "Delete_USub", "Delete_Invert"),
 }  # fmt: skip
 PLAIN = (
-    "AddNot", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr", "ReplaceOrWithAnd", "ReplaceBreakWithContinue",
-    "ReplaceContinueWithBreak", "ExceptionReplacer", "NumberReplacer", "ZeroIterationForLoop",
+    "AddNot", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr", "ReplaceOrWithAnd",
+    "ReplaceBreakWithContinue", "ReplaceContinueWithBreak", "ExceptionReplacer", "NumberReplacer",
+    "ZeroIterationForLoop",
 )  # fmt: skip
-OPERATORS = (*(f"Replace{kind}_{pair}" for kind, pairs in NEIGHBOURS.items() for pair in pairs), *PLAIN)
+OPERATORS = (
+    *(f"Replace{kind}_{pair}" for kind, pairs in NEIGHBOURS.items() for pair in pairs),
+    *PLAIN,
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class Place:
 
 
 def files_of(name: str, root: Path) -> list[str]:
-    """The files a module stands for: `plan`, `lockstep.plan`, `lockstep.plan.build` or `lockstep/plan/build.py`."""
+    """The files of a module: `plan`, `lockstep.plan.build` or `lockstep/plan/build.py`."""
     parts = name.removesuffix(".py").replace("/", ".").split(".")
     parts = parts if parts[0] == "lockstep" else ["lockstep", *parts]
     path = root.joinpath(*parts)
@@ -99,7 +106,7 @@ def draw(name: str, root: Path, seed: int, count: int) -> list[Mutant]:
 
 
 def places(file: str, text: str) -> list[Place]:
-    """Every place of a text where an operator applies, in the order in which cosmic-ray counts them."""
+    """Every place of a text where an operator applies, as cosmic-ray counts them."""
     from cosmic_ray.ast import ast_nodes, get_ast
 
     nodes = list(ast_nodes(get_ast(text)))
@@ -121,7 +128,11 @@ def operators() -> dict[str, Any]:
     try:
         from cosmic_ray.plugins import get_operator
     except ImportError as error:
-        raise RuleError("mutants are made by cosmic-ray", str(error), "pip install -c constraints.txt -e '.[test]'") from None
+        raise RuleError(
+            "mutants are made by cosmic-ray",
+            str(error),
+            "pip install -c constraints.txt -e '.[test]'",
+        ) from None
     return {name: get_operator(f"core/{name}")() for name in OPERATORS}
 
 
@@ -133,7 +144,8 @@ def annotation_spans(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]
             found.append(node.returns)
         if isinstance(node, ast.AnnAssign | ast.arg):
             found.append(node.annotation)
-    return [((a.lineno, a.col_offset), (a.end_lineno or 0, a.end_col_offset or 0)) for a in found if a is not None]
+    real = [a for a in found if a is not None]
+    return [((a.lineno, a.col_offset), (a.end_lineno or 0, a.end_col_offset or 0)) for a in real]
 
 
 def make(name: str, place: Place, text: str) -> Mutant | None:
@@ -147,7 +159,7 @@ def make(name: str, place: Place, text: str) -> Mutant | None:
     diff = difference(place.file, text, mutated)
     start, stop, new = span(text, mutated)
     lines, at_import = statement(text, place.line)
-    label = re.sub(r"(?m)^@@ .*$", "@@", diff)  # a mutant keeps its id when lines above it come or go
+    label = re.sub(r"(?m)^@@ .*$", "@@", diff)  # the id stays when lines above come or go
     return Mutant(
         id=digest(label.encode())[:12],
         module=name,
@@ -178,7 +190,7 @@ def syntax(text: str) -> str:
 
 
 def trimmed(text: str, mutated: str) -> str:
-    """The mutated text without the blank that cosmic-ray puts before a number, where it means nothing."""
+    """The mutated text without the blank that cosmic-ray puts before a number."""
     start, stop, new = span(text, mutated)
     short = text[:start] + new.strip() + text[stop:]
     return short if same_program(short, mutated) else mutated
@@ -202,7 +214,7 @@ def span(text: str, mutated: str) -> tuple[int, int, str]:
 
 
 def statement(text: str, line: int) -> tuple[tuple[int, ...], bool]:
-    """The lines of the innermost statement on a line (of a compound one its head), and whether it runs at import."""
+    """The lines of the innermost statement (or its head), and whether it runs at import."""
     head, inside = (line, line), False
     for node in ast.walk(ast.parse(text)):  # outer statements come first
         if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or line):
@@ -225,12 +237,16 @@ def combined(mutants: Sequence[Mutant], root: Path) -> dict[str, str]:
     return texts
 
 
+def overlap(one: Mutant, other: Mutant) -> bool:
+    """Whether two mutants change, or touch, the same text."""
+    return one.file == other.file and one.start <= other.stop and other.start <= one.stop
+
+
 def apart(mutants: Sequence[Mutant]) -> list[list[Mutant]]:
     """As few groups as needed for no two mutants of a group to overlap."""
     out: list[list[Mutant]] = []
     for m in mutants:
-        free = (g for g in out if all(m.file != o.file or m.stop < o.start or o.stop < m.start for o in g))
-        group = next(free, None)
+        group = next((g for g in out if not any(overlap(m, other) for other in g)), None)
         if group is None:
             group = []
             out.append(group)

@@ -1,6 +1,7 @@
-"""The warm servers of `serve`, seen from the process that uses them: one per worker, each with a tree of its own.
+"""The warm servers of `serve` from outside: one per worker, each with a tree of its own.
 
-`Server.run` yields what happens to a job; it knows units and trees and nothing of mutants. `reach` and `campaign` call it.
+`Server.run` yields what happens to a job; it knows units and trees and nothing of mutants. `reach`
+and `campaign` call it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from typing import Any
 
 from lockstep.lab.mutate.tree import Trees
 
-WARM = ("numpy", "torch", "numba", "safetensors.torch", "tokenizers", "transformers.models.llama.modeling_llama", "hypothesis", "coverage")
+WARM = (
+    "numpy",
+    "torch",
+    "numba",
+    "safetensors.torch",
+    "tokenizers",
+    "transformers.models.llama.modeling_llama",
+    "hypothesis",
+    "coverage",
+)
 HANG_S = 20.0  # a unit that takes this much longer than ten times its time hangs
 HANG_FACTOR = 10.0
 UNKNOWN_S = 600.0  # the limit of a unit whose time is not known
@@ -55,13 +65,14 @@ class Server:
         list(self._messages())  # it says when it is ready
 
     def run(self, job: Job) -> Iterator[dict[str, Any]]:
-        """Runs a job in a tree with its changes, planted anew unless the last job had the same. The last message has `end`."""
+        """Runs a job in a tree with its changes; one that has them stays. The last message is `end`."""
         tree = self.trees.path(self.worker)
         if self.planted != job.changes:
             self.planted = None
             self.trees.plant(self.worker, job.changes)
             self.planted = dict(job.changes)
-        limits = {u: job.hang_s + HANG_FACTOR * job.seconds[u] for u in job.units if u in job.seconds}
+        known = [u for u in job.units if u in job.seconds]
+        limits = {u: job.hang_s + HANG_FACTOR * job.seconds[u] for u in known}
         limits[""] = START_S
         order = {
             "units": list(job.units),
@@ -88,7 +99,8 @@ class Server:
             yield message
             if "end" in message:
                 return
-        raise RuntimeError(f"the server of worker {self.worker} ended with code {self.process.wait()}; see {self.log}")
+        code = self.process.wait()
+        raise RuntimeError(f"the server of worker {self.worker} ended with {code}; see {self.log}")
 
     def close(self) -> None:
         """Ends it, and with it the child it may have."""

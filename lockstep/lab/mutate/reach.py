@@ -1,8 +1,10 @@
-"""Which test and which cell reaches which line, and how long each takes: measured once, kept, and measured again where it may differ.
+"""Which test and which cell reaches which line, and how long each takes: measured once and kept.
 
-A group is a test file, or the cells of one recipe; it is measured in one process under coverage, one context per unit. It is kept with
-the digests of every file that it reached, and stands as long as these stand. Code that Numba compiled, and what a test starts in a
-process of its own, is invisible here: a mutant nobody seems to reach still meets everything together with the other survivors.
+A group is a test file, or the cells of one recipe; it is measured in one process under coverage,
+one context per unit. It is kept with the digests of every file that it reached, and stands as long
+as these stand. Code that Numba compiled, and what a test starts in a process of its own, is
+invisible here: a mutant nobody seems to reach still meets everything together with the other
+survivors.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.lab.mutate.pool import Job, Server
-from lockstep.lab.mutate.tree import digest
+from lockstep.lab.mutate.tree import OWN, digest
+from lockstep.types import RuleError
 
 CELL = "cell:"
-OWN = "tests/test_mutate.py"  # makes trees itself
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Reach:
     units: dict[str, Unit] = field(default_factory=dict)
 
     def of(self, file: str, lines: Iterable[int]) -> list[Unit]:
-        """The green units that reach one of the lines; with no lines, or where none is seen, the file. The best first."""
+        """The green units that reach one of the lines, or else the file; the best first."""
         green = [u for u in self.units.values() if u.outcome == "passed"]
         wanted = set(lines)
         found = [u for u in green if wanted & u.lines.get(file, frozenset())]
@@ -70,16 +72,19 @@ def cost(unit: Unit) -> float:
 
 
 def groups(root: Path) -> list[Group]:
-    """Every test file, and every recipe with its cells: all of `cpu`, and of `reference` what a quick run has."""
+    """Every test file; every recipe with all cells of `cpu` and the quick ones of `reference`."""
     from lockstep.lab import cells, commands
 
     names = [f"tests/{path.name}" for path in sorted((root / "tests").glob("test_*.py"))]
-    tests = [Group(name, files=(name,)) for name in names if name != OWN]
+    tests = [Group(name, files=(name,)) for name in names if name not in OWN]
     recipes: dict[str, list[str]] = {}
     for cell in cells.cells(["cpu", "reference"]):
         if cell.backend == "cpu" or commands.quick(cell):
             recipes.setdefault(cell.recipe, []).append(CELL + str(cell))
-    return [*tests, *(Group(CELL + recipe, cells=tuple(names)) for recipe, names in recipes.items())]
+    return [
+        *tests,
+        *(Group(CELL + recipe, cells=tuple(names)) for recipe, names in recipes.items()),
+    ]
 
 
 def measure(server: Server, group: Group) -> tuple[list[Unit], set[str]]:
@@ -92,9 +97,25 @@ def measure(server: Server, group: Group) -> tuple[list[Unit], set[str]]:
             outcomes[message["unit"]] = message
         if "reached" in message:
             files |= set(message["lines"])
-            lines[message["reached"]] = {f: frozenset(found) for f, found in message["lines"].items()}
-    units = [Unit(n, o["seconds"], o["outcome"], lines.get(n, {}), o["detail"]) for n, o in outcomes.items()]
+            lines[message["reached"]] = frozen(message["lines"])
+        if "end" in message and (message["end"] != "done" or message["signal"]):
+            raise RuleError("every unit ends without a mutant", str(message), "Mend it first")
+    units = [
+        Unit(
+            name=name,
+            seconds=heard["seconds"],
+            outcome=heard["outcome"],
+            lines=lines.get(name, {}),
+            detail=heard["detail"],
+        )
+        for name, heard in outcomes.items()
+    ]
     return units, files
+
+
+def frozen(lines: Mapping[str, Iterable[int]]) -> dict[str, frozenset[int]]:
+    """File → lines as a unit has them."""
+    return {file: frozenset(found) for file, found in lines.items()}
 
 
 def load(
@@ -125,13 +146,12 @@ def kept(path: Path, group: Group, sources: Mapping[str, str]) -> list[Unit] | N
     same = all(sources.get(f) == was for f, was in value["sources"].items())
     if not same or value["group"] != json.loads(json.dumps(asdict(group))):
         return None
-    made = [{**u, "lines": {f: frozenset(found) for f, found in u["lines"].items()}} for u in value["units"]]
-    return [Unit(**u) for u in made]
+    return [Unit(**{**u, "lines": frozen(u["lines"])}) for u in value["units"]]
 
 
 def save(path: Path, group: Group, units: list[Unit], sources: Mapping[str, str]) -> None:
     """Writes a group for `kept`."""
-    rows = [{**asdict(u), "lines": {f: sorted(found) for f, found in u.lines.items()}} for u in units]
+    rows = [{**vars(u), "lines": {f: sorted(found) for f, found in u.lines.items()}} for u in units]
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"group": asdict(group), "sources": sources, "units": rows})
     path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A process that has imported what is slow (its arguments), but not Lockstep, and forks one child for every job.
+"""A process that has imported what is slow, but not Lockstep, and forks one child for every job.
 
 Run as a script, never as a part of the package: a child must import Lockstep from the tree of its
 job, so nothing here may import it first. A job is tests and cells of one tree: one line of JSON on
@@ -25,6 +25,8 @@ from typing import Any
 
 CELL = "cell:"
 
+Message = dict[str, Any]
+
 
 class Report:
     """Lines of JSON from the child to the server."""
@@ -39,7 +41,7 @@ class Report:
 
 
 class Watch:
-    """The pytest plugin of a child: which items run, in which order, what they came to, which lines they reached."""
+    """The pytest plugin of a child: what runs, in which order, what it came to, what it reached."""
 
     def __init__(self, job: dict[str, Any], report: Report, measure: Any) -> None:
         self.report, self.measure = report, measure
@@ -148,8 +150,14 @@ def trial(job: dict[str, Any], fd: int) -> None:
 
     tests = [u.partition("::")[0] for u in job["units"] if not u.startswith(CELL)]
     paths = list(dict.fromkeys([*job.get("files", ()), *tests]))
-    # the node ids would be exact, but hundreds of them are slower to match than their files are to collect
-    options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", "--hypothesis-seed=0"]
+    # hundreds of node ids are slower to match than their files are to collect
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--continue-on-collection-errors",
+        "--hypothesis-seed=0",
+    ]
     code = pytest.main([*options, *paths], plugins=[Watch(job, report, measure)])
     if measure is not None:
         measure.stop()
@@ -181,7 +189,7 @@ def reached(measure: Any, tree: str) -> dict[str, dict[str, list[int]]]:
 
 
 def quiet_hypothesis() -> None:
-    """The same examples every time, no deadlines, no shrinking: a failure is a kill, whatever its size."""
+    """The same examples every time, no deadlines, no shrinking: any failure is a kill."""
     from hypothesis import HealthCheck, Phase, settings
 
     phases = (Phase.explicit, Phase.generate)
@@ -273,11 +281,15 @@ def run(job: dict[str, Any], orders: Lines) -> Iterator[dict[str, Any]]:
         os.killpg(child, signal.SIGKILL)  # grandchildren too
     os.close(reading)
     status = os.waitpid(child, 0)[1]
-    yield end or {"end": "done", "running": unit, "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0}
+    yield end or {
+        "end": "done",
+        "running": unit,
+        "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0,
+    }
 
 
-def overdue(job: dict[str, Any], unit: str, begin: float, since: float, orders: Lines) -> dict[str, Any] | None:
-    """`hang` when one unit is far beyond its time, `late` when the job is, None while all is well."""
+def overdue(job: Message, unit: str, begin: float, since: float, orders: Lines) -> Message | None:
+    """`hang` when a unit is far beyond its time, `late` when the job is, None while all is well."""
     now = time.monotonic()
     limit = job["limits_s"].get(unit, job["unit_s"])
     if orders.closed():

@@ -1,8 +1,9 @@
 """Copies of the repository in which mutants live: nothing of the repository itself is ever changed.
 
-A work folder holds one `template` and one tree per worker. A tree is made anew from the template for every job, always under the same
-path: Numba keeps compiled code by the path and the time stamp of its source, so a text that is not mutated is never compiled again, and
-what a mutant compiles dies with its tree. Knows files only. `reach` and `campaign` call it.
+A work folder holds one `template` and one tree per worker. A tree is made anew from the template
+for every job, always under the same path: Numba keeps compiled code by the path and the time stamp
+of its source, so a text that is not mutated is never compiled again, and what a mutant compiles
+dies with its tree. Knows files only. `reach` and `campaign` call it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from lockstep.types import RuleError
 
+OWN = ("lockstep/lab/mutate/", "tests/test_mutate.py")
 KERNELS = ".kernels"  # a tree's own cache folder, beside its files
 
 
@@ -24,20 +26,22 @@ def repository() -> Path:
     root = Path(__file__).resolve().parents[3]
     if not (root / "tests").is_dir() or not (root / ".git").exists():
         rule = "mutants are made in a checkout, with its tests"
-        raise RuleError(rule, f"{root} without tests/ or .git", "Run it in a clone of the repository")
+        raise RuleError(rule, f"{root} without tests/ or .git", "Run it in a clone")
     return root
 
 
 def listed(root: Path) -> list[str]:
     """Every file that git knows or would take, relative."""
     words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(words, cwd=root, capture_output=True, text=True, check=True).stdout.split("\0")
+    done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=True)
+    names = done.stdout.split("\0")
     return sorted({name for name in names if name and (root / name).is_file()})
 
 
 def digests(root: Path) -> dict[str, str]:
-    """Digest of every Python file of the package, the tests and of what configures them."""
-    named = [n for n in listed(root) if n.startswith(("lockstep/", "tests/")) and n.endswith(".py")]
+    """Digest of every Python file of the package and the tests, and of what configures them; but of these tools."""
+    found = [n for n in listed(root) if n.startswith(("lockstep/", "tests/")) and n.endswith(".py")]
+    named = [n for n in found if not n.startswith(OWN)]
     return {name: digest((root / name).read_bytes()) for name in [*named, "pyproject.toml"]}
 
 
@@ -54,7 +58,7 @@ class Trees:
         self.template = work / "template"
 
     def renew(self) -> None:
-        """Makes the template equal to the repository; compiled code in it stays where its source is unchanged."""
+        """Makes the template equal to the repository, its time stamps included."""
         names = listed(self.root)
         for name in names:
             there, here = self.template / name, self.root / name

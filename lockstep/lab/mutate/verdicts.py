@@ -1,7 +1,8 @@
-"""What a person has found out about survivors, kept by the id of the mutant, and the counts that follow.
+"""What a person has found out about survivors, by the id of the mutant, and the counts that follow.
 
-A survivor is `equivalent` (no run can differ: a proof in a sentence), `neutral` (runs differ, but no answer, count or error can: the
-reason), or `open`. The file is a JSON object, id → {"judgement": ..., "reason": ...}. Knows no mutants but their ids. `command` calls it.
+A survivor is `equivalent` (no run can differ: a proof in a sentence), `neutral` (runs differ, but
+no answer, count or error can: the reason), or `open`. The file is a JSON object,
+id → {"judgement": ..., "reason": ...}. Knows no mutants but their ids. `command` calls it.
 """
 
 from __future__ import annotations
@@ -38,14 +39,18 @@ def read(path: Path) -> dict[str, Verdict]:
         raise RuleError(rule, f"{path}: {type(error).__name__}: {error}", "Mend the file") from None
     for key, verdict in found.items():
         if verdict.judgement not in JUDGEMENTS:
-            raise RuleError(f"a judgement is one of {', '.join(JUDGEMENTS)}", f"{key}: {verdict.judgement!r}", "Choose one")
+            raise RuleError(
+                f"a judgement is one of {', '.join(JUDGEMENTS)}",
+                f"{key}: {verdict.judgement!r}",
+                "Choose one",
+            )
         if not verdict.reason:
-            raise RuleError("a judgement has a reason", f"{key}: an empty one", "Say why, in a sentence")
+            raise RuleError("a judgement has a reason", f"{key}: none", "Say why, in a sentence")
     return found
 
 
 def count(mutants: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Module → how many mutants are killed, equivalent, neutral, open, and the share of kills among those that could be."""
+    """Module → how many are killed, equivalent, neutral, open; and the share of kills."""
     out: dict[str, dict[str, Any]] = {}
     for mutant in mutants:
         row = out.setdefault(mutant["module"], dict.fromkeys(COUNTED, 0))
@@ -57,6 +62,6 @@ def count(mutants: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def share(row: Mapping[str, Any]) -> float | None:
-    """Killed, of those that are neither equivalent nor neutral; None where there are none of these."""
+    """Killed, of those that are neither equivalent nor neutral; None where there are none."""
     counted = int(row["killed"]) + int(row["open"])
     return round(int(row["killed"]) / counted, 4) if counted else None
