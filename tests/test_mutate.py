@@ -135,6 +135,13 @@ def test_a_draw_is_a_function_of_its_seed_and_names_every_line_once():
         compile(changed, m.file, "exec")
 
 
+def test_an_edit_elsewhere_leaves_a_drawn_mutant_in_the_draw(toy: Path, tmp_path: Path):
+    (tmp_path / "lockstep").mkdir()
+    (tmp_path / "lockstep/toy.py").write_text("FIRST = 1\n\n\n" + TOY)
+    before, after = (draw.draw("toy", root, 1, 3) for root in (toy, tmp_path))
+    assert len(before) == 3 and len({m.id for m in before} & {m.id for m in after}) >= 2
+
+
 def test_annotations_are_no_place_for_a_mutant(toy: Path):
     lines = [p.line for p in draw.places("lockstep/toy.py", TOY)]
     assert line_of("def clip") not in lines

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,6 +69,7 @@ class Place:
     occurrence: int
     line: int
     column: int
+    turn: int  # an operator may know several mutants of one place
 
 
 def files_of(name: str, root: Path) -> list[str]:
@@ -87,10 +87,13 @@ def files_of(name: str, root: Path) -> list[str]:
 
 
 def draw(name: str, root: Path, seed: int, count: int) -> list[Mutant]:
-    """`count` mutants of a module, or as many as there are, at most one a line."""
+    """`count` mutants of a module, or as many as there are, at most one a line.
+
+    Places are taken in the order of a digest of seed and place, so an edit elsewhere in the module
+    leaves a drawn mutant in the draw."""
     texts = {file: (root / file).read_text(encoding="utf-8") for file in files_of(name, root)}
     found = [place for file, text in texts.items() for place in places(file, text)]
-    random.Random(f"{seed} {name}").shuffle(found)
+    found.sort(key=lambda place: lot(place, texts[place.file], seed))
     out: list[Mutant] = []
     taken: set[tuple[str, int]] = set()
     for place in found:
@@ -105,6 +108,12 @@ def draw(name: str, root: Path, seed: int, count: int) -> list[Mutant]:
     return sorted(out, key=lambda m: (m.file, m.line))
 
 
+def lot(place: Place, text: str, seed: int) -> str:
+    """The place's number in the draw; the number of its line is no part of it."""
+    line = text.splitlines()[place.line - 1]
+    return digest(f"{seed} {place.file} {place.operator} {place.column} {place.turn} {line}".encode())
+
+
 def places(file: str, text: str) -> list[Place]:
     """Every place of a text where an operator applies, as cosmic-ray counts them."""
     from cosmic_ray.ast import ast_nodes, get_ast
@@ -115,9 +124,9 @@ def places(file: str, text: str) -> list[Place]:
     for name, operator in operators().items():
         count = 0
         for node in nodes:
-            for (line, column), _ in operator.mutation_positions(node):
+            for turn, ((line, column), _) in enumerate(operator.mutation_positions(node)):
                 if not any(a <= (line, column) < b for a, b in dead):
-                    out.append(Place(file, name, count, line, column))
+                    out.append(Place(file, name, count, line, column, turn))
                 count += 1
     return out
 
