@@ -104,6 +104,7 @@ def test_tree_rows_name_their_path_and_stand_at_their_depth():
     b.check(plan)
     assert plan.positions.tolist() == [6, 7, 7, 8]
     assert np.diff(plan.tail_indptr).tolist() == [1, 2, 2, 3]
+    assert plan.bucket.tail == 3, "the longest list, not all of them"
     slots = group(plan).tail_slots
     lists = [slots[a:z].tolist() for a, z in zip(plan.tail_indptr, plan.tail_indptr[1:], strict=False)]
     own = group(plan).write_slots.tolist()

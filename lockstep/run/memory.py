@@ -30,7 +30,7 @@ def size(specs: Sequence[GroupSpec], config: EngineConfig, context_length: int) 
     tokens = config.max_total_tokens or useful
     if config.max_total_tokens is None:
         budget = int(free_bytes() * config.mem_fraction_static)
-        while tokens > 1 and total_bytes(specs, config, tokens) > budget:
+        while tokens > 0 and total_bytes(specs, config, tokens) > budget:
             tokens = tokens * 15 // 16
         if tokens < specs[0].page_size:
             raise RuleError("the cache holds at least one page", f"{budget:,} B of memory for it", "Raise mem_fraction_static")

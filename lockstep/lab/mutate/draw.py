@@ -2,8 +2,8 @@
 
 Of its operators those are taken that change a little: a comparison by its edge or its direction, a
 number by one, a sign, a condition, `and` and `or`, an exception that is caught, a loop. What cannot
-be compiled, what is the same program (annotations are never evaluated here), and a second mutant of
-one line are left out. Runs nothing. `campaign` calls it.
+be compiled, what is the same program (annotations are never evaluated here), the `strict=` of zip
+and a second mutant of one line are left out. Runs nothing. `campaign` calls it.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def places(file: str, text: str) -> list[Place]:
     from cosmic_ray.ast import ast_nodes, get_ast
 
     nodes = list(ast_nodes(get_ast(text)))
-    dead = annotation_spans(text)
+    dead = dead_spans(text)
     out: list[Place] = []
     for name, operator in operators().items():
         count = 0
@@ -145,14 +145,16 @@ def operators() -> dict[str, Any]:
     return {name: get_operator(f"core/{name}")() for name in OPERATORS}
 
 
-def annotation_spans(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """The spans of all annotations, as (line, column) pairs."""
+def dead_spans(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Where a mutant is no mutant, as (line, column) pairs: annotations, and the `strict=` of zip."""
     found: list[ast.expr | None] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             found.append(node.returns)
         if isinstance(node, ast.AnnAssign | ast.arg):
             found.append(node.annotation)
+        if isinstance(node, ast.keyword) and node.arg == "strict":
+            found.append(node.value)
     real = [a for a in found if a is not None]
     return [((a.lineno, a.col_offset), (a.end_lineno or 0, a.end_col_offset or 0)) for a in real]
 
