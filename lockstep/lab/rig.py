@@ -23,11 +23,11 @@ from lockstep.lab.recompute import Answer, Order, Recompute
 from lockstep.lab.tiny import CONTEXT, Tiny, checkpoint, parts
 from lockstep.lab.values import Values
 from lockstep.llm.engine import Engine, Parts
-from lockstep.llm.job import Job
+from lockstep.llm.job import Job, StepResult
 from lockstep.llm.output import Chunk
 from lockstep.plan.step import StepPlan
 from lockstep.sample.params import resolve_seed
-from lockstep.sched.request import Ask, Step, Token
+from lockstep.sched.request import Ask, Step
 from lockstep.types import PlanError, RuleError
 
 Disturb = Callable[["Glass", list[Job], int], None]
@@ -82,7 +82,7 @@ class Glass(Engine):
             self.seen["pad_rows"] += self.runner.buckets.fit(plan).tokens - plan.real.tokens
         return plan, ids
 
-    def _generate(self, step: Step) -> list[list[Token]]:
+    def _generate(self, step: Step) -> StepResult:
         pieces = step.pieces
         self.seen["steps"] += 1
         self.seen["batched_steps"] += len(pieces) > 1

@@ -5,12 +5,14 @@
     out = llm.generate(["def fib(n):"], SamplingParams(max_tokens=32, temperature=0.8, seed=7, logprobs=True))
     out[0].text, out[0].token_ids, out[0].logprobs, out[0].fingerprint
 
-Turns strings into tokens and jobs into outputs; the engine does the rest. One thread at a time.
+Turns strings into tokens and jobs into outputs; the engine does the rest. Calls from several threads, and streams that are read in
+turns, are computed together. A call that ends with an exception, an interrupt for one, takes its requests with it and no others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 
 from lockstep.config import EngineConfig
 from lockstep.llm import prompts as prompt_forms
+from lockstep.llm.calls import Caller
 from lockstep.llm.engine import Engine, load
 from lockstep.llm.job import Job
 from lockstep.llm.output import Chunk, Output
@@ -33,6 +36,13 @@ class LLM:
         config = EngineConfig.from_names({"model": model, **options})
         self.engine = Engine(config, load(config))
 
+    @classmethod
+    def of(cls, engine: Engine) -> LLM:
+        """An LLM on an engine that is there already."""
+        made = cls.__new__(cls)
+        made.engine = engine
+        return made
+
     @property
     def fingerprint(self) -> str:
         """What computes the answers: every output carries it, and it holds for scores and embeddings too."""
@@ -43,24 +53,30 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_done: Callable[[], None] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[Output]:
         """One output per prompt, in order. A prompt is a string or a list of token ids; params are for all or one for each.
 
-        `on_done` is called once per prompt, when its last completion has ended: for progress bars.
+        `on_done` is called once per prompt, when its last completion has ended: for progress bars. `priority` is for all or one for
+        each: a higher one goes first, and changes no answer.
         """
         many = prompt_forms.many(prompts)
-        return self._outputs(self._add(many, prompt_forms.params_for(params, len(many))), on_done)
+        asked = prompt_forms.params_for(params, len(many))
+        levels = prompt_forms.priorities_for(priority, len(many))
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        def add(caller: Caller) -> list[Job]:
+            each = zip(many, asked, levels, strict=True)
+            return [self.engine.add(self._ids(prompt), wish, priority=level, caller=caller) for prompt, wish, level in each]
+
+        return self._outputs(add, on_done)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Generator[Chunk, None, None]:
         """The text of one prompt as it comes. Leaving the loop early ends the request."""
-        (job,) = self._add([prompt_forms.single(prompt)], prompt_forms.params_for(params, 1))
-        try:
-            while not job.done:
-                self.engine.step()
-                yield from job.news()
-        finally:
-            if not job.done:
-                self.engine.abort(job)
+        caller = Caller()
+        chunks = self._stream(caller, prompt, params, priority)
+        caller.follow(chunks)
+        return chunks
 
     @overload
     def score(self, text: Prompt) -> NDArray[np.float32]: ...
@@ -74,51 +90,54 @@ class LLM:
         item is a fork of it; for an encoder-decoder it is the source. Items are tokenised by themselves, without special tokens.
         """
         if items is not None:
-            ids = [self._ids(item, special=False) for item in prompt_forms.items(items)]
-            (output,) = self._outputs([self.engine.add_items(self._ids(text), ids)])
+            given = [self._ids(item, special=False) for item in prompt_forms.items(items)]
+            (output,) = self._outputs(lambda caller: [self.engine.add_items(self._ids(text), given, caller=caller)])
             return [c.logprobs for c in output.completions if c.logprobs is not None]
-        (output,) = self._outputs([self.engine.add(self._ids(text), SamplingParams(prompt_logprobs=True, seed=0), scores_only=True)])
+        wish = SamplingParams(prompt_logprobs=True, seed=0)
+        (output,) = self._outputs(lambda caller: [self.engine.add(self._ids(text), wish, scores_only=True, caller=caller)])
         assert output.prompt_logprobs is not None, "prompt_logprobs was asked for"
         return output.prompt_logprobs
 
     def embed(self, prompts: Prompt | Sequence[Prompt]) -> NDArray[np.float32]:
         """[n, d] float32 of length 1, without touching the cache."""
-        many = prompt_forms.many(prompts)
+        many, wish = prompt_forms.many(prompts), SamplingParams(seed=0)
         if not many:
             raise RuleError("there is a prompt to embed", "an empty list", "Pass at least one")
-        jobs = self._add(many, [SamplingParams(seed=0)] * len(many), embed=True)
-        self._finish(jobs)
+        jobs = self._finished(lambda caller: [self.engine.add(self._ids(p), wish, embed=True, caller=caller) for p in many])
         return np.stack([job.embedding for job in jobs if job.embedding is not None])
 
-    def _add(self, prompts: list[Prompt], params: Sequence[SamplingParams], embed: bool = False) -> list[Job]:
-        """All prompts or, if one is refused, none."""
-        jobs: list[Job] = []
+    def _stream(self, caller: Caller, prompt: Prompt, params: SamplingParams | None, priority: int) -> Generator[Chunk, None, None]:
+        """A step only when there is no news: others may have computed it."""
         try:
-            for prompt, each in zip(prompts, params, strict=True):
-                jobs.append(self.engine.add(self._ids(prompt), each, embed=embed))
-        except BaseException:
-            for job in jobs:
-                self.engine.abort(job)
-            raise
-        return jobs
+            (wish,) = prompt_forms.params_for(params, 1)
+            job = self.engine.add(self._ids(prompt_forms.single(prompt)), wish, priority=priority, caller=caller)
+            done = False
+            while not done:
+                chunks, done = self.engine.news(job)
+                yield from chunks
+                if not chunks and not done:
+                    self.engine.step()
+        finally:
+            caller.close()
 
-    def _outputs(self, jobs: list[Job], on_done: Callable[[], None] | None = None) -> list[Output]:
-        self._finish(jobs, on_done)
-        return [job.output(self.engine.fingerprint) for job in jobs]
+    def _outputs(self, add: Callable[[Caller], list[Job]], on_done: Callable[[], None] | None = None) -> list[Output]:
+        return [job.output(self.engine.fingerprint) for job in self._finished(add, on_done)]
 
-    def _finish(self, jobs: list[Job], on_done: Callable[[], None] | None = None) -> None:
-        open_jobs = len(jobs)
+    def _finished(self, add: Callable[[Caller], list[Job]], on_done: Callable[[], None] | None = None) -> list[Job]:
+        """The jobs that `add` makes, when all are done. They belong to this function: what ends it ends them."""
+        caller = Caller(sys._getframe())
         try:
+            jobs = add(caller)
+            open_jobs = len(jobs)
             while open_jobs:
                 self.engine.step()
                 left = sum(not job.done for job in jobs)
                 for _ in range(open_jobs - left if on_done else 0):
                     on_done()  # type: ignore[misc]
                 open_jobs = left
+            return jobs
         finally:
-            for job in jobs:
-                if not job.done:
-                    self.engine.abort(job)
+            caller.close()
 
     def _ids(self, prompt: Prompt, special: bool = True) -> Sequence[int]:
         if not isinstance(prompt, str):

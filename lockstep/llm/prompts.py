@@ -71,6 +71,17 @@ def params_for(params: Any, count: int) -> list[SamplingParams]:
     return given
 
 
+def priorities_for(priority: Any, count: int) -> list[Any]:
+    """One priority per prompt; the engine checks each."""
+    if not isinstance(priority, Iterable):
+        return [priority] * count
+    rule = "there is one priority for all prompts or one for each"
+    given = elements(priority, rule, "Pass a whole number, or a list of them")
+    if len(given) != count:
+        raise RuleError(rule, f"{len(given)} for {count} prompts", "Match them")
+    return given
+
+
 def token_ids(ids: Any, vocab_size: int) -> tuple[int, ...]:
     """The ids as Python's own integers, every one a token of the vocabulary."""
     given = tuple(elements(ids, PROMPT_RULE))

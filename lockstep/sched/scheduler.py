@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lockstep.kv.pages import PagePool
@@ -72,14 +72,16 @@ class _Draft:
 class Scheduler:
     """`add` and `abort` requests at any time; `schedule` a step, run it, `commit` it; again until `schedule` returns None."""
 
-    def __init__(self, specs: Sequence[GroupSpec], pools: Sequence[PagePool | None], kinds: Kinds, limits: Limits) -> None:
+    def __init__(
+        self, specs: Sequence[GroupSpec], pools: Sequence[PagePool | None], kinds: Kinds, limits: Limits, arrivals: int = 0
+    ) -> None:
         self.specs, self.pools, self.kinds, self.limits = tuple(specs), tuple(pools), kinds, limits
         self.tree = Prefix(specs, pools)
         self.running: list[Request] = []  # by rank, like the next two
         self.waiting: list[Request] = []
         self.embeds: list[Request] = []
         self.counters: Counter[str] = Counter()
-        self._arrivals = 0
+        self.arrivals = arrivals  # requests that came so far: the next one's number
         self._flight: Step | None = None
         self._after_whole = False
         self._blocked = False  # the head of the queue found no room in the last step
@@ -87,11 +89,16 @@ class Scheduler:
 
     def add(self, ask: Ask) -> Request:
         """Takes a request in, or refuses one that could never run."""
-        self._refuse(ask)
-        request = Request(ask, self._arrivals)
-        self._arrivals += 1
-        insort(self.embeds if ask.embed else self.waiting, request, key=policy.rank)
+        self.refuse(ask)
+        request = Request(ask, self.arrivals)
+        self.arrivals += 1
+        self.resume([request])
         return request
+
+    def resume(self, requests: Iterable[Request]) -> None:
+        """Requests that hold nothing here join the queue: new ones, or those of a scheduler that is no more."""
+        for request in requests:
+            insort(self.embeds if request.ask.embed else self.waiting, request, key=policy.rank)
 
     def abort(self, request: Request) -> list[Request]:
         """Ends a request and its siblings. Those in a running step end when it is committed; returns the others."""
@@ -161,7 +168,7 @@ class Scheduler:
 
     # -- admission ---------------------------------------------------------------------------------------------------------------
 
-    def _refuse(self, ask: Ask) -> None:
+    def refuse(self, ask: Ask) -> None:
         """Everything that could never run is said here, with both numbers, and not found out by waiting forever."""
         kind, what = (self.kinds.embed, "embeddings") if ask.embed else (self.kinds.generate, "generation")
         if not kind or (ask.encoder_ids and not self.kinds.encode):

@@ -17,7 +17,7 @@ import os
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FunctionType
 from typing import Any
 
@@ -80,16 +80,17 @@ class Helpers:
     """The helpers of this process: started when first needed, one less than there are threads."""
 
     def __init__(self) -> None:
+        self.former: list[object] = []  # mailboxes that a helper may still take a look at
         self.reset()
 
     def reset(self) -> None:
-        """Nobody helps, and nobody looks into the mailbox."""
+        """Nobody helps."""
         self.mailbox = np.zeros(MAILBOX + 8, np.int64)
         self.address = (self.mailbox.ctypes.data + 63) // 64 * 64
         self.threads: list[threading.Thread] = []
 
     def want(self, count: int) -> None:
-        """Has `count` helpers ready."""
+        """Has `count` helpers ready. No two have one number: memory is laid out for so many. An interrupt costs a helper at most."""
         while len(self.threads) < count:
             usleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
             args = (self.address, len(self.threads), usleep)
@@ -99,8 +100,10 @@ class Helpers:
     def leave(self) -> None:
         """Sends them home: compiled code must not run when the interpreter takes it away."""
         self.mailbox[(self.address - self.mailbox.ctypes.data) // 8 + LEAVE] = 1
+        self.former.append(self.mailbox)
         for thread in self.threads:
-            thread.join()
+            with suppress(RuntimeError):  # an interrupt came before it was started
+                thread.join()
         self.reset()
 
 

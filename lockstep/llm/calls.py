@@ -1,0 +1,116 @@
+"""Calls on an engine: whose turn it is, and who still waits for an answer.
+
+An exception may strike anywhere, in a `finally` too, so neither question is answered by what a call
+did last. A turn belongs to a function and ends with it; a request belongs to a `Caller` and is
+given up with it: a function that is on no thread's stack any more, or a generator that has ended.
+Whoever comes next sees that. Knows frames and threads, nothing of engines; `engine` and `api` use it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Generator
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from lockstep.types import RuleError
+
+PATIENCE_S = 0.01  # between two looks at whether the one in front is still there
+
+
+def executing() -> set[FrameType]:
+    """The frames of all functions that have not returned, of every thread."""
+    found: set[FrameType] = set()
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None:
+            found.add(frame)
+            frame = frame.f_back
+    return found
+
+
+class Turn:
+    """`with Turn(queue):` runs the block alone among all blocks of that queue, first come first served.
+
+    The queue is a plain list whose operations are atomic. The turn is over when the block is left,
+    or when the function around it has ended in any other way: an interrupt between two steps of
+    entering or leaving, or a thread that was ended, holds nobody up.
+    """
+
+    __slots__ = ("bell", "frame", "queue", "thread")
+
+    def __init__(self, queue: list[Turn]) -> None:
+        self.queue = queue
+        self.thread = threading.get_ident()
+        self.frame: FrameType | None = sys._getframe(1)
+        self.bell: threading.Lock | None = None
+
+    def __enter__(self) -> None:
+        self.queue.append(self)
+        if self.queue[0] is not self:
+            self._wait()
+
+    def __exit__(self, *_: object) -> None:
+        self.frame = None
+        with suppress(ValueError):
+            self.queue.remove(self)
+        for head in self.queue[:1]:
+            head.ring()
+
+    def ring(self) -> None:
+        """Its turn has come."""
+        bell = self.bell
+        if bell is not None:
+            with suppress(RuntimeError):  # it was rung already
+                bell.release()
+
+    def _wait(self) -> None:
+        """Until those in front have left. A bell that nobody rings costs a moment, not the turn."""
+        self.bell = threading.Lock()
+        self.bell.acquire()
+        while (head := self.queue[0]) is not self:
+            if head.frame is None or head.frame not in executing():
+                with suppress(ValueError):
+                    self.queue.remove(head)
+            elif head.thread == self.thread:
+                self.queue.remove(self)
+                rule = "a thread makes one call on an engine at a time"
+                got = "a second one from inside the first: from a signal handler, or a finaliser"
+                raise RuleError(rule, got, "Make it when the first has returned")
+            else:
+                self.bell.acquire(timeout=PATIENCE_S)
+
+
+class Caller:
+    """Who waits for requests: the function of `frame`, or the generator that it follows."""
+
+    __slots__ = ("__weakref__", "closed", "frame", "generator")
+
+    def __init__(self, frame: FrameType | None = None) -> None:
+        self.frame = frame
+        self.generator: weakref.ref[Generator[Any, None, None]] | None = None
+        self.closed = False
+
+    def follow(self, generator: Generator[Any, None, None]) -> None:
+        """It lives as long as the generator has not ended."""
+        self.generator = weakref.ref(generator)
+
+    def close(self) -> None:
+        """It waits no longer. May be called anywhere, also where a turn is running."""
+        self.closed = True
+        self.frame = None
+
+    def gone(self, frames: set[FrameType]) -> bool:
+        """Whether nobody waits; `frames` are those that are executing."""
+        frame = self.frame
+        if self.closed or frame is not None:
+            return self.closed or frame not in frames
+        generator = self.generator() if self.generator is not None else None
+        return generator is None or generator.gi_frame is None
+
+
+GONE = Caller()  # of requests that were aborted
+GONE.close()
