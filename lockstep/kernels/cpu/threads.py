@@ -88,14 +88,16 @@ class Helpers:
         self.mailbox = np.zeros(MAILBOX + 8, np.int64)
         self.address = (self.mailbox.ctypes.data + 63) // 64 * 64
         self.threads: list[threading.Thread] = []
+        self.hiring = threading.Lock()
 
     def want(self, count: int) -> None:
         """Has `count` helpers ready. No two have one number: memory is laid out for so many. An interrupt costs a helper at most."""
-        while len(self.threads) < count:
-            usleep = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
-            args = (self.address, len(self.threads), usleep)
-            self.threads.append(threading.Thread(target=compiled()[1], args=args, name="lockstep-helper", daemon=True))
-            self.threads[-1].start()
+        serving, usleep = compiled()[1], ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
+        with self.hiring:
+            while len(self.threads) < count:
+                args = (self.address, len(self.threads), usleep)
+                self.threads.append(threading.Thread(target=serving, args=args, name="lockstep-helper", daemon=True))
+                self.threads[-1].start()
 
     def leave(self) -> None:
         """Sends them home: compiled code must not run when the interpreter takes it away."""

@@ -1,0 +1,386 @@
+"""Interrupts at any moment: afterwards every page is accounted for and every answer has its bits.
+
+A trial has an engine that has been through all trials before it, a bystander whose stream was begun,
+and a victim: a call that is struck by KeyboardInterrupt. Three ways to strike: a timer at a random
+moment, several times in a row, so that what the first one left is struck as well; an exception into
+a thread that is not the main one, while the bystander is read in the main one; and a trace function,
+which reaches every line, or every bytecode, of the packages that hold state (`TRACED`). Then the
+engine's books are checked, and the bystander and a new call are compared with an engine that nobody
+disturbed: tokens, text, reasons and bits of log-probabilities. `lockstep lab interrupts` and tests run it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lockstep.attention.select import select
+from lockstep.config import EngineConfig
+from lockstep.lab.tiny import BART, CONTEXT, LLAMA, QWEN3, VOCAB, Tiny, parts
+from lockstep.llm.api import LLM
+from lockstep.llm.engine import Engine, Parts
+from lockstep.llm.output import Output
+from lockstep.sample.params import SamplingParams
+
+MODELS = (LLAMA, QWEN3, BART)
+PACKAGE = Path(__file__).parent.parent
+ENGINE = tuple(str(path) for path in PACKAGE.iterdir() if path.name not in ("lab", "bench"))
+TRACED = tuple(str(PACKAGE / name) for name in ("llm", "sched", "kv", "run"))
+CHUNK = 24  # rows of a step; sources and embedded prompts are at most so long
+WISHES = 12  # different calls per model
+AGAIN_S = 0.002  # a second interrupt follows the first within this time
+WAYS = ("timer", "timer", "again", "thread")  # drawn alike
+
+Answer = tuple[Any, ...]
+Wish = Callable[[LLM], Answer]
+Event = tuple[str, int, int]  # file, line, bytecode (-1 for a whole line)
+
+
+@dataclass
+class Subject:
+    """An engine under interrupts, and what it has to answer."""
+
+    tiny: Tiny
+    llm: LLM
+    wishes: tuple[Wish, ...]
+    answers: tuple[Answer, ...]
+    seconds: float  # that a call takes
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of one trial."""
+
+    model: str
+    way: str
+    struck: int  # interrupts that arrived while a call was running
+    where: tuple[str, ...]  # the functions that they struck
+    faults: tuple[str, ...]
+
+
+@lru_cache(maxsize=None)
+def made_of(tiny: Tiny) -> Parts:
+    """The model, once per process."""
+    return parts(tiny, select("cpu", [], "cpu")[0])
+
+
+def engine(tiny: Tiny, **options: Any) -> Engine:
+    """An engine for a tiny model: chunks, evictions and preemptions in every trial."""
+    tight = {"context_length": CONTEXT, "page_size": 4, "max_total_tokens": 96, "chunked_prefill_size": CHUNK}
+    return Engine(EngineConfig.from_names({**tight, "max_running_requests": 6, **options}), made_of(tiny))
+
+
+def wishes(tiny: Tiny) -> tuple[Wish, ...]:
+    """Calls of all kinds: prompts that share their beginnings, several at once, several completions, streams, scores, embeddings."""
+    rng = random.Random(5)
+    stem = [rng.randrange(1, VOCAB) for _ in range(30)]
+    out: list[Wish] = []
+    for i in range(WISHES):
+        prompts = [stem[: rng.randint(1, 30)] + [rng.randrange(1, VOCAB)] for _ in range(rng.choice((1, 2, 3)))]
+        prompts = [prompt[-CHUNK:] for prompt in prompts] if tiny is BART else prompts
+        params = SamplingParams(
+            max_tokens=rng.choice((2, 5, 9)),
+            temperature=rng.choice((0.0, 0.9)),
+            seed=i,
+            n=(1, 3, 1)[i % 3],
+            logprobs=2,
+            prompt_logprobs=None if tiny is BART else (None, None, 1)[i % 3],
+            frequency_penalty=(0.0, 0.4)[i % 2],
+            stop=("", "th", "e")[i % 3] or (),
+        )
+        kinds = [_generate, _generate, _stream, _items]
+        out.append((kinds if tiny is BART else [*kinds, _embed])[i % (4 if tiny is BART else 5)](prompts, params))
+    return tuple(out)
+
+
+def _generate(prompts: list[list[int]], params: SamplingParams) -> Wish:
+    levels = [i % 2 for i in range(len(prompts))]
+    return lambda llm: tuple(bits(output) for output in llm.generate(prompts, params, priority=levels))
+
+
+def _stream(prompts: list[list[int]], params: SamplingParams) -> Wish:
+    def streamed(llm: LLM) -> Answer:
+        chunks = list(llm.stream(prompts[0], params))
+        ends = sorted((c.index, c.finish_reason) for c in chunks if c.finish_reason)
+        texts = ["".join(c.text for c in chunks if c.index == i) for i in range(params.n)]
+        return (texts, [sum((c.token_ids for c in chunks if c.index == i), ()) for i in range(params.n)], ends)
+
+    return streamed
+
+
+def _items(prompts: list[list[int]], params: SamplingParams) -> Wish:
+    items = [[5], [6, 7, 8], [9, 5, 6, 7, 8, 9, 10]]
+    return lambda llm: tuple(scores.tobytes() for scores in llm.score(prompts[0], items))
+
+
+def _embed(prompts: list[list[int]], params: SamplingParams) -> Wish:
+    return lambda llm: (llm.embed([prompt[:CHUNK] for prompt in prompts]).tobytes(),)
+
+
+def bits(output: Output) -> Answer:
+    """Everything of an answer but what the cache had."""
+    told = [(c.index, c.text, c.token_ids, c.finish_reason, c.top_logprobs, c.error) for c in output.completions]
+    floats = [None if c.logprobs is None else c.logprobs.tobytes() for c in output.completions]
+    prompt = None if output.prompt_logprobs is None else output.prompt_logprobs.tobytes()
+    return (told, floats, prompt, output.prompt_top_logprobs)
+
+
+def subject(tiny: Tiny) -> Subject:
+    """A fresh engine, and the answers of one that does nothing else: no cache, no neighbours, room for all."""
+    todo = wishes(tiny)
+    calm = LLM.of(engine(tiny, disable_radix_cache=True, max_total_tokens=2048))
+    answers = tuple(wish(calm) for wish in todo)
+    made = Subject(tiny, LLM.of(engine(tiny)), todo, answers, 0.0)
+    begin = time.perf_counter()
+    for wish in todo:
+        wish(made.llm)
+    made.seconds = 2 * (time.perf_counter() - begin) / len(todo)
+    return made
+
+
+# -- ways to strike --------------------------------------------------------------------------------
+
+
+class Strikes:
+    """What the victim's calls came to: where each was struck, and answers of those that were not."""
+
+    def __init__(self) -> None:
+        self.where: list[str] = []
+        self.returned: list[Answer] = []
+
+    def call(self, wish: Wish, llm: LLM) -> bool:
+        """Whether it was struck."""
+        try:
+            self.returned.append(wish(llm))
+            return False
+        except KeyboardInterrupt as error:
+            frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(ENGINE)]
+            last = frames[-1] if frames else None
+            self.where.append(f"{Path(last.filename).parent.name}/{Path(last.filename).stem}.{last.name}" if last else "lab")
+            return True
+
+
+class Alarm:
+    """KeyboardInterrupt by a timer, as Ctrl-C raises it: after `first_s`, and `more` times again within AGAIN_S."""
+
+    def __init__(self, first_s: float, more: int, rng: random.Random) -> None:
+        self.first_s, self.rng = first_s, rng
+        self.left = 1 + more
+        self.armed = True
+        self.before: Any = None
+
+    def strike(self, *_: object) -> None:
+        """The signal's handler."""
+        if self.armed:
+            self.left -= 1
+            if self.left:
+                signal.setitimer(signal.ITIMER_REAL, self.rng.uniform(1e-5, AGAIN_S))
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> None:
+        self.before = signal.signal(signal.SIGALRM, self.strike)
+        signal.setitimer(signal.ITIMER_REAL, self.first_s)
+
+    def __exit__(self, *_: object) -> None:
+        self.armed = False
+
+
+def by_timer(subject: Subject, wish: Wish, rng: random.Random, again: bool) -> Strikes:
+    """At a random moment of the call; with `again` the calls that follow it are struck too."""
+    strikes, more = Strikes(), 2 if again else 0
+    alarm = Alarm(rng.uniform(0, subject.seconds) + 1e-6, more, rng)
+    try:
+        with alarm:
+            for _ in range(1 + more):
+                if not strikes.call(wish, subject.llm):
+                    break
+    except KeyboardInterrupt:  # in between: in the harness itself
+        alarm.armed = False
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, alarm.before)
+    return strikes
+
+
+def in_thread(subject: Subject, wish: Wish, rng: random.Random, stream: Iterator[Any]) -> Strikes:
+    """Into a thread that calls, while this one reads the bystander's stream, or not."""
+    strikes = Strikes()
+
+    def work() -> None:
+        try:
+            strikes.call(wish, subject.llm)
+        except KeyboardInterrupt:  # in the harness itself
+            pass
+
+    thread = threading.Thread(target=work)
+    end = time.perf_counter() + rng.uniform(0, 2 * subject.seconds)
+    thread.start()
+    reads = rng.random() < 0.5
+    while reads and time.perf_counter() < end and thread.is_alive():
+        reads = next(stream, None) is not None
+    while time.perf_counter() < end and thread.is_alive():
+        time.sleep(1e-4)
+    if thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt))
+    thread.join()
+    return strikes
+
+
+class Aim:
+    """A trace function: notes the events of the traced packages and raises at number `at`."""
+
+    def __init__(self, at: int = -1, opcodes: bool = False) -> None:
+        self.at, self.opcodes = at, opcodes
+        self.events: list[Event] = []
+
+    def __call__(self, frame: FrameType, kind: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(TRACED):
+            return None
+        if kind == "call":
+            frame.f_trace_opcodes = self.opcodes
+        if kind == ("opcode" if self.opcodes else "line"):
+            self.events.append((frame.f_code.co_filename, frame.f_lineno, frame.f_lasti if self.opcodes else -1))
+            if len(self.events) - 1 == self.at:
+                raise KeyboardInterrupt
+        return self
+
+    def call(self, strikes: Strikes, wish: Wish, llm: LLM) -> None:
+        """One traced call."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            strikes.call(wish, llm)
+        finally:
+            sys.settrace(before)
+
+
+def aims(events: list[Event], rng: random.Random) -> list[int]:
+    """One moment for every distinct event: any of those at which it happens."""
+    at: dict[Event, list[int]] = {}
+    for i, event in enumerate(events):
+        at.setdefault(event, []).append(i)
+    return [rng.choice(moments) for moments in at.values()]
+
+
+# -- trials ----------------------------------------------------------------------------------------
+
+
+def trial(subject: Subject, seed: int, ways: tuple[str, ...] = WAYS) -> Trial:
+    """One trial of the engine, by number."""
+    rng = random.Random(seed)
+    way, number = rng.choice(ways), rng.randrange(WISHES)
+
+    def strike(stream: Iterator[Any]) -> Strikes:
+        if way == "thread":
+            return in_thread(subject, subject.wishes[number], rng, stream)
+        return by_timer(subject, subject.wishes[number], rng, again=way == "again")
+
+    return judged(subject, way, number, strike, rng)
+
+
+def judged(subject: Subject, way: str, number: int, strike: Callable[[Iterator[Any]], Strikes], rng: random.Random) -> Trial:
+    """Begins a bystander, strikes, and looks at everything afterwards."""
+    llm, faults = subject.llm, list[str]()
+    streamed: list[Any] = []
+    prompt, params, want = bystander(subject.tiny)
+    stream = llm.stream(prompt, params)
+    read = (streamed.append(chunk) or chunk for chunk in stream)  # type: ignore[func-returns-value]
+    for _ in range(rng.randint(1, 6)):
+        next(read)
+    (job,) = llm.engine.jobs.values()
+    strikes = strike(read)
+    try:
+        faults += ["an uninterrupted call differs"] if any(a != subject.answers[number] for a in strikes.returned) else []
+        llm.engine.check()
+        fresh = rng.randrange(WISHES)
+        faults += [f"call {fresh} differs afterwards"] if subject.wishes[fresh](llm) != subject.answers[fresh] else []
+        for _ in read:
+            pass
+        faults += ["the bystander differs"] if bits(job.output("")) != want else []
+        texts = ["".join(c.text for c in streamed if c.index == i) for i in range(params.n)]
+        faults += ["the bystander's stream differs"] if texts != [c.text for c in job.output("").completions] else []
+        faults += books(llm.engine)
+    except Exception as error:  # whatever a broken engine raises
+        faults.append(f"{type(error).__name__}: {error}")
+    return Trial(subject.tiny.name, way, len(strikes.where), tuple(strikes.where), tuple(faults))
+
+
+@lru_cache(maxsize=None)
+def bystander(tiny: Tiny) -> tuple[list[int], SamplingParams, Answer]:
+    """Its prompt, and what it has to be answered."""
+    prompt = [3 + i for i in range(20)]
+    params = SamplingParams(max_tokens=14, temperature=0.8, seed=77, n=2, logprobs=1, stop=("thx",))
+    calm = LLM.of(engine(tiny, disable_radix_cache=True, max_total_tokens=2048))
+    return prompt, params, bits(calm.generate([prompt], params)[0])
+
+
+def books(engine: Engine) -> list[str]:
+    """Idle, every page is free or cached; nobody is left inside."""
+    engine.check()
+    scheduler = engine.scheduler
+    left = len(engine.jobs) + len(scheduler.running) + len(scheduler.waiting) + len(scheduler.embeds)
+    faults = [f"{left} requests are left"] if left else []
+    for g, pool in enumerate(scheduler.pools):
+        if pool is not None and pool.free + scheduler.tree.cached(g) != pool.num_pages - 1:
+            lost = pool.num_pages - 1 - pool.free - scheduler.tree.cached(g)
+            faults.append(f"{lost} pages of group {g} are leaked")
+    return faults
+
+
+def run(count: int, seed: int, on_trial: Callable[[Trial], None], models: tuple[Tiny, ...] = MODELS) -> Counter[str]:
+    """Trials by turns over the models until `count` interrupts have struck. What the engines went through."""
+    subjects = [subject(tiny) for tiny in models]
+    struck = number = 0
+    while struck < count:
+        done = trial(subjects[number % len(subjects)], seed + number)
+        on_trial(done)
+        struck, number = struck + done.struck, number + 1
+        if done.faults:
+            subjects[(number - 1) % len(subjects)] = subject(models[(number - 1) % len(subjects)])
+    counters: Counter[str] = Counter(trials=number)
+    for each in subjects:
+        counters.update(each.llm.engine.scheduler.counters)
+    return counters
+
+
+def sweep(tiny: Tiny, opcodes: bool, second: bool, seed: int = 0, part: tuple[int, int] = (0, 1)) -> Iterator[Trial]:
+    """Strikes every line, or every bytecode, that a call executes: a trial each. `second` strikes within the call that recovers.
+
+    `part` (i, n): every n-th of them, from the i-th on.
+    """
+    rng, made = random.Random(seed), subject(tiny)
+    number = 2 if second else 1  # several prompts and completions
+    wish, first = made.wishes[number], -1
+
+    def twice(at: int, stream: Iterator[Any]) -> tuple[Strikes, Aim]:
+        strikes, aim = Strikes(), Aim(at, opcodes)
+        if second:
+            Aim(first).call(strikes, wish, made.llm)
+        aim.call(strikes, wish, made.llm)
+        return strikes, aim
+
+    seen: list[Event] = []
+
+    def noted(stream: Iterator[Any]) -> Strikes:
+        strikes, aim = twice(-1, stream)
+        seen.extend(aim.events)
+        return strikes
+
+    if second:
+        plain = Aim()
+        plain.call(Strikes(), wish, made.llm)
+        first = len(plain.events) // 2
+    yield judged(made, "noted", number, noted, rng)
+    for at in aims(seen, rng)[part[0] :: part[1]]:
+        yield judged(made, "aimed", number, lambda stream, at=at: twice(at, stream)[0], rng)  # type: ignore[misc]
