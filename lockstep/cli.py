@@ -57,6 +57,9 @@ EXAMPLES = {
       lockstep lab mutate lockstep/kv/pages.py --list    the mutants and their diffs, nothing run
       lockstep lab mutate sched --mutant 7b430d4da2f6 --again    one of them once more
       lockstep lab mutate --json bench/results/lab-mutate.json   all seven packages; a run that was ended goes on""",
+    "lockstep lab interrupts": """
+      lockstep lab interrupts --count 2000 --json interrupts.json
+      lockstep lab interrupts --count 100 --aimed lines  and one at every line that a call and a recovery execute""",
     "lockstep lab show": """
       lockstep lab show cpu/verify-tree/dense            the whole story
       lockstep lab show cpu/verify-tree/dense --step 1   one step, every row
@@ -248,6 +251,11 @@ def _lab(commands: Any) -> None:
     _json(fuzz)
     _workers(fuzz)
     _mutate(_command(kinds, "lockstep lab mutate", "small mutants of the engine: does any test or cell notice?", lab_mutate))
+    struck = _command(kinds, "lockstep lab interrupts", "interrupts at any moment: every answer must keep its bits", lab_interrupts)
+    struck.add_argument("--count", type=positive, default=100, metavar="N", help="interrupts that strike (default: 100)")
+    struck.add_argument("--seed", type=whole, default=0, metavar="N", help="number of the first trial (default: 0)")
+    struck.add_argument("--aimed", choices=("lines", "bytecodes"), help="then one at each of those that a call executes")
+    _json(struck)
     show = _command(kinds, "lockstep lab show", "one cell, step by step: plans, pages, every row against its answer", lab_show)
     show.add_argument("cell", metavar="CELL", help="backend/recipe/feature, like cpu/decode/window")
     show.add_argument("--step", type=whole, metavar="N", help="only this step, in full")
@@ -403,6 +411,13 @@ def lab_mutate(args: argparse.Namespace) -> int:
     from lockstep.lab.mutate import command
 
     return command.run(args)
+
+
+def lab_interrupts(args: argparse.Namespace) -> int:
+    """`lab interrupts`."""
+    from lockstep.lab import commands
+
+    return commands.interrupts(args)
 
 
 def lab_show(args: argparse.Namespace) -> int:

@@ -16,6 +16,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lockstep import outfile
 from lockstep.attention import select
 from lockstep.lab import cells, document, kill, known, matrix, report, reverts, show
@@ -77,6 +79,34 @@ def traces(args: Namespace) -> int:
     lines = [*faults[:20], ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in sorted(happened.items()))]
     _say(args, [*lines, f"{len(faults)} requests differ from their lone run" if faults else "every request has the bits of its lone run"])
     return 1 if faults else 0
+
+
+def interrupts(args: Namespace) -> int:
+    """`lab interrupts`."""
+    from lockstep.lab import interrupt
+    from lockstep.lab.environment import environment
+
+    begin, account, doc = time.perf_counter(), interrupt.Account(), {"environment": environment(), "seed": args.seed}
+    torch.set_num_threads(1)
+    with Progress(args.count, "lab interrupts") as bar:
+
+        def note(trial: interrupt.Trial) -> None:
+            account.note(trial)
+            for _ in range(min(trial.struck, args.count - bar.done)):
+                bar.step(trial.model, bool(trial.faults))
+
+        account.engines = interrupt.run(args.count, args.seed, note)
+    sweeps = [(tiny, second) for tiny in interrupt.MODELS for second in (False, True)] if args.aimed else []
+    with Progress(len(sweeps), f"lab interrupts at {args.aimed}") as bar:
+        for tiny, second in sweeps:
+            for trial in interrupt.sweep(tiny, args.aimed == "bytecodes", second, args.seed):
+                account.note(trial)
+            bar.step(tiny.name)
+    doc |= {**account.as_json(), "seconds": round(time.perf_counter() - begin, 1)}
+    if args.json:
+        document.write(doc, args.json)
+    _say(args, account.lines())
+    return 1 if account.faults else 0
 
 
 def cases() -> list[dict[str, Any]]:

@@ -20,8 +20,9 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,7 +46,7 @@ WAYS = ("timer", "timer", "again", "thread")  # drawn alike
 
 Answer = tuple[Any, ...]
 Wish = Callable[[LLM], Answer]
-Event = tuple[str, int, int]  # file, line, bytecode (-1 for a whole line)
+Event = tuple[str, str, int, int]  # file, function, line, bytecode (-1 for a whole line)
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Subject:
     llm: LLM
     wishes: tuple[Wish, ...]
     answers: tuple[Answer, ...]
-    seconds: float  # that a call takes
+    seconds: list[float]  # that each call takes
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Trial:
     faults: tuple[str, ...]
 
 
-@lru_cache(maxsize=None)
+@cache
 def made_of(tiny: Tiny) -> Parts:
     """The model, once per process."""
     return parts(tiny, select("cpu", [], "cpu")[0])
@@ -142,11 +143,11 @@ def subject(tiny: Tiny) -> Subject:
     todo = wishes(tiny)
     calm = LLM.of(engine(tiny, disable_radix_cache=True, max_total_tokens=2048))
     answers = tuple(wish(calm) for wish in todo)
-    made = Subject(tiny, LLM.of(engine(tiny)), todo, answers, 0.0)
-    begin = time.perf_counter()
+    made = Subject(tiny, LLM.of(engine(tiny)), todo, answers, [])
     for wish in todo:
+        begin = time.perf_counter()
         wish(made.llm)
-    made.seconds = 2 * (time.perf_counter() - begin) / len(todo)
+        made.seconds.append(time.perf_counter() - begin)
     return made
 
 
@@ -197,10 +198,10 @@ class Alarm:
         self.armed = False
 
 
-def by_timer(subject: Subject, wish: Wish, rng: random.Random, again: bool) -> Strikes:
+def by_timer(subject: Subject, number: int, rng: random.Random, again: bool) -> Strikes:
     """At a random moment of the call; with `again` the calls that follow it are struck too."""
-    strikes, more = Strikes(), 2 if again else 0
-    alarm = Alarm(rng.uniform(0, subject.seconds) + 1e-6, more, rng)
+    strikes, wish, more = Strikes(), subject.wishes[number], 2 if again else 0
+    alarm = Alarm(rng.uniform(0, 1.2 * subject.seconds[number]) + 1e-6, more, rng)
     try:
         with alarm:
             for _ in range(1 + more):
@@ -213,18 +214,16 @@ def by_timer(subject: Subject, wish: Wish, rng: random.Random, again: bool) -> S
     return strikes
 
 
-def in_thread(subject: Subject, wish: Wish, rng: random.Random, stream: Iterator[Any]) -> Strikes:
+def in_thread(subject: Subject, number: int, rng: random.Random, stream: Iterator[Any]) -> Strikes:
     """Into a thread that calls, while this one reads the bystander's stream, or not."""
     strikes = Strikes()
 
     def work() -> None:
-        try:
-            strikes.call(wish, subject.llm)
-        except KeyboardInterrupt:  # in the harness itself
-            pass
+        with suppress(KeyboardInterrupt):  # in the harness itself
+            strikes.call(subject.wishes[number], subject.llm)
 
     thread = threading.Thread(target=work)
-    end = time.perf_counter() + rng.uniform(0, 2 * subject.seconds)
+    end = time.perf_counter() + rng.uniform(0, 1.5 * subject.seconds[number])
     thread.start()
     reads = rng.random() < 0.5
     while reads and time.perf_counter() < end and thread.is_alive():
@@ -250,7 +249,8 @@ class Aim:
         if kind == "call":
             frame.f_trace_opcodes = self.opcodes
         if kind == ("opcode" if self.opcodes else "line"):
-            self.events.append((frame.f_code.co_filename, frame.f_lineno, frame.f_lasti if self.opcodes else -1))
+            code, place = frame.f_code, frame.f_lasti if self.opcodes else -1
+            self.events.append((code.co_filename, code.co_name, frame.f_lineno, place))
             if len(self.events) - 1 == self.at:
                 raise KeyboardInterrupt
         return self
@@ -283,8 +283,8 @@ def trial(subject: Subject, seed: int, ways: tuple[str, ...] = WAYS) -> Trial:
 
     def strike(stream: Iterator[Any]) -> Strikes:
         if way == "thread":
-            return in_thread(subject, subject.wishes[number], rng, stream)
-        return by_timer(subject, subject.wishes[number], rng, again=way == "again")
+            return in_thread(subject, number, rng, stream)
+        return by_timer(subject, number, rng, again=way == "again")
 
     return judged(subject, way, number, strike, rng)
 
@@ -303,6 +303,8 @@ def judged(subject: Subject, way: str, number: int, strike: Callable[[Iterator[A
     try:
         faults += ["an uninterrupted call differs"] if any(a != subject.answers[number] for a in strikes.returned) else []
         llm.engine.check()
+        others = [other for other in llm.engine.jobs.values() if other is not job]
+        faults += [f"{len(others)} requests of the interrupted call are left"] if others else []
         fresh = rng.randrange(WISHES)
         faults += [f"call {fresh} differs afterwards"] if subject.wishes[fresh](llm) != subject.answers[fresh] else []
         for _ in read:
@@ -316,7 +318,7 @@ def judged(subject: Subject, way: str, number: int, strike: Callable[[Iterator[A
     return Trial(subject.tiny.name, way, len(strikes.where), tuple(strikes.where), tuple(faults))
 
 
-@lru_cache(maxsize=None)
+@cache
 def bystander(tiny: Tiny) -> tuple[list[int], SamplingParams, Answer]:
     """Its prompt, and what it has to be answered."""
     prompt = [3 + i for i in range(20)]
@@ -355,32 +357,70 @@ def run(count: int, seed: int, on_trial: Callable[[Trial], None], models: tuple[
 
 
 def sweep(tiny: Tiny, opcodes: bool, second: bool, seed: int = 0, part: tuple[int, int] = (0, 1)) -> Iterator[Trial]:
-    """Strikes every line, or every bytecode, that a call executes: a trial each. `second` strikes within the call that recovers.
+    """Strikes every line, or every bytecode, that a call executes: a trial each.
 
+    With `second` the call was struck before, while a step's result was being written, and what is struck now is its recovery.
     `part` (i, n): every n-th of them, from the i-th on.
     """
     rng, made = random.Random(seed), subject(tiny)
-    number = 2 if second else 1  # several prompts and completions
-    wish, first = made.wishes[number], -1
+    number = 1  # several prompts and completions
+    wish = made.wishes[number]
+    first, seen = -1, list[Event]()
 
-    def twice(at: int, stream: Iterator[Any]) -> tuple[Strikes, Aim]:
+    def strike(at: int) -> Strikes:
         strikes, aim = Strikes(), Aim(at, opcodes)
         if second:
             Aim(first).call(strikes, wish, made.llm)
         aim.call(strikes, wish, made.llm)
-        return strikes, aim
-
-    seen: list[Event] = []
-
-    def noted(stream: Iterator[Any]) -> Strikes:
-        strikes, aim = twice(-1, stream)
-        seen.extend(aim.events)
+        seen[:] = seen or aim.events
         return strikes
 
     if second:
         plain = Aim()
         plain.call(Strikes(), wish, made.llm)
-        first = len(plain.events) // 2
-    yield judged(made, "noted", number, noted, rng)
+        writing = [i for i, event in enumerate(plain.events) if event[1] == "write"]
+        first = writing[len(writing) // 2]
+    yield judged(made, "noted", number, lambda stream: strike(-1), rng)
+    if second:
+        del seen[1 + max(i for i, event in enumerate(seen) if event[1] == "_recover") :]
+    way = "recovery" if second else "aimed"
     for at in aims(seen, rng)[part[0] :: part[1]]:
-        yield judged(made, "aimed", number, lambda stream, at=at: twice(at, stream)[0], rng)  # type: ignore[misc]
+        yield judged(made, way, number, lambda stream, at=at: strike(at), rng)  # type: ignore[misc]
+
+
+@dataclass
+class Account:
+    """What came of many trials."""
+
+    trials: int = 0
+    engines: Counter[str] = field(default_factory=Counter)  # what the engines went through
+    struck: Counter[str] = field(default_factory=Counter)  # by model and way
+    where: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+    def note(self, trial: Trial) -> None:
+        """One more."""
+        self.trials += 1
+        self.struck[f"{trial.model} {trial.way}"] += trial.struck
+        self.where.update(trial.where)
+        self.faults += [f"trial {self.trials}, {trial.model} {trial.way} in {trial.where}: {fault}" for fault in trial.faults]
+
+    def as_json(self) -> dict[str, Any]:
+        """For the document."""
+        return {
+            "interrupts": sum(self.struck.values()),
+            "trials": self.trials,
+            "faults": self.faults[:100],
+            "broken": len(self.faults),
+            "leaked": sum("leaked" in fault for fault in self.faults),
+            "struck": dict(sorted(self.struck.items())),
+            "engines": dict(sorted(self.engines.items())),
+            "functions": dict(self.where.most_common()),
+        }
+
+    def lines(self) -> list[str]:
+        """For people."""
+        counts = ", ".join(f"{n:,} {name}" for name, n in sorted(self.struck.items()))
+        rooms = f"in {len(self.where)} functions; {self.engines['recovered']:,} recoveries in the trials by chance"
+        verdict = f"{len(self.faults)} FAULTS" if self.faults else "0 broken engines, 0 leaked pages, every answer has its bits"
+        return [*self.faults[:20], counts, rooms, f"{sum(self.struck.values()):,} interrupts in {self.trials:,} trials: {verdict}"]

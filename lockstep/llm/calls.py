@@ -8,6 +8,7 @@ Whoever comes next sees that. Knows frames and threads, nothing of engines; `eng
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import weakref
@@ -109,7 +110,7 @@ class Caller:
         if self.closed or frame is not None:
             return self.closed or frame not in frames
         generator = self.generator() if self.generator is not None else None
-        return generator is None or generator.gi_frame is None
+        return generator is None or inspect.getgeneratorstate(generator) == inspect.GEN_CLOSED
 
 
 GONE = Caller()  # of requests that were aborted

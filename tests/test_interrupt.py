@@ -1,0 +1,397 @@
+"""Interrupts, threads and streams that are read in any order: nothing is lost, no page leaks, every answer has its bits."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from dataclasses import replace
+from itertools import zip_longest
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.lab import interrupt
+from lockstep.lab.tiny import BART, LLAMA, QWEN3
+from lockstep.llm.api import LLM
+from lockstep.llm.calls import Caller, Turn
+from lockstep.llm.engine import Engine
+from lockstep.llm.job import Job
+from lockstep.sample.params import SamplingParams
+from lockstep.types import RuleError
+
+PARAMS = SamplingParams(max_tokens=10, temperature=0.8, seed=3, logprobs=1)
+PROMPT = list(range(3, 25))
+OTHER = list(range(9, 21))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def llm(tiny=QWEN3, **options) -> LLM:
+    return LLM.of(interrupt.engine(tiny, **options))
+
+
+def alone(prompt, params=PARAMS, tiny=QWEN3):
+    return llm(tiny, disable_radix_cache=True, max_total_tokens=2048).generate([prompt], params)[0]
+
+
+def joined(chunks):
+    return "".join(c.text for c in chunks), sum((c.token_ids for c in chunks), ()), chunks[-1].finish_reason
+
+
+def whole(output):
+    return output.text, output.token_ids, output.finish_reason
+
+
+# -- interrupts ------------------------------------------------------------------------------------
+
+
+def test_a_hundred_interrupts_break_no_engine():
+    trials: list[interrupt.Trial] = []
+    happened = interrupt.run(100, 10_000, trials.append)
+    assert not [t for t in trials if t.faults]
+    assert sum(t.struck for t in trials) >= 100
+    assert {t.model for t in trials if t.struck} == {"llama", "qwen3", "bart"}
+    assert {t.way for t in trials if t.struck} == {"timer", "again", "thread"}
+    assert happened["recovered"] > 20
+
+
+def swept(tiny, second, part):
+    trials = list(interrupt.sweep(tiny, opcodes=False, second=second, seed=1, part=part))
+    assert not [t for t in trials if t.faults]
+    return trials
+
+
+def test_an_interrupt_at_any_line_of_a_call_breaks_nothing():
+    trials = swept(QWEN3, False, (0, 4))
+    struck = {where for t in trials for where in t.where}
+    assert sum(t.struck for t in trials) > 120
+    rooms = {where.partition(".")[0] for where in struck}
+    assert {"llm/engine", "llm/job", "sched/scheduler", "kv/pages", "kv/tables", "kv/prefix", "run/runner"} <= rooms
+
+
+def test_an_interrupt_at_any_line_of_the_recovery_breaks_nothing():
+    trials = swept(LLAMA, True, (0, 1))
+    assert sum(t.struck == 2 for t in trials) > 100
+    assert any("llm/engine._recover" in t.where for t in trials)
+
+
+def forget(self):
+    self._settled, self._changing = None, False
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "wrong"),
+    [
+        (Engine, "_recover", forget),
+        (Engine, "_abandoned", lambda self: []),
+        (Job, "replay", lambda self, eos_ids: None),
+    ],
+    ids=["recover", "abandoned", "replay"],
+)
+def test_the_lab_notices_an_engine_that_does_not_recover(monkeypatch, of, name, wrong):
+    monkeypatch.setattr(of, name, wrong)
+    assert any(t.faults for t in interrupt.sweep(QWEN3, opcodes=False, second=False, seed=1, part=(0, 5)))
+
+
+def test_a_traceback_that_is_kept_keeps_no_request():
+    """A notebook keeps the last one, and with it all local variables of the call that was stopped."""
+    model = llm()
+    kept = []
+
+    def stop():
+        raise KeyboardInterrupt
+
+    try:
+        model.generate([OTHER, PROMPT], [replace(PARAMS, max_tokens=1), PARAMS], on_done=stop)
+    except KeyboardInterrupt as error:
+        kept.append(error)
+    assert not model.engine.busy
+    assert interrupt.books(model.engine) == []
+    assert kept
+
+
+def test_a_call_that_ends_without_its_last_words_leaves_no_request(monkeypatch):
+    """The interrupt strikes in the `finally` of the call itself, and the traceback is kept."""
+    model = llm()
+    kept = []
+
+    def close(self):
+        raise KeyboardInterrupt
+
+    def stop():
+        monkeypatch.setattr(Caller, "close", close)
+        raise ValueError
+
+    try:
+        model.generate([OTHER, PROMPT], [replace(PARAMS, max_tokens=1), PARAMS], on_done=stop)
+    except KeyboardInterrupt as error:
+        kept.append(error)
+    monkeypatch.undo()
+    assert len(model.engine.jobs) == 1
+    assert whole(model.generate([PROMPT], PARAMS)[0]) == whole(alone(PROMPT))
+    assert interrupt.books(model.engine) == []
+    assert kept
+
+
+class Failing:
+    """A model that raises at its n-th step."""
+
+    def __init__(self, inner, at):
+        self.inner, self.at, self.steps = inner, at, 0
+
+    def __call__(self, *args):
+        self.steps += 1
+        if self.steps == self.at:
+            raise RuntimeError("no memory")
+        return self.inner(*args)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+@pytest.mark.parametrize("tiny", [QWEN3, BART], ids=lambda tiny: tiny.name)
+def test_a_step_that_fails_has_not_happened(tiny, at):
+    """Scores of the prompt and of items half way: none twice, none missing, and everybody goes on."""
+    model = llm(tiny, chunked_prefill_size=24 if tiny is BART else 5)
+    calm = llm(tiny, disable_radix_cache=True, max_total_tokens=2048).engine
+    params = replace(PARAMS, n=2, prompt_logprobs=None if tiny is BART else 1)
+
+    def added(engine):
+        return engine.add(PROMPT, params), engine.add_items(OTHER, [[5], [6, 7, 8], [9, 5, 6, 7, 8]])
+
+    want = added(calm)
+    while calm.busy:
+        calm.step()
+    engine = model.engine
+    engine.model = engine.runner.model = Failing(engine.model, at)
+    jobs, failed = added(engine), 0
+    while engine.busy:
+        try:
+            engine.step()
+        except RuntimeError:
+            failed += 1
+    assert failed == 1
+    assert engine.scheduler.counters["recovered"] == 1
+    assert [interrupt.bits(job.output("")) for job in jobs] == [interrupt.bits(job.output("")) for job in want]
+    assert interrupt.books(engine) == []
+
+
+def test_what_was_refused_costs_no_cache():
+    model = llm(max_total_tokens=512)
+    model.generate([PROMPT], PARAMS)
+    with pytest.raises(RuleError):
+        model.generate([PROMPT, []], PARAMS)
+    with pytest.raises(RuleError):
+        model.generate([PROMPT], replace(PARAMS, max_tokens=150))
+    (again,) = model.generate([PROMPT], PARAMS)
+    assert again.cached_tokens == 20
+    assert model.engine.scheduler.counters["recovered"] == 0
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+def test_a_call_inside_the_loop_of_a_stream_takes_nothing_from_it():
+    """`generate` computed the stream's tokens too, and the stream ended without them."""
+    model, chunks = llm(), []
+    for chunk in model.stream(PROMPT, PARAMS):
+        chunks.append(chunk)
+        if len(chunks) == 2:
+            (inner,) = model.generate([OTHER], replace(PARAMS, max_tokens=30))
+    assert joined(chunks) == whole(alone(PROMPT))
+    assert whole(inner) == whole(alone(OTHER, replace(PARAMS, max_tokens=30)))
+    assert interrupt.books(model.engine) == []
+
+
+@pytest.mark.parametrize("second", [3, 10, 25])
+def test_streams_side_by_side_are_what_each_is_alone(second):
+    model, params = llm(), replace(PARAMS, max_tokens=second, n=2)
+    one, two = model.stream(PROMPT, PARAMS), model.stream(OTHER, params)
+    pairs = list(zip_longest(one, two))
+    ours, theirs = ([chunk for chunk in side if chunk is not None] for side in zip(*pairs, strict=True))
+    assert joined(ours) == whole(alone(PROMPT))
+    assert [joined([c for c in theirs if c.index == i])[:2] for i in range(2)] == [
+        (c.text, c.token_ids) for c in alone(OTHER, params).completions
+    ]
+    assert interrupt.books(model.engine) == []
+
+
+def test_streams_that_take_turns_lose_nothing():
+    model = llm()
+    streams = {i: model.stream(prompt, PARAMS) for i, prompt in enumerate((PROMPT, OTHER, PROMPT[:7]))}
+    chunks: dict[int, list] = {i: [] for i in streams}
+    open_streams = set(streams)
+    while open_streams:
+        for i in sorted(open_streams):
+            chunk = next(streams[i], None)
+            if chunk is None:
+                open_streams.discard(i)
+            else:
+                chunks[i].append(chunk)
+    assert [joined(chunks[i]) for i in range(3)] == [whole(alone(p)) for p in (PROMPT, OTHER, PROMPT[:7])]
+    assert interrupt.books(model.engine) == []
+
+
+@pytest.mark.parametrize("how", ["break", "close", "throw", "forget"])
+def test_a_stream_that_is_left_takes_its_request_with_it_and_no_other(how):
+    model = llm()
+    other = model.stream(OTHER, PARAMS)
+    chunks = [next(other)]
+    left = model.stream(PROMPT, PARAMS)
+    next(left)
+    if how == "close":
+        left.close()
+    elif how == "throw":
+        with pytest.raises(ValueError, match="mine"):
+            left.throw(ValueError("mine"))
+        assert list(left) == []
+    elif how == "forget":
+        del left
+    else:
+        for _ in left:
+            break
+        del left
+    gc.collect()
+    chunks += other
+    assert joined(chunks) == whole(alone(OTHER))
+    assert interrupt.books(model.engine) == []
+
+
+def test_a_stream_that_is_never_read_asks_for_nothing():
+    model = llm()
+    stream = model.stream(PROMPT, PARAMS)
+    assert not model.engine.busy
+    assert joined(list(stream)) == whole(alone(PROMPT))
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+def test_threads_get_their_answers_with_their_bits():
+    model = llm()
+    prompts = [PROMPT, OTHER, PROMPT[:9], OTHER[:5]]
+    answers: dict[int, list] = {i: [] for i in range(4)}
+
+    def work(i):
+        for _ in range(3):
+            if i % 2:
+                answers[i].append(joined(list(model.stream(prompts[i], PARAMS))))
+            else:
+                answers[i].append(whole(model.generate([prompts[i]], PARAMS)[0]))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, prompt in enumerate(prompts):
+        assert answers[i] == [whole(alone(prompt))] * 3
+    assert interrupt.books(model.engine) == []
+
+
+def test_a_thread_that_ended_inside_its_turn_holds_nobody_up():
+    queue: list[Turn] = []
+
+    def enter():
+        Turn(queue).__enter__()  # and no exit: as if an interrupt had struck in between
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert len(queue) == 1
+    enter()
+    assert len(queue) == 1, "the one in front was gone"
+    with Turn(queue):
+        assert len(queue) == 1
+    assert queue == []
+
+
+def test_turns_are_taken_in_order_and_one_at_a_time():
+    queue: list[Turn] = []
+    inside, most, order = 0, 0, []
+
+    def work(i):
+        nonlocal inside, most
+        for _ in range(20):
+            with Turn(queue):
+                inside += 1
+                most = max(most, inside)
+                order.append(i)
+                time.sleep(1e-4)
+                inside -= 1
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (most, len(order), queue) == (1, 60, [])
+    longest = max(np.diff([-1, *np.flatnonzero(np.diff(order)), 59]))
+    assert longest < 20, "nobody has all turns at once while others wait"
+
+
+def test_a_call_from_inside_a_call_of_the_same_thread_is_refused_and_breaks_nothing(monkeypatch):
+    model = llm()
+    inner = model.engine.runner.run
+
+    def run(*args):
+        monkeypatch.undo()
+        model.generate([OTHER], PARAMS)
+        return inner(*args)
+
+    monkeypatch.setattr(model.engine.runner, "run", run)
+    with pytest.raises(RuleError, match="one call on an engine at a time; got a second one from inside"):
+        model.generate([PROMPT], PARAMS)
+    assert whole(model.generate([PROMPT], PARAMS)[0]) == whole(alone(PROMPT))
+    assert interrupt.books(model.engine) == []
+
+
+# -- priorities ------------------------------------------------------------------------------------
+
+
+def test_a_higher_priority_is_answered_first_with_the_same_bits():
+    model, ended = llm(max_running_requests=1), []
+    engine = model.engine
+    jobs = [engine.add(prompt, PARAMS, priority=p) for prompt, p in ((PROMPT, 0), (OTHER, 1), (PROMPT[:9], 2))]
+    while engine.busy:
+        engine.step()
+        ended += [i for i, job in enumerate(jobs) if job.done and i not in ended]
+    assert ended == [2, 1, 0]
+    for job, prompt in zip(jobs, (PROMPT, OTHER, PROMPT[:9]), strict=True):
+        assert whole(job.output("")) == whole(alone(prompt))
+    one = model.generate([PROMPT, OTHER], PARAMS, priority=[0, 5])
+    assert [whole(o) for o in one] == [whole(o) for o in model.generate([PROMPT, OTHER], PARAMS, priority=3)]
+
+
+def test_bad_priorities_and_tenants_are_one_line():
+    model = llm()
+    with pytest.raises(RuleError, match="one priority for all prompts or one for each; got 1 for 2 prompts"):
+        model.generate([PROMPT, OTHER], PARAMS, priority=[1])
+    with pytest.raises(RuleError, match=r"priority is an integer from .*; got 1\.5"):
+        model.generate([PROMPT], PARAMS, priority=1.5)
+    with pytest.raises(RuleError, match="priority is an integer"):
+        model.engine.add(PROMPT, PARAMS, priority=None)
+    with pytest.raises(RuleError, match="a tenant is named by a string; got 7"):
+        model.engine.add(PROMPT, PARAMS, tenant=7)
+    assert not model.engine.busy
+
+
+def test_tenants_share_no_keys():
+    engine = llm(max_total_tokens=512).engine
+    hits = []
+    for tenant in ("a", "a", "b", ""):
+        job = engine.add(PROMPT, PARAMS, tenant=tenant)
+        while engine.busy:
+            engine.step()
+        hits.append(job.output("").cached_tokens)
+        assert whole(job.output("")) == whole(alone(PROMPT))
+    assert hits == [0, 20, 0, 0]
