@@ -7,6 +7,8 @@ tokens; 64 greedy tokens; embeddings. Bits: a request alone and in a batch, whol
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -366,6 +368,85 @@ def test_variants_of_a_config(name, tmp_path):
     prompt = tokens(52)  # a stretched rope is transformers' own where it runs exactly the context at once
     agree(variant.model.logits(Engine(variant.model).whole(prompt)), variant.logits(prompt))
     assert variant.model.max_position == saving.get("context", 512)
+
+
+FAR = 131_071
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A model whose row p stands at positions[p]."""
+
+    model: Any
+    positions: Tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, ids: Tensor, positions: Tensor, step: Any) -> Tensor:
+        return self.model(ids, self.positions[positions], step)
+
+
+@contextmanager
+def our_frequencies(case: Case) -> Iterator[None]:
+    """transformers with our frequencies, which differ from its own by a place or two of float32."""
+    buffers = [
+        (module, name, value)
+        for module in case.reference.modules()
+        for name, value in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq") and "original" not in name
+    ]
+    known = [torch.tensor(block.attn.rope.inv_freq) for block in case.model.spec.blocks]
+    try:
+        for module, name, value in buffers:
+            ours = min(known, key=lambda freqs: (freqs - value).abs().max().item())
+            assert ours.allclose(value, rtol=1e-6, atol=0)
+            setattr(module, name, ours)
+        yield
+    finally:
+        for module, name, value in buffers:
+            setattr(module, name, value)
+
+
+@pytest.mark.parametrize("case", DECODERS, indirect=True)
+def test_logits_are_those_of_transformers_up_to_position_131071(case):
+    """The last 61 positions of a long context; and half of the rows there, half at its beginning, where 131,071 times a place of
+    a frequency is an angle of up to 0.008, so that transformers is given ours."""
+    prompt = tokens(61)
+    near, far = torch.arange(61), torch.arange(FAR - 60, FAR + 1)
+    apart = torch.cat((near[:30], far[30:]))
+
+    def theirs(positions: Tensor) -> Tensor:
+        with torch.no_grad():
+            mask = torch.ones(1, 61, dtype=torch.long)  # without one, positions that jump are read as several prompts
+            return case.reference(torch.tensor([prompt]), position_ids=positions[None], attention_mask=mask).logits[0]
+
+    ours = [case.model.logits(Engine(Placed(case.model, positions)).whole(prompt, 16)) for positions in (near, far, apart)]
+    agree(ours[0], theirs(near))
+    agree(ours[1], theirs(far))
+    with our_frequencies(case):
+        agree(ours[2], theirs(apart))
+    windows = all(block.attn.window is not None and block.attn.window < 12 for block in case.model.spec.blocks)
+    assert windows or (ours[0] - ours[2])[40:].abs().max() > 1e-2, "a distance of 131,071 matters"
+
+
+def test_a_stretched_rope_is_asked_for_by_the_context_length_and_stands_in_the_fingerprint(tmp_path):
+    """A rope of max_position 26: 52 tokens are those of transformers, run whole; without the context 27 are too many."""
+    from lockstep import LLM
+
+    changes = {"rope_parameters": DYNAMIC, "max_position_embeddings": 26}
+    variant = make(*CASES["llama"][:2], changes, tmp_path)
+    options = {"max_total_tokens": 256, "chunked_prefill_size": 16}
+    plain, long, other = (LLM(str(tmp_path), context_length=n, **options) for n in (None, 52, 40))
+    assert [llm.engine.context_length for llm in (plain, long, other)] == [26, 52, 40]
+    assert "rope_context" not in plain.fingerprint
+    assert ";rope_context=52" in long.fingerprint and ";rope_context=40" in other.fingerprint
+    assert LLM(str(tmp_path), context_length=20, **options).fingerprint == plain.fingerprint
+    with pytest.raises(RuleError, match="at most 26 tokens; got 27"):
+        plain.score(tokens(27))
+    for llm, prompt in ((plain, tokens(26)), (long, tokens(52))):
+        scores = torch.log_softmax(variant.logits(prompt), -1)[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        assert (torch.from_numpy(llm.score(prompt)[1:]) - scores).abs().max() <= 1e-4
 
 
 def test_a_masked_language_model_gives_its_encoder(tmp_path):
