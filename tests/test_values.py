@@ -26,7 +26,9 @@ from lockstep.lab.rig import Rig
 from lockstep.lab.stories import PLAIN, SCORED, EngineRecipe, words
 from lockstep.lab.tiny import (
     BART,
+    CAPS,
     DEEPSEEK,
+    GEMMA2,
     GPT_OSS,
     LATENT,
     LLAMA,
@@ -44,12 +46,6 @@ from lockstep.models import bart, llama
 from lockstep.models.weights import load, model_types
 from lockstep.nn import attention, decoder, mlp, moe, norm, rope, source
 
-CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}
-GEMMA = {
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 12,
-    "use_bidirectional_attention": False,
-}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SPARSE = {
     "num_experts": 4,
@@ -64,7 +60,6 @@ BERT = {
     "is_decoder": False,
     "add_cross_attention": False,
 }
-GEMMA2 = Tiny("gemma2", "caps", "gemma2", {**GEMMA, **CAPS, **WINDOWS})
 QWEN3_MOE = Tiny(
     "qwen3-moe",
     "experts",
@@ -72,7 +67,6 @@ QWEN3_MOE = Tiny(
     {**SPARSE, "mlp_only_layers": [0], "decoder_sparse_step": 1, "sliding_window": WINDOW},
 )
 OTHERS = (
-    GEMMA2,
     QWEN3_MOE,
     Tiny("mistral", "one window", "mistral", {"sliding_window": WINDOW}),
     Tiny("qwen2", "biases", "qwen2", WINDOWS),
@@ -82,7 +76,6 @@ OTHERS = (
         "two ropes",
         "gemma3_text",
         {
-            **GEMMA,
             **CAPS,
             **WINDOWS,
             "attn_logit_softcapping": None,
@@ -187,8 +180,9 @@ def test_a_number_that_is_off_or_missing_is_a_fault_and_a_narrow_cache_may_be_fu
         (3e-4, "bfloat16", 0),
         (float("nan"), "bfloat16", 1),
     ):
-        values = Values(checkpoint(LLAMA), cache)
-        values.claim(ids, 1, right + torch.tensor([0.0] * 6 + [wrong] + [0.0] * 4))
+        values = Values(checkpoint(LLAMA))
+        told = right + torch.tensor([0.0] * 6 + [wrong] + [0.0] * 4)
+        values.claim(ids, 1, told, cache_dtype=cache)
         assert len(values.verdict().faults) == faults, (wrong, cache)
     with pytest.raises(ValueError, match="zip"):
         values.claim(ids, 1, right[:-1])

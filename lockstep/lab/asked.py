@@ -145,6 +145,8 @@ def embed(rig: Rig, quick: bool) -> None:
     for job in asked:
         alone = _embedded(rig.engine(), job.prompt_ids)
         have = job.embedding
+        if have is not None:
+            rig.values.claim_embedding(job.prompt_ids, "last", have)
         off = np.inf if have is None else float(np.abs(have - rig.oracle.embedding(job.prompt_ids)).max())
         who = f"the embedding of {len(job.prompt_ids)} tokens"
         rig.note("embedding", [f"{who} is off by {off:.3g}"] if not off < CLOSE else [], "the last row, of length 1")
@@ -171,6 +173,7 @@ def texts(rig: Rig, quick: bool) -> None:
         ids = tuple(letters.encode(item, False, True))
         rows = rig.oracle.logits((*begin, *ids))[len(begin) - 1 : -1]
         want = log_probs(rows, torch.tensor(ids)).chosen.numpy()
+        rig.values.claim((*begin, *ids), len(begin), want)
         rig.note("items", [] if scores.tobytes() == want.tobytes() else [f"{item!r} is not scored as the tokens of its text"])
         rig.counters["items"] += 1
     (out,) = llm.generate(text, PLAIN)

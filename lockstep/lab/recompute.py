@@ -66,7 +66,7 @@ class Recompute:
         self.model, self.info, self.tokenizer = parts.model, parts.info, parts.tokenizer
         self.encoder = encoder_of(parts.model, parts.info)
         self.groups = Groups.of(self.model, self.encoder)
-        self.kept = kv_dtype != "float32"
+        self.kv_dtype, self.kept = kv_dtype, kv_dtype != "float32"
         self.specs = tuple(self._spec(s, kv_dtype) for s in self.groups.specs)
         pages = [0 if s.layout is Layout.FRESH else CONTEXT for s in self.specs]  # plainly, a source's alone: a decoder reads its rows
         self.pages = [PagePool(n) if n else None for n in pages]

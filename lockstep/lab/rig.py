@@ -213,8 +213,7 @@ class Rig:
         out, found = job.output(""), list[str]()
         want = oracle.completions(order if order.params.seed is not None else replace(order, params=job.params))
         for have, answer in zip(out.completions if want else (), want, strict=True):
-            if oracle is self.oracle:
-                self._claim(order.prompt, answer)
+            self._claim(order.prompt, answer, oracle)
             n, ended = len(have.token_ids), order.abort is None and bool(job.done)
             name = f"{who} completion {have.index}" if len(want) > 1 else who
             short = (have.token_ids, have.finish_reason) != (tuple(answer.token_ids), answer.finish)
@@ -233,8 +232,7 @@ class Rig:
         if out.prompt_logprobs is None or k is None:
             return []
         scores, best = oracle.prompt_scores(order.prompt, k)
-        if oracle is self.oracle:
-            self.values.claim(order.prompt, 1, scores[1:], best[1:])
+        self.values.claim(order.prompt, 1, scores[1:], best[1:], cache_dtype=oracle.kv_dtype)
         n = len(out.prompt_logprobs)
         if n != len(scores) and job.done and order.abort is None:
             return [f"{who}: {n} prompt log-probabilities for {len(scores)} tokens"]
@@ -242,11 +240,11 @@ class Rig:
             return [f"{who}: prompt log-probabilities differ in bits"]
         return [f"{who}: the prompt's best tokens differ"] if k and out.prompt_top_logprobs != tuple(best[:n]) else []
 
-    def _claim(self, prompt: tuple[int, ...], answer: Answer) -> None:
-        """An answer whose bits are compared here is compared in value with the plain model at the end."""
-        begin, source = self.oracle.placed(prompt)
+    def _claim(self, prompt: tuple[int, ...], answer: Answer, oracle: Recompute) -> None:
+        """An answer whose bits are compared is compared in value with the plain model at the end."""
+        begin, source = oracle.placed(prompt)
         ids = (*begin, *answer.token_ids)
-        self.values.claim(ids, len(begin), answer.logprobs, answer.best, source)
+        self.values.claim(ids, len(begin), answer.logprobs, answer.best, source, oracle.kv_dtype)
 
 
 def stream_faults(job: Job, stream: Sequence[Chunk]) -> list[str]:

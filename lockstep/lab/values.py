@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from lockstep.lab import plain
 
 U = 2.0**-24
 NOISE = 2.0**-34  # stands for u: small enough for answers to move in proportion, large in float64
-CACHE_U = {"float32": 0.0, "bfloat16": 2.0**-9, "float8_e4m3": 2.0**-4}
+CACHE_U = {"float32": 0.0, "bfloat16": 2.0**-8, "float8_e4m3": 2.0**-4}
 LAMBDA = 4.0
 PRODUCTS = {"matmul", "__matmul__", "einsum"}
 ONE_SIGN = {"mean", "sum", "softmax", "log_softmax"}
@@ -69,6 +69,14 @@ EXACT = {
 
 Ids = tuple[int, ...]
 Told = set[tuple[int, int, float]]  # row, token, its log-probability
+
+
+class Asked(NamedTuple):
+    """A sequence, what its encoder read, and the dtype of the cache that it was computed with."""
+
+    ids: Ids
+    source: Ids
+    cache_dtype: str
 
 
 class Roundings(TorchFunctionMode):
@@ -178,10 +186,10 @@ class Verdict:
 class Values:
     """Claims about a model's numbers, kept until `verdict` compares them with the plain model's."""
 
-    def __init__(self, checkpoint: plain.Checkpoint, cache_dtype: str = "float32") -> None:
-        self.checkpoint, self.cache_dtype = checkpoint, cache_dtype
-        self.logprobs: dict[tuple[Ids, Ids], Told] = {}
-        self.embeddings: dict[tuple[Ids, str], list[float]] = {}
+    def __init__(self, checkpoint: plain.Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.logprobs: dict[Asked, Told] = {}
+        self.embeddings: dict[tuple[Ids, str], set[tuple[float, ...]]] = {}
 
     def claim(
         self,
@@ -190,9 +198,11 @@ class Values:
         logprobs: Iterable[float],
         best: Iterable[Iterable[tuple[int, float]]] = (),
         source: Sequence[int] = (),
+        cache_dtype: str = "float32",
     ) -> None:
         """ids[begin:] have these log-probabilities, and those of `best` beside them theirs."""
-        told = self.logprobs.setdefault((tuple(ids), tuple(source)), set())
+        asked = Asked(tuple(ids), tuple(source), cache_dtype)
+        told = self.logprobs.setdefault(asked, set())
         scored = zip(ids[begin:], logprobs, strict=True)
         for row, (token, value) in enumerate(scored, start=begin - 1):
             told.add((row, token, float(value)))
@@ -201,7 +211,8 @@ class Values:
 
     def claim_embedding(self, ids: Sequence[int], pooling: str, vector: Iterable[float]) -> None:
         """The embedding of `ids`, of length 1."""
-        self.embeddings[tuple(ids), pooling] = list(map(float, vector))
+        told = self.embeddings.setdefault((tuple(ids), pooling), set())
+        told.add(tuple(map(float, vector)))
 
     def verdict(self) -> Verdict:
         """Compares all claims. A sequence that begins another one is computed with it."""
@@ -213,46 +224,43 @@ class Values:
         return verdict
 
     def _compare(self, verdict: Verdict) -> None:
-        for (ids, source), told in self._merged().items():
+        for asked, told in self._merged().items():
             if told:
-                self._judge(verdict, ids, source, told)
-        for (ids, pooling), vector in self.embeddings.items():
-            self._judge_embedding(verdict, ids, pooling, vector)
+                self._judge(verdict, asked, told)
+        for (ids, pooling), vectors in self.embeddings.items():
+            self._judge_embeddings(verdict, ids, pooling, vectors)
 
-    def _merged(self) -> dict[tuple[Ids, Ids], Told]:
-        merged: dict[tuple[Ids, Ids], Told] = {}
-        for (ids, source), told in sorted(self.logprobs.items(), key=lambda item: -len(item[0][0])):
-            longer = ((i, s) for i, s in merged if s == source and i[: len(ids)] == ids)
-            merged.setdefault(next(longer, (ids, source)), set()).update(told)
+    def _merged(self) -> dict[Asked, Told]:
+        merged: dict[Asked, Told] = {}
+        for asked, told in sorted(self.logprobs.items(), key=lambda item: -len(item[0].ids)):
+            same = (a for a in merged if a._replace(ids=a.ids[: len(asked.ids)]) == asked)
+            merged.setdefault(next(same, asked), set()).update(told)
         return merged
 
-    def _judge(self, verdict: Verdict, ids: Ids, source: Ids, told: Told) -> None:
+    def _judge(self, verdict: Verdict, asked: Asked, told: Told) -> None:
         def compute() -> Tensor:
-            return plain.logits(self.checkpoint, ids[:-1], source).log_softmax(-1)
+            return plain.logits(self.checkpoint, asked.ids[:-1], asked.source).log_softmax(-1)
 
-        found = self._truth(compute)
+        found = truth(compute, asked.cache_dtype)
         decided = [entry for entry in sorted(told) if entry[0] < found.decided]
         verdict.undecided += len(told) - len(decided)
         wrong = [value - float(found.values[row, token]) for row, token, value in decided]
         errors = torch.tensor(wrong, dtype=torch.float64).abs()
-        verdict.add(f"{len(ids)} tokens", errors, found.tolerance)
+        verdict.add(f"{len(asked.ids)} tokens", errors, found.tolerance)
 
-    def _judge_embedding(
+    def _judge_embeddings(
         self,
         verdict: Verdict,
         ids: Ids,
         pooling: str,
-        vector: list[float],
+        vectors: set[tuple[float, ...]],
     ) -> None:
         def compute() -> Tensor:
             return plain.embedding(self.checkpoint, ids, pooling)
 
-        found = self._truth(compute)
+        found = truth(compute)
         if found.decided < len(ids):
-            verdict.undecided += len(vector)
+            verdict.undecided += len(vectors) * found.values.numel()
             return
-        errors = (torch.tensor(vector, dtype=torch.float64) - found.values).abs()
+        errors = (torch.tensor(sorted(vectors), dtype=torch.float64) - found.values).abs()
         verdict.add(f"an embedding of {len(ids)} tokens", errors, found.tolerance)
-
-    def _truth(self, compute: Callable[[], Tensor]) -> Truth:
-        return truth(compute, self.cache_dtype)
