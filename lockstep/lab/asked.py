@@ -39,7 +39,7 @@ def cache_dtypes(rig: Rig, quick: bool) -> None:
         Order(words(9, 32), replace(PLAIN, temperature=0.0), at=2),
     ]
     for dtype in DTYPES[:1] if quick else DTYPES:
-        engine = rig.engine(kv_cache_dtype=dtype, chunked_prefill_size=11)
+        engine = rig.engine(kv_cache_dtype=dtype, chunked_prefill_size=11 if rig.oracle.encoder is None else 64)
         jobs = rig.play("dtype", engine, orders)
         rig.play("dtype", engine, orders, lose_pages)
         rig.play("dtype", rig.engine(kv_cache_dtype=dtype, page_size=3, disable_radix_cache=True), orders[:2])

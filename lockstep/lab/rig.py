@@ -31,6 +31,7 @@ from lockstep.sched.request import Ask, Step
 from lockstep.types import PlanError, RuleError
 
 Disturb = Callable[["Glass", list[Job], int], None]
+FP8_NAN = 0x7F  # of float8_e4m3, whose storage is written as bytes
 STEPS = 2000  # a story that takes longer does not end
 
 
@@ -73,8 +74,8 @@ class Glass(Engine):
             if pages is not None and pool is not None:
                 free = torch.from_numpy(np.flatnonzero(pages.refs == 0))
                 slots = (free[:, None] * spec.page_size + torch.arange(spec.page_size)).reshape(-1)
-                for storage in (s for layer in pool.storages for s in layer):
-                    _bits(storage)[slots] = torch.nan
+                for bits in (_bits(s) for layer in pool.storages for s in layer):
+                    bits[slots] = torch.nan if bits.is_floating_point() else FP8_NAN
 
     def _plan(self, step: Step) -> tuple[StepPlan, Tensor]:
         plan, ids = super()._plan(step)

@@ -360,7 +360,7 @@ ENGINE_RECIPES = (
     ),
     EngineRecipe("engine-encoder", "sources read by an encoder", encoder, ("preempted", "forked", "hit_tokens", "item_forks"), encodes),
     EngineRecipe(
-        "engine-dtype", "a cache that rounds its keys", asked.cache_dtypes, ("rounded_requests", "chunks", "forked"), lambda _: True
+        "engine-dtype", "a cache that rounds its keys", asked.cache_dtypes, ("rounded_requests", "preempted", "forked"), lambda _: True
     ),
     EngineRecipe("engine-running", "no more at once than asked for", asked.running, ("held_back", "forked")),
     EngineRecipe("engine-uncached", "without a prefix cache, and with one", asked.uncached, ("turns", "hit_tokens")),

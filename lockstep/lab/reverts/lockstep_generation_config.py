@@ -24,7 +24,7 @@ from typing import Any
 SOURCE = "class: eos_token_id of generation_config"
 TARGET = "lockstep.models.weights:special_ids"
 CELLS = ("engine-folder/llama",)
-RELATED = ()
+RELATED = ("lockstep-open-end",)
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ from typing import Any
 SOURCE = "class: the first of a batch for all"
 TARGET = "lockstep.nn.embed:pool"
 CELLS = ("engine-embed/llama", "engine-embed/gpt-oss")
-RELATED = ()
+RELATED = ("sglang-27343",)
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ from typing import Any
 SOURCE = "class: a default in place of what was asked for"
 TARGET = "lockstep.sample.params:SamplingParams.new_len"
 CELLS = ("engine-end/llama", "engine-end/deepseek-v3")
-RELATED = ()
+RELATED = ("lockstep-late-stop",)
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
