@@ -33,6 +33,7 @@ def rig() -> Rig:
         ("cpu/engine-pad/bart", {"pad", "pages", "poison", "value", "paths"}),
         ("cpu/engine-error/qwen3", {"error", "pages", "poison", "value", "paths"}),
         ("cpu/engine-priority/gemma2", {"priority", "order", "pages", "value", "paths"}),
+        ("cpu/engine-dtype/llama", {"dtype", "rounded", "paths"}),
         ("cpu/sample/llama", {"choice", "masked", "noise", "ties", "distribution", "devices", "paths"}),
     ],
 )
