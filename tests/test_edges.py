@@ -9,13 +9,19 @@ import dataclasses
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from lockstep.attention.select import load, refusal
 from lockstep.config import EngineConfig
 from lockstep.kv.pool import Pool
-from lockstep.run import memory
+from lockstep.lab import fuzz
+from lockstep.run import memory, runner
+from lockstep.sample.noise import counter
 from lockstep.sample.params import SamplingParams
+from lockstep.sample.sampler import Row, settings
+from lockstep.sched.scheduler import Limits
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
 VOCAB = 2**20  # ids are below it
@@ -36,7 +42,8 @@ BOUNDS = [
     ("sample_index", (0, 2**31 - 129), (-1, 2**31 - 128)),
     ("stop", (["x"], ["x" * 256], [str(i) for i in range(16)]), ([""], ["x" * 257], list("abcdefghijklmnopq"))),
     ("stop_token_ids", ([0], [VOCAB - 1], range(1024)), ([-1], [VOCAB], range(1025))),
-    ("logit_bias", ({0: -100}, {VOCAB - 1: 100}, dict.fromkeys(range(1024), 1)), ({-1: 1}, {VOCAB: 1}, {0: -100.01}, {0: 100.01}, dict.fromkeys(range(1025), 1))),
+    ("logit_bias", ({0: -100}, {VOCAB - 1: 100}), ({-1: 1}, {VOCAB: 1}, {0: -100.01}, {0: 100.01})),
+    ("logit_bias", (dict.fromkeys(range(1024), 1),), (dict.fromkeys(range(1025), 1),)),
 ]  # fmt: skip
 
 
@@ -79,6 +86,16 @@ def test_defaults_are_what_the_documentation_says():
         "min_tokens": 0,
         "sample_index": 0,
     }
+
+
+def test_every_seed_is_taken_as_it_is_and_0_too():
+    for seed in (0, 1, -1, 2**63 - 1, -(2**63)):
+        for index, position in ((0, 0), (3, 7)):
+            params = SamplingParams(seed=seed, sample_index=index, temperature=0.7, top_k=5)
+            row = Row(params, position, 0, np.empty(0, np.int32))
+            found = settings([row], 61)
+            assert found.ints.tolist() == [[5, *counter(seed, index, position)]]
+            assert found.floats.tolist() == [[0.7, 1.0, -np.inf]]
 
 
 def group(**changes: Any) -> GroupSpec:
@@ -134,6 +151,67 @@ def test_free_memory_is_at_most_what_the_machine_has():
     unit = os.sysconf("SC_PAGE_SIZE")
     assert 2**24 < memory.free_bytes() <= os.sysconf("SC_PHYS_PAGES") * unit
     assert memory.free_bytes() % unit == 0
+
+
+def test_one_row_is_moved_like_many():
+    pool = Pool(group(), 3, torch.device("cpu"), lambda shape, dtype, device: torch.zeros(shape))
+    for layer in pool.storages:
+        for storage in layer:
+            storage += torch.arange(len(storage))[:, None, None]
+    for moves in ([[20, 40]], [[21, 41], [41, 42]]):
+        want = [pool.keys(layer).v.clone() for layer in (0, 1)]
+        for each in want:
+            each[[target for _, target in moves]] = each[[source for source, _ in moves]]
+        pool.move(torch.tensor(moves))
+        assert all(torch.equal(pool.keys(layer).v, want[layer]) for layer in (0, 1))
+
+
+@pytest.mark.parametrize("side", ["d_qk", "d_v"])
+def test_the_cpu_backend_takes_heads_up_to_576(side: str):
+    caps = load("cpu").caps
+    assert refusal(caps, group(**{side: 576}), "cpu") is None
+    assert "head size 584 is not" in (refusal(caps, group(**{side: 584}), "cpu") or "")
+
+
+def test_id_0_is_a_token_like_any_other():
+    engine = fuzz.engine(max_total_tokens=500)
+    outputs = []
+    for prompt in ((0,), (0, 5), (5, 0)):
+        job = engine.add(prompt, SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=True, logprobs=True))
+        while engine.busy:
+            engine.step()
+        outputs.append(job.output(""))
+    assert [len(o.token_ids) for o in outputs] == [2, 2, 2]
+    scores = [np.asarray(o.prompt_logprobs) for o in outputs]
+    assert [len(each) for each in scores] == [1, 2, 2]
+    assert all(each[-1] < 0 for each in scores[1:]), "the score of a token, 0 among them"
+
+
+def test_true_asks_for_no_best_tokens_of_the_prompt():
+    engine = fuzz.engine(max_total_tokens=500)
+    for asked, best in ((True, 0), (0, 0), (2, 2)):
+        job = engine.add((3, 4, 5), SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=asked))
+        while engine.busy:
+            engine.step()
+        tops = job.output("").prompt_top_logprobs or ()
+        assert [len(top) for top in tops][1:] == [best] * (len(tops) - 1)
+
+
+def test_an_engine_checks_its_plans(monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    monkeypatch.setattr(runner, "check", lambda plan, pages: seen.append(pages))
+    engine = fuzz.engine(max_total_tokens=500)
+    engine.add((3, 4, 5), SamplingParams(max_tokens=3, temperature=0))
+    while engine.busy:
+        engine.step()
+    assert [set(pages) for pages in seen] == [{33}] * 3, "500 tokens and the null page"
+
+
+def test_a_limit_of_0_is_refused():
+    for sizes in ({"chunked_prefill_size": 0}, {"max_running_requests": 0}):
+        assert Limits(**dict.fromkeys(sizes, 1))
+        with pytest.raises(RuleError, match="are at least 1"):
+            Limits(**sizes)
 
 
 def test_a_scale_is_divided_out_in_a_cache_of_full_precision_too():

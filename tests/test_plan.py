@@ -267,9 +267,46 @@ def test_every_rule_is_found_broken_by_name():
     b.check(plain)
     b.check(tree)
     assert sorted(bad) == list(range(1, len(rules.TEXTS)))
+    said = []
     for rule, plan in bad.items():
-        with pytest.raises(PlanError, match=re.escape(rules.TEXTS[rule][0].partition("{")[0])):
+        with pytest.raises(PlanError, match=re.escape(rules.TEXTS[rule][0].partition("{")[0])) as refused:
             b.check(plan)
+        said.append(refused.value.got)
+    assert said == [
+        "5 (rows, entry 2)",
+        "1 (rows, entry 0)",
+        "2 where 5 belongs (rows, entry 1)",
+        "-1 (rows, entry 0)",
+        "0 where 5 belongs (rows, entry 1)",
+        "2 > 1 (rows, entry 1)",
+        "5 where 6 belongs (rows, entry 0)",
+        "5 of 5 (rows, entry 0)",
+        "8 (group 0, entry 0)",
+        "99 (group 0, entry 2)",
+        "1, pages of 2 (group 0, entry 0)",
+        "first_pos 4 (group 0, entry 1)",
+        "13 where 12 belongs (group 0, entry 1)",
+        "4 where 1 belongs (group 0, entry 0)",
+        "8 keys, room for 6 (group 0, entry 0)",
+        "-1 (group 0, entry 0)",
+        "page 10 (group 0, entry 0)",
+        "128 (group 0, entry 0)",
+        "request 0, slot 21 (group 0, entry 0)",
+        "slot 9 (group 0, entry 1)",
+        "128 (group 0, entry 0)",
+        "-1 (group 0, entry 0)",
+        "request 0, slot 39 (group 0, entry 0)",
+        "27 where 26 belongs (group 0, entry 0)",
+    ]
+
+
+def test_a_first_token_has_one_key():
+    b = Batch(FULL)
+    plan = b.build(b.work(0, 1), b.work(0, 1))
+    b.check(plan)
+    for at, wrong in ((0, 2), (1, 2), (1, 0)):
+        with pytest.raises(PlanError, match=r"kv_len is 1 \+ the request's last position; got " + f"{wrong} where 1"):
+            b.check(broken(plan, kv_lens=moved(group(plan).kv_lens, **{f"at{at}": wrong})))
 
 
 def test_a_window_group_must_still_hold_what_its_rows_see():

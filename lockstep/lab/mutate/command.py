@@ -78,7 +78,7 @@ def played(args: Namespace, root: Path, mutants: list[Mutant]) -> Campaign:
         found = mapped(args, sources, servers)
         warmed(servers, found)
         hints = earlier(work)
-        campaign = Campaign(root, mutants, found, journal, servers.all(), hints)
+        campaign = Campaign(trees.template, mutants, found, journal, servers.all(), hints)
         with Progress(len(campaign.todo()), "lab mutate: each alone") as bar:
             campaign.alone(bar.step)
         if not args.alone:
