@@ -271,6 +271,7 @@ def _mutate(parser: Parser) -> None:
     parser.add_argument("--mutant", action="append", metavar="ID", help="only this one of the draw; repeatable")
     parser.add_argument("--again", action="store_true", help="try mutants again that an earlier run has tried")
     parser.add_argument("--alone", action="store_true", help="only against what reaches them: survivors do not meet the rest")
+    parser.add_argument("--stale", action="store_true", help="keep the map of who reaches what though sources have changed")
     parser.add_argument("--units", action="append", metavar="W", help="only test files and recipes with this in their name; repeatable")
     parser.add_argument("--list", action="store_true", help="print the mutants, run nothing")
     parser.add_argument("--work", default="build/mutate", metavar="DIR", help="map, trees and journals (default: build/mutate)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -182,24 +183,32 @@ def test_coverage_says_who_reaches_a_line_and_the_red_ones_are_not_asked(reached
 
 
 def test_a_map_is_kept_until_a_file_that_was_reached_changes(toy: Path, server: pool.Server, tmp_path: Path):
-    asked, sources, measured = (
-        [reach.Group("toy", files=("tests/test_toy.py",))],
-        tree.digests(toy),
-        [],
-    )
+    asked, sources = [reach.Group("toy", files=("tests/test_toy.py",))], tree.digests(toy)
+    measured = []
 
     def started() -> pool.Server:
         measured.append(1)
         return server
 
-    for changes, times in (
-        ({}, 1),
-        ({}, 1),
-        ({"lockstep/else.py": "x"}, 1),
-        ({"lockstep/toy.py": "x"}, 2),
-    ):
-        found = reach.load(tmp_path, asked, {**sources, **changes}, started, lambda name, bad: None)
+    for changes, times in (({}, 1), ({}, 1), ({"lockstep/else.py": "x"}, 1), ({"lockstep/toy.py": "x"}, 2)):
+        store = reach.Store(tmp_path, toy, {**sources, **changes})
+        found = reach.load(store, asked, started, lambda name, bad: None)
         assert len(found.units) == 5 and len(measured) == times
+
+
+def test_a_stale_map_carries_lines_over_and_loses_those_that_changed(toy: Path, reached: reach.Reach, tmp_path: Path):
+    asked = reach.Group("toy", files=("tests/test_toy.py",))
+    units = list(reached.units.values())
+    reach.Store(tmp_path, toy, tree.digests(toy)).save(asked, units, ["lockstep/toy.py"])
+    (tmp_path / "now/lockstep").mkdir(parents=True)
+    changed = "import os\n\n" + TOY.replace("n -= 1", "n -= 1 * 1")
+    (tmp_path / "now/lockstep/toy.py").write_text(changed)
+    store = reach.Store(tmp_path, tmp_path / "now", {"lockstep/toy.py": "other"}, stale=True)
+    found = {u.name.rpartition("::")[2]: u.lines.get("lockstep/toy.py", ()) for u in store.kept(asked) or ()}
+    assert line_of("while n", changed) in found["test_countdown"]
+    assert line_of("n -= 1", changed) not in found["test_countdown"]
+    assert line_of("return (", changed) in found["test_double"]
+    assert replace(store, stale=False).kept(asked) is None
 
 
 def test_mutants_are_killed_hang_or_live_and_the_rest_finds_what_coverage_did_not_see(

@@ -125,7 +125,9 @@ def mapped(args: Namespace, sources: dict[str, str], servers: Servers) -> reach.
                 servers.trees.keep_compiled(0)
             bar.step(name, bad)
 
-        return reach.load(servers.trees.work / "reach", asked, sources, servers.first, told)
+        folder, here = servers.trees.work / "reach", servers.trees.template
+        store = reach.Store(folder, here, sources, args.stale)
+        return reach.load(store, asked, servers.first, told)
 
 
 def warmed(servers: Servers, found: reach.Reach) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -128,40 +129,86 @@ def frozen(lines: Mapping[str, Iterable[int]]) -> dict[str, frozenset[int]]:
     return {file: frozenset(found) for file, found in lines.items()}
 
 
+@dataclass(frozen=True)
+class Store:
+    """What was measured, in a folder: one file per group, and the texts that line numbers belong to."""
+
+    folder: Path
+    root: Path  # the repository as it is now
+    sources: Mapping[str, str]  # its digests
+    stale: bool = False  # a group stands though what it reached has changed: lines are carried over
+
+    def kept(self, group: Group) -> list[Unit] | None:
+        """A group as it was measured; None if it has to be measured (again)."""
+        path = self._path(group)
+        if not path.is_file():
+            return None
+        value = json.loads(path.read_text(encoding="utf-8"))
+        changed = {f: was for f, was in value["sources"].items() if self.sources.get(f) != was}
+        fits = value["group"] == json.loads(json.dumps(asdict(group)))
+        if (changed and not self.stale) or changed.keys() & set(group.files) or (not fits and not self.stale):
+            return None
+        moved = {file: self._moved(file, was) for file, was in changed.items()}
+        wanted = set(group.cells)
+        rows = [row for row in value["units"] if group.files or row["name"] in wanted]
+        return [Unit(**{**row, "lines": carried(row["lines"], moved)}) for row in rows]
+
+    def save(self, group: Group, units: list[Unit], files: Iterable[str]) -> None:
+        """Writes a group for `kept`, and the texts of the files that it reached."""
+        reached = {f: self.sources[f] for f in sorted(files) if f in self.sources}
+        texts = self.folder / "texts"
+        texts.mkdir(parents=True, exist_ok=True)
+        for file, digested in reached.items():
+            if not (texts / digested).exists():
+                (texts / digested).write_bytes((self.root / file).read_bytes())
+        rows = [{**vars(u), "lines": {f: sorted(found) for f, found in u.lines.items()}} for u in units]
+        value = {"group": asdict(group), "sources": reached, "units": rows}
+        self._path(group).write_text(json.dumps(value), encoding="utf-8")
+
+    def _path(self, group: Group) -> Path:
+        return self.folder / f"{digest(group.name.encode())}.json"
+
+    def _moved(self, file: str, was: str) -> dict[int, int]:
+        """Line of the text that was measured → line of the text as it is now."""
+        before, now = self.folder / "texts" / was, self.root / file
+        if not before.is_file() or not now.is_file():
+            return {}
+        old, new = (path.read_text(encoding="utf-8").splitlines() for path in (before, now))
+        blocks = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
+        return {a + i + 1: b + i + 1 for a, b, size in blocks for i in range(size)}
+
+
+def carried(lines: Mapping[str, list[int]], moved: Mapping[str, Mapping[int, int]]) -> dict[str, frozenset[int]]:
+    """Lines of a unit where the files stand now; a line that has changed is lost, its file is not."""
+    found = {file: frozenset(seen) for file, seen in lines.items()}
+    for file in moved.keys() & found.keys():
+        found[file] = frozenset(moved[file][line] for line in found[file] if line in moved[file])
+    return found
+
+
 def load(
-    folder: Path,
+    store: Store,
     asked: Iterable[Group],
-    sources: Mapping[str, str],
     server: Callable[[], Server],
     on_group: Callable[[str, bool], None],
 ) -> Reach:
-    """The map, from what is kept in `folder` and what has to be measured now."""
+    """The map, from what is kept and what has to be measured now."""
     reach = Reach()
     for group in asked:
-        path = folder / f"{digest(group.name.encode())}.json"
-        units = kept(path, group, sources)
-        if units is None:
-            units, files = measure(server(), group)
-            save(path, group, units, {f: sources[f] for f in sorted(files) if f in sources})
+        units = kept_or_measured(store, group, server)
+        have = {u.name for u in units}
+        missing = tuple(cell for cell in group.cells if cell not in have)
+        if missing:  # only with a stale map: cells that are new
+            units = [*units, *kept_or_measured(store, Group(f"{group.name}+", cells=missing), server)]
         reach.units.update((u.name, u) for u in units)
         on_group(group.name, any(u.outcome == "failed" for u in units))
     return reach
 
 
-def kept(path: Path, group: Group, sources: Mapping[str, str]) -> list[Unit] | None:
-    """A group as it was measured, if nothing that it reached has changed."""
-    if not path.is_file():
-        return None
-    value = json.loads(path.read_text(encoding="utf-8"))
-    same = all(sources.get(f) == was for f, was in value["sources"].items())
-    if not same or value["group"] != json.loads(json.dumps(asdict(group))):
-        return None
-    return [Unit(**{**u, "lines": frozen(u["lines"])}) for u in value["units"]]
-
-
-def save(path: Path, group: Group, units: list[Unit], sources: Mapping[str, str]) -> None:
-    """Writes a group for `kept`."""
-    rows = [{**vars(u), "lines": {f: sorted(found) for f, found in u.lines.items()}} for u in units]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"group": asdict(group), "sources": sources, "units": rows})
-    path.write_text(text, encoding="utf-8")
+def kept_or_measured(store: Store, group: Group, server: Callable[[], Server]) -> list[Unit]:
+    """The units of a group."""
+    units = store.kept(group)
+    if units is None:
+        units, files = measure(server(), group)
+        store.save(group, units, files)
+    return units
