@@ -217,7 +217,7 @@ def test_the_built_in_model_writes_python_and_says_what_it_is(llm):
     assert out.text == llm.engine.tokenizer.decode(out.token_ids)
     assert len(out.logprobs) == len(out.token_ids)
     assert "order=canonical;backend=cpu" in out.fingerprint
-    assert llm.engine.parts.certificate.rows == 64
+    assert llm.engine.parts.certificate.rows == 512
 
 
 def test_a_stream_is_the_unary_answer(llm):
@@ -351,11 +351,11 @@ def test_another_gemm_is_used_where_the_first_is_not_certified(monkeypatch):
 
     tried = []
 
-    def certify(model, backend, info):
+    def certify(model, backend, info, config):
         tried.append(info.gemm.partition(":")[0])
         if tried[-1] == "lanes":
             raise NotCertified("a row has the same bits", "a difference", "Use another GEMM")
-        return certified(model, backend, info)
+        return certified(model, backend, info, config)
 
     certified = engines.certify
     monkeypatch.setattr(engines, "certify", certify)

@@ -73,17 +73,18 @@ def load(config: EngineConfig) -> Parts:
         model, info = weights.load(config.model or BUILTIN, config.device, config.dtype, gemm=gemm, context_length=config.context_length)
         tokenizer = Tokenizer.from_folder(info.folder) if has(info.folder, "tokenizer.json") else None
         try:
-            return prepare(Loaded(model, info), tokenizer, config.attention_backend)
+            return prepare(Loaded(model, info), tokenizer, config)
         except NotCertified as error:
             refused.append(error)
     raise refused[-1]
 
 
-def prepare(loaded: Loaded, tokenizer: Tokenizer | None, attention_backend: str | None = None) -> Parts:
+def prepare(loaded: Loaded, tokenizer: Tokenizer | None, config: EngineConfig | None = None) -> Parts:
     """Chooses a backend and proves that rows do not depend on their neighbours."""
     model, info = loaded
-    backend, why = select(attention_backend, model.groups(), "cpu")
-    return Parts(model, info, tokenizer, backend, why, certify(model, backend, info))
+    config = config or EngineConfig()
+    backend, why = select(config.attention_backend, model.groups(config.page_size, config.kv_cache_dtype), "cpu")
+    return Parts(model, info, tokenizer, backend, why, certify(model, backend, info, config))
 
 
 class Engine:

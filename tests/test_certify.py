@@ -1,0 +1,169 @@
+"""The certificate refuses what a row's company, position or step kind can change; and the fingerprint says what computed an answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.attention import select
+from lockstep.config import EngineConfig
+from lockstep.lab import reverts, tiny
+from lockstep.llm import engine
+from lockstep.llm.engine import prepare
+from lockstep.models import weights
+from lockstep.models.weights import Loaded
+from lockstep.nn import linear
+from lockstep.run import certify as certificates
+from lockstep.run.certify import NotCertified, consecutive, large, pieces, row_counts
+from lockstep.run.probe import Edges, Piece, runs_of
+
+LONG = {"max_position_embeddings": 2048}  # room for a split and a window
+
+
+@pytest.fixture(scope="module")
+def builtin() -> Loaded:
+    return weights.load(engine.BUILTIN)
+
+
+def stretched(model: tiny.Tiny, **config: Any) -> Loaded:
+    """A tiny model that reaches over a split."""
+    made, info = tiny.loaded(replace(model, config={**model.config, **LONG, **config}))
+    return Loaded(made, replace(info, encoder=model is tiny.BART))
+
+
+def refusal(loaded: Loaded, **options: Any) -> str:
+    """What a certificate is refused for, or ""."""
+    try:
+        prepare(loaded, None, EngineConfig(**options))
+    except NotCertified as error:
+        return error.got
+    return ""
+
+
+@pytest.mark.parametrize("model", tiny.MODELS, ids=lambda m: m.name)
+def test_every_kind_of_cache_is_certified(model):
+    assert refusal(stretched(model)) == ""
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "float8_e4m3"])
+def test_narrow_caches_are_certified(kv_cache_dtype):
+    assert refusal(stretched(tiny.QWEN3), kv_cache_dtype=kv_cache_dtype, page_size=4) == ""
+
+
+def test_a_window_beyond_the_first_split_is_crossed_over_copied_keys():
+    loaded = stretched(tiny.QWEN3, sliding_window=1000)
+    edges = Edges.of(loaded.model.groups(), loaded.model.max_position)
+    assert {995, 999, 1000, 1004, 1059, 1065} <= set(edges.positions)
+    assert edges.whole == 576
+    assert refusal(loaded) == ""
+
+
+@pytest.mark.parametrize("name", ["sglang-10721", "vllm-51902"])
+def test_a_bug_that_moves_splits_is_not_certified(builtin, name):
+    """Invisible with one key at position 0: a split needs a second tile to show."""
+    with reverts.swapped(reverts.load(name)):
+        assert refusal(builtin).startswith("a difference at ")
+    assert refusal(builtin) == ""
+
+
+def test_a_bug_in_tiles_that_a_row_does_not_see_is_not_certified():
+    """Invisible unless rows of one quad of the kernel lie on both sides of a tile, so not with 4 query heads per kv head."""
+    loaded = stretched(tiny.LLAMA)
+    with reverts.swapped(reverts.load("lockstep-rescale")):
+        assert refusal(loaded).startswith("a difference at ")
+
+
+def broken_from(rows: int) -> linear.Kernel:
+    """Our GEMM, which from so many rows on adds in another order."""
+    sound = linear.KERNELS["lanes"]
+
+    def run(x: torch.Tensor, packed: Any, n: int) -> torch.Tensor:
+        y = sound.run(x, packed, n)
+        return y if len(x) < rows else torch.nextafter(y, y + 1)
+
+    return linear.Kernel(sound.pack, run)
+
+
+@pytest.mark.parametrize("rows", [2, 33, 65, 449, 512])
+def test_a_gemm_that_breaks_from_some_row_count_on_is_not_certified(monkeypatch, rows):
+    monkeypatch.setitem(linear.KERNELS, "lanes", broken_from(rows))
+    said = refusal(tiny.loaded(replace(tiny.LLAMA, config=LONG)))
+    assert said.startswith("a difference at ")
+
+
+def test_a_gemm_that_breaks_beyond_the_largest_step_is_certified(monkeypatch):
+    monkeypatch.setitem(linear.KERNELS, "lanes", broken_from(600))
+    assert refusal(stretched(tiny.LLAMA), chunked_prefill_size=512) == ""
+    assert refusal(stretched(tiny.LLAMA), chunked_prefill_size=640).startswith("a difference at 640 rows")
+
+
+def test_a_head_that_breaks_from_33_rows_on_is_not_certified(monkeypatch):
+    loaded = stretched(tiny.LLAMA)
+    head = replace(loaded.model.head, kernel=broken_from(33))
+    assert refusal(Loaded(replace(loaded.model, head=head), loaded.info)) == "a difference at 33 rows of the head and 1 threads"
+
+
+def test_an_encoder_that_breaks_from_33_rows_on_is_not_certified():
+    loaded = stretched(tiny.BART)
+    block = loaded.model.encoder.blocks[0]
+    wrong = replace(block, mlp=replace(block.mlp, up=replace(block.mlp.up, kernel=broken_from(33))))
+    encoder = replace(loaded.model.encoder, blocks=(wrong, *loaded.model.encoder.blocks[1:]))
+    assert "rows (sources)" in refusal(Loaded(replace(loaded.model, encoder=encoder), loaded.info))
+
+
+class Misaligned:
+    """The CPU backend, wrong in the last bits where a step has requests of several lengths and no drafts."""
+
+    def __init__(self) -> None:
+        self.sound = select.load("cpu")
+        self.caps = self.sound.caps
+
+    def lower(self, plan: Any, group: Any, views: Any) -> Any:
+        self.mixed = len(set(plan.new_lens.tolist())) > 1 and int((plan.start <= plan.positions).sum()) == 0
+        return self.sound.lower(plan, group, views)
+
+    def attend(self, q: Any, keys: Any, handle: Any, spec: Any) -> Any:
+        out, lse = self.sound.attend(q, keys, handle, spec)
+        return (out + 2.0**-20 if self.mixed else out), lse
+
+
+def test_a_backend_that_is_wrong_in_mixed_steps_only_is_not_certified():
+    loaded = stretched(tiny.LLAMA)
+    with pytest.raises(NotCertified, match=r"rows \((mixed|chunks|long chunks)\)"):
+        certificates.certify(loaded.model, Misaligned(), loaded.info)
+
+
+def test_a_backend_that_promises_no_bits_has_nothing_to_prove():
+    loaded = stretched(tiny.LLAMA)
+    assert certificates.certify(loaded.model, select.load("reference"), loaded.info).digest == "none"
+
+
+@pytest.mark.parametrize("limit", [1, 7, 40, 64, 65, 160, 513])
+def test_a_short_context_is_certified_as_far_as_it_reaches(limit):
+    loaded = tiny.loaded(replace(tiny.QWEN3, config={**tiny.QWEN3.config, "max_position_embeddings": limit}))
+    edges = Edges.of(loaded.model.groups(), limit)
+    assert edges.length <= limit
+    assert refusal(loaded) == ""
+
+
+def test_the_row_counts_are_all_multiples_of_64_and_the_largest_step():
+    assert row_counts(512) == [64, 128, 192, 256, 320, 384, 448, 512]
+    assert row_counts(100) == [64, 100]
+    assert row_counts(16) == []
+    assert row_counts(5000) == [*range(64, 1025, 64), 2048, 4096, 5000]
+
+
+@pytest.mark.parametrize("kind", certificates.KINDS)
+def test_every_kind_of_step_has_the_rows_it_says(kind):
+    positions = [0, 1, 2, 59, 60, 61, 62, 63, 64, 500, 511, 512, 513, 0, 1]
+    made = pieces(kind, positions)
+    assert sum(p.rows for p in made) == len(positions)
+    assert {"decode": made[3] == Piece(59, 60), "chunks": made[1] == Piece(59, 65)}.get(kind, True)
+    assert any(p.branches == 2 for p in made) == (kind == "drafts")
+    for nth, rows in enumerate(row_counts(512)):
+        assert sum(p.rows for p in large(rows, nth, 576)) == rows
+    assert consecutive(positions) == [(0, 3), (59, 65), (500, 501), (511, 514), (0, 2)]
+    assert runs_of([1, 2, 3, 9]) == [(1, 4), (9, 10)]
