@@ -277,3 +277,21 @@ def test_a_bad_parameter_is_one_line(given: dict[str, Any], line: str | None):
     with pytest.raises(RuleError) as caught:
         SamplingParams.from_dict(given)
     assert str(caught.value) == line if line else str(caught.value).endswith("got 'temprature'. Did you mean temperature?")
+
+
+@pytest.mark.parametrize(
+    ("option", "match"),
+    [
+        (
+            {"max_total_tokens": 2**31 - 1},
+            r"^the cache fits into the [\d,]+ B of this machine's memory; got [\d,]+ B for 2,147,483,647 tokens",
+        ),
+        ({"page_size": 2**31 - 1}, r"^the cache "),
+        ({"model": "a" * 5000}, r"^a model is a folder or a hub id of the form owner/name; got 'a{76}\.\.\.\. Check the path\.$"),
+        ({"model": "a\0b"}, r"^a model is a folder or a hub id of the form owner/name; got 'a\\x00b'\. Check the path\.$"),
+    ],
+    ids=lambda value: shown(value)[:40],
+)
+def test_what_no_machine_has_is_refused_before_it_is_taken(option: dict[str, Any], match: str):
+    with pytest.raises(RuleError, match=match):
+        LLM(**option)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+import os
 import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -190,10 +191,10 @@ def model_module(raw: Mapping[str, Any]) -> ModuleType:
 def local_folder(path_or_id: str | Path, revision: str | None) -> Path:
     """The folder itself, or the download of a hub id: weights, configs and tokenizer files, nothing else."""
     folder = Path(path_or_id)
-    if folder.is_dir():
+    if os.path.isdir(folder):  # a name that no file can have is no folder
         return folder
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path_or_id)) or folder.exists():
-        raise RuleError("a model is a folder or a hub id of the form owner/name", repr(str(path_or_id)), "Check the path")
+    if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", str(path_or_id)) or os.path.exists(folder):
+        raise RuleError("a model is a folder or a hub id of the form owner/name", shown(str(path_or_id)), "Check the path")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
