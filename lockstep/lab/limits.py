@@ -127,7 +127,7 @@ def experts(rig: Rig, quick: bool) -> None:
         logits = torch.randint(0, 4, (40, count), generator=gen).float()
         for score in ("softmax", "sigmoid", "chosen"):
             ids, _ = Routing(k=3, experts=count, score=score)(logits, None)
-            want = [sorted(range(count), key=lambda e, row=row: (-row[e], e))[:3] for row in logits.tolist()]
+            want = [[e for _, e in sorted((-x, e) for e, x in enumerate(row))[:3]] for row in logits.tolist()]
             wrong = sum(a != b for a, b in zip(ids.tolist(), want, strict=True))
             rig.note("ties", [f"{count} experts by {score}: {wrong} rows"] if wrong else [], "equal experts by the smaller id")
             rig.counters["tied_rows"] += sum(len(set(row)) < count for row in logits.tolist())

@@ -94,7 +94,7 @@ def log_probabilities(rig: Rig, logits: Tensor, tokens: Tensor) -> None:
     exact = exact - np.log(np.exp(exact - exact.max(1, keepdims=True)).sum(1, keepdims=True)) - exact.max(1, keepdims=True)
     faults = []
     for r in range(len(logits)):
-        best = sorted(range(logits.shape[1]), key=lambda i, row=exact[r]: (-row[i], i))[:FEW]
+        best = [i for _, i in sorted((-x, i) for i, x in enumerate(exact[r].tolist()))[:FEW]]
         if told.top_ids[r].tolist() != best:
             faults.append(f"row {r}: the best tokens are {told.top_ids[r].tolist()}, not {best}")
         have = np.array([float(told.chosen[r]), *told.top[r].tolist()])
