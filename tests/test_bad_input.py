@@ -181,6 +181,7 @@ def test_a_batch_that_is_refused_leaves_a_running_stream_alone(llm: LLM, want: b
         llm.embed(["a", [5, None]])
     with pytest.raises(RuleError, match="at least one token"):
         llm.embed(["a", []])
+    llm.engine.check()
     assert len(llm.engine.jobs) == 1
     assert begun.text + "".join(c.text for c in chunks) == alone
     llm.engine.check()

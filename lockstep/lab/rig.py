@@ -26,8 +26,7 @@ from lockstep.llm.engine import Engine, Parts
 from lockstep.llm.job import Job, StepResult
 from lockstep.llm.output import Chunk
 from lockstep.plan.step import StepPlan
-from lockstep.sample.params import resolve_seed
-from lockstep.sched.request import Ask, Step
+from lockstep.sched.request import Step
 from lockstep.types import PlanError, RuleError
 
 Disturb = Callable[["Glass", list[Job], int], None]
@@ -185,14 +184,8 @@ class Rig:
             pool.give(lost)
 
     def add(self, engine: Glass, order: Order) -> Job:
-        """The engine's own `add`, or, for a tenant or a priority, which its surface does not know yet, what it does."""
-        if not order.tenant and not order.priority:
-            return engine.add(order.prompt, order.params, scores_only=order.score)
-        params = resolve_seed(order.params)
-        ask = Ask(order.prompt, params.max_tokens or 1, params.n, priority=order.priority, tenant=order.tenant)
-        request = engine.scheduler.add(ask)
-        job = engine.jobs[request.arrival] = Job(params, request, engine.tokenizer)
-        return job
+        """An order, as the engine takes it."""
+        return engine.add(order.prompt, order.params, scores_only=order.score, priority=order.priority, tenant=order.tenant)
 
     def _account(self, engine: Glass) -> None:
         """free + cached + held = all, and the tree agrees with itself."""
