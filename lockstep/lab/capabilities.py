@@ -233,11 +233,11 @@ def subject(name: str) -> Subject:
     return Subject(prepare(loaded(name), None))
 
 
-class Noted(TorchDispatchMode):
+class Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the names of torch's operators that take or give floating numbers."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -250,8 +250,8 @@ class Noted(TorchDispatchMode):
 
 def operators(name: str) -> set[str]:
     """Every such operator between a prompt and its answer, of a model of the table."""
-    made = subject(name)
-    with Noted() as mode:
+    made, mode = subject(name), Noted()
+    with mode:
         made.answers()
     return mode.names
 

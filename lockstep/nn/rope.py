@@ -152,14 +152,15 @@ def ntk_base(theta: float, factor: float, dim: int, stretch: float) -> float:
 
 def _llama3(freq: float, params: Mapping[str, Any]) -> float:
     """Long waves are stretched by the factor, short ones kept, those between blended."""
-    factor, low, high = params["factor"], params["low_freq_factor"], params["high_freq_factor"]
+    factor: float = params["factor"]
+    low, high = params["low_freq_factor"], params["high_freq_factor"]
     length = params["original_max_position_embeddings"]
     wave = 2 * math.pi / freq
     if wave > length / low:
         return freq / factor
     if wave < length / high:
         return freq
-    smooth = (length / wave - low) / (high - low)
+    smooth: float = (length / wave - low) / (high - low)
     return (1 - smooth) * freq / factor + smooth * freq
 
 

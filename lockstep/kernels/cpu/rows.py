@@ -455,6 +455,7 @@ TEXTS = (
     *(exp2, tanh, erf, cos_sin, exp_minus, act, clamped, row_sum, divide),
     *(norm, plus, turn, gate_row, map_row, clamped_row, layer, softmax_row, shares_row, angle_row, pool_row, head, rarer, row),
 )  # each after those that it uses
+INLINED = (norm, plus, turn, head, row)  # a head of a row is a few nanoseconds of work
 
 
 @functools.cache
@@ -462,5 +463,5 @@ def work() -> Any:
     """The compiled kernel of this machine."""
     names = {**vars(elementary), **globals()}
     for text in TEXTS:
-        names[text.__name__] = njit(error_model="numpy")(relinked(text, names))
+        names[text.__name__] = njit(error_model="numpy", forceinline=text in INLINED)(relinked(text, names))
     return threads.c_function("row", relinked(units, names))
