@@ -281,18 +281,19 @@ def lost_bias(patch: pytest.MonkeyPatch) -> None:
 
 def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> None:
     """kernels/cpu/rows: the gate is the second half."""
-    right = rows.silu_gate
-    patch.setattr(rows, "silu_gate", lambda x: right(torch.cat(x.chunk(2, -1)[::-1], -1)))
+    right = rows.gate
+    patch.setattr(rows, "gate", lambda kind, x: right(kind, torch.cat(x.chunk(2, -1)[::-1], -1)))
 
 
 def gate_without_one(patch: pytest.MonkeyPatch) -> None:
     """nn/mlp: up instead of up + 1."""
     right = mlp.ClampedGlu.__call__
-    patch.setattr(
-        mlp.ClampedGlu,
-        "__call__",
-        lambda self, x: right(self, x - torch.cat((0 * x, 0 * x + 2), -1).chunk(2, -1)[1]),
-    )
+
+    def wrong(self: Any, x: torch.Tensor) -> Any:
+        gate, up = x.chunk(2, -1)
+        return right(self, torch.cat((gate, up - 1), -1))
+
+    patch.setattr(mlp.ClampedGlu, "__call__", wrong)
 
 
 def eps_too_large(patch: pytest.MonkeyPatch) -> None:
