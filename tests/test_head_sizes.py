@@ -20,7 +20,13 @@ from lockstep.kv.spec import arithmetic, group_bytes, slot_bytes
 from lockstep.kv.tables import Table
 from lockstep.types import AttnSpec, GroupSpec, Layout, Refused
 
-RANK_22 = {**MLA, "kv_lora_rank": 22, "v_head_dim": 18, "qk_rope_head_dim": 6, "qk_nope_head_dim": 10}
+RANK_22 = {
+    **MLA,
+    "kv_lora_rank": 22,
+    "v_head_dim": 18,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
+}
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama heads of 20": ("llama", {"head_dim": 20}),
     "qwen3 heads of 28": ("qwen3", {"head_dim": 28}),
@@ -29,7 +35,10 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek rank 22": ("deepseek_v3", {"kv_lora_rank": 22}),
     "deepseek, nothing a multiple of 8": ("deepseek_v2", RANK_22),
     "llama heads of 2": ("llama", {"head_dim": 2}),
-    "bart heads of 7 and 14": ("bart", {"d_model": 28, "encoder_attention_heads": 4, "decoder_attention_heads": 2}),
+    "bart heads of 7 and 14": (
+        "bart",
+        {"d_model": 28, "encoder_attention_heads": 4, "decoder_attention_heads": 2},
+    ),
     "bert heads of 5": ("bert", {"hidden_size": 20}),
 }
 DECODERS = [name for name, (kind, _) in HEADS.items() if kind not in ("bart", "bert")]
@@ -90,7 +99,11 @@ def test_zero_columns_change_no_bit_of_a_score_or_an_output():
     narrow = GroupSpec(Layout.DENSE, 2, 1, 20, 20, (AttnSpec(0.3),), page_size=4)
     wide = replace(narrow, d_qk=32, d_v=32)
     gen = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(150, 2, 20, generator=gen), torch.randn(150, 1, 20, generator=gen), torch.randn(150, 1, 20, generator=gen)
+    q, k, v = (
+        torch.randn(150, 2, 20, generator=gen),
+        torch.randn(150, 1, 20, generator=gen),
+        torch.randn(150, 1, 20, generator=gen),
+    )
     zeros = [torch.nn.functional.pad(t, (0, 12)) for t in (q, k, v)]
     out, lse = attend("cpu", narrow, q, k, v)
     wide_out, wide_lse = attend("cpu", wide, *zeros)
@@ -112,7 +125,12 @@ def test_the_bytes_of_the_padding_are_counted_and_printed():
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float8_e4m3"])
 def test_the_cache_holds_zeros_behind_a_heads_own_columns(kv_dtype):
     spec = GroupSpec(Layout.DENSE, 1, 1, 5, 3, (AttnSpec(1.0, k_scale=0.5),), page_size=2, kv_dtype=kv_dtype)
-    pool = Pool(spec, 3, torch.device("cpu"), lambda shape, dtype, device: torch.full(shape, torch.nan).to(dtype))
+    pool = Pool(
+        spec,
+        3,
+        torch.device("cpu"),
+        lambda shape, dtype, device: torch.full(shape, torch.nan).to(dtype),
+    )
     table = Table((spec,), (PagePool(3),))
     table.reserve(2)
     pool.write(0, torch.tensor([2, 3]), torch.ones(2, 1, 5), torch.ones(2, 1, 3))
@@ -131,7 +149,15 @@ def test_tiles_and_splits_follow_from_the_stored_size():
 
 def test_a_head_that_no_canonical_backend_takes_is_refused_with_the_remedy(tmp_path):
     config, model, known = CASES["llama"]
-    folder = make(config, model, {**known, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 578}, tmp_path).folder
-    with pytest.raises(Refused, match=r'head size 578, stored as 584,.*Ask for attention_backend="reference" by name'):
+    folder = make(
+        config,
+        model,
+        {**known, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 578},
+        tmp_path,
+    ).folder
+    with pytest.raises(
+        Refused,
+        match=r'head size 578, stored as 584,.*Ask for attention_backend="reference" by name',
+    ):
         LLM(str(folder))
     assert LLM(str(folder), attention_backend="reference").fingerprint.startswith("order=none;backend=reference;")

@@ -104,8 +104,8 @@ class Engine:
         self._num_pages = pages
         self._kinds = Kinds(groups.generate if self.info.generates else (), groups.encode, groups.embed)
         self.scheduler = self._new_scheduler()
-        name, gemm = (why.partition(":")[0] for why in (parts.why, self.info.gemm))
-        self.fingerprint = fingerprint(name, gemm, parts.backend, parts.certificate, self.info.rope_context)
+        name = parts.why.partition(":")[0]
+        self.fingerprint = fingerprint(name, parts.backend, self.info, config.kv_cache_dtype, parts.certificate)
         self.jobs: dict[int, Job] = {}
         self.told = f"attention {parts.why}; gemm {self.info.gemm}; {sizes.text}"
         self._turns: list[Turn] = []

@@ -7,6 +7,7 @@ states is compared with what the files hold before anything is allocated. What i
 from __future__ import annotations
 
 import copy
+import hashlib
 import importlib
 import math
 import os
@@ -14,7 +15,7 @@ import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from lockstep import models
 from lockstep.folder import has, inside, read_json
+from lockstep.kernels.cpu.digest import digest
 from lockstep.nn import linear, rope
 from lockstep.nn.decoder import Model
 from lockstep.nn.source import Weights
@@ -61,6 +63,7 @@ class Info:
     encoder: bool  # an encoder-decoder: a request begins with an encode step
     gemm: str  # the GEMM class and why
     rope_context: int | None = None  # the context that a dynamic rope was stretched for; None: not stretched
+    weights: str = "none"  # the digest of the tensors that were read, whatever files they lay in
 
 
 class Loaded(NamedTuple):
@@ -141,11 +144,12 @@ def load(
     check_sizes(raw, entries)
     config = stretched(SimpleNamespace(**raw) if raw.get(STATED) else parse_config(folder), context_length)
     compare(module, config, entries)
+    digests: dict[str, bytes] = {}
     with ExitStack() as stack:
-        take = reader(entries, stack, torch.device(device), DTYPES[dtype])
+        take = reader(entries, stack, torch.device(device), DTYPES[dtype], digests)
         with torch.no_grad():
             model = module.build(config, Weights(take, lambda pattern: None, entries, kernel))
-    return Loaded(model, describe(folder, config, model, why))
+    return Loaded(model, replace(describe(folder, config, model, why), weights=together(entries, digests)))
 
 
 def stretched(config: Any, context_length: int | None) -> Any:
@@ -266,17 +270,27 @@ def _header(path: Path) -> dict[str, Entry]:
         raise RuleError(f"{path.name} is a complete safetensors file", str(error), "Download it again") from error
 
 
-def reader(entries: Mapping[str, Entry], stack: ExitStack, device: torch.device, dtype: torch.dtype) -> Any:
-    """`take` from the files: mapped, not read; each tensor is copied when it is asked for."""
+def reader(entries: Mapping[str, Entry], stack: ExitStack, device: torch.device, dtype: torch.dtype, digests: dict[str, bytes]) -> Any:
+    """`take` from the files: mapped, not read; each tensor is copied when it is asked for, and its digest noted."""
     from safetensors import safe_open
 
     files = {path: stack.enter_context(safe_open(path, "pt")) for path in dict.fromkeys(e.file for e in entries.values())}
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
         tensor: Tensor = files[entries[name].file].get_tensor(name)
+        if name not in digests:
+            digests[name] = digest(tensor)
         return tensor.to(device, dtype)
 
     return take
+
+
+def together(entries: Mapping[str, Entry], digests: Mapping[str, bytes]) -> str:
+    """One digest of all tensors: names, dtypes, shapes and bytes, in the order of the names. Files and their order do not count."""
+    whole = hashlib.blake2b(digest_size=8)
+    for name, each in sorted(digests.items()):
+        whole.update(repr((name, entries[name].dtype, entries[name].shape, each.hex())).encode())
+    return whole.hexdigest()
 
 
 def check_sizes(raw: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:

@@ -120,7 +120,10 @@ def pieces(kind: str, positions: Sequence[int]) -> list[Piece]:
         elif nth % 2 or not half:
             out.append(Piece(begin, end, 1))
         else:  # twice half the rows, and the one that is left
-            out += [Piece(begin, begin + half, 2), *([Piece(end - 1, end)] if (end - begin) % 2 else [])]
+            out += [
+                Piece(begin, begin + half, 2),
+                *([Piece(end - 1, end)] if (end - begin) % 2 else []),
+            ]
     return out
 
 
@@ -163,7 +166,8 @@ def _sources(model: Model, backend: Backend, info: Info, config: EngineConfig, t
     with limited(1):
         steps = Sources(model, backend, info, config)
         ones, longs = [(i, i + 1) for i in range(ROWS)], _long(steps)
-        steps.differs(ones[:1])
+        block = (0, min(ROWS, steps.limit))
+        alone = [steps.alone(request) for request in (*ones, *longs, block)]
     for count in threads:
         with limited(count):
             for n in range(2, ROWS + 1):
@@ -171,13 +175,15 @@ def _sources(model: Model, backend: Backend, info: Info, config: EngineConfig, t
                     _refuse(f"{n} rows (sources)", count)
             for requests in (longs, longs[::-1]):
                 if steps.differs(requests):
-                    _refuse(f"{sum(b - a for a, b in requests)} rows (sources of {len(longs)} lengths)", count)
+                    _refuse(
+                        f"{sum(b - a for a, b in requests)} rows (sources of {len(longs)} lengths)",
+                        count,
+                    )
     with limited(threads[-1]):
-        block = (0, min(ROWS, steps.limit))
         for n in row_counts(config.chunked_prefill_size)[1:]:
             if steps.differs([block] * (n // block[1])):
                 _refuse(f"{n} rows (sources)", threads[-1])
-    yield from (rows for rows, _ in steps.known.values())
+    yield from alone
 
 
 def _embeddings(model: Model, backend: Backend, info: Info, config: EngineConfig, threads: Sequence[int]) -> Iterator[Tensor]:
@@ -185,11 +191,12 @@ def _embeddings(model: Model, backend: Backend, info: Info, config: EngineConfig
     with limited(1):
         steps = Sources(model, backend, info, config)
         longs = _long(steps)
+        alone = [steps.alone(request) for request in longs]
     for count in threads:
         with limited(count):
             if steps.differs(longs if count == threads[-1] else longs[1:]):
                 _refuse(f"embeddings of {len(longs)} lengths", count)
-    yield from (rows for rows, _ in steps.known.values())
+    yield from alone
 
 
 def _long(steps: Sources) -> list[tuple[int, int]]:

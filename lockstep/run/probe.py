@@ -151,10 +151,16 @@ class Sequence:
         self.table.reserve(self.edges.length, cross_len=self.source_len)
         if self.encoder is not None:
             rows = self.source_len
-            plan = self._plan(self.encode, [Work(0, rows, self._held(self.table, self.encode), (0,), None, rows, rows)])
+            plan = self._plan(
+                self.encode,
+                [Work(0, rows, self._held(self.table, self.encode), (0,), None, rows, rows)],
+            )
             self.runner.rows(plan, self.ids[:rows], self.encode, self.encoder.encoder_places, self.encoder.encode)
         done, whole = 0, self.edges.whole
-        for begin, end in [*((at, min(at + CHUNK, whole)) for at in range(0, whole, CHUNK)), *self.edges.runs]:
+        for begin, end in [
+            *((at, min(at + CHUNK, whole)) for at in range(0, whole, CHUNK)),
+            *self.edges.runs,
+        ]:
             if end > done:
                 self._copy_keys(done, begin)
                 rows = self._run([Piece(begin, end)], [self.table])[0]
@@ -249,13 +255,15 @@ class Sources:
         self.ids = torch.randint(info.vocab_size, (self.limit + CHUNK,), generator=torch.Generator().manual_seed(1))
         self.known: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}
 
+    def alone(self, request: tuple[int, int]) -> Tensor:
+        """The rows of tokens [begin, end) as a request of their own: what they must be in every step."""
+        if request not in self.known:
+            (self.known[request],) = self._run([request])
+        return self.known[request][0]
+
     def differs(self, requests: Many[tuple[int, int]]) -> bool:
-        """Computes tokens [begin, end) as a request each, in one step; whether one has other bits than alone, in rows or keys."""
-        for request in requests:
-            if request not in self.known:
-                (self.known[request],) = self._run([request])
-        found = self._run(requests) if len(requests) > 1 else []
-        for request, (rows, keys) in zip(requests, found, strict=False):
+        """Computes requests in one step; whether one has other bits than alone, in its rows or the keys it leaves."""
+        for request, (rows, keys) in zip(requests, self._run(requests), strict=True):
             want, want_keys = self.known[request]
             if not same(rows, want) or not all(torch.equal(a, b) for a, b in zip(keys, want_keys, strict=True)):
                 return True
