@@ -16,6 +16,7 @@ import torch
 from lockstep.attention.select import load, refusal
 from lockstep.config import EngineConfig
 from lockstep.kv.pool import Pool
+from lockstep.kv.tables import peak_pages
 from lockstep.lab import fuzz
 from lockstep.run import memory, runner
 from lockstep.sample.noise import counter
@@ -145,6 +146,16 @@ def test_memory_for_less_than_a_page_is_an_error(page_size: int, monkeypatch: py
     config = EngineConfig(max_running_requests=4, mem_fraction_static=0.5, page_size=page_size)
     with pytest.raises(RuleError, match=r"the cache holds at least one page; got 128 B of memory for it"):
         memory.size((group(page_size=page_size),), config, 100)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 16])
+def test_a_window_request_holds_at_most_the_pages_its_keys_can_touch(size: int):
+    for window, step in ((1, 1), (7, 1), (7, 16), (32, 5), (33, 512)):
+        spec, seen = group(window=window, page_size=size), window - 1 + step
+        touched = max((offset + seen - 1) // size + 1 for offset in range(size))
+        assert peak_pages(spec, 10_000, step) == touched
+        assert peak_pages(spec, seen, step) == -(-seen // size), "a short one holds all its keys"
+        assert peak_pages(group(page_size=size), 10_000, step) == -(-10_000 // size)
 
 
 def test_free_memory_is_at_most_what_the_machine_has():
