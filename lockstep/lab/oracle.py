@@ -61,15 +61,14 @@ def overflowed(rows: list[list[Rows]], tokens: list[int]) -> list[list[Rows]]:
     """
     if not tokens:
         return rows
-    out = []
-    for layers in rows:
-        out.append([])
-        for each in layers:
-            v = each.v.clone()
-            v[tokens, :, 0] = torch.inf
-            v[tokens, :, min(20, v.shape[2] - 1)] = -torch.inf
-            out[-1].append(replace(each, v=v))
-    return out
+
+    def overflow(each: Rows) -> Rows:
+        v = each.v.clone()
+        v[tokens, :, 0] = torch.inf
+        v[tokens, :, min(20, v.shape[2] - 1)] = -torch.inf
+        return replace(each, v=v)
+
+    return [[overflow(each) for each in layers] for layers in rows]
 
 
 def stored(spec: GroupSpec, attn: AttnSpec, rows: Rows) -> tuple[Tensor, Tensor]:
