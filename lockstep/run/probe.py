@@ -1,9 +1,10 @@
-"""What `certify` runs: a model with one layer of each kind, a sequence on pages that it has computed once, and steps over it.
+"""What `certify` runs: one layer of each kind of a model, and requests whose rows it knows.
 
-A `Sequence` holds the bits of every row it knows; a step computes some of them again, in any company: alone, in chunks, behind a
-prefix, as nodes of a tree, in a batch of many requests. Requests are forks of the sequence, so no prefix is computed twice. `Sources` is
-the same for steps that keep nothing: an encoder's, and embeddings. Knows no tolerance and no verdict; the pages, plans and the runner
-are the engine's own.
+A `Sequence` is one request on pages, computed once; a step computes some of its rows again, in any
+company: alone, in chunks, behind a prefix, as nodes of a tree, in a batch. Requests are forks of the
+sequence, so no prefix is computed twice. `Sources` is the same for steps that keep nothing: those of
+an encoder, and embeddings. Knows no tolerance and no verdict; tables, plans and the runner are the
+engine's own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,32 +26,43 @@ from lockstep.models.bart import Bart
 from lockstep.models.bert import Bert
 from lockstep.models.weights import Info
 from lockstep.nn.decoder import Decoder, Model
-from lockstep.plan.build import Pages, Work, build
-from lockstep.plan.step import StepPlan
+from lockstep.plan.build import Work, build
 from lockstep.run.groups import Groups, encoder_of
 from lockstep.run.runner import Runner
 from lockstep.types import GroupSpec, Layout
 
 CHUNK = 64  # rows by which the sequence is computed at first
-WINDOW_MAX = 8192  # a window above this is not crossed: its keys would not fit the time
+WINDOW_MAX = 8192  # a wider window is not crossed: so many keys take too long
 EDGE = 5  # rows on either side of a boundary
 SOURCE_LEN = 70  # rows of an encoder's source: more than a tile
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What is to be certified. `model` has one layer of each kind."""
+
+    model: Model
+    backend: Backend
+    info: Info
+    config: EngineConfig
 
 
 def one_of_each(model: Model) -> Model:
     """The model with one layer of each kind."""
     if isinstance(model, Decoder):
         kinds = list(dict.fromkeys(model.spec.blocks))
-        first = [model.spec.blocks.index(kind) for kind in kinds]
-        blocks = tuple(replace(model.blocks[i], attn=replace(model.blocks[i].attn, index=at)) for at, i in enumerate(first))
-        return replace(model, spec=replace(model.spec, blocks=tuple(kinds)), blocks=blocks)
+        blocks = [model.blocks[model.spec.blocks.index(kind)] for kind in kinds]
+        numbered = [replace(b, attn=replace(b.attn, index=at)) for at, b in enumerate(blocks)]
+        spec = replace(model.spec, blocks=tuple(kinds))
+        return replace(model, spec=spec, blocks=tuple(numbered))
     if isinstance(model, Bert):
         return replace(model, blocks=model.blocks[:1])
     if isinstance(model, Bart):
         block = model.decoder.blocks[0]
         cross = replace(block.cross, index=1) if block.cross is not None else None
         decoder = replace(model.decoder, blocks=(replace(block, cross=cross),))
-        return replace(model, encoder=replace(model.encoder, blocks=model.encoder.blocks[:1]), decoder=decoder)
+        encoder = replace(model.encoder, blocks=model.encoder.blocks[:1])
+        return replace(model, encoder=encoder, decoder=decoder)
     return model
 
 
@@ -59,7 +70,7 @@ def one_of_each(model: Model) -> Model:
 class Piece:
     """One request of a step: rows [begin, end) of the sequence behind its keys [0, begin).
 
-    `branches` 0 computes plain rows; 1 makes them a chain of draft nodes, 2 a tree of two equal branches.
+    `branches` 0 computes plain rows; 1 makes them a chain of draft nodes, 2 two equal chains.
     """
 
     begin: int
@@ -74,15 +85,21 @@ class Piece:
     @property
     def parents(self) -> tuple[int, ...] | None:
         """Node i of k branches hangs below node i - k: their nodes take turns."""
-        return tuple(max(-1, i - self.branches) for i in range(self.rows)) if self.branches else None
+        if not self.branches:
+            return None
+        return tuple(max(-1, i - self.branches) for i in range(self.rows))
 
 
 @dataclass(frozen=True)
 class Edges:
-    """Positions at which the order of a sum changes, and how long a sequence is that crosses them."""
+    """Positions at which the order of a sum changes, and a sequence that crosses them.
 
-    whole: int  # positions [0, whole) are computed; behind them lie copies of their keys, up to the next run
-    runs: tuple[tuple[int, int], ...]  # [begin, end) of rows that are computed alone; those above `whole` around a window's edge
+    [0, whole) is computed. `runs`, ranges [begin, end), are computed alone as well; where they lie
+    behind `whole`, around a window's edge, copies of keys fill the space between.
+    """
+
+    whole: int
+    runs: tuple[tuple[int, int], ...]
 
     @property
     def length(self) -> int:
@@ -96,102 +113,120 @@ class Edges:
 
     @staticmethod
     def of(specs: Many[GroupSpec], limit: int) -> Edges:
-        """First tile, first split, every window where it begins to hide keys and where it leaves a tile; below `limit` positions."""
+        """The first tile and split; where a window begins to hide keys, and where it leaves a tile.
+
+        All below `limit` positions; as many more rows as CHUNK of them take.
+        """
         tile = max(order.tile_len(s.d_qk, s.d_v) for s in specs)
         split = max(order.split_len(s.d_qk, s.d_v) for s in specs)
-        windows = sorted({s.window for s in specs if s.window is not None and s.window <= WINDOW_MAX})
         whole = min(limit, split + tile)
         spans = [(0, EDGE), (tile - EDGE, tile + EDGE), (split - 3 * EDGE, split + 3 * EDGE)]
-        for w in windows:
-            spans += [(w - EDGE, w + EDGE), (w + tile - EDGE, w + tile + 2)]
-        known = {p for begin, end in spans for p in range(max(0, begin), end) if p < limit}
-        fill = (p for p in range(whole // 2, whole) if p not in known)
-        known |= {p for _, p in zip(range(max(0, CHUNK - len(known))), fill, strict=False)}
+        for window in {s.window for s in specs}:
+            if window is not None and window <= WINDOW_MAX:
+                spans.append((window - EDGE, window + EDGE))
+                spans.append((window + tile - EDGE, window + tile + 2))
+        known = {p for begin, end in spans for p in range(max(0, begin), min(end, limit))}
+        more = [p for p in range(whole // 2, whole) if p not in known]
+        known.update(more[: max(0, CHUNK - len(known))])
         return Edges(whole, tuple(runs_of(sorted(known))))
 
 
 def runs_of(positions: Many[int]) -> list[tuple[int, int]]:
     """Ascending positions as ranges [begin, end)."""
-    starts = [p for i, p in enumerate(positions) if i == 0 or positions[i - 1] != p - 1]
-    ends = [p + 1 for i, p in enumerate(positions) if i + 1 == len(positions) or positions[i + 1] != p + 1]
-    return list(zip(starts, ends, strict=True))
+    known = set(positions)
+    begins = [p for p in positions if p - 1 not in known]
+    ends = [p + 1 for p in positions if p + 1 not in known]
+    return list(zip(begins, ends, strict=True))
 
 
 class Sequence:
-    """One request of a generating model, known row by row, and steps that compute its rows again."""
+    """One request of a generating model, known row by row, and steps that compute rows again."""
 
-    def __init__(self, model: Model, backend: Backend, info: Info, config: EngineConfig) -> None:
+    def __init__(self, subject: Subject) -> None:
+        model, info, config = subject.model, subject.info, subject.config
         self.model, self.encoder = model, encoder_of(model, info)
         groups = Groups.of(model, self.encoder, config.page_size, config.kv_cache_dtype)
         self.specs, self.generate, self.encode = groups.specs, groups.generate, groups.encode
-        self.edges = Edges.of([self.specs[g] for g in self.generate if self.specs[g].causal], model.max_position)
-        self.source_len = min(SOURCE_LEN, model.max_position) if self.encoder is not None else 0
-        pages = [self._pages(spec, config) for spec in self.specs]
+        causal = [self.specs[g] for g in self.generate if self.specs[g].causal]
+        self.edges = Edges.of(causal, model.max_position)
+        self.source_len = 0 if self.encoder is None else min(SOURCE_LEN, model.max_position)
+        pages = [self._pages(spec, config.chunked_prefill_size) for spec in self.specs]
         self.pools = [PagePool(n) if n else None for n in pages]
-        self.runner = Runner(model, self.specs, pages, backend)
-        gen = torch.Generator().manual_seed(0)
-        self.ids = torch.randint(info.vocab_size, (max(self.edges.length, self.source_len),), generator=gen)
+        self.runner = Runner(model, self.specs, pages, subject.backend)
+        tokens = max(self.edges.length, self.source_len)
+        generator = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(info.vocab_size, (tokens,), generator=generator)
         self.table = Table(self.specs, self.pools)
-        self.alone: dict[
-            tuple[int, int], Table
-        ] = {}  # requests of one row, kept for the next batch of such: by position, and which of several
+        # requests of one row by position, and which of several: kept for the next batch of such
+        self.alone: dict[tuple[int, int], Table] = {}
         self.hidden = torch.full((self.edges.length, info.hidden_size), torch.nan)
         self._compute()
 
-    def _pages(self, spec: GroupSpec, config: EngineConfig) -> int:
-        """The sequence, the largest step in pages of its own, and room for pages that are begun, of keys and of nodes."""
+    def _pages(self, spec: GroupSpec, step_len: int) -> int:
+        """The sequence, the largest step in pages of its own, and pages that are begun."""
         if spec.layout is Layout.FRESH:
             return 0
-        rows = max(config.chunked_prefill_size, CHUNK)
+        rows = max(step_len, CHUNK)
         forks = len(self.edges.positions) + CHUNK + 2 * rows // self.edges.whole
         return pages_for(self.edges.length + rows, spec) + 4 * forks + 2
 
     def _compute(self) -> None:
-        """Every row of the sequence for the first time, by chunks of CHUNK; copies of keys lie between the runs behind `whole`."""
+        """Every row of the sequence for the first time, by chunks, and the copies between."""
         self.table.reserve(self.edges.length, cross_len=self.source_len)
-        if self.encoder is not None:
-            rows = self.source_len
-            plan = self._plan(
-                self.encode,
-                [Work(0, rows, self._held(self.table, self.encode), (0,), None, rows, rows)],
-            )
-            self.runner.rows(plan, self.ids[:rows], self.encode, self.encoder.encoder_places, self.encoder.encode)
-        done, whole = 0, self.edges.whole
-        for begin, end in [
-            *((at, min(at + CHUNK, whole)) for at in range(0, whole, CHUNK)),
-            *self.edges.runs,
-        ]:
+        self._encode()
+        whole, done = self.edges.whole, 0
+        chunks = [(at, min(at + CHUNK, whole)) for at in range(0, whole, CHUNK)]
+        for begin, end in [*chunks, *self.edges.runs]:
             if end > done:
                 self._copy_keys(done, begin)
-                rows = self._run([Piece(begin, end)], [self.table])[0]
-                self.hidden[begin:end] = rows
+                self.hidden[begin:end] = self._run([Piece(begin, end)], [self.table])[0]
                 done = end
+
+    def _encode(self) -> None:
+        """The keys of the source, which all requests look at."""
+        if self.encoder is None:
+            return
+        rows = self.source_len
+        pages = tuple(self.table.pages(g) for g in self.encode)
+        work = Work(
+            cached_len=0,
+            new_len=rows,
+            pages=pages,
+            emit=(0,),
+            cross_len=rows,
+            cross_new=rows,
+        )
+        plan = build([self.specs[g] for g in self.encode], [work])
+        places, encode = self.encoder.encoder_places, self.encoder.encode
+        self.runner.rows(plan, self.ids[:rows], self.encode, places, encode)
 
     def _copy_keys(self, begin: int, end: int) -> None:
         """Positions [begin, end) get keys and values of rows that were computed."""
         if begin >= end:
             return
-        source = np.random.default_rng(begin).integers(0, self.edges.whole, end - begin).astype(np.int32)
+        drawn = np.random.default_rng(begin).integers(0, self.edges.whole, end - begin)
+        positions = drawn.astype(np.int32), np.arange(begin, end, dtype=np.int32)
         for g in self.generate:
             pool = self.runner.pools[g]
             if pool is not None and self.specs[g].causal:
-                slots = [self.table.slots(g, at) for at in (source, np.arange(begin, end, dtype=np.int32))]
-                pool.move(torch.from_numpy(np.stack(slots, 1)))
-
-    def _held(self, table: Table, groups: Many[int]) -> tuple[Pages | None, ...]:
-        return tuple(table.pages(g) for g in groups)
-
-    def _plan(self, groups: Many[int], works: Many[Work]) -> StepPlan:
-        return build([self.specs[g] for g in groups], works)
+                moves = np.stack([self.table.slots(g, each) for each in positions], 1)
+                pool.move(torch.from_numpy(moves))
 
     def _run(self, pieces: Many[Piece], tables: Many[Table]) -> tuple[Tensor, Tensor]:
         """The rows of a step, and their positions."""
         works = []
         for piece, table in zip(pieces, tables, strict=True):
             table.reserve(piece.end, piece.rows if piece.branches else 0, self.source_len)
-            pages = self._held(table, self.generate)
-            works.append(Work(piece.begin, piece.rows, pages, (0,), piece.parents, self.source_len))
-        plan = self._plan(self.generate, works)
+            work = Work(
+                cached_len=piece.begin,
+                new_len=piece.rows,
+                pages=tuple(table.pages(g) for g in self.generate),
+                emit=(0,),
+                parents=piece.parents,
+                cross_len=self.source_len,
+            )
+            works.append(work)
+        plan = build([self.specs[g] for g in self.generate], works)
         positions = torch.from_numpy(plan.positions.astype(np.int64))
         rows = self.runner.rows(plan, self.ids[positions], self.generate, self.model.places)
         for table in tables:
@@ -221,10 +256,11 @@ class Sequence:
             pool = self.runner.pools[g]
             if pool is None or not self.specs[g].causal:
                 continue
-            mine, theirs = (torch.from_numpy(t.slots(g, at).astype(np.int64)) for t in (self.alone[position, 0], self.table))
+            tables = self.alone[position, 0], self.table
+            mine, known = (torch.from_numpy(t.slots(g, at).astype(np.int64)) for t in tables)
             for storage in (s for layer in pool.storages for s in layer):
                 bits = storage.view(torch.uint8)
-                if not torch.equal(bits[mine], bits[theirs]):
+                if not torch.equal(bits[mine], bits[known]):
                     return True
         return False
 
@@ -235,7 +271,7 @@ class Sequence:
         return self.alone[key]
 
     def _fork(self, piece: Piece) -> Table:
-        """A request with the first keys of the sequence, without those that its windows have left."""
+        """A request with the first keys of the sequence, without those behind its windows."""
         table = self.table.fork(piece.begin)
         table.release(piece.begin)
         return table
@@ -244,49 +280,70 @@ class Sequence:
 class Sources:
     """Whole requests of steps that keep nothing: sources of an encoder, or texts to embed."""
 
-    def __init__(self, model: Model, backend: Backend, info: Info, config: EngineConfig) -> None:
-        self.model, self.encoder, self.limit = model, encoder_of(model, info), model.max_position
+    def __init__(self, subject: Subject) -> None:
+        model, info, config = subject.model, subject.info, subject.config
+        self.model, self.encoder = model, encoder_of(model, info)
+        self.limit = model.max_position  # tokens of a request
         groups = Groups.of(model, self.encoder, config.page_size, config.kv_cache_dtype)
         self.specs, self.groups = groups.specs, groups.encode or groups.embed
-        rows = max(config.chunked_prefill_size, CHUNK) + 2 * order.split_len(0, 0)
-        pages = [0 if s.layout is Layout.FRESH else pages_for(rows, s) + 2 * CHUNK + 2 for s in self.specs]
+        pages = [self._pages(spec, config.chunked_prefill_size) for spec in self.specs]
         self.pools = [PagePool(n) if n else None for n in pages]
-        self.runner = Runner(model, self.specs, pages, backend)
-        self.ids = torch.randint(info.vocab_size, (self.limit + CHUNK,), generator=torch.Generator().manual_seed(1))
+        self.runner = Runner(model, self.specs, pages, subject.backend)
+        generator = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(info.vocab_size, (self.limit + CHUNK,), generator=generator)
         self.known: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}
 
+    def _pages(self, spec: GroupSpec, step_len: int) -> int:
+        """The largest step, or a request that crosses a split, and pages that are begun."""
+        if spec.layout is Layout.FRESH:
+            return 0
+        rows = max(step_len, CHUNK) + 2 * order.split_len(spec.d_qk, spec.d_v)
+        return pages_for(rows, spec) + 2 * CHUNK + 2
+
     def alone(self, request: tuple[int, int]) -> Tensor:
-        """The rows of tokens [begin, end) as a request of their own: what they must be in every step."""
+        """The rows of tokens [begin, end) as a lone request: what they must be in every step."""
         if request not in self.known:
             (self.known[request],) = self._run([request])
         return self.known[request][0]
 
     def differs(self, requests: Many[tuple[int, int]]) -> bool:
-        """Computes requests in one step; whether one has other bits than alone, in its rows or the keys it leaves."""
+        """Computes requests in one step; whether rows or keys of one have other bits than alone."""
         for request, (rows, keys) in zip(requests, self._run(requests), strict=True):
             want, want_keys = self.known[request]
-            if not same(rows, want) or not all(torch.equal(a, b) for a, b in zip(keys, want_keys, strict=True)):
+            equal = [torch.equal(a, b) for a, b in zip(keys, want_keys, strict=True)]
+            if not same(rows, want) or not all(equal):
                 return True
         return False
 
     def _run(self, requests: Many[tuple[int, int]]) -> list[tuple[Tensor, list[Tensor]]]:
         """Rows of every request, and what it stored for the decoder."""
-        tables, works = [], []
-        for begin, end in requests:
-            table, rows = Table(self.specs, self.pools), end - begin
-            table.reserve(0, cross_len=rows)
-            cross = (rows, rows) if self.encoder is not None else (0, 0)
-            works.append(Work(0, rows, tuple(table.pages(g) for g in self.groups), (0,), None, *cross))
-            tables.append(table)
+        tables = [Table(self.specs, self.pools) for _ in requests]
+        lens = [end - begin for begin, end in requests]
+        works = []
+        for table, rows in zip(tables, lens, strict=True):
+            cross = rows if self.encoder is not None else 0
+            table.reserve(0, cross_len=cross)
+            pages = tuple(table.pages(g) for g in self.groups)
+            work = Work(
+                cached_len=0,
+                new_len=rows,
+                pages=pages,
+                emit=(0,),
+                cross_len=cross,
+                cross_new=cross,
+            )
+            works.append(work)
         plan = build([self.specs[g] for g in self.groups], works)
         ids = torch.cat([self.ids[begin:end] for begin, end in requests])
-        forward: Any = (self.encoder.encoder_places, self.encoder.encode) if self.encoder is not None else (self.model.places,)
-        hidden = self.runner.rows(plan, ids, self.groups, *forward)
-        parts = hidden.split([end - begin for begin, end in requests])
-        out = [(rows, self._stored(table, len(rows))) for rows, table in zip(parts, tables, strict=True)]
+        if self.encoder is None:
+            hidden = self.runner.rows(plan, ids, self.groups, self.model.places)
+        else:
+            places, encode = self.encoder.encoder_places, self.encoder.encode
+            hidden = self.runner.rows(plan, ids, self.groups, places, encode)
+        stored = [self._stored(table, rows) for table, rows in zip(tables, lens, strict=True)]
         for table in tables:
             table.close()
-        return out
+        return list(zip(hidden.split(lens), stored, strict=True))
 
     def _stored(self, table: Table, rows: int) -> list[Tensor]:
         """Copies of the keys and values that the step wrote, as bytes."""
@@ -294,7 +351,8 @@ class Sources:
         for g in self.groups:
             pool = self.runner.pools[g]
             if pool is not None:
-                slots = torch.from_numpy(table.slots(g, np.arange(rows, dtype=np.int32)).astype(np.int64))
+                positions = np.arange(rows, dtype=np.int32)
+                slots = torch.from_numpy(table.slots(g, positions).astype(np.int64))
                 out += [s.view(torch.uint8)[slots] for layer in pool.storages for s in layer]
         return out
 
