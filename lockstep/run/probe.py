@@ -343,7 +343,7 @@ class Sources:
         stored = [self._stored(table, rows) for table, rows in zip(tables, lens, strict=True)]
         for table in tables:
             table.close()
-        return list(zip(hidden.split(lens), stored, strict=True))
+        return list(zip(hidden.split_with_sizes(lens), stored, strict=True))
 
     def _stored(self, table: Table, rows: int) -> list[Tensor]:
         """Copies of the keys and values that the step wrote, as bytes."""
