@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,19 +96,20 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[pool.Server]:
-    """A warm process over the toy."""
+def crew(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[pool.Crew]:
+    """Processes over the toy."""
     trees = tree.Trees(toy, tmp_path_factory.mktemp("work"))
     trees.renew()
-    found = pool.Server(trees, 0, warm=())
+    found = pool.Crew(trees, 2, warm=())
     yield found
     found.close()
 
 
 @pytest.fixture(scope="module")
-def reached(server: pool.Server) -> reach.Reach:
+def reached(crew: pool.Crew) -> reach.Reach:
     """Who reaches what in the toy."""
-    units, files = reach.measure(server, reach.Group("toy", files=("tests/test_toy.py",)))
+    with crew.borrow() as server:
+        units, files = reach.measure(server, reach.Group("toy", files=("tests/test_toy.py",)))
     assert files == {"tests/test_toy.py", "lockstep/__init__.py", "lockstep/toy.py"}
     return reach.Reach({u.name.rpartition("::")[2]: u for u in units})
 
@@ -182,17 +185,18 @@ def test_coverage_says_who_reaches_a_line_and_the_red_ones_are_not_asked(reached
     assert unseen == {"test_clip", "test_double", "test_countdown"}, "a line that nobody is seen at: all that reach the file"
 
 
-def test_a_map_is_kept_until_a_file_that_was_reached_changes(toy: Path, server: pool.Server, tmp_path: Path):
+def test_a_map_is_kept_until_a_file_that_was_reached_changes(toy: Path, crew: pool.Crew, tmp_path: Path):
     asked, sources = [reach.Group("toy", files=("tests/test_toy.py",))], tree.digests(toy)
     measured = []
 
-    def started() -> pool.Server:
-        measured.append(1)
-        return server
+    class Counted(reach.Store):
+        def save(self, group: reach.Group, *rest: Any) -> None:
+            measured.append(group)
+            super().save(group, *rest)
 
     for changes, times in (({}, 1), ({}, 1), ({"lockstep/else.py": "x"}, 1), ({"lockstep/toy.py": "x"}, 2)):
-        store = reach.Store(tmp_path, toy, {**sources, **changes})
-        found = reach.load(store, asked, started, lambda name, bad: None)
+        store = Counted(tmp_path, toy, {**sources, **changes})
+        found = reach.load(store, asked, crew, lambda name, bad: None)
         assert len(found.units) == 5 and len(measured) == times
 
 
@@ -213,7 +217,7 @@ def test_a_stale_map_carries_lines_over_and_loses_those_that_changed(toy: Path, 
 
 def test_mutants_are_killed_hang_or_live_and_the_rest_finds_what_coverage_did_not_see(
     toy: Path,
-    server: pool.Server,
+    crew: pool.Crew,
     reached: reach.Reach,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -225,7 +229,7 @@ def test_mutants_are_killed_hang_or_live_and_the_rest_finds_what_coverage_did_no
     unseen = mutant(toy, "ReplaceBinaryOperator_Add_Sub", line_of("x + START"))
     units = reach.Reach({u.name: u for u in reached.units.values()})
     journal = campaign.Journal(tmp_path / "journal.jsonl")
-    play = campaign.Campaign(toy, [doubled, endless, equal, unseen], units, journal, [server])
+    play = campaign.Campaign(toy, [doubled, endless, equal, unseen], units, journal, crew)
     play.alone(lambda note, bad: None)
     fates = journal.fates
     assert fates[doubled.id].killer == "tests/test_toy.py::test_double" and "assert 12 == 8" in fates[doubled.id].detail
@@ -238,15 +242,15 @@ def test_mutants_are_killed_hang_or_live_and_the_rest_finds_what_coverage_did_no
     play.confirm()
     assert [m.id for m in play.survivors()] == [equal.id], "no kill was a mistake"
     assert (toy / "lockstep/toy.py").read_text() == TOY, "the repository is as it was"
-    again = campaign.Campaign(toy, play.mutants, units, campaign.Journal(journal.path), [])
+    again = campaign.Campaign(toy, play.mutants, units, campaign.Journal(journal.path), crew)
     assert again.todo() == [] and again.journal.fates == fates and again.rest_len() == 0, "a run that was ended goes on where it was"
 
 
-def test_a_kill_by_a_unit_that_is_red_anyway_is_none(toy: Path, server: pool.Server, reached: reach.Reach, tmp_path: Path):
+def test_a_kill_by_a_unit_that_is_red_anyway_is_none(toy: Path, crew: pool.Crew, reached: reach.Reach, tmp_path: Path):
     units = reach.Reach({u.name: u for u in reached.units.values()})
     journal = campaign.Journal(tmp_path / "journal.jsonl")
     journal.fate(campaign.Fate("someone", "killed", "tests/test_toy.py::test_red"))
-    campaign.Campaign(toy, [], units, journal, [server]).confirm()
+    campaign.Campaign(toy, [], units, journal, crew).confirm()
     assert (journal.fates["someone"].outcome, journal.fates["someone"].killer) == ("survived", "")
 
 
@@ -271,13 +275,10 @@ def test_a_mutant_of_the_engine_is_killed_by_its_tests_and_one_that_changes_noth
     )
     trees = tree.Trees(ROOT, tmp_path)
     trees.renew()
-    server = pool.Server(trees, 0, warm=("torch",))
-    try:
+    with closing(pool.Crew(trees, 1, warm=("torch",))) as crew:
         units = reach.Reach({name: reach.Unit(name, 1.0, "passed", {file: frozenset(killed.lines)})})
-        play = campaign.Campaign(ROOT, [killed, silent], units, campaign.Journal(tmp_path / "journal.jsonl"), [server])
+        play = campaign.Campaign(ROOT, [killed, silent], units, campaign.Journal(tmp_path / "journal.jsonl"), crew)
         play.alone(lambda note, bad: None)
-    finally:
-        server.close()
     assert {f.id: (f.outcome, f.killer) for f in play.journal.fates.values()} == {
         killed.id: ("killed", name),
         "silent": ("survived", ""),

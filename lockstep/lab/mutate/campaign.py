@@ -12,15 +12,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 from lockstep.lab.mutate.draw import Mutant, apart, combined
-from lockstep.lab.mutate.pool import HANG_S, Job, Server
+from lockstep.lab.mutate.pool import HANG_S, Crew, Job
 from lockstep.lab.mutate.reach import Reach, Unit
 
 MUTANT_S = 60.0  # the first meeting of a mutant with what reaches it
@@ -99,14 +98,11 @@ class Campaign:
     mutants: Sequence[Mutant]
     reach: Reach
     journal: Journal
-    servers: Sequence[Server]
+    crew: Crew
     hints: dict[str, str] = field(default_factory=dict)  # id → a unit that killed it once
 
     def __post_init__(self) -> None:
         self.times = {u.name: u.seconds for u in self.reach.units.values()}
-        self._idle: Queue[Server] = Queue()
-        for server in self.servers:
-            self._idle.put(server)
 
     def todo(self) -> list[Mutant]:
         """Mutants that nobody has tried."""
@@ -114,7 +110,7 @@ class Campaign:
 
     def alone(self, on_step: OnStep) -> None:
         """Every mutant against what reaches it."""
-        with ThreadPoolExecutor(len(self.servers)) as pool:
+        with ThreadPoolExecutor(self.crew.count) as pool:
             for fate, mutant in pool.map(lambda m: (self._try(m), m), self.todo()):
                 on_step(f"{mutant.file}:{mutant.line}", fate.outcome == "survived")
 
@@ -139,7 +135,7 @@ class Campaign:
                 red = [u for u, said in self._meet(group, red) if said] if group else []
 
     def confirm(self) -> None:
-        """Runs every killer once more in the unchanged tree; a kill by one that is red there is none."""
+        """Runs every killer once more without a mutant; a kill by one that is red there is none."""
         killers = {fate.killer for fate in self.journal.fates.values()}
         known = sorted(killers & set(self.reach.units))
         red = {unit for unit, said in self._meet([], known) if said}
@@ -148,7 +144,6 @@ class Campaign:
             self.journal.fate(replace(fate, outcome="survived", killer="", detail=why))
 
     def _try(self, mutant: Mutant) -> Fate:
-        begin = time.monotonic()
         units = [u.name for u in self._reaching(mutant)]
         units.sort(key=lambda name: name != self.hints.get(mutant.id))  # stable: the hint first
         green: list[str] = []
@@ -161,15 +156,13 @@ class Campaign:
             limit_s=MUTANT_S,
             hang_s=hang_s(changes),
         )
-        server = self._idle.get()
-        try:
+        with self.crew.borrow() as server:
+            begin = time.monotonic()
             for name, said in verdicts(server.run(job)) if units else ():
                 if said:
                     killer, detail = name, said
                 else:
                     green.append(name)
-        finally:
-            self._idle.put(server)
         fate = Fate(
             id=mutant.id,
             outcome="killed" if killer else "survived",
@@ -199,33 +192,31 @@ class Campaign:
         ids = " ".join(sorted(m.id for m in group))
         known = self.journal.together
         changes = combined(group, self.root)
-        for batch in batches([u for u in units if (ids, u) not in known], self.times):
-            left = list(batch)
-            while left:
-                job = Job(
-                    units=left,
-                    changes=changes,
-                    seconds=self.times,
-                    stop=False,
-                    hang_s=hang_s(changes),
-                )
-                server = self._idle.get()
-                try:
-                    said = list(verdicts(server.run(job)))
-                finally:
-                    self._idle.put(server)
-                heard = dict(spread(said, left))
-                for name in left:
-                    if name in heard:
-                        self.journal.met(ids, name, heard[name])
-                        on_step(name, bool(heard[name]))
-                still = [name for name in left if name not in heard]
-                if len(still) == len(left):  # nothing at all was heard: the tree cannot even start
-                    for name in still:
-                        self.journal.met(ids, name, "the process ended before its first test")
-                    still = []
-                left = still
+        asked = batches([u for u in units if (ids, u) not in known], self.times)
+        with ThreadPoolExecutor(self.crew.count) as pool:
+            for said in pool.map(lambda batch: list(self._batch(batch, changes)), asked):
+                for name, what in said:
+                    self.journal.met(ids, name, what)
+                    on_step(name, bool(what))
         return [(u, known[ids, u]) for u in units]
+
+    def _batch(self, units: Sequence[str], changes: Mapping[str, str]) -> Iterator[Said]:
+        """Every unit once; one that takes its process along costs the others nothing but a new one."""
+        left = list(units)
+        while left:
+            job = Job(
+                units=left,
+                changes=changes,
+                seconds=self.times,
+                stop=False,
+                hang_s=hang_s(changes),
+            )
+            with self.crew.borrow() as server:
+                heard = dict(spread(list(verdicts(server.run(job))), left))
+            if not heard:
+                heard = dict.fromkeys(left, "the process ended before its first test")
+            yield from heard.items()
+            left = [name for name in left if name not in heard]
 
     def rest_len(self) -> int:
         """How many units `together` will run at least."""
@@ -255,6 +246,8 @@ def hang_s(changes: Iterable[str]) -> float:
 def verdicts(messages: Iterator[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """(unit, "" if green or what it said). One that hangs or takes the process along is red."""
     for message in messages:
+        for name in message.get("gone", ()):  # a test that is no more says nothing against anybody
+            yield name, ""
         if "unit" in message:
             yield (
                 message["unit"],

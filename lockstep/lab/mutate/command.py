@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from argparse import Namespace
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from lockstep.lab.environment import environment
 from lockstep.lab.mutate import draw, reach, tree, verdicts
 from lockstep.lab.mutate.campaign import Campaign, Fate, Journal
 from lockstep.lab.mutate.draw import Mutant
-from lockstep.lab.mutate.pool import Job, Server
+from lockstep.lab.mutate.pool import Crew, Job
 from lockstep.progress import Progress
 from lockstep.types import RuleError
 
 MODULES = ("plan", "kv", "attention", "sample", "sched", "llm", "run")
+WARM_RECIPES = ("decode", "engine-batch", "engine-encoder", "sample")  # run every kernel
 TOOLS = ("cosmic-ray", "coverage", "pytest", "hypothesis")
 
 
@@ -73,12 +74,10 @@ def played(args: Namespace, root: Path, mutants: list[Mutant]) -> Campaign:
     if args.again:
         for m in mutants:
             journal.fates.pop(m.id, None)
-    with ExitStack() as stack:
-        servers = Servers(trees, args.workers, stack)
-        found = mapped(args, sources, servers)
-        warmed(servers, found)
-        hints = earlier(work)
-        campaign = Campaign(trees.template, mutants, found, journal, servers.all(), hints)
+    with closing(Crew(trees, args.workers)) as crew:
+        found = mapped(args, sources, crew)
+        warmed(crew, found)
+        campaign = Campaign(trees.template, mutants, found, journal, crew, earlier(work))
         with Progress(len(campaign.todo()), "lab mutate: each alone") as bar:
             campaign.alone(bar.step)
         if not args.alone:
@@ -88,55 +87,26 @@ def played(args: Namespace, root: Path, mutants: list[Mutant]) -> Campaign:
     return campaign
 
 
-class Servers:
-    """Started when first needed; ended with the stack."""
-
-    def __init__(self, trees: tree.Trees, count: int, stack: ExitStack) -> None:
-        self.trees, self.count, self.stack = trees, max(1, count), stack
-        self.started: list[Server] = []
-
-    def first(self) -> Server:
-        """One, for measuring."""
-        if not self.started:
-            self._start()
-        return self.started[0]
-
-    def all(self) -> list[Server]:
-        """As many as were asked for."""
-        while len(self.started) < self.count:
-            self._start()
-        return self.started
-
-    def _start(self) -> None:
-        server = Server(self.trees, len(self.started))
-        self.stack.callback(server.close)
-        self.started.append(server)
-
-
-def mapped(args: Namespace, sources: dict[str, str], servers: Servers) -> reach.Reach:
-    """Who reaches what; what a tree compiles while this is measured is kept for later."""
-    asked = reach.groups(servers.trees.root)
+def mapped(args: Namespace, sources: dict[str, str], crew: Crew) -> reach.Reach:
+    """Who reaches what."""
+    asked = reach.groups(crew.trees.root)
     if args.units:
         asked = [g for g in asked if any(word in g.name for word in args.units)]
+    store = reach.Store(crew.trees.work / "reach", crew.trees.template, sources, args.stale)
     with Progress(len(asked), "lab mutate: who reaches what") as bar:
-
-        def told(name: str, bad: bool) -> None:
-            if servers.started:
-                servers.trees.keep_compiled(0)
-            bar.step(name, bad)
-
-        folder, here = servers.trees.work / "reach", servers.trees.template
-        store = reach.Store(folder, here, sources, args.stale)
-        return reach.load(store, asked, servers.first, told)
+        return reach.load(store, asked, crew, bar.step)
 
 
-def warmed(servers: Servers, found: reach.Reach) -> None:
-    """Lets the tree of every further worker compile what it needs before a mutant's time runs."""
-    firsts = {name.split("/")[1]: name for name in found.units if name.startswith(reach.CELL)}
-    for server in servers.all()[1:]:
-        for _ in server.run(Job(units=tuple(firsts.values()), stop=False)):
-            pass
-        servers.trees.keep_compiled(server.worker)
+def warmed(crew: Crew, found: reach.Reach) -> None:
+    """Lets every tree compile the kernels before a mutant's time runs."""
+    cells = [name for name in found.units if name.startswith(reach.CELL)]
+    firsts = {name.split("/")[1]: name for name in reversed(cells)}
+    units = [firsts[recipe] for recipe in WARM_RECIPES if recipe in firsts]
+    with ExitStack() as stack:
+        for server in [stack.enter_context(crew.borrow()) for _ in range(crew.count)]:
+            for _ in server.run(Job(units=units, stop=False)):
+                pass
+            crew.trees.keep_compiled(server.worker)
 
 
 def earlier(work: Path) -> dict[str, str]:

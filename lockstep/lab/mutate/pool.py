@@ -10,8 +10,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import LifoQueue
 from typing import Any
 
 from lockstep.lab.mutate.tree import Trees
@@ -73,7 +75,7 @@ class Server:
             self.planted = dict(job.changes)
         known = [u for u in job.units if u in job.seconds]
         limits = {u: job.hang_s + HANG_FACTOR * job.seconds[u] for u in known}
-        limits[""] = START_S
+        limits[""] = UNKNOWN_S if job.measure else START_S
         order = {
             "units": list(job.units),
             "files": list(job.files),
@@ -107,3 +109,31 @@ class Server:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
+
+
+class Crew:
+    """So many servers, each started when it is first needed."""
+
+    def __init__(self, trees: Trees, count: int, warm: Sequence[str] = WARM) -> None:
+        self.trees, self.count, self.warm = trees, count, warm
+        self._idle: LifoQueue[Server | int] = LifoQueue()
+        for worker in reversed(range(count)):
+            self._idle.put(worker)
+
+    @contextmanager
+    def borrow(self) -> Iterator[Server]:
+        """A server that nobody else uses meanwhile."""
+        found = self._idle.get()
+        try:
+            if isinstance(found, int):
+                found = Server(self.trees, found, self.warm)
+            yield found
+        finally:
+            self._idle.put(found)
+
+    def close(self) -> None:
+        """Ends those that were started; nobody uses one any more."""
+        for _ in range(self.count):
+            found = self._idle.get()
+            if isinstance(found, Server):
+                found.close()

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from lockstep.lab.mutate.pool import Job, Server
+from lockstep.lab.mutate.pool import Crew, Job, Server
 from lockstep.lab.mutate.tree import OWN, digest
 from lockstep.types import RuleError
 
@@ -68,8 +69,9 @@ class Reach:
         green = [u for u in self.units.values() if u.outcome == "passed"]
         wanted = set(lines)
         found = [u for u in green if wanted & u.lines.get(file, frozenset())]
-        seen_at = next((there for here, there in COMPILED_FOR.items() if file.startswith(here)), file)
-        return sorted(found or [u for u in green if {file, seen_at} & set(u.lines)], key=cost)
+        shown = (there for here, there in COMPILED_FOR.items() if file.startswith(here))
+        files = {file, next(shown, file)}
+        return sorted(found or [u for u in green if files & set(u.lines)], key=cost)
 
     def rest(self, tried: Iterable[str]) -> list[Unit]:
         """The green units that were not tried, file by file."""
@@ -146,7 +148,7 @@ class Store:
         value = json.loads(path.read_text(encoding="utf-8"))
         changed = {f: was for f, was in value["sources"].items() if self.sources.get(f) != was}
         fits = value["group"] == json.loads(json.dumps(asdict(group)))
-        if (changed and not self.stale) or changed.keys() & set(group.files) or (not fits and not self.stale):
+        if changed.keys() & set(group.files) or (not self.stale and (changed or not fits)):
             return None
         moved = {file: self._moved(file, was) for file, was in changed.items()}
         wanted = set(group.cells)
@@ -178,8 +180,11 @@ class Store:
         return {a + i + 1: b + i + 1 for a, b, size in blocks for i in range(size)}
 
 
-def carried(lines: Mapping[str, list[int]], moved: Mapping[str, Mapping[int, int]]) -> dict[str, frozenset[int]]:
-    """Lines of a unit where the files stand now; a line that has changed is lost, its file is not."""
+def carried(
+    lines: Mapping[str, list[int]],
+    moved: Mapping[str, Mapping[int, int]],
+) -> dict[str, frozenset[int]]:
+    """Lines of a unit where they stand now; one that has changed is lost, its file is not."""
     found = {file: frozenset(seen) for file, seen in lines.items()}
     for file in moved.keys() & found.keys():
         found[file] = frozenset(moved[file][line] for line in found[file] if line in moved[file])
@@ -189,26 +194,32 @@ def carried(lines: Mapping[str, list[int]], moved: Mapping[str, Mapping[int, int
 def load(
     store: Store,
     asked: Iterable[Group],
-    server: Callable[[], Server],
+    crew: Crew,
     on_group: Callable[[str, bool], None],
 ) -> Reach:
     """The map, from what is kept and what has to be measured now."""
     reach = Reach()
-    for group in asked:
-        units = kept_or_measured(store, group, server)
-        have = {u.name for u in units}
-        missing = tuple(cell for cell in group.cells if cell not in have)
-        if missing:  # only with a stale map: cells that are new
-            units = [*units, *kept_or_measured(store, Group(f"{group.name}+", cells=missing), server)]
-        reach.units.update((u.name, u) for u in units)
-        on_group(group.name, any(u.outcome == "failed" for u in units))
+    with ThreadPoolExecutor(crew.count) as pool:
+        for name, units in pool.map(lambda group: (group.name, whole(store, group, crew)), asked):
+            reach.units.update((u.name, u) for u in units)
+            on_group(name, any(u.outcome == "failed" for u in units))
     return reach
 
 
-def kept_or_measured(store: Store, group: Group, server: Callable[[], Server]) -> list[Unit]:
-    """The units of a group."""
+def whole(store: Store, group: Group, crew: Crew) -> list[Unit]:
+    """The units of a group; with a stale map, cells that are new besides."""
+    units = kept_or_measured(store, group, crew)
+    have = {u.name for u in units}
+    new = tuple(cell for cell in group.cells if cell not in have)
+    return [*units, *(kept_or_measured(store, Group(f"{group.name}+", cells=new), crew) if new else ())]
+
+
+def kept_or_measured(store: Store, group: Group, crew: Crew) -> list[Unit]:
+    """Measures what is not kept; what the tree has compiled meanwhile is kept too."""
     units = store.kept(group)
     if units is None:
-        units, files = measure(server(), group)
+        with crew.borrow() as server:
+            units, files = measure(server, group)
+            crew.trees.keep_compiled(server.worker)
         store.save(group, units, files)
     return units

@@ -19,7 +19,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Watch:
         self.units: list[str] = job["units"]
         self.stop: bool = job["stop"]
         self.whole = set(job.get("files", ()))  # test files of which every test runs
+        self.broken: set[str] = set()  # test files that cannot be imported
         self.seconds = 0.0
         self.failed, self.skipped, self.detail = False, False, ""
 
@@ -63,6 +64,8 @@ class Watch:
                 found[unit] = cell_item(session, unit)
             if unit in found:
                 wanted.append(unit)
+        gone = [u for u in self.units if u not in found and u.partition("::")[0] not in self.broken]
+        self.report.send(gone=gone)
         session.items = [found[unit] for unit in wanted]
         session.testscollected = len(session.items)
         return True
@@ -70,6 +73,7 @@ class Watch:
     def pytest_collectreport(self, report: Any) -> None:
         """A test file that cannot be imported has failed."""
         if report.failed:
+            self.broken.add(report.nodeid)
             detail = last_line(str(report.longrepr))
             self.report.send(unit=report.nodeid, outcome="failed", seconds=0.0, detail=detail)
             if self.stop:
@@ -259,33 +263,33 @@ def run(job: dict[str, Any], orders: Lines) -> Iterator[dict[str, Any]]:
         finally:
             os._exit(3)
     os.close(writing)
-    lines, begin = Lines(reading), time.monotonic()
-    unit, since = "", begin
-    end: dict[str, Any] | None = None
-    while end is None:
+    try:
+        end = yield from watched(job, Lines(reading), orders)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # grandchildren too
+        os.close(reading)
+        status = os.waitpid(child, 0)[1]
+    ended = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    yield {**end, "signal": ended} if end["end"] == "done" else end
+
+
+def watched(job: Message, lines: Lines, orders: Lines) -> Generator[Message, None, Message]:
+    """The messages of a child until it has no more to say, or too much time has passed; returns how it ended."""
+    begin = since = time.monotonic()
+    unit = ""
+    while (end := overdue(job, unit, begin, since, orders)) is None:
         try:
             text = lines.next(0.5)
         except TimeoutError:
-            end = overdue(job, unit, begin, since, orders)
             continue
         if text is None:
-            break
+            return {"end": "done", "running": unit}
         message = json.loads(text)
-        if "start" in message:
-            unit, since = message["start"], time.monotonic()
-        if "unit" in message:
-            unit, since = "", time.monotonic()
+        if "start" in message or "unit" in message:
+            unit, since = message.get("start", ""), time.monotonic()
         yield message
-        end = overdue(job, unit, begin, since, orders)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # grandchildren too
-    os.close(reading)
-    status = os.waitpid(child, 0)[1]
-    yield end or {
-        "end": "done",
-        "running": unit,
-        "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0,
-    }
+    return end
 
 
 def overdue(job: Message, unit: str, begin: float, since: float, orders: Lines) -> Message | None:
