@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from lockstep.config import EngineConfig
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import peak_pages
 from lockstep.lab import fuzz
-from lockstep.run import memory, runner
+from lockstep.run import certify, memory, runner
+from lockstep.run.probe import Edges
 from lockstep.sample.noise import counter
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import Row, settings
@@ -232,3 +234,34 @@ def test_a_scale_is_divided_out_in_a_cache_of_full_precision_too():
     pool.write(0, torch.tensor([17]), k, v)
     assert pool.keys(0).k[17].unique().tolist() == [3.0]
     assert pool.keys(0).v[17].unique().tolist() == [1.5]
+
+
+@pytest.mark.parametrize(
+    ("window", "limit", "runs"),
+    [  # tiles of 64 and splits of 512 keys
+        (None, 20_000, ((0, 5), (59, 69), (288, 307), (497, 527))),
+        (None, 40, ((0, 5), (20, 40))),
+        (100, 20_000, ((0, 5), (59, 69), (95, 105), (159, 166), (288, 290), (497, 527))),
+        (8192, 20_000, ((0, 5), (59, 69), (288, 290), (497, 527), (8187, 8197), (8251, 8258))),
+        (8193, 20_000, ((0, 5), (59, 69), (288, 307), (497, 527))),
+    ],
+)
+def test_rows_are_proven_on_both_sides_of_a_tile_a_split_and_a_window(window: int | None, limit: int, runs: tuple[tuple[int, int], ...]):
+    assert Edges.of([group(window=window)], limit) == Edges(min(limit, 576), runs)
+
+
+class Head:
+    """Logits that are another number in steps of exactly so many rows."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + (len(hidden) == self.rows)
+
+
+@pytest.mark.parametrize(("rows", "refused"), [*((n, True) for n in (2, 3, 7, 16, 33, 64, 100)), (101, False)])
+def test_a_head_that_is_wrong_at_one_row_count_is_not_certified(rows: int, refused: bool):
+    hidden = torch.arange(128.0).reshape(64, 2)
+    with pytest.raises(certify.NotCertified, match=f"{rows} rows of the head") if refused else nullcontext():
+        certify._head(Head(rows), hidden, 100, (1,))
