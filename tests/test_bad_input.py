@@ -287,7 +287,10 @@ def test_a_bad_parameter_is_one_line(given: dict[str, Any], line: str | None):
             {"max_total_tokens": 2**31 - 1},
             r"^the cache fits into the [\d,]+ B of this machine's memory; got [\d,]+ B for 2,147,483,647 tokens",
         ),
-        ({"page_size": 2**31 - 1}, r"^the cache "),
+        (
+            {"page_size": 2**31 - 1},
+            r"^the cache fits into the [\d,]+ B of this machine's memory; got [\d,]+ B for [\d,]+ pages of 2,147,483,647",
+        ),
         ({"model": "a" * 5000}, r"^a model is a folder or a hub id of the form owner/name; got 'a{76}\.\.\.\. Check the path\.$"),
         ({"model": "a\0b"}, r"^a model is a folder or a hub id of the form owner/name; got 'a\\x00b'\. Check the path\.$"),
     ],

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.kv.spec import storage_shapes
+from lockstep.kv.spec import check_fits, group_bytes, storage_shapes
 from lockstep.order import stored_len
 from lockstep.plan.image import Views
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
@@ -45,6 +45,8 @@ class Pool:
 
     def __init__(self, spec: GroupSpec, num_pages: int, device: torch.device, allocate: Allocate = empty) -> None:
         self.spec, self.num_pages = spec, num_pages
+        if device.type == "cpu":
+            check_fits(group_bytes(spec, num_pages), f"{num_pages:,} pages of {spec.page_size:,}")
         dtype = TORCH_DTYPES[spec.kv_dtype]
         shapes = storage_shapes(spec, num_pages)
         self.storages = [tuple(allocate(shape, dtype, device) for shape in shapes) for _ in spec.layers]

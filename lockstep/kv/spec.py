@@ -5,10 +5,11 @@ Host only. The pool allocates exactly these shapes; a test compares the printed 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from lockstep.order import stored_len
-from lockstep.types import KV_BYTES, GroupSpec, Layout
+from lockstep.types import KV_BYTES, GroupSpec, Layout, RuleError
 
 
 def storage_shapes(spec: GroupSpec, num_pages: int) -> tuple[tuple[int, int, int], ...]:
@@ -31,6 +32,14 @@ def slot_bytes(spec: GroupSpec) -> int:
 def group_bytes(spec: GroupSpec, num_pages: int) -> int:
     """Bytes of the group's pool, all layers, sink included."""
     return num_pages * spec.page_size * slot_bytes(spec) * len(spec.layers)
+
+
+def check_fits(needed_bytes: int, what: str) -> None:
+    """Raises unless the memory of this machine, all of it, could hold a cache of so many bytes."""
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed_bytes > there:
+        rule = f"the cache fits into the {there:,} B of this machine's memory"
+        raise RuleError(rule, f"{needed_bytes:,} B for {what}", "Lower max_total_tokens or page_size")
 
 
 def padding(spec: GroupSpec) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.config import EngineConfig
-from lockstep.kv.spec import arithmetic, group_bytes
+from lockstep.kv.spec import arithmetic, check_fits, group_bytes
 from lockstep.types import GroupSpec, Layout, RuleError
 
 
@@ -34,10 +34,7 @@ def size(specs: Sequence[GroupSpec], config: EngineConfig, context_length: int) 
             tokens = tokens * 15 // 16
         if tokens < specs[0].page_size:
             raise RuleError("the cache holds at least one page", f"{budget:,} B of memory for it", "Raise mem_fraction_static")
-    needed, there = total_bytes(specs, config, tokens), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > there:
-        rule = f"the cache fits into the {there:,} B of this machine's memory"
-        raise RuleError(rule, f"{needed:,} B for {tokens:,} tokens in pages of {specs[0].page_size}", "Lower max_total_tokens")
+    check_fits(total_bytes(specs, config, tokens), f"{tokens:,} tokens in pages of {specs[0].page_size:,}")
     pages = tuple(pages_of(spec, config, tokens) for spec in specs)
     return Sizes(pages, tokens, f"cache for {tokens:,} tokens\n{arithmetic(specs, pages)}")
 
