@@ -2,9 +2,15 @@
 
 Nothing here may depend on the batch, the chunk, the page size or the number of processors. `docs/numerics.md` states the order in
 words; kernels take these numbers as they are. Knows head sizes and nothing else; every backend and the lab read it.
+
+On a device class other than the CPU an order is a row of `ORDERS`: tile and split boundaries by head size, measured once
+(`docs/numerics.md` gives the figures and the reason). A row has a name; whoever changes a bit of it gives it a new one.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 LANES = 16  # a tile's row sum: lane j adds keys j, j+16, ... ascending; then lanes fold 8+8, 4+4, 2+2, 1+1
 HEAD_MULTIPLE = 8  # head sizes are stored as multiples of this, with columns of zeros behind their own
@@ -25,3 +31,61 @@ def tile_len(d_qk: int, d_v: int) -> int:
 def split_len(d_qk: int, d_v: int) -> int:
     """Keys per split: online softmax inside, one fold between. Aligned to absolute position 0; a multiple of the tile."""
     return 512
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Where splits begin: `count0` splits of `len0` positions, `count1` of `len1`, then `len2` each. Fixed positions, nothing else."""
+
+    count0: int
+    len0: int
+    count1: int
+    len1: int
+    len2: int
+
+    def begin(self, index: Any) -> Any:
+        """First position of split `index`: an integer or an array of them."""
+        first = min_of(index, self.count0)
+        second = min_of(index - first, self.count1)
+        return first * self.len0 + second * self.len1 + (index - first - second) * self.len2
+
+    def index(self, position: Any) -> Any:
+        """The split that `position` lies in: an integer or an array of them."""
+        end0 = self.count0 * self.len0
+        end1 = end0 + self.count1 * self.len1
+        in0, in1 = min_of(position, end0), min_of(position, end1)
+        return in0 // self.len0 + (in1 - in0) // self.len1 + (position - in1) // self.len2
+
+
+def min_of(a: Any, b: int) -> Any:
+    """The smaller of two integers, or of every integer of an array and one."""
+    return a - (a > b) * (a - b)
+
+
+def even(length: int) -> Splits:
+    """Splits of one length."""
+    return Splits(count0=0, len0=length, count1=0, len1=length, len2=length)
+
+
+@dataclass(frozen=True)
+class AttentionOrder:
+    """Tile and splits of one head size on one device class."""
+
+    tile: int
+    splits: Splits
+
+
+CPU, SM90 = "cpu", "sm_90"
+ORDER_NAMES = {CPU: "cpu-1", SM90: "sm90-1"}  # in the fingerprint: a changed bit is a new name
+SM90_SPLITS = Splits(count0=8, len0=512, count1=0, len1=1024, len2=1024)  # a lone request decodes fast, a long prompt folds little
+
+
+def attention_order(device_class: str, d_qk: int, d_v: int) -> AttentionOrder:
+    """Tile and splits: a function of the device class and the head sizes, and of nothing else."""
+    if device_class == CPU:
+        return AttentionOrder(tile_len(d_qk, d_v), even(split_len(d_qk, d_v)))
+    if max(d_qk, d_v) <= 128:
+        return AttentionOrder(128, SM90_SPLITS)
+    if max(d_qk, d_v) <= 256:
+        return AttentionOrder(64, SM90_SPLITS)
+    return AttentionOrder(64, even(1024))  # the parts of a latent row are nearly as large as its keys: fewer of them

@@ -1,0 +1,231 @@
+"""Attention over paged keys for any number of rows: one text, two launch shapes, the same bits.
+
+A block is a run of rows (token, query head) of one request and one kv head. Its keys are walked in tiles and splits that lie at absolute
+positions (`order.py`). `PART`: a program does one split of a block, and the last program of the block to arrive folds the parts in
+ascending order. Otherwise a program does a whole block and folds as it goes. What a program does stands in its item (`ITEM`), made
+on the host by `items.py`. Page size, lengths, strides and the split rule are run-time values. Called by `launch.py` only.
+"""
+
+import triton
+import triton.language as tl
+
+from lockstep.kernels.triton.softmax import finish, fold, weigh
+
+ITEM = 12  # int32 per item
+PAGE_ENTRY, ROW_BEGIN, ROW_END, LO, HI, SPLIT, SPLIT_END, PART_ROW, NTH, PARTS, COUNTER, TAIL = range(ITEM)
+RUNTIME = (
+    "heads", "kv_heads", "window", "causal", "page_size", "page_mul", "page_shift", "count0", "len0", "count1", "len1", "len2",
+    "q_token8", "q_head8", "k_slot8", "k_head8", "v_slot8", "v_head8",
+)  # fmt: skip
+
+
+@triton.jit
+def split_begin(s, count0, len0, count1, len1, len2):
+    """First position of split s: count0 splits of len0, count1 of len1, then len2 each."""
+    a = tl.minimum(s, count0)
+    b = tl.minimum(tl.maximum(s - count0, 0), count1)
+    return a * len0 + b * len1 + tl.maximum(s - count0 - count1, 0) * len2
+
+
+@triton.jit
+def paged(page_ids, entry, page_size, page_mul, page_shift, p, mask):
+    """Slots of positions p. `page_mul`, `page_shift`: the division by the page size, as a product that is exact below 2**31."""
+    twice = (p * 2).to(tl.uint32, bitcast=True)
+    nth = (tl.umulhi(twice, page_mul.to(tl.uint32)) >> page_shift).to(tl.int32, bitcast=True)
+    page = tl.load(page_ids + (entry + nth), mask=mask, other=0)
+    return page * page_size + (p - nth * page_size)
+
+
+@triton.jit
+def rows_at(base, at, first, mask, width, COLUMNS: tl.constexpr):
+    """Columns [first, first + COLUMNS) of rows that begin at offsets `at`; zeros where masked and from column `width` on."""
+    d = first + tl.arange(0, COLUMNS)
+    return tl.load(base + at[:, None] + d[None, :], mask=mask[:, None] & (d < width)[None, :], other=0.0)
+
+
+@triton.jit
+def scores(q, q2, k, at, mask, D_QK: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr):
+    """Dot products with the keys at offsets `at`; also their first DA columns, which are a latent row's values."""
+    ka = rows_at(k, at, 0, mask, D_QK, DA).to(q.dtype)
+    x = tl.dot(q, tl.trans(ka))
+    if DB > 0:
+        x = tl.dot(q2, tl.trans(rows_at(k, at, DA, mask, D_QK, DB).to(q.dtype)), x)
+    return x, ka
+
+
+@triton.jit
+def tree_tile(
+    q, q2, k, v, m, l, a, p, lo, hi, lo_all, row_begin, row_end, group, positions, start, tail_indptr, tail_slots, page_ids, entry,
+    page_size, page_mul, page_shift, k_slot, k_head, v_slot, v_head, c, pre,
+    D_QK: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr, D_V: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr,
+    CAP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile that holds listed positions: token by token, each with its own keys, into the same tile as the committed ones."""
+    own = (row_begin + tl.arange(0, ROWS)) // group
+    kp = p + tl.arange(0, TILE)
+    x = tl.zeros([ROWS, TILE], tl.float32)
+    for token in range(row_begin // group, (row_end - 1) // group + 1):
+        first = tl.load(start + token)
+        mask = (kp >= lo_all) & (kp <= tl.load(positions + token))
+        slot = paged(page_ids, entry, page_size, page_mul, page_shift, kp, mask & (kp < first))
+        listed = tl.load(tail_slots + tl.load(tail_indptr + token) + kp - first, mask=mask & (kp >= first), other=0)
+        slot = tl.where(kp < first, slot, listed).to(tl.int64)
+        y, _ = scores(q, q2, k, slot * k_slot + k_head, mask, D_QK, DA, DB)
+        x = tl.where((own == token)[:, None], y, x)
+    seen = (kp[None, :] >= lo[:, None]) & (kp[None, :] < hi[:, None])
+    w, alpha, m, l = weigh(x, seen, m, l, c, pre, CAP, ROWS, TILE)
+    a = a * alpha[:, None]
+    before = a
+    for token in range(row_begin // group, (row_end - 1) // group + 1):
+        first = tl.load(start + token)
+        mask = (kp >= lo_all) & (kp <= tl.load(positions + token))
+        slot = paged(page_ids, entry, page_size, page_mul, page_shift, kp, mask & (kp < first))
+        listed = tl.load(tail_slots + tl.load(tail_indptr + token) + kp - first, mask=mask & (kp >= first), other=0)
+        slot = tl.where(kp < first, slot, listed).to(tl.int64)
+        vt = rows_at(v, slot * v_slot + v_head, 0, mask, D_V, DV).to(q.dtype)
+        a = tl.where((own == token)[:, None], tl.dot(w.to(q.dtype), vt, before), a)
+    return m, l, a
+
+
+@triton.jit
+def attend_split(
+    q, q2, k, v, lo, hi, lo_all, hi_all, begin, end, tail, row_begin, row_end, group, positions, start, tail_indptr, tail_slots,
+    page_ids, entry, page_size, page_mul, page_shift, k_slot, k_head, v_slot, v_head, c, pre,
+    D_QK: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr, D_V: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr,
+    CAP: tl.constexpr, TREE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the tiles of one split, ascending, from a fresh state. Returns its maximum in log2 units, sum and values."""
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    a = tl.zeros([ROWS, DV], tl.float32)
+    begin = tl.maximum(begin, lo_all // TILE * TILE)
+    end = tl.minimum(end, hi_all)
+    plain_end = end
+    if TREE:
+        plain_end = tl.maximum(begin, tl.minimum(end, tail // TILE * TILE))
+    for p in range(begin, plain_end, TILE):
+        kp = p + tl.arange(0, TILE)
+        mask = (kp >= lo_all) & (kp < hi_all)
+        slot = paged(page_ids, entry, page_size, page_mul, page_shift, kp, mask).to(tl.int64)
+        x, ka = scores(q, q2, k, slot * k_slot + k_head, mask, D_QK, DA, DB)
+        seen = (kp[None, :] >= lo[:, None]) & (kp[None, :] < hi[:, None])
+        w, alpha, m, l = weigh(x, seen, m, l, c, pre, CAP, ROWS, TILE)
+        vt = ka
+        if not LATENT:
+            vt = rows_at(v, slot * v_slot + v_head, 0, mask, D_V, DV).to(q.dtype)
+        a = tl.dot(w.to(q.dtype), vt, a * alpha[:, None])
+    if TREE:
+        for p in range(plain_end, end, TILE):
+            m, l, a = tree_tile(
+                q, q2, k, v, m, l, a, p, lo, hi, lo_all, row_begin, row_end, group, positions, start, tail_indptr, tail_slots,
+                page_ids, entry, page_size, page_mul, page_shift, k_slot, k_head, v_slot, v_head, c, pre,
+                D_QK, DA, DB, D_V, DV, LATENT, CAP, ROWS, TILE,
+            )  # fmt: skip
+    return tl.fma(m, c, 0.0), l, a
+
+
+@triton.jit
+def write_rows(out, lse, sinks2, M, L, A, token, head, real, heads, v_scale, D_V: tl.constexpr, DV: tl.constexpr):
+    """Sink, division, one rounding, store."""
+    sink2 = tl.load(sinks2 + head, mask=real, other=float("-inf"))
+    y, ln = finish(M, L, A, sink2, v_scale)
+    e = tl.arange(0, DV)
+    at = token.to(tl.int64) * heads + head
+    tl.store(out + at[:, None] * D_V + e[None, :], y.to(out.dtype.element_ty), mask=real[:, None] & (e < D_V)[None, :])
+    tl.store(lse + at, ln, mask=real)
+
+
+@triton.jit
+def fold_parts(
+    out, lse, sinks2, part_ml, part_acc, part, rows, parts, row_begin, group, kv_head, heads, v_scale,
+    D_V: tl.constexpr, DV: tl.constexpr, FOLD_ROWS: tl.constexpr, FOLD_DEPTH: tl.constexpr,
+):  # fmt: skip
+    """The parts of a block, folded in ascending order. FOLD_DEPTH parts are fetched at a time; one past the end adds nothing."""
+    e = tl.arange(0, DV)
+    for row in range(0, rows, FOLD_ROWS):
+        r = row + tl.arange(0, FOLD_ROWS)
+        real = r < rows
+        M = tl.full([FOLD_ROWS], float("-inf"), tl.float32)
+        L = tl.zeros([FOLD_ROWS], tl.float32)
+        A = tl.zeros([FOLD_ROWS, DV], tl.float32)
+        for nth in range(0, parts, FOLD_DEPTH):
+            for i in tl.static_range(FOLD_DEPTH):
+                at = (part + (nth + i) * rows + r).to(tl.int64)
+                mask = real & (nth + i < parts)
+                m = tl.load(part_ml + 2 * at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+                l = tl.load(part_ml + 2 * at + 1, mask=mask, other=0.0, cache_modifier=".cg")
+                a = tl.load(part_acc + at[:, None] * DV + e[None, :], mask=mask[:, None], other=0.0, cache_modifier=".cg")
+                M, L, A = fold(M, L, A, m, l, a)
+        f = row_begin + r
+        write_rows(out, lse, sinks2, M, L, A, f // group, kv_head * group + f % group, real, heads, v_scale, D_V, DV)
+
+
+@triton.jit(do_not_specialize=RUNTIME)
+def attend_kernel(
+    q, k, v, out, lse, sinks2, items, positions, start, tail_indptr, tail_slots, page_ids, part_ml, part_acc, counters, c, pre, v_scale,
+    heads, kv_heads, window, causal, page_size, page_mul, page_shift, count0, len0, count1, len1, len2,
+    q_token8, q_head8, k_slot8, k_head8, v_slot8, v_head8,
+    D_QK: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr, D_V: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr,
+    CAP: tl.constexpr, TREE: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    FOLD_ROWS: tl.constexpr, FOLD_DEPTH: tl.constexpr,
+):  # fmt: skip
+    """One item and kv head per program; strides come in units of 8 elements."""
+    kv_head = tl.program_id(0) % kv_heads
+    item = items + (tl.program_id(0) // kv_heads) * 12
+    row_begin, row_end = tl.load(item + 1), tl.load(item + 2)
+    entry, lo_all, hi_all, tail = tl.load(item), tl.load(item + 3), tl.load(item + 4), tl.load(item + 11)
+    split, split_end, nth, parts = tl.load(item + 5), tl.load(item + 6), tl.load(item + 8), tl.load(item + 9)
+    if row_begin >= row_end:  # padding of the item list
+        return
+    group = heads // kv_heads
+    f = row_begin + tl.arange(0, ROWS)
+    real = f < row_end
+    token = f // group
+    head = kv_head * group + f % group
+    hi = tl.where(causal != 0, tl.load(positions + token, mask=real, other=-1) + 1, hi_all)
+    hi = tl.where(real, hi, 0)
+    lo = tl.maximum(hi - window, 0)
+    q_at = token.to(tl.int64) * (q_token8 * 8) + head * (q_head8 * 8)
+    d = tl.arange(0, DA)
+    qa = tl.load(q + q_at[:, None] + d[None, :], mask=real[:, None] & (d < D_QK)[None, :], other=0.0)
+    qb = qa
+    if DB > 0:
+        d = DA + tl.arange(0, DB)
+        qb = tl.load(q + q_at[:, None] + d[None, :], mask=real[:, None] & (d < D_QK)[None, :], other=0.0)
+    k_slot, v_slot = k_slot8.to(tl.int64) * 8, v_slot8.to(tl.int64) * 8
+    k_head, v_head = kv_head.to(tl.int64) * (k_head8 * 8), kv_head.to(tl.int64) * (v_head8 * 8)
+    M = tl.full([ROWS], float("-inf"), tl.float32)
+    L = tl.zeros([ROWS], tl.float32)
+    A = tl.zeros([ROWS, DV], tl.float32)
+    if PART:
+        M, L, A = attend_split(
+            qa, qb, k, v, lo, hi, lo_all, hi_all, split_begin(split, count0, len0, count1, len1, len2),
+            split_begin(split + 1, count0, len0, count1, len1, len2), tail, row_begin, row_end, group, positions, start, tail_indptr,
+            tail_slots, page_ids, entry, page_size, page_mul, page_shift, k_slot, k_head, v_slot, v_head, c, pre,
+            D_QK, DA, DB, D_V, DV, LATENT, CAP, TREE, ROWS, TILE,
+        )  # fmt: skip
+        rows = row_end - row_begin
+        part = tl.load(item + 7) * kv_heads + kv_head * parts * rows
+        at = (part + nth * rows + tl.arange(0, ROWS)).to(tl.int64)
+        e = tl.arange(0, DV)
+        tl.store(part_ml + 2 * at, M, mask=real)
+        tl.store(part_ml + 2 * at + 1, L, mask=real)
+        tl.store(part_acc + at[:, None] * DV + e[None, :], A, mask=real[:, None])
+        tl.debug_barrier()  # every thread's part is written before one of them says so
+        counter = counters + tl.load(item + 10) * kv_heads + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
+            tl.store(counter, 0)  # ready for the next launch
+            fold_parts(
+                out, lse, sinks2, part_ml, part_acc, part, rows, parts, row_begin, group, kv_head, heads, v_scale,
+                D_V, DV, FOLD_ROWS, FOLD_DEPTH,
+            )  # fmt: skip
+    else:
+        for s in range(split, split_end):
+            m, l, a = attend_split(
+                qa, qb, k, v, lo, hi, lo_all, hi_all, split_begin(s, count0, len0, count1, len1, len2),
+                split_begin(s + 1, count0, len0, count1, len1, len2), tail, row_begin, row_end, group, positions, start, tail_indptr,
+                tail_slots, page_ids, entry, page_size, page_mul, page_shift, k_slot, k_head, v_slot, v_head, c, pre,
+                D_QK, DA, DB, D_V, DV, LATENT, CAP, TREE, ROWS, TILE,
+            )  # fmt: skip
+            M, L, A = fold(M, L, A, m, l, a)
+        write_rows(out, lse, sinks2, M, L, A, token, head, real, heads, v_scale, D_V, DV)

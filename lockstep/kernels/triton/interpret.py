@@ -1,0 +1,61 @@
+"""Triton's interpreter, made good enough to prove bits with: a `dot` that walks K in ascending order and widens bfloat16.
+
+The interpreter's own dot is numpy's matmul: garbage in bfloat16, and its rows depend on the shape of the block. `install` replaces it,
+in a process where TRITON_INTERPRET=1 was set before Triton was imported, and lets the language be patched once instead of at every
+call of a device function. Called by the tests only; such a process interprets and does nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from lockstep.types import RuleError
+
+
+class Forever:
+    """A patch that stays."""
+
+    def restore(self) -> None:
+        """Nothing: this process interprets until it ends."""
+
+
+def widen(tensor: Any, bfloat16: Any) -> Any:
+    """An operand of a dot as float32."""
+    if tensor.dtype.scalar == bfloat16:
+        return (tensor.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return tensor.data.astype(np.float32)
+
+
+def install() -> None:
+    """Replaces the interpreter's dot in this process."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuleError("kernels are interpreted when TRITON_INTERPRET=1 is set before Triton is imported", "it is not", "Set it")
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch_lang, patch_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
+    patched: set[tuple[str, ...]] = set()
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *ignored: Any) -> Any:
+        left, right, total = widen(a, tl.bfloat16), widen(b, tl.bfloat16), d.data.astype(np.float32)
+        for i in range(left.shape[1]):
+            total += left[:, i : i + 1] * right[i : i + 1, :]
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    def patch_scalars(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))  # numpy 2.4 wants a scalar
+
+    def patch_once(function: Any) -> Forever:
+        names = tuple(sorted(n for n, value in function.__globals__.items() if value is tl or value is tl.core))
+        if names not in patched:
+            patched.add(names)
+            patch_lang(function)
+        return Forever()
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreter._patch_lang_tensor = patch_scalars
+    interpreter._patch_lang = patch_once

@@ -1,0 +1,86 @@
+"""Launch shapes: how many rows a block has, how many warps, and who is split over programs. Speed only: no entry changes a bit.
+
+Chosen by lengths and head sizes, on the host, in the backend's `lower`. The figures behind the table are in `docs/performance.md`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.kernels.triton.items import Rows
+from lockstep.kernels.triton.launch import Tuning
+from lockstep.order import AttentionOrder
+from lockstep.types import GroupSpec, Layout
+
+FEW = 16  # rows (token, head) of a request that still make one small block
+PROGRAMS = 264  # two per multiprocessor: fewer whole blocks than this are split over programs
+TOKENS = 96  # rows of a request from which a block of 128 tokens is worth while
+HOPPER_ITEMS = 100
+
+
+def few(spec: GroupSpec) -> Tuning:
+    """One small block per request and kv head, a program per split."""
+    if narrow(spec):
+        return some(spec)
+    if spec.d_v > 256:
+        return Tuning(rows=16, warps=4, stages=2, parts=True, fold_rows=1)
+    return Tuning(rows=16, warps=4, stages=4, parts=True, fold_rows=4 if spec.d_v <= 128 else 2)
+
+
+def some(spec: GroupSpec) -> Tuning:
+    """Blocks of 64 rows, a program per split."""
+    if spec.d_v > 256:
+        return Tuning(rows=64, warps=8, stages=2, parts=True, fold_rows=1)
+    return Tuning(rows=64, warps=4, stages=2, parts=True, fold_rows=4 if spec.d_v <= 128 else 2)
+
+
+def many(spec: GroupSpec) -> Tuning:
+    """Whole blocks, folded as they go."""
+    if spec.d_v > 256:
+        return some(spec) if narrow(spec) else Tuning(rows=32, warps=8, stages=1, parts=False)
+    return Tuning(rows=128 if spec.d_v <= 128 else 64, warps=8, stages=3 if spec.d_v <= 128 else 2, parts=False)
+
+
+def narrow(spec: GroupSpec) -> bool:
+    """Keys of one byte: blocks under 64 rows would use mma.sync, whose operands, widened in registers, are regrouped along K."""
+    return spec.kv_dtype == "float8_e4m3"
+
+
+HOPPER_ROWS = Tuning(rows=64, warps=4, stages=3, parts=True, hopper=True)
+HOPPER_TOKENS = Tuning(rows=128, warps=4, stages=2, parts=False, hopper=True)
+
+
+def hopper_serves(spec: GroupSpec, tree: bool, order: AttentionOrder) -> bool:
+    """Whether the warp-specialised kernels can do a group: head sizes, pages and features that they know."""
+    return (
+        spec.layout in (Layout.DENSE, Layout.CROSS)
+        and spec.d_qk == spec.d_v
+        and spec.d_qk in (64, 128)
+        and order.tile == 128
+        and spec.page_size in (16, 32, 64, 128)
+        and spec.kv_dtype == "bfloat16"
+        and not tree
+        and all(attn.soft_cap is None for attn in spec.layers)
+    )
+
+
+def group_of(spec: GroupSpec, tuning: Tuning) -> int:
+    """Query heads that share a block's rows: those of a kv head, or one where a block is tokens of one head."""
+    return 1 if tuning.hopper and not tuning.parts else spec.group_size
+
+
+def choose(spec: GroupSpec, rows: Rows, hopper: bool) -> list[tuple[Tuning, NDArray[np.int64]]]:
+    """Launch shapes and the requests each serves. `hopper`: the warp-specialised kernels may be used."""
+    lens = np.diff(rows.q_indptr).astype(np.int64)
+    flat = lens * spec.group_size
+    small = (lens > 0) & (flat <= FEW)
+    long = (lens >= TOKENS) & ~small & (hopper and spec.causal and spec.window is None)
+    if int((-(-lens[long] // HOPPER_TOKENS.rows)).sum()) * spec.heads < HOPPER_ITEMS:
+        long &= False
+    rest = (lens > 0) & ~small & ~long
+    whole = many(spec)
+    blocks = int((-(-flat[rest] // whole.rows)).sum()) * spec.kv_heads
+    split = HOPPER_ROWS if hopper else some(spec)
+    chosen = ((HOPPER_ROWS if hopper else few(spec), small), (split if blocks < PROGRAMS else whole, rest), (HOPPER_TOKENS, long))
+    return [(tuning, np.flatnonzero(mask)) for tuning, mask in chosen if mask.any()]

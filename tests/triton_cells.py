@@ -1,0 +1,309 @@
+"""Attention kernels of the GPU, feature by feature: values against float64, and bits that must not move. Run as a program.
+
+Without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1, set by `tests/test_triton.py`) with a small order, so that short
+requests cross many tiles and splits; with `--device cuda` on the card, with the real one. Prints one JSON object: cell → what was found.
+
+usage: python tests/triton_cells.py [--device cuda] [--cells NAME,NAME]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from lockstep import order
+from lockstep.attention import reference
+from lockstep.attention import triton as backend
+from lockstep.kernels.triton import tuning
+from lockstep.kernels.triton.launch import Tuning
+from lockstep.kv.pages import PagePool
+from lockstep.kv.pool import Keys, Pool
+from lockstep.kv.tables import Table
+from lockstep.plan.build import Work, build, node_slots
+from lockstep.plan.image import pack, views
+from lockstep.types import AttnSpec, GroupSpec, Layout
+
+SMALL = order.AttentionOrder(16, order.Splits(count0=2, len0=32, count1=1, len1=48, len2=64))
+PAGES = 400
+WINDOW = 37
+
+
+def dense(heads: int, kv_heads: int, d: int, d_v: int | None = None, **extra: object) -> GroupSpec:
+    group = {k: extra.pop(k) for k in ("window", "kv_dtype") if k in extra}
+    attn = AttnSpec(scale=1.5 / d**0.5, **extra)
+    group = {"kv_dtype": "bfloat16"} | group
+    return GroupSpec(Layout.DENSE, heads, kv_heads, d, d_v or d, (attn,), **group)
+
+
+def latent(heads: int, d_qk: int, d_v: int, **group: object) -> GroupSpec:
+    return GroupSpec(Layout.LATENT, heads, 1, d_qk, d_v, (AttnSpec(scale=1.5 / d_qk**0.5),), **({"kv_dtype": "bfloat16"} | group))
+
+
+def fresh(heads: int, kv_heads: int, d: int, causal: bool, window: int | None = None) -> GroupSpec:
+    return GroupSpec(Layout.FRESH, heads, kv_heads, d, d, (AttnSpec(scale=1.5 / d**0.5),), causal=causal, window=window)
+
+
+SINKS = tuple(0.3 + 0.4 * h for h in range(4))
+SMALL_FEATURES = {
+    "dense": dense(4, 2, 32),
+    "group-7": dense(14, 2, 24),
+    "heads-72": dense(72, 1, 16),
+    "d-qk-v": dense(4, 2, 48, 32),
+    "window": dense(4, 2, 32, window=WINDOW),
+    "soft-cap": dense(4, 2, 32, soft_cap=1.5),
+    "sinks": dense(4, 2, 32, sinks=SINKS),
+    "fp16": dense(4, 2, 32),
+    "fp8": dense(4, 2, 32, kv_dtype="float8_e4m3", k_scale=0.02, v_scale=0.01),
+    "latent": latent(6, 40, 32),
+    "window-all": dense(4, 2, 32, window=WINDOW, soft_cap=2.0, sinks=SINKS, kv_dtype="float8_e4m3", k_scale=0.02),
+    "cross": GroupSpec(Layout.CROSS, 4, 2, 32, 32, (AttnSpec(scale=0.3),), kv_dtype="bfloat16", causal=False),
+    "encoder": fresh(4, 2, 32, causal=False),
+    "embed-window": fresh(4, 2, 32, causal=True, window=WINDOW),
+}
+CARD_FEATURES = {
+    "d64": dense(8, 2, 64),
+    "d128": dense(32, 8, 128),
+    "d128-sinks": dense(4, 2, 128, sinks=SINKS),
+    "d256": dense(8, 2, 256),
+    "d192-128": dense(8, 2, 192, 128),
+    "mla": latent(24, 576, 512),
+    "mla-fp8": latent(24, 576, 512, kv_dtype="float8_e4m3"),
+    "group-7": dense(14, 2, 128),
+    "heads-72": dense(72, 1, 64),
+    "d80": dense(4, 2, 80),
+    "window": dense(8, 2, 128, window=1000),
+    "soft-cap": dense(8, 2, 128, soft_cap=1.5),
+    "fp16": dense(8, 2, 128),
+    "fp8": dense(8, 2, 128, kv_dtype="float8_e4m3", k_scale=0.02, v_scale=0.01),
+    "window-all": dense(4, 2, 128, window=300, soft_cap=2.0, sinks=SINKS, kv_dtype="float8_e4m3", k_scale=0.02),
+    "cross": GroupSpec(Layout.CROSS, 8, 2, 64, 64, (AttnSpec(scale=0.2),), kv_dtype="bfloat16", causal=False),
+    "encoder": fresh(8, 2, 64, causal=False),
+    "embed-window": fresh(8, 2, 64, causal=True, window=300),
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Lengths of a cell."""
+
+    lens: tuple[int, ...]
+    chunks: tuple[int, ...]  # row counts a request is cut into, over and over
+    decodes: int  # rows recomputed as decodes
+    tree_at: int  # committed keys before a tree
+
+
+SMALL_SIZE = Size(lens=(5, 150), chunks=(33, 1, 70), decodes=5, tree_at=61)
+CARD_SIZE = Size(lens=(1, 17, 700, 1025, 1500), chunks=(333, 1, 70, 128), decodes=1200, tree_at=1019)
+
+
+class Cell:
+    """Requests with keys of their own; every run lays them out anew and must give the same rows."""
+
+    def __init__(self, name: str, spec: GroupSpec, size: Size, device: str) -> None:
+        self.name, self.spec, self.size, self.device = name, spec, size, torch.device(device)
+        self.dtype = torch.float16 if name == "fp16" else torch.bfloat16
+        random = torch.Generator().manual_seed(len(name))
+        draw = lambda *shape: torch.randn(*shape, generator=random)  # noqa: E731
+        self.k = [draw(n, spec.kv_heads, spec.d_qk) for n in size.lens]
+        self.v = [draw(n, spec.kv_heads, spec.d_v) for n in size.lens]
+        self.q = [draw(n, spec.heads, spec.d_qk).to(self.dtype) for n in size.lens]
+        self.random = random
+
+    def plan(self, work: list[tuple[int, int, int]], page_size: int, parents: tuple[int, ...] | None = None):
+        """work: (request, first row, rows). Lays out pages, fills them, NaN elsewhere; returns plan, image views and keys."""
+        spec = replace(self.spec, page_size=page_size)
+        cross, uncached = spec.layout is Layout.CROSS, spec.layout is Layout.FRESH
+        pages = None if uncached else PagePool(PAGES * 16 // page_size)
+        works, slots, tables = [], {}, {}
+        for request, first, rows in work:
+            ends = [len(self.k[r]) if cross else a + n for r, a, n in work if r == request]
+            if uncached:
+                works.append(Work(0, rows, (None,)))
+                continue
+            if request not in tables:
+                tables[request] = Table((spec,), [pages])
+                nodes = len(parents) if parents else 0
+                tables[request].reserve(max(ends), nodes=nodes, cross_len=max(ends))
+                held = tables[request].pages(0)
+                slots[request] = tables[request].slots(0, np.arange(first if parents else max(ends), dtype=np.int32))
+                if parents:
+                    slots[request] = np.concatenate((slots[request], node_slots(spec, held, np.arange(nodes, dtype=np.int32))))
+            works.append(Work(first, rows, (tables[request].pages(0),), None, parents, max(ends) if cross else 0))
+        plan = build((spec,), works)
+        if len(tables) == len(work) and self.device.type == "cpu":  # rows of one request as many decodes share its pages, which a plan of the engine never does
+            from lockstep.plan.check import check  # needs numba
+
+            check(plan, (PAGES * 16 // page_size,))
+        image = torch.from_numpy(pack(plan).copy()).to(self.device)
+        return spec, plan, views(image, plan.bucket, (spec,))[0], self.keys(spec, work, slots)
+
+    def keys(self, spec: GroupSpec, work: list[tuple[int, int, int]], slots: dict) -> Keys:
+        if spec.layout is Layout.FRESH:
+            rows = [(self.k[r][a : a + n], self.v[r][a : a + n]) for r, a, n in work]
+            return Keys(*(torch.cat(x).to(self.device, self.dtype) for x in zip(*rows)))
+        poison = lambda shape, dtype, device: torch.full(shape, float("nan"), dtype=dtype, device=device)  # noqa: E731
+        pool = Pool(spec, PAGES * 16 // spec.page_size, torch.device("cpu"), poison)
+        for request, at in slots.items():
+            n = len(at)
+            pool.write(0, torch.from_numpy(np.asarray(at, np.int64)), self.k[request][:n], self.v[request][:n])
+        keys = pool.keys(0)
+        if self.dtype is torch.float16:
+            keys = Keys(keys.k.half(), keys.v.half())
+        k = keys.k.to(self.device)
+        return Keys(k, k[..., : spec.d_v] if spec.layout is Layout.LATENT else keys.v.to(self.device))
+
+    def run(self, work, page_size: int = 16, only: Tuning | None = None, parents=None, judge: bool = False):
+        """Rows of `work`, one after the other: outputs and log-sum-exps (and the reference's)."""
+        spec, plan, view, keys = self.plan(work, page_size, parents)
+        q = torch.cat([self.q[r][a : a + n] for r, a, n in work])
+        lowered = forced(only, lambda: backend.Backend().lower(plan, plan.groups[0], view))
+        out = backend.Backend().attend(q.to(self.device), keys, lowered, spec.layers[0])
+        got = tuple(x.cpu() for x in out)
+        if not judge:
+            return got
+        slow = reference.Backend()
+        on_cpu = Keys(*(x.cpu() for x in keys))
+        cpu_view = views(torch.from_numpy(pack(plan).copy()), plan.bucket, (spec,))[0]
+        return got, slow.attend(q, on_cpu, slow.lower(plan, plan.groups[0], cpu_view), spec.layers[0])
+
+
+def forced(only: Tuning | None, call: Callable):
+    """`call` with one launch shape for every request, or as chosen."""
+    if only is None:
+        return call()
+    old = tuning.choose
+    tuning.choose = lambda spec, rows, hopper: [(only, np.arange(len(rows.q_indptr) - 1))]
+    try:
+        return call()
+    finally:
+        tuning.choose = old
+
+
+def differing(a: torch.Tensor, b: torch.Tensor) -> int:
+    kind = torch.int16 if a.element_size() == 2 else torch.int32
+    return int((a.contiguous().view(kind) != b.contiguous().view(kind)).sum())
+
+
+def compare(found: dict, name: str, got, want) -> None:
+    found[name] = differing(got[0], want[0]) + differing(got[1], want[1])
+
+
+def bits(cell: Cell, found: dict) -> None:
+    """One request after the other, whole, is what everything else is compared with."""
+    size, lens = cell.size, cell.size.lens
+    whole = [(r, 0, n) for r, n in enumerate(lens)]
+    base = cell.run(whole)
+    begins = np.cumsum((0, *lens))
+    alone = [cell.run([w]) for w in whole]
+    compare(found, "alone = batch", tuple(torch.cat(x) for x in zip(*alone)), base)
+    shapes = [tuning.few(cell.spec), tuning.some(cell.spec), tuning.many(cell.spec)]
+    if cell.device.type == "cuda" and not tuning.narrow(cell.spec):
+        shapes += [replace(shapes[0], warps=w) for w in (1, 2)]
+    for shape in shapes:
+        compare(found, f"rows {shape.rows} warps {shape.warps} parts {shape.parts}", cell.run(whole, only=shape), base)
+    if cell.spec.layout is Layout.FRESH:
+        return
+    for page_size in (1, 24, 128) if cell.device.type == "cuda" else (1, 24):
+        compare(found, f"page size {page_size}", cell.run(whole, page_size=page_size), base)
+    for r, n in enumerate(lens):
+        if n < max(size.chunks):
+            continue
+        at, i, parts = 0, 0, []
+        while at < n:
+            rows = min(size.chunks[i % len(size.chunks)], n - at)
+            parts.append(cell.run([(r, at, rows)]))
+            at, i = at + rows, i + 1
+        got = tuple(torch.cat(x) for x in zip(*parts))
+        compare(found, f"chunked {n}", got, tuple(x[begins[r] : begins[r + 1]] for x in base))
+    picked = torch.randperm(int(begins[-1]), generator=cell.random)[: size.decodes].tolist()
+    owner = np.searchsorted(begins, picked, side="right") - 1
+    steps = [(int(r), row - int(begins[r]), 1) for r, row in zip(owner, picked)]
+    compare(found, f"{len(steps)} rows as decodes", cell.run(steps), tuple(x[picked] for x in base))
+
+
+def values(cell: Cell, found: dict) -> None:
+    """All requests as extends of their last rows, against float64."""
+    if cell.spec.layout is Layout.FRESH:
+        work = [(r, 0, min(n, 300)) for r, n in enumerate(cell.size.lens)]
+    else:
+        work = [(r, max(0, n - 40), min(n, 40)) for r, n in enumerate(cell.size.lens)]
+    got, want = cell.run(work, judge=True)
+    found["values"] = error(got, want)
+
+
+def error(got, want) -> dict:
+    out, lse = (g.double() - w.double() for g, w in zip(got, want))
+    return {"out": float(out.norm() / want[0].double().norm()), "lse": float(lse.abs().max()), "nan": int(got[0].isnan().sum())}
+
+
+def tree(cell: Cell, found: dict) -> None:
+    """A tree's rows are the rows of its paths, each written as a plain request."""
+    parents = (-1, 0, 0, 1, 2, 3, -1, 6)
+    at, n = cell.size.tree_at, len(parents)
+    random = torch.Generator().manual_seed(1)
+    keep = cell.k, cell.v, cell.q
+    draw = lambda *shape: torch.randn(*shape, generator=random)  # noqa: E731
+    spec = cell.spec
+    k, v, q = draw(at + n, spec.kv_heads, spec.d_qk), draw(at + n, spec.kv_heads, spec.d_v), draw(n, spec.heads, spec.d_qk).to(cell.dtype)
+    cell.k, cell.v, cell.q = [k], [v], [torch.cat((draw(at, spec.heads, spec.d_qk).to(cell.dtype), q))]
+    got, want = cell.run([(0, at, n)], parents=parents, judge=True)
+    found["tree values"] = error(got, want)
+    total = 0
+    for node in range(n):
+        path, at_node = [node], node
+        while parents[at_node] >= 0:
+            at_node = parents[at_node]
+            path.insert(0, at_node)
+        index = [*range(at), *(at + i for i in path)]
+        cell.k, cell.v = [k[index]], [v[index]]
+        cell.q = [torch.cat((torch.zeros(len(index) - 1, spec.heads, spec.d_qk, dtype=cell.dtype), q[node : node + 1]))]
+        row = cell.run([(0, len(index) - 1, 1)])
+        total += differing(row[0], got[0][node : node + 1]) + differing(row[1], got[1][node : node + 1])
+    found["tree rows = their paths"] = total
+    cell.k, cell.v, cell.q = keep
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--cells", default="")
+    parser.add_argument("--checks", default="values,bits,tree")
+    args = parser.parse_args()
+    card = args.device == "cuda"
+    features, size = (CARD_FEATURES, CARD_SIZE) if card else (SMALL_FEATURES, SMALL_SIZE)
+    if not card:
+        from lockstep.kernels.triton import interpret
+
+        interpret.install()
+        order.attention_order = lambda *sizes: SMALL
+        tuning.few = lambda spec: Tuning(rows=16, warps=1, stages=1, parts=True, fold_rows=16, fold_depth=1)
+        tuning.some = lambda spec: Tuning(rows=64, warps=1, stages=1, parts=True, fold_rows=64, fold_depth=1)
+        tuning.many = lambda spec: Tuning(rows=128, warps=1, stages=1, parts=False)
+    report = {}
+    for name in args.cells.split(",") if args.cells else features:
+        found: dict = {}
+        begin = time.time()
+        cell = Cell(name, features[name], size, args.device)
+        checks = {"values": values, "bits": bits}
+        if cell.spec.layout in (Layout.DENSE, Layout.LATENT):
+            checks["tree"] = tree
+        for check_name in args.checks.split(","):
+            if check_name in checks:
+                checks[check_name](cell, found)
+        found["seconds"] = round(time.time() - begin, 1)
+        report[name] = found
+        print(name, json.dumps(found), file=sys.stderr, flush=True)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
