@@ -52,6 +52,9 @@ EXAMPLES = {
     "lockstep lab fuzz": """
       lockstep lab fuzz --traces 10000 --json fuzz.json
       lockstep lab fuzz --first 4711 --traces 1          one trace again""",
+    "lockstep lab golden": """
+      lockstep lab golden                                do all recorded answers still have their bits?
+      lockstep lab golden --write                        add the answers that the file does not have yet""",
     "lockstep lab mutate": """
       lockstep lab mutate plan --count 20 --seed 8       20 small mutants of lockstep/plan; who notices them?
       lockstep lab mutate lockstep/kv/pages.py --list    the mutants and their diffs, nothing run
@@ -250,6 +253,10 @@ def _lab(commands: Any) -> None:
     fuzz.add_argument("--first", type=whole, default=0, metavar="N", help="number of the first one: a trace is a function of its number")
     _json(fuzz)
     _workers(fuzz)
+    golden = _command(kinds, "lockstep lab golden", "recorded answers: has any bit changed?", lab_golden)
+    golden.add_argument("--file", default="tests/golden.json", metavar="F", help="the record (default: tests/golden.json)")
+    golden.add_argument("--write", action="store_true", help="add what is missing; a recorded answer is never replaced")
+    _json(golden)
     _mutate(_command(kinds, "lockstep lab mutate", "small mutants of the engine: does any test or cell notice?", lab_mutate))
     struck = _command(kinds, "lockstep lab interrupts", "interrupts at any moment: every answer must keep its bits", lab_interrupts)
     struck.add_argument("--count", type=positive, default=100, metavar="N", help="interrupts that strike (default: 100)")
@@ -405,6 +412,13 @@ def lab_fuzz(args: argparse.Namespace) -> int:
     from lockstep.lab import commands
 
     return commands.traces(args)
+
+
+def lab_golden(args: argparse.Namespace) -> int:
+    """`lab golden`."""
+    from lockstep.lab import golden
+
+    return golden.run(args)
 
 
 def lab_mutate(args: argparse.Namespace) -> int:

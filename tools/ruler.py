@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 FILE_LIMIT = 600
 FUNCTION_LIMIT = 60
-ENGINE_LIMIT = 12_000  # of what serves a request; the lab, its case files and the benchmarks are counted, but judge rather than serve
+ENGINE_LIMIT = 17_000  # of what serves a request; the lab, its case files and the benchmarks are counted, but judge rather than serve
 JUDGES = ("lockstep/lab/", "lockstep/bench/")
 
 

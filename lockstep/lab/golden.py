@@ -1,0 +1,279 @@
+"""Answers that must not change: tokens and log-probability bits of some hundred requests, kept in a file.
+
+A refactoring may move everything and change no bit. The requests go over the built-in model and a
+small model of every type, written to a folder as a user has it; a tensor's numbers follow from its
+name, so the order in which a loader asks for them does not matter. They run together in a cramped
+engine (small pages, short chunks, few of them), which changes no answer but takes every path.
+
+The file is keyed by the name of the order and the versions of what compiles it. `record` adds what
+is missing and never replaces an answer; `compare` says what differs. `lockstep lab golden` calls both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep import LLM, SamplingParams, order
+from lockstep.lab import document
+from lockstep.lab.golden_models import MODELS, PRESENT, VOCAB
+from lockstep.progress import Progress
+from lockstep.types import RuleError
+
+Answers = dict[str, dict[str, Any]]  # name of a request -> its answer
+REQUESTS = 28  # of every model
+CRAMPED = {
+    "page_size": 4,
+    "chunked_prefill_size": 99,
+    "max_running_requests": 16,
+    "max_total_tokens": 136,
+}
+PATHS = ("hit_tokens", "preempted", "forked")  # what must have happened for a file to be worth it
+TEXTS = (
+    "def fib(n):\n",
+    "class Stack:\n    def __init__(self):\n",
+    "import os\n\n\ndef walk(path):\n    for name in os.listdir(path):\n",
+    "# sorts a list in place\ndef bubble_sort(items):\n    n = len(items)\n",
+    "with open('data.csv') as file:\n    ",
+    "é€😀 = 1\nprint(",
+    "x",
+)
+
+
+@dataclass(frozen=True)
+class GoldenRequest:
+    """One question. `kind` says which call of the surface asks it."""
+
+    name: str
+    kind: str  # generate | items | embed
+    prompt: str | tuple[int, ...]
+    params: SamplingParams
+    items: tuple[tuple[int, ...], ...] = ()
+
+
+def run(args: argparse.Namespace) -> int:
+    """`lab golden`: compares, or adds; 1 if a bit has changed."""
+    file = Path(args.file)
+    with Progress(1 + len(MODELS), "lab golden") as bar:
+        found, counters = answers(bar.step)
+    added = record(file, found, counters) if args.write else 0
+    differing = compare(file, found)
+    if args.json:
+        told = {"key": key(), "answers": len(found), "added": added, "differing": differing}
+        document.write({**told, "paths": {path: counters[path] for path in PATHS}}, args.json)
+    if args.json != "-":
+        print("\n".join(differing[:20]) or f"{len(found)} answers, {added} of them new: no bit differs")
+    return 1 if differing else 0
+
+
+def key() -> str:
+    """Which answers these are: the order and what compiles it."""
+    versions = "; ".join(f"{name} {version(name)}" for name in ("torch", "numba", "llvmlite"))
+    return f"order {order.ORDER_NAMES[order.CPU]}; {versions}"
+
+
+def answers(on_model: Callable[[str], None] = lambda _: None) -> tuple[Answers, Counter[str]]:
+    """Every answer on this machine, and the counters of the engines that gave them."""
+    found: Answers = {}
+    counters: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(prefix="lockstep-golden-") as folder:
+        for name in ("builtin", *MODELS):
+            llm = LLM(model_folder(name, Path(folder)), **CRAMPED)
+            found.update(ask(llm, requests(name)))
+            counters.update(llm.engine.scheduler.counters)
+            llm.engine.check()
+            on_model(name)
+    return found, counters
+
+
+def ask(llm: LLM, asked: Sequence[GoldenRequest]) -> Answers:
+    """Those of one model: everything that is generated runs together."""
+    found: Answers = {}
+    together = [r for r in asked if r.kind == "generate"]
+    outputs = llm.generate([r.prompt for r in together], [r.params for r in together])
+    for request, output in zip(together, outputs, strict=True):
+        found[request.name] = {
+            "tokens": [list(c.token_ids) for c in output.completions],
+            "logprobs": [bits(c.logprobs) for c in output.completions],
+            "finish": [c.finish_reason for c in output.completions],
+        }
+        if output.prompt_logprobs is not None:
+            found[request.name]["prompt_logprobs"] = bits(output.prompt_logprobs)
+    for request in (r for r in asked if r.kind == "items"):
+        scores = llm.score(request.prompt, request.items)
+        found[request.name] = {"logprobs": [bits(each) for each in scores]}
+    embeds = [r for r in asked if r.kind == "embed"]
+    if embeds:
+        vectors = llm.embed([r.prompt for r in embeds])
+        found.update({r.name: {"embedding": bits(v)} for r, v in zip(embeds, vectors, strict=True)})
+    return found
+
+
+def bits(values: NDArray[np.float32] | None) -> str:
+    """float32 numbers as hexadecimal digits, eight each."""
+    return "" if values is None else np.asarray(values, "<f4").tobytes().hex()
+
+
+def requests(model: str) -> list[GoldenRequest]:
+    """The questions to a model: a function of its name."""
+    rng = random.Random(zlib.crc32(model.encode()))
+    kinds = ["embed"] if model == "bert" else ["generate"] * 5 + ["items", "embed"]
+    if model == "bart":
+        kinds.remove("embed")
+    stems = [tuple(rng.randrange(2, VOCAB) for _ in range(n)) for n in (48, 31, 17)]
+    out = []
+    for i in range(REQUESTS):
+        kind = kinds[i % len(kinds)]
+        stem = rng.choice(stems)
+        tail = tuple(rng.randrange(2, VOCAB) for _ in range(rng.choice((0, 1, 4, 9))))
+        prompt: str | tuple[int, ...] = stem[: rng.randint(1, len(stem))] + tail
+        if model == "builtin":
+            prompt = rng.choice(TEXTS) + rng.choice(TEXTS) * (i % 3)
+        lens = [rng.randint(1, 9) for _ in range(3)]
+        items = tuple(tuple(rng.randrange(2, VOCAB) for _ in range(n)) for n in lens)
+        params = draw_params(rng, i, scored=model != "bart")
+        out.append(
+            GoldenRequest(
+                name=f"{model}/{i}",
+                kind=kind,
+                prompt=prompt,
+                params=params,
+                items=items if kind == "items" else (),
+            )
+        )
+    return out
+
+
+def draw_params(rng: random.Random, seed: int, scored: bool) -> SamplingParams:
+    """Greedy and sampled, cut, penalised, forked, scored."""
+    return SamplingParams(
+        max_tokens=rng.choice((3, 9, 20)),
+        temperature=rng.choice((0.0, 0.0, 0.7, 1.0, 1.4)),
+        top_p=rng.choice((1.0, 0.9)),
+        top_k=rng.choice((0, 0, 11)),
+        min_p=rng.choice((0.0, 0.0, 0.05)),
+        seed=seed * 7919 - 5,
+        n=rng.choice((1, 1, 1, 3)),
+        logprobs=True,
+        prompt_logprobs=rng.choice((None, None, None, True)) if scored else None,
+        frequency_penalty=rng.choice((0.0, 0.0, 0.6)),
+        presence_penalty=rng.choice((0.0, 0.0, 0.3)),
+        repetition_penalty=rng.choice((1.0, 1.0, 1.2)),
+        logit_bias=rng.choice(((), ((5, 2.0), (9, -3.0)))),
+        min_tokens=rng.choice((0, 2)),
+        stop_token_ids=rng.choice(((), (7, 21))),
+    )
+
+
+def model_folder(name: str, parent: Path) -> str | None:
+    """The folder of a small model, written as a user would have it; None is the built-in one."""
+    if name == "builtin":
+        return None
+    from safetensors.torch import save_file
+
+    folder = parent / name
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODELS[name]), encoding="utf-8")
+    save_file(dict(tensors(name)), str(folder / "model.safetensors"))
+    return str(folder)
+
+
+def tensors(name: str) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint of the model holds: the loader is asked for names and shapes, once."""
+    from lockstep.nn.source import Weights
+
+    asked: dict[str, tuple[int, ...]] = {}
+
+    def take(tensor: str, shape: tuple[int, ...]) -> Tensor:
+        asked[tensor] = shape
+        return torch.empty(shape, device="meta")
+
+    config = SimpleNamespace(**MODELS[name])
+    source = Weights(take, lambda _: None, PRESENT, "lanes")
+    import_module(f"lockstep.models.{config.model_type}").build(config, source)
+    for tensor, shape in asked.items():
+        yield tensor, draw_tensor(tensor, shape)
+
+
+def draw_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Numbers that follow from the name alone: single exact operations on the bits of a counter."""
+    generator = np.random.Philox(key=zlib.crc32(name.encode()))
+    raw = generator.random_raw(int(np.prod(shape))) >> np.uint64(40)
+    uniform = raw.astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
+    scale = 0.5 if "embed" in name or len(shape) == 1 else 2.5 / float(shape[-1]) ** 0.5
+    values = uniform * np.float32(2.0 ** round(np.log2(scale)))
+    if "norm" in name.lower() and name.endswith("weight"):
+        values = values * np.float32(0.25) + np.float32(1)
+    return torch.from_numpy(values.reshape(shape).copy())
+
+
+def read(file: Path) -> dict[str, Answers]:
+    """What was recorded, by key; nothing where there is no file yet."""
+    if not file.exists():
+        return {}
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        raise RuleError("the golden file is JSON", str(file), "Take it from the repository") from None
+    recorded: dict[str, Answers] = document
+    return recorded
+
+
+def record(file: Path, found: Answers, counters: Mapping[str, int]) -> int:
+    """Adds the answers that the file does not have; returns how many. A differing one is an error."""
+    missed = [path for path in PATHS if not counters.get(path)]
+    if missed:
+        raise RuleError("golden answers come by every path", f"none by {', '.join(missed)}", "Cramp it")
+    recorded = read(file)
+    known = recorded.setdefault(key(), {})
+    differing = differences(known, found)
+    if differing:
+        remedy = "A changed bit is a new name of the order in order.py"
+        raise RuleError("a recorded answer stays as it is", differing[0], remedy)
+    added = {name: answer for name, answer in found.items() if name not in known}
+    known.update(added)
+    lines = json.dumps(recorded, indent=1, sort_keys=True)
+    file.write_text(lines + "\n", encoding="utf-8")
+    return len(added)
+
+
+def compare(file: Path, found: Answers) -> list[str]:
+    """What differs from the file, in words; an error where the file knows nothing of this key."""
+    recorded = read(file)
+    if key() not in recorded:
+        have = " | ".join(recorded) or "nothing"
+        raise RuleError(
+            f"the golden file has answers for {key()}",
+            f"answers for {have}",
+            "Install the pinned versions, or record with --write",
+        )
+    known = recorded[key()]
+    gone = [f"{name}: recorded, and not asked any more" for name in known if name not in found]
+    return [*gone, *differences(known, found)]
+
+
+def differences(known: Answers, found: Answers) -> list[str]:
+    """Answers that both have and that are not the same."""
+    return [
+        f"{name}: {part} differs"
+        for name, answer in found.items()
+        if name in known
+        for part in sorted({*answer, *known[name]})
+        if answer.get(part) != known[name].get(part)
+    ]

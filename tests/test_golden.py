@@ -1,0 +1,53 @@
+"""Recorded answers: every bit of them, on the versions that they were recorded with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.lab import golden
+from lockstep.lab.golden_models import MODELS
+from lockstep.models.weights import model_types
+from lockstep.types import RuleError
+
+FILE = Path(__file__).parent / "golden.json"
+
+
+def test_every_recorded_answer_still_has_its_bits():
+    found, counters = golden.answers()
+    assert golden.compare(FILE, found) == []
+    assert all(counters[path] > 0 for path in golden.PATHS), counters
+    assert len(found) >= 300
+
+
+def test_every_model_type_has_answers():
+    assert sorted(MODELS) == model_types()
+
+
+def test_a_changed_bit_a_lost_request_and_unknown_versions_are_told(tmp_path: Path):
+    file = tmp_path / "golden.json"
+    paths = dict.fromkeys(golden.PATHS, 1)
+    answers = {"a/0": {"tokens": [[1, 2]], "logprobs": ["00"]}, "a/1": {"logprobs": ["01"]}}
+    assert golden.record(file, answers, paths) == 2 and golden.compare(file, answers) == []
+    changed = {**answers, "a/1": {"logprobs": ["02"]}}
+    assert golden.compare(file, changed) == ["a/1: logprobs differs"]
+    assert golden.compare(file, {"a/0": answers["a/0"]}) == ["a/1: recorded, and not asked any more"]
+    with pytest.raises(RuleError, match="a recorded answer stays as it is; got a/1: logprobs differs"):
+        golden.record(file, changed, paths)
+    assert golden.record(file, {**answers, "b/0": {"tokens": [[3]]}}, paths) == 1, "entries may be added"
+    file.write_text(json.dumps({"another order": {}}))
+    with pytest.raises(RuleError, match="the golden file has answers for order cpu-1"):
+        golden.compare(file, answers)
+
+
+def test_answers_that_took_no_detour_are_not_recorded(tmp_path: Path):
+    with pytest.raises(RuleError, match="none by preempted"):
+        golden.record(tmp_path / "golden.json", {}, {"hit_tokens": 3, "forked": 1})
+
+
+def test_a_tensor_follows_from_its_name():
+    first, again = (golden.draw_tensor("model.layers.0.mlp.up_proj.weight", (3, 5)) for _ in range(2))
+    other = golden.draw_tensor("model.layers.1.mlp.up_proj.weight", (3, 5))
+    assert first.equal(again) and not first.equal(other)
