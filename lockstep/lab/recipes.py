@@ -197,10 +197,10 @@ def encode_decode(s: Script) -> None:
 
 def overflow(s: Script) -> None:
     """Values that are infinite, in the middle of a step's rows: rows before them do not see them, rows behind them do."""
-    rs = begin(s, 5, 70)
-    acts = [s.extend(r, n) for r, n in zip(rs, (40, 23), strict=True)]
+    rs = begin(s, 5, 50)
+    acts = [s.extend(r, n) for r, n in zip(rs, (17, 18), strict=True)]
     for act in acts:
-        s.overflow(act.uids[13])
+        s.overflow(act.uids[9])
         s.overflow(act.uids[-1])
     s.step(*acts)
     s.step(*(s.extend(r, 1) for r in rs))
