@@ -17,6 +17,7 @@ from lockstep.models import weights
 from lockstep.models.weights import Loaded
 from lockstep.nn import linear
 from lockstep.run import certify as certificates
+from lockstep.run import runner
 from lockstep.run.certify import NotCertified, consecutive, large, pieces, row_counts
 from lockstep.run.probe import Edges, Piece, runs_of
 
@@ -51,6 +52,21 @@ def test_every_kind_of_cache_is_certified(model):
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "float8_e4m3"])
 def test_narrow_caches_are_certified(kv_cache_dtype):
     assert refusal(stretched(tiny.QWEN3), kv_cache_dtype=kv_cache_dtype, page_size=4) == ""
+
+
+@pytest.mark.parametrize("model", [tiny.QWEN3, tiny.BART], ids=lambda m: m.name)
+def test_padded_steps_are_certified(model, monkeypatch):
+    loaded = stretched(model)
+    padded = []
+
+    def pad(plan: Any, bucket: Any) -> Any:
+        padded.append(bucket.tokens - plan.real.tokens)
+        return old(plan, bucket)
+
+    old = runner.pad
+    monkeypatch.setattr(runner, "pad", pad)
+    assert refusal(loaded, bucket_sizes=(3, 50, 512)) == ""
+    assert sum(map(bool, padded)) > 50
 
 
 def test_a_window_beyond_the_first_split_is_crossed_over_copied_keys():

@@ -5,8 +5,9 @@ computes a sequence whose rows stand on both sides of a tile, a split and every 
 are then computed alone, and again in every kind of step that the engine has: decoding batches,
 chunks behind a prefix, whole prompts, mixtures, chains and trees of drafts, sources of an encoder,
 embeddings; with 1 to 64 rows, and with more by steps of 64 up to the largest step (above 1,024 by
-doubling); with one, two and all threads. Every row must have the bits it has alone. The digest of
-these bits is part of the fingerprint: two machines that agree on it computed the same numbers.
+doubling); with one, two and all threads; padded, where the engine pads. Every row must have the bits
+it has alone. The digest of these bits is part of the fingerprint: two machines that agree on it
+computed the same numbers.
 
 Called by the engine when it is loaded. What is run stands in `probe`.
 """
@@ -98,6 +99,7 @@ def _sequence(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
         for p in alone:
             if steps.differs([Piece(p, p + 1)]) or steps.keys_differ(p):
                 _refuse(f"position {p}, alone and in a chunk of {probe.CHUNK}", 1)
+    steps.runner.buckets = subject.buckets
     yield steps.hidden[alone]
     kinds = KINDS if subject.backend.caps.tails else KINDS[:-1]
     rows = [alone[i % len(alone)] for i in range(max(ROWS, len(alone)))]
@@ -183,6 +185,7 @@ def _sources(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
         steps = Sources(subject)
         longs, block = _long(steps), (0, min(ROWS, steps.limit))
         alone = [steps.alone(request) for request in (*ones, *longs, block)]
+    steps.runner.buckets = subject.buckets
     for count in threads:
         with limited(count):
             for n in range(2, ROWS + 1):
@@ -204,6 +207,7 @@ def _embeddings(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
         steps = Sources(subject)
         longs = _long(steps)
         alone = [steps.alone(request) for request in longs]
+    steps.runner.buckets = subject.buckets
     for count in threads:
         with limited(count):
             if steps.differs(longs if count == threads[-1] else longs[1:]):

@@ -26,6 +26,7 @@ from lockstep.models.bart import Bart
 from lockstep.models.bert import Bert
 from lockstep.models.weights import Info
 from lockstep.nn.decoder import Decoder, Model
+from lockstep.plan.bucket import Buckets
 from lockstep.plan.build import Work, build
 from lockstep.run.groups import Groups, encoder_of
 from lockstep.run.runner import Runner
@@ -45,6 +46,15 @@ class Subject:
     backend: Backend
     info: Info
     config: EngineConfig
+
+    @property
+    def buckets(self) -> Buckets | None:
+        """What the engine pads steps to, if it does, and one that holds every step that is tried."""
+        sizes = self.config.bucket_sizes
+        if sizes is None:
+            return None
+        largest = max(sizes[-1], 2 * order.split_len(1, 1))
+        return Buckets(sizes if sizes[-1] == largest else (*sizes, largest))
 
 
 def one_of_each(model: Model) -> Model:
