@@ -21,6 +21,8 @@ from lockstep.llm.job import Job
 from lockstep.sample.params import SamplingParams
 from lockstep.types import RuleError
 
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a strike in a finaliser is swallowed
+
 PARAMS = SamplingParams(max_tokens=10, temperature=0.8, seed=3, logprobs=1)
 PROMPT = list(range(3, 25))
 OTHER = list(range(9, 21))
