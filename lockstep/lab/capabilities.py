@@ -16,7 +16,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,7 +56,7 @@ EDITED = SamplingParams(
     min_p=0.01,
     logit_bias={7: 1.5, 11: -0.3},
 )
-PAGES = {"page_size": 16, "max_total_tokens": 2048, "chunked_prefill_size": 192}
+CONFIG = EngineConfig(context_length=CONTEXT, page_size=16, max_total_tokens=2048, chunked_prefill_size=192)
 COMMON = {
     **{"vocab_size": VOCAB, "hidden_size": 72, "intermediate_size": 104, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu", "rms_norm_eps": 1e-6},
@@ -161,7 +161,7 @@ class Subject:
 
     def engine(self, kv_cache_dtype: str = "float32") -> Engine:
         """Chunks, pages and a window that prompts cross."""
-        return Engine(EngineConfig.from_names({"context_length": CONTEXT, "kv_cache_dtype": kv_cache_dtype, **PAGES}), self.parts)
+        return Engine(replace(CONFIG, kv_cache_dtype=kv_cache_dtype), self.parts)
 
     def answers(self) -> dict[str, str]:
         """Digests of everything that the model can be asked for."""
@@ -230,7 +230,7 @@ def finish(engine: Engine) -> None:
 
 def subject(name: str) -> Subject:
     """A model of the table, proven on this machine."""
-    return Subject(prepare(loaded(name), None))
+    return Subject(prepare(loaded(name), None, CONFIG))
 
 
 class Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
