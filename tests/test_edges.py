@@ -24,6 +24,7 @@ from lockstep.run.probe import Edges
 from lockstep.sample.noise import counter
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import Row, settings
+from lockstep.sched.request import Ask
 from lockstep.sched.scheduler import Limits
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
@@ -99,6 +100,11 @@ def test_every_seed_is_taken_as_it_is_and_0_too():
             found = settings([row], 61)
             assert found.ints.tolist() == [[5, *counter(seed, index, position)]]
             assert found.floats.tolist() == [[0.7, 1.0, -np.inf]]
+
+
+def test_a_request_asks_for_16_tokens_unless_it_says_otherwise():
+    ask = Ask((1, 2))
+    assert (ask.max_new_tokens, ask.n, ask.priority, ask.max_keys) == (16, 1, 0, 17)
 
 
 def group(**changes: Any) -> GroupSpec:
