@@ -108,7 +108,7 @@ def test_what_is_no_prompt_is_refused_by_every_call_and_nothing_stays_behind(llm
         [torch.tensor([5, 6, 7])],
         (ids for ids in ([5, 6, 7],)),
     ],
-    ids=lambda value: shown(value)[:40],
+    ids=lambda value: re.sub(r" at 0x\w+", "", shown(value))[:40],
 )
 def test_ids_of_any_integer_type_are_the_same_prompt(llm: LLM, prompts: Any):
     (out,) = llm.generate(prompts, FOUR)
