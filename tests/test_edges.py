@@ -105,6 +105,8 @@ def test_every_seed_is_taken_as_it_is_and_0_too():
 def test_a_request_asks_for_16_tokens_unless_it_says_otherwise():
     ask = Ask((1, 2))
     assert (ask.max_new_tokens, ask.n, ask.priority, ask.max_keys) == (16, 1, 0, 17)
+    assert Ask((1, 2), 0, items=((3, 4, 5), (6,))).max_keys == 4, "the last token is not computed"
+    assert Ask((1, 2), 0, items=((3,),)).max_keys == 2
 
 
 def group(**changes: Any) -> GroupSpec:
