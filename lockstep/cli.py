@@ -275,6 +275,7 @@ def _mutate(parser: Parser) -> None:
     parser.add_argument("module", nargs="*", metavar="MODULE", help=modules)
     parser.add_argument("--count", type=positive, default=20, metavar="N", help="mutants of each module (default: 20)")
     parser.add_argument("--seed", type=whole, default=0, metavar="N", help="the draw is a function of it (default: 0)")
+    parser.add_argument("--skip", action="append", metavar="W", help="no mutants of files with this in their path; repeatable")
     parser.add_argument("--mutant", action="append", metavar="ID", help="only this one of the draw; repeatable")
     parser.add_argument("--again", action="store_true", help="try mutants again that an earlier run has tried")
     parser.add_argument("--alone", action="store_true", help="only against what reaches them: survivors do not meet the rest")

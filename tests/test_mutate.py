@@ -139,6 +139,12 @@ def test_a_draw_is_a_function_of_its_seed_and_names_every_line_once():
         compile(changed, m.file, "exec")
 
 
+def test_files_can_be_left_out_of_a_draw():
+    files = {m.file for m in draw.draw("kv", ROOT, 3, 30, ("pages.py", "prefix"))}
+    assert {"lockstep/kv/pool.py", "lockstep/kv/tables.py"} <= files
+    assert not {"lockstep/kv/pages.py", "lockstep/kv/prefix.py"} & files
+
+
 def test_an_edit_elsewhere_leaves_a_drawn_mutant_in_the_draw(toy: Path, tmp_path: Path):
     (tmp_path / "lockstep").mkdir()
     (tmp_path / "lockstep/toy.py").write_text("FIRST = 1\n\n\n" + TOY)

@@ -52,7 +52,8 @@ def run(args: Namespace) -> int:
 def chosen(args: Namespace, root: Path) -> list[Mutant]:
     """The mutants that the options name."""
     modules = list(dict.fromkeys(args.module)) or list(MODULES)
-    mutants = [m for name in modules for m in draw.draw(name, root, args.seed, args.count)]
+    skip = args.skip or ()
+    mutants = [m for name in modules for m in draw.draw(name, root, args.seed, args.count, skip)]
     if args.mutant is None:
         return mutants
     found = [m for m in mutants if m.id in args.mutant]
@@ -146,6 +147,7 @@ def described(args: Namespace, rows: list[dict[str, Any]], seconds: float) -> do
         "environment": {**environment(), **{name: version(name) for name in TOOLS}},
         "seed": args.seed,
         "count": args.count,
+        "skip": args.skip or [],
         "alone": args.alone,
         "seconds": round(seconds, 1),
         "summary": verdicts.count(rows),

@@ -86,12 +86,13 @@ def files_of(name: str, root: Path) -> list[str]:
     return found
 
 
-def draw(name: str, root: Path, seed: int, count: int) -> list[Mutant]:
+def draw(name: str, root: Path, seed: int, count: int, skip: Sequence[str] = ()) -> list[Mutant]:
     """`count` mutants of a module, or as many as there are, at most one a line.
 
     Places are taken in the order of a digest of seed and place, so an edit elsewhere in the module
     leaves a drawn mutant in the draw."""
-    texts = {file: (root / file).read_text(encoding="utf-8") for file in files_of(name, root)}
+    files = [file for file in files_of(name, root) if not any(word in file for word in skip)]
+    texts = {file: (root / file).read_text(encoding="utf-8") for file in files}
     found = [place for file, text in texts.items() for place in places(file, text)]
     found.sort(key=lambda place: lot(place, texts[place.file], seed))
     out: list[Mutant] = []
