@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -272,4 +273,5 @@ class Head:
 def test_a_head_that_is_wrong_at_one_row_count_is_not_certified(rows: int, refused: bool):
     hidden = torch.arange(128.0).reshape(64, 2)
     with pytest.raises(certify.NotCertified, match=f"{rows} rows of the head") if refused else nullcontext():
-        certify._head(Head(rows), hidden, 100, (1,))
+        config = EngineConfig(chunked_prefill_size=100)
+        certify._head(SimpleNamespace(model=Head(rows), config=config), hidden, (1,))
