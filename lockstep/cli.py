@@ -78,6 +78,10 @@ EXAMPLES = {
     "lockstep bench compare": """
       lockstep bench compare --base HEAD~1 --case attention
       lockstep bench compare --base 0d88767 --repeat 7 --json bench/results/compare.json""",
+    "lockstep kernels": """
+      lockstep kernels --list
+      lockstep kernels --compile sm_90 --jobs 2          every GPU kernel variant, without a GPU
+      lockstep kernels --compile sm_90 --only "attend 128/128" --json kernels.json""",
     "lockstep check-env": """
       lockstep check-env --json -""",
 }
@@ -181,6 +185,7 @@ def make_parser() -> Parser:
     _generate(commands)
     _lab(commands)
     _bench(commands)
+    _kernels(commands)
     env = _command(commands, "lockstep check-env", "versions, processor, backends and why they work or not", check_env)
     _json(env)
     return parser
@@ -313,6 +318,22 @@ def _bench(commands: Any) -> None:
     compare.add_argument("--case", action="append", default=[], metavar="NAME", help="only cases that begin so; repeatable (default: all)")
     compare.add_argument("--repeat", type=positive, metavar="N", help="turns of each side (default: 5)")
     _json(compare)
+
+
+def _kernels(commands: Any) -> None:
+    parser = _command(commands, "lockstep kernels", "the GPU kernels: list them, compile them without a GPU", kernels)
+    parser.add_argument("--compile", choices=("sm_90",), metavar="ARCH", help="compile for sm_90; print registers, spills, shared memory")
+    parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="processes (default: 1)")
+    parser.add_argument("--only", action="append", metavar="TEXT", help="only variants whose name has this text; repeatable")
+    parser.add_argument("--list", action="store_true", help="list what would be compiled")
+    _json(parser)
+
+
+def kernels(args: argparse.Namespace) -> int:
+    """`kernels`."""
+    from lockstep.kernels.triton import compile
+
+    return compile.run(args)
 
 
 def _command(commands: Any, prog: str, says: str, call: Callable[[argparse.Namespace], int] | None = None) -> Parser:

@@ -97,11 +97,12 @@ class Size:
     lens: tuple[int, ...]
     chunks: tuple[int, ...]  # row counts a request is cut into, over and over
     decodes: int  # rows recomputed as decodes
+    judged: int  # last rows of a request that are compared with float64
     tree_at: int  # committed keys before a tree
 
 
-SMALL_SIZE = Size(lens=(5, 150), chunks=(33, 1, 70), decodes=5, tree_at=61)
-CARD_SIZE = Size(lens=(1, 17, 700, 1025, 1500), chunks=(333, 1, 70, 128), decodes=1200, tree_at=1019)
+SMALL_SIZE = Size(lens=(5, 150), chunks=(33, 1, 70), decodes=5, judged=11, tree_at=61)
+CARD_SIZE = Size(lens=(1, 17, 700, 1025, 1500), chunks=(333, 1, 70, 128), decodes=1200, judged=40, tree_at=1019)
 
 
 class Cell:
@@ -138,7 +139,9 @@ class Cell:
                     slots[request] = np.concatenate((slots[request], node_slots(spec, held, np.arange(nodes, dtype=np.int32))))
             works.append(Work(first, rows, (tables[request].pages(0),), None, parents, max(ends) if cross else 0))
         plan = build((spec,), works)
-        if len(tables) == len(work) and self.device.type == "cpu":  # rows of one request as many decodes share its pages, which a plan of the engine never does
+        if (
+            len(tables) == len(work) and self.device.type == "cpu"
+        ):  # rows of one request as many decodes share its pages, which a plan of the engine never does
             from lockstep.plan.check import check  # needs numba
 
             check(plan, (PAGES * 16 // page_size,))
@@ -180,7 +183,7 @@ def forced(only: Tuning | None, call: Callable):
     if only is None:
         return call()
     old = tuning.choose
-    tuning.choose = lambda spec, rows, hopper: [(only, np.arange(len(rows.q_indptr) - 1))]
+    tuning.choose = lambda spec, rows, hopper, tree: [(only, np.arange(len(rows.q_indptr) - 1))]
     try:
         return call()
     finally:
@@ -232,9 +235,10 @@ def bits(cell: Cell, found: dict) -> None:
 def values(cell: Cell, found: dict) -> None:
     """All requests as extends of their last rows, against float64."""
     if cell.spec.layout is Layout.FRESH:
-        work = [(r, 0, min(n, 300)) for r, n in enumerate(cell.size.lens)]
+        work = [(r, 0, min(n, 8 * cell.size.judged)) for r, n in enumerate(cell.size.lens)]
     else:
-        work = [(r, max(0, n - 40), min(n, 40)) for r, n in enumerate(cell.size.lens)]
+        judged = cell.size.judged
+        work = [(r, max(0, n - judged), min(n, judged)) for r, n in enumerate(cell.size.lens)]
     got, want = cell.run(work, judge=True)
     found["values"] = error(got, want)
 
@@ -271,6 +275,38 @@ def tree(cell: Cell, found: dict) -> None:
     cell.k, cell.v, cell.q = keep
 
 
+def cache(device: str, found: dict) -> None:
+    """The two writers against the pool's own, bit for bit: odd strides, scales that bind, chains of moves."""
+    from lockstep.kernels.triton import cache as writers
+
+    random = torch.Generator().manual_seed(3)
+    cases = (("bfloat16", (1.0, 1.0)), ("float8_e4m3", (0.01, 0.02)))
+    for kv_dtype, scales in cases if device == "cuda" else cases[:1]:  # the interpreter rounds to float8 wrongly
+        attn = AttnSpec(scale=1.0, k_scale=scales[0], v_scale=scales[1])
+        for layout, heads, d_qk, d_v in ((Layout.DENSE, 3, 24, 16), (Layout.LATENT, 1, 40, 32)):
+            attn = replace(attn, v_scale=attn.k_scale) if layout is Layout.LATENT else attn
+            spec = GroupSpec(layout, 6, heads, d_qk, d_v, (attn, attn), kv_dtype=kv_dtype)
+            pools = [
+                Pool(spec, 9, torch.device(device), lambda shape, dtype, at: torch.zeros(shape, device=at).to(dtype)) for _ in range(2)
+            ]
+            rows = torch.randn(20, heads, d_qk + d_v + 8, generator=random).to(device, torch.bfloat16) * 4
+            rows[3, 0, 1] = float("inf")
+            k, v = rows[..., :d_qk], rows[..., d_qk : d_qk + d_v]
+            slots = torch.randperm(140, generator=random)[:20].to(device)
+            for layer in range(2):
+                pools[0].write(layer, slots, k.float(), v.float())
+                writers.write(
+                    pools[1].storages[layer], slots.int(), k, None if layout is Layout.LATENT else v, (attn.k_scale, attn.v_scale)
+                )
+            moves = torch.stack((slots[:10], torch.cat((slots[1:10], slots[:1]))), 1).int()  # a ring: every target is a source
+            pools[0].move(moves)
+            flat = [s for layer in pools[1].storages for s in layer]
+            words = max(s.shape[1] * s.shape[2] * s.element_size() // 4 for s in flat)
+            writers.move(writers.storage_table(flat, torch.device(device)), words, moves)
+            pairs = zip((s for layer in pools[0].storages for s in layer), flat)
+            found[f"{kv_dtype} {layout}"] = sum(int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in pairs)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
@@ -284,10 +320,15 @@ def main() -> None:
 
         interpret.install()
         order.attention_order = lambda *sizes: SMALL
-        tuning.few = lambda spec: Tuning(rows=16, warps=1, stages=1, parts=True, fold_rows=16, fold_depth=1)
-        tuning.some = lambda spec: Tuning(rows=64, warps=1, stages=1, parts=True, fold_rows=64, fold_depth=1)
-        tuning.many = lambda spec: Tuning(rows=128, warps=1, stages=1, parts=False)
+        tuning.few = lambda spec, tree=False: Tuning(rows=16, warps=1, stages=1, parts=True, fold_rows=16, fold_depth=1)
+        tuning.some = lambda spec, tree=False: Tuning(rows=64, warps=1, stages=1, parts=True, fold_rows=64, fold_depth=1)
+        tuning.many = lambda spec, tree=False: Tuning(rows=128, warps=1, stages=1, parts=False)
     report = {}
+    if args.checks == "cache":
+        report["cache"] = {}
+        cache(args.device, report["cache"])
+        print(json.dumps(report))
+        return
     for name in args.cells.split(",") if args.cells else features:
         found: dict = {}
         begin = time.time()

@@ -4,7 +4,7 @@ Every candidate runs the engine's own kernels: decode with a program per split, 
 goes. CUDA graphs, the L2 flushed before every run, medians, random data, outputs poisoned; all outputs of one candidate are compared bit
 for bit over its launch shapes, and with float64. Floors (copy bandwidth, GEMM rate) are measured in the same call.
 
-usage: python bench/gpu/order_sm90.py [--out FOLDER] [--seconds LIMIT]      (run it on the GPU; writes FOLDER/order-sm90.json)
+usage: python -m bench.gpu.order_sm90 [--out FOLDER] [--seconds LIMIT]      (run it on the GPU; writes FOLDER/order-sm90.json)
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class Case:
         lo = np.maximum(positions.astype(np.int64) + 1 - window, 0).astype(np.int32)
         self.rows = items.Rows(indptr, lo, positions + 1, positions + 1, entry)
         positions = torch.from_numpy(positions).to(device)
-        self.at = Addresses(positions, positions + 1, torch.zeros(len(positions) + 1, dtype=torch.int32, device=device), self.ids, self.ids, PAGE)
+        self.at = Addresses(
+            positions, positions + 1, torch.zeros(len(positions) + 1, dtype=torch.int32, device=device), self.ids, self.ids, PAGE
+        )
         sinks = torch.full((self.heads,), -float("inf"), device=device)
         self.scoring = Scoring(self.d_qk**-0.5 * LOG2E, 0.0, 1.0, sinks, window, True)
         self.out = torch.empty(*self.q.shape[:2], self.d_v, device=device, dtype=dtype)
@@ -90,9 +92,7 @@ class Case:
         table = torch.from_numpy(made.table).cuda()
         room = launch.scratch(made.part_rows * self.kv_heads, made.counters * self.kv_heads, self.d_v, torch.device("cuda"))
         shape, order = Shape(self.d_qk, self.d_v, tile, self.latent), AttentionOrder(tile, splits)
-        return lambda: launch.attend(
-            self.q, (self.k, self.v), self.out, self.lse, table, self.at, self.scoring, room, shape, order, tuning
-        )
+        return lambda: launch.attend(self.q, (self.k, self.v), self.out, self.lse, table, self.at, self.scoring, room, shape, order, tuning)
 
     def want(self, rows: list[int]) -> torch.Tensor:
         """Float64 outputs of some rows."""
@@ -119,26 +119,31 @@ class Case:
 
 
 FLUSH = None
+WARM_SECONDS = 0.02
 
 
 def timed(call, reps: int) -> float:
-    """Median microseconds of a replayed graph, the L2 flushed before every run."""
+    """Median microseconds of a replayed graph, the L2 flushed before every run, clocks warm."""
     global FLUSH
     if FLUSH is None:
         FLUSH = torch.empty(160 << 20, dtype=torch.uint8, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    for _ in range(3):
-        graph.replay()
+    begin = time.time()
+    while time.time() - begin < WARM_SECONDS:
+        for _ in range(5):
+            FLUSH.zero_()
+            graph.replay()
+        torch.cuda.synchronize()
     marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(reps)]
-    for begin, end in marks:
+    for first, last in marks:
         FLUSH.zero_()
-        begin.record()
+        first.record()
         graph.replay()
-        end.record()
+        last.record()
     torch.cuda.synchronize()
-    return statistics.median(b.elapsed_time(e) for b, e in marks) * 1e3
+    return statistics.median(first.elapsed_time(last) for first, last in marks) * 1e3
 
 
 def eager(call) -> float:
@@ -231,7 +236,8 @@ def table(results: list[dict], kind: str) -> None:
                 value = "us" if kind == "decode" else "rate"
                 if found:
                     cells = [f"{found[c][value]:.1f}" if c in found and found[c][value] else "-" for c in cases]
-                    print(f"  tile {tile:3} splits {rule:20} {' '.join(f'{c:>7}' for c in cells)}  differ {sum(f['differing'] for f in found.values())}")
+                    differ = sum(f["differing"] for f in found.values())
+                    print(f"  tile {tile:3} splits {rule:20} {' '.join(f'{c:>7}' for c in cells)}  differ {differ}")
 
 
 def main() -> None:
@@ -252,7 +258,7 @@ def main() -> None:
             return measure(args.section, write)
     begin = time.time()
     shards = 16
-    command = [sys.executable, __file__, "--out", args.out, "--section"]
+    command = [sys.executable, "-m", "bench.gpu.order_sm90", "--out", args.out, "--section"]
     workers = [subprocess.Popen([*command, f"warm-{i}-{shards}"]) for i in range(shards)]
     for worker in workers:
         try:

@@ -136,6 +136,24 @@ def write_rows(out, lse, sinks2, M, L, A, token, head, real, heads, v_scale, D_V
 
 
 @triton.jit
+def write_part(M, L, A, part_ml, part_acc, first, real, counter, ROWS: tl.constexpr, DV: tl.constexpr):
+    """One split's state into the scratch from row `first` on. Returns how many parts of the block had arrived before."""
+    at = (first + tl.arange(0, ROWS)).to(tl.int64)
+    tl.store(part_ml + 2 * at, M, mask=real)
+    tl.store(part_ml + 2 * at + 1, L, mask=real)
+    tl.store(part_acc + at[:, None] * DV + tl.arange(0, DV)[None, :], A, mask=real[:, None])
+    tl.debug_barrier()  # every thread's part is written before one of them says so
+    return tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+
+
+@triton.jit
+def load_queries(q, token, head, real, q_token8, q_head8, first: tl.constexpr, D_QK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Columns [first, first + COLUMNS) of a block's queries."""
+    at = token.to(tl.int64) * (q_token8 * 8) + head * (q_head8 * 8)
+    return rows_at(q, at, first, real, D_QK, COLUMNS)
+
+
+@triton.jit
 def fold_parts(
     out, lse, sinks2, part_ml, part_acc, part, rows, parts, row_begin, group, kv_head, heads, v_scale,
     D_V: tl.constexpr, DV: tl.constexpr, FOLD_ROWS: tl.constexpr, FOLD_DEPTH: tl.constexpr,
@@ -185,13 +203,10 @@ def attend_kernel(
     hi = tl.where(causal != 0, tl.load(positions + token, mask=real, other=-1) + 1, hi_all)
     hi = tl.where(real, hi, 0)
     lo = tl.maximum(hi - window, 0)
-    q_at = token.to(tl.int64) * (q_token8 * 8) + head * (q_head8 * 8)
-    d = tl.arange(0, DA)
-    qa = tl.load(q + q_at[:, None] + d[None, :], mask=real[:, None] & (d < D_QK)[None, :], other=0.0)
+    qa = load_queries(q, token, head, real, q_token8, q_head8, 0, D_QK, DA)
     qb = qa
     if DB > 0:
-        d = DA + tl.arange(0, DB)
-        qb = tl.load(q + q_at[:, None] + d[None, :], mask=real[:, None] & (d < D_QK)[None, :], other=0.0)
+        qb = load_queries(q, token, head, real, q_token8, q_head8, DA, D_QK, DB)
     k_slot, v_slot = k_slot8.to(tl.int64) * 8, v_slot8.to(tl.int64) * 8
     k_head, v_head = kv_head.to(tl.int64) * (k_head8 * 8), kv_head.to(tl.int64) * (v_head8 * 8)
     M = tl.full([ROWS], float("-inf"), tl.float32)
@@ -206,14 +221,8 @@ def attend_kernel(
         )  # fmt: skip
         rows = row_end - row_begin
         part = tl.load(item + 7) * kv_heads + kv_head * parts * rows
-        at = (part + nth * rows + tl.arange(0, ROWS)).to(tl.int64)
-        e = tl.arange(0, DV)
-        tl.store(part_ml + 2 * at, M, mask=real)
-        tl.store(part_ml + 2 * at + 1, L, mask=real)
-        tl.store(part_acc + at[:, None] * DV + e[None, :], A, mask=real[:, None])
-        tl.debug_barrier()  # every thread's part is written before one of them says so
         counter = counters + tl.load(item + 10) * kv_heads + kv_head
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
+        if write_part(M, L, A, part_ml, part_acc, part + nth * rows, real, counter, ROWS, DV) == parts - 1:
             tl.store(counter, 0)  # ready for the next launch
             fold_parts(
                 out, lse, sinks2, part_ml, part_acc, part, rows, parts, row_begin, group, kv_head, heads, v_scale,

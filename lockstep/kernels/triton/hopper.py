@@ -31,7 +31,24 @@ def split_end(s, count0, len0, count1, len1, len2):
 
 
 @gluon.jit
-def fetch_pages(desc, pages, ring, full, stage, page_ids, entry, tile, end_page, col, outside, TILE: gl.constexpr, PAGE: gl.constexpr,
+def share(work):
+    """How many of `work` pieces this program does."""
+    programs = gl.num_programs(0)
+    rounds = work // programs
+    place = gl.where(rounds % 2 == 1, programs - 1 - gl.program_id(0), gl.program_id(0))
+    return rounds + gl.where(place < work % programs, 1, 0)
+
+
+@gluon.jit
+def piece(nth, work):
+    """The nth piece of this program: forwards and backwards in turn, so that pieces sorted by length are dealt evenly."""
+    programs = gl.num_programs(0)
+    place = gl.where(nth % 2 == 1, programs - 1 - gl.program_id(0), gl.program_id(0))
+    return gl.minimum(nth * programs + place, work - 1)
+
+
+@gluon.jit
+def fetch_pages(desc, pages, full, stage, page_ids, entry, tile, end_page, col, outside, TILE: gl.constexpr, PAGE: gl.constexpr,
                 PANELS: gl.constexpr):  # fmt: skip
     """Starts the copies of one tile: a box per page and 64 columns; a page past the end is a box outside the tensor, which is zeros."""
     COUNT: gl.constexpr = TILE // PAGE
@@ -49,8 +66,8 @@ def producer(q_desc, k_desc, v_desc, q_ring, k_pages, v_pages, q_full, q_empty, 
              heads, group, work, outside, D: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
     """The copies of every item, as far ahead as there is room."""
     g = 0
-    nth = 0
-    for w in range(gl.program_id(0), work, gl.num_programs(0)):
+    for nth in range(0, share(work)):
+        w = piece(nth, work)
         item = items + (w // heads) * 12
         head = w % heads
         entry = gl.load(item)
@@ -68,23 +85,22 @@ def producer(q_desc, k_desc, v_desc, q_ring, k_pages, v_pages, q_full, q_empty, 
             phase = ((g // STAGES) & 1) ^ 1
             mbarrier.wait(k_empty.index(stage), phase)
             mbarrier.expect(k_full.index(stage), TILE * D * 2)
-            fetch_pages(k_desc, k_pages, STAGES, k_full.index(stage), stage, page_ids, entry, tile, end_page, col, outside, TILE, PAGE, D // 64)
+            fetch_pages(k_desc, k_pages, k_full.index(stage), stage, page_ids, entry, tile, end_page, col, outside, TILE, PAGE, D // 64)
             mbarrier.wait(v_empty.index(stage), phase)
             mbarrier.expect(v_full.index(stage), TILE * D * 2)
-            fetch_pages(v_desc, v_pages, STAGES, v_full.index(stage), stage, page_ids, entry, tile, end_page, col, outside, TILE, PAGE, D // 64)
+            fetch_pages(v_desc, v_pages, v_full.index(stage), stage, page_ids, entry, tile, end_page, col, outside, TILE, PAGE, D // 64)
             g += 1
-        nth += 1
 
 
 @gluon.jit
-def row_sum(p, TILE: gl.constexpr, ROW: gl.constexpr):
+def row_sum(p, ROWS: gl.constexpr, TILE: gl.constexpr, ROW: gl.constexpr):
     """Sum over a tile, two by two. Column 8k + 2t + b: first the pairs b, then k, neighbours first, then t."""
-    x = gl.sum(gl.reshape(p, [64, TILE // 8, 4, 2]), 3)
-    x = gl.sum(gl.reshape(x, [64, 8, 2, 4]), 2)
-    x = gl.sum(gl.reshape(x, [64, 4, 2, 4]), 2)
-    x = gl.sum(gl.reshape(x, [64, 2, 2, 4]), 2)
-    x = gl.sum(gl.reshape(x, [64, 2, 4]), 1)
-    x = gl.sum(gl.reshape(x, [64, 2, 2]), 2)
+    x = gl.sum(gl.reshape(p, [ROWS, TILE // 8, 4, 2]), 3)
+    x = gl.sum(gl.reshape(x, [ROWS, 8, 2, 4]), 2)
+    x = gl.sum(gl.reshape(x, [ROWS, 4, 2, 4]), 2)
+    x = gl.sum(gl.reshape(x, [ROWS, 2, 2, 4]), 2)
+    x = gl.sum(gl.reshape(x, [ROWS, 2, 4]), 1)
+    x = gl.sum(gl.reshape(x, [ROWS, 2, 2]), 2)
     return gl.convert_layout(gl.sum(x, 1), ROW)
 
 
@@ -96,18 +112,18 @@ def causal(s, tile, pos, TILE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def weigh(s, m, l, c, DEAD: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
+def weigh(s, m, l, c, DEAD: gl.constexpr, ROWS: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
     """Scores to weights, as `softmax.weigh`. DEAD: a row may have seen nothing yet."""
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     m_new = gl.maximum(m, gl.max(s, 1))
     base = m_new
     if DEAD:
         base = gl.where(m_new == float("-inf"), 0.0, m_new)
-    shift = gl.fma(base, gl.full([64], 1.0, gl.float32, layout=ROW) * c, gl.zeros([64], gl.float32, layout=ROW))
-    scale = gl.full([64, TILE], 1.0, gl.float32, layout=LAYOUT) * c
-    p = gl.exp2(gl.fma(s, scale, (-shift)[:, None] + gl.zeros([64, TILE], gl.float32, layout=LAYOUT)))
+    shift = gl.fma(base, gl.full([ROWS], 1.0, gl.float32, layout=ROW) * c, gl.zeros([ROWS], gl.float32, layout=ROW))
+    scale = gl.full([ROWS, TILE], 1.0, gl.float32, layout=LAYOUT) * c
+    p = gl.exp2(gl.fma(s, scale, (-shift)[:, None] + gl.zeros([ROWS, TILE], gl.float32, layout=LAYOUT)))
     alpha = gl.exp2((m - base) * c)
-    return p, alpha, m_new, gl.fma(l, alpha, row_sum(p, TILE, ROW))
+    return p, alpha, m_new, gl.fma(l, alpha, row_sum(p, ROWS, TILE, ROW))
 
 
 @gluon.jit
@@ -124,7 +140,8 @@ def fold(M, L, A, m, l, a, ROWS: gl.constexpr, D: gl.constexpr, OUT: gl.constexp
 
 @gluon.jit
 def step(q, k_ring, v_ring, k_full, k_empty, v_full, v_empty, mine, other, o, p, m, l, c, g, tile, pos, turn,
-         MASK: gl.constexpr, WG: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr, P: gl.constexpr):  # fmt: skip
+         MASK: gl.constexpr, WG: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+         LAYOUT: gl.constexpr, P: gl.constexpr):  # fmt: skip
     """Scores of this tile and values of the one before, together; then this tile's weights."""
     i = g + tile
     stage = i % STAGES
@@ -140,7 +157,7 @@ def step(q, k_ring, v_ring, k_full, k_empty, v_full, v_empty, mine, other, o, p,
     mbarrier.arrive(k_empty.index(stage))
     if MASK:
         s = causal(s, tile, pos, TILE, LAYOUT)
-    w, alpha, m, l = weigh(s, m, l, c, MASK, TILE, LAYOUT)
+    w, alpha, m, l = weigh(s, m, l, c, MASK, 64, TILE, LAYOUT)
     o, p = warpgroup_mma_wait(0, deps=[o_token, p])
     mbarrier.arrive(v_empty.index(before))
     o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
@@ -208,8 +225,8 @@ def begin_scores(q, k_ring, k_full, mine, other, i, turn, WG: gl.constexpr, TILE
 
 
 @gluon.jit
-def attend_split(q, k_ring, v_ring, v_pages, k_full, k_empty, v_full, v_empty, q_empty, mine, other, s, c, g, begin, end, tiles, full, hi_all, pos,
-                 turn, WG: gl.constexpr, D: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
+def attend_split(q, k_ring, v_ring, v_pages, k_full, k_empty, v_full, v_empty, q_empty, mine, other, s, c, g, begin, end, tiles, full,
+                 hi_all, pos, turn, WG: gl.constexpr, D: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
                  LAYOUT: gl.constexpr, OUT: gl.constexpr):  # fmt: skip
     """Tiles [begin, end) of one split; the scores s of the first are there. Returns its maximum in log2 units, sum and values."""
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
@@ -217,7 +234,7 @@ def attend_split(q, k_ring, v_ring, v_pages, k_full, k_empty, v_full, v_empty, q
     if begin >= full:
         s = causal(s, begin, pos, TILE, LAYOUT)
     fresh = gl.full([64], float("-inf"), gl.float32, layout=ROW)
-    w, _, m, l = weigh(s, fresh, gl.zeros([64], gl.float32, layout=ROW), c, True, TILE, LAYOUT)
+    w, _, m, l = weigh(s, fresh, gl.zeros([64], gl.float32, layout=ROW), c, True, 64, TILE, LAYOUT)
     p = gl.convert_layout(w.to(q.dtype), P)
     o = gl.zeros([64, D], gl.float32, layout=OUT)
     plain = gl.minimum(end, full)
@@ -240,18 +257,18 @@ def attend_split(q, k_ring, v_ring, v_pages, k_full, k_empty, v_full, v_empty, q
 
 
 @gluon.jit
-def consumer(q_ring, k_ring, v_ring, v_pages, state, room, q_full, q_empty, k_full, k_empty, v_full, v_empty, mine, other, out, lse, sinks2, items,
-             c, v_scale, heads, work, count0, len0, count1, len1, len2,
+def consumer(q_ring, k_ring, v_ring, v_pages, state, room, q_full, q_empty, k_full, k_empty, v_full, v_empty, mine, other, out, lse, sinks2,
+             items, c, v_scale, heads, work, count0, len0, count1, len1, len2,
              WG: gl.constexpr, D: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
     """Rows [64 * WG, 64 * WG + 64) of every item."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     g = 0
-    nth = 0
     turn = 0
     q = q_ring.index(WG)
-    for w in range(gl.program_id(0), work, gl.num_programs(0)):
+    for nth in range(0, share(work)):
+        w = piece(nth, work)
         item = items + (w // heads) * 12
         head = w % heads
         row_begin = gl.load(item + 1)
@@ -298,7 +315,6 @@ def consumer(q_ring, k_ring, v_ring, v_pages, state, room, q_full, q_empty, k_fu
             split += 1
         g += tiles
         write_rows(M, L, o, sink2, v_scale, room, out, lse, row_begin + WG * 64, row_end, head, heads, D, ROW, OUT)
-        nth += 1
 
 
 @gluon.jit(do_not_specialize=RUNTIME)
@@ -335,10 +351,12 @@ def prefill_kernel(q_desc, k_desc, v_desc, out, lse, sinks2, items, page_ids, c,
     mbarrier.init(turn1, count=1)
     fence_async_shared()
     gl.warp_specialize([
-        (consumer, (q_ring, k_ring, v_ring, v_pages, state.index(0), room.index(0), q_full, q_empty, k_full, k_empty, v_full, v_empty, turn0, turn1,
-                    out, lse, sinks2, items, c, v_scale, heads, work, count0, len0, count1, len1, len2, 0, D, TILE, STAGES, PAGE)),
-        (consumer, (q_ring, k_ring, v_ring, v_pages, state.index(1), room.index(2), q_full, q_empty, k_full, k_empty, v_full, v_empty, turn1, turn0,
-                    out, lse, sinks2, items, c, v_scale, heads, work, count0, len0, count1, len1, len2, 1, D, TILE, STAGES, PAGE)),
+        (consumer, (q_ring, k_ring, v_ring, v_pages, state.index(0), room.index(0), q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    turn0, turn1, out, lse, sinks2, items, c, v_scale, heads, work, count0, len0, count1, len1, len2,
+                    0, D, TILE, STAGES, PAGE)),
+        (consumer, (q_ring, k_ring, v_ring, v_pages, state.index(1), room.index(2), q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    turn1, turn0, out, lse, sinks2, items, c, v_scale, heads, work, count0, len0, count1, len1, len2,
+                    1, D, TILE, STAGES, PAGE)),
         (producer, (q_desc, k_desc, v_desc, q_ring, k_pages, v_pages, q_full, q_empty, k_full, k_empty, v_full, v_empty, items, page_ids,
                     heads, group, work, outside, D, TILE, STAGES, PAGE)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -84,7 +84,8 @@ def items(rows: Rows, requests: NDArray[np.int64], group: int, block_rows: int, 
     if parts:
         of = np.repeat(np.arange(len(first)), count)
         nth = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
-        entry, first, end, lo, hi, tail, part_row, counter = (x[of] for x in (entry, first, end, lo, hi, tail, part_row, counter))
+        entry, first, end, lo, hi = entry[of], first[of], end[of], lo[of], hi[of]
+        tail, part_row, counter = tail[of], part_row[of], counter[of]
         split, count = split[of] + nth, count[of]
         split_end = split + 1
     table = np.stack((entry, first, end, lo, hi, split, split_end, part_row, nth, count, counter, tail), 1)

@@ -191,7 +191,7 @@ def decode(
     q: Tensor, keys: tuple[Tensor, Tensor], out: Tensor, lse: Tensor, table: Tensor, at: Addresses, scoring: Scoring, room: Scratch,
     order: AttentionOrder, programs: int,
 ) -> None:  # fmt: skip
-    """One launch of the warp-specialised kernel for few rows; `table` holds parts of blocks of at most 64 rows."""
+    """One launch of the warp-specialised kernel for few rows; `table` holds parts of blocks of at most 16 rows."""
     from lockstep.kernels.triton.hopper_decode import decode_kernel
 
     _, heads, d = q.shape

@@ -19,26 +19,28 @@ TOKENS = 96  # rows of a request from which a block of 128 tokens is worth while
 HOPPER_ITEMS = 100
 
 
-def few(spec: GroupSpec) -> Tuning:
-    """One small block per request and kv head, a program per split."""
+def few(spec: GroupSpec, tree: bool = False) -> Tuning:
+    """One small block per request and kv head, a program per split. A tree's second loop needs twice the registers."""
     if narrow(spec):
-        return some(spec)
+        return some(spec, tree)
     if spec.d_v > 256:
-        return Tuning(rows=16, warps=4, stages=2, parts=True, fold_rows=1)
-    return Tuning(rows=16, warps=4, stages=4, parts=True, fold_rows=4 if spec.d_v <= 128 else 2)
+        return Tuning(rows=16, warps=8 if tree else 4, stages=2, parts=True, fold_rows=1)
+    return Tuning(rows=16, warps=8 if tree else 4, stages=4, parts=True, fold_rows=4 if spec.d_v <= 128 else 2)
 
 
-def some(spec: GroupSpec) -> Tuning:
+def some(spec: GroupSpec, tree: bool = False) -> Tuning:
     """Blocks of 64 rows, a program per split."""
     if spec.d_v > 256:
         return Tuning(rows=64, warps=8, stages=2, parts=True, fold_rows=1)
-    return Tuning(rows=64, warps=4, stages=2, parts=True, fold_rows=4 if spec.d_v <= 128 else 2)
+    return Tuning(rows=64, warps=4 if max(spec.d_qk, spec.d_v) < 128 and not tree else 8, stages=2, parts=True, fold_rows=2)
 
 
-def many(spec: GroupSpec) -> Tuning:
-    """Whole blocks, folded as they go."""
+def many(spec: GroupSpec, tree: bool = False) -> Tuning:
+    """Whole blocks, folded as they go; a tree is always parts."""
+    if tree or (spec.d_v > 256 and narrow(spec)):
+        return some(spec, tree)
     if spec.d_v > 256:
-        return some(spec) if narrow(spec) else Tuning(rows=32, warps=8, stages=1, parts=False)
+        return Tuning(rows=32, warps=8, stages=1, parts=False)
     return Tuning(rows=128 if spec.d_v <= 128 else 64, warps=8, stages=3 if spec.d_v <= 128 else 2, parts=False)
 
 
@@ -47,7 +49,7 @@ def narrow(spec: GroupSpec) -> bool:
     return spec.kv_dtype == "float8_e4m3"
 
 
-HOPPER_ROWS = Tuning(rows=64, warps=4, stages=3, parts=True, hopper=True)
+HOPPER_ROWS = Tuning(rows=16, warps=4, stages=3, parts=True, hopper=True)
 HOPPER_TOKENS = Tuning(rows=128, warps=4, stages=2, parts=False, hopper=True)
 
 
@@ -70,7 +72,7 @@ def group_of(spec: GroupSpec, tuning: Tuning) -> int:
     return 1 if tuning.hopper and not tuning.parts else spec.group_size
 
 
-def choose(spec: GroupSpec, rows: Rows, hopper: bool) -> list[tuple[Tuning, NDArray[np.int64]]]:
+def choose(spec: GroupSpec, rows: Rows, hopper: bool, tree: bool) -> list[tuple[Tuning, NDArray[np.int64]]]:
     """Launch shapes and the requests each serves. `hopper`: the warp-specialised kernels may be used."""
     lens = np.diff(rows.q_indptr).astype(np.int64)
     flat = lens * spec.group_size
@@ -79,8 +81,8 @@ def choose(spec: GroupSpec, rows: Rows, hopper: bool) -> list[tuple[Tuning, NDAr
     if int((-(-lens[long] // HOPPER_TOKENS.rows)).sum()) * spec.heads < HOPPER_ITEMS:
         long &= False
     rest = (lens > 0) & ~small & ~long
-    whole = many(spec)
+    whole = many(spec, tree)
     blocks = int((-(-flat[rest] // whole.rows)).sum()) * spec.kv_heads
-    split = HOPPER_ROWS if hopper else some(spec)
-    chosen = ((HOPPER_ROWS if hopper else few(spec), small), (split if blocks < PROGRAMS else whole, rest), (HOPPER_TOKENS, long))
+    little = HOPPER_ROWS if hopper else few(spec, tree)
+    chosen = ((little, small), (some(spec, tree) if blocks < PROGRAMS else whole, rest), (HOPPER_TOKENS, long))
     return [(tuning, np.flatnonzero(mask)) for tuning, mask in chosen if mask.any()]

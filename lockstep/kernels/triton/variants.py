@@ -1,0 +1,109 @@
+"""Every kernel variant that may be launched on sm_90, as data: what `lockstep kernels --compile` compiles and CI looks at.
+
+A variant is a kernel, its compile-time constants, the types of its arguments and its launch shape. Page size, lengths, strides, windows,
+group sizes and head counts are run-time values and make no variants. Knows the tunings; knows nothing of how one compiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.kernels.triton import tuning
+from lockstep.kernels.triton.launch import Shape, Tuning
+from lockstep.order import SM90, attention_order
+from lockstep.types import AttnSpec, GroupSpec, Layout
+
+TYPES = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3": "fp8e4nv"}
+HEADS = ((64, 64), (128, 128), (256, 256), (192, 128), (576, 512))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One binary. `kernel` names a function of this folder as module:function; `types` maps its arguments to Triton's types."""
+
+    name: str
+    kernel: str
+    types: Mapping[str, str]
+    constants: Mapping[str, Any]
+    warps: int
+    stages: int = 1
+    gluon: bool = False
+
+
+def group(d_qk: int, d_v: int, kv: str, cap: bool = False) -> GroupSpec:
+    """A group with these sizes, as the tunings want to see one."""
+    latent = d_qk > 512
+    layout, heads, kv_heads = (Layout.LATENT, 128, 1) if latent else (Layout.DENSE, 32, 8)
+    attn = AttnSpec(scale=d_qk**-0.5, soft_cap=30.0 if cap else None)
+    return GroupSpec(layout, heads, kv_heads, d_qk, d_v, (attn,), kv_dtype="bfloat16" if kv == "float16" else kv)
+
+
+def attend(d_qk: int, d_v: int, shape_name: str, kv: str = "bfloat16", cap: bool = False, tree: bool = False) -> Variant:
+    """The plain kernel."""
+    spec = group(d_qk, d_v, kv, cap)
+    chosen: Tuning = {"few": tuning.few, "some": tuning.some, "many": tuning.many}[shape_name](spec, tree)
+    tile = attention_order(SM90, d_qk, d_v).tile
+    shape = Shape(d_qk=d_qk, d_v=d_v, tile=tile, latent=spec.layout is Layout.LATENT, cap=cap, tree=tree)
+    compute = "fp16" if kv == "float16" else "bf16"
+    floats = dict.fromkeys(("lse", "sinks2", "part_ml", "part_acc"), "*fp32") | dict.fromkeys(("c", "pre", "v_scale"), "fp32")
+    ints = dict.fromkeys(("items", "positions", "start", "tail_indptr", "tail_slots", "page_ids", "counters"), "*i32")
+    types = {"q": f"*{compute}", "out": f"*{compute}", "k": f"*{TYPES[kv]}", "v": f"*{TYPES[kv]}", **floats, **ints, "page_mul": "i64"}
+    feature = "".join((" cap" if cap else "", " tree" if tree else ""))
+    return Variant(
+        name=f"attend {d_qk}/{d_v} {shape_name} {kv}{feature}",
+        kernel="attend:attend_kernel",
+        types=types,
+        constants=shape.constants(chosen),
+        warps=chosen.warps,
+        stages=chosen.stages,
+    )
+
+
+def hopper(which: str, d: int, page: int) -> Variant:
+    """The warp-specialised kernels."""
+    layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, fp4_padded=False, cga_layout=[])"
+    box = f"tensordesc<bf16[{page}, 64],{layout}>"
+    floats = dict.fromkeys(("lse", "sinks2", "part_ml", "part_acc"), "*fp32") | dict.fromkeys(("c", "v_scale"), "fp32")
+    ints = dict.fromkeys(("items", "positions", "page_ids", "counters"), "*i32")
+    queries = {"q_desc": f"tensordesc<bf16[64, {d}],{layout}>", "q": "*bf16"}
+    stages = {("prefill", 128): 2, ("prefill", 64): 3, ("decode", 128): 3, ("decode", 64): 6}[which, d]
+    module = {"prefill": "hopper", "decode": "hopper_decode"}[which]
+    return Variant(
+        name=f"{which} {d} page {page}",
+        kernel=f"{module}:{which}_kernel",
+        types={"k_desc": box, "v_desc": box, "out": "*bf16", **queries, **floats, **ints},
+        constants={"D": d, "TILE": 128, "STAGES": stages, "PAGE": page},
+        warps=4,
+        gluon=True,
+    )
+
+
+def write(kv: str, latent: bool) -> Variant:
+    """The cache's writer: 8 heads of 128, or a latent row."""
+    cache = f"*{TYPES[kv]}"
+    heads, d_qk, d_v, block = (1, 576, 576, 1024) if latent else (8, 128, 128, 1024)
+    types = {"k": "*bf16", "v": "*bf16", "k_cache": cache, "v_cache": cache, "slots": "*i32", "k_scale": "fp32", "v_scale": "fp32"}
+    constants = {"KV_HEADS": heads, "D_QK": d_qk, "D_V": d_v, "HAS_V": not latent, "FP8": kv == "float8_e4m3", "BLOCK": block}
+    return Variant(f"write {'latent' if latent else 'dense'} {kv}", "kv:write_kernel", types, constants, warps=4)
+
+
+def move(rows: int, words: int) -> Variant:
+    """The cache's mover."""
+    types = {"bases": "*i64", "row_words": "*i32", "moves": "*i32"}
+    return Variant(f"move {rows} rows", "kv:move_kernel", types, {"ROWS": rows, "WORDS": words}, warps=8)
+
+
+def variants() -> tuple[Variant, ...]:
+    """All of them."""
+    shapes = ("few", "some", "many")
+    found = [attend(*head, shape) for head in HEADS for shape in shapes]
+    found += [attend(*head, shape, tree=True) for head in HEADS for shape in ("few", "some")]
+    found += [attend(*head, shape, cap=True) for head in ((128, 128), (256, 256)) for shape in shapes]
+    found += [attend(*head, shape, kv="float8_e4m3") for head in ((64, 64), (128, 128), (576, 512)) for shape in ("some", "many")]
+    found += [attend(128, 128, shape, kv="float16") for shape in shapes]
+    found += [hopper(which, d, page) for which in ("prefill", "decode") for d in (64, 128) for page in (16, 32, 64, 128)]
+    found += [write(kv, latent) for kv in ("bfloat16", "float8_e4m3") for latent in (False, True)]
+    found += [move(16, 64), move(256, 64), move(4096, 4)]
+    return tuple({v.name: v for v in found}.values())

@@ -1,0 +1,149 @@
+"""The GPU's kernels without a GPU: interpreted against float64 and against themselves, and compiled for sm_90.
+
+The cells run in processes of their own (`tests/triton_cells.py`), because Triton decides at import whether it interprets; with a small
+order, so that short requests cross many tiles and splits. Marked `gpu`, the same cells run on a card, with the order of its class.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep import order
+from lockstep.kernels.triton import launch, tuning
+from lockstep.kernels.triton.items import Rows, items
+from lockstep.kernels.triton.variants import variants
+from lockstep.order import Splits, even
+from lockstep.types import AttnSpec, GroupSpec, Layout
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux only")
+
+
+def cells(*options: str, interpret: bool = True) -> dict:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | ({"TRITON_INTERPRET": "1"} if interpret else {})
+    command = [sys.executable, str(ROOT / "tests" / "triton_cells.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def judge(report: dict, tolerance: float) -> None:
+    """Rounded outputs are off by half a unit of bfloat16 (2**-9) and what P's rounding adds; bits are not off at all."""
+    for cell, found in report.items():
+        for check, value in found.items():
+            if isinstance(value, dict):
+                assert value["out"] < tolerance and value["lse"] < 1e-5 and value["nan"] == 0, (cell, check, value)
+            elif check != "seconds":
+                assert value == 0, f"{cell}: {check}: {value} numbers differ"
+
+
+def test_every_feature_has_the_values_of_the_definition():
+    report = cells("--checks", "values")
+    judge(report, 6e-3)
+    assert len(report) >= 14
+
+
+@pytest.mark.parametrize("names", ["dense", "window-all,cross", "latent,encoder"])
+def test_bits_do_not_depend_on_batch_chunk_page_or_launch_shape(names):
+    report = cells("--cells", names, "--checks", "bits")
+    judge(report, 6e-3)
+    assert "alone = batch" in report[names.split(",")[0]]
+
+
+def test_rows_of_a_tree_are_the_rows_of_its_paths():
+    report = cells("--cells", "dense,latent", "--checks", "tree")
+    judge(report, 6e-3)
+    assert report["dense"]["tree rows = their paths"] == 0
+
+
+@pytest.mark.gpu
+def test_on_the_card_every_feature_has_its_values_and_its_bits():
+    judge(cells("--device", "cuda", interpret=False), 3e-3)
+    judge(cells("--device", "cuda", "--checks", "cache", interpret=False), 0.0)
+
+
+def test_keys_are_written_with_one_rounding_and_moved_all_at_once():
+    judge(cells("--checks", "cache"), 0.0)
+
+
+@pytest.mark.parametrize("splits", [even(512), Splits(8, 512, 0, 1024, 1024), Splits(4, 512, 6, 1024, 2048)])
+def test_a_split_is_found_by_position_and_by_number(splits):
+    p = np.arange(20000)
+    nth = splits.index(p)
+    assert (splits.begin(nth) <= p).all() and (p < splits.begin(nth + 1)).all()
+    assert [splits.index(int(x)) for x in p[::997]] == nth[::997].tolist()
+
+
+def test_the_order_of_a_device_class_depends_on_head_sizes_alone_and_tiles_divide_splits():
+    for d_qk, d_v in ((8, 8), (64, 64), (128, 128), (192, 128), (256, 256), (576, 512)):
+        found = order.attention_order(order.SM90, d_qk, d_v)
+        assert found == order.attention_order(order.SM90, d_qk, d_v)
+        splits = found.splits
+        assert all(n % found.tile == 0 for n in (splits.len0, splits.len1, splits.len2))
+        on_cpu = order.attention_order(order.CPU, d_qk, d_v)
+        assert (on_cpu.tile, on_cpu.splits) == (order.tile_len(d_qk, d_v), even(order.split_len(d_qk, d_v)))
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 7, 16, 24, 48, 100, 128, 1000])
+def test_the_division_by_the_page_size_is_exact_below_two_to_the_31(page_size):
+    mul, shift = launch.divider(page_size)
+    assert 2**31 <= mul < 2**32
+    edges = [0, 1, 2**31 - 1, 2**31 - 2, *(page_size * k + d for k in (1, 2, 1000, (2**31 - 1) // page_size) for d in (-1, 0, 1))]
+    for p in [x for x in edges if 0 <= x < 2**31]:
+        assert (2 * p * mul >> 32) >> shift == p // page_size
+
+
+def test_head_sizes_are_walked_in_ascending_pieces_that_cover_them():
+    for d in range(8, 577, 8):
+        first, second = launch.pieces(d)
+        assert first & (first - 1) == 0 and second & (second - 1) == 0
+        assert first <= d or second == 0
+        assert first + second >= d
+
+
+def test_items_cover_every_row_and_every_visible_split_once():
+    q_indptr = np.array([0, 1, 1, 40, 41], np.int32)
+    hi = np.concatenate(([700], 1000 + np.arange(39), [5000])).astype(np.int32)
+    lo = np.maximum(hi - 600, 0)
+    rows = Rows(q_indptr, lo, hi, hi, np.zeros(4, np.int32))
+    splits = Splits(2, 512, 0, 1024, 1024)
+    made = items(rows, np.arange(4), 4, 16, splits, True)
+    seen = {}
+    for _, begin, end, low, high, split, split_end, _, nth, parts, counter, _ in made.table.tolist():
+        assert split_end == split + 1 and splits.begin(split) < high and splits.begin(split + 1) > low
+        seen.setdefault((begin, end, parts, counter), []).append(nth)
+    assert all(sorted(found) == list(range(key[2])) for key, found in seen.items())
+    covered = sorted(row for begin, end, _, _ in seen for row in range(begin, end))
+    assert covered == list(range(41 * 4))
+    assert made.part_rows == sum((end - begin) * parts for begin, end, parts, _ in seen)
+
+
+def test_keys_of_one_byte_are_never_given_blocks_below_64_rows():
+    for d_qk, d_v, layout, kv_heads in ((128, 128, Layout.DENSE, 2), (576, 512, Layout.LATENT, 1)):
+        spec = GroupSpec(layout, 8, kv_heads, d_qk, d_v, (AttnSpec(scale=0.1),), kv_dtype="float8_e4m3")
+        assert all(shape(spec).rows >= 64 for shape in (tuning.few, tuning.some, tuning.many))
+
+
+def test_a_handful_of_variants_compile_for_sm_90_without_spills(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "LOCKSTEP_TRITON_REPORTS": str(tmp_path)}
+    command = [sys.executable, "-m", "lockstep.cli", "kernels", "--compile", "sm_90", "--json", str(tmp_path / "report.json")]
+    names = ("attend 128/128 few bfloat16", "write dense float8", "move 256", "decode 64 page 16")
+    only = [word for name in names for word in ("--only", name)]
+    done = subprocess.run([*command, *only], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    reports = json.loads((tmp_path / "report.json").read_text())
+    assert {report["name"] for report in reports} >= {"attend 128/128 few bfloat16", "decode 64 page 16"}
+    assert all(report["loop_spills"] == 0 and report["shared_bytes"] <= 227 * 1024 for report in reports)
+    again = subprocess.run([*command, *only], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert again.stdout.count("kept") == len(reports), again.stdout
+
+
+def test_there_are_no_more_variants_than_ci_can_compile():
+    assert 40 <= len(variants()) <= 200
