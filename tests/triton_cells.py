@@ -183,7 +183,7 @@ def forced(only: Tuning | None, call: Callable):
     if only is None:
         return call()
     old = tuning.choose
-    tuning.choose = lambda spec, rows, hopper, tree: [(only, np.arange(len(rows.q_indptr) - 1))]
+    tuning.choose = lambda spec, rows, hopper, tree, splits: [(only, np.arange(len(rows.q_indptr) - 1))]
     try:
         return call()
     finally:
@@ -210,8 +210,17 @@ def bits(cell: Cell, found: dict) -> None:
     shapes = [tuning.few(cell.spec), tuning.some(cell.spec), tuning.many(cell.spec)]
     if cell.device.type == "cuda" and not tuning.narrow(cell.spec):
         shapes += [replace(shapes[0], warps=w) for w in (1, 2)]
-    for shape in shapes:
-        compare(found, f"rows {shape.rows} warps {shape.warps} parts {shape.parts}", cell.run(whole, only=shape), base)
+    if cell.device.type == "cuda" and tuning.hopper_serves(
+        cell.spec, False, order.attention_order(order.SM90, cell.spec.d_qk, cell.spec.d_v)
+    ):
+        shapes += [tuning.HOPPER_ROWS] + ([tuning.HOPPER_TOKENS] if cell.spec.causal and cell.spec.window is None else [])
+    for shape in shapes if cell.dtype is torch.bfloat16 else shapes[:3]:
+        compare(
+            found,
+            f"rows {shape.rows} warps {shape.warps} parts {shape.parts}{' warp-specialised' if shape.hopper else ''}",
+            cell.run(whole, only=shape),
+            base,
+        )
     if cell.spec.layout is Layout.FRESH:
         return
     for page_size in (1, 24, 128) if cell.device.type == "cuda" else (1, 24):

@@ -107,7 +107,7 @@ def speed(kind: str) -> list[dict]:
         check = sorted({0, case.q.shape[0] // 2, case.q.shape[0] - 1})
         want = case.want(check)
         if kind == "decode":
-            shapes = {f"rows{t.rows} w{t.warps} s{t.stages}": t for t in candidates()}
+            shapes = {f"rows{t.rows} w{t.warps} s{t.stages} r{t.registers or 255}": t for t in candidates()}
             calls = {"warp-specialised": decode_call(case, order)}
             calls |= {name: case.launcher(order.tile, order.splits, t) for name, t in shapes.items()}
         else:
@@ -115,7 +115,7 @@ def speed(kind: str) -> list[dict]:
                 "warp-specialised": prefill_call(case, order),
                 "plain": case.launcher(order.tile, order.splits, Tuning(128, 8, 3, False)),
             }
-        times, outs = {}, []
+        times, outs, control = {}, [], cudnn(case) if kind == "prefill" and new == length else None
         for name, call in calls.items():
             case.out.fill_(float("nan"))
             call()
@@ -129,17 +129,32 @@ def speed(kind: str) -> list[dict]:
         peer = PEERS.get(name)
         ratio = None if peer is None else peer / times[best] if kind == "decode" else rate / peer
         error = float((outs[0][check].double() - want).norm() / want.norm())
-        found.append(
-            {"case": name, "us": times, "best": best, "rate": rate, "peer": peer, "ratio": ratio, "differ": differ, "error": error}
-        )
+        row = {"case": name, "us": times, "best": best, "rate": rate, "peer": peer, "ratio": ratio, "differ": differ, "error": error}
+        found.append(row | {"cuDNN dense, same call": control})
         unit = "GB/s" if kind == "decode" else "TFLOP/s"
-        print(f"{name:20} {best:18} {times[best]:9.1f} us {rate:8.0f} {unit} ratio {ratio} differ {differ}"
+        print(f"{name:20} {best:18} {times[best]:9.1f} us {rate:8.0f} {unit} ratio {ratio} cuDNN {control} differ {differ}"
               f" {({k: round(v, 1) for k, v in times.items()})}", flush=True)  # fmt: skip
     return found
 
 
+def cudnn(case: Case) -> float | None:
+    """TFLOP/s of cuDNN on contiguous keys, causal: a control for the card's temperature. None where this build has none."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    shape = (case.batch, case.length, -1, 128)
+    q, k, v = (torch.randn_like(x).view(shape).transpose(1, 2) for x in (case.q, case.k, case.v))
+    call = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # noqa: E731
+    try:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            call()
+            return case.flops / timed(call, 20) / 1e6
+    except RuntimeError as error:
+        print("cuDNN:", str(error)[:100])
+        return None
+
+
 def candidates() -> list[Tuning]:
-    return [Tuning(16, 4, 4, True), Tuning(64, 4, 5, True)]
+    return [Tuning(16, 4, 4, True), Tuning(16, 4, 4, True, registers=168), Tuning(16, 4, 3, True, registers=168), Tuning(64, 4, 5, True)]
 
 
 def main() -> None:

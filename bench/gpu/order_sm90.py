@@ -44,11 +44,10 @@ PAGE = 16
 
 def decode_tunings(head: str) -> list[Tuning]:
     if head == "576/512":
-        return [Tuning(64, 8, stages, True, 1) for stages in (1, 2)] + [Tuning(16, 4, 2, True, 1)]
+        return [Tuning(64, 8, 2, True, 1), Tuning(16, 4, 2, True, 1)]
     if head == "256":
-        return [Tuning(16, 4, 2, True, 2), Tuning(16, 4, 3, True, 2), Tuning(16, 2, 3, True, 2), Tuning(64, 4, 2, True, 2)]
-    small = [Tuning(16, warps, stages, True, 4) for warps, stages in ((2, 3), (2, 4), (4, 3), (4, 4))]
-    return small + [Tuning(64, 4, stages, True, 4) for stages in (2, 3, 5)]
+        return [Tuning(16, 4, 3, True, 2), Tuning(16, 2, 3, True, 2)]
+    return [Tuning(16, 2, 3, True), Tuning(16, 4, 4, True), Tuning(64, 4, 5, True)]
 
 
 def prefill_tunings(head: str) -> list[Tuning]:
@@ -56,7 +55,7 @@ def prefill_tunings(head: str) -> list[Tuning]:
         return [Tuning(32, 8, 1, False), Tuning(16, 8, 2, False)]
     if head == "256":
         return [Tuning(64, 8, 2, False), Tuning(64, 4, 2, False)]
-    return [Tuning(128, 8, 2, False), Tuning(128, 8, 3, False), Tuning(64, 4, 2, False)]
+    return [Tuning(128, 8, 3, False), Tuning(64, 4, 2, False)]
 
 
 class Case:
@@ -119,7 +118,7 @@ class Case:
 
 
 FLUSH = None
-WARM_SECONDS = 0.02
+WARM_SECONDS = 0.01
 
 
 def timed(call, reps: int) -> float:

@@ -70,7 +70,7 @@ class Backend:
         hopper = device.type == "cuda" and tuning.hopper_serves(spec, tree, chosen)
         work = [
             (shape, items.items(rows, requests, tuning.group_of(spec, shape), shape.rows, chosen.splits, shape.parts))
-            for shape, requests in tuning.choose(spec, rows, hopper, tree)
+            for shape, requests in tuning.choose(spec, rows, hopper, tree, chosen.splits)
         ]
         return Handle(
             spec=spec,

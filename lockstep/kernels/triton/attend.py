@@ -64,7 +64,7 @@ def tree_tile(
     own = (row_begin + tl.arange(0, ROWS)) // group
     kp = p + tl.arange(0, TILE)
     x = tl.zeros([ROWS, TILE], tl.float32)
-    for token in range(row_begin // group, (row_end - 1) // group + 1):
+    for token in tl.range(row_begin // group, (row_end - 1) // group + 1, num_stages=1):
         first = tl.load(start + token)
         mask = (kp >= lo_all) & (kp <= tl.load(positions + token))
         slot = paged(page_ids, entry, page_size, page_mul, page_shift, kp, mask & (kp < first))
@@ -76,7 +76,7 @@ def tree_tile(
     w, alpha, m, l = weigh(x, seen, m, l, c, pre, CAP, ROWS, TILE)
     a = a * alpha[:, None]
     before = a
-    for token in range(row_begin // group, (row_end - 1) // group + 1):
+    for token in tl.range(row_begin // group, (row_end - 1) // group + 1, num_stages=1):
         first = tl.load(start + token)
         mask = (kp >= lo_all) & (kp <= tl.load(positions + token))
         slot = paged(page_ids, entry, page_size, page_mul, page_shift, kp, mask & (kp < first))
@@ -115,7 +115,7 @@ def attend_split(
             vt = rows_at(v, slot * v_slot + v_head, 0, mask, D_V, DV).to(q.dtype)
         a = tl.dot(w.to(q.dtype), vt, a * alpha[:, None])
     if TREE:
-        for p in range(plain_end, end, TILE):
+        for p in tl.range(plain_end, end, TILE, num_stages=1):
             m, l, a = tree_tile(
                 q, q2, k, v, m, l, a, p, lo, hi, lo_all, row_begin, row_end, group, positions, start, tail_indptr, tail_slots,
                 page_ids, entry, page_size, page_mul, page_shift, k_slot, k_head, v_slot, v_head, c, pre,

@@ -28,6 +28,7 @@ class Tuning:
     parts: bool  # a program per split, folded by the last to arrive
     fold_rows: int = 4
     fold_depth: int = 4
+    registers: int | None = None  # at most so many per thread
     hopper: bool = False  # the warp-specialised kernel: blocks of 128 tokens of one head
 
 
@@ -148,7 +149,8 @@ def attend(
         heads, kv_heads, scoring.window, int(scoring.causal), at.page_size, mul, shift,
         splits.count0, splits.len0, splits.count1, splits.len1, splits.len2,
         eighths(q, 0, "q"), eighths(q, 1, "q"), eighths(k, 0, "k"), eighths(k, 1, "k"), eighths(v, 0, "v"), eighths(v, 1, "v"),
-        **shape.constants(tuning), num_warps=tuning.warps, num_stages=tuning.stages, enable_fp_fusion=False,
+        **shape.constants(tuning),
+        num_warps=tuning.warps, num_stages=tuning.stages, maxnreg=tuning.registers, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from lockstep.kernels.triton.items import Rows
 from lockstep.kernels.triton.launch import Tuning
-from lockstep.order import AttentionOrder
+from lockstep.order import AttentionOrder, Splits
 from lockstep.types import GroupSpec, Layout
 
 FEW = 16  # rows (token, head) of a request that still make one small block
 PROGRAMS = 264  # two per multiprocessor: fewer whole blocks than this are split over programs
+LONE_ITEMS = 264  # splits of small blocks up to which the warp-specialised kernel is faster: it fetches a whole split at once
 TOKENS = 96  # rows of a request from which a block of 128 tokens is worth while
 HOPPER_ITEMS = 100
 
@@ -30,8 +31,10 @@ def few(spec: GroupSpec, tree: bool = False) -> Tuning:
 
 def some(spec: GroupSpec, tree: bool = False) -> Tuning:
     """Blocks of 64 rows, a program per split."""
+    if tree and spec.d_v > 128 and not narrow(spec):
+        return few(spec, tree)
     if spec.d_v > 256:
-        return Tuning(rows=64, warps=8, stages=2, parts=True, fold_rows=1)
+        return Tuning(rows=64, warps=8, stages=1 if narrow(spec) or tree else 2, parts=True, fold_rows=1)
     return Tuning(rows=64, warps=4 if max(spec.d_qk, spec.d_v) < 128 and not tree else 8, stages=2, parts=True, fold_rows=2)
 
 
@@ -41,7 +44,9 @@ def many(spec: GroupSpec, tree: bool = False) -> Tuning:
         return some(spec, tree)
     if spec.d_v > 256:
         return Tuning(rows=32, warps=8, stages=1, parts=False)
-    return Tuning(rows=128 if spec.d_v <= 128 else 64, warps=8, stages=3 if spec.d_v <= 128 else 2, parts=False)
+    if spec.d_v > 128:
+        return Tuning(rows=64, warps=4, stages=2, parts=False)
+    return Tuning(rows=128, warps=8, stages=3, parts=False)
 
 
 def narrow(spec: GroupSpec) -> bool:
@@ -67,12 +72,21 @@ def hopper_serves(spec: GroupSpec, tree: bool, order: AttentionOrder) -> bool:
     )
 
 
+def lone(spec: GroupSpec, rows: Rows, small: NDArray[np.bool_], splits: Splits) -> bool:
+    """Whether the small requests have so few splits, over all kv heads, that each can have a multiprocessor of its own, or nearly."""
+    first = rows.q_indptr[:-1][small]
+    if not len(first):
+        return False
+    count = splits.index(np.maximum(rows.hi[first], 1) - 1) - splits.index(rows.lo[first]) + 1
+    return int(count.sum()) * spec.kv_heads <= LONE_ITEMS
+
+
 def group_of(spec: GroupSpec, tuning: Tuning) -> int:
     """Query heads that share a block's rows: those of a kv head, or one where a block is tokens of one head."""
     return 1 if tuning.hopper and not tuning.parts else spec.group_size
 
 
-def choose(spec: GroupSpec, rows: Rows, hopper: bool, tree: bool) -> list[tuple[Tuning, NDArray[np.int64]]]:
+def choose(spec: GroupSpec, rows: Rows, hopper: bool, tree: bool, splits: Splits) -> list[tuple[Tuning, NDArray[np.int64]]]:
     """Launch shapes and the requests each serves. `hopper`: the warp-specialised kernels may be used."""
     lens = np.diff(rows.q_indptr).astype(np.int64)
     flat = lens * spec.group_size
@@ -83,6 +97,6 @@ def choose(spec: GroupSpec, rows: Rows, hopper: bool, tree: bool) -> list[tuple[
     rest = (lens > 0) & ~small & ~long
     whole = many(spec, tree)
     blocks = int((-(-flat[rest] // whole.rows)).sum()) * spec.kv_heads
-    little = HOPPER_ROWS if hopper else few(spec, tree)
+    little = HOPPER_ROWS if hopper and lone(spec, rows, small, splits) else few(spec, tree)
     chosen = ((little, small), (some(spec, tree) if blocks < PROGRAMS else whole, rest), (HOPPER_TOKENS, long))
     return [(tuning, np.flatnonzero(mask)) for tuning, mask in chosen if mask.any()]
