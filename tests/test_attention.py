@@ -141,7 +141,7 @@ def test_a_row_that_sees_nothing_is_zero(backend, sinks):
 
 
 def test_no_backend_is_asked_for_by_a_name_that_does_not_exist():
-    with pytest.raises(RuleError, match=r"a backend is one of cpu, reference.*got 'cpuu'. Did you mean cpu\?$"):
+    with pytest.raises(RuleError, match=r"a backend is one of cpu, .*reference; got 'cpuu'. Did you mean cpu\?$"):
         select.load("cpuu")
 
 

@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     with base_tree(args.base) as old_tree, models(todo) as folders:
         sides = [Side(old_tree, folders), Side(ROOT, folders)]
         try:
-            results = compare(todo, sides, args.repeat or 5)
+            results = compare(todo, sides, args.repeat or 5, 1 if args.quick else TRIES)
         finally:
             for side in sides:
                 side.close()
@@ -151,19 +151,19 @@ def names() -> list[str]:
     return [*kernels, *engine, "scheduler", *SLOWER_S]
 
 
-def compare(todo: Sequence[str], sides: Sequence[Side], rounds: int) -> list[Compared]:
+def compare(todo: Sequence[str], sides: Sequence[Side], rounds: int, tries: int) -> list[Compared]:
     """Every case in turns; the side that begins alternates."""
     results = []
     with Progress(len(todo), "bench compare") as bar:
         for case in todo:
             note(case)
-            results.append(by_turns(case, sides, rounds))
+            results.append(by_turns(case, sides, rounds, tries))
             tell(str(results[-1]))
             bar.step(case, bad=not results[-1].met)
     return results
 
 
-def by_turns(case: str, sides: Sequence[Side], rounds: int) -> Compared:
+def by_turns(case: str, sides: Sequence[Side], rounds: int, tries: int) -> Compared:
     """`rounds` pairs of turns. A disturbed pair is repeated, the quietest of its tries counts."""
     times: list[list[float]] = [[], []]
     undisturbed = True
@@ -172,10 +172,10 @@ def by_turns(case: str, sides: Sequence[Side], rounds: int) -> Compared:
             side.measure(case, 0)  # prepares and warms
         for turn in range(rounds):
             tried: list[tuple[float, list[float]]] = []
-            while len(tried) < TRIES and (not tried or min(tried)[0] > QUIET):
+            while len(tried) < tries and (not tried or min(tried)[0] > QUIET):
                 if tried:
                     wait_for_quiet()
-                tried.append(pair(case, sides, 1 + turn * TRIES + len(tried)))
+                tried.append(pair(case, sides, 1 + turn * tries + len(tried)))
             others, values = min(tried)
             undisturbed &= others <= QUIET
             for at, value in enumerate(values):
