@@ -6,7 +6,7 @@ A spike is a key whose value is 1 in one column and whose score towers over the 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -175,7 +175,20 @@ def test_a_backend_that_cannot_do_what_the_model_needs_is_refused_before_anythin
 
 
 def test_every_capability_is_asked_about():
-    able = Caps(frozenset({"cpu"}), frozenset({"float32"}), frozenset({Layout.DENSE}), 8, 64, frozenset({16}))
+    able = Caps(
+        devices=frozenset({"cpu"}),
+        activation_dtypes=frozenset({"float32"}),
+        kv_dtypes=frozenset({"float32"}),
+        layouts=frozenset({Layout.DENSE}),
+        head_multiple=8,
+        head_max=64,
+        page_sizes=frozenset({16}),
+        window=True,
+        non_causal=True,
+        soft_cap=True,
+        sinks=True,
+        tails=True,
+    )
     needs = {
         "window": (replace(DENSE, page_size=16, window=3), {"window": False}),
         "soft caps": (replace(DENSE, page_size=16, layers=(AttnSpec(1.0, soft_cap=2.0),)), {"soft_cap": False}),
@@ -186,12 +199,27 @@ def test_every_capability_is_asked_about():
         "head size 72": (replace(DENSE, page_size=16, d_qk=72), {}),
         "not causal": (replace(DENSE, layout=Layout.FRESH, causal=False), {"layouts": frozenset(Layout), "non_causal": False}),
         "tree rows": (replace(DENSE, page_size=16), {"tails": False}),
+        "activations of float32": (replace(DENSE, page_size=16), {"activation_dtypes": frozenset({"bfloat16"})}),
     }
     for word, (spec, lacks) in needs.items():
         why = select.refusal(replace(able, **lacks), spec, "cpu", tails=True)
         assert why is not None, word
         assert word in why
     assert select.refusal(able, replace(DENSE, page_size=16), "cpu", tails=True) is None
+
+
+def test_what_a_backend_does_not_state_it_cannot_do():
+    nothing, whole = Caps(), replace(DENSE, page_size=16)
+    assert (nothing.order, nothing.invariances) == ("none", frozenset())
+    assert select.refusal(nothing, whole, "cpu") == "head size 16 is not a multiple of 1 up to 0"
+    sized = replace(nothing, head_max=64)
+    assert select.refusal(sized, whole, "cpu") == "device cpu is not one of none that it states"
+    stated = {"devices": frozenset({"cpu"}), "activation_dtypes": frozenset({"float32"}), "kv_dtypes": frozenset({"float32"})}
+    able = replace(sized, layouts=frozenset({Layout.DENSE}), **stated)
+    assert select.refusal(able, whole, "cpu") == "page size 16 is not supported"
+    assert select.refusal(replace(able, page_sizes=frozenset({16})), whole, "cpu") is None
+    flags = [field.name for field in fields(Caps) if field.type == "bool"]
+    assert flags and not any(getattr(nothing, name) for name in flags)
 
 
 @pytest.mark.parametrize("q", [torch.zeros(1, 2, 8), torch.zeros(1, 3, 16), torch.zeros(1, 2, 16, dtype=torch.bfloat16)])

@@ -22,24 +22,38 @@ from lockstep.types import AttnSpec, GroupSpec
 INVARIANCES = frozenset({"batch", "chunk", "prefix", "page", "pad", "tree", "decode", "threads"})
 
 
+ANY_PAGE_SIZE = None  # a backend whose addresses do not care
+
+
 @dataclass(frozen=True)
 class Caps:
-    """What a backend can do, as data. What it cannot do it refuses: nothing is ever ignored silently."""
+    """What a backend can do, as data. What it does not state it cannot do, and it is refused.
 
-    devices: frozenset[str]
-    kv_dtypes: frozenset[str]
-    layouts: frozenset[str]
-    head_multiple: int  # head sizes, as they are stored (order.stored_len), are multiples of this
-    head_max: int
-    page_sizes: frozenset[int] | None = None  # None = any
-    window: bool = True
-    non_causal: bool = True
-    soft_cap: bool = True
-    sinks: bool = True
-    tails: bool = True
+    devices            names of torch devices: cpu, cuda
+    activation_dtypes  of queries and outputs
+    kv_dtypes          of the cache (`types.KV_BYTES`)
+    layouts            how a group keeps its keys (`types.Layout`)
+    head_multiple      head sizes, as they are stored (`order.stored_len`), are multiples of this
+    head_max           and at most this
+    page_sizes         keys per page; ANY_PAGE_SIZE for all
+    order              "canonical": bits are promised, those over `invariances`; "none": values only
+    """
+
+    devices: frozenset[str] = frozenset()
+    activation_dtypes: frozenset[str] = frozenset()
+    kv_dtypes: frozenset[str] = frozenset()
+    layouts: frozenset[str] = frozenset()
+    head_multiple: int = 1
+    head_max: int = 0
+    page_sizes: frozenset[int] | None = frozenset()
+    window: bool = False
+    non_causal: bool = False
+    soft_cap: bool = False
+    sinks: bool = False
+    tails: bool = False
     graphs: bool = False
-    order: str = "canonical"  # "canonical": bits are promised; "none": values only
-    invariances: frozenset[str] = INVARIANCES
+    order: str = "none"
+    invariances: frozenset[str] = frozenset()
 
 
 class Backend(Protocol):

@@ -27,10 +27,18 @@ from lockstep.types import INT32_MAX, KV_BYTES, AttnSpec, GroupSpec, Layout, Rul
 
 CAPS = base.Caps(
     devices=frozenset({"cpu"}),
+    activation_dtypes=frozenset({"float32"}),
     kv_dtypes=frozenset(KV_BYTES),
     layouts=frozenset(Layout),
     head_multiple=8,
     head_max=576,
+    page_sizes=base.ANY_PAGE_SIZE,
+    window=True,
+    non_causal=True,
+    soft_cap=True,
+    sinks=True,
+    tails=True,
+    order="canonical",
     invariances=base.INVARIANCES,
 )
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.attention.base import Caps
+from lockstep.attention.base import ANY_PAGE_SIZE, Caps
 from lockstep.kv.pool import Keys
 from lockstep.plan import address
 from lockstep.plan.image import Views
@@ -22,12 +22,17 @@ from lockstep.types import KV_BYTES, AttnSpec, Layout
 
 CAPS = Caps(
     devices=frozenset({"cpu", "cuda"}),
+    activation_dtypes=frozenset({"float32", "bfloat16", "float16"}),
     kv_dtypes=frozenset(KV_BYTES),
     layouts=frozenset(Layout),
     head_multiple=1,
     head_max=1 << 20,
-    order="none",
-    invariances=frozenset(),
+    page_sizes=ANY_PAGE_SIZE,
+    window=True,
+    non_causal=True,
+    soft_cap=True,
+    sinks=True,
+    tails=True,
 )
 
 

@@ -86,15 +86,15 @@ def _distribution(entry: EntryPoint) -> str:
     return "an unknown package" if entry.dist is None else f"{entry.dist.name}-{entry.dist.version}"
 
 
-def select(name: str | None, specs: Sequence[GroupSpec], device: str) -> tuple[Backend, str]:
-    """The backend for a model on a device, and the reason in words.
+def select(name: str | None, specs: Sequence[GroupSpec], device: str, dtype: str = "float32") -> tuple[Backend, str]:
+    """The backend for a model on a device, with activations of `dtype`, and the reason in words.
 
     `name` None takes the first that promises bits and can do everything; one that promises none is asked for by name or not used.
     """
     if name is not None:
         backend = load(name)
         for spec in specs:
-            why = refusal(backend.caps, spec, device)
+            why = refusal(backend.caps, spec, device, dtype=dtype)
             if why is not None:
                 raise Refused(f"backend {name} can do what the model needs", why, _remedy(name))
         return backend, f"{name}: asked for by name"
@@ -105,7 +105,7 @@ def select(name: str | None, specs: Sequence[GroupSpec], device: str) -> tuple[B
         except Refused as error:
             passed_over.append(f"not {candidate}: {error.got}")
             continue
-        refusals = (refusal(backend.caps, spec, device) for spec in specs)
+        refusals = (refusal(backend.caps, spec, device, dtype=dtype) for spec in specs)
         why = next(filter(None, refusals), None)
         if backend.caps.order != "canonical":
             why = "it promises no bits"
@@ -122,8 +122,8 @@ def _remedy(name: str) -> str:
     return f"Ask for another: {', '.join(others)}" if others else "Install another"
 
 
-def refusal(caps: Caps, spec: GroupSpec, device: str, tails: bool = False) -> str | None:
-    """Why a backend cannot serve a group, or None. `tails`: the steps hold tree rows."""
+def refusal(caps: Caps, spec: GroupSpec, device: str, tails: bool = False, dtype: str = "float32") -> str | None:
+    """Why a backend cannot serve a group, or None. `tails`: the steps hold tree rows; `dtype`: of queries."""
     for head in (spec.d_qk, spec.d_v):
         stored = stored_len(head)
         if stored % caps.head_multiple or stored > caps.head_max:
@@ -134,6 +134,7 @@ def refusal(caps: Caps, spec: GroupSpec, device: str, tails: bool = False) -> st
     paged = spec.layout is not Layout.FRESH
     rules = (
         (device in caps.devices, f"device {device} is not one of {_list(caps.devices)}"),
+        (dtype in caps.activation_dtypes, f"activations of {dtype} are not one of {_list(caps.activation_dtypes)}"),
         (spec.layout in caps.layouts, f"layout {spec.layout} is not one of {_list(caps.layouts)}"),
         (spec.kv_dtype in caps.kv_dtypes, f"kv_dtype {spec.kv_dtype} is not one of {_list(caps.kv_dtypes)}"),
         (caps.page_sizes is None or not paged or spec.page_size in caps.page_sizes, f"page size {spec.page_size} is not supported"),
@@ -147,4 +148,4 @@ def refusal(caps: Caps, spec: GroupSpec, device: str, tails: bool = False) -> st
 
 
 def _list(items: Sequence[str] | frozenset[str]) -> str:
-    return ", ".join(sorted(items))
+    return ", ".join(sorted(items)) or "none that it states"

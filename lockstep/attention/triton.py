@@ -25,10 +25,18 @@ from lockstep.types import INT32_MAX, AttnSpec, GroupSpec, Layout, RuleError
 
 CAPS = base.Caps(
     devices=frozenset({"cuda"}),
+    activation_dtypes=frozenset({"bfloat16", "float16"}),
     kv_dtypes=frozenset({"bfloat16", "float8_e4m3"}),
     layouts=frozenset(Layout),
     head_multiple=8,
     head_max=576,
+    page_sizes=base.ANY_PAGE_SIZE,
+    window=True,
+    non_causal=True,
+    soft_cap=True,
+    sinks=True,
+    tails=True,
+    order="canonical",
     invariances=base.INVARIANCES - {"threads"},
 )
 COMPUTE = (torch.bfloat16, torch.float16)
