@@ -2,7 +2,7 @@
 
 A node is one block of `unit` tokens, `unit` being the least common multiple of the page sizes, so that a node owns whole pages in every
 group. Children are found by the ids themselves (a dictionary compares them; equal hashes are not enough). Window groups may have lost
-the front of a node's pages, or all of them: a node keeps the last ones. A node holds its pages through `PagePool.share` and `give`
+the front of a node's pages, or all of them: a node keeps the last ones. A node holds its pages through `PagePool.keep` and `drop`
 (siblings may share one, if a request was forked within a block); a page that a request holds too is thereby locked, and a node is kept
 while a `Path` ends at it.
 

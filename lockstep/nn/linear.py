@@ -2,7 +2,8 @@
 
 Weights are packed once, at load, for one of the kernels below; every row count uses the same one. `lanes`, our own, keeps the promise by
 construction: every element is one fma chain over K. oneDNN with packed weights, two private operators of torch that are named here and
-nowhere else, keeps it where `certify_linear` proves it on the machine.
+nowhere else, keeps it where
+`run.certify` proves it on the machine with the whole model.
 """
 
 from __future__ import annotations

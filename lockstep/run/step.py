@@ -1,7 +1,7 @@
-"""A lowered step, as a model's layers see it: `attend(layer, q, k, v)` and nothing else.
+"""A lowered step, as a model's layers see it: `attend(layer, q, k, v)`, and `store` for an encoder's keys.
 
 Writes this step's keys, then attends: always in this order, for every layer, in one place. A model never sees a request, a page or a
-plan. Made by `lower`, which is host work and happens before every launch.
+plan. Made by `lower` before every launch: host work, and the plan's moves of K/V.
 """
 
 from __future__ import annotations

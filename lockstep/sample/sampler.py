@@ -1,7 +1,7 @@
 """From logits to tokens: one function, `sample`; and `log_probs`, which serves decode, verify and prompt rows alike.
 
 A row's token is a function of its logits, its parameters, its position and the tokens before it. On the CPU both run in one compiled
-kernel; elsewhere in the tensor operations of logits.py, which give the same bits. Called by the runner.
+kernel; elsewhere in the tensor operations of logits.py, which give the same bits. Called by the engine.
 """
 
 from __future__ import annotations

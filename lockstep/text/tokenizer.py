@@ -1,6 +1,7 @@
 """Text to token ids and back, over the tokenizer.json of a local folder.
 
-Wraps the `tokenizers` library; a folder without tokenizer.json is handed to transformers, which is imported then and only then. Reads
+Wraps the `tokenizers` library; `from_folder` hands a folder without tokenizer.json to transformers, imported
+then and only then (the engine asks for one only where there is a tokenizer.json). Reads
 which ids end a text from the model's configuration files. Nothing is downloaded. Knows no engine: called by `llm` and `serve`.
 """
 

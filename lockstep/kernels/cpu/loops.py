@@ -3,7 +3,7 @@
 A micro-kernel holds `rows` x `vectors` accumulators in registers. Its shape is free: every accumulator is one fma chain, over the head
 size for a score and over the keys for an output column, so no shape changes a bit. Shapes are chosen for the register file at hand.
 
-Knows addresses and strides in bytes, no masks, no pages, no softmax. Called by attend.py only.
+Knows addresses and strides in bytes, no masks, no pages, no softmax. Called by unit.py; gemm.py and stage.py use its helpers.
 """
 
 from __future__ import annotations

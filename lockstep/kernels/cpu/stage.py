@@ -3,7 +3,7 @@
 A key row of the pool is float32, bfloat16 or float8 e4m3fn, known by its element size in bytes: 4, 2 or 1. Every cast is exact. The
 loops are LLVM IR and take the rows as a table of int64 byte addresses, so pages of any size look the same to them.
 
-Knows element formats, no positions and no visibility. Called by attend.py only.
+Knows element formats, no positions and no visibility. Called by unit.py.
 """
 
 from __future__ import annotations
