@@ -113,11 +113,11 @@ def test_guard_bands_notice_a_write_outside_and_a_changed_input():
     assert bool(storage.isnan().all())
     assert guarded.damage() == []
     storage.as_strided((1,), (1,), storage.storage_offset() - 1)[0] = 1.0
-    assert guarded.damage() == ["guards: the band around a storage was written"]
+    assert guarded.damage() == ["guards: the band around the storage was written"]
     rows = guarded.rows(torch.zeros(3, 8))
     rows[1, 1] = 5.0
     rows.as_strided((1,), (1,), rows.storage_offset() + 24 + BAND // 2)[0] = 1.0
-    assert {"guards: a input was changed", "guards: the band around a input was written"} <= set(guarded.damage())
+    assert {"guards: the input was changed", "guards: the band around the input was written"} <= set(guarded.damage())
 
 
 def test_scripts_keep_their_tokens_when_they_are_cut_and_taken_apart():

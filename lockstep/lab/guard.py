@@ -48,8 +48,8 @@ class Guarded:
 
     def damage(self) -> list[str]:
         """What was written that must not be. Inputs are forgotten after the look."""
-        found = [f"guards: the band around a {name} was written" for name, band, want in self._bands if not torch.equal(band, want)]
-        found += [f"guards: {name} was changed" for name, bits, want in self._inputs if not torch.equal(bits, want)]
+        found = [f"guards: the band around the {name} was written" for name, band, want in self._bands if not torch.equal(band, want)]
+        found += [f"guards: the {name} was changed" for name, bits, want in self._inputs if not torch.equal(bits, want)]
         self._bands = [b for b in self._bands if b[0] == "storage"]
         self._inputs = []
         return found

@@ -1,7 +1,8 @@
 """One buffer at a fixed address for the plan of every step.
 
-`load` copies a plan's image into the buffer and returns views of it; where each array lies depends on the bucket alone. Ids,
-the emit index and what a backend derives are not in it yet, so a captured graph could not live on it alone. Eager steps use the same views. What does not fit is an error with both numbers.
+`load` copies a plan's image into the buffer and returns views of it; where each array lies depends
+on the bucket alone. Ids, the emit index and what a backend derives are not in it yet, so a captured
+graph could not live on it alone. What does not fit is an error with both numbers.
 """
 
 from __future__ import annotations
