@@ -152,6 +152,20 @@ def test_a_backend_that_is_wrong_in_mixed_steps_only_is_not_certified():
         certificates.certify(loaded.model, Misaligned(), loaded.info)
 
 
+class ShortChunks(Misaligned):
+    """The CPU backend, wrong in the last bits of requests with 33 to 63 rows: a tile that is half full."""
+
+    def lower(self, plan: Any, group: Any, views: Any) -> Any:
+        self.mixed = any(32 < n < 64 for n in plan.new_lens.tolist())
+        return self.sound.lower(plan, group, views)
+
+
+def test_a_backend_that_is_wrong_in_half_full_tiles_only_is_not_certified():
+    loaded = stretched(tiny.LLAMA)
+    with pytest.raises(NotCertified, match=r"rows \(long chunks\)"):
+        certificates.certify(loaded.model, ShortChunks(), loaded.info)
+
+
 def test_a_backend_that_promises_no_bits_has_nothing_to_prove():
     loaded = stretched(tiny.LLAMA)
     assert certificates.certify(loaded.model, select.load("reference"), loaded.info).digest == "none"

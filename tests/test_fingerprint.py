@@ -16,7 +16,7 @@ from lockstep.config import EngineConfig
 from lockstep.kernels.cpu.digest import BLOCK, LANES, digest
 from lockstep.kernels.cpu.threads import limited
 from lockstep.lab import tiny
-from lockstep.llm.engine import BUILTIN, Engine
+from lockstep.llm.engine import BUILTIN, Engine, prepare
 from lockstep.models import weights
 from lockstep.types import KV_BYTES, RuleError
 
@@ -140,3 +140,30 @@ def test_the_fingerprint_names_the_distribution_of_somebody_elses_backend(tmp_pa
     theirs = LLM(max_total_tokens=64, attention_backend="fast").fingerprint
     assert theirs.startswith("order=canonical;backend=fast(thirdparty-2.5);gemm=")
     assert LLM(max_total_tokens=64).fingerprint.startswith("order=canonical;backend=cpu;gemm=")
+
+
+# ---- layers ----
+
+
+@pytest.mark.parametrize(
+    ("windows", "wide"),
+    [((0, 1, 1, 0), 9), ((0, 1, 1, 1), 9), ((0, 1, 0, 1), 9001)],
+    ids=["in another order", "fewer with a window", "with a window too wide to be crossed"],
+)
+def test_the_same_weights_in_other_kinds_of_layers_have_another_fingerprint(windows, wide):
+    """Only one layer of each kind is computed at start: which layers these are must be told."""
+    kinds = ("sliding_attention", "full_attention")
+
+    def fingerprint(windows: tuple[int, ...], wide: int) -> str:
+        changed = {
+            "num_hidden_layers": 4,
+            "layer_types": [kinds[i] for i in windows],
+            "sliding_window": wide,
+            "max_position_embeddings": 16384,
+        }
+        model = tiny.Tiny("qwen3", "", "qwen3", changed)
+        config = EngineConfig(max_total_tokens=64)
+        return Engine(config, prepare(tiny.loaded(model), None, config)).fingerprint
+
+    known = 9 if wide == 9 else 9000
+    assert fingerprint((0, 1, 0, 1), known) != fingerprint(windows, wide)

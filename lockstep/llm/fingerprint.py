@@ -21,7 +21,7 @@ def fingerprint(name: str, backend: Backend, info: Info, kv_dtype: str, certific
 
     order, backend (with distribution and version where it is somebody else's), gemm (the GEMM class),
     device class and versions, kv (the cache's dtype), weights (the digest of the tensors), certificate
-    (the digest of what `certify` computed), and rope_context where a dynamic rope was stretched.
+    (the digest of the layers' kinds and of what `certify` computed), and rope_context where a dynamic rope was stretched.
     """
     origin = select.origin(name)
     versions = [f"{package}={version(package)}" for package in ("torch", "numba", "llvmlite")]

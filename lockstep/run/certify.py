@@ -6,8 +6,8 @@ are then computed alone, and again in every kind of step that the engine has: de
 chunks behind a prefix, whole prompts, mixtures, chains and trees of drafts, sources of an encoder,
 embeddings; with 1 to 64 rows, and with more by steps of 64 up to the largest step (above 1,024 by
 doubling); with one, two and all threads; padded, where the engine pads. Every row must have the bits
-it has alone. The digest of these bits is part of the fingerprint: two machines that agree on it
-computed the same numbers.
+it has alone. The digest of these bits, and of what kind every layer is, is part of the fingerprint:
+two machines that agree on it computed the same numbers.
 
 Called by the engine when it is loaded. What is run stands in `probe`.
 """
@@ -27,7 +27,7 @@ from lockstep.attention.base import Backend
 from lockstep.config import EngineConfig
 from lockstep.kernels.cpu.threads import limited
 from lockstep.models.weights import Info
-from lockstep.nn.decoder import Model
+from lockstep.nn.decoder import Decoder, Model
 from lockstep.run import probe
 from lockstep.run.probe import Piece, Sources, Subject, same
 from lockstep.types import RuleError
@@ -63,7 +63,7 @@ def certify(model: Model, backend: Backend, info: Info, config: EngineConfig | N
     subject = Subject(probe.one_of_each(model), backend, info, config)
     many = torch.get_num_threads()
     threads = tuple(sorted({1, min(2, many), many}))
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(_layers(model))
     with torch.no_grad():
         for rows in _proofs(subject, threads):
             digest.update(rows.contiguous().numpy().tobytes())
@@ -78,6 +78,11 @@ def _proofs(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
         yield from _sources(subject, threads)
     else:
         yield from _embeddings(subject, threads)
+
+
+def _layers(model: Model) -> bytes:
+    """The kind of every layer: one of each is computed, so their order is in no bit of it, nor is a window too wide to cross."""
+    return repr(model.spec.blocks).encode() if isinstance(model, Decoder) else b""
 
 
 def row_counts(largest: int) -> list[int]:
@@ -149,10 +154,16 @@ def consecutive(positions: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def large(rows: int, nth: int, whole: int) -> list[Piece]:
-    """So many rows as whole prompts, or, where nth is odd, as chunks and a decoding row."""
+    """So many rows as whole prompts, or, where nth is odd, as chunks and a decoding row.
+
+    The first of these chunks is short: between half a tile and a little more than one.
+    """
     prefix = min(nth % 2 * (7 * nth + 1), whole // 2)
     out = [Piece(whole - 1, whole)] if prefix else []
-    left = rows - len(out)
+    if prefix:
+        short = min(ROWS // 2 + 5 * nth, whole - prefix, rows - 1)
+        out.append(Piece(prefix, prefix + short))
+    left = rows - sum(piece.rows for piece in out)
     while left > 0:
         end = min(prefix + left, whole)
         out.append(Piece(prefix, end))
