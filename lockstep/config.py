@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from numbers import Real
-from typing import Any, SupportsIndex
+from typing import Any
 
 from lockstep.types import INT32_MAX, KV_BYTES, RuleError, shown
 
@@ -43,11 +43,11 @@ class EngineConfig:
         if self.model is not None and not (isinstance(self.model, str | os.PathLike) and str(self.model)):
             rule = "model is a folder or a hub id of the form owner/name"
             raise RuleError(rule, shown(self.model), "Leave it out for the built-in model")
-        if self.device != "cpu":
+        if not isinstance(self.device, str) or self.device != "cpu":
             raise RuleError("device is cpu", shown(self.device), "GPU backends are not there yet")
-        if self.dtype != "float32":
+        if not isinstance(self.dtype, str) or self.dtype != "float32":
             raise RuleError("on the CPU dtype is float32", shown(self.dtype), "Leave it out")
-        if self.kv_cache_dtype not in tuple(KV_BYTES):
+        if not isinstance(self.kv_cache_dtype, str) or self.kv_cache_dtype not in KV_BYTES:
             rule = f"kv_cache_dtype is one of {', '.join(KV_BYTES)}"
             raise RuleError(rule, shown(self.kv_cache_dtype), "Pick one of these")
         if self.attention_backend is not None and not isinstance(self.attention_backend, str):
@@ -66,11 +66,14 @@ class EngineConfig:
         value = getattr(self, name)
         if value is None and name in DERIVED:
             return
-        whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
-        if not whole or not 1 <= value <= INT32_MAX:
+        try:
+            count = 0 if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            count = 0
+        if not 1 <= count <= INT32_MAX:
             rule = f"{name} is a whole number from 1 to {INT32_MAX}"
             raise RuleError(rule, shown(value), "Leave it out for the default")
-        object.__setattr__(self, name, operator.index(value))
+        object.__setattr__(self, name, count)
 
     def _check_buckets(self) -> None:
         sizes = self.bucket_sizes

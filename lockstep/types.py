@@ -26,11 +26,13 @@ class RuleError(ValueError):
 
 
 def shown(value: object) -> str:
-    """A user's value in an error: its repr, cut; an integer that Python refuses to print, by its size."""
+    """A user's value in an error, on one line: its repr, cut; what cannot be printed, by its type."""
     try:
-        text = repr(value)
-    except ValueError:
+        text = " ".join(repr(value).split())
+    except ValueError:  # an integer that Python refuses to print
         return f"an {type(value).__name__} too long to print"
+    except Exception as error:  # whatever a user's class raises
+        return f"a {type(value).__name__} whose repr fails: {type(error).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

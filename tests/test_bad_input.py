@@ -299,3 +299,45 @@ def test_a_bad_parameter_is_one_line(given: dict[str, Any], line: str | None):
 def test_what_no_machine_has_is_refused_before_it_is_taken(option: dict[str, Any], match: str):
     with pytest.raises(RuleError, match=match):
         LLM(**option)
+
+
+# ---- values of other libraries, and of classes that fail ----
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("value", [np.array([1, 2]), torch.tensor([1.5]), Unprintable(), np.zeros((2, 2))])
+@pytest.mark.parametrize("option", ["page_size", "context_length", "kv_cache_dtype", "dtype", "device"])
+def test_an_option_that_is_an_array_or_cannot_be_printed_is_refused_on_one_line(option, value):
+    with pytest.raises(RuleError) as caught:
+        EngineConfig.from_names({option: value})
+    assert option in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("option", ["stop", "stop_token_ids"])
+@pytest.mark.parametrize("value", [np.array(3), torch.tensor(3)])
+def test_an_array_without_dimensions_is_no_list_of_stops(option, value):
+    with pytest.raises(RuleError, match=f"{option} is a list of at most"):
+        SamplingParams(**{option: value})
+
+
+def test_what_the_engine_itself_is_given_is_checked_too(llm, want):
+    add, items = llm.engine.add, llm.engine.add_items
+    rule = "params are SamplingParams, or one for each prompt; got 5 (int). Use SamplingParams()."
+    refused(llm, want, lambda: add([1], 5), rule)
+    rule = "items are a list of strings or of lists of token ids; got None (NoneType). Pass [item] for one."
+    refused(llm, want, lambda: items([1], None), rule)
+    rule = "on_done is called without arguments; got 5. Pass a function, or leave it out."
+    refused(llm, want, lambda: llm.generate("a", FOUR, 5), rule)
+    job = add([1])
+    llm.engine.abort(job)
+    assert job.params.max_tokens == SamplingParams().max_tokens
+
+
+def test_a_context_beyond_the_models_is_refused_and_not_shortened():
+    with pytest.raises(RuleError, match=r"context_length is at most the model's 2048 positions; got 4000\. Leave it out, or lower it\."):
+        LLM(context_length=4000, max_total_tokens=64)

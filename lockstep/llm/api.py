@@ -26,7 +26,7 @@ from lockstep.llm.job import Job
 from lockstep.llm.output import Chunk, Output
 from lockstep.llm.prompts import Prompt
 from lockstep.sample.params import SamplingParams
-from lockstep.types import RuleError
+from lockstep.types import RuleError, shown
 
 
 class LLM:
@@ -64,6 +64,8 @@ class LLM:
         many = prompt_forms.many(prompts)
         asked = prompt_forms.params_for(params, len(many))
         levels = prompt_forms.priorities_for(priority, len(many))
+        if on_done is not None and not callable(on_done):
+            raise RuleError("on_done is called without arguments", shown(on_done), "Pass a function, or leave it out")
 
         def add(caller: Caller) -> list[Job]:
             each = zip(many, asked, levels, strict=True)
@@ -132,7 +134,7 @@ class LLM:
             while open_jobs:
                 self.engine.step()
                 left = sum(not job.done for job in jobs)
-                for _ in range(open_jobs - left if on_done else 0):
+                for _ in range(open_jobs - left if on_done is not None else 0):
                     on_done()  # type: ignore[misc]
                 open_jobs = left
             return jobs

@@ -27,7 +27,8 @@ from lockstep.llm.calls import GONE, Caller, Turn, executing
 from lockstep.llm.fingerprint import fingerprint
 from lockstep.llm.job import Draft, Ending, Job, Score, ScoreUpdate, StepResult, TokenUpdate
 from lockstep.llm.output import Chunk
-from lockstep.llm.prompts import token_ids
+from lockstep.llm.prompts import items as item_forms
+from lockstep.llm.prompts import params_for, token_ids
 from lockstep.models import weights
 from lockstep.models.weights import Info, Loaded
 from lockstep.nn import linear
@@ -45,7 +46,7 @@ from lockstep.sample.sampler import log_probs, sample
 from lockstep.sched.request import Ask, Piece, Step, Token
 from lockstep.sched.scheduler import Kinds, Limits, Scheduler
 from lockstep.text.tokenizer import Tokenizer
-from lockstep.types import INT32_MAX, RuleError
+from lockstep.types import INT32_MAX, RuleError, shown
 
 NOBODY = Token(-1)  # an item's tokens are given
 ITEM = SamplingParams(max_tokens=None, logprobs=True, seed=0)
@@ -94,7 +95,10 @@ class Engine:
         self.config, self.parts = config, parts
         self.model, self.info, self.tokenizer = parts.model, parts.info, parts.tokenizer
         self.encoder = encoder_of(parts.model, self.info)
-        self.context_length = min(config.context_length or self.info.max_position, self.info.max_position)
+        self.context_length = config.context_length or self.info.max_position
+        if self.context_length > self.info.max_position:
+            rule = f"context_length is at most the model's {self.info.max_position} positions"
+            raise RuleError(rule, str(config.context_length), "Leave it out, or lower it")
         groups = Groups.of(self.model, self.encoder, config.page_size, config.kv_cache_dtype)
         self.specs = groups.specs
         sizes = memory.size(groups.specs[: groups.cached], config, self.context_length)
@@ -122,7 +126,7 @@ class Engine:
     def add(
         self,
         prompt_ids: Sequence[int],
-        params: SamplingParams,
+        params: SamplingParams | None = None,
         embed: bool = False,
         scores_only: bool = False,
         *,
@@ -136,13 +140,14 @@ class Engine:
         one it stays until it has ended or is aborted.
         """
         ids, source = self._placed(self._checked(prompt_ids))
+        (params,) = params_for(params, 1)
         params.check_vocab(self.info.vocab_size)
         if source and params.top_prompt_logprobs is not None:
             raise RuleError("a prompt is scored by a decoder", "an encoder-decoder", "Score items that follow the prompt")
         if source and embed:
             raise RuleError("embeddings come from decoders and encoders", "an encoder-decoder", "Use it for generation")
         if not isinstance(tenant, str):
-            raise RuleError("a tenant is named by a string", repr(tenant), "Leave it out where there is one")
+            raise RuleError("a tenant is named by a string", shown(tenant), "Leave it out where there is one")
         room = self.context_length - len(ids)
         new = 0 if embed or scores_only else params.new_len(room)
         if new > room:
@@ -163,7 +168,7 @@ class Engine:
     def add_items(self, prompt_ids: Sequence[int], items: Sequence[Sequence[int]], *, caller: Caller | None = None) -> Job:
         """Takes one prompt and several continuations in, whose log-probabilities are wanted: one draft each, one prompt."""
         ids, source = self._placed(self._checked(prompt_ids))
-        given = tuple(self._checked(item) for item in items)
+        given = tuple(self._checked(item) for item in item_forms(items))
         longest = max(map(len, given), default=0)
         if not given or len(ids) + longest > self.context_length:
             rule = f"there is an item, and prompt and item fit into the context of {self.context_length}"

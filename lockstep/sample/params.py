@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -227,9 +227,13 @@ def _logprobs(name: str, value: Any) -> int | bool | None:
 def _listed(name: str, value: Any, what: str, most: int) -> list[Any]:
     """The elements of a list, few enough."""
     rule = f"{name} is a list of at most {most} {what}"
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise RuleError(rule, shown(value), "Pass a list")
-    items = list(value)
+    error = RuleError(rule, shown(value), "Pass a list")
+    if isinstance(value, str | bytes | Mapping):
+        raise error
+    try:
+        items = list(value)
+    except TypeError:  # no iterable, or an array without dimensions
+        raise error from None
     if len(items) > most:
         raise RuleError(rule, f"{len(items)}", "Pass fewer")
     return items
