@@ -12,6 +12,7 @@ A unit is a test by its node id, or `cell:backend/recipe/feature`.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import json
 import os
@@ -150,6 +151,7 @@ def trial(job: dict[str, Any], fd: int) -> None:
     with open(job["log"], "ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1)  # where does it hang? the log says
     report = Report(fd)
     measure = measurement(tree) if job.get("measure") else None
     quiet_hypothesis()
