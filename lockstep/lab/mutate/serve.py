@@ -148,10 +148,10 @@ def trial(job: dict[str, Any], fd: int) -> None:
     os.chdir(tree)
     sys.path.insert(0, tree)
     os.environ.update(job["environment"])
-    with open(job["log"], "ab") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    faulthandler.register(signal.SIGUSR1)  # where does it hang? the log says
+    log = os.open(job["log"], os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1, file=log)  # where does it hang? the log says
     report = Report(fd)
     measure = measurement(tree) if job.get("measure") else None
     quiet_hypothesis()
