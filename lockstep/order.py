@@ -3,7 +3,7 @@
 Nothing here may depend on the batch, the chunk, the page size or the number of processors. `docs/numerics.md` states the order in
 words; kernels take these numbers as they are. Knows head sizes and nothing else; every backend and the lab read it.
 
-On a device class other than the CPU an order is a row of `ORDERS`: tile and split boundaries by head size, measured once
+On a device class other than the CPU an order is a branch of `attention_order`: tile and split boundaries by head size, measured once
 (`docs/numerics.md` gives the figures and the reason). A row has a name; whoever changes a bit of it gives it a new one.
 """
 

@@ -46,6 +46,8 @@ def many(spec: GroupSpec, tree: bool = False) -> Tuning:
         return Tuning(rows=32, warps=8, stages=1, parts=False)
     if spec.d_v > 128:
         return Tuning(rows=64, warps=4, stages=2, parts=False)
+    if any(attn.soft_cap is not None for attn in spec.layers):  # tanh needs registers too
+        return Tuning(rows=64, warps=8, stages=2, parts=False)
     return Tuning(rows=128, warps=8, stages=3, parts=False)
 
 
