@@ -27,8 +27,8 @@ from lockstep.llm.calls import GONE, Caller, Turn, executing
 from lockstep.llm.fingerprint import fingerprint
 from lockstep.llm.job import Draft, Ending, Job, Score, ScoreUpdate, StepResult, TokenUpdate
 from lockstep.llm.output import Chunk
+from lockstep.llm.prompts import Prompt, params_for, token_ids
 from lockstep.llm.prompts import items as item_forms
-from lockstep.llm.prompts import params_for, token_ids
 from lockstep.models import weights
 from lockstep.models.weights import Info, Loaded
 from lockstep.nn import linear
@@ -378,7 +378,7 @@ class Engine:
         pools = [PagePool(n) if n else None for n in self._num_pages]
         return Scheduler(self.specs, pools, self._kinds, limits_of(self.config), arrivals)
 
-    def _checked(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+    def _checked(self, prompt_ids: Prompt) -> tuple[int, ...]:
         ids = token_ids(prompt_ids, self.info.vocab_size)
         if not ids:
             raise RuleError("a prompt has at least one token", "an empty prompt", "Start with some text")
