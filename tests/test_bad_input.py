@@ -341,3 +341,9 @@ def test_what_the_engine_itself_is_given_is_checked_too(llm, want):
 def test_a_context_beyond_the_models_is_refused_and_not_shortened():
     with pytest.raises(RuleError, match=r"context_length is at most the model's 2048 positions; got 4000\. Leave it out, or lower it\."):
         LLM(context_length=4000, max_total_tokens=64)
+
+
+@pytest.mark.parametrize("prompts", [range(10**9), [range(2**40)], range(10**30)], ids=["prompts", "ids", "huge"])
+def test_more_than_any_call_takes_is_refused_before_it_is_listed(llm: LLM, prompts: Any):
+    with pytest.raises(RuleError, match=r"there are at most 67,108,864 of them; got .*range\(0, 1"):
+        llm.generate(prompts)

@@ -197,3 +197,7 @@ def test_every_kind_of_step_has_the_rows_it_says(kind):
         assert sum(p.rows for p in large(rows, nth, 576)) == rows
     assert consecutive(positions) == [(0, 3), (59, 65), (500, 501), (511, 514), (0, 2)]
     assert runs_of([1, 2, 3, 9]) == [(1, 4), (9, 10)]
+
+
+def test_a_chunk_beyond_measure_does_not_hold_up_the_load():
+    assert refusal(tiny.loaded(tiny.LLAMA), chunked_prefill_size=2**31 - 1) == ""

@@ -7,7 +7,7 @@ engine and no tokenizer: `api` sorts what users pass, `engine` checks ids agains
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set, Sized
 from numbers import Number
 from typing import Any, SupportsIndex
 
@@ -16,6 +16,7 @@ from lockstep.types import RuleError, shown
 
 Prompt = str | Sequence[int]
 PROMPT_RULE = "a prompt is a string or a list of token ids"
+MOST = 1 << 26  # prompts of a call, or ids of a prompt
 
 
 def many(prompts: Any) -> list[Prompt]:
@@ -98,10 +99,22 @@ def elements(value: Any, rule: str, remedy: str = "Pass a str, or a list") -> li
     error = RuleError(rule, f"{shown(value)} ({type(value).__name__})", remedy)
     if isinstance(value, str | bytes | bytearray | memoryview | Set | Mapping):
         raise error
+    if isinstance(value, Sized) and _len(value) > MOST:
+        raise RuleError(f"there are at most {MOST:,} of them", f"{shown(value)} ({_len(value):,})", "Pass fewer")
     try:
         return list(value)
     except TypeError:  # no iterable, or an array without dimensions
         raise error from None
+
+
+def _len(value: Sized) -> int:
+    """0 where an array without dimensions has none."""
+    try:
+        return len(value)
+    except TypeError:
+        return 0
+    except OverflowError:  # a range beyond what Python counts
+        return MOST + 1
 
 
 def _is_number(value: Any) -> bool:

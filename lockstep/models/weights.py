@@ -360,7 +360,7 @@ def describe(folder: Path, config: Any, model: Model, gemm: str) -> Info:
 def special_ids(name: str, extra: Mapping[str, Any], config: Any) -> tuple[int, ...]:
     """The ids that generation_config.json, or else config.json, gives under this name: tokens that the model has."""
     file = "generation_config.json" if name in extra else "config.json"
-    given = extra.get(name, getattr(config, name))
+    given = extra.get(name, getattr(config, name, None))
     ids = given if isinstance(given, list) else [] if given is None else [given]
     wrong = [i for i in ids if type(i) is not int or not 0 <= i < config.vocab_size]
     if wrong:

@@ -5,7 +5,7 @@ computes a sequence whose rows stand on both sides of a tile, a split and every 
 are then computed alone, and again in every kind of step that the engine has: decoding batches,
 chunks behind a prefix, whole prompts, mixtures, chains and trees of drafts, sources of an encoder,
 embeddings; with 1 to 64 rows, and with more by steps of 64 up to the largest step (above 1,024 by
-doubling); with one, two and all threads; padded, where the engine pads. Every row must have the bits
+doubling, 8,192 at most); with one, two and all threads; padded, where the engine pads. Every row must have the bits
 it has alone. The digest of these bits, and of what kind every layer is, is part of the fingerprint:
 two machines that agree on it computed the same numbers.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -34,6 +34,7 @@ from lockstep.types import RuleError
 
 ROWS = 64  # every row count up to this, and every multiple of it above
 EVERY_MULTIPLE = 1024  # up to so many rows; then the counts double
+MOST_ROWS = 8192  # of a step that is tried
 HEAD_ROWS = (2, 3, 7, 16, 33, 64)
 LOGITS = 1 << 25  # of one step of the head, at most
 KINDS = ("decode", "chunks", "mixed", "drafts")
@@ -60,6 +61,7 @@ def certify(model: Model, backend: Backend, info: Info, config: EngineConfig | N
     if backend.caps.order != "canonical":
         return Certificate(0, (), "none")
     config = config or EngineConfig()
+    config = replace(config, chunked_prefill_size=min(config.chunked_prefill_size, MOST_ROWS))
     subject = Subject(probe.one_of_each(model), backend, info, config)
     many = torch.get_num_threads()
     threads = tuple(sorted({1, min(2, many), many}))
