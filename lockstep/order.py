@@ -84,7 +84,7 @@ def attention_order(device_class: str, d_qk: int, d_v: int) -> AttentionOrder:
     """Tile and splits: a function of the device class and the head sizes, and of nothing else."""
     if device_class == CPU:
         return AttentionOrder(tile_len(d_qk, d_v), even(split_len(d_qk, d_v)))
-    widest = max(d_qk, d_v)
+    widest = stored_len(max(d_qk, d_v))
     if widest > 256:
         return AttentionOrder(64, even(1024))  # a latent row's parts are nearly as large as its keys: fewer of them
     tile = 128 if widest <= 128 else 64 if widest <= 192 else 32

@@ -57,6 +57,7 @@ SMALL_FEATURES = {
     "group-7": dense(14, 2, 24),
     "heads-72": dense(72, 1, 16),
     "d-qk-v": dense(4, 2, 48, 32),
+    "head-20": dense(4, 2, 20),
     "window": dense(4, 2, 32, window=WINDOW),
     "soft-cap": dense(4, 2, 32, soft_cap=1.5),
     "sinks": dense(4, 2, 32, sinks=SINKS),
@@ -292,7 +293,7 @@ def cache(device: str, found: dict) -> None:
     cases = (("bfloat16", (1.0, 1.0)), ("float8_e4m3", (0.01, 0.02)))
     for kv_dtype, scales in cases if device == "cuda" else cases[:1]:  # the interpreter rounds to float8 wrongly
         attn = AttnSpec(scale=1.0, k_scale=scales[0], v_scale=scales[1])
-        for layout, heads, d_qk, d_v in ((Layout.DENSE, 3, 24, 16), (Layout.LATENT, 1, 40, 32)):
+        for layout, heads, d_qk, d_v in ((Layout.DENSE, 3, 24, 12), (Layout.LATENT, 1, 40, 32)):
             attn = replace(attn, v_scale=attn.k_scale) if layout is Layout.LATENT else attn
             spec = GroupSpec(layout, 6, heads, d_qk, d_v, (attn, attn), kv_dtype=kv_dtype)
             pools = [

@@ -136,7 +136,7 @@ def refusal(caps: Caps, spec: GroupSpec, device: str, tails: bool = False, dtype
         (device in caps.devices, f"device {device} is not one of {_list(caps.devices)}"),
         (dtype in caps.activation_dtypes, f"activations of {dtype} are not one of {_list(caps.activation_dtypes)}"),
         (spec.layout in caps.layouts, f"layout {spec.layout} is not one of {_list(caps.layouts)}"),
-        (spec.kv_dtype in caps.kv_dtypes, f"kv_dtype {spec.kv_dtype} is not one of {_list(caps.kv_dtypes)}"),
+        (not paged or spec.kv_dtype in caps.kv_dtypes, f"kv_dtype {spec.kv_dtype} is not one of {_list(caps.kv_dtypes)}"),
         (caps.page_sizes is None or not paged or spec.page_size in caps.page_sizes, f"page size {spec.page_size} is not supported"),
         (caps.window or spec.window is None, f"window {spec.window}: sliding windows are not supported"),
         (caps.non_causal or spec.causal, "attention that is not causal is not supported"),

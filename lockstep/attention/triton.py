@@ -18,7 +18,7 @@ from lockstep import order
 from lockstep.attention import base
 from lockstep.kernels.triton import items, launch, tuning
 from lockstep.kernels.triton.launch import Addresses, Scoring, Scratch, Shape, Tuning
-from lockstep.kv.pool import Keys
+from lockstep.kv.pool import Keys, widened
 from lockstep.plan.image import Views
 from lockstep.plan.step import FreshGroup, Group, PagedGroup, StepPlan
 from lockstep.types import INT32_MAX, AttnSpec, GroupSpec, Layout, RuleError
@@ -99,11 +99,13 @@ class Backend:
             raise RuleError(rule, f"{q.dtype} of {list(q.shape)}", "Cast them, or use another backend")
         if keys.k.dtype not in (q.dtype, torch.float8_e4m3fn):
             raise RuleError(f"K and V are {q.dtype}, like the queries, or float8_e4m3", f"{keys.k.dtype}", "Set kv_cache_dtype")
-        out = torch.empty(rows, heads, group.d_v, dtype=q.dtype, device=q.device)
+        d_qk, d_v = order.stored_len(group.d_qk), order.stored_len(group.d_v)
+        q = widened(q, d_qk)
+        out = torch.empty(rows, heads, d_v, dtype=q.dtype, device=q.device)
         lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
         shape = Shape(
             d_qk=d_qk,
-            d_v=group.d_v,
+            d_v=d_v,
             tile=handle.order.tile,
             latent=group.layout is Layout.LATENT,
             cap=spec.soft_cap is not None,
@@ -117,7 +119,7 @@ class Backend:
                 launch.decode(q, pair, out, lse, one.table, at, score, handle.scratch, handle.order, programs(q.device))
             else:
                 launch.prefill(q.contiguous(), pair, out, lse, one.table, at, score, handle.order, programs(q.device))
-        return out, lse
+        return out if d_v == group.d_v else out[..., : group.d_v], lse
 
 
 def programs(device: torch.device) -> int:
@@ -148,7 +150,7 @@ def addresses(plan: StepPlan, group: Group, views: Views, device: torch.device) 
 def scratch_for(made: Sequence[items.Items], spec: GroupSpec, device: torch.device) -> Scratch:
     """Room for the parts of one launch at a time."""
     rows, counters = max((m.part_rows for m in made), default=0), max((m.counters for m in made), default=0)
-    return launch.scratch(rows * spec.kv_heads, counters * spec.kv_heads, spec.d_v, device)
+    return launch.scratch(rows * spec.kv_heads, counters * spec.kv_heads, order.stored_len(spec.d_v), device)
 
 
 def scoring(attn: AttnSpec, spec: GroupSpec, device: torch.device) -> Scoring:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.triton.launch import power_of_2
+from lockstep.kv.pool import widened
 from lockstep.types import RuleError
 
 MOVES = 4096  # rows that one program holds in registers between gather and scatter
@@ -31,6 +32,7 @@ def write(storages: Sequence[Tensor], slots: Tensor, k: Tensor, v: Tensor | None
         raise RuleError("the columns of a K or V row are contiguous", f"strides {k.stride()} and {given.stride()}", "Make them contiguous")
     if not len(slots):
         return
+    k, given = widened(k, keys.shape[2]), widened(given, values.shape[2])
     kv_heads, d_qk, d_v = k.shape[1], k.shape[2], given.shape[2]
     write_kernel[(len(slots),)](
         k, given, keys, values, slots, scales[0], scales[1], k.stride(0), k.stride(1), given.stride(0), given.stride(1),
