@@ -102,7 +102,7 @@ class Size:
     tree_at: int  # committed keys before a tree
 
 
-SMALL_SIZE = Size(lens=(5, 150), chunks=(33, 1, 70), decodes=5, judged=11, tree_at=61)
+SMALL_SIZE = Size(lens=(5, 118), chunks=(33, 1, 70), decodes=5, judged=11, tree_at=61)
 CARD_SIZE = Size(lens=(1, 17, 700, 1025, 1500), chunks=(333, 1, 70, 128), decodes=1200, judged=40, tree_at=1019)
 
 
