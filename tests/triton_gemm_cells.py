@@ -19,14 +19,16 @@ import torch
 from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from lockstep.kernels.triton import interpret
+    from lockstep.kernels.triton import interpret, interpret_cast
 
     interpret.install()
+    interpret_cast.install()
 
 from lockstep.kernels.cpu import rows as cpu
-from lockstep.kernels.triton import moe, rowwise
+from lockstep.kernels.triton import gemm_choice, moe, rowwise
 from lockstep.kernels.triton.gemm import Tile, batched_gemm, gemm
 from lockstep.nn.moe import Routing as CpuRouting
+from lockstep.types import RuleError
 
 DEVICE = "cpu"
 HALF_ULP = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-25}  # relative, of one rounding
@@ -297,19 +299,71 @@ def grouped_gemm_bits() -> str:
     said = "" if torch.equal(lists.counts.long(), counts) else f"counts {lists.counts.tolist()} against {counts.tolist()}; "
     order = torch.argsort(ids.flatten().long(), stable=True)
     said += "" if torch.equal(lists.pairs.long(), order) else "pairs are not listed expert by expert, ascending; "
+    wanted = [product(x, w[expert], TILES[0]) for expert in range(experts)]
+    offset = [rowwise.add_bias(wanted[expert], bias[expert]) for expert in range(experts)]
+    token = torch.arange(tokens, device=DEVICE).repeat_interleave(k)
+    want, want_biased = (torch.stack(made)[ids.flatten().long(), token] for made in (wanted, offset))
     for tile in TILES[:2]:
         plain, biased = moe.grouped_gemm(x, w, None, lists, tile), moe.grouped_gemm(x, w, bias, lists, tile)
         by_pair = moe.grouped_gemm(x.repeat_interleave(k, 0), w, None, lists, tile)
-        for pair, expert in enumerate(ids.flatten().tolist()):
-            want = product(x[pair // k : pair // k + 1], w[expert], TILES[0])
-            said += same(plain[pair : pair + 1], want, f"pair {pair}")
-            said += same(biased[pair : pair + 1], rowwise.add_bias(want, bias[expert]), f"bias of pair {pair}")
+        said += same(plain, want, tile.name) + same(biased, want_biased, f"{tile.name} with a bias")
         said += same(by_pair, plain, "x by pair")
     weights = draw(tokens, k, dtype=torch.float32, seed=3)
     total = torch.zeros(tokens, n, device=DEVICE)
     for slot in range(k):
         total = total + plain.view(tokens, k, n)[:, slot].float() * weights[:, slot, None]
     return said + same(moe.combine(plain, weights), total.bfloat16(), "combined")
+
+
+def split_in_two(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    """A library that splits K: two sums, added at last."""
+    half = x.shape[1] // 2
+    parts = [
+        gemm(x[:, at].contiguous(), w[:, at].contiguous(), torch.empty_like(y), TILES[0]) for at in (slice(0, half), slice(half, None))
+    ]
+    return y.copy_(parts[0].float() + parts[1].float())
+
+
+@cell
+def the_choice_of_a_gemm() -> str:
+    """A library is taken where all of its bits are ours, and only there; our tile elsewhere."""
+    w = draw(40, 64)
+
+    def library(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return split_in_two(x, w, y) if len(x) == 8 else gemm(x, w, y, TILES[1])
+
+    chosen = gemm_choice.choose(w, library, grid=(1, 4, 8, 16), prefer_from=4)
+    names = {rows: choice.name for rows, choice in chosen.choices.items()}
+    own = gemm_choice.tile_for(40, 64, 8).name
+    said = "" if names == {1: own, 4: "cublas", 8: own, 16: "cublas"} else f"chosen: {names}; "
+    said += "" if "differs in" in chosen.choices[8].reason else f"reason: {chosen.choices[8].reason}; "
+    x = draw(16, 64, seed=5)
+    made = [chosen(x[:rows], w, torch.empty(rows, 40, dtype=x.dtype, device=DEVICE)) for rows in (1, 4, 8, 16)]
+    for y in made:
+        said += same(y, made[-1][: len(y)], f"{len(y)} rows")
+    return said
+
+
+@cell
+def rows_outside_the_grid() -> str:
+    """Rows that no bucket has, other dtypes and other K are errors that say so."""
+    w = draw(40, 64)
+    chosen = gemm_choice.choose(w, None, grid=(1, 4))
+    said = ""
+    y = torch.empty(3, 40, dtype=w.dtype, device=DEVICE)
+    attempts = {
+        "rows": lambda: chosen(draw(3, 64), w, y),
+        "K": lambda: gemm(draw(3, 48), w, y, TILES[0]),
+        "dtype": lambda: gemm(draw(3, 64, dtype=torch.float16), w, y, TILES[0]),
+        "stride": lambda: gemm(draw(3, 67)[:, :64], w, y, TILES[0]),
+    }
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            said += f"{name}: no error; "
+        except RuleError:
+            pass
+    return said
 
 
 @cell

@@ -65,7 +65,11 @@ def many(n: int, k: int, rows: int) -> list[Tile]:
 
 def tiles(n: int, k: int, rows: int) -> list[Tile]:
     found = small(n) if rows <= 16 else some(n, 32) if rows <= 32 else some(n, 64) if rows <= 64 else many(n, k, rows)
-    return [t for t in found if t.shared_bytes + (t.rows * t.columns * 2 if t.hopper else 0) <= LIMIT + (t.shared_bytes // t.stages) * (not t.hopper)]
+    return [
+        t
+        for t in found
+        if t.shared_bytes + (t.rows * t.columns * 2 if t.hopper else 0) <= LIMIT + (t.shared_bytes // t.stages) * (not t.hopper)
+    ]
 
 
 def compile_one(task: tuple[int, int, Tile]) -> str:
@@ -170,7 +174,9 @@ def shape(n: int, k: int, grid=GRID, deadline: float = 1e18) -> list[dict]:
     exact = torch.cat([x_all[rows].double() @ w[i : i + 16384].double().t() for i in range(0, n, 16384)], 1)
     scale = x_all[rows].double().abs().mean(1, keepdim=True) * w.double().abs().mean() * k**0.5 if n < 100000 else exact.abs().mean()
     error = float(((want[rows].double() - exact).norm() / exact.norm()))
-    found = [{"n": n, "k": k, "copies": copies, "error": error, "scale": float(torch.as_tensor(scale).mean()), "nan": int(want.isnan().sum())}]
+    found = [
+        {"n": n, "k": k, "copies": copies, "error": error, "scale": float(torch.as_tensor(scale).mean()), "nan": int(want.isnan().sum())}
+    ]
     print(found[0], flush=True)
     for m in grid:
         if time.time() > deadline:

@@ -8,7 +8,6 @@ Knows tensors; knows no layers and no table. Called by `gemm_choice.py`, by the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -156,10 +155,3 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, tile: Tile) -> Tensor:
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
-
-
-def variant(n: int, k: int, tile: Tile) -> tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]:
-    """What a compiler without a GPU needs of the plain kernel: function, signature, constants, options."""
-    constants = {"N": n, "K": k, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "GROUP": tile.group}
-    signature = {"x": "*bf16", "w": "*bf16", "y": "*bf16", "rows": "i32", "x_stride": "i32"}
-    return gemm_kernel, signature, constants, {"num_warps": tile.warps, "num_stages": tile.stages}

@@ -264,7 +264,9 @@ def qk_norm_rope(x: Tensor, spec: Rotation, weights: Tensor | None, cos: Tensor,
     heads = spec.heads + spec.kv_heads
     if have < heads * d or 2 * half > d or cos.shape != sin.shape or len(cos) != t:
         got = f"x {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}, {heads} heads of {d}"
-        raise RuleError("x holds all heads, and cos and sin turn at most a head's columns, a row per token", got, "Check the layer's shapes")
+        raise RuleError(
+            "x holds all heads, and cos and sin turn at most a head's columns, a row per token", got, "Check the layer's shapes"
+        )
     q = torch.empty(t, spec.heads, d, dtype=x.dtype, device=x.device)
     k = torch.empty(t, spec.kv_heads, d, dtype=x.dtype, device=x.device)
     if t:

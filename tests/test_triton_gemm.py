@@ -1,0 +1,77 @@
+"""GEMM and row kernels of the GPU, without one: interpreted (values, bits), compiled for sm_90 (registers, spills), chosen at load."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parent.parent
+CELLS = (
+    "gemm-values", "gemm-bits", "batched-gemm-bits", "rms-norm-values", "add-rms-norm-is-an-addition-and-a-norm", "norm-rows-stand-alone",
+    "layer-norm-values", "rope-values", "qk-norm-rope-is-a-norm-and-a-rotation", "gates", "bias-is-a-second-rounding", "routing",
+    "router-values", "grouped-gemm-bits", "the-choice-of-a-gemm", "rows-outside-the-grid", "nothing-to-do",
+)  # fmt: skip
+COMPILED = (
+    "gemm-4096x12288-t16x32x256w4s6g8", "gemm-4096x4096-t64x32x128w4s8g8", "gemm-24576x4096-t128x128x64w8s4g8",
+    "gemm-4096x12288-h128x256x64w8s3g8", "add-rms-norm-4096", "qk-norm-rope-128-True", "gate-0", "route-8-of-256-groups",
+    "grouped-gemm-1536x2048-64",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    """Cell → what was found, all in one process that interprets."""
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "tests/triton_gemm_cells.py"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_the_cells_named_here_are_those_that_ran(interpreted: dict[str, str]) -> None:
+    assert set(interpreted) == set(CELLS)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_kernel_has_its_values_and_its_bits(interpreted: dict[str, str], name: str) -> None:
+    assert interpreted[name] == ""
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_kernel_compiles_for_sm_90_without_spills(name: str) -> None:
+    from lockstep.kernels.triton.gemm_variants import MMA, WGMMA, compile_variant, variants
+
+    (variant,) = (v for v in variants() if v.name == name)
+    compiled = compile_variant(variant)
+    assert compiled.spill_bytes == 0
+    assert not compiled.serialized
+    assert 0 < compiled.registers <= 255
+    assert compiled.shared_bytes <= 227 << 10
+    if "gemm" in name:
+        rows = variant.constants["ROWS"]
+        assert compiled.matrix == frozenset({WGMMA if rows >= 64 else MMA})
+
+
+def test_a_variant_has_a_name_of_its_own() -> None:
+    from lockstep.kernels.triton.gemm_variants import variants
+
+    names = [v.name for v in variants()]
+    assert len(names) == len(set(names))
+    assert set(COMPILED) <= set(names)
+
+
+def test_every_tile_of_the_table_fits_into_shared_memory() -> None:
+    from lockstep.kernels.triton.gemm_choice import GRID, table, tile_for
+
+    shapes = [tuple(int(v) for v in name.split("x")) for name in table()]
+    assert shapes
+    for n, k in [*shapes, (4096, 4096), (151936, 1024), (1024, 3072), (24576, 4096)]:
+        for rows in GRID:
+            assert tile_for(n, k, rows).shared_bytes <= 227 << 10
