@@ -16,12 +16,13 @@ ROOT = Path(__file__).parent.parent
 CELLS = (
     "gemm-values", "gemm-bits", "batched-gemm-bits", "rms-norm-values", "add-rms-norm-is-an-addition-and-a-norm", "norm-rows-stand-alone",
     "layer-norm-values", "rope-values", "qk-norm-rope-is-a-norm-and-a-rotation", "gates", "bias-is-a-second-rounding", "routing",
-    "router-values", "grouped-gemm-bits", "the-choice-of-a-gemm", "rows-outside-the-grid", "nothing-to-do",
+    "router-values", "grouped-gemm-bits", "sampled-tokens-are-the-cpus", "log-probabilities-are-the-cpus",
+    "the-choice-of-a-gemm", "rows-outside-the-grid", "nothing-to-do",
 )  # fmt: skip
 COMPILED = (
     "gemm-4096x12288-t16x32x256w4s6g8", "gemm-4096x4096-t64x32x128w4s8g8", "gemm-24576x4096-t128x128x64w8s4g8",
     "gemm-4096x12288-h128x256x64w8s3g8", "add-rms-norm-4096", "qk-norm-rope-128-True", "gate-0", "route-8-of-256-groups",
-    "grouped-gemm-1536x2048-64",
+    "grouped-gemm-1536x2048-64", "sample-noisy", "sample-describe",
 )  # fmt: skip
 
 
@@ -54,6 +55,7 @@ def test_a_kernel_compiles_for_sm_90_without_spills(name: str) -> None:
     assert not compiled.serialized
     assert 0 < compiled.registers <= 255
     assert compiled.shared_bytes <= 227 << 10
+    assert compiled.float64_fmas == 0
     if "gemm" in name:
         rows = variant.constants["ROWS"]
         assert compiled.matrix == frozenset({WGMMA if rows >= 64 else MMA})

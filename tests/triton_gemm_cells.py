@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +27,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpret_cast.install()
 
 from lockstep.kernels.cpu import rows as cpu
-from lockstep.kernels.triton import gemm_choice, moe, rowwise
+from lockstep.kernels.cpu import sample_rows
+from lockstep.kernels.triton import gemm_choice, moe, rowwise, sample
 from lockstep.kernels.triton.gemm import Tile, batched_gemm, gemm
 from lockstep.nn.moe import Routing as CpuRouting
 from lockstep.types import RuleError
@@ -313,6 +316,55 @@ def grouped_gemm_bits() -> str:
     for slot in range(k):
         total = total + plain.view(tokens, k, n)[:, slot].float() * weights[:, slot, None]
     return said + same(moe.combine(plain, weights), total.bfloat16(), "combined")
+
+
+def sampling_rows(vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits with ties, infinities and NaN; parameters of every kind."""
+    settings = ((0.0, vocab, 1.0, 0.0), (1.0, vocab, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.3, vocab, 0.6, 0.0), (0.9, 7, 0.8, 0.0),
+                (1.0, vocab, 1.0, 0.05), (0.8, 1, 1.0, 0.0), (1.0, vocab, 1e-9, 0.0), (1.0, vocab, 0.9, 0.3))  # fmt: skip
+    kinds = ("plain", "ties", "half", "nan", "inf", "empty", "wide")
+    logits, floats, ints = [], [], []
+    for r, (temperature, top_k, top_p, min_p) in enumerate(settings):
+        for nth, kind in enumerate(kinds):
+            x = 3 * draw(vocab, dtype=torch.float32, seed=r)
+            x = x.round() if kind == "ties" else 20 * x if kind == "wide" else x
+            x[::2] = -torch.inf if kind in ("half", "empty") else x[::2]
+            x[1::2] = -torch.inf if kind == "empty" else x[1::2]
+            x[vocab // 2] = torch.nan if kind == "nan" else torch.inf if kind == "inf" else x[vocab // 2]
+            logits.append(x)
+            floats.append((temperature, top_p, math.log(min_p) if min_p else -math.inf))
+            ints.append((top_k, 40 + r, nth, 0x89ABCDEF * (r + 1) & 0xFFFFFFFF, 7 * r))
+    return torch.stack(logits), torch.tensor(floats, dtype=torch.float64).to(DEVICE), torch.tensor(ints).to(DEVICE)
+
+
+@cell
+def sampled_tokens_are_the_cpus() -> str:
+    """Greedy, temperature, top-k, top-p, min-p; ties, -inf, +inf, NaN; vocabularies below a block and above, not multiples of 4."""
+    said = ""
+    for vocab, every in ((37, 2), (2050, 13)):
+        logits, floats, ints = (made[::every].contiguous() for made in sampling_rows(vocab))
+        tokens, states = sample.choose_rows(logits, floats, ints, cuts=True)
+        want, want_states = np.empty(len(logits), np.int64), np.empty(len(logits), np.int64)
+        sample_rows.choose_rows(logits.cpu().numpy(), floats.cpu().numpy(), ints.cpu().numpy(), want, want_states)
+        if tokens.tolist() != want.tolist() or states.tolist() != want_states.tolist():
+            said += f"V {vocab}: {tokens.tolist()} {states.tolist()} against {want.tolist()} {want_states.tolist()}; "
+    return said
+
+
+@cell
+def log_probabilities_are_the_cpus() -> str:
+    """The same bits, of a token and of the best few, good rows and bad ones."""
+    said = ""
+    for vocab, few in ((37, 5), (2050, 2)):
+        logits = sampling_rows(vocab)[0][::3].contiguous()
+        tokens = (torch.arange(len(logits)) * 5 % vocab - (torch.arange(len(logits)) % 4 == 0).long() * vocab).clamp(min=-1).to(DEVICE)
+        got = sample.describe_rows(logits, tokens, few)
+        want = (np.empty(len(logits), np.float32), np.empty((len(logits), few), np.int64), np.empty((len(logits), few), np.float32))
+        sample_rows.describe_rows(logits.cpu().numpy(), tokens.cpu().numpy(), *want)
+        for name, a, b in zip(("chosen", "ids", "best"), got, want, strict=True):
+            if not np.array_equal(a.cpu().numpy(), b, equal_nan=a.is_floating_point()):
+                said += f"V {vocab} {name}: {a.flatten()[:8].tolist()} against {b.flatten()[:8].tolist()}; "
+    return said
 
 
 def split_in_two(x: Tensor, w: Tensor, y: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -23,14 +25,13 @@ from pathlib import Path
 import torch
 
 from lockstep.kernels.triton.cublas import CublasLt, torch_gemm
-from lockstep.kernels.triton.gemm import Tile, gemm
+from lockstep.kernels.triton.gemm import Tile, gemm, warm
+from lockstep.kernels.triton.gemm_choice import GRID, REFERENCE, differing
 
-GRID = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 SHAPES = {
     "8b": ((4096, 4096), (4096, 12288), (6144, 4096), (24576, 4096), (151936, 4096)),
     "0.6b": ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)),
 }
-REFERENCE = Tile(64, 64, 64, 4, 4)
 L2_BYTES = 60 << 20
 LIMIT = 220 << 10
 
@@ -72,25 +73,43 @@ def tiles(n: int, k: int, rows: int) -> list[Tile]:
     ]
 
 
+class Offline:
+    """Stands for the driver in processes that only compile: says what the card is, reaches none."""
+
+    def __init__(self) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", 90, 32)
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
 def compile_one(task: tuple[int, int, Tile]) -> str:
-    """Compiles by launching on a few rows (the rows are no part of the binary)."""
+    """Fills Triton's cache, in a process without CUDA."""
+    from triton.runtime.driver import driver
+
     n, k, tile = task
+    driver.set_active(Offline())
     try:
-        w = torch.zeros(n, k, device="cuda", dtype=torch.bfloat16)
-        x = torch.zeros(16, k, device="cuda", dtype=torch.bfloat16)
-        gemm(x, w, torch.empty(16, n, device="cuda", dtype=torch.bfloat16), tile)
-        torch.cuda.synchronize()
+        warm(n, k, torch.bfloat16, tile)
     except Exception as error:
         return f"{n}x{k} {tile.name}: {str(error)[:160]}"
     return ""
 
 
-def compile_all(shapes, jobs: int = 14) -> list[str]:
-    tasks = list(dict.fromkeys((n, k, t) for n, k in shapes for m in GRID for t in [*tiles(n, k, m), REFERENCE]))
-    import multiprocessing
-
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return [said for said in pool.map(compile_one, tasks, chunksize=1) if said]
+def compile_all(shapes, grid, jobs: int) -> list[str]:
+    """Every variant the sections will launch; forked workers, so nothing is imported twice."""
+    tasks = list(dict.fromkeys((n, k, t) for n, k in shapes for m in grid for t in [*tiles(n, k, m), REFERENCE]))
+    print(f"{len(tasks)} variants, {jobs} processes", flush=True)
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
+        return [said for said in pool.map(compile_one, tasks) if said]
 
 
 def spread(count: int, k: int) -> torch.Tensor:
@@ -143,15 +162,6 @@ def measure(calls: dict, x, weights, y, guess_us: float) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def differing(y: torch.Tensor, want: torch.Tensor) -> int:
-    """Elements of other bits, counted in pieces."""
-    total = 0
-    for begin in range(0, y.shape[0], 1024):
-        end = min(begin + 1024, y.shape[0])
-        total += int((y[begin:end].view(torch.int16) != want[begin:end].view(torch.int16)).sum())
-    return total
-
-
 def proposals(blas, n: int, k: int, rows: int, count: int) -> dict:
     try:
         return {f"lt{i}": call for i, call in enumerate(blas.proposals(n, k, rows, torch.bfloat16, count))}
@@ -160,7 +170,7 @@ def proposals(blas, n: int, k: int, rows: int, count: int) -> dict:
         return {}
 
 
-def shape(n: int, k: int, grid=GRID, deadline: float = 1e18) -> list[dict]:
+def shape(n: int, k: int, keep, grid=GRID, deadline: float = 1e18) -> list[dict]:
     """All M of one weight."""
     torch.manual_seed(n + k)
     blas = CublasLt()
@@ -173,7 +183,7 @@ def shape(n: int, k: int, grid=GRID, deadline: float = 1e18) -> list[dict]:
     rows = torch.randint(0, max(grid), (32,), device="cuda")
     exact = torch.cat([x_all[rows].double() @ w[i : i + 16384].double().t() for i in range(0, n, 16384)], 1)
     scale = x_all[rows].double().abs().mean(1, keepdim=True) * w.double().abs().mean() * k**0.5 if n < 100000 else exact.abs().mean()
-    error = float(((want[rows].double() - exact).norm() / exact.norm()))
+    error = float((want[rows].double() - exact).norm() / exact.norm())
     found = [
         {"n": n, "k": k, "copies": copies, "error": error, "scale": float(torch.as_tensor(scale).mean()), "nan": int(want.isnan().sum())}
     ]
@@ -183,6 +193,7 @@ def shape(n: int, k: int, grid=GRID, deadline: float = 1e18) -> list[dict]:
             found.append({"m": m, "skipped": "out of time"})
             continue
         found.append(cell(blas, x_all, weights, want, m))
+        keep(found)
     return found
 
 
@@ -222,8 +233,9 @@ def floors() -> dict:
     b = torch.empty_like(a)
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)
-    copy = statistics.median(Timer(lambda *_: b.copy_(a), x, [x], y, 1).sample(10))
-    product = statistics.median(Timer(torch_gemm, x, [x], y, 1).sample(20))
+    copies, products = Timer(lambda *_: b.copy_(a), x, [x], y, 1), Timer(torch_gemm, x, [x], y, 1)
+    copies.sample(20)  # clocks
+    copy, product = statistics.median(copies.sample(20)), statistics.median(products.sample(20))
     return {"copy_gb_s": 2 * a.numel() * 4 / copy / 1e3, "gemm_tflop_s": 2 * 8192**3 / product / 1e6}
 
 
@@ -241,7 +253,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="", help="NxK,NxK instead of a model's")
     parser.add_argument("--grid", default="")
     parser.add_argument("--limit", type=int, default=60, help="seconds per shape")
-    parser.add_argument("--floors", action="store_true")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
     parser.add_argument("--section")
     args = parser.parse_args()
     listed = [tuple(int(v) for v in s.split("x")) for s in args.shapes.split(",") if s]
@@ -249,22 +261,20 @@ def main() -> None:
     grid = tuple(int(m) for m in args.grid.split(",") if m) or GRID
     if args.section == "compile":
         begin = time.time()
-        print("compiled in", compile_all(shapes), time.time() - begin, flush=True)
+        failed = compile_all(shapes, grid, args.jobs)
+        print(f"compiled in {time.time() - begin:.0f} s; failed: {failed}", flush=True)
         return
     if args.section == "floors":
         Path(args.out, "part-floors.json").write_text(json.dumps(floors() | machine()))
         return
     if args.section:
         n, k = (int(v) for v in args.section.split("x"))
-        Path(args.out, f"part-{args.section}.json").write_text(json.dumps(shape(n, k, grid, time.time() + args.limit)))
+        part = Path(args.out, f"part-{args.section}.json")
+        shape(n, k, lambda found: part.write_text(json.dumps(found)), grid, time.time() + args.limit)
         return
-    sections = (["floors"] if args.floors else []) + [f"{n}x{k}" for n, k in shapes]
-    command = [sys.executable, *sys.argv]
+    sections = ["compile", "floors"] + [f"{n}x{k}" for n, k in shapes]
     for section in sections:
-        try:
-            subprocess.run([*command, "--section", section], timeout=args.limit + 30, check=False)
-        except subprocess.TimeoutExpired:
-            print("out of time:", section, flush=True)
+        run_section([sys.executable, *sys.argv, "--section", section], args.limit + 20)
     result = {"command": " ".join(sys.argv)}
     for section in sections:
         part = Path(args.out, f"part-{section}.json")
@@ -272,6 +282,17 @@ def main() -> None:
             result[section] = json.loads(part.read_text())
             part.unlink()
     Path(args.out, f"gemm-h200-{args.model}.json").write_text(json.dumps(result))
+
+
+def run_section(command: list[str], seconds: int) -> None:
+    """A section in a process group of its own, ended with all its children when its time is over."""
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        print("out of time:", command[-1], flush=True)
 
 
 if __name__ == "__main__":

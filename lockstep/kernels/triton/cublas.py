@@ -98,11 +98,10 @@ class CublasLt:
         for attribute, value, size in ((WORKSPACE_BYTES, room, 8), (REDUCTION_MASK, mask, 4)):
             self.call("cublasLtMatmulPreferenceSetAttribute", preference, attribute, ctypes.byref(value), ctypes.c_size_t(size))
         found, returned = (Proposal * count)(), ctypes.c_int(0)
-        self.call("cublasLtMatmulAlgoGetHeuristic", self.handle, description, w_layout, x_layout, y_layout, y_layout, preference, count, found,
-                  ctypes.byref(returned))  # fmt: skip
+        shape = (description, w_layout, x_layout, y_layout, y_layout)
+        self.call("cublasLtMatmulAlgoGetHeuristic", self.handle, *shape, preference, count, found, ctypes.byref(returned))
         self.call("cublasLtMatmulPreferenceDestroy", preference)
-        parts = (description, w_layout, x_layout, y_layout)
-        return [Call(self, parts, found[i], rows) for i in range(returned.value) if found[i].state == 0]
+        return [Call(self, shape[:4], found[i], rows) for i in range(returned.value) if found[i].state == 0]
 
 
 def open_library() -> ctypes.CDLL:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -65,7 +66,7 @@ def gemm_kernel(x, w, y, rows, x_stride, N: tl.constexpr, K: tl.constexpr, ROWS:
         w_row = tl.minimum(column, N - 1)
     w_at = w + w_row.to(tl.int64)[None, :] * K + k[:, None]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for begin in range(0, K // DEPTH):
+    for _ in range(0, K // DEPTH):
         total = tl.dot(tl.load(x_at, mask=there, other=0.0), tl.load(w_at), total)
         x_at += DEPTH
         w_at += DEPTH
@@ -139,6 +140,18 @@ def check_shapes(x: Tensor, w: Tensor, y: Tensor) -> None:
         raise RuleError("w and y are contiguous", f"strides {w.stride()} and {y.stride()}", "Make them contiguous")
 
 
+def constants(tile: Tile) -> dict[str, int]:
+    """A tile as the plain kernel takes it."""
+    return {
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "DEPTH": tile.depth,
+        "GROUP": tile.group,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+
+
 def gemm(x: Tensor, w: Tensor, y: Tensor, tile: Tile) -> Tensor:
     """y [rows, N] = x [rows, K] · w [N, K] transposed, by our kernel with that tile. Returns y."""
     check_shapes(x, w, y)
@@ -150,8 +163,18 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, tile: Tile) -> Tensor:
         from lockstep.kernels.triton.gemm_hopper import launch
 
         return launch(x, w, y, tile)
-    gemm_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns),)](
-        x, w, y, rows, stride, N=n, K=k, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=tile.group,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns),)
+    gemm_kernel[grid](x, w, y, rows, stride, N=n, K=k, **constants(tile))
     return y
+
+
+def warm(n: int, k: int, dtype: torch.dtype, tile: Tile) -> None:
+    """Compiles what `gemm` would launch into Triton's cache; tensors of the CPU stand for the device's. Launches nothing."""
+    x, w, y = (torch.empty(shape, dtype=dtype) for shape in ((16, k), (n, k), (16, n)))
+    if tile.hopper:
+        from lockstep.kernels.triton.gemm_hopper import arguments, gemm_hopper_kernel
+
+        positional, named = arguments(x, w, y, tile)
+        gemm_hopper_kernel.warmup(*positional, grid=(1,), **named)
+        return
+    gemm_kernel.warmup(x, w, y, 16, row_stride(x, "x"), N=n, K=k, grid=(1,), **constants(tile))

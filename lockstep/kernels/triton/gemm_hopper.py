@@ -115,22 +115,31 @@ def serves(n: int, k: int, tile: Tile) -> bool:
     return k % 8 == 0 and n % 8 == 0 and tile.depth % 64 == 0 and tile.rows == 128
 
 
-def launch(x: Tensor, w: Tensor, y: Tensor, tile: Tile) -> Tensor:
-    """One launch; shapes were checked by `gemm.gemm`."""
+def arguments(x: Tensor, w: Tensor, y: Tensor, tile: Tile) -> tuple[tuple[Any, ...], dict[str, int]]:
+    """What the kernel takes, by position and by name."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     (rows, k), n = x.shape, w.shape[0]
     if not serves(n, k, tile):
         raise RuleError("N and K are multiples of 8, tiles 128 rows, steps multiples of 64", f"{n}, {k}, {tile}", "Take a plain tile")
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    half, row_tiles = tile.rows // 2, triton.cdiv(rows, tile.rows)
-    work = row_tiles * triton.cdiv(n, tile.columns)
+    half = tile.rows // 2
+    positional = (
+        TensorDescriptor.from_tensor(x, [half, tile.depth], layout),
+        TensorDescriptor.from_tensor(w, [tile.columns, tile.depth], layout),
+        TensorDescriptor.from_tensor(y, [half, tile.columns], layout),
+        triton.cdiv(rows, tile.rows),
+    )
+    named = {"N": n, "K": k, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "STAGES": tile.stages, "GROUP": tile.group}
+    return positional, named | {"num_warps": 4}
+
+
+def launch(x: Tensor, w: Tensor, y: Tensor, tile: Tile) -> Tensor:
+    """One launch; shapes were checked by `gemm.gemm`."""
+    positional, named = arguments(x, w, y, tile)
+    work = positional[3] * triton.cdiv(w.shape[0], tile.columns)
     programs = min(work, torch.cuda.get_device_properties(x.device).multi_processor_count)
-    gemm_hopper_kernel[(programs,)](
-        TensorDescriptor.from_tensor(x, [half, tile.depth], layout), TensorDescriptor.from_tensor(w, [tile.columns, tile.depth], layout),
-        TensorDescriptor.from_tensor(y, [half, tile.columns], layout), row_tiles,
-        N=n, K=k, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, STAGES=tile.stages, GROUP=tile.group, num_warps=4,
-    )  # fmt: skip
+    gemm_hopper_kernel[(programs,)](*positional, **named)
     return y
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.kernels.triton import gemm_hopper, moe, rowwise
+from lockstep.kernels.triton import gemm_hopper, moe, rowwise, sample
 from lockstep.kernels.triton.gemm import Tile, batched_gemm_kernel, gemm_kernel
 from lockstep.kernels.triton.gemm_choice import GRID, tile_for
 
@@ -55,6 +55,7 @@ class Compiled:
     spill_bytes: int
     shared_bytes: int
     serialized: bool  # ptxas gave up overlapping warpgroup products
+    float64_fmas: int  # contracted products and sums of float64 in the text given to ptxas
     matrix: frozenset[str]  # which matrix instructions it has
 
 
@@ -112,16 +113,29 @@ def moe_variants() -> Iterator[Variant]:
     yield Variant("count-pairs", moe.count_kernel, {"CHUNK": moe.CHUNK}, {"num_warps": 4})
     yield Variant("list-pairs", moe.list_kernel, {"EXPERTS": 128, "WIDTH": 128, "CHUNK": moe.CHUNK}, {"num_warps": 4})
     for n, k, rows in ((1536, 2048, 16), (1536, 2048, 64), (2048, 768, 16), (2048, 768, 64)):
-        constants = {"EXPERTS": 128, "N": n, "K": k, "PER_ROW": 8 if k == 2048 else 1, "BIAS": False, "ROWS": rows, "COLUMNS": 64, "DEPTH": 128,
-                     "WIDTH": 128}  # fmt: skip
+        shape = {"EXPERTS": 128, "WIDTH": 128, "N": n, "K": k, "PER_ROW": 8 if k == 2048 else 1, "BIAS": False}
+        constants = shape | {"ROWS": rows, "COLUMNS": 64, "DEPTH": 128}
         options = {"num_warps": 4, "num_stages": 4, "enable_fp_fusion": False}
         yield Variant(f"grouped-gemm-{n}x{k}-{rows}", moe.grouped_gemm_kernel, constants, options, {"bias": "*bf16"})
     yield Variant("combine-8", moe.combine_kernel, {"N": 2048, "K": 8, "COLUMNS": 1024}, {"num_warps": 4, "enable_fp_fusion": False})
 
 
+def sample_variants() -> Iterator[Variant]:
+    """The sampler and log-probabilities: one binary each for every vocabulary."""
+    types = {"logits": "*fp32", "floats": "*fp64", "last": "*i64", "peaks": "*i32"}
+    types |= dict.fromkeys(("ints", "best", "tokens", "states", "sums", "top_ids"), "*i64")
+    types |= dict.fromkeys(("chosen", "top_logs"), "*fp32")
+    shape = {"PARTS": sample.PARTS, "BLOCK": sample.BLOCK}
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    yield Variant("sample-peak", sample.peak_kernel, shape | {"TEMPERED": True}, options, types)
+    for name in ("cut", "noisy", "weigh", "describe"):
+        yield Variant(f"sample-{name}", getattr(sample, f"{name}_kernel"), shape, options, types)
+    yield Variant("sample-pick", sample.pick_kernel, {"PARTS": sample.PARTS}, {"num_warps": 1}, types)
+
+
 def variants() -> list[Variant]:
     """All of them."""
-    return [*gemm_variants(), *row_variants(), *moe_variants()]
+    return [*gemm_variants(), *row_variants(), *moe_variants(), *sample_variants()]
 
 
 def compile_variant(variant: Variant) -> Compiled:
@@ -145,6 +159,7 @@ def compile_variant(variant: Variant) -> Compiled:
         spill_bytes=sum(map(int, spills)),
         shared_bytes=kernel.metadata.shared,
         serialized="serialized" in said,
+        float64_fmas=len(re.findall(r"fma\.rn\.f64", kernel.asm["ptx"])),
         matrix=matrix,
     )
 
@@ -159,6 +174,6 @@ def inspect(kernel: Any) -> tuple[str, frozenset[str]]:
         text.write_text(kernel.asm["ptx"])
         binary.write_bytes(kernel.asm["cubin"])
         command = [tools / "ptxas", "-v", "--gpu-name", "sm_90a", text, "-o", Path(folder, "out")]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        sass = subprocess.run([tools / "cuobjdump", "-sass", binary], capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True).stderr
+        sass = subprocess.run([str(tools / "cuobjdump"), "-sass", str(binary)], capture_output=True, text=True, check=True).stdout
     return said, frozenset(name for name in (WGMMA, MMA) if re.search(rf"\b{name}\b", sass))
