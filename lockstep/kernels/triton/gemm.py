@@ -118,7 +118,7 @@ def batched_gemm(x: Tensor, w: Tensor, y: Tensor, tile: Tile) -> Tensor:
     if rows:
         batched_gemm_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns), batch)](
             x, w, y, rows, x.stride(0) // 8, x.stride(1) // 8, y.stride(0) // 8, y.stride(1) // 8, N=n, K=k,
-            ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+            ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
     return y
 
@@ -149,6 +149,7 @@ def constants(tile: Tile) -> dict[str, int]:
         "GROUP": tile.group,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
+        "enable_fp_fusion": False,
     }
 
 

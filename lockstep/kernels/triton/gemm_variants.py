@@ -1,179 +1,116 @@
-"""What of the GEMM and the row kernels is compiled for a device, for whoever compiles without one: kernel, signature, constants, options.
+"""The variants of GEMM, row kernels, experts and sampler, as `variants.py` lists attention's: what is compiled without a GPU.
 
-The hook of `lockstep kernels --compile`: `variants()` is the list of a few model shapes; `compile_variant` compiles one for sm_90 and
-returns registers, spills and shared memory. Knows signatures; launches nothing. Called by the command and by the tests.
+`variants()` is the hook: a list of the same `Variant`s, for the shapes of Qwen3-8B, Qwen3-30B-A3B, gpt-oss and DeepSeek-V3. Rows,
+vocabularies and head counts are run-time values and make no variants. Called by `lockstep kernels --compile` and by the tests.
 """
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from lockstep.kernels.triton import gemm_hopper, moe, rowwise, sample
-from lockstep.kernels.triton.gemm import Tile, batched_gemm_kernel, gemm_kernel
+from lockstep.kernels.triton import moe, rowwise, sample
+from lockstep.kernels.triton.gemm import Tile
 from lockstep.kernels.triton.gemm_choice import GRID, tile_for
+from lockstep.kernels.triton.variants import Variant
 
-POINTERS = {  # arguments by name: every kernel here calls one thing by one name
+TYPES = {  # arguments by name: every kernel here calls one thing by one name
     **dict.fromkeys(("x", "w", "y", "residual", "total", "q", "k", "parts"), "*bf16"),
-    **dict.fromkeys(("weight", "weights", "bias", "cos", "sin", "logits"), "*fp32"),
-    **dict.fromkeys(("ids", "counts", "listed"), "*i32"),
+    **dict.fromkeys(("weight", "weights", "bias", "cos", "sin", "logits", "chosen", "top_logs"), "*fp32"),
+    **dict.fromkeys(("ids", "counts", "listed", "peaks"), "*i32"),
+    **dict.fromkeys(("ints", "best", "tokens", "states", "sums", "top_ids", "last"), "*i64"),
     **dict.fromkeys(("eps", "alpha", "limit", "number", "floor", "scale"), "fp32"),
+    "floats": "*fp64",
 }
-SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))  # Qwen3-8B
-WGMMA, MMA = "HGMMA", "HMMA"
+SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))
+HOPPER_TILES = (
+    Tile(rows=128, columns=128, depth=64, warps=8, stages=5, hopper=True),
+    Tile(rows=128, columns=256, depth=64, warps=8, stages=3, hopper=True),
+    Tile(rows=128, columns=64, depth=128, warps=8, stages=4, hopper=True),
+)
+LAYOUT = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, fp4_padded=False, cga_layout=[])"
 
 
-@dataclass(frozen=True, eq=False)
-class Variant:
-    """One binary."""
-
-    name: str
-    kernel: Any
-    constants: dict[str, Any]
-    options: dict[str, Any]
-    types: dict[str, str] = field(default_factory=dict)  # where an argument has another type than POINTERS says
-    gluon: bool = False
-
-    @property
-    def signature(self) -> dict[str, str]:
-        """Argument → type, in order."""
-        types = POINTERS | self.types
-        return {n: "constexpr" if n in self.constants else types.get(n, "i32") for n in self.kernel.arg_names}
+def plain(name: str, kernel: str, constants: dict[str, Any], warps: int = 4, stages: int = 1, **types: str) -> Variant:
+    """A variant whose arguments have the types of their names, but for `types`."""
+    return Variant(name=name, kernel=kernel, types=TYPES | types, constants=constants, warps=warps, stages=stages)
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """What the compiler says of a variant."""
-
-    name: str
-    registers: int
-    spill_bytes: int
-    shared_bytes: int
-    serialized: bool  # ptxas gave up overlapping warpgroup products
-    float64_fmas: int  # contracted products and sums of float64 in the text given to ptxas
-    matrix: frozenset[str]  # which matrix instructions it has
+def tile_constants(tile: Tile) -> dict[str, int]:
+    """What every GEMM kernel is compiled for."""
+    return {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
 
 
-def gemm_variants() -> Iterator[Variant]:
-    """Every tile that the table names for the model shapes, and the warp-specialised candidates."""
+def hopper(n: int, k: int, tile: Tile) -> Variant:
+    """The warp-specialised GEMM."""
+    half = tile.rows // 2
+    boxes = {"x_desc": (half, tile.depth), "w_desc": (tile.columns, tile.depth), "y_desc": (half, tile.columns)}
+    return Variant(
+        name=f"gemm {n}x{k} {tile.name}",
+        kernel="gemm_hopper:gemm_hopper_kernel",
+        types={name: f"tensordesc<bf16[{rows}, {columns}],{LAYOUT}>" for name, (rows, columns) in boxes.items()},
+        constants={"N": n, "K": k, "STAGES": tile.stages, "GROUP": tile.group} | tile_constants(tile),
+        warps=4,
+        gluon=True,
+    )
+
+
+def gemms() -> Iterator[Variant]:
+    """Every tile that the table names for the shapes, the warp-specialised candidates, and a latent head's batched GEMM."""
     for n, k in SHAPES:
         for tile in dict.fromkeys(tile_for(n, k, rows) for rows in GRID):
-            constants = {"N": n, "K": k, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "GROUP": tile.group}
-            yield Variant(f"gemm-{n}x{k}-{tile.name}", gemm_kernel, constants, {"num_warps": tile.warps, "num_stages": tile.stages})
-    for tile in (Tile(128, 128, 64, 8, 5, 8, True), Tile(128, 256, 64, 8, 3, 8, True), Tile(128, 64, 128, 8, 4, 8, True)):
-        kernel, types, constants, options = gemm_hopper.hopper_variant(4096, 12288, tile)
-        yield Variant(f"gemm-4096x12288-{tile.name}", kernel, constants, options, types, gluon=True)
-    tile = Tile(64, 64, 128, 4, 3)
-    constants = {"N": 512, "K": 128, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
-    yield Variant(f"batched-gemm-512x128-{tile.name}", batched_gemm_kernel, constants, {"num_warps": 4, "num_stages": 3})
+            constants = {"N": n, "K": k, "GROUP": tile.group} | tile_constants(tile)
+            yield plain(f"gemm {n}x{k} {tile.name}", "gemm:gemm_kernel", constants, tile.warps, tile.stages)
+    yield from (hopper(4096, 12288, tile) for tile in HOPPER_TILES)
+    for n, k in ((512, 128), (128, 512)):
+        constants = {"N": n, "K": k, "ROWS": 64, "COLUMNS": 64, "DEPTH": 128}
+        yield plain(f"batched gemm {n}x{k}", "gemm:batched_gemm_kernel", constants, stages=3)
 
 
-def row_variants() -> Iterator[Variant]:
-    """Norms, rotations, gates of Qwen3-8B and gpt-oss."""
-    plain = {"enable_fp_fusion": False}
+def rows() -> Iterator[Variant]:
+    """Norms, rotations, gates, biases."""
     for n in (4096, 2880):
         wide = rowwise.width(n)
         shape = {"N": n, "WIDTH": wide, "LEVELS": wide.bit_length() - 1}
-        options = plain | {"num_warps": rowwise.warps(n)}
-        yield Variant(f"rms-norm-{n}", rowwise.rms_norm_kernel, shape | {"ADD": False}, options)
-        yield Variant(f"add-rms-norm-{n}", rowwise.rms_norm_kernel, shape | {"ADD": True}, options)
-        yield Variant(f"layer-norm-{n}", rowwise.layer_norm_kernel, shape, options)
-    four = plain | {"num_warps": 4}
-    turn = {
-        "D": 128,
-        "WIDTH": 128,
-        "LEVELS": 7,
-        "HALF": 64,
-        "HALF_WIDTH": 64,
-        "TAIL_WIDTH": 1,
-        "BLOCK": rowwise.HEADS,
-        "INTERLEAVED": False,
-    }
+        yield plain(f"rms norm {n}", "rowwise:rms_norm_kernel", shape | {"ADD": False}, rowwise.warps(n))
+        yield plain(f"add rms norm {n}", "rowwise:rms_norm_kernel", shape | {"ADD": True}, rowwise.warps(n))
+        yield plain(f"layer norm {n}", "rowwise:layer_norm_kernel", shape, rowwise.warps(n))
+    turn = {"D": 128, "WIDTH": 128, "LEVELS": 7, "HALF": 64, "HALF_WIDTH": 64, "TAIL_WIDTH": 1, "BLOCK": rowwise.HEADS}
     for norm in (False, True):
-        yield Variant(f"qk-norm-rope-128-{norm}", rowwise.qk_norm_rope_kernel, turn | {"NORM": norm}, four)
-    for kind in (0, 1, 2, 6):
-        yield Variant(f"gate-{kind}", rowwise.gate_kernel, {"N": 12288, "KIND": kind, "COLUMNS": rowwise.COLUMNS}, four)
-    yield Variant("bias", rowwise.map_kernel, {"N": 6144, "KIND": 3, "BIAS": True, "COLUMNS": rowwise.COLUMNS}, four)
+        name = "qk norm rope 128" if norm else "rope 128"
+        yield plain(name, "rowwise:qk_norm_rope_kernel", turn | {"NORM": norm, "INTERLEAVED": False})
+    for name, kind in (("silu", 0), ("gelu", 1), ("gelu tanh", 2), ("clamped", 6)):
+        yield plain(f"gate {name}", "rowwise:gate_kernel", {"N": 12288, "KIND": kind, "COLUMNS": rowwise.COLUMNS})
+    yield plain("bias", "rowwise:map_kernel", {"N": 6144, "KIND": 3, "BIAS": True, "COLUMNS": rowwise.COLUMNS})
 
 
-def moe_variants() -> Iterator[Variant]:
-    """Qwen3-30B-A3B: 128 experts, 8 of them, hidden 2048, inner 768; and the grouped choice of DeepSeek-V3."""
-    yield Variant("router-128x2048", moe.router_kernel, {"N": 128, "K": 2048, "ROWS": 16, "COLUMNS": 16, "DEPTH": 64},
-                  {"num_warps": 4, "num_stages": 3}, {"w": "*fp32", "y": "*fp32"})  # fmt: skip
-    route = {"SCORE": 0, "BIAS": False, "NORM": True, "GROUPS": 1, "KEEP": 1, "PAIRS": False, "K": 8, "K_WIDTH": 8, "K_LEVELS": 3}
-    one = {"num_warps": 1, "enable_fp_fusion": False}
-    yield Variant("route-8-of-128", moe.route_kernel, route | {"EXPERTS": 128, "WIDTH": 128, "LEVELS": 7, "GROUP_WIDTH": 2}, one)
-    grouped = {"SCORE": 1, "BIAS": True, "GROUPS": 8, "KEEP": 4, "PAIRS": True, "EXPERTS": 256, "WIDTH": 256, "LEVELS": 8, "GROUP_WIDTH": 8}
-    yield Variant("route-8-of-256-groups", moe.route_kernel, route | grouped, one)
-    yield Variant("count-pairs", moe.count_kernel, {"CHUNK": moe.CHUNK}, {"num_warps": 4})
-    yield Variant("list-pairs", moe.list_kernel, {"EXPERTS": 128, "WIDTH": 128, "CHUNK": moe.CHUNK}, {"num_warps": 4})
-    for n, k, rows in ((1536, 2048, 16), (1536, 2048, 64), (2048, 768, 16), (2048, 768, 64)):
-        shape = {"EXPERTS": 128, "WIDTH": 128, "N": n, "K": k, "PER_ROW": 8 if k == 2048 else 1, "BIAS": False}
-        constants = shape | {"ROWS": rows, "COLUMNS": 64, "DEPTH": 128}
-        options = {"num_warps": 4, "num_stages": 4, "enable_fp_fusion": False}
-        yield Variant(f"grouped-gemm-{n}x{k}-{rows}", moe.grouped_gemm_kernel, constants, options, {"bias": "*bf16"})
-    yield Variant("combine-8", moe.combine_kernel, {"N": 2048, "K": 8, "COLUMNS": 1024}, {"num_warps": 4, "enable_fp_fusion": False})
+def experts() -> Iterator[Variant]:
+    """128 experts, 8 of them, hidden 2048, inner 768; and the choice from groups."""
+    shape = {"N": 128, "K": 2048, "ROWS": 16, "COLUMNS": 16, "DEPTH": 64}
+    yield plain("router 128x2048", "moe:router_kernel", shape, stages=3, w="*fp32", y="*fp32")
+    route = {"BIAS": False, "NORM": True, "GROUPS": 1, "KEEP": 1, "PAIRS": False, "K": 8, "K_WIDTH": 8, "K_LEVELS": 3, "GROUP_WIDTH": 2}
+    yield plain("route 8 of 128", "moe:route_kernel", route | {"SCORE": 0, "EXPERTS": 128, "WIDTH": 128, "LEVELS": 7}, warps=1)
+    grouped = {"SCORE": 1, "EXPERTS": 256, "WIDTH": 256, "LEVELS": 8, "BIAS": True, "GROUPS": 8, "KEEP": 4, "PAIRS": True, "GROUP_WIDTH": 8}
+    yield plain("route 8 of 256 groups", "moe:route_kernel", route | grouped, warps=1)
+    yield plain("count pairs", "moe:count_kernel", {"CHUNK": moe.CHUNK})
+    yield plain("list pairs", "moe:list_kernel", {"EXPERTS": 128, "WIDTH": 128, "CHUNK": moe.CHUNK})
+    for n, k, per_row in ((1536, 2048, 8), (2048, 768, 1)):
+        for row_count in (16, 64):
+            shape = {"EXPERTS": 128, "WIDTH": 128, "N": n, "K": k, "PER_ROW": per_row, "BIAS": False}
+            constants = shape | {"ROWS": row_count, "COLUMNS": 64, "DEPTH": 128}
+            yield plain(f"grouped gemm {n}x{k} {row_count}", "moe:grouped_gemm_kernel", constants, stages=4, bias="*bf16")
+    yield plain("combine 8", "moe:combine_kernel", {"N": 2048, "K": 8, "COLUMNS": 1024})
 
 
-def sample_variants() -> Iterator[Variant]:
-    """The sampler and log-probabilities: one binary each for every vocabulary."""
-    types = {"logits": "*fp32", "floats": "*fp64", "last": "*i64", "peaks": "*i32"}
-    types |= dict.fromkeys(("ints", "best", "tokens", "states", "sums", "top_ids"), "*i64")
-    types |= dict.fromkeys(("chosen", "top_logs"), "*fp32")
+def samplers() -> Iterator[Variant]:
+    """The sampler and log-probabilities: one binary each."""
     shape = {"PARTS": sample.PARTS, "BLOCK": sample.BLOCK}
-    options = {"num_warps": 4, "enable_fp_fusion": False}
-    yield Variant("sample-peak", sample.peak_kernel, shape | {"TEMPERED": True}, options, types)
+    yield plain("sample peak", "sample:peak_kernel", shape | {"TEMPERED": True})
     for name in ("cut", "noisy", "weigh", "describe"):
-        yield Variant(f"sample-{name}", getattr(sample, f"{name}_kernel"), shape, options, types)
-    yield Variant("sample-pick", sample.pick_kernel, {"PARTS": sample.PARTS}, {"num_warps": 1}, types)
+        yield plain(f"sample {name}", f"sample:{name}_kernel", shape)
+    yield plain("sample pick", "sample:pick_kernel", {"PARTS": sample.PARTS}, warps=1)
 
 
 def variants() -> list[Variant]:
     """All of them."""
-    return [*gemm_variants(), *row_variants(), *moe_variants(), *sample_variants()]
-
-
-def compile_variant(variant: Variant) -> Compiled:
-    """Compiles for sm_90, with or without a GPU, through Triton's cache."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    names, signature = variant.kernel.arg_names, variant.signature
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
-    source = (GluonASTSource if variant.gluon else ASTSource)(
-        variant.kernel, signature, {(names.index(name),): value for name, value in variant.constants.items()}, aligned
-    )
-    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=variant.options)
-    said, matrix = inspect(kernel)
-    registers, spills = re.search(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes spill stores", said)
-    return Compiled(
-        name=variant.name,
-        registers=int(registers[1]) if registers else -1,
-        spill_bytes=sum(map(int, spills)),
-        shared_bytes=kernel.metadata.shared,
-        serialized="serialized" in said,
-        float64_fmas=len(re.findall(r"fma\.rn\.f64", kernel.asm["ptx"])),
-        matrix=matrix,
-    )
-
-
-def inspect(kernel: Any) -> tuple[str, frozenset[str]]:
-    """What ptxas says of a compiled kernel, and its matrix instructions."""
-    import triton
-
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    with tempfile.TemporaryDirectory() as folder:
-        text, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        text.write_text(kernel.asm["ptx"])
-        binary.write_bytes(kernel.asm["cubin"])
-        command = [tools / "ptxas", "-v", "--gpu-name", "sm_90a", text, "-o", Path(folder, "out")]
-        said = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True).stderr
-        sass = subprocess.run([str(tools / "cuobjdump"), "-sass", str(binary)], capture_output=True, text=True, check=True).stdout
-    return said, frozenset(name for name in (WGMMA, MMA) if re.search(rf"\b{name}\b", sass))
+    return [*gemms(), *rows(), *experts(), *samplers()]

@@ -1,6 +1,6 @@
 """Mixture of experts on the GPU without a word from the host: router, choice, grouped GEMM, combination in slot order. No atomics.
 
-The router multiplies in float32 (fused multiply-adds, K ascending); equal scores go to the smaller expert id. A pair is (token, slot),
+The router multiplies and adds in float32, K ascending; equal scores go to the smaller expert id. A pair is (token, slot),
 numbered token * k + slot. Pairs are listed expert by expert, ascending; an expert's list fills whole tiles, and a tile's row knows its
 pair, so a row's bits depend on its own expert and nothing else. Grids are upper bounds that follow from shapes: programs without a
 tile leave. The CPU's twin is `nn/moe.py`. Called by the op table.
@@ -229,7 +229,7 @@ def router(x: Tensor, w: Tensor) -> Tensor:
     y = torch.empty(rows, n, dtype=torch.float32, device=x.device)
     if rows:
         router_kernel[(triton.cdiv(rows, 16), triton.cdiv(n, 16))](
-            x, w, y, rows, row_stride(x, "x"), N=n, K=k, ROWS=16, COLUMNS=16, DEPTH=64, num_warps=4, num_stages=3,
+            x, w, y, rows, row_stride(x, "x"), N=n, K=k, ROWS=16, COLUMNS=16, DEPTH=64, num_warps=4, num_stages=3, enable_fp_fusion=False,
         )  # fmt: skip
     return y
 
