@@ -106,7 +106,7 @@ class CublasLt:
 
 def open_library() -> ctypes.CDLL:
     """The cuBLASLt that torch has loaded, or the system's."""
-    torch.cuda.init()
+    torch.cuda.current_device()  # torch loads the library with the device
     for name in LIBRARIES:
         try:
             return ctypes.CDLL(name)

@@ -1,8 +1,8 @@
 """Who computes a GEMM: per (N, K, rows) our tile from the committed table, or cuBLAS where its whole output is bit-equal to ours here.
 
 Rows take the values of a finite grid and no other, since no range of rows can be certified by samples. `choose` runs at load: one
-reference by one of our tiles over all rows of the grid, then every tile that the table names and, where the table prefers the library, the
-library, each compared whole. A tile of ours that differs is an error of this machine; a library that differs is not used.
+reference by one of our tiles over all rows of the grid, then the tile of every number of rows and, from LIBRARY_ROWS on, the library,
+each compared whole. A tile of ours that differs is an error of this machine; a library that differs is not used.
 Knows tensors, the table and callables; knows no layers. Called when weights are loaded, by the tests and by the benchmark.
 """
 
@@ -23,17 +23,23 @@ from lockstep.types import RuleError
 
 GRID = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)  # rows of a step
 LIBRARY_ROWS = 128  # from here on the library is preferred where it is in the class
+ALIGNMENT = 256  # bytes; what torch allocates is aligned so
 REFERENCE = Tile(rows=64, columns=64, depth=64, warps=4, stages=4)
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x [rows, K], w [N, K], y [rows, N]) → y
 
 
 @dataclass(frozen=True, eq=False)
 class GemmChoice:
-    """What runs for one number of rows, and why."""
+    """What runs for one number of rows, and why. `library` is None where our tile runs."""
 
-    name: str
+    tile: Tile
     reason: str
-    call: Call
+    library: Call | None = None
+
+    @property
+    def name(self) -> str:
+        """ "cublas", or the tile's name."""
+        return "cublas" if self.library else self.tile.name
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +57,14 @@ class Gemm:
             raise RuleError(
                 f"a GEMM has as many rows as the bucket grid allows: {tuple(self.choices)}", str(len(x)), "Pad the step to its bucket"
             )
-        return choice.call(x, w, y)
+        if choice.library is not None and placed_alike(x, w, y):
+            return choice.library(x, w, y)
+        return gemm(x, w, y, choice.tile)
+
+
+def placed_alike(*tensors: Tensor) -> bool:
+    """Whether tensors lie as those of `choose` did: a library may pick another kernel for other strides or alignment."""
+    return all(t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0 for t in tensors)
 
 
 @cache
@@ -113,17 +126,17 @@ def choose(w: Tensor, library: Call | None, grid: Sequence[int] = GRID, prefer_f
     want = whole(own(REFERENCE), x, w)
     choices = {}
     for rows in grid:
-        differ = -1
-        if library is not None and rows >= prefer_from:
-            differ = differing(whole(library, x[:rows], w), want[:rows])
-        if differ == 0:
-            choices[rows] = GemmChoice("cublas", f"all {rows * n} elements equal ours", library or own(REFERENCE))
-            continue
         tile = tile_for(n, k, rows)
         wrong = differing(whole(own(tile), x[:rows], w), want[:rows])
         if wrong:
             got = f"{wrong} of {rows * n} elements of {n}x{k} with {rows} rows, {tile.name}"
             raise RuleError("a GEMM's bits do not depend on its tile", got, "This device is not of the class sm_90: do not use it")
-        reason = f"fewer than {prefer_from} rows" if differ < 0 else f"cuBLAS differs in {differ} elements"
-        choices[rows] = GemmChoice(tile.name, reason, own(tile))
+        if library is None or rows < prefer_from:
+            choices[rows] = GemmChoice(tile, "no library" if library is None else f"fewer than {prefer_from} rows")
+            continue
+        differ = differing(whole(library, x[:rows], w), want[:rows])
+        if differ:
+            choices[rows] = GemmChoice(tile, f"cuBLAS differs in {differ} of {rows * n} elements")
+        else:
+            choices[rows] = GemmChoice(tile, f"all {rows * n} elements equal ours", library)
     return Gemm(n, k, choices)
