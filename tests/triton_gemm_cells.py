@@ -284,6 +284,21 @@ def routing() -> str:
 
 
 @cell
+def a_row_of_nan_is_its_own_affair() -> str:
+    """Its ids are experts, its weights are NaN; the other rows are what they were."""
+    said = ""
+    for how in ROUTINGS.values():
+        logits = draw(3, how.experts, dtype=torch.float32)
+        good = moe.route(logits, how, None)
+        logits[1] = torch.nan
+        ids, weights = moe.route(logits, how, None)
+        said += "" if 0 <= int(ids.min()) and int(ids.max()) < how.experts else f"ids {ids.tolist()}; "
+        said += "" if weights[1].isnan().all() else f"weights {weights[1].tolist()}; "
+        said += same(ids[::2], good[0][::2], "ids") + same(weights[::2], good[1][::2], "weights")
+    return said
+
+
+@cell
 def router_values() -> str:
     x, w = draw(19, 80), draw(21, 80, dtype=torch.float32, seed=1)
     want = x.double() @ w.double().t()

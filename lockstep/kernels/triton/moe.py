@@ -108,9 +108,10 @@ def route_kernel(logits, bias, ids, weights, floor, scale, EXPERTS: tl.constexpr
     value = tl.zeros([K_WIDTH], tl.float32)
     for nth in tl.static_range(K):
         _, best = first_best(ranked, taken, expert, WIDTH)
+        best = tl.minimum(best, EXPERTS - 1)  # a row of NaN has no best: its weights are NaN, its ids are experts
         taken = taken | (expert == best)
         chosen = tl.where(slot == nth, best, chosen)
-        value = tl.where(slot == nth, tl.max(tl.where(expert == best, scores, float("-inf")), 0), value)
+        value = tl.where(slot == nth, tl.sum(tl.where(expert == best, scores, 0.0), 0), value)  # one, and zeros
     if SCORE == CHOSEN:
         value = exp_shares(value, slot < K, K_WIDTH, K_LEVELS)
     if NORM:
