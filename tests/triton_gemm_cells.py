@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from lockstep.kernels.triton import interpret, interpret_cast
+    from lockstep.kernels.triton import interpret
 
     interpret.install()
-    interpret_cast.install()
 
 from lockstep.kernels.cpu import rows as cpu
 from lockstep.kernels.cpu import sample_rows

@@ -1,8 +1,10 @@
 """Triton's interpreter, made good enough to prove bits with: a `dot` that walks K in ascending order and widens bfloat16.
 
-The interpreter's own dot is numpy's matmul: garbage in bfloat16, and its rows depend on the shape of the block. `install` replaces it,
-in a process where TRITON_INTERPRET=1 was set before Triton was imported, and lets the language be patched once instead of at every
-call of a device function. Called by the tests only; such a process interprets and does nothing else.
+The interpreter's own dot is numpy's matmul: garbage in bfloat16, and its rows depend on the shape
+of the block; its float32 → bfloat16 truncates, where the GPU rounds to nearest, ties to even.
+`install` replaces both, in a process where TRITON_INTERPRET=1 was set before Triton was imported,
+and lets the language be patched once instead of at every call of a device function. Called by the
+tests only; such a process interprets and does nothing else.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import os
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.types import RuleError
 
@@ -29,8 +32,16 @@ def widen(tensor: Any, bfloat16: Any) -> Any:
     return tensor.data.astype(np.float32)
 
 
+def bfloat16_bits(x: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The nearest bfloat16 of every element, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    quiet = ((bits >> 16) | 0x40).astype(np.uint16)
+    return np.where(np.isnan(x), quiet, rounded).reshape(np.shape(x))
+
+
 def install() -> None:
-    """Replaces the interpreter's dot in this process."""
+    """Replaces the interpreter's dot and its cast to bfloat16 in this process."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise RuleError("kernels are interpreted when TRITON_INTERPRET=1 is set before Triton is imported", "it is not", "Set it")
     import triton.language as tl
@@ -38,6 +49,12 @@ def install() -> None:
 
     patch_lang, patch_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
     patched: set[tuple[str, ...]] = set()
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+            return interpreter.TensorHandle(bfloat16_bits(src.data), tl.bfloat16)
+        return cast(self, src, dst_type)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *ignored: Any) -> Any:
         left, right, total = widen(a, tl.bfloat16), widen(b, tl.bfloat16), d.data.astype(np.float32)
@@ -57,5 +74,6 @@ def install() -> None:
         return Forever()
 
     interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreter.InterpreterBuilder.cast_impl = cast_impl
     interpreter._patch_lang_tensor = patch_scalars
     interpreter._patch_lang = patch_once

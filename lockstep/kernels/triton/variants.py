@@ -106,7 +106,9 @@ def move(rows: int, words: int) -> Variant:
 
 
 def variants() -> tuple[Variant, ...]:
-    """All of them."""
+    """All of them; those of GEMM, row kernels, experts and sampler stand in their own file."""
+    from lockstep.kernels.triton import gemm_variants  # it makes `Variant`s
+
     shapes = ("few", "some", "many")
     found = [attend(*head, shape) for head in HEADS for shape in shapes]
     found += [attend(*head, shape, tree=True) for head in HEADS for shape in ("few", "some")]
@@ -117,4 +119,5 @@ def variants() -> tuple[Variant, ...]:
     found += [hopper(which, d, page) for which in ("prefill", "decode") for d in (64, 128) for page in (16, 32, 64, 128)]
     found += [write(kv, latent) for kv in ("bfloat16", "float8_e4m3") for latent in (False, True)]
     found += [move(16, 64), move(256, 64), move(4096, 4)]
+    found += gemm_variants.variants()
     return tuple({v.name: v for v in found}.values())
