@@ -66,6 +66,36 @@ def test_a_window_of_7_sees_itself_and_6_keys_before_it(backend, cached, back, s
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_a_row_counts_the_keys_it_sees_from_the_first_one_on(backend, window):
+    n = 12
+    k, v = torch.randn(n, 1, 16), torch.ones(n, 1, 16)
+    out, lse = attend(backend, replace(DENSE, window=window), torch.zeros(n, 2, 16), k, v)
+    seen = [min(row + 1, window or n) for row in range(n)]
+    assert lse[:, 0].exp().tolist() == pytest.approx(seen, rel=1e-5)
+    assert out.flatten().tolist() == pytest.approx([1.0] * out.numel(), rel=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("n", [1, 4, 5])
+def test_a_decoder_row_sees_every_key_of_its_encoder(backend, n):
+    spec = replace(DENSE, layout=Layout.CROSS, causal=False)
+    chosen, _ = select.select(backend, [spec], "cpu")
+    pages, pool = PagePool(4), Pool(spec, 4, torch.device("cpu"))
+    table = Table((spec,), (pages,))
+    table.reserve(0, cross_len=n)
+    slots = torch.from_numpy(table.slots(0, np.arange(n, dtype=np.int32)).astype(np.int64))
+    pool.write(0, slots, torch.randn(n, 1, 16), torch.arange(float(n))[:, None, None].expand(n, 1, 16))
+    plan = build((spec,), [Work(3, 1, (table.pages(0),), cross_len=n)])
+    check(plan, (4,))
+    where = views(torch.from_numpy(pack(plan).copy()), plan.bucket, (spec,))[0]
+    handle = chosen.lower(plan, plan.groups[0], where)
+    out, lse = chosen.attend(torch.zeros(1, 2, 16), pool.keys(0), handle, spec.layers[0])
+    assert lse[0].exp().tolist() == pytest.approx([n] * 2, rel=1e-5)
+    assert out.flatten().tolist() == pytest.approx([(n - 1) / 2] * 32, abs=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_window_of_1_sees_only_itself(backend):
     q, k, v = spikes(9, 8)
     out, lse = attend(backend, replace(DENSE, window=1), q, k, v)

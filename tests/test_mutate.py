@@ -252,6 +252,20 @@ def test_mutants_are_killed_hang_or_live_and_the_rest_finds_what_coverage_did_no
     assert again.todo() == [] and again.journal.fates == fates and again.rest_len() == 0, "a run that was ended goes on where it was"
 
 
+def test_who_was_killed_by_a_test_that_changed_is_tried_again_and_survivors_if_any_test_did(toy: Path, crew: pool.Crew, tmp_path: Path):
+    one, two, three = (mutant(toy, "NumberReplacer", line_of(at)) for at in ("* 2", "n -= 1", "START:"))
+    journal = campaign.Journal(tmp_path / "journal.jsonl")
+    tests = {"tests/test_a.py": "1", "tests/test_b.py": "1"}
+    before = campaign.Campaign(toy, [one, two, three], reach.Reach(), journal, crew, {}, tests)
+    for m, killer in ((one, "tests/test_a.py::test"), (two, "cell:cpu/decode/dense"), (three, "")):
+        outcome = "killed" if killer else "survived"
+        journal.fate(campaign.Fate(m.id, outcome, killer, mark=before._mark(killer)))
+    assert before.todo() == []
+    for changed, again in (("tests/test_a.py", [one, three]), ("tests/test_b.py", [three])):
+        after = replace(before, tests={**tests, changed: "2"})
+        assert after.todo() == again
+
+
 def test_a_kill_by_a_unit_that_is_red_anyway_is_none(toy: Path, crew: pool.Crew, reached: reach.Reach, tmp_path: Path):
     units = reach.Reach({u.name: u for u in reached.units.values()})
     journal = campaign.Journal(tmp_path / "journal.jsonl")

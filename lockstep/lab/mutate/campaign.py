@@ -21,6 +21,7 @@ from typing import Any
 from lockstep.lab.mutate.draw import Mutant, apart, combined
 from lockstep.lab.mutate.pool import HANG_S, Crew, Job
 from lockstep.lab.mutate.reach import Reach, Unit
+from lockstep.lab.mutate.tree import digest
 
 MUTANT_S = 60.0  # the first meeting of a mutant with what reaches it
 BATCH_S = 90.0  # units that share a process in the second
@@ -50,6 +51,7 @@ class Fate:
     detail: str = ""
     seconds: float = 0.0
     tried: tuple[str, ...] = ()  # units that were green with it
+    mark: str = ""  # of the tests that this is true of: the killer's file, or all of them
 
 
 @dataclass
@@ -99,14 +101,22 @@ class Campaign:
     reach: Reach
     journal: Journal
     crew: Crew
-    hints: dict[str, str] = field(default_factory=dict)  # id → a unit that killed it once
+    hints: Mapping[str, str] = field(default_factory=dict)  # id → a unit that killed it once
+    tests: Mapping[str, str] = field(default_factory=dict)  # digests of the test files
 
     def __post_init__(self) -> None:
         self.times = {u.name: u.seconds for u in self.reach.units.values()}
 
     def todo(self) -> list[Mutant]:
-        """Mutants that nobody has tried."""
-        return [m for m in self.mutants if m.id not in self.journal.fates]
+        """Mutants that nobody has tried, or whose killer has changed; survivors, if any test has."""
+        fates = self.journal.fates
+        return [m for m in self.mutants if m.id not in fates or fates[m.id].mark != self._mark(fates[m.id].killer)]
+
+    def _mark(self, unit: str) -> str:
+        """The state of the file of a test, or, of nobody, of all tests; a cell has none but the engine's."""
+        if unit:
+            return self.tests.get(unit.partition("::")[0], "")
+        return digest(json.dumps(self.tests, sort_keys=True).encode())
 
     def alone(self, on_step: OnStep) -> None:
         """Every mutant against what reaches it."""
@@ -141,7 +151,7 @@ class Campaign:
         red = {unit for unit, said in self._meet([], known) if said}
         for fate in [f for f in self.journal.fates.values() if f.killer in red]:
             why = f"only {fate.killer} turned red, which is red without it too"
-            self.journal.fate(replace(fate, outcome="survived", killer="", detail=why))
+            self.journal.fate(replace(fate, outcome="survived", killer="", detail=why, mark=self._mark("")))
 
     def _try(self, mutant: Mutant) -> Fate:
         units = [u.name for u in self._reaching(mutant)]
@@ -170,6 +180,7 @@ class Campaign:
             detail=detail,
             seconds=round(time.monotonic() - begin, 1),
             tried=tuple(green),
+            mark=self._mark(killer),
         )
         self.journal.fate(fate)
         return fate
@@ -182,23 +193,26 @@ class Campaign:
         fates, ids = self.journal.fates, {m.id for m in group}
         met = set.intersection(*(set(fates[m.id].tried) for m in group))
         wider = {key: ids <= set(key.split()) for key in {key for key, _ in self.journal.together}}
-        for (key, unit), said in self.journal.together.items():
-            if wider[key] and not said:
-                met.add(unit)
-        return [u.name for u in self.reach.rest(met)]
+        keys = {key for (group_ids, key), said in self.journal.together.items() if wider[group_ids] and not said}
+        return [u.name for u in self.reach.rest(met) if self._key(u.name) not in keys]
+
+    def _key(self, unit: str) -> str:
+        """A unit as the journal names it: a changed test is another one."""
+        mark = self._mark(unit)
+        return f"{unit} {mark}" if mark else unit
 
     def _meet(self, group: Group, units: Sequence[str], on_step: OnStep = nobody) -> list[Said]:
         """What each unit says about a group as a whole; what the journal has is not asked again."""
         ids = " ".join(sorted(m.id for m in group))
         known = self.journal.together
         changes = combined(group, self.root)
-        asked = batches([u for u in units if (ids, u) not in known], self.times)
+        asked = batches([u for u in units if (ids, self._key(u)) not in known], self.times)
         with ThreadPoolExecutor(self.crew.count) as pool:
             for said in pool.map(lambda batch: list(self._batch(batch, changes)), asked):
                 for name, what in said:
-                    self.journal.met(ids, name, what)
+                    self.journal.met(ids, self._key(name), what)
                     on_step(name, bool(what))
-        return [(u, known[ids, u]) for u in units]
+        return [(u, known[ids, self._key(u)]) for u in units]
 
     def _batch(self, units: Sequence[str], changes: Mapping[str, str]) -> Iterator[Said]:
         """Every unit once; one that takes its process along costs the others nothing but a new one."""
@@ -233,9 +247,10 @@ class Campaign:
         return None
 
     def _kill(self, mutant: Mutant, unit: str) -> None:
-        detail = self.journal.together[mutant.id, unit]
+        detail = self.journal.together[mutant.id, self._key(unit)]
         fate = self.journal.fates[mutant.id]
-        self.journal.fate(replace(fate, outcome="killed", killer=unit, detail=detail))
+        mark = self._mark(unit)
+        self.journal.fate(replace(fate, outcome="killed", killer=unit, detail=detail, mark=mark))
 
 
 def hang_s(changes: Iterable[str]) -> float:

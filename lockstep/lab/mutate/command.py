@@ -70,7 +70,9 @@ def played(args: Namespace, root: Path, mutants: list[Mutant]) -> Campaign:
     trees = tree.Trees(root, work)
     trees.renew()
     sources = tree.digests(root)
-    state = tree.digest(json.dumps(sources, sort_keys=True).encode())
+    tests = {name: mark for name, mark in sources.items() if name.startswith("tests/")}
+    engine = {name: mark for name, mark in sources.items() if name not in tests}
+    state = tree.digest(json.dumps(engine, sort_keys=True).encode())
     journal = Journal(work / f"journal-{state}.jsonl")
     if args.again:
         for m in mutants:
@@ -78,7 +80,7 @@ def played(args: Namespace, root: Path, mutants: list[Mutant]) -> Campaign:
     with closing(Crew(trees, args.workers)) as crew:
         found = mapped(args, sources, crew)
         warmed(crew, found)
-        campaign = Campaign(trees.template, mutants, found, journal, crew, earlier(work))
+        campaign = Campaign(trees.template, mutants, found, journal, crew, earlier(work), tests)
         with Progress(len(campaign.todo()), "lab mutate: each alone") as bar:
             campaign.alone(bar.step)
         if not args.alone:
