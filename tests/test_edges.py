@@ -221,8 +221,8 @@ def test_true_asks_for_no_best_tokens_of_the_prompt():
 
 def test_an_engine_checks_its_plans(monkeypatch: pytest.MonkeyPatch):
     seen = []
+    engine = fuzz.engine(max_total_tokens=500)  # certifies the model, with plans of its own
     monkeypatch.setattr(runner, "check", lambda plan, pages: seen.append(pages))
-    engine = fuzz.engine(max_total_tokens=500)
     engine.add((3, 4, 5), SamplingParams(max_tokens=3, temperature=0))
     while engine.busy:
         engine.step()

@@ -144,14 +144,15 @@ class Campaign:
                 group = [m for m in group if m.id != mutant.id]
                 red = [u for u, said in self._meet(group, red) if said] if group else []
 
-    def confirm(self) -> None:
-        """Runs every killer once more without a mutant; a kill by one that is red there is none."""
+    def confirm(self, on_step: OnStep = nobody) -> None:
+        """Runs every killer once more, alone and without a mutant; a kill by one that is red is none."""
         killers = {fate.killer for fate in self.journal.fates.values()}
         known = sorted(killers & set(self.reach.units))
-        red = {unit for unit, said in self._meet([], known) if said}
+        red = {unit for unit, said in self._meet([], known, on_step, alone=True) if said}
         for fate in [f for f in self.journal.fates.values() if f.killer in red]:
             why = f"only {fate.killer} turned red, which is red without it too"
-            self.journal.fate(replace(fate, outcome="survived", killer="", detail=why, mark=self._mark("")))
+            mark = self._mark("")
+            self.journal.fate(replace(fate, outcome="survived", killer="", detail=why, mark=mark))
 
     def _try(self, mutant: Mutant) -> Fate:
         units = [u.name for u in self._reaching(mutant)]
@@ -201,12 +202,13 @@ class Campaign:
         mark = self._mark(unit)
         return f"{unit} {mark}" if mark else unit
 
-    def _meet(self, group: Group, units: Sequence[str], on_step: OnStep = nobody) -> list[Said]:
-        """What each unit says about a group as a whole; what the journal has is not asked again."""
+    def _meet(self, group: Group, units: Sequence[str], on_step: OnStep = nobody, alone: bool = False) -> list[Said]:
+        """What each unit says about a group; what the journal has is not asked again. `alone`: in a process of its own."""
         ids = " ".join(sorted(m.id for m in group))
         known = self.journal.together
         changes = combined(group, self.root)
-        asked = batches([u for u in units if (ids, self._key(u)) not in known], self.times)
+        new = [u for u in units if (ids, self._key(u)) not in known]
+        asked = ([u] for u in new) if alone else batches(new, self.times)
         with ThreadPoolExecutor(self.crew.count) as pool:
             for said in pool.map(lambda batch: list(self._batch(batch, changes)), asked):
                 for name, what in said:

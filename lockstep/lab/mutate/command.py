@@ -86,7 +86,9 @@ def played(args: Namespace, root: Path, mutants: list[Mutant]) -> Campaign:
         if not args.alone:
             with Progress(campaign.rest_len(), "lab mutate: survivors together") as bar:
                 campaign.together(bar.step)
-            campaign.confirm()
+        killers = {fate.killer for fate in journal.fates.values()} - {""}
+        with Progress(len(killers), "lab mutate: killers without a mutant") as bar:
+            campaign.confirm(bar.step)
     return campaign
 
 
