@@ -37,6 +37,7 @@ def test_many_prompts_from_a_file_are_one_document(capsys, tmp_path):
     assert [o["prompt"] for o in outputs] == ["def add(a, b):", "import os"]
     assert all(len(o["completions"]) == 2 and o["seed"] == 3 and "order=canonical" in o["fingerprint"] for o in outputs)
     assert all(len(c["logprobs"]) == len(c["token_ids"]) == 6 for o in outputs for c in o["completions"] if c["finish_reason"] == "length")
+    assert [c["error"] for o in outputs for c in o["completions"]] == [None] * 4
     again = json.loads(run(capsys, outputs[1]["prompt"], *words[2:], "--json", "-")[1])["outputs"][0]
     assert again["completions"] == outputs[1]["completions"], "alone, it is the same"
 
