@@ -20,6 +20,7 @@ from lockstep.config import EngineConfig
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import peak_pages
 from lockstep.lab import fuzz
+from lockstep.llm.output import Output
 from lockstep.run import certify, memory, runner
 from lockstep.run.probe import Edges
 from lockstep.sample.noise import counter
@@ -217,6 +218,30 @@ def test_true_asks_for_no_best_tokens_of_the_prompt():
             engine.step()
         tops = job.output("").prompt_top_logprobs or ()
         assert [len(top) for top in tops][1:] == [best] * (len(tops) - 1)
+
+
+def answer(params: SamplingParams) -> Output:
+    """Of a tiny engine."""
+    engine = fuzz.engine(max_total_tokens=500)
+    job = engine.add((3, 4, 5), params)
+    while engine.busy:
+        engine.step()
+    return job.output("")
+
+
+def test_best_tokens_are_reported_to_who_asks_for_them():
+    for asked, best in ((None, None), (True, None), (0, None), (2, [2, 2, 2])):
+        found = answer(SamplingParams(max_tokens=3, temperature=0, logprobs=asked))
+        assert (found.logprobs is None) == (asked is None)
+        assert found.top_logprobs is None if best is None else list(map(len, found.top_logprobs)) == best
+
+
+def test_an_output_speaks_for_its_first_completion():
+    found = answer(SamplingParams(max_tokens=6, temperature=1.5, seed=3, n=3, logprobs=1))
+    first, last = found.completions[0], found.completions[-1]
+    assert first.token_ids != last.token_ids
+    assert (found.token_ids, found.text, found.finish_reason) == (first.token_ids, first.text, first.finish_reason)
+    assert found.logprobs is first.logprobs and found.top_logprobs == first.top_logprobs != last.top_logprobs
 
 
 def test_an_engine_checks_its_plans(monkeypatch: pytest.MonkeyPatch):
