@@ -317,6 +317,7 @@ def _bench(commands: Any) -> None:
     compare.add_argument("--base", required=True, metavar="REV", help="the commit to compare with")
     compare.add_argument("--case", action="append", default=[], metavar="NAME", help="only cases that begin so; repeatable (default: all)")
     compare.add_argument("--repeat", type=positive, metavar="N", help="turns of each side (default: 5)")
+    compare.add_argument("--starts", type=positive, default=1, metavar="N", help="processes of each side, one after another (default: 1)")
     compare.add_argument("--quick", action="store_true", help="take disturbed turns as they are: does it run?")
     _json(compare)
 

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from lockstep import cli
-from lockstep.bench.compare import ROOT, Compared, names, summary
+from lockstep.bench.compare import ROOT, Compared, joined, names, summary
 
 HEAD = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True)
 in_git = pytest.mark.skipif(HEAD.returncode != 0, reason="the package lies in no git checkout")
@@ -47,6 +47,15 @@ def test_a_case_below_its_floor_and_a_mean_below_its_own_are_told():
     near = Compared("d", (0.97,), (1.0,), True)
     assert near.met and summary("x", [level, near])["met"] is False, "a mean of 0.985"
     assert "gone" in str(broken)
+
+
+def test_turns_of_several_starts_count_together():
+    one = Compared("a", (1.0, 2.0, 9.0), (4.0, 4.0, 4.0), True)
+    two = Compared("a", (8.0, 8.0, 8.0), (1.0, 1.0, 7.0), False)
+    both = joined([one, two])
+    assert both.old_s == one.old_s + two.old_s and both.new_s == one.new_s + two.new_s
+    assert (both.undisturbed, both.starts, both.ratios) == (False, 2, [0.5, 8.0])
+    assert abs(both.ratio - 2.0) < 1e-12, "starts count alike, whatever one of them took"
 
 
 def test_loading_is_judged_by_the_seconds_it_takes_longer():
