@@ -47,14 +47,21 @@ def main() -> int:
     ways = {
         "in a batch of 16": cold.generate([*others[:7], PROMPT, *others[7:]], PARAMS)[7],
         f"with a warm cache ({warm.cached_tokens} tokens found)": warm,
-        "chunked by 7": LLM(**ROOM, chunked_prefill_size=7, disable_radix_cache=True).generate(PROMPT, PARAMS)[0],
+        "chunked by 7": LLM(**ROOM, chunked_prefill_size=7, disable_radix_cache=True).generate(
+            PROMPT, PARAMS
+        )[0],
         f"preempted {PARAMS.max_tokens // 2} times": preempted(cold),
     }
     wrong = 0
     for name, out in ways.items():
-        same = out.token_ids == alone.token_ids and out.logprobs.tobytes() == alone.logprobs.tobytes()
+        same = (
+            out.token_ids == alone.token_ids and out.logprobs.tobytes() == alone.logprobs.tobytes()
+        )
         wrong += not same
-        print(f"{'same bits' if same else 'DIFFERENT'}  {name}: {len(out.token_ids)} tokens, {len(out.logprobs)} log-probabilities")
+        print(
+            f"{'same bits' if same else 'DIFFERENT'}  {name}: {len(out.token_ids)} tokens, "
+            f"{len(out.logprobs)} log-probabilities"
+        )
     print(f"\n{alone.fingerprint}")
     return 1 if wrong else 0
 

@@ -1,8 +1,10 @@
-"""Lockstep: LLM inference whose answers are a function of model, prompt, parameters and seed, and of nothing else.
+"""Lockstep: LLM inference whose answers are a function of model, prompt, parameters and seed, and
+of nothing else.
 
     from lockstep import LLM, SamplingParams
 
-Importing this package imports nothing else until one of these names is used: the plan and the page bookkeeping work without torch.
+Importing this package imports nothing else until one of these names is used: the plan and the page
+bookkeeping work without torch.
 """
 
 from importlib import import_module
@@ -17,4 +19,6 @@ _HOME = {"LLM": "lockstep.llm.api", "SamplingParams": "lockstep.sample.params"}
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'lockstep' has no attribute {name!r}; there are {', '.join(__all__)}")
+    raise AttributeError(
+        f"module 'lockstep' has no attribute {name!r}; there are {', '.join(__all__)}"
+    )

@@ -1,6 +1,8 @@
-"""What an engine is asked to be: one frozen value, checked once, with the names that users know from the command line.
+"""What an engine is asked to be: one frozen value, checked once, with the names that users know
+from the command line.
 
-`LLM(...)` and `lockstep generate` make it; nobody changes it afterwards. Knows numbers and names, no model and no device.
+`LLM(...)` and `lockstep generate` make it; nobody changes it afterwards. Knows numbers and names,
+no model and no device.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ COUNTS = ("page_size", "chunked_prefill_size", "max_running_requests", *DERIVED)
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Settings of an engine. None means: derived from the model and the machine, and printed at start."""
+    """Settings of an engine. None means: derived from the model and the machine, and printed at
+    start."""
 
     model: str | None = None  # a folder or a hub id; None is the built-in model
     device: str = "cpu"
@@ -33,14 +36,20 @@ class EngineConfig:
     disable_radix_cache: bool = False
     max_running_requests: int = 64
     max_total_tokens: int | None = None  # keys that the cache holds
-    mem_fraction_static: float = 0.3  # of the free memory, for the cache, where max_total_tokens is not given
+    mem_fraction_static: float = (
+        0.3  # of the free memory, for the cache, where max_total_tokens is not given
+    )
     context_length: int | None = None
-    bucket_sizes: tuple[int, ...] | None = None  # steps are padded up to these counts of rows and of requests; None: never
+    bucket_sizes: tuple[int, ...] | None = (
+        None  # steps are padded up to these counts of rows and of requests; None: never
+    )
 
     def __post_init__(self) -> None:
         for name in COUNTS:
             self._check_count(name)
-        if self.model is not None and not (isinstance(self.model, str | os.PathLike) and str(self.model)):
+        if self.model is not None and not (
+            isinstance(self.model, str | os.PathLike) and str(self.model)
+        ):
             rule = "model is a folder or a hub id of the form owner/name"
             raise RuleError(rule, shown(self.model), "Leave it out for the built-in model")
         if not isinstance(self.device, str) or self.device != "cpu":
@@ -52,7 +61,9 @@ class EngineConfig:
             raise RuleError(rule, shown(self.kv_cache_dtype), "Pick one of these")
         if self.attention_backend is not None and not isinstance(self.attention_backend, str):
             rule = "attention_backend is the name of a backend"
-            raise RuleError(rule, shown(self.attention_backend), "Leave it out for the first that fits")
+            raise RuleError(
+                rule, shown(self.attention_backend), "Leave it out for the first that fits"
+            )
         if not isinstance(self.disable_radix_cache, bool):
             rule = "disable_radix_cache is True or False"
             raise RuleError(rule, shown(self.disable_radix_cache), "Pass a bool")
@@ -79,12 +90,17 @@ class EngineConfig:
         sizes = self.bucket_sizes
         if sizes is None:
             return
-        whole = isinstance(sizes, tuple | list) and all(type(size) is int and 1 <= size <= INT32_MAX for size in sizes)
+        whole = isinstance(sizes, tuple | list) and all(
+            type(size) is int and 1 <= size <= INT32_MAX for size in sizes
+        )
         if not whole or not sizes or list(sizes) != sorted(set(sizes)):
             rule = f"bucket_sizes are rising whole numbers from 1 to {INT32_MAX}"
             raise RuleError(rule, shown(sizes), "Use for example (1, 2, 4, 8, 16, 512)")
         if sizes[-1] < self.chunked_prefill_size:
-            rule = f"the largest bucket holds a step of chunked_prefill_size={self.chunked_prefill_size} rows"
+            rule = (
+                "the largest bucket holds a step of "
+                f"chunked_prefill_size={self.chunked_prefill_size} rows"
+            )
             raise RuleError(rule, str(sizes[-1]), "Add a larger one, or lower chunked_prefill_size")
         object.__setattr__(self, "bucket_sizes", tuple(sizes))
 
@@ -96,6 +112,8 @@ class EngineConfig:
             if name not in known:
                 close = get_close_matches(name, known, 1)
                 raise RuleError(
-                    f"an engine option is one of {', '.join(known)}", repr(name), f"Did you mean {close[0]}?" if close else "Drop it"
+                    f"an engine option is one of {', '.join(known)}",
+                    repr(name),
+                    f"Did you mean {close[0]}?" if close else "Drop it",
                 )
         return EngineConfig(**given)

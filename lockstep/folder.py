@@ -1,4 +1,5 @@
-"""A model's folder, which nobody trusts: files by plain names that stay inside it, texts of a bounded size, JSON objects.
+"""A model's folder, which nobody trusts: files by plain names that stay inside it, texts of a
+bounded size, JSON objects.
 
 Knows no model and no tokenizer; `models.weights` and `text.tokenizer` read through it. No torch.
 """
@@ -16,12 +17,14 @@ TEXT_BYTES = 64 << 20
 
 
 def has(folder: Path, name: str) -> bool:
-    """Whether there is something of this name, a link that leads nowhere included: `inside` refuses that."""
+    """Whether there is something of this name, a link that leads nowhere included: `inside` refuses
+    that."""
     return os.path.lexists(folder / name)
 
 
 def inside(folder: Path, name: str) -> Path:
-    """A file of the folder. A name that leads elsewhere is an error; the hub's cache links into its own blobs."""
+    """A file of the folder. A name that leads elsewhere is an error; the hub's cache links into its
+    own blobs."""
     path = folder / name
     if not name or Path(name).name != name or name in (".", ".."):
         raise RuleError("files of a model lie in its folder", repr(name), "Use plain file names")
@@ -29,7 +32,11 @@ def inside(folder: Path, name: str) -> Path:
     if folder.parent.name == "snapshots":
         roots.append((folder.parent.parent / "blobs").resolve())
     if not any(path.resolve().is_relative_to(root) for root in roots):
-        raise RuleError("files of a model lie in its folder", f"{name} → {path.resolve()}", "Replace the link by the file")
+        raise RuleError(
+            "files of a model lie in its folder",
+            f"{name} → {path.resolve()}",
+            "Replace the link by the file",
+        )
     return path
 
 
@@ -39,7 +46,9 @@ def read_text(folder: Path, name: str) -> str:
     if not path.is_file():
         raise RuleError(f"a model folder holds {name}", str(folder), "Check the path")
     if path.stat().st_size > TEXT_BYTES:
-        raise RuleError(f"{name} is at most {TEXT_BYTES} bytes", str(path.stat().st_size), "Check the file")
+        raise RuleError(
+            f"{name} is at most {TEXT_BYTES} bytes", str(path.stat().st_size), "Check the file"
+        )
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError as error:
@@ -53,7 +62,9 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RuleError(f"{name} is JSON", f"{type(error).__name__}: {error}", "Check the file") from error
+        raise RuleError(
+            f"{name} is JSON", f"{type(error).__name__}: {error}", "Check the file"
+        ) from error
     if not isinstance(value, dict):
         raise RuleError(f"{name} is a JSON object", type(value).__name__, "Check the file")
     return value

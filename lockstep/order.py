@@ -1,10 +1,12 @@
 """The canonical order of every reduction: constants of the engine, never arguments.
 
-Nothing here may depend on the batch, the chunk, the page size or the number of processors. `docs/numerics.md` states the order in
-words; kernels take these numbers as they are. Knows head sizes and nothing else; every backend and the lab read it.
+Nothing here may depend on the batch, the chunk, the page size or the number of processors.
+`docs/numerics.md` states the order in words; kernels take these numbers as they are. Knows head
+sizes and nothing else; every backend and the lab read it.
 
-On a device class other than the CPU an order is a branch of `attention_order`: tile and split boundaries by head size, measured once
-(`docs/numerics.md` gives the figures and the reason). A row has a name; whoever changes a bit of it gives it a new one.
+On a device class other than the CPU an order is a branch of `attention_order`: tile and split
+boundaries by head size, measured once (`docs/numerics.md` gives the figures and the reason). A row
+has a name; whoever changes a bit of it gives it a new one.
 """
 
 from __future__ import annotations
@@ -12,14 +14,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-LANES = 16  # a tile's row sum: lane j adds keys j, j+16, ... ascending; then lanes fold 8+8, 4+4, 2+2, 1+1
-HEAD_MULTIPLE = 8  # head sizes are stored as multiples of this, with columns of zeros behind their own
+# a tile's row sum: lane j adds keys j, j+16, ... ascending; then lanes fold 8+8, 4+4, 2+2, 1+1
+LANES = 16
+HEAD_MULTIPLE = (
+    8  # head sizes are stored as multiples of this, with columns of zeros behind their own
+)
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
 
 def stored_len(d: int) -> int:
-    """Columns that a head of `d` columns takes up in the cache and in kernels; those behind d are 0 and change no sum."""
+    """Columns that a head of `d` columns takes up in the cache and in kernels; those behind d are 0
+    and change no sum."""
     return -(-d // HEAD_MULTIPLE) * HEAD_MULTIPLE
 
 
@@ -29,13 +35,15 @@ def tile_len(d_qk: int, d_v: int) -> int:
 
 
 def split_len(d_qk: int, d_v: int) -> int:
-    """Keys per split: online softmax inside, one fold between. Aligned to absolute position 0; a multiple of the tile."""
+    """Keys per split: online softmax inside, one fold between. Aligned to absolute position 0; a
+    multiple of the tile."""
     return 512
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Where splits begin: `count0` splits of `len0` positions, `count1` of `len1`, then `len2` each. Fixed positions, nothing else."""
+    """Where splits begin: `count0` splits of `len0` positions, `count1` of `len1`, then `len2`
+    each. Fixed positions, nothing else."""
 
     count0: int
     len0: int
@@ -77,7 +85,9 @@ class AttentionOrder:
 
 CPU, SM90 = "cpu", "sm_90"
 ORDER_NAMES = {CPU: "cpu-1", SM90: "sm90-1"}  # in the fingerprint: a changed bit is a new name
-SM90_SPLITS = Splits(count0=8, len0=512, count1=0, len1=1024, len2=1024)  # a lone request decodes fast, a long prompt folds little
+SM90_SPLITS = Splits(
+    count0=8, len0=512, count1=0, len1=1024, len2=1024
+)  # a lone request decodes fast, a long prompt folds little
 
 
 def attention_order(device_class: str, d_qk: int, d_v: int) -> AttentionOrder:
@@ -86,6 +96,8 @@ def attention_order(device_class: str, d_qk: int, d_v: int) -> AttentionOrder:
         return AttentionOrder(tile_len(d_qk, d_v), even(split_len(d_qk, d_v)))
     widest = stored_len(max(d_qk, d_v))
     if widest > 256:
-        return AttentionOrder(64, even(1024))  # a latent row's parts are nearly as large as its keys: fewer of them
+        return AttentionOrder(
+            64, even(1024)
+        )  # a latent row's parts are nearly as large as its keys: fewer of them
     tile = 128 if widest <= 128 else 64 if widest <= 192 else 32
     return AttentionOrder(tile, SM90_SPLITS)

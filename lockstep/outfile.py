@@ -1,7 +1,9 @@
-"""Files that a command writes where its user says: tried before the work begins, written when it is done.
+"""Files that a command writes where its user says: tried before the work begins, written when it is
+done.
 
-A folder that is not there is made, when the file is written; "-" is stdout. `cli` tries every `--json` and `--html` before it calls a
-command; commands write with `write`. Knows nothing of what is in the files.
+A folder that is not there is made, when the file is written; "-" is stdout. `cli` tries every
+`--json` and `--html` before it calls a command; commands write with `write`. Knows nothing of what
+is in the files.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ REMEDY = "Choose another place"
 
 
 def check(option: str, where: str) -> None:
-    """Raises unless `where` can be written later. Leaves nothing behind, and an existing file as it is."""
+    """Raises unless `where` can be written later. Leaves nothing behind, and an existing file as it
+    is."""
     if not where:
         raise RuleError(f"{option} names a file", "''", "Use - for stdout")
     if where == "-":

@@ -1,6 +1,8 @@
-"""A progress bar on stderr for commands that take long: a line that redraws itself on a terminal, a few plain lines elsewhere.
+"""A progress bar on stderr for commands that take long: a line that redraws itself on a terminal, a
+few plain lines elsewhere.
 
-Knows a total, a count and a clock; nothing about what is counted. The command line and the benchmarks use it. Standard library only.
+Knows a total, a count and a clock; nothing about what is counted. The command line and the
+benchmarks use it. Standard library only.
 """
 
 from __future__ import annotations
@@ -28,7 +30,12 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._live:
             self._write("\r\x1b[K")
 
@@ -47,12 +54,16 @@ class Progress:
         seconds = time.perf_counter() - self._begin
         left = seconds / self.done * (self.total - self.done)
         bad = f", {self.bad} failed" if self.bad else ""
-        return f"{self.done}/{self.total}{bad}, {seconds:.0f} s" + (f", about {left:.0f} s left" if self.done < self.total else "")
+        return f"{self.done}/{self.total}{bad}, {seconds:.0f} s" + (
+            f", about {left:.0f} s left" if self.done < self.total else ""
+        )
 
     def _line(self, note: str, columns: int) -> str:
         width = max(min(30, columns - 60), 5)
         full = width * self.done // max(self.total, 1)
-        return f"{self.label} [{'#' * full}{'.' * (width - full)}] {self._counts()}  {note}"[: columns - 1]
+        return f"{self.label} [{'#' * full}{'.' * (width - full)}] {self._counts()}  {note}"[
+            : columns - 1
+        ]
 
     def _write(self, text: str) -> None:
         self.stream.write(text)

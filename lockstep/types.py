@@ -1,7 +1,8 @@
-"""The frozen values that everybody shares: what a KV group is, how a layer scores, and how an error reads.
+"""The frozen values that everybody shares: what a KV group is, how a layer scores, and how an error
+reads.
 
-`GroupSpec` and `AttnSpec` come from the model at load and never change. Window and causality have their one home here. No torch, no
-numpy: plan, kv, attention and the lab all read these.
+`GroupSpec` and `AttnSpec` come from the model at load and never change. Window and causality have
+their one home here. No torch, no numpy: plan, kv, attention and the lab all read these.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class RuleError(ValueError):
 
 
 def shown(value: object) -> str:
-    """A user's value in an error, on one line: its repr, cut; what cannot be printed, by its type."""
+    """A user's value in an error, on one line: its repr, cut; what cannot be printed, by its
+    type."""
     try:
         text = " ".join(repr(value).split())
     except ValueError:  # an integer that Python refuses to print
@@ -64,8 +66,9 @@ KV_BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3": 1}
 class AttnSpec:
     """How one layer turns scores into weights.
 
-    score = scale * k_scale * (q . k_stored); with a soft cap, cap * tanh(score / cap). `sinks` holds one logit per query head and
-    joins the denominator once per row. The stored V times `v_scale` is V.
+    score = scale * k_scale * (q . k_stored); with a soft cap, cap * tanh(score / cap). `sinks`
+    holds one logit per query head and joins the denominator once per row. The stored V times
+    `v_scale` is V.
     """
 
     scale: float
@@ -78,7 +81,11 @@ class AttnSpec:
         for name in ("scale", "soft_cap", "k_scale", "v_scale"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
-                remedy = "Use None for no soft cap" if name == "soft_cap" else "Take it from the checkpoint, or 1.0"
+                remedy = (
+                    "Use None for no soft cap"
+                    if name == "soft_cap"
+                    else "Take it from the checkpoint, or 1.0"
+                )
                 raise RuleError(f"{name} is a finite number above 0", repr(value), remedy)
 
 
@@ -86,8 +93,9 @@ class AttnSpec:
 class GroupSpec:
     """The layers that share a KV layout and a visible range.
 
-    `window = w` means: a row at position p sees positions [p-w+1, p], w keys, itself included; None means all. `causal` is False for
-    cross attention and encoders, whose rows see every key of the request. `layers` holds one `AttnSpec` per layer of the group.
+    `window = w` means: a row at position p sees positions [p-w+1, p], w keys, itself included; None
+    means all. `causal` is False for cross attention and encoders, whose rows see every key of the
+    request. `layers` holds one `AttnSpec` per layer of the group.
     """
 
     layout: Layout
@@ -105,15 +113,25 @@ class GroupSpec:
         self._check_shape()
         if self.window is not None and not 1 <= self.window <= INT32_MAX:
             raise RuleError(
-                "window counts the keys a row sees, itself included, so it is at least 1", repr(self.window), "Use None for no window"
+                "window counts the keys a row sees, itself included, so it is at least 1",
+                repr(self.window),
+                "Use None for no window",
             )
         if self.window is not None and not self.causal:
-            raise RuleError("a window needs a causal group", f"window={self.window}, causal=False", "Drop one of them")
+            raise RuleError(
+                "a window needs a causal group",
+                f"window={self.window}, causal=False",
+                "Drop one of them",
+            )
         if self.layout is Layout.CROSS and self.causal:
-            raise RuleError("cross attention sees the whole encoder", "causal=True", "Pass causal=False")
+            raise RuleError(
+                "cross attention sees the whole encoder", "causal=True", "Pass causal=False"
+            )
         if self.layout is not Layout.CROSS and self.layout is not Layout.FRESH and not self.causal:
             raise RuleError(
-                "a cached group is causal: a later row would change an earlier one", "causal=False", "Use Layout.FRESH or Layout.CROSS"
+                "a cached group is causal: a later row would change an earlier one",
+                "causal=False",
+                "Use Layout.FRESH or Layout.CROSS",
             )
         if self.layout is Layout.LATENT and (self.kv_heads != 1 or self.d_v > self.d_qk):
             raise RuleError(
@@ -122,20 +140,49 @@ class GroupSpec:
                 "Use kv_heads=1 and d_v <= d_qk",
             )
         if self.layout is Layout.LATENT and any(a.v_scale != a.k_scale for a in self.layers):
-            raise RuleError("K and V of a latent row are the same numbers", "k_scale != v_scale", "Give both the same scale")
-        if self.layout is Layout.FRESH and (self.kv_dtype != "float32" or any(a.k_scale != 1 or a.v_scale != 1 for a in self.layers)):
-            raise RuleError("a fresh group stores nothing", f"kv_dtype={self.kv_dtype} or a K/V scale", "Use float32 and scales of 1")
+            raise RuleError(
+                "K and V of a latent row are the same numbers",
+                "k_scale != v_scale",
+                "Give both the same scale",
+            )
+        if self.layout is Layout.FRESH and (
+            self.kv_dtype != "float32" or any(a.k_scale != 1 or a.v_scale != 1 for a in self.layers)
+        ):
+            raise RuleError(
+                "a fresh group stores nothing",
+                f"kv_dtype={self.kv_dtype} or a K/V scale",
+                "Use float32 and scales of 1",
+            )
 
     def _check_shape(self) -> None:
-        if min(self.heads, self.kv_heads, self.d_qk, self.d_v, self.page_size) < 1 or not self.layers:
-            raise RuleError("heads, kv_heads, head sizes, page_size and layers are at least 1", repr(self), "Check the model's config")
+        if (
+            min(self.heads, self.kv_heads, self.d_qk, self.d_v, self.page_size) < 1
+            or not self.layers
+        ):
+            raise RuleError(
+                "heads, kv_heads, head sizes, page_size and layers are at least 1",
+                repr(self),
+                "Check the model's config",
+            )
         if self.heads % self.kv_heads:
-            raise RuleError("heads is a multiple of kv_heads", f"{self.heads} and {self.kv_heads}", "Check the model's config")
+            raise RuleError(
+                "heads is a multiple of kv_heads",
+                f"{self.heads} and {self.kv_heads}",
+                "Check the model's config",
+            )
         if self.kv_dtype not in KV_BYTES:
-            raise RuleError(f"kv_dtype is one of {', '.join(KV_BYTES)}", repr(self.kv_dtype), "Pick one of these")
+            raise RuleError(
+                f"kv_dtype is one of {', '.join(KV_BYTES)}",
+                repr(self.kv_dtype),
+                "Pick one of these",
+            )
         for attn in self.layers:
             if attn.sinks is not None and len(attn.sinks) != self.heads:
-                raise RuleError("sinks hold one logit per query head", f"{len(attn.sinks)} sinks, {self.heads} heads", "Check the weights")
+                raise RuleError(
+                    "sinks hold one logit per query head",
+                    f"{len(attn.sinks)} sinks, {self.heads} heads",
+                    "Check the weights",
+                )
 
     @property
     def group_size(self) -> int:

@@ -1,4 +1,5 @@
-"""Shared by all tests: GPU tests are collected everywhere and skipped where there is no GPU; waiting threads sleep."""
+"""Shared by all tests: GPU tests are collected everywhere and skipped where there is no GPU;
+waiting threads sleep."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import os
 
 import pytest
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch and numba start threads: several test processes share the cores
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # before torch and numba start threads: several test processes share the cores
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,8 @@
-"""A small engine for tests of models: tables, pools, plans and steps, and tiny models made by transformers' own classes.
+"""A small engine for tests of models: tables, pools, plans and steps, and tiny models made by
+transformers' own classes.
 
-`Engine.step` runs rows of several requests in one step; everything above a step (scheduling, sampling, prefix trees) is missing on purpose.
+`Engine.step` runs rows of several requests in one step; everything above a step (scheduling,
+sampling, prefix trees) is missing on purpose.
 """
 
 from __future__ import annotations
@@ -26,7 +28,17 @@ from lockstep.types import GroupSpec, Layout
 
 Batch = Sequence[tuple["Request", Sequence[int]]]
 CPU = torch.device("cpu")
-SHARP = ("q_proj", "k_proj", "query", "key", "q_b_proj", "mlp.gate.weight", "router.weight", "fc1", "fc2")
+SHARP = (
+    "q_proj",
+    "k_proj",
+    "query",
+    "key",
+    "q_b_proj",
+    "mlp.gate.weight",
+    "router.weight",
+    "fc1",
+    "fc2",
+)
 PAGES = 4096  # slots of every pool
 
 
@@ -74,7 +86,10 @@ class Engine:
         """The hidden rows of every request's new ids, computed in one step."""
         for request, new in batch:
             request.table.reserve(request.cached + len(new), cross_len=request.cross)
-        works = [Work(r.cached, len(new), self._held(r, self.specs), cross_len=r.cross) for r, new in batch]
+        works = [
+            Work(r.cached, len(new), self._held(r, self.specs), cross_len=r.cross)
+            for r, new in batch
+        ]
         out = self._run(self.model, batch, works, self.specs, self.model.places)
         for request, new in batch:
             request.cached += len(new)
@@ -89,22 +104,43 @@ class Engine:
         for request, source in batch:
             request.cross = len(source)
             request.table.reserve(0, cross_len=request.cross)
-        works = [Work(0, len(s), self._held(r, specs), cross_len=len(s), cross_new=len(s)) for r, s in batch]
+        works = [
+            Work(0, len(s), self._held(r, specs), cross_len=len(s), cross_new=len(s))
+            for r, s in batch
+        ]
         return self._run(self.model.encode, batch, works, specs, self.model.encoder_places)
 
     def embed(self, prompts: Sequence[Sequence[int]], how: str | None = None) -> Tensor:
         """Embeddings of whole prompts, in one step that keeps nothing."""
         specs = self.model.fresh_groups()
         batch = [(self.request(), p) for p in prompts]
-        hidden = self._run(self.model, batch, [Work(0, len(p), (None,) * len(specs)) for p in prompts], specs, self.model.places)
+        hidden = self._run(
+            self.model,
+            batch,
+            [Work(0, len(p), (None,) * len(specs)) for p in prompts],
+            specs,
+            self.model.places,
+        )
         ends = [0, *accumulate(map(len, prompts))]
         return self.model.embed(hidden, ends, how)
 
     def _held(self, request: Request, specs: Sequence[GroupSpec]) -> tuple[Any, ...]:
-        return tuple(None if s.layout is Layout.FRESH else request.table.pages(self.specs.index(s)) for s in specs)
+        return tuple(
+            None if s.layout is Layout.FRESH else request.table.pages(self.specs.index(s))
+            for s in specs
+        )
 
-    def _run(self, run: Any, batch: Batch, works: list[Work], specs: Sequence[GroupSpec], places: Sequence[Any]) -> Tensor:
-        pools = [None if s.layout is Layout.FRESH else self.pools[self.specs.index(s)] for s in specs]
+    def _run(
+        self,
+        run: Any,
+        batch: Batch,
+        works: list[Work],
+        specs: Sequence[GroupSpec],
+        places: Sequence[Any],
+    ) -> Tensor:
+        pools = [
+            None if s.layout is Layout.FRESH else self.pools[self.specs.index(s)] for s in specs
+        ]
         plan = build(specs, works)
         check(plan, tuple(p.num_pages if p else 0 for p in pools))
         step = lower(plan, self.arena.load(plan), self.backend, pools, places)
@@ -112,15 +148,20 @@ class Engine:
         with torch.no_grad():
             return run(ids, torch.from_numpy(plan.positions.copy()), step)
 
-    def whole(self, ids: Sequence[int], chunk: int | None = None, request: Request | None = None) -> Tensor:
+    def whole(
+        self, ids: Sequence[int], chunk: int | None = None, request: Request | None = None
+    ) -> Tensor:
         """One request, alone, all at once or in chunks."""
         request = request or self.request()
         size = chunk or len(ids)
-        return torch.cat([self.step([(request, list(ids[at : at + size]))]) for at in range(0, len(ids), size)])
+        return torch.cat(
+            [self.step([(request, list(ids[at : at + size]))]) for at in range(0, len(ids), size)]
+        )
 
 
 def randomise(model: Any, seed: int = 0) -> Any:
-    """Weights with which attention, routing, biases and sinks matter, and a tied head does not just repeat the last token."""
+    """Weights with which attention, routing, biases and sinks matter, and a tied head does not just
+    repeat the last token."""
     generator = torch.Generator().manual_seed(seed)
     tied = 0.15 if model.config.tie_word_embeddings else 0.7
     with torch.no_grad():

@@ -1,6 +1,8 @@
-"""Backends: who is selected and why, and the conventions that others got wrong, each with a spike that nobody could miss.
+"""Backends: who is selected and why, and the conventions that others got wrong, each with a spike
+that nobody could miss.
 
-A spike is a key whose value is 1 in one column and whose score towers over the rest, so that the output says which key was seen.
+A spike is a key whose value is 1 in one column and whose score towers over the rest, so that the
+output says which key was seen.
 """
 
 from __future__ import annotations
@@ -27,12 +29,19 @@ DENSE = GroupSpec(Layout.DENSE, 2, 1, 16, 16, (AttnSpec(0.25),), page_size=4)
 BACKENDS = ("cpu", "reference")
 
 
-def attend(name: str, spec: GroupSpec, q: Tensor, k: Tensor, v: Tensor, cached: int = 0) -> tuple[Tensor, Tensor]:
-    """One request: `cached` keys are written by one step, then the rows of q (the last ones) are computed by another."""
+def attend(
+    name: str, spec: GroupSpec, q: Tensor, k: Tensor, v: Tensor, cached: int = 0
+) -> tuple[Tensor, Tensor]:
+    """One request: `cached` keys are written by one step, then the rows of q (the last ones) are
+    computed by another."""
     backend, _ = select.select(name, [spec], "cpu")
     fresh = spec.layout is Layout.FRESH
     pages = None if fresh else PagePool(64)
-    pool = None if fresh else Pool(spec, 64, torch.device("cpu"), lambda s, d, _: torch.full(s, torch.nan).to(d))
+    pool = (
+        None
+        if fresh
+        else Pool(spec, 64, torch.device("cpu"), lambda s, d, _: torch.full(s, torch.nan).to(d))
+    )
     table = Table((spec,), (pages,))
     done = 0
     for new in [n for n in (cached, len(k) - cached) if n]:
@@ -44,13 +53,16 @@ def attend(name: str, spec: GroupSpec, q: Tensor, k: Tensor, v: Tensor, cached: 
         keys = view(spec, pool, where).keys(0, k[rows].contiguous(), v[rows].contiguous())
         queries = q if new == len(q) else torch.zeros(new, spec.heads, spec.d_qk)
         queries[-len(q) :] = q
-        out, lse = backend.attend(queries, keys, backend.lower(plan, plan.groups[0], where), spec.layers[0])
+        out, lse = backend.attend(
+            queries, keys, backend.lower(plan, plan.groups[0], where), spec.layers[0]
+        )
         done += new
     return out[-len(q) :], lse[-len(q) :]
 
 
 def spikes(n: int, at: int, d: int = 16) -> tuple[Tensor, Tensor, Tensor]:
-    """n keys of which one scores 30 above the others and carries the value 1; a query that finds it."""
+    """n keys of which one scores 30 above the others and carries the value 1; a query that finds
+    it."""
     k, v, q = torch.zeros(n, 1, d), torch.zeros(n, 1, d), torch.zeros(1, 2, d)
     q[..., 0], k[at, :, 0], v[at] = 12.0, 10.0, 1.0
     return q, k, v
@@ -85,7 +97,9 @@ def test_a_decoder_row_sees_every_key_of_its_encoder(backend, n):
     table = Table((spec,), (pages,))
     table.reserve(0, cross_len=n)
     slots = torch.from_numpy(table.slots(0, np.arange(n, dtype=np.int32)).astype(np.int64))
-    pool.write(0, slots, torch.randn(n, 1, 16), torch.arange(float(n))[:, None, None].expand(n, 1, 16))
+    pool.write(
+        0, slots, torch.randn(n, 1, 16), torch.arange(float(n))[:, None, None].expand(n, 1, 16)
+    )
     plan = build((spec,), [Work(3, 1, (table.pages(0),), cross_len=n)])
     check(plan, (4,))
     where = views(torch.from_numpy(pack(plan).copy()), plan.bucket, (spec,))[0]
@@ -115,7 +129,9 @@ def test_a_causal_row_does_not_see_the_next_key_and_an_encoder_row_does(backend)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_lse_is_the_natural_log_of_the_denominator(backend):
-    out, lse = attend(backend, DENSE, torch.zeros(1, 2, 16), torch.randn(70, 1, 16), torch.ones(70, 1, 16))
+    out, lse = attend(
+        backend, DENSE, torch.zeros(1, 2, 16), torch.randn(70, 1, 16), torch.ones(70, 1, 16)
+    )
     assert lse[0].tolist() == pytest.approx([math.log(70)] * 2, rel=1e-6)
     assert out[0].flatten().tolist() == pytest.approx([1.0] * 32, rel=1e-6)
     assert natural(torch.tensor([10.0])).item() == pytest.approx(10 * math.log(2))
@@ -125,7 +141,13 @@ def test_lse_is_the_natural_log_of_the_denominator(backend):
 @pytest.mark.parametrize("n", [3, 64, 600])
 def test_a_sink_joins_the_denominator_once_however_the_keys_are_split(backend, n):
     spec = replace(DENSE, layers=(AttnSpec(0.25, sinks=(1.0, -2.0)),))
-    out, lse = attend(backend, replace(spec, page_size=16), torch.zeros(1, 2, 16), torch.randn(n, 1, 16), torch.ones(n, 1, 16))
+    out, lse = attend(
+        backend,
+        replace(spec, page_size=16),
+        torch.zeros(1, 2, 16),
+        torch.randn(n, 1, 16),
+        torch.ones(n, 1, 16),
+    )
     for head, sink in enumerate((1.0, -2.0)):
         assert lse[0, head].item() == pytest.approx(math.log(n + math.exp(sink)), rel=1e-6)
         assert out[0, head, 0].item() == pytest.approx(n / (n + math.exp(sink)), rel=1e-6)
@@ -134,7 +156,9 @@ def test_a_sink_joins_the_denominator_once_however_the_keys_are_split(backend, n
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_soft_cap_bounds_the_score(backend):
     q, k, v = spikes(2, 0)
-    _, lse = attend(backend, replace(DENSE, window=2, layers=(AttnSpec(0.25, soft_cap=5.0),)), q, k, v)
+    _, lse = attend(
+        backend, replace(DENSE, window=2, layers=(AttnSpec(0.25, soft_cap=5.0),)), q, k, v
+    )
     capped = 5 * math.tanh(30 / 5)
     assert lse[0, 0].item() == pytest.approx(math.log(math.exp(capped) + 1), rel=1e-6)
 
@@ -165,13 +189,20 @@ def test_a_row_that_sees_nothing_is_zero(backend, sinks):
     plan = build((spec,), [Work(3, 1, (table.pages(0),), cross_len=0)])
     check(plan, (4,))
     where = views(torch.from_numpy(pack(plan).copy()), plan.bucket, (spec,))[0]
-    out, lse = chosen.attend(torch.randn(1, 2, 16), pool.keys(0), chosen.lower(plan, plan.groups[0], where), spec.layers[0])
+    out, lse = chosen.attend(
+        torch.randn(1, 2, 16),
+        pool.keys(0),
+        chosen.lower(plan, plan.groups[0], where),
+        spec.layers[0],
+    )
     assert torch.equal(out, torch.zeros(1, 2, 16))
     assert lse[0].tolist() == (list(sinks) if sinks else [-math.inf] * 2)
 
 
 def test_no_backend_is_asked_for_by_a_name_that_does_not_exist():
-    with pytest.raises(RuleError, match=r"a backend is one of cpu, .*reference; got 'cpuu'. Did you mean cpu\?$"):
+    with pytest.raises(
+        RuleError, match=r"a backend is one of cpu, .*reference; got 'cpuu'. Did you mean cpu\?$"
+    ):
         select.load("cpuu")
 
 
@@ -184,7 +215,11 @@ def test_the_default_is_the_first_that_can_do_everything_and_says_why():
 
 def test_a_backend_that_promises_no_bits_is_never_chosen_silently():
     wide = replace(DENSE, d_qk=600, d_v=600)
-    with pytest.raises(Refused, match=r'600 is not a multiple of 8 up to 576.*Ask for attention_backend="reference" by name'):
+    with pytest.raises(
+        Refused,
+        match=r'600 is not a multiple of 8 up to 576.*Ask for attention_backend="reference" by '
+        r"name",
+    ):
         select.select(None, [wide], "cpu")
     backend, why = select.select("reference", [wide], "cpu")
     assert (backend.caps.order, why) == ("none", "reference: asked for by name")
@@ -197,7 +232,9 @@ def test_a_backend_that_promises_no_bits_is_never_chosen_silently():
         ({"d_qk": 640, "d_v": 8}, "head size 640 is not"),
     ],
 )
-def test_a_backend_that_cannot_do_what_the_model_needs_is_refused_before_anything_runs(change, match):
+def test_a_backend_that_cannot_do_what_the_model_needs_is_refused_before_anything_runs(
+    change, match
+):
     with pytest.raises(Refused, match=match):
         select.select("cpu", [replace(DENSE, **change)], "cpu")
     with pytest.raises(Refused, match="device cuda is not one of cpu"):
@@ -221,15 +258,27 @@ def test_every_capability_is_asked_about():
     )
     needs = {
         "window": (replace(DENSE, page_size=16, window=3), {"window": False}),
-        "soft caps": (replace(DENSE, page_size=16, layers=(AttnSpec(1.0, soft_cap=2.0),)), {"soft_cap": False}),
-        "sinks": (replace(DENSE, page_size=16, layers=(AttnSpec(1.0, sinks=(0.0, 0.0)),)), {"sinks": False}),
+        "soft caps": (
+            replace(DENSE, page_size=16, layers=(AttnSpec(1.0, soft_cap=2.0),)),
+            {"soft_cap": False},
+        ),
+        "sinks": (
+            replace(DENSE, page_size=16, layers=(AttnSpec(1.0, sinks=(0.0, 0.0)),)),
+            {"sinks": False},
+        ),
         "page size 4": (DENSE, {}),
         "kv_dtype bfloat16": (replace(DENSE, page_size=16, kv_dtype="bfloat16"), {}),
         "layout latent": (replace(DENSE, page_size=16, layout=Layout.LATENT), {}),
         "head size 72": (replace(DENSE, page_size=16, d_qk=72), {}),
-        "not causal": (replace(DENSE, layout=Layout.FRESH, causal=False), {"layouts": frozenset(Layout), "non_causal": False}),
+        "not causal": (
+            replace(DENSE, layout=Layout.FRESH, causal=False),
+            {"layouts": frozenset(Layout), "non_causal": False},
+        ),
         "tree rows": (replace(DENSE, page_size=16), {"tails": False}),
-        "activations of float32": (replace(DENSE, page_size=16), {"activation_dtypes": frozenset({"bfloat16"})}),
+        "activations of float32": (
+            replace(DENSE, page_size=16),
+            {"activation_dtypes": frozenset({"bfloat16"})},
+        ),
     }
     for word, (spec, lacks) in needs.items():
         why = select.refusal(replace(able, **lacks), spec, "cpu", tails=True)
@@ -244,7 +293,11 @@ def test_what_a_backend_does_not_state_it_cannot_do():
     assert select.refusal(nothing, whole, "cpu") == "head size 16 is not a multiple of 1 up to 0"
     sized = replace(nothing, head_max=64)
     assert select.refusal(sized, whole, "cpu") == "device cpu is not one of none that it states"
-    stated = {"devices": frozenset({"cpu"}), "activation_dtypes": frozenset({"float32"}), "kv_dtypes": frozenset({"float32"})}
+    stated = {
+        "devices": frozenset({"cpu"}),
+        "activation_dtypes": frozenset({"float32"}),
+        "kv_dtypes": frozenset({"float32"}),
+    }
     able = replace(sized, layouts=frozenset({Layout.DENSE}), **stated)
     assert select.refusal(able, whole, "cpu") == "page size 16 is not supported"
     assert select.refusal(replace(able, page_sizes=frozenset({16})), whole, "cpu") is None
@@ -252,7 +305,9 @@ def test_what_a_backend_does_not_state_it_cannot_do():
     assert flags and not any(getattr(nothing, name) for name in flags)
 
 
-@pytest.mark.parametrize("q", [torch.zeros(1, 2, 8), torch.zeros(1, 3, 16), torch.zeros(1, 2, 16, dtype=torch.bfloat16)])
+@pytest.mark.parametrize(
+    "q", [torch.zeros(1, 2, 8), torch.zeros(1, 3, 16), torch.zeros(1, 2, 16, dtype=torch.bfloat16)]
+)
 def test_queries_of_the_wrong_shape_or_type_are_refused(q):
     with pytest.raises(RuleError, match=r"queries are float32 of \[rows, 2, 16\]; got"):
         attend("cpu", DENSE, q, torch.zeros(1, 1, 16), torch.zeros(1, 1, 16))

@@ -42,7 +42,8 @@ def bits(llm: LLM) -> bytes:
 
 
 def refused(llm: LLM, want: bytes, call: Any, line: str) -> None:
-    """The call is refused with this line; the engine is empty, its pages are whole, and it answers as before."""
+    """The call is refused with this line; the engine is empty, its pages are whole, and it answers
+    as before."""
     with pytest.raises(RuleError) as caught:
         call()
     assert str(caught.value) == line
@@ -54,11 +55,31 @@ def refused(llm: LLM, want: bytes, call: Any, line: str) -> None:
 @pytest.mark.parametrize(
     ("prompts", "line"),
     [
-        (None, "prompts are a string, a list of token ids, or a list of these; got None (NoneType). Pass a str, or a list."),
-        (7, "prompts are a string, a list of token ids, or a list of these; got 7 (int). Pass a str, or a list."),
-        (b"def", "prompts are a string, a list of token ids, or a list of these; got b'def' (bytes). Pass a str, or a list."),
-        ({5}, "prompts are a string, a list of token ids, or a list of these; got {5} (set). Pass a str, or a list."),
-        ({"a": 1}, "prompts are a string, a list of token ids, or a list of these; got {'a': 1} (dict). Pass a str, or a list."),
+        (
+            None,
+            "prompts are a string, a list of token ids, or a list of these; got None (NoneType). "
+            "Pass a str, or a list.",
+        ),
+        (
+            7,
+            "prompts are a string, a list of token ids, or a list of these; got 7 (int). Pass a "
+            "str, or a list.",
+        ),
+        (
+            b"def",
+            "prompts are a string, a list of token ids, or a list of these; got b'def' (bytes). "
+            "Pass a str, or a list.",
+        ),
+        (
+            {5},
+            "prompts are a string, a list of token ids, or a list of these; got {5} (set). Pass a "
+            "str, or a list.",
+        ),
+        (
+            {"a": 1},
+            "prompts are a string, a list of token ids, or a list of these; got {'a': 1} (dict). "
+            "Pass a str, or a list.",
+        ),
         (["a", None], f"{PROMPT}; got None (NoneType). Pass a str, or a list."),
         (["a", 5], f"{PROMPT}; got 5 (int). Pass a str, or a list."),
         (["a", b"b"], f"{PROMPT}; got b'b' (bytes). Pass a str, or a list."),
@@ -87,7 +108,9 @@ def refused(llm: LLM, want: bytes, call: Any, line: str) -> None:
     ],
     ids=lambda value: shown(value)[:40],
 )
-def test_what_is_no_prompt_is_refused_by_every_call_and_nothing_stays_behind(llm: LLM, want: bytes, prompts: Any, line: str):
+def test_what_is_no_prompt_is_refused_by_every_call_and_nothing_stays_behind(
+    llm: LLM, want: bytes, prompts: Any, line: str
+):
     refused(llm, want, lambda: llm.generate(prompts, FOUR), line)
     refused(llm, want, lambda: llm.embed(prompts), line)
 
@@ -138,7 +161,11 @@ def test_no_prompts_are_no_answers_and_no_embedding_is_an_error(llm: LLM, want: 
     [
         (["a", "b"], "a stream has one prompt; got 2 prompts. Use generate for several."),
         ([], "a stream has one prompt; got 0 prompts. Use generate for several."),
-        (b"a", "prompts are a string, a list of token ids, or a list of these; got b'a' (bytes). Pass a str, or a list."),
+        (
+            b"a",
+            "prompts are a string, a list of token ids, or a list of these; got b'a' (bytes). Pass "
+            "a str, or a list.",
+        ),
     ],
 )
 def test_a_stream_has_one_prompt(llm: LLM, want: bytes, prompt: Any, line: str):
@@ -148,10 +175,26 @@ def test_a_stream_has_one_prompt(llm: LLM, want: bytes, prompt: Any, line: str):
 @pytest.mark.parametrize(
     ("params", "line"),
     [
-        ({"n": 2}, "params are SamplingParams, or one for each prompt; got {'n': 2} (dict). Use SamplingParams()."),
-        ([FOUR, None], "params are SamplingParams, or one for each prompt; got None among them. Use SamplingParams()."),
-        ([FOUR, {"n": 2}], "params are SamplingParams, or one for each prompt; got {'n': 2} among them. Use SamplingParams()."),
-        ([FOUR], "there is one SamplingParams for all prompts or one for each; got 1 for 2 prompts. Match them."),
+        (
+            {"n": 2},
+            "params are SamplingParams, or one for each prompt; got {'n': 2} (dict). Use "
+            "SamplingParams().",
+        ),
+        (
+            [FOUR, None],
+            "params are SamplingParams, or one for each prompt; got None among them. Use "
+            "SamplingParams().",
+        ),
+        (
+            [FOUR, {"n": 2}],
+            "params are SamplingParams, or one for each prompt; got {'n': 2} among them. Use "
+            "SamplingParams().",
+        ),
+        (
+            [FOUR],
+            "there is one SamplingParams for all prompts or one for each; got 1 for 2 prompts. "
+            "Match them.",
+        ),
     ],
 )
 def test_params_are_sampling_params(llm: LLM, want: bytes, params: Any, line: str):
@@ -161,10 +204,25 @@ def test_params_are_sampling_params(llm: LLM, want: bytes, params: Any, line: st
 @pytest.mark.parametrize(
     ("items", "line"),
     [
-        ("ab", "items are a list of strings or of lists of token ids; got 'ab'. Pass [item] for one."),
-        ([5, 6], "items are a list of strings or of lists of token ids; got 5 among them. Pass [item] for one."),
-        ([[5], None], "items are a list of strings or of lists of token ids; got None among them. Pass [item] for one."),
-        ({5}, "items are a list of strings or of lists of token ids; got {5} (set). Pass [item] for one."),
+        (
+            "ab",
+            "items are a list of strings or of lists of token ids; got 'ab'. Pass [item] for one.",
+        ),
+        (
+            [5, 6],
+            "items are a list of strings or of lists of token ids; got 5 among them. Pass [item] "
+            "for one.",
+        ),
+        (
+            [[5], None],
+            "items are a list of strings or of lists of token ids; got None among them. Pass "
+            "[item] for one.",
+        ),
+        (
+            {5},
+            "items are a list of strings or of lists of token ids; got {5} (set). Pass [item] for "
+            "one.",
+        ),
         ([[5, None]], f"{IDS}; got None. Use this model's tokenizer."),
         (["a", b"b"], f"{PROMPT}; got b'b' (bytes). Pass a str, or a list."),
     ],
@@ -201,33 +259,75 @@ def test_a_number_too_long_to_print_is_named_by_its_kind():
     ("option", "line"),
     [
         *(
-            ({name: value}, f"{name} is a whole number from 1 to 2147483647; got {value!r}. Leave it out for the default.")
+            (
+                {name: value},
+                f"{name} is a whole number from 1 to 2147483647; got {value!r}. Leave it out for "
+                "the default.",
+            )
             for name in ("page_size", "chunked_prefill_size", "max_running_requests")
             for value in (None, 0, -1, True, "16", 16.0, 2**31, [16], float("nan"))
         ),
         *(
-            ({name: value}, f"{name} is a whole number from 1 to 2147483647; got {value!r}. Leave it out for the default.")
+            (
+                {name: value},
+                f"{name} is a whole number from 1 to 2147483647; got {value!r}. Leave it out for "
+                "the default.",
+            )
             for name in ("max_total_tokens", "context_length")
             for value in (0, -1, False, "16", 2.5, 2**31)
         ),
         (
             {"page_size": 10**9999},
-            "page_size is a whole number from 1 to 2147483647; got an int too long to print. Leave it out for the default.",
+            "page_size is a whole number from 1 to 2147483647; got an int too long to print. Leave "
+            "it out for the default.",
         ),
         *(
-            ({"mem_fraction_static": value}, f"mem_fraction_static is a number between 0 and 1; got {value!r}. 0.3 is the default.")
+            (
+                {"mem_fraction_static": value},
+                f"mem_fraction_static is a number between 0 and 1; got {value!r}. 0.3 is the "
+                "default.",
+            )
             for value in (None, "0.5", True, 0, 1, 1.5, float("nan"), float("inf"), -0.1)
         ),
-        ({"disable_radix_cache": "no"}, "disable_radix_cache is True or False; got 'no'. Pass a bool."),
-        ({"disable_radix_cache": None}, "disable_radix_cache is True or False; got None. Pass a bool."),
-        ({"kv_cache_dtype": None}, "kv_cache_dtype is one of float32, bfloat16, float8_e4m3; got None. Pick one of these."),
-        ({"kv_cache_dtype": ["float32"]}, "kv_cache_dtype is one of float32, bfloat16, float8_e4m3; got ['float32']. Pick one of these."),
+        (
+            {"disable_radix_cache": "no"},
+            "disable_radix_cache is True or False; got 'no'. Pass a bool.",
+        ),
+        (
+            {"disable_radix_cache": None},
+            "disable_radix_cache is True or False; got None. Pass a bool.",
+        ),
+        (
+            {"kv_cache_dtype": None},
+            "kv_cache_dtype is one of float32, bfloat16, float8_e4m3; got None. Pick one of these.",
+        ),
+        (
+            {"kv_cache_dtype": ["float32"]},
+            "kv_cache_dtype is one of float32, bfloat16, float8_e4m3; got ['float32']. Pick one of "
+            "these.",
+        ),
         ({"device": None}, "device is cpu; got None. GPU backends are not there yet."),
         ({"dtype": 32}, "on the CPU dtype is float32; got 32. Leave it out."),
-        ({"attention_backend": 5}, "attention_backend is the name of a backend; got 5. Leave it out for the first that fits."),
-        ({"model": ""}, "model is a folder or a hub id of the form owner/name; got ''. Leave it out for the built-in model."),
-        ({"model": 5}, "model is a folder or a hub id of the form owner/name; got 5. Leave it out for the built-in model."),
-        ({"model": b"m"}, "model is a folder or a hub id of the form owner/name; got b'm'. Leave it out for the built-in model."),
+        (
+            {"attention_backend": 5},
+            "attention_backend is the name of a backend; got 5. Leave it out for the first that "
+            "fits.",
+        ),
+        (
+            {"model": ""},
+            "model is a folder or a hub id of the form owner/name; got ''. Leave it out for the "
+            "built-in model.",
+        ),
+        (
+            {"model": 5},
+            "model is a folder or a hub id of the form owner/name; got 5. Leave it out for the "
+            "built-in model.",
+        ),
+        (
+            {"model": b"m"},
+            "model is a folder or a hub id of the form owner/name; got b'm'. Leave it out for the "
+            "built-in model.",
+        ),
     ],
     ids=lambda value: shown(value)[:40],
 )
@@ -253,22 +353,40 @@ def test_a_suggestion_ends_with_its_question_mark():
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ({"stop": ["\ud800"]}, "a stop is made of characters; got '\\ud800', with a lone surrogate. No text holds it: leave it out."),
+        (
+            {"stop": ["\ud800"]},
+            "a stop is made of characters; got '\\ud800', with a lone surrogate. No text holds it: "
+            "leave it out.",
+        ),
         (
             {"seed": 10**9999},
-            f"seed is an integer from {-(2**63)} to {2**63 - 1}; got an int too long to print. Use None for a seed of its own.",
+            f"seed is an integer from {-(2**63)} to {2**63 - 1}; got an int too long to print. Use "
+            "None for a seed of its own.",
         ),
-        ({"top_k": np.float32(3)}, f"top_k is an integer from -1 to {MAX_VOCAB}; got np.float32(3.0). Use 0 or -1 to keep every token."),
+        (
+            {"top_k": np.float32(3)},
+            f"top_k is an integer from -1 to {MAX_VOCAB}; got np.float32(3.0). Use 0 or -1 to keep "
+            "every token.",
+        ),
         (
             {"logit_bias": {1: float("inf")}},
-            "logit_bias of token 1 is a number from -100.0 to 100.0; got inf. Use -100 to all but forbid a token.",
+            "logit_bias of token 1 is a number from -100.0 to 100.0; got inf. Use -100 to all but "
+            "forbid a token.",
         ),
-        ({"max_tokens": True}, "max_tokens is an integer from 1 to 16777216; got True. Use None for as many as the context leaves."),
+        (
+            {"max_tokens": True},
+            "max_tokens is an integer from 1 to 16777216; got True. Use None for as many as the "
+            "context leaves.",
+        ),
         (
             {"stop_token_ids": [None]},
-            f"a stop token id is an integer from 0 to {MAX_VOCAB - 1}; got None. Use ids of the model's tokenizer.",
+            f"a stop token id is an integer from 0 to {MAX_VOCAB - 1}; got None. Use ids of the "
+            "model's tokenizer.",
         ),
-        ({"stop_token_ids": 5}, "stop_token_ids is a list of at most 1024 token ids; got 5. Pass a list."),
+        (
+            {"stop_token_ids": 5},
+            "stop_token_ids is a list of at most 1024 token ids; got 5. Pass a list.",
+        ),
         ({"stop": b"x"}, "stop is a list of at most 16 strings; got b'x'. Pass a list."),
         ({"temprature": 1}, None),
     ],
@@ -277,7 +395,11 @@ def test_a_suggestion_ends_with_its_question_mark():
 def test_a_bad_parameter_is_one_line(given: dict[str, Any], line: str | None):
     with pytest.raises(RuleError) as caught:
         SamplingParams.from_dict(given)
-    assert str(caught.value) == line if line else str(caught.value).endswith("got 'temprature'. Did you mean temperature?")
+    assert (
+        str(caught.value) == line
+        if line
+        else str(caught.value).endswith("got 'temprature'. Did you mean temperature?")
+    )
 
 
 @pytest.mark.parametrize(
@@ -285,14 +407,24 @@ def test_a_bad_parameter_is_one_line(given: dict[str, Any], line: str | None):
     [
         (
             {"max_total_tokens": 2**31 - 1},
-            r"^the cache fits into the [\d,]+ B of this machine's memory; got [\d,]+ B for 2,147,483,647 tokens",
+            r"^the cache fits into the [\d,]+ B of this machine's memory; got [\d,]+ B for "
+            r"2,147,483,647 tokens",
         ),
         (
             {"page_size": 2**31 - 1},
-            r"^the cache fits into the [\d,]+ B of this machine's memory; got [\d,]+ B for [\d,]+ pages of 2,147,483,647",
+            r"^the cache fits into the [\d,]+ B of this machine's memory; got [\d,]+ B for [\d,]+ "
+            r"pages of 2,147,483,647",
         ),
-        ({"model": "a" * 5000}, r"^a model is a folder or a hub id of the form owner/name; got 'a{76}\.\.\.\. Check the path\.$"),
-        ({"model": "a\0b"}, r"^a model is a folder or a hub id of the form owner/name; got 'a\\x00b'\. Check the path\.$"),
+        (
+            {"model": "a" * 5000},
+            r"^a model is a folder or a hub id of the form owner/name; got 'a{76}\.\.\.\. Check "
+            r"the path\.$",
+        ),
+        (
+            {"model": "a\0b"},
+            r"^a model is a folder or a hub id of the form owner/name; got 'a\\x00b'\. Check the "
+            r"path\.$",
+        ),
     ],
     ids=lambda value: shown(value)[:40],
 )
@@ -309,8 +441,12 @@ class Unprintable:
         raise RuntimeError("no")
 
 
-@pytest.mark.parametrize("value", [np.array([1, 2]), torch.tensor([1.5]), Unprintable(), np.zeros((2, 2))])
-@pytest.mark.parametrize("option", ["page_size", "context_length", "kv_cache_dtype", "dtype", "device"])
+@pytest.mark.parametrize(
+    "value", [np.array([1, 2]), torch.tensor([1.5]), Unprintable(), np.zeros((2, 2))]
+)
+@pytest.mark.parametrize(
+    "option", ["page_size", "context_length", "kv_cache_dtype", "dtype", "device"]
+)
 def test_an_option_that_is_an_array_or_cannot_be_printed_is_refused_on_one_line(option, value):
     with pytest.raises(RuleError) as caught:
         EngineConfig.from_names({option: value})
@@ -329,7 +465,10 @@ def test_what_the_engine_itself_is_given_is_checked_too(llm, want):
     add, items = llm.engine.add, llm.engine.add_items
     rule = "params are SamplingParams, or one for each prompt; got 5 (int). Use SamplingParams()."
     refused(llm, want, lambda: add([1], 5), rule)
-    rule = "items are a list of strings or of lists of token ids; got None (NoneType). Pass [item] for one."
+    rule = (
+        "items are a list of strings or of lists of token ids; got None (NoneType). Pass [item] "
+        "for one."
+    )
     refused(llm, want, lambda: items([1], None), rule)
     rule = "on_done is called without arguments; got 5. Pass a function, or leave it out."
     refused(llm, want, lambda: llm.generate("a", FOUR, 5), rule)
@@ -339,11 +478,17 @@ def test_what_the_engine_itself_is_given_is_checked_too(llm, want):
 
 
 def test_a_context_beyond_the_models_is_refused_and_not_shortened():
-    with pytest.raises(RuleError, match=r"context_length is at most the model's 2048 positions; got 4000\. Leave it out, or lower it\."):
+    with pytest.raises(
+        RuleError,
+        match=r"context_length is at most the model's 2048 positions; got 4000\. Leave it out, or "
+        r"lower it\.",
+    ):
         LLM(context_length=4000, max_total_tokens=64)
 
 
-@pytest.mark.parametrize("prompts", [range(10**9), [range(2**40)], range(10**30)], ids=["prompts", "ids", "huge"])
+@pytest.mark.parametrize(
+    "prompts", [range(10**9), [range(2**40)], range(10**30)], ids=["prompts", "ids", "huge"]
+)
 def test_more_than_any_call_takes_is_refused_before_it_is_listed(llm: LLM, prompts: Any):
     with pytest.raises(RuleError, match=r"there are at most 67,108,864 of them; got .*range\(0, 1"):
         llm.generate(prompts)

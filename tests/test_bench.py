@@ -1,4 +1,5 @@
-"""The benchmark of the whole engine: its command, its document, its pictures. What is fast is nobody's business here."""
+"""The benchmark of the whole engine: its command, its document, its pictures. What is fast is
+nobody's business here."""
 
 from __future__ import annotations
 
@@ -29,8 +30,20 @@ PLACE = {
 
 def case(**changes: object) -> dict[str, object]:
     """A case of a document."""
-    base = {"case": "mixed builtin", "kind": "mixed", "model": "builtin", "unit": "tokens per second", "limit": None, "met": True}
-    base |= {"values": {"lockstep": 400.0, "static": 100.0}, "ratios": {"static": 4.0}, "targets": {"static": 2.5}, "aims": {"static": 4.0}}
+    base = {
+        "case": "mixed builtin",
+        "kind": "mixed",
+        "model": "builtin",
+        "unit": "tokens per second",
+        "limit": None,
+        "met": True,
+    }
+    base |= {
+        "values": {"lockstep": 400.0, "static": 100.0},
+        "ratios": {"static": 4.0},
+        "targets": {"static": 2.5},
+        "aims": {"static": 4.0},
+    }
     return base | {"undisturbed": True, "more": {}} | changes
 
 
@@ -38,17 +51,50 @@ def test_the_command_writes_one_document(capsys: pytest.CaptureFixture[str]):
     assert cli.main([*QUICKLY, "--case", "decode", "--json", "-"]) == 0
     said = capsys.readouterr()
     doc = json.loads(said.out)
-    assert {"python", "torch", "transformers", "cpu", "cores", "commit", "threads", "command"} <= set(doc["environment"])
+    assert {
+        "python",
+        "torch",
+        "transformers",
+        "cpu",
+        "cores",
+        "commit",
+        "threads",
+        "command",
+    } <= set(doc["environment"])
     (decode,) = doc["cases"]
-    assert (decode["case"], decode["unit"], decode["met"]) == ("decode builtin", "ms per token", None), "no peer, nothing to judge"
-    assert decode["values"]["lockstep"] > 0 and len(decode["runs"]["lockstep"]) == len(decode["others"]["lockstep"]) == doc["repeat"] == 1
+    assert (decode["case"], decode["unit"], decode["met"]) == (
+        "decode builtin",
+        "ms per token",
+        None,
+    ), "no peer, nothing to judge"
+    assert (
+        decode["values"]["lockstep"] > 0
+        and len(decode["runs"]["lockstep"])
+        == len(decode["others"]["lockstep"])
+        == doc["repeat"]
+        == 1
+    )
     assert doc["models"]["builtin"]["parameters"] == 7_607_552
     assert "decode builtin" in said.err
 
 
 def test_a_document_is_printed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    low = case(case="mixed 100m", model="100m", met=False, more={"errors": {"continuous": "MemoryError: none left"}})
-    start = case(case="start builtin", kind="start", unit="s", limit=6.0, values={"lockstep": 2.5}, ratios={}, targets={}, aims={})
+    low = case(
+        case="mixed 100m",
+        model="100m",
+        met=False,
+        more={"errors": {"continuous": "MemoryError: none left"}},
+    )
+    start = case(
+        case="start builtin",
+        kind="start",
+        unit="s",
+        limit=6.0,
+        values={"lockstep": 2.5},
+        ratios={},
+        targets={},
+        aims={},
+    )
     doc = {"environment": PLACE, "quick": False, "repeat": 3, "cases": [case(), low, start]}
     path = tmp_path / "doc.json"
     path.write_text(json.dumps(doc))
@@ -65,12 +111,26 @@ def test_a_document_is_printed_again(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_disturbed_run_proves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """With one of two cores taken, a contender that spins at barriers was twenty times slower: a fine ratio, and a wrong one."""
+    """With one of two cores taken, a contender that spins at barriers was twenty times slower: a
+    fine ratio, and a wrong one."""
     path = tmp_path / "doc.json"
-    path.write_text(json.dumps({"environment": PLACE, "quick": False, "repeat": 3, "cases": [case(met=None, undisturbed=False)]}))
+    path.write_text(
+        json.dumps(
+            {
+                "environment": PLACE,
+                "quick": False,
+                "repeat": 3,
+                "cases": [case(met=None, undisturbed=False)],
+            }
+        )
+    )
     assert cli.main(["bench", "engine", "--from", str(path)]) == 1
     line, total = capsys.readouterr().out.splitlines()
-    assert line.startswith("-- ") and line.endswith("disturbed") and "disturbed, so not judged: mixed builtin" in total
+    assert (
+        line.startswith("-- ")
+        and line.endswith("disturbed")
+        and "disturbed, so not judged: mixed builtin" in total
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,10 +144,18 @@ def test_a_disturbed_run_proves_nothing(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_users_error_is_one_line(line: str, hint: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["bench", "engine", *line.split()]) == 2
     said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("lockstep: ") and said.err.count("\n") == 1 and hint in said.err, said.err
+    assert (
+        said.out == ""
+        and said.err.startswith("lockstep: ")
+        and said.err.count("\n") == 1
+        and hint in said.err
+    ), said.err
 
 
-@pytest.mark.parametrize(("line", "hint"), [("--case decod", "Did you mean decode?"), ("--peer vllm", "none of transformers, none")])
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [("--case decod", "Did you mean decode?"), ("--peer vllm", "none of transformers, none")],
+)
 def test_a_slip_suggests(line: str, hint: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stop:
         cli.main(["bench", "engine", *line.split()])
@@ -97,7 +165,10 @@ def test_a_slip_suggests(line: str, hint: str, capsys: pytest.CaptureFixture[str
 def test_curves_without_any_in_the_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "doc.json"
     path.write_text(json.dumps({"environment": PLACE, "quick": False, "repeat": 3, "cases": []}))
-    assert cli.main(["bench", "engine", "--from", str(path), "--curves", "--svg-dir", str(tmp_path)]) == 2
+    assert (
+        cli.main(["bench", "engine", "--from", str(path), "--curves", "--svg-dir", str(tmp_path)])
+        == 2
+    )
     assert "a document with curves" in capsys.readouterr().err
 
 
@@ -114,7 +185,9 @@ def test_a_peer_that_gives_no_number_is_a_target_missed():
 
 
 def test_every_case_can_be_printed():
-    assert {c.kind for c in CASES} == set(table.SAYS) and {c.model for c in CASES} == set(table.NAMES)
+    assert {c.kind for c in CASES} == set(table.SAYS) and {c.model for c in CASES} == set(
+        table.NAMES
+    )
 
 
 def test_a_disturbed_measurement_is_repeated_with_new_prompts(monkeypatch: pytest.MonkeyPatch):
@@ -122,16 +195,26 @@ def test_a_disturbed_measurement_is_repeated_with_new_prompts(monkeypatch: pytes
     monkeypatch.setattr(machine, "QUIET", -1.0)  # nothing is quiet enough
     monkeypatch.setattr(machine, "PATIENCE_S", 0.0)
     seen: list[int] = []
-    timing = machine.turns({"a": lambda seed: seen.append(seed) or float(seed)}, 2, lambda text: None, tries=2)
+    timing = machine.turns(
+        {"a": lambda seed: seen.append(seed) or float(seed)}, 2, lambda text: None, tries=2
+    )
     assert seen == [1, 2, 3, 4, 5, 6] and not timing.quiet
     assert len(timing.runs["a"]) == len(timing.others["a"]) == 2
 
 
 def test_work_is_a_function_of_its_seed():
     assert prompts((5, 9), 100, 3) == prompts((5, 9), 100, 3) != prompts((5, 9), 100, 4)
-    assert prompts((9,), 100, 3)[0][:5] == prompts((5,), 100, 3)[0], "a shorter prompt is the beginning of a longer one"
+    assert prompts((9,), 100, 3)[0][:5] == prompts((5,), 100, 3)[0], (
+        "a shorter prompt is the beginning of a longer one"
+    )
     ins, outs = mixed_lens(32, (16, 512), (16, 256))
-    assert (len(ins), min(ins) >= 16, max(ins) <= 512, min(outs) >= 16, max(outs) <= 256) == (32, True, True, True, True)
+    assert (len(ins), min(ins) >= 16, max(ins) <= 512, min(outs) >= 16, max(outs) <= 256) == (
+        32,
+        True,
+        True,
+        True,
+        True,
+    )
 
 
 def test_ticks():
@@ -142,13 +225,28 @@ def test_ticks():
 
 @pytest.mark.parametrize("log_y", [False, True])
 def test_a_chart_is_well_formed_and_inside_its_frame(log_y: bool):
-    text = svg(Chart("A <title>", "where & when", "requests", "tokens per second", (1, 4, 16), {"a": (3, 9, 30), "b": (2, 5)}, log_y))
+    text = svg(
+        Chart(
+            "A <title>",
+            "where & when",
+            "requests",
+            "tokens per second",
+            (1, 4, 16),
+            {"a": (3, 9, 30), "b": (2, 5)},
+            log_y,
+        )
+    )
     root = ET.fromstring(text)
     space = "{http://www.w3.org/2000/svg}"
-    lines = [[tuple(map(float, p.split(","))) for p in line.attrib["points"].split()] for line in root.iter(f"{space}polyline")]
+    lines = [
+        [tuple(map(float, p.split(","))) for p in line.attrib["points"].split()]
+        for line in root.iter(f"{space}polyline")
+    ]
     assert [len(line) for line in lines] == [3, 2], "a line may end early"
     assert all(72 <= x <= 620 and 78 <= y <= 318 for line in lines for x, y in line), lines
-    assert lines[0][1][0] - lines[0][0][0] == pytest.approx(lines[0][2][0] - lines[0][1][0], abs=0.2), "x is in powers of two"
+    assert lines[0][1][0] - lines[0][0][0] == pytest.approx(
+        lines[0][2][0] - lines[0][1][0], abs=0.2
+    ), "x is in powers of two"
     assert lines[0][0][1] > lines[0][2][1], "more is higher up"
     words = {"".join(t.itertext()) for t in root.iter(f"{space}text")}
     assert {"A <title>", "where & when", "requests", "tokens per second", "1", "4", "16"} <= words

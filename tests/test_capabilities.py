@@ -1,7 +1,9 @@
-"""No bit depends on the width of the processor's vectors: models of every type under every capability, in processes of their own.
+"""No bit depends on the width of the processor's vectors: models of every type under every
+capability, in processes of their own.
 
-`ATEN_CPU_CAPABILITY` makes torch compute as on another processor, Numba's `haswell` our own kernels. What this one lacks is skipped by
-name. And the reason for it: what torch itself does to floating numbers of a row either moves them or rounds each once.
+`ATEN_CPU_CAPABILITY` makes torch compute as on another processor, Numba's `haswell` our own
+kernels. What this one lacks is skipped by name. And the reason for it: what torch itself does to
+floating numbers of a row either moves them or rounds each once.
 """
 
 from __future__ import annotations
@@ -27,13 +29,48 @@ NEEDS: dict[str, tuple[str, ...]] = {  # setting → what the processor must hav
     "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"),
     "haswell": HASWELL,
 }
-FEW = ("gemma3_text-56", "gpt_oss-64", "deepseek_v3", "bert-24")  # of haswell: to compile for it takes longer than to answer
+FEW = (
+    "gemma3_text-56",
+    "gpt_oss-64",
+    "deepseek_v3",
+    "bert-24",
+)  # of haswell: to compile for it takes longer than to answer
 ASKED = {setting: FEW if setting == "haswell" else tuple(MODELS) for setting in NEEDS}
-PAIRS = [(setting, name) for setting, names in ASKED.items() for name in names if setting != "default"]
+PAIRS = [
+    (setting, name) for setting, names in ASKED.items() for name in names if setting != "default"
+]
 MOVES = {
-    *("_local_scalar_dense", "_unsafe_view", "alias", "as_strided", "cat", "clone", "constant_pad_nd", "copy_"),
-    *("detach", "embedding", "empty", "expand", "fill_", "gather", "index", "index_copy_", "index_put_"),
-    *("lift_fresh", "masked_fill", "new_zeros", "select", "slice", "split", "split_with_sizes", "stack"),
+    *(
+        "_local_scalar_dense",
+        "_unsafe_view",
+        "alias",
+        "as_strided",
+        "cat",
+        "clone",
+        "constant_pad_nd",
+        "copy_",
+    ),
+    *(
+        "detach",
+        "embedding",
+        "empty",
+        "expand",
+        "fill_",
+        "gather",
+        "index",
+        "index_copy_",
+        "index_put_",
+    ),
+    *(
+        "lift_fresh",
+        "masked_fill",
+        "new_zeros",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "stack",
+    ),
     *("unbind", "unsqueeze", "view", "where", "zeros_like"),
 }
 COMPARES = {"clamp", "gt", "sort"}
@@ -53,16 +90,24 @@ def start(setting: str) -> subprocess.Popen[str]:
     given |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": setting}
     if setting == "haswell":
         features = ",".join(f"+{feature}" for feature in HASWELL)
-        given |= {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features, "ATEN_CPU_CAPABILITY": "avx2"}
+        given |= {
+            "NUMBA_CPU_NAME": "haswell",
+            "NUMBA_CPU_FEATURES": features,
+            "ATEN_CPU_CAPABILITY": "avx2",
+        }
     command = [sys.executable, "-m", "lockstep.lab.capabilities", *ASKED[setting]]
-    return subprocess.Popen(command, env=given, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        command, env=given, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Any]:
     """Setting → what its process said."""
     found = {}
-    for setting, process in {setting: start(setting) for setting in NEEDS if not lacking(setting)}.items():
+    for setting, process in {
+        setting: start(setting) for setting in NEEDS if not lacking(setting)
+    }.items():
         out, errors = process.communicate(timeout=600)
         assert process.returncode == 0, f"{setting}: {errors[-2000:]}"
         found[setting] = json.loads(out)
@@ -85,19 +130,24 @@ def test_a_process_computes_as_it_was_told(setting: str, reports: dict[str, Any]
 
 
 @pytest.mark.parametrize(("setting", "name"), PAIRS)
-def test_bits_and_fingerprints_are_those_of_a_processor_without_vectors(setting: str, name: str, reports: dict[str, Any]):
+def test_bits_and_fingerprints_are_those_of_a_processor_without_vectors(
+    setting: str, name: str, reports: dict[str, Any]
+):
     if lacking(setting):
         pytest.skip(f"{setting}: this processor has no {', '.join(lacking(setting))}")
     want, have = reports["default"]["models"][name], reports[setting]["models"][name]
     assert want["fingerprint"].startswith("order=canonical;"), "bits are promised"
     assert have["bits"] == want["bits"]
     assert have["fingerprint"] == want["fingerprint"]
-    assert len(set(want["bits"].values())) == len(want["bits"]), "answers to different questions differ"
+    assert len(set(want["bits"].values())) == len(want["bits"]), (
+        "answers to different questions differ"
+    )
 
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_torch_only_moves_the_numbers_of_a_row_or_rounds_each_once(name: str):
-    """Sums, means, products of matrices, powers and exponentials of torch have bodies and tails, and orders of their own."""
+    """Sums, means, products of matrices, powers and exponentials of torch have bodies and tails,
+    and orders of their own."""
     found = {operator.removeprefix("aten.") for operator in operators(name)}
     assert found <= MOVES | COMPARES | ROUNDS_ONCE
     assert found & MOVES, "the operators were seen"

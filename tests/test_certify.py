@@ -1,4 +1,5 @@
-"""The certificate refuses what a row's company, position or step kind can change; and the fingerprint says what computed an answer."""
+"""The certificate refuses what a row's company, position or step kind can change; and the
+fingerprint says what computed an answer."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ def test_a_bug_that_moves_splits_is_not_certified(builtin, name):
 
 
 def test_a_bug_in_tiles_that_a_row_does_not_see_is_not_certified():
-    """Invisible unless rows of one quad of the kernel lie on both sides of a tile, so not with 4 query heads per kv head."""
+    """Invisible unless rows of one quad of the kernel lie on both sides of a tile, so not with 4
+    query heads per kv head."""
     loaded = stretched(tiny.LLAMA)
     with reverts.swapped(reverts.load("lockstep-rescale")):
         assert refusal(loaded).startswith("a difference at ")
@@ -113,13 +115,18 @@ def test_a_gemm_that_breaks_from_some_row_count_on_is_not_certified(monkeypatch,
 def test_a_gemm_that_breaks_beyond_the_largest_step_is_certified(monkeypatch):
     monkeypatch.setitem(linear.KERNELS, "lanes", broken_from(600))
     assert refusal(stretched(tiny.LLAMA), chunked_prefill_size=512) == ""
-    assert refusal(stretched(tiny.LLAMA), chunked_prefill_size=640).startswith("a difference at 640 rows")
+    assert refusal(stretched(tiny.LLAMA), chunked_prefill_size=640).startswith(
+        "a difference at 640 rows"
+    )
 
 
 def test_a_head_that_breaks_from_33_rows_on_is_not_certified(monkeypatch):
     loaded = stretched(tiny.LLAMA)
     head = replace(loaded.model.head, kernel=broken_from(33))
-    assert refusal(Loaded(replace(loaded.model, head=head), loaded.info)) == "a difference at 33 rows of the head and 1 threads"
+    assert (
+        refusal(Loaded(replace(loaded.model, head=head), loaded.info))
+        == "a difference at 33 rows of the head and 1 threads"
+    )
 
 
 def test_an_encoder_that_breaks_from_33_rows_on_is_not_certified():
@@ -131,14 +138,17 @@ def test_an_encoder_that_breaks_from_33_rows_on_is_not_certified():
 
 
 class Misaligned:
-    """The CPU backend, wrong in the last bits where a step has requests of several lengths and no drafts."""
+    """The CPU backend, wrong in the last bits where a step has requests of several lengths and no
+    drafts."""
 
     def __init__(self) -> None:
         self.sound = select.load("cpu")
         self.caps = self.sound.caps
 
     def lower(self, plan: Any, group: Any, views: Any) -> Any:
-        self.mixed = len(set(plan.new_lens.tolist())) > 1 and int((plan.start <= plan.positions).sum()) == 0
+        self.mixed = (
+            len(set(plan.new_lens.tolist())) > 1 and int((plan.start <= plan.positions).sum()) == 0
+        )
         return self.sound.lower(plan, group, views)
 
     def attend(self, q: Any, keys: Any, handle: Any, spec: Any) -> Any:
@@ -153,7 +163,8 @@ def test_a_backend_that_is_wrong_in_mixed_steps_only_is_not_certified():
 
 
 class ShortChunks(Misaligned):
-    """The CPU backend, wrong in the last bits of requests with 33 to 63 rows: a tile that is half full."""
+    """The CPU backend, wrong in the last bits of requests with 33 to 63 rows: a tile that is half
+    full."""
 
     def lower(self, plan: Any, group: Any, views: Any) -> Any:
         self.mixed = any(32 < n < 64 for n in plan.new_lens.tolist())
@@ -168,12 +179,16 @@ def test_a_backend_that_is_wrong_in_half_full_tiles_only_is_not_certified():
 
 def test_a_backend_that_promises_no_bits_has_nothing_to_prove():
     loaded = stretched(tiny.LLAMA)
-    assert certificates.certify(loaded.model, select.load("reference"), loaded.info).digest == "none"
+    assert (
+        certificates.certify(loaded.model, select.load("reference"), loaded.info).digest == "none"
+    )
 
 
 @pytest.mark.parametrize("limit", [1, 7, 40, 64, 65, 160, 513])
 def test_a_short_context_is_certified_as_far_as_it_reaches(limit):
-    loaded = tiny.loaded(replace(tiny.QWEN3, config={**tiny.QWEN3.config, "max_position_embeddings": limit}))
+    loaded = tiny.loaded(
+        replace(tiny.QWEN3, config={**tiny.QWEN3.config, "max_position_embeddings": limit})
+    )
     edges = Edges.of(loaded.model.groups(), limit)
     assert edges.length <= limit
     assert refusal(loaded) == ""

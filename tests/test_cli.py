@@ -23,7 +23,8 @@ CELL = ["--backend", "reference", "--recipe", "empty", "--feature", "dense"]
 
 def test_help_is_quick_and_needs_no_torch():
     code = (
-        "import sys\nfrom lockstep import cli\ntry: cli.main(['--help'])\nexcept SystemExit: print({'torch', 'numba'} & set(sys.modules))"
+        "import sys\nfrom lockstep import cli\ntry: cli.main(['--help'])\nexcept SystemExit: "
+        "print({'torch', 'numba'} & set(sys.modules))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.stdout.splitlines()[-1] == "set()", run.stdout + run.stderr
@@ -31,7 +32,19 @@ def test_help_is_quick_and_needs_no_torch():
 
 
 @pytest.mark.parametrize(
-    "command", ["", "lab", "lab run", "lab reverts", "lab matrix", "lab show", "lab mutate", "bench attention", "bench engine", "check-env"]
+    "command",
+    [
+        "",
+        "lab",
+        "lab run",
+        "lab reverts",
+        "lab matrix",
+        "lab show",
+        "lab mutate",
+        "bench attention",
+        "bench engine",
+        "check-env",
+    ],
 )
 def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stop:
@@ -60,7 +73,9 @@ def test_version(capsys: pytest.CaptureFixture[str]):
         ("lab run surplus", "unexpected argument surplus"),
     ],
 )
-def test_a_slip_is_one_line_with_a_suggestion(line: str, hint: str, capsys: pytest.CaptureFixture[str]):
+def test_a_slip_is_one_line_with_a_suggestion(
+    line: str, hint: str, capsys: pytest.CaptureFixture[str]
+):
     with pytest.raises(SystemExit) as stop:
         cli.main(line.split())
     said = capsys.readouterr()
@@ -87,13 +102,20 @@ def test_a_slip_is_one_line_with_a_suggestion(line: str, hint: str, capsys: pyte
 def test_a_users_error_is_one_line(line: str, hint: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main(line.split()) == 2
     said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("lockstep: ") and said.err.count("\n") == 1, said.err
+    assert said.out == "" and said.err.startswith("lockstep: ") and said.err.count("\n") == 1, (
+        said.err
+    )
     assert hint in said.err, said.err
 
 
 def parsers(parser: cli.Parser) -> list[cli.Parser]:
     """A parser and those of its commands."""
-    below = [p for a in parser._actions if isinstance(a, argparse._SubParsersAction) for p in a.choices.values()]
+    below = [
+        p
+        for a in parser._actions
+        if isinstance(a, argparse._SubParsersAction)
+        for p in a.choices.values()
+    ]
     return [parser, *(each for p in below for each in parsers(p))]
 
 
@@ -101,7 +123,11 @@ def writing_commands() -> list[str]:
     """Every command with every output it has, as one would type it, the file missing."""
     found = []
     for parser in parsers(cli.make_parser()):
-        needed = [a for a in parser._actions if a.required or (not a.option_strings and a.dest == "prompt")]
+        needed = [
+            a
+            for a in parser._actions
+            if a.required or (not a.option_strings and a.dest == "prompt")
+        ]
         words = [w for a in needed for w in (*a.option_strings[:1], "x")]
         outputs = [option for option in parser.options() if option in ("--json", "--html")]
         found += [" ".join([*parser.prog.split()[1:], *words, option]) for option in outputs]
@@ -109,13 +135,19 @@ def writing_commands() -> list[str]:
 
 
 def test_the_commands_that_write_are_found():
-    assert {"generate x --json", "lab run --html", "lab reverts --json", "bench attention --json", "check-env --json"} <= set(
-        writing_commands()
-    )
+    assert {
+        "generate x --json",
+        "lab run --html",
+        "lab reverts --json",
+        "bench attention --json",
+        "check-env --json",
+    } <= set(writing_commands())
 
 
 @pytest.mark.parametrize("line", writing_commands())
-def test_a_file_that_cannot_be_written_is_found_out_before_the_work(line: str, tmp_path: Path, monkeypatch, capsys):
+def test_a_file_that_cannot_be_written_is_found_out_before_the_work(
+    line: str, tmp_path: Path, monkeypatch, capsys
+):
     def work(call: Any, args: argparse.Namespace) -> int:
         raise AssertionError("the work has begun")
 
@@ -123,13 +155,22 @@ def test_a_file_that_cannot_be_written_is_found_out_before_the_work(line: str, t
     (tmp_path / "file").write_text("kept")
     (tmp_path / "folder").mkdir()
     option = line.split()[-1]
-    for where, why in (("file/out", "Not a directory"), ("folder", "Is a directory"), ("n" * 300, "File name too long")):
+    for where, why in (
+        ("file/out", "Not a directory"),
+        ("folder", "Is a directory"),
+        ("n" * 300, "File name too long"),
+    ):
         assert cli.main([*line.split(), str(tmp_path / where)]) == 2
-        said = f"lockstep: the output file can be written; got {option} {tmp_path / where}: {why}. Choose another place.\n"
+        said = (
+            f"lockstep: the output file can be written; got {option} {tmp_path / where}: {why}. "
+            "Choose another place.\n"
+        )
         assert capsys.readouterr().err == said
     with pytest.raises(AssertionError, match="the work has begun"):
         cli.main([*line.split(), str(tmp_path / "new" / "out")])
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"], "trying leaves nothing behind"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"], (
+        "trying leaves nothing behind"
+    )
     with pytest.raises(AssertionError, match="the work has begun"):
         cli.main([*line.split(), str(tmp_path / "file")])
     assert (tmp_path / "file").read_text() == "kept"
@@ -138,13 +179,19 @@ def test_a_file_that_cannot_be_written_is_found_out_before_the_work(line: str, t
 def test_two_outputs_are_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     where = str(tmp_path / "lab")
     assert cli.main(["lab", "run", *CELL, "--json", where, "--html", where]) == 2
-    assert capsys.readouterr().err == f"lockstep: --json and --html name two files; got {where}. Choose another place for one of them.\n"
+    assert (
+        capsys.readouterr().err
+        == f"lockstep: --json and --html name two files; got {where}. Choose another place for one "
+        "of them.\n"
+    )
 
 
 def test_curves_and_pages_are_tried_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "file").touch()
     assert cli.main(["bench", "engine", "--curves", "--svg-dir", str(tmp_path / "file")]) == 2
-    assert capsys.readouterr().err.startswith("lockstep: the output file can be written; got --svg-dir ")
+    assert capsys.readouterr().err.startswith(
+        "lockstep: the output file can be written; got --svg-dir "
+    )
     (tmp_path / "matrix.md").mkdir()
     assert cli.main(["lab", "matrix", "--docs", str(tmp_path)]) == 2
     assert "got --docs " in capsys.readouterr().err
@@ -152,20 +199,34 @@ def test_curves_and_pages_are_tried_too(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize(
     "line",
-    ["lab run --backend broken", "lab run --backend cpu,broken --list", "lab reverts --backend broken", "lab show broken/empty/dense"],
+    [
+        "lab run --backend broken",
+        "lab run --backend cpu,broken --list",
+        "lab reverts --backend broken",
+        "lab show broken/empty/dense",
+    ],
 )
 def test_a_backend_whose_import_fails_is_one_line(line: str, monkeypatch, capsys):
-    found, broken = select.entry_points, EntryPoint("broken", "no_such_package.backend:Backend", select.ENTRY_POINTS)
+    found, broken = (
+        select.entry_points,
+        EntryPoint("broken", "no_such_package.backend:Backend", select.ENTRY_POINTS),
+    )
     monkeypatch.setattr(select, "entry_points", lambda group: [*found(group=group), broken])
     assert cli.main(line.split()) == 2
     reason = "ModuleNotFoundError: No module named 'no_such_package'"
     remedy = "Install what it needs, or use another."
-    assert capsys.readouterr().err == f"lockstep: backend broken can be loaded; got {reason}. {remedy}\n"
+    assert (
+        capsys.readouterr().err
+        == f"lockstep: backend broken can be loaded; got {reason}. {remedy}\n"
+    )
 
 
 def test_a_backend_that_is_misspelt_is_one_line(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["lab", "reverts", "--backend", "cpuu"]) == 2
-    assert capsys.readouterr().err == "lockstep: a backend is installed; got 'cpuu'. Did you mean cpu?\n"
+    assert (
+        capsys.readouterr().err
+        == "lockstep: a backend is installed; got 'cpuu'. Did you mean cpu?\n"
+    )
 
 
 def test_json_to_stdout_is_one_document_and_nothing_else(capsys: pytest.CaptureFixture[str]):
@@ -174,7 +235,9 @@ def test_json_to_stdout_is_one_document_and_nothing_else(capsys: pytest.CaptureF
     doc = json.loads(said.out)
     assert [c["cell"] for c in doc["cells"]] == ["reference/empty/dense"]
     assert doc["summary"]["backends"]["reference"]["passed"] == 1
-    assert {"python", "torch", "numba", "numpy", "cpu", "cores", "platform"} <= set(doc["environment"])
+    assert {"python", "torch", "numba", "numpy", "cpu", "cores", "platform"} <= set(
+        doc["environment"]
+    )
     assert "all green" in said.err
 
 
@@ -186,11 +249,25 @@ def test_the_summary_is_readable(capsys: pytest.CaptureFixture[str]):
     assert said[-1].endswith(": all green")
 
 
-def test_a_put_back_bug_is_announced_and_reaches_the_worker_processes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_put_back_bug_is_announced_and_reaches_the_worker_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     revert = reverts.load("sglang-26513")
     monkeypatch.setenv(reverts.VARIABLE, revert.name)
     recipe, feature = revert.cells[0].split("/")
-    asked = ["--backend", "cpu", "--recipe", recipe, "--feature", feature, "--quick", "--workers", "1", "--json", "-"]
+    asked = [
+        "--backend",
+        "cpu",
+        "--recipe",
+        recipe,
+        "--feature",
+        feature,
+        "--quick",
+        "--workers",
+        "1",
+        "--json",
+        "-",
+    ]
     code = cli.main(["lab", "run", *asked])
     said = capsys.readouterr()
     assert f"{reverts.VARIABLE}={revert.name}" in said.err and revert.title in said.err
@@ -199,7 +276,9 @@ def test_a_put_back_bug_is_announced_and_reaches_the_worker_processes(monkeypatc
     assert f"{reverts.VARIABLE}={revert.name} lockstep lab run --backend cpu" in said.err
 
 
-def test_an_unknown_bug_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_an_unknown_bug_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setenv(reverts.VARIABLE, "sglang-26513x")
     assert cli.main(["check-env"]) == 2
     assert "Did you mean sglang-26513" in capsys.readouterr().err
@@ -208,7 +287,14 @@ def test_an_unknown_bug_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_show_tells_plan_pages_and_rows(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["lab", "show", "reference/fork/dense", "--step", "1"]) == 0
     said = capsys.readouterr().out
-    for word in ("request 3 continues the first 16 keys of request 0", "q_indptr", "write_slots", "moves", "in pages [", "against float64"):
+    for word in (
+        "request 3 continues the first 16 keys of request 0",
+        "q_indptr",
+        "write_slots",
+        "moves",
+        "in pages [",
+        "against float64",
+    ):
         assert word in said, word
     assert cli.main(["lab", "show", "reference/empty/dense", "--json", "-"]) == 0
     steps = json.loads(capsys.readouterr().out)["steps"]
@@ -229,5 +315,7 @@ def test_a_known_failure_is_known_and_one_that_passes_fails():
     assert known.settle(broken, False, listed).verdict == "known"
     assert "a cause" in known.settle(broken, False, listed).reason
     assert known.settle(Result(cell, "passed"), False, listed).verdict == "failed"
-    assert known.settle(Result(cell, "passed"), True, listed).verdict == "passed", "a quick run proves nothing"
+    assert known.settle(Result(cell, "passed"), True, listed).verdict == "passed", (
+        "a quick run proves nothing"
+    )
     assert known.settle(broken, False, {}).verdict == "failed"

@@ -17,7 +17,21 @@ in_git = pytest.mark.skipif(HEAD.returncode != 0, reason="the package lies in no
 @in_git
 def test_a_case_is_measured_on_both_trees(capsys: pytest.CaptureFixture[str]):
     case = "attention decode 8/2 d64 1x1 after 511"
-    cli.main(["bench", "compare", "--base", "HEAD", "--case", case, "--repeat", "2", "--quick", "--json", "-"])
+    cli.main(
+        [
+            "bench",
+            "compare",
+            "--base",
+            "HEAD",
+            "--case",
+            case,
+            "--repeat",
+            "2",
+            "--quick",
+            "--json",
+            "-",
+        ]
+    )
     document = json.loads(capsys.readouterr().out)
     (row,) = document["cases"]
     assert row["case"] == case and row["error"] == ""

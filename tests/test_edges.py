@@ -1,4 +1,5 @@
-"""Numbers that nothing else would miss: bounds from both sides, defaults, sizes of a cache, in literal figures.
+"""Numbers that nothing else would miss: bounds from both sides, defaults, sizes of a cache, in
+literal figures.
 
 Each test stands for a mutant of `lockstep lab mutate` that lived.
 """
@@ -54,7 +55,9 @@ BOUNDS = [
 
 
 @pytest.mark.parametrize(("name", "inside", "outside"), BOUNDS, ids=[name for name, _, _ in BOUNDS])
-def test_a_parameter_is_taken_at_its_bound_and_refused_one_beyond(name: str, inside: tuple[Any, ...], outside: tuple[Any, ...]):
+def test_a_parameter_is_taken_at_its_bound_and_refused_one_beyond(
+    name: str, inside: tuple[Any, ...], outside: tuple[Any, ...]
+):
     for value in inside:
         SamplingParams(**{name: value})
     for value in outside:
@@ -134,7 +137,8 @@ def test_a_cache_holds_what_all_running_requests_can_fill(monkeypatch: pytest.Mo
     config = EngineConfig(max_running_requests=4, chunked_prefill_size=8)
     found = memory.size((FULL, WINDOW, FRESH), config, 1001)
     assert found.total_tokens == 4004
-    # 4004 keys are 251 pages; a window of 32 needs 4 * (32 + 2 * 16) + 8 = 264 keys, 17 pages; and each its null page
+    # 4004 keys are 251 pages; a window of 32 needs 4 * (32 + 2 * 16) + 8 = 264 keys, 17 pages; and
+    # each its null page
     assert found.pages == (252, 18, 0)
     assert found.text.splitlines()[0] == "cache for 4,004 tokens"
     assert found.text.splitlines()[-1] == f"total {(252 + 18) * PAGE:,} B"
@@ -151,7 +155,9 @@ def test_a_window_never_needs_more_than_the_whole_cache():
     # 400 keys, then by 15/16: 375, 351, 329, 308, 288, ...
     [(26, 400), (25, 375), (24, 351), (23, 351), (22, 329), (21, 308), (20, 288), (19, 288)],
 )
-def test_a_cache_shrinks_until_it_fits_its_part_of_free_memory(pages: int, tokens: int, monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_shrinks_until_it_fits_its_part_of_free_memory(
+    pages: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(memory, "free_bytes", lambda: 2 * pages * PAGE)
     config = EngineConfig(max_running_requests=4, mem_fraction_static=0.5)
     found = memory.size((FULL,), config, 100)
@@ -163,7 +169,9 @@ def test_a_cache_shrinks_until_it_fits_its_part_of_free_memory(pages: int, token
 def test_memory_for_less_than_a_page_is_an_error(page_size: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory, "free_bytes", lambda: 256)
     config = EngineConfig(max_running_requests=4, mem_fraction_static=0.5, page_size=page_size)
-    with pytest.raises(RuleError, match=r"the cache holds at least one page; got 128 B of memory for it"):
+    with pytest.raises(
+        RuleError, match=r"the cache holds at least one page; got 128 B of memory for it"
+    ):
         memory.size((group(page_size=page_size),), config, 100)
 
 
@@ -207,7 +215,9 @@ def test_id_0_is_a_token_like_any_other():
     engine = fuzz.engine(max_total_tokens=500)
     outputs = []
     for prompt in ((0,), (0, 5), (5, 0)):
-        job = engine.add(prompt, SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=True, logprobs=True))
+        job = engine.add(
+            prompt, SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=True, logprobs=True)
+        )
         while engine.busy:
             engine.step()
         outputs.append(job.output(""))
@@ -220,7 +230,9 @@ def test_id_0_is_a_token_like_any_other():
 def test_true_asks_for_no_best_tokens_of_the_prompt():
     engine = fuzz.engine(max_total_tokens=500)
     for asked, best in ((True, 0), (0, 0), (2, 2)):
-        job = engine.add((3, 4, 5), SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=asked))
+        job = engine.add(
+            (3, 4, 5), SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=asked)
+        )
         while engine.busy:
             engine.step()
         tops = job.output("").prompt_top_logprobs or ()
@@ -240,15 +252,26 @@ def test_best_tokens_are_reported_to_who_asks_for_them():
     for asked, best in ((None, None), (True, None), (0, None), (2, [2, 2, 2])):
         found = answer(SamplingParams(max_tokens=3, temperature=0, logprobs=asked))
         assert (found.logprobs is None) == (asked is None)
-        assert found.top_logprobs is None if best is None else list(map(len, found.top_logprobs)) == best
+        assert (
+            found.top_logprobs is None
+            if best is None
+            else list(map(len, found.top_logprobs)) == best
+        )
 
 
 def test_an_output_speaks_for_its_first_completion():
     found = answer(SamplingParams(max_tokens=6, temperature=1.5, seed=3, n=3, logprobs=1))
     first, last = found.completions[0], found.completions[-1]
     assert first.token_ids != last.token_ids
-    assert (found.token_ids, found.text, found.finish_reason) == (first.token_ids, first.text, first.finish_reason)
-    assert found.logprobs is first.logprobs and found.top_logprobs == first.top_logprobs != last.top_logprobs
+    assert (found.token_ids, found.text, found.finish_reason) == (
+        first.token_ids,
+        first.text,
+        first.finish_reason,
+    )
+    assert (
+        found.logprobs is first.logprobs
+        and found.top_logprobs == first.top_logprobs != last.top_logprobs
+    )
 
 
 def test_an_engine_checks_its_plans(monkeypatch: pytest.MonkeyPatch):
@@ -287,7 +310,9 @@ def test_a_scale_is_divided_out_in_a_cache_of_full_precision_too():
         (8193, 20_000, ((0, 5), (59, 69), (288, 307), (497, 527))),
     ],
 )
-def test_rows_are_proven_on_both_sides_of_a_tile_a_split_and_a_window(window: int | None, limit: int, runs: tuple[tuple[int, int], ...]):
+def test_rows_are_proven_on_both_sides_of_a_tile_a_split_and_a_window(
+    window: int | None, limit: int, runs: tuple[tuple[int, int], ...]
+):
     assert Edges.of([group(window=window)], limit) == Edges(min(limit, 576), runs)
 
 
@@ -301,9 +326,15 @@ class Head:
         return hidden + (len(hidden) == self.rows)
 
 
-@pytest.mark.parametrize(("rows", "refused"), [*((n, True) for n in (2, 3, 7, 16, 33, 64, 100)), (101, False)])
+@pytest.mark.parametrize(
+    ("rows", "refused"), [*((n, True) for n in (2, 3, 7, 16, 33, 64, 100)), (101, False)]
+)
 def test_a_head_that_is_wrong_at_one_row_count_is_not_certified(rows: int, refused: bool):
     hidden = torch.arange(128.0).reshape(64, 2)
-    with pytest.raises(certify.NotCertified, match=f"{rows} rows of the head") if refused else nullcontext():
+    with (
+        pytest.raises(certify.NotCertified, match=f"{rows} rows of the head")
+        if refused
+        else nullcontext()
+    ):
         config = EngineConfig(chunked_prefill_size=100)
         certify._head(SimpleNamespace(model=Head(rows), config=config), hidden, (1,))

@@ -1,6 +1,8 @@
-"""The whole engine: an answer is a function of model, prompt, parameters and seed, whatever else happens.
+"""The whole engine: an answer is a function of model, prompt, parameters and seed, whatever else
+happens.
 
-Small models, real files, real pages. The lone run of a request, without a cache and without neighbours, is the oracle.
+Small models, real files, real pages. The lone run of a request, without a cache and without
+neighbours, is the oracle.
 """
 
 from __future__ import annotations
@@ -48,7 +50,11 @@ def test_every_request_of_a_random_trace_is_its_lone_run(block):
 
 def test_the_traces_preempt_by_themselves():
     happened = fuzz.Counter()
-    for seed in (s for s in range(TRACES) if fuzz.draw(s).config.max_total_tokens == 112 and len(fuzz.draw(s).arrivals) > 9):
+    for seed in (
+        s
+        for s in range(TRACES)
+        if fuzz.draw(s).config.max_total_tokens == 112 and len(fuzz.draw(s).arrivals) > 9
+    ):
         faults, counts = fuzz.play(seed)
         assert not faults, faults[:3]
         happened.update(counts)
@@ -68,7 +74,11 @@ PARAMS = SamplingParams(max_tokens=20, temperature=0.8, seed=5, logprobs=3)
 
 
 def same(a: Output, b: Output) -> bool:
-    return a.token_ids == b.token_ids and a.logprobs.tobytes() == b.logprobs.tobytes() and a.top_logprobs == b.top_logprobs
+    return (
+        a.token_ids == b.token_ids
+        and a.logprobs.tobytes() == b.logprobs.tobytes()
+        and a.top_logprobs == b.top_logprobs
+    )
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -85,7 +95,9 @@ def test_a_cache_hit_is_a_miss_at_page_boundaries(page_size, length):
 @pytest.mark.parametrize("chunk", [1, 7, 16, 39, 512])
 def test_any_chunk_size(chunk):
     want = run(fuzz.engine(max_total_tokens=2000), PROMPT, PARAMS)
-    assert same(run(fuzz.engine(max_total_tokens=2000, chunked_prefill_size=chunk), PROMPT, PARAMS), want)
+    assert same(
+        run(fuzz.engine(max_total_tokens=2000, chunked_prefill_size=chunk), PROMPT, PARAMS), want
+    )
 
 
 def test_preemption_every_two_steps_changes_nothing():
@@ -115,7 +127,9 @@ def test_n_completions_are_n_requests():
 def test_scores_are_the_bits_of_generation():
     engine = fuzz.engine(max_total_tokens=2000)
     out = run(engine, PROMPT, PARAMS)
-    job = engine.add((*PROMPT, *out.token_ids), SamplingParams(prompt_logprobs=True, seed=0), scores_only=True)
+    job = engine.add(
+        (*PROMPT, *out.token_ids), SamplingParams(prompt_logprobs=True, seed=0), scores_only=True
+    )
     while engine.busy:
         engine.step()
     scores = job.output("").prompt_logprobs
@@ -181,7 +195,9 @@ def test_a_bad_request_is_refused_and_the_next_one_is_right(prompt, params, matc
     engine = fuzz.engine(max_total_tokens=2000)
     with pytest.raises(RuleError, match=match):
         engine.add(prompt, params)
-    assert same(run(engine, PROMPT, PARAMS), run(fuzz.engine(max_total_tokens=2000), PROMPT, PARAMS))
+    assert same(
+        run(engine, PROMPT, PARAMS), run(fuzz.engine(max_total_tokens=2000), PROMPT, PARAMS)
+    )
 
 
 @pytest.mark.parametrize(
@@ -212,7 +228,10 @@ def llm() -> LLM:
 
 
 def test_the_built_in_model_writes_python_and_says_what_it_is(llm):
-    (out,) = llm.generate("def binary_search(items, target):\n", SamplingParams(max_tokens=48, temperature=0, logprobs=True))
+    (out,) = llm.generate(
+        "def binary_search(items, target):\n",
+        SamplingParams(max_tokens=48, temperature=0, logprobs=True),
+    )
     assert "    " in out.text
     assert out.text == llm.engine.tokenizer.decode(out.token_ids)
     assert len(out.logprobs) == len(out.token_ids)
@@ -262,13 +281,16 @@ def test_the_built_in_model_is_small():
 
 
 def test_the_built_in_config_states_what_transformers_would_read():
-    """It is read as it is, so that a first token does not wait for transformers; nothing may hang on a default."""
+    """It is read as it is, so that a first token does not wait for transformers; nothing may hang
+    on a default."""
     from transformers import AutoConfig
 
     from lockstep.models import qwen3
 
     raw = json.loads((BUILTIN / "config.json").read_text())
-    assert qwen3.describe(SimpleNamespace(**raw)) == qwen3.describe(AutoConfig.from_pretrained(BUILTIN))
+    assert qwen3.describe(SimpleNamespace(**raw)) == qwen3.describe(
+        AutoConfig.from_pretrained(BUILTIN)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -277,8 +299,20 @@ def bart(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("bart")
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 96}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "init_std": 0.4}
+    sizes = {
+        "vocab_size": 64,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "max_position_embeddings": 96,
+    }
+    heads = {
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "init_std": 0.4,
+    }
     model = BartForConditionalGeneration(BartConfig(**sizes, **heads)).eval()
     model.save_pretrained(folder)
     return model, LLM(str(folder), max_total_tokens=2000)
@@ -291,7 +325,9 @@ def test_an_encoder_decoder_answers_like_transformers(bart):
     for source, out in zip(sources, llm.generate(sources, params), strict=True):
         with torch.no_grad():
             ids = torch.tensor([[2, *out.token_ids]])
-            want = model(torch.tensor([source]), decoder_input_ids=ids).logits[0, :-1].log_softmax(-1)
+            want = (
+                model(torch.tensor([source]), decoder_input_ids=ids).logits[0, :-1].log_softmax(-1)
+            )
         assert want.argmax(-1).tolist() == list(out.token_ids)
         assert np.abs(want.max(-1).values.numpy() - out.logprobs).max() < 1e-4
         assert out.prompt_token_ids == tuple(source)
@@ -305,7 +341,9 @@ def same_bits(a, b) -> bool:
 def test_items_of_an_encoder_decoder_are_targets(bart):
     _, llm = bart
     source = [7, 8, 9]
-    (out,) = llm.generate([source], SamplingParams(max_tokens=9, temperature=0.7, seed=1, logprobs=True))
+    (out,) = llm.generate(
+        [source], SamplingParams(max_tokens=9, temperature=0.7, seed=1, logprobs=True)
+    )
     first, second = llm.score(source, [out.token_ids, [5, 6]])
     assert same_bits(first, out.logprobs)
     assert len(second) == 2
@@ -320,7 +358,9 @@ def test_items_are_forks_of_one_prompt():
     text = "def fib(n):\n    "
     items = ["return n", "if n < 2:\n        return n", "r"]
     told = llm.score(text, items)
-    assert llm.engine.scheduler.counters["forked"] == 2 - 1  # the first item goes on where the prompt ended, one token needs no row
+    assert (
+        llm.engine.scheduler.counters["forked"] == 2 - 1
+    )  # the first item goes on where the prompt ended, one token needs no row
     ids = llm.engine.tokenizer.encode(text)
     for item, scores in zip(items, told, strict=True):
         own = llm.engine.tokenizer.encode(item, False)
@@ -364,11 +404,16 @@ def test_another_gemm_is_used_where_the_first_is_not_certified(monkeypatch):
 
 
 def test_a_stop_string_that_only_the_end_completes_is_a_stop():
-    """Bytes that are no character are text when no token follows; before, the reason was the length."""
+    """Bytes that are no character are text when no token follows; before, the reason was the
+    length."""
     from lockstep.lab.tiny import LLAMA, parts
 
     engine = Engine(EngineConfig(max_total_tokens=2000), parts(LLAMA, select("cpu", [], "cpu")[0]))
     letters = engine.tokenizer.codec
     half = letters.TOKENS.index("é".encode()[:1])
-    out = run(engine, (3,), SamplingParams(max_tokens=1, temperature=0, logit_bias={half: 100}, stop="\ufffd"))
+    out = run(
+        engine,
+        (3,),
+        SamplingParams(max_tokens=1, temperature=0, logit_bias={half: 100}, stop="\ufffd"),
+    )
     assert (out.token_ids, out.text, out.finish_reason) == ((half,), "", "stop")

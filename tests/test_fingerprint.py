@@ -1,4 +1,5 @@
-"""The fingerprint holds whatever changes a bit: weights, the cache's dtype, and whose backend ran."""
+"""The fingerprint holds whatever changes a bit: weights, the cache's dtype, and whose backend
+ran."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def test_the_same_weights_in_other_files_have_the_same_digest(folder):
     assert digest_of(folder) == digest_of(BUILTIN)
 
 
-@pytest.mark.parametrize("change", ["one sign", "every sign", "two rows", "two tensors", "another dtype"])
+@pytest.mark.parametrize(
+    "change", ["one sign", "every sign", "two rows", "two tensors", "another dtype"]
+)
 def test_changed_weights_have_another_digest(folder, change):
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -80,9 +83,13 @@ def test_changed_weights_have_another_digest(folder, change):
     assert digest_of(folder) != digest_of(BUILTIN)
 
 
-@pytest.mark.parametrize("length", [0, 1, 7, 8 * LANES, 8 * LANES * BLOCK + 13, 8 * LANES * BLOCK * 3])
+@pytest.mark.parametrize(
+    "length", [0, 1, 7, 8 * LANES, 8 * LANES * BLOCK + 13, 8 * LANES * BLOCK * 3]
+)
 def test_every_changed_byte_shows_in_a_digest(length):
-    data = torch.randint(256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    data = torch.randint(
+        256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     want = digest(data)
     for at in {0, length // 2, length - 1} if length else ():
         data[at] ^= 128
@@ -106,11 +113,16 @@ def install(folder: Path, package: str, name: str, text: str = OURS) -> None:
     (info / "entry_points.txt").write_text(f"[lockstep.backends]\n{name} = {package}:Backend\n")
 
 
-@pytest.mark.parametrize("ask", [select.names, lambda: select.load("cpu"), lambda: select.load("reference")])
+@pytest.mark.parametrize(
+    "ask", [select.names, lambda: select.load("cpu"), lambda: select.load("reference")]
+)
 def test_a_package_that_takes_our_backends_name_is_an_error_naming_both(tmp_path, monkeypatch, ask):
     install(tmp_path, "usurper", "cpu")
     monkeypatch.syspath_prepend(tmp_path)
-    match = r"one backend is called cpu; got usurper:Backend of usurper-2.5, and lockstep's own lockstep.attention.cpu"
+    match = (
+        r"one backend is called cpu; got usurper:Backend of usurper-2.5, and lockstep's own "
+        r"lockstep.attention.cpu"
+    )
     with pytest.raises(RuleError, match=match):
         ask()
     with pytest.raises(RuleError, match=match):
@@ -123,7 +135,10 @@ def test_two_packages_with_one_name_are_an_error_naming_both(tmp_path, monkeypat
     assert select.names()[-1] == "fast"
     install(tmp_path / "b", "second", "fast")
     monkeypatch.syspath_prepend(tmp_path / "b")
-    with pytest.raises(RuleError, match=r"called fast; got second:Backend of second-2.5, and first:Backend of first-2.5"):
+    with pytest.raises(
+        RuleError,
+        match=r"called fast; got second:Backend of second-2.5, and first:Backend of first-2.5",
+    ):
         select.load("fast")
 
 

@@ -1,4 +1,5 @@
-"""`lockstep generate`: text in, text out; a mistake is one line that states the rule, what was got, and what to do."""
+"""`lockstep generate`: text in, text out; a mistake is one line that states the rule, what was got,
+and what to do."""
 
 from __future__ import annotations
 
@@ -25,20 +26,48 @@ def test_one_prompt_streams_its_text(capsys):
     code, out, told = run(capsys, PROMPT, "--max-tokens", "24", "--max-total-tokens", "2048")
     assert code == 0
     assert out.startswith(PROMPT + "\n") and len(out) > len(PROMPT) + 20
-    assert "attention cpu" in told and "gemm lanes: our own" in told and "by name" not in told and "cache for 2,048 tokens" in told
+    assert (
+        "attention cpu" in told
+        and "gemm lanes: our own" in told
+        and "by name" not in told
+        and "cache for 2,048 tokens" in told
+    )
 
 
 def test_many_prompts_from_a_file_are_one_document(capsys, tmp_path):
     (tmp_path / "prompts").write_text("def add(a, b):\n\nimport os\n")
-    words = ("--file", str(tmp_path / "prompts"), "--max-tokens", "6", "--n", "2", "--temperature", "0.8", "--seed", "3", "--logprobs", "1")
+    words = (
+        "--file",
+        str(tmp_path / "prompts"),
+        "--max-tokens",
+        "6",
+        "--n",
+        "2",
+        "--temperature",
+        "0.8",
+        "--seed",
+        "3",
+        "--logprobs",
+        "1",
+    )
     code, out, told = run(capsys, *words, "--json", "-")
     assert code == 0 and "generate: 2/2" in told
     outputs = json.loads(out)["outputs"]
     assert [o["prompt"] for o in outputs] == ["def add(a, b):", "import os"]
-    assert all(len(o["completions"]) == 2 and o["seed"] == 3 and "order=canonical" in o["fingerprint"] for o in outputs)
-    assert all(len(c["logprobs"]) == len(c["token_ids"]) == 6 for o in outputs for c in o["completions"] if c["finish_reason"] == "length")
+    assert all(
+        len(o["completions"]) == 2 and o["seed"] == 3 and "order=canonical" in o["fingerprint"]
+        for o in outputs
+    )
+    assert all(
+        len(c["logprobs"]) == len(c["token_ids"]) == 6
+        for o in outputs
+        for c in o["completions"]
+        if c["finish_reason"] == "length"
+    )
     assert [c["error"] for o in outputs for c in o["completions"]] == [None] * 4
-    again = json.loads(run(capsys, outputs[1]["prompt"], *words[2:], "--json", "-")[1])["outputs"][0]
+    again = json.loads(run(capsys, outputs[1]["prompt"], *words[2:], "--json", "-")[1])["outputs"][
+        0
+    ]
     assert again["completions"] == outputs[1]["completions"], "alone, it is the same"
 
 
@@ -47,7 +76,10 @@ def test_a_file_of_prompts_that_is_not_utf8_is_one_line(capsys, tmp_path, monkey
     path.write_bytes(b"def\nca\xf6\n")
     code, out, told = run(capsys, "--file", str(path))
     assert (code, out) == (2, "")
-    line = f"a file of prompts is text in UTF-8; got {str(path)!r}: byte 0xF6 in line 2. Convert it, as with iconv."
+    line = (
+        f"a file of prompts is text in UTF-8; got {str(path)!r}: byte 0xF6 in line 2. Convert it, "
+        "as with iconv."
+    )
     assert told == f"lockstep: {line}\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
     assert run(capsys, "--file", "-") == (2, "", told.replace(repr(str(path)), "'-'"))
@@ -69,7 +101,10 @@ def test_a_document_goes_into_a_folder_that_is_made_for_it(capsys, tmp_path):
         (("x", "--max-tokens", "0"), "max_tokens"),
         (("x", "--max-tokens", "-1"), "max_tokens"),
         (("x", "--max-tokens", "1000000000"), "max_tokens"),
-        (("x", "--max-tokens", "5000"), "context of 2048; got 1 + 5000. Use max_tokens of at most 2047"),
+        (
+            ("x", "--max-tokens", "5000"),
+            "context of 2048; got 1 + 5000. Use max_tokens of at most 2047",
+        ),
         (("x", "--temperature", "nan"), "temperature"),
         (("x", "--temperature", "-1"), "temperature"),
         (("x", "--temperature", "1e-320"), "temperature"),
@@ -85,11 +120,25 @@ def test_a_document_goes_into_a_folder_that_is_made_for_it(capsys, tmp_path):
         (("x", "--logit-bias", "abc"), "a token id and a number"),
         (("x", "--logit-bias", "1=nan"), "logit_bias"),
         (("x", "--temprature", "1"), "Did you mean --temperature?"),
-        (("x", "--file", "/nowhere/at/all"), "--file names a text file with one prompt per line; got '/nowhere/at/all': No such file"),
-        (("x", "--file", "/"), "--file names a text file with one prompt per line; got '/': Is a directory"),
-        (("x\udcff",), "a text is made of characters; got U+DCFF, a lone surrogate, at character 1. Decode it as what it is"),
+        (
+            ("x", "--file", "/nowhere/at/all"),
+            "--file names a text file with one prompt per line; got '/nowhere/at/all': No such "
+            "file",
+        ),
+        (
+            ("x", "--file", "/"),
+            "--file names a text file with one prompt per line; got '/': Is a directory",
+        ),
+        (
+            ("x\udcff",),
+            "a text is made of characters; got U+DCFF, a lone surrogate, at character 1. Decode it "
+            "as what it is",
+        ),
         (("x", "--json", ""), "--json names a file; got ''. Use - for stdout."),
-        (("x", "--json", "/"), "the output file can be written; got --json /: Is a directory. Choose another place."),
+        (
+            ("x", "--json", "/"),
+            "the output file can be written; got --json /: Is a directory. Choose another place.",
+        ),
         (("x", "--model", ""), "model is a folder or a hub id of the form owner/name; got ''"),
         (("x", "--model", "/nowhere/at/all"), "/nowhere/at/all"),
         (("x", "--model", "../../etc"), "etc"),

@@ -33,10 +33,16 @@ def test_a_changed_bit_a_lost_request_and_unknown_versions_are_told(tmp_path: Pa
     assert golden.record(file, answers, paths) == 2 and golden.compare(file, answers) == []
     changed = {**answers, "a/1": {"logprobs": ["02"]}}
     assert golden.compare(file, changed) == ["a/1: logprobs differs"]
-    assert golden.compare(file, {"a/0": answers["a/0"]}) == ["a/1: recorded, and not asked any more"]
-    with pytest.raises(RuleError, match="a recorded answer stays as it is; got a/1: logprobs differs"):
+    assert golden.compare(file, {"a/0": answers["a/0"]}) == [
+        "a/1: recorded, and not asked any more"
+    ]
+    with pytest.raises(
+        RuleError, match="a recorded answer stays as it is; got a/1: logprobs differs"
+    ):
         golden.record(file, changed, paths)
-    assert golden.record(file, {**answers, "b/0": {"tokens": [[3]]}}, paths) == 1, "entries may be added"
+    assert golden.record(file, {**answers, "b/0": {"tokens": [[3]]}}, paths) == 1, (
+        "entries may be added"
+    )
     file.write_text(json.dumps({"another order": {}}))
     with pytest.raises(RuleError, match="the golden file has answers for order cpu-1"):
         golden.compare(file, answers)
@@ -48,6 +54,8 @@ def test_answers_that_took_no_detour_are_not_recorded(tmp_path: Path):
 
 
 def test_a_tensor_follows_from_its_name():
-    first, again = (golden.draw_tensor("model.layers.0.mlp.up_proj.weight", (3, 5)) for _ in range(2))
+    first, again = (
+        golden.draw_tensor("model.layers.0.mlp.up_proj.weight", (3, 5)) for _ in range(2)
+    )
     other = golden.draw_tensor("model.layers.1.mlp.up_proj.weight", (3, 5))
     assert first.equal(again) and not first.equal(other)

@@ -1,6 +1,8 @@
-"""Head sizes that are no multiple of 8: padded with zero columns, served by the canonical backend, equal to transformers.
+"""Head sizes that are no multiple of 8: padded with zero columns, served by the canonical backend,
+equal to transformers.
 
-The padding is the cache's: a model's q, k and v keep their own columns, storages and kernels have `order.stored_len` of them.
+The padding is the cache's: a model's q, k and v keep their own columns, storages and kernels have
+`order.stored_len` of them.
 """
 
 from __future__ import annotations
@@ -82,13 +84,17 @@ def test_an_encoder_with_heads_of_5_equals_transformers(case):
 
 @pytest.mark.parametrize("case", ["bart heads of 7 and 14"], indirect=True)
 def test_cross_attention_with_heads_of_7_and_14_equals_transformers(case):
-    assert LLM(str(case.folder), max_total_tokens=256).fingerprint.startswith("order=canonical;backend=cpu;")
+    assert LLM(str(case.folder), max_total_tokens=256).fingerprint.startswith(
+        "order=canonical;backend=cpu;"
+    )
     source, prompt = tokens(70), tokens(20, seed=1)
     engine = Engine(case.model)
     request = engine.request()
     engine.encode([(request, source)])
     with torch.no_grad():
-        want = case.reference(torch.tensor([source]), decoder_input_ids=torch.tensor([prompt])).logits[0]
+        want = case.reference(
+            torch.tensor([source]), decoder_input_ids=torch.tensor([prompt])
+        ).logits[0]
     agree(case.model.logits(engine.whole(prompt, 6, request)), want)
 
 
@@ -124,7 +130,9 @@ def test_the_bytes_of_the_padding_are_counted_and_printed():
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float8_e4m3"])
 def test_the_cache_holds_zeros_behind_a_heads_own_columns(kv_dtype):
-    spec = GroupSpec(Layout.DENSE, 1, 1, 5, 3, (AttnSpec(1.0, k_scale=0.5),), page_size=2, kv_dtype=kv_dtype)
+    spec = GroupSpec(
+        Layout.DENSE, 1, 1, 5, 3, (AttnSpec(1.0, k_scale=0.5),), page_size=2, kv_dtype=kv_dtype
+    )
     pool = Pool(
         spec,
         3,
@@ -160,4 +168,6 @@ def test_a_head_that_no_canonical_backend_takes_is_refused_with_the_remedy(tmp_p
         match=r'head size 578, stored as 584,.*Ask for attention_backend="reference" by name',
     ):
         LLM(str(folder))
-    assert LLM(str(folder), attention_backend="reference").fingerprint.startswith("order=none;backend=reference;")
+    assert LLM(str(folder), attention_backend="reference").fingerprint.startswith(
+        "order=none;backend=reference;"
+    )

@@ -1,7 +1,9 @@
-"""Who may import whom: the order of the layers, read from the source, and the torch-free half, tried with torch blocked.
+"""Who may import whom: the order of the layers, read from the source, and the torch-free half,
+tried with torch blocked.
 
-The order is `order, types, config` ← plan ← kv ← kernels ← attention ← nn ← models ← sample ← run ← spec ← llm ← serve. Imports inside
-functions and under TYPE_CHECKING count like any other: a dependency that is hidden is still one.
+The order is `order, types, config` ← plan ← kv ← kernels ← attention ← nn ← models ← sample ← run ←
+spec ← llm ← serve. Imports inside functions and under TYPE_CHECKING count like any other: a
+dependency that is hidden is still one.
 """
 
 from __future__ import annotations
@@ -18,7 +20,19 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "lockstep"
 
 BASE = {"order", "types", "config", "progress", "folder", "outfile"}
-CHAIN = ["plan", "kv", "kernels", "attention", "nn", "models", "sample", "run", "spec", "llm", "serve"]
+CHAIN = [
+    "plan",
+    "kv",
+    "kernels",
+    "attention",
+    "nn",
+    "models",
+    "sample",
+    "run",
+    "spec",
+    "llm",
+    "serve",
+]
 SIDE = {"text", "sched"}  # `llm` and `serve` put them together with the rest
 TOOLS = {"lab", "bench"}  # see everything; seen by `cli` alone, inside functions
 FACE = {"cli", "__main__"}
@@ -52,8 +66,16 @@ def targets(node: ast.AST, package: str) -> list[str]:
         base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
         stem = ".".join(part for part in (base, node.module) if part)
         return [stem if alias.name == "*" else f"{stem}.{alias.name}" for alias in node.names]
-    if isinstance(node, ast.Call) and ast.unparse(node.func) in {"import_module", "importlib.import_module", "__import__"}:
-        return [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in {
+        "import_module",
+        "importlib.import_module",
+        "__import__",
+    }:
+        return [
+            arg.value
+            for arg in node.args[:1]
+            if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+        ]
     return []
 
 
@@ -66,7 +88,9 @@ def imports(source: str, name: str, is_package: bool = False) -> list[Import]:
         for target in targets(node, package):
             if target.split(".")[0] == PACKAGE:
                 found.append(Import(target, getattr(node, "lineno", 0), in_function))
-        inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        inside = in_function or isinstance(
+            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+        )
         for child in ast.iter_child_nodes(node):
             visit(child, inside)
 
@@ -81,7 +105,8 @@ def unit(dotted: str) -> str:
 
 
 def sees(importer: str) -> set[str]:
-    """The layers that a layer may import, its own included. "" is `lockstep` itself, whose lazy names lead to `llm`."""
+    """The layers that a layer may import, its own included. "" is `lockstep` itself, whose lazy
+    names lead to `llm`."""
     everything = UNITS | {""}
     if importer in TOOLS:
         return everything
@@ -115,7 +140,11 @@ def offences(source: str, name: str, is_package: bool = False) -> list[str]:
             out.append(f"{where}: {importer or PACKAGE} may see {sorted(sees(importer) - {''})}")
         elif importer == "cli" and target in TOOLS and not found.in_function:
             out.append(f"{where}: at module level; import it inside the function that needs it")
-        elif importer == "sched" and target == "kv" and not HOST_KV & set(found.target.split(".")[2:3]):
+        elif (
+            importer == "sched"
+            and target == "kv"
+            and not HOST_KV & set(found.target.split(".")[2:3])
+        ):
             out.append(f"{where}: sched sees only the host half of kv, {sorted(HOST_KV)}")
     return out
 
@@ -123,7 +152,11 @@ def offences(source: str, name: str, is_package: bool = False) -> list[str]:
 def test_import_order():
     found = modules()
     assert len(found) > 1, f"no modules under {PACKAGE}/: this test would pass on nothing"
-    bad = [line for name, path in found.items() for line in offences(path.read_text("utf-8"), name, path.name == "__init__.py")]
+    bad = [
+        line
+        for name, path in found.items()
+        for line in offences(path.read_text("utf-8"), name, path.name == "__init__.py")
+    ]
     assert not bad, "\n".join(bad)
 
 
@@ -158,15 +191,32 @@ def test_the_checker_objects(name: str, source: str):
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("lockstep.kernels.cpu.attend", "from lockstep.plan.address import paged\nfrom lockstep import order, __version__"),
-        ("lockstep.attention.cpu", "from . import base\nfrom ..kernels.cpu import attend\nimport torch, numpy.typing"),
+        (
+            "lockstep.kernels.cpu.attend",
+            "from lockstep.plan.address import paged\nfrom lockstep import order, __version__",
+        ),
+        (
+            "lockstep.attention.cpu",
+            "from . import base\nfrom ..kernels.cpu import attend\nimport torch, numpy.typing",
+        ),
         (
             "lockstep.sched.policy",
-            "from lockstep.kv import pages, spec\nfrom lockstep.kv.prefix import Prefix\nfrom lockstep.plan import step",
+            "from lockstep.kv import pages, spec\nfrom lockstep.kv.prefix import Prefix\nfrom "
+            "lockstep.plan import step",
         ),
-        ("lockstep.llm", "from lockstep.sched import scheduler\nfrom lockstep.text.detok import Detok"),
-        ("lockstep.lab.cells", "from lockstep import LLM\nfrom lockstep.serve import app\nfrom lockstep.bench import attention"),
-        ("lockstep.cli", "def lab():\n    from lockstep.lab import runner\n    from lockstep import bench"),
+        (
+            "lockstep.llm",
+            "from lockstep.sched import scheduler\nfrom lockstep.text.detok import Detok",
+        ),
+        (
+            "lockstep.lab.cells",
+            "from lockstep import LLM\nfrom lockstep.serve import app\nfrom lockstep.bench import "
+            "attention",
+        ),
+        (
+            "lockstep.cli",
+            "def lab():\n    from lockstep.lab import runner\n    from lockstep import bench",
+        ),
     ],
 )
 def test_the_checker_allows(name: str, source: str):
@@ -174,7 +224,8 @@ def test_the_checker_allows(name: str, source: str):
 
 
 def without_torch(names: list[str]) -> str:
-    """Import `names` in a fresh interpreter where torch cannot be imported; the failures, one per line."""
+    """Import `names` in a fresh interpreter where torch cannot be imported; the failures, one per
+    line."""
     code = """
 import importlib, sys
 sys.modules["torch"] = None
@@ -184,14 +235,22 @@ for name in sys.argv[1:]:
     except ImportError as error:
         print(f"{name}: {error}")
 """
-    run = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(
+        [sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()
 
 
 def test_the_host_half_needs_no_torch():
     free = tuple(f"{PACKAGE}.{name}" for name in TORCH_FREE)
-    names = [name for name in modules() if name == PACKAGE or name in free or name.startswith(tuple(f"{prefix}." for prefix in free))]
+    names = [
+        name
+        for name in modules()
+        if name == PACKAGE
+        or name in free
+        or name.startswith(tuple(f"{prefix}." for prefix in free))
+    ]
     assert len(names) > 1, f"nothing of {free} exists: this test would pass on nothing"
     failures = without_torch(names)
     assert not failures, failures

@@ -1,4 +1,5 @@
-"""Interrupts, threads and streams that are read in any order: nothing is lost, no page leaks, every answer has its bits."""
+"""Interrupts, threads and streams that are read in any order: nothing is lost, no page leaks, every
+answer has its bits."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from lockstep.llm.job import Job
 from lockstep.sample.params import SamplingParams
 from lockstep.types import RuleError
 
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a strike in a finaliser is swallowed
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # a strike in a finaliser is swallowed
 
 PARAMS = SamplingParams(max_tokens=10, temperature=0.8, seed=3, logprobs=1)
 PROMPT = list(range(3, 25))
@@ -45,7 +48,11 @@ def alone(prompt, params=PARAMS, tiny=QWEN3):
 
 
 def joined(chunks):
-    return "".join(c.text for c in chunks), sum((c.token_ids for c in chunks), ()), chunks[-1].finish_reason
+    return (
+        "".join(c.text for c in chunks),
+        sum((c.token_ids for c in chunks), ()),
+        chunks[-1].finish_reason,
+    )
 
 
 def whole(output):
@@ -76,7 +83,15 @@ def test_an_interrupt_at_any_line_of_a_call_breaks_nothing():
     struck = {where for t in trials for where in t.where}
     assert sum(t.struck for t in trials) > 120
     rooms = {where.partition(".")[0] for where in struck}
-    assert {"llm/engine", "llm/job", "sched/scheduler", "kv/pages", "kv/tables", "kv/prefix", "run/runner"} <= rooms
+    assert {
+        "llm/engine",
+        "llm/job",
+        "sched/scheduler",
+        "kv/pages",
+        "kv/tables",
+        "kv/prefix",
+        "run/runner",
+    } <= rooms
 
 
 def test_an_interrupt_at_any_line_of_the_recovery_breaks_nothing():
@@ -100,11 +115,14 @@ def forget(self):
 )
 def test_the_lab_notices_an_engine_that_does_not_recover(monkeypatch, of, name, wrong):
     monkeypatch.setattr(of, name, wrong)
-    assert any(t.faults for t in interrupt.sweep(QWEN3, opcodes=False, second=False, seed=1, part=(0, 5)))
+    assert any(
+        t.faults for t in interrupt.sweep(QWEN3, opcodes=False, second=False, seed=1, part=(0, 5))
+    )
 
 
 def test_a_traceback_that_is_kept_keeps_no_request():
-    """A notebook keeps the last one, and with it all local variables of the call that was stopped."""
+    """A notebook keeps the last one, and with it all local variables of the call that was
+    stopped."""
     model = llm()
     kept = []
 
@@ -162,13 +180,16 @@ class Failing:
 @pytest.mark.parametrize("at", range(1, 9))
 @pytest.mark.parametrize("tiny", [QWEN3, BART], ids=lambda tiny: tiny.name)
 def test_a_step_that_fails_has_not_happened(tiny, at):
-    """Scores of the prompt and of items half way: none twice, none missing, and everybody goes on."""
+    """Scores of the prompt and of items half way: none twice, none missing, and everybody goes
+    on."""
     model = llm(tiny, chunked_prefill_size=24 if tiny is BART else 5)
     calm = llm(tiny, disable_radix_cache=True, max_total_tokens=2048).engine
     params = replace(PARAMS, n=2, prompt_logprobs=None if tiny is BART else 1)
 
     def added(engine):
-        return engine.add(PROMPT, params), engine.add_items(OTHER, [[5], [6, 7, 8], [9, 5, 6, 7, 8]])
+        return engine.add(PROMPT, params), engine.add_items(
+            OTHER, [[5], [6, 7, 8], [9, 5, 6, 7, 8]]
+        )
 
     want = added(calm)
     while calm.busy:
@@ -183,7 +204,9 @@ def test_a_step_that_fails_has_not_happened(tiny, at):
             failed += 1
     assert failed == 1
     assert engine.scheduler.counters["recovered"] == 1
-    assert [interrupt.bits(job.output("")) for job in jobs] == [interrupt.bits(job.output("")) for job in want]
+    assert [interrupt.bits(job.output("")) for job in jobs] == [
+        interrupt.bits(job.output("")) for job in want
+    ]
     assert interrupt.books(engine) == []
 
 
@@ -219,7 +242,9 @@ def test_streams_side_by_side_are_what_each_is_alone(second):
     model, params = llm(), replace(PARAMS, max_tokens=second, n=2)
     one, two = model.stream(PROMPT, PARAMS), model.stream(OTHER, params)
     pairs = list(zip_longest(one, two))
-    ours, theirs = ([chunk for chunk in side if chunk is not None] for side in zip(*pairs, strict=True))
+    ours, theirs = (
+        [chunk for chunk in side if chunk is not None] for side in zip(*pairs, strict=True)
+    )
     assert joined(ours) == whole(alone(PROMPT))
     assert [joined([c for c in theirs if c.index == i])[:2] for i in range(2)] == [
         (c.text, c.token_ids) for c in alone(OTHER, params).completions
@@ -229,7 +254,9 @@ def test_streams_side_by_side_are_what_each_is_alone(second):
 
 def test_streams_that_take_turns_lose_nothing():
     model = llm()
-    streams = {i: model.stream(prompt, PARAMS) for i, prompt in enumerate((PROMPT, OTHER, PROMPT[:7]))}
+    streams = {
+        i: model.stream(prompt, PARAMS) for i, prompt in enumerate((PROMPT, OTHER, PROMPT[:7]))
+    }
     chunks: dict[int, list] = {i: [] for i in streams}
     open_streams = set(streams)
     while open_streams:
@@ -239,7 +266,9 @@ def test_streams_that_take_turns_lose_nothing():
                 open_streams.discard(i)
             else:
                 chunks[i].append(chunk)
-    assert [joined(chunks[i]) for i in range(3)] == [whole(alone(p)) for p in (PROMPT, OTHER, PROMPT[:7])]
+    assert [joined(chunks[i]) for i in range(3)] == [
+        whole(alone(p)) for p in (PROMPT, OTHER, PROMPT[:7])
+    ]
     assert interrupt.books(model.engine) == []
 
 
@@ -351,7 +380,9 @@ def test_a_call_from_inside_a_call_of_the_same_thread_is_refused_and_breaks_noth
         return inner(*args)
 
     monkeypatch.setattr(model.engine.runner, "run", run)
-    with pytest.raises(RuleError, match="one call on an engine at a time; got a second one from inside"):
+    with pytest.raises(
+        RuleError, match="one call on an engine at a time; got a second one from inside"
+    ):
         model.generate([PROMPT], PARAMS)
     assert whole(model.generate([PROMPT], PARAMS)[0]) == whole(alone(PROMPT))
     assert interrupt.books(model.engine) == []
@@ -363,7 +394,10 @@ def test_a_call_from_inside_a_call_of_the_same_thread_is_refused_and_breaks_noth
 def test_a_higher_priority_is_answered_first_with_the_same_bits():
     model, ended = llm(max_running_requests=1), []
     engine = model.engine
-    jobs = [engine.add(prompt, PARAMS, priority=p) for prompt, p in ((PROMPT, 0), (OTHER, 1), (PROMPT[:9], 2))]
+    jobs = [
+        engine.add(prompt, PARAMS, priority=p)
+        for prompt, p in ((PROMPT, 0), (OTHER, 1), (PROMPT[:9], 2))
+    ]
     while engine.busy:
         engine.step()
         ended += [i for i, job in enumerate(jobs) if job.done and i not in ended]
@@ -371,12 +405,16 @@ def test_a_higher_priority_is_answered_first_with_the_same_bits():
     for job, prompt in zip(jobs, (PROMPT, OTHER, PROMPT[:9]), strict=True):
         assert whole(job.output("")) == whole(alone(prompt))
     one = model.generate([PROMPT, OTHER], PARAMS, priority=[0, 5])
-    assert [whole(o) for o in one] == [whole(o) for o in model.generate([PROMPT, OTHER], PARAMS, priority=3)]
+    assert [whole(o) for o in one] == [
+        whole(o) for o in model.generate([PROMPT, OTHER], PARAMS, priority=3)
+    ]
 
 
 def test_bad_priorities_and_tenants_are_one_line():
     model = llm()
-    with pytest.raises(RuleError, match="one priority for all prompts or one for each; got 1 for 2 prompts"):
+    with pytest.raises(
+        RuleError, match="one priority for all prompts or one for each; got 1 for 2 prompts"
+    ):
         model.generate([PROMPT, OTHER], PARAMS, priority=[1])
     with pytest.raises(RuleError, match=r"priority is an integer from .*; got 1\.5"):
         model.generate([PROMPT], PARAMS, priority=1.5)

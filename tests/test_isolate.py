@@ -24,10 +24,17 @@ def work(job: str) -> str:
 
 
 def test_the_dead_and_the_late_are_answers():
-    answers = dict(isolate.run(work, ["die", "one", "hang", "two"], 2, lambda job: 1.0 if job == "hang" else 100.0))
+    answers = dict(
+        isolate.run(
+            work, ["die", "one", "hang", "two"], 2, lambda job: 1.0 if job == "hang" else 100.0
+        )
+    )
     assert answers["die"] == isolate.Died("the process was ended by SIGSEGV")
     assert answers["hang"] == isolate.Died("no answer within 1 s")
-    assert answers["one"] == "one done, threads passive" and answers["two"] == "two done, threads passive"
+    assert (
+        answers["one"] == "one done, threads passive"
+        and answers["two"] == "two done, threads passive"
+    )
 
 
 def test_an_error_of_the_lab_itself_comes_through():

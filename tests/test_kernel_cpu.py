@@ -1,7 +1,8 @@
 """The CPU attention kernel: right against float64, and the same bits whatever is computed together.
 
-Every case is a `Case`: keys and values by (request, position), rows that see [lo, hi), and a layout (page size, scattered pages,
-lists) that must not matter. Slots that nobody sees hold NaN throughout, so a read too many shows up in the value tests as well.
+Every case is a `Case`: keys and values by (request, position), rows that see [lo, hi), and a layout
+(page size, scattered pages, lists) that must not matter. Slots that nobody sees hold NaN
+throughout, so a read too many shows up in the value tests as well.
 """
 
 from __future__ import annotations
@@ -19,7 +20,18 @@ from numba import njit
 
 from lockstep import order
 from lockstep.kernels.cpu import elementary
-from lockstep.kernels.cpu.attend import Consts, Prepared, Rows, Shape, Table, attend, block_rows, build, layer, linked
+from lockstep.kernels.cpu.attend import (
+    Consts,
+    Prepared,
+    Rows,
+    Shape,
+    Table,
+    attend,
+    block_rows,
+    build,
+    layer,
+    linked,
+)
 from lockstep.kernels.cpu.threads import limited
 
 NO_LIST = 2**31 - 1
@@ -46,7 +58,8 @@ class Case:
 
 
 def causal(lens: list[int], news: list[int], window: int = 0) -> tuple[tuple[int, int, int], ...]:
-    """The last `news[r]` positions of every request as rows, each seeing itself and what lies before it."""
+    """The last `news[r]` positions of every request as rows, each seeing itself and what lies
+    before it."""
     rows = []
     for r, (length, new) in enumerate(zip(lens, news, strict=True)):
         for p in range(length - new, length):
@@ -55,12 +68,22 @@ def causal(lens: list[int], news: list[int], window: int = 0) -> tuple[tuple[int
 
 
 def tensors(case: Case) -> tuple[Any, Any, Any, Any]:
-    """q [T, H, Dqk]; per request k [S, KVH, Dqk] and v [S, KVH, Dv] in the case's dtype; sinks. A function of sizes, not of layout."""
+    """q [T, H, Dqk]; per request k [S, KVH, Dqk] and v [S, KVH, Dv] in the case's dtype; sinks. A
+    function of sizes, not of layout."""
     rng = torch.Generator().manual_seed(7)
     q = torch.randn(len(case.rows), case.heads, case.d_qk, generator=rng)
     k = [torch.randn(n, case.kv_heads, case.d_qk, generator=rng).to(case.dtype) for n in case.lens]
-    v = [x[..., : case.d_v] if case.latent else torch.randn(*x.shape[:2], case.d_v, generator=rng).to(case.dtype) for x in k]
-    sinks = torch.randn(case.heads, generator=rng).numpy() if case.sinks else np.full(case.heads, -np.inf, np.float32)
+    v = [
+        x[..., : case.d_v]
+        if case.latent
+        else torch.randn(*x.shape[:2], case.d_v, generator=rng).to(case.dtype)
+        for x in k
+    ]
+    sinks = (
+        torch.randn(case.heads, generator=rng).numpy()
+        if case.sinks
+        else np.full(case.heads, -np.inf, np.float32)
+    )
     return q, k, v, sinks
 
 
@@ -78,8 +101,13 @@ def flat(pool: Any) -> Any:
 def layout(case: Case, k: Any, v: Any) -> tuple[Any, Any, Table]:
     """Pools with every key in its place, and the table that says where."""
     page, rng = case.page_size, np.random.default_rng(3)
-    seen_from = [min((lo for r, lo, hi in case.rows if r == q and lo < hi), default=0) for q in range(len(case.lens))]
-    first_pos = np.array([x // page * page for x in seen_from], np.int32)  # pages below a window are given back
+    seen_from = [
+        min((lo for r, lo, hi in case.rows if r == q and lo < hi), default=0)
+        for q in range(len(case.lens))
+    ]
+    first_pos = np.array(
+        [x // page * page for x in seen_from], np.int32
+    )  # pages below a window are given back
     counts = [-(-(n - f) // page) for n, f in zip(case.lens, first_pos, strict=True)]
     indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     listed_len = sum(case.rows[t][2] - s for t, s in case.tails.items())
@@ -87,7 +115,10 @@ def layout(case: Case, k: Any, v: Any) -> tuple[Any, Any, Table]:
     ids = rng.permutation(int(indptr[-1]) + 3)[: int(indptr[-1])].astype(np.int32)
     pool_k = poison(case, slots, case.d_qk)
     pool_v = pool_k if case.latent else poison(case, slots, case.d_v)
-    lowest_tail = {r: min([s for t, s in case.tails.items() if case.rows[t][0] == r], default=NO_LIST) for r in range(len(case.lens))}
+    lowest_tail = {
+        r: min([s for t, s in case.tails.items() if case.rows[t][0] == r], default=NO_LIST)
+        for r in range(len(case.lens))
+    }
     for r, n in enumerate(case.lens):
         highest = max((hi for q, lo, hi in case.rows if q == r and lo < hi), default=0)
         for p in range(max(seen_from[r], int(first_pos[r])), min(n, highest, lowest_tail[r])):
@@ -106,7 +137,18 @@ def layout(case: Case, k: Any, v: Any) -> tuple[Any, Any, Table]:
             tails.append(free)
             free -= 1
         tail_indptr.append(len(tails))
-    return pool_k, pool_v, Table(ids, indptr, first_pos, start, np.array(tail_indptr, np.int32), np.array(tails, np.int32))
+    return (
+        pool_k,
+        pool_v,
+        Table(
+            ids,
+            indptr,
+            first_pos,
+            start,
+            np.array(tail_indptr, np.int32),
+            np.array(tails, np.int32),
+        ),
+    )
 
 
 def blocks_of(case: Case) -> Any:
@@ -130,18 +172,31 @@ def scale_of(case: Case) -> tuple[float, float]:
     return 0.0, float(np.float32(scale * order.LOG2E))
 
 
-def compute(case: Case, q: Any, pools: tuple[Any, Any, Table], sinks: Any, kernel: Any = attend) -> tuple[Any, Any]:
+def compute(
+    case: Case, q: Any, pools: tuple[Any, Any, Table], sinks: Any, kernel: Any = attend
+) -> tuple[Any, Any]:
     """(out, lse2) of the case's rows over these pools."""
     pool_k, pool_v, table = pools
     out = np.full((len(case.rows), case.heads, case.d_v), 7, np.float32)
     lse2 = np.full((len(case.rows), case.heads), 7, np.float32)
-    rows = Rows(np.array([r[1] for r in case.rows], np.int32), np.array([r[2] for r in case.rows], np.int32))
+    rows = Rows(
+        np.array([r[1] for r in case.rows], np.int32), np.array([r[2] for r in case.rows], np.int32)
+    )
     tile, split = order.tile_len(case.d_qk, case.d_v), order.split_len(case.d_qk, case.d_v)
     strides = pool_k.stride(0), pool_k.stride(1), pool_v.stride(0), pool_v.stride(1)
     shape = Shape(case.kv_heads, case.page_size, tile, split, *strides)
     sink2 = (sinks * order.LOG2E).astype(np.float32)
     consts = Consts(*scale_of(case), case.v_scale)
-    kernel(q.numpy(), flat(pool_k), flat(pool_v), out, lse2, Prepared(table, rows, blocks_of(case)), shape, layer(consts, sink2))
+    kernel(
+        q.numpy(),
+        flat(pool_k),
+        flat(pool_v),
+        out,
+        lse2,
+        Prepared(table, rows, blocks_of(case)),
+        shape,
+        layer(consts, sink2),
+    )
     return out, lse2
 
 
@@ -157,7 +212,11 @@ def run(case: Case, kernel: Any = attend, spoil: Any = None) -> tuple[Any, Any]:
 def expected(case: Case) -> tuple[Any, Any]:
     """(out, lse2) in float64."""
     q, k, v, sinks = tensors(case)
-    q64, k64, v64 = q.double().numpy(), [x.double().numpy() for x in k], [x.double().numpy() for x in v]
+    q64, k64, v64 = (
+        q.double().numpy(),
+        [x.double().numpy() for x in k],
+        [x.double().numpy() for x in v],
+    )
     out = np.zeros((len(case.rows), case.heads, case.d_v))
     lse2 = np.full((len(case.rows), case.heads), -np.inf)
     for t, (r, lo, hi) in enumerate(case.rows):
@@ -176,7 +235,9 @@ def expected(case: Case) -> tuple[Any, Any]:
 
 
 def same(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
-    return all(np.array_equal(x.view(np.int32), y.view(np.int32)) for x, y in zip(a, b, strict=True))
+    return all(
+        np.array_equal(x.view(np.int32), y.view(np.int32)) for x, y in zip(a, b, strict=True)
+    )
 
 
 MIXED = causal([700, 70, 1, 530], [40, 70, 1, 1])
@@ -188,14 +249,22 @@ VALUES = {
     "d_qk is not d_v": Case((700, 70, 1, 530), MIXED, 4, 2, 192, 128),
     "head size 8 past 16": Case((700, 70, 1, 530), MIXED, 4, 2, 72, 88),
     "latent": Case((600, 33), causal([600, 33], [3, 33]), 16, 1, 576, 512, latent=True),
-    "latent bf16": Case((600, 33), causal([600, 33], [3, 33]), 16, 1, 576, 512, torch.bfloat16, latent=True),
+    "latent bf16": Case(
+        (600, 33), causal([600, 33], [3, 33]), 16, 1, 576, 512, torch.bfloat16, latent=True
+    ),
     "window": Case((700, 70), causal([700, 70], [40, 70], window=33), 8, 2),
     "soft cap": Case((700, 70), causal([700, 70], [40, 70]), 8, 2, cap=5.0),
     "sinks": Case((700, 70), causal([700, 70], [40, 70]), 8, 2, sinks=True),
-    "bf16": Case((700, 70), causal([700, 70], [40, 70]), 8, 2, 128, 72, torch.bfloat16, v_scale=0.5),
-    "fp8": Case((700, 70), causal([700, 70], [40, 70]), 8, 2, 72, 128, torch.float8_e4m3fn, v_scale=0.25),
+    "bf16": Case(
+        (700, 70), causal([700, 70], [40, 70]), 8, 2, 128, 72, torch.bfloat16, v_scale=0.5
+    ),
+    "fp8": Case(
+        (700, 70), causal([700, 70], [40, 70]), 8, 2, 72, 128, torch.float8_e4m3fn, v_scale=0.25
+    ),
     "empty rows": Case((70, 5), ((0, 0, 0), (0, 9, 3), (0, 0, 70), (1, 5, 5)), 4, 2),
-    "empty rows, sinks": Case((70, 5), ((0, 0, 0), (0, 9, 3), (0, 0, 70), (1, 5, 5)), 4, 2, sinks=True),
+    "empty rows, sinks": Case(
+        (70, 5), ((0, 0, 0), (0, 9, 3), (0, 0, 70), (1, 5, 5)), 4, 2, sinks=True
+    ),
     "ranges apart": Case((300,), ((0, 0, 3), (0, 290, 300), (0, 100, 131)), 4, 2),
 }
 
@@ -236,7 +305,10 @@ def test_bits_of_a_row_do_not_depend_on_the_chunk() -> None:
     q, k, v, sinks = tensors(whole)
     for begin, end in ((0, 1), (63, 65), (500, 520), (511, 600), (599, 600)):
         part = dataclasses.replace(whole, rows=whole.rows[begin:end])
-        assert same((out[begin:end], lse2[begin:end]), compute(part, q[begin:end], layout(part, k, v), sinks)), (begin, end)
+        assert same(
+            (out[begin:end], lse2[begin:end]),
+            compute(part, q[begin:end], layout(part, k, v), sinks),
+        ), (begin, end)
 
 
 @pytest.mark.parametrize("length", [100, 128, 515, 640])
@@ -260,13 +332,17 @@ def test_rows_with_and_without_a_tail_share_a_block() -> None:
     tails = list(range(pool_k.shape[0], pool_k.shape[0] + 3 + 80))
     pool_k = torch.cat([pool_k, k[0][197:], k[0][120:]])
     pool_v = torch.cat([pool_v, v[0][197:], v[0][120:]])
-    start, indptr = np.array([NO_LIST, 197, NO_LIST, 120], np.int32), np.array([0, 0, 3, 3, 83], np.int32)
+    start, indptr = (
+        np.array([NO_LIST, 197, NO_LIST, 120], np.int32),
+        np.array([0, 0, 3, 3, 83], np.int32),
+    )
     table = table._replace(start=start, tail_indptr=indptr, tail_slots=np.array(tails, np.int32))
     assert same(run(plain), compute(plain, q, (pool_k, pool_v, table), sinks))
 
 
 def test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other() -> None:
-    """In a key it reaches every column, in a value its own; 0 * NaN must not carry it to a row that does not see it."""
+    """In a key it reaches every column, in a value its own; 0 * NaN must not carry it to a row that
+    does not see it."""
     case = Case((200,), causal([200], [40]), 4, 2)
     clean = run(case)
     for which in (0, 1):
@@ -280,17 +356,24 @@ def test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other() -> None:
             assert same((out[:20], lse2[:20]), (clean[0][:20], clean[1][:20]))
             assert same((out[:, :2], lse2[:, :2]), (clean[0][:, :2], clean[1][:, :2]))
             hit = out[20:, 2:] if which == 0 else out[20:, 2:, 3]
-            assert np.isnan(hit).all() and not (which == 1 and np.isnan(np.delete(out, 3, axis=2)).any())
+            assert np.isnan(hit).all() and not (
+                which == 1 and np.isnan(np.delete(out, 3, axis=2)).any()
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_every_bit_pattern_of_a_narrow_format_loads_exactly(dtype: torch.dtype) -> None:
-    """A row that sees one key returns its value: all finite patterns, subnormals included, and NaN as NaN."""
+    """A row that sees one key returns its value: all finite patterns, subnormals included, and NaN
+    as NaN."""
     count = 2 ** (16 if dtype == torch.bfloat16 else 8)
     bits = torch.arange(count, dtype=torch.int32).to(torch.uint16 if count > 256 else torch.uint8)
     pool = bits.view(dtype).reshape(-1, 1, 64)
     n = pool.shape[0]
-    q, out, lse2 = np.zeros((n, 1, 64), np.float32), np.empty((n, 1, 64), np.float32), np.empty((n, 1), np.float32)
+    q, out, lse2 = (
+        np.zeros((n, 1, 64), np.float32),
+        np.empty((n, 1, 64), np.float32),
+        np.empty((n, 1), np.float32),
+    )
     position, plain = np.arange(n, dtype=np.int32), np.full(n, NO_LIST, np.int32)
     zeros = np.zeros(n + 1, np.int32)
     table = Table(position, np.array([0, n], np.int32), zeros[:1], plain, zeros, zeros[:0])
@@ -299,7 +382,16 @@ def test_every_bit_pattern_of_a_narrow_format_loads_exactly(dtype: torch.dtype) 
     sink2 = np.full(1, -np.inf, np.float32)
     rows = Rows(position, position + 1)
     shape = Shape(1, 1, 64, 512, 64, 64, 64, 64)
-    attend(q, keys, flat(pool), out, lse2, Prepared(table, rows, blocks), shape, layer(Consts(0, 1, 1), sink2))
+    attend(
+        q,
+        keys,
+        flat(pool),
+        out,
+        lse2,
+        Prepared(table, rows, blocks),
+        shape,
+        layer(Consts(0, 1, 1), sink2),
+    )
     truth = pool.float().numpy()
     assert np.array_equal(out, truth, equal_nan=True)
 
@@ -323,7 +415,9 @@ def test_exp2_and_tanh_are_accurate_and_exact_where_the_order_needs_it() -> None
     x = rng.uniform(-126, 1, 20000).astype(np.float32)
     assert ulps(exp2(x), np.exp2(x.astype(np.float64))) <= 1
     assert exp2([0.0, -0.0, -np.inf, -126.0, -126.001, -1e30]).tolist() == [1, 1, 0, 2**-126, 0, 0]
-    x = np.concatenate([rng.uniform(-12, 12, 10000), 10 ** rng.uniform(-30, 0, 10000)]).astype(np.float32)
+    x = np.concatenate([rng.uniform(-12, 12, 10000), 10 ** rng.uniform(-30, 0, 10000)]).astype(
+        np.float32
+    )
     assert ulps(tanh(x), np.tanh(x.astype(np.float64))) <= 2
     assert tanh([0.0, 1e30, np.inf, -np.inf]).tolist() == [0, 1, 1, -1]
     assert np.isnan(exp2([np.nan])).all() and np.isnan(tanh([np.nan])).all()
@@ -341,14 +435,20 @@ def test_erf_is_accurate_and_exact_where_it_is_1() -> None:
 def exact_cos_sin(x: float) -> tuple[Decimal, Decimal]:
     """With 60 digits: x less the nearest multiple of pi/2, and the series."""
     with localcontext(prec=60):
-        quarter = Decimal("1.57079632679489661923132169163975144209858469968755291048747229615390820314310449931")
+        quarter = Decimal(
+            "1.57079632679489661923132169163975144209858469968755291048747229615390820314310449931"
+        )
         n = (Decimal(x) / quarter).to_integral_value()
         r = Decimal(x) - n * quarter
         terms = [Decimal(1)]
         for k in range(1, 50):
             terms.append(terms[-1] * r / k)
-        cos = sum((term * (-1) ** (k // 2) for k, term in enumerate(terms) if k % 2 == 0), Decimal(0))
-        sin = sum((term * (-1) ** (k // 2) for k, term in enumerate(terms) if k % 2 == 1), Decimal(0))
+        cos = sum(
+            (term * (-1) ** (k // 2) for k, term in enumerate(terms) if k % 2 == 0), Decimal(0)
+        )
+        sin = sum(
+            (term * (-1) ** (k // 2) for k, term in enumerate(terms) if k % 2 == 1), Decimal(0)
+        )
         return [(cos, sin), (-sin, cos), (-cos, -sin), (sin, -cos)][int(n) % 4]
 
 
@@ -358,7 +458,14 @@ def test_cos_and_sin_of_float32_numbers_are_accurate_up_to_the_largest_angle() -
     rng = np.random.default_rng(0)
     multiples = np.arange(1, 300000) * (np.pi / 2)
     near = multiples[np.argsort(np.abs(multiples.astype(np.float32) - multiples))[:200]]
-    angles = np.concatenate([rng.uniform(0, 2**17, 300), 10 ** rng.uniform(-6, 8.7, 300), near, [elementary.LARGEST_ANGLE]])
+    angles = np.concatenate(
+        [
+            rng.uniform(0, 2**17, 300),
+            10 ** rng.uniform(-6, 8.7, 300),
+            near,
+            [elementary.LARGEST_ANGLE],
+        ]
+    )
     for x in angles.astype(np.float32).astype(np.float64).tolist():
         (cos, sin), exact = pair(x), exact_cos_sin(x)
         for have, want in zip((cos, sin), exact, strict=True):

@@ -1,4 +1,5 @@
-"""Norms, rotations and gates of the CPU, and the threads that help: right, and the same bits in any company."""
+"""Norms, rotations and gates of the CPU, and the threads that help: right, and the same bits in any
+company."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def invariant(f, *per_row: torch.Tensor) -> torch.Tensor:
-    """f of all rows, having seen that every row is the same alone, at the end of a few, and with one thread."""
+    """f of all rows, having seen that every row is the same alone, at the end of a few, and with
+    one thread."""
     with threads.limited(2):
         want = f(*per_row)
     with threads.limited(1):
@@ -35,10 +37,13 @@ def test_rms_norm(n):
     weight = noise(n, seed=1)
     x = noise(300, n) * 3
     have = invariant(lambda x: rows.rms_norm(x, weight, 1e-6), x)
-    assert (have - torch.rms_norm(x.double(), [n], weight.double(), 1e-6)).abs().max() < 2e-6 * n**0.5
+    assert (
+        have - torch.rms_norm(x.double(), [n], weight.double(), 1e-6)
+    ).abs().max() < 2e-6 * n**0.5
     heads = noise(9, 7, n)[:, 2:5]
     assert torch.equal(
-        invariant(lambda x: rows.rms_norm(x, weight, 1e-6), heads), rows.rms_norm(heads.reshape(-1, n), weight, 1e-6).view(9, 3, n)
+        invariant(lambda x: rows.rms_norm(x, weight, 1e-6), heads),
+        rows.rms_norm(heads.reshape(-1, n), weight, 1e-6).view(9, 3, n),
     )
 
 
@@ -58,7 +63,9 @@ def test_rotation(d, half, interleaved):
     a, b = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
     want = torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]), -1)
-    assert torch.equal(invariant(lambda x, c, s: rows.rotate(x, c, s, interleaved), x, cos[:, 0], sin[:, 0]), want)
+    assert torch.equal(
+        invariant(lambda x, c, s: rows.rotate(x, c, s, interleaved), x, cos[:, 0], sin[:, 0]), want
+    )
 
 
 @pytest.mark.parametrize(("d", "half"), [(8, 4), (64, 32), (64, 16), (72, 20)])
@@ -67,8 +74,16 @@ def test_heads_are_normed_and_rotated_together(d, half, normed):
     x, angle = noise(60, 9, d), noise(60, half, seed=2)
     weights = (noise(d, seed=3), noise(d, seed=4))
     parts = x[:, :8].split((6, 2), 1)
-    want = [rows.rotate(rows.rms_norm(p, w, 1e-6) if normed else p, angle.cos(), angle.sin(), False) for p, w in zip(parts, weights)]
-    have = rows.place_heads(x.flatten(1), rows.Heads(6, 2, d, 1e-6), weights if normed else None, (angle.cos(), angle.sin()))
+    want = [
+        rows.rotate(rows.rms_norm(p, w, 1e-6) if normed else p, angle.cos(), angle.sin(), False)
+        for p, w in zip(parts, weights)
+    ]
+    have = rows.place_heads(
+        x.flatten(1),
+        rows.Heads(6, 2, d, 1e-6),
+        weights if normed else None,
+        (angle.cos(), angle.sin()),
+    )
     assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(have, want, strict=True))
 
 
@@ -78,7 +93,9 @@ def test_silu_gate(n):
     gate, up = x.double().chunk(2, -1)
     want = gate * torch.sigmoid(gate) * up
     have = invariant(lambda x: rows.gate(rows.SILU, x), x)
-    assert ((have - want).abs() <= 2.0**-23 * (3 + gate.abs()) * want.abs() + 1e-33).all()  # e⁻ˣ inherits the rounding of x·log2 e
+    assert (
+        (have - want).abs() <= 2.0**-23 * (3 + gate.abs()) * want.abs() + 1e-33
+    ).all()  # e⁻ˣ inherits the rounding of x·log2 e
 
 
 FUNCTIONS = {
@@ -109,7 +126,11 @@ def test_the_clamped_gate(n):
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     have = invariant(lambda x: rows.clamped_gate(x, 1.702, 7.0), x)
     assert (have - (up + 1) * gate * torch.sigmoid(1.702 * gate)).abs().max() < 2e-5
-    assert rows.clamped_gate(torch.tensor([[float("nan"), 1.0, 1.0, float("nan")]]), 1.702, 7.0).isnan().all()
+    assert (
+        rows.clamped_gate(torch.tensor([[float("nan"), 1.0, 1.0, float("nan")]]), 1.702, 7.0)
+        .isnan()
+        .all()
+    )
 
 
 def test_a_soft_cap():
@@ -123,7 +144,9 @@ def test_layer_norm(n):
     weight, bias = noise(n, seed=1), noise(n, seed=2)
     x = noise(60, n) * 3 + 5
     have = invariant(lambda x: rows.layer_norm(x, weight, bias, 1e-5), x)
-    assert (have - torch.layer_norm(x.double(), [n], weight.double(), bias.double(), 1e-5)).abs().max() < 3e-6 * n**0.5
+    assert (
+        have - torch.layer_norm(x.double(), [n], weight.double(), bias.double(), 1e-5)
+    ).abs().max() < 3e-6 * n**0.5
 
 
 @pytest.mark.parametrize("n", [1, 3, *SIZES])
@@ -132,7 +155,9 @@ def test_softmax_and_shares(n):
     have = invariant(rows.softmax, x)
     want = torch.softmax(x.double(), -1)
     below = (x - x.amax(-1, keepdim=True)).abs()
-    assert ((have - want).abs() <= 2.0**-23 * (4 + below) * want).all()  # the power inherits the rounding of x·log2 e
+    assert (
+        (have - want).abs() <= 2.0**-23 * (4 + below) * want
+    ).all()  # the power inherits the rounding of x·log2 e
     parts = x.abs()
     want = parts.double() / (parts.double().sum(-1, keepdim=True) + 0.25)
     assert ((invariant(lambda x: rows.shares(x, 0.25), parts) - want).abs() <= 2e-6 * want).all()
@@ -148,7 +173,8 @@ def test_softmax_of_what_is_no_number():
 
 
 def test_pooling_is_rounded_once():
-    """A mean of rows divided by its length: what rational numbers of 60 digits would give, but for one place in 2^29."""
+    """A mean of rows divided by its length: what rational numbers of 60 digits would give, but for
+    one place in 2^29."""
     x = noise(90, 72)
     have = rows.pool(x, [(0, 3), (3, 77), (89, 90), (0, 90)])
     for row, (a, b) in zip(have, [(0, 3), (3, 77), (89, 90), (0, 90)], strict=True):
@@ -166,7 +192,9 @@ def test_angles(half):
     angle = (positions.float()[:, None, None] * freqs).double()
     assert torch.equal(cos, angle.cos().float()) and torch.equal(sin, angle.sin().float())
     for part in (0, 1):
-        assert torch.equal(invariant(lambda p: rows.angles(p, freqs, 1.0)[part], positions.int()), (cos, sin)[part])  # noqa: B023
+        assert torch.equal(
+            invariant(lambda p: rows.angles(p, freqs, 1.0)[part], positions.int()), (cos, sin)[part]
+        )
         assert torch.equal(rows.angles(positions, freqs, 1.3)[part], (cos, sin)[part] * 1.3)
 
 
@@ -205,7 +233,8 @@ def test_helpers_come_back_after_they_were_sent_home():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_has_helpers_of_its_own():
-    """The child does nothing but multiply: OpenMP, which torch uses for large tensors, does not survive a fork."""
+    """The child does nothing but multiply: OpenMP, which torch uses for large tensors, does not
+    survive a fork."""
     weight, x = gemm.pack(noise(500, 70), None), noise(9, 70, seed=1)
     with threads.limited(2):
         want = gemm.matmul(x, weight, 500)
@@ -213,7 +242,9 @@ def test_a_forked_process_has_helpers_of_its_own():
         if child == 0:
             signal.alarm(30)
             alone = not threads.HELP.threads
-            same = all(np.array_equal(gemm.matmul(x, weight, 500).numpy(), want.numpy()) for _ in range(50))
+            same = all(
+                np.array_equal(gemm.matmul(x, weight, 500).numpy(), want.numpy()) for _ in range(50)
+            )
             os._exit(0 if alone and same and len(threads.HELP.threads) == 1 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -226,7 +257,20 @@ def test_a_call_does_not_wait_for_a_helper_that_is_asleep():
         want = gemm.matmul(x, weight, 500)
     mailbox = threads.HELP.address  # nobody looks into it
     y = torch.empty(9, 500)
-    entries = (x.data_ptr(), 280, weight.data_ptr(), y.data_ptr(), 9, 70, 500, len(weight), len(weight), 4, 0, 0)
+    entries = (
+        x.data_ptr(),
+        280,
+        weight.data_ptr(),
+        y.data_ptr(),
+        9,
+        70,
+        500,
+        len(weight),
+        len(weight),
+        4,
+        0,
+        0,
+    )
     record = np.array(entries, np.int64)
     threads.compiled()[0](gemm.work().address, 3, mailbox, record.ctypes.data)
     assert torch.equal(y, want)

@@ -18,7 +18,9 @@ from lockstep.kv.tables import Table, keep_from
 from lockstep.plan.image import Views
 from lockstep.types import AttnSpec, GroupSpec, Layout, OutOfPages, RuleError
 
-FULL = GroupSpec(Layout.DENSE, 4, 2, 8, 8, (AttnSpec(0.5), AttnSpec(0.5, k_scale=2.0, v_scale=0.5)), page_size=4)
+FULL = GroupSpec(
+    Layout.DENSE, 4, 2, 8, 8, (AttnSpec(0.5), AttnSpec(0.5, k_scale=2.0, v_scale=0.5)), page_size=4
+)
 WINDOW = replace(FULL, window=6, page_size=2)
 
 
@@ -50,7 +52,8 @@ def test_a_reservation_that_fails_in_one_group_takes_nothing_from_any():
 
 
 class Requests(RuleBasedStateMachine):
-    """Tables against a plain model: which token each request should find at each position of each group."""
+    """Tables against a plain model: which token each request should find at each position of each
+    group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +121,9 @@ class Requests(RuleBasedStateMachine):
         for table, tokens in self.live.values():
             for g, spec in enumerate(self.specs):
                 seen = np.arange(keep_from(spec, len(tokens)), len(tokens), dtype=np.int32)
-                assert [self.slots[g][s] for s in table.slots(g, seen).tolist()] == [tokens[p] for p in seen]
+                assert [self.slots[g][s] for s in table.slots(g, seen).tolist()] == [
+                    tokens[p] for p in seen
+                ]
 
     @invariant()
     def every_page_is_free_or_held_as_often_as_it_is_named(self) -> None:
@@ -149,7 +154,9 @@ def test_accepted_nodes_move_from_scratch_to_their_places():
         table.fork(6)
 
 
-@pytest.mark.parametrize("spec", [FULL, replace(WINDOW, kv_dtype="bfloat16"), replace(FULL, kv_dtype="float8_e4m3")])
+@pytest.mark.parametrize(
+    "spec", [FULL, replace(WINDOW, kv_dtype="bfloat16"), replace(FULL, kv_dtype="float8_e4m3")]
+)
 def test_the_printed_arithmetic_equals_the_bytes_of_the_storages(spec):
     pool = Pool(spec, 9, torch.device("cpu"))
     assert pool.nbytes == group_bytes(spec, 9)
@@ -170,11 +177,19 @@ def test_a_latent_row_is_stored_once_and_v_is_its_first_columns():
 def test_fp8_is_clamped_divided_by_its_scale_and_read_back_exactly():
     spec = replace(FULL, kv_dtype="float8_e4m3")
     pool = Pool(spec, 3, torch.device("cpu"))
-    values = torch.tensor([1000.0, -1000.0, 0.3, 3e-3, 0.0, 448.0, 17.0, -2.5]).expand(1, 2, 8).contiguous()
+    values = (
+        torch.tensor([1000.0, -1000.0, 0.3, 3e-3, 0.0, 448.0, 17.0, -2.5])
+        .expand(1, 2, 8)
+        .contiguous()
+    )
     pool.write(1, torch.tensor([4]), values, values)
     k, v = pool.keys(1)
-    assert torch.equal(k[4].float(), (values[0] / 2.0).clamp(-448, 448).to(torch.float8_e4m3fn).float())
-    assert torch.equal(v[4].float(), (values[0] / 0.5).clamp(-448, 448).to(torch.float8_e4m3fn).float())
+    assert torch.equal(
+        k[4].float(), (values[0] / 2.0).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    )
+    assert torch.equal(
+        v[4].float(), (values[0] / 0.5).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    )
     assert not torch.equal(k[4].view(torch.uint8), v[4].view(torch.uint8))
 
 

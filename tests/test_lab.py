@@ -1,4 +1,5 @@
-"""The lab judges: it sees what is wrong, in the cells where it is wrong, for backends that it has never heard of."""
+"""The lab judges: it sees what is wrong, in the cells where it is wrong, for backends that it has
+never heard of."""
 
 from __future__ import annotations
 
@@ -43,13 +44,27 @@ def outsider(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "offbyone.py").write_text(OFF_BY_ONE)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: offbyone\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[lockstep.backends]\noffbyone = offbyone:Backend\n")
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    }
 
 
 def test_an_outside_backend_with_a_window_off_by_one_is_red_in_window_cells_only(outsider):
     judged = []
     for feature in ("window", "window-sinks", "dense", "sinks"):
-        command = [sys.executable, "-m", "lockstep.cli", "lab", "run", "--backend", "offbyone", "--feature", feature, "--json", "-"]
+        command = [
+            sys.executable,
+            "-m",
+            "lockstep.cli",
+            "lab",
+            "run",
+            "--backend",
+            "offbyone",
+            "--feature",
+            feature,
+            "--json",
+            "-",
+        ]
         ran = subprocess.run(command, env=outsider, capture_output=True, text=True)
         assert ran.returncode == (1 if "window" in feature else 0), ran.stderr[-2000:]
         judged += json.loads(ran.stdout)["cells"]
@@ -88,17 +103,24 @@ def test_every_pair_that_makes_sense_is_there():
 def test_a_cell_passes_and_says_what_it_saw(cell):
     result = run_cell(Cell.parse(cell))
     assert result.verdict == "passed", result.reason
-    assert {"value", "lse", "poison", "writes", "guards", "paths"} <= {f.name for f in result.findings}
+    assert {"value", "lse", "poison", "writes", "guards", "paths"} <= {
+        f.name for f in result.findings
+    }
     assert 0 < result.out_error
     assert 0 < result.tolerance_used < 1
     assert result.counters["rows"] > 0
 
 
 def test_a_refusal_carries_the_backends_reason(monkeypatch):
-    assert run_cell(Cell("cpu", "decode", "head-20")).verdict == "passed", "a head size of 20 is padded, not refused"
+    assert run_cell(Cell("cpu", "decode", "head-20")).verdict == "passed", (
+        "a head size of 20 is padded, not refused"
+    )
     monkeypatch.setattr(cpu.Backend, "caps", replace(cpu.CAPS, head_max=16))
     result = run_cell(Cell("cpu", "decode", "head-20"))
-    assert (result.verdict, result.reason) == ("refused", "head size 20, stored as 24, is not a multiple of 8 up to 16")
+    assert (result.verdict, result.reason) == (
+        "refused",
+        "head size 20, stored as 24, is not a multiple of 8 up to 16",
+    )
 
 
 def test_a_cell_that_does_not_exist_is_a_clear_error():
@@ -117,18 +139,25 @@ def test_guard_bands_notice_a_write_outside_and_a_changed_input():
     rows = guarded.rows(torch.zeros(3, 8))
     rows[1, 1] = 5.0
     rows.as_strided((1,), (1,), rows.storage_offset() + 24 + BAND // 2)[0] = 1.0
-    assert {"guards: the input was changed", "guards: the band around the input was written"} <= set(guarded.damage())
+    assert {
+        "guards: the input was changed",
+        "guards: the band around the input was written",
+    } <= set(guarded.damage())
 
 
 def test_scripts_keep_their_tokens_when_they_are_cut_and_taken_apart():
     script = write(next(r for r in RECIPES if r.name == "fork"), FEATURES[0])
     pieces = chunked(script, 7)
     everything = [u for s in script.steps for a in s for u in getattr(a, "uids", ())]
-    assert sorted(u for s in pieces.steps for a in s for u in getattr(a, "uids", ())) == sorted(everything)
+    assert sorted(u for s in pieces.steps for a in s for u in getattr(a, "uids", ())) == sorted(
+        everything
+    )
     assert max(len(a.uids) for s in pieces.steps for a in s if hasattr(a, "uids")) <= 7
     mine = alone(script, 3)
     assert {a.request for s in mine.steps for a in s} == set(script.lineage[3])
-    assert {u for s in plain(script).steps for a in s for u in getattr(a, "uids", ())} == set(everything)
+    assert {u for s in plain(script).steps for a in s for u in getattr(a, "uids", ())} == set(
+        everything
+    )
 
 
 def test_the_answer_is_plain_softmax_attention():
@@ -140,8 +169,16 @@ def test_the_answer_is_plain_softmax_attention():
     rows = values(feature.groups(16), 9)
     answer = answers(feature, script, rows)[0][1]
     attn = feature.groups(16)[0].layers[1]
-    q, k, v = (t.double().transpose(0, 1) for t in (rows[0][1].q, rows[0][1].k / attn.k_scale, rows[0][1].v / attn.v_scale))
-    k, v = ((t.float().double() * s).repeat_interleave(2, 0) for t, s in ((k, attn.k_scale), (v, attn.v_scale)))
-    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=attn.scale)
+    q, k, v = (
+        t.double().transpose(0, 1)
+        for t in (rows[0][1].q, rows[0][1].k / attn.k_scale, rows[0][1].v / attn.v_scale)
+    )
+    k, v = (
+        (t.float().double() * s).repeat_interleave(2, 0)
+        for t, s in ((k, attn.k_scale), (v, attn.v_scale))
+    )
+    want = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=attn.scale
+    )
     assert list(leaf_uids(script)) == [8]
     assert torch.allclose(answer.out, want.transpose(0, 1), rtol=1e-6, atol=1e-7)

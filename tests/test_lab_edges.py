@@ -1,4 +1,5 @@
-"""What the lab knows of edges: infinities, padding, blind guards, things that are exactly full; and the option that names buckets."""
+"""What the lab knows of edges: infinities, padding, blind guards, things that are exactly full; and
+the option that names buckets."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def test_an_infinity_counts_for_rows_that_see_its_key_and_for_no_other():
 def test_values_overflow_in_one_sign_per_column_and_only_where_asked():
     rows = [[Rows(torch.zeros(3, 2, 32), torch.zeros(3, 2, 32), torch.ones(3, 2, 32))]]
     spoilt_v = overflowed(rows, [1])[0][0].v
-    assert spoilt_v.isinf().sum(2).tolist() == [[0, 0], [2, 2], [0, 0]] and bool(rows[0][0].v.isfinite().all())
+    assert spoilt_v.isinf().sum(2).tolist() == [[0, 0], [2, 2], [0, 0]] and bool(
+        rows[0][0].v.isfinite().all()
+    )
     assert overflowed(rows, []) is rows
 
 
@@ -70,10 +73,16 @@ def test_a_plan_that_shares_a_page_is_noticed_in_a_draft_step_and_a_blind_check_
     world, computes = draft_world()
     plan = world.plan(computes, (0,))
     pages = (world.pools[0].num_pages,)
-    assert len(list(spoilt.variants(plan))) >= 15 and len(list(spoilt.shared_pages(plan, plan.groups[0]))) == 3
+    assert (
+        len(list(spoilt.variants(plan))) >= 15
+        and len(list(spoilt.shared_pages(plan, plan.groups[0]))) == 3
+    )
     assert spoilt.unnoticed(plan, pages) == []
     with reverts.swapped(reverts.load("lockstep-draft-claim")):
-        assert any("nobody noticed" in fault or "shares a page" in fault for fault in spoilt.unnoticed(plan, pages))
+        assert any(
+            "nobody noticed" in fault or "shares a page" in fault
+            for fault in spoilt.unnoticed(plan, pages)
+        )
 
 
 def test_what_is_exactly_full_works_and_one_more_is_said_with_both_numbers():
@@ -89,12 +98,20 @@ def test_an_error_that_loses_a_request_is_found(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", [n for n in reverts.names() if reverts.load(n).target == SAMPLING])
-def test_a_replaced_text_of_the_sampling_kernel_has_the_parameters_of_the_text_it_stands_for(name: str):
+def test_a_replaced_text_of_the_sampling_kernel_has_the_parameters_of_the_text_it_stands_for(
+    name: str,
+):
     module = importlib.import_module(f"{reverts.__name__}.{name.replace('-', '_')}")
-    own = {k: f for k, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__ and k != "revert"}
+    own = {
+        k: f
+        for k, f in vars(module).items()
+        if inspect.isfunction(f) and f.__module__ == module.__name__ and k != "revert"
+    }
     assert own
     for key, text in own.items():
-        assert list(inspect.signature(text).parameters) == list(inspect.signature(getattr(sample, key)).parameters), key
+        assert list(inspect.signature(text).parameters) == list(
+            inspect.signature(getattr(sample, key)).parameters
+        ), key
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The engine's cells judge: their oracle is right, their surroundings hostile, and what is wrong turns them red."""
+"""The engine's cells judge: their oracle is right, their surroundings hostile, and what is wrong
+turns them red."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def rig() -> Rig:
         ("cpu/engine-error/qwen3", {"error", "pages", "poison", "value", "paths"}),
         ("cpu/engine-priority/gemma2", {"priority", "order", "pages", "value", "paths"}),
         ("cpu/engine-dtype/llama", {"dtype", "rounded", "paths"}),
-        ("cpu/sample/llama", {"choice", "masked", "noise", "ties", "distribution", "devices", "paths"}),
+        (
+            "cpu/sample/llama",
+            {"choice", "masked", "noise", "ties", "distribution", "devices", "paths"},
+        ),
     ],
 )
 def test_a_cell_passes_and_says_what_it_saw(cell: str, properties: set[str]):
@@ -45,10 +49,14 @@ def test_a_cell_passes_and_says_what_it_saw(cell: str, properties: set[str]):
 
 
 def test_names_belong_to_one_table_and_every_recipe_is_asked_of_a_model():
-    names = [[*(r.name for r in sheet.recipes), *(f.name for f in sheet.features)] for sheet in SHEETS]
+    names = [
+        [*(r.name for r in sheet.recipes), *(f.name for f in sheet.features)] for sheet in SHEETS
+    ]
     assert not set(names[0]) & set(names[1])
     asked = [c for c in cells(["cpu"]) if c.sheet is ENGINE]
-    assert {c.recipe for c in asked} == {r.name for r in ENGINE.recipes} and {c.feature for c in asked} == {m.name for m in MODELS}
+    assert {c.recipe for c in asked} == {r.name for r in ENGINE.recipes} and {
+        c.feature for c in asked
+    } == {m.name for m in MODELS}
 
 
 def test_a_backend_that_promises_no_bits_is_refused_and_the_matrix_says_why_once():
@@ -70,7 +78,12 @@ def test_philox_gives_the_published_words():
     """Random123's known answers."""
     assert choice.philox((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     ones = 0xFFFFFFFF
-    assert choice.philox((ones,) * 4, (ones,) * 2) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
+    assert choice.philox((ones,) * 4, (ones,) * 2) == (
+        0x408F276D,
+        0x41C83B0E,
+        0xA20BC7C6,
+        0x6D5451FD,
+    )
 
 
 def test_the_plain_choice_cuts_and_breaks_ties_by_id():
@@ -110,7 +123,11 @@ def test_the_oracle_sees_a_wrong_token(rig: Rig):
             jobs[0].request.tokens[-1] = 1 + jobs[0].request.tokens[-1] % (VOCAB - 1)
 
     rig.play("batch", rig.engine(), [Order(words(12), PLAIN), Order(words(9, 1), THREE)], edit)
-    assert rig.faults["batch"] and rig.faults["batch"][0].startswith("request 0: tokens") and not rig.faults["pages"]
+    assert (
+        rig.faults["batch"]
+        and rig.faults["batch"][0].startswith("request 0: tokens")
+        and not rig.faults["pages"]
+    )
 
 
 def test_a_stream_that_differs_is_found(rig: Rig):
@@ -131,5 +148,10 @@ def test_the_alphabet_has_a_text_for_every_token():
 def test_show_tells_the_steps_of_an_engine_and_what_was_found(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["lab", "show", f"cpu/engine-score/{LLAMA.name}"]) == 0
     said = capsys.readouterr().out
-    for word in ("engine 1: pages of 8, 512 rows a step", "request 0: 21 rows after 0 keys, 1 sampled", "write_slots", "nothing was wrong"):
+    for word in (
+        "engine 1: pages of 8, 512 rows a step",
+        "request 0: 21 rows after 0 keys, 1 sampled",
+        "write_slots",
+        "nothing was wrong",
+    ):
         assert word in said, word

@@ -1,7 +1,9 @@
-"""Every model against transformers' own class, with random weights that make attention, windows, sinks and routing matter.
+"""Every model against transformers' own class, with random weights that make attention, windows,
+sinks and routing matter.
 
-Values: logits within 1e-4 of the reference (eager attention, float32), whole, in chunks, behind a cached prefix, with pages of 1 and 16
-tokens; 64 greedy tokens; embeddings. Bits: a request alone and in a batch, whole and in chunks, page sizes.
+Values: logits within 1e-4 of the reference (eager attention, float32), whole, in chunks, behind a
+cached prefix, with pages of 1 and 16 tokens; 64 greedy tokens; embeddings. Bits: a request alone
+and in a batch, whole and in chunks, page sizes.
 """
 
 from __future__ import annotations
@@ -43,21 +45,47 @@ MLA: dict[str, Any] = {
         "moe_intermediate_size": 32,
         "num_key_value_heads": 4,
     },
-    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
+    **{
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+    },
 }
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
 LLAMA3 = {
-    **{"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    **{
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
     "original_max_position_embeddings": 64,
 }
 # config class, model class, what differs from SMALL
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}),
+    "llama": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
+    ),
     "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 9}),
     "qwen2": (
         "Qwen2Config",
         "Qwen2ForCausalLM",
-        {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 2, "tie_word_embeddings": True},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 11,
+            "max_window_layers": 2,
+            "tie_word_embeddings": True,
+        },
     ),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 24}),
     "qwen3_moe": (
@@ -75,7 +103,13 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": (
         "Gemma2Config",
         "Gemma2ForCausalLM",
-        {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 9.0},
+        {
+            "head_dim": 16,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 9.0,
+        },
     ),
     "gemma3_text": (
         "Gemma3TextConfig",
@@ -105,16 +139,31 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "DeepseekV2ForCausalLM",
         {
             **MLA,
-            **{"q_lora_rank": None, "n_shared_experts": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5},
+            **{
+                "q_lora_rank": None,
+                "n_shared_experts": 2,
+                "topk_method": "group_limited_greedy",
+                "routed_scaling_factor": 1.5,
+            },
             "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
         },
     ),
-    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**MLA, "q_lora_rank": 40, "n_shared_experts": 1, "attention_bias": True}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {**MLA, "q_lora_rank": 40, "n_shared_experts": 1, "attention_bias": True},
+    ),
     "bart": (
         "BartConfig",
         "BartForConditionalGeneration",
         {
-            **{"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 80},
+            **{
+                "d_model": 64,
+                "encoder_layers": 2,
+                "decoder_layers": 2,
+                "encoder_ffn_dim": 96,
+                "decoder_ffn_dim": 80,
+            },
             **{"encoder_attention_heads": 4, "decoder_attention_heads": 8, "scale_embedding": True},
         },
     ),
@@ -149,12 +198,24 @@ def case(request, tmp_path_factory):
     return make(*CASES[request.param], tmp_path_factory.mktemp(request.param))
 
 
-def make(config_class: str, model_class: str, changes: dict[str, Any], folder: Path, context: int | None = None, **saving: Any) -> Case:
-    """transformers' model with random weights, saved by transformers and loaded by us, for a context of this length."""
+def make(
+    config_class: str,
+    model_class: str,
+    changes: dict[str, Any],
+    folder: Path,
+    context: int | None = None,
+    **saving: Any,
+) -> Case:
+    """transformers' model with random weights, saved by transformers and loaded by us, for a
+    context of this length."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    sizes = {k: v for k, v in SMALL.items() if k in ("vocab_size", "max_position_embeddings") or config_class != "BartConfig"}
+    sizes = {
+        k: v
+        for k, v in SMALL.items()
+        if k in ("vocab_size", "max_position_embeddings") or config_class != "BartConfig"
+    }
     config = getattr(transformers, config_class)(**{**sizes, **changes})
     config._attn_implementation = "eager"
     reference = randomise(getattr(transformers, model_class)(config))
@@ -172,7 +233,9 @@ def agree(ours: Tensor, theirs: Tensor) -> None:
     assert (ours - theirs).abs().max().item() <= 1e-4
 
 
-def greedy(case: Case, engine: Engine, request: Request, hidden: Tensor, count: int = 64) -> list[int]:
+def greedy(
+    case: Case, engine: Engine, request: Request, hidden: Tensor, count: int = 64
+) -> list[int]:
     """Greedy tokens, one step each, from the last row of a prompt."""
     out: list[int] = []
     for _ in range(count):
@@ -182,10 +245,13 @@ def greedy(case: Case, engine: Engine, request: Request, hidden: Tensor, count: 
 
 
 def check_greedy(chosen: list[int], logits: Tensor) -> int:
-    """Every token is the reference's own choice at its place; returns how many places were too close to call."""
+    """Every token is the reference's own choice at its place; returns how many places were too
+    close to call."""
     best = logits.topk(2, -1)
     exempt = 0
-    for token, (first, second), (choice, _) in zip(chosen, best.values.tolist(), best.indices.tolist(), strict=True):
+    for token, (first, second), (choice, _) in zip(
+        chosen, best.values.tolist(), best.indices.tolist(), strict=True
+    ):
         if first - second < CLOSE:
             exempt += 1
         else:
@@ -251,7 +317,9 @@ def test_a_request_alone_and_in_a_batch_has_the_same_bits(case):
     assert torch.equal(decoded[1], alone[-1]), "decode in a batch and prefill alone differ in bits"
     torch.set_num_threads(2)
     try:
-        assert torch.equal(Engine(case.model).whole(prompts[1]), together[1]), "the thread count changes bits"
+        assert torch.equal(Engine(case.model).whole(prompts[1]), together[1]), (
+            "the thread count changes bits"
+        )
     finally:
         torch.set_num_threads(1)
 
@@ -268,7 +336,9 @@ def test_embeddings_of_decoders(case):
             want = torch.nn.functional.normalize(rows[-1] if how == "last" else rows.mean(0), dim=0)
             assert (got[i] - want).abs().max() <= 1e-5
             assert torch.equal(engine.embed([prompt], how)[0], got[i])
-            assert torch.equal(case.model.embed(engine.whole(prompt), [0, len(prompt)], how)[0], got[i]), "the cache changes bits"
+            assert torch.equal(
+                case.model.embed(engine.whole(prompt), [0, len(prompt)], how)[0], got[i]
+            ), "the cache changes bits"
 
 
 @pytest.mark.parametrize("case", ["bert"], indirect=True)
@@ -318,8 +388,16 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     ),
     "llama, yarn": (*CASES["llama"][:2], {"rope_parameters": YARN}, {}),
     "llama, dynamic, not stretched": (*CASES["llama"][:2], {"rope_parameters": DYNAMIC}, {}),
-    "llama, dynamic, stretched": (*CASES["llama"][:2], {"rope_parameters": DYNAMIC, "max_position_embeddings": 26}, {"context": 52}),
-    "llama, a part of a head": (*CASES["llama"][:2], {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}}, {}),
+    "llama, dynamic, stretched": (
+        *CASES["llama"][:2],
+        {"rope_parameters": DYNAMIC, "max_position_embeddings": 26},
+        {"context": 52},
+    ),
+    "llama, a part of a head": (
+        *CASES["llama"][:2],
+        {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
+        {},
+    ),
     "gemma3_text, dynamic, stretched": (
         *CASES["gemma3_text"][:2],
         {**CASES["gemma3_text"][2], "rope_parameters": BOTH, "max_position_embeddings": 26},
@@ -327,17 +405,33 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen3, windows": (
         *CASES["qwen3"][:2],
-        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "attention_bias": True},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+            "attention_bias": True,
+        },
         {},
     ),
     "qwen3_moe, every other layer, not normed, windows": (
         *CASES["qwen3_moe"][:2],
-        {**CASES["qwen3_moe"][2], "norm_topk_prob": False, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5},
+        {
+            **CASES["qwen3_moe"][2],
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+        },
         {},
     ),
     "gemma2, untied, no caps": (
         *CASES["gemma2"][:2],
-        {"head_dim": 16, "attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False},
+        {
+            "head_dim": 16,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": False,
+        },
         {},
     ),
     "deepseek_v2, greedy, low-rank queries": (
@@ -365,7 +459,9 @@ def test_variants_of_a_config(name, tmp_path):
     config_class, model_class, changes, saving = VARIANTS[name]
     variant = make(config_class, model_class, changes, tmp_path, **saving)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1 or "max_shard_size" not in saving
-    prompt = tokens(52)  # a stretched rope is transformers' own where it runs exactly the context at once
+    prompt = tokens(
+        52
+    )  # a stretched rope is transformers' own where it runs exactly the context at once
     agree(variant.model.logits(Engine(variant.model).whole(prompt)), variant.logits(prompt))
     assert variant.model.max_position == saving.get("context", 512)
 
@@ -410,28 +506,41 @@ def our_frequencies(case: Case) -> Iterator[None]:
 
 @pytest.mark.parametrize("case", DECODERS, indirect=True)
 def test_logits_are_those_of_transformers_up_to_position_131071(case):
-    """The last 61 positions of a long context; and half of the rows there, half at its beginning, where 131,071 times a place of
-    a frequency is an angle of up to 0.008, so that transformers is given ours."""
+    """The last 61 positions of a long context; and half of the rows there, half at its beginning,
+    where 131,071 times a place of a frequency is an angle of up to 0.008, so that transformers is
+    given ours."""
     prompt = tokens(61)
     near, far = torch.arange(61), torch.arange(FAR - 60, FAR + 1)
     apart = torch.cat((near[:30], far[30:]))
 
     def theirs(positions: Tensor) -> Tensor:
         with torch.no_grad():
-            mask = torch.ones(1, 61, dtype=torch.long)  # without one, positions that jump are read as several prompts
-            return case.reference(torch.tensor([prompt]), position_ids=positions[None], attention_mask=mask).logits[0]
+            mask = torch.ones(
+                1, 61, dtype=torch.long
+            )  # without one, positions that jump are read as several prompts
+            return case.reference(
+                torch.tensor([prompt]), position_ids=positions[None], attention_mask=mask
+            ).logits[0]
 
-    ours = [case.model.logits(Engine(Placed(case.model, positions)).whole(prompt, 16)) for positions in (near, far, apart)]
+    ours = [
+        case.model.logits(Engine(Placed(case.model, positions)).whole(prompt, 16))
+        for positions in (near, far, apart)
+    ]
     agree(ours[0], theirs(near))
     agree(ours[1], theirs(far))
     with our_frequencies(case):
         agree(ours[2], theirs(apart))
-    windows = all(block.attn.window is not None and block.attn.window < 12 for block in case.model.spec.blocks)
+    windows = all(
+        block.attn.window is not None and block.attn.window < 12 for block in case.model.spec.blocks
+    )
     assert windows or (ours[0] - ours[2])[40:].abs().max() > 1e-2, "a distance of 131,071 matters"
 
 
-def test_a_stretched_rope_is_asked_for_by_the_context_length_and_stands_in_the_fingerprint(tmp_path):
-    """A rope of max_position 26: 52 tokens are those of transformers, run whole; without the context 27 are too many."""
+def test_a_stretched_rope_is_asked_for_by_the_context_length_and_stands_in_the_fingerprint(
+    tmp_path,
+):
+    """A rope of max_position 26: 52 tokens are those of transformers, run whole; without the
+    context 27 are too many."""
     from lockstep import LLM
 
     changes = {"rope_parameters": DYNAMIC, "max_position_embeddings": 26}
@@ -445,7 +554,9 @@ def test_a_stretched_rope_is_asked_for_by_the_context_length_and_stands_in_the_f
     with pytest.raises(RuleError, match="at most 26 tokens; got 27"):
         plain.score(tokens(27))
     for llm, prompt in ((plain, tokens(26)), (long, tokens(52))):
-        scores = torch.log_softmax(variant.logits(prompt), -1)[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        scores = torch.log_softmax(variant.logits(prompt), -1)[:-1].gather(
+            1, torch.tensor(prompt[1:])[:, None]
+        )[:, 0]
         assert (torch.from_numpy(llm.score(prompt)[1:]) - scores).abs().max() <= 1e-4
 
 
@@ -465,7 +576,9 @@ def test_a_trunk_without_a_head_embeds_and_does_not_generate(tmp_path):
     variant = make("Qwen3Config", "Qwen3Model", {"head_dim": 16}, tmp_path)
     with torch.no_grad():
         row = variant.reference(torch.tensor([tokens(9)])).last_hidden_state[0, -1]
-    assert (Engine(variant.model).embed([tokens(9)])[0] - torch.nn.functional.normalize(row, dim=0)).abs().max() <= 1e-5
+    assert (
+        Engine(variant.model).embed([tokens(9)])[0] - torch.nn.functional.normalize(row, dim=0)
+    ).abs().max() <= 1e-5
     assert not variant.model.generates
     with pytest.raises(RuleError, match="a model that generates has a head"):
         variant.model.logits(row[None])
@@ -474,6 +587,12 @@ def test_a_trunk_without_a_head_embeds_and_does_not_generate(tmp_path):
 def test_layers_that_keep_and_see_alike_share_a_group(tmp_path):
     variant = make("Gemma3TextConfig", "Gemma3ForCausalLM", CASES["gemma3_text"][2], tmp_path)
     groups = variant.model.groups(4, "bfloat16")
-    assert [(g.window, len(g.layers), g.page_size, g.kv_dtype) for g in groups] == [(9, 2, 4, "bfloat16"), (None, 1, 4, "bfloat16")]
+    assert [(g.window, len(g.layers), g.page_size, g.kv_dtype) for g in groups] == [
+        (9, 2, 4, "bfloat16"),
+        (None, 1, 4, "bfloat16"),
+    ]
     assert [(p.group, p.layer) for p in variant.model.places] == [(0, 0), (1, 0), (0, 1)]
-    assert [(g.window, g.layout) for g in variant.model.fresh_groups()] == [(9, "fresh"), (None, "fresh")]
+    assert [(g.window, g.layout) for g in variant.model.fresh_groups()] == [
+        (9, "fresh"),
+        (None, "fresh"),
+    ]

@@ -1,4 +1,5 @@
-"""Mutants are drawn by a seed, tried in copies, killed or left alive, and nothing else is touched."""
+"""Mutants are drawn by a seed, tried in copies, killed or left alive, and nothing else is
+touched."""
 
 from __future__ import annotations
 
@@ -114,7 +115,9 @@ def reached(crew: pool.Crew) -> reach.Reach:
     return reach.Reach({u.name.rpartition("::")[2]: u for u in units})
 
 
-def mutant(root: Path, operator: str, line: int, file: str = "lockstep/toy.py", nth: int = 0) -> Mutant:
+def mutant(
+    root: Path, operator: str, line: int, file: str = "lockstep/toy.py", nth: int = 0
+) -> Mutant:
     """The mutant of an operator on a line."""
     text = (root / file).read_text()
     found = [p for p in draw.places(file, text) if (p.operator, p.line) == (operator, line)]
@@ -160,8 +163,12 @@ def test_annotations_are_no_place_for_a_mutant(toy: Path):
 
 def test_an_id_stays_when_lines_above_come_and_go(toy: Path):
     moved = TOY.replace('"""A toy."""', '"""A toy.\n\nWith more to say.\n"""')
-    (place,) = (p for p in draw.places("toy.py", moved) if p.operator == "ReplaceComparisonOperator_Gt_GtE")
-    (before,) = (p for p in draw.places("toy.py", TOY) if p.operator == "ReplaceComparisonOperator_Gt_GtE")
+    (place,) = (
+        p for p in draw.places("toy.py", moved) if p.operator == "ReplaceComparisonOperator_Gt_GtE"
+    )
+    (before,) = (
+        p for p in draw.places("toy.py", TOY) if p.operator == "ReplaceComparisonOperator_Gt_GtE"
+    )
     one, two = draw.make("toy", before, TOY), draw.make("toy", place, moved)
     assert one is not None and two is not None
     assert (one.id, one.line + 3) == (two.id, two.line)
@@ -184,14 +191,22 @@ def test_mutants_that_overlap_do_not_share_a_tree(toy: Path):
 
 
 def test_coverage_says_who_reaches_a_line_and_the_red_ones_are_not_asked(reached: reach.Reach):
-    assert {name: u.outcome for name, u in reached.units.items() if u.outcome != "passed"} == {"test_red": "failed"}
+    assert {name: u.outcome for name, u in reached.units.items() if u.outcome != "passed"} == {
+        "test_red": "failed"
+    }
     names = [u.name.rpartition("::")[2] for u in reached.of("lockstep/toy.py", [line_of("* 2")])]
     assert names == ["test_double"]
-    unseen = {u.name.rpartition("::")[2] for u in reached.of("lockstep/toy.py", [line_of("x + START")])}
-    assert unseen == {"test_clip", "test_double", "test_countdown"}, "a line that nobody is seen at: all that reach the file"
+    unseen = {
+        u.name.rpartition("::")[2] for u in reached.of("lockstep/toy.py", [line_of("x + START")])
+    }
+    assert unseen == {"test_clip", "test_double", "test_countdown"}, (
+        "a line that nobody is seen at: all that reach the file"
+    )
 
 
-def test_a_map_is_kept_until_a_file_that_was_reached_changes(toy: Path, crew: pool.Crew, tmp_path: Path):
+def test_a_map_is_kept_until_a_file_that_was_reached_changes(
+    toy: Path, crew: pool.Crew, tmp_path: Path
+):
     asked, sources = [reach.Group("toy", files=("tests/test_toy.py",))], tree.digests(toy)
     measured = []
 
@@ -200,13 +215,20 @@ def test_a_map_is_kept_until_a_file_that_was_reached_changes(toy: Path, crew: po
             measured.append(group)
             super().save(group, *rest)
 
-    for changes, times in (({}, 1), ({}, 1), ({"lockstep/else.py": "x"}, 1), ({"lockstep/toy.py": "x"}, 2)):
+    for changes, times in (
+        ({}, 1),
+        ({}, 1),
+        ({"lockstep/else.py": "x"}, 1),
+        ({"lockstep/toy.py": "x"}, 2),
+    ):
         store = Counted(tmp_path, toy, {**sources, **changes})
         found = reach.load(store, asked, crew, lambda name, bad: None)
         assert len(found.units) == 5 and len(measured) == times
 
 
-def test_a_stale_map_carries_lines_over_and_loses_those_that_changed(toy: Path, reached: reach.Reach, tmp_path: Path):
+def test_a_stale_map_carries_lines_over_and_loses_those_that_changed(
+    toy: Path, reached: reach.Reach, tmp_path: Path
+):
     asked = reach.Group("toy", files=("tests/test_toy.py",))
     units = list(reached.units.values())
     reach.Store(tmp_path, toy, tree.digests(toy)).save(asked, units, ["lockstep/toy.py"])
@@ -214,7 +236,10 @@ def test_a_stale_map_carries_lines_over_and_loses_those_that_changed(toy: Path, 
     changed = "import os\n\n" + TOY.replace("n -= 1", "n -= 1 * 1")
     (tmp_path / "now/lockstep/toy.py").write_text(changed)
     store = reach.Store(tmp_path, tmp_path / "now", {"lockstep/toy.py": "other"}, stale=True)
-    found = {u.name.rpartition("::")[2]: u.lines.get("lockstep/toy.py", ()) for u in store.kept(asked) or ()}
+    found = {
+        u.name.rpartition("::")[2]: u.lines.get("lockstep/toy.py", ())
+        for u in store.kept(asked) or ()
+    }
     assert line_of("while n", changed) in found["test_countdown"]
     assert line_of("n -= 1", changed) not in found["test_countdown"]
     assert line_of("return (", changed) in found["test_double"]
@@ -238,10 +263,17 @@ def test_mutants_are_killed_hang_or_live_and_the_rest_finds_what_coverage_did_no
     play = campaign.Campaign(toy, [doubled, endless, equal, unseen], units, journal, crew)
     play.alone(lambda note, bad: None)
     fates = journal.fates
-    assert fates[doubled.id].killer == "tests/test_toy.py::test_double" and "assert 12 == 8" in fates[doubled.id].detail
-    assert fates[endless.id].killer == "tests/test_toy.py::test_countdown" and fates[endless.id].detail.startswith("hangs")
+    assert (
+        fates[doubled.id].killer == "tests/test_toy.py::test_double"
+        and "assert 12 == 8" in fates[doubled.id].detail
+    )
+    assert fates[endless.id].killer == "tests/test_toy.py::test_countdown" and fates[
+        endless.id
+    ].detail.startswith("hangs")
     assert [m.id for m in play.survivors()] == [equal.id, unseen.id]
-    assert play.rest_len() == 3 == len(play._rest([equal, unseen])), "what only one of them has met is asked again"
+    assert play.rest_len() == 3 == len(play._rest([equal, unseen])), (
+        "what only one of them has met is asked again"
+    )
     play.together(lambda note, bad: None)
     assert fates[unseen.id].killer == "tests/test_toy.py::test_hidden"
     assert [m.id for m in play.survivors()] == [equal.id]
@@ -249,11 +281,17 @@ def test_mutants_are_killed_hang_or_live_and_the_rest_finds_what_coverage_did_no
     assert [m.id for m in play.survivors()] == [equal.id], "no kill was a mistake"
     assert (toy / "lockstep/toy.py").read_text() == TOY, "the repository is as it was"
     again = campaign.Campaign(toy, play.mutants, units, campaign.Journal(journal.path), crew)
-    assert again.todo() == [] and again.journal.fates == fates and again.rest_len() == 0, "a run that was ended goes on where it was"
+    assert again.todo() == [] and again.journal.fates == fates and again.rest_len() == 0, (
+        "a run that was ended goes on where it was"
+    )
 
 
-def test_who_was_killed_by_a_test_that_changed_is_tried_again_and_survivors_if_any_test_did(toy: Path, crew: pool.Crew, tmp_path: Path):
-    one, two, three = (mutant(toy, "NumberReplacer", line_of(at)) for at in ("* 2", "n -= 1", "START:"))
+def test_who_was_killed_by_a_test_that_changed_is_tried_again_and_survivors_if_any_test_did(
+    toy: Path, crew: pool.Crew, tmp_path: Path
+):
+    one, two, three = (
+        mutant(toy, "NumberReplacer", line_of(at)) for at in ("* 2", "n -= 1", "START:")
+    )
     journal = campaign.Journal(tmp_path / "journal.jsonl")
     tests = {"tests/test_a.py": "1", "tests/test_b.py": "1"}
     before = campaign.Campaign(toy, [one, two, three], reach.Reach(), journal, crew, {}, tests)
@@ -266,7 +304,9 @@ def test_who_was_killed_by_a_test_that_changed_is_tried_again_and_survivors_if_a
         assert after.todo() == again
 
 
-def test_a_kill_by_a_unit_that_is_red_anyway_is_none(toy: Path, crew: pool.Crew, reached: reach.Reach, tmp_path: Path):
+def test_a_kill_by_a_unit_that_is_red_anyway_is_none(
+    toy: Path, crew: pool.Crew, reached: reach.Reach, tmp_path: Path
+):
     units = reach.Reach({u.name: u for u in reached.units.values()})
     journal = campaign.Journal(tmp_path / "journal.jsonl")
     journal.fate(campaign.Fate("someone", "killed", "tests/test_toy.py::test_red"))
@@ -296,8 +336,12 @@ def test_a_mutant_of_the_engine_is_killed_by_its_tests_and_one_that_changes_noth
     trees = tree.Trees(ROOT, tmp_path)
     trees.renew()
     with closing(pool.Crew(trees, 1, warm=("torch",))) as crew:
-        units = reach.Reach({name: reach.Unit(name, 1.0, "passed", {file: frozenset(killed.lines)})})
-        play = campaign.Campaign(ROOT, [killed, silent], units, campaign.Journal(tmp_path / "journal.jsonl"), crew)
+        units = reach.Reach(
+            {name: reach.Unit(name, 1.0, "passed", {file: frozenset(killed.lines)})}
+        )
+        play = campaign.Campaign(
+            ROOT, [killed, silent], units, campaign.Journal(tmp_path / "journal.jsonl"), crew
+        )
         play.alone(lambda note, bad: None)
     assert {f.id: (f.outcome, f.killer) for f in play.journal.fates.values()} == {
         killed.id: ("killed", name),
@@ -308,7 +352,9 @@ def test_a_mutant_of_the_engine_is_killed_by_its_tests_and_one_that_changes_noth
 
 def test_counts_are_by_module_and_leave_out_what_cannot_be_killed():
     judged = ("killed", "killed", "killed", "open", "neutral", "equivalent")
-    rows = [{"module": "plan", "verdict": v} for v in judged] + [{"module": "kv", "verdict": "equivalent"}]
+    rows = [{"module": "plan", "verdict": v} for v in judged] + [
+        {"module": "kv", "verdict": "equivalent"}
+    ]
     found = verdicts.count(rows)
     assert found["plan"] == {"killed": 3, "equivalent": 1, "neutral": 1, "open": 1, "share": 0.75}
     assert found["kv"]["share"] is None and found["all"]["equivalent"] == 2

@@ -1,4 +1,5 @@
-"""Layers: a row's bits do not depend on its company. And model folders that lie, which must be refused with the reason."""
+"""Layers: a row's bits do not depend on its company. And model folders that lie, which must be
+refused with the reason."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 def invariant(run, x: Tensor, threads: tuple[int, ...] = (1, 2)) -> bool:
-    """Whether rows of run(x) have the same bits from the front, from the back, at every thread count."""
+    """Whether rows of run(x) have the same bits from the front, from the back, at every thread
+    count."""
     want = run(x)
     for count in threads:
         torch.set_num_threads(count)
@@ -53,7 +55,18 @@ def invariant(run, x: Tensor, threads: tuple[int, ...] = (1, 2)) -> bool:
     return True
 
 
-SHAPES = [(200, 64), (7, 64), (1, 64), (3, 24), (33, 17), (512, 16), (1000, 72), (96, 1024), (64, 1025), (40, 3072)]
+SHAPES = [
+    (200, 64),
+    (7, 64),
+    (1, 64),
+    (3, 24),
+    (33, 17),
+    (512, 16),
+    (1000, 72),
+    (96, 1024),
+    (64, 1025),
+    (40, 3072),
+]
 
 
 @pytest.mark.parametrize("kernel", ["lanes", "onednn"])
@@ -64,12 +77,15 @@ def test_rows_do_not_depend_on_their_company(kernel, shape, bias):
     layer = linear.pack(weight, b, kernel)
     assert certify_linear(layer) is None
     x = noise(5, shape[1], seed=2)
-    assert (layer(x) - F.linear(x.double(), weight.double(), b.double() if bias else None)).abs().max() < 1e-3
+    assert (
+        layer(x) - F.linear(x.double(), weight.double(), b.double() if bias else None)
+    ).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("shape", [(200, 64), (7, 64), (33, 17), (96, 130)])
 def test_the_own_gemm_is_one_fma_chain_over_k(shape):
-    """A product of two float32 is exact in float64, so adding and rounding there is an fma up to a tie in 2^29."""
+    """A product of two float32 is exact in float64, so adding and rounding there is an fma up to a
+    tie in 2^29."""
     weight, bias = noise(*shape), noise(shape[0], seed=1)
     x = noise(3, shape[1], seed=2)
     acc = torch.zeros(3, shape[0])
@@ -98,9 +114,21 @@ def test_rows_with_strides_are_multiplied_where_they_lie():
 
 def test_a_certificate_is_refused_where_rows_meet():
     sound = linear.pack(noise(24, 16), None, "lanes")
-    mixed = replace(sound, kernel=Kernel(sound.kernel.pack, lambda x, w, n: sound.kernel.run(x, w, n) + (1e-6 if len(x) % 4 == 3 else 0)))
+    mixed = replace(
+        sound,
+        kernel=Kernel(
+            sound.kernel.pack,
+            lambda x, w, n: sound.kernel.run(x, w, n) + (1e-6 if len(x) % 4 == 3 else 0),
+        ),
+    )
     assert certify_linear(mixed) == "24x16: 3 rows differ from 65 at 1 threads"
-    ranked = replace(sound, kernel=Kernel(sound.kernel.pack, lambda x, w, n: sound.kernel.run(x, w, n) + torch.arange(len(x))[:, None]))
+    ranked = replace(
+        sound,
+        kernel=Kernel(
+            sound.kernel.pack,
+            lambda x, w, n: sound.kernel.run(x, w, n) + torch.arange(len(x))[:, None],
+        ),
+    )
     assert "shuffled rows differ" in str(certify_linear(ranked))
 
 
@@ -121,7 +149,9 @@ def test_activations_are_row_invariant_and_right(name, width):
     x = noise(ROWS, 2 * width) * 3
     act = mlp.activation(name)
     assert invariant(Glu(act), x)
-    reference = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}.get(name, lambda t: F.gelu(t, approximate="tanh"))
+    reference = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}.get(
+        name, lambda t: F.gelu(t, approximate="tanh")
+    )
     assert (act(x) - reference(x.double())).abs().max() < 2e-6
     assert torch.isfinite(act(torch.tensor([-200.0, -90.0, 0.0, 200.0]))).all()
 
@@ -140,7 +170,9 @@ def test_norms_are_row_invariant(width):
     weight, bias = noise(width), noise(width, seed=1)
     for norm in (RMSNorm(weight, 1e-6), LayerNorm(weight, bias, 1e-5)):
         assert invariant(norm, noise(ROWS, width))
-        assert invariant(lambda x, norm=norm: norm(x.view(len(x), 9, width)[:, 2:7]), noise(ROWS, 9 * width)), "heads of a fused projection"
+        assert invariant(
+            lambda x, norm=norm: norm(x.view(len(x), 9, width)[:, 2:7]), noise(ROWS, 9 * width)
+        ), "heads of a fused projection"
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -153,13 +185,26 @@ def test_rope_is_row_invariant_and_leaves_the_rest_of_a_head_alone(interleaved):
 
     assert invariant(run, torch.arange(ROWS))
     assert torch.equal(run(torch.arange(ROWS))[..., 24:], x[..., 24:])
-    assert torch.equal(run(torch.tensor([0]))[..., :12], x[:1, :, 0:24:2] if interleaved else x[:1, :, :12]), "position 0 turns nothing"
+    assert torch.equal(
+        run(torch.tensor([0]))[..., :12], x[:1, :, 0:24:2] if interleaved else x[:1, :, :12]
+    ), "position 0 turns nothing"
 
 
 SCALINGS = {
     "linear": {"factor": 3.0},
-    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 20, "mscale": 0.7, "mscale_all_dim": 1.2},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 20,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.2,
+    },
     "dynamic": {"factor": 3.0},
 }
 
@@ -171,7 +216,12 @@ def test_frequencies_are_those_of_transformers(kind):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     params = {"rope_type": kind, "rope_theta": 5000.0, **SCALINGS.get(kind, {})}
-    config = LlamaConfig(hidden_size=128, num_attention_heads=2, max_position_embeddings=512, rope_parameters=dict(params))
+    config = LlamaConfig(
+        hidden_size=128,
+        num_attention_heads=2,
+        max_position_embeddings=512,
+        rope_parameters=dict(params),
+    )
     if kind == "default":
         want, factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
     else:
@@ -183,31 +233,47 @@ def test_frequencies_are_those_of_transformers(kind):
 
 @pytest.mark.parametrize("length", [512, 513, 1536, 4000])
 def test_a_dynamic_rope_is_stretched_for_the_context_and_by_no_sequence(length):
-    """Up to max_position it is the plain rope; beyond, transformers' base at exactly the length that was asked for."""
+    """Up to max_position it is the plain rope; beyond, transformers' base at exactly the length
+    that was asked for."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     params = {"rope_type": "dynamic", "rope_theta": 5000.0, "factor": 3.0}
-    config = LlamaConfig(hidden_size=128, num_attention_heads=2, max_position_embeddings=512, rope_parameters=dict(params))
+    config = LlamaConfig(
+        hidden_size=128,
+        num_attention_heads=2,
+        max_position_embeddings=512,
+        rope_parameters=dict(params),
+    )
     want, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=length)
     known = rope.for_context(params, 512, length)
     got = rope.make(known, 64, 512)
     assert torch.tensor(got.inv_freq).allclose(want, rtol=1e-6, atol=0)
     assert rope.longest(known, 512) == length
-    assert (got == rope.make({"rope_type": "default", "rope_theta": 5000.0}, 64, 512)) == (length == 512)
-    assert rope.for_context({"full": params, "window": None}, 512, length) == {"full": known, "window": None}
-    assert rope.for_context({**params, "context_length": 9999}, 512, None) == params, "a config does not ask for a context"
+    assert (got == rope.make({"rope_type": "default", "rope_theta": 5000.0}, 64, 512)) == (
+        length == 512
+    )
+    assert rope.for_context({"full": params, "window": None}, 512, length) == {
+        "full": known,
+        "window": None,
+    }
+    assert rope.for_context({**params, "context_length": 9999}, 512, None) == params, (
+        "a config does not ask for a context"
+    )
 
 
 @pytest.mark.parametrize("kind", ["default", *SCALINGS])
 @pytest.mark.parametrize(("dim", "theta"), [(56, 1e6), (128, 1e6), (112, 5e5), (20, 1e4)])
 def test_frequencies_are_rounded_once(kind, dim, theta):
-    """Exact ones, by rational numbers and 60 digits, are half a float32 away at most; float32 arithmetic is two or three."""
+    """Exact ones, by rational numbers and 60 digits, are half a float32 away at most; float32
+    arithmetic is two or three."""
     params = {"rope_type": kind, "rope_theta": theta, **SCALINGS.get(kind, {})}
     got = torch.tensor(rope.make(params, dim, 512).inv_freq)
     with localcontext(prec=60):
         plain = [Decimal(theta) ** -(Decimal(i) / dim) for i in range(0, dim, 2)]
-        want = torch.tensor([float(f) for f in scaled_exactly(kind, plain, theta, dim)], dtype=torch.float64)
+        want = torch.tensor(
+            [float(f) for f in scaled_exactly(kind, plain, theta, dim)], dtype=torch.float64
+        )
     assert torch.equal(got, want.float())
 
 
@@ -220,13 +286,26 @@ def scaled_exactly(kind: str, plain: list[Decimal], theta: float, dim: int) -> l
     if kind == "llama3":
         turns = [(s["original_max_position_embeddings"] * f / two_pi) for f in plain]
         kept = [
-            min(max((t - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"]), Decimal(0)), Decimal(1)) for t in turns
+            min(
+                max(
+                    (t - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"]),
+                    Decimal(0),
+                ),
+                Decimal(1),
+            )
+            for t in turns
         ]
     elif kind == "yarn":
         length = s["original_max_position_embeddings"]
-        low, high = (dim * (length / (b * two_pi)).ln() / (2 * Decimal(theta).ln()) for b in (s["beta_fast"], Decimal(1)))
+        low, high = (
+            dim * (length / (b * two_pi)).ln() / (2 * Decimal(theta).ln())
+            for b in (s["beta_fast"], Decimal(1))
+        )
         low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
-        kept = [1 - min(max(Decimal(i - low) / (high - low), Decimal(0)), Decimal(1)) for i in range(dim // 2)]
+        kept = [
+            1 - min(max(Decimal(i - low) / (high - low), Decimal(0)), Decimal(1))
+            for i in range(dim // 2)
+        ]
     else:
         return plain
     return [f * k + f / s["factor"] * (1 - k) for f, k in zip(plain, kept, strict=True)]
@@ -234,40 +313,66 @@ def scaled_exactly(kind: str, plain: list[Decimal], theta: float, dim: int) -> l
 
 @pytest.mark.parametrize(("dim", "theta"), [(56, 1e6), (128, 1e6), (112, 5e5), (20, 1e4)])
 def test_angles_up_to_131071_are_those_of_transformers(dim, theta):
-    """With our frequencies transformers' cos and sin are ours to the last place; with its own as far as its frequencies are off."""
+    """With our frequencies transformers' cos and sin are ours to the last place; with its own as
+    far as its frequencies are off."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     params = {"rope_type": "default", "rope_theta": theta}
     turn = rope.make(params, dim, 131072)
     positions = torch.cat(
-        (torch.arange(300), torch.randint(131072, (3000,), generator=torch.Generator().manual_seed(0)), torch.tensor([131071]))
+        (
+            torch.arange(300),
+            torch.randint(131072, (3000,), generator=torch.Generator().manual_seed(0)),
+            torch.tensor([131071]),
+        )
     )
     cos, sin = (t[:, 0] for t in turn.angles(positions))
     angle = (positions.float()[:, None] * torch.tensor(turn.inv_freq)).double()
     assert torch.equal(cos, angle.cos().float()) and torch.equal(sin, angle.sin().float())
-    theirs = LlamaRotaryEmbedding(LlamaConfig(head_dim=dim, max_position_embeddings=131072, rope_parameters=dict(params)))
+    theirs = LlamaRotaryEmbedding(
+        LlamaConfig(head_dim=dim, max_position_embeddings=131072, rope_parameters=dict(params))
+    )
     off = (theirs.inv_freq - torch.tensor(turn.inv_freq)).abs() * positions[:, None]
     for their_freqs in (True, False):
         if not their_freqs:
             theirs.inv_freq = torch.tensor(turn.inv_freq)
         want = [t[0, :, : dim // 2] for t in theirs(torch.zeros(1), positions[None])]
-        bound = 2**-23 + (off + angle.abs() * 2**-23 if their_freqs else 0)  # of two roundings of the angle, half a place each
+        bound = 2**-23 + (
+            off + angle.abs() * 2**-23 if their_freqs else 0
+        )  # of two roundings of the angle, half a place each
         assert all(((a - b).abs() <= bound).all() for a, b in zip((cos, sin), want, strict=True))
 
 
 def test_a_fraction_of_a_head_is_ignored_or_refused_as_transformers_does():
     whole = rope.make({"rope_type": "default", "rope_theta": 1e4}, 64, 512)
-    assert rope.make({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, 64, 512) == whole
-    with pytest.raises(RuleError, match="with rope_type linear all columns of a head turn, in transformers too"):
-        rope.make({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5}, 64, 512)
+    assert (
+        rope.make(
+            {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, 64, 512
+        )
+        == whole
+    )
+    with pytest.raises(
+        RuleError, match="with rope_type linear all columns of a head turn, in transformers too"
+    ):
+        rope.make(
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            64,
+            512,
+        )
 
 
 @pytest.mark.parametrize(
     ("params", "match"),
     [
-        ({"rope_type": "longrope", "rope_theta": 1e4}, "rope_type is one of default, linear.*got 'longrope'"),
-        ({"rope_type": "yarn", "rope_theta": 1e4}, "rope_parameters of type yarn are complete.*KeyError"),
+        (
+            {"rope_type": "longrope", "rope_theta": 1e4},
+            "rope_type is one of default, linear.*got 'longrope'",
+        ),
+        (
+            {"rope_type": "yarn", "rope_theta": 1e4},
+            "rope_parameters of type yarn are complete.*KeyError",
+        ),
         ({"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}, "finite frequencies"),
         ({"rope_theta": -3.0}, "finite frequencies"),
         ({"rope_theta": "1e4"}, "complete and positive.*TypeError"),
@@ -287,7 +392,13 @@ def moe(routing: Routing, hidden: int = 32, inner: int = 40, shared: bool = True
 
     router = linear.pack(noise(routing.experts, hidden, seed=99), None, "lanes")
     correction = noise(routing.experts, seed=98) / 9 if routing.score == "sigmoid" else None
-    return Moe(router, correction, routing, tuple(expert(e) for e in range(routing.experts)), expert(200) if shared else None)
+    return Moe(
+        router,
+        correction,
+        routing,
+        tuple(expert(e) for e in range(routing.experts)),
+        expert(200) if shared else None,
+    )
 
 
 ROUTINGS = [
@@ -305,7 +416,9 @@ def test_a_row_does_not_mind_who_shares_its_experts(routing):
     ids, weights = routing(layer.router(x), layer.correction)
     assert len(ids.unique()) > 4, "all rows at the same experts prove nothing"
     assert invariant(layer, x)
-    by_hand = sum(weights[5, s] * layer.experts[int(ids[5, s])](x[5:6]) for s in range(routing.k)) + layer.shared(x[5:6])
+    by_hand = sum(
+        weights[5, s] * layer.experts[int(ids[5, s])](x[5:6]) for s in range(routing.k)
+    ) + layer.shared(x[5:6])
     assert (layer(x)[5:6] - by_hand).abs().max() < 1e-5
 
 
@@ -343,7 +456,13 @@ def good(tmp_path_factory) -> Path:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     folder = tmp_path_factory.mktemp("good")
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(folder)
     return folder
@@ -379,7 +498,9 @@ def shard(folder: Path) -> dict[str, str]:
 
 
 def write_index(folder: Path, index: dict[str, str]) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
 
 
 def test_whole_and_sharded_folders_give_the_same_model(good, folder):
@@ -387,8 +508,17 @@ def test_whole_and_sharded_folders_give_the_same_model(good, folder):
     hidden = noise(3, 32)
     (one, info), (two, _) = load(good), load(folder)
     assert torch.equal(one.logits(hidden), two.logits(hidden))
-    assert (info.model_type, info.vocab_size, info.eos_token_ids, info.generates) == ("llama", 50, (2,), True)
-    assert info.gemm == load(good, gemm="lanes").info.gemm == "lanes: our own, one fma chain per element", "nobody asked for it"
+    assert (info.model_type, info.vocab_size, info.eos_token_ids, info.generates) == (
+        "llama",
+        50,
+        (2,),
+        True,
+    )
+    assert (
+        info.gemm
+        == load(good, gemm="lanes").info.gemm
+        == "lanes: our own, one fma chain per element"
+    ), "nobody asked for it"
 
 
 def test_every_gemm_of_a_loaded_model_can_be_certified_or_replaced(good):
@@ -412,7 +542,10 @@ def test_half_precision_files_are_widened_exactly(folder):
 def test_a_truncated_file_is_refused(folder, part):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * part)])
-    with pytest.raises(RuleError, match=r"model.safetensors is a complete safetensors file; got .*Download it again"):
+    with pytest.raises(
+        RuleError,
+        match=r"model.safetensors is a complete safetensors file; got .*Download it again",
+    ):
         load(folder)
 
 
@@ -456,7 +589,11 @@ def test_missing_extra_and_misshapen_tensors_are_named(folder):
 )
 def test_absurd_sizes_are_refused_before_anything_is_allocated(folder, values):
     change(folder, **values)
-    with pytest.raises(RuleError, match=f"{next(iter(values))} in config.json fits the files: 21 tensors, the largest dimension is 50"):
+    with pytest.raises(
+        RuleError,
+        match=f"{next(iter(values))} in config.json fits the files: 21 tensors, the largest "
+        "dimension is 50",
+    ):
         load(folder)
 
 
@@ -485,29 +622,62 @@ def test_configs_that_fit_no_model_are_refused(folder, values):
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ({"rms_norm_eps": float("nan")}, "numbers in config.json are finite; got rms_norm_eps=nan. Check the file."),
-        ({"rms_norm_eps": float("inf")}, "numbers in config.json are finite; got rms_norm_eps=inf. Check the file."),
-        ({"rms_norm_eps": -1e-6}, "rms_norm_eps in config.json is a number from 0 on; got -1e-06. Check the file."),
-        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps in config.json is a number from 0 on; got '1e-6'. Check the file."),
-        ({"rms_norm_eps": None}, "rms_norm_eps in config.json is a number from 0 on; got None. Check the file."),
+        (
+            {"rms_norm_eps": float("nan")},
+            "numbers in config.json are finite; got rms_norm_eps=nan. Check the file.",
+        ),
+        (
+            {"rms_norm_eps": float("inf")},
+            "numbers in config.json are finite; got rms_norm_eps=inf. Check the file.",
+        ),
+        (
+            {"rms_norm_eps": -1e-6},
+            "rms_norm_eps in config.json is a number from 0 on; got -1e-06. Check the file.",
+        ),
+        (
+            {"rms_norm_eps": "1e-6"},
+            "rms_norm_eps in config.json is a number from 0 on; got '1e-6'. Check the file.",
+        ),
+        (
+            {"rms_norm_eps": None},
+            "rms_norm_eps in config.json is a number from 0 on; got None. Check the file.",
+        ),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}},
-            "numbers in config.json are finite; got rope_parameters.rope_theta=nan. Check the file.",
+            "numbers in config.json are finite; got rope_parameters.rope_theta=nan. Check the "
+            "file.",
         ),
-        ({"some": [{"list": [1, float("-inf")]}]}, "numbers in config.json are finite; got some[0].list[1]=-inf. Check the file."),
+        (
+            {"some": [{"list": [1, float("-inf")]}]},
+            "numbers in config.json are finite; got some[0].list[1]=-inf. Check the file.",
+        ),
         *(
             (
                 {"max_position_embeddings": value},
-                f"max_position_embeddings in config.json is a whole number from 1 to 2147483647; got {value!r}. Check the file.",
+                "max_position_embeddings in config.json is a whole number from 1 to 2147483647; "
+                f"got {value!r}. Check the file.",
             )
             for value in (0, -1, 2**31, 512.0, True, "512", None)
         ),
         *(
             ({key: 0}, f"{key} in config.json is at least 1; got 0. Check the file.")
-            for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+            for key in (
+                "vocab_size",
+                "hidden_size",
+                "intermediate_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "num_key_value_heads",
+            )
         ),
-        ({"eos_token_id": 50}, "eos_token_id in config.json names tokens from 0 to 49; got 50. Mend the file."),
-        ({"eos_token_id": [2, -1]}, "eos_token_id in config.json names tokens from 0 to 49; got -1. Mend the file."),
+        (
+            {"eos_token_id": 50},
+            "eos_token_id in config.json names tokens from 0 to 49; got 50. Mend the file.",
+        ),
+        (
+            {"eos_token_id": [2, -1]},
+            "eos_token_id in config.json names tokens from 0 to 49; got -1. Mend the file.",
+        ),
     ],
     ids=str,
 )
@@ -526,18 +696,37 @@ def test_an_end_token_that_the_model_does_not_have_is_refused(folder, eos):
     wrong = eos[-1] if isinstance(eos, list) else eos
     with pytest.raises(RuleError) as error:
         load(folder)
-    assert str(error.value) == f"eos_token_id in generation_config.json names tokens from 0 to 49; got {wrong!r}. Mend the file."
+    assert (
+        str(error.value)
+        == f"eos_token_id in generation_config.json names tokens from 0 to 49; got {wrong!r}. Mend "
+        "the file."
+    )
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "model.safetensors.index.json"]
+)
 def test_a_file_that_is_not_utf8_is_named(folder, name):
     (folder / name).write_bytes(b'{"a": "\xff"}')
     with pytest.raises(RuleError) as error:
         load(folder)
-    assert str(error.value) == f"{name} is text in UTF-8; got byte 0xFF at 7. Download the model again."
+    assert (
+        str(error.value)
+        == f"{name} is text in UTF-8; got byte 0xFF at 7. Download the model again."
+    )
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "sub/../model-0.safetensors", "..", "", "model-0.safetensors/"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../outside.safetensors",
+        "/etc/passwd",
+        "sub/../model-0.safetensors",
+        "..",
+        "",
+        "model-0.safetensors/",
+    ],
+)
 def test_an_index_does_not_lead_out_of_the_folder(folder, name):
     index = shard(folder)
     shutil.copy(folder / "model-0.safetensors", folder.parent / "outside.safetensors")
@@ -568,10 +757,16 @@ def test_the_hubs_cache_links_into_its_own_blobs(folder):
 def test_an_index_that_names_what_is_not_there_is_refused(folder):
     index = shard(folder)
     write_index(folder, {**index, "model.norm.weight": "model-0.safetensors"})
-    with pytest.raises(RuleError, match=r"a file holds the tensors that the index says; got model-0.safetensors without model.norm.weight"):
+    with pytest.raises(
+        RuleError,
+        match=r"a file holds the tensors that the index says; got model-0.safetensors without "
+        r"model.norm.weight",
+    ):
         load(folder)
     write_index(folder, {**index, "model.norm.weight": "model-7.safetensors"})
-    with pytest.raises(RuleError, match=r"an index names safetensors files that exist; got model-7.safetensors"):
+    with pytest.raises(
+        RuleError, match=r"an index names safetensors files that exist; got model-7.safetensors"
+    ):
         load(folder)
     write_index(folder, {**index, "model.norm.weight": "config.json"})
     with pytest.raises(RuleError, match=r"safetensors files that exist; got config.json"):
@@ -582,7 +777,11 @@ def test_a_tensor_in_two_files_is_refused(folder):
     shard(folder)
     tensors = load_file(folder / "model-1.safetensors")
     save_file(
-        {**load_file(folder / "model-0.safetensors"), "model.norm.weight": tensors["model.norm.weight"]}, folder / "model-0.safetensors"
+        {
+            **load_file(folder / "model-0.safetensors"),
+            "model.norm.weight": tensors["model.norm.weight"],
+        },
+        folder / "model-0.safetensors",
     )
     with pytest.raises(RuleError, match=r"a tensor lies in one file; got model.norm.weight"):
         load(folder)
@@ -608,7 +807,13 @@ def test_code_in_the_folder_does_not_run(folder, monkeypatch):
     monkeypatch.chdir(folder)
     for name in ("configuration_evil.py", "modeling_evil.py"):
         (folder / name).write_text("import os\nos.mkdir('exploded')\nclass Evil: ...\n")
-    change(folder, auto_map={"AutoConfig": "configuration_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"})
+    change(
+        folder,
+        auto_map={
+            "AutoConfig": "configuration_evil.Evil",
+            "AutoModelForCausalLM": "modeling_evil.Evil",
+        },
+    )
     assert load(folder).info.vocab_size == 50
     change(folder, model_type="evil")
     with pytest.raises(RuleError, match="model_type is one of"):
@@ -642,7 +847,9 @@ def test_a_config_that_is_no_json_object_is_refused(folder, text):
 
 def test_quantised_weights_are_refused(folder):
     rewrite(folder, lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}))
-    with pytest.raises(RuleError, match=r"weights are floating point; got 1 others: model.norm.weight is I8"):
+    with pytest.raises(
+        RuleError, match=r"weights are floating point; got 1 others: model.norm.weight is I8"
+    ):
         load(folder)
     change(folder, quantization_config={"quant_method": "fp8"})
     with pytest.raises(RuleError, match=r"quantised ones \(fp8\)"):

@@ -1,7 +1,9 @@
-"""The canonical order, said a second time in slow plain Python, against the compiled kernel: every bit of every row.
+"""The canonical order, said a second time in slow plain Python, against the compiled kernel: every
+bit of every row.
 
-Each operation below is one IEEE float32 operation; fma is the C library's. If somebody reorders an addition in the kernel, on purpose or
-by a compiler flag, this fails even where all invariances still hold.
+Each operation below is one IEEE float32 operation; fma is the C library's. If somebody reorders an
+addition in the kernel, on purpose or by a compiler flag, this fails even where all invariances
+still hold.
 """
 
 from __future__ import annotations
@@ -86,7 +88,15 @@ def row(q, k, v, lo, hi, consts, sink2, tile, split):
 
 
 @pytest.mark.parametrize(
-    ("n", "lo", "sink"), [(5, 0, -INF), (64, 0, F(0.7)), (70, 0, -INF), (150, 83, F(-1.5)), (530, 0, -INF), (530, 500, F(2.0))]
+    ("n", "lo", "sink"),
+    [
+        (5, 0, -INF),
+        (64, 0, F(0.7)),
+        (70, 0, -INF),
+        (150, 83, F(-1.5)),
+        (530, 0, -INF),
+        (530, 500, F(2.0)),
+    ],
 )
 def test_the_kernel_adds_in_the_canonical_order(n, lo, sink):
     rng = np.random.default_rng(n)
@@ -104,8 +114,12 @@ def test_the_kernel_adds_in_the_canonical_order(n, lo, sink):
     shape = Shape(1, 1, tile, split, d_qk, d_qk, d_v, d_v)
     sink2 = np.full(heads, sink, F)
     prepared = Prepared(table, Rows(one(lo), one(n)), one(0, 0, 1).reshape(1, 3))
-    attend(q, pool_k.reshape(-1), pool_v.reshape(-1), out, lse2, prepared, shape, layer(consts, sink2))
+    attend(
+        q, pool_k.reshape(-1), pool_v.reshape(-1), out, lse2, prepared, shape, layer(consts, sink2)
+    )
     for h in range(heads):
         want, want_lse2 = row(q[0, h], k[:, 0], v[:, 0], lo, n, consts, sink, tile, split)
         assert out[0, h].tobytes() == want.tobytes(), (out[0, h], want)
-        assert lse2[0, h] == pytest.approx(want_lse2, rel=2e-7)  # log2 of the C library, rounded once
+        assert lse2[0, h] == pytest.approx(
+            want_lse2, rel=2e-7
+        )  # log2 of the C library, rounded once

@@ -79,9 +79,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama, linear": variant("llama", rope_parameters=LINEAR),
     "llama, dynamic within max_position": variant("llama", rope_parameters=DYNAMIC),
     "llama, dynamic beyond max_position": variant(
-        "llama",
-        rope_parameters=DYNAMIC,
-        max_position_embeddings=26,
+        "llama", rope_parameters=DYNAMIC, max_position_embeddings=26
     ),
     "llama, a part of the columns asked for": variant(
         "llama",
@@ -100,16 +98,10 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama, the trunk alone": ("LlamaConfig", "LlamaModel", {}),
     "mistral, no window": variant("mistral", sliding_window=None),
     "qwen2, no window, untied": variant(
-        "qwen2",
-        use_sliding_window=False,
-        tie_word_embeddings=False,
+        "qwen2", use_sliding_window=False, tie_word_embeddings=False
     ),
     "qwen3, windows, bias": variant(
-        "qwen3",
-        use_sliding_window=True,
-        sliding_window=5,
-        max_window_layers=1,
-        attention_bias=True,
+        "qwen3", use_sliding_window=True, sliding_window=5, max_window_layers=1, attention_bias=True
     ),
     "qwen3_moe, every other layer, not normed, windows, bias": variant(
         "qwen3_moe",
@@ -127,9 +119,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         attention_bias=True,
     ),
     "gemma3_text, capped logits, bias": variant(
-        "gemma3_text",
-        final_logit_softcapping=7.0,
-        attention_bias=True,
+        "gemma3_text", final_logit_softcapping=7.0, attention_bias=True
     ),
     "gpt_oss, no bias, plain rope, another gate": variant(
         "gpt_oss",

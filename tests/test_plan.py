@@ -106,7 +106,9 @@ def test_tree_rows_name_their_path_and_stand_at_their_depth():
     assert np.diff(plan.tail_indptr).tolist() == [1, 2, 2, 3]
     assert plan.bucket.tail == 3, "the longest list, not all of them"
     slots = group(plan).tail_slots
-    lists = [slots[a:z].tolist() for a, z in zip(plan.tail_indptr, plan.tail_indptr[1:], strict=False)]
+    lists = [
+        slots[a:z].tolist() for a, z in zip(plan.tail_indptr, plan.tail_indptr[1:], strict=False)
+    ]
     own = group(plan).write_slots.tolist()
     assert lists == [[own[0]], [own[0], own[1]], [own[0], own[2]], [own[0], own[1], own[3]]]
     assert len(set(own)) == 4
@@ -162,7 +164,9 @@ def test_padding_appends_and_changes_nothing_real():
     assert padded.bucket.tokens == 8 or padded.bucket.tokens == 16
     assert padded.q_indptr[-1] == padded.bucket.tokens == len(padded.positions)
     for name in ("positions", "start", "emit"):
-        assert np.array_equal(getattr(padded, name)[: len(getattr(plan, name))], getattr(plan, name))
+        assert np.array_equal(
+            getattr(padded, name)[: len(getattr(plan, name))], getattr(plan, name)
+        )
     assert np.array_equal(group(padded).write_slots[:8], group(plan).write_slots)
     pads = group(padded).write_slots[plan.real.tokens :]
     assert (pads < FULL.page_size).all()  # page 0, the sink
@@ -207,7 +211,9 @@ def test_check_refuses_what_must_not_run():
     g = group(plan)
     cases = {
         "page ids are below the pool's": {"page_ids": ints([POOL, *g.page_ids[1:]])},
-        "a page that a request writes is in no other place": {"page_ids": ints([g.page_ids[0], g.page_ids[3], *g.page_ids[2:]])},
+        "a page that a request writes is in no other place": {
+            "page_ids": ints([g.page_ids[0], g.page_ids[3], *g.page_ids[2:]])
+        },
         "kv_len is 1": {"kv_lens": ints(g.kv_lens + 2)},
         "write slots are distinct": {"write_slots": ints([g.write_slots[1], *g.write_slots[1:]])},
         "a row writes to its own request's pages": {"write_slots": ints(g.write_slots[::-1])},
@@ -242,10 +248,18 @@ def test_every_rule_is_found_broken_by_name():
         rules.Q_RISES: replace(plain, q_indptr=moved(plain.q_indptr, at1=far + 1)),
         rules.TAILS_RISE: replace(plain, tail_indptr=moved(plain.tail_indptr, at0=1)),
         rules.REAL_FIRST: replace(plain, real=replace(plain.real, requests=1)),
-        rules.NOT_NEGATIVE: replace(plain, positions=moved(plain.positions, at0=-1), start=moved(plain.start, at0=0)),
+        rules.NOT_NEGATIVE: replace(
+            plain, positions=moved(plain.positions, at0=-1), start=moved(plain.start, at0=0)
+        ),
         rules.LISTED: replace(plain, start=moved(plain.start, at1=3)),
-        rules.SHORT_LISTS: replace(tree, bucket=replace(tree.bucket, tail=1), groups=(replace(t, tail_slots=t.tail_slots[:4]),)),
-        rules.PLAIN_ROWS: replace(plain, positions=moved(plain.positions, at0=5), start=moved(plain.start, at0=6)),
+        rules.SHORT_LISTS: replace(
+            tree,
+            bucket=replace(tree.bucket, tail=1),
+            groups=(replace(t, tail_slots=t.tail_slots[:4]),),
+        ),
+        rules.PLAIN_ROWS: replace(
+            plain, positions=moved(plain.positions, at0=5), start=moved(plain.start, at0=6)
+        ),
         rules.EMITTED: replace(plain, emit=moved(plain.emit, at0=far)),
         rules.PAGES_RISE: broken(plain, page_indptr=ints(p.page_indptr[::-1])),
         rules.PAGES_FIT: broken(plain, page_indptr=moved(p.page_indptr, at2=99)),
@@ -259,7 +273,10 @@ def test_every_rule_is_found_broken_by_name():
         rules.SLOTS: broken(plain, write_slots=moved(p.write_slots, at0=POOL * WINDOW.page_size)),
         rules.OWN_PAGES: broken(plain, write_slots=ints(p.write_slots[::-1])),
         rules.DISTINCT: broken(plain, write_slots=moved(p.write_slots, at0=p.write_slots[1])),
-        rules.MOVES: replace(broken(plain, moves=ints([(2, POOL * WINDOW.page_size)])), bucket=replace(plain.bucket, moves=(1,))),
+        rules.MOVES: replace(
+            broken(plain, moves=ints([(2, POOL * WINDOW.page_size)])),
+            bucket=replace(plain.bucket, moves=(1,)),
+        ),
         rules.LIST_SLOTS: broken(tree, tail_slots=moved(t.tail_slots, at0=-1)),
         rules.LIST_PAGES: broken(tree, tail_slots=moved(t.tail_slots, at0=t.write_slots[3])),
         rules.LIST_END: broken(tree, tail_slots=moved(t.tail_slots, at0=t.write_slots[1])),
@@ -269,7 +286,9 @@ def test_every_rule_is_found_broken_by_name():
     assert sorted(bad) == list(range(1, len(rules.TEXTS)))
     said = []
     for rule, plan in bad.items():
-        with pytest.raises(PlanError, match=re.escape(rules.TEXTS[rule][0].partition("{")[0])) as refused:
+        with pytest.raises(
+            PlanError, match=re.escape(rules.TEXTS[rule][0].partition("{")[0])
+        ) as refused:
             b.check(plan)
         said.append(refused.value.got)
     assert said == [
@@ -305,7 +324,10 @@ def test_a_first_token_has_one_key():
     plan = b.build(b.work(0, 1), b.work(0, 1))
     b.check(plan)
     for at, wrong in ((0, 2), (1, 2), (1, 0)):
-        with pytest.raises(PlanError, match=r"kv_len is 1 \+ the request's last position; got " + f"{wrong} where 1"):
+        with pytest.raises(
+            PlanError,
+            match=r"kv_len is 1 \+ the request's last position; got " + f"{wrong} where 1",
+        ):
             b.check(broken(plan, kv_lens=moved(group(plan).kv_lens, **{f"at{at}": wrong})))
 
 
@@ -358,10 +380,15 @@ def test_a_fresh_group_takes_whole_requests():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6), st.booleans()), max_size=5), st.booleans())
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6), st.booleans()), max_size=5),
+    st.booleans(),
+)
 def test_pack_and_unpack_are_inverse_and_offsets_depend_on_the_bucket_alone(shares, padded):
     b = Batch(FULL, WINDOW)
-    works = [b.work(c, n, parents=tuple(range(-1, n - 1)) if tree else None) for c, n, tree in shares]
+    works = [
+        b.work(c, n, parents=tuple(range(-1, n - 1)) if tree else None) for c, n, tree in shares
+    ]
     plan = b.build(*works)
     if padded and works:
         plan = pad(plan, Buckets(tuple(2**k for k in range(1, 8))).fit(plan))
@@ -370,7 +397,10 @@ def test_pack_and_unpack_are_inverse_and_offsets_depend_on_the_bucket_alone(shar
     again = unpack(image, b.specs)
     assert (again.bucket, again.real) == (plan.bucket, plan.real)
     assert np.array_equal(pack(again), image)
-    first, second = views(image, plan.bucket, b.specs), views(np.arange(len(image), dtype=np.int32), plan.bucket, b.specs)
+    first, second = (
+        views(image, plan.bucket, b.specs),
+        views(np.arange(len(image), dtype=np.int32), plan.bucket, b.specs),
+    )
     for v, offsets in zip(first, second, strict=True):
         assert np.array_equal(v.page_ids, image[offsets.page_ids])
         assert np.array_equal(v.write_slots, image[offsets.write_slots])
@@ -403,7 +433,13 @@ def test_a_group_that_makes_no_sense_is_refused(change, match):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"scale": 0.0}, {"scale": float("nan")}, {"scale": 1.0, "soft_cap": 0.0}, {"scale": 1.0, "k_scale": -1.0}]
+    "fields",
+    [
+        {"scale": 0.0},
+        {"scale": float("nan")},
+        {"scale": 1.0, "soft_cap": 0.0},
+        {"scale": 1.0, "k_scale": -1.0},
+    ],
 )
 def test_a_layer_that_makes_no_sense_is_refused(fields):
     with pytest.raises(RuleError, match="finite number above 0"):

@@ -1,7 +1,9 @@
-"""The prefix cache against a plain model: whatever it hands out really holds those tokens' keys, in every group.
+"""The prefix cache against a plain model: whatever it hands out really holds those tokens' keys, in
+every group.
 
-The store plays the memory: slot -> the path of tokens whose key lies there. Free pages are wiped, so reading one is an error. The
-directed tests carry the numbers, J1 to J15, of the radix, window-eviction and allocator bugs of other engines that they keep out.
+The store plays the memory: slot -> the path of tokens whose key lies there. Free pages are wiped,
+so reading one is an error. The directed tests carry the numbers, J1 to J15, of the radix,
+window-eviction and allocator bugs of other engines that they keep out.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def window(w: int, page_size: int) -> GroupSpec:
 
 @dataclass(eq=False)
 class Live:
-    """A request of the tests: its first `cached` tokens are committed, the first `written` have keys."""
+    """A request of the tests: its first `cached` tokens are committed, the first `written` have
+    keys."""
 
     root: Root
     ids: list[int]
@@ -69,7 +72,9 @@ class World:
             values = [store[int(a)] for a, _ in pages.moves]
             store.update(zip(pages.moves[:, 1].tolist(), values, strict=True))
             slots = r.table.slots(g, np.arange(r.cached, end, dtype=np.int32)).tolist()
-            store.update((slot, self.key(r, p)) for slot, p in zip(slots, range(r.cached, end), strict=True))
+            store.update(
+                (slot, self.key(r, p)) for slot, p in zip(slots, range(r.cached, end), strict=True)
+            )
         r.table.moved()
         r.written = end
 
@@ -84,7 +89,8 @@ class World:
         self.wipe()
 
     def run(self, ids, root: Root = Root(), chunk: int = 10**6) -> Live:  # noqa: B008
-        """A whole request: matched, then computed in chunks, all but the tokens that a draft would still need."""
+        """A whole request: matched, then computed in chunks, all but the tokens that a draft would
+        still need."""
         r = self.open(ids, root)
         while (left := len(r.ids) - root.ahead - r.cached) > 0:
             self.write(r, min(chunk, left))
@@ -98,7 +104,13 @@ class World:
         self.wipe()
 
     def fork(self, r: Live) -> Live:
-        child = Live(r.root, r.ids[: r.cached + r.root.ahead], r.table.fork(r.cached), self.tree.fork(r.path), r.cached)
+        child = Live(
+            r.root,
+            r.ids[: r.cached + r.root.ahead],
+            r.table.fork(r.cached),
+            self.tree.fork(r.path),
+            r.cached,
+        )
         self.live.append(child)
         return child
 
@@ -108,17 +120,24 @@ class World:
                 del store[slot]
 
     def verify(self) -> None:
-        """Every visible slot of every request, and every page of the tree, holds the right keys; every hold has a holder."""
+        """Every visible slot of every request, and every page of the tree, holds the right keys;
+        every hold has a holder."""
         for r in self.live:
             for g, spec in enumerate(self.specs):
                 pending = {b: a for a, b in r.table.pages(g).moves.tolist()}
                 seen = np.arange(keep_from(spec, r.cached), r.written, dtype=np.int32)
                 slots = r.table.slots(g, seen).tolist()
-                assert [self.store[g][pending.get(s, s)] for s in slots] == [self.key(r, int(p)) for p in seen]
+                assert [self.store[g][pending.get(s, s)] for s in slots] == [
+                    self.key(r, int(p)) for p in seen
+                ]
         for node, root, ids in self.nodes():
             for g, spec in enumerate(self.specs):
                 begin = node.end - len(node.pages[g]) * spec.page_size
-                slots = [page * spec.page_size + k for page in node.pages[g] for k in range(spec.page_size)]
+                slots = [
+                    page * spec.page_size + k
+                    for page in node.pages[g]
+                    for k in range(spec.page_size)
+                ]
                 keys = [(root, ids[: p + 1 + root.ahead]) for p in range(begin, node.end)]
                 assert [self.store[g][s] for s in slots] == keys
         self.tree.check(r.table for r in self.live)
@@ -127,7 +146,9 @@ class World:
         """All nodes with the tokens of their paths."""
         found = [(top, root, ()) for root, top in self.tree._roots.items()]
         for node, root, ids in found:
-            found += [(child, root, ids[: node.end] + child.key) for child in node.children.values()]
+            found += [
+                (child, root, ids[: node.end] + child.key) for child in node.children.values()
+            ]
         return found
 
     def node(self, *ids: int) -> Node:
@@ -143,14 +164,18 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.w = World(self.specs, self.pages)
-        self.known: dict[Root, set[tuple[int, ...]]] = {}  # the plain model: all paths ever committed
+        self.known: dict[
+            Root, set[tuple[int, ...]]
+        ] = {}  # the plain model: all paths ever committed
         self.texts: list[list[int]] = [[]]
         self.evicted = False
 
     def longest(self, root: Root, ids: list[int], limit: int | None) -> int:
         unit, last = self.w.tree.unit, len(ids) - 1 if limit is None else min(limit, len(ids) - 1)
         ends = range(unit, last + 1, unit)
-        return max((e for e in ends if tuple(ids[: e + root.ahead]) in self.known.get(root, ())), default=0)
+        return max(
+            (e for e in ends if tuple(ids[: e + root.ahead]) in self.known.get(root, ())), default=0
+        )
 
     @precondition(lambda self: len(self.w.live) < 5)
     @rule(
@@ -167,10 +192,16 @@ class Machine(RuleBasedStateMachine):
         longest = self.longest(key, ids, limit)
         assert r.cached <= longest if self.evicted else r.cached == longest
 
-    @precondition(lambda self: any(r.written == r.cached < len(r.ids) - r.root.ahead for r in self.w.live))
+    @precondition(
+        lambda self: any(r.written == r.cached < len(r.ids) - r.root.ahead for r in self.w.live)
+    )
     @rule(data=st.data(), count=st.integers(1, 12))
     def write(self, data, count) -> None:
-        r = data.draw(st.sampled_from([r for r in self.w.live if r.written == r.cached < len(r.ids) - r.root.ahead]))
+        r = data.draw(
+            st.sampled_from(
+                [r for r in self.w.live if r.written == r.cached < len(r.ids) - r.root.ahead]
+            )
+        )
         count = min(count, len(r.ids) - r.root.ahead - r.cached)
         free = [p.free for p in self.w.pools]
         needs = r.table.needs(r.cached + count)
@@ -191,10 +222,16 @@ class Machine(RuleBasedStateMachine):
         self.texts.append(r.ids)
         self.texts = self.texts[-6:]
         unit = self.w.tree.unit
-        done = {tuple(r.ids[: e + r.root.ahead]) for e in range(unit, r.cached + 1, unit) if e + r.root.ahead <= len(r.ids)}
+        done = {
+            tuple(r.ids[: e + r.root.ahead])
+            for e in range(unit, r.cached + 1, unit)
+            if e + r.root.ahead <= len(r.ids)
+        }
         self.known.setdefault(r.root, set()).update(done)
 
-    @precondition(lambda self: any(r.written == r.cached for r in self.w.live) and len(self.w.live) < 5)
+    @precondition(
+        lambda self: any(r.written == r.cached for r in self.w.live) and len(self.w.live) < 5
+    )
     @rule(data=st.data(), more=st.lists(st.integers(0, 1), min_size=1, max_size=6))
     def fork(self, data, more) -> None:
         r = data.draw(st.sampled_from([r for r in self.w.live if r.written == r.cached]))
@@ -251,8 +288,12 @@ class OnlyWindows(Machine):
 
 
 short = settings(max_examples=25, stateful_step_count=40, deadline=None)
-TestOnePage, TestTwoSizes, TestThreeWindows, TestOnlyWindows = (m.TestCase for m in (OnePage, TwoSizes, ThreeWindows, OnlyWindows))
-TestOnePage.settings = TestTwoSizes.settings = TestThreeWindows.settings = TestOnlyWindows.settings = short
+TestOnePage, TestTwoSizes, TestThreeWindows, TestOnlyWindows = (
+    m.TestCase for m in (OnePage, TwoSizes, ThreeWindows, OnlyWindows)
+)
+TestOnePage.settings = TestTwoSizes.settings = TestThreeWindows.settings = (
+    TestOnlyWindows.settings
+) = short
 
 
 def ids(n: int, first: int = 10) -> list[int]:
@@ -345,7 +386,9 @@ def test_j4_recovering_a_tombstone_leaves_a_locked_nodes_pages_alone():
     w.commit(writer)
     assert [w.node(*ids(n)).pages[0] for n in (4, 8, 12, 16)] == before
     assert all(w.node(*ids(n)).pages[1] for n in (4, 8, 12, 16)), "what was lost is adopted"
-    assert writer.table.span(0, 0, 16) == reader.table.span(0, 0, 16), "a duplicate is given up for the cached page"
+    assert writer.table.span(0, 0, 16) == reader.table.span(0, 0, 16), (
+        "a duplicate is given up for the cached page"
+    )
     w.verify()
     assert w.open(ids(9)).cached == 8
 
@@ -358,7 +401,9 @@ def test_what_is_lost_in_part_is_adopted_in_part():
     writer = w.open(ids(9), limit=0)
     w.write(writer, 9)
     w.commit(writer)
-    assert w.node(*ids(8)).pages[1][1:] == kept, "what the tree has stays, and what it lacks comes before it"
+    assert w.node(*ids(8)).pages[1][1:] == kept, (
+        "what the tree has stays, and what it lacks comes before it"
+    )
     w.verify()
 
 
@@ -470,7 +515,9 @@ def test_a_drafts_last_key_depends_on_the_next_token():
     root = Root(draft=True)
     w.run([*ids(8), 1, 2], root)
     assert w.open([*ids(8), 1, 5], root).cached == 8
-    assert w.open([*ids(8), 9, 2], root).cached == 4, "the draft's key at 7 was made from another token 8"
+    assert w.open([*ids(8), 9, 2], root).cached == 4, (
+        "the draft's key at 7 was made from another token 8"
+    )
     w.verify()
 
 

@@ -1,4 +1,5 @@
-"""What is written about a run: the page holds every cell and every case, the matrix reads back as it was written."""
+"""What is written about a run: the page holds every cell and every case, the matrix reads back as
+it was written."""
 
 from __future__ import annotations
 
@@ -31,9 +32,9 @@ class Tags(HTMLParser):
         found = dict(attrs)
         self.ids += [found["id"] or ""] if "id" in found else []
         self.links += [found["href"] or ""] if tag == "a" else []
-        self.resources += [f"{tag} {name}" for name in ("src", "srcset", "data") if name in found] + (
-            [tag] if tag in ("link", "iframe") else []
-        )
+        self.resources += [
+            f"{tag} {name}" for name in ("src", "srcset", "data") if name in found
+        ] + ([tag] if tag in ("link", "iframe") else [])
         self.open += [] if tag in VOID else [tag]
 
     def handle_endtag(self, tag: str) -> None:
@@ -46,8 +47,39 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("lab")
     run, kills = folder / "run.json", folder / "kills.json"
     some = ["--recipe", "empty,fork,seeds", "--feature", "dense,head-20,llama"]
-    assert cli.main(["lab", "run", *some, "--workers", "0", "--json", str(run), "--html", str(folder / "run.html")]) == 0
-    assert cli.main(["lab", "reverts", "--name", CASE, "--workers", "0", "--json", str(kills), "--html", str(folder / "kills.html")]) == 0
+    assert (
+        cli.main(
+            [
+                "lab",
+                "run",
+                *some,
+                "--workers",
+                "0",
+                "--json",
+                str(run),
+                "--html",
+                str(folder / "run.html"),
+            ]
+        )
+        == 0
+    )
+    assert (
+        cli.main(
+            [
+                "lab",
+                "reverts",
+                "--name",
+                CASE,
+                "--workers",
+                "0",
+                "--json",
+                str(kills),
+                "--html",
+                str(folder / "kills.html"),
+            ]
+        )
+        == 0
+    )
     return run, kills
 
 
@@ -72,7 +104,9 @@ def test_the_case_file_shows_what_was_measured(ran: tuple[Path, Path]):
     kills = json.loads(ran[1].read_text())["kills"]
     (case,) = kills["reverts"]
     assert case["killed"] and {t["checks"] for t in case["trials"]} == {True, False}
-    assert all(r["verdict"] == "passed" for r in kills["baseline"].values()), "green without the bug"
+    assert all(r["verdict"] == "passed" for r in kills["baseline"].values()), (
+        "green without the bug"
+    )
     text = ran[1].with_suffix(".html").read_text()
     broken = [f["detail"] for t in case["trials"] for f in t["broken"]]
     assert broken and all(report.escape(detail) in text for detail in broken)
@@ -91,8 +125,14 @@ def test_lists_code_and_links_in_a_story():
 def test_the_matrix_reads_back():
     verdicts = matrix.promised(["cpu", "reference"])
     first, second, third = list(verdicts)[:3]
-    verdicts |= {first: ("failed", "off"), second: ("known", "a cause"), third: ("refused", "a reason")}
-    assert matrix.read(matrix.matrix_page(verdicts)) == {str(c): v for c, (v, _) in verdicts.items()}
+    verdicts |= {
+        first: ("failed", "off"),
+        second: ("known", "a cause"),
+        third: ("refused", "a reason"),
+    }
+    assert matrix.read(matrix.matrix_page(verdicts)) == {
+        str(c): v for c, (v, _) in verdicts.items()
+    }
 
 
 def test_known_failures_have_a_page():
@@ -102,9 +142,14 @@ def test_known_failures_have_a_page():
 
 def full_document(folder: Path) -> Path:
     """A document in which every cell has its promised verdict."""
-    kept = [{"cell": str(c), "verdict": v, "reason": r} for c, (v, r) in matrix.promised(["cpu", "reference"]).items()]
+    kept = [
+        {"cell": str(c), "verdict": v, "reason": r}
+        for c, (v, r) in matrix.promised(["cpu", "reference"]).items()
+    ]
     path = folder / "full.json"
-    path.write_text(json.dumps({"cells": kept, "environment": {}, "summary": {}, "quick": False, "revert": ""}))
+    path.write_text(
+        json.dumps({"cells": kept, "environment": {}, "summary": {}, "quick": False, "revert": ""})
+    )
     return path
 
 
@@ -121,7 +166,9 @@ def test_check_notices_a_stale_page(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "matrix.md:" in capsys.readouterr().out
 
 
-def test_the_matrix_wants_every_cell_judged_in_full(ran: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_matrix_wants_every_cell_judged_in_full(
+    ran: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     assert cli.main(["lab", "matrix", "--docs", str(tmp_path), "--from", str(ran[0])]) == 2
     assert f"of {len(cells(['cpu', 'reference']))} cells" in capsys.readouterr().err
     assert cli.main(["lab", "matrix", "--docs", str(tmp_path), "--from", str(ran[1])]) == 2

@@ -1,6 +1,8 @@
-"""Every historical bug is ready to be put back: its case file is whole, its target is there, and it always leaves again.
+"""Every historical bug is ready to be put back: its case file is whole, its target is there, and it
+always leaves again.
 
-That the lab kills each of them is measured by `lockstep lab reverts`; here one cheap one stands for the rest.
+That the lab kills each of them is measured by `lockstep lab reverts`; here one cheap one stands for
+the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ KERNEL = "lockstep.attention.cpu:kernel"
 def made() -> reverts.Revert:
     """A revert of this test's own: it changes nothing."""
     blank = reverts.load("sglang-7239")
-    return replace(blank, name="a-test", make=lambda old: lambda parents, new_len: old(parents, new_len))
+    return replace(
+        blank, name="a-test", make=lambda old: lambda parents, new_len: old(parents, new_len)
+    )
 
 
 def test_the_five_seeds_and_many_more_are_there():
@@ -39,7 +43,9 @@ def test_a_case_file_is_whole_and_its_bug_can_be_put_back(name):
     lines = sum(len(text.splitlines()) for text in revert.story.values())
     assert lines >= (10 if name in SEEDS else 6), f"{name}: {lines} lines of story"
     _, _, old = reverts.resolve(revert.target)
-    assert list(inspect.signature(revert.make(old)).parameters) == list(inspect.signature(old).parameters)
+    assert list(inspect.signature(revert.make(old)).parameters) == list(
+        inspect.signature(old).parameters
+    )
     with reverts.swapped(revert):
         assert reverts.resolve(revert.target)[2] is not old
     assert reverts.resolve(revert.target)[2] is old
@@ -59,11 +65,17 @@ def test_a_revert_names_cells_that_make_sense_and_cases_that_exist(name):
 @pytest.mark.parametrize("name", [n for n in reverts.names() if reverts.load(n).target == KERNEL])
 def test_a_replaced_kernel_text_has_the_parameters_of_the_text_it_stands_for(name):
     module = importlib.import_module(f"{reverts.__name__}.{name.replace('-', '_')}")
-    own = {k: f for k, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__ and k != "revert"}
+    own = {
+        k: f
+        for k, f in vars(module).items()
+        if inspect.isfunction(f) and f.__module__ == module.__name__ and k != "revert"
+    }
     texts = attend.texts()
     assert own and set(own) <= set(texts)
     for key, text in own.items():
-        assert list(inspect.signature(text).parameters) == list(inspect.signature(texts[key]).parameters), key
+        assert list(inspect.signature(text).parameters) == list(
+            inspect.signature(texts[key]).parameters
+        ), key
 
 
 def test_a_bug_is_put_wherever_the_function_was_imported():
@@ -75,14 +87,23 @@ def test_a_bug_is_put_wherever_the_function_was_imported():
 
 def test_a_bug_leaves_after_an_exception():
     right = tree.paths
-    with pytest.raises(RuleError, match="at least one and at most all nodes"), reverts.swapped(made()):
+    with (
+        pytest.raises(RuleError, match="at least one and at most all nodes"),
+        reverts.swapped(made()),
+    ):
         tree.paths((), 1)
     assert tree.paths is right and build.paths is right
 
 
-@pytest.mark.parametrize("target", ["lockstep.plan.tree:gone", "lockstep.kv.pool:Pool.gone", "lockstep.kv.pool:Gone.move"])
+@pytest.mark.parametrize(
+    "target",
+    ["lockstep.plan.tree:gone", "lockstep.kv.pool:Pool.gone", "lockstep.kv.pool:Gone.move"],
+)
 def test_a_target_that_vanished_is_an_error(target):
-    with pytest.raises(RuleError, match="a revert's target exists"), reverts.swapped(replace(made(), target=target)):
+    with (
+        pytest.raises(RuleError, match="a revert's target exists"),
+        reverts.swapped(replace(made(), target=target)),
+    ):
         pass
 
 

@@ -1,4 +1,5 @@
-"""Sampling: parameters, noise, processors against plain numpy, the distribution, and the same bits in every company."""
+"""Sampling: parameters, noise, processors against plain numpy, the distribution, and the same bits
+in every company."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def scores(seed: int, rows: int, vocab: int, scale: float = 2.0) -> Tensor:
-    return torch.from_numpy(np.random.default_rng(seed).standard_normal((rows, vocab)).astype(np.float32) * np.float32(scale))
+    return torch.from_numpy(
+        np.random.default_rng(seed).standard_normal((rows, vocab)).astype(np.float32)
+        * np.float32(scale)
+    )
 
 
 # ---- parameters ----
@@ -42,7 +46,10 @@ def scores(seed: int, rows: int, vocab: int, scale: float = 2.0) -> Tensor:
 
 BAD: list[dict[str, Any]] = [
     *[{"max_tokens": v} for v in (0, -1, 10**9, 2**63, True, 1.0, "5", math.nan)],
-    *[{"temperature": v} for v in (-1, math.nan, INF, -INF, 1e-320, 1e-9, 3, "1", None, True, [1], 10**400)],
+    *[
+        {"temperature": v}
+        for v in (-1, math.nan, INF, -INF, 1e-320, 1e-9, 3, "1", None, True, [1], 10**400)
+    ],
     *[{"top_p": v} for v in (0, 1.1, -0.1, math.nan, "0.5", False, None)],
     *[{"top_k": v} for v in (-2, 1.5, 10**12, True, None)],
     *[{"min_p": v} for v in (-0.1, 2, math.nan, None)],
@@ -51,9 +58,15 @@ BAD: list[dict[str, Any]] = [
     *[{"prompt_logprobs": v} for v in (-1, 21, "all")],
     *[{"logit_bias": {k: 1.0}} for k in ("abc", -1, "-1", 1.5, True, "", "²", 2**20, "9" * 5000)],
     *[{"logit_bias": {1: v}} for v in (math.nan, 1e9, -100.5, INF, "1", None, True)],
-    *[{"logit_bias": v} for v in (dict.fromkeys(range(1025), 1.0), [1], 5, "12", {1: 1.0, "1": 2.0}, ((1, 2, 3),))],
+    *[
+        {"logit_bias": v}
+        for v in (dict.fromkeys(range(1025), 1.0), [1], 5, "12", {1: 1.0, "1": 2.0}, ((1, 2, 3),))
+    ],
     *[{"stop": v} for v in ("", ["a", ""], ["a"] * 17, "x" * 257, 5, [5], {"a": 1}, b"a")],
-    *[{"stop_token_ids": v} for v in ([-1], [1.5], ["1"], 3, "12", [True], [2**20], list(range(1025)))],
+    *[
+        {"stop_token_ids": v}
+        for v in ([-1], [1.5], ["1"], 3, "12", [True], [2**20], list(range(1025)))
+    ],
     *[{"presence_penalty": v} for v in (-2.1, 2.1, math.nan, "0", True)],
     *[{"frequency_penalty": v} for v in (-3, 3, INF, None)],
     *[{"repetition_penalty": v} for v in (0, -1, 1e-300, 11, math.nan, None)],
@@ -70,7 +83,10 @@ def test_a_bad_parameter_is_refused_with_the_rule_the_value_and_a_remedy(bad: di
     with pytest.raises(RuleError) as refused:
         SamplingParams(**bad)
     assert refused.value.rule and refused.value.got and refused.value.remedy
-    assert any(name in str(refused.value) or name.rstrip("s") in str(refused.value).replace(" ", "_") for name in bad)
+    assert any(
+        name in str(refused.value) or name.rstrip("s") in str(refused.value).replace(" ", "_")
+        for name in bad
+    )
     assert len(str(refused.value)) < 400
 
 
@@ -91,10 +107,22 @@ def test_a_good_parameter_is_accepted(good: dict[str, Any]):
 
 
 def test_values_are_kept_in_one_form():
-    params = SamplingParams(stop="end", stop_token_ids=[3, 1, 3], logit_bias={"7": 1, 2: -1.5}, temperature=1, logprobs=3)
+    params = SamplingParams(
+        stop="end",
+        stop_token_ids=[3, 1, 3],
+        logit_bias={"7": 1, 2: -1.5},
+        temperature=1,
+        logprobs=3,
+    )
     assert params.stops == ("end",) and params.stop_ids == (3, 1)
     assert params.biases == ((2, -1.5), (7, 1.0)) and type(params.temperature) is float
-    assert [SamplingParams(logprobs=v).top_logprobs for v in (None, False, True, 0, 5)] == [None, None, 0, 0, 5]
+    assert [SamplingParams(logprobs=v).top_logprobs for v in (None, False, True, 0, 5)] == [
+        None,
+        None,
+        0,
+        0,
+        5,
+    ]
 
 
 def test_unknown_names_are_refused_with_the_nearest():
@@ -107,7 +135,12 @@ def test_unknown_names_are_refused_with_the_nearest():
 
 def test_ids_are_checked_against_a_vocabulary():
     SamplingParams(logit_bias={9: 1}, stop_token_ids=[9], logprobs=10).check_vocab(10)
-    for bad in ({"logit_bias": {10: 1}}, {"stop_token_ids": [10]}, {"logprobs": 11}, {"prompt_logprobs": 11}):
+    for bad in (
+        {"logit_bias": {10: 1}},
+        {"stop_token_ids": [10]},
+        {"logprobs": 11},
+        {"prompt_logprobs": 11},
+    ):
         with pytest.raises(RuleError, match=next(iter(bad))):
             SamplingParams(**bad).check_vocab(10)
 
@@ -143,13 +176,16 @@ def test_philox_gives_the_published_words(counter: Any, key: Any, words: Any):
 
 
 def test_noise_is_finite_at_the_extreme_hashes():
-    """u = 1 gives +inf, which samples a masked token (K6); float32 rounds the top hashes to 1 (K7)."""
+    """u = 1 gives +inf, which samples a masked token (K6); float32 rounds the top hashes to 1
+    (K7)."""
     words = np.array([0, 1, 2**31, 2**32 - 2, 2**32 - 1], np.int64)
     for values in (kernel.gumbel(words), kernel.gumbel(torch.from_numpy(words)).numpy()):
         single = values.astype(np.float32)
         assert np.isfinite(single).all() and (np.diff(values) > 0).all()
         assert single[-1] < kernel.NOISE_MAX and single[0] > -3.2
-    assert (np.float32(-INF) + kernel.gumbel(words).astype(np.float32) == -INF).all(), "a masked token stays masked"
+    assert (np.float32(-INF) + kernel.gumbel(words).astype(np.float32) == -INF).all(), (
+        "a masked token stays masked"
+    )
 
 
 def test_formulas_have_the_same_bits_in_numpy_torch_and_compiled_code():
@@ -157,16 +193,25 @@ def test_formulas_have_the_same_bits_in_numpy_torch_and_compiled_code():
     words, below = rng.integers(0, 2**32, 5000), -70 * rng.random(5000)
     below[:3] = 0, -INF, -1e30
     with np.errstate(invalid="ignore"):
-        cases = [(kernel.gumbel, words), (kernel.weight, below), (kernel.ln, -below[3:]), (kernel.wide_float, words << 30)]
+        cases = [
+            (kernel.gumbel, words),
+            (kernel.weight, below),
+            (kernel.ln, -below[3:]),
+            (kernel.wide_float, words << 30),
+        ]
         for formula, values in cases:
-            assert np.array_equal(formula(values), formula(torch.from_numpy(values)).numpy(), equal_nan=True), formula.__name__
+            assert np.array_equal(
+                formula(values), formula(torch.from_numpy(values)).numpy(), equal_nan=True
+            ), formula.__name__
         assert np.abs(kernel.gumbel(words) + np.log(-np.log((words + 0.5) / 2**32))).max() < 1e-12
         assert np.abs(kernel.weight(below) / 2**kernel.FRACTION - np.exp(below)).max() < 3e-9
     assert (kernel.wide_float(words << 30) == (words << 30).astype(np.float64)).all()
 
 
 def test_noise_depends_on_seed_index_position_and_token_only():
-    counters = [counter(s, i, p) for s in (0, 1, -1, 2**32) for i in (0, 1) for p in (0, 1, 2**31 - 1)]
+    counters = [
+        counter(s, i, p) for s in (0, 1, -1, 2**32) for i in (0, 1) for p in (0, 1, 2**31 - 1)
+    ]
     vocab = 301
     whole = noise(torch.tensor(counters), vocab)
     for n in (1, 2):
@@ -187,12 +232,27 @@ def reference_cut(x: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.n
     order = order[:top_k] if top_k > 0 else order
     p = np.exp(x[order].astype(np.float64) - x.max())
     p /= p.sum()
-    count = next(i for i in range(len(p)) if p[: i + 1].sum() >= top_p - 1e-9 or i == len(p) - 1) + 1
-    kept = [i for i in order[: count if top_p < 1 else None] if math.exp(float(x[i]) - float(x.max())) >= min_p]
+    count = (
+        next(i for i in range(len(p)) if p[: i + 1].sum() >= top_p - 1e-9 or i == len(p) - 1) + 1
+    )
+    kept = [
+        i
+        for i in order[: count if top_p < 1 else None]
+        if math.exp(float(x[i]) - float(x.max())) >= min_p
+    ]
     return np.isin(np.arange(len(x)), kept)
 
 
-CUTS = [(0, 1.0, 0.0), (1, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (0, 1e-9, 0.0), (0, 0.37, 0.0), (7, 0.8, 0.0), (0, 1.0, 0.1)]
+CUTS = [
+    (0, 1.0, 0.0),
+    (1, 1.0, 0.0),
+    (5, 1.0, 0.0),
+    (0, 0.9, 0.0),
+    (0, 1e-9, 0.0),
+    (0, 0.37, 0.0),
+    (7, 0.8, 0.0),
+    (0, 1.0, 0.1),
+]
 CUTS += [(40, 0.95, 0.03), (0, 1.0, 1.0), (2000, 0.5, 0.0)]
 
 
@@ -240,7 +300,14 @@ EDITS = [
     replace(SEEDED, min_tokens=6, stop_token_ids=[4, 5]),
     replace(SEEDED, min_tokens=6, stop_token_ids=[4], ignore_eos=True),
     replace(SEEDED, min_tokens=5, stop_token_ids=[4]),  # five were generated: nothing is forbidden
-    replace(GREEDY, logit_bias={3: 100}, presence_penalty=1.9, frequency_penalty=0.4, repetition_penalty=0.7, min_tokens=9),
+    replace(
+        GREEDY,
+        logit_bias={3: 100},
+        presence_penalty=1.9,
+        frequency_penalty=0.4,
+        repetition_penalty=0.7,
+        min_tokens=9,
+    ),
 ]
 
 
@@ -256,14 +323,21 @@ def test_bias_penalties_and_min_tokens_are_what_plain_numpy_gives():
     out = plain.edited(x, rows, (0, 96))
     assert same(x, before), "the model's logits are not touched"
     for r, row in enumerate(rows):
-        assert same(out[r], torch.from_numpy(reference_edit(x[r].numpy(), row, (0, 96)))), row.params
-    assert plain.edited(x[:1], rows[:1], (0,)).data_ptr() == x.data_ptr(), "no copy where nothing changes"
+        assert same(out[r], torch.from_numpy(reference_edit(x[r].numpy(), row, (0, 96)))), (
+            row.params
+        )
+    assert plain.edited(x[:1], rows[:1], (0,)).data_ptr() == x.data_ptr(), (
+        "no copy where nothing changes"
+    )
 
 
 def test_penalties_count_prompt_and_generated_tokens_as_documented():
     tokens = np.array([1, 1, 2, 2, 3], np.int32)  # prompt 1 1 2, generated 2 3
     x = torch.full((3, 5), 2.0)
-    rows = [Row(replace(SEEDED, **p), 5, 3, tokens) for p in ({"presence_penalty": 1}, {"frequency_penalty": 1}, {"repetition_penalty": 2})]
+    rows = [
+        Row(replace(SEEDED, **p), 5, 3, tokens)
+        for p in ({"presence_penalty": 1}, {"frequency_penalty": 1}, {"repetition_penalty": 2})
+    ]
     assert plain.edited(x, rows, ()).tolist() == [[2, 2, 1, 1, 2], [2, 2, 1, 1, 2], [2, 1, 1, 1, 2]]
 
 
@@ -310,16 +384,23 @@ def draws(x: Tensor, rows: list[Row]) -> np.ndarray:
 
 @pytest.mark.parametrize("by", ["position", "index", "seed"])
 @pytest.mark.parametrize(
-    "params", [SEEDED, replace(SEEDED, temperature=0.5), replace(SEEDED, top_k=9, top_p=0.9)], ids=["plain", "cold", "cut"]
+    "params",
+    [SEEDED, replace(SEEDED, temperature=0.5), replace(SEEDED, top_k=9, top_p=0.9)],
+    ids=["plain", "cold", "cut"],
 )
 def test_samples_follow_the_distribution(params: SamplingParams, by: str):
     x, n = scores(3, 1, 12, 1.0), 12_000
     if by == "position":
         rows = [Row(params, p) for p in range(n)]
     else:
-        rows = [Row(replace(params, **{"sample_index" if by == "index" else "seed": i}), 3) for i in range(n)]
+        rows = [
+            Row(replace(params, **{"sample_index" if by == "index" else "seed": i}), 3)
+            for i in range(n)
+        ]
     scaled = x[0].numpy().astype(np.float64) / params.temperature
-    p = np.exp(scaled - scaled.max()) * reference_cut(scaled.astype(np.float32), params.top_k, params.top_p, params.min_p)
+    p = np.exp(scaled - scaled.max()) * reference_cut(
+        scaled.astype(np.float32), params.top_k, params.top_p, params.min_p
+    )
     counts = np.bincount(draws(x, rows), minlength=12)
     stays = p > 0
     assert counts[~stays].sum() == 0, "a token that was cut away was chosen"
@@ -346,14 +427,30 @@ def crowd(vocab: int, rows: int) -> tuple[Tensor, list[Row]]:
         replace(SEEDED, min_p=0.2, logit_bias={2: 3.0}),
         replace(SEEDED, temperature=1.7, presence_penalty=1, repetition_penalty=1.2, logprobs=2),
         replace(GREEDY, frequency_penalty=0.5, logprobs=1),
-        replace(SEEDED, top_k=40, top_p=0.7, min_p=0.01, min_tokens=30, max_tokens=64, seed=-5, sample_index=3),
+        replace(
+            SEEDED,
+            top_k=40,
+            top_p=0.7,
+            min_p=0.01,
+            min_tokens=30,
+            max_tokens=64,
+            seed=-5,
+            sample_index=3,
+        ),
     ]
     rng, x = np.random.default_rng(vocab), scores(vocab, rows, vocab)
     x[rows // 3] = (x[rows // 3] * 2).round()
     out = []
     for i in range(rows):
         position = int(rng.integers(1, 30))
-        out.append(Row(kinds[i % len(kinds)], position, position // 2, rng.integers(0, vocab, position).astype(np.int32)))
+        out.append(
+            Row(
+                kinds[i % len(kinds)],
+                position,
+                position // 2,
+                rng.integers(0, vocab, position).astype(np.int32),
+            )
+        )
     return x, out
 
 
@@ -365,7 +462,10 @@ def results(x: Tensor, rows: list[Row]) -> list[tuple[Any, ...]]:
         for j, r in enumerate(out.logprob_rows):
             k = rows[r].params.top_logprobs
             bits = (out.logprobs.chosen[j : j + 1], out.logprobs.top[j, :k])
-            found[r] = (*(t.view(torch.int32).tolist() for t in bits), out.logprobs.top_ids[j, :k].tolist())
+            found[r] = (
+                *(t.view(torch.int32).tolist() for t in bits),
+                out.logprobs.top_ids[j, :k].tolist(),
+            )
     return [(int(out.token_ids[r]), int(out.states[r]), found.get(r)) for r in range(len(rows))]
 
 
@@ -379,7 +479,10 @@ def test_a_row_is_the_same_alone_and_in_any_batch_at_any_place_with_any_threads(
         with limited(n):
             for size in (*range(1, 12), 16, 31, 33, 63, 64):
                 pick = rng.permutation(64)[:size]
-                assert results(x[pick], [rows[r] for r in pick]) == [alone[r] for r in pick], (n, size)
+                assert results(x[pick], [rows[r] for r in pick]) == [alone[r] for r in pick], (
+                    n,
+                    size,
+                )
 
 
 @pytest.mark.parametrize("vocab", [72, 1021])
@@ -394,7 +497,15 @@ def test_the_tensor_operations_are_row_invariant_too(vocab: int):
         edited = plain.edited(mine, [rows[r] for r in pick], (1,))
         logs = plain.described(mine, torch.arange(len(pick)) * 0 + 3, 4)
         cut = plain.cut(edited, ints[:, 0], floats[:, 1], floats[:, 2])
-        return [edited, cut, noise(ints[:, 1:], vocab), *plain.chosen(edited, how), logs.chosen, logs.top_ids, logs.top]
+        return [
+            edited,
+            cut,
+            noise(ints[:, 1:], vocab),
+            *plain.chosen(edited, how),
+            logs.chosen,
+            logs.top_ids,
+            logs.top,
+        ]
 
     with limited(1):
         alone = [stages(np.array([r])) for r in range(64)]
@@ -447,9 +558,13 @@ def test_completion_i_is_what_sample_index_i_gives_alone():
     params = replace(SEEDED, n=6, logprobs=2)
     x = scores(4, 1, 500)
     together = results(x.expand(6, -1), [Row(p, 9) for p in params.completions()])
-    assert [results(x, [Row(replace(SEEDED, logprobs=2, sample_index=i), 9)])[0] for i in range(6)] == together
+    assert [
+        results(x, [Row(replace(SEEDED, logprobs=2, sample_index=i), 9)])[0] for i in range(6)
+    ] == together
     assert len({token for token, *_ in together}) > 1
-    assert [p.sample_index for p in replace(params, sample_index=4).completions()] == list(range(4, 10))
+    assert [p.sample_index for p in replace(params, sample_index=4).completions()] == list(
+        range(4, 10)
+    )
 
 
 def test_a_forced_prefix_does_not_change_what_follows():
@@ -468,11 +583,17 @@ def test_a_broken_row_is_reported_and_the_others_do_not_notice():
     broken = x.clone()
     broken[0, 5], broken[2], broken[3, 7], broken[6] = math.nan, -INF, INF, math.nan
     out = sample(broken, rows, eos_ids=(1,))
-    assert set(out.errors()) == {0, 2, 3, 6} and "NaN" in out.errors()[0] and "no token is left" in out.errors()[2]
+    assert (
+        set(out.errors()) == {0, 2, 3, 6}
+        and "NaN" in out.errors()[0]
+        and "no token is left" in out.errors()[2]
+    )
     assert "+inf" in out.errors()[3]
     assert all(int(out.token_ids[r]) == -1 for r in (0, 2, 3, 6))
     now = results(broken, rows)
-    assert [now[r] for r in range(16) if r not in (0, 2, 3, 6)] == [good[r] for r in range(16) if r not in (0, 2, 3, 6)]
+    assert [now[r] for r in range(16) if r not in (0, 2, 3, 6)] == [
+        good[r] for r in range(16) if r not in (0, 2, 3, 6)
+    ]
     assert out.logprobs is not None
     assert out.logprobs.chosen.isnan().tolist() == [r in (0, 2, 3, 6) for r in out.logprob_rows]
 
@@ -487,8 +608,16 @@ def test_empty_batches_and_misfits():
     out = sample(torch.zeros(0, 9), [])
     assert out.token_ids.shape == (0,) and out.errors() == {} and out.logprobs is None
     assert log_probs(torch.zeros(0, 9), torch.zeros(0, dtype=torch.int64), 2).top.shape == (0, 2)
-    assert plain.described(torch.zeros(0, 9), torch.zeros(0, dtype=torch.int64), 2).top.shape == (0, 2)
-    for bad in (torch.zeros(2, 9), torch.zeros(9), torch.zeros(1, 0), torch.zeros(1, 9, dtype=torch.int64)):
+    assert plain.described(torch.zeros(0, 9), torch.zeros(0, dtype=torch.int64), 2).top.shape == (
+        0,
+        2,
+    )
+    for bad in (
+        torch.zeros(2, 9),
+        torch.zeros(9),
+        torch.zeros(1, 0),
+        torch.zeros(1, 9, dtype=torch.int64),
+    ):
         with pytest.raises(RuleError, match="logits are floating numbers"):
             sample(bad, [Row(GREEDY, 0)])
 
@@ -496,13 +625,17 @@ def test_empty_batches_and_misfits():
 # ---- log-probabilities ----
 
 
-@pytest.mark.parametrize(("vocab", "scale"), [(3, 1.0), (4099, 0.01), (4099, 3.0), (50_000, 10.0), (4099, 200.0)])
+@pytest.mark.parametrize(
+    ("vocab", "scale"), [(3, 1.0), (4099, 0.01), (4099, 3.0), (50_000, 10.0), (4099, 200.0)]
+)
 def test_log_probabilities_are_those_of_the_raw_logits(vocab: int, scale: float):
     x = scores(8, 5, vocab, scale)
     rows = [Row(replace(SEEDED, temperature=0.4, top_k=2, logit_bias={1: 50.0}, logprobs=3), 5)] * 5
     out = sample(x, rows)
     exact = torch.log_softmax(x.double(), 1)
-    assert out.logprobs is not None and (scale > 100 or 1 in out.token_ids), "the bias had no effect"
+    assert out.logprobs is not None and (scale > 100 or 1 in out.token_ids), (
+        "the bias had no effect"
+    )
     want = exact.gather(1, out.token_ids[:, None])[:, 0]
     assert ((out.logprobs.chosen - want).abs() <= 1e-8 + want.abs() * 2**-24).all()
     best, ids = exact.topk(3, 1)
@@ -511,11 +644,14 @@ def test_log_probabilities_are_those_of_the_raw_logits(vocab: int, scale: float)
 
 
 def test_decode_verify_and_prompt_rows_share_their_bits():
-    """The same logits, one at a time, a few as a draft is verified, and all as a prompt is scored."""
+    """The same logits, one at a time, a few as a draft is verified, and all as a prompt is
+    scored."""
     x = scores(11, 40, 777)
     tokens = torch.arange(40) * 7
     prompt = log_probs(x, tokens, 5)
     for size in (1, 5):
         for i in range(0, 40, size):
             part = log_probs(x[i : i + size], tokens[i : i + size], 5)
-            assert same(part.chosen, prompt.chosen[i : i + size]) and same(part.top, prompt.top[i : i + size])
+            assert same(part.chosen, prompt.chosen[i : i + size]) and same(
+                part.top, prompt.top[i : i + size]
+            )

@@ -1,8 +1,10 @@
-"""The scheduler with a model made of hashes: every request ends with the tokens of its lone run, whatever else goes on.
+"""The scheduler with a model made of hashes: every request ends with the tokens of its lone run,
+whatever else goes on.
 
-The model's key at a position is a hash of the path up to it; its memory is written by the plan's own moves and write slots, and before a
-token is sampled every slot that a row sees is read through the plan's address formula and compared with the request's true path. Free
-pages are wiped after every step. `plan.check` judges every plan.
+The model's key at a position is a hash of the path up to it; its memory is written by the plan's
+own moves and write slots, and before a token is sampled every slot that a row sees is read through
+the plan's address formula and compared with the request's true path. Free pages are wiped after
+every step. `plan.check` judges every plan.
 """
 
 from __future__ import annotations
@@ -103,7 +105,10 @@ class World:
     """A scheduler, its pools, and what lies in every slot."""
 
     def __init__(self, model: Model, pages: tuple[int, ...], limits: Limits) -> None:
-        pools = [None if s.layout is Layout.FRESH else PagePool(n) for s, n in zip(model.specs, pages, strict=True)]
+        pools = [
+            None if s.layout is Layout.FRESH else PagePool(n)
+            for s, n in zip(model.specs, pages, strict=True)
+        ]
         self.model, self.pools, self.limits = model, pools, limits
         self.scheduler = Scheduler(model.specs, pools, model.kinds, limits)
         self.store: list[dict[int, int]] = [{} for _ in model.specs]
@@ -164,8 +169,12 @@ class World:
             elif spec.window is not None:
                 begin = max(0, piece.cached_len - spec.window + 1)
             seen = np.arange(begin, end, dtype=np.int32)
-            slots = address.paged(group.page_ids, group.page_indptr, group.first_pos, spec.page_size, i, seen)
-            assert [self.store[g].get(s) for s in slots.tolist()] == true[begin:end], f"group {g}: {piece}"
+            slots = address.paged(
+                group.page_ids, group.page_indptr, group.first_pos, spec.page_size, i, seen
+            )
+            assert [self.store[g].get(s) for s in slots.tolist()] == true[begin:end], (
+                f"group {g}: {piece}"
+            )
 
     def note_scores(self, piece: Piece) -> None:
         ask = piece.request.ask
@@ -177,7 +186,11 @@ class World:
 
     def sampled(self, piece: Piece) -> list[Token]:
         request = piece.request
-        assert request.ask.embed or piece.cross_new or list(piece.ids) == request.tokens[piece.cached_len :][: piece.new_len]
+        assert (
+            request.ask.embed
+            or piece.cross_new
+            or list(piece.ids) == request.tokens[piece.cached_len :][: piece.new_len]
+        )
         indices = range(piece.samples) if piece.samples > 1 else [request.index] * piece.samples
         return [sample(request.ask, request.tokens, index) for index in indices]
 
@@ -215,7 +228,9 @@ class World:
             assert r.output == want, f"{r.output} for {want}"
             assert r.finish is not None
             if ask.wants_prompt_logprobs and r.index == 0:
-                assert self.scored[r] == list(range(len(ask.prompt) - 1)), "each prompt row is scored once, in order"
+                assert self.scored[r] == list(range(len(ask.prompt) - 1)), (
+                    "each prompt row is scored once, in order"
+                )
         assert (
             {r.finish for r in request.family} == {"abort"}
             or any(r.finish == "abort" for r in request.family)
@@ -228,7 +243,10 @@ def least(model: Model, asks: list[Ask]) -> tuple[int, ...]:
     out = []
     for spec in model.specs:
         encoder = spec.layout is Layout.CROSS
-        needs = [pages_for(len(a.encoder_ids), spec) if encoder else peak_pages(spec, a.max_keys, 1) for a in asks]
+        needs = [
+            pages_for(len(a.encoder_ids), spec) if encoder else peak_pages(spec, a.max_keys, 1)
+            for a in asks
+        ]
         out.append(1 + max(needs, default=1))
     return tuple(max(2, n) for n in out)
 
@@ -239,10 +257,14 @@ TEXTS = [[1, 2, 3, 0] * 9, [1, 2, 3, 0] * 3 + [3, 3, 1] * 8, [2] * 36]
 @st.composite
 def asks(draw: st.DrawFn, model: Model, chunk: int) -> Ask:
     text = draw(st.sampled_from(TEXTS))
-    prompt = text[: draw(st.integers(0, 24))] + draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
+    prompt = text[: draw(st.integers(0, 24))] + draw(
+        st.lists(st.integers(0, 3), min_size=1, max_size=4)
+    )
     if model.kinds.embed and draw(st.integers(0, 4)) == 0:
         return Ask(tuple(prompt[:chunk]), embed=True)
-    encoder = draw(st.lists(st.integers(0, 1), max_size=min(6, chunk))) if model.kinds.encode else []
+    encoder = (
+        draw(st.lists(st.integers(0, 1), max_size=min(6, chunk))) if model.kinds.encode else []
+    )
     return Ask(
         tuple(prompt),
         draw(st.integers(0, 12)) or 1,
@@ -263,12 +285,20 @@ class Arrival:
 
 
 @st.composite
-def scenarios(draw: st.DrawFn) -> tuple[Model, tuple[int, ...], Limits, list[Arrival], frozenset[int]]:
+def scenarios(
+    draw: st.DrawFn,
+) -> tuple[Model, tuple[int, ...], Limits, list[Arrival], frozenset[int]]:
     model = draw(st.sampled_from(MODELS))
-    limits = Limits(draw(st.sampled_from([1, 3, 8, 64])), draw(st.sampled_from([1, 2, 5, 16])), draw(st.integers(0, 4)) > 0)
+    limits = Limits(
+        draw(st.sampled_from([1, 3, 8, 64])),
+        draw(st.sampled_from([1, 2, 5, 16])),
+        draw(st.integers(0, 4)) > 0,
+    )
     asked = draw(st.lists(asks(model, limits.chunked_prefill_size), min_size=1, max_size=9))
     aborts = st.one_of(st.none(), st.none(), st.none(), st.integers(0, 12))
-    arrivals = [Arrival(a, draw(st.integers(0, 20)), draw(aborts), draw(st.booleans())) for a in asked]
+    arrivals = [
+        Arrival(a, draw(st.integers(0, 20)), draw(aborts), draw(st.booleans())) for a in asked
+    ]
     extra = draw(st.sampled_from([0, 0, 3, 10, 60]))
     pages = tuple(n + extra for n in least(model, [a for a in asked if not a.embed]))
     return model, pages, limits, arrivals, draw(st.frozensets(st.integers(0, 30), max_size=2))
@@ -284,7 +314,11 @@ def test_every_request_ends_with_the_tokens_of_its_lone_run(scenario):
         for i, a in enumerate(arrivals):
             if a.step == now:
                 taken[i] = world.scheduler.add(a.ask)
-        due = [(taken[i], a) for i, a in enumerate(arrivals) if i in taken and a.abort is not None and a.step + a.abort == now]
+        due = [
+            (taken[i], a)
+            for i, a in enumerate(arrivals)
+            if i in taken and a.abort is not None and a.step + a.abort == now
+        ]
         for request, _ in [pair for pair in due if not pair[1].flying]:
             world.ended += world.scheduler.abort(request)
         world.wipe()
@@ -368,7 +402,14 @@ def test_what_is_computed_whole_fits_into_one_step():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"prompt": ()}, {"max_new_tokens": -1}, {"n": 0}, {"n": 2, "max_new_tokens": 0}, {"embed": True, "encoder_ids": (1,)}]
+    "wrong",
+    [
+        {"prompt": ()},
+        {"max_new_tokens": -1},
+        {"n": 0},
+        {"n": 2, "max_new_tokens": 0},
+        {"embed": True, "encoder_ids": (1,)},
+    ],
 )
 def test_an_ask_that_makes_no_sense_is_refused(wrong):
     with pytest.raises(RuleError):
@@ -390,14 +431,20 @@ def test_decoding_goes_first_and_prompts_fill_the_rest():
 
 def test_embeddings_and_encoders_have_steps_of_their_own_every_other_one():
     w = world(CROSSED, 60, size=12)
-    asked = [Ask((1, 2), 8), *(Ask((1,) * 10, embed=True) for _ in range(4)), *(Ask((1, 2, 3), 8, encoder_ids=(i, 7)) for i in range(8))]
+    asked = [
+        Ask((1, 2), 8),
+        *(Ask((1,) * 10, embed=True) for _ in range(4)),
+        *(Ask((1, 2, 3), 8, encoder_ids=(i, 7)) for i in range(8)),
+    ]
     requests = [w.scheduler.add(ask) for ask in asked]
     w.run()
     for step in w.steps:
         assert step.groups in ((0, 1), (2, 1), (2,))
         assert len({(p.request.ask.embed, p.cross_new > 0) for p in step.pieces}) == 1
     whole = [step.groups != (0, 1) for step in w.steps]
-    assert not any(a and b for a, b in pairwise(whole[:6])), "generation is not held up by embeddings"
+    assert not any(a and b for a, b in pairwise(whole[:6])), (
+        "generation is not held up by embeddings"
+    )
     for request in requests:
         w.judge(request)
     w.settle()
@@ -419,7 +466,10 @@ def test_prompt_log_probabilities_match_nothing_but_insert():
     prompt = (1, 2, 3, 0) * 4
     w.scheduler.add(Ask(prompt, 2))
     w.run()
-    scored, plain = w.scheduler.add(Ask(prompt, 2, wants_prompt_logprobs=True)), w.scheduler.add(Ask(prompt, 2))
+    scored, plain = (
+        w.scheduler.add(Ask(prompt, 2, wants_prompt_logprobs=True)),
+        w.scheduler.add(Ask(prompt, 2)),
+    )
     w.run()
     assert (scored.hit_len, plain.hit_len) == (0, 12)
     other = w.scheduler.add(Ask((3, *prompt), 2, wants_prompt_logprobs=True))
@@ -446,7 +496,9 @@ def test_completions_share_the_prompt_and_each_ends_alone():
     assert step.pieces[0].emit == (12,) * 4
     w.finish(step)
     tables = [r.table for r in request.family]
-    assert len({tuple(t.span(0, 0, 12)) for t in tables}) == 1, "whole pages of the prompt are shared"
+    assert len({tuple(t.span(0, 0, 12)) for t in tables}) == 1, (
+        "whole pages of the prompt are shared"
+    )
     assert len({t.held(0)[3] for t in tables}) == 4, "the partial one is everyone's own"
     w.run()
     w.judge(request)
@@ -487,7 +539,12 @@ def test_j2_an_abort_frees_nothing_that_a_running_step_uses():
 
 def test_a_request_is_aborted_wherever_it_is():
     w = world(CROSSED, 40, size=8, running=1)
-    asked = [Ask((1, 2, 3), 9), Ask((1, 2), 3), Ask((3,), 4, encoder_ids=(1, 2)), Ask((1, 2), embed=True)]
+    asked = [
+        Ask((1, 2, 3), 9),
+        Ask((1, 2), 3),
+        Ask((3,), 4, encoder_ids=(1, 2)),
+        Ask((1, 2), embed=True),
+    ]
     running, *waiting = (w.scheduler.add(ask) for ask in asked)
     w.finish(w.start())
     w.finish(w.start())
@@ -570,7 +627,14 @@ def test_within_a_priority_the_first_comes_first_even_if_it_is_large():
 
 def test_a_step_that_failed_leaves_everything_as_it_was():
     w = world(CROSSED, 40, size=16)
-    requests = [w.scheduler.add(ask) for ask in (Ask((1, 2, 3), 6, encoder_ids=(4, 5)), Ask((1, 2), embed=True), Ask((2, 2), 5, n=2))]
+    requests = [
+        w.scheduler.add(ask)
+        for ask in (
+            Ask((1, 2, 3), 6, encoder_ids=(4, 5)),
+            Ask((1, 2), embed=True),
+            Ask((2, 2), 5, n=2),
+        )
+    ]
     for turn in range(6):
         step = w.start()
         assert w.scheduler.drop(step) == []

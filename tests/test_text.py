@@ -1,4 +1,5 @@
-"""Tokenizer and growing text: pieces that add up to the whole, never half a character, stop strings across any boundary."""
+"""Tokenizer and growing text: pieces that add up to the whole, never half a character, stop strings
+across any boundary."""
 
 from __future__ import annotations
 
@@ -20,19 +21,24 @@ from lockstep.types import RuleError
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog. The end. the the then there",
-    "naïve café, e\u0301 combining, 你好世界 你们好, こんにちは, 안녕하세요, 😀😃👩‍👩‍👧‍👦🇩🇪, \u200f\u0645\u0631\u062d\u0628\u0627",
+    "naïve café, e\u0301 combining, 你好世界 你们好, こんにちは, 안녕하세요, 😀😃👩‍👩‍👧‍👦🇩🇪, "
+    "\u200f\u0645\u0631\u062d\u0628\u0627",
     "def fib(n):\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\n\n\n\tx  =   1",
 ]
 
 
 @functools.cache
 def byte_level() -> Tokenizer:
-    """A byte-level BPE like GPT-2's, trained on three lines: most characters outside ASCII take several tokens."""
+    """A byte-level BPE like GPT-2's, trained on three lines: most characters outside ASCII take
+    several tokens."""
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=340, special_tokens=["<|end|>", "<|pad|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=340,
+        special_tokens=["<|end|>", "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     library.train_from_iterator(CORPUS, trainer)
     return Tokenizer(Fast(library), None, (0,))
@@ -40,19 +46,48 @@ def byte_level() -> Tokenizer:
 
 @functools.cache
 def byte_fallback() -> Tokenizer:
-    """Like Llama 2's: "▁" for a space, one put before the text and one taken off, and <0x..> pieces for unknown characters."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"▁abcdefghijklmnopqrstuvwxyzé你", "▁t", "he", "▁the"]
+    """Like Llama 2's: "▁" for a space, one put before the text and one taken off, and <0x..> pieces
+    for unknown characters."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{i:02X}>" for i in range(256)),
+        *"▁abcdefghijklmnopqrstuvwxyzé你",
+        "▁t",
+        "he",
+        "▁the",
+    ]
     library = Library(
-        models.BPE({p: i for i, p in enumerate(pieces)}, [("▁", "t"), ("h", "e"), ("▁t", "he")], unk_token="<unk>", byte_fallback=True)
+        models.BPE(
+            {p: i for i, p in enumerate(pieces)},
+            [("▁", "t"), ("h", "e"), ("▁t", "he")],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
     )
-    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    library.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    library.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     library.add_special_tokens([AddedToken(token, special=True) for token in pieces[:3]])
     return Tokenizer(Fast(library), 1, (2,))
 
 
 TOKENIZERS = [byte_level, byte_fallback]
-TEXTS = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("the 你好😀👩‍🇩é\u0301▁�<|end>\n")), max_size=30)
+TEXTS = st.text(
+    st.one_of(
+        st.characters(exclude_categories=["Cs"]), st.sampled_from("the 你好😀👩‍🇩é\u0301▁�<|end>\n")
+    ),
+    max_size=30,
+)
 
 
 def grown(detok: Detok, ids: list[int]) -> list[str]:
@@ -65,15 +100,22 @@ def grown(detok: Detok, ids: list[int]) -> list[str]:
 @settings(deadline=None, max_examples=150)
 @given(TEXTS)
 def test_a_text_survives_the_round_trip(text: str):
-    assert byte_level().decode(byte_level().encode(text, parse_special=False), skip_special=False) == text
+    assert (
+        byte_level().decode(byte_level().encode(text, parse_special=False), skip_special=False)
+        == text
+    )
 
 
 def test_special_tokens_in_a_text_are_parsed_or_not_as_asked():
     tokenizer = byte_level()
-    assert 0 in tokenizer.encode("a<|end|>b") and 0 not in tokenizer.encode("a<|end|>b", parse_special=False)
+    assert 0 in tokenizer.encode("a<|end|>b") and 0 not in tokenizer.encode(
+        "a<|end|>b", parse_special=False
+    )
     assert tokenizer.encode("a<|end|>b")[1:2] == [0], "the other mode left no trace"
     ids = tokenizer.encode("a<|end|>b")
-    assert tokenizer.decode(ids) == "ab" and tokenizer.decode(ids, skip_special=False) == "a<|end|>b"
+    assert (
+        tokenizer.decode(ids) == "ab" and tokenizer.decode(ids, skip_special=False) == "a<|end|>b"
+    )
     assert tokenizer.decode([*ids, 10_000]) == "ab", "an id of the model's padding has no text"
     with pytest.raises(RuleError, match="a text is a string; got bytes"):
         tokenizer.encode(b"a")  # type: ignore[arg-type]
@@ -84,7 +126,9 @@ def saved(folder: Path, **configs: Any) -> Tokenizer:
     assert isinstance(codec, Fast)
     codec.tokenizer.save(str(folder / "tokenizer.json"))
     for name, config in configs.items():
-        (folder / f"{name}.json").write_text(config if isinstance(config, str) else json.dumps(config))
+        (folder / f"{name}.json").write_text(
+            config if isinstance(config, str) else json.dumps(config)
+        )
     return Tokenizer.from_folder(folder)
 
 
@@ -93,21 +137,48 @@ def saved(folder: Path, **configs: Any) -> Tokenizer:
     [
         ({}, None, ()),
         ({"config": {"eos_token_id": 5, "bos_token_id": 4}}, 4, (5,)),
-        ({"generation_config": {"eos_token_id": [7, 5]}, "config": {"eos_token_id": 5, "bos_token_id": None}}, None, (7, 5)),
-        ({"tokenizer_config": {"eos_token": "<|end|>", "bos_token": {"content": "<|pad|>", "lstrip": False}}}, 1, (0,)),
-        ({"generation_config": {"eos_token_id": 9, "bos_token_id": 3}, "tokenizer_config": {"eos_token": "<|end|>"}}, 3, (9, 0)),
+        (
+            {
+                "generation_config": {"eos_token_id": [7, 5]},
+                "config": {"eos_token_id": 5, "bos_token_id": None},
+            },
+            None,
+            (7, 5),
+        ),
+        (
+            {
+                "tokenizer_config": {
+                    "eos_token": "<|end|>",
+                    "bos_token": {"content": "<|pad|>", "lstrip": False},
+                }
+            },
+            1,
+            (0,),
+        ),
+        (
+            {
+                "generation_config": {"eos_token_id": 9, "bos_token_id": 3},
+                "tokenizer_config": {"eos_token": "<|end|>"},
+            },
+            3,
+            (9, 0),
+        ),
         ({"config": {"text_config": {"eos_token_id": 6}}}, None, (6,)),
         ({"tokenizer_config": {"eos_token": None, "bos_token": "no such token"}}, None, ()),
     ],
 )
-def test_special_ids_come_from_the_configuration(tmp_path: Path, configs: Any, bos: int | None, eos: tuple[int, ...]):
+def test_special_ids_come_from_the_configuration(
+    tmp_path: Path, configs: Any, bos: int | None, eos: tuple[int, ...]
+):
     tokenizer = saved(tmp_path, **configs)
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (bos, eos)
     assert tokenizer.vocab_size == byte_level().vocab_size > 256
     assert tokenizer.encode("the end") == byte_level().encode("the end")
 
 
-@pytest.mark.parametrize("config", ["{", "[]", {"eos_token_id": -1}, {"eos_token_id": "2"}, {"eos_token_id": [1, True]}])
+@pytest.mark.parametrize(
+    "config", ["{", "[]", {"eos_token_id": -1}, {"eos_token_id": "2"}, {"eos_token_id": [1, True]}]
+)
 def test_a_broken_configuration_is_refused(tmp_path: Path, config: Any):
     with pytest.raises(RuleError):
         saved(tmp_path, config=config)
@@ -122,12 +193,20 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        (b"\xff\xfe{}", "tokenizer.json is text in UTF-8; got byte 0xFF at 0. Download the model again."),
+        (
+            b"\xff\xfe{}",
+            "tokenizer.json is text in UTF-8; got byte 0xFF at 0. Download the model again.",
+        ),
         (
             b"",
-            "tokenizer.json is one that `tokenizers` can read; got EOF while parsing a value at line 1 column 0. Download the model again.",
+            "tokenizer.json is one that `tokenizers` can read; got EOF while parsing a value at "
+            "line 1 column 0. Download the model again.",
         ),
-        (b"rubbish", "tokenizer.json is one that `tokenizers` can read; got expected value at line 1 column 1. Download the model again."),
+        (
+            b"rubbish",
+            "tokenizer.json is one that `tokenizers` can read; got expected value at line 1 column "
+            "1. Download the model again.",
+        ),
     ],
 )
 def test_a_rubbish_tokenizer_is_one_line(tmp_path: Path, content: bytes, line: str):
@@ -139,7 +218,9 @@ def test_a_rubbish_tokenizer_is_one_line(tmp_path: Path, content: bytes, line: s
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("there", [True, False])
-def test_a_tokenizer_that_is_a_link_out_of_the_folder_is_refused(tmp_path: Path, name: str, there: bool):
+def test_a_tokenizer_that_is_a_link_out_of_the_folder_is_refused(
+    tmp_path: Path, name: str, there: bool
+):
     folder, outside = tmp_path / "model", tmp_path / "outside"
     folder.mkdir()
     saved(folder, tokenizer_config={})
@@ -149,15 +230,25 @@ def test_a_tokenizer_that_is_a_link_out_of_the_folder_is_refused(tmp_path: Path,
         outside.unlink()
     with pytest.raises(RuleError) as error:
         Tokenizer.from_folder(folder)
-    assert str(error.value) == f"files of a model lie in its folder; got {name} → {outside}. Replace the link by the file."
+    assert (
+        str(error.value)
+        == f"files of a model lie in its folder; got {name} → {outside}. Replace the link by the "
+        "file."
+    )
 
 
-def test_without_tokenizer_json_transformers_is_asked_and_its_absence_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_tokenizer_json_transformers_is_asked_and_its_absence_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def absent(name: str) -> Any:
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", absent)
-    with pytest.raises(RuleError, match=r"a model folder has a tokenizer\.json; .*No module named 'transformers'.* install transformers"):
+    with pytest.raises(
+        RuleError,
+        match=r"a model folder has a tokenizer\.json; .*No module named 'transformers'.* install "
+        r"transformers",
+    ):
         Tokenizer.from_folder(tmp_path)
 
 
@@ -183,9 +274,13 @@ def test_pieces_of_a_text_add_up_and_no_character_is_split(make: Any, text: str)
 @settings(deadline=None, max_examples=250)
 @given(data=st.data())
 def test_pieces_of_any_tokens_add_up_to_the_decode(make: Any, data: st.DataObject):
-    """A model may say anything: broken UTF-8, special tokens inside a character, ids without a token."""
+    """A model may say anything: broken UTF-8, special tokens inside a character, ids without a
+    token."""
     tokenizer = make()
-    some = st.one_of(st.integers(0, tokenizer.vocab_size + 2), st.sampled_from(tokenizer.encode("😀你é the", parse_special=False)))
+    some = st.one_of(
+        st.integers(0, tokenizer.vocab_size + 2),
+        st.sampled_from(tokenizer.encode("😀你é the", parse_special=False)),
+    )
     ids = data.draw(st.lists(some, max_size=25))
     assert "".join(grown(Detok(tokenizer), ids)) == tokenizer.decode(ids)
 
@@ -207,7 +302,8 @@ def test_text_continues_the_prompt(make: Any, prompt: str, text: str):
 
 @pytest.mark.parametrize("make", TOKENIZERS)
 def test_a_replacement_character_at_the_end_of_a_prompt_is_not_said_again(make: Any):
-    """The user's own U+FFFD was taken for the beginning of a character, and stood at the start of every answer."""
+    """The user's own U+FFFD was taken for the beginning of a character, and stood at the start of
+    every answer."""
     tokenizer = make()
     prompt, answer = tokenizer.encode("a\ufffd", False), tokenizer.encode("b", False)[-1:]
     assert tokenizer.decode(prompt) == "a\ufffd"
@@ -219,8 +315,13 @@ def test_only_the_bytes_that_can_still_become_a_character_belong_to_the_answer()
     first, *rest = tokenizer.encode("\u2603", parse_special=False)
     prompt = [*tokenizer.encode("a\ufffd", parse_special=False), first]
     assert tokenizer.decode(prompt) == "a\ufffd\ufffd"
-    assert "".join(grown(Detok(tokenizer, prompt), rest)) == "\u2603", "the snowman, without the user's U+FFFD"
-    lone = [*tokenizer.encode("a", parse_special=False), *rest[-1:]]  # a byte that continues nothing
+    assert "".join(grown(Detok(tokenizer, prompt), rest)) == "\u2603", (
+        "the snowman, without the user's U+FFFD"
+    )
+    lone = [
+        *tokenizer.encode("a", parse_special=False),
+        *rest[-1:],
+    ]  # a byte that continues nothing
     assert "".join(grown(Detok(tokenizer, lone), tokenizer.encode("b"))) == "b"
 
 
@@ -250,7 +351,11 @@ def byte_tokens(tokenizer: Tokenizer, byte: int) -> list[int]:
         return [3 + byte]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letter = chr(byte) if byte in printed else chr(256 + [b for b in range(256) if b not in printed].index(byte))
+    letter = (
+        chr(byte)
+        if byte in printed
+        else chr(256 + [b for b in range(256) if b not in printed].index(byte))
+    )
     assert letter in alphabet
     return [tokenizer.codec.id_of(letter)]
 
@@ -260,7 +365,9 @@ def test_text_is_not_held_back_without_need():
     ids = tokenizer.encode("the end", parse_special=False)
     detok = Detok(tokenizer)
     assert [detok.push(i) for i in ids] == [tokenizer.decode([i]) for i in ids]
-    first, *rest = tokenizer.encode("☃", parse_special=False)  # three bytes that the tokenizer has not seen together
+    first, *rest = tokenizer.encode(
+        "☃", parse_special=False
+    )  # three bytes that the tokenizer has not seen together
     assert rest and detok.push(first) == ""
     assert "".join(detok.push(i) for i in rest) == "☃"
 
@@ -273,7 +380,9 @@ def test_a_run_of_bytes_waits_for_its_end():
     assert [detok.push(i) for i in ids] == ["", "", ""] and detok.finish() == "好"
     for inside in ([], [1], [100_000]):  # what has no text does not end a run
         longer = [*ids, *inside, 3 + 0xFF]
-        assert "".join(grown(Detok(tokenizer), longer)) == REPLACEMENT * 4 == tokenizer.decode(longer)
+        assert (
+            "".join(grown(Detok(tokenizer), longer)) == REPLACEMENT * 4 == tokenizer.decode(longer)
+        )
     prompt = [i + 3 for i in "好好好好".encode()]  # longer than what is kept of a prompt
     assert "".join(grown(Detok(tokenizer, prompt), ids)) == "好"
 
@@ -292,7 +401,8 @@ def test_long_texts_do_not_decode_everything_again():
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """Character by character: the first moment at which the text ends in a stop string, the longest one."""
+    """Character by character: the first moment at which the text ends in a stop string, the longest
+    one."""
     for end in range(1, len(text) + 1):
         hits = sorted((s for s in stops if text[:end].endswith(s)), key=len)
         if hits:
@@ -301,7 +411,10 @@ def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 @settings(deadline=None, max_examples=400)
-@given(st.lists(st.text("abc", max_size=4), max_size=12), st.lists(st.text("abc", min_size=1, max_size=5), max_size=4))
+@given(
+    st.lists(st.text("abc", max_size=4), max_size=12),
+    st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
+)
 @example(["ab", "cd"], ["abcd", "bc"])
 @example(["aab"], ["ab", "aab", "b"])
 @example(["aaa", "ab"], ["aaab"])
@@ -326,12 +439,16 @@ def test_a_stream_stops_where_the_whole_text_does(make: Any, data: st.DataObject
     tokenizer = make()
     ids = tokenizer.encode(text, parse_special=False)
     whole = tokenizer.decode(ids)
-    cuts = st.tuples(st.integers(0, len(whole)), st.integers(1, 4)).map(lambda c: whole[c[0] : c[0] + c[1]])
+    cuts = st.tuples(st.integers(0, len(whole)), st.integers(1, 4)).map(
+        lambda c: whole[c[0] : c[0] + c[1]]
+    )
     stops = [s for s in data.draw(st.lists(cuts, max_size=2)) if s]
     stream = Stream(tokenizer, stops)
     pieces = [*(stream.push(i) for i in ids), stream.finish()]
     ended = [piece.stop for piece in pieces if piece.stop]
-    assert ("".join(piece.text for piece in pieces), ended[0] if ended else None) == first_stop(whole, stops)
+    assert ("".join(piece.text for piece in pieces), ended[0] if ended else None) == first_stop(
+        whole, stops
+    )
     assert len(ended) <= 1 and stream.finish().text == "" and stream.push(5).text == ""
 
 

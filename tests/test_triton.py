@@ -1,7 +1,9 @@
-"""The GPU's kernels without a GPU: interpreted against float64 and against themselves, and compiled for sm_90.
+"""The GPU's kernels without a GPU: interpreted against float64 and against themselves, and compiled
+for sm_90.
 
-The cells run in processes of their own (`tests/triton_cells.py`), because Triton decides at import whether it interprets; with a small
-order, so that short requests cross many tiles and splits. Marked `gpu`, the same cells run on a card, with the order of its class.
+The cells run in processes of their own (`tests/triton_cells.py`), because Triton decides at import
+whether it interprets; with a small order, so that short requests cross many tiles and splits.
+Marked `gpu`, the same cells run on a card, with the order of its class.
 """
 
 from __future__ import annotations
@@ -27,7 +29,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton has whee
 
 
 def cells(*options: str, interpret: bool = True) -> dict:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | ({"TRITON_INTERPRET": "1"} if interpret else {})
+    environment = (
+        os.environ
+        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        | ({"TRITON_INTERPRET": "1"} if interpret else {})
+    )
     command = [sys.executable, str(ROOT / "tests" / "triton_cells.py"), *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -35,11 +41,16 @@ def cells(*options: str, interpret: bool = True) -> dict:
 
 
 def judge(report: dict, tolerance: float) -> None:
-    """Rounded outputs are off by half a unit of bfloat16 (2**-9) and what P's rounding adds; bits are not off at all."""
+    """Rounded outputs are off by half a unit of bfloat16 (2**-9) and what P's rounding adds; bits
+    are not off at all."""
     for cell, found in report.items():
         for check, value in found.items():
             if isinstance(value, dict):
-                assert value["out"] < tolerance and value["lse"] < 1e-5 and value["nan"] == 0, (cell, check, value)
+                assert value["out"] < tolerance and value["lse"] < 1e-5 and value["nan"] == 0, (
+                    cell,
+                    check,
+                    value,
+                )
             elif check != "seconds":
                 assert value == 0, f"{cell}: {check}: {value} numbers differ"
 
@@ -73,7 +84,9 @@ def test_keys_are_written_with_one_rounding_and_moved_all_at_once():
     judge(cells("--checks", "cache"), 0.0)
 
 
-@pytest.mark.parametrize("splits", [even(512), Splits(8, 512, 0, 1024, 1024), Splits(4, 512, 6, 1024, 2048)])
+@pytest.mark.parametrize(
+    "splits", [even(512), Splits(8, 512, 0, 1024, 1024), Splits(4, 512, 6, 1024, 2048)]
+)
 def test_a_split_is_found_by_position_and_by_number(splits):
     p = np.arange(20000)
     nth = splits.index(p)
@@ -88,14 +101,23 @@ def test_the_order_of_a_device_class_depends_on_head_sizes_alone_and_tiles_divid
         splits = found.splits
         assert all(n % found.tile == 0 for n in (splits.len0, splits.len1, splits.len2))
         on_cpu = order.attention_order(order.CPU, d_qk, d_v)
-        assert (on_cpu.tile, on_cpu.splits) == (order.tile_len(d_qk, d_v), even(order.split_len(d_qk, d_v)))
+        assert (on_cpu.tile, on_cpu.splits) == (
+            order.tile_len(d_qk, d_v),
+            even(order.split_len(d_qk, d_v)),
+        )
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 7, 16, 24, 48, 100, 128, 1000])
 def test_the_division_by_the_page_size_is_exact_below_two_to_the_31(page_size):
     mul, shift = launch.divider(page_size)
     assert 2**31 <= mul < 2**32
-    edges = [0, 1, 2**31 - 1, 2**31 - 2, *(page_size * k + d for k in (1, 2, 1000, (2**31 - 1) // page_size) for d in (-1, 0, 1))]
+    edges = [
+        0,
+        1,
+        2**31 - 1,
+        2**31 - 2,
+        *(page_size * k + d for k in (1, 2, 1000, (2**31 - 1) // page_size) for d in (-1, 0, 1)),
+    ]
     for p in [x for x in edges if 0 <= x < 2**31]:
         assert (2 * p * mul >> 32) >> shift == p // page_size
 
@@ -116,8 +138,23 @@ def test_items_cover_every_row_and_every_visible_split_once():
     splits = Splits(2, 512, 0, 1024, 1024)
     made = items(rows, np.arange(4), 4, 16, splits, True)
     seen = {}
-    for _, begin, end, low, high, split, split_end, _, nth, parts, counter, _ in made.table.tolist():
-        assert split_end == split + 1 and splits.begin(split) < high and splits.begin(split + 1) > low
+    for (
+        _,
+        begin,
+        end,
+        low,
+        high,
+        split,
+        split_end,
+        _,
+        nth,
+        parts,
+        counter,
+        _,
+    ) in made.table.tolist():
+        assert (
+            split_end == split + 1 and splits.begin(split) < high and splits.begin(split + 1) > low
+        )
         seen.setdefault((begin, end, parts, counter), []).append(nth)
     assert all(sorted(found) == list(range(key[2])) for key, found in seen.items())
     covered = sorted(row for begin, end, _, _ in seen for row in range(begin, end))
@@ -127,21 +164,41 @@ def test_items_cover_every_row_and_every_visible_split_once():
 
 def test_keys_of_one_byte_are_never_given_blocks_below_64_rows():
     for d_qk, d_v, layout, kv_heads in ((128, 128, Layout.DENSE, 2), (576, 512, Layout.LATENT, 1)):
-        spec = GroupSpec(layout, 8, kv_heads, d_qk, d_v, (AttnSpec(scale=0.1),), kv_dtype="float8_e4m3")
+        spec = GroupSpec(
+            layout, 8, kv_heads, d_qk, d_v, (AttnSpec(scale=0.1),), kv_dtype="float8_e4m3"
+        )
         assert all(shape(spec).rows >= 64 for shape in (tuning.few, tuning.some, tuning.many))
 
 
 def test_a_handful_of_variants_compile_for_sm_90_without_spills(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "LOCKSTEP_TRITON_REPORTS": str(tmp_path)}
-    command = [sys.executable, "-m", "lockstep.cli", "kernels", "--compile", "sm_90", "--json", str(tmp_path / "report.json")]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep.cli",
+        "kernels",
+        "--compile",
+        "sm_90",
+        "--json",
+        str(tmp_path / "report.json"),
+    ]
     names = ("attend 128/128 few bfloat16", "write dense float8", "move 256", "decode 64 page 16")
     only = [word for name in names for word in ("--only", name)]
-    done = subprocess.run([*command, *only], capture_output=True, text=True, env=environment, cwd=ROOT)
+    done = subprocess.run(
+        [*command, *only], capture_output=True, text=True, env=environment, cwd=ROOT
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     reports = json.loads((tmp_path / "report.json").read_text())
-    assert {report["name"] for report in reports} >= {"attend 128/128 few bfloat16", "decode 64 page 16"}
-    assert all(report["loop_spills"] == 0 and report["shared_bytes"] <= 227 * 1024 for report in reports)
-    again = subprocess.run([*command, *only], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert {report["name"] for report in reports} >= {
+        "attend 128/128 few bfloat16",
+        "decode 64 page 16",
+    }
+    assert all(
+        report["loop_spills"] == 0 and report["shared_bytes"] <= 227 * 1024 for report in reports
+    )
+    again = subprocess.run(
+        [*command, *only], capture_output=True, text=True, env=environment, cwd=ROOT
+    )
     assert again.stdout.count("kept") == len(reports), again.stdout
 
 

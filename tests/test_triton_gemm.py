@@ -1,4 +1,5 @@
-"""GEMM and row kernels of the GPU, without one: interpreted (values, bits), compiled for sm_90 (registers, spills), chosen at load."""
+"""GEMM and row kernels of the GPU, without one: interpreted (values, bits), compiled for sm_90
+(registers, spills), chosen at load."""
 
 from __future__ import annotations
 
@@ -30,7 +31,14 @@ COMPILED = (
 def interpreted() -> dict[str, str]:
     """Cell → what was found, all in one process that interprets."""
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "tests/triton_gemm_cells.py"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "tests/triton_gemm_cells.py"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found

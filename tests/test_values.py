@@ -1,8 +1,8 @@
 """The value property of the engine's cells: right numbers pass, shared mistakes do not.
 
-The oracle of the bits runs the engine's own layers, so a mistake in `nn`, in `models` or in the kernels for
-GEMM and rows is in both, and no bit differs. Each such mistake below is planted, and the cell must
-go red by its values and by nothing else.
+The oracle of the bits runs the engine's own layers, so a mistake in `nn`, in `models` or in the
+kernels for GEMM and rows is in both, and no bit differs. Each such mistake below is planted, and
+the cell must go red by its values and by nothing else.
 """
 
 from __future__ import annotations
@@ -345,8 +345,7 @@ PLANTED: dict[Planted, Tiny] = {
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.__name__)
 def test_a_mistake_that_the_oracle_of_bits_shares_is_seen_in_the_values(
-    planted: Planted,
-    monkeypatch: pytest.MonkeyPatch,
+    planted: Planted, monkeypatch: pytest.MonkeyPatch
 ):
     planted(monkeypatch)
     found = judged(PLANTED[planted])

@@ -1,7 +1,9 @@
-"""Attention kernels of the GPU, feature by feature: values against float64, and bits that must not move. Run as a program.
+"""Attention kernels of the GPU, feature by feature: values against float64, and bits that must not
+move. Run as a program.
 
-Without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1, set by `tests/test_triton.py`) with a small order, so that short
-requests cross many tiles and splits; with `--device cuda` on the card, with the real one. Prints one JSON object: cell → what was found.
+Without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1, set by `tests/test_triton.py`)
+with a small order, so that short requests cross many tiles and splits; with `--device cuda` on the
+card, with the real one. Prints one JSON object: cell → what was found.
 
 usage: python tests/triton_cells.py [--device cuda] [--cells NAME,NAME]
 """
@@ -44,11 +46,28 @@ def dense(heads: int, kv_heads: int, d: int, d_v: int | None = None, **extra: ob
 
 
 def latent(heads: int, d_qk: int, d_v: int, **group: object) -> GroupSpec:
-    return GroupSpec(Layout.LATENT, heads, 1, d_qk, d_v, (AttnSpec(scale=1.5 / d_qk**0.5),), **({"kv_dtype": "bfloat16"} | group))
+    return GroupSpec(
+        Layout.LATENT,
+        heads,
+        1,
+        d_qk,
+        d_v,
+        (AttnSpec(scale=1.5 / d_qk**0.5),),
+        **({"kv_dtype": "bfloat16"} | group),
+    )
 
 
 def fresh(heads: int, kv_heads: int, d: int, causal: bool, window: int | None = None) -> GroupSpec:
-    return GroupSpec(Layout.FRESH, heads, kv_heads, d, d, (AttnSpec(scale=1.5 / d**0.5),), causal=causal, window=window)
+    return GroupSpec(
+        Layout.FRESH,
+        heads,
+        kv_heads,
+        d,
+        d,
+        (AttnSpec(scale=1.5 / d**0.5),),
+        causal=causal,
+        window=window,
+    )
 
 
 SINKS = tuple(0.3 + 0.4 * h for h in range(4))
@@ -64,8 +83,12 @@ SMALL_FEATURES = {
     "fp16": dense(4, 2, 32),
     "fp8": dense(4, 2, 32, kv_dtype="float8_e4m3", k_scale=0.02, v_scale=0.01),
     "latent": latent(6, 40, 32),
-    "window-all": dense(4, 2, 32, window=WINDOW, soft_cap=2.0, sinks=SINKS, kv_dtype="float8_e4m3", k_scale=0.02),
-    "cross": GroupSpec(Layout.CROSS, 4, 2, 32, 32, (AttnSpec(scale=0.3),), kv_dtype="bfloat16", causal=False),
+    "window-all": dense(
+        4, 2, 32, window=WINDOW, soft_cap=2.0, sinks=SINKS, kv_dtype="float8_e4m3", k_scale=0.02
+    ),
+    "cross": GroupSpec(
+        Layout.CROSS, 4, 2, 32, 32, (AttnSpec(scale=0.3),), kv_dtype="bfloat16", causal=False
+    ),
     "encoder": fresh(4, 2, 32, causal=False),
     "embed-window": fresh(4, 2, 32, causal=True, window=WINDOW),
 }
@@ -84,8 +107,12 @@ CARD_FEATURES = {
     "soft-cap": dense(8, 2, 128, soft_cap=1.5),
     "fp16": dense(8, 2, 128),
     "fp8": dense(8, 2, 128, kv_dtype="float8_e4m3", k_scale=0.02, v_scale=0.01),
-    "window-all": dense(4, 2, 128, window=300, soft_cap=2.0, sinks=SINKS, kv_dtype="float8_e4m3", k_scale=0.02),
-    "cross": GroupSpec(Layout.CROSS, 8, 2, 64, 64, (AttnSpec(scale=0.2),), kv_dtype="bfloat16", causal=False),
+    "window-all": dense(
+        4, 2, 128, window=300, soft_cap=2.0, sinks=SINKS, kv_dtype="float8_e4m3", k_scale=0.02
+    ),
+    "cross": GroupSpec(
+        Layout.CROSS, 8, 2, 64, 64, (AttnSpec(scale=0.2),), kv_dtype="bfloat16", causal=False
+    ),
     "encoder": fresh(8, 2, 64, causal=False),
     "embed-window": fresh(8, 2, 64, causal=True, window=300),
 }
@@ -103,7 +130,9 @@ class Size:
 
 
 SMALL_SIZE = Size(lens=(5, 118), chunks=(33, 1, 70), decodes=5, judged=11, tree_at=61)
-CARD_SIZE = Size(lens=(1, 17, 700, 1025, 1500), chunks=(333, 1, 70, 128), decodes=1200, judged=40, tree_at=1019)
+CARD_SIZE = Size(
+    lens=(1, 17, 700, 1025, 1500), chunks=(333, 1, 70, 128), decodes=1200, judged=40, tree_at=1019
+)
 
 
 class Cell:
@@ -119,8 +148,14 @@ class Cell:
         self.q = [draw(n, spec.heads, spec.d_qk).to(self.dtype) for n in size.lens]
         self.random = random
 
-    def plan(self, work: list[tuple[int, int, int]], page_size: int, parents: tuple[int, ...] | None = None):
-        """work: (request, first row, rows). Lays out pages, fills them, NaN elsewhere; returns plan, image views and keys."""
+    def plan(
+        self,
+        work: list[tuple[int, int, int]],
+        page_size: int,
+        parents: tuple[int, ...] | None = None,
+    ):
+        """work: (request, first row, rows). Lays out pages, fills them, NaN elsewhere; returns
+        plan, image views and keys."""
         spec = replace(self.spec, page_size=page_size)
         cross, uncached = spec.layout is Layout.CROSS, spec.layout is Layout.FRESH
         pages = None if uncached else PagePool(PAGES * 16 // page_size)
@@ -135,14 +170,29 @@ class Cell:
                 nodes = len(parents) if parents else 0
                 tables[request].reserve(max(ends), nodes=nodes, cross_len=max(ends))
                 held = tables[request].pages(0)
-                slots[request] = tables[request].slots(0, np.arange(first if parents else max(ends), dtype=np.int32))
+                slots[request] = tables[request].slots(
+                    0, np.arange(first if parents else max(ends), dtype=np.int32)
+                )
                 if parents:
-                    slots[request] = np.concatenate((slots[request], node_slots(spec, held, np.arange(nodes, dtype=np.int32))))
-            works.append(Work(first, rows, (tables[request].pages(0),), None, parents, max(ends) if cross else 0))
+                    slots[request] = np.concatenate(
+                        (slots[request], node_slots(spec, held, np.arange(nodes, dtype=np.int32)))
+                    )
+            works.append(
+                Work(
+                    first,
+                    rows,
+                    (tables[request].pages(0),),
+                    None,
+                    parents,
+                    max(ends) if cross else 0,
+                )
+            )
         plan = build((spec,), works)
         if (
             len(tables) == len(work) and self.device.type == "cpu"
-        ):  # rows of one request as many decodes share its pages, which a plan of the engine never does
+            # rows of one request as many decodes share its pages, which a plan of the engine never
+            # does
+        ):
             from lockstep.plan.check import check  # needs numba
 
             check(plan, (PAGES * 16 // page_size,))
@@ -153,18 +203,34 @@ class Cell:
         if spec.layout is Layout.FRESH:
             rows = [(self.k[r][a : a + n], self.v[r][a : a + n]) for r, a, n in work]
             return Keys(*(torch.cat(x).to(self.device, self.dtype) for x in zip(*rows)))
-        poison = lambda shape, dtype, device: torch.full(shape, float("nan"), dtype=dtype, device=device)  # noqa: E731
+        poison = lambda shape, dtype, device: torch.full(
+            shape, float("nan"), dtype=dtype, device=device
+        )
         pool = Pool(spec, PAGES * 16 // spec.page_size, torch.device("cpu"), poison)
         for request, at in slots.items():
             n = len(at)
-            pool.write(0, torch.from_numpy(np.asarray(at, np.int64)), self.k[request][:n], self.v[request][:n])
+            pool.write(
+                0,
+                torch.from_numpy(np.asarray(at, np.int64)),
+                self.k[request][:n],
+                self.v[request][:n],
+            )
         keys = pool.keys(0)
         if self.dtype is torch.float16:
             keys = Keys(keys.k.half(), keys.v.half())
         k = keys.k.to(self.device)
-        return Keys(k, k[..., : spec.d_v] if spec.layout is Layout.LATENT else keys.v.to(self.device))
+        return Keys(
+            k, k[..., : spec.d_v] if spec.layout is Layout.LATENT else keys.v.to(self.device)
+        )
 
-    def run(self, work, page_size: int = 16, only: Tuning | None = None, parents=None, judge: bool = False):
+    def run(
+        self,
+        work,
+        page_size: int = 16,
+        only: Tuning | None = None,
+        parents=None,
+        judge: bool = False,
+    ):
         """Rows of `work`, one after the other: outputs and log-sum-exps (and the reference's)."""
         spec, plan, view, keys = self.plan(work, page_size, parents)
         q = torch.cat([self.q[r][a : a + n] for r, a, n in work])
@@ -176,7 +242,9 @@ class Cell:
         slow = reference.Backend()
         on_cpu = Keys(*(x.cpu() for x in keys))
         cpu_view = views(torch.from_numpy(pack(plan).copy()), plan.bucket, (spec,))[0]
-        return got, slow.attend(q, on_cpu, slow.lower(plan, plan.groups[0], cpu_view), spec.layers[0])
+        return got, slow.attend(
+            q, on_cpu, slow.lower(plan, plan.groups[0], cpu_view), spec.layers[0]
+        )
 
 
 def forced(only: Tuning | None, call: Callable):
@@ -184,7 +252,9 @@ def forced(only: Tuning | None, call: Callable):
     if only is None:
         return call()
     old = tuning.choose
-    tuning.choose = lambda spec, rows, hopper, tree, splits: [(only, np.arange(len(rows.q_indptr) - 1))]
+    tuning.choose = lambda spec, rows, hopper, tree, splits: [
+        (only, np.arange(len(rows.q_indptr) - 1))
+    ]
     try:
         return call()
     finally:
@@ -214,11 +284,14 @@ def bits(cell: Cell, found: dict) -> None:
     if cell.device.type == "cuda" and tuning.hopper_serves(
         cell.spec, False, order.attention_order(order.SM90, cell.spec.d_qk, cell.spec.d_v)
     ):
-        shapes += [tuning.HOPPER_ROWS] + ([tuning.HOPPER_TOKENS] if cell.spec.causal and cell.spec.window is None else [])
+        shapes += [tuning.HOPPER_ROWS] + (
+            [tuning.HOPPER_TOKENS] if cell.spec.causal and cell.spec.window is None else []
+        )
     for shape in shapes if cell.dtype is torch.bfloat16 else shapes[:3]:
         compare(
             found,
-            f"rows {shape.rows} warps {shape.warps} parts {shape.parts}{' warp-specialised' if shape.hopper else ''}",
+            f"rows {shape.rows} warps {shape.warps} parts "
+            f"{shape.parts}{' warp-specialised' if shape.hopper else ''}",
             cell.run(whole, only=shape),
             base,
         )
@@ -255,7 +328,11 @@ def values(cell: Cell, found: dict) -> None:
 
 def error(got, want) -> dict:
     out, lse = (g.double() - w.double() for g, w in zip(got, want))
-    return {"out": float(out.norm() / want[0].double().norm()), "lse": float(lse.abs().max()), "nan": int(got[0].isnan().sum())}
+    return {
+        "out": float(out.norm() / want[0].double().norm()),
+        "lse": float(lse.abs().max()),
+        "nan": int(got[0].isnan().sum()),
+    }
 
 
 def tree(cell: Cell, found: dict) -> None:
@@ -266,8 +343,16 @@ def tree(cell: Cell, found: dict) -> None:
     keep = cell.k, cell.v, cell.q
     draw = lambda *shape: torch.randn(*shape, generator=random)  # noqa: E731
     spec = cell.spec
-    k, v, q = draw(at + n, spec.kv_heads, spec.d_qk), draw(at + n, spec.kv_heads, spec.d_v), draw(n, spec.heads, spec.d_qk).to(cell.dtype)
-    cell.k, cell.v, cell.q = [k], [v], [torch.cat((draw(at, spec.heads, spec.d_qk).to(cell.dtype), q))]
+    k, v, q = (
+        draw(at + n, spec.kv_heads, spec.d_qk),
+        draw(at + n, spec.kv_heads, spec.d_v),
+        draw(n, spec.heads, spec.d_qk).to(cell.dtype),
+    )
+    cell.k, cell.v, cell.q = (
+        [k],
+        [v],
+        [torch.cat((draw(at, spec.heads, spec.d_qk).to(cell.dtype), q))],
+    )
     got, want = cell.run([(0, at, n)], parents=parents, judge=True)
     found["tree values"] = error(got, want)
     total = 0
@@ -278,43 +363,72 @@ def tree(cell: Cell, found: dict) -> None:
             path.insert(0, at_node)
         index = [*range(at), *(at + i for i in path)]
         cell.k, cell.v = [k[index]], [v[index]]
-        cell.q = [torch.cat((torch.zeros(len(index) - 1, spec.heads, spec.d_qk, dtype=cell.dtype), q[node : node + 1]))]
+        cell.q = [
+            torch.cat(
+                (
+                    torch.zeros(len(index) - 1, spec.heads, spec.d_qk, dtype=cell.dtype),
+                    q[node : node + 1],
+                )
+            )
+        ]
         row = cell.run([(0, len(index) - 1, 1)])
-        total += differing(row[0], got[0][node : node + 1]) + differing(row[1], got[1][node : node + 1])
+        total += differing(row[0], got[0][node : node + 1]) + differing(
+            row[1], got[1][node : node + 1]
+        )
     found["tree rows = their paths"] = total
     cell.k, cell.v, cell.q = keep
 
 
 def cache(device: str, found: dict) -> None:
-    """The two writers against the pool's own, bit for bit: odd strides, scales that bind, chains of moves."""
+    """The two writers against the pool's own, bit for bit: odd strides, scales that bind, chains of
+    moves."""
     from lockstep.kernels.triton import cache as writers
 
     random = torch.Generator().manual_seed(3)
     cases = (("bfloat16", (1.0, 1.0)), ("float8_e4m3", (0.01, 0.02)))
-    for kv_dtype, scales in cases if device == "cuda" else cases[:1]:  # the interpreter rounds to float8 wrongly
+    for kv_dtype, scales in (
+        cases if device == "cuda" else cases[:1]
+    ):  # the interpreter rounds to float8 wrongly
         attn = AttnSpec(scale=1.0, k_scale=scales[0], v_scale=scales[1])
         for layout, heads, d_qk, d_v in ((Layout.DENSE, 3, 24, 12), (Layout.LATENT, 1, 40, 32)):
             attn = replace(attn, v_scale=attn.k_scale) if layout is Layout.LATENT else attn
             spec = GroupSpec(layout, 6, heads, d_qk, d_v, (attn, attn), kv_dtype=kv_dtype)
             pools = [
-                Pool(spec, 9, torch.device(device), lambda shape, dtype, at: torch.zeros(shape, device=at).to(dtype)) for _ in range(2)
+                Pool(
+                    spec,
+                    9,
+                    torch.device(device),
+                    lambda shape, dtype, at: torch.zeros(shape, device=at).to(dtype),
+                )
+                for _ in range(2)
             ]
-            rows = torch.randn(20, heads, d_qk + d_v + 8, generator=random).to(device, torch.bfloat16) * 4
+            rows = (
+                torch.randn(20, heads, d_qk + d_v + 8, generator=random).to(device, torch.bfloat16)
+                * 4
+            )
             rows[3, 0, 1] = float("inf")
             k, v = rows[..., :d_qk], rows[..., d_qk : d_qk + d_v]
             slots = torch.randperm(140, generator=random)[:20].to(device)
             for layer in range(2):
                 pools[0].write(layer, slots, k.float(), v.float())
                 writers.write(
-                    pools[1].storages[layer], slots.int(), k, None if layout is Layout.LATENT else v, (attn.k_scale, attn.v_scale)
+                    pools[1].storages[layer],
+                    slots.int(),
+                    k,
+                    None if layout is Layout.LATENT else v,
+                    (attn.k_scale, attn.v_scale),
                 )
-            moves = torch.stack((slots[:10], torch.cat((slots[1:10], slots[:1]))), 1).int()  # a ring: every target is a source
+            moves = torch.stack(
+                (slots[:10], torch.cat((slots[1:10], slots[:1]))), 1
+            ).int()  # a ring: every target is a source
             pools[0].move(moves)
             flat = [s for layer in pools[1].storages for s in layer]
             words = max(s.shape[1] * s.shape[2] * s.element_size() // 4 for s in flat)
             writers.move(writers.storage_table(flat, torch.device(device)), words, moves)
             pairs = zip((s for layer in pools[0].storages for s in layer), flat)
-            found[f"{kv_dtype} {layout}"] = sum(int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in pairs)
+            found[f"{kv_dtype} {layout}"] = sum(
+                int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in pairs
+            )
 
 
 def main() -> None:
@@ -330,8 +444,12 @@ def main() -> None:
 
         interpret.install()
         order.attention_order = lambda *sizes: SMALL
-        tuning.few = lambda spec, tree=False: Tuning(rows=16, warps=1, stages=1, parts=True, fold_rows=16, fold_depth=1)
-        tuning.some = lambda spec, tree=False: Tuning(rows=64, warps=1, stages=1, parts=True, fold_rows=64, fold_depth=1)
+        tuning.few = lambda spec, tree=False: Tuning(
+            rows=16, warps=1, stages=1, parts=True, fold_rows=16, fold_depth=1
+        )
+        tuning.some = lambda spec, tree=False: Tuning(
+            rows=64, warps=1, stages=1, parts=True, fold_rows=64, fold_depth=1
+        )
         tuning.many = lambda spec, tree=False: Tuning(rows=128, warps=1, stages=1, parts=False)
     report = {}
     if args.checks == "cache":

@@ -1,7 +1,9 @@
-"""GEMM and row kernels of the GPU, kernel by kernel: values against float64 or the CPU's kernels, and bits that must not move. A program.
+"""GEMM and row kernels of the GPU, kernel by kernel: values against float64 or the CPU's kernels,
+and bits that must not move. A program.
 
-Without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1, set by `tests/test_triton_gemm.py`); with `--device cuda` on the card.
-Prints one JSON object: cell → "" if it held, or what was found.
+Without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1, set by
+`tests/test_triton_gemm.py`); with `--device cuda` on the card. Prints one JSON object: cell → "" if
+it held, or what was found.
 
 usage: python tests/triton_gemm_cells.py [--device cuda] [--cells NAME,NAME]
 """
@@ -33,10 +35,17 @@ from lockstep.nn.moe import Routing as CpuRouting
 from lockstep.types import RuleError
 
 DEVICE = "cpu"
-HALF_ULP = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-25}  # relative, of one rounding
+HALF_ULP = {
+    torch.bfloat16: 2.0**-9,
+    torch.float16: 2.0**-12,
+    torch.float32: 2.0**-25,
+}  # relative, of one rounding
 TILES = (Tile(16, 16, 32, 4, 2), Tile(32, 16, 64, 4, 2), Tile(16, 32, 16, 4, 2, group=1))
 CELLS: dict[str, Callable[[], str]] = {}
-sample.BLOCK, sample.PARTS = 256, 4  # so that a small vocabulary has several parts, one of them of several blocks
+sample.BLOCK, sample.PARTS = (
+    256,
+    4,
+)  # so that a small vocabulary has several parts, one of them of several blocks
 
 
 def cell(function: Callable[[], str]) -> Callable[[], str]:
@@ -62,11 +71,16 @@ def near(got: Tensor, want: Tensor, bound: Tensor | float, what: str) -> str:
     """|got - want| <= bound, everywhere; NaN never passes."""
     error = (got.double() - want.double()).abs()
     bad = int((~(error <= bound)).sum())
-    return f"{what}: {bad} of {got.numel()} beyond the bound, worst {float(error.max()):.3g}; " if bad else ""
+    return (
+        f"{what}: {bad} of {got.numel()} beyond the bound, worst {float(error.max()):.3g}; "
+        if bad
+        else ""
+    )
 
 
 def gemm_bound(x: Tensor, w: Tensor, want: Tensor, dtype: torch.dtype) -> Tensor:
-    """One rounding of the result, and K roundings of partial sums, each at most the sum of magnitudes times 2^-23 (truncation allowed)."""
+    """One rounding of the result, and K roundings of partial sums, each at most the sum of
+    magnitudes times 2^-23 (truncation allowed)."""
     magnitude = x.double().abs() @ w.double().abs().t()
     return want.abs() * 2 * HALF_ULP[dtype] + magnitude * x.shape[1] * 2.0**-23 + 1e-30
 
@@ -88,7 +102,9 @@ def gemm_values() -> str:
         for dtype in (torch.bfloat16, torch.float16):
             x, w = draw(m, k + 8, dtype=dtype)[:, :k], draw(n, k, dtype=dtype, seed=1)
             want = x.double() @ w.double().t()
-            said += near(product(x, w, TILES[0]), want, gemm_bound(x, w, want, dtype), f"{m}x{n}x{k} {dtype}")
+            said += near(
+                product(x, w, TILES[0]), want, gemm_bound(x, w, want, dtype), f"{m}x{n}x{k} {dtype}"
+            )
     return said
 
 
@@ -103,7 +119,11 @@ def gemm_bits() -> str:
             said += same(product(x, w, tile), whole, f"{m}x{n}x{k} {tile.name}")
         for count in (1, 2, 16, m - 1):
             for tile in TILES[:2]:
-                said += same(product(x[-count:], w, tile), whole[-count:], f"{m}x{n}x{k} last {count} rows {tile.name}")
+                said += same(
+                    product(x[-count:], w, tile),
+                    whole[-count:],
+                    f"{m}x{n}x{k} last {count} rows {tile.name}",
+                )
     return said
 
 
@@ -117,28 +137,57 @@ def batched_gemm_bits() -> str:
     for tile in TILES:
         batched_gemm(x, w, y.fill_(float("nan")), tile)
         for b in range(batch):
-            said += same(y[:, b].contiguous(), product(x[:, b].contiguous(), w[b], TILES[0]), f"{tile.name} {b}")
+            said += same(
+                y[:, b].contiguous(),
+                product(x[:, b].contiguous(), w[b], TILES[0]),
+                f"{tile.name} {b}",
+            )
     return said
 
 
 def norm_bound(want: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """The sum's log2(n) + 1 roundings and its square's count half in the root; mean, eps, root, quotient and two products follow."""
+    """The sum's log2(n) + 1 roundings and its square's count half in the root; mean, eps, root,
+    quotient and two products follow."""
     return want.double().abs() * (2 * HALF_ULP[dtype] + (n.bit_length() + 14) * 2.0**-24) + 1e-30
 
 
 @cell
 def rms_norm_values() -> str:
-    """Against the CPU's kernel in float32 (both bounded against float64), and against float64 in bfloat16."""
+    """Against the CPU's kernel in float32 (both bounded against float64), and against float64 in
+    bfloat16."""
     said = ""
     for n in (64, 80, 144):
         x, weight = 3 * draw(5, n, dtype=torch.float32), draw(n, dtype=torch.float32, seed=1)
-        exact = x.double() * (x.double().square().mean(1, keepdim=True) + 1e-6).rsqrt() * weight.double()
-        said += near(rowwise.rms_norm(x, weight, 1e-6), exact, norm_bound(exact, n, torch.float32), f"float32 {n}")
+        exact = (
+            x.double()
+            * (x.double().square().mean(1, keepdim=True) + 1e-6).rsqrt()
+            * weight.double()
+        )
+        said += near(
+            rowwise.rms_norm(x, weight, 1e-6),
+            exact,
+            norm_bound(exact, n, torch.float32),
+            f"float32 {n}",
+        )
         twin = cpu.rms_norm(x.cpu(), weight.cpu(), 1e-6).to(DEVICE)
-        said += near(rowwise.rms_norm(x, weight, 1e-6), twin, 2 * norm_bound(exact, 16 * n, torch.float32), f"CPU {n}")
+        said += near(
+            rowwise.rms_norm(x, weight, 1e-6),
+            twin,
+            2 * norm_bound(exact, 16 * n, torch.float32),
+            f"CPU {n}",
+        )
         b = x.bfloat16()
-        exact = b.double() * (b.double().square().mean(1, keepdim=True) + 1e-6).rsqrt() * weight.double()
-        said += near(rowwise.rms_norm(b, weight, 1e-6), exact, norm_bound(exact, n, torch.bfloat16), f"bfloat16 {n}")
+        exact = (
+            b.double()
+            * (b.double().square().mean(1, keepdim=True) + 1e-6).rsqrt()
+            * weight.double()
+        )
+        said += near(
+            rowwise.rms_norm(b, weight, 1e-6),
+            exact,
+            norm_bound(exact, n, torch.bfloat16),
+            f"bfloat16 {n}",
+        )
     return said
 
 
@@ -147,10 +196,16 @@ def add_rms_norm_is_an_addition_and_a_norm() -> str:
     """The fused kernel reads the rounded sum."""
     said = ""
     for n in (64, 144):
-        x, residual, weight = draw(7, n), 5 * draw(7, n, seed=1), draw(n, dtype=torch.float32, seed=2)
+        x, residual, weight = (
+            draw(7, n),
+            5 * draw(7, n, seed=1),
+            draw(n, dtype=torch.float32, seed=2),
+        )
         total, y = rowwise.add_rms_norm(x, residual, weight, 1e-5)
         rounded = (x.float() + residual.float()).bfloat16()
-        said += same(total, rounded, f"sum {n}") + same(y, rowwise.rms_norm(rounded, weight, 1e-5), f"norm {n}")
+        said += same(total, rounded, f"sum {n}") + same(
+            y, rowwise.rms_norm(rounded, weight, 1e-5), f"norm {n}"
+        )
     return said
 
 
@@ -163,18 +218,32 @@ def norm_rows_stand_alone() -> str:
     layered = rowwise.layer_norm(x, weight, weight, 1e-5)
     for row in range(9):
         alone = rowwise.add_rms_norm(x[row : row + 1], residual[row : row + 1], weight, 1e-5)
-        said += same(alone[0], whole[0][row : row + 1], "sum") + same(alone[1], whole[1][row : row + 1], "norm")
-        said += same(rowwise.layer_norm(x[row : row + 1], weight, weight, 1e-5), layered[row : row + 1], "layer norm")
+        said += same(alone[0], whole[0][row : row + 1], "sum") + same(
+            alone[1], whole[1][row : row + 1], "norm"
+        )
+        said += same(
+            rowwise.layer_norm(x[row : row + 1], weight, weight, 1e-5),
+            layered[row : row + 1],
+            "layer norm",
+        )
     return said
 
 
 @cell
 def layer_norm_values() -> str:
     n = 80
-    x, weight, bias = draw(5, n, dtype=torch.float32), draw(n, dtype=torch.float32, seed=1), draw(n, dtype=torch.float32, seed=2)
+    x, weight, bias = (
+        draw(5, n, dtype=torch.float32),
+        draw(n, dtype=torch.float32, seed=1),
+        draw(n, dtype=torch.float32, seed=2),
+    )
     d = x.double() - x.double().mean(1, keepdim=True)
     exact = d * (d.square().mean(1, keepdim=True) + 1e-5).rsqrt() * weight.double() + bias.double()
-    bound = 64 * 2.0**-24 * ((exact - bias.double()).abs() + bias.double().abs() + weight.double().abs())
+    bound = (
+        64
+        * 2.0**-24
+        * ((exact - bias.double()).abs() + bias.double().abs() + weight.double().abs())
+    )
     return near(rowwise.layer_norm(x, weight, bias, 1e-5), exact, bound, "float64")
 
 
@@ -185,7 +254,8 @@ def angles(t: int, half: int) -> tuple[Tensor, Tensor]:
 
 @cell
 def rope_values() -> str:
-    """Against the CPU's kernels in float32: two products and a sum, in either layout, whole heads or a part; with norms and without."""
+    """Against the CPU's kernels in float32: two products and a sum, in either layout, whole heads
+    or a part; with norms and without."""
     said, spec = "", rowwise.Rotation(heads=3, kv_heads=2, d=24, eps=1e-6)
     x, weights = draw(6, 5 * 24 + 40, dtype=torch.float32), draw(2, 24, dtype=torch.float32, seed=1)
     for half in (12, 8):
@@ -196,10 +266,21 @@ def rope_values() -> str:
             twin = cpu.place_heads(x.cpu(), cpu.Heads(3, 2, 24, 1e-6), pair, (cos.cpu(), sin.cpu()))
             for name, got, want in (("q", q, twin[0]), ("k", k, twin[1])):
                 want = want.to(DEVICE)
-                bound = (want.double().abs().amax(2, keepdim=True) + 1) * 40 * 2.0**-24 if norms is not None else 0.0
-                said += near(got, want, bound, f"{name} half {half} {'normed' if norms is not None else 'plain'}")
+                bound = (
+                    (want.double().abs().amax(2, keepdim=True) + 1) * 40 * 2.0**-24
+                    if norms is not None
+                    else 0.0
+                )
+                said += near(
+                    got,
+                    want,
+                    bound,
+                    f"{name} half {half} {'normed' if norms is not None else 'plain'}",
+                )
     turned = rowwise.qk_norm_rope(x, rowwise.Rotation(3, 2, 24, 0.0, True), None, *angles(6, 12))[0]
-    want = cpu.rotate(x.cpu()[:, :72].reshape(6, 3, 24), *(a.cpu() for a in angles(6, 12)), True).to(DEVICE)
+    want = cpu.rotate(
+        x.cpu()[:, :72].reshape(6, 3, 24), *(a.cpu() for a in angles(6, 12)), True
+    ).to(DEVICE)
     return said + near(turned, want, 0.0, "interleaved")
 
 
@@ -228,21 +309,48 @@ def qk_norm_rope_is_a_norm_and_a_rotation() -> str:
 def gates() -> str:
     """Every gate and every function against the CPU's kernels; a row alone; extremes."""
     said = ""
-    x = torch.cat([4 * draw(3, 48, dtype=torch.float32), torch.tensor([[-200.0, -90.0, -0.0, 0.0, 90.0, 200.0] * 8]).to(DEVICE)])
-    names = {"silu": cpu.SILU, "gelu": cpu.GELU, "gelu tanh": cpu.GELU_TANH, "relu": cpu.RELU, "sigmoid": cpu.SIGMOID}
+    x = torch.cat(
+        [
+            4 * draw(3, 48, dtype=torch.float32),
+            torch.tensor([[-200.0, -90.0, -0.0, 0.0, 90.0, 200.0] * 8]).to(DEVICE),
+        ]
+    )
+    names = {
+        "silu": cpu.SILU,
+        "gelu": cpu.GELU,
+        "gelu tanh": cpu.GELU_TANH,
+        "relu": cpu.RELU,
+        "sigmoid": cpu.SIGMOID,
+    }
     size = x.double().abs()
     for name, kind in names.items():
         want = cpu.gate(kind, x.cpu()).to(DEVICE)
         bound = 16 * 2.0**-24 * (want.double().abs() + size[:, :24] * size[:, 24:]) + 1e-30
         got = rowwise.gate(kind, x)
-        said += near(got, want, bound, name) + same(rowwise.gate(kind, x[1:2]), got[1:2], f"{name} alone")
-        said += near(rowwise.apply(kind, x), cpu.apply(kind, x.cpu()).to(DEVICE), 16 * 2.0**-24 * (size + 1), f"{name} applied")
-    said += near(rowwise.apply(cpu.CAP, x, 30.0), cpu.apply(cpu.CAP, x.cpu(), 30.0).to(DEVICE), 16 * 2.0**-24 * 30, "cap")
+        said += near(got, want, bound, name) + same(
+            rowwise.gate(kind, x[1:2]), got[1:2], f"{name} alone"
+        )
+        said += near(
+            rowwise.apply(kind, x),
+            cpu.apply(kind, x.cpu()).to(DEVICE),
+            16 * 2.0**-24 * (size + 1),
+            f"{name} applied",
+        )
+    said += near(
+        rowwise.apply(cpu.CAP, x, 30.0),
+        cpu.apply(cpu.CAP, x.cpu(), 30.0).to(DEVICE),
+        16 * 2.0**-24 * 30,
+        "cap",
+    )
     got = rowwise.gate(rowwise.CLAMPED.value, x, 1.702, 7.0)
-    said += near(got, cpu.clamped_gate(x.cpu(), 1.702, 7.0).to(DEVICE), 16 * 2.0**-24 * 64, "clamped")
+    said += near(
+        got, cpu.clamped_gate(x.cpu(), 1.702, 7.0).to(DEVICE), 16 * 2.0**-24 * 64, "clamped"
+    )
     b = draw(5, 2 * 48)
     exact = b[:, :48].double() * torch.sigmoid(b[:, :48].double()) * b[:, 48:].double()
-    return said + near(rowwise.silu_and_mul(b), exact, exact.abs() * (2**-8 + 2**-20) + 1e-6, "silu bfloat16")
+    return said + near(
+        rowwise.silu_and_mul(b), exact, exact.abs() * (2**-8 + 2**-20) + 1e-6, "silu bfloat16"
+    )
 
 
 @cell
@@ -262,7 +370,8 @@ ROUTINGS = {
 
 @cell
 def routing() -> str:
-    """Ids exactly the CPU's, with ties and with a correction; weights within the roundings of a softmax."""
+    """Ids exactly the CPU's, with ties and with a correction; weights within the roundings of a
+    softmax."""
     said = ""
     for name, how in ROUTINGS.items():
         logits = draw(9, how.experts, dtype=torch.float32)
@@ -272,13 +381,17 @@ def routing() -> str:
             if bias is not None and how.score != "sigmoid":
                 continue
             ids, weights = moe.route(logits, how, bias)
-            twin = CpuRouting(how.k, how.experts, how.score, how.norm, how.floor, how.scale, how.groups, how.keep)
+            twin = CpuRouting(
+                how.k, how.experts, how.score, how.norm, how.floor, how.scale, how.groups, how.keep
+            )
             want_ids, want = twin(logits.cpu(), None if bias is None else bias.cpu())
             if not torch.equal(ids.cpu().long(), want_ids):
                 said += f"{name}: ids {ids.tolist()} against {want_ids.tolist()}; "
                 continue
             said += near(weights.cpu(), want, want.double().abs() * 40 * 2.0**-24 + 1e-30, name)
-            said += same(moe.route(logits[3:4].contiguous(), how, bias)[1], weights[3:4], f"{name} alone")
+            said += same(
+                moe.route(logits[3:4].contiguous(), how, bias)[1], weights[3:4], f"{name} alone"
+            )
     return said
 
 
@@ -291,7 +404,9 @@ def a_row_of_nan_is_its_own_affair() -> str:
         good = moe.route(logits, how, None)
         logits[1] = torch.nan
         ids, weights = moe.route(logits, how, None)
-        said += "" if 0 <= int(ids.min()) and int(ids.max()) < how.experts else f"ids {ids.tolist()}; "
+        said += (
+            "" if 0 <= int(ids.min()) and int(ids.max()) < how.experts else f"ids {ids.tolist()}; "
+        )
         said += "" if weights[1].isnan().all() else f"weights {weights[1].tolist()}; "
         said += same(ids[::2], good[0][::2], "ids") + same(weights[::2], good[1][::2], "weights")
     return said
@@ -308,21 +423,44 @@ def router_values() -> str:
 
 @cell
 def grouped_gemm_bits() -> str:
-    """As one GEMM per pair; experts with none, one and many rows; x by token and by pair; a row alone; combined in slot order."""
+    """As one GEMM per pair; experts with none, one and many rows; x by token and by pair; a row
+    alone; combined in slot order."""
     tokens, k, experts, n, depth = 23, 3, 7, 40, 72
-    ids = torch.stack([torch.randperm(experts - 1, generator=torch.Generator().manual_seed(t))[:k] for t in range(tokens)]).int().to(DEVICE)
+    ids = (
+        torch.stack(
+            [
+                torch.randperm(experts - 1, generator=torch.Generator().manual_seed(t))[:k]
+                for t in range(tokens)
+            ]
+        )
+        .int()
+        .to(DEVICE)
+    )
     x, w, bias = draw(tokens, depth), draw(experts, n, depth, seed=1), draw(experts, n, seed=2)
     lists = moe.list_pairs(ids, experts)
     counts = torch.bincount(ids.flatten().long(), minlength=experts)
-    said = "" if torch.equal(lists.counts.long(), counts) else f"counts {lists.counts.tolist()} against {counts.tolist()}; "
+    said = (
+        ""
+        if torch.equal(lists.counts.long(), counts)
+        else f"counts {lists.counts.tolist()} against {counts.tolist()}; "
+    )
     order = torch.argsort(ids.flatten().long(), stable=True)
-    said += "" if torch.equal(lists.pairs.long(), order) else "pairs are not listed expert by expert, ascending; "
+    said += (
+        ""
+        if torch.equal(lists.pairs.long(), order)
+        else "pairs are not listed expert by expert, ascending; "
+    )
     wanted = [product(x, w[expert], TILES[0]) for expert in range(experts)]
     offset = [rowwise.add_bias(wanted[expert], bias[expert]) for expert in range(experts)]
     token = torch.arange(tokens, device=DEVICE).repeat_interleave(k)
-    want, want_biased = (torch.stack(made)[ids.flatten().long(), token] for made in (wanted, offset))
+    want, want_biased = (
+        torch.stack(made)[ids.flatten().long(), token] for made in (wanted, offset)
+    )
     for tile in TILES[:2]:
-        plain, biased = moe.grouped_gemm(x, w, None, lists, tile), moe.grouped_gemm(x, w, bias, lists, tile)
+        plain, biased = (
+            moe.grouped_gemm(x, w, None, lists, tile),
+            moe.grouped_gemm(x, w, bias, lists, tile),
+        )
         by_pair = moe.grouped_gemm(x.repeat_interleave(k, 0), w, None, lists, tile)
         said += same(plain, want, tile.name) + same(biased, want_biased, f"{tile.name} with a bias")
         said += same(by_pair, plain, "x by pair")
@@ -332,7 +470,9 @@ def grouped_gemm_bits() -> str:
         total = total + parts.view(tokens, k, n)[:, slot] * weights[:, slot, None]
     said += same(moe.combine(parts, weights), total, "combined")
     return said + same(
-        moe.combine(parts.bfloat16(), weights[:, :1].repeat(1, k)), slots_of(parts.bfloat16(), weights, k), "combined, rounded"
+        moe.combine(parts.bfloat16(), weights[:, :1].repeat(1, k)),
+        slots_of(parts.bfloat16(), weights, k),
+        "combined, rounded",
     )
 
 
@@ -356,22 +496,31 @@ def sampling_rows(vocab: int) -> tuple[Tensor, Tensor, Tensor]:
             x = x.round() if kind == "ties" else 20 * x if kind == "wide" else x
             x[::2] = -torch.inf if kind in ("half", "empty") else x[::2]
             x[1::2] = -torch.inf if kind == "empty" else x[1::2]
-            x[vocab // 2] = torch.nan if kind == "nan" else torch.inf if kind == "inf" else x[vocab // 2]
+            x[vocab // 2] = (
+                torch.nan if kind == "nan" else torch.inf if kind == "inf" else x[vocab // 2]
+            )
             logits.append(x)
             floats.append((temperature, top_p, math.log(min_p) if min_p else -math.inf))
             ints.append((top_k, 40 + r, nth, 0x89ABCDEF * (r + 1) & 0xFFFFFFFF, 7 * r))
-    return torch.stack(logits), torch.tensor(floats, dtype=torch.float64).to(DEVICE), torch.tensor(ints).to(DEVICE)
+    return (
+        torch.stack(logits),
+        torch.tensor(floats, dtype=torch.float64).to(DEVICE),
+        torch.tensor(ints).to(DEVICE),
+    )
 
 
 @cell
 def sampled_tokens_are_the_cpus() -> str:
-    """Greedy, temperature, top-k, top-p, min-p; ties, -inf, +inf, NaN; vocabularies below a block and above, not multiples of 4."""
+    """Greedy, temperature, top-k, top-p, min-p; ties, -inf, +inf, NaN; vocabularies below a block
+    and above, not multiples of 4."""
     said = ""
     for vocab, every in ((37, 3), (700, 10)):
         logits, floats, ints = (made[::every].contiguous() for made in sampling_rows(vocab))
         tokens, states = sample.choose_rows(logits, floats, ints, cuts=True)
         want, want_states = np.empty(len(logits), np.int64), np.empty(len(logits), np.int64)
-        sample_rows.choose_rows(logits.cpu().numpy(), floats.cpu().numpy(), ints.cpu().numpy(), want, want_states)
+        sample_rows.choose_rows(
+            logits.cpu().numpy(), floats.cpu().numpy(), ints.cpu().numpy(), want, want_states
+        )
         if tokens.tolist() != want.tolist() or states.tolist() != want_states.tolist():
             said += f"V {vocab}: {tokens.tolist()} {states.tolist()} against {want.tolist()} {want_states.tolist()}; "
     return said
@@ -383,9 +532,20 @@ def log_probabilities_are_the_cpus() -> str:
     said = ""
     for vocab, few in ((37, 3), (700, 2)):
         logits = sampling_rows(vocab)[0][::5].contiguous()
-        tokens = (torch.arange(len(logits)) * 5 % vocab - (torch.arange(len(logits)) % 4 == 0).long() * vocab).clamp(min=-1).to(DEVICE)
+        tokens = (
+            (
+                torch.arange(len(logits)) * 5 % vocab
+                - (torch.arange(len(logits)) % 4 == 0).long() * vocab
+            )
+            .clamp(min=-1)
+            .to(DEVICE)
+        )
         got = sample.describe_rows(logits, tokens, few)
-        want = (np.empty(len(logits), np.float32), np.empty((len(logits), few), np.int64), np.empty((len(logits), few), np.float32))
+        want = (
+            np.empty(len(logits), np.float32),
+            np.empty((len(logits), few), np.int64),
+            np.empty((len(logits), few), np.float32),
+        )
         sample_rows.describe_rows(logits.cpu().numpy(), tokens.cpu().numpy(), *want)
         for name, a, b in zip(("chosen", "ids", "best"), got, want, strict=True):
             if not np.array_equal(a.cpu().numpy(), b, equal_nan=a.is_floating_point()):
@@ -397,7 +557,8 @@ def split_in_two(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
     """A library that splits K: two sums, added at last."""
     half = x.shape[1] // 2
     parts = [
-        gemm(x[:, at].contiguous(), w[:, at].contiguous(), torch.empty_like(y), TILES[0]) for at in (slice(0, half), slice(half, None))
+        gemm(x[:, at].contiguous(), w[:, at].contiguous(), torch.empty_like(y), TILES[0])
+        for at in (slice(0, half), slice(half, None))
     ]
     return y.copy_(parts[0].float() + parts[1].float())
 
@@ -424,7 +585,9 @@ def the_choice_of_a_gemm() -> str:
     names = {rows: choice.name for rows, choice in chosen.choices.items()}
     own = gemm_choice.tile_for(40, 64, 8).name
     said = "" if names == {1: own, 4: "cublas", 8: own, 16: "cublas"} else f"chosen: {names}; "
-    said += "" if "differs in" in chosen.choices[8].reason else f"reason: {chosen.choices[8].reason}; "
+    said += (
+        "" if "differs in" in chosen.choices[8].reason else f"reason: {chosen.choices[8].reason}; "
+    )
     x, w, room = aligned(17, 64), aligned(40, 64), aligned(16, 40)
     x.copy_(draw(17, 64, seed=5)), w.copy_(draw(40, 64))
     used.clear()
@@ -463,7 +626,12 @@ def rows_outside_the_grid() -> str:
 def nothing_to_do() -> str:
     """No rows: no launch, no error, empty results."""
     x, w = draw(0, 64), draw(16, 64)
-    made = (product(x, w, TILES[0]), rowwise.rms_norm(x, w[0].float(), 1e-6), rowwise.silu_and_mul(x), rowwise.add_bias(x, w[0]))
+    made = (
+        product(x, w, TILES[0]),
+        rowwise.rms_norm(x, w[0].float(), 1e-6),
+        rowwise.silu_and_mul(x),
+        rowwise.add_bias(x, w[0]),
+    )
     return "" if all(len(y) == 0 for y in made) else "rows out of nothing"
 
 
@@ -483,7 +651,10 @@ def main() -> None:
             if args.cells:
                 raise
             found[name] = f"{type(error).__name__}: {str(error)[:400]}"
-        print(f"{name}: {found[name] or 'held'} ({time.process_time() - begin:.1f} s of CPU)", file=sys.stderr)
+        print(
+            f"{name}: {found[name] or 'held'} ({time.process_time() - begin:.1f} s of CPU)",
+            file=sys.stderr,
+        )
     print(json.dumps(found))
 
 

@@ -1,6 +1,8 @@
-"""The ruler: lines per folder, the longest file and the longest function of the package, against its limits.
+"""The ruler: lines per folder, the longest file and the longest function of the package, against
+its limits.
 
-Knows source text only: nothing is imported, the standard library suffices. Called by `make ruler` and by CI. Exits 1 above a limit.
+Knows source text only: nothing is imported, the standard library suffices. Called by `make ruler`
+and by CI. Exits 1 above a limit.
 """
 
 from __future__ import annotations
@@ -13,12 +15,16 @@ from typing import NamedTuple
 
 FILE_LIMIT = 600
 FUNCTION_LIMIT = 60
-ENGINE_LIMIT = 17_000  # of what serves a request; the lab, its case files and the benchmarks are counted, but judge rather than serve
+# of what serves a request; the lab, its case files and the benchmarks are counted, but judge rather
+# than serve
+ENGINE_LIMIT = 17_000
 JUDGES = ("lockstep/lab/", "lockstep/bench/")
 
 
 class Function(NamedTuple):
-    lines: int  # from `def` to the last line; docstring and nested functions included, decorators not
+    lines: (
+        int  # from `def` to the last line; docstring and nested functions included, decorators not
+    )
     name: str
     where: str  # file:line
 
@@ -35,7 +41,9 @@ def functions(path: Path, shown: str) -> list[Function]:
             name = prefix + child.name
             if not isinstance(child, ast.ClassDef):
                 assert child.end_lineno is not None
-                found.append(Function(child.end_lineno - child.lineno + 1, name, f"{shown}:{child.lineno}"))
+                found.append(
+                    Function(child.end_lineno - child.lineno + 1, name, f"{shown}:{child.lineno}")
+                )
             visit(child, name + ".")
 
     visit(ast.parse(path.read_text(encoding="utf-8"), shown), "")
@@ -43,7 +51,8 @@ def functions(path: Path, shown: str) -> list[Function]:
 
 
 def measure(package: Path) -> tuple[dict[str, int], list[Function]]:
-    """Lines per file and all functions, both keyed by paths that start at the package's own name."""
+    """Lines per file and all functions, both keyed by paths that start at the package's own
+    name."""
     lines: dict[str, int] = {}
     found: list[Function] = []
     for path in sorted(package.rglob("*.py")):
@@ -56,9 +65,15 @@ def measure(package: Path) -> tuple[dict[str, int], list[Function]]:
 def complaints(lines: dict[str, int], found: list[Function]) -> list[str]:
     """One sentence per broken limit, with value and limit."""
     engine = engine_lines(lines)
-    out = [f"{name} has {n} lines; the limit for a file is {FILE_LIMIT}" for name, n in lines.items() if n > FILE_LIMIT]
+    out = [
+        f"{name} has {n} lines; the limit for a file is {FILE_LIMIT}"
+        for name, n in lines.items()
+        if n > FILE_LIMIT
+    ]
     out += [
-        f"{f.where} {f.name} has {f.lines} lines; the limit for a function is {FUNCTION_LIMIT}" for f in found if f.lines > FUNCTION_LIMIT
+        f"{f.where} {f.name} has {f.lines} lines; the limit for a function is {FUNCTION_LIMIT}"
+        for f in found
+        if f.lines > FUNCTION_LIMIT
     ]
     if engine > ENGINE_LIMIT:
         out.append(f"the engine has {engine} lines; the limit is {ENGINE_LIMIT}")
@@ -86,7 +101,10 @@ def main(package: Path) -> int:
     print(f"{lines[longest_file]:7,}  longest file: {longest_file} (limit {FILE_LIMIT})")
     if found:
         longest = max(found, key=lambda f: f.lines)
-        print(f"{longest.lines:7,}  longest function: {longest.name}, {longest.where} (limit {FUNCTION_LIMIT})")
+        print(
+            f"{longest.lines:7,}  longest function: {longest.name}, {longest.where} (limit "
+            f"{FUNCTION_LIMIT})"
+        )
     broken = complaints(lines, found)
     for line in broken:
         print(f"over the limit: {line}", file=sys.stderr)

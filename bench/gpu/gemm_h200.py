@@ -1,11 +1,15 @@
-"""GEMM on one GPU: which calls are in the bit class of our order, and how fast each is. Run it on the card.
+"""GEMM on one GPU: which calls are in the bit class of our order, and how fast each is. Run it on
+the card.
 
-For every (N, K, M): torch's cuBLAS call, cuBLASLt's proposals without a split of K, and our tiles. Every output is compared whole, bit for
-bit, with the first M rows of one reference (a plain tile over all rows), which is compared with float64 on sampled rows; outputs are
-poisoned before. Data: half the rows and half the weights have a wide spread of exponents. Times: CUDA graphs of many launches over rotated
-weights that together exceed the L2 several times, interleaved rounds, medians. Floors (copy, GEMM 8192³) come from the same call.
+For every (N, K, M): torch's cuBLAS call, cuBLASLt's proposals without a split of K, and our tiles.
+Every output is compared whole, bit for bit, with the first M rows of one reference (a plain tile
+over all rows), which is compared with float64 on sampled rows; outputs are poisoned before. Data:
+half the rows and half the weights have a wide spread of exponents. Times: CUDA graphs of many
+launches over rotated weights that together exceed the L2 several times, interleaved rounds,
+medians. Floors (copy, GEMM 8192³) come from the same call.
 
-usage: python bench/gpu/gemm_h200.py [--out FOLDER] [--model 8b|0.6b] [--sections floors,4096x12288,...] (writes FOLDER/gemm-h200.json)
+usage: python bench/gpu/gemm_h200.py [--out FOLDER] [--model 8b|0.6b] [--sections
+    floors,4096x12288,...] (writes FOLDER/gemm-h200.json)
 """
 
 from __future__ import annotations
@@ -38,24 +42,49 @@ LIMIT = 224 << 10
 
 def small(n: int) -> list[Tile]:
     """Tiles of 16 rows: N decides how many columns fill the card."""
-    narrow = [Tile(16, 32, 256, 4, 6), Tile(16, 32, 128, 4, 8), Tile(16, 32, 256, 4, 4), Tile(16, 16, 256, 4, 8)]
-    wide = [Tile(16, 64, 128, 4, 5), Tile(16, 64, 256, 4, 5), Tile(16, 128, 128, 4, 5), Tile(16, 32, 256, 4, 6)]
+    narrow = [
+        Tile(16, 32, 256, 4, 6),
+        Tile(16, 32, 128, 4, 8),
+        Tile(16, 32, 256, 4, 4),
+        Tile(16, 16, 256, 4, 8),
+    ]
+    wide = [
+        Tile(16, 64, 128, 4, 5),
+        Tile(16, 64, 256, 4, 5),
+        Tile(16, 128, 128, 4, 5),
+        Tile(16, 32, 256, 4, 6),
+    ]
     return narrow if n <= 8192 else wide
 
 
 def some(n: int) -> list[Tile]:
-    """17 to 64 rows: 64 of them make warpgroup products, and rows that are not there cost no reading."""
-    found = [Tile(64, 32, 128, 4, 8), Tile(64, 32, 256, 4, 4), Tile(64, 64, 128, 4, 6), Tile(32, 32, 256, 4, 4)]
+    """17 to 64 rows: 64 of them make warpgroup products, and rows that are not there cost no
+    reading."""
+    found = [
+        Tile(64, 32, 128, 4, 8),
+        Tile(64, 32, 256, 4, 4),
+        Tile(64, 64, 128, 4, 6),
+        Tile(32, 32, 256, 4, 4),
+    ]
     return found if n <= 8192 else [*found, Tile(64, 128, 128, 4, 4)]
 
 
 def many(n: int, rows: int) -> list[Tile]:
     """128 rows and more: warp-specialised; plain where few rows leave multiprocessors idle."""
-    found = [Tile(128, 128, 64, 8, 5, 8, True), Tile(128, 256, 64, 8, 3, 8, True), Tile(128, 128, 64, 8, 4)]
+    found = [
+        Tile(128, 128, 64, 8, 5, 8, True),
+        Tile(128, 256, 64, 8, 3, 8, True),
+        Tile(128, 128, 64, 8, 4),
+    ]
     if rows <= 512:
         found += [Tile(128, 64, 64, 8, 8, 8, True), Tile(128, 64, 128, 8, 4, 8, True)]
     if rows <= 256 and n <= 8192:
-        found += [Tile(64, 64, 128, 4, 6), Tile(128, 32, 128, 4, 4), Tile(128, 64, 64, 4, 6), Tile(128, 64, 128, 4, 4)]
+        found += [
+            Tile(64, 64, 128, 4, 6),
+            Tile(128, 32, 128, 4, 4),
+            Tile(128, 64, 64, 4, 6),
+            Tile(128, 64, 128, 4, 4),
+        ]
     return found
 
 
@@ -65,8 +94,13 @@ def tiles(n: int, k: int, rows: int) -> list[Tile]:
 
 
 def shared(tile: Tile) -> int:
-    """Bytes, about: the warp-specialised kernel also stages its output; the plain one may keep a step less than its stages in flight."""
-    return tile.shared_bytes + tile.rows * tile.columns * 2 if tile.hopper else tile.shared_bytes - tile.shared_bytes // tile.stages
+    """Bytes, about: the warp-specialised kernel also stages its output; the plain one may keep a
+    step less than its stages in flight."""
+    return (
+        tile.shared_bytes + tile.rows * tile.columns * 2
+        if tile.hopper
+        else tile.shared_bytes - tile.shared_bytes // tile.stages
+    )
 
 
 class Offline:
@@ -102,7 +136,11 @@ def compile_one(task: tuple[int, int, Tile]) -> str:
 
 def compile_all(shapes, grid, jobs: int) -> list[str]:
     """Every variant the sections will launch; forked workers, so nothing is imported twice."""
-    tasks = list(dict.fromkeys((n, k, t) for n, k in shapes for m in grid for t in [*tiles(n, k, m), REFERENCE]))
+    tasks = list(
+        dict.fromkeys(
+            (n, k, t) for n, k in shapes for m in grid for t in [*tiles(n, k, m), REFERENCE]
+        )
+    )
     print(f"{len(tasks)} variants, {jobs} processes", flush=True)
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
         return [said for said in pool.map(compile_one, tasks) if said]
@@ -130,7 +168,10 @@ class Timer:
                 call(x, weights[i % len(weights)], y)
 
     def sample(self, replays: int) -> list[float]:
-        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
+        marks = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            for _ in range(replays)
+        ]
         for first, last in marks:
             first.record()
             self.graph.replay()
@@ -160,7 +201,10 @@ def measure(calls: dict, x, weights, y, guess_us: float) -> dict[str, float]:
 
 def proposals(blas, n: int, k: int, rows: int, count: int) -> dict:
     try:
-        return {f"lt{i}": call for i, call in enumerate(blas.proposals(n, k, rows, torch.bfloat16, count))}
+        return {
+            f"lt{i}": call
+            for i, call in enumerate(blas.proposals(n, k, rows, torch.bfloat16, count))
+        }
     except Exception as error:
         print("   cuBLASLt:", str(error)[:200], flush=True)
         return {}
@@ -177,11 +221,24 @@ def shape(n: int, k: int, keep, grid=GRID, deadline: float = 1e18) -> list[dict]
     want = torch.full((max(grid), n), float("nan"), device="cuda", dtype=torch.bfloat16)
     gemm(x_all, w, want, REFERENCE)
     rows = torch.randint(0, max(grid), (32,), device="cuda")
-    exact = torch.cat([x_all[rows].double() @ w[i : i + 16384].double().t() for i in range(0, n, 16384)], 1)
-    scale = x_all[rows].double().abs().mean(1, keepdim=True) * w.double().abs().mean() * k**0.5 if n < 100000 else exact.abs().mean()
+    exact = torch.cat(
+        [x_all[rows].double() @ w[i : i + 16384].double().t() for i in range(0, n, 16384)], 1
+    )
+    scale = (
+        x_all[rows].double().abs().mean(1, keepdim=True) * w.double().abs().mean() * k**0.5
+        if n < 100000
+        else exact.abs().mean()
+    )
     error = float((want[rows].double() - exact).norm() / exact.norm())
     found = [
-        {"n": n, "k": k, "copies": copies, "error": error, "scale": float(torch.as_tensor(scale).mean()), "nan": int(want.isnan().sum())}
+        {
+            "n": n,
+            "k": k,
+            "copies": copies,
+            "error": error,
+            "scale": float(torch.as_tensor(scale).mean()),
+            "nan": int(want.isnan().sum()),
+        }
     ]
     print(found[0], flush=True)
     for m in grid:
@@ -218,9 +275,18 @@ def cell(blas, x_all, weights, want, m: int) -> dict:
     own, best = min(ours, key=ours.get, default=""), min(usable, key=usable.get, default="cublas")
     floor = max((n * k + m * k + m * n) * 2 / 4.25e6, 2 * m * n * k / 7.9e8)
     short = {name: round(t, 2) for name, t in sorted(us.items(), key=lambda item: item[1])[:6]}
-    print(f"{n}x{k} M{m}: cuBLAS {us['cublas']:.1f} differ {differ['cublas']}; own {own} x{ours.get(own, 0) / us['cublas']:.3f}; "
+    print(f"{n}x{k} M{m}: cuBLAS {us['cublas']:.1f} differ {differ['cublas']}; own {own} "
+          f"x{ours.get(own, 0) / us['cublas']:.3f}; "
           f"best {best} x{us[best] / us['cublas']:.3f}; floor {floor:.1f} {short}", flush=True)  # fmt: skip
-    return {"m": m, "us": us, "differ": differ, "own": own, "best": best, "floor_us": floor, "elements": m * n}
+    return {
+        "m": m,
+        "us": us,
+        "differ": differ,
+        "own": own,
+        "best": best,
+        "floor_us": floor,
+        "elements": m * n,
+    }
 
 
 def floors() -> dict:
@@ -232,14 +298,26 @@ def floors() -> dict:
     copies, products = Timer(lambda *_: b.copy_(a), x, [x], y, 1), Timer(torch_gemm, x, [x], y, 1)
     copies.sample(20)  # clocks
     copy, product = statistics.median(copies.sample(20)), statistics.median(products.sample(20))
-    return {"copy_gb_s": 2 * a.numel() * 4 / copy / 1e3, "gemm_tflop_s": 2 * 8192**3 / product / 1e6}
+    return {
+        "copy_gb_s": 2 * a.numel() * 4 / copy / 1e3,
+        "gemm_tflop_s": 2 * 8192**3 / product / 1e6,
+    }
 
 
 def machine() -> dict:
     import triton
 
-    driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"], capture_output=True, text=True)
-    return {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda, "card": driver.stdout.strip()}
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+    )
+    return {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "card": driver.stdout.strip(),
+    }
 
 
 def main() -> None:
@@ -249,7 +327,9 @@ def main() -> None:
     parser.add_argument("--shapes", default="", help="NxK,NxK instead of a model's")
     parser.add_argument("--grid", default="")
     parser.add_argument("--limit", type=int, default=60, help="seconds per shape")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile"
+    )
     parser.add_argument("--section")
     args = parser.parse_args()
     listed = [tuple(int(v) for v in s.split("x")) for s in args.shapes.split(",") if s]
@@ -266,7 +346,9 @@ def main() -> None:
     if args.section:
         n, k = (int(v) for v in args.section.split("x"))
         part = Path(args.out, f"part-{args.section}.json")
-        shape(n, k, lambda found: part.write_text(json.dumps(found)), grid, time.time() + args.limit)
+        shape(
+            n, k, lambda found: part.write_text(json.dumps(found)), grid, time.time() + args.limit
+        )
         return
     sections = ["compile", "floors"] + [f"{n}x{k}" for n, k in shapes]
     for section in sections:
@@ -281,7 +363,8 @@ def main() -> None:
 
 
 def run_section(command: list[str], seconds: int) -> None:
-    """A section in a process group of its own, ended with all its children when its time is over."""
+    """A section in a process group of its own, ended with all its children when its time is
+    over."""
     process = subprocess.Popen(command, start_new_session=True)
     try:
         process.wait(seconds)

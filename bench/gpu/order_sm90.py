@@ -1,8 +1,10 @@
-"""Measures, on one GPU, what tiles and splits cost: the figures behind the row of `sm_90` in `lockstep/order.py`.
+"""Measures, on one GPU, what tiles and splits cost: the figures behind the row of `sm_90` in
+`lockstep/order.py`.
 
-Every candidate runs the engine's own kernels: decode with a program per split, folded by the last to arrive, and prefill folded as it
-goes. CUDA graphs, the L2 flushed before every run, medians, random data, outputs poisoned; all outputs of one candidate are compared bit
-for bit over its launch shapes, and with float64. Floors (copy bandwidth, GEMM rate) are measured in the same call.
+Every candidate runs the engine's own kernels: decode with a program per split, folded by the last
+to arrive, and prefill folded as it goes. CUDA graphs, the L2 flushed before every run, medians,
+random data, outputs poisoned; all outputs of one candidate are compared bit for bit over its launch
+shapes, and with float64. Floors (copy bandwidth, GEMM rate) are measured in the same call.
 
 usage: python -m bench.gpu.order_sm90 [--out FOLDER] [--seconds LIMIT]      (run it on the GPU; writes FOLDER/order-sm90.json)
 """
@@ -34,8 +36,20 @@ RULES = {  # named by counts and lengths
     "4x512, 6x1024, 2048": Splits(4, 512, 6, 1024, 2048),
     "4x256, 6x512, 1024": Splits(4, 256, 6, 512, 1024),
 }
-HEADS = {"64": (64, 64), "128": (128, 128), "256": (256, 256), "192/128": (192, 128), "576/512": (576, 512)}
-TILES = {"64": (64, 128), "128": (64, 128), "256": (32, 64), "192/128": (64, 128), "576/512": (32, 64)}
+HEADS = {
+    "64": (64, 64),
+    "128": (128, 128),
+    "256": (256, 256),
+    "192/128": (192, 128),
+    "576/512": (576, 512),
+}
+TILES = {
+    "64": (64, 128),
+    "128": (64, 128),
+    "256": (32, 64),
+    "192/128": (64, 128),
+    "576/512": (32, 64),
+}
 DECODE = ((1, 1024), (1, 4096), (1, 32768), (8, 8192), (64, 2048), (64, 8192), (256, 2048))
 FEWER = ((1, 4096), (1, 32768), (8, 8192), (64, 4096))
 PREFILL = ((16, 1024), (4, 4096), (1, 16384))
@@ -61,15 +75,23 @@ def prefill_tunings(head: str) -> list[Tuning]:
 class Case:
     """Requests of equal length on a shuffled page table."""
 
-    def __init__(self, head: str, batch: int, length: int, new: int, window: int = INT32_MAX) -> None:
+    def __init__(
+        self, head: str, batch: int, length: int, new: int, window: int = INT32_MAX
+    ) -> None:
         self.head, self.batch, self.length, self.new = head, batch, length, new
         self.d_qk, self.d_v = HEADS[head]
         self.latent = head == "576/512"
         self.heads, self.kv_heads = (128, 1) if self.latent else (32, 8)
         device, dtype = torch.device("cuda"), torch.bfloat16
         pages = -(-length // PAGE)
-        self.k = torch.randn(batch * pages * PAGE, self.kv_heads, self.d_qk, device=device, dtype=dtype)
-        self.v = self.k[..., : self.d_v] if self.latent else torch.randn(*self.k.shape[:2], self.d_v, device=device, dtype=dtype)
+        self.k = torch.randn(
+            batch * pages * PAGE, self.kv_heads, self.d_qk, device=device, dtype=dtype
+        )
+        self.v = (
+            self.k[..., : self.d_v]
+            if self.latent
+            else torch.randn(*self.k.shape[:2], self.d_v, device=device, dtype=dtype)
+        )
         self.ids = torch.randperm(batch * pages, device=device).int()
         self.q = torch.randn(batch * new, self.heads, self.d_qk, device=device, dtype=dtype)
         positions = np.tile(np.arange(length - new, length, dtype=np.int32), batch)
@@ -79,7 +101,12 @@ class Case:
         self.rows = items.Rows(indptr, lo, positions + 1, positions + 1, entry)
         positions = torch.from_numpy(positions).to(device)
         self.at = Addresses(
-            positions, positions + 1, torch.zeros(len(positions) + 1, dtype=torch.int32, device=device), self.ids, self.ids, PAGE
+            positions,
+            positions + 1,
+            torch.zeros(len(positions) + 1, dtype=torch.int32, device=device),
+            self.ids,
+            self.ids,
+            PAGE,
         )
         sinks = torch.full((self.heads,), -float("inf"), device=device)
         self.scoring = Scoring(self.d_qk**-0.5 * LOG2E, 0.0, 1.0, sinks, window, True)
@@ -87,11 +114,35 @@ class Case:
         self.lse = torch.empty(*self.q.shape[:2], device=device)
 
     def launcher(self, tile: int, splits: Splits, tuning: Tuning):
-        made = items.items(self.rows, np.arange(self.batch), self.heads // self.kv_heads, tuning.rows, splits, tuning.parts)
+        made = items.items(
+            self.rows,
+            np.arange(self.batch),
+            self.heads // self.kv_heads,
+            tuning.rows,
+            splits,
+            tuning.parts,
+        )
         table = torch.from_numpy(made.table).cuda()
-        room = launch.scratch(made.part_rows * self.kv_heads, made.counters * self.kv_heads, self.d_v, torch.device("cuda"))
+        room = launch.scratch(
+            made.part_rows * self.kv_heads,
+            made.counters * self.kv_heads,
+            self.d_v,
+            torch.device("cuda"),
+        )
         shape, order = Shape(self.d_qk, self.d_v, tile, self.latent), AttentionOrder(tile, splits)
-        return lambda: launch.attend(self.q, (self.k, self.v), self.out, self.lse, table, self.at, self.scoring, room, shape, order, tuning)
+        return lambda: launch.attend(
+            self.q,
+            (self.k, self.v),
+            self.out,
+            self.lse,
+            table,
+            self.at,
+            self.scoring,
+            room,
+            shape,
+            order,
+            tuning,
+        )
 
     def want(self, rows: list[int]) -> torch.Tensor:
         """Float64 outputs of some rows."""
@@ -100,16 +151,28 @@ class Case:
             request, p = row // self.new, self.length - self.new + row % self.new
             first = max(0, p + 1 - self.scoring.window)
             pages = self.ids.view(self.batch, -1)[request].long()
-            slots = (pages[:, None] * PAGE + torch.arange(PAGE, device="cuda")).view(-1)[first : p + 1]
+            slots = (pages[:, None] * PAGE + torch.arange(PAGE, device="cuda")).view(-1)[
+                first : p + 1
+            ]
             group = self.heads // self.kv_heads
             q = self.q[row].double().view(self.kv_heads, group, -1)
             s = torch.einsum("kgd,nkd->kgn", q, self.k[slots].double()) * self.d_qk**-0.5
-            outs.append(torch.einsum("kgn,nkd->kgd", s.softmax(-1), self.v[slots].double()).reshape(self.heads, -1))
+            outs.append(
+                torch.einsum("kgn,nkd->kgd", s.softmax(-1), self.v[slots].double()).reshape(
+                    self.heads, -1
+                )
+            )
         return torch.stack(outs)
 
     @property
     def bytes(self) -> int:
-        return self.batch * self.length * self.kv_heads * (self.d_qk + (0 if self.latent else self.d_v)) * 2
+        return (
+            self.batch
+            * self.length
+            * self.kv_heads
+            * (self.d_qk + (0 if self.latent else self.d_v))
+            * 2
+        )
 
     @property
     def flops(self) -> float:
@@ -135,7 +198,10 @@ def timed(call, reps: int) -> float:
             FLUSH.zero_()
             graph.replay()
         torch.cuda.synchronize()
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(reps)]
+    marks = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(reps)
+    ]
     for first, last in marks:
         FLUSH.zero_()
         first.record()
@@ -146,7 +212,8 @@ def timed(call, reps: int) -> float:
 
 
 def eager(call) -> float:
-    """Microseconds of one call outside a graph: a copy inside one would go to the copy engine, which is slower than the processors."""
+    """Microseconds of one call outside a graph: a copy inside one would go to the copy engine,
+    which is slower than the processors."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     call()
@@ -197,12 +264,16 @@ def candidate(kind, case, tile, rule, splits, tunings, check, want) -> dict:
         if first is None:
             first = case.out.clone()
             worst = float((first[check].double() - want).norm() / want.norm())
-        bits += int((case.out.view(torch.int16) != first.view(torch.int16)).sum()) + int(case.out.isnan().sum())
+        bits += int((case.out.view(torch.int16) != first.view(torch.int16)).sum()) + int(
+            case.out.isnan().sum()
+        )
         times[name] = timed(call, 40 if kind == "decode" else 8)
     numbers = {k: v for k, v in times.items() if not isinstance(v, str)}
     best = min(numbers, key=numbers.get) if numbers else None
     us = numbers[best] if best else None
-    rate = None if us is None else case.bytes / us / 1e3 if kind == "decode" else case.flops / us / 1e6
+    rate = (
+        None if us is None else case.bytes / us / 1e3 if kind == "decode" else case.flops / us / 1e6
+    )
     return {
         "kind": kind, "head": case.head, "case": f"B{case.batch} S{case.length}", "tile": tile, "splits": rule, "us": us, "rate": rate,
         "best": best, "times": times, "differing": bits, "error": worst,
@@ -226,17 +297,33 @@ def warm(shard: int, shards: int) -> None:
 
 def table(results: list[dict], kind: str) -> None:
     for head in HEADS:
-        cases = list(dict.fromkeys(r["case"] for r in results if r["kind"] == kind and r["head"] == head))
+        cases = list(
+            dict.fromkeys(r["case"] for r in results if r["kind"] == kind and r["head"] == head)
+        )
         if cases:
-            print(f"{kind} head {head} ({'us' if kind == 'decode' else 'TFLOP/s'}):", " | ".join(cases))
+            print(
+                f"{kind} head {head} ({'us' if kind == 'decode' else 'TFLOP/s'}):",
+                " | ".join(cases),
+            )
         for tile in TILES[head]:
             for rule in RULES:
-                found = {r["case"]: r for r in results if r["kind"] == kind and (r["head"], r["tile"], r["splits"]) == (head, tile, rule)}
+                found = {
+                    r["case"]: r
+                    for r in results
+                    if r["kind"] == kind
+                    and (r["head"], r["tile"], r["splits"]) == (head, tile, rule)
+                }
                 value = "us" if kind == "decode" else "rate"
                 if found:
-                    cells = [f"{found[c][value]:.1f}" if c in found and found[c][value] else "-" for c in cases]
+                    cells = [
+                        f"{found[c][value]:.1f}" if c in found and found[c][value] else "-"
+                        for c in cases
+                    ]
                     differ = sum(f["differing"] for f in found.values())
-                    print(f"  tile {tile:3} splits {rule:20} {' '.join(f'{c:>7}' for c in cells)}  differ {differ}")
+                    print(
+                        f"  tile {tile:3} splits {rule:20} {' '.join(f'{c:>7}' for c in cells)}  "
+                        f"differ {differ}"
+                    )
 
 
 def main() -> None:
@@ -268,7 +355,11 @@ def main() -> None:
     for section in ("floors", "decode", "prefill"):
         at = time.time()
         try:
-            subprocess.run([*command, section], timeout=max(5, args.seconds - (time.time() - begin)), check=False)
+            subprocess.run(
+                [*command, section],
+                timeout=max(5, args.seconds - (time.time() - begin)),
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             print(section, "stopped at its time limit", flush=True)
         print(f"{section} {time.time() - at:.0f} s", flush=True)

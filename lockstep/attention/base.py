@@ -1,7 +1,8 @@
 """What a backend is: two methods and a table of what it can do.
 
-`lower` is host work before every launch; `attend` runs on the device and can be captured. What a row sees and how a layer scores are
-derived here once, for every backend but the reference, which has its own plain words for them and is the definition.
+`lower` is host work before every launch; `attend` runs on the device and can be captured. What a
+row sees and how a layer scores are derived here once, for every backend but the reference, which
+has its own plain words for them and is the definition.
 """
 
 from __future__ import annotations
@@ -62,17 +63,20 @@ class Backend(Protocol):
     caps: Caps
 
     def lower(self, plan: StepPlan, group: Group, views: Views) -> Any:
-        """Host, before every launch, never captured: whatever `attend` needs besides tensors. Knows the group's spec."""
+        """Host, before every launch, never captured: whatever `attend` needs besides tensors. Knows
+        the group's spec."""
         ...
 
     def attend(self, q: Tensor, keys: Keys, handle: Any, spec: AttnSpec) -> tuple[Tensor, Tensor]:
-        """Device. q [T, heads, d_qk]; returns out [T, heads, d_v] and lse [T, heads]: float32, natural log of the denominator, sink
-        included; a row that sees nothing has out 0 and lse -inf."""
+        """Device. q [T, heads, d_qk]; returns out [T, heads, d_v] and lse [T, heads]: float32,
+        natural log of the denominator, sink included; a row that sees nothing has out 0 and lse
+        -inf."""
         ...
 
 
 def visible(plan: StepPlan, group: Group) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Per row, the positions it sees: lo <= p < hi. Window and causality of every backend come from here."""
+    """Per row, the positions it sees: lo <= p < hi. Window and causality of every backend come from
+    here."""
     if group.spec.causal:
         hi = plan.positions + np.int32(1)
     elif isinstance(group, PagedGroup):
@@ -90,7 +94,8 @@ def window_begin(spec: GroupSpec, plan: StepPlan, hi: NDArray[np.int32]) -> NDAr
 
 
 def addresses(plan: StepPlan, group: Group, views: Views) -> tuple[Any, Any, Any, int]:
-    """page_ids, page_indptr, first_pos and page size of a group. A fresh group's rows are pages of one, in order."""
+    """page_ids, page_indptr, first_pos and page size of a group. A fresh group's rows are pages of
+    one, in order."""
     if isinstance(group, FreshGroup):
         rows = np.arange(plan.bucket.tokens, dtype=np.int32)
         return rows, plan.q_indptr, np.zeros(plan.bucket.requests, np.int32), 1
@@ -98,7 +103,8 @@ def addresses(plan: StepPlan, group: Group, views: Views) -> tuple[Any, Any, Any
 
 
 def score_constants(spec: AttnSpec) -> tuple[float, float]:
-    """(pre, c): the softmax takes exp2(c * x), where x is q.k, or tanh(pre * q.k) when pre is not 0. One host product each."""
+    """(pre, c): the softmax takes exp2(c * x), where x is q.k, or tanh(pre * q.k) when pre is not
+    0. One host product each."""
     if spec.soft_cap is None:
         return 0.0, spec.scale * spec.k_scale * LOG2E
     return spec.scale * spec.k_scale / spec.soft_cap, spec.soft_cap * LOG2E
@@ -117,5 +123,6 @@ def sink_logits2(spec: AttnSpec, heads: int) -> NDArray[np.float32]:
 
 
 def natural(lse2: Any) -> Any:
-    """LSE is natural log everywhere inside Lockstep; kernels that work in base 2 convert here: arrays or tensors."""
+    """LSE is natural log everywhere inside Lockstep; kernels that work in base 2 convert here:
+    arrays or tensors."""
     return lse2 * LN2

@@ -1,7 +1,8 @@
 """Attention on the CPU: our own kernel, in the canonical order. The default without a GPU.
 
-`lower` turns a plan into what the kernel reads: who sees what, which rows are computed together, the constants of every layer. The
-kernel knows no window, no causality and no modes, only positions; it is compiled once per machine.
+`lower` turns a plan into what the kernel reads: who sees what, which rows are computed together,
+the constants of every layer. The kernel knows no window, no causality and no modes, only positions;
+it is compiled once per machine.
 """
 
 from __future__ import annotations
@@ -81,20 +82,33 @@ class Backend:
             {attn: constants(attn, group.spec.heads) for attn in dict.fromkeys(group.spec.layers)},
         )
 
-    def attend(self, q: Tensor, keys: Keys, handle: Handle, spec: AttnSpec) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q: Tensor, keys: Keys, handle: Handle, spec: AttnSpec
+    ) -> tuple[Tensor, Tensor]:
         """One call of the kernel."""
         group = handle.spec
         rows, heads, d_qk = q.shape
         if q.dtype is not torch.float32 or heads != group.heads or d_qk != group.d_qk:
             rule = f"queries are float32 of [rows, {group.heads}, {group.d_qk}]"
-            raise RuleError(rule, f"{q.dtype} of {list(q.shape)}", "Cast them, or use another backend")
+            raise RuleError(
+                rule, f"{q.dtype} of {list(q.shape)}", "Cast them, or use another backend"
+            )
         out, lse2 = torch.empty(rows, heads, order.stored_len(group.d_v)), torch.empty(rows, heads)
         if rows:
             (k, v), tile = keys, order.tile_len(group.d_qk, group.d_v)
             q = widened(q, order.stored_len(d_qk)).contiguous()
-            shape = Shape(group.kv_heads, handle.page_size, tile, handle.split, *k.stride()[:2], *v.stride()[:2])
+            shape = Shape(
+                group.kv_heads,
+                handle.page_size,
+                tile,
+                handle.split,
+                *k.stride()[:2],
+                *v.stride()[:2],
+            )
             kernel()(q, k, v, out, lse2, handle.prepared, shape, handle.layers[spec])
-        return narrowed(out, group.d_v), torch.from_numpy(base.natural(lse2.numpy()))  # a few numbers: numpy is quicker there
+        return narrowed(out, group.d_v), torch.from_numpy(
+            base.natural(lse2.numpy())
+        )  # a few numbers: numpy is quicker there
 
 
 def narrowed(out: Tensor, d_v: int) -> Tensor:
@@ -118,15 +132,20 @@ def block_rows(spec: GroupSpec) -> int:
 
 
 def blocks(plan: StepPlan, rows: int) -> NDArray[np.int32]:
-    """[NB, 3] (request, first row, end row): every request's rows, cut into blocks of at most `rows`."""
+    """[NB, 3] (request, first row, end row): every request's rows, cut into blocks of at most
+    `rows`."""
     request = np.arange(plan.bucket.requests, dtype=np.int32)
     if 0 < plan.bucket.width <= rows:
         return np.stack((request, plan.q_indptr[:-1], plan.q_indptr[1:]), 1)
     counts = -(-plan.new_lens // rows)
     request = np.repeat(request, counts)
-    nth = np.arange(len(request), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts).astype(np.int32)
+    nth = np.arange(len(request), dtype=np.int32) - np.repeat(
+        np.cumsum(counts) - counts, counts
+    ).astype(np.int32)
     begin = plan.q_indptr[request] + nth * np.int32(rows)
-    return np.stack((request, begin, np.minimum(begin + np.int32(rows), plan.q_indptr[request + 1])), 1)
+    return np.stack(
+        (request, begin, np.minimum(begin + np.int32(rows), plan.q_indptr[request + 1])), 1
+    )
 
 
 def lists(plan: StepPlan, group: Group, views: Views) -> tuple[Any, Any, Any]:

@@ -1,7 +1,9 @@
-"""Attention on an NVIDIA GPU (sm_90): our own Triton kernels, in the canonical order of that device class.
+"""Attention on an NVIDIA GPU (sm_90): our own Triton kernels, in the canonical order of that device
+class.
 
-`lower` cuts a step into items: requests with few rows get a program per split, the others a program per block. `attend` launches.
-Knows plans, views on the device and the kernels' interface (`kernels/triton/launch.py`); Triton itself is imported by the first launch.
+`lower` cuts a step into items: requests with few rows get a program per split, the others a program
+per block. `attend` launches. Knows plans, views on the device and the kernels' interface
+(`kernels/triton/launch.py`); Triton itself is imported by the first launch.
 """
 
 from __future__ import annotations
@@ -77,28 +79,48 @@ class Backend:
         tree = isinstance(group, PagedGroup) and spec.causal and plan.bucket.tail > 0
         hopper = device.type == "cuda" and tuning.hopper_serves(spec, tree, chosen)
         work = [
-            (shape, items.items(rows, requests, tuning.group_of(spec, shape), shape.rows, chosen.splits, shape.parts))
+            (
+                shape,
+                items.items(
+                    rows,
+                    requests,
+                    tuning.group_of(spec, shape),
+                    shape.rows,
+                    chosen.splits,
+                    shape.parts,
+                ),
+            )
             for shape, requests in tuning.choose(spec, rows, hopper, tree, chosen.splits)
         ]
         return Handle(
             spec=spec,
             order=chosen,
             addresses=addresses(plan, group, views, device),
-            launches=tuple(Launch(torch.from_numpy(made.table).to(device), shape) for shape, made in work),
+            launches=tuple(
+                Launch(torch.from_numpy(made.table).to(device), shape) for shape, made in work
+            ),
             scratch=scratch_for([made for _, made in work], spec, device),
             tree=tree,
             scoring={attn: scoring(attn, spec, device) for attn in dict.fromkeys(spec.layers)},
         )
 
-    def attend(self, q: Tensor, keys: Keys, handle: Handle, spec: AttnSpec) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q: Tensor, keys: Keys, handle: Handle, spec: AttnSpec
+    ) -> tuple[Tensor, Tensor]:
         """A launch per tuning; none where there are no rows."""
         group = handle.spec
         rows, heads, d_qk = q.shape
         if q.dtype not in COMPUTE or heads != group.heads or d_qk != group.d_qk:
             rule = f"queries are bfloat16 or float16 of [rows, {group.heads}, {group.d_qk}]"
-            raise RuleError(rule, f"{q.dtype} of {list(q.shape)}", "Cast them, or use another backend")
+            raise RuleError(
+                rule, f"{q.dtype} of {list(q.shape)}", "Cast them, or use another backend"
+            )
         if keys.k.dtype not in (q.dtype, torch.float8_e4m3fn):
-            raise RuleError(f"K and V are {q.dtype}, like the queries, or float8_e4m3", f"{keys.k.dtype}", "Set kv_cache_dtype")
+            raise RuleError(
+                f"K and V are {q.dtype}, like the queries, or float8_e4m3",
+                f"{keys.k.dtype}",
+                "Set kv_cache_dtype",
+            )
         d_qk, d_v = order.stored_len(group.d_qk), order.stored_len(group.d_v)
         q = widened(q, d_qk)
         out = torch.empty(rows, heads, d_v, dtype=q.dtype, device=q.device)
@@ -114,11 +136,44 @@ class Backend:
         pair, score, at = (keys.k, keys.v), handle.scoring[spec], handle.addresses
         for one in handle.launches:
             if not one.tuning.hopper:
-                launch.attend(q, pair, out, lse, one.table, at, score, handle.scratch, shape, handle.order, one.tuning)
+                launch.attend(
+                    q,
+                    pair,
+                    out,
+                    lse,
+                    one.table,
+                    at,
+                    score,
+                    handle.scratch,
+                    shape,
+                    handle.order,
+                    one.tuning,
+                )
             elif one.tuning.parts:
-                launch.decode(q, pair, out, lse, one.table, at, score, handle.scratch, handle.order, programs(q.device))
+                launch.decode(
+                    q,
+                    pair,
+                    out,
+                    lse,
+                    one.table,
+                    at,
+                    score,
+                    handle.scratch,
+                    handle.order,
+                    programs(q.device),
+                )
             else:
-                launch.prefill(q.contiguous(), pair, out, lse, one.table, at, score, handle.order, programs(q.device))
+                launch.prefill(
+                    q.contiguous(),
+                    pair,
+                    out,
+                    lse,
+                    one.table,
+                    at,
+                    score,
+                    handle.order,
+                    programs(q.device),
+                )
         return out if d_v == group.d_v else out[..., : group.d_v], lse
 
 
@@ -138,19 +193,31 @@ def seen_rows(plan: StepPlan, group: Group) -> items.Rows:
 
 def addresses(plan: StepPlan, group: Group, views: Views, device: torch.device) -> Addresses:
     """The device's arrays. A fresh group's rows are pages of one, in order."""
-    positions, start, tail_indptr = (torch.as_tensor(x) for x in (views.positions, views.start, views.tail_indptr))
+    positions, start, tail_indptr = (
+        torch.as_tensor(x) for x in (views.positions, views.start, views.tail_indptr)
+    )
     if isinstance(group, FreshGroup):
         ids = torch.arange(max(plan.bucket.tokens, 1), dtype=torch.int32, device=device)
         return Addresses(positions, start, tail_indptr, ids[:0], ids, 1)
     return Addresses(
-        positions, start, tail_indptr, torch.as_tensor(views.tail_slots), torch.as_tensor(views.page_ids), group.spec.page_size
+        positions,
+        start,
+        tail_indptr,
+        torch.as_tensor(views.tail_slots),
+        torch.as_tensor(views.page_ids),
+        group.spec.page_size,
     )
 
 
 def scratch_for(made: Sequence[items.Items], spec: GroupSpec, device: torch.device) -> Scratch:
     """Room for the parts of one launch at a time."""
-    rows, counters = max((m.part_rows for m in made), default=0), max((m.counters for m in made), default=0)
-    return launch.scratch(rows * spec.kv_heads, counters * spec.kv_heads, order.stored_len(spec.d_v), device)
+    rows, counters = (
+        max((m.part_rows for m in made), default=0),
+        max((m.counters for m in made), default=0),
+    )
+    return launch.scratch(
+        rows * spec.kv_heads, counters * spec.kv_heads, order.stored_len(spec.d_v), device
+    )
 
 
 def scoring(attn: AttnSpec, spec: GroupSpec, device: torch.device) -> Scoring:

@@ -1,7 +1,9 @@
-"""Attention of the CPU backend against torch's SDPA in the same run: over gathered pages and over contiguous K/V.
+"""Attention of the CPU backend against torch's SDPA in the same run: over gathered pages and over
+contiguous K/V.
 
-Decode and prefill shapes, fp32, pages of 16 in shuffled order; the ratio is what counts. Also: what `plan.check` costs, and whether the
-memory arithmetic is the memory. `lockstep bench attention --device cpu` calls `run`.
+Decode and prefill shapes, fp32, pages of 16 in shuffled order; the ratio is what counts. Also: what
+`plan.check` costs, and whether the memory arithmetic is the memory. `lockstep bench attention
+--device cpu` calls `run`.
 """
 
 from __future__ import annotations
@@ -51,7 +53,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.kind} {self.heads}/{self.kv_heads} d{self.d} {self.requests}x{self.new} after {self.cached}"
+        return (
+            f"{self.kind} {self.heads}/{self.kv_heads} d{self.d} {self.requests}x{self.new} after "
+            f"{self.cached}"
+        )
 
     @property
     def targets(self) -> dict[str, float]:
@@ -63,7 +68,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """One case: medians, ratios to the peers (above 1 is faster than the peer), and whether the targets were reached."""
+    """One case: medians, ratios to the peers (above 1 is faster than the peer), and whether the
+    targets were reached."""
 
     case: str
     microseconds: dict[str, float]
@@ -74,10 +80,16 @@ class Measured:
     runs: dict[str, list[float]]
 
     def __str__(self) -> str:
-        wants = {name: f" (>= {self.targets[name]})" if name in self.targets else "" for name in self.ratios}
+        wants = {
+            name: f" (>= {self.targets[name]})" if name in self.targets else ""
+            for name in self.ratios
+        }
         ratios = "  ".join(f"{name} x{r:.2f}{wants[name]}" for name, r in self.ratios.items())
         mark = "ok " if self.met else "LOW"
-        return f"{mark} {self.case:42} {self.microseconds['lockstep']:10.0f} us   {ratios}{'' if self.undisturbed else '  disturbed'}"
+        return (
+            f"{mark} {self.case:42} {self.microseconds['lockstep']:10.0f} us   "
+            f"{ratios}{'' if self.undisturbed else '  disturbed'}"
+        )
 
 
 def cases(quick: bool) -> list[Case]:
@@ -86,7 +98,12 @@ def cases(quick: bool) -> list[Case]:
     shapes += [("prefill", 1, 0, 1024), ("prefill", 4, 0, 512), ("prefill", 8, 1024, 32)]
     if quick:
         return [Case("decode", 8, 2, 64, 8, 511, 1), Case("prefill", 8, 2, 64, 1, 0, 1024)]
-    return [Case(kind, h, kv, d, b, cached, new) for h, kv in HEADS for d in HEAD_SIZES for kind, b, cached, new in shapes]
+    return [
+        Case(kind, h, kv, d, b, cached, new)
+        for h, kv in HEADS
+        for d in HEAD_SIZES
+        for kind, b, cached, new in shapes
+    ]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,7 +127,10 @@ def run(args: argparse.Namespace) -> int:
         outfile.write(args.json, json.dumps(document, indent=1) + "\n")
     missed = [r.case for r in results if not r.met]
     if args.json != "-":
-        print(f"{len(results) - len(missed)} of {len(results)} cases reach their targets{': not ' + '; '.join(missed) if missed else ''}")
+        print(
+            f"{len(results) - len(missed)} of {len(results)} cases reach their "
+            f"targets{': not ' + '; '.join(missed) if missed else ''}"
+        )
         print("plan.check: " + ", ".join(f"{k} {v:.0f} us" for k, v in checks.items()))
         print(f"cache bytes: printed {memory['arithmetic']:,}, allocated {memory['storages']:,}")
     return 1 if missed else 0
@@ -120,23 +140,38 @@ def measure(case: Case, runs: int) -> Measured:
     """Medians of `runs` undisturbed runs, and how many times as fast as each peer Lockstep was."""
     timing = race(contenders(case), runs, seconds=0.4)
     times = {name: timing.median(name) for name in timing.runs}
-    ratios = {name: round(times[name] / times["lockstep"], 3) for name in times if name != "lockstep"}
+    ratios = {
+        name: round(times[name] / times["lockstep"], 3) for name in times if name != "lockstep"
+    }
     met = all(ratios[name] >= target for name, target in case.targets.items())
     each = {name: [round(t * 1e6, 1) for t in values] for name, values in timing.runs.items()}
-    return Measured(case.name, {name: round(t * 1e6, 1) for name, t in times.items()}, ratios, case.targets, met, timing.quiet, each)
+    return Measured(
+        case.name,
+        {name: round(t * 1e6, 1) for name, t in times.items()},
+        ratios,
+        case.targets,
+        met,
+        timing.quiet,
+        each,
+    )
 
 
 def contenders(case: Case) -> dict[str, Callable[[], object]]:
-    """The same attention three ways, on random data; outputs are compared before anything is timed."""
+    """The same attention three ways, on random data; outputs are compared before anything is
+    timed."""
     gen = torch.Generator().manual_seed(0)
     kv_len = case.cached + case.new
-    k, v = (torch.randn(case.requests, case.kv_heads, kv_len, case.d, generator=gen) for _ in range(2))
+    k, v = (
+        torch.randn(case.requests, case.kv_heads, kv_len, case.d, generator=gen) for _ in range(2)
+    )
     q = torch.randn(case.requests * case.new, case.heads, case.d, generator=gen)
     spec, plan, pool, slots = setup(case)
     for storage, values in zip(pool.storages[0], (k, v), strict=True):
         storage[slots.reshape(-1)] = values.permute(0, 2, 1, 3).reshape(-1, case.kv_heads, case.d)
     backend, _ = select.select("cpu", [spec], "cpu")
-    handle = backend.lower(plan, plan.groups[0], views(torch.from_numpy(pack(plan).copy()), plan.bucket, (spec,))[0])
+    handle = backend.lower(
+        plan, plan.groups[0], views(torch.from_numpy(pack(plan).copy()), plan.bucket, (spec,))[0]
+    )
     keys, attn = pool.keys(0), spec.layers[0]
     queries = q.view(case.requests, case.new, case.heads, case.d).transpose(1, 2).contiguous()
     sdpa = peer(case)
@@ -150,7 +185,11 @@ def contenders(case: Case) -> dict[str, Callable[[], object]]:
         "contiguous": lambda: sdpa(queries, k, v),
         "gathered": gathered,
     }
-    mine = backend.attend(q, keys, handle, attn)[0].view(case.requests, case.new, case.heads, case.d).transpose(1, 2)
+    mine = (
+        backend.attend(q, keys, handle, attn)[0]
+        .view(case.requests, case.new, case.heads, case.d)
+        .transpose(1, 2)
+    )
     for other in (sdpa(queries, k, v), gathered()):
         worst = float((mine - other).abs().max())
         if not worst < 1e-4:
@@ -159,17 +198,26 @@ def contenders(case: Case) -> dict[str, Callable[[], object]]:
 
 
 def peer(case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """torch's SDPA for the case. Rows after a prefix need an explicit mask: its own causal flag counts from the first key."""
+    """torch's SDPA for the case. Rows after a prefix need an explicit mask: its own causal flag
+    counts from the first key."""
     mask = None
     if case.cached and case.new > 1:
-        mask = torch.arange(case.cached + case.new)[None] <= torch.arange(case.cached, case.cached + case.new)[:, None]
+        mask = (
+            torch.arange(case.cached + case.new)[None]
+            <= torch.arange(case.cached, case.cached + case.new)[:, None]
+        )
     causal = case.new > 1 and mask is None
-    return lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
+    return lambda q, k, v: scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True
+    )
 
 
 def setup(case: Case) -> tuple[GroupSpec, StepPlan, Pool, Tensor]:
-    """A model of one layer, the plan of the step, its pool with pages in shuffled order, and slots [requests, kv_len]."""
-    spec = GroupSpec(Layout.DENSE, case.heads, case.kv_heads, case.d, case.d, (AttnSpec(case.d**-0.5),), PAGE)
+    """A model of one layer, the plan of the step, its pool with pages in shuffled order, and slots
+    [requests, kv_len]."""
+    spec = GroupSpec(
+        Layout.DENSE, case.heads, case.kv_heads, case.d, case.d, (AttnSpec(case.d**-0.5),), PAGE
+    )
     kv_len = case.cached + case.new
     num_pages = case.requests * -(-kv_len // PAGE) + 1
     pages, pool = PagePool(num_pages), Pool(spec, num_pages, torch.device("cpu"))
@@ -184,9 +232,14 @@ def setup(case: Case) -> tuple[GroupSpec, StepPlan, Pool, Tensor]:
 
 
 def check_times() -> dict[str, float]:
-    """Microseconds of plan.check, median of many: one request, 64 decoding at 2k, 64 prefilling 2k."""
+    """Microseconds of plan.check, median of many: one request, 64 decoding at 2k, 64 prefilling
+    2k."""
     out = {}
-    for name, requests, cached, new in (("1 x 2k decode", 1, 2047, 1), ("64 x 2k decode", 64, 2047, 1), ("64 x 2k prefill", 64, 0, 2048)):
+    for name, requests, cached, new in (
+        ("1 x 2k decode", 1, 2047, 1),
+        ("64 x 2k decode", 64, 2047, 1),
+        ("64 x 2k prefill", 64, 0, 2048),
+    ):
         _, plan, pool, _ = setup(Case("check", 8, 2, 8, requests, cached, new))
         times = []
         for _ in range(200):

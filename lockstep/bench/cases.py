@@ -1,7 +1,8 @@
 """The cases of `bench engine`: what each measures, against whom, and what it has to reach.
 
-A case is data; the function of its kind measures it with what a `Rig` holds: the engine, the peer, the sizes. Targets are ratios to a
-peer in the same run (above 1 is better than the peer) or a limit of the value itself.
+A case is data; the function of its kind measures it with what a `Rig` holds: the engine, the peer,
+the sizes. Targets are ratios to a peer in the same run (above 1 is better than the peer) or a limit
+of the value itself.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ HIGHER = "tokens per second"  # the one unit of which more is better
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement. `targets`: the least ratio to each contender; `aims`: where we would like to be; `limit`: the largest value."""
+    """One measurement. `targets`: the least ratio to each contender; `aims`: where we would like to
+    be; `limit`: the largest value."""
 
     kind: str
     model: str  # "" where no model is involved
@@ -46,7 +48,13 @@ class Case:
 
 CASES = (
     Case("decode", "builtin", "ms per token", {"generate": 1.5}),
-    Case("mixed", "builtin", HIGHER, {"static": 2.5, "continuous": 1.8}, {"static": 4.0, "continuous": 3.0}),
+    Case(
+        "mixed",
+        "builtin",
+        HIGHER,
+        {"static": 2.5, "continuous": 1.8},
+        {"static": 4.0, "continuous": 3.0},
+    ),
     Case("prefix", "builtin", "ms to first token", {"cold": 8.0}),
     Case("decode", "100m", "ms per token", {"generate": 1.0}),
     Case("mixed", "100m", HIGHER, {"continuous": 1.3}),
@@ -58,8 +66,9 @@ CASES = (
 
 @dataclass(frozen=True)
 class Measured:
-    """One case: medians, ratios to the others (above 1 is better than they), targets, every run. `met` is None if nothing
-    was judged: there is no target, the sizes are small, or others used the machine, which can slow a contender twentyfold.
+    """One case: medians, ratios to the others (above 1 is better than they), targets, every run.
+    `met` is None if nothing was judged: there is no target, the sizes are small, or others used the
+    machine, which can slow a contender twentyfold.
     """
 
     case: str
@@ -80,12 +89,22 @@ class Measured:
 
 def measure(case: Case, rig: Rig) -> Measured:
     """Measures one case; the targets count unless the sizes are the small ones."""
-    kinds = {"decode": decode, "mixed": mixed, "prefix": prefix, "scheduler": schedule, "start": start}
+    kinds = {
+        "decode": decode,
+        "mixed": mixed,
+        "prefix": prefix,
+        "scheduler": schedule,
+        "start": start,
+    }
     rig.say = lambda text: note(f"{case.name}: {text}")
     timing, more = kinds[case.kind](case.model, rig)
     values = {name: round(timing.median(name), 4) for name in timing.runs}
     mine, sign = values["lockstep"], 1 if case.unit == HIGHER else -1
-    ratios = {name: round((mine / value) ** sign, 3) for name, value in values.items() if name != "lockstep"}
+    ratios = {
+        name: round((mine / value) ** sign, 3)
+        for name, value in values.items()
+        if name != "lockstep"
+    }
     return Measured(
         case.name,
         case.kind,
@@ -104,12 +123,17 @@ def measure(case: Case, rig: Rig) -> Measured:
     )
 
 
-def judge(case: Case, values: Mapping[str, float], ratios: Mapping[str, float], rig: Rig) -> bool | None:
-    """Whether the targets were reached. A peer that was asked for and gave no number counts as a target missed."""
+def judge(
+    case: Case, values: Mapping[str, float], ratios: Mapping[str, float], rig: Rig
+) -> bool | None:
+    """Whether the targets were reached. A peer that was asked for and gave no number counts as a
+    target missed."""
     wanted = {name: least for name, least in case.targets.items() if rig.compares or name in ratios}
     if rig.sizes.small or (not wanted and case.limit is None):
         return None
-    return all(ratios.get(name, 0.0) >= least for name, least in wanted.items()) and values["lockstep"] <= (case.limit or float("inf"))
+    return all(ratios.get(name, 0.0) >= least for name, least in wanted.items()) and values[
+        "lockstep"
+    ] <= (case.limit or float("inf"))
 
 
 def decode(model: str, rig: Rig) -> tuple[Timing, dict[str, object]]:
@@ -123,13 +147,17 @@ def decode(model: str, rig: Rig) -> tuple[Timing, dict[str, object]]:
         return (played.seconds - played.first_s) / (new - 1) * 1e3
 
     rig.say("comparing tokens" if rig.compares else "warming up")
-    contenders: dict[str, Callable[[int], float]] = {"lockstep": lambda seed: per_token_ms(ours.play(work(seed)))}
+    contenders: dict[str, Callable[[int], float]] = {
+        "lockstep": lambda seed: per_token_ms(ours.play(work(seed)))
+    }
     first, more = ours.play(work(0)), dict[str, object](prompt_len=prompt_len, new_tokens=new)
     if rig.compares:
         from lockstep.bench.peers import disagreements
 
         peer = rig.peer(model)
-        more["differing"] = {"generate": disagreements(peer, work(0), first, peer.generate(work(0)))}
+        more["differing"] = {
+            "generate": disagreements(peer, work(0), first, peer.generate(work(0)))
+        }
         contenders["generate"] = lambda seed: per_token_ms(peer.generate(work(seed)))
     return rig.turns(contenders), more
 
@@ -148,25 +176,36 @@ def mixed(model: str, rig: Rig) -> tuple[Timing, dict[str, object]]:
     rig.say("comparing tokens" if rig.compares else "warming up")
     trial = work(0).first(sizes.trial)
     first, contenders = ours.play(trial), {"lockstep": rate(ours.play)}
-    more: dict[str, object] = {"requests": len(lens), "prompt_tokens": sum(lens), "new_tokens": sum(news)}
+    more: dict[str, object] = {
+        "requests": len(lens),
+        "prompt_tokens": sum(lens),
+        "new_tokens": sum(news),
+    }
     if not rig.compares:
         return rig.turns(contenders), more
     from lockstep.bench.peers import disagreements
 
     peer = rig.peer(model)
-    more["differing"] = differing = {"static": disagreements(peer, trial, first, peer.generate(trial))}
+    more["differing"] = differing = {
+        "static": disagreements(peer, trial, first, peer.generate(trial))
+    }
     contenders["static"] = rate(peer.generate)
     with ExitStack() as stack:
         try:
             best, differing["continuous"], more["batching"] = choose(peer, trial, first, rig)
-            contenders["continuous"] = rate(stack.enter_context(peer.continuous(best, work(0))).play)
+            contenders["continuous"] = rate(
+                stack.enter_context(peer.continuous(best, work(0))).play
+            )
         except Exception as error:  # whatever it raises on this machine is a result to show
             more["errors"] = {"continuous": f"{type(error).__name__}: {error}"}
         return rig.turns(contenders), more
 
 
-def choose(peer: Peer, trial: Work, mine: Played, rig: Rig) -> tuple[Batching, int, dict[str, object]]:
-    """The fastest settings of continuous batching on this machine, how many requests got other tokens, and what was tried."""
+def choose(
+    peer: Peer, trial: Work, mine: Played, rig: Rig
+) -> tuple[Batching, int, dict[str, object]]:
+    """The fastest settings of continuous batching on this machine, how many requests got other
+    tokens, and what was tried."""
     from lockstep.bench.peers import BATCHINGS, disagreements
 
     settings = {str(b): b for b in BATCHINGS[: 1 if rig.sizes.small else None]}
@@ -181,7 +220,9 @@ def choose(peer: Peer, trial: Work, mine: Played, rig: Rig) -> tuple[Batching, i
 
         return once
 
-    tried = turns({name: rate(batching) for name, batching in settings.items()}, 1, rig.say, 0)  # to rank them, once each is enough
+    tried = turns(
+        {name: rate(batching) for name, batching in settings.items()}, 1, rig.say, 0
+    )  # to rank them, once each is enough
     rates = {name: round(tried.median(name), 1) for name in settings}
     best = max(rates, key=lambda name: rates[name])
     more = {
@@ -195,7 +236,8 @@ def choose(peer: Peer, trial: Work, mine: Played, rig: Rig) -> tuple[Batching, i
 
 
 def prefix(model: str, rig: Rig) -> tuple[Timing, dict[str, object]]:
-    """Time to first token of a few new tokens behind a cached prefix, and of the same prompt cold."""
+    """Time to first token of a few new tokens behind a cached prefix, and of the same prompt
+    cold."""
     ours, (cached, new) = rig.ours(model), rig.sizes.prefix
 
     def prompt(seed: int) -> Work:
@@ -214,11 +256,15 @@ def prefix(model: str, rig: Rig) -> tuple[Timing, dict[str, object]]:
 
     rig.say("warming up")
     cold(0), warm(0)
-    return rig.turns({"lockstep": warm, "cold": cold}), {"cached_tokens": cached, "new_prompt_tokens": new}
+    return rig.turns({"lockstep": warm, "cold": cold}), {
+        "cached_tokens": cached,
+        "new_prompt_tokens": new,
+    }
 
 
 def schedule(model: str, rig: Rig) -> tuple[Timing, dict[str, object]]:
-    """CPU time of schedule, build, check and commit per step; of each run the slowest of four kinds of cache counts."""
+    """CPU time of schedule, build, check and commit per step; of each run the slowest of four kinds
+    of cache counts."""
     parts: list[dict[str, dict[str, float]]] = []
 
     def once(seed: int) -> float:
@@ -226,11 +272,17 @@ def schedule(model: str, rig: Rig) -> tuple[Timing, dict[str, object]]:
         return max(each["sum"] for each in parts[-1].values()) / 1e3
 
     timing, load = rig.turns({"lockstep": once}), rig.sizes.load
-    return timing, {"requests": load.requests, "prompt_len": load.prompt_len, "steps": load.steps, "parts_us": parts[-1]}
+    return timing, {
+        "requests": load.requests,
+        "prompt_len": load.prompt_len,
+        "steps": load.steps,
+        "parts_us": parts[-1],
+    }
 
 
 def start(model: str, rig: Rig) -> tuple[Timing, dict[str, object]]:
-    """From running the command to the first byte it writes to stdout, which comes with the first token."""
+    """From running the command to the first byte it writes to stdout, which comes with the first
+    token."""
     command = [sys.executable, "-m", "lockstep.cli", "generate", PROMPT, "--max-tokens", "1"]
     exits: list[float] = []
 
@@ -243,7 +295,10 @@ def start(model: str, rig: Rig) -> tuple[Timing, dict[str, object]]:
             said = process.communicate()[1]
         exits.append(round(perf_counter() - begin, 3))
         if process.returncode:
-            raise RuntimeError(f"`lockstep generate` ended with {process.returncode}: {said.decode(errors='replace')[-500:]}")
+            raise RuntimeError(
+                f"`lockstep generate` ended with {process.returncode}: "
+                f"{said.decode(errors='replace')[-500:]}"
+            )
         return first
 
     rig.say("warming the cache of compiled kernels")

@@ -2,8 +2,8 @@
 
 Two processes, one per source tree, measure the same case by turns, so that what the machine does to
 one it does to the other. The ratio is old time over new time: above 1 the new tree is faster. Times
-of loading are compared by their difference. Knows processes and medians; what is measured is written
-in `contender`.
+of loading are compared by their difference. Knows processes and medians; what is measured is
+written in `contender`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class Compared:
         """Old over new, one per start."""
         turns = len(self.old_s) // self.starts
         bounds = [(at * turns, (at + 1) * turns) for at in range(self.starts)]
-        return [statistics.median(self.old_s[a:b]) / statistics.median(self.new_s[a:b]) for a, b in bounds]
+        return [
+            statistics.median(self.old_s[a:b]) / statistics.median(self.new_s[a:b])
+            for a, b in bounds
+        ]
 
     @property
     def slower_s(self) -> float:
@@ -135,7 +138,9 @@ def run(args: argparse.Namespace) -> int:
     """Compares; prints a line a case, writes JSON, returns 1 if a case or the mean is too slow."""
     todo = [name for name in names() if not args.case or any(name.startswith(c) for c in args.case)]
     if not todo:
-        raise RuleError("--case is the beginning of a case's name", ", ".join(args.case), names()[0])
+        raise RuleError(
+            "--case is the beginning of a case's name", ", ".join(args.case), names()[0]
+        )
     with base_tree(args.base) as old_tree, models(todo) as folders:
         runs = [measured(args, todo, (old_tree, ROOT), folders) for _ in range(args.starts)]
     results = [joined(each) for each in zip(*runs, strict=True)]
@@ -150,7 +155,9 @@ def run(args: argparse.Namespace) -> int:
     return 0 if document["met"] else 1
 
 
-def measured(args: argparse.Namespace, todo: Sequence[str], trees: Sequence[Path], folders: dict[str, str]) -> list[Compared]:
+def measured(
+    args: argparse.Namespace, todo: Sequence[str], trees: Sequence[Path], folders: dict[str, str]
+) -> list[Compared]:
     """Every case with two processes of their own: where memory lies differs from start to start."""
     sides = [Side(tree, folders) for tree in trees]
     try:

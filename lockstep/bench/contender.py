@@ -144,7 +144,9 @@ def fresh_process(kind: str, folder: str) -> Measure:
 
     def first_byte(seed: int) -> float:
         begin = perf_counter()
-        with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as process:
             assert process.stdout is not None
             process.stdout.read(1)
             return perf_counter() - begin

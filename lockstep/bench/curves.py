@@ -1,6 +1,8 @@
-"""How speed scales: with the number of requests, and with the length of the context. Two curves, measured and drawn.
+"""How speed scales: with the number of requests, and with the length of the context. Two curves,
+measured and drawn.
 
-`measure` gives plain data that goes into the document of `bench engine`; `draw` makes the pictures of `docs/` from a document.
+`measure` gives plain data that goes into the document of `bench engine`; `draw` makes the pictures
+of `docs/` from a document.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ StepSeconds = Callable[[tuple[Tokens, ...], int], float]
 
 FILES = {"requests": "engine-requests.svg", "context": "engine-context.svg"}
 CROWD_CONTEXT = 128
-BY_CONTEXT = (("100 M, 8 requests", "100m", 8), ("100 M, 1 request", "100m", 1), ("built-in, 1 request", "builtin", 1))
+BY_CONTEXT = (
+    ("100 M, 8 requests", "100m", 8),
+    ("100 M, 1 request", "100m", 1),
+    ("built-in, 1 request", "builtin", 1),
+)
 
 
 def measure(rig: Rig) -> dict[str, Curve]:
@@ -28,7 +34,8 @@ def measure(rig: Rig) -> dict[str, Curve]:
 
 
 def by_requests(rig: Rig) -> Curve:
-    """New tokens per second while 1 ... 256 requests decode, all at the same context; the peer's static batch beside it."""
+    """New tokens per second while 1 ... 256 requests decode, all at the same context; the peer's
+    static batch beside it."""
     ours, steps = rig.ours("builtin"), rig.sizes.steps
     context = min(CROWD_CONTEXT, max(rig.sizes.contexts))
     ways: dict[str, StepSeconds] = {"Lockstep": ours.step_s}
@@ -42,7 +49,13 @@ def by_requests(rig: Rig) -> Curve:
         points.append(_point(rig, f"{count} requests", rates))
     lines = {name: [round(point.median(name), 1) for point in points] for name in ways}
     quiet = all(point.quiet for point in points)
-    return {"x": list(rig.sizes.crowds), "unit": "new tokens per second", "context": context, "lines": lines, "undisturbed": quiet}
+    return {
+        "x": list(rig.sizes.crowds),
+        "unit": "new tokens per second",
+        "context": context,
+        "lines": lines,
+        "undisturbed": quiet,
+    }
 
 
 def by_context(rig: Rig) -> Curve:
@@ -53,10 +66,19 @@ def by_context(rig: Rig) -> Curve:
         for context in (c for c in rig.sizes.contexts if c <= ours.engine.context_length):
             many = nested(ours, count, context, rig.sizes.steps)
             ours.prime(many)
-            point = _point(rig, f"{label}, context {context}", {label: _milliseconds(ours.step_s, many, rig.sizes.steps)})
+            point = _point(
+                rig,
+                f"{label}, context {context}",
+                {label: _milliseconds(ours.step_s, many, rig.sizes.steps)},
+            )
             quiet &= point.quiet
             lines.setdefault(label, []).append(round(point.median(label), 3))
-    return {"x": list(rig.sizes.contexts), "unit": "ms per step", "lines": lines, "undisturbed": quiet}
+    return {
+        "x": list(rig.sizes.contexts),
+        "unit": "ms per step",
+        "lines": lines,
+        "undisturbed": quiet,
+    }
 
 
 def _rate(way: StepSeconds, many: tuple[Tokens, ...], steps: int) -> Callable[[int], float]:
@@ -73,7 +95,8 @@ def _point(rig: Rig, what: str, contenders: Mapping[str, Callable[[int], float]]
 
 
 def nested(ours: Ours, count: int, context: int, steps: int) -> tuple[Tokens, ...]:
-    """Different prompts, each the beginning of what it is at a longer context; the steps are measured around `context` keys."""
+    """Different prompts, each the beginning of what it is at a longer context; the steps are
+    measured around `context` keys."""
     most = ours.engine.context_length - steps - count // 16 - 4
     length = min(context - steps // 2, most)
     return tuple(prompts((length,), ours.vocab_size, 10_000 + i)[0] for i in range(count))
@@ -81,7 +104,10 @@ def nested(ours: Ours, count: int, context: int, steps: int) -> tuple[Tokens, ..
 
 def draw(curves: Mapping[str, Curve], environment: Mapping[str, Any], folder: str) -> list[Path]:
     """Writes the pictures; returns where."""
-    where = f"{environment['cpu']}, {environment['threads']} threads, fp32, commit {environment['commit']}"
+    where = (
+        f"{environment['cpu']}, {environment['threads']} threads, fp32, commit "
+        f"{environment['commit']}"
+    )
     requests, context = curves["requests"], curves["context"]
     charts = {
         "requests": Chart(
@@ -92,7 +118,15 @@ def draw(curves: Mapping[str, Curve], environment: Mapping[str, Any], folder: st
             requests["x"],
             requests["lines"],
         ),
-        "context": Chart("A decode step by context length", where, "context, keys", context["unit"], context["x"], context["lines"], True),
+        "context": Chart(
+            "A decode step by context length",
+            where,
+            "context, keys",
+            context["unit"],
+            context["x"],
+            context["lines"],
+            True,
+        ),
     }
     Path(folder).mkdir(parents=True, exist_ok=True)
     paths = [Path(folder) / FILES[name] for name in charts]

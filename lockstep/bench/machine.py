@@ -1,7 +1,8 @@
 """Timing on a machine that others use too: who disturbed a run, and what to do about it.
 
-Timings on shared machines lie; so a run records the CPU time that others took (from /proc/stat, where there is one) and a disturbed run
-does not count. `race` is for calls of microseconds, `turns` for measurements of seconds. Knows clocks, and nothing of what is measured.
+Timings on shared machines lie; so a run records the CPU time that others took (from /proc/stat,
+where there is one) and a disturbed run does not count. `race` is for calls of microseconds, `turns`
+for measurements of seconds. Knows clocks, and nothing of what is measured.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ PATIENCE_S = 30.0  # to wait for others to be done, before a disturbed measureme
 
 @dataclass
 class Quiet:
-    """Filled when the block ends: the fraction of the machine that others used, and how long it took."""
+    """Filled when the block ends: the fraction of the machine that others used, and how long it
+    took."""
 
     others: float = 0.0
     wall_s: float = 0.0
@@ -46,7 +48,8 @@ def watched() -> Iterator[Quiet]:
 
 @dataclass
 class Timing:
-    """What each contender took, one entry per run; `others` is the fraction of the machine that others used meanwhile.
+    """What each contender took, one entry per run; `others` is the fraction of the machine that
+    others used meanwhile.
 
     `quiet` says that no run was disturbed.
     """
@@ -59,8 +62,11 @@ class Timing:
         return statistics.median(self.runs[name])
 
 
-def race(contenders: dict[str, Callable[[], object]], runs: int, seconds: float, tries: int = 12) -> Timing:
-    """Times the contenders side by side: per run the median over alternating blocks. A disturbed run is repeated, at most `tries` times."""
+def race(
+    contenders: dict[str, Callable[[], object]], runs: int, seconds: float, tries: int = 12
+) -> Timing:
+    """Times the contenders side by side: per run the median over alternating blocks. A disturbed
+    run is repeated, at most `tries` times."""
     timing = Timing({name: [] for name in contenders})
     for call in contenders.values():
         call()
@@ -76,17 +82,27 @@ def race(contenders: dict[str, Callable[[], object]], runs: int, seconds: float,
     return timing
 
 
-def turns(contenders: Mapping[str, Callable[[int], float]], runs: int, say: Callable[[str], None], tries: int) -> Timing:
-    """Measures the contenders in turns, `runs` times each. A disturbed measurement is repeated, at most `tries` times; the quietest counts.
+def turns(
+    contenders: Mapping[str, Callable[[int], float]],
+    runs: int,
+    say: Callable[[str], None],
+    tries: int,
+) -> Timing:
+    """Measures the contenders in turns, `runs` times each. A disturbed measurement is repeated, at
+    most `tries` times; the quietest counts.
 
-    A contender is called with a number that it never sees twice, from 1 on, and returns its result in whatever unit it likes.
+    A contender is called with a number that it never sees twice, from 1 on, and returns its result
+    in whatever unit it likes.
     """
     timing = Timing({name: [] for name in contenders}, True, {name: [] for name in contenders})
     for run in range(runs):
         for name, measure in contenders.items():
             found: list[tuple[float, float]] = []
             while len(found) <= tries and (not found or min(found)[0] > QUIET):
-                say(f"{name}, run {run + 1} of {runs}{f', disturbed, try {len(found) + 1}' if found else ''}")
+                say(
+                    f"{name}, run {run + 1} of "
+                    f"{runs}{f', disturbed, try {len(found) + 1}' if found else ''}"
+                )
                 if found:
                     wait_for_quiet()
                 with watched() as quiet:
@@ -117,7 +133,12 @@ def place(threads: int) -> dict[str, object]:
 def note(text: str) -> None:
     """What is going on, on stderr: on a terminal a line that the next one replaces."""
     live = sys.stderr.isatty()
-    print(f"\r\x1b[K{text} ..." if live else f"{text} ...", file=sys.stderr, end="" if live else "\n", flush=True)
+    print(
+        f"\r\x1b[K{text} ..." if live else f"{text} ...",
+        file=sys.stderr,
+        end="" if live else "\n",
+        flush=True,
+    )
 
 
 def tell(text: str) -> None:
@@ -126,7 +147,8 @@ def tell(text: str) -> None:
 
 
 def _run(contenders: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Blocks of calls, the contenders taking turns: within a block nobody else's waiting threads hold the cores."""
+    """Blocks of calls, the contenders taking turns: within a block nobody else's waiting threads
+    hold the cores."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(BLOCKS):
         for name, call in contenders.items():
@@ -145,7 +167,9 @@ def _busy() -> float:
     stat = Path("/proc/stat")
     if not stat.exists():
         return _own()
-    user, nice, system, _, _, irq, softirq, steal, *_ = map(float, stat.read_text().split("\n", 1)[0].split()[1:])
+    user, nice, system, _, _, irq, softirq, steal, *_ = map(
+        float, stat.read_text().split("\n", 1)[0].split()[1:]
+    )
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 

@@ -1,7 +1,9 @@
-"""transformers, three ways: `generate` on one prompt, `generate` on a padded static batch, and its continuous batching.
+"""transformers, three ways: `generate` on one prompt, `generate` on a padded static batch, and its
+continuous batching.
 
-The only file of the benchmarks that imports transformers, and only when it is needed. fp32, sdpa, eager, greedy, no end token. Also
-makes the random llama, so that both sides load the very same folder. `disagreements` tells whether two contenders did the same work.
+The only file of the benchmarks that imports transformers, and only when it is needed. fp32, sdpa,
+eager, greedy, no end token. Also makes the random llama, so that both sides load the very same
+folder. `disagreements` tells whether two contenders did the same work.
 """
 
 from __future__ import annotations
@@ -41,10 +43,15 @@ LLAMA_SMALL = LLAMA_100M | {
 
 
 def make_llama(folder: Path, small: bool) -> None:
-    """A llama with random weights of a fixed seed, saved as safetensors; tied embeddings bring it to 100 M parameters."""
+    """A llama with random weights of a fixed seed, saved as safetensors; tied embeddings bring it
+    to 100 M parameters."""
     library = transformers()
     config = library.LlamaConfig(
-        **(LLAMA_SMALL if small else LLAMA_100M), tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=None
+        **(LLAMA_SMALL if small else LLAMA_100M),
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -60,13 +67,15 @@ class Batching:
     page_size: int = 256
 
 
-# On the CPU it attends with one dense mask over all requests of a step, so that fewer requests or rows can be faster. All are tried.
+# On the CPU it attends with one dense mask over all requests of a step, so that fewer requests or
+# rows can be faster. All are tried.
 BATCHINGS = (Batching(64, 32), Batching(256, 32), Batching(256, 8), Batching(1024, 16))
 
 
 SAYS = {
     "generate": "model.generate, batch 1, sdpa, default cache, inference_mode",
-    "static": "model.generate, left padding, as many new tokens as the longest needs, sdpa, inference_mode",
+    "static": "model.generate, left padding, as many new tokens as the longest needs, sdpa, "
+    "inference_mode",
     "continuous": "ContinuousBatchingManager, sdpa, add_request with each one's max_new_tokens",
 }
 
@@ -90,22 +99,33 @@ class Peer:
 
     def __init__(self, folder: Path) -> None:
         options = {"dtype": torch.float32, "attn_implementation": "sdpa", "local_files_only": True}
-        self.model: Any = transformers().AutoModelForCausalLM.from_pretrained(str(folder), **options).eval()
+        self.model: Any = (
+            transformers().AutoModelForCausalLM.from_pretrained(str(folder), **options).eval()
+        )
         self.model.generation_config.eos_token_id = None
         self.model.generation_config.pad_token_id = 0
         self.parameters = sum(p.numel() for p in self.model.parameters())
 
     def generate(self, work: Work) -> Played:
-        """One static batch; the tokens beyond a request's own number are computed and do not count."""
+        """One static batch; the tokens beyond a request's own number are computed and do not
+        count."""
         wide, clock, begin = max(map(len, work.prompts)), Clock(), perf_counter()
         ids = torch.tensor([(0,) * (wide - len(p)) + p for p in work.prompts])
         mask = torch.tensor([[0] * (wide - len(p)) + [1] * len(p) for p in work.prompts])
         with torch.inference_mode():
-            out = self.model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=max(work.news), streamer=clock)
+            out = self.model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=max(work.news),
+                streamer=clock,
+            )
         seconds = perf_counter() - begin
         rows = [tuple(row[:n]) for row, n in zip(out[:, wide:].tolist(), work.news, strict=True)]
         if [len(row) for row in rows] != list(work.news):
-            raise RuntimeError(f"transformers generated {[len(row) for row in rows]} tokens instead of {work.news}")
+            raise RuntimeError(
+                f"transformers generated {[len(row) for row in rows]} tokens instead of {work.news}"
+            )
         return Played(tuple(rows), clock.times[1] - begin, seconds)
 
     def step_s(self, many: tuple[Tokens, ...], steps: int) -> float:
@@ -117,18 +137,33 @@ class Peer:
     def continuous(self, batching: Batching, work: Work) -> Iterator[Continuous]:
         """A running manager with twice the cache that the work needs at once."""
         page = batching.page_size
-        blocks = 2 * sum(-(-(len(p) + n) // page) for p, n in zip(work.prompts, work.news, strict=True)) + 2
-        shape = asdict(batching) | {"num_blocks": blocks, "allow_block_sharing": False, "auto_switch_to_flash": False}
-        generation = transformers().GenerationConfig(do_sample=False, max_new_tokens=max(work.news), eos_token_id=-1, pad_token_id=0)
+        blocks = (
+            2 * sum(-(-(len(p) + n) // page) for p, n in zip(work.prompts, work.news, strict=True))
+            + 2
+        )
+        shape = asdict(batching) | {
+            "num_blocks": blocks,
+            "allow_block_sharing": False,
+            "auto_switch_to_flash": False,
+        }
+        generation = transformers().GenerationConfig(
+            do_sample=False, max_new_tokens=max(work.news), eos_token_id=-1, pad_token_id=0
+        )
         batches = transformers().ContinuousBatchingConfig(**shape)
-        options = {"generation_config": generation, "continuous_batching_config": batches, "warmup": False}
+        options = {
+            "generation_config": generation,
+            "continuous_batching_config": batches,
+            "warmup": False,
+        }
         with self.model.continuous_batching_context_manager(**options) as manager:
             yield Continuous(manager)
 
     def gap(self, ids: Sequence[int]) -> float:
         """How far the best two next tokens are apart."""
         with torch.inference_mode():
-            best = self.model(torch.tensor([list(ids)]), logits_to_keep=1).logits[0, -1].topk(2).values
+            best = (
+                self.model(torch.tensor([list(ids)]), logits_to_keep=1).logits[0, -1].topk(2).values
+            )
         return float(best[0] - best[1])
 
 
@@ -142,18 +177,25 @@ class Continuous:
         """All requests at once; an error of the manager is raised here."""
         begin, done = perf_counter(), dict[str, Any]()
         asked = zip(work.prompts, work.news, strict=True)
-        names = [self._manager.add_request(list(p), max_new_tokens=n, eos_token_id=-1) for p, n in asked]
+        names = [
+            self._manager.add_request(list(p), max_new_tokens=n, eos_token_id=-1) for p, n in asked
+        ]
         while len(done) < len(names):
             result = self._manager.get_result(timeout=WAIT_S)
             if result is None or result.error is not None:
-                raise self._manager.background_thread_status.fatal_error or RuntimeError(result.error if result else "no result")
+                raise self._manager.background_thread_status.fatal_error or RuntimeError(
+                    result.error if result else "no result"
+                )
             if result.is_finished():
                 done[result.request_id] = result
-        return Played(tuple(tuple(done[name].generated_tokens) for name in names), 0.0, perf_counter() - begin)
+        return Played(
+            tuple(tuple(done[name].generated_tokens) for name in names), 0.0, perf_counter() - begin
+        )
 
 
 def disagreements(peer: Peer, work: Work, mine: Played, theirs: Played) -> int:
-    """How many requests got other tokens. A first difference is allowed only where two tokens are as good as equal."""
+    """How many requests got other tokens. A first difference is allowed only where two tokens are
+    as good as equal."""
     differing = 0
     for prompt, a, b in zip(work.prompts, mine.tokens, theirs.tokens, strict=True):
         at = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
@@ -163,7 +205,8 @@ def disagreements(peer: Peer, work: Work, mine: Played, theirs: Played) -> int:
         gap = peer.gap((*prompt, *a[:at]))
         if gap >= TIE:
             raise RuntimeError(
-                f"the contenders disagree at new token {at}: {a[at]} and {b[at]}, and the best two logits are {gap:.2g} apart"
+                f"the contenders disagree at new token {at}: {a[at]} and {b[at]}, and the best two "
+                f"logits are {gap:.2g} apart"
             )
     return differing
 

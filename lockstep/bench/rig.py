@@ -1,4 +1,5 @@
-"""How large the cases of `bench engine` are, and what they share: the models, loaded once into each contender.
+"""How large the cases of `bench engine` are, and what they share: the models, loaded once into each
+contender.
 
 Knows folders and loaders; what is measured with them is written in `cases` and `curves`.
 """
@@ -32,7 +33,8 @@ class Sizes:
     requests: int = 32
     ins: tuple[int, int] = (16, 512)
     outs: tuple[int, int] = (16, 256)
-    trial: int = 64  # new tokens of a request at most, when tokens are compared and the peer's settings chosen
+    # new tokens of a request at most, when tokens are compared and the peer's settings chosen
+    trial: int = 64
     prefix: tuple[int, int] = (1024, 16)  # cached, new
     load: Load = LOAD
     steps: int = 32  # of a point of a curve
@@ -42,11 +44,14 @@ class Sizes:
 
 
 FULL = Sizes()
-QUICK = Sizes((16, 8), 4, (8, 32), (2, 12), 8, (64, 16), Load(8, 128, 20), 4, (1, 2), (32, 64), True)
+QUICK = Sizes(
+    (16, 8), 4, (8, 32), (2, 12), 8, (64, 16), Load(8, 128, 20), 4, (1, 2), (32, 64), True
+)
 
 
 class Rig:
-    """What the cases share. Models are made and loaded when first asked for; `with` removes what was made."""
+    """What the cases share. Models are made and loaded when first asked for; `with` removes what
+    was made."""
 
     def __init__(self, sizes: Sizes, runs: int, peer: bool) -> None:
         self.sizes, self.runs, self.compares = sizes, runs, peer
@@ -63,7 +68,8 @@ class Rig:
         self._stack.close()
 
     def turns(self, contenders: Mapping[str, Callable[[int], float]], runs: int = 0) -> Timing:
-        """Measures in turns, as often as was asked for or `runs` times; a quick run takes what it gets."""
+        """Measures in turns, as often as was asked for or `runs` times; a quick run takes what it
+        gets."""
         return turns(contenders, runs or self.runs, self.say, 0 if self.sizes.small else 3)
 
     def _folder(self, model: str) -> Path:
@@ -72,7 +78,9 @@ class Rig:
         from lockstep.bench.peers import make_llama
 
         self.say("making the random llama")
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-bench-")))
+        folder = Path(
+            self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-bench-"))
+        )
         make_llama(folder, self.sizes.small)
         return folder
 

@@ -1,6 +1,8 @@
-"""What scheduling costs: CPU time per step with many decoding requests, part by part: schedule, build, check, commit.
+"""What scheduling costs: CPU time per step with many decoding requests, part by part: schedule,
+build, check, commit.
 
-Knows the scheduler and the plan, and no model: the sampled tokens are made up. `bench engine` calls `measure`.
+Knows the scheduler and the plan, and no model: the sampled tokens are made up. `bench engine` calls
+`measure`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ PAGE = 16
 FULL = GroupSpec(Layout.DENSE, 4, 2, 8, 8, (AttnSpec(1.0),), page_size=PAGE)
 WINDOW = GroupSpec(Layout.DENSE, 4, 2, 8, 8, (AttnSpec(1.0),), page_size=PAGE, window=512)
 SPECS = {"full": (FULL,), "full and window 512": (FULL, WINDOW)}
-SPARE = {"free pages": 1.5, "every page is evicted first": 0.1}  # how much larger the cache is than what the requests need
+SPARE = {
+    "free pages": 1.5,
+    "every page is evicted first": 0.1,
+}  # how much larger the cache is than what the requests need
 
 
 @dataclass(frozen=True)
@@ -43,20 +48,31 @@ class Times:
 
     def medians_us(self) -> dict[str, float]:
         """Microseconds per step of each part, and their sum."""
-        parts = {name: round(statistics.median(values) * 1e6, 1) for name, values in vars(self).items()}
+        parts = {
+            name: round(statistics.median(values) * 1e6, 1) for name, values in vars(self).items()
+        }
         return {**parts, "sum": round(sum(parts.values()), 1)}
 
 
 def measure(load: Load) -> dict[str, dict[str, float]]:
     """Kind of model and state of the cache -> microseconds per step, part by part."""
-    return {f"{kind}; {state}": play(specs, load, spare) for kind, specs in SPECS.items() for state, spare in SPARE.items()}
+    return {
+        f"{kind}; {state}": play(specs, load, spare)
+        for kind, specs in SPECS.items()
+        for state, spare in SPARE.items()
+    }
 
 
 def play(specs: tuple[GroupSpec, ...], load: Load, spare: float) -> dict[str, float]:
     """What exceeds the need of the requests is filled with evictable pages first."""
     keys = load.prompt_len + load.steps + 1
-    pools = [PagePool(2 + int(load.requests * (1 + spare) * -(-keys // spec.page_size))) for spec in specs]
-    scheduler = Scheduler(specs, pools, Kinds(tuple(range(len(specs)))), Limits(8192, load.requests))
+    pools = [
+        PagePool(2 + int(load.requests * (1 + spare) * -(-keys // spec.page_size)))
+        for spec in specs
+    ]
+    scheduler = Scheduler(
+        specs, pools, Kinds(tuple(range(len(specs)))), Limits(8192, load.requests)
+    )
     for i in range(load.requests * 2):  # the first half fills the cache and ends
         prompt = (i, *(j % 991 for j in range(load.prompt_len - 1)))
         scheduler.add(Ask(prompt, 1 if i < load.requests else load.steps + 1))

@@ -1,6 +1,8 @@
-"""A small line chart as SVG text: no plotting library, no fonts to load, readable on light and dark pages.
+"""A small line chart as SVG text: no plotting library, no fonts to load, readable on light and dark
+pages.
 
-The x axis is in powers of two; the y axis begins at zero, or is logarithmic. Knows numbers and labels, and nothing of what they mean.
+The x axis is in powers of two; the y axis begins at zero, or is logarithmic. Knows numbers and
+labels, and nothing of what they mean.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 370, 72, 20, 78, 52
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over common x values, powers of two. A line may end early: it has fewer values than there are x values."""
+    """Lines over common x values, powers of two. A line may end early: it has fewer values than
+    there are x values."""
 
     title: str
     subtitle: str
@@ -31,22 +34,43 @@ class Chart:
 def svg(chart: Chart) -> str:
     """The chart as one SVG document."""
     ticks = log_ticks(*_range(chart)) if chart.log_y else linear_ticks(_range(chart)[1])
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12" fill="{GREY}">'
-    parts = [head, _text(LEFT, 20, chart.title, 'font-size="15" font-weight="bold"'), _text(LEFT, 38, chart.subtitle)]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'font-family="sans-serif" font-size="12" fill="{GREY}">'
+    )
+    parts = [
+        head,
+        _text(LEFT, 20, chart.title, 'font-size="15" font-weight="bold"'),
+        _text(LEFT, 38, chart.subtitle),
+    ]
     for tick in ticks:
         y = _y(tick, ticks, chart.log_y)
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{GREY}" stroke-opacity="0.3"/>')
+        parts.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{GREY}" '
+            'stroke-opacity="0.3"/>'
+        )
         parts.append(_text(LEFT - 8, y + 4, f"{tick:,g}", 'text-anchor="end"'))
     for x in chart.xs:
         parts.append(_text(_x(x, chart.xs), HEIGHT - BOTTOM + 18, f"{x:,}", 'text-anchor="middle"'))
     for i, values in enumerate(chart.lines.values()):
         parts += _line(
-            COLOURS[i % len(COLOURS)], [(_x(x, chart.xs), _y(v, ticks, chart.log_y)) for x, v in zip(chart.xs, values, strict=False)]
+            COLOURS[i % len(COLOURS)],
+            [
+                (_x(x, chart.xs), _y(v, ticks, chart.log_y))
+                for x, v in zip(chart.xs, values, strict=False)
+            ],
         )
     parts.append(_legend(list(chart.lines)))
     middle, height = (LEFT + WIDTH - RIGHT) / 2, (TOP + HEIGHT - BOTTOM) / 2
     parts.append(_text(middle, HEIGHT - 12, chart.x_label, 'text-anchor="middle"'))
-    parts.append(_text(16, height, chart.y_label, f'text-anchor="middle" transform="rotate(-90 16 {height:.0f})"'))
+    parts.append(
+        _text(
+            16,
+            height,
+            chart.y_label,
+            f'text-anchor="middle" transform="rotate(-90 16 {height:.0f})"',
+        )
+    )
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -60,7 +84,11 @@ def linear_ticks(highest: float) -> list[float]:
 
 def log_ticks(lowest: float, highest: float) -> list[float]:
     """1, 2, 5, 10, ... around the values."""
-    every = [m * 10.0**e for e in range(math.floor(math.log10(lowest)) - 1, math.ceil(math.log10(highest)) + 1) for m in (1, 2, 5)]
+    every = [
+        m * 10.0**e
+        for e in range(math.floor(math.log10(lowest)) - 1, math.ceil(math.log10(highest)) + 1)
+        for m in (1, 2, 5)
+    ]
     low, high = max(t for t in every if t <= lowest), min(t for t in every if t >= highest)
     return [t for t in every if low <= t <= high]
 
@@ -76,7 +104,11 @@ def _x(x: float, xs: Sequence[int]) -> float:
 
 
 def _y(value: float, ticks: Sequence[float], log: bool) -> float:
-    low, high, at = (math.log10(ticks[0]), math.log10(ticks[-1]), math.log10(value)) if log else (ticks[0], ticks[-1], value)
+    low, high, at = (
+        (math.log10(ticks[0]), math.log10(ticks[-1]), math.log10(value))
+        if log
+        else (ticks[0], ticks[-1], value)
+    )
     return HEIGHT - BOTTOM - (at - low) / ((high - low) or 1.0) * (HEIGHT - TOP - BOTTOM)
 
 
@@ -88,7 +120,10 @@ def _line(colour: str, points: list[tuple[float, float]]) -> list[str]:
 
 def _legend(names: Sequence[str]) -> str:
     """The names in the colours of their lines, one after the other."""
-    spans = (f'<tspan fill="{COLOURS[i % len(COLOURS)]}" dx="{20 if i else 0}">● {escape(name)}</tspan>' for i, name in enumerate(names))
+    spans = (
+        f'<tspan fill="{COLOURS[i % len(COLOURS)]}" dx="{20 if i else 0}">● {escape(name)}</tspan>'
+        for i, name in enumerate(names)
+    )
     return f'<text x="{LEFT}" y="58">{"".join(spans)}</text>'
 
 

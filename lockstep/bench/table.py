@@ -52,7 +52,12 @@ def summary(document: Mapping[str, Any]) -> str:
 def open_targets(document: Mapping[str, Any]) -> list[str]:
     """Cases whose targets could not be judged because others used the machine."""
     found = [c for c in document["cases"] if not document["quick"] and not c["undisturbed"]]
-    return [c["case"] for c in found if c["limit"] is not None or set(c["targets"]) & {*c["ratios"], *c["more"].get("errors", {})}]
+    return [
+        c["case"]
+        for c in found
+        if c["limit"] is not None
+        or set(c["targets"]) & {*c["ratios"], *c["more"].get("errors", {})}
+    ]
 
 
 def plain(document: Mapping[str, Any]) -> str:
@@ -64,22 +69,32 @@ def markdown(document: Mapping[str, Any]) -> str:
     """Where it ran, and one row per case and contender."""
     place = document["environment"]
     rows = [
-        f"`{place['command']}`; {place['cpu']}, {place['threads']} threads, torch {place['torch']}, transformers {place['transformers']}, "
-        f"Numba {place['numba']}, commit {place['commit']}; fp32, median of {document['repeat']} runs.",
+        f"`{place['command']}`; {place['cpu']}, {place['threads']} threads, torch "
+        f"{place['torch']}, transformers {place['transformers']}, "
+        f"Numba {place['numba']}, commit {place['commit']}; fp32, median of {document['repeat']} "
+        "runs.",
         "",
         "| case | model | Lockstep | against | theirs | ratio | target |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for case in document["cases"]:
-        says = f"| {SAYS[case['kind']]} | {NAMES[case['model']]} | {_number(case['values']['lockstep'])} {case['unit']}{_star(case)} |"
+        says = (
+            f"| {SAYS[case['kind']]} | {NAMES[case['model']]} | "
+            f"{_number(case['values']['lockstep'])} {case['unit']}{_star(case)} |"
+        )
         errors = case["more"].get("errors", {})
         if case["limit"] is not None:
             target = f"≤ {case['limit']:g}"
-            rows.append(f"{says} | | | {_judged(target, case['values']['lockstep'] <= case['limit'], case)} |")
+            rows.append(
+                f"{says} | | | {_judged(target, case['values']['lockstep'] <= case['limit'], case)} |"
+            )
         for name, ratio in case["ratios"].items():
             least = case["targets"].get(name)
             told = "" if least is None else _judged(f"≥ {least:g}", ratio >= least, case)
-            rows.append(f"{says} {CONTENDERS[name]} | {_number(case['values'][name])} | {ratio:.2f} | {told} |")
+            rows.append(
+                f"{says} {CONTENDERS[name]} | {_number(case['values'][name])} | {ratio:.2f} | "
+                f"{told} |"
+            )
         rows += [f"{says} {CONTENDERS[name]} | failed: {why} | | |" for name, why in errors.items()]
         if case["limit"] is None and not case["ratios"] and not errors:
             rows.append(f"{says} | | | |")
@@ -100,7 +115,11 @@ def _star(case: Mapping[str, Any]) -> str:
 
 
 def _judged(target: str, reached: bool, case: Mapping[str, Any]) -> str:
-    return f"{target}, not judged" if case["met"] is None else f"{target}, {'reached' if reached else 'missed'}"
+    return (
+        f"{target}, not judged"
+        if case["met"] is None
+        else f"{target}, {'reached' if reached else 'missed'}"
+    )
 
 
 def _number(value: float) -> str:

@@ -1,7 +1,8 @@
 """What the contenders are given, and Lockstep's own way of doing it.
 
-`Work` is prompts of random tokens and how many new tokens each gets; `Played` is what came out and when. `Ours` is an engine as a user
-has it, driven as `LLM.generate` drives it: the prefix cache is on, and no prompt comes twice unless a case is about that.
+`Work` is prompts of random tokens and how many new tokens each gets; `Played` is what came out and
+when. `Ours` is an engine as a user has it, driven as `LLM.generate` drives it: the prefix cache is
+on, and no prompt comes twice unless a case is about that.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Played:
-    """New tokens per prompt, seconds until all had their first one and until the end, and keys found in the prefix cache."""
+    """New tokens per prompt, seconds until all had their first one and until the end, and keys
+    found in the prefix cache."""
 
     tokens: tuple[Tokens, ...]
     first_s: float
@@ -55,7 +57,9 @@ def prompts(lens: Sequence[int], vocab_size: int, seed: int) -> tuple[Tokens, ..
     return tuple(tuple(rng.randrange(FIRST_ID, vocab_size) for _ in range(n)) for n in lens)
 
 
-def mixed_lens(count: int, ins: tuple[int, int], outs: tuple[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def mixed_lens(
+    count: int, ins: tuple[int, int], outs: tuple[int, int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Lengths of prompts and numbers of new tokens of the mixed case: always the same ones."""
     rng = random.Random(0)
     pairs = [(rng.randint(*ins), rng.randint(*outs)) for _ in range(count)]
@@ -92,14 +96,18 @@ class Ours:
         return Played(tokens, first_s, seconds, tuple(job.request.hit_len or 0 for job in jobs))
 
     def prime(self, many: tuple[Tokens, ...]) -> None:
-        """Puts the prompts into the prefix cache that `step_s` uses, so that all of them start to decode within a few steps."""
+        """Puts the prompts into the prefix cache that `step_s` uses, so that all of them start to
+        decode within a few steps."""
         _add(self.crowd, Work(many, (1,) * len(many)))
         while self.crowd.busy:
             self.crowd.step()
 
     def step_s(self, many: tuple[Tokens, ...], steps: int) -> float:
         """Seconds per step while all of them decode; `prime` them first."""
-        engine, slack = self.crowd, len(many) // 16 + 4  # those that start first are a few tokens ahead
+        engine, slack = (
+            self.crowd,
+            len(many) // 16 + 4,
+        )  # those that start first are a few tokens ahead
         jobs = _add(engine, Work(many, (steps + slack,) * len(many)))
         try:
             while not all(job.drafts[0].token_ids for job in jobs):
@@ -116,5 +124,7 @@ class Ours:
 
 
 def _add(engine: Engine, work: Work) -> list[Job]:
-    asked = (SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, seed=0) for n in work.news)
+    asked = (
+        SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, seed=0) for n in work.news
+    )
     return [engine.add(prompt, params) for prompt, params in zip(work.prompts, asked, strict=True)]

@@ -1,7 +1,8 @@
 """Pages with reference counts: who may still need a page.
 
-Page 0 is the sink: padding lives there, it is never handed out. A page is free, or held `refs[page]` times, `kept[page]` of them by the
-prefix tree; a page that only the tree holds is idle. Host only; knows nothing of what a page holds.
+Page 0 is the sink: padding lives there, it is never handed out. A page is free, or held
+`refs[page]` times, `kept[page]` of them by the prefix tree; a page that only the tree holds is
+idle. Host only; knows nothing of what a page holds.
 """
 
 from __future__ import annotations
@@ -20,12 +21,19 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 2:
-            raise RuleError("a pool has the sink and at least one page", str(num_pages), "Give the cache more memory")
+            raise RuleError(
+                "a pool has the sink and at least one page",
+                str(num_pages),
+                "Give the cache more memory",
+            )
         self.refs = np.zeros(num_pages, np.int32)
         self.refs[SINK] = 1
         self.kept = np.zeros(num_pages, np.int32)
         self.idle = 0  # pages that nobody but the tree holds
-        self._holds, self._kept = self.refs.data, self.kept.data  # the same numbers: one of them is read much faster this way
+        self._holds, self._kept = (
+            self.refs.data,
+            self.kept.data,
+        )  # the same numbers: one of them is read much faster this way
         self._free = list(range(num_pages - 1, 0, -1))
 
     @property
@@ -55,16 +63,25 @@ class PagePool:
         holds = self._holds
         for page in pages:
             if holds[page] < 1 or page == SINK:
-                raise RuleError("only a held page can be shared", f"page {page} with {holds[page]} holds", "Take it first")
+                raise RuleError(
+                    "only a held page can be shared",
+                    f"page {page} with {holds[page]} holds",
+                    "Take it first",
+                )
             self.idle -= holds[page] == self._kept[page]
             holds[page] += 1
 
     def give(self, pages: Iterable[int]) -> list[int]:
-        """One hold fewer on each page; returns those that nobody holds any more and that are free now."""
+        """One hold fewer on each page; returns those that nobody holds any more and that are free
+        now."""
         freed, holds = [], self._holds
         for page in pages:
             if holds[page] < 1 or page == SINK:
-                raise RuleError("a page is given back once per hold", f"page {page} with {holds[page]} holds", "Check who holds it")
+                raise RuleError(
+                    "a page is given back once per hold",
+                    f"page {page} with {holds[page]} holds",
+                    "Check who holds it",
+                )
             holds[page] -= 1
             if holds[page] == 0:
                 freed.append(page)
@@ -84,7 +101,11 @@ class PagePool:
         """The tree lets go."""
         for page in pages:
             if self._kept[page] < 1:
-                raise RuleError("the tree drops what it keeps", f"page {page}", "This is a bug in Lockstep: please report it")
+                raise RuleError(
+                    "the tree drops what it keeps",
+                    f"page {page}",
+                    "This is a bug in Lockstep: please report it",
+                )
             self.idle -= self._holds[page] == self._kept[page]
             self._kept[page] -= 1
         self.give(pages)
@@ -94,7 +115,17 @@ class PagePool:
         held = int(np.count_nonzero(self.refs)) - 1
         idle = int(np.count_nonzero((self.kept > 0) & (self.kept == self.refs)))
         if idle != self.idle:
-            raise RuleError(f"{idle} pages are idle", f"{self.idle} counted", "This is a bug in Lockstep: please report it")
-        if held + len(set(self._free)) != self.num_pages - 1 or any(self.refs[p] for p in self._free):
+            raise RuleError(
+                f"{idle} pages are idle",
+                f"{self.idle} counted",
+                "This is a bug in Lockstep: please report it",
+            )
+        if held + len(set(self._free)) != self.num_pages - 1 or any(
+            self.refs[p] for p in self._free
+        ):
             counts = f"{held} held + {len(self._free)} free of {self.num_pages - 1}"
-            raise RuleError("every page is free or held, never both", counts, "This is a bug in Lockstep: please report it")
+            raise RuleError(
+                "every page is free or held, never both",
+                counts,
+                "This is a bug in Lockstep: please report it",
+            )

@@ -1,7 +1,8 @@
 """The cache on a device: storages, and their only two writers, `write` and `move`.
 
-A pool holds the K/V of one group, all of its layers. Who writes also says what to read: `keys(layer, k, v)` of a group's view writes
-and returns the cache, or, for a fresh group, passes this step's keys through. Backends never write.
+A pool holds the K/V of one group, all of its layers. Who writes also says what to read:
+`keys(layer, k, v)` of a group's view writes and returns the cache, or, for a fresh group, passes
+this step's keys through. Backends never write.
 """
 
 from __future__ import annotations
@@ -18,17 +19,22 @@ from lockstep.order import stored_len
 from lockstep.plan.image import Views
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3": torch.float8_e4m3fn,
+}
 FP8_MAX = 448.0
 
 Allocate = Callable[[tuple[int, int, int], torch.dtype, torch.device], Tensor]
 
 
 class Keys(NamedTuple):
-    """What a layer attends to. k [slots, kv_heads, d_qk], v [slots, kv_heads, d_v], as stored; a latent group's v is a view of k.
+    """What a layer attends to. k [slots, kv_heads, d_qk], v [slots, kv_heads, d_v], as stored; a
+    latent group's v is a view of k.
 
-    Behind the last column the memory goes on up to `order.stored_len` of the head size: with zeros in k, with finite or stored
-    numbers in v, whose outputs nobody looks at. A kernel may read them.
+    Behind the last column the memory goes on up to `order.stored_len` of the head size: with zeros
+    in k, with finite or stored numbers in v, whose outputs nobody looks at. A kernel may read them.
     """
 
     k: Tensor
@@ -41,15 +47,20 @@ def empty(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device)
 
 
 class Pool:
-    """The storages of one group. Page 0, the sink, is zero at start; the rest is whatever `allocate` returns."""
+    """The storages of one group. Page 0, the sink, is zero at start; the rest is whatever
+    `allocate` returns."""
 
-    def __init__(self, spec: GroupSpec, num_pages: int, device: torch.device, allocate: Allocate = empty) -> None:
+    def __init__(
+        self, spec: GroupSpec, num_pages: int, device: torch.device, allocate: Allocate = empty
+    ) -> None:
         self.spec, self.num_pages = spec, num_pages
         if device.type == "cpu":
             check_fits(group_bytes(spec, num_pages), f"{num_pages:,} pages of {spec.page_size:,}")
         dtype = TORCH_DTYPES[spec.kv_dtype]
         shapes = storage_shapes(spec, num_pages)
-        self.storages = [tuple(allocate(shape, dtype, device) for shape in shapes) for _ in spec.layers]
+        self.storages = [
+            tuple(allocate(shape, dtype, device) for shape in shapes) for _ in spec.layers
+        ]
         for storage in (s for layer in self.storages for s in layer):
             _bits(storage)[: spec.page_size] = 0
         self._keys = [self._view(layer) for layer in range(len(spec.layers))]
@@ -63,7 +74,8 @@ class Pool:
         return Keys(k[..., : self.spec.d_qk], (rest[0] if rest else k)[..., : self.spec.d_v])
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores this step's K and V rows; slots are int64. For a latent group k holds the whole row and v is not looked at."""
+        """Stores this step's K and V rows; slots are int64. For a latent group k holds the whole
+        row and v is not looked at."""
         rows = zip(self.storages[layer], ((k, "k"), (v, "v")), strict=False)
         for storage, (given, which) in rows:
             values = widened(given, storage.shape[2])
@@ -100,12 +112,15 @@ class PagedView:
         self.pool.move(torch.as_tensor(self.views.moves))
 
     def keys(self, layer: int, k: Tensor | None, v: Tensor | None) -> Keys:
-        """Writes this step's rows, then names the cache. A group that writes nothing this step gets None."""
+        """Writes this step's rows, then names the cache. A group that writes nothing this step gets
+        None."""
         slots = self.slots
         if slots.shape[0]:
             if k is None or v is None or len(k) != len(slots):
                 raise RuleError(
-                    "a step writes one K and one V row per slot", f"{len(slots)} slots, k={None if k is None else len(k)}", "Pass all rows"
+                    "a step writes one K and one V row per slot",
+                    f"{len(slots)} slots, k={None if k is None else len(k)}",
+                    "Pass all rows",
                 )
             self.pool.write(layer, slots, k, v)
         return self.pool.keys(layer)
@@ -120,18 +135,22 @@ class FreshView:
     def keys(self, layer: int, k: Tensor | None, v: Tensor | None) -> Keys:
         """This step's own rows, in memory of the stored width."""
         if k is None or v is None:
-            raise RuleError("the keys of a fresh group are this step's rows", "None", "Pass k and v")
+            raise RuleError(
+                "the keys of a fresh group are this step's rows", "None", "Pass k and v"
+            )
         return Keys(in_stored_memory(k), in_stored_memory(v))
 
 
 def widened(rows: Tensor, columns: int) -> Tensor:
-    """[T, heads, d] with columns of zeros behind its own, `columns` in all; the same tensor where none is missing."""
+    """[T, heads, d] with columns of zeros behind its own, `columns` in all; the same tensor where
+    none is missing."""
     missing = columns - rows.shape[2]
     return F.pad(rows, (0, missing)) if missing else rows
 
 
 def in_stored_memory(rows: Tensor) -> Tensor:
-    """The same rows, followed in memory by the zeros that a kernel may read behind every head's last column."""
+    """The same rows, followed in memory by the zeros that a kernel may read behind every head's
+    last column."""
     d = rows.shape[2]
     columns = stored_len(d)
     return rows if columns == d else widened(rows, columns)[..., :d]
@@ -142,7 +161,9 @@ def view(spec: GroupSpec, pool: Pool | None, views: Views) -> PagedView | FreshV
     if spec.layout is Layout.FRESH:
         return FreshView()
     if pool is None:
-        raise RuleError("a cached group has a pool", f"{spec.layout} without one", "Make a Pool for it")
+        raise RuleError(
+            "a cached group has a pool", f"{spec.layout} without one", "Make a Pool for it"
+        )
     return PagedView(pool, views)
 
 
@@ -152,7 +173,8 @@ def scale_of(attn: AttnSpec, which: str) -> float:
 
 
 def encode(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Values as they are stored: divided by the scale, clamped to the format's range, rounded once."""
+    """Values as they are stored: divided by the scale, clamped to the format's range, rounded
+    once."""
     scaled = values if scale == 1.0 else values / scale
     if dtype is torch.float8_e4m3fn:
         scaled = scaled.clamp(-FP8_MAX, FP8_MAX)

@@ -1,13 +1,15 @@
 """The prefix cache: a radix tree over token ids, whose nodes hold pages of every group.
 
-A node is one block of `unit` tokens, `unit` being the least common multiple of the page sizes, so that a node owns whole pages in every
-group. Children are found by the ids themselves (a dictionary compares them; equal hashes are not enough). Window groups may have lost
-the front of a node's pages, or all of them: a node keeps the last ones. A node holds its pages through `PagePool.keep` and `drop`
-(siblings may share one, if a request was forked within a block); a page that a request holds too is thereby locked, and a node is kept
-while a `Path` ends at it.
+A node is one block of `unit` tokens, `unit` being the least common multiple of the page sizes, so
+that a node owns whole pages in every group. Children are found by the ids themselves (a dictionary
+compares them; equal hashes are not enough). Window groups may have lost the front of a node's
+pages, or all of them: a node keeps the last ones. A node holds its pages through `PagePool.keep`
+and `drop` (siblings may share one, if a request was forked within a block); a page that a request
+holds too is thereby locked, and a node is kept while a `Path` ends at it.
 
-Knows tokens and pages, not requests or steps: the scheduler calls `match` before a request's first step and `insert` after each one.
-No clock and no randomness: the least recently used node goes first, in the order of the calls.
+Knows tokens and pages, not requests or steps: the scheduler calls `match` before a request's first
+step and `insert` after each one. No clock and no randomness: the least recently used node goes
+first, in the order of the calls.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Root:
-    """What keys depend on besides the tokens before them. Two requests share nothing unless these are equal, field by field."""
+    """What keys depend on besides the tokens before them. Two requests share nothing unless these
+    are equal, field by field."""
 
     tenant: str = ""
     encoder_ids: Ids = ()
@@ -36,12 +39,14 @@ class Root:
 
     @property
     def ahead(self) -> int:
-        """Tokens after a block that its keys depend on: a draft model's key at i is made from token i+1 as well."""
+        """Tokens after a block that its keys depend on: a draft model's key at i is made from token
+        i+1 as well."""
         return int(self.draft)
 
 
 class Node:
-    """The block of positions [end - unit, end) behind one path of tokens. `pages[g]` are the last pages of the block in group g."""
+    """The block of positions [end - unit, end) behind one path of tokens. `pages[g]` are the last
+    pages of the block in group g."""
 
     __slots__ = ("children", "end", "key", "locks", "pages", "parent")
 
@@ -53,7 +58,8 @@ class Node:
 
 
 class Path:
-    """How far a request's keys are in the tree. Open from `match` to `close`; moved on by `insert`."""
+    """How far a request's keys are in the tree. Open from `match` to `close`; moved on by
+    `insert`."""
 
     __slots__ = ("node", "root")
 
@@ -68,19 +74,27 @@ class Path:
 
 
 class Prefix:
-    """`match` the longest cached prefix into an empty table, `insert` the committed blocks, `evict` when pages are short."""
+    """`match` the longest cached prefix into an empty table, `insert` the committed blocks, `evict`
+    when pages are short."""
 
     def __init__(self, specs: Sequence[GroupSpec], pools: Sequence[PagePool | None]) -> None:
         self.specs, self.pools = tuple(specs), tuple(pools)
         stored = (Layout.DENSE, Layout.LATENT)
-        self.groups = {g: pool for g, pool in enumerate(pools) if pool is not None and self.specs[g].layout in stored}
+        self.groups = {
+            g: pool
+            for g, pool in enumerate(pools)
+            if pool is not None and self.specs[g].layout in stored
+        }
         self.unit = math.lcm(*(self.specs[g].page_size for g in self.groups))
         self._windows = [g for g in self.groups if self.specs[g].window is not None]
         self._roots: dict[Root, Node] = {}
-        self._order: dict[int, OrderedDict[Node, None]] = {g: OrderedDict() for g in self.groups}  # nodes with pages, oldest first
+        self._order: dict[int, OrderedDict[Node, None]] = {
+            g: OrderedDict() for g in self.groups
+        }  # nodes with pages, oldest first
 
     def match(self, root: Root, ids: Sequence[int], table: Table, limit: int | None = None) -> Path:
-        """Gives `table` the pages of the longest usable prefix of `ids`, at most `limit` long, and holds them for it.
+        """Gives `table` the pages of the longest usable prefix of `ids`, at most `limit` long, and
+        holds them for it.
 
         The last token is never matched: somebody has to compute it.
         """
@@ -95,12 +109,18 @@ class Prefix:
         return Path(root, end)
 
     def insert(self, path: Path, ids: Sequence[int], table: Table, committed_len: int) -> None:
-        """Makes the whole blocks below `committed_len` matchable: call it when the step that wrote them has run.
+        """Makes the whole blocks below `committed_len` matchable: call it when the step that wrote
+        them has run.
 
-        Where the tree has a page already it keeps it, and the table takes that one for its own duplicate; what the tree lost it adopts.
+        Where the tree has a page already it keeps it, and the table takes that one for its own
+        duplicate; what the tree lost it adopts.
         """
         if table.pending:
-            raise RuleError("only keys that are in place are cached", "moves still pending", "Insert after the step that carries them")
+            raise RuleError(
+                "only keys that are in place are cached",
+                "moves still pending",
+                "Insert after the step that carries them",
+            )
         node, ahead = path.node, path.root.ahead
         while (end := node.end + self.unit) <= committed_len and end + ahead <= len(ids):
             key = tuple(ids[node.end : end + ahead])
@@ -131,8 +151,13 @@ class Prefix:
         return pool.free + self.evictable(g) if pool is not None else 0
 
     def make_room(self, needs: Sequence[int]) -> bool:
-        """Evicts until `needs[g]` pages are free in every group; False, and nothing was evicted, if that cannot be."""
-        short = [(g, n) for g, (n, pool) in enumerate(zip(needs, self.pools, strict=True)) if pool is not None and n > pool.free]
+        """Evicts until `needs[g]` pages are free in every group; False, and nothing was evicted, if
+        that cannot be."""
+        short = [
+            (g, n)
+            for g, (n, pool) in enumerate(zip(needs, self.pools, strict=True))
+            if pool is not None and n > pool.free
+        ]
         if any(n > self.available(g) for g, n in short):
             return False
         for g, n in short:
@@ -140,7 +165,8 @@ class Prefix:
         return True
 
     def evict(self, g: int, count: int) -> int:
-        """Frees at least `count` pages of group g, or as many as there are, least recently used first. Returns how many it freed."""
+        """Frees at least `count` pages of group g, or as many as there are, least recently used
+        first. Returns how many it freed."""
         pool, order = self.groups[g], self._order[g]
         before, passed = pool.free, 0
         while pool.free - before < count and passed < len(order):
@@ -155,7 +181,8 @@ class Prefix:
         return int(np.count_nonzero(self.groups[g].kept)) if g in self.groups else 0
 
     def check(self, tables: Iterable[Table] = ()) -> None:
-        """free + cached + held = all: every hold on every page is the tree's or one of `tables`', which are all there are."""
+        """free + cached + held = all: every hold on every page is the tree's or one of `tables`',
+        which are all there are."""
         tables = list(tables)
         for g, pool in enumerate(self.pools):
             if pool is None:
@@ -163,18 +190,29 @@ class Prefix:
             pool.check()
             holds = np.zeros(pool.num_pages, np.int64)
             holds[0] = 1
-            for pages in (*(table.held(g) for table in tables), *(node.pages[g] for node in self._nodes())):
+            for pages in (
+                *(table.held(g) for table in tables),
+                *(node.pages[g] for node in self._nodes()),
+            ):
                 np.add.at(holds, pages, 1)
             if not np.array_equal(holds, pool.refs):
                 wrong = np.flatnonzero(holds != pool.refs)[:8]
-                counts = f"group {g}, pages {wrong}: {pool.refs[wrong]} holds, {holds[wrong]} known holders"
-                raise RuleError("every hold has a holder", counts, "This is a bug in Lockstep: please report it")
+                counts = (
+                    f"group {g}, pages {wrong}: {pool.refs[wrong]} holds, {holds[wrong]} known "
+                    "holders"
+                )
+                raise RuleError(
+                    "every hold has a holder", counts, "This is a bug in Lockstep: please report it"
+                )
         self._check_tree()
 
     def _longest(self, top: Node, ahead: int, ids: Sequence[int], last: int) -> Node:
-        """The deepest node, ending at or below `last`, whose windows are whole: [end-w+1, end) is there in every window group."""
+        """The deepest node, ending at or below `last`, whose windows are whole: [end-w+1, end) is
+        there in every window group."""
         best = node = top
-        since = dict.fromkeys(self._windows, 0)  # the group's pages are all there from this position to the end of the node
+        since = dict.fromkeys(
+            self._windows, 0
+        )  # the group's pages are all there from this position to the end of the node
         while node.end + self.unit <= last:
             child = node.children.get(tuple(ids[node.end : node.end + self.unit + ahead]))
             if child is None:
@@ -189,7 +227,8 @@ class Prefix:
         return best
 
     def _hand_over(self, end: Node, g: int, table: Table) -> None:
-        """The table gets what a row at `end.end` can see: all pages, or those from the window's first position on."""
+        """The table gets what a row at `end.end` can see: all pages, or those from the window's
+        first position on."""
         size = self.specs[g].page_size
         first = keep_from(self.specs[g], end.end) // size * size
         blocks: list[list[int]] = []
@@ -201,7 +240,8 @@ class Prefix:
         table.adopt(g, [page for block in reversed(blocks) for page in block], first)
 
     def _merge(self, node: Node, g: int, table: Table) -> None:
-        """One owner per page: the tree's pages stay, the table's duplicates go, and what only the table has becomes the tree's too."""
+        """One owner per page: the tree's pages stay, the table's duplicates go, and what only the
+        table has becomes the tree's too."""
         own = table.span(g, node.end - self.unit, node.end)
         have = node.pages[g]
         common = min(len(own), len(have))
@@ -220,7 +260,8 @@ class Prefix:
         path.node = node
 
     def _touch(self, end: Node) -> None:
-        """Used now, the deepest first, so that a parent is younger than its children; of a window group only what a row here sees."""
+        """Used now, the deepest first, so that a parent is younger than its children; of a window
+        group only what a row here sees."""
         keep = {g: keep_from(self.specs[g], end.end) for g in self.groups}
         node = end
         while node.parent is not None:
@@ -230,7 +271,8 @@ class Prefix:
             node = node.parent
 
     def _drop(self, node: Node, g: int) -> bool:
-        """Lets go what can be freed of a node for the sake of group g: an unlocked leaf as a whole, else pages that no request holds."""
+        """Lets go what can be freed of a node for the sake of group g: an unlocked leaf as a whole,
+        else pages that no request holds."""
         if not node.children and not node.locks:
             self._remove(node)
             self._prune(node.parent)
@@ -238,7 +280,9 @@ class Prefix:
         if self.specs[g].window is None:
             return False
         pool, pages = self.groups[g], node.pages[g]
-        count = max((k for k, page in enumerate(pages, 1) if pool.refs[page] == pool.kept[page]), default=0)  # and what lies before them
+        count = max(
+            (k for k, page in enumerate(pages, 1) if pool.refs[page] == pool.kept[page]), default=0
+        )  # and what lies before them
         self._lose(node, g, count)
         return count > 0
 
@@ -283,11 +327,31 @@ class Prefix:
         for g, pool in self.groups.items():
             pages = np.array([page for node in nodes for page in node.pages[g]], np.int64)
             listed = set(self._order[g]) == {node for node in nodes if node.pages[g]}
-            if not np.array_equal(np.bincount(pages, minlength=pool.num_pages), pool.kept) or not listed:
-                counts = f"group {g}: {len(pages)} pages in {len(nodes)} nodes, {int(pool.kept.sum())} kept, {len(self._order[g])} ordered"
-                raise RuleError("a node's pages are kept and ordered", counts, "This is a bug in Lockstep: please report it")
+            if (
+                not np.array_equal(np.bincount(pages, minlength=pool.num_pages), pool.kept)
+                or not listed
+            ):
+                counts = (
+                    f"group {g}: {len(pages)} pages in {len(nodes)} nodes, {int(pool.kept.sum())} "
+                    f"kept, {len(self._order[g])} ordered"
+                )
+                raise RuleError(
+                    "a node's pages are kept and ordered",
+                    counts,
+                    "This is a bug in Lockstep: please report it",
+                )
             whole = self.unit // self.specs[g].page_size
-            if self.specs[g].window is None and any(len(n.pages[g]) != whole for n in nodes if n.parent is not None):
-                raise RuleError("only a window loses pages", f"group {g}", "This is a bug in Lockstep: please report it")
+            if self.specs[g].window is None and any(
+                len(n.pages[g]) != whole for n in nodes if n.parent is not None
+            ):
+                raise RuleError(
+                    "only a window loses pages",
+                    f"group {g}",
+                    "This is a bug in Lockstep: please report it",
+                )
         if any(map(self._useless, nodes)):
-            raise RuleError("a leaf that cannot be matched is removed", "one that is not", "This is a bug in Lockstep: please report it")
+            raise RuleError(
+                "a leaf that cannot be matched is removed",
+                "one that is not",
+                "This is a bug in Lockstep: please report it",
+            )

@@ -1,6 +1,7 @@
 """What a cache costs: one formula for the bytes of a group, and the arithmetic as text.
 
-Host only. The pool allocates exactly these shapes; a test compares the printed sum with the storages' bytes.
+Host only. The pool allocates exactly these shapes; a test compares the printed sum with the
+storages' bytes.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ from lockstep.types import KV_BYTES, GroupSpec, Layout, RuleError
 
 
 def storage_shapes(spec: GroupSpec, num_pages: int) -> tuple[tuple[int, int, int], ...]:
-    """[slots, kv_heads, columns] of the storages of one layer: K and V, or the one latent row, or nothing.
+    """[slots, kv_heads, columns] of the storages of one layer: K and V, or the one latent row, or
+    nothing.
 
-    Columns are `order.stored_len` of the head size: the bytes of the padding are counted like all others.
+    Columns are `order.stored_len` of the head size: the bytes of the padding are counted like all
+    others.
     """
     slots = num_pages * spec.page_size
     if spec.layout is Layout.FRESH:
         return ()
     k = (slots, spec.kv_heads, stored_len(spec.d_qk))
-    return (k,) if spec.layout is Layout.LATENT else (k, (slots, spec.kv_heads, stored_len(spec.d_v)))
+    return (
+        (k,) if spec.layout is Layout.LATENT else (k, (slots, spec.kv_heads, stored_len(spec.d_v)))
+    )
 
 
 def slot_bytes(spec: GroupSpec) -> int:
@@ -39,7 +44,9 @@ def check_fits(needed_bytes: int, what: str) -> None:
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed_bytes > there:
         rule = f"the cache fits into the {there:,} B of this machine's memory"
-        raise RuleError(rule, f"{needed_bytes:,} B for {what}", "Lower max_total_tokens or page_size")
+        raise RuleError(
+            rule, f"{needed_bytes:,} B for {what}", "Lower max_total_tokens or page_size"
+        )
 
 
 def padding(spec: GroupSpec) -> str:
@@ -53,8 +60,14 @@ def arithmetic(specs: Sequence[GroupSpec], num_pages: Sequence[int]) -> str:
     """The memory of a cache, one line per group and a sum, as it is printed at start."""
     lines = []
     for spec, pages in zip(specs, num_pages, strict=True):
-        name = f"{spec.layout}{f' window {spec.window}' if spec.window else ''} {spec.kv_dtype}{padding(spec)}"
-        factors = f"{pages} pages x {spec.page_size} slots x {slot_bytes(spec)} B x {len(spec.layers)} layers"
+        name = (
+            f"{spec.layout}{f' window {spec.window}' if spec.window else ''} "
+            f"{spec.kv_dtype}{padding(spec)}"
+        )
+        factors = (
+            f"{pages} pages x {spec.page_size} slots x {slot_bytes(spec)} B x {len(spec.layers)} "
+            "layers"
+        )
         lines.append(f"{name}: {factors} = {group_bytes(spec, pages):,} B")
     total = sum(group_bytes(s, n) for s, n in zip(specs, num_pages, strict=True))
     return "\n".join([*lines, f"total {total:,} B"])

@@ -1,13 +1,17 @@
-"""What small models of every type answer on this processor as it is set up: digests of bits, and fingerprints, as JSON.
+"""What small models of every type answer on this processor as it is set up: digests of bits, and
+fingerprints, as JSON.
 
     ATEN_CPU_CAPABILITY=default python -m lockstep.lab.capabilities
-    NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2,+fma python -m lockstep.lab.capabilities gemma3_text-56
+    NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2,+fma python -m lockstep.lab.capabilities
+    gemma3_text-56
 
-Run once per capability, in processes of their own, equal answers show that no bit depends on the width of the processor's vectors.
-Weights are uniform numbers of numpy's generator, times a power of two: torch's own normal ones differ between capabilities. The head
-sizes are those whose frequencies did: a vector body and a scalar tail of torch's float32 pow.
+Run once per capability, in processes of their own, equal answers show that no bit depends on the
+width of the processor's vectors. Weights are uniform numbers of numpy's generator, times a power of
+two: torch's own normal ones differ between capabilities. The head sizes are those whose frequencies
+did: a vector body and a scalar tail of torch's float32 pow.
 
-Knows models and engines; `operators` says which of torch's operators a model's rows pass through. tests/test_capabilities.py calls both.
+Knows models and engines; `operators` says which of torch's operators a model's rows pass through.
+tests/test_capabilities.py calls both.
 """
 
 from __future__ import annotations
@@ -56,50 +60,141 @@ EDITED = SamplingParams(
     min_p=0.01,
     logit_bias={7: 1.5, 11: -0.3},
 )
-CONFIG = EngineConfig(context_length=CONTEXT, page_size=16, max_total_tokens=2048, chunked_prefill_size=192)
+CONFIG = EngineConfig(
+    context_length=CONTEXT, page_size=16, max_total_tokens=2048, chunked_prefill_size=192
+)
 COMMON = {
     **{"vocab_size": VOCAB, "hidden_size": 72, "intermediate_size": 104, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu", "rms_norm_eps": 1e-6},
-    **{"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True, "max_position_embeddings": CONTEXT},
+    **{
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+    },
+    **{
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": CONTEXT,
+    },
     **{"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "sliding_window": None},
 }
 WINDOWS = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
 GEMMA = {
     **{**WINDOWS, "hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False},
-    **{"query_pre_attn_scalar": 40, "attn_logit_softcapping": None, "final_logit_softcapping": 20.0},
+    **{
+        "query_pre_attn_scalar": 40,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": 20.0,
+    },
 }
 LATENT = {
-    **{"kv_lora_rank": 24, "q_lora_rank": 40, "qk_rope_head_dim": 24, "qk_nope_head_dim": 8, "v_head_dim": 8},
-    **{"first_k_dense_replace": 1, "moe_intermediate_size": 24, "n_routed_experts": 20, "n_shared_experts": 1},
-    **{"num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": True},
+    **{
+        "kv_lora_rank": 24,
+        "q_lora_rank": 40,
+        "qk_rope_head_dim": 24,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    **{
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 20,
+        "n_shared_experts": 1,
+    },
+    **{
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
+    },
     **{"rope_interleave": True, "topk_method": "group_limited_greedy"},
 }
-YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 128, "truncate": False}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "original_max_position_embeddings": 128,
+    "truncate": False,
+}
 LLAMA3 = {
-    **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    **{
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
     **{"original_max_position_embeddings": 256},
 }
 GEMMA3_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
 }
-EXPERTS = {"num_experts_per_tok": 3, "num_experts": 20, "num_local_experts": 20, "moe_intermediate_size": 24}
-BERT = {"hidden_act": "gelu", "is_decoder": False, "add_cross_attention": False, "type_vocab_size": 2, "layer_norm_eps": 1e-12}
+EXPERTS = {
+    "num_experts_per_tok": 3,
+    "num_experts": 20,
+    "num_local_experts": 20,
+    "moe_intermediate_size": 24,
+}
+BERT = {
+    "hidden_act": "gelu",
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+}
 BART = {
-    **{"d_model": 72, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 104, "decoder_ffn_dim": 88},
-    **{"encoder_attention_heads": 3, "decoder_attention_heads": 3, "scale_embedding": True, "activation_function": "gelu"},
+    **{
+        "d_model": 72,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "encoder_ffn_dim": 104,
+        "decoder_ffn_dim": 88,
+    },
+    **{
+        "encoder_attention_heads": 3,
+        "decoder_attention_heads": 3,
+        "scale_embedding": True,
+        "activation_function": "gelu",
+    },
 }
 
 MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "gemma3_text-56": ("gemma3_text", {**GEMMA, "head_dim": 56, "rope_parameters": GEMMA3_ROPES}),
-    "qwen3-128": ("qwen3", {**WINDOWS, "head_dim": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen3-128": (
+        "qwen3",
+        {
+            **WINDOWS,
+            "head_dim": 128,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
     "llama-112": ("llama", {"head_dim": 112, "rope_parameters": LLAMA3}),
     "llama-20": ("llama", {"head_dim": 20}),
     "gpt_oss-64": (
         "gpt_oss",
-        {**WINDOWS, **EXPERTS, "head_dim": 64, "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rope_parameters": YARN},
+        {
+            **WINDOWS,
+            **EXPERTS,
+            "head_dim": 64,
+            "attention_bias": True,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "rope_parameters": YARN,
+        },
     ),
-    "qwen3_moe-40": ("qwen3_moe", {**EXPERTS, "head_dim": 40, "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1}),
+    "qwen3_moe-40": (
+        "qwen3_moe",
+        {
+            **EXPERTS,
+            "head_dim": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [],
+            "decoder_sparse_step": 1,
+        },
+    ),
     "deepseek_v3": ("deepseek_v3", LATENT),
     "deepseek_v2": ("deepseek_v2", {**LATENT, "q_lora_rank": None}),
     "gemma2-48": ("gemma2", {**GEMMA, "head_dim": 48, "attn_logit_softcapping": 30.0}),
@@ -122,8 +217,12 @@ def loaded(name: str) -> Loaded:
         return values * (0.5 if values.ndim == 1 else 2.0 ** -(shape[-1].bit_length() // 2 - 3))
 
     kernel = linear.default_kernel("cpu")[0]
-    weights = Weights(take, lambda _: None, {"model.embed_tokens.weight", "model.shared.weight"}, kernel)
-    model = import_module(f"lockstep.models.{model_type}").build(SimpleNamespace(**{**COMMON, **changes}), weights)
+    weights = Weights(
+        take, lambda _: None, {"model.embed_tokens.weight", "model.shared.weight"}, kernel
+    )
+    model = import_module(f"lockstep.models.{model_type}").build(
+        SimpleNamespace(**{**COMMON, **changes}), weights
+    )
     info = Info(
         model_type=model_type,
         folder=Path(name),
@@ -167,7 +266,12 @@ class Subject:
         """Digests of everything that the model can be asked for."""
         out = {}
         if isinstance(self.parts.model, Decoder):
-            out = {"angles": self.angles(), "far": self.far(), "embed": self.embed(), "scores": self.scores()}
+            out = {
+                "angles": self.angles(),
+                "far": self.far(),
+                "embed": self.embed(),
+                "scores": self.scores(),
+            }
         elif not self.parts.info.generates:
             out = {"embed": self.embed()}
         if self.parts.info.generates:
@@ -177,19 +281,27 @@ class Subject:
                 out[f"edited, {dtype}"] = self.tokens(EDITED, lengths[:2], dtype)
         return out
 
-    def tokens(self, params: SamplingParams, lengths: Sequence[int], kv_cache_dtype: str = "float32") -> str:
+    def tokens(
+        self, params: SamplingParams, lengths: Sequence[int], kv_cache_dtype: str = "float32"
+    ) -> str:
         """Sampled tokens and log-probabilities of prompts in one batch."""
         engine = self.engine(kv_cache_dtype)
         jobs = [engine.add(prompt(n), params) for n in lengths]
         finish(engine)
         done = [c for job in jobs for c in job.output("").completions]
-        best = [np.array([score for _, score in top], np.float32) for c in done for top in c.top_logprobs or ()]
+        best = [
+            np.array([score for _, score in top], np.float32)
+            for c in done
+            for top in c.top_logprobs or ()
+        ]
         return digest(*(np.array(c.token_ids) for c in done), *(c.logprobs for c in done), *best)
 
     def scores(self) -> str:
         """Log-probabilities of the tokens of a prompt."""
         engine = self.engine()
-        job = engine.add(prompt(PROMPTS[1]), SamplingParams(prompt_logprobs=True, seed=0), scores_only=True)
+        job = engine.add(
+            prompt(PROMPTS[1]), SamplingParams(prompt_logprobs=True, seed=0), scores_only=True
+        )
         finish(engine)
         return digest(job.output("").prompt_logprobs)
 
@@ -219,7 +331,13 @@ class Subject:
         positions = torch.cat((torch.arange(64), torch.arange(0, FAR, 97), torch.tensor([FAR])))
         ropes = {block.attn.rope for block in self.parts.model.spec.blocks if block.attn.rope}  # type: ignore[attr-defined]
         ordered = sorted(ropes, key=lambda rope: rope.inv_freq)
-        return digest(*(part.numpy() for rope in ordered for part in (torch.tensor(rope.inv_freq), *rope.angles(positions))))
+        return digest(
+            *(
+                part.numpy()
+                for rope in ordered
+                for part in (torch.tensor(rope.inv_freq), *rope.angles(positions))
+            )
+        )
 
 
 def finish(engine: Engine) -> None:
@@ -262,7 +380,11 @@ def report(names: Sequence[str]) -> dict[str, Any]:
     for name in names:
         made = subject(name)
         models[name] = {"fingerprint": made.engine().fingerprint, "bits": made.answers()}
-    return {"torch": torch.backends.cpu.get_cpu_capability(), "numba": list(TARGET), "models": models}
+    return {
+        "torch": torch.backends.cpu.get_cpu_capability(),
+        "numba": list(TARGET),
+        "models": models,
+    }
 
 
 if __name__ == "__main__":

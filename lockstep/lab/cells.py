@@ -1,7 +1,9 @@
-"""The matrix: backend x recipe x feature, every pair of a table that makes sense, and the verdict of each.
+"""The matrix: backend x recipe x feature, every pair of a table that makes sense, and the verdict
+of each.
 
-A cell passed, was refused with the backend's own reason, or failed; there is no "not tested". Cells run in worker processes, the two
-backends of a pair together so that stories, numbers and answers are made once; a cell that kills its process failed like any other.
+A cell passed, was refused with the backend's own reason, or failed; there is no "not tested". Cells
+run in worker processes, the two backends of a pair together so that stories, numbers and answers
+are made once; a cell that kills its process failed like any other.
 """
 
 from __future__ import annotations
@@ -39,7 +41,11 @@ class Cell:
         parts = text.split("/")
         sheet = sheet_of(parts[1]) if len(parts) == 3 else None
         if sheet is None or parts[2] not in {f.name for f in sheet.features}:
-            raise RuleError("a cell is backend/recipe/feature, like cpu/decode/window", repr(text), "See `lockstep lab run --list`")
+            raise RuleError(
+                "a cell is backend/recipe/feature, like cpu/decode/window",
+                repr(text),
+                "See `lockstep lab run --list`",
+            )
         return Cell(*parts)
 
     @property
@@ -47,7 +53,11 @@ class Cell:
         """The table it stands in."""
         sheet = sheet_of(self.recipe)
         if sheet is None:
-            raise RuleError("a cell's recipe is one of the lab's", repr(self.recipe), "See `lockstep lab run --list`")
+            raise RuleError(
+                "a cell's recipe is one of the lab's",
+                repr(self.recipe),
+                "See `lockstep lab run --list`",
+            )
         return sheet
 
     def pair(self) -> tuple[Any, Any]:
@@ -76,14 +86,24 @@ class Result:
 
     def as_json(self) -> dict[str, object]:
         """The cell as `lab run --json` writes it."""
-        command = f"lockstep lab run --backend {self.cell.backend} --recipe {self.cell.recipe} --feature {self.cell.feature}"
+        command = (
+            f"lockstep lab run --backend {self.cell.backend} --recipe {self.cell.recipe} --feature "
+            f"{self.cell.feature}"
+        )
         return {**asdict(self), **asdict(self.cell), "cell": str(self.cell), "command": command}
 
 
-def cells(backends: Sequence[str], recipe: str | None = None, feature: str | None = None) -> list[Cell]:
+def cells(
+    backends: Sequence[str], recipe: str | None = None, feature: str | None = None
+) -> list[Cell]:
     """Every cell that makes sense, in the order of the matrix."""
     pairs = [(r.name, f.name) for sheet in SHEETS for f in sheet.features for r in sheet.asked(f)]
-    return [Cell(b, r, f) for r, f in pairs if recipe in (None, r) and feature in (None, f) for b in backends]
+    return [
+        Cell(b, r, f)
+        for r, f in pairs
+        if recipe in (None, r) and feature in (None, f)
+        for b in backends
+    ]
 
 
 def refusal(cell: Cell, backend: Backend) -> str | None:
@@ -103,11 +123,25 @@ def run_cell(cell: Cell, checks: bool = True, quick: bool = False) -> Result:
     except Exception as error:  # whatever a broken backend raises belongs into its cell
         name = "plan" if isinstance(error, PlanError) else "raised"
         finding = Finding(name, False, f"{type(error).__name__}: {error}")
-        return Result(cell, "failed", finding.detail, (finding,), seconds=time.perf_counter() - begin)
+        return Result(
+            cell, "failed", finding.detail, (finding,), seconds=time.perf_counter() - begin
+        )
     broken = [f for f in j.findings if not f.held]
-    verdict, reason = ("failed", f"{broken[0].name}: {broken[0].detail}") if broken else ("passed", "")
+    verdict, reason = (
+        ("failed", f"{broken[0].name}: {broken[0].detail}") if broken else ("passed", "")
+    )
     seconds = time.perf_counter() - begin
-    return Result(cell, verdict, reason, tuple(j.findings), j.out_error, j.lse_error, j.tolerance_used, j.counters, seconds)
+    return Result(
+        cell,
+        verdict,
+        reason,
+        tuple(j.findings),
+        j.out_error,
+        j.lse_error,
+        j.tolerance_used,
+        j.counters,
+        seconds,
+    )
 
 
 @dataclass(frozen=True)
@@ -120,17 +154,24 @@ class Job:
     quick: bool = False
 
 
-def run(todo: Iterable[Cell], quick: bool = False, workers: int = 2, checks: bool = True) -> Iterator[Result]:
+def run(
+    todo: Iterable[Cell], quick: bool = False, workers: int = 2, checks: bool = True
+) -> Iterator[Result]:
     """Judges cells, as they come."""
     pairs: dict[tuple[str, str], list[Cell]] = {}
     for cell in todo:
         pairs.setdefault((cell.recipe, cell.feature), []).append(cell)
-    for _, results in run_jobs([Job(tuple(group), checks=checks, quick=quick) for group in pairs.values()], workers):
+    for _, results in run_jobs(
+        [Job(tuple(group), checks=checks, quick=quick) for group in pairs.values()], workers
+    ):
         yield from results
 
 
-def run_jobs(jobs: Sequence[Job], workers: int, cell_s: float = CELL_S) -> Iterator[tuple[Job, list[Result]]]:
-    """Runs jobs in worker processes, or with 0 of them right here. A job that dies is split, so that the blame lands on one cell."""
+def run_jobs(
+    jobs: Sequence[Job], workers: int, cell_s: float = CELL_S
+) -> Iterator[tuple[Job, list[Result]]]:
+    """Runs jobs in worker processes, or with 0 of them right here. A job that dies is split, so
+    that the blame lands on one cell."""
     if workers < 1:
         yield from ((job, run_job(job)) for job in jobs)
         return
@@ -141,7 +182,17 @@ def run_jobs(jobs: Sequence[Job], workers: int, cell_s: float = CELL_S) -> Itera
         elif len(job.cells) > 1:
             alone += [replace(job, cells=(cell,)) for cell in job.cells]
         else:
-            yield job, [Result(job.cells[0], "failed", f"crash: {answer.why}", (Finding("crash", False, answer.why),))]
+            yield (
+                job,
+                [
+                    Result(
+                        job.cells[0],
+                        "failed",
+                        f"crash: {answer.why}",
+                        (Finding("crash", False, answer.why),),
+                    )
+                ],
+            )
     if alone:
         yield from run_jobs(alone, workers, cell_s)
 

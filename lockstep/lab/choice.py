@@ -1,9 +1,12 @@
-"""Which token a row of logits comes to, written down a second time: one row, numpy and floats, straight from the definition.
+"""Which token a row of logits comes to, written down a second time: one row, numpy and floats,
+straight from the definition.
 
-    bias, penalties, min_tokens, temperature, top-k, top-p, min-p, noise, argmax; ties by the lower id
+    bias, penalties, min_tokens, temperature, top-k, top-p, min-p, noise, argmax; ties by the lower
+    id
 
-Knows nothing of `lockstep.sample` but its parameters: the noise is Philox 4x32-10 written out here, logarithms are the library's.
-The oracle of the engine's cells chooses with it, and the sampler's cells compare with it.
+Knows nothing of `lockstep.sample` but its parameters: the noise is Philox 4x32-10 written out here,
+logarithms are the library's. The oracle of the engine's cells chooses with it, and the sampler's
+cells compare with it.
 """
 
 from __future__ import annotations
@@ -20,17 +23,33 @@ Floats = NDArray[np.float32]
 WORD = 0xFFFFFFFF
 
 
-def choose(logits: Floats, params: SamplingParams, tokens: Sequence[int], prompt_len: int, eos_ids: Sequence[int] = ()) -> int:
+def choose(
+    logits: Floats,
+    params: SamplingParams,
+    tokens: Sequence[int],
+    prompt_len: int,
+    eos_ids: Sequence[int] = (),
+) -> int:
     """The next token after `tokens`, of which the first `prompt_len` are the prompt."""
     scores = changed(logits, params, tokens, prompt_len, eos_ids)
     if params.temperature == 0:
         return int(np.argmax(scores))
     scores = scores / np.float32(params.temperature)
-    noisy = np.where(kept(scores, params), scores + noise(params.seed or 0, params.sample_index, len(tokens), len(scores)), -np.inf)
+    noisy = np.where(
+        kept(scores, params),
+        scores + noise(params.seed or 0, params.sample_index, len(tokens), len(scores)),
+        -np.inf,
+    )
     return int(np.argmax(noisy))
 
 
-def changed(logits: Floats, params: SamplingParams, tokens: Sequence[int], prompt_len: int, eos_ids: Sequence[int]) -> Floats:
+def changed(
+    logits: Floats,
+    params: SamplingParams,
+    tokens: Sequence[int],
+    prompt_len: int,
+    eos_ids: Sequence[int],
+) -> Floats:
     """Logits after bias, penalties and min_tokens."""
     out = logits.astype(np.float32)
     for token, bias in params.biases:
@@ -39,7 +58,9 @@ def changed(logits: Floats, params: SamplingParams, tokens: Sequence[int], promp
         times = list(tokens[prompt_len:]).count(token)
         repetition = np.float32(params.repetition_penalty)
         out[token] = out[token] / repetition if out[token] > 0 else out[token] * repetition
-        out[token] -= np.float32(times * params.frequency_penalty + (times > 0) * params.presence_penalty)
+        out[token] -= np.float32(
+            times * params.frequency_penalty + (times > 0) * params.presence_penalty
+        )
     if len(tokens) - prompt_len < params.min_tokens:
         out[[*params.stop_ids, *(() if params.ignore_eos else eos_ids)]] = -np.inf
     return out
@@ -47,7 +68,9 @@ def changed(logits: Floats, params: SamplingParams, tokens: Sequence[int], promp
 
 def kept(scores: Floats, params: SamplingParams) -> NDArray[np.bool_]:
     """What top-k, then top-p, and min-p leave."""
-    order = sorted((i for i in range(len(scores)) if scores[i] > -np.inf), key=lambda i: (-scores[i], i))
+    order = sorted(
+        (i for i in range(len(scores)) if scores[i] > -np.inf), key=lambda i: (-scores[i], i)
+    )
     order = order[: params.top_k] if params.top_k > 0 else order
     weights = [math.exp(float(scores[i]) - float(scores[order[0]])) for i in order]
     wanted, mass, count = params.top_p * math.fsum(weights), 0.0, 0
@@ -60,7 +83,11 @@ def kept(scores: Floats, params: SamplingParams) -> NDArray[np.bool_]:
 
 def noise(seed: int, index: int, position: int, vocab_size: int) -> Floats:
     """Gumbel noise of every token, as the definition says."""
-    words = [w for group in range(-(-vocab_size // 4)) for w in philox((group, position, index, 0), (seed & WORD, seed >> 32 & WORD))]
+    words = [
+        w
+        for group in range(-(-vocab_size // 4))
+        for w in philox((group, position, index, 0), (seed & WORD, seed >> 32 & WORD))
+    ]
     return np.array([gumbel(word) for word in words[:vocab_size]], np.float32)
 
 

@@ -1,7 +1,9 @@
-"""`lockstep lab ...`: each command runs something, writes what was asked for, and prints a short account of it.
+"""`lockstep lab ...`: each command runs something, writes what was asked for, and prints a short
+account of it.
 
-Takes parsed arguments and returns an exit code; knows no options by name beyond these and no parser. `cli` calls it. Machines read the
-JSON document, people read these lines; with `--json -` stdout holds the document alone and the lines go to stderr.
+Takes parsed arguments and returns an exit code; knows no options by name beyond these and no
+parser. `cli` calls it. Machines read the JSON document, people read these lines; with `--json -`
+stdout holds the document alone and the lines go to stderr.
 """
 
 from __future__ import annotations
@@ -26,8 +28,25 @@ from lockstep.progress import Progress
 from lockstep.types import RuleError
 
 BACKENDS = ("cpu", "reference")
-QUICK_FEATURES = ("group-7", "window-sinks", "bf16-kv", "latent", "cross", "head-20", "embed")  # besides dense, which is run in full
-QUICK_RECIPES = ("decode", "mixed", "verify-tree", "fork", "window-edges", "encode-decode", "embed", "embed-long")
+QUICK_FEATURES = (
+    "group-7",
+    "window-sinks",
+    "bf16-kv",
+    "latent",
+    "cross",
+    "head-20",
+    "embed",
+)  # besides dense, which is run in full
+QUICK_RECIPES = (
+    "decode",
+    "mixed",
+    "verify-tree",
+    "fork",
+    "window-edges",
+    "encode-decode",
+    "embed",
+    "embed-long",
+)
 QUICK_MODEL, QUICK_SAMPLER = "qwen3", ("sample", "seeds")  # of the engine's table
 
 
@@ -53,7 +72,11 @@ def judged(todo: Sequence[cells.Cell], args: Namespace, begin: float) -> documen
             results[settled.cell] = settled
             bar.step(str(settled.cell), settled.verdict == "failed")
     kept = [results[cell].as_json() for cell in todo]
-    more = {"checks": not args.no_checks, "cases": cases()} if args.html else {"checks": not args.no_checks}
+    more = (
+        {"checks": not args.no_checks, "cases": cases()}
+        if args.html
+        else {"checks": not args.no_checks}
+    )
     return document.document(kept, args.quick, time.perf_counter() - begin, **more)
 
 
@@ -68,16 +91,37 @@ def traces(args: Namespace) -> int:
     happened: Counter[str] = Counter()
     with Progress(len(jobs), "lab fuzz") as bar:
         for job, answer in isolate.run(fuzz.play_some, jobs, max(1, args.workers), lambda _: 600.0):
-            found = [f"traces {job.start} to {job.stop - 1}: {answer.why}"] if isinstance(answer, isolate.Died) else answer[0]
+            found = (
+                [f"traces {job.start} to {job.stop - 1}: {answer.why}"]
+                if isinstance(answer, isolate.Died)
+                else answer[0]
+            )
             happened.update(Counter() if isinstance(answer, isolate.Died) else answer[1])
             faults += found
             bar.step(f"{happened['traces']} traces", bool(found))
-    doc = {"environment": environment(), "first": args.first, "traces": args.traces, "differing": len(faults), "faults": faults[:100]}
+    doc = {
+        "environment": environment(),
+        "first": args.first,
+        "traces": args.traces,
+        "differing": len(faults),
+        "faults": faults[:100],
+    }
     doc |= {"happened": dict(happened), "seconds": round(time.perf_counter() - begin, 1)}
     if args.json:
         document.write(doc, args.json)
-    lines = [*faults[:20], ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in sorted(happened.items()))]
-    _say(args, [*lines, f"{len(faults)} requests differ from their lone run" if faults else "every request has the bits of its lone run"])
+    lines = [
+        *faults[:20],
+        ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in sorted(happened.items())),
+    ]
+    _say(
+        args,
+        [
+            *lines,
+            f"{len(faults)} requests differ from their lone run"
+            if faults
+            else "every request has the bits of its lone run",
+        ],
+    )
     return 1 if faults else 0
 
 
@@ -86,7 +130,11 @@ def interrupts(args: Namespace) -> int:
     from lockstep.lab import interrupt
     from lockstep.lab.environment import environment
 
-    begin, account, doc = time.perf_counter(), interrupt.Account(), {"environment": environment(), "seed": args.seed}
+    begin, account, doc = (
+        time.perf_counter(),
+        interrupt.Account(),
+        {"environment": environment(), "seed": args.seed},
+    )
     torch.set_num_threads(1)
     with Progress(args.count, "lab interrupts") as bar:
 
@@ -96,7 +144,11 @@ def interrupts(args: Namespace) -> int:
                 bar.step(trial.model, bool(trial.faults))
 
         account.engines = interrupt.run(args.count, args.seed, note)
-    sweeps = [(tiny, second) for tiny in interrupt.MODELS for second in (False, True)] if args.aimed else []
+    sweeps = (
+        [(tiny, second) for tiny in interrupt.MODELS for second in (False, True)]
+        if args.aimed
+        else []
+    )
     with Progress(len(sweeps), f"lab interrupts at {args.aimed}") as bar:
         for tiny, second in sweeps:
             for trial in interrupt.sweep(tiny, args.aimed == "bytecodes", second, args.seed):
@@ -116,13 +168,22 @@ def cases() -> list[dict[str, Any]]:
 
 def kills(args: Namespace) -> int:
     """`lab reverts`."""
-    names = picked("a revert is a file in lab/reverts", args.name, reverts.names()) or reverts.names()
+    names = (
+        picked("a revert is a file in lab/reverts", args.name, reverts.names()) or reverts.names()
+    )
     if not names:
-        raise RuleError("lab/reverts holds one file per revert", "an empty folder", "Without one the lab proves nothing")
+        raise RuleError(
+            "lab/reverts holds one file per revert",
+            "an empty folder",
+            "Without one the lab proves nothing",
+        )
     if args.list:
         for name in names:
             revert = reverts.load(name)
-            print(f"{name}: {revert.title}\n    {revert.target}; {', '.join(revert.cells) or 'equivalent'}")
+            print(
+                f"{name}: {revert.title}\n    {revert.target}; "
+                f"{', '.join(revert.cells) or 'equivalent'}"
+            )
         return 0
     picked_backends([args.backend])
     earlier = document.read(args.source) if args.source else None
@@ -130,7 +191,9 @@ def kills(args: Namespace) -> int:
     with Progress(total, "lab reverts") as bar:
         campaign = kill.run(names, args.backend, args.workers, bar.step)
     ran = earlier["cells"] if earlier else [r.as_json() for r in campaign.baseline.values()]
-    doc = document.document(ran, earlier["quick"] if earlier else True, campaign.seconds, kills=campaign.as_json())
+    doc = document.document(
+        ran, earlier["quick"] if earlier else True, campaign.seconds, kills=campaign.as_json()
+    )
     _write(args, doc)
     _say(args, kill_lines(campaign, args.backend))
     _open(args)
@@ -142,7 +205,11 @@ def pages(args: Namespace) -> int:
     backends = picked_backends(args.backend)
     folder = Path(args.docs)
     if not folder.is_dir():
-        raise RuleError("the pages lie in docs/ of the repository", f"{args.docs}: no such folder", "Run this at its root, or pass --docs")
+        raise RuleError(
+            "the pages lie in docs/ of the repository",
+            f"{args.docs}: no such folder",
+            "Run this at its root, or pass --docs",
+        )
     for name in () if args.check else matrix.FILES:
         outfile.check("--docs", str(folder / name))
     if args.source:
@@ -157,7 +224,13 @@ def pages(args: Namespace) -> int:
     wanted = matrix.pages(verdicts)
     if args.check:
         wrong = matrix.stale(folder, wanted)
-        print("\n".join([*wrong, "run `lockstep lab matrix`"] if wrong else [f"{', '.join(wanted)}: up to date"]))
+        print(
+            "\n".join(
+                [*wrong, "run `lockstep lab matrix`"]
+                if wrong
+                else [f"{', '.join(wanted)}: up to date"]
+            )
+        )
         return 1 if wrong else 0
     for name, text in wanted.items():
         outfile.write(str(folder / name), text)
@@ -170,7 +243,11 @@ def cell_story(args: Namespace) -> int:
     cell = cells.Cell.parse(args.cell)
     steps = show.story(cell, not args.no_checks)
     if args.step is not None and not 0 <= args.step < len(steps):
-        raise RuleError(f"{cell} has the steps 0 to {len(steps) - 1}", f"--step {args.step}", "Pick one of these")
+        raise RuleError(
+            f"{cell} has the steps 0 to {len(steps) - 1}",
+            f"--step {args.step}",
+            "Pick one of these",
+        )
     if args.json:
         kept = [s for s in steps if args.step in (None, s["step"])]
         document.write({"cell": str(cell), "checks": not args.no_checks, "steps": kept}, args.json)
@@ -182,26 +259,47 @@ def cell_story(args: Namespace) -> int:
 def chosen_cells(args: Namespace) -> list[cells.Cell]:
     """The cells that the options name."""
     backends = picked_backends(args.backend)
-    named = picked("a recipe is one of the lab's", args.recipe, [r.name for sheet in SHEETS for r in sheet.recipes])
-    features = picked("a feature is one of the lab's", args.feature, [f.name for sheet in SHEETS for f in sheet.features])
-    found = [c for c in cells.cells(backends) if (not named or c.recipe in named) and (not features or c.feature in features)]
+    named = picked(
+        "a recipe is one of the lab's",
+        args.recipe,
+        [r.name for sheet in SHEETS for r in sheet.recipes],
+    )
+    features = picked(
+        "a feature is one of the lab's",
+        args.feature,
+        [f.name for sheet in SHEETS for f in sheet.features],
+    )
+    found = [
+        c
+        for c in cells.cells(backends)
+        if (not named or c.recipe in named) and (not features or c.feature in features)
+    ]
     if args.quick and not named and not features:
         found = [c for c in found if quick(c)]
     if not found:
-        raise RuleError("the recipe makes sense for the feature", f"{args.recipe} and {args.feature}", "See `lockstep lab run --list`")
+        raise RuleError(
+            "the recipe makes sense for the feature",
+            f"{args.recipe} and {args.feature}",
+            "See `lockstep lab run --list`",
+        )
     return found
 
 
 def quick(cell: cells.Cell) -> bool:
-    """Whether a quick run has the cell: all recipes on a plain feature, a handful on others; every engine recipe on one model."""
+    """Whether a quick run has the cell: all recipes on a plain feature, a handful on others; every
+    engine recipe on one model."""
     if cell.sheet is ENGINE:
         return cell.feature == QUICK_MODEL or cell.recipe in QUICK_SAMPLER
-    return cell.feature == "dense" or (cell.feature in QUICK_FEATURES and cell.recipe in QUICK_RECIPES)
+    return cell.feature == "dense" or (
+        cell.feature in QUICK_FEATURES and cell.recipe in QUICK_RECIPES
+    )
 
 
 def picked_backends(given: list[str] | None) -> list[str]:
     """The backends that --backend names, or ours, each of which can be loaded."""
-    chosen = picked("a backend is installed", given, select.names()) or [b for b in BACKENDS if b in select.names()]
+    chosen = picked("a backend is installed", given, select.names()) or [
+        b for b in BACKENDS if b in select.names()
+    ]
     for name in chosen:
         select.load(name)  # here, where its reason is one line; not in every worker process
     return chosen
@@ -213,19 +311,29 @@ def picked(rule: str, given: list[str] | None, allowed: Sequence[str]) -> list[s
     for value in values:
         if value not in allowed:
             close = get_close_matches(value, allowed, 1)
-            raise RuleError(rule, repr(value), f"Did you mean {close[0]}?" if close else f"There are {', '.join(allowed)}")
+            raise RuleError(
+                rule,
+                repr(value),
+                f"Did you mean {close[0]}?" if close else f"There are {', '.join(allowed)}",
+            )
     return values
 
 
 def run_lines(doc: document.Document) -> list[str]:
     """The account of a run: counts by backend, every failure with its command, the worst error."""
     total = doc["summary"]
-    rows = [["backend", "passed", "refused", "known", "failed", "worst error", "of its tolerance", "in"]]
+    rows = [
+        ["backend", "passed", "refused", "known", "failed", "worst error", "of its tolerance", "in"]
+    ]
     for name, b in total["backends"].items():
         worst = b["worst"]
         tail = ["-", "-", "-"]
         if worst:
-            tail = [f"{_number(worst['out_error'])}", f"{_number(worst['tolerance_used'])}", worst["cell"]]
+            tail = [
+                f"{_number(worst['out_error'])}",
+                f"{_number(worst['tolerance_used'])}",
+                worst["cell"],
+            ]
         rows.append([name, *(str(b[v]) for v in ("passed", "refused", "known", "failed")), *tail])
     lines = aligned(rows, right=range(1, 7))
     for cell in (c for c in doc["cells"] if c["verdict"] == "failed"):
@@ -245,14 +353,24 @@ def reproduce(doc: document.Document, cell: dict[str, Any]) -> str:
 def kill_lines(campaign: kill.Campaign, backend: str) -> list[str]:
     """The kill table, and whatever is wrong with it."""
     red = campaign.red()
-    first = f"without a revert: all {len(campaign.baseline)} cells are green" if not red else f"without a revert: RED in {', '.join(red)}"
+    first = (
+        f"without a revert: all {len(campaign.baseline)} cells are green"
+        if not red
+        else f"without a revert: RED in {', '.join(red)}"
+    )
     counted = [k for k in campaign.kills if not k.revert.equivalent]
     rows = [["", "revert", "target", "checks on", "checks off"]]
     for k in counted:
         on = " / ".join(["guard: " + rule for rule in k.rules()]) or ", ".join(k.by(True)) or "-"
         mark = "✓" if k.killed else "✗"
         rows.append(
-            [mark, k.revert.name, k.revert.target.removeprefix("lockstep."), _short(on, 64), _short(", ".join(k.by(False)) or "-", 56)]
+            [
+                mark,
+                k.revert.name,
+                k.revert.target.removeprefix("lockstep."),
+                _short(on, 64),
+                _short(", ".join(k.by(False)) or "-", 56),
+            ]
         )
     lines = [first, "", *(aligned(rows) if counted else [])]
     for k in campaign.survivors():
@@ -260,11 +378,13 @@ def kill_lines(campaign: kill.Campaign, backend: str) -> list[str]:
             what = (
                 "stays green"
                 if t.verdict == "passed"
-                else f"{t.verdict}, but not by a property ({'; '.join(f.detail for f in t.broken)[:160]})"
+                else f"{t.verdict}, but not by a property "
+                f"({'; '.join(f.detail for f in t.broken)[:160]})"
             )
             lines += [
                 "",
-                f"SURVIVED {k.revert.name}: {t.cell} {what} with checks {'on' if t.checks else 'off'}",
+                f"SURVIVED {k.revert.name}: {t.cell} {what} with checks "
+                f"{'on' if t.checks else 'off'}",
                 f"  {_again(k, t, backend)}",
             ]
     for k in (k for k in campaign.kills if k.revert.equivalent):
@@ -274,20 +394,32 @@ def kill_lines(campaign: kill.Campaign, backend: str) -> list[str]:
             *textwrap.wrap(k.revert.equivalent, 110, initial_indent="  ", subsequent_indent="  "),
         ]
     dead = sum(k.killed for k in counted)
-    return [*lines, "", f"{len(counted)} reverts in {campaign.seconds:.1f} s: {dead} killed, {len(counted) - dead} survived"]
+    return [
+        *lines,
+        "",
+        f"{len(counted)} reverts in {campaign.seconds:.1f} s: {dead} killed, {len(counted) - dead} "
+        "survived",
+    ]
 
 
 def _again(k: kill.Kill, t: kill.Trial, backend: str) -> str:
     recipe, feature = t.cell.split("/")
     flag = "" if t.checks else " --no-checks"
-    return f"{reverts.VARIABLE}={k.revert.name} lockstep lab run --backend {backend} --recipe {recipe} --feature {feature} --quick{flag}"
+    return (
+        f"{reverts.VARIABLE}={k.revert.name} lockstep lab run --backend {backend} --recipe "
+        f"{recipe} --feature {feature} --quick{flag}"
+    )
 
 
 def aligned(rows: list[list[str]], right: Sequence[int] = ()) -> list[str]:
     """Columns as wide as their widest entry, two blanks between them."""
     wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
-        "  ".join(x.rjust(w) if i in right else x.ljust(w) for i, (x, w) in enumerate(zip(row, wide, strict=True))).rstrip() for row in rows
+        "  ".join(
+            x.rjust(w) if i in right else x.ljust(w)
+            for i, (x, w) in enumerate(zip(row, wide, strict=True))
+        ).rstrip()
+        for row in rows
     ]
 
 

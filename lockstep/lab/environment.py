@@ -1,6 +1,8 @@
-"""Where something ran: versions, commit, processor, platform, as one flat dictionary. A measurement without this is worth nothing.
+"""Where something ran: versions, commit, processor, platform, as one flat dictionary. A measurement
+without this is worth nothing.
 
-Asks the installed packages for their versions without importing them. The lab's documents, the benchmarks and `check-env` use it.
+Asks the installed packages for their versions without importing them. The lab's documents, the
+benchmarks and `check-env` use it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ VECTORS = ("avx2", "avx512f")  # vector sets worth naming beside a processor
 
 def environment() -> dict[str, str | int]:
     """Versions, commit, processor, cores, platform."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     packages = {name: _version(name) for name in PACKAGES}
     return {
         "lockstep": __version__,
@@ -44,14 +48,17 @@ def cpu_model() -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout the package lies in, with + for local changes; "none" outside of one."""
+    """The commit of the checkout the package lies in, with + for local changes; "none" outside of
+    one."""
     head, changed = _git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain", "-uno")
     return "none" if head is None or changed is None else head + ("+" if changed else "")
 
 
 def _git(*words: str) -> str | None:
     try:
-        done = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()

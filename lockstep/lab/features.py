@@ -1,7 +1,8 @@
 """What a model may ask of the attention layer: one feature each, as the groups of a small model.
 
-Every feature has two layers per group with different scales, so that nothing may be remembered from the layer before; a window feature
-has a full group beside it with pages of another size. Defaults hide bugs: scales are not 1, caps bind, sinks are not 0.
+Every feature has two layers per group with different scales, so that nothing may be remembered from
+the layer before; a window feature has a full group beside it with pages of another size. Defaults
+hide bugs: scales are not 1, caps bind, sinks are not 0.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ WINDOW = 20  # of the window features; recipes place their lengths around it
 
 @dataclass(frozen=True)
 class Feature:
-    """`groups(page_size)`: the model. `decode` and `encode` say which groups a step of each kind runs."""
+    """`groups(page_size)`: the model. `decode` and `encode` say which groups a step of each kind
+    runs."""
 
     name: str
     says: str
@@ -51,19 +53,34 @@ def layers(heads: int, d: int, **extra: object) -> tuple[AttnSpec, ...]:
     return first, second
 
 
-def dense(heads: int, kv_heads: int, d: int, page_size: int, d_v: int | None = None, **extra: object) -> GroupSpec:
+def dense(
+    heads: int, kv_heads: int, d: int, page_size: int, d_v: int | None = None, **extra: object
+) -> GroupSpec:
     """A dense group; `extra` goes to its layers or, for window and kv_dtype, to the group."""
     group = {k: extra.pop(k) for k in ("window", "kv_dtype") if k in extra}
     scales = {"k_scale": 0.5, "v_scale": 2.0} | extra
-    return GroupSpec(Layout.DENSE, heads, kv_heads, d, d_v or d, layers(heads, d, **scales), page_size, **group)  # type: ignore[arg-type]
+    return GroupSpec(
+        Layout.DENSE, heads, kv_heads, d, d_v or d, layers(heads, d, **scales), page_size, **group
+    )  # type: ignore[arg-type]
 
 
 def latent(heads: int, d_qk: int, d_v: int, page_size: int, kv_dtype: str = "float32") -> GroupSpec:
     """An MLA group: one latent row per token."""
-    return GroupSpec(Layout.LATENT, heads, 1, d_qk, d_v, layers(heads, d_qk, k_scale=0.5, v_scale=0.5), page_size, kv_dtype)
+    return GroupSpec(
+        Layout.LATENT,
+        heads,
+        1,
+        d_qk,
+        d_v,
+        layers(heads, d_qk, k_scale=0.5, v_scale=0.5),
+        page_size,
+        kv_dtype,
+    )
 
 
-def fresh(heads: int, kv_heads: int, d_qk: int, d_v: int, causal: bool, window: int | None = None) -> GroupSpec:
+def fresh(
+    heads: int, kv_heads: int, d_qk: int, d_v: int, causal: bool, window: int | None = None
+) -> GroupSpec:
     """A group without a cache."""
     pair = tuple(replace(a, k_scale=1.0, v_scale=1.0) for a in layers(heads, d_qk))
     return GroupSpec(Layout.FRESH, heads, kv_heads, d_qk, d_v, pair, window=window, causal=causal)
@@ -71,7 +88,16 @@ def fresh(heads: int, kv_heads: int, d_qk: int, d_v: int, causal: bool, window: 
 
 def cross(heads: int, kv_heads: int, d: int, page_size: int) -> GroupSpec:
     """A decoder's view of its encoder."""
-    return GroupSpec(Layout.CROSS, heads, kv_heads, d, d, layers(heads, d, k_scale=0.5, v_scale=2.0), page_size, causal=False)
+    return GroupSpec(
+        Layout.CROSS,
+        heads,
+        kv_heads,
+        d,
+        d,
+        layers(heads, d, k_scale=0.5, v_scale=2.0),
+        page_size,
+        causal=False,
+    )
 
 
 FEATURES = (
@@ -95,14 +121,26 @@ FEATURES = (
         lambda p: (dense(4, 2, 32, p, kv_dtype="float8_e4m3", k_scale=0.005, v_scale=0.004),),
     ),
     Feature("latent", "MLA, rank 32 + rope 8", lambda p: (latent(6, 40, 32, p),)),
-    Feature("latent-wide", "MLA wider than 256: the other tile", lambda p: (latent(3, 288, 256, p),)),
+    Feature(
+        "latent-wide", "MLA wider than 256: the other tile", lambda p: (latent(3, 288, 256, p),)
+    ),
     Feature("latent-bf16", "MLA in bfloat16", lambda p: (latent(6, 40, 32, p, "bfloat16"),)),
     Feature(
         "window-sinks",
         "window, sinks, soft cap and a float8 cache at once",
         lambda p: (
             dense(6, 2, 32, p, sinks=(0.0,) * 6),
-            dense(6, 2, 32, p, window=WINDOW, soft_cap=2.0, sinks=(0.0,) * 6, kv_dtype="float8_e4m3", k_scale=0.02),
+            dense(
+                6,
+                2,
+                32,
+                p,
+                window=WINDOW,
+                soft_cap=2.0,
+                sinks=(0.0,) * 6,
+                kv_dtype="float8_e4m3",
+                k_scale=0.02,
+            ),
         ),
         (0, 1),
     ),
@@ -114,10 +152,26 @@ FEATURES = (
         (2, 1),
     ),
     Feature("head-20", "a head size that is no multiple of 8", lambda p: (dense(4, 2, 20, p),)),
-    Feature("latent-22", "MLA, rank 22 + rope 8: values end in the middle of a padded vector", lambda p: (latent(6, 30, 22, p),)),
-    Feature("encoder", "no cache, every row sees every key", lambda p: (fresh(4, 2, 32, 32, causal=False),)),
+    Feature(
+        "latent-22",
+        "MLA, rank 22 + rope 8: values end in the middle of a padded vector",
+        lambda p: (latent(6, 30, 22, p),),
+    ),
+    Feature(
+        "encoder",
+        "no cache, every row sees every key",
+        lambda p: (fresh(4, 2, 32, 32, causal=False),),
+    ),
     Feature("embed", "no cache, causal", lambda p: (fresh(4, 2, 32, 32, causal=True),)),
-    Feature("embed-window", "no cache, a window", lambda p: (fresh(4, 2, 32, 32, causal=True, window=WINDOW),)),
-    Feature("embed-20", "no cache, a head size that is no multiple of 8", lambda p: (fresh(4, 2, 20, 20, causal=True),)),
+    Feature(
+        "embed-window",
+        "no cache, a window",
+        lambda p: (fresh(4, 2, 32, 32, causal=True, window=WINDOW),),
+    ),
+    Feature(
+        "embed-20",
+        "no cache, a head size that is no multiple of 8",
+        lambda p: (fresh(4, 2, 20, 20, causal=True),),
+    ),
     Feature("embed-latent", "no cache, MLA", lambda p: (fresh(6, 1, 40, 32, causal=True),)),
 )

@@ -1,9 +1,11 @@
-"""Random traces of a whole engine, every request compared with its lone run: tokens and log-probabilities, bit for bit.
+"""Random traces of a whole engine, every request compared with its lone run: tokens and
+log-probabilities, bit for bit.
 
-A trace is a tiny model, a hostile configuration (small pools, odd chunks, any page size) and a list of arrivals and aborts. Requests are
-drawn from a fixed menu, so that each lone run is computed once per process: alone, in a roomy engine without a prefix cache, its numbers
-judged by the plain float64 model. A trace is a function of its number, so a failing one can be played again. `lockstep lab fuzz` runs
-many, tests run some.
+A trace is a tiny model, a hostile configuration (small pools, odd chunks, any page size) and a list
+of arrivals and aborts. Requests are drawn from a fixed menu, so that each lone run is computed once
+per process: alone, in a roomy engine without a prefix cache, its numbers judged by the plain
+float64 model. A trace is a function of its number, so a failing one can be played again. `lockstep
+lab fuzz` runs many, tests run some.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Order:
 
 @dataclass
 class Trace:
-    """What happens: the engine's configuration, and per step who arrives and who is aborted (by number of arrival)."""
+    """What happens: the engine's configuration, and per step who arrives and who is aborted (by
+    number of arrival)."""
 
     seed: int
     config: EngineConfig
@@ -47,7 +50,8 @@ class Trace:
 
 @lru_cache(maxsize=1)
 def tiny() -> Parts:
-    """The model with a window in one layer and none in the other, its rows proven on this machine."""
+    """The model with a window in one layer and none in the other, its rows proven on this
+    machine."""
     return prepare(loaded(QWEN3), None)
 
 
@@ -64,7 +68,9 @@ def menu() -> tuple[Order, ...]:
     orders = []
     for i in range(MENU):
         stem = rng.choice(stems)
-        prompt = stem[: rng.randint(1, len(stem))] + tuple(rng.randrange(1, VOCAB) for _ in range(rng.choice((0, 1, 3, 9))))
+        prompt = stem[: rng.randint(1, len(stem))] + tuple(
+            rng.randrange(1, VOCAB) for _ in range(rng.choice((0, 1, 3, 9)))
+        )
         params = SamplingParams(
             max_tokens=rng.choice((1, 2, 5, 12, 24)),
             temperature=rng.choice((0.0, 0.7, 1.3)),
@@ -97,7 +103,12 @@ def lone_faults(number: int) -> tuple[str, ...]:
     prompt, out = menu()[number].prompt, lone(number)
     values = Values(checkpoint(QWEN3))
     for c in out.completions:
-        values.claim((*prompt, *c.token_ids), len(prompt), c.logprobs if c.logprobs is not None else (), c.top_logprobs or ())
+        values.claim(
+            (*prompt, *c.token_ids),
+            len(prompt),
+            c.logprobs if c.logprobs is not None else (),
+            c.top_logprobs or (),
+        )
     if out.prompt_logprobs is not None:
         values.claim(prompt, 1, out.prompt_logprobs[1:])
     return tuple(f"request {number} of the menu: {fault}" for fault in values.verdict().faults)
@@ -115,8 +126,12 @@ def draw(seed: int) -> Trace:
         max_total_tokens=rng.choice((112, 128, 160, 1000)),
         context_length=CONTEXT,
     )
-    arrivals = sorted((int(rng.expovariate(0.15)), rng.randrange(MENU)) for _ in range(rng.randint(2, 12)))
-    aborts = {i: step + rng.randint(0, 20) for i, (step, _) in enumerate(arrivals) if rng.random() < 0.15}
+    arrivals = sorted(
+        (int(rng.expovariate(0.15)), rng.randrange(MENU)) for _ in range(rng.randint(2, 12))
+    )
+    aborts = {
+        i: step + rng.randint(0, 20) for i, (step, _) in enumerate(arrivals) if rng.random() < 0.15
+    }
     return Trace(seed, config, arrivals, aborts)
 
 
@@ -130,15 +145,28 @@ def play(seed: int) -> tuple[list[str], Counter[str]]:
         while len(jobs) < len(trace.arrivals) and trace.arrivals[len(jobs)][0] <= step:
             order = menu()[trace.arrivals[len(jobs)][1]]
             jobs.append(running.add(order.prompt, order.params))
-        for i in [i for i, when in trace.aborts.items() if when == step and i < len(jobs) and not jobs[i].done]:
+        for i in [
+            i
+            for i, when in trace.aborts.items()
+            if when == step and i < len(jobs) and not jobs[i].done
+        ]:
             running.abort(jobs[i])
         running.step()
         step += 1
     running.check()
-    found = [fault for i, job in enumerate(jobs) for fault in differences(f"trace {seed} request {i}", job, lone(trace.arrivals[i][1]))]
+    found = [
+        fault
+        for i, job in enumerate(jobs)
+        for fault in differences(f"trace {seed} request {i}", job, lone(trace.arrivals[i][1]))
+    ]
     found += [fault for _, number in trace.arrivals for fault in lone_faults(number)]
     happened = Counter(running.scheduler.counters)
-    happened.update(traces=1, requests=len(jobs), steps=step, tokens=sum(len(d.token_ids) for j in jobs for d in j.drafts))
+    happened.update(
+        traces=1,
+        requests=len(jobs),
+        steps=step,
+        tokens=sum(len(d.token_ids) for j in jobs for d in j.drafts),
+    )
     happened["aborted"] += sum(draft.finish == "abort" for job in jobs for draft in job.drafts)
     return found, happened
 
@@ -149,9 +177,18 @@ def differences(who: str, job: Job, want: Output) -> list[str]:
     for mine, theirs in zip(out.completions, want.completions, strict=True):
         n = len(mine.token_ids)
         ended = mine.finish_reason != "abort"
-        if mine.token_ids != theirs.token_ids[:n] or (ended and (n != len(theirs.token_ids) or mine.finish_reason != theirs.finish_reason)):
-            found.append(f"{who} completion {mine.index}: tokens {mine.token_ids} instead of {theirs.token_ids}")
-        elif mine.logprobs is not None and theirs.logprobs is not None and mine.logprobs.tobytes() != theirs.logprobs[:n].tobytes():
+        if mine.token_ids != theirs.token_ids[:n] or (
+            ended and (n != len(theirs.token_ids) or mine.finish_reason != theirs.finish_reason)
+        ):
+            found.append(
+                f"{who} completion {mine.index}: tokens {mine.token_ids} instead of "
+                f"{theirs.token_ids}"
+            )
+        elif (
+            mine.logprobs is not None
+            and theirs.logprobs is not None
+            and mine.logprobs.tobytes() != theirs.logprobs[:n].tobytes()
+        ):
             found.append(f"{who} completion {mine.index}: log-probabilities differ in bits")
     if out.prompt_logprobs is not None and want.prompt_logprobs is not None:
         n = len(out.prompt_logprobs)
@@ -168,7 +205,9 @@ def play_some(seeds: range) -> tuple[list[str], Counter[str]]:
     for seed in seeds:
         try:
             found, counts = play(seed)
-        except Exception as error:  # whatever it raises, the trace that does it is what we are looking for
+        except (
+            Exception
+        ) as error:  # whatever it raises, the trace that does it is what we are looking for
             found, counts = [f"trace {seed}: {type(error).__name__}: {error}"], Counter(traces=1)
         faults += found
         happened.update(counts)

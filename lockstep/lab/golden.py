@@ -1,4 +1,5 @@
-"""Answers that must not change: tokens and log-probability bits of some hundred requests, kept in a file.
+"""Answers that must not change: tokens and log-probability bits of some hundred requests, kept in a
+file.
 
 A refactoring may move everything and change no bit. The requests go over the built-in model and a
 small model of every type, written to a folder as a user has it; a tensor's numbers follow from its
@@ -6,7 +7,8 @@ name, so the order in which a loader asks for them does not matter. They run tog
 engine (small pages, short chunks, few of them), which changes no answer but takes every path.
 
 The file is keyed by the name of the order and the versions of what compiles it. `record` adds what
-is missing and never replaces an answer; `compare` says what differs. `lockstep lab golden` calls both.
+is missing and never replaces an answer; `compare` says what differs. `lockstep lab golden` calls
+both.
 """
 
 from __future__ import annotations
@@ -78,7 +80,10 @@ def run(args: argparse.Namespace) -> int:
         told = {"key": key(), "answers": len(found), "added": added, "differing": differing}
         document.write({**told, "paths": {path: counters[path] for path in PATHS}}, args.json)
     if args.json != "-":
-        print("\n".join(differing[:20]) or f"{len(found)} answers, {added} of them new: no bit differs")
+        print(
+            "\n".join(differing[:20])
+            or f"{len(found)} answers, {added} of them new: no bit differs"
+        )
     return 1 if differing else 0
 
 
@@ -230,16 +235,21 @@ def read(file: Path) -> dict[str, Answers]:
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
-        raise RuleError("the golden file is JSON", str(file), "Take it from the repository") from None
+        raise RuleError(
+            "the golden file is JSON", str(file), "Take it from the repository"
+        ) from None
     recorded: dict[str, Answers] = document
     return recorded
 
 
 def record(file: Path, found: Answers, counters: Mapping[str, int]) -> int:
-    """Adds the answers that the file does not have; returns how many. A differing one is an error."""
+    """Adds the answers that the file does not have; returns how many. A differing one is an
+    error."""
     missed = [path for path in PATHS if not counters.get(path)]
     if missed:
-        raise RuleError("golden answers come by every path", f"none by {', '.join(missed)}", "Cramp it")
+        raise RuleError(
+            "golden answers come by every path", f"none by {', '.join(missed)}", "Cramp it"
+        )
     recorded = read(file)
     known = recorded.setdefault(key(), {})
     differing = differences(known, found)

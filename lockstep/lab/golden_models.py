@@ -142,4 +142,6 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "bart": BART,
     "bert": BERT,
 }
-MODELS = {name: {**COMMON, **different, "model_type": name} for name, different in DIFFERENT.items()}
+MODELS = {
+    name: {**COMMON, **different, "model_type": name} for name, different in DIFFERENT.items()
+}

@@ -1,6 +1,7 @@
 """Guard bands: every buffer a backend may touch lies between canaries, and unwritten memory is NaN.
 
-A write before or behind a buffer, or into an input, shows up as damage. Knows tensors and nothing else.
+A write before or behind a buffer, or into an input, shows up as damage. Knows tensors and nothing
+else.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from torch import Tensor
 from lockstep.plan.step import Ints
 
 BAND = 64  # elements on either side
-CANARY = {1: 0x7F, 2: 0x7FC1, 4: 0x7FC0BEEF}  # read as numbers these are NaN, as indices far outside
+CANARY = {
+    1: 0x7F,
+    2: 0x7FC1,
+    4: 0x7FC0BEEF,
+}  # read as numbers these are NaN, as indices far outside
 
 
 class Guarded:
@@ -22,7 +27,9 @@ class Guarded:
         self._bands: list[tuple[str, Tensor, Tensor]] = []
         self._inputs: list[tuple[str, Tensor, Tensor]] = []
 
-    def storage(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def storage(
+        self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         """A cache storage: poison inside, canaries around."""
         bits = self._between(int(np.prod(shape)), dtype, "storage")
         return bits.view(dtype).view(shape)
@@ -48,8 +55,16 @@ class Guarded:
 
     def damage(self) -> list[str]:
         """What was written that must not be. Inputs are forgotten after the look."""
-        found = [f"guards: the band around the {name} was written" for name, band, want in self._bands if not torch.equal(band, want)]
-        found += [f"guards: the {name} was changed" for name, bits, want in self._inputs if not torch.equal(bits, want)]
+        found = [
+            f"guards: the band around the {name} was written"
+            for name, band, want in self._bands
+            if not torch.equal(band, want)
+        ]
+        found += [
+            f"guards: the {name} was changed"
+            for name, bits, want in self._inputs
+            if not torch.equal(bits, want)
+        ]
         self._bands = [b for b in self._bands if b[0] == "storage"]
         self._inputs = []
         return found
@@ -66,4 +81,6 @@ class Guarded:
 
 
 def _int(dtype: torch.dtype) -> torch.dtype:
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[torch.empty(0, dtype=dtype).element_size()]
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[
+        torch.empty(0, dtype=dtype).element_size()
+    ]

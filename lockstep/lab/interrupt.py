@@ -1,12 +1,13 @@
 """Interrupts at any moment: afterwards every page is accounted for and every answer has its bits.
 
-A trial has an engine that has been through all trials before it, a bystander whose stream was begun,
-and a victim: a call that is struck by KeyboardInterrupt. Three ways to strike: a timer at a random
-moment, several times in a row, so that what the first one left is struck as well; an exception into
-a thread that is not the main one, while the bystander is read in the main one; and a trace function,
-which reaches every line, or every bytecode, of the packages that hold state (`TRACED`). Then the
-engine's books are checked, and the bystander and a new call are compared with an engine that nobody
-disturbed: tokens, text, reasons and bits of log-probabilities. `lockstep lab interrupts` and tests run it.
+A trial has an engine that has been through all trials before it, a bystander whose stream was
+begun, and a victim: a call that is struck by KeyboardInterrupt. Three ways to strike: a timer at a
+random moment, several times in a row, so that what the first one left is struck as well; an
+exception into a thread that is not the main one, while the bystander is read in the main one; and a
+trace function, which reaches every line, or every bytecode, of the packages that hold state
+(`TRACED`). Then the engine's books are checked, and the bystander and a new call are compared with
+an engine that nobody disturbed: tokens, text, reasons and bits of log-probabilities. `lockstep lab
+interrupts` and tests run it.
 """
 
 from __future__ import annotations
@@ -79,17 +80,28 @@ def made_of(tiny: Tiny) -> Parts:
 
 def engine(tiny: Tiny, **options: Any) -> Engine:
     """An engine for a tiny model: chunks, evictions and preemptions in every trial."""
-    tight = {"context_length": CONTEXT, "page_size": 4, "max_total_tokens": 96, "chunked_prefill_size": CHUNK}
-    return Engine(EngineConfig.from_names({**tight, "max_running_requests": 6, **options}), made_of(tiny))
+    tight = {
+        "context_length": CONTEXT,
+        "page_size": 4,
+        "max_total_tokens": 96,
+        "chunked_prefill_size": CHUNK,
+    }
+    return Engine(
+        EngineConfig.from_names({**tight, "max_running_requests": 6, **options}), made_of(tiny)
+    )
 
 
 def wishes(tiny: Tiny) -> tuple[Wish, ...]:
-    """Calls of all kinds: prompts that share their beginnings, several at once, several completions, streams, scores, embeddings."""
+    """Calls of all kinds: prompts that share their beginnings, several at once, several
+    completions, streams, scores, embeddings."""
     rng = random.Random(5)
     stem = [rng.randrange(1, VOCAB) for _ in range(30)]
     out: list[Wish] = []
     for i in range(WISHES):
-        prompts = [stem[: rng.randint(1, 30)] + [rng.randrange(1, VOCAB)] for _ in range(rng.choice((1, 2, 3)))]
+        prompts = [
+            stem[: rng.randint(1, 30)] + [rng.randrange(1, VOCAB)]
+            for _ in range(rng.choice((1, 2, 3)))
+        ]
         prompts = [prompt[-CHUNK:] for prompt in prompts] if tiny is BART else prompts
         params = SamplingParams(
             max_tokens=rng.choice((2, 5, 9)),
@@ -102,13 +114,19 @@ def wishes(tiny: Tiny) -> tuple[Wish, ...]:
             stop=("", "th", "e")[i % 3] or (),
         )
         kinds = [_generate, _generate, _stream, _items]
-        out.append((kinds if tiny is BART else [*kinds, _embed])[i % (4 if tiny is BART else 5)](prompts, params))
+        out.append(
+            (kinds if tiny is BART else [*kinds, _embed])[i % (4 if tiny is BART else 5)](
+                prompts, params
+            )
+        )
     return tuple(out)
 
 
 def _generate(prompts: list[list[int]], params: SamplingParams) -> Wish:
     levels = [i % 2 for i in range(len(prompts))]
-    return lambda llm: tuple(bits(output) for output in llm.generate(prompts, params, priority=levels))
+    return lambda llm: tuple(
+        bits(output) for output in llm.generate(prompts, params, priority=levels)
+    )
 
 
 def _stream(prompts: list[list[int]], params: SamplingParams) -> Wish:
@@ -116,7 +134,11 @@ def _stream(prompts: list[list[int]], params: SamplingParams) -> Wish:
         chunks = list(llm.stream(prompts[0], params))
         ends = sorted((c.index, c.finish_reason) for c in chunks if c.finish_reason)
         texts = ["".join(c.text for c in chunks if c.index == i) for i in range(params.n)]
-        return (texts, [sum((c.token_ids for c in chunks if c.index == i), ()) for i in range(params.n)], ends)
+        return (
+            texts,
+            [sum((c.token_ids for c in chunks if c.index == i), ()) for i in range(params.n)],
+            ends,
+        )
 
     return streamed
 
@@ -132,14 +154,18 @@ def _embed(prompts: list[list[int]], params: SamplingParams) -> Wish:
 
 def bits(output: Output) -> Answer:
     """Everything of an answer but what the cache had."""
-    told = [(c.index, c.text, c.token_ids, c.finish_reason, c.top_logprobs, c.error) for c in output.completions]
+    told = [
+        (c.index, c.text, c.token_ids, c.finish_reason, c.top_logprobs, c.error)
+        for c in output.completions
+    ]
     floats = [None if c.logprobs is None else c.logprobs.tobytes() for c in output.completions]
     prompt = None if output.prompt_logprobs is None else output.prompt_logprobs.tobytes()
     return (told, floats, prompt, output.prompt_top_logprobs)
 
 
 def subject(tiny: Tiny) -> Subject:
-    """A fresh engine, and the answers of one that does nothing else: no cache, no neighbours, room for all."""
+    """A fresh engine, and the answers of one that does nothing else: no cache, no neighbours, room
+    for all."""
     todo = wishes(tiny)
     calm = LLM.of(engine(tiny, disable_radix_cache=True, max_total_tokens=2048))
     answers = tuple(wish(calm) for wish in todo)
@@ -155,7 +181,8 @@ def subject(tiny: Tiny) -> Subject:
 
 
 class Strikes:
-    """What the victim's calls came to: where each was struck, and answers of those that were not."""
+    """What the victim's calls came to: where each was struck, and answers of those that were
+    not."""
 
     def __init__(self) -> None:
         self.where: list[str] = []
@@ -167,14 +194,23 @@ class Strikes:
             self.returned.append(wish(llm))
             return False
         except KeyboardInterrupt as error:
-            frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(ENGINE)]
+            frames = [
+                f
+                for f in traceback.extract_tb(error.__traceback__)
+                if f.filename.startswith(ENGINE)
+            ]
             last = frames[-1] if frames else None
-            self.where.append(f"{Path(last.filename).parent.name}/{Path(last.filename).stem}.{last.name}" if last else "lab")
+            self.where.append(
+                f"{Path(last.filename).parent.name}/{Path(last.filename).stem}.{last.name}"
+                if last
+                else "lab"
+            )
             return True
 
 
 class Alarm:
-    """KeyboardInterrupt by a timer, as Ctrl-C raises it: after `first_s`, and `more` times again within AGAIN_S."""
+    """KeyboardInterrupt by a timer, as Ctrl-C raises it: after `first_s`, and `more` times again
+    within AGAIN_S."""
 
     def __init__(self, first_s: float, more: int, rng: random.Random) -> None:
         self.first_s, self.rng = first_s, rng
@@ -231,7 +267,9 @@ def in_thread(subject: Subject, number: int, rng: random.Random, stream: Iterato
     while time.perf_counter() < end and thread.is_alive():
         time.sleep(1e-4)
     if thread.ident is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt)
+        )
     thread.join()
     return strikes
 
@@ -289,7 +327,13 @@ def trial(subject: Subject, seed: int, ways: tuple[str, ...] = WAYS) -> Trial:
     return judged(subject, way, number, strike, rng)
 
 
-def judged(subject: Subject, way: str, number: int, strike: Callable[[Iterator[Any]], Strikes], rng: random.Random) -> Trial:
+def judged(
+    subject: Subject,
+    way: str,
+    number: int,
+    strike: Callable[[Iterator[Any]], Strikes],
+    rng: random.Random,
+) -> Trial:
     """Begins a bystander, strikes, and looks at everything afterwards."""
     llm, faults = subject.llm, list[str]()
     streamed: list[Any] = []
@@ -301,17 +345,29 @@ def judged(subject: Subject, way: str, number: int, strike: Callable[[Iterator[A
     (job,) = llm.engine.jobs.values()
     strikes = strike(read)
     try:
-        faults += ["an uninterrupted call differs"] if any(a != subject.answers[number] for a in strikes.returned) else []
+        faults += (
+            ["an uninterrupted call differs"]
+            if any(a != subject.answers[number] for a in strikes.returned)
+            else []
+        )
         llm.engine.check()
         others = [other for other in llm.engine.jobs.values() if other is not job]
         faults += [f"{len(others)} requests of the interrupted call are left"] if others else []
         fresh = rng.randrange(WISHES)
-        faults += [f"call {fresh} differs afterwards"] if subject.wishes[fresh](llm) != subject.answers[fresh] else []
+        faults += (
+            [f"call {fresh} differs afterwards"]
+            if subject.wishes[fresh](llm) != subject.answers[fresh]
+            else []
+        )
         for _ in read:
             pass
         faults += ["the bystander differs"] if bits(job.output("")) != want else []
         texts = ["".join(c.text for c in streamed if c.index == i) for i in range(params.n)]
-        faults += ["the bystander's stream differs"] if texts != [c.text for c in job.output("").completions] else []
+        faults += (
+            ["the bystander's stream differs"]
+            if texts != [c.text for c in job.output("").completions]
+            else []
+        )
         faults += books(llm.engine)
     except Exception as error:  # whatever a broken engine raises
         faults.append(f"{type(error).__name__}: {error}")
@@ -331,7 +387,9 @@ def books(engine: Engine) -> list[str]:
     """Idle, every page is free or cached; nobody is left inside."""
     engine.check()
     scheduler = engine.scheduler
-    left = len(engine.jobs) + len(scheduler.running) + len(scheduler.waiting) + len(scheduler.embeds)
+    left = (
+        len(engine.jobs) + len(scheduler.running) + len(scheduler.waiting) + len(scheduler.embeds)
+    )
     faults = [f"{left} requests are left"] if left else []
     for g, pool in enumerate(scheduler.pools):
         if pool is not None and pool.free + scheduler.tree.cached(g) != pool.num_pages - 1:
@@ -340,8 +398,11 @@ def books(engine: Engine) -> list[str]:
     return faults
 
 
-def run(count: int, seed: int, on_trial: Callable[[Trial], None], models: tuple[Tiny, ...] = MODELS) -> Counter[str]:
-    """Trials by turns over the models until `count` interrupts have struck. What the engines went through."""
+def run(
+    count: int, seed: int, on_trial: Callable[[Trial], None], models: tuple[Tiny, ...] = MODELS
+) -> Counter[str]:
+    """Trials by turns over the models until `count` interrupts have struck. What the engines went
+    through."""
     subjects = [subject(tiny) for tiny in models]
     struck = number = 0
     while struck < count:
@@ -356,11 +417,13 @@ def run(count: int, seed: int, on_trial: Callable[[Trial], None], models: tuple[
     return counters
 
 
-def sweep(tiny: Tiny, opcodes: bool, second: bool, seed: int = 0, part: tuple[int, int] = (0, 1)) -> Iterator[Trial]:
+def sweep(
+    tiny: Tiny, opcodes: bool, second: bool, seed: int = 0, part: tuple[int, int] = (0, 1)
+) -> Iterator[Trial]:
     """Strikes every line, or every bytecode, that a call executes: a trial each.
 
-    With `second` the call was struck before, while a step's result was being written, and what is struck now is its recovery.
-    `part` (i, n): every n-th of them, from the i-th on.
+    With `second` the call was struck before, while a step's result was being written, and what is
+    struck now is its recovery. `part` (i, n): every n-th of them, from the i-th on.
     """
     rng, made = random.Random(seed), subject(tiny)
     number = 1  # several prompts and completions
@@ -403,7 +466,10 @@ class Account:
         self.trials += 1
         self.struck[f"{trial.model} {trial.way}"] += trial.struck
         self.where.update(trial.where)
-        self.faults += [f"trial {self.trials}, {trial.model} {trial.way} in {trial.where}: {fault}" for fault in trial.faults]
+        self.faults += [
+            f"trial {self.trials}, {trial.model} {trial.way} in {trial.where}: {fault}"
+            for fault in trial.faults
+        ]
 
     def as_json(self) -> dict[str, Any]:
         """For the document."""
@@ -421,6 +487,18 @@ class Account:
     def lines(self) -> list[str]:
         """For people."""
         counts = ", ".join(f"{n:,} {name}" for name, n in sorted(self.struck.items()))
-        rooms = f"in {len(self.where)} functions; {self.engines['recovered']:,} recoveries in the trials by chance"
-        verdict = f"{len(self.faults)} FAULTS" if self.faults else "0 broken engines, 0 leaked pages, every answer has its bits"
-        return [*self.faults[:20], counts, rooms, f"{sum(self.struck.values()):,} interrupts in {self.trials:,} trials: {verdict}"]
+        rooms = (
+            f"in {len(self.where)} functions; {self.engines['recovered']:,} recoveries in the "
+            "trials by chance"
+        )
+        verdict = (
+            f"{len(self.faults)} FAULTS"
+            if self.faults
+            else "0 broken engines, 0 leaked pages, every answer has its bits"
+        )
+        return [
+            *self.faults[:20],
+            counts,
+            rooms,
+            f"{sum(self.struck.values()):,} interrupts in {self.trials:,} trials: {verdict}",
+        ]

@@ -1,8 +1,9 @@
 """Processes that take jobs and may die: what happens in one cannot take the run down.
 
-A job is an argument of one module-level function. Each process is spawned, reads jobs from a pipe and answers; one that dies, or takes
-longer than allowed and is killed, is an answer too (`Died`), and a fresh one takes its place. A bug named by LOCKSTEP_REVERT is put back
-in every process. Knows nothing of cells; `cells` calls it.
+A job is an argument of one module-level function. Each process is spawned, reads jobs from a pipe
+and answers; one that dies, or takes longer than allowed and is killed, is an answer too (`Died`),
+and a fresh one takes its place. A bug named by LOCKSTEP_REVERT is put back in every process. Knows
+nothing of cells; `cells` calls it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from typing import Any
 
 from lockstep.types import RuleError
 
-WAITING = ("OMP_WAIT_POLICY", "PASSIVE")  # for threads that wait: several processes whose threads spin are fifty times slower
+WAITING = (
+    "OMP_WAIT_POLICY",
+    "PASSIVE",
+)  # for threads that wait: several processes whose threads spin are fifty times slower
 START_S = 300.0  # a process has this long to import everything before its first job counts
 
 
@@ -82,15 +86,24 @@ class Worker:
         self.pipe.close()
 
 
-def run(function: Callable[[Any], Any], jobs: Sequence[Any], workers: int, limit_s: Callable[[Any], float]) -> Iterator[tuple[Any, Any]]:
-    """(job, answer or Died) as they come. `limit_s(job)`: how long a job may take before its process is killed."""
+def run(
+    function: Callable[[Any], Any],
+    jobs: Sequence[Any],
+    workers: int,
+    limit_s: Callable[[Any], float],
+) -> Iterator[tuple[Any, Any]]:
+    """(job, answer or Died) as they come. `limit_s(job)`: how long a job may take before its
+    process is killed."""
     waiting = list(reversed(jobs))
     workers = min(workers, len(waiting))
     share = max(1, (os.cpu_count() or 1) // max(workers, 1))
     crew: list[Worker] = []
     try:
         while waiting or any(w.busy for w in crew):
-            crew += [Worker(function, share) for _ in range(min(workers, len(waiting) + sum(w.busy for w in crew)) - len(crew))]
+            crew += [
+                Worker(function, share)
+                for _ in range(min(workers, len(waiting) + sum(w.busy for w in crew)) - len(crew))
+            ]
             for worker in (w for w in crew if not w.busy and waiting):
                 job = waiting.pop()
                 worker.give(job, limit_s(job))
@@ -109,7 +122,8 @@ def run(function: Callable[[Any], Any], jobs: Sequence[Any], workers: int, limit
 
 @contextlib.contextmanager
 def _patient_threads() -> Iterator[None]:
-    """Threads of a process started inside sleep while they wait, unless the user has said otherwise."""
+    """Threads of a process started inside sleep while they wait, unless the user has said
+    otherwise."""
     name, value = WAITING
     before = os.environ.get(name)
     os.environ.setdefault(name, value)
@@ -126,7 +140,9 @@ def _listen(crew: list[Worker]) -> list[tuple[Worker, Any]]:
     heard = wait([w.pipe for w in crew if w.busy], max(0.0, until - time.monotonic()))
     said = [(w, w.take()) for w in crew if w.pipe in heard]
     late = [w for w in crew if w.busy and w.pipe not in heard and time.monotonic() >= w.deadline]
-    return [(w, a) for w, a in said if a is not None] + [(w, Died(f"no answer within {w.limit_s:.0f} s")) for w in late]
+    return [(w, a) for w, a in said if a is not None] + [
+        (w, Died(f"no answer within {w.limit_s:.0f} s")) for w in late
+    ]
 
 
 def _exit(code: int | None) -> str:
@@ -136,7 +152,8 @@ def _exit(code: int | None) -> str:
 
 
 def _serve(pipe: Connection[Any, Any], function: Callable[[Any], Any], share: int) -> None:
-    """The life of a process: put the asked-for bug back, if any, then answer jobs until the pipe closes."""
+    """The life of a process: put the asked-for bug back, if any, then answer jobs until the pipe
+    closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
     import torch
 
@@ -153,6 +170,10 @@ def _serve(pipe: Connection[Any, Any], function: Callable[[Any], Any], share: in
             try:
                 answer = function(job)
             except Exception as error:  # only rules are sure to survive the pipe
-                kept = error if isinstance(error, RuleError) else RuntimeError(f"{type(error).__name__}: {error}")
+                kept = (
+                    error
+                    if isinstance(error, RuleError)
+                    else RuntimeError(f"{type(error).__name__}: {error}")
+                )
                 answer = Raised(kept, traceback.format_exc())
             pipe.send(answer)

@@ -1,8 +1,10 @@
-"""Puts every historical bug back and sees whether the lab notices: with the plan checks on, and off.
+"""Puts every historical bug back and sees whether the lab notices: with the plan checks on, and
+off.
 
-A revert is killed in a cell if the cell fails for a reason that counts: a guard (the plan's own rules, checks on only) or a property.
-An exception or a dead process is no proof of anything and counts only where the revert says CRASH. All its cells must be killed, both
-ways, and the same cells must be green without it. `lab reverts` calls this; `report` shows what comes out.
+A revert is killed in a cell if the cell fails for a reason that counts: a guard (the plan's own
+rules, checks on only) or a property. An exception or a dead process is no proof of anything and
+counts only where the revert says CRASH. All its cells must be killed, both ways, and the same cells
+must be green without it. `lab reverts` calls this; `report` shows what comes out.
 """
 
 from __future__ import annotations
@@ -49,21 +51,36 @@ class Kill:
     @property
     def killed(self) -> bool:
         """In every cell, both ways. An equivalent mutant is not asked."""
-        return bool(self.revert.equivalent) or (bool(self.trials) and not self.survivors(True) and not self.survivors(False))
+        return bool(self.revert.equivalent) or (
+            bool(self.trials) and not self.survivors(True) and not self.survivors(False)
+        )
 
     def rules(self) -> list[str]:
         """The rules of the plan that it broke, in their own words."""
-        return list(dict.fromkeys(rule_of(f) for t in self.trials if t.checks for f in t.broken if is_guard(f)))
+        return list(
+            dict.fromkeys(
+                rule_of(f) for t in self.trials if t.checks for f in t.broken if is_guard(f)
+            )
+        )
 
     def by(self, checks: bool) -> list[str]:
         """What failed, over all cells."""
-        return list(dict.fromkeys(name for t in self.trials if t.checks is checks for name in t.names()))
+        return list(
+            dict.fromkeys(name for t in self.trials if t.checks is checks for name in t.names())
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The revert as `lab reverts --json` writes it, its story included."""
         on, off = self.by(True), self.by(False)
         trials = [asdict(t) for t in self.trials]
-        return {**case(self.revert), "killed": self.killed, "rules": self.rules(), "by_on": on, "by_off": off, "trials": trials}
+        return {
+            **case(self.revert),
+            "killed": self.killed,
+            "rules": self.rules(),
+            "by_on": on,
+            "by_off": off,
+            "trials": trials,
+        }
 
 
 @dataclass(frozen=True)
@@ -85,7 +102,11 @@ class Campaign:
     def as_json(self) -> dict[str, Any]:
         """For the document."""
         baseline = {cell: result.as_json() for cell, result in self.baseline.items()}
-        return {"reverts": [k.as_json() for k in self.kills], "baseline": baseline, "seconds": round(self.seconds, 2)}
+        return {
+            "reverts": [k.as_json() for k in self.kills],
+            "baseline": baseline,
+            "seconds": round(self.seconds, 2),
+        }
 
 
 def case(revert: Revert) -> dict[str, Any]:
@@ -110,8 +131,11 @@ def counts(finding: Finding, revert: Revert, checks: bool) -> bool:
     return checks or not is_guard(finding)
 
 
-def run(names: Sequence[str], backend: str, workers: int, told: Callable[[str, bool], None]) -> Campaign:
-    """Every named revert in each of its cells. `told(what, bad)` hears of every job that is done; there are `len(jobs(...))`."""
+def run(
+    names: Sequence[str], backend: str, workers: int, told: Callable[[str, bool], None]
+) -> Campaign:
+    """Every named revert in each of its cells. `told(what, bad)` hears of every job that is done;
+    there are `len(jobs(...))`."""
     begin = time.perf_counter()
     chosen = {name: load(name) for name in names}
     for revert in chosen.values():
@@ -123,8 +147,20 @@ def run(names: Sequence[str], backend: str, workers: int, told: Callable[[str, b
             told(job.revert or str(result.cell), (result.verdict == "passed") == bool(job.revert))
     kills = []
     for name, revert in chosen.items():
-        asked = [] if revert.equivalent else [(cell, checks) for checks in (True, False) for cell in revert.cells]
-        kills.append(Kill(revert, tuple(_trial(revert, cell, checks, results[name, checks, cell]) for cell, checks in asked)))
+        asked = (
+            []
+            if revert.equivalent
+            else [(cell, checks) for checks in (True, False) for cell in revert.cells]
+        )
+        kills.append(
+            Kill(
+                revert,
+                tuple(
+                    _trial(revert, cell, checks, results[name, checks, cell])
+                    for cell, checks in asked
+                ),
+            )
+        )
     baseline = {cell: result for (name, _, cell), result in results.items() if not name}
     return Campaign(tuple(kills), baseline, time.perf_counter() - begin)
 
@@ -135,7 +171,11 @@ def jobs(chosen: Sequence[Revert], backend: str) -> list[Job]:
     plain = dict.fromkeys(cell for r in asked for cell in r.cells)
     out = [Job((Cell.parse(f"{backend}/{cell}"),), quick=True) for cell in plain]
     for revert in asked:
-        out += [Job((Cell.parse(f"{backend}/{cell}"),), revert.name, checks, True) for cell in revert.cells for checks in (True, False)]
+        out += [
+            Job((Cell.parse(f"{backend}/{cell}"),), revert.name, checks, True)
+            for cell in revert.cells
+            for checks in (True, False)
+        ]
     return out
 
 

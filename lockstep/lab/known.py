@@ -1,7 +1,7 @@
 """Cells that are known to fail, with the cause. `docs/known-failures.md` is made from this.
 
-A known failure is no failure of the run; one that starts to pass is, until it is taken out here. Quick runs look at fewer properties,
-so there a pass proves nothing.
+A known failure is no failure of the run; one that starts to pass is, until it is taken out here.
+Quick runs look at fewer properties, so there a pass proves nothing.
 """
 
 from __future__ import annotations
@@ -23,4 +23,8 @@ def settle(result: Result, quick: bool, known: Mapping[str, str] = KNOWN) -> Res
         return replace(result, verdict="known", reason=f"{cause} ({result.reason})")
     if quick:
         return result
-    return replace(result, verdict="failed", reason=f"{result.verdict}, but listed in lab/known.py ({cause}): take it out there")
+    return replace(
+        result,
+        verdict="failed",
+        reason=f"{result.verdict}, but listed in lab/known.py ({cause}): take it out there",
+    )

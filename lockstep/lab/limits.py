@@ -1,7 +1,9 @@
-"""The recipes of what is exactly full: an arena, a bucket, a context, a cache; and of experts with equal scores.
+"""The recipes of what is exactly full: an arena, a bucket, a context, a cache; and of experts with
+equal scores.
 
-At its capacity a thing works, one beyond it says so with both numbers, and one below is nothing special. What is right is counted here by
-plain arithmetic. Called by the engine's cells; knows no story.
+At its capacity a thing works, one beyond it says so with both numbers, and one below is nothing
+special. What is right is counted here by plain arithmetic. Called by the engine's cells; knows no
+story.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from lockstep.sched.request import Step
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
 SIZES = (2, 5, 9)
-ORDER = Order(tuple(range(3, 24)), SamplingParams(max_tokens=4, temperature=0.0, logprobs=0, ignore_eos=True))
+ORDER = Order(
+    tuple(range(3, 24)), SamplingParams(max_tokens=4, temperature=0.0, logprobs=0, ignore_eos=True)
+)
 EXPERTS = (4, 16, 17, 24, 64)  # up to 16 torch's unstable sorts happen to be stable
 
 
@@ -37,7 +41,8 @@ def capacity(rig: Rig, quick: bool) -> None:
 
 
 def arena(rig: Rig) -> None:
-    """The same request with an arena as large as its largest plan, and with one that lacks a number."""
+    """The same request with an arena as large as its largest plan, and with one that lacks a
+    number."""
     largest = 0
 
     def measure(engine: Glass, step: Step) -> None:
@@ -51,9 +56,18 @@ def arena(rig: Rig) -> None:
         engine = rig.engine()
         engine.runner.arena = Arena(largest - lacking, torch.device("cpu"))
         said = outcome(engine)
-        want = f"RuleError: a plan's image has at most {largest - 1} numbers; got {largest}." if lacking else ""
+        want = (
+            f"RuleError: a plan's image has at most {largest - 1} numbers; got {largest}."
+            if lacking
+            else ""
+        )
         fine = said.startswith(want) if lacking else said == ""
-        rig.note("capacity", [] if fine else [f"an arena of {largest - lacking} for {largest} numbers: {said or 'no error'}"])
+        rig.note(
+            "capacity",
+            []
+            if fine
+            else [f"an arena of {largest - lacking} for {largest} numbers: {said or 'no error'}"],
+        )
         rig.counters["full_arenas"] += 1
 
 
@@ -65,21 +79,33 @@ def context(rig: Rig) -> None:
         if not over:
             rig.play("capacity", rig.engine(), [order])
         said = outcome(rig.engine(), order)
-        want = f"RuleError: prompt and new tokens fit into the context of {CONTEXT}; got {CONTEXT - new + 1} + {new}." if over else ""
+        want = (
+            f"RuleError: prompt and new tokens fit into the context of {CONTEXT}; got "
+            f"{CONTEXT - new + 1} + {new}."
+            if over
+            else ""
+        )
         fine = said.startswith(want) if over else said == ""
-        rig.note("capacity", [] if fine else [f"{len(order.prompt)} + {new} tokens: {said or 'no error'}"])
+        rig.note(
+            "capacity",
+            [] if fine else [f"{len(order.prompt)} + {new} tokens: {said or 'no error'}"],
+        )
         rig.counters["full_contexts"] += 1
 
 
 def cache(rig: Rig) -> None:
-    """A cache with just the pages that a request's keys need, and one with a page less. Its last token needs none."""
+    """A cache with just the pages that a request's keys need, and one with a page less. Its last
+    token needs none."""
     keys, size = len(ORDER.prompt) + (ORDER.params.max_tokens or 0) - 1, 4
     for lacking in (0, 1):
         tokens = (-(-keys // size) - lacking) * size
         said = outcome(rig.engine(max_total_tokens=tokens, page_size=size, max_running_requests=1))
         want = "RuleError: a request fits into the cache alone" if lacking else ""
         fine = said.startswith(want) if lacking else said == ""
-        rig.note("capacity", [] if fine else [f"a cache of {tokens} for {keys} keys: {said or 'no error'}"])
+        rig.note(
+            "capacity",
+            [] if fine else [f"a cache of {tokens} for {keys} keys: {said or 'no error'}"],
+        )
         rig.counters["full_caches"] += 1
 
 
@@ -101,17 +127,32 @@ def outcome(engine: Glass, order: Order = ORDER) -> str:
 
 def buckets(rig: Rig) -> None:
     """Every count from 1 to one beyond the largest bucket, of requests and of rows."""
-    kinds: tuple[tuple[str, Callable[[int], tuple[int, ...]]], ...] = (("requests", lambda n: (1,) * n), ("tokens", lambda n: (n - 1, 1)))
+    kinds: tuple[tuple[str, Callable[[int], tuple[int, ...]]], ...] = (
+        ("requests", lambda n: (1,) * n),
+        ("tokens", lambda n: (n - 1, 1)),
+    )
     for what, lengths in kinds:
         for n in range(3, SIZES[-1] + 2):
-            have, want = padded(what, lengths(n)), next((str(size) for size in SIZES if size >= n), "")
-            want = want or f"a step has at most {SIZES[-1]} {what}; got {n}. Schedule less, or allow a larger bucket."
-            rig.note("capacity", [f"{n} {what}: {have}, not {want}"] if have != want else [], f"buckets of {SIZES}, at and beyond")
+            have, want = (
+                padded(what, lengths(n)),
+                next((str(size) for size in SIZES if size >= n), ""),
+            )
+            want = (
+                want
+                or f"a step has at most {SIZES[-1]} {what}; got {n}. Schedule less, or allow a "
+                "larger bucket."
+            )
+            rig.note(
+                "capacity",
+                [f"{n} {what}: {have}, not {want}"] if have != want else [],
+                f"buckets of {SIZES}, at and beyond",
+            )
             rig.counters["full_buckets"] += n in SIZES
 
 
 def padded(what: str, lengths: tuple[int, ...]) -> str:
-    """How many requests or tokens a step of requests of these lengths is padded to, or why it is not."""
+    """How many requests or tokens a step of requests of these lengths is padded to, or why it is
+    not."""
     spec = GroupSpec(Layout.FRESH, 1, 1, 8, 8, (AttnSpec(scale=1.0),))
     plan = build([spec], [Work(cached_len=0, new_len=n, pages=(None,)) for n in lengths])
     try:
@@ -127,7 +168,14 @@ def experts(rig: Rig, quick: bool) -> None:
         logits = torch.randint(0, 4, (40, count), generator=gen).float()
         for score in ("softmax", "sigmoid", "chosen"):
             ids, _ = Routing(k=3, experts=count, score=score)(logits, None)
-            want = [[e for _, e in sorted((-x, e) for e, x in enumerate(row))[:3]] for row in logits.tolist()]
+            want = [
+                [e for _, e in sorted((-x, e) for e, x in enumerate(row))[:3]]
+                for row in logits.tolist()
+            ]
             wrong = sum(a != b for a, b in zip(ids.tolist(), want, strict=True))
-            rig.note("ties", [f"{count} experts by {score}: {wrong} rows"] if wrong else [], "equal experts by the smaller id")
+            rig.note(
+                "ties",
+                [f"{count} experts by {score}: {wrong} rows"] if wrong else [],
+                "equal experts by the smaller id",
+            )
             rig.counters["tied_rows"] += sum(len(set(row)) < count for row in logits.tolist())

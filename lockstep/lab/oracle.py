@@ -1,9 +1,11 @@
-"""What the answer is: float64 attention over logical tokens, without pages, plans or backends, and how far fp32 may be from it.
+"""What the answer is: float64 attention over logical tokens, without pages, plans or backends, and
+how far fp32 may be from it.
 
-The tolerance is derived, not guessed. With u = 2^-24 and sums of n terms off by at most LAMBDA*sqrt(n)*u (the probabilistic bound of
-rounding-error analysis), a score is off by d = scale * LAMBDA*sqrt(D)*u * sum|q_i k_i| plus a few u of itself. Weights are then off by a
-factor of exp(+-d), which moves a weighted mean of v by at most 2d * sum p|v|; summing n values adds LAMBDA*sqrt(n)*u twice (numerator
-and denominator), and every tile and split rescales once.
+The tolerance is derived, not guessed. With u = 2^-24 and sums of n terms off by at most
+LAMBDA*sqrt(n)*u (the probabilistic bound of rounding-error analysis), a score is off by d = scale *
+LAMBDA*sqrt(D)*u * sum|q_i k_i| plus a few u of itself. Weights are then off by a factor of
+exp(+-d), which moves a weighted mean of v by at most 2d * sum p|v|; summing n values adds
+LAMBDA*sqrt(n)*u twice (numerator and denominator), and every tile and split rescales once.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ FP8_MAX = 448.0
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """q, k, v of every token in one layer, float32, before they are stored. A latent group's v is a part of its k."""
+    """q, k, v of every token in one layer, float32, before they are stored. A latent group's v is a
+    part of its k."""
 
     q: Tensor
     k: Tensor
@@ -34,7 +37,8 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """Per token: out [N, heads, d_v], lse [N, heads], and how far a correct fp32 result may be from each. NaN where not a row."""
+    """Per token: out [N, heads, d_v], lse [N, heads], and how far a correct fp32 result may be from
+    each. NaN where not a row."""
 
     out: Tensor
     lse: Tensor
@@ -48,14 +52,19 @@ def values(groups: tuple[GroupSpec, ...], tokens: int, seed: int = 0) -> list[li
     out = []
     for spec in groups:
         shapes = ((spec.heads, spec.d_qk), (spec.kv_heads, spec.d_qk), (spec.kv_heads, spec.d_v))
-        rows = [[torch.randn(tokens, *shape, generator=gen) for shape in shapes] for _ in spec.layers]
-        shares_v = spec.layout is Layout.LATENT or (spec.layout is Layout.FRESH and spec.d_v < spec.d_qk)
+        rows = [
+            [torch.randn(tokens, *shape, generator=gen) for shape in shapes] for _ in spec.layers
+        ]
+        shares_v = spec.layout is Layout.LATENT or (
+            spec.layout is Layout.FRESH and spec.d_v < spec.d_qk
+        )
         out.append([Rows(q, k, k[..., : spec.d_v] if shares_v else v) for q, k, v in rows])
     return out
 
 
 def overflowed(rows: list[list[Rows]], tokens: list[int]) -> list[list[Rows]]:
-    """The same values with infinities in those of `tokens`: the first column, and one beyond the first vector of 16.
+    """The same values with infinities in those of `tokens`: the first column, and one beyond the
+    first vector of 16.
 
     One sign per column, so that a row that sees several still has an answer.
     """
@@ -72,8 +81,13 @@ def overflowed(rows: list[list[Rows]], tokens: list[int]) -> list[list[Rows]]:
 
 
 def stored(spec: GroupSpec, attn: AttnSpec, rows: Rows) -> tuple[Tensor, Tensor]:
-    """K and V as the cache gives them back, float64: this is the oracle's own account of the storage formats."""
-    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn}
+    """K and V as the cache gives them back, float64: this is the oracle's own account of the
+    storage formats."""
+    kinds = {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float8_e4m3": torch.float8_e4m3fn,
+    }
     out = []
     for x, scale in ((rows.k, attn.k_scale), (rows.v, attn.v_scale)):
         y = x / scale
@@ -92,22 +106,34 @@ def answers(feature: Feature, script: Script, rows: list[list[Rows]]) -> list[li
         per_layer = []
         for attn, mine in zip(spec.layers, rows[g], strict=True):
             k, v = stored(spec, attn, mine)
-            blank = [torch.full(shape, float("nan"), dtype=torch.float64) for shape in ((n, spec.heads, spec.d_v), *[(n, spec.heads)] * 3)]
+            blank = [
+                torch.full(shape, float("nan"), dtype=torch.float64)
+                for shape in ((n, spec.heads, spec.d_v), *[(n, spec.heads)] * 3)
+            ]
             answer = Answer(blank[0], blank[1], blank[2], blank[3])
             for begin, path, keys in row_sets(feature, script, g):
                 for at in range(begin, len(path), 128):
                     some = path[at : at + 128]
                     result = _attend(spec, attn, mine.q[some].double(), (k[keys], v[keys]), at)
-                    answer.out[some], answer.lse[some], answer.out_tol[some], answer.lse_tol[some] = result
+                    (
+                        answer.out[some],
+                        answer.lse[some],
+                        answer.out_tol[some],
+                        answer.lse_tol[some],
+                    ) = result
             per_layer.append(answer)
         out.append(per_layer)
     return out
 
 
 def row_sets(feature: Feature, script: Script, g: int) -> list[tuple[int, list[int], list[int]]]:
-    """(begin, path, keys) of group g: rows path[begin:], which stand at these positions, over keys in position order; each row once."""
+    """(begin, path, keys) of group g: rows path[begin:], which stand at these positions, over keys
+    in position order; each row once."""
     encoders = set(script.encoder_uids.values())
-    only_encodes, crosses = g in feature.encode and g not in feature.decode, g in feature.encode and g in feature.decode
+    only_encodes, crosses = (
+        g in feature.encode and g not in feature.decode,
+        g in feature.encode and g in feature.decode,
+    )
     sets, done = [], set[int]()
     for uid in leaf_uids(script):
         path = script.path(uid)
@@ -115,11 +141,15 @@ def row_sets(feature: Feature, script: Script, g: int) -> list[tuple[int, list[i
             continue
         begin = sum(u in done for u in path)
         done.update(path)
-        sets.append((begin, path, list(script.encoder_uids[script.owner[uid]]) if crosses else path))
+        sets.append(
+            (begin, path, list(script.encoder_uids[script.owner[uid]]) if crosses else path)
+        )
     return sets
 
 
-def _attend(spec: GroupSpec, attn: AttnSpec, q: Tensor, keys: tuple[Tensor, Tensor], begin: int) -> tuple[Tensor, ...]:
+def _attend(
+    spec: GroupSpec, attn: AttnSpec, q: Tensor, keys: tuple[Tensor, Tensor], begin: int
+) -> tuple[Tensor, ...]:
     k, v = (t.repeat_interleave(spec.group_size, 1) for t in keys)
     n = len(k)
     dots, sizes = torch.einsum("qhd,khd->hqk", q, k), torch.einsum("qhd,khd->hqk", q.abs(), k.abs())
@@ -129,7 +159,11 @@ def _attend(spec: GroupSpec, attn: AttnSpec, q: Tensor, keys: tuple[Tensor, Tens
         scores = attn.soft_cap * torch.tanh(scores / attn.soft_cap)
         off = off + 4 * U * attn.soft_cap
     p, j = torch.arange(begin, begin + len(q))[:, None], torch.arange(n)[None, :]
-    sees = (j <= p) & (j > p - (spec.window or n + begin + 1)) if spec.causal else torch.ones(len(q), n, dtype=torch.bool)
+    sees = (
+        (j <= p) & (j > p - (spec.window or n + begin + 1))
+        if spec.causal
+        else torch.ones(len(q), n, dtype=torch.bool)
+    )
     scores, off = scores.masked_fill(~sees, -torch.inf), off.masked_fill(~sees, 0)
     sinks = torch.full((spec.heads, len(q), 1), -torch.inf, dtype=torch.float64)
     if attn.sinks is not None:
@@ -145,7 +179,8 @@ def _attend(spec: GroupSpec, attn: AttnSpec, q: Tensor, keys: tuple[Tensor, Tens
 
 
 def weighted(weights: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of weights [h, q, k] times v [k, h, d], and of their sizes; an infinity counts for the rows that see its key, and only there."""
+    """Sums of weights [h, q, k] times v [k, h, d], and of their sizes; an infinity counts for the
+    rows that see its key, and only there."""
     infinite = v.isinf()
     finite = v.masked_fill(infinite, 0.0)
     out, mass = (torch.einsum("hqk,khd->qhd", weights, x) for x in (finite, finite.abs()))

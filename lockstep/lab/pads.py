@@ -1,7 +1,8 @@
 """What the rows of a pad request are: the same request computed alone, in a cache of its own.
 
-Padding is data: a pad request is token 0 at positions 0, 1, ... and reads what this step wrote for it. A finite result is no proof of
-that: the rows must have the bits of a step that holds this request and nothing else. Called by `world` for every padded step.
+Padding is data: a pad request is token 0 at positions 0, 1, ... and reads what this step wrote for
+it. A finite result is no proof of that: the rows must have the bits of a step that holds this
+request and nothing else. Called by `world` for every padded step.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ Result = tuple[Tensor, Tensor]  # out [n, heads, d_v] and lse [n, heads]
 class PadRows:
     """Pad requests of one model, each length computed once."""
 
-    def __init__(self, specs: tuple[GroupSpec, ...], rows: list[list[Rows]], backend: Backend) -> None:
+    def __init__(
+        self, specs: tuple[GroupSpec, ...], rows: list[list[Rows]], backend: Backend
+    ) -> None:
         self.specs, self.rows, self.backend = specs, rows, backend
         self._known: dict[tuple[int, int, int], Result] = {}
 
     def differing(self, g: int, layer: int, plan: StepPlan, result: Result) -> list[int]:
         """The pad requests of `plan`, by number, whose rows are not those of the request alone.
 
-        A decoder's cross group is not asked: its pads see one key that an earlier step left in page 0.
+        A decoder's cross group is not asked: its pads see one key that an earlier step left in page
+        0.
         """
         if self.specs[g].layout is Layout.CROSS:
             return []
@@ -42,7 +46,10 @@ class PadRows:
         for i in range(plan.real.requests, plan.bucket.requests):
             want = self.alone(g, layer, ends[i + 1] - ends[i])
             mine = (tensor[ends[i] : ends[i + 1]] for tensor in result)
-            if not all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(mine, want, strict=True)):
+            if not all(
+                torch.equal(a.view(torch.int32), b.view(torch.int32))
+                for a, b in zip(mine, want, strict=True)
+            ):
                 found.append(i)
         return found
 
@@ -64,8 +71,12 @@ class PadRows:
         table.reserve(length)
         work = plan_build.Work(cached_len=0, new_len=length, pages=(table.pages(0),))
         plan = plan_build.build([spec], [work])
-        (views,) = plan_image.views(torch.from_numpy(plan_image.pack(plan).copy()), plan.bucket, (spec,))
-        store = kv_pool.view(spec, Pool(spec, num_pages, torch.device("cpu")) if cached else None, views)
+        (views,) = plan_image.views(
+            torch.from_numpy(plan_image.pack(plan).copy()), plan.bucket, (spec,)
+        )
+        store = kv_pool.view(
+            spec, Pool(spec, num_pages, torch.device("cpu")) if cached else None, views
+        )
         q, k, v = (t[:1].repeat(length, 1, 1) for t in (mine.q, mine.k, mine.v))
         handle = self.backend.lower(plan, plan.groups[0], views)
         return self.backend.attend(q, store.keys(layer, k, v), handle, spec.layers[layer])

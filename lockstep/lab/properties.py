@@ -1,8 +1,9 @@
 """What must hold in a cell, and how it is found out.
 
-One run of the recipe is compared with the float64 answer and with the plain way of computing the same tokens: each path alone, whole,
-cold. Every row must have the same bits, however it came about. Then the recipe is run again with other chunks, pages, padding and
-threads, none of which may change a bit. Memory is inspected in the first run.
+One run of the recipe is compared with the float64 answer and with the plain way of computing the
+same tokens: each path alone, whole, cold. Every row must have the same bits, however it came about.
+Then the recipe is run again with other chunks, pages, padding and threads, none of which may change
+a bit. Memory is inspected in the first run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from lockstep.lab.recipes import RECIPES, Recipe, write
 from lockstep.lab.script import Script, alone, chunked, plain
 from lockstep.lab.world import Record, Setting, World, as_bits
 
-MEMORY = ("plan", "rules", "writes", "guards", "pages", "pads", "repeat")  # first word of a fault: the property it breaks
+MEMORY = (
+    "plan",
+    "rules",
+    "writes",
+    "guards",
+    "pages",
+    "pads",
+    "repeat",
+)  # first word of a fault: the property it breaks
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,9 @@ class Judgement:
 
 
 @lru_cache(maxsize=64)
-def material(recipe: str, feature: str) -> tuple[Script, list[list[oracle.Rows]], list[list[oracle.Answer]]]:
+def material(
+    recipe: str, feature: str
+) -> tuple[Script, list[list[oracle.Rows]], list[list[oracle.Answer]]]:
     """The story, the numbers and the answers of a cell; the same for every backend."""
     chosen = next(f for f in FEATURES if f.name == feature)
     script = write(next(r for r in RECIPES if r.name == recipe), chosen)
@@ -57,7 +68,9 @@ def material(recipe: str, feature: str) -> tuple[Script, list[list[oracle.Rows]]
     return script, rows, oracle.answers(chosen, script, rows)
 
 
-def judge(recipe: Recipe, feature: Feature, backend: Backend, checks: bool = True, quick: bool = False) -> Judgement:
+def judge(
+    recipe: Recipe, feature: Feature, backend: Backend, checks: bool = True, quick: bool = False
+) -> Judgement:
     """Runs one cell. Raises only what the code under test raises."""
     script, rows, answers = material(recipe.name, feature.name)
     result = Judgement()
@@ -65,14 +78,20 @@ def judge(recipe: Recipe, feature: Feature, backend: Backend, checks: bool = Tru
     faults: list[str] = []
 
     def run(story: Script, **setting: object) -> Record:
-        record = World(feature, story, rows, backend, replace(Setting(checks=checks), **setting)).run()  # type: ignore[arg-type]
+        record = World(
+            feature, story, rows, backend, replace(Setting(checks=checks), **setting)
+        ).run()  # type: ignore[arg-type]
         faults.extend(record.faults)
         return record
 
     main = run(script, inspect=True)
     result.counters = dict(main.counters)
     values(result, main, answers)
-    result.add("paths", [f"{name} is 0" for name in recipe.proves if not main.counters[name]], ", ".join(recipe.proves))
+    result.add(
+        "paths",
+        [f"{name} is 0" for name in recipe.proves if not main.counters[name]],
+        ", ".join(recipe.proves),
+    )
     padded = run(script, inspect=True, pad=True)
     if not padded.counters["pad_rows"] and main.counters["rows"]:
         result.add("paths", ["nothing was padded"], "")
@@ -83,7 +102,8 @@ def judge(recipe: Recipe, feature: Feature, backend: Backend, checks: bool = Tru
 
 
 def values(result: Judgement, main: Record, answers: list[list[oracle.Answer]]) -> None:
-    """Outputs and LSE against float64, within the derived tolerance; a NaN is a slot nobody wrote."""
+    """Outputs and LSE against float64, within the derived tolerance; a NaN is a slot nobody
+    wrote."""
     faults: dict[str, list[str]] = {"value": [], "lse": [], "poison": []}
     for g, layers in enumerate(answers):
         seen = main.seen[g]
@@ -100,7 +120,9 @@ def values(result: Judgement, main: Record, answers: list[list[oracle.Answer]]) 
                 )
                 result.tolerance_used = max(result.tolerance_used, used)
                 if not used <= 1:
-                    faults[name].append(f"group {g} layer {layer}: off by {error:.3g}, {used:.3g} of the tolerance")
+                    faults[name].append(
+                        f"group {g} layer {layer}: off by {error:.3g}, {used:.3g} of the tolerance"
+                    )
                 if bool(have[seen].isnan().any()):
                     faults["poison"].append(f"group {g} layer {layer}: NaN in {name}")
     rows = int(sum(int(s.sum()) for s in main.seen))
@@ -110,7 +132,8 @@ def values(result: Judgement, main: Record, answers: list[list[oracle.Answer]]) 
 
 
 def memory(result: Judgement, faults: list[str], steps: int) -> None:
-    """In every run: plans that say what they should and survive packing, exact writes, intact guard bands, pages that come back."""
+    """In every run: plans that say what they should and survive packing, exact writes, intact guard
+    bands, pages that come back."""
     for name in MEMORY:
         found = [f.partition(": ")[2] for f in faults if f.startswith(name + ":")]
         result.add(name, found, f"{steps} steps, and in every other run")
@@ -123,7 +146,8 @@ def bits(
     done: dict[str, Record],
     quick: bool,
 ) -> None:
-    """Bitwise equality with the plain way, for the recipe itself and for every other way to run it."""
+    """Bitwise equality with the plain way, for the recipe itself and for every other way to run
+    it."""
     feature, script, backend = what
     main, padded = done["main"], done["pad"]
     want = run(plain(script), seed=5)
@@ -145,20 +169,31 @@ def bits(
     compare("pad", [padded], None, f"{padded.counters['pad_rows']} pad rows")
     compare("threads", [run(script, threads=1)], None, "1 and 2 threads")
     if not quick:
-        compare("alone", [run(alone(script, r)) for r in script.lineage], None, f"{len(script.lineage)} requests by themselves")
+        compare(
+            "alone",
+            [run(alone(script, r)) for r in script.lineage],
+            None,
+            f"{len(script.lineage)} requests by themselves",
+        )
 
 
 def _error(have: Tensor, want: Tensor, tol: Tensor) -> tuple[float, float]:
-    """Largest absolute error and largest fraction of the tolerance; NaN where the answer is a number counts as infinite."""
+    """Largest absolute error and largest fraction of the tolerance; NaN where the answer is a
+    number counts as infinite."""
     if have.numel() == 0:
         return 0.0, 0.0
     error = (have.double() - want).abs()
-    error = torch.where(have.double() == want, 0.0, error).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    return float(error.max()), float((error / tol).nan_to_num(nan=torch.inf, posinf=torch.inf).max())
+    error = torch.where(have.double() == want, 0.0, error).nan_to_num(
+        nan=torch.inf, posinf=torch.inf
+    )
+    return float(error.max()), float(
+        (error / tol).nan_to_num(nan=torch.inf, posinf=torch.inf).max()
+    )
 
 
 def _differences(have: Record, want: Record, tokens: set[int] | None) -> list[str]:
-    """Rows, among `tokens`, whose bits differ. A NaN equals nothing: two runs that are wrong alike do not agree."""
+    """Rows, among `tokens`, whose bits differ. A NaN equals nothing: two runs that are wrong alike
+    do not agree."""
     found = []
     for g, seen in enumerate(have.seen):
         both = seen & want.seen[g]
@@ -172,5 +207,8 @@ def _differences(have: Record, want: Record, tokens: set[int] | None) -> list[st
                 off = ((as_bits(x) != as_bits(y)) | x.isnan()).flatten(1).any(1)
                 if bool(off.any()):
                     first = int(both.nonzero()[off][0])
-                    found.append(f"group {g} layer {layer}: {int(off.sum())} of {len(off)} rows differ in {name}, first token {first}")
+                    found.append(
+                        f"group {g} layer {layer}: {int(off.sum())} of {len(off)} rows differ in "
+                        f"{name}, first token {first}"
+                    )
     return found

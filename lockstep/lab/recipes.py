@@ -1,7 +1,8 @@
 """The step kinds of a serving engine, as stories: one recipe each.
 
-A recipe writes a script; it says which counters must have moved, because an equality is worth nothing if its path was not taken.
-Lengths sit where things break: one below, at and above the window (20), the tile (64, or 32), the page sizes and the split (512).
+A recipe writes a script; it says which counters must have moved, because an equality is worth
+nothing if its path was not taken. Lengths sit where things break: one below, at and above the
+window (20), the tile (64, or 32), the page sizes and the split (512).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ LENGTHS = (1, 15, 16, 17, 63, 65, 130)
 
 @dataclass(frozen=True)
 class Recipe:
-    """`tell` writes the story. `proves` names counters that must be above 0; `suits` says which features it makes sense for."""
+    """`tell` writes the story. `proves` names counters that must be above 0; `suits` says which
+    features it makes sense for."""
 
     name: str
     says: str
@@ -116,7 +118,12 @@ SHALLOW_END = (-1, 0, 0, 1, 1, 2, 3, 3, 6, 0)  # as many nodes, and the last one
 
 def verify_tree(s: Script) -> None:
     rs = begin(s, 18, 30, 62, 510)
-    s.step(*(s.tree(r, parents) for r, parents in zip(rs, (TREE, SHALLOW_END, SHALLOW_END, TREE), strict=True)))
+    s.step(
+        *(
+            s.tree(r, parents)
+            for r, parents in zip(rs, (TREE, SHALLOW_END, SHALLOW_END, TREE), strict=True)
+        )
+    )
 
 
 def tree_accept(s: Script) -> None:
@@ -127,7 +134,8 @@ def tree_accept(s: Script) -> None:
 
 
 def draft_decode(s: Script) -> None:
-    """Four steps of three branches: the first step's rows hang below the prefix, each later row below its branch."""
+    """Four steps of three branches: the first step's rows hang below the prefix, each later row
+    below its branch."""
     rs = begin(s, 14, 61, 510)
     parents: tuple[int, ...] = ()
     for step in range(4):
@@ -156,7 +164,8 @@ def fork(s: Script) -> None:
 
 
 def multi_item(s: Script) -> None:
-    """One prefix, many items: each item sees the prefix and itself, at positions that follow the prefix."""
+    """One prefix, many items: each item sees the prefix and itself, at positions that follow the
+    prefix."""
     (prefix,) = begin(s, 70)
     pairs = [s.fork(prefix) for _ in range(5)]
     s.step(*(f for _, f in pairs), *(s.extend(c, 3 + 4 * i) for i, (c, _) in enumerate(pairs)))
@@ -180,7 +189,8 @@ def reuse(s: Script) -> None:
 
 
 def window_edges(s: Script) -> None:
-    """Below, at and above the window, by prefill and by decode, and far enough that pages behind it are dropped."""
+    """Below, at and above the window, by prefill and by decode, and far enough that pages behind it
+    are dropped."""
     rs = begin(s, W - 2, W - 1, W, W + 1, 3 * W + 5, 120)
     for n in (1, 2, 1, W, 1):
         s.step(*(s.extend(r, n) for r in rs))
@@ -196,7 +206,8 @@ def encode_decode(s: Script) -> None:
 
 
 def overflow(s: Script) -> None:
-    """Values that are infinite, in the middle of a step's rows: rows before them do not see them, rows behind them do."""
+    """Values that are infinite, in the middle of a step's rows: rows before them do not see them,
+    rows behind them do."""
     rs = begin(s, 5, 50)
     acts = [s.extend(r, n) for r, n in zip(rs, (17, 18), strict=True)]
     for act in acts:
@@ -215,13 +226,43 @@ def embed_long(s: Script) -> None:
 
 
 RECIPES = (
-    Recipe("decode", "one new token per request", decode, ("decode_rows", "batched_steps", "rows_over_a_split"), cached),
-    Recipe("extend-cold", "whole prompts, nothing cached", extend_cold, ("batched_steps", "rows_over_a_split"), cached),
-    Recipe("extend-prefix", "new rows after a cached prefix", extend_prefix, ("prefix_rows", "batched_steps"), cached),
+    Recipe(
+        "decode",
+        "one new token per request",
+        decode,
+        ("decode_rows", "batched_steps", "rows_over_a_split"),
+        cached,
+    ),
+    Recipe(
+        "extend-cold",
+        "whole prompts, nothing cached",
+        extend_cold,
+        ("batched_steps", "rows_over_a_split"),
+        cached,
+    ),
+    Recipe(
+        "extend-prefix",
+        "new rows after a cached prefix",
+        extend_prefix,
+        ("prefix_rows", "batched_steps"),
+        cached,
+    ),
     Recipe("chunked", "prompts in chunks", chunked, ("prefix_rows", "batched_steps"), cached),
-    Recipe("mixed", "decode and prefill in one batch", mixed, ("prefix_rows", "decode_rows", "batched_steps"), cached),
+    Recipe(
+        "mixed",
+        "decode and prefill in one batch",
+        mixed,
+        ("prefix_rows", "decode_rows", "batched_steps"),
+        cached,
+    ),
     Recipe("empty", "steps without requests", empty, ("empty_steps",), cached),
-    Recipe("verify-chain", "drafts in a row, some rejected and written over", verify_chain, ("rejected_rows", "batched_steps"), cached),
+    Recipe(
+        "verify-chain",
+        "drafts in a row, some rejected and written over",
+        verify_chain,
+        ("rejected_rows", "batched_steps"),
+        cached,
+    ),
     Recipe(
         "verify-tree",
         "a tree of drafts over tile and split",
@@ -229,25 +270,84 @@ RECIPES = (
         ("tail_rows", "tails_over_a_tile", "tails_over_a_split", "shallow_ends"),
         cached,
     ),
-    Recipe("tree-accept", "accepted nodes move to their places", tree_accept, ("tail_rows", "moved_rows", "accepted_nodes"), cached),
-    Recipe("draft-decode", "three branches, four steps", draft_decode, ("tail_rows", "tails_over_a_tile", "tails_over_a_split"), cached),
-    Recipe("draft-extend", "ragged numbers of accepted tokens", draft_extend_ragged, ("prefix_rows", "batched_steps"), cached),
-    Recipe("draft-extend-fixed", "a fixed width of which some rows count", draft_extend_fixed, ("prefix_rows", "rejected_rows"), cached),
-    Recipe("fork", "several continuations of one prompt", fork, ("forks", "shared_pages", "moved_rows"), cached),
-    Recipe("multi-item", "one prefix, many items", multi_item, ("forks", "shared_pages", "moved_rows"), cached),
-    Recipe("preempt-resume", "pages taken away and computed again", preempt_resume, ("drops", "reused_pages"), cached),
+    Recipe(
+        "tree-accept",
+        "accepted nodes move to their places",
+        tree_accept,
+        ("tail_rows", "moved_rows", "accepted_nodes"),
+        cached,
+    ),
+    Recipe(
+        "draft-decode",
+        "three branches, four steps",
+        draft_decode,
+        ("tail_rows", "tails_over_a_tile", "tails_over_a_split"),
+        cached,
+    ),
+    Recipe(
+        "draft-extend",
+        "ragged numbers of accepted tokens",
+        draft_extend_ragged,
+        ("prefix_rows", "batched_steps"),
+        cached,
+    ),
+    Recipe(
+        "draft-extend-fixed",
+        "a fixed width of which some rows count",
+        draft_extend_fixed,
+        ("prefix_rows", "rejected_rows"),
+        cached,
+    ),
+    Recipe(
+        "fork",
+        "several continuations of one prompt",
+        fork,
+        ("forks", "shared_pages", "moved_rows"),
+        cached,
+    ),
+    Recipe(
+        "multi-item",
+        "one prefix, many items",
+        multi_item,
+        ("forks", "shared_pages", "moved_rows"),
+        cached,
+    ),
+    Recipe(
+        "preempt-resume",
+        "pages taken away and computed again",
+        preempt_resume,
+        ("drops", "reused_pages"),
+        cached,
+    ),
     Recipe("reuse", "dirty pages of finished requests", reuse, ("drops", "reused_pages"), cached),
-    Recipe("overflow", "values that are infinite", overflow, ("infinite_keys", "batched_steps"), apart),
-    Recipe("window-edges", "below, at and above the window", window_edges, ("rows_beyond_window", "dropped_positions"), windowed),
-    Recipe("encode-decode", "encoders of different lengths", encode_decode, ("encoder_rows", "batched_steps"), crossed),
+    Recipe(
+        "overflow", "values that are infinite", overflow, ("infinite_keys", "batched_steps"), apart
+    ),
+    Recipe(
+        "window-edges",
+        "below, at and above the window",
+        window_edges,
+        ("rows_beyond_window", "dropped_positions"),
+        windowed,
+    ),
+    Recipe(
+        "encode-decode",
+        "encoders of different lengths",
+        encode_decode,
+        ("encoder_rows", "batched_steps"),
+        crossed,
+    ),
     Recipe("embed", "whole requests without a cache", embed, ("batched_steps",), uncached),
-    Recipe("embed-long", "a request longer than a split", embed_long, ("rows_over_a_split",), uncached),
+    Recipe(
+        "embed-long", "a request longer than a split", embed_long, ("rows_over_a_split",), uncached
+    ),
     Recipe("embed-empty", "steps without requests", empty_fresh, ("empty_steps",), uncached),
 )
 
 
 def write(recipe: Recipe, feature: Feature) -> Script:
-    """The recipe's script for a feature. If the model has an encoder, each request is encoded before it is computed from its start."""
+    """The recipe's script for a feature. If the model has an encoder, each request is encoded
+    before it is computed from its start."""
     script = Script()
     recipe.tell(script)
     if feature.encode and not script.encoder_uids:
@@ -256,7 +356,8 @@ def write(recipe: Recipe, feature: Feature) -> Script:
 
 
 def add_encoders(script: Script) -> None:
-    """Encoders of odd lengths for every request of a story that was told without them; a fork shares its parent's."""
+    """Encoders of odd lengths for every request of a story that was told without them; a fork
+    shares its parent's."""
     told, lengths = script.steps, cycle((33, 1, 64, 20, 65, 7, 16, 5))
     script.steps = []
     for step in told:

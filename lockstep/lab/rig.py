@@ -1,8 +1,10 @@
-"""Runs stories on whole engines, in hostile surroundings, and compares every request with its recomputation.
+"""Runs stories on whole engines, in hostile surroundings, and compares every request with its
+recomputation.
 
-Unwritten slots hold NaN and so do, before every step, all pages that nobody holds; pages are handed out in shuffled order. A story is a
-list of orders and, if it likes, somebody who disturbs the engine between steps. What is wrong is noted under the name of the property
-that it breaks; an exception ends the story, not the comparison of what came out before. One rig serves one cell.
+Unwritten slots hold NaN and so do, before every step, all pages that nobody holds; pages are handed
+out in shuffled order. A story is a list of orders and, if it likes, somebody who disturbs the
+engine between steps. What is wrong is noted under the name of the property that it breaks; an
+exception ends the story, not the comparison of what came out before. One rig serves one cell.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Injected(Exception):
 
 
 class Failing:
-    """A backend whose `attend` raises at the given calls, counted from 0, and which is what it was otherwise."""
+    """A backend whose `attend` raises at the given calls, counted from 0, and which is what it was
+    otherwise."""
 
     def __init__(self, backend: Backend, calls: Collection[int]) -> None:
         self.backend, self.caps, self.calls, self.done = backend, backend.caps, frozenset(calls), 0
@@ -57,7 +60,8 @@ class Failing:
 
 
 class Glass(Engine):
-    """An engine that counts what its steps are, tells them to whom wants to know, and finds poison in its cache."""
+    """An engine that counts what its steps are, tells them to whom wants to know, and finds poison
+    in its cache."""
 
     def __init__(self, config: EngineConfig, made: Parts, seed: int = 1) -> None:
         super().__init__(config, made)
@@ -69,7 +73,9 @@ class Glass(Engine):
 
     def poison(self) -> None:
         """NaN into every page that nobody holds."""
-        for pages, pool, spec in zip(self.scheduler.pools, self.runner.pools, self.specs, strict=True):
+        for pages, pool, spec in zip(
+            self.scheduler.pools, self.runner.pools, self.specs, strict=True
+        ):
             if pages is not None and pool is not None:
                 free = torch.from_numpy(np.flatnonzero(pages.refs == 0))
                 slots = (free[:, None] * spec.page_size + torch.arange(spec.page_size)).reshape(-1)
@@ -87,16 +93,21 @@ class Glass(Engine):
         self.seen["steps"] += 1
         self.seen["batched_steps"] += len(pieces) > 1
         self.seen["mixed_steps"] += len({piece.new_len > 1 for piece in pieces}) > 1
-        self.seen["chunks"] += sum(piece.cached_len + piece.new_len < len(piece.request.ask.prompt) for piece in pieces)
+        self.seen["chunks"] += sum(
+            piece.cached_len + piece.new_len < len(piece.request.ask.prompt) for piece in pieces
+        )
         self.seen["decode_rows"] += sum(piece.new_len == 1 for piece in pieces)
-        self.seen["recomputed_rows"] += sum(piece.new_len for piece in pieces if piece.request.output and piece.new_len > 1)
+        self.seen["recomputed_rows"] += sum(
+            piece.new_len for piece in pieces if piece.request.output and piece.new_len > 1
+        )
         if self.tell is not None:
             self.tell(self, step)
         return super()._generate(step)
 
 
 class Rig:
-    """The engines of one cell. `faults` are what was found, by property; `counters` what really happened."""
+    """The engines of one cell. `faults` are what was found, by property; `counters` what really
+    happened."""
 
     def __init__(self, tiny: Tiny, backend: Backend, checks: bool = True) -> None:
         self.checks = checks
@@ -111,18 +122,28 @@ class Rig:
 
     def engine(self, **options: object) -> Glass:
         """A fresh engine; pages of 8 and room for everybody unless told otherwise."""
-        given = {"context_length": CONTEXT, "page_size": 8, "max_total_tokens": 1024, "max_running_requests": 16, **options}
+        given = {
+            "context_length": CONTEXT,
+            "page_size": 8,
+            "max_total_tokens": 1024,
+            "max_running_requests": 16,
+            **options,
+        }
         made = Glass(EngineConfig.from_names(given), self.parts)
         made.runner.checks, made.tell = self.checks, self.tell
         return made
 
     def note(self, name: str, faults: Sequence[str], held: str = "") -> None:
-        """Something was looked at: what speaks against the property, if anything, and what it rests on."""
+        """Something was looked at: what speaks against the property, if anything, and what it rests
+        on."""
         self.faults.setdefault(name, []).extend(faults)
         self.held[name] = held or self.held.get(name, "")
 
-    def play(self, name: str, engine: Glass, orders: Sequence[Order], disturb: Disturb | None = None) -> list[Job]:
-        """Runs a story to its end and compares every request with its recomputation, as property `name`."""
+    def play(
+        self, name: str, engine: Glass, orders: Sequence[Order], disturb: Disturb | None = None
+    ) -> list[Job]:
+        """Runs a story to its end and compares every request with its recomputation, as property
+        `name`."""
         before = Counter(engine.seen) + Counter(engine.scheduler.counters)
         jobs: list[Job] = []
         streams: dict[int, list[Chunk]] = {}
@@ -133,16 +154,34 @@ class Rig:
         except Exception as error:  # whatever broken code raises: it ends the story, what came out so far is compared
             self.note("raised", [f"{type(error).__name__}: {error}"])
         oracle = self.oracle_of(engine)
-        found = [f for i, job in enumerate(jobs) for f in self._differences(f"request {i}", job, orders[i], streams.get(i, []), oracle)]
+        found = [
+            f
+            for i, job in enumerate(jobs)
+            for f in self._differences(f"request {i}", job, orders[i], streams.get(i, []), oracle)
+        ]
         self.counters["requests"] += len(jobs)
         self.note(name, found, "every request has the bits of its recomputation")
         self.note("pages", [], "free + cached + held = all, after every step")
-        self.note("poison", [f"request {i}: {d.error}" for i, job in enumerate(jobs) for d in job.drafts if d.error], "no NaN was read")
+        self.note(
+            "poison",
+            [
+                f"request {i}: {d.error}"
+                for i, job in enumerate(jobs)
+                for d in job.drafts
+                if d.error
+            ],
+            "no NaN was read",
+        )
         self.counters.update((Counter(engine.seen) + Counter(engine.scheduler.counters)) - before)
         return jobs
 
     def _run(
-        self, engine: Glass, orders: Sequence[Order], disturb: Disturb | None, jobs: list[Job], streams: dict[int, list[Chunk]]
+        self,
+        engine: Glass,
+        orders: Sequence[Order],
+        disturb: Disturb | None,
+        jobs: list[Job],
+        streams: dict[int, list[Chunk]],
     ) -> None:
         step = 0
         while len(jobs) < len(orders) or engine.busy:
@@ -164,7 +203,9 @@ class Rig:
                 streams.setdefault(i, []).extend(job.news())
             step += 1
             if step > STEPS:
-                raise RuleError(f"a story ends within {STEPS} steps", "no end", "Look at the scheduler")
+                raise RuleError(
+                    f"a story ends within {STEPS} steps", "no end", "Look at the scheduler"
+                )
         left = len(engine.scheduler.running) + len(engine.scheduler.waiting)
         self.note("pages", [f"{left} requests are left without a job"] if left else [])
         self._audit(engine)
@@ -180,12 +221,22 @@ class Rig:
                 self.note("account", [f"group {g}: nobody missed a page"])
             except RuleError as error:
                 told = str(error).startswith("every hold has a holder")
-                self.note("account", [] if told else [str(error)], "a page that nobody holds is missed, in every group")
+                self.note(
+                    "account",
+                    [] if told else [str(error)],
+                    "a page that nobody holds is missed, in every group",
+                )
             pool.give(lost)
 
     def add(self, engine: Glass, order: Order) -> Job:
         """An order, as the engine takes it."""
-        return engine.add(order.prompt, order.params, scores_only=order.score, priority=order.priority, tenant=order.tenant)
+        return engine.add(
+            order.prompt,
+            order.params,
+            scores_only=order.score,
+            priority=order.priority,
+            tenant=order.tenant,
+        )
 
     def _account(self, engine: Glass) -> None:
         """free + cached + held = all, and the tree agrees with itself."""
@@ -203,16 +254,23 @@ class Rig:
             self.rounded[dtype] = Recompute(self.parts, dtype)
         return self.rounded[dtype]
 
-    def _differences(self, who: str, job: Job, order: Order, stream: Sequence[Chunk], oracle: Recompute) -> list[str]:
+    def _differences(
+        self, who: str, job: Job, order: Order, stream: Sequence[Chunk], oracle: Recompute
+    ) -> list[str]:
         out, found = job.output(""), list[str]()
-        want = oracle.completions(order if order.params.seed is not None else replace(order, params=job.params))
+        want = oracle.completions(
+            order if order.params.seed is not None else replace(order, params=job.params)
+        )
         for have, answer in zip(out.completions if want else (), want, strict=True):
             self._claim(order.prompt, answer, oracle)
             n, ended = len(have.token_ids), order.abort is None and bool(job.done)
             name = f"{who} completion {have.index}" if len(want) > 1 else who
             short = (have.token_ids, have.finish_reason) != (tuple(answer.token_ids), answer.finish)
             if have.token_ids != tuple(answer.token_ids[:n]) or (ended and short):
-                found.append(f"{name}: tokens {_list(have.token_ids)} ({have.finish_reason}), not {_list(answer.token_ids)}")
+                found.append(
+                    f"{name}: tokens {_list(have.token_ids)} ({have.finish_reason}), not "
+                    f"{_list(answer.token_ids)}"
+                )
             elif have.logprobs is not None and _bits_differ(have.logprobs, answer.logprobs[:n]):
                 found.append(f"{name}: log-probabilities differ in bits")
             elif have.top_logprobs is not None and have.top_logprobs != tuple(answer.best[:n]):
@@ -232,10 +290,15 @@ class Rig:
             return [f"{who}: {n} prompt log-probabilities for {len(scores)} tokens"]
         if _bits_differ(out.prompt_logprobs[1:n], scores[1:n]):
             return [f"{who}: prompt log-probabilities differ in bits"]
-        return [f"{who}: the prompt's best tokens differ"] if k and out.prompt_top_logprobs != tuple(best[:n]) else []
+        return (
+            [f"{who}: the prompt's best tokens differ"]
+            if k and out.prompt_top_logprobs != tuple(best[:n])
+            else []
+        )
 
     def _claim(self, prompt: tuple[int, ...], answer: Answer, oracle: Recompute) -> None:
-        """An answer whose bits are compared is compared in value with the plain model at the end."""
+        """An answer whose bits are compared is compared in value with the plain model at the
+        end."""
         begin, source = oracle.placed(prompt)
         ids = (*begin, *answer.token_ids)
         self.values.claim(ids, len(begin), answer.logprobs, answer.best, source, oracle.kv_dtype)
@@ -247,19 +310,27 @@ def stream_faults(job: Job, stream: Sequence[Chunk]) -> list[str]:
     for completion in job.output("").completions if job.done else ():
         mine = [c for c in stream if c.index == completion.index]
         if "".join(c.text for c in mine) != completion.text:
-            found.append(f"streamed {''.join(c.text for c in mine)!r}, answered {completion.text!r}")
+            found.append(
+                f"streamed {''.join(c.text for c in mine)!r}, answered {completion.text!r}"
+            )
         if sum((c.token_ids for c in mine), ()) != completion.token_ids:
             found.append("other tokens were streamed than answered")
         last = [c.finish_reason for c in mine if c.finish_reason]
         if last != [completion.finish_reason] and completion.finish_reason != "abort":
-            found.append(f"the stream ended with {last}, the answer with {completion.finish_reason}")
+            found.append(
+                f"the stream ended with {last}, the answer with {completion.finish_reason}"
+            )
     return found
 
 
 def _bits_differ(have: Any, want: Any) -> bool:
     """A NaN equals nothing: two runs that are wrong alike do not agree."""
     a, b = np.asarray(have, np.float32), np.asarray(want, np.float32)
-    return a.shape != b.shape or bool((a.view(np.int32) != b.view(np.int32)).any()) or bool(np.isnan(a).any())
+    return (
+        a.shape != b.shape
+        or bool((a.view(np.int32) != b.view(np.int32)).any())
+        or bool(np.isnan(a).any())
+    )
 
 
 def _list(ids: Sequence[int]) -> str:

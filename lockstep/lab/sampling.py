@@ -1,7 +1,9 @@
-"""The recipes of the sampler's cells: what must hold for the choice of a token, whatever model made the logits.
+"""The recipes of the sampler's cells: what must hold for the choice of a token, whatever model made
+the logits.
 
-Logits are made up: ties, masks, peaks and plains. Every choice is compared with `choice`, by the compiled kernel and by the tensors
-that other devices use; the noise is looked at where its hash is extreme; counts are compared with the distribution they come from.
+Logits are made up: ties, masks, peaks and plains. Every choice is compared with `choice`, by the
+compiled kernel and by the tensors that other devices use; the noise is looked at where its hash is
+extreme; counts are compared with the distribution they come from.
 """
 
 from __future__ import annotations
@@ -46,9 +48,12 @@ KINDS = (
 
 
 def rows_of(count: int, vocab: int = VOCAB) -> tuple[Tensor, list[Row]]:
-    """Logits with ties and masked tokens, and one row of every kind of parameters after another, each with its own past."""
+    """Logits with ties and masked tokens, and one row of every kind of parameters after another,
+    each with its own past."""
     rng = np.random.default_rng(17)
-    logits = (rng.standard_normal((count, vocab)) * rng.choice((0.2, 2.0, 8.0), (count, 1))).astype(np.float32)
+    logits = (rng.standard_normal((count, vocab)) * rng.choice((0.2, 2.0, 8.0), (count, 1))).astype(
+        np.float32
+    )
     logits[::3] = np.round(logits[::3])
     logits[1::4, rng.permutation(vocab)[: vocab // 2 + 2]] = -np.inf
     rows = []
@@ -72,26 +77,48 @@ def choices(rig: Rig, quick: bool) -> None:
 
 
 def one_by_one(rig: Rig, logits: Tensor, rows: list[Row]) -> None:
-    """Every row against the second text of the choice, by the kernel and by tensors; how often later blocks won is counted."""
+    """Every row against the second text of the choice, by the kernel and by tensors; how often
+    later blocks won is counted."""
     rig.counters["rows"] += len(rows)
     chosen = sampler.sample(logits, rows, (EOS,)).token_ids
     for r, row in enumerate(rows):
-        want = choice.choose(logits[r].numpy(), row.params, row.token_ids.tolist(), row.prompt_len, (EOS,))
-        rig.note("choice", [f"row {r}: {int(chosen[r])}, not {want} ({row.params})"] if int(chosen[r]) != want else [], f"{len(rows)} rows")
+        want = choice.choose(
+            logits[r].numpy(), row.params, row.token_ids.tolist(), row.prompt_len, (EOS,)
+        )
+        rig.note(
+            "choice",
+            [f"row {r}: {int(chosen[r])}, not {want} ({row.params})"]
+            if int(chosen[r]) != want
+            else [],
+            f"{len(rows)} rows",
+        )
         masked = logits[r, chosen[r]] == -torch.inf
-        rig.note("masked", [f"row {r}: {int(chosen[r])} cannot be chosen"] if masked else [], "no masked token was chosen")
+        rig.note(
+            "masked",
+            [f"row {r}: {int(chosen[r])} cannot be chosen"] if masked else [],
+            "no masked token was chosen",
+        )
     rig.counters["later_blocks"] += int((chosen >= BLOCK).sum())
     log_probabilities(rig, logits, chosen)
     edited = plain.edited(logits, rows, (EOS,))
     tensors, _ = plain.chosen(edited, sampler.settings(rows, logits.shape[1]))
-    rig.note("devices", [] if torch.equal(tensors, chosen) else ["tensors choose otherwise than the kernel"], "kernel = tensors")
+    rig.note(
+        "devices",
+        [] if torch.equal(tensors, chosen) else ["tensors choose otherwise than the kernel"],
+        "kernel = tensors",
+    )
 
 
 def log_probabilities(rig: Rig, logits: Tensor, tokens: Tensor) -> None:
-    """Of the chosen token and of the best few, against numpy in float64; equal ones by the lower id, by the kernel and by tensors."""
+    """Of the chosen token and of the best few, against numpy in float64; equal ones by the lower
+    id, by the kernel and by tensors."""
     told = sampler.log_probs(logits, tokens, FEW)
     exact = logits.double().numpy()
-    exact = exact - np.log(np.exp(exact - exact.max(1, keepdims=True)).sum(1, keepdims=True)) - exact.max(1, keepdims=True)
+    exact = (
+        exact
+        - np.log(np.exp(exact - exact.max(1, keepdims=True)).sum(1, keepdims=True))
+        - exact.max(1, keepdims=True)
+    )
     faults = []
     for r in range(len(logits)):
         best = [i for _, i in sorted((-x, i) for i, x in enumerate(exact[r].tolist()))[:FEW]]
@@ -99,19 +126,28 @@ def log_probabilities(rig: Rig, logits: Tensor, tokens: Tensor) -> None:
             faults.append(f"row {r}: the best tokens are {told.top_ids[r].tolist()}, not {best}")
         have = np.array([float(told.chosen[r]), *told.top[r].tolist()])
         want = exact[r][[int(tokens[r]), *best]].astype(np.float32).astype(np.float64)
-        if not np.all((have == want) | (np.abs(have - want) <= 2.0**-23 * np.maximum(np.abs(want), 1))):
+        if not np.all(
+            (have == want) | (np.abs(have - want) <= 2.0**-23 * np.maximum(np.abs(want), 1))
+        ):
             faults.append(f"row {r}: log-probabilities {have.tolist()}, not {want.tolist()}")
     rig.note("logprobs", faults, f"float64, and the best {FEW} in order")
     tensors = plain.described(logits, tokens, FEW)
-    pairs = ((tensors.chosen, told.chosen), (tensors.top_ids, told.top_ids), (tensors.top, told.top))
+    pairs = (
+        (tensors.chosen, told.chosen),
+        (tensors.top_ids, told.top_ids),
+        (tensors.top, told.top),
+    )
     same = all(torch.equal(a, b) for a, b in pairs)
     rig.note("devices", [] if same else ["tensors describe a row otherwise than the kernel"])
 
 
 def noisy_ties() -> tuple[Tensor, list[Row]]:
-    """Equal logits so large that a float32 hardly has room for the noise: the largest sum is often there several times."""
+    """Equal logits so large that a float32 hardly has room for the noise: the largest sum is often
+    there several times."""
     past = np.array([7, 8, 9], np.int32)
-    rows = [Row(SamplingParams(seed=seed, logprobs=0), len(past), len(past), past) for seed in range(24)]
+    rows = [
+        Row(SamplingParams(seed=seed, logprobs=0), len(past), len(past), past) for seed in range(24)
+    ]
     logits = torch.full((len(rows), WIDE), 2.0**24)
     logits[::2, : BLOCK - 6] = 0.0
     return logits, rows
@@ -121,26 +157,47 @@ def noise_at_the_ends(rig: Rig) -> None:
     """u lies in (0, 1) for every word, and the noise is the definition's."""
     for name, words in (("numpy", np.array(WORDS, np.int64)), ("torch", torch.tensor(WORDS))):
         have = [float(x) for x in kernel.gumbel(words)]
-        far = [f"{name}, word {w}: {x}" for w, x in zip(WORDS, have, strict=True) if not abs(x - choice.gumbel(w)) < CLOSE]
+        far = [
+            f"{name}, word {w}: {x}"
+            for w, x in zip(WORDS, have, strict=True)
+            if not abs(x - choice.gumbel(w)) < CLOSE
+        ]
         rig.note("noise", far, "finite at both ends, and the definition's")
     places = [(5, 0, 1), (5, 1, 1), (-3, 2, 70), (2**45, 0, 2**20)]
     drawn = hashed.noise(torch.tensor([hashed.counter(*place) for place in places]), VOCAB)
     for at, (seed, index, position) in enumerate(places):
-        off = float((drawn[at] - torch.from_numpy(choice.noise(seed, index, position, VOCAB))).abs().max())
-        rig.note("noise", [f"seed {seed}, index {index}, position {position}: off by {off:.3g}"] if not off < CLOSE else [])
+        off = float(
+            (drawn[at] - torch.from_numpy(choice.noise(seed, index, position, VOCAB))).abs().max()
+        )
+        rig.note(
+            "noise",
+            [f"seed {seed}, index {index}, position {position}: off by {off:.3g}"]
+            if not off < CLOSE
+            else [],
+        )
 
 
 def ties(rig: Rig) -> None:
     """Equals go to the lower id: the best token, the last of top-k, the last of top-p."""
     equal = torch.zeros(1, VOCAB)
-    for limit, allowed in (({"temperature": 0.0}, 1), ({"top_k": 1}, 1), ({"top_k": 3}, 3), ({"top_p": 3 / VOCAB}, 3)):
+    for limit, allowed in (
+        ({"temperature": 0.0}, 1),
+        ({"top_k": 1}, 1),
+        ({"top_k": 3}, 3),
+        ({"top_p": 3 / VOCAB}, 3),
+    ):
         params = SamplingParams.from_dict({"seed": 0, **limit})
         seen = {int(sampler.sample(equal, [Row(params, p)]).token_ids) for p in range(40)}
-        rig.note("ties", [] if seen == set(range(allowed)) else [f"{limit}: {sorted(seen)} were chosen"], "by the lower id")
+        rig.note(
+            "ties",
+            [] if seen == set(range(allowed)) else [f"{limit}: {sorted(seen)} were chosen"],
+            "by the lower id",
+        )
 
 
 def bad_rows(rig: Rig) -> None:
-    """Rows that cannot be sampled say why, get no token and no log-probability, and leave their neighbours alone."""
+    """Rows that cannot be sampled say why, get no token and no log-probability, and leave their
+    neighbours alone."""
     logits, rows = rows_of(24)
     bad = {3: (torch.nan, "NaN"), 8: (torch.inf, "+inf"), 13: (-torch.inf, "no token is left")}
     spoilt = logits.clone()
@@ -150,48 +207,87 @@ def bad_rows(rig: Rig) -> None:
     told, faults = have.errors(), []
     for r in range(len(rows)):
         reason = bad[r][1] if r in bad else None
-        fine = (r in told and reason in told[r] and int(have.token_ids[r]) == -1) if reason else r not in told
-        faults += [] if fine else [f"row {r}: {told.get(r, 'no error')}, token {int(have.token_ids[r])}"]
+        fine = (
+            (r in told and reason in told[r] and int(have.token_ids[r]) == -1)
+            if reason
+            else r not in told
+        )
+        faults += (
+            [] if fine else [f"row {r}: {told.get(r, 'no error')}, token {int(have.token_ids[r])}"]
+        )
         if reason is None and int(have.token_ids[r]) != int(want.token_ids[r]):
             faults.append(f"row {r}: another token beside bad rows")
     assert have.logprobs is not None, "every row asks for them"
     finite = [r for r in bad if bool(have.logprobs.chosen[r].isfinite())]
-    rig.note("bad rows", [*faults, *(f"row {r}: a log-probability of nothing" for r in finite)], "refused with a reason, alone")
+    rig.note(
+        "bad rows",
+        [*faults, *(f"row {r}: a log-probability of nothing" for r in finite)],
+        "refused with a reason, alone",
+    )
 
 
 def distribution(rig: Rig, what: str, count: int) -> None:
-    """Counts over positions, over completions and over seeds against the probabilities they come from."""
+    """Counts over positions, over completions and over seeds against the probabilities they come
+    from."""
     logits = torch.linspace(0, 2.5, 12)
     rows = []
     for i in range(count):
-        params = SamplingParams(seed=i if what == "seed" else 1, sample_index=i if what == "sample_index" else 0)
+        params = SamplingParams(
+            seed=i if what == "seed" else 1, sample_index=i if what == "sample_index" else 0
+        )
         rows.append(Row(params, 3 + i if what == "position" else 3))
-    seen = torch.bincount(sampler.sample(logits.expand(count, -1), rows).token_ids, minlength=12).double()
+    seen = torch.bincount(
+        sampler.sample(logits.expand(count, -1), rows).token_ids, minlength=12
+    ).double()
     expected = logits.double().softmax(0) * count
     chi = float(((seen - expected) ** 2 / expected).sum())
     rig.counters["rows"] += count
-    rig.note("distribution", [f"over {what}: chi-square {chi:.0f} of 11"] if not chi < CHI else [], f"chi-square below {CHI:.0f}")
+    rig.note(
+        "distribution",
+        [f"over {what}: chi-square {chi:.0f} of 11"] if not chi < CHI else [],
+        f"chi-square below {CHI:.0f}",
+    )
 
 
 def seeds(rig: Rig, quick: bool) -> None:
-    """Rows of all kinds in one batch are what each is alone; a seed that nobody gave is drawn once, told, and good for a repetition."""
+    """Rows of all kinds in one batch are what each is alone; a seed that nobody gave is drawn once,
+    told, and good for a repetition."""
     logits, rows = rows_of(48)
     rig.counters["rows"] += len(rows)
     alone = [sampler.sample(logits[r : r + 1], rows[r : r + 1], (EOS,)) for r in range(len(rows))]
     for order in (range(len(rows)), range(len(rows) - 1, -1, -1)):
         rig.note("batch", differing(logits, rows, order, alone), "rows in company = alone")
     some = SamplingParams(max_tokens=10, logprobs=0, ignore_eos=True)
-    orders = [Order((1, 2, 3), some), Order((1, 2, 3), some), Order((1, 2, 3), replace(some, n=2)), Order((1, 2, 3), replace(some, seed=7))]
+    orders = [
+        Order((1, 2, 3), some),
+        Order((1, 2, 3), some),
+        Order((1, 2, 3), replace(some, n=2)),
+        Order((1, 2, 3), replace(some, seed=7)),
+    ]
     jobs = rig.play("seed", rig.engine(), orders)
     drawn = [job.output("").seed for job in jobs]
     rig.counters["seeds_drawn"] += sum(seed is not None for seed in drawn[:3])
-    rig.note("seed", [] if len(set(drawn)) == 4 else [f"seeds {drawn}"], "drawn once per request, told, and good for a repetition")
-    again = rig.play("seed", rig.engine(), [replace(o, params=replace(o.params, seed=s)) for o, s in zip(orders, drawn, strict=True)])
-    other = [i for i, (a, b) in enumerate(zip(jobs, again, strict=True)) if a.output("").token_ids != b.output("").token_ids]
+    rig.note(
+        "seed",
+        [] if len(set(drawn)) == 4 else [f"seeds {drawn}"],
+        "drawn once per request, told, and good for a repetition",
+    )
+    again = rig.play(
+        "seed",
+        rig.engine(),
+        [replace(o, params=replace(o.params, seed=s)) for o, s in zip(orders, drawn, strict=True)],
+    )
+    other = [
+        i
+        for i, (a, b) in enumerate(zip(jobs, again, strict=True))
+        if a.output("").token_ids != b.output("").token_ids
+    ]
     rig.note("seed", [f"request {i} is another one with its own seed" for i in other])
 
 
-def differing(logits: Tensor, rows: list[Row], order: Sequence[int], alone: list[sampler.Sampled]) -> list[str]:
+def differing(
+    logits: Tensor, rows: list[Row], order: Sequence[int], alone: list[sampler.Sampled]
+) -> list[str]:
     """Rows that come out otherwise, in this order, than alone."""
     picked = list(order)
     many = sampler.sample(logits[picked], [rows[r] for r in picked], (EOS,))
@@ -200,6 +296,14 @@ def differing(logits: Tensor, rows: list[Row], order: Sequence[int], alone: list
     for at, r in enumerate(picked):
         one = alone[r].logprobs
         same = int(many.token_ids[at]) == int(alone[r].token_ids) and one is not None
-        if not same or one is None or not math.isclose(float(many.logprobs.chosen[at]), float(one.chosen[0]), rel_tol=0, abs_tol=0):
-            found.append(f"row {r}: {int(many.token_ids[at])} in company, {int(alone[r].token_ids)} alone")
+        if (
+            not same
+            or one is None
+            or not math.isclose(
+                float(many.logprobs.chosen[at]), float(one.chosen[0]), rel_tol=0, abs_tol=0
+            )
+        ):
+            found.append(
+                f"row {r}: {int(many.token_ids[at])} in company, {int(alone[r].token_ids)} alone"
+            )
     return found

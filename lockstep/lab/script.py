@@ -1,8 +1,9 @@
 """What happens to which request, in logical tokens: the language of the recipes.
 
-A token is a number, its `uid`; it has one parent, so it stands at the end of exactly one path, and its attention output is a function
-of that path alone. That is the whole promise: a row's result may be looked up by its uid, whatever the batch, the chunk or the tree it
-was computed in. A script is a list of steps; a step is a list of acts. Scripts know no pages and no tensors.
+A token is a number, its `uid`; it has one parent, so it stands at the end of exactly one path, and
+its attention output is a function of that path alone. That is the whole promise: a row's result may
+be looked up by its uid, whatever the batch, the chunk or the tree it was computed in. A script is a
+list of steps; a step is a list of acts. Scripts know no pages and no tensors.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class Compute:
-    """Rows `uids` of a request after `cached_len` committed keys; `keep` of them stay (the rest was rejected).
+    """Rows `uids` of a request after `cached_len` committed keys; `keep` of them stay (the rest was
+    rejected).
 
-    With `parents`, the rows are the last nodes of a tree and nothing stays until it is accepted. An `encoder` act computes the
-    request's encoder, whole, and writes its cross keys.
+    With `parents`, the rows are the last nodes of a tree and nothing stays until it is accepted. An
+    `encoder` act computes the request's encoder, whole, and writes its cross keys.
     """
 
     request: int
@@ -48,7 +50,8 @@ class Accept:
 
 @dataclass(frozen=True)
 class Drop:
-    """The request gives its pages back: it ended, or it was preempted and will be computed again."""
+    """The request gives its pages back: it ended, or it was preempted and will be computed
+    again."""
 
     request: int
 
@@ -58,15 +61,20 @@ Act = Compute | Fork | Accept | Drop
 
 @dataclass
 class Script:
-    """A recipe's story while it is written. The verbs below return acts; `step` puts acts that happen together into one step."""
+    """A recipe's story while it is written. The verbs below return acts; `step` puts acts that
+    happen together into one step."""
 
     parents: list[int] = field(default_factory=list)  # of every uid; -1 for a first token
     owner: list[int] = field(default_factory=list)  # the request that computed a uid first
     encoder_uids: dict[int, tuple[int, ...]] = field(default_factory=dict)
     steps: list[tuple[Act, ...]] = field(default_factory=list)
     committed: dict[int, list[int]] = field(default_factory=dict)
-    trees: dict[int, list[int]] = field(default_factory=dict)  # uids of the nodes of a request's open tree
-    lineage: dict[int, tuple[int, ...]] = field(default_factory=dict)  # a request and those it was forked from
+    trees: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # uids of the nodes of a request's open tree
+    lineage: dict[int, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # a request and those it was forked from
     infinite: list[int] = field(default_factory=list)  # uids of tokens whose values hold infinities
 
     def open(self) -> int:
@@ -79,7 +87,9 @@ class Script:
         """These acts happen in one step."""
         self.steps.append(acts)
 
-    def extend(self, r: int, n: int, keep: int | None = None, emit: tuple[int, ...] | None = None) -> Compute:
+    def extend(
+        self, r: int, n: int, keep: int | None = None, emit: tuple[int, ...] | None = None
+    ) -> Compute:
         """n more tokens; if keep < n, the last ones are rejected and will be written over."""
         done = self.committed[r]
         uids = self._chain(r, done[-1] if done else -1, n)
@@ -92,7 +102,8 @@ class Script:
         return Compute(r, tuple(self.committed[r][:n]), 0, n)
 
     def tree(self, r: int, parents: tuple[int, ...], new: int | None = None) -> Compute:
-        """Nodes with these parents; only the last `new` are computed, those before by earlier steps of the same tree."""
+        """Nodes with these parents; only the last `new` are computed, those before by earlier steps
+        of the same tree."""
         done, nodes = self.committed[r], self.trees.setdefault(r, [])
         for parent in parents[len(nodes) :]:
             above = nodes[parent] if parent >= 0 else (done[-1] if done else -1)
@@ -146,7 +157,10 @@ class Script:
 def alone(script: Script, request: int) -> Script:
     """The same story with nobody but `request` and those it was forked from."""
     mine = script.lineage[request]
-    steps = [tuple(a for a in step if a.request in mine and (not isinstance(a, Fork) or a.child in mine)) for step in script.steps]
+    steps = [
+        tuple(a for a in step if a.request in mine and (not isinstance(a, Fork) or a.child in mine))
+        for step in script.steps
+    ]
     return replace(script, steps=[s for s in steps if s])
 
 
@@ -160,11 +174,15 @@ def _chunks(act: Compute, size: int) -> list[Compute]:
         return [act]
     cuts = range(0, len(act.uids), size)
     pieces = [act.uids[i : i + size] for i in cuts]
-    return [replace(act, uids=p, cached_len=act.cached_len + i, keep=len(p), emit=None) for i, p in zip(cuts, pieces, strict=True)]
+    return [
+        replace(act, uids=p, cached_len=act.cached_len + i, keep=len(p), emit=None)
+        for i, p in zip(cuts, pieces, strict=True)
+    ]
 
 
 def _rewrite(script: Script, cut: Callable[[Compute], list[Compute]]) -> Script:
-    """Each step becomes as many steps as its longest act has pieces; other acts stay in the first."""
+    """Each step becomes as many steps as its longest act has pieces; other acts stay in the
+    first."""
     steps: list[tuple[Act, ...]] = []
     for step in script.steps:
         lists: list[list[Act]] = [list(cut(a)) if isinstance(a, Compute) else [a] for a in step]
@@ -174,7 +192,8 @@ def _rewrite(script: Script, cut: Callable[[Compute], list[Compute]]) -> Script:
 
 
 def plain(script: Script) -> Script:
-    """Every token once, each leaf of the story as a request of its own, alone, whole, cold: what all other ways must equal."""
+    """Every token once, each leaf of the story as a request of its own, alone, whole, cold: what
+    all other ways must equal."""
     leaves = leaf_uids(script)
     out = replace(script, steps=[], lineage={}, encoder_uids={})
     for r, uid in enumerate(leaves):

@@ -1,8 +1,8 @@
 """Plans that break a rule on purpose: `plan.check` must name the rule, in every kind of step.
 
-A guard that has become blind changes no answer until there is something to catch, so each step of a story is also shown to the check
-with one thing wrong at a time. What a rule is called stands here in full: the lab takes no words from `plan.rules`. Called by `world` for
-the steps that it inspects.
+A guard that has become blind changes no answer until there is something to catch, so each step of a
+story is also shown to the check with one thing wrong at a time. What a rule is called stands here
+in full: the lab takes no words from `plan.rules`. Called by `world` for the steps that it inspects.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def unnoticed(plan: StepPlan, pool_pages: tuple[int, ...]) -> list[str]:
 
 
 def variants(plan: StepPlan) -> Iterator[Spoilt]:
-    """Everything that can be done to a plan here; only its last request is touched, but for pages that are shared."""
+    """Everything that can be done to a plan here; only its last request is touched, but for pages
+    that are shared."""
     if not plan.real.requests:
         return
     yield from spoilt_rows(plan)
@@ -55,8 +56,16 @@ def changed(array: Any, at: Any, value: int) -> Any:
 def spoilt_rows(plan: StepPlan) -> Iterator[Spoilt]:
     """What all groups share."""
     row, last = int(plan.q_indptr[plan.real.requests - 1]), plan.real.tokens - 1
-    yield "rows begin at 1", "q_indptr rises from 0", replace(plan, q_indptr=changed(plan.q_indptr, 0, 1))
-    yield "lists begin at 1", "tail_indptr rises from 0", replace(plan, tail_indptr=changed(plan.tail_indptr, 0, 1))
+    yield (
+        "rows begin at 1",
+        "q_indptr rises from 0",
+        replace(plan, q_indptr=changed(plan.q_indptr, 0, 1)),
+    )
+    yield (
+        "lists begin at 1",
+        "tail_indptr rises from 0",
+        replace(plan, tail_indptr=changed(plan.tail_indptr, 0, 1)),
+    )
     start = changed(plan.start, row, int(plan.start[row]) + 1)
     yield "a list begins late", "a row's list names each position", replace(plan, start=start)
     emit = ints([*plan.emit[:-1], plan.bucket.tokens]) if len(plan.emit) else plan.emit
@@ -64,45 +73,89 @@ def spoilt_rows(plan: StepPlan) -> Iterator[Spoilt]:
         yield "a row that is not there is emitted", "emit names rows", replace(plan, emit=emit)
     if row < last and plan.start[row] > plan.positions[row]:
         moved = [changed(array, row, int(array[row]) + 1) for array in (plan.positions, plan.start)]
-        yield "a row stands one too far", "plain rows stand at", replace(plan, positions=moved[0], start=moved[1])
+        yield (
+            "a row stands one too far",
+            "plain rows stand at",
+            replace(plan, positions=moved[0], start=moved[1]),
+        )
 
 
 def spoilt_group(plan: StepPlan, group: PagedGroup) -> Iterator[tuple[str, str, PagedGroup]]:
     """One group's tables, lengths, slots and lists."""
     last, cross = plan.real.requests - 1, group.spec.layout is Layout.CROSS
-    yield "one length too many", "group {g} has the bucket's shape", replace(group, kv_lens=ints([*group.kv_lens, 1]))
+    yield (
+        "one length too many",
+        "group {g} has the bucket's shape",
+        replace(group, kv_lens=ints([*group.kv_lens, 1])),
+    )
     indptr = changed(group.page_indptr, -1, len(group.page_ids) + 1)
-    yield "a table beyond the bucket's", "page tables fit the bucket's", replace(group, page_indptr=indptr)
+    yield (
+        "a table beyond the bucket's",
+        "page tables fit the bucket's",
+        replace(group, page_indptr=indptr),
+    )
     if group.page_indptr[last] < group.page_indptr[last + 1]:
         ids = changed(group.page_ids, group.page_indptr[last], FAR)
-        yield "a page outside of the pool", "page ids are below the pool's", replace(group, page_ids=ids)
+        yield (
+            "a page outside of the pool",
+            "page ids are below the pool's",
+            replace(group, page_ids=ids),
+        )
     if len(group.moves):
-        yield "a move outside of the pool", "moves are below the pool's", replace(group, moves=changed(group.moves, (-1, 1), FAR))
+        yield (
+            "a move outside of the pool",
+            "moves are below the pool's",
+            replace(group, moves=changed(group.moves, (-1, 1), FAR)),
+        )
     if len(group.write_slots):
         slots = changed(group.write_slots, plan.real.tokens - 1, FAR)
-        yield "a write outside of the pool", "write slots are below the pool's", replace(group, write_slots=slots)
+        yield (
+            "a write outside of the pool",
+            "write slots are below the pool's",
+            replace(group, write_slots=slots),
+        )
     if not cross:
         yield from spoilt_lengths(plan, group, last)
         yield from shared_pages(plan, group)
         yield from spoilt_writes(plan, group, last)
 
 
-def spoilt_lengths(plan: StepPlan, group: PagedGroup, i: int) -> Iterator[tuple[str, str, PagedGroup]]:
+def spoilt_lengths(
+    plan: StepPlan, group: PagedGroup, i: int
+) -> Iterator[tuple[str, str, PagedGroup]]:
     """What a request says of its keys."""
     size, window = group.spec.page_size, group.spec.window
     first = int(plan.positions[plan.q_indptr[i] : plan.q_indptr[i + 1]].min())
     kv_lens = changed(group.kv_lens, i, int(group.kv_lens[i]) + 1)
-    yield "a key too many", "kv_len is 1 + the request's last position", replace(group, kv_lens=kv_lens)
+    yield (
+        "a key too many",
+        "kv_len is 1 + the request's last position",
+        replace(group, kv_lens=kv_lens),
+    )
     if size > 1:
         late = changed(group.first_pos, i, int(group.first_pos[i]) + 1)
-        yield "pages that begin in the middle of one", "first_pos is page-aligned", replace(group, first_pos=late)
+        yield (
+            "pages that begin in the middle of one",
+            "first_pos is page-aligned",
+            replace(group, first_pos=late),
+        )
     if window is None:
-        yield "keys dropped without a window", "only a window drops keys", replace(group, first_pos=changed(group.first_pos, i, size))
+        yield (
+            "keys dropped without a window",
+            "only a window drops keys",
+            replace(group, first_pos=changed(group.first_pos, i, size)),
+        )
     else:
         beyond = (max(0, first - window + 1) // size + 1) * size
         dropped = changed(group.first_pos, i, beyond)
-        yield "a visible key dropped", "no visible key was dropped", replace(group, first_pos=dropped)
-    room = int(group.first_pos[i]) + (int(group.page_indptr[i + 1] - group.page_indptr[i]) - 1) * size
+        yield (
+            "a visible key dropped",
+            "no visible key was dropped",
+            replace(group, first_pos=dropped),
+        )
+    room = (
+        int(group.first_pos[i]) + (int(group.page_indptr[i + 1] - group.page_indptr[i]) - 1) * size
+    )
     if room < group.kv_lens[i]:
         short = group.page_indptr.copy()
         short[i + 1 :] -= 1
@@ -119,10 +172,16 @@ def shared_pages(plan: StepPlan, group: PagedGroup) -> Iterator[tuple[str, str, 
         theirs = int(group.page_ids[group.page_indptr[other]])
         if at < group.page_indptr[i + 1]:
             rule = "a page that a request writes is in no other place"
-            yield f"request {i} shares a page with request {other}", rule, replace(group, page_ids=changed(group.page_ids, at, theirs))
+            yield (
+                f"request {i} shares a page with request {other}",
+                rule,
+                replace(group, page_ids=changed(group.page_ids, at, theirs)),
+            )
 
 
-def spoilt_writes(plan: StepPlan, group: PagedGroup, i: int) -> Iterator[tuple[str, str, PagedGroup]]:
+def spoilt_writes(
+    plan: StepPlan, group: PagedGroup, i: int
+) -> Iterator[tuple[str, str, PagedGroup]]:
     """Where a request writes, and what the lists of its tree rows name."""
     slots, end, rows = group.write_slots, int(plan.q_indptr[i + 1]), int(plan.new_lens[i])
     theirs = int(slots[0])
@@ -139,9 +198,21 @@ def spoilt_writes(plan: StepPlan, group: PagedGroup, i: int) -> Iterator[tuple[s
     if plan.tail_indptr[end] == plan.tail_indptr[end - 1]:
         return
     lists = group.tail_slots
-    yield "a list outside of the pool", "listed slots are below the pool's", replace(group, tail_slots=changed(lists, entry, FAR))
+    yield (
+        "a list outside of the pool",
+        "listed slots are below the pool's",
+        replace(group, tail_slots=changed(lists, entry, FAR)),
+    )
     if i > 0:
-        yield "a list in another's pages", "a row's list lies in its own", replace(group, tail_slots=changed(lists, entry, theirs))
+        yield (
+            "a list in another's pages",
+            "a row's list lies in its own",
+            replace(group, tail_slots=changed(lists, entry, theirs)),
+        )
     if rows > 1:
         own = changed(lists, entry, int(slots[end - 2]))
-        yield "a list that ends elsewhere", "a list ends with the row's own slot", replace(group, tail_slots=own)
+        yield (
+            "a list that ends elsewhere",
+            "a list ends with the row's own slot",
+            replace(group, tail_slots=own),
+        )

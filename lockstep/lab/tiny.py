@@ -1,8 +1,10 @@
-"""Models so small that a whole engine with one runs in a blink, random weights that matter, and an alphabet to read them with.
+"""Models so small that a whole engine with one runs in a blink, random weights that matter, and an
+alphabet to read them with.
 
-One model per way to keep a cache: all keys, windows beside all keys, latent rows, windows with sinks and experts. A model is what a
-config.json would say; its weights come from a generator. Nothing is proven here about the machine (`certify` belongs to a real start):
-a cell must see a bug by what comes out. The engine's cells and the random traces of `fuzz` share these.
+One model per way to keep a cache: all keys, windows beside all keys, latent rows, windows with
+sinks and experts. A model is what a config.json would say; its weights come from a generator.
+Nothing is proven here about the machine (`certify` belongs to a real start): a cell must see a bug
+by what comes out. The engine's cells and the random traces of `fuzz` share these.
 """
 
 from __future__ import annotations
@@ -82,24 +84,57 @@ LATENT = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.5,
 }
-EXPERTS = {"attention_bias": True, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+EXPERTS = {
+    "attention_bias": True,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
 
 CAPS = {
-    **{"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 8, "use_bidirectional_attention": False},
+    **{
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 8,
+        "use_bidirectional_attention": False,
+    },
     **{"attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0},
 }
 
 SOURCES = {
-    **{"d_model": HIDDEN, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40},
-    **{"encoder_attention_heads": 2, "decoder_attention_heads": 4, "scale_embedding": True, "activation_function": "gelu"},
+    **{
+        "d_model": HIDDEN,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 40,
+    },
+    **{
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 4,
+        "scale_embedding": True,
+        "activation_function": "gelu",
+    },
 }
 
 LLAMA = Tiny("llama", "full attention in every layer", "llama", {})
-QWEN3 = Tiny("qwen3", f"a window of {WINDOW} in one layer, full attention in the other", "qwen3", WINDOWS)
+QWEN3 = Tiny(
+    "qwen3", f"a window of {WINDOW} in one layer, full attention in the other", "qwen3", WINDOWS
+)
 DEEPSEEK = Tiny("deepseek-v3", "latent attention (MLA), experts", "deepseek_v3", LATENT)
-GPT_OSS = Tiny("gpt-oss", f"sinks, a window of {WINDOW} in one layer, experts", "gpt_oss", {**WINDOWS, **EXPERTS})
+GPT_OSS = Tiny(
+    "gpt-oss",
+    f"sinks, a window of {WINDOW} in one layer, experts",
+    "gpt_oss",
+    {**WINDOWS, **EXPERTS},
+)
 BART = Tiny("bart", "an encoder, and cross attention to its rows", "bart", SOURCES)
-GEMMA2 = Tiny("gemma2", f"soft caps that bind, on scores and logits, and a window of {WINDOW}", "gemma2", {**WINDOWS, **CAPS})
+GEMMA2 = Tiny(
+    "gemma2",
+    f"soft caps that bind, on scores and logits, and a window of {WINDOW}",
+    "gemma2",
+    {**WINDOWS, **CAPS},
+)
 MODELS = (LLAMA, QWEN3, DEEPSEEK, GPT_OSS, GEMMA2, BART)
 
 
@@ -115,15 +150,35 @@ def loaded(tiny: Tiny, seed: int = 3, record: dict[str, Tensor] | None = None) -
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
         noise = torch.randn(shape, generator=gen)
-        tensor = 1 + 0.1 * noise if "norm" in name else noise * (0.5 if "embed" in name else 1.5 / shape[-1] ** 0.5)
+        tensor = (
+            1 + 0.1 * noise
+            if "norm" in name
+            else noise * (0.5 if "embed" in name else 1.5 / shape[-1] ** 0.5)
+        )
         if record is not None:
             record[name] = tensor.clone()
         return tensor
 
     kernel, _ = linear.default_kernel("cpu")
-    weights = Weights(take, lambda _: None, {"model.embed_tokens.weight", "model.shared.weight"}, kernel)
-    model = import_module(f"lockstep.models.{tiny.model_type}").build(SimpleNamespace(**{**COMMON, **tiny.config}), weights)
-    info = Info(tiny.model_type, Path("tiny"), VOCAB, HIDDEN, CONTEXT, None, (EOS,), START, True, tiny is BART, kernel)
+    weights = Weights(
+        take, lambda _: None, {"model.embed_tokens.weight", "model.shared.weight"}, kernel
+    )
+    model = import_module(f"lockstep.models.{tiny.model_type}").build(
+        SimpleNamespace(**{**COMMON, **tiny.config}), weights
+    )
+    info = Info(
+        tiny.model_type,
+        Path("tiny"),
+        VOCAB,
+        HIDDEN,
+        CONTEXT,
+        None,
+        (EOS,),
+        START,
+        True,
+        tiny is BART,
+        kernel,
+    )
     return Loaded(model, info)
 
 
@@ -137,25 +192,43 @@ def checkpoint(tiny: Tiny, seed: int = 3) -> Checkpoint:
 def parts(tiny: Tiny, backend: Backend) -> Parts:
     """What an engine is made of, with nothing proven about the machine, and with an alphabet."""
     model, info = loaded(tiny)
-    return Parts(model, info, Tokenizer(Letters(), None, (EOS,)), backend, "the lab's choice", Certificate(0, (), "none"))
+    return Parts(
+        model,
+        info,
+        Tokenizer(Letters(), None, (EOS,)),
+        backend,
+        "the lab's choice",
+        Certificate(0, (), "none"),
+    )
 
 
 def save(tiny: Tiny, folder: Path, **generation: Any) -> None:
-    """The model as a folder that `models.weights` can load; `generation` is what its generation_config.json says."""
+    """The model as a folder that `models.weights` can load; `generation` is what its
+    generation_config.json says."""
     tensors: dict[str, Tensor] = {}
     loaded(tiny, record=tensors)
-    stated = {"model_type": tiny.model_type, "eos_token_id": EOS, "bos_token_id": None, "is_encoder_decoder": False}
+    stated = {
+        "model_type": tiny.model_type,
+        "eos_token_id": EOS,
+        "bos_token_id": None,
+        "is_encoder_decoder": False,
+    }
     config = {**COMMON, **tiny.config, **stated, STATED: True}
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     (folder / "generation_config.json").write_text(json.dumps(generation), "utf-8")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
 
 
 class Letters:
-    """A codec of one to three bytes per token: letters, pairs that make up longer words, and the bytes of é, € and 😀 one by one.
+    """A codec of one to three bytes per token: letters, pairs that make up longer words, and the
+    bytes of é, € and 😀 one by one.
 
-    So a character takes up to four tokens, most tokens are a beginning of something, and what is no UTF-8 becomes U+FFFD. As with
-    many tokenizers EOS stands before a text that is encoded, it has no text itself, and a space that begins a text is taken off.
+    So a character takes up to four tokens, most tokens are a beginning of something, and what is no
+    UTF-8 becomes U+FFFD. As with many tokenizers EOS stands before a text that is encoded, it has
+    no text itself, and a space that begins a text is taken off.
     """
 
     TOKENS = (
@@ -164,7 +237,26 @@ class Letters:
         *("é".encode()[i : i + 1] for i in range(2)),
         *("€".encode()[i : i + 1] for i in range(3)),
         *("😀".encode()[i : i + 1] for i in range(4)),
-        *(b"th", b"he", b"in", b"er", b"an", b"re", b"on", b"at", b"en", b"nd", b"ti", b"es", b"or", b"te", b"of", b"ed", b"is", b"it"),
+        *(
+            b"th",
+            b"he",
+            b"in",
+            b"er",
+            b"an",
+            b"re",
+            b"on",
+            b"at",
+            b"en",
+            b"nd",
+            b"ti",
+            b"es",
+            b"or",
+            b"te",
+            b"of",
+            b"ed",
+            b"is",
+            b"it",
+        ),
         b"the",
     )
 
@@ -172,7 +264,10 @@ class Letters:
 
     def encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         """Byte by byte, EOS before it if special tokens are wanted."""
-        return [*([EOS] if add_special else []), *(self.TOKENS.index(bytes([b])) for b in text.encode())]
+        return [
+            *([EOS] if add_special else []),
+            *(self.TOKENS.index(bytes([b])) for b in text.encode()),
+        ]
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
         """The bytes of all tokens, read as UTF-8 together, without the space at the beginning."""
@@ -193,4 +288,6 @@ class Letters:
 
     def continuation_ids(self) -> tuple[int, ...]:
         """Every byte of é, € and 😀 but the first."""
-        return tuple(i for i, token in enumerate(self.TOKENS) if len(token) == 1 and 0x80 <= token[0] < 0xC0)
+        return tuple(
+            i for i, token in enumerate(self.TOKENS) if len(token) == 1 and 0x80 <= token[0] < 0xC0
+        )

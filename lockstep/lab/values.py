@@ -146,9 +146,7 @@ def truth(compute: Callable[[], Tensor], cache_dtype: str = "float32") -> Truth:
 
 
 def decided_rows(
-    exact: Sequence[tuple[Tensor, int]],
-    noisy: Sequence[tuple[Tensor, int]],
-    scale: float,
+    exact: Sequence[tuple[Tensor, int]], noisy: Sequence[tuple[Tensor, int]], scale: float
 ) -> int:
     """The first row of which some ranking is closer than its scores may be off."""
     first = 1 << 30
@@ -250,11 +248,7 @@ class Values:
         verdict.add(f"{len(asked.ids)} tokens", errors, found.tolerance)
 
     def _judge_embeddings(
-        self,
-        verdict: Verdict,
-        ids: Ids,
-        pooling: str,
-        vectors: set[tuple[float, ...]],
+        self, verdict: Verdict, ids: Ids, pooling: str, vectors: set[tuple[float, ...]]
     ) -> None:
         def compute() -> Tensor:
             return plain.embedding(self.checkpoint, ids, pooling)

@@ -1,8 +1,10 @@
-"""Runs a script on a real backend, through the engine's own functions, in the most hostile surroundings.
+"""Runs a script on a real backend, through the engine's own functions, in the most hostile
+surroundings.
 
-Every slot that was not written holds NaN, pages are handed out in a shuffled order, freed pages are poisoned again, buffers lie between
-guard bands, and what a step may change in memory is computed here from the tables, by plain arithmetic, and compared byte by byte.
-A world runs one script in one `Setting`; it records, for every token, the bits of its output.
+Every slot that was not written holds NaN, pages are handed out in a shuffled order, freed pages are
+poisoned again, buffers lie between guard bands, and what a step may change in memory is computed
+here from the tables, by plain arithmetic, and compared byte by byte. A world runs one script in one
+`Setting`; it records, for every token, the bits of its output.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class Setting:
 
 @dataclass(eq=False)
 class Record:
-    """What a run left: per group and layer the outputs by token, what was counted, and what was found wrong."""
+    """What a run left: per group and layer the outputs by token, what was counted, and what was
+    found wrong."""
 
     out: list[list[Tensor]]
     lse: list[list[Tensor]]
@@ -66,14 +69,28 @@ class Record:
 class World:
     """Pools, tables and one script."""
 
-    def __init__(self, feature: Feature, script: Script, rows: list[list[Rows]], backend: Backend, setting: Setting) -> None:
-        self.feature, self.script, self.rows, self.backend, self.setting = feature, script, rows, backend, setting
+    def __init__(
+        self,
+        feature: Feature,
+        script: Script,
+        rows: list[list[Rows]],
+        backend: Backend,
+        setting: Setting,
+    ) -> None:
+        self.feature, self.script, self.rows, self.backend, self.setting = (
+            feature,
+            script,
+            rows,
+            backend,
+            setting,
+        )
         self.specs = feature.groups(setting.page_size)
         self.guarded = Guarded()
         sizes = [self._pool_pages(spec) for spec in self.specs]
         self.pages = [PagePool(n) if n else None for n in sizes]
         self.pools = [
-            Pool(spec, n, torch.device("cpu"), self.guarded.storage) if n else None for spec, n in zip(self.specs, sizes, strict=True)
+            Pool(spec, n, torch.device("cpu"), self.guarded.storage) if n else None
+            for spec, n in zip(self.specs, sizes, strict=True)
         ]
         for g, pool in enumerate(self.pages):
             if pool is not None:
@@ -98,7 +115,9 @@ class World:
         for pool in filter(None, self.pages):
             pool.check()
             if pool.free != pool.num_pages - 1:
-                self.record.faults.append(f"pages: {pool.num_pages - 1 - pool.free} never came back")
+                self.record.faults.append(
+                    f"pages: {pool.num_pages - 1 - pool.free} never came back"
+                )
         return self.record
 
     def _play(self, acts: tuple[Act, ...]) -> None:
@@ -114,7 +133,10 @@ class World:
                 self._freed(self.tables.pop(act.request).close())
                 self.record.counters["drops"] += 1
         computes = [a for a in acts if isinstance(a, Compute)]
-        encoders, others = [a for a in computes if a.encoder], [a for a in computes if not a.encoder]
+        encoders, others = (
+            [a for a in computes if a.encoder],
+            [a for a in computes if not a.encoder],
+        )
         if encoders:
             self._launch(encoders, self.feature.encode)
         if others or not acts:
@@ -137,7 +159,11 @@ class World:
                 table.reserve(act.cached_len + len(act.uids), cross_len=cross)
             pages = tuple(table.pages(g) for g in groups)
             new = len(act.uids) if act.encoder else 0
-            works.append(plan_build.Work(act.cached_len, len(act.uids), pages, act.emit, act.parents, cross, new))
+            works.append(
+                plan_build.Work(
+                    act.cached_len, len(act.uids), pages, act.emit, act.parents, cross, new
+                )
+            )
         plan = plan_build.build([self.specs[g] for g in groups], works)
         return plan_bucket.pad(plan, BUCKETS.fit(plan)) if self.setting.pad and works else plan
 
@@ -147,13 +173,17 @@ class World:
         if self.setting.checks:
             plan_check.check(plan, pool_pages)
         if self.setting.inspect and not self.setting.pad:
-            self.record.faults += [f"rules: {fault}" for fault in spoilt.unnoticed(plan, pool_pages)]
+            self.record.faults += [
+                f"rules: {fault}" for fault in spoilt.unnoticed(plan, pool_pages)
+            ]
         self._count(plan, computes, groups)
         self._audit(plan, computes, groups)
         specs = tuple(self.specs[g] for g in groups)
         image = self.guarded.ints(plan_image.pack(plan))
         views = plan_image.views(image, plan.bucket, specs)
-        if not np.array_equal(plan_image.pack(plan_image.unpack(image.numpy(), specs)), image.numpy()):
+        if not np.array_equal(
+            plan_image.pack(plan_image.unpack(image.numpy(), specs)), image.numpy()
+        ):
             self.record.faults.append("plan: unpack(pack(plan)) is another plan")
         before = self._memory() if self.setting.inspect else None
         uids = [uid for act in computes for uid in act.uids]
@@ -169,7 +199,13 @@ class World:
         for act in computes:
             self._freed(self.tables[act.request].moved())
 
-    def _layer(self, g: int, layer: int, step: tuple[StepPlan, kv_pool.PagedView | kv_pool.FreshView, object], uids: list[int]) -> None:
+    def _layer(
+        self,
+        g: int,
+        layer: int,
+        step: tuple[StepPlan, kv_pool.PagedView | kv_pool.FreshView, object],
+        uids: list[int],
+    ) -> None:
         plan, stores, handle = step
         spec, mine, record = self.specs[g], self.rows[g][layer], self.record
         index = torch.tensor(uids + [0] * (plan.bucket.tokens - len(uids)), dtype=torch.long)
@@ -188,28 +224,43 @@ class World:
             record.faults.append(f"pads: group {g}: a pad row is not finite")
         elif "pad" in self.backend.caps.invariances:
             wrong = self.pads.differing(g, layer, plan, (out, lse))
-            record.faults += [f"pads: group {g} layer {layer}: request {i} of the plan is not the pad request alone" for i in wrong]
+            record.faults += [
+                f"pads: group {g} layer {layer}: request {i} of the plan is not the pad request "
+                "alone"
+                for i in wrong
+            ]
         if layer == len(spec.layers) - 1:
             record.seen[g][real] = True
 
     def _audit(self, plan: StepPlan, computes: list[Compute], groups: tuple[int, ...]) -> None:
         """What the plan says of lengths and emitted rows, by the lab's own arithmetic."""
         begins = np.cumsum([0, *(len(a.uids) for a in computes)])
-        emits = [int(begins[i]) + j for i, a in enumerate(computes) for j in (a.emit if a.emit is not None else (len(a.uids) - 1,))]
+        emits = [
+            int(begins[i]) + j
+            for i, a in enumerate(computes)
+            for j in (a.emit if a.emit is not None else (len(a.uids) - 1,))
+        ]
         if plan.emit[: plan.real.emits].tolist() != emits:
             self.record.faults.append(f"plan: emits rows {plan.emit.tolist()[:8]}, not {emits[:8]}")
         ends = [max(len(self.script.path(u)) for u in a.uids) for a in computes]
         crosses = [len(self.script.encoder_uids.get(a.request, ())) for a in computes]
         for at, g in enumerate(groups):
             group, want = plan.groups[at], crosses if self.specs[g].layout is Layout.CROSS else ends
-            if isinstance(group, PagedGroup) and group.kv_lens[: plan.real.requests].tolist() != want:
-                self.record.faults.append(f"plan: group {g} has kv_lens {group.kv_lens.tolist()[:8]}, not {want[:8]}")
+            if (
+                isinstance(group, PagedGroup)
+                and group.kv_lens[: plan.real.requests].tolist() != want
+            ):
+                self.record.faults.append(
+                    f"plan: group {g} has kv_lens {group.kv_lens.tolist()[:8]}, not {want[:8]}"
+                )
 
     def _pool_pages(self, spec: GroupSpec) -> int:
         """Room for every token of the script twice, and the sink; 0 for a fresh group."""
         if spec.layout is Layout.FRESH:
             return 0
-        return 2 * -(-len(self.script.parents) // spec.page_size) + 8 * len(self.script.committed) + 2
+        return (
+            2 * -(-len(self.script.parents) // spec.page_size) + 8 * len(self.script.committed) + 2
+        )
 
     def _freed(self, freed: list[list[int]]) -> None:
         """Pages that nobody holds any more are poisoned again."""
@@ -235,10 +286,14 @@ class World:
         count["batched_steps"] += len(computes) > 1
         count["decode_rows"] += int((plan.new_lens[: plan.real.requests] == 1).sum())
         count["prefix_rows"] += sum(len(a.uids) for a in computes if a.cached_len)
-        count["rejected_rows"] += sum(len(a.uids) - a.keep for a in computes if a.parents is None and not a.encoder)
+        count["rejected_rows"] += sum(
+            len(a.uids) - a.keep for a in computes if a.parents is None and not a.encoder
+        )
         count["tail_rows"] += int(tails.sum())
         count["shallow_ends"] += sum(self._shallow(a) for a in computes if a.parents is not None)
-        count["infinite_keys"] += len({u for a in computes for u in a.uids} & set(self.script.infinite))
+        count["infinite_keys"] += len(
+            {u for a in computes for u in a.uids} & set(self.script.infinite)
+        )
         self._sort(plan, computes)
         count["encoder_rows"] += sum(len(a.uids) for a in computes if a.encoder)
         for at, g in enumerate(groups):
@@ -261,7 +316,12 @@ class World:
     def _sort(self, plan: StepPlan, computes: list[Compute]) -> None:
         """Which rows were batched, had a prefix, were decoded, hung in a tree."""
         for act in (a for a in computes if not a.encoder):
-            held = {"batch": len(computes) > 1, "prefix": act.cached_len > 0, "decode": len(act.uids) == 1, "tree": act.parents is not None}
+            held = {
+                "batch": len(computes) > 1,
+                "prefix": act.cached_len > 0,
+                "decode": len(act.uids) == 1,
+                "tree": act.parents is not None,
+            }
             for kind in (k for k, holds in held.items() if holds):
                 self.record.kinds.setdefault(kind, set()).update(act.uids)
 
@@ -270,19 +330,29 @@ class World:
         count["moved_rows"] += len(group.moves)
         count["dropped_positions"] += int(group.first_pos.sum())
         ids = set(group.page_ids.tolist()) - {0}
-        count["shared_pages"] += sum(1 for p in ids if pool is not None and p < pool.num_pages and pool.refs[p] > 1)
+        count["shared_pages"] += sum(
+            1 for p in ids if pool is not None and p < pool.num_pages and pool.refs[p] > 1
+        )
         count["reused_pages"] += sum((g, p) in self.used for p in ids)
 
     def _memory(self) -> list[list[list[Tensor]]]:
-        return [[[kv_pool._bits(s).clone() for s in layer] for layer in pool.storages] if pool else [] for pool in self.pools]
+        return [
+            [[kv_pool._bits(s).clone() for s in layer] for layer in pool.storages] if pool else []
+            for pool in self.pools
+        ]
 
-    def _compare(self, before: list[list[list[Tensor]]], computes: list[Compute], groups: tuple[int, ...]) -> None:
+    def _compare(
+        self, before: list[list[list[Tensor]]], computes: list[Compute], groups: tuple[int, ...]
+    ) -> None:
         """The step changed the slots it had to, to the values it had to, and nothing else."""
         for g, pool in enumerate(self.pools):
             if pool is None:
                 continue
             expect = self._expected_writes(g, computes) if g in groups else {}
-            slots, uids = torch.tensor(list(expect), dtype=torch.long), torch.tensor(list(expect.values()), dtype=torch.long)
+            slots, uids = (
+                torch.tensor(list(expect), dtype=torch.long),
+                torch.tensor(list(expect.values()), dtype=torch.long),
+            )
             for layer, storages in enumerate(pool.storages):
                 for at, storage in enumerate(storages):
                     old, new = before[g][layer][at], kv_pool._bits(storage)
@@ -290,11 +360,16 @@ class World:
                     changed[: pool.spec.page_size] = False
                     extra = set(changed.nonzero().flatten().tolist()) - set(expect)
                     if extra:
-                        self.record.faults.append(f"writes: group {g} layer {layer}: slots {sorted(extra)[:4]} changed")
+                        self.record.faults.append(
+                            f"writes: group {g} layer {layer}: slots {sorted(extra)[:4]} changed"
+                        )
                     rows = self.rows[g][layer]
                     want = stored_bits(pool.spec, layer, (rows.k if at == 0 else rows.v)[uids], at)
                     if len(slots) and not torch.equal(as_bits(new[slots]), as_bits(want)):
-                        self.record.faults.append(f"writes: group {g} layer {layer}: a row is not where or what it should be")
+                        self.record.faults.append(
+                            f"writes: group {g} layer {layer}: a row is not where or what it "
+                            "should be"
+                        )
 
     def _expected_writes(self, g: int, computes: list[Compute]) -> dict[int, int]:
         """slot -> token that lies there after this step, by plain arithmetic on the tables."""
@@ -306,14 +381,22 @@ class World:
             places = list(range(act.cached_len, act.cached_len + len(act.uids)))
             ids, first = pages.page_ids.tolist(), pages.first_pos
             if act.parents is not None:
-                places, ids, first = list(range(len(act.parents) - len(act.uids), len(act.parents))), pages.scratch.tolist(), 0
+                places, ids, first = (
+                    list(range(len(act.parents) - len(act.uids), len(act.parents))),
+                    pages.scratch.tolist(),
+                    0,
+                )
             for place, uid in zip(places, act.uids, strict=True):
-                out[ids[(place - first) // spec.page_size] * spec.page_size + place % spec.page_size] = uid
+                out[
+                    ids[(place - first) // spec.page_size] * spec.page_size + place % spec.page_size
+                ] = uid
             if not act.encoder:
                 out |= self._committed_slots(spec, pages, act)
         return out
 
-    def _committed_slots(self, spec: GroupSpec, pages: plan_build.Pages, act: Compute) -> dict[int, int]:
+    def _committed_slots(
+        self, spec: GroupSpec, pages: plan_build.Pages, act: Compute
+    ) -> dict[int, int]:
         """Committed tokens that moves may have put in place just now: all that are still held."""
         path = self.script.path(act.uids[0])[: act.cached_len]
         if spec.layout is Layout.CROSS or not path:
@@ -329,7 +412,8 @@ def plan_writes(plan: StepPlan, spec: GroupSpec) -> Iterator[np.ndarray]:
 
 
 def stored_bits(spec: GroupSpec, layer: int, values: Tensor, which: int) -> Tensor:
-    """What the cache holds for these values, up to a multiple of 8 columns with zeros: the lab's own account, not the pool's."""
+    """What the cache holds for these values, up to a multiple of 8 columns with zeros: the lab's
+    own account, not the pool's."""
     attn = spec.layers[layer]
     values = torch.cat((values, torch.zeros(*values.shape[:2], -values.shape[2] % 8)), 2)
     scaled = values / (attn.k_scale if which == 0 else attn.v_scale)

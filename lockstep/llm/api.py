@@ -2,11 +2,13 @@
 
     from lockstep import LLM, SamplingParams
     llm = LLM()                                        # the built-in model; or a folder, or a hub id
-    out = llm.generate(["def fib(n):"], SamplingParams(max_tokens=32, temperature=0.8, seed=7, logprobs=True))
+    out = llm.generate(["def fib(n):"], SamplingParams(max_tokens=32, temperature=0.8, seed=7,
+    logprobs=True))
     out[0].text, out[0].token_ids, out[0].logprobs, out[0].fingerprint
 
-Turns strings into tokens and jobs into outputs; the engine does the rest. Calls from several threads, and streams that are read in
-turns, are computed together. A call that ends with an exception, an interrupt for one, takes its requests with it and no others.
+Turns strings into tokens and jobs into outputs; the engine does the rest. Calls from several
+threads, and streams that are read in turns, are computed together. A call that ends with an
+exception, an interrupt for one, takes its requests with it and no others.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from lockstep.types import RuleError, shown
 
 
 class LLM:
-    """An engine with a model. Options are those of `EngineConfig`: page_size, chunked_prefill_size, disable_radix_cache, ..."""
+    """An engine with a model. Options are those of `EngineConfig`: page_size, chunked_prefill_size,
+    disable_radix_cache, ..."""
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         config = EngineConfig.from_names({"model": model, **options})
@@ -45,7 +48,8 @@ class LLM:
 
     @property
     def fingerprint(self) -> str:
-        """What computes the answers: every output carries it, and it holds for scores and embeddings too."""
+        """What computes the answers: every output carries it, and it holds for scores and
+        embeddings too."""
         return self.engine.fingerprint
 
     def generate(
@@ -56,24 +60,34 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
     ) -> list[Output]:
-        """One output per prompt, in order. A prompt is a string or a list of token ids; params are for all or one for each.
+        """One output per prompt, in order. A prompt is a string or a list of token ids; params are
+        for all or one for each.
 
-        `on_done` is called once per prompt, when its last completion has ended: for progress bars. `priority` is for all or one for
-        each: a higher one goes first, and changes no answer.
+        `on_done` is called once per prompt, when its last completion has ended: for progress bars.
+        `priority` is for all or one for each: a higher one goes first, and changes no answer.
         """
         many = prompt_forms.many(prompts)
         asked = prompt_forms.params_for(params, len(many))
         levels = prompt_forms.priorities_for(priority, len(many))
         if on_done is not None and not callable(on_done):
-            raise RuleError("on_done is called without arguments", shown(on_done), "Pass a function, or leave it out")
+            raise RuleError(
+                "on_done is called without arguments",
+                shown(on_done),
+                "Pass a function, or leave it out",
+            )
 
         def add(caller: Caller) -> list[Job]:
             each = zip(many, asked, levels, strict=True)
-            return [self.engine.add(self._ids(prompt), wish, priority=level, caller=caller) for prompt, wish, level in each]
+            return [
+                self.engine.add(self._ids(prompt), wish, priority=level, caller=caller)
+                for prompt, wish, level in each
+            ]
 
         return self._outputs(add, on_done)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Generator[Chunk, None, None]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Generator[Chunk, None, None]:
         """The text of one prompt as it comes. Leaving the loop early ends the request."""
         caller = Caller()
         chunks = self._stream(caller, prompt, params, priority)
@@ -85,18 +99,26 @@ class LLM:
     @overload
     def score(self, text: Prompt, items: Sequence[Prompt]) -> list[NDArray[np.float32]]: ...
 
-    def score(self, text: Prompt, items: Sequence[Prompt] | None = None) -> NDArray[np.float32] | list[NDArray[np.float32]]:
-        """Log-probability of every token of a text given those before it (NaN for the first): the bits generation would give.
+    def score(
+        self, text: Prompt, items: Sequence[Prompt] | None = None
+    ) -> NDArray[np.float32] | list[NDArray[np.float32]]:
+        """Log-probability of every token of a text given those before it (NaN for the first): the
+        bits generation would give.
 
-        With `items`: of every token of each item, given the text and the item's tokens before it. The text is computed once and each
-        item is a fork of it; for an encoder-decoder it is the source. Items are tokenised by themselves, without special tokens.
+        With `items`: of every token of each item, given the text and the item's tokens before it.
+        The text is computed once and each item is a fork of it; for an encoder-decoder it is the
+        source. Items are tokenised by themselves, without special tokens.
         """
         if items is not None:
             given = [self._ids(item, special=False) for item in prompt_forms.items(items)]
-            (output,) = self._outputs(lambda caller: [self.engine.add_items(self._ids(text), given, caller=caller)])
+            (output,) = self._outputs(
+                lambda caller: [self.engine.add_items(self._ids(text), given, caller=caller)]
+            )
             return [c.logprobs for c in output.completions if c.logprobs is not None]
         wish = SamplingParams(prompt_logprobs=True, seed=0)
-        (output,) = self._outputs(lambda caller: [self.engine.add(self._ids(text), wish, scores_only=True, caller=caller)])
+        (output,) = self._outputs(
+            lambda caller: [self.engine.add(self._ids(text), wish, scores_only=True, caller=caller)]
+        )
         assert output.prompt_logprobs is not None, "prompt_logprobs was asked for"
         return output.prompt_logprobs
 
@@ -105,14 +127,22 @@ class LLM:
         many, wish = prompt_forms.many(prompts), SamplingParams(seed=0)
         if not many:
             raise RuleError("there is a prompt to embed", "an empty list", "Pass at least one")
-        jobs = self._finished(lambda caller: [self.engine.add(self._ids(p), wish, embed=True, caller=caller) for p in many])
+        jobs = self._finished(
+            lambda caller: [
+                self.engine.add(self._ids(p), wish, embed=True, caller=caller) for p in many
+            ]
+        )
         return np.stack([job.embedding for job in jobs if job.embedding is not None])
 
-    def _stream(self, caller: Caller, prompt: Prompt, params: SamplingParams | None, priority: int) -> Generator[Chunk, None, None]:
+    def _stream(
+        self, caller: Caller, prompt: Prompt, params: SamplingParams | None, priority: int
+    ) -> Generator[Chunk, None, None]:
         """A step only when there is no news: others may have computed it."""
         try:
             (wish,) = prompt_forms.params_for(params, 1)
-            job = self.engine.add(self._ids(prompt_forms.single(prompt)), wish, priority=priority, caller=caller)
+            job = self.engine.add(
+                self._ids(prompt_forms.single(prompt)), wish, priority=priority, caller=caller
+            )
             done = False
             while not done:
                 chunks, done = self.engine.news(job)
@@ -122,11 +152,16 @@ class LLM:
         finally:
             caller.close()
 
-    def _outputs(self, add: Callable[[Caller], list[Job]], on_done: Callable[[], None] | None = None) -> list[Output]:
+    def _outputs(
+        self, add: Callable[[Caller], list[Job]], on_done: Callable[[], None] | None = None
+    ) -> list[Output]:
         return [job.output(self.engine.fingerprint) for job in self._finished(add, on_done)]
 
-    def _finished(self, add: Callable[[Caller], list[Job]], on_done: Callable[[], None] | None = None) -> list[Job]:
-        """The jobs that `add` makes, when all are done. They belong to this function: what ends it ends them."""
+    def _finished(
+        self, add: Callable[[Caller], list[Job]], on_done: Callable[[], None] | None = None
+    ) -> list[Job]:
+        """The jobs that `add` makes, when all are done. They belong to this function: what ends it
+        ends them."""
         caller = Caller(sys._getframe())
         try:
             jobs = add(caller)
@@ -145,5 +180,9 @@ class LLM:
         if not isinstance(prompt, str):
             return prompt  # the engine checks ids
         if self.engine.tokenizer is None:
-            raise RuleError("a text prompt needs a tokenizer", f"none in {self.engine.info.folder.name}", "Pass token ids")
+            raise RuleError(
+                "a text prompt needs a tokenizer",
+                f"none in {self.engine.info.folder.name}",
+                "Pass token ids",
+            )
         return self.engine.tokenizer.encode(prompt, special)

@@ -3,7 +3,8 @@
 An exception may strike anywhere, in a `finally` too, so neither question is answered by what a call
 did last. A turn belongs to a function and ends with it; a request belongs to a `Caller` and is
 given up with it: a function that is on no thread's stack any more, or a generator that has ended.
-Whoever comes next sees that. Knows frames and threads, nothing of engines; `engine` and `api` use it.
+Whoever comes next sees that. Knows frames and threads, nothing of engines; `engine` and `api` use
+it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def executing() -> set[FrameType]:
 
 
 class Turn:
-    """`with Turn(queue):` runs the block alone among all blocks of that queue, first come first served.
+    """`with Turn(queue):` runs the block alone among all blocks of that queue, first come first
+    served.
 
     The queue is a plain list whose operations are atomic. The turn is over when the block is left,
     or when the function around it has ended in any other way: an interrupt between two steps of

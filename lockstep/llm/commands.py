@@ -1,7 +1,7 @@
 """`lockstep generate`: text in, text out.
 
-One prompt streams to the terminal; many run as one batch under a progress bar; `--json` gives one document. Takes parsed arguments and
-returns an exit code; `cli` calls it.
+One prompt streams to the terminal; many run as one batch under a progress bar; `--json` gives one
+document. Takes parsed arguments and returns an exit code; `cli` calls it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def generate(args: Namespace) -> int:
     """`generate`: 1 if a request ended with an error."""
     given = vars(args)
     prompts = read_prompts(args)
-    params = SamplingParams.from_dict({name: given[name] for name in PARAMS if given.get(name) is not None})
+    params = SamplingParams.from_dict(
+        {name: given[name] for name in PARAMS if given.get(name) is not None}
+    )
     options = {f.name: given[f.name] for f in fields(EngineConfig) if given.get(f.name) is not None}
     llm = LLM(**options)
     if not args.quiet:
@@ -41,12 +43,26 @@ def generate(args: Namespace) -> int:
     if args.json != "-":
         for prompt, output in zip(prompts, outputs, strict=True):
             for completion in output.completions:
-                print(f"--- {prompt!r} [{completion.index}] ({completion.finish_reason})\n{prompt}{completion.text}")
+                print(
+                    f"--- {prompt!r} [{completion.index}] "
+                    f"({completion.finish_reason})\n{prompt}{completion.text}"
+                )
     return int(any(c.finish_reason == "error" for o in outputs for c in o.completions))
 
 
 PARAMS = (
-    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n", "logprobs", "ignore_eos"),
+    *(
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+        "n",
+        "logprobs",
+        "ignore_eos",
+    ),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias"),
 )
 
@@ -67,13 +83,17 @@ def read_file(where: str) -> str:
     try:
         content = sys.stdin.buffer.read() if where == "-" else Path(where).read_bytes()
     except OSError as error:
-        raise RuleError(rule, f"{where!r}: {error.strerror}", "Check the path, or use - for stdin") from None
+        raise RuleError(
+            rule, f"{where!r}: {error.strerror}", "Check the path, or use - for stdin"
+        ) from None
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         got = f"{where!r}: byte 0x{content[error.start]:02X} in line {line}"
-        raise RuleError("a file of prompts is text in UTF-8", got, "Convert it, as with iconv") from None
+        raise RuleError(
+            "a file of prompts is text in UTF-8", got, "Convert it, as with iconv"
+        ) from None
 
 
 def as_json(prompt: str, output: Output) -> dict[str, Any]:

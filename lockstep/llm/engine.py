@@ -1,11 +1,13 @@
 """The engine: schedule, run, sample, commit, until nothing is left.
 
-Puts together what knows nothing of each other: a scheduler without tensors, a model without requests, a sampler without either. One
-step is one call of `step`; an error in one request ends that request and nothing else.
+Puts together what knows nothing of each other: a scheduler without tensors, a model without
+requests, a sampler without either. One step is one call of `step`; an error in one request ends
+that request and nothing else.
 
-Calls from several threads take turns. Every exception, wherever it strikes, leaves an engine that answers right: jobs are changed by one
-frozen result per step, which can be written again; everything else (pages, tree, queue, text streams) is suspect while `_changing` is
-set, and the next call that finds it set makes it anew from the jobs.
+Calls from several threads take turns. Every exception, wherever it strikes, leaves an engine that
+answers right: jobs are changed by one frozen result per step, which can be written again;
+everything else (pages, tree, queue, text streams) is suspect while `_changing` is set, and the next
+call that finds it set makes it anew from the jobs.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ NOBODY = Token(-1)  # an item's tokens are given
 ITEM = SamplingParams(max_tokens=None, logprobs=True, seed=0)
 BUILTIN = Path(__file__).parent.parent / "builtin"
 
-Next = tuple[TokenUpdate | None, Token]  # a draft's next token, None if none could be sampled; and what the scheduler is told
+Next = tuple[
+    TokenUpdate | None, Token
+]  # a draft's next token, None if none could be sampled; and what the scheduler is told
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +72,20 @@ class Parts:
 
 
 def load(config: EngineConfig) -> Parts:
-    """The model from its folder or hub id, or the built-in one, with the first GEMM that this machine proves sound, and a backend."""
+    """The model from its folder or hub id, or the built-in one, with the first GEMM that this
+    machine proves sound, and a backend."""
     refused: list[RuleError] = []
     for gemm in linear.kernels(config.device):
-        model, info = weights.load(config.model or BUILTIN, config.device, config.dtype, gemm=gemm, context_length=config.context_length)
-        tokenizer = Tokenizer.from_folder(info.folder) if has(info.folder, "tokenizer.json") else None
+        model, info = weights.load(
+            config.model or BUILTIN,
+            config.device,
+            config.dtype,
+            gemm=gemm,
+            context_length=config.context_length,
+        )
+        tokenizer = (
+            Tokenizer.from_folder(info.folder) if has(info.folder, "tokenizer.json") else None
+        )
         try:
             return prepare(Loaded(model, info), tokenizer, config)
         except NotCertified as error:
@@ -80,16 +93,21 @@ def load(config: EngineConfig) -> Parts:
     raise refused[-1]
 
 
-def prepare(loaded: Loaded, tokenizer: Tokenizer | None, config: EngineConfig | None = None) -> Parts:
+def prepare(
+    loaded: Loaded, tokenizer: Tokenizer | None, config: EngineConfig | None = None
+) -> Parts:
     """Chooses a backend and proves that rows do not depend on their neighbours."""
     model, info = loaded
     config = config or EngineConfig()
-    backend, why = select(config.attention_backend, model.groups(config.page_size, config.kv_cache_dtype), "cpu")
+    backend, why = select(
+        config.attention_backend, model.groups(config.page_size, config.kv_cache_dtype), "cpu"
+    )
     return Parts(model, info, tokenizer, backend, why, certify(model, backend, info, config))
 
 
 class Engine:
-    """A model, its cache and its queue. `add` jobs, call `step` while `busy`. `told` says what was chosen at start, and why."""
+    """A model, its cache and its queue. `add` jobs, call `step` while `busy`. `told` says what was
+    chosen at start, and why."""
 
     def __init__(self, config: EngineConfig, parts: Parts) -> None:
         self.config, self.parts = config, parts
@@ -106,15 +124,21 @@ class Engine:
         buckets = Buckets(config.bucket_sizes) if config.bucket_sizes is not None else None
         self.runner = Runner(self.model, self.specs, pages, parts.backend, buckets)
         self._num_pages = pages
-        self._kinds = Kinds(groups.generate if self.info.generates else (), groups.encode, groups.embed)
+        self._kinds = Kinds(
+            groups.generate if self.info.generates else (), groups.encode, groups.embed
+        )
         self.scheduler = self._new_scheduler()
         name = parts.why.partition(":")[0]
-        self.fingerprint = fingerprint(name, parts.backend, self.info, config.kv_cache_dtype, parts.certificate)
+        self.fingerprint = fingerprint(
+            name, parts.backend, self.info, config.kv_cache_dtype, parts.certificate
+        )
         self.jobs: dict[int, Job] = {}
         self.told = f"attention {parts.why}; gemm {self.info.gemm}; {sizes.text}"
         self._turns: list[Turn] = []
         self._changing = False  # set while anything but the jobs may be half changed
-        self._settled: StepResult | None = None  # a step that has happened, until its jobs have it all
+        self._settled: StepResult | None = (
+            None  # a step that has happened, until its jobs have it all
+        )
 
     @property
     def busy(self) -> bool:
@@ -134,30 +158,51 @@ class Engine:
         tenant: str = "",
         caller: Caller | None = None,
     ) -> Job:
-        """Takes a prompt in, or says why not. `embed` and `scores_only` ask for no new tokens. An encoder's prompt is its source.
+        """Takes a prompt in, or says why not. `embed` and `scores_only` ask for no new tokens. An
+        encoder's prompt is its source.
 
-        Of a higher `priority` goes first; what is cached is shared within a `tenant` only. A job leaves with its `caller`; without
-        one it stays until it has ended or is aborted.
+        Of a higher `priority` goes first; what is cached is shared within a `tenant` only. A job
+        leaves with its `caller`; without one it stays until it has ended or is aborted.
         """
         ids, source = self._placed(self._checked(prompt_ids))
         (params,) = params_for(params, 1)
         params.check_vocab(self.info.vocab_size)
         if source and params.top_prompt_logprobs is not None:
-            raise RuleError("a prompt is scored by a decoder", "an encoder-decoder", "Score items that follow the prompt")
+            raise RuleError(
+                "a prompt is scored by a decoder",
+                "an encoder-decoder",
+                "Score items that follow the prompt",
+            )
         if source and embed:
-            raise RuleError("embeddings come from decoders and encoders", "an encoder-decoder", "Use it for generation")
+            raise RuleError(
+                "embeddings come from decoders and encoders",
+                "an encoder-decoder",
+                "Use it for generation",
+            )
         if not isinstance(tenant, str):
-            raise RuleError("a tenant is named by a string", shown(tenant), "Leave it out where there is one")
+            raise RuleError(
+                "a tenant is named by a string", shown(tenant), "Leave it out where there is one"
+            )
         room = self.context_length - len(ids)
         new = 0 if embed or scores_only else params.new_len(room)
         if new > room:
             rule = f"prompt and new tokens fit into the context of {self.context_length}"
-            raise RuleError(rule, f"{len(ids)} + {new}", f"Use max_tokens of at most {max(room, 0)}, or a shorter prompt")
+            raise RuleError(
+                rule,
+                f"{len(ids)} + {new}",
+                f"Use max_tokens of at most {max(room, 0)}, or a shorter prompt",
+            )
         ask = Ask(
             prompt=ids,
             max_new_tokens=new,
             n=params.n,
-            priority=whole("priority", priority, -INT32_MAX, INT32_MAX, "0 is everybody's, a higher one goes first"),
+            priority=whole(
+                "priority",
+                priority,
+                -INT32_MAX,
+                INT32_MAX,
+                "0 is everybody's, a higher one goes first",
+            ),
             wants_prompt_logprobs=params.top_prompt_logprobs is not None,
             encoder_ids=source,
             tenant=tenant,
@@ -165,14 +210,26 @@ class Engine:
         )
         return self._take(ask, resolve_seed(params), caller)
 
-    def add_items(self, prompt_ids: Sequence[int], items: Sequence[Sequence[int]], *, caller: Caller | None = None) -> Job:
-        """Takes one prompt and several continuations in, whose log-probabilities are wanted: one draft each, one prompt."""
+    def add_items(
+        self,
+        prompt_ids: Sequence[int],
+        items: Sequence[Sequence[int]],
+        *,
+        caller: Caller | None = None,
+    ) -> Job:
+        """Takes one prompt and several continuations in, whose log-probabilities are wanted: one
+        draft each, one prompt."""
         ids, source = self._placed(self._checked(prompt_ids))
         given = tuple(self._checked(item) for item in item_forms(items))
         longest = max(map(len, given), default=0)
         if not given or len(ids) + longest > self.context_length:
-            rule = f"there is an item, and prompt and item fit into the context of {self.context_length}"
-            raise RuleError(rule, f"{len(given)} items, {len(ids)} + {longest} tokens", "Shorten it")
+            rule = (
+                "there is an item, and prompt and item fit into the context of "
+                f"{self.context_length}"
+            )
+            raise RuleError(
+                rule, f"{len(given)} items, {len(ids)} + {longest} tokens", "Shorten it"
+            )
         return self._take(Ask(ids, 0, encoder_ids=source, items=given), ITEM, caller)
 
     def _take(self, ask: Ask, params: SamplingParams, caller: Caller | None) -> Job:
@@ -191,7 +248,11 @@ class Engine:
             return ids, ()
         start = self.info.decoder_start_token_id
         if start is None:
-            raise RuleError("an encoder-decoder's config names decoder_start_token_id", "none", "Add it to config.json")
+            raise RuleError(
+                "an encoder-decoder's config names decoder_start_token_id",
+                "none",
+                "Add it to config.json",
+            )
         return (start,), ids
 
     def abort(self, job: Job) -> None:
@@ -222,7 +283,7 @@ class Engine:
             self._tidy(thorough=True)
             self.scheduler.check()
 
-    # -- one step ----------------------------------------------------------------------------------------------------------------
+    # -- one step
 
     def _run(self, step: Step) -> list[Job]:
         """Computes a step. Before `_settled` is set it has not happened, from then on it has."""
@@ -240,19 +301,27 @@ class Engine:
         return touched
 
     def _plan(self, step: Step) -> tuple[StepPlan, Tensor]:
-        ids = torch.tensor([token for piece in step.pieces for token in piece.ids], dtype=torch.long)
+        ids = torch.tensor(
+            [token for piece in step.pieces for token in piece.ids], dtype=torch.long
+        )
         return build([self.specs[g] for g in step.groups], step.works), ids
 
     def _compute(self, step: Step) -> StepResult:
         """What every piece gets: a step is of one kind. No job is changed."""
         if step.groups == self.scheduler.kinds.embed:
             return self._embed(step)
-        return self._generate(step) if step.groups == self.scheduler.kinds.generate else self._encode(step)
+        return (
+            self._generate(step)
+            if step.groups == self.scheduler.kinds.generate
+            else self._encode(step)
+        )
 
     def _encode(self, step: Step) -> StepResult:
         """Sources: no tokens, but keys for the decoder."""
         assert self.encoder is not None, "only an encoder-decoder has encode steps"
-        self.runner.rows(*self._plan(step), step.groups, self.encoder.encoder_places, self.encoder.encode)
+        self.runner.rows(
+            *self._plan(step), step.groups, self.encoder.encoder_places, self.encoder.encode
+        )
         return StepResult(((),) * len(step.pieces))
 
     def _generate(self, step: Step) -> StepResult:
@@ -286,19 +355,31 @@ class Engine:
                 wanted.append(job.drafts[index])
             begin += len(piece.emit)
         updates, endings = self._choose(logits, at, rows, wanted)
-        return StepResult(_by_piece(step, updates), tuple(u for u, _ in updates if u), tuple(scores), endings=endings)
+        return StepResult(
+            _by_piece(step, updates),
+            tuple(u for u, _ in updates if u),
+            tuple(scores),
+            endings=endings,
+        )
 
     def _row(self, job: Job, piece: Piece, index: int) -> Row:
         draft, tokens = job.drafts[index], piece.request.tokens
         history = np.array(tokens, np.int32) if draft.params.penalised else np.empty(0, np.int32)
         return Row(draft.params, len(tokens), len(job.prompt_ids), history)
 
-    def _choose(self, logits: Tensor, at: list[int], rows: list[Row], wanted: list[Draft]) -> tuple[list[Next], tuple[Ending, ...]]:
+    def _choose(
+        self, logits: Tensor, at: list[int], rows: list[Row], wanted: list[Draft]
+    ) -> tuple[list[Next], tuple[Ending, ...]]:
         """The next token of every wanted draft, and what goes wrong with some of them."""
         if not rows:
             return [], ()
-        chosen = sample(logits if len(at) == len(logits) else logits[at], rows, self.info.eos_token_ids)
-        errors, told = chosen.errors(), dict(zip(chosen.logprob_rows, range(len(rows)), strict=False))
+        chosen = sample(
+            logits if len(at) == len(logits) else logits[at], rows, self.info.eos_token_ids
+        )
+        errors, told = (
+            chosen.errors(),
+            dict(zip(chosen.logprob_rows, range(len(rows)), strict=False)),
+        )
         out: list[Next] = []
         for r, (draft, token_id) in enumerate(zip(wanted, chosen.token_ids.tolist(), strict=True)):
             if r in errors:
@@ -320,15 +401,20 @@ class Engine:
         if items:
             ids, target, begin = (*ids, *items[index]), job.drafts[index].scores, len(ids)
         told = log_probs(logits, torch.tensor(ids[first : first + len(logits)]), k)
-        return ScoreUpdate(target, first - begin, tuple(_entry(told, i, k) for i in range(len(logits))))
+        return ScoreUpdate(
+            target, first - begin, tuple(_entry(told, i, k) for i in range(len(logits)))
+        )
 
     def _first_of_items(self, job: Job, logits: Tensor) -> list[ScoreUpdate]:
         """The prompt's last row tells of the first token of every item."""
         items = job.request.ask.items
         told = log_probs(logits.expand(len(items), -1), torch.tensor([item[0] for item in items]))
-        return [ScoreUpdate(draft.scores, 0, (_entry(told, i, 0),)) for i, draft in enumerate(job.drafts)]
+        return [
+            ScoreUpdate(draft.scores, 0, (_entry(told, i, 0),))
+            for i, draft in enumerate(job.drafts)
+        ]
 
-    # -- between calls -----------------------------------------------------------------------------------------------------------
+    # -- between calls
 
     def _tidy(self, thorough: bool = False) -> None:
         """What the calls before left: something half changed, or jobs that nobody waits for.
@@ -352,9 +438,11 @@ class Engine:
         return [job for job in owned if job.caller is not None and job.caller.gone(frames)]
 
     def _recover(self) -> None:
-        """Pages, tree, queue and text streams anew, from the jobs: all of them as if they had been preempted. The cache is forgotten.
+        """Pages, tree, queue and text streams anew, from the jobs: all of them as if they had been
+        preempted. The cache is forgotten.
 
-        Changes nothing that it reads before `_changing` is unset, so it can be left anywhere and begun again.
+        Changes nothing that it reads before `_changing` is unset, so it can be left anywhere and
+        begun again.
         """
         settled = self._settled
         if settled is not None:
@@ -381,21 +469,30 @@ class Engine:
     def _checked(self, prompt_ids: Prompt) -> tuple[int, ...]:
         ids = token_ids(prompt_ids, self.info.vocab_size)
         if not ids:
-            raise RuleError("a prompt has at least one token", "an empty prompt", "Start with some text")
+            raise RuleError(
+                "a prompt has at least one token", "an empty prompt", "Start with some text"
+            )
         if len(ids) > self.context_length:
-            raise RuleError(f"a prompt has at most {self.context_length} tokens", str(len(ids)), "Shorten it")
+            raise RuleError(
+                f"a prompt has at most {self.context_length} tokens", str(len(ids)), "Shorten it"
+            )
         return ids
 
 
 def limits_of(config: EngineConfig) -> Limits:
     """What the options say about steps."""
-    return Limits(config.chunked_prefill_size, config.max_running_requests, not config.disable_radix_cache)
+    return Limits(
+        config.chunked_prefill_size, config.max_running_requests, not config.disable_radix_cache
+    )
 
 
 def _by_piece(step: Step, updates: Sequence[Next]) -> tuple[tuple[Token, ...], ...]:
     """The tokens of every piece, in order; an item's are given."""
     tokens = iter([token for _, token in updates])
-    return tuple(tuple([NOBODY if p.request.ask.items else next(tokens) for _ in range(p.samples)]) for p in step.pieces)
+    return tuple(
+        tuple([NOBODY if p.request.ask.items else next(tokens) for _ in range(p.samples)])
+        for p in step.pieces
+    )
 
 
 def _entry(told: Logprobs, row: int, k: int) -> Score:

@@ -1,7 +1,8 @@
-"""What computed an answer, in one line: equal fingerprints with order = canonical promise equal bits.
+"""What computed an answer, in one line: equal fingerprints with order = canonical promise equal
+bits.
 
-Everything that may change a bit has its place here: the weights, what they run on, the cache's dtype, and
-choices that depend on the context. Called by the engine at its start.
+Everything that may change a bit has its place here: the weights, what they run on, the cache's
+dtype, and choices that depend on the context. Called by the engine at its start.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from lockstep.models.weights import Info
 from lockstep.run.certify import Certificate
 
 
-def fingerprint(name: str, backend: Backend, info: Info, kv_dtype: str, certificate: Certificate) -> str:
+def fingerprint(
+    name: str, backend: Backend, info: Info, kv_dtype: str, certificate: Certificate
+) -> str:
     """Fields as `name=value`, separated by semicolons. `name` is the backend's.
 
-    order, backend (with distribution and version where it is somebody else's), gemm (the GEMM class),
-    device class and versions, kv (the cache's dtype), weights (the digest of the tensors), certificate
-    (the digest of the layers' kinds and of what `certify` computed), and rope_context where a dynamic rope was stretched.
+    order, backend (with distribution and version where it is somebody else's), gemm (the GEMM
+    class), device class and versions, kv (the cache's dtype), weights (the digest of the tensors),
+    certificate (the digest of the layers' kinds and of what `certify` computed), and rope_context
+    where a dynamic rope was stretched.
     """
     origin = select.origin(name)
     versions = [f"{package}={version(package)}" for package in ("torch", "numba", "llvmlite")]

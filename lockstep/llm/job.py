@@ -1,9 +1,10 @@
 """One prompt on its way: what was asked, and what has come out so far, per completion.
 
-A `Draft` grows by one token at a time: the text that is certain, the log-probabilities, and why it ended. `Job.output` freezes all of it.
-A step changes nothing here until it is one frozen `StepResult`. That is written by position, so that it can be written again: after
-whatever exception a job is what its last result says, and its requests are made anew from that (`resumed`).
-Knows tokens and text; the engine feeds it, the surface reads it.
+A `Draft` grows by one token at a time: the text that is certain, the log-probabilities, and why it
+ended. `Job.output` freezes all of it. A step changes nothing here until it is one frozen
+`StepResult`. That is written by position, so that it can be written again: after whatever exception
+a job is what its last result says, and its requests are made anew from that (`resumed`). Knows
+tokens and text; the engine feeds it, the surface reads it.
 """
 
 from __future__ import annotations
@@ -39,20 +40,30 @@ class Scores:
 
 
 class Draft:
-    """A completion while it grows. `given` tokens, an item's, are all there from the beginning; their text is not wanted."""
+    """A completion while it grows. `given` tokens, an item's, are all there from the beginning;
+    their text is not wanted."""
 
-    def __init__(self, params: SamplingParams, prompt_ids: tuple[int, ...], tokenizer: Tokenizer | None, given: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: tuple[int, ...],
+        tokenizer: Tokenizer | None,
+        given: Sequence[int] = (),
+    ) -> None:
         self.params, self.prompt_ids, self.tokenizer = params, prompt_ids, tokenizer
         self.token_ids: list[int] = list(given)
         self.given = bool(given)
         self.scores = Scores()
-        self.pieces: list[str] = []  # one per generated token, and one for what was held back until the end
+        self.pieces: list[
+            str
+        ] = []  # one per generated token, and one for what was held back until the end
         self.finish: str | None = None
         self.error = ""
         self.stream = self._stream()
 
     def feed(self, token_id: int, count: int, eos_ids: tuple[int, ...]) -> tuple[str, bool]:
-        """The text that token number `count` adds, and whether the text ends with it. Moves the stream on and nothing else.
+        """The text that token number `count` adds, and whether the text ends with it. Moves the
+        stream on and nothing else.
 
         The token that ends a text is kept, its own text is not.
         """
@@ -83,16 +94,35 @@ class Draft:
         chosen = np.array(self.scores.chosen, np.float32) if asked else None
         best = tuple(self.scores.best) if asked and self.params.top_logprobs else None
         ids = tuple(self.token_ids)
-        return Completion(self.params.sample_index, "".join(self.pieces), ids, self.finish or "abort", chosen, best, self.error)
+        return Completion(
+            self.params.sample_index,
+            "".join(self.pieces),
+            ids,
+            self.finish or "abort",
+            chosen,
+            best,
+            self.error,
+        )
 
     def _stream(self) -> Stream | None:
-        return Stream(self.tokenizer, self.params.stops, self.prompt_ids) if self.tokenizer is not None else None
+        return (
+            Stream(self.tokenizer, self.params.stops, self.prompt_ids)
+            if self.tokenizer is not None
+            else None
+        )
 
 
 class Job:
-    """A prompt and its completions. `request` is what the scheduler made of it; `caller` waits for it, None for whoever holds the job."""
+    """A prompt and its completions. `request` is what the scheduler made of it; `caller` waits for
+    it, None for whoever holds the job."""
 
-    def __init__(self, params: SamplingParams, request: Request, tokenizer: Tokenizer | None, caller: Caller | None = None) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        caller: Caller | None = None,
+    ) -> None:
         self.params, self.request, self.caller = params, request, caller
         self.prompt_ids = request.ask.prompt
         items, each = request.ask.items, params.completions()
@@ -116,7 +146,10 @@ class Job:
             text, new = "".join(draft.pieces[pieces:]), tuple(draft.token_ids[ids:])
             if text or new or draft.finish is not None:
                 out.append(Chunk(draft.params.sample_index, text, new, draft.finish))
-                self._told[i] = (len(draft.pieces) if draft.finish is None else -1, len(draft.token_ids))
+                self._told[i] = (
+                    len(draft.pieces) if draft.finish is None else -1,
+                    len(draft.token_ids),
+                )
         return out
 
     def end(self, reason: str) -> None:
@@ -131,7 +164,8 @@ class Job:
                 draft.replay(eos_ids)
 
     def resumed(self) -> list[Request]:
-        """The requests of this job anew, from what has come out and nothing else: as if all of them had been preempted."""
+        """The requests of this job anew, from what has come out and nothing else: as if all of them
+        had been preempted."""
         old = self.request
         items, begun = old.ask.items, self._begun()
         made: list[Request] = []
@@ -148,9 +182,12 @@ class Job:
         return made
 
     def _begun(self) -> bool:
-        """Whether the prompt was computed to its end: then every completion has its first token, or its item's first score, or ended."""
+        """Whether the prompt was computed to its end: then every completion has its first token, or
+        its item's first score, or ended."""
         first = self.drafts[0]
-        return first.finish is not None or bool(first.scores.chosen if first.given else first.token_ids)
+        return first.finish is not None or bool(
+            first.scores.chosen if first.given else first.token_ids
+        )
 
     def output(self, fingerprint: str) -> Output:
         """The answer, frozen."""
@@ -168,7 +205,8 @@ class Job:
 
 
 class TokenUpdate(NamedTuple):
-    """The next token of a completion: number `at`, with its text, and its log-probability if that is wanted."""
+    """The next token of a completion: number `at`, with its text, and its log-probability if that
+    is wanted."""
 
     draft: Draft
     at: int

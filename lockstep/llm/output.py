@@ -1,7 +1,8 @@
 """What comes back: one `Output` per prompt, one `Completion` per sample, frozen.
 
-Log-probabilities are float32 arrays under the model's own distribution, before temperature. Every output carries the fingerprint of
-what computed it: equal fingerprints with order = canonical promise equal bits.
+Log-probabilities are float32 arrays under the model's own distribution, before temperature. Every
+output carries the fingerprint of what computed it: equal fingerprints with order = canonical
+promise equal bits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ Top = tuple[tuple[int, float], ...]  # (token id, log-probability) of the best t
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """One generated text. `finish_reason` is length, stop, abort or error (then `error` says why)."""
+    """One generated text. `finish_reason` is length, stop, abort or error (then `error` says
+    why)."""
 
     index: int
     text: str
@@ -30,14 +32,17 @@ class Completion:
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """The answer to one prompt. text, token_ids, logprobs and finish_reason are those of the first completion."""
+    """The answer to one prompt. text, token_ids, logprobs and finish_reason are those of the first
+    completion."""
 
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]
     seed: int | None  # with it, the same request gives the same answer again
     cached_tokens: int  # prompt tokens whose keys were found in the cache
     fingerprint: str
-    prompt_logprobs: Floats | None = None  # one per prompt token; NaN for the first, which nothing predicts
+    prompt_logprobs: Floats | None = (
+        None  # one per prompt token; NaN for the first, which nothing predicts
+    )
     prompt_top_logprobs: tuple[Top, ...] | None = None
 
     @property
@@ -63,7 +68,8 @@ class Output:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a stream yields: more text of one completion. The last chunk of a completion has a finish_reason."""
+    """What a stream yields: more text of one completion. The last chunk of a completion has a
+    finish_reason."""
 
     index: int
     text: str

@@ -1,7 +1,9 @@
-"""What may be a prompt: a string, or token ids in order. Everything else is refused before anything is queued.
+"""What may be a prompt: a string, or token ids in order. Everything else is refused before anything
+is queued.
 
-Ids are whole numbers of any integer type (a tokenizer's lists, numpy arrays, tensors); a bool is none, and neither is 1.0. Knows no
-engine and no tokenizer: `api` sorts what users pass, `engine` checks ids against a vocabulary.
+Ids are whole numbers of any integer type (a tokenizer's lists, numpy arrays, tensors); a bool is
+none, and neither is 1.0. Knows no engine and no tokenizer: `api` sorts what users pass, `engine`
+checks ids against a vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ MOST = 1 << 26  # prompts of a call, or ids of a prompt
 
 
 def many(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as a list of prompts. A list that begins with a number is one prompt of ids."""
+    """One prompt or several, as a list of prompts. A list that begins with a number is one prompt
+    of ids."""
     if isinstance(prompts, str):
         return [prompts]
     given = elements(prompts, "prompts are a string, a list of token ids, or a list of these")
@@ -38,7 +41,9 @@ def single(prompt: Any) -> Prompt:
     """The prompt of a call that takes one, possibly as a list of one."""
     given = many(prompt)
     if len(given) != 1:
-        raise RuleError("a stream has one prompt", f"{len(given)} prompts", "Use generate for several")
+        raise RuleError(
+            "a stream has one prompt", f"{len(given)} prompts", "Use generate for several"
+        )
     return given[0]
 
 
@@ -95,12 +100,15 @@ def token_ids(ids: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def elements(value: Any, rule: str, remedy: str = "Pass a str, or a list") -> list[Any]:
-    """What a list, an array or a generator holds, in its order; a set has none, a dict is no list, bytes are no ids."""
+    """What a list, an array or a generator holds, in its order; a set has none, a dict is no list,
+    bytes are no ids."""
     error = RuleError(rule, f"{shown(value)} ({type(value).__name__})", remedy)
     if isinstance(value, str | bytes | bytearray | memoryview | Set | Mapping):
         raise error
     if isinstance(value, Sized) and _len(value) > MOST:
-        raise RuleError(f"there are at most {MOST:,} of them", f"{shown(value)} ({_len(value):,})", "Pass fewer")
+        raise RuleError(
+            f"there are at most {MOST:,} of them", f"{shown(value)} ({_len(value):,})", "Pass fewer"
+        )
     try:
         return list(value)
     except TypeError:  # no iterable, or an array without dimensions
@@ -118,7 +126,8 @@ def _len(value: Sized) -> int:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether this is meant as an id, right or wrong: 1.5 and True are, a row of an array is not."""
+    """Whether this is meant as an id, right or wrong: 1.5 and True are, a row of an array is
+    not."""
     try:
         iter(value)
     except TypeError:

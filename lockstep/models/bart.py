@@ -1,7 +1,8 @@
 """Bart: an encoder, and a decoder whose layers look at its rows.
 
-A request begins with an encode step: its rows are the source's tokens, the encoder's layers keep nothing, and the keys and values of
-every cross attention are stored. Decode steps read them. The two kinds of step have groups of their own; the cross group is in both.
+A request begins with an encode step: its rows are the source's tokens, the encoder's layers keep
+nothing, and the keys and values of every cross attention are stored. Decode steps read them. The
+two kinds of step have groups of their own; the cross group is in both.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Half:
 
 @dataclass(frozen=True, eq=False)
 class Bart:
-    """`encode` once per request, in a step of `encoder_groups`; then ids, positions and steps of `groups` → hidden → logits."""
+    """`encode` once per request, in a step of `encoder_groups`; then ids, positions and steps of
+    `groups` → hidden → logits."""
 
     words: Embedding
     encoder: Half
@@ -68,18 +70,29 @@ class Bart:
         return logits if self.head_bias is None else logits + self.head_bias
 
     def embed(self, hidden: Tensor, q_indptr: Sequence[int], how: str | None = None) -> Tensor:
-        raise RuleError("embeddings come from decoders and encoders", "an encoder-decoder", "Use it for generation")
+        raise RuleError(
+            "embeddings come from decoders and encoders",
+            "an encoder-decoder",
+            "Use it for generation",
+        )
 
     def groups(self, page_size: int = 16, kv_dtype: str = "float32") -> tuple[GroupSpec, ...]:
         """The groups of a decode step: the decoder's own keys, and the encoder's."""
         return cached(self._decode[0], page_size, kv_dtype)
 
-    def encoder_groups(self, page_size: int = 16, kv_dtype: str = "float32") -> tuple[GroupSpec, ...]:
-        """The groups of an encode step: the encoder's layers, fresh, and the cross group that is filled."""
+    def encoder_groups(
+        self, page_size: int = 16, kv_dtype: str = "float32"
+    ) -> tuple[GroupSpec, ...]:
+        """The groups of an encode step: the encoder's layers, fresh, and the cross group that is
+        filled."""
         return cached(self._encode[0], page_size, kv_dtype)
 
     def fresh_groups(self) -> tuple[GroupSpec, ...]:
-        raise RuleError("embeddings come from decoders and encoders", "an encoder-decoder", "Use it for generation")
+        raise RuleError(
+            "embeddings come from decoders and encoders",
+            "an encoder-decoder",
+            "Use it for generation",
+        )
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -115,12 +128,18 @@ class Bart:
 
 def build(config: Any, weights: Weights) -> Bart:
     if not config.tie_word_embeddings:
-        raise RuleError("bart shares one embedding", "tie_word_embeddings=False", "Use a tied checkpoint")
+        raise RuleError(
+            "bart shares one embedding", "tie_word_embeddings=False", "Use a tied checkpoint"
+        )
     w, d = (weights if weights.has("shared.weight") else weights.at("model")), config.d_model
     weights.skip(r"lm_head\.weight")
     w.skip(r"(en|de)coder\.embed_tokens\.weight")
     table = w.tensor("shared.weight", config.vocab_size, d)
-    bias = weights.tensor("final_logits_bias", 1, config.vocab_size)[0] if weights.has("final_logits_bias") else None
+    bias = (
+        weights.tensor("final_logits_bias", 1, config.vocab_size)[0]
+        if weights.has("final_logits_bias")
+        else None
+    )
     scale = math.sqrt(d) if config.scale_embedding else 1.0
     encoder, decoder = (half(config, w.at(side), side) for side in ("encoder", "decoder"))
     return Bart(Embedding(table, scale), encoder, decoder, w.pack(table), bias)
@@ -128,7 +147,9 @@ def build(config: Any, weights: Weights) -> Bart:
 
 def half(config: Any, w: Weights, side: str) -> Half:
     layers = config.encoder_layers if side == "encoder" else config.decoder_layers
-    table = w.tensor("embed_positions.weight", config.max_position_embeddings + OFFSET, config.d_model)
+    table = w.tensor(
+        "embed_positions.weight", config.max_position_embeddings + OFFSET, config.d_model
+    )
     blocks = tuple(block(config, w.at("layers", i), side, i) for i in range(layers))
     return Half(Embedding(table), layer_norm(w, "layernorm_embedding", config.d_model, EPS), blocks)
 
@@ -136,18 +157,36 @@ def half(config: Any, w: Weights, side: str) -> Half:
 def block(config: Any, w: Weights, side: str, index: int) -> PostBlock:
     decodes, d = side == "decoder", config.d_model
     heads, inner = (
-        (config.decoder_attention_heads, config.decoder_ffn_dim) if decodes else (config.encoder_attention_heads, config.encoder_ffn_dim)
+        (config.decoder_attention_heads, config.decoder_ffn_dim)
+        if decodes
+        else (config.encoder_attention_heads, config.encoder_ffn_dim)
     )
-    spec = DenseSpec(d, heads, heads, d // heads, 1 / math.sqrt(d // heads), bias=True, out_bias=True)
+    spec = DenseSpec(
+        d, heads, heads, d // heads, 1 / math.sqrt(d // heads), bias=True, out_bias=True
+    )
     own = w.at("self_attn")
     qkv = own.fused(("q_proj", "k_proj", "v_proj"), (d, d, d), d, bias=True)
     layout = Layout.DENSE if decodes else Layout.FRESH
-    attn = Dense(index, spec, qkv, own.linear("out_proj", d, d, True), layout=layout, causal=decodes)
-    mlp = Mlp(w.linear("fc1", inner, d, True), w.linear("fc2", d, inner, True), activation(config.activation_function))
-    norms = (layer_norm(w, "self_attn_layer_norm", d, EPS), layer_norm(w, "final_layer_norm", d, EPS))
+    attn = Dense(
+        index, spec, qkv, own.linear("out_proj", d, d, True), layout=layout, causal=decodes
+    )
+    mlp = Mlp(
+        w.linear("fc1", inner, d, True),
+        w.linear("fc2", d, inner, True),
+        activation(config.activation_function),
+    )
+    norms = (
+        layer_norm(w, "self_attn_layer_norm", d, EPS),
+        layer_norm(w, "final_layer_norm", d, EPS),
+    )
     if not decodes:
         return PostBlock(attn, norms[0], mlp, norms[1])
     other = w.at("encoder_attn")
-    kv, q = other.fused(("k_proj", "v_proj"), (d, d), d, bias=True), other.linear("q_proj", d, d, True)
+    kv, q = (
+        other.fused(("k_proj", "v_proj"), (d, d), d, bias=True),
+        other.linear("q_proj", d, d, True),
+    )
     cross = Cross(config.decoder_layers + index, spec, q, kv, other.linear("out_proj", d, d, True))
-    return PostBlock(attn, norms[0], mlp, norms[1], cross, layer_norm(w, "encoder_attn_layer_norm", d, EPS))
+    return PostBlock(
+        attn, norms[0], mlp, norms[1], cross, layer_norm(w, "encoder_attn_layer_norm", d, EPS)
+    )

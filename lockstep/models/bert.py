@@ -1,4 +1,5 @@
-"""Bert: an encoder. Every row sees all rows of its request, nothing is kept, and the result is an embedding."""
+"""Bert: an encoder. Every row sees all rows of its request, nothing is kept, and the result is an
+embedding."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Bert:
         raise RuleError("a model that generates is a decoder", "bert", "Use it for embeddings")
 
     def embed(self, hidden: Tensor, q_indptr: Sequence[int], how: str | None = None) -> Tensor:
-        """Embeddings of whole requests, [B, d] float32 of length 1; `how` is "mean", "last" or "first"."""
+        """Embeddings of whole requests, [B, d] float32 of length 1; `how` is "mean", "last" or
+        "first"."""
         return pool(hidden, q_indptr, how or "mean")
 
     def groups(self, page_size: int = 16, kv_dtype: str = "float32") -> tuple[GroupSpec, ...]:
@@ -69,7 +71,9 @@ class Bert:
 
 def build(config: Any, weights: Weights) -> Bert:
     if config.is_decoder or config.add_cross_attention:
-        raise RuleError("bert is an encoder", "is_decoder or add_cross_attention", "Use an encoder checkpoint")
+        raise RuleError(
+            "bert is an encoder", "is_decoder or add_cross_attention", "Use an encoder checkpoint"
+        )
     w = weights if weights.has("embeddings.word_embeddings.weight") else weights.at("bert")
     weights.skip(r"cls\..*")
     w.skip(r"(pooler\..*|embeddings\.position_ids)")
@@ -79,26 +83,44 @@ def build(config: Any, weights: Weights) -> Bert:
         table.tensor("token_type_embeddings.weight", config.type_vocab_size, d)[0],
         Embedding(table.tensor("position_embeddings.weight", config.max_position_embeddings, d)),
         norm(table, "LayerNorm", config),
-        tuple(block(config, w.at("encoder", "layer", i), i) for i in range(config.num_hidden_layers)),
+        tuple(
+            block(config, w.at("encoder", "layer", i), i) for i in range(config.num_hidden_layers)
+        ),
     )
 
 
 def block(config: Any, w: Weights, index: int) -> PostBlock:
     d, head = config.hidden_size, config.hidden_size // config.num_attention_heads
-    spec = DenseSpec(d, config.num_attention_heads, config.num_attention_heads, head, 1 / math.sqrt(head))
+    spec = DenseSpec(
+        d, config.num_attention_heads, config.num_attention_heads, head, 1 / math.sqrt(head)
+    )
     qkv = w.at("attention", "self").fused(("query", "key", "value"), (d, d, d), d, bias=True)
-    attn = Dense(index, spec, qkv, w.linear("attention.output.dense", d, d, True), layout=Layout.FRESH, causal=False)
+    attn = Dense(
+        index,
+        spec,
+        qkv,
+        w.linear("attention.output.dense", d, d, True),
+        layout=Layout.FRESH,
+        causal=False,
+    )
     up, down = (
         w.linear("intermediate.dense", config.intermediate_size, d, True),
         w.linear("output.dense", d, config.intermediate_size, True),
     )
     mlp = Mlp(up, down, activation(config.hidden_act))
-    return PostBlock(attn, norm(w, "attention.output.LayerNorm", config), mlp, norm(w, "output.LayerNorm", config))
+    return PostBlock(
+        attn,
+        norm(w, "attention.output.LayerNorm", config),
+        mlp,
+        norm(w, "output.LayerNorm", config),
+    )
 
 
 def norm(w: Weights, name: str, config: Any) -> LayerNorm:
     """Old files call a norm's weight and bias gamma and beta."""
     if w.has(f"{name}.gamma"):
-        gamma, beta = (w.tensor(f"{name}.{part}", config.hidden_size).float() for part in ("gamma", "beta"))
+        gamma, beta = (
+            w.tensor(f"{name}.{part}", config.hidden_size).float() for part in ("gamma", "beta")
+        )
         return LayerNorm(gamma, beta, config.layer_norm_eps)
     return layer_norm(w, name, config.hidden_size, config.layer_norm_eps)

@@ -1,4 +1,5 @@
-"""DeepSeek V2: latent attention, and experts of which the best groups take part, beside one that all rows share."""
+"""DeepSeek V2: latent attention, and experts of which the best groups take part, beside one that
+all rows share."""
 
 from __future__ import annotations
 
@@ -25,9 +26,22 @@ def build(config: Any, weights: Weights) -> Decoder:
 
 def describe(config: Any) -> DecoderSpec:
     if config.topk_method not in METHODS:
-        raise RuleError(f"topk_method is one of {', '.join(METHODS)}", repr(config.topk_method), "Check config.json")
-    groups = {"groups": config.n_group, "keep": config.topk_group} if config.topk_method == METHODS[1] else {}
-    routing = Routing(config.num_experts_per_tok, config.n_routed_experts, scale=config.routed_scaling_factor, **groups)
+        raise RuleError(
+            f"topk_method is one of {', '.join(METHODS)}",
+            repr(config.topk_method),
+            "Check config.json",
+        )
+    groups = (
+        {"groups": config.n_group, "keep": config.topk_group}
+        if config.topk_method == METHODS[1]
+        else {}
+    )
+    routing = Routing(
+        config.num_experts_per_tok,
+        config.n_routed_experts,
+        scale=config.routed_scaling_factor,
+        **groups,
+    )
     dense = replace(llama.mlp(config), bias=config.mlp_bias)
     return decoder(config, attention(config, interleaved=True), dense, MoeSpec(routing, dense))
 
@@ -53,9 +67,12 @@ def attention(config: Any, interleaved: bool) -> LatentSpec:
 
 
 def decoder(config: Any, attn: LatentSpec, dense: MlpSpec, moe: MoeSpec) -> DecoderSpec:
-    """The first layers are dense, the others have experts and a shared one as wide as n_shared_experts of them."""
+    """The first layers are dense, the others have experts and a shared one as wide as
+    n_shared_experts of them."""
     inner = config.moe_intermediate_size
     shared = replace(dense, inner=inner * config.n_shared_experts)
     moe = replace(moe, expert=replace(dense, inner=inner, bias=False), shared=shared)
     first = config.first_k_dense_replace
-    return llama.decoder(config, attn, [dense if i < first else moe for i in range(config.num_hidden_layers)])
+    return llama.decoder(
+        config, attn, [dense if i < first else moe for i in range(config.num_hidden_layers)]
+    )

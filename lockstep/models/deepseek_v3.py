@@ -1,4 +1,5 @@
-"""DeepSeek V3: V2 with sigmoid scores, a correction that steers the choice of experts, and a rope in either layout."""
+"""DeepSeek V3: V2 with sigmoid scores, a correction that steers the choice of experts, and a rope
+in either layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Gemma 2: norms of 1 + w before and after every part, soft caps on scores and logits, windows on every other layer."""
+"""Gemma 2: norms of 1 + w before and after every part, soft caps on scores and logits, windows on
+every other layer."""
 
 from __future__ import annotations
 
@@ -29,9 +30,16 @@ def describe(config: Any) -> DecoderSpec:
 def attention(config: Any, rope_parameters: Any = None) -> DenseSpec:
     """Scores are scaled by a number of the config, not by the head size."""
     if config.use_bidirectional_attention:
-        raise RuleError("a decoder is causal", "use_bidirectional_attention", "Use a causal checkpoint")
+        raise RuleError(
+            "a decoder is causal", "use_bidirectional_attention", "Use a causal checkpoint"
+        )
     bias = config.attention_bias
-    return replace(llama.attention(config, rope_parameters), scale=1 / math.sqrt(config.query_pre_attn_scalar), bias=bias, out_bias=bias)
+    return replace(
+        llama.attention(config, rope_parameters),
+        scale=1 / math.sqrt(config.query_pre_attn_scalar),
+        bias=bias,
+        out_bias=bias,
+    )
 
 
 def decoder(config: Any, attns: list[DenseSpec]) -> DecoderSpec:

@@ -1,4 +1,5 @@
-"""Gemma 3, text: gemma 2 with norms on query and key heads instead of soft caps, and a rope of its own for windowed layers."""
+"""Gemma 3, text: gemma 2 with norms on query and key heads instead of soft caps, and a rope of its
+own for windowed layers."""
 
 from __future__ import annotations
 
@@ -22,5 +23,8 @@ def describe(config: Any) -> DecoderSpec:
         got = f"attn_logit_softcapping={config.attn_logit_softcapping}"
         raise RuleError("gemma 3 has no soft cap on scores", got, "Remove it from config.json")
     norm = RMSSpec(config.rms_norm_eps, plus_one=True)
-    kinds = {k: replace(gemma2.attention(config, config.rope_parameters[k]), qk_norm=norm) for k in set(config.layer_types)}
+    kinds = {
+        k: replace(gemma2.attention(config, config.rope_parameters[k]), qk_norm=norm)
+        for k in set(config.layer_types)
+    }
     return gemma2.decoder(config, [kinds[k] for k in config.layer_types])

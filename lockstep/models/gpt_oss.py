@@ -1,4 +1,5 @@
-"""gpt-oss: sinks in every head, windows on every other layer, and experts kept in one tensor with gate and up columns taking turns."""
+"""gpt-oss: sinks in every head, windows on every other layer, and experts kept in one tensor with
+gate and up columns taking turns."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def describe(config: Any) -> DecoderSpec:
     act = ClampedGlu(config.swiglu_alpha, config.swiglu_limit)
     experts = Experts(config.num_local_experts, config.hidden_size, config.intermediate_size, act)
     moe = MoeSpec(routing, llama.mlp(config), router="router", router_bias=True, load=experts)
-    return llama.decoder(config, attn, [moe] * config.num_hidden_layers).with_windows(llama.windows(config))
+    return llama.decoder(config, attn, [moe] * config.num_hidden_layers).with_windows(
+        llama.windows(config)
+    )
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,16 @@ class Experts:
 
     def __call__(self, w: Weights) -> tuple[Mlp, ...]:
         w, n = w.at("experts"), self.count
-        up, up_bias = w.tensor("gate_up_proj", n, self.hidden, 2 * self.inner), w.tensor("gate_up_proj_bias", n, 2 * self.inner)
-        down, down_bias = w.tensor("down_proj", n, self.inner, self.hidden), w.tensor("down_proj_bias", n, self.hidden)
+        up, up_bias = (
+            w.tensor("gate_up_proj", n, self.hidden, 2 * self.inner),
+            w.tensor("gate_up_proj_bias", n, 2 * self.inner),
+        )
+        down, down_bias = (
+            w.tensor("down_proj", n, self.inner, self.hidden),
+            w.tensor("down_proj_bias", n, self.hidden),
+        )
         gate_first = [torch.cat((t[..., ::2], t[..., 1::2]), -1) for t in (up, up_bias)]
-        return tuple(Mlp(w.pack(a.T, b), w.pack(c.T, d), self.act) for a, b, c, d in zip(*gate_first, down, down_bias, strict=True))
+        return tuple(
+            Mlp(w.pack(a.T, b), w.pack(c.T, d), self.act)
+            for a, b, c, d in zip(*gate_first, down, down_bias, strict=True)
+        )

@@ -18,9 +18,13 @@ def build(config: Any, weights: Weights) -> Decoder:
 
 
 def describe(config: Any) -> DecoderSpec:
-    return llama.decoder(config, attention(config), llama.mlp(config)).with_windows(llama.windows(config))
+    return llama.decoder(config, attention(config), llama.mlp(config)).with_windows(
+        llama.windows(config)
+    )
 
 
 def attention(config: Any) -> DenseSpec:
     bias = config.attention_bias
-    return replace(llama.attention(config), qk_norm=RMSSpec(config.rms_norm_eps), bias=bias, out_bias=bias)
+    return replace(
+        llama.attention(config), qk_norm=RMSSpec(config.rms_norm_eps), bias=bias, out_bias=bias
+    )

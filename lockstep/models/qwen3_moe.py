@@ -21,7 +21,9 @@ def describe(config: Any) -> DecoderSpec:
     routing = Routing(config.num_experts_per_tok, config.num_experts, norm=config.norm_topk_prob)
     dense = llama.mlp(config)
     moe = MoeSpec(routing, replace(dense, inner=config.moe_intermediate_size))
-    mlps: list[MlpSpec | MoeSpec] = [moe if sparse(config, i) else dense for i in range(config.num_hidden_layers)]
+    mlps: list[MlpSpec | MoeSpec] = [
+        moe if sparse(config, i) else dense for i in range(config.num_hidden_layers)
+    ]
     spec = llama.decoder(config, qwen3.attention(config), mlps)
     return spec.with_windows([config.sliding_window] * config.num_hidden_layers)
 

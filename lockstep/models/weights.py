@@ -1,7 +1,9 @@
-"""From a folder or a hub id to a model: config.json, safetensors, and a table of names and shapes that both must agree with.
+"""From a folder or a hub id to a model: config.json, safetensors, and a table of names and shapes
+that both must agree with.
 
-Nothing in a folder is trusted. Only safetensors are read, no code of the folder runs, file names stay inside it, and every size a config
-states is compared with what the files hold before anything is allocated. What is missing, superfluous or misshapen is named.
+Nothing in a folder is trusted. Only safetensors are read, no code of the folder runs, file names
+stay inside it, and every size a config states is compared with what the files hold before anything
+is allocated. What is missing, superfluous or misshapen is named.
 """
 
 from __future__ import annotations
@@ -39,12 +41,37 @@ DOWNLOAD = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
 LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers")
 EPSILONS = ("rms_norm_eps", "layer_norm_eps")
 SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads", "num_key_value_heads", "d_model"),
-    *("encoder_ffn_dim", "decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads", "type_vocab_size"),
-    *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_intermediate_size"),
+    *(
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "head_dim",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "d_model",
+    ),
+    *(
+        "encoder_ffn_dim",
+        "decoder_ffn_dim",
+        "encoder_attention_heads",
+        "decoder_attention_heads",
+        "type_vocab_size",
+    ),
+    *(
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "n_shared_experts",
+        "moe_intermediate_size",
+    ),
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
-MAY_BE_0 = ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts")  # a model without experts
+MAY_BE_0 = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "n_shared_experts",
+)  # a model without experts
 
 
 @dataclass(frozen=True)
@@ -62,7 +89,9 @@ class Info:
     generates: bool
     encoder: bool  # an encoder-decoder: a request begins with an encode step
     gemm: str  # the GEMM class and why
-    rope_context: int | None = None  # the context that a dynamic rope was stretched for; None: not stretched
+    rope_context: int | None = (
+        None  # the context that a dynamic rope was stretched for; None: not stretched
+    )
     weights: str = "none"  # the digest of the tensors that were read, whatever files they lay in
 
 
@@ -106,8 +135,14 @@ class Table:
     def judge(self) -> None:
         """Raises unless the files hold what was asked for, all of it and nothing else."""
         pattern = re.compile("|".join(f"(?:{p})" for p in self.unused) or r"(?!)")
-        extra = [name for name in self.entries if name not in self.asked and not pattern.fullmatch(name)]
-        kinds = (("missing", self.missing), ("misshapen", self.misshapen), ("unknown to the model", extra))
+        extra = [
+            name for name in self.entries if name not in self.asked and not pattern.fullmatch(name)
+        ]
+        kinds = (
+            ("missing", self.missing),
+            ("misshapen", self.misshapen),
+            ("unknown to the model", extra),
+        )
         faults = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds if names]
         if faults:
             raise RuleError(
@@ -117,7 +152,8 @@ class Table:
             )
 
 
-STATED = "lockstep_states_every_field"  # such a config.json is read as it is, without importing transformers for its defaults
+# such a config.json is read as it is, without importing transformers for its defaults
+STATED = "lockstep_states_every_field"
 
 
 def load(
@@ -130,32 +166,50 @@ def load(
 ) -> Loaded:
     """The model in a local folder, or of a hub id at `revision`.
 
-    Weights in float16, bfloat16 or float32 are brought to `dtype`. `gemm` names a kernel of `nn.linear`; "auto" takes the device's own.
-    A dynamic rope is stretched for a `context_length` beyond the config's own; nothing else depends on it.
+    Weights in float16, bfloat16 or float32 are brought to `dtype`. `gemm` names a kernel of
+    `nn.linear`; "auto" takes the device's own. A dynamic rope is stretched for a `context_length`
+    beyond the config's own; nothing else depends on it.
     """
     if dtype not in DTYPES:
-        raise RuleError(f"dtype on {device} is one of {', '.join(DTYPES)}", repr(dtype), "Stored bfloat16 weights are widened exactly")
-    kernel, why = linear.default_kernel(device) if gemm == "auto" else (gemm, linear.kernels(device).get(gemm, gemm))
+        raise RuleError(
+            f"dtype on {device} is one of {', '.join(DTYPES)}",
+            repr(dtype),
+            "Stored bfloat16 weights are widened exactly",
+        )
+    kernel, why = (
+        linear.default_kernel(device)
+        if gemm == "auto"
+        else (gemm, linear.kernels(device).get(gemm, gemm))
+    )
     folder = local_folder(path_or_id, revision)
     raw = read_json(folder, "config.json")
     module = model_module(raw)
     check_numbers(raw)
     entries = scan(folder)
     check_sizes(raw, entries)
-    config = stretched(SimpleNamespace(**raw) if raw.get(STATED) else parse_config(folder), context_length)
+    config = stretched(
+        SimpleNamespace(**raw) if raw.get(STATED) else parse_config(folder), context_length
+    )
     compare(module, config, entries)
     digests: dict[str, bytes] = {}
     with ExitStack() as stack:
         take = reader(entries, stack, torch.device(device), DTYPES[dtype], digests)
         with torch.no_grad():
             model = module.build(config, Weights(take, lambda pattern: None, entries, kernel))
-    return Loaded(model, replace(describe(folder, config, model, why), weights=together(entries, digests)))
+    return Loaded(
+        model, replace(describe(folder, config, model, why), weights=together(entries, digests))
+    )
 
 
 def stretched(config: Any, context_length: int | None) -> Any:
-    """The config, or a copy of it whose dynamic rope parameters know the context that was asked for."""
+    """The config, or a copy of it whose dynamic rope parameters know the context that was asked
+    for."""
     params = getattr(config, "rope_parameters", None)
-    known = rope.for_context(params, config.max_position_embeddings, context_length) if isinstance(params, Mapping) else params
+    known = (
+        rope.for_context(params, config.max_position_embeddings, context_length)
+        if isinstance(params, Mapping)
+        else params
+    )
     if known == params:
         return config
     config = copy.copy(config)
@@ -164,15 +218,25 @@ def stretched(config: Any, context_length: int | None) -> Any:
 
 
 def compare(module: ModuleType, config: Any, entries: Mapping[str, Entry]) -> None:
-    """Builds the model without numbers and raises unless the files hold its tensors, all of them and no others."""
+    """Builds the model without numbers and raises unless the files hold its tensors, all of them
+    and no others."""
     table = Table(entries)
     try:
         module.build(config, Weights(table.take, table.unused.append, entries, "lanes"))
     except RuleError:
         raise
-    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
+    except (
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
         got = f"{type(error).__name__}: {error}"
-        raise RuleError(f"config.json describes a {config.model_type} model", got, "Check the file") from error
+        raise RuleError(
+            f"config.json describes a {config.model_type} model", got, "Check the file"
+        ) from error
     table.judge()
 
 
@@ -185,20 +249,37 @@ def model_module(raw: Mapping[str, Any]) -> ModuleType:
     """The file of a config's model_type."""
     name, known = raw.get("model_type"), model_types()
     if not isinstance(name, str) or name not in known:
-        raise RuleError(f"model_type is one of {', '.join(known)}", shown(name), "Use a checkpoint of one of these")
+        raise RuleError(
+            f"model_type is one of {', '.join(known)}",
+            shown(name),
+            "Use a checkpoint of one of these",
+        )
     if raw.get("quantization_config") is not None:
-        method = raw["quantization_config"].get("quant_method") if isinstance(raw["quantization_config"], dict) else "unknown"
-        raise RuleError("weights are float32, bfloat16 or float16", f"quantised ones ({method})", "Use an unquantised checkpoint")
+        method = (
+            raw["quantization_config"].get("quant_method")
+            if isinstance(raw["quantization_config"], dict)
+            else "unknown"
+        )
+        raise RuleError(
+            "weights are float32, bfloat16 or float16",
+            f"quantised ones ({method})",
+            "Use an unquantised checkpoint",
+        )
     return importlib.import_module(f"lockstep.models.{name}")
 
 
 def local_folder(path_or_id: str | Path, revision: str | None) -> Path:
-    """The folder itself, or the download of a hub id: weights, configs and tokenizer files, nothing else."""
+    """The folder itself, or the download of a hub id: weights, configs and tokenizer files, nothing
+    else."""
     folder = Path(path_or_id)
     if os.path.isdir(folder):  # a name that no file can have is no folder
         return folder
     if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", str(path_or_id)) or os.path.exists(folder):
-        raise RuleError("a model is a folder or a hub id of the form owner/name", shown(str(path_or_id)), "Check the path")
+        raise RuleError(
+            "a model is a folder or a hub id of the form owner/name",
+            shown(str(path_or_id)),
+            "Check the path",
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -206,7 +287,11 @@ def local_folder(path_or_id: str | Path, revision: str | None) -> Path:
         return Path(snapshot_download(str(path_or_id), revision=revision, allow_patterns=DOWNLOAD))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         got = f"{path_or_id!r}: {type(error).__name__}: {error}"
-        raise RuleError("the hub has the model, or its cache does", got, "Check the name, the network and the access") from error
+        raise RuleError(
+            "the hub has the model, or its cache does",
+            got,
+            "Check the name, the network and the access",
+        ) from error
 
 
 def parse_config(folder: Path) -> Any:
@@ -214,9 +299,15 @@ def parse_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        return AutoConfig.from_pretrained(
+            str(folder), trust_remote_code=False, local_files_only=True
+        )
     except Exception as error:  # whatever its validators raise: the file is at fault
-        raise RuleError("config.json is one that transformers accepts", f"{type(error).__name__}: {error}", "Check the file") from error
+        raise RuleError(
+            "config.json is one that transformers accepts",
+            f"{type(error).__name__}: {error}",
+            "Check the file",
+        ) from error
 
 
 def scan(folder: Path) -> dict[str, Entry]:
@@ -226,14 +317,30 @@ def scan(folder: Path) -> dict[str, Entry]:
         found = _header(path)
         lost = sorted(set(listed_names) - set(found))
         if lost:
-            raise RuleError("a file holds the tensors that the index says", f"{path.name} without {listed(lost)}", "Download it again")
+            raise RuleError(
+                "a file holds the tensors that the index says",
+                f"{path.name} without {listed(lost)}",
+                "Download it again",
+            )
         twice = sorted(set(found) & set(entries))
         if twice:
-            raise RuleError("a tensor lies in one file", f"{listed(twice)} in {path.name} and before", "Check the index")
+            raise RuleError(
+                "a tensor lies in one file",
+                f"{listed(twice)} in {path.name} and before",
+                "Check the index",
+            )
         entries |= found
-    odd = [f"{name} is {entry.dtype}" for name, entry in entries.items() if entry.dtype not in FLOATS and "position_ids" not in name]
+    odd = [
+        f"{name} is {entry.dtype}"
+        for name, entry in entries.items()
+        if entry.dtype not in FLOATS and "position_ids" not in name
+    ]
     if odd:
-        raise RuleError("weights are floating point", f"{len(odd)} others: {listed(odd)}", "Use an unquantised checkpoint")
+        raise RuleError(
+            "weights are floating point",
+            f"{len(odd)} others: {listed(odd)}",
+            "Use an unquantised checkpoint",
+        )
     return entries
 
 
@@ -242,21 +349,33 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
     if has(folder, "model.safetensors.index.json"):
         index = read_json(folder, "model.safetensors.index.json").get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
-            raise RuleError("an index maps tensors to files", "no weight_map of names", "Download it again")
+            raise RuleError(
+                "an index maps tensors to files", "no weight_map of names", "Download it again"
+            )
         files: dict[Path, list[str]] = {}
         for name, file in index.items():
             files.setdefault(inside(folder, file), []).append(name)
         wrong = sorted(p.name for p in files if p.suffix != ".safetensors" or not p.is_file())
         if wrong:
-            raise RuleError("an index names safetensors files that exist", listed(wrong), "Download them again")
+            raise RuleError(
+                "an index names safetensors files that exist", listed(wrong), "Download them again"
+            )
         return files
     single = inside(folder, "model.safetensors")
     if single.is_file():
         return {single: []}
-    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+    pickles = sorted(
+        p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+    )
     if pickles:
-        raise RuleError("weights are safetensors; pickled ones can run code", listed(pickles), "Convert them, or take another revision")
-    raise RuleError("a model folder holds model.safetensors or its index", str(folder), "Check the path")
+        raise RuleError(
+            "weights are safetensors; pickled ones can run code",
+            listed(pickles),
+            "Convert them, or take another revision",
+        )
+    raise RuleError(
+        "a model folder holds model.safetensors or its index", str(folder), "Check the path"
+    )
 
 
 def _header(path: Path) -> dict[str, Entry]:
@@ -265,16 +384,31 @@ def _header(path: Path) -> dict[str, Entry]:
     try:
         with safe_open(path, "pt") as file:
             views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-            return {name: Entry(path, tuple(v.get_shape()), str(v.get_dtype())) for name, v in views.items()}
+            return {
+                name: Entry(path, tuple(v.get_shape()), str(v.get_dtype()))
+                for name, v in views.items()
+            }
     except (SafetensorError, OSError) as error:
-        raise RuleError(f"{path.name} is a complete safetensors file", str(error), "Download it again") from error
+        raise RuleError(
+            f"{path.name} is a complete safetensors file", str(error), "Download it again"
+        ) from error
 
 
-def reader(entries: Mapping[str, Entry], stack: ExitStack, device: torch.device, dtype: torch.dtype, digests: dict[str, bytes]) -> Any:
-    """`take` from the files: mapped, not read; each tensor is copied when it is asked for, and its digest noted."""
+def reader(
+    entries: Mapping[str, Entry],
+    stack: ExitStack,
+    device: torch.device,
+    dtype: torch.dtype,
+    digests: dict[str, bytes],
+) -> Any:
+    """`take` from the files: mapped, not read; each tensor is copied when it is asked for, and its
+    digest noted."""
     from safetensors import safe_open
 
-    files = {path: stack.enter_context(safe_open(path, "pt")) for path in dict.fromkeys(e.file for e in entries.values())}
+    files = {
+        path: stack.enter_context(safe_open(path, "pt"))
+        for path in dict.fromkeys(e.file for e in entries.values())
+    }
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
         tensor: Tensor = files[entries[name].file].get_tensor(name)
@@ -286,7 +420,8 @@ def reader(entries: Mapping[str, Entry], stack: ExitStack, device: torch.device,
 
 
 def together(entries: Mapping[str, Entry], digests: Mapping[str, bytes]) -> str:
-    """One digest of all tensors: names, dtypes, shapes and bytes, in the order of the names. Files and their order do not count."""
+    """One digest of all tensors: names, dtypes, shapes and bytes, in the order of the names. Files
+    and their order do not count."""
     whole = hashlib.blake2b(digest_size=8)
     for name, each in sorted(digests.items()):
         whole.update(repr((name, entries[name].dtype, entries[name].shape, each.hex())).encode())
@@ -294,7 +429,8 @@ def together(entries: Mapping[str, Entry], digests: Mapping[str, bytes]) -> str:
 
 
 def check_sizes(raw: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
-    """No count of a config is beyond what the files could hold: nothing is allocated for one that lies."""
+    """No count of a config is beyond what the files could hold: nothing is allocated for one that
+    lies."""
     largest = max((max(e.shape, default=1) for e in entries.values()), default=0)
     limits = {**dict.fromkeys(SIZES, largest), **dict.fromkeys(LAYERS, len(entries))}
     for key, limit in limits.items():
@@ -305,14 +441,21 @@ def check_sizes(raw: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
             raise RuleError(f"{key} in config.json is at least 1", "0", "Check the file")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= limit:
             what = f"{len(entries)} tensors, the largest dimension is {largest}"
-            raise RuleError(f"{key} in config.json fits the files: {what}", shown(value), "Check that config and weights belong together")
+            raise RuleError(
+                f"{key} in config.json fits the files: {what}",
+                shown(value),
+                "Check that config and weights belong together",
+            )
 
 
 def check_numbers(raw: Mapping[str, Any]) -> None:
-    """Every number of a config is finite; positions are counted from 1, and what stabilises a norm does."""
+    """Every number of a config is finite; positions are counted from 1, and what stabilises a norm
+    does."""
     for path, value in numbers(raw):
         if isinstance(value, float) and not math.isfinite(value):
-            raise RuleError("numbers in config.json are finite", f"{path}={value}", "Check the file")
+            raise RuleError(
+                "numbers in config.json are finite", f"{path}={value}", "Check the file"
+            )
     remedy = "Check the file"
     for key in EPSILONS:
         value = raw.get(key, 0.0)
@@ -338,7 +481,9 @@ def numbers(value: Any, path: str = "") -> Iterator[tuple[str, int | float]]:
 
 def describe(folder: Path, config: Any, model: Model, gemm: str) -> Info:
     """The facts of a config, the generation_config's end tokens first."""
-    extra = read_json(folder, "generation_config.json") if has(folder, "generation_config.json") else {}
+    extra = (
+        read_json(folder, "generation_config.json") if has(folder, "generation_config.json") else {}
+    )
     encoder = bool(config.is_encoder_decoder)
     start = special_ids("decoder_start_token_id", extra, config) if encoder else ()
     return Info(
@@ -358,7 +503,8 @@ def describe(folder: Path, config: Any, model: Model, gemm: str) -> Info:
 
 
 def special_ids(name: str, extra: Mapping[str, Any], config: Any) -> tuple[int, ...]:
-    """The ids that generation_config.json, or else config.json, gives under this name: tokens that the model has."""
+    """The ids that generation_config.json, or else config.json, gives under this name: tokens that
+    the model has."""
     file = "generation_config.json" if name in extra else "config.json"
     given = extra.get(name, getattr(config, name, None))
     ids = given if isinstance(given, list) else [] if given is None else [given]

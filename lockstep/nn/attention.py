@@ -1,8 +1,10 @@
-"""Attention layers: projections around `step.attend`. What a layer stores, sees and scores is a GroupSpec of one layer.
+"""Attention layers: projections around `step.attend`. What a layer stores, sees and scores is a
+GroupSpec of one layer.
 
-Three kinds: dense (q, k, v per head, with or without rope, q/k norms, biases, sinks, soft caps), latent (MLA, absorbed: queries are
-brought into the latent space, so that prefill and decode are the same attention over one shared row per token), and cross (keys come
-from an encoder's rows, stored by its step). A layer knows its number among the model's attention layers, and no request or page.
+Three kinds: dense (q, k, v per head, with or without rope, q/k norms, biases, sinks, soft caps),
+latent (MLA, absorbed: queries are brought into the latent space, so that prefill and decode are the
+same attention over one shared row per token), and cross (keys come from an encoder's rows, stored
+by its step). A layer knows its number among the model's attention layers, and no request or page.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Place:
 
 @dataclass(frozen=True)
 class DenseSpec:
-    """Attention over per-head keys and values. `window` counts the keys a row sees, itself included; None = all."""
+    """Attention over per-head keys and values. `window` counts the keys a row sees, itself
+    included; None = all."""
 
     hidden: int
     heads: int
@@ -59,17 +62,27 @@ class DenseSpec:
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise RuleError("heads is a multiple of kv_heads", f"{self.heads} and {self.kv_heads}", "Check config.json")
+            raise RuleError(
+                "heads is a multiple of kv_heads",
+                f"{self.heads} and {self.kv_heads}",
+                "Check config.json",
+            )
 
     def build(self, w: Weights, index: int) -> Dense:
-        widths = (self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim)
+        widths = (
+            self.heads * self.head_dim,
+            self.kv_heads * self.head_dim,
+            self.kv_heads * self.head_dim,
+        )
         norm = self.qk_norm
         return Dense(
             index,
             self,
             w.fused(("q_proj", "k_proj", "v_proj"), widths, self.hidden, self.bias),
             w.linear("o_proj", self.hidden, widths[0], self.out_bias),
-            (norm.build(w, "q_norm", self.head_dim), norm.build(w, "k_norm", self.head_dim)) if norm else None,
+            (norm.build(w, "q_norm", self.head_dim), norm.build(w, "k_norm", self.head_dim))
+            if norm
+            else None,
             w.tensor("sinks", self.heads) if self.sinks else None,
         )
 
@@ -105,8 +118,14 @@ class Dense:
         """Norms and rotation of queries and keys in one call: the bits of the lines above."""
         s, norms = self.spec, self.norms
         heads = rows.Heads(s.heads, s.kv_heads, s.head_dim, norms[0].eps if norms else 0.0)
-        q, k = rows.place_heads(qkv, heads, (norms[0].weight, norms[1].weight) if norms else None, angles)
-        v = qkv.as_strided((qkv.shape[0], s.kv_heads, s.head_dim), (qkv.stride(0), s.head_dim, 1), (s.heads + s.kv_heads) * s.head_dim)
+        q, k = rows.place_heads(
+            qkv, heads, (norms[0].weight, norms[1].weight) if norms else None, angles
+        )
+        v = qkv.as_strided(
+            (qkv.shape[0], s.kv_heads, s.head_dim),
+            (qkv.stride(0), s.head_dim, 1),
+            (s.heads + s.kv_heads) * s.head_dim,
+        )
         return q, k, v
 
     def group(self) -> GroupSpec:
@@ -114,12 +133,22 @@ class Dense:
         s = self.spec
         sinks = None if self.sinks is None else tuple(self.sinks.tolist())
         attn = AttnSpec(s.scale, s.soft_cap, sinks)
-        return GroupSpec(self.layout, s.heads, s.kv_heads, s.head_dim, s.head_dim, (attn,), window=s.window, causal=self.causal)
+        return GroupSpec(
+            self.layout,
+            s.heads,
+            s.kv_heads,
+            s.head_dim,
+            s.head_dim,
+            (attn,),
+            window=s.window,
+            causal=self.causal,
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Cross:
-    """Attention of a decoder's rows to an encoder's. `store` is called with the encoder's rows, by the encoder's step."""
+    """Attention of a decoder's rows to an encoder's. `store` is called with the encoder's rows, by
+    the encoder's step."""
 
     index: int
     spec: DenseSpec
@@ -128,7 +157,8 @@ class Cross:
     out: Linear
 
     def store(self, x: Tensor, layer: int, step: Step) -> None:
-        """x [T, hidden], the encoder's output; `layer` is this layer's number in the encoder's step."""
+        """x [T, hidden], the encoder's output; `layer` is this layer's number in the encoder's
+        step."""
         k, v = self.kv(x).view(len(x), 2 * self.spec.kv_heads, self.spec.head_dim).chunk(2, 1)
         step.store(layer, k, v)
 
@@ -139,12 +169,21 @@ class Cross:
     def group(self) -> GroupSpec:
         """The layer as a group of its own."""
         s = self.spec
-        return GroupSpec(Layout.CROSS, s.heads, s.kv_heads, s.head_dim, s.head_dim, (AttnSpec(s.scale),), causal=False)
+        return GroupSpec(
+            Layout.CROSS,
+            s.heads,
+            s.kv_heads,
+            s.head_dim,
+            s.head_dim,
+            (AttnSpec(s.scale),),
+            causal=False,
+        )
 
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """Multi-head latent attention. A token's cache row is its latent (`rank`) and one rotated key part (`d_rope`) for all heads."""
+    """Multi-head latent attention. A token's cache row is its latent (`rank`) and one rotated key
+    part (`d_rope`) for all heads."""
 
     hidden: int
     heads: int
@@ -165,7 +204,10 @@ class LatentSpec:
             down, norm, up = None, None, w.linear("q_proj", d_q, self.hidden)
         else:
             down = w.linear("q_a_proj", self.q_rank, self.hidden, self.bias)
-            norm, up = self.norm.build(w, "q_a_layernorm", self.q_rank), w.linear("q_b_proj", d_q, self.q_rank)
+            norm, up = (
+                self.norm.build(w, "q_a_layernorm", self.q_rank),
+                w.linear("q_b_proj", d_q, self.q_rank),
+            )
         kv = w.tensor("kv_b_proj.weight", self.heads * (self.d_nope + self.d_v), self.rank)
         per_head = kv.view(self.heads, self.d_nope + self.d_v, self.rank)
         return Latent(
@@ -194,7 +236,8 @@ class Query:
 
 @dataclass(frozen=True, eq=False)
 class Latent:
-    """x [T, hidden] → [T, hidden]. `absorb` and `expand` hold one GEMM per head: into the latent space and out of it."""
+    """x [T, hidden] → [T, hidden]. `absorb` and `expand` hold one GEMM per head: into the latent
+    space and out of it."""
 
     index: int
     spec: LatentSpec
@@ -218,14 +261,23 @@ class Latent:
     def group(self) -> GroupSpec:
         """The layer as a group of its own."""
         s = self.spec
-        return GroupSpec(Layout.LATENT, s.heads, 1, s.rank + s.d_rope, s.rank, (AttnSpec(s.scale),), window=s.window)
+        return GroupSpec(
+            Layout.LATENT,
+            s.heads,
+            1,
+            s.rank + s.d_rope,
+            s.rank,
+            (AttnSpec(s.scale),),
+            window=s.window,
+        )
 
 
 Attention = Dense | Latent | Cross
 
 
 def merge(layers: Sequence[GroupSpec]) -> tuple[tuple[GroupSpec, ...], tuple[Place, ...]]:
-    """Layers that keep and see their keys alike share a group; groups stand in order of their first layer."""
+    """Layers that keep and see their keys alike share a group; groups stand in order of their first
+    layer."""
     keys = [replace(layer, layers=(AttnSpec(1.0),)) for layer in layers]
     order = list(dict.fromkeys(keys))
     members: list[list[AttnSpec]] = [[] for _ in order]
@@ -234,4 +286,6 @@ def merge(layers: Sequence[GroupSpec]) -> tuple[tuple[GroupSpec, ...], tuple[Pla
         group = members[order.index(key)]
         places.append(Place(order.index(key), len(group)))
         group += layer.layers
-    return tuple(replace(key, layers=tuple(attns)) for key, attns in zip(order, members, strict=True)), tuple(places)
+    return tuple(
+        replace(key, layers=tuple(attns)) for key, attns in zip(order, members, strict=True)
+    ), tuple(places)

@@ -1,7 +1,8 @@
 """The blocks and the decoder they make up: embedding, blocks, norm, head.
 
-`DecoderSpec` is what a model file makes of a config: frozen, comparable, a variant is a `replace` of it. `Decoder` holds the weights and
-maps rows to rows; it is told ids and positions and never a request. Encoders and encoder-decoders build theirs from `PostBlock`.
+`DecoderSpec` is what a model file makes of a config: frozen, comparable, a variant is a `replace`
+of it. `Decoder` holds the weights and maps rows to rows; it is told ids and positions and never a
+request. Encoders and encoder-decoders build theirs from `PostBlock`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,18 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lockstep.nn.attention import Attention, Cross, Dense, DenseSpec, Latent, LatentSpec, Place, Step, Turns, merge
+from lockstep.nn.attention import (
+    Attention,
+    Cross,
+    Dense,
+    DenseSpec,
+    Latent,
+    LatentSpec,
+    Place,
+    Step,
+    Turns,
+    merge,
+)
 from lockstep.nn.embed import Embedding, pool
 from lockstep.nn.linear import Linear
 from lockstep.nn.mlp import Mlp, MlpSpec, soft_cap
@@ -25,7 +37,8 @@ from lockstep.types import GroupSpec, Layout, RuleError
 
 
 class Model(Protocol):
-    """What runs a model sees of it. A step's plan is built with `groups`, or with `fresh_groups` where nothing is kept."""
+    """What runs a model sees of it. A step's plan is built with `groups`, or with `fresh_groups`
+    where nothing is kept."""
 
     def __call__(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
@@ -41,10 +54,13 @@ class Model(Protocol):
 
 
 class EncoderDecoder(Model, Protocol):
-    """A model whose requests begin with a step of `encoder_groups`, which leaves the keys of its cross groups in the cache."""
+    """A model whose requests begin with a step of `encoder_groups`, which leaves the keys of its
+    cross groups in the cache."""
 
     def encode(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor: ...
-    def encoder_groups(self, page_size: int = 16, kv_dtype: str = "float32") -> tuple[GroupSpec, ...]: ...
+    def encoder_groups(
+        self, page_size: int = 16, kv_dtype: str = "float32"
+    ) -> tuple[GroupSpec, ...]: ...
     @property
     def encoder_places(self) -> tuple[Place, ...]: ...
 
@@ -74,21 +90,30 @@ class DecoderSpec:
     def with_windows(self, windows: Sequence[int | None]) -> DecoderSpec:
         """The same model with one window per layer."""
         if len(windows) != len(self.blocks):
-            raise RuleError("layer_types names every layer", f"{len(windows)} types, {len(self.blocks)} layers", "Check config.json")
+            raise RuleError(
+                "layer_types names every layer",
+                f"{len(windows)} types, {len(self.blocks)} layers",
+                "Check config.json",
+            )
         pairs = zip(self.blocks, windows, strict=True)
-        return replace(self, blocks=tuple(replace(b, attn=replace(b.attn, window=w)) for b, w in pairs))
+        return replace(
+            self, blocks=tuple(replace(b, attn=replace(b.attn, window=w)) for b, w in pairs)
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """x + attention(norm x), then x + feed-forward(norm x). What is to be added last is handed on: the next norm adds it."""
+    """x + attention(norm x), then x + feed-forward(norm x). What is to be added last is handed on:
+    the next norm adds it."""
 
     attn: Dense | Latent
     mlp: Mlp | Moe
     norms: tuple[RMSNorm, RMSNorm]
     after: tuple[RMSNorm, RMSNorm] | None
 
-    def __call__(self, x: Tensor, more: Tensor | None, turns: Turns, step: Step) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x: Tensor, more: Tensor | None, turns: Turns, step: Step
+    ) -> tuple[Tensor, Tensor]:
         x, normed = self.norms[0].after(x, more)
         mixed = self.attn(normed, turns, step)
         x, normed = self.norms[1].after(x, self.after[0](mixed) if self.after else mixed)
@@ -98,7 +123,8 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class PostBlock:
-    """norm(x + attention), with an encoder to look at another one, then norm(x + feed-forward): the blocks of bert and bart."""
+    """norm(x + attention), with an encoder to look at another one, then norm(x + feed-forward): the
+    blocks of bert and bart."""
 
     attn: Dense
     attn_norm: LayerNorm
@@ -135,7 +161,11 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, d] → float32 [S, vocab]."""
         if self.head is None:
-            raise RuleError("a model that generates has a head", "weights without lm_head", "Use it for embeddings")
+            raise RuleError(
+                "a model that generates has a head",
+                "weights without lm_head",
+                "Use it for embeddings",
+            )
         logits = self.head(hidden).float()
         cap = self.spec.logit_cap
         return logits if cap is None else soft_cap(logits, cap)
@@ -182,11 +212,15 @@ def groups_of(layers: Sequence[Attention]) -> tuple[tuple[GroupSpec, ...], tuple
 
 def cached(groups: Sequence[GroupSpec], page_size: int, kv_dtype: str) -> tuple[GroupSpec, ...]:
     """Groups with the cache's page size and dtype; a fresh group stores nothing and has neither."""
-    return tuple(g if g.layout is Layout.FRESH else replace(g, page_size=page_size, kv_dtype=kv_dtype) for g in groups)
+    return tuple(
+        g if g.layout is Layout.FRESH else replace(g, page_size=page_size, kv_dtype=kv_dtype)
+        for g in groups
+    )
 
 
 def build(spec: DecoderSpec, weights: Weights) -> Decoder:
-    """The model of a spec. A checkpoint of the trunk alone has no "model." before its names, and, untied, no head."""
+    """The model of a spec. A checkpoint of the trunk alone has no "model." before its names, and,
+    untied, no head."""
     w = weights if weights.has("embed_tokens.weight") else weights.at("model")
     w.skip(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
     table = w.tensor("embed_tokens.weight", spec.vocab_size, spec.hidden)
@@ -206,6 +240,13 @@ def _block(spec: BlockSpec, w: Weights, index: int, norm: RMSSpec) -> Block:
     def pair(first: str, second: str) -> tuple[RMSNorm, RMSNorm]:
         return norm.build(w, first, spec.attn.hidden), norm.build(w, second, spec.attn.hidden)
 
-    before = pair("input_layernorm", "pre_feedforward_layernorm" if spec.sandwich else "post_attention_layernorm")
-    after = pair("post_attention_layernorm", "post_feedforward_layernorm") if spec.sandwich else None
-    return Block(spec.attn.build(w.at("self_attn"), index), spec.mlp.build(w.at("mlp")), before, after)
+    before = pair(
+        "input_layernorm",
+        "pre_feedforward_layernorm" if spec.sandwich else "post_attention_layernorm",
+    )
+    after = (
+        pair("post_attention_layernorm", "post_feedforward_layernorm") if spec.sandwich else None
+    )
+    return Block(
+        spec.attn.build(w.at("self_attn"), index), spec.mlp.build(w.at("mlp")), before, after
+    )

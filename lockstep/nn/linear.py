@@ -1,9 +1,9 @@
 """The one GEMM of the engine: y = x Wᵀ + b, where a row of y never depends on the other rows of x.
 
-Weights are packed once, at load, for one of the kernels below; every row count uses the same one. `lanes`, our own, keeps the promise by
-construction: every element is one fma chain over K. oneDNN with packed weights, two private operators of torch that are named here and
-nowhere else, keeps it where
-`run.certify` proves it on the machine with the whole model.
+Weights are packed once, at load, for one of the kernels below; every row count uses the same one.
+`lanes`, our own, keeps the promise by construction: every element is one fma chain over K. oneDNN
+with packed weights, two private operators of torch that are named here and nowhere else, keeps it
+where `run.certify` proves it on the machine with the whole model.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from lockstep.kernels.cpu import gemm
 from lockstep.types import RuleError
 
 PACK_ROWS = 64  # oneDNN packs for this row count; another number is another bit class
-LONE_K = 1024  # above, oneDNN has another kernel, and another order of K, for one row: a lone row is given a twin
+# above, oneDNN has another kernel, and another order of K, for one row: a lone row is given a twin
+LONE_K = 1024
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """How one GEMM class stores a weight [n, k] with its bias [n], and multiplies rows [t, k] with it, giving [t, n]."""
+    """How one GEMM class stores a weight [n, k] with its bias [n], and multiplies rows [t, k] with
+    it, giving [t, n]."""
 
     pack: Callable[[Tensor, Tensor | None], Any]
     run: Callable[[Tensor, Any, int], Tensor]
@@ -33,7 +35,8 @@ class Kernel:
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """y = x Wᵀ + bias, x [t, in_features] → y [t, out_features]. The bias is added after the product is rounded."""
+    """y = x Wᵀ + bias, x [t, in_features] → y [t, out_features]. The bias is added after the
+    product is rounded."""
 
     out_features: int
     in_features: int
@@ -47,16 +50,20 @@ class Linear:
 
 
 def pack(weight: Tensor, bias: Tensor | None, kernel: str) -> Linear:
-    """A weight [n, k], ready to multiply with. Tensors of the meta device (shapes without numbers) are kept as they are."""
+    """A weight [n, k], ready to multiply with. Tensors of the meta device (shapes without numbers)
+    are kept as they are."""
     if kernel not in KERNELS:
-        raise RuleError(f"a GEMM kernel is one of {', '.join(KERNELS)}", repr(kernel), "Pick one of these")
+        raise RuleError(
+            f"a GEMM kernel is one of {', '.join(KERNELS)}", repr(kernel), "Pick one of these"
+        )
     n, k = weight.shape
     packed = weight if weight.is_meta else KERNELS[kernel].pack(weight.contiguous(), bias)
     return Linear(n, k, packed, KERNELS[kernel])
 
 
 def kernels(device: str) -> dict[str, str]:
-    """The GEMM classes of a device and the reason for each, best first: the first one that is certified is used."""
+    """The GEMM classes of a device and the reason for each, best first: the first one that is
+    certified is used."""
     if device != "cpu":
         raise RuleError("there is a GEMM with a proven order for the device", device, "Use the CPU")
     known = {"lanes": "lanes: our own, one fma chain per element"}
@@ -85,10 +92,18 @@ def certify_linear(layer: Linear, rows: int = 64, threads: Sequence[int] = (1, 2
         for count in threads:
             torch.set_num_threads(count)
             if not torch.equal(layer(x[shuffle]), want[shuffle]):
-                return f"{layer.out_features}x{layer.in_features}: shuffled rows differ at {count} threads"
+                return (
+                    f"{layer.out_features}x{layer.in_features}: shuffled rows differ at {count} "
+                    "threads"
+                )
             for m in range(1, total + 1):
-                if not (torch.equal(layer(x[:m]), want[:m]) and torch.equal(layer(x[-m:]), want[-m:])):
-                    return f"{layer.out_features}x{layer.in_features}: {m} rows differ from {total} at {count} threads"
+                if not (
+                    torch.equal(layer(x[:m]), want[:m]) and torch.equal(layer(x[-m:]), want[-m:])
+                ):
+                    return (
+                        f"{layer.out_features}x{layer.in_features}: {m} rows differ from {total} "
+                        f"at {count} threads"
+                    )
     finally:
         torch.set_num_threads(before)
     return None

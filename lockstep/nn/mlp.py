@@ -1,8 +1,9 @@
 """Activations and the feed-forward layer.
 
-On the CPU an activation is one of our row kernels: torch's own exp, erf, tanh, silu and gelu have a vector body and a scalar tail that
-differ, so that bits would depend on the number of rows and on the width of the processor's vectors. Elsewhere it is made of tensor
-operations whose elements do not depend on their neighbours.
+On the CPU an activation is one of our row kernels: torch's own exp, erf, tanh, silu and gelu have a
+vector body and a scalar tail that differ, so that bits would depend on the number of rows and on
+the width of the processor's vectors. Elsewhere it is made of tensor operations whose elements do
+not depend on their neighbours.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Function = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Activation:
-    """An elementwise function: its number among the row kernels of the CPU, and its formula with tensors for other devices."""
+    """An elementwise function: its number among the row kernels of the CPU, and its formula with
+    tensors for other devices."""
 
     kernel: int
     formula: Function
@@ -62,7 +64,11 @@ ACTIVATIONS: dict[str, Activation] = {
 def activation(name: str) -> Activation:
     """The activation a config names."""
     if name not in ACTIVATIONS:
-        raise RuleError(f"an activation is one of {', '.join(ACTIVATIONS)}", repr(name), "Use a model with one of these")
+        raise RuleError(
+            f"an activation is one of {', '.join(ACTIVATIONS)}",
+            repr(name),
+            "Use a model with one of these",
+        )
     return ACTIVATIONS[name]
 
 
@@ -81,7 +87,8 @@ class Glu:
 
 @dataclass(frozen=True)
 class ClampedGlu:
-    """(up + 1) · gate · sigmoid(alpha · gate) of [T, gate then up], gate at most `limit`, up within ±limit."""
+    """(up + 1) · gate · sigmoid(alpha · gate) of [T, gate then up], gate at most `limit`, up within
+    ±limit."""
 
     alpha: float
     limit: float
@@ -96,7 +103,8 @@ class ClampedGlu:
 
 @dataclass(frozen=True, eq=False)
 class Mlp:
-    """down(act(up(x))); with a gate, `up` holds gate and up behind one another and `act` is a Glu."""
+    """down(act(up(x))); with a gate, `up` holds gate and up behind one another and `act` is a
+    Glu."""
 
     up: Linear
     down: Linear
@@ -117,4 +125,6 @@ class MlpSpec:
 
     def build(self, w: Weights) -> Mlp:
         up = w.fused(("gate_proj", "up_proj"), (self.inner, self.inner), self.hidden, self.bias)
-        return Mlp(up, w.linear("down_proj", self.hidden, self.inner, self.bias), Glu(activation(self.act)))
+        return Mlp(
+            up, w.linear("down_proj", self.hidden, self.inner, self.bias), Glu(activation(self.act))
+        )

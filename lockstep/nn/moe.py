@@ -1,7 +1,9 @@
-"""Mixture of experts: a row's result depends on its own experts, in its own slot order, and on no other row.
+"""Mixture of experts: a row's result depends on its own experts, in its own slot order, and on no
+other row.
 
-The router works in float32; equal scores go to the smaller expert id. An expert multiplies whatever rows it got under the GEMM that does
-not mind how many they are; the results are added slot by slot. No atomics, no sorting of rows that would change a sum.
+The router works in float32; equal scores go to the smaller expert id. An expert multiplies whatever
+rows it got under the GEMM that does not mind how many they are; the results are added slot by slot.
+No atomics, no sorting of rows that would change a sum.
 """
 
 from __future__ import annotations
@@ -33,7 +35,11 @@ def shares(x: Tensor, floor: float) -> Tensor:
     return rows.shares(x, floor) if on_cpu(x) else x / (x.sum(-1, keepdim=True) + floor)
 
 
-SCORES: dict[str, Callable[[Tensor], Tensor]] = {"softmax": softmax, "sigmoid": sigmoid, "chosen": lambda x: x}
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": softmax,
+    "sigmoid": sigmoid,
+    "chosen": lambda x: x,
+}
 
 
 @dataclass(frozen=True)
@@ -57,9 +63,18 @@ class Routing:
 
     def __post_init__(self) -> None:
         counts = (self.k, self.experts, self.groups, self.keep)
-        if min(counts) < 1 or self.keep > self.groups or self.experts % self.groups or self.k > self.experts // self.groups * self.keep:
+        if (
+            min(counts) < 1
+            or self.keep > self.groups
+            or self.experts % self.groups
+            or self.k > self.experts // self.groups * self.keep
+        ):
             got = f"k={self.k} of {self.experts} experts, {self.keep} of {self.groups} groups"
-            raise RuleError("a router picks some of its experts, from some of their equal groups", got, "Check config.json")
+            raise RuleError(
+                "a router picks some of its experts, from some of their equal groups",
+                got,
+                "Check config.json",
+            )
 
     def __call__(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """`bias` corrects what is chosen, not what it weighs."""
@@ -76,10 +91,15 @@ class Routing:
         return ids, weights if self.scale == 1.0 else weights * self.scale
 
     def _limit(self, ranked: Tensor, pairs: bool) -> Tensor:
-        """-inf for experts outside of the best groups; a group counts by its best expert, or by the sum of its best two."""
+        """-inf for experts outside of the best groups; a group counts by its best expert, or by the
+        sum of its best two."""
         grouped = ranked.view(len(ranked), self.groups, -1)
         ordered = grouped.sort(-1, descending=True).values
-        top = ordered[..., 0] + ordered[..., 1] if pairs and ordered.shape[-1] > 1 else ordered[..., 0]
+        top = (
+            ordered[..., 0] + ordered[..., 1]
+            if pairs and ordered.shape[-1] > 1
+            else ordered[..., 0]
+        )
         taken = torch.zeros_like(top, dtype=torch.bool).scatter(1, best(top, self.keep), True)
         return grouped.masked_fill(~taken[..., None], -torch.inf).view_as(ranked)
 
@@ -114,7 +134,8 @@ class Moe:
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """Which experts, how they are chosen, and where the router lies. `shared`: the size of the expert that all rows pass through."""
+    """Which experts, how they are chosen, and where the router lies. `shared`: the size of the
+    expert that all rows pass through."""
 
     routing: Routing
     expert: MlpSpec
@@ -127,8 +148,16 @@ class MoeSpec:
     def build(self, w: Weights) -> Moe:
         n, hidden = self.routing.experts, self.expert.hidden
         weight, bias = w.affine(self.router, n, hidden, self.router_bias)
-        correction = w.tensor(f"{self.router}.e_score_correction_bias", n).float() if self.correction else None
-        experts = self.load(w) if self.load else tuple(self.expert.build(w.at("experts", e)) for e in range(n))
+        correction = (
+            w.tensor(f"{self.router}.e_score_correction_bias", n).float()
+            if self.correction
+            else None
+        )
+        experts = (
+            self.load(w)
+            if self.load
+            else tuple(self.expert.build(w.at("experts", e)) for e in range(n))
+        )
         shared = self.shared.build(w.at("shared_experts")) if self.shared else None
         router = w.pack(weight.float(), bias.float() if bias is not None else None)
         return Moe(router, correction, self.routing, experts, shared)

@@ -1,4 +1,5 @@
-"""Norms: one row at a time, in float32, one rounding at the end. Gemma's 1 + w is added once, when the weight is loaded."""
+"""Norms: one row at a time, in float32, one rounding at the end. Gemma's 1 + w is added once, when
+the weight is loaded."""
 
 from __future__ import annotations
 
@@ -70,4 +71,6 @@ class RMSSpec:
 
 def layer_norm(w: Weights, name: str, size: int, eps: float) -> LayerNorm:
     """`name`.weight and `name`.bias."""
-    return LayerNorm(w.tensor(f"{name}.weight", size).float(), w.tensor(f"{name}.bias", size).float(), eps)
+    return LayerNorm(
+        w.tensor(f"{name}.weight", size).float(), w.tensor(f"{name}.bias", size).float(), eps
+    )

@@ -1,14 +1,17 @@
-"""Rotary positions: frequencies are constants of the load, angles a function of the position and of nothing else.
+"""Rotary positions: frequencies are constants of the load, angles a function of the position and of
+nothing else.
 
-Every scaling of the supported families: default, linear, dynamic, llama3, yarn. Frequencies are float64, their powers and logarithms
-those of the decimal module, which computes with integers and asks no math library, and rounded once to float32. The angle is the
-float32 product of position and frequency, as transformers has it; its cos and sin are float64, rounded once to float32.
+Every scaling of the supported families: default, linear, dynamic, llama3, yarn. Frequencies are
+float64, their powers and logarithms those of the decimal module, which computes with integers and
+asks no math library, and rounded once to float32. The angle is the float32 product of position and
+frequency, as transformers has it; its cos and sin are float64, rounded once to float32.
 
-Dynamic NTK as published makes the base a function of how long the sequence is right now, so that a key depends on when it was
-computed. Here it is decided at load: the plain base, unless a context beyond max_position was asked for (`for_context`); then the
-published one at exactly that length.
+Dynamic NTK as published makes the base a function of how long the sequence is right now, so that a
+key depends on when it was computed. Here it is decided at load: the plain base, unless a context
+beyond max_position was asked for (`for_context`); then the published one at exactly that length.
 
-Knows configs and positions, no requests. Models call `make` and `longest`, their loader `for_context`, decoders `angles`.
+Knows configs and positions, no requests. Models call `make` and `longest`, their loader
+`for_context`, decoders `angles`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from lockstep.nn.norm import on_cpu
 from lockstep.types import RuleError
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-CONTEXT = "context_length"  # a key of dynamic rope parameters: the length that the base is stretched for
+CONTEXT = (
+    "context_length"  # a key of dynamic rope parameters: the length that the base is stretched for
+)
 EXACT = decimal.Context(prec=40)  # digits; a float64 has 17
 
 
@@ -42,7 +47,8 @@ class Angles(NamedTuple):
 
 @dataclass(frozen=True)
 class Rope:
-    """inv_freq holds dim/2 frequencies. `interleaved`: columns 2i and 2i+1 turn together, otherwise i and i + dim/2."""
+    """inv_freq holds dim/2 frequencies. `interleaved`: columns 2i and 2i+1 turn together, otherwise
+    i and i + dim/2."""
 
     inv_freq: tuple[float, ...]
     factor: float = 1.0
@@ -63,7 +69,8 @@ class Rope:
         return Angles(turns.cos().float() * self.factor, turns.sin().float() * self.factor)
 
     def rotate(self, x: Tensor, angles: Angles) -> Tensor:
-        """x [T, heads, d]: its first dim columns turned, the rest as they are. The result has the halves layout."""
+        """x [T, heads, d]: its first dim columns turned, the rest as they are. The result has the
+        halves layout."""
         if on_cpu(x):
             return rows.rotate(x, angles.cos, angles.sin, self.interleaved)
         dim = 2 * len(self.inv_freq)
@@ -77,44 +84,73 @@ def make(params: Mapping[str, Any], dim: int, max_position: int, interleaved: bo
     """A model's rope from its config's rope_parameters, for heads of `dim` rotated columns."""
     kind = params.get("rope_type", "default")
     if kind not in KINDS:
-        raise RuleError(f"rope_type is one of {', '.join(KINDS)}", repr(kind), "Use a model with one of these")
+        raise RuleError(
+            f"rope_type is one of {', '.join(KINDS)}", repr(kind), "Use a model with one of these"
+        )
     _check_part(params, kind, dim)
-    rule = f"rope_parameters of type {kind} are complete and positive, for an even number of columns and finite frequencies"
+    rule = (
+        f"rope_parameters of type {kind} are complete and positive, for an even number of columns "
+        "and finite frequencies"
+    )
     try:
         inv_freq, factor = _scaled(kind, params, dim, max_position)
         values = tuple(torch.tensor(inv_freq, dtype=torch.float32).tolist())
-    except (KeyError, TypeError, ZeroDivisionError, OverflowError, ValueError, decimal.DecimalException) as error:
+    except (
+        KeyError,
+        TypeError,
+        ZeroDivisionError,
+        OverflowError,
+        ValueError,
+        decimal.DecimalException,
+    ) as error:
         raise RuleError(rule, f"{error!r} with {dict(params)}", "Check config.json") from error
     if dim < 2 or dim % 2 or not all(map(math.isfinite, (*values, factor))):
         raise RuleError(rule, f"{dim} columns, {dict(params)}", "Check config.json")
     if max(values) * longest(params, max_position) > LARGEST_ANGLE:
-        raise RuleError(f"angles are at most {LARGEST_ANGLE:.0f}", f"{max(values):g} a position, {dict(params)}", "Check config.json")
+        raise RuleError(
+            f"angles are at most {LARGEST_ANGLE:.0f}",
+            f"{max(values):g} a position, {dict(params)}",
+            "Check config.json",
+        )
     return Rope(values, float(factor), interleaved)
 
 
 def _check_part(params: Mapping[str, Any], kind: str, dim: int) -> None:
-    """No model type here turns a part of a head: as in transformers, a plain rope ignores the fraction, and others have no use of it."""
+    """No model type here turns a part of a head: as in transformers, a plain rope ignores the
+    fraction, and others have no use of it."""
     part = params.get("partial_rotary_factor") or 1.0
     if not (isinstance(part, int | float) and 0 < part <= 1):
-        raise RuleError("partial_rotary_factor is a fraction of a head's columns", repr(part), "Check config.json")
+        raise RuleError(
+            "partial_rotary_factor is a fraction of a head's columns",
+            repr(part),
+            "Check config.json",
+        )
     if kind != "default" and int(dim * part) != dim:
         rule = f"with rope_type {kind} all columns of a head turn, in transformers too"
         raise RuleError(rule, f"partial_rotary_factor={part}", "Remove it from config.json")
 
 
-def for_context(params: Mapping[str, Any], max_position: int, context_length: int | None) -> dict[str, Any]:
-    """Rope parameters for a context: dynamic ones take note of a length beyond max_position, all others stay what they are.
+def for_context(
+    params: Mapping[str, Any], max_position: int, context_length: int | None
+) -> dict[str, Any]:
+    """Rope parameters for a context: dynamic ones take note of a length beyond max_position, all
+    others stay what they are.
 
     Parameters may also be one such mapping per layer type.
     """
-    own = {k: for_context(v, max_position, context_length) if isinstance(v, Mapping) else v for k, v in params.items() if k != CONTEXT}
+    own = {
+        k: for_context(v, max_position, context_length) if isinstance(v, Mapping) else v
+        for k, v in params.items()
+        if k != CONTEXT
+    }
     if own.get("rope_type") == "dynamic" and max_position < (context_length or 0):
         own[CONTEXT] = context_length
     return own
 
 
 def longest(params: Mapping[str, Any], max_position: int) -> int:
-    """Positions that a model is asked for: max_position, or the context that a dynamic rope is stretched for."""
+    """Positions that a model is asked for: max_position, or the context that a dynamic rope is
+    stretched for."""
     nested = [longest(each, max_position) for each in params.values() if isinstance(each, Mapping)]
     return max([int(params.get(CONTEXT, max_position)), *nested])
 
@@ -129,10 +165,15 @@ def ln(x: float) -> float:
     return float(EXACT.ln(decimal.Decimal(x + 0.0)))
 
 
-def _scaled(kind: str, params: Mapping[str, Any], dim: int, max_position: int) -> tuple[list[float], float]:
+def _scaled(
+    kind: str, params: Mapping[str, Any], dim: int, max_position: int
+) -> tuple[list[float], float]:
     theta = params["rope_theta"]
     if kind == "dynamic":
-        return _frequencies(ntk_base(theta, params["factor"], dim, longest(params, max_position) / max_position), dim), 1.0
+        return _frequencies(
+            ntk_base(theta, params["factor"], dim, longest(params, max_position) / max_position),
+            dim,
+        ), 1.0
     if kind == "yarn":
         return _yarn(params, dim, max_position)
     inv_freq = _frequencies(theta, dim)
@@ -146,8 +187,11 @@ def _frequencies(theta: float, dim: int) -> list[float]:
 
 
 def ntk_base(theta: float, factor: float, dim: int, stretch: float) -> float:
-    """The base of dynamic NTK for a context `stretch` times as long as max_position; the plain one if it is not longer."""
-    return theta if stretch <= 1 else theta * power(factor * stretch - (factor - 1), dim / (dim - 2))
+    """The base of dynamic NTK for a context `stretch` times as long as max_position; the plain one
+    if it is not longer."""
+    return (
+        theta if stretch <= 1 else theta * power(factor * stretch - (factor - 1), dim / (dim - 2))
+    )
 
 
 def _llama3(freq: float, params: Mapping[str, Any]) -> float:
@@ -175,15 +219,24 @@ def _yarn(params: Mapping[str, Any], dim: int, max_position: int) -> tuple[list[
     attention = params.get("attention_factor")
     if attention is None:
         weights = params.get("mscale"), params.get("mscale_all_dim")
-        attention = mscale(factor, weights[0]) / mscale(factor, weights[1]) if weights[0] and weights[1] else mscale(factor)
-    low, high = (_yarn_dim(params.get(key) or default, dim, theta, length) for key, default in (("beta_fast", 32), ("beta_slow", 1)))
+        attention = (
+            mscale(factor, weights[0]) / mscale(factor, weights[1])
+            if weights[0] and weights[1]
+            else mscale(factor)
+        )
+    low, high = (
+        _yarn_dim(params.get(key) or default, dim, theta, length)
+        for key, default in (("beta_fast", 32), ("beta_slow", 1))
+    )
     if params.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     width = (high - low) or 0.001
     ramps = [min(max((i - low) / width, 0.0), 1.0) for i in range(dim // 2)]
     plain = _frequencies(theta, dim)
-    return [f / factor * ramp + f * (1 - ramp) for f, ramp in zip(plain, ramps, strict=True)], float(attention)
+    return [
+        f / factor * ramp + f * (1 - ramp) for f, ramp in zip(plain, ramps, strict=True)
+    ], float(attention)
 
 
 def _yarn_dim(rotations: float, dim: int, theta: float, length: int) -> float:

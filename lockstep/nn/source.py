@@ -1,7 +1,8 @@
 """Where a layer's weights come from: a name and a shape give a tensor.
 
-A model is built twice by the same code: first against a source that only notes names and shapes (tensors of the meta device), which is
-the table that `models.weights` compares with the files, and then against the files themselves, tensor by tensor.
+A model is built twice by the same code: first against a source that only notes names and shapes
+(tensors of the meta device), which is the table that `models.weights` compares with the files, and
+then against the files themselves, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ Take = Callable[[str, tuple[int, ...]], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The weights below `prefix`. `take(name, shape)` gives a tensor; `unused(pattern)` is told of names that a model leaves alone."""
+    """The weights below `prefix`. `take(name, shape)` gives a tensor; `unused(pattern)` is told of
+    names that a model leaves alone."""
 
     take: Take
     unused: Callable[[str], None]
@@ -38,7 +40,8 @@ class Weights:
         return self.prefix + name in self.names
 
     def skip(self, pattern: str) -> None:
-        """The files may hold tensors of these names (a regular expression), which the model does not need."""
+        """The files may hold tensors of these names (a regular expression), which the model does
+        not need."""
         self.unused(re.escape(self.prefix) + pattern)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
@@ -57,7 +60,9 @@ class Weights:
         """`name`.weight [n, k] and `name`.bias [n], unpacked."""
         return self.tensor(f"{name}.weight", n, k), self.tensor(f"{name}.bias", n) if bias else None
 
-    def fused(self, names: tuple[str, ...], ns: tuple[int, ...], k: int, bias: bool = False) -> Linear:
+    def fused(
+        self, names: tuple[str, ...], ns: tuple[int, ...], k: int, bias: bool = False
+    ) -> Linear:
         """One GEMM for several weights of the same input: their outputs lie behind one another."""
         parts = [self.affine(name, n, k, bias) for name, n in zip(names, ns, strict=True)]
         biases = [b for _, b in parts if b is not None]
@@ -65,7 +70,8 @@ class Weights:
 
 
 def join(parts: list[Tensor]) -> Tensor:
-    """Tensors behind one another; of the meta device only the shape, which torch would load its compiler for."""
+    """Tensors behind one another; of the meta device only the shape, which torch would load its
+    compiler for."""
     if parts[0].is_meta:
         return torch.empty(sum(len(part) for part in parts), *parts[0].shape[1:], device="meta")
     return torch.cat(parts)

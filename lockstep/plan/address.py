@@ -1,9 +1,11 @@
 """Where a key lives: the one address formula of the code base.
 
-Write slots, read addresses, moves and the CPU kernels all come from these lines; the kernels compile this very text. A slot is one
-token's place in a pool. The committed positions of a request lie in its pages; a tree row names the rest one by one in its list.
+Write slots, read addresses, moves and the CPU kernels all come from these lines; the kernels
+compile this very text. A slot is one token's place in a pool. The committed positions of a request
+lie in its pages; a tree row names the rest one by one in its list.
 
-Scalars or integer arrays, no branch in `paged` and `listed`, no knowledge of requests beyond their index.
+Scalars or integer arrays, no branch in `paged` and `listed`, no knowledge of requests beyond their
+index.
 """
 
 from __future__ import annotations
@@ -11,9 +13,14 @@ from __future__ import annotations
 from typing import Any
 
 
-def paged(page_ids: Any, page_indptr: Any, first_pos: Any, page_size: Any, request: Any, p: Any) -> Any:
+def paged(
+    page_ids: Any, page_indptr: Any, first_pos: Any, page_size: Any, request: Any, p: Any
+) -> Any:
     """Slot of position `p` of `request`, taken from its pages. `first_pos[request] <= p`."""
-    return page_ids[page_indptr[request] + (p - first_pos[request]) // page_size] * page_size + p % page_size
+    return (
+        page_ids[page_indptr[request] + (p - first_pos[request]) // page_size] * page_size
+        + p % page_size
+    )
 
 
 def listed(tail_slots: Any, tail_indptr: Any, start: Any, row: Any, p: Any) -> Any:

@@ -1,7 +1,9 @@
-"""Padding is data: a plan is brought to a bucket's shape by appending ordinary requests that live in page 0.
+"""Padding is data: a plan is brought to a bucket's shape by appending ordinary requests that live
+in page 0.
 
-A pad request holds token 0 at positions 0...n-1 with kv_len n, in page 0 (the sink) over and over; it reads only what this step wrote.
-No kernel asks whether a row is real. The bucket is the key of a captured graph and all that buffer offsets depend on.
+A pad request holds token 0 at positions 0...n-1 with kv_len n, in page 0 (the sink) over and over;
+it reads only what this step wrote. No kernel asks whether a row is real. The bucket is the key of a
+captured graph and all that buffer offsets depend on.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from lockstep.types import RuleError
 
 @dataclass(frozen=True)
 class Buckets:
-    """The shapes a runner may use: counts are rounded up to `sizes`, page tables and lists to powers of two."""
+    """The shapes a runner may use: counts are rounded up to `sizes`, page tables and lists to
+    powers of two."""
 
     sizes: tuple[int, ...]
 
@@ -32,7 +35,10 @@ class Buckets:
             tokens = self._round(real.tokens, "tokens")
             requests = self._round(real.requests + (tokens > real.tokens), "requests")
         pads = pad_lens(tokens - real.tokens, requests - real.requests)
-        extra = [int(np.sum(-(-pads // g.spec.page_size))) if isinstance(g, PagedGroup) else 0 for g in plan.groups]
+        extra = [
+            int(np.sum(-(-pads // g.spec.page_size))) if isinstance(g, PagedGroup) else 0
+            for g in plan.groups
+        ]
         return Bucket(
             requests,
             tokens,
@@ -49,7 +55,11 @@ class Buckets:
             return 0
         at = bisect_left(self.sizes, n)
         if at == len(self.sizes):
-            raise RuleError(f"a step has at most {self.sizes[-1]} {what}", str(n), "Schedule less, or allow a larger bucket")
+            raise RuleError(
+                f"a step has at most {self.sizes[-1]} {what}",
+                str(n),
+                "Schedule less, or allow a larger bucket",
+            )
         return self.sizes[at]
 
 
@@ -70,8 +80,15 @@ def pad(plan: StepPlan, bucket: Bucket) -> StepPlan:
     real = plan.real
     _check_fits(plan, bucket)
     pads = pad_lens(bucket.tokens - real.tokens, bucket.requests - real.requests)
-    positions = np.concatenate([np.arange(n, dtype=np.int32) for n in pads]) if len(pads) else np.zeros(0, np.int32)
-    groups = tuple(pad_group(g, i, bucket, pads, positions) if isinstance(g, PagedGroup) else g for i, g in enumerate(plan.groups))
+    positions = (
+        np.concatenate([np.arange(n, dtype=np.int32) for n in pads])
+        if len(pads)
+        else np.zeros(0, np.int32)
+    )
+    groups = tuple(
+        pad_group(g, i, bucket, pads, positions) if isinstance(g, PagedGroup) else g
+        for i, g in enumerate(plan.groups)
+    )
     return replace(
         plan,
         q_indptr=_append(plan.q_indptr, plan.q_indptr[-1] + indptr(pads)[1:]),
@@ -115,16 +132,31 @@ def _fill_moves(moves: Ints, size: int) -> Ints:
 def _check_fits(plan: StepPlan, bucket: Bucket) -> None:
     """Padding never shortens: every count of the plan is at most the bucket's."""
     if (plan.bucket.requests, plan.bucket.tokens) != (plan.real.requests, plan.real.tokens):
-        raise RuleError("a plan is padded once", f"{plan.bucket} around {plan.real}", "Pad the unpadded plan")
+        raise RuleError(
+            "a plan is padded once", f"{plan.bucket} around {plan.real}", "Pad the unpadded plan"
+        )
     have, room = plan.bucket, bucket
-    pairs = [("requests", have.requests, room.requests), ("tokens", have.tokens, room.tokens), ("emits", have.emits, room.emits)]
+    pairs = [
+        ("requests", have.requests, room.requests),
+        ("tokens", have.tokens, room.tokens),
+        ("emits", have.emits, room.emits),
+    ]
     pairs.append(("list entries per row", have.tail, room.tail))
     for name in ("pages", "writes", "moves"):
-        pairs += [(f"{name} of group {g}", a, b) for g, (a, b) in enumerate(zip(getattr(have, name), getattr(room, name), strict=True))]
+        pairs += [
+            (f"{name} of group {g}", a, b)
+            for g, (a, b) in enumerate(zip(getattr(have, name), getattr(room, name), strict=True))
+        ]
     for what, need, capacity in pairs:
         if need > capacity:
-            raise RuleError(f"a plan fits its bucket: at most {capacity} {what}", str(need), "Use a larger bucket")
+            raise RuleError(
+                f"a plan fits its bucket: at most {capacity} {what}",
+                str(need),
+                "Use a larger bucket",
+            )
     if bucket.tokens > have.tokens and bucket.requests == have.requests:
         raise RuleError(
-            "pad rows need a pad request", f"{bucket.tokens - have.tokens} pad rows, 0 pad requests", "Use a bucket with more requests"
+            "pad rows need a pad request",
+            f"{bucket.tokens - have.tokens} pad rows, 0 pad requests",
+            "Use a bucket with more requests",
         )

@@ -1,7 +1,8 @@
 """Makes plans: the only place that does.
 
-The caller says, per request, how many keys are committed, how many rows to compute, and which pages it holds (`Work`); everything else
-in a plan is derived here. Called by the scheduler's loop, the speculative worker and the lab alike.
+The caller says, per request, how many keys are committed, how many rows to compute, and which pages
+it holds (`Work`); everything else in a plan is derived here. Called by the scheduler's loop, the
+speculative worker and the lab alike.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.plan import address
-from lockstep.plan.step import Bucket, FreshGroup, Group, Ints, PagedGroup, Real, StepPlan, frozen, ints
+from lockstep.plan.step import (
+    Bucket,
+    FreshGroup,
+    Group,
+    Ints,
+    PagedGroup,
+    Real,
+    StepPlan,
+    frozen,
+    ints,
+)
 from lockstep.plan.tree import paths
 from lockstep.types import INT32_MAX, GroupSpec, Layout, RuleError
 
@@ -24,7 +35,8 @@ NO_MOVES: Ints = ints(np.empty((0, 2), np.int32))
 
 
 class Pages(NamedTuple):
-    """A request's pages in one group: page k holds positions from first_pos + k*page_size; `scratch` holds its tree nodes."""
+    """A request's pages in one group: page k holds positions from first_pos + k*page_size;
+    `scratch` holds its tree nodes."""
 
     page_ids: NDArray[np.int32]
     first_pos: int
@@ -66,7 +78,8 @@ class _Columns(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """What all groups share: the rows and, for tree rows, the nodes of their lists (one entry per listed position)."""
+    """What all groups share: the rows and, for tree rows, the nodes of their lists (one entry per
+    listed position)."""
 
     q_indptr: NDArray[np.int32]
     request: NDArray[np.int32]
@@ -108,7 +121,9 @@ def indptr(lens: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
     return np.array([0, *accumulate(lens)], np.int32)
 
 
-def row_positions(cached_lens: NDArray[np.int32], q_indptr: NDArray[np.int32], request: NDArray[np.int32]) -> NDArray[np.int32]:
+def row_positions(
+    cached_lens: NDArray[np.int32], q_indptr: NDArray[np.int32], request: NDArray[np.int32]
+) -> NDArray[np.int32]:
     """Rows follow the committed keys: row j of a request stands at cached_len + j."""
     return np.asarray((cached_lens - q_indptr[:-1])[request] + np.arange(len(request)), np.int32)
 
@@ -116,7 +131,11 @@ def row_positions(cached_lens: NDArray[np.int32], q_indptr: NDArray[np.int32], r
 def emitted(works: Sequence[Work], rows: _Rows) -> list[int]:
     """The rows whose logits are wanted, counted within the step."""
     begins = rows.q_indptr.tolist()
-    return [begin + j for begin, w in zip(begins, works, strict=False) for j in (w.emit if w.emit is not None else (w.new_len - 1,))]
+    return [
+        begin + j
+        for begin, w in zip(begins, works, strict=False)
+        for j in (w.emit if w.emit is not None else (w.new_len - 1,))
+    ]
 
 
 def kv_lens(spec: GroupSpec, works: Sequence[Work], rows: _Rows) -> NDArray[np.int32]:
@@ -137,7 +156,11 @@ def live_pages(
         return tables, haves
     for count, have, kv_len in zip(counts, haves, lens.tolist(), strict=True):
         if count > have:
-            raise RuleError("a request's pages cover its keys", f"{have} pages of {size} for {kv_len} keys", "Reserve before building")
+            raise RuleError(
+                "a request's pages cover its keys",
+                f"{have} pages of {size} for {kv_len} keys",
+                "Reserve before building",
+            )
     return [table[:count] for table, count in zip(tables, counts, strict=True)], counts
 
 
@@ -147,13 +170,20 @@ def node_slots(spec: GroupSpec, pages: Pages, nodes: NDArray[np.int32]) -> NDArr
     return np.asarray(address.paged(pages.scratch, zero, zero, spec.page_size, 0, nodes), np.int32)
 
 
-def write_slots(spec: GroupSpec, works: Sequence[Work], rows: _Rows, group: tuple[NDArray[np.int32], ...]) -> NDArray[np.int32]:
+def write_slots(
+    spec: GroupSpec, works: Sequence[Work], rows: _Rows, group: tuple[NDArray[np.int32], ...]
+) -> NDArray[np.int32]:
     """slot(t, positions[t]) of every row that this group stores."""
     page_ids, page_indptr, first_pos, tail_slots = group
     if spec.layout is Layout.CROSS and not any(w.cross_new for w in works):
         return np.zeros(0, np.int32)
     if not len(rows.nodes):
-        return np.asarray(address.paged(page_ids, page_indptr, first_pos, spec.page_size, rows.request, rows.positions), np.int32)
+        return np.asarray(
+            address.paged(
+                page_ids, page_indptr, first_pos, spec.page_size, rows.request, rows.positions
+            ),
+            np.int32,
+        )
     slots = np.empty(len(rows.positions), np.int32)
     tailed = rows.positions >= rows.start
     row, p = np.flatnonzero(tailed), rows.positions[tailed]
@@ -164,7 +194,8 @@ def write_slots(spec: GroupSpec, works: Sequence[Work], rows: _Rows, group: tupl
 
 
 def tail_slots(spec: GroupSpec, g: int, works: Sequence[Work], rows: _Rows) -> NDArray[np.int32]:
-    """The rows' lists in this group's slots, behind one another, filled with 0 up to the bucket's capacity; an encoder has no nodes."""
+    """The rows' lists in this group's slots, behind one another, filled with 0 up to the bucket's
+    capacity; an encoder has no nodes."""
     capacity = len(rows.positions) * _tail(rows.tail_indptr)
     slots = np.zeros(capacity, np.int32)
     if capacity and spec.layout is not Layout.CROSS:
@@ -176,13 +207,32 @@ def tail_slots(spec: GroupSpec, g: int, works: Sequence[Work], rows: _Rows) -> N
     return slots
 
 
-def exact_bucket(real: Real, q_indptr: NDArray[np.int32], tail_indptr: NDArray[np.int32], groups: tuple[Group, ...]) -> Bucket:
+def exact_bucket(
+    real: Real,
+    q_indptr: NDArray[np.int32],
+    tail_indptr: NDArray[np.int32],
+    groups: tuple[Group, ...],
+) -> Bucket:
     """The shape of a plan without padding."""
     widths = q_indptr[1:] - q_indptr[:-1]
     width = int(widths[0]) if len(widths) and (widths == widths[0]).all() else 0
-    sizes = [(len(g.page_ids), len(g.write_slots), len(g.moves)) if isinstance(g, PagedGroup) else (0, 0, 0) for g in groups]
+    sizes = [
+        (len(g.page_ids), len(g.write_slots), len(g.moves))
+        if isinstance(g, PagedGroup)
+        else (0, 0, 0)
+        for g in groups
+    ]
     pages, writes, moves = zip(*sizes, strict=True) if sizes else ((), (), ())
-    return Bucket(real.requests, real.tokens, width, real.emits, _tail(tail_indptr), tuple(pages), tuple(writes), tuple(moves))
+    return Bucket(
+        real.requests,
+        real.tokens,
+        width,
+        real.emits,
+        _tail(tail_indptr),
+        tuple(pages),
+        tuple(writes),
+        tuple(moves),
+    )
 
 
 def _tail(tail_indptr: NDArray[np.int32]) -> int:
@@ -223,21 +273,31 @@ def _group(spec: GroupSpec, g: int, works: Sequence[Work], rows: _Rows) -> Group
     tails = tail_slots(spec, g, works, rows)
     writes = write_slots(spec, works, rows, (page_ids, page_indptr, first_pos, tails))
     moves = np.concatenate([NO_MOVES, *moved]) if any(map(len, moved)) else NO_MOVES
-    return PagedGroup(spec, *map(frozen, (lens, page_indptr, page_ids, first_pos, tails, writes, moves)))
+    return PagedGroup(
+        spec, *map(frozen, (lens, page_indptr, page_ids, first_pos, tails, writes, moves))
+    )
 
 
 def _plain(fresh: list[bool], columns: _Columns) -> bool:
-    """Whether these are decoding requests that `_check_work` has nothing to say about, seen at once: most steps are."""
+    """Whether these are decoding requests that `_check_work` has nothing to say about, seen at
+    once: most steps are."""
     cached_lens, new_lens, pages, emits, parents, cross_lens, cross_news = columns
     if not new_lens or any(fresh):
         return False
-    ones = new_lens.count(1) == emits.count((0,)) == parents.count(None) == cross_news.count(0) == len(new_lens)
+    ones = (
+        new_lens.count(1)
+        == emits.count((0,))
+        == parents.count(None)
+        == cross_news.count(0)
+        == len(new_lens)
+    )
     whole = set(map(len, pages)) == {len(fresh)} and all(map(all, pages))
     return ones and whole and min(cached_lens) >= 0 and max(*cached_lens, *cross_lens) < INT32_MAX
 
 
 def _check_work(fresh: list[bool], work: Work) -> None:
-    """What a caller can get wrong and no later check could tell. `fresh` tells which groups have no cache."""
+    """What a caller can get wrong and no later check could tell. `fresh` tells which groups have no
+    cache."""
     cached_len, new_len, pages, emit, parents, cross_len, cross_new = work
     if new_len < 1 or cached_len < 0:
         rule = "a request computes at least one row after its cached keys"
@@ -247,15 +307,29 @@ def _check_work(fresh: list[bool], work: Work) -> None:
         raise RuleError(f"lengths fit in int32, at most {INT32_MAX}", total, "Shorten the request")
     if len(pages) != len(fresh):
         got = f"{len(pages)} for {len(fresh)} groups"
-        raise RuleError("a request has one entry of pages per group", got, "Use None for a fresh group")
+        raise RuleError(
+            "a request has one entry of pages per group", got, "Use None for a fresh group"
+        )
     if cross_new not in (0, new_len) or cross_new > cross_len:
         got = f"{cross_new} of {new_len} rows"
-        raise RuleError("an encoder is written whole, by rows of its own", got, "Encode in a step of its own")
+        raise RuleError(
+            "an encoder is written whole, by rows of its own", got, "Encode in a step of its own"
+        )
     for j in emit or ():
         if not 0 <= j < new_len:
-            raise RuleError("emit names rows of the request's own step", f"row {j} of {new_len}", "Count from 0 within the request")
+            raise RuleError(
+                "emit names rows of the request's own step",
+                f"row {j} of {new_len}",
+                "Count from 0 within the request",
+            )
     if [entry is None for entry in pages] != fresh:
         got = f"pages={[entry is not None for entry in pages]}, cached={[not f for f in fresh]}"
-        raise RuleError("a cached group needs pages and a fresh one has none", got, "Reserve pages first")
+        raise RuleError(
+            "a cached group needs pages and a fresh one has none", got, "Reserve pages first"
+        )
     if (cached_len or parents is not None) and any(fresh):
-        raise RuleError("a fresh group takes whole requests", f"cached_len={cached_len}", "Do not chunk an embedding or an encoder")
+        raise RuleError(
+            "a fresh group takes whole requests",
+            f"cached_len={cached_len}",
+            "Do not chunk an embedding or an encoder",
+        )

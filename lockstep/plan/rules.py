@@ -1,7 +1,9 @@
-"""The rules of a plan as loops over its entries, compiled by Numba: a step of 64 requests is judged in microseconds.
+"""The rules of a plan as loops over its entries, compiled by Numba: a step of 64 requests is judged
+in microseconds.
 
-Each loop returns (rule, have, want, at): the number of the first rule that is broken, what stands there, what belongs there, and the
-entry; rule 0 is none. `TEXTS` has the words. An index is used only after it was found to be inside its array. `check` calls both loops.
+Each loop returns (rule, have, want, at): the number of the first rule that is broken, what stands
+there, what belongs there, and the entry; rule 0 is none. `TEXTS` has the words. An index is used
+only after it was found to be inside its array. `check` calls both loops.
 """
 
 from __future__ import annotations
@@ -31,13 +33,21 @@ TEXTS = (
     ("no visible key was dropped", _WHERE, "Release by the committed length"),
     ("pages cover every key", "{have} keys, room for {want}", "Reserve first"),
     ("page ids are below the pool's {want}", "{have}", "Take them from the pool"),
-    ("a page that a request writes is in no other place", "page {have}", "Copy the page before writing"),
+    (
+        "a page that a request writes is in no other place",
+        "page {have}",
+        "Copy the page before writing",
+    ),
     ("write slots are below the pool's {want}", "{have}", "Take them from the pool"),
     ("a row writes to its own request's pages", "request {want}, slot {have}", "Use plan.build"),
     ("write slots are distinct", "slot {have}", "Give each row its own slot"),
     ("moves are below the pool's {want}", "{have}", "Take them from the pool"),
     ("listed slots are below the pool's {want}", "{have}", "Take them from the pool"),
-    ("a row's list lies in its own request's pages", "request {want}, slot {have}", "Use plan.tree"),
+    (
+        "a row's list lies in its own request's pages",
+        "request {want}, slot {have}",
+        "Use plan.tree",
+    ),
     ("a list ends with the row's own slot", _WHERE, "Use plan.tree"),
 )
 (
@@ -49,7 +59,10 @@ TEXTS = (
 @cache
 def compiled() -> tuple[Any, Any]:
     """The judges of the rows and of a group, from Numba's cache or compiled now."""
-    n, (ints, pairs) = types.int64, [types.Array(types.int32, dims, "C", readonly=True) for dims in (1, 2)]
+    n, (ints, pairs) = (
+        types.int64,
+        [types.Array(types.int32, dims, "C", readonly=True) for dims in (1, 2)],
+    )
     found = types.UniTuple(n, 4)  # type: ignore[no-untyped-call]
     rows, group = found(*[ints] * 5, n, n, n), found(*[ints] * 10, pairs, n, n, types.boolean, n)
     try:
@@ -58,8 +71,18 @@ def compiled() -> tuple[Any, Any]:
         return njit(rows)(judge_rows), njit(group)(judge_group)
 
 
-def judge_rows(q: Any, positions: Any, start: Any, tails: Any, emit: Any, real_requests: int, real_tokens: int, tail: int) -> Any:
-    """What all groups share. The lengths of the arrays fit each other, and real_requests < len(q)."""
+def judge_rows(
+    q: Any,
+    positions: Any,
+    start: Any,
+    tails: Any,
+    emit: Any,
+    real_requests: int,
+    real_tokens: int,
+    tail: int,
+) -> Any:
+    """What all groups share. The lengths of the arrays fit each other, and real_requests <
+    len(q)."""
     count = len(positions)
     bad = falls(q)
     if bad >= 0 or q[-1] != count:
@@ -124,7 +147,9 @@ def judge_group(
 
 
 @njit
-def judge_writes(q: Any, tails: Any, tail_slots: Any, slots: Any, moves: Any, size: int, cross: bool, owner: Any) -> Any:
+def judge_writes(
+    q: Any, tails: Any, tail_slots: Any, slots: Any, moves: Any, size: int, cross: bool, owner: Any
+) -> Any:
     """Who writes where. Page 0, the sink, is everybody's."""
     total, row = len(owner) * size, 0
     taken = np.zeros(total // 8 + 1, np.uint8)  # one bit per slot
@@ -170,7 +195,8 @@ def falls(indptr: Any) -> int:
 
 @njit
 def reach(q: Any, positions: Any, i: int) -> tuple[int, int]:
-    """The smallest and the largest position of a request's rows; (0, -1) if it has none, as a pad request may."""
+    """The smallest and the largest position of a request's rows; (0, -1) if it has none, as a pad
+    request may."""
     first, last = 0, -1
     for t in range(q[i], q[i + 1]):
         first = min(first, positions[t]) if last >= 0 else positions[t]
@@ -179,8 +205,18 @@ def reach(q: Any, positions: Any, i: int) -> tuple[int, int]:
 
 
 @njit
-def claim(q: Any, positions: Any, start: Any, indptr: Any, pages: Any, first_pos: Any, size: int, owner: Any) -> int:
-    """Gives each request the pages from the first it writes on; the entry of a page that somebody else has too, or -1."""
+def claim(
+    q: Any,
+    positions: Any,
+    start: Any,
+    indptr: Any,
+    pages: Any,
+    first_pos: Any,
+    size: int,
+    owner: Any,
+) -> int:
+    """Gives each request the pages from the first it writes on; the entry of a page that somebody
+    else has too, or -1."""
     first = np.empty(len(q) - 1, np.int64)
     for i in range(len(q) - 1):
         first[i] = indptr[i + 1]

@@ -1,8 +1,9 @@
 """The plan: one frozen value that describes a step completely.
 
-A step is one forward pass over a batch of (request, new rows). There are no modes: prefill, chunk, decode, verify and draft are the
-same thing with other numbers. Arrays are int32 and read-only. `plan.build` makes plans, `plan.bucket` pads them, `plan.check` judges
-them; nothing else creates one. No token ids, no torch.
+A step is one forward pass over a batch of (request, new rows). There are no modes: prefill, chunk,
+decode, verify and draft are the same thing with other numbers. Arrays are int32 and read-only.
+`plan.build` makes plans, `plan.bucket` pads them, `plan.check` judges them; nothing else creates
+one. No token ids, no torch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def frozen(array: NDArray[np.int32]) -> Ints:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The padded shape of a step: the length of every array of the plan is a function of these numbers."""
+    """The padded shape of a step: the length of every array of the plan is a function of these
+    numbers."""
 
     requests: int
     tokens: int
@@ -58,18 +60,24 @@ class PagedGroup:
     """K/V live in the cache: this step's are written, then all are read."""
 
     spec: GroupSpec
-    kv_lens: Ints  # [B] keys that exist after this step's write: 1 + the largest row position (cross: the encoder length)
+    # [B] keys that exist after this step's write: 1 + the largest row position (cross: the encoder
+    # length)
+    kv_lens: Ints
     page_indptr: Ints  # [B+1]
-    page_ids: Ints  # entry k of a request holds positions [first_pos + k*page_size, first_pos + (k+1)*page_size); then its scratch
+    # entry k of a request holds positions [first_pos + k*page_size, first_pos + (k+1)*page_size);
+    # then its scratch
+    page_ids: Ints
     first_pos: Ints  # [B] page-aligned; positions below were dropped
     tail_slots: Ints  # [tokens*tail] the rows' lists, addressed by tail_indptr
     write_slots: Ints  # [W] slot(t, positions[t])
-    moves: Ints  # [M, 2] (from, to): K/V rows to relocate before the first write; gather all, then scatter all
+    # [M, 2] (from, to): K/V rows to relocate before the first write; gather all, then scatter all
+    moves: Ints
 
 
 @dataclass(frozen=True, eq=False)
 class FreshGroup:
-    """The keys of a request are its own rows of this step. A write, or a stale read, cannot be expressed."""
+    """The keys of a request are its own rows of this step. A write, or a stale read, cannot be
+    expressed."""
 
     spec: GroupSpec
 
@@ -79,11 +87,13 @@ Group = PagedGroup | FreshGroup
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """One step. Row t of request i: q_indptr[i] <= t < q_indptr[i+1], at absolute position positions[t]."""
+    """One step. Row t of request i: q_indptr[i] <= t < q_indptr[i+1], at absolute position
+    positions[t]."""
 
     q_indptr: Ints  # [B+1]
     positions: Ints  # [T]
-    start: Ints  # [T] from this position on a row's keys are named by its list; positions[t]+1 for a plain row
+    # [T] from this position on a row's keys are named by its list; positions[t]+1 for a plain row
+    start: Ints
     tail_indptr: Ints  # [T+1] the row's list in every group's tail_slots
     emit: Ints  # [S] rows whose logits are wanted; a row may stand twice
     groups: tuple[Group, ...]

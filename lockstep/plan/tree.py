@@ -1,8 +1,8 @@
 """Trees are addresses, not masks: parents become, for every row, the list of nodes it sees.
 
-A node is a draft token. Node i hangs below node parents[i] < i, or below the committed prefix (-1); its depth counts from 0. The list
-of a node is its path from the top, itself last: one node per position from the committed length on. The speculative worker and the
-lab use this same function.
+A node is a draft token. Node i hangs below node parents[i] < i, or below the committed prefix (-1);
+its depth counts from 0. The list of a node is its path from the top, itself last: one node per
+position from the committed length on. The speculative worker and the lab use this same function.
 """
 
 from __future__ import annotations
@@ -13,14 +13,21 @@ from lockstep.types import RuleError
 
 
 def paths(parents: Sequence[int], new_len: int) -> list[list[int]]:
-    """The node lists of the last `new_len` nodes: this step's rows; the nodes before them were written by earlier steps."""
+    """The node lists of the last `new_len` nodes: this step's rows; the nodes before them were
+    written by earlier steps."""
     if not 0 < new_len <= len(parents):
         raise RuleError(
-            "a tree step computes at least one and at most all nodes", f"{new_len} rows of {len(parents)} nodes", "Check new_len"
+            "a tree step computes at least one and at most all nodes",
+            f"{new_len} rows of {len(parents)} nodes",
+            "Check new_len",
         )
     lists: list[list[int]] = []
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
-            raise RuleError("a node's parent comes before it, or is -1", f"parents[{node}] = {parent}", "Order the nodes by depth")
+            raise RuleError(
+                "a node's parent comes before it, or is -1",
+                f"parents[{node}] = {parent}",
+                "Order the nodes by depth",
+            )
         lists.append([*(lists[parent] if parent >= 0 else []), node])
     return lists[len(parents) - new_len :]

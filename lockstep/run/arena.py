@@ -27,7 +27,9 @@ class Arena:
         image = torch.from_numpy(pack(plan).copy())
         if len(image) > len(self.buffer):
             raise RuleError(
-                f"a plan's image has at most {len(self.buffer)} numbers", str(len(image)), "Schedule less per step, or enlarge the arena"
+                f"a plan's image has at most {len(self.buffer)} numbers",
+                str(len(image)),
+                "Schedule less per step, or enlarge the arena",
             )
         place: Tensor = self.buffer[: len(image)]
         place.copy_(image)

@@ -5,9 +5,9 @@ computes a sequence whose rows stand on both sides of a tile, a split and every 
 are then computed alone, and again in every kind of step that the engine has: decoding batches,
 chunks behind a prefix, whole prompts, mixtures, chains and trees of drafts, sources of an encoder,
 embeddings; with 1 to 64 rows, and with more by steps of 64 up to the largest step (above 1,024 by
-doubling, 8,192 at most); with one, two and all threads; padded, where the engine pads. Every row must have the bits
-it has alone. The digest of these bits, and of what kind every layer is, is part of the fingerprint:
-two machines that agree on it computed the same numbers.
+doubling, 8,192 at most); with one, two and all threads; padded, where the engine pads. Every row
+must have the bits it has alone. The digest of these bits, and of what kind every layer is, is part
+of the fingerprint: two machines that agree on it computed the same numbers.
 
 Called by the engine when it is loaded. What is run stands in `probe`.
 """
@@ -53,7 +53,9 @@ class NotCertified(RuleError):
     """A row depends on its company: this configuration must not be used."""
 
 
-def certify(model: Model, backend: Backend, info: Info, config: EngineConfig | None = None) -> Certificate:
+def certify(
+    model: Model, backend: Backend, info: Info, config: EngineConfig | None = None
+) -> Certificate:
     """Raises NotCertified, naming the first step that differs, unless every row keeps its bits.
 
     A backend that promises no bits has nothing to prove.
@@ -83,7 +85,8 @@ def _proofs(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
 
 
 def _layers(model: Model) -> bytes:
-    """The kind of every layer: one of each is computed, so their order is in no bit of it, nor is a window too wide to cross."""
+    """The kind of every layer: one of each is computed, so their order is in no bit of it, nor is a
+    window too wide to cross."""
     return repr(model.spec.blocks).encode() if isinstance(model, Decoder) else b""
 
 
@@ -127,8 +130,8 @@ def _sequence(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
 def pieces(kind: str, positions: Sequence[int]) -> list[Piece]:
     """The rows at these positions as requests of a step, as many rows as there are positions.
 
-    decode: one row each; chunks: runs of rows; mixed: one half of a run as a chunk, the other row by
-    row; drafts: runs as nodes, two equal chains and one chain in turns.
+    decode: one row each; chunks: runs of rows; mixed: one half of a run as a chunk, the other row
+    by row; drafts: runs as nodes, two equal chains and one chain in turns.
     """
     if kind == "decode":
         return [Piece(p, p + 1) for p in positions]

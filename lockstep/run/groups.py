@@ -1,7 +1,8 @@
 """The KV groups of a model, numbered once: those that steps of each kind use, by number.
 
-A generating step has the model's groups; an embedding step the same layers without a cache; an encode step the encoder's layers, fresh,
-and the cross groups that a generating step reads: the same numbers, hence the same pools.
+A generating step has the model's groups; an embedding step the same layers without a cache; an
+encode step the encoder's layers, fresh, and the cross groups that a generating step reads: the same
+numbers, hence the same pools.
 """
 
 from __future__ import annotations
@@ -30,13 +31,21 @@ class Groups:
     embed: tuple[int, ...] = ()
 
     @staticmethod
-    def of(model: Model, encoder: EncoderDecoder | None, page_size: int = 16, kv_dtype: str = "float32") -> Groups:
+    def of(
+        model: Model, encoder: EncoderDecoder | None, page_size: int = 16, kv_dtype: str = "float32"
+    ) -> Groups:
         """A model's; `encoder` is what `encoder_of` says."""
         cached = model.groups(page_size, kv_dtype)
         first = tuple(range(len(cached)))
         if encoder is None:
             fresh = model.fresh_groups()
-            return Groups((*cached, *fresh), len(cached), first, (), tuple(range(len(cached), len(cached) + len(fresh))))
+            return Groups(
+                (*cached, *fresh),
+                len(cached),
+                first,
+                (),
+                tuple(range(len(cached), len(cached) + len(fresh))),
+            )
         wanted = encoder.encoder_groups(page_size, kv_dtype)
         fresh = tuple(spec for spec in wanted if spec.layout is Layout.FRESH)
         specs = (*cached, *fresh)

@@ -1,7 +1,8 @@
 """How many pages each group gets: arithmetic, printed as it is done.
 
-A full group needs a slot per cached key. A window group needs, per running request, what its window still sees plus what a step adds;
-more would never be used. Knows specs and bytes; the runner allocates what this says.
+A full group needs a slot per cached key. A window group needs, per running request, what its window
+still sees plus what a step adds; more would never be used. Knows specs and bytes; the runner
+allocates what this says.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Sizes:
 
 
 def size(specs: Sequence[GroupSpec], config: EngineConfig, context_length: int) -> Sizes:
-    """The largest cache that the budget allows, but not more than all running requests could ever fill."""
+    """The largest cache that the budget allows, but not more than all running requests could ever
+    fill."""
     useful = config.max_running_requests * context_length
     tokens = config.max_total_tokens or useful
     if config.max_total_tokens is None:
@@ -33,8 +35,14 @@ def size(specs: Sequence[GroupSpec], config: EngineConfig, context_length: int) 
         while tokens > 0 and total_bytes(specs, config, tokens) > budget:
             tokens = tokens * 15 // 16
         if tokens < specs[0].page_size:
-            raise RuleError("the cache holds at least one page", f"{budget:,} B of memory for it", "Raise mem_fraction_static")
-    check_fits(total_bytes(specs, config, tokens), f"{tokens:,} tokens in pages of {specs[0].page_size:,}")
+            raise RuleError(
+                "the cache holds at least one page",
+                f"{budget:,} B of memory for it",
+                "Raise mem_fraction_static",
+            )
+    check_fits(
+        total_bytes(specs, config, tokens), f"{tokens:,} tokens in pages of {specs[0].page_size:,}"
+    )
     pages = tuple(pages_of(spec, config, tokens) for spec in specs)
     return Sizes(pages, tokens, f"cache for {tokens:,} tokens\n{arithmetic(specs, pages)}")
 
@@ -44,7 +52,11 @@ def pages_of(spec: GroupSpec, config: EngineConfig, tokens: int) -> int:
     if spec.layout is Layout.FRESH:
         return 0
     if spec.window is not None:
-        tokens = min(tokens, config.max_running_requests * (spec.window + 2 * spec.page_size) + config.chunked_prefill_size)
+        tokens = min(
+            tokens,
+            config.max_running_requests * (spec.window + 2 * spec.page_size)
+            + config.chunked_prefill_size,
+        )
     return -(-tokens // spec.page_size) + 1
 
 

@@ -1,10 +1,10 @@
 """What `certify` runs: one layer of each kind of a model, and requests whose rows it knows.
 
 A `Sequence` is one request on pages, computed once; a step computes some of its rows again, in any
-company: alone, in chunks, behind a prefix, as nodes of a tree, in a batch. Requests are forks of the
-sequence, so no prefix is computed twice. `Sources` is the same for steps that keep nothing: those of
-an encoder, and embeddings. Knows no tolerance and no verdict; tables, plans and the runner are the
-engine's own.
+company: alone, in chunks, behind a prefix, as nodes of a tree, in a batch. Requests are forks of
+the sequence, so no prefix is computed twice. `Sources` is the same for steps that keep nothing:
+those of an encoder, and embeddings. Knows no tolerance and no verdict; tables, plans and the runner
+are the engine's own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Subject:
 
     @property
     def buckets(self) -> Buckets | None:
-        """What the engine pads steps to, if it does, and one that holds every step that is tried."""
+        """What the engine pads steps to, if it does, and one that holds every step that is
+        tried."""
         sizes = self.config.bucket_sizes
         if sizes is None:
             return None
@@ -199,12 +200,7 @@ class Sequence:
         rows = self.source_len
         pages = tuple(self.table.pages(g) for g in self.encode)
         work = Work(
-            cached_len=0,
-            new_len=rows,
-            pages=pages,
-            emit=(0,),
-            cross_len=rows,
-            cross_new=rows,
+            cached_len=0, new_len=rows, pages=pages, emit=(0,), cross_len=rows, cross_new=rows
         )
         plan = build([self.specs[g] for g in self.encode], [work])
         places, encode = self.encoder.encoder_places, self.encoder.encode
@@ -335,12 +331,7 @@ class Sources:
             table.reserve(0, cross_len=cross)
             pages = tuple(table.pages(g) for g in self.groups)
             work = Work(
-                cached_len=0,
-                new_len=rows,
-                pages=pages,
-                emit=(0,),
-                cross_len=cross,
-                cross_new=cross,
+                cached_len=0, new_len=rows, pages=pages, emit=(0,), cross_len=cross, cross_new=cross
             )
             works.append(work)
         plan = build([self.specs[g] for g in self.groups], works)

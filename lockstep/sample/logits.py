@@ -4,9 +4,10 @@
     temperature, top-k, top-p, min-p, noise, argmax     `chosen`: with tensors, for any device; the CPU has the same in one kernel
     log-probabilities               `described`: of the model's own logits, before all of the above
 
-Tokens are ordered by score and then by id, everywhere. Top-k, top-p and min-p keep a beginning of that order. Probabilities are
-integers in units of 2^-42: their sums are exact and have no order. Everything else is elementwise, so a row's bits cannot depend on
-other rows, on its place or on threads. Knows rows and tensors, not requests.
+Tokens are ordered by score and then by id, everywhere. Top-k, top-p and min-p keep a beginning of
+that order. Probabilities are integers in units of 2^-42: their sums are exact and have no order.
+Everything else is elementwise, so a row's bits cannot depend on other rows, on its place or on
+threads. Knows rows and tensors, not requests.
 """
 
 from __future__ import annotations
@@ -20,7 +21,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.kernels.cpu.sample import EMPTY, FRACTION, ID_BITS, ID_MASK, INFINITE, NAN, NO_TOKEN, OK, ln, weight, wide_float
+from lockstep.kernels.cpu.sample import (
+    EMPTY,
+    FRACTION,
+    ID_BITS,
+    ID_MASK,
+    INFINITE,
+    NAN,
+    NO_TOKEN,
+    OK,
+    ln,
+    weight,
+    wide_float,
+)
 from lockstep.sample.noise import noise
 from lockstep.sample.params import SamplingParams
 
@@ -60,7 +73,8 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class Logprobs:
-    """Of S rows: the chosen token's, float32 [S], and the k best tokens, int64 [S, k], with theirs, float32 [S, k]. NaN for a bad row."""
+    """Of S rows: the chosen token's, float32 [S], and the k best tokens, int64 [S, k], with theirs,
+    float32 [S, k]. NaN for a bad row."""
 
     chosen: Tensor
     top_ids: Tensor
@@ -99,7 +113,9 @@ def _penalties(row: Row) -> tuple[Any, ...]:
     params = row.params
     if not params.penalised or not row.position:
         return ()
-    assert len(row.token_ids) == row.position, f"{len(row.token_ids)} tokens before position {row.position}"
+    assert len(row.token_ids) == row.position, (
+        f"{len(row.token_ids)} tokens before position {row.position}"
+    )
     ids, inverse = np.unique(row.token_ids, return_inverse=True)
     counts = np.bincount(inverse[row.prompt_len :], minlength=len(ids))
     minus = counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
@@ -115,13 +131,23 @@ def _forbidden(row: Row, eos_ids: tuple[int, ...]) -> tuple[Any, ...]:
     return sorted(ids), [0.0] * len(ids)
 
 
-def _entries(per_row: Sequence[tuple[Any, ...]], device: torch.device, values: int = 1) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(row, id, values) of all rows behind one another: int64, int64, float32. A row names an id once."""
+def _entries(
+    per_row: Sequence[tuple[Any, ...]], device: torch.device, values: int = 1
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(row, id, values) of all rows behind one another: int64, int64, float32. A row names an id
+    once."""
     some = [(r, *columns) for r, columns in enumerate(per_row) if columns and len(columns[0])]
     at = np.repeat([r for r, *_ in some], [len(ids) for _, ids, *_ in some]).astype(np.int64)
-    columns = [np.concatenate([entry[1 + c] for entry in some]) if some else np.zeros(0) for c in range(1 + values)]
+    columns = [
+        np.concatenate([entry[1 + c] for entry in some]) if some else np.zeros(0)
+        for c in range(1 + values)
+    ]
     numbers = [torch.from_numpy(column.astype(np.float32)).to(device) for column in columns[1:]]
-    return torch.from_numpy(at).to(device), torch.from_numpy(columns[0].astype(np.int64)).to(device), numbers
+    return (
+        torch.from_numpy(at).to(device),
+        torch.from_numpy(columns[0].astype(np.int64)).to(device),
+        numbers,
+    )
 
 
 # ---- the order of tokens ----
@@ -134,7 +160,8 @@ def keys(scores: Tensor) -> Tensor:
 
 
 def ranks(scores: Tensor) -> Tensor:
-    """int64 [S, V]: smaller is better, by score and then by id, which is in the low bits. No two are equal."""
+    """int64 [S, V]: smaller is better, by score and then by id, which is in the low bits. No two
+    are equal."""
     order = keys(scores)
     ids = torch.arange(scores.shape[1], device=scores.device)
     return ((order.amax(1, keepdim=True) - order) << ID_BITS) | ids
@@ -157,9 +184,11 @@ def weights(scores: Tensor, top: Tensor) -> Tensor:
 
 
 def cut(scores: Tensor, top_k: Tensor, top_p: Tensor, min_log: Tensor) -> Tensor:
-    """-inf where top-k, top-p or min-p do not keep a token. scores float32 [S, V] without NaN; one entry per row of the others.
+    """-inf where top-k, top-p or min-p do not keep a token. scores float32 [S, V] without NaN; one
+    entry per row of the others.
 
-    Top-p keeps the shortest beginning of the order that has at least the fraction top_p of the weight that top-k left.
+    Top-p keeps the shortest beginning of the order that has at least the fraction top_p of the
+    weight that top-k left.
     """
     vocab, top = scores.shape[1], scores.amax(1, keepdim=True)
     order = ranks(scores)
@@ -187,7 +216,8 @@ def first_best(scores: Tensor) -> Tensor:
 
 
 def chosen(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """(tokens, states), both int64 [S]: what the CPU kernel does, with tensors. A row with nothing to choose gets NO_TOKEN."""
+    """(tokens, states), both int64 [S]: what the CPU kernel does, with tensors. A row with nothing
+    to choose gets NO_TOKEN."""
     floats = torch.from_numpy(settings.floats).to(logits.device)
     ints = torch.from_numpy(settings.ints).to(logits.device)
     greedy = floats[:, 0] == 0
@@ -195,7 +225,9 @@ def chosen(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     scores = logits / temperature[:, None] + 0.0
     state = states(scores)
     scores = torch.where((state == OK)[:, None], scores, 0.0)
-    noisy = cut(scores, ints[:, 0], floats[:, 1], floats[:, 2]) + noise(ints[:, 1:], logits.shape[1])
+    noisy = cut(scores, ints[:, 0], floats[:, 1], floats[:, 2]) + noise(
+        ints[:, 1:], logits.shape[1]
+    )
     tokens = first_best(torch.where(greedy[:, None], scores, noisy))
     return torch.where(state == OK, tokens, NO_TOKEN), state
 
@@ -218,6 +250,12 @@ def _described(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, 
     log_sum: Tensor = ln(wide_float(weights(scores, top).sum(1, keepdim=True)) * 2.0**-FRACTION)
     top_ids = ranks(scores).topk(k, 1, largest=False).values & ID_MASK
     ids = torch.cat((tokens.clamp(min=0)[:, None], top_ids), 1)
-    logs = ((scores.gather(1, ids).to(torch.float64) - top.to(torch.float64)) - log_sum + 0.0).to(torch.float32)
+    logs = ((scores.gather(1, ids).to(torch.float64) - top.to(torch.float64)) - log_sum + 0.0).to(
+        torch.float32
+    )
     logs = torch.where(good, logs, torch.nan)
-    return torch.where(tokens >= 0, logs[:, 0], torch.nan), torch.where(good, top_ids, NO_TOKEN), logs[:, 1:]
+    return (
+        torch.where(tokens >= 0, logs[:, 0], torch.nan),
+        torch.where(good, top_ids, NO_TOKEN),
+        logs[:, 1:],
+    )

@@ -1,7 +1,9 @@
-"""What a user asks of a generation, checked in full when it is made: a parameter that is accepted is honoured.
+"""What a user asks of a generation, checked in full when it is made: a parameter that is accepted
+is honoured.
 
-`SamplingParams` is frozen and hashable; a variation is `dataclasses.replace`. Knows no model: ids are checked against a vocabulary by
-`check_vocab`, lengths against a context by the engine. Defaults are OpenAI's constants, never a checkpoint's. No torch.
+`SamplingParams` is frozen and hashable; a variation is `dataclasses.replace`. Knows no model: ids
+are checked against a vocabulary by `check_vocab`, lengths against a context by the engine. Defaults
+are OpenAI's constants, never a checkpoint's. No torch.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class SamplingParams:
     logit_bias          {token id: value added to the logit}; kept as pairs sorted by id
     presence_penalty    taken off the logit of every token generated so far
     frequency_penalty   taken off once per time it was generated
-    repetition_penalty  divides a positive logit, multiplies a negative one, of every token of the prompt and generated so far
+    repetition_penalty  divides a positive logit, multiplies a negative one, of every token of the
+    prompt and generated so far
     ignore_eos          the model's EOS does not end the generation (stop and stop_token_ids still do)
     min_tokens          EOS and stop_token_ids cannot be chosen before so many tokens
     sample_index        which of a seed's completions this is
@@ -71,23 +74,54 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
-            "max_tokens": None if self.max_tokens is None else whole("max_tokens", self.max_tokens, 1, MAX_TOKENS, MAX_TOKENS_REMEDY),
+            "max_tokens": None
+            if self.max_tokens is None
+            else whole("max_tokens", self.max_tokens, 1, MAX_TOKENS, MAX_TOKENS_REMEDY),
             "temperature": _temperature(self.temperature),
-            "top_p": number("top_p", self.top_p, 0, 1, "Use 1 to keep every token, temperature=0 for the best one", above=True),
+            "top_p": number(
+                "top_p",
+                self.top_p,
+                0,
+                1,
+                "Use 1 to keep every token, temperature=0 for the best one",
+                above=True,
+            ),
             "top_k": whole("top_k", self.top_k, -1, MAX_VOCAB, "Use 0 or -1 to keep every token"),
             "min_p": number("min_p", self.min_p, 0, 1, "Use 0 to keep every token"),
-            "seed": None if self.seed is None else whole("seed", self.seed, SEED_MIN, SEED_MAX, "Use None for a seed of its own"),
+            "seed": None
+            if self.seed is None
+            else whole("seed", self.seed, SEED_MIN, SEED_MAX, "Use None for a seed of its own"),
             "stop": _stop(self.stop),
             "stop_token_ids": _stop_ids(self.stop_token_ids),
-            "n": whole("n", self.n, 1, MAX_COMPLETIONS, "Send several requests, with sample_index to tell them apart"),
+            "n": whole(
+                "n",
+                self.n,
+                1,
+                MAX_COMPLETIONS,
+                "Send several requests, with sample_index to tell them apart",
+            ),
             "logprobs": _logprobs("logprobs", self.logprobs),
             "prompt_logprobs": _logprobs("prompt_logprobs", self.prompt_logprobs),
             "logit_bias": _biases(self.logit_bias),
-            "presence_penalty": number("presence_penalty", self.presence_penalty, -2, 2, "Use 0 for none"),
-            "frequency_penalty": number("frequency_penalty", self.frequency_penalty, -2, 2, "Use 0 for none"),
-            "repetition_penalty": number("repetition_penalty", self.repetition_penalty, 0.01, 10, "Use 1 for none"),
-            "min_tokens": whole("min_tokens", self.min_tokens, 0, MAX_TOKENS, "Use 0 for no minimum"),
-            "sample_index": whole("sample_index", self.sample_index, 0, 2**31 - MAX_COMPLETIONS - 1, "Use 0 for the first completion"),
+            "presence_penalty": number(
+                "presence_penalty", self.presence_penalty, -2, 2, "Use 0 for none"
+            ),
+            "frequency_penalty": number(
+                "frequency_penalty", self.frequency_penalty, -2, 2, "Use 0 for none"
+            ),
+            "repetition_penalty": number(
+                "repetition_penalty", self.repetition_penalty, 0.01, 10, "Use 1 for none"
+            ),
+            "min_tokens": whole(
+                "min_tokens", self.min_tokens, 0, MAX_TOKENS, "Use 0 for no minimum"
+            ),
+            "sample_index": whole(
+                "sample_index",
+                self.sample_index,
+                0,
+                2**31 - MAX_COMPLETIONS - 1,
+                "Use 0 for the first completion",
+            ),
         }
         if not isinstance(self.ignore_eos, bool):
             raise RuleError("ignore_eos is True or False", repr(self.ignore_eos), "Pass a bool")
@@ -105,19 +139,35 @@ class SamplingParams:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, 1)
                 raise RuleError(
-                    "a parameter is one of " + " ".join(known), shown(name), f"Did you mean {near[0]}?" if near else "Leave it out"
+                    "a parameter is one of " + " ".join(known),
+                    shown(name),
+                    f"Did you mean {near[0]}?" if near else "Leave it out",
                 )
         return cls(**given)
 
     def check_vocab(self, vocab_size: int) -> None:
         """Refuse ids that the model does not have: here, never on the device."""
-        for name, ids in (("logit_bias", [i for i, _ in self.biases]), ("stop_token_ids", list(self.stop_ids))):
+        for name, ids in (
+            ("logit_bias", [i for i, _ in self.biases]),
+            ("stop_token_ids", list(self.stop_ids)),
+        ):
             bad = [i for i in ids if not 0 <= i < vocab_size]
             if bad:
-                raise RuleError(f"{name} names tokens from 0 to {vocab_size - 1}", str(bad[0]), "Use ids of this model's tokenizer")
-        for name, top in (("logprobs", self.top_logprobs), ("prompt_logprobs", self.top_prompt_logprobs)):
+                raise RuleError(
+                    f"{name} names tokens from 0 to {vocab_size - 1}",
+                    str(bad[0]),
+                    "Use ids of this model's tokenizer",
+                )
+        for name, top in (
+            ("logprobs", self.top_logprobs),
+            ("prompt_logprobs", self.top_prompt_logprobs),
+        ):
             if top is not None and top > vocab_size:
-                raise RuleError(f"{name} is at most the vocabulary's size, {vocab_size}", str(top), "Ask for fewer")
+                raise RuleError(
+                    f"{name} is at most the vocabulary's size, {vocab_size}",
+                    str(top),
+                    "Ask for fewer",
+                )
 
     def completions(self) -> tuple[SamplingParams, ...]:
         """One per completion, each of which gives the same answer alone."""
@@ -139,7 +189,11 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         """Whether the choice depends on the tokens before it."""
-        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -159,7 +213,8 @@ class SamplingParams:
 
     @property
     def top_logprobs(self) -> int | None:
-        """How many of the best tokens to report beside the chosen one; None: no log-probabilities."""
+        """How many of the best tokens to report beside the chosen one; None: no
+        log-probabilities."""
         return _top(self.logprobs)
 
     @property
@@ -169,7 +224,8 @@ class SamplingParams:
 
 
 def resolve_seed(params: SamplingParams) -> SamplingParams:
-    """With a seed of its own where the user gave none: drawn once per request, from the operating system."""
+    """With a seed of its own where the user gave none: drawn once per request, from the operating
+    system."""
     if params.seed is not None:
         return params
     return replace(params, seed=int.from_bytes(os.urandom(8), "little") >> 1)
@@ -192,9 +248,14 @@ def whole(name: str, value: Any, low: int, high: int, remedy: str) -> int:
     return result
 
 
-def number(name: str, value: Any, low: float, high: float, remedy: str, above: bool = False) -> float:
+def number(
+    name: str, value: Any, low: float, high: float, remedy: str, above: bool = False
+) -> float:
     """A finite number in [low, high], or in (low, high] with `above`."""
-    rule = f"{name} is a number {'above' if above else 'from'} {low} {'and at most' if above else 'to'} {high}"
+    rule = (
+        f"{name} is a number {'above' if above else 'from'} {low} "
+        f"{'and at most' if above else 'to'} {high}"
+    )
     if isinstance(value, bool | str | bytes):
         raise RuleError(rule, shown(value), remedy)
     try:
@@ -210,7 +271,11 @@ def _temperature(value: Any) -> float:
     remedy = "Use 0 for the best token"
     result = number("temperature", value, 0, MAX_TEMPERATURE, remedy)
     if 0 < result < MIN_TEMPERATURE:
-        raise RuleError(f"temperature is 0 or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}", shown(value), remedy)
+        raise RuleError(
+            f"temperature is 0 or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}",
+            shown(value),
+            remedy,
+        )
     return result
 
 
@@ -240,19 +305,36 @@ def _listed(name: str, value: Any, what: str, most: int) -> list[Any]:
 
 
 def _stop(value: Any) -> tuple[str, ...]:
-    items = [value] if isinstance(value, str) else [] if value is None else _listed("stop", value, "strings", MAX_STOPS)
+    items = (
+        [value]
+        if isinstance(value, str)
+        else []
+        if value is None
+        else _listed("stop", value, "strings", MAX_STOPS)
+    )
     for item in items:
         if not isinstance(item, str) or not 1 <= len(item) <= MAX_STOP_CHARS:
             got = f"one of {len(item)} characters" if isinstance(item, str) else shown(item)
-            raise RuleError(f"a stop is a string of 1 to {MAX_STOP_CHARS} characters", got, "Leave it out, or use stop_token_ids")
+            raise RuleError(
+                f"a stop is a string of 1 to {MAX_STOP_CHARS} characters",
+                got,
+                "Leave it out, or use stop_token_ids",
+            )
         if any("\ud800" <= character <= "\udfff" for character in item):
-            raise RuleError("a stop is made of characters", f"{shown(item)}, with a lone surrogate", "No text holds it: leave it out")
+            raise RuleError(
+                "a stop is made of characters",
+                f"{shown(item)}, with a lone surrogate",
+                "No text holds it: leave it out",
+            )
     return tuple(dict.fromkeys(items))
 
 
 def _stop_ids(value: Any) -> tuple[int, ...]:
     items = [] if value is None else _listed("stop_token_ids", value, "token ids", MAX_STOP_IDS)
-    ids = (whole("a stop token id", item, 0, MAX_VOCAB - 1, "Use ids of the model's tokenizer") for item in items)
+    ids = (
+        whole("a stop token id", item, 0, MAX_VOCAB - 1, "Use ids of the model's tokenizer")
+        for item in items
+    )
     return tuple(dict.fromkeys(ids))
 
 
@@ -260,14 +342,30 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     """{id: bias}, JSON's string keys included, or the pairs this class keeps."""
     rule = f"logit_bias maps at most {MAX_BIASES} token ids to numbers"
     pairs = [] if value is None else list(value.items()) if isinstance(value, Mapping) else value
-    if not isinstance(pairs, list | tuple) or len(pairs) > MAX_BIASES or any(not isinstance(p, tuple) or len(p) != 2 for p in pairs):
+    if (
+        not isinstance(pairs, list | tuple)
+        or len(pairs) > MAX_BIASES
+        or any(not isinstance(p, tuple) or len(p) != 2 for p in pairs)
+    ):
         got = f"{len(pairs)} entries" if isinstance(pairs, list | tuple) else shown(value)
         raise RuleError(rule, got, "Pass a mapping {token id: bias}")
     found: dict[int, float] = {}
     for key, bias in pairs:
-        key = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10 else key
-        token = whole("a token id of logit_bias", key, 0, MAX_VOCAB - 1, "Use ids of the model's tokenizer")
+        key = (
+            int(key)
+            if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10
+            else key
+        )
+        token = whole(
+            "a token id of logit_bias", key, 0, MAX_VOCAB - 1, "Use ids of the model's tokenizer"
+        )
         if token in found:
             raise RuleError("logit_bias names a token once", f"{token} twice", "Drop one of them")
-        found[token] = number(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS, "Use -100 to all but forbid a token")
+        found[token] = number(
+            f"logit_bias of token {token}",
+            bias,
+            -MAX_BIAS,
+            MAX_BIAS,
+            "Use -100 to all but forbid a token",
+        )
     return tuple(sorted(found.items()))

@@ -1,7 +1,9 @@
-"""From logits to tokens: one function, `sample`; and `log_probs`, which serves decode, verify and prompt rows alike.
+"""From logits to tokens: one function, `sample`; and `log_probs`, which serves decode, verify and
+prompt rows alike.
 
-A row's token is a function of its logits, its parameters, its position and the tokens before it. On the CPU both run in one compiled
-kernel; elsewhere in the tensor operations of logits.py, which give the same bits. Called by the engine.
+A row's token is a function of its logits, its parameters, its position and the tokens before it. On
+the CPU both run in one compiled kernel; elsewhere in the tensor operations of logits.py, which give
+the same bits. Called by the engine.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class Sampled:
 
     def errors(self) -> dict[int, str]:
         """Row → reason, of the rows that could not be sampled. Waits for the device."""
-        return {row: REASONS[state] for row, state in enumerate(self.states.tolist()) if state != OK}
+        return {
+            row: REASONS[state] for row, state in enumerate(self.states.tolist()) if state != OK
+        }
 
 
 def sample(logits: Tensor, rows: Sequence[Row], eos_ids: tuple[int, ...] = ()) -> Sampled:
@@ -59,11 +63,15 @@ def sample(logits: Tensor, rows: Sequence[Row], eos_ids: tuple[int, ...] = ()) -
     rows     one description per row of logits; a row of the model may stand twice (n > 1)
     eos_ids  what min_tokens keeps from being chosen, beside each row's stop_token_ids
 
-    A row whose logits hold NaN or +inf, or that has no finite logit left, gets -1 and a reason; the others are what they would be
-    without it.
+    A row whose logits hold NaN or +inf, or that has no finite logit left, gets -1 and a reason; the
+    others are what they would be without it.
     """
     raw = _checked(logits, len(rows))
-    how = _greedy(len(rows)) if all(row.params.greedy for row in rows) else settings(rows, raw.shape[1])
+    how = (
+        _greedy(len(rows))
+        if all(row.params.greedy for row in rows)
+        else settings(rows, raw.shape[1])
+    )
     scores = plain.edited(raw, rows, eos_ids) if any(map(changes, rows)) else raw
     tokens, states = _choose(scores, how)
     wanted = tuple(r for r, row in enumerate(rows) if row.params.top_logprobs is not None)
@@ -77,15 +85,21 @@ def sample(logits: Tensor, rows: Sequence[Row], eos_ids: tuple[int, ...] = ()) -
 
 
 def log_probs(logits: Tensor, token_ids: Tensor, k: int = 0) -> Logprobs:
-    """Log-probabilities of `token_ids` (int64 [S]; -1 for none) and of the k best tokens, under softmax of the model's own logits.
+    """Log-probabilities of `token_ids` (int64 [S]; -1 for none) and of the k best tokens, under
+    softmax of the model's own logits.
 
-    Within 1e-8 of the exact value, then rounded once to float32. Ties among the best go to the lower id.
+    Within 1e-8 of the exact value, then rounded once to float32. Ties among the best go to the
+    lower id.
     """
     raw = _checked(logits, len(token_ids))
     if raw.device.type != "cpu":
         return plain.described(raw, token_ids, k)
     rows = len(raw)
-    chosen, top_ids, top = np.empty(rows, np.float32), np.empty((rows, k), np.int64), np.empty((rows, k), np.float32)
+    chosen, top_ids, top = (
+        np.empty(rows, np.float32),
+        np.empty((rows, k), np.int64),
+        np.empty((rows, k), np.float32),
+    )
     sample_rows.describe_rows(raw.numpy(), token_ids.contiguous().numpy(), chosen, top_ids, top)
     return Logprobs(*map(torch.from_numpy, (chosen, top_ids, top)))
 
@@ -103,10 +117,15 @@ def settings(rows: Sequence[Row], vocab_size: int) -> Settings:
         params = row.params
         assert params.n == 1, f"row {r} has n={params.n}: one row per completion"
         if params.seed is None and not params.greedy:
-            raise RuleError("a sampled row has a seed", f"None in row {r}", "Call resolve_seed once per request")
+            raise RuleError(
+                "a sampled row has a seed", f"None in row {r}", "Call resolve_seed once per request"
+            )
         min_log = float(kernel.ln(np.float64(params.min_p))) if params.min_p >= MIN_P else -np.inf
         floats[r] = params.temperature, params.top_p, min_log
-        ints[r] = params.top_k if params.top_k > 0 else vocab_size, *counter(params.seed or 0, params.sample_index, row.position)
+        ints[r] = (
+            params.top_k if params.top_k > 0 else vocab_size,
+            *counter(params.seed or 0, params.sample_index, row.position),
+        )
     return Settings(floats, ints)
 
 
@@ -126,7 +145,14 @@ def _choose(logits: Tensor, how: Settings) -> tuple[Tensor, Tensor]:
 
 def _checked(logits: Tensor, rows: int) -> Tensor:
     """The logits as contiguous float32, one row per description."""
-    if logits.ndim != 2 or len(logits) != rows or not logits.is_floating_point() or not 1 <= logits.shape[1] <= MAX_VOCAB:
+    if (
+        logits.ndim != 2
+        or len(logits) != rows
+        or not logits.is_floating_point()
+        or not 1 <= logits.shape[1] <= MAX_VOCAB
+    ):
         rule = f"logits are floating numbers [{rows}, V], V from 1 to {MAX_VOCAB}"
-        raise RuleError(rule, f"{logits.dtype} of {list(logits.shape)}", "Give one row of logits per row")
+        raise RuleError(
+            rule, f"{logits.dtype} of {list(logits.shape)}", "Give one row of logits per row"
+        )
     return logits.detach().to(torch.float32).contiguous()

@@ -1,1 +1,2 @@
-"""Who computes what next: requests, their order, and the steps they share. Host only: no tensor, no torch."""
+"""Who computes what next: requests, their order, and the steps they share. Host only: no tensor, no
+torch."""

@@ -1,8 +1,10 @@
-"""The rules of the queue, as small pure functions: who is next, who steps back, how many rows fit. A new batching rule goes here.
+"""The rules of the queue, as small pure functions: who is next, who steps back, how many rows fit.
+A new batching rule goes here.
 
-One static order serves all of them. A request's rank is its arrival number, less a head start per priority level; it never changes.
-So a request can be overtaken only by as many later ones as the head start allows, the best-ranked request always makes progress, and
-nobody preempts in circles. No clock: arrivals are counted. Results do not depend on any of this.
+One static order serves all of them. A request's rank is its arrival number, less a head start per
+priority level; it never changes. So a request can be overtaken only by as many later ones as the
+head start allows, the best-ranked request always makes progress, and nobody preempts in circles. No
+clock: arrivals are counted. Results do not depend on any of this.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ def rank(request: Request) -> Rank:
 
 
 def turns(running: Sequence[Request]) -> list[Request]:
-    """In which order running requests, which stand by rank, get their rows: those that miss one row first, then the prompts."""
+    """In which order running requests, which stand by rank, get their rows: those that miss one row
+    first, then the prompts."""
     few: list[Request] = []
     many: list[Request] = []
     for request in running:
@@ -30,20 +33,25 @@ def turns(running: Sequence[Request]) -> list[Request]:
     return few + many
 
 
-def victim(running: Sequence[Request], instead_of: Request, placed: Collection[Request]) -> Request | None:
-    """Who gives its pages to `instead_of`: the worst-ranked one that is not in this step yet, if it is worse."""
+def victim(
+    running: Sequence[Request], instead_of: Request, placed: Collection[Request]
+) -> Request | None:
+    """Who gives its pages to `instead_of`: the worst-ranked one that is not in this step yet, if it
+    is worse."""
     worse = [r for r in running if r not in placed and rank(r) > rank(instead_of)]
     return max(worse, key=rank, default=None)
 
 
 def displaced(running: Sequence[Request], head: Request) -> Request | None:
-    """Who makes way for a waiting request that found no room: only somebody of lower priority, and worse-ranked."""
+    """Who makes way for a waiting request that found no room: only somebody of lower priority, and
+    worse-ranked."""
     worse = [r for r in running if r.ask.priority < head.ask.priority and rank(r) > rank(head)]
     return max(worse, key=rank, default=None)
 
 
 def rows(request: Request, tokens: int, emits: int) -> int:
-    """How many of its missing rows a request may compute if the step has room for so many rows and emitted rows."""
+    """How many of its missing rows a request may compute if the step has room for so many rows and
+    emitted rows."""
     new_len = min(request.rows, tokens)
     if new_len + request.ask.continuations <= emits:
         return new_len  # as many as it could ever emit
@@ -53,5 +61,6 @@ def rows(request: Request, tokens: int, emits: int) -> int:
 
 
 def whole_first(after_whole: bool, waiting: bool) -> bool:
-    """Encoders and embeddings have steps of their own: every other step, as long as both kinds wait."""
+    """Encoders and embeddings have steps of their own: every other step, as long as both kinds
+    wait."""
     return waiting and not after_whole

@@ -1,9 +1,11 @@
 """The scheduler: continuous batching over pages that may run out.
 
-`schedule` decides a step and reserves its pages; `commit` takes what the step sampled, and only then do lengths grow and pages become
-matchable. One step at a time: nothing that a running step reads is freed before it is committed. Rows of decoding requests go first,
-prompts fill the rest of the budget in chunks, encoders and embeddings have whole steps of their own. When pages are short, cached ones are
-evicted, then the worst-ranked request is preempted: its pages go, and it is computed again later, to the same bits.
+`schedule` decides a step and reserves its pages; `commit` takes what the step sampled, and only
+then do lengths grow and pages become matchable. One step at a time: nothing that a running step
+reads is freed before it is committed. Rows of decoding requests go first, prompts fill the rest of
+the budget in chunks, encoders and embeddings have whole steps of their own. When pages are short,
+cached ones are evicted, then the worst-ranked request is preempted: its pages go, and it is
+computed again later, to the same bits.
 
 Knows lengths, pages and order (`policy`), never a tensor or what a token means.
 """
@@ -35,7 +37,8 @@ class Kinds:
 
 @dataclass(frozen=True)
 class Limits:
-    """How much a step may hold. `chunked_prefill_size` bounds its rows, decoding ones included, and its emitted rows."""
+    """How much a step may hold. `chunked_prefill_size` bounds its rows, decoding ones included, and
+    its emitted rows."""
 
     chunked_prefill_size: int = 512
     max_running_requests: int = 64
@@ -44,7 +47,11 @@ class Limits:
     def __post_init__(self) -> None:
         if min(self.chunked_prefill_size, self.max_running_requests) < 1:
             sizes = f"{self.chunked_prefill_size} and {self.max_running_requests}"
-            raise RuleError("chunked_prefill_size and max_running_requests are at least 1", sizes, "Raise the one below 1")
+            raise RuleError(
+                "chunked_prefill_size and max_running_requests are at least 1",
+                sizes,
+                "Raise the one below 1",
+            )
 
 
 class _Draft:
@@ -70,10 +77,16 @@ class _Draft:
 
 
 class Scheduler:
-    """`add` and `abort` requests at any time; `schedule` a step, run it, `commit` it; again until `schedule` returns None."""
+    """`add` and `abort` requests at any time; `schedule` a step, run it, `commit` it; again until
+    `schedule` returns None."""
 
     def __init__(
-        self, specs: Sequence[GroupSpec], pools: Sequence[PagePool | None], kinds: Kinds, limits: Limits, arrivals: int = 0
+        self,
+        specs: Sequence[GroupSpec],
+        pools: Sequence[PagePool | None],
+        kinds: Kinds,
+        limits: Limits,
+        arrivals: int = 0,
     ) -> None:
         self.specs, self.pools, self.kinds, self.limits = tuple(specs), tuple(pools), kinds, limits
         self.tree = Prefix(specs, pools)
@@ -96,13 +109,17 @@ class Scheduler:
         return request
 
     def resume(self, requests: Iterable[Request]) -> None:
-        """Requests that hold nothing here join the queue: new ones, or those of a scheduler that is no more."""
+        """Requests that hold nothing here join the queue: new ones, or those of a scheduler that is
+        no more."""
         for request in requests:
             insort(self.embeds if request.ask.embed else self.waiting, request, key=policy.rank)
 
     def abort(self, request: Request) -> list[Request]:
-        """Ends a request and its siblings. Those in a running step end when it is committed; returns the others."""
-        flying = {piece.request for piece in self._flight.pieces} if self._flight is not None else set()
+        """Ends a request and its siblings. Those in a running step end when it is committed;
+        returns the others."""
+        flying = (
+            {piece.request for piece in self._flight.pieces} if self._flight is not None else set()
+        )
         done = []
         for member in request.family:
             if member.finish is None and member in flying:
@@ -114,21 +131,34 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """The next step, its pages reserved; None if there is nothing to do."""
         if self._flight is not None:
-            raise RuleError("a step is committed before the next one is scheduled", "one still running", "Commit it, or drop it")
+            raise RuleError(
+                "a step is committed before the next one is scheduled",
+                "one still running",
+                "Commit it, or drop it",
+            )
         self._displace()
         tries = [self._generate, self._whole]
-        if policy.whole_first(self._after_whole, bool(self.embeds or (self.waiting and not self.waiting[0].encoded))):
+        if policy.whole_first(
+            self._after_whole, bool(self.embeds or (self.waiting and not self.waiting[0].encoded))
+        ):
             tries.reverse()
         step = tries[0]() or tries[1]()
-        assert step is not None or not (self.running or self.waiting or self.embeds), f"{len(self.running)} running and no step"
+        assert step is not None or not (self.running or self.waiting or self.embeds), (
+            f"{len(self.running)} running and no step"
+        )
         self._flight = step
         return step
 
     def commit(self, step: Step, sampled: Sampled) -> list[Request]:
-        """The step has run; `sampled[i]` holds the tokens of piece i. Returns the requests that ended with it."""
+        """The step has run; `sampled[i]` holds the tokens of piece i. Returns the requests that
+        ended with it."""
         want, got = [piece.samples for piece in step.pieces], list(map(len, sampled))
         if want != got:
-            raise RuleError(f"the pieces of this step have {want} samples", f"{got} tokens", "Sample the last rows of each piece's emit")
+            raise RuleError(
+                f"the pieces of this step have {want} samples",
+                f"{got} tokens",
+                "Sample the last rows of each piece's emit",
+            )
         self._land(step)
         done: list[Request] = []
         for piece, tokens in zip(step.pieces, sampled, strict=True):
@@ -147,7 +177,8 @@ class Scheduler:
         return done
 
     def drop(self, step: Step) -> list[Request]:
-        """The step did not run, and nothing of it counts. Returns the requests that were aborted meanwhile."""
+        """The step did not run, and nothing of it counts. Returns the requests that were aborted
+        meanwhile."""
         self._land(step)
         done = [self._end(piece.request, "abort") for piece in step.pieces if piece.request.aborted]
         for piece in step.pieces:
@@ -163,16 +194,27 @@ class Scheduler:
 
     def _land(self, step: Step) -> None:
         if step is not self._flight:
-            raise RuleError("the step that was scheduled last is committed, once", "another one", "Commit what schedule returned")
+            raise RuleError(
+                "the step that was scheduled last is committed, once",
+                "another one",
+                "Commit what schedule returned",
+            )
         self._flight = None
 
-    # -- admission ---------------------------------------------------------------------------------------------------------------
+    # -- admission
 
     def refuse(self, ask: Ask) -> None:
-        """Everything that could never run is said here, with both numbers, and not found out by waiting forever."""
-        kind, what = (self.kinds.embed, "embeddings") if ask.embed else (self.kinds.generate, "generation")
+        """Everything that could never run is said here, with both numbers, and not found out by
+        waiting forever."""
+        kind, what = (
+            (self.kinds.embed, "embeddings") if ask.embed else (self.kinds.generate, "generation")
+        )
         if not kind or (ask.encoder_ids and not self.kinds.encode):
-            raise RuleError("a model does what it has layers for", f"{'an encoder' if kind else what}", "Use another model")
+            raise RuleError(
+                "a model does what it has layers for",
+                f"{'an encoder' if kind else what}",
+                "Use another model",
+            )
         size = self.limits.chunked_prefill_size
         whole = len(ask.prompt) if ask.embed else len(ask.encoder_ids)
         if whole > size:
@@ -180,21 +222,35 @@ class Scheduler:
             raise RuleError(rule, f"{whole}", "Shorten it, or raise chunked_prefill_size")
         if ask.continuations > size:
             got = f"{ask.continuations} completions or items"
-            raise RuleError(f"a step emits at most {size} rows", got, "Ask for fewer, or raise chunked_prefill_size")
+            raise RuleError(
+                f"a step emits at most {size} rows",
+                got,
+                "Ask for fewer, or raise chunked_prefill_size",
+            )
         for g in () if ask.embed else kind:
             need, pool = self._least(ask, g), self.pools[g]
             if pool is not None and need > pool.num_pages - 1:
-                rule = f"a request fits into the cache alone: group {g} has {pool.num_pages - 1} pages of {self.specs[g].page_size}"
+                rule = (
+                    f"a request fits into the cache alone: group {g} has {pool.num_pages - 1} "
+                    f"pages of {self.specs[g].page_size}"
+                )
                 got = f"{ask.max_keys} keys, which need {need}"
-                raise RuleError(rule, got, "Shorten the prompt, lower max_tokens, or give the cache more memory")
+                raise RuleError(
+                    rule, got, "Shorten the prompt, lower max_tokens, or give the cache more memory"
+                )
 
     def _least(self, ask: Ask, g: int) -> int:
         """Pages of group g without which a request cannot end."""
         spec = self.specs[g]
-        return pages_for(len(ask.encoder_ids), spec) if spec.layout is Layout.CROSS else peak_pages(spec, ask.max_keys, 1)
+        return (
+            pages_for(len(ask.encoder_ids), spec)
+            if spec.layout is Layout.CROSS
+            else peak_pages(spec, ask.max_keys, 1)
+        )
 
     def _admit(self, request: Request) -> bool:
-        """Gives the head of the queue a table, with the longest cached prefix in it, if there is room for all its known tokens."""
+        """Gives the head of the queue a table, with the longest cached prefix in it, if there is
+        room for all its known tokens."""
         self._blocked = True
         if len(self.running) >= self.limits.max_running_requests:
             return False
@@ -215,10 +271,15 @@ class Scheduler:
         return True
 
     def _fits(self, request: Request, table: Table) -> bool:
-        """Room for all its known tokens, and one page more for everyone who runs: who enters should not be thrown out at once."""
+        """Room for all its known tokens, and one page more for everyone who runs: who enters should
+        not be thrown out at once."""
         for g in self.kinds.generate:
             spec = self.specs[g]
-            need = peak_pages(spec, len(request.tokens), self.limits.chunked_prefill_size) - len(table.held(g)) + len(self.running)
+            need = (
+                peak_pages(spec, len(request.tokens), self.limits.chunked_prefill_size)
+                - len(table.held(g))
+                + len(self.running)
+            )
             if spec.layout is Layout.CROSS:
                 need = pages_for(len(request.ask.encoder_ids), spec)
             if need > self.tree.available(g):
@@ -233,14 +294,19 @@ class Scheduler:
                 self._preempt(victim)
         self._blocked = False
 
-    # -- steps -------------------------------------------------------------------------------------------------------------------
+    # -- steps
 
     def _generate(self) -> Step | None:
-        """Rows of running requests by turn, then of waiting ones by rank: nobody is admitted past one who is held up."""
+        """Rows of running requests by turn, then of waiting ones by rank: nobody is admitted past
+        one who is held up."""
         draft, held_up = _Draft(self.limits.chunked_prefill_size), False
         self._evict_ahead()
         for request in policy.turns(self.running):
-            if not draft.step_on(request) and request.table is not None and not self._place(request, draft):
+            if (
+                not draft.step_on(request)
+                and request.table is not None
+                and not self._place(request, draft)
+            ):
                 held_up = True
                 if request.rows > 1:
                     break
@@ -250,10 +316,13 @@ class Scheduler:
         return self._step(self.kinds.generate, draft)
 
     def _place(self, request: Request, draft: _Draft) -> bool:
-        """As many rows of a request as the step and the pages allow; worse-ranked requests give way if not even one fits."""
+        """As many rows of a request as the step and the pages allow; worse-ranked requests give way
+        if not even one fits."""
         want = policy.rows(request, draft.tokens, draft.emits)
         while want:
-            new_len = want if request.cached_len + want <= request.room else self._reserve(request, want)
+            new_len = (
+                want if request.cached_len + want <= request.room else self._reserve(request, want)
+            )
             if new_len:
                 draft.add(request.piece(new_len))
                 return True
@@ -264,20 +333,24 @@ class Scheduler:
         return False
 
     def _evict_ahead(self) -> None:
-        """One eviction, if there is something to evict, for everyone who outgrows his pages: at most a page each and group."""
+        """One eviction, if there is something to evict, for everyone who outgrows his pages: at
+        most a page each and group."""
         grown = sum([request.cached_len >= request.room for request in self.running])
         if grown:
             self.tree.make_room([grown * (g in self._stored) for g in range(len(self.specs))])
 
     def _reserve(self, request: Request, want: int) -> int:
-        """Pages for up to `want` rows more, after those that left the window; returns for how many."""
+        """Pages for up to `want` rows more, after those that left the window; returns for how
+        many."""
         table, begin, cross_len = request.table, request.cached_len, len(request.ask.encoder_ids)
         assert table is not None, "a request without a table has no turn"
         table.release(begin)
         try:
             table.reserve(begin + want, cross_len=cross_len)
         except OutOfPages:
-            want = min(want, min(table.room(g, self.tree.available(g)) for g in self._stored) - begin)
+            want = min(
+                want, min(table.room(g, self.tree.available(g)) for g in self._stored) - begin
+            )
             if want < 1 or not self.tree.make_room(table.needs(begin + want, cross_len=cross_len)):
                 return 0
             table.reserve(begin + want, cross_len=cross_len)
@@ -286,7 +359,8 @@ class Scheduler:
         return want
 
     def _whole(self) -> Step | None:
-        """A step of embeddings, or of encoders: whichever kind's head has the better rank and finds room."""
+        """A step of embeddings, or of encoders: whichever kind's head has the better rank and finds
+        room."""
         encoders = [self.waiting[0]] if self.waiting and not self.waiting[0].encoded else []
         heads = sorted([*self.embeds[:1], *encoders], key=policy.rank)
         for head in heads:
@@ -297,7 +371,11 @@ class Scheduler:
 
     def _embed(self) -> Step | None:
         draft = _Draft(self.limits.chunked_prefill_size)
-        while self.embeds and len(self.embeds[0].ask.prompt) <= draft.tokens and len(draft.pieces) < self.limits.max_running_requests:
+        while (
+            self.embeds
+            and len(self.embeds[0].ask.prompt) <= draft.tokens
+            and len(draft.pieces) < self.limits.max_running_requests
+        ):
             request = self.embeds.pop(0)
             draft.add(Piece(request, request.ask.prompt, 0, (len(request.ask.prompt) - 1,), 0))
         return self._step(self.kinds.embed, draft)
@@ -305,7 +383,11 @@ class Scheduler:
     def _encode(self) -> Step | None:
         """Encoders of the requests at the head of the queue, which run from now on."""
         draft = _Draft(self.limits.chunked_prefill_size)
-        while self.waiting and not self.waiting[0].encoded and len(self.waiting[0].ask.encoder_ids) <= draft.tokens:
+        while (
+            self.waiting
+            and not self.waiting[0].encoded
+            and len(self.waiting[0].ask.encoder_ids) <= draft.tokens
+        ):
             request = self.waiting[0]
             if not self._admit(request):
                 break
@@ -322,25 +404,36 @@ class Scheduler:
         none, works = (None,) * len(groups), []
         for request, ids, cached_len, emit, _, cross_new in draft.pieces:
             pages = request.table.views(groups) if request.table is not None else none
-            works.append(Work(cached_len, len(ids), pages, emit, None, len(request.ask.encoder_ids), cross_new))
+            works.append(
+                Work(
+                    cached_len, len(ids), pages, emit, None, len(request.ask.encoder_ids), cross_new
+                )
+            )
         return Step(groups, tuple(draft.pieces), tuple(works))
 
-    # -- after a step ------------------------------------------------------------------------------------------------------------
+    # -- after a step
 
     def _advance(self, piece: Piece, tokens: Sequence[Token]) -> list[Request]:
-        """Keys are committed: they may be matched, the window moves on, and the sampled tokens follow; at a prompt's end, n of them."""
+        """Keys are committed: they may be matched, the window moves on, and the sampled tokens
+        follow; at a prompt's end, n of them."""
         request, table = piece.request, piece.request.table
         assert table is not None, "a request in a step has a table"
         if table.pending:
             table.moved()
         request.cached_len += len(piece.ids)
         if request.ask.wants_prompt_logprobs:
-            request.scored_len = max(request.scored_len, min(request.cached_len, len(request.ask.prompt) - 1))
+            request.scored_len = max(
+                request.scored_len, min(request.cached_len, len(request.ask.prompt) - 1)
+            )
         elif request.ask.items:
             request.scored_len = request.cached_len
         if request.path is not None:
             self.tree.insert(request.path, request.tokens, table, request.cached_len)
-        forks = [self._fork(request, i, token) for i, token in enumerate(tokens[1:], 1)] if len(tokens) > 1 else []
+        forks = (
+            [self._fork(request, i, token) for i, token in enumerate(tokens[1:], 1)]
+            if len(tokens) > 1
+            else []
+        )
         done = [child for child in forks if child.finish is not None]
         request.tokens += _begin(request.ask, 0, tokens[0]) if tokens else []
         reason = self._reason(request, tokens[0] if tokens else Token(-1))
@@ -348,9 +441,15 @@ class Scheduler:
         return [self._end(request, reason), *done] if reason else done
 
     def _quiet(self, request: Request, table: Table) -> int:
-        """Up to where nothing can happen to a decoding request: its pages last, no block is whole, and it does not end."""
+        """Up to where nothing can happen to a decoding request: its pages last, no block is whole,
+        and it does not end."""
         ask, known = request.ask, len(request.tokens)
-        if known - request.cached_len != 1 or known == len(ask.prompt) or ask.items or table.pending:
+        if (
+            known - request.cached_len != 1
+            or known == len(ask.prompt)
+            or ask.items
+            or table.pending
+        ):
             return 0
         block = request.path.node.end + self.tree.unit if request.path is not None else INT32_MAX
         end = len(ask.prompt) + ask.max_new_tokens - 1
@@ -361,23 +460,45 @@ class Scheduler:
         if token.stop:
             return "stop"
         if request.ask.items:
-            whole = not request.rows or (request.index and len(request.tokens) == len(request.ask.prompt))
+            whole = not request.rows or (
+                request.index and len(request.tokens) == len(request.ask.prompt)
+            )
             return "length" if whole else None
         new_tokens = len(request.tokens) - len(request.ask.prompt)
-        return "length" if new_tokens >= request.ask.max_new_tokens and (new_tokens or not request.rows) else None
+        return (
+            "length"
+            if new_tokens >= request.ask.max_new_tokens and (new_tokens or not request.rows)
+            else None
+        )
 
     def _fork(self, parent: Request, index: int, token: Token) -> Request:
-        """Completion `index`, which begins with `token`: it runs on from the parent's keys, or waits if there is no room."""
+        """Completion `index`, which begins with `token`: it runs on from the parent's keys, or
+        waits if there is no room."""
         child = Request(parent.ask, parent.arrival, index, _begin(parent.ask, index, token))
-        child.family, child.hit_len, child.encoded = parent.family, parent.hit_len, not parent.ask.encoder_ids
+        child.family, child.hit_len, child.encoded = (
+            parent.family,
+            parent.hit_len,
+            not parent.ask.encoder_ids,
+        )
         child.scored_len = parent.scored_len
         parent.family.append(child)
         child.finish = self._reason(child, token)
         if child.finish is not None:
             return child
-        partial = [int(g in self._stored and parent.cached_len % spec.page_size > 0) for g, spec in enumerate(self.specs)]
-        if len(self.running) < self.limits.max_running_requests and parent.table is not None and self.tree.make_room(partial):
-            child.table, child.cached_len, child.encoded = parent.table.fork(parent.cached_len), parent.cached_len, True
+        partial = [
+            int(g in self._stored and parent.cached_len % spec.page_size > 0)
+            for g, spec in enumerate(self.specs)
+        ]
+        if (
+            len(self.running) < self.limits.max_running_requests
+            and parent.table is not None
+            and self.tree.make_room(partial)
+        ):
+            child.table, child.cached_len, child.encoded = (
+                parent.table.fork(parent.cached_len),
+                parent.cached_len,
+                True,
+            )
             child.path = self.tree.fork(parent.path) if parent.path is not None else None
             insort(self.running, child, key=policy.rank)
             self.counters["forked"] += 1
@@ -412,5 +533,6 @@ class Scheduler:
 
 
 def _begin(ask: Ask, index: int, token: Token) -> list[int]:
-    """What follows the prompt of a continuation: the token that was chosen, or the rows of an item, whose last token is not computed."""
+    """What follows the prompt of a continuation: the token that was chosen, or the rows of an item,
+    whose last token is not computed."""
     return list(ask.items[index][:-1]) if ask.items else [token.id]

@@ -1,7 +1,9 @@
-"""Text as it grows: tokens in, characters out, never half a character and never part of a stop string.
+"""Text as it grows: tokens in, characters out, never half a character and never part of a stop
+string.
 
-`Detok` turns tokens into text that will not change; its pieces joined are the decode of all tokens. `Stops` finds stop strings across
-pieces, whatever the pieces are. `Stream` is both. They hold state for one completion; nothing here knows the engine.
+`Detok` turns tokens into text that will not change; its pieces joined are the decode of all tokens.
+`Stops` finds stop strings across pieces, whatever the pieces are. `Stream` is both. They hold state
+for one completion; nothing here knows the engine.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ CHARACTER_BYTES = 4  # of the longest character in UTF-8
 
 @dataclass(frozen=True)
 class Piece:
-    """New text, and the stop string that ended it, if one did. The text stops before the stop string."""
+    """New text, and the stop string that ended it, if one did. The text stops before the stop
+    string."""
 
     text: str
     stop: str | None = None
@@ -27,17 +30,23 @@ class Piece:
 class Detok:
     """Incremental detokenisation.
 
-    Tokens are decoded together with some before them, because a decoder treats the first token of a sequence differently (the space
-    of "▁the") and because a character can take several tokens. `ids[begin:]` is that window, `ids[begin:settled]` gave `known`, and
-    `sent` characters of the window's text are out. With `prompt_ids` the text continues the prompt's, leading space included.
+    Tokens are decoded together with some before them, because a decoder treats the first token of a
+    sequence differently (the space of "▁the") and because a character can take several tokens.
+    `ids[begin:]` is that window, `ids[begin:settled]` gave `known`, and `sent` characters of the
+    window's text are out. With `prompt_ids` the text continues the prompt's, leading space
+    included.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special: bool = True
+    ) -> None:
         self.tokenizer, self.skip_special = tokenizer, skip_special
         self.ids = self._tail(prompt_ids)
         self.begin, self.settled = 0, len(self.ids)
         self.sent = self._settled_len()
-        self.in_run = False  # of byte tokens, valid or not as a whole; only a token with text ends it
+        self.in_run = (
+            False  # of byte tokens, valid or not as a whole; only a token with text ends it
+        )
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` adds and that no later token can change; possibly none."""
@@ -73,8 +82,9 @@ class Detok:
     def _settled_len(self) -> int:
         """Characters of the prompt's text that no token can change any more.
 
-        A U+FFFD at its end is a character that the user wrote, or bytes that are none, or the beginning of one: only the last can
-        become something else, so bytes that continue a character are tried. What they make a character of belongs to the answer.
+        A U+FFFD at its end is a character that the user wrote, or bytes that are none, or the
+        beginning of one: only the last can become something else, so bytes that continue a
+        character are tried. What they make a character of belongs to the answer.
         """
         text = self._window()
         if not text.endswith(REPLACEMENT):
@@ -88,7 +98,8 @@ class Detok:
         return min(lengths)
 
     def _advance(self, new: str) -> None:
-        """The window moves on behind new text. A token without text must not begin one: the next would be the first of a text."""
+        """The window moves on behind new text. A token without text must not begin one: the next
+        would be the first of a text."""
         if new:
             self.begin, self.settled = self.settled, len(self.ids)
             self.sent = len(self._window())
@@ -114,7 +125,8 @@ def _common_len(one: str, other: str) -> int:
 class Stops:
     """Stop strings in a text that arrives in pieces.
 
-    The stop string that ends first wins; of those that end together the longest. So the answer depends on the text, not on the pieces.
+    The stop string that ends first wins; of those that end together the longest. So the answer
+    depends on the text, not on the pieces.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -153,9 +165,12 @@ class Stops:
 
 
 class Stream:
-    """A completion's text: tokens in; text that is final, and the stop string that ended it, out. After the end nothing comes."""
+    """A completion's text: tokens in; text that is final, and the stop string that ended it, out.
+    After the end nothing comes."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Iterable[str] = (), prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Iterable[str] = (), prompt_ids: Sequence[int] = ()
+    ) -> None:
         self.detok, self.stops = Detok(tokenizer, prompt_ids), Stops(stops)
         self.ended = False
 
@@ -169,7 +184,8 @@ class Stream:
         return piece
 
     def finish(self) -> Piece:
-        """The end of the generation: what was held back, in which a stop string may still be complete."""
+        """The end of the generation: what was held back, in which a stop string may still be
+        complete."""
         if self.ended:
             return Piece("")
         self.ended = True

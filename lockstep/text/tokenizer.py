@@ -1,8 +1,9 @@
 """Text to token ids and back, over the tokenizer.json of a local folder.
 
-Wraps the `tokenizers` library; `from_folder` hands a folder without tokenizer.json to transformers, imported
-then and only then (the engine asks for one only where there is a tokenizer.json). Reads
-which ids end a text from the model's configuration files. Nothing is downloaded. Knows no engine: called by `llm` and `serve`.
+Wraps the `tokenizers` library; `from_folder` hands a folder without tokenizer.json to transformers,
+imported then and only then (the engine asks for one only where there is a tokenizer.json). Reads
+which ids end a text from the model's configuration files. Nothing is downloaded. Knows no engine:
+called by `llm` and `serve`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from lockstep import folder as folder_files
 from lockstep.types import RuleError
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-CONTINUATIONS = (0x80, 0xA0)  # behind every beginning of a character in UTF-8 one of the two may stand
+CONTINUATIONS = (
+    0x80,
+    0xA0,
+)  # behind every beginning of a character in UTF-8 one of the two may stand
 
 
 class Codec(Protocol):
@@ -43,7 +47,8 @@ class Codec(Protocol):
         """Tokens whose run is decoded as a whole: the bytes of a tokenizer with byte fallback."""
 
     def continuation_ids(self) -> tuple[int, ...]:
-        """Tokens of one byte each, some of which may follow any unfinished character; none if no token is a byte."""
+        """Tokens of one byte each, some of which may follow any unfinished character; none if no
+        token is a byte."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +61,23 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Read a model folder: tokenizer.json, and the special ids of generation_config, config and tokenizer_config."""
+        """Read a model folder: tokenizer.json, and the special ids of generation_config, config and
+        tokenizer_config."""
         path = Path(folder)
         codec: Codec
         if folder_files.has(path, "tokenizer.json"):
             codec = Fast.from_text(folder_files.read_text(path, "tokenizer.json"))
         else:
             codec = Slow(path)
-        configs = [_config(path, f"{name}.json") for name in ("generation_config", "config", "tokenizer_config")]
-        configs[1:1] = [config["text_config"] for config in configs if isinstance(config.get("text_config"), dict)]
+        configs = [
+            _config(path, f"{name}.json")
+            for name in ("generation_config", "config", "tokenizer_config")
+        ]
+        configs[1:1] = [
+            config["text_config"]
+            for config in configs
+            if isinstance(config.get("text_config"), dict)
+        ]
         bos = [i for config in configs for i in _ids(config, "bos", codec)]
         eos = dict.fromkeys(i for config in configs for i in _ids(config, "eos", codec))
         return cls(codec, bos[0] if bos else None, tuple(eos))
@@ -78,11 +91,14 @@ class Tokenizer:
         """Text to ids.
 
         add_special    put what the tokenizer puts around a text (usually BOS)
-        parse_special  read "<|im_end|>" in the text as the special token. Pass False for text of an end user inside a chat template:
+        parse_special  read "<|im_end|>" in the text as the special token. Pass False for text of an
+        end user inside a chat template:
                        then it is only characters
         """
         if not isinstance(text, str):
-            raise RuleError("a text is a string", type(text).__name__, "Pass a str, or token ids to the engine")
+            raise RuleError(
+                "a text is a string", type(text).__name__, "Pass a str, or token ids to the engine"
+            )
         return self.codec.encode(_characters(text), add_special, parse_special)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -114,10 +130,15 @@ class Fast:
         try:
             return cls(library.Tokenizer.from_str(text))
         except Exception as error:  # the library raises plain Exception
-            raise RuleError("tokenizer.json is one that `tokenizers` can read", str(error), "Download the model again") from None
+            raise RuleError(
+                "tokenizer.json is one that `tokenizers` can read",
+                str(error),
+                "Download the model again",
+            ) from None
 
     def encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
-        """The library has no such argument as parse_special: it is a state of the tokenizer, so there are two."""
+        """The library has no such argument as parse_special: it is a state of the tokenizer, so
+        there are two."""
         tokenizer = self.tokenizer if parse_special else self.literal
         ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special).ids
         return ids
@@ -144,7 +165,9 @@ class Fast:
         decoder = json.dumps(json.loads(self.tokenizer.to_str()).get("decoder"))
         if '"ByteFallback"' not in decoder:
             return frozenset()
-        return frozenset(i for piece, i in self.tokenizer.get_vocab().items() if BYTE_PIECE.fullmatch(piece))
+        return frozenset(
+            i for piece, i in self.tokenizer.get_vocab().items() if BYTE_PIECE.fullmatch(piece)
+        )
 
     def continuation_ids(self) -> tuple[int, ...]:
         """<0x..> pieces, or bytes as byte-level tokenizers write them."""
@@ -159,22 +182,35 @@ class Slow:
         try:
             library = importlib.import_module("transformers")
         except ImportError as error:
-            raise RuleError(rule, f"{folder} without one, and {error}", "Add the file, or install transformers to convert it") from None
+            raise RuleError(
+                rule,
+                f"{folder} without one, and {error}",
+                "Add the file, or install transformers to convert it",
+            ) from None
         try:
-            self.tokenizer: Any = library.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            self.tokenizer: Any = library.AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True
+            )
         except (OSError, ValueError) as error:
-            raise RuleError(rule, f"{folder} without one, and transformers says: {error}", "Add the file") from None
+            raise RuleError(
+                rule, f"{folder} without one, and transformers says: {error}", "Add the file"
+            ) from None
         self.vocab_size = len(self.tokenizer)
 
     def encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         """Text to ids."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special, split_special_tokens=not parse_special)
+        ids: list[int] = self.tokenizer.encode(
+            text, add_special_tokens=add_special, split_special_tokens=not parse_special
+        )
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
-        """Ids to text, without the library's clean-up of spaces, which would change earlier text."""
+        """Ids to text, without the library's clean-up of spaces, which would change earlier
+        text."""
         known = [i for i in ids if 0 <= i < self.vocab_size]
-        text: str = self.tokenizer.decode(known, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+        text: str = self.tokenizer.decode(
+            known, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+        )
         return text
 
     def id_of(self, token: str) -> int | None:
@@ -183,7 +219,9 @@ class Slow:
 
     def byte_ids(self) -> frozenset[int]:
         """The <0x..> pieces."""
-        return frozenset(i for piece, i in self.tokenizer.get_vocab().items() if BYTE_PIECE.fullmatch(piece))
+        return frozenset(
+            i for piece, i in self.tokenizer.get_vocab().items() if BYTE_PIECE.fullmatch(piece)
+        )
 
     def continuation_ids(self) -> tuple[int, ...]:
         """<0x..> pieces, or bytes as byte-level tokenizers write them."""
@@ -196,14 +234,17 @@ def _characters(text: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         got = f"U+{ord(text[error.start]):04X}, a lone surrogate, at character {error.start}"
-        raise RuleError("a text is made of characters", got, "Decode it as what it is, or with errors='replace'") from None
+        raise RuleError(
+            "a text is made of characters", got, "Decode it as what it is, or with errors='replace'"
+        ) from None
     return text
 
 
 def _byte_tokens(codec: Codec, values: Sequence[int]) -> tuple[int, ...]:
     """The tokens of single bytes beyond ASCII, those that there are.
 
-    Byte-level tokenizers write a byte that prints nothing as a letter from U+0100 on; 0x7F is number 33 of these.
+    Byte-level tokenizers write a byte that prints nothing as a letter from U+0100 on; 0x7F is
+    number 33 of these.
     """
     silent = [byte for byte in range(0x7F, 0x100) if byte < 0xA1 or byte == 0xAD]
     ids = []
@@ -220,12 +261,17 @@ def _config(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _ids(config: dict[str, Any], name: str, codec: Codec) -> list[int]:
-    """The ids a configuration gives for "bos" or "eos": `eos_token_id` is one or several, `eos_token` a text or an object."""
+    """The ids a configuration gives for "bos" or "eos": `eos_token_id` is one or several,
+    `eos_token` a text or an object."""
     given = config.get(f"{name}_token_id")
     ids = given if isinstance(given, list) else [] if given is None else [given]
     for i in ids:
         if isinstance(i, bool) or not isinstance(i, int) or i < 0:
-            raise RuleError(f"{name}_token_id is a token id, or several", repr(given), "Mend the model's configuration")
+            raise RuleError(
+                f"{name}_token_id is a token id, or several",
+                repr(given),
+                "Mend the model's configuration",
+            )
     token = config.get(f"{name}_token")
     text = token.get("content") if isinstance(token, dict) else token
     found = codec.id_of(text) if isinstance(text, str) else None

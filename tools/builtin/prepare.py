@@ -1,8 +1,10 @@
-"""Text and tokenizer of the built-in model: the running interpreter's standard library, as token arrays.
+"""Text and tokenizer of the built-in model: the running interpreter's standard library, as token
+arrays.
 
-Reads the standard library, holds out whole files, trains the byte-level BPE on the rest and writes what `train.py` needs to one folder.
-Knows nothing of the model. The same interpreter version gives the same bytes in every output file: files are visited in sorted order and
-the held-out ones are chosen by a hash of their path.
+Reads the standard library, holds out whole files, trains the byte-level BPE on the rest and writes
+what `train.py` needs to one folder. Knows nothing of the model. The same interpreter version gives
+the same bytes in every output file: files are visited in sorted order and the held-out ones are
+chosen by a hash of their path.
 """
 
 from __future__ import annotations
@@ -24,18 +26,33 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB = 4096
-BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"  # ids 0 and 1; a file is BEGIN text END, a fragment is text END
+BEGIN, END = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+)  # ids 0 and 1; a file is BEGIN text END, a fragment is text END
 HELD_OUT_PERCENT = 3
 
-# Only ASCII classes, so that Python's `re` and every other engine split alike. A run of spaces (indentation) and a newline are pieces of
-# their own: a prompt that ends after ":", after the newline or after the indentation is cut where the training text was cut. Digits stand
+# Only ASCII classes, so that Python's `re` and every other engine split alike. A run of spaces
+# (indentation) and a newline are pieces of
+# their own: a prompt that ends after ":", after the newline or after the indentation is cut where
+# the training text was cut. Digits stand
 # alone.
 PATTERN = r" ?[A-Za-z_]+| ?[0-9]| {2,}|\n+|[^\x00-\x7F]+| ?[!-/:-@\[-\^`{-~]+|[\x00-\x20\x7F]"
 
-SKIPPED_FOLDERS = ("site-packages", "dist-packages", "encodings", "pydoc_data", "idlelib/idle_test", "lib2to3/tests", "test/tokenizedata")
+SKIPPED_FOLDERS = (
+    "site-packages",
+    "dist-packages",
+    "encodings",
+    "pydoc_data",
+    "idlelib/idle_test",
+    "lib2to3/tests",
+    "test/tokenizedata",
+)
 SKIPPED_PREFIXES = ("config-", "_sysconfigdata")  # describe one installation, paths included
 TEST_FOLDERS = {"test", "tests"}
-LEAST_LETTERS = 0.65  # share of letters, spaces and newlines; below it a file is a table of numbers or escapes
+LEAST_LETTERS = (
+    0.65  # share of letters, spaces and newlines; below it a file is a table of numbers or escapes
+)
 FRAGMENT_LINES = range(3, 101)
 
 
@@ -45,12 +62,16 @@ class Source(NamedTuple):
 
 
 def skipped(path: str) -> bool:
-    """Whether a file is third-party, a data table, a fixture of broken code or particular to this machine."""
-    return path.startswith(SKIPPED_PREFIXES) or any(f"/{folder}/" in f"/{path}" for folder in SKIPPED_FOLDERS)
+    """Whether a file is third-party, a data table, a fixture of broken code or particular to this
+    machine."""
+    return path.startswith(SKIPPED_PREFIXES) or any(
+        f"/{folder}/" in f"/{path}" for folder in SKIPPED_FOLDERS
+    )
 
 
 def is_test(path: str) -> bool:
-    """Tests are half of the library and read differently: they are a stream of their own, mixed in at a lower weight."""
+    """Tests are half of the library and read differently: they are a stream of their own, mixed in
+    at a lower weight."""
     return not TEST_FOLDERS.isdisjoint(path.split("/")[:-1])
 
 
@@ -60,7 +81,8 @@ def is_held_out(path: str) -> bool:
 
 
 def sources(root: Path) -> Iterator[Source]:
-    """Every file of the library that is UTF-8, parses and is code rather than a table, in sorted order."""
+    """Every file of the library that is UTF-8, parses and is code rather than a table, in sorted
+    order."""
     for path in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
         if skipped(path):
             continue
@@ -74,7 +96,8 @@ def sources(root: Path) -> Iterator[Source]:
 
 
 def fragments(source: Source) -> Iterator[str]:
-    """Functions, methods and classes of a file, unindented: what a prompt looks like that starts with `def` or `class`."""
+    """Functions, methods and classes of a file, unindented: what a prompt looks like that starts
+    with `def` or `class`."""
     lines = source.text.splitlines(keepends=True)
 
     def visit(body: list[ast.stmt]) -> Iterator[str]:
@@ -92,10 +115,13 @@ def fragments(source: Source) -> Iterator[str]:
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE: the 256 bytes are in the vocabulary, so that every text has an encoding and no token stands for the unknown."""
+    """Byte-level BPE: the 256 bytes are in the vocabulary, so that every text has an encoding and
+    no token stands for the unknown."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB,
@@ -119,7 +145,8 @@ def encode(tokenizer: Tokenizer, texts: list[str], begin: bool) -> tuple[np.ndar
 
 
 def tokenizer_config(context: int) -> dict[str, object]:
-    """A plain fast tokenizer: the class that reads tokenizer.json as it is, instead of rebuilding it after another model's pattern."""
+    """A plain fast tokenizer: the class that reads tokenizer.json as it is, instead of rebuilding
+    it after another model's pattern."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BEGIN,
@@ -134,7 +161,9 @@ def tokenizer_config(context: int) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/builtin"))
-    parser.add_argument("--context", type=int, default=2048, help="longest sequence the model is trained on")
+    parser.add_argument(
+        "--context", type=int, default=2048, help="longest sequence the model is trained on"
+    )
     args = parser.parse_args()
     warnings.simplefilter("ignore", SyntaxWarning)  # the library's own tests hold doubtful literals
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -147,12 +176,18 @@ def main() -> None:
         "library": [file.text for file in library],
         "tests": [file.text for file in known if is_test(file.path)],
         "fragments": list(dict.fromkeys(text for file in library for text in fragments(file))),
-        "held_library": [file.text for file in files if is_held_out(file.path) and not is_test(file.path)],
-        "held_tests": [file.text for file in files if is_held_out(file.path) and is_test(file.path)],
+        "held_library": [
+            file.text for file in files if is_held_out(file.path) and not is_test(file.path)
+        ],
+        "held_tests": [
+            file.text for file in files if is_held_out(file.path) and is_test(file.path)
+        ],
     }
     tokenizer = train_tokenizer(streams["library"] + streams["tests"])
     tokenizer.save(str(args.out / "tokenizer.json"), pretty=False)
-    (args.out / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(args.context), indent=2) + "\n")
+    (args.out / "tokenizer_config.json").write_text(
+        json.dumps(tokenizer_config(args.context), indent=2) + "\n"
+    )
 
     digest = hashlib.sha256()
     sizes = {}
@@ -161,13 +196,19 @@ def main() -> None:
         np.save(args.out / f"{name}.ids.npy", ids)
         np.save(args.out / f"{name}.starts.npy", starts)
         digest.update(ids.tobytes())
-        sizes[name] = {"texts": len(texts), "bytes": sum(len(text.encode()) for text in texts), "tokens": len(ids)}
+        sizes[name] = {
+            "texts": len(texts),
+            "bytes": sum(len(text.encode()) for text in texts),
+            "tokens": len(ids),
+        }
         print(name, sizes[name], f"{sizes[name]['bytes'] / len(ids):.2f} bytes/token")
     corpus = {
         "python": platform.python_version(),
         "vocab": VOCAB,
         "context": args.context,
-        "held_out_library_files": [file.path for file in files if is_held_out(file.path) and not is_test(file.path)],
+        "held_out_library_files": [
+            file.path for file in files if is_held_out(file.path) and not is_test(file.path)
+        ],
         "sha256_of_ids": digest.hexdigest(),
         "streams": sizes,
     }

@@ -1,7 +1,8 @@
 """Paged attention on the CPU: the interface, and how the kernel is put together.
 
-`attend` runs the kernel of this machine, compiled once and kept on disk; `build` makes one with some of its texts replaced, for the
-lab. What is computed, and in which order, stands in unit.py. Called by the CPU backend and by the lab.
+`attend` runs the kernel of this machine, compiled once and kept on disk; `build` makes one with
+some of its texts replaced, for the lab. What is computed, and in which order, stands in unit.py.
+Called by the CPU backend and by the lab.
 """
 
 from __future__ import annotations
@@ -21,14 +22,27 @@ from lockstep.kernels.cpu.worker import ALIGN, memory_bytes
 
 njit: Any = numba.njit
 
-BLOCK_ROWS = 128  # rows of a unit that hide the staging of a tile and still leave queries and accumulators in the L2 cache
-OPTIONS = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # no zero-division checks, not for Python
-INLINED = ("soften", "soften_rows", "score_rows", "add_values", "group_span")  # called per row or two: their arguments are many
+# rows of a unit that hide the staging of a tile and still leave queries and accumulators in the L2
+# cache
+BLOCK_ROWS = 128
+OPTIONS = {
+    "error_model": "numpy",
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}  # no zero-division checks, not for Python
+INLINED = (
+    "soften",
+    "soften_rows",
+    "score_rows",
+    "add_values",
+    "group_span",
+)  # called per row or two: their arguments are many
 
 
 class Table(NamedTuple):
-    """Where keys live, int32 arrays. Position p of row t, of request r: list entry tail_indptr[t] + p - start[t] of tail_slots if
-    p >= start[t], else in page (p - first_pos[r]) // page_size of the request (lockstep/plan/address.py)."""
+    """Where keys live, int32 arrays. Position p of row t, of request r: list entry tail_indptr[t] +
+    p - start[t] of tail_slots if p >= start[t], else in page (p - first_pos[r]) // page_size of the
+    request (lockstep/plan/address.py)."""
 
     page_ids: Any  # [pages of all requests]
     page_indptr: Any  # [B + 1]
@@ -67,26 +81,32 @@ class Consts(NamedTuple):
 
 
 def block_rows(group_size: int, d_qk: int, d_v: int) -> int:
-    """Tokens per block that suit the caches: a recommendation; the bits are the same for every partition."""
+    """Tokens per block that suit the caches: a recommendation; the bits are the same for every
+    partition."""
     rows = BLOCK_ROWS if max(d_qk, d_v) <= 256 else BLOCK_ROWS // 2
     return max(1, rows // group_size)
 
 
 class Prepared:
-    """What all layers of a group share in a step, as entries of a record; the arrays behind them live as long as this.
+    """What all layers of a group share in a step, as entries of a record; the arrays behind them
+    live as long as this.
 
-    blocks int32 [NB, 3] of (request, row begin, row end): rows computed together; they cover every row once.
+    blocks int32 [NB, 3] of (request, row begin, row end): rows computed together; they cover every
+    row once.
     """
 
     def __init__(self, table: Table, rows: Rows, blocks: Any) -> None:
         self.arrays = (*table, *rows, np.ascontiguousarray(blocks))
         self.entries = entries(*self.arrays)
         self.blocks = len(blocks)
-        self.most = int((blocks[:, 2] - blocks[:, 1]).max()) if self.blocks else 0  # tokens of the largest block
+        self.most = (
+            int((blocks[:, 2] - blocks[:, 1]).max()) if self.blocks else 0
+        )  # tokens of the largest block
         self.known: dict[tuple[Any, ...], tuple[tuple[int, ...], Any]] = {}
 
     def sizes(self, q: Any, k: Any, v: Any, out: Any, shape: Shape) -> tuple[int, ...]:
-        """The last entries of a call's record, memory for every thread included: layers of one shape have the same."""
+        """The last entries of a call's record, memory for every thread included: layers of one
+        shape have the same."""
         key = (shape, q.shape[1:], out.shape[2], k.itemsize, v.itemsize, threads.count())
         if key not in self.known:
             kv_heads, page_size, tile, split, k_slot, k_head, v_slot, v_head = shape
@@ -96,13 +116,19 @@ class Prepared:
                 k_slot * k_item, k_head * k_item, v_slot * v_item, v_head * v_item,
             )  # fmt: skip
             each = memory_bytes(sizes, self.most * sizes.group)
-            memory = np.empty(max(1, min(self.blocks * kv_heads, threads.count())) * each + ALIGN, np.uint8)
-            self.known[key] = ((*sizes, -(-where(memory) // ALIGN) * ALIGN, each, self.most), memory)
+            memory = np.empty(
+                max(1, min(self.blocks * kv_heads, threads.count())) * each + ALIGN, np.uint8
+            )
+            self.known[key] = (
+                (*sizes, -(-where(memory) // ALIGN) * ALIGN, each, self.most),
+                memory,
+            )
         return self.known[key][0]
 
 
 class Layer(NamedTuple):
-    """Constants and sinks of a layer, as entries of a record; `arrays` keeps alive what they point to."""
+    """Constants and sinks of a layer, as entries of a record; `arrays` keeps alive what they point
+    to."""
 
     entries: tuple[int, ...]
     arrays: tuple[Any, ...]
@@ -114,25 +140,44 @@ def layer(consts: Consts, sink2: Any) -> Layer:
     return Layer(entries(*arrays), arrays)
 
 
-def attend(q: Any, k: Any, v: Any, out: Any, lse2: Any, prepared: Prepared, shape: Shape, of: Layer) -> None:
-    """Attention of T rows over paged keys and values, into `out` and `lse2`: numpy arrays, or tensors.
+def attend(
+    q: Any, k: Any, v: Any, out: Any, lse2: Any, prepared: Prepared, shape: Shape, of: Layer
+) -> None:
+    """Attention of T rows over paged keys and values, into `out` and `lse2`: numpy arrays, or
+    tensors.
 
     q      float32 [T, H, Dqk], C-contiguous. Dqk and Dv are multiples of 8, at most 576.
     k, v   the pool's storage: float32, bfloat16 or float8 e4m3fn, or integers of the same bits. Element d of slot s, kv head h, is
-           s * k_slot + h * k_head + d behind the first one. v may be in k's own storage (a latent row's first Dv columns).
+           s * k_slot + h * k_head + d behind the first one. v may be in k's own storage (a latent
+           row's first Dv columns).
     out    float32 [T, H, Dv], C-contiguous: softmax(scores) V * v_scale; 0 for a row that sees nothing.
     lse2   float32 [T, H]: log2 of the softmax denominator, sink included; -inf for a row that sees nothing and has no sink.
 
-    Query head h uses kv head h // (H / kv_heads). A row's bits depend on its query and its keys, not on blocks, pages or threads. The
-    number of threads is torch's. Slots that a block does not see are never read.
+    Query head h uses kv head h // (H / kv_heads). A row's bits depend on its query and its keys,
+    not on blocks, pages or threads. The number of threads is torch's. Slots that a block does not
+    see are never read.
     """
     call(default(), q, k, v, out, lse2, prepared, shape, of)
 
 
-def call(work: Any, q: Any, k: Any, v: Any, out: Any, lse2: Any, prepared: Prepared, shape: Shape, of: Layer) -> None:
+def call(
+    work: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse2: Any,
+    prepared: Prepared,
+    shape: Shape,
+    of: Layer,
+) -> None:
     """Write the arguments of `attend` into a record and set the threads to work on it."""
     last = prepared.sizes(q, k, v, out, shape)
-    threads.run(work, (*entries(q, k, v, out, lse2), *prepared.entries, *of.entries, *last), prepared.blocks * shape.kv_heads)
+    threads.run(
+        work,
+        (*entries(q, k, v, out, lse2), *prepared.entries, *of.entries, *last),
+        prepared.blocks * shape.kv_heads,
+    )
 
 
 def entries(*arrays: Any) -> tuple[int, ...]:
@@ -147,11 +192,16 @@ def texts() -> dict[str, Any]:
     """The plain Python functions that make up the kernel, by name."""
     names: dict[str, Any] = {**vars(elementary), **vars(unit), **vars(worker)}
     builders = ("transposed", "widened")  # of operations: run when unit.py is imported
-    return {name: value for name, value in names.items() if isinstance(value, FunctionType) and name not in builders}
+    return {
+        name: value
+        for name, value in names.items()
+        if isinstance(value, FunctionType) and name not in builders
+    }
 
 
 def linked(replaced: dict[str, Any]) -> dict[str, Any]:
-    """The names of the kernel: its texts, some of them replaced, each to be compiled when first called; and what they use."""
+    """The names of the kernel: its texts, some of them replaced, each to be compiled when first
+    called; and what they use."""
     known = texts()
     unknown = sorted(set(replaced) - set(known))
     if unknown:
@@ -159,14 +209,19 @@ def linked(replaced: dict[str, Any]) -> dict[str, Any]:
     names = {**vars(elementary), **vars(unit), **vars(worker)}
     seen_by = {name: {**text.__globals__} for name, text in replaced.items()}
     for name, text in {**known, **replaced}.items():
-        names[name] = njit(**OPTIONS, forceinline=name in INLINED)(relinked(text, seen_by.get(name, names)))
-    for own in seen_by.values():  # a replacement finds the kernel's texts and operations, then those of its own module
+        names[name] = njit(**OPTIONS, forceinline=name in INLINED)(
+            relinked(text, seen_by.get(name, names))
+        )
+    for own in (
+        seen_by.values()
+    ):  # a replacement finds the kernel's texts and operations, then those of its own module
         own.update(names)
     return names
 
 
 def compiled(replaced: dict[str, Any], cache: bool) -> Any:
-    """Compile `work` with all its texts to a C function. It lives as long as the object that comes back."""
+    """Compile `work` with all its texts to a C function. It lives as long as the object that comes
+    back."""
     return threads.c_function("attention", relinked(worker.work, linked(replaced)), cache)
 
 
@@ -177,9 +232,10 @@ def default() -> Any:
 
 
 def build(**replaced: Callable[..., Any]) -> Callable[..., None]:
-    """A kernel with the interface of `attend` and some of its texts replaced by name, compiled afresh, not cached.
+    """A kernel with the interface of `attend` and some of its texts replaced by name, compiled
+    afresh, not cached.
 
-    A replacement takes the arguments of the text it stands for (paged, listed, rescale, split_begin, load_range, ...) and may use any
-    other text or operation of the kernel by its name.
+    A replacement takes the arguments of the text it stands for (paged, listed, rescale,
+    split_begin, load_range, ...) and may use any other text or operation of the kernel by its name.
     """
     return functools.partial(call, compiled(replaced, cache=False))

@@ -1,7 +1,8 @@
 """Where compiled kernels are kept, and when they are stale.
 
-Numba watches the one file of the function it caches; the kernel is made of several. So the cache folder is named by a digest of every
-source of the kernel, the versions of the compilers and the processor: another text, another folder. Knows nothing of attention.
+Numba watches the one file of the function it caches; the kernel is made of several. So the cache
+folder is named by a digest of every source of the kernel, the versions of the compilers and the
+processor: another text, another folder. Knows nothing of attention.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ config: Any = numba.core.config
 
 def sources() -> list[Path]:
     """Every file whose text ends up in the kernel."""
-    return [*sorted(Path(__file__).parent.glob("*.py")), Path(address.__file__), Path(order.__file__)]
+    return [
+        *sorted(Path(__file__).parent.glob("*.py")),
+        Path(address.__file__),
+        Path(order.__file__),
+    ]
 
 
 def folder() -> Path:
@@ -43,7 +48,8 @@ def folder() -> Path:
 
 @contextlib.contextmanager
 def cached_here() -> Iterator[bool]:
-    """Functions decorated inside with `cache=True` are kept in `folder()`; yields False if that cannot be written."""
+    """Functions decorated inside with `cache=True` are kept in `folder()`; yields False if that
+    cannot be written."""
     before = config.CACHE_DIR
     try:
         folder().mkdir(parents=True, exist_ok=True)
@@ -74,6 +80,7 @@ class _Announcer(event.Listener):
 
 @contextlib.contextmanager
 def announced(text: str) -> Iterator[None]:
-    """Print `text` if something is really compiled inside: nothing is said where the cache has it."""
+    """Print `text` if something is really compiled inside: nothing is said where the cache has
+    it."""
     with event.install_listener("numba:compile", _Announcer(text)):
         yield

@@ -1,8 +1,10 @@
-"""A digest of bytes at the speed of memory: which numbers these are, not whether somebody forged them.
+"""A digest of bytes at the speed of memory: which numbers these are, not whether somebody forged
+them.
 
-Bytes are cut into blocks, a block into lanes of 64-bit words; a lane takes its words in order, each by a step that is invertible in the
-word and in the lane, so that a single changed word always shows. What the lanes end with goes through BLAKE2b. A block's lanes depend on
-its bytes alone, so threads change nothing. Called where weights are read.
+Bytes are cut into blocks, a block into lanes of 64-bit words; a lane takes its words in order, each
+by a step that is invertible in the word and in the lane, so that a single changed word always
+shows. What the lanes end with goes through BLAKE2b. A block's lanes depend on its bytes alone, so
+threads change nothing. Called where weights are read.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def digest(tensor: Tensor) -> bytes:
     if blocks:
         threads.run(work(), (data.data_ptr(), rows, lanes.ctypes.data, blocks), blocks)
     rest = data[rows * row :].numpy().tobytes()
-    return hashlib.blake2b(lanes.tobytes() + rest + len(data).to_bytes(8, "little"), digest_size=SIZE).digest()
+    return hashlib.blake2b(
+        lanes.tobytes() + rest + len(data).to_bytes(8, "little"), digest_size=SIZE
+    ).digest()
 
 
 def units_text(at: Any) -> None:

@@ -1,8 +1,10 @@
-"""exp2, tanh, erf, log2, cos and sin, written out: the same bits on every machine, with or without a vector math library.
+"""exp2, tanh, erf, log2, cos and sin, written out: the same bits on every machine, with or without
+a vector math library.
 
-exp2, tanh and erf are for float32 scalars and for FLOATS alike (see lanes.py); log2 and cos_sin are for a float64 scalar. Plain
-texts, compiled by attend.py's `build` and by rows.py. exp2 is within 1 ulp, exactly 1 at 0 and exactly 0 below -126; tanh and erf
-are within 2 ulp; cos_sin is within 1e-15 of the exact value; NaN stays NaN in all of them.
+exp2, tanh and erf are for float32 scalars and for FLOATS alike (see lanes.py); log2 and cos_sin are
+for a float64 scalar. Plain texts, compiled by attend.py's `build` and by rows.py. exp2 is within 1
+ulp, exactly 1 at 0 and exactly 0 below -126; tanh and erf are within 2 ulp; cos_sin is within 1e-15
+of the exact value; NaN stays NaN in all of them.
 """
 
 from __future__ import annotations
@@ -11,7 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.kernels.cpu.lanes import add, copysign, div, fma, less, like, mul, pow2_from, select, sub
+from lockstep.kernels.cpu.lanes import (
+    add,
+    copysign,
+    div,
+    fma,
+    less,
+    like,
+    mul,
+    pow2_from,
+    select,
+    sub,
+)
 from lockstep.order import LN2, LOG2E
 
 ROUND = 1.5 * 2.0**23 + 127  # adding it rounds to an integer n and leaves n + 127 in the low bits
@@ -21,14 +34,32 @@ E1, E2, E3 = 0.6931472028556734, 0.24022647913555967, 0.0555033246993315
 E4, E5, E6 = 0.009618437361988022, 0.0013398874862412507, 0.00015353361740831734
 SQRT_HALF = int(np.float64(0.5**0.5).view(np.int64))
 # tanh(y) = y + y^3 * P(y^2) for |y| < 0.625
-T0, T1, T2, T3, T4 = -3.33332819422e-1, 1.33314422036e-1, -5.37397155531e-2, 2.06390887954e-2, -5.70498872745e-3
-# erf(y) = y + y * P(y^2) for y < 0.875, and 1 - 2^(-y * Q(y)) up to 4, where it is 1; minimax, 3e-10 each
+T0, T1, T2, T3, T4 = (
+    -3.33332819422e-1,
+    1.33314422036e-1,
+    -5.37397155531e-2,
+    2.06390887954e-2,
+    -5.70498872745e-3,
+)
+# erf(y) = y + y * P(y^2) for y < 0.875, and 1 - 2^(-y * Q(y)) up to 4, where it is 1; minimax,
+# 3e-10 each
 ERF_FAR = 4.0
-P0, P1, P2, P3 = 0.12837916676436556, -0.3761263497986084, 0.11283715032995573, -0.026860508470523695
+P0, P1, P2, P3 = (
+    0.12837916676436556,
+    -0.3761263497986084,
+    0.11283715032995573,
+    -0.026860508470523695,
+)
 P4, P5, P6 = 0.0052038591766637625, -0.0008175639469522938, 8.513104775694636e-05
 Q0, Q1, Q2, Q3 = 1.6281115457023834, 0.9172219574076288, 0.15145233442047787, -0.03227521877529269
-Q4, Q5, Q6, Q7 = 0.003954715449407761, 2.810481863154913e-05, -8.54983993709039e-05, 8.75881927330167e-06
-# pi/2 = H1 + H2 + H3 + H4: three parts of at most 24 bits, whose products with n < 2^29 are exact, and a rest
+Q4, Q5, Q6, Q7 = (
+    0.003954715449407761,
+    2.810481863154913e-05,
+    -8.54983993709039e-05,
+    8.75881927330167e-06,
+)
+# pi/2 = H1 + H2 + H3 + H4: three parts of at most 24 bits, whose products with n < 2^29 are exact,
+# and a rest
 H1, H2 = float.fromhex("0x1.921fb4p0"), float.fromhex("0x1.4442d0p-24")
 H3, H4 = float.fromhex("0x1.846988p-48"), float.fromhex("0x1.8cc51701b839ap-72")
 TURNS = 0.6366197723675814  # 2 / pi
@@ -53,7 +84,9 @@ def tanh(x: Any) -> Any:
     """A polynomial near 0, 1 - 2/(e^2x + 1) elsewhere; exactly +-1 from 10 on."""
     y = copysign(x, like(x, 1.0))
     z = mul(y, y)
-    near = fma(fma(fma(fma(like(x, T4), z, like(x, T3)), z, like(x, T2)), z, like(x, T1)), z, like(x, T0))
+    near = fma(
+        fma(fma(fma(like(x, T4), z, like(x, T3)), z, like(x, T2)), z, like(x, T1)), z, like(x, T0)
+    )
     near = fma(mul(near, z), y, y)
     power = exp2(mul(select(less(like(x, 10.0), y), like(x, 10.0), y), like(x, TWO_LOG2E)))
     far = sub(like(x, 1.0), div(like(x, 2.0), add(power, like(x, 1.0))))
@@ -77,28 +110,38 @@ def erf(x: Any) -> Any:
 def cos_sin(x: Any) -> Any:
     """(cos x, sin x) of a float64 that is a float32 number, |x| up to LARGEST_ANGLE.
 
-    x - n pi/2 loses nothing to cancellation: no float32 number is nearer to a multiple of pi/2 than 1e-10, and the parts of pi/2
-    are taken off exactly but for the last two. Then Taylor's series in [-pi/4, pi/4], up to r^17 and r^16. No branches.
+    x - n pi/2 loses nothing to cancellation: no float32 number is nearer to a multiple of pi/2 than
+    1e-10, and the parts of pi/2 are taken off exactly but for the last two. Then Taylor's series in
+    [-pi/4, pi/4], up to r^17 and r^16. No branches.
     """
     t = x * TURNS + ROUND64
     n = t - ROUND64
     quadrant = np.float64(t).view(np.int64)
     r = x - n * H1 - n * H2 - n * H3 - n * H4
     z = r * r
-    s = 1 / 362880 - z * (1 / 39916800 - z * (1 / 6227020800 - z * (1 / 1307674368000 - z * (1 / 355687428096000))))
+    s = 1 / 362880 - z * (
+        1 / 39916800 - z * (1 / 6227020800 - z * (1 / 1307674368000 - z * (1 / 355687428096000)))
+    )
     s = r - r * (z * (1 / 6 - z * (1 / 120 - z * (1 / 5040 - z * s))))
-    c = 1 / 40320 - z * (1 / 3628800 - z * (1 / 479001600 - z * (1 / 87178291200 - z * (1 / 20922789888000))))
+    c = 1 / 40320 - z * (
+        1 / 3628800 - z * (1 / 479001600 - z * (1 / 87178291200 - z * (1 / 20922789888000)))
+    )
     c = 1 - z * (1 / 2 - z * (1 / 24 - z * (1 / 720 - z * c)))
     cos, sin = (s, c) if quadrant & 1 else (c, s)
     return -cos if (quadrant + 1) & 2 else cos, -sin if quadrant & 2 else sin
 
 
 def log2(x: Any) -> Any:
-    """log2 of a positive normal float64, to 1e-12: exponent plus an atanh series in s = (m - 1) / (m + 1), m in [0.71, 1.42)."""
+    """log2 of a positive normal float64, to 1e-12: exponent plus an atanh series in s = (m - 1) /
+    (m + 1), m in [0.71, 1.42)."""
     bits = np.float64(x).view(np.int64)
-    exponent = (bits - SQRT_HALF) >> 52  # of x / sqrt(1/2): m = x / 2^exponent is not below sqrt(1/2)
+    exponent = (
+        bits - SQRT_HALF
+    ) >> 52  # of x / sqrt(1/2): m = x / 2^exponent is not below sqrt(1/2)
     m = np.int64(bits - (exponent << 52)).view(np.float64)
     s = (m - 1.0) / (m + 1.0)
     z = s * s
-    series = 1.0 + z * (1 / 3 + z * (1 / 5 + z * (1 / 7 + z * (1 / 9 + z * (1 / 11 + z * (1 / 13 + z * (1 / 15)))))))
+    series = 1.0 + z * (
+        1 / 3 + z * (1 / 5 + z * (1 / 7 + z * (1 / 9 + z * (1 / 11 + z * (1 / 13 + z * (1 / 15))))))
+    )
     return exponent + 2.0 * s * series / LN2 if x == x else x

@@ -1,9 +1,12 @@
-"""y = x Wᵀ + b in float32: every element of y is one fma chain over K, ascending, and then its bias.
+"""y = x Wᵀ + b in float32: every element of y is one fma chain over K, ascending, and then its
+bias.
 
-So a row of y depends on its own row of x and on nothing else, by construction: not on the number of rows, their places, the threads or
-the processor. Weights are packed once into panels, [K + 1, PANEL] each, whose last row is the bias; a micro-kernel holds the chains of
-a few rows and one panel in registers. Shapes change speed, never bits. Weights that are bfloat16 numbers, as those of most checkpoints
-are, stay bfloat16 in memory: they are widened as they are loaded, which is exact, and half as many bytes have to come.
+So a row of y depends on its own row of x and on nothing else, by construction: not on the number of
+rows, their places, the threads or the processor. Weights are packed once into panels, [K + 1,
+PANEL] each, whose last row is the bias; a micro-kernel holds the chains of a few rows and one panel
+in registers. Shapes change speed, never bits. Weights that are bfloat16 numbers, as those of most
+checkpoints are, stay bfloat16 in memory: they are widened as they are loaded, which is exact, and
+half as many bytes have to come.
 """
 
 from __future__ import annotations
@@ -18,7 +21,20 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from lockstep.kernels.cpu import threads
-from lockstep.kernels.cpu.lanes import F32, I32, I64, at, call_ir, constant, fma_ir, int64_at, load_ir, splat_ir, take, types
+from lockstep.kernels.cpu.lanes import (
+    F32,
+    I32,
+    I64,
+    at,
+    call_ir,
+    constant,
+    fma_ir,
+    int64_at,
+    load_ir,
+    splat_ir,
+    take,
+    types,
+)
 from lockstep.kernels.cpu.loops import VECTOR_BYTES, VECTORS, counted, row_addresses
 from lockstep.order import LANES
 
@@ -29,7 +45,8 @@ RECORD = 10  # entries before the counter
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """weight [n, k], bias [n] → [panels, k + 1, PANEL], zeros beyond n; bfloat16 if that loses nothing, else float32."""
+    """weight [n, k], bias [n] → [panels, k + 1, PANEL], zeros beyond n; bfloat16 if that loses
+    nothing, else float32."""
     n, k = weight.shape
     panels = -(-n // PANEL)
     padded = torch.zeros(panels * PANEL, k + 1)
@@ -47,7 +64,18 @@ def matmul(x: Tensor, packed: Tensor, n: int) -> Tensor:
     y = torch.empty(rows, n)
     panels = packed.shape[0]
     units = panels * -(-rows // UNIT_ROWS)
-    entries = (x.data_ptr(), 4 * x.stride(0), packed.data_ptr(), y.data_ptr(), rows, depth, n, panels, units, packed.itemsize)
+    entries = (
+        x.data_ptr(),
+        4 * x.stride(0),
+        packed.data_ptr(),
+        y.data_ptr(),
+        rows,
+        depth,
+        n,
+        panels,
+        units,
+        packed.itemsize,
+    )
     threads.run(work(), entries, units)
     return y
 
@@ -59,7 +87,8 @@ def work() -> Any:
 
 
 def units_text(at: Any) -> None:
-    """Take units, a panel and some rows each, until none is left. The record is `matmul`'s entries."""
+    """Take units, a panel and some rows each, until none is left. The record is `matmul`'s
+    entries."""
     record = int64_at(at)
     x, x_stride, packed, y, rows, depth, n, panels, units, item = (
         record[0], record[1], record[2], record[3], record[4], record[5], record[6], record[7], record[8], record[9],
@@ -72,15 +101,35 @@ def units_text(at: Any) -> None:
         weight, column = packed + panel * (depth + 1) * PANEL * item, panel * PANEL
         while row < last:
             count = min(ROWS, last - row)
-            chains(count, item, x + row * x_stride, x_stride, weight, depth, y + 4 * (row * n + column), 4 * n, n - column)
+            chains(
+                count,
+                item,
+                x + row * x_stride,
+                x_stride,
+                weight,
+                depth,
+                y + 4 * (row * n + column),
+                4 * n,
+                n - column,
+            )
             row += count
         unit = take(at + 8 * RECORD)
 
 
 def _chains(
-    typingctx: Any, rows: Any, item: Any, x: Any, x_stride: Any, panel: Any, depth: Any, y: Any, y_stride: Any, columns: Any
+    typingctx: Any,
+    rows: Any,
+    item: Any,
+    x: Any,
+    x_stride: Any,
+    panel: Any,
+    depth: Any,
+    y: Any,
+    y_stride: Any,
+    columns: Any,
 ) -> Any:
-    """y[r][j] = fma chain over k in [0, depth) of x[r][k] * panel[k][j], from 0, plus panel[depth][j]; `columns` of them are stored.
+    """y[r][j] = fma chain over k in [0, depth) of x[r][k] * panel[k][j], from 0, plus
+    panel[depth][j]; `columns` of them are stored.
 
     `item` is the size of the panel's numbers: 4, float32, or 2, bfloat16.
     """
@@ -92,10 +141,20 @@ def _chains(
             x_rows = row_addresses(builder, x, x_stride, count)
 
             def body(k: Any, sums: list[Any]) -> list[Any]:
-                here, offset = builder.add(panel, builder.mul(k, I64(PANEL * size))), builder.mul(k, I64(4))
+                here, offset = (
+                    builder.add(panel, builder.mul(k, I64(PANEL * size))),
+                    builder.mul(k, I64(4)),
+                )
                 loaded = [weights_ir(builder, here, j, size) for j in range(VECTORS)]
-                factors = [splat_ir(builder, load_ir(builder, builder.add(row, offset), of=F32)) for row in x_rows]
-                return [fma_ir(builder, f, w, sums[r * VECTORS + j]) for r, f in enumerate(factors) for j, w in enumerate(loaded)]
+                factors = [
+                    splat_ir(builder, load_ir(builder, builder.add(row, offset), of=F32))
+                    for row in x_rows
+                ]
+                return [
+                    fma_ir(builder, f, w, sums[r * VECTORS + j])
+                    for r, f in enumerate(factors)
+                    for j, w in enumerate(loaded)
+                ]
 
             zero = constant(ir.VectorType(F32, LANES), 0.0)
             sums = counted(builder, I64(0), depth, [zero] * (count * VECTORS), body)
@@ -103,7 +162,12 @@ def _chains(
             for j in range(VECTORS):
                 add, mask = weights_ir(builder, bias, j, size), below(builder, columns, LANES * j)
                 for r, row in enumerate(row_addresses(builder, y, y_stride, count)):
-                    store_masked(builder, builder.fadd(sums[r * VECTORS + j], add), builder.add(row, I64(VECTOR_BYTES * j)), mask)
+                    store_masked(
+                        builder,
+                        builder.fadd(sums[r * VECTORS + j], add),
+                        builder.add(row, I64(VECTOR_BYTES * j)),
+                        mask,
+                    )
 
         done = builder.append_basic_block("done")
         choice = builder.switch(builder.add(builder.mul(rows, I64(8)), item), done)
@@ -123,9 +187,13 @@ def weights_ir(builder: Any, address: Any, j: int, size: int) -> Any:
     """Vector j of a panel's row as float32: a bfloat16 is the upper half of one."""
     if size == 4:
         return load_ir(builder, address, VECTOR_BYTES * j)
-    halves = load_ir(builder, address, 2 * LANES * j, of=ir.VectorType(ir.IntType(16), LANES), align=2)
+    halves = load_ir(
+        builder, address, 2 * LANES * j, of=ir.VectorType(ir.IntType(16), LANES), align=2
+    )
     wide = ir.VectorType(I32, LANES)
-    return builder.bitcast(builder.shl(builder.zext(halves, wide), constant(wide, 16)), ir.VectorType(F32, LANES))
+    return builder.bitcast(
+        builder.shl(builder.zext(halves, wide), constant(wide, 16)), ir.VectorType(F32, LANES)
+    )
 
 
 def below(builder: Any, count: Any, first: int) -> Any:
@@ -136,7 +204,12 @@ def below(builder: Any, count: Any, first: int) -> Any:
 
 def store_masked(builder: Any, value: Any, address: Any, mask: Any) -> None:
     """Store the lanes of `value` that `mask` names."""
-    call_ir(builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), [value, at(builder, address), I32(4), mask])
+    call_ir(
+        builder,
+        "llvm.masked.store.v16f32.p0",
+        ir.VoidType(),
+        [value, at(builder, address), I32(4), mask],
+    )
 
 
 chains: Any = intrinsic(_chains)

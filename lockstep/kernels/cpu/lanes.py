@@ -1,10 +1,13 @@
-"""Sixteen floats as one value: a vector type for Numba code and the few operations the kernel needs on it.
+"""Sixteen floats as one value: a vector type for Numba code and the few operations the kernel needs
+on it.
 
-Every operation is one IEEE rounding, spelled out: nothing here is contracted, reassociated or taken from a library, so a sum has the
-order in which it is written. LLVM cuts the 16 lanes into 2 x 8 on machines without AVX-512 and the bits stay. The arithmetic also
-takes plain float32 scalars: a function written with it serves a scalar and a vector with the same bits.
+Every operation is one IEEE rounding, spelled out: nothing here is contracted, reassociated or taken
+from a library, so a sum has the order in which it is written. LLVM cuts the 16 lanes into 2 x 8 on
+machines without AVX-512 and the bits stay. The arithmetic also takes plain float32 scalars: a
+function written with it serves a scalar and a vector with the same bits.
 
-Knows nothing of attention. Addresses are int64 byte addresses; their validity is the caller's business.
+Knows nothing of attention. Addresses are int64 byte addresses; their validity is the caller's
+business.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
     """How a Lanes value lies in LLVM: as a vector."""
 
     def __init__(self, dmm: Any, fe_type: Lanes) -> None:
-        super().__init__(dmm, fe_type, ir.VectorType(F32 if fe_type.element == "f32" else I1, LANES))
+        super().__init__(
+            dmm, fe_type, ir.VectorType(F32 if fe_type.element == "f32" else I1, LANES)
+        )
 
 
 register_model(Lanes)(_LanesModel)
@@ -55,7 +60,9 @@ def at(builder: Any, address: Any, byte: int = 0) -> Any:
 
 def load_ir(builder: Any, address: Any, byte: int = 0, of: Any = None, align: int = 4) -> Any:
     """Load a value of LLVM type `of` (16 floats unless told); unaligned addresses are fine."""
-    return builder.load(at(builder, address, byte), typ=of or ir.VectorType(F32, LANES), align=align)
+    return builder.load(
+        at(builder, address, byte), typ=of or ir.VectorType(F32, LANES), align=align
+    )
 
 
 def store_ir(builder: Any, value: Any, address: Any, byte: int = 0) -> None:
@@ -72,13 +79,17 @@ def constant(kind: Any, value: float) -> Any:
 
 def splat_ir(builder: Any, scalar: Any, count: int = LANES) -> Any:
     """`scalar` in every lane."""
-    one = builder.insert_element(ir.Constant(ir.VectorType(scalar.type, count), ir.Undefined), scalar, I32(0))
+    one = builder.insert_element(
+        ir.Constant(ir.VectorType(scalar.type, count), ir.Undefined), scalar, I32(0)
+    )
     return shuffle_ir(builder, one, one, [0] * count)
 
 
 def shuffle_ir(builder: Any, a: Any, b: Any, index: list[int]) -> Any:
     """Lanes `index` of a and b laid end to end."""
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(index)), [I32(i) for i in index]))
+    return builder.shuffle_vector(
+        a, b, ir.Constant(ir.VectorType(I32, len(index)), [I32(i) for i in index])
+    )
 
 
 def call_ir(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
@@ -90,14 +101,17 @@ def call_ir(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
 
 def fma_ir(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """a*b + c with one rounding, for floats or 16 lanes."""
-    return call_ir(builder, "llvm.fma.f32" if a.type == F32 else "llvm.fma.v16f32", a.type, [a, b, c])
+    return call_ir(
+        builder, "llvm.fma.f32" if a.type == F32 else "llvm.fma.v16f32", a.type, [a, b, c]
+    )
 
 
 # ---- operations of Numba code ----
 
 
 def _binary(emit: Callable[[Any, Any, Any], Any], result: Any = None) -> Any:
-    """An operation on two equal float types: scalar float32 or FLOATS; `result` is the vector result type if another."""
+    """An operation on two equal float types: scalar float32 or FLOATS; `result` is the vector
+    result type if another."""
 
     def typed(typingctx: Any, a: Any, b: Any) -> Any:
         kind = a if result is None else (result if a == FLOATS else types.boolean)
@@ -107,7 +121,8 @@ def _binary(emit: Callable[[Any, Any, Any], Any], result: Any = None) -> Any:
 
 
 def _maximum_ir(builder: Any, a: Any, b: Any) -> Any:
-    """The larger one, NaN if either is: a NaN must reach the output, not be dropped by a comparison."""
+    """The larger one, NaN if either is: a NaN must reach the output, not be dropped by a
+    comparison."""
     larger = builder.select(builder.fcmp_ordered(">", a, b), a, b)
     return builder.select(builder.fcmp_unordered("uno", a, a), a, larger)
 
@@ -130,7 +145,8 @@ def _select(typingctx: Any, mask: Any, yes: Any, no: Any) -> Any:
 
 
 def _like(typingctx: Any, model: Any, value: Any) -> Any:
-    """The float64 constant `value`, rounded to float32, shaped like `model`: a scalar or 16 equal lanes."""
+    """The float64 constant `value`, rounded to float32, shaped like `model`: a scalar or 16 equal
+    lanes."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         scalar = builder.fptrunc(args[1], F32)
@@ -140,10 +156,15 @@ def _like(typingctx: Any, model: Any, value: Any) -> Any:
 
 
 def _canonical(typingctx: Any, x: Any) -> Any:
-    """x, with every NaN the same NaN: which operand's payload survives is the processor's choice."""
+    """x, with every NaN the same NaN: which operand's payload survives is the processor's
+    choice."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.select(builder.fcmp_unordered("uno", args[0], args[0]), constant(args[0].type, float("nan")), args[0])
+        return builder.select(
+            builder.fcmp_unordered("uno", args[0], args[0]),
+            constant(args[0].type, float("nan")),
+            args[0],
+        )
 
     return x(x), emit
 
@@ -153,7 +174,9 @@ def _pow2_from(typingctx: Any, x: Any) -> Any:
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         bits = ir.VectorType(I32, LANES) if x == FLOATS else I32
-        return builder.bitcast(builder.shl(builder.bitcast(args[0], bits), constant(bits, 23)), args[0].type)
+        return builder.bitcast(
+            builder.shl(builder.bitcast(args[0], bits), constant(bits, 23)), args[0].type
+        )
 
     return x(x), emit
 
@@ -177,7 +200,10 @@ def _between(typingctx: Any, first: Any, lo: Any, hi: Any) -> Any:
         kind = ir.VectorType(I32, LANES)
         index = ir.Constant(kind, [I32(j) for j in range(LANES)])
         bound = [splat_ir(builder, builder.trunc(builder.sub(x, args[0]), I32)) for x in args[1:]]
-        above, below = builder.icmp_signed(">=", index, bound[0]), builder.icmp_signed("<", index, bound[1])
+        above, below = (
+            builder.icmp_signed(">=", index, bound[0]),
+            builder.icmp_signed("<", index, bound[1]),
+        )
         return builder.and_(above, below)
 
     return MASK(types.int64, types.int64, types.int64), emit
@@ -190,7 +216,9 @@ def _reduce(step: Callable[[Any, Any, Any], Any]) -> Any:
         def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             value, half = args[0], LANES // 2
             while half:
-                low, high = (shuffle_ir(builder, value, value, list(range(i, i + half))) for i in (0, half))
+                low, high = (
+                    shuffle_ir(builder, value, value, list(range(i, i + half))) for i in (0, half)
+                )
                 value, half = step(builder, low, high), half // 2
             return builder.extract_element(value, I32(0))
 
@@ -222,10 +250,15 @@ def _store_half(typingctx: Any, address: Any, value: Any) -> Any:
 
 
 def _address(typingctx: Any, array: Any) -> Any:
-    """The int64 byte address of the first element of an array, or of a pointer. An array must outlive the use of its address."""
+    """The int64 byte address of the first element of an array, or of a pointer. An array must
+    outlive the use of its address."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        data = args[0] if isinstance(array, types.CPointer) else context.make_array(array)(context, builder, args[0]).data
+        data = (
+            args[0]
+            if isinstance(array, types.CPointer)
+            else context.make_array(array)(context, builder, args[0]).data
+        )
         return builder.ptrtoint(data, I64)
 
     return types.int64(array), emit
@@ -252,7 +285,8 @@ def _invoke(typingctx: Any, function: Any, argument: Any) -> Any:
 
 
 def _pointer(kind: Any) -> Any:
-    """Build `f(address)`: elements of `kind` from that address on, to be indexed like an array, without bounds or owner."""
+    """Build `f(address)`: elements of `kind` from that address on, to be indexed like an array,
+    without bounds or owner."""
 
     def typed(typingctx: Any, address: Any) -> Any:
         def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:

@@ -1,9 +1,12 @@
-"""What a model does to rows between its GEMMs: norms, angles, rotations, activations, gates, softmax, pooling. One row at a time.
+"""What a model does to rows between its GEMMs: norms, angles, rotations, activations, gates,
+softmax, pooling. One row at a time.
 
-A row's sum is taken in float32 in 16 lanes, lane j adding columns j, j+16, ... ascending; lanes fold 8+8, 4+4, 2+2, 1+1; columns past
-the last full 16 are added one by one. Angles and pooling are float64 inside and rounded once. Everything else is elementwise, with
-the operations of elementary.py. Nothing depends on how many rows there are, on which thread computes them or on the processor's
-vectors. Outputs are new and contiguous; inputs may have strides, but not in the last dimension.
+A row's sum is taken in float32 in 16 lanes, lane j adding columns j, j+16, ... ascending; lanes
+fold 8+8, 4+4, 2+2, 1+1; columns past the last full 16 are added one by one. Angles and pooling are
+float64 inside and rounded once. Everything else is elementwise, with the operations of
+elementary.py. Nothing depends on how many rows there are, on which thread computes them or on the
+processor's vectors. Outputs are new and contiguous; inputs may have strides, but not in the last
+dimension.
 
 Knows rows, no layers and no requests. Called by nn.
 """
@@ -46,10 +49,16 @@ from lockstep.kernels.cpu.threads import relinked
 from lockstep.order import LANES, LOG2E
 
 UNIT = 1 << 14  # elements that are worth a thread
-NORM, TURN, GATE, HEADS, ADD, LAYER, ANGLES, MAP, CLAMPED, SOFTMAX, SHARES, POOL = range(12)  # what is done to a row
+NORM, TURN, GATE, HEADS, ADD, LAYER, ANGLES, MAP, CLAMPED, SOFTMAX, SHARES, POOL = range(
+    12
+)  # what is done to a row
 SILU, GELU, GELU_TANH, RELU, SIGMOID, CAP = range(6)  # what GATE and MAP do to an element
 HALVED = (GATE, CLAMPED)  # the output has half the columns of the input
-ROOT_HALF, TANH_SCALE, TANH_CUBE = 0.7071067811865476, 0.7978845608028654, 0.044715  # gelu's: sqrt(1/2), sqrt(2/pi)
+ROOT_HALF, TANH_SCALE, TANH_CUBE = (
+    0.7071067811865476,
+    0.7978845608028654,
+    0.044715,
+)  # gelu's: sqrt(1/2), sqrt(2/pi)
 SHORTEST = 1e-12  # vectors are divided by their length, or by this where they are shorter
 FIXED, MORE = 9, 8  # entries of every record, and of those that depend on what is done
 COUNTER = FIXED + MORE
@@ -65,50 +74,95 @@ class Heads(NamedTuple):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension of [..., n], of two or three dimensions."""
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension of [..., n], of two or three
+    dimensions."""
     return _run(NORM, x, weight.data_ptr(), _bits(eps))
 
 
 def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + more, both [t, n], and its `rms_norm`: the same bits, in one call."""
     total, y = torch.empty(x.shape), torch.empty(x.shape)
-    _call(ADD, x, y, x.shape[1], (weight.data_ptr(), _bits(eps), more.data_ptr(), 4 * more.stride(0), total.data_ptr(), 0, 0, 0))
+    _call(
+        ADD,
+        x,
+        y,
+        x.shape[1],
+        (
+            weight.data_ptr(),
+            _bits(eps),
+            more.data_ptr(),
+            4 * more.stride(0),
+            total.data_ptr(),
+            0,
+            0,
+            0,
+        ),
+    )
     return total, y
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [t, heads, d], cos and sin [t, half]: the first 2·half columns turned, the rest as they are.
+    """x [t, heads, d], cos and sin [t, half]: the first 2·half columns turned, the rest as they
+    are.
 
-    Columns i and i + half turn together, or 2i and 2i+1 if interleaved; the result has the first layout always.
+    Columns i and i + half turn together, or 2i and 2i+1 if interleaved; the result has the first
+    layout always.
     """
     cos, sin = cos.contiguous(), sin.contiguous()
     return _run(TURN, x, cos.data_ptr(), sin.data_ptr(), cos.shape[-1], int(interleaved))
 
 
-def place_heads(x: Tensor, spec: Heads, weights: tuple[Tensor, Tensor] | None, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """x [t, at least (heads + kv_heads) · d], queries then keys, then what it likes: q [t, heads, d] and k [t, kv_heads, d].
+def place_heads(
+    x: Tensor, spec: Heads, weights: tuple[Tensor, Tensor] | None, angles: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """x [t, at least (heads + kv_heads) · d], queries then keys, then what it likes: q [t, heads,
+    d] and k [t, kv_heads, d].
 
-    Both are normed, with a weight each, if there are any, and rotated: the same bits as `rms_norm` and `rotate`, in one call.
+    Both are normed, with a weight each, if there are any, and rotated: the same bits as `rms_norm`
+    and `rotate`, in one call.
     """
     (heads, kv_heads, d, eps), (cos, sin), t = spec, angles, x.shape[0]
     q, k = torch.empty(t, heads, d), torch.empty(t, kv_heads, d)
     norms = (0, 0) if weights is None else (weights[0].data_ptr(), weights[1].data_ptr())
     each = max(1, UNIT // ((heads + kv_heads) * d))
-    more = (norms[0], _bits(eps), cos.data_ptr(), sin.data_ptr(), cos.shape[-1], norms[1], heads, k.data_ptr())
-    entries = (HEADS, x.data_ptr(), 4 * x.stride(0), 4 * d, q.data_ptr(), t, heads + kv_heads, d, each, *more)
+    more = (
+        norms[0],
+        _bits(eps),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cos.shape[-1],
+        norms[1],
+        heads,
+        k.data_ptr(),
+    )
+    entries = (
+        HEADS,
+        x.data_ptr(),
+        4 * x.stride(0),
+        4 * d,
+        q.data_ptr(),
+        t,
+        heads + kv_heads,
+        d,
+        each,
+        *more,
+    )
     threads.run(work(), entries, -(-t // each))
     return q, k
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(x - mean) / sqrt(var + eps) · weight + bias over the last dimension of [..., n], of two or three dimensions."""
+    """(x - mean) / sqrt(var + eps) · weight + bias over the last dimension of [..., n], of two or
+    three dimensions."""
     return _run(LAYER, x, weight.data_ptr(), _bits(eps), bias.data_ptr())
 
 
 def angles(positions: Tensor, freqs: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """cos and sin, [t, 1, half] each, of positions [t] times float32 freqs [half]; both times `factor`.
+    """cos and sin, [t, 1, half] each, of positions [t] times float32 freqs [half]; both times
+    `factor`.
 
-    The angle is a product of two float32 numbers, rounded; its cos and sin are float64 until they are rounded; then comes the factor.
+    The angle is a product of two float32 numbers, rounded; its cos and sin are float64 until they
+    are rounded; then comes the factor.
     """
     at, half = positions.to(torch.int32).contiguous(), freqs.shape[0]
     cos, sin = torch.empty(at.shape[0], 1, half), torch.empty(at.shape[0], 1, half)
@@ -120,7 +174,8 @@ def angles(positions: Tensor, freqs: Tensor, factor: float) -> tuple[Tensor, Ten
 
 
 def apply(kind: int, x: Tensor, number: float = 0.0) -> Tensor:
-    """An elementwise function of x, of any shape: SILU, GELU, GELU_TANH, RELU, SIGMOID, or CAP, number · tanh(x / number)."""
+    """An elementwise function of x, of any shape: SILU, GELU, GELU_TANH, RELU, SIGMOID, or CAP,
+    number · tanh(x / number)."""
     flat = x if x.ndim == 2 and x.stride(1) == 1 else x.contiguous().view(-1, x.shape[-1])
     return _run(MAP, flat, kind, _bits(number)).view(x.shape)
 
@@ -131,7 +186,8 @@ def gate(kind: int, x: Tensor) -> Tensor:
 
 
 def clamped_gate(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """(up + 1) · gate · sigmoid(alpha · gate) of [t, gate then up], gate at most `limit`, up within ±limit."""
+    """(up + 1) · gate · sigmoid(alpha · gate) of [t, gate then up], gate at most `limit`, up within
+    ±limit."""
     return _run(CLAMPED, x, _bits(alpha), _bits(limit))
 
 
@@ -146,15 +202,28 @@ def shares(x: Tensor, floor: float) -> Tensor:
 
 
 def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """The means of the rows [begin, end) of x, [t, n], for each span, divided by their lengths: [spans, n].
+    """The means of the rows [begin, end) of x, [t, n], for each span, divided by their lengths:
+    [spans, n].
 
-    In float64: rows are added in order, squares of columns in order, and the quotient is rounded once.
+    In float64: rows are added in order, squares of columns in order, and the quotient is rounded
+    once.
     """
     y, bounds = torch.empty(len(spans), x.shape[1]), np.array(spans, np.int64).reshape(-1, 2)
     if len(spans):
         sums = np.empty((len(spans), x.shape[1]), np.float64)
         more = (threads.where(bounds), threads.where(sums), 0, 0, 0, 0, 0, 0)
-        entries = (POOL, x.data_ptr(), 4 * x.stride(0), 0, y.data_ptr(), len(spans), 1, x.shape[1], 1, *more)
+        entries = (
+            POOL,
+            x.data_ptr(),
+            4 * x.stride(0),
+            0,
+            y.data_ptr(),
+            len(spans),
+            1,
+            x.shape[1],
+            1,
+            *more,
+        )
         threads.run(work(), entries, len(spans))
     return y
 
@@ -169,10 +238,23 @@ def _run(what: int, x: Tensor, *more: int) -> Tensor:
 
 def _call(what: int, x: Tensor, y: Tensor, n: int, more: tuple[int, ...]) -> None:
     shape, strides = x.shape, x.stride()
-    outer, inner, inner_stride = (shape[0], 1, 0) if len(shape) == 2 else (shape[0], shape[1], 4 * strides[1])
+    outer, inner, inner_stride = (
+        (shape[0], 1, 0) if len(shape) == 2 else (shape[0], shape[1], 4 * strides[1])
+    )
     if outer and inner:
         each = max(1, UNIT // (inner * n))
-        entries = (what, x.data_ptr(), 4 * strides[0], inner_stride, y.data_ptr(), outer, inner, n, each, *more)
+        entries = (
+            what,
+            x.data_ptr(),
+            4 * strides[0],
+            inner_stride,
+            y.data_ptr(),
+            outer,
+            inner,
+            n,
+            each,
+            *more,
+        )
         threads.run(work(), entries, -(-outer // each))
 
 
@@ -191,7 +273,13 @@ def units(at: Any) -> None:
     while first < outer:
         for i in range(first, min(first + each, outer)):
             for j in range(inner):
-                row(record, i, j, record[1] + i * record[2] + j * record[3], record[4] + 4 * n * (i * inner + j))
+                row(
+                    record,
+                    i,
+                    j,
+                    record[1] + i * record[2] + j * record[3],
+                    record[4] + 4 * n * (i * inner + j),
+                )
         first = take(at + 8 * COUNTER) * each
 
 
@@ -231,13 +319,19 @@ def rarer(record: Any, i: Any, x: Any, y: Any) -> None:
         shares_row(x, y, n, record[9])
     else:
         bounds = int64_at(record[9])
-        pool_row(record[1], record[2], bounds[2 * i], bounds[2 * i + 1], record[10] + 8 * n * i, y, n)
+        pool_row(
+            record[1], record[2], bounds[2 * i], bounds[2 * i + 1], record[10] + 8 * n * i, y, n
+        )
 
 
 def head(record: Any, i: Any, j: Any, x: Any) -> None:
     """One head of one row of `place_heads`."""
     inner, n, heads = record[6], record[7], record[15]
-    y = record[4] + 4 * n * (i * heads + j) if j < heads else record[16] + 4 * n * (i * (inner - heads) + j - heads)
+    y = (
+        record[4] + 4 * n * (i * heads + j)
+        if j < heads
+        else record[16] + 4 * n * (i * (inner - heads) + j - heads)
+    )
     if record[9]:
         norm(x, y, n, record[9] if j < heads else record[14], record[10])
         x = y
@@ -324,7 +418,9 @@ def act(x: Any, kind: Any) -> Any:
         return mul(mul(like(x, 0.5), x), add(like(x, 1.0), erf(mul(x, like(x, ROOT_HALF)))))
     if kind == GELU_TANH:
         cube = mul(mul(mul(like(x, TANH_CUBE), x), x), x)
-        return mul(mul(like(x, 0.5), x), add(like(x, 1.0), tanh(mul(like(x, TANH_SCALE), add(x, cube)))))
+        return mul(
+            mul(like(x, 0.5), x), add(like(x, 1.0), tanh(mul(like(x, TANH_SCALE), add(x, cube))))
+        )
     if kind == RELU:
         return select(less(x, like(x, 0.0)), like(x, 0.0), x)
     return div(like(x, 1.0), add(like(x, 1.0), exp_minus(x)))
@@ -341,7 +437,9 @@ def clamped_row(x: Any, y: Any, n: Any, alpha_bits: Any, limit_bits: Any) -> Non
     alpha, limit = np.int32(alpha_bits).view(np.float32), np.int32(limit_bits).view(np.float32)
     whole = n // LANES * LANES
     for k in range(0, whole, LANES):
-        store(y + 4 * k, clamped(load(x + 4 * k), load(x + 4 * (n + k)), splat(alpha), splat(limit)))
+        store(
+            y + 4 * k, clamped(load(x + 4 * k), load(x + 4 * (n + k)), splat(alpha), splat(limit))
+        )
     xs, ys = float32_at(x), float32_at(y)
     for k in range(whole, n):
         ys[k] = clamped(xs[k], xs[n + k], alpha, limit)
@@ -453,7 +551,22 @@ def pool_row(x: Any, stride: Any, begin: Any, end: Any, scratch: Any, y: Any, n:
 
 TEXTS = (
     *(exp2, tanh, erf, cos_sin, exp_minus, act, clamped, row_sum, divide),
-    *(norm, plus, turn, gate_row, map_row, clamped_row, layer, softmax_row, shares_row, angle_row, pool_row, head, rarer, row),
+    *(
+        norm,
+        plus,
+        turn,
+        gate_row,
+        map_row,
+        clamped_row,
+        layer,
+        softmax_row,
+        shares_row,
+        angle_row,
+        pool_row,
+        head,
+        rarer,
+        row,
+    ),
 )  # each after those that it uses
 INLINED = (norm, plus, turn, head, row)  # a head of a row is a few nanoseconds of work
 
@@ -463,5 +576,7 @@ def work() -> Any:
     """The compiled kernel of this machine."""
     names = {**vars(elementary), **globals()}
     for text in TEXTS:
-        names[text.__name__] = njit(error_model="numpy", forceinline=text in INLINED)(relinked(text, names))
+        names[text.__name__] = njit(error_model="numpy", forceinline=text in INLINED)(
+            relinked(text, names)
+        )
     return threads.c_function("row", relinked(units, names))

@@ -1,9 +1,11 @@
-"""Choosing a token on the CPU, and the formulas behind it: counter noise, exponentials as integers, the natural logarithm.
+"""Choosing a token on the CPU, and the formulas behind it: counter noise, exponentials as integers,
+the natural logarithm.
 
-The formulas use nothing but single IEEE operations and integer arithmetic, so that one text serves numpy arrays, torch tensors of any
-device and the compiled scalars of this kernel, with the same bits. Sums of exponentials are sums of integers: they have no order, and
-a row cannot depend on how it was cut. The other texts handle one row each; threads take whole rows. Knows nothing of requests or
-parameters. Called by lockstep/sample, which also has the same choice written with tensors.
+The formulas use nothing but single IEEE operations and integer arithmetic, so that one text serves
+numpy arrays, torch tensors of any device and the compiled scalars of this kernel, with the same
+bits. Sums of exponentials are sums of integers: they have no order, and a row cannot depend on how
+it was cut. The other texts handle one row each; threads take whole rows. Knows nothing of requests
+or parameters. Called by lockstep/sample, which also has the same choice written with tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ E1, E2, E3 = 0.6931472028556734, 0.24022647913555967, 0.0555033246993315
 E4, E5, E6 = 0.009618437361988022, 0.0013398874862412507, 0.00015353361740831734
 
 ID_BITS, ID_MASK = 20, MAX_VOCAB - 1
-BUCKETS, PER_NAT = 2048, np.float32(64)  # of the score's distance to the best; the last one holds all from 32 nats on
+BUCKETS, PER_NAT = (
+    2048,
+    np.float32(64),
+)  # of the score's distance to the best; the last one holds all from 32 nats on
 GROUPS = 64  # of four tokens: noise is made for 256 tokens at a time
 FARTHEST = 2**63 - 1
 KEY_INF, KEY_MINUS_INF = 0x7F800000, -0x7F800001
@@ -41,7 +46,8 @@ ZERO = np.float32(0)
 MINUS_INF = np.float32(-np.inf)
 
 
-# ---- formulas: for numpy arrays and scalars, torch tensors and, linked to COMPILED, compiled scalars ----
+# ---- formulas: for numpy arrays and scalars, torch tensors and, linked to COMPILED, compiled
+# scalars ----
 
 
 def bits_of(x: Any) -> Any:
@@ -63,13 +69,20 @@ def float_of(i: Any) -> Any:
 
 
 def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
-    """Philox 4x32-10 (Salmon et al., 2011) of the counter (c0, c1, c2, c3) under the key (k0, k1): four words below 2^32, as int64.
+    """Philox 4x32-10 (Salmon et al., 2011) of the counter (c0, c1, c2, c3) under the key (k0, k1):
+    four words below 2^32, as int64.
 
-    All are int64 in [0, 2^32), at least c0 and c2 arrays. A product wraps; its two halves are right all the same.
+    All are int64 in [0, 2^32), at least c0 and c2 arrays. A product wraps; its two halves are right
+    all the same.
     """
     for _ in range(ROUNDS):
         p0, p1 = c0 * M0, c2 * M1
-        c0, c1, c2, c3 = (p1 >> 32) & WORD ^ c1 ^ k0, p1 & WORD, (p0 >> 32) & WORD ^ c3 ^ k1, p0 & WORD
+        c0, c1, c2, c3 = (
+            (p1 >> 32) & WORD ^ c1 ^ k0,
+            p1 & WORD,
+            (p0 >> 32) & WORD ^ c3 ^ k1,
+            p0 & WORD,
+        )
         k0, k1 = (k0 + W0) & WORD, (k1 + W1) & WORD
     return c0, c1, c2, c3
 
@@ -85,23 +98,28 @@ def wide_float(i: Any) -> Any:
 
 
 def ln(x: Any) -> Any:
-    """ln of a positive normal float64, to 1e-12: exponent plus an atanh series in s = (m - 1) / (m + 1), m in [0.71, 1.42)."""
+    """ln of a positive normal float64, to 1e-12: exponent plus an atanh series in s = (m - 1) / (m
+    + 1), m in [0.71, 1.42)."""
     bits = bits_of(x)
     exponent = (bits - SQRT_HALF) >> 52
     m = float_of(bits - (exponent << 52))
     s = (m - 1.0) / (m + 1.0)
     z = s * s
-    series = ((((((z * (1 / 15) + 1 / 13) * z + 1 / 11) * z + 1 / 9) * z + 1 / 7) * z + 1 / 5) * z + 1 / 3) * z + 1.0
+    series = (
+        (((((z * (1 / 15) + 1 / 13) * z + 1 / 11) * z + 1 / 9) * z + 1 / 7) * z + 1 / 5) * z + 1 / 3
+    ) * z + 1.0
     return as_float(exponent) * LN2 + s * 2.0 * series
 
 
 def gumbel(word: Any) -> Any:
-    """-ln(-ln u), u = (word + 1/2) / 2^32: strictly between 0 and 1, exact in float64, so the noise is finite at both ends."""
+    """-ln(-ln u), u = (word + 1/2) / 2^32: strictly between 0 and 1, exact in float64, so the noise
+    is finite at both ends."""
     return -ln(-ln((as_float(word) + 0.5) * 2.0**-32))
 
 
 def weight(d: Any) -> Any:
-    """exp(d) for d <= 0 in units of 2^-FRACTION, rounded to an integer; 0 below LOW, and for -inf."""
+    """exp(d) for d <= 0 in units of 2^-FRACTION, rounded to an integer; 0 below LOW, and for
+    -inf."""
     t = d * LOG2E
     r = t + ROUND
     f = t - (r - ROUND)
@@ -180,7 +198,8 @@ def denominator(x: Any, top: Any) -> Any:
 
 
 def bucket(x: Any, top: Any) -> Any:
-    """Which bucket a score falls into: one that is further from the best never comes in an earlier bucket."""
+    """Which bucket a score falls into: one that is further from the best never comes in an earlier
+    bucket."""
     d = (top - x) * PER_NAT
     return np.int64(d) if d < BUCKETS - 1 else np.int64(BUCKETS - 1)
 
@@ -273,7 +292,8 @@ def cut(x: Any, top: Any, top_k: Any, top_p: Any, min_log: Any) -> None:
 
 
 def block_noise(first: Any, counter: Any, words: Any, noise: Any) -> None:
-    """noise[w * GROUPS + g] of token first + 4 g + w. `counter`: position, index, and the two words of the seed."""
+    """noise[w * GROUPS + g] of token first + 4 g + w. `counter`: position, index, and the two words
+    of the seed."""
     position, index, low, high = counter[0], counter[1], counter[2], counter[3]
     for g in range(GROUPS):
         w0, w1, w2, w3 = philox(np.int64(first // 4 + g), position, index, np.int64(0), low, high)
@@ -286,12 +306,14 @@ def block_noise(first: Any, counter: Any, words: Any, noise: Any) -> None:
 
 
 def beaten(bound: Any, best: Any) -> Any:
-    """Whether a block whose largest score is `bound` cannot hold a token as good as `best`, whatever its noise."""
+    """Whether a block whose largest score is `bound` cannot hold a token as good as `best`,
+    whatever its noise."""
     return bound == MINUS_INF or bound + NOISE_MAX < best
 
 
 def noisy_best(x: Any, counter: Any) -> Any:
-    """The token with the largest score plus noise, the lowest id among equals. A block that cannot win is not looked at."""
+    """The token with the largest score plus noise, the lowest id among equals. A block that cannot
+    win is not looked at."""
     words, noise = np.empty(4 * GROUPS, np.int64), np.empty(4 * GROUPS, np.float32)
     best, token = MINUS_INF, NO_TOKEN
     for first in range(0, len(x), 4 * GROUPS):
@@ -308,7 +330,8 @@ def noisy_best(x: Any, counter: Any) -> Any:
 
 
 def choose(x: Any, scratch: Any, floats: Any, ints: Any) -> Any:
-    """(token, state) of a row. floats: temperature, top-p, ln of min-p. ints: top-k, then the counter."""
+    """(token, state) of a row. floats: temperature, top-p, ln of min-p. ints: top-k, then the
+    counter."""
     if floats[0] == 0:
         return first_best(x)
     temperature = np.float32(floats[0])
@@ -341,7 +364,8 @@ def best_few(x: Any, top_key: Any, ranks: Any) -> None:
 
 
 def describe(x: Any, token: Any, chosen: Any, top_ids: Any, top_logs: Any) -> None:
-    """ln of the probability of `token` into chosen[0], and the best few tokens with theirs. NaN and no token for a row without any."""
+    """ln of the probability of `token` into chosen[0], and the best few tokens with theirs. NaN and
+    no token for a row without any."""
     chosen[0], top_logs[:], top_ids[:] = np.nan, np.nan, NO_TOKEN
     top_key, state = peak(x)
     if state != OK:

@@ -1,7 +1,7 @@
 """Sampling and log-probabilities of many rows: the texts of sample.py, compiled, on all threads.
 
-Imports the compiler, which sample.py does not: its texts also serve parameters and tensors. A thread takes whole rows, so how many there
-are changes no bit.
+Imports the compiler, which sample.py does not: its texts also serve parameters and tensors. A
+thread takes whole rows, so how many there are changes no bit.
 """
 
 from __future__ import annotations
@@ -25,16 +25,28 @@ OUTSIDE = ("bits_of", "float_of")  # of sample.py: what stands for them in compi
 
 
 def choose_rows(x: Any, floats: Any, ints: Any, tokens: Any, states: Any) -> None:
-    """Choose a token for every row. x float32 [S, V], floats float64 [S, 3], ints int64 [S, 5]; tokens and states int64 [S]."""
+    """Choose a token for every row. x float32 [S, V], floats float64 [S, 3], ints int64 [S, 5];
+    tokens and states int64 [S]."""
     rows, vocab = x.shape
     workers = worth(rows, vocab)
-    _run(CHOOSE, (x, floats, ints, np.empty((workers, vocab), np.float32), tokens, states), (rows, vocab, 0), workers)
+    _run(
+        CHOOSE,
+        (x, floats, ints, np.empty((workers, vocab), np.float32), tokens, states),
+        (rows, vocab, 0),
+        workers,
+    )
 
 
 def describe_rows(x: Any, tokens: Any, chosen: Any, top_ids: Any, top_logs: Any) -> None:
-    """Log-probabilities of every row: of its token, and of the best few. tokens int64 [S]; top_ids int64 [S, k]; the others float32."""
+    """Log-probabilities of every row: of its token, and of the best few. tokens int64 [S]; top_ids
+    int64 [S, k]; the others float32."""
     rows, vocab = x.shape
-    _run(DESCRIBE, (x, tokens, chosen, top_ids, top_logs, x), (rows, vocab, top_ids.shape[1]), worth(rows, vocab))
+    _run(
+        DESCRIBE,
+        (x, tokens, chosen, top_ids, top_logs, x),
+        (rows, vocab, top_ids.shape[1]),
+        worth(rows, vocab),
+    )
 
 
 def worth(rows: int, vocab: int) -> int:
@@ -47,7 +59,8 @@ def _run(what: int, arrays: Sequence[Any], sizes: Sequence[int], workers: int) -
 
 
 def units(at: Any) -> None:
-    """Take rows until none is left. The record: what to do, six addresses, rows, vocabulary, best few; workers and rows taken so far."""
+    """Take rows until none is left. The record: what to do, six addresses, rows, vocabulary, best
+    few; workers and rows taken so far."""
     record = int64_at(at)
     rows, vocab, few = record[7], record[8], record[9]
     mine = take(at + WORKERS)
@@ -56,17 +69,24 @@ def units(at: Any) -> None:
         x = carray(float32_at(record[1] + 4 * vocab * r), vocab)
         if record[0] == CHOOSE:
             scratch = carray(float32_at(record[4] + 4 * vocab * mine), vocab)
-            floats, ints = carray(float64_at(record[2] + 24 * r), 3), carray(int64_at(record[3] + 40 * r), 5)
+            floats, ints = (
+                carray(float64_at(record[2] + 24 * r), 3),
+                carray(int64_at(record[3] + 40 * r), 5),
+            )
             int64_at(record[5])[r], int64_at(record[6])[r] = choose(x, scratch, floats, ints)
         else:
             chosen = carray(float32_at(record[3] + 4 * r), 1)
-            top_ids, top_logs = carray(int64_at(record[4] + 8 * few * r), few), carray(float32_at(record[5] + 4 * few * r), few)
+            top_ids, top_logs = (
+                carray(int64_at(record[4] + 8 * few * r), few),
+                carray(float32_at(record[5] + 4 * few * r), few),
+            )
             describe(x, int64_at(record[2])[r], chosen, top_ids, top_logs)
         r = take(at + TAKEN)
 
 
 def build(cache: bool, **replaced: Callable[..., Any]) -> Any:
-    """The kernel with some of the texts of sample.py replaced by name, for the lab; a replacement finds the others by their names."""
+    """The kernel with some of the texts of sample.py replaced by name, for the lab; a replacement
+    finds the others by their names."""
     names: dict[str, Any] = {**vars(sample), **globals()}
     unknown = sorted(set(replaced) - set(vars(sample)))
     if unknown:

@@ -1,7 +1,8 @@
 """From the pool into a tile: exact widening to float32, and the transposition of keys by shuffles.
 
-A key row of the pool is float32, bfloat16 or float8 e4m3fn, known by its element size in bytes: 4, 2 or 1. Every cast is exact. The
-loops are LLVM IR and take the rows as a table of int64 byte addresses, so pages of any size look the same to them.
+A key row of the pool is float32, bfloat16 or float8 e4m3fn, known by its element size in bytes: 4,
+2 or 1. Every cast is exact. The loops are LLVM IR and take the rows as a table of int64 byte
+addresses, so pages of any size look the same to them.
 
 Knows element formats, no positions and no visibility. Called by unit.py.
 """
@@ -13,11 +14,22 @@ from typing import Any
 from llvmlite import ir
 from numba.extending import intrinsic
 
-from lockstep.kernels.cpu.lanes import F32, I8, I32, I64, constant, load_ir, shuffle_ir, store_ir, types
+from lockstep.kernels.cpu.lanes import (
+    F32,
+    I8,
+    I32,
+    I64,
+    constant,
+    load_ir,
+    shuffle_ir,
+    store_ir,
+    types,
+)
 from lockstep.kernels.cpu.loops import VECTOR_BYTES, counted
 from lockstep.order import LANES
 
-PIECE = 4  # elements of one key that travel together through the transposition: one 128-bit lane of floats
+# elements of one key that travel together through the transposition: one 128-bit lane of floats
+PIECE = 4
 STEP = 8  # columns per iteration: head sizes are multiples of 8
 
 
@@ -34,40 +46,58 @@ def widen_ir(builder: Any, raw: Any, item: int) -> Any:
     bits, floats = ir.VectorType(I32, count), ir.VectorType(F32, count)
     if item == 2:
         return builder.bitcast(builder.shl(builder.zext(raw, bits), constant(bits, 16)), floats)
-    # e4m3 has 4 exponent bits with bias 7; as the low exponent bits of a half (bias 15) the value is 2^-8 of it, subnormals included
+    # e4m3 has 4 exponent bits with bias 7; as the low exponent bits of a half (bias 15) the value
+    # is 2^-8 of it, subnormals included
     half_bits = ir.VectorType(ir.IntType(16), count)
     wide = builder.zext(raw, half_bits)
     size = builder.and_(wide, constant(half_bits, 0x7F))
     sign = builder.shl(builder.and_(wide, constant(half_bits, 0x80)), constant(half_bits, 8))
-    half = builder.bitcast(builder.or_(builder.shl(size, constant(half_bits, 7)), sign), ir.VectorType(ir.HalfType(), count))
+    half = builder.bitcast(
+        builder.or_(builder.shl(size, constant(half_bits, 7)), sign),
+        ir.VectorType(ir.HalfType(), count),
+    )
     value = builder.fmul(builder.fpext(half, floats), constant(floats, 256.0))
     is_nan = builder.icmp_unsigned("==", size, constant(half_bits, 0x7F))
     return builder.select(is_nan, constant(floats, float("nan")), value)
 
 
 def transpose_ir(builder: Any, rows: list[Any]) -> list[Any]:
-    """Four vectors of 4-element pieces to four vectors of columns: a 4 x 4 transposition inside every 128-bit lane."""
+    """Four vectors of 4-element pieces to four vectors of columns: a 4 x 4 transposition inside
+    every 128-bit lane."""
     lanes = range(0, LANES, PIECE)
 
     def pick(a: Any, b: Any, index: tuple[int, int, int, int]) -> Any:
         """Elements 0..3 of the index name a's lane, 4..7 b's."""
-        return shuffle_ir(builder, a, b, [lane + (i if i < PIECE else LANES + i - PIECE) for lane in lanes for i in index])
+        return shuffle_ir(
+            builder,
+            a,
+            b,
+            [lane + (i if i < PIECE else LANES + i - PIECE) for lane in lanes for i in index],
+        )
 
     low = [pick(rows[0], rows[1], (0, 4, 1, 5)), pick(rows[2], rows[3], (0, 4, 1, 5))]
     high = [pick(rows[0], rows[1], (2, 6, 3, 7)), pick(rows[2], rows[3], (2, 6, 3, 7))]
-    return [pick(pair[0], pair[1], index) for pair in (low, high) for index in ((0, 1, 4, 5), (2, 3, 6, 7))]
+    return [
+        pick(pair[0], pair[1], index)
+        for pair in (low, high)
+        for index in ((0, 1, 4, 5), (2, 3, 6, 7))
+    ]
 
 
 def concat_ir(builder: Any, parts: list[Any]) -> Any:
     """Vectors laid end to end (a power of two of them)."""
     while len(parts) > 1:
         count = parts[0].type.count
-        parts = [shuffle_ir(builder, a, b, list(range(2 * count))) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        parts = [
+            shuffle_ir(builder, a, b, list(range(2 * count)))
+            for a, b in zip(parts[::2], parts[1::2], strict=True)
+        ]
     return parts[0]
 
 
 def transposed(item: int) -> Any:
-    """Build `f(addresses, d, keys, keys_stride)`: keys[c][j] = column c of the row at addresses[j], for 16 rows and d columns."""
+    """Build `f(addresses, d, keys, keys_stride)`: keys[c][j] = column c of the row at addresses[j],
+    for 16 rows and d columns."""
     element = raw_type(item)
     piece = ir.VectorType(element, PIECE)
 
@@ -79,8 +109,13 @@ def transposed(item: int) -> Any:
             offset = builder.mul(step, I64(STEP * item))
             here = [builder.add(row[j], offset) for j in range(LANES)]
             for part in range(0, STEP, PIECE):
-                raw = [load_ir(builder, here[j], part * item, of=piece, align=item) for j in range(LANES)]
-                mixed = [widen_ir(builder, concat_ir(builder, raw[i::PIECE]), item) for i in range(PIECE)]
+                raw = [
+                    load_ir(builder, here[j], part * item, of=piece, align=item)
+                    for j in range(LANES)
+                ]
+                mixed = [
+                    widen_ir(builder, concat_ir(builder, raw[i::PIECE]), item) for i in range(PIECE)
+                ]
                 for i, column in enumerate(transpose_ir(builder, mixed)):
                     index = builder.add(builder.mul(step, I64(STEP)), I64(part + i))
                     store_ir(builder, column, builder.add(keys, builder.mul(index, stride)))
@@ -96,21 +131,36 @@ def transposed(item: int) -> Any:
 
 
 def widened(item: int) -> Any:
-    """Build `f(source, d, target)`: d elements to float32; where d is 8 past a multiple of 16 the last 8 floats become 0."""
+    """Build `f(source, d, target)`: d elements to float32; where d is 8 past a multiple of 16 the
+    last 8 floats become 0."""
     element = raw_type(item)
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         source, depth, target = args
 
         def body(i: Any, carried: list[Any]) -> list[Any]:
-            raw = load_ir(builder, builder.add(source, builder.mul(i, I64(LANES * item))), of=ir.VectorType(element, LANES), align=item)
-            store_ir(builder, widen_ir(builder, raw, item), builder.add(target, builder.mul(i, I64(VECTOR_BYTES))))
+            raw = load_ir(
+                builder,
+                builder.add(source, builder.mul(i, I64(LANES * item))),
+                of=ir.VectorType(element, LANES),
+                align=item,
+            )
+            store_ir(
+                builder,
+                widen_ir(builder, raw, item),
+                builder.add(target, builder.mul(i, I64(VECTOR_BYTES))),
+            )
             return []
 
         whole = builder.sdiv(depth, I64(LANES))
         counted(builder, I64(0), whole, [], body)
         with builder.if_then(builder.icmp_signed("<", builder.mul(whole, I64(LANES)), depth)):
-            raw = load_ir(builder, builder.add(source, builder.mul(whole, I64(LANES * item))), of=ir.VectorType(element, STEP), align=item)
+            raw = load_ir(
+                builder,
+                builder.add(source, builder.mul(whole, I64(LANES * item))),
+                of=ir.VectorType(element, STEP),
+                align=item,
+            )
             half = widen_ir(builder, raw, item)
             full = concat_ir(builder, [half, constant(ir.VectorType(F32, STEP), 0.0)])
             store_ir(builder, full, builder.add(target, builder.mul(whole, I64(VECTOR_BYTES))))

@@ -1,9 +1,11 @@
 """Threads that help with a call, and that nobody waits for if they do not come.
 
-A call is a C function `void f(int64 record)` that takes units of work from a counter in its record until none is left. The caller runs it
-itself; helpers that are awake run it too. A helper enters through a gate: while it is inside the caller waits for it, and a helper that
-the system did not wake in time finds the gate closed and has missed nothing. So a busy machine makes a call slower, never stuck behind
-a thread that has no processor. Helpers look for work without pause for a moment after a call and then take naps that grow longer.
+A call is a C function `void f(int64 record)` that takes units of work from a counter in its record
+until none is left. The caller runs it itself; helpers that are awake run it too. A helper enters
+through a gate: while it is inside the caller waits for it, and a helper that the system did not
+wake in time finds the gate closed and has missed nothing. So a busy machine makes a call slower,
+never stuck behind a thread that has no processor. Helpers look for work without pause for a moment
+after a call and then take naps that grow longer.
 
 As many threads work as torch has (`torch.set_num_threads`). Knows nothing of what is computed.
 """
@@ -32,7 +34,14 @@ from lockstep.kernels.cpu.cache import announced, cached_here
 from lockstep.kernels.cpu.lanes import I64, at, call_ir, int64_at, invoke, types
 from lockstep.kernels.cpu.loops import TARGET
 
-GATE, WORK, RECORD, HELPERS, CALLS, LEAVE = 0, 16, 17, 18, 19, 20  # entries of the mailbox; the gate has a cache line of its own
+GATE, WORK, RECORD, HELPERS, CALLS, LEAVE = (
+    0,
+    16,
+    17,
+    18,
+    19,
+    20,
+)  # entries of the mailbox; the gate has a cache line of its own
 MAILBOX = 32
 OPEN = 1 << 40  # the gate's value is OPEN, while it is, plus the number of helpers inside
 LOOKS = 4000  # glances at the mailbox before the first nap, 0.1 to 0.3 ms
@@ -55,7 +64,8 @@ def call(work: Any, helpers: Any, mailbox: Any, record: Any) -> None:
 
 
 def serve(mailbox: Any, index: Any, usleep: Any) -> None:
-    """A helper's life: once per call, if it is wanted and the gate is open, work; until told to leave."""
+    """A helper's life: once per call, if it is wanted and the gate is open, work; until told to
+    leave."""
     box, gate = int64_at(mailbox), mailbox + 8 * GATE
     served: Any = np.int64(0)
     idle: Any = np.int64(0)
@@ -91,12 +101,18 @@ class Helpers:
         self.hiring = threading.Lock()
 
     def want(self, count: int) -> None:
-        """Has `count` helpers ready. No two have one number: memory is laid out for so many. An interrupt costs a helper at most."""
-        serving, usleep = compiled()[1], ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
+        """Has `count` helpers ready. No two have one number: memory is laid out for so many. An
+        interrupt costs a helper at most."""
+        serving, usleep = (
+            compiled()[1],
+            ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value,
+        )
         with self.hiring:
             while len(self.threads) < count:
                 args = (self.address, len(self.threads), usleep)
-                self.threads.append(threading.Thread(target=serving, args=args, name="lockstep-helper", daemon=True))
+                self.threads.append(
+                    threading.Thread(target=serving, args=args, name="lockstep-helper", daemon=True)
+                )
                 self.threads[-1].start()
 
     def leave(self) -> None:
@@ -115,8 +131,8 @@ os.register_at_fork(after_in_child=HELP.reset)
 
 
 def run(work: Any, entries: Sequence[int], units: int) -> None:
-    """One call of the compiled `work`, on at most one thread per unit. `entries` are its record, whose addresses stay valid meanwhile;
-    two counters, which begin at 0, follow them."""
+    """One call of the compiled `work`, on at most one thread per unit. `entries` are its record,
+    whose addresses stay valid meanwhile; two counters, which begin at 0, follow them."""
     helpers = min(units, torch.get_num_threads()) - 1
     if helpers > len(HELP.threads):
         HELP.want(helpers)
@@ -151,8 +167,12 @@ def relinked(text: Any, names: dict[str, Any]) -> FunctionType:
 
 
 def c_function(name: str, text: Callable[[Any], None], cache: bool = True) -> Any:
-    """`text`, a function of a record's address, compiled. It lives as long as the object that comes back."""
-    with cached_here() as writable, announced(f"compiling the CPU {name} kernel, once per machine ..."):
+    """`text`, a function of a record's address, compiled. It lives as long as the object that comes
+    back."""
+    with (
+        cached_here() as writable,
+        announced(f"compiling the CPU {name} kernel, once per machine ..."),
+    ):
         return cfunc(types.void(types.int64), cache=cache and writable, error_model="numpy")(text)
 
 
@@ -169,7 +189,9 @@ def _change(typingctx: Any, place: Any, amount: Any) -> Any:
     """Add to the int64 at address `place`, atomically; the value after."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.add(builder.atomic_rmw("add", at(builder, args[0]), args[1], "seq_cst"), args[1])
+        return builder.add(
+            builder.atomic_rmw("add", at(builder, args[0]), args[1], "seq_cst"), args[1]
+        )
 
     return types.int64(types.int64, types.int64), emit
 

@@ -1,9 +1,12 @@
-"""One work unit of attention, the rows of one block times the query heads of one kv head, in the canonical order.
+"""One work unit of attention, the rows of one block times the query heads of one kv head, in the
+canonical order.
 
-Plain texts: attend.py's `build` compiles them, linked to each other by name, so that the lab can put another text in a name's place.
-They read visibility (lo, hi per row), addresses (pages and lists) and the constants of the order as data; windows, causality, chunks
-and speculation are numbers by the time they come here. A row's bits depend on its own keys only: which rows share a unit decides
-which tiles are visited and staged, and a tile that a row does not see leaves its state as it was.
+Plain texts: attend.py's `build` compiles them, linked to each other by name, so that the lab can
+put another text in a name's place. They read visibility (lo, hi per row), addresses (pages and
+lists) and the constants of the order as data; windows, causality, chunks and speculation are
+numbers by the time they come here. A row's bits depend on its own keys only: which rows share a
+unit decides which tiles are visited and staged, and a tile that a row does not see leaves its state
+as it was.
 """
 
 from __future__ import annotations
@@ -87,7 +90,8 @@ class Job(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """A worker's memory. Addresses (64-byte aligned) of float areas, then pointers to one entry per row or per key of a tile."""
+    """A worker's memory. Addresses (64-byte aligned) of float areas, then pointers to one entry per
+    row or per key of a tile."""
 
     q: Any  # [rows][q_stride]
     keys: Any  # [d_qk][tile], the tile's keys transposed
@@ -104,7 +108,9 @@ class Scratch(NamedTuple):
     alpha: Any  # float32[rows] rescale of this tile
     m2: Any  # float32[rows] folded maximum, log2 units
     sum2: Any  # float32[rows] folded sum
-    first: Any  # int64[rows] this tile: the row sees keys [first, last), counted from the tile's begin
+    first: (
+        Any  # int64[rows] this tile: the row sees keys [first, last), counted from the tile's begin
+    )
     last: Any
     k_at: Any  # int64[tile] byte address of every key's row
     v_at: Any
@@ -123,7 +129,8 @@ class Unit(NamedTuple):
 
 
 def rescale(m: Any, m_new: Any, c: Any) -> Any:
-    """What the old state counts for under a new maximum: exactly 1 when the maximum did not move."""
+    """What the old state counts for under a new maximum: exactly 1 when the maximum did not
+    move."""
     return exp2(mul(sub(m, m_new), c))
 
 
@@ -133,7 +140,8 @@ def split_begin(position: Any, split: Any) -> Any:
 
 
 def load_range(first: Any, last: Any, tile: Any) -> Any:
-    """Keys [first, last) of a tile that are touched for rows that see, together, [first, last): these and no others."""
+    """Keys [first, last) of a tile that are touched for rows that see, together, [first, last):
+    these and no others."""
     return first, last
 
 
@@ -141,7 +149,8 @@ def load_range(first: Any, last: Any, tile: Any) -> Any:
 
 
 def spans(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: Any) -> Any:
-    """Per row of tokens [begin, end), the keys it sees of the tile at `position`; returns the range they see together."""
+    """Per row of tokens [begin, end), the keys it sees of the tile at `position`; returns the range
+    they see together."""
     tile, group = job.sizes.tile, job.sizes.group
     hull_first, hull_last = tile, np.int64(0)
     for token in range(begin, end):
@@ -159,16 +168,20 @@ def spans(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: Any
 
 
 def locate(job: Any, scratch: Any, unit: Any, token: Any, position: Any, reach: Any) -> None:
-    """Addresses of keys [first, last) = reach of the tile at `position`: one page look-up per run, one list entry per listed key."""
+    """Addresses of keys [first, last) = reach of the tile at `position`: one page look-up per run,
+    one list entry per listed key."""
     sizes = job.sizes
     k_base, v_base = job.k + unit.head * sizes.k_head, job.v + unit.head * sizes.v_head
     begin, end = position + reach[0], position + reach[1]
-    boundary = end  # a plain row names nothing, and its `start` says nothing about the other rows of the unit
+    # a plain row names nothing, and its `start` says nothing about the other rows of the unit
+    boundary = end
     if job.start[token] < job.hi[token]:
         boundary = min(max(np.int64(job.start[token]), begin), end)
     p = begin
     while p < boundary:
-        slot = np.int64(paged(job.page_ids, job.page_indptr, job.first_pos, sizes.page_size, unit.request, p))
+        slot = np.int64(
+            paged(job.page_ids, job.page_indptr, job.first_pos, sizes.page_size, unit.request, p)
+        )
         stop = min(boundary, p + sizes.page_size - p % sizes.page_size)
         for key in range(p - position, stop - position):
             scratch.k_at[key] = k_base + slot * sizes.k_slot
@@ -183,7 +196,8 @@ def locate(job: Any, scratch: Any, unit: Any, token: Any, position: Any, reach: 
 
 
 def stage_keys(job: Any, scratch: Any, reach: Any) -> None:
-    """Transpose the tile's keys into scratch, 16 at a time; a key out of reach is read from a row of zeros."""
+    """Transpose the tile's keys into scratch, 16 at a time; a key out of reach is read from a row
+    of zeros."""
     sizes, stride = job.sizes, 4 * job.sizes.tile
     first, last = reach[0] // LANES * LANES, (reach[1] + LANES - 1) // LANES * LANES
     for key in range(first, reach[0]):
@@ -260,7 +274,17 @@ def score_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
     while vector < vectors:
         wide = width(vectors - vector)
         at = VECTOR_BYTES * vector
-        scores(rows, wide, q, scratch.q_stride, scratch.keys + at, stride, job.sizes.d_qk, s + at, scratch.p_stride)
+        scores(
+            rows,
+            wide,
+            q,
+            scratch.q_stride,
+            scratch.keys + at,
+            stride,
+            job.sizes.d_qk,
+            s + at,
+            scratch.p_stride,
+        )
         vector += wide
 
 
@@ -270,7 +294,19 @@ def add_values(scratch: Any, row: Any, rows: Any, reach: Any) -> None:
     p, acc = scratch.p + row * scratch.p_stride, scratch.acc + row * scratch.v_stride
     while column < scratch.v_stride:
         wide = width((scratch.v_stride - column) // VECTOR_BYTES)
-        values(rows, wide, p, scratch.p_stride, table, reach[0], reach[1], acc, scratch.v_stride, column, alpha)
+        values(
+            rows,
+            wide,
+            p,
+            scratch.p_stride,
+            table,
+            reach[0],
+            reach[1],
+            acc,
+            scratch.v_stride,
+            column,
+            alpha,
+        )
         column += VECTOR_BYTES * wide
 
 
@@ -288,7 +324,9 @@ def group_span(scratch: Any, row: Any, rows: Any) -> Any:
     first, last = scratch.first[row], scratch.last[row]
     same = True
     for r in range(row + 1, row + rows):
-        same = same and scratch.first[r] == scratch.first[row] and scratch.last[r] == scratch.last[row]
+        same = (
+            same and scratch.first[r] == scratch.first[row] and scratch.last[r] == scratch.last[row]
+        )
         if scratch.first[r] < scratch.last[r]:
             if first < last:
                 first, last = min(first, scratch.first[r]), max(last, scratch.last[r])
@@ -298,7 +336,8 @@ def group_span(scratch: Any, row: Any, rows: Any) -> Any:
 
 
 def soften_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
-    """Probabilities of up to 4 rows; a row that sees nothing of the tile gets zeros and keeps its state."""
+    """Probabilities of up to 4 rows; a row that sees nothing of the tile gets zeros and keeps its
+    state."""
     for r in range(row, row + rows):
         if scratch.first[r] < scratch.last[r]:
             soften(job, scratch, r)
@@ -334,7 +373,8 @@ def tile_of(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: A
         if first < last:
             if not same and not checked:
                 checked, clean = True, finite(scratch, reach)
-            # 0 * NaN is NaN: where rows see different keys, a value that is not finite goes row by row, to those that see it
+            # 0 * NaN is NaN: where rows see different keys, a value that is not finite goes row by
+            # row, to those that see it
             together = rows if same or clean else 1
             for r in range(row, row + rows, together):
                 first, last, same = group_span(scratch, r, together)
@@ -367,11 +407,15 @@ def fold(job: Any, scratch: Any, rows: Any) -> None:
         scratch.sum2[row] = fma(scratch.sum2[row], old, mul(scratch.sum[row], new))
         total, acc = scratch.total + row * scratch.v_stride, scratch.acc + row * scratch.v_stride
         for column in range(0, scratch.v_stride, VECTOR_BYTES):
-            store(total + column, fma(load(total + column), splat(old), mul(load(acc + column), splat(new))))
+            store(
+                total + column,
+                fma(load(total + column), splat(old), mul(load(acc + column), splat(new))),
+            )
 
 
 def begin_unit(job: Any, scratch: Any, unit: Any) -> Any:
-    """Copy the queries, empty the totals; returns (rows, lowest lo, highest hi, lowest listed position) of the unit."""
+    """Copy the queries, empty the totals; returns (rows, lowest lo, highest hi, lowest listed
+    position) of the unit."""
     sizes = job.sizes
     rows = (unit.end - unit.begin) * sizes.group
     lo, hi, tail = np.int64(2**62), np.int64(0), np.int64(2**62)
@@ -397,8 +441,16 @@ def end_row(job: Any, scratch: Any, row: Any, target: Any, head: Any) -> Any:
     total = fma(scratch.sum2[row], old, mul(ONE, new))
     seen = total != ZERO
     for column in range(0, sizes.d_v, LANES):
-        x = fma(load(scratch.total + row * scratch.v_stride + 4 * column), splat(old), mul(splat(ZERO), splat(new)))
-        x = canonical(add(mul(div(x, splat(total)), splat(job.v_scale)), splat(ZERO))) if seen else splat(ZERO)
+        x = fma(
+            load(scratch.total + row * scratch.v_stride + 4 * column),
+            splat(old),
+            mul(splat(ZERO), splat(new)),
+        )
+        x = (
+            canonical(add(mul(div(x, splat(total)), splat(job.v_scale)), splat(ZERO)))
+            if seen
+            else splat(ZERO)
+        )
         if column + LANES <= sizes.d_v:
             store(target + 4 * column, x)
         else:

@@ -1,7 +1,7 @@
 """A worker: one thread's memory, and the loop that takes units of work until none is left.
 
-Plain texts, like unit.py's. A call's arguments arrive as one int64 record (see `unpack`), so that the heavy code is compiled as one C
-function, which every thread runs (threads.py).
+Plain texts, like unit.py's. A call's arguments arrive as one int64 record (see `unpack`), so that
+the heavy code is compiled as one C function, which every thread runs (threads.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ ALIGN = 64
 ARRAYS = 16  # of a call: two entries each, the byte address and the length
 BLOCKS = 13  # which of them is `blocks`
 SIZES = 2 * ARRAYS  # where the integers of a call begin in the record
-MEMORY = SIZES + len(Sizes._fields)  # byte address of the workers' memory, then bytes per worker, then tokens of the largest block
+MEMORY = SIZES + len(
+    Sizes._fields
+)  # byte address of the workers' memory, then bytes per worker, then tokens of the largest block
 WORKERS = MEMORY + 3  # workers started so far
 UNITS = WORKERS + 1  # units taken so far
 
@@ -29,10 +31,20 @@ def padded(n: Any, unit: Any) -> Any:
 
 
 def areas(sizes: Any, rows: Any) -> Any:
-    """Floats of each area of Scratch, in order: q, keys, v, p, acc, total, zeros, and each of the five per-row arrays."""
+    """Floats of each area of Scratch, in order: q, keys, v, p, acc, total, zeros, and each of the
+    five per-row arrays."""
     d_qk, d_v = padded(sizes.d_qk, LANES), padded(sizes.d_v, LANES)
     tile = sizes.tile
-    return rows * d_qk, sizes.d_qk * tile, tile * d_v, rows * tile, rows * d_v, rows * d_v, d_qk, padded(rows, LANES)
+    return (
+        rows * d_qk,
+        sizes.d_qk * tile,
+        tile * d_v,
+        rows * tile,
+        rows * d_v,
+        rows * d_v,
+        d_qk,
+        padded(rows, LANES),
+    )
 
 
 def memory_bytes(sizes: Any, rows: Any) -> Any:
@@ -79,7 +91,8 @@ def floats(record: Any, i: Any) -> Any:
 
 
 def unpack(record: Any) -> Any:
-    """The Job in a record. The arrays, in order: q, k, v, out, lse2, Table, Rows, blocks, sink2, consts (as in attend.py)."""
+    """The Job in a record. The arrays, in order: q, k, v, out, lse2, Table, Rows, blocks, sink2,
+    consts (as in attend.py)."""
     z = SIZES
     sizes = Sizes(
         record[z], record[z + 1], record[z + 2], record[z + 3], record[z + 4], record[z + 5], record[z + 6], record[z + 7],
@@ -94,7 +107,8 @@ def unpack(record: Any) -> Any:
 
 
 def work(at: Any) -> None:
-    """Take units of the record at address `at` until none is left, last blocks first: under causality they see the most keys."""
+    """Take units of the record at address `at` until none is left, last blocks first: under
+    causality they see the most keys."""
     record = int64_at(at)
     job = unpack(record)
     sizes, n_blocks = job.sizes, record[2 * BLOCKS + 1]
@@ -103,6 +117,14 @@ def work(at: Any) -> None:
     taken = take(at + 8 * UNITS)
     while taken < n_blocks * sizes.kv_heads:
         block = n_blocks - 1 - taken // sizes.kv_heads
-        request, begin, end = job.blocks[3 * block], job.blocks[3 * block + 1], job.blocks[3 * block + 2]
-        run_unit(job, scratch, Unit(np.int64(request), np.int64(begin), np.int64(end), taken % sizes.kv_heads))
+        request, begin, end = (
+            job.blocks[3 * block],
+            job.blocks[3 * block + 1],
+            job.blocks[3 * block + 2],
+        )
+        run_unit(
+            job,
+            scratch,
+            Unit(np.int64(request), np.int64(begin), np.int64(end), taken % sizes.kv_heads),
+        )
         taken = take(at + 8 * UNITS)

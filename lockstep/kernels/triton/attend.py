@@ -1,9 +1,11 @@
 """Attention over paged keys for any number of rows: one text, two launch shapes, the same bits.
 
-A block is a run of rows (token, query head) of one request and one kv head. Its keys are walked in tiles and splits that lie at absolute
-positions (`order.py`). `PART`: a program does one split of a block, and the last program of the block to arrive folds the parts in
-ascending order. Otherwise a program does a whole block and folds as it goes. What a program does stands in its item (`ITEM`), made
-on the host by `items.py`. Page size, lengths, strides and the split rule are run-time values. Called by `launch.py` only.
+A block is a run of rows (token, query head) of one request and one kv head. Its keys are walked in
+tiles and splits that lie at absolute positions (`order.py`). `PART`: a program does one split of a
+block, and the last program of the block to arrive folds the parts in ascending order. Otherwise a
+program does a whole block and folds as it goes. What a program does stands in its item (`ITEM`),
+made on the host by `items.py`. Page size, lengths, strides and the split rule are run-time values.
+Called by `launch.py` only.
 """
 
 import triton
@@ -12,7 +14,9 @@ import triton.language as tl
 from lockstep.kernels.triton.softmax import finish, fold, weigh
 
 ITEM = 12  # int32 per item
-PAGE_ENTRY, ROW_BEGIN, ROW_END, LO, HI, SPLIT, SPLIT_END, PART_ROW, NTH, PARTS, COUNTER, TAIL = range(ITEM)
+PAGE_ENTRY, ROW_BEGIN, ROW_END, LO, HI, SPLIT, SPLIT_END, PART_ROW, NTH, PARTS, COUNTER, TAIL = (
+    range(ITEM)
+)
 RUNTIME = (
     "heads", "kv_heads", "window", "causal", "page_size", "page_mul", "page_shift", "count0", "len0", "count1", "len1", "len2",
     "q_token8", "q_head8", "k_slot8", "k_head8", "v_slot8", "v_head8",
@@ -29,7 +33,8 @@ def split_begin(s, count0, len0, count1, len1, len2):
 
 @triton.jit
 def paged(page_ids, entry, page_size, page_mul, page_shift, p, mask):
-    """Slots of positions p. `page_mul`, `page_shift`: the division by the page size, as a product that is exact below 2**31."""
+    """Slots of positions p. `page_mul`, `page_shift`: the division by the page size, as a product
+    that is exact below 2**31."""
     twice = (p * 2).to(tl.uint32, bitcast=True)
     nth = (tl.umulhi(twice, page_mul.to(tl.uint32)) >> page_shift).to(tl.int32, bitcast=True)
     page = tl.load(page_ids + (entry + nth), mask=mask, other=0)
@@ -38,14 +43,18 @@ def paged(page_ids, entry, page_size, page_mul, page_shift, p, mask):
 
 @triton.jit
 def rows_at(base, at, first, mask, width, COLUMNS: tl.constexpr):
-    """Columns [first, first + COLUMNS) of rows that begin at offsets `at`; zeros where masked and from column `width` on."""
+    """Columns [first, first + COLUMNS) of rows that begin at offsets `at`; zeros where masked and
+    from column `width` on."""
     d = first + tl.arange(0, COLUMNS)
-    return tl.load(base + at[:, None] + d[None, :], mask=mask[:, None] & (d < width)[None, :], other=0.0)
+    return tl.load(
+        base + at[:, None] + d[None, :], mask=mask[:, None] & (d < width)[None, :], other=0.0
+    )
 
 
 @triton.jit
 def scores(q, q2, k, at, mask, D_QK: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr):
-    """Dot products with the keys at offsets `at`; also their first DA columns, which are a latent row's values."""
+    """Dot products with the keys at offsets `at`; also their first DA columns, which are a latent
+    row's values."""
     ka = rows_at(k, at, 0, mask, D_QK, DA).to(q.dtype)
     x = tl.dot(q, tl.trans(ka))
     if DB > 0:
@@ -60,7 +69,8 @@ def tree_tile(
     D_QK: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr, D_V: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr,
     CAP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile that holds listed positions: token by token, each with its own keys, into the same tile as the committed ones."""
+    """A tile that holds listed positions: token by token, each with its own keys, into the same
+    tile as the committed ones."""
     own = (row_begin + tl.arange(0, ROWS)) // group
     kp = p + tl.arange(0, TILE)
     x = tl.zeros([ROWS, TILE], tl.float32)
@@ -68,7 +78,11 @@ def tree_tile(
         first = tl.load(start + token)
         mask = (kp >= lo_all) & (kp <= tl.load(positions + token))
         slot = paged(page_ids, entry, page_size, page_mul, page_shift, kp, mask & (kp < first))
-        listed = tl.load(tail_slots + tl.load(tail_indptr + token) + kp - first, mask=mask & (kp >= first), other=0)
+        listed = tl.load(
+            tail_slots + tl.load(tail_indptr + token) + kp - first,
+            mask=mask & (kp >= first),
+            other=0,
+        )
         slot = tl.where(kp < first, slot, listed).to(tl.int64)
         y, _ = scores(q, q2, k, slot * k_slot + k_head, mask, D_QK, DA, DB)
         x = tl.where((own == token)[:, None], y, x)
@@ -80,7 +94,11 @@ def tree_tile(
         first = tl.load(start + token)
         mask = (kp >= lo_all) & (kp <= tl.load(positions + token))
         slot = paged(page_ids, entry, page_size, page_mul, page_shift, kp, mask & (kp < first))
-        listed = tl.load(tail_slots + tl.load(tail_indptr + token) + kp - first, mask=mask & (kp >= first), other=0)
+        listed = tl.load(
+            tail_slots + tl.load(tail_indptr + token) + kp - first,
+            mask=mask & (kp >= first),
+            other=0,
+        )
         slot = tl.where(kp < first, slot, listed).to(tl.int64)
         vt = rows_at(v, slot * v_slot + v_head, 0, mask, D_V, DV).to(q.dtype)
         a = tl.where((own == token)[:, None], tl.dot(w.to(q.dtype), vt, before), a)
@@ -94,7 +112,8 @@ def attend_split(
     D_QK: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr, D_V: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr,
     CAP: tl.constexpr, TREE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the tiles of one split, ascending, from a fresh state. Returns its maximum in log2 units, sum and values."""
+    """Online softmax over the tiles of one split, ascending, from a fresh state. Returns its
+    maximum in log2 units, sum and values."""
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     a = tl.zeros([ROWS, DV], tl.float32)
@@ -125,19 +144,40 @@ def attend_split(
 
 
 @triton.jit
-def write_rows(out, lse, sinks2, M, L, A, token, head, real, heads, v_scale, D_V: tl.constexpr, DV: tl.constexpr):
+def write_rows(
+    out,
+    lse,
+    sinks2,
+    M,
+    L,
+    A,
+    token,
+    head,
+    real,
+    heads,
+    v_scale,
+    D_V: tl.constexpr,
+    DV: tl.constexpr,
+):
     """Sink, division, one rounding, store."""
     sink2 = tl.load(sinks2 + head, mask=real, other=float("-inf"))
     y, ln = finish(M, L, A, sink2, v_scale)
     e = tl.arange(0, DV)
     at = token.to(tl.int64) * heads + head
-    tl.store(out + at[:, None] * D_V + e[None, :], y.to(out.dtype.element_ty), mask=real[:, None] & (e < D_V)[None, :])
+    tl.store(
+        out + at[:, None] * D_V + e[None, :],
+        y.to(out.dtype.element_ty),
+        mask=real[:, None] & (e < D_V)[None, :],
+    )
     tl.store(lse + at, ln, mask=real)
 
 
 @triton.jit
-def write_part(M, L, A, part_ml, part_acc, first, real, counter, ROWS: tl.constexpr, DV: tl.constexpr):
-    """One split's state into the scratch from row `first` on. Returns how many parts of the block had arrived before."""
+def write_part(
+    M, L, A, part_ml, part_acc, first, real, counter, ROWS: tl.constexpr, DV: tl.constexpr
+):
+    """One split's state into the scratch from row `first` on. Returns how many parts of the block
+    had arrived before."""
     at = (first + tl.arange(0, ROWS)).to(tl.int64)
     tl.store(part_ml + 2 * at, M, mask=real)
     tl.store(part_ml + 2 * at + 1, L, mask=real)
@@ -147,7 +187,17 @@ def write_part(M, L, A, part_ml, part_acc, first, real, counter, ROWS: tl.conste
 
 
 @triton.jit
-def load_queries(q, token, head, real, q_token8, q_head8, first: tl.constexpr, D_QK: tl.constexpr, COLUMNS: tl.constexpr):
+def load_queries(
+    q,
+    token,
+    head,
+    real,
+    q_token8,
+    q_head8,
+    first: tl.constexpr,
+    D_QK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Columns [first, first + COLUMNS) of a block's queries."""
     at = token.to(tl.int64) * (q_token8 * 8) + head * (q_head8 * 8)
     return rows_at(q, at, first, real, D_QK, COLUMNS)
@@ -158,7 +208,8 @@ def fold_parts(
     out, lse, sinks2, part_ml, part_acc, part, rows, parts, row_begin, group, kv_head, heads, v_scale,
     D_V: tl.constexpr, DV: tl.constexpr, FOLD_ROWS: tl.constexpr, FOLD_DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """The parts of a block, folded in ascending order. FOLD_DEPTH parts are fetched at a time; one past the end adds nothing."""
+    """The parts of a block, folded in ascending order. FOLD_DEPTH parts are fetched at a time; one
+    past the end adds nothing."""
     e = tl.arange(0, DV)
     for row in range(0, rows, FOLD_ROWS):
         r = row + tl.arange(0, FOLD_ROWS)
@@ -172,10 +223,29 @@ def fold_parts(
                 mask = real & (nth + i < parts)
                 m = tl.load(part_ml + 2 * at, mask=mask, other=float("-inf"), cache_modifier=".cg")
                 l = tl.load(part_ml + 2 * at + 1, mask=mask, other=0.0, cache_modifier=".cg")
-                a = tl.load(part_acc + at[:, None] * DV + e[None, :], mask=mask[:, None], other=0.0, cache_modifier=".cg")
+                a = tl.load(
+                    part_acc + at[:, None] * DV + e[None, :],
+                    mask=mask[:, None],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
                 M, L, A = fold(M, L, A, m, l, a)
         f = row_begin + r
-        write_rows(out, lse, sinks2, M, L, A, f // group, kv_head * group + f % group, real, heads, v_scale, D_V, DV)
+        write_rows(
+            out,
+            lse,
+            sinks2,
+            M,
+            L,
+            A,
+            f // group,
+            kv_head * group + f % group,
+            real,
+            heads,
+            v_scale,
+            D_V,
+            DV,
+        )
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -191,8 +261,18 @@ def attend_kernel(
     kv_head = tl.program_id(0) % kv_heads
     item = items + (tl.program_id(0) // kv_heads) * 12
     row_begin, row_end = tl.load(item + 1), tl.load(item + 2)
-    entry, lo_all, hi_all, tail = tl.load(item), tl.load(item + 3), tl.load(item + 4), tl.load(item + 11)
-    split, split_end, nth, parts = tl.load(item + 5), tl.load(item + 6), tl.load(item + 8), tl.load(item + 9)
+    entry, lo_all, hi_all, tail = (
+        tl.load(item),
+        tl.load(item + 3),
+        tl.load(item + 4),
+        tl.load(item + 11),
+    )
+    split, split_end, nth, parts = (
+        tl.load(item + 5),
+        tl.load(item + 6),
+        tl.load(item + 8),
+        tl.load(item + 9),
+    )
     if row_begin >= row_end:  # padding of the item list
         return
     group = heads // kv_heads
@@ -222,7 +302,10 @@ def attend_kernel(
         rows = row_end - row_begin
         part = tl.load(item + 7) * kv_heads + kv_head * parts * rows
         counter = counters + tl.load(item + 10) * kv_heads + kv_head
-        if write_part(M, L, A, part_ml, part_acc, part + nth * rows, real, counter, ROWS, DV) == parts - 1:
+        if (
+            write_part(M, L, A, part_ml, part_acc, part + nth * rows, real, counter, ROWS, DV)
+            == parts - 1
+        ):
             tl.store(counter, 0)  # ready for the next launch
             fold_parts(
                 out, lse, sinks2, part_ml, part_acc, part, rows, parts, row_begin, group, kv_head, heads, v_scale,

@@ -1,4 +1,5 @@
-"""Launches of the cache's writers on a GPU: `write` for one layer of a group, `move` for all of its layers in one launch.
+"""Launches of the cache's writers on a GPU: `write` for one layer of a group, `move` for all of its
+layers in one launch.
 
 Knows torch tensors and `kv.py`; the pool on a GPU calls these where the one on a CPU indexes.
 """
@@ -18,8 +19,15 @@ MOVES = 4096  # rows that one program holds in registers between gather and scat
 HELD_WORDS = 16384  # 4-byte words of them per program
 
 
-def write(storages: Sequence[Tensor], slots: Tensor, k: Tensor, v: Tensor | None, scales: tuple[float, float]) -> None:
-    """Stores rows k [T, kv_heads, d_qk] (and v, unless the row is latent) at int32 `slots` [T] of storages [slots, kv_heads, d]."""
+def write(
+    storages: Sequence[Tensor],
+    slots: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    scales: tuple[float, float],
+) -> None:
+    """Stores rows k [T, kv_heads, d_qk] (and v, unless the row is latent) at int32 `slots` [T] of
+    storages [slots, kv_heads, d]."""
     from lockstep.kernels.triton.kv import write_kernel
 
     keys = storages[0]
@@ -29,7 +37,11 @@ def write(storages: Sequence[Tensor], slots: Tensor, k: Tensor, v: Tensor | None
         got = f"{len(slots)} slots, {len(k)} K rows, {None if given is None else len(given)} V rows"
         raise RuleError("a step writes one K and one V row per slot", got, "Pass all rows")
     if k.stride(2) != 1 or given.stride(2) != 1:
-        raise RuleError("the columns of a K or V row are contiguous", f"strides {k.stride()} and {given.stride()}", "Make them contiguous")
+        raise RuleError(
+            "the columns of a K or V row are contiguous",
+            f"strides {k.stride()} and {given.stride()}",
+            "Make them contiguous",
+        )
     if not len(slots):
         return
     k, given = widened(k, keys.shape[2]), widened(given, values.shape[2])
@@ -42,24 +54,43 @@ def write(storages: Sequence[Tensor], slots: Tensor, k: Tensor, v: Tensor | None
 
 
 def storage_table(storages: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Addresses and row lengths in 4-byte words of all storages of a group: made once, when the pool is."""
+    """Addresses and row lengths in 4-byte words of all storages of a group: made once, when the
+    pool is."""
     row_bytes = [s.shape[1] * s.shape[2] * s.element_size() for s in storages]
     if any(n % 4 for n in row_bytes):
-        raise RuleError("a K or V row is a multiple of 4 bytes", f"rows of {row_bytes} bytes", "Use head sizes that are multiples of 8")
+        raise RuleError(
+            "a K or V row is a multiple of 4 bytes",
+            f"rows of {row_bytes} bytes",
+            "Use head sizes that are multiples of 8",
+        )
     bases = torch.tensor([s.data_ptr() for s in storages], dtype=torch.int64, device=device)
     return bases, torch.tensor([n // 4 for n in row_bytes], dtype=torch.int32, device=device)
 
 
 def move(table: tuple[Tensor, Tensor], widest_words: int, moves: Tensor) -> None:
-    """Relocates rows, moves [M, 2] int32 (from, to), in every storage of `storage_table`, in one launch."""
+    """Relocates rows, moves [M, 2] int32 (from, to), in every storage of `storage_table`, in one
+    launch."""
     from lockstep.kernels.triton.kv import move_kernel
 
     count = len(moves)
     if count > MOVES:
-        raise RuleError(f"a step relocates at most {MOVES} rows of a group", str(count), "Schedule fewer tree requests per step")
+        raise RuleError(
+            f"a step relocates at most {MOVES} rows of a group",
+            str(count),
+            "Schedule fewer tree requests per step",
+        )
     if not count:
         return
     rows = power_of_2(count)
     words = max(1, min(64, HELD_WORDS // rows))
     grid = (len(table[0]), -(-widest_words // words))
-    move_kernel[grid](table[0], table[1], moves, count, ROWS=rows, WORDS=words, num_warps=8, enable_fp_fusion=False)
+    move_kernel[grid](
+        table[0],
+        table[1],
+        moves,
+        count,
+        ROWS=rows,
+        WORDS=words,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )

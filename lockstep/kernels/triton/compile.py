@@ -1,7 +1,9 @@
-"""Compiles kernel variants for sm_90 without a GPU, and reads off what they cost: registers, spills, shared memory.
+"""Compiles kernel variants for sm_90 without a GPU, and reads off what they cost: registers,
+spills, shared memory.
 
-Triton's own ptxas does the work. A result is kept under the digest of all kernel texts, the variant and Triton's version, so that only
-what changed is compiled again. Called by `lockstep kernels --compile` and by CI.
+Triton's own ptxas does the work. A result is kept under the digest of all kernel texts, the variant
+and Triton's version, so that only what changed is compiled again. Called by `lockstep kernels
+--compile` and by CI.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ FOLDER = "LOCKSTEP_TRITON_REPORTS"  # where results are kept, if not in the user
 
 @dataclass(frozen=True)
 class Report:
-    """What one variant costs. `loop_spills`: accesses to local memory inside loops that multiply matrices."""
+    """What one variant costs. `loop_spills`: accesses to local memory inside loops that multiply
+    matrices."""
 
     name: str
     registers: int
@@ -62,7 +65,9 @@ def digest(variant: Variant) -> str:
     """Of everything a binary depends on."""
     import triton
 
-    texts = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
+    texts = [
+        path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))
+    ]
     key = json.dumps([texts, triton.__version__, asdict(variant)], sort_keys=True, default=str)
     return hashlib.sha256(key.encode()).hexdigest()[:24]
 
@@ -90,7 +95,9 @@ def compile_one(name: str) -> Report:
     begin = time.perf_counter()
     kernel = build(variant)
     seconds = round(time.perf_counter() - begin, 2)
-    report = Report(name=name, **inspect(kernel), seconds=seconds, known_spills=variant.known_spills)
+    report = Report(
+        name=name, **inspect(kernel), seconds=seconds, known_spills=variant.known_spills
+    )
     folder().mkdir(parents=True, exist_ok=True)
     (folder() / f"{digest(variant)}.json").write_text(json.dumps(asdict(report)))
     return report
@@ -106,16 +113,26 @@ def build(variant: Variant) -> Any:
     module, _, function = variant.kernel.partition(":")
     kernel = getattr(importlib.import_module(f"lockstep.kernels.triton.{module}"), function)
     names = kernel.arg_names
-    types = {n: "constexpr" if n in variant.constants else variant.types.get(n, "i32") for n in names}
+    types = {
+        n: "constexpr" if n in variant.constants else variant.types.get(n, "i32") for n in names
+    }
     constants = {(names.index(n),): value for n, value in variant.constants.items()}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n].startswith("*")}
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n].startswith("*")
+    }
     source = (GluonASTSource if variant.gluon else ASTSource)(kernel, types, constants, aligned)
-    options = {"num_warps": variant.warps, "num_stages": variant.stages, "maxnreg": variant.registers, "enable_fp_fusion": False}
+    options = {
+        "num_warps": variant.warps,
+        "num_stages": variant.stages,
+        "maxnreg": variant.registers,
+        "enable_fp_fusion": False,
+    }
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def inspect(kernel: Any) -> dict[str, int]:
-    """Registers, stack, spills in hot loops, shared memory and matrix instructions of a compiled kernel."""
+    """Registers, stack, spills in hot loops, shared memory and matrix instructions of a compiled
+    kernel."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -123,11 +140,16 @@ def inspect(kernel: Any) -> dict[str, int]:
         cubin = Path(place, "kernel.cubin")
         cubin.write_bytes(kernel.asm["cubin"])
         usage, sass = (
-            subprocess.run([tool, option, cubin], capture_output=True, text=True, check=True).stdout for option in ("-res-usage", "-sass")
+            subprocess.run([tool, option, cubin], capture_output=True, text=True, check=True).stdout
+            for option in ("-res-usage", "-sass")
         )
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
-        raise RuleError("cuobjdump tells registers and stack", usage[-200:], "Use the Triton version of constraints.txt")
+        raise RuleError(
+            "cuobjdump tells registers and stack",
+            usage[-200:],
+            "Use the Triton version of constraints.txt",
+        )
     return {
         "registers": int(found[1]),
         "stack_bytes": int(found[2]),
@@ -140,14 +162,29 @@ def inspect(kernel: Any) -> dict[str, int]:
 
 def loop_spills(sass: str) -> int:
     """Loads and stores of local memory inside innermost loops that hold a matrix instruction."""
-    code = [(int(at, 16), text) for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass, re.M)]
+    code = [
+        (int(at, 16), text)
+        for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass, re.M)
+    ]
     loops = []
     for at, text in code:
         back = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
         if back and int(back[1], 16) < at:
             loops.append((int(back[1], 16), at))
-    inner = [(a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b and _multiplies(code, c, d) for c, d in loops)]
-    spilled = {at for a, b in inner if _multiplies(code, a, b) for at, text in code if a <= at <= b and re.search(r"\b(LDL|STL)\b", text)}
+    inner = [
+        (a, b)
+        for a, b in loops
+        if not any(
+            (c, d) != (a, b) and a <= c and d <= b and _multiplies(code, c, d) for c, d in loops
+        )
+    ]
+    spilled = {
+        at
+        for a, b in inner
+        if _multiplies(code, a, b)
+        for at, text in code
+        if a <= at <= b and re.search(r"\b(LDL|STL)\b", text)
+    }
     return len(spilled)
 
 
@@ -160,23 +197,44 @@ def run(args: Any) -> int:
     try:
         import triton
     except ImportError as error:
-        raise RuleError("compiling GPU kernels needs Triton", str(error), "pip install triton==3.6.0 (Linux)") from None
+        raise RuleError(
+            "compiling GPU kernels needs Triton", str(error), "pip install triton==3.6.0 (Linux)"
+        ) from None
     chosen = [v for v in variants() if not args.only or any(text in v.name for text in args.only)]
     if not chosen:
-        raise RuleError("--only names kernel variants", repr(args.only), "See `lockstep kernels --list`")
+        raise RuleError(
+            "--only names kernel variants", repr(args.only), "See `lockstep kernels --list`"
+        )
     if args.list or args.compile is None:
         print("\n".join(v.name for v in chosen))
         return 0
-    print(f"{len(chosen)} variants for {args.compile}, Triton {triton.__version__}, {args.jobs} processes", flush=True)
-    print(f"{'variant':<40} {'registers':>9} {'stack':>6} {'spills':>6} {'shared':>8} {'wgmma':>6} {'mma':>5} {'seconds':>8}")
+    print(
+        f"{len(chosen)} variants for {args.compile}, Triton {triton.__version__}, {args.jobs} "
+        "processes",
+        flush=True,
+    )
+    print(
+        f"{'variant':<40} {'registers':>9} {'stack':>6} {'spills':>6} {'shared':>8} {'wgmma':>6} "
+        f"{'mma':>5} {'seconds':>8}"
+    )
     reports, begin = [], time.perf_counter()
     for report, kept in compile_all(chosen, args.jobs):
         reports.append(report)
-        cost = f"{report.registers:>9} {report.stack_bytes:>6} {report.loop_spills:>6} {report.shared_bytes:>8}"
+        cost = (
+            f"{report.registers:>9} {report.stack_bytes:>6} {report.loop_spills:>6} "
+            f"{report.shared_bytes:>8}"
+        )
         seconds = "kept" if kept else f"{report.seconds:.1f}"
-        print(f"{report.name:<40} {cost} {report.wgmma:>6} {report.mma:>5} {seconds:>8} {report.fault or ''}".rstrip(), flush=True)
+        print(
+            f"{report.name:<40} {cost} {report.wgmma:>6} {report.mma:>5} {seconds:>8} "
+            f"{report.fault or ''}".rstrip(),
+            flush=True,
+        )
     faults = [report for report in reports if report.fault]
-    print(f"{len(reports)} variants in {time.perf_counter() - begin:.0f} s, {len(faults)} with a fault")
+    print(
+        f"{len(reports)} variants in {time.perf_counter() - begin:.0f} s, {len(faults)} with a "
+        "fault"
+    )
     if args.json:
         Path(args.json).write_text(json.dumps([asdict(report) for report in reports], indent=1))
     return 1 if faults else 0

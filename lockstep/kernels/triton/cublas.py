@@ -1,8 +1,10 @@
-"""cuBLAS as a source of GEMMs: the call that torch makes, and cuBLASLt's own proposals among those that do not split K.
+"""cuBLAS as a source of GEMMs: the call that torch makes, and cuBLASLt's own proposals among those
+that do not split K.
 
-Nothing here promises bits: `gemm_choice.py` compares whole outputs with our kernel's before any of it is used. A proposal is a number in
-the list that the installed library returns for one shape; it is found again, and compared again, at every load.
-Knows tensors and the library's C interface. Called by `gemm_choice.py` and by the benchmark.
+Nothing here promises bits: `gemm_choice.py` compares whole outputs with our kernel's before any of
+it is used. A proposal is a number in the list that the installed library returns for one shape; it
+is found again, and compared again, at every load. Knows tensors and the library's C interface.
+Called by `gemm_choice.py` and by the benchmark.
 """
 
 from __future__ import annotations
@@ -84,24 +86,59 @@ class CublasLt:
 
     def layout(self, kind: int, k: int, rows: int) -> ctypes.c_void_p:
         """A contiguous [rows, k], which the library reads as k by rows, columns first."""
-        return self.make("cublasLtMatrixLayoutCreate", kind, ctypes.c_uint64(k), ctypes.c_uint64(rows), ctypes.c_int64(k))
+        return self.make(
+            "cublasLtMatrixLayoutCreate",
+            kind,
+            ctypes.c_uint64(k),
+            ctypes.c_uint64(rows),
+            ctypes.c_int64(k),
+        )
 
     def proposals(self, n: int, k: int, rows: int, dtype: torch.dtype, count: int) -> list[Call]:
-        """At most `count` ways to compute y [rows, n] = x wᵀ without splitting K, the library's favourite first."""
+        """At most `count` ways to compute y [rows, n] = x wᵀ without splitting K, the library's
+        favourite first."""
         kind = DTYPES[dtype]
         description = self.make("cublasLtMatmulDescCreate", COMPUTE_32F, REAL_32F)
         transposed = ctypes.c_int32(1)
-        self.call("cublasLtMatmulDescSetAttribute", description, TRANS_A, ctypes.byref(transposed), ctypes.c_size_t(4))
-        w_layout, x_layout, y_layout = self.layout(kind, k, n), self.layout(kind, k, rows), self.layout(kind, n, rows)
+        self.call(
+            "cublasLtMatmulDescSetAttribute",
+            description,
+            TRANS_A,
+            ctypes.byref(transposed),
+            ctypes.c_size_t(4),
+        )
+        w_layout, x_layout, y_layout = (
+            self.layout(kind, k, n),
+            self.layout(kind, k, rows),
+            self.layout(kind, n, rows),
+        )
         preference = self.make("cublasLtMatmulPreferenceCreate")
         room, mask = ctypes.c_uint64(self.workspace.numel()), ctypes.c_uint32(0)
         for attribute, value, size in ((WORKSPACE_BYTES, room, 8), (REDUCTION_MASK, mask, 4)):
-            self.call("cublasLtMatmulPreferenceSetAttribute", preference, attribute, ctypes.byref(value), ctypes.c_size_t(size))
+            self.call(
+                "cublasLtMatmulPreferenceSetAttribute",
+                preference,
+                attribute,
+                ctypes.byref(value),
+                ctypes.c_size_t(size),
+            )
         found, returned = (Proposal * count)(), ctypes.c_int(0)
         shape = (description, w_layout, x_layout, y_layout, y_layout)
-        self.call("cublasLtMatmulAlgoGetHeuristic", self.handle, *shape, preference, count, found, ctypes.byref(returned))
+        self.call(
+            "cublasLtMatmulAlgoGetHeuristic",
+            self.handle,
+            *shape,
+            preference,
+            count,
+            found,
+            ctypes.byref(returned),
+        )
         self.call("cublasLtMatmulPreferenceDestroy", preference)
-        return [Call(self, shape[:4], found[i], rows) for i in range(returned.value) if found[i].state == 0]
+        return [
+            Call(self, shape[:4], found[i], rows)
+            for i in range(returned.value)
+            if found[i].state == 0
+        ]
 
 
 def open_library() -> ctypes.CDLL:

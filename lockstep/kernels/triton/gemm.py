@@ -1,8 +1,10 @@
-"""GEMM in the canonical order: y = x Wᵀ, K walked in ascending steps of 16 into one float32 accumulator, one rounding at the end.
+"""GEMM in the canonical order: y = x Wᵀ, K walked in ascending steps of 16 into one float32
+accumulator, one rounding at the end.
 
-`Tile` is what may be chosen freely: it changes speed, never bits. N and K are compiled in, the rows are a run-time value, so a lone
-request has the same binary as a full batch. A bias is not fused (cuBLAS would round it otherwise): `rowwise.add_bias` adds it.
-Knows tensors; knows no layers and no table. Called by `gemm_choice.py`, by the tests and by the benchmark.
+`Tile` is what may be chosen freely: it changes speed, never bits. N and K are compiled in, the rows
+are a run-time value, so a lone request has the same binary as a full batch. A bias is not fused
+(cuBLAS would round it otherwise): `rowwise.add_bias` adds it. Knows tensors; knows no layers and no
+table. Called by `gemm_choice.py`, by the tests and by the benchmark.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class Tile:
     def name(self) -> str:
         """Short: rows x columns x depth, warps, stages."""
         kind = "h" if self.hopper else "t"
-        return f"{kind}{self.rows}x{self.columns}x{self.depth}w{self.warps}s{self.stages}g{self.group}"
+        return (
+            f"{kind}{self.rows}x{self.columns}x{self.depth}w{self.warps}s{self.stages}g{self.group}"
+        )
 
     @property
     def shared_bytes(self) -> int:
@@ -43,7 +47,8 @@ class Tile:
 
 @triton.jit
 def tile_at(index, row_tiles, column_tiles, GROUP: tl.constexpr):
-    """Which tile is computed `index`-th: GROUP row tiles of one column tile, then the next column tile."""
+    """Which tile is computed `index`-th: GROUP row tiles of one column tile, then the next column
+    tile."""
     per_group = GROUP * column_tiles
     first = (index // per_group) * GROUP
     size = tl.minimum(row_tiles - first, GROUP)
@@ -54,8 +59,11 @@ def tile_at(index, row_tiles, column_tiles, GROUP: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def gemm_kernel(x, w, y, rows, x_stride, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                 DEPTH: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
-    """One tile of y [rows, N]. x [rows, K] at x_stride * 8 elements a row, w [N, K] and y contiguous."""
-    row_tile, column_tile = tile_at(tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(N, COLUMNS), GROUP)
+    """One tile of y [rows, N]. x [rows, K] at x_stride * 8 elements a row, w [N, K] and y
+    contiguous."""
+    row_tile, column_tile = tile_at(
+        tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(N, COLUMNS), GROUP
+    )
     row = row_tile * ROWS + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, DEPTH)
@@ -81,7 +89,8 @@ def gemm_kernel(x, w, y, rows, x_stride, N: tl.constexpr, K: tl.constexpr, ROWS:
 @triton.jit(do_not_specialize=["rows"])
 def batched_gemm_kernel(x, w, y, rows, x_stride, x_batch, y_stride, y_batch, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
                         COLUMNS: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
-    """One tile of y[:, b] = x[:, b] · w[b], w [batch, N, K] contiguous; strides of x and y in units of 8 elements."""
+    """One tile of y[:, b] = x[:, b] · w[b], w [batch, N, K] contiguous; strides of x and y in units
+    of 8 elements."""
     batch = tl.program_id(1).to(tl.int64)
     columns = tl.cdiv(N, COLUMNS)
     row = tl.program_id(0) // columns * ROWS + tl.arange(0, ROWS)
@@ -107,14 +116,28 @@ def batched_gemm_kernel(x, w, y, rows, x_stride, x_batch, y_stride, y_batch, N: 
 
 
 def batched_gemm(x: Tensor, w: Tensor, y: Tensor, tile: Tile) -> Tensor:
-    """y[:, b] [rows, N] = x[:, b] [rows, K] · w[b] [N, K] transposed, for every b: x [rows, batch, K], y [rows, batch, N]. Returns y."""
+    """y[:, b] [rows, N] = x[:, b] [rows, K] · w[b] [N, K] transposed, for every b: x [rows, batch,
+    K], y [rows, batch, N]. Returns y."""
     (rows, batch, k), n = x.shape, w.shape[1]
-    if w.shape != (batch, n, k) or y.shape != (rows, batch, n) or not w.is_contiguous() or not x.dtype == w.dtype == y.dtype:
+    if (
+        w.shape != (batch, n, k)
+        or y.shape != (rows, batch, n)
+        or not w.is_contiguous()
+        or not x.dtype == w.dtype == y.dtype
+    ):
         got = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in (x, w, y))
-        raise RuleError("x [rows, batch, K], w [batch, N, K] and y [rows, batch, N] match, w is contiguous", got, "Pass matching tensors")
+        raise RuleError(
+            "x [rows, batch, K], w [batch, N, K] and y [rows, batch, N] match, w is contiguous",
+            got,
+            "Pass matching tensors",
+        )
     for name, t in (("x", x), ("y", y)):
         if t.stride(2) != 1 or (t.stride(0) | t.stride(1)) % 8:
-            raise RuleError(f"{name} has contiguous rows at multiples of 8 elements", f"strides {t.stride()}", "Make it contiguous")
+            raise RuleError(
+                f"{name} has contiguous rows at multiples of 8 elements",
+                f"strides {t.stride()}",
+                "Make it contiguous",
+            )
     if rows:
         batched_gemm_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns), batch)](
             x, w, y, rows, x.stride(0) // 8, x.stride(1) // 8, y.stride(0) // 8, y.stride(1) // 8, N=n, K=k,
@@ -124,7 +147,8 @@ def batched_gemm(x: Tensor, w: Tensor, y: Tensor, tile: Tile) -> Tensor:
 
 
 def row_stride(x: Tensor, name: str) -> int:
-    """The row stride of [rows, n] in units of 8 elements, as the kernels take it: 16-byte loads are then always aligned."""
+    """The row stride of [rows, n] in units of 8 elements, as the kernels take it: 16-byte loads are
+    then always aligned."""
     if x.ndim != 2 or x.stride(1) != 1 or (x.stride(0) % 8 and x.shape[0] > 1):
         rule = f"{name} has contiguous rows at multiples of 8 elements"
         raise RuleError(rule, f"shape {tuple(x.shape)}, strides {x.stride()}", "Make it contiguous")
@@ -133,11 +157,23 @@ def row_stride(x: Tensor, name: str) -> int:
 
 def check_shapes(x: Tensor, w: Tensor, y: Tensor) -> None:
     """x [rows, K], w [N, K], y [rows, N], one dtype."""
-    if x.shape[1] != w.shape[1] or y.shape != (x.shape[0], w.shape[0]) or not x.dtype == w.dtype == y.dtype:
+    if (
+        x.shape[1] != w.shape[1]
+        or y.shape != (x.shape[0], w.shape[0])
+        or not x.dtype == w.dtype == y.dtype
+    ):
         got = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in (x, w, y))
-        raise RuleError("x [rows, K], w [N, K] and y [rows, N] have one K, N and dtype", got, "Pass matching tensors")
+        raise RuleError(
+            "x [rows, K], w [N, K] and y [rows, N] have one K, N and dtype",
+            got,
+            "Pass matching tensors",
+        )
     if not w.is_contiguous() or not y.is_contiguous():
-        raise RuleError("w and y are contiguous", f"strides {w.stride()} and {y.stride()}", "Make them contiguous")
+        raise RuleError(
+            "w and y are contiguous",
+            f"strides {w.stride()} and {y.stride()}",
+            "Make them contiguous",
+        )
 
 
 def constants(tile: Tile) -> dict[str, int]:
@@ -170,7 +206,8 @@ def gemm(x: Tensor, w: Tensor, y: Tensor, tile: Tile) -> Tensor:
 
 
 def warm(n: int, k: int, dtype: torch.dtype, tile: Tile) -> None:
-    """Compiles what `gemm` would launch into Triton's cache; tensors of the CPU stand for the device's. Launches nothing."""
+    """Compiles what `gemm` would launch into Triton's cache; tensors of the CPU stand for the
+    device's. Launches nothing."""
     x, w, y = (torch.empty(shape, dtype=dtype) for shape in ((16, k), (n, k), (16, n)))
     if tile.hopper:
         from lockstep.kernels.triton.gemm_hopper import arguments, gemm_hopper_kernel

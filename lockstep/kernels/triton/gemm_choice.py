@@ -1,9 +1,12 @@
-"""Who computes a GEMM: per (N, K, rows) our tile from the committed table, or cuBLAS where its whole output is bit-equal to ours here.
+"""Who computes a GEMM: per (N, K, rows) our tile from the committed table, or cuBLAS where its
+whole output is bit-equal to ours here.
 
-Rows take the values of a finite grid and no other, since no range of rows can be certified by samples. `choose` runs at load: one
-reference by one of our tiles over all rows of the grid, then the tile of every number of rows and, from LIBRARY_ROWS on, the library,
-each compared whole. A tile of ours that differs is an error of this machine; a library that differs is not used.
-Knows tensors, the table and callables; knows no layers. Called when weights are loaded, by the tests and by the benchmark.
+Rows take the values of a finite grid and no other, since no range of rows can be certified by
+samples. `choose` runs at load: one reference by one of our tiles over all rows of the grid, then
+the tile of every number of rows and, from LIBRARY_ROWS on, the library, each compared whole. A tile
+of ours that differs is an error of this machine; a library that differs is not used. Knows tensors,
+the table and callables; knows no layers. Called when weights are loaded, by the tests and by the
+benchmark.
 """
 
 from __future__ import annotations
@@ -55,7 +58,9 @@ class Gemm:
         choice = self.choices.get(len(x))
         if choice is None:
             raise RuleError(
-                f"a GEMM has as many rows as the bucket grid allows: {tuple(self.choices)}", str(len(x)), "Pad the step to its bucket"
+                f"a GEMM has as many rows as the bucket grid allows: {tuple(self.choices)}",
+                str(len(x)),
+                "Pad the step to its bucket",
             )
         if choice.library is not None and placed_alike(x, w, y):
             return choice.library(x, w, y)
@@ -63,19 +68,23 @@ class Gemm:
 
 
 def placed_alike(*tensors: Tensor) -> bool:
-    """Whether tensors lie as those of `choose` did: a library may pick another kernel for other strides or alignment."""
+    """Whether tensors lie as those of `choose` did: a library may pick another kernel for other
+    strides or alignment."""
     return all(t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0 for t in tensors)
 
 
 @cache
 def table() -> dict[str, dict[str, Any]]:
     """The committed table: "NxK" → rows → the fields of a `Tile`."""
-    parsed: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("gemm_table.json").read_text())["sm_90"]
+    parsed: dict[str, dict[str, Any]] = json.loads(
+        Path(__file__).with_name("gemm_table.json").read_text()
+    )["sm_90"]
     return parsed
 
 
 def tile_for(n: int, k: int, rows: int) -> Tile:
-    """The table's tile, or the rule's for a shape that was never measured. Speed only: any tile gives the same bits."""
+    """The table's tile, or the rule's for a shape that was never measured. Speed only: any tile
+    gives the same bits."""
     measured = table().get(f"{n}x{k}", {}).get(str(rows))
     if measured is not None:
         return Tile(**measured)
@@ -97,7 +106,9 @@ def differing(a: Tensor, b: Tensor) -> int:
     """Elements whose bits differ, counted a thousand rows at a time."""
     if a.shape != b.shape or a.dtype != b.dtype:
         raise RuleError(
-            "two outputs have one shape and dtype", f"{tuple(a.shape)} {a.dtype}, {tuple(b.shape)} {b.dtype}", "Compare like with like"
+            "two outputs have one shape and dtype",
+            f"{tuple(a.shape)} {a.dtype}, {tuple(b.shape)} {b.dtype}",
+            "Compare like with like",
         )
     total = 0
     for begin in range(0, len(a), 1024):
@@ -107,10 +118,13 @@ def differing(a: Tensor, b: Tensor) -> int:
 
 
 def sample_rows(count: int, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[count, k]: every other row has exponents spread over many binades, so that another order of sums shows."""
+    """[count, k]: every other row has exponents spread over many binades, so that another order of
+    sums shows."""
     generator = torch.Generator(device).manual_seed(count + k)
     x = torch.randn(count, k, generator=generator, device=device)
-    x[1::2] *= torch.exp2(torch.randint(-6, 7, x[1::2].shape, generator=generator, device=device).float())
+    x[1::2] *= torch.exp2(
+        torch.randint(-6, 7, x[1::2].shape, generator=generator, device=device).float()
+    )
     return x.to(dtype)
 
 
@@ -119,7 +133,9 @@ def whole(call: Call, x: Tensor, w: Tensor) -> Tensor:
     return call(x, w, torch.full((len(x), len(w)), float("nan"), dtype=x.dtype, device=x.device))
 
 
-def choose(w: Tensor, library: Call | None, grid: Sequence[int] = GRID, prefer_from: int = LIBRARY_ROWS) -> Gemm:
+def choose(
+    w: Tensor, library: Call | None, grid: Sequence[int] = GRID, prefer_from: int = LIBRARY_ROWS
+) -> Gemm:
     """Choices for a weight's shape and dtype, by whole outputs on this machine."""
     n, k = w.shape
     x = sample_rows(max(grid), k, w.dtype, w.device)
@@ -130,9 +146,15 @@ def choose(w: Tensor, library: Call | None, grid: Sequence[int] = GRID, prefer_f
         wrong = differing(whole(own(tile), x[:rows], w), want[:rows])
         if wrong:
             got = f"{wrong} of {rows * n} elements of {n}x{k} with {rows} rows, {tile.name}"
-            raise RuleError("a GEMM's bits do not depend on its tile", got, "This device is not of the class sm_90: do not use it")
+            raise RuleError(
+                "a GEMM's bits do not depend on its tile",
+                got,
+                "This device is not of the class sm_90: do not use it",
+            )
         if library is None or rows < prefer_from:
-            choices[rows] = GemmChoice(tile, "no library" if library is None else f"fewer than {prefer_from} rows")
+            choices[rows] = GemmChoice(
+                tile, "no library" if library is None else f"fewer than {prefer_from} rows"
+            )
             continue
         differ = differing(whole(library, x[:rows], w), want[:rows])
         if differ:

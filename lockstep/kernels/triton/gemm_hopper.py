@@ -1,8 +1,10 @@
-"""The GEMM of `gemm.py` for sm_90, warp-specialised, in Gluon: same order, same bits; the plain kernel is its twin.
+"""The GEMM of `gemm.py` for sm_90, warp-specialised, in Gluon: same order, same bits; the plain
+kernel is its twin.
 
-A program walks tiles of the output, as many programs as multiprocessors. One producer warp fetches both operands by TMA into a ring;
-two consumer warpgroups take half the tile's rows each, and leave through TMA stores that run under the next tile. Rows past the last
-are zeros on the way in and clipped on the way out. Called by `gemm.py` only.
+A program walks tiles of the output, as many programs as multiprocessors. One producer warp fetches
+both operands by TMA into a ring; two consumer warpgroups take half the tile's rows each, and leave
+through TMA stores that run under the next tile. Rows past the last are zeros on the way in and
+clipped on the way out. Called by `gemm.py` only.
 """
 
 from __future__ import annotations
@@ -47,10 +49,14 @@ def produce(x_desc, w_desc, x_ring, w_ring, full, empty, row_tiles, column_tiles
         for k in range(0, K, DEPTH):
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), (ROWS + COLUMNS) * DEPTH * 2)
-            tma.async_copy_global_to_shared(w_desc, [column_tile * COLUMNS, k], full.index(stage), w_ring.index(stage))
+            tma.async_copy_global_to_shared(
+                w_desc, [column_tile * COLUMNS, k], full.index(stage), w_ring.index(stage)
+            )
             for half in gl.static_range(2):
                 at = row_tile * ROWS + half * (ROWS // 2)
-                tma.async_copy_global_to_shared(x_desc, [at, k], full.index(stage), x_ring.index(stage * 2 + half))
+                tma.async_copy_global_to_shared(
+                    x_desc, [at, k], full.index(stage), x_ring.index(stage * 2 + half)
+                )
             stage += 1
             phase = gl.where(stage == STAGES, phase ^ 1, phase)
             stage = gl.where(stage == STAGES, 0, stage)
@@ -59,8 +65,11 @@ def produce(x_desc, w_desc, x_ring, w_ring, full, empty, row_tiles, column_tiles
 @gluon.jit
 def consume(y_desc, x_ring, w_ring, room, full, empty, row_tiles, column_tiles, HALF: gl.constexpr, K: gl.constexpr,
             ROWS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
-    """Rows of half HALF of every tile: products of a step run while the step before is given back."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
+    """Rows of half HALF of every tile: products of a step run while the step before is given
+    back."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
+    )
     stage = 0
     phase = 0
     for index in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
@@ -82,7 +91,9 @@ def consume(y_desc, x_ring, w_ring, room, full, empty, row_tiles, column_tiles, 
         tma.store_wait(0)
         room.store(total.to(room.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(y_desc, [row_tile * ROWS + HALF * (ROWS // 2), column_tile * COLUMNS], room)
+        tma.async_copy_shared_to_global(
+            y_desc, [row_tile * ROWS + HALF * (ROWS // 2), column_tile * COLUMNS], room
+        )
     tma.store_wait(0)
 
 
@@ -111,17 +122,24 @@ def gemm_hopper_kernel(x_desc, w_desc, y_desc, row_tiles, N: gl.constexpr, K: gl
 
 
 def serves(n: int, k: int, tile: Tile) -> bool:
-    """Whether the kernel can do a weight: the copy engine wants rows of whole 16-byte pieces, a step a multiple of 64."""
+    """Whether the kernel can do a weight: the copy engine wants rows of whole 16-byte pieces, a
+    step a multiple of 64."""
     return k % 8 == 0 and n % 8 == 0 and tile.depth % 64 == 0 and tile.rows == 128
 
 
-def arguments(x: Tensor, w: Tensor, y: Tensor, tile: Tile) -> tuple[tuple[Any, ...], dict[str, int]]:
+def arguments(
+    x: Tensor, w: Tensor, y: Tensor, tile: Tile
+) -> tuple[tuple[Any, ...], dict[str, int]]:
     """What the kernel takes, by position and by name."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     (rows, k), n = x.shape, w.shape[0]
     if not serves(n, k, tile):
-        raise RuleError("N and K are multiples of 8, tiles 128 rows, steps multiples of 64", f"{n}, {k}, {tile}", "Take a plain tile")
+        raise RuleError(
+            "N and K are multiples of 8, tiles 128 rows, steps multiples of 64",
+            f"{n}, {k}, {tile}",
+            "Take a plain tile",
+        )
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     half = tile.rows // 2
     positional = (
@@ -130,7 +148,15 @@ def arguments(x: Tensor, w: Tensor, y: Tensor, tile: Tile) -> tuple[tuple[Any, .
         TensorDescriptor.from_tensor(y, [half, tile.columns], layout),
         triton.cdiv(rows, tile.rows),
     )
-    named = {"N": n, "K": k, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "STAGES": tile.stages, "GROUP": tile.group}
+    named = {
+        "N": n,
+        "K": k,
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "DEPTH": tile.depth,
+        "STAGES": tile.stages,
+        "GROUP": tile.group,
+    }
     return positional, named | {"num_warps": 4, "enable_fp_fusion": False}
 
 

@@ -1,10 +1,12 @@
-"""Attention of few rows per request over paged keys for sm_90, warp-specialised, in Gluon: the parts of `attend.py`, which is its twin.
+"""Attention of few rows per request over paged keys for sm_90, warp-specialised, in Gluon: the
+parts of `attend.py`, which is its twin.
 
-One CTA per multiprocessor walks (item, kv head): one split of a block of at most 16 rows. Two producer warps keep rings of tiles full by
-TMA, across items, so that bytes are always under way; four warps score, weigh and add, the
-keys of a tile dealt over them. The last CTA of a block to arrive folds
-its parts in ascending order. Head size 64 or 128, tiles of 128, pages of 16 to 128 keys, window and sinks; no cap, no tree.
-Compared with the twin over all rows, bit for bit. Called by `launch.py` only.
+One CTA per multiprocessor walks (item, kv head): one split of a block of at most 16 rows. Two
+producer warps keep rings of tiles full by TMA, across items, so that bytes are always under way;
+four warps score, weigh and add, the keys of a tile dealt over them. The last CTA of a block to
+arrive folds its parts in ascending order. Head size 64 or 128, tiles of 128, pages of 16 to 128
+keys, window and sinks; no cap, no tree. Compared with the twin over all rows, bit for bit. Called
+by `launch.py` only.
 """
 
 from triton.experimental import gluon
@@ -12,9 +14,32 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from lockstep.kernels.triton.hopper import LN2, blank_page, divide, fold, piece, share, split_end, weigh
+from lockstep.kernels.triton.hopper import (
+    LN2,
+    blank_page,
+    divide,
+    fold,
+    piece,
+    share,
+    split_end,
+    weigh,
+)
 
-RUNTIME = ("heads", "kv_heads", "window", "causal", "work", "q_token8", "q_head8", "count0", "len0", "count1", "len1", "len2", "outside")
+RUNTIME = (
+    "heads",
+    "kv_heads",
+    "window",
+    "causal",
+    "work",
+    "q_token8",
+    "q_head8",
+    "count0",
+    "len0",
+    "count1",
+    "len1",
+    "len2",
+    "outside",
+)
 
 
 @gluon.jit
@@ -30,7 +55,8 @@ def tile_range(item, count0, len0, count1, len1, len2, TILE: gl.constexpr):
 
 @gluon.jit
 def page_row(page_ids, entry, nth, first, last, outside, PAGE: gl.constexpr):
-    """Where page `nth` of a request begins in the pool; outside of it for a page that no row sees, which makes zeros."""
+    """Where page `nth` of a request begins in the pool; outside of it for a page that no row sees,
+    which makes zeros."""
     page = gl.load(page_ids + entry + gl.minimum(gl.maximum(nth, first), last))
     return gl.where((nth >= first) & (nth <= last), page * PAGE, outside)
 
@@ -59,7 +85,12 @@ def fetch_page(desc, pages, full, stage, i, row, col, COUNT: gl.constexpr, PANEL
     """Starts the copies of one page: a box per 64 columns."""
     if i < COUNT:
         for panel in gl.static_range(PANELS):
-            tma.async_copy_global_to_shared(desc, [row, col + panel * 64], full, pages.index((stage * PANELS + panel) * COUNT + i))
+            tma.async_copy_global_to_shared(
+                desc,
+                [row, col + panel * 64],
+                full,
+                pages.index((stage * PANELS + panel) * COUNT + i),
+            )
 
 
 @gluon.jit
@@ -72,7 +103,8 @@ def fetch_tile(desc, pages, full, stage, rows, col, COUNT: gl.constexpr, PANELS:
 @gluon.jit
 def producer(desc, pages, full, empty, items, page_ids, kv_heads, work, outside, count0, len0, count1, len1, len2,
              D: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
-    """The keys, or the values, of every item, as far ahead as the ring has room; page ids a tile ahead of that."""
+    """The keys, or the values, of every item, as far ahead as the ring has room; page ids a tile
+    ahead of that."""
     COUNT: gl.constexpr = TILE // PAGE
     g = 0
     for n in range(0, share(work)):
@@ -98,7 +130,9 @@ def producer(desc, pages, full, empty, items, page_ids, kv_heads, work, outside,
 def visible(s, tile, lo, hi, TILE: gl.constexpr, LAYOUT: gl.constexpr):
     """-inf where a row does not see a key."""
     column = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, LAYOUT))
-    return gl.where((column[None, :] >= lo[:, None]) & (column[None, :] < hi[:, None]), s, float("-inf"))
+    return gl.where(
+        (column[None, :] >= lo[:, None]) & (column[None, :] < hi[:, None]), s, float("-inf")
+    )
 
 
 @gluon.jit
@@ -127,7 +161,8 @@ def step(q, k_ring, v_ring, k_full, v_full, k_empty, v_empty, o, m, l, c, i, til
 def attend_split(q, k_ring, v_ring, v_pages, k_full, v_full, k_empty, v_empty, c, g, begin, end, lo, hi, cut, full, hi_all,
                  ROWS: gl.constexpr, D: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
                  MMA: gl.constexpr):  # fmt: skip
-    """Tiles [begin, end), of which those below `full` are seen whole by every row unless `cut`. Returns maximum, sum and values."""
+    """Tiles [begin, end), of which those below `full` are seen whole by every row unless `cut`.
+    Returns maximum, sum and values."""
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     m = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)
     l = gl.zeros([ROWS], gl.float32, layout=ROW)
@@ -143,42 +178,74 @@ def attend_split(q, k_ring, v_ring, v_pages, k_full, v_full, k_empty, v_empty, c
             blank_page(v_pages, i % STAGES, hi_all - tile * TILE, TILE, D, PAGE)
         o, m, l = step(q, k_ring, v_ring, k_full, v_full, k_empty, v_empty, o, m, l, c, g + tile - begin, tile, lo, hi,
                        True, ROWS, TILE, STAGES, MMA)  # fmt: skip
-    m = gl.fma(m, gl.full([ROWS], 1.0, gl.float32, layout=ROW) * c, gl.zeros([ROWS], gl.float32, layout=ROW))
+    m = gl.fma(
+        m,
+        gl.full([ROWS], 1.0, gl.float32, layout=ROW) * c,
+        gl.zeros([ROWS], gl.float32, layout=ROW),
+    )
     return m, l, o
 
 
 @gluon.jit
-def load_queries(q, row_begin, row_end, group, kv_head, q_token8, q_head8, ROWS: gl.constexpr, D: gl.constexpr):
+def load_queries(
+    q, row_begin, row_end, group, kv_head, q_token8, q_head8, ROWS: gl.constexpr, D: gl.constexpr
+):
     """A block's rows, zeros past its end."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     f = row_begin + gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
     at = (f // group).to(gl.int64) * (q_token8 * 8) + (kv_head * group + f % group) * (q_head8 * 8)
-    return gl.load(q + at[:, None] + d[None, :], mask=(f < row_end)[:, None] & (d < D)[None, :], other=0.0)
+    return gl.load(
+        q + at[:, None] + d[None, :], mask=(f < row_end)[:, None] & (d < D)[None, :], other=0.0
+    )
 
 
 @gluon.jit
-def row_ends(positions, row_begin, row_end, group, hi_all, causal, ROWS: gl.constexpr, ROW: gl.constexpr):
+def row_ends(
+    positions, row_begin, row_end, group, hi_all, causal, ROWS: gl.constexpr, ROW: gl.constexpr
+):
     """Per row, the end of what it sees; 0 past the block's end."""
     f = row_begin + gl.arange(0, ROWS, layout=ROW)
-    hi = gl.where(causal != 0, gl.load(positions + f // group, mask=f < row_end, other=-1) + 1, hi_all)
+    hi = gl.where(
+        causal != 0, gl.load(positions + f // group, mask=f < row_end, other=-1) + 1, hi_all
+    )
     return gl.where(f < row_end, hi, 0)
 
 
 @gluon.jit
-def write_part(m, l, o, part_ml, part_acc, first, rows, ROWS: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr):
+def write_part(
+    m, l, o, part_ml, part_acc, first, rows, ROWS: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr
+):
     """One split's state into the scratch, rows [first, first + rows)."""
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, MMA))
     at = (first + r).to(gl.int64)
     gl.store(part_ml + 2 * at, m, mask=r < rows)
     gl.store(part_ml + 2 * at + 1, l, mask=r < rows)
-    gl.store(part_acc + at[:, None] * D + d[None, :], o, mask=(r < rows)[:, None] & (d < D)[None, :])
+    gl.store(
+        part_acc + at[:, None] * D + d[None, :], o, mask=(r < rows)[:, None] & (d < D)[None, :]
+    )
 
 
 @gluon.jit
-def fold_parts(out, lse, sinks2, part_ml, part_acc, part, rows, parts, row_begin, group, kv_head, heads, v_scale, D: gl.constexpr):
-    """The parts of a block, folded in ascending order, four rows at a time; then sink, division, one rounding."""
+def fold_parts(
+    out,
+    lse,
+    sinks2,
+    part_ml,
+    part_acc,
+    part,
+    rows,
+    parts,
+    row_begin,
+    group,
+    kv_head,
+    heads,
+    v_scale,
+    D: gl.constexpr,
+):
+    """The parts of a block, folded in ascending order, four rows at a time; then sink, division,
+    one rounding."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
@@ -193,7 +260,12 @@ def fold_parts(out, lse, sinks2, part_ml, part_acc, part, rows, parts, row_begin
                 real = (r < rows) & (nth + i < parts)
                 m = gl.load(part_ml + 2 * at, mask=real, other=float("-inf"), cache_modifier=".cg")
                 l = gl.load(part_ml + 2 * at + 1, mask=real, other=0.0, cache_modifier=".cg")
-                a = gl.load(part_acc + at[:, None] * D + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg")
+                a = gl.load(
+                    part_acc + at[:, None] * D + d[None, :],
+                    mask=real[:, None] & (d < D)[None, :],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
                 M, L, A = fold(M, L, A, m, l, a, 4, D, LAYOUT)
         f = row_begin + r
         head = kv_head * group + f % group
@@ -207,16 +279,25 @@ def fold_parts(out, lse, sinks2, part_ml, part_acc, part, rows, parts, row_begin
         y = divide(A * x[:, None], divisor, 4, D, LAYOUT) * v_scale
         y = gl.where(lit[:, None] & (y != 0.0), y, 0.0)
         at = (f // group).to(gl.int64) * heads + head
-        gl.store(out + at[:, None] * D + d[None, :], y.to(out.dtype.element_ty), mask=(r < rows)[:, None] & (d < D)[None, :])
-        gl.store(lse + at, gl.where(lit, (top + gl.log2(divisor)) * LN2, float("-inf")), mask=r < rows)
+        gl.store(
+            out + at[:, None] * D + d[None, :],
+            y.to(out.dtype.element_ty),
+            mask=(r < rows)[:, None] & (d < D)[None, :],
+        )
+        gl.store(
+            lse + at, gl.where(lit, (top + gl.log2(divisor)) * LN2, float("-inf")), mask=r < rows
+        )
 
 
 @gluon.jit
 def consumer(q, k_ring, v_ring, v_pages, k_full, v_full, k_empty, v_empty, out, lse, sinks2, items, positions, part_ml, part_acc, counters,
              c, v_scale, heads, kv_heads, window, causal, work, q_token8, q_head8, count0, len0, count1, len1, len2,
              ROWS: gl.constexpr, D: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
-    """Scores, weights and values of every item; its part; and, if it is the last of its block, the fold."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 4], instr_shape=[16, 8])
+    """Scores, weights and values of every item; its part; and, if it is the last of its block, the
+    fold."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[1, 4], instr_shape=[16, 8]
+    )
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     g = 0
@@ -237,8 +318,12 @@ def consumer(q, k_ring, v_ring, v_pages, k_full, v_full, k_empty, v_empty, out, 
         w = piece(n + 1, work)
         other = items + (w // kv_heads) * 12
         next_begin, next_end = gl.load(other + 1), gl.load(other + 2)
-        next_q = load_queries(q, next_begin, next_end, group, w % kv_heads, q_token8, q_head8, ROWS, D)
-        next_hi = row_ends(positions, next_begin, next_end, group, gl.load(other + 4), causal, ROWS, ROW)
+        next_q = load_queries(
+            q, next_begin, next_end, group, w % kv_heads, q_token8, q_head8, ROWS, D
+        )
+        next_hi = row_ends(
+            positions, next_begin, next_end, group, gl.load(other + 4), causal, ROWS, ROW
+        )
         begin, end, lo_all, hi_all = tile_range(item, count0, len0, count1, len1, len2, TILE)
         tokens = (row_end - 1) // group - row_begin // group  # rows stand at consecutive positions
         full = (hi_all - tokens * causal) // TILE
@@ -252,19 +337,39 @@ def consumer(q, k_ring, v_ring, v_pages, k_full, v_full, k_empty, v_empty, out, 
         counter = counters + gl.load(item + 10) * kv_heads + kv_head
         if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
             gl.store(counter, 0)  # ready for the next launch
-            fold_parts(out, lse, sinks2, part_ml, part_acc, part, rows, parts, row_begin, group, kv_head, heads, v_scale, D)
+            fold_parts(
+                out,
+                lse,
+                sinks2,
+                part_ml,
+                part_acc,
+                part,
+                rows,
+                parts,
+                row_begin,
+                group,
+                kv_head,
+                heads,
+                v_scale,
+                D,
+            )
 
 
 @gluon.jit(do_not_specialize=RUNTIME)
 def decode_kernel(q, k_desc, v_desc, out, lse, sinks2, items, positions, page_ids, part_ml, part_acc, counters, c, v_scale,
                   heads, kv_heads, window, causal, work, q_token8, q_head8, count0, len0, count1, len1, len2, outside,
                   D: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr):  # fmt: skip
-    """Shared memory, barriers, and who does what. Split lengths come in tiles; `outside` is a row no tensor has."""
+    """Shared memory, barriers, and who does what. Split lengths come in tiles; `outside` is a row
+    no tensor has."""
     PANELS: gl.constexpr = D // 64
     WIDE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    k_pages = gl.allocate_shared_memory(k_desc.dtype, [STAGES * PANELS * (TILE // PAGE), PAGE, 64], WIDE)
-    v_pages = gl.allocate_shared_memory(k_desc.dtype, [STAGES * PANELS * (TILE // PAGE), PAGE, 64], WIDE)
+    k_pages = gl.allocate_shared_memory(
+        k_desc.dtype, [STAGES * PANELS * (TILE // PAGE), PAGE, 64], WIDE
+    )
+    v_pages = gl.allocate_shared_memory(
+        k_desc.dtype, [STAGES * PANELS * (TILE // PAGE), PAGE, 64], WIDE
+    )
     k_ring = k_pages._reinterpret(k_desc.dtype, [STAGES, TILE, D], WIDE)
     v_ring = v_pages._reinterpret(k_desc.dtype, [STAGES, TILE, D], WIDE)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)

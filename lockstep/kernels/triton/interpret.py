@@ -1,4 +1,5 @@
-"""Triton's interpreter, made good enough to prove bits with: a `dot` that walks K in ascending order and widens bfloat16.
+"""Triton's interpreter, made good enough to prove bits with: a `dot` that walks K in ascending
+order and widens bfloat16.
 
 The interpreter's own dot is numpy's matmul: garbage in bfloat16, and its rows depend on the shape
 of the block; its float32 → bfloat16 truncates, where the GPU rounds to nearest, ties to even.
@@ -43,7 +44,11 @@ def bfloat16_bits(x: NDArray[np.float32]) -> NDArray[np.uint16]:
 def install() -> None:
     """Replaces the interpreter's dot and its cast to bfloat16 in this process."""
     if os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuleError("kernels are interpreted when TRITON_INTERPRET=1 is set before Triton is imported", "it is not", "Set it")
+        raise RuleError(
+            "kernels are interpreted when TRITON_INTERPRET=1 is set before Triton is imported",
+            "it is not",
+            "Set it",
+        )
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -64,10 +69,16 @@ def install() -> None:
 
     def patch_scalars(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))  # numpy 2.4 wants a scalar
+        scope.set_attr(
+            tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0])
+        )  # numpy 2.4 wants a scalar
 
     def patch_once(function: Any) -> Forever:
-        names = tuple(sorted(n for n, value in function.__globals__.items() if value is tl or value is tl.core))
+        names = tuple(
+            sorted(
+                n for n, value in function.__globals__.items() if value is tl or value is tl.core
+            )
+        )
         if names not in patched:
             patched.add(names)
             patch_lang(function)

@@ -1,7 +1,9 @@
-"""Which program does what: a step's rows cut into blocks, blocks into items, on the host and in numpy.
+"""Which program does what: a step's rows cut into blocks, blocks into items, on the host and in
+numpy.
 
-A block is a run of at most `rows` flat rows (token * group + head within the group) of one request. As parts, a block has one item per
-split it sees, otherwise one item. Nothing here changes a bit: only who computes it. Called by the backend's `lower` and by the benchmark.
+A block is a run of at most `rows` flat rows (token * group + head within the group) of one request.
+As parts, a block has one item per split it sees, otherwise one item. Nothing here changes a bit:
+only who computes it. Called by the backend's `lower` and by the benchmark.
 """
 
 from __future__ import annotations
@@ -42,9 +44,15 @@ def page_entries(page_indptr: Ints, first_pos: Ints, page_size: int) -> Ints:
     return np.asarray(page_indptr[: len(first_pos)] - first_pos // page_size, np.int32)
 
 
-def blocks(rows: Rows, requests: NDArray[np.int64], group: int, block_rows: int) -> tuple[NDArray[np.int64], ...]:
-    """(request, first flat row, end flat row) of every block of these requests; flat rows count through the whole step."""
-    begin, end = rows.q_indptr[requests].astype(np.int64) * group, rows.q_indptr[requests + 1].astype(np.int64) * group
+def blocks(
+    rows: Rows, requests: NDArray[np.int64], group: int, block_rows: int
+) -> tuple[NDArray[np.int64], ...]:
+    """(request, first flat row, end flat row) of every block of these requests; flat rows count
+    through the whole step."""
+    begin, end = (
+        rows.q_indptr[requests].astype(np.int64) * group,
+        rows.q_indptr[requests + 1].astype(np.int64) * group,
+    )
     counts = -(-(end - begin) // block_rows)
     owner = np.repeat(np.arange(len(requests)), counts)
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -52,7 +60,9 @@ def blocks(rows: Rows, requests: NDArray[np.int64], group: int, block_rows: int)
     return requests[owner], first, np.minimum(first + block_rows, end[owner])
 
 
-def hulls(rows: Rows, first: NDArray[np.int64], end: NDArray[np.int64], group: int) -> tuple[NDArray[np.int64], ...]:
+def hulls(
+    rows: Rows, first: NDArray[np.int64], end: NDArray[np.int64], group: int
+) -> tuple[NDArray[np.int64], ...]:
     """Per block: the positions its rows see together, [lo, hi), and the lowest listed one."""
     token_ranges = np.stack((first // group, (end - 1) // group + 1), 1).reshape(-1)
     seeing = rows.lo < rows.hi
@@ -67,8 +77,16 @@ def hulls(rows: Rows, first: NDArray[np.int64], end: NDArray[np.int64], group: i
     return np.minimum(over(np.minimum, lo), hi), hi, over(np.minimum, tail)
 
 
-def items(rows: Rows, requests: NDArray[np.int64], group: int, block_rows: int, splits: Splits, parts: bool) -> Items:
-    """The items of `requests`, longest first: one per block, or with `parts` one per block and split."""
+def items(
+    rows: Rows,
+    requests: NDArray[np.int64],
+    group: int,
+    block_rows: int,
+    splits: Splits,
+    parts: bool,
+) -> Items:
+    """The items of `requests`, longest first: one per block, or with `parts` one per block and
+    split."""
     request, first, end = blocks(rows, requests, group, block_rows)
     if not len(first):
         return Items(np.zeros((0, 12), np.int32), 0, 0)
@@ -88,7 +106,11 @@ def items(rows: Rows, requests: NDArray[np.int64], group: int, block_rows: int, 
         tail, part_row, counter = tail[of], part_row[of], counter[of]
         split, count = split[of] + nth, count[of]
         split_end = split + 1
-    table = np.stack((entry, first, end, lo, hi, split, split_end, part_row, nth, count, counter, tail), 1)
+    table = np.stack(
+        (entry, first, end, lo, hi, split, split_end, part_row, nth, count, counter, tail), 1
+    )
     work = np.minimum(splits.begin(split_end), hi) - np.maximum(splits.begin(split), lo)
     longest_first = np.argsort(-work, kind="stable")
-    return Items(table[longest_first].astype(np.int32), int(part_rows.sum()), int(counter.max()) + 1)
+    return Items(
+        table[longest_first].astype(np.int32), int(part_rows.sum()), int(counter.max()) + 1
+    )

@@ -1,7 +1,9 @@
-"""The cache's two writers on a GPU: this step's K and V rows of a layer, and relocations in all layers at once.
+"""The cache's two writers on a GPU: this step's K and V rows of a layer, and relocations in all
+layers at once.
 
-`write_kernel` divides by the scale, clamps and rounds once, in float32; `move_kernel` gathers every row of a column of bytes before it
-scatters one, so that a row may be both source and target. Called by `write` and `move` below, which the pool on a GPU will use.
+`write_kernel` divides by the scale, clamps and rounds once, in float32; `move_kernel` gathers every
+row of a column of bytes before it scatters one, so that a row may be both source and target. Called
+by `write` and `move` below, which the pool on a GPU will use.
 """
 
 import triton
@@ -13,10 +15,15 @@ FP8_MAX = tl.constexpr(448.0)
 
 @triton.jit
 def encode(x, scale, FP8: tl.constexpr):
-    """Values as they are stored: divided by the scale, clamped to the format's range; NaN stays NaN."""
+    """Values as they are stored: divided by the scale, clamped to the format's range; NaN stays
+    NaN."""
     y = tl.div_rn(x.to(tl.float32), tl.zeros_like(x).to(tl.float32) + scale)
     if FP8:
-        y = tl.minimum(tl.maximum(y, -FP8_MAX, propagate_nan=tl.PropagateNan.ALL), FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+        y = tl.minimum(
+            tl.maximum(y, -FP8_MAX, propagate_nan=tl.PropagateNan.ALL),
+            FP8_MAX,
+            propagate_nan=tl.PropagateNan.ALL,
+        )
     return y
 
 
@@ -29,18 +36,23 @@ def write_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     i = tl.arange(0, BLOCK)
-    x = tl.load(k + token * k_token + (i // D_QK) * k_head + i % D_QK, mask=i < KV_HEADS * D_QK, other=0.0)
+    x = tl.load(
+        k + token * k_token + (i // D_QK) * k_head + i % D_QK, mask=i < KV_HEADS * D_QK, other=0.0
+    )
     stored = encode(x, k_scale, FP8).to(k_cache.dtype.element_ty)
     tl.store(k_cache + slot * (KV_HEADS * D_QK) + i, stored, mask=i < KV_HEADS * D_QK)
     if HAS_V:
-        x = tl.load(v + token * v_token + (i // D_V) * v_head + i % D_V, mask=i < KV_HEADS * D_V, other=0.0)
+        x = tl.load(
+            v + token * v_token + (i // D_V) * v_head + i % D_V, mask=i < KV_HEADS * D_V, other=0.0
+        )
         stored = encode(x, v_scale, FP8).to(v_cache.dtype.element_ty)
         tl.store(v_cache + slot * (KV_HEADS * D_V) + i, stored, mask=i < KV_HEADS * D_V)
 
 
 @triton.jit(do_not_specialize=("count",))
 def move_kernel(bases, row_words, moves, count, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """`count` rows of one storage and one run of WORDS 4-byte words per program: all are read before one is written."""
+    """`count` rows of one storage and one run of WORDS 4-byte words per program: all are read
+    before one is written."""
     storage = tl.program_id(0)
     words = tl.load(row_words + storage)
     base = tl.load(bases + storage).to(tl.pointer_type(tl.int32))

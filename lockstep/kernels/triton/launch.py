@@ -1,7 +1,8 @@
 """Launches attention: shapes, strides and constants of one call turned into the kernel's arguments.
 
-Knows torch tensors and the kernel; knows no plan. `Tuning` is what may be chosen freely (block, warps, stages): it changes speed,
-never bits. Called by the backend's `attend`, by the tests and by the benchmark.
+Knows torch tensors and the kernel; knows no plan. `Tuning` is what may be chosen freely (block,
+warps, stages): it changes speed, never bits. Called by the backend's `attend`, by the tests and by
+the benchmark.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class Addresses:
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """How a layer scores (`attention.base`): exp2(c * x), x the dot product or, where pre is not 0, tanh(pre * dot product)."""
+    """How a layer scores (`attention.base`): exp2(c * x), x the dot product or, where pre is not 0,
+    tanh(pre * dot product)."""
 
     c: float
     pre: float
@@ -102,14 +104,16 @@ def power_of_2(n: int) -> int:
 
 
 def pieces(d_qk: int) -> tuple[int, int]:
-    """A head size as one or two powers of two, walked one after the other: 128 = 128 + 0, 192 = 128 + 64, 576 = 512 + 64."""
+    """A head size as one or two powers of two, walked one after the other: 128 = 128 + 0, 192 = 128
+    + 64, 576 = 512 + 64."""
     first = max(16, 1 << (d_qk.bit_length() - 1))
     rest = d_qk - first
     return (first, 0) if rest <= 0 else (first, power_of_2(rest))
 
 
 def divider(page_size: int) -> tuple[int, int]:
-    """(mul, shift): p // page_size == (2 * p * mul >> 32) >> shift for every 0 <= p < 2**31, and mul fits in 32 bits."""
+    """(mul, shift): p // page_size == (2 * p * mul >> 32) >> shift for every 0 <= p < 2**31, and
+    mul fits in 32 bits."""
     shift = (page_size - 1).bit_length()
     return -(-(1 << (31 + shift)) // page_size), shift
 
@@ -137,7 +141,8 @@ def attend(
     q: Tensor, keys: tuple[Tensor, Tensor], out: Tensor, lse: Tensor, table: Tensor, at: Addresses, scoring: Scoring, room: Scratch,
     shape: Shape, order: AttentionOrder, tuning: Tuning,
 ) -> None:  # fmt: skip
-    """One launch. q [T, heads, d_qk]; keys k [slots, kv_heads, d_qk], v [slots, kv_heads, d_v]; out [T, heads, d_v], lse [T, heads]."""
+    """One launch. q [T, heads, d_qk]; keys k [slots, kv_heads, d_qk], v [slots, kv_heads, d_v]; out
+    [T, heads, d_v], lse [T, heads]."""
     from lockstep.kernels.triton.attend import attend_kernel
 
     k, v = keys
@@ -155,26 +160,36 @@ def attend(
 
 
 def page_descriptors(keys: tuple[Tensor, Tensor], page_size: int) -> tuple[Any, Any, Any]:
-    """How the copy engine sees K and V: a box is 64 columns of a page. Also the layout of such a box."""
+    """How the copy engine sees K and V: a box is 64 columns of a page. Also the layout of such a
+    box."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    k, v = (TensorDescriptor.from_tensor(x.view(x.shape[0], -1), [page_size, 64], layout) for x in keys)
+    k, v = (
+        TensorDescriptor.from_tensor(x.view(x.shape[0], -1), [page_size, 64], layout) for x in keys
+    )
     return k, v, layout
 
 
 def tiles_of(order: AttentionOrder) -> tuple[int, int, int, int, int]:
     """The split rule, lengths in tiles."""
     splits, tile = order.splits, order.tile
-    return splits.count0, splits.len0 // tile, splits.count1, splits.len1 // tile, splits.len2 // tile
+    return (
+        splits.count0,
+        splits.len0 // tile,
+        splits.count1,
+        splits.len1 // tile,
+        splits.len2 // tile,
+    )
 
 
 def prefill(
     q: Tensor, keys: tuple[Tensor, Tensor], out: Tensor, lse: Tensor, table: Tensor, at: Addresses, scoring: Scoring,
     order: AttentionOrder, programs: int,
 ) -> None:  # fmt: skip
-    """One launch of the warp-specialised prefill; `table` holds blocks of 128 tokens (group 1). `tuning.hopper_serves` says when it may."""
+    """One launch of the warp-specialised prefill; `table` holds blocks of 128 tokens (group 1).
+    `tuning.hopper_serves` says when it may."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from lockstep.kernels.triton.hopper import prefill_kernel
@@ -193,7 +208,8 @@ def decode(
     q: Tensor, keys: tuple[Tensor, Tensor], out: Tensor, lse: Tensor, table: Tensor, at: Addresses, scoring: Scoring, room: Scratch,
     order: AttentionOrder, programs: int,
 ) -> None:  # fmt: skip
-    """One launch of the warp-specialised kernel for few rows; `table` holds parts of blocks of at most 16 rows."""
+    """One launch of the warp-specialised kernel for few rows; `table` holds parts of blocks of at
+    most 16 rows."""
     from lockstep.kernels.triton.hopper_decode import decode_kernel
 
     _, heads, d = q.shape

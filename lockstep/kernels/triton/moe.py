@@ -1,9 +1,11 @@
-"""Mixture of experts on the GPU without a word from the host: router, choice, grouped GEMM, combination in slot order. No atomics.
+"""Mixture of experts on the GPU without a word from the host: router, choice, grouped GEMM,
+combination in slot order. No atomics.
 
-The router multiplies and adds in float32, K ascending; equal scores go to the smaller expert id. A pair is (token, slot),
-numbered token * k + slot. Pairs are listed expert by expert, ascending; an expert's list fills whole tiles, and a tile's row knows its
-pair, so a row's bits depend on its own expert and nothing else. Grids are upper bounds that follow from shapes: programs without a
-tile leave. The CPU's twin is `nn/moe.py`. Called by the op table.
+The router multiplies and adds in float32, K ascending; equal scores go to the smaller expert id. A
+pair is (token, slot), numbered token * k + slot. Pairs are listed expert by expert, ascending; an
+expert's list fills whole tiles, and a tile's row knows its pair, so a row's bits depend on its own
+expert and nothing else. Grids are upper bounds that follow from shapes: programs without a tile
+leave. The CPU's twin is `nn/moe.py`. Called by the op table.
 """
 
 from __future__ import annotations
@@ -39,8 +41,16 @@ def router_kernel(x, w, y, rows, x_stride, N: tl.constexpr, K: tl.constexpr, ROW
     for begin in range(0, K, DEPTH):
         k = begin + tl.arange(0, DEPTH)
         inside = k < K
-        a = tl.load(x + row.to(tl.int64)[:, None] * x_stride * 8 + k[None, :], mask=there & inside[None, :], other=0.0)
-        b = tl.load(w + column.to(tl.int64)[None, :] * K + k[:, None], mask=real & inside[:, None], other=0.0)
+        a = tl.load(
+            x + row.to(tl.int64)[:, None] * x_stride * 8 + k[None, :],
+            mask=there & inside[None, :],
+            other=0.0,
+        )
+        b = tl.load(
+            w + column.to(tl.int64)[None, :] * K + k[:, None],
+            mask=real & inside[:, None],
+            other=0.0,
+        )
         total = tl.dot(a.to(tl.float32), b, total, input_precision="ieee")
     tl.store(y + row.to(tl.int64)[:, None] * N + column[None, :], total, mask=there & real)
 
@@ -55,7 +65,8 @@ def first_best(value, taken, index, WIDTH: tl.constexpr):
 @triton.jit
 def limit_groups(ranked, expert, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr, PAIRS: tl.constexpr,
                  WIDTH: tl.constexpr, GROUP_WIDTH: tl.constexpr):  # fmt: skip
-    """-inf for experts outside of the best KEEP groups; a group counts by its best expert, or by the sum of its best two."""
+    """-inf for experts outside of the best KEEP groups; a group counts by its best expert, or by
+    the sum of its best two."""
     group = expert // (EXPERTS // GROUPS)
     index = tl.arange(0, GROUP_WIDTH)
     tops = tl.full([GROUP_WIDTH], float("-inf"), tl.float32)
@@ -108,14 +119,21 @@ def route_kernel(logits, bias, ids, weights, floor, scale, EXPERTS: tl.constexpr
     value = tl.zeros([K_WIDTH], tl.float32)
     for nth in tl.static_range(K):
         _, best = first_best(ranked, taken, expert, WIDTH)
-        best = tl.minimum(best, EXPERTS - 1)  # a row of NaN has no best: its weights are NaN, its ids are experts
+        best = tl.minimum(
+            best, EXPERTS - 1
+        )  # a row of NaN has no best: its weights are NaN, its ids are experts
         taken = taken | (expert == best)
         chosen = tl.where(slot == nth, best, chosen)
-        value = tl.where(slot == nth, tl.sum(tl.where(expert == best, scores, 0.0), 0), value)  # one, and zeros
+        value = tl.where(
+            slot == nth, tl.sum(tl.where(expert == best, scores, 0.0), 0), value
+        )  # one, and zeros
     if SCORE == CHOSEN:
         value = exp_shares(value, slot < K, K_WIDTH, K_LEVELS)
     if NORM:
-        total = tree_sum(tl.reshape(tl.where(slot < K, value, 0.0), [1, K_WIDTH]), 1, K_WIDTH, K_LEVELS) + floor
+        total = (
+            tree_sum(tl.reshape(tl.where(slot < K, value, 0.0), [1, K_WIDTH]), 1, K_WIDTH, K_LEVELS)
+            + floor
+        )
         value = tl.div_rn(value, total + tl.zeros_like(value))
     tl.store(ids + token * K + slot, chosen, mask=slot < K)
     tl.store(weights + token * K + slot, value * scale, mask=slot < K)
@@ -133,7 +151,9 @@ def count_kernel(ids, counts, pairs, CHUNK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def list_kernel(ids, counts, listed, pairs, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+def list_kernel(
+    ids, counts, listed, pairs, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr
+):
     """An expert's pairs, ascending, behind those of the experts before it."""
     expert = tl.program_id(0)
     other = tl.arange(0, WIDTH)
@@ -149,7 +169,8 @@ def list_kernel(ids, counts, listed, pairs, EXPERTS: tl.constexpr, WIDTH: tl.con
 def grouped_gemm_kernel(x, w, bias, y, counts, listed, x_stride, EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
                         PER_ROW: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                         DEPTH: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """y [pairs, N]: row x[pair // PER_ROW] times its expert's w [N, K]; a bias is a second rounding."""
+    """y [pairs, N]: row x[pair // PER_ROW] times its expert's w [N, K]; a bias is a second
+    rounding."""
     tile = tl.program_id(0)
     index = tl.arange(0, WIDTH)
     count = tl.load(counts + index, mask=index < EXPERTS, other=0)
@@ -182,18 +203,25 @@ def grouped_gemm_kernel(x, w, bias, y, counts, listed, x_stride, EXPERTS: tl.con
         if BIAS:
             offset = tl.load(bias + expert * N + column, mask=column < N, other=0.0).to(tl.float32)
             value = (value.to(tl.float32) + offset[None, :]).to(y.dtype.element_ty)
-        tl.store(y + pair.to(tl.int64)[:, None] * N + column[None, :], value, mask=there[:, None] & (column < N)[None, :])
+        tl.store(
+            y + pair.to(tl.int64)[:, None] * N + column[None, :],
+            value,
+            mask=there[:, None] & (column < N)[None, :],
+        )
 
 
 @triton.jit
 def combine_kernel(parts, weights, y, N: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """One row: its slots' rows times their weights, added in slot order in float32, rounded once."""
+    """One row: its slots' rows times their weights, added in slot order in float32, rounded
+    once."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < N
     total = tl.zeros([COLUMNS], tl.float32)
     for slot in tl.static_range(K):
-        part = tl.load(parts + (token * K + slot) * N + column, mask=inside, other=0.0).to(tl.float32)
+        part = tl.load(parts + (token * K + slot) * N + column, mask=inside, other=0.0).to(
+            tl.float32
+        )
         total += part * tl.load(weights + token * K + slot)
     tl.store(y + token * N + column, total.to(y.dtype.element_ty), mask=inside)
 
@@ -236,10 +264,19 @@ def router(x: Tensor, w: Tensor) -> Tensor:
 
 
 def route(logits: Tensor, how: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """ids int32 and weights float32, [tokens, k], best first. `bias` corrects what is chosen, not what it weighs."""
-    if logits.shape[1] != how.experts or logits.dtype != torch.float32 or not logits.is_contiguous():
+    """ids int32 and weights float32, [tokens, k], best first. `bias` corrects what is chosen, not
+    what it weighs."""
+    if (
+        logits.shape[1] != how.experts
+        or logits.dtype != torch.float32
+        or not logits.is_contiguous()
+    ):
         got = f"{logits.dtype} {tuple(logits.shape)}, strides {logits.stride()}"
-        raise RuleError(f"logits are contiguous float32 [tokens, {how.experts}]", got, "Pass the router's output")
+        raise RuleError(
+            f"logits are contiguous float32 [tokens, {how.experts}]",
+            got,
+            "Pass the router's output",
+        )
     ids = torch.empty(len(logits), how.k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(len(logits), how.k, dtype=torch.float32, device=logits.device)
     wide, k_wide = width(how.experts), max(width(how.k), 2)
@@ -259,16 +296,30 @@ def list_pairs(ids: Tensor, experts: int) -> Lists:
     counts = torch.empty(experts, dtype=torch.int32, device=ids.device)
     pairs = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     count_kernel[(experts,)](ids, counts, ids.numel(), CHUNK=CHUNK, num_warps=4)
-    list_kernel[(experts,)](ids, counts, pairs, ids.numel(), EXPERTS=experts, WIDTH=width(experts), CHUNK=CHUNK, num_warps=4)
+    list_kernel[(experts,)](
+        ids,
+        counts,
+        pairs,
+        ids.numel(),
+        EXPERTS=experts,
+        WIDTH=width(experts),
+        CHUNK=CHUNK,
+        num_warps=4,
+    )
     return Lists(counts, pairs, ids.shape[1])
 
 
 def grouped_gemm(x: Tensor, w: Tensor, bias: Tensor | None, lists: Lists, tile: Tile) -> Tensor:
-    """y [pairs, N]: a pair's row of x times its expert's w [experts, N, K]. x has a row per token, or one per pair."""
+    """y [pairs, N]: a pair's row of x times its expert's w [experts, N, K]. x has a row per token,
+    or one per pair."""
     (experts, n, k), pairs = w.shape, len(lists.pairs)
     if len(x) not in (pairs, pairs // lists.k) or x.shape[1] != k or not w.is_contiguous():
         got = f"x {tuple(x.shape)}, w {tuple(w.shape)}, {pairs} pairs of {lists.k} a token"
-        raise RuleError("x has a row per token or per pair, w is contiguous, both have one K", got, "Pass matching tensors")
+        raise RuleError(
+            "x has a row per token or per pair, w is contiguous, both have one K",
+            got,
+            "Pass matching tensors",
+        )
     y = torch.empty(pairs, n, dtype=x.dtype, device=x.device)
     if pairs:
         per_row = pairs // len(x)
@@ -286,5 +337,7 @@ def combine(parts: Tensor, weights: Tensor) -> Tensor:
     (tokens, k), n = weights.shape, parts.shape[1]
     y = torch.empty(tokens, n, dtype=parts.dtype, device=parts.device)
     if tokens:
-        combine_kernel[(tokens, triton.cdiv(n, 1024))](parts, weights, y, N=n, K=k, COLUMNS=1024, num_warps=4, enable_fp_fusion=False)
+        combine_kernel[(tokens, triton.cdiv(n, 1024))](
+            parts, weights, y, N=n, K=k, COLUMNS=1024, num_warps=4, enable_fp_fusion=False
+        )
     return y

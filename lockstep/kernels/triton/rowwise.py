@@ -1,9 +1,12 @@
-"""What a model does to rows between its GEMMs, on the GPU: norms, rotations, gates, biases. One row at a time, float32 inside.
+"""What a model does to rows between its GEMMs, on the GPU: norms, rotations, gates, biases. One row
+at a time, float32 inside.
 
-A row's sum adds two numbers at every level, neighbours first, zeros behind the last column (`tree_sum`): its bits depend on neither the
-layout nor the number of warps, and the interpreter's are the same. Every value that a separate kernel would store is rounded to the
-storage dtype, fused or not: the norm of a sum reads the rounded sum, the rotation reads the rounded norm. Products and sums are two
-roundings each (`enable_fp_fusion=False`). The CPU's twin is `kernels/cpu/rows.py`. Knows tensors, no layers. Called by the op table.
+A row's sum adds two numbers at every level, neighbours first, zeros behind the last column
+(`tree_sum`): its bits depend on neither the layout nor the number of warps, and the interpreter's
+are the same. Every value that a separate kernel would store is rounded to the storage dtype, fused
+or not: the norm of a sum reads the rounded sum, the rotation reads the rounded norm. Products and
+sums are two roundings each (`enable_fp_fusion=False`). The CPU's twin is `kernels/cpu/rows.py`.
+Knows tensors, no layers. Called by the op table.
 """
 
 from __future__ import annotations
@@ -18,9 +21,15 @@ from torch import Tensor
 from lockstep.kernels.triton.gemm import row_stride
 from lockstep.types import RuleError
 
-SILU, GELU, GELU_TANH, RELU, SIGMOID, CAP, CLAMPED = (tl.constexpr(kind) for kind in range(7))  # what is done to an element
+SILU, GELU, GELU_TANH, RELU, SIGMOID, CAP, CLAMPED = (
+    tl.constexpr(kind) for kind in range(7)
+)  # what is done to an element
 NEGATIVE_LOG2E = tl.constexpr(-1.4426950408889634)
-ROOT_HALF, TANH_SCALE, TANH_CUBE = tl.constexpr(0.7071067811865476), tl.constexpr(0.7978845608028654), tl.constexpr(0.044715)
+ROOT_HALF, TANH_SCALE, TANH_CUBE = (
+    tl.constexpr(0.7071067811865476),
+    tl.constexpr(0.7978845608028654),
+    tl.constexpr(0.044715),
+)
 COLUMNS = 1024  # of a row, that one program of an elementwise kernel does
 HEADS = 8  # of a token, that one program of `qk_norm_rope` does
 
@@ -83,7 +92,9 @@ def rms_norm_kernel(x, residual, weight, y, total, x_stride, residual_stride, ep
     inside = column < N
     value = tl.load(x + row * x_stride * 8 + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        value += tl.load(residual + row * residual_stride * 8 + column, mask=inside, other=0.0).to(tl.float32)
+        value += tl.load(residual + row * residual_stride * 8 + column, mask=inside, other=0.0).to(
+            tl.float32
+        )
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + row * N + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
@@ -94,13 +105,17 @@ def rms_norm_kernel(x, residual, weight, y, total, x_stride, residual_stride, ep
 
 
 @triton.jit
-def layer_norm_kernel(x, weight, bias, y, x_stride, eps, N: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr):
+def layer_norm_kernel(
+    x, weight, bias, y, x_stride, eps, N: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr
+):
     """One row: (x - mean) / sqrt(var + eps) · weight + bias."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < N
     value = tl.load(x + row * x_stride * 8 + column, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.div_rn(tree_sum(tl.reshape(value, [1, WIDTH]), 1, WIDTH, LEVELS), tl.full([1], N, tl.float32))
+    mean = tl.div_rn(
+        tree_sum(tl.reshape(value, [1, WIDTH]), 1, WIDTH, LEVELS), tl.full([1], N, tl.float32)
+    )
     centred = tl.where(inside, value - mean, 0.0)
     squares = tree_sum(tl.reshape(centred * centred, [1, WIDTH]), 1, WIDTH, LEVELS)
     scaled = centred * inverse_root(squares, eps, 1, N)
@@ -120,13 +135,16 @@ def normed(value, scale, weight_at, inside, dtype: tl.constexpr):
 def qk_norm_rope_kernel(x, weights, cos, sin, q, k, x_stride, heads, kv_heads, eps, D: tl.constexpr, WIDTH: tl.constexpr,
                         LEVELS: tl.constexpr, HALF: tl.constexpr, HALF_WIDTH: tl.constexpr, TAIL_WIDTH: tl.constexpr,
                         BLOCK: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr):  # fmt: skip
-    """BLOCK heads of one token, queries then keys: normed if NORM, the first 2 * HALF columns turned, the others as they are."""
+    """BLOCK heads of one token, queries then keys: normed if NORM, the first 2 * HALF columns
+    turned, the others as they are."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = (head < heads + kv_heads)[:, None]
     is_key = head >= heads
     source = (x + token * x_stride * 8 + head * D)[:, None]
-    target = tl.where(is_key, k + (token * kv_heads + head - heads) * D, q + (token * heads + head) * D)[:, None]
+    target = tl.where(
+        is_key, k + (token * kv_heads + head - heads) * D, q + (token * heads + head) * D
+    )[:, None]
     weight_row = weights + tl.where(is_key, D, 0)[:, None]
     dtype: tl.constexpr = q.dtype.element_ty
     scale = tl.full([BLOCK], 1.0, tl.float32)
@@ -159,8 +177,11 @@ def qk_norm_rope_kernel(x, weights, cos, sin, q, k, x_stride, heads, kv_heads, e
 
 
 @triton.jit
-def gate_kernel(x, y, x_stride, alpha, limit, N: tl.constexpr, KIND: tl.constexpr, COLUMNS: tl.constexpr):
-    """act(gate) · up of columns [0, N) and [N, 2N); CLAMPED: (up + 1) · gate · sigmoid(alpha · gate) within the limits."""
+def gate_kernel(
+    x, y, x_stride, alpha, limit, N: tl.constexpr, KIND: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """act(gate) · up of columns [0, N) and [N, 2N); CLAMPED: (up + 1) · gate · sigmoid(alpha ·
+    gate) within the limits."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < N
@@ -176,7 +197,17 @@ def gate_kernel(x, y, x_stride, alpha, limit, N: tl.constexpr, KIND: tl.constexp
 
 
 @triton.jit
-def map_kernel(x, bias, y, x_stride, number, N: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, COLUMNS: tl.constexpr):
+def map_kernel(
+    x,
+    bias,
+    y,
+    x_stride,
+    number,
+    N: tl.constexpr,
+    KIND: tl.constexpr,
+    BIAS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """act(x), or x + bias where BIAS."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -230,7 +261,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + residual, both [rows, n], rounded; and the `rms_norm` of that: the same bits as two calls."""
+    """x + residual, both [rows, n], rounded; and the `rms_norm` of that: the same bits as two
+    calls."""
     if x.shape != residual.shape or x.dtype != residual.dtype:
         got = f"{tuple(x.shape)} {x.dtype} and {tuple(residual.shape)} {residual.dtype}"
         raise RuleError("x and the residual have one shape and dtype", got, "Pass matching rows")
@@ -254,18 +286,27 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return y
 
 
-def qk_norm_rope(x: Tensor, spec: Rotation, weights: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """x [t, at least (heads + kv_heads) · d], queries then keys → q [t, heads, d] and k [t, kv_heads, d].
+def qk_norm_rope(
+    x: Tensor, spec: Rotation, weights: Tensor | None, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """x [t, at least (heads + kv_heads) · d], queries then keys → q [t, heads, d] and k [t,
+    kv_heads, d].
 
-    weights [2, d], of queries and of keys, or None; cos and sin float32 [t, half], contiguous: the first 2·half columns are turned,
-    columns i and i + half together, or 2i and 2i + 1 if interleaved; the result has the first layout always.
+    weights [2, d], of queries and of keys, or None; cos and sin float32 [t, half], contiguous: the
+    first 2·half columns are turned, columns i and i + half together, or 2i and 2i + 1 if
+    interleaved; the result has the first layout always.
     """
     (t, have), half, d = x.shape, cos.shape[1], spec.d
     heads = spec.heads + spec.kv_heads
     if have < heads * d or 2 * half > d or cos.shape != sin.shape or len(cos) != t:
-        got = f"x {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}, {heads} heads of {d}"
+        got = (
+            f"x {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}, {heads} heads of "
+            f"{d}"
+        )
         raise RuleError(
-            "x holds all heads, and cos and sin turn at most a head's columns, a row per token", got, "Check the layer's shapes"
+            "x holds all heads, and cos and sin turn at most a head's columns, a row per token",
+            got,
+            "Check the layer's shapes",
         )
     q = torch.empty(t, spec.heads, d, dtype=x.dtype, device=x.device)
     k = torch.empty(t, spec.kv_heads, d, dtype=x.dtype, device=x.device)
@@ -280,7 +321,8 @@ def qk_norm_rope(x: Tensor, spec: Rotation, weights: Tensor | None, cos: Tensor,
 
 
 def gate(kind: int, x: Tensor, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
-    """act(gate) · up of [rows, gate then up]; `kind` as in `kernels/cpu/rows.py`, or CLAMPED with its two numbers."""
+    """act(gate) · up of [rows, gate then up]; `kind` as in `kernels/cpu/rows.py`, or CLAMPED with
+    its two numbers."""
     n = x.shape[1] // 2
     y = new_rows(x, n)
     if len(x):

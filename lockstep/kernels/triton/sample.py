@@ -1,9 +1,12 @@
-"""Tokens and log-probabilities on the GPU, with the CPU's bits: the texts of `kernels/cpu/sample.py` in Triton.
+"""Tokens and log-probabilities on the GPU, with the CPU's bits: the texts of
+`kernels/cpu/sample.py` in Triton.
 
-Scores are compared as integers, weights are integers in units of 2^-FRACTION, noise and logarithms are single IEEE operations in float64
-(`enable_fp_fusion=False`): sums and maxima have no order, so a row is cut into parts as the device likes. What the CPU does in one pass
-over a row is here: `peak` (largest score and state), `cut` (the rank of the last token that top-k and top-p keep, found by halving),
-`noisy` (the best of a part), `pick`. Knows rows; knows nothing of requests. Called by lockstep/sample.
+Scores are compared as integers, weights are integers in units of 2^-FRACTION, noise and logarithms
+are single IEEE operations in float64 (`enable_fp_fusion=False`): sums and maxima have no order, so
+a row is cut into parts as the device likes. What the CPU does in one pass over a row is here:
+`peak` (largest score and state), `cut` (the rank of the last token that top-k and top-p keep, found
+by halving), `noisy` (the best of a part), `pick`. Knows rows; knows nothing of requests. Called by
+lockstep/sample.
 """
 
 from __future__ import annotations
@@ -18,12 +21,27 @@ from lockstep.order import LN2 as ORDER_LN2
 from lockstep.order import LOG2E as ORDER_LOG2E
 from lockstep.types import RuleError
 
-FRACTION, ID_BITS, ID_MASK = tl.constexpr(cpu.FRACTION), tl.constexpr(cpu.ID_BITS), tl.constexpr(cpu.ID_MASK)
-OK, NAN, INFINITE, EMPTY = tl.constexpr(cpu.OK), tl.constexpr(cpu.NAN), tl.constexpr(cpu.INFINITE), tl.constexpr(cpu.EMPTY)
+FRACTION, ID_BITS, ID_MASK = (
+    tl.constexpr(cpu.FRACTION),
+    tl.constexpr(cpu.ID_BITS),
+    tl.constexpr(cpu.ID_MASK),
+)
+OK, NAN, INFINITE, EMPTY = (
+    tl.constexpr(cpu.OK),
+    tl.constexpr(cpu.NAN),
+    tl.constexpr(cpu.INFINITE),
+    tl.constexpr(cpu.EMPTY),
+)
 KEY_INF, KEY_MINUS_INF = tl.constexpr(cpu.KEY_INF), tl.constexpr(cpu.KEY_MINUS_INF)
 WORD, M0, M1, W0, W1 = (tl.constexpr(value) for value in (cpu.WORD, cpu.M0, cpu.M1, cpu.W0, cpu.W1))
-ROUND, ROUND_BITS, SQRT_HALF = tl.constexpr(cpu.ROUND), tl.constexpr(cpu.ROUND_BITS), tl.constexpr(cpu.SQRT_HALF)
-E1, E2, E3, E4, E5, E6 = (tl.constexpr(value) for value in (cpu.E1, cpu.E2, cpu.E3, cpu.E4, cpu.E5, cpu.E6))
+ROUND, ROUND_BITS, SQRT_HALF = (
+    tl.constexpr(cpu.ROUND),
+    tl.constexpr(cpu.ROUND_BITS),
+    tl.constexpr(cpu.SQRT_HALF),
+)
+E1, E2, E3, E4, E5, E6 = (
+    tl.constexpr(value) for value in (cpu.E1, cpu.E2, cpu.E3, cpu.E4, cpu.E5, cpu.E6)
+)
 LOG2E, LN2, LOW = tl.constexpr(ORDER_LOG2E), tl.constexpr(ORDER_LN2), tl.constexpr(cpu.LOW)
 LOWEST_KEY, FARTHEST = tl.constexpr(-0x7FFFFFFF), tl.constexpr(cpu.FARTHEST)
 LAST_RANK = tl.constexpr((1 << (33 + cpu.ID_BITS)) - 1)  # no rank is above it
@@ -73,18 +91,22 @@ def gumbel(word):
 
 @triton.jit
 def weight(d):
-    """exp(d) for d <= 0 in units of 2^-FRACTION, rounded to an integer; 0 below LOW, and for -inf."""
+    """exp(d) for d <= 0 in units of 2^-FRACTION, rounded to an integer; 0 below LOW, and for
+    -inf."""
     t = d * LOG2E
     r = t + ROUND
     f = t - (r - ROUND)
     y = (((((f * E6 + E5) * f + E4) * f + E3) * f + E2) * f + E1) * f + 1.0
-    power = ((r.to(tl.int64, bitcast=True) - ROUND_BITS + (1023 + FRACTION)) << 52).to(tl.float64, bitcast=True)
+    power = ((r.to(tl.int64, bitcast=True) - ROUND_BITS + (1023 + FRACTION)) << 52).to(
+        tl.float64, bitcast=True
+    )
     return tl.where(d > LOW, (y * power + ROUND).to(tl.int64, bitcast=True) - ROUND_BITS, 0)
 
 
 @triton.jit
 def philox(c0, c1, c2, k0, k1):
-    """Philox 4x32-10 of the counter (c0, c1, c2, 0) under the key (k0, k1): four words, as int64."""
+    """Philox 4x32-10 of the counter (c0, c1, c2, 0) under the key (k0, k1): four words, as
+    int64."""
     c3 = c0 * 0
     for _ in tl.static_range(10):
         p0 = c0 * M0
@@ -114,7 +136,11 @@ def score_of(key):
 @triton.jit
 def score(x, temperature):
     """A logit under the temperature; 0 is greedy and leaves it."""
-    return tl.where(temperature == 0.0, x, tl.div_rn(x, tl.where(temperature == 0.0, 1.0, temperature) + tl.zeros_like(x)) + 0.0)
+    return tl.where(
+        temperature == 0.0,
+        x,
+        tl.div_rn(x, tl.where(temperature == 0.0, 1.0, temperature) + tl.zeros_like(x)) + 0.0,
+    )
 
 
 # ---- rows ----
@@ -129,8 +155,11 @@ def part_of(vocab, PARTS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["vocab"])
-def peak_kernel(logits, floats, peaks, vocab, TEMPERED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key of a part, and its largest magnitude as bits: peaks int32 [rows, PARTS, 2]."""
+def peak_kernel(
+    logits, floats, peaks, vocab, TEMPERED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The largest key of a part, and its largest magnitude as bits: peaks int32 [rows, PARTS,
+    2]."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(floats + row * 3).to(tl.float32) if TEMPERED else 0.0
     begin, end = part_of(vocab, PARTS, BLOCK)
@@ -139,9 +168,13 @@ def peak_kernel(logits, floats, peaks, vocab, TEMPERED: tl.constexpr, PARTS: tl.
     for first in range(begin, end, BLOCK):
         token = first + tl.arange(0, BLOCK)
         inside = token < end
-        x = score(tl.load(logits + row * vocab + token, mask=inside, other=float("-inf")), temperature)
+        x = score(
+            tl.load(logits + row * vocab + token, mask=inside, other=float("-inf")), temperature
+        )
         top = tl.maximum(top, tl.where(inside, key_of(x), LOWEST_KEY))
-        largest = tl.maximum(largest, tl.where(inside, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
+        largest = tl.maximum(
+            largest, tl.where(inside, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+        )
     at = peaks + (row * PARTS + tl.program_id(1)) * 2
     tl.store(at, tl.max(top, 0))
     tl.store(at + 1, tl.max(largest, 0))
@@ -164,7 +197,10 @@ def reach(logits, row, temperature, top_key, limit, vocab, BLOCK: tl.constexpr):
     top = score_of(top_key).to(tl.float64)
     for first in range(0, vocab, BLOCK):
         token = first + tl.arange(0, BLOCK)
-        x = score(tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf")), temperature)
+        x = score(
+            tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf")),
+            temperature,
+        )
         rank = ((top_key.to(tl.int64) - key_of(x).to(tl.int64)) << ID_BITS) | token
         near = (token < vocab) & (x > float("-inf")) & (rank <= limit)
         count += near.to(tl.int64)
@@ -174,7 +210,8 @@ def reach(logits, row, temperature, top_key, limit, vocab, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["vocab"])
 def cut_kernel(logits, floats, ints, peaks, last, vocab, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The rank of the last token that top-k and then top-p keep, int64 [rows]: the least rank that reaches enough."""
+    """The rank of the last token that top-k and then top-p keep, int64 [rows]: the least rank that
+    reaches enough."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(floats + row * 3).to(tl.float32)
     top_p = tl.load(floats + row * 3 + 1)
@@ -208,8 +245,11 @@ def cut_kernel(logits, floats, ints, peaks, last, vocab, PARTS: tl.constexpr, BL
 
 
 @triton.jit(do_not_specialize=["vocab"])
-def noisy_kernel(logits, floats, ints, peaks, last, best, vocab, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The best of a part, score plus noise, lowest id among equals: best int64 [rows, PARTS], (key << ID_BITS) + ID_MASK - id."""
+def noisy_kernel(
+    logits, floats, ints, peaks, last, best, vocab, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The best of a part, score plus noise, lowest id among equals: best int64 [rows, PARTS], (key
+    << ID_BITS) + ID_MASK - id."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(floats + row * 3).to(tl.float32)
     min_log = tl.where(temperature == 0.0, float("-inf"), tl.load(floats + row * 3 + 2))
@@ -229,9 +269,14 @@ def noisy_kernel(logits, floats, ints, peaks, last, best, vocab, PARTS: tl.const
             for nth in tl.static_range(4):
                 token = group * 4 + nth
                 inside = token < end
-                x = score(tl.load(logits + row * vocab + token, mask=inside, other=float("-inf")), temperature)
+                x = score(
+                    tl.load(logits + row * vocab + token, mask=inside, other=float("-inf")),
+                    temperature,
+                )
                 rank = ((top_key.to(tl.int64) - key_of(x).to(tl.int64)) << ID_BITS) | token
-                kept = (rank <= farthest) & (x.to(tl.float64) - top >= min_log) & (x > float("-inf"))
+                kept = (
+                    (rank <= farthest) & (x.to(tl.float64) - top >= min_log) & (x > float("-inf"))
+                )
                 noise = gumbel(words[nth]).to(tl.float32)
                 y = tl.where(temperature == 0.0, x, x + noise)
                 place = (key_of(y).to(tl.int64) << ID_BITS) + (ID_MASK - token)
@@ -272,8 +317,21 @@ def log_prob(x, top, log_sum):
 
 
 @triton.jit(do_not_specialize=["vocab", "few"])
-def describe_kernel(logits, tokens, peaks, sums, chosen, top_ids, top_logs, vocab, few, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """A row's log-probabilities: of its token, and of the best few, each the least rank behind the one before."""
+def describe_kernel(
+    logits,
+    tokens,
+    peaks,
+    sums,
+    chosen,
+    top_ids,
+    top_logs,
+    vocab,
+    few,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A row's log-probabilities: of its token, and of the best few, each the least rank behind the
+    one before."""
     row = tl.program_id(0).to(tl.int64)
     top_key, state = peak_of(peaks, row, PARTS)
     token = tl.load(tokens + row)
@@ -294,7 +352,10 @@ def describe_kernel(logits, tokens, peaks, sums, chosen, top_ids, top_logs, voca
             before = tl.min(least, 0)
             found = before & ID_MASK
             tl.store(top_ids + row * few + nth, found)
-            tl.store(top_logs + row * few + nth, log_prob(tl.load(logits + row * vocab + found), top, log_sum))
+            tl.store(
+                top_logs + row * few + nth,
+                log_prob(tl.load(logits + row * vocab + found), top, log_sum),
+            )
     else:
         tl.store(chosen + row, float("nan"))
         for nth in range(0, few):
@@ -307,16 +368,27 @@ def describe_kernel(logits, tokens, peaks, sums, chosen, top_ids, top_logs, voca
 
 def check_logits(logits: Tensor) -> None:
     """Contiguous float32 [rows, vocabulary]."""
-    if logits.dtype != torch.float32 or logits.ndim != 2 or not logits.is_contiguous() or not 1 <= logits.shape[1] <= cpu.MAX_VOCAB:
+    if (
+        logits.dtype != torch.float32
+        or logits.ndim != 2
+        or not logits.is_contiguous()
+        or not 1 <= logits.shape[1] <= cpu.MAX_VOCAB
+    ):
         got = f"{logits.dtype} {tuple(logits.shape)}, strides {logits.stride()}"
-        raise RuleError(f"logits are contiguous float32 [rows, V], V from 1 to {cpu.MAX_VOCAB}", got, "Pass them so")
+        raise RuleError(
+            f"logits are contiguous float32 [rows, V], V from 1 to {cpu.MAX_VOCAB}",
+            got,
+            "Pass them so",
+        )
 
 
 def choose_rows(logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool) -> tuple[Tensor, Tensor]:
-    """(tokens, states) int64 [rows] of logits float32 [rows, V]: `kernels.cpu.sample_rows.choose_rows`, bit for bit.
+    """(tokens, states) int64 [rows] of logits float32 [rows, V]:
+    `kernels.cpu.sample_rows.choose_rows`, bit for bit.
 
-    floats float64 [rows, 3] temperature, top-p, ln of min-p; ints int64 [rows, 5] top-k, position, index, the words of the seed.
-    `cuts`: some row has a top-k below V or a top-p below 1; where none has, that search is not launched.
+    floats float64 [rows, 3] temperature, top-p, ln of min-p; ints int64 [rows, 5] top-k, position,
+    index, the words of the seed. `cuts`: some row has a top-k below V or a top-p below 1; where
+    none has, that search is not launched.
     """
     check_logits(logits)
     (rows, vocab), device = logits.shape, logits.device
@@ -335,7 +407,8 @@ def choose_rows(logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool) -> tup
 
 
 def describe_rows(logits: Tensor, token_ids: Tensor, few: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities float32 [rows] of token_ids int64 [rows] (-1: none), and of the best few: ids int64, logs float32 [rows, few]."""
+    """Log-probabilities float32 [rows] of token_ids int64 [rows] (-1: none), and of the best few:
+    ids int64, logs float32 [rows, few]."""
     check_logits(logits)
     (rows, vocab), device = logits.shape, logits.device
     peaks = torch.empty(rows, PARTS, 2, dtype=torch.int32, device=device)
@@ -347,5 +420,7 @@ def describe_rows(logits: Tensor, token_ids: Tensor, few: int) -> tuple[Tensor, 
         options = {"PARTS": PARTS, "BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": False}
         peak_kernel[(rows, PARTS)](logits, chosen, peaks, vocab, TEMPERED=False, **options)
         weigh_kernel[(rows, PARTS)](logits, peaks, sums, vocab, **options)
-        describe_kernel[(rows,)](logits, token_ids, peaks, sums, chosen, top_ids, top_logs, vocab, few, **options)
+        describe_kernel[(rows,)](
+            logits, token_ids, peaks, sums, chosen, top_ids, top_logs, vocab, few, **options
+        )
     return chosen, top_ids, top_logs

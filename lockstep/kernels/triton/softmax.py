@@ -1,8 +1,10 @@
-"""The order of a row's softmax on a GPU, in pieces that every attention kernel shares: scores to weights, row sum, fold, output.
+"""The order of a row's softmax on a GPU, in pieces that every attention kernel shares: scores to
+weights, row sum, fold, output.
 
-Each piece is written so that its bits do not depend on the launch shape (`docs/numerics.md`): fma where one rounding is meant, the rescale
-from the difference of maxima, row sums whose every level adds exactly two numbers. Kernels are compiled with `enable_fp_fusion=False`,
-so what is written as a product and a sum stays two roundings. Knows tensors of one block; no addresses, no requests.
+Each piece is written so that its bits do not depend on the launch shape (`docs/numerics.md`): fma
+where one rounding is meant, the rescale from the difference of maxima, row sums whose every level
+adds exactly two numbers. Kernels are compiled with `enable_fp_fusion=False`, so what is written as
+a product and a sum stays two roundings. Knows tensors of one block; no addresses, no requests.
 """
 
 import triton
@@ -14,7 +16,8 @@ TWO_LOG2E = tl.constexpr(2.8853900817779268)
 
 @triton.jit
 def row_sum(p, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """Sum over a tile, two by two. Column 8k + 2t + b: first the pairs b, then k, neighbours first, then t."""
+    """Sum over a tile, two by two. Column 8k + 2t + b: first the pairs b, then k, neighbours first,
+    then t."""
     x = tl.sum(tl.reshape(p, [ROWS, TILE // 8, 4, 2]), 3)
     if TILE >= 128:
         x = tl.sum(tl.reshape(x, [ROWS, 8, 2, 4]), 2)
@@ -36,7 +39,8 @@ def tanh(x):
 
 @triton.jit
 def weigh(x, seen, m, l, c, pre, CAP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """Scores x of a tile to weights. Returns p, the rescale of what was before, the new maximum and the new sum."""
+    """Scores x of a tile to weights. Returns p, the rescale of what was before, the new maximum and
+    the new sum."""
     if CAP:
         x = tanh(x * pre)
     x = tl.where(seen, x, float("-inf"))
@@ -49,7 +53,8 @@ def weigh(x, seen, m, l, c, pre, CAP: tl.constexpr, ROWS: tl.constexpr, TILE: tl
 
 @triton.jit
 def fold(M, L, A, m, l, a):
-    """Adds the state (m, l, a) of a split to the total (M, L, A). Maxima in log2 units; a state that saw nothing adds nothing."""
+    """Adds the state (m, l, a) of a split to the total (M, L, A). Maxima in log2 units; a state
+    that saw nothing adds nothing."""
     top = tl.maximum(M, m)
     base = tl.where(top == float("-inf"), 0.0, top)
     x = tl.exp2(M - base)
@@ -59,7 +64,8 @@ def fold(M, L, A, m, l, a):
 
 @triton.jit
 def divide(a, b):
-    """a / b, [R, D] by [R]: the reciprocal correctly rounded, a product, one correction. The same text in every kernel."""
+    """a / b, [R, D] by [R]: the reciprocal correctly rounded, a product, one correction. The same
+    text in every kernel."""
     r = tl.div_rn(tl.full(b.shape, 1.0, tl.float32), b)[:, None]
     q = a * r
     return tl.fma(tl.fma(-q, b[:, None], a), r, q)
@@ -67,7 +73,8 @@ def divide(a, b):
 
 @triton.jit
 def finish(M, L, A, sink2, v_scale):
-    """The sink as one more fold, the division, the scale. Returns the output and the natural log of the denominator."""
+    """The sink as one more fold, the division, the scale. Returns the output and the natural log of
+    the denominator."""
     top = tl.maximum(M, sink2)
     base = tl.where(top == float("-inf"), 0.0, top)
     x = tl.exp2(M - base)

@@ -1,6 +1,8 @@
-"""Launch shapes: how many rows a block has, how many warps, and who is split over programs. Speed only: no entry changes a bit.
+"""Launch shapes: how many rows a block has, how many warps, and who is split over programs. Speed
+only: no entry changes a bit.
 
-Chosen by lengths and head sizes, on the host, in the backend's `lower`. The figures behind the table are in `docs/performance.md`.
+Chosen by lengths and head sizes, on the host, in the backend's `lower`. The figures behind the
+table are in `docs/performance.md`.
 """
 
 from __future__ import annotations
@@ -15,18 +17,23 @@ from lockstep.types import GroupSpec, Layout
 
 FEW = 16  # rows (token, head) of a request that still make one small block
 PROGRAMS = 264  # two per multiprocessor: fewer whole blocks than this are split over programs
-LONE_ITEMS = 264  # splits of small blocks up to which the warp-specialised kernel is faster: it fetches a whole split at once
+# splits of small blocks up to which the warp-specialised kernel is faster: it fetches a whole split
+# at once
+LONE_ITEMS = 264
 TOKENS = 96  # rows of a request from which a block of 128 tokens is worth while
 HOPPER_ITEMS = 100
 
 
 def few(spec: GroupSpec, tree: bool = False) -> Tuning:
-    """One small block per request and kv head, a program per split. A tree's second loop needs twice the registers."""
+    """One small block per request and kv head, a program per split. A tree's second loop needs
+    twice the registers."""
     if narrow(spec):
         return some(spec, tree)
     if spec.d_v > 256:
         return Tuning(rows=16, warps=8 if tree else 4, stages=2, parts=True, fold_rows=1)
-    return Tuning(rows=16, warps=8 if tree else 4, stages=4, parts=True, fold_rows=4 if spec.d_v <= 128 else 2)
+    return Tuning(
+        rows=16, warps=8 if tree else 4, stages=4, parts=True, fold_rows=4 if spec.d_v <= 128 else 2
+    )
 
 
 def some(spec: GroupSpec, tree: bool = False) -> Tuning:
@@ -34,8 +41,16 @@ def some(spec: GroupSpec, tree: bool = False) -> Tuning:
     if tree and spec.d_v > 128 and not narrow(spec):
         return few(spec, tree)
     if spec.d_v > 256:
-        return Tuning(rows=64, warps=8, stages=1 if narrow(spec) or tree else 2, parts=True, fold_rows=1)
-    return Tuning(rows=64, warps=4 if max(spec.d_qk, spec.d_v) < 128 and not tree else 8, stages=2, parts=True, fold_rows=2)
+        return Tuning(
+            rows=64, warps=8, stages=1 if narrow(spec) or tree else 2, parts=True, fold_rows=1
+        )
+    return Tuning(
+        rows=64,
+        warps=4 if max(spec.d_qk, spec.d_v) < 128 and not tree else 8,
+        stages=2,
+        parts=True,
+        fold_rows=2,
+    )
 
 
 def many(spec: GroupSpec, tree: bool = False) -> Tuning:
@@ -52,7 +67,8 @@ def many(spec: GroupSpec, tree: bool = False) -> Tuning:
 
 
 def narrow(spec: GroupSpec) -> bool:
-    """Keys of one byte: blocks under 64 rows would use mma.sync, whose operands, widened in registers, are regrouped along K."""
+    """Keys of one byte: blocks under 64 rows would use mma.sync, whose operands, widened in
+    registers, are regrouped along K."""
     return spec.kv_dtype == "float8_e4m3"
 
 
@@ -61,7 +77,8 @@ HOPPER_TOKENS = Tuning(rows=128, warps=4, stages=2, parts=False, hopper=True)
 
 
 def hopper_serves(spec: GroupSpec, tree: bool, order: AttentionOrder) -> bool:
-    """Whether the warp-specialised kernels can do a group: head sizes, pages and features that they know."""
+    """Whether the warp-specialised kernels can do a group: head sizes, pages and features that they
+    know."""
     return (
         spec.layout in (Layout.DENSE, Layout.CROSS)
         and spec.d_qk == spec.d_v
@@ -75,7 +92,8 @@ def hopper_serves(spec: GroupSpec, tree: bool, order: AttentionOrder) -> bool:
 
 
 def lone(spec: GroupSpec, rows: Rows, small: NDArray[np.bool_], splits: Splits) -> bool:
-    """Whether the small requests have so few splits, over all kv heads, that each can have a multiprocessor of its own, or nearly."""
+    """Whether the small requests have so few splits, over all kv heads, that each can have a
+    multiprocessor of its own, or nearly."""
     first = rows.q_indptr[:-1][small]
     if not len(first):
         return False
@@ -84,12 +102,16 @@ def lone(spec: GroupSpec, rows: Rows, small: NDArray[np.bool_], splits: Splits) 
 
 
 def group_of(spec: GroupSpec, tuning: Tuning) -> int:
-    """Query heads that share a block's rows: those of a kv head, or one where a block is tokens of one head."""
+    """Query heads that share a block's rows: those of a kv head, or one where a block is tokens of
+    one head."""
     return 1 if tuning.hopper and not tuning.parts else spec.group_size
 
 
-def choose(spec: GroupSpec, rows: Rows, hopper: bool, tree: bool, splits: Splits) -> list[tuple[Tuning, NDArray[np.int64]]]:
-    """Launch shapes and the requests each serves. `hopper`: the warp-specialised kernels may be used."""
+def choose(
+    spec: GroupSpec, rows: Rows, hopper: bool, tree: bool, splits: Splits
+) -> list[tuple[Tuning, NDArray[np.int64]]]:
+    """Launch shapes and the requests each serves. `hopper`: the warp-specialised kernels may be
+    used."""
     lens = np.diff(rows.q_indptr).astype(np.int64)
     flat = lens * spec.group_size
     small = (lens > 0) & (flat <= FEW)
@@ -100,5 +122,9 @@ def choose(spec: GroupSpec, rows: Rows, hopper: bool, tree: bool, splits: Splits
     whole = many(spec, tree)
     blocks = int((-(-flat[rest] // whole.rows)).sum()) * spec.kv_heads
     little = HOPPER_ROWS if hopper and lone(spec, rows, small, splits) else few(spec, tree)
-    chosen = ((little, small), (some(spec, tree) if blocks < PROGRAMS else whole, rest), (HOPPER_TOKENS, long))
+    chosen = (
+        (little, small),
+        (some(spec, tree) if blocks < PROGRAMS else whole, rest),
+        (HOPPER_TOKENS, long),
+    )
     return [(tuning, np.flatnonzero(mask)) for tuning, mask in chosen if mask.any()]

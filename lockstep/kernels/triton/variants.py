@@ -1,7 +1,9 @@
-"""Every kernel variant that may be launched on sm_90, as data: what `lockstep kernels --compile` compiles and CI looks at.
+"""Every kernel variant that may be launched on sm_90, as data: what `lockstep kernels --compile`
+compiles and CI looks at.
 
-A variant is a kernel, its compile-time constants, the types of its arguments and its launch shape. Page size, lengths, strides, windows,
-group sizes and head counts are run-time values and make no variants. Knows the tunings; knows nothing of how one compiles.
+A variant is a kernel, its compile-time constants, the types of its arguments and its launch shape.
+Page size, lengths, strides, windows, group sizes and head counts are run-time values and make no
+variants. Knows the tunings; knows nothing of how one compiles.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from lockstep.order import SM90, attention_order
 from lockstep.types import AttnSpec, GroupSpec, Layout
 
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3": "fp8e4nv"}
-KNOWN_SPILLS = {  # 64 rows of 512 values and their widened keys do not fit in 255 registers; neither does a latent tree's second loop
+# 64 rows of 512 values and their widened keys do not fit in 255 registers; neither does a latent
+# tree's second loop
+KNOWN_SPILLS = {
     (576, "some", "float8_e4m3", False): 64,
     (576, "few", "bfloat16", True): 16,
     (576, "some", "bfloat16", True): 16,
@@ -26,7 +30,8 @@ HEADS = ((64, 64), (128, 128), (256, 256), (192, 128), (576, 512))
 
 @dataclass(frozen=True)
 class Variant:
-    """One binary. `kernel` names a function of this folder as module:function; `types` maps its arguments to Triton's types."""
+    """One binary. `kernel` names a function of this folder as module:function; `types` maps its
+    arguments to Triton's types."""
 
     name: str
     kernel: str
@@ -44,19 +49,44 @@ def group(d_qk: int, d_v: int, kv: str, cap: bool = False) -> GroupSpec:
     latent = d_qk > 512
     layout, heads, kv_heads = (Layout.LATENT, 128, 1) if latent else (Layout.DENSE, 32, 8)
     attn = AttnSpec(scale=d_qk**-0.5, soft_cap=30.0 if cap else None)
-    return GroupSpec(layout, heads, kv_heads, d_qk, d_v, (attn,), kv_dtype="bfloat16" if kv == "float16" else kv)
+    return GroupSpec(
+        layout, heads, kv_heads, d_qk, d_v, (attn,), kv_dtype="bfloat16" if kv == "float16" else kv
+    )
 
 
-def attend(d_qk: int, d_v: int, shape_name: str, kv: str = "bfloat16", cap: bool = False, tree: bool = False) -> Variant:
+def attend(
+    d_qk: int,
+    d_v: int,
+    shape_name: str,
+    kv: str = "bfloat16",
+    cap: bool = False,
+    tree: bool = False,
+) -> Variant:
     """The plain kernel."""
     spec = group(d_qk, d_v, kv, cap)
-    chosen: Tuning = {"few": tuning.few, "some": tuning.some, "many": tuning.many}[shape_name](spec, tree)
+    chosen: Tuning = {"few": tuning.few, "some": tuning.some, "many": tuning.many}[shape_name](
+        spec, tree
+    )
     tile = attention_order(SM90, d_qk, d_v).tile
-    shape = Shape(d_qk=d_qk, d_v=d_v, tile=tile, latent=spec.layout is Layout.LATENT, cap=cap, tree=tree)
+    shape = Shape(
+        d_qk=d_qk, d_v=d_v, tile=tile, latent=spec.layout is Layout.LATENT, cap=cap, tree=tree
+    )
     compute = "fp16" if kv == "float16" else "bf16"
-    floats = dict.fromkeys(("lse", "sinks2", "part_ml", "part_acc"), "*fp32") | dict.fromkeys(("c", "pre", "v_scale"), "fp32")
-    ints = dict.fromkeys(("items", "positions", "start", "tail_indptr", "tail_slots", "page_ids", "counters"), "*i32")
-    types = {"q": f"*{compute}", "out": f"*{compute}", "k": f"*{TYPES[kv]}", "v": f"*{TYPES[kv]}", **floats, **ints, "page_mul": "i64"}
+    floats = dict.fromkeys(("lse", "sinks2", "part_ml", "part_acc"), "*fp32") | dict.fromkeys(
+        ("c", "pre", "v_scale"), "fp32"
+    )
+    ints = dict.fromkeys(
+        ("items", "positions", "start", "tail_indptr", "tail_slots", "page_ids", "counters"), "*i32"
+    )
+    types = {
+        "q": f"*{compute}",
+        "out": f"*{compute}",
+        "k": f"*{TYPES[kv]}",
+        "v": f"*{TYPES[kv]}",
+        **floats,
+        **ints,
+        "page_mul": "i64",
+    }
     feature = "".join((" cap" if cap else "", " tree" if tree else ""))
     return Variant(
         name=f"attend {d_qk}/{d_v} {shape_name} {kv}{feature}",
@@ -72,12 +102,19 @@ def attend(d_qk: int, d_v: int, shape_name: str, kv: str = "bfloat16", cap: bool
 
 def hopper(which: str, d: int, page: int) -> Variant:
     """The warp-specialised kernels."""
-    layout = "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, fp4_padded=False, cga_layout=[])"
+    layout = (
+        "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, "
+        "fp4_padded=False, cga_layout=[])"
+    )
     box = f"tensordesc<bf16[{page}, 64],{layout}>"
-    floats = dict.fromkeys(("lse", "sinks2", "part_ml", "part_acc"), "*fp32") | dict.fromkeys(("c", "v_scale"), "fp32")
+    floats = dict.fromkeys(("lse", "sinks2", "part_ml", "part_acc"), "*fp32") | dict.fromkeys(
+        ("c", "v_scale"), "fp32"
+    )
     ints = dict.fromkeys(("items", "positions", "page_ids", "counters"), "*i32")
     queries = {"q_desc": f"tensordesc<bf16[64, {d}],{layout}>", "q": "*bf16"}
-    stages = {("prefill", 128): 2, ("prefill", 64): 3, ("decode", 128): 3, ("decode", 64): 6}[which, d]
+    stages = {("prefill", 128): 2, ("prefill", 64): 3, ("decode", 128): 3, ("decode", 64): 6}[
+        which, d
+    ]
     module = {"prefill": "hopper", "decode": "hopper_decode"}[which]
     return Variant(
         name=f"{which} {d} page {page}",
@@ -86,7 +123,9 @@ def hopper(which: str, d: int, page: int) -> Variant:
         constants={"D": d, "TILE": 128, "STAGES": stages, "PAGE": page},
         warps=4,
         gluon=True,
-        known_spills=2 if (which, d) == ("prefill", 128) else 0,  # of 240 registers per thread; an address, not a value
+        known_spills=2
+        if (which, d) == ("prefill", 128)
+        else 0,  # of 240 registers per thread; an address, not a value
     )
 
 
@@ -94,15 +133,38 @@ def write(kv: str, latent: bool) -> Variant:
     """The cache's writer: 8 heads of 128, or a latent row."""
     cache = f"*{TYPES[kv]}"
     heads, d_qk, d_v, block = (1, 576, 576, 1024) if latent else (8, 128, 128, 1024)
-    types = {"k": "*bf16", "v": "*bf16", "k_cache": cache, "v_cache": cache, "slots": "*i32", "k_scale": "fp32", "v_scale": "fp32"}
-    constants = {"KV_HEADS": heads, "D_QK": d_qk, "D_V": d_v, "HAS_V": not latent, "FP8": kv == "float8_e4m3", "BLOCK": block}
-    return Variant(f"write {'latent' if latent else 'dense'} {kv}", "kv:write_kernel", types, constants, warps=4)
+    types = {
+        "k": "*bf16",
+        "v": "*bf16",
+        "k_cache": cache,
+        "v_cache": cache,
+        "slots": "*i32",
+        "k_scale": "fp32",
+        "v_scale": "fp32",
+    }
+    constants = {
+        "KV_HEADS": heads,
+        "D_QK": d_qk,
+        "D_V": d_v,
+        "HAS_V": not latent,
+        "FP8": kv == "float8_e4m3",
+        "BLOCK": block,
+    }
+    return Variant(
+        f"write {'latent' if latent else 'dense'} {kv}",
+        "kv:write_kernel",
+        types,
+        constants,
+        warps=4,
+    )
 
 
 def move(rows: int, words: int) -> Variant:
     """The cache's mover."""
     types = {"bases": "*i64", "row_words": "*i32", "moves": "*i32"}
-    return Variant(f"move {rows} rows", "kv:move_kernel", types, {"ROWS": rows, "WORDS": words}, warps=8)
+    return Variant(
+        f"move {rows} rows", "kv:move_kernel", types, {"ROWS": rows, "WORDS": words}, warps=8
+    )
 
 
 def variants() -> tuple[Variant, ...]:
@@ -112,11 +174,22 @@ def variants() -> tuple[Variant, ...]:
     shapes = ("few", "some", "many")
     found = [attend(*head, shape) for head in HEADS for shape in shapes]
     found += [attend(*head, shape, tree=True) for head in HEADS for shape in ("few", "some")]
-    found += [attend(*head, shape, cap=True) for head in ((128, 128), (256, 256)) for shape in shapes]
-    found += [attend(*head, shape, kv="float8_e4m3") for head in ((64, 64), (128, 128)) for shape in ("some", "many")]
+    found += [
+        attend(*head, shape, cap=True) for head in ((128, 128), (256, 256)) for shape in shapes
+    ]
+    found += [
+        attend(*head, shape, kv="float8_e4m3")
+        for head in ((64, 64), (128, 128))
+        for shape in ("some", "many")
+    ]
     found.append(attend(576, 512, "some", kv="float8_e4m3"))
     found += [attend(128, 128, shape, kv="float16") for shape in shapes]
-    found += [hopper(which, d, page) for which in ("prefill", "decode") for d in (64, 128) for page in (16, 32, 64, 128)]
+    found += [
+        hopper(which, d, page)
+        for which in ("prefill", "decode")
+        for d in (64, 128)
+        for page in (16, 32, 64, 128)
+    ]
     found += [write(kv, latent) for kv in ("bfloat16", "float8_e4m3") for latent in (False, True)]
     found += [move(16, 64), move(256, 64), move(4096, 4)]
     found += gemm_variants.variants()

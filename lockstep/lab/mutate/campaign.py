@@ -108,12 +108,18 @@ class Campaign:
         self.times = {u.name: u.seconds for u in self.reach.units.values()}
 
     def todo(self) -> list[Mutant]:
-        """Mutants that nobody has tried, or whose killer has changed; survivors, if any test has."""
+        """Mutants that nobody has tried, or whose killer has changed; survivors, if any test
+        has."""
         fates = self.journal.fates
-        return [m for m in self.mutants if m.id not in fates or fates[m.id].mark != self._mark(fates[m.id].killer)]
+        return [
+            m
+            for m in self.mutants
+            if m.id not in fates or fates[m.id].mark != self._mark(fates[m.id].killer)
+        ]
 
     def _mark(self, unit: str) -> str:
-        """The state of the file of a test, or, of nobody, of all tests; a cell has none but the engine's."""
+        """The state of the file of a test, or, of nobody, of all tests; a cell has none but the
+        engine's."""
         if unit:
             return self.tests.get(unit.partition("::")[0], "")
         return digest(json.dumps(self.tests, sort_keys=True).encode())
@@ -145,7 +151,8 @@ class Campaign:
                 red = [u for u, said in self._meet(group, red) if said] if group else []
 
     def confirm(self, on_step: OnStep = nobody) -> None:
-        """Runs every killer once more, alone and without a mutant; a kill by one that is red is none."""
+        """Runs every killer once more, alone and without a mutant; a kill by one that is red is
+        none."""
         killers = {fate.killer for fate in self.journal.fates.values()}
         known = sorted(killers & set(self.reach.units))
         red = {unit for unit, said in self._meet([], known, on_step, alone=True) if said}
@@ -194,7 +201,11 @@ class Campaign:
         fates, ids = self.journal.fates, {m.id for m in group}
         met = set.intersection(*(set(fates[m.id].tried) for m in group))
         wider = {key: ids <= set(key.split()) for key in {key for key, _ in self.journal.together}}
-        keys = {key for (group_ids, key), said in self.journal.together.items() if wider[group_ids] and not said}
+        keys = {
+            key
+            for (group_ids, key), said in self.journal.together.items()
+            if wider[group_ids] and not said
+        }
         return [u.name for u in self.reach.rest(met) if self._key(u.name) not in keys]
 
     def _key(self, unit: str) -> str:
@@ -202,8 +213,11 @@ class Campaign:
         mark = self._mark(unit)
         return f"{unit} {mark}" if mark else unit
 
-    def _meet(self, group: Group, units: Sequence[str], on_step: OnStep = nobody, alone: bool = False) -> list[Said]:
-        """What each unit says about a group; what the journal has is not asked again. `alone`: in a process of its own."""
+    def _meet(
+        self, group: Group, units: Sequence[str], on_step: OnStep = nobody, alone: bool = False
+    ) -> list[Said]:
+        """What each unit says about a group; what the journal has is not asked again. `alone`: in a
+        process of its own."""
         ids = " ".join(sorted(m.id for m in group))
         known = self.journal.together
         changes = combined(group, self.root)
@@ -217,15 +231,12 @@ class Campaign:
         return [(u, known[ids, self._key(u)]) for u in units]
 
     def _batch(self, units: Sequence[str], changes: Mapping[str, str]) -> Iterator[Said]:
-        """Every unit once; one that takes its process along costs the others nothing but a new one."""
+        """Every unit once; one that takes its process along costs the others nothing but a new
+        one."""
         left = list(units)
         while left:
             job = Job(
-                units=left,
-                changes=changes,
-                seconds=self.times,
-                stop=False,
-                hang_s=hang_s(changes),
+                units=left, changes=changes, seconds=self.times, stop=False, hang_s=hang_s(changes)
             )
             with self.crew.borrow() as server:
                 heard = dict(spread(list(verdicts(server.run(job))), left))

@@ -112,7 +112,9 @@ def draw(name: str, root: Path, seed: int, count: int, skip: Sequence[str] = ())
 def lot(place: Place, text: str, seed: int) -> str:
     """The place's number in the draw; the number of its line is no part of it."""
     line = text.splitlines()[place.line - 1]
-    return digest(f"{seed} {place.file} {place.operator} {place.column} {place.turn} {line}".encode())
+    return digest(
+        f"{seed} {place.file} {place.operator} {place.column} {place.turn} {line}".encode()
+    )
 
 
 def places(file: str, text: str) -> list[Place]:
@@ -147,7 +149,8 @@ def operators() -> dict[str, Any]:
 
 
 def dead_spans(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Where a mutant is no mutant, as (line, column) pairs: annotations, and the `strict=` of zip."""
+    """Where a mutant is no mutant, as (line, column) pairs: annotations, and the `strict=` of
+    zip."""
     found: list[ast.expr | None] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

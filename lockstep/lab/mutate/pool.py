@@ -67,7 +67,8 @@ class Server:
         list(self._messages())  # it says when it is ready
 
     def run(self, job: Job) -> Iterator[dict[str, Any]]:
-        """Runs a job in a tree with its changes; one that has them stays. The last message is `end`."""
+        """Runs a job in a tree with its changes; one that has them stays. The last message is
+        `end`."""
         tree = self.trees.path(self.worker)
         if self.planted != job.changes:
             self.planted = None

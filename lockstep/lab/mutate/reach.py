@@ -135,7 +135,8 @@ def frozen(lines: Mapping[str, Iterable[int]]) -> dict[str, frozenset[int]]:
 
 @dataclass(frozen=True)
 class Store:
-    """What was measured, in a folder: one file per group, and the texts that line numbers belong to."""
+    """What was measured, in a folder: one file per group, and the texts that line numbers belong
+    to."""
 
     folder: Path
     root: Path  # the repository as it is now
@@ -165,7 +166,9 @@ class Store:
         for file, digested in reached.items():
             if not (texts / digested).exists():
                 (texts / digested).write_bytes((self.root / file).read_bytes())
-        rows = [{**vars(u), "lines": {f: sorted(found) for f, found in u.lines.items()}} for u in units]
+        rows = [
+            {**vars(u), "lines": {f: sorted(found) for f, found in u.lines.items()}} for u in units
+        ]
         value = {"group": asdict(group), "sources": reached, "units": rows}
         self._path(group).write_text(json.dumps(value), encoding="utf-8")
 
@@ -183,8 +186,7 @@ class Store:
 
 
 def carried(
-    lines: Mapping[str, list[int]],
-    moved: Mapping[str, Mapping[int, int]],
+    lines: Mapping[str, list[int]], moved: Mapping[str, Mapping[int, int]]
 ) -> dict[str, frozenset[int]]:
     """Lines of a unit where they stand now; one that has changed is lost, its file is not."""
     found = {file: frozenset(seen) for file, seen in lines.items()}
@@ -194,10 +196,7 @@ def carried(
 
 
 def load(
-    store: Store,
-    asked: Iterable[Group],
-    crew: Crew,
-    on_group: Callable[[str, bool], None],
+    store: Store, asked: Iterable[Group], crew: Crew, on_group: Callable[[str, bool], None]
 ) -> Reach:
     """The map, from what is kept and what has to be measured now."""
     reach = Reach()
@@ -213,7 +212,10 @@ def whole(store: Store, group: Group, crew: Crew) -> list[Unit]:
     units = kept_or_measured(store, group, crew)
     have = {u.name for u in units}
     new = tuple(cell for cell in group.cells if cell not in have)
-    return [*units, *(kept_or_measured(store, Group(f"{group.name}+", cells=new), crew) if new else ())]
+    return [
+        *units,
+        *(kept_or_measured(store, Group(f"{group.name}+", cells=new), crew) if new else ()),
+    ]
 
 
 def kept_or_measured(store: Store, group: Group, crew: Crew) -> list[Unit]:

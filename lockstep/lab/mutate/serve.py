@@ -280,7 +280,8 @@ def run(job: dict[str, Any], orders: Lines) -> Iterator[dict[str, Any]]:
 
 
 def watched(job: Message, lines: Lines, orders: Lines) -> Generator[Message, None, Message]:
-    """The messages of a child until it has no more to say, or too much time has passed; returns how it ended."""
+    """The messages of a child until it has no more to say, or too much time has passed; returns how
+    it ended."""
     begin = since = time.monotonic()
     unit = ""
     while (end := overdue(job, unit, begin, since, orders)) is None:

@@ -39,7 +39,8 @@ def listed(root: Path) -> list[str]:
 
 
 def digests(root: Path) -> dict[str, str]:
-    """Digest of every Python file of the package and the tests, and of what configures them; but of these tools."""
+    """Digest of every Python file of the package and the tests, and of what configures them; but of
+    these tools."""
     found = [n for n in listed(root) if n.startswith(("lockstep/", "tests/")) and n.endswith(".py")]
     named = [n for n in found if not n.startswith(OWN)]
     return {name: digest((root / name).read_bytes()) for name in [*named, "pyproject.toml"]}

@@ -73,11 +73,7 @@ def window_of(config: Config, layer: int) -> int | None:
 
 
 def dense_layer(
-    x: Tensor,
-    config: Config,
-    w: Weights,
-    kind: GroupedQuery,
-    mlp_bias: bool = False,
+    x: Tensor, config: Config, w: Weights, kind: GroupedQuery, mlp_bias: bool = False
 ) -> Tensor:
     """Grouped-query attention and a gated feed-forward, each behind its norm."""
     return pre_norm(
@@ -118,11 +114,7 @@ def qwen3_attention(config: Config, window: int | None) -> GroupedQuery:
     """Queries and keys are normed head by head, before they turn."""
     bias = config["attention_bias"]
     return GroupedQuery(
-        config["rope_parameters"],
-        window=window,
-        qkv_bias=bias,
-        out_bias=bias,
-        qk_norm=True,
+        config["rope_parameters"], window=window, qkv_bias=bias, out_bias=bias, qk_norm=True
     )
 
 

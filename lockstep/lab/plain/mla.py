@@ -39,10 +39,7 @@ def queries(x: Tensor, config: Config, weights: Weights, turn: Rotation) -> Tens
 
 
 def keys_and_values(
-    x: Tensor,
-    config: Config,
-    weights: Weights,
-    turn: Rotation,
+    x: Tensor, config: Config, weights: Weights, turn: Rotation
 ) -> tuple[Tensor, Tensor]:
     """Keys [n, heads, nope + rope], the rope part the same for all, and values [n, heads, v]."""
     compressed = linear(x, weights, "kv_a_proj_with_mqa", config["attention_bias"])

@@ -25,7 +25,8 @@ class Rotation(NamedTuple):
 
 
 def rotation(params: Config, dim: int, config: Config, length: int) -> Rotation:
-    """Of rows at positions 0…length-1, by some of a config's rope_parameters; `dim` columns turn."""
+    """Of rows at positions 0…length-1, by some of a config's rope_parameters; `dim` columns
+    turn."""
     factor = attention_factor(params, config["max_position_embeddings"])
     positions = torch.arange(length, dtype=torch.float64)[:, None, None]
     angles = positions * frequencies(params, dim, config)

@@ -1,8 +1,10 @@
 """Historical bugs of this field, put back on purpose: the lab must go red.
 
-A revert is a file here. Its docstring is the case file; `TARGET` names the function it replaces, `revert(old)` makes the old, wrong one,
-and every cell in `CELLS` must fail. The engine holds no bug code: `swapped` puts the wrong function in place, wherever it was imported,
-and takes it out in `finally`. A target that vanished or changed its parameters is an error, so refactoring cannot disarm a revert.
+A revert is a file here. Its docstring is the case file; `TARGET` names the function it replaces,
+`revert(old)` makes the old, wrong one, and every cell in `CELLS` must fail. The engine holds no bug
+code: `swapped` puts the wrong function in place, wherever it was imported, and takes it out in
+`finally`. A target that vanished or changed its parameters is an error, so refactoring cannot
+disarm a revert.
 """
 
 from __future__ import annotations
@@ -50,13 +52,30 @@ def load(name: str) -> Revert:
     if name not in names():
         close = get_close_matches(name, names(), 1)
         raise RuleError(
-            "a revert is a file in lab/reverts", repr(name), f"Did you mean {close[0]}?" if close else "See `lockstep lab reverts --list`"
+            "a revert is a file in lab/reverts",
+            repr(name),
+            f"Did you mean {close[0]}?" if close else "See `lockstep lab reverts --list`",
         )
     module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
     title, story = parse(name, module.__doc__ or "")
-    related, crash, equivalent = getattr(module, "RELATED", ()), getattr(module, "CRASH", False), getattr(module, "EQUIVALENT", "")
+    related, crash, equivalent = (
+        getattr(module, "RELATED", ()),
+        getattr(module, "CRASH", False),
+        getattr(module, "EQUIVALENT", ""),
+    )
     cells = getattr(module, "CELLS", ()) if equivalent else module.CELLS
-    return Revert(name, title, story, module.SOURCE, module.TARGET, tuple(cells), tuple(related), crash, equivalent, module.revert)
+    return Revert(
+        name,
+        title,
+        story,
+        module.SOURCE,
+        module.TARGET,
+        tuple(cells),
+        tuple(related),
+        crash,
+        equivalent,
+        module.revert,
+    )
 
 
 def parse(name: str, text: str) -> tuple[str, dict[str, str]]:
@@ -72,22 +91,31 @@ def parse(name: str, text: str) -> tuple[str, dict[str, str]]:
             story[section] = f"{story[section]}\n{line.strip()}".strip()
     missing = [s for s in SECTIONS if not story.get(s)]
     if not title or missing:
-        raise RuleError(f"a case file has a title and the sections {', '.join(SECTIONS)}", f"{name} without {missing}", "Write them")
+        raise RuleError(
+            f"a case file has a title and the sections {', '.join(SECTIONS)}",
+            f"{name} without {missing}",
+            "Write them",
+        )
     return title, story
 
 
 @contextmanager
 def swapped(revert: Revert) -> Iterator[None]:
-    """Puts the wrong function in place of the right one, in every module that holds it, and always takes it out again."""
+    """Puts the wrong function in place of the right one, in every module that holds it, and always
+    takes it out again."""
     owner, attribute, old = resolve(revert.target)
     new = revert.make(old)
     want, have = (list(inspect.signature(f).parameters) for f in (old, new))
     if want != have:
         raise RuleError(
-            f"{revert.name} replaces {revert.target}({', '.join(want)})", f"({', '.join(have)})", "Adapt the revert to the target"
+            f"{revert.name} replaces {revert.target}({', '.join(want)})",
+            f"({', '.join(have)})",
+            "Adapt the revert to the target",
         )
     places = [(owner, attribute)]
-    for module in [m for n, m in sys.modules.items() if n.startswith("lockstep.") and m is not owner]:
+    for module in [
+        m for n, m in sys.modules.items() if n.startswith("lockstep.") and m is not owner
+    ]:
         places += [(module, key) for key, value in vars(module).items() if value is old]
     try:
         for place, key in places:
@@ -96,14 +124,17 @@ def swapped(revert: Revert) -> Iterator[None]:
     finally:
         for place, key in places:
             setattr(place, key, old)
-        for module in [m for n, m in sys.modules.items() if n.startswith("lockstep.")]:  # imported meanwhile, with the bug in place
+        for module in [
+            m for n, m in sys.modules.items() if n.startswith("lockstep.")
+        ]:  # imported meanwhile, with the bug in place
             for key in [key for key, value in vars(module).items() if value is new]:
                 setattr(module, key, old)
 
 
 @contextmanager
 def from_environment() -> Iterator[Revert | None]:
-    """Puts back the bug that LOCKSTEP_REVERT names, if it names one. The command line and every worker process run inside this."""
+    """Puts back the bug that LOCKSTEP_REVERT names, if it names one. The command line and every
+    worker process run inside this."""
     name = os.environ.get(VARIABLE)
     if not name:
         yield None
@@ -124,5 +155,7 @@ def resolve(target: str) -> tuple[Any, str, Any]:
         return owner, attribute, vars(owner)[attribute]
     except (AttributeError, KeyError):
         raise RuleError(
-            "a revert's target exists", target, "The code moved: point the revert at the function that took its place"
+            "a revert's target exists",
+            target,
+            "The code moved: point the revert at the function that took its place",
         ) from None

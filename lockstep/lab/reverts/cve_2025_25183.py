@@ -6,11 +6,14 @@ Motivation:
 Comparing a number is cheap, and a collision looks unlikely as long as nobody looks for one.
 Mechanism:
 1. A prompt fills a block; the cache remembers the block's hash.
-2. Another prompt has other tokens with the same hash: by chance, or made so on purpose, since the hash function was predictable.
+2. Another prompt has other tokens with the same hash: by chance, or made so on purpose, since the
+   hash function was predictable.
 3. It is given the first prompt's keys.
 Key functions:
-Prefix caching in vLLM with Python's built-in hash (CVE-2025-25183). Here `kv.prefix.Node`, whose children are found by the tokens
-themselves. The revert's hash is the sum of the tokens, so that two orders of the same tokens collide.
+Prefix caching in vLLM with Python's built-in hash (CVE-2025-25183). Here `kv.prefix.Node`, whose
+children are found by the tokens
+themselves. The revert's hash is the sum of the tokens, so that two orders of the same tokens
+collide.
 Symptom:
 An answer to another prompt than the one that was sent.
 Risk and impact:

@@ -1,7 +1,8 @@
 """Rows were found by a shift where the group of heads is not a power of two.
 
 Summary:
-Query heads that share a kv head are packed with their tokens into one row index. Going back from a row to its token needs a division by
+Query heads that share a kv head are packed with their tokens into one row index. Going back from a
+row to its token needs a division by
 the group size; an inexact one gave a wrong token for some rows.
 Motivation:
 Group sizes are nearly always 1, 2, 4 or 8. Seven is not.
@@ -10,7 +11,8 @@ Mechanism:
 2. The fast division is exact for powers of two only.
 3. Some rows take the position of another token for their causal limit.
 Key functions:
-The packed GQA index in FlashInfer's prefill kernel. Here the kernel text `spans`, which says what each row sees of a tile; the kernel is
+The packed GQA index in FlashInfer's prefill kernel. Here the kernel text `spans`, which says what
+each row sees of a tile; the kernel is
 built anew with the wrong one.
 Symptom:
 Rarely wrong causality with group sizes such as 7; the lab has a feature of that size.

@@ -3,13 +3,16 @@
 Summary:
 Asked for the LSE as well, the paged prefill of FlashInfer ignored the K and V scales.
 Motivation:
-k_scale and v_scale were passed on by position into a catch-all `*args` of a function that expected them by name.
+k_scale and v_scale were passed on by position into a catch-all `*args` of a function that expected
+them by name.
 Mechanism:
 1. run(..., return_lse) forwards its scales positionally.
-2. They end up among extra arguments nobody reads; the named parameters keep their default, no scale.
+2. They end up among extra arguments nobody reads; the named parameters keep their default, no
+   scale.
 3. Scores and outputs are computed on the stored numbers.
 Key functions:
-BatchPrefillWithPagedKVCacheWrapper's run. Here `attention.cpu.constants`, where a layer's spec becomes what the kernel takes.
+BatchPrefillWithPagedKVCacheWrapper's run. Here `attention.cpu.constants`, where a layer's spec
+becomes what the kernel takes.
 Symptom:
 Wrong by the scale in K and in V, only with an FP8 cache whose scales are not 1, only with LSE.
 Risk and impact:

@@ -1,17 +1,21 @@
 """The last tile was not cut at the end of the keys.
 
 Summary:
-Attention that is not causal forgot to mask the keys of its last tile that lie behind the request's end.
+Attention that is not causal forgot to mask the keys of its last tile that lie behind the request's
+end.
 Motivation:
 Causal kernels mask the last tile anyway, by the diagonal. Without causality nobody did it.
 Mechanism:
 1. Keys are walked in whole tiles; a length that is no multiple leaves a partial one.
 2. Without a mask, the positions behind the end take part in the softmax.
-3. If they hold zeros, the denominator grows and the output shrinks; if they hold a neighbour's keys, those are mixed in.
+3. If they hold zeros, the denominator grows and the output shrinks; if they hold a neighbour's
+   keys, those are mixed in.
 Key functions:
-FlashInfer's prefill kernel for non-causal attention. Here `attention.base.visible`, which gives `hi` for encoders and cross attention.
+FlashInfer's prefill kernel for non-causal attention. Here `attention.base.visible`, which gives
+`hi` for encoders and cross attention.
 Symptom:
-Output scaled down for lengths that do not fill a tile. With a query of zeros the answer must be the exact mean: a simple test.
+Output scaled down for lengths that do not fill a tile. With a query of zeros the answer must be the
+exact mean: a simple test.
 Risk and impact:
 Silent; lengths that are multiples of the tile, which tests like, are right.
 """
@@ -39,7 +43,11 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
             return lo, hi
         tile = order.tile_len(group.spec.d_qk, group.spec.d_v)
         paged = isinstance(group, PagedGroup)
-        there = np.diff(group.page_indptr) * group.spec.page_size if paged else plan.bucket.tokens - plan.q_indptr[:-1]  # type: ignore[union-attr]
+        there = (
+            np.diff(group.page_indptr) * group.spec.page_size
+            if paged
+            else plan.bucket.tokens - plan.q_indptr[:-1]
+        )  # type: ignore[union-attr]
         return lo, np.minimum(-(-hi // tile) * tile, there[plan.request]).astype(np.int32)
 
     return visible

@@ -1,15 +1,18 @@
 """Several rows per request were verified without causality.
 
 Summary:
-The tensor-core decode wrapper plans one row per request. Given several, it computed them all, but as if each were the last one.
+The tensor-core decode wrapper plans one row per request. Given several, it computed them all, but
+as if each were the last one.
 Motivation:
-Multi-token decode looks like decode with more rows. For one row causality is nothing: it sees all keys. For several it is not.
+Multi-token decode looks like decode with more rows. For one row causality is nothing: it sees all
+keys. For several it is not.
 Mechanism:
 1. q_len_per_req > 1 rows arrive for every request.
 2. The plan has no causal mask, because a decode step needs none.
 3. Every row sees all keys of the request, those of the later drafts too.
 Key functions:
-plan of BatchDecodeWithPagedKVCacheWrapper. Here `attention.cpu.Backend.lower`: there is no decode kernel with its own idea of visibility,
+plan of BatchDecodeWithPagedKVCacheWrapper. Here `attention.cpu.Backend.lower`: there is no decode
+kernel with its own idea of visibility,
 each row brings its own range.
 Symptom:
 Verification accepts and rejects by wrong logits: the target model has seen the answer.
@@ -39,7 +42,11 @@ RELATED = ("sglang-26512", "sglang-10172")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def lower(self: Any, plan: StepPlan, group: Group, views: Views) -> Any:
         handle = old(self, plan, group, views)
-        if plan.bucket.width < 2 or plan.bucket.tail or not plan.positions[plan.q_indptr[plan.request]].all():
+        if (
+            plan.bucket.width < 2
+            or plan.bucket.tail
+            or not plan.positions[plan.q_indptr[plan.request]].all()
+        ):
             return handle
         last = handle.rows.hi[plan.q_indptr[plan.request + 1] - 1]
         table = handle.table._replace(start=np.full_like(last, INT32_MAX))

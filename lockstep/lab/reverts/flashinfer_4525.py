@@ -1,7 +1,8 @@
 """Some heads read the sink of another head.
 
 Summary:
-Sinks are loaded in groups of heads. The bound of the load was counted in groups where it should have been in heads.
+Sinks are loaded in groups of heads. The bound of the load was counted in groups where it should
+have been in heads.
 Motivation:
 Head counts that are a multiple of the vector width need no bound at all.
 Mechanism:
@@ -9,7 +10,8 @@ Mechanism:
 2. The last group is clamped as a whole, or not at all.
 3. Its heads read past the end of the array.
 Key functions:
-FlashInfer's sink load. Here `attention.base.sink_logits2`, one logit per head; the revert fills the last, partial group of four from the
+FlashInfer's sink load. Here `attention.base.sink_logits2`, one logit per head; the revert fills the
+last, partial group of four from the
 first one, so that nothing is read out of bounds.
 Symptom:
 The last heads have a wrong denominator.

@@ -1,14 +1,17 @@
 """The softmax scale lacked log2(e).
 
 Summary:
-A kernel that computes exp2 instead of exp needs its scale multiplied by log2(e). In the MLA decode kernel it was not.
+A kernel that computes exp2 instead of exp needs its scale multiplied by log2(e). In the MLA decode
+kernel it was not.
 Motivation:
-exp2 is what the hardware has. The factor is usually folded into the scale on the host, once per kernel family; here one family forgot.
+exp2 is what the hardware has. The factor is usually folded into the scale on the host, once per
+kernel family; here one family forgot.
 Mechanism:
 1. The kernel computes 2 ** (scale * score).
 2. Without the factor this is exp(scale * ln 2 * score): a softmax at a higher temperature.
 Key functions:
-FlashInfer's MLA decode. Here `attention.base.score_constants`, one host product for every backend that works in base 2.
+FlashInfer's MLA decode. Here `attention.base.score_constants`, one host product for every backend
+that works in base 2.
 Symptom:
 Attention is flatter than it should be, everywhere.
 Risk and impact:

@@ -3,18 +3,21 @@
 Summary:
 Two attention implementations of one model disagreed on whether the window counts the token itself.
 Motivation:
-FlashAttention takes "keys to the left", exclusive of the row; the eager mask counted inclusively. The same configuration value went
+FlashAttention takes "keys to the left", exclusive of the row; the eager mask counted inclusively.
+The same configuration value went
 into both (known from the issues; it came back later in other models).
 Mechanism:
 1. sliding_window = w is read from the configuration.
 2. One path masks keys at or below p - w, the other passes w as the left size and keeps p - w.
 3. Beyond the window, rows of the two paths see w and w + 1 keys.
 Key functions:
-transformers' sliding-window masks. Here `attention.base.window_begin`; configuration values are converted once, at load.
+transformers' sliding-window masks. Here `attention.base.window_begin`; configuration values are
+converted once, at load.
 Symptom:
 Switching the implementation changes the text, beyond the window only.
 Risk and impact:
-Silent; a model trained with one meaning is served with the other. Lengths at w - 1, w and w + 1 are in the lab for this.
+Silent; a model trained with one meaning is served with the other. Lengths at w - 1, w and w + 1 are
+in the lab for this.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """At exactly the window's length the cache dropped a key too early.
 
 Summary:
-A sliding cache shifts when it is full. When the length equalled the window it took the wrong branch.
+A sliding cache shifts when it is full. When the length equalled the window it took the wrong
+branch.
 Motivation:
 "Full" and "about to overflow" differ by one, and only at one length.
 Mechanism:
@@ -9,9 +10,11 @@ Mechanism:
 2. The comparison treats length == window as already beyond it.
 3. The oldest key that the next row may still see is gone, or its place is wrong.
 Key functions:
-transformers' sliding and hybrid caches (known from the issues). Here `kv.tables.keep_from`, the first position the next row can see.
+transformers' sliding and hybrid caches (known from the issues). Here `kv.tables.keep_from`, the
+first position the next row can see.
 Symptom:
-Wrong at one length, then plausible again. With large pages it shows only where the frontier meets a page boundary; the lab also runs
+Wrong at one length, then plausible again. With large pages it shows only where the frontier meets a
+page boundary; the lab also runs
 every recipe with pages of 1.
 Risk and impact:
 Silent; tests at w - 1 and w + 1 pass.

@@ -1,7 +1,8 @@
 """A plan that just fitted was refused.
 
 Summary:
-The image of a step's plan goes into a buffer of fixed size. One that filled it to the last number was taken for one too many.
+The image of a step's plan goes into a buffer of fixed size. One that filled it to the last number
+was taken for one too many.
 Motivation:
 `>` or `>=` is a coin toss unless somebody fills the buffer.
 Mechanism:
@@ -34,7 +35,11 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def load(self: Any, plan: Any) -> Any:
         numbers = len(pack(plan))
         if numbers >= len(self.buffer):
-            raise RuleError(f"a plan's image has at most {len(self.buffer)} numbers", str(numbers), "Enlarge the arena")
+            raise RuleError(
+                f"a plan's image has at most {len(self.buffer)} numbers",
+                str(numbers),
+                "Enlarge the arena",
+            )
         return old(self, plan)
 
     return load

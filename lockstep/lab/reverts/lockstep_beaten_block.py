@@ -1,20 +1,24 @@
 """A block of tokens that could still win was skipped.
 
 Summary:
-The noise of a row is made for 256 tokens at a time; a block whose best score cannot catch up with the best sum so far is not looked at.
+The noise of a row is made for 256 tokens at a time; a block whose best score cannot catch up with
+the best sum so far is not looked at.
 The largest noise there is was left out of that comparison.
 Motivation:
 Most of a large vocabulary is far behind, and skipping it is what makes the choice fast.
 Mechanism:
 1. The first block has a token whose score plus noise is 9.
 2. The best score of the second block is 4. Its noise may be up to 22.9, so it might win.
-3. Without that margin 4 < 9 ends the matter: no token of a later block is ever chosen over a lucky one of an earlier block.
+3. Without that margin 4 < 9 ends the matter: no token of a later block is ever chosen over a lucky
+   one of an earlier block.
 Key functions:
 The text `beaten` of the sampling kernel, which `noisy_best` asks for every block.
 Symptom:
-Plausible tokens from a wrong distribution, for vocabularies above 256 only: tokens with small ids are chosen too often.
+Plausible tokens from a wrong distribution, for vocabularies above 256 only: tokens with small ids
+are chosen too often.
 Risk and impact:
-Every sampled answer of every real model. Tests with small vocabularies have one block and see nothing.
+Every sampled answer of every real model. Tests with small vocabularies have one block and see
+nothing.
 """
 
 from __future__ import annotations

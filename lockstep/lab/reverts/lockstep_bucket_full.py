@@ -1,7 +1,8 @@
 """A step that filled its bucket was padded to the next one, and the largest step of all had none.
 
 Summary:
-Counts are rounded up to the sizes of the buckets. A count that is one of the sizes was rounded up as well.
+Counts are rounded up to the sizes of the buckets. A count that is one of the sizes was rounded up
+as well.
 Motivation:
 `bisect` has a left and a right; on all other counts they agree.
 Mechanism:
@@ -34,7 +35,11 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def _round(self: Any, n: int, what: str) -> int:
         at = bisect_right(self.sizes, n)
         if n and at == len(self.sizes):
-            raise RuleError(f"a step has at most {self.sizes[-1]} {what}", str(n), "Schedule less, or allow a larger bucket")
+            raise RuleError(
+                f"a step has at most {self.sizes[-1]} {what}",
+                str(n),
+                "Schedule less, or allow a larger bucket",
+            )
         return self.sizes[at] if n else 0
 
     return _round

@@ -13,7 +13,8 @@ Key functions:
 Symptom:
 Twice the memory, and answers that another machine with the same options does not give.
 Risk and impact:
-The promise of equal bits for equal options; sizes that do not fit. Who compares with a float32 oracle finds all well.
+The promise of equal bits for equal options; sizes that do not fit. Who compares with a float32
+oracle finds all well.
 """
 
 from __future__ import annotations

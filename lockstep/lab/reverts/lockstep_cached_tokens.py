@@ -1,7 +1,8 @@
 """A request that lost its pages reported its own keys as a cache hit.
 
 Summary:
-`cached_tokens` tells how much of a prompt was found in the prefix cache when the request was admitted. After a preemption the request
+`cached_tokens` tells how much of a prompt was found in the prefix cache when the request was
+admitted. After a preemption the request
 finds the blocks that it computed itself, and these were counted.
 Motivation:
 Coming back from preemption is an admission like any other: same match, same lengths.
@@ -14,7 +15,8 @@ Key functions:
 Symptom:
 `cached_tokens` above 0 for a prompt seen for the first time, under load only.
 Risk and impact:
-Users are billed, and hit rates reported, by this number; it depends on the neighbours, which nothing in an answer may.
+Users are billed, and hit rates reported, by this number; it depends on the neighbours, which
+nothing in an answer may.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """A character that takes several tokens was sent in pieces.
 
 Summary:
-Tokens are bytes. Each was decoded by itself, and the bytes of one character became one replacement sign each.
+Tokens are bytes. Each was decoded by itself, and the bytes of one character became one replacement
+sign each.
 Motivation:
-Decoding one token is fast, decoding everything again for every token is not, and English does not show the difference.
+Decoding one token is fast, decoding everything again for every token is not, and English does not
+show the difference.
 Mechanism:
 1. A character of three bytes is generated as three tokens.
 2. The first is decoded alone: bytes that are no character.
@@ -13,7 +15,8 @@ Key functions:
 Symptom:
 Three replacement signs instead of one character, in every script but the simplest.
 Risk and impact:
-Streams are unreadable in many languages. The answer in one piece may be right: stream and unary must be compared, and both with the text
+Streams are unreadable in many languages. The answer in one piece may be right: stream and unary
+must be compared, and both with the text
 of all tokens.
 """
 

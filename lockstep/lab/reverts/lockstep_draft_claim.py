@@ -1,20 +1,25 @@
 """The guard of shared pages did not look at a draft step's own page.
 
 Summary:
-A request may write the pages from where its new keys begin; in no other place may they stand. For rows of a tree the guard began at the
+A request may write the pages from where its new keys begin; in no other place may they stand. For
+rows of a tree the guard began at the
 first row's position, which lies behind the keys of earlier draft steps.
 Motivation:
-A plain row's position is where its keys begin. For a node it is where the node will stand if it is accepted.
+A plain row's position is where its keys begin. For a node it is where the node will stand if it is
+accepted.
 Mechanism:
 1. A draft has run for some steps; its rows stand two or more positions behind the committed length.
 2. The guard claims the pages from there on. The page with the committed length is not among them.
-3. Another request holds that page by mistake. Accepted nodes are moved into it later, over the other one's keys.
+3. Another request holds that page by mistake. Accepted nodes are moved into it later, over the
+   other one's keys.
 Key functions:
-`plan.rules.claim`, compiled into `judge_group`; the first written position is the smaller one of a row's `start` and its position.
+`plan.rules.claim`, compiled into `judge_group`; the first written position is the smaller one of a
+row's `start` and its position.
 Symptom:
 None by itself: a guard that does not see is found only by showing it something.
 Risk and impact:
-A wrong fork is noticed in prefill and decode and passes in the draft steps of speculation, where forks are many.
+A wrong fork is noticed in prefill and decode and passes in the draft steps of speculation, where
+forks are many.
 """
 
 from __future__ import annotations
@@ -35,13 +40,24 @@ CELLS = ("draft-decode/dense", "draft-decode/window")
 RELATED = ("sglang-27360", "trtllm-12306")
 
 
-def claim(q: Any, positions: Any, start: Any, indptr: Any, pages: Any, first_pos: Any, size: int, owner: Any) -> int:
+def claim(
+    q: Any,
+    positions: Any,
+    start: Any,
+    indptr: Any,
+    pages: Any,
+    first_pos: Any,
+    size: int,
+    owner: Any,
+) -> int:
     """Begins at the first row's position, whatever its keys hang below."""
     first = np.empty(len(q) - 1, np.int64)
     for i in range(len(q) - 1):
         first[i] = indptr[i + 1]
         if q[i] < q[i + 1]:
-            first[i] = min(indptr[i + 1], indptr[i] + max(0, positions[q[i]] - first_pos[i]) // size)
+            first[i] = min(
+                indptr[i + 1], indptr[i] + max(0, positions[q[i]] - first_pos[i]) // size
+            )
         for k in range(first[i], indptr[i + 1]):
             if pages[k] and owner[pages[k]] >= 0:
                 return k

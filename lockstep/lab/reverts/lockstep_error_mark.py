@@ -1,10 +1,12 @@
 """After an error inside a step the engine went on with what the step had left behind.
 
 Summary:
-An exception in the middle of a step leaves pages reserved, keys half written and a step that was never committed. The mark that says so
+An exception in the middle of a step leaves pages reserved, keys half written and a step that was
+never committed. The mark that says so
 was taken off, and nothing was made anew.
 Motivation:
-Errors inside a model are rare and usually the end of the process; what comes after them is hardly ever tried.
+Errors inside a model are rare and usually the end of the process; what comes after them is hardly
+ever tried.
 Mechanism:
 1. A layer raises: memory is short, a kernel refuses, somebody presses stop.
 2. The caller gets its exception and asks for the next step.

@@ -1,7 +1,8 @@
 """Only the first group of a plan was checked.
 
 Summary:
-A model with windows keeps its keys in two groups, with pages of their own. The check looked at the first.
+A model with windows keeps its keys in two groups, with pages of their own. The check looked at the
+first.
 Motivation:
 Most models have one group, and what is wrong with one is often wrong with both.
 Mechanism:
@@ -13,7 +14,8 @@ Key functions:
 Symptom:
 None, as long as plans are right. A guard is judged by what it refuses.
 Risk and impact:
-Windows drop pages and reuse them early: the group that is not looked at is the one where stale tables do harm.
+Windows drop pages and reuse them early: the group that is not looked at is the one where stale
+tables do harm.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The end tokens of generation_config.json were ignored.
 
 Summary:
-A model's generation_config names the tokens that end its answers. The loader read those of config.json.
+A model's generation_config names the tokens that end its answers. The loader read those of
+config.json.
 Motivation:
 config.json has a field of the same name, and for base models both agree.
 Mechanism:

@@ -1,7 +1,8 @@
 """A token with an infinite logit was chosen.
 
 Summary:
-A logit of +inf has no softmax; its row must end with an error. The largest logit wins, so without a look it is simply chosen.
+A logit of +inf has no softmax; its row must end with an error. The largest logit wins, so without a
+look it is simply chosen.
 Motivation:
 The maximum is needed anyway; that it also decides whether the row is sound is easily forgotten.
 Mechanism:
@@ -13,7 +14,8 @@ The text `peak` of the sampling kernel.
 Symptom:
 The same token again and again, from a model that has stopped working.
 Risk and impact:
-An overflow in one row looks like an answer. Log-probabilities of the row are NaN, where they are asked for at all.
+An overflow in one row looks like an answer. Log-probabilities of the row are NaN, where they are
+asked for at all.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.kernels.cpu import sample_rows
-from lockstep.kernels.cpu.sample import EMPTY, KEY_INF, KEY_MINUS_INF, NAN, OK, largest_bits, largest_key
+from lockstep.kernels.cpu.sample import (
+    EMPTY,
+    KEY_INF,
+    KEY_MINUS_INF,
+    NAN,
+    OK,
+    largest_bits,
+    largest_key,
+)
 
 SOURCE = "class: a row that is not sound is sampled from"
 TARGET = "lockstep.kernels.cpu.sample_rows:compiled"

@@ -1,7 +1,8 @@
 """Every item of a score had a BOS of its own.
 
 Summary:
-Items are continuations of a prompt. They were tokenised like texts that stand for themselves, special tokens included.
+Items are continuations of a prompt. They were tokenised like texts that stand for themselves,
+special tokens included.
 Motivation:
 Tokenizers add special tokens unless they are told not to, and one function turns strings into ids.
 Mechanism:
@@ -13,7 +14,8 @@ Key functions:
 Symptom:
 Every score is far too low, and one element too long, with tokenizers that have a BOS.
 Risk and impact:
-Rankings and evaluations are wrong without an error. Tokenizers without BOS hide it, and so do tests that pass ids.
+Rankings and evaluations are wrong without an error. Tokenizers without BOS hide it, and so do tests
+that pass ids.
 """
 
 from __future__ import annotations

@@ -33,6 +33,10 @@ RELATED = ("lockstep-item-bos",)
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def completion(self: Any) -> Any:
         done = old(self)
-        return replace(done, token_ids=()) if self.params is ITEM or replace(self.params, sample_index=0) == ITEM else done
+        return (
+            replace(done, token_ids=())
+            if self.params is ITEM or replace(self.params, sample_index=0) == ITEM
+            else done
+        )
 
     return completion

@@ -13,7 +13,8 @@ Key functions:
 Symptom:
 The longest requests are refused; everything else is served.
 Risk and impact:
-A cache sized for a context serves all of it but the last token, and no test with room to spare can see it.
+A cache sized for a context serves all of it but the last token, and no test with room to spare can
+see it.
 """
 
 from __future__ import annotations

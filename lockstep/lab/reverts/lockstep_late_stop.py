@@ -1,7 +1,8 @@
 """Stop strings were looked for one token too late.
 
 Summary:
-min_tokens says from which token on a text may end. Stop strings were looked for from the one behind it on.
+min_tokens says from which token on a text may end. Stop strings were looked for from the one behind
+it on.
 Motivation:
 One side counts the tokens before the new one, the other counts it too, and both read well.
 Mechanism:
@@ -13,7 +14,8 @@ Key functions:
 Symptom:
 An answer that should end as soon as it may goes on to its length.
 Risk and impact:
-Longer and wrong answers, only for requests that combine min_tokens with stop strings, only when the string comes at once.
+Longer and wrong answers, only for requests that combine min_tokens with stop strings, only when the
+string comes at once.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """A space was lost after a token without text.
 
 Summary:
-Text is decoded in a window of the last tokens. The window moved on after every token, also after one that has no text, and the next
+Text is decoded in a window of the last tokens. The window moved on after every token, also after
+one that has no text, and the next
 token became the first of a text.
 Motivation:
-A window that always moves is the simplest rule, and special tokens in the middle of an answer are rare.
+A window that always moves is the simplest rule, and special tokens in the middle of an answer are
+rare.
 Mechanism:
 1. A special token, which has no text, is generated; the window begins at it.
 2. The next token is a word with its space.
@@ -14,7 +16,8 @@ Key functions:
 Symptom:
 Two words run together, after special tokens alone.
 Risk and impact:
-Text that is not the tokens' text; code whose indentation is off by one. A test without tokens that have no text cannot see it.
+Text that is not the tokens' text; code whose indentation is off by one. A test without tokens that
+have no text cannot see it.
 """
 
 from __future__ import annotations

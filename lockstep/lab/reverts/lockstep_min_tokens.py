@@ -1,7 +1,8 @@
 """min_tokens held only beside a neighbour with penalties.
 
 Summary:
-Logits are edited only in steps in which some row needs it. Rows with min_tokens were not among those that need it.
+Logits are edited only in steps in which some row needs it. Rows with min_tokens were not among
+those that need it.
 Motivation:
 Most steps edit nothing and should not copy their logits; bias and penalties are what comes to mind.
 Mechanism:

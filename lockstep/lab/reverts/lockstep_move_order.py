@@ -1,7 +1,8 @@
 """Moves carried out one by one instead of all at once: the same, by the way moves are made.
 
 Summary:
-`moves` are specified as "gather all, then scatter all". Done one after another, a target that is also a later source would be read after
+`moves` are specified as "gather all, then scatter all". Done one after another, a target that is
+also a later source would be read after
 it was overwritten.
 Motivation:
 The rule stands in the plan's definition; engines that shift caches in place have broken it.
@@ -9,11 +10,13 @@ Mechanism:
 1. Row a is copied to b, then row b to c.
 2. In sequence, c gets a's content.
 Key functions:
-`kv.pool.Pool.move`, which indexes once; `kv.tables.Table.fork` and `accept`, the only makers of moves.
+`kv.pool.Pool.move`, which indexes once; `kv.tables.Table.fork` and `accept`, the only makers of
+moves.
 Symptom:
 None.
 Risk and impact:
-An equivalent mutant today. A third maker of moves, such as compaction, would end the proof; then this needs a recipe.
+An equivalent mutant today. A third maker of moves, such as compaction, would end the proof; then
+this needs a recipe.
 """
 
 from __future__ import annotations
@@ -28,9 +31,12 @@ TARGET = "lockstep.kv.pool:Pool.move"
 CELLS = ("fork/dense",)
 RELATED = ("llamacpp-14742",)
 EQUIVALENT = (
-    "No slot is source and target of one step. accept() moves from scratch pages to committed pages of the same request, and a page is "
-    "only ever one of the two. fork() moves from a page of the parent, held until then, to a page just taken for the child; no other move "
-    "can name that page as its source, because forking a request whose moves are pending is refused. Pages that two requests write are "
+    "No slot is source and target of one step. accept() moves from scratch pages to committed "
+    "pages of the same request, and a page is "
+    "only ever one of the two. fork() moves from a page of the parent, held until then, to a page "
+    "just taken for the child; no other move "
+    "can name that page as its source, because forking a request whose moves are pending is "
+    "refused. Pages that two requests write are "
     "distinct. Hence the order of the copies does not matter."
 )
 

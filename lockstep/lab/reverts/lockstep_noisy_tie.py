@@ -1,11 +1,14 @@
 """Of tokens with equal sums the last one was chosen.
 
 Summary:
-A token is the one with the largest score plus noise, and among equals the one with the smallest id. The search kept the last of them.
+A token is the one with the largest score plus noise, and among equals the one with the smallest id.
+The search kept the last of them.
 Motivation:
-`>=` and `>` give the same answer as long as no two sums are equal, and sums with noise hardly ever are.
+`>=` and `>` give the same answer as long as no two sums are equal, and sums with noise hardly ever
+are.
 Mechanism:
-1. Scores are large (an untrained head, a small temperature): a float32 has few bits left for the noise.
+1. Scores are large (an untrained head, a small temperature): a float32 has few bits left for the
+   noise.
 2. Several tokens have the same sum, and it is the largest.
 3. The kernel takes the last, a tensor's argmax the first: two devices, two answers.
 Key functions:
@@ -25,7 +28,15 @@ from typing import Any
 import numpy as np
 
 from lockstep.kernels.cpu import sample_rows
-from lockstep.kernels.cpu.sample import GROUPS, MINUS_INF, NO_TOKEN, beaten, block_noise, largest_key, score_of
+from lockstep.kernels.cpu.sample import (
+    GROUPS,
+    MINUS_INF,
+    NO_TOKEN,
+    beaten,
+    block_noise,
+    largest_key,
+    score_of,
+)
 
 SOURCE = "class: ties by the last id"
 TARGET = "lockstep.kernels.cpu.sample_rows:compiled"

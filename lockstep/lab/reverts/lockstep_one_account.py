@@ -1,7 +1,8 @@
 """The account of pages was kept for the first group only.
 
 Summary:
-free + cached + held = all, in every group. The comparison of holds and holders ended after the first group.
+free + cached + held = all, in every group. The comparison of holds and holders ended after the
+first group.
 Motivation:
 Groups grow and end together, so what leaks in one leaks in all; mostly.
 Mechanism:
@@ -13,7 +14,8 @@ Key functions:
 Symptom:
 None at first; after hours requests wait for pages that nobody has.
 Risk and impact:
-The leak itself is another bug; this one lets it through, and every cell that relies on the account with it.
+The leak itself is another bug; this one lets it through, and every cell that relies on the account
+with it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Without max_tokens an answer ended after a handful of tokens.
 
 Summary:
-max_tokens=None asks for as many tokens as the context leaves. It became the default of the parameter.
+max_tokens=None asks for as many tokens as the context leaves. It became the default of the
+parameter.
 Motivation:
 `or` reads as "if nothing was given", and there is a default at hand.
 Mechanism:
@@ -13,7 +14,8 @@ Key functions:
 Symptom:
 Every open-ended answer is cut, and its reason sounds right.
 Risk and impact:
-Cut answers that look finished; where the context leaves less than the default, requests are refused that should run.
+Cut answers that look finished; where the context leaves less than the default, requests are refused
+that should run.
 """
 
 from __future__ import annotations

@@ -1,20 +1,23 @@
 """Pad rows read keys that nobody wrote for them.
 
 Summary:
-A pad request writes its keys into page 0 and reads them there. All were written to the first slot; the rows read what earlier steps, or
+A pad request writes its keys into page 0 and reads them there. All were written to the first slot;
+the rows read what earlier steps, or
 the allocator, had left in the others.
 Motivation:
 "Padding goes to slot 0" is how most engines say it, and one pad row per request is the usual case.
 Mechanism:
 1. A ragged step is padded by a request of several rows.
 2. All of its keys are written to slot 0; row j reads slots 0 to j.
-3. Slots from 1 on hold zeros or the keys of other steps: finite, foreign, and different from run to run.
+3. Slots from 1 on hold zeros or the keys of other steps: finite, foreign, and different from run to
+   run.
 Key functions:
 `plan.bucket.pad_group`: a pad row's slot is its position within the page.
 Symptom:
 Pad rows are finite, so a look for NaN finds nothing. Their bits depend on history.
 Risk and impact:
-Harmless until something reduces over all rows (a maximum, a scale, an expert's load): then real rows depend on what ran before.
+Harmless until something reduces over all rows (a maximum, a scale, an expert's load): then real
+rows depend on what ran before.
 """
 
 from __future__ import annotations

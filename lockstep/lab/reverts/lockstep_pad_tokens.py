@@ -7,7 +7,8 @@ Left padding is how batches of prompts are made elsewhere; rows of a step are no
 Mechanism:
 1. A step of 5 rows runs in a bucket of 8.
 2. Its plan has the pad requests last. Its tokens are 0, 0, 0 and then the five.
-3. Rows 0 to 2 are computed for token 0; the keys that are written are those of the wrong tokens, for good.
+3. Rows 0 to 2 are computed for token 0; the keys that are written are those of the wrong tokens,
+   for good.
 Key functions:
 `run.runner.Runner.padded`, which appends to the plan and to the tokens alike.
 Symptom:

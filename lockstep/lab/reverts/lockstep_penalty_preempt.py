@@ -1,15 +1,18 @@
 """After a preemption the answer so far counted as prompt.
 
 Summary:
-A preempted request is computed again from its prompt and the tokens it had generated. Penalties then took all of them for the prompt.
+A preempted request is computed again from its prompt and the tokens it had generated. Penalties
+then took all of them for the prompt.
 Motivation:
 Recomputation is a prefill, and what a prefill is given is called the prompt.
 Mechanism:
 1. A request with a frequency penalty generates some tokens and loses its pages.
 2. It comes back as one long prefill.
-3. The row at its end is sampled as if nothing had been generated: no token is penalised, min_tokens starts again.
+3. The row at its end is sampled as if nothing had been generated: no token is penalised, min_tokens
+   starts again.
 Key functions:
-`llm.engine.Engine._row`, which says how many tokens are the prompt. Engines that fold generated tokens into the prompt on preemption have
+`llm.engine.Engine._row`, which says how many tokens are the prompt. Engines that fold generated
+tokens into the prompt on preemption have
 had this.
 Symptom:
 One token after every preemption is chosen by other rules; from there on the answer is another one.

@@ -1,13 +1,16 @@
 """The last token of a preempted request was drawn twice.
 
 Summary:
-A request that loses its pages keeps its tokens. The newest one, which had been sampled and not yet computed, was dropped with the keys.
+A request that loses its pages keeps its tokens. The newest one, which had been sampled and not yet
+computed, was dropped with the keys.
 Motivation:
-Tokens and keys are lists of almost the same length; cutting both to the committed length looks tidy.
+Tokens and keys are lists of almost the same length; cutting both to the committed length looks
+tidy.
 Mechanism:
 1. A step samples a token and hands it to the stream.
 2. Before the next step the request is preempted, and its tokens are cut to those that have keys.
-3. It comes back, samples the same position again, with the same noise, and hands the token out a second time.
+3. It comes back, samples the same position again, with the same noise, and hands the token out a
+   second time.
 Key functions:
 `sched.scheduler.Scheduler._preempt`.
 Symptom:

@@ -1,9 +1,11 @@
 """A request of high priority waited behind those that were running.
 
 Summary:
-Priorities order the queue. Whoever runs already was left alone, so with no room a high priority waited for a low one to end.
+Priorities order the queue. Whoever runs already was left alone, so with no room a high priority
+waited for a low one to end.
 Motivation:
-The order of a queue is one line; taking somebody's place means computing again, which looks like waste.
+The order of a queue is one line; taking somebody's place means computing again, which looks like
+waste.
 Mechanism:
 1. A long request of priority 0 holds the last place.
 2. One of priority 1 arrives. It stands first in the queue.

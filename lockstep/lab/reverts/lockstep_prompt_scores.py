@@ -1,7 +1,8 @@
 """Log-probabilities of a prompt were missing where the prefix cache had hit.
 
 Summary:
-A row that is taken from the cache is not computed, so it has no logits. A request for prompt log-probabilities was matched all the same.
+A row that is taken from the cache is not computed, so it has no logits. A request for prompt
+log-probabilities was matched all the same.
 Motivation:
 The match knows tokens and pages; what else a request wants is asked elsewhere.
 Mechanism:
@@ -9,12 +10,14 @@ Mechanism:
 2. It is scored again: its first pages are found, and only the rows behind them are computed.
 3. The list of scores is shorter than the prompt, or begins with the wrong token.
 Key functions:
-`kv.prefix.Prefix.match` and its limit: a request that wants scores matches no further than it has been scored. Others refuse the
+`kv.prefix.Prefix.match` and its limit: a request that wants scores matches no further than it has
+been scored. Others refuse the
 combination, or switch the cache off.
 Symptom:
 A cold request has all its scores, a warm one a few.
 Risk and impact:
-Evaluations that repeat a prompt compare lists of different lengths, or silently average over what is left.
+Evaluations that repeat a prompt compare lists of different lengths, or silently average over what
+is left.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ RELATED = ("lockstep-score-chunk", "sglang-16521")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def match(self: Any, root: Any, ids: Sequence[int], table: Any, limit: int | None = None) -> Any:
+    def match(
+        self: Any, root: Any, ids: Sequence[int], table: Any, limit: int | None = None
+    ) -> Any:
         return old(self, root, ids, table, None)
 
     return match

@@ -1,17 +1,21 @@
 """A tile that a row does not see changed the row's bits.
 
 Summary:
-Online softmax rescales its state when the maximum moves. Written with a rounded product, the factor is not exactly 1 when the maximum
+Online softmax rescales its state when the maximum moves. Written with a rounded product, the factor
+is not exactly 1 when the maximum
 stays, and a masked tile is no longer a no-op.
 Motivation:
-Met while measuring our own order (numerics, traps): bits differed between blocks of 64 and of 128 rows.
+Met while measuring our own order (numerics, traps): bits differed between blocks of 64 and of 128
+rows.
 Mechanism:
 1. alpha = exp2(fma(m_old, c, -round(m_new * c))): the fma is exact, the other product is rounded.
 2. With m_new == m_old the exponent is the rounding error, alpha is 1 plus or minus a little.
-3. A row that shares its block with rows that see further visits tiles of which it sees nothing, and is multiplied each time.
+3. A row that shares its block with rows that see further visits tiles of which it sees nothing, and
+   is multiplied each time.
 4. How many such tiles there are depends on the block, so on the chunk and the batch.
 Key functions:
-The kernel texts `rescale`, which takes the difference of the maxima first, and `soften_rows`, which leaves a row alone that sees nothing.
+The kernel texts `rescale`, which takes the difference of the maxima first, and `soften_rows`, which
+leaves a row alone that sees nothing.
 Either one suffices; the revert removes both.
 Symptom:
 Values are right to within rounding. Bits depend on the chunking.

@@ -1,7 +1,8 @@
 """All completions of one request were the same.
 
 Summary:
-n completions share a prompt and a seed; what tells their noise apart is the number of the completion. It was left out.
+n completions share a prompt and a seed; what tells their noise apart is the number of the
+completion. It was left out.
 Motivation:
 The noise of a request was keyed by seed and position before there was n.
 Mechanism:
@@ -11,7 +12,8 @@ Mechanism:
 Key functions:
 `sample.noise.counter`: noise is keyed by seed, completion and position.
 Symptom:
-Three equal answers. Each of them is right by itself, so a comparison with a lone request of the same seed does not see it.
+Three equal answers. Each of them is right by itself, so a comparison with a lone request of the
+same seed does not see it.
 Risk and impact:
 Best-of-n, voting and self-consistency cost n times as much and give what one answer gives.
 """

@@ -1,7 +1,8 @@
 """Scores of the second chunk were looked up among the tokens of the first.
 
 Summary:
-The row at position p tells of prompt token p + 1. The number of the row within its step was taken for its position.
+The row at position p tells of prompt token p + 1. The number of the row within its step was taken
+for its position.
 Motivation:
 For a prompt that is computed at once both are the same.
 Mechanism:
@@ -13,7 +14,8 @@ Key functions:
 Symptom:
 Scores that are wrong from the second chunk on, and plausible. Short prompts are right.
 Risk and impact:
-Perplexities of long texts are wrong by a little or a lot, depending on the chunk size, which is a matter of speed.
+Perplexities of long texts are wrong by a little or a lot, depending on the chunk size, which is a
+matter of speed.
 """
 
 from __future__ import annotations

@@ -1,20 +1,24 @@
 """A matrix product cut its sum in two when there were enough rows.
 
 Summary:
-A linear layer was computed with another split of the inner dimension for four rows and more than for fewer.
+A linear layer was computed with another split of the inner dimension for four rows and more than
+for fewer.
 Motivation:
-Libraries choose the kernel by shape: one row is a matrix-vector product, many rows are a matrix product, and each has its best split.
+Libraries choose the kernel by shape: one row is a matrix-vector product, many rows are a matrix
+product, and each has its best split.
 Mechanism:
 1. A request decodes alone: one row, one sum over all inputs.
 2. Neighbours join: four rows, two sums that are added.
 3. The last bits of every activation change, and with them, sooner or later, a token.
 Key functions:
-Every GEMM library. Here `nn.linear.Linear`, which uses one kernel for all row counts; an engine proves at start, with `certify`, that this
+Every GEMM library. Here `nn.linear.Linear`, which uses one kernel for all row counts; an engine
+proves at start, with `certify`, that this
 holds on the machine. The lab's engines skip that proof, so that the answers have to show it.
 Symptom:
 Values are right to the last bits; bits depend on the batch, on chunks, on a cache hit.
 Risk and impact:
-The reason why temperature 0 is not reproducible elsewhere (known from published measurements of batch-dependent kernels).
+The reason why temperature 0 is not reproducible elsewhere (known from published measurements of
+batch-dependent kernels).
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         half = x.shape[1] // 2
         left, right = x.clone(), x.clone()
         left[:, half:], right[:, :half] = 0, 0
-        return old(self, left) + old(self, right) - old(self, x.new_zeros(1, x.shape[1]))  # the bias stands in both halves
+        return (
+            old(self, left) + old(self, right) - old(self, x.new_zeros(1, x.shape[1]))
+        )  # the bias stands in both halves
 
     return __call__

@@ -1,7 +1,8 @@
 """A stop string that came in two tokens was not seen.
 
 Summary:
-Stop strings were looked for in the text of each token. One that began in a token and ended in the next went by.
+Stop strings were looked for in the text of each token. One that began in a token and ended in the
+next went by.
 Motivation:
 Most stop strings are a token by themselves, and text that has been sent cannot be taken back.
 Mechanism:
@@ -11,7 +12,8 @@ Mechanism:
 Key functions:
 `text.detok.Stops.feed`, which holds back what may be the beginning of a stop string.
 Symptom:
-Generation runs on behind its stop string. Whether it does depends on how the tokenizer happens to cut the text.
+Generation runs on behind its stop string. Whether it does depends on how the tokenizer happens to
+cut the text.
 Risk and impact:
 Tool calls and turns of a dialogue are not ended; what follows is invented.
 """

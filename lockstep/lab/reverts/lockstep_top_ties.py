@@ -1,19 +1,22 @@
 """Of equally likely tokens any were listed as the best.
 
 Summary:
-`top_logprobs` lists the k best tokens, equal ones by the smaller id. A `topk` over the logits lists equals as they come.
+`top_logprobs` lists the k best tokens, equal ones by the smaller id. A `topk` over the logits lists
+equals as they come.
 Motivation:
 `topk` is what a library offers, and logits of a trained model are hardly ever equal.
 Mechanism:
 1. Logits are equal: a head in a narrow format, tokens never trained, a cap that binds.
-2. `topk` leaves their order, and at the edge of the list which of them are listed, to its algorithm.
+2. `topk` leaves their order, and at the edge of the list which of them are listed, to its
+   algorithm.
 3. That depends on the library, the size of the vocabulary and the device.
 Key functions:
 `sample.sampler.log_probs`.
 Symptom:
 Lists of best tokens that differ between machines whose log-probabilities agree in all bits.
 Risk and impact:
-The engine and its recomputation use one text for this, so they agree with each other; only a second text can tell.
+The engine and its recomputation use one text for this, so they agree with each other; only a second
+text can tell.
 """
 
 from __future__ import annotations

@@ -1,19 +1,24 @@
 """A tree's key count was taken from its last row.
 
 Summary:
-kv_len is one more than the largest position of a step's rows. It was read off the last row, as one may for a chain.
+kv_len is one more than the largest position of a step's rows. It was read off the last row, as one
+may for a chain.
 Motivation:
-In a chain the last row is the deepest. Trees are usually numbered level by level, so there it is mostly true as well.
+In a chain the last row is the deepest. Trees are usually numbered level by level, so there it is
+mostly true as well.
 Mechanism:
-1. A tree is numbered in the order in which its nodes were proposed; the last one hangs below the root.
+1. A tree is numbered in the order in which its nodes were proposed; the last one hangs below the
+   root.
 2. kv_len becomes cached_len + 2 although a path of five nodes is computed.
-3. Whatever is sized by kv_len is too short: live pages, a backend's extents, the length of the next step.
+3. Whatever is sized by kv_len is too short: live pages, a backend's extents, the length of the next
+   step.
 Key functions:
 `plan.build.kv_lens`, which takes the maximum over a request's rows.
 Symptom:
 None with level order. With any other numbering deep nodes lie outside of what the plan says exists.
 Risk and impact:
-A backend that trusts kv_len drops the keys of the deepest drafts. Every tree of the lab ended with its deepest node, so nobody would
+A backend that trusts kv_len drops the keys of the deepest drafts. Every tree of the lab ended with
+its deepest node, so nobody would
 have seen it.
 """
 

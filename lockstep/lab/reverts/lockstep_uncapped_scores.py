@@ -1,7 +1,8 @@
 """A model whose scores are capped was built without the cap.
 
 Summary:
-Gemma 2 caps attention scores at c tanh(x / c). The number was in the config, in the kernel and in its tests, and not in the layer.
+Gemma 2 caps attention scores at c tanh(x / c). The number was in the config, in the kernel and in
+its tests, and not in the layer.
 Motivation:
 A cap is optional in every layer and every backend; leaving it out is legal everywhere.
 Mechanism:

@@ -1,16 +1,19 @@
 """Encoders ran causally.
 
 Summary:
-In some backends of SGLang, attention that should see every key of a request in both directions was masked causally.
+In some backends of SGLang, attention that should see every key of a request in both directions was
+masked causally.
 Motivation:
-Causality was decided inside each backend, from the kind of layer. Cross attention and encoder-only layers were missing in some of
+Causality was decided inside each backend, from the kind of layer. Cross attention and encoder-only
+layers were missing in some of
 these tests.
 Mechanism:
 1. A layer of an encoder asks for attention.
 2. The backend's test knows decoder layers and falls back to "causal".
 3. Every row sees itself and what is before it.
 Key functions:
-The causality tests in SGLang's FlashAttention and Triton backends. Here `attention.base.visible`, which reads `GroupSpec.causal`; every
+The causality tests in SGLang's FlashAttention and Triton backends. Here `attention.base.visible`,
+which reads `GroupSpec.causal`; every
 backend but the reference gets its ranges from it.
 Symptom:
 Embeddings of all tokens but the last are wrong; pooled vectors look plausible.
@@ -36,6 +39,8 @@ RELATED = ("flashinfer-3717", "flashinfer-3871", "sglang-24097")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def visible(plan: StepPlan, group: Group) -> Any:
         lo, hi = old(plan, group)
-        return lo, np.minimum(hi, plan.positions + np.int32(1)) if isinstance(group, FreshGroup) else hi
+        return lo, np.minimum(hi, plan.positions + np.int32(1)) if isinstance(
+            group, FreshGroup
+        ) else hi
 
     return visible

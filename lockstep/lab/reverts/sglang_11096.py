@@ -1,7 +1,8 @@
 """A seed that nobody gave became the same for everybody.
 
 Summary:
-In deterministic mode every request has a seed. Without one, None reached the seeded sampler; later every such request got 42.
+In deterministic mode every request has a seed. Without one, None reached the seeded sampler; later
+every such request got 42.
 Motivation:
 A fixed default makes a run repeatable, which is what deterministic mode is about.
 Mechanism:
@@ -9,7 +10,8 @@ Mechanism:
 2. Both get the constant.
 3. Their answers are the same, today and tomorrow.
 Key functions:
-SGLang's sampler in deterministic mode. Here `sample.params.resolve_seed`: drawn once per request and returned with the answer.
+SGLang's sampler in deterministic mode. Here `sample.params.resolve_seed`: drawn once per request
+and returned with the answer.
 Symptom:
 Retrying gives the same bad answer again; best-of-n by n requests is best of one.
 Risk and impact:

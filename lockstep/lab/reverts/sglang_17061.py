@@ -1,10 +1,12 @@
 """The second gap in a window was forgotten, and evicted keys were reused.
 
 Summary:
-A prefix tree for window models may lose the window keys of inner nodes. A match must find a whole window behind its end; the counter
+A prefix tree for window models may lose the window keys of inner nodes. A match must find a whole
+window behind its end; the counter
 that measures it was not reset at every gap.
 Motivation:
-Window keys behind the window are the first to be evicted; the nodes stay, as tombstones, for the sake of the full layers.
+Window keys behind the window are the first to be evicted; the nodes stay, as tombstones, for the
+sake of the full layers.
 Mechanism:
 1. Going down the path, the length since the last gap is counted.
 2. At a gap the counter was reset only if the window had been whole just before.
@@ -13,9 +15,11 @@ Mechanism:
 Key functions:
 The prefix match of SGLang's radix cache for window models. Here `kv.prefix.Prefix._longest`.
 Symptom:
-After evictions, a cache hit gives another answer than a miss. It takes two gaps closer together than a window.
+After evictions, a cache hit gives another answer than a miss. It takes two gaps closer together
+than a window.
 Risk and impact:
-Wrong text under memory pressure only, without an error: the table simply has fewer pages than the plan thinks.
+Wrong text under memory pressure only, without an error: the table simply has fewer pages than the
+plan thinks.
 """
 
 from __future__ import annotations

@@ -8,12 +8,14 @@ Mechanism:
 1. A pad row sees no keys; its sum is 0.
 2. Upstream, 0 / 0 gave NaN, which spread through later operations over the whole batch.
 Key functions:
-SGLang's graph padding for FlashInfer; the fill value became 1. Here `plan.bucket.pad_group`, for cross attention, where kv_lens is what
+SGLang's graph padding for FlashInfer; the fill value became 1. Here `plan.bucket.pad_group`, for
+cross attention, where kv_lens is what
 rows see.
 Symptom:
 Upstream: NaN. Here: pad rows that are 0 instead of some finite number, and nobody reads them.
 Risk and impact:
-An equivalent mutant. Self attention cannot even express it: a row sees at least itself, whatever kv_lens says.
+An equivalent mutant. Self attention cannot even express it: a row sees at least itself, whatever
+kv_lens says.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ TARGET = "lockstep.plan.bucket:pad_group"
 CELLS = ("encode-decode/cross",)
 RELATED = ("sglang-27343", "trtllm-6136")
 EQUIVALENT = (
-    "By definition a row that sees nothing has output 0 and LSE -inf, both written, neither NaN; the kernel divides only where the sum is "
-    "not 0. Pad rows come after the real ones, no real row has a pad row's key in its range, and results are cut to the real rows. So real "
+    "By definition a row that sees nothing has output 0 and LSE -inf, both written, neither NaN; "
+    "the kernel divides only where the sum is "
+    "not 0. Pad rows come after the real ones, no real row has a pad row's key in its range, and "
+    "results are cut to the real rows. So real "
     "rows keep their bits, and pad rows stay finite."
 )
 

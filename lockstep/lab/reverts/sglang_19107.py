@@ -1,15 +1,18 @@
 """The fused FP8 write put the window layers' keys into the full layers' slots.
 
 Summary:
-Window layers have a pool and slots of their own. A faster write for FP8 caches skipped the translation and used full-pool slots.
+Window layers have a pool and slots of their own. A faster write for FP8 caches skipped the
+translation and used full-pool slots.
 Motivation:
-The slot of a token is translated inside the ordinary write. The fused kernel replaces that write, translation included.
+The slot of a token is translated inside the ordinary write. The fused kernel replaces that write,
+translation included.
 Mechanism:
 1. With an FP8 cache the step takes the fused quantise-and-store kernel.
 2. It is given the slots as they come, which are the full pool's.
 3. The window pool is written at these indices; reads, translated, find old data.
 Key functions:
-The fused write of SGLang's trtllm_mha backend. Here `plan.build.write_slots`: write and read addresses of a group come from the same
+The fused write of SGLang's trtllm_mha backend. Here `plan.build.write_slots`: write and read
+addresses of a group come from the same
 pages by one formula, and the pool has two writers in all.
 Symptom:
 Window layers read keys that were never written there, and keys of other requests are overwritten.
@@ -34,11 +37,18 @@ RELATED = ("sglang-24617", "sglang-24395", "sglang-8622")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def write_slots(spec: GroupSpec, works: Sequence[build.Work], rows: Any, group: tuple[Any, ...]) -> Any:
+    def write_slots(
+        spec: GroupSpec, works: Sequence[build.Work], rows: Any, group: tuple[Any, ...]
+    ) -> Any:
         full = [w.pages[0].page_ids for w in works if w.pages[0] is not None]
         if spec.window is None or spec.kv_dtype != "float8_e4m3" or not full:
             return old(spec, works, rows, group)
         lens = [len(ids) for ids in full]
-        return old(spec, works, rows, (np.concatenate(full), build.indptr(lens), np.zeros(len(full), np.int32), group[3]))
+        return old(
+            spec,
+            works,
+            rows,
+            (np.concatenate(full), build.indptr(lens), np.zeros(len(full), np.int32), group[3]),
+        )
 
     return write_slots

@@ -1,17 +1,20 @@
 """Window layers were read with the page ids of the full layers.
 
 Summary:
-The kernel that serves deterministic mode reads prefix and new keys from the pool in one pass. For window layers the new half was
+The kernel that serves deterministic mode reads prefix and new keys from the pool in one pass. For
+window layers the new half was
 addressed with full-pool ids.
 Motivation:
-Deterministic mode swaps the extend kernel. The other kernel takes new keys as tensors and needs no addresses for them, so there was
+Deterministic mode swaps the extend kernel. The other kernel takes new keys as tensors and needs no
+addresses for them, so there was
 nothing to translate before.
 Mechanism:
 1. The unified kernel gets one index list: prefix entries, then new entries.
 2. Prefix entries were translated to the window pool, new entries were not.
 3. New keys are read at foreign slots of the window pool.
 Key functions:
-SGLang's unified Triton extend for SWAKVPool. Here `attention.base.addresses`, which takes a group's table from that group's own arrays.
+SGLang's unified Triton extend for SWAKVPool. Here `attention.base.addresses`, which takes a group's
+table from that group's own arrays.
 Symptom:
 Wrong extends in deterministic mode only.
 Risk and impact:

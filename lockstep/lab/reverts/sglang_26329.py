@@ -1,7 +1,8 @@
 """A token was sampled where a chunk ended, not where the prompt did.
 
 Summary:
-A prompt is computed in chunks. Every chunk has a last row, and its logits were sampled from like those of the prompt's last row.
+A prompt is computed in chunks. Every chunk has a last row, and its logits were sampled from like
+those of the prompt's last row.
 Motivation:
 The step emits one row per request; for most requests that row is the one to sample.
 Mechanism:
@@ -9,10 +10,12 @@ Mechanism:
 2. A token is sampled from its last row and kept as if the answer had begun.
 3. The next chunk goes on with the prompt; the sampled token stands after it.
 Key functions:
-Chunked prefill with EAGLE in SGLang, where the tail token of a chunk was a sampled one instead of the next prompt token. Here
+Chunked prefill with EAGLE in SGLang, where the tail token of a chunk was a sampled one instead of
+the next prompt token. Here
 `sched.request.Request.samples`: none before the last row.
 Symptom:
-The answer starts with tokens that have nothing to do with it. Upstream only the draft model saw them: acceptance fell.
+The answer starts with tokens that have nothing to do with it. Upstream only the draft model saw
+them: acceptance fell.
 Risk and impact:
 Wrong for every prompt longer than a chunk, right for all others: tests with short prompts pass.
 """

@@ -1,25 +1,36 @@
 """Determinism was forwarded for full attention and forgotten for window and cross attention.
 
 Summary:
-SGLang's deterministic mode fixes how FlashInfer cuts the keys of a row into splits. The two arguments that carry this were
-not passed on in the sliding-window and cross-attention updaters, so there the library chose its cut by looking at the whole batch.
+SGLang's deterministic mode fixes how FlashInfer cuts the keys of a row into splits. The two
+arguments that carry this were
+not passed on in the sliding-window and cross-attention updaters, so there the library chose its cut
+by looking at the whole batch.
 Motivation:
-`--enable-deterministic-inference` promises log-probabilities that do not depend on who else is in the batch. On models with windows
-or an encoder the promise was empty: 22 of 43 log-probabilities differed between batch sizes in the author's measurement, 0 afterwards.
+`--enable-deterministic-inference` promises log-probabilities that do not depend on who else is in
+the batch. On models with windows
+or an encoder the promise was empty: 22 of 43 log-probabilities differed between batch sizes in the
+author's measurement, 0 afterwards.
 Mechanism:
-1. A planner that is free to choose balances the batch: it divides all keys of all requests by the number of workers.
+1. A planner that is free to choose balances the batch: it divides all keys of all requests by the
+   number of workers.
 2. Every request that joins or leaves moves the split boundaries of all the others.
-3. A split is an online softmax of its own, and splits are merged with one more rounding each: another cut, other last bits.
-4. Four leaf methods (window and cross, decode and prefill) called the planner without `fixed_split_size` and `disable_split_kv`,
-   although both had been handed to them; the single-wrapper path did pass them, so plain models never showed it.
+3. A split is an online softmax of its own, and splits are merged with one more rounding each:
+   another cut, other last bits.
+4. Four leaf methods (window and cross, decode and prefill) called the planner without
+   `fixed_split_size` and `disable_split_kv`,
+   although both had been handed to them; the single-wrapper path did pass them, so plain models
+   never showed it.
 Key functions:
-FlashInferIndicesUpdaterDecode / Prefill .update_sliding_window and .update_cross_attention. Here `attention.cpu.split_for`, which sees
+FlashInferIndicesUpdaterDecode / Prefill .update_sliding_window and .update_cross_attention. Here
+`attention.cpu.split_for`, which sees
 the plan but must not look at it: the split is a function of the head sizes.
 Symptom:
-Values stay right to the last few bits; bits change with the batch. Only a bitwise comparison can see it. As far as we can read, the fix
+Values stay right to the last few bits; bits change with the batch. Only a bitwise comparison can
+see it. As far as we can read, the fix
 left verify and draft-extend steps without a fixed split.
 Risk and impact:
-Silent: no error, no visible loss of quality, and every promise built on equal bits (replay, caching, audits) is void for such models.
+Silent: no error, no visible loss of quality, and every promise built on equal bits (replay,
+caching, audits) is void for such models.
 """
 
 from __future__ import annotations
@@ -40,7 +51,9 @@ WORKERS = 2
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def split_for(plan: StepPlan, group: Group) -> Any:
-        forgotten = isinstance(group, PagedGroup) and (group.spec.window is not None or not group.spec.causal)
+        forgotten = isinstance(group, PagedGroup) and (
+            group.spec.window is not None or not group.spec.causal
+        )
         if not forgotten or not len(plan.positions):
             return old(plan, group)
         tile = order.tile_len(group.spec.d_qk, group.spec.d_v)

@@ -9,12 +9,14 @@ Mechanism:
 2. Long sequences with several branches run over the end of their row.
 3. The next request's entries begin where this one's still go on: one of the two is overwritten.
 Key functions:
-The draft graph buffers (kv_indices) of SGLang's FlashInfer backend; MLA had the same error (#27460). Here `plan.build.tail_slots`: its
+The draft graph buffers (kv_indices) of SGLang's FlashInfer backend; MLA had the same error
+(#27460). Here `plan.build.tail_slots`: its
 capacity is rows * longest list, part of the bucket, and checked.
 Symptom:
 Drafts with keys of another request; later NaN or an illegal access.
 Risk and impact:
-Memory corruption in a captured buffer. Upstream's own toggle for this fix no longer matched its code when we looked: reverts rot.
+Memory corruption in a captured buffer. Upstream's own toggle for this fix no longer matched its
+code when we looked: reverts rot.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         slots = old(spec, g, works, rows)
         narrow, tail = np.zeros_like(slots), int(np.diff(rows.tail_indptr).max(initial=0))
         for i in range(len(works)):
-            mine = slots[rows.tail_indptr[rows.q_indptr[i]] : rows.tail_indptr[rows.q_indptr[i + 1]]]
+            mine = slots[
+                rows.tail_indptr[rows.q_indptr[i]] : rows.tail_indptr[rows.q_indptr[i + 1]]
+            ]
             narrow[i * tail : i * tail + len(mine)] = mine
         return narrow
 

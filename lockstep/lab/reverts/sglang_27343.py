@@ -3,16 +3,19 @@
 Summary:
 An embedding step was padded to a captured size, but the row boundaries ended with the real rows.
 Motivation:
-The fast path of embedding models takes boundaries for keys and queries from one array. Piecewise graphs pad tokens, not requests.
+The fast path of embedding models takes boundaries for keys and queries from one array. Piecewise
+graphs pad tokens, not requests.
 Mechanism:
 1. The batch is padded from n to bucket tokens.
 2. The boundaries still end at n, so no request holds the rows behind it.
 3. The kernel has to put them somewhere: the last request's end is no longer where it was.
 Key functions:
-fa_skip_kv_cache under piecewise graphs in SGLang. Here `plan.bucket.pad`, which appends ordinary requests so that the boundaries cover
+fa_skip_kv_cache under piecewise graphs in SGLang. Here `plan.bucket.pad`, which appends ordinary
+requests so that the boundaries cover
 every row; in the revert the last real request swallows the pads.
 Symptom:
-NaN in the embedding of the last token upstream. Here: an encoder's last request sees pad rows as keys, only when padded.
+NaN in the embedding of the last token upstream. Here: an encoder's last request sees pad rows as
+keys, only when padded.
 Risk and impact:
 Depends on how far the batch is from a captured size, so on the load.
 """

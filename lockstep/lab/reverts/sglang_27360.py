@@ -1,25 +1,33 @@
-"""A draft step wrote all future columns of its lists into rows that had room for the live ones only.
+"""A draft step wrote all future columns of its lists into rows that had room for the live ones
+only.
 
 Summary:
-EAGLE's draft decode keeps, per branch, the pages of the draft tokens produced so far. With pages larger than 1 the list was filled with
+EAGLE's draft decode keeps, per branch, the pages of the draft tokens produced so far. With pages
+larger than 1 the list was filled with
 all planned steps instead of the live ones, overflowed its row and overwrote its neighbour.
 Motivation:
-With several branches (top-k > 1) every draft step builds such a table anew, inside buffers that a CUDA graph has captured. Pages of 1
+With several branches (top-k > 1) every draft step builds such a table anew, inside buffers that a
+CUDA graph has captured. Pages of 1
 had the cut, larger pages did not.
 Mechanism:
 1. The slots of a branch arrive num_steps wide, whatever the current step is.
 2. The table of step s has decode_length + 1 columns per row, enough for the live tokens.
-3. The scatter writes one column per distinct page of all num_steps slots: with small pages that is more than the row has.
+3. The scatter writes one column per distinct page of all num_steps slots: with small pages that is
+   more than the row has.
 4. The surplus lands in the next row, and behind the last row in foreign memory of the graph's pool.
 Key functions:
-FlashAttentionBackend._apply_cuda_graph_metadata and draft_decode_set_expand_metadata. Here `plan.build.tail_slots`, which fills the
+FlashAttentionBackend._apply_cuda_graph_metadata and draft_decode_set_expand_metadata. Here
+`plan.build.tail_slots`, which fills the
 lists of tree rows; their widths come from `plan.tree.paths` and nowhere else.
 Symptom:
-NaN logits or an illegal access, much later and somewhere else. In the lab: a branch reads a slot that its neighbour will use in a later
+NaN logits or an illegal access, much later and somewhere else. In the lab: a branch reads a slot
+that its neighbour will use in a later
 step, still NaN, and writes its own key to the wrong place.
 Risk and impact:
-Memory corruption without an error, in ordinary setups (top-k 8, pages of 2). The fix cuts the slots to decode_length and asserts the
-width; putting the bug back upstream now meets that guard, not the symptom, so the lab runs every revert with guards and without.
+Memory corruption without an error, in ordinary setups (top-k 8, pages of 2). The fix cuts the slots
+to decode_length and asserts the
+width; putting the bug back upstream now meets that guard, not the symptom, so the lab runs every
+revert with guards and without.
 (A seed report adds a fix for empty batches; the merged commit has none.)
 """
 
@@ -44,9 +52,17 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         slots = old(spec, g, works, rows)
         for i, work in enumerate(works):
             pages = work.pages[g]
-            for row in range(rows.q_indptr[i], rows.q_indptr[i + 1]) if work.parents and pages is not None else ():
-                end = rows.tail_indptr[row + 1]  # [end] one column too many: the branch's token of the next step
-                future = min(rows.nodes[end - 1] + work.new_len, len(pages.scratch) * spec.page_size - 1)  # type: ignore[union-attr]
+            for row in (
+                range(rows.q_indptr[i], rows.q_indptr[i + 1])
+                if work.parents and pages is not None
+                else ()
+            ):
+                end = rows.tail_indptr[
+                    row + 1
+                ]  # [end] one column too many: the branch's token of the next step
+                future = min(
+                    rows.nodes[end - 1] + work.new_len, len(pages.scratch) * spec.page_size - 1
+                )  # type: ignore[union-attr]
                 if end < len(slots):
                     slots[end] = build.node_slots(spec, pages, np.array([future], np.int32))[0]  # type: ignore[arg-type]
         return slots

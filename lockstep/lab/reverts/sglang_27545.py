@@ -1,15 +1,18 @@
 """Rows were dealt to requests by a fixed stride although requests had different numbers of rows.
 
 Summary:
-The row boundaries of a draft-extend step were computed as request * stride, with a stride that was not the number of rows per request.
+The row boundaries of a draft-extend step were computed as request * stride, with a stride that was
+not the number of rows per request.
 Motivation:
-With top-k 1 the two numbers, num_steps + 1 and num_draft_tokens, are equal. With top-k > 1 they are not.
+With top-k 1 the two numbers, num_steps + 1 and num_draft_tokens, are equal. With top-k > 1 they are
+not.
 Mechanism:
 1. qo_indptr is an arithmetic sequence of the wrong step.
 2. Rows are computed against the keys of a neighbour, or of nobody.
 3. max_extend_len, too small as well, drops query blocks: their output is never written.
 Key functions:
-SGLang's Triton draft-extend metadata. Here `attention.cpu.blocks`, which cuts rows into blocks by q_indptr and nothing else.
+SGLang's Triton draft-extend metadata. Here `attention.cpu.blocks`, which cuts rows into blocks by
+q_indptr and nothing else.
 Symptom:
 NaN in the draft model, or rows that answer for another request.
 Risk and impact:

@@ -1,18 +1,21 @@
 """Rows per block followed the batch: upstream it changed bits, here it cannot.
 
 Summary:
-A kernel chose how many rows a block computes, and a fast path for small batches, by the number of rows in the batch.
+A kernel chose how many rows a block computes, and a fast path for small batches, by the number of
+rows in the batch.
 Motivation:
 Small batches leave the machine idle unless blocks get smaller.
 Mechanism:
 1. Batch size decides the block shape.
 2. Upstream the block shape decided the order of additions inside a row.
 Key functions:
-SGLang's kernels for Qwen3.5 in deterministic mode. Here `attention.cpu.blocks`, given a block size that depends on the batch.
+SGLang's kernels for Qwen3.5 in deterministic mode. Here `attention.cpu.blocks`, given a block size
+that depends on the batch.
 Symptom:
 Upstream: log-probabilities changed with the batch size. Here: none.
 Risk and impact:
-An equivalent mutant. It is kept because the freedom is used: block sizes are tuned for speed, and this says why they may be.
+An equivalent mutant. It is kept because the freedom is used: block sizes are tuned for speed, and
+this says why they may be.
 """
 
 from __future__ import annotations
@@ -27,8 +30,10 @@ TARGET = "lockstep.attention.cpu:blocks"
 CELLS = ("mixed/dense",)
 RELATED = ("sglang-26412", "vllm-51902", "lockstep-rescale")
 EQUIVALENT = (
-    "A block decides which rows share staged tiles, and nothing else. A row's scores, sums and products run over its own visible keys in "
-    "tiles and splits aligned to position 0; a tile it does not see leaves its state untouched (its rescale is exactly 1). So every "
+    "A block decides which rows share staged tiles, and nothing else. A row's scores, sums and "
+    "products run over its own visible keys in "
+    "tiles and splits aligned to position 0; a tile it does not see leaves its state untouched "
+    "(its rescale is exactly 1). So every "
     "partition into blocks gives every row the same sequence of operations, hence the same bits."
 )
 

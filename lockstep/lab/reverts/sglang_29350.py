@@ -5,16 +5,21 @@ A leaf of the prefix tree whose window keys are gone can end no match. It was le
 Motivation:
 Only its window part was evicted; the full part is still there and looks useful.
 Mechanism:
-1. The window pages of an inner node are evicted; the node stays, because its children need its full pages.
+1. The window pages of an inner node are evicted; the node stays, because its children need its full
+   pages.
 2. The children are evicted too.
-3. Nobody looks at the node again: a leaf without a window, whose full pages are kept for a match that cannot happen.
+3. Nobody looks at the node again: a leaf without a window, whose full pages are kept for a match
+   that cannot happen.
 Key functions:
-Eviction in SGLang's radix cache for window models (three issues of one kind; known from their titles and fixes). Here
+Eviction in SGLang's radix cache for window models (three issues of one kind; known from their
+titles and fixes). Here
 `kv.prefix.Prefix._prune`.
 Symptom:
-Cached pages that nothing can use, and a tree that does not agree with its own rules. Found when idle, by `check`.
+Cached pages that nothing can use, and a tree that does not agree with its own rules. Found when
+idle, by `check`.
 Risk and impact:
-The cache gets smaller with time. Upstream, code that relied on "leaves are whole" then freed or labelled the wrong keys.
+The cache gets smaller with time. Upstream, code that relied on "leaves are whole" then freed or
+labelled the wrong keys.
 """
 
 from __future__ import annotations

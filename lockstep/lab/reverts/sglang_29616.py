@@ -1,15 +1,18 @@
 """A step wrote to the slots of the step before.
 
 Summary:
-The batch object kept its write slots from one step to the next, and a path that should have computed new ones found some and used them.
+The batch object kept its write slots from one step to the next, and a path that should have
+computed new ones found some and used them.
 Motivation:
-A mutable batch that is carried along: every field that is not set anew has a value from before, and it looks valid.
+A mutable batch that is carried along: every field that is not set anew has a value from before, and
+it looks valid.
 Mechanism:
 1. A draft step runs and leaves its out_cache_loc in the batch.
 2. The next step of the same shape does not allocate, because the field is filled.
 3. New keys overwrite the old ones; their own places stay empty.
 Key functions:
-SGLang's frozen-KV MTP; the fix sets the field to None. Here `plan.build.write_slots`: slots are derived from positions and pages, in a plan
+SGLang's frozen-KV MTP; the fix sets the field to None. Here `plan.build.write_slots`: slots are
+derived from positions and pages, in a plan
 that is frozen and made once per step.
 Symptom:
 The newest token's key is missing and the previous one is destroyed.
@@ -34,7 +37,9 @@ RELATED = ("flashinfer-1028", "vllm-54498")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     kept: dict[Any, Any] = {}
 
-    def write_slots(spec: GroupSpec, works: Sequence[Work], rows: Any, group: tuple[Any, ...]) -> Any:
+    def write_slots(
+        spec: GroupSpec, works: Sequence[Work], rows: Any, group: tuple[Any, ...]
+    ) -> Any:
         return kept.setdefault((spec, len(rows.positions)), old(spec, works, rows, group))
 
     return write_slots

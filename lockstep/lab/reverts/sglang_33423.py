@@ -1,7 +1,8 @@
 """A uniform number was exactly 1, its noise infinite, and a masked token won.
 
 Summary:
-Noise for sampling is -ln(-ln u) of a hash. The largest hashes were rounded to u = 1, where the noise is +inf.
+Noise for sampling is -ln(-ln u) of a hash. The largest hashes were rounded to u = 1, where the
+noise is +inf.
 Motivation:
 A 32-bit hash times 2^-32 in float32 is the obvious way to a number in [0, 1).
 Mechanism:
@@ -9,11 +10,14 @@ Mechanism:
 2. -ln 1 is 0, and its logarithm makes the noise +inf. At the other end a hash of 0 makes it -inf.
 3. A masked token has the score -inf; with this noise it is NaN, or it beats every other token.
 Key functions:
-The seeded sampler of SGLang (#33423, and #30822 for the coins of speculative sampling). Here `kernels.cpu.sample.gumbel`, for arrays and
-tensors; u lies in the middle of the hash's interval and is exact in float64. The compiled kernel is loaded before the swap and stays
+The seeded sampler of SGLang (#33423, and #30822 for the coins of speculative sampling). Here
+`kernels.cpu.sample.gumbel`, for arrays and
+tensors; u lies in the middle of the hash's interval and is exact in float64. The compiled kernel is
+loaded before the swap and stays
 as it is.
 Symptom:
-Once in some ten million draws a token appears that top-k had removed. The lab does not wait for it: it asks for the largest hashes.
+Once in some ten million draws a token appears that top-k had removed. The lab does not wait for it:
+it asks for the largest hashes.
 Risk and impact:
 Grammar and bans are broken at random.
 """
@@ -35,7 +39,9 @@ RELATED = ("sglang-7207", "sglang-11096")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    log_probs(torch.zeros(1, 4), torch.tensor([0]))  # compiles the kernel from the right text, for good
+    log_probs(
+        torch.zeros(1, 4), torch.tensor([0])
+    )  # compiles the kernel from the right text, for good
 
     def gumbel(word: Any) -> Any:
         words = torch.as_tensor(word)

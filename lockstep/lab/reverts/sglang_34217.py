@@ -1,16 +1,21 @@
 """With a cached prefix, the scales of the FP8 cache were dropped.
 
 Summary:
-Of the two calls that make up an extend step with a prefix, the one over the cached keys was given no K and V scales.
+Of the two calls that make up an extend step with a prefix, the one over the cached keys was given
+no K and V scales.
 Motivation:
-The step is computed in two parts and merged. A parameter has to be passed twice, and was passed once.
+The step is computed in two parts and merged. A parameter has to be passed twice, and was passed
+once.
 Mechanism:
 1. New keys are attended to unquantised: no scales are needed there.
-2. Cached keys are FP8; the paged call gets neither k_scale nor v_scale and works on the stored numbers.
+2. Cached keys are FP8; the paged call gets neither k_scale nor v_scale and works on the stored
+   numbers.
 3. The merge weighs a wrong part against a right one.
 Key functions:
-forward_extend of SGLang's FlashInfer backend. Here the lowering of a step with a prefix, `attention.cpu.Backend.lower`: there is one
-pass over all keys, new ones are read back from the cache like old ones, and scales are constants of the layer.
+forward_extend of SGLang's FlashInfer backend. Here the lowering of a step with a prefix,
+`attention.cpu.Backend.lower`: there is one
+pass over all keys, new ones are read back from the cache like old ones, and scales are constants of
+the layer.
 Symptom:
 Right when cold, wrong by the scale when warm.
 Risk and impact:
@@ -38,7 +43,10 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         handle = old(self, plan, group, views)
         if not plan.positions[plan.q_indptr[plan.request]].any():  # nobody has a prefix
             return handle
-        bare = {attn: cpu.constants(replace(attn, k_scale=1.0, v_scale=1.0), group.spec.heads) for attn in group.spec.layers}
+        bare = {
+            attn: cpu.constants(replace(attn, k_scale=1.0, v_scale=1.0), group.spec.heads)
+            for attn in group.spec.layers
+        }
         return replace(handle, layers=bare)
 
     return lower

@@ -1,20 +1,24 @@
 """A request's list of pages was another name for somebody else's.
 
 Summary:
-The slots of a prefix were handed over as a view of the row that they came from. When the row changed, the request's prefix did.
+The slots of a prefix were handed over as a view of the row that they came from. When the row
+changed, the request's prefix did.
 Motivation:
 A copy costs time in every step, and nothing was expected to write there.
 Mechanism:
-1. Two continuations share a prefix that ends with a page; the second one's list is the first one's list.
+1. Two continuations share a prefix that ends with a page; the second one's list is the first one's
+   list.
 2. The first takes a page for its next token; the second sees it as its own.
 3. Both write their tokens into it.
 Key functions:
-`prefix_indices` in SGLang with the prefix cache switched off. Here `kv.tables.shared_pages`, which returns a new list; the revert returns
+`prefix_indices` in SGLang with the prefix cache switched off. Here `kv.tables.shared_pages`, which
+returns a new list; the revert returns
 the list itself where all of it is shared.
 Symptom:
 Both continuations attend to whichever token was written last.
 Risk and impact:
-Content of one answer in another, only for lengths that are multiples of a page. `plan.check` refuses a page that two requests write.
+Content of one answer in another, only for lengths that are multiples of a page. `plan.check`
+refuses a page that two requests write.
 """
 
 from __future__ import annotations

@@ -7,10 +7,13 @@ The numbers lie there in a tensor, one per row, and look as random as any.
 Mechanism:
 1. A coin is drawn for a row and used for its decision.
 2. The next decision of the same request takes the same coin.
-3. Each decision alone has the right distribution. Together they do not: a token that was lucky once is lucky again.
+3. Each decision alone has the right distribution. Together they do not: a token that was lucky once
+   is lucky again.
 Key functions:
-Speculative sampling in SGLang, where the accept coins also chose the final token (inferred from the fix, which adds a second tensor).
-Here `sample.noise.counter`: noise is keyed by seed, completion and position; the revert leaves the position out.
+Speculative sampling in SGLang, where the accept coins also chose the final token (inferred from the
+fix, which adds a second tensor).
+Here `sample.noise.counter`: noise is keyed by seed, completion and position; the revert leaves the
+position out.
 Symptom:
 Repetition. The frequencies of tokens over positions are far from their probabilities.
 Risk and impact:

@@ -1,7 +1,8 @@
 """Branches and steps of a draft were transposed.
 
 Summary:
-The slots of draft tokens were viewed as [steps, branches] and transposed where they are laid out as [branches, steps].
+The slots of draft tokens were viewed as [steps, branches] and transposed where they are laid out as
+[branches, steps].
 Motivation:
 A flat array with two meanings of its axes, and a reshape that always succeeds.
 Mechanism:
@@ -9,10 +10,13 @@ Mechanism:
 2. Draft decoding views it with the axes exchanged.
 3. A branch attends to the tokens of other branches at other depths.
 Key functions:
-Draft decode in SGLang's FlashAttention backend. Here `plan.tree.paths`: a row's list is its own path by parents, there is no grid whose
-axes could be exchanged. The revert reads the ancestors through the transposed grid; the row's own slot stays.
+Draft decode in SGLang's FlashAttention backend. Here `plan.tree.paths`: a row's list is its own
+path by parents, there is no grid whose
+axes could be exchanged. The revert reads the ancestors through the transposed grid; the row's own
+slot stays.
 Symptom:
-With one request or one branch nothing; otherwise drafts are worse and acceptance falls. Output stays right, since the target decides.
+With one request or one branch nothing; otherwise drafts are worse and acceptance falls. Output
+stays right, since the target decides.
 Risk and impact:
 A silent loss of speed; only a comparison branch by branch, with distinct keys, shows it.
 """
@@ -32,6 +36,9 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def paths(parents: Sequence[int], new_len: int) -> Any:
         steps = len(parents) // new_len
         grid = [node % new_len * steps + node // new_len for node in range(steps * new_len)]
-        return [[*(grid[node] if node < len(grid) else node for node in path[:-1]), path[-1]] for path in old(parents, new_len)]
+        return [
+            [*(grid[node] if node < len(grid) else node for node in path[:-1]), path[-1]]
+            for path in old(parents, new_len)
+        ]
 
     return paths

@@ -1,7 +1,8 @@
 """Page tables were read with the page size of something else.
 
 Summary:
-An argument that was passed by position landed in another parameter of the kernel, which took it for its page size.
+An argument that was passed by position landed in another parameter of the kernel, which took it for
+its page size.
 Motivation:
 Long positional argument lists of integers: any permutation of them type-checks.
 Mechanism:
@@ -9,12 +10,14 @@ Mechanism:
 2. The kernel divides positions by another page size, and looks up other entries.
 3. It also multiplies page ids by that size, and finds other slots.
 Key functions:
-The CUTLASS and TRT-LLM MLA calls of SGLang. Here `attention.base.addresses`, which hands a group's table and its page size to a backend
+The CUTLASS and TRT-LLM MLA calls of SGLang. Here `attention.base.addresses`, which hands a group's
+table and its page size to a backend
 together; the lab's window feature has groups with pages of two sizes.
 Symptom:
 Right for requests of one page, foreign keys beyond.
 Risk and impact:
-Silent reads of other requests' keys, or behind the table's end. Named parameters would have prevented it.
+Silent reads of other requests' keys, or behind the table's end. Named parameters would have
+prevented it.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def addresses(plan: StepPlan, group: Group, views: Views) -> Any:
         page_ids, page_indptr, first_pos, size = old(plan, group, views)
         other = min(size, plan.groups[0].spec.page_size)
-        behind = np.resize(np.asarray(page_ids), len(page_ids) * size // other)  # the table goes on, so that the read stays in memory
+        behind = np.resize(
+            np.asarray(page_ids), len(page_ids) * size // other
+        )  # the table goes on, so that the read stays in memory
         return behind, page_indptr, first_pos, other
 
     return addresses

@@ -1,7 +1,8 @@
 """The length of a match was taken from the layers that had it, not from all.
 
 Summary:
-With windows of different lengths, the number of tokens that a new request may skip is one number for all layers. It was set per window,
+With windows of different lengths, the number of tokens that a new request may skip is one number
+for all layers. It was set per window,
 and the last one written counted.
 Motivation:
 Every kind of layer has its own pool and looks up its own blocks.
@@ -10,11 +11,13 @@ Mechanism:
 2. The request starts after the longer prefix.
 3. Its rows in window layers look for keys that are not there.
 Key functions:
-Block reuse with variable windows in TensorRT-LLM. Here `kv.prefix.Prefix._longest`, which ends where every window is whole.
+Block reuse with variable windows in TensorRT-LLM. Here `kv.prefix.Prefix._longest`, which ends
+where every window is whole.
 Symptom:
 Accuracy falls with the cache under pressure; a miss gives the right answer.
 Risk and impact:
-Silent, and only for models with windows. A hit must be compared with a miss after evictions, not in a fresh cache.
+Silent, and only for models with windows. A hit must be compared with a miss after evictions, not in
+a fresh cache.
 """
 
 from __future__ import annotations

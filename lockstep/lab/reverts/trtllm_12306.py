@@ -1,20 +1,24 @@
 """A partly filled page was shared instead of copied.
 
 Summary:
-Two requests that continue one prefix may share its pages as long as neither writes to them. The last, partly filled page was shared too.
+Two requests that continue one prefix may share its pages as long as neither writes to them. The
+last, partly filled page was shared too.
 Motivation:
-Reuse saves the copy of a block; whether a block is full enough to be shared is a comparison (known from the issue).
+Reuse saves the copy of a block; whether a block is full enough to be shared is a comparison (known
+from the issue).
 Mechanism:
 1. A prefix ends in the middle of a page.
 2. The new request takes a hold on that page like on all others.
 3. Both write their next token into the same slot.
 Key functions:
-Block reuse of TensorRT-LLM. Here `kv.tables.shared_pages`: only pages wholly below the committed length are shared, the partial one is
+Block reuse of TensorRT-LLM. Here `kv.tables.shared_pages`: only pages wholly below the committed
+length are shared, the partial one is
 moved into a page of the fork's own.
 Symptom:
 Both continuations attend to whichever token was written last.
 Risk and impact:
-Content of one answer appears in another. `plan.check` refuses a page that is written and held twice.
+Content of one answer appears in another. `plan.check` refuses a page that is written and held
+twice.
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
 """A dummy request at the front shifted everybody's cache offsets.
 
 Summary:
-A placeholder request was put first in the batch, while offsets that had been computed before assumed real requests first.
+A placeholder request was put first in the batch, while offsets that had been computed before
+assumed real requests first.
 Motivation:
-Placeholders keep ranks in step when one has no work. Where they stand in the batch looks arbitrary (known from the issue text).
+Placeholders keep ranks in step when one has no work. Where they stand in the batch looks arbitrary
+(known from the issue text).
 Mechanism:
 1. The batch is filled up with a dummy.
 2. Tables are built with the dummy in front, rows and offsets of the previous step without.
 3. Every request uses the cache offsets of its predecessor; the first one has the dummy's.
 Key functions:
-TensorRT-LLM's overlap scheduler with MTP and disaggregation. Here `plan.bucket.pad_group`; "real entries come first" is a rule of
+TensorRT-LLM's overlap scheduler with MTP and disaggregation. Here `plan.bucket.pad_group`; "real
+entries come first" is a rule of
 `plan.check`.
 Symptom:
 Accuracy loss, only when the batch had to be filled up.
@@ -40,6 +43,10 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         dummies = indptr(-(-pads // group.spec.page_size))
         page_ids = np.zeros_like(padded.page_ids)
         page_ids[dummies[-1] : dummies[-1] + len(group.page_ids)] = group.page_ids
-        return replace(padded, page_ids=ints(page_ids), page_indptr=ints([*dummies, *(dummies[-1] + group.page_indptr[1:])]))
+        return replace(
+            padded,
+            page_ids=ints(page_ids),
+            page_indptr=ints([*dummies, *(dummies[-1] + group.page_indptr[1:])]),
+        )
 
     return pad_group

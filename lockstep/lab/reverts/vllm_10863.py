@@ -1,7 +1,8 @@
 """Rows of two kinds were sampled in two groups and written back in the wrong places.
 
 Summary:
-A batch held rows with a seed of their own and rows without. The kinds were handled one after the other, and the results of one did not
+A batch held rows with a seed of their own and rows without. The kinds were handled one after the
+other, and the results of one did not
 return to the rows they belonged to.
 Motivation:
 Seeded rows need a generator each, the others can be drawn in one call.
@@ -10,10 +11,12 @@ Mechanism:
 2. Each kind is sampled.
 3. The results are laid down in the sorted order, not in that of the batch.
 Key functions:
-Rejection sampling in vLLM with mixed seeds. Here `sample.sampler.settings`, which lays down the parameters of every row; the revert puts
+Rejection sampling in vLLM with mixed seeds. Here `sample.sampler.settings`, which lays down the
+parameters of every row; the revert puts
 the sampled rows before the greedy ones.
 Symptom:
-Upstream: "!!!!" for requests without a seed. Here: a greedy request is sampled with a neighbour's parameters. Uniform batches are right.
+Upstream: "!!!!" for requests without a seed. Here: a greedy request is sampled with a neighbour's
+parameters. Uniform batches are right.
 Risk and impact:
 Only traffic is mixed; tests seldom are.
 """

@@ -3,7 +3,8 @@
 Summary:
 Prefill respected the sliding window, decoding did not.
 Motivation:
-The window lived in a bias object that the backend made for prefill. Decoding used the same bias for local and global layers alike
+The window lived in a bias object that the backend made for prefill. Decoding used the same bias for
+local and global layers alike
 (known from the issue).
 Mechanism:
 1. Prefill builds a local-attention bias and is right.
@@ -14,7 +15,8 @@ vLLM's xformers backend. Here `attention.base.window_begin` for requests of one 
 Symptom:
 Quality drifts as the answer grows past the window; prompts alone look right.
 Risk and impact:
-Silent. Engines that also drop pages behind the window would read pages that belong to others by then.
+Silent. Engines that also drop pages behind the window would read pages that belong to others by
+then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Sinks were lost when requests shared a prefix.
 
 Summary:
-When several requests share a prefix, vLLM may attend to it once for all of them (cascade). The attention sinks were not passed to
+When several requests share a prefix, vLLM may attend to it once for all of them (cascade). The
+attention sinks were not passed to
 that path.
 Motivation:
 An optimisation that replaces a call has to take over every argument of it (known from the issue).
@@ -10,12 +11,14 @@ Mechanism:
 2. The cascade call has no sinks: the denominator lacks one term per head.
 3. All weights of the row are too large.
 Key functions:
-The cascade branch of vLLM's FlashAttention backend. Here `attention.cpu.Backend.lower` for plans in which two requests hold the same
+The cascade branch of vLLM's FlashAttention backend. Here `attention.cpu.Backend.lower` for plans in
+which two requests hold the same
 page; the lab's fork recipe has them.
 Symptom:
 gpt-oss answers degrade under load, when prefixes happen to be shared; a request alone is right.
 Risk and impact:
-Silent and dependent on the other users' prompts: the kind of failure nobody can reproduce at the desk.
+Silent and dependent on the other users' prompts: the kind of failure nobody can reproduce at the
+desk.
 """
 
 from __future__ import annotations
@@ -42,7 +45,16 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         ids = group.page_ids[group.page_ids > 0] if isinstance(group, PagedGroup) else np.zeros(0)
         if len(np.unique(ids)) == len(ids):
             return handle
-        layers = {attn: (of.arrays[0], Consts(*of.arrays[1].tolist())) for attn, of in handle.layers.items()}
-        return replace(handle, layers={attn: layer(consts, np.full_like(sink, -np.inf)) for attn, (sink, consts) in layers.items()})
+        layers = {
+            attn: (of.arrays[0], Consts(*of.arrays[1].tolist()))
+            for attn, of in handle.layers.items()
+        }
+        return replace(
+            handle,
+            layers={
+                attn: layer(consts, np.full_like(sink, -np.inf))
+                for attn, (sink, consts) in layers.items()
+            },
+        )
 
     return lower

@@ -1,21 +1,30 @@
 """Merging two empty parts gives NaN
 
 Summary:
-A row that sees nothing of either of two parts has a maximum of minus infinity in both, and the merge subtracts one from the other.
+A row that sees nothing of either of two parts has a maximum of minus infinity in both, and the
+merge subtracts one from the other.
 Motivation:
-Merging partial attention results by their log-sum-exp is how split keys, cascades and chunked contexts are put together. vLLM met the
-empty case three times in different merges, FlashAttention-2 as plus infinity and TensorRT-LLM as a finite number.
+Merging partial attention results by their log-sum-exp is how split keys, cascades and chunked
+contexts are put together. vLLM met the
+empty case three times in different merges, FlashAttention-2 as plus infinity and TensorRT-LLM as a
+finite number.
 Mechanism:
-1. Each part of the keys yields a maximum, a sum and an accumulator; a part of which the row sees nothing has a maximum of -inf.
+1. Each part of the keys yields a maximum, a sum and an accumulator; a part of which the row sees
+   nothing has a maximum of -inf.
 2. The merge takes the larger maximum, n, and weighs each part with exp2(m - n).
-3. If both are -inf then m - n is NaN, and the weights, the sum and the accumulator are NaN from there on.
-4. In a batch this takes a row whose window begins after a part that its neighbours in the block still see.
+3. If both are -inf then m - n is NaN, and the weights, the sum and the accumulator are NaN from
+   there on.
+4. In a batch this takes a row whose window begins after a part that its neighbours in the block
+   still see.
 Key functions:
-The kernel text `weights`, which takes 0 in place of n when n is -inf, so that both weights are exp2(-inf) = 0.
+The kernel text `weights`, which takes 0 in place of n when n is -inf, so that both weights are
+exp2(-inf) = 0.
 Symptom:
-NaN rows, only with a window, only behind the first split, only where rows of one block see different splits.
+NaN rows, only with a window, only behind the first split, only where rows of one block see
+different splits.
 Risk and impact:
-One NaN key poisons every later layer of the request. The trigger is a length, not a load, so tests with short prompts never see it.
+One NaN key poisons every later layer of the request. The trigger is a length, not a load, so tests
+with short prompts never see it.
 """
 
 from __future__ import annotations

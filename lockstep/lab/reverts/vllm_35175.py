@@ -1,7 +1,8 @@
 """A buffer at a fixed address was not refreshed.
 
 Summary:
-A captured step reads its plan from buffers whose addresses it knows. New values went elsewhere, and the buffers kept those of an earlier
+A captured step reads its plan from buffers whose addresses it knows. New values went elsewhere, and
+the buffers kept those of an earlier
 step of the same shape.
 Motivation:
 Assigning a fresh tensor looks like updating the old one; eagerly it is.
@@ -10,10 +11,12 @@ Mechanism:
 2. The next step has the same shape. Its arrays are made, but what is read are the old places.
 3. Rows stand where the rows of the earlier step stood.
 Key functions:
-FlashMLA metadata under full graphs in vLLM. Here `run.arena.Arena.load`, which copies the plan's whole image for every step; the revert
+FlashMLA metadata under full graphs in vLLM. Here `run.arena.Arena.load`, which copies the plan's
+whole image for every step; the revert
 keeps the positions of the first step of each shape.
 Symptom:
-Upstream: right for some fifty tokens, then garbage, when a boundary was crossed that the old metadata did not have. Here a decode step
+Upstream: right for some fifty tokens, then garbage, when a boundary was crossed that the old
+metadata did not have. Here a decode step
 turns its keys by the position of an earlier one.
 Risk and impact:
 The first tokens are fine, so a glance at the output is not enough.
@@ -35,7 +38,9 @@ RELATED = ("sglang-29616", "flashinfer-1028", "flashinfer-4014")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def load(self: Any, plan: StepPlan) -> Any:
         views = old(self, plan)
-        first = vars(self).setdefault("first", {}).setdefault(plan.bucket, views[0].positions.clone())
+        first = (
+            vars(self).setdefault("first", {}).setdefault(plan.bucket, views[0].positions.clone())
+        )
         views[0].positions.copy_(first)
         return views
 

@@ -1,7 +1,8 @@
 """The key of a cached prefix left out whose it was.
 
 Summary:
-Keys and values depend on more than token ids: on an image or an encoder's input, on an adapter; and a tenant may ask to share with
+Keys and values depend on more than token ids: on an image or an encoder's input, on an adapter; and
+a tenant may ask to share with
 nobody. Identity was missing from the key, or collided.
 Motivation:
 For plain text the tokens are everything, and placeholders for images are tokens too.
@@ -10,10 +11,12 @@ Mechanism:
 2. A request with another identity has the same token ids.
 3. It is given the first one's pages.
 Key functions:
-Block hashes of vLLM (images, adapters and salts: #36708, #30931, #44701). Here `kv.prefix.Prefix.match`, below a root per tenant and
+Block hashes of vLLM (images, adapters and salts: #36708, #30931, #44701). Here
+`kv.prefix.Prefix.match`, below a root per tenant and
 encoder input; the revert has one root for all.
 Symptom:
-The answer is about somebody else's image. For tenants the bits are right, but the hit tells one what the other has asked: the lab counts
+The answer is about somebody else's image. For tenants the bits are right, but the hit tells one
+what the other has asked: the lab counts
 hits exactly.
 Risk and impact:
 A leak between users, by content or by time.
@@ -33,7 +36,9 @@ RELATED = ("cve-2025-25183", "sglang-29352", "sglang-8622")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def match(self: Any, root: Root, ids: Sequence[int], table: Any, limit: int | None = None) -> Any:
+    def match(
+        self: Any, root: Root, ids: Sequence[int], table: Any, limit: int | None = None
+    ) -> Any:
         return old(self, Root(draft=root.draft), ids, table, limit)
 
     return match

@@ -1,22 +1,27 @@
 """A prefix could be matched before the step that computes it had run.
 
 Summary:
-Blocks of a prompt were entered into the prefix cache when the request was scheduled, with their hashes, although their keys were only
+Blocks of a prompt were entered into the prefix cache when the request was scheduled, with their
+hashes, although their keys were only
 going to be written.
 Motivation:
-The tokens are known at that moment, and a second request with the same prompt is likely to come soon.
+The tokens are known at that moment, and a second request with the same prompt is likely to come
+soon.
 Mechanism:
 1. A long prompt is admitted; all its blocks are made matchable at once.
 2. The first step computes one chunk of it; then the request is aborted, or loses its turn.
 3. A second request with the same prompt matches blocks of the chunks that never came.
 4. It attends to pages that nobody has written.
 Key functions:
-Hashing of full blocks in vLLM's KV cache manager, where a hit in the same step sufficed. Here `sched.scheduler.Scheduler._admit`; blocks
-are inserted in `_advance`, after the step that wrote them. Within one step it would do no harm here: all rows write before any attends.
+Hashing of full blocks in vLLM's KV cache manager, where a hit in the same step sufficed. Here
+`sched.scheduler.Scheduler._admit`; blocks
+are inserted in `_advance`, after the step that wrote them. Within one step it would do no harm
+here: all rows write before any attends.
 Symptom:
 The second answer depends on what was in the page before. Unwritten pages hold NaN in the lab.
 Risk and impact:
-Another user's text is read, with long prompts and under load. Where both requests run, `plan.check` refuses a page that is written and
+Another user's text is read, with long prompts and under load. Where both requests run, `plan.check`
+refuses a page that is written and
 held twice.
 """
 
@@ -34,7 +39,11 @@ RELATED = ("sglang-29860", "trtllm-12306")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def _admit(self: Any, request: Any) -> Any:
         admitted = old(self, request)
-        if admitted and request.path is not None and self.tree.make_room(request.table.needs(len(request.tokens))):
+        if (
+            admitted
+            and request.path is not None
+            and self.tree.make_room(request.table.needs(len(request.tokens)))
+        ):
             request.table.reserve(len(request.tokens))
             self.tree.insert(request.path, request.tokens, request.table, len(request.tokens))
         return admitted

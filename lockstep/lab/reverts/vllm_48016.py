@@ -1,7 +1,8 @@
 """A dequantised cache was scaled a second time.
 
 Summary:
-A fallback that widens an FP8 cache before attention multiplies by the scales; attention then applied them again.
+A fallback that widens an FP8 cache before attention multiplies by the scales; attention then
+applied them again.
 Motivation:
 "Who applies the scale?" had two answers, one per path (known from the issue).
 Mechanism:
@@ -9,7 +10,8 @@ Mechanism:
 2. The ordinary call follows, with k_scale and v_scale as arguments.
 3. Scores and outputs carry the scale squared.
 Key functions:
-A fallback path of vLLM. Here `kv.pool.Pool.keys`, which names the storage as it is; loading is an exact cast, and scales live in
+A fallback path of vLLM. Here `kv.pool.Pool.keys`, which names the storage as it is; loading is an
+exact cast, and scales live in
 `attention.base` alone.
 Symptom:
 Wrong by the scale, on the fallback only.

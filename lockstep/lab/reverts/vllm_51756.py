@@ -3,14 +3,16 @@
 Summary:
 The window of a layer was taken from the cache group it had been put into, not from the layer.
 Motivation:
-To save memory, layers of both kinds can be merged into groups of one page layout. The group then knows a window, some of its layers
+To save memory, layers of both kinds can be merged into groups of one page layout. The group then
+knows a window, some of its layers
 do not have one.
 Mechanism:
 1. Groups are merged; the merged group carries the window of some of its layers.
 2. Attention asks the group.
 3. A global layer sees the last w keys only.
 Key functions:
-vLLM's KV cache groups (known from the issue). Here `attention.base.window_begin`; window and causality have one home, the GroupSpec, and a
+vLLM's KV cache groups (known from the issue). Here `attention.base.window_begin`; window and
+causality have one home, the GroupSpec, and a
 group is by definition the layers that share them.
 Symptom:
 Long contexts forget their beginning. Everything shorter than the window is right.

@@ -1,7 +1,8 @@
 """The longest neighbour chose the tile of everybody.
 
 Summary:
-A kernel configuration, and with it the order of additions, was chosen by the largest number of new rows in the batch.
+A kernel configuration, and with it the order of additions, was chosen by the largest number of new
+rows in the batch.
 Motivation:
 Large tiles are faster for long prefills. max_seqlen_q is at hand when the kernel is launched.
 Mechanism:
@@ -9,11 +10,13 @@ Mechanism:
 2. A neighbour of ten rows instead of nine joins.
 3. Everybody's keys are now cut otherwise, and everybody's last bits change.
 Key functions:
-FlashAttention 3 as used by vLLM's batch-invariant mode (an open issue when read). Here `attention.cpu.split_for`.
+FlashAttention 3 as used by vLLM's batch-invariant mode (an open issue when read). Here
+`attention.cpu.split_for`.
 Symptom:
 Bits depend on the neighbours; values do not.
 Risk and impact:
-A deterministic mode that holds in uniform tests and fails in traffic. Neighbours of other lengths belong into every such test.
+A deterministic mode that holds in uniform tests and fails in traffic. Neighbours of other lengths
+belong into every such test.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Draft tokens were stored by a position that was not their place in the sequence.
 
 Summary:
-The slot of a token was computed from the first component of a multimodal position instead of the token's index.
+The slot of a token was computed from the first component of a multimodal position instead of the
+token's index.
 Motivation:
 For text both are the same number. With images, positions repeat or jump (known from the issue).
 Mechanism:
@@ -9,7 +10,8 @@ Mechanism:
 2. positions[0] is taken for "how many keys are before this one".
 3. Keys land in slots of earlier tokens of the same request.
 Key functions:
-vLLM's EAGLE proposer. Here `plan.build.write_slots`, which uses the position that also decides what a row sees. The revert counts a
+vLLM's EAGLE proposer. Here `plan.build.write_slots`, which uses the position that also decides what
+a row sees. The revert counts a
 request's rows from 0.
 Symptom:
 The prefix is overwritten and the new places stay empty.
@@ -35,7 +37,9 @@ RELATED = ("sglang-29616", "sglang-8622")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def write_slots(spec: GroupSpec, works: Sequence[Work], rows: Any, group: tuple[Any, ...]) -> Any:
+    def write_slots(
+        spec: GroupSpec, works: Sequence[Work], rows: Any, group: tuple[Any, ...]
+    ) -> Any:
         nth = np.arange(len(rows.positions), dtype=np.int32) - rows.q_indptr[rows.request]
         return old(spec, works, replace(rows, positions=nth), group)
 

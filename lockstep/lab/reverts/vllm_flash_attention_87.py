@@ -1,16 +1,19 @@
 """The LSE came out in another order of heads than the output.
 
 Summary:
-For decoding with grouped heads, heads and rows are exchanged before the kernel. The output was put back in order, the LSE of the split
+For decoding with grouped heads, heads and rows are exchanged before the kernel. The output was put
+back in order, the LSE of the split
 path was not.
 Motivation:
-With one row and many heads per kv head it pays to treat heads as rows. Whoever does so has two results to put back.
+With one row and many heads per kv head it pays to treat heads as rows. Whoever does so has two
+results to put back.
 Mechanism:
 1. Query heads of one kv head become rows of a small matrix.
 2. With split keys, a second kernel combines the parts and writes the LSE in its own layout.
 3. Whoever merges by this LSE weighs head h with the sum of another head.
 Key functions:
-The combine kernel of vLLM's FlashAttention fork (known from the issue). Here `attention.cpu.Backend.attend`, which returns both.
+The combine kernel of vLLM's FlashAttention fork (known from the issue). Here
+`attention.cpu.Backend.attend`, which returns both.
 Symptom:
 Outputs are right, and everything merged with them is wrong. Only a look at the LSE itself shows it.
 Risk and impact:
