@@ -17,6 +17,7 @@ from lockstep.attention import select
 from lockstep.lab import known, reverts
 from lockstep.lab.cells import Cell, Result
 from lockstep.lab.properties import Finding
+from lockstep.options import Parser, function
 
 CELL = ["--backend", "reference", "--recipe", "empty", "--feature", "dense"]
 
@@ -108,7 +109,7 @@ def test_a_users_error_is_one_line(line: str, hint: str, capsys: pytest.CaptureF
     assert hint in said.err, said.err
 
 
-def parsers(parser: cli.Parser) -> list[cli.Parser]:
+def parsers(parser: Parser) -> list[Parser]:
     """A parser and those of its commands."""
     below = [
         p
@@ -117,6 +118,13 @@ def parsers(parser: cli.Parser) -> list[cli.Parser]:
         for p in a.choices.values()
     ]
     return [parser, *(each for p in below for each in parsers(p))]
+
+
+def test_every_command_names_a_function_that_exists():
+    called = [p for p in parsers(cli.make_parser()) if p.get_default("call")]
+    assert len(called) > 10
+    for parser in called:
+        assert callable(function(argparse.Namespace(call=parser.get_default("call")))), parser.prog
 
 
 def writing_commands() -> list[str]:

@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "lockstep"
 
-BASE = {"order", "types", "config", "progress", "folder", "outfile"}
+BASE = {"order", "types", "config", "progress", "folder", "outfile", "options"}
 CHAIN = [
     "plan",
     "kv",
