@@ -1,5 +1,5 @@
 """The ruler: lines per folder, the longest file and the longest function of the package, against
-its limits.
+its limits; with `--base REV` also how each total has changed since that commit.
 
 Knows source text only: nothing is imported, the standard library suffices. Called by `make ruler`
 and by CI. Exits 1 above a limit.
@@ -7,24 +7,43 @@ and by CI. Exits 1 above a limit.
 
 from __future__ import annotations
 
+import argparse
 import ast
+import subprocess
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+ROOT = Path(__file__).resolve().parent.parent
 FILE_LIMIT = 600
 FUNCTION_LIMIT = 60
-# of what serves a request; the lab, its case files and the benchmarks are counted, but judge rather
-# than serve
-ENGINE_LIMIT = 17_000
-JUDGES = ("lockstep/lab/", "lockstep/bench/")
+
+
+class Share(NamedTuple):
+    """A part of the package that has a limit of its own."""
+
+    name: str
+    includes: tuple[str, ...]  # paths that begin so
+    excludes: tuple[str, ...]
+    limit: int
+    goal: int
+
+
+GPU = ("lockstep/kernels/triton/", "lockstep/kernels/cuda/")
+JUDGES = ("lockstep/lab/", "lockstep/bench/")  # judge rather than serve
+CASE_FILES = ("lockstep/lab/reverts/",)
+ALL = ("lockstep/",)
+SHARES = (
+    Share("the engine without GPU kernels", ALL, excludes=JUDGES + GPU, limit=15_000, goal=14_000),
+    Share("the engine with GPU kernels", ALL, excludes=JUDGES, limit=20_000, goal=17_000),
+    Share("lab and bench without case files", JUDGES, CASE_FILES, limit=14_000, goal=9_000),
+)
 
 
 class Function(NamedTuple):
-    lines: (
-        int  # from `def` to the last line; docstring and nested functions included, decorators not
-    )
+    lines: int  # from `def` to the last line: docstring and nested functions too, no decorators
     name: str
     where: str  # file:line
 
@@ -64,7 +83,6 @@ def measure(package: Path) -> tuple[dict[str, int], list[Function]]:
 
 def complaints(lines: dict[str, int], found: list[Function]) -> list[str]:
     """One sentence per broken limit, with value and limit."""
-    engine = engine_lines(lines)
     out = [
         f"{name} has {n} lines; the limit for a file is {FILE_LIMIT}"
         for name, n in lines.items()
@@ -75,36 +93,68 @@ def complaints(lines: dict[str, int], found: list[Function]) -> list[str]:
         for f in found
         if f.lines > FUNCTION_LIMIT
     ]
-    if engine > ENGINE_LIMIT:
-        out.append(f"the engine has {engine} lines; the limit is {ENGINE_LIMIT}")
+    for share in SHARES:
+        n = share_lines(lines, share)
+        if n > share.limit:
+            out.append(f"{share.name}: {n} lines; the limit is {share.limit}")
     return out
 
 
-def engine_lines(lines: dict[str, int]) -> int:
-    """Lines of everything but what judges."""
-    return sum(n for name, n in lines.items() if not name.startswith(JUDGES))
+def share_lines(lines: dict[str, int], share: Share) -> int:
+    """Lines of a share."""
+    return sum(
+        n
+        for name, n in lines.items()
+        if name.startswith(share.includes) and not name.startswith(share.excludes)
+    )
 
 
-def main(package: Path) -> int:
-    lines, found = measure(package)
-    if not lines:
-        print(f"no Python files under {package.name}/", file=sys.stderr)
-        return 1
+def lines_at(revision: str) -> dict[str, int]:
+    """Lines per file of the package as it was at a commit."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(
+            ["git", "archive", revision, "lockstep"], cwd=ROOT, capture_output=True, check=True
+        )
+        subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+        return measure(Path(folder) / "lockstep")[0]
+
+
+def report(lines: dict[str, int], found: list[Function], base: dict[str, int] | None) -> None:
+    """Prints folders, shares, the longest file and function."""
+
+    def change(now: int, before: int) -> str:
+        return "" if base is None else f"{now - before:+7,}  "
+
+    folders, old_folders = by_folder(lines), by_folder(base or {})
+    for folder in sorted(folders | old_folders):
+        n = folders[folder]
+        print(f"{n:7,}  {change(n, old_folders[folder])}{folder}/")
+    for share in SHARES:
+        n, limits = share_lines(lines, share), f"(limit {share.limit:,}, goal {share.goal:,})"
+        print(f"{n:7,}  {change(n, share_lines(base or {}, share))}{share.name} {limits}")
+    total = sum(lines.values())
+    print(f"{total:7,}  {change(total, sum((base or {}).values()))}in all, {len(lines)} files")
+    longest_file = max(lines, key=lambda name: lines[name])
+    print(f"{lines[longest_file]:7,}  longest file: {longest_file} (limit {FILE_LIMIT})")
+    longest = max(found, key=lambda f: f.lines)
+    place = f"{longest.name}, {longest.where}"
+    print(f"{longest.lines:7,}  longest function: {place} (limit {FUNCTION_LIMIT})")
+
+
+def by_folder(lines: dict[str, int]) -> Counter[str]:
+    """Lines per folder."""
     folders: Counter[str] = Counter()
     for name, n in lines.items():
         folders[name.rpartition("/")[0]] += n
-    for folder, n in sorted(folders.items()):
-        print(f"{n:7,}  {folder}/")
-    longest_file = max(lines, key=lambda name: lines[name])
-    print(f"{engine_lines(lines):7,}  the engine (limit {ENGINE_LIMIT:,})")
-    print(f"{sum(lines.values()):7,}  in all, {len(lines)} files")
-    print(f"{lines[longest_file]:7,}  longest file: {longest_file} (limit {FILE_LIMIT})")
-    if found:
-        longest = max(found, key=lambda f: f.lines)
-        print(
-            f"{longest.lines:7,}  longest function: {longest.name}, {longest.where} (limit "
-            f"{FUNCTION_LIMIT})"
-        )
+    return folders
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--base", metavar="REV", help="print the change since this commit, too")
+    args = parser.parse_args()
+    lines, found = measure(ROOT / "lockstep")
+    report(lines, found, lines_at(args.base) if args.base else None)
     broken = complaints(lines, found)
     for line in broken:
         print(f"over the limit: {line}", file=sys.stderr)
@@ -112,4 +162,4 @@ def main(package: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(__file__).resolve().parent.parent / "lockstep"))
+    sys.exit(main())
