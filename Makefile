@@ -31,8 +31,8 @@ format: $(STAMP)  ## let ruff fix and format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-ruler:  ## lines per folder, longest file, longest function; fails above the limits
-	@$(PYTHON) tools/ruler.py
+ruler:  ## lines per folder and share; fails above the limits; BASE=main prints the change since then
+	@$(PYTHON) tools/ruler.py $(if $(BASE),--base $(BASE))
 
 clean:  ## remove everything that make made, the environment included
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
