@@ -2,8 +2,8 @@
 every group.
 
 The store plays the memory: slot -> the path of tokens whose key lies there. Free pages are wiped,
-so reading one is an error. The directed tests carry the numbers, J1 to J15, of the radix,
-window-eviction and allocator bugs of other engines that they keep out.
+so reading one is an error. Each directed test keeps out a bug that another engine's radix tree,
+window eviction or page allocator has had.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ def test_equal_hashes_are_not_equal_tokens():
     assert w.open([colliding] * 5).cached == 0
 
 
-def test_j1_every_tombstone_starts_the_count_again():
+def test_every_tombstone_starts_the_count_again():
     w = World((LATENT, window(5, 2)), (20, 20))
     w.close(w.run(ids(11)))
     for end in (4, 8):
@@ -352,7 +352,7 @@ def test_j1_every_tombstone_starts_the_count_again():
     w.verify()
 
 
-def test_j2_nothing_that_a_running_step_reads_is_evicted():
+def test_nothing_that_a_running_step_reads_is_evicted():
     w = World((FULL, window(6, 4)), (12, 12))
     r = w.open(ids(30))
     w.write(r, 9)
@@ -367,7 +367,7 @@ def test_j2_nothing_that_a_running_step_reads_is_evicted():
 
 
 @pytest.mark.parametrize("length", range(4, 14))
-def test_j3_whole_pages_go_and_only_when_no_row_sees_them(length):
+def test_whole_pages_go_and_only_when_no_row_sees_them(length):
     w = World((FULL, window(6, 4)), (12, 12))
     r = w.run(ids(length))
     w.tree.evict(1, 100)
@@ -376,7 +376,7 @@ def test_j3_whole_pages_go_and_only_when_no_row_sees_them(length):
     assert w.pools[1].num_pages - 1 - w.pools[1].free == len(r.table.held(1))
 
 
-def test_j4_recovering_a_tombstone_leaves_a_locked_nodes_pages_alone():
+def test_recovering_a_tombstone_leaves_a_locked_nodes_pages_alone():
     w = World((FULL, window(4, 4)), (20, 20))
     reader = w.run(ids(17))
     w.tree.evict(1, 100)
@@ -407,7 +407,7 @@ def test_what_is_lost_in_part_is_adopted_in_part():
     w.verify()
 
 
-def test_j5_no_leaf_is_left_that_cannot_be_matched():
+def test_no_leaf_is_left_that_cannot_be_matched():
     w = World((FULL, window(3, 2)), (20, 40))
     r = w.open(ids(8))
     w.write(r, 4)
@@ -421,7 +421,7 @@ def test_j5_no_leaf_is_left_that_cannot_be_matched():
     assert [p.free for p in w.pools] == [19, 39]
 
 
-def test_j5_an_unfinished_request_labels_only_what_it_still_has():
+def test_an_unfinished_request_labels_only_what_it_still_has():
     w = World((FULL, window(3, 1)), (20, 40))
     r = w.open(ids(30))
     for chunk in (3, 3, 3, 2, 4, 7):
@@ -431,7 +431,7 @@ def test_j5_an_unfinished_request_labels_only_what_it_still_has():
     assert w.open(ids(30)).cached == 20
 
 
-def test_j7_a_request_and_the_tree_do_not_share_a_list():
+def test_a_request_and_the_tree_do_not_share_a_list():
     w = World((FULL,), (20,))
     w.close(w.run(ids(9)))
     r = w.open(ids(30))
@@ -442,7 +442,7 @@ def test_j7_a_request_and_the_tree_do_not_share_a_list():
 
 
 @pytest.mark.parametrize("lost", [1, 2])
-def test_j11_j12_one_length_for_all_windows(lost):
+def test_one_length_for_all_windows(lost):
     w = World((LATENT, window(3, 2), window(7, 2)), (20, 20, 20))
     w.close(w.run(ids(13)))
     w.tree._lose(w.node(*ids(8)), lost, 1)
@@ -456,7 +456,7 @@ def test_j11_j12_one_length_for_all_windows(lost):
 
 
 @pytest.mark.parametrize("length", [8, 9])
-def test_j13_a_shared_page_is_never_written(length):
+def test_a_shared_page_is_never_written(length):
     w = World((FULL,), (40,))
     parent = w.run(ids(length))
     child = w.fork(parent)
@@ -495,7 +495,7 @@ ROOTS = [
 ]
 
 
-def test_j14_whatever_keys_depend_on_is_part_of_the_key():
+def test_whatever_keys_depend_on_is_part_of_the_key():
     w = World((FULL,), (80,))
     for root in ROOTS:
         assert w.open(ids(10), root).cached == 0
@@ -504,7 +504,7 @@ def test_j14_whatever_keys_depend_on_is_part_of_the_key():
     assert [w.open(ids(10), root).cached for root in ROOTS] == [8] * len(ROOTS)
 
 
-def test_j14_ids_of_the_encoder_and_of_the_prompt_do_not_run_into_each_other():
+def test_ids_of_the_encoder_and_of_the_prompt_do_not_run_into_each_other():
     w = World((FULL,), (80,))
     w.run([3, 4, 5, 6, 7], Root("", (1, 2)))
     assert w.open([2, 3, 4, 5, 6, 7], Root("", (1,))).cached == 0
@@ -521,7 +521,7 @@ def test_a_drafts_last_key_depends_on_the_next_token():
     w.verify()
 
 
-def test_j15_a_hit_behind_a_window_names_no_page_that_was_not_written():
+def test_a_hit_behind_a_window_names_no_page_that_was_not_written():
     w = World((FULL, window(6, 2)), (20, 40))
     w.close(w.run(ids(30)))
     w.tree._lose(w.node(*ids(8)), 1, 2)

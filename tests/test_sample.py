@@ -93,10 +93,14 @@ def test_a_bad_parameter_is_refused_with_the_rule_the_value_and_a_remedy(bad: di
 @pytest.mark.parametrize(
     "good",
     [
-        {"max_tokens": None}, {"temperature": 0}, {"temperature": 2}, {"top_p": 1e-9}, {"top_k": -1}, {"top_k": 0}, {"min_p": 1},
-        {"n": 128}, {"logprobs": True}, {"logprobs": False}, {"logprobs": 0}, {"logprobs": 20}, {"logit_bias": {"5": -100}},
-        {"logit_bias": None}, {"stop": None}, {"stop": ["a"] * 16}, {"stop": "é" * 256}, {"seed": -1}, {"seed": 2**63 - 1},
-        {"max_tokens": np.int64(3)}, {"temperature": np.float32(0.5)}, {"stop_token_ids": np.array([1, 2])}, {"stop_token_ids": None},
+        {"max_tokens": None}, {"max_tokens": np.int64(3)},
+        {"temperature": 0}, {"temperature": 2}, {"temperature": np.float32(0.5)},
+        {"top_p": 1e-9}, {"top_k": -1}, {"top_k": 0}, {"min_p": 1}, {"n": 128},
+        {"logprobs": True}, {"logprobs": False}, {"logprobs": 0}, {"logprobs": 20},
+        {"logit_bias": {"5": -100}}, {"logit_bias": None},
+        {"stop": None}, {"stop": ["a"] * 16}, {"stop": "é" * 256},
+        {"seed": -1}, {"seed": 2**63 - 1},
+        {"stop_token_ids": np.array([1, 2])}, {"stop_token_ids": None},
     ],
     ids=repr,
 )  # fmt: skip
@@ -149,7 +153,7 @@ def test_a_seed_is_drawn_once_and_a_given_one_is_kept():
     drawn = {resolve_seed(SamplingParams()).seed for _ in range(20)}
     assert None not in drawn and len(drawn) == 20
     assert resolve_seed(SEEDED) is SEEDED
-    with pytest.raises(RuleError, match="a sampled row has a seed; got None"):  # K8
+    with pytest.raises(RuleError, match="a sampled row has a seed; got None"):
         sample(torch.zeros(1, 4), [Row(SamplingParams(), 0)])
 
 
@@ -528,11 +532,17 @@ def test_kernel_and_tensors_give_the_same_bits(vocab: int):
     def pick(*values: Any) -> Any:
         return values[rng.integers(len(values))]
 
-    rows = [
-        Row(SamplingParams(temperature=pick(0, 0.1, 1, 2), top_p=pick(1, 0.9, 0.5, 1e-9), top_k=pick(0, 1, 3, 50, 5000),
-                           min_p=pick(0, 0.05, 1), seed=int(rng.integers(2**62))), int(rng.integers(1000)))
-        for _ in range(40)
-    ]  # fmt: skip
+    def drawn() -> Row:
+        params = SamplingParams(
+            temperature=pick(0, 0.1, 1, 2),
+            top_p=pick(1, 0.9, 0.5, 1e-9),
+            top_k=pick(0, 1, 3, 50, 5000),
+            min_p=pick(0, 0.05, 1),
+            seed=int(rng.integers(2**62)),
+        )
+        return Row(params, int(rng.integers(1000)))
+
+    rows = [drawn() for _ in range(40)]
     how, k = sampler.settings(rows, vocab), min(vocab, 4)
     out, (tokens, states) = sample(x, rows), plain.chosen(x, how)
     assert same(out.token_ids, tokens) and same(out.states, states)

@@ -450,7 +450,7 @@ def test_embeddings_and_encoders_have_steps_of_their_own_every_other_one():
     w.settle()
 
 
-def test_j9_a_second_turn_finds_what_the_first_one_generated():
+def test_a_second_turn_finds_what_the_first_one_generated():
     w = world(DENSE, 60)
     first = w.scheduler.add(Ask((1, 2, 3, 0, 1), 14, tenant=LONG))
     w.run()
@@ -523,7 +523,7 @@ def test_equal_prompts_in_one_step_end_up_in_the_same_pages():
         w.judge(twin)
 
 
-def test_j2_an_abort_frees_nothing_that_a_running_step_uses():
+def test_an_abort_frees_nothing_that_a_running_step_uses():
     w = world(HYBRID, 30)
     request, other = w.scheduler.add(Ask((1, 2, 3, 0) * 3, 9, n=2)), w.scheduler.add(Ask((2, 2), 5))
     step = w.start()
