@@ -193,7 +193,8 @@ def test_angles(half):
     assert torch.equal(cos, angle.cos().float()) and torch.equal(sin, angle.sin().float())
     for part in (0, 1):
         assert torch.equal(
-            invariant(lambda p: rows.angles(p, freqs, 1.0)[part], positions.int()), (cos, sin)[part]
+            invariant(lambda p, part=part: rows.angles(p, freqs, 1.0)[part], positions.int()),
+            (cos, sin)[part],
         )
         assert torch.equal(rows.angles(positions, freqs, 1.3)[part], (cos, sin)[part] * 1.3)
 
