@@ -195,7 +195,7 @@ def parts(tiny: Tiny, backend: Backend) -> Parts:
     return Parts(
         model,
         info,
-        Tokenizer(Letters(), None, (EOS,)),
+        Tokenizer(Letters()),
         backend,
         "the lab's choice",
         Certificate(0, (), "none"),

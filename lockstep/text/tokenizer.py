@@ -1,9 +1,7 @@
 """Text to token ids and back, over the tokenizer.json of a local folder.
 
-Wraps the `tokenizers` library; `from_folder` hands a folder without tokenizer.json to transformers,
-imported then and only then (the engine asks for one only where there is a tokenizer.json). Reads
-which ids end a text from the model's configuration files. Nothing is downloaded. Knows no engine:
-called by `llm` and `serve`.
+Wraps the `tokenizers` library; nothing is downloaded. Which ids end a text is the model's to say
+(`models`), not the tokenizer's. Knows no engine: called by `llm` and `serve`.
 """
 
 from __future__ import annotations
@@ -21,10 +19,7 @@ from lockstep import folder as folder_files
 from lockstep.types import RuleError
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-CONTINUATIONS = (
-    0x80,
-    0xA0,
-)  # behind every beginning of a character in UTF-8 one of the two may stand
+CONTINUATIONS = (0x80, 0xA0)  # one of the two may follow any beginning of a character in UTF-8
 
 
 class Codec(Protocol):
@@ -53,34 +48,14 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer and the ids that have a meaning to the engine."""
+    """A tokenizer, and the ids that growing text asks for."""
 
     codec: Codec
-    bos_id: int | None
-    eos_ids: tuple[int, ...]
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Read a model folder: tokenizer.json, and the special ids of generation_config, config and
-        tokenizer_config."""
-        path = Path(folder)
-        codec: Codec
-        if folder_files.has(path, "tokenizer.json"):
-            codec = Fast.from_text(folder_files.read_text(path, "tokenizer.json"))
-        else:
-            codec = Slow(path)
-        configs = [
-            _config(path, f"{name}.json")
-            for name in ("generation_config", "config", "tokenizer_config")
-        ]
-        configs[1:1] = [
-            config["text_config"]
-            for config in configs
-            if isinstance(config.get("text_config"), dict)
-        ]
-        bos = [i for config in configs for i in _ids(config, "bos", codec)]
-        eos = dict.fromkeys(i for config in configs for i in _ids(config, "eos", codec))
-        return cls(codec, bos[0] if bos else None, tuple(eos))
+        """From the tokenizer.json of a model's folder."""
+        return cls(Fast.from_text(folder_files.read_text(Path(folder), "tokenizer.json")))
 
     @property
     def vocab_size(self) -> int:
@@ -91,9 +66,8 @@ class Tokenizer:
         """Text to ids.
 
         add_special    put what the tokenizer puts around a text (usually BOS)
-        parse_special  read "<|im_end|>" in the text as the special token. Pass False for text of an
-        end user inside a chat template:
-                       then it is only characters
+        parse_special  read "<|im_end|>" in the text as the special token; pass False for an end
+                       user's text inside a chat template: then it is only characters
         """
         if not isinstance(text, str):
             raise RuleError(
@@ -174,60 +148,6 @@ class Fast:
         return _byte_tokens(self, CONTINUATIONS)
 
 
-class Slow:
-    """transformers' AutoTokenizer, for folders without a tokenizer.json."""
-
-    def __init__(self, folder: Path) -> None:
-        rule = "a model folder has a tokenizer.json"
-        try:
-            library = importlib.import_module("transformers")
-        except ImportError as error:
-            raise RuleError(
-                rule,
-                f"{folder} without one, and {error}",
-                "Add the file, or install transformers to convert it",
-            ) from None
-        try:
-            self.tokenizer: Any = library.AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True
-            )
-        except (OSError, ValueError) as error:
-            raise RuleError(
-                rule, f"{folder} without one, and transformers says: {error}", "Add the file"
-            ) from None
-        self.vocab_size = len(self.tokenizer)
-
-    def encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
-        """Text to ids."""
-        ids: list[int] = self.tokenizer.encode(
-            text, add_special_tokens=add_special, split_special_tokens=not parse_special
-        )
-        return ids
-
-    def decode(self, ids: Sequence[int], skip_special: bool) -> str:
-        """Ids to text, without the library's clean-up of spaces, which would change earlier
-        text."""
-        known = [i for i in ids if 0 <= i < self.vocab_size]
-        text: str = self.tokenizer.decode(
-            known, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
-        )
-        return text
-
-    def id_of(self, token: str) -> int | None:
-        """The id of a token."""
-        return dict(self.tokenizer.get_vocab()).get(token)
-
-    def byte_ids(self) -> frozenset[int]:
-        """The <0x..> pieces."""
-        return frozenset(
-            i for piece, i in self.tokenizer.get_vocab().items() if BYTE_PIECE.fullmatch(piece)
-        )
-
-    def continuation_ids(self) -> tuple[int, ...]:
-        """<0x..> pieces, or bytes as byte-level tokenizers write them."""
-        return _byte_tokens(self, CONTINUATIONS)
-
-
 def _characters(text: str) -> str:
     """The text, if every code point of it is a character: a lone surrogate has no UTF-8."""
     try:
@@ -253,26 +173,3 @@ def _byte_tokens(codec: Codec, values: Sequence[int]) -> tuple[int, ...]:
         piece = codec.id_of(f"<0x{value:02X}>")
         ids.append(codec.id_of(letter) if piece is None else piece)
     return tuple(i for i in ids if i is not None)
-
-
-def _config(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON object; empty if there is no such file."""
-    return folder_files.read_json(folder, name) if folder_files.has(folder, name) else {}
-
-
-def _ids(config: dict[str, Any], name: str, codec: Codec) -> list[int]:
-    """The ids a configuration gives for "bos" or "eos": `eos_token_id` is one or several,
-    `eos_token` a text or an object."""
-    given = config.get(f"{name}_token_id")
-    ids = given if isinstance(given, list) else [] if given is None else [given]
-    for i in ids:
-        if isinstance(i, bool) or not isinstance(i, int) or i < 0:
-            raise RuleError(
-                f"{name}_token_id is a token id, or several",
-                repr(given),
-                "Mend the model's configuration",
-            )
-    token = config.get(f"{name}_token")
-    text = token.get("content") if isinstance(token, dict) else token
-    found = codec.id_of(text) if isinstance(text, str) else None
-    return [*ids, *([] if found is None else [found])]
