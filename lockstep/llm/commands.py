@@ -25,13 +25,9 @@ from lockstep.types import RuleError
 
 def generate(args: Namespace) -> int:
     """`generate`: 1 if a request ended with an error."""
-    given = vars(args)
     prompts = read_prompts(args)
-    params = SamplingParams.from_dict(
-        {name: given[name] for name in PARAMS if given.get(name) is not None}
-    )
-    options = {f.name: given[f.name] for f in fields(EngineConfig) if given.get(f.name) is not None}
-    llm = LLM(**options)
+    params = SamplingParams(**given(args, SamplingParams))
+    llm = LLM(**given(args, EngineConfig))
     if not args.quiet:
         print(llm.engine.told, file=sys.stderr)
     if len(prompts) == 1 and params.n == 1 and not args.json:
@@ -50,21 +46,10 @@ def generate(args: Namespace) -> int:
     return int(any(c.finish_reason == "error" for o in outputs for c in o.completions))
 
 
-PARAMS = (
-    *(
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "stop",
-        "n",
-        "logprobs",
-        "ignore_eos",
-    ),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias"),
-)
+def given(args: Namespace, kind: type[SamplingParams | EngineConfig]) -> dict[str, Any]:
+    """Those of its fields that the command line names."""
+    named = {field.name: getattr(args, field.name, None) for field in fields(kind)}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def read_prompts(args: Namespace) -> list[str]:
