@@ -3,7 +3,7 @@ BIN    := .venv/bin
 STAMP  := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lab check format ruler clean
+.PHONY: help demo test lab check docs format ruler clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -26,6 +26,9 @@ check: $(STAMP)  ## ruff, ruff format and mypy --strict; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict lockstep
+
+docs:  ## the API pages, docs/api/, from the source
+	$(PYTHON) tools/api.py
 
 format: $(STAMP)  ## let ruff fix and format the code
 	$(BIN)/ruff check --fix .

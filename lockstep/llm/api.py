@@ -1,9 +1,9 @@
 """`LLM`: a model in five lines.
 
     from lockstep import LLM, SamplingParams
-    llm = LLM()                                        # the built-in model; or a folder, or a hub id
-    out = llm.generate(["def fib(n):"], SamplingParams(max_tokens=32, temperature=0.8, seed=7,
-    logprobs=True))
+    llm = LLM()  # the built-in model; or a folder, or a hub id
+    params = SamplingParams(max_tokens=32, temperature=0.8, seed=7, logprobs=True)
+    out = llm.generate(["def fib(n):"], params)
     out[0].text, out[0].token_ids, out[0].logprobs, out[0].fingerprint
 
 Turns strings into tokens and jobs into outputs; the engine does the rest. Calls from several
@@ -108,6 +108,8 @@ class LLM:
         With `items`: of every token of each item, given the text and the item's tokens before it.
         The text is computed once and each item is a fork of it; for an encoder-decoder it is the
         source. Items are tokenised by themselves, without special tokens.
+
+        returns  float32 [tokens], host; with items one of these for each
         """
         if items is not None:
             given = [self._ids(item, special=False) for item in prompt_forms.items(items)]
@@ -123,7 +125,10 @@ class LLM:
         return output.prompt_logprobs
 
     def embed(self, prompts: Prompt | Sequence[Prompt]) -> NDArray[np.float32]:
-        """[n, d] float32 of length 1, without touching the cache."""
+        """One vector of length 1 per prompt, without touching the cache.
+
+        returns  float32 [prompts, d_model], host
+        """
         many, wish = prompt_forms.many(prompts), SamplingParams(seed=0)
         if not many:
             raise RuleError("there is a prompt to embed", "an empty list", "Pass at least one")

@@ -25,7 +25,7 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
-    logprobs: Floats | None = None  # of the chosen tokens
+    logprobs: Floats | None = None  # [len(token_ids)] of the chosen tokens
     top_logprobs: tuple[Top, ...] | None = None
     error: str = ""
 
@@ -40,9 +40,8 @@ class Output:
     seed: int | None  # with it, the same request gives the same answer again
     cached_tokens: int  # prompt tokens whose keys were found in the cache
     fingerprint: str
-    prompt_logprobs: Floats | None = (
-        None  # one per prompt token; NaN for the first, which nothing predicts
-    )
+    # [len(prompt_token_ids)] NaN for the first, which nothing predicts
+    prompt_logprobs: Floats | None = None
     prompt_top_logprobs: tuple[Top, ...] | None = None
 
     @property
@@ -55,6 +54,10 @@ class Output:
 
     @property
     def logprobs(self) -> Floats | None:
+        """Of the chosen tokens.
+
+        returns  float32 [len(token_ids)], host
+        """
         return self.completions[0].logprobs
 
     @property

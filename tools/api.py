@@ -1,0 +1,290 @@
+"""The API pages, docs/api/*.md: what the public boundaries take and give, read from the source.
+
+    python tools/api.py            write them
+    python tools/api.py --check    exit 1 if they are not what the source says
+
+Signatures, docstrings and comments of fields are the pages' only text. Every tensor and array has
+a shape, a dtype and a side, or the pages are not built: a parameter, a result or a field whose
+type is one needs a line in the docstring, `name  dtype [shape], device` or `host` (for a result
+the name is `returns`, or the names of a tuple's parts), or a comment that begins with its [shape],
+where the type says the rest. Knows source text only: nothing is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "docs" / "api"
+PAGES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
+    "llm": (
+        "Generate, score, embed",
+        {
+            "llm/api.py": ("LLM",),
+            "sample/params.py": ("SamplingParams",),
+            "config.py": ("EngineConfig",),
+            "llm/output.py": ("Output", "Completion", "Chunk"),
+        },
+    ),
+    "engine": ("The engine", {"llm/engine.py": ("Engine", "load", "prepare", "Parts")}),
+}
+TENSOR = re.compile(r"\b(Tensor|NDArray|Floats|Ints)\b")
+TYPES = {"Ints": ("int32", "host"), "Floats": ("float32", "host")}  # where the type says it all
+LINE = re.compile(
+    r"(?P<names>\w+(?:, \w+)*) +(?P<dtype>[\w ]+) \[(?P<shape>[^]]*)\], (?P<side>host|device)"
+    r"(?:[;:] (?P<note>.*))?$"
+)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Array:
+    """What is known of one tensor or array."""
+
+    name: str
+    shape: str
+    dtype: str
+    side: str
+    note: str = ""
+
+    def row(self) -> str:
+        """A line of the table."""
+        return f"| `{self.name}` | `[{self.shape}]` | {self.dtype} | {self.side} | {self.note} |"
+
+
+class Undocumented(Exception):
+    """A tensor of a public boundary without its shape, dtype or side."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """A file of the package."""
+
+    path: str
+    lines: list[str]
+    tree: ast.Module
+
+    def find(self, name: str) -> ast.AST:
+        """The class or function called `name`."""
+        for node in self.tree.body:
+            if isinstance(node, ast.ClassDef | Function) and node.name == name:
+                return node
+        raise LookupError(f"{self.path} has no {name}: correct PAGES in tools/api.py")
+
+    def comment(self, node: ast.AnnAssign) -> str:
+        """What stands behind a field, or above it."""
+        own = self.lines[node.lineno - 1 : node.end_lineno]
+        behind = [line.partition("  # ")[2].strip() for line in own if "  # " in line]
+        if behind:
+            return " ".join(behind)
+        above: list[str] = []
+        for line in reversed(self.lines[: node.lineno - 1]):
+            if not line.strip().startswith("# "):
+                break
+            above.insert(0, line.strip()[2:])
+        return " ".join(above)
+
+    def header(self, node: Function) -> str:
+        """A function's signature, as it is written."""
+        lines = self.lines[node.lineno - 1 : node.body[0].lineno - 1]
+        return textwrap.dedent("\n".join(lines)).rstrip(": ")
+
+
+def read(path: str) -> Module:
+    """A file of the package, by its path in it."""
+    text = (ROOT / "lockstep" / path).read_text(encoding="utf-8")
+    return Module(path, text.splitlines(), ast.parse(text))
+
+
+def page(title: str, members: dict[str, tuple[str, ...]]) -> str:
+    """The text of a page."""
+    note = "Made from the source by `make docs` (tools/api.py): change the source, not this page."
+    out = [f"# {title}", "", f"<!-- {note} -->", ""]
+    out += ["`host` is numpy memory, `device` torch memory on the engine's device.", ""]
+    for path, names in members.items():
+        module = read(path)
+        for name in names:
+            node = module.find(name)
+            out += list(
+                klass(module, node)
+                if isinstance(node, ast.ClassDef)
+                else function(module, node, f"lockstep.{dotted(path)}", "##")  # type: ignore[arg-type]
+            )
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(out)).rstrip() + "\n"
+
+
+def dotted(path: str) -> str:
+    """plan/step.py → plan.step"""
+    return path.removesuffix(".py").replace("/", ".")
+
+
+def klass(module: Module, node: ast.ClassDef) -> Iterator[str]:
+    """A class: docstring, fields, public methods."""
+    documented = ast.get_docstring(node) or ""
+    fields = [f for f in node.body if isinstance(f, ast.AnnAssign) and is_public(f.target)]
+    text, meanings = columns(documented, {ast.unparse(field.target) for field in fields})
+    yield from (f"## {node.name}", "", f"`lockstep.{dotted(module.path)}.{node.name}`", "")
+    yield from prose(text)
+    if fields:
+        yield from ("| field | type | meaning |", "| --- | --- | --- |")
+        for field in fields:
+            yield field_row(module, node, field, arrays(documented), meanings)
+        yield ""
+    for method in node.body:
+        if isinstance(method, Function) and is_shown(method):
+            yield from function(module, method, node.name, "###")
+
+
+def columns(documented: str, names: set[str]) -> tuple[str, dict[str, str]]:
+    """A docstring without its lines `field  meaning`, and these."""
+    kept: list[str] = []
+    meanings: dict[str, str] = {}
+    last = ""
+    for line in documented.splitlines():
+        match = re.match(r"(\w+) +(\S.*)", line)
+        if (
+            match
+            and match[1] in names
+            and not LINE.match(line)
+            and (last or line[len(match[1]) + 1] == " ")
+        ):
+            last = match[1]
+            meanings[last] = match[2]
+        elif last and line.strip():
+            meanings[last] += " " + line.strip()
+        else:
+            last = ""
+            kept.append(line)
+    return "\n".join(kept), meanings
+
+
+def is_public(target: ast.expr) -> bool:
+    """Whether a field is one for others."""
+    return isinstance(target, ast.Name) and not target.id.startswith("_")
+
+
+def is_shown(method: Function) -> bool:
+    """Public, and not one of several signatures."""
+    marks = [ast.unparse(mark) for mark in method.decorator_list]
+    return (
+        method.name == "__init__" or not method.name.startswith("_")
+    ) and "overload" not in marks
+
+
+def field_row(
+    module: Module,
+    owner: ast.ClassDef,
+    field: ast.AnnAssign,
+    known: dict[str, Array],
+    meanings: dict[str, str],
+) -> str:
+    """A field of a class: name, type with its default, and the comment."""
+    name, kind, comment = (
+        ast.unparse(field.target),
+        ast.unparse(field.annotation),
+        module.comment(field),
+    )
+    found = known.get(name)
+    if TENSOR.search(kind) and found is None:
+        side = next((TYPES[alias] for alias in TYPES if re.search(rf"\b{alias}\b", kind)), None)
+        shape = re.match(r"\[([^]]*)\] ?", comment)
+        if side is None or shape is None:
+            raise Undocumented(f"{module.path}: {owner.name}.{name}: {kind}")
+        found, comment = Array(name, shape[1], *side), comment[shape.end() :]
+    if found is not None:
+        comment = f"`[{found.shape}]` {found.dtype}, {found.side}. {found.note}{comment}".strip()
+    comment = f"{comment} {meanings.get(name, '')}".strip()
+    default = f" = {ast.unparse(field.value)}" if field.value is not None else ""
+    typed = (kind + default).replace("|", r"\|")
+    return f"| `{name}` | `{typed}` | {comment} |"
+
+
+def function(module: Module, node: Function, owner: str, level: str) -> Iterator[str]:
+    """A function or method: signature, docstring, table of its tensors."""
+    documented = ast.get_docstring(node) or ""
+    found = arrays(documented)
+    check(module, node, owner, found)
+    marks = {ast.unparse(mark) for mark in node.decorator_list}
+    kind = " (property)" if marks & {"property", "cached_property"} else ""
+    yield from (f"{level} {node.name}{kind}", "")
+    if owner.startswith("lockstep."):
+        yield from (f"`{owner}.{node.name}`", "")
+    yield from ("```python", module.header(node), "```", "")
+    yield from prose(documented)
+    if found:
+        yield from ("| tensor | shape | dtype | side | |", "| --- | --- | --- | --- | --- |")
+        yield from (array.row() for array in found.values())
+        yield ""
+
+
+def check(module: Module, node: Function, owner: str, found: dict[str, Array]) -> None:
+    """Every tensor that goes in or comes out is described."""
+    given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    for arg in given:
+        kind = ast.unparse(arg.annotation) if arg.annotation else ""
+        if TENSOR.search(kind) and arg.arg not in found:
+            raise Undocumented(f"{module.path}: {owner}.{node.name}({arg.arg}: {kind})")
+    kind = ast.unparse(node.returns) if node.returns else ""
+    results = [name for name in found if name not in {arg.arg for arg in given}]
+    if TENSOR.search(kind) and not results:
+        raise Undocumented(f"{module.path}: {owner}.{node.name}() -> {kind}")
+
+
+def arrays(documented: str) -> dict[str, Array]:
+    """The tensors that a docstring describes, by name."""
+    found = {}
+    for line in documented.splitlines():
+        match = LINE.match(line.strip())
+        for name in match["names"].split(", ") if match else ():
+            found[name] = Array(
+                name, match["shape"], match["dtype"], match["side"], match["note"] or ""
+            )
+    return found
+
+
+def prose(documented: str) -> Iterator[str]:
+    """A docstring without its tensors, which get a table; what is set in columns stays so."""
+    for paragraph in documented.split("\n\n"):
+        lines = [line for line in paragraph.splitlines() if not LINE.match(line.strip())]
+        columns = sum(bool(re.match(r"\S+ {2,}\S| {4}", line)) for line in lines)
+        if lines and columns > len(lines) / 2:
+            yield from ("```", *lines, "```", "")
+        elif lines:
+            yield from (*lines, "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 if a page is old"
+    )
+    args = parser.parse_args()
+    try:
+        pages = {f"{name}.md": page(title, members) for name, (title, members) in PAGES.items()}
+    except Undocumented as error:
+        print(f"a tensor without shape, dtype and side: {error}", file=sys.stderr)
+        return 1
+    if not args.check:
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        for name, text in pages.items():
+            (FOLDER / name).write_text(text, encoding="utf-8")
+        return 0
+    old = [
+        n
+        for n, t in pages.items()
+        if not (FOLDER / n).exists() or (FOLDER / n).read_text("utf-8") != t
+    ]
+    for name in old:
+        print(f"docs/api/{name} is not what the source says: run `make docs`", file=sys.stderr)
+    return 1 if old else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
