@@ -15,15 +15,17 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).parent.parent
 CELLS = (
-    "gemm-values", "gemm-bits", "batched-gemm-bits", "rms-norm-values", "add-rms-norm-is-an-addition-and-a-norm", "norm-rows-stand-alone",
-    "layer-norm-values", "rope-values", "qk-norm-rope-is-a-norm-and-a-rotation", "gates", "bias-is-a-second-rounding", "routing",
-    "router-values", "grouped-gemm-bits", "sampled-tokens-are-the-cpus", "log-probabilities-are-the-cpus",
-    "a-row-of-nan-is-its-own-affair", "the-choice-of-a-gemm", "rows-outside-the-grid", "nothing-to-do",
+    "gemm-values", "gemm-bits", "batched-gemm-bits", "rms-norm-values",
+    "add-rms-norm-is-an-addition-and-a-norm", "norm-rows-stand-alone", "layer-norm-values",
+    "rope-values", "qk-norm-rope-is-a-norm-and-a-rotation", "gates", "bias-is-a-second-rounding",
+    "routing", "router-values", "grouped-gemm-bits", "sampled-tokens-are-the-cpus",
+    "log-probabilities-are-the-cpus", "a-row-of-nan-is-its-own-affair", "the-choice-of-a-gemm",
+    "rows-outside-the-grid", "nothing-to-do",
 )  # fmt: skip
 COMPILED = (
-    "gemm 4096x12288 t16x32x256w4s6g8", "gemm 4096x4096 t64x32x128w4s8g8", "gemm 24576x4096 t128x128x64w8s4g8",
-    "gemm 4096x12288 h128x256x64w8s3g8", "add rms norm 4096", "qk norm rope 128", "gate silu", "route 8 of 256 groups",
-    "grouped gemm 1536x2048 64", "sample noisy", "sample describe",
+    "gemm 4096x12288 t16x32x256w4s6g8", "gemm 4096x4096 t64x32x128w4s8g8",
+    "gemm 24576x4096 t128x128x64w8s4g8", "add rms norm 4096", "qk norm rope 128", "gate silu",
+    "route 8 of 256 groups", "grouped gemm 1536x2048 64", "sample noisy", "sample describe",
 )  # fmt: skip
 
 

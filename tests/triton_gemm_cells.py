@@ -2,21 +2,26 @@
 and bits that must not move. A program.
 
 Without a GPU it runs in Triton's interpreter (TRITON_INTERPRET=1, set by
-`tests/test_triton_gemm.py`); with `--device cuda` on the card. Prints one JSON object: cell → "" if
-it held, or what was found.
+`tests/test_triton_gemm.py`); with `--device cuda` on the card. A machine with a card may lack what
+the CPU's kernels need: `--record FILE` keeps all that the CPU drew and computed, `--play FILE`
+reads it there. `large-vocabularies` runs only by its name, and is recorded without interpreting.
+Prints one JSON object: cell → "" if it held, or what was found.
 
-usage: python tests/triton_gemm_cells.py [--device cuda] [--cells NAME,NAME]
+usage: python tests/triton_gemm_cells.py [--device cuda] [--cells NAME,NAME] [--record|--play FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import dataclasses
 import json
 import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,11 +32,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     interpret.install()
 
-from lockstep.kernels.cpu import rows as cpu
-from lockstep.kernels.cpu import sample_rows
+if "--play" not in sys.argv:
+    from lockstep.kernels.cpu import rows as cpu
+    from lockstep.kernels.cpu import sample_rows
+    from lockstep.nn.moe import Routing as CpuRouting
+
 from lockstep.kernels.triton import gemm_choice, moe, rowwise, sample
 from lockstep.kernels.triton.gemm import Tile, batched_gemm, gemm
-from lockstep.nn.moe import Routing as CpuRouting
 from lockstep.types import RuleError
 
 DEVICE = "cpu"
@@ -41,11 +48,18 @@ HALF_ULP = {
     torch.float32: 2.0**-25,
 }  # relative, of one rounding
 TILES = (Tile(16, 16, 32, 4, 2), Tile(32, 16, 64, 4, 2), Tile(16, 32, 16, 4, 2, group=1))
+KINDS = {
+    "silu": rowwise.SILU.value,
+    "gelu": rowwise.GELU.value,
+    "gelu tanh": rowwise.GELU_TANH.value,
+    "relu": rowwise.RELU.value,
+    "sigmoid": rowwise.SIGMOID.value,
+}
 CELLS: dict[str, Callable[[], str]] = {}
-sample.BLOCK, sample.PARTS = (
-    256,
-    4,
-)  # so that a small vocabulary has several parts, one of them of several blocks
+HOST: list[Any] = []  # what the CPU made for this cell, in order
+PLAYED = False  # whether HOST is read, not written
+KERNELS = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available()  # can run here
+sample.BLOCK, sample.PARTS = 256, 4  # a small vocabulary has parts, one of them of several blocks
 
 
 def cell(function: Callable[[], str]) -> Callable[[], str]:
@@ -53,9 +67,17 @@ def cell(function: Callable[[], str]) -> Callable[[], str]:
     return function
 
 
+def host(make: Callable[[], Any]) -> Any:
+    """A tensor, or some, that the CPU makes; where it cannot, what it made elsewhere."""
+    made = HOST.pop(0) if PLAYED else make()
+    if not PLAYED:
+        HOST.append(copy.deepcopy(made))  # cells write into what they drew
+    return made.to(DEVICE) if isinstance(made, Tensor) else tuple(t.to(DEVICE) for t in made)
+
+
 def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
-    return made.to(dtype).to(DEVICE)
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return host(lambda: torch.randn(*shape, generator=generator).to(dtype))
 
 
 def same(a: Tensor, b: Tensor, what: str) -> str:
@@ -169,7 +191,7 @@ def rms_norm_values() -> str:
             norm_bound(exact, n, torch.float32),
             f"float32 {n}",
         )
-        twin = cpu.rms_norm(x.cpu(), weight.cpu(), 1e-6).to(DEVICE)
+        twin = host(lambda x=x, weight=weight: cpu.rms_norm(x.cpu(), weight.cpu(), 1e-6))
         said += near(
             rowwise.rms_norm(x, weight, 1e-6),
             twin,
@@ -249,7 +271,7 @@ def layer_norm_values() -> str:
 
 def angles(t: int, half: int) -> tuple[Tensor, Tensor]:
     angle = torch.arange(t)[:, None] * torch.logspace(0, -2, half)[None, :] + 0.3
-    return angle.cos().to(DEVICE), angle.sin().to(DEVICE)
+    return host(lambda: (angle.cos(), angle.sin()))
 
 
 @cell
@@ -261,27 +283,23 @@ def rope_values() -> str:
     for half in (12, 8):
         cos, sin = angles(6, half)
         for norms in (None, weights):
-            q, k = rowwise.qk_norm_rope(x, spec, norms, cos, sin)
-            pair = None if norms is None else (norms[0].cpu(), norms[1].cpu())
-            twin = cpu.place_heads(x.cpu(), cpu.Heads(3, 2, 24, 1e-6), pair, (cos.cpu(), sin.cpu()))
-            for name, got, want in (("q", q, twin[0]), ("k", k, twin[1])):
-                want = want.to(DEVICE)
-                bound = (
-                    (want.double().abs().amax(2, keepdim=True) + 1) * 40 * 2.0**-24
-                    if norms is not None
-                    else 0.0
-                )
-                said += near(
-                    got,
-                    want,
-                    bound,
-                    f"{name} half {half} {'normed' if norms is not None else 'plain'}",
-                )
-    turned = rowwise.qk_norm_rope(x, rowwise.Rotation(3, 2, 24, 0.0, True), None, *angles(6, 12))[0]
-    want = cpu.rotate(
-        x.cpu()[:, :72].reshape(6, 3, 24), *(a.cpu() for a in angles(6, 12)), True
-    ).to(DEVICE)
+            got = rowwise.qk_norm_rope(x, spec, norms, cos, sin)
+            wanted = host(lambda cos=cos, sin=sin, norms=norms: cpu_rope(x, norms, cos, sin))
+            for name, a, b in zip("qk", got, wanted, strict=True):
+                bound = (b.double().abs().amax(2, keepdim=True) + 1) * 40 * 2.0**-24
+                kind = "plain" if norms is None else "normed"
+                said += near(a, b, 0.0 if norms is None else bound, f"{name} half {half} {kind}")
+    cos, sin = angles(6, 12)
+    turned = rowwise.qk_norm_rope(x, rowwise.Rotation(3, 2, 24, 0.0, True), None, cos, sin)[0]
+    heads = x[:, :72].reshape(6, 3, 24)
+    want = host(lambda: cpu.rotate(heads.cpu(), cos.cpu(), sin.cpu(), True))
     return said + near(turned, want, 0.0, "interleaved")
+
+
+def cpu_rope(x: Tensor, norms: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The CPU's queries and keys."""
+    pair = None if norms is None else (norms[0].cpu(), norms[1].cpu())
+    return cpu.place_heads(x.cpu(), cpu.Heads(3, 2, 24, 1e-6), pair, (cos.cpu(), sin.cpu()))
 
 
 @cell
@@ -309,48 +327,25 @@ def qk_norm_rope_is_a_norm_and_a_rotation() -> str:
 def gates() -> str:
     """Every gate and every function against the CPU's kernels; a row alone; extremes."""
     said = ""
-    x = torch.cat(
-        [
-            4 * draw(3, 48, dtype=torch.float32),
-            torch.tensor([[-200.0, -90.0, -0.0, 0.0, 90.0, 200.0] * 8]).to(DEVICE),
-        ]
-    )
-    names = {
-        "silu": cpu.SILU,
-        "gelu": cpu.GELU,
-        "gelu tanh": cpu.GELU_TANH,
-        "relu": cpu.RELU,
-        "sigmoid": cpu.SIGMOID,
-    }
-    size = x.double().abs()
-    for name, kind in names.items():
-        want = cpu.gate(kind, x.cpu()).to(DEVICE)
-        bound = 16 * 2.0**-24 * (want.double().abs() + size[:, :24] * size[:, 24:]) + 1e-30
+    extremes = torch.tensor([[-200.0, -90.0, -0.0, 0.0, 90.0, 200.0] * 8]).to(DEVICE)
+    x = torch.cat([4 * draw(3, 48, dtype=torch.float32), extremes])
+    size, one = x.double().abs(), 16 * 2.0**-24
+    for name, kind in KINDS.items():
+        want, applied = host(lambda k=kind: (cpu.gate(k, x.cpu()), cpu.apply(k, x.cpu())))
+        bound = one * (want.double().abs() + size[:, :24] * size[:, 24:]) + 1e-30
         got = rowwise.gate(kind, x)
-        said += near(got, want, bound, name) + same(
-            rowwise.gate(kind, x[1:2]), got[1:2], f"{name} alone"
-        )
-        said += near(
-            rowwise.apply(kind, x),
-            cpu.apply(kind, x.cpu()).to(DEVICE),
-            16 * 2.0**-24 * (size + 1),
-            f"{name} applied",
-        )
-    said += near(
-        rowwise.apply(cpu.CAP, x, 30.0),
-        cpu.apply(cpu.CAP, x.cpu(), 30.0).to(DEVICE),
-        16 * 2.0**-24 * 30,
-        "cap",
-    )
-    got = rowwise.gate(rowwise.CLAMPED.value, x, 1.702, 7.0)
-    said += near(
-        got, cpu.clamped_gate(x.cpu(), 1.702, 7.0).to(DEVICE), 16 * 2.0**-24 * 64, "clamped"
-    )
+        said += near(got, want, bound, name)
+        said += same(rowwise.gate(kind, x[1:2]), got[1:2], f"{name} alone")
+        said += near(rowwise.apply(kind, x), applied, one * (size + 1), f"{name} applied")
+    cap = rowwise.CAP.value
+    want = host(lambda: cpu.apply(cap, x.cpu(), 30.0))
+    said += near(rowwise.apply(cap, x, 30.0), want, one * 30, "cap")
+    want = host(lambda: cpu.clamped_gate(x.cpu(), 1.702, 7.0))
+    said += near(rowwise.gate(rowwise.CLAMPED.value, x, 1.702, 7.0), want, one * 64, "clamped")
     b = draw(5, 2 * 48)
     exact = b[:, :48].double() * torch.sigmoid(b[:, :48].double()) * b[:, 48:].double()
-    return said + near(
-        rowwise.silu_and_mul(b), exact, exact.abs() * (2**-8 + 2**-20) + 1e-6, "silu bfloat16"
-    )
+    bound = exact.abs() * (2**-8 + 2**-20) + 1e-6
+    return said + near(rowwise.gate(KINDS["silu"], b), exact, bound, "silu bfloat16")
 
 
 @cell
@@ -381,18 +376,21 @@ def routing() -> str:
             if bias is not None and how.score != "sigmoid":
                 continue
             ids, weights = moe.route(logits, how, bias)
-            twin = CpuRouting(
-                how.k, how.experts, how.score, how.norm, how.floor, how.scale, how.groups, how.keep
-            )
-            want_ids, want = twin(logits.cpu(), None if bias is None else bias.cpu())
-            if not torch.equal(ids.cpu().long(), want_ids):
+            want_ids, want = host(lambda x=logits, h=how, b=bias: cpu_route(x, h, b))
+            if not torch.equal(ids.long(), want_ids):
                 said += f"{name}: ids {ids.tolist()} against {want_ids.tolist()}; "
                 continue
-            said += near(weights.cpu(), want, want.double().abs() * 40 * 2.0**-24 + 1e-30, name)
+            said += near(weights, want, want.double().abs() * 40 * 2.0**-24 + 1e-30, name)
             said += same(
                 moe.route(logits[3:4].contiguous(), how, bias)[1], weights[3:4], f"{name} alone"
             )
     return said
+
+
+def cpu_route(logits: Tensor, how: moe.Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The CPU's ids and weights."""
+    twin = CpuRouting(**dataclasses.asdict(how))
+    return twin(logits.cpu(), None if bias is None else bias.cpu())
 
 
 @cell
@@ -486,8 +484,11 @@ def slots_of(parts: Tensor, weights: Tensor, k: int) -> Tensor:
 
 def sampling_rows(vocab: int) -> tuple[Tensor, Tensor, Tensor]:
     """Logits with ties, infinities and NaN; parameters of every kind."""
-    settings = ((0.0, vocab, 1.0, 0.0), (1.0, vocab, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.3, vocab, 0.6, 0.0), (0.9, 7, 0.8, 0.0),
-                (1.0, vocab, 1.0, 0.05), (0.8, 1, 1.0, 0.0), (1.0, vocab, 1e-9, 0.0), (1.0, vocab, 0.9, 0.3))  # fmt: skip
+    settings = (
+        (0.0, vocab, 1.0, 0.0), (1.0, vocab, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.3, vocab, 0.6, 0.0),
+        (0.9, 7, 0.8, 0.0), (1.0, vocab, 1.0, 0.05), (0.8, 1, 1.0, 0.0), (1.0, vocab, 1e-9, 0.0),
+        (1.0, vocab, 0.9, 0.3),
+    )  # fmt: skip
     kinds = ("plain", "ties", "half", "nan", "inf", "empty", "wide")
     logits, floats, ints = [], [], []
     for r, (temperature, top_k, top_p, min_p) in enumerate(settings):
@@ -516,14 +517,50 @@ def sampled_tokens_are_the_cpus() -> str:
     said = ""
     for vocab, every in ((37, 3), (700, 10)):
         logits, floats, ints = (made[::every].contiguous() for made in sampling_rows(vocab))
-        tokens, states = sample.choose_rows(logits, floats, ints, cuts=True)
-        want, want_states = np.empty(len(logits), np.int64), np.empty(len(logits), np.int64)
-        sample_rows.choose_rows(
-            logits.cpu().numpy(), floats.cpu().numpy(), ints.cpu().numpy(), want, want_states
-        )
-        if tokens.tolist() != want.tolist() or states.tolist() != want_states.tolist():
-            said += f"V {vocab}: {tokens.tolist()} {states.tolist()} against {want.tolist()} {want_states.tolist()}; "
+        said += compare_tokens(f"V {vocab}", logits, floats, ints)
     return said
+
+
+def compare_tokens(what: str, logits: Tensor, floats: Tensor, ints: Tensor) -> str:
+    """Tokens and states against the CPU's."""
+    want = host(lambda: cpu_tokens(logits, floats, ints))
+    got = sample.choose_rows(logits, floats, ints, cuts=True) if KERNELS else want
+    pairs = zip(("tokens", "states"), got, want, strict=True)
+    return "".join(equal(f"{what} {name}", a, b) for name, a, b in pairs)
+
+
+def compare_logprobs(what: str, logits: Tensor, tokens: Tensor, few: int) -> str:
+    """Log-probabilities against the CPU's, bit for bit."""
+    want = host(lambda: cpu_logprobs(logits, tokens, few))
+    got = sample.describe_rows(logits, tokens, few) if KERNELS else want
+    pairs = zip(("chosen", "ids", "best"), got, want, strict=True)
+    return "".join(equal(f"{what} {name}", a, b) for name, a, b in pairs)
+
+
+def equal(what: str, got: Tensor, want: Tensor) -> str:
+    """All equal; NaN is NaN."""
+    differ = (got != want) & ~((got != got) & (want != want))
+    if not differ.any():
+        return ""
+    first = int(differ.flatten().nonzero()[0])
+    pair = f"{got.flatten()[first]} against {want.flatten()[first]}"
+    return f"{what}: {int(differ.sum())} of {got.numel()}, the first {pair} at {first}; "
+
+
+def cpu_tokens(logits: Tensor, floats: Tensor, ints: Tensor) -> tuple[Tensor, Tensor]:
+    """The CPU's tokens and states."""
+    tokens, states = np.empty(len(logits), np.int64), np.empty(len(logits), np.int64)
+    sample_rows.choose_rows(*(t.cpu().numpy() for t in (logits, floats, ints)), tokens, states)
+    return torch.from_numpy(tokens), torch.from_numpy(states)
+
+
+def cpu_logprobs(logits: Tensor, tokens: Tensor, few: int) -> tuple[Tensor, ...]:
+    """The CPU's log-probabilities: of the tokens, ids of the best few, theirs."""
+    count = len(logits)
+    made = (np.empty(count, np.float32), np.empty((count, few), np.int64))
+    made += (np.empty((count, few), np.float32),)
+    sample_rows.describe_rows(logits.cpu().numpy(), tokens.cpu().numpy(), *made)
+    return tuple(map(torch.from_numpy, made))
 
 
 @cell
@@ -532,24 +569,46 @@ def log_probabilities_are_the_cpus() -> str:
     said = ""
     for vocab, few in ((37, 3), (700, 2)):
         logits = sampling_rows(vocab)[0][::5].contiguous()
-        tokens = (
-            (
-                torch.arange(len(logits)) * 5 % vocab
-                - (torch.arange(len(logits)) % 4 == 0).long() * vocab
-            )
-            .clamp(min=-1)
-            .to(DEVICE)
-        )
-        got = sample.describe_rows(logits, tokens, few)
-        want = (
-            np.empty(len(logits), np.float32),
-            np.empty((len(logits), few), np.int64),
-            np.empty((len(logits), few), np.float32),
-        )
-        sample_rows.describe_rows(logits.cpu().numpy(), tokens.cpu().numpy(), *want)
-        for name, a, b in zip(("chosen", "ids", "best"), got, want, strict=True):
-            if not np.array_equal(a.cpu().numpy(), b, equal_nan=a.is_floating_point()):
-                said += f"V {vocab} {name}: {a.flatten()[:8].tolist()} against {b.flatten()[:8].tolist()}; "
+        row = torch.arange(len(logits))
+        tokens = torch.where(row % 4 == 0, -1, row * 5 % vocab).to(DEVICE)
+        said += compare_logprobs(f"V {vocab}", logits, tokens, few)
+    return said
+
+
+def many_logits(first: int, count: int, vocab: int) -> Tensor:
+    """[count, vocab], about normal with a spread of 2, from integers: the same on every machine.
+    Every seventh row has ties, every eleventh is steep, every fifth lacks half of its tokens."""
+    raw = np.random.Philox(key=[vocab, first]).random_raw(count * vocab).view(np.uint16)
+    steps = raw.reshape(count, vocab, 4).sum(2, dtype=np.int32) - 131070
+    x = torch.from_numpy(steps.astype(np.float32)).to(DEVICE) / 16384
+    row = torch.arange(first, first + count, device=DEVICE)
+    x = torch.where((row % 7 == 0)[:, None], x.round(), x)
+    x = torch.where((row % 11 == 0)[:, None], x * 16, x)
+    absent = (row % 5 == 0)[:, None] & (torch.arange(vocab, device=DEVICE) % 2 == 0)
+    return x.masked_fill(absent, -torch.inf)
+
+
+def large_vocabularies() -> str:
+    """Thousands of rows with the sampler's own blocks: tokens and log-probabilities are the
+    CPU's."""
+    sample.BLOCK, sample.PARTS = 1024, 16
+    kinds = ((0.6, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 50, 1.0, 0.0),
+             (1.2, 0, 0.9, 0.0), (0.8, 40, 0.95, 0.0), (1.0, 0, 1.0, 0.05))  # fmt: skip
+    said = ""
+    for vocab, rows in ((151936, 1600), (50257, 1200), (32003, 1200), (129, 800)):
+        for first in range(0, rows, 200):
+            floats, ints = [], []
+            for row in range(first, first + 200):
+                temperature, top_k, top_p, min_p = kinds[row % len(kinds)]
+                floats.append((temperature, top_p, math.log(min_p) if min_p else -math.inf))
+                seed = 0x9E3779B9 * (row + 1)
+                ints.append((top_k or vocab, row, row % 3, seed & 0xFFFFFFFF, seed >> 32))
+            settings = torch.tensor(floats, dtype=torch.float64).to(DEVICE)
+            logits = many_logits(first, 200, vocab)
+            what = f"V {vocab} rows from {first}"
+            said += compare_tokens(what, logits, settings, torch.tensor(ints).to(DEVICE))
+            tokens = torch.arange(first, first + 200, device=DEVICE) * 7919 % vocab
+            said += compare_logprobs(what, logits, tokens, 4)
     return said
 
 
@@ -577,17 +636,20 @@ def the_choice_of_a_gemm() -> str:
 
     used = []
 
-    def library(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    def call(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
         used.append(len(x))
         return split_in_two(x, w, y) if len(x) == 8 else gemm(x, w, y, TILES[1])
 
-    chosen = gemm_choice.choose(w, library, grid=(1, 4, 8, 16), prefer_from=4)
+    def library(name: str, w: Tensor, rows: int) -> Any:
+        return None if rows == 12 else call
+
+    chosen = gemm_choice.choose(w, library, grid=(1, 4, 8, 12, 16), from_rows=4)
     names = {rows: choice.name for rows, choice in chosen.choices.items()}
     own = gemm_choice.tile_for(40, 64, 8).name
-    said = "" if names == {1: own, 4: "cublas", 8: own, 16: "cublas"} else f"chosen: {names}; "
-    said += (
-        "" if "differs in" in chosen.choices[8].reason else f"reason: {chosen.choices[8].reason}; "
-    )
+    wanted = {1: own, 4: "cublas", 8: own, 12: own, 16: "cublas"}
+    said = "" if names == wanted else f"chosen: {names}; "
+    reasons = [chosen.choices[rows].reason for rows in (8, 12)]
+    said += "" if "differs in" in reasons[0] and "has no" in reasons[1] else f"reasons: {reasons}; "
     x, w, room = aligned(17, 64), aligned(40, 64), aligned(16, 40)
     x.copy_(draw(17, 64, seed=5)), w.copy_(draw(40, 64))
     used.clear()
@@ -602,13 +664,12 @@ def the_choice_of_a_gemm() -> str:
 
 @cell
 def rows_outside_the_grid() -> str:
-    """Rows that no bucket has, other dtypes and other K are errors that say so."""
-    w = draw(40, 64)
+    """Rows that no bucket has are computed by our tile; other dtypes, K and strides are errors."""
+    x, w = draw(16, 64), draw(40, 64)
     chosen = gemm_choice.choose(w, None, grid=(1, 4))
-    said = ""
     y = torch.empty(3, 40, dtype=w.dtype, device=DEVICE)
+    said = same(chosen(x[:3], w, y), product(x, w, TILES[0])[:3], "three rows")
     attempts = {
-        "rows": lambda: chosen(draw(3, 64), w, y),
         "K": lambda: gemm(draw(3, 48), w, y, TILES[0]),
         "dtype": lambda: gemm(draw(3, 64, dtype=torch.float16), w, y, TILES[0]),
         "stride": lambda: gemm(draw(3, 67)[:, :64], w, y, TILES[0]),
@@ -629,32 +690,38 @@ def nothing_to_do() -> str:
     made = (
         product(x, w, TILES[0]),
         rowwise.rms_norm(x, w[0].float(), 1e-6),
-        rowwise.silu_and_mul(x),
+        rowwise.gate(KINDS["silu"], x),
         rowwise.add_bias(x, w[0]),
     )
     return "" if all(len(y) == 0 for y in made) else "rows out of nothing"
 
 
 def main() -> None:
-    global DEVICE
+    global DEVICE, PLAYED
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--cells", default="")
+    parser.add_argument("--record")
+    parser.add_argument("--play")
     args = parser.parse_args()
-    DEVICE = args.device
+    DEVICE, PLAYED = args.device, bool(args.play)
+    kept: dict[str, list[Any]] = torch.load(args.play) if args.play else {}
     found: dict[str, str] = {}
+    cells = CELLS | {"large-vocabularies": large_vocabularies}
     for name in args.cells.split(",") if args.cells else CELLS:
+        HOST[:] = kept.get(name, [])
         begin = time.process_time()
         try:
-            found[name] = CELLS[name]()[:600]
+            found[name] = cells[name]()[:600]
         except Exception as error:
-            if args.cells:
+            if args.cells and not args.play:
                 raise
             found[name] = f"{type(error).__name__}: {str(error)[:400]}"
-        print(
-            f"{name}: {found[name] or 'held'} ({time.process_time() - begin:.1f} s of CPU)",
-            file=sys.stderr,
-        )
+        kept[name] = list(HOST)
+        seconds = time.process_time() - begin
+        print(f"{name}: {found[name] or 'held'} ({seconds:.1f} s of CPU)", file=sys.stderr)
+    if args.record:
+        torch.save(kept, args.record)
     print(json.dumps(found))
 
 

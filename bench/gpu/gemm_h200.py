@@ -8,111 +8,121 @@ half the rows and half the weights have a wide spread of exponents. Times: CUDA 
 launches over rotated weights that together exceed the L2 several times, interleaved rounds,
 medians. Floors (copy, GEMM 8192³) come from the same call.
 
-usage: python bench/gpu/gemm_h200.py [--out FOLDER] [--model 8b|0.6b] [--sections
-    floors,4096x12288,...] (writes FOLDER/gemm-h200.json)
+With `--chosen` what `gemm_choice.choose` took is timed against cuBLAS, and nothing else: the
+figures of the committed table, which `--table` fills from files of the search.
+
+usage: python bench/gpu/gemm_h200.py [--model 8b|0.6b] [--shapes NxK,NxK] [--grid M,M] [--chosen]
+           [--limit SECONDS] [--out FOLDER]     (writes FOLDER/gemm-h200-MODEL.json)
+       python bench/gpu/gemm_h200.py --table FILE FILE
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from lockstep.kernels.triton.cublas import CublasLt, torch_gemm
 from lockstep.kernels.triton.gemm import Tile, gemm, warm
-from lockstep.kernels.triton.gemm_choice import GRID, REFERENCE, differing
+from lockstep.kernels.triton.gemm_choice import GRID, REFERENCE, TABLE, choose, differing, tile_for
 
 SHAPES = {
     "8b": ((4096, 4096), (4096, 12288), (6144, 4096), (24576, 4096), (151936, 4096)),
     "0.6b": ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)),
 }
 L2_BYTES = 60 << 20
-LIMIT = 224 << 10
+SHARED_BYTES = 224 << 10
+CLOSE = 1.01  # ours, or else torch's call, is taken if the fastest is not faster than by this
 
 
-def small(n: int) -> list[Tile]:
-    """Tiles of 16 rows: N decides how many columns fill the card."""
-    narrow = [
-        Tile(16, 32, 256, 4, 6),
-        Tile(16, 32, 128, 4, 8),
-        Tile(16, 32, 256, 4, 4),
-        Tile(16, 16, 256, 4, 8),
-    ]
-    wide = [
+# ---- candidates ----
+
+
+def few_rows(n: int) -> list[Tile]:
+    """1 to 16: N decides how many columns fill the card."""
+    if n <= 2048:
+        return [
+            Tile(16, 16, 256, 4, 8),
+            Tile(16, 16, 512, 4, 5),
+            Tile(16, 16, 512, 8, 5),
+            Tile(16, 16, 128, 4, 8),
+        ]
+    if n <= 8192:
+        return [
+            Tile(16, 32, 256, 4, 6),
+            Tile(16, 32, 128, 4, 8),
+            Tile(16, 32, 256, 4, 4),
+            Tile(16, 16, 256, 4, 8),
+        ]
+    return [
         Tile(16, 64, 128, 4, 5),
         Tile(16, 64, 256, 4, 5),
         Tile(16, 128, 128, 4, 5),
         Tile(16, 32, 256, 4, 6),
     ]
-    return narrow if n <= 8192 else wide
 
 
-def some(n: int) -> list[Tile]:
-    """17 to 64 rows: 64 of them make warpgroup products, and rows that are not there cost no
-    reading."""
+def some_rows(n: int) -> list[Tile]:
+    """17 to 64: 64 rows make warpgroup products, and rows that are not there cost no reading."""
     found = [
         Tile(64, 32, 128, 4, 8),
         Tile(64, 32, 256, 4, 4),
         Tile(64, 64, 128, 4, 6),
         Tile(32, 32, 256, 4, 4),
     ]
+    if n <= 2048:
+        return [*found, Tile(64, 16, 256, 4, 5), Tile(32, 16, 256, 4, 6)]
     return found if n <= 8192 else [*found, Tile(64, 128, 128, 4, 4)]
 
 
-def many(n: int, rows: int) -> list[Tile]:
-    """128 rows and more: warp-specialised; plain where few rows leave multiprocessors idle."""
-    found = [
-        Tile(128, 128, 64, 8, 5, 8, True),
-        Tile(128, 256, 64, 8, 3, 8, True),
-        Tile(128, 128, 64, 8, 4),
-    ]
-    if rows <= 512:
-        found += [Tile(128, 64, 64, 8, 8, 8, True), Tile(128, 64, 128, 8, 4, 8, True)]
+def many_rows(n: int, rows: int) -> list[Tile]:
+    """128 and more: fewer rows leave multiprocessors idle with large tiles."""
+    found = [Tile(128, 128, 64, 8, 4)]
     if rows <= 256 and n <= 8192:
         found += [
             Tile(64, 64, 128, 4, 6),
-            Tile(128, 32, 128, 4, 4),
+            Tile(64, 64, 64, 4, 8),
+            Tile(128, 32, 128, 4, 5),
             Tile(128, 64, 64, 4, 6),
             Tile(128, 64, 128, 4, 4),
         ]
+    if n <= 2048:
+        found += [Tile(64, 16, 256, 4, 5), Tile(64, 32, 128, 4, 8), Tile(64, 32, 256, 4, 4)]
     return found
 
 
-def tiles(n: int, k: int, rows: int) -> list[Tile]:
-    found = small(n) if rows <= 16 else some(n) if rows <= 64 else many(n, rows)
-    return [t for t in found if shared(t) <= LIMIT]
+def tiles(n: int, rows: int) -> list[Tile]:
+    """What is tried for one cell."""
+    if rows <= 16:
+        found = few_rows(n)
+    elif rows <= 64:
+        found = some_rows(n)
+    else:
+        found = many_rows(n, rows)
+    return [t for t in found if t.shared_bytes * (t.stages - 1) // t.stages <= SHARED_BYTES]
 
 
-def shared(tile: Tile) -> int:
-    """Bytes, about: the warp-specialised kernel also stages its output; the plain one may keep a
-    step less than its stages in flight."""
-    return (
-        tile.shared_bytes + tile.rows * tile.columns * 2
-        if tile.hopper
-        else tile.shared_bytes - tile.shared_bytes // tile.stages
-    )
+# ---- compiling ----
 
 
 class Offline:
     """Stands for the driver in processes that only compile: says what the card is, reaches none."""
 
-    def __init__(self) -> None:
+    def get_current_target(self):
         from triton.backends.compiler import GPUTarget
 
-        self.target = GPUTarget("cuda", 90, 32)
-
-    def get_current_target(self):
-        return self.target
+        return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -134,16 +144,15 @@ def compile_one(task: tuple[int, int, Tile]) -> str:
     return ""
 
 
-def compile_all(shapes, grid, jobs: int) -> list[str]:
-    """Every variant the sections will launch; forked workers, so nothing is imported twice."""
-    tasks = list(
-        dict.fromkeys(
-            (n, k, t) for n, k in shapes for m in grid for t in [*tiles(n, k, m), REFERENCE]
-        )
-    )
-    print(f"{len(tasks)} variants, {jobs} processes", flush=True)
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
-        return [said for said in pool.map(compile_one, tasks) if said]
+def compile_all(tasks: list[tuple[int, int, Tile]]) -> None:
+    """Every variant that will be launched; forked workers, so nothing is imported twice."""
+    begin = time.time()
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as pool:
+        failed = [text for text in pool.map(compile_one, tasks) if text]
+    print(f"{len(tasks)} variants in {time.time() - begin:.0f} s; failed: {failed}", flush=True)
+
+
+# ---- measuring ----
 
 
 def spread(count: int, k: int) -> torch.Tensor:
@@ -168,10 +177,8 @@ class Timer:
                 call(x, weights[i % len(weights)], y)
 
     def sample(self, replays: int) -> list[float]:
-        marks = [
-            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            for _ in range(replays)
-        ]
+        """Microseconds of a launch, for every replay."""
+        marks = [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(replays)]
         for first, last in marks:
             first.record()
             self.graph.replay()
@@ -183,37 +190,53 @@ class Timer:
 def measure(calls: dict, x, weights, y, guess_us: float) -> dict[str, float]:
     """Median microseconds of every call: three interleaved rounds."""
     launches = max(1, min(len(weights) * (1 + int(150 / max(guess_us * len(weights), 1))), 64))
-    timers, times = {}, {}
-    for name, call in calls.items():
-        try:
-            timers[name] = Timer(call, x, weights, y, launches)
-        except Exception as error:
-            print("   failed", name, str(error)[:200], flush=True)
-            torch.cuda.synchronize()
     replays = max(2, min(8, int(2500 / max(guess_us * launches, 1))))
+    timers = {name: Timer(call, x, weights, y, launches) for name, call in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in timers}
     for timer in timers.values():
         timer.sample(2)
     for _ in range(3):
         for name, timer in timers.items():
-            times.setdefault(name, []).extend(timer.sample(replays))
+            times[name] += timer.sample(replays)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def proposals(blas, n: int, k: int, rows: int, count: int) -> dict:
-    try:
-        return {
-            f"lt{i}": call
-            for i, call in enumerate(blas.proposals(n, k, rows, torch.bfloat16, count))
-        }
-    except Exception as error:
-        print("   cuBLASLt:", str(error)[:200], flush=True)
-        return {}
+def calls_of(blas, w, m: int, chosen) -> dict:
+    """What is compared and timed for one cell."""
+    if chosen is not None:
+        return {"cublas": torch_gemm, "chosen": chosen}
+    calls = {"cublas": torch_gemm}
+    calls |= {f"lt{i}": call for i, call in enumerate(blas.proposals(*w.shape, m, w.dtype))}
+    return calls | {t.name: partial(gemm, tile=t) for t in tiles(len(w), m)}
 
 
-def shape(n: int, k: int, keep, grid=GRID, deadline: float = 1e18) -> list[dict]:
+def cell(calls: dict, x_all, weights, want, m: int) -> dict:
+    """One (N, K, M): classes, then times of those in the class and of cuBLAS."""
+    w = weights[0]
+    (n, k), x = w.shape, x_all[:m]
+    y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    differ = {}
+    for name, call in calls.items():
+        y.fill_(float("nan"))
+        call(x, w, y)
+        differ[name] = differing(y, want[:m])
+    guess = max(n * k * 2 / 4e6, 2 * m * n * k / 7e8)
+    timed = {name: call for name, call in calls.items() if differ[name] == 0 or name == "cublas"}
+    us = measure(timed, x, weights, y, guess)
+    floor = max((n * k + m * k + m * n) * 2 / 4.25e6, 2 * m * n * k / 7.9e8)
+    found = {"m": m, "elements": m * n, "floor_us": floor, "differ": differ, "us": us}
+    if "chosen" in calls:
+        found["chosen"] = calls["chosen"].choices[m].name
+    fastest = sorted(us.items(), key=lambda item: item[1])[:5]
+    short = " ".join(f"{name} {t:.2f}" for name, t in fastest)
+    name, ratio = taken(found)
+    print(f"{n}x{k} M{m}: floor {floor:.1f}; {name} x{ratio:.3f}; {short}", flush=True)
+    return found
+
+
+def measure_shape(blas, n: int, k: int, grid, limit: float, is_chosen: bool) -> dict:
     """All M of one weight."""
     torch.manual_seed(n + k)
-    blas = CublasLt()
     copies = max(1, min(32, -(-4 * L2_BYTES // (n * k * 2))))
     w = spread(n, k)
     weights = [w] + [w.clone() for _ in range(copies - 1)]
@@ -221,72 +244,19 @@ def shape(n: int, k: int, keep, grid=GRID, deadline: float = 1e18) -> list[dict]
     want = torch.full((max(grid), n), float("nan"), device="cuda", dtype=torch.bfloat16)
     gemm(x_all, w, want, REFERENCE)
     rows = torch.randint(0, max(grid), (32,), device="cuda")
-    exact = torch.cat(
-        [x_all[rows].double() @ w[i : i + 16384].double().t() for i in range(0, n, 16384)], 1
-    )
-    scale = (
-        x_all[rows].double().abs().mean(1, keepdim=True) * w.double().abs().mean() * k**0.5
-        if n < 100000
-        else exact.abs().mean()
-    )
+    chunks = [x_all[rows].double() @ w[i : i + 16384].double().t() for i in range(0, n, 16384)]
+    exact = torch.cat(chunks, 1)
     error = float((want[rows].double() - exact).norm() / exact.norm())
-    found = [
-        {
-            "n": n,
-            "k": k,
-            "copies": copies,
-            "error": error,
-            "scale": float(torch.as_tensor(scale).mean()),
-            "nan": int(want.isnan().sum()),
-        }
-    ]
-    print(found[0], flush=True)
+    found = {"n": n, "k": k, "copies": copies, "error": error, "nan": int(want.isnan().sum())}
+    print(found, flush=True)
+    chosen = choose(w, blas, grid) if is_chosen else None
+    if chosen is not None:
+        found["reasons"] = {m: choice.reason for m, choice in chosen.choices.items()}
+    deadline, cells = time.time() + limit, []
     for m in grid:
-        if time.time() > deadline:
-            found.append({"m": m, "skipped": "out of time"})
-            continue
-        found.append(cell(blas, x_all, weights, want, m))
-        keep(found)
-    return found
-
-
-def cell(blas, x_all, weights, want, m: int) -> dict:
-    """One (N, K, M): classes, then times of those in the class and of cuBLAS."""
-    w = weights[0]
-    (n, k), x = w.shape, x_all[:m]
-    y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-    calls = {"cublas": torch_gemm} | proposals(blas, n, k, m, 8)
-    calls |= {t.name: (lambda x, w, y, t=t: gemm(x, w, y, t)) for t in tiles(n, k, m)}
-    differ = {}
-    for name, call in list(calls.items()):
-        y.fill_(float("nan"))
-        try:
-            call(x, w, y)
-            torch.cuda.synchronize()
-            differ[name] = differing(y, want)
-        except Exception as error:
-            print("   failed", name, str(error)[:200], flush=True)
-            del calls[name]
-    guess = max(n * k * 2 / 4e6, 2 * m * n * k / 7e8) / 1.0
-    timed = {name: call for name, call in calls.items() if differ[name] == 0 or name == "cublas"}
-    us = measure(timed, x, weights, y, guess)
-    ours = {name: t for name, t in us.items() if name[0] in "th"}
-    usable = {name: t for name, t in us.items() if differ[name] == 0}
-    own, best = min(ours, key=ours.get, default=""), min(usable, key=usable.get, default="cublas")
-    floor = max((n * k + m * k + m * n) * 2 / 4.25e6, 2 * m * n * k / 7.9e8)
-    short = {name: round(t, 2) for name, t in sorted(us.items(), key=lambda item: item[1])[:6]}
-    print(f"{n}x{k} M{m}: cuBLAS {us['cublas']:.1f} differ {differ['cublas']}; own {own} "
-          f"x{ours.get(own, 0) / us['cublas']:.3f}; "
-          f"best {best} x{us[best] / us['cublas']:.3f}; floor {floor:.1f} {short}", flush=True)  # fmt: skip
-    return {
-        "m": m,
-        "us": us,
-        "differ": differ,
-        "own": own,
-        "best": best,
-        "floor_us": floor,
-        "elements": m * n,
-    }
+        if time.time() < deadline:
+            cells.append(cell(calls_of(blas, w, m, chosen), x_all, weights, want, m))
+    return found | {"cells": cells}
 
 
 def floors() -> dict:
@@ -295,29 +265,73 @@ def floors() -> dict:
     b = torch.empty_like(a)
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)
-    copies, products = Timer(lambda *_: b.copy_(a), x, [x], y, 1), Timer(torch_gemm, x, [x], y, 1)
+    copies = Timer(lambda *_: torch.neg(a, out=b), x, [x], y, 1)  # a kernel: the engine is slower
+    products = Timer(torch_gemm, x, [x], y, 1)
     copies.sample(20)  # clocks
     copy, product = statistics.median(copies.sample(20)), statistics.median(products.sample(20))
-    return {
-        "copy_gb_s": 2 * a.numel() * 4 / copy / 1e3,
-        "gemm_tflop_s": 2 * 8192**3 / product / 1e6,
-    }
+    copied, flops = 2 * a.numel() * 4, 2 * 8192**3
+    return {"copy_gb_s": copied / copy / 1e3, "gemm_tflop_s": flops / product / 1e6}
 
 
 def machine() -> dict:
+    """What it was measured on."""
     import triton
 
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
+    asked = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
+    card = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+    return {"torch": torch.__version__, "triton": triton.__version__, "card": card}
+
+
+# ---- reading ----
+
+
+def taken(cell: dict) -> tuple[str, float]:
+    """What the table takes: our tile, else torch's call, where no other in the class is faster by
+    CLOSE, else the fastest; and its time by cuBLAS's."""
+    usable = {name: us for name, us in cell["us"].items() if cell["differ"][name] == 0}
+    if "chosen" in usable:
+        return cell["chosen"], usable["chosen"] / cell["us"]["cublas"]
+    ours = {name: us for name, us in usable.items() if name[0] == "t"}
+    favourites = [*sorted(ours, key=ours.get)[:1], "cublas", min(usable, key=usable.get)]
+    limit = CLOSE * min(usable.values())
+    name = next(name for name in favourites if usable.get(name, math.inf) <= limit)
+    return name, usable[name] / cell["us"]["cublas"]
+
+
+def summary(result: dict) -> str:
+    """A row per shape: what is taken by cuBLAS's time, ᵒ our tile, ᶜ a proposal of cuBLASLt; then
+    the mean and the worst."""
+    lines, ratios = [], {}
+    for shape, found in result["shapes"].items():
+        row = []
+        for cell in found["cells"]:
+            name, ratio = taken(cell)
+            ratios[shape, cell["m"]] = ratio
+            mark = {"t": "ᵒ", "l": "ᶜ"}.get(name[0], "")
+            row.append(f"{ratio:.2f}{mark}")
+        lines.append(f"| {shape.replace('x', ' × ')} | {' | '.join(row)} |")
+    mean, worst = statistics.fmean(ratios.values()), max(ratios, key=ratios.get)
+    lines.append(f"{len(ratios)} cells: mean {mean:.4f}, worst {ratios[worst]:.3f} at {worst}")
+    return "\n".join(lines)
+
+
+def fill_table(files: list[str]) -> None:
+    """Writes the committed table from results of the search."""
+    shapes: dict[str, dict[str, list[str]]] = {}
+    for file in files:
+        for shape, found in json.loads(Path(file).read_text())["shapes"].items():
+            for cell in found["cells"]:
+                ours = {name: us for name, us in cell["us"].items() if name[0] == "t"}
+                names = dict.fromkeys((min(ours, key=ours.get), taken(cell)[0]))
+                shapes.setdefault(shape, {})[str(cell["m"])] = list(names)
+    about = json.loads(TABLE.read_text())["about"]
+    rows = ",\n".join(
+        f'  "{shape}": {{\n   '
+        + ",\n   ".join(f'"{m}": {json.dumps(names)}' for m, names in cells.items())
+        + "\n  }"
+        for shape, cells in shapes.items()
     )
-    return {
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-        "card": driver.stdout.strip(),
-    }
+    TABLE.write_text(f'{{\n "about": {json.dumps(about)},\n "sm_90": {{\n{rows}\n }}\n}}\n')
 
 
 def main() -> None:
@@ -327,51 +341,30 @@ def main() -> None:
     parser.add_argument("--shapes", default="", help="NxK,NxK instead of a model's")
     parser.add_argument("--grid", default="")
     parser.add_argument("--limit", type=int, default=60, help="seconds per shape")
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile"
-    )
-    parser.add_argument("--section")
+    parser.add_argument("--chosen", action="store_true")
+    parser.add_argument("--table", nargs="*", default=[])
     args = parser.parse_args()
+    if args.table:
+        return fill_table(args.table)
     listed = [tuple(int(v) for v in s.split("x")) for s in args.shapes.split(",") if s]
     shapes = listed or SHAPES[args.model]
     grid = tuple(int(m) for m in args.grid.split(",") if m) or GRID
-    if args.section == "compile":
-        begin = time.time()
-        failed = compile_all(shapes, grid, args.jobs)
-        print(f"compiled in {time.time() - begin:.0f} s; failed: {failed}", flush=True)
-        return
-    if args.section == "floors":
-        Path(args.out, "part-floors.json").write_text(json.dumps(floors() | machine()))
-        return
-    if args.section:
-        n, k = (int(v) for v in args.section.split("x"))
-        part = Path(args.out, f"part-{args.section}.json")
-        shape(
-            n, k, lambda found: part.write_text(json.dumps(found)), grid, time.time() + args.limit
-        )
-        return
-    sections = ["compile", "floors"] + [f"{n}x{k}" for n, k in shapes]
-    for section in sections:
-        run_section([sys.executable, *sys.argv, "--section", section], args.limit + 20)
-    result = {"command": " ".join(sys.argv)}
-    for section in sections:
-        part = Path(args.out, f"part-{section}.json")
-        if part.exists():
-            result[section] = json.loads(part.read_text())
-            part.unlink()
-    Path(args.out, f"gemm-h200-{args.model}.json").write_text(json.dumps(result))
-
-
-def run_section(command: list[str], seconds: int) -> None:
-    """A section in a process group of its own, ended with all its children when its time is
-    over."""
-    process = subprocess.Popen(command, start_new_session=True)
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        print("out of time:", command[-1], flush=True)
+    wanted = {
+        (n, k, tile)
+        for n, k in shapes
+        for m in grid
+        for tile in ([tile_for(n, k, m)] if args.chosen else tiles(n, m)) + [REFERENCE]
+    }
+    compile_all(sorted(wanted, key=str))
+    result = {"command": " ".join(sys.argv), "machine": machine(), "floors": floors(), "shapes": {}}
+    print(result["machine"], result["floors"], flush=True)
+    blas = CublasLt()
+    for n, k in shapes:
+        found = measure_shape(blas, n, k, grid, args.limit, args.chosen)
+        result["shapes"][f"{n}x{k}"] = found
+        Path(args.out, f"gemm-h200-{args.model}.json").write_text(json.dumps(result, indent=1))
+        torch.cuda.empty_cache()
+    print(summary(result))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ LIBRARIES = ("libcublasLt.so.13", "libcublasLt.so.12")
 COMPUTE_32F, REAL_32F, REAL_16BF, REAL_16F = 68, 0, 14, 2  # cublasComputeType_t, cudaDataType_t
 TRANS_A, WORKSPACE_BYTES, REDUCTION_MASK = 3, 1, 3  # attributes of descriptions and preferences
 DTYPES = {torch.bfloat16: REAL_16BF, torch.float16: REAL_16F}
+PROPOSALS = 6  # that are asked for
 
 
 class Proposal(ctypes.Structure):
@@ -42,24 +43,25 @@ def torch_gemm(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class LtCall:
     """One proposal for one shape; holds what the library refers to."""
 
     blas: CublasLt
-    parts: tuple[Any, ...]  # description, layouts of w, x and y
+    description: ctypes.c_void_p
+    layouts: tuple[ctypes.c_void_p, ...]  # of w, x and y
     proposal: Proposal
-    rows: int
 
     def __call__(self, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
         """y = x wᵀ on the current stream."""
         one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
-        description, w_layout, x_layout, y_layout = self.parts
-        out = ctypes.c_void_p(y.data_ptr())
+        w_at, x_at, y_at = (ctypes.c_void_p(t.data_ptr()) for t in (w, x, y))
+        w_layout, x_layout, y_layout = self.layouts
+        room = self.blas.workspace
         self.blas.call(
-            "cublasLtMatmul", self.blas.handle, description, ctypes.byref(one), ctypes.c_void_p(w.data_ptr()), w_layout,
-            ctypes.c_void_p(x.data_ptr()), x_layout, ctypes.byref(zero), out, y_layout, out, y_layout, ctypes.byref(self.proposal.algo),
-            ctypes.c_void_p(self.blas.workspace.data_ptr()), ctypes.c_size_t(self.blas.workspace.numel()),
-            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+            "cublasLtMatmul", self.blas.handle, self.description, ctypes.byref(one),
+            w_at, w_layout, x_at, x_layout, ctypes.byref(zero), y_at, y_layout, y_at, y_layout,
+            ctypes.byref(self.proposal.algo), ctypes.c_void_p(room.data_ptr()),
+            ctypes.c_size_t(room.numel()), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
         )  # fmt: skip
         return y
 
@@ -71,6 +73,13 @@ class CublasLt:
         self.library = open_library()
         self.workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device="cuda")
         self.handle = self.make("cublasLtCreate")
+
+    def __call__(self, name: str, w: Tensor, rows: int) -> Any:
+        """ "cublas": torch's call; "lt3": the fourth proposal for rows of w [N, K], or None."""
+        if name == "cublas":
+            return torch_gemm
+        found = dict(enumerate(self.proposals(*w.shape, rows, w.dtype)))
+        return found.get(int(name.removeprefix("lt")))
 
     def call(self, name: str, *arguments: Any) -> None:
         """Calls, and raises what the library answers other than success."""
@@ -84,61 +93,33 @@ class CublasLt:
         self.call(name, ctypes.byref(made), *arguments)
         return made
 
+    def set(self, what: str, owner: ctypes.c_void_p, attribute: int, value: Any) -> None:
+        """Sets an attribute of a description or a preference."""
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        self.call(f"cublasLtMatmul{what}SetAttribute", owner, attribute, ctypes.byref(value), size)
+
     def layout(self, kind: int, k: int, rows: int) -> ctypes.c_void_p:
         """A contiguous [rows, k], which the library reads as k by rows, columns first."""
-        return self.make(
-            "cublasLtMatrixLayoutCreate",
-            kind,
-            ctypes.c_uint64(k),
-            ctypes.c_uint64(rows),
-            ctypes.c_int64(k),
-        )
+        sizes = (ctypes.c_uint64(k), ctypes.c_uint64(rows), ctypes.c_int64(k))
+        return self.make("cublasLtMatrixLayoutCreate", kind, *sizes)
 
-    def proposals(self, n: int, k: int, rows: int, dtype: torch.dtype, count: int) -> list[Call]:
-        """At most `count` ways to compute y [rows, n] = x wᵀ without splitting K, the library's
-        favourite first."""
-        kind = DTYPES[dtype]
+    def proposals(self, n: int, k: int, rows: int, dtype: torch.dtype) -> list[LtCall]:
+        """Ways to compute y [rows, n] = x wᵀ without splitting K, the library's favourite first."""
         description = self.make("cublasLtMatmulDescCreate", COMPUTE_32F, REAL_32F)
-        transposed = ctypes.c_int32(1)
-        self.call(
-            "cublasLtMatmulDescSetAttribute",
-            description,
-            TRANS_A,
-            ctypes.byref(transposed),
-            ctypes.c_size_t(4),
-        )
-        w_layout, x_layout, y_layout = (
-            self.layout(kind, k, n),
-            self.layout(kind, k, rows),
-            self.layout(kind, n, rows),
-        )
+        self.set("Desc", description, TRANS_A, ctypes.c_int32(1))
+        shapes = ((k, n), (k, rows), (n, rows))
+        layouts = tuple(self.layout(DTYPES[dtype], *shape) for shape in shapes)
         preference = self.make("cublasLtMatmulPreferenceCreate")
-        room, mask = ctypes.c_uint64(self.workspace.numel()), ctypes.c_uint32(0)
-        for attribute, value, size in ((WORKSPACE_BYTES, room, 8), (REDUCTION_MASK, mask, 4)):
-            self.call(
-                "cublasLtMatmulPreferenceSetAttribute",
-                preference,
-                attribute,
-                ctypes.byref(value),
-                ctypes.c_size_t(size),
-            )
-        found, returned = (Proposal * count)(), ctypes.c_int(0)
-        shape = (description, w_layout, x_layout, y_layout, y_layout)
+        self.set("Preference", preference, WORKSPACE_BYTES, ctypes.c_uint64(self.workspace.numel()))
+        self.set("Preference", preference, REDUCTION_MASK, ctypes.c_uint32(0))
+        found, returned = (Proposal * PROPOSALS)(), ctypes.c_int(0)
         self.call(
-            "cublasLtMatmulAlgoGetHeuristic",
-            self.handle,
-            *shape,
-            preference,
-            count,
-            found,
-            ctypes.byref(returned),
-        )
+            "cublasLtMatmulAlgoGetHeuristic", self.handle, description, *layouts, layouts[2],
+            preference, PROPOSALS, found, ctypes.byref(returned),
+        )  # fmt: skip
         self.call("cublasLtMatmulPreferenceDestroy", preference)
-        return [
-            Call(self, shape[:4], found[i], rows)
-            for i in range(returned.value)
-            if found[i].state == 0
-        ]
+        usable = [found[i] for i in range(returned.value) if found[i].state == 0]
+        return [LtCall(self, description, layouts, proposal) for proposal in usable]
 
 
 def open_library() -> ctypes.CDLL:

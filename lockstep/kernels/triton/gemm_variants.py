@@ -16,186 +16,90 @@ from lockstep.kernels.triton.gemm import Tile
 from lockstep.kernels.triton.gemm_choice import GRID, tile_for
 from lockstep.kernels.triton.variants import Variant
 
+BF16 = ("x", "w", "y", "residual", "total", "q", "k", "parts")
+FP32 = ("weight", "weights", "bias", "cos", "sin", "logits", "chosen", "top_logs")
+INT64 = ("ints", "best", "tokens", "states", "sums", "top_ids", "last")
 TYPES = {  # arguments by name: every kernel here calls one thing by one name
-    **dict.fromkeys(("x", "w", "y", "residual", "total", "q", "k", "parts"), "*bf16"),
-    **dict.fromkeys(
-        ("weight", "weights", "bias", "cos", "sin", "logits", "chosen", "top_logs"), "*fp32"
-    ),
+    **dict.fromkeys(BF16, "*bf16"),
+    **dict.fromkeys(FP32, "*fp32"),
     **dict.fromkeys(("ids", "counts", "listed", "peaks"), "*i32"),
-    **dict.fromkeys(("ints", "best", "tokens", "states", "sums", "top_ids", "last"), "*i64"),
+    **dict.fromkeys(INT64, "*i64"),
     **dict.fromkeys(("eps", "alpha", "limit", "number", "floor", "scale"), "fp32"),
     "floats": "*fp64",
 }
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))
-HOPPER_TILES = (
-    Tile(rows=128, columns=128, depth=64, warps=8, stages=5, hopper=True),
-    Tile(rows=128, columns=256, depth=64, warps=8, stages=3, hopper=True),
-    Tile(rows=128, columns=64, depth=128, warps=8, stages=4, hopper=True),
-)
-LAYOUT = (
-    "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, "
-    "fp4_padded=False, cga_layout=[])"
-)
 
 
-def plain(
-    name: str, kernel: str, constants: dict[str, Any], warps: int = 4, stages: int = 1, **types: str
-) -> Variant:
-    """A variant whose arguments have the types of their names, but for `types`."""
+def variant(name: str, kernel: str, launch: dict[str, Any], **types: str) -> Variant:
+    """From what a kernel is launched with; arguments have the types of their names, but for
+    `types`."""
     return Variant(
         name=name,
         kernel=kernel,
         types=TYPES | types,
-        constants=constants,
-        warps=warps,
-        stages=stages,
-    )
-
-
-def tile_constants(tile: Tile) -> dict[str, int]:
-    """What every GEMM kernel is compiled for."""
-    return {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
-
-
-def hopper(n: int, k: int, tile: Tile) -> Variant:
-    """The warp-specialised GEMM."""
-    half = tile.rows // 2
-    boxes = {
-        "x_desc": (half, tile.depth),
-        "w_desc": (tile.columns, tile.depth),
-        "y_desc": (half, tile.columns),
-    }
-    return Variant(
-        name=f"gemm {n}x{k} {tile.name}",
-        kernel="gemm_hopper:gemm_hopper_kernel",
-        types={
-            name: f"tensordesc<bf16[{rows}, {columns}],{LAYOUT}>"
-            for name, (rows, columns) in boxes.items()
-        },
-        constants={"N": n, "K": k, "STAGES": tile.stages, "GROUP": tile.group}
-        | tile_constants(tile),
-        warps=4,
-        gluon=True,
+        constants={key: value for key, value in launch.items() if key.isupper()},
+        warps=launch.get("num_warps", 4),
+        stages=launch.get("num_stages", 1),
     )
 
 
 def gemms() -> Iterator[Variant]:
-    """Every tile that the table names for the shapes, the warp-specialised candidates, and a latent
-    head's batched GEMM."""
+    """Every tile that the table names for the shapes, and a latent head's batched GEMM."""
     for n, k in SHAPES:
         for tile in dict.fromkeys(tile_for(n, k, rows) for rows in GRID):
-            constants = {"N": n, "K": k, "GROUP": tile.group} | tile_constants(tile)
-            yield plain(
-                f"gemm {n}x{k} {tile.name}", "gemm:gemm_kernel", constants, tile.warps, tile.stages
-            )
-    yield from (hopper(4096, 12288, tile) for tile in HOPPER_TILES)
+            launch = {"N": n, "K": k, "GROUP": tile.group} | tile.constants
+            yield variant(f"gemm {n}x{k} {tile.name}", "gemm:gemm_kernel", launch)
+    tile = Tile(rows=64, columns=64, depth=128, warps=4, stages=3)
     for n, k in ((512, 128), (128, 512)):
-        constants = {"N": n, "K": k, "ROWS": 64, "COLUMNS": 64, "DEPTH": 128}
-        yield plain(f"batched gemm {n}x{k}", "gemm:batched_gemm_kernel", constants, stages=3)
+        launch = {"N": n, "K": k} | tile.constants
+        yield variant(f"batched gemm {n}x{k}", "gemm:batched_gemm_kernel", launch)
 
 
 def rows() -> Iterator[Variant]:
     """Norms, rotations, gates, biases."""
     for n in (4096, 2880):
-        wide = rowwise.width(n)
-        shape = {"N": n, "WIDTH": wide, "LEVELS": wide.bit_length() - 1}
-        yield plain(
-            f"rms norm {n}", "rowwise:rms_norm_kernel", shape | {"ADD": False}, rowwise.warps(n)
-        )
-        yield plain(
-            f"add rms norm {n}", "rowwise:rms_norm_kernel", shape | {"ADD": True}, rowwise.warps(n)
-        )
-        yield plain(f"layer norm {n}", "rowwise:layer_norm_kernel", shape, rowwise.warps(n))
-    turn = {
-        "D": 128,
-        "WIDTH": 128,
-        "LEVELS": 7,
-        "HALF": 64,
-        "HALF_WIDTH": 64,
-        "TAIL_WIDTH": 1,
-        "BLOCK": rowwise.HEADS,
-    }
-    for norm in (False, True):
-        name = "qk norm rope 128" if norm else "rope 128"
-        yield plain(
-            name, "rowwise:qk_norm_rope_kernel", turn | {"NORM": norm, "INTERLEAVED": False}
-        )
+        launch = rowwise.whole_row(n)
+        yield variant(f"rms norm {n}", "rowwise:rms_norm_kernel", launch | {"ADD": False})
+        yield variant(f"add rms norm {n}", "rowwise:rms_norm_kernel", launch | {"ADD": True})
+        yield variant(f"layer norm {n}", "rowwise:layer_norm_kernel", launch)
+    turn = {"D": 128, "WIDTH": 128, "LEVELS": 7, "HALF": 64, "HALF_WIDTH": 64, "TAIL_WIDTH": 1}
+    turn |= {"BLOCK": rowwise.HEADS, "INTERLEAVED": False}
+    for name, norm in (("qk norm rope 128", True), ("rope 128", False)):
+        yield variant(name, "rowwise:qk_norm_rope_kernel", turn | {"NORM": norm})
+    wide = {"N": 12288, "COLUMNS": rowwise.COLUMNS}
     for name, kind in (("silu", 0), ("gelu", 1), ("gelu tanh", 2), ("clamped", 6)):
-        yield plain(
-            f"gate {name}",
-            "rowwise:gate_kernel",
-            {"N": 12288, "KIND": kind, "COLUMNS": rowwise.COLUMNS},
-        )
-    yield plain(
-        "bias",
-        "rowwise:map_kernel",
-        {"N": 6144, "KIND": 3, "BIAS": True, "COLUMNS": rowwise.COLUMNS},
-    )
+        yield variant(f"gate {name}", "rowwise:gate_kernel", wide | {"KIND": kind})
+    yield variant("bias", "rowwise:map_kernel", wide | {"N": 6144, "KIND": 3, "BIAS": True})
 
 
 def experts() -> Iterator[Variant]:
     """128 experts, 8 of them, hidden 2048, inner 768; and the choice from groups."""
-    shape = {"N": 128, "K": 2048, "ROWS": 16, "COLUMNS": 16, "DEPTH": 64}
-    yield plain("router 128x2048", "moe:router_kernel", shape, stages=3, w="*fp32", y="*fp32")
-    route = {
-        "BIAS": False,
-        "NORM": True,
-        "GROUPS": 1,
-        "KEEP": 1,
-        "PAIRS": False,
-        "K": 8,
-        "K_WIDTH": 8,
-        "K_LEVELS": 3,
-        "GROUP_WIDTH": 2,
-    }
-    yield plain(
-        "route 8 of 128",
-        "moe:route_kernel",
-        route | {"SCORE": 0, "EXPERTS": 128, "WIDTH": 128, "LEVELS": 7},
-        warps=1,
-    )
-    grouped = {
-        "SCORE": 1,
-        "EXPERTS": 256,
-        "WIDTH": 256,
-        "LEVELS": 8,
-        "BIAS": True,
-        "GROUPS": 8,
-        "KEEP": 4,
-        "PAIRS": True,
-        "GROUP_WIDTH": 8,
-    }
-    yield plain("route 8 of 256 groups", "moe:route_kernel", route | grouped, warps=1)
-    yield plain("count pairs", "moe:count_kernel", {"CHUNK": moe.CHUNK})
-    yield plain("list pairs", "moe:list_kernel", {"EXPERTS": 128, "WIDTH": 128, "CHUNK": moe.CHUNK})
+    launch = {"N": 128, "K": 2048} | moe.ROUTER.constants
+    yield variant("router 128x2048", "moe:router_kernel", launch, w="*fp32", y="*fp32")
+    of_128 = moe.Routing(k=8, experts=128, norm=True)
+    of_256 = moe.Routing(8, 256, "sigmoid", norm=True, groups=8, keep=4)
+    for name, routing, bias in (("128", of_128, False), ("256 groups", of_256, True)):
+        yield variant(f"route 8 of {name}", "moe:route_kernel", moe.route_launch(routing, bias))
+    yield variant("count pairs", "moe:count_kernel", {"CHUNK": moe.CHUNK})
+    listed = {"EXPERTS": 128, "WIDTH": 128, "CHUNK": moe.CHUNK}
+    yield variant("list pairs", "moe:list_kernel", listed)
+    shape = {"EXPERTS": 128, "WIDTH": 128, "BIAS": False}
     for n, k, per_row in ((1536, 2048, 8), (2048, 768, 1)):
         for row_count in (16, 64):
-            shape = {
-                "EXPERTS": 128,
-                "WIDTH": 128,
-                "N": n,
-                "K": k,
-                "PER_ROW": per_row,
-                "BIAS": False,
-            }
-            constants = shape | {"ROWS": row_count, "COLUMNS": 64, "DEPTH": 128}
-            yield plain(
-                f"grouped gemm {n}x{k} {row_count}",
-                "moe:grouped_gemm_kernel",
-                constants,
-                stages=4,
-                bias="*bf16",
-            )
-    yield plain("combine 8", "moe:combine_kernel", {"N": 2048, "K": 8, "COLUMNS": 1024})
+            tile = Tile(rows=row_count, columns=64, depth=128, warps=4, stages=4)
+            launch = shape | {"N": n, "K": k, "PER_ROW": per_row} | tile.constants
+            name = f"grouped gemm {n}x{k} {row_count}"
+            yield variant(name, "moe:grouped_gemm_kernel", launch, bias="*bf16")
+    yield variant("combine 8", "moe:combine_kernel", {"N": 2048, "K": 8, "COLUMNS": 1024})
 
 
 def samplers() -> Iterator[Variant]:
     """The sampler and log-probabilities: one binary each."""
     shape = {"PARTS": sample.PARTS, "BLOCK": sample.BLOCK}
-    yield plain("sample peak", "sample:peak_kernel", shape | {"TEMPERED": True})
+    yield variant("sample peak", "sample:peak_kernel", shape | {"TEMPERED": True})
     for name in ("cut", "noisy", "weigh", "describe"):
-        yield plain(f"sample {name}", f"sample:{name}_kernel", shape)
-    yield plain("sample pick", "sample:pick_kernel", {"PARTS": sample.PARTS}, warps=1)
+        yield variant(f"sample {name}", f"sample:{name}_kernel", shape)
+    yield variant("sample pick", "sample:pick_kernel", {"PARTS": sample.PARTS, "num_warps": 1})
 
 
 def variants() -> list[Variant]:

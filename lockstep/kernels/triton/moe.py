@@ -11,19 +11,20 @@ leave. The CPU's twin is `nn/moe.py`. Called by the op table.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.triton.gemm import Tile, row_stride
+from lockstep.kernels.triton.gemm import Tile, product, require, row_stride, weight_rows
 from lockstep.kernels.triton.rowwise import SIGMOID, act, tree_sum, width
-from lockstep.types import RuleError
 
 SOFTMAX, SIGMOIDS, CHOSEN = (tl.constexpr(score) for score in range(3))
 SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}
 LOG2E = tl.constexpr(1.4426950408889634)
+ROUTER = Tile(rows=16, columns=16, depth=64, warps=4, stages=3)
 CHUNK = 1024  # pairs that are listed at a time
 
 
@@ -31,28 +32,21 @@ CHUNK = 1024  # pairs that are listed at a time
 
 
 @triton.jit(do_not_specialize=["rows"])
-def router_kernel(x, w, y, rows, x_stride, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                  DEPTH: tl.constexpr):  # fmt: skip
+def router_kernel(x, w, y, rows, x_stride, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+                  COLUMNS: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
     """y [rows, N] float32 = x [rows, K] · w [N, K] float32, products and sums in float32."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     there, real = (row < rows)[:, None], (column < N)[None, :]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for begin in range(0, K, DEPTH):
         k = begin + tl.arange(0, DEPTH)
-        inside = k < K
-        a = tl.load(
-            x + row.to(tl.int64)[:, None] * x_stride * 8 + k[None, :],
-            mask=there & inside[None, :],
-            other=0.0,
-        )
-        b = tl.load(
-            w + column.to(tl.int64)[None, :] * K + k[:, None],
-            mask=real & inside[:, None],
-            other=0.0,
-        )
+        x_at = x + row[:, None] * x_stride * 8 + k[None, :]
+        w_at = w + column.to(tl.int64)[None, :] * K + k[:, None]
+        a = tl.load(x_at, mask=there & (k < K)[None, :], other=0.0)
+        b = tl.load(w_at, mask=real & (k < K)[:, None], other=0.0)
         total = tl.dot(a.to(tl.float32), b, total, input_precision="ieee")
-    tl.store(y + row.to(tl.int64)[:, None] * N + column[None, :], total, mask=there & real)
+    tl.store(y + row[:, None] * N + column[None, :], total, mask=there & real)
 
 
 @triton.jit
@@ -63,8 +57,8 @@ def first_best(value, taken, index, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def limit_groups(ranked, expert, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr, PAIRS: tl.constexpr,
-                 WIDTH: tl.constexpr, GROUP_WIDTH: tl.constexpr):  # fmt: skip
+def limit_groups(ranked, expert, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr,
+                 PAIRS: tl.constexpr, WIDTH: tl.constexpr, GROUP_WIDTH: tl.constexpr):  # fmt: skip
     """-inf for experts outside of the best KEEP groups; a group counts by its best expert, or by
     the sum of its best two."""
     group = expert // (EXPERTS // GROUPS)
@@ -95,9 +89,10 @@ def exp_shares(value, inside, WIDTH: tl.constexpr, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def route_kernel(logits, bias, ids, weights, floor, scale, EXPERTS: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr,
-                 BIAS: tl.constexpr, NORM: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr, PAIRS: tl.constexpr,
-                 WIDTH: tl.constexpr, LEVELS: tl.constexpr, K_WIDTH: tl.constexpr, K_LEVELS: tl.constexpr,
+def route_kernel(logits, bias, ids, weights, floor, scale, EXPERTS: tl.constexpr, K: tl.constexpr,
+                 SCORE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, GROUPS: tl.constexpr,
+                 KEEP: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr,
+                 K_WIDTH: tl.constexpr, K_LEVELS: tl.constexpr,
                  GROUP_WIDTH: tl.constexpr):  # fmt: skip
     """One token: ids and weights of its K experts, best first."""
     token = tl.program_id(0).to(tl.int64)
@@ -119,21 +114,16 @@ def route_kernel(logits, bias, ids, weights, floor, scale, EXPERTS: tl.constexpr
     value = tl.zeros([K_WIDTH], tl.float32)
     for nth in tl.static_range(K):
         _, best = first_best(ranked, taken, expert, WIDTH)
-        best = tl.minimum(
-            best, EXPERTS - 1
-        )  # a row of NaN has no best: its weights are NaN, its ids are experts
+        best = tl.minimum(best, EXPERTS - 1)  # a row of NaN has no best: NaN weights, real ids
         taken = taken | (expert == best)
         chosen = tl.where(slot == nth, best, chosen)
-        value = tl.where(
-            slot == nth, tl.sum(tl.where(expert == best, scores, 0.0), 0), value
-        )  # one, and zeros
+        own = tl.sum(tl.where(expert == best, scores, 0.0), 0)  # one, and zeros
+        value = tl.where(slot == nth, own, value)
     if SCORE == CHOSEN:
         value = exp_shares(value, slot < K, K_WIDTH, K_LEVELS)
     if NORM:
-        total = (
-            tree_sum(tl.reshape(tl.where(slot < K, value, 0.0), [1, K_WIDTH]), 1, K_WIDTH, K_LEVELS)
-            + floor
-        )
+        shares = tl.reshape(tl.where(slot < K, value, 0.0), [1, K_WIDTH])
+        total = tree_sum(shares, 1, K_WIDTH, K_LEVELS) + floor
         value = tl.div_rn(value, total + tl.zeros_like(value))
     tl.store(ids + token * K + slot, chosen, mask=slot < K)
     tl.store(weights + token * K + slot, value * scale, mask=slot < K)
@@ -166,9 +156,10 @@ def list_kernel(
 
 
 @triton.jit
-def grouped_gemm_kernel(x, w, bias, y, counts, listed, x_stride, EXPERTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-                        PER_ROW: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                        DEPTH: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+def grouped_gemm_kernel(x, w, bias, y, counts, listed, x_stride, EXPERTS: tl.constexpr,
+                        N: tl.constexpr, K: tl.constexpr, PER_ROW: tl.constexpr, BIAS: tl.constexpr,
+                        ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+                        WIDTH: tl.constexpr):  # fmt: skip
     """y [pairs, N]: row x[pair // PER_ROW] times its expert's w [N, K]; a bias is a second
     rounding."""
     tile = tl.program_id(0)
@@ -184,30 +175,15 @@ def grouped_gemm_kernel(x, w, bias, y, counts, listed, x_stride, EXPERTS: tl.con
         there = place < tl.sum(tl.where(index == expert, count, 0), 0)
         pair = tl.load(listed + begin + place, mask=there, other=0)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        k = tl.arange(0, DEPTH)
-        x_at = x + (pair // PER_ROW).to(tl.int64)[:, None] * x_stride * 8 + k[None, :]
-        w_row = column
-        if N % COLUMNS != 0:
-            w_row = tl.minimum(column, N - 1)
-        w_at = w + (expert.to(tl.int64) * N + w_row)[None, :] * K + k[:, None]
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for _ in range(0, K // DEPTH):
-            total = tl.dot(tl.load(x_at, mask=there[:, None], other=0.0), tl.load(w_at), total)
-            x_at += DEPTH
-            w_at += DEPTH
-        if K % DEPTH != 0:
-            inside = k < K % DEPTH
-            a = tl.load(x_at, mask=there[:, None] & inside[None, :], other=0.0)
-            total = tl.dot(a, tl.load(w_at, mask=inside[:, None], other=0.0), total)
+        x_row = x + (pair // PER_ROW).to(tl.int64) * x_stride * 8
+        w_row = weight_rows(w, expert.to(tl.int64) * N, column, N, K, COLUMNS)
+        total = product(x_row, w_row, there, K, ROWS, COLUMNS, DEPTH)
         value = total.to(y.dtype.element_ty)
         if BIAS:
             offset = tl.load(bias + expert * N + column, mask=column < N, other=0.0).to(tl.float32)
             value = (value.to(tl.float32) + offset[None, :]).to(y.dtype.element_ty)
-        tl.store(
-            y + pair.to(tl.int64)[:, None] * N + column[None, :],
-            value,
-            mask=there[:, None] & (column < N)[None, :],
-        )
+        at = y + pair.to(tl.int64)[:, None] * N + column[None, :]
+        tl.store(at, value, mask=there[:, None] & (column < N)[None, :])
 
 
 @triton.jit
@@ -219,10 +195,8 @@ def combine_kernel(parts, weights, y, N: tl.constexpr, K: tl.constexpr, COLUMNS:
     inside = column < N
     total = tl.zeros([COLUMNS], tl.float32)
     for slot in tl.static_range(K):
-        part = tl.load(parts + (token * K + slot) * N + column, mask=inside, other=0.0).to(
-            tl.float32
-        )
-        total += part * tl.load(weights + token * K + slot)
+        part = tl.load(parts + (token * K + slot) * N + column, mask=inside, other=0.0)
+        total += part.to(tl.float32) * tl.load(weights + token * K + slot)
     tl.store(y + token * N + column, total.to(y.dtype.element_ty), mask=inside)
 
 
@@ -257,37 +231,44 @@ def router(x: Tensor, w: Tensor) -> Tensor:
     (rows, k), n = x.shape, w.shape[0]
     y = torch.empty(rows, n, dtype=torch.float32, device=x.device)
     if rows:
-        router_kernel[(triton.cdiv(rows, 16), triton.cdiv(n, 16))](
-            x, w, y, rows, row_stride(x, "x"), N=n, K=k, ROWS=16, COLUMNS=16, DEPTH=64, num_warps=4, num_stages=3, enable_fp_fusion=False,
-        )  # fmt: skip
+        grid = (triton.cdiv(rows, ROUTER.rows), triton.cdiv(n, ROUTER.columns))
+        router_kernel[grid](x, w, y, rows, row_stride(x, "x"), N=n, K=k, **ROUTER.constants)
     return y
+
+
+def route_launch(how: Routing, has_bias: bool) -> dict[str, Any]:
+    """What `route_kernel` is compiled for."""
+    wide, k_wide = width(how.experts), max(width(how.k), 2)
+    return {
+        "EXPERTS": how.experts,
+        "K": how.k,
+        "SCORE": SCORES[how.score],
+        "BIAS": has_bias,
+        "NORM": how.norm,
+        "GROUPS": how.groups,
+        "KEEP": how.keep,
+        "PAIRS": has_bias and how.experts > how.groups,
+        "WIDTH": wide,
+        "LEVELS": wide.bit_length() - 1,
+        "K_WIDTH": k_wide,
+        "K_LEVELS": k_wide.bit_length() - 1,
+        "GROUP_WIDTH": max(width(how.groups), 2),
+        "num_warps": 1 if wide <= 256 else 2,
+        "enable_fp_fusion": False,
+    }
 
 
 def route(logits: Tensor, how: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """ids int32 and weights float32, [tokens, k], best first. `bias` corrects what is chosen, not
     what it weighs."""
-    if (
-        logits.shape[1] != how.experts
-        or logits.dtype != torch.float32
-        or not logits.is_contiguous()
-    ):
-        got = f"{logits.dtype} {tuple(logits.shape)}, strides {logits.stride()}"
-        raise RuleError(
-            f"logits are contiguous float32 [tokens, {how.experts}]",
-            got,
-            "Pass the router's output",
-        )
+    held = logits.shape[1] == how.experts and logits.dtype == torch.float32
+    rule = f"logits are contiguous float32 [tokens, {how.experts}]"
+    require(held and logits.is_contiguous(), rule, logits)
     ids = torch.empty(len(logits), how.k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(len(logits), how.k, dtype=torch.float32, device=logits.device)
-    wide, k_wide = width(how.experts), max(width(how.k), 2)
-    pairs = bias is not None and how.experts // how.groups > 1
     if len(logits):
-        route_kernel[(len(logits),)](
-            logits, logits if bias is None else bias, ids, weights, how.floor, how.scale, EXPERTS=how.experts, K=how.k,
-            SCORE=SCORES[how.score], BIAS=bias is not None, NORM=how.norm, GROUPS=how.groups, KEEP=how.keep, PAIRS=pairs,
-            WIDTH=wide, LEVELS=wide.bit_length() - 1, K_WIDTH=k_wide, K_LEVELS=k_wide.bit_length() - 1,
-            GROUP_WIDTH=max(width(how.groups), 2), num_warps=1 if wide <= 256 else 2, enable_fp_fusion=False,
-        )  # fmt: skip
+        operands = (logits, logits if bias is None else bias, ids, weights, how.floor, how.scale)
+        route_kernel[(len(logits),)](*operands, **route_launch(how, bias is not None))
     return ids, weights
 
 
@@ -297,15 +278,9 @@ def list_pairs(ids: Tensor, experts: int) -> Lists:
     pairs = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     count_kernel[(experts,)](ids, counts, ids.numel(), CHUNK=CHUNK, num_warps=4)
     list_kernel[(experts,)](
-        ids,
-        counts,
-        pairs,
-        ids.numel(),
-        EXPERTS=experts,
-        WIDTH=width(experts),
-        CHUNK=CHUNK,
+        ids, counts, pairs, ids.numel(), EXPERTS=experts, WIDTH=width(experts), CHUNK=CHUNK,
         num_warps=4,
-    )
+    )  # fmt: skip
     return Lists(counts, pairs, ids.shape[1])
 
 
@@ -313,21 +288,16 @@ def grouped_gemm(x: Tensor, w: Tensor, bias: Tensor | None, lists: Lists, tile: 
     """y [pairs, N]: a pair's row of x times its expert's w [experts, N, K]. x has a row per token,
     or one per pair."""
     (experts, n, k), pairs = w.shape, len(lists.pairs)
-    if len(x) not in (pairs, pairs // lists.k) or x.shape[1] != k or not w.is_contiguous():
-        got = f"x {tuple(x.shape)}, w {tuple(w.shape)}, {pairs} pairs of {lists.k} a token"
-        raise RuleError(
-            "x has a row per token or per pair, w is contiguous, both have one K",
-            got,
-            "Pass matching tensors",
-        )
+    fits = len(x) in (pairs, pairs // lists.k) and x.shape[1] == k
+    rule = f"x has a row per token or per pair ({pairs}), w is contiguous, both have one K"
+    require(fits and w.is_contiguous(), rule, x, w)
     y = torch.empty(pairs, n, dtype=x.dtype, device=x.device)
     if pairs:
-        per_row = pairs // len(x)
         tiles = triton.cdiv(pairs, tile.rows) + min(experts, pairs)
         grouped_gemm_kernel[(tiles, triton.cdiv(n, tile.columns))](
-            x, w, w if bias is None else bias, y, lists.counts, lists.pairs, row_stride(x, "x"), EXPERTS=experts, N=n, K=k, PER_ROW=per_row,
-            BIAS=bias is not None, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, WIDTH=width(experts),
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+            x, w, w if bias is None else bias, y, lists.counts, lists.pairs, row_stride(x, "x"),
+            EXPERTS=experts, N=n, K=k, PER_ROW=pairs // len(x), BIAS=bias is not None,
+            WIDTH=width(experts), **tile.constants,
         )  # fmt: skip
     return y
 

@@ -12,24 +12,19 @@ Knows tensors, no layers. Called by the op table.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.triton.gemm import row_stride
-from lockstep.types import RuleError
+from lockstep.kernels.triton.gemm import require, row_stride
 
-SILU, GELU, GELU_TANH, RELU, SIGMOID, CAP, CLAMPED = (
-    tl.constexpr(kind) for kind in range(7)
-)  # what is done to an element
-NEGATIVE_LOG2E = tl.constexpr(-1.4426950408889634)
-ROOT_HALF, TANH_SCALE, TANH_CUBE = (
-    tl.constexpr(0.7071067811865476),
-    tl.constexpr(0.7978845608028654),
-    tl.constexpr(0.044715),
-)
+SILU, GELU, GELU_TANH, RELU, SIGMOID, CAP, CLAMPED = map(tl.constexpr, range(7))  # of an element
+NEGATIVE_LOG2E, ROOT_HALF = tl.constexpr(-1.4426950408889634), tl.constexpr(0.7071067811865476)
+TANH_SCALE, TANH_CUBE = tl.constexpr(0.7978845608028654), tl.constexpr(0.044715)
+SHORTEST = tl.constexpr(1e-12)  # vectors are divided by their length, or by this if shorter
 COLUMNS = 1024  # of a row, that one program of an elementwise kernel does
 HEADS = 8  # of a token, that one program of `qk_norm_rope` does
 
@@ -84,43 +79,45 @@ def act(x, number, KIND: tl.constexpr):
 
 
 @triton.jit
-def rms_norm_kernel(x, residual, weight, y, total, x_stride, residual_stride, eps, N: tl.constexpr, WIDTH: tl.constexpr,
-                    LEVELS: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
+def load_row(x, row, stride, column, inside):
+    """A row at stride * 8 elements, as float32, zeros behind its end."""
+    return tl.load(x + row * stride * 8 + column, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rms_norm_kernel(x, residual, weight, y, total, x_stride, residual_stride, eps, N: tl.constexpr,
+                    WIDTH: tl.constexpr, LEVELS: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
     """One row. ADD: x + residual is rounded, stored as `total`, and normed."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < N
-    value = tl.load(x + row * x_stride * 8 + column, mask=inside, other=0.0).to(tl.float32)
+    value = load_row(x, row, x_stride, column, inside)
     if ADD:
-        value += tl.load(residual + row * residual_stride * 8 + column, mask=inside, other=0.0).to(
-            tl.float32
-        )
+        value += load_row(residual, row, residual_stride, column, inside)
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + row * N + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
     squares = tree_sum(tl.reshape(value * value, [1, WIDTH]), 1, WIDTH, LEVELS)
     scaled = value * inverse_root(squares, eps, 1, N)
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    gain = load_row(weight, 0, 0, column, inside)
     tl.store(y + row * N + column, (scaled * gain).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def layer_norm_kernel(
-    x, weight, bias, y, x_stride, eps, N: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr
-):
+def layer_norm_kernel(x, weight, bias, y, x_stride, eps, N: tl.constexpr, WIDTH: tl.constexpr,
+                      LEVELS: tl.constexpr):  # fmt: skip
     """One row: (x - mean) / sqrt(var + eps) · weight + bias."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < N
-    value = tl.load(x + row * x_stride * 8 + column, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.div_rn(
-        tree_sum(tl.reshape(value, [1, WIDTH]), 1, WIDTH, LEVELS), tl.full([1], N, tl.float32)
-    )
+    value = load_row(x, row, x_stride, column, inside)
+    total = tree_sum(tl.reshape(value, [1, WIDTH]), 1, WIDTH, LEVELS)
+    mean = tl.div_rn(total, tl.full([1], N, tl.float32))
     centred = tl.where(inside, value - mean, 0.0)
     squares = tree_sum(tl.reshape(centred * centred, [1, WIDTH]), 1, WIDTH, LEVELS)
     scaled = centred * inverse_root(squares, eps, 1, N)
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    offset = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    gain = load_row(weight, 0, 0, column, inside)
+    offset = load_row(bias, 0, 0, column, inside)
     tl.store(y + row * N + column, (scaled * gain + offset).to(y.dtype.element_ty), mask=inside)
 
 
@@ -132,9 +129,10 @@ def normed(value, scale, weight_at, inside, dtype: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["heads", "kv_heads"])
-def qk_norm_rope_kernel(x, weights, cos, sin, q, k, x_stride, heads, kv_heads, eps, D: tl.constexpr, WIDTH: tl.constexpr,
-                        LEVELS: tl.constexpr, HALF: tl.constexpr, HALF_WIDTH: tl.constexpr, TAIL_WIDTH: tl.constexpr,
-                        BLOCK: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr):  # fmt: skip
+def qk_norm_rope_kernel(x, weights, cos, sin, q, k, x_stride, heads, kv_heads, eps, D: tl.constexpr,
+                        WIDTH: tl.constexpr, LEVELS: tl.constexpr, HALF: tl.constexpr,
+                        HALF_WIDTH: tl.constexpr, TAIL_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+                        NORM: tl.constexpr, INTERLEAVED: tl.constexpr):  # fmt: skip
     """BLOCK heads of one token, queries then keys: normed if NORM, the first 2 * HALF columns
     turned, the others as they are."""
     token = tl.program_id(0).to(tl.int64)
@@ -142,9 +140,8 @@ def qk_norm_rope_kernel(x, weights, cos, sin, q, k, x_stride, heads, kv_heads, e
     there = (head < heads + kv_heads)[:, None]
     is_key = head >= heads
     source = (x + token * x_stride * 8 + head * D)[:, None]
-    target = tl.where(
-        is_key, k + (token * kv_heads + head - heads) * D, q + (token * heads + head) * D
-    )[:, None]
+    k_row = k + (token * kv_heads + head - heads) * D
+    target = tl.where(is_key, k_row, q + (token * heads + head) * D)[:, None]
     weight_row = weights + tl.where(is_key, D, 0)[:, None]
     dtype: tl.constexpr = q.dtype.element_ty
     scale = tl.full([BLOCK], 1.0, tl.float32)
@@ -177,16 +174,44 @@ def qk_norm_rope_kernel(x, weights, cos, sin, q, k, x_stride, heads, kv_heads, e
 
 
 @triton.jit
-def gate_kernel(
-    x, y, x_stride, alpha, limit, N: tl.constexpr, KIND: tl.constexpr, COLUMNS: tl.constexpr
-):
+def cos_sin_kernel(positions, freqs, cos, sin, factor, HALF: tl.constexpr,
+                   WIDTH: tl.constexpr):  # fmt: skip
+    """One token's angles: a float32 product; cos and sin in float64, rounded, times the factor."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, WIDTH)
+    freq = tl.load(freqs + i, mask=i < HALF, other=0.0)
+    angle = (tl.load(positions + token).to(tl.float32) * freq).to(tl.float64)
+    tl.store(cos + token * HALF + i, tl.cos(angle).to(tl.float32) * factor, mask=i < HALF)
+    tl.store(sin + token * HALF + i, tl.sin(angle).to(tl.float32) * factor, mask=i < HALF)
+
+
+@triton.jit
+def pool_kernel(x, spans, y, x_stride, N: tl.constexpr, WIDTH: tl.constexpr,
+                LEVELS: tl.constexpr):  # fmt: skip
+    """The mean of rows [begin, end), added in order, divided by its length; float64 inside."""
+    span = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(spans + 2 * span), tl.load(spans + 2 * span + 1)
+    column = tl.arange(0, WIDTH)
+    inside = column < N
+    total = tl.zeros([WIDTH], tl.float64)
+    for row in range(begin, end):
+        total += load_row(x, row, x_stride, column, inside).to(tl.float64)
+    mean = total / (end - begin).to(tl.float64)
+    squares = tree_sum(tl.reshape(mean * mean, [1, WIDTH]), 1, WIDTH, LEVELS)
+    length = tl.maximum(tl.sqrt(squares), SHORTEST)
+    tl.store(y + span * N + column, (mean / length).to(tl.float32), mask=inside)
+
+
+@triton.jit
+def gate_kernel(x, y, x_stride, alpha, limit, N: tl.constexpr, KIND: tl.constexpr,
+                COLUMNS: tl.constexpr):  # fmt: skip
     """act(gate) · up of columns [0, N) and [N, 2N); CLAMPED: (up + 1) · gate · sigmoid(alpha ·
     gate) within the limits."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < N
-    gate = tl.load(x + row * x_stride * 8 + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + row * x_stride * 8 + N + column, mask=inside, other=0.0).to(tl.float32)
+    gate = load_row(x, row, x_stride, column, inside)
+    up = load_row(x + N, row, x_stride, column, inside)
     if KIND == CLAMPED:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
@@ -197,24 +222,15 @@ def gate_kernel(
 
 
 @triton.jit
-def map_kernel(
-    x,
-    bias,
-    y,
-    x_stride,
-    number,
-    N: tl.constexpr,
-    KIND: tl.constexpr,
-    BIAS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def map_kernel(x, bias, y, x_stride, number, N: tl.constexpr, KIND: tl.constexpr,
+               BIAS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """act(x), or x + bias where BIAS."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < N
-    value = tl.load(x + row * x_stride * 8 + column, mask=inside, other=0.0).to(tl.float32)
+    value = load_row(x, row, x_stride, column, inside)
     if BIAS:
-        value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        value += load_row(bias, 0, 0, column, inside)
     else:
         value = act(value, number, KIND)
     tl.store(y + row * N + column, value.to(y.dtype.element_ty), mask=inside)
@@ -249,40 +265,42 @@ def new_rows(x: Tensor, n: int) -> Tensor:
     return torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
 
 
+def whole_row(n: int) -> dict[str, Any]:
+    """How a program that does a whole row of n is launched."""
+    levels = width(n).bit_length() - 1
+    shape = {"N": n, "WIDTH": width(n), "LEVELS": levels}
+    return shape | {"num_warps": warps(n), "enable_fp_fusion": False}
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [rows, n] / sqrt(mean(x²) + eps) · weight [n]."""
-    y, n = new_rows(x, x.shape[1]), x.shape[1]
-    if len(x):
-        rms_norm_kernel[(len(x),)](
-            x, x, weight, y, y, row_stride(x, "x"), 0, eps, N=n, WIDTH=width(n), LEVELS=width(n).bit_length() - 1, ADD=False,
-            num_warps=warps(n), enable_fp_fusion=False,
-        )  # fmt: skip
+    (rows, n), y = x.shape, new_rows(x, x.shape[1])
+    if rows:
+        stride = row_stride(x, "x")
+        rms_norm_kernel[(rows,)](x, x, weight, y, y, stride, 0, eps, ADD=False, **whole_row(n))
     return y
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + residual, both [rows, n], rounded; and the `rms_norm` of that: the same bits as two
     calls."""
-    if x.shape != residual.shape or x.dtype != residual.dtype:
-        got = f"{tuple(x.shape)} {x.dtype} and {tuple(residual.shape)} {residual.dtype}"
-        raise RuleError("x and the residual have one shape and dtype", got, "Pass matching rows")
-    total, y, n = new_rows(x, x.shape[1]), new_rows(x, x.shape[1]), x.shape[1]
-    if len(x):
-        rms_norm_kernel[(len(x),)](
-            x, residual, weight, y, total, row_stride(x, "x"), row_stride(residual, "residual"), eps,
-            N=n, WIDTH=width(n), LEVELS=width(n).bit_length() - 1, ADD=True, num_warps=warps(n), enable_fp_fusion=False,
-        )  # fmt: skip
+    alike = x.shape == residual.shape and x.dtype == residual.dtype
+    require(alike, "x and the residual have one shape and dtype", x, residual)
+    (rows, n), total, y = x.shape, new_rows(x, x.shape[1]), new_rows(x, x.shape[1])
+    if rows:
+        strides = (row_stride(x, "x"), row_stride(residual, "residual"))
+        rms_norm_kernel[(rows,)](
+            x, residual, weight, y, total, *strides, eps, ADD=True, **whole_row(n)
+        )
     return total, y
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) · weight + bias of x [rows, n]."""
-    y, n = new_rows(x, x.shape[1]), x.shape[1]
-    if len(x):
-        layer_norm_kernel[(len(x),)](
-            x, weight, bias, y, row_stride(x, "x"), eps, N=n, WIDTH=width(n), LEVELS=width(n).bit_length() - 1,
-            num_warps=warps(n), enable_fp_fusion=False,
-        )  # fmt: skip
+    (rows, n), y = x.shape, new_rows(x, x.shape[1])
+    if rows:
+        stride = row_stride(x, "x")
+        layer_norm_kernel[(rows,)](x, weight, bias, y, stride, eps, **whole_row(n))
     return y
 
 
@@ -298,61 +316,72 @@ def qk_norm_rope(
     """
     (t, have), half, d = x.shape, cos.shape[1], spec.d
     heads = spec.heads + spec.kv_heads
-    if have < heads * d or 2 * half > d or cos.shape != sin.shape or len(cos) != t:
-        got = (
-            f"x {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}, {heads} heads of "
-            f"{d}"
-        )
-        raise RuleError(
-            "x holds all heads, and cos and sin turn at most a head's columns, a row per token",
-            got,
-            "Check the layer's shapes",
-        )
+    fits = have >= heads * d and 2 * half <= d and cos.shape == sin.shape and len(cos) == t
+    rule = f"x holds {heads} heads of {d}, and cos and sin turn at most {d} columns, a row a token"
+    require(fits, rule, x, cos, sin)
     q = torch.empty(t, spec.heads, d, dtype=x.dtype, device=x.device)
     k = torch.empty(t, spec.kv_heads, d, dtype=x.dtype, device=x.device)
     if t:
         qk_norm_rope_kernel[(t, triton.cdiv(heads, HEADS))](
-            x, cos if weights is None else weights, cos.contiguous(), sin.contiguous(), q, k, row_stride(x, "x"), spec.heads, spec.kv_heads,
-            spec.eps, D=d, WIDTH=width(d), LEVELS=width(d).bit_length() - 1, HALF=half, HALF_WIDTH=width(half),
-            TAIL_WIDTH=width(max(d - 2 * half, 1)), BLOCK=HEADS, NORM=weights is not None, INTERLEAVED=spec.interleaved,
-            num_warps=4, enable_fp_fusion=False,
+            x, cos if weights is None else weights, cos.contiguous(), sin.contiguous(), q, k,
+            row_stride(x, "x"), spec.heads, spec.kv_heads, spec.eps, D=d, WIDTH=width(d),
+            LEVELS=width(d).bit_length() - 1, HALF=half, HALF_WIDTH=width(half),
+            TAIL_WIDTH=width(max(d - 2 * half, 1)), BLOCK=HEADS, NORM=weights is not None,
+            INTERLEAVED=spec.interleaved, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return q, k
+
+
+def rope_cos_sin(positions: Tensor, freqs: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """cos and sin float32 [t, half] of positions int32 [t] times freqs float32 [half]."""
+    t, half = len(positions), len(freqs)
+    cos, sin = (torch.empty(t, half, dtype=torch.float32, device=freqs.device) for _ in "cs")
+    if t:
+        cos_sin_kernel[(t,)](
+            positions.contiguous(), freqs, cos, sin, factor, HALF=half, WIDTH=width(half),
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return cos, sin
+
+
+def pool(x: Tensor, spans: Tensor) -> Tensor:
+    """float32 [len(spans), n]: the means of rows [begin, end) of x [t, n], divided by their
+    lengths; spans int64 [.., 2]."""
+    n = x.shape[1]
+    y = torch.empty(len(spans), n, dtype=torch.float32, device=x.device)
+    if len(spans):
+        pool_kernel[(len(spans),)](x, spans, y, row_stride(x, "x"), **whole_row(n))
+    return y
+
+
+def elementwise(x: Tensor, n: int, kind: int) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Grid and constants of an elementwise kernel whose result has rows of n."""
+    shape = {"N": n, "KIND": kind, "COLUMNS": COLUMNS}
+    return (len(x), triton.cdiv(n, COLUMNS)), shape | {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def gate(kind: int, x: Tensor, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
     """act(gate) · up of [rows, gate then up]; `kind` as in `kernels/cpu/rows.py`, or CLAMPED with
     its two numbers."""
-    n = x.shape[1] // 2
-    y = new_rows(x, n)
+    y = new_rows(x, x.shape[1] // 2)
     if len(x):
-        gate_kernel[(len(x), triton.cdiv(n, COLUMNS))](
-            x, y, row_stride(x, "x"), alpha, limit, N=n, KIND=kind, COLUMNS=COLUMNS, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        grid, constants = elementwise(x, y.shape[1], kind)
+        gate_kernel[grid](x, y, row_stride(x, "x"), alpha, limit, **constants)
     return y
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
-    """silu(gate) · up of [rows, gate then up]."""
-    return gate(SILU.value, x)
-
-
-def apply(kind: int, x: Tensor, number: float = 0.0) -> Tensor:
-    """An elementwise function of x [rows, n]."""
-    return map_rows(x, x, kind, number, False)
+def apply(kind: int, x: Tensor, number: float = 0.0, bias: Tensor | None = None) -> Tensor:
+    """An elementwise function of x [rows, n], or x + bias [n] where there is one."""
+    y = new_rows(x, x.shape[1])
+    if len(x):
+        grid, constants = elementwise(x, y.shape[1], kind)
+        has_bias = bias is not None
+        map_kernel[grid](
+            x, bias if has_bias else x, y, row_stride(x, "x"), number, BIAS=has_bias, **constants
+        )
+    return y
 
 
 def add_bias(x: Tensor, bias: Tensor) -> Tensor:
     """x [rows, n] + bias [n], rounded: a second rounding behind the GEMM's, whoever computed it."""
-    return map_rows(x, bias, RELU.value, 0.0, True)
-
-
-def map_rows(x: Tensor, bias: Tensor, kind: int, number: float, has_bias: bool) -> Tensor:
-    """One launch of `map_kernel`."""
-    n = x.shape[1]
-    y = new_rows(x, n)
-    if len(x):
-        map_kernel[(len(x), triton.cdiv(n, COLUMNS))](
-            x, bias, y, row_stride(x, "x"), number, N=n, KIND=kind, BIAS=has_bias, COLUMNS=COLUMNS, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-    return y
+    return apply(RELU.value, x, bias=bias)
