@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import io
+import math
 import statistics
 import sys
 import tokenize
@@ -127,7 +128,7 @@ def row(title: str, paths: Iterable[Path]) -> str:
 
 def p95(rising: list[int]) -> int:
     """The value that 95 % do not exceed."""
-    return rising[int(0.95 * (len(rising) - 1))]
+    return rising[math.ceil(0.95 * len(rising)) - 1]
 
 
 def is_function(node: ast.AST) -> bool:
