@@ -33,13 +33,14 @@ def test_the_api_pages_build_and_are_what_the_source_says():
     "text",
     [
         "def f(q: Tensor) -> None: ...",
-        'def f(q: Tensor) -> None:\n    """q [T, heads] on the device"""',
-        'def f(q: Tensor) -> Tensor:\n    """q  float32 [T], device"""',
+        'def f(q: Tensor) -> None:\n    """q [T, heads]"""',
+        'def f(q: Tensor) -> Tensor:\n    """q float32 [T]"""',
+        'def f(q: Tensor) -> tuple[Tensor, Tensor]:\n    """q float32 [T]; returns float32 [T]"""',
         "class A:\n    x: Tensor  # [T] rows",
         "class A:\n    x: Ints  # rows",
     ],
 )
-def test_a_tensor_without_shape_dtype_and_side_stops_the_pages(text: str):
+def test_a_tensor_without_dtype_and_shape_stops_the_pages(text: str):
     module = api.Module("x.py", text.splitlines(), api.ast.parse(text))
     node: Any = module.tree.body[0]
     made = api.klass(module, node) if text[0] == "c" else api.function(module, node, "x", "##")

@@ -4,10 +4,10 @@
     python tools/api.py --check    exit 1 if they are not what the source says
 
 Signatures, docstrings and comments of fields are the pages' only text. Every tensor and array has
-a shape, a dtype and a side, or the pages are not built: a parameter, a result or a field whose
-type is one needs a line in the docstring, `name  dtype [shape], device` or `host` (for a result
-the name is `returns`, or the names of a tuple's parts), or a comment that begins with its [shape],
-where the type says the rest. Knows source text only: nothing is imported.
+a dtype and a shape, or the pages are not built: its docstring says `name dtype [shape]`, as in "q
+activations [T, heads, d_qk]", or a field's comment begins with it, the name left out. A result is
+called `returns` or has a name of its own. The type says the side: a tensor is the device's, an
+array of numpy the host's. Knows source text only: nothing is imported.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ PAGES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     ),
     "engine": ("The engine", {"llm/engine.py": ("Engine", "load", "prepare", "Parts")}),
 }
-TENSOR = re.compile(r"\b(Tensor|NDArray|Floats|Ints)\b")
-TYPES = {"Ints": ("int32", "host"), "Floats": ("float32", "host")}  # where the type says it all
-LINE = re.compile(
-    r"(?P<names>\w+(?:, \w+)*) +(?P<dtype>[\w ]+) \[(?P<shape>[^]]*)\], (?P<side>host|device)"
-    r"(?:[;:] (?P<note>.*))?$"
-)
+ALIASES = {"Ints": "NDArray[np.int32]", "Floats": "NDArray[np.float32]"}
+ARRAY = re.compile(r"\b(Tensor|NDArray)\b")
+DTYPE = r"(?:activations|kv_dtype|weights|bool|u?int\d+|float\d+)"
+SAID = re.compile(rf"((?:\w+(?:,| and) )*\w+) ({DTYPE}) \[([^]]*)\]")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -49,14 +47,8 @@ class Array:
     """What is known of one tensor or array."""
 
     name: str
-    shape: str
     dtype: str
-    side: str
-    note: str = ""
-
-    def row(self) -> str:
-        """A line of the table."""
-        return f"| `{self.name}` | `[{self.shape}]` | {self.dtype} | {self.side} | {self.note} |"
+    shape: str
 
 
 class Undocumented(Exception):
@@ -107,7 +99,7 @@ def page(title: str, members: dict[str, tuple[str, ...]]) -> str:
     """The text of a page."""
     note = "Made from the source by `make docs` (tools/api.py): change the source, not this page."
     out = [f"# {title}", "", f"<!-- {note} -->", ""]
-    out += ["`host` is numpy memory, `device` torch memory on the engine's device.", ""]
+    out += ["*Host* is numpy memory, *device* torch memory where the model lies.", ""]
     for path, names in members.items():
         module = read(path)
         for name in names:
@@ -149,12 +141,7 @@ def columns(documented: str, names: set[str]) -> tuple[str, dict[str, str]]:
     last = ""
     for line in documented.splitlines():
         match = re.match(r"(\w+) +(\S.*)", line)
-        if (
-            match
-            and match[1] in names
-            and not LINE.match(line)
-            and (last or line[len(match[1]) + 1] == " ")
-        ):
+        if match and match[1] in names and (last or line[len(match[1]) + 1] == " "):
             last = match[1]
             meanings[last] = match[2]
         elif last and line.strip():
@@ -182,24 +169,25 @@ def field_row(
     module: Module,
     owner: ast.ClassDef,
     field: ast.AnnAssign,
-    known: dict[str, Array],
+    known: list[Array],
     meanings: dict[str, str],
 ) -> str:
     """A field of a class: name, type with its default, and the comment."""
     name, kind, comment = (
         ast.unparse(field.target),
-        ast.unparse(field.annotation),
+        annotated(field.annotation),
         module.comment(field),
     )
-    found = known.get(name)
-    if TENSOR.search(kind) and found is None:
-        side = next((TYPES[alias] for alias in TYPES if re.search(rf"\b{alias}\b", kind)), None)
-        shape = re.match(r"\[([^]]*)\] ?", comment)
-        if side is None or shape is None:
+    said = {array.name: array for array in known}.get(name)
+    if ARRAY.search(kind):
+        dtype = re.search(r"np\.(\w+)", kind)
+        shape = re.match(rf"(?:({DTYPE}) )?\[([^]]*)\] ?", comment)
+        if said is None and shape is not None and (shape[1] or dtype):
+            said = Array(name, shape[1] or dtype[1], shape[2])  # type: ignore[index]
+            comment = comment[shape.end() :]
+        if said is None:
             raise Undocumented(f"{module.path}: {owner.name}.{name}: {kind}")
-        found, comment = Array(name, shape[1], *side), comment[shape.end() :]
-    if found is not None:
-        comment = f"`[{found.shape}]` {found.dtype}, {found.side}. {found.note}{comment}".strip()
+        comment = f"{said.dtype} `[{said.shape}]`, {side(kind)}. {comment}"
     comment = f"{comment} {meanings.get(name, '')}".strip()
     default = f" = {ast.unparse(field.value)}" if field.value is not None else ""
     typed = (kind + default).replace("|", r"\|")
@@ -219,45 +207,59 @@ def function(module: Module, node: Function, owner: str, level: str) -> Iterator
     yield from ("```python", module.header(node), "```", "")
     yield from prose(documented)
     if found:
-        yield from ("| tensor | shape | dtype | side | |", "| --- | --- | --- | --- | --- |")
-        yield from (array.row() for array in found.values())
+        sides = {arg.arg: side(annotated(arg.annotation)) for arg in parameters(node)}
+        yield from ("| | dtype | shape | side |", "| --- | --- | --- | --- |")
+        for array in found:
+            where = sides.get(array.name) or side(annotated(node.returns))
+            yield f"| `{array.name}` | {array.dtype} | `[{array.shape}]` | {where} |"
         yield ""
 
 
-def check(module: Module, node: Function, owner: str, found: dict[str, Array]) -> None:
+def parameters(node: Function) -> list[ast.arg]:
+    """All of them."""
+    return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+
+
+def annotated(annotation: ast.expr | None) -> str:
+    """A type as text, short names written out."""
+    text = ast.unparse(annotation) if annotation else ""
+    return re.sub(r"\w+", lambda word: ALIASES.get(word[0], word[0]), text)
+
+
+def side(kind: str) -> str:
+    """Where a tensor or array lies; "" for anything else."""
+    return "device" if "Tensor" in kind else "host" if "NDArray" in kind else ""
+
+
+def check(module: Module, node: Function, owner: str, found: list[Array]) -> None:
     """Every tensor that goes in or comes out is described."""
-    given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    for arg in given:
-        kind = ast.unparse(arg.annotation) if arg.annotation else ""
-        if TENSOR.search(kind) and arg.arg not in found:
-            raise Undocumented(f"{module.path}: {owner}.{node.name}({arg.arg}: {kind})")
-    kind = ast.unparse(node.returns) if node.returns else ""
-    results = [name for name in found if name not in {arg.arg for arg in given}]
-    if TENSOR.search(kind) and not results:
-        raise Undocumented(f"{module.path}: {owner}.{node.name}() -> {kind}")
+    said = {array.name for array in found}
+    given = {arg.arg: annotated(arg.annotation) for arg in parameters(node)}
+    for name, kind in given.items():
+        if ARRAY.search(kind) and name not in said:
+            raise Undocumented(f"{module.path}: {owner}.{node.name}({name}: {kind})")
+    returned = annotated(node.returns)
+    wanted = len(ARRAY.findall(returned)) if returned.startswith("tuple[") else 1
+    if ARRAY.search(returned) and len(said - set(given)) < wanted:
+        raise Undocumented(f"{module.path}: {owner}.{node.name}() -> {returned}")
 
 
-def arrays(documented: str) -> dict[str, Array]:
-    """The tensors that a docstring describes, by name."""
-    found = {}
-    for line in documented.splitlines():
-        match = LINE.match(line.strip())
-        for name in match["names"].split(", ") if match else ():
-            found[name] = Array(
-                name, match["shape"], match["dtype"], match["side"], match["note"] or ""
-            )
-    return found
+def arrays(documented: str) -> list[Array]:
+    """The tensors that a docstring describes."""
+    text = " ".join(documented.split())
+    return [
+        Array(name, match[2], match[3])
+        for match in SAID.finditer(text)
+        for name in re.split(r", | and ", match[1])
+    ]
 
 
 def prose(documented: str) -> Iterator[str]:
-    """A docstring without its tensors, which get a table; what is set in columns stays so."""
+    """A docstring; what is set in columns stays so."""
     for paragraph in documented.split("\n\n"):
-        lines = [line for line in paragraph.splitlines() if not LINE.match(line.strip())]
+        lines = paragraph.splitlines()
         columns = sum(bool(re.match(r"\S+ {2,}\S| {4}", line)) for line in lines)
-        if lines and columns > len(lines) / 2:
-            yield from ("```", *lines, "```", "")
-        elif lines:
-            yield from (*lines, "")
+        yield from ("```", *lines, "```", "") if columns > len(lines) / 2 else (*lines, "")
 
 
 def main() -> int:
@@ -269,7 +271,7 @@ def main() -> int:
     try:
         pages = {f"{name}.md": page(title, members) for name, (title, members) in PAGES.items()}
     except Undocumented as error:
-        print(f"a tensor without shape, dtype and side: {error}", file=sys.stderr)
+        print(f"a tensor without dtype and shape: {error}", file=sys.stderr)
         return 1
     if not args.check:
         FOLDER.mkdir(parents=True, exist_ok=True)

@@ -108,8 +108,7 @@ class LLM:
         With `items`: of every token of each item, given the text and the item's tokens before it.
         The text is computed once and each item is a fork of it; for an encoder-decoder it is the
         source. Items are tokenised by themselves, without special tokens.
-
-        returns  float32 [tokens], host; with items one of these for each
+        It returns float32 [tokens], or one of these for each item.
         """
         if items is not None:
             given = [self._ids(item, special=False) for item in prompt_forms.items(items)]
@@ -125,10 +124,8 @@ class LLM:
         return output.prompt_logprobs
 
     def embed(self, prompts: Prompt | Sequence[Prompt]) -> NDArray[np.float32]:
-        """One vector of length 1 per prompt, without touching the cache.
-
-        returns  float32 [prompts, d_model], host
-        """
+        """One vector of length 1 per prompt, without touching the cache: returns float32 [prompts,
+        d_model]."""
         many, wish = prompt_forms.many(prompts), SamplingParams(seed=0)
         if not many:
             raise RuleError("there is a prompt to embed", "an empty list", "Pass at least one")

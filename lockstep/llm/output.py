@@ -54,10 +54,7 @@ class Output:
 
     @property
     def logprobs(self) -> Floats | None:
-        """Of the chosen tokens.
-
-        returns  float32 [len(token_ids)], host
-        """
+        """Of the chosen tokens: returns float32 [len(token_ids)]."""
         return self.completions[0].logprobs
 
     @property
