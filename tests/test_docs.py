@@ -78,6 +78,14 @@ def test_an_example_runs(name: str):
     assert said in done.stdout, done.stdout
 
 
+def test_the_hooks_are_what_make_check_runs():
+    recipe = re.search(r"\ncheck:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text())
+    commands = [" ".join(line.split("/")[1].split()[:2]) for line in recipe[1].splitlines()]
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert commands == ["ruff check", "ruff format", "mypy --strict"]
+    assert [f"entry: .venv/bin/{command}" in hooks for command in commands] == [True] * 3
+
+
 def test_the_ruler_judges_every_file_once_and_names_what_is_too_long():
     engine, whole, judges = ruler.SHARES
     lines = {
