@@ -251,6 +251,7 @@ def arrays(documented: str) -> list[Array]:
         Array(name, match[2], match[3])
         for match in SAID.finditer(text)
         for name in re.split(r", | and ", match[1])
+        if name not in ("of", "from", "their", "the", "all")
     ]
 
 
