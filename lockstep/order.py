@@ -84,7 +84,7 @@ class AttentionOrder:
 
 
 CPU, SM90 = "cpu", "sm_90"
-ORDER_NAMES = {CPU: "cpu-1", SM90: "sm90-1"}  # in the fingerprint: a changed bit is a new name
+ORDER_NAMES = {CPU: "cpu-1", SM90: "sm90-2"}  # in the fingerprint: a changed bit is a new name
 SM90_SPLITS = Splits(
     count0=8, len0=512, count1=0, len1=1024, len2=1024
 )  # a lone request decodes fast, a long prompt folds little

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -136,30 +137,64 @@ def test_items_cover_every_row_and_every_visible_split_once():
     lo = np.maximum(hi - 600, 0)
     rows = Rows(q_indptr, lo, hi, hi, np.zeros(4, np.int32))
     splits = Splits(2, 512, 0, 1024, 1024)
-    made = items(rows, np.arange(4), 4, 16, splits, True)
-    seen = {}
-    for (
-        _,
-        begin,
-        end,
-        low,
-        high,
-        split,
-        split_end,
-        _,
-        nth,
-        parts,
-        counter,
-        _,
-    ) in made.table.tolist():
-        assert (
-            split_end == split + 1 and splits.begin(split) < high and splits.begin(split + 1) > low
-        )
+    made = items(rows, np.arange(4), 4, 16, splits, np.array([True, True, True, False]))
+    seen, whole = {}, 0
+    for item in made.table.tolist():
+        _, begin, end, low, high, split, split_end, _, nth, parts, counter, _ = item
+        assert splits.begin(split) < high and splits.begin(split_end) > low
+        if begin == 40 * 4:  # the request that is not cut
+            assert (split, split_end, parts) == (splits.index(low), splits.index(high - 1) + 1, 1)
+            whole += 1
+        else:
+            assert split_end == split + 1
         seen.setdefault((begin, end, parts, counter), []).append(nth)
+    assert whole == 1
     assert all(sorted(found) == list(range(key[2])) for key, found in seen.items())
     covered = sorted(row for begin, end, _, _ in seen for row in range(begin, end))
     assert covered == list(range(41 * 4))
-    assert made.part_rows == sum((end - begin) * parts for begin, end, parts, _ in seen)
+    cut = [key for key in seen if key[0] < 40 * 4]
+    assert made.part_rows == sum((end - begin) * parts for begin, end, parts, _ in cut)
+
+
+def decodes(*keys: int) -> Rows:
+    hi = np.array(keys, np.int32)
+    indptr = np.arange(len(keys) + 1, dtype=np.int32)
+    return Rows(indptr, np.zeros_like(hi), hi, hi, np.zeros_like(hi))
+
+
+def test_a_request_is_split_over_programs_where_its_keys_exceed_a_multiprocessors_share():
+    attn = AttnSpec(scale=0.1)
+    dense = GroupSpec(Layout.DENSE, 32, 8, 128, 128, (attn,), kv_dtype="bfloat16")
+    latent = GroupSpec(Layout.LATENT, 128, 1, 576, 512, (attn,), kv_dtype="bfloat16")
+    cases = (
+        (dense, (4096,), [True]),
+        (dense, (8192,) * 8, [True] * 8),
+        (dense, (2048,) * 64, [False] * 64),
+        (dense, (2048,) * 64 + (32768,), [False] * 64 + [True]),
+        (latent, (4096,) * 64, [False] * 64),
+        (latent, (4096,) * 8, [True] * 8),
+    )
+    for spec, keys, want in cases:
+        chosen = order.attention_order(order.SM90, spec.d_qk, spec.d_v)
+        ((shape, requests, parts),) = tuning.choose(spec, decodes(*keys), True, False, chosen)
+        assert shape.kernel == ("latent" if spec is latent else "decode")
+        assert len(requests) == len(keys) and parts.tolist() == want, keys
+
+
+def test_what_the_warp_specialised_kernels_cannot_do_is_left_to_the_plain_one():
+    attn = AttnSpec(scale=0.1)
+    base = GroupSpec(Layout.DENSE, 32, 8, 128, 128, (attn,), kv_dtype="bfloat16")
+    others = (
+        (replace(base, kv_dtype="float8_e4m3"), False),
+        (replace(base, layers=(replace(attn, soft_cap=2.0),)), False),
+        (replace(base, page_size=24), False),
+        (replace(base, d_qk=80, d_v=80), False),
+        (base, True),
+    )
+    for spec, tree in others:
+        chosen = order.attention_order(order.SM90, spec.d_qk, spec.d_v)
+        found = tuning.choose(spec, decodes(4096, 100), True, tree, chosen)
+        assert {shape.kernel for shape, _, _ in found} == {"plain"}
 
 
 def test_keys_of_one_byte_are_never_given_blocks_below_64_rows():
@@ -182,7 +217,8 @@ def test_a_handful_of_variants_compile_for_sm_90_without_spills(tmp_path):
         "--json",
         str(tmp_path / "report.json"),
     ]
-    names = ("attend 128/128 few bfloat16", "write dense float8", "move 256", "decode 64 page 16")
+    names = ("attend 128/128 few bfloat16", "write dense float8", "move 256", "decode 64 page 16",
+             "decode 128 page 16")  # fmt: skip
     only = [word for name in names for word in ("--only", name)]
     done = subprocess.run(
         [*command, *only], capture_output=True, text=True, env=environment, cwd=ROOT

@@ -203,9 +203,10 @@ class Cell:
         if spec.layout is Layout.FRESH:
             rows = [(self.k[r][a : a + n], self.v[r][a : a + n]) for r, a, n in work]
             return Keys(*(torch.cat(x).to(self.device, self.dtype) for x in zip(*rows)))
-        poison = lambda shape, dtype, device: torch.full(
-            shape, float("nan"), dtype=dtype, device=device
-        )
+
+        def poison(shape, dtype, device):
+            return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
         pool = Pool(spec, PAGES * 16 // spec.page_size, torch.device("cpu"), poison)
         for request, at in slots.items():
             n = len(at)
@@ -252,8 +253,8 @@ def forced(only: Tuning | None, call: Callable):
     if only is None:
         return call()
     old = tuning.choose
-    tuning.choose = lambda spec, rows, hopper, tree, splits: [
-        (only, np.arange(len(rows.q_indptr) - 1))
+    tuning.choose = lambda spec, rows, hopper, tree, order: [
+        tuning.alike(only, np.ones(len(rows.q_indptr) - 1, bool))
     ]
     try:
         return call()
@@ -281,17 +282,11 @@ def bits(cell: Cell, found: dict) -> None:
     shapes = [tuning.few(cell.spec), tuning.some(cell.spec), tuning.many(cell.spec)]
     if cell.device.type == "cuda" and not tuning.narrow(cell.spec):
         shapes += [replace(shapes[0], warps=w) for w in (1, 2)]
-    if cell.device.type == "cuda" and tuning.hopper_serves(
-        cell.spec, False, order.attention_order(order.SM90, cell.spec.d_qk, cell.spec.d_v)
-    ):
-        shapes += [tuning.HOPPER_ROWS] + (
-            [tuning.HOPPER_TOKENS] if cell.spec.causal and cell.spec.window is None else []
-        )
+    shapes += warp_specialised(cell)
     for shape in shapes if cell.dtype is torch.bfloat16 else shapes[:3]:
         compare(
             found,
-            f"rows {shape.rows} warps {shape.warps} parts "
-            f"{shape.parts}{' warp-specialised' if shape.hopper else ''}",
+            f"{shape.kernel} rows {shape.rows} warps {shape.warps} parts {shape.parts}",
             cell.run(whole, only=shape),
             base,
         )
@@ -313,6 +308,19 @@ def bits(cell: Cell, found: dict) -> None:
     owner = np.searchsorted(begins, picked, side="right") - 1
     steps = [(int(r), row - int(begins[r]), 1) for r, row in zip(owner, picked)]
     compare(found, f"{len(steps)} rows as decodes", cell.run(steps), tuple(x[picked] for x in base))
+
+
+def warp_specialised(cell: Cell) -> list[Tuning]:
+    """The launch shapes of those kernels that can do a cell, in parts and whole."""
+    spec = cell.spec
+    chosen = order.attention_order(order.SM90, spec.d_qk, spec.d_v)
+    if cell.device.type != "cuda" or not tuning.serves(spec, False, chosen):
+        return []
+    few = tuning.LATENT if spec.layout is Layout.LATENT else tuning.DECODE
+    shapes = [few, replace(few, parts=False)]
+    if spec.layout is Layout.DENSE and spec.causal and spec.window is None:
+        shapes.append(tuning.PREFILL)
+    return shapes
 
 
 def values(cell: Cell, found: dict) -> None:

@@ -6,7 +6,8 @@ to arrive, and prefill folded as it goes. CUDA graphs, the L2 flushed before eve
 random data, outputs poisoned; all outputs of one candidate are compared bit for bit over its launch
 shapes, and with float64. Floors (copy bandwidth, GEMM rate) are measured in the same call.
 
-usage: python -m bench.gpu.order_sm90 [--out FOLDER] [--seconds LIMIT]      (run it on the GPU; writes FOLDER/order-sm90.json)
+usage: python -m bench.gpu.order_sm90 [--out FOLDER] [--seconds LIMIT] [--heads 128,64]
+(run it on the GPU; writes FOLDER/order-sm90.json)
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from lockstep.kernels.triton import items, launch
-from lockstep.kernels.triton.launch import Addresses, Scoring, Shape, Tuning
+from lockstep.kernels.triton import items, launch, variants
+from lockstep.kernels.triton import tuning as choices
+from lockstep.kernels.triton.launch import Addresses, Call, Scoring, Shape, Tuning
 from lockstep.order import LOG2E, AttentionOrder, Splits, even
 from lockstep.types import INT32_MAX
 
@@ -32,8 +35,9 @@ RULES = {  # named by counts and lengths
     "512": even(512),
     "1024": even(1024),
     "2048": even(2048),
+    "2x512, 1024": Splits(2, 512, 0, 1024, 1024),
+    "4x512, 1024": Splits(4, 512, 0, 1024, 1024),
     "8x512, 1024": Splits(8, 512, 0, 1024, 1024),
-    "4x512, 6x1024, 2048": Splits(4, 512, 6, 1024, 2048),
     "4x256, 6x512, 1024": Splits(4, 256, 6, 512, 1024),
 }
 HEADS = {
@@ -56,20 +60,28 @@ PREFILL = ((16, 1024), (4, 4096), (1, 16384))
 PAGE = 16
 
 
-def decode_tunings(head: str) -> list[Tuning]:
+def decode_tunings(head: str, tile: int) -> list[Tuning]:
     if head == "576/512":
-        return [Tuning(64, 8, 2, True, 1), Tuning(16, 4, 2, True, 1)]
+        plain = [Tuning(64, 8, 2, True, 1), Tuning(16, 4, 2, True, 1)]
+        return [choices.LATENT, *plain] if tile == 64 else plain
     if head == "256":
         return [Tuning(16, 4, 3, True, 2), Tuning(16, 2, 3, True, 2)]
-    return [Tuning(16, 2, 3, True), Tuning(16, 4, 4, True), Tuning(64, 4, 5, True)]
+    plain = [Tuning(16, 4, 2, True), Tuning(16, 2, 3, True)]
+    if head == "192/128":
+        return plain
+    split = replace(choices.DECODE, stages=choices.DECODE.stages * 128 // tile)
+    return [split, replace(split, parts=False), *plain]
 
 
-def prefill_tunings(head: str) -> list[Tuning]:
+def prefill_tunings(head: str, tile: int) -> list[Tuning]:
     if head == "576/512":
         return [Tuning(32, 8, 1, False), Tuning(16, 8, 2, False)]
     if head == "256":
         return [Tuning(64, 8, 2, False), Tuning(64, 4, 2, False)]
-    return [Tuning(128, 8, 3, False), Tuning(64, 4, 2, False)]
+    plain = Tuning(128, 8, 3, False)
+    if head == "192/128":
+        return [plain, Tuning(64, 4, 2, False)]
+    return [replace(choices.PREFILL, stages=choices.PREFILL.stages * 128 // tile), plain]
 
 
 class Case:
@@ -113,36 +125,36 @@ class Case:
         self.out = torch.empty(*self.q.shape[:2], self.d_v, device=device, dtype=dtype)
         self.lse = torch.empty(*self.q.shape[:2], device=device)
 
-    def launcher(self, tile: int, splits: Splits, tuning: Tuning):
-        made = items.items(
-            self.rows,
-            np.arange(self.batch),
-            self.heads // self.kv_heads,
-            tuning.rows,
-            splits,
-            tuning.parts,
+    def launcher(self, tile: int, splits: Splits, tuning: Tuning, parts: bool | None = None):
+        """One launch of all requests, in parts or not."""
+        cut = np.full(self.batch, tuning.parts if parts is None else parts)
+        return self.launches(AttentionOrder(tile, splits), [(tuning, np.arange(self.batch), cut)])
+
+    def shipped(self, order: AttentionOrder):
+        """What the backend would launch."""
+        spec = variants.group(self.d_qk, self.d_v, "bfloat16")
+        return self.launches(order, choices.choose(spec, self.rows, True, False, order))
+
+    def launches(self, order: AttentionOrder, chosen: list[choices.Choice]):
+        device, work = torch.device("cuda"), []
+        for tuning, requests, parts in chosen:
+            group = 1 if tuning.kernel == "prefill" else self.heads // self.kv_heads
+            made = items.items(self.rows, requests, group, tuning.rows, order.splits, parts)
+            sizes = made.part_rows * self.kv_heads, made.counters * self.kv_heads, self.d_v
+            work.append(
+                (torch.from_numpy(made.table).cuda(), launch.scratch(*sizes, device), tuning)
+            )
+        call = Call(
+            q=self.q,
+            keys=(self.k, self.v),
+            out=self.out,
+            lse=self.lse,
+            at=self.at,
+            scoring=self.scoring,
+            shape=Shape(self.d_qk, self.d_v, order.tile, self.latent),
+            order=order,
         )
-        table = torch.from_numpy(made.table).cuda()
-        room = launch.scratch(
-            made.part_rows * self.kv_heads,
-            made.counters * self.kv_heads,
-            self.d_v,
-            torch.device("cuda"),
-        )
-        shape, order = Shape(self.d_qk, self.d_v, tile, self.latent), AttentionOrder(tile, splits)
-        return lambda: launch.attend(
-            self.q,
-            (self.k, self.v),
-            self.out,
-            self.lse,
-            table,
-            self.at,
-            self.scoring,
-            room,
-            shape,
-            order,
-            tuning,
-        )
+        return lambda: [launch.launch(call, *one) for one in work]
 
     def want(self, rows: list[int]) -> torch.Tensor:
         """Float64 outputs of some rows."""
@@ -233,9 +245,9 @@ def floors() -> dict[str, float]:
     return {"copy GB/s": 2 * a.numel() / copy / 1e3, "GEMM 8192 TFLOP/s": 2 * 8192**3 / gemm / 1e6}
 
 
-def measure(kind: str, write) -> None:
+def measure(kind: str, heads: list[str], write) -> None:
     tunings_of = decode_tunings if kind == "decode" else prefill_tunings
-    for head in ("128", "64", "256", "192/128", "576/512"):
+    for head in heads:
         cases = PREFILL if kind == "prefill" else DECODE if head == "128" else FEWER
         if kind == "prefill" and head == "576/512":
             cases = ((4, 1024), (1, 4096))
@@ -246,13 +258,18 @@ def measure(kind: str, write) -> None:
             want = case.want(check)
             for tile in TILES[head]:
                 for rule, splits in RULES.items():
-                    write(candidate(kind, case, tile, rule, splits, tunings_of(head), check, want))
+                    write(
+                        candidate(
+                            kind, case, tile, rule, splits, tunings_of(head, tile), check, want
+                        )
+                    )
 
 
 def candidate(kind, case, tile, rule, splits, tunings, check, want) -> dict:
     times, bits, first, worst = {}, 0, None, 0.0
     for tuning in tunings:
-        name = f"rows{tuning.rows} w{tuning.warps} s{tuning.stages}"
+        parts = " parts" if tuning.parts else ""
+        name = f"{tuning.kernel}{parts} rows{tuning.rows} w{tuning.warps} s{tuning.stages}"
         try:
             call = case.launcher(tile, splits, tuning)
             case.out.fill_(float("nan"))
@@ -275,15 +292,17 @@ def candidate(kind, case, tile, rule, splits, tunings, check, want) -> dict:
         None if us is None else case.bytes / us / 1e3 if kind == "decode" else case.flops / us / 1e6
     )
     return {
-        "kind": kind, "head": case.head, "case": f"B{case.batch} S{case.length}", "tile": tile, "splits": rule, "us": us, "rate": rate,
-        "best": best, "times": times, "differing": bits, "error": worst,
+        "kind": kind, "head": case.head, "case": f"B{case.batch} S{case.length}", "tile": tile,
+        "splits": rule, "us": us, "rate": rate, "best": best, "times": times,
+        "differing": bits, "error": worst,
     }  # fmt: skip
 
 
-def warm(shard: int, shards: int) -> None:
+def warm(shard: int, shards: int, heads: list[str]) -> None:
     """Compiles this shard's share of all variants, by running them small."""
-    work = [(kind, head, tile, tuning) for kind, f in (("decode", decode_tunings), ("prefill", prefill_tunings))
-            for head in HEADS for tile in TILES[head] for tuning in f(head)]  # fmt: skip
+    kinds = (("decode", decode_tunings), ("prefill", prefill_tunings))
+    work = [(kind, head, tile, tuning) for kind, tunings_of in kinds for head in heads
+            for tile in TILES[head] for tuning in tunings_of(head, tile)]  # fmt: skip
     case, key = None, None
     for kind, head, tile, tuning in sorted(work[shard::shards], key=lambda w: w[1]):
         if key != (head, kind):
@@ -330,21 +349,24 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     parser.add_argument("--seconds", type=int, default=220)
+    parser.add_argument("--heads", default="128,64,256,192/128,576/512")
     parser.add_argument("--section")
     args = parser.parse_args()
+    heads = args.heads.split(",")
     lines = Path(args.out, "order-sm90.jsonl")
     if args.section and args.section.startswith("warm"):
         _, shard, shards = args.section.split("-")
-        return warm(int(shard), int(shards))
+        return warm(int(shard), int(shards), heads)
     if args.section:
         with lines.open("a") as file:
             write = lambda row: (file.write(json.dumps(row) + "\n"), file.flush())  # noqa: E731
             if args.section == "floors":
                 return write({"kind": "floors", **floors()})
-            return measure(args.section, write)
+            return measure(args.section, heads, write)
     begin = time.time()
     shards = 16
-    command = [sys.executable, "-m", "bench.gpu.order_sm90", "--out", args.out, "--section"]
+    command = [sys.executable, "-m", "bench.gpu.order_sm90", "--out", args.out]
+    command += ["--heads", args.heads, "--section"]
     workers = [subprocess.Popen([*command, f"warm-{i}-{shards}"]) for i in range(shards)]
     for worker in workers:
         try:
@@ -367,8 +389,8 @@ def main() -> None:
     import triton
 
     found = {
-        "card": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "command": " ".join(sys.argv),
-        "results": results,
+        "card": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "triton": triton.__version__, "command": " ".join(sys.argv), "results": results,
     }  # fmt: skip
     Path(args.out, "order-sm90.json").write_text(json.dumps(found, indent=1))
     lines.unlink()

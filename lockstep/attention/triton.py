@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep import order
 from lockstep.attention import base
 from lockstep.kernels.triton import items, launch, tuning
-from lockstep.kernels.triton.launch import Addresses, Scoring, Scratch, Shape, Tuning
+from lockstep.kernels.triton.launch import Addresses, Call, Scoring, Scratch, Shape, Tuning
 from lockstep.kv.pool import Keys, widened
 from lockstep.plan.image import Views
 from lockstep.plan.step import FreshGroup, Group, PagedGroup, StepPlan
@@ -77,20 +77,11 @@ class Backend:
         chosen = order.attention_order(order.SM90, spec.d_qk, spec.d_v)
         rows = seen_rows(plan, group)
         tree = isinstance(group, PagedGroup) and spec.causal and plan.bucket.tail > 0
-        hopper = device.type == "cuda" and tuning.hopper_serves(spec, tree, chosen)
         work = [
-            (
-                shape,
-                items.items(
-                    rows,
-                    requests,
-                    tuning.group_of(spec, shape),
-                    shape.rows,
-                    chosen.splits,
-                    shape.parts,
-                ),
+            (shape, lowered(rows, requests, spec, shape, chosen, parts))
+            for shape, requests, parts in tuning.choose(
+                spec, rows, device.type == "cuda", tree, chosen
             )
-            for shape, requests in tuning.choose(spec, rows, hopper, tree, chosen.splits)
         ]
         return Handle(
             spec=spec,
@@ -109,77 +100,52 @@ class Backend:
     ) -> tuple[Tensor, Tensor]:
         """A launch per tuning; none where there are no rows."""
         group = handle.spec
-        rows, heads, d_qk = q.shape
-        if q.dtype not in COMPUTE or heads != group.heads or d_qk != group.d_qk:
-            rule = f"queries are bfloat16 or float16 of [rows, {group.heads}, {group.d_qk}]"
-            raise RuleError(
-                rule, f"{q.dtype} of {list(q.shape)}", "Cast them, or use another backend"
-            )
-        if keys.k.dtype not in (q.dtype, torch.float8_e4m3fn):
-            raise RuleError(
-                f"K and V are {q.dtype}, like the queries, or float8_e4m3",
-                f"{keys.k.dtype}",
-                "Set kv_cache_dtype",
-            )
+        check(q, keys, group)
         d_qk, d_v = order.stored_len(group.d_qk), order.stored_len(group.d_v)
-        q = widened(q, d_qk)
-        out = torch.empty(rows, heads, d_v, dtype=q.dtype, device=q.device)
-        lse = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
-        shape = Shape(
-            d_qk=d_qk,
-            d_v=d_v,
-            tile=handle.order.tile,
-            latent=group.layout is Layout.LATENT,
-            cap=spec.soft_cap is not None,
-            tree=handle.tree,
+        out = torch.empty(*q.shape[:2], d_v, dtype=q.dtype, device=q.device)
+        call = Call(
+            q=widened(q, d_qk),
+            keys=(keys.k, keys.v),
+            out=out,
+            lse=torch.empty(*q.shape[:2], dtype=torch.float32, device=q.device),
+            at=handle.addresses,
+            scoring=handle.scoring[spec],
+            shape=Shape(
+                d_qk=d_qk,
+                d_v=d_v,
+                tile=handle.order.tile,
+                latent=group.layout is Layout.LATENT,
+                cap=spec.soft_cap is not None,
+                tree=handle.tree,
+            ),
+            order=handle.order,
         )
-        pair, score, at = (keys.k, keys.v), handle.scoring[spec], handle.addresses
         for one in handle.launches:
-            if not one.tuning.hopper:
-                launch.attend(
-                    q,
-                    pair,
-                    out,
-                    lse,
-                    one.table,
-                    at,
-                    score,
-                    handle.scratch,
-                    shape,
-                    handle.order,
-                    one.tuning,
-                )
-            elif one.tuning.parts:
-                launch.decode(
-                    q,
-                    pair,
-                    out,
-                    lse,
-                    one.table,
-                    at,
-                    score,
-                    handle.scratch,
-                    handle.order,
-                    programs(q.device),
-                )
-            else:
-                launch.prefill(
-                    q.contiguous(),
-                    pair,
-                    out,
-                    lse,
-                    one.table,
-                    at,
-                    score,
-                    handle.order,
-                    programs(q.device),
-                )
-        return out if d_v == group.d_v else out[..., : group.d_v], lse
+            launch.launch(call, one.table, handle.scratch, one.tuning)
+        return out if d_v == group.d_v else out[..., : group.d_v], call.lse
 
 
-def programs(device: torch.device) -> int:
-    """One per multiprocessor."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def check(q: Tensor, keys: Keys, group: GroupSpec) -> None:
+    """Refuses queries and keys that no kernel takes."""
+    if q.dtype not in COMPUTE or q.shape[1:] != (group.heads, group.d_qk):
+        rule = f"queries are bfloat16 or float16 of [rows, {group.heads}, {group.d_qk}]"
+        raise RuleError(rule, f"{q.dtype} of {list(q.shape)}", "Cast them, or use another backend")
+    if keys.k.dtype not in (q.dtype, torch.float8_e4m3fn):
+        rule = f"K and V are {q.dtype}, like the queries, or float8_e4m3"
+        raise RuleError(rule, f"{keys.k.dtype}", "Set kv_cache_dtype")
+
+
+def lowered(
+    rows: items.Rows,
+    requests: NDArray[np.int64],
+    spec: GroupSpec,
+    shape: Tuning,
+    chosen: order.AttentionOrder,
+    parts: NDArray[np.bool_],
+) -> items.Items:
+    """The items of one launch."""
+    group = tuning.group_of(spec, shape)
+    return items.items(rows, requests, group, shape.rows, chosen.splits, parts)
 
 
 def seen_rows(plan: StepPlan, group: Group) -> items.Rows:

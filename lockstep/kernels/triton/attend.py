@@ -18,23 +18,26 @@ PAGE_ENTRY, ROW_BEGIN, ROW_END, LO, HI, SPLIT, SPLIT_END, PART_ROW, NTH, PARTS, 
     range(ITEM)
 )
 RUNTIME = (
-    "heads", "kv_heads", "window", "causal", "page_size", "page_mul", "page_shift", "count0", "len0", "count1", "len1", "len2",
+    "heads", "kv_heads", "window", "causal", "page_size", "page_mul", "page_shift",
+    "count0", "len0", "count1", "len1", "len2",
     "q_token8", "q_head8", "k_slot8", "k_head8", "v_slot8", "v_head8",
 )  # fmt: skip
 
 
 @triton.jit
-def split_begin(s, count0, len0, count1, len1, len2):
+def split_begin(s, splits):
     """First position of split s: count0 splits of len0, count1 of len1, then len2 each."""
+    count0, len0, count1, len1, len2 = splits
     a = tl.minimum(s, count0)
     b = tl.minimum(tl.maximum(s - count0, 0), count1)
     return a * len0 + b * len1 + tl.maximum(s - count0 - count1, 0) * len2
 
 
 @triton.jit
-def paged(page_ids, entry, page_size, page_mul, page_shift, p, mask):
-    """Slots of positions p. `page_mul`, `page_shift`: the division by the page size, as a product
-    that is exact below 2**31."""
+def paged(pages, p, mask):
+    """Slots of positions p. `mul`, `shift`: the division by the page size, as a product that is
+    exact below 2**31."""
+    page_ids, entry, page_size, page_mul, page_shift = pages
     twice = (p * 2).to(tl.uint32, bitcast=True)
     nth = (tl.umulhi(twice, page_mul.to(tl.uint32)) >> page_shift).to(tl.int32, bitcast=True)
     page = tl.load(page_ids + (entry + nth), mask=mask, other=0)
@@ -63,27 +66,32 @@ def scores(q, q2, k, at, mask, D_QK: tl.constexpr, DA: tl.constexpr, DB: tl.cons
 
 
 @triton.jit
+def listed_slots(token, kp, lo_all, pages, tree):
+    """Slots of positions kp for one token of a tree, and which of them it sees."""
+    positions, start, tail_indptr, tail_slots = tree
+    first = tl.load(start + token)
+    mask = (kp >= lo_all) & (kp <= tl.load(positions + token))
+    slot = paged(pages, kp, mask & (kp < first))
+    tail = tail_slots + tl.load(tail_indptr + token) + kp - first
+    listed = tl.load(tail, mask=mask & (kp >= first), other=0)
+    return tl.where(kp < first, slot, listed).to(tl.int64), mask
+
+
+@triton.jit
 def tree_tile(
-    q, q2, k, v, m, l, a, p, lo, hi, lo_all, row_begin, row_end, group, positions, start, tail_indptr, tail_slots, page_ids, entry,
-    page_size, page_mul, page_shift, k_slot, k_head, v_slot, v_head, c, pre,
-    D_QK: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr, D_V: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr,
+    q, q2, k, v, m, l, a, p, lo, hi, lo_all, block, pages, tree, strides, c, pre,
+    D_QK: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr, D_V: tl.constexpr, DV: tl.constexpr,
     CAP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile that holds listed positions: token by token, each with its own keys, into the same
     tile as the committed ones."""
+    row_begin, row_end, group = block
+    k_slot, k_head, v_slot, v_head = strides
     own = (row_begin + tl.arange(0, ROWS)) // group
     kp = p + tl.arange(0, TILE)
     x = tl.zeros([ROWS, TILE], tl.float32)
     for token in tl.range(row_begin // group, (row_end - 1) // group + 1, num_stages=1):
-        first = tl.load(start + token)
-        mask = (kp >= lo_all) & (kp <= tl.load(positions + token))
-        slot = paged(page_ids, entry, page_size, page_mul, page_shift, kp, mask & (kp < first))
-        listed = tl.load(
-            tail_slots + tl.load(tail_indptr + token) + kp - first,
-            mask=mask & (kp >= first),
-            other=0,
-        )
-        slot = tl.where(kp < first, slot, listed).to(tl.int64)
+        slot, mask = listed_slots(token, kp, lo_all, pages, tree)
         y, _ = scores(q, q2, k, slot * k_slot + k_head, mask, D_QK, DA, DB)
         x = tl.where((own == token)[:, None], y, x)
     seen = (kp[None, :] >= lo[:, None]) & (kp[None, :] < hi[:, None])
@@ -91,15 +99,7 @@ def tree_tile(
     a = a * alpha[:, None]
     before = a
     for token in tl.range(row_begin // group, (row_end - 1) // group + 1, num_stages=1):
-        first = tl.load(start + token)
-        mask = (kp >= lo_all) & (kp <= tl.load(positions + token))
-        slot = paged(page_ids, entry, page_size, page_mul, page_shift, kp, mask & (kp < first))
-        listed = tl.load(
-            tail_slots + tl.load(tail_indptr + token) + kp - first,
-            mask=mask & (kp >= first),
-            other=0,
-        )
-        slot = tl.where(kp < first, slot, listed).to(tl.int64)
+        slot, mask = listed_slots(token, kp, lo_all, pages, tree)
         vt = rows_at(v, slot * v_slot + v_head, 0, mask, D_V, DV).to(q.dtype)
         a = tl.where((own == token)[:, None], tl.dot(w.to(q.dtype), vt, before), a)
     return m, l, a
@@ -107,13 +107,14 @@ def tree_tile(
 
 @triton.jit
 def attend_split(
-    q, q2, k, v, lo, hi, lo_all, hi_all, begin, end, tail, row_begin, row_end, group, positions, start, tail_indptr, tail_slots,
-    page_ids, entry, page_size, page_mul, page_shift, k_slot, k_head, v_slot, v_head, c, pre,
-    D_QK: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr, D_V: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr,
-    CAP: tl.constexpr, TREE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    q, q2, k, v, lo, hi, lo_all, hi_all, begin, end, tail, block, pages, tree, strides, c, pre,
+    D_QK: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr, D_V: tl.constexpr, DV: tl.constexpr,
+    LATENT: tl.constexpr, CAP: tl.constexpr, TREE: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the tiles of one split, ascending, from a fresh state. Returns its
     maximum in log2 units, sum and values."""
+    k_slot, k_head, v_slot, v_head = strides
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     a = tl.zeros([ROWS, DV], tl.float32)
@@ -125,7 +126,7 @@ def attend_split(
     for p in range(begin, plain_end, TILE):
         kp = p + tl.arange(0, TILE)
         mask = (kp >= lo_all) & (kp < hi_all)
-        slot = paged(page_ids, entry, page_size, page_mul, page_shift, kp, mask).to(tl.int64)
+        slot = paged(pages, kp, mask).to(tl.int64)
         x, ka = scores(q, q2, k, slot * k_slot + k_head, mask, D_QK, DA, DB)
         seen = (kp[None, :] >= lo[:, None]) & (kp[None, :] < hi[:, None])
         w, alpha, m, l = weigh(x, seen, m, l, c, pre, CAP, ROWS, TILE)
@@ -136,76 +137,32 @@ def attend_split(
     if TREE:
         for p in tl.range(plain_end, end, TILE, num_stages=1):
             m, l, a = tree_tile(
-                q, q2, k, v, m, l, a, p, lo, hi, lo_all, row_begin, row_end, group, positions, start, tail_indptr, tail_slots,
-                page_ids, entry, page_size, page_mul, page_shift, k_slot, k_head, v_slot, v_head, c, pre,
-                D_QK, DA, DB, D_V, DV, LATENT, CAP, ROWS, TILE,
+                q, q2, k, v, m, l, a, p, lo, hi, lo_all, block, pages, tree, strides, c, pre,
+                D_QK, DA, DB, D_V, DV, CAP, ROWS, TILE,
             )  # fmt: skip
     return tl.fma(m, c, 0.0), l, a
 
 
 @triton.jit
 def write_rows(
-    out,
-    lse,
-    sinks2,
-    M,
-    L,
-    A,
-    token,
-    head,
-    real,
-    heads,
-    v_scale,
-    D_V: tl.constexpr,
-    DV: tl.constexpr,
+    to, M, L, A, row_begin, r, real, group, kv_head, D_V: tl.constexpr, DV: tl.constexpr
 ):
-    """Sink, division, one rounding, store."""
+    """Rows r of a block: sink, division, one rounding, store."""
+    out, lse, sinks2, heads, v_scale = to
+    f = row_begin + r
+    head = kv_head * group + f % group
     sink2 = tl.load(sinks2 + head, mask=real, other=float("-inf"))
     y, ln = finish(M, L, A, sink2, v_scale)
     e = tl.arange(0, DV)
-    at = token.to(tl.int64) * heads + head
-    tl.store(
-        out + at[:, None] * D_V + e[None, :],
-        y.to(out.dtype.element_ty),
-        mask=real[:, None] & (e < D_V)[None, :],
-    )
+    at = (f // group).to(tl.int64) * heads + head
+    mask = real[:, None] & (e < D_V)[None, :]
+    tl.store(out + at[:, None] * D_V + e[None, :], y.to(out.dtype.element_ty), mask=mask)
     tl.store(lse + at, ln, mask=real)
 
 
 @triton.jit
-def write_part(
-    M, L, A, part_ml, part_acc, first, real, counter, ROWS: tl.constexpr, DV: tl.constexpr
-):
-    """One split's state into the scratch from row `first` on. Returns how many parts of the block
-    had arrived before."""
-    at = (first + tl.arange(0, ROWS)).to(tl.int64)
-    tl.store(part_ml + 2 * at, M, mask=real)
-    tl.store(part_ml + 2 * at + 1, L, mask=real)
-    tl.store(part_acc + at[:, None] * DV + tl.arange(0, DV)[None, :], A, mask=real[:, None])
-    tl.debug_barrier()  # every thread's part is written before one of them says so
-    return tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-
-
-@triton.jit
-def load_queries(
-    q,
-    token,
-    head,
-    real,
-    q_token8,
-    q_head8,
-    first: tl.constexpr,
-    D_QK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Columns [first, first + COLUMNS) of a block's queries."""
-    at = token.to(tl.int64) * (q_token8 * 8) + head * (q_head8 * 8)
-    return rows_at(q, at, first, real, D_QK, COLUMNS)
-
-
-@triton.jit
 def fold_parts(
-    out, lse, sinks2, part_ml, part_acc, part, rows, parts, row_begin, group, kv_head, heads, v_scale,
+    to, part_ml, part_acc, part, rows, parts, row_begin, group, kv_head,
     D_V: tl.constexpr, DV: tl.constexpr, FOLD_ROWS: tl.constexpr, FOLD_DEPTH: tl.constexpr,
 ):  # fmt: skip
     """The parts of a block, folded in ascending order. FOLD_DEPTH parts are fetched at a time; one
@@ -221,103 +178,97 @@ def fold_parts(
             for i in tl.static_range(FOLD_DEPTH):
                 at = (part + (nth + i) * rows + r).to(tl.int64)
                 mask = real & (nth + i < parts)
-                m = tl.load(part_ml + 2 * at, mask=mask, other=float("-inf"), cache_modifier=".cg")
-                l = tl.load(part_ml + 2 * at + 1, mask=mask, other=0.0, cache_modifier=".cg")
-                a = tl.load(
-                    part_acc + at[:, None] * DV + e[None, :],
-                    mask=mask[:, None],
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
+                ml = part_ml + 2 * at
+                m = tl.load(ml, mask=mask, other=float("-inf"), cache_modifier=".cg")
+                l = tl.load(ml + 1, mask=mask, other=0.0, cache_modifier=".cg")
+                acc = part_acc + at[:, None] * DV + e[None, :]
+                a = tl.load(acc, mask=mask[:, None], other=0.0, cache_modifier=".cg")
                 M, L, A = fold(M, L, A, m, l, a)
-        f = row_begin + r
-        write_rows(
-            out,
-            lse,
-            sinks2,
-            M,
-            L,
-            A,
-            f // group,
-            kv_head * group + f % group,
-            real,
-            heads,
-            v_scale,
-            D_V,
-            DV,
-        )
+        write_rows(to, M, L, A, row_begin, r, real, group, kv_head, D_V, DV)
+
+
+@triton.jit
+def arrive(
+    to, item, m, l, a, part_ml, part_acc, counters, real, block, kv_head, kv_heads,
+    D_V: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr,
+    FOLD_ROWS: tl.constexpr, FOLD_DEPTH: tl.constexpr,
+):  # fmt: skip
+    """One split's state into the scratch; the last of the block to arrive folds all parts."""
+    row_begin, row_end, group = block
+    rows, parts = row_end - row_begin, tl.load(item + 9)
+    part = tl.load(item + 7) * kv_heads + kv_head * parts * rows
+    at = (part + tl.load(item + 8) * rows + tl.arange(0, ROWS)).to(tl.int64)
+    tl.store(part_ml + 2 * at, m, mask=real)
+    tl.store(part_ml + 2 * at + 1, l, mask=real)
+    tl.store(part_acc + at[:, None] * DV + tl.arange(0, DV)[None, :], a, mask=real[:, None])
+    tl.debug_barrier()  # every thread's part is written before one of them says so
+    counter = counters + tl.load(item + 10) * kv_heads + kv_head
+    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
+        tl.store(counter, 0)  # ready for the next launch
+        fold_parts(
+            to, part_ml, part_acc, part, rows, parts, row_begin, group, kv_head,
+            D_V, DV, FOLD_ROWS, FOLD_DEPTH,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=RUNTIME)
 def attend_kernel(
-    q, k, v, out, lse, sinks2, items, positions, start, tail_indptr, tail_slots, page_ids, part_ml, part_acc, counters, c, pre, v_scale,
-    heads, kv_heads, window, causal, page_size, page_mul, page_shift, count0, len0, count1, len1, len2,
-    q_token8, q_head8, k_slot8, k_head8, v_slot8, v_head8,
-    D_QK: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr, D_V: tl.constexpr, DV: tl.constexpr, LATENT: tl.constexpr,
-    CAP: tl.constexpr, TREE: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    FOLD_ROWS: tl.constexpr, FOLD_DEPTH: tl.constexpr,
+    q, k, v, out, lse, sinks2, items, positions, start, tail_indptr, tail_slots, page_ids,
+    part_ml, part_acc, counters, c, pre, v_scale,
+    heads, kv_heads, window, causal, page_size, page_mul, page_shift,
+    count0, len0, count1, len1, len2, q_token8, q_head8, k_slot8, k_head8, v_slot8, v_head8,
+    D_QK: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr, D_V: tl.constexpr, DV: tl.constexpr,
+    LATENT: tl.constexpr, CAP: tl.constexpr, TREE: tl.constexpr, PART: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, FOLD_ROWS: tl.constexpr, FOLD_DEPTH: tl.constexpr,
 ):  # fmt: skip
     """One item and kv head per program; strides come in units of 8 elements."""
     kv_head = tl.program_id(0) % kv_heads
     item = items + (tl.program_id(0) // kv_heads) * 12
     row_begin, row_end = tl.load(item + 1), tl.load(item + 2)
-    entry, lo_all, hi_all, tail = (
-        tl.load(item),
-        tl.load(item + 3),
-        tl.load(item + 4),
-        tl.load(item + 11),
-    )
-    split, split_end, nth, parts = (
-        tl.load(item + 5),
-        tl.load(item + 6),
-        tl.load(item + 8),
-        tl.load(item + 9),
-    )
     if row_begin >= row_end:  # padding of the item list
         return
+    lo_all, hi_all, split, tail = (
+        tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 11),
+    )  # fmt: skip
     group = heads // kv_heads
-    f = row_begin + tl.arange(0, ROWS)
-    real = f < row_end
-    token = f // group
-    head = kv_head * group + f % group
+    r = tl.arange(0, ROWS)
+    token = (row_begin + r) // group
+    real = row_begin + r < row_end
     hi = tl.where(causal != 0, tl.load(positions + token, mask=real, other=-1) + 1, hi_all)
     hi = tl.where(real, hi, 0)
     lo = tl.maximum(hi - window, 0)
-    qa = load_queries(q, token, head, real, q_token8, q_head8, 0, D_QK, DA)
+    head = kv_head * group + (row_begin + r) % group
+    at = token.to(tl.int64) * (q_token8 * 8) + head * (q_head8 * 8)
+    qa = rows_at(q, at, 0, real, D_QK, DA)
     qb = qa
     if DB > 0:
-        qb = load_queries(q, token, head, real, q_token8, q_head8, DA, D_QK, DB)
-    k_slot, v_slot = k_slot8.to(tl.int64) * 8, v_slot8.to(tl.int64) * 8
+        qb = rows_at(q, at, DA, real, D_QK, DB)
+    block = (row_begin, row_end, group)
+    splits = (count0, len0, count1, len1, len2)
+    pages = (page_ids, tl.load(item), page_size, page_mul, page_shift)
+    tree = (positions, start, tail_indptr, tail_slots)
     k_head, v_head = kv_head.to(tl.int64) * (k_head8 * 8), kv_head.to(tl.int64) * (v_head8 * 8)
-    M = tl.full([ROWS], float("-inf"), tl.float32)
-    L = tl.zeros([ROWS], tl.float32)
-    A = tl.zeros([ROWS, DV], tl.float32)
+    strides = (k_slot8.to(tl.int64) * 8, k_head, v_slot8.to(tl.int64) * 8, v_head)
+    to = (out, lse, sinks2, heads, v_scale)
     if PART:
-        M, L, A = attend_split(
-            qa, qb, k, v, lo, hi, lo_all, hi_all, split_begin(split, count0, len0, count1, len1, len2),
-            split_begin(split + 1, count0, len0, count1, len1, len2), tail, row_begin, row_end, group, positions, start, tail_indptr,
-            tail_slots, page_ids, entry, page_size, page_mul, page_shift, k_slot, k_head, v_slot, v_head, c, pre,
+        m, l, a = attend_split(
+            qa, qb, k, v, lo, hi, lo_all, hi_all, split_begin(split, splits),
+            split_begin(split + 1, splits), tail, block, pages, tree, strides, c, pre,
             D_QK, DA, DB, D_V, DV, LATENT, CAP, TREE, ROWS, TILE,
         )  # fmt: skip
-        rows = row_end - row_begin
-        part = tl.load(item + 7) * kv_heads + kv_head * parts * rows
-        counter = counters + tl.load(item + 10) * kv_heads + kv_head
-        if (
-            write_part(M, L, A, part_ml, part_acc, part + nth * rows, real, counter, ROWS, DV)
-            == parts - 1
-        ):
-            tl.store(counter, 0)  # ready for the next launch
-            fold_parts(
-                out, lse, sinks2, part_ml, part_acc, part, rows, parts, row_begin, group, kv_head, heads, v_scale,
-                D_V, DV, FOLD_ROWS, FOLD_DEPTH,
-            )  # fmt: skip
+        arrive(
+            to, item, m, l, a, part_ml, part_acc, counters, real, block, kv_head, kv_heads,
+            D_V, DV, ROWS, FOLD_ROWS, FOLD_DEPTH,
+        )  # fmt: skip
     else:
-        for s in range(split, split_end):
+        M = tl.full([ROWS], float("-inf"), tl.float32)
+        L = tl.zeros([ROWS], tl.float32)
+        A = tl.zeros([ROWS, DV], tl.float32)
+        for s in range(split, tl.load(item + 6)):
             m, l, a = attend_split(
-                qa, qb, k, v, lo, hi, lo_all, hi_all, split_begin(s, count0, len0, count1, len1, len2),
-                split_begin(s + 1, count0, len0, count1, len1, len2), tail, row_begin, row_end, group, positions, start, tail_indptr,
-                tail_slots, page_ids, entry, page_size, page_mul, page_shift, k_slot, k_head, v_slot, v_head, c, pre,
+                qa, qb, k, v, lo, hi, lo_all, hi_all, split_begin(s, splits),
+                split_begin(s + 1, splits), tail, block, pages, tree, strides, c, pre,
                 D_QK, DA, DB, D_V, DV, LATENT, CAP, TREE, ROWS, TILE,
             )  # fmt: skip
             M, L, A = fold(M, L, A, m, l, a)
-        write_rows(out, lse, sinks2, M, L, A, token, head, real, heads, v_scale, D_V, DV)
+        write_rows(to, M, L, A, row_begin, r, real, group, kv_head, D_V, DV)

@@ -47,7 +47,7 @@ def write(
     k, given = widened(k, keys.shape[2]), widened(given, values.shape[2])
     kv_heads, d_qk, d_v = k.shape[1], k.shape[2], given.shape[2]
     write_kernel[(len(slots),)](
-        k, given, keys, values, slots, scales[0], scales[1], k.stride(0), k.stride(1), given.stride(0), given.stride(1),
+        k, given, keys, values, slots, *scales, *k.stride()[:2], *given.stride()[:2],
         KV_HEADS=kv_heads, D_QK=d_qk, D_V=d_v, HAS_V=has_v, FP8=keys.dtype is torch.float8_e4m3fn,
         BLOCK=power_of_2(kv_heads * max(d_qk, d_v)), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

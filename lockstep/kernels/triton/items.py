@@ -47,17 +47,15 @@ def page_entries(page_indptr: Ints, first_pos: Ints, page_size: int) -> Ints:
 def blocks(
     rows: Rows, requests: NDArray[np.int64], group: int, block_rows: int
 ) -> tuple[NDArray[np.int64], ...]:
-    """(request, first flat row, end flat row) of every block of these requests; flat rows count
-    through the whole step."""
-    begin, end = (
-        rows.q_indptr[requests].astype(np.int64) * group,
-        rows.q_indptr[requests + 1].astype(np.int64) * group,
-    )
+    """(index into `requests`, first flat row, end flat row) of every block of these requests; flat
+    rows count through the whole step."""
+    begin = rows.q_indptr[requests].astype(np.int64) * group
+    end = rows.q_indptr[requests + 1].astype(np.int64) * group
     counts = -(-(end - begin) // block_rows)
     owner = np.repeat(np.arange(len(requests)), counts)
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
     first = begin[owner] + nth * block_rows
-    return requests[owner], first, np.minimum(first + block_rows, end[owner])
+    return owner, first, np.minimum(first + block_rows, end[owner])
 
 
 def hulls(
@@ -83,34 +81,29 @@ def items(
     group: int,
     block_rows: int,
     splits: Splits,
-    parts: bool,
+    parts: NDArray[np.bool_],
 ) -> Items:
-    """The items of `requests`, longest first: one per block, or with `parts` one per block and
-    split."""
-    request, first, end = blocks(rows, requests, group, block_rows)
+    """The items of `requests`, longest first: one per block or, where `parts` says so of a request,
+    one per block and split."""
+    owner, first, end = blocks(rows, requests, group, block_rows)
     if not len(first):
         return Items(np.zeros((0, 12), np.int32), 0, 0)
     lo, hi, tail = hulls(rows, first, end, group)
+    cut = parts[owner]
     split = splits.index(lo)
     split_end = np.where(hi > lo, splits.index(np.maximum(hi, 1) - 1) + 1, split)
-    count = np.maximum(split_end - split, 1) if parts else np.ones_like(split)
-    part_rows = count * (end - first) if parts else np.zeros_like(first)
-    entry = rows.page_entry[request]
+    count = np.where(cut, np.maximum(split_end - split, 1), 1)
+    part_rows = np.where(cut, count * (end - first), 0)
     part_row = np.cumsum(part_rows) - part_rows
-    counter = np.arange(len(first))
-    nth = np.zeros_like(split)
-    if parts:
-        of = np.repeat(np.arange(len(first)), count)
-        nth = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
-        entry, first, end, lo, hi = entry[of], first[of], end[of], lo[of], hi[of]
-        tail, part_row, counter = tail[of], part_row[of], counter[of]
-        split, count = split[of] + nth, count[of]
-        split_end = split + 1
+    of = np.repeat(np.arange(len(first)), count)
+    nth = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
+    begin = split[of] + nth
+    split_end = np.where(cut[of], begin + 1, split_end[of])
+    entry = rows.page_entry[requests[owner]][of]
+    first, end, lo, hi = first[of], end[of], lo[of], hi[of]
     table = np.stack(
-        (entry, first, end, lo, hi, split, split_end, part_row, nth, count, counter, tail), 1
+        (entry, first, end, lo, hi, begin, split_end, part_row[of], nth, count[of], of, tail[of]), 1
     )
-    work = np.minimum(splits.begin(split_end), hi) - np.maximum(splits.begin(split), lo)
+    work = np.minimum(splits.begin(split_end), hi) - np.maximum(splits.begin(begin), lo)
     longest_first = np.argsort(-work, kind="stable")
-    return Items(
-        table[longest_first].astype(np.int32), int(part_rows.sum()), int(counter.max()) + 1
-    )
+    return Items(table[longest_first].astype(np.int32), int(part_rows.sum()), len(owner))

@@ -30,7 +30,8 @@ def encode(x, scale, FP8: tl.constexpr):
 @triton.jit(do_not_specialize=WRITE_RUNTIME)
 def write_kernel(
     k, v, k_cache, v_cache, slots, k_scale, v_scale, k_token, k_head, v_token, v_head,
-    KV_HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, HAS_V: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, HAS_V: tl.constexpr,
+    FP8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One token per program: its rows of all kv heads."""
     token = tl.program_id(0).to(tl.int64)

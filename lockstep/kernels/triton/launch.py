@@ -25,12 +25,14 @@ class Tuning:
 
     rows: int  # flat rows (token, head) per block
     warps: int
-    stages: int
+    stages: int  # tiles in flight; the warp-specialised kernels count those of head size 128
     parts: bool  # a program per split, folded by the last to arrive
     fold_rows: int = 4
     fold_depth: int = 4
     registers: int | None = None  # at most so many per thread
-    hopper: bool = False  # the warp-specialised kernel: blocks of 128 tokens of one head
+    # "plain" (attend.py), or a warp-specialised twin: "prefill" (blocks of 128 tokens of one head),
+    # "decode" (16 rows), "latent" (64 rows)
+    kernel: str = "plain"
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,22 @@ class Scratch:
     counters: Tensor  # int32
 
 
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One layer's attention: q [T, heads, d_qk]; keys k [slots, kv_heads, d_qk] and v [slots,
+    kv_heads, d_v]; out [T, heads, d_v], lse [T, heads]; where keys are, how they score, in which
+    order."""
+
+    q: Tensor
+    keys: tuple[Tensor, Tensor]
+    out: Tensor
+    lse: Tensor
+    at: Addresses
+    scoring: Scoring
+    shape: Shape
+    order: AttentionOrder
+
+
 def power_of_2(n: int) -> int:
     """The power of two at or above n, at least 16."""
     return max(16, 1 << (n - 1).bit_length())
@@ -118,9 +136,16 @@ def divider(page_size: int) -> tuple[int, int]:
     return -(-(1 << (31 + shift)) // page_size), shift
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Of the card; 1 where there is none."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def scratch(part_rows: int, counters: int, d_v: int, device: torch.device) -> Scratch:
-    """Room for `part_rows` rows of parts."""
-    rows = max(part_rows, 1)
+    """Room for `part_rows` rows of parts and, for a latent cache, the state of every program."""
+    rows = max(part_rows, 1) + (64 * multiprocessors(device) if d_v > 256 else 0)
     return Scratch(
         torch.empty(rows * 2, dtype=torch.float32, device=device),
         torch.empty(rows * power_of_2(d_v), dtype=torch.float32, device=device),
@@ -128,96 +153,98 @@ def scratch(part_rows: int, counters: int, d_v: int, device: torch.device) -> Sc
     )
 
 
-def eighths(tensor: Tensor, axis: int, name: str) -> int:
-    """A stride in units of 8 elements, as the kernel takes it."""
-    stride = tensor.stride(axis)
-    if stride % 8 or tensor.stride(2) != 1:
+def eighths(tensor: Tensor, name: str) -> tuple[int, int]:
+    """The strides of rows and heads in units of 8 elements, as kernels take them."""
+    row, head, column = tensor.stride()
+    if row % 8 or head % 8 or column != 1:
         rule = f"{name} has contiguous heads at multiples of 8 elements"
         raise RuleError(rule, f"strides {tensor.stride()}", "Make it contiguous")
-    return stride // 8
+    return row // 8, head // 8
 
 
-def attend(
-    q: Tensor, keys: tuple[Tensor, Tensor], out: Tensor, lse: Tensor, table: Tensor, at: Addresses, scoring: Scoring, room: Scratch,
-    shape: Shape, order: AttentionOrder, tuning: Tuning,
-) -> None:  # fmt: skip
-    """One launch. q [T, heads, d_qk]; keys k [slots, kv_heads, d_qk], v [slots, kv_heads, d_v]; out
-    [T, heads, d_v], lse [T, heads]."""
+def launch(call: Call, table: Tensor, room: Scratch, tuning: Tuning) -> None:
+    """One launch over the items of `table`."""
+    kernels = {"plain": plain, "prefill": prefill, "decode": decode, "latent": latent}
+    kernels[tuning.kernel](call, table, room, tuning)
+
+
+def plain(call: Call, table: Tensor, room: Scratch, tuning: Tuning) -> None:
+    """Any number of rows, any feature."""
     from lockstep.kernels.triton.attend import attend_kernel
 
-    k, v = keys
-    heads, kv_heads, splits = q.shape[1], k.shape[1], order.splits
+    q, (k, v), at, scoring, splits = call.q, call.keys, call.at, call.scoring, call.order.splits
     mul, shift = divider(at.page_size)
-    attend_kernel[(len(table) * kv_heads,)](
-        q, k, v, out, lse, scoring.sinks2, table, at.positions, at.start, at.tail_indptr, at.tail_slots, at.page_ids,
-        room.ml, room.acc, room.counters, scoring.c, scoring.pre, scoring.v_scale,
-        heads, kv_heads, scoring.window, int(scoring.causal), at.page_size, mul, shift,
+    attend_kernel[(len(table) * k.shape[1],)](
+        q, k, v, call.out, call.lse, scoring.sinks2, table, at.positions, at.start,
+        at.tail_indptr, at.tail_slots, at.page_ids, room.ml, room.acc, room.counters,
+        scoring.c, scoring.pre, scoring.v_scale, q.shape[1], k.shape[1], scoring.window,
+        int(scoring.causal), at.page_size, mul, shift,
         splits.count0, splits.len0, splits.count1, splits.len1, splits.len2,
-        eighths(q, 0, "q"), eighths(q, 1, "q"), eighths(k, 0, "k"), eighths(k, 1, "k"), eighths(v, 0, "v"), eighths(v, 1, "v"),
-        **shape.constants(tuning),
-        num_warps=tuning.warps, num_stages=tuning.stages, maxnreg=tuning.registers, enable_fp_fusion=False,
+        *eighths(q, "q"), *eighths(k, "k"), *eighths(v, "v"), **call.shape.constants(tuning),
+        num_warps=tuning.warps, num_stages=tuning.stages, maxnreg=tuning.registers,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def page_descriptors(keys: tuple[Tensor, Tensor], page_size: int) -> tuple[Any, Any, Any]:
-    """How the copy engine sees K and V: a box is 64 columns of a page. Also the layout of such a
-    box."""
+def boxes(tensor: Tensor, rows: int, columns: int) -> Any:
+    """How the copy engine sees a tensor of rows: boxes of `rows` by `columns`."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    k, v = (
-        TensorDescriptor.from_tensor(x.view(x.shape[0], -1), [page_size, 64], layout) for x in keys
-    )
-    return k, v, layout
+    return TensorDescriptor.from_tensor(tensor.view(len(tensor), -1), [rows, columns], layout)
 
 
 def tiles_of(order: AttentionOrder) -> tuple[int, int, int, int, int]:
     """The split rule, lengths in tiles."""
     splits, tile = order.splits, order.tile
-    return (
-        splits.count0,
-        splits.len0 // tile,
-        splits.count1,
-        splits.len1 // tile,
-        splits.len2 // tile,
-    )
+    lens = (splits.len0 // tile, splits.len1 // tile, splits.len2 // tile)
+    return splits.count0, lens[0], splits.count1, lens[1], lens[2]
 
 
-def prefill(
-    q: Tensor, keys: tuple[Tensor, Tensor], out: Tensor, lse: Tensor, table: Tensor, at: Addresses, scoring: Scoring,
-    order: AttentionOrder, programs: int,
-) -> None:  # fmt: skip
-    """One launch of the warp-specialised prefill; `table` holds blocks of 128 tokens (group 1).
-    `tuning.hopper_serves` says when it may."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+def prefill(call: Call, table: Tensor, room: Scratch, tuning: Tuning) -> None:
+    """Blocks of 128 tokens of one head: a program per multiprocessor walks them."""
+    from lockstep.kernels.triton.hopper_prefill import prefill_kernel
 
-    from lockstep.kernels.triton.hopper import prefill_kernel
-
-    tokens, heads, d = q.shape
-    k, v, layout = page_descriptors(keys, at.page_size)
-    rows = TensorDescriptor.from_tensor(q.view(tokens, -1), [64, d], layout)
-    prefill_kernel[(min(programs, len(table) * heads),)](
-        rows, k, v, out, lse, scoring.sinks2, table, at.page_ids, scoring.c, scoring.v_scale,
-        heads, heads // keys[0].shape[1], len(table) * heads, *tiles_of(order), OUTSIDE,
-        D=d, TILE=order.tile, STAGES=2 if d == 128 else 3, PAGE=at.page_size, num_warps=4, enable_fp_fusion=False,
+    q, (k, v), at, scoring = call.q.contiguous(), call.keys, call.at, call.scoring
+    heads, d = q.shape[1:]
+    work = len(table) * heads
+    prefill_kernel[(min(multiprocessors(q.device), work),)](
+        boxes(q, 64, d), boxes(k, at.page_size, 64), boxes(v, at.page_size, 64), call.out,
+        call.lse, scoring.sinks2, table, at.page_ids, scoring.c, scoring.v_scale, heads,
+        heads // k.shape[1], work, *tiles_of(call.order), OUTSIDE,
+        D=d, TILE=call.order.tile, STAGES=tuning.stages * 128 // d, PAGE=at.page_size,
+        num_warps=tuning.warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def decode(
-    q: Tensor, keys: tuple[Tensor, Tensor], out: Tensor, lse: Tensor, table: Tensor, at: Addresses, scoring: Scoring, room: Scratch,
-    order: AttentionOrder, programs: int,
-) -> None:  # fmt: skip
-    """One launch of the warp-specialised kernel for few rows; `table` holds parts of blocks of at
-    most 16 rows."""
+def decode(call: Call, table: Tensor, room: Scratch, tuning: Tuning) -> None:
+    """Blocks of at most 16 rows, or parts of them."""
     from lockstep.kernels.triton.hopper_decode import decode_kernel
 
-    _, heads, d = q.shape
-    kv_heads = keys[0].shape[1]
-    k, v, _ = page_descriptors(keys, at.page_size)
-    work = len(table) * kv_heads
-    decode_kernel[(min(programs, work),)](
-        q, k, v, out, lse, scoring.sinks2, table, at.positions, at.page_ids, room.ml, room.acc, room.counters, scoring.c, scoring.v_scale,
-        heads, kv_heads, scoring.window, int(scoring.causal), work, eighths(q, 0, "q"), eighths(q, 1, "q"), *tiles_of(order), OUTSIDE,
-        D=d, TILE=order.tile, STAGES=3 if d == 128 else 6, PAGE=at.page_size, num_warps=4, enable_fp_fusion=False,
+    q, (k, v), at, scoring = call.q, call.keys, call.at, call.scoring
+    heads, d = q.shape[1:]
+    decode_kernel[(len(table) * k.shape[1],)](
+        q, boxes(k, at.page_size, 64), boxes(v, at.page_size, 64), call.out, call.lse,
+        scoring.sinks2, table, at.positions, at.page_ids, room.ml, room.acc, room.counters,
+        scoring.c, scoring.v_scale, heads, k.shape[1], scoring.window, int(scoring.causal),
+        *eighths(q, "q"), *tiles_of(call.order), OUTSIDE,
+        D=d, TILE=call.order.tile, STAGES=tuning.stages * 128 // d, PAGE=at.page_size,
+        num_warps=tuning.warps, maxnreg=tuning.registers, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def latent(call: Call, table: Tensor, room: Scratch, tuning: Tuning) -> None:
+    """Blocks of at most 64 rows over a latent cache: a program per multiprocessor walks them."""
+    from lockstep.kernels.triton.hopper_latent import latent_kernel
+
+    q, (k, _), at, scoring = call.q, call.keys, call.at, call.scoring
+    programs = min(multiprocessors(q.device), len(table))
+    state_row = len(room.acc) // call.shape.d_v - multiprocessors(q.device) * tuning.rows
+    latent_kernel[(programs,)](
+        q, boxes(k, at.page_size, 64), call.out, call.lse, scoring.sinks2, table, at.positions,
+        at.page_ids, room.ml, room.acc, room.counters, scoring.c, scoring.v_scale,
+        q.shape[1], 1, scoring.window, int(scoring.causal), len(table), state_row,
+        *eighths(q, "q"), *tiles_of(call.order), OUTSIDE, PAGE=at.page_size,
+        num_warps=tuning.warps, enable_fp_fusion=False,
     )  # fmt: skip

@@ -63,25 +63,15 @@ def fold(M, L, A, m, l, a):
 
 
 @triton.jit
-def divide(a, b):
-    """a / b, [R, D] by [R]: the reciprocal correctly rounded, a product, one correction. The same
-    text in every kernel."""
-    r = tl.div_rn(tl.full(b.shape, 1.0, tl.float32), b)[:, None]
-    q = a * r
-    return tl.fma(tl.fma(-q, b[:, None], a), r, q)
-
-
-@triton.jit
 def finish(M, L, A, sink2, v_scale):
-    """The sink as one more fold, the division, the scale. Returns the output and the natural log of
-    the denominator."""
+    """The sink as one more fold, one division and the scale per row, one product per value; never
+    -0. Returns the output and the natural log of the denominator."""
     top = tl.maximum(M, sink2)
     base = tl.where(top == float("-inf"), 0.0, top)
     x = tl.exp2(M - base)
     total = tl.fma(L, x, tl.exp2(sink2 - base))
     lit = total > 0.0
     divisor = tl.where(lit, total, 1.0)
-    out = divide(A * x[:, None], divisor) * v_scale
-    out = tl.where(lit[:, None] & (out != 0.0), out, 0.0)
+    factor = tl.div_rn(x, divisor) * v_scale
     lse = tl.where(lit, (top + tl.log2(divisor)) * LN2, float("-inf"))
-    return out, lse
+    return tl.fma(A, factor[:, None], 0.0), lse

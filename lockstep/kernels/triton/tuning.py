@@ -12,16 +12,14 @@ from numpy.typing import NDArray
 
 from lockstep.kernels.triton.items import Rows
 from lockstep.kernels.triton.launch import Tuning
-from lockstep.order import AttentionOrder, Splits
+from lockstep.order import AttentionOrder
 from lockstep.types import GroupSpec, Layout
 
 FEW = 16  # rows (token, head) of a request that still make one small block
 PROGRAMS = 264  # two per multiprocessor: fewer whole blocks than this are split over programs
-# splits of small blocks up to which the warp-specialised kernel is faster: it fetches a whole split
-# at once
-LONE_ITEMS = 264
+WHOLE = 1.05  # times a multiprocessor's share of all keys: a request up to this is not split
 TOKENS = 96  # rows of a request from which a block of 128 tokens is worth while
-HOPPER_ITEMS = 100
+PREFILL_ITEMS = 100  # of those, fewer are left to the plain kernel
 
 
 def few(spec: GroupSpec, tree: bool = False) -> Tuning:
@@ -72,59 +70,74 @@ def narrow(spec: GroupSpec) -> bool:
     return spec.kv_dtype == "float8_e4m3"
 
 
-HOPPER_ROWS = Tuning(rows=16, warps=4, stages=3, parts=True, hopper=True)
-HOPPER_TOKENS = Tuning(rows=128, warps=4, stages=2, parts=False, hopper=True)
+DECODE = Tuning(rows=16, warps=4, stages=3, parts=True, registers=128, kernel="decode")
+PREFILL = Tuning(rows=128, warps=4, stages=2, parts=False, kernel="prefill")
+LATENT = Tuning(rows=64, warps=8, stages=2, parts=True, kernel="latent")
 
 
-def hopper_serves(spec: GroupSpec, tree: bool, order: AttentionOrder) -> bool:
+def serves(spec: GroupSpec, tree: bool, order: AttentionOrder) -> bool:
     """Whether the warp-specialised kernels can do a group: head sizes, pages and features that they
     know."""
+    dense = spec.layout in (Layout.DENSE, Layout.CROSS) and spec.d_qk == spec.d_v
+    latent = spec.layout is Layout.LATENT and (spec.d_qk, spec.d_v) == (576, 512)
     return (
-        spec.layout in (Layout.DENSE, Layout.CROSS)
-        and spec.d_qk == spec.d_v
-        and spec.d_qk in (64, 128)
-        and order.tile == 128
+        ((dense and spec.d_qk in (64, 128)) or latent)
         and spec.page_size in (16, 32, 64, 128)
+        and spec.page_size <= order.tile
         and spec.kv_dtype == "bfloat16"
         and not tree
         and all(attn.soft_cap is None for attn in spec.layers)
     )
 
 
-def lone(spec: GroupSpec, rows: Rows, small: NDArray[np.bool_], splits: Splits) -> bool:
-    """Whether the small requests have so few splits, over all kv heads, that each can have a
-    multiprocessor of its own, or nearly."""
-    first = rows.q_indptr[:-1][small]
-    if not len(first):
-        return False
-    count = splits.index(np.maximum(rows.hi[first], 1) - 1) - splits.index(rows.lo[first]) + 1
-    return int(count.sum()) * spec.kv_heads <= LONE_ITEMS
-
-
 def group_of(spec: GroupSpec, tuning: Tuning) -> int:
     """Query heads that share a block's rows: those of a kv head, or one where a block is tokens of
     one head."""
-    return 1 if tuning.hopper and not tuning.parts else spec.group_size
+    return 1 if tuning.kernel == "prefill" else spec.group_size
+
+
+def split_up(
+    spec: GroupSpec, rows: Rows, requests: NDArray[np.int64], tuning: Tuning
+) -> NDArray[np.bool_]:
+    """Which requests are split over programs: those with more keys than a multiprocessor's share of
+    all that is read, so that one would be busy when the others are done."""
+    first, end = rows.q_indptr[requests], rows.q_indptr[requests + 1]
+    keys = (rows.hi[end - 1] - rows.lo[first]).astype(np.int64)
+    blocks = -(-((end - first) * spec.group_size) // tuning.rows) * spec.kv_heads
+    return keys * (PROGRAMS // 2) > WHOLE * int((keys * blocks).sum())
+
+
+Choice = tuple[Tuning, NDArray[np.int64], NDArray[np.bool_]]
 
 
 def choose(
-    spec: GroupSpec, rows: Rows, hopper: bool, tree: bool, splits: Splits
-) -> list[tuple[Tuning, NDArray[np.int64]]]:
-    """Launch shapes and the requests each serves. `hopper`: the warp-specialised kernels may be
-    used."""
+    spec: GroupSpec, rows: Rows, hopper: bool, tree: bool, order: AttentionOrder
+) -> list[Choice]:
+    """Launch shapes, the requests each serves, and which of those are split over programs.
+    `hopper`: the warp-specialised kernels may be used."""
+    hopper = hopper and serves(spec, tree, order)
     lens = np.diff(rows.q_indptr).astype(np.int64)
+    if hopper and spec.layout is Layout.LATENT:
+        every = np.flatnonzero(lens)
+        return [(LATENT, every, split_up(spec, rows, every, LATENT))]
     flat = lens * spec.group_size
     small = (lens > 0) & (flat <= FEW)
     long = (lens >= TOKENS) & ~small & (hopper and spec.causal and spec.window is None)
-    if int((-(-lens[long] // HOPPER_TOKENS.rows)).sum()) * spec.heads < HOPPER_ITEMS:
+    if int((-(-lens[long] // PREFILL.rows)).sum()) * spec.heads < PREFILL_ITEMS:
         long &= False
     rest = (lens > 0) & ~small & ~long
     whole = many(spec, tree)
     blocks = int((-(-flat[rest] // whole.rows)).sum()) * spec.kv_heads
-    little = HOPPER_ROWS if hopper and lone(spec, rows, small, splits) else few(spec, tree)
-    chosen = (
-        (little, small),
-        (some(spec, tree) if blocks < PROGRAMS else whole, rest),
-        (HOPPER_TOKENS, long),
-    )
-    return [(tuning, np.flatnonzero(mask)) for tuning, mask in chosen if mask.any()]
+    chosen = [alike(some(spec, tree) if blocks < PROGRAMS else whole, rest), alike(PREFILL, long)]
+    if hopper and small.any():
+        few_rows = np.flatnonzero(small)
+        chosen.insert(0, (DECODE, few_rows, split_up(spec, rows, few_rows, DECODE)))
+    else:
+        chosen.insert(0, alike(few(spec, tree), small))
+    return [choice for choice in chosen if len(choice[1])]
+
+
+def alike(tuning: Tuning, mask: NDArray[np.bool_]) -> Choice:
+    """Requests that are all split over programs, or none of them."""
+    requests = np.flatnonzero(mask)
+    return tuning, requests, np.full(len(requests), tuning.parts)

@@ -25,6 +25,8 @@ KNOWN_SPILLS = {
     (576, "few", "bfloat16", True): 16,
     (576, "some", "bfloat16", True): 16,
 }
+# of 240 registers per thread: addresses, not values, and a few scalars beside 128 values
+HOPPER_SPILLS = {("prefill", 128): 2, ("latent", 512): 24}
 HEADS = ((64, 64), (128, 128), (256, 256), (192, 128), (576, 512))
 
 
@@ -101,7 +103,7 @@ def attend(
 
 
 def hopper(which: str, d: int, page: int) -> Variant:
-    """The warp-specialised kernels."""
+    """The warp-specialised kernels; d is 512 for a latent cache."""
     layout = (
         "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, "
         "fp4_padded=False, cga_layout=[])"
@@ -112,20 +114,17 @@ def hopper(which: str, d: int, page: int) -> Variant:
     )
     ints = dict.fromkeys(("items", "positions", "page_ids", "counters"), "*i32")
     queries = {"q_desc": f"tensordesc<bf16[64, {d}],{layout}>", "q": "*bf16"}
-    stages = {("prefill", 128): 2, ("prefill", 64): 3, ("decode", 128): 3, ("decode", 64): 6}[
-        which, d
-    ]
-    module = {"prefill": "hopper", "decode": "hopper_decode"}[which]
+    chosen = {"prefill": tuning.PREFILL, "decode": tuning.DECODE, "latent": tuning.LATENT}[which]
+    sizes = {"D": d, "TILE": 128, "STAGES": chosen.stages * 128 // d, "PAGE": page}
     return Variant(
         name=f"{which} {d} page {page}",
-        kernel=f"{module}:{which}_kernel",
+        kernel=f"hopper_{which}:{which}_kernel",
         types={"k_desc": box, "v_desc": box, "out": "*bf16", **queries, **floats, **ints},
-        constants={"D": d, "TILE": 128, "STAGES": stages, "PAGE": page},
-        warps=4,
+        constants={"PAGE": page} if which == "latent" else sizes,
+        warps=chosen.warps,
         gluon=True,
-        known_spills=2
-        if (which, d) == ("prefill", 128)
-        else 0,  # of 240 registers per thread; an address, not a value
+        registers=chosen.registers,
+        known_spills=HOPPER_SPILLS.get((which, d), 0),
     )
 
 
@@ -190,6 +189,7 @@ def variants() -> tuple[Variant, ...]:
         for d in (64, 128)
         for page in (16, 32, 64, 128)
     ]
+    found += [hopper("latent", 512, page) for page in (16, 32, 64)]
     found += [write(kv, latent) for kv in ("bfloat16", "float8_e4m3") for latent in (False, True)]
     found += [move(16, 64), move(256, 64), move(4096, 4)]
     found += gemm_variants.variants()
