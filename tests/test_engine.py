@@ -22,6 +22,7 @@ from lockstep.config import EngineConfig
 from lockstep.lab import fuzz
 from lockstep.llm.engine import BUILTIN, Engine
 from lockstep.llm.output import Output
+from lockstep.run.kind import GENERATE
 from lockstep.types import RuleError
 
 TRACES = 320
@@ -155,20 +156,15 @@ def test_nan_logits_end_their_request_and_nothing_else():
     engine = fuzz.engine(max_total_tokens=2000)
     want = run(fuzz.engine(max_total_tokens=2000), PROMPT, PARAMS)
     poison = next(t for t in range(40, 61) if t not in want.token_ids)
-    inner = engine.model
+    kind = engine.kinds[GENERATE]
 
-    class Poisoned:
-        """The same model, but the row of one token, which only the other request has, is NaN."""
+    def poisoned(ids, positions, step):
+        """The row of one token, which only the other request has, is NaN."""
+        hidden = kind.forward(ids, positions, step).clone()
+        hidden[ids == poison] = torch.nan
+        return hidden
 
-        def __call__(self, ids, positions, step):
-            hidden = inner(ids, positions, step).clone()
-            hidden[ids == poison] = torch.nan
-            return hidden
-
-        def __getattr__(self, name):
-            return getattr(inner, name)
-
-    engine.model = engine.runner.model = Poisoned()
+    engine.kinds[GENERATE] = replace(kind, forward=poisoned)
     bad, good = engine.add((*PROMPT[:9], poison), PARAMS), engine.add(PROMPT, PARAMS)
     while engine.busy:
         engine.step()

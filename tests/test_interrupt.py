@@ -19,6 +19,7 @@ from lockstep.llm.api import LLM
 from lockstep.llm.calls import Caller, Turn
 from lockstep.llm.engine import Engine
 from lockstep.llm.job import Job
+from lockstep.run.kind import GENERATE
 from lockstep.sample.params import SamplingParams
 from lockstep.types import RuleError
 
@@ -162,19 +163,19 @@ def test_a_call_that_ends_without_its_last_words_leaves_no_request(monkeypatch):
 
 
 class Failing:
-    """A model that raises at its n-th step."""
+    """A generating model that raises at its n-th step."""
 
-    def __init__(self, inner, at):
-        self.inner, self.at, self.steps = inner, at, 0
+    def __init__(self, at):
+        self.at, self.steps = at, 0
 
-    def __call__(self, *args):
-        self.steps += 1
-        if self.steps == self.at:
-            raise RuntimeError("no memory")
-        return self.inner(*args)
+    def wrap(self, kind):
+        def forward(*args):
+            self.steps += 1
+            if self.steps == self.at:
+                raise RuntimeError("no memory")
+            return kind.forward(*args)
 
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
+        return replace(kind, forward=forward)
 
 
 @pytest.mark.parametrize("at", range(1, 9))
@@ -195,7 +196,7 @@ def test_a_step_that_fails_has_not_happened(tiny, at):
     while calm.busy:
         calm.step()
     engine = model.engine
-    engine.model = engine.runner.model = Failing(engine.model, at)
+    engine.kinds[GENERATE] = Failing(at).wrap(engine.kinds[GENERATE])
     jobs, failed = added(engine), 0
     while engine.busy:
         try:

@@ -24,9 +24,10 @@ from lockstep.plan import address
 from lockstep.plan import check as plan_check
 from lockstep.plan.build import build
 from lockstep.plan.step import PagedGroup, StepPlan
+from lockstep.run.kind import EMBED, ENCODE, GENERATE, StepKind
 from lockstep.sched import policy
 from lockstep.sched.request import Ask, Piece, Request, Step, Token
-from lockstep.sched.scheduler import Kinds, Limits, Scheduler
+from lockstep.sched.scheduler import Limits, Scheduler
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
 ATTN = (AttnSpec(0.5),)
@@ -53,21 +54,28 @@ def cross(page_size: int) -> GroupSpec:
 FRESH = GroupSpec(Layout.FRESH, 4, 2, 8, 8, ATTN, causal=False)
 
 
-@dataclass(frozen=True)
 class Model:
-    specs: tuple[GroupSpec, ...]
-    kinds: Kinds
+    """Groups, and the numbers of those that steps of each kind use."""
+
+    def __init__(self, specs, generate, encode=(), embed=()) -> None:
+        self.specs = specs
+        named = {GENERATE: generate, ENCODE: encode, EMBED: embed}
+        self.kinds = {
+            name: StepKind(name, None, groups, tuple(specs[g] for g in groups), (), None)
+            for name, groups in named.items()
+            if groups
+        }
 
 
 MODELS = (
-    Model((full(1),), Kinds((0,))),
-    Model((full(4),), Kinds((0,))),
-    Model((latent(16),), Kinds((0,))),
-    Model((full(4), window(6, 4)), Kinds((0, 1))),
-    Model((full(4), window(5, 2), window(9, 1)), Kinds((0, 1, 2))),
-    Model((window(7, 4), window(1, 2)), Kinds((0, 1))),
-    Model((full(16), window(3, 4), FRESH), Kinds((0, 1), (), (2,))),
-    Model((full(2), cross(4), FRESH), Kinds((0, 1), (2, 1), (2,))),
+    Model((full(1),), (0,)),
+    Model((full(4),), (0,)),
+    Model((latent(16),), (0,)),
+    Model((full(4), window(6, 4)), (0, 1)),
+    Model((full(4), window(5, 2), window(9, 1)), (0, 1, 2)),
+    Model((window(7, 4), window(1, 2)), (0, 1)),
+    Model((full(16), window(3, 4), FRESH), (0, 1), (), (2,)),
+    Model((full(2), cross(4), FRESH), (0, 1), (2, 1), (2,)),
 )
 
 
@@ -110,7 +118,7 @@ class World:
             for s, n in zip(model.specs, pages, strict=True)
         ]
         self.model, self.pools, self.limits = model, pools, limits
-        self.scheduler = Scheduler(model.specs, pools, model.kinds, limits)
+        self.scheduler = Scheduler(model.kinds, pools, limits)
         self.store: list[dict[int, int]] = [{} for _ in model.specs]
         self.scored: dict[Request, list[int]] = {}
         self.ended: list[Request] = []
@@ -127,11 +135,10 @@ class World:
 
     def finish(self, step: Step) -> list[Request]:
         """The step runs and is committed."""
-        specs = [self.model.specs[g] for g in step.groups]
-        plan = build(specs, step.works)
-        pools = [self.pools[g] for g in step.groups]
+        plan = build(step.kind.specs, step.works)
+        pools = [self.pools[g] for g in step.kind.groups]
         plan_check.check(plan, tuple(pool.num_pages if pool is not None else 0 for pool in pools))
-        for g, group in zip(step.groups, plan.groups, strict=True):
+        for g, group in zip(step.kind.groups, plan.groups, strict=True):
             if isinstance(group, PagedGroup):
                 self.write(g, group, step, plan)
                 self.read(g, group, step, plan)
@@ -260,10 +267,10 @@ def asks(draw: st.DrawFn, model: Model, chunk: int) -> Ask:
     prompt = text[: draw(st.integers(0, 24))] + draw(
         st.lists(st.integers(0, 3), min_size=1, max_size=4)
     )
-    if model.kinds.embed and draw(st.integers(0, 4)) == 0:
+    if EMBED in model.kinds and draw(st.integers(0, 4)) == 0:
         return Ask(tuple(prompt[:chunk]), embed=True)
     encoder = (
-        draw(st.lists(st.integers(0, 1), max_size=min(6, chunk))) if model.kinds.encode else []
+        draw(st.lists(st.integers(0, 1), max_size=min(6, chunk))) if ENCODE in model.kinds else []
     )
     return Ask(
         tuple(prompt),
@@ -347,7 +354,7 @@ def world(model: Model, pages: int, size: int = 64, running: int = 16) -> World:
     return World(model, (pages,) * len(model.specs), Limits(size, running))
 
 
-DENSE, HYBRID, EMBED, CROSSED = MODELS[1], MODELS[3], MODELS[6], MODELS[7]
+DENSE, HYBRID, CROSSED = MODELS[1], MODELS[3], MODELS[7]
 
 
 def test_nothing_to_do_is_none():
@@ -439,9 +446,9 @@ def test_embeddings_and_encoders_have_steps_of_their_own_every_other_one():
     requests = [w.scheduler.add(ask) for ask in asked]
     w.run()
     for step in w.steps:
-        assert step.groups in ((0, 1), (2, 1), (2,))
+        assert step.kind.groups in ((0, 1), (2, 1), (2,))
         assert len({(p.request.ask.embed, p.cross_new > 0) for p in step.pieces}) == 1
-    whole = [step.groups != (0, 1) for step in w.steps]
+    whole = [step.kind.name != GENERATE for step in w.steps]
     assert not any(a and b for a, b in pairwise(whole[:6])), (
         "generation is not held up by embeddings"
     )

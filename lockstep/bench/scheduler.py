@@ -10,12 +10,14 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 from time import thread_time
+from typing import Any
 
 from lockstep.kv.pages import PagePool
 from lockstep.plan.build import build
 from lockstep.plan.check import check
+from lockstep.run.kind import GENERATE, StepKind
 from lockstep.sched.request import Ask, Step, Token
-from lockstep.sched.scheduler import Kinds, Limits, Scheduler
+from lockstep.sched.scheduler import Limits, Scheduler
 from lockstep.types import AttnSpec, GroupSpec, Layout
 
 PAGE = 16
@@ -70,9 +72,7 @@ def play(specs: tuple[GroupSpec, ...], load: Load, spare: float) -> dict[str, fl
         PagePool(2 + int(load.requests * (1 + spare) * -(-keys // spec.page_size)))
         for spec in specs
     ]
-    scheduler = Scheduler(
-        specs, pools, Kinds(tuple(range(len(specs)))), Limits(8192, load.requests)
-    )
+    scheduler = Scheduler(kinds(specs), pools, Limits(8192, load.requests))
     for i in range(load.requests * 2):  # the first half fills the cache and ends
         prompt = (i, *(j % 991 for j in range(load.prompt_len - 1)))
         scheduler.add(Ask(prompt, 1 if i < load.requests else load.steps + 1))
@@ -84,6 +84,20 @@ def play(specs: tuple[GroupSpec, ...], load: Load, spare: float) -> dict[str, fl
     return times.medians_us()
 
 
+def kinds(specs: tuple[GroupSpec, ...]) -> dict[str, StepKind]:
+    """Generating steps over these groups, of no model: nothing runs."""
+    none: Any = None
+    kind = StepKind(
+        name=GENERATE,
+        model=none,
+        groups=tuple(range(len(specs))),
+        specs=specs,
+        layer_map=(),
+        forward=none,
+    )
+    return {GENERATE: kind}
+
+
 def turn(scheduler: Scheduler, times: Times) -> Step | None:
     """One step, timed part by part."""
     at = thread_time()
@@ -92,7 +106,7 @@ def turn(scheduler: Scheduler, times: Times) -> Step | None:
         return None
     times.schedule.append(thread_time() - at)
     at = thread_time()
-    plan = build([scheduler.specs[g] for g in step.groups], step.works)
+    plan = build(step.kind.specs, step.works)
     times.build.append(thread_time() - at)
     at = thread_time()
     check(plan, tuple(pool.num_pages if pool is not None else 0 for pool in scheduler.pools))

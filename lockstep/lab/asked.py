@@ -22,6 +22,7 @@ from lockstep.lab.tiny import CONTEXT, EOS, LLAMA, Letters, save, words
 from lockstep.llm.api import LLM
 from lockstep.llm.job import Job
 from lockstep.models import weights
+from lockstep.run.kind import GENERATE
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import log_probs
 from lockstep.sched.request import Step
@@ -290,8 +291,8 @@ def folder(rig: Rig, quick: bool) -> None:
         "as generation_config.json says",
     )
     engine = rig.engine()
-    engine.info, engine.model = replace(info, folder=Path("tiny")), model
-    engine.runner.model = model
+    engine.info = replace(info, folder=Path("tiny"))
+    engine.kinds[GENERATE] = replace(engine.kinds[GENERATE], model=model, forward=model)
     job = engine.add(order.prompt, replace(order.params, ignore_eos=False))
     while engine.busy:
         engine.step()

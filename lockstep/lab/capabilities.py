@@ -40,6 +40,7 @@ from lockstep.nn import linear
 from lockstep.nn.decoder import Decoder
 from lockstep.nn.source import Weights
 from lockstep.plan.build import Work, build
+from lockstep.run.kind import EMBED
 from lockstep.sample.params import SamplingParams
 from lockstep.types import KV_BYTES
 
@@ -315,15 +316,15 @@ class Subject:
     def far(self) -> str:
         """Logits of rows at the last positions before FAR."""
         model, length = self.parts.model, PROMPTS[1]
-        runner = self.engine().runner
-        specs = model.fresh_groups()
-        plan = build(specs, [Work(0, length, (None,) * len(specs))])
-        groups = range(len(runner.specs) - len(specs), len(runner.specs))
+        engine = self.engine()
+        kind = engine.kinds[EMBED]
+        plan = build(kind.specs, [Work(0, length, (None,) * len(kind.specs))])
 
         def forward(ids: Tensor, positions: Tensor, step: Any) -> Tensor:
             return model(ids, positions + (FAR + 1 - length), step)
 
-        hidden = runner.rows(plan, torch.tensor(prompt(length)), groups, model.places, forward)
+        ids = torch.tensor(prompt(length))
+        hidden = engine.runner.run(plan, ids, replace(kind, forward=forward)).rows
         return digest(model.logits(hidden).numpy())
 
     def angles(self) -> str:

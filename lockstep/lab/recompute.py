@@ -25,7 +25,7 @@ from lockstep.llm.engine import Parts
 from lockstep.llm.output import Top
 from lockstep.plan.build import Work, build
 from lockstep.plan.step import StepPlan
-from lockstep.run.groups import Groups, encoder_of
+from lockstep.run.kind import ENCODE, GENERATE, StepKind, group_specs, kinds_of
 from lockstep.run.runner import Runner
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import log_probs
@@ -68,15 +68,18 @@ class Recompute:
 
     def __init__(self, parts: Parts, kv_dtype: str = "float32") -> None:
         self.model, self.info, self.tokenizer = parts.model, parts.info, parts.tokenizer
-        self.encoder = encoder_of(parts.model, parts.info)
-        self.groups = Groups.of(self.model, self.encoder)
         self.kv_dtype, self.kept = kv_dtype, kv_dtype != "float32"
-        self.specs = tuple(self._spec(s, kv_dtype) for s in self.groups.specs)
+        self.kinds = {
+            name: replace(kind, specs=tuple(self._spec(s, kv_dtype) for s in kind.specs))
+            for name, kind in kinds_of(parts.model, parts.info).items()
+        }
+        self.encoder = self.kinds.get(ENCODE)
+        self.specs = group_specs(self.kinds.values())
         pages = [
             0 if s.layout is Layout.FRESH else CONTEXT for s in self.specs
         ]  # plainly, a source's alone: a decoder reads its rows
         self.pages = [PagePool(n) if n else None for n in pages]
-        self.runner = Runner(self.model, self.specs, pages, parts.backend)
+        self.runner = Runner(self.specs, pages, parts.backend)
         self._known: dict[tuple[tuple[int, ...], SamplingParams], Answer] = {}
 
     def placed(self, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -103,16 +106,11 @@ class Recompute:
         table = Table(self.specs, self.pages)
         table.reserve(len(ids) if self.kept else 0, cross_len=len(source))
         if self.encoder is not None:
-            plan = self._plan(table, self.groups.encode, len(source), len(source), len(source))
-            self.runner.rows(
-                plan,
-                torch.tensor(source),
-                self.groups.encode,
-                self.encoder.encoder_places,
-                self.encoder.encode,
-            )
-        plan = self._plan(table, self.groups.generate, len(ids), len(source))
-        rows = self.runner.rows(plan, torch.tensor(ids), self.groups.generate, self.model.places)
+            plan = self._plan(table, self.encoder, len(source), len(source), len(source))
+            self.runner.run(plan, torch.tensor(source), self.encoder)
+        kind = self.kinds[GENERATE]
+        plan = self._plan(table, kind, len(ids), len(source))
+        rows = self.runner.run(plan, torch.tensor(ids), kind).rows
         table.close()
         return rows
 
@@ -125,12 +123,18 @@ class Recompute:
         return spec if spec.layout is Layout.CROSS else replace(spec, layout=Layout.FRESH)
 
     def _plan(
-        self, table: Table, groups: Sequence[int], rows: int, cross_len: int, cross_new: int = 0
+        self, table: Table, kind: StepKind, rows: int, cross_len: int, cross_new: int = 0
     ) -> StepPlan:
         work = Work(
-            0, rows, tuple(table.pages(g) for g in groups), (rows - 1,), None, cross_len, cross_new
+            0,
+            rows,
+            tuple(table.pages(g) for g in kind.groups),
+            (rows - 1,),
+            None,
+            cross_len,
+            cross_new,
         )
-        return build([self.specs[g] for g in groups], [work])
+        return build(kind.specs, [work])
 
     def completions(self, order: Order) -> list[Answer]:
         """What a request comes to, one answer per completion."""

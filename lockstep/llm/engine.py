@@ -40,13 +40,13 @@ from lockstep.plan.build import build
 from lockstep.plan.step import StepPlan
 from lockstep.run import memory
 from lockstep.run.certify import Certificate, NotCertified, certify
-from lockstep.run.groups import Groups, encoder_of
+from lockstep.run.kind import EMBED, ENCODE, GENERATE, group_specs, kinds_of
 from lockstep.run.runner import Runner
 from lockstep.sample.logits import Logprobs, Row
 from lockstep.sample.params import SamplingParams, resolve_seed, whole
 from lockstep.sample.sampler import log_probs, sample
 from lockstep.sched.request import Ask, Piece, Step, Token
-from lockstep.sched.scheduler import Kinds, Limits, Scheduler
+from lockstep.sched.scheduler import Limits, Scheduler
 from lockstep.text.tokenizer import Tokenizer
 from lockstep.types import INT32_MAX, RuleError, shown
 
@@ -111,22 +111,17 @@ class Engine:
 
     def __init__(self, config: EngineConfig, parts: Parts) -> None:
         self.config, self.parts = config, parts
-        self.model, self.info, self.tokenizer = parts.model, parts.info, parts.tokenizer
-        self.encoder = encoder_of(parts.model, self.info)
+        self.info, self.tokenizer = parts.info, parts.tokenizer
         self.context_length = config.context_length or self.info.max_position
         if self.context_length > self.info.max_position:
             rule = f"context_length is at most the model's {self.info.max_position} positions"
             raise RuleError(rule, str(config.context_length), "Leave it out, or lower it")
-        groups = Groups.of(self.model, self.encoder, config.page_size, config.kv_cache_dtype)
-        self.specs = groups.specs
-        sizes = memory.size(groups.specs[: groups.cached], config, self.context_length)
-        pages = (*sizes.pages, *(0 for _ in groups.specs[groups.cached :]))
+        self.kinds = kinds_of(parts.model, parts.info, config.page_size, config.kv_cache_dtype)
+        self.specs = group_specs(self.kinds.values())
+        sizes = memory.size(self.specs, config, self.context_length)
         buckets = Buckets(config.bucket_sizes) if config.bucket_sizes is not None else None
-        self.runner = Runner(self.model, self.specs, pages, parts.backend, buckets)
-        self._num_pages = pages
-        self._kinds = Kinds(
-            groups.generate if self.info.generates else (), groups.encode, groups.embed
-        )
+        self.runner = Runner(self.specs, sizes.pages, parts.backend, buckets)
+        self._num_pages = sizes.pages
         self.scheduler = self._new_scheduler()
         name = parts.why.partition(":")[0]
         self.fingerprint = fingerprint(
@@ -244,7 +239,7 @@ class Engine:
 
     def _placed(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(what the decoder begins with, what the encoder reads)."""
-        if self.encoder is None:
+        if ENCODE not in self.kinds:
             return ids, ()
         start = self.info.decoder_start_token_id
         if start is None:
@@ -304,35 +299,27 @@ class Engine:
         ids = torch.tensor(
             [token for piece in step.pieces for token in piece.ids], dtype=torch.long
         )
-        return build([self.specs[g] for g in step.groups], step.works), ids
+        return build(step.kind.specs, step.works), ids
 
     def _compute(self, step: Step) -> StepResult:
         """What every piece gets: a step is of one kind. No job is changed."""
-        if step.groups == self.scheduler.kinds.embed:
-            return self._embed(step)
-        return (
-            self._generate(step)
-            if step.groups == self.scheduler.kinds.generate
-            else self._encode(step)
-        )
+        computed = {GENERATE: self._generate, ENCODE: self._encode, EMBED: self._embed}
+        return computed[step.kind.name](step)
 
     def _encode(self, step: Step) -> StepResult:
         """Sources: no tokens, but keys for the decoder."""
-        assert self.encoder is not None, "only an encoder-decoder has encode steps"
-        self.runner.rows(
-            *self._plan(step), step.groups, self.encoder.encoder_places, self.encoder.encode
-        )
+        self.runner.run(*self._plan(step), step.kind)
         return StepResult(((),) * len(step.pieces))
 
     def _generate(self, step: Step) -> StepResult:
-        hidden = self.runner.run(*self._plan(step), step.groups, self.model.places)
-        return self._sampled(step, self.model.logits(hidden))
+        out = self.runner.run(*self._plan(step), step.kind)
+        return self._sampled(step, step.kind.model.logits(out.emitted))
 
     def _embed(self, step: Step) -> StepResult:
         """Whole requests: pooled rows, no tokens."""
         plan, ids = self._plan(step)
-        hidden = self.runner.rows(plan, ids, step.groups, self.model.places)
-        vectors = self.model.embed(hidden, plan.q_indptr.tolist())
+        hidden = self.runner.run(plan, ids, step.kind).rows
+        vectors = step.kind.model.embed(hidden, plan.q_indptr.tolist())
         jobs = [self.jobs[piece.request.arrival] for piece in step.pieces]
         embeddings = tuple((job, vector.numpy()) for job, vector in zip(jobs, vectors, strict=True))
         return StepResult(((),) * len(step.pieces), embeddings=embeddings)
@@ -464,7 +451,7 @@ class Engine:
 
     def _new_scheduler(self, arrivals: int = 0) -> Scheduler:
         pools = [PagePool(n) if n else None for n in self._num_pages]
-        return Scheduler(self.specs, pools, self._kinds, limits_of(self.config), arrivals)
+        return Scheduler(self.kinds, pools, limits_of(self.config), arrivals)
 
     def _checked(self, prompt_ids: Prompt) -> tuple[int, ...]:
         ids = token_ids(prompt_ids, self.info.vocab_size)

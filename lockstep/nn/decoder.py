@@ -152,11 +152,20 @@ class Decoder:
     pooling: str = "last"
 
     def __call__(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
+        return self.hidden_states(ids, positions, step, ())[0]
+
+    def hidden_states(
+        self, ids: Tensor, positions: Tensor, step: Step, layers: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        """What `logits` takes, and the residual stream behind each of `layers`."""
         x, more = self.embedding(ids), None
         turns = {rope: rope.angles(positions) for rope in self._ropes}
-        for block in self.blocks:
+        behind: dict[int, Tensor] = {}
+        for i, block in enumerate(self.blocks):
             x, more = block(x, more, turns, step)
-        return self.norm.after(x, more)[1]
+            if i in layers:
+                behind[i] = x + more
+        return self.norm.after(x, more)[1], *(behind[i] for i in layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, d] → float32 [S, vocab]."""

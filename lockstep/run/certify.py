@@ -233,7 +233,7 @@ def _embeddings(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
 
 def _long(steps: Sources) -> list[tuple[int, int]]:
     """Requests that cross a split, a tile, and nothing."""
-    specs = [steps.specs[g] for g in steps.groups]
+    specs = steps.kind.specs
     tile = max(order.tile_len(s.d_qk, s.d_v) for s in specs)
     split = max(order.split_len(s.d_qk, s.d_v) for s in specs)
     lengths = (split + 5, 3, tile + 3, 1)

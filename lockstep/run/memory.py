@@ -44,7 +44,9 @@ def size(specs: Sequence[GroupSpec], config: EngineConfig, context_length: int) 
         total_bytes(specs, config, tokens), f"{tokens:,} tokens in pages of {specs[0].page_size:,}"
     )
     pages = tuple(pages_of(spec, config, tokens) for spec in specs)
-    return Sizes(pages, tokens, f"cache for {tokens:,} tokens\n{arithmetic(specs, pages)}")
+    stored = [(spec, n) for spec, n in zip(specs, pages, strict=True) if n] or [(specs[0], 0)]
+    text = arithmetic([spec for spec, _ in stored], [n for _, n in stored])
+    return Sizes(pages, tokens, f"cache for {tokens:,} tokens\n{text}")
 
 
 def pages_of(spec: GroupSpec, config: EngineConfig, tokens: int) -> int:

@@ -28,7 +28,7 @@ from lockstep.models.weights import Info
 from lockstep.nn.decoder import Decoder, Model
 from lockstep.plan.bucket import Buckets
 from lockstep.plan.build import Work, build
-from lockstep.run.groups import Groups, encoder_of
+from lockstep.run.kind import EMBED, ENCODE, GENERATE, group_specs, kinds_of
 from lockstep.run.runner import Runner
 from lockstep.types import GroupSpec, Layout
 
@@ -155,15 +155,13 @@ class Sequence:
 
     def __init__(self, subject: Subject) -> None:
         model, info, config = subject.model, subject.info, subject.config
-        self.model, self.encoder = model, encoder_of(model, info)
-        groups = Groups.of(model, self.encoder, config.page_size, config.kv_cache_dtype)
-        self.specs, self.generate, self.encode = groups.specs, groups.generate, groups.encode
-        causal = [self.specs[g] for g in self.generate if self.specs[g].causal]
-        self.edges = Edges.of(causal, model.max_position)
-        self.source_len = 0 if self.encoder is None else min(SOURCE_LEN, model.max_position)
+        self.kinds = kinds_of(model, info, config.page_size, config.kv_cache_dtype)
+        self.specs, self.generate = group_specs(self.kinds.values()), self.kinds[GENERATE]
+        self.edges = Edges.of([s for s in self.generate.specs if s.causal], model.max_position)
+        self.source_len = min(SOURCE_LEN, model.max_position) if ENCODE in self.kinds else 0
         pages = [self._pages(spec, config.chunked_prefill_size) for spec in self.specs]
         self.pools = [PagePool(n) if n else None for n in pages]
-        self.runner = Runner(model, self.specs, pages, subject.backend)
+        self.runner = Runner(self.specs, pages, subject.backend)
         tokens = max(self.edges.length, self.source_len)
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(info.vocab_size, (tokens,), generator=generator)
@@ -195,16 +193,14 @@ class Sequence:
 
     def _encode(self) -> None:
         """The keys of the source, which all requests look at."""
-        if self.encoder is None:
+        kind, rows = self.kinds.get(ENCODE), self.source_len
+        if kind is None:
             return
-        rows = self.source_len
-        pages = tuple(self.table.pages(g) for g in self.encode)
+        pages = tuple(self.table.pages(g) for g in kind.groups)
         work = Work(
             cached_len=0, new_len=rows, pages=pages, emit=(0,), cross_len=rows, cross_new=rows
         )
-        plan = build([self.specs[g] for g in self.encode], [work])
-        places, encode = self.encoder.encoder_places, self.encoder.encode
-        self.runner.rows(plan, self.ids[:rows], self.encode, places, encode)
+        self.runner.run(build(kind.specs, [work]), self.ids[:rows], kind)
 
     def _copy_keys(self, begin: int, end: int) -> None:
         """Positions [begin, end) get keys and values of rows that were computed."""
@@ -212,7 +208,7 @@ class Sequence:
             return
         drawn = np.random.default_rng(begin).integers(0, self.edges.whole, end - begin)
         positions = drawn.astype(np.int32), np.arange(begin, end, dtype=np.int32)
-        for g in self.generate:
+        for g in self.generate.groups:
             pool = self.runner.pools[g]
             if pool is not None and self.specs[g].causal:
                 moves = np.stack([self.table.slots(g, each) for each in positions], 1)
@@ -226,15 +222,15 @@ class Sequence:
             work = Work(
                 cached_len=piece.begin,
                 new_len=piece.rows,
-                pages=tuple(table.pages(g) for g in self.generate),
+                pages=tuple(table.pages(g) for g in self.generate.groups),
                 emit=(0,),
                 parents=piece.parents,
                 cross_len=self.source_len,
             )
             works.append(work)
-        plan = build([self.specs[g] for g in self.generate], works)
+        plan = build(self.generate.specs, works)
         positions = torch.from_numpy(plan.positions.astype(np.int64))
-        rows = self.runner.rows(plan, self.ids[positions], self.generate, self.model.places)
+        rows = self.runner.run(plan, self.ids[positions], self.generate).rows
         for table in tables:
             table.moved()
         return rows, positions
@@ -258,7 +254,7 @@ class Sequence:
     def keys_differ(self, position: int) -> bool:
         """Whether the row that was computed alone stored other keys than the sequence has."""
         at = np.array([position], np.int32)
-        for g in self.generate:
+        for g in self.generate.groups:
             pool = self.runner.pools[g]
             if pool is None or not self.specs[g].causal:
                 continue
@@ -288,13 +284,12 @@ class Sources:
 
     def __init__(self, subject: Subject) -> None:
         model, info, config = subject.model, subject.info, subject.config
-        self.model, self.encoder = model, encoder_of(model, info)
+        kinds = kinds_of(model, info, config.page_size, config.kv_cache_dtype)
         self.limit = model.max_position  # tokens of a request
-        groups = Groups.of(model, self.encoder, config.page_size, config.kv_cache_dtype)
-        self.specs, self.groups = groups.specs, groups.encode or groups.embed
+        self.specs, self.kind = group_specs(kinds.values()), kinds.get(ENCODE) or kinds[EMBED]
         pages = [self._pages(spec, config.chunked_prefill_size) for spec in self.specs]
         self.pools = [PagePool(n) if n else None for n in pages]
-        self.runner = Runner(model, self.specs, pages, subject.backend)
+        self.runner = Runner(self.specs, pages, subject.backend)
         generator = torch.Generator().manual_seed(1)
         self.ids = torch.randint(info.vocab_size, (self.limit + CHUNK,), generator=generator)
         self.known: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}
@@ -327,20 +322,15 @@ class Sources:
         lens = [end - begin for begin, end in requests]
         works = []
         for table, rows in zip(tables, lens, strict=True):
-            cross = rows if self.encoder is not None else 0
+            cross = rows if self.kind.name == ENCODE else 0
             table.reserve(0, cross_len=cross)
-            pages = tuple(table.pages(g) for g in self.groups)
+            pages = tuple(table.pages(g) for g in self.kind.groups)
             work = Work(
                 cached_len=0, new_len=rows, pages=pages, emit=(0,), cross_len=cross, cross_new=cross
             )
             works.append(work)
-        plan = build([self.specs[g] for g in self.groups], works)
         ids = torch.cat([self.ids[begin:end] for begin, end in requests])
-        if self.encoder is None:
-            hidden = self.runner.rows(plan, ids, self.groups, self.model.places)
-        else:
-            places, encode = self.encoder.encoder_places, self.encoder.encode
-            hidden = self.runner.rows(plan, ids, self.groups, places, encode)
+        hidden = self.runner.run(build(self.kind.specs, works), ids, self.kind).rows
         stored = [self._stored(table, rows) for table, rows in zip(tables, lens, strict=True)]
         for table in tables:
             table.close()
@@ -349,7 +339,7 @@ class Sources:
     def _stored(self, table: Table, rows: int) -> list[Tensor]:
         """Copies of the keys and values that the step wrote, as bytes."""
         out = []
-        for g in self.groups:
+        for g in self.kind.groups:
             pool = self.runner.pools[g]
             if pool is not None:
                 positions = np.arange(rows, dtype=np.int32)

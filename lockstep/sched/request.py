@@ -15,6 +15,7 @@ from typing import NamedTuple
 from lockstep.kv.prefix import Path, Root
 from lockstep.kv.tables import Table
 from lockstep.plan.build import Work
+from lockstep.run.kind import StepKind
 from lockstep.types import RuleError
 
 
@@ -203,9 +204,9 @@ class Piece(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Step:
     """One forward pass, decided: `works[i]` is `pieces[i]` as `plan.build` takes it, over the
-    groups named by `groups`."""
+    groups of its kind."""
 
-    groups: tuple[int, ...]
+    kind: StepKind
     pieces: tuple[Piece, ...]
     works: tuple[Work, ...]
 

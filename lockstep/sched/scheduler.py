@@ -14,25 +14,17 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.kv.pages import PagePool
 from lockstep.kv.prefix import Prefix
 from lockstep.kv.tables import Table, pages_for, peak_pages
 from lockstep.plan.build import Work
+from lockstep.run.kind import EMBED, ENCODE, GENERATE, StepKind, group_specs
 from lockstep.sched import policy
 from lockstep.sched.request import LAST, Ask, Piece, Request, Sampled, Step, Token
-from lockstep.types import INT32_MAX, GroupSpec, Layout, OutOfPages, RuleError
-
-
-@dataclass(frozen=True)
-class Kinds:
-    """Which groups of the model a step of each kind runs."""
-
-    generate: tuple[int, ...] = ()
-    encode: tuple[int, ...] = ()
-    embed: tuple[int, ...] = ()
+from lockstep.types import INT32_MAX, Layout, OutOfPages, RuleError
 
 
 @dataclass(frozen=True)
@@ -82,14 +74,14 @@ class Scheduler:
 
     def __init__(
         self,
-        specs: Sequence[GroupSpec],
+        kinds: Mapping[str, StepKind],
         pools: Sequence[PagePool | None],
-        kinds: Kinds,
         limits: Limits,
         arrivals: int = 0,
     ) -> None:
-        self.specs, self.pools, self.kinds, self.limits = tuple(specs), tuple(pools), kinds, limits
-        self.tree = Prefix(specs, pools)
+        self.kinds, self.pools, self.limits = kinds, tuple(pools), limits
+        self.specs = group_specs(kinds.values())
+        self.tree = Prefix(self.specs, pools)
         self.running: list[Request] = []  # by rank, like the next two
         self.waiting: list[Request] = []
         self.embeds: list[Request] = []
@@ -98,7 +90,8 @@ class Scheduler:
         self._flight: Step | None = None
         self._after_whole = False
         self._blocked = False  # the head of the queue found no room in the last step
-        self._stored = tuple(g for g in kinds.generate if self.specs[g].layout is not Layout.CROSS)
+        generating = kinds[GENERATE].groups if GENERATE in kinds else ()
+        self._stored = tuple(g for g in generating if self.specs[g].layout is not Layout.CROSS)
 
     def add(self, ask: Ask) -> Request:
         """Takes a request in, or refuses one that could never run."""
@@ -206,15 +199,12 @@ class Scheduler:
     def refuse(self, ask: Ask) -> None:
         """Everything that could never run is said here, with both numbers, and not found out by
         waiting forever."""
-        kind, what = (
-            (self.kinds.embed, "embeddings") if ask.embed else (self.kinds.generate, "generation")
-        )
-        if not kind or (ask.encoder_ids and not self.kinds.encode):
-            raise RuleError(
-                "a model does what it has layers for",
-                f"{'an encoder' if kind else what}",
-                "Use another model",
-            )
+        wanted = {EMBED if ask.embed else GENERATE: "embeddings" if ask.embed else "generation"}
+        if ask.encoder_ids:
+            wanted[ENCODE] = "an encoder"
+        for name, what in wanted.items():
+            if name not in self.kinds:
+                raise RuleError("a model does what it has layers for", what, "Use another model")
         size = self.limits.chunked_prefill_size
         whole = len(ask.prompt) if ask.embed else len(ask.encoder_ids)
         if whole > size:
@@ -227,7 +217,7 @@ class Scheduler:
                 got,
                 "Ask for fewer, or raise chunked_prefill_size",
             )
-        for g in () if ask.embed else kind:
+        for g in () if ask.embed else self.kinds[GENERATE].groups:
             need, pool = self._least(ask, g), self.pools[g]
             if pool is not None and need > pool.num_pages - 1:
                 rule = (
@@ -273,7 +263,7 @@ class Scheduler:
     def _fits(self, request: Request, table: Table) -> bool:
         """Room for all its known tokens, and one page more for everyone who runs: who enters should
         not be thrown out at once."""
-        for g in self.kinds.generate:
+        for g in self.kinds[GENERATE].groups:
             spec = self.specs[g]
             need = (
                 peak_pages(spec, len(request.tokens), self.limits.chunked_prefill_size)
@@ -313,7 +303,7 @@ class Scheduler:
         while self.waiting and not held_up and draft.tokens and self.waiting[0].encoded:
             head = self.waiting[0]
             held_up = not self._admit(head) or not self._place(head, draft)
-        return self._step(self.kinds.generate, draft)
+        return self._step(GENERATE, draft)
 
     def _place(self, request: Request, draft: _Draft) -> bool:
         """As many rows of a request as the step and the pages allow; worse-ranked requests give way
@@ -378,7 +368,7 @@ class Scheduler:
         ):
             request = self.embeds.pop(0)
             draft.add(Piece(request, request.ask.prompt, 0, (len(request.ask.prompt) - 1,), 0))
-        return self._step(self.kinds.embed, draft)
+        return self._step(EMBED, draft)
 
     def _encode(self) -> Step | None:
         """Encoders of the requests at the head of the queue, which run from now on."""
@@ -395,13 +385,14 @@ class Scheduler:
             assert table is not None, "an admitted request has a table"
             table.reserve(0, cross_len=len(ids))
             draft.add(Piece(request, ids, 0, (), 0, len(ids)))
-        return self._step(self.kinds.encode, draft)
+        return self._step(ENCODE, draft)
 
-    def _step(self, groups: tuple[int, ...], draft: _Draft) -> Step | None:
+    def _step(self, name: str, draft: _Draft) -> Step | None:
         if not draft.pieces:
             return None
-        self._after_whole = groups != self.kinds.generate
-        none, works = (None,) * len(groups), []
+        self._after_whole = name != GENERATE
+        kind, works = self.kinds[name], []
+        groups, none = kind.groups, (None,) * len(kind.groups)
         for request, ids, cached_len, emit, _, cross_new in draft.pieces:
             pages = request.table.views(groups) if request.table is not None else none
             works.append(
@@ -409,7 +400,7 @@ class Scheduler:
                     cached_len, len(ids), pages, emit, None, len(request.ask.encoder_ids), cross_new
                 )
             )
-        return Step(groups, tuple(draft.pieces), tuple(works))
+        return Step(kind, tuple(draft.pieces), tuple(works))
 
     # -- after a step
 

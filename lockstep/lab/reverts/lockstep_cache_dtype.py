@@ -9,7 +9,7 @@ Mechanism:
 2. The groups of the model are made with their default.
 3. Keys are kept in float32.
 Key functions:
-`run.groups.Groups.of`, which makes the groups with the dtype that was asked for.
+`run.kind.kinds_of`, which makes the groups with the dtype that was asked for.
 Symptom:
 Twice the memory, and answers that another machine with the same options does not give.
 Risk and impact:
@@ -23,13 +23,13 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "class: options accepted and dropped"
-TARGET = "lockstep.run.groups:Groups.of"
+TARGET = "lockstep.run.kind:kinds_of"
 CELLS = ("engine-dtype/llama", "engine-dtype/deepseek-v3")
 RELATED = ("lockstep-dropped-limits",)
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def of(model: Any, encoder: Any, page_size: int = 16, kv_dtype: str = "float32") -> Any:
-        return old(model, encoder, page_size)
+    def kinds_of(model: Any, info: Any, page_size: int = 16, kv_dtype: str = "float32") -> Any:
+        return old(model, info, page_size)
 
-    return staticmethod(of)
+    return kinds_of

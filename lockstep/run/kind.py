@@ -1,0 +1,99 @@
+"""The kinds of step that a model has: frozen values, made once, told apart by name.
+
+A generating step writes and reads the model's cached groups; an embedding step has the same layers
+and keeps nothing; an encode step has the encoder's layers and the cross groups that a generating
+step reads: the same numbers, hence the same pools. Groups are numbered over all models of an
+engine: the kinds of a second one, a draft's, begin behind those of the first.
+
+Knows what a model says of itself and nothing of requests or tensors. The engine makes kinds, the
+scheduler puts one into every step, the runner runs it. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from lockstep.types import GroupSpec, RuleError
+
+if TYPE_CHECKING:
+    from lockstep.models.weights import Info
+    from lockstep.nn.attention import Place
+    from lockstep.nn.decoder import Decoder, EncoderDecoder, Model
+
+GENERATE, ENCODE, EMBED = "generate", "encode", "embed"
+
+
+@dataclass(frozen=True, eq=False)
+class StepKind:
+    """A kind of step of one model.
+
+    groups         numbers, in the engine's tables, of the groups that its plans are built over
+    specs          of these groups
+    layer_map      attention layer → (which of `groups`, layer in it)
+    forward        ids [T], positions [T], lowered step → hidden [T, d]
+    hidden_layers  layers behind which the residual stream comes back beside that, [T, d] each:
+                   `forward` is then called with them too, and returns all
+    """
+
+    name: str
+    model: Model
+    groups: tuple[int, ...]
+    specs: tuple[GroupSpec, ...]
+    layer_map: tuple[Place, ...]
+    forward: Callable[..., Any]
+    hidden_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.groups) != len(self.specs):
+            rule = "a kind of step has one spec per group"
+            got = f"groups {self.groups} and {len(self.specs)} specs"
+            raise RuleError(rule, got, "Name each group once")
+
+
+Kinds = dict[str, StepKind]  # of one engine, by name
+
+
+def kinds_of(
+    model: Model,
+    info: Info,
+    page_size: int = 16,
+    kv_dtype: str = "float32",
+    first_group: int = 0,
+    hidden_layers: tuple[int, ...] = (),
+) -> Kinds:
+    """The kinds of a model, whose groups are numbered from `first_group` on, cached ones first."""
+    made: list[tuple[str, tuple[GroupSpec, ...], tuple[Place, ...], Callable[..., Any]]] = []
+    if model.generates:
+        forward = cast("Decoder", model).hidden_states if hidden_layers else model
+        made.append((GENERATE, model.groups(page_size, kv_dtype), model.places, forward))
+    if info.encoder:
+        encoder = cast("EncoderDecoder", model)
+        specs = encoder.encoder_groups(page_size, kv_dtype)
+        made.append((ENCODE, specs, encoder.encoder_places, encoder.encode))
+    else:
+        made.append((EMBED, model.fresh_groups(), model.places, model))
+    every = dict.fromkeys(spec for _, specs, _, _ in made for spec in specs)
+    number = {spec: first_group + i for i, spec in enumerate(every)}
+    return {
+        name: StepKind(
+            name=name,
+            model=model,
+            groups=tuple(number[spec] for spec in specs),
+            specs=specs,
+            layer_map=layer_map,
+            forward=forward,
+            hidden_layers=hidden_layers if name == GENERATE else (),
+        )
+        for name, specs, layer_map, forward in made
+    }
+
+
+def group_specs(kinds: Iterable[StepKind]) -> tuple[GroupSpec, ...]:
+    """The specs of all groups that some kinds use, by number."""
+    found = {g: spec for kind in kinds for g, spec in zip(kind.groups, kind.specs, strict=True)}
+    if sorted(found) != list(range(len(found))):
+        rule = "the groups of an engine are numbered without gaps"
+        raise RuleError(rule, f"{sorted(found)}", "Let a second model's begin behind the first's")
+    return tuple(found[g] for g in range(len(found)))
