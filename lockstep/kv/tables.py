@@ -253,6 +253,14 @@ class Table:
         self._views.clear()
         return freed
 
+    def drop_scratch(self) -> None:
+        """A plain step has been launched behind the tree's moves: nobody reads its nodes again."""
+        if not self.pending and any(self._scratch):
+            for g, pool in self._cached:
+                pool.give(self._scratch[g])
+                self._scratch[g] = []
+            self._views.clear()
+
     def slots(self, g: int, positions: NDArray[np.int32]) -> NDArray[np.int32]:
         """Where positions of this request lie in group g's pool."""
         pages, first = np.array(self._pages[g], np.int32), np.array([self.first_pos[g]], np.int32)

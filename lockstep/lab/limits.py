@@ -47,7 +47,7 @@ def arena(rig: Rig) -> None:
 
     def measure(engine: Glass, step: Step) -> None:
         nonlocal largest
-        largest = max(largest, len(image.pack(engine._plan(step)[0])))
+        largest = max(largest, len(image.pack(engine._plan(step))))
 
     roomy = rig.engine()
     roomy.tell = measure

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lockstep.attention.base import Backend
 from lockstep.config import EngineConfig
@@ -25,9 +24,11 @@ from lockstep.lab.recompute import Answer, Order, Recompute
 from lockstep.lab.tiny import CONTEXT, Tiny, checkpoint, parts
 from lockstep.lab.values import Values
 from lockstep.llm.engine import Engine, Parts
-from lockstep.llm.job import Job, StepResult
+from lockstep.llm.job import Job
 from lockstep.llm.output import Chunk
 from lockstep.plan.step import StepPlan
+from lockstep.run.kind import GENERATE
+from lockstep.run.runner import StepOutput
 from lockstep.sched.request import Step
 from lockstep.types import PlanError, RuleError
 
@@ -82,27 +83,30 @@ class Glass(Engine):
                 for bits in (_bits(s) for layer in pool.storages for s in layer):
                     bits[slots] = torch.nan if bits.is_floating_point() else FP8_NAN
 
-    def _plan(self, step: Step) -> tuple[StepPlan, Tensor]:
-        plan, ids = super()._plan(step)
+    def _plan(self, step: Step) -> StepPlan:
+        plan = super()._plan(step)
         if self.runner.buckets is not None:
             self.seen["pad_rows"] += self.runner.buckets.fit(plan).tokens - plan.real.tokens
-        return plan, ids
+        return plan
 
-    def _generate(self, step: Step) -> StepResult:
+    def _run(self, step: Step) -> StepOutput:
+        if step.kind.name == GENERATE:
+            self._note(step)
+        return super()._run(step)
+
+    def _note(self, step: Step) -> None:
         pieces = step.pieces
         self.seen["steps"] += 1
         self.seen["batched_steps"] += len(pieces) > 1
         self.seen["mixed_steps"] += len({piece.new_len > 1 for piece in pieces}) > 1
-        self.seen["chunks"] += sum(
-            piece.cached_len + piece.new_len < len(piece.request.ask.prompt) for piece in pieces
-        )
-        self.seen["decode_rows"] += sum(piece.new_len == 1 for piece in pieces)
-        self.seen["recomputed_rows"] += sum(
-            piece.new_len for piece in pieces if piece.request.output and piece.new_len > 1
-        )
+        prompts = [len(piece.request.ask.prompt) for piece in pieces]
+        for piece, prompt_len in zip(pieces, prompts, strict=True):
+            self.seen["chunks"] += piece.known_len < prompt_len
+            self.seen["decode_rows"] += piece.new_len == 1
+            if piece.new_len > 1 and piece.known_len > prompt_len:
+                self.seen["recomputed_rows"] += piece.new_len
         if self.tell is not None:
             self.tell(self, step)
-        return super()._generate(step)
 
 
 class Rig:

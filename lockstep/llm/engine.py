@@ -1,20 +1,23 @@
-"""The engine: schedule, run, sample, commit, until nothing is left.
+"""The engine: schedule, advance, run, sample, settle, publish, until nothing is left.
 
 Puts together what knows nothing of each other: a scheduler without tensors, a model without
 requests, a sampler without either. One step is one call of `step`; an error in one request ends
-that request and nothing else.
+that request and nothing else. With `overlap` a step is settled when the next one has been launched:
+the same answers, one call later.
 
 Calls from several threads take turns. Every exception, wherever it strikes, leaves an engine that
 answers right: jobs are changed by one frozen result per step, which can be written again;
-everything else (pages, tree, queue, text streams) is suspect while `_changing` is set, and the next
-call that finds it set makes it anew from the jobs.
+everything else (pages, tree, queue, steps that were launched) is suspect while `_changing` is set,
+and the next call that finds it set makes it anew from the jobs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, count
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +30,17 @@ from lockstep.folder import has
 from lockstep.kv.pages import PagePool
 from lockstep.llm.calls import GONE, Caller, Turn, executing
 from lockstep.llm.fingerprint import fingerprint
-from lockstep.llm.job import Draft, Ending, Job, Score, ScoreUpdate, StepResult, TokenUpdate
+from lockstep.llm.job import (
+    Draft,
+    Ending,
+    Job,
+    Score,
+    Scores,
+    ScoreUpdate,
+    StepResult,
+    Text,
+    TokenUpdate,
+)
 from lockstep.llm.output import Chunk
 from lockstep.llm.prompts import Prompt, params_for, token_ids
 from lockstep.llm.prompts import items as item_forms
@@ -40,23 +53,42 @@ from lockstep.plan.build import build
 from lockstep.plan.step import StepPlan
 from lockstep.run import memory
 from lockstep.run.certify import Certificate, NotCertified, certify
-from lockstep.run.kind import EMBED, ENCODE, GENERATE, group_specs, kinds_of
-from lockstep.run.runner import Runner
+from lockstep.run.kind import EMBED, ENCODE, group_specs, kinds_of
+from lockstep.run.runner import Runner, StepOutput
 from lockstep.sample.logits import Logprobs, Row
 from lockstep.sample.params import SamplingParams, resolve_seed, whole
-from lockstep.sample.sampler import log_probs, sample
-from lockstep.sched.request import Ask, Piece, Step, Token
+from lockstep.sample.sampler import Sampled, log_probs, sample
+from lockstep.sched.request import Accepted, Ask, Piece, Request, Step
 from lockstep.sched.scheduler import Limits, Scheduler
 from lockstep.text.tokenizer import Tokenizer
 from lockstep.types import INT32_MAX, RuleError, shown
 
-NOBODY = Token(-1)  # an item's tokens are given
 ITEM = SamplingParams(max_tokens=None, logprobs=True, seed=0)
 BUILTIN = Path(__file__).parent.parent / "builtin"
+NO_HISTORY = np.empty(0, np.int32)
 
-Next = tuple[
-    TokenUpdate | None, Token
-]  # a draft's next token, None if none could be sampled; and what the scheduler is told
+
+class Scored(NamedTuple):
+    """Log-probabilities of given tokens, and where they go: in `target`, from number `at` on."""
+
+    request: Request
+    target: Scores
+    at: int
+    k: int
+    logprobs: Logprobs
+
+
+@dataclass(frozen=True, eq=False)
+class Launched:
+    """A step on its way; what it brings is on the device. `chosen` has a row for every draft of
+    `drafts`, number `at` of whose tokens it is."""
+
+    step: Step
+    drafts: tuple[Draft, ...] = ()
+    at: tuple[int, ...] = ()
+    chosen: Sampled | None = None
+    scored: tuple[Scored, ...] = ()
+    embeddings: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,8 +141,8 @@ class Engine:
     """A model, its cache and its queue. `add` jobs, call `step` while `busy`. `told` says what was
     chosen at start, and why."""
 
-    def __init__(self, config: EngineConfig, parts: Parts) -> None:
-        self.config, self.parts = config, parts
+    def __init__(self, config: EngineConfig, parts: Parts, overlap: bool = False) -> None:
+        self.config, self.parts, self.overlap = config, parts, overlap
         self.info, self.tokenizer = parts.info, parts.tokenizer
         self.context_length = config.context_length or self.info.max_position
         if self.context_length > self.info.max_position:
@@ -127,13 +159,14 @@ class Engine:
         self.fingerprint = fingerprint(
             name, parts.backend, self.info, config.kv_cache_dtype, parts.certificate
         )
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[str, Job] = {}  # by the id of the request
+        self._numbers = count()
         self.told = f"attention {parts.why}; gemm {self.info.gemm}; {sizes.text}"
         self._turns: list[Turn] = []
         self._changing = False  # set while anything but the jobs may be half changed
-        self._settled: StepResult | None = (
-            None  # a step that has happened, until its jobs have it all
-        )
+        self._launched: list[Launched] = []  # and not settled, in order
+        # a step that has happened, until its jobs have it all
+        self._settled: StepResult | None = None
 
     @property
     def busy(self) -> bool:
@@ -149,15 +182,19 @@ class Engine:
         embed: bool = False,
         scores_only: bool = False,
         *,
+        request_id: str = "",
         priority: int = 0,
         tenant: str = "",
+        generated: Sequence[Sequence[int]] = (),
         caller: Caller | None = None,
     ) -> Job:
         """Takes a prompt in, or says why not. `embed` and `scores_only` ask for no new tokens. An
         encoder's prompt is its source.
 
-        Of a higher `priority` goes first; what is cached is shared within a `tenant` only. A job
-        leaves with its `caller`; without one it stays until it has ended or is aborted.
+        Of a higher `priority` goes first; what is cached is shared within a `tenant` only. With
+        the tokens that every completion has already `generated` the answer goes on behind them, as
+        if nothing had happened. A job is known by its `request_id`, and leaves with its `caller`;
+        without one it stays until it has ended or is aborted.
         """
         ids, source = self._placed(self._checked(prompt_ids))
         (params,) = params_for(params, 1)
@@ -174,10 +211,19 @@ class Engine:
                 "an encoder-decoder",
                 "Use it for generation",
             )
-        if not isinstance(tenant, str):
-            raise RuleError(
-                "a tenant is named by a string", shown(tenant), "Leave it out where there is one"
-            )
+        for what, name in (("a tenant", tenant), ("a request", request_id)):
+            if not isinstance(name, str):
+                rule = f"{what} is named by a string"
+                raise RuleError(rule, shown(name), "Leave it out where there is one")
+        known = tuple(token_ids(each, self.info.vocab_size) for each in generated)
+        if known and (
+            embed or scores_only or len(known) != params.n or len(set(map(bool, known))) > 1
+        ):
+            rule = "tokens already generated are given for every completion or for none"
+            raise RuleError(rule, f"{list(map(len, known))} for n={params.n}", "Give them all")
+        if known and params.seed is None and not params.greedy:
+            rule = "a sampled request that goes on names its seed"
+            raise RuleError(rule, "None", "Take the one that its first part had")
         room = self.context_length - len(ids)
         new = 0 if embed or scores_only else params.new_len(room)
         if new > room:
@@ -202,8 +248,10 @@ class Engine:
             encoder_ids=source,
             tenant=tenant,
             embed=embed,
+            needs_values=params.penalised,
+            request_id=request_id or f"#{next(self._numbers)}",
         )
-        return self._take(ask, resolve_seed(params), caller)
+        return self._take(ask, resolve_seed(params), caller, known if any(known) else ())
 
     def add_items(
         self,
@@ -225,16 +273,37 @@ class Engine:
             raise RuleError(
                 rule, f"{len(given)} items, {len(ids)} + {longest} tokens", "Shorten it"
             )
-        return self._take(Ask(ids, 0, encoder_ids=source, items=given), ITEM, caller)
+        ask = Ask(
+            prompt=ids,
+            max_new_tokens=0,
+            encoder_ids=source,
+            items=given,
+            request_id=f"#{next(self._numbers)}",
+        )
+        return self._take(ask, ITEM, caller)
 
-    def _take(self, ask: Ask, params: SamplingParams, caller: Caller | None) -> Job:
+    def _take(
+        self,
+        ask: Ask,
+        params: SamplingParams,
+        caller: Caller | None,
+        generated: tuple[tuple[int, ...], ...] = (),
+    ) -> Job:
         with Turn(self._turns):
             self._tidy()
             self.scheduler.refuse(ask)
-            self._changing = True
-            request = self.scheduler.add(ask)
-            job = self.jobs[request.arrival] = Job(params, request, self.tokenizer, caller)
-            self._changing = False
+            if ask.request_id in self.jobs:
+                rule = "a request that is not done has its id for itself"
+                raise RuleError(rule, f"a second {ask.request_id!r}", "Name it otherwise")
+            request = Request(ask, self.scheduler.arrivals)
+            job = Job(params, request, Text(self.tokenizer, self.info.eos_token_ids), caller)
+            if generated:
+                job.go_on(generated)
+            if not job.done:
+                self._changing = True
+                self.scheduler.resume(job.resumed())
+                self.jobs[ask.request_id] = job
+                self._changing = False
             return job
 
     def _placed(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -262,9 +331,12 @@ class Engine:
             self._tidy()
             self._changing = True
             step = self.scheduler.schedule()
-            touched = self._run(step) if step is not None else []
+            if step is not None:
+                self.scheduler.advance(step)
+                self._launched.append(self._sample(step, self._run(step)))
+            touched = self._settle(later=self.overlap and step is not None)
             self._changing = False
-            return touched
+        return self._publish(touched)
 
     def news(self, job: Job) -> tuple[list[Chunk], bool]:
         """What came for a job since the last call, and whether that was all."""
@@ -280,126 +352,166 @@ class Engine:
 
     # -- one step
 
-    def _run(self, step: Step) -> list[Job]:
-        """Computes a step. Before `_settled` is set it has not happened, from then on it has."""
-        result = self._compute(step)
-        ended = self.scheduler.commit(step, result.sampled)
-        touched = [self.jobs[p.request.arrival] for p in step.pieces]
-        endings = [Ending(self.jobs[r.arrival].drafts[r.index], r.finish or "stop") for r in ended]
-        settled = self._settled = replace(result, endings=(*result.endings, *endings))
-        settled.write()
-        settled.end()
-        for job in touched:
-            if job.done:
-                self.jobs.pop(job.request.arrival, None)
-        self._settled = None
-        return touched
-
-    def _plan(self, step: Step) -> tuple[StepPlan, Tensor]:
+    def _run(self, step: Step) -> StepOutput:
+        """Launches a step. A negative id, -1 - k, is sample k of the step before."""
         ids = torch.tensor(
             [token for piece in step.pieces for token in piece.ids], dtype=torch.long
         )
-        return build(step.kind.specs, step.works), ids
+        last = self._launched[-1].chosen if self._launched else None
+        if last is not None:
+            sampled = last.token_ids.clamp(min=0)  # of a row that could not be sampled nobody sees
+            ids = torch.where(ids < 0, sampled[(-1 - ids).clamp(min=0)], ids)
+        return self.runner.run(self._plan(step), ids, step.kind)
 
-    def _compute(self, step: Step) -> StepResult:
-        """What every piece gets: a step is of one kind. No job is changed."""
-        computed = {GENERATE: self._generate, ENCODE: self._encode, EMBED: self._embed}
-        return computed[step.kind.name](step)
+    def _plan(self, step: Step) -> StepPlan:
+        return build(step.kind.specs, step.works)
 
-    def _encode(self, step: Step) -> StepResult:
-        """Sources: no tokens, but keys for the decoder."""
-        self.runner.run(*self._plan(step), step.kind)
-        return StepResult(((),) * len(step.pieces))
-
-    def _generate(self, step: Step) -> StepResult:
-        out = self.runner.run(*self._plan(step), step.kind)
-        return self._sampled(step, step.kind.model.logits(out.emitted))
-
-    def _embed(self, step: Step) -> StepResult:
-        """Whole requests: pooled rows, no tokens."""
-        plan, ids = self._plan(step)
-        hidden = self.runner.run(plan, ids, step.kind).rows
-        vectors = step.kind.model.embed(hidden, plan.q_indptr.tolist())
-        jobs = [self.jobs[piece.request.arrival] for piece in step.pieces]
-        embeddings = tuple((job, vector.numpy()) for job, vector in zip(jobs, vectors, strict=True))
-        return StepResult(((),) * len(step.pieces), embeddings=embeddings)
-
-    def _sampled(self, step: Step, logits: Tensor) -> StepResult:
-        """Scores the prompt rows, samples the others: the next token of every draft."""
-        rows, at, wanted, begin = list[Row](), list[int](), list[Draft](), 0
-        scores: list[ScoreUpdate] = []
+    def _sample(self, step: Step, out: StepOutput) -> Launched:
+        """What every piece gets: a step is of one kind. Nothing waits for the device."""
+        if step.kind.name == EMBED:
+            ends = list(accumulate((piece.new_len for piece in step.pieces), initial=0))
+            return Launched(step, embeddings=step.kind.model.embed(out.rows, ends))
+        if step.kind.name == ENCODE:
+            return Launched(step)
+        logits = step.kind.model.logits(out.emitted)
+        rows, drafts, emits, begin = list[Row](), list[Draft](), list[int](), 0
+        scored: list[Scored] = []
         for piece in step.pieces:
-            job, scored = self.jobs[piece.request.arrival], len(piece.emit) - piece.samples
-            if scored:
-                scores.append(self._score(job, piece, logits[begin : begin + scored]))
-            given = bool(piece.request.ask.items)
-            if given and piece.samples:
-                scores += self._first_of_items(job, logits[begin + scored])
-            for i in range(0 if given else piece.samples):
-                index = i if piece.samples > 1 else piece.request.index
+            request, samples = piece.request, piece.samples
+            job, first = self._job(request), begin + len(piece.emit) - samples
+            if first > begin:
+                scored += self._score(job, piece, logits[begin:first])
+            if request.ask.items:
+                scored += self._first_of_items(job, logits[first]) if samples else []
+                samples = 0
+            for i in range(samples):
+                index = i if samples > 1 else request.index
                 rows.append(self._row(job, piece, index))
-                at.append(begin + scored + i)
-                wanted.append(job.drafts[index])
+                drafts.append(job.drafts[index])
+                emits.append(first + i)
             begin += len(piece.emit)
-        updates, endings = self._choose(logits, at, rows, wanted)
-        return StepResult(
-            _by_piece(step, updates),
-            tuple(u for u, _ in updates if u),
-            tuple(scores),
-            endings=endings,
+        if not rows:
+            return Launched(step, scored=tuple(scored))
+        wanted = logits if len(emits) == len(logits) else logits[emits]
+        return Launched(
+            step=step,
+            drafts=tuple(drafts),
+            at=tuple([row.generated_len for row in rows]),
+            chosen=sample(wanted, rows, self.info.eos_token_ids),
+            scored=tuple(scored),
         )
 
     def _row(self, job: Job, piece: Piece, index: int) -> Row:
-        draft, tokens = job.drafts[index], piece.request.tokens
-        history = np.array(tokens, np.int32) if draft.params.penalised else np.empty(0, np.int32)
-        return Row(draft.params, len(tokens), len(job.prompt_ids), history)
+        params, position = job.drafts[index].params, piece.known_len
+        history = NO_HISTORY
+        if params.penalised:
+            history = np.array(piece.request.tokens[:position], np.int32)
+        return Row(params, position, len(job.prompt_ids), history)
 
-    def _choose(
-        self, logits: Tensor, at: list[int], rows: list[Row], wanted: list[Draft]
-    ) -> tuple[list[Next], tuple[Ending, ...]]:
-        """The next token of every wanted draft, and what goes wrong with some of them."""
-        if not rows:
-            return [], ()
-        chosen = sample(
-            logits if len(at) == len(logits) else logits[at], rows, self.info.eos_token_ids
+    def _score(self, job: Job, piece: Piece, logits: Tensor) -> list[Scored]:
+        """The row at position p tells of token p+1: of the prompt, or of what follows it and is
+        given."""
+        draft, prompt_len = job.drafts[piece.request.index], len(job.prompt_ids)
+        first = piece.cached_len + piece.emit[0] + 1
+        ids = torch.tensor((*job.prompt_ids, *draft.token_ids)[first : first + len(logits)])
+        split = min(max(prompt_len - first, 0), len(logits))
+        ranges = (
+            (0, split, job.prompt_scores, first - 1, job.params.top_prompt_logprobs),
+            (
+                split,
+                len(logits),
+                draft.scores,
+                first + split - prompt_len,
+                draft.params.top_logprobs,
+            ),
         )
-        errors, told = (
-            chosen.errors(),
-            dict(zip(chosen.logprob_rows, range(len(rows)), strict=False)),
-        )
-        out: list[Next] = []
-        for r, (draft, token_id) in enumerate(zip(wanted, chosen.token_ids.tolist(), strict=True)):
-            if r in errors:
-                out.append((None, Token(0, True)))
-                continue
-            count = len(draft.token_ids)
-            text, ends = draft.feed(token_id, count + 1, self.info.eos_token_ids)
-            scores: tuple[Score, ...] = ()
-            if r in told and chosen.logprobs is not None:
-                scores = (_entry(chosen.logprobs, told[r], draft.params.top_logprobs or 0),)
-            out.append((TokenUpdate(draft, count, token_id, text, scores), Token(token_id, ends)))
-        return out, tuple(Ending(wanted[r], "error", why) for r, why in errors.items())
+        return [
+            Scored(piece.request, target, at, k or 0, log_probs(logits[a:b], ids[a:b], k or 0))
+            for a, b, target, at, k in ranges
+            if a < b
+        ]
 
-    def _score(self, job: Job, piece: Piece, logits: Tensor) -> ScoreUpdate:
-        """The row at position p tells of token p+1, of the prompt or of an item."""
-        items, index = piece.request.ask.items, piece.request.index
-        first, k = piece.cached_len + piece.emit[0] + 1, job.params.top_prompt_logprobs or 0
-        ids, target, begin = job.prompt_ids, job.prompt_scores, 1
-        if items:
-            ids, target, begin = (*ids, *items[index]), job.drafts[index].scores, len(ids)
-        told = log_probs(logits, torch.tensor(ids[first : first + len(logits)]), k)
-        return ScoreUpdate(
-            target, first - begin, tuple(_entry(told, i, k) for i in range(len(logits)))
-        )
-
-    def _first_of_items(self, job: Job, logits: Tensor) -> list[ScoreUpdate]:
+    def _first_of_items(self, job: Job, logits: Tensor) -> list[Scored]:
         """The prompt's last row tells of the first token of every item."""
         items = job.request.ask.items
         told = log_probs(logits.expand(len(items), -1), torch.tensor([item[0] for item in items]))
+        rows = [slice(i, i + 1) for i in range(len(items))]
+        each = [Logprobs(told.chosen[i], told.top_ids[i], told.top[i]) for i in rows]
         return [
-            ScoreUpdate(draft.scores, 0, (_entry(told, i, 0),))
-            for i, draft in enumerate(job.drafts)
+            Scored(job.request, draft.scores, 0, 0, logprobs)
+            for draft, logprobs in zip(job.drafts, each, strict=True)
         ]
+
+    def _settle(self, later: bool) -> list[Job]:
+        """Takes in what launched steps have brought; `later`, of all but the last one. Before
+        `_settled` is set a step has not happened, from then on it has."""
+        touched: list[Job] = []
+        while len(self._launched) > later:
+            launched = self._launched.pop(0)
+            pieces = launched.step.pieces
+            jobs = [self._job(p.request) for p in pieces if p.request.finish is None]
+            result, accepted = self._result(launched)
+            rows = iter(accepted)
+            ended = self.scheduler.settle(
+                launched.step, [[next(rows) for _ in range(p.sampled)] for p in pieces]
+            )
+            endings = [Ending(self._job(r).drafts[r.index], r.finish or "stop") for r in ended]
+            result = self._settled = replace(result, endings=(*result.endings, *endings))
+            result.write()
+            result.end()
+            for job in jobs:
+                if job.done:
+                    self.jobs.pop(job.request.ask.request_id, None)
+            self._settled = None
+            touched += jobs
+        return touched
+
+    def _result(self, launched: Launched) -> tuple[StepResult, list[Accepted]]:
+        """What the jobs get, and what the scheduler is told of every row. Nobody sees the rows of
+        requests that have ended meanwhile; what could not be sampled ends its draft."""
+        chosen, pieces = launched.chosen, launched.step.pieces
+        ids, errors = (chosen.token_ids.tolist(), chosen.errors()) if chosen else ([], {})
+        logprobs = dict(zip(chosen.logprob_rows, count(), strict=False)) if chosen else {}
+        accepted, tokens, endings = list[Accepted](), list[TokenUpdate](), list[Ending]()
+        for row, (draft, at) in enumerate(zip(launched.drafts, launched.at, strict=True)):
+            if draft.finish is not None or row in errors:
+                accepted.append(Accepted((), 0))
+                endings += [Ending(draft, "error", errors[row])] if row in errors else []
+                continue
+            found = draft.accept((ids[row],))
+            kept, _ = found.cut(draft.most - at)
+            scores: tuple[Score, ...] = ()
+            if row in logprobs and chosen is not None and chosen.logprobs is not None:
+                k = draft.params.top_logprobs or 0
+                scores = (_entry(chosen.logprobs, logprobs[row], k),)
+            tokens.append(TokenUpdate(draft, at, kept, tuple(draft.ahead[: len(kept)]), scores))
+            accepted.append(found)
+        result = StepResult(
+            tokens=tuple(tokens),
+            scores=tuple(
+                ScoreUpdate(s.target, s.at, _entries(s.logprobs, s.k))
+                for s in launched.scored
+                if s.request.finish is None
+            ),
+            embeddings=tuple(
+                (self._job(piece.request), vector.numpy())
+                for piece, vector in zip(pieces, launched.embeddings, strict=True)
+                if piece.request.finish is None
+            )
+            if launched.embeddings is not None
+            else (),
+            endings=tuple(endings),
+        )
+        return result, accepted
+
+    def _publish(self, touched: list[Job]) -> list[Job]:
+        """Text, without a lock on the engine: whoever reads a job first makes what is missing."""
+        for job in touched:
+            job.publish()
+        return touched
+
+    def _job(self, request: Request) -> Job:
+        return self.jobs[request.ask.request_id]
 
     # -- between calls
 
@@ -416,7 +528,7 @@ class Engine:
                 self._changing = True
                 self.scheduler.abort(job.request)
                 job.end("abort")
-                self.jobs.pop(job.request.arrival, None)
+                self.jobs.pop(job.request.ask.request_id, None)
                 self._changing = False
 
     def _abandoned(self) -> list[Job]:
@@ -425,19 +537,15 @@ class Engine:
         return [job for job in owned if job.caller is not None and job.caller.gone(frames)]
 
     def _recover(self) -> None:
-        """Pages, tree, queue and text streams anew, from the jobs: all of them as if they had been
-        preempted. The cache is forgotten.
+        """Pages, tree and queue anew, from the jobs: all of them as if they had been preempted. The
+        cache is forgotten, and so is what was launched and not settled.
 
         Changes nothing that it reads before `_changing` is unset, so it can be left anywhere and
         begun again.
         """
-        settled = self._settled
-        if settled is not None:
-            settled.write()
-        for job in self.jobs.values():
-            job.replay(self.info.eos_token_ids)
-        if settled is not None:
-            settled.end()
+        if self._settled is not None:
+            self._settled.write()
+            self._settled.end()
         for job in self._abandoned():
             job.end("abort")
         jobs = {number: job for number, job in self.jobs.items() if not job.done}
@@ -446,7 +554,7 @@ class Engine:
             scheduler.resume(job.resumed())
         scheduler.counters.update(self.scheduler.counters, recovered=1)
         self.jobs, self.scheduler = jobs, scheduler
-        self._settled = None
+        self._settled, self._launched = None, []
         self._changing = False
 
     def _new_scheduler(self, arrivals: int = 0) -> Scheduler:
@@ -473,15 +581,10 @@ def limits_of(config: EngineConfig) -> Limits:
     )
 
 
-def _by_piece(step: Step, updates: Sequence[Next]) -> tuple[tuple[Token, ...], ...]:
-    """The tokens of every piece, in order; an item's are given."""
-    tokens = iter([token for _, token in updates])
-    return tuple(
-        tuple([NOBODY if p.request.ask.items else next(tokens) for _ in range(p.samples)])
-        for p in step.pieces
-    )
-
-
 def _entry(told: Logprobs, row: int, k: int) -> Score:
     best = zip(told.top_ids[row, :k].tolist(), told.top[row, :k].tolist(), strict=True)
     return float(told.chosen[row]), tuple(best)
+
+
+def _entries(told: Logprobs, k: int) -> tuple[Score, ...]:
+    return tuple(_entry(told, row, k) for row in range(len(told.chosen)))

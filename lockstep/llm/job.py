@@ -1,27 +1,29 @@
 """One prompt on its way: what was asked, and what has come out so far, per completion.
 
-A `Draft` grows by one token at a time: the text that is certain, the log-probabilities, and why it
-ended. `Job.output` freezes all of it. A step changes nothing here until it is one frozen
-`StepResult`. That is written by position, so that it can be written again: after whatever exception
-a job is what its last result says, and its requests are made anew from that (`resumed`). Knows
-tokens and text; the engine feeds it, the surface reads it.
+A `Draft` grows by the tokens of a step: ids, log-probabilities, text, and why it ended.
+`Job.output` freezes all of it. A step changes nothing here until it is one frozen `StepResult`. That is written
+by position, so that it can be written again: after whatever exception a job is what its last result
+says, and its requests are made anew from that (`resumed`). Text follows from the tokens: it is made
+by `publish`, without the engine; only where stop strings are looked for, it is made as the step is
+settled. Knows tokens and text; the engine feeds it, the surface reads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.llm.calls import Caller
+from lockstep.llm.calls import Caller, Turn
 from lockstep.llm.output import Chunk, Completion, Output, Top
 from lockstep.sample.params import SamplingParams
-from lockstep.sched.request import Request, Token
-from lockstep.text.detok import Piece, Stream
+from lockstep.sched.request import Accepted, Request
+from lockstep.text.detok import Stream
 from lockstep.text.tokenizer import Tokenizer
+from lockstep.types import RuleError
 
 Score = tuple[float, Top]  # the log-probability of a token, and the best tokens beside it
 
@@ -40,76 +42,119 @@ class Scores:
 
 
 class Draft:
-    """A completion while it grows. `given` tokens, an item's, are all there from the beginning;
-    their text is not wanted."""
+    """A completion while it grows, to `most` tokens. `given` ones, an item's, are all there from
+    the beginning; their text is not wanted."""
 
     def __init__(
         self,
         params: SamplingParams,
         prompt_ids: tuple[int, ...],
-        tokenizer: Tokenizer | None,
+        text: Text,
+        most: int = 0,
         given: Sequence[int] = (),
     ) -> None:
-        self.params, self.prompt_ids, self.tokenizer = params, prompt_ids, tokenizer
+        self.params, self.prompt_ids, self.most = params, prompt_ids, most
         self.token_ids: list[int] = list(given)
         self.given = bool(given)
         self.scores = Scores()
-        self.pieces: list[
-            str
-        ] = []  # one per generated token, and one for what was held back until the end
+        # one per generated token, and one for what was held back until the end
+        self.pieces: list[str] = []
         self.finish: str | None = None
+        self.over: str | None = None  # why it ends, if its tokens are all there already
         self.error = ""
-        self.stream = self._stream()
+        self.tokenizer = None if given else text.tokenizer
+        self.searched = self.tokenizer is not None and bool(params.stops)  # for stop strings
+        self.end_ids = frozenset((*params.stop_ids, *(() if params.ignore_eos else text.eos_ids)))
+        self.ahead: list[str] = []  # text of tokens that are being settled
+        self._stream: Stream | None = None
+        self._pushed = -1  # tokens whose text the stream has given; -1 while it moves
 
-    def feed(self, token_id: int, count: int, eos_ids: tuple[int, ...]) -> tuple[str, bool]:
-        """The text that token number `count` adds, and whether the text ends with it. Moves the
-        stream on and nothing else.
-
-        The token that ends a text is kept, its own text is not.
-        """
-        if token_id in self.params.stop_ids or (token_id in eos_ids and not self.params.ignore_eos):
-            return "", True
-        if self.stream is None:
-            return "", False
-        piece = self.stream.push(token_id, self.params.may_stop(count))
-        return piece.text, piece.stop is not None
+    def accept(self, token_ids: tuple[int, ...]) -> Accepted:
+        """The tokens as a step's, and where the text ends with one of them. No token is changed;
+        where stop strings are looked for, the text goes `ahead`."""
+        if not self.searched:
+            for count, token_id in enumerate(token_ids, 1):
+                if token_id in self.end_ids:
+                    return Accepted(token_ids, count)
+            return Accepted(token_ids)
+        stream, self.ahead, self._pushed = self._synced(), [], -1
+        ends = False
+        while not ends and len(self.ahead) < len(token_ids):
+            count = len(self.pieces) + len(self.ahead) + 1
+            text, ends = self._push(stream, token_ids[len(self.ahead)], count)
+            self.ahead.append(text)
+        self._pushed = len(self.pieces) + len(self.ahead)
+        return Accepted(token_ids, len(self.ahead) if ends else None)
 
     def end(self, reason: str, error: str = "") -> None:
-        """Nothing more comes. `finish` is set last: who sees it sees everything."""
+        """Nothing more comes. `finish` is set last: who sees it sees every token."""
         if self.finish is None:
-            piece = self.stream.finish() if self.stream is not None else Piece("")
-            self.pieces[0 if self.given else len(self.token_ids) :] = [piece.text]
+            if self.searched and self._flush() and reason == "length":
+                reason = "stop"
             self.error = error
-            self.finish = "stop" if piece.stop is not None and reason == "length" else reason
+            self.finish = (self.over or reason) if reason == "length" else reason
 
-    def replay(self, eos_ids: tuple[int, ...]) -> None:
-        """The stream anew, as it is after the tokens that are there."""
-        self.stream = self._stream()
-        for count, token_id in enumerate(() if self.given else self.token_ids, 1):
-            self.feed(token_id, count, eos_ids)
+    def publish(self) -> None:
+        """The text of the tokens that are there, and at the end what was held back."""
+        if self.tokenizer is None or self.searched:
+            return
+        finish, token_ids = self.finish, self.token_ids
+        for token_id in token_ids[len(self.pieces) :]:
+            stream, self._pushed = self._synced(), -1
+            self.pieces.append(self._push(stream, token_id, len(self.pieces) + 1)[0])
+            self._pushed = len(self.pieces)
+        if finish is not None and len(self.pieces) == len(token_ids):
+            self._flush()
 
     def completion(self) -> Completion:
         """The completion, frozen."""
         asked = self.params.top_logprobs is not None
         chosen = np.array(self.scores.chosen, np.float32) if asked else None
         best = tuple(self.scores.best) if asked and self.params.top_logprobs else None
-        ids = tuple(self.token_ids)
         return Completion(
-            self.params.sample_index,
-            "".join(self.pieces),
-            ids,
-            self.finish or "abort",
-            chosen,
-            best,
-            self.error,
+            index=self.params.sample_index,
+            text="".join(self.pieces),
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish or "abort",
+            logprobs=chosen,
+            top_logprobs=best,
+            error=self.error,
         )
 
-    def _stream(self) -> Stream | None:
-        return (
-            Stream(self.tokenizer, self.params.stops, self.prompt_ids)
-            if self.tokenizer is not None
-            else None
-        )
+    def _push(self, stream: Stream, token_id: int, count: int) -> tuple[str, bool]:
+        """The text that token number `count` adds, and whether the text ends with it. The token
+        that ends a text is kept, its own text is not."""
+        if token_id in self.end_ids:
+            return "", True
+        piece = stream.push(token_id, self.params.may_stop(count))
+        return piece.text, piece.stop is not None
+
+    def _flush(self) -> bool:
+        """What was held back becomes the last piece; whether a stop string is complete in it."""
+        del self.pieces[len(self.token_ids) :]
+        stream, self._pushed = self._synced(), -1
+        piece = stream.finish()
+        self.pieces.append(piece.text)
+        return piece.stop is not None
+
+    def _synced(self) -> Stream:
+        """The stream as it is after the pieces that are there: an exception may have struck
+        anywhere in between."""
+        stream, self._stream = self._stream, None
+        if stream is None or self._pushed != len(self.pieces):
+            assert self.tokenizer is not None, "without a tokenizer there is no text"
+            stream = Stream(self.tokenizer, self.params.stops, self.prompt_ids)
+            for count, token_id in enumerate(self.token_ids[: len(self.pieces)], 1):
+                self._push(stream, token_id, count)
+        self._stream = stream
+        return stream
+
+
+class Text(NamedTuple):
+    """What text is made with: nothing, if there is no tokenizer; and the model's ends of text."""
+
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]
 
 
 class Job:
@@ -117,27 +162,32 @@ class Job:
     it, None for whoever holds the job."""
 
     def __init__(
-        self,
-        params: SamplingParams,
-        request: Request,
-        tokenizer: Tokenizer | None,
-        caller: Caller | None = None,
+        self, params: SamplingParams, request: Request, text: Text, caller: Caller | None = None
     ) -> None:
         self.params, self.request, self.caller = params, request, caller
         self.prompt_ids = request.ask.prompt
-        items, each = request.ask.items, params.completions()
-        self.drafts = [Draft(each[0], self.prompt_ids, tokenizer, item) for item in items]
-        self.drafts = self.drafts or [Draft(one, self.prompt_ids, tokenizer) for one in each]
+        ask, each = request.ask, params.completions()
+        self.drafts = [Draft(each[0], ask.prompt, text, given=item) for item in ask.items]
+        if not ask.items:
+            self.drafts = [Draft(one, ask.prompt, text, ask.max_new_tokens) for one in each]
         self.prompt_scores = Scores()
         self.embedding: NDArray[np.float32] | None = None
         self._told = [(0, 0)] * len(self.drafts)
+        self._turns: list[Turn] = []
 
     @property
     def done(self) -> bool:
         return all(draft.finish is not None for draft in self.drafts)
 
+    def publish(self) -> None:
+        """Text for all tokens that are there. Any thread may call it, at any time."""
+        with Turn(self._turns):
+            for draft in self.drafts:
+                draft.publish()
+
     def news(self) -> list[Chunk]:
         """What came since the last call."""
+        self.publish()
         out = []
         for i, draft in enumerate(self.drafts):
             pieces, ids = self._told[i]
@@ -157,29 +207,57 @@ class Job:
         for draft in self.drafts:
             draft.end(reason)
 
-    def replay(self, eos_ids: tuple[int, ...]) -> None:
-        """The text streams anew, of the completions that go on."""
-        for draft in self.drafts:
-            if draft.finish is None:
-                draft.replay(eos_ids)
+    def go_on(self, generated: Sequence[tuple[int, ...]]) -> None:
+        """Every completion has these tokens already; their log-probabilities, if they are wanted,
+        come again."""
+        for draft, token_ids in zip(self.drafts, generated, strict=True):
+            kept, draft.over = draft.accept(token_ids).cut(draft.most)
+            if len(kept) < len(token_ids):
+                rule = "tokens already generated end where their completion does"
+                raise RuleError(rule, f"{len(token_ids)}, and {len(kept)} count", "Cut them there")
+            TokenUpdate(draft, 0, token_ids, tuple(draft.ahead), ()).write()
+            if draft.over is not None and draft.params.top_logprobs is None:
+                draft.end(draft.over)
 
     def resumed(self) -> list[Request]:
         """The requests of this job anew, from what has come out and nothing else: as if all of them
         had been preempted."""
-        old = self.request
-        items, begun = old.ask.items, self._begun()
-        made: list[Request] = []
-        for index, draft in enumerate(self.drafts if begun else self.drafts[:1]):
-            if draft.finish is None:
-                first = items[index][:-1] if items else draft.token_ids
-                request = Request(old.ask, old.arrival, index, first if begun else ())
+        begun = self._begun()
+        made = [
+            self._resumed(index, draft)
+            if begun
+            else Request(self.request.ask, self.request.arrival)
+            for index, draft in enumerate(self.drafts if begun else self.drafts[:1])
+            if draft.finish is None
+        ]
+        for request in made:
+            request.hit_len, request.family = self.request.hit_len, made
+            if (
+                request.index == 0
+                and len(self.prompt_scores.chosen) < self.request.ask.scored_prompt_len
+            ):
                 request.scored_len = len(self.prompt_scores.chosen)
-                if items and begun:
-                    request.scored_len = len(old.ask.prompt) + len(draft.scores.chosen) - 1
-                request.hit_len, request.family = old.hit_len, made
-                made.append(request)
         self.request = made[0]
         return made
+
+    def _resumed(self, index: int, draft: Draft) -> Request:
+        """A completion whose prompt was computed to its end. Tokens without log-probabilities that
+        are wanted are scored, those of a completion that is over alone."""
+        ask, scored = self.request.ask, len(draft.scores.chosen)
+        if draft.given:
+            request = Request(ask, self.request.arrival, index)
+            request.begin_item()
+            request.scored_len += scored - 1
+            return request
+        first = draft.token_ids
+        if draft.over is not None:
+            ask, first = replace(ask, max_new_tokens=0, n=1), first[:-1]
+        request = Request(ask, self.request.arrival, index, first)
+        request.scored_len = request.score_end
+        if draft.params.top_logprobs is not None:
+            request.score_end = len(ask.prompt) - 1 + len(draft.token_ids)
+            request.scored_len = len(ask.prompt) - 1 + scored
+        return request
 
     def _begun(self) -> bool:
         """Whether the prompt was computed to its end: then every completion has its first token, or
@@ -191,35 +269,40 @@ class Job:
 
     def output(self, fingerprint: str) -> Output:
         """The answer, frozen."""
+        self.publish()
         scores, asked = self.prompt_scores, self.params.top_prompt_logprobs
         first: list[Top] = [()]
         return Output(
-            self.request.ask.encoder_ids or self.prompt_ids,
-            tuple(draft.completion() for draft in self.drafts),
-            self.params.seed,
-            self.request.hit_len or 0,
-            fingerprint,
-            np.array([np.nan, *scores.chosen], np.float32) if asked is not None else None,
-            tuple(first + scores.best) if asked else None,
+            prompt_token_ids=self.request.ask.encoder_ids or self.prompt_ids,
+            completions=tuple(draft.completion() for draft in self.drafts),
+            seed=self.params.seed,
+            cached_tokens=self.request.hit_len or 0,
+            fingerprint=fingerprint,
+            prompt_logprobs=(
+                np.array([np.nan, *scores.chosen], np.float32) if asked is not None else None
+            ),
+            prompt_top_logprobs=tuple(first + scores.best) if asked else None,
         )
 
 
 class TokenUpdate(NamedTuple):
-    """The next token of a completion: number `at`, with its text, and its log-probability if that
-    is wanted."""
+    """Tokens of a completion, from number `at` on, with their log-probabilities if these are
+    wanted, and with their text if it was searched."""
 
     draft: Draft
     at: int
-    token_id: int
-    text: str
+    token_ids: tuple[int, ...]
+    pieces: tuple[str, ...]
     scores: tuple[Score, ...]
 
     def write(self) -> None:
         draft = self.draft
         if draft.finish is None:  # else it was written, and then ended
-            draft.token_ids[self.at :] = [self.token_id]
-            draft.pieces[self.at :] = [self.text]
-            draft.scores.write(self.at, self.scores)
+            draft.token_ids[self.at :] = self.token_ids
+            if draft.searched:
+                draft.pieces[self.at :] = self.pieces
+            if self.scores:
+                draft.scores.write(self.at, self.scores)
 
 
 class ScoreUpdate(NamedTuple):
@@ -243,23 +326,22 @@ class Ending(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What a step has brought: `sampled` for the scheduler, the rest for the jobs.
+    """What a settled step has brought the jobs.
 
     `write`, then `end`; both may be repeated from the beginning wherever they were left.
     """
 
-    sampled: tuple[tuple[Token, ...], ...]
     tokens: tuple[TokenUpdate, ...] = ()
     scores: tuple[ScoreUpdate, ...] = ()
     embeddings: tuple[tuple[Job, NDArray[np.float32]], ...] = ()
     endings: tuple[Ending, ...] = ()
 
     def write(self) -> None:
-        """Tokens, their text and log-probabilities, embeddings."""
-        for token in self.tokens:
-            token.write()
+        """Log-probabilities of what was there, tokens, embeddings."""
         for score in self.scores:
             score.write()
+        for token in self.tokens:
+            token.write()
         for job, embedding in self.embeddings:
             job.embedding = embedding
 

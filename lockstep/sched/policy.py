@@ -25,11 +25,12 @@ def rank(request: Request) -> Rank:
 
 def turns(running: Sequence[Request]) -> list[Request]:
     """In which order running requests, which stand by rank, get their rows: those that miss one row
-    first, then the prompts."""
+    first, then the prompts. Nobody who has to see a step settled first."""
     few: list[Request] = []
     many: list[Request] = []
     for request in running:
-        (many if request.rows > 1 else few).append(request)
+        if request.flight is None or not request.held:
+            (many if len(request.tokens) - request.cached_len > 1 else few).append(request)
     return few + many
 
 

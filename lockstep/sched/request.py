@@ -2,13 +2,14 @@
 its share of a step (frozen).
 
 There are no modes. `len(tokens) - cached_len` rows are missing; a request that misses one row is
-what others call decoding. What a token means, how it is sampled and when it ends a text is the
-business of whoever calls `commit`.
+what others call decoding. A token that a launched step will have sampled is there before its value:
+it is negative until that step is settled. What a token means, how it is sampled and when it ends a
+text is the business of whoever calls `settle`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +26,8 @@ class Ask:
     `embed` wants rows and no tokens.
 
     `items` are continuations that are given, not sampled: one fork of the prompt each, whose
-    tokens' log-probabilities are wanted.
+    tokens' log-probabilities are wanted. `needs_values` says that a row's logits are edited by the
+    values of the tokens before it: none is computed before these are settled.
     """
 
     prompt: tuple[int, ...]
@@ -38,6 +40,8 @@ class Ask:
     draft: bool = False
     embed: bool = False
     items: tuple[tuple[int, ...], ...] = ()
+    needs_values: bool = False
+    request_id: str = ""
 
     def __post_init__(self) -> None:
         for name in ("prompt", "encoder_ids"):
@@ -87,16 +91,44 @@ class Ask:
         )
 
     @property
+    def scored_prompt_len(self) -> int:
+        """Rows of the prompt whose log-probabilities are wanted: the last one tells of no prompt
+        token."""
+        return len(self.prompt) - 1 if self.wants_prompt_logprobs else 0
+
+    @property
     def continuations(self) -> int:
         """How many follow the prompt."""
         return len(self.items) or self.n
 
 
-class Token(NamedTuple):
-    """A sampled token, and whether the text ends with it."""
+class Accepted(NamedTuple):
+    """What a step brings one completion: a list of tokens, of one in plain decoding.
 
-    id: int
-    stop: bool = False
+    Where the rows were a tree, `nodes` is the path that is accepted, from the root on: as many
+    nodes as tokens.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    stop_len: int | None = None  # the text ends with so many of them
+    nodes: tuple[int, ...] = ()
+
+    def cut(self, most: int) -> tuple[tuple[int, ...], str | None]:
+        """The tokens that count, if `most` are wanted, and why the completion ends with them, if
+        it does."""
+        ends = self.stop_len is not None and self.stop_len <= most
+        kept = self.token_ids[: self.stop_len if ends else most]
+        if ends:
+            return kept, "stop"
+        return kept, "length" if len(kept) == most else None
+
+
+class DraftTree(NamedTuple):
+    """Tokens that may follow a request's last one. That one is node 0; `parents[i]` is the node
+    above node i + 1."""
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
 
 
 class Request:
@@ -106,20 +138,20 @@ class Request:
     def __init__(self, ask: Ask, arrival: int, index: int = 0, first: Iterable[int] = ()) -> None:
         self.ask, self.arrival, self.index = ask, arrival, index
         self.tokens = [*ask.prompt, *first]
-        self.cached_len = 0
-        self.scored_len = (
-            0  # rows, of the prompt or of an item, whose log-probabilities were handed out
-        )
+        self.cached_len = 0  # those that a launched step will have written included
+        self.settled_len = 0  # those without
+        # rows [scored_len, score_end) are still to be asked for log-probabilities
+        self.scored_len, self.score_end = 0, ask.scored_prompt_len
         self.hit_len: int | None = None  # keys found in the prefix cache when it was admitted first
         self.encoded = not ask.encoder_ids
         self.table: Table | None = None
         self.room = 0  # keys that the pages it holds have room for, as far as was looked
-        # below this length a step computes one row, samples one token, and nothing else happens
-        self.quiet = 0
         self.path: Path | None = None
         self.finish: str | None = None  # "length", "stop" or "abort"
-        self.aborted = False  # while a step was running: ends when that step does
         self.family: list[Request] = [self]  # all n continuations, as far as they exist
+        self.flight: Piece | None = None  # its share of the step launched last, until it is settled
+        self.held = False  # until then nothing can be computed
+        self.draft: DraftTree | None = None  # proposed for the next step
 
     @property
     def rows(self) -> int:
@@ -140,13 +172,7 @@ class Request:
     def matchable(self) -> int | None:
         """Keys that may come from the prefix cache: rows whose log-probabilities are still wanted
         have to be computed. None: all."""
-        if self.ask.items:
-            return max(self.scored_len, len(self.ask.prompt))
-        return (
-            self.scored_len
-            if self.ask.wants_prompt_logprobs and self.scored_len < len(self.ask.prompt) - 1
-            else None
-        )
+        return self.scored_len if self.scored_len < self.score_end else None
 
     def samples(self, new_len: int) -> int:
         """Tokens chosen when the next `new_len` rows are computed: none before the last row, one
@@ -159,46 +185,86 @@ class Request:
 
     def emits(self, new_len: int) -> int:
         """How many rows a piece of `new_len` rows emits."""
-        return max(0, self._scored_end(new_len) - self._scored_begin()) + self.samples(new_len)
+        return len(self._scored(new_len)) + self.samples(new_len)
 
     def piece(self, new_len: int) -> Piece:
         """The next `new_len` rows. Emitted are those whose logits are wanted: for
         log-probabilities, then for every sample."""
-        begin, samples, ask = self.cached_len, self.samples(new_len), self.ask
+        begin, samples = self.cached_len, self.samples(new_len)
         ids = tuple(self.tokens[begin : begin + new_len])
         emit = (new_len - 1,) * samples
-        if ask.wants_prompt_logprobs or ask.items:
-            emit = (*range(self._scored_begin() - begin, self._scored_end(new_len) - begin), *emit)
-        return Piece(self, ids, begin, emit, samples)
+        if self.scored_len < self.score_end:
+            emit = (*(row - begin for row in self._scored(new_len)), *emit)
+        return Piece(self, ids, begin, emit, samples, self.table)
 
-    def _scored_begin(self) -> int:
-        return max(self.cached_len, self.scored_len, len(self.ask.prompt) if self.ask.items else 0)
+    def tree_piece(self, draft: DraftTree) -> Piece:
+        """The last token and what may follow it, as the nodes of a tree; all are emitted."""
+        ids = (self.tokens[-1], *draft.token_ids)
+        emit, parents = tuple(range(len(ids))), (-1, *draft.parents)
+        return Piece(self, ids, self.cached_len, emit, 1, self.table, parents=parents)
 
-    def _scored_end(self, new_len: int) -> int:
-        """The row at position p tells of token p+1, so the prompt's last row tells of no prompt
-        token; an item's rows tell of it."""
-        end = self.cached_len + new_len
-        if self.ask.items:
-            return end
-        return min(end, len(self.ask.prompt) - 1) if self.ask.wants_prompt_logprobs else 0
+    def launch(self, piece: Piece, sample: int) -> None:
+        """The piece is on its way: lengths move on, and the token that it will have sampled is
+        named by its number among the step's."""
+        ask = self.ask
+        if piece.parents is None:
+            self.cached_len += len(piece.ids)
+            self.scored_len = max(self.scored_len, min(self.cached_len, self.score_end))
+        if piece.sampled:
+            self.tokens.append(-1 - sample)
+        self.flight = piece
+        self.held = (
+            len(self.tokens) == self.cached_len
+            or piece.samples > 1
+            or piece.parents is not None
+            or (piece.samples > 0 and (ask.needs_values or self.left <= 0))
+        )
+
+    def begin_item(self) -> str | None:
+        """Behind the prompt come the rows of its item, whose last token is not computed. "length"
+        if there are none: the prompt's last row has told of the only token."""
+        self.tokens += self.ask.items[self.index][:-1]
+        self.scored_len, self.score_end = len(self.ask.prompt), len(self.tokens)
+        return None if self.scored_len < self.score_end else "length"
+
+    @property
+    def left(self) -> int:
+        """Tokens that are still to be generated, at most."""
+        return len(self.ask.prompt) + self.ask.max_new_tokens - len(self.tokens)
+
+    def _scored(self, new_len: int) -> range:
+        """The row at position p tells of token p+1."""
+        end = min(self.cached_len + new_len, self.score_end)
+        return range(max(self.cached_len, self.scored_len), end)
 
 
 class Piece(NamedTuple):
     """A request's share of a step: `ids` are the tokens of its rows, the first at position
-    `cached_len`."""
+    `cached_len`; -1 - k is sample k of the step before."""
 
     request: Request
     ids: tuple[int, ...]
     cached_len: int
-    emit: tuple[
-        int, ...
-    ]  # rows whose logits are wanted; the last `samples` of them are sampled from
+    # rows whose logits are wanted; the last `samples` of them are sampled from, or all of a tree
+    emit: tuple[int, ...]
     samples: int
+    table: Table | None = None  # of the request; another one by now, if it was preempted
     cross_new: int = 0  # encoder keys that this piece writes
+    parents: tuple[int, ...] | None = None  # of the rows, if they are nodes of a tree
 
     @property
     def new_len(self) -> int:
         return len(self.ids)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that are sampled: an item's are given."""
+        return 0 if self.request.ask.items else self.samples
+
+    @property
+    def known_len(self) -> int:
+        """Tokens before the ones that it samples."""
+        return self.cached_len + (len(self.ids) if self.parents is None else 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,8 +275,3 @@ class Step:
     kind: StepKind
     pieces: tuple[Piece, ...]
     works: tuple[Work, ...]
-
-
-LAST = (0,)  # the emitted row of a piece of one row
-
-Sampled = Sequence[Sequence[Token]]  # per piece, one token per sample

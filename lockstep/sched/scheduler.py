@@ -1,11 +1,15 @@
 """The scheduler: continuous batching over pages that may run out.
 
-`schedule` decides a step and reserves its pages; `commit` takes what the step sampled, and only
-then do lengths grow and pages become matchable. One step at a time: nothing that a running step
-reads is freed before it is committed. Rows of decoding requests go first, prompts fill the rest of
-the budget in chunks, encoders and embeddings have whole steps of their own. When pages are short,
-cached ones are evicted, then the worst-ranked request is preempted: its pages go, and it is
-computed again later, to the same bits.
+`schedule` decides a step and reserves its pages; `advance` moves lengths on when it is launched;
+`settle` takes what it sampled: tokens get their values, keys become matchable, completions fork and
+end. The next step may be scheduled, and launched behind the first, before the first is settled: its
+rows name the tokens that they wait for. What was given up meanwhile, or ends late, settles without
+a trace. Steps are launched in order, so pages may go to others as soon as nobody after it reads
+them.
+
+Rows of decoding requests go first, prompts fill the rest of the budget in chunks, encoders and
+embeddings have whole steps of their own. When pages are short, cached ones are evicted, then the
+worst-ranked request is preempted: its pages go, and it is computed again later, to the same bits.
 
 Knows lengths, pages and order (`policy`), never a tensor or what a token means.
 """
@@ -23,8 +27,8 @@ from lockstep.kv.tables import Table, pages_for, peak_pages
 from lockstep.plan.build import Work
 from lockstep.run.kind import EMBED, ENCODE, GENERATE, StepKind, group_specs
 from lockstep.sched import policy
-from lockstep.sched.request import LAST, Ask, Piece, Request, Sampled, Step, Token
-from lockstep.types import INT32_MAX, Layout, OutOfPages, RuleError
+from lockstep.sched.request import Accepted, Ask, DraftTree, Piece, Request, Step
+from lockstep.types import Layout, OutOfPages, RuleError
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,6 @@ class _Draft:
         self.tokens = self.emits = size
         self.pieces: list[Piece] = []
 
-    def step_on(self, request: Request) -> bool:
-        """The one row of a request below its quiet length, if there is room for it."""
-        if request.cached_len >= request.quiet or not self.tokens or not self.emits:
-            return False
-        self.tokens -= 1
-        self.emits -= 1
-        self.pieces.append(Piece(request, (request.tokens[-1],), request.cached_len, LAST, 1))
-        return True
-
     def add(self, piece: Piece) -> None:
         self.tokens -= piece.new_len
         self.emits -= len(piece.emit)
@@ -69,8 +64,8 @@ class _Draft:
 
 
 class Scheduler:
-    """`add` and `abort` requests at any time; `schedule` a step, run it, `commit` it; again until
-    `schedule` returns None."""
+    """`add` and `abort` requests at any time; `schedule` a step, `advance` when it is launched,
+    `settle` it; again until `schedule` returns None and nothing is left to settle."""
 
     def __init__(
         self,
@@ -87,7 +82,8 @@ class Scheduler:
         self.embeds: list[Request] = []
         self.counters: Counter[str] = Counter()
         self.arrivals = arrivals  # requests that came so far: the next one's number
-        self._flight: Step | None = None
+        self._scheduled: Step | None = None
+        self._launched: list[Step] = []  # and not settled, in order
         self._after_whole = False
         self._blocked = False  # the head of the queue found no room in the last step
         generating = kinds[GENERATE].groups if GENERATE in kinds else ()
@@ -97,7 +93,6 @@ class Scheduler:
         """Takes a request in, or refuses one that could never run."""
         self.refuse(ask)
         request = Request(ask, self.arrivals)
-        self.arrivals += 1
         self.resume([request])
         return request
 
@@ -105,30 +100,22 @@ class Scheduler:
         """Requests that hold nothing here join the queue: new ones, or those of a scheduler that is
         no more."""
         for request in requests:
+            self.arrivals = max(self.arrivals, request.arrival + 1)
             insort(self.embeds if request.ask.embed else self.waiting, request, key=policy.rank)
 
-    def abort(self, request: Request) -> list[Request]:
-        """Ends a request and its siblings. Those in a running step end when it is committed;
-        returns the others."""
-        flying = (
-            {piece.request for piece in self._flight.pieces} if self._flight is not None else set()
-        )
-        done = []
+    def abort(self, request: Request) -> None:
+        """Ends a request and its siblings. What a launched step brings them nobody sees."""
         for member in request.family:
-            if member.finish is None and member in flying:
-                member.aborted, member.quiet = True, 0
-            elif member.finish is None:
-                done.append(self._end(member, "abort"))
-        return done
+            if member.finish is None:
+                self._end(member, "abort")
 
     def schedule(self) -> Step | None:
-        """The next step, its pages reserved; None if there is nothing to do."""
-        if self._flight is not None:
-            raise RuleError(
-                "a step is committed before the next one is scheduled",
-                "one still running",
-                "Commit it, or drop it",
-            )
+        """The next step, its pages reserved; None if there is nothing to do, or nothing before the
+        step that was launched is settled."""
+        if self._scheduled is not None or len(self._launched) > 1:
+            rule = "a step is scheduled when the last is launched and those before it are settled"
+            got = f"{len(self._launched)} launched and {int(self._scheduled is not None)} not yet"
+            raise RuleError(rule, got, "Advance what was scheduled, settle what was launched first")
         self._displace()
         tries = [self._generate, self._whole]
         if policy.whole_first(
@@ -136,63 +123,53 @@ class Scheduler:
         ):
             tries.reverse()
         step = tries[0]() or tries[1]()
-        assert step is not None or not (self.running or self.waiting or self.embeds), (
+        left = self.running or self.waiting or self.embeds
+        assert step is not None or self._launched or not left, (
             f"{len(self.running)} running and no step"
         )
-        self._flight = step
+        self._scheduled = step
         return step
 
-    def commit(self, step: Step, sampled: Sampled) -> list[Request]:
-        """The step has run; `sampled[i]` holds the tokens of piece i. Returns the requests that
-        ended with it."""
-        want, got = [piece.samples for piece in step.pieces], list(map(len, sampled))
-        if want != got:
-            raise RuleError(
-                f"the pieces of this step have {want} samples",
-                f"{got} tokens",
-                "Sample the last rows of each piece's emit",
-            )
-        self._land(step)
-        done: list[Request] = []
-        for piece, tokens in zip(step.pieces, sampled, strict=True):
-            request = piece.request
-            if request.cached_len < request.quiet and not tokens[0].stop:
-                request.cached_len += 1
-                request.tokens.append(tokens[0].id)
-            elif request.aborted:
-                done.append(self._end(request, "abort"))
-            elif request.ask.embed:
-                done.append(self._end(request, "length"))
-            elif piece.cross_new:
-                request.encoded = True
-            else:
-                done += self._advance(piece, tokens)
-        return done
+    def advance(self, step: Step) -> None:
+        """The step is launched: whatever is scheduled from now on comes after it."""
+        if step is not self._scheduled:
+            rule = "the step that was scheduled last is launched, once"
+            raise RuleError(rule, "another one", "Advance what schedule returned")
+        self._scheduled = None
+        self._launched.append(step)
+        if step.kind.name == ENCODE:
+            for piece in step.pieces:
+                piece.request.encoded = True
+        sample = 0
+        for piece in step.pieces if step.kind.name == GENERATE else ():
+            table = piece.table
+            if table is not None and table.pending:
+                table.moved()
+                if piece.parents is None:
+                    table.drop_scratch()
+            piece.request.launch(piece, sample)
+            sample += piece.sampled
 
-    def drop(self, step: Step) -> list[Request]:
-        """The step did not run, and nothing of it counts. Returns the requests that were aborted
-        meanwhile."""
-        self._land(step)
-        done = [self._end(piece.request, "abort") for piece in step.pieces if piece.request.aborted]
-        for piece in step.pieces:
-            if piece.request.running and not piece.request.encoded:
-                self._preempt(piece.request)
-            elif piece.request.ask.embed and piece.request.finish is None:
-                insort(self.embeds, piece.request, key=policy.rank)
-        return done
+    def settle(self, step: Step, accepted: Sequence[Sequence[Accepted]]) -> list[Request]:
+        """The step has run; `accepted[i]` holds an entry for every token sampled of piece i.
+        Returns the requests that end with it. Those that ended before it get nothing of it."""
+        if step is not next(iter(self._launched), None):
+            rule = "of the steps that were launched the first is settled, once"
+            raise RuleError(rule, "another one", "Settle them in order")
+        want, got = [piece.sampled for piece in step.pieces], list(map(len, accepted))
+        if want != got:
+            rule = f"the pieces of this step have {want} sampled tokens"
+            raise RuleError(rule, f"{got}", "Sample the last rows of each piece's emit")
+        del self._launched[0]
+        ended: list[Request] = []
+        for piece, entries in zip(step.pieces, accepted, strict=True):
+            if piece.request.finish is None:
+                ended += self._settle(piece, entries)
+        return ended
 
     def check(self) -> None:
         """free + cached + held = all, in every group."""
         self.tree.check(r.table for r in self.running if r.table is not None)
-
-    def _land(self, step: Step) -> None:
-        if step is not self._flight:
-            raise RuleError(
-                "the step that was scheduled last is committed, once",
-                "another one",
-                "Commit what schedule returned",
-            )
-        self._flight = None
 
     # -- admission
 
@@ -241,6 +218,8 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Gives the head of the queue a table, with the longest cached prefix in it, if there is
         room for all its known tokens."""
+        if request.flight is not None:
+            return False  # it was preempted, and its last token has no value yet
         self._blocked = True
         if len(self.running) >= self.limits.max_running_requests:
             return False
@@ -252,7 +231,7 @@ class Scheduler:
             self._let_go(request)
             return False
         self._blocked = False
-        request.cached_len = path.length if path is not None else 0
+        request.cached_len = request.settled_len = path.length if path is not None else 0
         if request.hit_len is None:
             request.hit_len = request.cached_len
         self.counters["hit_tokens"] += request.cached_len
@@ -292,11 +271,7 @@ class Scheduler:
         draft, held_up = _Draft(self.limits.chunked_prefill_size), False
         self._evict_ahead()
         for request in policy.turns(self.running):
-            if (
-                not draft.step_on(request)
-                and request.table is not None
-                and not self._place(request, draft)
-            ):
+            if request.table is not None and not self._place(request, draft):
                 held_up = True
                 if request.rows > 1:
                     break
@@ -308,6 +283,8 @@ class Scheduler:
     def _place(self, request: Request, draft: _Draft) -> bool:
         """As many rows of a request as the step and the pages allow; worse-ranked requests give way
         if not even one fits."""
+        if request.draft is not None and self._place_tree(request, request.draft, draft):
+            return True
         want = policy.rows(request, draft.tokens, draft.emits)
         while want:
             new_len = (
@@ -322,6 +299,22 @@ class Scheduler:
             self._preempt(victim)
         return False
 
+    def _place_tree(self, request: Request, tree: DraftTree, draft: _Draft) -> bool:
+        """The draft of a request, if the step and the pages have room for all of it; it is asked
+        once."""
+        request.draft = None
+        begin, nodes, table = request.cached_len, 1 + len(tree.token_ids), request.table
+        if table is None or request.rows != 1 or nodes > min(draft.tokens, draft.emits):
+            return False
+        table.release(request.settled_len)
+        # whatever is accepted, there is room for the row behind it
+        room = (begin + nodes + 1, nodes, len(request.ask.encoder_ids))
+        if not self.tree.make_room(table.needs(*room)):
+            return False
+        table.reserve(*room)
+        draft.add(request.tree_piece(tree))
+        return True
+
     def _evict_ahead(self) -> None:
         """One eviction, if there is something to evict, for everyone who outgrows his pages: at
         most a page each and group."""
@@ -334,7 +327,7 @@ class Scheduler:
         many."""
         table, begin, cross_len = request.table, request.cached_len, len(request.ask.encoder_ids)
         assert table is not None, "a request without a table has no turn"
-        table.release(begin)
+        table.release(request.settled_len)
         try:
             table.reserve(begin + want, cross_len=cross_len)
         except OutOfPages:
@@ -345,7 +338,6 @@ class Scheduler:
                 return 0
             table.reserve(begin + want, cross_len=cross_len)
         request.room = min([table.room(g, 0) for g in self._stored])
-        request.quiet = self._quiet(request, table)
         return want
 
     def _whole(self) -> Step | None:
@@ -384,7 +376,7 @@ class Scheduler:
             ids, table = request.ask.encoder_ids, request.table
             assert table is not None, "an admitted request has a table"
             table.reserve(0, cross_len=len(ids))
-            draft.add(Piece(request, ids, 0, (), 0, len(ids)))
+            draft.add(Piece(request, ids, 0, (), 0, table, cross_new=len(ids)))
         return self._step(ENCODE, draft)
 
     def _step(self, name: str, draft: _Draft) -> Step | None:
@@ -393,87 +385,70 @@ class Scheduler:
         self._after_whole = name != GENERATE
         kind, works = self.kinds[name], []
         groups, none = kind.groups, (None,) * len(kind.groups)
-        for request, ids, cached_len, emit, _, cross_new in draft.pieces:
-            pages = request.table.views(groups) if request.table is not None else none
-            works.append(
-                Work(
-                    cached_len, len(ids), pages, emit, None, len(request.ask.encoder_ids), cross_new
-                )
-            )
+        for request, ids, cached_len, emit, _, table, cross_new, parents in draft.pieces:
+            pages = table.views(groups) if table is not None else none
+            cross_len = len(request.ask.encoder_ids)
+            works.append(Work(cached_len, len(ids), pages, emit, parents, cross_len, cross_new))
         return Step(kind, tuple(draft.pieces), tuple(works))
 
     # -- after a step
 
-    def _advance(self, piece: Piece, tokens: Sequence[Token]) -> list[Request]:
-        """Keys are committed: they may be matched, the window moves on, and the sampled tokens
-        follow; at a prompt's end, n of them."""
-        request, table = piece.request, piece.request.table
-        assert table is not None, "a request in a step has a table"
-        if table.pending:
-            table.moved()
-        request.cached_len += len(piece.ids)
-        if request.ask.wants_prompt_logprobs:
-            request.scored_len = max(
-                request.scored_len, min(request.cached_len, len(request.ask.prompt) - 1)
-            )
-        elif request.ask.items:
-            request.scored_len = request.cached_len
-        if request.path is not None:
-            self.tree.insert(request.path, request.tokens, table, request.cached_len)
-        forks = (
-            [self._fork(request, i, token) for i, token in enumerate(tokens[1:], 1)]
-            if len(tokens) > 1
-            else []
-        )
-        done = [child for child in forks if child.finish is not None]
-        request.tokens += _begin(request.ask, 0, tokens[0]) if tokens else []
-        reason = self._reason(request, tokens[0] if tokens else Token(-1))
-        request.quiet = self._quiet(request, table)
-        return [self._end(request, reason), *done] if reason else done
+    def _settle(self, piece: Piece, accepted: Sequence[Accepted]) -> list[Request]:
+        """Sampled tokens get their values, keys may be matched, and at a prompt's end its
+        continuations go on: each by its own index."""
+        request, ask, at = piece.request, piece.request.ask, piece.known_len
+        if request.flight is piece:
+            request.flight = None
+        if piece.cross_new:
+            return []
+        reason = None if piece.samples or at < len(request.tokens) else "length"
+        if accepted:
+            kept, reason = accepted[0].cut(len(ask.prompt) + ask.max_new_tokens - at)
+            request.tokens[at : at + 1] = kept
+        if piece.table is not None and piece.table is request.table:
+            self._keep(piece, accepted)
+        forks = [
+            self._fork(request, i, Accepted() if ask.items else accepted[i])
+            for i in range(1, piece.samples)
+        ]
+        if piece.samples and ask.items:
+            reason = request.begin_item()
+        if reason is not None:
+            self._end(request, reason)
+        return [each for each in (request, *forks) if each.finish is not None]
 
-    def _quiet(self, request: Request, table: Table) -> int:
-        """Up to where nothing can happen to a decoding request: its pages last, no block is whole,
-        and it does not end."""
-        ask, known = request.ask, len(request.tokens)
-        if (
-            known - request.cached_len != 1
-            or known == len(ask.prompt)
-            or ask.items
-            or table.pending
-        ):
-            return 0
-        block = request.path.node.end + self.tree.unit if request.path is not None else INT32_MAX
-        end = len(ask.prompt) + ask.max_new_tokens - 1
-        return min(request.room, block - 1, end - 1)
+    def _keep(self, piece: Piece, accepted: Sequence[Accepted]) -> None:
+        """The keys of settled rows become matchable; those of a tree move to their places with the
+        next step."""
+        request, table, path = piece.request, piece.request.table, piece.request.path
+        assert table is not None, "a request that lost its pages has nothing to keep"
+        tree = piece.parents is not None
+        settled_len = piece.cached_len + (0 if tree else len(piece.ids))
+        if path is not None and settled_len >= path.node.end + self.tree.unit:
+            self.tree.insert(path, request.tokens, table, settled_len)
+        if tree:
+            nodes = accepted[0].nodes
+            if len(nodes) != len(accepted[0].token_ids):
+                rule = "a tree's tokens are those behind the nodes that are accepted"
+                got = f"{len(accepted[0].token_ids)} tokens and {len(nodes)} nodes"
+                raise RuleError(rule, got, "Name the path from the root on")
+            table.accept(settled_len, nodes)
+            settled_len = request.cached_len = settled_len + len(nodes)
+        request.settled_len = settled_len
 
-    def _reason(self, request: Request, token: Token) -> str | None:
-        """Why a request ends here, if it does."""
-        if token.stop:
-            return "stop"
-        if request.ask.items:
-            whole = not request.rows or (
-                request.index and len(request.tokens) == len(request.ask.prompt)
-            )
-            return "length" if whole else None
-        new_tokens = len(request.tokens) - len(request.ask.prompt)
-        return (
-            "length"
-            if new_tokens >= request.ask.max_new_tokens and (new_tokens or not request.rows)
-            else None
-        )
-
-    def _fork(self, parent: Request, index: int, token: Token) -> Request:
-        """Completion `index`, which begins with `token`: it runs on from the parent's keys, or
-        waits if there is no room."""
-        child = Request(parent.ask, parent.arrival, index, _begin(parent.ask, index, token))
-        child.family, child.hit_len, child.encoded = (
+    def _fork(self, parent: Request, index: int, accepted: Accepted) -> Request:
+        """Completion `index`, which begins with what was sampled for it: it runs on from the
+        parent's keys, or waits if there is no room."""
+        ask = parent.ask
+        kept, reason = accepted.cut(ask.max_new_tokens) if not ask.items else ((), None)
+        child = Request(ask, parent.arrival, index, kept)
+        child.family, child.hit_len, child.scored_len = (
             parent.family,
             parent.hit_len,
-            not parent.ask.encoder_ids,
+            child.score_end,
         )
-        child.scored_len = parent.scored_len
         parent.family.append(child)
-        child.finish = self._reason(child, token)
+        child.finish = child.begin_item() if ask.items else reason
         if child.finish is not None:
             return child
         partial = [
@@ -485,11 +460,8 @@ class Scheduler:
             and parent.table is not None
             and self.tree.make_room(partial)
         ):
-            child.table, child.cached_len, child.encoded = (
-                parent.table.fork(parent.cached_len),
-                parent.cached_len,
-                True,
-            )
+            child.table, child.encoded = parent.table.fork(parent.cached_len), True
+            child.cached_len = child.settled_len = parent.cached_len
             child.path = self.tree.fork(parent.path) if parent.path is not None else None
             insort(self.running, child, key=policy.rank)
             self.counters["forked"] += 1
@@ -505,13 +477,14 @@ class Scheduler:
         insort(self.waiting, request, key=policy.rank)
         self.counters["preempted"] += 1
 
-    def _end(self, request: Request, reason: str) -> Request:
+    def _end(self, request: Request, reason: str) -> None:
         for queue in (self.running, self.waiting, self.embeds):
             if request in queue:
                 queue.remove(request)
         self._let_go(request)
+        while request.tokens[-1] < 0:
+            request.tokens.pop()  # of a step that nobody waits for any more
         request.finish = reason
-        return request
 
     def _let_go(self, request: Request) -> None:
         """Holds on pages end with the request's turn; what the tree has stays there."""
@@ -520,10 +493,4 @@ class Scheduler:
         if request.table is not None:
             request.table.close()
         request.table, request.path = None, None
-        request.cached_len = request.room = request.quiet = 0
-
-
-def _begin(ask: Ask, index: int, token: Token) -> list[int]:
-    """What follows the prompt of a continuation: the token that was chosen, or the rows of an item,
-    whose last token is not computed."""
-    return list(ask.items[index][:-1]) if ask.items else [token.id]
+        request.cached_len = request.settled_len = request.room = 0

@@ -37,6 +37,7 @@ RELATED = ("lockstep-stop-split", "lockstep-character-split")
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def news(self: Any) -> Any:
+        self.publish()
         out = []
         for i, draft in enumerate(self.drafts):
             pieces, ids = self._told[i]

@@ -11,7 +11,7 @@ Mechanism:
 2. Only the prompt's tokens are entered into the tree.
 3. The next turn of the conversation begins with prompt and answer, and matches the prompt alone.
 Key functions:
-`fill_ids` and token ids in SGLang's radix cache. Here `sched.scheduler.Scheduler._advance`, which
+`fill_ids` and token ids in SGLang's radix cache. Here `sched.scheduler.Scheduler._keep`, which
 inserts by the tokens that have keys.
 Symptom:
 Upstream, key and value had different lengths. Here the second turn finds fewer tokens than it
@@ -27,22 +27,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 SOURCE = "sgl-project/sglang#16521"
-TARGET = "lockstep.sched.scheduler:Scheduler._advance"
+TARGET = "lockstep.sched.scheduler:Scheduler._keep"
 CELLS = ("engine-hit/llama", "engine-hit/gpt-oss")
 RELATED = ("vllm-36708", "cve-2025-25183")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def _advance(self: Any, piece: Any, tokens: Sequence[Any]) -> Any:
+    def _keep(self: Any, piece: Any, accepted: Sequence[Any]) -> None:
         request, path = piece.request, piece.request.path
-        if path is None or not request.output:
-            return old(self, piece, tokens)
-        request.path = None  # without one nothing is inserted
-        done = old(self, piece, tokens)
-        if request.table is not None:
-            request.path = path
-        else:
-            self.tree.close(path)
-        return done
+        if piece.known_len > len(request.ask.prompt):
+            request.path = None  # without one nothing is inserted
+        old(self, piece, accepted)
+        request.path = path
 
-    return _advance
+    return _keep

@@ -1,0 +1,270 @@
+"""Atomic steps: settled at once or late, given up half way, failing, gone on with; every answer has
+its bits, and no page is lost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.lab import golden, interrupt
+from lockstep.lab.tiny import BART, QWEN3
+from lockstep.llm import engine as engine_module
+from lockstep.llm.api import LLM
+from lockstep.llm.engine import Engine
+from lockstep.llm.job import Draft
+from lockstep.sample.params import SamplingParams
+from lockstep.types import RuleError
+
+PROMPT, OTHER = list(range(3, 25)), list(range(9, 21))
+PARAMS = SamplingParams(max_tokens=10, temperature=0.8, seed=3, logprobs=1)
+PENALISED = replace(PARAMS, frequency_penalty=0.7, repetition_penalty=1.3)
+SCORED = replace(PARAMS, prompt_logprobs=1, n=2)
+STOPPED = replace(PARAMS, max_tokens=24, stop=("th", "e", "in"), min_tokens=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def engine(tiny=QWEN3, overlap=False, **options) -> Engine:
+    made = interrupt.engine(tiny, **options)
+    made.overlap = overlap
+    return made
+
+
+def finished(engine, *jobs):
+    while engine.busy:
+        engine.step()
+    return [interrupt.bits(job.output("")) for job in jobs]
+
+
+def lone(params, prompt=PROMPT, tiny=QWEN3):
+    calm = engine(tiny, disable_radix_cache=True, max_total_tokens=2048)
+    job = calm.add(prompt, params)
+    (bits,) = finished(calm, job)
+    return job, bits
+
+
+# -- late settling ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3", "bart"])
+def test_recorded_answers_hold_when_steps_are_settled_late(name, tmp_path):
+    recorded = json.loads((Path(__file__).parent / "golden.json").read_text())[golden.key()]
+    llm = LLM(golden.model_folder(name, tmp_path), **golden.CRAMPED)
+    llm.engine.overlap = True
+    found = golden.ask(llm, golden.requests(name))
+    assert len(found) == golden.REQUESTS
+    assert [key for key, answer in found.items() if recorded[key] != answer] == []
+    assert interrupt.books(llm.engine) == []
+
+
+@pytest.mark.parametrize("tiny", [QWEN3, BART], ids=lambda tiny: tiny.name)
+def test_what_is_settled_late_is_what_is_settled_at_once(tiny):
+    """Forks, items, penalties, stop strings and scores in one engine that is short of pages."""
+    scored = replace(SCORED, prompt_logprobs=None) if tiny is BART else SCORED
+    answers = []
+    for overlap in (False, True):
+        made = engine(tiny, overlap)
+        jobs = [made.add(PROMPT, each) for each in (scored, PENALISED, STOPPED)]
+        jobs.append(made.add_items(OTHER, [[5], [6, 7, 8], [9, 5, 6, 7, 8]]))
+        answers.append(finished(made, *jobs))
+        assert interrupt.books(made) == []
+    assert answers[0] == answers[1]
+
+
+def test_a_step_is_settled_when_the_next_one_has_been_launched():
+    late, at_once = engine(overlap=True), engine()
+    jobs = [each.add(OTHER, PARAMS) for each in (late, at_once)]
+    for count in range(4):
+        for each in (late, at_once):
+            each.step()
+        assert [len(job.drafts[0].token_ids) for job in jobs] == [count, count + 1]
+    assert finished(late, jobs[0]) == finished(at_once, jobs[1])
+
+
+def test_a_stop_found_late_costs_one_row_that_nobody_sees_and_no_page():
+    want = lone(STOPPED, OTHER)[0].output("")
+    assert want.finish_reason == "stop"
+    rows, cached = [], []
+    for overlap in (False, True):
+        made = engine(overlap=overlap, max_total_tokens=512)
+        seen = []
+        inner = made.runner.run
+        made.runner.run = lambda plan, ids, kind, inner=inner, seen=seen: (
+            seen.append(len(ids)) or inner(plan, ids, kind)
+        )
+        job = made.add(OTHER, STOPPED)
+        finished(made, job)
+        out = job.output("")
+        assert (out.text, out.token_ids, out.finish_reason) == (
+            want.text,
+            want.token_ids,
+            want.finish_reason,
+        )
+        assert job.news()[-1].token_ids == want.token_ids
+        rows.append(sum(seen))
+        cached.append([made.scheduler.tree.cached(g) for g in made.scheduler.tree.groups])
+        assert interrupt.books(made) == []
+    assert rows[1] == rows[0] + 1 and cached[0] == cached[1]
+
+
+def test_who_counts_tokens_does_not_wait_and_who_reads_them_does():
+    made = engine(overlap=True, max_total_tokens=512)
+    counts = replace(PARAMS, min_tokens=4)
+    goes, waits = made.add(OTHER, counts), made.add(PROMPT[:9], PENALISED)
+    while not made.busy or made.scheduler.running == []:
+        made.step()
+    lens = []
+    for _ in range(4):
+        made.step()
+        lens.append((len(goes.drafts[0].token_ids), len(waits.drafts[0].token_ids)))
+    assert lens == [(1, 1), (2, 1), (3, 2), (4, 2)]
+    want = [lone(counts, OTHER)[1], lone(PENALISED, PROMPT[:9])[1]]
+    assert finished(made, goes, waits) == want
+
+
+@pytest.mark.parametrize("at", range(1, 8))
+def test_an_abort_between_launch_and_settling_takes_nothing_from_others(at):
+    made = engine(overlap=True)
+    jobs = [made.add(PROMPT, SCORED), made.add(OTHER, PARAMS)]
+    for _ in range(at):
+        made.step()
+    assert made._launched, "a step is on its way"
+    made.abort(jobs[0])
+    got = [completion.token_ids for completion in jobs[0].output("").completions]
+    made.check()
+    assert finished(made, jobs[1]) == [lone(PARAMS, OTHER)[1]]
+    want = lone(SCORED)[0].output("").completions
+    after = [completion.token_ids for completion in jobs[0].output("").completions]
+    assert got == after == [c.token_ids[: len(ids)] for c, ids in zip(want, got, strict=True)]
+    assert interrupt.books(made) == []
+
+
+# -- steps that fail -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("where", ["run", "sample", "settle", "write"])
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_a_step_that_fails_leaves_nothing_behind(monkeypatch, where, at, overlap):
+    made = engine(overlap=overlap, chunked_prefill_size=9)
+    jobs = [made.add(PROMPT, SCORED), made.add(PROMPT[:13], STOPPED), made.add(OTHER, PENALISED)]
+    owner, name = {
+        "run": (made.runner, "run"),
+        "sample": (engine_module, "sample"),
+        "settle": (made.scheduler, "settle"),
+        "write": (engine_module.StepResult, "write"),
+    }[where]
+    inner, calls = getattr(owner, name), []
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == at:
+            raise MemoryError("on purpose")
+        return inner(*args)
+
+    monkeypatch.setattr(owner, name, failing)
+    failed = 0
+    while made.busy:
+        try:
+            made.step()
+        except MemoryError:
+            failed += 1
+            made.check()
+    want = [lone(SCORED)[1], lone(STOPPED, PROMPT[:13])[1], lone(PENALISED, OTHER)[1]]
+    monkeypatch.undo()
+    assert failed == 1
+    assert [interrupt.bits(job.output("")) for job in jobs] == want
+    assert interrupt.books(made) == []
+
+
+# -- tokens already generated ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "params",
+    [PARAMS, PENALISED, SCORED, STOPPED, replace(STOPPED, logprobs=None, n=3)],
+    ids=["sampled", "penalised", "scored", "stopped", "three"],
+)
+def test_a_request_goes_on_with_the_bits_it_would_have_had(params):
+    done, want = lone(params)
+    tokens = [draft.token_ids for draft in done.drafts]
+    for overlap, kept in ((False, 1), (False, 4), (True, 4), (True, 99)):
+        made = engine(overlap=overlap)
+        job = made.add(PROMPT, params, generated=[ids[:kept] for ids in tokens])
+        assert finished(made, job) == [want]
+        assert interrupt.books(made) == []
+
+
+def test_a_source_is_encoded_again_for_a_request_that_goes_on():
+    done, want = lone(PARAMS, tiny=BART)
+    made = engine(BART)
+    job = made.add(PROMPT, PARAMS, generated=[done.drafts[0].token_ids[:3]])
+    assert finished(made, job) == [want]
+
+
+def test_tokens_that_cannot_have_been_generated_are_refused():
+    made = engine()
+    end = lone(STOPPED)[0].drafts[0].token_ids
+    for generated, params, match in (
+        ([[1], [2]], PARAMS, r"every completion or for none; got \[1, 1\] for n=1"),
+        ([[1], []], SCORED, r"every completion or for none; got \[1, 0\] for n=2"),
+        ([[61]], PARAMS, "from 0 to 60; got 61"),
+        ([[5] * 11], PARAMS, "end where their completion does; got 11, and 10 count"),
+        ([[*end, 5]], STOPPED, "end where their completion does"),
+        ([[5]], replace(PARAMS, seed=None), "goes on names its seed; got None"),
+    ):
+        with pytest.raises(RuleError, match=match):
+            made.add(PROMPT, params, generated=generated)
+    assert not made.busy and made.scheduler.counters["recovered"] == 0
+
+
+def test_a_request_is_known_by_its_id():
+    made = engine()
+    job = made.add(PROMPT, PARAMS, request_id="mine")
+    assert made.jobs["mine"] is job
+    with pytest.raises(RuleError, match="for itself; got a second 'mine'"):
+        made.add(OTHER, PARAMS, request_id="mine")
+    with pytest.raises(RuleError, match="a request is named by a string; got 7"):
+        made.add(OTHER, PARAMS, request_id=7)
+    made.abort(job)
+    again = made.add(PROMPT, PARAMS, request_id="mine")
+    assert finished(made, again) == [lone(PARAMS)[1]]
+
+
+# -- publishing ------------------------------------------------------------------------------------
+
+
+def test_text_is_made_without_a_lock_on_the_engine(monkeypatch):
+    made, inner, seen = engine(), Draft.publish, []
+
+    def publish(self):
+        seen.append(list(made._turns))
+        inner(self)
+
+    monkeypatch.setattr(Draft, "publish", publish)
+    job = made.add(PROMPT, PARAMS)
+    while made.busy:
+        made.step()
+    assert len(seen) >= PARAMS.max_tokens and not any(seen)
+    monkeypatch.undo()
+    assert interrupt.bits(job.output("")) == lone(PARAMS)[1]
+
+
+def test_an_answer_that_is_done_has_its_text_whoever_asks_first(monkeypatch):
+    """Between settling and publishing another thread may read it."""
+    made, want = engine(), lone(PARAMS)[1]
+    monkeypatch.setattr(made, "_publish", lambda touched: touched)
+    job = made.add(PROMPT, PARAMS)
+    while made.busy:
+        made.step()
+    assert job.done and interrupt.bits(job.output("")) == want
