@@ -30,6 +30,7 @@ from lockstep.kernels.triton.hopper import (
 )
 from lockstep.kernels.triton.hopper_items import (
     Output,
+    all_seen,
     deliver,
     load_item,
     row_ends,
@@ -68,7 +69,7 @@ def producer(
 
 @gluon.jit
 def attend_split(
-    q, w_room, ring, c, g, begin, end, lo, hi, hi_all,
+    q, w_room, ring, c, g, begin, end, seen, lo, hi, hi_all,
     D: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     """Tiles [begin, end), the first in ring place g. Returns maximum in log2 units, sum and
@@ -83,7 +84,7 @@ def attend_split(
         s = warpgroup_mma(ring.tile(i), q.permute([1, 0]), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         ring.release(i)
-        s = visible(gl.permute(s, (1, 0)), tile, lo, hi, TILE)
+        s = visible(gl.permute(s, (1, 0)), tile, seen, lo, hi, TILE)
         w, alpha, m = weights(s, m, c, True)
         w_room.store(w.to(w_room.dtype))
         fence_async_shared()
@@ -115,6 +116,7 @@ def consumer(
     kv_head = gl.program_id(0) % to.kv_heads
     store_queries(q_room, q, it, group, kv_head, q_token8, q_head8, 0, ROWS, D, 4)
     hi = row_ends(positions, it, group, causal, ROWS, ROW)
+    seen = all_seen(positions, it, group, window, causal)
     lo = gl.maximum(hi - window, 0)
     M = gl.full([ROWS], float("-inf"), gl.float32, layout=ROW)
     L = gl.zeros_like(M)
@@ -125,7 +127,7 @@ def consumer(
         end = gl.minimum(splits.end(split), it.end)
         g = 2 * (begin - it.begin)
         m, l, a = attend_split(
-            q_room, w_room, ring, c, g, begin, end, lo, hi, it.hi, D, TILE, PAGE, MMA
+            q_room, w_room, ring, c, g, begin, end, seen, lo, hi, it.hi, D, TILE, PAGE, MMA
         )
         M, L, A = fold(M, L, A, m, l, a)
         begin = end

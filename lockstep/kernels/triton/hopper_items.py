@@ -67,11 +67,21 @@ def load_item(items, n, splits, TILE: gl.constexpr):
 
 
 @gluon.jit
-def visible(s, tile, lo, hi, TILE: gl.constexpr):
-    """-inf where a row does not see a key."""
-    column = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, s.type.layout))
-    seen = (column[None, :] >= lo[:, None]) & (column[None, :] < hi[:, None])
-    return gl.where(seen, s, float("-inf"))
+def all_seen(positions, it, group, window, causal):
+    """[lo, hi) of the positions that every row of the item sees."""
+    first = gl.load(positions + it.row_begin // group) + 1
+    last = gl.load(positions + (it.row_end - 1) // group) + 1
+    return gl.maximum(last - window, 0), gl.where(causal != 0, first, it.hi)
+
+
+@gluon.jit
+def visible(s, tile, seen, lo, hi, TILE: gl.constexpr):
+    """-inf where a row does not see a key; nothing to do where all see all, `seen`."""
+    if (tile * TILE < seen[0]) | (tile * TILE + TILE > seen[1]):
+        column = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, s.type.layout))
+        mask = (column[None, :] >= lo[:, None]) & (column[None, :] < hi[:, None])
+        s = gl.where(mask, s, float("-inf"))
+    return s
 
 
 @gluon.jit

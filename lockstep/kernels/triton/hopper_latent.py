@@ -28,6 +28,7 @@ from lockstep.kernels.triton.hopper import (
 )
 from lockstep.kernels.triton.hopper_items import (
     Output,
+    all_seen,
     deliver,
     load_item,
     row_ends,
@@ -68,7 +69,7 @@ def producer(desc, ring, rest_pages, splits, items, page_ids, work, outside, PAG
 
 @gluon.jit
 def attend_split(
-    q, q_rest, w_room, ring, rest, c, g, begin, end, lo, hi, hi_all, PAGE: gl.constexpr
+    q, q_rest, w_room, ring, rest, c, g, begin, end, seen, lo, hi, hi_all, PAGE: gl.constexpr
 ):
     """Tiles [begin, end), the first in ring place g. Returns maximum in log2 units, sum and
     values."""
@@ -82,7 +83,7 @@ def attend_split(
         s = warpgroup_mma(q, ring.tile(i).permute([1, 0]), zero, use_acc=False, is_async=True)
         k = rest.index(i % ring.stages).permute([1, 0])
         s = warpgroup_mma_wait(0, deps=[warpgroup_mma(q_rest, k, s, is_async=True)])
-        w, alpha, m = weights(visible(s, tile, lo, hi, TILE), m, c, True)
+        w, alpha, m = weights(visible(s, tile, seen, lo, hi, TILE), m, c, True)
         w_room.store(w.to(w_room.dtype))
         fence_async_shared()
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, VALUES))[:, None]
@@ -96,7 +97,9 @@ def attend_split(
 
 
 @gluon.jit
-def attend_item(q, q_rest, w_room, ring, rest, state, splits, it, c, g, lo, hi, PAGE: gl.constexpr):
+def attend_item(
+    q, q_rest, w_room, ring, rest, state, splits, it, c, g, seen, lo, hi, PAGE: gl.constexpr
+):
     """The item's splits, folded as they go; between splits the values lie in `state`, where every
     thread reads what it wrote itself."""
     M = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
@@ -110,7 +113,20 @@ def attend_item(q, q_rest, w_room, ring, rest, state, splits, it, c, g, lo, hi, 
     while begin < it.end:
         end = gl.minimum(splits.end(split), it.end)
         m, l, o = attend_split(
-            q, q_rest, w_room, ring, rest, c, g + begin - it.begin, begin, end, lo, hi, it.hi, PAGE
+            q,
+            q_rest,
+            w_room,
+            ring,
+            rest,
+            c,
+            g + begin - it.begin,
+            begin,
+            end,
+            seen,
+            lo,
+            hi,
+            it.hi,
+            PAGE,
         )
         if begin > it.begin:
             M, L, o = fold(M, L, gl.load(own), m, l, o)
@@ -137,9 +153,10 @@ def consumer(
         store_queries(q_room, q, it, to.heads, 0, q_token8, q_head8, 0, ROWS, D, 8)
         store_queries(rest_room, q, it, to.heads, 0, q_token8, q_head8, D, ROWS, REST, 8)
         hi = row_ends(positions, it, to.heads, causal, ROWS, gl.SliceLayout(1, SCORES))
+        seen = all_seen(positions, it, to.heads, window, causal)
         lo = gl.maximum(hi - window, 0)
         M, L, A = attend_item(
-            q_room, rest_room, w_room, ring, rest, state, splits, it, c, g, lo, hi, PAGE
+            q_room, rest_room, w_room, ring, rest, state, splits, it, c, g, seen, lo, hi, PAGE
         )
         g += gl.maximum(it.end - it.begin, 0)
         deliver(to, it, M, L, A, ROWS, D, 8, 4)

@@ -116,11 +116,11 @@ def causal(s, tile, pos, TILE: gl.constexpr):
 
 
 @gluon.jit
-def begin_scores(room, i, turn, WG: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
+def begin_scores(room, i, WG: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
     """Issues the scores of the i-th tile of all, in this warpgroup's turn."""
     zero = gl.zeros([64, TILE], gl.float32, layout=LAYOUT)
     room.keys.wait(i)
-    mbarrier.wait(room.mine, (turn & 1) ^ (1 - WG))
+    mbarrier.wait(room.mine, (i & 1) ^ (1 - WG))
     return warpgroup_mma(
         room.q, room.keys.tile(i).permute([1, 0]), zero, use_acc=False, is_async=True
     )
@@ -128,12 +128,13 @@ def begin_scores(room, i, turn, WG: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl
 
 @gluon.jit
 def step(
-    room, o, p, m, l, c, i, tile, pos, turn,
-    MASK: gl.constexpr, WG: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr,
+    room, o, p, m, l, c, i, tile, pos,
+    FRESH: gl.constexpr, MASK: gl.constexpr, WG: gl.constexpr, TILE: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores of this tile, the i-th of all, and values of the one before, together; then this
-    tile's weights."""
-    s_token = begin_scores(room, i, turn, WG, TILE, LAYOUT)
+    tile's weights. FRESH: it begins a split, so that the values stay as they are."""
+    s_token = begin_scores(room, i, WG, TILE, LAYOUT)
     room.values.wait(i - 1)
     o_token = warpgroup_mma(p, room.values.tile(i - 1), o, is_async=True)
     mbarrier.arrive(room.other)
@@ -141,101 +142,87 @@ def step(
     room.keys.release(i)
     if MASK:
         s = causal(s, tile, pos, TILE)
+    if FRESH:
+        m = gl.full_like(m, float("-inf"))
+        l = gl.zeros_like(l)
     w, alpha, m = weights(s, m, c, MASK)
     l = sum_on(l, alpha, w)
     o, p = warpgroup_mma_wait(0, deps=[o_token, p])
     room.values.release(i - 1)
-    o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
+    if not FRESH:
+        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]
     return o, gl.convert_layout(w.to(p.dtype), p.type.layout), m, l
 
 
 @gluon.jit
-def attend_split(
-    room, s, c, g, begin, end, tiles, full, hi_all, pos, turn,
-    WG: gl.constexpr, D: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr, OUT: gl.constexpr,
-):  # fmt: skip
-    """Tiles [begin, end) of one split; the scores s of the first are there. Returns its maximum in
-    log2 units, sum and values."""
-    LAYOUT: gl.constexpr = s.type.layout
-    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
-    if begin >= full:
-        s = causal(s, begin, pos, TILE)
-    m = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, LAYOUT))
-    w, alpha, m = weights(s, m, c, True)
-    l = sum_on(gl.zeros_like(m), alpha, w)
-    p = gl.convert_layout(w.to(room.q.dtype), P)
-    o = gl.zeros([64, D], gl.float32, layout=OUT)
-    plain = gl.minimum(end, full)
-    for tile in range(begin + 1, plain):
-        o, p, m, l = step(
-            room, o, p, m, l, c, g + tile, tile, pos, turn + tile - begin - 1,
-            False, WG, TILE, LAYOUT,
-        )  # fmt: skip
-    for tile in range(gl.maximum(begin + 1, plain), end):
-        o, p, m, l = step(
-            room, o, p, m, l, c, g + tile, tile, pos, turn + tile - begin - 1,
-            True, WG, TILE, LAYOUT,
-        )  # fmt: skip
-    i = g + end - 1
-    mbarrier.arrive(room.q_empty, pred=end >= tiles)  # the last scores of this item are done
+def last_values(
+    room, o, p, i, tiles, hi_all, TILE: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr
+):
+    """Values of an item's last tile, the i-th of all."""
+    mbarrier.arrive(room.q_empty)  # the last scores of this item are done
     room.values.wait(i)
-    if (end >= tiles) & (hi_all % PAGE != 0):
+    if hi_all % PAGE != 0:
         blank_page(room.values, i, hi_all - (tiles - 1) * TILE, TILE, D, PAGE)
     o = warpgroup_mma(p, room.values.tile(i), o, is_async=True)
     o, p = warpgroup_mma_wait(0, deps=[o, p])
     room.values.release(i)
-    return log2_units(m, c), l, o
+    return o
 
 
 @gluon.jit
 def attend_item(
-    room, splits, c, g, turn, tiles, full, hi_all, pos,
+    room, splits, c, g, tiles, full, hi_all, pos,
     WG: gl.constexpr, D: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """All splits of an item, folded as they go. Returns maximum, sum, values and the next turn."""
+    """All splits of an item, folded as they go; a split's first scores are under way with the
+    values of the last tile of the one before. Returns maximum, sum and values."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16]
     )
     OUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
     )
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     M = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, LAYOUT))
     L = gl.zeros_like(M)
-    o = gl.zeros([64, D], gl.float32, layout=OUT)
-    s = begin_scores(room, g, turn, WG, TILE, LAYOUT)
+    s = begin_scores(room, g, WG, TILE, LAYOUT)
     mbarrier.arrive(room.other)
     s = warpgroup_mma_wait(0, deps=[s])
     room.keys.release(g)
-    turn += 1
+    w, alpha, m = weights(causal(s, 0, pos, TILE), M, c, True)
+    l = sum_on(L, alpha, w)
+    p = gl.convert_layout(w.to(room.q.dtype), P)
+    o = gl.zeros([64, D], gl.float32, layout=OUT)
     begin = 0
     split = 0
     while begin < tiles:
         end = gl.minimum(splits.end(split), tiles)
-        m, l, o = attend_split(
-            room, s, c, g, begin, end, tiles, full, hi_all, pos, turn, WG, D, TILE, PAGE, OUT
-        )
-        turn += end - begin - 1
-        if end < tiles:  # the first scores of the next split run under the fold
-            s2 = begin_scores(room, g + end, turn, WG, TILE, LAYOUT)
-            mbarrier.arrive(room.other)
-            turn += 1
-            if begin > 0:
-                M, L, o = fold(M, L, room.state.load(OUT), m, l, o)
-            else:
-                M = m
-                L = l
-            room.state.store(o)
-            s = warpgroup_mma_wait(0, deps=[s2])
-            room.keys.release(g + end)
+        plain = gl.minimum(end, full)
+        for tile in range(begin + 1, plain):
+            o, p, m, l = step(
+                room, o, p, m, l, c, g + tile, tile, pos, False, False, WG, TILE, LAYOUT
+            )
+        for tile in range(gl.maximum(begin + 1, plain), end):
+            o, p, m, l = step(
+                room, o, p, m, l, c, g + tile, tile, pos, False, True, WG, TILE, LAYOUT
+            )
+        before_m = log2_units(m, c)
+        before_l = l
+        if end < tiles:
+            o, p, m, l = step(room, o, p, m, l, c, g + end, end, pos, True, True, WG, TILE, LAYOUT)
         else:
-            if begin > 0:
-                M, L, o = fold(M, L, room.state.load(OUT), m, l, o)
-            else:
-                M = m
-                L = l
+            o = last_values(room, o, p, g + end - 1, tiles, hi_all, TILE, D, PAGE)
+        if begin > 0:
+            M, L, o = fold(M, L, room.state.load(OUT), before_m, before_l, o)
+        else:
+            M = before_m
+            L = before_l
+        if end < tiles:
+            room.state.store(o)
+            o = gl.zeros([64, D], gl.float32, layout=OUT)
         begin = end
         split += 1
-    return M, L, o, turn
+    return M, L, o
 
 
 @gluon.jit
@@ -264,7 +251,6 @@ def consumer(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16]
     ))  # fmt: skip
     g = 0
-    turn = 0
     for nth in range(0, share(work)):
         w = piece(nth, work)
         item = items + (w // heads) * 12
@@ -278,9 +264,7 @@ def consumer(
         full = gl.minimum((pos0 + 1) // TILE, tiles)
         pos = pos0 + gl.arange(0, 64, layout=ROW)
         mbarrier.wait(room.q_full, nth & 1)
-        M, L, o, turn = attend_item(
-            room, splits, c, g, turn, tiles, full, hi_all, pos, WG, D, TILE, PAGE
-        )
+        M, L, o = attend_item(room, splits, c, g, tiles, full, hi_all, pos, WG, D, TILE, PAGE)
         g += tiles
         row = row_begin + WG * 64
         write_rows(M, L, o, sink2, v_scale, room, out, lse, row, row_end, head, heads, D)
