@@ -1,0 +1,231 @@
+"""What a device computes: one table of operations, `Ops`. A device is a folder `kernels/<name>/` with
+`Ops` in its ops.py, or an entry point of the group `lockstep.devices`.
+
+Rules that every operation keeps. A row of the result depends on its own row of the operands and on
+nothing else: not on the number of rows, their order, or what else runs. Results are new tensors on
+`device`; nothing is read back to the host and nothing waits for the device, so that a call can be
+captured or recorded with its tensors and ints (who wants results in fixed memory copies them there).
+Operands may be views: the last dimension is contiguous, others have any stride. A step of no rows
+is allowed. t counts rows, "activations" are of `dtype`; weights of norms and all of routing,
+sampling and log-probabilities are float32 and wider.
+
+Knows tensors and numbers; no layer, no request, no page. `nn` calls it with the weights it was
+built with, `kv` writes the cache with it, `sample` chooses with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.types import Choice, RuleError
+
+Packed = Any  # a weight as the device wants it: made by `pack`, read by nobody else
+Routes = Any  # which expert computes which row: made by `route`, read by nobody else
+
+
+class Activation(StrEnum):
+    """An elementwise function."""
+
+    SILU = "silu"  # x · sigmoid(x)
+    GELU = "gelu"  # x · Φ(x)
+    GELU_TANH = "gelu_tanh"  # its approximation by tanh
+    RELU = "relu"
+
+
+class Heads(NamedTuple):
+    """Queries and keys of a row: how many heads of each, their columns, the eps of their norms.
+
+    `interleaved`: columns 2i and 2i+1 turn together, otherwise i and i + half.
+    """
+
+    heads: int
+    kv_heads: int
+    d: int
+    eps: float = 0.0
+    interleaved: bool = False
+
+
+class CosSin(NamedTuple):
+    """cos and sin of a step's rows, float32 [t, half] each, times the rope's factor."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True)
+class Routing:
+    """From router logits [t, experts] to k experts a row, and their weights.
+
+    score         "softmax" over all experts, "sigmoid" of each, or "chosen": logits rank, a softmax
+                  over the k chosen weighs
+    norm          weights are divided by their sum (plus `floor`)
+    scale         multiplies the weights at last
+    groups, keep  experts lie in `groups` equal groups of which the best `keep` take part; 1 of 1 =
+                  all. A group counts by its best expert, with a correction by the sum of its best two
+    """
+
+    k: int
+    experts: int
+    score: str = "softmax"
+    norm: bool = False
+    floor: float = 0.0
+    scale: float = 1.0
+    groups: int = 1
+    keep: int = 1
+
+    def __post_init__(self) -> None:
+        counts = (self.k, self.experts, self.groups, self.keep)
+        if (
+            min(counts) < 1
+            or self.keep > self.groups
+            or self.experts % self.groups
+            or self.k > self.experts // self.groups * self.keep
+        ):
+            got = f"k={self.k} of {self.experts} experts, {self.keep} of {self.groups} groups"
+            rule = "a router picks some of its experts, from some of their equal groups"
+            raise RuleError(rule, got, "Check config.json")
+
+
+class Ops(Protocol):
+    """The operations of one device. `Ops(dtype)` makes a table whose activations are of that dtype,
+    one of `dtypes`."""
+
+    dtypes: tuple[str, ...]  # of activations, the device's own choice first
+    dtype: torch.dtype  # of activations
+    device: torch.device  # where every tensor lies
+    machine: str  # the class of machine, for the fingerprint: "cpu-x86_64"
+    gemm_order: Choice  # of the sums in a GEMM: its name, for the fingerprint, and why
+
+    # ---- GEMM ----
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
+        """Once, at load. weight [n, k], bias [n] for `linear`; weight [g, n, k], bias [g, n] for the
+        other two. Of `dtype`, or float32 where rows and results are to be float32 (a router)."""
+        ...
+
+    def linear(self, x: Tensor, packed: Packed) -> Tensor:
+        """x [t, k] · weightᵀ, rounded, then + bias, rounded: [t, n], in the dtype of x, which is
+        that of the weight."""
+        ...
+
+    def batched_linear(self, x: Tensor, packed: Packed) -> Tensor:
+        """y[:, i] = x[:, i] · weight[i]ᵀ: x [t, g, k] → [t, g, n]. MLA's absorb and expand."""
+        ...
+
+    def grouped_linear(self, x: Tensor, packed: Packed, routes: Routes) -> Tensor:
+        """Every pair (row, expert) of `routes` with its expert's weight: what `dispatch` gave, or
+        [t · k_experts, k] in the order of an earlier result → [t · k_experts, n]."""
+        ...
+
+    # ---- experts ----
+
+    def route(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Routes:
+        """Who computes what, from logits float32 [t, experts]. Equal scores go to the smaller expert
+        id; a correction float32 [experts] steers what is chosen, not what it weighs."""
+        ...
+
+    def dispatch(self, x: Tensor, routes: Routes) -> Tensor:
+        """The rows x [t, n] as `grouped_linear` takes them: a row per pair in the device's own
+        order, or x itself where it finds them through `routes`."""
+        ...
+
+    def combine(self, parts: Tensor, routes: Routes) -> Tensor:
+        """Each row's parts times their weights, added in the order of its choice in float32, rounded
+        once: [t · k_experts, n] → [t, n], in the dtype of the parts."""
+        ...
+
+    # ---- rows ----
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x²) + eps) · weight over the last dimension of [t, n] or [t, heads, n];
+        weight float32 [n]. Float32 inside, rounded once."""
+        ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(x + residual, rounded; the `rms_norm` of that), both [t, n]: the bits of two calls."""
+        ...
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """(x - mean) / sqrt(var + eps) · weight + bias over the last dimension; weight and bias
+        float32 [n]."""
+        ...
+
+    def rope_cos_sin(self, positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
+        """positions int32 [t], freqs float32 [half]. The angle is their float32 product; cos and sin
+        are rounded to float32, then multiplied with the factor."""
+        ...
+
+    def rope(self, x: Tensor, cos_sin: CosSin, interleaved: bool) -> Tensor:
+        """x [t, heads, d]: the first 2 · half columns turned, the rest as they are. The result has
+        the halves layout, whatever x has."""
+        ...
+
+    def qk_norm_rope(
+        self, x: Tensor, heads: Heads, weights: Tensor | None, cos_sin: CosSin
+    ) -> tuple[Tensor, Tensor]:
+        """x [t, ≥ (heads + kv_heads) · d], queries, keys, then what it likes → q [t, heads, d] and k
+        [t, kv_heads, d]: `rms_norm` by weights float32 [2, d], if any, then `rope`, bit for bit."""
+        ...
+
+    def activate(self, x: Tensor, act: Activation) -> Tensor:
+        """act(x) of [t, n]."""
+        ...
+
+    def act_and_mul(self, x: Tensor, act: Activation) -> Tensor:
+        """act(gate) · up of [t, gate then up]: [t, 2n] → [t, n]. With SILU: silu_and_mul."""
+        ...
+
+    def clamped_swiglu(self, x: Tensor, alpha: float, limit: float) -> Tensor:
+        """(up + 1) · gate · sigmoid(alpha · gate) of [t, gate then up], gate at most `limit`, up
+        within ±limit."""
+        ...
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap · tanh(x / cap) of float32 [t, n]."""
+        ...
+
+    def pool(self, x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+        """The means of rows [begin, end) of x [t, n], divided by their lengths, in float64, rounded
+        once: float32 [len(spans), n]. Outside of captured steps."""
+        ...
+
+    # ---- the cache ----
+
+    def kv_write(self, storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
+        """storage[slots] = values / scale in the storage's format, clamped to its range, rounded
+        once. storage [slots, kv_heads, columns], slots int32 [t], distinct but for the null page's;
+        values [t, kv_heads, d] activations, d ≤ columns: zeros behind."""
+        ...
+
+    def kv_move(self, storages: Sequence[Tensor], moves: Tensor) -> None:
+        """In every storage: rows moves[:, 0] are read, all of them, then written to moves[:, 1].
+        moves int32 [m, 2]."""
+        ...
+
+    # ---- sampling: formulas in `sample/` ----
+
+    def sample_tokens(
+        self, logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(tokens, states), int64 [s] each, of logits float32 [s, vocab]; the bits of
+        `sample.logits.sample_tokens`, which is one in torch.
+
+        floats float64 [s, 3]: temperature (0: greedy), top-p, ln of min-p. ints int64 [s, 5]: top-k,
+        position, index, low and high word of the seed. `cuts`: some row has a top-k or top-p.
+        """
+        ...
+
+    def compute_logprobs(
+        self, logits: Tensor, token_ids: Tensor, k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of token_ids int64 [s] (-1: none) and of the k best tokens: float32 [s], int64 [s, k],
+        float32 [s, k]; the bits of `sample.logits.compute_logprobs`."""
+        ...
