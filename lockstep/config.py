@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from numbers import Real
 from typing import Any
 
-from lockstep.types import INT32_MAX, KV_BYTES, RuleError, shown
+from lockstep.types import INT32_MAX, KV_FORMATS, RuleError, shown
 
 DERIVED = ("max_total_tokens", "context_length")  # None: from the model and the machine
 COUNTS = ("page_size", "chunked_prefill_size", "max_running_requests", *DERIVED)
@@ -28,7 +28,7 @@ class EngineConfig:
 
     model: str | None = None  # a folder or a hub id; None is the built-in model
     device: str = "cpu"
-    dtype: str = "float32"
+    dtype: str = "auto"  # of activations; auto is the device's own
     kv_cache_dtype: str = "float32"
     attention_backend: str | None = None
     page_size: int = 16
@@ -52,12 +52,12 @@ class EngineConfig:
         ):
             rule = "model is a folder or a hub id of the form owner/name"
             raise RuleError(rule, shown(self.model), "Leave it out for the built-in model")
-        if not isinstance(self.device, str) or self.device != "cpu":
-            raise RuleError("device is cpu", shown(self.device), "GPU backends are not there yet")
-        if not isinstance(self.dtype, str) or self.dtype != "float32":
-            raise RuleError("on the CPU dtype is float32", shown(self.dtype), "Leave it out")
-        if not isinstance(self.kv_cache_dtype, str) or self.kv_cache_dtype not in KV_BYTES:
-            rule = f"kv_cache_dtype is one of {', '.join(KV_BYTES)}"
+        for name in ("device", "dtype"):
+            if not isinstance(getattr(self, name), str):
+                got = shown(getattr(self, name))
+                raise RuleError(f"{name} is a name", got, "Leave it out for the default")
+        if not isinstance(self.kv_cache_dtype, str) or self.kv_cache_dtype not in KV_FORMATS:
+            rule = f"kv_cache_dtype is one of {', '.join(KV_FORMATS)}"
             raise RuleError(rule, shown(self.kv_cache_dtype), "Pick one of these")
         if self.attention_backend is not None and not isinstance(self.attention_backend, str):
             rule = "attention_backend is the name of a backend"

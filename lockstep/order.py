@@ -21,6 +21,7 @@ HEAD_MULTIPLE = (
 )
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
+LARGEST_ANGLE = 2.0**29  # a rope's angles stay below: cos and sin are exact to 1e-15 up to here
 
 
 def stored_len(d: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 INT32_MAX = 2**31 - 1
 
@@ -59,7 +60,35 @@ class Layout(StrEnum):
     FRESH = "fresh"  # no cache: the keys of a request are its own rows of this step
 
 
-KV_BYTES = {"float32": 4, "bfloat16": 2, "float8_e4m3": 1}
+@dataclass(frozen=True)
+class KvFormat:
+    """How a number of the cache is stored.
+
+    code        what kernels know the format by
+    nbytes      of a number
+    torch_name  the dtype's name in torch
+    largest     values are clamped to ± this before they are rounded; None: every float32 has a place
+    """
+
+    code: int
+    nbytes: int
+    torch_name: str
+    largest: float | None = None
+
+
+KV_FORMATS = {
+    "float32": KvFormat(code=0, nbytes=4, torch_name="float32"),
+    "bfloat16": KvFormat(code=1, nbytes=2, torch_name="bfloat16"),
+    "float8_e4m3": KvFormat(code=2, nbytes=1, torch_name="float8_e4m3fn", largest=448.0),
+    "float16": KvFormat(code=3, nbytes=2, torch_name="float16", largest=65504.0),
+}
+
+
+class Choice(NamedTuple):
+    """Something chosen once, and why."""
+
+    name: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -170,9 +199,9 @@ class GroupSpec:
                 f"{self.heads} and {self.kv_heads}",
                 "Check the model's config",
             )
-        if self.kv_dtype not in KV_BYTES:
+        if self.kv_dtype not in KV_FORMATS:
             raise RuleError(
-                f"kv_dtype is one of {', '.join(KV_BYTES)}",
+                f"kv_dtype is one of {', '.join(KV_FORMATS)}",
                 repr(self.kv_dtype),
                 "Pick one of these",
             )

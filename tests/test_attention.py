@@ -23,7 +23,7 @@ from lockstep.kv.tables import Table
 from lockstep.plan.build import Work, build
 from lockstep.plan.check import check
 from lockstep.plan.image import pack, views
-from lockstep.types import AttnSpec, GroupSpec, Layout, Refused, RuleError
+from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, Refused, RuleError
 
 DENSE = GroupSpec(Layout.DENSE, 2, 1, 16, 16, (AttnSpec(0.25),), page_size=4)
 BACKENDS = ("cpu", "reference")
@@ -164,7 +164,7 @@ def test_a_soft_cap_bounds_the_score(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float8_e4m3"])
+@pytest.mark.parametrize("kv_dtype", sorted(KV_FORMATS))
 def test_scales_are_applied_once_and_new_keys_are_read_back_like_old_ones(backend, kv_dtype):
     spec = replace(DENSE, kv_dtype=kv_dtype, layers=(AttnSpec(0.25, k_scale=0.25, v_scale=8.0),))
     k, v = torch.zeros(2, 1, 16), torch.zeros(2, 1, 16)
@@ -207,10 +207,11 @@ def test_no_backend_is_asked_for_by_a_name_that_does_not_exist():
 
 
 def test_the_default_is_the_first_that_can_do_everything_and_says_why():
-    _, why = select.select(None, [DENSE], "cpu")
-    assert why.startswith("cpu: the first that can do all 1 groups on cpu")
-    _, why = select.select(None, [replace(DENSE, d_qk=20, d_v=20)], "cpu")
-    assert why.startswith("cpu: the first")
+    _, choice = select.select(None, [DENSE], "cpu")
+    assert choice.name == "cpu"
+    assert choice.reason.startswith("the first that can do all 1 groups on cpu")
+    _, choice = select.select(None, [replace(DENSE, d_qk=20, d_v=20)], "cpu")
+    assert choice.reason.startswith("the first")
 
 
 def test_a_backend_that_promises_no_bits_is_never_chosen_silently():
@@ -221,8 +222,8 @@ def test_a_backend_that_promises_no_bits_is_never_chosen_silently():
         r"name",
     ):
         select.select(None, [wide], "cpu")
-    backend, why = select.select("reference", [wide], "cpu")
-    assert (backend.caps.order, why) == ("none", "reference: asked for by name")
+    backend, choice = select.select("reference", [wide], "cpu")
+    assert (backend.caps.order, choice) == ("none", ("reference", "asked for by name"))
 
 
 @pytest.mark.parametrize(

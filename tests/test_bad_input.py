@@ -12,8 +12,8 @@ import torch
 
 from lockstep import LLM, SamplingParams
 from lockstep.config import EngineConfig
-from lockstep.kernels.cpu.sample import MAX_VOCAB
 from lockstep.llm import prompts as forms
+from lockstep.sample.formulas import MAX_VOCAB
 from lockstep.types import RuleError, shown
 
 FOUR = SamplingParams(max_tokens=4, temperature=0, logprobs=True)
@@ -299,15 +299,15 @@ def test_a_number_too_long_to_print_is_named_by_its_kind():
         ),
         (
             {"kv_cache_dtype": None},
-            "kv_cache_dtype is one of float32, bfloat16, float8_e4m3; got None. Pick one of these.",
+            "kv_cache_dtype is one of float32, bfloat16, float8_e4m3, float16; got None. Pick one of these.",
         ),
         (
             {"kv_cache_dtype": ["float32"]},
-            "kv_cache_dtype is one of float32, bfloat16, float8_e4m3; got ['float32']. Pick one of "
+            "kv_cache_dtype is one of float32, bfloat16, float8_e4m3, float16; got ['float32']. Pick one of "
             "these.",
         ),
-        ({"device": None}, "device is cpu; got None. GPU backends are not there yet."),
-        ({"dtype": 32}, "on the CPU dtype is float32; got 32. Leave it out."),
+        ({"device": None}, "device is a name; got None. Leave it out for the default."),
+        ({"dtype": 32}, "dtype is a name; got 32. Leave it out for the default."),
         (
             {"attention_backend": 5},
             "attention_backend is the name of a backend; got 5. Leave it out for the first that "

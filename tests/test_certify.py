@@ -11,12 +11,12 @@ import torch
 
 from lockstep.attention import select
 from lockstep.config import EngineConfig
+from lockstep.kernels.cpu.ops import Ops
 from lockstep.lab import reverts, tiny
 from lockstep.llm import engine
 from lockstep.llm.engine import prepare
 from lockstep.models import weights
 from lockstep.models.weights import Loaded
-from lockstep.nn import linear
 from lockstep.run import certify as certificates
 from lockstep.run import runner
 from lockstep.run.certify import NotCertified, consecutive, large, pieces, row_counts
@@ -50,7 +50,7 @@ def test_every_kind_of_cache_is_certified(model):
     assert refusal(stretched(model)) == ""
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "float8_e4m3"])
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "float8_e4m3", "float16"])
 def test_narrow_caches_are_certified(kv_cache_dtype):
     assert refusal(stretched(tiny.QWEN3), kv_cache_dtype=kv_cache_dtype, page_size=4) == ""
 
@@ -94,26 +94,29 @@ def test_a_bug_in_tiles_that_a_row_does_not_see_is_not_certified():
         assert refusal(loaded).startswith("a difference at ")
 
 
-def broken_from(rows: int) -> linear.Kernel:
-    """Our GEMM, which from so many rows on adds in another order."""
-    sound = linear.KERNELS["lanes"]
+def broken_from(rows: int) -> Ops:
+    """Our table, whose GEMM from so many rows on adds in another order."""
 
-    def run(x: torch.Tensor, packed: Any, n: int) -> torch.Tensor:
-        y = sound.run(x, packed, n)
-        return y if len(x) < rows else torch.nextafter(y, y + 1)
+    right = Ops.linear
 
-    return linear.Kernel(sound.pack, run)
+    class Broken(Ops):
+        @staticmethod
+        def linear(x: torch.Tensor, packed: Any) -> torch.Tensor:
+            y = right(x, packed)
+            return y if len(x) < rows else torch.nextafter(y, y + 1)
+
+    return Broken()
 
 
 @pytest.mark.parametrize("rows", [2, 33, 65, 449, 512])
 def test_a_gemm_that_breaks_from_some_row_count_on_is_not_certified(monkeypatch, rows):
-    monkeypatch.setitem(linear.KERNELS, "lanes", broken_from(rows))
+    monkeypatch.setattr(Ops, "linear", staticmethod(broken_from(rows).linear))
     said = refusal(tiny.loaded(replace(tiny.LLAMA, config=LONG)))
     assert said.startswith("a difference at ")
 
 
 def test_a_gemm_that_breaks_beyond_the_largest_step_is_certified(monkeypatch):
-    monkeypatch.setitem(linear.KERNELS, "lanes", broken_from(600))
+    monkeypatch.setattr(Ops, "linear", staticmethod(broken_from(600).linear))
     assert refusal(stretched(tiny.LLAMA), chunked_prefill_size=512) == ""
     assert refusal(stretched(tiny.LLAMA), chunked_prefill_size=640).startswith(
         "a difference at 640 rows"
@@ -122,7 +125,7 @@ def test_a_gemm_that_breaks_beyond_the_largest_step_is_certified(monkeypatch):
 
 def test_a_head_that_breaks_from_33_rows_on_is_not_certified(monkeypatch):
     loaded = stretched(tiny.LLAMA)
-    head = replace(loaded.model.head, kernel=broken_from(33))
+    head = replace(loaded.model.head, ops=broken_from(33))
     assert (
         refusal(Loaded(replace(loaded.model, head=head), loaded.info))
         == "a difference at 33 rows of the head and 1 threads"
@@ -132,7 +135,7 @@ def test_a_head_that_breaks_from_33_rows_on_is_not_certified(monkeypatch):
 def test_an_encoder_that_breaks_from_33_rows_on_is_not_certified():
     loaded = stretched(tiny.BART)
     block = loaded.model.encoder.blocks[0]
-    wrong = replace(block, mlp=replace(block.mlp, up=replace(block.mlp.up, kernel=broken_from(33))))
+    wrong = replace(block, mlp=replace(block.mlp, up=replace(block.mlp.up, ops=broken_from(33))))
     encoder = replace(loaded.model.encoder, blocks=(wrong, *loaded.model.encoder.blocks[1:]))
     assert "rows (sources)" in refusal(Loaded(replace(loaded.model, encoder=encoder), loaded.info))
 

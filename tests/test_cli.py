@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lockstep import __version__, cli
+from lockstep import __version__, cli, plugins
 from lockstep.attention import select
 from lockstep.lab import known, reverts
 from lockstep.lab.cells import Cell, Result
@@ -215,11 +215,9 @@ def test_curves_and_pages_are_tried_too(tmp_path: Path, capsys: pytest.CaptureFi
     ],
 )
 def test_a_backend_whose_import_fails_is_one_line(line: str, monkeypatch, capsys):
-    found, broken = (
-        select.entry_points,
-        EntryPoint("broken", "no_such_package.backend:Backend", select.ENTRY_POINTS),
-    )
-    monkeypatch.setattr(select, "entry_points", lambda group: [*found(group=group), broken])
+    found, group = plugins.entry_points, select.BACKENDS.group
+    broken = EntryPoint("broken", "no_such_package.backend:Backend", group)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [*found(group=group), broken])
     assert cli.main(line.split()) == 2
     reason = "ModuleNotFoundError: No module named 'no_such_package'"
     remedy = "Install what it needs, or use another."

@@ -26,7 +26,7 @@ from lockstep.run import certify, memory, runner
 from lockstep.run.probe import Edges
 from lockstep.sample.noise import counter
 from lockstep.sample.params import SamplingParams
-from lockstep.sample.sampler import Row, _greedy, settings
+from lockstep.sample.sampler import Row, settings
 from lockstep.sched.request import Ask
 from lockstep.sched.scheduler import Limits
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
@@ -110,9 +110,9 @@ def test_every_seed_is_taken_as_it_is_and_0_too():
 
 def test_greedy_rows_have_settings_of_the_same_shape():
     rows = [Row(SamplingParams(temperature=0), 3, 0, np.empty(0, np.int32))] * 2
-    short, long = _greedy(2), settings(rows, 61)
-    assert short.ints.shape == long.ints.shape == (2, 5)
-    assert short.floats.tolist() == long.floats.tolist()
+    found = settings(rows, 61)
+    assert (found.floats.tolist(), found.ints.shape) == ([[0.0, 1.0, -np.inf]] * 2, (2, 5))
+    assert not found.cuts and settings([], 61).ints.shape == (0, 5)
 
 
 def test_a_request_asks_for_16_tokens_unless_it_says_otherwise():

@@ -19,15 +19,17 @@ from lockstep.kernels.cpu.threads import limited
 from lockstep.lab import tiny
 from lockstep.llm.engine import BUILTIN, Engine, prepare
 from lockstep.models import weights
-from lockstep.types import KV_BYTES, RuleError
+from lockstep.types import KV_FORMATS, RuleError
 
 OURS = "from lockstep.attention.cpu import Backend\n"
 
 
 def test_each_dtype_of_the_cache_has_its_own_fingerprint():
     parts = tiny.parts(tiny.LLAMA, select.load("cpu"))
-    made = {d: Engine(EngineConfig(kv_cache_dtype=d, max_total_tokens=64), parts) for d in KV_BYTES}
-    assert len({engine.fingerprint for engine in made.values()}) == len(KV_BYTES)
+    made = {
+        d: Engine(EngineConfig(kv_cache_dtype=d, max_total_tokens=64), parts) for d in KV_FORMATS
+    }
+    assert len({engine.fingerprint for engine in made.values()}) == len(KV_FORMATS)
     for dtype, engine in made.items():
         assert f";kv={dtype};" in engine.fingerprint
 

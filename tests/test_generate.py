@@ -143,7 +143,7 @@ def test_a_document_goes_into_a_folder_that_is_made_for_it(capsys, tmp_path):
         (("x", "--model", "/nowhere/at/all"), "/nowhere/at/all"),
         (("x", "--model", "../../etc"), "etc"),
         (("x", "--page-size", "0"), "a whole number from 1 on"),
-        (("x", "--device", "cuda"), "device is cpu"),
+        (("x", "--device", "cuda0"), "a device is one of cpu"),
         (("x", "--attention-backend", "cpi"), "cpi"),
     ],
     ids=lambda value: repr(value)[:50],

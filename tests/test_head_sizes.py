@@ -20,7 +20,7 @@ from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
 from lockstep.kv.spec import arithmetic, group_bytes, slot_bytes
 from lockstep.kv.tables import Table
-from lockstep.types import AttnSpec, GroupSpec, Layout, Refused
+from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, Refused
 
 RANK_22 = {
     **MLA,
@@ -128,7 +128,7 @@ def test_the_bytes_of_the_padding_are_counted_and_printed():
     assert "heads of 30 stored as 32: 5 pages" in arithmetic([latent], [5])
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float8_e4m3"])
+@pytest.mark.parametrize("kv_dtype", sorted(KV_FORMATS))
 def test_the_cache_holds_zeros_behind_a_heads_own_columns(kv_dtype):
     spec = GroupSpec(
         Layout.DENSE, 1, 1, 5, 3, (AttnSpec(1.0, k_scale=0.5),), page_size=2, kv_dtype=kv_dtype

@@ -1,8 +1,8 @@
 """Who may import whom: the order of the layers, read from the source, and the torch-free half,
 tried with torch blocked.
 
-The order is `order, types, config` ← plan ← kv ← kernels ← attention ← nn ← models ← sample ← run ←
-spec ← llm ← serve. Imports inside functions and under TYPE_CHECKING count like any other: a
+The order is `order, types, ops, config` ← plan ← kv ← sample ← kernels ← attention ← nn ← models ←
+run ← spec ← llm ← serve. Imports inside functions and under TYPE_CHECKING count like any other: a
 dependency that is hidden is still one.
 """
 
@@ -19,15 +19,15 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "lockstep"
 
-BASE = {"order", "types", "config", "progress", "folder", "outfile", "options"}
+BASE = {"order", "types", "ops", "plugins", "config", "options", "progress", "folder", "outfile"}
 CHAIN = [
     "plan",
     "kv",
+    "sample",
     "kernels",
     "attention",
     "nn",
     "models",
-    "sample",
     "run",
     "spec",
     "llm",

@@ -33,6 +33,7 @@ from lockstep.kernels.cpu.attend import (
     linked,
 )
 from lockstep.kernels.cpu.threads import limited
+from lockstep.types import KV_FORMATS
 
 NO_LIST = 2**31 - 1
 
@@ -55,6 +56,9 @@ class Case:
     page_size: int = 16
     block: int = 0
     tails: dict[int, int] = field(default_factory=dict)  # row -> first listed position
+
+
+CODES = {getattr(torch, f.torch_name): f.code for f in KV_FORMATS.values()}
 
 
 def causal(lens: list[int], news: list[int], window: int = 0) -> tuple[tuple[int, int, int], ...]:
@@ -184,7 +188,7 @@ def compute(
     )
     tile, split = order.tile_len(case.d_qk, case.d_v), order.split_len(case.d_qk, case.d_v)
     strides = pool_k.stride(0), pool_k.stride(1), pool_v.stride(0), pool_v.stride(1)
-    shape = Shape(case.kv_heads, case.page_size, tile, split, *strides)
+    shape = Shape(case.kv_heads, case.page_size, tile, split, *strides, code=CODES[case.dtype])
     sink2 = (sinks * order.LOG2E).astype(np.float32)
     consts = Consts(*scale_of(case), case.v_scale)
     kernel(
@@ -261,6 +265,7 @@ VALUES = {
     "fp8": Case(
         (700, 70), causal([700, 70], [40, 70]), 8, 2, 72, 128, torch.float8_e4m3fn, v_scale=0.25
     ),
+    "fp16": Case((700, 70), causal([700, 70], [40, 70]), 8, 2, 72, 128, torch.float16),
     "empty rows": Case((70, 5), ((0, 0, 0), (0, 9, 3), (0, 0, 70), (1, 5, 5)), 4, 2),
     "empty rows, sinks": Case(
         (70, 5), ((0, 0, 0), (0, 9, 3), (0, 0, 70), (1, 5, 5)), 4, 2, sinks=True
@@ -361,11 +366,11 @@ def test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other() -> None:
             )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [d for d in CODES if d.itemsize < 4])
 def test_every_bit_pattern_of_a_narrow_format_loads_exactly(dtype: torch.dtype) -> None:
     """A row that sees one key returns its value: all finite patterns, subnormals included, and NaN
     as NaN."""
-    count = 2 ** (16 if dtype == torch.bfloat16 else 8)
+    count = 2 ** (8 * dtype.itemsize)
     bits = torch.arange(count, dtype=torch.int32).to(torch.uint16 if count > 256 else torch.uint8)
     pool = bits.view(dtype).reshape(-1, 1, 64)
     n = pool.shape[0]
@@ -381,7 +386,7 @@ def test_every_bit_pattern_of_a_narrow_format_loads_exactly(dtype: torch.dtype) 
     keys = np.zeros(n * 64, flat(pool).dtype)
     sink2 = np.full(1, -np.inf, np.float32)
     rows = Rows(position, position + 1)
-    shape = Shape(1, 1, 64, 512, 64, 64, 64, 64)
+    shape = Shape(1, 1, 64, 512, 64, 64, 64, 64, code=CODES[dtype])
     attend(
         q,
         keys,
@@ -459,12 +464,7 @@ def test_cos_and_sin_of_float32_numbers_are_accurate_up_to_the_largest_angle() -
     multiples = np.arange(1, 300000) * (np.pi / 2)
     near = multiples[np.argsort(np.abs(multiples.astype(np.float32) - multiples))[:200]]
     angles = np.concatenate(
-        [
-            rng.uniform(0, 2**17, 300),
-            10 ** rng.uniform(-6, 8.7, 300),
-            near,
-            [elementary.LARGEST_ANGLE],
-        ]
+        [rng.uniform(0, 2**17, 300), 10 ** rng.uniform(-6, 8.7, 300), near, [order.LARGEST_ANGLE]]
     )
     for x in angles.astype(np.float32).astype(np.float64).tolist():
         (cos, sin), exact = pair(x), exact_cos_sin(x)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lockstep.kernels.cpu import gemm, rows, threads
+from lockstep.ops import Activation, CosSin, Heads
 
 SIZES = [5, 16, 40, 64, 72, 256, 1407]
 
@@ -50,7 +51,7 @@ def test_rms_norm(n):
 @pytest.mark.parametrize("n", SIZES)
 def test_a_sum_and_its_norm(n):
     x, more, weight = noise(40, n), noise(40, n + 3, seed=5)[:, :n], noise(n, seed=1)
-    total, have = rows.add_norm(x, more, weight, 1e-6)
+    total, have = rows.add_rms_norm(x, more, weight, 1e-6)
     assert torch.equal(total, x + more)
     assert torch.equal(have, rows.rms_norm(x + more, weight, 1e-6))
 
@@ -64,46 +65,43 @@ def test_rotation(d, half, interleaved):
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
     want = torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]), -1)
     assert torch.equal(
-        invariant(lambda x, c, s: rows.rotate(x, c, s, interleaved), x, cos[:, 0], sin[:, 0]), want
+        invariant(lambda x, c, s: rows.rope(x, CosSin(c, s), interleaved), x, cos[:, 0], sin[:, 0]),
+        want,
     )
 
 
 @pytest.mark.parametrize(("d", "half"), [(8, 4), (64, 32), (64, 16), (72, 20)])
 @pytest.mark.parametrize("normed", [False, True])
-def test_heads_are_normed_and_rotated_together(d, half, normed):
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_heads_are_normed_and_rotated_together(d, half, normed, interleaved):
     x, angle = noise(60, 9, d), noise(60, half, seed=2)
-    weights = (noise(d, seed=3), noise(d, seed=4))
+    weights, cos_sin = noise(2, d, seed=3), CosSin(angle.cos(), angle.sin())
     parts = x[:, :8].split((6, 2), 1)
     want = [
-        rows.rotate(rows.rms_norm(p, w, 1e-6) if normed else p, angle.cos(), angle.sin(), False)
+        rows.rope(rows.rms_norm(p, w, 1e-6) if normed else p, cos_sin, interleaved)
         for p, w in zip(parts, weights)
     ]
-    have = rows.place_heads(
-        x.flatten(1),
-        rows.Heads(6, 2, d, 1e-6),
-        weights if normed else None,
-        (angle.cos(), angle.sin()),
-    )
+    heads = Heads(6, 2, d, 1e-6, interleaved)
+    have = rows.qk_norm_rope(x.flatten(1), heads, weights if normed else None, cos_sin)
     assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(have, want, strict=True))
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_silu_gate(n):
+def test_silu_and_mul(n):
     x = noise(200, 2 * n) * 40
     gate, up = x.double().chunk(2, -1)
     want = gate * torch.sigmoid(gate) * up
-    have = invariant(lambda x: rows.gate(rows.SILU, x), x)
+    have = invariant(lambda x: rows.act_and_mul(x, Activation.SILU), x)
     assert (
         (have - want).abs() <= 2.0**-23 * (3 + gate.abs()) * want.abs() + 1e-33
     ).all()  # e⁻ˣ inherits the rounding of x·log2 e
 
 
 FUNCTIONS = {
-    rows.SILU: lambda x: x * torch.sigmoid(x),
-    rows.GELU: torch.nn.functional.gelu,
-    rows.GELU_TANH: lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-    rows.RELU: torch.relu,
-    rows.SIGMOID: torch.sigmoid,
+    Activation.SILU: lambda x: x * torch.sigmoid(x),
+    Activation.GELU: torch.nn.functional.gelu,
+    Activation.GELU_TANH: lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    Activation.RELU: torch.relu,
 }
 
 
@@ -111,12 +109,18 @@ FUNCTIONS = {
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_activations_and_their_gates(kind, n):
     x = noise(60, 2 * n) * 4
-    have = invariant(lambda x: rows.apply(kind, x), x)
+    have = invariant(lambda x: rows.activate(x, kind), x)
     assert (have - FUNCTIONS[kind](x.double())).abs().max() < 2e-6
-    assert torch.equal(rows.apply(kind, x[3, 5:]), have[3, 5:]), "any shape, any place"
-    assert torch.equal(rows.apply(kind, x[:, ::2]), have[:, ::2])
+    assert torch.equal(rows.activate(x[3:4, 5:], kind), have[3:4, 5:]), "any place"
     gate, up = x.chunk(2, -1)
-    assert torch.equal(invariant(lambda x: rows.gate(kind, x), x), rows.apply(kind, gate) * up)
+    got = invariant(lambda x: rows.act_and_mul(x, kind), x)
+    assert torch.equal(got, rows.activate(gate, kind) * up)
+
+
+def test_the_sigmoid():
+    x = noise(60, 72) * 4
+    have = invariant(rows.sigmoid, x)
+    assert (have - torch.sigmoid(x.double())).abs().max() < 2e-6
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -124,10 +128,10 @@ def test_the_clamped_gate(n):
     x = noise(60, 2 * n) * 6
     gate, up = x.double().chunk(2, -1)
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    have = invariant(lambda x: rows.clamped_gate(x, 1.702, 7.0), x)
+    have = invariant(lambda x: rows.clamped_swiglu(x, 1.702, 7.0), x)
     assert (have - (up + 1) * gate * torch.sigmoid(1.702 * gate)).abs().max() < 2e-5
     assert (
-        rows.clamped_gate(torch.tensor([[float("nan"), 1.0, 1.0, float("nan")]]), 1.702, 7.0)
+        rows.clamped_swiglu(torch.tensor([[float("nan"), 1.0, 1.0, float("nan")]]), 1.702, 7.0)
         .isnan()
         .all()
     )
@@ -135,7 +139,7 @@ def test_the_clamped_gate(n):
 
 def test_a_soft_cap():
     x = noise(5, 1407) * 50
-    have = invariant(lambda x: rows.apply(rows.CAP, x, 30.0), x)
+    have = invariant(lambda x: rows.soft_cap(x, 30.0), x)
     assert (have - torch.tanh(x.double() / 30) * 30).abs().max() < 1e-5
 
 
@@ -188,20 +192,22 @@ def test_pooling_is_rounded_once():
 def test_angles(half):
     freqs = torch.logspace(0, -5, half)
     positions = torch.cat((torch.arange(50), torch.arange(131000, 131072)))
-    cos, sin = rows.angles(positions, freqs, 1.0)
-    angle = (positions.float()[:, None, None] * freqs).double()
+    cos, sin = rows.rope_cos_sin(positions, freqs, 1.0)
+    angle = (positions.float()[:, None] * freqs).double()
     assert torch.equal(cos, angle.cos().float()) and torch.equal(sin, angle.sin().float())
     for part in (0, 1):
         assert torch.equal(
-            invariant(lambda p, part=part: rows.angles(p, freqs, 1.0)[part], positions.int()),
+            invariant(lambda p, part=part: rows.rope_cos_sin(p, freqs, 1.0)[part], positions.int()),
             (cos, sin)[part],
         )
-        assert torch.equal(rows.angles(positions, freqs, 1.3)[part], (cos, sin)[part] * 1.3)
+        assert torch.equal(rows.rope_cos_sin(positions, freqs, 1.3)[part], (cos, sin)[part] * 1.3)
 
 
 def test_what_is_not_a_number_stays_so():
     x = torch.tensor([[float("nan"), 1, float("inf"), float("-inf"), 0, 1, 1, 1, 1, 1]])
-    assert rows.gate(rows.SILU, x).isfinite().tolist() == [[False, True, False, False, True]]
+    assert rows.act_and_mul(x, Activation.SILU).isfinite().tolist() == [
+        [False, True, False, False, True]
+    ]
     assert rows.rms_norm(x, torch.ones(10), 1e-6).isnan().all()
 
 
@@ -214,9 +220,9 @@ def product() -> bool:
     """Whether a GEMM with several threads is what it is with one."""
     weight, x = gemm.pack(noise(500, 70), None), noise(64, 70, seed=1)
     with threads.limited(1):
-        want = gemm.matmul(x, weight, 500)
+        want = gemm.linear(x, weight)
     with threads.limited(4):
-        return all(torch.equal(gemm.matmul(x, weight, 500), want) for _ in range(50))
+        return all(torch.equal(gemm.linear(x, weight), want) for _ in range(50))
 
 
 def test_more_threads_than_processors():
@@ -238,13 +244,13 @@ def test_a_forked_process_has_helpers_of_its_own():
     survive a fork."""
     weight, x = gemm.pack(noise(500, 70), None), noise(9, 70, seed=1)
     with threads.limited(2):
-        want = gemm.matmul(x, weight, 500)
+        want = gemm.linear(x, weight)
         child = os.fork()
         if child == 0:
             signal.alarm(30)
             alone = not threads.HELP.threads
             same = all(
-                np.array_equal(gemm.matmul(x, weight, 500).numpy(), want.numpy()) for _ in range(50)
+                np.array_equal(gemm.linear(x, weight).numpy(), want.numpy()) for _ in range(50)
             )
             os._exit(0 if alone and same and len(threads.HELP.threads) == 1 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -255,23 +261,12 @@ def test_a_call_does_not_wait_for_a_helper_that_is_asleep():
     threads.HELP.leave()
     weight, x = gemm.pack(noise(500, 70), None), noise(9, 70, seed=1)
     with threads.limited(1):
-        want = gemm.matmul(x, weight, 500)
+        want = gemm.linear(x, weight)
     mailbox = threads.HELP.address  # nobody looks into it
     y = torch.empty(9, 500)
-    entries = (
-        x.data_ptr(),
-        280,
-        weight.data_ptr(),
-        y.data_ptr(),
-        9,
-        70,
-        500,
-        len(weight),
-        len(weight),
-        4,
-        0,
-        0,
-    )
+    panels = weight.numbers.shape[1]
+    where = (x.data_ptr(), 280, weight.numbers.data_ptr(), y.data_ptr(), 2000)
+    entries = (*where, 9, 70, 500, panels, 1, panels, 4, *(0, 0, 0), *(0, 0))
     record = np.array(entries, np.int64)
     threads.compiled()[0](gemm.work().address, 3, mailbox, record.ctypes.data)
     assert torch.equal(y, want)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import pickle
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,16 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.cpu import sample as kernel
+from lockstep.kernels.cpu.ops import Ops
 from lockstep.kernels.cpu.threads import limited
+from lockstep.sample import formulas, sampler
 from lockstep.sample import logits as plain
-from lockstep.sample import sampler
 from lockstep.sample.noise import counter, noise
 from lockstep.sample.params import SamplingParams, resolve_seed
-from lockstep.sample.sampler import Row, log_probs, sample
+from lockstep.sample.sampler import Row
 from lockstep.types import RuleError
 
+sample, log_probs = partial(sampler.sample, Ops()), partial(sampler.log_probs, Ops())
 GREEDY = SamplingParams(temperature=0)
 SEEDED = SamplingParams(seed=7)
 INF = math.inf
@@ -153,7 +156,9 @@ def test_a_seed_is_drawn_once_and_a_given_one_is_kept():
     drawn = {resolve_seed(SamplingParams()).seed for _ in range(20)}
     assert None not in drawn and len(drawn) == 20
     assert resolve_seed(SEEDED) is SEEDED
-    with pytest.raises(RuleError, match="a sampled row has a seed; got None"):
+    with pytest.raises(
+        RuleError, match="a sampled row has a seed, and is one completion's; got seed=None"
+    ):
         sample(torch.zeros(1, 4), [Row(SamplingParams(), 0)])
 
 
@@ -175,7 +180,7 @@ def test_a_seed_is_drawn_once_and_a_given_one_is_kept():
 def test_philox_gives_the_published_words(counter: Any, key: Any, words: Any):
     """The known answers that come with the Random123 library."""
     for carrier in (np.array, torch.tensor):
-        found = kernel.philox(*(carrier([c]) for c in counter), *key)
+        found = formulas.philox(*(carrier([c]) for c in counter), *key)
         assert tuple(int(word[0]) for word in found) == words
 
 
@@ -183,11 +188,11 @@ def test_noise_is_finite_at_the_extreme_hashes():
     """u = 1 gives +inf, which samples a masked token (K6); float32 rounds the top hashes to 1
     (K7)."""
     words = np.array([0, 1, 2**31, 2**32 - 2, 2**32 - 1], np.int64)
-    for values in (kernel.gumbel(words), kernel.gumbel(torch.from_numpy(words)).numpy()):
+    for values in (formulas.gumbel(words), formulas.gumbel(torch.from_numpy(words)).numpy()):
         single = values.astype(np.float32)
         assert np.isfinite(single).all() and (np.diff(values) > 0).all()
-        assert single[-1] < kernel.NOISE_MAX and single[0] > -3.2
-    assert (np.float32(-INF) + kernel.gumbel(words).astype(np.float32) == -INF).all(), (
+        assert single[-1] < formulas.NOISE_MAX and single[0] > -3.2
+    assert (np.float32(-INF) + formulas.gumbel(words).astype(np.float32) == -INF).all(), (
         "a masked token stays masked"
     )
 
@@ -198,18 +203,18 @@ def test_formulas_have_the_same_bits_in_numpy_torch_and_compiled_code():
     below[:3] = 0, -INF, -1e30
     with np.errstate(invalid="ignore"):
         cases = [
-            (kernel.gumbel, words),
-            (kernel.weight, below),
-            (kernel.ln, -below[3:]),
-            (kernel.wide_float, words << 30),
+            (formulas.gumbel, words),
+            (formulas.weight, below),
+            (formulas.ln, -below[3:]),
+            (formulas.wide_float, words << 30),
         ]
         for formula, values in cases:
             assert np.array_equal(
                 formula(values), formula(torch.from_numpy(values)).numpy(), equal_nan=True
             ), formula.__name__
-        assert np.abs(kernel.gumbel(words) + np.log(-np.log((words + 0.5) / 2**32))).max() < 1e-12
-        assert np.abs(kernel.weight(below) / 2**kernel.FRACTION - np.exp(below)).max() < 3e-9
-    assert (kernel.wide_float(words << 30) == (words << 30).astype(np.float64)).all()
+        assert np.abs(formulas.gumbel(words) + np.log(-np.log((words + 0.5) / 2**32))).max() < 1e-12
+        assert np.abs(formulas.weight(below) / 2**formulas.FRACTION - np.exp(below)).max() < 3e-9
+    assert (formulas.wide_float(words << 30) == (words << 30).astype(np.float64)).all()
 
 
 def test_noise_depends_on_seed_index_position_and_token_only():
@@ -268,13 +273,13 @@ def test_cuts_keep_what_plain_numpy_keeps(top_k: int, top_p: float, min_p: float
     x[1, 10:60] = -INF
     row = Row(SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, seed=1), 0)
     settings = sampler.settings([row] * len(x), x.shape[1])
-    ints, floats = torch.from_numpy(settings.ints), torch.from_numpy(settings.floats)
+    floats, ints, _ = settings
     tensors = plain.cut(x, ints[:, 0], floats[:, 1], floats[:, 2])
     for r in range(len(x)):
         values = x[r].numpy().copy()
         stay = np.where(reference_cut(values, top_k, top_p, min_p), values, -np.inf)
         with np.errstate(invalid="ignore"):
-            kernel.cut(values, values.max(), *settings.ints[r, :1], *settings.floats[r, 1:])
+            kernel.cut(values, values.max(), *ints[r, :1].numpy(), *floats[r, 1:].numpy())
         assert np.array_equal(values, stay) and np.array_equal(tensors[r].numpy(), stay)
 
 
@@ -324,13 +329,13 @@ def histories(params: list[SamplingParams]) -> list[Row]:
 def test_bias_penalties_and_min_tokens_are_what_plain_numpy_gives():
     rows, x = histories(EDITS), scores(2, len(EDITS), 97)
     before = x.clone()
-    out = plain.edited(x, rows, (0, 96))
+    out = plain.apply_penalties(x, rows, (0, 96))
     assert same(x, before), "the model's logits are not touched"
     for r, row in enumerate(rows):
         assert same(out[r], torch.from_numpy(reference_edit(x[r].numpy(), row, (0, 96)))), (
             row.params
         )
-    assert plain.edited(x[:1], rows[:1], (0,)).data_ptr() == x.data_ptr(), (
+    assert plain.apply_penalties(x[:1], rows[:1], (0,)).data_ptr() == x.data_ptr(), (
         "no copy where nothing changes"
     )
 
@@ -342,7 +347,11 @@ def test_penalties_count_prompt_and_generated_tokens_as_documented():
         Row(replace(SEEDED, **p), 5, 3, tokens)
         for p in ({"presence_penalty": 1}, {"frequency_penalty": 1}, {"repetition_penalty": 2})
     ]
-    assert plain.edited(x, rows, ()).tolist() == [[2, 2, 1, 1, 2], [2, 2, 1, 1, 2], [2, 1, 1, 1, 2]]
+    assert plain.apply_penalties(x, rows, ()).tolist() == [
+        [2, 2, 1, 1, 2],
+        [2, 2, 1, 1, 2],
+        [2, 1, 1, 1, 2],
+    ]
 
 
 def test_a_penalised_row_without_its_tokens_is_our_own_mistake():
@@ -496,19 +505,16 @@ def test_the_tensor_operations_are_row_invariant_too(vocab: int):
     every = sampler.settings(rows, vocab)
 
     def stages(pick: Any) -> list[Tensor]:
-        mine, how = x[pick], plain.Settings(every.floats[pick], every.ints[pick])
-        floats, ints = torch.from_numpy(how.floats), torch.from_numpy(how.ints)
-        edited = plain.edited(mine, [rows[r] for r in pick], (1,))
-        logs = plain.described(mine, torch.arange(len(pick)) * 0 + 3, 4)
+        mine, floats, ints = x[pick], every.floats[pick], every.ints[pick]
+        edited = plain.apply_penalties(mine, [rows[r] for r in pick], (1,))
+        logs = plain.compute_logprobs(mine, torch.arange(len(pick)) * 0 + 3, 4)
         cut = plain.cut(edited, ints[:, 0], floats[:, 1], floats[:, 2])
         return [
             edited,
             cut,
             noise(ints[:, 1:], vocab),
-            *plain.chosen(edited, how),
-            logs.chosen,
-            logs.top_ids,
-            logs.top,
+            *plain.sample_tokens(edited, floats, ints),
+            *logs,
         ]
 
     with limited(1):
@@ -544,18 +550,24 @@ def test_kernel_and_tensors_give_the_same_bits(vocab: int):
 
     rows = [drawn() for _ in range(40)]
     how, k = sampler.settings(rows, vocab), min(vocab, 4)
-    out, (tokens, states) = sample(x, rows), plain.chosen(x, how)
+    out, (tokens, states) = sample(x, rows), plain.sample_tokens(x, *how)
     assert same(out.token_ids, tokens) and same(out.states, states)
-    ours, theirs = log_probs(x, tokens, k), plain.described(x, tokens, k)
-    for name in ("chosen", "top_ids", "top"):
-        assert same(getattr(ours, name), getattr(theirs, name)), name
+    ours, theirs = log_probs(x, tokens, k), plain.compute_logprobs(x, tokens, k)
+    for name, mine, other in zip(ours._fields, ours, theirs, strict=True):
+        assert same(mine, other), name
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [257, 4099])
 def test_a_gpu_gives_the_bits_of_the_cpu(vocab: int):
     x, rows = crowd(vocab, 64)
-    assert results(x.cuda(), rows) == results(x, rows)
+    how = sampler.settings(rows, vocab)
+    moved = how.floats.cuda(), how.ints.cuda()
+    edited = plain.apply_penalties(x.cuda(), rows, (1,))
+    tokens, _ = plain.sample_tokens(edited, *moved)
+    assert same(tokens.cpu(), sample(x, rows, eos_ids=(1,)).token_ids)
+    for a, b in zip(plain.compute_logprobs(x.cuda(), tokens, 4), log_probs(x, tokens.cpu(), 4)):
+        assert same(a.cpu(), b)
 
 
 def test_half_precision_logits_are_widened_first():
@@ -618,10 +630,9 @@ def test_empty_batches_and_misfits():
     out = sample(torch.zeros(0, 9), [])
     assert out.token_ids.shape == (0,) and out.errors() == {} and out.logprobs is None
     assert log_probs(torch.zeros(0, 9), torch.zeros(0, dtype=torch.int64), 2).top.shape == (0, 2)
-    assert plain.described(torch.zeros(0, 9), torch.zeros(0, dtype=torch.int64), 2).top.shape == (
-        0,
-        2,
-    )
+    assert plain.compute_logprobs(torch.zeros(0, 9), torch.zeros(0, dtype=torch.int64), 2)[
+        2
+    ].shape == (0, 2)
     for bad in (
         torch.zeros(2, 9),
         torch.zeros(9),

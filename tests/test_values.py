@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
 from lockstep.attention import select
-from lockstep.kernels.cpu import gemm, rows
+from lockstep.kernels.cpu.ops import Ops
 from lockstep.lab import fuzz, plain, stories
 from lockstep.lab.cells import Cell, run_cell
 from lockstep.lab.rig import Rig
@@ -265,47 +265,51 @@ def residual_of_the_norm(patch: pytest.MonkeyPatch) -> None:
 
 def key_norm_for_queries(patch: pytest.MonkeyPatch) -> None:
     """nn/attention: queries get the keys' norm."""
-    right = attention.Dense._placed
-    patch.setattr(
-        attention.Dense,
-        "_placed",
-        lambda self, *a: right(replace(self, norms=self.norms[::-1]), *a),
-    )
+    right = Ops.qk_norm_rope
+
+    def wrong(x: torch.Tensor, heads: Any, weights: torch.Tensor, cos_sin: Any) -> Any:
+        return right(x, heads, weights.flip(0), cos_sin)
+
+    patch.setattr(Ops, "qk_norm_rope", staticmethod(wrong))
 
 
 def lost_bias(patch: pytest.MonkeyPatch) -> None:
     """nn/source: a fused GEMM without its bias."""
-    right = source.Weights.fused
-    patch.setattr(source.Weights, "fused", lambda self, *a, **bias: right(self, *a[:3]))
+    right = source.WeightSource.fused
+    patch.setattr(source.WeightSource, "fused", lambda self, *a, **bias: right(self, *a[:3]))
 
 
 def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> None:
     """kernels/cpu/rows: the gate is the second half."""
-    right = rows.gate
-    patch.setattr(rows, "gate", lambda kind, x: right(kind, torch.cat(x.chunk(2, -1)[::-1], -1)))
+    right = Ops.act_and_mul
+
+    def wrong(x: torch.Tensor, act: Any) -> Any:
+        return right(torch.cat(x.chunk(2, -1)[::-1], -1), act)
+
+    patch.setattr(Ops, "act_and_mul", staticmethod(wrong))
 
 
 def gate_without_one(patch: pytest.MonkeyPatch) -> None:
     """nn/mlp: up instead of up + 1."""
     right = mlp.ClampedGlu.__call__
 
-    def wrong(self: Any, x: torch.Tensor) -> Any:
+    def wrong(self: Any, x: torch.Tensor, ops: Any) -> Any:
         gate, up = x.chunk(2, -1)
-        return right(self, torch.cat((gate, up - 1), -1))
+        return right(self, torch.cat((gate, up - 1), -1), ops)
 
     patch.setattr(mlp.ClampedGlu, "__call__", wrong)
 
 
 def eps_too_large(patch: pytest.MonkeyPatch) -> None:
     """kernels/cpu/rows: a norm's eps of 1e-3 for 1e-6."""
-    right = rows.rms_norm
-    patch.setattr(rows, "rms_norm", lambda x, w, eps: right(x, w, 1e-3))
+    right = Ops.rms_norm
+    patch.setattr(Ops, "rms_norm", staticmethod(lambda x, w, eps: right(x, w, 1e-3)))
 
 
 def half_precision_products(patch: pytest.MonkeyPatch) -> None:
     """kernels/cpu/gemm: rows are rounded to bfloat16 first."""
-    right = gemm.matmul
-    patch.setattr(gemm, "matmul", lambda x, *a: right(x.bfloat16().float(), *a))
+    right = Ops.linear
+    patch.setattr(Ops, "linear", staticmethod(lambda x, w: right(x.bfloat16().float(), w)))
 
 
 def window_one_wider(patch: pytest.MonkeyPatch) -> None:

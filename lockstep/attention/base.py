@@ -32,7 +32,7 @@ class Caps:
 
     devices            names of torch devices: cpu, cuda
     activation_dtypes  of queries and outputs
-    kv_dtypes          of the cache (`types.KV_BYTES`)
+    kv_dtypes          of the cache (`types.KV_FORMATS`)
     layouts            how a group keeps its keys (`types.Layout`)
     head_multiple      head sizes, as they are stored (`order.stored_len`), are multiples of this
     head_max           and at most this

@@ -24,12 +24,12 @@ from lockstep.kernels.cpu.attend import Consts, Layer, Prepared, Rows, Shape, Ta
 from lockstep.kv.pool import Keys, widened
 from lockstep.plan.image import Views
 from lockstep.plan.step import Group, PagedGroup, StepPlan
-from lockstep.types import INT32_MAX, KV_BYTES, AttnSpec, GroupSpec, Layout, RuleError
+from lockstep.types import INT32_MAX, KV_FORMATS, AttnSpec, GroupSpec, Layout, RuleError
 
 CAPS = base.Caps(
     devices=frozenset({"cpu"}),
     activation_dtypes=frozenset({"float32"}),
-    kv_dtypes=frozenset(KV_BYTES),
+    kv_dtypes=frozenset(KV_FORMATS),
     layouts=frozenset(Layout),
     head_multiple=8,
     head_max=576,
@@ -104,6 +104,7 @@ class Backend:
                 handle.split,
                 *k.stride()[:2],
                 *v.stride()[:2],
+                code=KV_FORMATS[group.kv_dtype].code,
             )
             kernel()(q, k, v, out, lse2, handle.prepared, shape, handle.layers[spec])
         return narrowed(out, group.d_v), torch.from_numpy(

@@ -19,12 +19,12 @@ from lockstep.kv.pool import Keys
 from lockstep.plan import address
 from lockstep.plan.image import Views
 from lockstep.plan.step import FreshGroup, Group, StepPlan
-from lockstep.types import KV_BYTES, AttnSpec, Layout
+from lockstep.types import KV_FORMATS, AttnSpec, Layout
 
 CAPS = Caps(
     devices=frozenset({"cpu", "cuda"}),
     activation_dtypes=frozenset({"float32", "bfloat16", "float16"}),
-    kv_dtypes=frozenset(KV_BYTES),
+    kv_dtypes=frozenset(KV_FORMATS),
     layouts=frozenset(Layout),
     head_multiple=1,
     head_max=1 << 20,
@@ -113,6 +113,6 @@ def _slots(plan: StepPlan, group: Group, row: int) -> np.ndarray[tuple[int], np.
 
 
 def _load(stored: Tensor, slots: Tensor) -> Tensor:
-    if stored.dtype is torch.float8_e4m3fn:
-        return stored.view(torch.uint8)[slots].view(torch.float8_e4m3fn).double()
+    if stored.itemsize == 1:  # torch indexes no narrow float
+        return stored.view(torch.uint8)[slots].view(stored.dtype).double()
     return stored[slots].double()

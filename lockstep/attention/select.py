@@ -8,101 +8,42 @@ shown, never swallowed.
 
 from __future__ import annotations
 
-import importlib
 import pkgutil
 from collections.abc import Sequence
-from difflib import get_close_matches
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from lockstep.attention.base import Backend, Caps
 from lockstep.order import stored_len
-from lockstep.types import GroupSpec, Layout, Refused, RuleError
+from lockstep.plugins import Plugins
+from lockstep.types import Choice, GroupSpec, Layout, Refused
 
 HELPERS = ("base", "select")  # files of this folder that are no backend
-ENTRY_POINTS = "lockstep.backends"
 BY_NAME = (
     'Ask for attention_backend="reference" by name: right values, no promise of bits, and slow'
 )
-
-
-def names() -> list[str]:
-    """Every backend that can be asked for by name, the project's own first, the reference last of
-    these."""
-    own = _own()
-    return [*sorted(own, key=lambda name: (name == "reference", name)), *sorted(_outside())]
+OWN = [m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.name not in HELPERS]
+BACKENDS = Plugins(
+    kind="backend",
+    group="lockstep.backends",
+    attribute="Backend",
+    own={
+        name: f"lockstep.attention.{name}"
+        for name in sorted(OWN, key=lambda name: (name == "reference", name))
+    },
+)
+names, origin = BACKENDS.names, BACKENDS.origin
 
 
 def load(name: str) -> Backend:
-    """The backend called `name`; one that is there and cannot be made is an error with its
-    reason."""
-    try:
-        return _load(name)
-    except RuleError:
-        raise
-    except Exception as error:  # whatever somebody's import or constructor raises
-        got = f"{type(error).__name__}: {error}"
-        raise Refused(
-            f"backend {name} can be loaded", got, "Install what it needs, or use another"
-        ) from error
-
-
-def _load(name: str) -> Backend:
-    outside = _outside()
-    if name in outside:
-        made: Backend = outside[name].load()()
-        return made
-    if name in _own():
-        backend: Backend = importlib.import_module(f"lockstep.attention.{name}").Backend()
-        return backend
-    close = get_close_matches(name, names(), 1)
-    hint = f"Did you mean {close[0]}?" if close else "Install the package that has it"
-    raise RuleError(f"a backend is one of {', '.join(names())}", repr(name), hint)
-
-
-def origin(name: str) -> str:
-    """Who wrote the backend called `name`: "" for our own, else the distribution and its version,
-    for the fingerprint."""
-    entry = _outside().get(name)
-    return "" if entry is None else _distribution(entry)
-
-
-def _own() -> list[str]:
-    """The files of this folder that are backends."""
-    return [
-        m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.name not in HELPERS
-    ]
-
-
-def _outside() -> dict[str, EntryPoint]:
-    """Other packages' backends by name. A name that somebody else has too is an error: neither may
-    take the other's place."""
-    found: dict[str, EntryPoint] = {}
-    for entry in sorted(
-        entry_points(group=ENTRY_POINTS), key=lambda e: (e.name, e.value, _distribution(e))
-    ):
-        if entry.name in _own():
-            _clash(entry, f"lockstep's own lockstep.attention.{entry.name}")
-        first = found.setdefault(entry.name, entry)
-        if (first.value, _distribution(first)) != (entry.value, _distribution(entry)):
-            _clash(entry, f"{first.value} of {_distribution(first)}")
-    return found
-
-
-def _clash(entry: EntryPoint, other: str) -> None:
-    rule = f"one backend is called {entry.name}"
-    got = f"{entry.value} of {_distribution(entry)}, and {other}"
-    raise RuleError(rule, got, "Uninstall one of the packages, or rename its entry point")
-
-
-def _distribution(entry: EntryPoint) -> str:
-    return "an unknown package" if entry.dist is None else f"{entry.dist.name}-{entry.dist.version}"
+    """The backend called `name`."""
+    backend: Backend = BACKENDS.make(name)
+    return backend
 
 
 def select(
     name: str | None, specs: Sequence[GroupSpec], device: str, dtype: str = "float32"
-) -> tuple[Backend, str]:
-    """The backend for a model on a device, with activations of `dtype`, and the reason in words.
+) -> tuple[Backend, Choice]:
+    """The backend for a model on a torch device, with activations of `dtype`, and the reason.
 
     `name` None takes the first that promises bits and can do everything; one that promises none is
     asked for by name or not used.
@@ -113,7 +54,7 @@ def select(
             why = refusal(backend.caps, spec, device, dtype=dtype)
             if why is not None:
                 raise Refused(f"backend {name} can do what the model needs", why, _remedy(name))
-        return backend, f"{name}: asked for by name"
+        return backend, Choice(name, "asked for by name")
     passed_over: list[str] = []
     for candidate in names():
         try:
@@ -127,10 +68,8 @@ def select(
             why = "it promises no bits"
         if why is None:
             because = f" ({'; '.join(passed_over)})" if passed_over else ""
-            return (
-                backend,
-                f"{candidate}: the first that can do all {len(specs)} groups on {device}{because}",
-            )
+            reason = f"the first that can do all {len(specs)} groups on {device}{because}"
+            return backend, Choice(candidate, reason)
         passed_over.append(f"not {candidate}: {why}")
     raise Refused(
         f"some backend that promises bits can do what the model needs on {device}",

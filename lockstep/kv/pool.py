@@ -17,14 +17,9 @@ from torch.nn import functional as F
 from lockstep.kv.spec import check_fits, group_bytes, storage_shapes
 from lockstep.order import stored_len
 from lockstep.plan.image import Views
-from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
+from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, RuleError
 
-TORCH_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float8_e4m3": torch.float8_e4m3fn,
-}
-FP8_MAX = 448.0
+LARGEST = {getattr(torch, f.torch_name): f.largest for f in KV_FORMATS.values() if f.largest}
 
 Allocate = Callable[[tuple[int, int, int], torch.dtype, torch.device], Tensor]
 
@@ -56,7 +51,7 @@ class Pool:
         self.spec, self.num_pages = spec, num_pages
         if device.type == "cpu":
             check_fits(group_bytes(spec, num_pages), f"{num_pages:,} pages of {spec.page_size:,}")
-        dtype = TORCH_DTYPES[spec.kv_dtype]
+        dtype = getattr(torch, KV_FORMATS[spec.kv_dtype].torch_name)
         shapes = storage_shapes(spec, num_pages)
         self.storages = [
             tuple(allocate(shape, dtype, device) for shape in shapes) for _ in spec.layers
@@ -176,8 +171,9 @@ def encode(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Values as they are stored: divided by the scale, clamped to the format's range, rounded
     once."""
     scaled = values if scale == 1.0 else values / scale
-    if dtype is torch.float8_e4m3fn:
-        scaled = scaled.clamp(-FP8_MAX, FP8_MAX)
+    largest = LARGEST.get(dtype)
+    if largest is not None:
+        scaled = scaled.clamp(-largest, largest)
     return scaled.to(dtype)
 
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 
 from lockstep.order import stored_len
-from lockstep.types import KV_BYTES, GroupSpec, Layout, RuleError
+from lockstep.types import KV_FORMATS, GroupSpec, Layout, RuleError
 
 
 def storage_shapes(spec: GroupSpec, num_pages: int) -> tuple[tuple[int, int, int], ...]:
@@ -31,7 +31,9 @@ def storage_shapes(spec: GroupSpec, num_pages: int) -> tuple[tuple[int, int, int
 
 def slot_bytes(spec: GroupSpec) -> int:
     """Bytes of one token in one layer of the group."""
-    return sum(heads * d for _, heads, d in storage_shapes(spec, 1)) * KV_BYTES[spec.kv_dtype]
+    return (
+        sum(heads * d for _, heads, d in storage_shapes(spec, 1)) * KV_FORMATS[spec.kv_dtype].nbytes
+    )
 
 
 def group_bytes(spec: GroupSpec, num_pages: int) -> int:

@@ -250,7 +250,7 @@ def texts(rig: Rig, quick: bool) -> None:
     for item, scores in zip(items, told, strict=True):
         ids = tuple(letters.encode(item, False, True))
         rows = rig.oracle.logits((*begin, *ids))[len(begin) - 1 : -1]
-        want = log_probs(rows, torch.tensor(ids)).chosen.numpy()
+        want = log_probs(rig.parts.model.ops, rows, torch.tensor(ids)).chosen.numpy()
         rig.values.claim((*begin, *ids), len(begin), want)
         rig.note(
             "items",

@@ -34,15 +34,15 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.config import EngineConfig
 from lockstep.kernels.cpu.loops import TARGET
+from lockstep.kernels.select import select
 from lockstep.llm.engine import Engine, Parts, prepare
 from lockstep.models.weights import Info, Loaded
-from lockstep.nn import linear
 from lockstep.nn.decoder import Decoder
-from lockstep.nn.source import Weights
+from lockstep.nn.source import WeightSource
 from lockstep.plan.build import Work, build
 from lockstep.run.kind import EMBED
 from lockstep.sample.params import SamplingParams
-from lockstep.types import KV_BYTES
+from lockstep.types import KV_FORMATS
 
 VOCAB = 83
 CONTEXT = 700  # of prompts that cross tiles and splits
@@ -217,10 +217,9 @@ def loaded(name: str) -> Loaded:
             return values * 0.25 + 1.0
         return values * (0.5 if values.ndim == 1 else 2.0 ** -(shape[-1].bit_length() // 2 - 3))
 
-    kernel = linear.default_kernel("cpu")[0]
-    weights = Weights(
-        take, lambda _: None, {"model.embed_tokens.weight", "model.shared.weight"}, kernel
-    )
+    ops, device = select("cpu")
+    names = {"model.embed_tokens.weight", "model.shared.weight"}
+    weights = WeightSource(take, lambda _: None, names, ops)
     model = import_module(f"lockstep.models.{model_type}").build(
         SimpleNamespace(**{**COMMON, **changes}), weights
     )
@@ -235,7 +234,7 @@ def loaded(name: str) -> Loaded:
         decoder_start_token_id=1,
         generates=model.generates,
         encoder=model_type == "bart",
-        gemm=kernel,
+        device=device,
     )
     return Loaded(model, info)
 
@@ -278,7 +277,7 @@ class Subject:
         if self.parts.info.generates:
             lengths = WHOLE if self.parts.info.encoder else PROMPTS
             out["tokens"] = self.tokens(SAMPLED, lengths)
-            for dtype in KV_BYTES:
+            for dtype in KV_FORMATS:
                 out[f"edited, {dtype}"] = self.tokens(EDITED, lengths[:2], dtype)
         return out
 

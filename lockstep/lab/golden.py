@@ -201,7 +201,8 @@ def model_folder(name: str, parent: Path) -> str | None:
 
 def tensors(name: str) -> Iterator[tuple[str, Tensor]]:
     """What a checkpoint of the model holds: the loader is asked for names and shapes, once."""
-    from lockstep.nn.source import Weights
+    from lockstep.kernels.select import select
+    from lockstep.nn.source import WeightSource
 
     asked: dict[str, tuple[int, ...]] = {}
 
@@ -210,7 +211,7 @@ def tensors(name: str) -> Iterator[tuple[str, Tensor]]:
         return torch.empty(shape, device="meta")
 
     config = SimpleNamespace(**MODELS[name])
-    source = Weights(take, lambda _: None, PRESENT, "lanes")
+    source = WeightSource(take, lambda _: None, PRESENT, select("cpu")[0])
     import_module(f"lockstep.models.{config.model_type}").build(config, source)
     for tensor, shape in asked.items():
         yield tensor, draw_tensor(tensor, shape)

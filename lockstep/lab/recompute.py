@@ -149,7 +149,7 @@ class Recompute:
         place."""
         if len(prompt) == 1:
             return np.array([np.nan], np.float32), [()]
-        told = log_probs(self.logits(prompt)[:-1], torch.tensor(prompt[1:]), k)
+        told = log_probs(self.model.ops, self.logits(prompt)[:-1], torch.tensor(prompt[1:]), k)
         best: list[Top] = [
             tuple(zip(a.tolist(), b.tolist(), strict=True))
             for a, b in zip(told.top_ids, told.top, strict=True)
@@ -200,7 +200,7 @@ class Recompute:
             token = choice.choose(
                 row[0].numpy(), params, tokens, len(begin), self.info.eos_token_ids
             )
-            told = log_probs(row, torch.tensor([token]), k)
+            told = log_probs(self.model.ops, row, torch.tensor([token]), k)
             out.token_ids.append(token)
             out.logprobs.append(float(told.chosen[0]))
             out.best.append(tuple(zip(told.top_ids[0].tolist(), told.top[0].tolist(), strict=True)))

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.kernels.cpu import sample as kernel
 from lockstep.lab import choice
 from lockstep.lab.recompute import Order
 from lockstep.lab.rig import Rig
@@ -24,6 +23,7 @@ from lockstep.lab.tiny import EOS
 from lockstep.sample import logits as plain
 from lockstep.sample import noise as hashed
 from lockstep.sample import sampler
+from lockstep.sample.formulas import gumbel
 from lockstep.sample.logits import Row
 from lockstep.sample.params import SamplingParams
 
@@ -80,7 +80,7 @@ def one_by_one(rig: Rig, logits: Tensor, rows: list[Row]) -> None:
     """Every row against the second text of the choice, by the kernel and by tensors; how often
     later blocks won is counted."""
     rig.counters["rows"] += len(rows)
-    chosen = sampler.sample(logits, rows, (EOS,)).token_ids
+    chosen = sampler.sample(rig.parts.model.ops, logits, rows, (EOS,)).token_ids
     for r, row in enumerate(rows):
         want = choice.choose(
             logits[r].numpy(), row.params, row.token_ids.tolist(), row.prompt_len, (EOS,)
@@ -100,8 +100,8 @@ def one_by_one(rig: Rig, logits: Tensor, rows: list[Row]) -> None:
         )
     rig.counters["later_blocks"] += int((chosen >= BLOCK).sum())
     log_probabilities(rig, logits, chosen)
-    edited = plain.edited(logits, rows, (EOS,))
-    tensors, _ = plain.chosen(edited, sampler.settings(rows, logits.shape[1]))
+    edited = plain.apply_penalties(logits, rows, (EOS,))
+    tensors, _ = plain.sample_tokens(edited, *sampler.settings(rows, logits.shape[1]))
     rig.note(
         "devices",
         [] if torch.equal(tensors, chosen) else ["tensors choose otherwise than the kernel"],
@@ -112,7 +112,7 @@ def one_by_one(rig: Rig, logits: Tensor, rows: list[Row]) -> None:
 def log_probabilities(rig: Rig, logits: Tensor, tokens: Tensor) -> None:
     """Of the chosen token and of the best few, against numpy in float64; equal ones by the lower
     id, by the kernel and by tensors."""
-    told = sampler.log_probs(logits, tokens, FEW)
+    told = sampler.log_probs(rig.parts.model.ops, logits, tokens, FEW)
     exact = logits.double().numpy()
     exact = (
         exact
@@ -131,13 +131,8 @@ def log_probabilities(rig: Rig, logits: Tensor, tokens: Tensor) -> None:
         ):
             faults.append(f"row {r}: log-probabilities {have.tolist()}, not {want.tolist()}")
     rig.note("logprobs", faults, f"float64, and the best {FEW} in order")
-    tensors = plain.described(logits, tokens, FEW)
-    pairs = (
-        (tensors.chosen, told.chosen),
-        (tensors.top_ids, told.top_ids),
-        (tensors.top, told.top),
-    )
-    same = all(torch.equal(a, b) for a, b in pairs)
+    tensors = plain.compute_logprobs(logits, tokens, FEW)
+    same = all(torch.equal(a, b) for a, b in zip(tensors, told, strict=True))
     rig.note("devices", [] if same else ["tensors describe a row otherwise than the kernel"])
 
 
@@ -156,7 +151,7 @@ def noisy_ties() -> tuple[Tensor, list[Row]]:
 def noise_at_the_ends(rig: Rig) -> None:
     """u lies in (0, 1) for every word, and the noise is the definition's."""
     for name, words in (("numpy", np.array(WORDS, np.int64)), ("torch", torch.tensor(WORDS))):
-        have = [float(x) for x in kernel.gumbel(words)]
+        have = [float(x) for x in gumbel(words)]
         far = [
             f"{name}, word {w}: {x}"
             for w, x in zip(WORDS, have, strict=True)
@@ -187,7 +182,10 @@ def ties(rig: Rig) -> None:
         ({"top_p": 3 / VOCAB}, 3),
     ):
         params = SamplingParams.from_dict({"seed": 0, **limit})
-        seen = {int(sampler.sample(equal, [Row(params, p)]).token_ids) for p in range(40)}
+        seen = {
+            int(sampler.sample(rig.parts.model.ops, equal, [Row(params, p)]).token_ids)
+            for p in range(40)
+        }
         rig.note(
             "ties",
             [] if seen == set(range(allowed)) else [f"{limit}: {sorted(seen)} were chosen"],
@@ -203,7 +201,10 @@ def bad_rows(rig: Rig) -> None:
     spoilt = logits.clone()
     for r, (value, _) in bad.items():
         spoilt[r, :: 1 if value == -torch.inf else 5] = value
-    have, want = sampler.sample(spoilt, rows, (EOS,)), sampler.sample(logits, rows, (EOS,))
+    have, want = (
+        sampler.sample(rig.parts.model.ops, spoilt, rows, (EOS,)),
+        sampler.sample(rig.parts.model.ops, logits, rows, (EOS,)),
+    )
     told, faults = have.errors(), []
     for r in range(len(rows)):
         reason = bad[r][1] if r in bad else None
@@ -237,7 +238,7 @@ def distribution(rig: Rig, what: str, count: int) -> None:
         )
         rows.append(Row(params, 3 + i if what == "position" else 3))
     seen = torch.bincount(
-        sampler.sample(logits.expand(count, -1), rows).token_ids, minlength=12
+        sampler.sample(rig.parts.model.ops, logits.expand(count, -1), rows).token_ids, minlength=12
     ).double()
     expected = logits.double().softmax(0) * count
     chi = float(((seen - expected) ** 2 / expected).sum())
@@ -254,9 +255,12 @@ def seeds(rig: Rig, quick: bool) -> None:
     told, and good for a repetition."""
     logits, rows = rows_of(48)
     rig.counters["rows"] += len(rows)
-    alone = [sampler.sample(logits[r : r + 1], rows[r : r + 1], (EOS,)) for r in range(len(rows))]
+    alone = [
+        sampler.sample(rig.parts.model.ops, logits[r : r + 1], rows[r : r + 1], (EOS,))
+        for r in range(len(rows))
+    ]
     for order in (range(len(rows)), range(len(rows) - 1, -1, -1)):
-        rig.note("batch", differing(logits, rows, order, alone), "rows in company = alone")
+        rig.note("batch", differing(rig, logits, rows, order, alone), "rows in company = alone")
     some = SamplingParams(max_tokens=10, logprobs=0, ignore_eos=True)
     orders = [
         Order((1, 2, 3), some),
@@ -286,11 +290,11 @@ def seeds(rig: Rig, quick: bool) -> None:
 
 
 def differing(
-    logits: Tensor, rows: list[Row], order: Sequence[int], alone: list[sampler.Sampled]
+    rig: Rig, logits: Tensor, rows: list[Row], order: Sequence[int], alone: list[sampler.Sampled]
 ) -> list[str]:
     """Rows that come out otherwise, in this order, than alone."""
     picked = list(order)
-    many = sampler.sample(logits[picked], [rows[r] for r in picked], (EOS,))
+    many = sampler.sample(rig.parts.model.ops, logits[picked], [rows[r] for r in picked], (EOS,))
     assert many.logprobs is not None, "every row asks for them"
     found = []
     for at, r in enumerate(picked):

@@ -379,7 +379,7 @@ def items(rig: Rig, engine: Glass, prompt: tuple[int, ...], made: Job) -> None:
 def item_scores(rig: Rig, ids: tuple[int, ...], source: tuple[int, ...], begin: int) -> bytes:
     """The bits of the log-probabilities of ids[begin:], computed whole."""
     rows = rig.oracle.logits(ids, source)[begin - 1 : -1]
-    scores = log_probs(rows, torch.tensor(ids[begin:])).chosen.numpy()
+    scores = log_probs(rig.parts.model.ops, rows, torch.tensor(ids[begin:])).chosen.numpy()
     rig.values.claim(ids, begin, scores, source=source)
     return scores.tobytes()
 

@@ -23,13 +23,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep.attention.base import Backend
+from lockstep.kernels.select import select
 from lockstep.lab.plain import Checkpoint
 from lockstep.llm.engine import Parts
 from lockstep.models.weights import STATED, Info, Loaded
-from lockstep.nn import linear
-from lockstep.nn.source import Weights
+from lockstep.nn.source import WeightSource
 from lockstep.run.certify import Certificate
 from lockstep.text.tokenizer import Tokenizer
+from lockstep.types import Choice
 
 VOCAB = 61
 CONTEXT = 160
@@ -159,10 +160,9 @@ def loaded(tiny: Tiny, seed: int = 3, record: dict[str, Tensor] | None = None) -
             record[name] = tensor.clone()
         return tensor
 
-    kernel, _ = linear.default_kernel("cpu")
-    weights = Weights(
-        take, lambda _: None, {"model.embed_tokens.weight", "model.shared.weight"}, kernel
-    )
+    ops, device = select("cpu")
+    names = {"model.embed_tokens.weight", "model.shared.weight"}
+    weights = WeightSource(take, lambda _: None, names, ops)
     model = import_module(f"lockstep.models.{tiny.model_type}").build(
         SimpleNamespace(**{**COMMON, **tiny.config}), weights
     )
@@ -177,7 +177,7 @@ def loaded(tiny: Tiny, seed: int = 3, record: dict[str, Tensor] | None = None) -
         START,
         True,
         tiny is BART,
-        kernel,
+        device,
     )
     return Loaded(model, info)
 
@@ -197,7 +197,7 @@ def parts(tiny: Tiny, backend: Backend) -> Parts:
         info,
         Tokenizer(Letters()),
         backend,
-        "the lab's choice",
+        Choice("cpu", "the lab's choice"),
         Certificate(0, (), "none"),
     )
 

@@ -46,22 +46,21 @@ from lockstep.llm.prompts import Prompt, params_for, token_ids
 from lockstep.llm.prompts import items as item_forms
 from lockstep.models import weights
 from lockstep.models.weights import Info, Loaded
-from lockstep.nn import linear
 from lockstep.nn.decoder import Model
 from lockstep.plan.bucket import Buckets
 from lockstep.plan.build import build
 from lockstep.plan.step import StepPlan
 from lockstep.run import memory
-from lockstep.run.certify import Certificate, NotCertified, certify
+from lockstep.run.certify import Certificate, certify
 from lockstep.run.kind import EMBED, ENCODE, group_specs, kinds_of
 from lockstep.run.runner import Runner, StepOutput
-from lockstep.sample.logits import Logprobs, Row
+from lockstep.sample.logits import Row
 from lockstep.sample.params import SamplingParams, resolve_seed, whole
-from lockstep.sample.sampler import Sampled, log_probs, sample
+from lockstep.sample.sampler import Logprobs, Sampled, log_probs, sample
 from lockstep.sched.request import Accepted, Ask, Piece, Request, Step
 from lockstep.sched.scheduler import Limits, Scheduler
 from lockstep.text.tokenizer import Tokenizer
-from lockstep.types import INT32_MAX, RuleError, shown
+from lockstep.types import INT32_MAX, Choice, RuleError, shown
 
 ITEM = SamplingParams(max_tokens=None, logprobs=True, seed=0)
 BUILTIN = Path(__file__).parent.parent / "builtin"
@@ -99,30 +98,18 @@ class Parts:
     info: Info
     tokenizer: Tokenizer | None
     backend: Backend
-    why: str
+    attention: Choice  # the backend, and why
     certificate: Certificate
 
 
 def load(config: EngineConfig) -> Parts:
-    """The model from its folder or hub id, or the built-in one, with the first GEMM that this
-    machine proves sound, and a backend."""
-    refused: list[RuleError] = []
-    for gemm in linear.kernels(config.device):
-        model, info = weights.load(
-            config.model or BUILTIN,
-            config.device,
-            config.dtype,
-            gemm=gemm,
-            context_length=config.context_length,
-        )
-        tokenizer = (
-            Tokenizer.from_folder(info.folder) if has(info.folder, "tokenizer.json") else None
-        )
-        try:
-            return prepare(Loaded(model, info), tokenizer, config)
-        except NotCertified as error:
-            refused.append(error)
-    raise refused[-1]
+    """The model from its folder or hub id, or the built-in one, for its device, and a backend."""
+    loaded = weights.load(
+        config.model or BUILTIN, config.device, config.dtype, context_length=config.context_length
+    )
+    folder = loaded.info.folder
+    tokenizer = Tokenizer.from_folder(folder) if has(folder, "tokenizer.json") else None
+    return prepare(loaded, tokenizer, config)
 
 
 def prepare(
@@ -131,10 +118,11 @@ def prepare(
     """Chooses a backend and proves that rows do not depend on their neighbours."""
     model, info = loaded
     config = config or EngineConfig()
-    backend, why = select(
-        config.attention_backend, model.groups(config.page_size, config.kv_cache_dtype), "cpu"
+    groups, ops = model.groups(config.page_size, config.kv_cache_dtype), model.ops
+    backend, attention = select(
+        config.attention_backend, groups, ops.device.type, str(ops.dtype).removeprefix("torch.")
     )
-    return Parts(model, info, tokenizer, backend, why, certify(model, backend, info, config))
+    return Parts(model, info, tokenizer, backend, attention, certify(model, backend, info, config))
 
 
 class Engine:
@@ -155,13 +143,12 @@ class Engine:
         self.runner = Runner(self.specs, sizes.pages, parts.backend, buckets)
         self._num_pages = sizes.pages
         self.scheduler = self._new_scheduler()
-        name = parts.why.partition(":")[0]
-        self.fingerprint = fingerprint(
-            name, parts.backend, self.info, config.kv_cache_dtype, parts.certificate
-        )
+        self.fingerprint = fingerprint(parts, config.kv_cache_dtype)
         self.jobs: dict[str, Job] = {}  # by the id of the request
         self._numbers = count()
-        self.told = f"attention {parts.why}; gemm {self.info.gemm}; {sizes.text}"
+        chosen = {"attention": parts.attention, "device": self.info.device}
+        reasons = [f"{what} {choice.name}: {choice.reason}" for what, choice in chosen.items()]
+        self.told = "; ".join([*reasons, sizes.text])
         self._turns: list[Turn] = []
         self._changing = False  # set while anything but the jobs may be half changed
         self._launched: list[Launched] = []  # and not settled, in order
@@ -397,7 +384,7 @@ class Engine:
             step=step,
             drafts=tuple(drafts),
             at=tuple([row.generated_len for row in rows]),
-            chosen=sample(wanted, rows, self.info.eos_token_ids),
+            chosen=sample(self.model.ops, wanted, rows, self.info.eos_token_ids),
             scored=tuple(scored),
         )
 
@@ -425,8 +412,9 @@ class Engine:
                 draft.params.top_logprobs,
             ),
         )
+        told = partial(log_probs, self.model.ops)
         return [
-            Scored(piece.request, target, at, k or 0, log_probs(logits[a:b], ids[a:b], k or 0))
+            Scored(piece.request, target, at, k or 0, told(logits[a:b], ids[a:b], k or 0))
             for a, b, target, at, k in ranges
             if a < b
         ]
@@ -434,7 +422,8 @@ class Engine:
     def _first_of_items(self, job: Job, logits: Tensor) -> list[Scored]:
         """The prompt's last row tells of the first token of every item."""
         items = job.request.ask.items
-        told = log_probs(logits.expand(len(items), -1), torch.tensor([item[0] for item in items]))
+        firsts = torch.tensor([item[0] for item in items])
+        told = log_probs(self.model.ops, logits.expand(len(items), -1), firsts)
         rows = [slice(i, i + 1) for i in range(len(items))]
         each = [Logprobs(told.chosen[i], told.top_ids[i], told.top[i]) for i in rows]
         return [

@@ -7,39 +7,45 @@ dtype, and choices that depend on the context. Called by the engine at its start
 
 from __future__ import annotations
 
-import platform
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from lockstep import __version__
-from lockstep.attention import select
-from lockstep.attention.base import Backend
-from lockstep.models.weights import Info
-from lockstep.run.certify import Certificate
+from lockstep.attention.select import BACKENDS
+from lockstep.kernels.select import DEVICES
+
+if TYPE_CHECKING:
+    from lockstep.llm.engine import Parts
 
 
-def fingerprint(
-    name: str, backend: Backend, info: Info, kv_dtype: str, certificate: Certificate
-) -> str:
-    """Fields as `name=value`, separated by semicolons. `name` is the backend's.
+def fingerprint(parts: Parts, kv_dtype: str) -> str:
+    """Fields as `name=value`, separated by semicolons.
 
-    order, backend (with distribution and version where it is somebody else's), gemm (the GEMM
-    class), device class and versions, kv (the cache's dtype), weights (the digest of the tensors),
-    certificate (the digest of the layers' kinds and of what `certify` computed), and rope_context
-    where a dynamic rope was stretched.
+    order, backend and device (with distribution and version where they are somebody else's), gemm
+    (the order of its sums), dtype of activations, class of machine and versions, kv (the cache's
+    dtype), weights (the digest of the tensors), certificate (the digest of the layers' kinds and of
+    what `certify` computed), and rope_context where a dynamic rope was stretched.
     """
-    origin = select.origin(name)
+    ops, info = parts.model.ops, parts.info
     versions = [f"{package}={version(package)}" for package in ("torch", "numba", "llvmlite")]
     fields = [
-        f"order={backend.caps.order}",
-        f"backend={name}" if not origin else f"backend={name}({origin})",
-        f"gemm={info.gemm.partition(':')[0]}",
-        f"device=cpu-{platform.machine()}",
+        f"order={parts.backend.caps.order}",
+        f"backend={owned(parts.attention.name, BACKENDS.origin(parts.attention.name))}",
+        f"gemm={ops.gemm_order.name}",
+        f"device={owned(info.device.name, DEVICES.origin(info.device.name))}",
+        f"machine={ops.machine}",
+        f"dtype={str(ops.dtype).removeprefix('torch.')}",
         f"lockstep={__version__}",
         ",".join(versions),
         f"kv={kv_dtype}",
         f"weights={info.weights}",
-        f"certificate={certificate.digest}",
+        f"certificate={parts.certificate.digest}",
     ]
     if info.rope_context is not None:
         fields.append(f"rope_context={info.rope_context}")
     return ";".join(fields)
+
+
+def owned(name: str, origin: str) -> str:
+    """A name, with the distribution of whoever else it belongs to."""
+    return f"{name}({origin})" if origin else name

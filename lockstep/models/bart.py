@@ -19,9 +19,10 @@ from lockstep.nn.attention import Cross, Dense, DenseSpec, Place, Step
 from lockstep.nn.decoder import PostBlock, cached, groups_of
 from lockstep.nn.embed import Embedding
 from lockstep.nn.linear import Linear
-from lockstep.nn.mlp import Mlp, activation
+from lockstep.nn.mlp import Elementwise, Mlp, activation
 from lockstep.nn.norm import LayerNorm, layer_norm
-from lockstep.nn.source import Weights
+from lockstep.nn.source import WeightSource
+from lockstep.ops import Ops
 from lockstep.types import GroupSpec, Layout, RuleError
 
 OFFSET = 2  # position p has row p + 2 of the table
@@ -53,6 +54,7 @@ class Bart:
     decoder: Half
     head: Linear
     head_bias: Tensor | None
+    ops: Ops
 
     def encode(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
         """The encoder's rows [T, d], whose keys and values every decoder layer now has."""
@@ -126,7 +128,7 @@ class Bart:
         return groups_of([*(b.attn for b in self.encoder.blocks), *self._crosses])
 
 
-def build(config: Any, weights: Weights) -> Bart:
+def build(config: Any, weights: WeightSource) -> Bart:
     if not config.tie_word_embeddings:
         raise RuleError(
             "bart shares one embedding", "tie_word_embeddings=False", "Use a tied checkpoint"
@@ -134,7 +136,7 @@ def build(config: Any, weights: Weights) -> Bart:
     w, d = (weights if weights.has("shared.weight") else weights.at("model")), config.d_model
     weights.skip(r"lm_head\.weight")
     w.skip(r"(en|de)coder\.embed_tokens\.weight")
-    table = w.tensor("shared.weight", config.vocab_size, d)
+    table = w.rows("shared.weight", config.vocab_size, d)
     bias = (
         weights.tensor("final_logits_bias", 1, config.vocab_size)[0]
         if weights.has("final_logits_bias")
@@ -142,19 +144,26 @@ def build(config: Any, weights: Weights) -> Bart:
     )
     scale = math.sqrt(d) if config.scale_embedding else 1.0
     encoder, decoder = (half(config, w.at(side), side) for side in ("encoder", "decoder"))
-    return Bart(Embedding(table, scale), encoder, decoder, w.pack(table), bias)
+    return Bart(
+        words=Embedding(table, scale),
+        encoder=encoder,
+        decoder=decoder,
+        head=Linear(w.pack(table), w.ops),
+        head_bias=bias,
+        ops=w.ops,
+    )
 
 
-def half(config: Any, w: Weights, side: str) -> Half:
+def half(config: Any, w: WeightSource, side: str) -> Half:
     layers = config.encoder_layers if side == "encoder" else config.decoder_layers
-    table = w.tensor(
+    table = w.rows(
         "embed_positions.weight", config.max_position_embeddings + OFFSET, config.d_model
     )
     blocks = tuple(block(config, w.at("layers", i), side, i) for i in range(layers))
     return Half(Embedding(table), layer_norm(w, "layernorm_embedding", config.d_model, EPS), blocks)
 
 
-def block(config: Any, w: Weights, side: str, index: int) -> PostBlock:
+def block(config: Any, w: WeightSource, side: str, index: int) -> PostBlock:
     decodes, d = side == "decoder", config.d_model
     heads, inner = (
         (config.decoder_attention_heads, config.decoder_ffn_dim)
@@ -167,14 +176,10 @@ def block(config: Any, w: Weights, side: str, index: int) -> PostBlock:
     own = w.at("self_attn")
     qkv = own.fused(("q_proj", "k_proj", "v_proj"), (d, d, d), d, bias=True)
     layout = Layout.DENSE if decodes else Layout.FRESH
-    attn = Dense(
-        index, spec, qkv, own.linear("out_proj", d, d, True), layout=layout, causal=decodes
-    )
-    mlp = Mlp(
-        w.linear("fc1", inner, d, True),
-        w.linear("fc2", d, inner, True),
-        activation(config.activation_function),
-    )
+    out = own.linear("out_proj", d, d, True)
+    attn = Dense(index, spec, qkv, out, w.ops, layout=layout, causal=decodes)
+    up, down = w.linear("fc1", inner, d, True), w.linear("fc2", d, inner, True)
+    mlp = Mlp(up, down, Elementwise(activation(config.activation_function)), w.ops)
     norms = (
         layer_norm(w, "self_attn_layer_norm", d, EPS),
         layer_norm(w, "final_layer_norm", d, EPS),

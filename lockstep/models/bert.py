@@ -14,9 +14,10 @@ from torch import Tensor
 from lockstep.nn.attention import Dense, DenseSpec, Place, Step
 from lockstep.nn.decoder import PostBlock, groups_of
 from lockstep.nn.embed import Embedding, pool
-from lockstep.nn.mlp import Mlp, activation
+from lockstep.nn.mlp import Elementwise, Mlp, activation
 from lockstep.nn.norm import LayerNorm, layer_norm
-from lockstep.nn.source import Weights
+from lockstep.nn.source import WeightSource
+from lockstep.ops import Ops
 from lockstep.types import GroupSpec, Layout, RuleError
 
 
@@ -29,6 +30,7 @@ class Bert:
     spots: Embedding
     norm: LayerNorm
     blocks: tuple[PostBlock, ...]
+    ops: Ops
 
     def __call__(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
         x = self.norm(self.words(ids) + self.kind + self.spots(positions))
@@ -42,7 +44,7 @@ class Bert:
     def embed(self, hidden: Tensor, q_indptr: Sequence[int], how: str | None = None) -> Tensor:
         """Embeddings of whole requests, [B, d] float32 of length 1; `how` is "mean", "last" or
         "first"."""
-        return pool(hidden, q_indptr, how or "mean")
+        return pool(self.ops, hidden, q_indptr, how or "mean")
 
     def groups(self, page_size: int = 16, kv_dtype: str = "float32") -> tuple[GroupSpec, ...]:
         """Nothing is kept, so page size and dtype do not matter."""
@@ -69,7 +71,7 @@ class Bert:
         return groups_of([b.attn for b in self.blocks])
 
 
-def build(config: Any, weights: Weights) -> Bert:
+def build(config: Any, weights: WeightSource) -> Bert:
     if config.is_decoder or config.add_cross_attention:
         raise RuleError(
             "bert is an encoder", "is_decoder or add_cross_attention", "Use an encoder checkpoint"
@@ -79,17 +81,20 @@ def build(config: Any, weights: Weights) -> Bert:
     w.skip(r"(pooler\..*|embeddings\.position_ids)")
     table, d = w.at("embeddings"), config.hidden_size
     return Bert(
-        Embedding(table.tensor("word_embeddings.weight", config.vocab_size, d)),
-        table.tensor("token_type_embeddings.weight", config.type_vocab_size, d)[0],
-        Embedding(table.tensor("position_embeddings.weight", config.max_position_embeddings, d)),
-        norm(table, "LayerNorm", config),
-        tuple(
+        words=Embedding(table.rows("word_embeddings.weight", config.vocab_size, d)),
+        kind=table.rows("token_type_embeddings.weight", config.type_vocab_size, d)[0],
+        spots=Embedding(
+            table.rows("position_embeddings.weight", config.max_position_embeddings, d)
+        ),
+        norm=norm(table, "LayerNorm", config),
+        blocks=tuple(
             block(config, w.at("encoder", "layer", i), i) for i in range(config.num_hidden_layers)
         ),
+        ops=w.ops,
     )
 
 
-def block(config: Any, w: Weights, index: int) -> PostBlock:
+def block(config: Any, w: WeightSource, index: int) -> PostBlock:
     d, head = config.hidden_size, config.hidden_size // config.num_attention_heads
     spec = DenseSpec(
         d, config.num_attention_heads, config.num_attention_heads, head, 1 / math.sqrt(head)
@@ -100,6 +105,7 @@ def block(config: Any, w: Weights, index: int) -> PostBlock:
         spec,
         qkv,
         w.linear("attention.output.dense", d, d, True),
+        w.ops,
         layout=Layout.FRESH,
         causal=False,
     )
@@ -107,7 +113,7 @@ def block(config: Any, w: Weights, index: int) -> PostBlock:
         w.linear("intermediate.dense", config.intermediate_size, d, True),
         w.linear("output.dense", d, config.intermediate_size, True),
     )
-    mlp = Mlp(up, down, activation(config.hidden_act))
+    mlp = Mlp(up, down, Elementwise(activation(config.hidden_act)), w.ops)
     return PostBlock(
         attn,
         norm(w, "attention.output.LayerNorm", config),
@@ -116,11 +122,9 @@ def block(config: Any, w: Weights, index: int) -> PostBlock:
     )
 
 
-def norm(w: Weights, name: str, config: Any) -> LayerNorm:
+def norm(w: WeightSource, name: str, config: Any) -> LayerNorm:
     """Old files call a norm's weight and bias gamma and beta."""
     if w.has(f"{name}.gamma"):
-        gamma, beta = (
-            w.tensor(f"{name}.{part}", config.hidden_size).float() for part in ("gamma", "beta")
-        )
-        return LayerNorm(gamma, beta, config.layer_norm_eps)
+        gamma, beta = (w.tensor(f"{name}.{part}", config.hidden_size) for part in ("gamma", "beta"))
+        return LayerNorm(gamma, beta, config.layer_norm_eps, w.ops)
     return layer_norm(w, name, config.hidden_size, config.layer_norm_eps)

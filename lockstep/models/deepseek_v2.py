@@ -13,14 +13,15 @@ from lockstep.nn import rope
 from lockstep.nn.attention import LatentSpec
 from lockstep.nn.decoder import Decoder, DecoderSpec
 from lockstep.nn.mlp import MlpSpec
-from lockstep.nn.moe import MoeSpec, Routing
-from lockstep.nn.source import Weights
+from lockstep.nn.moe import MoeSpec
+from lockstep.nn.source import WeightSource
+from lockstep.ops import Routing
 from lockstep.types import RuleError
 
 METHODS = ("greedy", "group_limited_greedy")
 
 
-def build(config: Any, weights: Weights) -> Decoder:
+def build(config: Any, weights: WeightSource) -> Decoder:
     return nn.build(describe(config), weights)
 
 

@@ -8,11 +8,12 @@ from typing import Any
 from lockstep.models import deepseek_v2, llama
 from lockstep.nn import decoder as nn
 from lockstep.nn.decoder import Decoder, DecoderSpec
-from lockstep.nn.moe import MoeSpec, Routing
-from lockstep.nn.source import Weights
+from lockstep.nn.moe import MoeSpec
+from lockstep.nn.source import WeightSource
+from lockstep.ops import Routing
 
 
-def build(config: Any, weights: Weights) -> Decoder:
+def build(config: Any, weights: WeightSource) -> Decoder:
     weights.skip(rf"model\.layers\.{config.num_hidden_layers}\..*")  # predicts further tokens
     return nn.build(describe(config), weights)
 

@@ -14,11 +14,11 @@ from lockstep.nn.attention import DenseSpec
 from lockstep.nn.decoder import BlockSpec, Decoder, DecoderSpec
 from lockstep.nn.mlp import MlpSpec
 from lockstep.nn.norm import RMSSpec
-from lockstep.nn.source import Weights
+from lockstep.nn.source import WeightSource
 from lockstep.types import RuleError
 
 
-def build(config: Any, weights: Weights) -> Decoder:
+def build(config: Any, weights: WeightSource) -> Decoder:
     return nn.build(describe(config), weights)
 
 

@@ -10,11 +10,11 @@ from lockstep.models import gemma2
 from lockstep.nn import decoder as nn
 from lockstep.nn.decoder import Decoder, DecoderSpec
 from lockstep.nn.norm import RMSSpec
-from lockstep.nn.source import Weights
+from lockstep.nn.source import WeightSource
 from lockstep.types import RuleError
 
 
-def build(config: Any, weights: Weights) -> Decoder:
+def build(config: Any, weights: WeightSource) -> Decoder:
     return nn.build(describe(config), weights)
 
 

@@ -11,12 +11,13 @@ import torch
 from lockstep.models import llama
 from lockstep.nn import decoder as nn
 from lockstep.nn.decoder import Decoder, DecoderSpec
-from lockstep.nn.mlp import ClampedGlu, Mlp
-from lockstep.nn.moe import MoeSpec, Routing
-from lockstep.nn.source import Weights
+from lockstep.nn.mlp import ClampedGlu, MlpSpec
+from lockstep.nn.moe import ExpertWeights, MoeSpec
+from lockstep.nn.source import WeightSource
+from lockstep.ops import Routing
 
 
-def build(config: Any, weights: Weights) -> Decoder:
+def build(config: Any, weights: WeightSource) -> Decoder:
     return nn.build(describe(config), weights)
 
 
@@ -24,35 +25,29 @@ def describe(config: Any) -> DecoderSpec:
     bias = config.attention_bias
     attn = replace(llama.attention(config), bias=bias, out_bias=bias, sinks=True)
     routing = Routing(config.num_experts_per_tok, config.num_local_experts, score="chosen")
-    act = ClampedGlu(config.swiglu_alpha, config.swiglu_limit)
-    experts = Experts(config.num_local_experts, config.hidden_size, config.intermediate_size, act)
-    moe = MoeSpec(routing, llama.mlp(config), router="router", router_bias=True, load=experts)
+    gate = ClampedGlu(config.swiglu_alpha, config.swiglu_limit)
+    moe = MoeSpec(
+        routing=routing,
+        expert=llama.mlp(config),
+        router="router",
+        router_bias=True,
+        gate=gate,
+        load=Stacked(),
+    )
     return llama.decoder(config, attn, [moe] * config.num_hidden_layers).with_windows(
         llama.windows(config)
     )
 
 
 @dataclass(frozen=True)
-class Experts:
+class Stacked:
     """All experts of a layer, from tensors of [experts, in, out]."""
 
-    count: int
-    hidden: int
-    inner: int
-    act: ClampedGlu
-
-    def __call__(self, w: Weights) -> tuple[Mlp, ...]:
-        w, n = w.at("experts"), self.count
-        up, up_bias = (
-            w.tensor("gate_up_proj", n, self.hidden, 2 * self.inner),
-            w.tensor("gate_up_proj_bias", n, 2 * self.inner),
-        )
-        down, down_bias = (
-            w.tensor("down_proj", n, self.inner, self.hidden),
-            w.tensor("down_proj_bias", n, self.hidden),
-        )
-        gate_first = [torch.cat((t[..., ::2], t[..., 1::2]), -1) for t in (up, up_bias)]
-        return tuple(
-            Mlp(w.pack(a.T, b), w.pack(c.T, d), self.act)
-            for a, b, c, d in zip(*gate_first, down, down_bias, strict=True)
-        )
+    def __call__(self, w: WeightSource, n: int, expert: MlpSpec) -> ExpertWeights:
+        hidden, inner = expert.hidden, expert.inner
+        up = w.tensor("gate_up_proj", n, hidden, 2 * inner)
+        up_bias = w.tensor("gate_up_proj_bias", n, 2 * inner)
+        down = w.tensor("down_proj", n, inner, hidden)
+        down_bias = w.tensor("down_proj_bias", n, hidden)
+        up, up_bias = (torch.cat((t[..., ::2], t[..., 1::2]), -1) for t in (up, up_bias))
+        return ExpertWeights(up.transpose(1, 2), up_bias, down.transpose(1, 2), down_bias)

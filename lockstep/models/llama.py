@@ -15,10 +15,10 @@ from lockstep.nn.decoder import BlockSpec, Decoder, DecoderSpec
 from lockstep.nn.mlp import MlpSpec
 from lockstep.nn.moe import MoeSpec
 from lockstep.nn.norm import RMSSpec
-from lockstep.nn.source import Weights
+from lockstep.nn.source import WeightSource
 
 
-def build(config: Any, weights: Weights) -> Decoder:
+def build(config: Any, weights: WeightSource) -> Decoder:
     return nn.build(describe(config), weights)
 
 

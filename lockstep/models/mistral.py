@@ -7,10 +7,10 @@ from typing import Any
 from lockstep.models import llama
 from lockstep.nn import decoder as nn
 from lockstep.nn.decoder import Decoder, DecoderSpec
-from lockstep.nn.source import Weights
+from lockstep.nn.source import WeightSource
 
 
-def build(config: Any, weights: Weights) -> Decoder:
+def build(config: Any, weights: WeightSource) -> Decoder:
     return nn.build(describe(config), weights)
 
 

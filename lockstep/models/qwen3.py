@@ -10,10 +10,10 @@ from lockstep.nn import decoder as nn
 from lockstep.nn.attention import DenseSpec
 from lockstep.nn.decoder import Decoder, DecoderSpec
 from lockstep.nn.norm import RMSSpec
-from lockstep.nn.source import Weights
+from lockstep.nn.source import WeightSource
 
 
-def build(config: Any, weights: Weights) -> Decoder:
+def build(config: Any, weights: WeightSource) -> Decoder:
     return nn.build(describe(config), weights)
 
 

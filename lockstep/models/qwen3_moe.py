@@ -9,11 +9,12 @@ from lockstep.models import llama, qwen3
 from lockstep.nn import decoder as nn
 from lockstep.nn.decoder import Decoder, DecoderSpec
 from lockstep.nn.mlp import MlpSpec
-from lockstep.nn.moe import MoeSpec, Routing
-from lockstep.nn.source import Weights
+from lockstep.nn.moe import MoeSpec
+from lockstep.nn.source import WeightSource
+from lockstep.ops import Routing
 
 
-def build(config: Any, weights: Weights) -> Decoder:
+def build(config: Any, weights: WeightSource) -> Decoder:
     return nn.build(describe(config), weights)
 
 

@@ -28,14 +28,15 @@ from torch import Tensor
 from lockstep import models
 from lockstep.folder import has, inside, read_json
 from lockstep.kernels.cpu.digest import digest
-from lockstep.nn import linear, rope
+from lockstep.kernels.select import select
+from lockstep.nn import rope
 from lockstep.nn.decoder import Model
-from lockstep.nn.source import Weights
-from lockstep.types import INT32_MAX, RuleError, shown
+from lockstep.nn.source import WeightSource
+from lockstep.ops import Ops
+from lockstep.types import INT32_MAX, Choice, RuleError, shown
 
 SHOWN = 4  # names in an error
 FAULTS = 1000  # after so many missing or misshapen tensors the rest is not looked at
-DTYPES = {"float32": torch.float32}
 FLOATS = {"F32", "F16", "BF16", "F64"}
 DOWNLOAD = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
 LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers")
@@ -88,7 +89,7 @@ class Info:
     decoder_start_token_id: int | None
     generates: bool
     encoder: bool  # an encoder-decoder: a request begins with an encode step
-    gemm: str  # the GEMM class and why
+    device: Choice  # which table of operations computes, and why
     rope_context: int | None = (
         None  # the context that a dynamic rope was stretched for; None: not stretched
     )
@@ -159,28 +160,17 @@ STATED = "lockstep_states_every_field"
 def load(
     path_or_id: str | Path,
     device: str = "cpu",
-    dtype: str = "float32",
+    dtype: str = "auto",
     revision: str | None = None,
-    gemm: str = "auto",
     context_length: int | None = None,
 ) -> Loaded:
-    """The model in a local folder, or of a hub id at `revision`.
+    """The model in a local folder, or of a hub id at `revision`, for the operations of `device`.
 
-    Weights in float16, bfloat16 or float32 are brought to `dtype`. `gemm` names a kernel of
-    `nn.linear`; "auto" takes the device's own. A dynamic rope is stretched for a `context_length`
-    beyond the config's own; nothing else depends on it.
+    Weights in float16, bfloat16 or float32 are brought to `dtype`, or to the device's own. A
+    dynamic rope is stretched for a `context_length` beyond the config's own; nothing else depends
+    on it.
     """
-    if dtype not in DTYPES:
-        raise RuleError(
-            f"dtype on {device} is one of {', '.join(DTYPES)}",
-            repr(dtype),
-            "Stored bfloat16 weights are widened exactly",
-        )
-    kernel, why = (
-        linear.default_kernel(device)
-        if gemm == "auto"
-        else (gemm, linear.kernels(device).get(gemm, gemm))
-    )
+    ops, choice = select(device, dtype)
     folder = local_folder(path_or_id, revision)
     raw = read_json(folder, "config.json")
     module = model_module(raw)
@@ -190,15 +180,14 @@ def load(
     config = stretched(
         SimpleNamespace(**raw) if raw.get(STATED) else parse_config(folder), context_length
     )
-    compare(module, config, entries)
+    compare(module, config, entries, ops)
     digests: dict[str, bytes] = {}
     with ExitStack() as stack:
-        take = reader(entries, stack, torch.device(device), DTYPES[dtype], digests)
+        take = reader(entries, stack, ops.device, digests)
         with torch.no_grad():
-            model = module.build(config, Weights(take, lambda pattern: None, entries, kernel))
-    return Loaded(
-        model, replace(describe(folder, config, model, why), weights=together(entries, digests))
-    )
+            model = module.build(config, WeightSource(take, lambda pattern: None, entries, ops))
+    info = describe(folder, config, model, choice)
+    return Loaded(model, replace(info, weights=together(entries, digests)))
 
 
 def stretched(config: Any, context_length: int | None) -> Any:
@@ -217,12 +206,12 @@ def stretched(config: Any, context_length: int | None) -> Any:
     return config
 
 
-def compare(module: ModuleType, config: Any, entries: Mapping[str, Entry]) -> None:
+def compare(module: ModuleType, config: Any, entries: Mapping[str, Entry], ops: Ops) -> None:
     """Builds the model without numbers and raises unless the files hold its tensors, all of them
     and no others."""
     table = Table(entries)
     try:
-        module.build(config, Weights(table.take, table.unused.append, entries, "lanes"))
+        module.build(config, WeightSource(table.take, table.unused.append, entries, ops))
     except RuleError:
         raise
     except (
@@ -395,11 +384,7 @@ def _header(path: Path) -> dict[str, Entry]:
 
 
 def reader(
-    entries: Mapping[str, Entry],
-    stack: ExitStack,
-    device: torch.device,
-    dtype: torch.dtype,
-    digests: dict[str, bytes],
+    entries: Mapping[str, Entry], stack: ExitStack, device: torch.device, digests: dict[str, bytes]
 ) -> Any:
     """`take` from the files: mapped, not read; each tensor is copied when it is asked for, and its
     digest noted."""
@@ -414,7 +399,7 @@ def reader(
         tensor: Tensor = files[entries[name].file].get_tensor(name)
         if name not in digests:
             digests[name] = digest(tensor)
-        return tensor.to(device, dtype)
+        return tensor.to(device, torch.float32)
 
     return take
 
@@ -479,26 +464,27 @@ def numbers(value: Any, path: str = "") -> Iterator[tuple[str, int | float]]:
         yield path, value
 
 
-def describe(folder: Path, config: Any, model: Model, gemm: str) -> Info:
+def describe(folder: Path, config: Any, model: Model, device: Choice) -> Info:
     """The facts of a config, the generation_config's end tokens first."""
     extra = (
         read_json(folder, "generation_config.json") if has(folder, "generation_config.json") else {}
     )
     encoder = bool(config.is_encoder_decoder)
     start = special_ids("decoder_start_token_id", extra, config) if encoder else ()
+    stretched = model.max_position > config.max_position_embeddings
     return Info(
-        config.model_type,
-        folder,
-        config.vocab_size,
-        config.hidden_size,
-        model.max_position,
-        config.bos_token_id,
-        special_ids("eos_token_id", extra, config),
-        start[0] if start else None,
-        model.generates,
-        encoder,
-        gemm,
-        model.max_position if model.max_position > config.max_position_embeddings else None,
+        model_type=config.model_type,
+        folder=folder,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        max_position=model.max_position,
+        bos_token_id=config.bos_token_id,
+        eos_token_ids=special_ids("eos_token_id", extra, config),
+        decoder_start_token_id=start[0] if start else None,
+        generates=model.generates,
+        encoder=encoder,
+        device=device,
+        rope_context=model.max_position if stretched else None,
     )
 
 

@@ -11,19 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lockstep.kernels.cpu import rows
 from lockstep.nn.linear import Linear
-from lockstep.nn.norm import RMSNorm, RMSSpec, on_cpu
-from lockstep.nn.rope import Angles, Rope
-from lockstep.nn.source import Weights
+from lockstep.nn.norm import RMSNorm, RMSSpec
+from lockstep.nn.rope import Rope
+from lockstep.nn.source import WeightSource, stack
+from lockstep.ops import CosSin, Heads, Ops, Packed
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
-Turns = dict[Rope, Angles]
+CosSins = dict[Rope, CosSin]
 LATENT_NORM = RMSSpec(1e-6)  # whatever eps the other norms of the model have
 
 
@@ -67,66 +68,56 @@ class DenseSpec:
                 f"{self.heads} and {self.kv_heads}",
                 "Check config.json",
             )
+        if self.qk_norm and self.rope is None:
+            raise RuleError(
+                "queries and keys that are normed are rotated", "no rope", "Check config.json"
+            )
 
-    def build(self, w: Weights, index: int) -> Dense:
-        widths = (
-            self.heads * self.head_dim,
-            self.kv_heads * self.head_dim,
-            self.kv_heads * self.head_dim,
-        )
-        norm = self.qk_norm
-        return Dense(
-            index,
-            self,
-            w.fused(("q_proj", "k_proj", "v_proj"), widths, self.hidden, self.bias),
-            w.linear("o_proj", self.hidden, widths[0], self.out_bias),
-            (norm.build(w, "q_norm", self.head_dim), norm.build(w, "k_norm", self.head_dim))
-            if norm
-            else None,
-            w.tensor("sinks", self.heads) if self.sinks else None,
-        )
+    def build(self, w: WeightSource, index: int) -> Dense:
+        d, norm = self.head_dim, self.qk_norm
+        widths = (self.heads * d, self.kv_heads * d, self.kv_heads * d)
+        qkv = w.fused(("q_proj", "k_proj", "v_proj"), widths, self.hidden, self.bias)
+        out = w.linear("o_proj", self.hidden, widths[0], self.out_bias)
+        weights = None
+        if norm:
+            weights = stack([norm.weight(w, "q_norm", d), norm.weight(w, "k_norm", d)])
+        sinks = w.tensor("sinks", self.heads) if self.sinks else None
+        return Dense(index, self, qkv, out, w.ops, qk_norm=weights, sinks=sinks)
 
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """x [T, hidden] → [T, hidden]."""
+    """x [T, hidden] → [T, hidden]. `qk_norm` [2, head_dim]: the weights of the norms of queries and
+    of keys."""
 
     index: int
     spec: DenseSpec
     qkv: Linear
     out: Linear
-    norms: tuple[RMSNorm, RMSNorm] | None = None
+    ops: Ops
+    qk_norm: Tensor | None = None
     sinks: Tensor | None = None
     layout: Layout = Layout.DENSE
     causal: bool = True
 
-    def __call__(self, x: Tensor, turns: Turns, step: Step) -> Tensor:
-        s = self.spec
-        counts = [s.heads, s.kv_heads, s.kv_heads]
-        qkv = self.qkv(x)
-        if s.rope and not s.rope.interleaved and on_cpu(qkv):
-            q, k, v = self._placed(qkv, turns[s.rope])
-            return self.out(step.attend(self.index, q, k, v).flatten(1))
-        q, k, v = qkv.view(len(x), sum(counts), s.head_dim).split_with_sizes(counts, 1)
-        if self.norms:
-            q, k = self.norms[0](q), self.norms[1](k)
-        if s.rope:
-            q, k = s.rope.rotate(q, turns[s.rope]), s.rope.rotate(k, turns[s.rope])
+    def __call__(self, x: Tensor, cos_sin: CosSins, step: Step) -> Tensor:
+        s, qkv = self.spec, self.qkv(x)
+        if s.rope is None:
+            counts = [s.heads, s.kv_heads, s.kv_heads]
+            q, k, v = qkv.view(len(x), sum(counts), s.head_dim).split_with_sizes(counts, 1)
+        else:
+            q, k = self.ops.qk_norm_rope(qkv, self._heads, self.qk_norm, cos_sin[s.rope])
+            behind = qkv.storage_offset() + (s.heads + s.kv_heads) * s.head_dim
+            shape = (len(x), s.kv_heads, s.head_dim)
+            v = qkv.as_strided(shape, (qkv.stride(0), s.head_dim, 1), behind)
         return self.out(step.attend(self.index, q, k, v).flatten(1))
 
-    def _placed(self, qkv: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
-        """Norms and rotation of queries and keys in one call: the bits of the lines above."""
-        s, norms = self.spec, self.norms
-        heads = rows.Heads(s.heads, s.kv_heads, s.head_dim, norms[0].eps if norms else 0.0)
-        q, k = rows.place_heads(
-            qkv, heads, (norms[0].weight, norms[1].weight) if norms else None, angles
-        )
-        v = qkv.as_strided(
-            (qkv.shape[0], s.kv_heads, s.head_dim),
-            (qkv.stride(0), s.head_dim, 1),
-            (s.heads + s.kv_heads) * s.head_dim,
-        )
-        return q, k, v
+    @cached_property
+    def _heads(self) -> Heads:
+        s = self.spec
+        eps = s.qk_norm.eps if s.qk_norm else 0.0
+        interleaved = s.rope is not None and s.rope.interleaved
+        return Heads(s.heads, s.kv_heads, s.head_dim, eps, interleaved)
 
     def group(self) -> GroupSpec:
         """The layer as a group of its own."""
@@ -198,27 +189,27 @@ class LatentSpec:
     window: int | None = None
     norm: RMSSpec = LATENT_NORM
 
-    def build(self, w: Weights, index: int) -> Latent:
+    def build(self, w: WeightSource, index: int) -> Latent:
         d_q = self.heads * (self.d_nope + self.d_rope)
         if self.q_rank is None:
-            down, norm, up = None, None, w.linear("q_proj", d_q, self.hidden)
+            query = Query(None, None, w.linear("q_proj", d_q, self.hidden))
         else:
             down = w.linear("q_a_proj", self.q_rank, self.hidden, self.bias)
-            norm, up = (
-                self.norm.build(w, "q_a_layernorm", self.q_rank),
-                w.linear("q_b_proj", d_q, self.q_rank),
-            )
+            norm = self.norm.build(w, "q_a_layernorm", self.q_rank)
+            query = Query(down, norm, w.linear("q_b_proj", d_q, self.q_rank))
         kv = w.tensor("kv_b_proj.weight", self.heads * (self.d_nope + self.d_v), self.rank)
         per_head = kv.view(self.heads, self.d_nope + self.d_v, self.rank)
+        compress = w.linear("kv_a_proj_with_mqa", self.rank + self.d_rope, self.hidden, self.bias)
         return Latent(
-            index,
-            self,
-            Query(down, norm, up),
-            w.linear("kv_a_proj_with_mqa", self.rank + self.d_rope, self.hidden, self.bias),
-            self.norm.build(w, "kv_a_layernorm", self.rank),
-            tuple(w.pack(head[: self.d_nope].T) for head in per_head),
-            tuple(w.pack(head[self.d_nope :]) for head in per_head),
-            w.linear("o_proj", self.hidden, self.heads * self.d_v, self.bias),
+            index=index,
+            spec=self,
+            query=query,
+            compress=compress,
+            norm=self.norm.build(w, "kv_a_layernorm", self.rank),
+            absorb=w.pack(per_head[:, : self.d_nope].transpose(1, 2)),
+            expand=w.pack(per_head[:, self.d_nope :]),
+            out=w.linear("o_proj", self.hidden, self.heads * self.d_v, self.bias),
+            ops=w.ops,
         )
 
 
@@ -236,7 +227,7 @@ class Query:
 
 @dataclass(frozen=True, eq=False)
 class Latent:
-    """x [T, hidden] → [T, hidden]. `absorb` and `expand` hold one GEMM per head: into the latent
+    """x [T, hidden] → [T, hidden]. `absorb` and `expand` hold a weight per head: into the latent
     space and out of it."""
 
     index: int
@@ -244,19 +235,22 @@ class Latent:
     query: Query
     compress: Linear
     norm: RMSNorm
-    absorb: tuple[Linear, ...]
-    expand: tuple[Linear, ...]
+    absorb: Packed
+    expand: Packed
     out: Linear
+    ops: Ops
 
-    def __call__(self, x: Tensor, turns: Turns, step: Step) -> Tensor:
-        s, angles = self.spec, turns[self.spec.rope]
+    def __call__(self, x: Tensor, cos_sin: CosSins, step: Step) -> Tensor:
+        s, ops, turn = self.spec, self.ops, cos_sin[self.spec.rope]
         q = self.query(x).view(len(x), s.heads, s.d_nope + s.d_rope)
-        inside = torch.stack([w(q[:, h, : s.d_nope]) for h, w in enumerate(self.absorb)], 1)
-        queries = torch.cat((inside, s.rope.rotate(q[..., s.d_nope :], angles)), -1)
+        absorbed = ops.batched_linear(q[..., : s.d_nope], self.absorb)
+        rotated = ops.rope(q[..., s.d_nope :], turn, s.rope.interleaved)
         latent, shared = self.compress(x).split_with_sizes([s.rank, s.d_rope], -1)
-        keys = torch.cat((self.norm(latent)[:, None], s.rope.rotate(shared[:, None], angles)), -1)
+        key = ops.rope(shared[:, None], turn, s.rope.interleaved)
+        queries = torch.cat((absorbed, rotated), -1)
+        keys = torch.cat((self.norm(latent)[:, None], key), -1)
         seen = step.attend(self.index, queries, keys, keys[..., : s.rank])
-        return self.out(torch.cat([w(seen[:, h]) for h, w in enumerate(self.expand)], -1))
+        return self.out(ops.batched_linear(seen, self.expand).flatten(1))
 
     def group(self) -> GroupSpec:
         """The layer as a group of its own."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lockstep.nn.attention import (
     Attention,
+    CosSins,
     Cross,
     Dense,
     DenseSpec,
@@ -23,23 +24,25 @@ from lockstep.nn.attention import (
     LatentSpec,
     Place,
     Step,
-    Turns,
     merge,
 )
 from lockstep.nn.embed import Embedding, pool
 from lockstep.nn.linear import Linear
-from lockstep.nn.mlp import Mlp, MlpSpec, soft_cap
+from lockstep.nn.mlp import Mlp, MlpSpec
 from lockstep.nn.moe import Moe, MoeSpec
 from lockstep.nn.norm import LayerNorm, RMSNorm, RMSSpec
 from lockstep.nn.rope import Rope
-from lockstep.nn.source import Weights
+from lockstep.nn.source import WeightSource
+from lockstep.ops import Ops
 from lockstep.types import GroupSpec, Layout, RuleError
 
 
 class Model(Protocol):
     """What runs a model sees of it. A step's plan is built with `groups`, or with `fresh_groups`
-    where nothing is kept."""
+    where nothing is kept. `ops` is the table it was built with."""
 
+    @property
+    def ops(self) -> Ops: ...
     def __call__(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
     def embed(self, hidden: Tensor, q_indptr: Sequence[int], how: str | None = None) -> Tensor: ...
@@ -104,21 +107,27 @@ class DecoderSpec:
 @dataclass(frozen=True, eq=False)
 class Block:
     """x + attention(norm x), then x + feed-forward(norm x). What is to be added last is handed on:
-    the next norm adds it."""
+    the next norm adds it. The norms behind are None where the model has none."""
 
     attn: Dense | Latent
     mlp: Mlp | Moe
-    norms: tuple[RMSNorm, RMSNorm]
-    after: tuple[RMSNorm, RMSNorm] | None
+    input_norm: RMSNorm
+    pre_mlp_norm: RMSNorm
+    post_attention_norm: RMSNorm | None
+    post_mlp_norm: RMSNorm | None
 
     def __call__(
-        self, x: Tensor, more: Tensor | None, turns: Turns, step: Step
+        self, hidden: Tensor, residual: Tensor | None, cos_sin: CosSins, step: Step
     ) -> tuple[Tensor, Tensor]:
-        x, normed = self.norms[0].after(x, more)
-        mixed = self.attn(normed, turns, step)
-        x, normed = self.norms[1].after(x, self.after[0](mixed) if self.after else mixed)
-        fed = self.mlp(normed)
-        return x, self.after[1](fed) if self.after else fed
+        hidden, residual = self.input_norm.add(hidden, residual)
+        hidden = self.attn(hidden, cos_sin, step)
+        if self.post_attention_norm:
+            hidden = self.post_attention_norm(hidden)
+        hidden, residual = self.pre_mlp_norm.add(hidden, residual)
+        hidden = self.mlp(hidden)
+        if self.post_mlp_norm:
+            hidden = self.post_mlp_norm(hidden)
+        return hidden, residual
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +158,7 @@ class Decoder:
     blocks: tuple[Block, ...]
     norm: RMSNorm
     head: Linear | None
+    ops: Ops
     pooling: str = "last"
 
     def __call__(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
@@ -158,14 +168,17 @@ class Decoder:
         self, ids: Tensor, positions: Tensor, step: Step, layers: Sequence[int]
     ) -> tuple[Tensor, ...]:
         """What `logits` takes, and the residual stream behind each of `layers`."""
-        x, more = self.embedding(ids), None
-        turns = {rope: rope.angles(positions) for rope in self._ropes}
+        hidden, residual = self.embedding(ids), None
+        cos_sin = {
+            rope: self.ops.rope_cos_sin(positions, freqs, rope.factor)
+            for rope, freqs in self._freqs.items()
+        }
         behind: dict[int, Tensor] = {}
         for i, block in enumerate(self.blocks):
-            x, more = block(x, more, turns, step)
+            hidden, residual = block(hidden, residual, cos_sin, step)
             if i in layers:
-                behind[i] = x + more
-        return self.norm.after(x, more)[1], *(behind[i] for i in layers)
+                behind[i] = hidden + residual
+        return self.norm.add(hidden, residual)[0], *(behind[i] for i in layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, d] → float32 [S, vocab]."""
@@ -177,11 +190,11 @@ class Decoder:
             )
         logits = self.head(hidden).float()
         cap = self.spec.logit_cap
-        return logits if cap is None else soft_cap(logits, cap)
+        return logits if cap is None else self.ops.soft_cap(logits, cap)
 
     def embed(self, hidden: Tensor, q_indptr: Sequence[int], how: str | None = None) -> Tensor:
         """Embeddings of whole requests, [B, d] float32 of length 1; `how` is "last" or "mean"."""
-        return pool(hidden, q_indptr, how or self.pooling)
+        return pool(self.ops, hidden, q_indptr, how or self.pooling)
 
     def groups(self, page_size: int = 16, kv_dtype: str = "float32") -> tuple[GroupSpec, ...]:
         """The KV groups of a generating step."""
@@ -206,8 +219,9 @@ class Decoder:
         return self.head is not None
 
     @cached_property
-    def _ropes(self) -> set[Rope]:
-        return {b.attn.rope for b in self.spec.blocks if b.attn.rope}
+    def _freqs(self) -> dict[Rope, Tensor]:
+        ropes = {b.attn.rope for b in self.spec.blocks if b.attn.rope}
+        return {rope: rope.freqs(self.ops.device) for rope in ropes}
 
     @cached_property
     def _merged(self) -> tuple[tuple[GroupSpec, ...], tuple[Place, ...]]:
@@ -227,35 +241,42 @@ def cached(groups: Sequence[GroupSpec], page_size: int, kv_dtype: str) -> tuple[
     )
 
 
-def build(spec: DecoderSpec, weights: Weights) -> Decoder:
+def build(spec: DecoderSpec, weights: WeightSource) -> Decoder:
     """The model of a spec. A checkpoint of the trunk alone has no "model." before its names, and,
     untied, no head."""
     w = weights if weights.has("embed_tokens.weight") else weights.at("model")
     w.skip(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-    table = w.tensor("embed_tokens.weight", spec.vocab_size, spec.hidden)
+    table = w.rows("embed_tokens.weight", spec.vocab_size, spec.hidden)
     blocks = tuple(_block(b, w.at("layers", i), i, spec.norm) for i, b in enumerate(spec.blocks))
     norm = spec.norm.build(w, "norm", spec.hidden)
     if spec.tied:
         weights.skip(r"lm_head\.weight")
-        head: Linear | None = w.pack(table)
+        head: Linear | None = Linear(w.pack(table), w.ops)
     elif w is weights and not weights.has("lm_head.weight"):
         head = None
     else:
         head = weights.linear("lm_head", spec.vocab_size, spec.hidden)
-    return Decoder(spec, Embedding(table, spec.embed_scale), blocks, norm, head)
-
-
-def _block(spec: BlockSpec, w: Weights, index: int, norm: RMSSpec) -> Block:
-    def pair(first: str, second: str) -> tuple[RMSNorm, RMSNorm]:
-        return norm.build(w, first, spec.attn.hidden), norm.build(w, second, spec.attn.hidden)
-
-    before = pair(
-        "input_layernorm",
-        "pre_feedforward_layernorm" if spec.sandwich else "post_attention_layernorm",
+    return Decoder(
+        spec=spec,
+        embedding=Embedding(table, spec.embed_scale),
+        blocks=blocks,
+        norm=norm,
+        head=head,
+        ops=w.ops,
     )
-    after = (
-        pair("post_attention_layernorm", "post_feedforward_layernorm") if spec.sandwich else None
-    )
+
+
+def _block(spec: BlockSpec, w: WeightSource, index: int, norm: RMSSpec) -> Block:
+    def build(name: str) -> RMSNorm:
+        return norm.build(w, name, spec.attn.hidden)
+
+    sandwich = spec.sandwich
+    before_mlp = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
     return Block(
-        spec.attn.build(w.at("self_attn"), index), spec.mlp.build(w.at("mlp")), before, after
+        input_norm=build("input_layernorm"),
+        pre_mlp_norm=build(before_mlp),
+        post_attention_norm=build("post_attention_layernorm") if sandwich else None,
+        post_mlp_norm=build("post_feedforward_layernorm") if sandwich else None,
+        attn=spec.attn.build(w.at("self_attn"), index),
+        mlp=spec.mlp.build(w.at("mlp")),
     )

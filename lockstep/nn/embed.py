@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.kernels.cpu import rows
-from lockstep.nn.norm import on_cpu
+from lockstep.ops import Ops
 from lockstep.types import RuleError
 
 POOLINGS = ("last", "mean", "first")
@@ -26,24 +25,17 @@ class Embedding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         hidden = F.embedding(ids, self.weight)
-        return (
-            hidden if self.scale == 1.0 else hidden * torch.tensor(self.scale, dtype=hidden.dtype)
-        )
+        if self.scale == 1.0:
+            return hidden
+        return hidden * torch.tensor(self.scale, dtype=hidden.dtype)
 
 
-def pool(hidden: Tensor, q_indptr: Sequence[int], how: str) -> Tensor:
+def pool(ops: Ops, hidden: Tensor, q_indptr: Sequence[int], how: str) -> Tensor:
     """hidden [T, d], rows of request i from q_indptr[i] to q_indptr[i+1] → [B, d] float32 of length
     1."""
     if how not in POOLINGS:
         raise RuleError(f"pooling is one of {', '.join(POOLINGS)}", repr(how), "Pick one of these")
-    spans = [_span(a, b, how) for a, b in pairwise(q_indptr)]
-    if on_cpu(hidden):
-        return rows.pool(hidden, spans)
-    pooled = [hidden[a:b].double().sum(0) / (b - a) for a, b in spans]
-    means = (
-        torch.stack(pooled) if pooled else hidden.new_zeros(0, hidden.shape[1], dtype=torch.float64)
-    )
-    return (means / (means * means).sum(-1, keepdim=True).sqrt().clamp(min=rows.SHORTEST)).float()
+    return ops.pool(hidden, [_span(a, b, how) for a, b in pairwise(q_indptr)])
 
 
 def _span(begin: int, end: int, how: str) -> tuple[int, int]:

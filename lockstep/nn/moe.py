@@ -1,112 +1,37 @@
 """Mixture of experts: a row's result depends on its own experts, in its own slot order, and on no
 other row.
 
-The router works in float32; equal scores go to the smaller expert id. An expert multiplies whatever
-rows it got under the GEMM that does not mind how many they are; the results are added slot by slot.
-No atomics, no sorting of rows that would change a sum.
+The router works in float32; equal scores go to the smaller expert id. All experts of a layer are
+one stacked weight, which a grouped GEMM multiplies with whatever rows each of them got; the results
+are added slot by slot. No atomics, no sorting of rows that would change a sum, nothing read back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from lockstep.kernels.cpu import rows
 from lockstep.nn.linear import Linear
-from lockstep.nn.mlp import Mlp, MlpSpec, sigmoid
-from lockstep.nn.norm import on_cpu
-from lockstep.nn.source import Weights
-from lockstep.types import RuleError
-
-Experts = Callable[[Weights], tuple[Mlp, ...]]
+from lockstep.nn.mlp import ClampedGlu, Gate, Glu, Mlp, MlpSpec, activation
+from lockstep.nn.source import WeightSource, stack
+from lockstep.ops import Ops, Packed, Routing
 
 
-def softmax(x: Tensor) -> Tensor:
-    """Over each row of [T, n]."""
-    return rows.softmax(x) if on_cpu(x) else F.softmax(x, -1)
+class ExpertWeights(NamedTuple):
+    """All experts of a layer: up [e, 2 inner, hidden], gate first; down [e, hidden, inner]; biases
+    [e, 2 inner] and [e, hidden], or none."""
+
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
 
 
-def shares(x: Tensor, floor: float) -> Tensor:
-    """Each row of [T, n] divided by its sum plus `floor`."""
-    return rows.shares(x, floor) if on_cpu(x) else x / (x.sum(-1, keepdim=True) + floor)
-
-
-SCORES: dict[str, Callable[[Tensor], Tensor]] = {
-    "softmax": softmax,
-    "sigmoid": sigmoid,
-    "chosen": lambda x: x,
-}
-
-
-@dataclass(frozen=True)
-class Routing:
-    """From router logits [T, experts] to expert ids and weights [T, k].
-
-    score       "softmax" over all experts, "sigmoid" of each, or "chosen": logits rank, a softmax over the k chosen weighs
-    norm        weights are divided by their sum (plus `floor`)
-    scale       multiplies the weights at last
-    groups, keep    experts lie in `groups` equal groups of which the best `keep` take part; 1 of 1 = all
-    """
-
-    k: int
-    experts: int
-    score: str = "softmax"
-    norm: bool = False
-    floor: float = 0.0
-    scale: float = 1.0
-    groups: int = 1
-    keep: int = 1
-
-    def __post_init__(self) -> None:
-        counts = (self.k, self.experts, self.groups, self.keep)
-        if (
-            min(counts) < 1
-            or self.keep > self.groups
-            or self.experts % self.groups
-            or self.k > self.experts // self.groups * self.keep
-        ):
-            got = f"k={self.k} of {self.experts} experts, {self.keep} of {self.groups} groups"
-            raise RuleError(
-                "a router picks some of its experts, from some of their equal groups",
-                got,
-                "Check config.json",
-            )
-
-    def __call__(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`bias` corrects what is chosen, not what it weighs."""
-        scores = SCORES[self.score](logits)
-        ranked = scores if bias is None else scores + bias
-        if self.groups > 1:
-            ranked = self._limit(ranked, pairs=bias is not None)
-        ids = best(ranked, self.k)
-        weights = scores.gather(1, ids)
-        if self.score == "chosen":
-            weights = softmax(weights)
-        if self.norm:
-            weights = shares(weights, self.floor)
-        return ids, weights if self.scale == 1.0 else weights * self.scale
-
-    def _limit(self, ranked: Tensor, pairs: bool) -> Tensor:
-        """-inf for experts outside of the best groups; a group counts by its best expert, or by the
-        sum of its best two."""
-        grouped = ranked.view(len(ranked), self.groups, -1)
-        ordered = grouped.sort(-1, descending=True).values
-        top = (
-            ordered[..., 0] + ordered[..., 1]
-            if pairs and ordered.shape[-1] > 1
-            else ordered[..., 0]
-        )
-        taken = torch.zeros_like(top, dtype=torch.bool).scatter(1, best(top, self.keep), True)
-        return grouped.masked_fill(~taken[..., None], -torch.inf).view_as(ranked)
-
-
-def best(scores: Tensor, k: int) -> Tensor:
-    """Ids of the k largest of every row, largest first, ties by the smaller id."""
-    return scores.argsort(dim=-1, descending=True, stable=True)[:, :k]
+Load = Callable[[WeightSource, int, MlpSpec], ExpertWeights]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,19 +41,18 @@ class Moe:
     router: Linear
     correction: Tensor | None
     routing: Routing
-    experts: tuple[Mlp, ...]
+    up: Packed
+    down: Packed
+    act: Gate
     shared: Mlp | None
+    ops: Ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        ids, weights = self.routing(self.router(x.float()), self.correction)
-        parts = x.new_zeros(*ids.shape, x.shape[1])
-        for expert in sorted(set(ids.flatten().tolist())):
-            row, slot = torch.where(ids == expert)
-            parts[row, slot] = self.experts[expert](x[row])
-        out = torch.zeros_like(x, dtype=torch.float32)
-        for nth in range(self.routing.k):
-            out = out + parts[:, nth] * weights[:, nth, None]
-        out = out.to(x.dtype)
+        ops = self.ops
+        routes = ops.route(self.router(x.float()), self.routing, self.correction)
+        hidden = ops.grouped_linear(ops.dispatch(x, routes), self.up, routes)
+        parts = ops.grouped_linear(self.act(hidden, ops), self.down, routes)
+        out = ops.combine(parts, routes)
         return out if self.shared is None else out + self.shared(x)
 
 
@@ -143,21 +67,41 @@ class MoeSpec:
     router_bias: bool = False
     correction: bool = False
     shared: MlpSpec | None = None
-    load: Experts | None = None  # how a model keeps its experts, if not one by one
+    gate: ClampedGlu | None = None  # if not the expert's activation
+    load: Load | None = None  # how a model keeps its experts, if not one by one
 
-    def build(self, w: Weights) -> Moe:
-        n, hidden = self.routing.experts, self.expert.hidden
-        weight, bias = w.affine(self.router, n, hidden, self.router_bias)
-        correction = (
-            w.tensor(f"{self.router}.e_score_correction_bias", n).float()
-            if self.correction
-            else None
-        )
-        experts = (
-            self.load(w)
-            if self.load
-            else tuple(self.expert.build(w.at("experts", e)) for e in range(n))
-        )
+    def build(self, w: WeightSource) -> Moe:
+        n, expert = self.routing.experts, self.expert
+        weight, bias = w.affine(self.router, n, expert.hidden, self.router_bias)
+        correction = None
+        if self.correction:
+            correction = w.tensor(f"{self.router}.e_score_correction_bias", n)
+        loaded = (self.load or one_by_one)(w.at("experts"), n, expert)
         shared = self.shared.build(w.at("shared_experts")) if self.shared else None
-        router = w.pack(weight.float(), bias.float() if bias is not None else None)
-        return Moe(router, correction, self.routing, experts, shared)
+        return Moe(
+            router=Linear(w.pack(weight, bias, torch.float32), w.ops),
+            correction=correction,
+            routing=self.routing,
+            up=w.pack(loaded.up, loaded.up_bias),
+            down=w.pack(loaded.down, loaded.down_bias),
+            act=self.gate or Glu(activation(expert.act)),
+            shared=shared,
+            ops=w.ops,
+        )
+
+
+def one_by_one(w: WeightSource, n: int, expert: MlpSpec) -> ExpertWeights:
+    """Experts that lie in the files as layers of their own."""
+    parts = []
+    for e in range(n):
+        at = w.at(e)
+        up = expert.gate_up(at)
+        parts.append((*up, *at.affine("down_proj", expert.hidden, expert.inner, expert.bias)))
+    ups, up_biases, downs, down_biases = zip(*parts, strict=True)
+    biased = expert.bias
+    return ExpertWeights(
+        up=stack(list(ups)),
+        up_bias=stack(list(up_biases)) if biased else None,
+        down=stack(list(downs)),
+        down_bias=stack(list(down_biases)) if biased else None,
+    )

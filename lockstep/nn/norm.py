@@ -5,17 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from lockstep.kernels.cpu import rows
-from lockstep.nn.source import Weights
-
-
-def on_cpu(x: Tensor) -> bool:
-    """Whether the row kernels of the CPU take x."""
-    return x.dtype is torch.float32 and x.device.type == "cpu"
+from lockstep.nn.source import WeightSource
+from lockstep.ops import Ops
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,20 +17,17 @@ class RMSNorm:
 
     weight: Tensor
     eps: float
+    ops: Ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        if on_cpu(x):
-            return rows.rms_norm(x, self.weight, self.eps)
-        return F.rms_norm(x.float(), x.shape[-1:], self.weight, self.eps).to(x.dtype)
+        return self.ops.rms_norm(x, self.weight, self.eps)
 
-    def after(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x + more, and the norm of that."""
-        if more is None:
-            return x, self(x)
-        if on_cpu(x) and on_cpu(more):
-            return rows.add_norm(x, more, self.weight, self.eps)
-        x = x + more
-        return x, self(x)
+    def add(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, the sum): what goes on, and the residual for the next."""
+        if residual is None:
+            return self(hidden), hidden
+        total, normed = self.ops.add_rms_norm(hidden, residual, self.weight, self.eps)
+        return normed, total
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,14 +37,10 @@ class LayerNorm:
     weight: Tensor
     bias: Tensor
     eps: float
+    ops: Ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        if on_cpu(x):
-            return rows.layer_norm(x, self.weight, self.bias, self.eps)
-        return F.layer_norm(x.float(), x.shape[-1:], self.weight, self.bias, self.eps).to(x.dtype)
-
-
-Norm = RMSNorm | LayerNorm
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 @dataclass(frozen=True)
@@ -64,13 +50,16 @@ class RMSSpec:
     eps: float
     plus_one: bool = False
 
-    def build(self, w: Weights, name: str, size: int) -> RMSNorm:
-        weight = w.tensor(f"{name}.weight", size).float()
-        return RMSNorm(weight + 1.0 if self.plus_one else weight, self.eps)
+    def weight(self, w: WeightSource, name: str, size: int) -> Tensor:
+        """float32 [size], as it is multiplied with."""
+        weight = w.tensor(f"{name}.weight", size)
+        return weight + 1.0 if self.plus_one else weight
+
+    def build(self, w: WeightSource, name: str, size: int) -> RMSNorm:
+        return RMSNorm(self.weight(w, name, size), self.eps, w.ops)
 
 
-def layer_norm(w: Weights, name: str, size: int, eps: float) -> LayerNorm:
+def layer_norm(w: WeightSource, name: str, size: int, eps: float) -> LayerNorm:
     """`name`.weight and `name`.bias."""
-    return LayerNorm(
-        w.tensor(f"{name}.weight", size).float(), w.tensor(f"{name}.bias", size).float(), eps
-    )
+    weight, bias = w.tensor(f"{name}.weight", size), w.tensor(f"{name}.bias", size)
+    return LayerNorm(weight, bias, eps, w.ops)

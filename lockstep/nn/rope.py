@@ -11,7 +11,7 @@ key depends on when it was computed. Here it is decided at load: the plain base,
 beyond max_position was asked for (`for_context`); then the published one at exactly that length.
 
 Knows configs and positions, no requests. Models call `make` and `longest`, their loader
-`for_context`, decoders `angles`.
+`for_context`, decoders `freqs`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ import decimal
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.kernels.cpu import rows
-from lockstep.kernels.cpu.elementary import LARGEST_ANGLE
-from lockstep.nn.norm import on_cpu
+from lockstep.order import LARGEST_ANGLE
 from lockstep.types import RuleError
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -36,13 +33,6 @@ CONTEXT = (
     "context_length"  # a key of dynamic rope parameters: the length that the base is stretched for
 )
 EXACT = decimal.Context(prec=40)  # digits; a float64 has 17
-
-
-class Angles(NamedTuple):
-    """cos and sin of a step's rows, [T, 1, dim/2], float32, times the scaling's factor."""
-
-    cos: Tensor
-    sin: Tensor
 
 
 @dataclass(frozen=True)
@@ -57,27 +47,9 @@ class Rope:
     def __hash__(self) -> int:  # looked up in every layer of every step
         return hash((self.inv_freq[-1], self.factor, self.interleaved))
 
-    @cached_property
-    def _freqs(self) -> Tensor:
-        return torch.tensor(self.inv_freq, dtype=torch.float32)
-
-    def angles(self, positions: Tensor) -> Angles:
-        """positions [T]."""
-        if positions.device.type == "cpu":
-            return Angles(*rows.angles(positions, self._freqs, self.factor))
-        turns = (positions.float()[:, None, None] * self._freqs.to(positions.device)).double()
-        return Angles(turns.cos().float() * self.factor, turns.sin().float() * self.factor)
-
-    def rotate(self, x: Tensor, angles: Angles) -> Tensor:
-        """x [T, heads, d]: its first dim columns turned, the rest as they are. The result has the
-        halves layout."""
-        if on_cpu(x):
-            return rows.rotate(x, angles.cos, angles.sin, self.interleaved)
-        dim = 2 * len(self.inv_freq)
-        part, rest = x[..., :dim].float(), x[..., dim:]
-        a, b = (part[..., ::2], part[..., 1::2]) if self.interleaved else part.chunk(2, -1)
-        turned = (a * angles.cos - b * angles.sin, b * angles.cos + a * angles.sin)
-        return torch.cat((*(t.to(x.dtype) for t in turned), rest), -1)
+    def freqs(self, device: torch.device) -> Tensor:
+        """inv_freq as a tensor, float32 [dim/2]."""
+        return torch.tensor(self.inv_freq, dtype=torch.float32, device=device)
 
 
 def make(params: Mapping[str, Any], dim: int, max_position: int, interleaved: bool = False) -> Rope:

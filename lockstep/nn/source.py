@@ -1,4 +1,5 @@
-"""Where a layer's weights come from: a name and a shape give a tensor.
+"""Where a layer's weights come from, and the table of operations that it is to use: a name and a
+shape give a tensor.
 
 A model is built twice by the same code: first against a source that only notes names and shapes
 (tensors of the meta device), which is the table that `models.weights` compares with the files, and
@@ -14,24 +15,24 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lockstep.nn import linear
 from lockstep.nn.linear import Linear
+from lockstep.ops import Ops, Packed
 
 Take = Callable[[str, tuple[int, ...]], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Weights:
-    """The weights below `prefix`. `take(name, shape)` gives a tensor; `unused(pattern)` is told of
-    names that a model leaves alone."""
+class WeightSource:
+    """The weights below `prefix`, for a device. `take(name, shape)` gives a float32 tensor;
+    `unused(pattern)` is told of names that a model leaves alone."""
 
     take: Take
     unused: Callable[[str], None]
     names: Container[str]
-    kernel: str  # the GEMM class
+    ops: Ops
     prefix: str = ""
 
-    def at(self, *parts: str | int) -> Weights:
+    def at(self, *parts: str | int) -> WeightSource:
         """The weights of a part: w.at("layers", 3)."""
         return replace(self, prefix=self.prefix + "".join(f"{part}." for part in parts))
 
@@ -45,16 +46,26 @@ class Weights:
         self.unused(re.escape(self.prefix) + pattern)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """One tensor, which must have this shape."""
+        """One tensor, which must have this shape: float32."""
         return self.take(self.prefix + name, shape)
 
-    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """A GEMM of a tensor that was taken before."""
-        return linear.pack(weight, bias, self.kernel)
+    def rows(self, name: str, *shape: int) -> Tensor:
+        """One tensor in the dtype of activations: what rows are taken from, or added to them."""
+        return self.tensor(name, *shape).to(self.ops.dtype)
+
+    def pack(
+        self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Packed:
+        """A tensor that was taken before, [n, k] or [g, n, k], as the device's GEMM wants it; of the
+        meta device (a shape without numbers) as it is. `dtype`: of rows, if not the device's."""
+        if weight.is_meta:
+            return weight
+        dtype = dtype or self.ops.dtype
+        return self.ops.pack(weight.to(dtype), None if bias is None else bias.to(dtype))
 
     def linear(self, name: str, n: int, k: int, bias: bool = False) -> Linear:
         """The GEMM of `name`.weight [n, k], and `name`.bias [n]."""
-        return self.pack(*self.affine(name, n, k, bias))
+        return Linear(self.pack(*self.affine(name, n, k, bias)), self.ops)
 
     def affine(self, name: str, n: int, k: int, bias: bool = False) -> tuple[Tensor, Tensor | None]:
         """`name`.weight [n, k] and `name`.bias [n], unpacked."""
@@ -64,9 +75,15 @@ class Weights:
         self, names: tuple[str, ...], ns: tuple[int, ...], k: int, bias: bool = False
     ) -> Linear:
         """One GEMM for several weights of the same input: their outputs lie behind one another."""
+        return Linear(self.pack(*self.joined(names, ns, k, bias)), self.ops)
+
+    def joined(
+        self, names: tuple[str, ...], ns: tuple[int, ...], k: int, bias: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Several weights of the same input as one, and their biases."""
         parts = [self.affine(name, n, k, bias) for name, n in zip(names, ns, strict=True)]
         biases = [b for _, b in parts if b is not None]
-        return self.pack(join([w for w, _ in parts]), join(biases) if biases else None)
+        return join([w for w, _ in parts]), join(biases) if biases else None
 
 
 def join(parts: list[Tensor]) -> Tensor:
@@ -75,3 +92,10 @@ def join(parts: list[Tensor]) -> Tensor:
     if parts[0].is_meta:
         return torch.empty(sum(len(part) for part in parts), *parts[0].shape[1:], device="meta")
     return torch.cat(parts)
+
+
+def stack(parts: list[Tensor]) -> Tensor:
+    """Tensors of one shape as one; of the meta device only the shape."""
+    if parts[0].is_meta:
+        return torch.empty(len(parts), *parts[0].shape, device="meta")
+    return torch.stack(parts)

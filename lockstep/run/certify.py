@@ -70,7 +70,7 @@ def certify(
     digest = hashlib.sha256(_layers(model))
     with torch.no_grad():
         for rows in _proofs(subject, threads):
-            digest.update(rows.contiguous().numpy().tobytes())
+            digest.update(rows.contiguous().cpu().view(torch.uint8).numpy().tobytes())
     return Certificate(max(ROWS, config.chunked_prefill_size), threads, digest.hexdigest()[:16])
 
 

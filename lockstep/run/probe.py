@@ -168,7 +168,8 @@ class Sequence:
         self.table = Table(self.specs, self.pools)
         # requests of one row by position, and which of several: kept for the next batch of such
         self.alone: dict[tuple[int, int], Table] = {}
-        self.hidden = torch.full((self.edges.length, info.hidden_size), torch.nan)
+        shape = (self.edges.length, info.hidden_size)
+        self.hidden = torch.full(shape, torch.nan, dtype=model.ops.dtype, device=model.ops.device)
         self._compute()
 
     def _pages(self, spec: GroupSpec, step_len: int) -> int:
@@ -349,5 +350,5 @@ class Sources:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Whether two float32 tensors have the same bits."""
-    return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
+    """Whether two tensors have the same bits."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

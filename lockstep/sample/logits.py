@@ -1,8 +1,10 @@
 """What happens to logits between the model and the choice, in one order; and log-probabilities.
 
-    bias, penalties, min_tokens     `edited`: sparse, on a copy
-    temperature, top-k, top-p, min-p, noise, argmax     `chosen`: with tensors, for any device; the CPU has the same in one kernel
-    log-probabilities               `described`: of the model's own logits, before all of the above
+    bias, penalties, min_tokens     `apply_penalties`: sparse, on a copy
+    temperature, top-k, top-p,      `sample_tokens`: with tensors, for a table of any device; the
+    min-p, noise, argmax            CPU has the same in one kernel
+    log-probabilities               `compute_logprobs`: of the model's own logits, before all of the
+                                    above
 
 Tokens are ordered by score and then by id, everywhere. Top-k, top-p and min-p keep a beginning of
 that order. Probabilities are integers in units of 2^-42: their sums are exact and have no order.
@@ -13,15 +15,14 @@ threads. Knows rows and tensors, not requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.kernels.cpu.sample import (
+from lockstep.sample.formulas import (
     EMPTY,
     FRACTION,
     ID_BITS,
@@ -37,25 +38,25 @@ from lockstep.kernels.cpu.sample import (
 from lockstep.sample.noise import noise
 from lockstep.sample.params import SamplingParams
 
-ELEMENTS = 2**24  # of float64 that `described` works on at a time
+ELEMENTS = 2**24  # of float64 that `compute_logprobs` works on at a time
 NO_TOKENS: NDArray[np.int32] = np.empty(0, np.int32)
 NO_TOKENS.flags.writeable = False
 
 
-@dataclass(frozen=True, eq=False)
-class Row:
+class Row(NamedTuple):
     """One row of logits, and whom it is for.
 
     params      of one completion (n = 1), its seed resolved
     position    of the token to be chosen: the number of tokens before it
     prompt_len  how many of these are the prompt
-    token_ids   int32 [position]: the committed tokens and the row's ancestors, in order; may be empty unless params.penalised
+    token_ids   int32 [position]: the committed tokens and the row's ancestors, in order; may be
+                empty unless params.penalised
     """
 
     params: SamplingParams
     position: int
     prompt_len: int = 0
-    token_ids: NDArray[np.int32] = field(default_factory=lambda: NO_TOKENS)
+    token_ids: NDArray[np.int32] = NO_TOKENS
 
     @property
     def generated_len(self) -> int:
@@ -63,28 +64,10 @@ class Row:
         return self.position - self.prompt_len
 
 
-@dataclass(frozen=True, eq=False)
-class Settings:
-    """The rows' parameters as arrays, in the layout of the CPU kernel."""
-
-    floats: NDArray[np.float64]  # [S, 3] temperature (0: greedy), top-p, ln of min-p
-    ints: NDArray[np.int64]  # [S, 5] top-k, position, index, low and high word of the seed
-
-
-@dataclass(frozen=True, eq=False)
-class Logprobs:
-    """Of S rows: the chosen token's, float32 [S], and the k best tokens, int64 [S, k], with theirs,
-    float32 [S, k]. NaN for a bad row."""
-
-    chosen: Tensor
-    top_ids: Tensor
-    top: Tensor
-
-
 # ---- bias, penalties, min_tokens ----
 
 
-def edited(logits: Tensor, rows: Sequence[Row], eos_ids: tuple[int, ...]) -> Tensor:
+def apply_penalties(logits: Tensor, rows: Sequence[Row], eos_ids: tuple[int, ...]) -> Tensor:
     """`logits` themselves if no row asks for a change, otherwise a changed copy."""
     out = logits
     at, ids, (bias,) = _entries([_biases(row.params) for row in rows], logits.device)
@@ -215,19 +198,18 @@ def first_best(scores: Tensor) -> Tensor:
     return ranks(scores).amin(1) & ID_MASK
 
 
-def chosen(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """(tokens, states), both int64 [S]: what the CPU kernel does, with tensors. A row with nothing
-    to choose gets NO_TOKEN."""
-    floats = torch.from_numpy(settings.floats).to(logits.device)
-    ints = torch.from_numpy(settings.ints).to(logits.device)
+def sample_tokens(
+    logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool = True
+) -> tuple[Tensor, Tensor]:
+    """(tokens, states), both int64 [S]: `Ops.sample_tokens` with tensors. A row with nothing to
+    choose gets NO_TOKEN."""
     greedy = floats[:, 0] == 0
     temperature = torch.where(greedy, 1.0, floats[:, 0]).to(torch.float32)
     scores = logits / temperature[:, None] + 0.0
     state = states(scores)
     scores = torch.where((state == OK)[:, None], scores, 0.0)
-    noisy = cut(scores, ints[:, 0], floats[:, 1], floats[:, 2]) + noise(
-        ints[:, 1:], logits.shape[1]
-    )
+    kept = cut(scores, ints[:, 0], floats[:, 1], floats[:, 2])
+    noisy = kept + noise(ints[:, 1:], logits.shape[1])
     tokens = first_best(torch.where(greedy[:, None], scores, noisy))
     return torch.where(state == OK, tokens, NO_TOKEN), state
 
@@ -235,15 +217,17 @@ def chosen(logits: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
 # ---- log-probabilities ----
 
 
-def described(logits: Tensor, tokens: Tensor, k: int) -> Logprobs:
-    """Log-probabilities with tensors, a few rows at a time. tokens int64 [S], NO_TOKEN for none."""
+def compute_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`Ops.compute_logprobs` with tensors, a few rows at a time. tokens int64 [S], NO_TOKEN for
+    none."""
     few = max(1, ELEMENTS // logits.shape[1])
     starts = range(0, max(1, len(logits)), few)
-    parts = [_described(logits[i : i + few], tokens[i : i + few], k) for i in starts]
-    return Logprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    parts = [_logprobs(logits[i : i + few], tokens[i : i + few], k) for i in starts]
+    chosen, top_ids, top = (torch.cat(column) for column in zip(*parts, strict=True))
+    return chosen, top_ids, top
 
 
-def _described(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     good = (states(logits) == OK)[:, None]
     scores = torch.where(good, logits, 0.0)
     top = scores.amax(1, keepdim=True)

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.cpu.sample import WORD, gumbel, philox
+from lockstep.sample.formulas import WORD, gumbel, philox
 
 
-def counter(seed: int, index: int, position: int) -> tuple[int, int, int, int]:
+def counter(seed: Any, index: Any, position: Any) -> tuple[Any, Any, Any, Any]:
     """What identifies a row's noise, in the order of the kernel: position, index, low and high word
-    of the seed."""
+    of the seed. Of ints, or of int64 arrays."""
     return position, index, seed & WORD, (seed >> 32) & WORD
 
 

@@ -13,9 +13,12 @@ import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from lockstep.kernels.cpu.sample import MAX_VOCAB
+import numpy as np
+
+from lockstep.sample.formulas import MAX_VOCAB, ln
 from lockstep.types import RuleError, shown
 
 MAX_TOKENS = 2**24
@@ -26,6 +29,24 @@ MAX_BIASES, MAX_BIAS = 1024, 100.0
 MAX_STOP_IDS = 1024
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 2.0
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+MIN_P = 1e-300  # below it, min_p keeps every token with a finite logit
+
+
+class Numbers(NamedTuple):
+    """What a kernel is told of one completion's parameters, and what is to be done besides.
+
+    floats  temperature (0: greedy), top-p, ln of min-p
+    ints    top-k (0: all), index, seed
+    cuts    whether top-k or top-p keep some tokens only
+    edits   whether bias or penalties change the logits
+    top     `SamplingParams.top_logprobs`
+    """
+
+    floats: tuple[float, float, float]
+    ints: tuple[int, int, int]
+    cuts: bool
+    edits: bool
+    top: int | None
 
 
 @dataclass(frozen=True)
@@ -193,6 +214,22 @@ class SamplingParams:
             self.presence_penalty != 0
             or self.frequency_penalty != 0
             or self.repetition_penalty != 1
+        )
+
+    @cached_property
+    def numbers(self) -> Numbers:
+        """Of one completion whose seed is resolved: made once, read at every step."""
+        if self.n != 1 or (self.seed is None and not self.greedy):
+            rule = "a sampled row has a seed, and is one completion's"
+            remedy = "Call resolve_seed and completions once per request"
+            raise RuleError(rule, f"seed={self.seed}, n={self.n}", remedy)
+        min_log = float(ln(np.float64(self.min_p))) if self.min_p >= MIN_P else -np.inf
+        return Numbers(
+            floats=(self.temperature, self.top_p, min_log),
+            ints=(max(self.top_k, 0), self.sample_index, self.seed or 0),
+            cuts=self.top_k > 0 or self.top_p < 1,
+            edits=bool(self.biases) or self.penalised,
+            top=self.top_logprobs,
         )
 
     @property

@@ -70,6 +70,7 @@ class Shape(NamedTuple):
     k_head: int
     v_slot: int
     v_head: int
+    code: int = 0  # of the format of k and v (`types.KV_FORMATS`)
 
 
 class Consts(NamedTuple):
@@ -109,10 +110,10 @@ class Prepared:
         shape have the same."""
         key = (shape, q.shape[1:], out.shape[2], k.itemsize, v.itemsize, threads.count())
         if key not in self.known:
-            kv_heads, page_size, tile, split, k_slot, k_head, v_slot, v_head = shape
+            kv_heads, page_size, tile, split, k_slot, k_head, v_slot, v_head, code = shape
             (heads, d_qk), k_item, v_item = q.shape[1:], k.itemsize, v.itemsize
             sizes = Sizes(
-                heads, kv_heads, heads // kv_heads, d_qk, out.shape[2], page_size, tile, split, k_item, v_item,
+                heads, kv_heads, heads // kv_heads, d_qk, out.shape[2], page_size, tile, split, code,
                 k_slot * k_item, k_head * k_item, v_slot * v_item, v_head * v_item,
             )  # fmt: skip
             each = memory_bytes(sizes, self.most * sizes.group)
@@ -147,8 +148,8 @@ def attend(
     tensors.
 
     q      float32 [T, H, Dqk], C-contiguous. Dqk and Dv are multiples of 8, at most 576.
-    k, v   the pool's storage: float32, bfloat16 or float8 e4m3fn, or integers of the same bits. Element d of slot s, kv head h, is
-           s * k_slot + h * k_head + d behind the first one. v may be in k's own storage (a latent
+    k, v   the pool's storage in the format of `shape.code`, or integers of the same bits. Element d of
+           slot s, kv head h, is           s * k_slot + h * k_head + d behind the first one. v may be in k's own storage (a latent
            row's first Dv columns).
     out    float32 [T, H, Dv], C-contiguous: softmax(scores) V * v_scale; 0 for a row that sees nothing.
     lse2   float32 [T, H]: log2 of the softmax denominator, sink included; -inf for a row that sees nothing and has no sink.
@@ -191,12 +192,7 @@ def entries(*arrays: Any) -> tuple[int, ...]:
 def texts() -> dict[str, Any]:
     """The plain Python functions that make up the kernel, by name."""
     names: dict[str, Any] = {**vars(elementary), **vars(unit), **vars(worker)}
-    builders = ("transposed", "widened")  # of operations: run when unit.py is imported
-    return {
-        name: value
-        for name, value in names.items()
-        if isinstance(value, FunctionType) and name not in builders
-    }
+    return {name: value for name, value in names.items() if isinstance(value, FunctionType)}
 
 
 def linked(replaced: dict[str, Any]) -> dict[str, Any]:

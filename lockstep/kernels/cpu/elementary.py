@@ -64,7 +64,6 @@ H1, H2 = float.fromhex("0x1.921fb4p0"), float.fromhex("0x1.4442d0p-24")
 H3, H4 = float.fromhex("0x1.846988p-48"), float.fromhex("0x1.8cc51701b839ap-72")
 TURNS = 0.6366197723675814  # 2 / pi
 ROUND64 = 1.5 * 2.0**52  # adding it rounds to an integer n and leaves n in the low bits
-LARGEST_ANGLE = 2.0**29
 
 
 def exp2(x: Any) -> Any:
@@ -108,7 +107,7 @@ def erf(x: Any) -> Any:
 
 
 def cos_sin(x: Any) -> Any:
-    """(cos x, sin x) of a float64 that is a float32 number, |x| up to LARGEST_ANGLE.
+    """(cos x, sin x) of a float64 that is a float32 number, |x| up to `order.LARGEST_ANGLE`.
 
     x - n pi/2 loses nothing to cancellation: no float32 number is nearer to a multiple of pi/2 than
     1e-10, and the parts of pi/2 are taken off exactly but for the last two. Then Taylor's series in

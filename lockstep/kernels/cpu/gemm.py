@@ -7,13 +7,16 @@ PANEL] each, whose last row is the bias; a micro-kernel holds the chains of a fe
 in registers. Shapes change speed, never bits. Weights that are bfloat16 numbers, as those of most
 checkpoints are, stay bfloat16 in memory: they are widened as they are loaded, which is exact, and
 half as many bytes have to come.
+
+One kernel serves `linear`, one weight for all rows; `batched_linear`, a weight per head; and
+`grouped_linear`, a weight per expert, whose rows lie together. Called through the table, ops.py.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from llvmlite import ir
@@ -41,12 +44,29 @@ from lockstep.order import LANES
 ROWS = 6  # of a full micro-kernel: 24 of 32 zmm registers, or 12 of 16 ymm registers
 PANEL = LANES * VECTORS
 UNIT_ROWS = 96  # rows of x that one unit of work multiplies with one panel
-RECORD = 10  # entries before the counter
+RECORD = 15  # entries before the counter
 
 
-def pack(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """weight [n, k], bias [n] → [panels, k + 1, PANEL], zeros beyond n; bfloat16 if that loses
-    nothing, else float32."""
+class Panels(NamedTuple):
+    """Packed weights: [groups, panels, k + 1, PANEL], of which n columns are real."""
+
+    numbers: Tensor
+    n: int
+
+
+def pack(weight: Tensor, bias: Tensor | None) -> Panels:
+    """weight [n, k], bias [n], or [g, n, k] and [g, n]; bfloat16 if that loses nothing, else
+    float32."""
+    n, k = weight.shape[-2:]
+    biases = [None] * weight.numel() if bias is None else bias.view(-1, n)
+    groups = [_panels(w, b) for w, b in zip(weight.reshape(-1, n, k), biases)]
+    if any(group.dtype is torch.float32 for group in groups):
+        groups = [group.float() for group in groups]
+    return Panels(torch.stack(groups) if len(groups) > 1 else groups[0][None], n)
+
+
+def _panels(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[panels, k + 1, PANEL], zeros beyond n."""
     n, k = weight.shape
     panels = -(-n // PANEL)
     padded = torch.zeros(panels * PANEL, k + 1)
@@ -58,26 +78,55 @@ def pack(weight: Tensor, bias: Tensor | None) -> Tensor:
     return kept.view(panels, PANEL, k + 1).transpose(1, 2).contiguous()
 
 
-def matmul(x: Tensor, packed: Tensor, n: int) -> Tensor:
-    """x float32 [t, k], its columns next to each other → [t, n]."""
-    rows, depth = x.shape
-    y = torch.empty(rows, n)
-    panels = packed.shape[0]
-    units = panels * -(-rows // UNIT_ROWS)
+def linear(x: Tensor, packed: Panels) -> Tensor:
+    """x float32 [t, k] → [t, n]."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    y = torch.empty(x.shape[0], packed.n)
+    _run(x, packed, y, 4 * packed.n, x.shape[0], (0, 0, 0))
+    return y
+
+
+def batched_linear(x: Tensor, packed: Panels) -> Tensor:
+    """x float32 [t, g, k] → [t, g, n], a weight for each g."""
+    x = x if x.stride(2) == 1 else x.contiguous()
+    y = torch.empty(*x.shape[:2], packed.n)
+    _run(x, packed, y, 4 * packed.n * x.shape[1], x.shape[0], (4 * x.stride(1), 4 * packed.n, 0))
+    return y
+
+
+def grouped_linear(x: Tensor, packed: Panels, indptr: Tensor) -> Tensor:
+    """x float32 [rows, k] → [rows, n]: rows indptr[g] to indptr[g + 1], int64, with weight g."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    y = torch.empty(x.shape[0], packed.n)
+    _run(x, packed, y, 4 * packed.n, min(x.shape[0], 1), (0, 0, indptr.data_ptr()))
+    return y
+
+
+def _run(
+    x: Tensor, packed: Panels, y: Tensor, y_stride: int, rows: int, groups: tuple[int, int, int]
+) -> None:
+    """One call. groups: bytes from one group's x to the next, the same of y, and where the rows of
+    each group begin; 0: all rows are in every group."""
+    numbers = packed.numbers
+    count, panels, depth = numbers.shape[0], numbers.shape[1], numbers.shape[2] - 1
+    chunks = -(-rows // UNIT_ROWS)
+    units = count * panels * chunks
     entries = (
         x.data_ptr(),
         4 * x.stride(0),
-        packed.data_ptr(),
+        numbers.data_ptr(),
         y.data_ptr(),
+        y_stride,
         rows,
         depth,
-        n,
+        packed.n,
         panels,
+        chunks,
         units,
-        packed.itemsize,
+        numbers.itemsize,
+        *groups,
     )
     threads.run(work(), entries, units)
-    return y
 
 
 @functools.cache
@@ -87,29 +136,33 @@ def work() -> Any:
 
 
 def units_text(at: Any) -> None:
-    """Take units, a panel and some rows each, until none is left. The record is `matmul`'s
+    """Take units, a panel and some rows each, until none is left. The record is `_run`'s
     entries."""
     record = int64_at(at)
-    x, x_stride, packed, y, rows, depth, n, panels, units, item = (
-        record[0], record[1], record[2], record[3], record[4], record[5], record[6], record[7], record[8], record[9],
+    x, x_stride, packed, y, y_stride, rows, depth, n, panels, chunks, units, item = (
+        record[0], record[1], record[2], record[3], record[4], record[5], record[6], record[7],
+        record[8], record[9], record[10], record[11],
     )  # fmt: skip
-    chunks = units // panels
+    x_group, y_group, bounds = record[12], record[13], record[14]
     unit = take(at + 8 * RECORD)
     while unit < units:
         panel, row = unit // chunks, unit % chunks * UNIT_ROWS
-        last = min(row + UNIT_ROWS, rows)
-        weight, column = packed + panel * (depth + 1) * PANEL * item, panel * PANEL
+        group, last = panel // panels, min(row + UNIT_ROWS, rows)
+        if bounds:
+            row, last = int64_at(bounds)[group], int64_at(bounds)[group + 1]
+        weight, column = packed + panel * (depth + 1) * PANEL * item, panel % panels * PANEL
+        x_at, y_at = x + group * x_group, y + group * y_group + 4 * column
         while row < last:
             count = min(ROWS, last - row)
             chains(
                 count,
                 item,
-                x + row * x_stride,
+                x_at + row * x_stride,
                 x_stride,
                 weight,
                 depth,
-                y + 4 * (row * n + column),
-                4 * n,
+                y_at + row * y_stride,
+                y_stride,
                 n - column,
             )
             row += count

@@ -8,14 +8,14 @@ elementary.py. Nothing depends on how many rows there are, on which thread compu
 processor's vectors. Outputs are new and contiguous; inputs may have strides, but not in the last
 dimension.
 
-Knows rows, no layers and no requests. Called by nn.
+Knows rows, no layers and no requests. Called through the table, ops.py.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,13 +46,14 @@ from lockstep.kernels.cpu.lanes import (
     take,
 )
 from lockstep.kernels.cpu.threads import relinked
+from lockstep.ops import Activation, CosSin, Heads
 from lockstep.order import LANES, LOG2E
 
 UNIT = 1 << 14  # elements that are worth a thread
-NORM, TURN, GATE, HEADS, ADD, LAYER, ANGLES, MAP, CLAMPED, SOFTMAX, SHARES, POOL = range(
-    12
-)  # what is done to a row
+# what is done to a row
+NORM, TURN, GATE, HEADS, ADD, LAYER, ANGLES, MAP, CLAMPED, SOFTMAX, SHARES, POOL = range(12)
 SILU, GELU, GELU_TANH, RELU, SIGMOID, CAP = range(6)  # what GATE and MAP do to an element
+KINDS = dict(zip(Activation, (SILU, GELU, GELU_TANH, RELU), strict=True))
 HALVED = (GATE, CLAMPED)  # the output has half the columns of the input
 ROOT_HALF, TANH_SCALE, TANH_CUBE = (
     0.7071067811865476,
@@ -64,89 +65,52 @@ FIXED, MORE = 9, 8  # entries of every record, and of those that depend on what 
 COUNTER = FIXED + MORE
 
 
-class Heads(NamedTuple):
-    """Queries and keys of a row: how many heads of each, their size, and the eps of their norms."""
-
-    heads: int
-    kv_heads: int
-    d: int
-    eps: float
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension of [..., n], of two or three
     dimensions."""
     return _run(NORM, x, weight.data_ptr(), _bits(eps))
 
 
-def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + more, both [t, n], and its `rms_norm`: the same bits, in one call."""
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + residual, both [t, n], and its `rms_norm`: the same bits, in one call."""
     total, y = torch.empty(x.shape), torch.empty(x.shape)
-    _call(
-        ADD,
-        x,
-        y,
-        x.shape[1],
-        (
-            weight.data_ptr(),
-            _bits(eps),
-            more.data_ptr(),
-            4 * more.stride(0),
-            total.data_ptr(),
-            0,
-            0,
-            0,
-        ),
-    )
+    more = (residual.data_ptr(), 4 * residual.stride(0), total.data_ptr(), 0, 0, 0)
+    _call(ADD, x, y, x.shape[1], (weight.data_ptr(), _bits(eps), *more))
     return total, y
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def rope(x: Tensor, cos_sin: CosSin, interleaved: bool) -> Tensor:
     """x [t, heads, d], cos and sin [t, half]: the first 2·half columns turned, the rest as they
     are.
 
     Columns i and i + half turn together, or 2i and 2i+1 if interleaved; the result has the first
     layout always.
     """
-    cos, sin = cos.contiguous(), sin.contiguous()
-    return _run(TURN, x, cos.data_ptr(), sin.data_ptr(), cos.shape[-1], int(interleaved))
+    cos, sin = cos_sin
+    return _run(TURN, x, cos.data_ptr(), sin.data_ptr(), cos.shape[1], int(interleaved))
 
 
-def place_heads(
-    x: Tensor, spec: Heads, weights: tuple[Tensor, Tensor] | None, angles: tuple[Tensor, Tensor]
+def qk_norm_rope(
+    x: Tensor, heads: Heads, weights: Tensor | None, cos_sin: CosSin
 ) -> tuple[Tensor, Tensor]:
     """x [t, at least (heads + kv_heads) · d], queries then keys, then what it likes: q [t, heads,
     d] and k [t, kv_heads, d].
 
     Both are normed, with a weight each, if there are any, and rotated: the same bits as `rms_norm`
-    and `rotate`, in one call.
+    and `rope`, in one call.
     """
-    (heads, kv_heads, d, eps), (cos, sin), t = spec, angles, x.shape[0]
-    q, k = torch.empty(t, heads, d), torch.empty(t, kv_heads, d)
-    norms = (0, 0) if weights is None else (weights[0].data_ptr(), weights[1].data_ptr())
-    each = max(1, UNIT // ((heads + kv_heads) * d))
-    more = (
-        norms[0],
-        _bits(eps),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        cos.shape[-1],
-        norms[1],
-        heads,
-        k.data_ptr(),
-    )
-    entries = (
-        HEADS,
-        x.data_ptr(),
-        4 * x.stride(0),
-        4 * d,
-        q.data_ptr(),
-        t,
-        heads + kv_heads,
-        d,
-        each,
-        *more,
-    )
+    (count, kv_heads, d, eps, interleaved), t = heads, x.shape[0]
+    if interleaved:
+        parts = x[:, : (count + kv_heads) * d].view(t, -1, d).split_with_sizes([count, kv_heads], 1)
+        if weights is not None:
+            parts = [rms_norm(part, w, eps) for part, w in zip(parts, weights, strict=True)]
+        return rope(parts[0], cos_sin, True), rope(parts[1], cos_sin, True)
+    q, k = torch.empty(t, count, d), torch.empty(t, kv_heads, d)
+    norm_q = 0 if weights is None else weights.data_ptr()
+    cos, sin = cos_sin[0].data_ptr(), cos_sin[1].data_ptr()
+    more = (norm_q, _bits(eps), cos, sin, cos_sin[0].shape[1], norm_q + 4 * d, count, k.data_ptr())
+    each, inner = max(1, UNIT // ((count + kv_heads) * d)), count + kv_heads
+    entries = (HEADS, x.data_ptr(), 4 * x.stride(0), 4 * d, q.data_ptr(), t, inner, d, each, *more)
     threads.run(work(), entries, -(-t // each))
     return q, k
 
@@ -157,35 +121,43 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return _run(LAYER, x, weight.data_ptr(), _bits(eps), bias.data_ptr())
 
 
-def angles(positions: Tensor, freqs: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """cos and sin, [t, 1, half] each, of positions [t] times float32 freqs [half]; both times
+def rope_cos_sin(positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
+    """cos and sin, [t, half] each, of positions [t] times float32 freqs [half]; both times
     `factor`.
 
     The angle is a product of two float32 numbers, rounded; its cos and sin are float64 until they
     are rounded; then comes the factor.
     """
     at, half = positions.to(torch.int32).contiguous(), freqs.shape[0]
-    cos, sin = torch.empty(at.shape[0], 1, half), torch.empty(at.shape[0], 1, half)
+    cos, sin = torch.empty(at.shape[0], half), torch.empty(at.shape[0], half)
     more = (freqs.data_ptr(), _bits(factor), sin.data_ptr(), 0, 0, 0, 0, 0)
     each = max(1, UNIT // (4 * half))
     entries = (ANGLES, at.data_ptr(), 4, 0, cos.data_ptr(), at.shape[0], 1, half, each, *more)
     threads.run(work(), entries, -(-at.shape[0] // each))
-    return cos, sin
+    return CosSin(cos, sin)
 
 
-def apply(kind: int, x: Tensor, number: float = 0.0) -> Tensor:
-    """An elementwise function of x, of any shape: SILU, GELU, GELU_TANH, RELU, SIGMOID, or CAP,
-    number · tanh(x / number)."""
-    flat = x if x.ndim == 2 and x.stride(1) == 1 else x.contiguous().view(-1, x.shape[-1])
-    return _run(MAP, flat, kind, _bits(number)).view(x.shape)
+def activate(x: Tensor, act: Activation) -> Tensor:
+    """An elementwise function of x [t, n]."""
+    return _run(MAP, x, KINDS[act], 0)
 
 
-def gate(kind: int, x: Tensor) -> Tensor:
-    """act(gate) · up of [t, gate then up], the activation being one of `apply`'s."""
-    return _run(GATE, x, kind, 0)
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e⁻ˣ) of x [t, n]."""
+    return _run(MAP, x, SIGMOID, 0)
 
 
-def clamped_gate(x: Tensor, alpha: float, limit: float) -> Tensor:
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap · tanh(x / cap) of x [t, n]."""
+    return _run(MAP, x, CAP, _bits(cap))
+
+
+def act_and_mul(x: Tensor, act: Activation) -> Tensor:
+    """act(gate) · up of [t, gate then up]."""
+    return _run(GATE, x, KINDS[act], 0)
+
+
+def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
     """(up + 1) · gate · sigmoid(alpha · gate) of [t, gate then up], gate at most `limit`, up within
     ±limit."""
     return _run(CLAMPED, x, _bits(alpha), _bits(limit))
@@ -325,7 +297,7 @@ def rarer(record: Any, i: Any, x: Any, y: Any) -> None:
 
 
 def head(record: Any, i: Any, j: Any, x: Any) -> None:
-    """One head of one row of `place_heads`."""
+    """One head of one row of `qk_norm_rope`."""
     inner, n, heads = record[6], record[7], record[15]
     y = (
         record[4] + 4 * n * (i * heads + j)
@@ -367,7 +339,7 @@ def plus(x: Any, more: Any, y: Any, n: Any) -> None:
 
 
 def turn(x: Any, y: Any, n: Any, i: Any, cos: Any, sin: Any, half: Any, interleaved: Any) -> None:
-    """One head of row i of `rotate`; in place if it is not interleaved."""
+    """One head of row i of `rope`; in place if it is not interleaved."""
     cos, sin = cos + 4 * half * i, sin + 4 * half * i
     xs, ys, cs, ss = float32_at(x), float32_at(y), float32_at(cos), float32_at(sin)
     whole = 0 if interleaved else half // LANES * LANES
@@ -384,7 +356,7 @@ def turn(x: Any, y: Any, n: Any, i: Any, cos: Any, sin: Any, half: Any, interlea
 
 
 def gate_row(x: Any, y: Any, n: Any, kind: Any) -> None:
-    """One row of `gate`."""
+    """One row of `act_and_mul`."""
     whole = n // LANES * LANES
     for k in range(0, whole, LANES):
         store(y + 4 * k, mul(act(load(x + 4 * k), kind), load(x + 4 * (n + k))))
@@ -394,7 +366,7 @@ def gate_row(x: Any, y: Any, n: Any, kind: Any) -> None:
 
 
 def map_row(x: Any, y: Any, n: Any, kind: Any, bits: Any) -> None:
-    """One row of `apply`."""
+    """One row of `activate` or `soft_cap`."""
     number = np.int32(bits).view(np.float32)
     whole = n // LANES * LANES
     xs, ys = float32_at(x), float32_at(y)
@@ -411,7 +383,7 @@ def map_row(x: Any, y: Any, n: Any, kind: Any, bits: Any) -> None:
 
 
 def act(x: Any, kind: Any) -> Any:
-    """One of `apply`'s functions."""
+    """An `Activation`, or the sigmoid."""
     if kind == SILU:
         return div(x, add(like(x, 1.0), exp_minus(x)))
     if kind == GELU:
@@ -433,7 +405,7 @@ def exp_minus(x: Any) -> Any:
 
 
 def clamped_row(x: Any, y: Any, n: Any, alpha_bits: Any, limit_bits: Any) -> None:
-    """One row of `clamped_gate`."""
+    """One row of `clamped_swiglu`."""
     alpha, limit = np.int32(alpha_bits).view(np.float32), np.int32(limit_bits).view(np.float32)
     whole = n // LANES * LANES
     for k in range(0, whole, LANES):
@@ -520,7 +492,7 @@ def divide(x: Any, y: Any, n: Any, by: Any) -> None:
 
 
 def angle_row(position: Any, cos: Any, sin: Any, n: Any, freqs: Any, factor_bits: Any) -> None:
-    """One row of `angles`."""
+    """One row of `rope_cos_sin`."""
     factor, at = np.int32(factor_bits).view(np.float32), np.float32(position)
     cs, ss, fs = float32_at(cos), float32_at(sin), float32_at(freqs)
     for k in range(n):

@@ -1,7 +1,7 @@
 """Sampling and log-probabilities of many rows: the texts of sample.py, compiled, on all threads.
 
-Imports the compiler, which sample.py does not: its texts also serve parameters and tensors. A
-thread takes whole rows, so how many there are changes no bit.
+Imports the compiler, which sample.py does not. A thread takes whole rows, so how many there are
+changes no bit. Called through the table, ops.py.
 """
 
 from __future__ import annotations
@@ -12,41 +12,42 @@ from types import FunctionType
 from typing import Any
 
 import numpy as np
+import torch
 from numba import carray, njit  # type: ignore[attr-defined]
+from torch import Tensor
 
 from lockstep.kernels.cpu import sample, threads
 from lockstep.kernels.cpu.lanes import float32_at, float64_at, int64_at, take
 from lockstep.kernels.cpu.sample import choose, describe
+from lockstep.sample import formulas
 
 PER_THREAD = 2**16  # logits that are worth another thread
 CHOOSE, DESCRIBE = 0, 1  # what is done with a row
 WORKERS, TAKEN = 80, 88  # bytes before the record's counters
-OUTSIDE = ("bits_of", "float_of")  # of sample.py: what stands for them in compiled code is below
+OUTSIDE = ("bits_of", "float_of")  # of the formulas: compiled code has its own, below
 
 
-def choose_rows(x: Any, floats: Any, ints: Any, tokens: Any, states: Any) -> None:
-    """Choose a token for every row. x float32 [S, V], floats float64 [S, 3], ints int64 [S, 5];
-    tokens and states int64 [S]."""
-    rows, vocab = x.shape
+def sample_tokens(
+    logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool
+) -> tuple[Tensor, Tensor]:
+    """A token for every row, and what became of it. A row's own numbers say whether it is cut."""
+    rows, vocab = logits.shape
     workers = worth(rows, vocab)
-    _run(
-        CHOOSE,
-        (x, floats, ints, np.empty((workers, vocab), np.float32), tokens, states),
-        (rows, vocab, 0),
-        workers,
-    )
+    scratch = torch.empty(workers, vocab)
+    tokens, states = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)
+    arrays = (logits, floats, ints, scratch, tokens, states)
+    _run(CHOOSE, arrays, (rows, vocab, 0), workers)
+    return tokens, states
 
 
-def describe_rows(x: Any, tokens: Any, chosen: Any, top_ids: Any, top_logs: Any) -> None:
-    """Log-probabilities of every row: of its token, and of the best few. tokens int64 [S]; top_ids
-    int64 [S, k]; the others float32."""
-    rows, vocab = x.shape
-    _run(
-        DESCRIBE,
-        (x, tokens, chosen, top_ids, top_logs, x),
-        (rows, vocab, top_ids.shape[1]),
-        worth(rows, vocab),
-    )
+def compute_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every row's token, and the k best with theirs."""
+    rows, vocab = logits.shape
+    chosen, top = torch.empty(rows), torch.empty(rows, k)
+    token_ids, top_ids = token_ids.contiguous(), torch.empty(rows, k, dtype=torch.int64)
+    arrays = (logits, token_ids, chosen, top_ids, top, logits)
+    _run(DESCRIBE, arrays, (rows, vocab, k), worth(rows, vocab))
+    return chosen, top_ids, top
 
 
 def worth(rows: int, vocab: int) -> int:
@@ -85,13 +86,14 @@ def units(at: Any) -> None:
 
 
 def build(cache: bool, **replaced: Callable[..., Any]) -> Any:
-    """The kernel with some of the texts of sample.py replaced by name, for the lab; a replacement
-    finds the others by their names."""
-    names: dict[str, Any] = {**vars(sample), **globals()}
-    unknown = sorted(set(replaced) - set(vars(sample)))
+    """The kernel with some of the texts of sample.py and its formulas replaced by name, for the
+    lab; a replacement finds the others by their names."""
+    texts = {**vars(formulas), **vars(sample)}
+    names: dict[str, Any] = {**texts, **globals()}
+    unknown = sorted(set(replaced) - set(texts))
     if unknown:
         raise KeyError(f"no such text in the kernel: {unknown}")
-    for name, text in {**vars(sample), **replaced}.items():
+    for name, text in {**texts, **replaced}.items():
         if isinstance(text, FunctionType) and name not in OUTSIDE:
             names[name] = njit(error_model="numpy")(threads.relinked(text, names))
     names["bits_of"] = njit(lambda x: np.float64(x).view(np.int64))

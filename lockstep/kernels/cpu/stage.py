@@ -1,14 +1,15 @@
 """From the pool into a tile: exact widening to float32, and the transposition of keys by shuffles.
 
-A key row of the pool is float32, bfloat16 or float8 e4m3fn, known by its element size in bytes: 4,
-2 or 1. Every cast is exact. The loops are LLVM IR and take the rows as a table of int64 byte
-addresses, so pages of any size look the same to them.
+A row of the pool is in one of `types.KV_FORMATS`, known by its code. Every cast is exact. The loops
+are LLVM IR and take the rows as a table of int64 byte addresses, so pages of any size look the same
+to them.
 
 Knows element formats, no positions and no visibility. Called by unit.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -27,10 +28,14 @@ from lockstep.kernels.cpu.lanes import (
 )
 from lockstep.kernels.cpu.loops import VECTOR_BYTES, counted
 from lockstep.order import LANES
+from lockstep.types import KV_FORMATS
 
 # elements of one key that travel together through the transposition: one 128-bit lane of floats
 PIECE = 4
 STEP = 8  # columns per iteration: head sizes are multiples of 8
+
+
+FLOAT32 = KV_FORMATS["float32"].code
 
 
 def raw_type(item: int) -> Any:
@@ -38,14 +43,16 @@ def raw_type(item: int) -> Any:
     return {4: F32, 2: ir.IntType(16), 1: I8}[item]
 
 
-def widen_ir(builder: Any, raw: Any, item: int) -> Any:
+def widen_ir(builder: Any, raw: Any, kind: str) -> Any:
     """A vector of raw elements to float32, exactly."""
-    if item == 4:
+    if kind == "float32":
         return raw
     count = raw.type.count
     bits, floats = ir.VectorType(I32, count), ir.VectorType(F32, count)
-    if item == 2:
+    if kind == "bfloat16":
         return builder.bitcast(builder.shl(builder.zext(raw, bits), constant(bits, 16)), floats)
+    if kind == "float16":
+        return builder.fpext(builder.bitcast(raw, ir.VectorType(ir.HalfType(), count)), floats)
     # e4m3 has 4 exponent bits with bias 7; as the low exponent bits of a half (bias 15) the value
     # is 2^-8 of it, subnormals included
     half_bits = ir.VectorType(ir.IntType(16), count)
@@ -95,78 +102,88 @@ def concat_ir(builder: Any, parts: list[Any]) -> Any:
     return parts[0]
 
 
-def transposed(item: int) -> Any:
-    """Build `f(addresses, d, keys, keys_stride)`: keys[c][j] = column c of the row at addresses[j],
-    for 16 rows and d columns."""
-    element = raw_type(item)
-    piece = ir.VectorType(element, PIECE)
+def each_format(builder: Any, code: Any, emit: Callable[[str, int], None]) -> None:
+    """What `emit(name, bytes of an element)` writes, for whichever format has the code."""
+    done = builder.append_basic_block("done")
+    choice = builder.switch(code, done)
+    for kind, known in KV_FORMATS.items():
+        block = builder.append_basic_block(kind)
+        choice.add_case(I64(known.code), block)
+        builder.position_at_end(block)
+        emit(kind, known.nbytes)
+        builder.branch(done)
+    builder.position_at_end(done)
+
+
+def _transposed(
+    typingctx: Any, code: Any, addresses: Any, d: Any, keys: Any, keys_stride: Any
+) -> Any:
+    """keys[c][j] = column c of the row at addresses[j], for 16 rows and d columns."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        table, depth, keys, stride = args
+        code, table, depth, keys, stride = args
         row = [load_ir(builder, table, 8 * j, of=I64, align=8) for j in range(LANES)]
 
-        def body(step: Any, carried: list[Any]) -> list[Any]:
-            offset = builder.mul(step, I64(STEP * item))
-            here = [builder.add(row[j], offset) for j in range(LANES)]
-            for part in range(0, STEP, PIECE):
-                raw = [
-                    load_ir(builder, here[j], part * item, of=piece, align=item)
-                    for j in range(LANES)
-                ]
-                mixed = [
-                    widen_ir(builder, concat_ir(builder, raw[i::PIECE]), item) for i in range(PIECE)
-                ]
-                for i, column in enumerate(transpose_ir(builder, mixed)):
-                    index = builder.add(builder.mul(step, I64(STEP)), I64(part + i))
-                    store_ir(builder, column, builder.add(keys, builder.mul(index, stride)))
-            return []
+        def loop(kind: str, item: int) -> None:
+            piece = ir.VectorType(raw_type(item), PIECE)
 
-        counted(builder, I64(0), builder.sdiv(depth, I64(STEP)), [], body)
+            def body(step: Any, carried: list[Any]) -> list[Any]:
+                offset = builder.mul(step, I64(STEP * item))
+                here = [builder.add(row[j], offset) for j in range(LANES)]
+                for part in range(0, STEP, PIECE):
+                    raw = [
+                        load_ir(builder, here[j], part * item, of=piece, align=item)
+                        for j in range(LANES)
+                    ]
+                    mixed = [
+                        widen_ir(builder, concat_ir(builder, raw[i::PIECE]), kind)
+                        for i in range(PIECE)
+                    ]
+                    for i, column in enumerate(transpose_ir(builder, mixed)):
+                        index = builder.add(builder.mul(step, I64(STEP)), I64(part + i))
+                        store_ir(builder, column, builder.add(keys, builder.mul(index, stride)))
+                return []
+
+            counted(builder, I64(0), builder.sdiv(depth, I64(STEP)), [], body)
+
+        each_format(builder, code, loop)
         return context.get_dummy_value()
 
-    def typed(typingctx: Any, table: Any, d: Any, keys: Any, keys_stride: Any) -> Any:
-        return types.void(*[types.int64] * 4), emit
-
-    return intrinsic(typed)
+    return types.void(*[types.int64] * 5), emit
 
 
-def widened(item: int) -> Any:
-    """Build `f(source, d, target)`: d elements to float32; where d is 8 past a multiple of 16 the
-    last 8 floats become 0."""
-    element = raw_type(item)
+def _widened(typingctx: Any, code: Any, source: Any, d: Any, target: Any) -> Any:
+    """d elements to float32; where d is 8 past a multiple of 16 the last 8 floats become 0."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        source, depth, target = args
-
-        def body(i: Any, carried: list[Any]) -> list[Any]:
-            raw = load_ir(
-                builder,
-                builder.add(source, builder.mul(i, I64(LANES * item))),
-                of=ir.VectorType(element, LANES),
-                align=item,
-            )
-            store_ir(
-                builder,
-                widen_ir(builder, raw, item),
-                builder.add(target, builder.mul(i, I64(VECTOR_BYTES))),
-            )
-            return []
-
+        code, source, depth, target = args
         whole = builder.sdiv(depth, I64(LANES))
-        counted(builder, I64(0), whole, [], body)
-        with builder.if_then(builder.icmp_signed("<", builder.mul(whole, I64(LANES)), depth)):
-            raw = load_ir(
-                builder,
-                builder.add(source, builder.mul(whole, I64(LANES * item))),
-                of=ir.VectorType(element, STEP),
-                align=item,
-            )
-            half = widen_ir(builder, raw, item)
-            full = concat_ir(builder, [half, constant(ir.VectorType(F32, STEP), 0.0)])
-            store_ir(builder, full, builder.add(target, builder.mul(whole, I64(VECTOR_BYTES))))
+
+        def load(kind: str, item: int, index: Any, count: int) -> Any:
+            address = builder.add(source, builder.mul(index, I64(LANES * item)))
+            raw = load_ir(builder, address, of=ir.VectorType(raw_type(item), count), align=item)
+            return widen_ir(builder, raw, kind)
+
+        def save(floats: Any, index: Any) -> None:
+            offset = builder.mul(index, I64(VECTOR_BYTES))
+            store_ir(builder, floats, builder.add(target, offset))
+
+        def loop(kind: str, item: int) -> None:
+            def body(i: Any, carried: list[Any]) -> list[Any]:
+                save(load(kind, item, i, LANES), i)
+                return []
+
+            counted(builder, I64(0), whole, [], body)
+            with builder.if_then(builder.icmp_signed("<", builder.mul(whole, I64(LANES)), depth)):
+                half = load(kind, item, whole, STEP)
+                zeros = constant(ir.VectorType(F32, STEP), 0.0)
+                save(concat_ir(builder, [half, zeros]), whole)
+
+        each_format(builder, code, loop)
         return context.get_dummy_value()
 
-    def typed(typingctx: Any, source: Any, d: Any, target: Any) -> Any:
-        return types.void(*[types.int64] * 3), emit
+    return types.void(*[types.int64] * 4), emit
 
-    return intrinsic(typed)
+
+transposed: Any = intrinsic(_transposed)
+widened: Any = intrinsic(_widened)

@@ -35,15 +35,13 @@ from lockstep.kernels.cpu.lanes import (
     sub,
 )
 from lockstep.kernels.cpu.loops import ROWS, VECTOR_BYTES, VECTORS, scores, values
-from lockstep.kernels.cpu.stage import transposed, widened
+from lockstep.kernels.cpu.stage import FLOAT32, transposed, widened
 from lockstep.order import LANES
 from lockstep.plan.address import listed, paged
 
 INF = np.float32(np.inf)
 ZERO = np.float32(0.0)
 ONE = np.float32(1.0)
-transposed_4, transposed_2, transposed_1 = (transposed(item) for item in (4, 2, 1))
-widened_4, widened_2, widened_1 = (widened(item) for item in (4, 2, 1))
 
 
 class Sizes(NamedTuple):
@@ -57,8 +55,7 @@ class Sizes(NamedTuple):
     page_size: Any
     tile: Any
     split: Any
-    k_item: Any
-    v_item: Any
+    code: Any
     k_slot: Any
     k_head: Any
     v_slot: Any
@@ -206,12 +203,7 @@ def stage_keys(job: Any, scratch: Any, reach: Any) -> None:
         scratch.k_at[key] = scratch.zeros
     for key in range(first, last, LANES):
         table, target = address(scratch.k_at) + 8 * key, scratch.keys + 4 * key
-        if sizes.k_item == 4:
-            transposed_4(table, sizes.d_qk, target, stride)
-        elif sizes.k_item == 2:
-            transposed_2(table, sizes.d_qk, target, stride)
-        else:
-            transposed_1(table, sizes.d_qk, target, stride)
+        transposed(sizes.code, table, sizes.d_qk, target, stride)
 
 
 def stage_values(job: Any, scratch: Any, reach: Any) -> None:
@@ -219,12 +211,7 @@ def stage_values(job: Any, scratch: Any, reach: Any) -> None:
     sizes = job.sizes
     for key in range(reach[0], reach[1]):
         source, target = scratch.v_at[key], scratch.v + key * scratch.v_stride
-        if sizes.v_item == 4:
-            widened_4(source, sizes.d_v, target)
-        elif sizes.v_item == 2:
-            widened_2(source, sizes.d_v, target)
-        else:
-            widened_1(source, sizes.d_v, target)
+        widened(sizes.code, source, sizes.d_v, target)
         scratch.v_at[key] = target
 
 
@@ -357,7 +344,7 @@ def tile_of(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: A
     locate(job, scratch, unit, begin, position, reach)
     stage_keys(job, scratch, reach)
     row_begin, row_end = (begin - unit.begin) * sizes.group, (end - unit.begin) * sizes.group
-    in_place = sizes.v_item == 4 and sizes.d_v % LANES == 0 and row_end - row_begin <= ROWS
+    in_place = sizes.code == FLOAT32 and sizes.d_v % LANES == 0 and row_end - row_begin <= ROWS
     if not in_place:
         stage_values(job, scratch, reach)
     for row in range(row_begin, row_end, ROWS):
@@ -427,7 +414,7 @@ def begin_unit(job: Any, scratch: Any, unit: Any) -> Any:
         for g in range(sizes.group):
             row = (token - unit.begin) * sizes.group + g
             source = job.q + 4 * sizes.d_qk * (token * sizes.heads + unit.head * sizes.group + g)
-            widened_4(source, sizes.d_qk, scratch.q + row * scratch.q_stride)
+            widened(FLOAT32, source, sizes.d_qk, scratch.q + row * scratch.q_stride)
             scratch.m2[row], scratch.sum2[row] = -INF, ZERO
             for column in range(0, scratch.v_stride, VECTOR_BYTES):
                 store(scratch.total + row * scratch.v_stride + column, splat(ZERO))

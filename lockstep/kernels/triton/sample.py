@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.cpu import sample as cpu
 from lockstep.order import LN2 as ORDER_LN2
 from lockstep.order import LOG2E as ORDER_LOG2E
+from lockstep.sample import formulas as cpu
 from lockstep.types import RuleError
 
 FRACTION, ID_BITS, ID_MASK = (

@@ -11,7 +11,7 @@ Mechanism:
 2. From 17 experts on the sort partitions, and equal elements change places.
 3. Which expert computes the row depends on the library, its version and the vector width.
 Key functions:
-`nn.moe.best`.
+`kernels.cpu.routing.best`.
 Symptom:
 A row's result changes with the version of a library; within one process everything agrees with
 itself.
@@ -28,7 +28,7 @@ from typing import Any
 from torch import Tensor
 
 SOURCE = "class: ties in the order of an unstable sort"
-TARGET = "lockstep.nn.moe:best"
+TARGET = "lockstep.kernels.cpu.routing:best"
 CELLS = ("experts/llama",)
 RELATED = ("lockstep-noisy-tie", "sglang-27869")
 

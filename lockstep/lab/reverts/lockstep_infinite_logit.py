@@ -25,15 +25,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.kernels.cpu import sample_rows
-from lockstep.kernels.cpu.sample import (
-    EMPTY,
-    KEY_INF,
-    KEY_MINUS_INF,
-    NAN,
-    OK,
-    largest_bits,
-    largest_key,
-)
+from lockstep.kernels.cpu.sample import largest_bits, largest_key
+from lockstep.sample.formulas import EMPTY, KEY_INF, KEY_MINUS_INF, NAN, OK
 
 SOURCE = "class: a row that is not sound is sampled from"
 TARGET = "lockstep.kernels.cpu.sample_rows:compiled"

@@ -31,12 +31,12 @@ from lockstep.kernels.cpu import sample_rows
 from lockstep.kernels.cpu.sample import (
     GROUPS,
     MINUS_INF,
-    NO_TOKEN,
     beaten,
     block_noise,
     largest_key,
     score_of,
 )
+from lockstep.sample.formulas import NO_TOKEN
 
 SOURCE = "class: ties by the last id"
 TARGET = "lockstep.kernels.cpu.sample_rows:compiled"

@@ -28,8 +28,8 @@ RELATED = ("sglang-27343",)
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def pool(hidden: Any, q_indptr: Any, how: str) -> Any:
-        vectors = old(hidden, q_indptr, how)
+    def pool(ops: Any, hidden: Any, q_indptr: Any, how: str) -> Any:
+        vectors = old(ops, hidden, q_indptr, how)
         return vectors[:1].expand(len(vectors), -1).contiguous()
 
     return pool

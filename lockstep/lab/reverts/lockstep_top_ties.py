@@ -33,9 +33,9 @@ RELATED = ("lockstep-expert-ties", "lockstep-noisy-tie")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def log_probs(logits: Tensor, token_ids: Tensor, k: int = 0) -> Any:
-        told = old(logits, token_ids, k)
-        found = [old(logits, logits.topk(k, 1).indices[:, j]) for j in range(k)]
+    def log_probs(ops: Any, logits: Tensor, token_ids: Tensor, k: int = 0) -> Any:
+        told = old(ops, logits, token_ids, k)
+        found = [old(ops, logits, logits.topk(k, 1).indices[:, j]) for j in range(k)]
         for j, each in enumerate(found):
             told.top_ids[:, j], told.top[:, j] = logits.topk(k, 1).indices[:, j], each.chosen
         return told

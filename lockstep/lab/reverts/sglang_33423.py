@@ -11,7 +11,7 @@ Mechanism:
 3. A masked token has the score -inf; with this noise it is NaN, or it beats every other token.
 Key functions:
 The seeded sampler of SGLang (#33423, and #30822 for the coins of speculative sampling). Here
-`kernels.cpu.sample.gumbel`, for arrays and
+`sample.formulas.gumbel`, for arrays and
 tensors; u lies in the middle of the hash's interval and is exact in float64. The compiled kernel is
 loaded before the swap and stays
 as it is.
@@ -30,18 +30,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.sample.sampler import log_probs
+from lockstep.kernels.cpu import sample_rows
 
 SOURCE = "sgl-project/sglang#33423"
-TARGET = "lockstep.kernels.cpu.sample:gumbel"
+TARGET = "lockstep.sample.formulas:gumbel"
 CELLS = ("sample/llama",)
 RELATED = ("sglang-7207", "sglang-11096")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    log_probs(
-        torch.zeros(1, 4), torch.tensor([0])
-    )  # compiles the kernel from the right text, for good
+    sample_rows.compiled()  # from the right text, for good
 
     def gumbel(word: Any) -> Any:
         words = torch.as_tensor(word)

@@ -1,0 +1,79 @@
+"""The CPU's table of operations: float32, in the canonical order. What each one does says
+`lockstep/ops.py`; here is which kernel does it.
+
+Knows kernels; made by `kernels.select` when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.kernels.cpu import gemm, routing, rows, sample_rows
+from lockstep.types import KV_FORMATS, Choice
+
+LARGEST = {getattr(torch, f.torch_name): f.largest for f in KV_FORMATS.values() if f.largest}
+
+
+def kv_write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
+    """Divided by the scale, clamped to the format's range, rounded once."""
+    missing = storage.shape[2] - values.shape[2]
+    values = F.pad(values, (0, missing)) if missing else values
+    if scale != 1.0:
+        values = values / scale
+    largest = LARGEST.get(storage.dtype)
+    if largest is not None:
+        values = values.clamp(-largest, largest)
+    bits(storage).index_copy_(0, slots.long(), bits(values.to(storage.dtype)))
+
+
+def kv_move(storages: Sequence[Tensor], moves: Tensor) -> None:
+    """Gather all, then scatter all."""
+    if len(moves):
+        source, target = moves.long().unbind(1)
+        for storage in map(bits, storages):
+            storage[target] = storage[source]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers where torch cannot index the type itself."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
+class Ops:
+    """The table; `lockstep.ops.Ops` is what it is."""
+
+    dtypes = ("float32",)
+    device = torch.device("cpu")
+    machine = f"cpu-{platform.machine()}"
+    gemm_order = Choice("fma_chain", "our own, one fma chain per element")
+
+    def __init__(self, dtype: str = "float32") -> None:
+        self.dtype: torch.dtype = getattr(torch, dtype)
+
+    pack = staticmethod(gemm.pack)
+    linear = staticmethod(gemm.linear)
+    batched_linear = staticmethod(gemm.batched_linear)
+    grouped_linear = staticmethod(routing.grouped_linear)
+    route = staticmethod(routing.route)
+    dispatch = staticmethod(routing.dispatch)
+    combine = staticmethod(routing.combine)
+    rms_norm = staticmethod(rows.rms_norm)
+    add_rms_norm = staticmethod(rows.add_rms_norm)
+    layer_norm = staticmethod(rows.layer_norm)
+    rope_cos_sin = staticmethod(rows.rope_cos_sin)
+    rope = staticmethod(rows.rope)
+    qk_norm_rope = staticmethod(rows.qk_norm_rope)
+    activate = staticmethod(rows.activate)
+    act_and_mul = staticmethod(rows.act_and_mul)
+    clamped_swiglu = staticmethod(rows.clamped_swiglu)
+    soft_cap = staticmethod(rows.soft_cap)
+    pool = staticmethod(rows.pool)
+    kv_write = staticmethod(kv_write)
+    kv_move = staticmethod(kv_move)
+    sample_tokens = staticmethod(sample_rows.sample_tokens)
+    compute_logprobs = staticmethod(sample_rows.compute_logprobs)

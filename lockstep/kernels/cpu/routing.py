@@ -1,0 +1,82 @@
+"""Which experts compute a row, on the CPU, and their parts added again.
+
+Scores and shares are row kernels; the rest moves, compares or rounds once, which torch does with
+the same bits everywhere. Rows are laid out expert by expert, so that the grouped GEMM finds each
+expert's together; nothing is read back to Python. Called through the table, ops.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.cpu import gemm, rows
+from lockstep.ops import Routing
+
+
+class Routes(NamedTuple):
+    """weights float32 [t, k]; pairs int64 [t · k], the number row · k + choice of every pair, by
+    expert and then ascending; indptr int64 [experts + 1]: where each expert's pairs begin."""
+
+    weights: Tensor
+    pairs: Tensor
+    indptr: Tensor
+
+
+def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> Routes:
+    """Scores, the best k of them, their weights, and the pairs by expert."""
+    scores = logits
+    if routing.score != "chosen":
+        scores = rows.softmax(logits) if routing.score == "softmax" else rows.sigmoid(logits)
+    ranked = scores if correction is None else scores + correction
+    if routing.groups > 1:
+        ranked = limited(ranked, routing, in_pairs=correction is not None)
+    ids = best(ranked, routing.k)
+    weights = scores.gather(1, ids)
+    if routing.score == "chosen":
+        weights = rows.softmax(weights)
+    if routing.norm:
+        weights = rows.shares(weights, routing.floor)
+    if routing.scale != 1.0:
+        weights = weights * routing.scale
+    experts, pairs = ids.flatten().sort(stable=True)
+    return Routes(weights, pairs, torch.searchsorted(experts, torch.arange(routing.experts + 1)))
+
+
+def limited(ranked: Tensor, routing: Routing, in_pairs: bool) -> Tensor:
+    """-inf for experts outside of the best groups; a group counts by its best expert, or by the sum
+    of its best two."""
+    grouped = ranked.view(len(ranked), routing.groups, -1)
+    ordered = grouped.sort(-1, descending=True).values
+    top = ordered[..., 0]
+    if in_pairs and ordered.shape[-1] > 1:
+        top = top + ordered[..., 1]
+    taken = torch.zeros_like(top, dtype=torch.bool).scatter(1, best(top, routing.keep), True)
+    return grouped.masked_fill(~taken[..., None], -torch.inf).view_as(ranked)
+
+
+def best(scores: Tensor, k: int) -> Tensor:
+    """Ids of the k largest of every row, largest first, ties by the smaller id."""
+    return scores.argsort(dim=-1, descending=True, stable=True)[:, :k]
+
+
+def dispatch(x: Tensor, routes: Routes) -> Tensor:
+    """A row per pair, by expert."""
+    return x.index_select(0, routes.pairs // routes.weights.shape[1])
+
+
+def grouped_linear(x: Tensor, packed: gemm.Panels, routes: Routes) -> Tensor:
+    """A row per pair with its expert's weight."""
+    return gemm.grouped_linear(x, packed, routes.indptr)
+
+
+def combine(parts: Tensor, routes: Routes) -> Tensor:
+    """The parts of every row, in the order of its choice, times their weights."""
+    by_row = torch.empty_like(parts).index_copy_(0, routes.pairs, parts)
+    slots = by_row.view(*routes.weights.shape, -1)
+    total = torch.zeros_like(slots[:, 0])
+    for nth in range(slots.shape[1]):
+        total = total + slots[:, nth] * routes.weights[:, nth, None]
+    return total

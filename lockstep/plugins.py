@@ -1,0 +1,77 @@
+"""What is found by its name: our own modules, and other packages' entry points of a group.
+
+A name has one owner: neither may take the other's place, and a second one is an error that names
+both. A library that cannot be imported is a reason that is shown, never swallowed. Knows modules
+and distributions, not what they do. `attention.select` and `kernels.select` have one each.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from lockstep.types import Refused, RuleError
+
+
+@dataclass(frozen=True)
+class Plugins:
+    """`own` maps names to our modules, whose `attribute` makes one; an entry point names its own."""
+
+    kind: str
+    group: str
+    attribute: str
+    own: Mapping[str, str]
+
+    def names(self) -> list[str]:
+        """Every name that can be asked for, ours first."""
+        return [*self.own, *sorted(self.outside())]
+
+    def make(self, name: str, *args: Any) -> Any:
+        """The one called `name`, made with `args`; one that is there and cannot be made is refused
+        with its reason."""
+        outside = self.outside()
+        if name not in self.own and name not in outside:
+            close = get_close_matches(name, self.names(), 1)
+            hint = f"Did you mean {close[0]}?" if close else "Install the package that has it"
+            raise RuleError(f"a {self.kind} is one of {', '.join(self.names())}", repr(name), hint)
+        try:
+            if name in outside:
+                return outside[name].load()(*args)
+            return getattr(importlib.import_module(self.own[name]), self.attribute)(*args)
+        except RuleError:
+            raise
+        except Exception as error:  # whatever somebody's import or constructor raises
+            rule, got = f"{self.kind} {name} can be loaded", f"{type(error).__name__}: {error}"
+            raise Refused(rule, got, "Install what it needs, or use another") from error
+
+    def origin(self, name: str) -> str:
+        """Who wrote the one called `name`: "" for our own, else the distribution and its version,
+        for the fingerprint."""
+        entry = self.outside().get(name)
+        return "" if entry is None else distribution(entry)
+
+    def outside(self) -> dict[str, EntryPoint]:
+        """Other packages' by name. A name that somebody else has too is an error."""
+        found: dict[str, EntryPoint] = {}
+        entries = entry_points(group=self.group)
+        for entry in sorted(entries, key=lambda e: (e.name, e.value, distribution(e))):
+            if entry.name in self.own:
+                self._clash(entry, f"lockstep's own {self.own[entry.name]}")
+            first = found.setdefault(entry.name, entry)
+            if (first.value, distribution(first)) != (entry.value, distribution(entry)):
+                self._clash(entry, f"{first.value} of {distribution(first)}")
+        return found
+
+    def _clash(self, entry: EntryPoint, other: str) -> None:
+        rule = f"one {self.kind} is called {entry.name}"
+        got = f"{entry.value} of {distribution(entry)}, and {other}"
+        raise RuleError(rule, got, "Uninstall one of the packages, or rename its entry point")
+
+
+def distribution(entry: EntryPoint) -> str:
+    """Name and version of the package that an entry point belongs to."""
+    return "an unknown package" if entry.dist is None else f"{entry.dist.name}-{entry.dist.version}"

@@ -1,0 +1,115 @@
+"""The formulas of sampling, for every device: counter noise, exponentials as integers, the natural
+logarithm, and the numbers by which rows and tokens are known.
+
+They use nothing but single IEEE operations and integer arithmetic, so that one text serves numpy
+arrays, torch tensors of any device and compiled scalars, with the same bits. Sums of exponentials
+are sums of integers: they have no order, and a row cannot depend on how it was cut. Knows numbers
+alone; no torch, unless it is given tensors. Kernels compile these texts, `noise.py` and `logits.py`
+run them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lockstep.order import LN2, LOG2E
+
+MAX_VOCAB = 2**20  # weights of at most 2^FRACTION each: their sum stays below 2^63
+ID_BITS, ID_MASK = 20, MAX_VOCAB - 1
+FRACTION = 42
+LOW = -64.0  # nats below the best: the weight is 0 from about -30 on
+OK, NAN, INFINITE, EMPTY = 0, 1, 2, 3  # what became of a row
+NO_TOKEN = -1
+FARTHEST = 2**63 - 1  # above every rank
+KEY_INF, KEY_MINUS_INF = 0x7F800000, -0x7F800001  # of scores as integers in the same order
+
+WORD = 0xFFFFFFFF
+M0, M1, W0, W1, ROUNDS = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85, 10  # Philox 4x32-10
+NOISE_MAX = np.float32(22.9)  # above the largest noise there is, 22.87 at u = 1 - 2^-33
+
+ROUND = 1.5 * 2.0**52  # adding it to |x| < 2^51 leaves the nearest integer in the low bits
+ROUND_BITS = int(np.float64(ROUND).view(np.int64))
+SQRT_HALF = int(np.float64(0.5**0.5).view(np.int64))
+# 2^f on [-0.5, 0.5], constant term exactly 1; minimax in relative error, 2e-9
+E1, E2, E3 = 0.6931472028556734, 0.24022647913555967, 0.0555033246993315
+E4, E5, E6 = 0.009618437361988022, 0.0013398874862412507, 0.00015353361740831734
+
+
+def bits_of(x: Any) -> Any:
+    """A float64's bits as int64."""
+    if isinstance(x, np.ndarray | np.generic):
+        return x.view(np.int64)
+    from torch import int64
+
+    return x.view(int64)
+
+
+def float_of(i: Any) -> Any:
+    """The float64 with the bits of an int64."""
+    if isinstance(i, np.ndarray | np.generic):
+        return i.view(np.float64)
+    from torch import float64
+
+    return i.view(float64)
+
+
+def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
+    """Philox 4x32-10 (Salmon et al., 2011) of the counter (c0, c1, c2, c3) under the key (k0, k1):
+    four words below 2^32, as int64.
+
+    All are int64 in [0, 2^32), at least c0 and c2 arrays. A product wraps; its two halves are right
+    all the same.
+    """
+    for _ in range(ROUNDS):
+        p0, p1 = c0 * M0, c2 * M1
+        c0, c1, c2, c3 = (
+            (p1 >> 32) & WORD ^ c1 ^ k0,
+            p1 & WORD,
+            (p0 >> 32) & WORD ^ c3 ^ k1,
+            p0 & WORD,
+        )
+        k0, k1 = (k0 + W0) & WORD, (k1 + W1) & WORD
+    return c0, c1, c2, c3
+
+
+def as_float(i: Any) -> Any:
+    """An int64 below 2^51 in magnitude, exactly."""
+    return float_of(i + ROUND_BITS) - ROUND
+
+
+def wide_float(i: Any) -> Any:
+    """An int64 in [0, 2^63), rounded once."""
+    return as_float(i >> 31) * 2.0**31 + as_float(i & 0x7FFFFFFF)
+
+
+def ln(x: Any) -> Any:
+    """ln of a positive normal float64, to 1e-12: exponent plus an atanh series in s = (m - 1) / (m
+    + 1), m in [0.71, 1.42)."""
+    bits = bits_of(x)
+    exponent = (bits - SQRT_HALF) >> 52
+    m = float_of(bits - (exponent << 52))
+    s = (m - 1.0) / (m + 1.0)
+    z = s * s
+    series = (
+        (((((z * (1 / 15) + 1 / 13) * z + 1 / 11) * z + 1 / 9) * z + 1 / 7) * z + 1 / 5) * z + 1 / 3
+    ) * z + 1.0
+    return as_float(exponent) * LN2 + s * 2.0 * series
+
+
+def gumbel(word: Any) -> Any:
+    """-ln(-ln u), u = (word + 1/2) / 2^32: strictly between 0 and 1, exact in float64, so the noise
+    is finite at both ends."""
+    return -ln(-ln((as_float(word) + 0.5) * 2.0**-32))
+
+
+def weight(d: Any) -> Any:
+    """exp(d) for d <= 0 in units of 2^-FRACTION, rounded to an integer; 0 below LOW, and for
+    -inf."""
+    t = d * LOG2E
+    r = t + ROUND
+    f = t - (r - ROUND)
+    y = (((((f * E6 + E5) * f + E4) * f + E3) * f + E2) * f + E1) * f + 1.0
+    power = float_of((bits_of(r) - ROUND_BITS + (1023 + FRACTION)) << 52)
+    return (bits_of(y * power + ROUND) - ROUND_BITS) * (d > LOW)

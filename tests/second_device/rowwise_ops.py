@@ -1,0 +1,247 @@
+"""A second device, as somebody else would write it: a table of operations in plain torch, one row
+at a time, with bfloat16 activations. Right, slow, and invariant because no row ever meets another.
+
+Registered as the entry point `rowwise = "rowwise_ops:Ops"` of `lockstep.devices`; its attention is
+`rowwise_attention.py`. Nothing of Lockstep is edited or replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.ops import Activation, CosSin, Heads, Routing
+from lockstep.sample import logits as formulas
+from lockstep.types import KV_FORMATS, Choice
+
+LARGEST = {getattr(torch, f.torch_name): f.largest for f in KV_FORMATS.values()}
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
+    Activation.RELU: F.relu,
+}
+
+
+class Packed(NamedTuple):
+    """A weight as it came, [n, k] or [g, n, k], and its bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Routes(NamedTuple):
+    """ids int64 and weights float32, [t, k]."""
+
+    ids: Tensor
+    weights: Tensor
+
+
+def rows(function: Callable[..., Tensor], *operands: Tensor) -> Tensor:
+    """function of row 0 of every operand, of row 1, ...: float32 inside, rounded to the dtype of
+    the first operand."""
+    dtype = operands[0].dtype
+    if not len(operands[0]):
+        shapes = [x.new_zeros(1, *x.shape[1:]) for x in operands]
+        return rows(function, *shapes)[:0]
+    made = [function(*(x.float() for x in row)) for row in zip(*operands, strict=True)]
+    return torch.stack(made).to(dtype)
+
+
+def product(row: Tensor, packed: Packed, g: int | None = None) -> Tensor:
+    """One row times one weight, rounded, then its bias."""
+    weight = packed.weight if g is None else packed.weight[g]
+    y = (weight.double() @ row.double()).to(weight.dtype)
+    if packed.bias is None:
+        return y
+    bias = packed.bias if g is None else packed.bias[g]
+    return (y.float() + bias.float()).to(weight.dtype)
+
+
+def turned(row: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """[heads, d] of one token."""
+    half = len(cos)
+    part = row[:, : 2 * half]
+    a, b = (part[:, ::2], part[:, 1::2]) if interleaved else part.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, row[:, 2 * half :]), -1)
+
+
+class Ops:
+    """The table; what each operation does says `lockstep.ops.Ops`."""
+
+    dtypes = ("bfloat16",)
+    device = torch.device("cpu")
+    machine = "torch"
+    gemm_order = Choice("float64", "a dot product of float64 numbers per element")
+
+    def __init__(self, dtype: str = "bfloat16") -> None:
+        self.dtype = getattr(torch, dtype)
+
+    # ---- GEMM
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
+        return Packed(weight.clone(), None if bias is None else bias.clone())
+
+    def linear(self, x: Tensor, packed: Packed) -> Tensor:
+        if not len(x):
+            return x.new_zeros(0, len(packed.weight))
+        return torch.stack([product(row, packed) for row in x])
+
+    def batched_linear(self, x: Tensor, packed: Packed) -> Tensor:
+        t, heads = x.shape[:2]
+        if not t:
+            return x.new_zeros(0, heads, packed.weight.shape[1])
+        each = [product(row[g], packed, g) for row in x for g in range(heads)]
+        return torch.stack(each).view(t, heads, -1)
+
+    def grouped_linear(self, x: Tensor, packed: Packed, routes: Routes) -> Tensor:
+        experts = routes.ids.flatten().tolist()
+        if not experts:
+            return x.new_zeros(0, packed.weight.shape[1])
+        return torch.stack([product(row, packed, e) for row, e in zip(x, experts, strict=True)])
+
+    # ---- experts
+
+    def route(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Routes:
+        chosen = [choose(row, routing, correction) for row in logits]
+        if not chosen:
+            return Routes(torch.zeros(0, routing.k).long(), torch.zeros(0, routing.k))
+        return Routes(*(torch.stack(column) for column in zip(*chosen, strict=True)))
+
+    def dispatch(self, x: Tensor, routes: Routes) -> Tensor:
+        return x.repeat_interleave(routes.ids.shape[1], 0)
+
+    def combine(self, parts: Tensor, routes: Routes) -> Tensor:
+        slots = parts.view(*routes.ids.shape, -1)
+        return rows(added, slots, routes.weights)
+
+    # ---- rows
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rows(lambda row: F.rms_norm(row, row.shape[-1:], weight, eps), x)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return total, self.rms_norm(total, weight, eps)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return rows(lambda row: F.layer_norm(row, row.shape[-1:], weight, bias, eps), x)
+
+    def rope_cos_sin(self, positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
+        angles = (positions.float()[:, None] * freqs).double()
+        return CosSin(angles.cos().float() * factor, angles.sin().float() * factor)
+
+    def rope(self, x: Tensor, cos_sin: CosSin, interleaved: bool) -> Tensor:
+        return rows(lambda row, c, s: turned(row, c, s, interleaved), x, *cos_sin)
+
+    def qk_norm_rope(
+        self, x: Tensor, heads: Heads, weights: Tensor | None, cos_sin: CosSin
+    ) -> tuple[Tensor, Tensor]:
+        count = heads.heads + heads.kv_heads
+        both = x[:, : count * heads.d].reshape(len(x), count, heads.d)
+        parts = both.split((heads.heads, heads.kv_heads), 1)
+        if weights is not None:
+            pairs = zip(parts, weights, strict=True)
+            parts = tuple(self.rms_norm(part, weight, heads.eps) for part, weight in pairs)
+        q, k = (self.rope(part, cos_sin, heads.interleaved) for part in parts)
+        return q, k
+
+    def activate(self, x: Tensor, act: Activation) -> Tensor:
+        return rows(FUNCTIONS[act], x)
+
+    def act_and_mul(self, x: Tensor, act: Activation) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return rows(lambda g, u: FUNCTIONS[act](g) * u, gate, up)
+
+    def clamped_swiglu(self, x: Tensor, alpha: float, limit: float) -> Tensor:
+        def gated(gate: Tensor, up: Tensor) -> Tensor:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+        return rows(gated, *x.chunk(2, -1))
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return rows(lambda row: torch.tanh(row / cap) * cap, x)
+
+    def pool(self, x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+        if not spans:
+            return torch.zeros(0, x.shape[1])
+        means = torch.stack([sum(x[a:b].double()) / (b - a) for a, b in spans])
+        return torch.stack([F.normalize(mean, dim=0) for mean in means]).float()
+
+    # ---- the cache
+
+    def kv_write(self, storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
+        largest = LARGEST[storage.dtype]
+        for slot, row in zip(slots.tolist(), values.float() / scale, strict=True):
+            row = row if largest is None else row.clamp(-largest, largest)
+            storage[slot] = F.pad(row, (0, storage.shape[2] - row.shape[1])).to(storage.dtype)
+
+    def kv_move(self, storages: Sequence[Tensor], moves: Tensor) -> None:
+        for storage in storages:
+            bits = storage.view(torch.uint8)
+            bits[moves[:, 1].long()] = bits[moves[:, 0].long()]
+
+    # ---- sampling: the formulas that all devices share
+
+    def sample_tokens(
+        self, logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool
+    ) -> tuple[Tensor, Tensor]:
+        return formulas.sample_tokens(logits, floats, ints, cuts)
+
+    def compute_logprobs(
+        self, logits: Tensor, token_ids: Tensor, k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return formulas.compute_logprobs(logits, token_ids, k)
+
+
+class StaleSlotOps(Ops):
+    """The same table with a bug: after the first writes of a storage, the first row of a step goes
+    where it went the step before."""
+
+    def __init__(self, dtype: str = "bfloat16") -> None:
+        super().__init__(dtype)
+        self.last: dict[int, int] = {}
+
+    def kv_write(self, storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
+        if len(slots):
+            slots, where = slots.clone(), storage.data_ptr()
+            now = int(slots[0])
+            slots[0] = self.last.get(where, now)
+            self.last[where] = now
+        super().kv_write(storage, slots, values, scale)
+
+
+def choose(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """ids and weights of one row's experts."""
+    scores: Any = {"softmax": lambda x: x.softmax(0), "sigmoid": torch.sigmoid}
+    scored = scores.get(routing.score, lambda x: x)(logits)
+    ranked = scored if correction is None else scored + correction
+    if routing.groups > 1:
+        grouped = ranked.view(routing.groups, -1)
+        best = grouped.sort(-1, descending=True).values
+        pairs = correction is not None and best.shape[1] > 1
+        top = best[:, :2].sum(-1) if pairs else best[:, 0]
+        keep = top.argsort(descending=True, stable=True)[: routing.keep]
+        masked = torch.full_like(grouped, -torch.inf)
+        masked[keep] = grouped[keep]
+        ranked = masked.flatten()
+    ids = ranked.argsort(descending=True, stable=True)[: routing.k]
+    weights = scored[ids].softmax(0) if routing.score == "chosen" else scored[ids]
+    if routing.norm:
+        weights = weights / (weights.sum() + routing.floor)
+    return ids, weights * routing.scale
+
+
+def added(slots: Tensor, weights: Tensor) -> Tensor:
+    """One row's parts times their weights, in order."""
+    total = torch.zeros_like(slots[0])
+    for part, weight in zip(slots, weights, strict=True):
+        total = total + part * weight
+    return total

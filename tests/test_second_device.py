@@ -1,0 +1,128 @@
+"""A device of another package (tests/second_device), brought in through the entry points: engines
+run on it with nothing of Lockstep edited or replaced."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.attention import select as backends
+from lockstep.config import EngineConfig
+from lockstep.kernels.select import DEVICES, select
+from lockstep.lab import tiny
+from lockstep.llm.engine import Engine, Parts, load
+from lockstep.models import weights
+from lockstep.run.certify import Certificate
+from lockstep.sample.params import SamplingParams
+from lockstep.types import Choice, RuleError
+
+HERE = Path(__file__).parent / "second_device"
+MODELS = [tiny.LLAMA, tiny.QWEN3, tiny.DEEPSEEK, tiny.GPT_OSS, tiny.GEMMA2]
+PROMPTS = [tiny.words(n, n) for n in (3, 18, 9)]
+PARAMS = SamplingParams(max_tokens=6, temperature=0.8, seed=3, logprobs=True, ignore_eos=True)
+
+
+def register(folder: Path, package: str, **entries: str) -> None:
+    """A distribution that brings devices and a backend."""
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    devices = "\n".join(f"{name} = {value}" for name, value in entries.items())
+    backend = "[lockstep.backends]\nrowwise = rowwise_attention:Backend\n"
+    (info / "entry_points.txt").write_text(f"[lockstep.devices]\n{devices}\n{backend}")
+
+
+@pytest.fixture
+def outside(tmp_path, monkeypatch):
+    """The package as an installer would leave it."""
+    register(
+        tmp_path / "site", "rowwise", rowwise="rowwise_ops:Ops", stale="rowwise_ops:StaleSlotOps"
+    )
+    monkeypatch.syspath_prepend(HERE)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    yield
+    for name in ("rowwise_ops", "rowwise_attention"):
+        sys.modules.pop(name, None)
+
+
+def parts(model: tiny.Tiny, folder: Path, device: str = "rowwise") -> Parts:
+    """A tiny model on the device, with nothing proven about it."""
+    folder.mkdir(exist_ok=True)
+    tiny.save(model, folder)
+    loaded = weights.load(folder, device)
+    return Parts(
+        loaded.model,
+        loaded.info,
+        None,
+        backends.load("rowwise"),
+        Choice("rowwise", "the test's"),
+        Certificate(0, (), "none"),
+    )
+
+
+def answers(engine: Engine, prompts: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], bytes]]:
+    """Tokens, and the bits of their log-probabilities, of requests that run together."""
+    jobs = [engine.add(ids, PARAMS) for ids in prompts]
+    while engine.busy:
+        engine.step()
+    outs = [job.output("") for job in jobs]
+    return [(tuple(out.token_ids), np.array(out.logprobs, np.float32).tobytes()) for out in outs]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_an_engine_runs_on_it_and_keeps_its_promise(outside, tmp_path, model):
+    """Together, in chunks, on small pages and alone: the same bits. And near what the CPU says."""
+    made = parts(model, tmp_path / "model")
+    together = Engine(EngineConfig(max_total_tokens=512, page_size=4), made)
+    chunked = Engine(EngineConfig(max_total_tokens=512, chunked_prefill_size=5), made)
+    alone = Engine(EngineConfig(max_total_tokens=512), made)
+    want = [answers(alone, [ids])[0] for ids in PROMPTS]
+    assert answers(together, PROMPTS) == want
+    assert answers(chunked, PROMPTS[::-1]) == want[::-1]
+    assert ";device=rowwise(rowwise-1.0);machine=torch;dtype=bfloat16;" in alone.fingerprint
+    ours = weights.load(tmp_path / "model").model
+    hidden = torch.randn(3, tiny.HIDDEN, generator=torch.Generator().manual_seed(0)).bfloat16()
+    near = made.model.logits(hidden) - ours.logits(hidden.float())
+    assert near.abs().max() < 0.1, "bfloat16 of the same model"
+
+
+def test_the_same_table_with_one_stale_slot_is_noticed(outside, tmp_path):
+    made = parts(tiny.LLAMA, tmp_path / "model", "stale")
+    stale = answers(Engine(EngineConfig(max_total_tokens=512), made), PROMPTS)
+    sound = parts(tiny.LLAMA, tmp_path / "model")
+    assert stale != answers(Engine(EngineConfig(max_total_tokens=512), sound), PROMPTS)
+
+
+def test_it_is_certified_and_chosen_by_its_name(outside, tmp_path):
+    tiny.save(replace(tiny.LLAMA, config={"num_hidden_layers": 1}), tmp_path)
+    made = load(
+        EngineConfig(
+            model=str(tmp_path), device="rowwise", chunked_prefill_size=8, context_length=80
+        )
+    )
+    assert made.info.device == ("rowwise", "asked for by name, in its own bfloat16")
+    assert made.attention.name == "rowwise", "no other backend takes bfloat16 rows there"
+
+
+def test_a_device_that_is_not_there_and_a_dtype_it_has_not(outside):
+    with pytest.raises(RuleError, match=r"a device is one of cpu, rowwise, stale; got 'rowwis'"):
+        select("rowwis")
+    with pytest.raises(RuleError, match="dtype on rowwise is one of bfloat16; got 'float32'"):
+        select("rowwise", "float32")
+    assert select("rowwise", "bfloat16")[1].reason == "asked for by name, in bfloat16"
+
+
+def test_two_devices_of_one_name_are_an_error_naming_both(outside, tmp_path, monkeypatch):
+    register(tmp_path / "other", "usurper", cpu="rowwise_ops:Ops")
+    monkeypatch.syspath_prepend(tmp_path / "other")
+    match = (
+        r"one device is called cpu; got rowwise_ops:Ops of usurper-1.0, and lockstep's own "
+        r"lockstep.kernels.cpu.ops"
+    )
+    with pytest.raises(RuleError, match=match):
+        DEVICES.names()
