@@ -26,7 +26,6 @@ from torch import Tensor
 from lockstep.types import Choice, RuleError
 
 Packed = Any  # a weight as the device wants it: made by `pack`, read by nobody else
-Routes = Any  # which expert computes which row: made by `route`, read by nobody else
 
 
 class Activation(StrEnum):
@@ -56,6 +55,20 @@ class CosSin(NamedTuple):
 
     cos: Tensor
     sin: Tensor
+
+
+class Routes(Protocol):
+    """Which experts compute which row: what `route` makes. The rest of it is the device's own."""
+
+    @property
+    def ids(self) -> Tensor:
+        """Expert ids, whole numbers [t, k], best first."""
+        ...
+
+    @property
+    def weights(self) -> Tensor:
+        """Of these experts, float32 [t, k]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -118,7 +131,7 @@ class Ops(Protocol):
         """y[:, i] = x[:, i] · weight[i]ᵀ: x [t, g, k] → [t, g, n]. MLA's absorb and expand."""
         ...
 
-    def grouped_linear(self, x: Tensor, packed: Packed, routes: Routes) -> Tensor:
+    def grouped_linear(self, x: Tensor, packed: Packed, routes: Any) -> Tensor:
         """Every pair (row, expert) of `routes` with its expert's weight: what `dispatch` gave, or
         [t · k_experts, k] in the order of an earlier result → [t · k_experts, n]."""
         ...
@@ -130,12 +143,12 @@ class Ops(Protocol):
         id; a correction float32 [experts] steers what is chosen, not what it weighs."""
         ...
 
-    def dispatch(self, x: Tensor, routes: Routes) -> Tensor:
+    def dispatch(self, x: Tensor, routes: Any) -> Tensor:
         """The rows x [t, n] as `grouped_linear` takes them: a row per pair in the device's own
         order, or x itself where it finds them through `routes`."""
         ...
 
-    def combine(self, parts: Tensor, routes: Routes) -> Tensor:
+    def combine(self, parts: Tensor, routes: Any) -> Tensor:
         """Each row's parts times their weights, added in the order of its choice in float32, rounded
         once: [t · k_experts, n] → [t, n], in the dtype of the parts."""
         ...

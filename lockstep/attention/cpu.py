@@ -104,7 +104,7 @@ class Backend:
                 handle.split,
                 *k.stride()[:2],
                 *v.stride()[:2],
-                code=KV_FORMATS[group.kv_dtype].code,
+                KV_FORMATS[group.kv_dtype].code,
             )
             kernel()(q, k, v, out, lse2, handle.prepared, shape, handle.layers[spec])
         return narrowed(out, group.d_v), torch.from_numpy(

@@ -16,7 +16,7 @@ import torch
 from lockstep.lab.recompute import Order
 from lockstep.lab.rig import Glass, Rig
 from lockstep.lab.tiny import CONTEXT, VOCAB
-from lockstep.nn.moe import Routing
+from lockstep.ops import Routing
 from lockstep.plan import image
 from lockstep.plan.bucket import Buckets
 from lockstep.plan.build import Work, build
@@ -167,7 +167,8 @@ def experts(rig: Rig, quick: bool) -> None:
     for count in EXPERTS:
         logits = torch.randint(0, 4, (40, count), generator=gen).float()
         for score in ("softmax", "sigmoid", "chosen"):
-            ids, _ = Routing(k=3, experts=count, score=score)(logits, None)
+            routing = Routing(k=3, experts=count, score=score)
+            ids = rig.parts.model.ops.route(logits, routing, None).ids
             want = [
                 [e for _, e in sorted((-x, e) for e, x in enumerate(row))[:3]]
                 for row in logits.tolist()

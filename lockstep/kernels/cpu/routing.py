@@ -17,9 +17,11 @@ from lockstep.ops import Routing
 
 
 class Routes(NamedTuple):
-    """weights float32 [t, k]; pairs int64 [t · k], the number row · k + choice of every pair, by
-    expert and then ascending; indptr int64 [experts + 1]: where each expert's pairs begin."""
+    """ids int64 and weights float32 [t, k]; pairs int64 [t · k], the number row · k + choice of
+    every pair, by expert and then ascending; indptr int64 [experts + 1]: where each expert's pairs
+    begin."""
 
+    ids: Tensor
     weights: Tensor
     pairs: Tensor
     indptr: Tensor
@@ -42,7 +44,8 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> Routes
     if routing.scale != 1.0:
         weights = weights * routing.scale
     experts, pairs = ids.flatten().sort(stable=True)
-    return Routes(weights, pairs, torch.searchsorted(experts, torch.arange(routing.experts + 1)))
+    indptr = torch.searchsorted(experts, torch.arange(routing.experts + 1))
+    return Routes(ids=ids, weights=weights, pairs=pairs, indptr=indptr)
 
 
 def limited(ranked: Tensor, routing: Routing, in_pairs: bool) -> Tensor:

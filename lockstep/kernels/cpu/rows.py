@@ -101,10 +101,10 @@ def qk_norm_rope(
     """
     (count, kv_heads, d, eps, interleaved), t = heads, x.shape[0]
     if interleaved:
-        parts = x[:, : (count + kv_heads) * d].view(t, -1, d).split_with_sizes([count, kv_heads], 1)
+        q, k = x[:, : (count + kv_heads) * d].view(t, -1, d).split_with_sizes([count, kv_heads], 1)
         if weights is not None:
-            parts = [rms_norm(part, w, eps) for part, w in zip(parts, weights, strict=True)]
-        return rope(parts[0], cos_sin, True), rope(parts[1], cos_sin, True)
+            q, k = rms_norm(q, weights[0], eps), rms_norm(k, weights[1], eps)
+        return rope(q, cos_sin, True), rope(k, cos_sin, True)
     q, k = torch.empty(t, count, d), torch.empty(t, kv_heads, d)
     norm_q = 0 if weights is None else weights.data_ptr()
     cos, sin = cos_sin[0].data_ptr(), cos_sin[1].data_ptr()
