@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
 from lockstep.attention import select
+from lockstep.kernels.cpu import routing
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.lab import fuzz, plain, stories
 from lockstep.lab.cells import Cell, run_cell
@@ -44,7 +45,7 @@ from lockstep.lab.values import Values, truth
 from lockstep.llm.engine import BUILTIN
 from lockstep.models import bart, llama
 from lockstep.models.weights import load, model_types
-from lockstep.nn import attention, decoder, mlp, moe, norm, rope, source
+from lockstep.nn import attention, decoder, mlp, norm, source
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SPARSE = {
@@ -215,14 +216,14 @@ Planted = Callable[[pytest.MonkeyPatch], None]
 
 
 def turned_backwards(patch: pytest.MonkeyPatch) -> None:
-    """nn/rope: the sign of the half rotation."""
-    right = rope.Rope.angles
+    """kernels/cpu/rows: the sign of the half rotation."""
+    right = Ops.rope_cos_sin
 
-    def wrong(self: Any, positions: Any) -> Any:
-        angles = right(self, positions)
-        return angles._replace(sin=-angles.sin)
+    def wrong(*operands: Any) -> Any:
+        found = right(*operands)
+        return found._replace(sin=-found.sin)
 
-    patch.setattr(rope.Rope, "angles", wrong)
+    patch.setattr(Ops, "rope_cos_sin", staticmethod(wrong))
 
 
 def positions_from_one(patch: pytest.MonkeyPatch) -> None:
@@ -237,28 +238,32 @@ def norm_without_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def router_without_norm(patch: pytest.MonkeyPatch) -> None:
-    """nn/moe: the chosen experts' weights do not add up to 1."""
-    right = moe.Routing.__call__
-    patch.setattr(moe.Routing, "__call__", lambda self, *a: right(replace(self, norm=False), *a))
+    """kernels/cpu/routing: the chosen experts' weights do not add up to 1."""
+    right = Ops.route
+
+    def wrong(logits: Any, routing: Any, correction: Any) -> Any:
+        return right(logits, replace(routing, norm=False), correction)
+
+    patch.setattr(Ops, "route", staticmethod(wrong))
 
 
 def worst_group_first(patch: pytest.MonkeyPatch) -> None:
-    """nn/moe: the groups of experts are ranked the wrong way round."""
-    right = moe.Routing._limit
+    """kernels/cpu/routing: the groups of experts are ranked the wrong way round."""
+    right = routing.limited
 
-    def wrong(self: Any, ranked: Any, pairs: bool) -> Any:
-        return torch.where(right(self, -ranked, pairs).isinf(), -torch.inf, ranked)
+    def wrong(ranked: Any, how: Any, in_pairs: bool) -> Any:
+        return torch.where(right(-ranked, how, in_pairs).isinf(), -torch.inf, ranked)
 
-    patch.setattr(moe.Routing, "_limit", wrong)
+    patch.setattr(routing, "limited", wrong)
 
 
 def residual_of_the_norm(patch: pytest.MonkeyPatch) -> None:
     """nn/decoder: the feed-forward is added to the normed row."""
     right = decoder.Block.__call__
 
-    def wrong(self: Any, x: Any, more: Any, turns: Any, step: Any) -> Any:
-        x, fed = right(self, x, more, turns, step)
-        return self.norms[1](x), fed
+    def wrong(self: Any, *operands: Any) -> Any:
+        hidden, residual = right(self, *operands)
+        return hidden, self.pre_mlp_norm(residual)
 
     patch.setattr(decoder.Block, "__call__", wrong)
 
