@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep.attention import select
 from lockstep.attention.base import INVARIANCES, Caps, natural, score_constants, visible
+from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool, view
 from lockstep.kv.tables import Table
@@ -37,11 +38,7 @@ def attend(
     backend, _ = select.select(name, [spec], "cpu")
     fresh = spec.layout is Layout.FRESH
     pages = None if fresh else PagePool(64)
-    pool = (
-        None
-        if fresh
-        else Pool(spec, 64, torch.device("cpu"), lambda s, d, _: torch.full(s, torch.nan).to(d))
-    )
+    pool = None if fresh else Pool(spec, 64, Ops(), lambda s, d, _: torch.full(s, torch.nan).to(d))
     table = Table((spec,), (pages,))
     done = 0
     for new in [n for n in (cached, len(k) - cached) if n]:
@@ -93,7 +90,7 @@ def test_a_row_counts_the_keys_it_sees_from_the_first_one_on(backend, window):
 def test_a_decoder_row_sees_every_key_of_its_encoder(backend, n):
     spec = replace(DENSE, layout=Layout.CROSS, causal=False)
     chosen, _ = select.select(backend, [spec], "cpu")
-    pages, pool = PagePool(4), Pool(spec, 4, torch.device("cpu"))
+    pages, pool = PagePool(4), Pool(spec, 4, Ops())
     table = Table((spec,), (pages,))
     table.reserve(0, cross_len=n)
     slots = torch.from_numpy(table.slots(0, np.arange(n, dtype=np.int32)).astype(np.int64))
@@ -184,7 +181,7 @@ def test_a_row_that_sees_nothing_is_zero(backend, sinks):
     """An encoder of length 0: out 0, and lse -inf or, with a sink, the sink."""
     spec = replace(DENSE, layout=Layout.CROSS, causal=False, layers=(AttnSpec(0.25, sinks=sinks),))
     chosen, _ = select.select(backend, [spec], "cpu")
-    pages, pool = PagePool(4), Pool(spec, 4, torch.device("cpu"))
+    pages, pool = PagePool(4), Pool(spec, 4, Ops())
     table = Table((spec,), (pages,))
     plan = build((spec,), [Work(3, 1, (table.pages(0),), cross_len=0)])
     check(plan, (4,))

@@ -18,6 +18,7 @@ import torch
 
 from lockstep.attention.select import load, refusal
 from lockstep.config import EngineConfig
+from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import peak_pages
 from lockstep.lab import fuzz
@@ -193,7 +194,7 @@ def test_free_memory_is_at_most_what_the_machine_has():
 
 
 def test_one_row_is_moved_like_many():
-    pool = Pool(group(), 3, torch.device("cpu"), lambda shape, dtype, device: torch.zeros(shape))
+    pool = Pool(group(), 3, Ops(), lambda shape, dtype, device: torch.zeros(shape))
     for layer in pool.storages:
         for storage in layer:
             storage += torch.arange(len(storage))[:, None, None]
@@ -294,7 +295,7 @@ def test_a_limit_of_0_is_refused():
 
 def test_a_scale_is_divided_out_in_a_cache_of_full_precision_too():
     spec = group(layers=(AttnSpec(1.0, k_scale=2.0, v_scale=4.0),))
-    pool = Pool(spec, 2, torch.device("cpu"))
+    pool = Pool(spec, 2, Ops())
     k, v = torch.full((1, 2, 8), 6.0), torch.full((1, 2, 8), 6.0)
     pool.write(0, torch.tensor([17]), k, v)
     assert pool.keys(0).k[17].unique().tolist() == [3.0]

@@ -16,6 +16,7 @@ from model_harness import Engine
 from test_models import CASES, MLA, Case, agree, check_greedy, greedy, make, tokens
 
 from lockstep import LLM, order
+from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
 from lockstep.kv.spec import arithmetic, group_bytes, slot_bytes
@@ -118,7 +119,7 @@ def test_zero_columns_change_no_bit_of_a_score_or_an_output():
 
 def test_the_bytes_of_the_padding_are_counted_and_printed():
     spec = GroupSpec(Layout.DENSE, 2, 2, 20, 12, (AttnSpec(1.0),) * 3, page_size=4)
-    pool = Pool(spec, 5, torch.device("cpu"))
+    pool = Pool(spec, 5, Ops())
     assert slot_bytes(spec) == 2 * (24 + 16) * 4
     assert pool.nbytes == group_bytes(spec, 5)
     assert "heads of 20 stored as 24 and 12 stored as 16: 5 pages" in arithmetic([spec], [5])
@@ -133,12 +134,7 @@ def test_the_cache_holds_zeros_behind_a_heads_own_columns(kv_dtype):
     spec = GroupSpec(
         Layout.DENSE, 1, 1, 5, 3, (AttnSpec(1.0, k_scale=0.5),), page_size=2, kv_dtype=kv_dtype
     )
-    pool = Pool(
-        spec,
-        3,
-        torch.device("cpu"),
-        lambda shape, dtype, device: torch.full(shape, torch.nan).to(dtype),
-    )
+    pool = Pool(spec, 3, Ops(), lambda shape, dtype, device: torch.full(shape, torch.nan).to(dtype))
     table = Table((spec,), (PagePool(3),))
     table.reserve(2)
     pool.write(0, torch.tensor([2, 3]), torch.ones(2, 1, 5), torch.ones(2, 1, 3))

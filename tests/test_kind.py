@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lockstep.attention.reference import Backend
+from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import Table
 from lockstep.lab.tiny import BART, LLAMA, QWEN3, loaded
@@ -23,7 +24,7 @@ def run(kinds: list[StepKind]) -> list[StepOutput]:
     """The same tokens by every kind, on one table of one runner."""
     specs = group_specs(kinds)
     pages = [0 if spec.layout is Layout.FRESH else 4 for spec in specs]
-    runner = Runner(specs, pages, Backend())
+    runner = Runner(specs, pages, Backend(), Ops())
     table = Table(specs, [PagePool(n) if n else None for n in pages])
     table.reserve(len(IDS))
     out = []

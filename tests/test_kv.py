@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import SINK, PagePool
 from lockstep.kv.pool import FreshView, PagedView, Pool, view
 from lockstep.kv.spec import arithmetic, group_bytes
@@ -158,14 +159,14 @@ def test_accepted_nodes_move_from_scratch_to_their_places():
     "spec", [FULL, replace(WINDOW, kv_dtype="bfloat16"), replace(FULL, kv_dtype="float8_e4m3")]
 )
 def test_the_printed_arithmetic_equals_the_bytes_of_the_storages(spec):
-    pool = Pool(spec, 9, torch.device("cpu"))
+    pool = Pool(spec, 9, Ops())
     assert pool.nbytes == group_bytes(spec, 9)
     assert f"{pool.nbytes:,} B" in arithmetic([spec], [9]).splitlines()[-1]
 
 
 def test_a_latent_row_is_stored_once_and_v_is_its_first_columns():
     attn = (AttnSpec(0.5, k_scale=0.5, v_scale=0.5),)
-    pool = Pool(GroupSpec(Layout.LATENT, 4, 1, 10, 8, attn, page_size=2), 3, torch.device("cpu"))
+    pool = Pool(GroupSpec(Layout.LATENT, 4, 1, 10, 8, attn, page_size=2), 3, Ops())
     rows = torch.randn(2, 1, 10)
     pool.write(0, torch.tensor([2, 5]), rows, rows[..., :8])
     k, v = pool.keys(0)
@@ -176,7 +177,7 @@ def test_a_latent_row_is_stored_once_and_v_is_its_first_columns():
 
 def test_fp8_is_clamped_divided_by_its_scale_and_read_back_exactly():
     spec = replace(FULL, kv_dtype="float8_e4m3")
-    pool = Pool(spec, 3, torch.device("cpu"))
+    pool = Pool(spec, 3, Ops())
     values = (
         torch.tensor([1000.0, -1000.0, 0.3, 3e-3, 0.0, 448.0, 17.0, -2.5])
         .expand(1, 2, 8)
@@ -194,7 +195,7 @@ def test_fp8_is_clamped_divided_by_its_scale_and_read_back_exactly():
 
 
 def test_moves_gather_all_and_then_scatter_all():
-    pool = Pool(FULL, 4, torch.device("cpu"))
+    pool = Pool(FULL, 4, Ops())
     k = torch.randn(3, 2, 8)
     pool.write(0, torch.tensor([4, 5, 6]), k, k)
     pool.move(torch.tensor([[4, 5], [5, 6], [6, 4]], dtype=torch.int32))
@@ -213,7 +214,7 @@ def test_a_fresh_group_passes_its_rows_through_and_has_no_pool():
 
 
 def test_a_write_needs_a_row_for_every_slot():
-    pool = Pool(FULL, 4, torch.device("cpu"))
+    pool = Pool(FULL, 4, Ops())
     stores = PagedView(pool, Views(*[torch.tensor([4, 5], dtype=torch.int32)] * 12))
     with pytest.raises(RuleError, match="one K and one V row per slot"):
         stores.keys(0, torch.randn(1, 2, 8), torch.randn(1, 2, 8))

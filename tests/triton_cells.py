@@ -24,6 +24,7 @@ import torch
 from lockstep import order
 from lockstep.attention import reference
 from lockstep.attention import triton as backend
+from lockstep.kernels.cpu.ops import Ops
 from lockstep.kernels.triton import tuning
 from lockstep.kernels.triton.launch import Tuning
 from lockstep.kv.pages import PagePool
@@ -118,6 +119,13 @@ CARD_FEATURES = {
 }
 
 
+def ops_on(device: str) -> Ops:
+    """The CPU's table, whose cache operations are torch's, for tensors of a device."""
+    ops = Ops()
+    ops.device = torch.device(device)
+    return ops
+
+
 @dataclass(frozen=True)
 class Size:
     """Lengths of a cell."""
@@ -207,7 +215,7 @@ class Cell:
         def poison(shape, dtype, device):
             return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
-        pool = Pool(spec, PAGES * 16 // spec.page_size, torch.device("cpu"), poison)
+        pool = Pool(spec, PAGES * 16 // spec.page_size, Ops(), poison)
         for request, at in slots.items():
             n = len(at)
             pool.write(
@@ -405,7 +413,7 @@ def cache(device: str, found: dict) -> None:
                 Pool(
                     spec,
                     9,
-                    torch.device(device),
+                    ops_on(device),
                     lambda shape, dtype, at: torch.zeros(shape, device=at).to(dtype),
                 )
                 for _ in range(2)

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.kv.spec import check_fits, group_bytes, storage_shapes
+from lockstep.ops import Ops
 from lockstep.order import stored_len
 from lockstep.plan.image import Views
-from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, RuleError
-
-LARGEST = {getattr(torch, f.torch_name): f.largest for f in KV_FORMATS.values() if f.largest}
+from lockstep.types import KV_FORMATS, GroupSpec, Layout, RuleError
 
 Allocate = Callable[[tuple[int, int, int], torch.dtype, torch.device], Tensor]
 
@@ -46,9 +45,9 @@ class Pool:
     `allocate` returns."""
 
     def __init__(
-        self, spec: GroupSpec, num_pages: int, device: torch.device, allocate: Allocate = empty
+        self, spec: GroupSpec, num_pages: int, ops: Ops, allocate: Allocate = empty
     ) -> None:
-        self.spec, self.num_pages = spec, num_pages
+        self.spec, self.num_pages, self.ops, device = spec, num_pages, ops, ops.device
         if device.type == "cpu":
             check_fits(group_bytes(spec, num_pages), f"{num_pages:,} pages of {spec.page_size:,}")
         dtype = getattr(torch, KV_FORMATS[spec.kv_dtype].torch_name)
@@ -69,25 +68,17 @@ class Pool:
         return Keys(k[..., : self.spec.d_qk], (rest[0] if rest else k)[..., : self.spec.d_v])
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores this step's K and V rows; slots are int64. For a latent group k holds the whole
-        row and v is not looked at."""
-        rows = zip(self.storages[layer], ((k, "k"), (v, "v")), strict=False)
-        for storage, (given, which) in rows:
-            values = widened(given, storage.shape[2])
-            scale = scale_of(self.spec.layers[layer], which)
-            if scale == 1.0 and storage.dtype is values.dtype:
-                storage.index_copy_(0, slots, values)
-            else:
-                _bits(storage).index_copy_(0, slots, _bits(encode(values, scale, storage.dtype)))
+        """Stores this step's K and V rows. For a latent group k holds the whole row and v is not
+        looked at."""
+        attn = self.spec.layers[layer]
+        for storage, values, scale in zip(
+            self.storages[layer], (k, v), (attn.k_scale, attn.v_scale), strict=False
+        ):
+            self.ops.kv_write(storage, slots, values, scale)
 
     def move(self, moves: Tensor) -> None:
         """Relocates rows in every layer: gather all, then scatter all."""
-        if len(moves) == 0:
-            return
-        source, target = moves.long().unbind(1)
-        for storage in (s for layer in self.storages for s in layer):
-            bits = _bits(storage)
-            bits[target] = bits[source]
+        self.ops.kv_move([s for layer in self.storages for s in layer], moves)
 
     @property
     def nbytes(self) -> int:
@@ -162,21 +153,6 @@ def view(spec: GroupSpec, pool: Pool | None, views: Views) -> PagedView | FreshV
     return PagedView(pool, views)
 
 
-def scale_of(attn: AttnSpec, which: str) -> float:
-    """What a stored number is multiplied with to get K or V back."""
-    return attn.k_scale if which == "k" else attn.v_scale
-
-
-def encode(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Values as they are stored: divided by the scale, clamped to the format's range, rounded
-    once."""
-    scaled = values if scale == 1.0 else values / scale
-    largest = LARGEST.get(dtype)
-    if largest is not None:
-        scaled = scaled.clamp(-largest, largest)
-    return scaled.to(dtype)
-
-
 def _bits(tensor: Tensor) -> Tensor:
     """The same memory as integers where torch cannot index the type itself."""
-    return tensor.view(torch.uint8) if tensor.dtype is torch.float8_e4m3fn else tensor
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor

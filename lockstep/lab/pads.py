@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.attention.base import Backend
+from lockstep.kernels.select import select
 from lockstep.kv import pool as kv_pool
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
@@ -75,7 +76,7 @@ class PadRows:
             torch.from_numpy(plan_image.pack(plan).copy()), plan.bucket, (spec,)
         )
         store = kv_pool.view(
-            spec, Pool(spec, num_pages, torch.device("cpu")) if cached else None, views
+            spec, Pool(spec, num_pages, select("cpu")[0]) if cached else None, views
         )
         q, k, v = (t[:1].repeat(length, 1, 1) for t in (mine.q, mine.k, mine.v))
         handle = self.backend.lower(plan, plan.groups[0], views)

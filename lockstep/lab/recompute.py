@@ -79,7 +79,7 @@ class Recompute:
             0 if s.layout is Layout.FRESH else CONTEXT for s in self.specs
         ]  # plainly, a source's alone: a decoder reads its rows
         self.pages = [PagePool(n) if n else None for n in pages]
-        self.runner = Runner(self.specs, pages, parts.backend)
+        self.runner = Runner(self.specs, pages, parts.backend, self.model.ops)
         self._known: dict[tuple[tuple[int, ...], SamplingParams], Answer] = {}
 
     def placed(self, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lockstep.attention.base import Backend
 from lockstep.kernels.cpu.threads import limited
+from lockstep.kernels.select import select
 from lockstep.kv import pool as kv_pool
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
@@ -89,7 +90,7 @@ class World:
         sizes = [self._pool_pages(spec) for spec in self.specs]
         self.pages = [PagePool(n) if n else None for n in sizes]
         self.pools = [
-            Pool(spec, n, torch.device("cpu"), self.guarded.storage) if n else None
+            Pool(spec, n, select("cpu")[0], self.guarded.storage) if n else None
             for spec, n in zip(self.specs, sizes, strict=True)
         ]
         for g, pool in enumerate(self.pages):

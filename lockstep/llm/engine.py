@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, count
 from pathlib import Path
 from typing import NamedTuple
@@ -140,7 +141,7 @@ class Engine:
         self.specs = group_specs(self.kinds.values())
         sizes = memory.size(self.specs, config, self.context_length)
         buckets = Buckets(config.bucket_sizes) if config.bucket_sizes is not None else None
-        self.runner = Runner(self.specs, sizes.pages, parts.backend, buckets)
+        self.runner = Runner(self.specs, sizes.pages, parts.backend, self.model.ops, buckets)
         self._num_pages = sizes.pages
         self.scheduler = self._new_scheduler()
         self.fingerprint = fingerprint(parts, config.kv_cache_dtype)

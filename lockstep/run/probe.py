@@ -161,7 +161,7 @@ class Sequence:
         self.source_len = min(SOURCE_LEN, model.max_position) if ENCODE in self.kinds else 0
         pages = [self._pages(spec, config.chunked_prefill_size) for spec in self.specs]
         self.pools = [PagePool(n) if n else None for n in pages]
-        self.runner = Runner(self.specs, pages, subject.backend)
+        self.runner = Runner(self.specs, pages, subject.backend, model.ops)
         tokens = max(self.edges.length, self.source_len)
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(info.vocab_size, (tokens,), generator=generator)
@@ -290,7 +290,7 @@ class Sources:
         self.specs, self.kind = group_specs(kinds.values()), kinds.get(ENCODE) or kinds[EMBED]
         pages = [self._pages(spec, config.chunked_prefill_size) for spec in self.specs]
         self.pools = [PagePool(n) if n else None for n in pages]
-        self.runner = Runner(self.specs, pages, subject.backend)
+        self.runner = Runner(self.specs, pages, subject.backend, model.ops)
         generator = torch.Generator().manual_seed(1)
         self.ids = torch.randint(info.vocab_size, (self.limit + CHUNK,), generator=generator)
         self.known: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lockstep.attention.base import Backend
 from lockstep.kv.pool import Pool
+from lockstep.ops import Ops
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.check import check
 from lockstep.plan.step import StepPlan
@@ -46,15 +47,15 @@ class Runner:
         specs: Sequence[GroupSpec],
         pages: Sequence[int],
         backend: Backend,
+        ops: Ops,
         buckets: Buckets | None = None,
     ) -> None:
-        device = torch.device("cpu")
         self.specs, self.backend, self.buckets = tuple(specs), backend, buckets
         self.pools = [
-            None if s.layout is Layout.FRESH else Pool(s, n, device)
+            None if s.layout is Layout.FRESH else Pool(s, n, ops)
             for s, n in zip(specs, pages, strict=True)
         ]
-        self.arena = Arena(IMAGE_LEN, device)
+        self.arena = Arena(IMAGE_LEN, ops.device)
 
     def run(self, plan: StepPlan, ids: Tensor, kind: StepKind) -> StepOutput:
         """One step. ids [T]: the token of every row, before padding."""

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lockstep.kernels.cpu import gemm, routing, rows, sample_rows
+from lockstep.kv.pool import _bits, widened
 from lockstep.types import KV_FORMATS, Choice
 
 LARGEST = {getattr(torch, f.torch_name): f.largest for f in KV_FORMATS.values() if f.largest}
@@ -21,27 +21,21 @@ LARGEST = {getattr(torch, f.torch_name): f.largest for f in KV_FORMATS.values() 
 
 def kv_write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
     """Divided by the scale, clamped to the format's range, rounded once."""
-    missing = storage.shape[2] - values.shape[2]
-    values = F.pad(values, (0, missing)) if missing else values
+    values = widened(values, storage.shape[2])
     if scale != 1.0:
         values = values / scale
     largest = LARGEST.get(storage.dtype)
     if largest is not None:
         values = values.clamp(-largest, largest)
-    bits(storage).index_copy_(0, slots.long(), bits(values.to(storage.dtype)))
+    _bits(storage).index_copy_(0, slots.long(), _bits(values.to(storage.dtype)))
 
 
 def kv_move(storages: Sequence[Tensor], moves: Tensor) -> None:
     """Gather all, then scatter all."""
     if len(moves):
         source, target = moves.long().unbind(1)
-        for storage in map(bits, storages):
+        for storage in map(_bits, storages):
             storage[target] = storage[source]
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers where torch cannot index the type itself."""
-    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
 class Ops:
