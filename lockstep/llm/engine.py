@@ -439,21 +439,17 @@ class Engine:
         while len(self._launched) > later:
             launched = self._launched.pop(0)
             pieces = launched.step.pieces
-            jobs = [self._job(p.request) for p in pieces if p.request.finish is None]
+            touched += [self._job(p.request) for p in pieces if p.request.finish is None]
             result, accepted = self._result(launched)
-            rows = iter(accepted)
-            ended = self.scheduler.settle(
-                launched.step, [[next(rows) for _ in range(p.sampled)] for p in pieces]
-            )
+            ended = self.scheduler.settle(launched.step, accepted)
             endings = [Ending(self._job(r).drafts[r.index], r.finish or "stop") for r in ended]
             result = self._settled = replace(result, endings=(*result.endings, *endings))
             result.write()
             result.end()
-            for job in jobs:
-                if job.done:
-                    self.jobs.pop(job.request.ask.request_id, None)
+            for request_id in {request.ask.request_id for request in ended}:
+                if self.jobs[request_id].done:
+                    del self.jobs[request_id]
             self._settled = None
-            touched += jobs
         return touched
 
     def _result(self, launched: Launched) -> tuple[StepResult, list[Accepted]]:
@@ -470,12 +466,14 @@ class Engine:
                 continue
             found = draft.accept((ids[row],))
             kept, _ = found.cut(draft.most - at)
+            text = tuple(draft.ahead[: len(kept)]) if draft.searched else ()
             scores: tuple[Score, ...] = ()
             if row in logprobs and chosen is not None and chosen.logprobs is not None:
                 k = draft.params.top_logprobs or 0
                 scores = (_entry(chosen.logprobs, logprobs[row], k),)
-            tokens.append(TokenUpdate(draft, at, kept, tuple(draft.ahead[: len(kept)]), scores))
+            tokens.append(TokenUpdate(draft, at, kept, text, scores))
             accepted.append(found)
+        vectors = launched.embeddings if launched.embeddings is not None else ()
         result = StepResult(
             tokens=tuple(tokens),
             scores=tuple(
@@ -485,11 +483,9 @@ class Engine:
             ),
             embeddings=tuple(
                 (self._job(piece.request), vector.numpy())
-                for piece, vector in zip(pieces, launched.embeddings, strict=True)
+                for piece, vector in zip(pieces, vectors, strict=False)
                 if piece.request.finish is None
-            )
-            if launched.embeddings is not None
-            else (),
+            ),
             endings=tuple(endings),
         )
         return result, accepted

@@ -1,11 +1,11 @@
 """One prompt on its way: what was asked, and what has come out so far, per completion.
 
 A `Draft` grows by the tokens of a step: ids, log-probabilities, text, and why it ended.
-`Job.output` freezes all of it. A step changes nothing here until it is one frozen `StepResult`. That is written
-by position, so that it can be written again: after whatever exception a job is what its last result
-says, and its requests are made anew from that (`resumed`). Text follows from the tokens: it is made
-by `publish`, without the engine; only where stop strings are looked for, it is made as the step is
-settled. Knows tokens and text; the engine feeds it, the surface reads it.
+`Job.output` freezes all of it. A step changes nothing here until it is one frozen `StepResult`,
+written by position, so that it can be written again: after whatever exception a job is what its
+last result says, and its requests are made anew from that (`resumed`). Text follows from the
+tokens: it is made by `publish`, without the engine; only where stop strings are looked for, as the
+step is settled. Knows tokens and text; the engine feeds it, the surface reads it.
 """
 
 from __future__ import annotations

@@ -116,11 +116,12 @@ class Accepted(NamedTuple):
     def cut(self, most: int) -> tuple[tuple[int, ...], str | None]:
         """The tokens that count, if `most` are wanted, and why the completion ends with them, if
         it does."""
-        ends = self.stop_len is not None and self.stop_len <= most
-        kept = self.token_ids[: self.stop_len if ends else most]
-        if ends:
-            return kept, "stop"
-        return kept, "length" if len(kept) == most else None
+        stop_len = self.stop_len
+        if stop_len is not None and stop_len <= most:
+            return self.token_ids[:stop_len], "stop"
+        if len(self.token_ids) < most:
+            return self.token_ids, None
+        return self.token_ids[:most], "length"
 
 
 class DraftTree(NamedTuple):
@@ -146,6 +147,8 @@ class Request:
         self.encoded = not ask.encoder_ids
         self.table: Table | None = None
         self.room = 0  # keys that the pages it holds have room for, as far as was looked
+        # below this length a step computes one row, samples one token, and nothing else happens
+        self.steady_until_len = 0
         self.path: Path | None = None
         self.finish: str | None = None  # "length", "stop" or "abort"
         self.family: list[Request] = [self]  # all n continuations, as far as they exist
@@ -251,6 +254,7 @@ class Piece(NamedTuple):
     table: Table | None = None  # of the request; another one by now, if it was preempted
     cross_new: int = 0  # encoder keys that this piece writes
     parents: tuple[int, ...] | None = None  # of the rows, if they are nodes of a tree
+    steady: bool = False  # one row and one token of a request below its steady length
 
     @property
     def new_len(self) -> int:
@@ -267,6 +271,9 @@ class Piece(NamedTuple):
         return self.cached_len + (len(self.ids) if self.parents is None else 1)
 
 
+LAST = (0,)  # the emitted row of a piece of one row
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """One forward pass, decided: `works[i]` is `pieces[i]` as `plan.build` takes it, over the
@@ -275,3 +282,4 @@ class Step:
     kind: StepKind
     pieces: tuple[Piece, ...]
     works: tuple[Work, ...]
+    samples: int  # lists of tokens that it brings, in the order of the pieces

@@ -27,8 +27,8 @@ from lockstep.kv.tables import Table, pages_for, peak_pages
 from lockstep.plan.build import Work
 from lockstep.run.kind import EMBED, ENCODE, GENERATE, StepKind, group_specs
 from lockstep.sched import policy
-from lockstep.sched.request import Accepted, Ask, DraftTree, Piece, Request, Step
-from lockstep.types import Layout, OutOfPages, RuleError
+from lockstep.sched.request import LAST, Accepted, Ask, DraftTree, Piece, Request, Step
+from lockstep.types import INT32_MAX, Layout, OutOfPages, RuleError
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,25 @@ class _Draft:
 
     def __init__(self, size: int) -> None:
         self.tokens = self.emits = size
+        self.samples = 0
         self.pieces: list[Piece] = []
+
+    def step_on(self, request: Request) -> bool:
+        """The one row of a request below its steady length, if there is room for it."""
+        begin, room = request.cached_len, self.tokens and self.emits
+        if begin >= request.steady_until_len or request.draft is not None or not room:
+            return False
+        self.tokens -= 1
+        self.emits -= 1
+        self.samples += 1
+        ids = (request.tokens[-1],)
+        self.pieces.append(Piece(request, ids, begin, LAST, 1, request.table, 0, None, True))
+        return True
 
     def add(self, piece: Piece) -> None:
         self.tokens -= piece.new_len
         self.emits -= len(piece.emit)
+        self.samples += piece.sampled
         self.pieces.append(piece)
 
 
@@ -142,29 +156,44 @@ class Scheduler:
                 piece.request.encoded = True
         sample = 0
         for piece in step.pieces if step.kind.name == GENERATE else ():
-            table = piece.table
+            request, table = piece.request, piece.table
+            if piece.steady:
+                request.cached_len += 1
+                request.tokens.append(-1 - sample)
+                request.flight, request.held = piece, request.ask.needs_values
+                sample += 1
+                continue
             if table is not None and table.pending:
                 table.moved()
                 if piece.parents is None:
                     table.drop_scratch()
-            piece.request.launch(piece, sample)
+            request.launch(piece, sample)
             sample += piece.sampled
 
-    def settle(self, step: Step, accepted: Sequence[Sequence[Accepted]]) -> list[Request]:
-        """The step has run; `accepted[i]` holds an entry for every token sampled of piece i.
+    def settle(self, step: Step, accepted: Sequence[Accepted]) -> list[Request]:
+        """The step has run; `accepted` holds an entry for every sample of its pieces, in order.
         Returns the requests that end with it. Those that ended before it get nothing of it."""
         if step is not next(iter(self._launched), None):
             rule = "of the steps that were launched the first is settled, once"
             raise RuleError(rule, "another one", "Settle them in order")
-        want, got = [piece.sampled for piece in step.pieces], list(map(len, accepted))
-        if want != got:
-            rule = f"the pieces of this step have {want} sampled tokens"
-            raise RuleError(rule, f"{got}", "Sample the last rows of each piece's emit")
+        if len(accepted) != step.samples:
+            rule = f"this step has {step.samples} samples"
+            raise RuleError(rule, str(len(accepted)), "Sample the last rows of each piece's emit")
         del self._launched[0]
         ended: list[Request] = []
-        for piece, entries in zip(step.pieces, accepted, strict=True):
-            if piece.request.finish is None:
-                ended += self._settle(piece, entries)
+        at = 0
+        for piece in step.pieces:
+            request, begin = piece.request, at
+            if piece.steady and request.finish is None and accepted[at].stop_len is None:
+                at, known_len = at + 1, piece.cached_len + 1
+                request.tokens[known_len] = accepted[begin].token_ids[0]
+                request.settled_len = known_len
+                if request.flight is piece:
+                    request.flight = None
+                continue
+            at += piece.sampled
+            if request.finish is None:
+                ended += self._settle(piece, accepted[begin:at])
         return ended
 
     def check(self) -> None:
@@ -271,7 +300,9 @@ class Scheduler:
         draft, held_up = _Draft(self.limits.chunked_prefill_size), False
         self._evict_ahead()
         for request in policy.turns(self.running):
-            if request.table is not None and not self._place(request, draft):
+            if draft.step_on(request) or request.table is None:
+                continue
+            if not self._place(request, draft):
                 held_up = True
                 if request.rows > 1:
                     break
@@ -338,6 +369,7 @@ class Scheduler:
                 return 0
             table.reserve(begin + want, cross_len=cross_len)
         request.room = min([table.room(g, 0) for g in self._stored])
+        request.steady_until_len = self._steady_until_len(request, table)
         return want
 
     def _whole(self) -> Step | None:
@@ -385,11 +417,11 @@ class Scheduler:
         self._after_whole = name != GENERATE
         kind, works = self.kinds[name], []
         groups, none = kind.groups, (None,) * len(kind.groups)
-        for request, ids, cached_len, emit, _, table, cross_new, parents in draft.pieces:
+        for request, ids, cached_len, emit, _, table, cross_new, parents, _ in draft.pieces:
             pages = table.views(groups) if table is not None else none
             cross_len = len(request.ask.encoder_ids)
             works.append(Work(cached_len, len(ids), pages, emit, parents, cross_len, cross_new))
-        return Step(kind, tuple(draft.pieces), tuple(works))
+        return Step(kind, tuple(draft.pieces), tuple(works), draft.samples)
 
     # -- after a step
 
@@ -402,6 +434,9 @@ class Scheduler:
         if piece.cross_new:
             return []
         reason = None if piece.samples or at < len(request.tokens) else "length"
+        if accepted and piece.parents is None and len(accepted[0].token_ids) > 1:
+            rule = "several tokens at once come from the rows of a tree"
+            raise RuleError(rule, f"{len(accepted[0].token_ids)} from one row", "Propose a tree")
         if accepted:
             kept, reason = accepted[0].cut(len(ask.prompt) + ask.max_new_tokens - at)
             request.tokens[at : at + 1] = kept
@@ -415,7 +450,22 @@ class Scheduler:
             reason = request.begin_item()
         if reason is not None:
             self._end(request, reason)
+        elif request.table is not None:
+            request.steady_until_len = self._steady_until_len(request, request.table)
         return [each for each in (request, *forks) if each.finish is not None]
+
+    def _steady_until_len(self, request: Request, table: Table) -> int:
+        """Up to where nothing can happen to a decoding request: its pages last, no block is whole,
+        and it does not end."""
+        ask, known = request.ask, len(request.tokens)
+        scored = request.scored_len >= request.score_end
+        if known - request.cached_len != 1 or known == len(ask.prompt) or not scored:
+            return 0
+        if ask.items or table.pending or not ask.max_new_tokens:
+            return 0
+        block = request.path.node.end + self.tree.unit if request.path is not None else INT32_MAX
+        end = len(ask.prompt) + ask.max_new_tokens - 1
+        return min(request.room, block - 1, end - 1)
 
     def _keep(self, piece: Piece, accepted: Sequence[Accepted]) -> None:
         """The keys of settled rows become matchable; those of a tree move to their places with the
@@ -493,4 +543,4 @@ class Scheduler:
         if request.table is not None:
             request.table.close()
         request.table, request.path = None, None
-        request.cached_len = request.settled_len = request.room = 0
+        request.cached_len = request.settled_len = request.room = request.steady_until_len = 0
