@@ -424,12 +424,12 @@ class Engine:
         """The prompt's last row tells of the first token of every item."""
         items = job.request.ask.items
         firsts = torch.tensor([item[0] for item in items])
-        told = log_probs(self.model.ops, logits.expand(len(items), -1), firsts)
+        logprobs = log_probs(self.model.ops, logits.expand(len(items), -1), firsts)
         rows = [slice(i, i + 1) for i in range(len(items))]
-        each = [Logprobs(told.chosen[i], told.top_ids[i], told.top[i]) for i in rows]
+        each = [Logprobs(logprobs.chosen[i], logprobs.top_ids[i], logprobs.top[i]) for i in rows]
         return [
-            Scored(job.request, draft.scores, 0, 0, logprobs)
-            for draft, logprobs in zip(job.drafts, each, strict=True)
+            Scored(job.request, draft.scores, 0, 0, one)
+            for draft, one in zip(job.drafts, each, strict=True)
         ]
 
     def _settle(self, later: bool) -> list[Job]:
@@ -567,10 +567,10 @@ def limits_of(config: EngineConfig) -> Limits:
     )
 
 
-def _entry(told: Logprobs, row: int, k: int) -> Score:
-    best = zip(told.top_ids[row, :k].tolist(), told.top[row, :k].tolist(), strict=True)
-    return float(told.chosen[row]), tuple(best)
+def _entry(logprobs: Logprobs, row: int, k: int) -> Score:
+    best = zip(logprobs.top_ids[row, :k].tolist(), logprobs.top[row, :k].tolist(), strict=True)
+    return float(logprobs.chosen[row]), tuple(best)
 
 
-def _entries(told: Logprobs, k: int) -> tuple[Score, ...]:
-    return tuple(_entry(told, row, k) for row in range(len(told.chosen)))
+def _entries(logprobs: Logprobs, k: int) -> tuple[Score, ...]:
+    return tuple(_entry(logprobs, row, k) for row in range(len(logprobs.chosen)))

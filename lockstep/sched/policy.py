@@ -23,7 +23,7 @@ def rank(request: Request) -> Rank:
     return request.arrival - HEAD_START * request.ask.priority, request.arrival, request.index
 
 
-def turns(running: Sequence[Request]) -> list[Request]:
+def service_order(running: Sequence[Request]) -> list[Request]:
     """In which order running requests, which stand by rank, get their rows: those that miss one row
     first, then the prompts. Nobody who has to see a step settled first."""
     few: list[Request] = []

@@ -50,7 +50,7 @@ class Limits:
             )
 
 
-class _Draft:
+class StepBuilder:
     """A step in the making: what it has room for, and what is in it."""
 
     def __init__(self, size: int) -> None:
@@ -297,45 +297,47 @@ class Scheduler:
     def _generate(self) -> Step | None:
         """Rows of running requests by turn, then of waiting ones by rank: nobody is admitted past
         one who is held up."""
-        draft, held_up = _Draft(self.limits.chunked_prefill_size), False
+        builder, held_up = StepBuilder(self.limits.chunked_prefill_size), False
         self._evict_ahead()
-        for request in policy.turns(self.running):
-            if draft.step_on(request) or request.table is None:
+        for request in policy.service_order(self.running):
+            if builder.step_on(request) or request.table is None:
                 continue
-            if not self._place(request, draft):
+            if not self._place(request, builder):
                 held_up = True
                 if request.rows > 1:
                     break
-        while self.waiting and not held_up and draft.tokens and self.waiting[0].encoded:
+        while self.waiting and not held_up and builder.tokens and self.waiting[0].encoded:
             head = self.waiting[0]
-            held_up = not self._admit(head) or not self._place(head, draft)
-        return self._step(GENERATE, draft)
+            held_up = not self._admit(head) or not self._place(head, builder)
+        return self._step(GENERATE, builder)
 
-    def _place(self, request: Request, draft: _Draft) -> bool:
+    def _place(self, request: Request, builder: StepBuilder) -> bool:
         """As many rows of a request as the step and the pages allow; worse-ranked requests give way
         if not even one fits."""
-        if request.draft is not None and self._place_tree(request, request.draft, draft):
+        if request.draft is not None and self._place_tree(request, request.draft, builder):
             return True
-        want = policy.rows(request, draft.tokens, draft.emits)
+        want = policy.rows(request, builder.tokens, builder.emits)
         while want:
             new_len = (
                 want if request.cached_len + want <= request.room else self._reserve(request, want)
             )
             if new_len:
-                draft.add(request.piece(new_len))
+                builder.add(request.piece(new_len))
                 return True
-            victim = policy.victim(self.running, request, {piece.request for piece in draft.pieces})
+            victim = policy.victim(
+                self.running, request, {piece.request for piece in builder.pieces}
+            )
             if victim is None:
                 return False
             self._preempt(victim)
         return False
 
-    def _place_tree(self, request: Request, tree: DraftTree, draft: _Draft) -> bool:
+    def _place_tree(self, request: Request, tree: DraftTree, builder: StepBuilder) -> bool:
         """The draft of a request, if the step and the pages have room for all of it; it is asked
         once."""
         request.draft = None
         begin, nodes, table = request.cached_len, 1 + len(tree.token_ids), request.table
-        if table is None or request.rows != 1 or nodes > min(draft.tokens, draft.emits):
+        if table is None or request.rows != 1 or nodes > min(builder.tokens, builder.emits):
             return False
         table.release(request.settled_len)
         # whatever is accepted, there is room for the row behind it
@@ -343,7 +345,7 @@ class Scheduler:
         if not self.tree.make_room(table.needs(*room)):
             return False
         table.reserve(*room)
-        draft.add(request.tree_piece(tree))
+        builder.add(request.tree_piece(tree))
         return True
 
     def _evict_ahead(self) -> None:
@@ -384,23 +386,23 @@ class Scheduler:
         return None
 
     def _embed(self) -> Step | None:
-        draft = _Draft(self.limits.chunked_prefill_size)
+        builder = StepBuilder(self.limits.chunked_prefill_size)
         while (
             self.embeds
-            and len(self.embeds[0].ask.prompt) <= draft.tokens
-            and len(draft.pieces) < self.limits.max_running_requests
+            and len(self.embeds[0].ask.prompt) <= builder.tokens
+            and len(builder.pieces) < self.limits.max_running_requests
         ):
             request = self.embeds.pop(0)
-            draft.add(Piece(request, request.ask.prompt, 0, (len(request.ask.prompt) - 1,), 0))
-        return self._step(EMBED, draft)
+            builder.add(Piece(request, request.ask.prompt, 0, (len(request.ask.prompt) - 1,), 0))
+        return self._step(EMBED, builder)
 
     def _encode(self) -> Step | None:
         """Encoders of the requests at the head of the queue, which run from now on."""
-        draft = _Draft(self.limits.chunked_prefill_size)
+        builder = StepBuilder(self.limits.chunked_prefill_size)
         while (
             self.waiting
             and not self.waiting[0].encoded
-            and len(self.waiting[0].ask.encoder_ids) <= draft.tokens
+            and len(self.waiting[0].ask.encoder_ids) <= builder.tokens
         ):
             request = self.waiting[0]
             if not self._admit(request):
@@ -408,20 +410,20 @@ class Scheduler:
             ids, table = request.ask.encoder_ids, request.table
             assert table is not None, "an admitted request has a table"
             table.reserve(0, cross_len=len(ids))
-            draft.add(Piece(request, ids, 0, (), 0, table, cross_new=len(ids)))
-        return self._step(ENCODE, draft)
+            builder.add(Piece(request, ids, 0, (), 0, table, cross_new=len(ids)))
+        return self._step(ENCODE, builder)
 
-    def _step(self, name: str, draft: _Draft) -> Step | None:
-        if not draft.pieces:
+    def _step(self, name: str, builder: StepBuilder) -> Step | None:
+        if not builder.pieces:
             return None
         self._after_whole = name != GENERATE
         kind, works = self.kinds[name], []
         groups, none = kind.groups, (None,) * len(kind.groups)
-        for request, ids, cached_len, emit, _, table, cross_new, parents, _ in draft.pieces:
+        for request, ids, cached_len, emit, _, table, cross_new, parents, _ in builder.pieces:
             pages = table.views(groups) if table is not None else none
             cross_len = len(request.ask.encoder_ids)
             works.append(Work(cached_len, len(ids), pages, emit, parents, cross_len, cross_new))
-        return Step(kind, tuple(draft.pieces), tuple(works), draft.samples)
+        return Step(kind, tuple(builder.pieces), tuple(works), builder.samples)
 
     # -- after a step
 
