@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, count
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,17 +30,7 @@ from lockstep.folder import has
 from lockstep.kv.pages import PagePool
 from lockstep.llm.calls import GONE, Caller, Turn, executing
 from lockstep.llm.fingerprint import fingerprint
-from lockstep.llm.job import (
-    Draft,
-    Ending,
-    Job,
-    Score,
-    Scores,
-    ScoreUpdate,
-    StepResult,
-    Text,
-    TokenUpdate,
-)
+from lockstep.llm.job import Draft, Ending, Job, ScoreUpdate, StepResult, Text, TokenUpdate
 from lockstep.llm.output import Chunk
 from lockstep.llm.prompts import Prompt, params_for, token_ids
 from lockstep.llm.prompts import items as item_forms
@@ -68,16 +57,6 @@ BUILTIN = Path(__file__).parent.parent / "builtin"
 NO_HISTORY = np.empty(0, np.int32)
 
 
-class Scored(NamedTuple):
-    """Log-probabilities of given tokens, and where they go: in `target`, from number `at` on."""
-
-    request: Request
-    target: Scores
-    at: int
-    k: int
-    logprobs: Logprobs
-
-
 @dataclass(frozen=True, eq=False)
 class Launched:
     """A step on its way; what it brings is on the device. `chosen` has a row for every draft of
@@ -87,7 +66,7 @@ class Launched:
     drafts: tuple[Draft, ...] = ()
     at: tuple[int, ...] = ()
     chosen: Sampled | None = None
-    scored: tuple[Scored, ...] = ()
+    scored: tuple[ScoreUpdate, ...] = ()
     embeddings: Tensor | None = None
 
 
@@ -187,59 +166,38 @@ class Engine:
         ids, source = self._placed(self._checked(prompt_ids))
         (params,) = params_for(params, 1)
         params.check_vocab(self.info.vocab_size)
-        if source and params.top_prompt_logprobs is not None:
-            raise RuleError(
-                "a prompt is scored by a decoder",
-                "an encoder-decoder",
-                "Score items that follow the prompt",
-            )
+        scored = params.top_prompt_logprobs is not None
+        if source and scored:
+            rule = "a prompt is scored by a decoder"
+            raise RuleError(rule, "an encoder-decoder", "Score items that follow the prompt")
         if source and embed:
-            raise RuleError(
-                "embeddings come from decoders and encoders",
-                "an encoder-decoder",
-                "Use it for generation",
-            )
+            rule = "embeddings come from decoders and encoders"
+            raise RuleError(rule, "an encoder-decoder", "Use it for generation")
         for what, name in (("a tenant", tenant), ("a request", request_id)):
             if not isinstance(name, str):
                 rule = f"{what} is named by a string"
                 raise RuleError(rule, shown(name), "Leave it out where there is one")
-        known = tuple(token_ids(each, self.info.vocab_size) for each in generated)
-        if known and (
-            embed or scores_only or len(known) != params.n or len(set(map(bool, known))) > 1
-        ):
-            rule = "tokens already generated are given for every completion or for none"
-            raise RuleError(rule, f"{list(map(len, known))} for n={params.n}", "Give them all")
-        if known and params.seed is None and not params.greedy:
-            rule = "a sampled request that goes on names its seed"
-            raise RuleError(rule, "None", "Take the one that its first part had")
         room = self.context_length - len(ids)
         new = 0 if embed or scores_only else params.new_len(room)
         if new > room:
             rule = f"prompt and new tokens fit into the context of {self.context_length}"
-            raise RuleError(
-                rule,
-                f"{len(ids)} + {new}",
-                f"Use max_tokens of at most {max(room, 0)}, or a shorter prompt",
-            )
+            remedy = f"Use max_tokens of at most {max(room, 0)}, or a shorter prompt"
+            raise RuleError(rule, f"{len(ids)} + {new}", remedy)
+        first = "0 is everybody's, a higher one goes first"
+        known = self._known(generated, params, new)
         ask = Ask(
             prompt=ids,
             max_new_tokens=new,
             n=params.n,
-            priority=whole(
-                "priority",
-                priority,
-                -INT32_MAX,
-                INT32_MAX,
-                "0 is everybody's, a higher one goes first",
-            ),
-            wants_prompt_logprobs=params.top_prompt_logprobs is not None,
+            priority=whole("priority", priority, -INT32_MAX, INT32_MAX, first),
+            wants_prompt_logprobs=scored,
             encoder_ids=source,
             tenant=tenant,
             embed=embed,
             needs_values=params.penalised,
             request_id=request_id or f"#{next(self._numbers)}",
         )
-        return self._take(ask, resolve_seed(params), caller, known if any(known) else ())
+        return self._take(ask, resolve_seed(params), caller, known)
 
     def add_items(
         self,
@@ -254,21 +212,25 @@ class Engine:
         given = tuple(self._checked(item) for item in item_forms(items))
         longest = max(map(len, given), default=0)
         if not given or len(ids) + longest > self.context_length:
-            rule = (
-                "there is an item, and prompt and item fit into the context of "
-                f"{self.context_length}"
-            )
-            raise RuleError(
-                rule, f"{len(given)} items, {len(ids)} + {longest} tokens", "Shorten it"
-            )
-        ask = Ask(
-            prompt=ids,
-            max_new_tokens=0,
-            encoder_ids=source,
-            items=given,
-            request_id=f"#{next(self._numbers)}",
-        )
+            fit = f"prompt and item fit into the context of {self.context_length}"
+            got = f"{len(given)} items, {len(ids)} + {longest} tokens"
+            raise RuleError(f"there is an item, and {fit}", got, "Shorten it")
+        number = f"#{next(self._numbers)}"
+        ask = Ask(ids, 0, encoder_ids=source, items=given, request_id=number)
         return self._take(ask, ITEM, caller)
+
+    def _known(
+        self, generated: Sequence[Sequence[int]], params: SamplingParams, new: int
+    ) -> tuple[tuple[int, ...], ...]:
+        """Tokens that every completion has already; () if there are none."""
+        known = tuple(token_ids(each, self.info.vocab_size) for each in generated)
+        if known and (not new or len(known) != params.n or any(known) != all(known)):
+            rule = "tokens already generated are given for every completion or for none"
+            raise RuleError(rule, f"{list(map(len, known))} for n={params.n}", "Give them all")
+        if known and params.seed is None and not params.greedy:
+            rule = "a sampled request that goes on names its seed"
+            raise RuleError(rule, "None", "Take the one that its first part had")
+        return known if any(known) else ()
 
     def _take(
         self,
@@ -300,11 +262,8 @@ class Engine:
             return ids, ()
         start = self.info.decoder_start_token_id
         if start is None:
-            raise RuleError(
-                "an encoder-decoder's config names decoder_start_token_id",
-                "none",
-                "Add it to config.json",
-            )
+            rule = "an encoder-decoder's config names decoder_start_token_id"
+            raise RuleError(rule, "none", "Add it to config.json")
         return (start,), ids
 
     def abort(self, job: Job) -> None:
@@ -363,7 +322,7 @@ class Engine:
             return Launched(step)
         logits = step.kind.model.logits(out.emitted)
         rows, drafts, emits, begin = list[Row](), list[Draft](), list[int](), 0
-        scored: list[Scored] = []
+        scored: list[ScoreUpdate] = []
         for piece in step.pieces:
             request, samples = piece.request, piece.samples
             job, first = self._job(request), begin + len(piece.emit) - samples
@@ -396,31 +355,24 @@ class Engine:
             history = np.array(piece.request.tokens[:position], np.int32)
         return Row(params, position, len(job.prompt_ids), history)
 
-    def _score(self, job: Job, piece: Piece, logits: Tensor) -> list[Scored]:
+    def _score(self, job: Job, piece: Piece, logits: Tensor) -> list[ScoreUpdate]:
         """The row at position p tells of token p+1: of the prompt, or of what follows it and is
         given."""
         draft, prompt_len = job.drafts[piece.request.index], len(job.prompt_ids)
         first = piece.cached_len + piece.emit[0] + 1
         ids = torch.tensor((*job.prompt_ids, *draft.token_ids)[first : first + len(logits)])
         split = min(max(prompt_len - first, 0), len(logits))
-        ranges = (
-            (0, split, job.prompt_scores, first - 1, job.params.top_prompt_logprobs),
-            (
-                split,
-                len(logits),
-                draft.scores,
-                first + split - prompt_len,
-                draft.params.top_logprobs,
-            ),
-        )
-        told = partial(log_probs, self.model.ops)
+        prompt = (0, split, job.prompt_scores, first - 1)
+        behind = (split, len(logits), draft.scores, first + split - prompt_len)
+        tops = (job.params.top_prompt_logprobs or 0, draft.params.top_logprobs or 0)
+        logprobs = partial(log_probs, self.model.ops)
         return [
-            Scored(piece.request, target, at, k or 0, told(logits[a:b], ids[a:b], k or 0))
-            for a, b, target, at, k in ranges
+            ScoreUpdate(piece.request, target, at, logprobs(logits[a:b], ids[a:b], k), k)
+            for (a, b, target, at), k in zip((prompt, behind), tops, strict=True)
             if a < b
         ]
 
-    def _first_of_items(self, job: Job, logits: Tensor) -> list[Scored]:
+    def _first_of_items(self, job: Job, logits: Tensor) -> list[ScoreUpdate]:
         """The prompt's last row tells of the first token of every item."""
         items = job.request.ask.items
         firsts = torch.tensor([item[0] for item in items])
@@ -428,7 +380,7 @@ class Engine:
         rows = [slice(i, i + 1) for i in range(len(items))]
         each = [Logprobs(logprobs.chosen[i], logprobs.top_ids[i], logprobs.top[i]) for i in rows]
         return [
-            Scored(job.request, draft.scores, 0, 0, one)
+            ScoreUpdate(job.request, draft.scores, 0, one, 0)
             for draft, one in zip(job.drafts, each, strict=True)
         ]
 
@@ -457,7 +409,8 @@ class Engine:
         requests that have ended meanwhile; what could not be sampled ends its draft."""
         chosen, pieces = launched.chosen, launched.step.pieces
         ids, errors = (chosen.token_ids.tolist(), chosen.errors()) if chosen else ([], {})
-        logprobs = dict(zip(chosen.logprob_rows, count(), strict=False)) if chosen else {}
+        logprobs = chosen.logprobs if chosen else None
+        at_row = dict(zip(chosen.logprob_rows, count(), strict=False)) if chosen else {}
         accepted, tokens, endings = list[Accepted](), list[TokenUpdate](), list[Ending]()
         for row, (draft, at) in enumerate(zip(launched.drafts, launched.at, strict=True)):
             if draft.finish is not None or row in errors:
@@ -467,20 +420,12 @@ class Engine:
             found = draft.accept((ids[row],))
             kept, _ = found.cut(draft.most - at)
             text = tuple(draft.ahead[: len(kept)]) if draft.searched else ()
-            scores: tuple[Score, ...] = ()
-            if row in logprobs and chosen is not None and chosen.logprobs is not None:
-                k = draft.params.top_logprobs or 0
-                scores = (_entry(chosen.logprobs, logprobs[row], k),)
-            tokens.append(TokenUpdate(draft, at, kept, text, scores))
+            tokens.append(TokenUpdate(draft, at, kept, text, logprobs, at_row.get(row)))
             accepted.append(found)
         vectors = launched.embeddings if launched.embeddings is not None else ()
         result = StepResult(
             tokens=tuple(tokens),
-            scores=tuple(
-                ScoreUpdate(s.target, s.at, _entries(s.logprobs, s.k))
-                for s in launched.scored
-                if s.request.finish is None
-            ),
+            scores=tuple(score for score in launched.scored if score.request.finish is None),
             embeddings=tuple(
                 (self._job(piece.request), vector.numpy())
                 for piece, vector in zip(pieces, vectors, strict=False)
@@ -550,13 +495,11 @@ class Engine:
     def _checked(self, prompt_ids: Prompt) -> tuple[int, ...]:
         ids = token_ids(prompt_ids, self.info.vocab_size)
         if not ids:
-            raise RuleError(
-                "a prompt has at least one token", "an empty prompt", "Start with some text"
-            )
+            rule = "a prompt has at least one token"
+            raise RuleError(rule, "an empty prompt", "Start with some text")
         if len(ids) > self.context_length:
-            raise RuleError(
-                f"a prompt has at most {self.context_length} tokens", str(len(ids)), "Shorten it"
-            )
+            rule = f"a prompt has at most {self.context_length} tokens"
+            raise RuleError(rule, str(len(ids)), "Shorten it")
         return ids
 
 
@@ -565,12 +508,3 @@ def limits_of(config: EngineConfig) -> Limits:
     return Limits(
         config.chunked_prefill_size, config.max_running_requests, not config.disable_radix_cache
     )
-
-
-def _entry(logprobs: Logprobs, row: int, k: int) -> Score:
-    best = zip(logprobs.top_ids[row, :k].tolist(), logprobs.top[row, :k].tolist(), strict=True)
-    return float(logprobs.chosen[row]), tuple(best)
-
-
-def _entries(logprobs: Logprobs, k: int) -> tuple[Score, ...]:
-    return tuple(_entry(logprobs, row, k) for row in range(len(logprobs.chosen)))

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from lockstep.llm.calls import Caller, Turn
 from lockstep.llm.output import Chunk, Completion, Output, Top
+from lockstep.sample.logits import Logprobs
 from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import Accepted, Request
 from lockstep.text.detok import Stream
@@ -215,7 +216,7 @@ class Job:
             if len(kept) < len(token_ids):
                 rule = "tokens already generated end where their completion does"
                 raise RuleError(rule, f"{len(token_ids)}, and {len(kept)} count", "Cut them there")
-            TokenUpdate(draft, 0, token_ids, tuple(draft.ahead), ()).write()
+            TokenUpdate(draft, 0, token_ids, tuple(draft.ahead)).write()
             if draft.over is not None and draft.params.top_logprobs is None:
                 draft.end(draft.over)
 
@@ -286,14 +287,15 @@ class Job:
 
 
 class TokenUpdate(NamedTuple):
-    """Tokens of a completion, from number `at` on, with their log-probabilities if these are
-    wanted, and with their text if it was searched."""
+    """Tokens of a completion, from number `at` on, with their text if it was searched, and with
+    their log-probabilities if these are wanted: from row `row` of `logprobs` on."""
 
     draft: Draft
     at: int
     token_ids: tuple[int, ...]
-    pieces: tuple[str, ...]
-    scores: tuple[Score, ...]
+    pieces: tuple[str, ...] = ()
+    logprobs: Logprobs | None = None
+    row: int | None = None
 
     def write(self) -> None:
         draft = self.draft
@@ -301,19 +303,31 @@ class TokenUpdate(NamedTuple):
             draft.token_ids[self.at :] = self.token_ids
             if draft.searched:
                 draft.pieces[self.at :] = self.pieces
-            if self.scores:
-                draft.scores.write(self.at, self.scores)
+            if self.logprobs is not None and self.row is not None:
+                rows = range(self.row, self.row + len(self.token_ids))
+                k = draft.params.top_logprobs or 0
+                draft.scores.write(self.at, [entry(self.logprobs, row, k) for row in rows])
 
 
 class ScoreUpdate(NamedTuple):
-    """Log-probabilities of given tokens, of a prompt or an item, from position `at` on."""
+    """Log-probabilities of tokens that a request was given, from number `at` on, and the k best
+    beside each."""
 
+    request: Request
     target: Scores
     at: int
-    scores: tuple[Score, ...]
+    logprobs: Logprobs
+    k: int
 
     def write(self) -> None:
-        self.target.write(self.at, self.scores)
+        rows = range(len(self.logprobs.chosen))
+        self.target.write(self.at, [entry(self.logprobs, row, self.k) for row in rows])
+
+
+def entry(logprobs: Logprobs, row: int, k: int) -> Score:
+    """One token's."""
+    best = zip(logprobs.top_ids[row, :k].tolist(), logprobs.top[row, :k].tolist(), strict=True)
+    return float(logprobs.chosen[row]), tuple(best)
 
 
 class Ending(NamedTuple):

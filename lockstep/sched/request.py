@@ -46,37 +46,21 @@ class Ask:
     def __post_init__(self) -> None:
         for name in ("prompt", "encoder_ids"):
             object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
+        n, new, scores = self.n, self.max_new_tokens, self.wants_prompt_logprobs
         if not self.prompt:
-            raise RuleError(
-                "a prompt has at least one token", "none", "Start with the beginning-of-text token"
-            )
-        if self.max_new_tokens < 0 or self.n < 1:
-            raise RuleError(
-                "max_new_tokens >= 0 and n >= 1",
-                f"{self.max_new_tokens} and {self.n}",
-                "Ask for something",
-            )
-        if self.items and (
-            self.n > 1
-            or self.max_new_tokens
-            or self.embed
-            or self.wants_prompt_logprobs
-            or not all(self.items)
-        ):
-            got = f"{len(self.items)} items, n={self.n}, {self.max_new_tokens} new tokens"
-            raise RuleError(
-                "items have at least one token each and are all that is asked for",
-                got,
-                "Ask for the rest separately",
-            )
-        if self.n > 1 and (self.embed or not self.max_new_tokens):
-            raise RuleError("n counts completions", f"n={self.n} and no new tokens", "Use n=1")
-        if self.embed and (self.encoder_ids or self.wants_prompt_logprobs):
-            raise RuleError(
-                "an embedding has no encoder and no log-probabilities",
-                "both asked for",
-                "Ask for one of them",
-            )
+            rule = "a prompt has at least one token"
+            raise RuleError(rule, "none", "Start with the beginning-of-text token")
+        if new < 0 or n < 1:
+            raise RuleError("max_new_tokens >= 0 and n >= 1", f"{new} and {n}", "Ask for something")
+        if self.items and (n > 1 or new or self.embed or scores or not all(self.items)):
+            rule = "items have at least one token each and are all that is asked for"
+            got = f"{len(self.items)} items, n={n}, {new} new tokens"
+            raise RuleError(rule, got, "Ask for the rest separately")
+        if n > 1 and (self.embed or not new):
+            raise RuleError("n counts completions", f"n={n} and no new tokens", "Use n=1")
+        if self.embed and (self.encoder_ids or scores):
+            rule = "an embedding has no encoder and no log-probabilities"
+            raise RuleError(rule, "both asked for", "Ask for one of them")
 
     @property
     def root(self) -> Root:

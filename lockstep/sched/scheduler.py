@@ -42,12 +42,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         if min(self.chunked_prefill_size, self.max_running_requests) < 1:
+            rule = "chunked_prefill_size and max_running_requests are at least 1"
             sizes = f"{self.chunked_prefill_size} and {self.max_running_requests}"
-            raise RuleError(
-                "chunked_prefill_size and max_running_requests are at least 1",
-                sizes,
-                "Raise the one below 1",
-            )
+            raise RuleError(rule, sizes, "Raise the one below 1")
 
 
 class StepBuilder:
@@ -217,32 +214,24 @@ class Scheduler:
             rule = f"an embedding or an encoder is computed in one step, at most {size} tokens"
             raise RuleError(rule, f"{whole}", "Shorten it, or raise chunked_prefill_size")
         if ask.continuations > size:
+            rule = f"a step emits at most {size} rows"
             got = f"{ask.continuations} completions or items"
-            raise RuleError(
-                f"a step emits at most {size} rows",
-                got,
-                "Ask for fewer, or raise chunked_prefill_size",
-            )
+            raise RuleError(rule, got, "Ask for fewer, or raise chunked_prefill_size")
         for g in () if ask.embed else self.kinds[GENERATE].groups:
             need, pool = self._least(ask, g), self.pools[g]
             if pool is not None and need > pool.num_pages - 1:
-                rule = (
-                    f"a request fits into the cache alone: group {g} has {pool.num_pages - 1} "
-                    f"pages of {self.specs[g].page_size}"
-                )
+                there = f"group {g} has {pool.num_pages - 1} pages of {self.specs[g].page_size}"
+                rule = f"a request fits into the cache alone: {there}"
                 got = f"{ask.max_keys} keys, which need {need}"
-                raise RuleError(
-                    rule, got, "Shorten the prompt, lower max_tokens, or give the cache more memory"
-                )
+                remedy = "Shorten the prompt, lower max_tokens, or give the cache more memory"
+                raise RuleError(rule, got, remedy)
 
     def _least(self, ask: Ask, g: int) -> int:
         """Pages of group g without which a request cannot end."""
         spec = self.specs[g]
-        return (
-            pages_for(len(ask.encoder_ids), spec)
-            if spec.layout is Layout.CROSS
-            else peak_pages(spec, ask.max_keys, 1)
-        )
+        if spec.layout is Layout.CROSS:
+            return pages_for(len(ask.encoder_ids), spec)
+        return peak_pages(spec, ask.max_keys, 1)
 
     def _admit(self, request: Request) -> bool:
         """Gives the head of the queue a table, with the longest cached prefix in it, if there is
@@ -494,11 +483,8 @@ class Scheduler:
         ask = parent.ask
         kept, reason = accepted.cut(ask.max_new_tokens) if not ask.items else ((), None)
         child = Request(ask, parent.arrival, index, kept)
-        child.family, child.hit_len, child.scored_len = (
-            parent.family,
-            parent.hit_len,
-            child.score_end,
-        )
+        child.family, child.hit_len = parent.family, parent.hit_len
+        child.scored_len = child.score_end
         parent.family.append(child)
         child.finish = child.begin_item() if ask.items else reason
         if child.finish is not None:
