@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from lockstep.llm.calls import Caller, Turn
 from lockstep.llm.output import Chunk, Completion, Output, Top
-from lockstep.sample.logits import Logprobs
 from lockstep.sample.params import SamplingParams
+from lockstep.sample.sampler import Logprobs
 from lockstep.sched.request import Accepted, Request
 from lockstep.text.detok import Stream
 from lockstep.text.tokenizer import Tokenizer
