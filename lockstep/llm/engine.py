@@ -120,7 +120,7 @@ class Engine:
         self.specs = group_specs(self.kinds.values())
         sizes = memory.size(self.specs, config, self.context_length)
         buckets = Buckets(config.bucket_sizes) if config.bucket_sizes is not None else None
-        self.runner = Runner(self.specs, sizes.pages, parts.backend, self.model.ops, buckets)
+        self.runner = Runner(self.specs, sizes.pages, parts.backend, self.parts.model.ops, buckets)
         self._num_pages = sizes.pages
         self.scheduler = self._new_scheduler()
         self.fingerprint = fingerprint(parts, config.kv_cache_dtype)
@@ -344,7 +344,7 @@ class Engine:
             step=step,
             drafts=tuple(drafts),
             at=tuple([row.generated_len for row in rows]),
-            chosen=sample(self.model.ops, wanted, rows, self.info.eos_token_ids),
+            chosen=sample(self.parts.model.ops, wanted, rows, self.info.eos_token_ids),
             scored=tuple(scored),
         )
 
@@ -365,7 +365,7 @@ class Engine:
         prompt = (0, split, job.prompt_scores, first - 1)
         behind = (split, len(logits), draft.scores, first + split - prompt_len)
         tops = (job.params.top_prompt_logprobs or 0, draft.params.top_logprobs or 0)
-        logprobs = partial(log_probs, self.model.ops)
+        logprobs = partial(log_probs, self.parts.model.ops)
         return [
             ScoreUpdate(piece.request, target, at, logprobs(logits[a:b], ids[a:b], k), k)
             for (a, b, target, at), k in zip((prompt, behind), tops, strict=True)
@@ -376,7 +376,7 @@ class Engine:
         """The prompt's last row tells of the first token of every item."""
         items = job.request.ask.items
         firsts = torch.tensor([item[0] for item in items])
-        logprobs = log_probs(self.model.ops, logits.expand(len(items), -1), firsts)
+        logprobs = log_probs(self.parts.model.ops, logits.expand(len(items), -1), firsts)
         rows = [slice(i, i + 1) for i in range(len(items))]
         each = [Logprobs(logprobs.chosen[i], logprobs.top_ids[i], logprobs.top[i]) for i in rows]
         return [
