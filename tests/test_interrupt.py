@@ -18,9 +18,10 @@ from lockstep.lab.tiny import BART, LLAMA, QWEN3
 from lockstep.llm.api import LLM
 from lockstep.llm.calls import Caller, Turn
 from lockstep.llm.engine import Engine
-from lockstep.llm.job import Job
+from lockstep.llm.job import Draft
 from lockstep.run.kind import GENERATE
 from lockstep.sample.params import SamplingParams
+from lockstep.text.detok import Stream
 from lockstep.types import RuleError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -105,14 +106,20 @@ def forget(self):
     self._settled, self._changing = None, False
 
 
+def unsynced(self):
+    """The stream as it was left, wherever its text is."""
+    self._stream = self._stream or Stream(self.tokenizer, self.params.stops, self.prompt_ids)
+    return self._stream
+
+
 @pytest.mark.parametrize(
     ("of", "name", "wrong"),
     [
         (Engine, "_recover", forget),
         (Engine, "_abandoned", lambda self: []),
-        (Job, "replay", lambda self, eos_ids: None),
+        (Draft, "_synced", unsynced),
     ],
-    ids=["recover", "abandoned", "replay"],
+    ids=["recover", "abandoned", "synced"],
 )
 def test_the_lab_notices_an_engine_that_does_not_recover(monkeypatch, of, name, wrong):
     monkeypatch.setattr(of, name, wrong)
