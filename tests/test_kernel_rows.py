@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -216,12 +219,18 @@ def test_no_rows(shape):
     assert rows.rms_norm(torch.zeros(shape), torch.ones(8), 1e-6).shape == shape
 
 
-def product() -> bool:
+@pytest.fixture(autouse=True)
+def every_call_is_worth_all_threads(monkeypatch):
+    """Small calls would do without helpers."""
+    monkeypatch.setattr(threads, "THREAD_NS", 1)
+
+
+def product(most: int = 4) -> bool:
     """Whether a GEMM with several threads is what it is with one."""
     weight, x = gemm.pack(noise(500, 70), None), noise(64, 70, seed=1)
     with threads.limited(1):
         want = gemm.linear(x, weight)
-    with threads.limited(4):
+    with threads.limited(most):
         return all(torch.equal(gemm.linear(x, weight), want) for _ in range(50))
 
 
@@ -262,11 +271,74 @@ def test_a_call_does_not_wait_for_a_helper_that_is_asleep():
     weight, x = gemm.pack(noise(500, 70), None), noise(9, 70, seed=1)
     with threads.limited(1):
         want = gemm.linear(x, weight)
-    mailbox = threads.HELP.address  # nobody looks into it
     y = torch.empty(9, 500)
     panels = weight.numbers.shape[1]
     where = (x.data_ptr(), 280, weight.numbers.data_ptr(), y.data_ptr(), 2000)
-    entries = (*where, 9, 70, 500, panels, 1, panels, 4, *(0, 0, 0), *(0, 0))
+    entries = (*where, 9, 70, 500, panels, 1, panels, 4, *(0, 0, 0), 12, *(0, 0))
     record = np.array(entries, np.int64)
-    threads.compiled()[0](gemm.work().address, 3, mailbox, record.ctypes.data)
-    assert torch.equal(y, want)
+    board = threads.HELP.address  # nobody looks at it
+    for call in (threads.compiled().call, threads.compiled().released):
+        y.zero_()
+        record[-2:] = 0
+        call(gemm.work().address, 3, 3, board, record.ctypes.data)
+        assert torch.equal(y, want)
+
+
+def test_threads_that_call_at_once_share_the_helpers_and_keep_their_bits():
+    """More callers than desks: who finds none works alone."""
+    begin = threading.Barrier(12)
+
+    def together(_: int) -> bool:
+        begin.wait()
+        return product(3)
+
+    with ThreadPoolExecutor(12) as pool:
+        assert all(pool.map(together, range(12)))
+
+
+def test_a_limit_is_the_calling_threads_and_not_torchs():
+    before = torch.get_num_threads()
+    with threads.limited(before + 3), ThreadPoolExecutor(1) as pool:
+        assert threads.count() == before + 3 and torch.get_num_threads() == before
+        assert pool.submit(threads.count).result() == before
+    assert threads.count() == before
+
+
+def test_a_call_has_as_many_threads_as_its_work_is_worth(monkeypatch):
+    monkeypatch.setattr(threads, "THREAD_NS", 5_000)
+    with threads.limited(16):
+        wants = {(64, 4_999): 1, (64, 10_000): 2, (64, 10**9): 16, (3, 10**9): 3, (0, 10**9): 1}
+        assert {key: threads.team(*key) for key in wants} == wants
+
+
+@pytest.mark.parametrize("panels", [1, 4, 64])
+@pytest.mark.parametrize("team", [1, 2, 16])
+def test_units_of_a_gemm_are_whole_micro_kernels_and_enough_for_all_threads(panels, team):
+    for count in (1, 5, 6, 7, 64, 95, 96, 97, 512, 2000):
+        each = gemm.unit_rows(count, panels, team)
+        assert each % gemm.ROWS == 0 and 0 < each <= gemm.UNIT_ROWS
+        full = each == gemm.ROWS or panels * -(-count // each) >= 2 * team
+        assert full or team == 1, (count, panels, team, each)
+
+
+def test_a_long_call_releases_the_interpreters_lock():
+    """Beside it another thread goes on: its longest pause is a part of the call."""
+    weight, x = gemm.pack(noise(2048, 1024), None), noise(4096, 1024, seed=1)
+    gaps, done = [0.0], threading.Event()
+
+    def count() -> None:
+        last = time.perf_counter()
+        while not done.is_set():
+            now = time.perf_counter()
+            gaps[0], last = max(gaps[0], now - last), now
+
+    thread = threading.Thread(target=count)
+    with threads.limited(1):
+        gemm.linear(x[:6], weight)  # compiled
+        thread.start()
+        begin = time.perf_counter()
+        gemm.linear(x, weight)
+        took = time.perf_counter() - begin
+    done.set()
+    thread.join()
+    assert gaps[0] < took / 2, (gaps, took)

@@ -25,6 +25,7 @@ njit: Any = numba.njit
 # rows of a unit that hide the staging of a tile and still leave queries and accumulators in the L2
 # cache
 BLOCK_ROWS = 128
+PRODUCTS_PER_NS = 8  # of one thread
 OPTIONS = {
     "error_model": "numpy",
     "no_cpython_wrapper": True,
@@ -103,7 +104,15 @@ class Prepared:
         self.most = (
             int((blocks[:, 2] - blocks[:, 1]).max()) if self.blocks else 0
         )  # tokens of the largest block
+        # that all rows see together, about, in pages: every request's, by rows per request
+        requests = max(1, len(table.page_indptr) - 1)
+        self.pages_seen = len(table.page_ids) * len(rows.lo) // requests
         self.known: dict[tuple[Any, ...], tuple[tuple[int, ...], Any]] = {}
+
+    def cost_ns(self, q: Any, out: Any, shape: Shape) -> int:
+        """About what a call takes on one thread."""
+        keys = self.pages_seen * shape.page_size
+        return keys * int(q.shape[1] * (q.shape[2] + out.shape[2])) // PRODUCTS_PER_NS
 
     def sizes(self, q: Any, k: Any, v: Any, out: Any, shape: Shape) -> tuple[int, ...]:
         """The last entries of a call's record, memory for every thread included: layers of one
@@ -113,8 +122,8 @@ class Prepared:
             kv_heads, page_size, tile, split, k_slot, k_head, v_slot, v_head, code = shape
             (heads, d_qk), k_item, v_item = q.shape[1:], k.itemsize, v.itemsize
             sizes = Sizes(
-                heads, kv_heads, heads // kv_heads, d_qk, out.shape[2], page_size, tile, split, code,
-                k_slot * k_item, k_head * k_item, v_slot * v_item, v_head * v_item,
+                heads, kv_heads, heads // kv_heads, d_qk, out.shape[2], page_size, tile, split,
+                code, k_slot * k_item, k_head * k_item, v_slot * v_item, v_head * v_item,
             )  # fmt: skip
             each = memory_bytes(sizes, self.most * sizes.group)
             memory = np.empty(
@@ -148,15 +157,17 @@ def attend(
     tensors.
 
     q      float32 [T, H, Dqk], C-contiguous. Dqk and Dv are multiples of 8, at most 576.
-    k, v   the pool's storage in the format of `shape.code`, or integers of the same bits. Element d of
-           slot s, kv head h, is           s * k_slot + h * k_head + d behind the first one. v may be in k's own storage (a latent
-           row's first Dv columns).
-    out    float32 [T, H, Dv], C-contiguous: softmax(scores) V * v_scale; 0 for a row that sees nothing.
-    lse2   float32 [T, H]: log2 of the softmax denominator, sink included; -inf for a row that sees nothing and has no sink.
+    k, v   the pool's storage in the format of `shape.code`, or integers of the same bits. Element d
+           of slot s, kv head h, is s * k_slot + h * k_head + d behind the first one. v may be in
+           k's own storage (a latent row's first Dv columns).
+    out    float32 [T, H, Dv], C-contiguous: softmax(scores) V * v_scale; 0 for a row that sees
+           nothing.
+    lse2   float32 [T, H]: log2 of the softmax denominator, sink included; -inf for a row that sees
+           nothing and has no sink.
 
     Query head h uses kv head h // (H / kv_heads). A row's bits depend on its query and its keys,
-    not on blocks, pages or threads. The number of threads is torch's. Slots that a block does not
-    see are never read.
+    not on blocks, pages or threads. At most as many threads as torch has. Slots that a block does
+    not see are never read.
     """
     call(default(), q, k, v, out, lse2, prepared, shape, of)
 
@@ -173,12 +184,9 @@ def call(
     of: Layer,
 ) -> None:
     """Write the arguments of `attend` into a record and set the threads to work on it."""
-    last = prepared.sizes(q, k, v, out, shape)
-    threads.run(
-        work,
-        (*entries(q, k, v, out, lse2), *prepared.entries, *of.entries, *last),
-        prepared.blocks * shape.kv_heads,
-    )
+    last, cost_ns = prepared.sizes(q, k, v, out, shape), prepared.cost_ns(q, out, shape)
+    record = (*entries(q, k, v, out, lse2), *prepared.entries, *of.entries, *last)
+    threads.run(work, record, threads.team(prepared.blocks * shape.kv_heads, cost_ns), cost_ns)
 
 
 def entries(*arrays: Any) -> tuple[int, ...]:

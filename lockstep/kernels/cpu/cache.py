@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from lockstep.kernels.cpu.loops import TARGET
 from lockstep.plan import address
 
 config: Any = numba.core.config
+_SETTING = threading.RLock()  # one thread at a time names the folder
 
 
 def sources() -> list[Path]:
@@ -50,17 +52,18 @@ def folder() -> Path:
 def cached_here() -> Iterator[bool]:
     """Functions decorated inside with `cache=True` are kept in `folder()`; yields False if that
     cannot be written."""
-    before = config.CACHE_DIR
-    try:
-        folder().mkdir(parents=True, exist_ok=True)
-    except OSError:
-        yield False
-        return
-    config.CACHE_DIR = str(folder())
-    try:
-        yield True
-    finally:
-        config.CACHE_DIR = before
+    with _SETTING:
+        before = config.CACHE_DIR
+        try:
+            folder().mkdir(parents=True, exist_ok=True)
+        except OSError:
+            yield False
+            return
+        config.CACHE_DIR = str(folder())
+        try:
+            yield True
+        finally:
+            config.CACHE_DIR = before
 
 
 class _Announcer(event.Listener):

@@ -24,6 +24,7 @@ LANES = 64  # 64-bit words side by side
 BLOCK = 1 << 9  # rows of LANES words in a block: 256 KiB
 FACTOR = -7046029254386353131  # odd; 2^64 divided by the golden ratio, as int64
 SIZE = 16  # bytes of a digest
+BLOCK_NS = 40_000  # of one thread
 RECORD = 4  # entries before the counter
 
 
@@ -35,7 +36,9 @@ def digest(tensor: Tensor) -> bytes:
     blocks = -(-rows // BLOCK)
     lanes = np.zeros(max(1, blocks) * LANES, np.int64)
     if blocks:
-        threads.run(work(), (data.data_ptr(), rows, lanes.ctypes.data, blocks), blocks)
+        entries = (data.data_ptr(), rows, lanes.ctypes.data, blocks)
+        cost_ns = blocks * BLOCK_NS
+        threads.run(work(), entries, threads.team(blocks, cost_ns), cost_ns)
     rest = data[rows * row :].numpy().tobytes()
     return hashlib.blake2b(
         lanes.tobytes() + rest + len(data).to_bytes(8, "little"), digest_size=SIZE

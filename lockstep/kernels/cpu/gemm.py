@@ -43,8 +43,10 @@ from lockstep.order import LANES
 
 ROWS = 6  # of a full micro-kernel: 24 of 32 zmm registers, or 12 of 16 ymm registers
 PANEL = LANES * VECTORS
-UNIT_ROWS = 96  # rows of x that one unit of work multiplies with one panel
-RECORD = 15  # entries before the counter
+UNIT_ROWS = 96  # rows of x that one unit of work multiplies with one panel, at most
+UNITS_PER_THREAD = 4  # so that threads end at about the same time
+WEIGHTS_PER_NS = 4  # of one thread, as they come from memory
+RECORD = 16  # entries before the counter
 
 
 class Panels(NamedTuple):
@@ -109,7 +111,11 @@ def _run(
     each group begin; 0: all rows are in every group."""
     numbers = packed.numbers
     count, panels, depth = numbers.shape[0], numbers.shape[1], numbers.shape[2] - 1
-    chunks = -(-rows // UNIT_ROWS)
+    passes = -(-(x.shape[0] if groups[2] else rows) // ROWS)
+    cost_ns = panels * PANEL * depth * (passes if groups[2] else passes * count) // WEIGHTS_PER_NS
+    team = threads.team(count * panels * -(-rows // ROWS), cost_ns)
+    each = unit_rows(rows, count * panels, team)
+    chunks = -(-rows // each)
     units = count * panels * chunks
     entries = (
         x.data_ptr(),
@@ -125,8 +131,16 @@ def _run(
         units,
         numbers.itemsize,
         *groups,
+        each,
     )
-    threads.run(work(), entries, units)
+    threads.run(work(), entries, team, cost_ns)
+
+
+def unit_rows(rows: int, panels: int, team: int) -> int:
+    """Rows of a unit: fewer where panels alone would not keep all threads busy."""
+    few = min(-(-UNITS_PER_THREAD * team // panels), -(-rows // ROWS)) if team > 1 else 1
+    chunks = max(few, -(-rows // UNIT_ROWS), 1)
+    return -(-max(rows, 1) // (chunks * ROWS)) * ROWS
 
 
 @functools.cache
@@ -143,11 +157,11 @@ def units_text(at: Any) -> None:
         record[0], record[1], record[2], record[3], record[4], record[5], record[6], record[7],
         record[8], record[9], record[10], record[11],
     )  # fmt: skip
-    x_group, y_group, bounds = record[12], record[13], record[14]
+    x_group, y_group, bounds, each = record[12], record[13], record[14], record[15]
     unit = take(at + 8 * RECORD)
     while unit < units:
-        panel, row = unit // chunks, unit % chunks * UNIT_ROWS
-        group, last = panel // panels, min(row + UNIT_ROWS, rows)
+        panel, row = unit // chunks, unit % chunks * each
+        group, last = panel // panels, min(row + each, rows)
         if bounds:
             row, last = int64_at(bounds)[group], int64_at(bounds)[group + 1]
         weight, column = packed + panel * (depth + 1) * PANEL * item, panel % panels * PANEL

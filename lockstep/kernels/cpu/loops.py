@@ -130,8 +130,8 @@ def _scores(
 
 
 def _values(
-    typingctx: Any, rows: Any, vectors: Any, p: Any, p_stride: Any, table: Any, first: Any, last: Any, acc: Any, acc_stride: Any,
-    column: Any, alpha: Any,
+    typingctx: Any, rows: Any, vectors: Any, p: Any, p_stride: Any, table: Any, first: Any,
+    last: Any, acc: Any, acc_stride: Any, column: Any, alpha: Any,
 ) -> Any:  # fmt: skip
     """acc[r][column + j] = acc * alpha[r], then an fma chain over the keys [first, last) of
     p[r][key] * v[key][column + j].

@@ -49,7 +49,8 @@ from lockstep.kernels.cpu.threads import relinked
 from lockstep.ops import Activation, CosSin, Heads
 from lockstep.order import LANES, LOG2E
 
-UNIT = 1 << 14  # elements that are worth a thread
+UNIT = 1 << 14  # elements of a unit of work, at most
+ELEMENTS_PER_NS = 2  # of one thread
 # what is done to a row
 NORM, TURN, GATE, HEADS, ADD, LAYER, ANGLES, MAP, CLAMPED, SOFTMAX, SHARES, POOL = range(12)
 SILU, GELU, GELU_TANH, RELU, SIGMOID, CAP = range(6)  # what GATE and MAP do to an element
@@ -109,9 +110,10 @@ def qk_norm_rope(
     norm_q = 0 if weights is None else weights.data_ptr()
     cos, sin = cos_sin[0].data_ptr(), cos_sin[1].data_ptr()
     more = (norm_q, _bits(eps), cos, sin, cos_sin[0].shape[1], norm_q + 4 * d, count, k.data_ptr())
-    each, inner = max(1, UNIT // ((count + kv_heads) * d)), count + kv_heads
+    inner = count + kv_heads
+    each, team, cost_ns = _unit(t, inner * d)
     entries = (HEADS, x.data_ptr(), 4 * x.stride(0), 4 * d, q.data_ptr(), t, inner, d, each, *more)
-    threads.run(work(), entries, -(-t // each))
+    threads.run(work(), entries, team, cost_ns)
     return q, k
 
 
@@ -131,9 +133,9 @@ def rope_cos_sin(positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
     at, half = positions.to(torch.int32).contiguous(), freqs.shape[0]
     cos, sin = torch.empty(at.shape[0], half), torch.empty(at.shape[0], half)
     more = (freqs.data_ptr(), _bits(factor), sin.data_ptr(), 0, 0, 0, 0, 0)
-    each = max(1, UNIT // (4 * half))
+    each, team, cost_ns = _unit(at.shape[0], 16 * half)
     entries = (ANGLES, at.data_ptr(), 4, 0, cos.data_ptr(), at.shape[0], 1, half, each, *more)
-    threads.run(work(), entries, -(-at.shape[0] // each))
+    threads.run(work(), entries, team, cost_ns)
     return CosSin(cos, sin)
 
 
@@ -196,7 +198,8 @@ def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
             1,
             *more,
         )
-        threads.run(work(), entries, len(spans))
+        cost_ns = x.numel() // ELEMENTS_PER_NS
+        threads.run(work(), entries, threads.team(len(spans), cost_ns), cost_ns)
     return y
 
 
@@ -214,7 +217,7 @@ def _call(what: int, x: Tensor, y: Tensor, n: int, more: tuple[int, ...]) -> Non
         (shape[0], 1, 0) if len(shape) == 2 else (shape[0], shape[1], 4 * strides[1])
     )
     if outer and inner:
-        each = max(1, UNIT // (inner * n))
+        each, team, cost_ns = _unit(outer, inner * n)
         entries = (
             what,
             x.data_ptr(),
@@ -227,7 +230,14 @@ def _call(what: int, x: Tensor, y: Tensor, n: int, more: tuple[int, ...]) -> Non
             each,
             *more,
         )
-        threads.run(work(), entries, -(-outer // each))
+        threads.run(work(), entries, team, cost_ns)
+
+
+def _unit(rows: int, width: int) -> tuple[int, int, int]:
+    """Rows of a unit of work, threads, and what all of them cost: rows of `width` elements each."""
+    cost_ns = rows * width // ELEMENTS_PER_NS
+    team = threads.team(rows, cost_ns)
+    return max(1, min(UNIT // width, -(-rows // team))), team, cost_ns
 
 
 def _bits(value: float) -> int:

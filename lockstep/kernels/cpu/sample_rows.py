@@ -21,7 +21,7 @@ from lockstep.kernels.cpu.lanes import float32_at, float64_at, int64_at, take
 from lockstep.kernels.cpu.sample import choose, describe
 from lockstep.sample import formulas
 
-PER_THREAD = 2**16  # logits that are worth another thread
+LOGIT_NS = 1  # of one thread
 CHOOSE, DESCRIBE = 0, 1  # what is done with a row
 WORKERS, TAKEN = 80, 88  # bytes before the record's counters
 OUTSIDE = ("bits_of", "float_of")  # of the formulas: compiled code has its own, below
@@ -52,11 +52,12 @@ def compute_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor,
 
 def worth(rows: int, vocab: int) -> int:
     """How many threads are worth waking."""
-    return max(1, min(rows, threads.count(), rows * vocab // PER_THREAD))
+    return threads.team(rows, rows * vocab * LOGIT_NS)
 
 
 def _run(what: int, arrays: Sequence[Any], sizes: Sequence[int], workers: int) -> None:
-    threads.run(compiled(), [what, *map(threads.where, arrays), *sizes], workers)
+    entries = [what, *map(threads.where, arrays), *sizes]
+    threads.run(compiled(), entries, workers, sizes[0] * sizes[1] * LOGIT_NS)
 
 
 def units(at: Any) -> None:

@@ -1,13 +1,17 @@
 """Threads that help with a call, and that nobody waits for if they do not come.
 
 A call is a C function `void f(int64 record)` that takes units of work from a counter in its record
-until none is left. The caller runs it itself; helpers that are awake run it too. A helper enters
-through a gate: while it is inside the caller waits for it, and a helper that the system did not
-wake in time finds the gate closed and has missed nothing. So a busy machine makes a call slower,
-never stuck behind a thread that has no processor. Helpers look for work without pause for a moment
-after a call and then take naps that grow longer.
+until none is left. The caller runs it itself; helpers that it invites and that are awake run it
+too. A helper enters through the call's gate: while it is inside the caller waits for it, and a
+helper that the system did not wake in time finds the gate closed and has missed nothing. So a busy
+machine makes a call slower, never stuck behind a thread that has no processor.
 
-As many threads work as torch has (`torch.set_num_threads`). Knows nothing of what is computed.
+Several threads may call at once: each call has a desk, with a gate of its own, and callers share
+the helpers. A call gets as many threads as its work is worth, at most as many as torch has
+(`torch.set_num_threads`, which nobody here changes) or as `limited` says for the calling thread. A
+long call releases the interpreter's lock; a short one keeps it, since whoever waits for the lock
+beside it waits no longer than beside any Python, and taking it back may cost 5 ms.
+Knows nothing of what is computed.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,110 +38,143 @@ from lockstep.kernels.cpu.cache import announced, cached_here
 from lockstep.kernels.cpu.lanes import I64, at, call_ir, int64_at, invoke, types
 from lockstep.kernels.cpu.loops import TARGET
 
-GATE, WORK, RECORD, HELPERS, CALLS, LEAVE = (
-    0,
-    16,
-    17,
-    18,
-    19,
-    20,
-)  # entries of the mailbox; the gate has a cache line of its own
-MAILBOX = 32
+THREAD_NS = 5_000  # of work that are worth one more thread
+RELEASE_NS = 100_000  # of work from which on a call releases the interpreter's lock
+
+# The board, which callers and helpers share: int64 words in lines of 64 bytes. What different
+# threads write lies in different lines.
+LINE = 8  # words
+LEAVE, USLEEP, YIELD, ACTIVE = 0, 1, 2, LINE  # ACTIVE: calls under way
+DESKS = 8  # calls that can have helpers at once; a helper's invitations are one line
+DESK = 2 * LINE  # where the desks begin; each has two lines
+GATE, TAKEN, WORK, RECORD, CALLS = 0, LINE, LINE + 1, LINE + 2, LINE + 3  # words of a desk
+INBOX = DESK + DESKS * 2 * LINE  # where the helpers' lines begin: invitations, and those seen
+MOST_HELPERS = 255
+BOARD = INBOX + MOST_HELPERS * 2 * LINE
+
 OPEN = 1 << 40  # the gate's value is OPEN, while it is, plus the number of helpers inside
-LOOKS = 4000  # glances at the mailbox before the first nap, 0.1 to 0.3 ms
+LOOKS = 4000  # glances at the inbox before the first nap, 0.1 to 0.3 ms
 SHORT_NAPS, SHORT_US, LONG_US = 200, 50, 2000
 
 
-def call(work: Any, helpers: Any, mailbox: Any, record: Any) -> None:
-    """Run `work` on this thread and on at most `helpers` others."""
+def call(work: Any, helpers: Any, pool: Any, board: Any, record: Any) -> None:
+    """Run `work` on this thread and on at most `helpers` of the `pool` helpers there are; when
+    others call too, on a fair share of them."""
     if helpers == 0:
         invoke(work, record)
         return
-    box, gate = int64_at(mailbox), mailbox + 8 * GATE
-    box[WORK], box[RECORD], box[HELPERS], box[CALLS] = work, record, helpers, box[CALLS] + 1
-    change(gate, OPEN)
-    invoke(work, record)
-    inside = change(gate, -OPEN)
-    while inside & (OPEN - 1):
-        breathe()
-        inside = change(gate, 0)
+    share = (pool + 1) // change(board + 8 * ACTIVE, 1)
+    helpers = min(helpers, share - 1)
+    number, desk = np.int64(0), board + 8 * DESK
+    while number < DESKS and helpers > 0 and exchange(desk + 8 * TAKEN, 1) != 0:
+        number += 1
+        desk += 16 * LINE
+    if number == DESKS or helpers <= 0:
+        invoke(work, record)
+    else:
+        words, gate, calls = int64_at(desk), desk + 8 * GATE, int64_at(desk)[CALLS] + 1
+        words[WORK], words[RECORD], words[CALLS] = work, record, calls
+        change(gate, OPEN)
+        for i in range(helpers):  # other desks invite other helpers first
+            put(board + 8 * (INBOX + 2 * LINE * ((number * share + i) % pool) + number), calls)
+        invoke(work, record)
+        inside, looks = change(gate, -OPEN), np.int64(0)
+        while inside & (OPEN - 1):
+            if looks < LOOKS:
+                breathe()
+            else:  # the helper has lost its processor: it may have this one
+                invoke(int64_at(board)[YIELD], 0)
+            looks += 1
+            inside = look(gate)
+        put(desk + 8 * TAKEN, 0)
+    change(board + 8 * ACTIVE, -1)
 
 
-def serve(mailbox: Any, index: Any, usleep: Any) -> None:
-    """A helper's life: once per call, if it is wanted and the gate is open, work; until told to
-    leave."""
-    box, gate = int64_at(mailbox), mailbox + 8 * GATE
-    served: Any = np.int64(0)
-    idle: Any = np.int64(0)
-    while look(mailbox + 8 * LEAVE) == 0:
-        calls = look(mailbox + 8 * CALLS)
-        if calls != served and look(gate) & OPEN:
-            idle = 0
-            if change(gate, 1) & OPEN:
-                served = box[CALLS]
-                if index < box[HELPERS]:
-                    invoke(box[WORK], box[RECORD])
-            change(gate, -1)
-        elif idle < LOOKS:
+def released(work: Any, helpers: Any, pool: Any, board: Any, record: Any) -> None:
+    """`call`, compiled so that it releases the interpreter's lock."""
+    call(work, helpers, pool, board, record)
+
+
+def serve(board: Any, index: Any) -> None:
+    """What a helper does, until it shall leave: answers every invitation once, if the gate of that
+    very call is still open. Without invitations it looks for them without pause for a moment, and
+    then takes naps that grow longer."""
+    inbox = board + 8 * (INBOX + 2 * LINE * index)
+    seen, idle = int64_at(inbox + 8 * LINE), np.int64(0)
+    while look(board + 8 * LEAVE) == 0:
+        idle += 1
+        for number in range(DESKS):
+            invited = look(inbox + 8 * number)
+            if invited != seen[number]:
+                seen[number], idle = invited, 0
+                desk = board + 8 * (DESK + 2 * LINE * number)
+                gate = desk + 8 * GATE
+                if look(gate) & OPEN:
+                    if change(gate, 1) & OPEN and int64_at(desk)[CALLS] == invited:
+                        invoke(int64_at(desk)[WORK], int64_at(desk)[RECORD])
+                    change(gate, -1)
+        if idle > LOOKS:
+            invoke(int64_at(board)[USLEEP], SHORT_US if idle < LOOKS + SHORT_NAPS else LONG_US)
+        elif idle:
             breathe()
-            idle += 1
-        else:
-            invoke(usleep, SHORT_US if idle < LOOKS + SHORT_NAPS else LONG_US)
-            idle += 1
 
 
 class Helpers:
     """The helpers of this process: started when first needed, one less than there are threads."""
 
     def __init__(self) -> None:
-        self.former: list[object] = []  # mailboxes that a helper may still take a look at
+        self.former: list[object] = []  # boards that a helper may still take a look at
         self.reset()
 
     def reset(self) -> None:
         """Nobody helps."""
-        self.mailbox = np.zeros(MAILBOX + 8, np.int64)
-        self.address = (self.mailbox.ctypes.data + 63) // 64 * 64
+        self.board = np.zeros(BOARD + LINE, np.int64)
+        self.address = (where(self.board) + 63) // 64 * 64
+        self.words = self.board[(self.address - where(self.board)) // 8 :]
+        library = ctypes.CDLL(None)
+        for word, function in ((USLEEP, library.usleep), (YIELD, library.sched_yield)):
+            self.words[word] = ctypes.cast(function, ctypes.c_void_p).value
         self.threads: list[threading.Thread] = []
         self.hiring = threading.Lock()
 
     def want(self, count: int) -> None:
         """Has `count` helpers ready. No two have one number: memory is laid out for so many. An
         interrupt costs a helper at most."""
-        serving, usleep = (
-            compiled()[1],
-            ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value,
-        )
         with self.hiring:
-            while len(self.threads) < count:
-                args = (self.address, len(self.threads), usleep)
+            while len(self.threads) < min(count, MOST_HELPERS):
+                args = (self.address, len(self.threads))
                 self.threads.append(
-                    threading.Thread(target=serving, args=args, name="lockstep-helper", daemon=True)
+                    threading.Thread(
+                        target=compiled().serve, args=args, name="lockstep-helper", daemon=True
+                    )
                 )
                 self.threads[-1].start()
 
     def leave(self) -> None:
-        """Sends them home: compiled code must not run when the interpreter takes it away."""
-        self.mailbox[(self.address - self.mailbox.ctypes.data) // 8 + LEAVE] = 1
-        self.former.append(self.mailbox)
+        """Ends them: compiled code must not run when the interpreter takes it away."""
+        self.words[LEAVE] = 1
+        self.former.append(self.board)
         for thread in self.threads:
             with suppress(RuntimeError):  # an interrupt came before it was started
                 thread.join()
         self.reset()
 
 
-HELP = Helpers()
-atexit.register(HELP.leave)
-os.register_at_fork(after_in_child=HELP.reset)
-
-
-def run(work: Any, entries: Sequence[int], units: int) -> None:
-    """One call of the compiled `work`, on at most one thread per unit. `entries` are its record,
-    whose addresses stay valid meanwhile; two counters, which begin at 0, follow them."""
-    helpers = min(units, torch.get_num_threads()) - 1
-    if helpers > len(HELP.threads):
-        HELP.want(helpers)
+def run(work: Any, entries: Sequence[int], most: int, cost_ns: int) -> None:
+    """One call of the compiled `work`, on at most `most` threads: a `team`. `cost_ns` is about what
+    it takes on one. `entries` are its record, whose addresses stay valid meanwhile; two counters,
+    which begin at 0, follow them."""
+    if most > len(HELP.threads) + 1:
+        HELP.want(count() - 1)
     record = array("q", (*entries, 0, 0))
-    compiled()[0](work.address, max(helpers, 0), HELP.address, record.buffer_info()[0])
+    texts = compiled()
+    caller = texts.released if cost_ns >= RELEASE_NS else texts.call
+    caller(work.address, most - 1, len(HELP.threads), HELP.address, record.buffer_info()[0])
+
+
+def team(units: int, cost_ns: int) -> int:
+    """Threads for a call of so many units that takes `cost_ns`, about, on one thread."""
+    return max(1, min(units, cost_ns // THREAD_NS, count()))
 
 
 def where(array: Any) -> int:
@@ -146,19 +183,20 @@ def where(array: Any) -> int:
 
 
 def count() -> int:
-    """Threads that work on a call."""
-    return torch.get_num_threads()
+    """Threads that work on a call of this thread, at most."""
+    return getattr(_LIMIT, "threads", None) or torch.get_num_threads()
 
 
 @contextmanager
 def limited(most: int) -> Iterator[None]:
-    """Runs the block with `most` threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(most)
+    """Runs the block with `most` threads for calls of this thread: more or fewer than torch has,
+    whose number stays what it is."""
+    before = getattr(_LIMIT, "threads", None)
+    _LIMIT.threads = most
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        _LIMIT.threads = before
 
 
 def relinked(text: Any, names: dict[str, Any]) -> FunctionType:
@@ -176,24 +214,41 @@ def c_function(name: str, text: Callable[[Any], None], cache: bool = True) -> An
         return cfunc(types.void(types.int64), cache=cache and writable, error_model="numpy")(text)
 
 
+class Compiled(NamedTuple):
+    """The texts of this file for this machine."""
+
+    call: Any
+    released: Any
+    serve: Any
+
+
 @functools.cache
-def compiled() -> tuple[Any, Any]:
-    """`call` and `serve` for this machine."""
+def compiled() -> Compiled:
+    """Compiled when first needed, and kept on disk."""
     number = types.int64
     with cached_here() as writable:
-        caller = njit(types.void(number, number, number, number), cache=writable)(call)
-        return caller, njit(types.void(number, number, number), cache=writable, nogil=True)(serve)
-
-
-def _change(typingctx: Any, place: Any, amount: Any) -> Any:
-    """Add to the int64 at address `place`, atomically; the value after."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.add(
-            builder.atomic_rmw("add", at(builder, args[0]), args[1], "seq_cst"), args[1]
+        caller = njit(types.void(*[number] * 5), cache=writable)(call)
+        names = {**globals(), "call": caller}
+        return Compiled(
+            call=caller,
+            released=njit(types.void(*[number] * 5), cache=writable, nogil=True)(
+                relinked(released, names)
+            ),
+            serve=njit(types.void(number, number), cache=writable, nogil=True)(serve),
         )
 
-    return types.int64(types.int64, types.int64), emit
+
+def _atomic(operation: str, after: bool) -> Any:
+    """An atomic change of the int64 at an address: the value after or before."""
+
+    def typed(typingctx: Any, place: Any, amount: Any) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            before = builder.atomic_rmw(operation, at(builder, args[0]), args[1], "seq_cst")
+            return builder.add(before, args[1]) if after else before
+
+        return types.int64(types.int64, types.int64), emit
+
+    return intrinsic(typed)
 
 
 def _look(typingctx: Any, place: Any) -> Any:
@@ -203,6 +258,17 @@ def _look(typingctx: Any, place: Any) -> Any:
         return builder.load_atomic(at(builder, args[0]), "seq_cst", 8, typ=I64)
 
     return types.int64(types.int64), emit
+
+
+def _put(typingctx: Any, place: Any, value: Any) -> Any:
+    """The int64 at address `place`, which others look at, becomes `value`."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        place = builder.inttoptr(args[0], I64.as_pointer())
+        builder.store_atomic(args[1], place, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
 
 
 def _breathe(typingctx: Any) -> Any:
@@ -216,6 +282,13 @@ def _breathe(typingctx: Any) -> Any:
     return types.void(), emit
 
 
-change: Any = intrinsic(_change)
+change: Any = _atomic("add", after=True)
+exchange: Any = _atomic("xchg", after=False)
 look: Any = intrinsic(_look)
+put: Any = intrinsic(_put)
 breathe: Any = intrinsic(_breathe)
+
+_LIMIT = threading.local()
+HELP = Helpers()
+atexit.register(HELP.leave)
+os.register_at_fork(after_in_child=HELP.reset)

@@ -95,8 +95,9 @@ def unpack(record: Any) -> Any:
     consts (as in attend.py)."""
     z = SIZES
     sizes = Sizes(
-        record[z], record[z + 1], record[z + 2], record[z + 3], record[z + 4], record[z + 5], record[z + 6], record[z + 7],
-        record[z + 8], record[z + 9], record[z + 10], record[z + 11], record[z + 12],
+        record[z], record[z + 1], record[z + 2], record[z + 3], record[z + 4], record[z + 5],
+        record[z + 6], record[z + 7], record[z + 8], record[z + 9], record[z + 10], record[z + 11],
+        record[z + 12],
     )  # fmt: skip
     consts = floats(record, 15)
     return Job(
