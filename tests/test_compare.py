@@ -41,14 +41,14 @@ def test_a_case_is_measured_on_both_trees(capsys: pytest.CaptureFixture[str]):
 
 @in_git
 def test_a_commit_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["bench", "compare", "--base", "no-such-commit", "--case", "scheduler"]) == 2
+    assert cli.main(["bench", "compare", "--base", "no-such-commit", "--case", "step"]) == 2
     assert "--base names a commit of this checkout; got no-such-commit" in capsys.readouterr().err
 
 
 def test_the_cases_are_those_of_the_benchmarks():
     every = names()
     assert len(every) == len(set(every)) == 36 + 8 + 1 + 2
-    assert {"decode builtin", "mixed 100m", "scheduler", "load builtin"} <= set(every)
+    assert {"decode builtin", "mixed 100m", "step", "load builtin"} <= set(every)
 
 
 def test_a_case_below_its_floor_and_a_mean_below_its_own_are_told():

@@ -9,10 +9,8 @@ Decode and prefill shapes, fp32, pages of 16 in shuffled order; the ratio is wha
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -21,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lockstep import outfile
 from lockstep.attention import select
-from lockstep.bench.machine import place, race
+from lockstep.bench.machine import block, place, race, set_threads
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
 from lockstep.kv.spec import group_bytes
 from lockstep.kv.tables import Table
+from lockstep.lab.document import write
 from lockstep.plan.build import Work, build
 from lockstep.plan.check import check
 from lockstep.plan.image import pack, views
@@ -53,10 +51,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        return (
-            f"{self.kind} {self.heads}/{self.kv_heads} d{self.d} {self.requests}x{self.new} after "
-            f"{self.cached}"
-        )
+        heads = f"{self.heads}/{self.kv_heads} d{self.d}"
+        return f"{self.kind} {heads} {self.requests}x{self.new} after {self.cached}"
 
     @property
     def targets(self) -> dict[str, float]:
@@ -80,16 +76,11 @@ class Measured:
     runs: dict[str, list[float]]
 
     def __str__(self) -> str:
-        wants = {
-            name: f" (>= {self.targets[name]})" if name in self.targets else ""
-            for name in self.ratios
-        }
-        ratios = "  ".join(f"{name} x{r:.2f}{wants[name]}" for name, r in self.ratios.items())
-        mark = "ok " if self.met else "LOW"
-        return (
-            f"{mark} {self.case:42} {self.microseconds['lockstep']:10.0f} us   "
-            f"{ratios}{'' if self.undisturbed else '  disturbed'}"
-        )
+        least = {name: f" (>= {target})" for name, target in self.targets.items()}
+        ratios = [f"{name} x{r:.2f}{least.get(name, '')}" for name, r in self.ratios.items()]
+        mark, disturbed = "ok " if self.met else "LOW", "" if self.undisturbed else "  disturbed"
+        head = f"{mark} {self.case:42} {self.microseconds['lockstep']:10.0f} us"
+        return f"{head}   {'  '.join(ratios)}{disturbed}"
 
 
 def cases(quick: bool) -> list[Case]:
@@ -108,7 +99,7 @@ def cases(quick: bool) -> list[Case]:
 
 def run(args: argparse.Namespace) -> int:
     """Measures every case; prints a table, writes JSON, returns 1 if a target was missed."""
-    torch.set_num_threads(args.threads or torch.get_num_threads())
+    threads = set_threads(args.threads)
     checks, memory = check_times(), memory_check()  # first, in a fresh process
     results = []
     todo = cases(args.quick)
@@ -117,20 +108,18 @@ def run(args: argparse.Namespace) -> int:
         results.append(measure(case, args.repeat or 3))
         print(results[-1], file=sys.stderr, flush=True)
     document = {
-        "environment": place(torch.get_num_threads()),
+        "environment": place(threads),
         "page_size": PAGE,
         "cases": [asdict(r) for r in results],
         "plan_check_us": checks,
         "memory_bytes": memory,
     }
     if args.json:
-        outfile.write(args.json, json.dumps(document, indent=1) + "\n")
+        write(document, args.json)
     missed = [r.case for r in results if not r.met]
     if args.json != "-":
-        print(
-            f"{len(results) - len(missed)} of {len(results)} cases reach their "
-            f"targets{': not ' + '; '.join(missed) if missed else ''}"
-        )
+        told = f": not {'; '.join(missed)}" if missed else ""
+        print(f"{len(results) - len(missed)} of {len(results)} cases reach their targets{told}")
         print("plan.check: " + ", ".join(f"{k} {v:.0f} us" for k, v in checks.items()))
         print(f"cache bytes: printed {memory['arithmetic']:,}, allocated {memory['storages']:,}")
     return 1 if missed else 0
@@ -140,19 +129,16 @@ def measure(case: Case, runs: int) -> Measured:
     """Medians of `runs` undisturbed runs, and how many times as fast as each peer Lockstep was."""
     timing = race(contenders(case), runs, seconds=0.4)
     times = {name: timing.median(name) for name in timing.runs}
-    ratios = {
-        name: round(times[name] / times["lockstep"], 3) for name in times if name != "lockstep"
-    }
-    met = all(ratios[name] >= target for name, target in case.targets.items())
-    each = {name: [round(t * 1e6, 1) for t in values] for name, values in timing.runs.items()}
+    ratios = {name: round(t / times["lockstep"], 3) for name, t in times.items()}
+    del ratios["lockstep"]
     return Measured(
-        case.name,
-        {name: round(t * 1e6, 1) for name, t in times.items()},
-        ratios,
-        case.targets,
-        met,
-        timing.quiet,
-        each,
+        case=case.name,
+        microseconds={name: round(t * 1e6, 1) for name, t in times.items()},
+        ratios=ratios,
+        targets=case.targets,
+        met=all(ratios[name] >= target for name, target in case.targets.items()),
+        undisturbed=timing.undisturbed,
+        runs={name: [round(t * 1e6, 1) for t in values] for name, values in timing.runs.items()},
     )
 
 
@@ -185,13 +171,9 @@ def contenders(case: Case) -> dict[str, Callable[[], object]]:
         "contiguous": lambda: sdpa(queries, k, v),
         "gathered": gathered,
     }
-    mine = (
-        backend.attend(q, keys, handle, attn)[0]
-        .view(case.requests, case.new, case.heads, case.d)
-        .transpose(1, 2)
-    )
+    out = backend.attend(q, keys, handle, attn)[0].view(case.requests, case.new, case.heads, -1)
     for other in (sdpa(queries, k, v), gathered()):
-        worst = float((mine - other).abs().max())
+        worst = float((out.transpose(1, 2) - other).abs().max())
         if not worst < 1e-4:
             raise RuntimeError(f"{case.name}: the contenders disagree by {worst}")
     return ways
@@ -200,12 +182,9 @@ def contenders(case: Case) -> dict[str, Callable[[], object]]:
 def peer(case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """torch's SDPA for the case. Rows after a prefix need an explicit mask: its own causal flag
     counts from the first key."""
-    mask = None
+    mask, kv_len = None, case.cached + case.new
     if case.cached and case.new > 1:
-        mask = (
-            torch.arange(case.cached + case.new)[None]
-            <= torch.arange(case.cached, case.cached + case.new)[:, None]
-        )
+        mask = torch.arange(kv_len)[None] <= torch.arange(case.cached, kv_len)[:, None]
     causal = case.new > 1 and mask is None
     return lambda q, k, v: scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True
@@ -235,17 +214,10 @@ def check_times() -> dict[str, float]:
     """Microseconds of plan.check, median of many: one request, 64 decoding at 2k, 64 prefilling
     2k."""
     out = {}
-    for name, requests, cached, new in (
-        ("1 x 2k decode", 1, 2047, 1),
-        ("64 x 2k decode", 64, 2047, 1),
-        ("64 x 2k prefill", 64, 0, 2048),
-    ):
-        _, plan, pool, _ = setup(Case("check", 8, 2, 8, requests, cached, new))
-        times = []
-        for _ in range(200):
-            begin = time.perf_counter()
-            check(plan, (pool.num_pages,))
-            times.append(time.perf_counter() - begin)
+    shapes = {"1 x 2k decode": (1, 2047, 1), "64 x 2k decode": (64, 2047, 1)}
+    for name, shape in {**shapes, "64 x 2k prefill": (64, 0, 2048)}.items():
+        _, plan, pool, _ = setup(Case("check", 8, 2, 8, *shape))
+        times = block(lambda plan=plan, pool=pool: check(plan, (pool.num_pages,)), 0.1)  # type: ignore[misc]
         out[name] = round(statistics.median(times) * 1e6, 1)
     return out
 

@@ -1,4 +1,5 @@
-"""`lockstep bench compare`: this tree against an older commit of it, taking turns in one run.
+"""`lockstep bench compare` and `lockstep bench step`: this tree against an older commit of it,
+alternating in one run.
 
 Two processes, one per source tree, measure the same case by turns, so that what the machine does to
 one it does to the other. The ratio is old time over new time: above 1 the new tree is faster. Times
@@ -18,16 +19,17 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
 
 import torch
 
-from lockstep.bench import contender
+from lockstep.bench import contender, machine
 from lockstep.bench.attention import cases as attention_cases
-from lockstep.bench.machine import QUIET, note, place, tell, wait_for_quiet, watched
+from lockstep.bench.contender import NOT_HOST, Answer
+from lockstep.bench.machine import note, place, tell
 from lockstep.lab.document import write
 from lockstep.progress import Progress
 from lockstep.types import RuleError
@@ -36,6 +38,8 @@ ROOT = Path(__file__).parents[2]
 LEAST_MEAN, LEAST_EACH = 0.99, 0.95
 MODELS = ("builtin", "100m")
 SLOWER_S = {"load builtin": 1.0, "load 100m": 3.0}  # loading may take so much longer
+STEP = "step"  # the case of `bench step`: host time of a decode step
+HOST_MEDIAN_S, HOST_MEAN_S, HOST_SHARE = 3e-3, 5e-3, 0.6  # of a step, and of the old tree's
 TRIES = 3  # a disturbed turn is repeated
 
 
@@ -63,11 +67,8 @@ class Compared:
     def ratios(self) -> list[float]:
         """Old over new, one per start."""
         turns = len(self.old_s) // self.starts
-        bounds = [(at * turns, (at + 1) * turns) for at in range(self.starts)]
-        return [
-            statistics.median(self.old_s[a:b]) / statistics.median(self.new_s[a:b])
-            for a, b in bounds
-        ]
+        parts = [slice(at * turns, (at + 1) * turns) for at in range(self.starts)]
+        return [statistics.median(self.old_s[p]) / statistics.median(self.new_s[p]) for p in parts]
 
     @property
     def slower_s(self) -> float:
@@ -87,18 +88,17 @@ class Compared:
         mark = "ok " if self.met else "LOW"
         if self.error:
             return f"{mark} {self.case:44} {self.error}"
-        old, new = statistics.median(self.old_s), statistics.median(self.new_s)
-        told = f"{mark} {self.case:44} {old * 1e3:10.3f} -> {new * 1e3:10.3f} ms  x{self.ratio:.3f}"
-        return told + ("" if self.undisturbed else "  disturbed")
+        old, new = statistics.median(self.old_s) * 1e3, statistics.median(self.new_s) * 1e3
+        line = f"{mark} {self.case:44} {old:10.3f} -> {new:10.3f} ms  x{self.ratio:.3f}"
+        return line + ("" if self.undisturbed else "  disturbed")
 
 
 class Side:
     """A contender's process on one source tree."""
 
     def __init__(self, tree: Path, folders: dict[str, str]) -> None:
-        script = [sys.executable, contender.__file__, json.dumps(folders)]
         self.process = subprocess.Popen(
-            script,
+            [sys.executable, contender.__file__, json.dumps(folders)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -106,8 +106,8 @@ class Side:
             env={**os.environ, "PYTHONPATH": str(tree)},
         )
 
-    def measure(self, case: str, seed: int) -> float:
-        """Seconds of one turn; an error of the other side is raised here."""
+    def measure(self, case: str, seed: int) -> Answer:
+        """One turn; an error of the other side is raised here."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None and stdout is not None, "both ends are pipes"
         stdin.write(json.dumps({"case": case, "seed": seed}) + "\n")
@@ -115,10 +115,10 @@ class Side:
         line = stdout.readline()
         if not line:
             raise RuntimeError(f"the process ended with {self.process.wait()}")
-        answer = json.loads(line)
+        answer: Answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(answer["error"])
-        return float(answer["seconds"])
+        return answer
 
     def cpu_s(self) -> float:
         """CPU seconds of the process and of its children that have ended."""
@@ -134,34 +134,139 @@ class Side:
         self.process.wait()
 
 
+# ---- both commands ----
+
+
 def run(args: argparse.Namespace) -> int:
     """Compares; prints a line a case, writes JSON, returns 1 if a case or the mean is too slow."""
     todo = [name for name in names() if not args.case or any(name.startswith(c) for c in args.case)]
     if not todo:
-        raise RuleError(
-            "--case is the beginning of a case's name", ", ".join(args.case), names()[0]
-        )
+        got = ", ".join(args.case)
+        raise RuleError("--case is the beginning of a case's name", got, names()[0])
+    results: list[list[Compared]] = []
     with base_tree(args.base) as old_tree, models(todo) as folders:
-        runs = [measured(args, todo, (old_tree, ROOT), folders) for _ in range(args.starts)]
-    results = [joined(each) for each in zip(*runs, strict=True)]
-    document = summary(args.base, results)
+        for _ in range(args.starts):  # where memory lies differs from start to start
+            with sides_of((old_tree, ROOT), folders) as sides:
+                results.append(compare(todo, sides, args))
+    compared = [joined(each) for each in zip(*results, strict=True)]
+    document = summary(args.base, compared)
     if args.json:
         write(document, args.json)
     if args.json != "-":
         mean, each = document["mean_ratio"], document["least_ratio"]
-        print(f"{len(results)} cases: mean x{mean:.3f} (>= {LEAST_MEAN}), least x{each:.3f}")
-        slow = [r.case for r in results if not r.met]
+        print(f"{len(compared)} cases: mean x{mean:.3f} (>= {LEAST_MEAN}), least x{each:.3f}")
+        slow = [r.case for r in compared if not r.met]
         print(f"too slow: {'; '.join(slow)}" if slow else "no case is too slow")
     return 0 if document["met"] else 1
 
 
-def measured(
-    args: argparse.Namespace, todo: Sequence[str], trees: Sequence[Path], folders: dict[str, str]
-) -> list[Compared]:
-    """Every case with two processes of their own: where memory lies differs from start to start."""
+def run_step(args: argparse.Namespace) -> int:
+    """Host time of a decode step by part, beside an older commit's if one is named; returns 1 if it
+    takes too long."""
+    with ExitStack() as stack:
+        trees = [stack.enter_context(base_tree(args.base))] if args.base else []
+        folders = stack.enter_context(models([]))
+        sides = stack.enter_context(sides_of((*trees, ROOT), folders))
+        answers, undisturbed = by_turns(STEP, sides, args.repeat or 5, 1 if args.quick else TRIES)
+    medians, means = ([_parts(side, kind) for side in answers] for kind in ("medians", "means"))
+    new, mean = medians[-1]["host"], means[-1]["host"]
+    met = new <= HOST_MEDIAN_S and mean <= HOST_MEAN_S
+    if trees:
+        met = met and new <= HOST_SHARE * medians[0]["host"]
+    document = {
+        "environment": place(torch.get_num_threads()),
+        "base": args.base,
+        "requests, keys, steps": contender.FULL.host,
+        "not_host": NOT_HOST,
+        "medians_s": dict(zip(("new", "old"), reversed(medians), strict=False)),
+        "means_s": dict(zip(("new", "old"), reversed(means), strict=False)),
+        "undisturbed": undisturbed,
+        "met": met,
+    }
+    if args.json:
+        write(document, args.json)
+    if args.json != "-":
+        print("\n".join(step_lines(medians, means)) + ("" if undisturbed else "\ndisturbed"))
+    return 0 if met and undisturbed else 1
+
+
+def _parts(side: Sequence[Answer], kind: str) -> dict[str, float]:
+    """By part, the median over all turns of a side."""
+    return {part: statistics.median(turn[kind][part] for turn in side) for part in side[0][kind]}
+
+
+def step_lines(
+    medians: Sequence[dict[str, float]], means: Sequence[dict[str, float]]
+) -> Iterator[str]:
+    """A table in microseconds: median and mean of every part, this tree first, then the ratio of
+    the medians."""
+    yield f"{'us per step':20}" + "    median      mean" * len(medians)
+    for part in medians[-1]:
+        cells = zip(reversed(medians), reversed(means), strict=True)
+        line = "".join(f"{a[part] * 1e6:10.0f}{b[part] * 1e6:10.0f}" for a, b in cells)
+        old = medians[0][part]
+        ratio = f"   {medians[-1][part] / old:.2f} of the old" if len(medians) > 1 and old else ""
+        yield f"{part:20}{line}{ratio}"
+
+
+def names() -> list[str]:
+    """Every case: the kernels', then the engine's, then loading."""
+    kernels = [f"attention {case.name}" for case in attention_cases(False)]
+    engine = [f"{k} {m}" for m in MODELS for k in ("decode", "mixed", "prefix", "prefill")]
+    return [*kernels, *engine, STEP, *SLOWER_S]
+
+
+def compare(todo: Sequence[str], sides: Sequence[Side], args: argparse.Namespace) -> list[Compared]:
+    """Every case by turns."""
+    results = []
+    with Progress(len(todo), "bench compare") as bar:
+        for case in todo:
+            note(case)
+            try:
+                turns, undisturbed = by_turns(
+                    case, sides, args.repeat or 5, 1 if args.quick else TRIES
+                )
+                old, new = (tuple(turn["seconds"] for turn in side) for side in turns)
+                results.append(Compared(case, old, new, undisturbed))
+            except RuntimeError as error:
+                results.append(Compared(case, (), (), True, error=str(error)))
+            tell(str(results[-1]))
+            bar.step(case, bad=not results[-1].met)
+    return results
+
+
+def by_turns(
+    case: str, sides: Sequence[Side], rounds: int, tries: int
+) -> tuple[list[list[Answer]], bool]:
+    """Each side's answers, one per round, and whether no round was disturbed. The side that begins
+    alternates. A disturbed round is repeated; the least disturbed of its tries counts."""
+    answers: list[list[Answer]] = [[] for _ in sides]
+    undisturbed = True
+    for side in sides:
+        side.measure(case, 0)  # prepares and warms
+    for turn in range(rounds):
+        tried: list[tuple[float, int, list[Answer]]] = []
+        while len(tried) < tries and (not tried or min(tried)[0] > machine.OTHERS):
+            if tried:
+                machine.wait_until_undisturbed()
+            seed = 1 + turn * tries + len(tried)
+            with machine.watched(lambda: sum(side.cpu_s() for side in sides)) as watch:
+                order = sides if seed % 2 else sides[::-1]
+                have = {side: side.measure(case, seed) for side in order}
+            tried.append((watch.others, seed, [have[side] for side in sides]))
+        others, _, values = min(tried)
+        undisturbed &= others <= machine.OTHERS
+        for at, value in enumerate(values):
+            answers[at].append(value)
+    return answers, undisturbed
+
+
+@contextmanager
+def sides_of(trees: Sequence[Path], folders: dict[str, str]) -> Iterator[list[Side]]:
+    """A process per tree."""
     sides = [Side(tree, folders) for tree in trees]
     try:
-        return compare(todo, sides, args.repeat or 5, 1 if args.quick else TRIES)
+        yield sides
     finally:
         for side in sides:
             side.close()
@@ -177,59 +282,6 @@ def joined(parts: Sequence[Compared]) -> Compared:
         error=next((part.error for part in parts if part.error), ""),
         starts=len(parts),
     )
-
-
-def names() -> list[str]:
-    """Every case: the kernels', then the engine's, then loading."""
-    kernels = [f"attention {case.name}" for case in attention_cases(False)]
-    engine = [f"{k} {m}" for m in MODELS for k in ("decode", "mixed", "prefix", "prefill")]
-    return [*kernels, *engine, "scheduler", *SLOWER_S]
-
-
-def compare(todo: Sequence[str], sides: Sequence[Side], rounds: int, tries: int) -> list[Compared]:
-    """Every case in turns; the side that begins alternates."""
-    results = []
-    with Progress(len(todo), "bench compare") as bar:
-        for case in todo:
-            note(case)
-            results.append(by_turns(case, sides, rounds, tries))
-            tell(str(results[-1]))
-            bar.step(case, bad=not results[-1].met)
-    return results
-
-
-def by_turns(case: str, sides: Sequence[Side], rounds: int, tries: int) -> Compared:
-    """`rounds` pairs of turns. A disturbed pair is repeated, the quietest of its tries counts."""
-    times: list[list[float]] = [[], []]
-    undisturbed = True
-    try:
-        for side in sides:
-            side.measure(case, 0)  # prepares and warms
-        for turn in range(rounds):
-            tried: list[tuple[float, list[float]]] = []
-            while len(tried) < tries and (not tried or min(tried)[0] > QUIET):
-                if tried:
-                    wait_for_quiet()
-                tried.append(pair(case, sides, 1 + turn * tries + len(tried)))
-            others, values = min(tried)
-            undisturbed &= others <= QUIET
-            for at, value in enumerate(values):
-                times[at].append(value)
-    except RuntimeError as error:
-        return Compared(case, (), (), undisturbed, error=str(error))
-    return Compared(case, tuple(times[0]), tuple(times[1]), undisturbed)
-
-
-def pair(case: str, sides: Sequence[Side], seed: int) -> tuple[float, list[float]]:
-    """(share of the machine that others used, seconds of each side)."""
-    order = [0, 1] if seed % 2 else [1, 0]
-    values = [0.0, 0.0]
-    before = sum(side.cpu_s() for side in sides)
-    with watched() as quiet:
-        for at in order:
-            values[at] = sides[at].measure(case, seed)
-    own = sum(side.cpu_s() for side in sides) - before
-    return quiet.others - own / (quiet.wall_s * (os.cpu_count() or 1)), values
 
 
 def summary(base: str, results: Sequence[Compared]) -> dict[str, object]:

@@ -1,28 +1,240 @@
-"""One version of Lockstep as a process that is told what to measure, a JSON line at a time.
+"""What is measured of an engine, and a process that measures it, a JSON line at a time.
 
-`bench compare` starts it twice, with two source trees on the path, and lets the two take turns. So
-it is written against what both trees have: the package it imports may be older than this file. A
-request is `{"case": name, "seed": n}` and the answer `{"seconds": x}`; a case is prepared when it
-is first asked for. Run as a script; knows no clock but its own.
+`bench engine` calls `Measures` in its own process. `bench compare` and `bench step` run this file
+as a script, twice, with two source trees on the path, and let the two alternate; so it is written
+against what both trees have: the package it imports may be older than this file. A request is
+`{"case": name, "seed": n}`, the answer `{"seconds": x}` and what else there is; a case is prepared
+when it is first asked for.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.bench.work import Ours
+    from lockstep.bench.work import Ours, Played, Work
 
 BLOCK_S = 0.15  # of calls of microseconds per turn
-LEAST_CALLS = 3
-Measure = Callable[[int], float]
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the measurements are."""
+
+    decode: tuple[int, int] = (64, 128)  # prompt, new tokens
+    requests: int = 32
+    ins: tuple[int, int] = (16, 512)
+    outs: tuple[int, int] = (16, 256)
+    # new tokens of a request at most, when tokens are compared and the peer's settings chosen
+    trial: int = 64
+    prefix: tuple[int, int] = (1024, 16)  # cached, new
+    steps: int = 32  # of a point of a curve
+    crowds: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    contexts: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
+    host: tuple[int, int, int] = (256, 850, 64)  # requests, keys of each, steps
+    small: bool = False  # whether a small llama stands in for the one of 100 M
+
+
+FULL = Sizes()
+QUICK = Sizes(
+    decode=(16, 8),
+    requests=4,
+    ins=(8, 32),
+    outs=(2, 12),
+    trial=8,
+    prefix=(64, 16),
+    steps=4,
+    crowds=(1, 2),
+    contexts=(32, 64),
+    host=(8, 100, 8),
+    small=True,
+)
+
+
+@dataclass(frozen=True)
+class Measures:
+    """One contender's times, in seconds, of work that is a function of a seed."""
+
+    play: Callable[[Work], Played]
+    vocab_size: int
+    sizes: Sizes
+
+    def decode_work(self, seed: int) -> Work:
+        """One request."""
+        prompt_len, new = self.sizes.decode
+        return work((prompt_len,), (new,), self.vocab_size, seed)
+
+    def decode(self, seed: int) -> float:
+        """Batch 1, greedy: seconds per token from the first to the last new token."""
+        played = self.play(self.decode_work(seed))
+        return (played.seconds - played.first_s) / (self.sizes.decode[1] - 1)
+
+    def mixed_work(self, seed: int) -> Work:
+        """Requests of mixed lengths: always the same ones."""
+        from lockstep.bench.work import mixed_lens
+
+        lens, news = mixed_lens(self.sizes.requests, self.sizes.ins, self.sizes.outs)
+        return work(lens, news, self.vocab_size, seed)
+
+    def mixed(self, seed: int) -> float:
+        """All of them at once."""
+        return self.play(self.mixed_work(seed)).seconds
+
+    def prefix(self, seed: int) -> float:
+        """To the first token of a few new tokens behind a cached prefix."""
+        cached, new = self.sizes.prefix
+        whole = work((cached + new,), (1,), self.vocab_size, 2 * seed + 1)
+        self.play(type(whole)((whole.prompts[0][:cached],), (1,)))
+        played = self.play(whole)
+        if played.cached != (cached,):
+            raise RuntimeError(f"the prefix cache held {played.cached[0]} of {cached} keys")
+        return played.first_s
+
+    def cold(self, seed: int) -> float:
+        """To the first token of the same prompt, nothing of it cached."""
+        return self.play(work((sum(self.sizes.prefix),), (1,), self.vocab_size, 2 * seed)).first_s
+
+    def prefill(self, seed: int) -> float:
+        """To the first token of the prefix alone."""
+        return self.play(work(self.sizes.prefix[:1], (1,), self.vocab_size, seed)).first_s
+
+
+def work(lens: tuple[int, ...], news: tuple[int, ...], vocab_size: int, seed: int) -> Work:
+    """Random prompts of these lengths."""
+    from lockstep.bench.work import Work, prompts
+
+    return Work(prompts(lens, vocab_size, seed), news)
+
+
+# ---- host time of a step ----
+
+# By part, the functions that it is spent in: those that a tree has are timed. "model" and "sample"
+# are what a device does.
+PARTS = {
+    "schedule": ("sched.scheduler:Scheduler.schedule",),
+    "advance": ("sched.scheduler:Scheduler.advance",),
+    "build": ("plan.build:build",),
+    "pad": ("plan.bucket:pad",),
+    "check": ("plan.check:check",),
+    "lower": ("run.step:lower", "run.arena:Arena.load"),
+    "sampler settings": ("sample.sampler:settings", "sample.sampler:_greedy"),
+    "settle": (
+        *("sched.scheduler:Scheduler.commit", "sched.scheduler:Scheduler.settle"),
+        *("llm.job:StepResult.write", "llm.job:StepResult.end"),
+    ),
+    "publish": ("llm.job:Draft.feed", "llm.engine:Engine._publish"),
+    "model": ("nn.decoder:Decoder.__call__", "nn.decoder:Decoder.logits"),
+    "sample": ("kernels.cpu.sample_rows:choose_rows", "kernels.cpu.sample_rows:describe_rows"),
+}
+DEVICE = ("model", "sample")
+NOT_HOST = (*DEVICE, "publish")  # publish needs no lock on the engine
+
+
+class HostTimes:
+    """Where the time of `Engine.step` goes: each part's own, without the parts that it calls."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._inner = [0.0]  # seconds in parts that the parts under way have called
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Functions of PARTS are timed in the block, wherever they were imported to."""
+        undo: list[tuple[Any, str, Any]] = []
+        try:
+            for part, names in PARTS.items():
+                for name in names:
+                    undo += self._replaced(part, name)
+            yield
+        finally:
+            for owner, attribute, old in undo:
+                setattr(owner, attribute, old)
+
+    def step(self, step: Callable[[], object]) -> dict[str, float]:
+        """Seconds of one step by part; "other" is in none of them."""
+        self.seconds = dict.fromkeys([*PARTS, "other"], 0.0)
+        self._timed("other", step)()
+        return {
+            **self.seconds,
+            "host": sum(v for k, v in self.seconds.items() if k not in NOT_HOST),
+        }
+
+    def _replaced(self, part: str, name: str) -> Iterator[tuple[Any, str, Any]]:
+        where, _, path = name.partition(":")
+        try:
+            owner: Any = importlib.import_module(f"lockstep.{where}")
+        except ModuleNotFoundError:
+            return
+        *classes, attribute = path.split(".")
+        for each in classes:
+            owner = getattr(owner, each, None)
+        old = vars(owner).get(attribute) if owner is not None else None
+        if old is None:
+            return
+        new = self._timed(part, old)
+        homes = [m for n, m in list(sys.modules.items()) if n.startswith("lockstep.")]
+        for home in [owner] if classes else homes:
+            for known in [key for key, value in vars(home).items() if value is old]:
+                yield home, known, old
+                setattr(home, known, new)
+
+    def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            self._inner.append(0.0)
+            begin = perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                took = perf_counter() - begin
+                self.seconds[part] = self.seconds.get(part, 0.0) + took - self._inner.pop()
+                self._inner[-1] += took
+
+        return timed
+
+
+def host_times(ours: Ours, sizes: Sizes) -> Answer:
+    """Medians and means by part of a decode step, in seconds; "host" is all that a device does not
+    do, but for publishing. The prompts are the same but for their ends, so that they are soon in
+    the cache; a third of the requests is sampled."""
+    from lockstep.sample.params import SamplingParams
+
+    requests, keys, steps = sizes.host
+    engine, times, slack = ours.crowd, HostTimes(), 4 + requests // 16
+    common = work((keys - 20,), (1,), ours.vocab_size, 7).prompts
+    ends = work((16,) * requests, (1,) * requests, ours.vocab_size, 8).prompts
+    ours.prime(common)
+    jobs = []
+    for i, end in enumerate(ends):
+        how = SamplingParams(
+            max_tokens=steps + slack + 8, temperature=float(i % 3 == 0), ignore_eos=True, seed=i
+        )
+        jobs.append(engine.add((*common[0], *end), how))
+    for _ in range(slack):
+        engine.step()
+    with times.watching():
+        each = [times.step(engine.step) for _ in range(steps)]
+    for job in jobs:
+        engine.abort(job)
+    parts = {part: [row[part] for row in each] for part in each[0]}
+    return {
+        "seconds": median(parts["host"]),
+        "medians": {part: median(values) for part, values in parts.items()},
+        "means": {part: fmean(values) for part, values in parts.items()},
+    }
+
+
+# ---- the process ----
 
 
 def main() -> int:
@@ -30,36 +242,39 @@ def main() -> int:
     folders = json.loads(sys.argv[1])
     for line in sys.stdin:
         request = json.loads(line)
-        answer: dict[str, float | str]
+        answer: Answer
         try:
-            answer = {"seconds": prepare(request["case"], folders)(request["seed"])}
+            answer = prepare(request["case"], folders)(request["seed"])
         except Exception as error:  # shown by the other side, which then drops the case
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
     return 0
 
 
-_prepared: dict[str, Measure] = {}
+_prepared: dict[str, Callable[[int], Answer]] = {}
 
 
-def prepare(case: str, folders: Mapping[str, str]) -> Measure:
+def prepare(case: str, folders: Mapping[str, str]) -> Callable[[int], Answer]:
     """What measures a case; only the last case of the kernels is kept, models stay loaded."""
     if case not in _prepared:
         kind, _, rest = case.partition(" ")
         for old in [name for name in _prepared if name.startswith("attention ")]:
             del _prepared[old]
+        if kind == "step":
+            _prepared[case] = lambda seed: host_times(load(folders["builtin"]), FULL)
+            return _prepared[case]
         if kind == "attention":
-            _prepared[case] = attention(rest)
-        elif kind == "scheduler":
-            _prepared[case] = scheduler()
+            measure = attention(rest)
         elif kind in ("start", "load"):
-            _prepared[case] = fresh_process(kind, folders[rest])
+            measure = fresh_process(kind, folders[rest])
         else:
-            _prepared[case] = engine(kind, folders[rest])
+            ours = load(folders[rest])
+            measure = getattr(Measures(ours.play, ours.vocab_size, FULL), kind)
+        _prepared[case] = lambda seed: {"seconds": measure(seed)}
     return _prepared[case]
 
 
-def attention(name: str) -> Measure:
+def attention(name: str) -> Callable[[int], float]:
     """The median of one call of the kernel."""
     from lockstep.bench.attention import cases, contenders
 
@@ -70,55 +285,13 @@ def attention(name: str) -> Measure:
         call()
         times: list[float] = []
         end = perf_counter() + BLOCK_S
-        while perf_counter() < end or len(times) < LEAST_CALLS:
+        while perf_counter() < end or len(times) < 3:
             begin = perf_counter()
             call()
             times.append(perf_counter() - begin)
         return median(times)
 
     return measure
-
-
-def scheduler() -> Measure:
-    """Schedule, build, check and commit of a step: the slowest of four kinds of cache."""
-    from lockstep.bench.rig import FULL
-    from lockstep.bench.scheduler import measure
-
-    return lambda seed: max(parts["sum"] for parts in measure(FULL.load).values()) / 1e6
-
-
-def engine(kind: str, folder: str) -> Measure:
-    """Decode, mixed or prefix, as `bench engine` measures them; seconds, so that less is better."""
-    from lockstep.bench.rig import FULL
-    from lockstep.bench.work import Work, mixed_lens, prompts
-
-    ours = load(folder)
-
-    def decode(seed: int) -> float:
-        prompt_len, new = FULL.decode
-        played = ours.play(Work(prompts((prompt_len,), ours.vocab_size, seed), (new,)))
-        return (played.seconds - played.first_s) / (new - 1)
-
-    def mixed(seed: int) -> float:
-        lens, news = mixed_lens(FULL.requests, FULL.ins, FULL.outs)
-        return ours.play(Work(prompts(lens, ours.vocab_size, seed), news)).seconds
-
-    def prefix(seed: int) -> float:
-        cached, new = FULL.prefix
-        work = Work(prompts((cached + new,), ours.vocab_size, seed), (1,))
-        ours.play(Work((work.prompts[0][:cached],), (1,)))
-        return ours.play(work).first_s
-
-    def prefill(seed: int) -> float:
-        return ours.play(Work(prompts((FULL.prefix[0],), ours.vocab_size, seed), (1,))).first_s
-
-    kinds: dict[str, Measure] = {
-        "decode": decode,
-        "mixed": mixed,
-        "prefix": prefix,
-        "prefill": prefill,
-    }
-    return kinds[kind]
 
 
 @cache
@@ -129,29 +302,37 @@ def load(folder: str) -> Ours:
     return Ours(folder)
 
 
-def fresh_process(kind: str, folder: str) -> Measure:
+def first_byte(words: list[str]) -> tuple[float, float]:
+    """Seconds until `lockstep ...` writes its first byte to stdout, and until it has ended."""
+    begin = perf_counter()
+    with subprocess.Popen(
+        [sys.executable, "-m", "lockstep.cli", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        if process.stdout is None:
+            raise RuntimeError("its stdout is no pipe")
+        process.stdout.read(1)
+        first, said = perf_counter() - begin, process.communicate()[1]
+    if process.returncode:
+        raise RuntimeError(f"it ended with {process.returncode}: {said.decode()[-500:]}")
+    return first, perf_counter() - begin
+
+
+def fresh_process(kind: str, folder: str) -> Callable[[int], float]:
     """Loading a model, or the first byte of `lockstep generate`, in a process of its own."""
     program = (
         "import sys, time; from lockstep import LLM; import lockstep.llm.engine; import torch;"
         "begin = time.perf_counter(); LLM(sys.argv[1], max_total_tokens=4096);"
         "print(time.perf_counter() - begin)"
     )
-    words = ["-m", "lockstep.cli", "generate", "def f(x):", "--max-tokens", "1", "--model", folder]
-
-    def loading(seed: int) -> float:
-        command = [sys.executable, "-c", program, folder]
-        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-    def first_byte(seed: int) -> float:
-        begin = perf_counter()
-        with subprocess.Popen(
-            [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        ) as process:
-            assert process.stdout is not None
-            process.stdout.read(1)
-            return perf_counter() - begin
-
-    return loading if kind == "load" else first_byte
+    if kind == "start":
+        words = ["generate", "def f(x):", "--max-tokens", "1", "--model", folder]
+        return lambda seed: first_byte(words)[0]
+    command = [sys.executable, "-c", program, folder]
+    return lambda seed: float(
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    )
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.bench.machine import Timing, note
-from lockstep.bench.rig import Rig
+from lockstep.bench.cases import Contenders
+from lockstep.bench.machine import Measure, Timing, note
 from lockstep.bench.svg import Chart, svg
 from lockstep.bench.work import Ours, Tokens, prompts
 
@@ -28,108 +28,93 @@ BY_CONTEXT = (
 )
 
 
-def measure(rig: Rig) -> dict[str, Curve]:
+def measure(contenders: Contenders) -> dict[str, Curve]:
     """Both curves."""
-    return {"requests": by_requests(rig), "context": by_context(rig)}
+    return {"requests": by_requests(contenders), "context": by_context(contenders)}
 
 
-def by_requests(rig: Rig) -> Curve:
+def by_requests(contenders: Contenders) -> Curve:
     """New tokens per second while 1 ... 256 requests decode, all at the same context; the peer's
     static batch beside it."""
-    ours, steps = rig.ours("builtin"), rig.sizes.steps
-    context = min(CROWD_CONTEXT, max(rig.sizes.contexts))
+    ours, sizes = contenders.ours("builtin"), contenders.sizes
+    context = min(CROWD_CONTEXT, max(sizes.contexts))
     ways: dict[str, StepSeconds] = {"Lockstep": ours.step_s}
-    if rig.compares:
-        ways["transformers, static batch"] = rig.peer("builtin").step_s
-    points = []
-    for count in rig.sizes.crowds:
-        many = nested(ours, count, context, steps)
-        ours.prime(many)
-        rates = {name: _rate(way, many, steps) for name, way in ways.items()}
-        points.append(_point(rig, f"{count} requests", rates))
-    lines = {name: [round(point.median(name), 1) for point in points] for name in ways}
-    quiet = all(point.quiet for point in points)
-    return {
-        "x": list(rig.sizes.crowds),
-        "unit": "new tokens per second",
-        "context": context,
-        "lines": lines,
-        "undisturbed": quiet,
-    }
+    if contenders.compares:
+        ways["transformers, static batch"] = contenders.peer("builtin").step_s
+    curve = Curve(
+        x=list(sizes.crowds),
+        unit="new tokens per second",
+        context=context,
+        lines={name: [] for name in ways},
+        undisturbed=True,
+    )
+    for count in sizes.crowds:
+        many = nested(ours, count, context, sizes.steps)
+        timing = _point(contenders, f"{count} requests", ways, many)
+        curve["undisturbed"] &= timing.undisturbed
+        for name in ways:
+            curve["lines"][name].append(round(count / timing.median(name), 1))
+    return curve
 
 
-def by_context(rig: Rig) -> Curve:
+def by_context(contenders: Contenders) -> Curve:
     """Milliseconds of a decode step at contexts up to what each model has."""
-    lines, quiet = dict[str, list[float]](), True
+    sizes = contenders.sizes
+    curve = Curve(x=list(sizes.contexts), unit="ms per step", lines={}, undisturbed=True)
     for label, model, count in BY_CONTEXT:
-        ours = rig.ours(model)
-        for context in (c for c in rig.sizes.contexts if c <= ours.engine.context_length):
-            many = nested(ours, count, context, rig.sizes.steps)
-            ours.prime(many)
-            point = _point(
-                rig,
-                f"{label}, context {context}",
-                {label: _milliseconds(ours.step_s, many, rig.sizes.steps)},
-            )
-            quiet &= point.quiet
-            lines.setdefault(label, []).append(round(point.median(label), 3))
-    return {
-        "x": list(rig.sizes.contexts),
-        "unit": "ms per step",
-        "lines": lines,
-        "undisturbed": quiet,
-    }
+        ours, line = contenders.ours(model), list[float]()
+        for context in (c for c in sizes.contexts if c <= ours.engine.context_length):
+            many = nested(ours, count, context, sizes.steps)
+            timing = _point(contenders, f"{label}, {context}", {"Lockstep": ours.step_s}, many)
+            curve["undisturbed"] &= timing.undisturbed
+            line.append(round(timing.median("Lockstep") * 1e3, 3))
+        curve["lines"][label] = line
+    return curve
 
 
-def _rate(way: StepSeconds, many: tuple[Tokens, ...], steps: int) -> Callable[[int], float]:
-    return lambda _: len(many) / way(many, steps)
+def _point(
+    contenders: Contenders, what: str, ways: Mapping[str, StepSeconds], many: tuple[Tokens, ...]
+) -> Timing:
+    """Seconds per step of each way."""
 
+    def measure(way: StepSeconds) -> Measure:
+        return lambda _: way(many, contenders.sizes.steps)
 
-def _milliseconds(way: StepSeconds, many: tuple[Tokens, ...], steps: int) -> Callable[[int], float]:
-    return lambda _: way(many, steps) * 1e3
-
-
-def _point(rig: Rig, what: str, contenders: Mapping[str, Callable[[int], float]]) -> Timing:
-    rig.say = lambda text: note(f"curve, {what}: {text}")
-    return rig.turns(contenders)
+    contenders.on_progress = lambda text: note(f"curve, {what}: {text}")
+    return contenders.alternate({name: measure(way) for name, way in ways.items()})
 
 
 def nested(ours: Ours, count: int, context: int, steps: int) -> tuple[Tokens, ...]:
-    """Different prompts, each the beginning of what it is at a longer context; the steps are
-    measured around `context` keys."""
+    """Different prompts, each the beginning of what it is at a longer context, in the cache of our
+    engine; the steps are measured around `context` keys."""
     most = ours.engine.context_length - steps - count // 16 - 4
     length = min(context - steps // 2, most)
-    return tuple(prompts((length,), ours.vocab_size, 10_000 + i)[0] for i in range(count))
+    many = tuple(prompts((length,), ours.vocab_size, 10_000 + i)[0] for i in range(count))
+    ours.prime(many)
+    return many
 
 
 def draw(curves: Mapping[str, Curve], environment: Mapping[str, Any], folder: str) -> list[Path]:
     """Writes the pictures; returns where."""
-    where = (
-        f"{environment['cpu']}, {environment['threads']} threads, fp32, commit "
-        f"{environment['commit']}"
-    )
-    requests, context = curves["requests"], curves["context"]
-    charts = {
-        "requests": Chart(
-            f"Decode throughput, built-in model, context {requests['context']}",
-            where,
-            "requests",
-            requests["unit"],
-            requests["x"],
-            requests["lines"],
-        ),
-        "context": Chart(
-            "A decode step by context length",
-            where,
-            "context, keys",
-            context["unit"],
-            context["x"],
-            context["lines"],
-            True,
-        ),
+    where = "{cpu}, {threads} threads, fp32, commit {commit}".format_map(environment)
+    context = curves["requests"]["context"]
+    titles = {
+        "requests": (f"Decode throughput, built-in model, context {context}", "requests"),
+        "context": ("A decode step by context length", "context, keys"),
     }
     Path(folder).mkdir(parents=True, exist_ok=True)
-    paths = [Path(folder) / FILES[name] for name in charts]
-    for path, chart in zip(paths, charts.values(), strict=True):
-        path.write_text(svg(chart), encoding="utf-8")
+    paths = []
+    for name, (title, x_label) in titles.items():
+        curve = curves[name]
+        chart = Chart(
+            title=title,
+            subtitle=where,
+            x_label=x_label,
+            y_label=curve["unit"],
+            xs=curve["x"],
+            lines=curve["lines"],
+            log_y=name == "context",
+        )
+        paths.append(Path(folder) / FILES[name])
+        paths[-1].write_text(svg(chart), encoding="utf-8")
     return paths

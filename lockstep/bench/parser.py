@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from lockstep.options import Commands, Parser, command, flag, json_file, number, value
 
-CASES = ("decode", "mixed", "prefix", "scheduler", "start")
+CASES = ("decode", "mixed", "prefix", "start")
+SWITCHES = "gemm, row kernels, threads, sampler, steady_until_len, plain build"
 
 
 def add(commands: Commands) -> None:
     """`lockstep bench ...`."""
     kinds = command(commands, "lockstep bench", "measure speed").commands()
-    for add_one in (_attention, _engine, _compare):
+    for add_one in (_attention, _engine, _kernels, _threads, _step, _compare):
         add_one(kinds)
 
 
@@ -60,6 +61,49 @@ def _measured(parser: Parser) -> None:
     flag(parser, "--quick", "fewer and smaller cases")
     number(parser, "--threads", "threads of every contender (default: all cores)")
     number(parser, "--repeat", "measurements per case (default: 3)")
+    json_file(parser)
+
+
+def _kernels(commands: Commands) -> None:
+    parser = command(
+        commands,
+        "lockstep bench kernels",
+        "what each kernel and short cut is worth: on and off in one run",
+        call="lockstep.bench.kernels:run",
+        examples="""
+        lockstep bench kernels --json bench/results/kernels-cpu.json
+        lockstep bench kernels --case gemm --case sampler""",
+    )
+    _measured(parser)
+    case = f"only switches that begin so; repeatable (default: all of {SWITCHES})"
+    parser.add_argument("--case", action="append", metavar="NAME", help=case)
+
+
+def _threads(commands: Commands) -> None:
+    parser = command(
+        commands,
+        "lockstep bench threads",
+        "two engines at once, Python beside a prefill, and 1, 2, 4, ... threads",
+        call="lockstep.bench.threads:run",
+        examples="""
+        lockstep bench threads --quick
+        lockstep bench threads --json bench/results/threads-cpu.json""",
+    )
+    _measured(parser)
+
+
+def _step(commands: Commands) -> None:
+    parser = command(
+        commands,
+        "lockstep bench step",
+        "host time of a decode step by part, beside an older commit's",
+        call="lockstep.bench.compare:run_step",
+        examples="""
+        lockstep bench step --base 0af2e59 --json bench/results/step.json""",
+    )
+    parser.add_argument("--base", metavar="REV", help="the commit to compare with (default: none)")
+    number(parser, "--repeat", "turns of each side (default: 5)")
+    flag(parser, "--quick", "take disturbed turns as they are: does it run?")
     json_file(parser)
 
 

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -33,26 +34,17 @@ LLAMA_100M = {
     "vocab_size": 32_000,
     "max_position_embeddings": 4096 + 512,
 }
-LLAMA_SMALL = LLAMA_100M | {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 512,
-}
+SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+LLAMA_SMALL = LLAMA_100M | SMALL | {"num_attention_heads": 4, "vocab_size": 512}
 
 
 def make_llama(folder: Path, small: bool) -> None:
     """A llama with random weights of a fixed seed, saved as safetensors; tied embeddings bring it
     to 100 M parameters."""
     library = transformers()
-    config = library.LlamaConfig(
-        **(LLAMA_SMALL if small else LLAMA_100M),
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    no_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    shape = LLAMA_SMALL if small else LLAMA_100M
+    config = library.LlamaConfig(**shape, **no_ids, tie_word_embeddings=True)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         library.LlamaForCausalLM(config).save_pretrained(str(folder))
@@ -72,7 +64,7 @@ class Batching:
 BATCHINGS = (Batching(64, 32), Batching(256, 32), Batching(256, 8), Batching(1024, 16))
 
 
-SAYS = {
+DESCRIPTIONS = {
     "generate": "model.generate, batch 1, sdpa, default cache, inference_mode",
     "static": "model.generate, left padding, as many new tokens as the longest needs, sdpa, "
     "inference_mode",
@@ -113,19 +105,12 @@ class Peer:
         ids = torch.tensor([(0,) * (wide - len(p)) + p for p in work.prompts])
         mask = torch.tensor([[0] * (wide - len(p)) + [1] * len(p) for p in work.prompts])
         with torch.inference_mode():
-            out = self.model.generate(
-                ids,
-                attention_mask=mask,
-                do_sample=False,
-                max_new_tokens=max(work.news),
-                streamer=clock,
-            )
+            options = {"do_sample": False, "max_new_tokens": max(work.news), "streamer": clock}
+            out = self.model.generate(ids, attention_mask=mask, **options)
         seconds = perf_counter() - begin
         rows = [tuple(row[:n]) for row, n in zip(out[:, wide:].tolist(), work.news, strict=True)]
-        if [len(row) for row in rows] != list(work.news):
-            raise RuntimeError(
-                f"transformers generated {[len(row) for row in rows]} tokens instead of {work.news}"
-            )
+        if (lens := tuple(map(len, rows))) != work.news:
+            raise RuntimeError(f"transformers generated {lens} tokens instead of {work.news}")
         return Played(tuple(rows), clock.times[1] - begin, seconds)
 
     def step_s(self, many: tuple[Tokens, ...], steps: int) -> float:
@@ -136,34 +121,25 @@ class Peer:
     @contextmanager
     def continuous(self, batching: Batching, work: Work) -> Iterator[Continuous]:
         """A running manager with twice the cache that the work needs at once."""
-        page = batching.page_size
-        blocks = (
-            2 * sum(-(-(len(p) + n) // page) for p, n in zip(work.prompts, work.news, strict=True))
-            + 2
-        )
-        shape = asdict(batching) | {
-            "num_blocks": blocks,
-            "allow_block_sharing": False,
-            "auto_switch_to_flash": False,
-        }
+        lens = [len(p) + n for p, n in zip(work.prompts, work.news, strict=True)]
+        blocks = 2 * sum(-(-length // batching.page_size) for length in lens) + 2
+        shape = asdict(batching) | {"num_blocks": blocks, "allow_block_sharing": False}
+        shape["auto_switch_to_flash"] = False
         generation = transformers().GenerationConfig(
             do_sample=False, max_new_tokens=max(work.news), eos_token_id=-1, pad_token_id=0
         )
-        batches = transformers().ContinuousBatchingConfig(**shape)
-        options = {
-            "generation_config": generation,
-            "continuous_batching_config": batches,
-            "warmup": False,
-        }
-        with self.model.continuous_batching_context_manager(**options) as manager:
+        with self.model.continuous_batching_context_manager(
+            generation_config=generation,
+            continuous_batching_config=transformers().ContinuousBatchingConfig(**shape),
+            warmup=False,
+        ) as manager:
             yield Continuous(manager)
 
     def gap(self, ids: Sequence[int]) -> float:
         """How far the best two next tokens are apart."""
         with torch.inference_mode():
-            best = (
-                self.model(torch.tensor([list(ids)]), logits_to_keep=1).logits[0, -1].topk(2).values
-            )
+            logits = self.model(torch.tensor([list(ids)]), logits_to_keep=1).logits[0, -1]
+        best = logits.topk(2).values
         return float(best[0] - best[1])
 
 
@@ -176,21 +152,18 @@ class Continuous:
     def play(self, work: Work) -> Played:
         """All requests at once; an error of the manager is raised here."""
         begin, done = perf_counter(), dict[str, Any]()
+        add = partial(self._manager.add_request, eos_token_id=-1)
         asked = zip(work.prompts, work.news, strict=True)
-        names = [
-            self._manager.add_request(list(p), max_new_tokens=n, eos_token_id=-1) for p, n in asked
-        ]
+        names = [add(list(p), max_new_tokens=n) for p, n in asked]
         while len(done) < len(names):
             result = self._manager.get_result(timeout=WAIT_S)
             if result is None or result.error is not None:
-                raise self._manager.background_thread_status.fatal_error or RuntimeError(
-                    result.error if result else "no result"
-                )
+                error = self._manager.background_thread_status.fatal_error
+                raise error or RuntimeError(result.error if result else "no result")
             if result.is_finished():
                 done[result.request_id] = result
-        return Played(
-            tuple(tuple(done[name].generated_tokens) for name in names), 0.0, perf_counter() - begin
-        )
+        seconds = perf_counter() - begin
+        return Played(tuple(tuple(done[name].generated_tokens) for name in names), 0.0, seconds)
 
 
 def disagreements(peer: Peer, work: Work, mine: Played, theirs: Played) -> int:
@@ -204,10 +177,8 @@ def disagreements(peer: Peer, work: Work, mine: Played, theirs: Played) -> int:
         differing += 1
         gap = peer.gap((*prompt, *a[:at]))
         if gap >= TIE:
-            raise RuntimeError(
-                f"the contenders disagree at new token {at}: {a[at]} and {b[at]}, and the best two "
-                f"logits are {gap:.2g} apart"
-            )
+            told = f"new token {at} is {a[at]} and {b[at]}, the best two logits are {gap:.2g} apart"
+            raise RuntimeError(f"the contenders disagree: {told}")
     return differing
 
 

@@ -20,7 +20,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 370, 72, 20, 78, 52
 @dataclass(frozen=True)
 class Chart:
     """Lines over common x values, powers of two. A line may end early: it has fewer values than
-    there are x values."""
+    there are x values. There are at most four lines."""
 
     title: str
     subtitle: str
@@ -34,43 +34,28 @@ class Chart:
 def svg(chart: Chart) -> str:
     """The chart as one SVG document."""
     ticks = log_ticks(*_range(chart)) if chart.log_y else linear_ticks(_range(chart)[1])
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'font-family="sans-serif" font-size="12" fill="{GREY}">'
-    )
+    middle, height = (LEFT + WIDTH - RIGHT) / 2, (TOP + HEIGHT - BOTTOM) / 2
+    turned = f'text-anchor="middle" transform="rotate(-90 16 {height:.0f})"'
     parts = [
-        head,
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'font-family="sans-serif" font-size="12" fill="{GREY}">',
         _text(LEFT, 20, chart.title, 'font-size="15" font-weight="bold"'),
         _text(LEFT, 38, chart.subtitle),
+        _text(middle, HEIGHT - 12, chart.x_label, 'text-anchor="middle"'),
+        _text(16, height, chart.y_label, turned),
+        _legend(list(chart.lines)),
     ]
     for tick in ticks:
         y = _y(tick, ticks, chart.log_y)
-        parts.append(
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{GREY}" '
-            'stroke-opacity="0.3"/>'
-        )
+        ends = f'x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"'
+        parts.append(f'<line {ends} stroke="{GREY}" stroke-opacity="0.3"/>')
         parts.append(_text(LEFT - 8, y + 4, f"{tick:,g}", 'text-anchor="end"'))
     for x in chart.xs:
         parts.append(_text(_x(x, chart.xs), HEIGHT - BOTTOM + 18, f"{x:,}", 'text-anchor="middle"'))
-    for i, values in enumerate(chart.lines.values()):
-        parts += _line(
-            COLOURS[i % len(COLOURS)],
-            [
-                (_x(x, chart.xs), _y(v, ticks, chart.log_y))
-                for x, v in zip(chart.xs, values, strict=False)
-            ],
-        )
-    parts.append(_legend(list(chart.lines)))
-    middle, height = (LEFT + WIDTH - RIGHT) / 2, (TOP + HEIGHT - BOTTOM) / 2
-    parts.append(_text(middle, HEIGHT - 12, chart.x_label, 'text-anchor="middle"'))
-    parts.append(
-        _text(
-            16,
-            height,
-            chart.y_label,
-            f'text-anchor="middle" transform="rotate(-90 16 {height:.0f})"',
-        )
-    )
+    for colour, values in zip(COLOURS, chart.lines.values(), strict=False):
+        at = [_x(x, chart.xs) for x in chart.xs]
+        points = [(x, _y(v, ticks, chart.log_y)) for x, v in zip(at, values, strict=False)]
+        parts += _line(colour, points)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -84,11 +69,8 @@ def linear_ticks(highest: float) -> list[float]:
 
 def log_ticks(lowest: float, highest: float) -> list[float]:
     """1, 2, 5, 10, ... around the values."""
-    every = [
-        m * 10.0**e
-        for e in range(math.floor(math.log10(lowest)) - 1, math.ceil(math.log10(highest)) + 1)
-        for m in (1, 2, 5)
-    ]
+    powers = range(math.floor(math.log10(lowest)) - 1, math.ceil(math.log10(highest)) + 1)
+    every = [m * 10.0**e for e in powers for m in (1, 2, 5)]
     low, high = max(t for t in every if t <= lowest), min(t for t in every if t >= highest)
     return [t for t in every if low <= t <= high]
 
@@ -104,11 +86,9 @@ def _x(x: float, xs: Sequence[int]) -> float:
 
 
 def _y(value: float, ticks: Sequence[float], log: bool) -> float:
-    low, high, at = (
-        (math.log10(ticks[0]), math.log10(ticks[-1]), math.log10(value))
-        if log
-        else (ticks[0], ticks[-1], value)
-    )
+    low, high, at = ticks[0], ticks[-1], value
+    if log:
+        low, high, at = math.log10(low), math.log10(high), math.log10(at)
     return HEIGHT - BOTTOM - (at - low) / ((high - low) or 1.0) * (HEIGHT - TOP - BOTTOM)
 
 
@@ -121,11 +101,11 @@ def _line(colour: str, points: list[tuple[float, float]]) -> list[str]:
 def _legend(names: Sequence[str]) -> str:
     """The names in the colours of their lines, one after the other."""
     spans = (
-        f'<tspan fill="{COLOURS[i % len(COLOURS)]}" dx="{20 if i else 0}">● {escape(name)}</tspan>'
-        for i, name in enumerate(names)
+        f'<tspan fill="{colour}" dx="20">● {escape(name)}</tspan>'
+        for colour, name in zip(COLOURS, names, strict=False)
     )
-    return f'<text x="{LEFT}" y="58">{"".join(spans)}</text>'
+    return f'<text x="{LEFT - 20}" y="58">{"".join(spans)}</text>'
 
 
-def _text(x: float, y: float, text: str, more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}"{" " + more if more else ""}>{escape(text)}</text>'
+def _text(x: float, y: float, text: str, attributes: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {attributes}>{escape(text)}</text>'

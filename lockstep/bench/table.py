@@ -5,7 +5,7 @@ Both are made from the document alone, so that they can be printed again from a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 MARKS = {True: "ok ", False: "LOW", None: "-- "}
@@ -13,7 +13,7 @@ SAYS = {
     "decode": "decode, batch 1",
     "mixed": "requests of mixed lengths",
     "prefix": "first token behind a cached prefix",
-    "scheduler": "schedule, build, check and commit",
+    "scheduler": "schedule, build, check and commit",  # in older documents
     "start": "`lockstep generate`, first token",
 }
 NAMES = {"": "", "builtin": "built-in", "100m": "100 M llama"}
@@ -23,6 +23,11 @@ CONTENDERS = {
     "continuous": "transformers continuous batching",
     "cold": "the same prompt cold",
 }
+HEAD = (
+    "`{command}`; {cpu}, {threads} threads, torch {torch}, transformers {transformers}, "
+    "Numba {numba}, commit {commit}; fp32, median of {repeat} runs."
+)
+COLUMNS = ["case", "model", "Lockstep", "against", "theirs", "ratio", "target"]
 
 
 def line(case: Mapping[str, Any]) -> str:
@@ -31,7 +36,7 @@ def line(case: Mapping[str, Any]) -> str:
     if case["limit"] is not None:
         value += f" (<= {case['limit']:g})"
     told = [f"{name} x{ratio:.2f}{_least(case, name)}" for name, ratio in case["ratios"].items()]
-    told += [f"{name} failed: {why}" for name, why in case["more"].get("errors", {}).items()]
+    told += [f"{name} failed: {reason}" for name, reason in _errors(case).items()]
     if not case["undisturbed"]:
         told.append("disturbed")
     return "  ".join([f"{MARKS[case['met']]} {case['case']:15}{value}", *told])
@@ -52,12 +57,8 @@ def summary(document: Mapping[str, Any]) -> str:
 def open_targets(document: Mapping[str, Any]) -> list[str]:
     """Cases whose targets could not be judged because others used the machine."""
     found = [c for c in document["cases"] if not document["quick"] and not c["undisturbed"]]
-    return [
-        c["case"]
-        for c in found
-        if c["limit"] is not None
-        or set(c["targets"]) & {*c["ratios"], *c["more"].get("errors", {})}
-    ]
+    judged = [set(c["targets"]) & {*c["ratios"], *_errors(c)} for c in found]
+    return [c["case"] for c, j in zip(found, judged, strict=True) if j or c["limit"] is not None]
 
 
 def plain(document: Mapping[str, Any]) -> str:
@@ -67,42 +68,34 @@ def plain(document: Mapping[str, Any]) -> str:
 
 def markdown(document: Mapping[str, Any]) -> str:
     """Where it ran, and one row per case and contender."""
-    place = document["environment"]
-    rows = [
-        f"`{place['command']}`; {place['cpu']}, {place['threads']} threads, torch "
-        f"{place['torch']}, transformers {place['transformers']}, "
-        f"Numba {place['numba']}, commit {place['commit']}; fp32, median of {document['repeat']} "
-        "runs.",
-        "",
-        "| case | model | Lockstep | against | theirs | ratio | target |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for case in document["cases"]:
-        says = (
-            f"| {SAYS[case['kind']]} | {NAMES[case['model']]} | "
-            f"{_number(case['values']['lockstep'])} {case['unit']}{_star(case)} |"
-        )
-        errors = case["more"].get("errors", {})
-        if case["limit"] is not None:
-            target = f"≤ {case['limit']:g}"
-            rows.append(
-                f"{says} | | | {_judged(target, case['values']['lockstep'] <= case['limit'], case)} |"
-            )
-        for name, ratio in case["ratios"].items():
-            least = case["targets"].get(name)
-            told = "" if least is None else _judged(f"≥ {least:g}", ratio >= least, case)
-            rows.append(
-                f"{says} {CONTENDERS[name]} | {_number(case['values'][name])} | {ratio:.2f} | "
-                f"{told} |"
-            )
-        rows += [f"{says} {CONTENDERS[name]} | failed: {why} | | |" for name, why in errors.items()]
-        if case["limit"] is None and not case["ratios"] and not errors:
-            rows.append(f"{says} | | | |")
+    cells = [COLUMNS, ["---"] * len(COLUMNS), *(r for c in document["cases"] for r in rows(c))]
+    place = {**document["environment"], "repeat": document["repeat"]}
+    out = [HEAD.format_map(place), "", *(f"| {' | '.join(row)} |" for row in cells)]
     if document["quick"]:
-        rows += ["", "Small sizes (`--quick`): these numbers compare nothing."]
+        out += ["", "Small sizes (`--quick`): these numbers compare nothing."]
     if any(not c["undisturbed"] for c in document["cases"]):
-        rows += ["", "\\* others used the processor meanwhile: not judged."]
-    return "\n".join(rows)
+        out += ["", "\\* others used the processor meanwhile: not judged."]
+    return "\n".join(out)
+
+
+def rows(case: Mapping[str, Any]) -> Iterator[list[str]]:
+    """A case against its limit, and against each contender."""
+    value, star = case["values"]["lockstep"], "" if case["undisturbed"] else " \\*"
+    head = [SAYS[case["kind"]], NAMES[case["model"]], f"{_number(value)} {case['unit']}{star}"]
+    if case["limit"] is not None:
+        yield [*head, "", "", "", _judged(f"≤ {case['limit']:g}", value <= case["limit"], case)]
+    for name, ratio in case["ratios"].items():
+        least = case["targets"].get(name)
+        target = "" if least is None else _judged(f"≥ {least:g}", ratio >= least, case)
+        yield [*head, CONTENDERS[name], _number(case["values"][name]), f"{ratio:.2f}", target]
+    for name, reason in _errors(case).items():
+        yield [*head, CONTENDERS[name], f"failed: {reason}", "", ""]
+    if case["limit"] is None and not case["ratios"] and not _errors(case):
+        yield [*head, "", "", "", ""]
+
+
+def _errors(case: Mapping[str, Any]) -> dict[str, str]:
+    return dict(case["more"].get("errors", {}))
 
 
 def _least(case: Mapping[str, Any], name: str) -> str:
@@ -110,16 +103,10 @@ def _least(case: Mapping[str, Any], name: str) -> str:
     return "" if least is None else f" (>= {least:g}{f', aim {aim:g}' if aim is not None else ''})"
 
 
-def _star(case: Mapping[str, Any]) -> str:
-    return "" if case["undisturbed"] else " \\*"
-
-
 def _judged(target: str, reached: bool, case: Mapping[str, Any]) -> str:
-    return (
-        f"{target}, not judged"
-        if case["met"] is None
-        else f"{target}, {'reached' if reached else 'missed'}"
-    )
+    if case["met"] is None:
+        return f"{target}, not judged"
+    return f"{target}, {'reached' if reached else 'missed'}"
 
 
 def _number(value: float) -> str:

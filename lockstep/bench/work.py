@@ -104,10 +104,7 @@ class Ours:
 
     def step_s(self, many: tuple[Tokens, ...], steps: int) -> float:
         """Seconds per step while all of them decode; `prime` them first."""
-        engine, slack = (
-            self.crowd,
-            len(many) // 16 + 4,
-        )  # those that start first are a few tokens ahead
+        engine, slack = self.crowd, len(many) // 16 + 4  # those that start first are a bit ahead
         jobs = _add(engine, Work(many, (steps + slack,) * len(many)))
         try:
             while not all(job.drafts[0].token_ids for job in jobs):

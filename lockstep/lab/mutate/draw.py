@@ -33,9 +33,9 @@ NEIGHBOURS = {
     "UnaryOperator": ("Delete_Not", "Delete_USub", "Delete_Invert"),
 }  # fmt: skip
 PLAIN = (
-    "AddNot", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr", "ReplaceOrWithAnd",
-    "ReplaceBreakWithContinue", "ReplaceContinueWithBreak", "ExceptionReplacer", "NumberReplacer",
-    "ZeroIterationForLoop",
+    "AddNot", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr",
+    "ReplaceOrWithAnd", "ReplaceBreakWithContinue", "ReplaceContinueWithBreak",
+    "ExceptionReplacer", "NumberReplacer", "ZeroIterationForLoop",
 )  # fmt: skip
 OPERATORS = (
     *(f"Replace{kind}_{pair}" for kind, pairs in NEIGHBOURS.items() for pair in pairs),
