@@ -13,14 +13,15 @@ from typing import Any
 
 from lockstep.bench.cases import Contenders
 from lockstep.bench.machine import Measure, Timing, note
-from lockstep.bench.svg import Chart, svg
 from lockstep.bench.work import Ours, Tokens, prompts
+from lockstep.types import RuleError
 
 Curve = dict[str, Any]
 StepSeconds = Callable[[tuple[Tokens, ...], int], float]
 
 FILES = {"requests": "engine-requests.svg", "context": "engine-context.svg"}
 CROWD_CONTEXT = 128
+GREY = "#808080"  # enough contrast on white and on black
 BY_CONTEXT = (
     ("100 M, 8 requests", "100m", 8),
     ("100 M, 1 request", "100m", 1),
@@ -97,24 +98,41 @@ def nested(ours: Ours, count: int, context: int, steps: int) -> tuple[Tokens, ..
 def draw(curves: Mapping[str, Curve], environment: Mapping[str, Any], folder: str) -> list[Path]:
     """Writes the pictures; returns where."""
     where = "{cpu}, {threads} threads, fp32, commit {commit}".format_map(environment)
-    context = curves["requests"]["context"]
-    titles = {
-        "requests": (f"Decode throughput, built-in model, context {context}", "requests"),
-        "context": ("A decode step by context length", "context, keys"),
-    }
+    crowd = f"Decode throughput, built-in model, context {curves['requests']['context']}"
     Path(folder).mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, (title, x_label) in titles.items():
-        curve = curves[name]
-        chart = Chart(
-            title=title,
-            subtitle=where,
-            x_label=x_label,
-            y_label=curve["unit"],
-            xs=curve["x"],
-            lines=curve["lines"],
-            log_y=name == "context",
-        )
-        paths.append(Path(folder) / FILES[name])
-        paths[-1].write_text(svg(chart), encoding="utf-8")
+    paths = [Path(folder) / file for file in FILES.values()]
+    _draw(paths[0], curves["requests"], (crowd, where, "requests"))
+    titles = ("A decode step by context length", where, "context, keys")
+    _draw(paths[1], curves["context"], titles, yscale="log")
     return paths
+
+
+def _draw(path: Path, curve: Curve, titles: tuple[str, str, str], yscale: str = "linear") -> None:
+    """One picture: x in powers of two, readable on light and dark pages."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        remedy = "pip install -c constraints.txt -e '.[bench]'"
+        raise RuleError("curves are drawn by matplotlib", str(error), remedy) from None
+    title, subtitle, x_label = titles
+    grey = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), GREY)
+    ticks = dict.fromkeys(("xtick.color", "ytick.color", "grid.color"), GREY)
+    fixed = {"svg.fonttype": "none", "svg.hashsalt": title}  # the same numbers, the same file
+    with matplotlib.rc_context({**grey, **ticks, **fixed}):
+        figure = Figure(figsize=(6.4, 3.7), layout="constrained")
+        axes = figure.subplots()
+        for name, values in curve["lines"].items():  # a line may end early
+            axes.plot(curve["x"][: len(values)], values, marker="o", label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale(yscale)
+        axes.set_xticks(curve["x"], [f"{x:,}" for x in curve["x"]])
+        axes.set(xlabel=x_label, ylabel=curve["unit"])
+        axes.set_title(subtitle, fontsize="x-small")
+        axes.yaxis.set_major_formatter("{x:,g}")
+        if yscale == "linear":
+            axes.set_ylim(bottom=0)
+        axes.grid(axis="y", alpha=0.3)
+        axes.legend(frameon=False)
+        figure.suptitle(title)
+        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})

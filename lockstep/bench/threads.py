@@ -35,9 +35,10 @@ def run(args: argparse.Namespace) -> int:
     """Measures all three; prints, writes JSON. Returns 1 if bits differ or a target was missed."""
     count, runs = set_threads(args.threads), args.repeat or (1 if args.quick else 3)
     llms = [LLM(disable_radix_cache=True, max_total_tokens=16_384) for _ in range(2)]
-    two = two_engines(llms, QUICK_REQUESTS if args.quick else REQUESTS, runs)
-    beside = beside_prefill(llms[0], runs)
-    grid = scaling(runs, 8 if args.quick else 64)
+    tries = 0 if args.quick else 2
+    two = two_engines(llms, QUICK_REQUESTS if args.quick else REQUESTS, runs, tries)
+    beside = beside_prefill(llms[0], runs, tries)
+    grid = scaling(runs, tries, 8 if args.quick else 64)
     met = not two["differing"] and two["ratio"] >= TOGETHER and beside["ratio"] >= BESIDE
     if count >= 16:
         met = met and grid["all_to_best"] <= ALL_THREADS and grid["speed_up"] >= SPEED_UP
@@ -82,7 +83,7 @@ def bits(outputs: Sequence[Output]) -> list[tuple[object, ...]]:
     return [(o.token_ids, b"" if o.logprobs is None else o.logprobs.tobytes()) for o in outputs]
 
 
-def two_engines(llms: Sequence[LLM], count: int, runs: int, tries: int = 2) -> Result:
+def two_engines(llms: Sequence[LLM], count: int, runs: int, tries: int) -> Result:
     """One alone, then both at once, each with all the requests."""
     want = answers(llms[0], count)
     tokens, differing = sum(len(o.token_ids) for o in want), list[int]()
@@ -110,7 +111,7 @@ def two_engines(llms: Sequence[LLM], count: int, runs: int, tries: int = 2) -> R
     }
 
 
-def beside_prefill(llm: LLM, runs: int) -> Result:
+def beside_prefill(llm: LLM, runs: int, tries: int) -> Result:
     """Loops of Python per second, alone and beside prefills; and what the prefills lose."""
     ids = [list(prompts((PREFILL_LEN,), llm.engine.info.vocab_size, 3)[0])]
     one = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
@@ -136,7 +137,7 @@ def beside_prefill(llm: LLM, runs: int) -> Result:
             done.set()
             thread.join()
 
-    timing = alternate({"alone": alone, "beside": beside}, runs, note, 2)
+    timing = alternate({"alone": alone, "beside": beside}, runs, note, tries)
     medians = {kind: sorted(values)[len(values) // 2] for kind, values in prefills.items()}
     return {
         "ratio": round(timing.median("beside") / timing.median("alone"), 3),
@@ -153,7 +154,7 @@ def loops() -> float:
     return n / (time.perf_counter() - begin)
 
 
-def scaling(runs: int, steps: int) -> Result:
+def scaling(runs: int, tries: int, steps: int) -> Result:
     """Milliseconds of a decode step of one request and of CROWD, by the number of threads."""
     ours, all_threads = Ours(None), torch.get_num_threads()
     counts = sorted({2**i for i in range(all_threads.bit_length())} | {all_threads})
@@ -172,7 +173,7 @@ def scaling(runs: int, steps: int) -> Result:
 
             return measure
 
-        timing = alternate({str(n): with_threads(n) for n in counts}, runs, note, 2)
+        timing = alternate({str(n): with_threads(n) for n in counts}, runs, note, tries)
         return {n: round(timing.median(str(n)), 3) for n in counts}, timing
 
     (alone, timing), (crowd, crowd_timing) = medians(1), medians(CROWD)
