@@ -100,7 +100,8 @@ def serve(board: Any, index: Any) -> None:
     very call is still open. Without invitations it looks for them without pause for a moment, and
     then takes naps that grow longer."""
     inbox = board + 8 * (INBOX + 2 * LINE * index)
-    seen, idle = int64_at(inbox + 8 * LINE), np.int64(0)
+    seen = int64_at(inbox + 8 * LINE)
+    idle: Any = np.int64(0)
     while look(board + 8 * LEAVE) == 0:
         idle += 1
         for number in range(DESKS):
@@ -133,7 +134,7 @@ class Helpers:
         self.words = self.board[(self.address - where(self.board)) // 8 :]
         library = ctypes.CDLL(None)
         for word, function in ((USLEEP, library.usleep), (YIELD, library.sched_yield)):
-            self.words[word] = ctypes.cast(function, ctypes.c_void_p).value
+            self.words[word] = ctypes.cast(function, ctypes.c_void_p).value or 0
         self.threads: list[threading.Thread] = []
         self.hiring = threading.Lock()
 
