@@ -28,6 +28,7 @@ REQUESTS, QUICK_REQUESTS = 500, 20
 TOGETHER, BESIDE = 0.9, 0.5  # least share of one engine's speed, and of Python's
 ALL_THREADS, SPEED_UP, CROWD = 1.05, 6.0, 64  # most of the best time; least of one thread's speed
 PREFILL_LEN, BESIDE_S = 2000, 2.0
+KEYS = 800  # of a request in the steps that are timed
 Result = dict[str, Any]
 
 
@@ -155,12 +156,15 @@ def loops() -> float:
 
 
 def scaling(runs: int, tries: int, steps: int) -> Result:
-    """Milliseconds of a decode step of one request and of CROWD, by the number of threads."""
+    """Milliseconds of a decode step of one request and of CROWD, of some 850 keys each, by the
+    number of threads."""
     ours, all_threads = Ours(None), torch.get_num_threads()
     counts = sorted({2**i for i in range(all_threads.bit_length())} | {all_threads})
 
     def medians(requests: int) -> tuple[dict[int, float], Timing]:
-        many = tuple(prompts((128,) * requests, ours.vocab_size, 11))
+        (common,) = prompts((KEYS,), ours.vocab_size, 11)
+        ends = prompts((16,) * requests, ours.vocab_size, 12)
+        many = tuple((*common, *end) for end in ends)
         ours.prime(many)
 
         def with_threads(n: int) -> Callable[[int], float]:

@@ -53,7 +53,8 @@ MOST_HELPERS = 255
 BOARD = INBOX + MOST_HELPERS * 2 * LINE
 
 OPEN = 1 << 40  # the gate's value is OPEN, while it is, plus the number of helpers inside
-LOOKS = 4000  # glances at the inbox before the first nap, 0.1 to 0.3 ms
+LOOKS = 2000  # glances at the inbox without pause, about 0.1 ms
+YIELDS = 4000  # glances after which whoever waits for this processor has it, 1 ms if nobody does
 SHORT_NAPS, SHORT_US, LONG_US = 200, 50, 2000
 
 
@@ -97,8 +98,8 @@ def released(work: Any, helpers: Any, pool: Any, board: Any, record: Any) -> Non
 
 def serve(board: Any, index: Any) -> None:
     """What a helper does, until it shall leave: answers every invitation once, if the gate of that
-    very call is still open. Without invitations it looks for them without pause for a moment, and
-    then takes naps that grow longer."""
+    very call is still open. Without invitations it looks for them without pause for a moment, then
+    as long as nobody else wants its processor, and then takes naps that grow longer."""
     inbox = board + 8 * (INBOX + 2 * LINE * index)
     seen = int64_at(inbox + 8 * LINE)
     idle: Any = np.int64(0)
@@ -114,8 +115,12 @@ def serve(board: Any, index: Any) -> None:
                     if change(gate, 1) & OPEN and int64_at(desk)[CALLS] == invited:
                         invoke(int64_at(desk)[WORK], int64_at(desk)[RECORD])
                     change(gate, -1)
-        if idle > LOOKS:
-            invoke(int64_at(board)[USLEEP], SHORT_US if idle < LOOKS + SHORT_NAPS else LONG_US)
+        if idle > LOOKS + YIELDS + SHORT_NAPS:
+            invoke(int64_at(board)[USLEEP], LONG_US)
+        elif idle > LOOKS + YIELDS:
+            invoke(int64_at(board)[USLEEP], SHORT_US)
+        elif idle > LOOKS:
+            invoke(int64_at(board)[YIELD], 0)
         elif idle:
             breathe()
 
