@@ -1,7 +1,7 @@
 """A model's folder, which nobody trusts: files by plain names that stay inside it, texts of a
 bounded size, JSON objects.
 
-Knows no model and no tokenizer; `models.weights` and `text.tokenizer` read through it. No torch.
+Knows no model and no tokenizer; `models.loader` and `text.tokenizer` read through it. No torch.
 """
 
 from __future__ import annotations

@@ -231,8 +231,8 @@ class Ops(Protocol):
         """(tokens, states), int64 [s] each, of logits float32 [s, vocab]; the bits of
         `sample.logits.sample_tokens`, which is one in torch.
 
-        floats float64 [s, 3]: temperature (0: greedy), top-p, ln of min-p. ints int64 [s, 5]: top-k,
-        position, index, low and high word of the seed. `cuts`: some row has a top-k or top-p.
+        floats float64 [s, FLOATS] as `params.Numbers` has them; ints int64 [s, INTS]: top-k, then
+        `noise.counter`. `cuts`: some row has a top-k or top-p.
         """
         ...
 

@@ -19,7 +19,7 @@ import llvmlite.binding
 import pytest
 
 from lockstep.lab.capabilities import MODELS, operators
-from lockstep.models.weights import model_types
+from lockstep.models.loader import model_types
 
 ROOT = Path(__file__).resolve().parent.parent
 HASWELL = ("sse4.2", "avx", "avx2", "fma", "bmi", "bmi2", "popcnt", "lzcnt", "f16c", "movbe")

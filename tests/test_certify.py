@@ -15,8 +15,8 @@ from lockstep.kernels.cpu.ops import Ops
 from lockstep.lab import reverts, tiny
 from lockstep.llm import engine
 from lockstep.llm.engine import prepare
-from lockstep.models import weights
-from lockstep.models.weights import Loaded
+from lockstep.models import loader
+from lockstep.models.loader import Loaded
 from lockstep.run import certify as certificates
 from lockstep.run import runner
 from lockstep.run.certify import NotCertified, consecutive, large, pieces, row_counts
@@ -27,7 +27,7 @@ LONG = {"max_position_embeddings": 2048}  # room for a split and a window
 
 @pytest.fixture(scope="module")
 def builtin() -> Loaded:
-    return weights.load(engine.BUILTIN)
+    return loader.load(engine.BUILTIN)
 
 
 def stretched(model: tiny.Tiny, **config: Any) -> Loaded:

@@ -18,7 +18,7 @@ from lockstep.kernels.cpu.digest import BLOCK, LANES, digest
 from lockstep.kernels.cpu.threads import limited
 from lockstep.lab import tiny
 from lockstep.llm.engine import BUILTIN, Engine, prepare
-from lockstep.models import weights
+from lockstep.models import loader
 from lockstep.types import KV_FORMATS, RuleError
 
 OURS = "from lockstep.attention.cpu import Backend\n"
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def digest_of(folder: Path) -> str:
-    return weights.load(folder).info.weights
+    return loader.load(folder).info.weights
 
 
 def test_the_fingerprint_names_the_weights():

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.lab import golden
 from lockstep.lab.golden_models import MODELS
-from lockstep.models.weights import model_types
+from lockstep.models.loader import model_types
 from lockstep.types import RuleError
 
 FILE = Path(__file__).parent / "golden.json"

@@ -20,7 +20,7 @@ import torch
 from model_harness import Engine, Request, randomise
 from torch import Tensor
 
-from lockstep.models.weights import load, model_types
+from lockstep.models.loader import load, model_types
 from lockstep.types import RuleError
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from lockstep.kernels.cpu import gemm
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kernels.cpu.routing import best
-from lockstep.models.weights import load, model_types
+from lockstep.models.loader import load, model_types
 from lockstep.nn import embed, mlp, rope
 from lockstep.nn.linear import Linear
 from lockstep.nn.mlp import ClampedGlu, Glu, Mlp

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lockstep.lab import plain
-from lockstep.models.weights import model_types
+from lockstep.models.loader import model_types
 
 FOLDER = Path(plain.__file__).parent
 LENGTH = 61  # beyond every window

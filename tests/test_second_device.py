@@ -16,7 +16,7 @@ from lockstep.config import EngineConfig
 from lockstep.kernels.select import DEVICES, select
 from lockstep.lab import tiny
 from lockstep.llm.engine import Engine, Parts, load
-from lockstep.models import weights
+from lockstep.models import loader
 from lockstep.run.certify import Certificate
 from lockstep.sample.params import SamplingParams
 from lockstep.types import Choice, RuleError
@@ -54,7 +54,7 @@ def parts(model: tiny.Tiny, folder: Path, device: str = "rowwise") -> Parts:
     """A tiny model on the device, with nothing proven about it."""
     folder.mkdir(exist_ok=True)
     tiny.save(model, folder)
-    loaded = weights.load(folder, device)
+    loaded = loader.load(folder, device)
     return Parts(
         loaded.model,
         loaded.info,
@@ -85,7 +85,7 @@ def test_an_engine_runs_on_it_and_keeps_its_promise(outside, tmp_path, model):
     assert answers(together, PROMPTS) == want
     assert answers(chunked, PROMPTS[::-1]) == want[::-1]
     assert ";device=rowwise(rowwise-1.0);machine=torch;dtype=bfloat16;" in alone.fingerprint
-    ours = weights.load(tmp_path / "model").model
+    ours = loader.load(tmp_path / "model").model
     hidden = torch.randn(3, tiny.HIDDEN, generator=torch.Generator().manual_seed(0)).bfloat16()
     near = made.model.logits(hidden) - ours.logits(hidden.float())
     assert near.abs().max() < 0.1, "bfloat16 of the same model"

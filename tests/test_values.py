@@ -44,7 +44,7 @@ from lockstep.lab.tiny import (
 from lockstep.lab.values import Values, truth
 from lockstep.llm.engine import BUILTIN
 from lockstep.models import bart, llama
-from lockstep.models.weights import load, model_types
+from lockstep.models.loader import load, model_types
 from lockstep.nn import attention, decoder, mlp, norm, source
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}

@@ -21,7 +21,7 @@ from lockstep.lab.rig import Glass, Rig
 from lockstep.lab.tiny import CONTEXT, EOS, LLAMA, Letters, save, words
 from lockstep.llm.api import LLM
 from lockstep.llm.job import Job
-from lockstep.models import weights
+from lockstep.models import loader
 from lockstep.run.kind import GENERATE
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import log_probs
@@ -283,7 +283,7 @@ def folder(rig: Rig, quick: bool) -> None:
     end = free.token_ids[7]
     with TemporaryDirectory() as place:
         save(LLAMA, Path(place), eos_token_id=[end])
-        model, info = weights.load(place)
+        model, info = loader.load(place)
     named = info.eos_token_ids == (end,)
     rig.note(
         "eos",

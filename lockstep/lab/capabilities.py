@@ -36,7 +36,7 @@ from lockstep.config import EngineConfig
 from lockstep.kernels.cpu.loops import TARGET
 from lockstep.kernels.select import select
 from lockstep.llm.engine import Engine, Parts, prepare
-from lockstep.models.weights import Info, Loaded
+from lockstep.models.loader import Info, Loaded
 from lockstep.nn.decoder import Decoder
 from lockstep.nn.source import WeightSource
 from lockstep.plan.build import Work, build

@@ -26,7 +26,7 @@ from lockstep.attention.base import Backend
 from lockstep.kernels.select import select
 from lockstep.lab.plain import Checkpoint
 from lockstep.llm.engine import Parts
-from lockstep.models.weights import STATED, Info, Loaded
+from lockstep.models.loader import STATED, Info, Loaded
 from lockstep.nn.source import WeightSource
 from lockstep.run.certify import Certificate
 from lockstep.text.tokenizer import Tokenizer
@@ -203,7 +203,7 @@ def parts(tiny: Tiny, backend: Backend) -> Parts:
 
 
 def save(tiny: Tiny, folder: Path, **generation: Any) -> None:
-    """The model as a folder that `models.weights` can load; `generation` is what its
+    """The model as a folder that `models.loader` can load; `generation` is what its
     generation_config.json says."""
     tensors: dict[str, Tensor] = {}
     loaded(tiny, record=tensors)

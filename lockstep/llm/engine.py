@@ -34,8 +34,8 @@ from lockstep.llm.job import Draft, Ending, Job, ScoreUpdate, StepResult, Text, 
 from lockstep.llm.output import Chunk
 from lockstep.llm.prompts import Prompt, params_for, token_ids
 from lockstep.llm.prompts import items as item_forms
-from lockstep.models import weights
-from lockstep.models.weights import Info, Loaded
+from lockstep.models import loader
+from lockstep.models.loader import Info, Loaded
 from lockstep.nn.decoder import Model
 from lockstep.plan.bucket import Buckets
 from lockstep.plan.build import build
@@ -84,7 +84,7 @@ class Parts:
 
 def load(config: EngineConfig) -> Parts:
     """The model from its folder or hub id, or the built-in one, for its device, and a backend."""
-    loaded = weights.load(
+    loaded = loader.load(
         config.model or BUILTIN, config.device, config.dtype, context_length=config.context_length
     )
     folder = loaded.info.folder

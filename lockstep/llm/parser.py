@@ -19,12 +19,13 @@ from lockstep.options import (
     several,
     value,
 )
+from lockstep.types import KV_FORMATS
 
 ENGINE = {
     "--model": ("M", "a folder or a hub id (default: the built-in model)"),
-    "--device": ("X", "cpu"),
-    "--dtype": ("X", "float32"),
-    "--kv-cache-dtype": ("X", "float32, bfloat16 or float8_e4m3"),
+    "--device": ("X", "by name: whose operations (default: cpu)"),
+    "--dtype": ("X", "of activations (default: the device's own)"),
+    "--kv-cache-dtype": ("X", f"one of {', '.join(KV_FORMATS)} (default: float32)"),
     "--attention-backend": ("X", "by name"),
 }
 LIMITS = (

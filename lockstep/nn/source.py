@@ -2,7 +2,7 @@
 shape give a tensor.
 
 A model is built twice by the same code: first against a source that only notes names and shapes
-(tensors of the meta device), which is the table that `models.weights` compares with the files, and
+(tensors of the meta device), which is the table that `models.loader` compares with the files, and
 then against the files themselves, tensor by tensor.
 """
 

@@ -26,7 +26,7 @@ from lockstep import order
 from lockstep.attention.base import Backend
 from lockstep.config import EngineConfig
 from lockstep.kernels.cpu.threads import limited
-from lockstep.models.weights import Info
+from lockstep.models.loader import Info
 from lockstep.nn.decoder import Decoder, Model
 from lockstep.run import probe
 from lockstep.run.probe import Piece, Sources, Subject, same

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lockstep.types import GroupSpec, RuleError
 
 if TYPE_CHECKING:
-    from lockstep.models.weights import Info
+    from lockstep.models.loader import Info
     from lockstep.nn.attention import Place
     from lockstep.nn.decoder import Decoder, EncoderDecoder, Model
 

@@ -24,7 +24,7 @@ from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import Table, pages_for
 from lockstep.models.bart import Bart
 from lockstep.models.bert import Bert
-from lockstep.models.weights import Info
+from lockstep.models.loader import Info
 from lockstep.nn.decoder import Decoder, Model
 from lockstep.plan.bucket import Buckets
 from lockstep.plan.build import Work, build

@@ -22,6 +22,10 @@ FRACTION = 42
 LOW = -64.0  # nats below the best: the weight is 0 from about -30 on
 OK, NAN, INFINITE, EMPTY = 0, 1, 2, 3  # what became of a row
 NO_TOKEN = -1
+FLOATS, INTS = (
+    3,
+    5,
+)  # numbers that a kernel is told of a row (`params.Numbers`, `Ops.sample_tokens`)
 FARTHEST = 2**63 - 1  # above every rank
 KEY_INF, KEY_MINUS_INF = 0x7F800000, -0x7F800001  # of scores as integers in the same order
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.ops import Ops
-from lockstep.sample.formulas import EMPTY, INFINITE, MAX_VOCAB, NAN, OK
+from lockstep.sample.formulas import EMPTY, FLOATS, INFINITE, INTS, MAX_VOCAB, NAN, OK
 from lockstep.sample.logits import Row, apply_penalties
 from lockstep.sample.noise import counter
 from lockstep.sample.params import SamplingParams, resolve_seed
@@ -120,11 +120,11 @@ def settings(rows: Sequence[Row], vocab_size: int) -> Settings:
     numbers = [row.params.numbers for row in rows]
     top_k, index, seed = np.array([each.ints for each in numbers], np.int64).reshape(-1, 3).T
     position = np.array([row.position for row in rows], np.int64)
-    ints = np.empty((len(rows), 5), np.int64)
+    ints = np.empty((len(rows), INTS), np.int64)
     ints[:, 0] = np.where(top_k > 0, top_k, vocab_size)
     for column, values in enumerate(counter(seed, index, position), 1):
         ints[:, column] = values
-    floats = np.array([each.floats for each in numbers], np.float64).reshape(-1, 3)
+    floats = np.array([each.floats for each in numbers], np.float64).reshape(-1, FLOATS)
     cuts = any(each.cuts for each in numbers)
     return Settings(torch.from_numpy(floats), torch.from_numpy(ints), cuts)
 

@@ -20,6 +20,7 @@ from lockstep.kernels.cpu import sample, threads
 from lockstep.kernels.cpu.lanes import float32_at, float64_at, int64_at, take
 from lockstep.kernels.cpu.sample import choose, describe
 from lockstep.sample import formulas
+from lockstep.sample.formulas import FLOATS, INTS
 
 LOGIT_NS = 1  # of one thread
 CHOOSE, DESCRIBE = 0, 1  # what is done with a row
@@ -71,10 +72,8 @@ def units(at: Any) -> None:
         x = carray(float32_at(record[1] + 4 * vocab * r), vocab)
         if record[0] == CHOOSE:
             scratch = carray(float32_at(record[4] + 4 * vocab * mine), vocab)
-            floats, ints = (
-                carray(float64_at(record[2] + 24 * r), 3),
-                carray(int64_at(record[3] + 40 * r), 5),
-            )
+            floats = carray(float64_at(record[2] + 8 * FLOATS * r), FLOATS)
+            ints = carray(int64_at(record[3] + 8 * INTS * r), INTS)
             int64_at(record[5])[r], int64_at(record[6])[r] = choose(x, scratch, floats, ints)
         else:
             chosen = carray(float32_at(record[3] + 4 * r), 1)

@@ -10,7 +10,7 @@ Mechanism:
 2. The loader takes eos_token_id from config.json.
 3. The end of turn ends nothing.
 Key functions:
-`models.weights.special_ids`, which asks generation_config.json first.
+`models.loader.special_ids`, which asks generation_config.json first.
 Symptom:
 A chat model goes on behind its turn and answers itself, up to the length.
 Risk and impact:
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "class: eos_token_id of generation_config"
-TARGET = "lockstep.models.weights:special_ids"
+TARGET = "lockstep.models.loader:special_ids"
 CELLS = ("engine-folder/llama",)
 RELATED = ("lockstep-open-end",)
 

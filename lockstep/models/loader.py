@@ -231,7 +231,7 @@ def compare(module: ModuleType, config: Any, entries: Mapping[str, Entry], ops: 
 
 def model_types() -> list[str]:
     """Every model_type there is a file for."""
-    return sorted(m.name for m in pkgutil.iter_modules(models.__path__) if m.name != "weights")
+    return sorted(m.name for m in pkgutil.iter_modules(models.__path__) if m.name != "loader")
 
 
 def model_module(raw: Mapping[str, Any]) -> ModuleType:
