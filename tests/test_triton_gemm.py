@@ -20,7 +20,8 @@ CELLS = (
     "rope-values", "qk-norm-rope-is-a-norm-and-a-rotation", "gates", "bias-is-a-second-rounding",
     "routing", "router-values", "grouped-gemm-bits", "sampled-tokens-are-the-cpus",
     "log-probabilities-are-the-cpus", "a-row-of-nan-is-its-own-affair", "the-choice-of-a-gemm",
-    "rows-outside-the-grid", "nothing-to-do",
+    "rows-outside-the-grid", "nothing-to-do", "linear-operations", "row-operations",
+    "cache-operations", "the-table-is-complete",
 )  # fmt: skip
 COMPILED = (
     "gemm 4096x12288 t16x32x256w4s6g8", "gemm 4096x4096 t64x32x128w4s8g8",

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
 import json
 import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,12 +33,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpret.install()
 
 if "--play" not in sys.argv:
+    from lockstep.kernels.cpu import routing as cpu_routing
     from lockstep.kernels.cpu import rows as cpu
-    from lockstep.kernels.cpu import sample_rows
-    from lockstep.nn.moe import Routing as CpuRouting
+    from lockstep.kernels.cpu.ops import Ops as CpuOps
 
 from lockstep.kernels.triton import gemm_choice, moe, rowwise, sample
 from lockstep.kernels.triton.gemm import Tile, batched_gemm, gemm
+from lockstep.ops import Activation, CosSin, Heads, Routing
 from lockstep.types import RuleError
 
 DEVICE = "cpu"
@@ -59,7 +60,11 @@ CELLS: dict[str, Callable[[], str]] = {}
 HOST: list[Any] = []  # what the CPU made for this cell, in order
 PLAYED = False  # whether HOST is read, not written
 KERNELS = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available()  # can run here
-sample.BLOCK, sample.PARTS = 256, 4  # a small vocabulary has parts, one of them of several blocks
+sample.BLOCK, sample.PARTS, sample.WIDER = (
+    256,
+    4,
+    1,
+)  # a small vocabulary has parts, one of them of several blocks
 
 
 def cell(function: Callable[[], str]) -> Callable[[], str]:
@@ -278,7 +283,7 @@ def angles(t: int, half: int) -> tuple[Tensor, Tensor]:
 def rope_values() -> str:
     """Against the CPU's kernels in float32: two products and a sum, in either layout, whole heads
     or a part; with norms and without."""
-    said, spec = "", rowwise.Rotation(heads=3, kv_heads=2, d=24, eps=1e-6)
+    said, spec = "", Heads(heads=3, kv_heads=2, d=24, eps=1e-6)
     x, weights = draw(6, 5 * 24 + 40, dtype=torch.float32), draw(2, 24, dtype=torch.float32, seed=1)
     for half in (12, 8):
         cos, sin = angles(6, half)
@@ -290,16 +295,16 @@ def rope_values() -> str:
                 kind = "plain" if norms is None else "normed"
                 said += near(a, b, 0.0 if norms is None else bound, f"{name} half {half} {kind}")
     cos, sin = angles(6, 12)
-    turned = rowwise.qk_norm_rope(x, rowwise.Rotation(3, 2, 24, 0.0, True), None, cos, sin)[0]
+    turned = rowwise.qk_norm_rope(x, Heads(3, 2, 24, 0.0, True), None, cos, sin)[0]
     heads = x[:, :72].reshape(6, 3, 24)
-    want = host(lambda: cpu.rotate(heads.cpu(), cos.cpu(), sin.cpu(), True))
+    want = host(lambda: cpu.rope(heads.cpu(), CosSin(cos.cpu(), sin.cpu()), True))
     return said + near(turned, want, 0.0, "interleaved")
 
 
 def cpu_rope(x: Tensor, norms: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """The CPU's queries and keys."""
-    pair = None if norms is None else (norms[0].cpu(), norms[1].cpu())
-    return cpu.place_heads(x.cpu(), cpu.Heads(3, 2, 24, 1e-6), pair, (cos.cpu(), sin.cpu()))
+    pair = None if norms is None else norms.cpu()
+    return cpu.qk_norm_rope(x.cpu(), Heads(3, 2, 24, 1e-6), pair, CosSin(cos.cpu(), sin.cpu()))
 
 
 @cell
@@ -308,7 +313,7 @@ def qk_norm_rope_is_a_norm_and_a_rotation() -> str:
     heads, kv_heads, d, t, half = 9, 2, 32, 5, 12
     x, weights = draw(t, (heads + 2 * kv_heads) * d), draw(2, d, dtype=torch.float32, seed=1)
     cos, sin = angles(t, half)
-    spec = rowwise.Rotation(heads, kv_heads, d, 1e-6)
+    spec = Heads(heads, kv_heads, d, 1e-6)
     q, k = rowwise.qk_norm_rope(x, spec, weights, cos, sin)
     parts = x[:, : (heads + kv_heads) * d].reshape(-1, d)
     key = torch.arange(heads + kv_heads).repeat(t) >= heads
@@ -331,21 +336,32 @@ def gates() -> str:
     x = torch.cat([4 * draw(3, 48, dtype=torch.float32), extremes])
     size, one = x.double().abs(), 16 * 2.0**-24
     for name, kind in KINDS.items():
-        want, applied = host(lambda k=kind: (cpu.gate(k, x.cpu()), cpu.apply(k, x.cpu())))
+        want, applied = host(lambda k=kind: cpu_gates(x.cpu(), k))
         bound = one * (want.double().abs() + size[:, :24] * size[:, 24:]) + 1e-30
         got = rowwise.gate(kind, x)
         said += near(got, want, bound, name)
         said += same(rowwise.gate(kind, x[1:2]), got[1:2], f"{name} alone")
         said += near(rowwise.apply(kind, x), applied, one * (size + 1), f"{name} applied")
     cap = rowwise.CAP.value
-    want = host(lambda: cpu.apply(cap, x.cpu(), 30.0))
+    want = host(lambda: cpu.soft_cap(x.cpu(), 30.0))
     said += near(rowwise.apply(cap, x, 30.0), want, one * 30, "cap")
-    want = host(lambda: cpu.clamped_gate(x.cpu(), 1.702, 7.0))
+    want = host(lambda: cpu.clamped_swiglu(x.cpu(), 1.702, 7.0))
     said += near(rowwise.gate(rowwise.CLAMPED.value, x, 1.702, 7.0), want, one * 64, "clamped")
+    x[0, 3] = torch.nan  # of a gate
+    for kind in (*KINDS.values(), rowwise.CLAMPED.value):
+        isnan = rowwise.gate(kind, x, 1.702, 7.0).isnan()
+        said += (
+            "" if isnan[0, 3] and isnan.sum() == 1 else f"kind {kind}: NaN {isnan.sum()} times; "
+        )
     b = draw(5, 2 * 48)
     exact = b[:, :48].double() * torch.sigmoid(b[:, :48].double()) * b[:, 48:].double()
     bound = exact.abs() * (2**-8 + 2**-20) + 1e-6
     return said + near(rowwise.gate(KINDS["silu"], b), exact, bound, "silu bfloat16")
+
+
+def cpu_gates(x: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+    """The CPU's gate and function of one kind."""
+    return cpu._run(cpu.GATE, x, kind, 0), cpu._run(cpu.MAP, x, kind, 0)
 
 
 @cell
@@ -355,11 +371,11 @@ def bias_is_a_second_rounding() -> str:
 
 
 ROUTINGS = {
-    "softmax": moe.Routing(3, 12),
-    "softmax normed": moe.Routing(4, 16, norm=True),
-    "sigmoid groups": moe.Routing(4, 16, "sigmoid", True, 1e-20, 2.5, 4, 2),
-    "chosen": moe.Routing(2, 6, "chosen"),
-    "all": moe.Routing(4, 4),
+    "softmax": Routing(3, 12),
+    "softmax normed": Routing(4, 16, norm=True),
+    "sigmoid groups": Routing(4, 16, "sigmoid", True, 1e-20, 2.5, 4, 2),
+    "chosen": Routing(2, 6, "chosen"),
+    "all": Routing(4, 4),
 }
 
 
@@ -387,10 +403,10 @@ def routing() -> str:
     return said
 
 
-def cpu_route(logits: Tensor, how: moe.Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def cpu_route(logits: Tensor, how: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """The CPU's ids and weights."""
-    twin = CpuRouting(**dataclasses.asdict(how))
-    return twin(logits.cpu(), None if bias is None else bias.cpu())
+    routes = cpu_routing.route(logits.cpu(), how, None if bias is None else bias.cpu())
+    return routes.ids, routes.weights
 
 
 @cell
@@ -412,9 +428,9 @@ def a_row_of_nan_is_its_own_affair() -> str:
 
 @cell
 def router_values() -> str:
-    x, w = draw(19, 80), draw(21, 80, dtype=torch.float32, seed=1)
+    x, w = draw(70, 600), draw(21, 600, dtype=torch.float32, seed=1)
     want = x.double() @ w.double().t()
-    bound = (x.double().abs() @ w.double().abs().t()) * 82 * 2.0**-24
+    bound = (x.double().abs() @ w.double().abs().t()) * 16 * 2.0**-24
     y = moe.router(x, w)
     return near(y, want, bound, "float64") + same(moe.router(x[7:8], w), y[7:8], "alone")
 
@@ -523,16 +539,16 @@ def sampled_tokens_are_the_cpus() -> str:
 
 def compare_tokens(what: str, logits: Tensor, floats: Tensor, ints: Tensor) -> str:
     """Tokens and states against the CPU's."""
-    want = host(lambda: cpu_tokens(logits, floats, ints))
-    got = sample.choose_rows(logits, floats, ints, cuts=True) if KERNELS else want
+    want = host(lambda: CpuOps().sample_tokens(logits.cpu(), floats.cpu(), ints.cpu(), True))
+    got = sample.sample_tokens(logits, floats, ints, cuts=True) if KERNELS else want
     pairs = zip(("tokens", "states"), got, want, strict=True)
     return "".join(equal(f"{what} {name}", a, b) for name, a, b in pairs)
 
 
 def compare_logprobs(what: str, logits: Tensor, tokens: Tensor, few: int) -> str:
     """Log-probabilities against the CPU's, bit for bit."""
-    want = host(lambda: cpu_logprobs(logits, tokens, few))
-    got = sample.describe_rows(logits, tokens, few) if KERNELS else want
+    want = host(lambda: CpuOps().compute_logprobs(logits.cpu(), tokens.cpu(), few))
+    got = sample.compute_logprobs(logits, tokens, few) if KERNELS else want
     pairs = zip(("chosen", "ids", "best"), got, want, strict=True)
     return "".join(equal(f"{what} {name}", a, b) for name, a, b in pairs)
 
@@ -545,22 +561,6 @@ def equal(what: str, got: Tensor, want: Tensor) -> str:
     first = int(differ.flatten().nonzero()[0])
     pair = f"{got.flatten()[first]} against {want.flatten()[first]}"
     return f"{what}: {int(differ.sum())} of {got.numel()}, the first {pair} at {first}; "
-
-
-def cpu_tokens(logits: Tensor, floats: Tensor, ints: Tensor) -> tuple[Tensor, Tensor]:
-    """The CPU's tokens and states."""
-    tokens, states = np.empty(len(logits), np.int64), np.empty(len(logits), np.int64)
-    sample_rows.choose_rows(*(t.cpu().numpy() for t in (logits, floats, ints)), tokens, states)
-    return torch.from_numpy(tokens), torch.from_numpy(states)
-
-
-def cpu_logprobs(logits: Tensor, tokens: Tensor, few: int) -> tuple[Tensor, ...]:
-    """The CPU's log-probabilities: of the tokens, ids of the best few, theirs."""
-    count = len(logits)
-    made = (np.empty(count, np.float32), np.empty((count, few), np.int64))
-    made += (np.empty((count, few), np.float32),)
-    sample_rows.describe_rows(logits.cpu().numpy(), tokens.cpu().numpy(), *made)
-    return tuple(map(torch.from_numpy, made))
 
 
 @cell
@@ -591,7 +591,7 @@ def many_logits(first: int, count: int, vocab: int) -> Tensor:
 def large_vocabularies() -> str:
     """Thousands of rows with the sampler's own blocks: tokens and log-probabilities are the
     CPU's."""
-    sample.BLOCK, sample.PARTS = 1024, 16
+    sample.BLOCK, sample.PARTS, sample.WIDER = 1024, 64, 4
     kinds = ((0.6, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 50, 1.0, 0.0),
              (1.2, 0, 0.9, 0.0), (0.8, 40, 0.95, 0.0), (1.0, 0, 1.0, 0.05))  # fmt: skip
     said = ""
@@ -681,6 +681,162 @@ def rows_outside_the_grid() -> str:
         except RuleError:
             pass
     return said
+
+
+def tables() -> tuple[Any, Any]:
+    """The GPU's table, and the CPU's where it can be had."""
+    from lockstep.kernels.cuda.ops import Ops
+
+    return Ops("bfloat16"), None if PLAYED else CpuOps()
+
+
+def compare(
+    name: str, got: Tensor, make: Callable[[], Tensor], roundings: int = 1, size: float = 2.0**-6
+) -> str:
+    """A bfloat16 result against the CPU's float32 one of the same operands: rounded so often, what
+    is rounded is at most `size` larger than the result."""
+    want = host(make)
+    if got.shape != want.shape:
+        return f"{name}: {tuple(got.shape)} against {tuple(want.shape)}; "
+    unit = 2.0**-8 if got.dtype == torch.bfloat16 else 2.0**-19
+    return near(got, want, roundings * unit * (want.double().abs() + size), name)
+
+
+@cell
+def linear_operations() -> str:
+    """linear, batched and in float32, with and without a bias; a whole layer of experts."""
+    gpu, cpu_ops = tables()
+    x, w, bias = draw(9, 64), draw(48, 64, seed=1), draw(48, seed=2)
+    batch, weights = draw(9, 3, 64), draw(3, 40, 64, seed=1)
+    said = ""
+    for b in (None, bias):
+        for dtype in (torch.bfloat16, torch.float32):
+            packed = gpu.pack(w.to(dtype), None if b is None else b.to(dtype))
+            got = gpu.linear(x.to(dtype), packed)
+            make = partial(cpu_linear, cpu_ops, x, w, b)
+            said += compare(f"linear {dtype}", got, make, 2, 4.0)
+            said += "" if got.dtype == dtype else f"linear is {got.dtype}; "
+    got = gpu.batched_linear(batch, gpu.pack(weights, None))
+    packed = None if PLAYED else cpu_ops.pack(weights.cpu().float(), None)
+    said += compare("batched", got, lambda: cpu_ops.batched_linear(batch.cpu().float(), packed))
+    experts, biases = draw(6, 64, 64, seed=3), draw(6, 64, seed=4)
+    logits, correction = (draw(*shape, dtype=torch.float32) for shape in ((9, 6), (6,)))
+    for routing in (Routing(2, 6, norm=True), Routing(2, 6, "sigmoid", True, 0.0, 2.5, 3, 2)):
+        fix = correction if routing.groups > 1 else None
+        got = expert_layer(gpu, x, experts, biases, logits, routing, fix)
+        wide = [t.cpu().float() for t in (x, experts, biases, logits)]
+        fix = None if fix is None else fix.cpu()
+        make = partial(expert_layer, cpu_ops, *wide, routing, fix)
+        said += compare(routing.score, got, make, 8, 2.0)
+    return said
+
+
+def cpu_linear(ops: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """The CPU's, of widened operands."""
+    packed = ops.pack(w.cpu().float(), None if bias is None else bias.cpu().float())
+    return ops.linear(x.cpu().float(), packed)
+
+
+def expert_layer(
+    ops: Any, x: Tensor, w: Tensor, bias: Tensor, logits: Tensor, routing: Routing, fix: Any
+) -> Tensor:
+    """Rows to their experts, twice, and back."""
+    routes = ops.route(logits, routing, fix)
+    packed = ops.pack(w / 8, bias)
+    parts = ops.grouped_linear(ops.dispatch(x, routes), packed, routes)
+    return ops.combine(ops.grouped_linear(parts, packed, routes), routes)
+
+
+@cell
+def row_operations() -> str:
+    """Every operation of the table on rows, in two and three dimensions."""
+    gpu, cpu_ops = tables()
+    own = {
+        "x": draw(5, 112),
+        "residual": draw(5, 112, seed=1),
+        "heads": draw(5, 6, 32),
+        "qkv": draw(5, 8 * 32),
+        "weight": draw(112, dtype=torch.float32, seed=2),
+        "bias": draw(112, dtype=torch.float32, seed=3),
+        "norm": draw(32, dtype=torch.float32, seed=4),
+        "qk": draw(2, 32, dtype=torch.float32, seed=5),
+    }
+    positions, freqs = torch.tensor([0, 1, 7, 40000, 131071]), torch.logspace(0, -4, 12)
+    turn = gpu.rope_cos_sin(positions.int().to(DEVICE), freqs.to(DEVICE), 1.5)
+    spec, spans = Heads(heads=4, kv_heads=2, d=32, eps=1e-6), [(0, 3), (3, 4), (1, 5)]
+    wide = {name: t.cpu().float() for name, t in own.items()}
+    flat = tuple(t.cpu() for t in turn)
+    calls: dict[str, tuple[Callable[[Any, Any, Any], Any], int]] = {
+        "rms_norm": (lambda o, t, _: o.rms_norm(t["x"], t["weight"], 1e-6), 1),
+        "rms_norm of heads": (lambda o, t, _: o.rms_norm(t["heads"], t["norm"], 1e-6), 1),
+        "add_rms_norm": (
+            lambda o, t, _: o.add_rms_norm(t["x"], t["residual"], t["weight"], 1e-6)[1],
+            4,
+        ),
+        "layer_norm": (lambda o, t, _: o.layer_norm(t["x"], t["weight"], t["bias"], 1e-5), 2),
+        "rope": (lambda o, t, turn: o.rope(t["heads"], turn, False), 2),
+        "rope interleaved": (lambda o, t, turn: o.rope(t["heads"], turn, True), 2),
+        "qk_norm_rope q": (lambda o, t, turn: o.qk_norm_rope(t["qkv"], spec, t["qk"], turn)[0], 8),
+        "qk_norm_rope k": (lambda o, t, turn: o.qk_norm_rope(t["qkv"], spec, None, turn)[1], 2),
+        "clamped_swiglu": (lambda o, t, _: o.clamped_swiglu(t["x"], 1.702, 1.0), 2),
+        "soft_cap": (lambda o, t, _: o.soft_cap(t["bias"][None], 2.0), 1),
+        "pool": (lambda o, t, _: o.pool(t["x"], spans), 1),
+    }
+    for act in Activation:
+        calls[f"activate {act}"] = (lambda o, t, _, act=act: o.activate(t["x"], act), 1)
+        calls[f"act_and_mul {act}"] = (lambda o, t, _, act=act: o.act_and_mul(t["x"], act), 2)
+    said = "".join(
+        compare(name, call(gpu, own, turn), lambda c=call: c(cpu_ops, wide, CosSin(*flat)), count)
+        for name, (call, count) in calls.items()
+    )
+    for name, got, nth in (("cos", turn.cos, 0), ("sin", turn.sin, 1)):
+        want = host(lambda n=nth: cpu_ops.rope_cos_sin(positions.int(), freqs, 1.5)[n])
+        said += near(got, want, 2.0**-22, name)
+    return said
+
+
+@cell
+def cache_operations() -> str:
+    """Written and moved keys have the CPU's bytes."""
+    gpu, cpu_ops = tables()
+    said, slots = "", torch.tensor([3, 0, 6, 9], dtype=torch.int32)
+    moves = torch.tensor([[3, 1], [6, 3], [9, 11]], dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        for d in (32, 24):
+            values = 300 * draw(4, 2, d)
+            room = [torch.zeros(12, 2, 32, dtype=dtype, device=DEVICE) for _ in range(2)]
+            gpu.kv_write(room[0], slots.to(DEVICE), values, 0.5)
+            gpu.kv_write(room[1], slots.to(DEVICE), -values, 0.5)
+            gpu.kv_move(room, moves.to(DEVICE))
+            want = host(lambda v=values, t=dtype: cpu_cache(cpu_ops, v.cpu(), t, slots, moves))
+            if dtype == torch.float8_e4m3fn and DEVICE == "cpu":
+                continue  # the interpreter rounds to it wrongly
+            for a, b in zip(room, want, strict=True):
+                bytes_differ = int((a.view(torch.uint8) != b.view(torch.uint8)).sum())
+                said += f"{dtype} {d}: {bytes_differ} bytes differ; " if bytes_differ else ""
+    return said
+
+
+def cpu_cache(
+    ops: Any, values: Tensor, dtype: torch.dtype, slots: Tensor, moves: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Two storages, as the CPU writes and moves them."""
+    room = tuple(torch.zeros(12, 2, 32, dtype=dtype) for _ in range(2))
+    for storage, sign in zip(room, (1, -1), strict=True):
+        ops.kv_write(storage, slots, sign * values.float(), 0.5)
+    ops.kv_move(room, moves)
+    return room
+
+
+@cell
+def the_table_is_complete() -> str:
+    """Every operation and field that `lockstep.ops.Ops` names."""
+    from lockstep import ops
+
+    gpu, _ = tables()
+    names = {n for n in (*vars(ops.Ops), *ops.Ops.__annotations__) if not n.startswith("_")}
+    missing = sorted(name for name in names if not hasattr(gpu, name))
+    return f"missing: {missing}" if missing or len(names) < 20 else ""
 
 
 @cell

@@ -78,7 +78,8 @@ class CublasLt:
         """ "cublas": torch's call; "lt3": the fourth proposal for rows of w [N, K], or None."""
         if name == "cublas":
             return torch_gemm
-        found = dict(enumerate(self.proposals(*w.shape, rows, w.dtype)))
+        n, k = w.shape
+        found = dict(enumerate(self.proposals(n, k, rows, w.dtype)))
         return found.get(int(name.removeprefix("lt")))
 
     def call(self, name: str, *arguments: Any) -> None:

@@ -15,10 +15,11 @@ from lockstep.kernels.triton import moe, rowwise, sample
 from lockstep.kernels.triton.gemm import Tile
 from lockstep.kernels.triton.gemm_choice import GRID, tile_for
 from lockstep.kernels.triton.variants import Variant
+from lockstep.ops import Routing
 
 BF16 = ("x", "w", "y", "residual", "total", "q", "k", "parts")
 FP32 = ("weight", "weights", "bias", "cos", "sin", "logits", "chosen", "top_logs")
-INT64 = ("ints", "best", "tokens", "states", "sums", "top_ids", "last")
+INT64 = ("ints", "search", "bins", "best", "tokens", "states", "sums", "top_ids", "last")
 TYPES = {  # arguments by name: every kernel here calls one thing by one name
     **dict.fromkeys(BF16, "*bf16"),
     **dict.fromkeys(FP32, "*fp32"),
@@ -74,10 +75,11 @@ def rows() -> Iterator[Variant]:
 
 def experts() -> Iterator[Variant]:
     """128 experts, 8 of them, hidden 2048, inner 768; and the choice from groups."""
-    launch = {"N": 128, "K": 2048} | moe.ROUTER.constants
-    yield variant("router 128x2048", "moe:router_kernel", launch, w="*fp32", y="*fp32")
-    of_128 = moe.Routing(k=8, experts=128, norm=True)
-    of_256 = moe.Routing(8, 256, "sigmoid", norm=True, groups=8, keep=4)
+    for name, row_count in (("few", 1), ("many", 256)):
+        launch = {"N": 128, "K": 2048} | moe.router_launch(row_count)
+        yield variant(f"router {name}", "moe:router_kernel", launch, w="*fp32", y="*fp32")
+    of_128 = Routing(k=8, experts=128, norm=True)
+    of_256 = Routing(8, 256, "sigmoid", norm=True, groups=8, keep=4)
     for name, routing, bias in (("128", of_128, False), ("256 groups", of_256, True)):
         yield variant(f"route 8 of {name}", "moe:route_kernel", moe.route_launch(routing, bias))
     yield variant("count pairs", "moe:count_kernel", {"CHUNK": moe.CHUNK})
@@ -95,10 +97,14 @@ def experts() -> Iterator[Variant]:
 
 def samplers() -> Iterator[Variant]:
     """The sampler and log-probabilities: one binary each."""
-    shape = {"PARTS": sample.PARTS, "BLOCK": sample.BLOCK}
-    yield variant("sample peak", "sample:peak_kernel", shape | {"TEMPERED": True})
-    for name in ("cut", "noisy", "weigh", "describe"):
-        yield variant(f"sample {name}", f"sample:{name}_kernel", shape)
+    shared, lone = sample.shared_launch(), sample.lone_launch()
+    yield variant("sample peak", "sample:peak_kernel", shared | {"TEMPERED": True})
+    weigh = {"WEIGH": True}
+    yield variant("sample start", "sample:start_kernel", weigh | {"PARTS": sample.PARTS})
+    yield variant("sample bin", "sample:bin_kernel", shared | weigh)
+    yield variant("sample digit", "sample:digit_kernel", weigh | {"FIRST": True})
+    for name, launch in (("noisy", shared), ("weigh", shared), ("describe", lone)):
+        yield variant(f"sample {name}", f"sample:{name}_kernel", launch)
     yield variant("sample pick", "sample:pick_kernel", {"PARTS": sample.PARTS, "num_warps": 1})
 
 

@@ -1,11 +1,11 @@
 """Mixture of experts on the GPU without a word from the host: router, choice, grouped GEMM,
 combination in slot order. No atomics.
 
-The router multiplies and adds in float32, K ascending; equal scores go to the smaller expert id. A
+The router multiplies and adds in float32, in lanes; equal scores go to the smaller expert id. A
 pair is (token, slot), numbered token * k + slot. Pairs are listed expert by expert, ascending; an
 expert's list fills whole tiles, and a tile's row knows its pair, so a row's bits depend on its own
 expert and nothing else. Grids are upper bounds that follow from shapes: programs without a tile
-leave. The CPU's twin is `nn/moe.py`. Called by the op table.
+leave. The CPU's twin is `kernels/cpu/routing.py`. Called by the op table.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from torch import Tensor
 
 from lockstep.kernels.triton.gemm import Tile, product, require, row_stride, weight_rows
 from lockstep.kernels.triton.rowwise import SIGMOID, act, tree_sum, width
+from lockstep.ops import Routing
 
 SOFTMAX, SIGMOIDS, CHOSEN = (tl.constexpr(score) for score in range(3))
 SCORES = {"softmax": 0, "sigmoid": 1, "chosen": 2}
 LOG2E = tl.constexpr(1.4426950408889634)
-ROUTER = Tile(rows=16, columns=16, depth=64, warps=4, stages=3)
+LANES = 512  # partial sums of a router's dot product
 CHUNK = 1024  # pairs that are listed at a time
 
 
@@ -33,20 +34,25 @@ CHUNK = 1024  # pairs that are listed at a time
 
 @triton.jit(do_not_specialize=["rows"])
 def router_kernel(x, w, y, rows, x_stride, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-                  COLUMNS: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
-    """y [rows, N] float32 = x [rows, K] · w [N, K] float32, products and sums in float32."""
+                  COLUMNS: tl.constexpr, LANES: tl.constexpr, LEVELS: tl.constexpr):  # fmt: skip
+    """y [rows, N] float32 = x [rows, K] · w [N, K] float32: lane i adds the products of columns i,
+    i + LANES, ... in order, each by one fma; then the lanes are added, neighbours first."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    there, real = (row < rows)[:, None], (column < N)[None, :]
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for begin in range(0, K, DEPTH):
-        k = begin + tl.arange(0, DEPTH)
-        x_at = x + row[:, None] * x_stride * 8 + k[None, :]
-        w_at = w + column.to(tl.int64)[None, :] * K + k[:, None]
-        a = tl.load(x_at, mask=there & (k < K)[None, :], other=0.0)
-        b = tl.load(w_at, mask=real & (k < K)[:, None], other=0.0)
-        total = tl.dot(a.to(tl.float32), b, total, input_precision="ieee")
-    tl.store(y + row[:, None] * N + column[None, :], total, mask=there & real)
+    x_row = (x + row * x_stride * 8)[:, None, None]
+    w_row = (w + column.to(tl.int64) * K)[None, :, None]
+    there, real = (row < rows)[:, None, None], (column < N)[None, :, None]
+    total = tl.zeros((ROWS, COLUMNS, LANES), tl.float32)
+    for begin in range(0, K, LANES):
+        k = (begin + tl.arange(0, LANES))[None, None, :]
+        a = tl.load(x_row + k, mask=there & (k < K), other=0.0).to(tl.float32)
+        b = tl.load(w_row + k, mask=real & (k < K), other=0.0)
+        a, b = tl.broadcast(a, b)
+        total = tl.fma(a, b, total)
+    lanes = tl.reshape(total, [ROWS * COLUMNS, LANES])
+    sums = tl.reshape(tree_sum(lanes, ROWS * COLUMNS, LANES, LEVELS), [ROWS, COLUMNS])
+    at = y + row[:, None] * N + column[None, :]
+    tl.store(at, sums, mask=(row < rows)[:, None] & (column < N)[None, :])
 
 
 @triton.jit
@@ -203,20 +209,6 @@ def combine_kernel(parts, weights, y, N: tl.constexpr, K: tl.constexpr, COLUMNS:
 # ---- calls ----
 
 
-@dataclass(frozen=True)
-class Routing:
-    """As `nn.moe.Routing`, whose fields it has."""
-
-    k: int
-    experts: int
-    score: str = "softmax"
-    norm: bool = False
-    floor: float = 0.0
-    scale: float = 1.0
-    groups: int = 1
-    keep: int = 1
-
-
 @dataclass(frozen=True, eq=False)
 class Lists:
     """Pairs by expert: counts int32 [experts], pair numbers int32 [tokens * k]."""
@@ -231,9 +223,17 @@ def router(x: Tensor, w: Tensor) -> Tensor:
     (rows, k), n = x.shape, w.shape[0]
     y = torch.empty(rows, n, dtype=torch.float32, device=x.device)
     if rows:
-        grid = (triton.cdiv(rows, ROUTER.rows), triton.cdiv(n, ROUTER.columns))
-        router_kernel[grid](x, w, y, rows, row_stride(x, "x"), N=n, K=k, **ROUTER.constants)
+        launch = router_launch(rows)
+        grid = (triton.cdiv(rows, launch["ROWS"]), triton.cdiv(n, launch["COLUMNS"]))
+        router_kernel[grid](x, w, y, rows, row_stride(x, "x"), N=n, K=k, **launch)
     return y
+
+
+def router_launch(rows: int) -> dict[str, Any]:
+    """One row and few experts a program, or several of both; the same bits."""
+    shape = {"ROWS": 1, "COLUMNS": 2} if rows <= 64 else {"ROWS": 4, "COLUMNS": 8}
+    shape |= {"LANES": LANES, "LEVELS": LANES.bit_length() - 1}
+    return shape | {"num_warps": 4 if rows <= 64 else 8, "enable_fp_fusion": False}
 
 
 def route_launch(how: Routing, has_bias: bool) -> dict[str, Any]:

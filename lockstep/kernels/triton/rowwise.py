@@ -11,7 +11,6 @@ Knows tensors, no layers. Called by the op table.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.triton.gemm import require, row_stride
+from lockstep.ops import Heads
 
 SILU, GELU, GELU_TANH, RELU, SIGMOID, CAP, CLAMPED = map(tl.constexpr, range(7))  # of an element
 NEGATIVE_LOG2E, ROOT_HALF = tl.constexpr(-1.4426950408889634), tl.constexpr(0.7071067811865476)
 TANH_SCALE, TANH_CUBE = tl.constexpr(0.7978845608028654), tl.constexpr(0.044715)
+NAN = tl.constexpr(tl.PropagateNan.ALL)  # the smaller, or larger, of NaN and a number is NaN
 SHORTEST = tl.constexpr(1e-12)  # vectors are divided by their length, or by this if shorter
 COLUMNS = 1024  # of a row, that one program of an elementwise kernel does
 HEADS = 8  # of a token, that one program of `qk_norm_rope` does
@@ -50,7 +51,7 @@ def inverse_root(total, eps, ROWS: tl.constexpr, N: tl.constexpr):
 @triton.jit
 def exp_minus(x):
     """e⁻ˣ, at most 2^127."""
-    return tl.exp2(tl.minimum(x * NEGATIVE_LOG2E, 127.0))
+    return tl.exp2(tl.minimum(x * NEGATIVE_LOG2E, 127.0, propagate_nan=NAN))
 
 
 @triton.jit
@@ -198,7 +199,7 @@ def pool_kernel(x, spans, y, x_stride, N: tl.constexpr, WIDTH: tl.constexpr,
         total += load_row(x, row, x_stride, column, inside).to(tl.float64)
     mean = total / (end - begin).to(tl.float64)
     squares = tree_sum(tl.reshape(mean * mean, [1, WIDTH]), 1, WIDTH, LEVELS)
-    length = tl.maximum(tl.sqrt(squares), SHORTEST)
+    length = tl.maximum(tl.sqrt(squares), SHORTEST, propagate_nan=NAN)
     tl.store(y + span * N + column, (mean / length).to(tl.float32), mask=inside)
 
 
@@ -213,8 +214,8 @@ def gate_kernel(x, y, x_stride, alpha, limit, N: tl.constexpr, KIND: tl.constexp
     gate = load_row(x, row, x_stride, column, inside)
     up = load_row(x + N, row, x_stride, column, inside)
     if KIND == CLAMPED:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
+        gate = tl.minimum(gate, limit, propagate_nan=NAN)
+        up = tl.minimum(tl.maximum(up, -limit, propagate_nan=NAN), limit, propagate_nan=NAN)
         value = (up + 1.0) * (gate * act(gate * alpha, limit, SIGMOID))
     else:
         value = act(gate, limit, KIND) * up
@@ -237,17 +238,6 @@ def map_kernel(x, bias, y, x_stride, number, N: tl.constexpr, KIND: tl.constexpr
 
 
 # ---- calls ----
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """Heads of a row, as `qk_norm_rope` takes them."""
-
-    heads: int
-    kv_heads: int
-    d: int
-    eps: float = 0.0
-    interleaved: bool = False
 
 
 def width(n: int) -> int:
@@ -305,7 +295,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def qk_norm_rope(
-    x: Tensor, spec: Rotation, weights: Tensor | None, cos: Tensor, sin: Tensor
+    x: Tensor, spec: Heads, weights: Tensor | None, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
     """x [t, at least (heads + kv_heads) · d], queries then keys → q [t, heads, d] and k [t,
     kv_heads, d].

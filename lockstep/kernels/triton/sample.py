@@ -1,52 +1,42 @@
-"""Tokens and log-probabilities on the GPU, with the CPU's bits: the texts of
-`kernels/cpu/sample.py` in Triton.
+"""Tokens and log-probabilities on the GPU, with the CPU's bits: the formulas of
+`sample/formulas.py` in Triton.
 
 Scores are compared as integers, weights are integers in units of 2^-FRACTION, noise and logarithms
 are single IEEE operations in float64 (`enable_fp_fusion=False`): sums and maxima have no order, so
 a row is cut into parts as the device likes. What the CPU does in one pass over a row is here:
-`peak` (largest score and state), `cut` (the rank of the last token that top-k and top-p keep, found
-by halving), `noisy` (the best of a part), `pick`. Knows rows; knows nothing of requests. Called by
-lockstep/sample.
+`peak` (largest score and state), `cut` (the rank of the last token that top-k and top-p keep, digit
+by digit), `noisy` (the best of a part), `pick`. Knows rows; knows nothing of requests. Called
+through the table of operations.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.triton.gemm import require
 from lockstep.order import LN2 as ORDER_LN2
 from lockstep.order import LOG2E as ORDER_LOG2E
 from lockstep.sample import formulas as cpu
-from lockstep.types import RuleError
 
-FRACTION, ID_BITS, ID_MASK = (
-    tl.constexpr(cpu.FRACTION),
-    tl.constexpr(cpu.ID_BITS),
-    tl.constexpr(cpu.ID_MASK),
-)
-OK, NAN, INFINITE, EMPTY = (
-    tl.constexpr(cpu.OK),
-    tl.constexpr(cpu.NAN),
-    tl.constexpr(cpu.INFINITE),
-    tl.constexpr(cpu.EMPTY),
-)
+FRACTION, ID_BITS, ID_MASK = map(tl.constexpr, (cpu.FRACTION, cpu.ID_BITS, cpu.ID_MASK))
+OK, NAN, INFINITE, EMPTY = map(tl.constexpr, (cpu.OK, cpu.NAN, cpu.INFINITE, cpu.EMPTY))
 KEY_INF, KEY_MINUS_INF = tl.constexpr(cpu.KEY_INF), tl.constexpr(cpu.KEY_MINUS_INF)
-WORD, M0, M1, W0, W1 = (tl.constexpr(value) for value in (cpu.WORD, cpu.M0, cpu.M1, cpu.W0, cpu.W1))
-ROUND, ROUND_BITS, SQRT_HALF = (
-    tl.constexpr(cpu.ROUND),
-    tl.constexpr(cpu.ROUND_BITS),
-    tl.constexpr(cpu.SQRT_HALF),
-)
-E1, E2, E3, E4, E5, E6 = (
-    tl.constexpr(value) for value in (cpu.E1, cpu.E2, cpu.E3, cpu.E4, cpu.E5, cpu.E6)
-)
-LOG2E, LN2, LOW = tl.constexpr(ORDER_LOG2E), tl.constexpr(ORDER_LN2), tl.constexpr(cpu.LOW)
+M0, M1, W0, W1 = map(tl.constexpr, (cpu.M0, cpu.M1, cpu.W0, cpu.W1))
+ROUND, ROUND_BITS = tl.constexpr(cpu.ROUND), tl.constexpr(cpu.ROUND_BITS)
+SQRT_HALF, LOG2E, LN2 = map(tl.constexpr, (cpu.SQRT_HALF, ORDER_LOG2E, ORDER_LN2))
+E1, E2, E3 = map(tl.constexpr, (cpu.E1, cpu.E2, cpu.E3))
+E4, E5, E6, LOW = map(tl.constexpr, (cpu.E4, cpu.E5, cpu.E6, cpu.LOW))
 LOWEST_KEY, FARTHEST = tl.constexpr(-0x7FFFFFFF), tl.constexpr(cpu.FARTHEST)
-LAST_RANK = tl.constexpr((1 << (33 + cpu.ID_BITS)) - 1)  # no rank is above it
+DIGIT, BINS = tl.constexpr(11), tl.constexpr(1 << 11)  # bits of a rank that are found at a time
+SHIFTS = (44, 33, 22, 11, 0)  # of the digits of a rank, which has 33 + ID_BITS bits
 BLOCK = 1024  # tokens that a program looks at together
-PARTS = 16  # programs of a row
+PARTS = 64  # programs of a row
+WIDER = 4  # blocks, and warps, that a program which does a whole row has for each of another
 
 
 # ---- formulas: those of the CPU ----
@@ -105,18 +95,16 @@ def weight(d):
 
 @triton.jit
 def philox(c0, c1, c2, k0, k1):
-    """Philox 4x32-10 of the counter (c0, c1, c2, 0) under the key (k0, k1): four words, as
-    int64."""
+    """Philox 4x32-10 of the counter (c0, c1, c2, 0) under the key (k0, k1), all uint32: four
+    words."""
     c3 = c0 * 0
     for _ in tl.static_range(10):
-        p0 = c0 * M0
-        p1 = c2 * M1
-        c0 = ((p1 >> 32) & WORD) ^ c1 ^ k0
-        c2 = ((p0 >> 32) & WORD) ^ c3 ^ k1
-        c1 = p1 & WORD
-        c3 = p0 & WORD
-        k0 = (k0 + W0) & WORD
-        k1 = (k1 + W1) & WORD
+        high0, low0 = tl.umulhi(c0, M0), c0 * M0
+        high1, low1 = tl.umulhi(c2, M1), c2 * M1
+        c0, c1 = high1 ^ c1 ^ k0, low1
+        c2, c3 = high0 ^ c3 ^ k1, low0
+        k0 += W0
+        k1 += W1
     return c0, c1, c2, c3
 
 
@@ -136,11 +124,21 @@ def score_of(key):
 @triton.jit
 def score(x, temperature):
     """A logit under the temperature; 0 is greedy and leaves it."""
-    return tl.where(
-        temperature == 0.0,
-        x,
-        tl.div_rn(x, tl.where(temperature == 0.0, 1.0, temperature) + tl.zeros_like(x)) + 0.0,
-    )
+    divisor = tl.where(temperature == 0.0, 1.0, temperature)
+    return tl.where(temperature == 0.0, x, tl.div_rn(x, divisor + tl.zeros_like(x)) + 0.0)
+
+
+@triton.jit
+def load_scores(logits, row, token, inside, vocab, temperature):
+    """The scores of tokens, -inf where not inside."""
+    at = logits + row * vocab + token
+    return score(tl.load(at, mask=inside, other=float("-inf")), temperature)
+
+
+@triton.jit
+def rank_of(top_key, x, token):
+    """0 for the best score's lowest id, ascending from there."""
+    return ((top_key.to(tl.int64) - key_of(x).to(tl.int64)) << ID_BITS) | token
 
 
 # ---- rows ----
@@ -155,9 +153,8 @@ def part_of(vocab, PARTS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["vocab"])
-def peak_kernel(
-    logits, floats, peaks, vocab, TEMPERED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
-):
+def peak_kernel(logits, floats, peaks, vocab, TEMPERED: tl.constexpr, PARTS: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
     """The largest key of a part, and its largest magnitude as bits: peaks int32 [rows, PARTS,
     2]."""
     row = tl.program_id(0).to(tl.int64)
@@ -168,13 +165,10 @@ def peak_kernel(
     for first in range(begin, end, BLOCK):
         token = first + tl.arange(0, BLOCK)
         inside = token < end
-        x = score(
-            tl.load(logits + row * vocab + token, mask=inside, other=float("-inf")), temperature
-        )
+        x = load_scores(logits, row, token, inside, vocab, temperature)
         top = tl.maximum(top, tl.where(inside, key_of(x), LOWEST_KEY))
-        largest = tl.maximum(
-            largest, tl.where(inside, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-        )
+        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        largest = tl.maximum(largest, tl.where(inside, magnitude, 0))
     at = peaks + (row * PARTS + tl.program_id(1)) * 2
     tl.store(at, tl.max(top, 0))
     tl.store(at + 1, tl.max(largest, 0))
@@ -189,74 +183,87 @@ def peak_of(peaks, row, PARTS: tl.constexpr):
     return top, tl.where(tl.max(tl.load(at + 1), 0) > KEY_INF, NAN, state)
 
 
-@triton.jit
-def reach(logits, row, temperature, top_key, limit, vocab, BLOCK: tl.constexpr):
-    """How many finite scores have a rank of at most `limit`, and their weights."""
-    count = tl.zeros([BLOCK], tl.int64)
-    total = tl.zeros([BLOCK], tl.int64)
-    top = score_of(top_key).to(tl.float64)
-    for first in range(0, vocab, BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        x = score(
-            tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf")),
-            temperature,
-        )
-        rank = ((top_key.to(tl.int64) - key_of(x).to(tl.int64)) << ID_BITS) | token
-        near = (token < vocab) & (x > float("-inf")) & (rank <= limit)
-        count += near.to(tl.int64)
-        total += tl.where(near, weight(x.to(tl.float64) - top), 0)
-    return tl.sum(count, 0), tl.sum(total, 0)
-
-
 @triton.jit(do_not_specialize=["vocab"])
-def cut_kernel(logits, floats, ints, peaks, last, vocab, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The rank of the last token that top-k and then top-p keep, int64 [rows]: the least rank that
-    reaches enough."""
+def start_kernel(floats, ints, peaks, search, vocab, WEIGH: tl.constexpr,
+                 PARTS: tl.constexpr):  # fmt: skip
+    """search int64 [rows, 3]: the digits found so far, or -1 where a row has no such cut; what
+    lies below them; what is wanted (of weights: known after the first digit)."""
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(floats + row * 3).to(tl.float32)
-    top_p = tl.load(floats + row * 3 + 1)
+    _, state = peak_of(peaks, row, PARTS)
     top_k = tl.load(ints + row * 5)
-    top_key, state = peak_of(peaks, row, PARTS)
-    found = tl.full([], FARTHEST, tl.int64)
-    if (state == OK) & (temperature != 0.0) & ((top_k < vocab) | (top_p < 1.0)):
-        count, total = reach(logits, row, temperature, top_key, FARTHEST, vocab, BLOCK)
-        if top_k < count:
-            low = tl.zeros([], tl.int64)
-            high = low + LAST_RANK
-            while low < high:
-                middle = (low + high) >> 1
-                count, _ = reach(logits, row, temperature, top_key, middle, vocab, BLOCK)
-                high = tl.where(count >= top_k, middle, high)
-                low = tl.where(count >= top_k, low, middle + 1)
-            found = low
-            _, total = reach(logits, row, temperature, top_key, found, vocab, BLOCK)
-        if top_p < 1.0:
-            wanted = tl.ceil(wide_float(total) * top_p).to(tl.int64)
+    if WEIGH:
+        has_cut = tl.load(floats + row * 3 + 1) < 1.0
+    else:
+        has_cut = top_k < vocab
+    has_cut = has_cut & (state == OK) & (tl.load(floats + row * 3) != 0.0)
+    tl.store(search + row * 3, tl.where(has_cut, 0, -1).to(tl.int64))
+    tl.store(search + row * 3 + 1, top_k * 0)
+    tl.store(search + row * 3 + 2, top_k)
+
+
+@triton.jit(do_not_specialize=["vocab", "shift"])
+def bin_kernel(logits, floats, peaks, search, last, bins, vocab, shift, WEIGH: tl.constexpr,
+               PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Tokens, or their weights, by the next digit of their rank, of those whose higher digits are
+    the ones found: integers, so that no order matters."""
+    row = tl.program_id(0).to(tl.int64)
+    prefix, farthest = tl.load(search + row * 3), tl.load(last + row)
+    if prefix >= 0:
+        temperature = tl.load(floats + row * 3).to(tl.float32)
+        top_key, _ = peak_of(peaks, row, PARTS)
+        top = score_of(top_key).to(tl.float64)
+        begin, end = part_of(vocab, PARTS, BLOCK)
+        for first in range(begin, end, BLOCK):
+            token = first + tl.arange(0, BLOCK)
+            x = load_scores(logits, row, token, token < end, vocab, temperature)
+            rank = rank_of(top_key, x, token)
+            near = (x > float("-inf")) & (rank <= farthest) & ((rank >> shift >> DIGIT) == prefix)
+            at = bins + row * BINS + ((rank >> shift) & (BINS - 1))
+            if WEIGH:
+                amount = weight(x.to(tl.float64) - top)
+            else:
+                amount = near.to(tl.int64)
+            tl.atomic_add(at, amount, mask=near, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["shift"])
+def digit_kernel(floats, search, last, bins, shift, FIRST: tl.constexpr,
+                 WEIGH: tl.constexpr):  # fmt: skip
+    """The digit at which enough is reached; after the last one, the rank of the last token kept.
+    Leaves the bins empty."""
+    row = tl.program_id(0).to(tl.int64)
+    prefix = tl.load(search + row * 3)
+    if prefix >= 0:
+        below, wanted = tl.load(search + row * 3 + 1), tl.load(search + row * 3 + 2)
+        bin = tl.arange(0, BINS)
+        amount = tl.load(bins + row * BINS + bin)
+        tl.store(bins + row * BINS + bin, tl.zeros_like(amount))
+        if WEIGH and FIRST:
+            total = tl.sum(amount, 0)
+            wanted = tl.ceil(wide_float(total) * tl.load(floats + row * 3 + 1)).to(tl.int64)
             wanted = tl.maximum(tl.minimum(wanted, total), 1)
-            low = tl.zeros([], tl.int64)
-            high = low + LAST_RANK
-            while low < high:
-                middle = (low + high) >> 1
-                _, sum_to = reach(logits, row, temperature, top_key, middle, vocab, BLOCK)
-                high = tl.where(sum_to >= wanted, middle, high)
-                low = tl.where(sum_to >= wanted, low, middle + 1)
-            found = low
-    tl.store(last + row, found)
+            tl.store(search + row * 3 + 2, wanted)
+        digit = tl.sum((below + tl.cumsum(amount, 0) < wanted).to(tl.int64), 0)
+        below += tl.sum(tl.where(bin < digit, amount, 0), 0)
+        is_short = digit == BINS  # fewer tokens than top-k: all are kept
+        prefix = tl.where(is_short, -1, (prefix << DIGIT) | digit)
+        tl.store(search + row * 3, prefix)
+        tl.store(search + row * 3 + 1, below)
+        if (shift == 0) & (prefix >= 0):
+            tl.store(last + row, prefix)
 
 
 @triton.jit(do_not_specialize=["vocab"])
-def noisy_kernel(
-    logits, floats, ints, peaks, last, best, vocab, PARTS: tl.constexpr, BLOCK: tl.constexpr
-):
+def noisy_kernel(logits, floats, ints, peaks, last, best, vocab, PARTS: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
     """The best of a part, score plus noise, lowest id among equals: best int64 [rows, PARTS], (key
     << ID_BITS) + ID_MASK - id."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(floats + row * 3).to(tl.float32)
     min_log = tl.where(temperature == 0.0, float("-inf"), tl.load(floats + row * 3 + 2))
-    position = tl.load(ints + row * 5 + 1)
-    index = tl.load(ints + row * 5 + 2)
-    low = tl.load(ints + row * 5 + 3)
-    high = tl.load(ints + row * 5 + 4)
+    position, index = tl.load(ints + row * 5 + 1), tl.load(ints + row * 5 + 2)
+    low = tl.load(ints + row * 5 + 3).to(tl.uint32)
+    high = tl.load(ints + row * 5 + 4).to(tl.uint32)
     top_key, state = peak_of(peaks, row, PARTS)
     farthest = tl.load(last + row)
     top = score_of(top_key).to(tl.float64)
@@ -264,20 +271,17 @@ def noisy_kernel(
     begin, end = part_of(vocab, PARTS, BLOCK)
     if state == OK:
         for first in range(begin, end, BLOCK):
-            group = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.int64)
-            words = philox(group, group * 0 + position, group * 0 + index, low, high)
+            group = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+            zero = group * 0
+            words = philox(group, zero + position.to(tl.uint32), zero + index.to(tl.uint32),
+                           low, high)  # fmt: skip
             for nth in tl.static_range(4):
-                token = group * 4 + nth
+                token = group.to(tl.int64) * 4 + nth
                 inside = token < end
-                x = score(
-                    tl.load(logits + row * vocab + token, mask=inside, other=float("-inf")),
-                    temperature,
-                )
-                rank = ((top_key.to(tl.int64) - key_of(x).to(tl.int64)) << ID_BITS) | token
-                kept = (
-                    (rank <= farthest) & (x.to(tl.float64) - top >= min_log) & (x > float("-inf"))
-                )
-                noise = gumbel(words[nth]).to(tl.float32)
+                x = load_scores(logits, row, token, inside, vocab, temperature)
+                near = x.to(tl.float64) - top >= min_log
+                kept = near & (rank_of(top_key, x, token) <= farthest) & (x > float("-inf"))
+                noise = gumbel(words[nth].to(tl.int64)).to(tl.float32)
                 y = tl.where(temperature == 0.0, x, x + noise)
                 place = (key_of(y).to(tl.int64) << ID_BITS) + (ID_MASK - token)
                 found = tl.maximum(found, tl.where(inside & kept, place, -FARTHEST))
@@ -317,19 +321,8 @@ def log_prob(x, top, log_sum):
 
 
 @triton.jit(do_not_specialize=["vocab", "few"])
-def describe_kernel(
-    logits,
-    tokens,
-    peaks,
-    sums,
-    chosen,
-    top_ids,
-    top_logs,
-    vocab,
-    few,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def describe_kernel(logits, tokens, peaks, sums, chosen, top_ids, top_logs, vocab, few,
+                    PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """A row's log-probabilities: of its token, and of the best few, each the least rank behind the
     one before."""
     row = tl.program_id(0).to(tl.int64)
@@ -347,15 +340,13 @@ def describe_kernel(
             for first in range(0, vocab, BLOCK):
                 at = first + tl.arange(0, BLOCK)
                 x = tl.load(logits + row * vocab + at, mask=at < vocab, other=float("-inf"))
-                rank = ((top_key.to(tl.int64) - key_of(x).to(tl.int64)) << ID_BITS) | at
+                rank = rank_of(top_key, x, at)
                 least = tl.minimum(least, tl.where((at < vocab) & (rank > before), rank, FARTHEST))
             before = tl.min(least, 0)
             found = before & ID_MASK
             tl.store(top_ids + row * few + nth, found)
-            tl.store(
-                top_logs + row * few + nth,
-                log_prob(tl.load(logits + row * vocab + found), top, log_sum),
-            )
+            value = log_prob(tl.load(logits + row * vocab + found), top, log_sum)
+            tl.store(top_logs + row * few + nth, value)
     else:
         tl.store(chosen + row, float("nan"))
         for nth in range(0, few):
@@ -368,23 +359,25 @@ def describe_kernel(
 
 def check_logits(logits: Tensor) -> None:
     """Contiguous float32 [rows, vocabulary]."""
-    if (
-        logits.dtype != torch.float32
-        or logits.ndim != 2
-        or not logits.is_contiguous()
-        or not 1 <= logits.shape[1] <= cpu.MAX_VOCAB
-    ):
-        got = f"{logits.dtype} {tuple(logits.shape)}, strides {logits.stride()}"
-        raise RuleError(
-            f"logits are contiguous float32 [rows, V], V from 1 to {cpu.MAX_VOCAB}",
-            got,
-            "Pass them so",
-        )
+    held = logits.dtype == torch.float32 and logits.ndim == 2 and logits.is_contiguous()
+    rule = f"logits are contiguous float32 [rows, V], V from 1 to {cpu.MAX_VOCAB}"
+    require(held and 1 <= logits.shape[1] <= cpu.MAX_VOCAB, rule, logits)
 
 
-def choose_rows(logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool) -> tuple[Tensor, Tensor]:
-    """(tokens, states) int64 [rows] of logits float32 [rows, V]:
-    `kernels.cpu.sample_rows.choose_rows`, bit for bit.
+def shared_launch() -> dict[str, Any]:
+    """How a kernel with PARTS programs a row is launched."""
+    return {"PARTS": PARTS, "BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": False}
+
+
+def lone_launch() -> dict[str, Any]:
+    """How a kernel with one program a row is launched."""
+    return shared_launch() | {"BLOCK": WIDER * BLOCK, "num_warps": 4 * WIDER}
+
+
+def sample_tokens(
+    logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool
+) -> tuple[Tensor, Tensor]:
+    """(tokens, states) int64 [rows] of logits float32 [rows, V]: the CPU's, bit for bit.
 
     floats float64 [rows, 3] temperature, top-p, ln of min-p; ints int64 [rows, 5] top-k, position,
     index, the words of the seed. `cuts`: some row has a top-k below V or a top-p below 1; where
@@ -397,30 +390,50 @@ def choose_rows(logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool) -> tup
     best = torch.empty(rows, PARTS, dtype=torch.int64, device=device)
     tokens, states = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))
     if rows:
-        options = {"PARTS": PARTS, "BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": False}
-        peak_kernel[(rows, PARTS)](logits, floats, peaks, vocab, TEMPERED=True, **options)
+        grid, launch = (rows, PARTS), shared_launch()
+        peak_kernel[grid](logits, floats, peaks, vocab, TEMPERED=True, **launch)
         if cuts:
-            cut_kernel[(rows,)](logits, floats, ints, peaks, last, vocab, **options)
-        noisy_kernel[(rows, PARTS)](logits, floats, ints, peaks, last, best, vocab, **options)
+            cut(logits, floats, ints, peaks, last)
+        noisy_kernel[grid](logits, floats, ints, peaks, last, best, vocab, **launch)
         pick_kernel[(rows,)](peaks, best, tokens, states, PARTS=PARTS, num_warps=1)
     return tokens, states
 
 
-def describe_rows(logits: Tensor, token_ids: Tensor, few: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities float32 [rows] of token_ids int64 [rows] (-1: none), and of the best few:
-    ids int64, logs float32 [rows, few]."""
+def cut(logits: Tensor, floats: Tensor, ints: Tensor, peaks: Tensor, last: Tensor) -> None:
+    """Writes the rank of the last token that top-k and then top-p keep, int64 [rows], digit by
+    digit."""
+    rows, vocab = logits.shape
+    search = torch.empty(rows, 3, dtype=torch.int64, device=logits.device)
+    bins = torch.zeros(rows, BINS.value, dtype=torch.int64, device=logits.device)
+    for weigh in (False, True):
+        start_kernel[(rows,)](
+            floats, ints, peaks, search, vocab, WEIGH=weigh, PARTS=PARTS, num_warps=1
+        )
+        for shift in SHIFTS:
+            operands = (logits, floats, peaks, search, last, bins, vocab, shift)
+            bin_kernel[(rows, PARTS)](*operands, WEIGH=weigh, **shared_launch())
+            digit_kernel[(rows,)](
+                floats, search, last, bins, shift, FIRST=shift == SHIFTS[0], WEIGH=weigh,
+                num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
+
+
+def compute_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities float32 [rows] of token_ids int64 [rows] (-1: none), and of the best k:
+    ids int64, logs float32 [rows, k]; the CPU's, bit for bit."""
     check_logits(logits)
     (rows, vocab), device = logits.shape, logits.device
     peaks = torch.empty(rows, PARTS, 2, dtype=torch.int32, device=device)
     sums = torch.empty(rows, PARTS, dtype=torch.int64, device=device)
     chosen = torch.empty(rows, dtype=torch.float32, device=device)
-    top_ids = torch.empty(rows, few, dtype=torch.int64, device=device)
-    top_logs = torch.empty(rows, few, dtype=torch.float32, device=device)
+    top_ids = torch.empty(rows, k, dtype=torch.int64, device=device)
+    top_logs = torch.empty(rows, k, dtype=torch.float32, device=device)
     if rows:
-        options = {"PARTS": PARTS, "BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": False}
-        peak_kernel[(rows, PARTS)](logits, chosen, peaks, vocab, TEMPERED=False, **options)
-        weigh_kernel[(rows, PARTS)](logits, peaks, sums, vocab, **options)
+        grid, launch = (rows, PARTS), shared_launch()
+        peak_kernel[grid](logits, chosen, peaks, vocab, TEMPERED=False, **launch)
+        weigh_kernel[grid](logits, peaks, sums, vocab, **launch)
+        results = (chosen, top_ids, top_logs)
         describe_kernel[(rows,)](
-            logits, token_ids, peaks, sums, chosen, top_ids, top_logs, vocab, few, **options
+            logits, token_ids, peaks, sums, *results, vocab, k, **lone_launch()
         )
     return chosen, top_ids, top_logs

@@ -1,0 +1,194 @@
+"""The GPU's table of operations, sm_90: bfloat16 or float16 activations, the canonical order of
+that device class. What each operation does says `lockstep/ops.py`; here is which kernel does it.
+
+The texts lie in `kernels/triton/`. A tile is chosen by the number of rows and changes no bit. With
+TRITON_INTERPRET=1 the same table works on tensors of the CPU, without any library: so the tests
+look at it where there is no GPU. Knows kernels; made by `kernels.select` when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.triton import cache, moe, rowwise, sample
+from lockstep.kernels.triton.cublas import CublasLt
+from lockstep.kernels.triton.gemm import Tile, batched_gemm
+from lockstep.kernels.triton.gemm_choice import GRID, Gemm, choose
+from lockstep.ops import Activation, CosSin, Heads, Routing
+from lockstep.types import Choice, RuleError
+
+KINDS = {
+    Activation.SILU: rowwise.SILU.value,
+    Activation.GELU: rowwise.GELU.value,
+    Activation.GELU_TANH: rowwise.GELU_TANH.value,
+    Activation.RELU: rowwise.RELU.value,
+}
+FEW = Tile(rows=16, columns=64, depth=128, warps=4, stages=4)  # of one head, or one expert
+MANY = Tile(rows=64, columns=64, depth=128, warps=4, stages=4)
+
+
+class Packed(NamedTuple):
+    """A weight, its bias, and who multiplies with it: None for a float32 one, or one of three
+    dimensions."""
+
+    weight: Tensor
+    bias: Tensor | None
+    gemm: Gemm | None
+
+
+class Routes(NamedTuple):
+    """ids int32 and weights float32, [t, k], and the pairs by expert."""
+
+    ids: Tensor
+    weights: Tensor
+    lists: moe.Lists
+
+
+def find_device() -> torch.device:
+    """The current GPU, if it is of a class we know; the CPU where kernels are interpreted."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RuleError("device cuda needs an NVIDIA GPU", "none is visible", "Use device cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        got = f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}"
+        raise RuleError("device cuda is of the class sm_90 (H100, H200)", got, "Use device cpu")
+    return device
+
+
+class Ops:
+    """The table; `lockstep.ops.Ops` is what it is."""
+
+    dtypes = ("bfloat16", "float16")
+    machine = "cuda-sm_90"
+    gemm_order = Choice("k16", "our tiles, and cuBLAS where its whole output has their bits")
+
+    def __init__(self, dtype: str = "bfloat16") -> None:
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.device = find_device()
+        self.library = CublasLt() if self.device.type == "cuda" else None
+        self.gemms: dict[torch.Size, Gemm] = {}
+        self.tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+
+    # ---- GEMM and experts ----
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
+        """On the device, contiguous; the first weight of a shape chooses for all of them."""
+        weight = weight.to(self.device).contiguous()
+        bias = None if bias is None else bias.to(self.device).contiguous()
+        if weight.ndim == 3 or weight.dtype == torch.float32:
+            return Packed(weight, bias, None)
+        if weight.shape not in self.gemms:
+            grid = GRID if self.library else GRID[:1]  # no library: nothing to compare
+            self.gemms[weight.shape] = choose(weight, self.library, grid)
+        return Packed(weight, bias, self.gemms[weight.shape])
+
+    def linear(self, x: Tensor, packed: Packed) -> Tensor:
+        """Rounded, then the bias, rounded."""
+        weight, bias, gemm = packed
+        if gemm is None:
+            y = moe.router(x, weight)
+        else:
+            y = gemm(x, weight, rowwise.new_rows(x, len(weight)))
+        return y if bias is None else rowwise.add_bias(y, bias)
+
+    def batched_linear(self, x: Tensor, packed: Packed) -> Tensor:
+        """One GEMM per head."""
+        t, g, n = len(x), *packed.weight.shape[:2]
+        y = torch.empty(t, g, n, dtype=x.dtype, device=x.device)
+        batched_gemm(x, packed.weight, y, FEW if t <= FEW.rows else MANY)
+        if packed.bias is None:
+            return y
+        return rowwise.add_bias(y.view(t, g * n), packed.bias.flatten()).view(t, g, n)
+
+    def grouped_linear(self, x: Tensor, packed: Packed, routes: Routes) -> Tensor:
+        """One GEMM per expert, in one launch."""
+        few = len(routes.lists.pairs) <= FEW.rows * len(packed.weight)
+        return moe.grouped_gemm(x, packed.weight, packed.bias, routes.lists, FEW if few else MANY)
+
+    def route(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Routes:
+        """Ids and weights, then the lists: three launches."""
+        ids, weights = moe.route(logits, routing, correction)
+        return Routes(ids, weights, moe.list_pairs(ids, routing.experts))
+
+    def dispatch(self, x: Tensor, routes: Routes) -> Tensor:
+        """x itself: the lists find its rows."""
+        return x
+
+    def combine(self, parts: Tensor, routes: Routes) -> Tensor:
+        """In slot order."""
+        return moe.combine(parts, routes.weights)
+
+    # ---- rows ----
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Over the last dimension."""
+        return rowwise.rms_norm(x.flatten(0, -2), weight, eps).view(x.shape)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """Over the last dimension."""
+        return rowwise.layer_norm(x.flatten(0, -2), weight, bias, eps).view(x.shape)
+
+    add_rms_norm = staticmethod(rowwise.add_rms_norm)
+
+    def rope_cos_sin(self, positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
+        """One launch."""
+        return CosSin(*rowwise.rope_cos_sin(positions, freqs, factor))
+
+    def rope(self, x: Tensor, cos_sin: CosSin, interleaved: bool) -> Tensor:
+        """All heads are queries."""
+        heads = Heads(x.shape[1], 0, x.shape[2], interleaved=interleaved)
+        return rowwise.qk_norm_rope(x.flatten(1), heads, None, *cos_sin)[0]
+
+    def qk_norm_rope(
+        self, x: Tensor, heads: Heads, weights: Tensor | None, cos_sin: CosSin
+    ) -> tuple[Tensor, Tensor]:
+        """One launch."""
+        return rowwise.qk_norm_rope(x, heads, weights, *cos_sin)
+
+    def activate(self, x: Tensor, act: Activation) -> Tensor:
+        """Elementwise."""
+        return rowwise.apply(KINDS[act], x)
+
+    def act_and_mul(self, x: Tensor, act: Activation) -> Tensor:
+        """Elementwise."""
+        return rowwise.gate(KINDS[act], x)
+
+    def clamped_swiglu(self, x: Tensor, alpha: float, limit: float) -> Tensor:
+        """Elementwise."""
+        return rowwise.gate(rowwise.CLAMPED.value, x, alpha, limit)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """Elementwise."""
+        return rowwise.apply(rowwise.CAP.value, x, cap)
+
+    def pool(self, x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+        """One program per span."""
+        bounds = torch.tensor(spans, dtype=torch.int64, device=x.device).view(-1, 2)
+        return rowwise.pool(x, bounds)
+
+    # ---- the cache ----
+
+    def kv_write(self, storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
+        """One program per row."""
+        cache.write((storage,), slots, values, None, (scale, 1.0))
+
+    def kv_move(self, storages: Sequence[Tensor], moves: Tensor) -> None:
+        """All storages in one launch; their addresses are brought to the device once."""
+        key = tuple(storage.data_ptr() for storage in storages)
+        if key not in self.tables:
+            self.tables[key] = cache.storage_table(storages, self.device)
+        widest = max(s.shape[1] * s.shape[2] * s.element_size() // 4 for s in storages)
+        cache.move(self.tables[key], widest, moves)
+
+    # ---- sampling ----
+
+    sample_tokens = staticmethod(sample.sample_tokens)
+    compute_logprobs = staticmethod(sample.compute_logprobs)
