@@ -208,33 +208,21 @@ def run(args: Any) -> int:
     if args.list or args.compile is None:
         print("\n".join(v.name for v in chosen))
         return 0
-    print(
-        f"{len(chosen)} variants for {args.compile}, Triton {triton.__version__}, {args.jobs} "
-        "processes",
-        flush=True,
-    )
-    print(
-        f"{'variant':<40} {'registers':>9} {'stack':>6} {'spills':>6} {'shared':>8} {'wgmma':>6} "
-        f"{'mma':>5} {'seconds':>8}"
-    )
+    about = f"{len(chosen)} variants for {args.compile}, Triton {triton.__version__}"
+    print(f"{about}, {args.jobs} processes", flush=True)
+    titles = ("registers", "stack", "spills", "shared", "wgmma", "mma", "seconds")
+    print(f"{'variant':<40}", " ".join(f"{title:>9}" for title in titles))
     reports, begin = [], time.perf_counter()
     for report, kept in compile_all(chosen, args.jobs):
         reports.append(report)
-        cost = (
-            f"{report.registers:>9} {report.stack_bytes:>6} {report.loop_spills:>6} "
-            f"{report.shared_bytes:>8}"
-        )
         seconds = "kept" if kept else f"{report.seconds:.1f}"
-        print(
-            f"{report.name:<40} {cost} {report.wgmma:>6} {report.mma:>5} {seconds:>8} "
-            f"{report.fault or ''}".rstrip(),
-            flush=True,
-        )
+        cells = (report.registers, report.stack_bytes, report.loop_spills, report.shared_bytes,
+                 report.wgmma, report.mma, seconds)  # fmt: skip
+        row = " ".join(f"{cell:>9}" for cell in cells)
+        print(f"{report.name:<40} {row} {report.fault or ''}".rstrip(), flush=True)
     faults = [report for report in reports if report.fault]
-    print(
-        f"{len(reports)} variants in {time.perf_counter() - begin:.0f} s, {len(faults)} with a "
-        "fault"
-    )
+    took = time.perf_counter() - begin
+    print(f"{len(reports)} variants in {took:.0f} s, {len(faults)} with a fault")
     if args.json:
         Path(args.json).write_text(json.dumps([asdict(report) for report in reports], indent=1))
     return 1 if faults else 0

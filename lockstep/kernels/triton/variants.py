@@ -18,6 +18,18 @@ from lockstep.order import SM90, attention_order
 from lockstep.types import AttnSpec, GroupSpec, Layout
 
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3": "fp8e4nv"}
+# arguments that attention kernels share; those that are in no table are integers
+SHARED = (
+    dict.fromkeys(("lse", "sinks2", "part_ml", "part_acc"), "*fp32")
+    | dict.fromkeys(("c", "pre", "v_scale"), "fp32")
+    | dict.fromkeys(("items", "positions", "start", "page_ids", "counters"), "*i32")
+    | dict.fromkeys(("tail_indptr", "tail_slots"), "*i32")
+    | {"page_mul": "i64"}
+)
+LAYOUT = (
+    "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, "
+    "fp4_padded=False, cga_layout=[])"
+)
 # 64 rows of 512 values and their widened keys do not fit in 255 registers; neither does a latent
 # tree's second loop
 KNOWN_SPILLS = {
@@ -73,27 +85,13 @@ def attend(
     shape = Shape(
         d_qk=d_qk, d_v=d_v, tile=tile, latent=spec.layout is Layout.LATENT, cap=cap, tree=tree
     )
-    compute = "fp16" if kv == "float16" else "bf16"
-    floats = dict.fromkeys(("lse", "sinks2", "part_ml", "part_acc"), "*fp32") | dict.fromkeys(
-        ("c", "pre", "v_scale"), "fp32"
-    )
-    ints = dict.fromkeys(
-        ("items", "positions", "start", "tail_indptr", "tail_slots", "page_ids", "counters"), "*i32"
-    )
-    types = {
-        "q": f"*{compute}",
-        "out": f"*{compute}",
-        "k": f"*{TYPES[kv]}",
-        "v": f"*{TYPES[kv]}",
-        **floats,
-        **ints,
-        "page_mul": "i64",
-    }
+    compute = "*fp16" if kv == "float16" else "*bf16"
+    keys = {"k": f"*{TYPES[kv]}", "v": f"*{TYPES[kv]}"}
     feature = "".join((" cap" if cap else "", " tree" if tree else ""))
     return Variant(
         name=f"attend {d_qk}/{d_v} {shape_name} {kv}{feature}",
         kernel="attend:attend_kernel",
-        types=types,
+        types={"q": compute, "out": compute, **keys, **SHARED},
         constants=shape.constants(chosen),
         warps=chosen.warps,
         stages=chosen.stages,
@@ -104,22 +102,14 @@ def attend(
 
 def hopper(which: str, d: int, page: int) -> Variant:
     """The warp-specialised kernels; d is 512 for a latent cache."""
-    layout = (
-        "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, "
-        "fp4_padded=False, cga_layout=[])"
-    )
-    box = f"tensordesc<bf16[{page}, 64],{layout}>"
-    floats = dict.fromkeys(("lse", "sinks2", "part_ml", "part_acc"), "*fp32") | dict.fromkeys(
-        ("c", "v_scale"), "fp32"
-    )
-    ints = dict.fromkeys(("items", "positions", "page_ids", "counters"), "*i32")
-    queries = {"q_desc": f"tensordesc<bf16[64, {d}],{layout}>", "q": "*bf16"}
+    box = f"tensordesc<bf16[{page}, 64],{LAYOUT}>"
+    own = {"q_desc": f"tensordesc<bf16[64, {d}],{LAYOUT}>", "q": "*bf16", "out": "*bf16"}
     chosen = {"prefill": tuning.PREFILL, "decode": tuning.DECODE, "latent": tuning.LATENT}[which]
     sizes = {"D": d, "TILE": 128, "STAGES": chosen.stages * 128 // d, "PAGE": page}
     return Variant(
         name=f"{which} {d} page {page}",
         kernel=f"hopper_{which}:{which}_kernel",
-        types={"k_desc": box, "v_desc": box, "out": "*bf16", **queries, **floats, **ints},
+        types={"k_desc": box, "v_desc": box, **own, **SHARED},
         constants={"PAGE": page} if which == "latent" else sizes,
         warps=chosen.warps,
         gluon=True,
