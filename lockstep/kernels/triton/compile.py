@@ -167,9 +167,11 @@ def loop_spills(sass: str) -> int:
         for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass, re.M)
     ]
     loops = []
-    for at, text in code:
+    for i, (at, text) in enumerate(code):
         back = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
-        if back and int(back[1], 16) < at:
+        # a wait that was not over at once is repeated at the end of the code, and jumps back
+        retried = any("SYNCS.PHASECHK" in before for _, before in code[max(i - 3, 0) : i])
+        if back and int(back[1], 16) < at and not retried:
             loops.append((int(back[1], 16), at))
     inner = [
         (a, b)

@@ -37,8 +37,7 @@ KNOWN_SPILLS = {
     (576, "few", "bfloat16", True): 16,
     (576, "some", "bfloat16", True): 16,
 }
-# of 240 registers per thread: addresses, not values, and a few scalars beside 128 values
-HOPPER_SPILLS = {("prefill", 128): 2, ("latent", 512): 24}
+LATENT_SPILLS = 24  # addresses and scalars, read once a tile, beside 128 values per thread
 HEADS = ((64, 64), (128, 128), (256, 256), (192, 128), (576, 512))
 
 
@@ -114,7 +113,7 @@ def hopper(which: str, d: int, page: int) -> Variant:
         warps=chosen.warps,
         gluon=True,
         registers=chosen.registers,
-        known_spills=HOPPER_SPILLS.get((which, d), 0),
+        known_spills=LATENT_SPILLS if which == "latent" else 0,
     )
 
 
