@@ -127,15 +127,18 @@ PARTS = {
     "build": ("plan.build:build",),
     "pad": ("plan.bucket:pad",),
     "check": ("plan.check:check",),
-    "lower": ("run.step:lower", "run.arena:Arena.load"),
+    "lower": ("run.step:lower", "run.step:bind", "run.step:layout_of", "run.arena:Arena.load"),
     "sampler settings": ("sample.sampler:settings", "sample.sampler:_greedy"),
     "settle": (
         *("llm.engine:Engine._settle", "sched.scheduler:Scheduler.commit"),
         *("llm.job:StepResult.write", "llm.job:StepResult.end"),
     ),
-    "publish": ("llm.job:Draft.feed", "llm.job:Job.publish"),
+    "publish": ("llm.job:Draft.feed", "llm.engine:Engine._publish"),
     "model": ("nn.decoder:Decoder.__call__", "nn.decoder:Decoder.logits"),
-    "sample": ("kernels.cpu.sample_rows:choose_rows", "kernels.cpu.sample_rows:describe_rows"),
+    "sample": (
+        *("kernels.cpu.sample_rows:choose_rows", "kernels.cpu.sample_rows:describe_rows"),
+        *("kernels.cpu.ops:Ops.sample_tokens", "kernels.cpu.ops:Ops.compute_logprobs"),
+    ),
 }
 DEVICE = ("model", "sample")
 NOT_HOST = (*DEVICE, "publish")  # publish needs no lock on the engine
@@ -188,7 +191,8 @@ class HostTimes:
         old = vars(owner).get(attribute) if owner is not None else None
         if old is None:
             return
-        new = self._timed(part, old)
+        new: Any = self._timed(part, old)
+        new = staticmethod(new) if isinstance(old, staticmethod) else new
         homes = [m for n, m in list(sys.modules.items()) if n.startswith("lockstep.")]
         for home in [owner] if classes else homes:
             for known in [key for key, value in vars(home).items() if value is old]:

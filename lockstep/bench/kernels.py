@@ -24,10 +24,12 @@ from torch.nn import functional
 from lockstep.bench.contender import FULL, QUICK, Sizes, host_times, work
 from lockstep.bench.machine import Measure, alternate, block, note, place, set_threads, tell
 from lockstep.bench.work import Ours
-from lockstep.kernels.cpu import gemm, rows, threads
+from lockstep.kernels.cpu import threads
+from lockstep.kernels.cpu.ops import Ops
 from lockstep.lab.document import write
-from lockstep.sample import logits as tensors
-from lockstep.sample import sampler
+from lockstep.ops import Activation, CosSin, Heads
+from lockstep.sample import logits, sampler
+from lockstep.sample.logits import Row
 from lockstep.sample.params import SamplingParams
 
 DONE = {
@@ -39,8 +41,8 @@ DONE = {
     "steady_until_len": "",
     "plain build": "",
 }
-EPS = 1e-6
-STEADY = ("sched.scheduler:Scheduler._quiet", "sched.scheduler:Scheduler._steady_until_len")
+EPS, OPS = 1e-6, Ops()
+STEADY = ("sched.scheduler:Scheduler._steady_until_len",)
 PLAIN = ("plan.build:_plain",)
 WORTH = ("kernels.cpu.threads:THREAD_NS",)
 
@@ -168,7 +170,7 @@ def gemms(t: int) -> dict[str, Pair]:
     found: dict[str, Pair] = {}
     for n, k in ((1280, 256), (4096, 768)):
         weight, x = noise(n, k).bfloat16().float(), noise(t, k)
-        ours = partial(gemm.matmul, x, gemm.pack(weight, None), n)
+        ours = partial(OPS.linear, x, OPS.pack(weight, None))
         found[f"{k} -> {n}"] = (ours, partial(functional.linear, x, weight))
     return found
 
@@ -176,12 +178,11 @@ def gemms(t: int) -> dict[str, Pair]:
 def row_kernels(t: int) -> dict[str, Pair]:
     """Sum and norm, norm and rotation of heads, gate: our kernels against torch's operators."""
     x, residual, weight, norms = noise(t, 768), noise(t, 768), noise(768), noise(2, 64)
-    qkv, up, cos, sin = noise(t, 1280), noise(t, 4096), noise(t, 32), noise(t, 32)
-    heads = rows.Heads(12, 4, 64, EPS)
+    qkv, up, cos_sin = noise(t, 1280), noise(t, 4096), CosSin(noise(t, 32), noise(t, 32))
 
     def rotated(part: Tensor, weight: Tensor) -> Tensor:
         a, b = functional.rms_norm(part, [64], weight, EPS).chunk(2, -1)
-        c, s = cos[:, None], sin[:, None]
+        c, s = cos_sin.cos[:, None], cos_sin.sin[:, None]
         return torch.cat((a * c - b * s, b * c + a * s), -1)
 
     def qk_norm_rope() -> tuple[Tensor, Tensor]:
@@ -190,15 +191,15 @@ def row_kernels(t: int) -> dict[str, Pair]:
 
     return {
         "add + rms_norm": (
-            partial(rows.add_norm, x, residual, weight, EPS),
+            partial(OPS.add_rms_norm, x, residual, weight, EPS),
             lambda: functional.rms_norm(x + residual, [768], weight, EPS),
         ),
         "qk-norm + rope": (
-            partial(rows.place_heads, qkv, heads, (norms[0], norms[1]), (cos, sin)),
+            partial(OPS.qk_norm_rope, qkv, Heads(12, 4, 64, EPS), norms, cos_sin),
             qk_norm_rope,
         ),
         "silu_and_mul": (
-            partial(rows.gate, rows.SILU, up),
+            partial(OPS.act_and_mul, up, Activation.SILU),
             lambda: functional.silu(up[:, :2048]) * up[:, 2048:],
         ),
     }
@@ -209,12 +210,10 @@ def samplers(t: int) -> dict[str, Pair]:
     found: dict[str, Pair] = {}
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=1)
     for vocab in (4096, 32_000) if t <= 64 else ():
-        x = noise(t, vocab) * 3
-        how = sampler.settings([sampler.Row(params, i) for i in range(t)], vocab)
-        found[f"top-p of {vocab}"] = (
-            partial(sampler._choose, x, how),
-            partial(tensors.chosen, x, how),
-        )
+        how = sampler.settings([Row(params, i) for i in range(t)], vocab)
+        args = (noise(t, vocab) * 3, how.floats, how.ints, how.cuts)
+        ours = partial(OPS.sample_tokens, *args)
+        found[f"top-p of {vocab}"] = (ours, partial(logits.sample_tokens, *args))
     return found
 
 

@@ -102,8 +102,9 @@ def unpack(record: Any) -> Any:
     consts = floats(record, 15)
     return Job(
         record[0], record[2], record[4], record[6], floats(record, 4),
-        ints(record, 5), ints(record, 6), ints(record, 7), ints(record, 8), ints(record, 9), ints(record, 10),
-        ints(record, 11), ints(record, 12), ints(record, BLOCKS), floats(record, 14), sizes, consts[0], consts[1], consts[2],
+        ints(record, 5), ints(record, 6), ints(record, 7), ints(record, 8), ints(record, 9),
+        ints(record, 10), ints(record, 11), ints(record, 12), ints(record, BLOCKS),
+        floats(record, 14), sizes, consts[0], consts[1], consts[2],
     )  # fmt: skip
 
 
