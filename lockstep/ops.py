@@ -1,10 +1,10 @@
-"""What a device computes: one table of operations, `Ops`. A device is a folder `kernels/<name>/` with
-`Ops` in its ops.py, or an entry point of the group `lockstep.devices`.
+"""What a device computes: one table of operations, `Ops`. A device is a folder `kernels/<name>/`
+with `Ops` in its ops.py, or an entry point of the group `lockstep.devices`.
 
 Rules that every operation keeps. A row of the result depends on its own row of the operands and on
 nothing else: not on the number of rows, their order, or what else runs. Results are new tensors on
 `device`; nothing is read back to the host and nothing waits for the device, so that a call can be
-captured or recorded with its tensors and ints (who wants results in fixed memory copies them there).
+captured or recorded with its tensors and ints (who wants results in fixed memory copies them).
 Operands may be views: the last dimension is contiguous, others have any stride. A step of no rows
 is allowed. t counts rows, "activations" are of `dtype`; weights of norms and all of routing,
 sampling and log-probabilities are float32 and wider.
@@ -51,7 +51,7 @@ class Heads(NamedTuple):
 
 
 class CosSin(NamedTuple):
-    """cos and sin of a step's rows, float32 [t, half] each, times the rope's factor."""
+    """Of a step's rows: cos and sin float32 [t, half], times the rope's factor."""
 
     cos: Tensor
     sin: Tensor
@@ -62,12 +62,12 @@ class Routes(Protocol):
 
     @property
     def ids(self) -> Tensor:
-        """Expert ids, whole numbers [t, k], best first."""
+        """Of experts, best first: ids integers [t, k]."""
         ...
 
     @property
     def weights(self) -> Tensor:
-        """Of these experts, float32 [t, k]."""
+        """Of these experts: weights float32 [t, k]."""
         ...
 
 
@@ -80,7 +80,7 @@ class Routing:
     norm          weights are divided by their sum (plus `floor`)
     scale         multiplies the weights at last
     groups, keep  experts lie in `groups` equal groups of which the best `keep` take part; 1 of 1 =
-                  all. A group counts by its best expert, with a correction by the sum of its best two
+                  all. A group counts by its best expert, with a correction by its best two's sum
     """
 
     k: int
@@ -118,109 +118,114 @@ class Ops(Protocol):
     # ---- GEMM ----
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
-        """Once, at load. weight [n, k], bias [n] for `linear`; weight [g, n, k], bias [g, n] for the
-        other two. Of `dtype`, or float32 where rows and results are to be float32 (a router)."""
+        """Once, at load: weight activations [n, k], bias activations [n] for `linear`, a dimension
+        [g] before these for the other two. Float32 where rows and results are to be (a router)."""
         ...
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
-        """x [t, k] · weightᵀ, rounded, then + bias, rounded: [t, n], in the dtype of x, which is
-        that of the weight."""
+        """x activations [t, k] · weightᵀ, rounded, then + bias, rounded: returns activations [t,
+        n]. With a float32 weight x and the result are float32."""
         ...
 
     def batched_linear(self, x: Tensor, packed: Packed) -> Tensor:
-        """y[:, i] = x[:, i] · weight[i]ᵀ: x [t, g, k] → [t, g, n]. MLA's absorb and expand."""
+        """y[:, i] = x[:, i] · weight[i]ᵀ of x activations [t, g, k]: y activations [t, g, n]. MLA's
+        absorb and expand."""
         ...
 
     def grouped_linear(self, x: Tensor, packed: Packed, routes: Any) -> Tensor:
-        """Every pair (row, expert) of `routes` with its expert's weight: what `dispatch` gave, or
-        [t · k_experts, k] in the order of an earlier result → [t · k_experts, n]."""
+        """Every pair (row, expert) of `routes` with its expert's weight: x activations [t ·
+        k_experts, k] as `dispatch` or an earlier call gave them; returns activations [t ·
+        k_experts, n]."""
         ...
 
     # ---- experts ----
 
     def route(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Routes:
-        """Who computes what, from logits float32 [t, experts]. Equal scores go to the smaller expert
-        id; a correction float32 [experts] steers what is chosen, not what it weighs."""
+        """Who computes what, from logits float32 [t, experts]. Equal scores go to the smaller
+        expert id; a correction float32 [experts] steers what is chosen, not what it weighs."""
         ...
 
     def dispatch(self, x: Tensor, routes: Any) -> Tensor:
-        """The rows x [t, n] as `grouped_linear` takes them: a row per pair in the device's own
-        order, or x itself where it finds them through `routes`."""
+        """x activations [t, n] as `grouped_linear` takes them: returns activations [t · k_experts,
+        n], a row per pair in the device's own order, or x where it finds rows through `routes`."""
         ...
 
     def combine(self, parts: Tensor, routes: Any) -> Tensor:
-        """Each row's parts times their weights, added in the order of its choice in float32, rounded
-        once: [t · k_experts, n] → [t, n], in the dtype of the parts."""
+        """A row's parts times their weights, added in the order of its choice in float32, rounded
+        once: parts activations [t · k_experts, n], returns activations [t, n]."""
         ...
 
     # ---- rows ----
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x²) + eps) · weight over the last dimension of [t, n] or [t, heads, n];
-        weight float32 [n]. Float32 inside, rounded once."""
+        """x / sqrt(mean(x²) + eps) · weight over the last dimension: x activations [t, n] or [t,
+        heads, n], weight float32 [n], y activations [as x]. Float32 inside, rounded once."""
         ...
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """(x + residual, rounded; the `rms_norm` of that), both [t, n]: the bits of two calls."""
+        """x and residual activations [t, n]: their sum activations [t, n], rounded, and the norm
+        activations [t, n] of that; weight float32 [n]. The bits of two calls."""
         ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """(x - mean) / sqrt(var + eps) · weight + bias over the last dimension; weight and bias
-        float32 [n]."""
+        """(x - mean) / sqrt(var + eps) · weight + bias of x activations [t, n]; weight and bias
+        float32 [n]; returns activations [t, n]."""
         ...
 
     def rope_cos_sin(self, positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
-        """positions int32 [t], freqs float32 [half]. The angle is their float32 product; cos and sin
-        are rounded to float32, then multiplied with the factor."""
+        """positions int32 [t], freqs float32 [half]. The angle is their float32 product; cos and
+        sin are rounded to float32, then multiplied with the factor."""
         ...
 
     def rope(self, x: Tensor, cos_sin: CosSin, interleaved: bool) -> Tensor:
-        """x [t, heads, d]: the first 2 · half columns turned, the rest as they are. The result has
-        the halves layout, whatever x has."""
+        """x activations [t, heads, d]: the first 2 · half columns turned, the rest as they are. It
+        returns activations [t, heads, d] in the halves layout, whatever x has."""
         ...
 
     def qk_norm_rope(
         self, x: Tensor, heads: Heads, weights: Tensor | None, cos_sin: CosSin
     ) -> tuple[Tensor, Tensor]:
-        """x [t, ≥ (heads + kv_heads) · d], queries, keys, then what it likes → q [t, heads, d] and k
-        [t, kv_heads, d]: `rms_norm` by weights float32 [2, d], if any, then `rope`, bit for bit."""
+        """x activations [t, ≥ (heads + kv_heads) · d]: queries, keys, then what it likes. Gives q
+        activations [t, heads, d] and k activations [t, kv_heads, d]: `rms_norm` by weights float32
+        [2, d], if any, then `rope`, bit for bit."""
         ...
 
     def activate(self, x: Tensor, act: Activation) -> Tensor:
-        """act(x) of [t, n]."""
+        """act(x) of x activations [t, n]: returns activations [t, n]."""
         ...
 
     def act_and_mul(self, x: Tensor, act: Activation) -> Tensor:
-        """act(gate) · up of [t, gate then up]: [t, 2n] → [t, n]. With SILU: silu_and_mul."""
+        """act(gate) · up of x activations [t, 2n], gate then up: returns activations [t, n]. With
+        SILU: silu_and_mul."""
         ...
 
     def clamped_swiglu(self, x: Tensor, alpha: float, limit: float) -> Tensor:
-        """(up + 1) · gate · sigmoid(alpha · gate) of [t, gate then up], gate at most `limit`, up
-        within ±limit."""
+        """(up + 1) · gate · sigmoid(alpha · gate) of x activations [t, 2n], gate then up, gate at
+        most `limit`, up within ±limit: returns activations [t, n]."""
         ...
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        """cap · tanh(x / cap) of float32 [t, n]."""
+        """cap · tanh(x / cap) of x float32 [t, n]: returns float32 [t, n]."""
         ...
 
     def pool(self, x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-        """The means of rows [begin, end) of x [t, n], divided by their lengths, in float64, rounded
-        once: float32 [len(spans), n]. Outside of captured steps."""
+        """The means over spans [begin, end) of x activations [t, n], divided by their lengths, in
+        float64, rounded once: returns float32 [len(spans), n]. Outside of captured steps."""
         ...
 
     # ---- the cache ----
 
     def kv_write(self, storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
         """storage[slots] = values / scale in the storage's format, clamped to its range, rounded
-        once. storage [slots, kv_heads, columns], slots int32 [t], distinct but for the null page's;
-        values [t, kv_heads, d] activations, d ≤ columns: zeros behind."""
+        once. storage kv_dtype [slots, kv_heads, columns], slots int32 [t], distinct but for the
+        null page's; values activations [t, kv_heads, d], d ≤ columns: zeros behind."""
         ...
 
     def kv_move(self, storages: Sequence[Tensor], moves: Tensor) -> None:
-        """In every storage: rows moves[:, 0] are read, all of them, then written to moves[:, 1].
-        moves int32 [m, 2]."""
+        """In all storages kv_dtype [slots, kv_heads, columns]: rows moves[:, 0] are read, all of
+        them, then written to moves[:, 1]; moves int32 [m, 2]."""
         ...
 
     # ---- sampling: formulas in `sample/` ----
@@ -228,7 +233,7 @@ class Ops(Protocol):
     def sample_tokens(
         self, logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool
     ) -> tuple[Tensor, Tensor]:
-        """(tokens, states), int64 [s] each, of logits float32 [s, vocab]; the bits of
+        """tokens and states int64 [s] of logits float32 [s, vocab]; the bits of
         `sample.logits.sample_tokens`, which is one in torch.
 
         floats float64 [s, FLOATS] as `params.Numbers` has them; ints int64 [s, INTS]: top-k, then
@@ -239,6 +244,7 @@ class Ops(Protocol):
     def compute_logprobs(
         self, logits: Tensor, token_ids: Tensor, k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of token_ids int64 [s] (-1: none) and of the k best tokens: float32 [s], int64 [s, k],
-        float32 [s, k]; the bits of `sample.logits.compute_logprobs`."""
+        """From logits float32 [s, vocab] of token_ids int64 [s] (-1: none): chosen float32 [s]; and
+        of the k best tokens: top_ids int64 [s, k], top float32 [s, k]. The bits of
+        `sample.logits.compute_logprobs`."""
         ...

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -46,6 +47,74 @@ def test_a_tensor_without_dtype_and_shape_stops_the_pages(text: str):
     made = api.klass(module, node) if text[0] == "c" else api.function(module, node, "x", "##")
     with pytest.raises(api.Undocumented):
         list(made)
+
+
+def bind(known: dict[str, int], shape: str, actual: tuple[int, ...]) -> None:
+    """One symbol, one number, over all tensors of a call; expressions may be anything."""
+    symbols = shape.split(", ")
+    assert len(symbols) == len(actual), (shape, actual)
+    for symbol, n in zip(symbols, actual):
+        base, _, more = symbol.partition("+")
+        if base.isidentifier():
+            assert known.setdefault(base, n - int(more or 0)) == n - int(more or 0), (shape, actual)
+
+
+def judge(said: list[api.Array], tensors: dict[str, Any]) -> None:
+    """Whether the tensors of one call are what a page says of them."""
+    known: dict[str, int] = {}
+    for array in (a for a in said if tensors.get(a.name) is not None):
+        tensor = tensors[array.name]
+        dtypes = ("activations", "kv_dtype", "integers", str(tensor.dtype).rpartition(".")[2])
+        assert isinstance(tensor, torch.Tensor) and array.dtype in dtypes, array
+        either = array.name in ("x", "y") and tensor.ndim == 3  # a norm of rows, or of their heads
+        if array.shape != "as x" and not (either and array.shape == "t, n"):
+            bind(known, array.shape, tuple(tensor.shape))
+
+
+@pytest.mark.parametrize("name", ["LLAMA", "DEEPSEEK", "GPT_OSS", "GEMMA2", "BART"])
+def test_what_the_page_says_of_operations_is_what_an_engine_asks_and_gets(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    from lockstep.attention import select
+    from lockstep.config import EngineConfig
+    from lockstep.kernels.cpu import ops
+    from lockstep.lab import tiny
+    from lockstep.llm.engine import Engine
+    from lockstep.sample.params import SamplingParams
+
+    calls: set[str] = set()
+
+    def spy(method: Any, old: Any) -> Any:
+        said = api.arrays(api.ast.get_docstring(method))
+        names = [arg.arg for arg in method.args.args[1:]]
+        results = [array.name for array in said if array.name not in names]
+
+        def call(*args: Any, **keywords: Any) -> Any:
+            out = old(*args, **keywords)
+            given = dict(zip(names, args)) | keywords
+            given |= dict(zip(results, out if isinstance(out, tuple) else (out,)))
+            given.pop("storages", None)  # a list of them
+            judge(said, given)
+            calls.add(method.name)
+            return out
+
+        return call
+
+    protocol: Any = api.read("ops.py").find("Ops")
+    for method in (n for n in protocol.body if isinstance(n, api.Function)):
+        if method.name not in ("pack", "kv_write"):  # of one matrix or of several
+            old = getattr(ops.Ops, method.name)
+            monkeypatch.setattr(ops.Ops, method.name, staticmethod(spy(method, old)))
+    parts = tiny.parts(getattr(tiny, name), select.load("cpu"))
+    engine = Engine(EngineConfig(max_total_tokens=256), parts)
+    params = SamplingParams(max_tokens=3, temperature=0.8, top_p=0.9, seed=1, logprobs=2, n=2)
+    for prompt in (tiny.words(18, 18), tiny.words(7, 7)):
+        engine.add(prompt, params)
+    while engine.busy:
+        engine.step()
+    assert {"linear", "sample_tokens", "compute_logprobs"} <= calls
+    special = {"DEEPSEEK": "batched_linear", "GPT_OSS": "clamped_swiglu", "BART": "layer_norm"}
+    assert special.get(name, "rms_norm") in calls
 
 
 def test_every_name_in_the_glossary_is_a_name_in_the_code():

@@ -33,11 +33,15 @@ PAGES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
             "llm/output.py": ("Output", "Completion", "Chunk"),
         },
     ),
+    "device": (
+        "A device's table of operations",
+        {"ops.py": ("Ops", "Routes", "Routing", "Heads", "CosSin", "Activation")},
+    ),
     "engine": ("The engine", {"llm/engine.py": ("Engine", "load", "prepare", "Parts")}),
 }
 ALIASES = {"Ints": "NDArray[np.int32]", "Floats": "NDArray[np.float32]"}
 ARRAY = re.compile(r"\b(Tensor|NDArray)\b")
-DTYPE = r"(?:activations|kv_dtype|weights|bool|u?int\d+|float\d+)"
+DTYPE = r"(?:activations|kv_dtype|integers|int\d+|float\d+)"
 SAID = re.compile(rf"((?:\w+(?:,| and) )*\w+) ({DTYPE}) \[([^]]*)\]")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
