@@ -128,6 +128,23 @@ def test_every_name_in_the_glossary_is_a_name_in_the_code():
     assert not names - words - {"code", "py", "docs", "md", ""}
 
 
+def test_the_files_that_a_change_touches_exist_and_are_few():
+    text = (ROOT / "docs" / "design.md").read_text("utf-8")
+    table = text.partition("## What a change touches")[2].partition("\n## ")[0]
+    counts: dict[str, int] = {}
+    for line in re.findall(r"^\|(?! to add| ---)(.*)\|$", table, re.M):
+        what, files, _ = (cell.strip() for cell in line.split("|"))
+        named = re.findall(r"`([^`]+\.py)`", files)
+        what = what or list(counts)[-1]
+        counts[what] = counts.get(what, 0) + len(named)
+        for name in named:
+            found = (ROOT / "lockstep").glob(name.replace("<name>", "cpu"))
+            assert list(found), f"{name}: no such file"
+    assert 0 < counts["a device"] <= 6
+    assert 0 < counts["a KV dtype"] <= 4
+    assert 0 < counts["a sampling parameter"] <= 5
+
+
 def test_every_example_has_a_run_here():
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(EXAMPLES)
 
