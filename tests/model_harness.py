@@ -90,7 +90,7 @@ class Engine:
             Work(r.cached, len(new), self._held(r, self.specs), cross_len=r.cross)
             for r, new in batch
         ]
-        out = self._run(self.model, batch, works, self.specs, self.model.places)
+        out = self._run(self.model, batch, works, self.specs, self.model.layer_map)
         for request, new in batch:
             request.cached += len(new)
             request.ids += new
@@ -108,7 +108,7 @@ class Engine:
             Work(0, len(s), self._held(r, specs), cross_len=len(s), cross_new=len(s))
             for r, s in batch
         ]
-        return self._run(self.model.encode, batch, works, specs, self.model.encoder_places)
+        return self._run(self.model.encode, batch, works, specs, self.model.encoder_layer_map)
 
     def embed(self, prompts: Sequence[Sequence[int]], how: str | None = None) -> Tensor:
         """Embeddings of whole prompts, in one step that keeps nothing."""
@@ -119,7 +119,7 @@ class Engine:
             batch,
             [Work(0, len(p), (None,) * len(specs)) for p in prompts],
             specs,
-            self.model.places,
+            self.model.layer_map,
         )
         ends = [0, *accumulate(map(len, prompts))]
         return self.model.embed(hidden, ends, how)

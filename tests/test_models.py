@@ -591,7 +591,7 @@ def test_layers_that_keep_and_see_alike_share_a_group(tmp_path):
         (9, 2, 4, "bfloat16"),
         (None, 1, 4, "bfloat16"),
     ]
-    assert [(p.group, p.layer) for p in variant.model.places] == [(0, 0), (1, 0), (0, 1)]
+    assert [(p.group, p.layer) for p in variant.model.layer_map] == [(0, 0), (1, 0), (0, 1)]
     assert [(g.window, g.layout) for g in variant.model.fresh_groups()] == [
         (9, "fresh"),
         (None, "fresh"),

@@ -98,13 +98,15 @@ class Backend:
             (k, v), tile = keys, order.tile_len(group.d_qk, group.d_v)
             q = widened(q, order.stored_len(d_qk)).contiguous()
             shape = Shape(
-                group.kv_heads,
-                handle.page_size,
-                tile,
-                handle.split,
-                *k.stride()[:2],
-                *v.stride()[:2],
-                KV_FORMATS[group.kv_dtype].code,
+                kv_heads=group.kv_heads,
+                page_size=handle.page_size,
+                tile=tile,
+                split=handle.split,
+                k_slot=k.stride(0),
+                k_head=k.stride(1),
+                v_slot=v.stride(0),
+                v_head=v.stride(1),
+                code=KV_FORMATS[group.kv_dtype].code,
             )
             kernel()(q, k, v, out, lse2, handle.prepared, shape, handle.layers[spec])
         return narrowed(out, group.d_v), torch.from_numpy(

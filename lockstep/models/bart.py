@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.nn.attention import Cross, Dense, DenseSpec, Place, Step
+from lockstep.nn.attention import AttentionContext, Cross, Dense, DenseSpec, GroupLayer
 from lockstep.nn.decoder import PostBlock, cached, groups_of
 from lockstep.nn.embed import Embedding
 from lockstep.nn.linear import Linear
@@ -37,7 +37,7 @@ class Half:
     norm: LayerNorm
     blocks: tuple[PostBlock, ...]
 
-    def __call__(self, x: Tensor, positions: Tensor, step: Step) -> Tensor:
+    def __call__(self, x: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
         x = self.norm(x + self.positions(positions + OFFSET))
         for block in self.blocks:
             x = block(x, step)
@@ -56,14 +56,14 @@ class Bart:
     head_bias: Tensor | None
     ops: Ops
 
-    def encode(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
+    def encode(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
         """The encoder's rows [T, d], whose keys and values every decoder layer now has."""
         x = self.encoder(self.words(ids), positions, step)
         for at, cross in enumerate(self._crosses, start=len(self.encoder.blocks)):
             cross.store(x, at, step)
         return x
 
-    def __call__(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
         return self.decoder(self.words(ids), positions, step)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -97,12 +97,12 @@ class Bart:
         )
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def layer_map(self) -> tuple[GroupLayer, ...]:
         """Of a decode step: the self attentions, then the cross attentions."""
         return self._decode[1]
 
     @property
-    def encoder_places(self) -> tuple[Place, ...]:
+    def encoder_layer_map(self) -> tuple[GroupLayer, ...]:
         """Of an encode step: the encoder's attentions, then the cross attentions."""
         return self._encode[1]
 
@@ -120,11 +120,11 @@ class Bart:
         return [b.cross for b in self.decoder.blocks if b.cross is not None]
 
     @cached_property
-    def _decode(self) -> tuple[tuple[GroupSpec, ...], tuple[Place, ...]]:
+    def _decode(self) -> tuple[tuple[GroupSpec, ...], tuple[GroupLayer, ...]]:
         return groups_of([*(b.attn for b in self.decoder.blocks), *self._crosses])
 
     @cached_property
-    def _encode(self) -> tuple[tuple[GroupSpec, ...], tuple[Place, ...]]:
+    def _encode(self) -> tuple[tuple[GroupSpec, ...], tuple[GroupLayer, ...]]:
         return groups_of([*(b.attn for b in self.encoder.blocks), *self._crosses])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.nn.attention import Dense, DenseSpec, Place, Step
+from lockstep.nn.attention import AttentionContext, Dense, DenseSpec, GroupLayer
 from lockstep.nn.decoder import PostBlock, groups_of
 from lockstep.nn.embed import Embedding, pool
 from lockstep.nn.mlp import Elementwise, Mlp, activation
@@ -32,7 +32,7 @@ class Bert:
     blocks: tuple[PostBlock, ...]
     ops: Ops
 
-    def __call__(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
         x = self.norm(self.words(ids) + self.kind + self.spots(positions))
         for block in self.blocks:
             x = block(x, step)
@@ -54,7 +54,7 @@ class Bert:
         return self._merged[0]
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def layer_map(self) -> tuple[GroupLayer, ...]:
         return self._merged[1]
 
     @property
@@ -67,7 +67,7 @@ class Bert:
         return False
 
     @cached_property
-    def _merged(self) -> tuple[tuple[GroupSpec, ...], tuple[Place, ...]]:
+    def _merged(self) -> tuple[tuple[GroupSpec, ...], tuple[GroupLayer, ...]]:
         return groups_of([b.attn for b in self.blocks])
 
 

@@ -28,7 +28,7 @@ CosSins = dict[Rope, CosSin]
 LATENT_NORM = RMSSpec(1e-6)  # whatever eps the other norms of the model have
 
 
-class Step(Protocol):
+class AttentionContext(Protocol):
     """What a layer sees of a lowered step; `run.step.Step` is one."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor: ...
@@ -36,7 +36,7 @@ class Step(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupLayer:
     """Where a layer's attention happens: a group, and the layer's number in it."""
 
     group: int
@@ -100,7 +100,7 @@ class Dense:
     layout: Layout = Layout.DENSE
     causal: bool = True
 
-    def __call__(self, x: Tensor, cos_sin: CosSins, step: Step) -> Tensor:
+    def __call__(self, x: Tensor, cos_sin: CosSins, step: AttentionContext) -> Tensor:
         s, qkv = self.spec, self.qkv(x)
         if s.rope is None:
             counts = [s.heads, s.kv_heads, s.kv_heads]
@@ -147,13 +147,13 @@ class Cross:
     kv: Linear
     out: Linear
 
-    def store(self, x: Tensor, layer: int, step: Step) -> None:
+    def store(self, x: Tensor, layer: int, step: AttentionContext) -> None:
         """x [T, hidden], the encoder's output; `layer` is this layer's number in the encoder's
         step."""
         k, v = self.kv(x).view(len(x), 2 * self.spec.kv_heads, self.spec.head_dim).chunk(2, 1)
         step.store(layer, k, v)
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
+    def __call__(self, x: Tensor, step: AttentionContext) -> Tensor:
         q = self.q(x).view(len(x), self.spec.heads, self.spec.head_dim)
         return self.out(step.attend(self.index, q, None, None).flatten(1))
 
@@ -240,7 +240,7 @@ class Latent:
     out: Linear
     ops: Ops
 
-    def __call__(self, x: Tensor, cos_sin: CosSins, step: Step) -> Tensor:
+    def __call__(self, x: Tensor, cos_sin: CosSins, step: AttentionContext) -> Tensor:
         s, ops, turn = self.spec, self.ops, cos_sin[self.spec.rope]
         q = self.query(x).view(len(x), s.heads, s.d_nope + s.d_rope)
         absorbed = ops.batched_linear(q[..., : s.d_nope], self.absorb)
@@ -269,17 +269,17 @@ class Latent:
 Attention = Dense | Latent | Cross
 
 
-def merge(layers: Sequence[GroupSpec]) -> tuple[tuple[GroupSpec, ...], tuple[Place, ...]]:
+def merge(layers: Sequence[GroupSpec]) -> tuple[tuple[GroupSpec, ...], tuple[GroupLayer, ...]]:
     """Layers that keep and see their keys alike share a group; groups stand in order of their first
     layer."""
     keys = [replace(layer, layers=(AttnSpec(1.0),)) for layer in layers]
     order = list(dict.fromkeys(keys))
     members: list[list[AttnSpec]] = [[] for _ in order]
-    places = []
+    layer_map = []
     for key, layer in zip(keys, layers, strict=True):
         group = members[order.index(key)]
-        places.append(Place(order.index(key), len(group)))
+        layer_map.append(GroupLayer(order.index(key), len(group)))
         group += layer.layers
     return tuple(
         replace(key, layers=tuple(attns)) for key, attns in zip(order, members, strict=True)
-    ), tuple(places)
+    ), tuple(layer_map)

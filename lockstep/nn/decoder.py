@@ -16,14 +16,14 @@ from torch import Tensor
 
 from lockstep.nn.attention import (
     Attention,
+    AttentionContext,
     CosSins,
     Cross,
     Dense,
     DenseSpec,
+    GroupLayer,
     Latent,
     LatentSpec,
-    Place,
-    Step,
     merge,
 )
 from lockstep.nn.embed import Embedding, pool
@@ -43,13 +43,13 @@ class Model(Protocol):
 
     @property
     def ops(self) -> Ops: ...
-    def __call__(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor: ...
+    def __call__(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
     def embed(self, hidden: Tensor, q_indptr: Sequence[int], how: str | None = None) -> Tensor: ...
     def groups(self, page_size: int = 16, kv_dtype: str = "float32") -> tuple[GroupSpec, ...]: ...
     def fresh_groups(self) -> tuple[GroupSpec, ...]: ...
     @property
-    def places(self) -> tuple[Place, ...]: ...
+    def layer_map(self) -> tuple[GroupLayer, ...]: ...
     @property
     def max_position(self) -> int: ...
     @property
@@ -60,12 +60,12 @@ class EncoderDecoder(Model, Protocol):
     """A model whose requests begin with a step of `encoder_groups`, which leaves the keys of its
     cross groups in the cache."""
 
-    def encode(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor: ...
+    def encode(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor: ...
     def encoder_groups(
         self, page_size: int = 16, kv_dtype: str = "float32"
     ) -> tuple[GroupSpec, ...]: ...
     @property
-    def encoder_places(self) -> tuple[Place, ...]: ...
+    def encoder_layer_map(self) -> tuple[GroupLayer, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Block:
     post_mlp_norm: RMSNorm | None
 
     def __call__(
-        self, hidden: Tensor, residual: Tensor | None, cos_sin: CosSins, step: Step
+        self, hidden: Tensor, residual: Tensor | None, cos_sin: CosSins, step: AttentionContext
     ) -> tuple[Tensor, Tensor]:
         hidden, residual = self.input_norm.add(hidden, residual)
         hidden = self.attn(hidden, cos_sin, step)
@@ -142,7 +142,7 @@ class PostBlock:
     cross: Cross | None = None
     cross_norm: LayerNorm | None = None
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
+    def __call__(self, x: Tensor, step: AttentionContext) -> Tensor:
         x = self.attn_norm(x + self.attn(x, {}, step))
         if self.cross and self.cross_norm:
             x = self.cross_norm(x + self.cross(x, step))
@@ -161,11 +161,11 @@ class Decoder:
     ops: Ops
     pooling: str = "last"
 
-    def __call__(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
         return self.hidden_states(ids, positions, step, ())[0]
 
     def hidden_states(
-        self, ids: Tensor, positions: Tensor, step: Step, layers: Sequence[int]
+        self, ids: Tensor, positions: Tensor, step: AttentionContext, layers: Sequence[int]
     ) -> tuple[Tensor, ...]:
         """What `logits` takes, and the residual stream behind each of `layers`."""
         hidden, residual = self.embedding(ids), None
@@ -201,11 +201,11 @@ class Decoder:
         return cached(self._merged[0], page_size, kv_dtype)
 
     def fresh_groups(self) -> tuple[GroupSpec, ...]:
-        """The groups of an embedding step, which keeps nothing. The places are the same."""
+        """The groups of an embedding step, which keeps nothing; the layer map is the same."""
         return tuple(replace(g, layout=Layout.FRESH) for g in self._merged[0])
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def layer_map(self) -> tuple[GroupLayer, ...]:
         """Attention layer → (group, layer in it)."""
         return self._merged[1]
 
@@ -224,11 +224,11 @@ class Decoder:
         return {rope: rope.freqs(self.ops.device) for rope in ropes}
 
     @cached_property
-    def _merged(self) -> tuple[tuple[GroupSpec, ...], tuple[Place, ...]]:
+    def _merged(self) -> tuple[tuple[GroupSpec, ...], tuple[GroupLayer, ...]]:
         return groups_of([b.attn for b in self.blocks])
 
 
-def groups_of(layers: Sequence[Attention]) -> tuple[tuple[GroupSpec, ...], tuple[Place, ...]]:
+def groups_of(layers: Sequence[Attention]) -> tuple[tuple[GroupSpec, ...], tuple[GroupLayer, ...]]:
     """The groups of a step's attention layers, and the place of each."""
     return merge([layer.group() for layer in layers])
 

@@ -19,7 +19,7 @@ from lockstep.types import GroupSpec, RuleError
 
 if TYPE_CHECKING:
     from lockstep.models.loader import Info
-    from lockstep.nn.attention import Place
+    from lockstep.nn.attention import GroupLayer
     from lockstep.nn.decoder import Decoder, EncoderDecoder, Model
 
 GENERATE, ENCODE, EMBED = "generate", "encode", "embed"
@@ -41,7 +41,7 @@ class StepKind:
     model: Model
     groups: tuple[int, ...]
     specs: tuple[GroupSpec, ...]
-    layer_map: tuple[Place, ...]
+    layer_map: tuple[GroupLayer, ...]
     forward: Callable[..., Any]
     hidden_layers: tuple[int, ...] = ()
 
@@ -64,16 +64,16 @@ def kinds_of(
     hidden_layers: tuple[int, ...] = (),
 ) -> Kinds:
     """The kinds of a model, whose groups are numbered from `first_group` on, cached ones first."""
-    made: list[tuple[str, tuple[GroupSpec, ...], tuple[Place, ...], Callable[..., Any]]] = []
+    made: list[tuple[str, tuple[GroupSpec, ...], tuple[GroupLayer, ...], Callable[..., Any]]] = []
     if model.generates:
         forward = cast("Decoder", model).hidden_states if hidden_layers else model
-        made.append((GENERATE, model.groups(page_size, kv_dtype), model.places, forward))
+        made.append((GENERATE, model.groups(page_size, kv_dtype), model.layer_map, forward))
     if info.encoder:
         encoder = cast("EncoderDecoder", model)
         specs = encoder.encoder_groups(page_size, kv_dtype)
-        made.append((ENCODE, specs, encoder.encoder_places, encoder.encode))
+        made.append((ENCODE, specs, encoder.encoder_layer_map, encoder.encode))
     else:
-        made.append((EMBED, model.fresh_groups(), model.places, model))
+        made.append((EMBED, model.fresh_groups(), model.layer_map, model))
     every = dict.fromkeys(spec for _, specs, _, _ in made for spec in specs)
     number = {spec: first_group + i for i, spec in enumerate(every)}
     return {

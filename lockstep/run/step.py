@@ -17,21 +17,21 @@ from torch import Tensor
 from lockstep.attention.base import Backend
 from lockstep.kv import pool as kv
 from lockstep.kv.pool import Pool
-from lockstep.nn.attention import Place
+from lockstep.nn.attention import GroupLayer
 from lockstep.plan.image import Views
 from lockstep.plan.step import StepPlan
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One step, ready to run. `places` maps a model's attention layers to groups."""
+    """One step, ready to run. `layer_map` maps a model's attention layers to groups."""
 
     plan: StepPlan
     views: tuple[Views, ...]
     backend: Backend
     stores: tuple[kv.PagedView | kv.FreshView, ...]
     handles: tuple[Any, ...]
-    places: Sequence[Place]
+    layer_map: Sequence[GroupLayer]
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """q [T, heads, d_qk], k [T, kv_heads, d_qk], v [T, kv_heads, d_v] of this step's rows;
@@ -39,7 +39,7 @@ class Step:
 
         A layer that only reads (cross attention of a decoder) passes None for k and v.
         """
-        at = self.places[layer]
+        at = self.layer_map[layer]
         keys = self.stores[at.group].keys(at.layer, k, v)
         out, _ = self.backend.attend(
             q, keys, self.handles[at.group], self.plan.groups[at.group].spec.layers[at.layer]
@@ -49,7 +49,7 @@ class Step:
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Writes keys that no row of this step attends to: an encoder's step fills the decoder's
         cross groups."""
-        at = self.places[layer]
+        at = self.layer_map[layer]
         self.stores[at.group].keys(at.layer, k, v)
 
 
@@ -58,7 +58,7 @@ def lower(
     views: tuple[Views, ...],
     backend: Backend,
     pools: Sequence[Pool | None],
-    places: Sequence[Place],
+    layer_map: Sequence[GroupLayer],
 ) -> Step:
     """Relocates what the plan moves and asks the backend for its handles. `pools` holds one entry
     per group of the plan."""
@@ -68,4 +68,4 @@ def lower(
     for store in stores:
         store.relocate()
     handles = tuple(backend.lower(plan, g, v) for g, v in zip(plan.groups, views, strict=True))
-    return Step(plan, views, backend, stores, handles, places)
+    return Step(plan, views, backend, stores, handles, layer_map)

@@ -32,8 +32,8 @@ OPTIONS = {
     "no_cfunc_wrapper": True,
 }  # no zero-division checks, not for Python
 INLINED = (
-    "soften",
-    "soften_rows",
+    "online_softmax",
+    "online_softmax_rows",
     "score_rows",
     "add_values",
     "group_span",

@@ -215,7 +215,7 @@ def stage_values(job: Any, scratch: Any, reach: Any) -> None:
         scratch.v_at[key] = target
 
 
-def soften(job: Any, scratch: Any, row: Any) -> None:
+def online_softmax(job: Any, scratch: Any, row: Any) -> None:
     """Scores of a row to probabilities, in place; the row's maximum, sum and rescale follow."""
     at, tile = scratch.p + row * scratch.p_stride, job.sizes.tile
     first, last = scratch.first[row], scratch.last[row]
@@ -322,12 +322,12 @@ def group_span(scratch: Any, row: Any, rows: Any) -> Any:
     return first, last, same
 
 
-def soften_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
+def online_softmax_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
     """Probabilities of up to 4 rows; a row that sees nothing of the tile gets zeros and keeps its
     state."""
     for r in range(row, row + rows):
         if scratch.first[r] < scratch.last[r]:
-            soften(job, scratch, r)
+            online_softmax(job, scratch, r)
         else:
             scratch.alpha[r] = ONE
             for key in range(0, job.sizes.tile, LANES):
@@ -352,7 +352,7 @@ def tile_of(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: A
         first, last, same = group_span(scratch, row, rows)
         if first < last:
             score_rows(job, scratch, row, rows)
-            soften_rows(job, scratch, row, rows)
+            online_softmax_rows(job, scratch, row, rows)
     checked, clean = False, True
     for row in range(row_begin, row_end, ROWS):
         rows = min(row_end - row, ROWS)

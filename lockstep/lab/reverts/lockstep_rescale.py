@@ -14,7 +14,7 @@ Mechanism:
    is multiplied each time.
 4. How many such tiles there are depends on the block, so on the chunk and the batch.
 Key functions:
-The kernel texts `rescale`, which takes the difference of the maxima first, and `soften_rows`, which
+The kernel texts `rescale`, which takes the difference of the maxima first, and `online_softmax_rows`, which
 leaves a row alone that sees nothing.
 Either one suffices; the revert removes both.
 Symptom:
@@ -32,7 +32,7 @@ from typing import Any
 from lockstep.kernels.cpu import attend
 from lockstep.kernels.cpu.elementary import exp2
 from lockstep.kernels.cpu.lanes import fma, mul
-from lockstep.kernels.cpu.unit import soften
+from lockstep.kernels.cpu.unit import online_softmax
 
 SOURCE = "numerics, trap 1 (measured, never released)"
 TARGET = "lockstep.attention.cpu:kernel"
@@ -45,15 +45,15 @@ def rescale(m: Any, m_new: Any, c: Any) -> Any:
     return exp2(fma(m, c, -mul(m_new, c)))
 
 
-def soften_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
+def online_softmax_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
     """Every row goes through the tile, seen or not."""
     for r in range(row, row + rows):
-        soften(job, scratch, r)
+        online_softmax(job, scratch, r)
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     @functools.cache
     def kernel() -> Any:
-        return attend.build(rescale=rescale, soften_rows=soften_rows)
+        return attend.build(rescale=rescale, online_softmax_rows=online_softmax_rows)
 
     return kernel
