@@ -828,6 +828,45 @@ def cpu_cache(
     return room
 
 
+def an_engine_on_the_table() -> str:
+    """A llama through the engine on device cuda, attention too: together and in chunks a request
+    has the tokens and log-probability bits that it has alone. Not where the CPU's kernels lack."""
+    from pathlib import Path
+    from tempfile import TemporaryDirectory
+
+    from lockstep.attention import select as backends
+    from lockstep.config import EngineConfig
+    from lockstep.lab import tiny
+    from lockstep.llm.engine import Engine, Parts
+    from lockstep.models import loader
+    from lockstep.run.certify import Certificate
+    from lockstep.types import Choice
+
+    def answers(prompts: list[tuple[int, ...]], **options: int) -> list[Any]:
+        engine = Engine(EngineConfig(kv_cache_dtype="bfloat16", **options), made)
+        params = SamplingParams(max_tokens=2, temperature=0.8, seed=3, logprobs=True)
+        jobs = [engine.add(ids, params) for ids in prompts]
+        while engine.busy:
+            engine.step()
+        return [(job.output("").token_ids, job.output("").logprobs) for job in jobs]
+
+    with TemporaryDirectory() as folder:
+        tiny.save(tiny.LLAMA, Path(folder))
+        loaded = loader.load(Path(folder), "cuda")
+    backend, unproven = backends.load("triton"), Certificate(0, (), "none")
+    made = Parts(loaded.model, loaded.info, None, backend, Choice("triton", "the test's"), unproven)
+    prompts = [tiny.words(n, n) for n in (3, 7)]
+    want = [answers([ids], max_total_tokens=128)[0] for ids in prompts]
+    got = answers(prompts, max_total_tokens=128, page_size=4, chunked_prefill_size=5)
+    return "" if got == want else f"{got} against {want}"
+
+
+if "--play" not in sys.argv:
+    from lockstep.sample.params import SamplingParams
+
+    cell(an_engine_on_the_table)
+
+
 @cell
 def the_table_is_complete() -> str:
     """Every operation and field that `lockstep.ops.Ops` names."""
