@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.attention import select
 from lockstep.bench.machine import block, place, race, set_threads
+from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
 from lockstep.kv.spec import group_bytes
@@ -199,7 +200,7 @@ def setup(case: Case) -> tuple[GroupSpec, StepPlan, Pool, Tensor]:
     )
     kv_len = case.cached + case.new
     num_pages = case.requests * -(-kv_len // PAGE) + 1
-    pages, pool = PagePool(num_pages), Pool(spec, num_pages, torch.device("cpu"))
+    pages, pool = PagePool(num_pages), Pool(spec, num_pages, Ops())
     np.random.default_rng(0).shuffle(pages._free)
     tables = [Table((spec,), (pages,)) for _ in range(case.requests)]
     for table in tables:
