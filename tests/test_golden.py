@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.lab import golden
-from lockstep.lab.golden_models import MODELS
+from lockstep.lab.golden import MODELS
 from lockstep.models.loader import model_types
 from lockstep.types import RuleError
 

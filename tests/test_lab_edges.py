@@ -93,7 +93,7 @@ def test_what_is_exactly_full_works_and_one_more_is_said_with_both_numbers():
 def test_an_error_that_loses_a_request_is_found(monkeypatch: pytest.MonkeyPatch):
     rig = Rig(LLAMA, select.load("cpu"))
     monkeypatch.setattr("lockstep.lab.rig.STEPS", 3)  # stands for an engine that does not go on
-    error(rig, quick=True)
+    error.play(rig, quick=True)
     assert any("never ended" in fault or "were taken in" in fault for fault in rig.faults["error"])
 
 

@@ -13,12 +13,15 @@ from lockstep import cli
 from lockstep.attention import select
 from lockstep.lab import choice, matrix, reverts
 from lockstep.lab.cells import Cell, cells, run_cell
+from lockstep.lab.options import RunOptions
 from lockstep.lab.recompute import Order
 from lockstep.lab.rig import Rig, stream_faults
 from lockstep.lab.sheets import ENGINE, SHEETS
 from lockstep.lab.stories import GREEDY, PLAIN, THREE, words
 from lockstep.lab.tiny import LLAMA, MODELS, QWEN3, VOCAB, Letters
 from lockstep.llm.output import Chunk
+
+QUICK = RunOptions(quick=True)
 
 
 @pytest.fixture
@@ -42,7 +45,7 @@ def rig() -> Rig:
     ],
 )
 def test_a_cell_passes_and_says_what_it_saw(cell: str, properties: set[str]):
-    result = run_cell(Cell.parse(cell), quick=True)
+    result = run_cell(Cell.parse(cell), QUICK)
     assert result.verdict == "passed", result.reason
     assert properties <= {f.name for f in result.findings}
     assert 0 <= result.tolerance_used < 1 and result.counters
@@ -70,8 +73,8 @@ def test_a_bug_turns_its_cell_red_by_a_property_and_leaves_again():
     cell = Cell.parse("cpu/engine-score/qwen3")
     for checks in (True, False):
         with reverts.swapped(reverts.load("lockstep-score-chunk")):
-            assert run_cell(cell, checks, quick=True).failed() == ["score", "items"]
-    assert run_cell(cell, quick=True).verdict == "passed"
+            assert run_cell(cell, replace(QUICK, checks=checks)).failed() == ["score", "items"]
+    assert run_cell(cell, QUICK).verdict == "passed"
 
 
 def test_philox_gives_the_published_words():
@@ -128,6 +131,19 @@ def test_the_oracle_sees_a_wrong_token(rig: Rig):
         and rig.faults["batch"][0].startswith("request 0: tokens")
         and not rig.faults["pages"]
     )
+
+
+def test_one_forward_suffices_where_the_engine_is_right_and_a_wrong_hint_changes_nothing(rig: Rig):
+    order, calls = Order(words(12), replace(PLAIN, logprobs=2)), list[int]()
+    (want,) = rig.oracle.completions(order)
+    inner = rig.oracle.hidden
+    for said, forwards in ((want.token_ids, 1), (want.token_ids[:4], 6), ([3, 3, 3], None)):
+        rig.oracle._known.clear()
+        calls.clear()
+        rig.oracle.hidden = lambda *args: calls.append(1) or inner(*args)
+        (have,) = rig.oracle.completions(order, [tuple(said)])
+        assert vars(have) == vars(want)
+        assert forwards is None or len(calls) == forwards
 
 
 def test_a_stream_that_differs_is_found(rig: Rig):

@@ -16,11 +16,13 @@ import pytest
 from lockstep.kernels.cpu import attend
 from lockstep.lab import reverts
 from lockstep.lab.cells import Cell, run_cell
+from lockstep.lab.options import RunOptions
 from lockstep.plan import build, tree
 from lockstep.types import RuleError
 
 SEEDS = ("sglang-24097", "sglang-26412", "sglang-26512", "sglang-26513", "sglang-27360")
 KERNEL = "lockstep.attention.cpu:kernel"
+QUICK = RunOptions(quick=True)
 
 
 def made() -> reverts.Revert:
@@ -57,7 +59,7 @@ def test_a_revert_names_cells_that_make_sense_and_cases_that_exist(name):
     assert 1 <= len(revert.cells) <= 3 and not revert.crash
     for cell in revert.cells:
         recipe, feature = Cell.parse(f"cpu/{cell}").pair()
-        assert recipe.suits(feature), f"{cell}: {recipe.name} does not suit {feature.name}"
+        assert recipe.applies_to(feature), f"{cell}: {recipe.name} does not apply to {feature.name}"
     assert revert.related and name not in revert.related
     assert set(revert.related) <= set(reverts.names()), set(revert.related) - set(reverts.names())
 
@@ -125,8 +127,8 @@ def test_a_case_file_without_a_section_is_an_error():
 
 def test_a_cell_is_green_without_the_bug_red_with_it_and_green_again():
     cell = Cell.parse("cpu/embed/embed-latent")
-    assert run_cell(cell, quick=True).verdict == "passed"
+    assert run_cell(cell, QUICK).verdict == "passed"
     for checks in (True, False):
         with reverts.swapped(reverts.load("sglang-24097")):
-            assert "poison" in run_cell(cell, checks, quick=True).failed()
-    assert run_cell(cell, quick=True).verdict == "passed"
+            assert "poison" in run_cell(cell, replace(QUICK, checks=checks)).failed()
+    assert run_cell(cell, QUICK).verdict == "passed"

@@ -19,11 +19,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,16 +31,16 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.config import EngineConfig
 from lockstep.kernels.cpu.loops import TARGET
-from lockstep.kernels.select import select
+from lockstep.lab.tiny import assembled, configs
 from lockstep.llm.engine import Engine, Parts, prepare
-from lockstep.models.loader import Info, Loaded
+from lockstep.models.loader import Loaded
 from lockstep.nn.decoder import Decoder
-from lockstep.nn.source import WeightSource
 from lockstep.plan.build import Work, build
 from lockstep.run.kind import EMBED
 from lockstep.sample.params import SamplingParams
 from lockstep.types import KV_FORMATS
 
+MODELS = configs("capabilities_models.json")  # name -> config
 VOCAB = 83
 CONTEXT = 700  # of prompts that cross tiles and splits
 FAR = 131_071  # the last position of most long contexts
@@ -64,151 +61,10 @@ EDITED = SamplingParams(
 CONFIG = EngineConfig(
     context_length=CONTEXT, page_size=16, max_total_tokens=2048, chunked_prefill_size=192
 )
-COMMON = {
-    **{"vocab_size": VOCAB, "hidden_size": 72, "intermediate_size": 104, "num_hidden_layers": 2},
-    **{
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-    },
-    **{
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": CONTEXT,
-    },
-    **{"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "sliding_window": None},
-}
-WINDOWS = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
-GEMMA = {
-    **{**WINDOWS, "hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False},
-    **{
-        "query_pre_attn_scalar": 40,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": 20.0,
-    },
-}
-LATENT = {
-    **{
-        "kv_lora_rank": 24,
-        "q_lora_rank": 40,
-        "qk_rope_head_dim": 24,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-    },
-    **{
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 24,
-        "n_routed_experts": 20,
-        "n_shared_experts": 1,
-    },
-    **{
-        "num_experts_per_tok": 3,
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling_factor": 1.5,
-        "norm_topk_prob": True,
-    },
-    **{"rope_interleave": True, "topk_method": "group_limited_greedy"},
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 150000.0,
-    "factor": 32.0,
-    "original_max_position_embeddings": 128,
-    "truncate": False,
-}
-LLAMA3 = {
-    **{
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    },
-    **{"original_max_position_embeddings": 256},
-}
-GEMMA3_ROPES = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-}
-EXPERTS = {
-    "num_experts_per_tok": 3,
-    "num_experts": 20,
-    "num_local_experts": 20,
-    "moe_intermediate_size": 24,
-}
-BERT = {
-    "hidden_act": "gelu",
-    "is_decoder": False,
-    "add_cross_attention": False,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
-}
-BART = {
-    **{
-        "d_model": 72,
-        "encoder_layers": 1,
-        "decoder_layers": 2,
-        "encoder_ffn_dim": 104,
-        "decoder_ffn_dim": 88,
-    },
-    **{
-        "encoder_attention_heads": 3,
-        "decoder_attention_heads": 3,
-        "scale_embedding": True,
-        "activation_function": "gelu",
-    },
-}
-
-MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
-    "gemma3_text-56": ("gemma3_text", {**GEMMA, "head_dim": 56, "rope_parameters": GEMMA3_ROPES}),
-    "qwen3-128": (
-        "qwen3",
-        {
-            **WINDOWS,
-            "head_dim": 128,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        },
-    ),
-    "llama-112": ("llama", {"head_dim": 112, "rope_parameters": LLAMA3}),
-    "llama-20": ("llama", {"head_dim": 20}),
-    "gpt_oss-64": (
-        "gpt_oss",
-        {
-            **WINDOWS,
-            **EXPERTS,
-            "head_dim": 64,
-            "attention_bias": True,
-            "swiglu_alpha": 1.702,
-            "swiglu_limit": 7.0,
-            "rope_parameters": YARN,
-        },
-    ),
-    "qwen3_moe-40": (
-        "qwen3_moe",
-        {
-            **EXPERTS,
-            "head_dim": 40,
-            "norm_topk_prob": True,
-            "mlp_only_layers": [],
-            "decoder_sparse_step": 1,
-        },
-    ),
-    "deepseek_v3": ("deepseek_v3", LATENT),
-    "deepseek_v2": ("deepseek_v2", {**LATENT, "q_lora_rank": None}),
-    "gemma2-48": ("gemma2", {**GEMMA, "head_dim": 48, "attn_logit_softcapping": 30.0}),
-    "mistral-72": ("mistral", {"head_dim": 72, "sliding_window": 50}),
-    "qwen2-24": ("qwen2", {**WINDOWS, "head_dim": 24}),
-    "bert-24": ("bert", {**BERT, "num_attention_heads": 3}),
-    "bart-24": ("bart", BART),
-}
 
 
 def loaded(name: str) -> Loaded:
     """A model of the table, its weights a function of its name."""
-    model_type, changes = MODELS[name]
     rng = np.random.default_rng(list(name.encode()))
 
     def take(tensor: str, shape: tuple[int, ...]) -> Tensor:
@@ -217,26 +73,7 @@ def loaded(name: str) -> Loaded:
             return values * 0.25 + 1.0
         return values * (0.5 if values.ndim == 1 else 2.0 ** -(shape[-1].bit_length() // 2 - 3))
 
-    ops, device = select("cpu")
-    names = {"model.embed_tokens.weight", "model.shared.weight"}
-    weights = WeightSource(take, lambda _: None, names, ops)
-    model = import_module(f"lockstep.models.{model_type}").build(
-        SimpleNamespace(**{**COMMON, **changes}), weights
-    )
-    info = Info(
-        model_type=model_type,
-        folder=Path(name),
-        vocab_size=VOCAB,
-        hidden_size=COMMON["hidden_size"],  # type: ignore[arg-type]
-        max_position=model.max_position,
-        bos_token_id=None,
-        eos_token_ids=(),
-        decoder_start_token_id=1,
-        generates=model.generates,
-        encoder=model_type == "bart",
-        device=device,
-    )
-    return Loaded(model, info)
+    return assembled(MODELS[name], take)
 
 
 def prompt(length: int) -> list[int]:

@@ -17,7 +17,8 @@ from typing import Any
 from lockstep.attention import select
 from lockstep.attention.base import Backend
 from lockstep.lab import isolate, reverts
-from lockstep.lab.properties import Finding
+from lockstep.lab.options import CPU, FULL, Device, RunOptions
+from lockstep.lab.properties import Finding, Judgement
 from lockstep.lab.sheets import SHEETS, Sheet, sheet_of
 from lockstep.types import PlanError, RuleError
 
@@ -41,11 +42,8 @@ class Cell:
         parts = text.split("/")
         sheet = sheet_of(parts[1]) if len(parts) == 3 else None
         if sheet is None or parts[2] not in {f.name for f in sheet.features}:
-            raise RuleError(
-                "a cell is backend/recipe/feature, like cpu/decode/window",
-                repr(text),
-                "See `lockstep lab run --list`",
-            )
+            rule = "a cell is backend/recipe/feature, like cpu/decode/window"
+            raise RuleError(rule, repr(text), "See `lockstep lab run --list`")
         return Cell(*parts)
 
     @property
@@ -53,11 +51,8 @@ class Cell:
         """The table it stands in."""
         sheet = sheet_of(self.recipe)
         if sheet is None:
-            raise RuleError(
-                "a cell's recipe is one of the lab's",
-                repr(self.recipe),
-                "See `lockstep lab run --list`",
-            )
+            rule = "a cell's recipe is one of the lab's"
+            raise RuleError(rule, repr(self.recipe), "See `lockstep lab run --list`")
         return sheet
 
     def pair(self) -> tuple[Any, Any]:
@@ -79,6 +74,8 @@ class Result:
     tolerance_used: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
+    dtype: str = "float32"  # of activations
+    device_flags: str = ""  # of the command that runs it again
 
     def failed(self) -> list[str]:
         """The properties that did not hold."""
@@ -86,11 +83,10 @@ class Result:
 
     def as_json(self) -> dict[str, object]:
         """The cell as `lab run --json` writes it."""
-        command = (
-            f"lockstep lab run --backend {self.cell.backend} --recipe {self.cell.recipe} --feature "
-            f"{self.cell.feature}"
-        )
-        return {**asdict(self), **asdict(self.cell), "cell": str(self.cell), "command": command}
+        cell = self.cell
+        command = f"lockstep lab run --backend {cell.backend} --recipe {cell.recipe}"
+        command += f" --feature {cell.feature}{self.device_flags}"
+        return {**asdict(self), **asdict(cell), "cell": str(cell), "command": command}
 
 
 def cells(
@@ -106,98 +102,83 @@ def cells(
     ]
 
 
-def refusal(cell: Cell, backend: Backend) -> str | None:
+def refusal(cell: Cell, backend: Backend, device: Device = CPU) -> str | None:
     """Why the backend does not take this cell, by its own caps, or None."""
-    return cell.sheet.refusal(*cell.pair(), backend)
+    return cell.sheet.refusal(*cell.pair(), backend, device)
 
 
-def run_cell(cell: Cell, checks: bool = True, quick: bool = False) -> Result:
+def run_cell(cell: Cell, options: RunOptions = FULL) -> Result:
     """Judges one cell; an error of the code under test is a finding, not an end."""
     backend = select.load(cell.backend)
-    why = refusal(cell, backend)
-    if why is not None:
-        return Result(cell, "refused", why)
+    device = options.device
+    reason = refusal(cell, backend, device)
+    if reason is not None:
+        return Result(cell, "refused", reason)
     begin = time.perf_counter()
     try:
-        j = cell.sheet.judge(*cell.pair(), backend, checks, quick)
+        j = cell.sheet.judge(*cell.pair(), backend, options)
     except Exception as error:  # whatever a broken backend raises belongs into its cell
+        j = Judgement()
         name = "plan" if isinstance(error, PlanError) else "raised"
-        finding = Finding(name, False, f"{type(error).__name__}: {error}")
-        return Result(
-            cell, "failed", finding.detail, (finding,), seconds=time.perf_counter() - begin
-        )
+        j.add(name, [f"{type(error).__name__}: {error}"], "")
     broken = [f for f in j.findings if not f.held]
-    verdict, reason = (
-        ("failed", f"{broken[0].name}: {broken[0].detail}") if broken else ("passed", "")
-    )
-    seconds = time.perf_counter() - begin
+    first = broken[0] if broken else None
     return Result(
-        cell,
-        verdict,
-        reason,
-        tuple(j.findings),
-        j.out_error,
-        j.lse_error,
-        j.tolerance_used,
-        j.counters,
-        seconds,
+        cell=cell,
+        verdict="failed" if broken else "passed",
+        reason=f"{first.name}: {first.detail}" if first else "",
+        findings=tuple(j.findings),
+        out_error=j.out_error,
+        lse_error=j.lse_error,
+        tolerance_used=j.tolerance_used,
+        counters=j.counters,
+        seconds=time.perf_counter() - begin,
+        dtype=device.dtype,
+        device_flags=device.flags,
     )
 
 
 @dataclass(frozen=True)
-class Job:
+class CellTask:
     """Cells judged one after another in one process, with a bug put back or without."""
 
     cells: tuple[Cell, ...]
+    options: RunOptions = FULL
     revert: str = ""
-    checks: bool = True
-    quick: bool = False
 
 
-def run(
-    todo: Iterable[Cell], quick: bool = False, workers: int = 2, checks: bool = True
-) -> Iterator[Result]:
+def run(todo: Iterable[Cell], options: RunOptions = FULL, workers: int = 2) -> Iterator[Result]:
     """Judges cells, as they come."""
     pairs: dict[tuple[str, str], list[Cell]] = {}
     for cell in todo:
         pairs.setdefault((cell.recipe, cell.feature), []).append(cell)
-    for _, results in run_jobs(
-        [Job(tuple(group), checks=checks, quick=quick) for group in pairs.values()], workers
-    ):
+    tasks = [CellTask(tuple(group), options) for group in pairs.values()]
+    for _, results in run_tasks(tasks, workers):
         yield from results
 
 
-def run_jobs(
-    jobs: Sequence[Job], workers: int, cell_s: float = CELL_S
-) -> Iterator[tuple[Job, list[Result]]]:
-    """Runs jobs in worker processes, or with 0 of them right here. A job that dies is split, so
+def run_tasks(
+    tasks: Sequence[CellTask], workers: int, cell_s: float = CELL_S
+) -> Iterator[tuple[CellTask, list[Result]]]:
+    """Runs tasks in worker processes, or with 0 of them right here. A task that dies is split, so
     that the blame lands on one cell."""
     if workers < 1:
-        yield from ((job, run_job(job)) for job in jobs)
+        yield from ((task, run_task(task)) for task in tasks)
         return
-    alone: list[Job] = []
-    for job, answer in isolate.run(run_job, jobs, workers, lambda job: cell_s * len(job.cells)):
+    alone: list[CellTask] = []
+    for task, answer in isolate.run(run_task, tasks, workers, lambda t: cell_s * len(t.cells)):
         if not isinstance(answer, isolate.Died):
-            yield job, answer
-        elif len(job.cells) > 1:
-            alone += [replace(job, cells=(cell,)) for cell in job.cells]
+            yield task, answer
+        elif len(task.cells) > 1:
+            alone += [replace(task, cells=(cell,)) for cell in task.cells]
         else:
-            yield (
-                job,
-                [
-                    Result(
-                        job.cells[0],
-                        "failed",
-                        f"crash: {answer.why}",
-                        (Finding("crash", False, answer.why),),
-                    )
-                ],
-            )
+            crash = Finding("crash", False, answer.why)
+            yield task, [Result(task.cells[0], "failed", f"crash: {answer.why}", (crash,))]
     if alone:
-        yield from run_jobs(alone, workers, cell_s)
+        yield from run_tasks(alone, workers, cell_s)
 
 
-def run_job(job: Job) -> list[Result]:
+def run_task(task: CellTask) -> list[Result]:
     """What a worker process does."""
-    with reverts.swapped(reverts.load(job.revert)) if job.revert else nullcontext():
-        return [run_cell(cell, job.checks, job.quick) for cell in job.cells]
+    with reverts.swapped(reverts.load(task.revert)) if task.revert else nullcontext():
+        return [run_cell(cell, task.options) for cell in task.cells]

@@ -14,7 +14,9 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,141 +24,129 @@ import torch
 
 from lockstep import outfile
 from lockstep.attention import select
-from lockstep.lab import cells, document, kill, known, matrix, report, reverts, show
+from lockstep.lab import cells, document, fuzz, isolate, kill, known, matrix, report, reverts, show
+from lockstep.lab.environment import environment
+from lockstep.lab.options import FULL, Device, RunOptions
 from lockstep.lab.sheets import ENGINE, SHEETS
 from lockstep.progress import Progress
 from lockstep.types import RuleError
 
 BACKENDS = ("cpu", "reference")
-QUICK_FEATURES = (
-    "group-7",
-    "window-sinks",
-    "bf16-kv",
-    "latent",
-    "cross",
-    "head-20",
-    "embed",
-)  # besides dense, which is run in full
-QUICK_RECIPES = (
-    "decode",
-    "mixed",
-    "verify-tree",
-    "fork",
-    "window-edges",
-    "encode-decode",
-    "embed",
-    "embed-long",
-)
+# besides dense, which is run in full
+QUICK_FEATURES = {"group-7", "window-sinks", "bf16-kv", "latent", "cross", "head-20", "embed"}
+QUICK_RECIPES = {
+    *("decode", "mixed", "verify-tree", "fork", "window-edges", "encode-decode"),
+    *("embed", "embed-long"),
+}
 QUICK_MODEL, QUICK_SAMPLER = "qwen3", ("sample", "seeds")  # of the engine's table
+
+
+def options_of(args: Namespace) -> RunOptions:
+    """What the options say of every cell."""
+    return RunOptions(
+        device=Device.of(args.device, args.dtype),
+        checks=not vars(args).get("no_checks"),
+        quick=bool(vars(args).get("quick")),
+    )
 
 
 def run(args: Namespace) -> int:
     """`lab run`."""
     todo = chosen_cells(args)
     if args.list:
-        return _list_cells(todo)
-    begin = time.perf_counter()
-    doc = judged(todo, args, begin)
+        for cell in todo:
+            recipe, feature = cell.pair()
+            print(f"{cell!s:<40} {recipe.description}; {feature.description}")
+        return 0
+    doc = judged(todo, args.workers, options_of(args), cases() if args.html else None)
     _write(args, doc)
     _say(args, run_lines(doc))
     _open(args)
     return 1 if doc["summary"]["failed"] else 0
 
 
-def judged(todo: Sequence[cells.Cell], args: Namespace, begin: float) -> document.Document:
+def judged(
+    todo: Sequence[cells.Cell],
+    workers: int,
+    options: RunOptions,
+    case_files: list[dict[str, Any]] | None = None,
+) -> document.Document:
     """Runs cells under a progress bar."""
+    begin = time.perf_counter()
     results: dict[cells.Cell, cells.Result] = {}
     with Progress(len(todo), "lab run") as bar:
-        for result in cells.run(todo, args.quick, args.workers, not args.no_checks):
-            settled = known.settle(result, args.quick)
+        for result in cells.run(todo, options, workers):
+            settled = known.settle(result, options.quick)
             results[settled.cell] = settled
             bar.step(str(settled.cell), settled.verdict == "failed")
     kept = [results[cell].as_json() for cell in todo]
-    more = (
-        {"checks": not args.no_checks, "cases": cases()}
-        if args.html
-        else {"checks": not args.no_checks}
-    )
-    return document.document(kept, args.quick, time.perf_counter() - begin, **more)
+    more: dict[str, Any] = {} if case_files is None else {"cases": case_files}
+    seconds = time.perf_counter() - begin
+    return document.document(kept, options.quick, seconds, checks=options.checks, **more)
 
 
 def traces(args: Namespace) -> int:
     """`lab fuzz`."""
-    from lockstep.lab import fuzz, isolate
-    from lockstep.lab.environment import environment
-
     begin, last = time.perf_counter(), args.first + args.traces
-    jobs = [range(i, min(i + 10, last)) for i in range(args.first, last, 10)]
+    device = Device.of(args.device, args.dtype)
+    some = partial(fuzz.play_some, backend=args.backend, device=device)
+    tasks = [range(i, min(i + 10, last)) for i in range(args.first, last, 10)]
     faults: list[str] = []
     happened: Counter[str] = Counter()
-    with Progress(len(jobs), "lab fuzz") as bar:
-        for job, answer in isolate.run(fuzz.play_some, jobs, max(1, args.workers), lambda _: 600.0):
-            found = (
-                [f"traces {job.start} to {job.stop - 1}: {answer.why}"]
-                if isinstance(answer, isolate.Died)
-                else answer[0]
-            )
-            happened.update(Counter() if isinstance(answer, isolate.Died) else answer[1])
+    with Progress(len(tasks), "lab fuzz") as bar:
+        for task, answer in isolate.run(some, tasks, max(1, args.workers), lambda _: 600.0):
+            if isinstance(answer, isolate.Died):
+                answer = [f"traces {task.start} to {task.stop - 1}: {answer.why}"], Counter()
+            found, counts = answer
             faults += found
+            happened.update(counts)
             bar.step(f"{happened['traces']} traces", bool(found))
     doc = {
         "environment": environment(),
+        "device": asdict(device),
         "first": args.first,
         "traces": args.traces,
         "differing": len(faults),
         "faults": faults[:100],
+        "switches": {name: happened.pop(name, 0) for name in fuzz.combinations()},
+        "happened": dict(happened),
+        "seconds": round(time.perf_counter() - begin, 1),
     }
-    doc |= {"happened": dict(happened), "seconds": round(time.perf_counter() - begin, 1)}
     if args.json:
         document.write(doc, args.json)
-    lines = [
-        *faults[:20],
-        ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in sorted(happened.items())),
-    ]
-    _say(
-        args,
-        [
-            *lines,
-            f"{len(faults)} requests differ from their lone run"
-            if faults
-            else "every request has the bits of its lone run",
-        ],
-    )
+    switches = ", ".join(f"{n:,} with {name}" for name, n in doc["switches"].items())
+    counts = ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in sorted(happened.items()))
+    verdict = "every request has the bits of its recomputation"
+    if faults:
+        verdict = f"{len(faults)} requests differ from their recomputation"
+    _say(args, [*faults[:20], switches, counts, verdict])
     return 1 if faults else 0
 
 
 def interrupts(args: Namespace) -> int:
     """`lab interrupts`."""
     from lockstep.lab import interrupt
-    from lockstep.lab.environment import environment
 
-    begin, account, doc = (
-        time.perf_counter(),
-        interrupt.Account(),
-        {"environment": environment(), "seed": args.seed},
-    )
+    begin, account = time.perf_counter(), interrupt.Account()
     torch.set_num_threads(1)
     with Progress(args.count, "lab interrupts") as bar:
 
         def note(trial: interrupt.Trial) -> None:
             account.note(trial)
-            for _ in range(min(trial.struck, args.count - bar.done)):
+            for _ in range(min(trial.struck, args.count - bar.n)):
                 bar.step(trial.model, bool(trial.faults))
 
         account.engines = interrupt.run(args.count, args.seed, note)
-    sweeps = (
-        [(tiny, second) for tiny in interrupt.MODELS for second in (False, True)]
-        if args.aimed
-        else []
-    )
+    sweeps = [(tiny, second) for tiny in interrupt.MODELS for second in (False, True)]
+    sweeps = sweeps if args.aimed else []
     with Progress(len(sweeps), f"lab interrupts at {args.aimed}") as bar:
         for tiny, second in sweeps:
             for trial in interrupt.sweep(tiny, args.aimed == "bytecodes", second, args.seed):
                 account.note(trial)
             bar.step(tiny.name)
-    doc |= {**account.as_json(), "seconds": round(time.perf_counter() - begin, 1)}
+    doc = {"environment": environment(), "seed": args.seed, **account.as_json()}
     if args.json:
-        document.write(doc, args.json)
+        document.write({**doc, "seconds": round(time.perf_counter() - begin, 1)}, args.json)
     _say(args, account.lines())
     return 1 if account.faults else 0
 
@@ -167,37 +157,32 @@ def cases() -> list[dict[str, Any]]:
 
 
 def kills(args: Namespace) -> int:
-    """`lab reverts`."""
-    names = (
-        picked("a revert is a file in lab/reverts", args.name, reverts.names()) or reverts.names()
-    )
+    """`lab reverts`. On another backend than ours, a bug that changes nothing is not proven, which
+    is no failure."""
+    every = reverts.names()
+    names = picked("a revert is a file in lab/reverts", args.name, every) or every
     if not names:
-        raise RuleError(
-            "lab/reverts holds one file per revert",
-            "an empty folder",
-            "Without one the lab proves nothing",
-        )
+        rule, remedy = "lab/reverts holds one file per revert", "Without one nothing is proven"
+        raise RuleError(rule, "an empty folder", remedy)
     if args.list:
-        for name in names:
-            revert = reverts.load(name)
-            print(
-                f"{name}: {revert.title}\n    {revert.target}; "
-                f"{', '.join(revert.cells) or 'equivalent'}"
-            )
+        for revert in map(reverts.load, names):
+            cells_of = ", ".join(revert.cells) or "equivalent"
+            print(f"{revert.name}: {revert.title}\n    {revert.target}; {cells_of}")
         return 0
     picked_backends([args.backend])
+    device = Device.of(args.device, args.dtype)
     earlier = document.read(args.source) if args.source else None
-    total = len(kill.jobs([reverts.load(name) for name in names], args.backend))
+    total = len(kill.tasks([reverts.load(name) for name in names], args.backend, device))
     with Progress(total, "lab reverts") as bar:
-        campaign = kill.run(names, args.backend, args.workers, bar.step)
+        campaign = kill.run(names, args.backend, args.workers, bar.step, device)
     ran = earlier["cells"] if earlier else [r.as_json() for r in campaign.baseline.values()]
-    doc = document.document(
-        ran, earlier["quick"] if earlier else True, campaign.seconds, kills=campaign.as_json()
-    )
+    quick = earlier["quick"] if earlier else True
+    doc = document.document(ran, quick, campaign.seconds, kills=campaign.as_json())
     _write(args, doc)
     _say(args, kill_lines(campaign, args.backend))
     _open(args)
-    return 1 if campaign.red() or campaign.survivors() else 0
+    ours = args.backend == BACKENDS[0]
+    return 1 if campaign.red() or (ours and campaign.unproven()) else 0
 
 
 def pages(args: Namespace) -> int:
@@ -205,11 +190,8 @@ def pages(args: Namespace) -> int:
     backends = picked_backends(args.backend)
     folder = Path(args.docs)
     if not folder.is_dir():
-        raise RuleError(
-            "the pages lie in docs/ of the repository",
-            f"{args.docs}: no such folder",
-            "Run this at its root, or pass --docs",
-        )
+        rule, remedy = "the pages lie in docs/ of the repository", "Run this at its root, or pass"
+        raise RuleError(rule, f"{args.docs}: no such folder", f"{remedy} --docs")
     for name in () if args.check else matrix.FILES:
         outfile.check("--docs", str(folder / name))
     if args.source:
@@ -217,20 +199,14 @@ def pages(args: Namespace) -> int:
     elif args.check:
         verdicts = matrix.promised(backends)
     else:
-        args.quick, args.no_checks, args.html = False, False, None
-        doc = judged(cells.cells(backends), args, time.perf_counter())
+        doc = judged(cells.cells(backends), args.workers, FULL)
         print("\n".join(run_lines(doc)))
         verdicts = matrix.ran(doc, backends)
     wanted = matrix.pages(verdicts)
     if args.check:
         wrong = matrix.stale(folder, wanted)
-        print(
-            "\n".join(
-                [*wrong, "run `lockstep lab matrix`"]
-                if wrong
-                else [f"{', '.join(wanted)}: up to date"]
-            )
-        )
+        fine = [f"{', '.join(wanted)}: up to date"]
+        print("\n".join([*wrong, "run `lockstep lab matrix`"] if wrong else fine))
         return 1 if wrong else 0
     for name, text in wanted.items():
         outfile.write(str(folder / name), text)
@@ -240,17 +216,14 @@ def pages(args: Namespace) -> int:
 
 def cell_story(args: Namespace) -> int:
     """`lab show`."""
-    cell = cells.Cell.parse(args.cell)
-    steps = show.story(cell, not args.no_checks)
+    cell, options = cells.Cell.parse(args.cell), options_of(args)
+    steps = show.story(cell, options)
     if args.step is not None and not 0 <= args.step < len(steps):
-        raise RuleError(
-            f"{cell} has the steps 0 to {len(steps) - 1}",
-            f"--step {args.step}",
-            "Pick one of these",
-        )
+        rule = f"{cell} has the steps 0 to {len(steps) - 1}"
+        raise RuleError(rule, f"--step {args.step}", "Pick one of these")
     if args.json:
         kept = [s for s in steps if args.step in (None, s["step"])]
-        document.write({"cell": str(cell), "checks": not args.no_checks, "steps": kept}, args.json)
+        document.write({"cell": str(cell), "checks": options.checks, "steps": kept}, args.json)
     if args.json != "-":
         print(show.text(cell, steps, args.step))
     return 0
@@ -259,29 +232,21 @@ def cell_story(args: Namespace) -> int:
 def chosen_cells(args: Namespace) -> list[cells.Cell]:
     """The cells that the options name."""
     backends = picked_backends(args.backend)
-    named = picked(
-        "a recipe is one of the lab's",
-        args.recipe,
-        [r.name for sheet in SHEETS for r in sheet.recipes],
-    )
-    features = picked(
-        "a feature is one of the lab's",
-        args.feature,
-        [f.name for sheet in SHEETS for f in sheet.features],
-    )
+    recipes = [r.name for sheet in SHEETS for r in sheet.recipes]
+    features = [f.name for sheet in SHEETS for f in sheet.features]
+    recipes_named = picked("a recipe is one of the lab's", args.recipe, recipes)
+    features_named = picked("a feature is one of the lab's", args.feature, features)
     found = [
         c
         for c in cells.cells(backends)
-        if (not named or c.recipe in named) and (not features or c.feature in features)
+        if (not recipes_named or c.recipe in recipes_named)
+        and (not features_named or c.feature in features_named)
     ]
-    if args.quick and not named and not features:
+    if args.quick and not recipes_named and not features_named:
         found = [c for c in found if quick(c)]
     if not found:
-        raise RuleError(
-            "the recipe makes sense for the feature",
-            f"{args.recipe} and {args.feature}",
-            "See `lockstep lab run --list`",
-        )
+        rule, got = "the recipe makes sense for the feature", f"{args.recipe} and {args.feature}"
+        raise RuleError(rule, got, "See `lockstep lab run --list`")
     return found
 
 
@@ -311,30 +276,22 @@ def picked(rule: str, given: list[str] | None, allowed: Sequence[str]) -> list[s
     for value in values:
         if value not in allowed:
             close = get_close_matches(value, allowed, 1)
-            raise RuleError(
-                rule,
-                repr(value),
-                f"Did you mean {close[0]}?" if close else f"There are {', '.join(allowed)}",
-            )
+            remedy = f"Did you mean {close[0]}?" if close else f"There are {', '.join(allowed)}"
+            raise RuleError(rule, repr(value), remedy)
     return values
 
 
 def run_lines(doc: document.Document) -> list[str]:
     """The account of a run: counts by backend, every failure with its command, the worst error."""
     total = doc["summary"]
-    rows = [
-        ["backend", "passed", "refused", "known", "failed", "worst error", "of its tolerance", "in"]
-    ]
+    heads = ["backend", "passed", "refused", "known", "failed"]
+    rows = [[*heads, "worst error", "of its tolerance", "in"]]
     for name, b in total["backends"].items():
-        worst = b["worst"]
-        tail = ["-", "-", "-"]
+        worst, tail = b["worst"], ["-", "-", "-"]
         if worst:
-            tail = [
-                f"{_number(worst['out_error'])}",
-                f"{_number(worst['tolerance_used'])}",
-                worst["cell"],
-            ]
-        rows.append([name, *(str(b[v]) for v in ("passed", "refused", "known", "failed")), *tail])
+            tail = [report.number(worst[key]) for key in ("out_error", "tolerance_used")]
+            tail.append(worst["cell"])
+        rows.append([name, *(str(b[v]) for v in heads[1:]), *tail])
     lines = aligned(rows, right=range(1, 7))
     for cell in (c for c in doc["cells"] if c["verdict"] == "failed"):
         others = [f["name"] for f in cell["findings"] if not f["held"]][1:]
@@ -353,62 +310,42 @@ def reproduce(doc: document.Document, cell: dict[str, Any]) -> str:
 def kill_lines(campaign: kill.Campaign, backend: str) -> list[str]:
     """The kill table, and whatever is wrong with it."""
     red = campaign.red()
-    first = (
-        f"without a revert: all {len(campaign.baseline)} cells are green"
-        if not red
-        else f"without a revert: RED in {', '.join(red)}"
-    )
-    counted = [k for k in campaign.kills if not k.revert.equivalent]
+    lines = [f"without a revert: all {len(campaign.baseline)} cells are green", ""]
+    if red:
+        lines[0] = f"without a revert: RED in {', '.join(red)}"
+    counted = [k for k in campaign.kills if not k.revert.equivalent and not k.unasked]
     rows = [["", "revert", "target", "checks on", "checks off"]]
     for k in counted:
-        on = " / ".join(["guard: " + rule for rule in k.rules()]) or ", ".join(k.by(True)) or "-"
+        target = k.revert.target.removeprefix("lockstep.")
+        on = " / ".join("guard: " + rule for rule in k.rules()) or ", ".join(k.by(True)) or "-"
+        off = ", ".join(k.by(False)) or "-"
         mark = "✓" if k.killed else "✗"
-        rows.append(
-            [
-                mark,
-                k.revert.name,
-                k.revert.target.removeprefix("lockstep."),
-                _short(on, 64),
-                _short(", ".join(k.by(False)) or "-", 56),
-            ]
-        )
-    lines = [first, "", *(aligned(rows) if counted else [])]
+        rows.append([mark, k.revert.name, target, _short(on, 64), _short(off, 56)])
+    lines += aligned(rows) if counted else []
     for k in campaign.survivors():
         for t in (t for t in k.trials if not t.killed):
-            what = (
-                "stays green"
-                if t.verdict == "passed"
-                else f"{t.verdict}, but not by a property "
-                f"({'; '.join(f.detail for f in t.broken)[:160]})"
-            )
-            lines += [
-                "",
-                f"SURVIVED {k.revert.name}: {t.cell} {what} with checks "
-                f"{'on' if t.checks else 'off'}",
-                f"  {_again(k, t, backend)}",
-            ]
+            what = "stays green"
+            if t.verdict != "passed":
+                broken = "; ".join(f.detail for f in t.broken)[:160]
+                what = f"{t.verdict}, but not by a property ({broken})"
+            where = f"{t.cell} {what} with checks {'on' if t.checks else 'off'}"
+            lines += ["", f"SURVIVED {k.revert.name}: {where}", f"  {_again(k, t, backend)}"]
     for k in (k for k in campaign.kills if k.revert.equivalent):
-        lines += [
-            "",
-            f"equivalent, not counted: {k.revert.name}",
-            *textwrap.wrap(k.revert.equivalent, 110, initial_indent="  ", subsequent_indent="  "),
-        ]
+        proof = textwrap.indent(textwrap.fill(k.revert.equivalent, 108), "  ")
+        lines += ["", f"equivalent, not counted: {k.revert.name}", proof]
+    unproven = campaign.unproven()
+    if unproven:
+        lines += ["", f"{backend} is not proven against {len(unproven)} bugs:"]
+        lines += aligned([["", name, reason] for name, reason in unproven.items()])
     dead = sum(k.killed for k in counted)
-    return [
-        *lines,
-        "",
-        f"{len(counted)} reverts in {campaign.seconds:.1f} s: {dead} killed, {len(counted) - dead} "
-        "survived",
-    ]
+    count = f"{len(counted)} reverts in {campaign.seconds:.1f} s"
+    return [*lines, "", f"{count}: {dead} killed, {len(counted) - dead} survived"]
 
 
 def _again(k: kill.Kill, t: kill.Trial, backend: str) -> str:
     recipe, feature = t.cell.split("/")
-    flag = "" if t.checks else " --no-checks"
-    return (
-        f"{reverts.VARIABLE}={k.revert.name} lockstep lab run --backend {backend} --recipe "
-        f"{recipe} --feature {feature} --quick{flag}"
-    )
+    command = f"lockstep lab run --backend {backend} --recipe {recipe} --feature {feature} --quick"
+    return f"{reverts.VARIABLE}={k.revert.name} {command}{'' if t.checks else ' --no-checks'}"
 
 
 def aligned(rows: list[list[str]], right: Sequence[int] = ()) -> list[str]:
@@ -421,13 +358,6 @@ def aligned(rows: list[list[str]], right: Sequence[int] = ()) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-def _list_cells(todo: Sequence[cells.Cell]) -> int:
-    for cell in todo:
-        recipe, feature = cell.pair()
-        print(f"{cell!s:<40} {recipe.says}; {feature.says}")
-    return 0
 
 
 def _write(args: Namespace, doc: document.Document) -> None:
@@ -444,10 +374,6 @@ def _say(args: Namespace, lines: list[str]) -> None:
 def _open(args: Namespace) -> None:
     if args.html:
         _say(args, [f"open {args.html}"])
-
-
-def _number(value: float | None) -> str:
-    return "not a number" if value is None else f"{value:.2g}"
 
 
 def _short(text: str, width: int) -> str:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
+from lockstep.lab.options import Device
 from lockstep.types import AttnSpec, GroupSpec, Layout
 
 WINDOW = 20  # of the window features; recipes place their lengths around it
@@ -21,10 +23,14 @@ class Feature:
     runs."""
 
     name: str
-    says: str
+    description: str
     groups: Callable[[int], tuple[GroupSpec, ...]]
     decode: tuple[int, ...] = (0,)
     encode: tuple[int, ...] = ()
+
+    def on(self, device: Device) -> Feature:
+        """The same model on a device."""
+        return replace(self, groups=lambda page_size: device.specs(self.groups(page_size)))
 
     @property
     def fresh(self) -> bool:
@@ -57,11 +63,9 @@ def dense(
     heads: int, kv_heads: int, d: int, page_size: int, d_v: int | None = None, **extra: object
 ) -> GroupSpec:
     """A dense group; `extra` goes to its layers or, for window and kv_dtype, to the group."""
-    group = {k: extra.pop(k) for k in ("window", "kv_dtype") if k in extra}
-    scales = {"k_scale": 0.5, "v_scale": 2.0} | extra
-    return GroupSpec(
-        Layout.DENSE, heads, kv_heads, d, d_v or d, layers(heads, d, **scales), page_size, **group
-    )  # type: ignore[arg-type]
+    group: dict[str, Any] = {k: extra.pop(k) for k in ("window", "kv_dtype") if k in extra}
+    pair = layers(heads, d, **({"k_scale": 0.5, "v_scale": 2.0} | extra))
+    return GroupSpec(Layout.DENSE, heads, kv_heads, d, d_v or d, pair, page_size, **group)
 
 
 def latent(heads: int, d_qk: int, d_v: int, page_size: int, kv_dtype: str = "float32") -> GroupSpec:

@@ -1,51 +1,55 @@
-"""Random traces of a whole engine, every request compared with its lone run: tokens and
+"""Random traces of a whole engine, every request compared with its recomputation: tokens and
 log-probabilities, bit for bit.
 
-A trace is a tiny model, a hostile configuration (small pools, odd chunks, any page size) and a list
-of arrivals and aborts. Requests are drawn from a fixed menu, so that each lone run is computed once
-per process: alone, in a roomy engine without a prefix cache, its numbers judged by the plain
-float64 model. A trace is a function of its number, so a failing one can be played again. `lockstep
-lab fuzz` runs many, tests run some.
+A trace is a hostile configuration (small pools, odd chunks, any page size) of one tiny model, and a
+list of arrivals and aborts. Requests are drawn from a fixed menu, so that each is recomputed once
+per process, its numbers judged by the plain float64 model. A trace is a function of its number, so
+a failing one can be played again; what is switched on in it (`SWITCHES`) follows from its number
+too, and from nothing else, so that old numbers keep their arrivals. `lockstep lab fuzz` runs many,
+tests run some.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import combinations as subsets_of
 
 import torch
 
+from lockstep.attention import select
 from lockstep.config import EngineConfig
-from lockstep.lab.tiny import CONTEXT, QWEN3, VOCAB, checkpoint, loaded
-from lockstep.lab.values import Values
+from lockstep.lab.options import CPU, Device, RunOptions
+from lockstep.lab.recompute import Order
+from lockstep.lab.rig import Rig
+from lockstep.lab.tiny import CONTEXT, QWEN3, VOCAB, loaded
 from lockstep.llm.engine import Engine, Parts, prepare
-from lockstep.llm.job import Job
-from lockstep.llm.output import Output
 from lockstep.sample.params import SamplingParams
 
 MENU = 48  # different requests
+# each on in half of the traces, independently: rows and requests that are padding; several buckets
+SWITCHES = ("padding", "buckets")
+NOTHING = "nothing switched on"
+SHRINK = 200  # smaller traces that are tried
 
 
 @dataclass(frozen=True)
-class Order:
-    """One request of the menu."""
-
-    prompt: tuple[int, ...]
-    params: SamplingParams
-
-
-@dataclass
 class Trace:
-    """What happens: the engine's configuration, and per step who arrives and who is aborted (by
-    number of arrival)."""
+    """What happens: the engine's configuration, and who arrives and leaves when."""
 
-    seed: int
     config: EngineConfig
-    arrivals: list[tuple[int, int]]  # (step, number on the menu)
+    arrivals: tuple[tuple[int, int], ...]  # (step, number on the menu), by step
     aborts: dict[int, int]  # arrival -> step
-    faults: list[str] = field(default_factory=list)
+    switches: tuple[str, ...]
+
+    def orders(self) -> list[Order]:
+        """As the rig takes them."""
+        return [
+            replace(menu()[number], at=step, abort=self.aborts.get(i))
+            for i, (step, number) in enumerate(self.arrivals)
+        ]
 
 
 @lru_cache(maxsize=1)
@@ -58,6 +62,12 @@ def tiny() -> Parts:
 def engine(**options: object) -> Engine:
     """An engine for the tiny model."""
     return Engine(EngineConfig.from_names({"context_length": CONTEXT, **options}), tiny())
+
+
+@lru_cache(maxsize=1)
+def rig(backend: str = "cpu", device: Device = CPU) -> Rig:
+    """One per process: it remembers what every request of the menu comes to."""
+    return Rig(QWEN3, select.load(backend), RunOptions(device=device))
 
 
 @lru_cache(maxsize=1)
@@ -87,33 +97,6 @@ def menu() -> tuple[Order, ...]:
     return tuple(orders)
 
 
-@lru_cache(maxsize=MENU)
-def lone(number: int) -> Output:
-    """The request by itself: no cache, no neighbours, room for everything."""
-    alone = engine(disable_radix_cache=True, max_total_tokens=4096)
-    job = alone.add(menu()[number].prompt, menu()[number].params)
-    while alone.busy:
-        alone.step()
-    return job.output("")
-
-
-@lru_cache(maxsize=MENU)
-def lone_faults(number: int) -> tuple[str, ...]:
-    """Where the numbers of the lone run are not the plain model's."""
-    prompt, out = menu()[number].prompt, lone(number)
-    values = Values(checkpoint(QWEN3))
-    for c in out.completions:
-        values.claim(
-            (*prompt, *c.token_ids),
-            len(prompt),
-            c.logprobs if c.logprobs is not None else (),
-            c.top_logprobs or (),
-        )
-    if out.prompt_logprobs is not None:
-        values.claim(prompt, 1, out.prompt_logprobs[1:])
-    return tuple(f"request {number} of the menu: {fault}" for fault in values.verdict().faults)
-
-
 def draw(seed: int) -> Trace:
     """Trace number `seed`."""
     rng = random.Random(seed)
@@ -132,83 +115,85 @@ def draw(seed: int) -> Trace:
     aborts = {
         i: step + rng.randint(0, 20) for i, (step, _) in enumerate(arrivals) if rng.random() < 0.15
     }
-    return Trace(seed, config, arrivals, aborts)
+    coin = random.Random(f"switches of {seed}")
+    on = tuple(name for name in SWITCHES if coin.random() < 0.5)
+    return Trace(switched(config, on), tuple(arrivals), aborts, on)
 
 
-def play(seed: int) -> tuple[list[str], Counter[str]]:
-    """Runs a trace; what was wrong, and what happened in it."""
+def switched(config: EngineConfig, on: tuple[str, ...]) -> EngineConfig:
+    """The configuration with these switches on. Buckets without padding are of every size."""
+    most = max(config.chunked_prefill_size, config.max_running_requests)
+    powers = [2**k for k in range(most.bit_length()) if 2**k < most]
+    sizes = {
+        (): None,
+        ("padding",): (most,),
+        ("buckets",): tuple(range(1, most + 1)),
+        ("padding", "buckets"): (*powers, most),
+    }
+    return replace(config, bucket_sizes=sizes[tuple(name for name in on if name in SWITCHES[:2])])
+
+
+def combinations() -> list[str]:
+    """What may be switched on in a trace, in words."""
+    subsets = (chosen for n in range(len(SWITCHES) + 1) for chosen in subsets_of(SWITCHES, n))
+    return [" + ".join(chosen) or NOTHING for chosen in subsets]
+
+
+def play(seed: int, backend: str = "cpu", device: Device = CPU) -> tuple[list[str], Counter[str]]:
+    """Runs a trace; what was wrong, and what happened in it. A failing one is shrunk."""
     trace = draw(seed)
-    running = Engine(trace.config, tiny())
-    jobs: list[Job] = []
-    step = 0
-    while len(jobs) < len(trace.arrivals) or running.busy:
-        while len(jobs) < len(trace.arrivals) and trace.arrivals[len(jobs)][0] <= step:
-            order = menu()[trace.arrivals[len(jobs)][1]]
-            jobs.append(running.add(order.prompt, order.params))
-        for i in [
-            i
-            for i, when in trace.aborts.items()
-            if when == step and i < len(jobs) and not jobs[i].done
-        ]:
-            running.abort(jobs[i])
-        running.step()
-        step += 1
-    running.check()
-    found = [
-        fault
-        for i, job in enumerate(jobs)
-        for fault in differences(f"trace {seed} request {i}", job, lone(trace.arrivals[i][1]))
-    ]
-    found += [fault for _, number in trace.arrivals for fault in lone_faults(number)]
-    happened = Counter(running.scheduler.counters)
-    happened.update(
-        traces=1,
-        requests=len(jobs),
-        steps=step,
-        tokens=sum(len(d.token_ids) for j in jobs for d in j.drafts),
-    )
-    happened["aborted"] += sum(draft.finish == "abort" for job in jobs for draft in job.drafts)
+    found, happened = run(trace, rig(backend, device))
+    if found:
+        less = shrunk(trace, rig(backend, device))
+        found.append(f"fewer arrivals fail as well: {less.arrivals}, aborts {less.aborts}")
+    return [f"trace {seed} {fault}" for fault in found], happened
+
+
+def run(trace: Trace, mine: Rig) -> tuple[list[str], Counter[str]]:
+    """One trace; an error of the engine is a fault of it."""
+    mine.faults, mine.counters = {}, Counter()
+    mine.play("trace", mine.engine_of(trace.config), trace.orders())
+    found = [fault for faults in mine.faults.values() for fault in faults]
+    found += [f"value: {fault}" for fault in mine.values.verdict().faults]
+    happened = Counter(traces=1) + mine.counters
+    happened[" + ".join(trace.switches) or NOTHING] += 1
     return found, happened
 
 
-def differences(who: str, job: Job, want: Output) -> list[str]:
-    """Where a job is not what its lone run is; an aborted one must be a beginning of it."""
-    out, found = job.output(""), []
-    for mine, theirs in zip(out.completions, want.completions, strict=True):
-        n = len(mine.token_ids)
-        ended = mine.finish_reason != "abort"
-        if mine.token_ids != theirs.token_ids[:n] or (
-            ended and (n != len(theirs.token_ids) or mine.finish_reason != theirs.finish_reason)
-        ):
-            found.append(
-                f"{who} completion {mine.index}: tokens {mine.token_ids} instead of "
-                f"{theirs.token_ids}"
-            )
-        elif (
-            mine.logprobs is not None
-            and theirs.logprobs is not None
-            and mine.logprobs.tobytes() != theirs.logprobs[:n].tobytes()
-        ):
-            found.append(f"{who} completion {mine.index}: log-probabilities differ in bits")
-    if out.prompt_logprobs is not None and want.prompt_logprobs is not None:
-        n = len(out.prompt_logprobs)
-        if out.prompt_logprobs.tobytes() != want.prompt_logprobs[:n].tobytes():
-            found.append(f"{who}: prompt log-probabilities differ in bits")
-    return found
+def shrunk(trace: Trace, mine: Rig) -> Trace:
+    """The fewest arrivals and aborts that still fail, as far as they are found."""
+    from hypothesis import find, settings
+    from hypothesis import strategies as st
+    from hypothesis.errors import NoSuchExample
+
+    count = len(trace.arrivals)
+
+    def part(keep: list[bool]) -> Trace:
+        kept = [i for i in range(count) if keep[i]]
+        aborts = {
+            at: trace.aborts[i]
+            for at, i in enumerate(kept)
+            if i in trace.aborts and keep[count + i]
+        }
+        return replace(trace, arrivals=tuple(trace.arrivals[i] for i in kept), aborts=aborts)
+
+    flags = st.lists(st.booleans(), min_size=2 * count, max_size=2 * count)
+    options = settings(max_examples=SHRINK, database=None, deadline=None)
+    try:
+        return part(find(flags, lambda keep: bool(run(part(keep), mine)[0]), settings=options))
+    except NoSuchExample:
+        return trace
 
 
-def play_some(seeds: range) -> tuple[list[str], Counter[str]]:
-    """Several traces in one process; an error of the engine is a fault of its trace."""
+def play_some(
+    seeds: range, backend: str = "cpu", device: Device = CPU
+) -> tuple[list[str], Counter[str]]:
+    """Several traces in one process."""
     torch.set_num_threads(1)
     faults: list[str] = []
     happened: Counter[str] = Counter()
     for seed in seeds:
-        try:
-            found, counts = play(seed)
-        except (
-            Exception
-        ) as error:  # whatever it raises, the trace that does it is what we are looking for
-            found, counts = [f"trace {seed}: {type(error).__name__}: {error}"], Counter(traces=1)
+        found, counts = play(seed, backend, device)
         faults += found
         happened.update(counts)
     return faults, happened

@@ -19,12 +19,10 @@ import random
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,17 +32,19 @@ from torch import Tensor
 
 from lockstep import LLM, SamplingParams, order
 from lockstep.lab import document
-from lockstep.lab.golden_models import MODELS, PRESENT, VOCAB
+from lockstep.lab.options import CPU, Device
+from lockstep.lab.tiny import assembled, configs
 from lockstep.progress import Progress
 from lockstep.types import RuleError
 
+# one config per model_type, every field stated: a change of them would be one of the answers
+MODELS = configs("golden_models.json")
+VOCAB = 97
 Answers = dict[str, dict[str, Any]]  # name of a request -> its answer
 REQUESTS = 28  # of every model
 CRAMPED = {
-    "page_size": 4,
-    "chunked_prefill_size": 99,
-    "max_running_requests": 16,
-    "max_total_tokens": 136,
+    **{"page_size": 4, "chunked_prefill_size": 99},
+    **{"max_running_requests": 16, "max_total_tokens": 136},
 }
 PATHS = ("hit_tokens", "preempted", "forked")  # what must have happened for a file to be worth it
 TEXTS = (
@@ -71,35 +71,37 @@ class GoldenRequest:
 
 def run(args: argparse.Namespace) -> int:
     """`lab golden`: compares, or adds; 1 if a bit has changed."""
-    file = Path(args.file)
+    file, device = Path(args.file), Device.of(args.device, args.dtype)
     with Progress(1 + len(MODELS), "lab golden") as bar:
-        found, counters = answers(bar.step)
-    added = record(file, found, counters) if args.write else 0
-    differing = compare(file, found)
+        found, counters = answers(bar.step, device)
+    added = record(file, found, counters, key(device)) if args.write else 0
+    differing = compare(file, found, key(device))
     if args.json:
-        told = {"key": key(), "answers": len(found), "added": added, "differing": differing}
+        told = {"key": key(device), "answers": len(found), "added": added, "differing": differing}
         document.write({**told, "paths": {path: counters[path] for path in PATHS}}, args.json)
     if args.json != "-":
-        print(
-            "\n".join(differing[:20])
-            or f"{len(found)} answers, {added} of them new: no bit differs"
-        )
+        fine = f"{len(found)} answers, {added} of them new: no bit differs"
+        print("\n".join(differing[:20]) or fine)
     return 1 if differing else 0
 
 
-def key() -> str:
-    """Which answers these are: the order and what compiles it."""
+def key(device: Device = CPU) -> str:
+    """Which answers these are: the order and what compiles it; elsewhere the device and dtype."""
     versions = "; ".join(f"{name} {version(name)}" for name in ("torch", "numba", "llvmlite"))
-    return f"order {order.ORDER_NAMES[order.CPU]}; {versions}"
+    order_name = order.ORDER_NAMES[order.CPU] if device == CPU else f"{device.name} {device.dtype}"
+    return f"order {order_name}; {versions}"
 
 
-def answers(on_model: Callable[[str], None] = lambda _: None) -> tuple[Answers, Counter[str]]:
+def answers(
+    on_model: Callable[[str], None] = lambda _: None, device: Device = CPU
+) -> tuple[Answers, Counter[str]]:
     """Every answer on this machine, and the counters of the engines that gave them."""
     found: Answers = {}
     counters: Counter[str] = Counter()
+    options = {**CRAMPED, "device": device.name, "dtype": device.dtype}
     with tempfile.TemporaryDirectory(prefix="lockstep-golden-") as folder:
         for name in ("builtin", *MODELS):
-            llm = LLM(model_folder(name, Path(folder)), **CRAMPED)
+            llm = LLM(model_folder(name, Path(folder)), **options)
             found.update(ask(llm, requests(name)))
             counters.update(llm.engine.scheduler.counters)
             llm.engine.check()
@@ -153,15 +155,8 @@ def requests(model: str) -> list[GoldenRequest]:
         lens = [rng.randint(1, 9) for _ in range(3)]
         items = tuple(tuple(rng.randrange(2, VOCAB) for _ in range(n)) for n in lens)
         params = draw_params(rng, i, scored=model != "bart")
-        out.append(
-            GoldenRequest(
-                name=f"{model}/{i}",
-                kind=kind,
-                prompt=prompt,
-                params=params,
-                items=items if kind == "items" else (),
-            )
-        )
+        given = items if kind == "items" else ()
+        out.append(GoldenRequest(f"{model}/{i}", kind, prompt, params, items=given))
     return out
 
 
@@ -195,26 +190,20 @@ def model_folder(name: str, parent: Path) -> str | None:
     folder = parent / name
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(MODELS[name]), encoding="utf-8")
-    save_file(dict(tensors(name)), str(folder / "model.safetensors"))
+    save_file(tensors(name), str(folder / "model.safetensors"))
     return str(folder)
 
 
-def tensors(name: str) -> Iterator[tuple[str, Tensor]]:
+def tensors(name: str) -> dict[str, Tensor]:
     """What a checkpoint of the model holds: the loader is asked for names and shapes, once."""
-    from lockstep.kernels.select import select
-    from lockstep.nn.source import WeightSource
-
     asked: dict[str, tuple[int, ...]] = {}
 
     def take(tensor: str, shape: tuple[int, ...]) -> Tensor:
         asked[tensor] = shape
         return torch.empty(shape, device="meta")
 
-    config = SimpleNamespace(**MODELS[name])
-    source = WeightSource(take, lambda _: None, PRESENT, select("cpu")[0])
-    import_module(f"lockstep.models.{config.model_type}").build(config, source)
-    for tensor, shape in asked.items():
-        yield tensor, draw_tensor(tensor, shape)
+    assembled(MODELS[name], take)
+    return {tensor: draw_tensor(tensor, shape) for tensor, shape in asked.items()}
 
 
 def draw_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -234,25 +223,21 @@ def read(file: Path) -> dict[str, Answers]:
     if not file.exists():
         return {}
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        recorded: dict[str, Answers] = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
-        raise RuleError(
-            "the golden file is JSON", str(file), "Take it from the repository"
-        ) from None
-    recorded: dict[str, Answers] = document
+        remedy = "Take it from the repository"
+        raise RuleError("the golden file is JSON", str(file), remedy) from None
     return recorded
 
 
-def record(file: Path, found: Answers, counters: Mapping[str, int]) -> int:
+def record(file: Path, found: Answers, counters: Mapping[str, int], mine: str | None = None) -> int:
     """Adds the answers that the file does not have; returns how many. A differing one is an
     error."""
-    missed = [path for path in PATHS if not counters.get(path)]
+    missed = ", ".join(path for path in PATHS if not counters.get(path))
     if missed:
-        raise RuleError(
-            "golden answers come by every path", f"none by {', '.join(missed)}", "Cramp it"
-        )
+        raise RuleError("golden answers come by every path", f"none by {missed}", "Cramp it")
     recorded = read(file)
-    known = recorded.setdefault(key(), {})
+    known = recorded.setdefault(mine or key(), {})
     differing = differences(known, found)
     if differing:
         remedy = "A changed bit is a new name of the order in order.py"
@@ -264,17 +249,14 @@ def record(file: Path, found: Answers, counters: Mapping[str, int]) -> int:
     return len(added)
 
 
-def compare(file: Path, found: Answers) -> list[str]:
+def compare(file: Path, found: Answers, mine: str | None = None) -> list[str]:
     """What differs from the file, in words; an error where the file knows nothing of this key."""
-    recorded = read(file)
-    if key() not in recorded:
-        have = " | ".join(recorded) or "nothing"
-        raise RuleError(
-            f"the golden file has answers for {key()}",
-            f"answers for {have}",
-            "Install the pinned versions, or record with --write",
-        )
-    known = recorded[key()]
+    recorded, mine = read(file), mine or key()
+    if mine not in recorded:
+        have = f"answers for {' | '.join(recorded) or 'nothing'}"
+        remedy = "Install the pinned versions, or record with --write"
+        raise RuleError(f"the golden file has answers for {mine}", have, remedy)
+    known = recorded[mine]
     gone = [f"{name}: recorded, and not asked any more" for name in known if name not in found]
     return [*gone, *differences(known, found)]
 

@@ -10,20 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.lab.options import CPU, Device
 from lockstep.plan.step import Ints
 
 BAND = 64  # elements on either side
-CANARY = {
-    1: 0x7F,
-    2: 0x7FC1,
-    4: 0x7FC0BEEF,
-}  # read as numbers these are NaN, as indices far outside
+CANARY = {1: 0x7F, 2: 0x7FC1, 4: 0x7FC0BEEF}  # as numbers NaN, as indices far outside
 
 
 class Guarded:
     """Hands out tensors with bands around them and remembers what must not change."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device = CPU) -> None:
+        self.device = device.place
         self._bands: list[tuple[str, Tensor, Tensor]] = []
         self._inputs: list[tuple[str, Tensor, Tensor]] = []
 
@@ -56,31 +54,36 @@ class Guarded:
     def damage(self) -> list[str]:
         """What was written that must not be. Inputs are forgotten after the look."""
         found = [
-            f"guards: the band around the {name} was written"
-            for name, band, want in self._bands
-            if not torch.equal(band, want)
+            f"guards: {what}"
+            for what, now, want in (*self._bands, *self._inputs)
+            if not torch.equal(now, want)
         ]
-        found += [
-            f"guards: the {name} was changed"
-            for name, bits, want in self._inputs
-            if not torch.equal(bits, want)
-        ]
-        self._bands = [b for b in self._bands if b[0] == "storage"]
+        self._bands = [b for b in self._bands if "storage" in b[0]]
         self._inputs = []
         return found
 
     def _between(self, count: int, dtype: torch.dtype, name: str) -> Tensor:
-        size = torch.empty(0, dtype=dtype).element_size()
-        buffer = torch.full((count + 2 * BAND,), CANARY[size], dtype=_int(dtype))
+        buffer = torch.full(
+            (count + 2 * BAND,), CANARY[dtype.itemsize], dtype=_int(dtype), device=self.device
+        )
         for band in (buffer[:BAND], buffer[BAND + count :]):
-            self._bands.append((name, band, band.clone()))
+            what = f"the band around the {name} was written"
+            self._bands.append((what, band, band.clone()))
         return buffer[BAND : BAND + count]
 
     def _keep(self, name: str, bits: Tensor) -> None:
-        self._inputs.append((name, bits, bits.clone()))
+        self._inputs.append((f"the {name} was changed", bits, bits.clone()))
 
 
 def _int(dtype: torch.dtype) -> torch.dtype:
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[
-        torch.empty(0, dtype=dtype).element_size()
-    ]
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+
+
+def as_bits(t: Tensor) -> Tensor:
+    """The memory of a tensor as integers: NaN equals itself, -0 does not equal 0."""
+    return t.contiguous().view(_int(t.dtype))
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bitwise equality."""
+    return a.shape == b.shape and bool(torch.equal(as_bits(a), as_bits(b)))

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -33,7 +33,7 @@ from lockstep.config import EngineConfig
 from lockstep.lab.tiny import BART, CONTEXT, LLAMA, QWEN3, VOCAB, Tiny, parts
 from lockstep.llm.api import LLM
 from lockstep.llm.engine import Engine, Parts
-from lockstep.llm.output import Output
+from lockstep.llm.output import Chunk, Output
 from lockstep.sample.params import SamplingParams
 
 MODELS = (LLAMA, QWEN3, BART)
@@ -80,15 +80,9 @@ def made_of(tiny: Tiny) -> Parts:
 
 def engine(tiny: Tiny, **options: Any) -> Engine:
     """An engine for a tiny model: chunks, evictions and preemptions in every trial."""
-    tight = {
-        "context_length": CONTEXT,
-        "page_size": 4,
-        "max_total_tokens": 96,
-        "chunked_prefill_size": CHUNK,
-    }
-    return Engine(
-        EngineConfig.from_names({**tight, "max_running_requests": 6, **options}), made_of(tiny)
-    )
+    tight = {"page_size": 4, "max_total_tokens": 96, "chunked_prefill_size": CHUNK}
+    given = {"context_length": CONTEXT, "max_running_requests": 6, **tight, **options}
+    return Engine(EngineConfig.from_names(given), made_of(tiny))
 
 
 def wishes(tiny: Tiny) -> tuple[Wish, ...]:
@@ -113,34 +107,29 @@ def wishes(tiny: Tiny) -> tuple[Wish, ...]:
             frequency_penalty=(0.0, 0.4)[i % 2],
             stop=("", "th", "e")[i % 3] or (),
         )
-        kinds = [_generate, _generate, _stream, _items]
-        out.append(
-            (kinds if tiny is BART else [*kinds, _embed])[i % (4 if tiny is BART else 5)](
-                prompts, params
-            )
-        )
+        kinds = [_generate, _generate, _stream, _items, *([] if tiny is BART else [_embed])]
+        out.append(kinds[i % len(kinds)](prompts, params))
     return tuple(out)
 
 
 def _generate(prompts: list[list[int]], params: SamplingParams) -> Wish:
     levels = [i % 2 for i in range(len(prompts))]
-    return lambda llm: tuple(
-        bits(output) for output in llm.generate(prompts, params, priority=levels)
-    )
+    return lambda llm: tuple(map(bits, llm.generate(prompts, params, priority=levels)))
 
 
 def _stream(prompts: list[list[int]], params: SamplingParams) -> Wish:
     def streamed(llm: LLM) -> Answer:
         chunks = list(llm.stream(prompts[0], params))
         ends = sorted((c.index, c.finish_reason) for c in chunks if c.finish_reason)
-        texts = ["".join(c.text for c in chunks if c.index == i) for i in range(params.n)]
-        return (
-            texts,
-            [sum((c.token_ids for c in chunks if c.index == i), ()) for i in range(params.n)],
-            ends,
-        )
+        ids = [sum((c.token_ids for c in chunks if c.index == i), ()) for i in range(params.n)]
+        return texts_of(chunks, params.n), ids, ends
 
     return streamed
+
+
+def texts_of(chunks: Sequence[Chunk], n: int) -> list[str]:
+    """What was streamed, by completion."""
+    return ["".join(c.text for c in chunks if c.index == i) for i in range(n)]
 
 
 def _items(prompts: list[list[int]], params: SamplingParams) -> Wish:
@@ -194,17 +183,12 @@ class Strikes:
             self.returned.append(wish(llm))
             return False
         except KeyboardInterrupt as error:
-            frames = [
-                f
-                for f in traceback.extract_tb(error.__traceback__)
-                if f.filename.startswith(ENGINE)
-            ]
-            last = frames[-1] if frames else None
-            self.where.append(
-                f"{Path(last.filename).parent.name}/{Path(last.filename).stem}.{last.name}"
-                if last
-                else "lab"
-            )
+            where = "lab"
+            for frame in traceback.extract_tb(error.__traceback__):
+                if frame.filename.startswith(ENGINE):
+                    file = Path(frame.filename)
+                    where = f"{file.parent.name}/{file.stem}.{frame.name}"
+            self.where.append(where)
             return True
 
 
@@ -335,8 +319,7 @@ def judged(
     rng: random.Random,
 ) -> Trial:
     """Begins a bystander, strikes, and looks at everything afterwards."""
-    llm, faults = subject.llm, list[str]()
-    streamed: list[Any] = []
+    llm, faults, streamed = subject.llm, list[str](), list[Chunk]()
     prompt, params, want = bystander(subject.tiny)
     stream = llm.stream(prompt, params)
     read = (streamed.append(chunk) or chunk for chunk in stream)  # type: ignore[func-returns-value]
@@ -344,30 +327,24 @@ def judged(
         next(read)
     (job,) = llm.engine.jobs.values()
     strikes = strike(read)
+
+    def check(holds: bool, fault: str) -> None:
+        faults.extend([] if holds else [fault])
+
     try:
-        faults += (
-            ["an uninterrupted call differs"]
-            if any(a != subject.answers[number] for a in strikes.returned)
-            else []
-        )
+        right = subject.answers[number]
+        check(all(a == right for a in strikes.returned), "an uninterrupted call differs")
         llm.engine.check()
         others = [other for other in llm.engine.jobs.values() if other is not job]
-        faults += [f"{len(others)} requests of the interrupted call are left"] if others else []
-        fresh = rng.randrange(WISHES)
-        faults += (
-            [f"call {fresh} differs afterwards"]
-            if subject.wishes[fresh](llm) != subject.answers[fresh]
-            else []
-        )
+        check(not others, f"{len(others)} requests of the interrupted call are left")
+        again = rng.randrange(WISHES)
+        same = subject.wishes[again](llm) == subject.answers[again]
+        check(same, f"call {again} differs afterwards")
         for _ in read:
             pass
-        faults += ["the bystander differs"] if bits(job.output("")) != want else []
-        texts = ["".join(c.text for c in streamed if c.index == i) for i in range(params.n)]
-        faults += (
-            ["the bystander's stream differs"]
-            if texts != [c.text for c in job.output("").completions]
-            else []
-        )
+        check(bits(job.output("")) == want, "the bystander differs")
+        texts = [c.text for c in job.output("").completions]
+        check(texts_of(streamed, params.n) == texts, "the bystander's stream differs")
         faults += books(llm.engine)
     except Exception as error:  # whatever a broken engine raises
         faults.append(f"{type(error).__name__}: {error}")
@@ -387,9 +364,8 @@ def books(engine: Engine) -> list[str]:
     """Idle, every page is free or cached; nobody is left inside."""
     engine.check()
     scheduler = engine.scheduler
-    left = (
-        len(engine.jobs) + len(scheduler.running) + len(scheduler.waiting) + len(scheduler.embeds)
-    )
+    queues = (engine.jobs, scheduler.running, scheduler.waiting, scheduler.embeds)
+    left = sum(map(len, queues))
     faults = [f"{left} requests are left"] if left else []
     for g, pool in enumerate(scheduler.pools):
         if pool is not None and pool.free + scheduler.tree.cached(g) != pool.num_pages - 1:
@@ -487,18 +463,9 @@ class Account:
     def lines(self) -> list[str]:
         """For people."""
         counts = ", ".join(f"{n:,} {name}" for name, n in sorted(self.struck.items()))
-        rooms = (
-            f"in {len(self.where)} functions; {self.engines['recovered']:,} recoveries in the "
-            "trials by chance"
-        )
-        verdict = (
-            f"{len(self.faults)} FAULTS"
-            if self.faults
-            else "0 broken engines, 0 leaked pages, every answer has its bits"
-        )
-        return [
-            *self.faults[:20],
-            counts,
-            rooms,
-            f"{sum(self.struck.values()):,} interrupts in {self.trials:,} trials: {verdict}",
-        ]
+        recovered = f"{self.engines['recovered']:,} recoveries in the trials by chance"
+        verdict = "0 broken engines, 0 leaked pages, every answer has its bits"
+        verdict = f"{len(self.faults)} FAULTS" if self.faults else verdict
+        total = f"{sum(self.struck.values()):,} interrupts in {self.trials:,} trials: {verdict}"
+        rooms = f"in {len(self.where)} functions; {recovered}"
+        return [*self.faults[:20], counts, rooms, total]

@@ -1,31 +1,27 @@
 """Processes that take jobs and may die: what happens in one cannot take the run down.
 
-A job is an argument of one module-level function. Each process is spawned, reads jobs from a pipe
-and answers; one that dies, or takes longer than allowed and is killed, is an answer too (`Died`),
-and a fresh one takes its place. A bug named by LOCKSTEP_REVERT is put back in every process. Knows
-nothing of cells; `cells` calls it.
+A job is an argument of one module-level function. One that kills its process, or takes longer than
+allowed and is killed, is an answer too (`Died`), and a fresh process takes the place of its own. A
+bug named by LOCKSTEP_REVERT is put back in every process. Knows nothing of cells; `cells` and
+`commands` call it.
 """
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import multiprocessing
 import os
 import signal
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, as_completed
+from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from lockstep.types import RuleError
+from pebble import ProcessExpired, ProcessPool
 
-WAITING = (
-    "OMP_WAIT_POLICY",
-    "PASSIVE",
-)  # for threads that wait: several processes whose threads spin are fifty times slower
-START_S = 300.0  # a process has this long to import everything before its first job counts
+# threads that wait sleep: several processes whose threads spin are fifty times slower
+WAITING = ("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @dataclass(frozen=True)
@@ -35,57 +31,6 @@ class Died:
     why: str
 
 
-@dataclass(frozen=True)
-class Raised:
-    """The function itself raised: an error of the lab, not of what it judges."""
-
-    error: Exception
-    trace: str
-
-
-class Worker:
-    """One process and what it is working on."""
-
-    def __init__(self, function: Callable[[Any], Any], share: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, function, share), daemon=True)
-        with _patient_threads():
-            self.process.start()
-        theirs.close()
-        self.job: Any = None
-        self.busy, self.ready = False, False
-        self.deadline = time.monotonic() + START_S
-        self.limit_s = START_S
-
-    def give(self, job: Any, limit_s: float) -> None:
-        """Sends a job; the clock starts when the process is ready for it."""
-        self.job, self.busy, self.limit_s = job, True, limit_s
-        if self.ready:
-            self.deadline = time.monotonic() + limit_s
-        with contextlib.suppress(BrokenPipeError):  # it died while idle: `take` will say so
-            self.pipe.send(job)
-
-    def take(self) -> Any:
-        """What the process has to say: None for "ready", an answer, or Died."""
-        try:
-            message = self.pipe.recv()
-        except (EOFError, OSError):
-            self.process.join()
-            return Died(_exit(self.process.exitcode))
-        if not self.ready:
-            self.ready, self.deadline = True, time.monotonic() + self.limit_s
-            return None
-        self.busy = False
-        return message
-
-    def stop(self) -> None:
-        """Ends the process, whatever it does."""
-        self.process.kill()
-        self.process.join()
-        self.pipe.close()
-
-
 def run(
     function: Callable[[Any], Any],
     jobs: Sequence[Any],
@@ -93,87 +38,49 @@ def run(
     limit_s: Callable[[Any], float],
 ) -> Iterator[tuple[Any, Any]]:
     """(job, answer or Died) as they come. `limit_s(job)`: how long a job may take before its
-    process is killed."""
-    waiting = list(reversed(jobs))
-    workers = min(workers, len(waiting))
-    share = max(1, (os.cpu_count() or 1) // max(workers, 1))
-    crew: list[Worker] = []
+    process is killed. What `function` raises is raised here: an error of the lab."""
+    workers = max(1, min(workers, len(jobs)))
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    before = os.environ.get(WAITING[0])
+    os.environ.setdefault(*WAITING)
+    pool = ProcessPool(
+        max_workers=workers,
+        initializer=_begin,
+        initargs=(threads,),
+        context=multiprocessing.get_context("spawn"),
+    )
     try:
-        while waiting or any(w.busy for w in crew):
-            crew += [
-                Worker(function, share)
-                for _ in range(min(workers, len(waiting) + sum(w.busy for w in crew)) - len(crew))
-            ]
-            for worker in (w for w in crew if not w.busy and waiting):
-                job = waiting.pop()
-                worker.give(job, limit_s(job))
-            for worker, answer in _listen(crew):
-                if isinstance(answer, Died):
-                    worker.stop()
-                    crew.remove(worker)
-                if isinstance(answer, Raised):
-                    answer.error.add_note(answer.trace)
-                    raise answer.error
-                yield worker.job, answer
+        todo = {pool.schedule(function, args=(job,), timeout=limit_s(job)): job for job in jobs}
+        for done in as_completed(todo):
+            job = todo[done]  # type: ignore[index]
+            yield job, _answer(done, limit_s(job))
     finally:
-        for worker in crew:
-            worker.stop()
-
-
-@contextlib.contextmanager
-def _patient_threads() -> Iterator[None]:
-    """Threads of a process started inside sleep while they wait, unless the user has said
-    otherwise."""
-    name, value = WAITING
-    before = os.environ.get(name)
-    os.environ.setdefault(name, value)
-    try:
-        yield
-    finally:
+        pool.stop()  # type: ignore[no-untyped-call]
+        pool.join()
         if before is None:
-            del os.environ[name]
+            del os.environ[WAITING[0]]
 
 
-def _listen(crew: list[Worker]) -> list[tuple[Worker, Any]]:
-    """Waits until somebody answers, dies or is out of time."""
-    until = min(w.deadline for w in crew if w.busy)
-    heard = wait([w.pipe for w in crew if w.busy], max(0.0, until - time.monotonic()))
-    said = [(w, w.take()) for w in crew if w.pipe in heard]
-    late = [w for w in crew if w.busy and w.pipe not in heard and time.monotonic() >= w.deadline]
-    return [(w, a) for w, a in said if a is not None] + [
-        (w, Died(f"no answer within {w.limit_s:.0f} s")) for w in late
-    ]
+def _answer(done: Future[Any], limit_s: float) -> Any:
+    try:
+        return done.result()
+    except TimeoutError:
+        return Died(f"no answer within {limit_s:.0f} s")
+    except ProcessExpired as error:
+        code = int(error.exitcode or 0)
+        if code < 0:
+            return Died(f"the process was ended by {signal.Signals(-code).name}")
+        return Died(f"the process ended with code {code}")
 
 
-def _exit(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"the process was ended by {signal.Signals(-code).name}"
-    return f"the process ended with code {code}"
-
-
-def _serve(pipe: Connection[Any, Any], function: Callable[[Any], Any], share: int) -> None:
-    """The life of a process: put the asked-for bug back, if any, then answer jobs until the pipe
-    closes."""
+def _begin(threads: int) -> None:
+    """The beginning of a process: the asked-for bug, if any, is put back for its whole life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
     import torch
 
     from lockstep.lab import reverts
 
-    torch.set_num_threads(share)
-    with reverts.from_environment():
-        pipe.send("ready")
-        while True:
-            try:
-                job = pipe.recv()
-            except EOFError:
-                return
-            try:
-                answer = function(job)
-            except Exception as error:  # only rules are sure to survive the pipe
-                kept = (
-                    error
-                    if isinstance(error, RuleError)
-                    else RuntimeError(f"{type(error).__name__}: {error}")
-                )
-                answer = Raised(kept, traceback.format_exc())
-            pipe.send(answer)
+    torch.set_num_threads(threads)
+    stack = ExitStack()
+    stack.enter_context(reverts.from_environment())
+    atexit.register(stack.close)

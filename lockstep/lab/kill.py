@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep.lab.cells import Cell, Job, Result, run_jobs
+from lockstep.attention import select
+from lockstep.lab.cells import Cell, CellTask, Result, refusal, run_tasks
+from lockstep.lab.options import CPU, Device, RunOptions
 from lockstep.lab.properties import Finding
 from lockstep.lab.reverts import Revert, load, resolve
 
-JOB_S = 120.0  # per cell; a bug that hangs is a bug that died
+TASK_S = 120.0  # per cell; a bug that hangs is a bug that died
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Kill:
-    """What became of one revert."""
+    """What became of one revert. `unasked`: why it was tried in no cell."""
 
     revert: Revert
     trials: tuple[Trial, ...]
+    unasked: str = ""
 
     def survivors(self, checks: bool) -> list[str]:
         """Cells in which nobody noticed."""
@@ -57,29 +60,23 @@ class Kill:
 
     def rules(self) -> list[str]:
         """The rules of the plan that it broke, in their own words."""
-        return list(
-            dict.fromkeys(
-                rule_of(f) for t in self.trials if t.checks for f in t.broken if is_guard(f)
-            )
-        )
+        guards = (f for t in self.trials if t.checks for f in t.broken if is_guard(f))
+        return list(dict.fromkeys(map(rule_of, guards)))
 
     def by(self, checks: bool) -> list[str]:
         """What failed, over all cells."""
-        return list(
-            dict.fromkeys(name for t in self.trials if t.checks is checks for name in t.names())
-        )
+        names = (name for t in self.trials if t.checks is checks for name in t.names())
+        return list(dict.fromkeys(names))
 
     def as_json(self) -> dict[str, Any]:
         """The revert as `lab reverts --json` writes it, its story included."""
-        on, off = self.by(True), self.by(False)
-        trials = [asdict(t) for t in self.trials]
         return {
             **case(self.revert),
             "killed": self.killed,
             "rules": self.rules(),
-            "by_on": on,
-            "by_off": off,
-            "trials": trials,
+            "by_on": self.by(True),
+            "by_off": self.by(False),
+            "trials": [asdict(t) for t in self.trials],
         }
 
 
@@ -97,7 +94,12 @@ class Campaign:
 
     def survivors(self) -> list[Kill]:
         """Reverts that got away somewhere."""
-        return [k for k in self.kills if not k.killed]
+        return [k for k in self.kills if not k.killed and not k.unasked]
+
+    def unproven(self) -> dict[str, str]:
+        """Bugs that the backend is not proven against, and why."""
+        unnoticed = {k.revert.name: f"{k.revert.target} changes nothing" for k in self.survivors()}
+        return {k.revert.name: k.unasked for k in self.kills if k.unasked} | unnoticed
 
     def as_json(self) -> dict[str, Any]:
         """For the document."""
@@ -105,6 +107,7 @@ class Campaign:
         return {
             "reverts": [k.as_json() for k in self.kills],
             "baseline": baseline,
+            "unproven": self.unproven(),
             "seconds": round(self.seconds, 2),
         }
 
@@ -132,51 +135,62 @@ def counts(finding: Finding, revert: Revert, checks: bool) -> bool:
 
 
 def run(
-    names: Sequence[str], backend: str, workers: int, told: Callable[[str, bool], None]
+    names: Sequence[str],
+    backend: str,
+    workers: int,
+    on_progress: Callable[[str, bool], None],
+    device: Device = CPU,
 ) -> Campaign:
-    """Every named revert in each of its cells. `told(what, bad)` hears of every job that is done;
-    there are `len(jobs(...))`."""
+    """Every named revert in each of its cells. `on_progress(what, bad)` hears of every task that is
+    done; there are `len(tasks(...))`."""
     begin = time.perf_counter()
     chosen = {name: load(name) for name in names}
     for revert in chosen.values():
         resolve(revert.target)  # a target that vanished ends the run before it begins
     results: dict[tuple[str, bool, str], Result] = {}
-    for job, some in run_jobs(jobs(list(chosen.values()), backend), workers, JOB_S):
+    todo = tasks(list(chosen.values()), backend, device)
+    for task, some in run_tasks(todo, workers, TASK_S):
         for result in some:
-            results[job.revert, job.checks, f"{result.cell.recipe}/{result.cell.feature}"] = result
-            told(job.revert or str(result.cell), (result.verdict == "passed") == bool(job.revert))
+            cell = f"{result.cell.recipe}/{result.cell.feature}"
+            results[task.revert, task.options.checks, cell] = result
+            bad = (result.verdict == "passed") == bool(task.revert)
+            on_progress(task.revert or str(result.cell), bad)
     kills = []
     for name, revert in chosen.items():
-        asked = (
-            []
-            if revert.equivalent
-            else [(cell, checks) for checks in (True, False) for cell in revert.cells]
-        )
-        kills.append(
-            Kill(
-                revert,
-                tuple(
-                    _trial(revert, cell, checks, results[name, checks, cell])
-                    for cell, checks in asked
-                ),
-            )
-        )
+        cells, reason = asked(revert, backend, device)
+        trials = [
+            _trial(revert, cell, checks, results[name, checks, cell])
+            for checks in (True, False)
+            for cell in cells
+        ]
+        kills.append(Kill(revert, tuple(trials), reason))
     baseline = {cell: result for (name, _, cell), result in results.items() if not name}
     return Campaign(tuple(kills), baseline, time.perf_counter() - begin)
 
 
-def jobs(chosen: Sequence[Revert], backend: str) -> list[Job]:
+def asked(revert: Revert, backend: str, device: Device) -> tuple[tuple[str, ...], str]:
+    """The cells in which a bug must be noticed, and, where there are none, why: it is in another
+    backend's text, or this one does not take its cells."""
+    if revert.equivalent:
+        return (), ""
+    if revert.backend not in ("", backend):
+        return (), f"a bug in the text of {revert.backend}"
+    made = select.load(backend)
+    reasons = {c: refusal(Cell.parse(f"{backend}/{c}"), made, device) for c in revert.cells}
+    taken = tuple(cell for cell, reason in reasons.items() if reason is None)
+    return taken, "" if taken else f"its cells are refused: {next(iter(reasons.values()))}"
+
+
+def tasks(chosen: Sequence[Revert], backend: str, device: Device = CPU) -> list[CellTask]:
     """Every cell once without a bug, then every bug with checks on and off, one cell at a time."""
-    asked = [r for r in chosen if not r.equivalent]
-    plain = dict.fromkeys(cell for r in asked for cell in r.cells)
-    out = [Job((Cell.parse(f"{backend}/{cell}"),), quick=True) for cell in plain]
-    for revert in asked:
-        out += [
-            Job((Cell.parse(f"{backend}/{cell}"),), revert.name, checks, True)
-            for cell in revert.cells
-            for checks in (True, False)
-        ]
-    return out
+
+    def task(cell: str, name: str = "", checks: bool = True) -> CellTask:
+        options = RunOptions(device=device, checks=checks, quick=True)
+        return CellTask((Cell.parse(f"{backend}/{cell}"),), options, name)
+
+    named = [(r.name, cell) for r in chosen for cell in asked(r, backend, device)[0]]
+    out = [task(cell) for cell in dict.fromkeys(cell for _, cell in named)]
+    return out + [task(cell, name, checks) for name, cell in named for checks in (True, False)]
 
 
 def _trial(revert: Revert, cell: str, checks: bool, result: Result) -> Trial:

@@ -14,15 +14,14 @@ from dataclasses import replace
 import torch
 
 from lockstep.lab.recompute import Order
-from lockstep.lab.rig import Glass, Rig
-from lockstep.lab.tiny import CONTEXT, VOCAB
+from lockstep.lab.rig import Glass, Rig, engine_recipe, one_model
+from lockstep.lab.tiny import CONTEXT, LLAMA, QWEN3, VOCAB
 from lockstep.ops import Routing
 from lockstep.plan import image
 from lockstep.plan.bucket import Buckets
 from lockstep.plan.build import Work, build
 from lockstep.run.arena import Arena
 from lockstep.sample.params import SamplingParams
-from lockstep.sched.request import Step
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
 SIZES = (2, 5, 9)
@@ -32,43 +31,43 @@ ORDER = Order(
 EXPERTS = (4, 16, 17, 24, 64)  # up to 16 torch's unstable sorts happen to be stable
 
 
+@engine_recipe(
+    "capacity",
+    *("full_arenas", "full_buckets", "full_contexts", "full_caches"),
+    applies_to=lambda tiny: tiny is LLAMA or tiny is QWEN3,  # all keys kept, and some dropped
+)
 def capacity(rig: Rig, quick: bool) -> None:
-    """An arena, buckets, a context and a cache that just suffice, and others that just do not."""
+    """Arenas, buckets, contexts and caches that are exactly full.
+
+    And others that just do not suffice.
+    """
     arena(rig)
     buckets(rig)
     context(rig)
     cache(rig)
 
 
+def expect(rig: Rig, what: str, said: str, rule: str, counter: str) -> None:
+    """What suffices says nothing; what does not suffice says so by its rule."""
+    fine = said.startswith(f"RuleError: {rule}") if rule else not said
+    rig.check("capacity", fine, f"{what}: {said or 'no error'}")
+    rig.counters[counter] += 1
+
+
 def arena(rig: Rig) -> None:
     """The same request with an arena as large as its largest plan, and with one that lacks a
     number."""
-    largest = 0
-
-    def measure(engine: Glass, step: Step) -> None:
-        nonlocal largest
-        largest = max(largest, len(image.pack(engine._plan(step))))
-
+    lens: list[int] = []
     roomy = rig.engine()
-    roomy.tell = measure
+    roomy.watchers.append(lambda engine, step: lens.append(len(image.pack(engine._plan(step)))))
     rig.play("capacity", roomy, [ORDER])
+    most = max(lens, default=0)
     for lacking in (0, 1):
         engine = rig.engine()
-        engine.runner.arena = Arena(largest - lacking, torch.device("cpu"))
-        said = outcome(engine)
-        want = (
-            f"RuleError: a plan's image has at most {largest - 1} numbers; got {largest}."
-            if lacking
-            else ""
-        )
-        fine = said.startswith(want) if lacking else said == ""
-        rig.note(
-            "capacity",
-            []
-            if fine
-            else [f"an arena of {largest - lacking} for {largest} numbers: {said or 'no error'}"],
-        )
-        rig.counters["full_arenas"] += 1
+        engine.runner.arena = Arena(most - lacking, torch.device("cpu"))
+        rule = f"a plan's image has at most {most - 1} numbers; got {most}." if lacking else ""
+        what = f"an arena of {most - lacking} for {most} numbers"
+        expect(rig, what, outcome(engine), rule, "full_arenas")
 
 
 def context(rig: Rig) -> None:
@@ -78,19 +77,10 @@ def context(rig: Rig) -> None:
         order = replace(ORDER, prompt=words(CONTEXT - new + over))
         if not over:
             rig.play("capacity", rig.engine(), [order])
-        said = outcome(rig.engine(), order)
-        want = (
-            f"RuleError: prompt and new tokens fit into the context of {CONTEXT}; got "
-            f"{CONTEXT - new + 1} + {new}."
-            if over
-            else ""
-        )
-        fine = said.startswith(want) if over else said == ""
-        rig.note(
-            "capacity",
-            [] if fine else [f"{len(order.prompt)} + {new} tokens: {said or 'no error'}"],
-        )
-        rig.counters["full_contexts"] += 1
+        rule = f"prompt and new tokens fit into the context of {CONTEXT}; got "
+        rule = f"{rule}{CONTEXT - new + 1} + {new}." if over else ""
+        what = f"{len(order.prompt)} + {new} tokens"
+        expect(rig, what, outcome(rig.engine(), order), rule, "full_contexts")
 
 
 def cache(rig: Rig) -> None:
@@ -99,14 +89,10 @@ def cache(rig: Rig) -> None:
     keys, size = len(ORDER.prompt) + (ORDER.params.max_tokens or 0) - 1, 4
     for lacking in (0, 1):
         tokens = (-(-keys // size) - lacking) * size
-        said = outcome(rig.engine(max_total_tokens=tokens, page_size=size, max_running_requests=1))
-        want = "RuleError: a request fits into the cache alone" if lacking else ""
-        fine = said.startswith(want) if lacking else said == ""
-        rig.note(
-            "capacity",
-            [] if fine else [f"a cache of {tokens} for {keys} keys: {said or 'no error'}"],
-        )
-        rig.counters["full_caches"] += 1
+        engine = rig.engine(max_total_tokens=tokens, page_size=size, max_running_requests=1)
+        rule = "a request fits into the cache alone" if lacking else ""
+        what = f"a cache of {tokens} for {keys} keys"
+        expect(rig, what, outcome(engine), rule, "full_caches")
 
 
 def words(count: int) -> tuple[int, ...]:
@@ -118,8 +104,7 @@ def outcome(engine: Glass, order: Order = ORDER) -> str:
     """What running an order raises, or nothing."""
     try:
         engine.add(order.prompt, order.params)
-        while engine.busy:
-            engine.step()
+        engine.finish()
     except Exception as error:  # an error of another kind than the rule's is what is looked for
         return f"{type(error).__name__}: {error}"
     return ""
@@ -133,20 +118,12 @@ def buckets(rig: Rig) -> None:
     )
     for what, lengths in kinds:
         for n in range(3, SIZES[-1] + 2):
-            have, want = (
-                padded(what, lengths(n)),
-                next((str(size) for size in SIZES if size >= n), ""),
-            )
-            want = (
-                want
-                or f"a step has at most {SIZES[-1]} {what}; got {n}. Schedule less, or allow a "
-                "larger bucket."
-            )
-            rig.note(
-                "capacity",
-                [f"{n} {what}: {have}, not {want}"] if have != want else [],
-                f"buckets of {SIZES}, at and beyond",
-            )
+            have = padded(what, lengths(n))
+            want = next((str(size) for size in SIZES if size >= n), "")
+            full = f"a step has at most {SIZES[-1]} {what}; got {n}. Schedule less, or allow a "
+            want = want or f"{full}larger bucket."
+            held = f"buckets of {SIZES}, at and beyond"
+            rig.check("capacity", have == want, f"{n} {what}: {have}, not {want}", held)
             rig.counters["full_buckets"] += n in SIZES
 
 
@@ -161,22 +138,20 @@ def padded(what: str, lengths: tuple[int, ...]) -> str:
         return str(error)
 
 
+@engine_recipe("experts", "tied_rows", applies_to=one_model)
 def experts(rig: Rig, quick: bool) -> None:
-    """Routers of every kind, with scores that are often equal, against a sort by score and id."""
+    """The choice of experts: ties.
+
+    Routers of every kind, with scores that are often equal, against a sort by score and id.
+    """
     gen = torch.Generator().manual_seed(5)
     for count in EXPERTS:
         logits = torch.randint(0, 4, (40, count), generator=gen).float()
+        ranked = [sorted(range(count), key=lambda e: (-row[e], e))[:3] for row in logits.tolist()]
         for score in ("softmax", "sigmoid", "chosen"):
             routing = Routing(k=3, experts=count, score=score)
-            ids = rig.parts.model.ops.route(logits, routing, None).ids
-            want = [
-                [e for _, e in sorted((-x, e) for e, x in enumerate(row))[:3]]
-                for row in logits.tolist()
-            ]
-            wrong = sum(a != b for a, b in zip(ids.tolist(), want, strict=True))
-            rig.note(
-                "ties",
-                [f"{count} experts by {score}: {wrong} rows"] if wrong else [],
-                "equal experts by the smaller id",
-            )
+            ids = rig.device.ops.route(logits.to(rig.device.place), routing, None).ids
+            wrong = sum(a != b for a, b in zip(ids.tolist(), ranked, strict=True))
+            fault = f"{count} experts by {score}: {wrong} rows"
+            rig.check("ties", not wrong, fault, "equal experts by the smaller id")
             rig.counters["tied_rows"] += sum(len(set(row)) < count for row in logits.tolist())

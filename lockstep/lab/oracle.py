@@ -1,11 +1,13 @@
 """What the answer is: float64 attention over logical tokens, without pages, plans or backends, and
-how far fp32 may be from it.
+how far a device may be from it.
 
-The tolerance is derived, not guessed. With u = 2^-24 and sums of n terms off by at most
-LAMBDA*sqrt(n)*u (the probabilistic bound of rounding-error analysis), a score is off by d = scale *
-LAMBDA*sqrt(D)*u * sum|q_i k_i| plus a few u of itself. Weights are then off by a factor of
+The tolerance is derived, not guessed. Sums are in float32: with u = 2^-24, n terms are off by at
+most LAMBDA*sqrt(n)*u (the probabilistic bound of rounding-error analysis), and a score by d = scale
+* LAMBDA*sqrt(D)*u * sum|q_i k_i| plus a few u of itself. Weights are then off by a factor of
 exp(+-d), which moves a weighted mean of v by at most 2d * sum p|v|; summing n values adds
-LAMBDA*sqrt(n)*u twice (numerator and denominator), and every tile and split rescales once.
+LAMBDA*sqrt(n)*u twice (numerator and denominator), and every tile and split rescales once. Where
+activations are narrower than float32, weights and outputs are rounded to them once each: by `unit`
+of sum p|v|, and of the output. Queries, keys and values are given in that dtype, so they are exact.
 """
 
 from __future__ import annotations
@@ -23,12 +25,18 @@ from lockstep.types import AttnSpec, GroupSpec, Layout
 U = 2.0**-24
 LAMBDA = 6.0
 FP8_MAX = 448.0
+KINDS = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3": torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """q, k, v of every token in one layer, float32, before they are stored. A latent group's v is a
-    part of its k."""
+    """q, k, v of every token in one layer, before they are stored. A latent group's v is a part of
+    its k."""
 
     q: Tensor
     k: Tensor
@@ -37,7 +45,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """Per token: out [N, heads, d_v], lse [N, heads], and how far a correct fp32 result may be from
+    """Per token: out [N, heads, d_v], lse [N, heads], and how far a correct result may be from
     each. NaN where not a row."""
 
     out: Tensor
@@ -46,14 +54,17 @@ class Answer:
     lse_tol: Tensor
 
 
-def values(groups: tuple[GroupSpec, ...], tokens: int, seed: int = 0) -> list[list[Rows]]:
-    """Distinct random values for every token, group and layer."""
+def values(
+    groups: tuple[GroupSpec, ...], tokens: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> list[list[Rows]]:
+    """Distinct random values for every token, group and layer, in the dtype of activations."""
     gen = torch.Generator().manual_seed(seed)
     out = []
     for spec in groups:
         shapes = ((spec.heads, spec.d_qk), (spec.kv_heads, spec.d_qk), (spec.kv_heads, spec.d_v))
         rows = [
-            [torch.randn(tokens, *shape, generator=gen) for shape in shapes] for _ in spec.layers
+            [torch.randn(tokens, *shape, generator=gen).to(dtype) for shape in shapes]
+            for _ in spec.layers
         ]
         shares_v = spec.layout is Layout.LATENT or (
             spec.layout is Layout.FRESH and spec.d_v < spec.d_qk
@@ -83,45 +94,35 @@ def overflowed(rows: list[list[Rows]], tokens: list[int]) -> list[list[Rows]]:
 def stored(spec: GroupSpec, attn: AttnSpec, rows: Rows) -> tuple[Tensor, Tensor]:
     """K and V as the cache gives them back, float64: this is the oracle's own account of the
     storage formats."""
-    kinds = {
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float8_e4m3": torch.float8_e4m3fn,
-    }
     out = []
     for x, scale in ((rows.k, attn.k_scale), (rows.v, attn.v_scale)):
-        y = x / scale
+        y = x.float() / scale
         if spec.kv_dtype == "float8_e4m3":
             y = y.clamp(-FP8_MAX, FP8_MAX)
-        out.append(y.to(kinds[spec.kv_dtype]).double() * scale)
+        out.append(y.to(KINDS[spec.kv_dtype]).double() * scale)
     return out[0], out[1]
 
 
-def answers(feature: Feature, script: Script, rows: list[list[Rows]]) -> list[list[Answer]]:
-    """The answer for every token of the script, per group and layer."""
-    groups = feature.groups(16)
+def answers(
+    feature: Feature, script: Script, rows: list[list[Rows]], unit: float = U
+) -> list[list[Answer]]:
+    """The answer for every token of the script, per group and layer; `unit` of the activations."""
     n = len(script.parents)
     out = []
-    for g, spec in enumerate(groups):
+    for g, spec in enumerate(feature.groups(16)):
         per_layer = []
         for attn, mine in zip(spec.layers, rows[g], strict=True):
             k, v = stored(spec, attn, mine)
-            blank = [
-                torch.full(shape, float("nan"), dtype=torch.float64)
-                for shape in ((n, spec.heads, spec.d_v), *[(n, spec.heads)] * 3)
-            ]
-            answer = Answer(blank[0], blank[1], blank[2], blank[3])
+            shapes = ((n, spec.heads, spec.d_v), *[(n, spec.heads)] * 3)
+            blank = [torch.full(shape, float("nan"), dtype=torch.float64) for shape in shapes]
             for begin, path, keys in row_sets(feature, script, g):
                 for at in range(begin, len(path), 128):
                     some = path[at : at + 128]
-                    result = _attend(spec, attn, mine.q[some].double(), (k[keys], v[keys]), at)
-                    (
-                        answer.out[some],
-                        answer.lse[some],
-                        answer.out_tol[some],
-                        answer.lse_tol[some],
-                    ) = result
-            per_layer.append(answer)
+                    q = mine.q[some].double()
+                    result = _attend(spec, attn, q, (k[keys], v[keys]), at, unit)
+                    for whole, part in zip(blank, result, strict=True):
+                        whole[some] = part
+            per_layer.append(Answer(*blank))
         out.append(per_layer)
     return out
 
@@ -148,7 +149,7 @@ def row_sets(feature: Feature, script: Script, g: int) -> list[tuple[int, list[i
 
 
 def _attend(
-    spec: GroupSpec, attn: AttnSpec, q: Tensor, keys: tuple[Tensor, Tensor], begin: int
+    spec: GroupSpec, attn: AttnSpec, q: Tensor, keys: tuple[Tensor, Tensor], begin: int, unit: float
 ) -> tuple[Tensor, ...]:
     k, v = (t.repeat_interleave(spec.group_size, 1) for t in keys)
     n = len(k)
@@ -174,7 +175,8 @@ def _attend(
     delta = off.amax(2).T
     rescales = n // tile_len(spec.d_qk, spec.d_v) + n // split_len(spec.d_qk, spec.d_v) + 2
     grain = (LAMBDA * n**0.5 + 2 * rescales + 16) * U
-    out_tol = mass.amax(2) * (2 * delta + 2 * grain) + 1e-30
+    narrow = unit if unit > U else 0.0  # float32 rounds within the grain
+    out_tol = mass.amax(2) * (2 * delta + 2 * grain + 2 * narrow) + 1e-30
     return out, lse.T, out_tol, delta + grain + 4 * U * lse.T.abs()
 
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from lockstep.attention.base import Backend
-from lockstep.kernels.select import select
 from lockstep.kv import pool as kv_pool
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import Table
+from lockstep.lab.guard import same
+from lockstep.lab.options import CPU, Device
 from lockstep.lab.oracle import Rows
 from lockstep.plan import build as plan_build
 from lockstep.plan import image as plan_image
@@ -29,9 +30,13 @@ class PadRows:
     """Pad requests of one model, each length computed once."""
 
     def __init__(
-        self, specs: tuple[GroupSpec, ...], rows: list[list[Rows]], backend: Backend
+        self,
+        specs: tuple[GroupSpec, ...],
+        rows: list[list[Rows]],
+        backend: Backend,
+        device: Device = CPU,
     ) -> None:
-        self.specs, self.rows, self.backend = specs, rows, backend
+        self.specs, self.rows, self.backend, self.device = specs, rows, backend, device
         self._known: dict[tuple[int, int, int], Result] = {}
 
     def differing(self, g: int, layer: int, plan: StepPlan, result: Result) -> list[int]:
@@ -45,12 +50,11 @@ class PadRows:
         ends = plan.q_indptr.tolist()
         found = []
         for i in range(plan.real.requests, plan.bucket.requests):
+            if ends[i] == ends[i + 1]:
+                continue
             want = self.alone(g, layer, ends[i + 1] - ends[i])
             mine = (tensor[ends[i] : ends[i + 1]] for tensor in result)
-            if not all(
-                torch.equal(a.view(torch.int32), b.view(torch.int32))
-                for a, b in zip(mine, want, strict=True)
-            ):
+            if not all(map(same, mine, want)):
                 found.append(i)
         return found
 
@@ -63,21 +67,18 @@ class PadRows:
 
     def _computed(self, g: int, layer: int, length: int) -> Result:
         spec, mine = self.specs[g], self.rows[g][layer]
-        heads = torch.empty(0, spec.heads, spec.d_v), torch.empty(0, spec.heads)
-        if length == 0:
-            return heads
         num_pages = -(-length // spec.page_size) + 1
         cached = spec.layout is not Layout.FRESH
         table = Table((spec,), [PagePool(num_pages) if cached else None])
         table.reserve(length)
         work = plan_build.Work(cached_len=0, new_len=length, pages=(table.pages(0),))
         plan = plan_build.build([spec], [work])
-        (views,) = plan_image.views(
-            torch.from_numpy(plan_image.pack(plan).copy()), plan.bucket, (spec,)
+        image = torch.from_numpy(plan_image.pack(plan).copy()).to(self.device.place)
+        (views,) = plan_image.views(image, plan.bucket, (spec,))
+        pool = Pool(spec, num_pages, self.device.ops) if cached else None
+        store = kv_pool.view(spec, pool, views)
+        q, k, v = (
+            t[:1].repeat(length, 1, 1).to(self.device.place) for t in (mine.q, mine.k, mine.v)
         )
-        store = kv_pool.view(
-            spec, Pool(spec, num_pages, select("cpu")[0]) if cached else None, views
-        )
-        q, k, v = (t[:1].repeat(length, 1, 1) for t in (mine.q, mine.k, mine.v))
         handle = self.backend.lower(plan, plan.groups[0], views)
         return self.backend.attend(q, store.keys(layer, k, v), handle, spec.layers[layer])

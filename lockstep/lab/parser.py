@@ -57,6 +57,7 @@ def _run(commands: Commands) -> None:
     several(parser, "--recipe", "R", "only this kind of step, or several with commas")
     several(parser, "--feature", "F", "only this kind of model, or several with commas")
     flag(parser, "--quick", "a handful of features and fewer properties, in about a minute")
+    _device(parser)
     _outputs(parser)
     _no_checks(parser)
 
@@ -75,6 +76,7 @@ def _reverts(commands: Commands) -> None:
     )
     several(parser, "--name", "N", "only this revert, or several with commas")
     value(parser, "--backend", "B", "the backend to run them on", default="cpu")
+    _device(parser)
     _from(parser)
     _outputs(parser)
 
@@ -111,6 +113,8 @@ def _fuzz(commands: Commands) -> None:
     number(parser, "--traces", "how many", 300)
     first = "number of the first one: a trace is a function of its number"
     number(parser, "--first", first, 0, least=0)
+    value(parser, "--backend", "B", "the attention backend", default="cpu")
+    _device(parser)
     json_file(parser)
     _workers(parser)
 
@@ -127,6 +131,7 @@ def _golden(commands: Commands) -> None:
     )
     value(parser, "--file", "F", "the record", default="tests/golden.json")
     flag(parser, "--write", "add what is missing; a recorded answer is never replaced")
+    _device(parser)
     json_file(parser)
 
 
@@ -162,6 +167,7 @@ def _show(commands: Commands) -> None:
     cell = "backend/recipe/feature, like cpu/decode/window"
     parser.add_argument("cell", metavar="CELL", help=cell)
     number(parser, "--step", "only this step, in full", least=0)
+    _device(parser)
     _no_checks(parser)
     json_file(parser)
 
@@ -169,6 +175,11 @@ def _show(commands: Commands) -> None:
 def _backends(parser: Parser) -> None:
     backend = "repeatable, or with commas (default: cpu,reference)"
     parser.add_argument("--backend", action="append", metavar="B", help=backend)
+
+
+def _device(parser: Parser) -> None:
+    value(parser, "--device", "D", "where cells are computed", default="cpu")
+    value(parser, "--dtype", "T", "of activations; without it the device's first")
 
 
 def _from(parser: Parser) -> None:

@@ -18,19 +18,14 @@ from torch import Tensor
 from lockstep.attention.base import Backend
 from lockstep.lab import oracle
 from lockstep.lab.features import FEATURES, Feature
+from lockstep.lab.guard import as_bits
+from lockstep.lab.options import CPU, FULL, Device, RunOptions
 from lockstep.lab.recipes import RECIPES, Recipe, write
 from lockstep.lab.script import Script, alone, chunked, plain
-from lockstep.lab.world import Record, Setting, World, as_bits
+from lockstep.lab.world import Record, Setting, World
 
-MEMORY = (
-    "plan",
-    "rules",
-    "writes",
-    "guards",
-    "pages",
-    "pads",
-    "repeat",
-)  # first word of a fault: the property it breaks
+# first word of a fault: the property it breaks
+MEMORY = ("plan", "rules", "writes", "guards", "pages", "pads", "repeat")
 
 
 @dataclass(frozen=True)
@@ -56,47 +51,49 @@ class Judgement:
         """Records a property with what speaks against it, or with what it is based on."""
         self.findings.append(Finding(name, not faults, "; ".join(faults[:3]) if faults else held))
 
+    def require(self, names: Iterable[str]) -> None:
+        """The counters say that what the recipe is about really happened."""
+        missed = [f"{name} is 0" for name in names if not self.counters.get(name)]
+        self.add("paths", missed, ", ".join(names))
+
 
 @lru_cache(maxsize=64)
 def material(
-    recipe: str, feature: str
+    recipe: str, feature: str, device: Device = CPU
 ) -> tuple[Script, list[list[oracle.Rows]], list[list[oracle.Answer]]]:
     """The story, the numbers and the answers of a cell; the same for every backend."""
-    chosen = next(f for f in FEATURES if f.name == feature)
+    chosen = next(f for f in FEATURES if f.name == feature).on(device)
     script = write(next(r for r in RECIPES if r.name == recipe), chosen)
-    rows = oracle.overflowed(oracle.values(chosen.groups(16), len(script.parents)), script.infinite)
-    return script, rows, oracle.answers(chosen, script, rows)
+    rows = oracle.values(chosen.groups(16), len(script.parents), dtype=device.compute)
+    rows = oracle.overflowed(rows, script.infinite)
+    return script, rows, oracle.answers(chosen, script, rows, device.unit)
 
 
 def judge(
-    recipe: Recipe, feature: Feature, backend: Backend, checks: bool = True, quick: bool = False
+    recipe: Recipe, feature: Feature, backend: Backend, options: RunOptions = FULL
 ) -> Judgement:
     """Runs one cell. Raises only what the code under test raises."""
-    script, rows, answers = material(recipe.name, feature.name)
-    result = Judgement()
-
-    faults: list[str] = []
+    script, rows, answers = material(recipe.name, feature.name, options.device)
+    feature = feature.on(options.device)
+    result, faults = Judgement(), list[str]()
+    plainly = Setting(checks=options.checks, device=options.device)
 
     def run(story: Script, **setting: object) -> Record:
-        record = World(
-            feature, story, rows, backend, replace(Setting(checks=checks), **setting)
-        ).run()  # type: ignore[arg-type]
+        how = replace(plainly, **setting)  # type: ignore[arg-type]
+        record = World(feature, story, rows, backend, how).run()
         faults.extend(record.faults)
         return record
 
     main = run(script, inspect=True)
     result.counters = dict(main.counters)
     values(result, main, answers)
-    result.add(
-        "paths",
-        [f"{name} is 0" for name in recipe.proves if not main.counters[name]],
-        ", ".join(recipe.proves),
-    )
+    result.require(recipe.required_counters)
     padded = run(script, inspect=True, pad=True)
     if not padded.counters["pad_rows"] and main.counters["rows"]:
         result.add("paths", ["nothing was padded"], "")
     if backend.caps.invariances:
-        bits(result, (feature, script, backend), run, {"main": main, "pad": padded}, quick)
+        done = {"main": main, "pad": padded}
+        bits(result, (feature, script, backend), run, done, options.quick)
     memory(result, faults, main.counters["steps"])
     return result
 
@@ -113,11 +110,10 @@ def values(result: Judgement, main: Record, answers: list[list[oracle.Answer]]) 
                 ("lse", main.lse[g][layer], answer.lse, answer.lse_tol),
             ):
                 error, used = _error(have[seen], want[seen], tol[seen])
-                result.out_error, result.lse_error = (
-                    (max(result.out_error, error), result.lse_error)
-                    if name == "value"
-                    else (result.out_error, max(result.lse_error, error))
-                )
+                if name == "value":
+                    result.out_error = max(result.out_error, error)
+                else:
+                    result.lse_error = max(result.lse_error, error)
                 result.tolerance_used = max(result.tolerance_used, used)
                 if not used <= 1:
                     faults[name].append(
@@ -169,12 +165,14 @@ def bits(
     compare("pad", [padded], None, f"{padded.counters['pad_rows']} pad rows")
     compare("threads", [run(script, threads=1)], None, "1 and 2 threads")
     if not quick:
-        compare(
-            "alone",
-            [run(alone(script, r)) for r in script.lineage],
-            None,
-            f"{len(script.lineage)} requests by themselves",
-        )
+        each = [run(alone(script, r)) for r in script.lineage]
+        compare("alone", each, None, f"{len(each)} requests by themselves")
+
+
+def off(have: Tensor, want: Tensor) -> Tensor:
+    """Distance, with infinity for what is no number."""
+    distance = torch.where(have == want, 0.0, (have - want).abs())
+    return distance.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def _error(have: Tensor, want: Tensor, tol: Tensor) -> tuple[float, float]:
@@ -182,13 +180,9 @@ def _error(have: Tensor, want: Tensor, tol: Tensor) -> tuple[float, float]:
     number counts as infinite."""
     if have.numel() == 0:
         return 0.0, 0.0
-    error = (have.double() - want).abs()
-    error = torch.where(have.double() == want, 0.0, error).nan_to_num(
-        nan=torch.inf, posinf=torch.inf
-    )
-    return float(error.max()), float(
-        (error / tol).nan_to_num(nan=torch.inf, posinf=torch.inf).max()
-    )
+    error = off(have.double(), want)
+    used = (error / tol).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return float(error.max()), float(used.max())
 
 
 def _differences(have: Record, want: Record, tokens: set[int] | None) -> list[str]:

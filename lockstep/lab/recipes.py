@@ -7,9 +7,11 @@ window (20), the tile (64, or 32), the page sizes and the split (512).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
+from typing import Any
 
 from lockstep.lab.features import WINDOW as W
 from lockstep.lab.features import Feature
@@ -21,14 +23,14 @@ LENGTHS = (1, 15, 16, 17, 63, 65, 130)
 
 @dataclass(frozen=True)
 class Recipe:
-    """`tell` writes the story. `proves` names counters that must be above 0; `suits` says which
-    features it makes sense for."""
+    """A column of a table. `play` writes a script, or plays stories on a rig;
+    `required_counters` must be above 0 afterwards."""
 
     name: str
-    says: str
-    tell: Callable[[Script], None]
-    proves: tuple[str, ...]
-    suits: Callable[[Feature], bool]
+    description: str
+    play: Callable[..., None]
+    required_counters: tuple[str, ...]
+    applies_to: Callable[[Any], bool]  # to a feature, or a model
 
 
 def cached(feature: Feature) -> bool:
@@ -54,8 +56,17 @@ def crossed(feature: Feature) -> bool:
     return bool(feature.encode)
 
 
-def anything(feature: Feature) -> bool:
-    return True
+def recipe(
+    name: str, *required_counters: str, applies_to: Callable[[Any], bool] = cached
+) -> Callable[[Callable[..., None]], Recipe]:
+    """Makes a recipe of the function that plays it; its docstring begins with the description."""
+
+    def make(play: Callable[..., None]) -> Recipe:
+        text = " ".join((inspect.getdoc(play) or "").partition("\n\n")[0].split())
+        description = text[:1].lower() + text[1:].rstrip(".")
+        return Recipe(name, description, play, required_counters, applies_to)
+
+    return make
 
 
 def begin(s: Script, *lengths: int) -> list[int]:
@@ -65,48 +76,64 @@ def begin(s: Script, *lengths: int) -> list[int]:
     return rs
 
 
+@recipe("decode", "decode_rows", "batched_steps", "rows_over_a_split")
 def decode(s: Script) -> None:
+    """One new token per request."""
     rs = begin(s, 1, 16, 19, 63, 129, 511)
     for _ in range(3):
         s.step(*(s.extend(r, 1) for r in rs))
 
 
+@recipe("extend-cold", "batched_steps", "rows_over_a_split")
 def extend_cold(s: Script) -> None:
+    """Whole prompts, nothing cached."""
     begin(s, *LENGTHS, 545)
 
 
+@recipe("extend-prefix", "prefix_rows", "batched_steps")
 def extend_prefix(s: Script) -> None:
+    """New rows after a cached prefix."""
     rs = begin(s, W - 1, W, W + 1, 2 * W, 64, 509)
     s.step(*(s.extend(r, n) for r, n in zip(rs, (W + 2, W + 5, 1, 70, 3, 7), strict=True)))
 
 
+@recipe("chunked", "prefix_rows", "batched_steps")
 def chunked(s: Script) -> None:
+    """Prompts in chunks."""
     rs = [s.open() for _ in range(3)]
     for chunk in (7, 16, 1, 41, 64):
         s.step(*(s.extend(r, chunk + r) for r in rs))
 
 
+@recipe("mixed", "prefix_rows", "decode_rows", "batched_steps")
 def mixed(s: Script) -> None:
+    """Decode and prefill in one batch."""
     rs = begin(s, 33, 65, 128)
     late, last = s.open(), s.open()
     s.step(*(s.extend(r, 1) for r in rs), s.extend(late, 70))
     s.step(s.extend(last, 1), s.extend(rs[0], 40), s.extend(late, 1), s.extend(rs[2], 1))
 
 
+@recipe("empty", "empty_steps")
 def empty(s: Script) -> None:
+    """Steps without requests."""
     s.step()
     rs = begin(s, 5, 66)
     s.step()
     s.step(*(s.extend(r, 1) for r in rs))
 
 
-def empty_fresh(s: Script) -> None:
+@recipe("embed-empty", "empty_steps", applies_to=uncached)
+def embed_empty(s: Script) -> None:
+    """Steps without requests."""
     s.step()
     begin(s, 5, 66)
     s.step()
 
 
+@recipe("verify-chain", "rejected_rows", "batched_steps")
 def verify_chain(s: Script) -> None:
+    """Drafts in a row, some rejected and written over."""
     rs = begin(s, 19, 62, 509)
     s.step(*(s.extend(r, 5, keep=k) for r, k in zip(rs, (1, 5, 3), strict=True)))
     s.step(*(s.extend(r, 5, keep=k) for r, k in zip(rs, (4, 1, 5), strict=True)))
@@ -116,7 +143,9 @@ TREE = (-1, 0, 0, 1, 1, 2, 3, 3, 5, 6)
 SHALLOW_END = (-1, 0, 0, 1, 1, 2, 3, 3, 6, 0)  # as many nodes, and the last one is not the deepest
 
 
+@recipe("verify-tree", "tail_rows", "tails_over_a_tile", "tails_over_a_split", "shallow_ends")
 def verify_tree(s: Script) -> None:
+    """A tree of drafts over tile and split."""
     rs = begin(s, 18, 30, 62, 510)
     s.step(
         *(
@@ -126,16 +155,22 @@ def verify_tree(s: Script) -> None:
     )
 
 
+@recipe("tree-accept", "tail_rows", "moved_rows", "accepted_nodes")
 def tree_accept(s: Script) -> None:
+    """Accepted nodes move to their places."""
     rs = begin(s, 17, 61, 509)
     for path in ((0, 1, 3, 6, 9), (0, 2, 5)):
         s.step(*(s.tree(r, TREE) for r in rs))
         s.step(*(a for r in rs for a in (s.accept(r, path), s.extend(r, 2))))
 
 
+@recipe("draft-decode", "tail_rows", "tails_over_a_tile", "tails_over_a_split")
 def draft_decode(s: Script) -> None:
-    """Four steps of three branches: the first step's rows hang below the prefix, each later row
-    below its branch."""
+    """Three branches, four steps.
+
+    Four steps of three branches: the first step's rows hang below the prefix, each later row
+    below its branch.
+    """
     rs = begin(s, 14, 61, 510)
     parents: tuple[int, ...] = ()
     for step in range(4):
@@ -143,19 +178,27 @@ def draft_decode(s: Script) -> None:
         s.step(*(s.tree(r, parents, new=3) for r in rs))
 
 
-def draft_extend_ragged(s: Script) -> None:
+@recipe("draft-extend", "prefix_rows", "batched_steps")
+def draft_extend(s: Script) -> None:
+    """Ragged numbers of accepted tokens."""
     rs = begin(s, 15, 63, 64, 510)
     s.step(*(s.extend(r, n) for r, n in zip(rs, (1, 4, 2, 5), strict=True)))
 
 
+@recipe("draft-extend-fixed", "prefix_rows", "rejected_rows")
 def draft_extend_fixed(s: Script) -> None:
+    """A fixed width of which some rows count."""
     rs = begin(s, 15, 63, 64, 510)
     s.step(*(s.extend(r, 5, keep=k, emit=(k - 1,)) for r, k in zip(rs, (1, 4, 2, 5), strict=True)))
     s.step(*(s.extend(r, 1) for r in rs))
 
 
+@recipe("fork", "forks", "shared_pages", "moved_rows")
 def fork(s: Script) -> None:
-    """n > 1: completions share the prompt's whole pages, and get the partial one as their own."""
+    """Several continuations of one prompt.
+
+    n > 1: completions share the prompt's whole pages, and get the partial one as their own.
+    """
     rs = begin(s, 16, 21, 75)
     pairs = [s.fork(r) for r in rs for _ in range(2)]
     s.step(*(f for _, f in pairs), *(s.extend(c, 1) for c, _ in pairs))
@@ -163,15 +206,21 @@ def fork(s: Script) -> None:
         s.step(*(s.extend(c, 1) for c in (*rs, *(c for c, _ in pairs))))
 
 
+@recipe("multi-item", "forks", "shared_pages", "moved_rows")
 def multi_item(s: Script) -> None:
-    """One prefix, many items: each item sees the prefix and itself, at positions that follow the
-    prefix."""
+    """One prefix, many items.
+
+    One prefix, many items: each item sees the prefix and itself, at positions that follow the
+    prefix.
+    """
     (prefix,) = begin(s, 70)
     pairs = [s.fork(prefix) for _ in range(5)]
     s.step(*(f for _, f in pairs), *(s.extend(c, 3 + 4 * i) for i, (c, _) in enumerate(pairs)))
 
 
+@recipe("preempt-resume", "drops", "reused_pages")
 def preempt_resume(s: Script) -> None:
+    """Pages taken away and computed again."""
     rs = begin(s, 22, 67, 128)
     s.step(*(s.extend(r, 1) for r in rs))
     s.step(Drop(rs[1]), s.extend(rs[0], 1))
@@ -180,24 +229,33 @@ def preempt_resume(s: Script) -> None:
     s.step(*(s.extend(r, 1) for r in rs))
 
 
+@recipe("reuse", "drops", "reused_pages")
 def reuse(s: Script) -> None:
-    """Shrink after grow: pages of finished requests are dirty when the next ones get them."""
+    """Dirty pages of finished requests.
+
+    Shrink after grow: pages of finished requests are dirty when the next ones get them.
+    """
     old = begin(s, 200, 90, 40)
     s.step(*(Drop(r) for r in old))
     rs = begin(s, 3, 50)
     s.step(*(s.extend(r, 9) for r in rs))
 
 
+@recipe("window-edges", "rows_beyond_window", "dropped_positions", applies_to=windowed)
 def window_edges(s: Script) -> None:
-    """Below, at and above the window, by prefill and by decode, and far enough that pages behind it
-    are dropped."""
+    """Below, at and above the window.
+
+    Below, at and above the window, by prefill and by decode, and far enough that pages behind it
+    are dropped.
+    """
     rs = begin(s, W - 2, W - 1, W, W + 1, 3 * W + 5, 120)
     for n in (1, 2, 1, W, 1):
         s.step(*(s.extend(r, n) for r in rs))
 
 
+@recipe("encode-decode", "encoder_rows", "batched_steps", applies_to=crossed)
 def encode_decode(s: Script) -> None:
-    """Encoders of different lengths, one of them of length 1, decoded together."""
+    """Encoders of different lengths."""
     rs = [s.open() for _ in range(4)]
     s.step(*(s.encode(r, n) for r, n in zip(rs, (1, 16, 65, 130), strict=True)))
     s.step(*(s.extend(r, n) for r, n in zip(rs, (3, 1, 20, 2), strict=True)))
@@ -205,9 +263,13 @@ def encode_decode(s: Script) -> None:
         s.step(*(s.extend(r, 1) for r in rs))
 
 
+@recipe("overflow", "infinite_keys", "batched_steps", applies_to=apart)
 def overflow(s: Script) -> None:
-    """Values that are infinite, in the middle of a step's rows: rows before them do not see them,
-    rows behind them do."""
+    """Values that are infinite.
+
+    Values that are infinite, in the middle of a step's rows: rows before them do not see them,
+    rows behind them do.
+    """
     rs = begin(s, 5, 50)
     acts = [s.extend(r, n) for r, n in zip(rs, (17, 18), strict=True)]
     for act in acts:
@@ -217,131 +279,41 @@ def overflow(s: Script) -> None:
     s.step(*(s.extend(r, 1) for r in rs))
 
 
+@recipe("embed", "batched_steps", applies_to=uncached)
 def embed(s: Script) -> None:
+    """Whole requests without a cache."""
     begin(s, *LENGTHS)
 
 
+@recipe("embed-long", "rows_over_a_split", applies_to=uncached)
 def embed_long(s: Script) -> None:
+    """A request longer than a split."""
     begin(s, 2, 530)
 
 
 RECIPES = (
-    Recipe(
-        "decode",
-        "one new token per request",
-        decode,
-        ("decode_rows", "batched_steps", "rows_over_a_split"),
-        cached,
-    ),
-    Recipe(
-        "extend-cold",
-        "whole prompts, nothing cached",
-        extend_cold,
-        ("batched_steps", "rows_over_a_split"),
-        cached,
-    ),
-    Recipe(
-        "extend-prefix",
-        "new rows after a cached prefix",
-        extend_prefix,
-        ("prefix_rows", "batched_steps"),
-        cached,
-    ),
-    Recipe("chunked", "prompts in chunks", chunked, ("prefix_rows", "batched_steps"), cached),
-    Recipe(
-        "mixed",
-        "decode and prefill in one batch",
-        mixed,
-        ("prefix_rows", "decode_rows", "batched_steps"),
-        cached,
-    ),
-    Recipe("empty", "steps without requests", empty, ("empty_steps",), cached),
-    Recipe(
-        "verify-chain",
-        "drafts in a row, some rejected and written over",
-        verify_chain,
-        ("rejected_rows", "batched_steps"),
-        cached,
-    ),
-    Recipe(
-        "verify-tree",
-        "a tree of drafts over tile and split",
-        verify_tree,
-        ("tail_rows", "tails_over_a_tile", "tails_over_a_split", "shallow_ends"),
-        cached,
-    ),
-    Recipe(
-        "tree-accept",
-        "accepted nodes move to their places",
-        tree_accept,
-        ("tail_rows", "moved_rows", "accepted_nodes"),
-        cached,
-    ),
-    Recipe(
-        "draft-decode",
-        "three branches, four steps",
-        draft_decode,
-        ("tail_rows", "tails_over_a_tile", "tails_over_a_split"),
-        cached,
-    ),
-    Recipe(
-        "draft-extend",
-        "ragged numbers of accepted tokens",
-        draft_extend_ragged,
-        ("prefix_rows", "batched_steps"),
-        cached,
-    ),
-    Recipe(
-        "draft-extend-fixed",
-        "a fixed width of which some rows count",
-        draft_extend_fixed,
-        ("prefix_rows", "rejected_rows"),
-        cached,
-    ),
-    Recipe(
-        "fork",
-        "several continuations of one prompt",
-        fork,
-        ("forks", "shared_pages", "moved_rows"),
-        cached,
-    ),
-    Recipe(
-        "multi-item",
-        "one prefix, many items",
-        multi_item,
-        ("forks", "shared_pages", "moved_rows"),
-        cached,
-    ),
-    Recipe(
-        "preempt-resume",
-        "pages taken away and computed again",
-        preempt_resume,
-        ("drops", "reused_pages"),
-        cached,
-    ),
-    Recipe("reuse", "dirty pages of finished requests", reuse, ("drops", "reused_pages"), cached),
-    Recipe(
-        "overflow", "values that are infinite", overflow, ("infinite_keys", "batched_steps"), apart
-    ),
-    Recipe(
-        "window-edges",
-        "below, at and above the window",
-        window_edges,
-        ("rows_beyond_window", "dropped_positions"),
-        windowed,
-    ),
-    Recipe(
-        "encode-decode",
-        "encoders of different lengths",
-        encode_decode,
-        ("encoder_rows", "batched_steps"),
-        crossed,
-    ),
-    Recipe("embed", "whole requests without a cache", embed, ("batched_steps",), uncached),
-    Recipe(
-        "embed-long", "a request longer than a split", embed_long, ("rows_over_a_split",), uncached
-    ),
-    Recipe("embed-empty", "steps without requests", empty_fresh, ("empty_steps",), uncached),
+    decode,
+    extend_cold,
+    extend_prefix,
+    chunked,
+    mixed,
+    empty,
+    verify_chain,
+    verify_tree,
+    tree_accept,
+    draft_decode,
+    draft_extend,
+    draft_extend_fixed,
+    fork,
+    multi_item,
+    preempt_resume,
+    reuse,
+    overflow,
+    window_edges,
+    encode_decode,
+    embed,
+    embed_long,
+    embed_empty,
 )
 
 
@@ -349,7 +321,7 @@ def write(recipe: Recipe, feature: Feature) -> Script:
     """The recipe's script for a feature. If the model has an encoder, each request is encoded
     before it is computed from its start."""
     script = Script()
-    recipe.tell(script)
+    recipe.play(script)
     if feature.encode and not script.encoder_uids:
         add_encoders(script)
     return script

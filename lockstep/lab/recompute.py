@@ -1,5 +1,5 @@
-"""The answer to a request by the plainest means: for every token the whole sequence again, alone,
-in one step that keeps nothing.
+"""The answer to a request by the plainest means: the whole sequence, alone, in one step that keeps
+nothing; for every token again, unless what an engine answered turns out to be right.
 
 No page, no plan of a cache, no scheduler, no tree, no batch, no chunk; the token is chosen by
 `choice`. What the engine answers must have these bits. It runs the engine's own layers, so both may
@@ -27,11 +27,13 @@ from lockstep.plan.build import Work, build
 from lockstep.plan.step import StepPlan
 from lockstep.run.kind import ENCODE, GENERATE, StepKind, group_specs, kinds_of
 from lockstep.run.runner import Runner
+from lockstep.sample.logits import Logprobs
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import log_probs
 from lockstep.types import GroupSpec, Layout
 
 Floats = NDArray[np.float32]
+Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -62,33 +64,31 @@ class Answer:
 class Recompute:
     """Answers for one model and backend; each completion is computed once and remembered.
 
-    Keys are not kept. With a `kv_dtype` they are, in pages of one request, because what is computed
-    from them is computed from what the cache makes of them.
+    Keys are not kept. With a `kv_dtype` that rounds them they are, in pages of one request, because
+    what is computed from them is computed from what the cache makes of them.
     """
 
-    def __init__(self, parts: Parts, kv_dtype: str = "float32") -> None:
+    def __init__(self, parts: Parts, kv_dtype: str = "") -> None:
         self.model, self.info, self.tokenizer = parts.model, parts.info, parts.tokenizer
-        self.kv_dtype, self.kept = kv_dtype, kv_dtype != "float32"
+        self.kv_dtype, self.kept, self.ops = kv_dtype, bool(kv_dtype), parts.model.ops
         self.kinds = {
             name: replace(kind, specs=tuple(self._spec(s, kv_dtype) for s in kind.specs))
             for name, kind in kinds_of(parts.model, parts.info).items()
         }
         self.encoder = self.kinds.get(ENCODE)
         self.specs = group_specs(self.kinds.values())
-        pages = [
-            0 if s.layout is Layout.FRESH else CONTEXT for s in self.specs
-        ]  # plainly, a source's alone: a decoder reads its rows
+        # plainly, a source's alone: a decoder reads its rows
+        pages = [0 if s.layout is Layout.FRESH else CONTEXT for s in self.specs]
         self.pages = [PagePool(n) if n else None for n in pages]
-        self.runner = Runner(self.specs, pages, parts.backend, self.model.ops)
-        self._known: dict[tuple[tuple[int, ...], SamplingParams], Answer] = {}
+        self.runner = Runner(self.specs, pages, parts.backend, self.ops)
+        self._known: dict[tuple[Ids, SamplingParams], Answer] = {}
+        self._scored: dict[tuple[Ids, int], tuple[Floats, list[Top]]] = {}
 
     def placed(self, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(what a decoder begins with, what its encoder reads)."""
-        return (
-            ((self.info.decoder_start_token_id or 0,), prompt)
-            if self.encoder is not None
-            else (prompt, ())
-        )
+        if self.encoder is None:
+            return prompt, ()
+        return (self.info.decoder_start_token_id or 0,), prompt
 
     def logits(self, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
         """float32 [len(ids), vocabulary]: of every row of a sequence that is computed whole, its
@@ -97,7 +97,7 @@ class Recompute:
 
     def embedding(self, prompt: Sequence[int]) -> NDArray[np.float64]:
         """[d]: the last row of a prompt, of length 1."""
-        row = self.hidden(prompt)[-1].double().numpy()
+        row = self.hidden(prompt)[-1].double().cpu().numpy()
         unit: NDArray[np.float64] = row / np.sqrt((row * row).sum())
         return unit
 
@@ -136,25 +136,35 @@ class Recompute:
         )
         return build(kind.specs, [work])
 
-    def completions(self, order: Order) -> list[Answer]:
-        """What a request comes to, one answer per completion."""
-        return (
-            []
-            if order.score
-            else [self._completion(order.prompt, each) for each in order.params.completions()]
-        )
+    def completions(self, order: Order, said: Sequence[Ids] = ()) -> list[Answer]:
+        """What a request comes to, one answer per completion. `said` is what an engine answered:
+        where it is right, one forward suffices."""
+        if order.score:
+            return []
+        hints = [*said, *[()] * order.params.n]
+        return [
+            self._completion(order.prompt, params, hint)
+            for params, hint in zip(order.params.completions(), hints, strict=False)
+        ]
 
-    def prompt_scores(self, prompt: Sequence[int], k: int) -> tuple[Floats, list[Top]]:
+    def prompt_scores(self, prompt: Ids, k: int) -> tuple[Floats, list[Top]]:
         """Log-probabilities of a prompt, NaN for its first token, and the k best tokens at each
         place."""
+        first = np.array([np.nan], np.float32)
         if len(prompt) == 1:
-            return np.array([np.nan], np.float32), [()]
-        told = log_probs(self.model.ops, self.logits(prompt)[:-1], torch.tensor(prompt[1:]), k)
-        best: list[Top] = [
-            tuple(zip(a.tolist(), b.tolist(), strict=True))
-            for a, b in zip(told.top_ids, told.top, strict=True)
-        ]
-        return np.concatenate((np.array([np.nan], np.float32), told.chosen.numpy())), [(), *best]
+            return first, [()]
+        if (prompt, k) not in self._scored:
+            told = log_probs(self.ops, self.logits(prompt)[:-1], torch.tensor(prompt[1:]), k)
+            best = [_pairs(told, row) for row in range(len(prompt) - 1)]
+            scores = np.concatenate((first, told.chosen.cpu().numpy()))
+            self._scored[prompt, k] = scores, [(), *best]
+        return self._scored[prompt, k]
+
+    def scores(self, ids: Ids, begin: int, source: Ids = ()) -> Floats:
+        """Log-probabilities of ids[begin:], computed whole."""
+        rows = self.logits(ids, source)[begin - 1 : -1]
+        scores: Floats = log_probs(self.ops, rows, torch.tensor(ids[begin:])).chosen.cpu().numpy()
+        return scores
 
     def text(
         self, prompt: Sequence[int], token_ids: Sequence[int], params: SamplingParams
@@ -185,30 +195,37 @@ class Recompute:
         text = head + (tail[: found[0][1]] if found else tail)
         return text if before else text.removeprefix(" "), bool(found)
 
-    def _completion(self, prompt: tuple[int, ...], params: SamplingParams) -> Answer:
+    def _completion(self, prompt: Ids, params: SamplingParams, said: Ids) -> Answer:
         key = (prompt, replace(params, prompt_logprobs=None))
         if key not in self._known:
-            self._known[key] = self._generate(prompt, params)
+            self._known[key] = self._generate(prompt, params, said)
         return self._known[key]
 
-    def _generate(self, prompt: tuple[int, ...], params: SamplingParams) -> Answer:
+    def _generate(self, prompt: Ids, params: SamplingParams, said: Ids) -> Answer:
         begin, source = self.placed(prompt)
-        tokens, out, k = list(begin), Answer(), params.top_logprobs or 0
+        out, k = Answer(), params.top_logprobs or 0
         most = CONTEXT - len(begin) if params.max_tokens is None else params.max_tokens
+        said = said[: most - 1] if all(0 <= t < self.info.vocab_size for t in said) else ()
+        known = self.logits((*begin, *said), source)[len(begin) - 1 :] if said else None
         while len(out.token_ids) < most:
-            row = self.logits(tokens, source)[-1:]
-            token = choice.choose(
-                row[0].numpy(), params, tokens, len(begin), self.info.eos_token_ids
-            )
-            told = log_probs(self.model.ops, row, torch.tensor([token]), k)
+            tokens, count = [*begin, *out.token_ids], len(out.token_ids)
+            if known is not None and count < len(known) and tuple(out.token_ids) == said[:count]:
+                row = known[count, None]
+            else:
+                row = self.logits(tokens, source)[-1:]
+            logits, ends = row[0].float().cpu().numpy(), self.info.eos_token_ids
+            token = choice.choose(logits, params, tokens, len(begin), ends)
+            told = log_probs(self.ops, row, torch.tensor([token]), k)
             out.token_ids.append(token)
             out.logprobs.append(float(told.chosen[0]))
-            out.best.append(tuple(zip(told.top_ids[0].tolist(), told.top[0].tolist(), strict=True)))
-            tokens.append(token)
-            ended = token in params.stop_ids or (
-                token in self.info.eos_token_ids and not params.ignore_eos
-            )
+            out.best.append(_pairs(told, 0))
+            ended = token in params.stop_ids or (token in ends and not params.ignore_eos)
             if ended or (params.stops and self.text(prompt, out.token_ids, params)[1]):
                 out.finish = "stop"
                 break
         return out
+
+
+def _pairs(told: Logprobs, row: int) -> Top:
+    """The best tokens of a row, with their log-probabilities."""
+    return tuple(zip(told.top_ids[row].tolist(), told.top[row].tolist(), strict=True))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,11 @@ import torch
 from lockstep.attention.base import Backend
 from lockstep.config import EngineConfig
 from lockstep.kv.pool import _bits
+from lockstep.lab.options import FULL, RunOptions
+from lockstep.lab.properties import Judgement
+from lockstep.lab.recipes import Recipe, recipe
 from lockstep.lab.recompute import Answer, Order, Recompute
-from lockstep.lab.tiny import CONTEXT, Tiny, checkpoint, parts
+from lockstep.lab.tiny import BART, CONTEXT, LLAMA, Tiny, checkpoint, parts
 from lockstep.lab.values import Values
 from lockstep.llm.engine import Engine, Parts
 from lockstep.llm.job import Job
@@ -33,8 +37,27 @@ from lockstep.sched.request import Step
 from lockstep.types import PlanError, RuleError
 
 Disturb = Callable[["Glass", list[Job], int], None]
+Watcher = Callable[["Glass", Step], None]
 FP8_NAN = 0x7F  # of float8_e4m3, whose storage is written as bytes
 STEPS = 2000  # a story that takes longer does not end
+
+
+def decodes(tiny: Tiny) -> bool:
+    """All but the encoder-decoder, whose prompts are sources."""
+    return tiny is not BART
+
+
+def every_model(tiny: Tiny) -> bool:
+    """Models of every kind."""
+    return True
+
+
+def one_model(tiny: Tiny) -> bool:
+    """The sampler sees logits and no model: one stands for all."""
+    return tiny is LLAMA
+
+
+engine_recipe = partial(recipe, applies_to=decodes)
 
 
 class Injected(Exception):
@@ -61,13 +84,13 @@ class Failing:
 
 
 class Glass(Engine):
-    """An engine that counts what its steps are, tells them to whom wants to know, and finds poison
-    in its cache."""
+    """An engine that counts what its steps are, shows them to its `watchers`, and finds poison in
+    its cache."""
 
     def __init__(self, config: EngineConfig, made: Parts, seed: int = 1) -> None:
         super().__init__(config, made)
         self.seen: Counter[str] = Counter()
-        self.tell: Callable[[Glass, Step], None] | None = None
+        self.watchers: list[Watcher] = []
         for g, pool in enumerate(self.scheduler.pools):
             if pool is not None:
                 np.random.default_rng(seed + 17 * g).shuffle(pool._free)
@@ -81,7 +104,14 @@ class Glass(Engine):
                 free = torch.from_numpy(np.flatnonzero(pages.refs == 0))
                 slots = (free[:, None] * spec.page_size + torch.arange(spec.page_size)).reshape(-1)
                 for bits in (_bits(s) for layer in pool.storages for s in layer):
-                    bits[slots] = torch.nan if bits.is_floating_point() else FP8_NAN
+                    at = slots.to(bits.device)
+                    bits[at] = torch.nan if bits.is_floating_point() else FP8_NAN
+
+    def finish(self) -> None:
+        """Steps until nothing is left."""
+        while self.busy:
+            self.poison()
+            self.step()
 
     def _plan(self, step: Step) -> StepPlan:
         plan = super()._plan(step)
@@ -105,24 +135,25 @@ class Glass(Engine):
             self.seen["decode_rows"] += piece.new_len == 1
             if piece.new_len > 1 and piece.known_len > prompt_len:
                 self.seen["recomputed_rows"] += piece.new_len
-        if self.tell is not None:
-            self.tell(self, step)
+        for watch in self.watchers:
+            watch(self, step)
 
 
 class Rig:
     """The engines of one cell. `faults` are what was found, by property; `counters` what really
     happened."""
 
-    def __init__(self, tiny: Tiny, backend: Backend, checks: bool = True) -> None:
-        self.checks = checks
-        self.parts = parts(tiny, backend)
+    def __init__(self, tiny: Tiny, backend: Backend, options: RunOptions = FULL) -> None:
+        self.options, self.device = options, options.device
+        self.parts = parts(tiny, backend, self.device)
         self.oracle = Recompute(self.parts)
-        self.values = Values(checkpoint(tiny))  # what the oracle says, for the plain model to judge
+        # what the oracle says, for the plain model to judge
+        self.values = Values(checkpoint(tiny, self.device), self.device)
         self.rounded: dict[str, Recompute] = {}  # by the dtype of a cache that rounds its keys
         self.faults: dict[str, list[str]] = {}
         self.held: dict[str, str] = {}
         self.counters: Counter[str] = Counter()
-        self.tell: Callable[[Glass, Step], None] | None = None
+        self.watchers: list[Watcher] = []  # of every engine
 
     def engine(self, **options: object) -> Glass:
         """A fresh engine; pages of 8 and room for everybody unless told otherwise."""
@@ -131,10 +162,17 @@ class Rig:
             "page_size": 8,
             "max_total_tokens": 1024,
             "max_running_requests": 16,
+            "kv_cache_dtype": self.device.dtype,
             **options,
         }
-        made = Glass(EngineConfig.from_names(given), self.parts)
-        made.runner.checks, made.tell = self.checks, self.tell
+        return self.engine_of(EngineConfig.from_names(given))
+
+    def engine_of(self, config: EngineConfig) -> Glass:
+        """A fresh engine of this configuration."""
+        config = replace(config, device=self.device.name, dtype=self.device.dtype)
+        made = Glass(config, self.parts)
+        made.runner.checks = self.options.checks
+        made.watchers += self.watchers
         return made
 
     def note(self, name: str, faults: Sequence[str], held: str = "") -> None:
@@ -142,6 +180,10 @@ class Rig:
         on."""
         self.faults.setdefault(name, []).extend(faults)
         self.held[name] = held or self.held.get(name, "")
+
+    def check(self, name: str, holds: bool, fault: str, held: str = "") -> None:
+        """One thing was looked at: `fault` says what is wrong where it does not hold."""
+        self.note(name, [] if holds else [fault], held)
 
     def play(
         self, name: str, engine: Glass, orders: Sequence[Order], disturb: Disturb | None = None
@@ -155,7 +197,7 @@ class Rig:
             self._run(engine, orders, disturb, jobs, streams)
         except PlanError as error:
             self.note("plan", [f"PlanError: {error}"])
-        except Exception as error:  # whatever broken code raises: it ends the story, what came out so far is compared
+        except Exception as error:  # whatever broken code raises ends the story
             self.note("raised", [f"{type(error).__name__}: {error}"])
         oracle = self.oracle_of(engine)
         found = [
@@ -164,18 +206,12 @@ class Rig:
             for f in self._differences(f"request {i}", job, orders[i], streams.get(i, []), oracle)
         ]
         self.counters["requests"] += len(jobs)
+        self.counters["tokens"] += sum(len(d.token_ids) for job in jobs for d in job.drafts)
         self.note(name, found, "every request has the bits of its recomputation")
         self.note("pages", [], "free + cached + held = all, after every step")
-        self.note(
-            "poison",
-            [
-                f"request {i}: {d.error}"
-                for i, job in enumerate(jobs)
-                for d in job.drafts
-                if d.error
-            ],
-            "no NaN was read",
-        )
+        for i, job in enumerate(jobs):
+            errors = [f"request {i}: {d.error}" for d in job.drafts if d.error]
+            self.note("poison", errors, "no NaN was read")
         self.counters.update((Counter(engine.seen) + Counter(engine.scheduler.counters)) - before)
         return jobs
 
@@ -224,12 +260,9 @@ class Rig:
                 engine.check()
                 self.note("account", [f"group {g}: nobody missed a page"])
             except RuleError as error:
-                told = str(error).startswith("every hold has a holder")
-                self.note(
-                    "account",
-                    [] if told else [str(error)],
-                    "a page that nobody holds is missed, in every group",
-                )
+                missed = str(error).startswith("every hold has a holder")
+                held = "a page that nobody holds is missed, in every group"
+                self.check("account", missed, str(error), held)
             pool.give(lost)
 
     def add(self, engine: Glass, order: Order) -> Job:
@@ -252,7 +285,7 @@ class Rig:
     def oracle_of(self, engine: Glass) -> Recompute:
         """What answers are on this engine: what its cache makes of keys is part of the question."""
         dtype = engine.config.kv_cache_dtype
-        if dtype == "float32":
+        if dtype == self.device.dtype:
             return self.oracle
         if dtype not in self.rounded:
             self.rounded[dtype] = Recompute(self.parts, dtype)
@@ -262,9 +295,8 @@ class Rig:
         self, who: str, job: Job, order: Order, stream: Sequence[Chunk], oracle: Recompute
     ) -> list[str]:
         out, found = job.output(""), list[str]()
-        want = oracle.completions(
-            order if order.params.seed is not None else replace(order, params=job.params)
-        )
+        seeded = order if order.params.seed is not None else replace(order, params=job.params)
+        want = oracle.completions(seeded, [c.token_ids for c in out.completions])
         for have, answer in zip(out.completions if want else (), want, strict=True):
             self._claim(order.prompt, answer, oracle)
             n, ended = len(have.token_ids), order.abort is None and bool(job.done)
@@ -275,7 +307,7 @@ class Rig:
                     f"{name}: tokens {_list(have.token_ids)} ({have.finish_reason}), not "
                     f"{_list(answer.token_ids)}"
                 )
-            elif have.logprobs is not None and _bits_differ(have.logprobs, answer.logprobs[:n]):
+            elif have.logprobs is not None and not same_bits(have.logprobs, answer.logprobs[:n]):
                 found.append(f"{name}: log-probabilities differ in bits")
             elif have.top_logprobs is not None and have.top_logprobs != tuple(answer.best[:n]):
                 found.append(f"{name}: the best tokens differ")
@@ -292,13 +324,18 @@ class Rig:
         n = len(out.prompt_logprobs)
         if n != len(scores) and job.done and order.abort is None:
             return [f"{who}: {n} prompt log-probabilities for {len(scores)} tokens"]
-        if _bits_differ(out.prompt_logprobs[1:n], scores[1:n]):
+        if not same_bits(out.prompt_logprobs[1:n], scores[1:n]):
             return [f"{who}: prompt log-probabilities differ in bits"]
-        return (
-            [f"{who}: the prompt's best tokens differ"]
-            if k and out.prompt_top_logprobs != tuple(best[:n])
-            else []
-        )
+        same = not k or out.prompt_top_logprobs == tuple(best[:n])
+        return [] if same else [f"{who}: the prompt's best tokens differ"]
+
+    def item_scores(self, prompt: tuple[int, ...], item: tuple[int, ...]) -> Any:
+        """Log-probabilities of an item behind a prompt, computed whole."""
+        begin, source = self.oracle.placed(prompt)
+        ids = (*begin, *item)
+        scores = self.oracle.scores(ids, len(begin), source)
+        self.values.claim(ids, len(begin), scores, source=source)
+        return scores
 
     def _claim(self, prompt: tuple[int, ...], answer: Answer, oracle: Recompute) -> None:
         """An answer whose bits are compared is compared in value with the plain model at the
@@ -313,29 +350,52 @@ def stream_faults(job: Job, stream: Sequence[Chunk]) -> list[str]:
     found = []
     for completion in job.output("").completions if job.done else ():
         mine = [c for c in stream if c.index == completion.index]
-        if "".join(c.text for c in mine) != completion.text:
-            found.append(
-                f"streamed {''.join(c.text for c in mine)!r}, answered {completion.text!r}"
-            )
+        text = "".join(c.text for c in mine)
+        if text != completion.text:
+            found.append(f"streamed {text!r}, answered {completion.text!r}")
         if sum((c.token_ids for c in mine), ()) != completion.token_ids:
             found.append("other tokens were streamed than answered")
-        last = [c.finish_reason for c in mine if c.finish_reason]
-        if last != [completion.finish_reason] and completion.finish_reason != "abort":
-            found.append(
-                f"the stream ended with {last}, the answer with {completion.finish_reason}"
-            )
+        last, reason = [c.finish_reason for c in mine if c.finish_reason], completion.finish_reason
+        if last != [reason] and reason != "abort":
+            found.append(f"the stream ended with {last}, the answer with {reason}")
     return found
 
 
-def _bits_differ(have: Any, want: Any) -> bool:
-    """A NaN equals nothing: two runs that are wrong alike do not agree."""
+def same_bits(have: Any, want: Any) -> bool:
+    """A NaN equals nothing: two runs that are wrong alike do not agree. Nor do answers that never
+    came."""
+    if have is None or want is None:
+        return False
     a, b = np.asarray(have, np.float32), np.asarray(want, np.float32)
-    return (
-        a.shape != b.shape
-        or bool((a.view(np.int32) != b.view(np.int32)).any())
-        or bool(np.isnan(a).any())
-    )
+    return a.tobytes() == b.tobytes() and a.shape == b.shape and not bool(np.isnan(a).any())
 
 
 def _list(ids: Sequence[int]) -> str:
     return f"[{', '.join(map(str, ids[:12]))}{', ...' if len(ids) > 12 else ''}]"
+
+
+def judge(recipe: Recipe, tiny: Tiny, backend: Backend, options: RunOptions = FULL) -> Judgement:
+    """Plays a recipe and gathers what was found: what raised comes last."""
+    rig = Rig(tiny, backend, options)
+    recipe.play(rig, options.quick)
+    result = Judgement(counters=dict(rig.counters))
+    for name in (n for n in rig.faults if n != "raised"):
+        result.add(name, rig.faults[name], rig.held[name])
+    judge_values(rig, result)
+    result.require(recipe.required_counters)
+    if rig.faults.get("raised"):
+        result.add("raised", rig.faults["raised"], "")
+    return result
+
+
+def judge_values(rig: Rig, result: Judgement) -> None:
+    """What the engine's layers say, against the plain float64 model, within `values`' tolerance."""
+    verdict = rig.values.verdict()
+    if not verdict.judged and not verdict.faults:
+        return
+    result.out_error, result.tolerance_used = verdict.error, verdict.used
+    held = f"{verdict.judged} numbers, max error {verdict.error:.3g}, "
+    held += f"{verdict.used:.3g} of the tolerance"
+    if verdict.undecided:
+        held += f"; {verdict.undecided} behind experts too close to tell apart are left out"
+    result.add("value", verdict.faults, held)

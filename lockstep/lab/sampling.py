@@ -8,7 +8,6 @@ extreme; counts are compared with the distribution they come from.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from lockstep.lab import choice
 from lockstep.lab.recompute import Order
-from lockstep.lab.rig import Rig
+from lockstep.lab.rig import Rig, engine_recipe, one_model, same_bits
 from lockstep.lab.tiny import EOS
 from lockstep.sample import logits as plain
 from lockstep.sample import noise as hashed
@@ -64,8 +63,12 @@ def rows_of(count: int, vocab: int = VOCAB) -> tuple[Tensor, list[Row]]:
     return torch.from_numpy(logits), rows
 
 
+@engine_recipe("sample", "rows", "later_blocks", applies_to=one_model)
 def choices(rig: Rig, quick: bool) -> None:
-    """One row at a time, then how often."""
+    """The choice of a token: masks, cuts, ties, noise, its distribution.
+
+    One row at a time, then how often.
+    """
     noise_at_the_ends(rig)
     one_by_one(rig, *rows_of(160 if quick else 400))
     one_by_one(rig, *rows_of(32 if quick else 80, WIDE))
@@ -82,58 +85,37 @@ def one_by_one(rig: Rig, logits: Tensor, rows: list[Row]) -> None:
     rig.counters["rows"] += len(rows)
     chosen = sampler.sample(rig.parts.model.ops, logits, rows, (EOS,)).token_ids
     for r, row in enumerate(rows):
-        want = choice.choose(
-            logits[r].numpy(), row.params, row.token_ids.tolist(), row.prompt_len, (EOS,)
-        )
-        rig.note(
-            "choice",
-            [f"row {r}: {int(chosen[r])}, not {want} ({row.params})"]
-            if int(chosen[r]) != want
-            else [],
-            f"{len(rows)} rows",
-        )
-        masked = logits[r, chosen[r]] == -torch.inf
-        rig.note(
-            "masked",
-            [f"row {r}: {int(chosen[r])} cannot be chosen"] if masked else [],
-            "no masked token was chosen",
-        )
+        past = row.token_ids.tolist()
+        want = choice.choose(logits[r].numpy(), row.params, past, row.prompt_len, (EOS,))
+        fault = f"row {r}: {int(chosen[r])}, not {want} ({row.params})"
+        rig.check("choice", int(chosen[r]) == want, fault, f"{len(rows)} rows")
+        fine = bool(logits[r, chosen[r]] > -torch.inf)
+        fault = f"row {r}: {int(chosen[r])} cannot be chosen"
+        rig.check("masked", fine, fault, "no masked token was chosen")
     rig.counters["later_blocks"] += int((chosen >= BLOCK).sum())
     log_probabilities(rig, logits, chosen)
     edited = plain.apply_penalties(logits, rows, (EOS,))
     tensors, _ = plain.sample_tokens(edited, *sampler.settings(rows, logits.shape[1]))
-    rig.note(
-        "devices",
-        [] if torch.equal(tensors, chosen) else ["tensors choose otherwise than the kernel"],
-        "kernel = tensors",
-    )
+    fault = "tensors choose otherwise than the kernel"
+    rig.check("devices", torch.equal(tensors, chosen), fault, "kernel = tensors")
 
 
 def log_probabilities(rig: Rig, logits: Tensor, tokens: Tensor) -> None:
-    """Of the chosen token and of the best few, against numpy in float64; equal ones by the lower
-    id, by the kernel and by tensors."""
-    told = sampler.log_probs(rig.parts.model.ops, logits, tokens, FEW)
-    exact = logits.double().numpy()
-    exact = (
-        exact
-        - np.log(np.exp(exact - exact.max(1, keepdims=True)).sum(1, keepdims=True))
-        - exact.max(1, keepdims=True)
-    )
-    faults = []
-    for r in range(len(logits)):
-        best = [i for _, i in sorted((-x, i) for i, x in enumerate(exact[r].tolist()))[:FEW]]
-        if told.top_ids[r].tolist() != best:
-            faults.append(f"row {r}: the best tokens are {told.top_ids[r].tolist()}, not {best}")
-        have = np.array([float(told.chosen[r]), *told.top[r].tolist()])
-        want = exact[r][[int(tokens[r]), *best]].astype(np.float32).astype(np.float64)
-        if not np.all(
-            (have == want) | (np.abs(have - want) <= 2.0**-23 * np.maximum(np.abs(want), 1))
-        ):
-            faults.append(f"row {r}: log-probabilities {have.tolist()}, not {want.tolist()}")
-    rig.note("logprobs", faults, f"float64, and the best {FEW} in order")
+    """Of the chosen token and of the best few, against float64; equal ones by the lower id, by the
+    kernel and by tensors."""
+    told = sampler.log_probs(rig.device.ops, logits, tokens, FEW)
+    exact = logits.double().log_softmax(1)
+    best = exact.sort(dim=1, descending=True, stable=True).indices[:, :FEW]
+    held = f"float64, and the best {FEW} in order"
+    rig.check("logprobs", torch.equal(told.top_ids.long(), best), "other best tokens", held)
+    have = torch.cat((told.chosen[:, None], told.top), 1).double()
+    want = exact.gather(1, torch.cat((tokens[:, None].long(), best), 1)).float().double()
+    near = (have == want) | ((have - want).abs() <= 2.0**-23 * want.abs().clamp(min=1))
+    wrong = (~near).any(1).nonzero().flatten().tolist()
+    rig.note("logprobs", [f"row {r}: {have[r].tolist()}, not {want[r].tolist()}" for r in wrong])
     tensors = plain.compute_logprobs(logits, tokens, FEW)
-    same = all(torch.equal(a, b) for a, b in zip(tensors, told, strict=True))
-    rig.note("devices", [] if same else ["tensors describe a row otherwise than the kernel"])
+    same = all(map(torch.equal, tensors, told))
+    rig.check("devices", same, "tensors describe a row otherwise than the kernel")
 
 
 def noisy_ties() -> tuple[Tensor, list[Row]]:
@@ -160,16 +142,10 @@ def noise_at_the_ends(rig: Rig) -> None:
         rig.note("noise", far, "finite at both ends, and the definition's")
     places = [(5, 0, 1), (5, 1, 1), (-3, 2, 70), (2**45, 0, 2**20)]
     drawn = hashed.noise(torch.tensor([hashed.counter(*place) for place in places]), VOCAB)
-    for at, (seed, index, position) in enumerate(places):
-        off = float(
-            (drawn[at] - torch.from_numpy(choice.noise(seed, index, position, VOCAB))).abs().max()
-        )
-        rig.note(
-            "noise",
-            [f"seed {seed}, index {index}, position {position}: off by {off:.3g}"]
-            if not off < CLOSE
-            else [],
-        )
+    for at, place in enumerate(places):
+        off = float((drawn[at] - torch.from_numpy(choice.noise(*place, VOCAB))).abs().max())
+        fault = f"seed, index and position {place}: off by {off:.3g}"
+        rig.check("noise", off < CLOSE, fault)
 
 
 def ties(rig: Rig) -> None:
@@ -183,14 +159,11 @@ def ties(rig: Rig) -> None:
     ):
         params = SamplingParams.from_dict({"seed": 0, **limit})
         seen = {
-            int(sampler.sample(rig.parts.model.ops, equal, [Row(params, p)]).token_ids)
+            int(sampler.sample(rig.device.ops, equal, [Row(params, p)]).token_ids)
             for p in range(40)
         }
-        rig.note(
-            "ties",
-            [] if seen == set(range(allowed)) else [f"{limit}: {sorted(seen)} were chosen"],
-            "by the lower id",
-        )
+        fault = f"{limit}: {sorted(seen)} were chosen"
+        rig.check("ties", seen == set(range(allowed)), fault, "by the lower id")
 
 
 def bad_rows(rig: Rig) -> None:
@@ -202,29 +175,20 @@ def bad_rows(rig: Rig) -> None:
     for r, (value, _) in bad.items():
         spoilt[r, :: 1 if value == -torch.inf else 5] = value
     have, want = (
-        sampler.sample(rig.parts.model.ops, spoilt, rows, (EOS,)),
-        sampler.sample(rig.parts.model.ops, logits, rows, (EOS,)),
+        sampler.sample(rig.device.ops, spoilt, rows, (EOS,)),
+        sampler.sample(rig.device.ops, logits, rows, (EOS,)),
     )
-    told, faults = have.errors(), []
+    told = have.errors()
     for r in range(len(rows)):
-        reason = bad[r][1] if r in bad else None
-        fine = (
-            (r in told and reason in told[r] and int(have.token_ids[r]) == -1)
-            if reason
-            else r not in told
-        )
-        faults += (
-            [] if fine else [f"row {r}: {told.get(r, 'no error')}, token {int(have.token_ids[r])}"]
-        )
-        if reason is None and int(have.token_ids[r]) != int(want.token_ids[r]):
-            faults.append(f"row {r}: another token beside bad rows")
+        token, said = int(have.token_ids[r]), told.get(r, "")
+        want_token = int(want.token_ids[r])
+        fine = bad[r][1] in said and token == -1 if r in bad else not said and token == want_token
+        fault = f"row {r}: {said or 'no error'}, token {token}"
+        rig.check("bad rows", fine, fault, "refused with a reason, alone")
     assert have.logprobs is not None, "every row asks for them"
-    finite = [r for r in bad if bool(have.logprobs.chosen[r].isfinite())]
-    rig.note(
-        "bad rows",
-        [*faults, *(f"row {r}: a log-probability of nothing" for r in finite)],
-        "refused with a reason, alone",
-    )
+    for r in bad:
+        nothing = not bool(have.logprobs.chosen[r].isfinite())
+        rig.check("bad rows", nothing, f"row {r}: a log-probability of nothing")
 
 
 def distribution(rig: Rig, what: str, count: int) -> None:
@@ -237,22 +201,21 @@ def distribution(rig: Rig, what: str, count: int) -> None:
             seed=i if what == "seed" else 1, sample_index=i if what == "sample_index" else 0
         )
         rows.append(Row(params, 3 + i if what == "position" else 3))
-    seen = torch.bincount(
-        sampler.sample(rig.parts.model.ops, logits.expand(count, -1), rows).token_ids, minlength=12
-    ).double()
+    chosen = sampler.sample(rig.device.ops, logits.expand(count, -1), rows).token_ids
+    seen = torch.bincount(chosen, minlength=12).double()
     expected = logits.double().softmax(0) * count
     chi = float(((seen - expected) ** 2 / expected).sum())
     rig.counters["rows"] += count
-    rig.note(
-        "distribution",
-        [f"over {what}: chi-square {chi:.0f} of 11"] if not chi < CHI else [],
-        f"chi-square below {CHI:.0f}",
-    )
+    fault = f"over {what}: chi-square {chi:.0f} of 11"
+    rig.check("distribution", chi < CHI, fault, f"chi-square below {CHI:.0f}")
 
 
+@engine_recipe("seeds", "rows", "seeds_drawn", applies_to=one_model)
 def seeds(rig: Rig, quick: bool) -> None:
-    """Rows of all kinds in one batch are what each is alone; a seed that nobody gave is drawn once,
-    told, and good for a repetition."""
+    """Mixed parameters in a batch, seeds, penalties.
+
+    A seed that nobody gave is drawn once, told, and good for a repetition.
+    """
     logits, rows = rows_of(48)
     rig.counters["rows"] += len(rows)
     alone = [
@@ -262,31 +225,19 @@ def seeds(rig: Rig, quick: bool) -> None:
     for order in (range(len(rows)), range(len(rows) - 1, -1, -1)):
         rig.note("batch", differing(rig, logits, rows, order, alone), "rows in company = alone")
     some = SamplingParams(max_tokens=10, logprobs=0, ignore_eos=True)
-    orders = [
-        Order((1, 2, 3), some),
-        Order((1, 2, 3), some),
-        Order((1, 2, 3), replace(some, n=2)),
-        Order((1, 2, 3), replace(some, seed=7)),
-    ]
-    jobs = rig.play("seed", rig.engine(), orders)
+    kinds = (some, some, replace(some, n=2), replace(some, seed=7))
+    jobs = rig.play("seed", rig.engine(), [Order((1, 2, 3), params) for params in kinds])
     drawn = [job.output("").seed for job in jobs]
     rig.counters["seeds_drawn"] += sum(seed is not None for seed in drawn[:3])
-    rig.note(
-        "seed",
-        [] if len(set(drawn)) == 4 else [f"seeds {drawn}"],
-        "drawn once per request, told, and good for a repetition",
-    )
-    again = rig.play(
-        "seed",
-        rig.engine(),
-        [replace(o, params=replace(o.params, seed=s)) for o, s in zip(orders, drawn, strict=True)],
-    )
-    other = [
-        i
-        for i, (a, b) in enumerate(zip(jobs, again, strict=True))
-        if a.output("").token_ids != b.output("").token_ids
+    held = "drawn once per request, told, and good for a repetition"
+    rig.check("seed", len(set(drawn)) == 4, f"seeds {drawn}", held)
+    orders = [
+        Order((1, 2, 3), replace(params, seed=seed))
+        for params, seed in zip(kinds, drawn, strict=True)
     ]
-    rig.note("seed", [f"request {i} is another one with its own seed" for i in other])
+    for i, job in enumerate(rig.play("seed", rig.engine(), orders)):
+        same = job.output("").token_ids == jobs[i].output("").token_ids
+        rig.check("seed", same, f"request {i} is another one with its own seed")
 
 
 def differing(
@@ -298,16 +249,8 @@ def differing(
     assert many.logprobs is not None, "every row asks for them"
     found = []
     for at, r in enumerate(picked):
-        one = alone[r].logprobs
-        same = int(many.token_ids[at]) == int(alone[r].token_ids) and one is not None
-        if (
-            not same
-            or one is None
-            or not math.isclose(
-                float(many.logprobs.chosen[at]), float(one.chosen[0]), rel_tol=0, abs_tol=0
-            )
-        ):
-            found.append(
-                f"row {r}: {int(many.token_ids[at])} in company, {int(alone[r].token_ids)} alone"
-            )
+        have, want, scores = int(many.token_ids[at]), int(alone[r].token_ids), alone[r].logprobs
+        same = scores is not None and same_bits(many.logprobs.chosen[at], scores.chosen[0])
+        if have != want or not same:
+            found.append(f"row {r}: {have} in company, {want} alone")
     return found

@@ -7,23 +7,25 @@ recipe belongs to one table. `cells` makes cells of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.attention import select
 from lockstep.attention.base import Backend
-from lockstep.lab import properties, stories
+from lockstep.lab import properties, rig
 from lockstep.lab.features import FEATURES, Feature
+from lockstep.lab.options import Device, RunOptions
 from lockstep.lab.properties import Judgement
 from lockstep.lab.recipes import RECIPES, Recipe
-from lockstep.lab.stories import ENGINE_RECIPES, EngineRecipe
+from lockstep.lab.stories import ENGINE_RECIPES
 from lockstep.lab.tiny import MODELS, Tiny, loaded
+from lockstep.types import GroupSpec
 
 
 @dataclass(frozen=True, eq=False)
 class Sheet:
-    """Recipes and features have a name and say what they are; `recipe.suits(feature)` tells which
+    """Recipes and features have a name and a description; `recipe.applies_to(feature)` tells which
     pairs are cells."""
 
     name: str
@@ -31,43 +33,48 @@ class Sheet:
     measures: str  # what the error of a cell is the error of
     recipes: tuple[Any, ...]
     features: tuple[Any, ...]
-    refusal: Callable[
-        [Any, Any, Backend], str | None
-    ]  # why a backend does not take a pair, by its own caps
-    judge: Callable[
-        [Any, Any, Backend, bool, bool], Judgement
-    ]  # recipe, feature, backend, checks, quick
+    # of a recipe, a feature and a backend: why it does not take them, by its caps; what is found
+    refusal: Callable[[Any, Any, Backend, Device], str | None]
+    judge: Callable[[Any, Any, Backend, RunOptions], Judgement]
 
     def asked(self, feature: Any) -> list[Any]:
         """The recipes that make sense for a feature."""
-        return [recipe for recipe in self.recipes if recipe.suits(feature)]
+        return [recipe for recipe in self.recipes if recipe.applies_to(feature)]
 
 
-def attention_refusal(recipe: Recipe, feature: Feature, backend: Backend) -> str | None:
+def attention_refusal(
+    recipe: Recipe, feature: Feature, backend: Backend, device: Device
+) -> str | None:
     """By the groups of the feature; a recipe with trees needs a backend that has tails."""
-    tails = any(name.startswith("tail") for name in recipe.proves)
-    return next(
-        (w for g in feature.groups(16) if (w := select.refusal(backend.caps, g, "cpu", tails))),
-        None,
-    )
+    tails = any(name.startswith("tail") for name in recipe.required_counters)
+    return group_refusal(backend, feature.on(device).groups(16), device, tails)
 
 
-def engine_refusal(recipe: EngineRecipe, tiny: Tiny, backend: Backend) -> str | None:
+def engine_refusal(recipe: Recipe, tiny: Tiny, backend: Backend, device: Device) -> str | None:
     """An engine is asked for bits; a backend that promises none has its values judged in the other
     table."""
     if not backend.caps.invariances:
         return "it promises no bits, and what an engine must hold are equalities of bits"
-    return next(
-        (w for g in loaded(tiny).model.groups() if (w := select.refusal(backend.caps, g, "cpu"))),
-        None,
+    groups = loaded(tiny, device).model.groups(kv_dtype=device.dtype)
+    return group_refusal(backend, groups, device)
+
+
+def group_refusal(
+    backend: Backend, groups: Iterable[GroupSpec], device: Device, tails: bool = False
+) -> str | None:
+    """The first reason why a backend cannot serve some group of a model."""
+    reasons = (
+        select.refusal(backend.caps, group, device.place.type, tails, device.dtype)
+        for group in groups
     )
+    return next(filter(None, reasons), None)
 
 
 ATTENTION = Sheet(
     "attention", "feature", "the output", RECIPES, FEATURES, attention_refusal, properties.judge
 )
 ENGINE = Sheet(
-    "engine", "model", "a log-probability", ENGINE_RECIPES, MODELS, engine_refusal, stories.judge
+    "engine", "model", "a log-probability", ENGINE_RECIPES, MODELS, engine_refusal, rig.judge
 )
 SHEETS = (ATTENTION, ENGINE)
 

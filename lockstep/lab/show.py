@@ -9,19 +9,21 @@ red: `lab show` calls it, with a bug put back or without.
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lockstep.attention import select
 from lockstep.lab.cells import Cell, cells, refusal
+from lockstep.lab.options import FULL, RunOptions
 from lockstep.lab.oracle import Answer
-from lockstep.lab.properties import material
+from lockstep.lab.properties import material, off
 from lockstep.lab.rig import Glass, Rig
 from lockstep.lab.script import Accept, Act, Compute, Drop
 from lockstep.lab.sheets import ENGINE
+from lockstep.lab.templates import render
 from lockstep.lab.world import Setting, World
 from lockstep.plan.build import build
 from lockstep.plan.step import PagedGroup, StepPlan
@@ -42,27 +44,19 @@ class Watched(World):
         self.answers, self.told, self.made = answers, list[dict[str, Any]](), list[StepPlan]()
         try:
             self.run()
-        except (
-            Exception
-        ) as error:  # a broken backend may raise anything; that is what one wants to see
+        except Exception as error:  # a broken backend may raise anything: that is to be seen
             self.told[-1]["error"] = f"{type(error).__name__}: {error}"
         return self.told
 
     def _play(self, acts: tuple[Act, ...]) -> None:
-        self.told.append(
-            {
-                "step": len(self.told),
-                "acts": [tell(a) for a in acts] or ["an empty step"],
-                "launches": [],
-            }
-        )
+        words = [tell(a) for a in acts] or ["an empty step"]
+        self.told.append({"step": len(self.told), "acts": words, "launches": []})
         super()._play(acts)
 
     def plan(self, computes: list[Compute], groups: tuple[int, ...]) -> StepPlan:
         plan = super().plan(computes, groups)
-        self.told[-1]["launches"].append(
-            describe(plan, groups, [a.request for a in computes]) | {"rows": []}
-        )
+        launch = describe(plan, groups, [a.request for a in computes]) | {"rows": []}
+        self.told[-1]["launches"].append(launch)
         self.made.append(plan)
         return plan
 
@@ -81,78 +75,60 @@ class Watched(World):
                 launch["rows"] += self._rows(g, places, uids)
 
     def _rows(self, g: int, places: list[tuple[int, int]], uids: list[int]) -> list[dict[str, Any]]:
-        """One entry per row and layer of a group."""
-        out = []
+        """One entry per row and layer of a group, at its worst heads."""
+        out: list[dict[str, Any]] = []
         for layer, answer in enumerate(self.answers[g]):
-            have = (
+            mine = (
                 self.record.out[g][layer][uids].double(),
                 self.record.lse[g][layer][uids].double(),
             )
-            errors = [_off(have[0], answer.out[uids]).amax(2), _off(have[1], answer.lse[uids])]
-            tolerances = [answer.out_tol[uids], answer.lse_tol[uids]]
-            shares = [
-                (e / t).nan_to_num(nan=torch.inf, posinf=torch.inf)
-                for e, t in zip(errors, tolerances, strict=True)
-            ]
-            for row, uid in enumerate(uids):
-                request, position = places[row]
-                entry: dict[str, Any] = {
-                    "group": g,
-                    "layer": layer,
-                    "row": row,
-                    "request": request,
-                    "position": position,
-                    "token": uid,
-                }
-                for name, error, tol, share in zip(
-                    ("out", "lse"), errors, tolerances, shares, strict=True
-                ):
-                    head = int(share[row].argmax())
+            want = answer.out[uids], answer.lse[uids]
+            errors = off(mine[0], want[0]).amax(2), off(mine[1], want[1])
+            tolerances = answer.out_tol[uids], answer.lse_tol[uids]
+            for row, (uid, (request, position)) in enumerate(zip(uids, places, strict=True)):
+                entry: dict[str, Any] = {"group": g, "layer": layer, "row": row, "token": uid}
+                entry |= {"request": request, "position": position}
+                for name, error, tolerance in zip(("out", "lse"), errors, tolerances, strict=True):
+                    share = (error[row] / tolerance[row]).nan_to_num(torch.inf, torch.inf)
+                    head = int(share.argmax())
                     entry[name] = {
                         "head": head,
                         "error": float(error[row, head]),
-                        "tolerance": float(tol[row, head]),
+                        "tolerance": float(tolerance[row, head]),
+                        "used": float(share[head]),
                     }
-                    entry[name]["used"] = float(share[row, head])
-                head = entry["out"]["head"]
-                entry["have"] = [*have[0][row, head].tolist()]
-                entry["want"] = [*answer.out[uid, head].tolist()]
+                entry["used"] = max(entry["out"]["used"], entry["lse"]["used"])
+                entry["have"] = mine[0][row, entry["out"]["head"]].tolist()
+                entry["want"] = want[0][row, entry["out"]["head"]].tolist()
                 entry["lse_pair"] = [
-                    float(have[1][row, entry["lse"]["head"]]),
-                    float(answer.lse[uid, entry["lse"]["head"]]),
+                    float(x[row, entry["lse"]["head"]]) for x in (mine[1], want[1])
                 ]
                 out.append(entry)
         return out
 
 
-def story(cell: Cell, checks: bool = True) -> list[dict[str, Any]]:
+def story(cell: Cell, options: RunOptions = FULL) -> list[dict[str, Any]]:
     """The cell as data: a list of steps."""
     backend = select.load(cell.backend)
     if cell not in cells([cell.backend]):
-        raise RuleError(
-            "a cell's recipe makes sense for its feature",
-            str(cell),
-            "See `lockstep lab run --list`",
-        )
-    why = refusal(cell, backend)
-    if why is not None:
-        raise RuleError(
-            f"backend {cell.backend} takes the cell",
-            f"a refusal: {why}",
-            "Show it on another backend",
-        )
+        rule = "a cell's recipe makes sense for its feature"
+        raise RuleError(rule, str(cell), "See `lockstep lab run --list`")
+    reason = refusal(cell, backend, options.device)
+    if reason is not None:
+        rule = f"backend {cell.backend} takes the cell"
+        raise RuleError(rule, f"a refusal: {reason}", "Show it on another backend")
     if cell.sheet is ENGINE:
-        return engine_story(cell, checks)
-    script, rows, answers = material(cell.recipe, cell.feature)
-    return Watched(
-        cell.pair()[1], script, rows, backend, Setting(checks=checks, inspect=True)
-    ).watch(answers)
+        return engine_story(cell, options)
+    script, rows, answers = material(cell.recipe, cell.feature, options.device)
+    setting = Setting(checks=options.checks, device=options.device, inspect=True)
+    feature = cell.pair()[1].on(options.device)
+    return Watched(feature, script, rows, backend, setting).watch(answers)
 
 
-def engine_story(cell: Cell, checks: bool) -> list[dict[str, Any]]:
+def engine_story(cell: Cell, options: RunOptions) -> list[dict[str, Any]]:
     """Every step of every engine that the recipe starts, and at last what was found."""
     recipe, tiny = cell.pair()
-    rig, told = Rig(tiny, select.load(cell.backend), checks), list[dict[str, Any]]()
+    rig, told = Rig(tiny, select.load(cell.backend), options), list[dict[str, Any]]()
     known: list[Glass] = []
 
     def see(engine: Glass, step: Step) -> None:
@@ -167,22 +143,15 @@ def engine_story(cell: Cell, checks: bool) -> list[dict[str, Any]]:
             )
         acts += [tell_piece(piece) for piece in step.pieces]
         plan = build([engine.specs[g] for g in step.groups], step.works)
-        launch = describe(plan, step.groups, [piece.request.arrival for piece in step.pieces]) | {
-            "rows": []
-        }
+        names = [piece.request.arrival for piece in step.pieces]
+        launch = describe(plan, step.groups, names) | {"rows": []}
         told.append({"step": len(told), "acts": acts, "launches": [launch]})
 
-    rig.tell = see
+    rig.watchers.append(see)
     recipe.play(rig, True)
     found = [f"{name}: {fault}" for name, faults in rig.faults.items() for fault in faults]
-    told.append(
-        {
-            "step": len(told),
-            "acts": [f"FOUND {f}" for f in found] or ["nothing was wrong"],
-            "launches": [],
-        }
-    )
-    return told
+    acts = [f"FOUND {f}" for f in found] or ["nothing was wrong"]
+    return [*told, {"step": len(told), "acts": acts, "launches": []}]
 
 
 def tell_piece(piece: Piece) -> str:
@@ -262,119 +231,56 @@ def _tables(group: PagedGroup, names: list[int]) -> list[dict[str, Any]]:
     return out
 
 
-def _off(have: Tensor, want: Tensor) -> Tensor:
-    """Distance, with infinity for what is no number."""
-    return torch.where(have == want, 0.0, (have - want).abs()).nan_to_num(
-        nan=torch.inf, posinf=torch.inf
-    )
-
-
 def text(cell: Cell, steps: list[dict[str, Any]], only: int | None) -> str:
-    """The story to read. A step asked for by number is told in full."""
+    """The story to read (`show.txt.j2`). A step asked for by number is told in full."""
     recipe, feature = cell.pair()
-    lines = [f"{cell}: {recipe.says}; {feature.says}", f"steps: {len(steps)}"]
-    for step in steps:
-        if only in (None, step["step"]):
-            lines += ["", f"step {step['step']}", *(f"  {act}" for act in step["acts"])]
-            for launch in step["launches"]:
-                lines += _launch_text(launch, full=only is not None)
-            lines += [f"  RAISED {step['error']}"] if "error" in step else []
-    return "\n".join(lines)
+    return render(
+        "show.txt",
+        (array, numbers),
+        cell=cell,
+        recipe=recipe,
+        feature=feature,
+        steps=steps,
+        only=only,
+        full=only is not None,
+        some=SOME,
+        worst=WORST,
+    ).rstrip("\n")
 
 
-def _launch_text(launch: dict[str, Any], full: bool) -> list[str]:
-    real = launch["real"]
-    lines = [f"  plan: {real['requests']} requests, {real['tokens']} rows, {real['emits']} emitted"]
-    lines += [f"    {name:<12} {_array(values, full)}" for name, values in launch["arrays"].items()]
-    for group in launch["groups"]:
-        lines.append(f"  group {group['group']}: {group['spec']}")
-        lines += [
-            f"    {name:<12} {_array(v, full)}"
-            for name, v in group["arrays"].items()
-            if name not in ("pages", "page_ids")
-        ]
-        for table in group["arrays"].get("pages", []):
-            scratch = f" scratch {table['scratch']}" if table["scratch"] else ""
-            span = f"[{table['first_pos']}, {table['kv_len']})"
-            lines.append(
-                f"    request {table['request']}: positions {span} in pages "
-                f"{_array(table['ids'], full)}{scratch}"
-            )
-    lines += [f"  FAULT {fault}" for fault in launch.get("faults", [])]
-    for g in dict.fromkeys(r["group"] for r in launch["rows"]):
-        lines += _rows_text([r for r in launch["rows"] if r["group"] == g], g, full)
-    return lines
+def numbers(values: list[float]) -> str:
+    """The first eight."""
+    return " ".join(f"{x:10.6f}" for x in values[:8]) + (" ..." if len(values) > 8 else "")
 
 
-def _rows_text(rows: list[dict[str, Any]], g: int, full: bool) -> list[str]:
-    """A line per row and layer, worst ones number by number. NaN and infinity sort as worst."""
-    ranked = sorted(rows, key=lambda r: -max(r["out"]["used"], r["lse"]["used"]))
-    shown = rows if full else sorted(ranked[:SOME], key=lambda r: (r["layer"], r["row"]))
-    lines = [f"  group {g} against float64 (share of the tolerance; 1 is the limit)"]
-    lines += [
-        "     row request position layer   out error  tolerance  share   lse error  tolerance  "
-        "share"
-    ]
-    for r in shown:
-        pair = "   ".join(
-            f"{r[k]['error']:9.3g} {r[k]['tolerance']:10.3g} {r[k]['used']:6.3f}"
-            for k in ("out", "lse")
-        )
-        late = "  <-- too far" if max(r["out"]["used"], r["lse"]["used"]) > 1 else ""
-        lines.append(
-            f"    {r['row']:4} {r['request']:7} {r['position']:8} {r['layer']:5}   {pair}{late}"
-        )
-    if len(shown) < len(rows):
-        rest = max(max(r["out"]["used"], r["lse"]["used"]) for r in ranked[len(shown) :])
-        lines.append(
-            f"    and {len(rows) - len(shown)} more, at most {rest:.3f} of the tolerance; --step N "
-            "lists them all"
-        )
-    for r in ranked[:WORST]:
-        lines += [
-            f"    row {r['row']} layer {r['layer']} head {r['out']['head']}: backend above, "
-            "float64 below"
-        ]
-        lines += [
-            "      "
-            + " ".join(f"{x:10.6f}" for x in r[key][:8])
-            + (" ..." if len(r[key]) > 8 else "")
-            for key in ("have", "want")
-        ]
-        lines.append(
-            f"      lse of head {r['lse']['head']}: {r['lse_pair'][0]:.7f} | {r['lse_pair'][1]:.7f}"
-        )
-    return lines
-
-
-def _array(values: list[Any], full: bool) -> str:
+def array(values: list[Any], full: bool) -> str:
     """Runs as ranges (3..7), repeats as 0 x 12, pairs as a>b; the middle of what is still long left
     out unless asked for in full."""
     plain = [f"{v[0]}>{v[1]}" if isinstance(v, list) else v for v in values]
     parts: list[str] = []
     at = 0
     while at < len(plain):
-        up, equal = _run(plain, at, 1), _run(plain, at, 0)
-        if max(up, equal) > 3:
-            parts.append(
-                f"{plain[at]}..{plain[at + up - 1]}" if up >= equal else f"{plain[at]} x {equal}"
-            )
-        else:
+        up, equal = run_length(plain, at, 1), run_length(plain, at, 0)
+        length = max(up, equal)
+        if length < 4:
             parts.append(str(plain[at]))
-        at += max(up, equal) if max(up, equal) > 3 else 1
+            length = 1
+        elif up >= equal:
+            parts.append(f"{plain[at]}..{plain[at + up - 1]}")
+        else:
+            parts.append(f"{plain[at]} x {equal}")
+        at += length
     if len(parts) > 40 and not full:
         parts = [*parts[:30], f"... {len(parts) - 36} more ...", *parts[-6:]]
     return f"[{', '.join(parts)}]"
 
 
-def _run(values: list[Any], at: int, step: int) -> int:
+def run_length(values: list[Any], at: int, step: int) -> int:
     """How many values from `at` on rise by `step`."""
-    end = at + 1
-    while (
-        end < len(values)
-        and isinstance(values[end], int)
-        and isinstance(values[end - 1], int)
-        and values[end] == values[end - 1] + step
-    ):
-        end += 1
-    return end - at
+    rising = takewhile(
+        lambda pair: (
+            isinstance(pair[0], int) and isinstance(pair[1], int) and pair[1] - pair[0] == step
+        ),
+        pairwise(values[at:]),
+    )
+    return 1 + sum(1 for _ in rising)

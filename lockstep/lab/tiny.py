@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep.attention.base import Backend
-from lockstep.kernels.select import select
+from lockstep.lab.options import CPU, Device
 from lockstep.lab.plain import Checkpoint
 from lockstep.llm.engine import Parts
 from lockstep.models.loader import STATED, Info, Loaded
@@ -38,6 +39,8 @@ EOS = 0
 START = 1  # of an encoder-decoder's answers
 WINDOW = 9
 HIDDEN = 32
+# names by which a checkpoint shows whether it is the trunk alone
+PRESENT = frozenset({"model.embed_tokens.weight", "model.shared.weight", "bert.embeddings"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,77 +48,39 @@ class Tiny:
     """A model: `config` is what differs from COMMON in its config.json."""
 
     name: str
-    says: str
+    description: str
     model_type: str
     config: Mapping[str, Any]
 
 
 COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": CONTEXT,
+    **{"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48, "head_dim": 8},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False, "mlp_bias": False},
+    **{"tie_word_embeddings": True, "max_position_embeddings": CONTEXT},
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 24,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "rope_interleave": True,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.5,
+    **{"num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 16, "v_head_dim": 8},
+    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "rope_interleave": True},
+    **{"first_k_dense_replace": 1, "moe_intermediate_size": 16, "n_routed_experts": 4},
+    **{"n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    **{"norm_topk_prob": True, "routed_scaling_factor": 1.5},
 }
 EXPERTS = {
-    "attention_bias": True,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "swiglu_alpha": 1.702,
-    "swiglu_limit": 7.0,
+    **{"attention_bias": True, "num_local_experts": 4, "num_experts_per_tok": 2},
+    **{"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
 }
-
 CAPS = {
-    **{
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 8,
-        "use_bidirectional_attention": False,
-    },
+    **{"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 8},
     **{"attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0},
+    "use_bidirectional_attention": False,
 }
-
 SOURCES = {
-    **{
-        "d_model": HIDDEN,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_ffn_dim": 48,
-        "decoder_ffn_dim": 40,
-    },
-    **{
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 4,
-        "scale_embedding": True,
-        "activation_function": "gelu",
-    },
+    **{"d_model": HIDDEN, "encoder_layers": 2, "decoder_layers": 2, "scale_embedding": True},
+    **{"encoder_ffn_dim": 48, "decoder_ffn_dim": 40, "activation_function": "gelu"},
+    **{"encoder_attention_heads": 2, "decoder_attention_heads": 4},
 }
 
 LLAMA = Tiny("llama", "full attention in every layer", "llama", {})
@@ -145,60 +110,73 @@ def words(count: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(rng.randrange(EOS + 1, VOCAB) for _ in range(count))
 
 
-def loaded(tiny: Tiny, seed: int = 3, record: dict[str, Tensor] | None = None) -> Loaded:
+def loaded(
+    tiny: Tiny, device: Device = CPU, record: dict[str, Tensor] | None = None, seed: int = 3
+) -> Loaded:
     """The model with random weights, which `record` gets by name, and what the engine must know."""
     gen = torch.Generator().manual_seed(seed)
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
         noise = torch.randn(shape, generator=gen)
-        tensor = (
-            1 + 0.1 * noise
-            if "norm" in name
-            else noise * (0.5 if "embed" in name else 1.5 / shape[-1] ** 0.5)
-        )
+        scale = 0.5 if "embed" in name else 1.5 / shape[-1] ** 0.5
+        tensor = (1 + 0.1 * noise if "norm" in name else noise * scale).to(device.compute)
         if record is not None:
             record[name] = tensor.clone()
-        return tensor
+        return tensor.to(device.place)
 
-    ops, device = select("cpu")
-    names = {"model.embed_tokens.weight", "model.shared.weight"}
-    weights = WeightSource(take, lambda _: None, names, ops)
-    model = import_module(f"lockstep.models.{tiny.model_type}").build(
-        SimpleNamespace(**{**COMMON, **tiny.config}), weights
-    )
+    config = {**COMMON, **tiny.config, "model_type": tiny.model_type}
+    return assembled(config, take, (EOS,), device)
+
+
+def assembled(
+    config: Mapping[str, Any],
+    take: Callable[..., Tensor],
+    eos_token_ids: tuple[int, ...] = (),
+    device: Device = CPU,
+) -> Loaded:
+    """A model of a config, its tensors from `take(name, shape)`, and what the engine must know."""
+    weights = WeightSource(take, lambda _: None, PRESENT, device.ops)
+    kind = import_module(f"lockstep.models.{config['model_type']}")
+    model = kind.build(SimpleNamespace(**config), weights)
     info = Info(
-        tiny.model_type,
-        Path("tiny"),
-        VOCAB,
-        HIDDEN,
-        CONTEXT,
-        None,
-        (EOS,),
-        START,
-        True,
-        tiny is BART,
-        device,
+        model_type=config["model_type"],
+        folder=Path("tiny"),
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        max_position=model.max_position,
+        bos_token_id=None,
+        eos_token_ids=eos_token_ids,
+        decoder_start_token_id=START,
+        generates=model.generates,
+        encoder=config["model_type"] == "bart",
+        device=Choice(device.name, "the lab's choice"),
     )
     return Loaded(model, info)
 
 
-def checkpoint(tiny: Tiny, seed: int = 3) -> Checkpoint:
+def configs(file: str) -> dict[str, dict[str, Any]]:
+    """The configs of a file beside this one, by name: what each differs in from `common`."""
+    doc = json.loads((files("lockstep.lab") / file).read_text(encoding="utf-8"))
+    return {name: {**doc["common"], **mine} for name, mine in doc["models"].items()}
+
+
+def checkpoint(tiny: Tiny, device: Device = CPU, seed: int = 3) -> Checkpoint:
     """The same model as a folder holds it: every field of its config, its tensors by name."""
     tensors: dict[str, Tensor] = {}
-    loaded(tiny, seed, tensors)
+    loaded(tiny, device, tensors, seed)
     return Checkpoint({**COMMON, **tiny.config, "model_type": tiny.model_type}, tensors)
 
 
-def parts(tiny: Tiny, backend: Backend) -> Parts:
+def parts(tiny: Tiny, backend: Backend, device: Device = CPU) -> Parts:
     """What an engine is made of, with nothing proven about the machine, and with an alphabet."""
-    model, info = loaded(tiny)
+    model, info = loaded(tiny, device)
     return Parts(
-        model,
-        info,
-        Tokenizer(Letters()),
-        backend,
-        Choice("cpu", "the lab's choice"),
-        Certificate(0, (), "none"),
+        model=model,
+        info=info,
+        tokenizer=Tokenizer(Letters()),
+        backend=backend,
+        attention=Choice("cpu", "the lab's choice"),
+        certificate=Certificate(0, (), "none"),
     )
 
 
@@ -237,26 +215,8 @@ class Letters:
         *("é".encode()[i : i + 1] for i in range(2)),
         *("€".encode()[i : i + 1] for i in range(3)),
         *("😀".encode()[i : i + 1] for i in range(4)),
-        *(
-            b"th",
-            b"he",
-            b"in",
-            b"er",
-            b"an",
-            b"re",
-            b"on",
-            b"at",
-            b"en",
-            b"nd",
-            b"ti",
-            b"es",
-            b"or",
-            b"te",
-            b"of",
-            b"ed",
-            b"is",
-            b"it",
-        ),
+        *(b"th", b"he", b"in", b"er", b"an", b"re", b"on", b"at", b"en", b"nd", b"ti", b"es"),
+        *(b"or", b"te", b"of", b"ed", b"is", b"it"),
         b"the",
     )
 

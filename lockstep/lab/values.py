@@ -1,26 +1,27 @@
-"""How far an engine's numbers are from the plain float64 model, and how far float32 may be.
+"""How far an engine's numbers are from the plain float64 model, and how far its dtype may be.
 
-The tolerance is derived, not guessed: it is float32's own roundings, sent through the model. The
-plain model runs a second time with a random error in every operation, of the size that float32
-makes there, with u = 2^-24 scaled down to NOISE, where answers move in proportion:
+The tolerance is derived, not guessed: it is the roundings of the compute dtype, sent through the
+model. The plain model runs a second time with a random error in every operation, of the size that
+a device makes there. u is the dtype's unit, 2^-24 for float32; sums are kept in float32, with v =
+2^-24, whatever the dtype. u is scaled down to NOISE, where answers move in proportion, and v alike:
 
     an elementwise result   is rounded once: a relative error of u
     a sum of K terms        rounds K partial sums, which grow as sqrt(k) where signs are mixed:
-                            u/sqrt(3) · sqrt(1 + 2 + … + K) = u · K/sqrt(6) of a term's size, and
-                            errors of u · sqrt(K/6) in every term make the same of it
-    a mean, a softmax       adds terms of one sign: a relative error of u · sqrt(K)
+                            v/sqrt(3) · sqrt(1 + 2 + … + K) = v · K/sqrt(6) of a term's size, and
+                            errors of v · sqrt(K/6) in every term make the same of it; then one by u
+    a mean, a softmax       adds terms of one sign: a relative error of v · sqrt(K), then one by u
     moving numbers          is exact
 
 So depth, widths, lengths and how sharp the softmaxes are, are all in it. The largest move of one
 draw, over all rows and tokens of a sequence, is two to four standard deviations of the noise. The
 errors above are bounds, of which roundings are on average a third. LAMBDA = 4 times the largest
-move is then more than ten standard deviations of what a right computation in float32 is off.
+move is then more than ten standard deviations of what a right computation is off.
 
 A cache in a narrower dtype rounds keys and values once more: by 0.41 of its own u, the root mean
 square of an error that is uniform within half a unit of the last place, over all mantissas.
 
 A router is the one step that does not move in proportion: where two experts are closer than their
-scores may be off, float32 may take the other one. From such a row on a sequence is not judged.
+scores may be off, a device may take the other one. From such a row on a sequence is not judged.
 
 Called by the rig for the engine's cells and by `fuzz`. Knows `plain` and no engine.
 """
@@ -36,36 +37,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lockstep.lab import plain
+from lockstep.lab.options import CPU, Device
 
-U = 2.0**-24
 NOISE = 2.0**-34  # stands for u: small enough for answers to move in proportion, large in float64
-CACHE_ERROR = {"float32": 0.0, "bfloat16": 0.41 * 2.0**-8, "float8_e4m3": 0.41 * 2.0**-4}
+CACHE_UNIT = {"": 0.0, "float32": 0.0, "float16": 2**-11, "bfloat16": 2**-8, "float8_e4m3": 2**-4}
+CACHE_ERROR = 0.41  # of its unit
 LAMBDA = 4.0
 PRODUCTS = {"matmul", "__matmul__", "einsum"}
 ONE_SIGN = {"mean", "sum", "softmax", "log_softmax"}
 EXACT = {
-    *(
-        "double",
-        "tensor",
-        "arange",
-        "zeros_like",
-        "ones",
-        "scatter",
-        "gather",
-        "masked_fill",
-        "clamp",
-    ),
-    *(
-        "cat",
-        "stack",
-        "flatten",
-        "repeat_interleave",
-        "__getitem__",
-        "max",
-        "abs",
-        "where",
-        "__neg__",
-    ),
+    *("double", "tensor", "arange", "zeros_like", "ones", "scatter", "gather", "masked_fill"),
+    *("clamp", "cat", "stack", "flatten", "repeat_interleave", "__getitem__", "max", "abs"),
+    *("where", "__neg__"),
 }
 
 Ids = tuple[int, ...]
@@ -81,12 +64,14 @@ class Asked(NamedTuple):
 
 
 class Roundings(TorchFunctionMode):
-    """Every operation is off as in float32, with `size` for u. Rankings are written down."""
+    """Every operation is off as in the compute dtype, with `size` for its unit. Rankings are
+    written down."""
 
-    def __init__(self, size: float, cache_dtype: str = "float32") -> None:
+    def __init__(self, size: float, device: Device = CPU, cache_dtype: str = "") -> None:
         super().__init__()
         self.size = size
-        self.cache_size = size / U * CACHE_ERROR[cache_dtype]
+        self.sum_size = size / device.unit * CPU.unit
+        self.cache_size = size / device.unit * CACHE_ERROR * CACHE_UNIT[cache_dtype]
         self.generator = torch.Generator().manual_seed(1)
         self.ranked: list[tuple[Tensor, int]] = []
 
@@ -107,12 +92,12 @@ class Roundings(TorchFunctionMode):
         if not is_number or name in EXACT:
             return out
         terms = args[0].shape[-1] if name in ONE_SIGN else 1
-        return self._off(out, self.size * terms**0.5)
+        return self._off(out, self.size + self.sum_size * (terms**0.5 - 1))
 
     def _off_terms(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Operands of a product: terms [..., K] with a sum's errors, keys and values as kept."""
         *equation, terms, other = args
-        terms = self._off(terms, self.size * (terms.shape[-1] / 6) ** 0.5)
+        terms = self._off(terms, self.sum_size * (terms.shape[-1] / 6) ** 0.5)
         if name == "einsum":
             other = self._off(other, self.cache_size)
         return (*equation, terms, other)
@@ -126,21 +111,22 @@ class Roundings(TorchFunctionMode):
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """Numbers, how far float32 may be from each, and the first row that it may decide otherwise."""
+    """Numbers, how far a device may be from each, and the first row that it may decide
+    otherwise."""
 
     values: Tensor
     tolerance: float
     decided: int
 
 
-def truth(compute: Callable[[], Tensor], cache_dtype: str = "float32") -> Truth:
+def truth(compute: Callable[[], Tensor], device: Device = CPU, cache_dtype: str = "") -> Truth:
     """What `compute` says, once as it is and once with errors."""
     with torch.no_grad():
         with Roundings(0.0) as exact:
             values = compute()
-        with Roundings(NOISE, cache_dtype) as noisy:
+        with Roundings(NOISE, device, cache_dtype) as noisy:
             moved = compute()
-    scale = LAMBDA * U / NOISE
+    scale = LAMBDA * device.unit / NOISE
     tolerance = float((moved - values).abs().max()) * scale
     return Truth(values, tolerance, decided_rows(exact.ranked, noisy.ranked, scale))
 
@@ -185,9 +171,10 @@ class Verdict:
 class Values:
     """Claims about a model's numbers, kept until `verdict` compares them with the plain model's."""
 
-    def __init__(self, checkpoint: plain.Checkpoint) -> None:
-        self.checkpoint = checkpoint
+    def __init__(self, checkpoint: plain.Checkpoint, device: Device = CPU) -> None:
+        self.checkpoint, self.device = checkpoint, device
         self.logprobs: dict[Asked, Told] = {}
+        self.judged: dict[Asked, Told] = {}  # by an earlier verdict
         self.embeddings: dict[tuple[Ids, str], set[tuple[float, ...]]] = {}
 
     def claim(
@@ -197,7 +184,7 @@ class Values:
         logprobs: Iterable[float],
         best: Iterable[Iterable[tuple[int, float]]] = (),
         source: Sequence[int] = (),
-        cache_dtype: str = "float32",
+        cache_dtype: str = "",
     ) -> None:
         """ids[begin:] have these log-probabilities, and those of `best` beside them theirs."""
         asked = Asked(tuple(ids), tuple(source), cache_dtype)
@@ -214,7 +201,8 @@ class Values:
         told.add(tuple(map(float, vector)))
 
     def verdict(self) -> Verdict:
-        """Compares all claims. A sequence that begins another one is computed with it."""
+        """Compares the claims since the last verdict. A sequence that begins another one is
+        computed with it."""
         verdict = Verdict()
         try:
             self._compare(verdict)
@@ -224,23 +212,27 @@ class Values:
 
     def _compare(self, verdict: Verdict) -> None:
         for asked, told in self._merged().items():
-            if told:
-                self._judge(verdict, asked, told)
+            self._judge(verdict, asked, told)
         for (ids, pooling), vectors in self.embeddings.items():
             self._judge_embeddings(verdict, ids, pooling, vectors)
+        self.embeddings.clear()
 
     def _merged(self) -> dict[Asked, Told]:
         merged: dict[Asked, Told] = {}
         for asked, told in sorted(self.logprobs.items(), key=lambda item: -len(item[0].ids)):
-            same = (a for a in merged if a._replace(ids=a.ids[: len(asked.ids)]) == asked)
-            merged.setdefault(next(same, asked), set()).update(told)
+            seen = self.judged.setdefault(asked, set())
+            if told - seen:
+                same = (a for a in merged if a._replace(ids=a.ids[: len(asked.ids)]) == asked)
+                merged.setdefault(next(same, asked), set()).update(told - seen)
+                seen |= told
+        self.logprobs.clear()
         return merged
 
     def _judge(self, verdict: Verdict, asked: Asked, told: Told) -> None:
         def compute() -> Tensor:
             return plain.logits(self.checkpoint, asked.ids[:-1], asked.source).log_softmax(-1)
 
-        found = truth(compute, asked.cache_dtype)
+        found = truth(compute, self.device, asked.cache_dtype)
         decided = [entry for entry in sorted(told) if entry[0] < found.decided]
         verdict.undecided += len(told) - len(decided)
         wrong = [value - float(found.values[row, token]) for row, token, value in decided]
@@ -253,7 +245,7 @@ class Values:
         def compute() -> Tensor:
             return plain.embedding(self.checkpoint, ids, pooling)
 
-        found = truth(compute)
+        found = truth(compute, self.device)
         if found.decided < len(ids):
             verdict.undecided += len(vectors) * found.values.numel()
             return

@@ -16,18 +16,19 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lockstep.attention.base import Backend
 from lockstep.kernels.cpu.threads import limited
-from lockstep.kernels.select import select
 from lockstep.kv import pool as kv_pool
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import Table
 from lockstep.lab import spoilt
 from lockstep.lab.features import Feature
-from lockstep.lab.guard import Guarded
-from lockstep.lab.oracle import Rows
+from lockstep.lab.guard import Guarded, as_bits, same
+from lockstep.lab.options import CPU, Device
+from lockstep.lab.oracle import FP8_MAX, KINDS, Rows
 from lockstep.lab.pads import PadRows
 from lockstep.lab.script import Accept, Act, Compute, Drop, Fork, Script
 from lockstep.order import split_len, tile_len
@@ -51,6 +52,7 @@ class Setting:
     threads: int = 2
     seed: int = 1  # of the page order
     checks: bool = True
+    device: Device = CPU
     inspect: bool = False  # compare memory before and after every step
 
 
@@ -78,25 +80,21 @@ class World:
         backend: Backend,
         setting: Setting,
     ) -> None:
-        self.feature, self.script, self.rows, self.backend, self.setting = (
-            feature,
-            script,
-            rows,
-            backend,
-            setting,
-        )
+        self.feature, self.script, self.rows = feature, script, rows
+        self.backend, self.setting = backend, setting
+        self.device = setting.device.place
         self.specs = feature.groups(setting.page_size)
-        self.guarded = Guarded()
+        self.guarded = Guarded(setting.device)
         sizes = [self._pool_pages(spec) for spec in self.specs]
         self.pages = [PagePool(n) if n else None for n in sizes]
         self.pools = [
-            Pool(spec, n, select("cpu")[0], self.guarded.storage) if n else None
+            Pool(spec, n, setting.device.ops, self.guarded.storage) if n else None
             for spec, n in zip(self.specs, sizes, strict=True)
         ]
         for g, pool in enumerate(self.pages):
             if pool is not None:
                 np.random.default_rng(setting.seed + 17 * g).shuffle(pool._free)
-        self.pads = PadRows(self.specs, rows, backend)
+        self.pads = PadRows(self.specs, rows, backend, setting.device)
         self.tables: dict[int, Table] = {}
         self.used: set[tuple[int, int]] = set()  # (group, page) that somebody has given back
         n = len(script.parents)
@@ -134,10 +132,8 @@ class World:
                 self._freed(self.tables.pop(act.request).close())
                 self.record.counters["drops"] += 1
         computes = [a for a in acts if isinstance(a, Compute)]
-        encoders, others = (
-            [a for a in computes if a.encoder],
-            [a for a in computes if not a.encoder],
-        )
+        encoders = [a for a in computes if a.encoder]
+        others = [a for a in computes if not a.encoder]
         if encoders:
             self._launch(encoders, self.feature.encode)
         if others or not acts:
@@ -174,17 +170,15 @@ class World:
         if self.setting.checks:
             plan_check.check(plan, pool_pages)
         if self.setting.inspect and not self.setting.pad:
-            self.record.faults += [
-                f"rules: {fault}" for fault in spoilt.unnoticed(plan, pool_pages)
-            ]
+            found = spoilt.unnoticed(plan, pool_pages)
+            self.record.faults += [f"rules: {fault}" for fault in found]
         self._count(plan, computes, groups)
         self._audit(plan, computes, groups)
         specs = tuple(self.specs[g] for g in groups)
         image = self.guarded.ints(plan_image.pack(plan))
         views = plan_image.views(image, plan.bucket, specs)
-        if not np.array_equal(
-            plan_image.pack(plan_image.unpack(image.numpy(), specs)), image.numpy()
-        ):
+        copy = image.cpu().numpy()
+        if not np.array_equal(plan_image.pack(plan_image.unpack(copy, specs)), copy):
             self.record.faults.append("plan: unpack(pack(plan)) is another plan")
         before = self._memory() if self.setting.inspect else None
         uids = [uid for act in computes for uid in act.uids]
@@ -210,12 +204,13 @@ class World:
         plan, stores, handle = step
         spec, mine, record = self.specs[g], self.rows[g][layer], self.record
         index = torch.tensor(uids + [0] * (plan.bucket.tokens - len(uids)), dtype=torch.long)
-        q, k, v = (self.guarded.rows(t[index]) for t in (mine.q, mine.k, mine.v))
+        q, k, v = (self.guarded.rows(t[index].to(self.device)) for t in (mine.q, mine.k, mine.v))
         reads_only = spec.layout is Layout.CROSS and not any(map(len, plan_writes(plan, spec)))
         keys = stores.keys(layer, *((None, None) if reads_only else (k, v)))
         if spec.layout is Layout.CROSS and not reads_only:
             return  # the encoder's step writes the decoder's cross keys and asks nothing of them
-        out, lse = self.backend.attend(q, keys, handle, spec.layers[layer])
+        result = self.backend.attend(q, keys, handle, spec.layers[layer])
+        out, lse = (t.float().cpu() for t in result)
         real = index[: len(uids)]
         again = record.seen[g][real] if layer == 0 else torch.zeros(0, dtype=torch.bool)
         if again.any() and not same(record.out[g][layer][real[again]], out[: len(uids)][again]):
@@ -224,12 +219,9 @@ class World:
         if not bool(torch.isfinite(out[len(uids) :]).all()):
             record.faults.append(f"pads: group {g}: a pad row is not finite")
         elif "pad" in self.backend.caps.invariances:
-            wrong = self.pads.differing(g, layer, plan, (out, lse))
-            record.faults += [
-                f"pads: group {g} layer {layer}: request {i} of the plan is not the pad request "
-                "alone"
-                for i in wrong
-            ]
+            for i in self.pads.differing(g, layer, plan, result):
+                what = f"request {i} of the plan is not the pad request alone"
+                record.faults.append(f"pads: group {g} layer {layer}: {what}")
         if layer == len(spec.layers) - 1:
             record.seen[g][real] = True
 
@@ -270,6 +262,7 @@ class World:
             if pool is not None and pages:
                 size = self.specs[g].page_size
                 slots = (torch.tensor(pages)[:, None] * size + torch.arange(size)).reshape(-1)
+                slots = slots.to(self.device)
                 for storage in (s for layer in pool.storages for s in layer):
                     self.guarded.poison(storage, slots)
                 self.record.counters["freed_pages"] += len(pages)
@@ -350,10 +343,8 @@ class World:
             if pool is None:
                 continue
             expect = self._expected_writes(g, computes) if g in groups else {}
-            slots, uids = (
-                torch.tensor(list(expect), dtype=torch.long),
-                torch.tensor(list(expect.values()), dtype=torch.long),
-            )
+            slots = torch.tensor(list(expect), dtype=torch.long, device=self.device)
+            uids = torch.tensor(list(expect.values()), dtype=torch.long)
             for layer, storages in enumerate(pool.storages):
                 for at, storage in enumerate(storages):
                     old, new = before[g][layer][at], kv_pool._bits(storage)
@@ -366,7 +357,7 @@ class World:
                         )
                     rows = self.rows[g][layer]
                     want = stored_bits(pool.spec, layer, (rows.k if at == 0 else rows.v)[uids], at)
-                    if len(slots) and not torch.equal(as_bits(new[slots]), as_bits(want)):
+                    if len(slots) and not torch.equal(as_bits(new[slots]).cpu(), as_bits(want)):
                         self.record.faults.append(
                             f"writes: group {g} layer {layer}: a row is not where or what it "
                             "should be"
@@ -416,19 +407,8 @@ def stored_bits(spec: GroupSpec, layer: int, values: Tensor, which: int) -> Tens
     """What the cache holds for these values, up to a multiple of 8 columns with zeros: the lab's
     own account, not the pool's."""
     attn = spec.layers[layer]
-    values = torch.cat((values, torch.zeros(*values.shape[:2], -values.shape[2] % 8)), 2)
+    values = F.pad(values.float(), (0, -values.shape[2] % 8))
     scaled = values / (attn.k_scale if which == 0 else attn.v_scale)
     if spec.kv_dtype == "float8_e4m3":
-        return scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    return scaled.to(torch.bfloat16 if spec.kv_dtype == "bfloat16" else torch.float32)
-
-
-def as_bits(t: Tensor) -> Tensor:
-    """The memory of a tensor as integers: NaN equals itself, -0 does not equal 0."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return t.contiguous().view(kinds[t.element_size()])
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Bitwise equality."""
-    return a.shape == b.shape and bool(torch.equal(as_bits(a), as_bits(b)))
+        scaled = scaled.clamp(-FP8_MAX, FP8_MAX)
+    return scaled.to(KINDS[spec.kv_dtype])

@@ -37,6 +37,7 @@ class Revert:
     target: str  # module:function or module:Class.method
     cells: tuple[str, ...]  # recipe/feature, each must fail
     related: tuple[str, ...]
+    backend: str  # whose text it is in; "" for what all backends use
     crash: bool  # whether killing the process counts
     equivalent: str  # the proof that nothing can notice it; "" for all others
     make: Callable[[Any], Any]
@@ -58,23 +59,19 @@ def load(name: str) -> Revert:
         )
     module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
     title, story = parse(name, module.__doc__ or "")
-    related, crash, equivalent = (
-        getattr(module, "RELATED", ()),
-        getattr(module, "CRASH", False),
-        getattr(module, "EQUIVALENT", ""),
-    )
-    cells = getattr(module, "CELLS", ()) if equivalent else module.CELLS
+    equivalent = getattr(module, "EQUIVALENT", "")
     return Revert(
-        name,
-        title,
-        story,
-        module.SOURCE,
-        module.TARGET,
-        tuple(cells),
-        tuple(related),
-        crash,
-        equivalent,
-        module.revert,
+        name=name,
+        title=title,
+        story=story,
+        source=module.SOURCE,
+        target=module.TARGET,
+        cells=tuple(getattr(module, "CELLS", ()) if equivalent else module.CELLS),
+        related=tuple(getattr(module, "RELATED", ())),
+        backend=getattr(module, "BACKEND", ""),
+        crash=getattr(module, "CRASH", False),
+        equivalent=equivalent,
+        make=module.revert,
     )
 
 

@@ -42,12 +42,9 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         if group.spec.causal:
             return lo, hi
         tile = order.tile_len(group.spec.d_qk, group.spec.d_v)
-        paged = isinstance(group, PagedGroup)
-        there = (
-            np.diff(group.page_indptr) * group.spec.page_size
-            if paged
-            else plan.bucket.tokens - plan.q_indptr[:-1]
-        )  # type: ignore[union-attr]
+        there = plan.bucket.tokens - plan.q_indptr[:-1]
+        if isinstance(group, PagedGroup):
+            there = np.diff(group.page_indptr) * group.spec.page_size
         return lo, np.minimum(-(-hi // tile) * tile, there[plan.request]).astype(np.int32)
 
     return visible

@@ -1,7 +1,8 @@
 """What went on after an error had lost the last token of its answer.
 
-Summary: A step failed, and everything that was running was computed again: from the prompt and the
-tokens that were there, but for the last one.
+Summary:
+A step failed, and everything that was running was computed again: from the prompt and the tokens
+that were there, but for the last one.
 
 Motivation:
 A running request's last token has no key yet. Who rebuilds a request from its keys does not see it.
@@ -15,8 +16,9 @@ Mechanism:
 Key functions:
 `llm.job.Job.resumed`, which makes the requests of a job from what has come out.
 
-Symptom: An answer that repeats one token after an error that somebody else's request may have
-caused, and goes on differently from there.
+Symptom:
+An answer that repeats one token after an error that somebody else's request may have caused, and
+goes on differently from there.
 
 Risk and impact:
 Nothing is wrong until something fails; then every running request is, and says so nowhere.

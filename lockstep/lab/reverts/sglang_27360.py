@@ -60,11 +60,11 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
                 end = rows.tail_indptr[
                     row + 1
                 ]  # [end] one column too many: the branch's token of the next step
-                future = min(
-                    rows.nodes[end - 1] + work.new_len, len(pages.scratch) * spec.page_size - 1
-                )  # type: ignore[union-attr]
+                assert pages is not None, "a tree has pages"
+                room = len(pages.scratch) * spec.page_size
+                future = min(rows.nodes[end - 1] + work.new_len, room - 1)
                 if end < len(slots):
-                    slots[end] = build.node_slots(spec, pages, np.array([future], np.int32))[0]  # type: ignore[arg-type]
+                    slots[end] = build.node_slots(spec, pages, np.array([future], np.int32))[0]
         return slots
 
     return tail_slots

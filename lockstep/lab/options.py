@@ -1,0 +1,87 @@
+"""How cells are run: on which device and in which dtype, with the plan's checks or without, in full
+or quickly.
+
+A device is found by its name, like an engine's; its compute dtype is that of activations. What is
+judged by a tolerance takes `unit` from here; what is judged by bits does not care. The commands
+make one value of these, and everything that plays a cell is handed it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from lockstep.kernels.select import select
+from lockstep.ops import Ops
+from lockstep.types import GroupSpec, Layout
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where something is computed, and the dtype of its activations."""
+
+    name: str = "cpu"
+    dtype: str = "float32"
+
+    @staticmethod
+    def of(name: str, dtype: str | None = None) -> Device:
+        """The device called `name`; without a dtype its own."""
+        ops, _ = select(name, dtype or "auto")
+        return Device(name, str(ops.dtype).removeprefix("torch."))
+
+    @property
+    def ops(self) -> Ops:
+        """Its table of operations."""
+        return _ops(self.name, self.dtype)
+
+    @property
+    def place(self) -> torch.device:
+        """Where its tensors lie."""
+        return self.ops.device
+
+    @property
+    def compute(self) -> torch.dtype:
+        """The dtype of activations as torch calls it."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def unit(self) -> float:
+        """The largest relative error of one rounding to the compute dtype: 2^-24 for float32."""
+        return torch.finfo(self.compute).eps / 2
+
+    @property
+    def flags(self) -> str:
+        """Of a command that is to run here."""
+        return "" if self == CPU else f" --device {self.name} --dtype {self.dtype}"
+
+    def specs(self, groups: tuple[GroupSpec, ...]) -> tuple[GroupSpec, ...]:
+        """Groups as they are here: a cache that rounds nothing has the dtype of activations."""
+        return tuple(
+            replace(g, kv_dtype=self.dtype)
+            if g.layout is not Layout.FRESH and g.kv_dtype == "float32"
+            else g
+            for g in groups
+        )
+
+
+@lru_cache
+def _ops(name: str, dtype: str) -> Ops:
+    return select(name, dtype)[0]
+
+
+CPU = Device()
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Of a run of cells. Without `checks` plans are not checked before they run."""
+
+    device: Device = CPU
+    checks: bool = True
+    quick: bool = False
+
+
+FULL = RunOptions()

@@ -1,0 +1,122 @@
+"""The lab on another device and in another dtype: tolerances follow the dtype, a backend is told
+which bugs it is not proven against, and traces switch on what an engine may be asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lockstep import cli
+from lockstep.attention import select
+from lockstep.attention.reference import attend_row
+from lockstep.lab import fuzz, oracle
+from lockstep.lab.features import FEATURES
+from lockstep.lab.guard import Guarded
+from lockstep.lab.options import CPU, Device, RunOptions
+from lockstep.lab.properties import judge, off
+from lockstep.lab.recipes import RECIPES
+from lockstep.lab.script import Script
+from lockstep.types import Layout, RuleError
+
+NARROW = Device("cpu", "bfloat16")
+
+
+def test_a_device_has_the_unit_of_its_dtype_and_caches_in_it_unless_asked_otherwise():
+    assert (CPU.unit, NARROW.unit, Device("cpu", "float16").unit) == (2.0**-24, 2.0**-8, 2.0**-11)
+    assert (CPU.flags, NARROW.flags) == ("", " --device cpu --dtype bfloat16")
+    kept = {f.name: NARROW.specs(f.groups(16)) for f in FEATURES}
+    assert {g.kv_dtype for g in kept["dense"]} == {"bfloat16"}
+    assert {g.kv_dtype for g in kept["fp8-kv"]} == {"float8_e4m3"}
+    fresh = [g for groups in kept.values() for g in groups if g.layout is Layout.FRESH]
+    assert fresh and {g.kv_dtype for g in fresh} == {"float32"}, "nothing is stored"
+
+
+def test_a_device_that_nobody_has_is_an_error_in_one_line():
+    with pytest.raises(RuleError, match="tpu"):
+        Device.of("tpu")
+
+
+def test_the_tolerance_of_attention_holds_what_its_dtype_rounds_and_no_three_times_that():
+    """Weights and outputs rounded to bfloat16, all else in float64: within, and not by far."""
+    feature, script = FEATURES[0].on(NARROW), Script()
+    request = script.open()
+    script.step(script.extend(request, 40))
+    rows = oracle.values(feature.groups(16), 40, dtype=torch.bfloat16)
+    assert rows[0][0].q.dtype is torch.bfloat16
+    answer = oracle.answers(feature, script, rows, NARROW.unit)[0][0]
+    exact = oracle.answers(feature, script, rows)[0][0]
+    assert torch.equal(answer.out, exact.out) and bool((answer.out_tol > exact.out_tol).all())
+    spec = feature.groups(16)[0]
+    k, v = oracle.stored(spec, spec.layers[0], rows[0][0])
+    used = 0.0
+    for i in range(40):
+        q = rows[0][0].q[i].double()
+        out, lse = attend_row(q, k[: i + 1], v[: i + 1], spec.layers[0])
+        error = off(out.bfloat16().double(), answer.out[i]) / answer.out_tol[i][:, None]
+        assert bool((off(lse, answer.lse[i]) <= exact.lse_tol[i]).all())
+        used = max(used, float(error.max()))
+    assert 0.05 < used < 1
+    far = answer.out * (1 + 6 * NARROW.unit) + 6 * answer.out_tol[..., None]
+    assert bool((off(far, answer.out) > answer.out_tol[..., None]).all())
+
+
+def test_a_cell_runs_in_another_dtype_and_a_backend_that_has_none_of_it_is_refused():
+    recipe = next(r for r in RECIPES if r.name == "fork")
+    options = RunOptions(device=NARROW, quick=True)
+    result = judge(recipe, FEATURES[0], select.load("reference"), options)
+    assert [f.name for f in result.findings if not f.held] == []
+    assert result.out_error > 0
+    reason = select.refusal(
+        select.load("cpu").caps, NARROW.specs(FEATURES[0].groups(16))[0], "cpu", dtype="bfloat16"
+    )
+    assert reason == "activations of bfloat16 are not one of float32"
+
+
+def test_guards_lie_on_the_device_that_they_are_asked_for():
+    guarded = Guarded(replace(CPU, name="meta"))
+    assert guarded.storage((2, 1, 8), torch.float32, torch.device("meta")).device.type == "meta"
+
+
+def test_a_backend_is_told_which_bugs_it_is_not_proven_against(capsys: pytest.CaptureFixture[str]):
+    names = "lockstep-score-chunk,sglang-24097"
+    some = ["--backend", "reference", "--name", names, "--workers", "0"]
+    assert cli.main(["lab", "reverts", *some]) == 0
+    said = capsys.readouterr().out
+    assert "reference is not proven against 1 bugs:" in said
+    assert "lockstep-score-chunk  its cells are refused: it promises no bits" in said
+    assert "1 reverts in" in said and "1 killed, 0 survived" in said
+
+
+def test_what_is_switched_on_in_a_trace_is_half_of_them_each_independently():
+    drawn = Counter(" + ".join(fuzz.draw(seed).switches) for seed in range(800))
+    names = ["" if name == fuzz.NOTHING else name for name in fuzz.combinations()]
+    assert set(drawn) == set(names) and len(names) == 2 ** len(fuzz.SWITCHES)
+    expected = 800 / len(names)
+    assert all(0.6 * expected < n < 1.5 * expected for n in drawn.values()), drawn
+
+
+def test_old_numbers_keep_their_arrivals_and_buckets_hold_every_step():
+    trace = fuzz.draw(4711)
+    assert trace.arrivals[:4] == ((2, 21), (2, 27), (5, 11), (5, 32)), "as it always was"
+    assert trace.aborts == {2: 13, 6: 20}
+    for seed in range(40):
+        trace = fuzz.draw(seed)
+        sizes = trace.config.bucket_sizes
+        assert (sizes is None) == (not {"padding", "buckets"} & set(trace.switches))
+        if sizes is not None:
+            assert len(sizes) == 1 or "buckets" in trace.switches
+
+
+def test_a_failing_trace_is_shrunk_to_what_fails(monkeypatch: pytest.MonkeyPatch):
+    trace = next(t for t in map(fuzz.draw, range(200)) if len(t.arrivals) == 6 and t.aborts)
+    culprit = trace.arrivals[3]
+
+    def run(part: fuzz.Trace, rig: object) -> tuple[list[str], Counter[str]]:
+        return (["wrong"] if culprit in part.arrivals else []), Counter()
+
+    monkeypatch.setattr(fuzz, "run", run)
+    less = fuzz.shrunk(trace, None)  # type: ignore[arg-type]
+    assert less.arrivals == (culprit,) and not less.aborts
