@@ -29,8 +29,9 @@ from lockstep.llm.engine import Engine, Parts, prepare
 from lockstep.sample.params import SamplingParams
 
 MENU = 48  # different requests
-# each on in half of the traces, independently: rows and requests that are padding; several buckets
-SWITCHES = ("padding", "buckets")
+# each on in half of the traces, independently: rows and requests that are padding; several buckets;
+# steps that are settled when the next one has been launched
+SWITCHES = ("padding", "buckets", "late settling")
 NOTHING = "nothing switched on"
 SHRINK = 200  # smaller traces that are tried
 
@@ -152,7 +153,8 @@ def play(seed: int, backend: str = "cpu", device: Device = CPU) -> tuple[list[st
 def run(trace: Trace, mine: Rig) -> tuple[list[str], Counter[str]]:
     """One trace; an error of the engine is a fault of it."""
     mine.faults, mine.counters = {}, Counter()
-    mine.play("trace", mine.engine_of(trace.config), trace.orders())
+    late = "late settling" in trace.switches
+    mine.play("trace", mine.engine_of(trace.config, late), trace.orders())
     found = [fault for faults in mine.faults.values() for fault in faults]
     found += [f"value: {fault}" for fault in mine.values.verdict().faults]
     happened = Counter(traces=1) + mine.counters

@@ -27,7 +27,7 @@ from lockstep.lab.recipes import Recipe, recipe
 from lockstep.lab.recompute import Answer, Order, Recompute
 from lockstep.lab.tiny import BART, CONTEXT, LLAMA, Tiny, checkpoint, parts
 from lockstep.lab.values import Values
-from lockstep.llm.engine import Engine, Parts
+from lockstep.llm.engine import Engine, Launched, Parts
 from lockstep.llm.job import Job
 from lockstep.llm.output import Chunk
 from lockstep.plan.step import StepPlan
@@ -87,8 +87,10 @@ class Glass(Engine):
     """An engine that counts what its steps are, shows them to its `watchers`, and finds poison in
     its cache."""
 
-    def __init__(self, config: EngineConfig, made: Parts, seed: int = 1) -> None:
-        super().__init__(config, made)
+    def __init__(
+        self, config: EngineConfig, made: Parts, overlap: bool = False, seed: int = 1
+    ) -> None:
+        super().__init__(config, made, overlap)
         self.seen: Counter[str] = Counter()
         self.watchers: list[Watcher] = []
         for g, pool in enumerate(self.scheduler.pools):
@@ -124,6 +126,10 @@ class Glass(Engine):
             self._note(step)
         return super()._run(step)
 
+    def _result(self, launched: Launched) -> Any:
+        self.seen["unseen_rows"] += sum(draft.finish is not None for draft in launched.drafts)
+        return super()._result(launched)
+
     def _note(self, step: Step) -> None:
         pieces = step.pieces
         self.seen["steps"] += 1
@@ -133,6 +139,7 @@ class Glass(Engine):
         for piece, prompt_len in zip(pieces, prompts, strict=True):
             self.seen["chunks"] += piece.known_len < prompt_len
             self.seen["decode_rows"] += piece.new_len == 1
+            self.seen["late_ids"] += sum(token < 0 for token in piece.ids)
             if piece.new_len > 1 and piece.known_len > prompt_len:
                 self.seen["recomputed_rows"] += piece.new_len
         for watch in self.watchers:
@@ -155,7 +162,7 @@ class Rig:
         self.counters: Counter[str] = Counter()
         self.watchers: list[Watcher] = []  # of every engine
 
-    def engine(self, **options: object) -> Glass:
+    def engine(self, overlap: bool = False, **options: object) -> Glass:
         """A fresh engine; pages of 8 and room for everybody unless told otherwise."""
         given = {
             "context_length": CONTEXT,
@@ -165,12 +172,12 @@ class Rig:
             "kv_cache_dtype": self.device.dtype,
             **options,
         }
-        return self.engine_of(EngineConfig.from_names(given))
+        return self.engine_of(EngineConfig.from_names(given), overlap)
 
-    def engine_of(self, config: EngineConfig) -> Glass:
-        """A fresh engine of this configuration."""
+    def engine_of(self, config: EngineConfig, overlap: bool = False) -> Glass:
+        """A fresh engine of this configuration; with `overlap` it settles steps one step late."""
         config = replace(config, device=self.device.name, dtype=self.device.dtype)
-        made = Glass(config, self.parts)
+        made = Glass(config, self.parts, overlap)
         made.runner.checks = self.options.checks
         made.watchers += self.watchers
         return made

@@ -364,6 +364,31 @@ def padded(rig: Rig, quick: bool) -> None:
         rig.play("pad", many, orders, every_second)
 
 
+@engine_recipe(
+    "engine-late", "late_ids", "unseen_rows", "forked", "aborted", applies_to=every_model
+)
+def late(rig: Rig, quick: bool) -> None:
+    """Steps that are settled one step late.
+
+    Row ids name samples of the step before; a stop is found when the next row is computed, which
+    nobody sees. In company, in buckets, in a cache that is too small, with a neighbour that leaves.
+    """
+    eager = replace(PLAIN, ignore_eos=False, logit_bias={EOS: 30.0}, min_tokens=3)
+    pairs = [(7, GREEDY), (16, CUT), (33, PENALISED), (40, THREE), (9, eager)]
+    if rig.oracle.encoder is None:
+        pairs.append((12, SCORED))
+    orders = orders_of(*pairs)
+    rig.play("late", rig.engine(overlap=True, chunked_prefill_size=64), orders)
+    leaving = [replace(order, at=2 * i) for i, order in enumerate(reversed(orders))]
+    leaving[-1] = replace(leaving[-1], abort=leaving[-1].at + 3)
+    small = {"chunked_prefill_size": 50, "page_size": 4}
+    rig.play("late", rig.engine(overlap=True, bucket_sizes=(50,), **small), leaving)
+    if not quick:
+        tight = rig.engine(overlap=True, **small, max_total_tokens=160)
+        rig.play("late", tight, leaving)
+        rig.play("late", rig.engine(overlap=True, **small, disable_radix_cache=True), orders)
+
+
 @engine_recipe("engine-priority", "displaced", "forked", "hit_tokens")
 def priority(rig: Rig, quick: bool) -> None:
     """Requests that go first.
@@ -422,6 +447,6 @@ def error(rig: Rig, quick: bool) -> None:
 ENGINE_RECIPES = (
     *(batch, chunk, hit, evict, page, preempt, abort, several, score, stream, encoder),
     *(asked.cache_dtypes, asked.running, asked.uncached, asked.ends, asked.embed, asked.texts),
-    *(asked.folder, padded, priority, error, limits.capacity, limits.experts),
+    *(asked.folder, padded, late, priority, error, limits.capacity, limits.experts),
     *(sampling.choices, sampling.seeds),
 )
