@@ -16,8 +16,8 @@ from lockstep.lab.cells import Cell, cells, run_cell
 from lockstep.lab.options import RunOptions
 from lockstep.lab.recompute import Order
 from lockstep.lab.rig import Rig, stream_faults
-from lockstep.lab.sheets import ENGINE, SHEETS
 from lockstep.lab.stories import GREEDY, PLAIN, THREE, words
+from lockstep.lab.tables import ENGINE, TABLES
 from lockstep.lab.tiny import LLAMA, MODELS, QWEN3, VOCAB, Letters
 from lockstep.llm.output import Chunk
 
@@ -53,10 +53,10 @@ def test_a_cell_passes_and_says_what_it_saw(cell: str, properties: set[str]):
 
 def test_names_belong_to_one_table_and_every_recipe_is_asked_of_a_model():
     names = [
-        [*(r.name for r in sheet.recipes), *(f.name for f in sheet.features)] for sheet in SHEETS
+        [*(r.name for r in table.recipes), *(f.name for f in table.features)] for table in TABLES
     ]
     assert not set(names[0]) & set(names[1])
-    asked = [c for c in cells(["cpu"]) if c.sheet is ENGINE]
+    asked = [c for c in cells(["cpu"]) if c.table is ENGINE]
     assert {c.recipe for c in asked} == {r.name for r in ENGINE.recipes} and {
         c.feature for c in asked
     } == {m.name for m in MODELS}

@@ -12,7 +12,7 @@ import pytest
 from lockstep import cli
 from lockstep.lab import matrix, report, reverts
 from lockstep.lab.cells import cells
-from lockstep.lab.sheets import SHEETS
+from lockstep.lab.tables import TABLES
 
 CASE = "sglang-26513"
 VOID = {"meta", "br", "wbr", "input"}
@@ -127,7 +127,7 @@ def read(text: str) -> dict[str, str]:
     """cell -> verdict, from a page: what somebody can rely on who reads it."""
     meaning, columns = (
         {symbol: verdict for verdict, symbol in matrix.SYMBOLS.items()},
-        {sheet.column for sheet in SHEETS},
+        {table.column for table in TABLES},
     )
     out: dict[str, str] = {}
     backend, header = "", list[str]()

@@ -19,7 +19,7 @@ from lockstep.attention.base import Backend
 from lockstep.lab import isolate, reverts
 from lockstep.lab.options import CPU, FULL, Device, RunOptions
 from lockstep.lab.properties import Finding, Judgement
-from lockstep.lab.sheets import SHEETS, Sheet, sheet_of
+from lockstep.lab.tables import TABLES, MatrixTable, table_of
 from lockstep.types import PlanError, RuleError
 
 CELL_S = 600.0  # a cell that takes longer is a crash
@@ -40,25 +40,25 @@ class Cell:
     def parse(text: str) -> Cell:
         """`backend/recipe/feature` as it is printed everywhere."""
         parts = text.split("/")
-        sheet = sheet_of(parts[1]) if len(parts) == 3 else None
-        if sheet is None or parts[2] not in {f.name for f in sheet.features}:
+        table = table_of(parts[1]) if len(parts) == 3 else None
+        if table is None or parts[2] not in {f.name for f in table.features}:
             rule = "a cell is backend/recipe/feature, like cpu/decode/window"
             raise RuleError(rule, repr(text), "See `lockstep lab run --list`")
         return Cell(*parts)
 
     @property
-    def sheet(self) -> Sheet:
+    def table(self) -> MatrixTable:
         """The table it stands in."""
-        sheet = sheet_of(self.recipe)
-        if sheet is None:
+        table = table_of(self.recipe)
+        if table is None:
             rule = "a cell's recipe is one of the lab's"
             raise RuleError(rule, repr(self.recipe), "See `lockstep lab run --list`")
-        return sheet
+        return table
 
     def pair(self) -> tuple[Any, Any]:
         """The recipe and the feature themselves."""
-        recipe = next(r for r in self.sheet.recipes if r.name == self.recipe)
-        return recipe, next(f for f in self.sheet.features if f.name == self.feature)
+        recipe = next(r for r in self.table.recipes if r.name == self.recipe)
+        return recipe, next(f for f in self.table.features if f.name == self.feature)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def cells(
     backends: Sequence[str], recipe: str | None = None, feature: str | None = None
 ) -> list[Cell]:
     """Every cell that makes sense, in the order of the matrix."""
-    pairs = [(r.name, f.name) for sheet in SHEETS for f in sheet.features for r in sheet.asked(f)]
+    pairs = [(r.name, f.name) for table in TABLES for f in table.features for r in table.asked(f)]
     return [
         Cell(b, r, f)
         for r, f in pairs
@@ -104,7 +104,7 @@ def cells(
 
 def refusal(cell: Cell, backend: Backend, device: Device = CPU) -> str | None:
     """Why the backend does not take this cell, by its own caps, or None."""
-    return cell.sheet.refusal(*cell.pair(), backend, device)
+    return cell.table.refusal(*cell.pair(), backend, device)
 
 
 def run_cell(cell: Cell, options: RunOptions = FULL) -> Result:
@@ -116,7 +116,7 @@ def run_cell(cell: Cell, options: RunOptions = FULL) -> Result:
         return Result(cell, "refused", reason)
     begin = time.perf_counter()
     try:
-        j = cell.sheet.judge(*cell.pair(), backend, options)
+        j = cell.table.judge(*cell.pair(), backend, options)
     except Exception as error:  # whatever a broken backend raises belongs into its cell
         j = Judgement()
         name = "plan" if isinstance(error, PlanError) else "raised"
@@ -172,8 +172,8 @@ def run_tasks(
         elif len(task.cells) > 1:
             alone += [replace(task, cells=(cell,)) for cell in task.cells]
         else:
-            crash = Finding("crash", False, answer.why)
-            yield task, [Result(task.cells[0], "failed", f"crash: {answer.why}", (crash,))]
+            crash = Finding("crash", False, answer.reason)
+            yield task, [Result(task.cells[0], "failed", f"crash: {answer.reason}", (crash,))]
     if alone:
         yield from run_tasks(alone, workers, cell_s)
 

@@ -27,7 +27,7 @@ from lockstep.attention import select
 from lockstep.lab import cells, document, fuzz, isolate, kill, known, matrix, report, reverts, show
 from lockstep.lab.environment import environment
 from lockstep.lab.options import FULL, Device, RunOptions
-from lockstep.lab.sheets import ENGINE, SHEETS
+from lockstep.lab.tables import ENGINE, TABLES
 from lockstep.progress import Progress
 from lockstep.types import RuleError
 
@@ -96,7 +96,7 @@ def traces(args: Namespace) -> int:
     with Progress(len(tasks), "lab fuzz") as bar:
         for task, answer in isolate.run(some, tasks, max(1, args.workers), lambda _: 600.0):
             if isinstance(answer, isolate.Died):
-                answer = [f"traces {task.start} to {task.stop - 1}: {answer.why}"], Counter()
+                answer = [f"traces {task.start} to {task.stop - 1}: {answer.reason}"], Counter()
             found, counts = answer
             faults += found
             happened.update(counts)
@@ -232,8 +232,8 @@ def cell_story(args: Namespace) -> int:
 def chosen_cells(args: Namespace) -> list[cells.Cell]:
     """The cells that the options name."""
     backends = picked_backends(args.backend)
-    recipes = [r.name for sheet in SHEETS for r in sheet.recipes]
-    features = [f.name for sheet in SHEETS for f in sheet.features]
+    recipes = [r.name for table in TABLES for r in table.recipes]
+    features = [f.name for table in TABLES for f in table.features]
     recipes_named = picked("a recipe is one of the lab's", args.recipe, recipes)
     features_named = picked("a feature is one of the lab's", args.feature, features)
     found = [
@@ -253,7 +253,7 @@ def chosen_cells(args: Namespace) -> list[cells.Cell]:
 def quick(cell: cells.Cell) -> bool:
     """Whether a quick run has the cell: all recipes on a plain feature, a handful on others; every
     engine recipe on one model."""
-    if cell.sheet is ENGINE:
+    if cell.table is ENGINE:
         return cell.feature == QUICK_MODEL or cell.recipe in QUICK_SAMPLER
     return cell.feature == "dense" or (
         cell.feature in QUICK_FEATURES and cell.recipe in QUICK_RECIPES

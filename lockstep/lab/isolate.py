@@ -26,9 +26,9 @@ WAITING = ("OMP_WAIT_POLICY", "PASSIVE")
 
 @dataclass(frozen=True)
 class Died:
-    """The process that had the job is gone; `why` in words."""
+    """The process that had the job is gone; `reason` in words."""
 
-    why: str
+    reason: str
 
 
 def run(

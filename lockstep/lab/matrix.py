@@ -16,7 +16,7 @@ from lockstep.attention import select
 from lockstep.lab.cells import Cell, cells, refusal
 from lockstep.lab.document import Document
 from lockstep.lab.known import KNOWN
-from lockstep.lab.sheets import SHEETS, Sheet
+from lockstep.lab.tables import TABLES, MatrixTable
 from lockstep.lab.templates import render
 from lockstep.types import RuleError
 
@@ -51,8 +51,8 @@ def promised(backends: Sequence[str]) -> Verdicts:
     out: Verdicts = {}
     loaded = {name: select.load(name) for name in backends}
     for cell in cells(backends):
-        why, cause = refusal(cell, loaded[cell.backend]), KNOWN.get(str(cell))
-        out[cell] = ("known", cause) if cause else ("refused", why) if why else ("passed", "")
+        reason, cause = refusal(cell, loaded[cell.backend]), KNOWN.get(str(cell))
+        out[cell] = ("known", cause) if cause else ("refused", reason) if reason else ("passed", "")
     return out
 
 
@@ -69,25 +69,25 @@ def matrix_page(verdicts: Verdicts) -> str:
             "name": backend,
             "counts": _counts(verdicts, backend),
             "tables": [
-                [*table(verdicts, backend, sheet), *_reasons(verdicts, backend, sheet)]
-                for sheet in SHEETS
+                [*markdown(verdicts, backend, table), *_reasons(verdicts, backend, table)]
+                for table in TABLES
             ],
         }
         for backend in dict.fromkeys(c.backend for c in verdicts)
     ]
-    return render("matrix.md", symbols=SYMBOLS, backends=backends, sheets=SHEETS)
+    return render("matrix.md", symbols=SYMBOLS, backends=backends, tables=TABLES)
 
 
-def table(verdicts: Verdicts, backend: str, sheet: Sheet) -> list[str]:
+def markdown(verdicts: Verdicts, backend: str, table: MatrixTable) -> list[str]:
     """A markdown table of a backend, columns aligned."""
-    names = [r.name for r in sheet.recipes]
-    wide = max(len(f.name) for f in sheet.features)
+    names = [r.name for r in table.recipes]
+    wide = max(len(f.name) for f in table.features)
     rules = (":" + "-" * (len(n) - 2) + ":" for n in names)
     rows = [
-        f"| {sheet.column:<{wide}} | {' | '.join(names)} |",
+        f"| {table.column:<{wide}} | {' | '.join(names)} |",
         f"| {'-' * wide} | {' | '.join(rules)} |",
     ]
-    for f in sheet.features:
+    for f in table.features:
         marks = [_mark(verdicts, Cell(backend, name, f.name)).center(len(name)) for name in names]
         rows.append(f"| {f.name:<{wide}} | {' | '.join(marks)} |")
     return rows
@@ -125,12 +125,12 @@ def _counts(verdicts: Verdicts, backend: str) -> str:
     return f"{len(mine)} cells: {counts}. {bits if promises else VALUES_ONLY}"
 
 
-def _reasons(verdicts: Verdicts, backend: str, sheet: Sheet) -> list[str]:
+def _reasons(verdicts: Verdicts, backend: str, table: MatrixTable) -> list[str]:
     """Why cells were refused, once per feature and reason, or once for all; which cells failed, one
     by one."""
     refused: dict[tuple[str, str], list[str]] = {}
     failed = []
-    mine = {c: v for c, v in verdicts.items() if c.backend == backend and c.sheet is sheet}
+    mine = {c: v for c, v in verdicts.items() if c.backend == backend and c.table is table}
     for cell, (verdict, reason) in mine.items():
         if verdict == "refused":
             refused.setdefault((cell.feature, reason), []).append(cell.recipe)
@@ -138,7 +138,7 @@ def _reasons(verdicts: Verdicts, backend: str, sheet: Sheet) -> list[str]:
             failed.append(f"* failed: `{cell}`")
     if len(set(mine.values())) == 1 and refused:
         return ["", f"* refused: the whole table: {next(iter(refused))[1]}"]
-    asked = {f.name: len(sheet.asked(f)) for f in sheet.features}
+    asked = {f.name: len(table.asked(f)) for f in table.features}
     lines = []
     for (feature, reason), recipes in refused.items():
         where = "" if len(recipes) == asked[feature] else f" in {', '.join(recipes)}"

@@ -19,7 +19,7 @@ from lockstep.lab.cells import Cell
 from lockstep.lab.document import Document
 from lockstep.lab.matrix import SYMBOLS
 from lockstep.lab.reverts import SECTIONS, VARIABLE
-from lockstep.lab.sheets import SHEETS
+from lockstep.lab.tables import TABLES
 from lockstep.lab.templates import render
 
 MARKS = {**SYMBOLS, "equivalent": "=", "absent": "·"}
@@ -49,7 +49,7 @@ def page(doc: Document) -> str:
         marks=MARKS,
         symbols=SYMBOLS,
         sections=SECTIONS,
-        sheets=SHEETS,
+        tables=TABLES,
         variable=VARIABLE,
         style=Markup((files("lockstep.lab") / "report.css").read_text(encoding="utf-8")),
     )
@@ -76,7 +76,7 @@ def place(cell: str) -> dict[str, Any]:
     """What a cell is made of."""
     parsed = Cell.parse(cell)
     recipe, feature = parsed.pair()
-    return {"recipe": recipe, "feature": feature, "measures": parsed.sheet.measures}
+    return {"recipe": recipe, "feature": feature, "measures": parsed.table.measures}
 
 
 def case_verdict(case: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from lockstep.lab.oracle import Answer
 from lockstep.lab.properties import material, off
 from lockstep.lab.rig import Glass, Rig
 from lockstep.lab.script import Accept, Act, Compute, Drop
-from lockstep.lab.sheets import ENGINE
+from lockstep.lab.tables import ENGINE
 from lockstep.lab.templates import render
 from lockstep.lab.world import Setting, World
 from lockstep.plan.build import build
@@ -117,7 +117,7 @@ def story(cell: Cell, options: RunOptions = FULL) -> list[dict[str, Any]]:
     if reason is not None:
         rule = f"backend {cell.backend} takes the cell"
         raise RuleError(rule, f"a refusal: {reason}", "Show it on another backend")
-    if cell.sheet is ENGINE:
+    if cell.table is ENGINE:
         return engine_story(cell, options)
     script, rows, answers = material(cell.recipe, cell.feature, options.device)
     setting = Setting(checks=options.checks, device=options.device, inspect=True)

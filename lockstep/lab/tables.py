@@ -24,7 +24,7 @@ from lockstep.types import GroupSpec
 
 
 @dataclass(frozen=True, eq=False)
-class Sheet:
+class MatrixTable:
     """Recipes and features have a name and a description; `recipe.applies_to(feature)` tells which
     pairs are cells."""
 
@@ -70,15 +70,15 @@ def group_refusal(
     return next(filter(None, reasons), None)
 
 
-ATTENTION = Sheet(
+ATTENTION = MatrixTable(
     "attention", "feature", "the output", RECIPES, FEATURES, attention_refusal, properties.judge
 )
-ENGINE = Sheet(
+ENGINE = MatrixTable(
     "engine", "model", "a log-probability", ENGINE_RECIPES, MODELS, engine_refusal, rig.judge
 )
-SHEETS = (ATTENTION, ENGINE)
+TABLES = (ATTENTION, ENGINE)
 
 
-def sheet_of(recipe: str) -> Sheet | None:
+def table_of(recipe: str) -> MatrixTable | None:
     """The table that has a recipe of this name."""
-    return next((sheet for sheet in SHEETS if recipe in {r.name for r in sheet.recipes}), None)
+    return next((table for table in TABLES if recipe in {r.name for r in table.recipes}), None)
