@@ -77,8 +77,7 @@ class PadRows:
         (views,) = plan_image.views(image, plan.bucket, (spec,))
         pool = Pool(spec, num_pages, self.device.ops) if cached else None
         store = kv_pool.view(spec, pool, views)
-        q, k, v = (
-            t[:1].repeat(length, 1, 1).to(self.device.place) for t in (mine.q, mine.k, mine.v)
-        )
+        first = (t[:1].to(self.device.place) for t in (mine.q, mine.k, mine.v))
+        q, k, v = (t.repeat(length, 1, 1) for t in first)
         handle = self.backend.lower(plan, plan.groups[0], views)
         return self.backend.attend(q, store.keys(layer, k, v), handle, spec.layers[layer])

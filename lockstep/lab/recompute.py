@@ -27,9 +27,8 @@ from lockstep.plan.build import Work, build
 from lockstep.plan.step import StepPlan
 from lockstep.run.kind import ENCODE, GENERATE, StepKind, group_specs, kinds_of
 from lockstep.run.runner import Runner
-from lockstep.sample.logits import Logprobs
 from lockstep.sample.params import SamplingParams
-from lockstep.sample.sampler import log_probs
+from lockstep.sample.sampler import Logprobs, log_probs
 from lockstep.types import GroupSpec, Layout
 
 Floats = NDArray[np.float32]

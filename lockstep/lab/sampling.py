@@ -158,10 +158,8 @@ def ties(rig: Rig) -> None:
         ({"top_p": 3 / VOCAB}, 3),
     ):
         params = SamplingParams.from_dict({"seed": 0, **limit})
-        seen = {
-            int(sampler.sample(rig.device.ops, equal, [Row(params, p)]).token_ids)
-            for p in range(40)
-        }
+        rows = [[Row(params, position)] for position in range(40)]
+        seen = {int(sampler.sample(rig.device.ops, equal, row).token_ids) for row in rows}
         fault = f"{limit}: {sorted(seen)} were chosen"
         rig.check("ties", seen == set(range(allowed)), fault, "by the lower id")
 
@@ -174,10 +172,8 @@ def bad_rows(rig: Rig) -> None:
     spoilt = logits.clone()
     for r, (value, _) in bad.items():
         spoilt[r, :: 1 if value == -torch.inf else 5] = value
-    have, want = (
-        sampler.sample(rig.device.ops, spoilt, rows, (EOS,)),
-        sampler.sample(rig.device.ops, logits, rows, (EOS,)),
-    )
+    have = sampler.sample(rig.device.ops, spoilt, rows, (EOS,))
+    want = sampler.sample(rig.device.ops, logits, rows, (EOS,))
     told = have.errors()
     for r in range(len(rows)):
         token, said = int(have.token_ids[r]), told.get(r, "")
