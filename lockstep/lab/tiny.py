@@ -122,7 +122,7 @@ def loaded(
         tensor = (1 + 0.1 * noise if "norm" in name else noise * scale).to(device.compute)
         if record is not None:
             record[name] = tensor.clone()
-        return tensor.to(device.place)
+        return tensor.float().to(device.place)
 
     config = {**COMMON, **tiny.config, "model_type": tiny.model_type}
     return assembled(config, take, (EOS,), device)
