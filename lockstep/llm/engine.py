@@ -332,9 +332,9 @@ class Engine:
                 scored += self._first_of_items(job, logits[first]) if samples else []
                 samples = 0
             for i in range(samples):
-                index = i if samples > 1 else request.index
-                rows.append(self._row(job, piece, index))
-                drafts.append(job.drafts[index])
+                draft = job.drafts[i if samples > 1 else request.index]
+                rows.append(self._row(draft, piece))
+                drafts.append(draft)
                 emits.append(first + i)
             begin += len(piece.emit)
         if not rows:
@@ -343,17 +343,16 @@ class Engine:
         return Launched(
             step=step,
             drafts=tuple(drafts),
-            at=tuple([row.generated_len for row in rows]),
+            at=tuple([row.position - row.prompt_len for row in rows]),
             chosen=sample(self.parts.model.ops, wanted, rows, self.info.eos_token_ids),
             scored=tuple(scored),
         )
 
-    def _row(self, job: Job, piece: Piece, index: int) -> Row:
-        params, position = job.drafts[index].params, piece.known_len
-        history = NO_HISTORY
-        if params.penalised:
+    def _row(self, draft: Draft, piece: Piece) -> Row:
+        position, history = piece.known_len, NO_HISTORY
+        if draft.penalised:
             history = np.array(piece.request.tokens[:position], np.int32)
-        return Row(params, position, len(job.prompt_ids), history)
+        return Row(draft.params, position, draft.prompt_len, history)
 
     def _score(self, job: Job, piece: Piece, logits: Tensor) -> list[ScoreUpdate]:
         """The row at position p tells of token p+1: of the prompt, or of what follows it and is

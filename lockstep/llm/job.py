@@ -55,6 +55,7 @@ class Draft:
         given: Sequence[int] = (),
     ) -> None:
         self.params, self.prompt_ids, self.most = params, prompt_ids, most
+        self.penalised, self.prompt_len = params.penalised, len(prompt_ids)
         self.token_ids: list[int] = list(given)
         self.given = bool(given)
         self.scores = Scores()

@@ -33,8 +33,8 @@ RELATED = ("lockstep-preempt-token", "sglang-16521")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def _row(self: Any, job: Any, piece: Any, index: int) -> Any:
-        row = old(self, job, piece, index)
+    def _row(self: Any, draft: Any, piece: Any) -> Any:
+        row = old(self, draft, piece)
         again = piece.new_len > 1 and row.generated_len > 0
         return replace(row, prompt_len=row.position) if again else row
 
