@@ -37,7 +37,7 @@ KNOWN_SPILLS = {
     (576, "few", "bfloat16", True): 16,
     (576, "some", "bfloat16", True): 16,
 }
-LATENT_SPILLS = 24  # addresses and scalars, read once a tile, beside 128 values per thread
+LATENT_SPILLS = 25  # addresses and scalars, read once a tile, beside 128 values per thread
 HEADS = ((64, 64), (128, 128), (256, 256), (192, 128), (576, 512))
 
 
