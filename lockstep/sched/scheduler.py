@@ -50,28 +50,45 @@ class Limits:
 class StepBuilder:
     """A step in the making: what it has room for, and what is in it."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, kind: StepKind, size: int) -> None:
+        self.kind, self.groups = kind, kind.groups
         self.tokens = self.emits = size
         self.samples = 0
         self.pieces: list[Piece] = []
+        self.works: list[Work] = []
 
     def step_on(self, request: Request) -> bool:
         """The one row of a request below its steady length, if there is room for it."""
-        begin, room = request.cached_len, self.tokens and self.emits
+        begin, table, room = request.cached_len, request.table, self.tokens and self.emits
         if begin >= request.steady_until_len or request.draft is not None or not room:
             return False
+        assert table is not None, "who has no pages is not steady"
         self.tokens -= 1
         self.emits -= 1
         self.samples += 1
-        ids = (request.tokens[-1],)
-        self.pieces.append(Piece(request, ids, begin, LAST, 1, request.table, 0, None, True))
+        ids, cross_len = (request.tokens[-1],), len(request.ask.encoder_ids)
+        self.pieces.append(Piece(request, ids, begin, LAST, 1, table, 0, None, True))
+        self.works.append(Work(begin, 1, table.views(self.groups), LAST, None, cross_len))
         return True
 
     def add(self, piece: Piece) -> None:
+        """A piece whose pages are reserved."""
+        table = piece.table
         self.tokens -= piece.new_len
         self.emits -= len(piece.emit)
         self.samples += piece.sampled
         self.pieces.append(piece)
+        self.works.append(
+            Work(
+                cached_len=piece.cached_len,
+                new_len=piece.new_len,
+                pages=table.views(self.groups) if table else (None,) * len(self.groups),
+                emit=piece.emit,
+                parents=piece.parents,
+                cross_len=len(piece.request.ask.encoder_ids),
+                cross_new=piece.cross_new,
+            )
+        )
 
 
 class Scheduler:
@@ -286,7 +303,9 @@ class Scheduler:
     def _generate(self) -> Step | None:
         """Rows of running requests by turn, then of waiting ones by rank: nobody is admitted past
         one who is held up."""
-        builder, held_up = StepBuilder(self.limits.chunked_prefill_size), False
+        if GENERATE not in self.kinds:
+            return None
+        builder, held_up = self._builder(GENERATE), False
         self._evict_ahead()
         for request in policy.service_order(self.running):
             if builder.step_on(request) or request.table is None:
@@ -298,7 +317,7 @@ class Scheduler:
         while self.waiting and not held_up and builder.tokens and self.waiting[0].encoded:
             head = self.waiting[0]
             held_up = not self._admit(head) or not self._place(head, builder)
-        return self._step(GENERATE, builder)
+        return self._step(builder)
 
     def _place(self, request: Request, builder: StepBuilder) -> bool:
         """As many rows of a request as the step and the pages allow; worse-ranked requests give way
@@ -375,7 +394,7 @@ class Scheduler:
         return None
 
     def _embed(self) -> Step | None:
-        builder = StepBuilder(self.limits.chunked_prefill_size)
+        builder = self._builder(EMBED)
         while (
             self.embeds
             and len(self.embeds[0].ask.prompt) <= builder.tokens
@@ -383,11 +402,11 @@ class Scheduler:
         ):
             request = self.embeds.pop(0)
             builder.add(Piece(request, request.ask.prompt, 0, (len(request.ask.prompt) - 1,), 0))
-        return self._step(EMBED, builder)
+        return self._step(builder)
 
     def _encode(self) -> Step | None:
         """Encoders of the requests at the head of the queue, which run from now on."""
-        builder = StepBuilder(self.limits.chunked_prefill_size)
+        builder = self._builder(ENCODE)
         while (
             self.waiting
             and not self.waiting[0].encoded
@@ -400,19 +419,16 @@ class Scheduler:
             assert table is not None, "an admitted request has a table"
             table.reserve(0, cross_len=len(ids))
             builder.add(Piece(request, ids, 0, (), 0, table, cross_new=len(ids)))
-        return self._step(ENCODE, builder)
+        return self._step(builder)
 
-    def _step(self, name: str, builder: StepBuilder) -> Step | None:
+    def _builder(self, name: str) -> StepBuilder:
+        return StepBuilder(self.kinds[name], self.limits.chunked_prefill_size)
+
+    def _step(self, builder: StepBuilder) -> Step | None:
         if not builder.pieces:
             return None
-        self._after_whole = name != GENERATE
-        kind, works = self.kinds[name], []
-        groups, none = kind.groups, (None,) * len(kind.groups)
-        for request, ids, cached_len, emit, _, table, cross_new, parents, _ in builder.pieces:
-            pages = table.views(groups) if table is not None else none
-            cross_len = len(request.ask.encoder_ids)
-            works.append(Work(cached_len, len(ids), pages, emit, parents, cross_len, cross_new))
-        return Step(kind, tuple(builder.pieces), tuple(works), builder.samples)
+        self._after_whole = builder.kind.name != GENERATE
+        return Step(builder.kind, tuple(builder.pieces), tuple(builder.works), builder.samples)
 
     # -- after a step
 
