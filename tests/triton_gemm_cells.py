@@ -840,6 +840,7 @@ def an_engine_on_the_table() -> str:
     from lockstep.llm.engine import Engine, Parts
     from lockstep.models import loader
     from lockstep.run.certify import Certificate
+    from lockstep.sample.params import SamplingParams
     from lockstep.types import Choice
 
     def answers(prompts: list[tuple[int, ...]], **options: int) -> list[Any]:
@@ -848,7 +849,8 @@ def an_engine_on_the_table() -> str:
         jobs = [engine.add(ids, params) for ids in prompts]
         while engine.busy:
             engine.step()
-        return [(job.output("").token_ids, job.output("").logprobs) for job in jobs]
+        outs = [job.output("") for job in jobs]
+        return [(tuple(o.token_ids), np.array(o.logprobs, np.float32).tobytes()) for o in outs]
 
     with TemporaryDirectory() as folder:
         tiny.save(tiny.LLAMA, Path(folder))
@@ -862,8 +864,6 @@ def an_engine_on_the_table() -> str:
 
 
 if "--play" not in sys.argv:
-    from lockstep.sample.params import SamplingParams
-
     cell(an_engine_on_the_table)
 
 
