@@ -28,7 +28,7 @@ from lockstep.run.probe import Edges
 from lockstep.sample.noise import counter
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import Row, settings
-from lockstep.sched.request import Ask
+from lockstep.sched.request import RequestSpec
 from lockstep.sched.scheduler import Limits
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
@@ -117,10 +117,12 @@ def test_greedy_rows_have_settings_of_the_same_shape():
 
 
 def test_a_request_asks_for_16_tokens_unless_it_says_otherwise():
-    ask = Ask((1, 2))
+    ask = RequestSpec((1, 2))
     assert (ask.max_new_tokens, ask.n, ask.priority, ask.max_keys) == (16, 1, 0, 17)
-    assert Ask((1, 2), 0, items=((3, 4, 5), (6,))).max_keys == 4, "the last token is not computed"
-    assert Ask((1, 2), 0, items=((3,),)).max_keys == 2
+    assert RequestSpec((1, 2), 0, items=((3, 4, 5), (6,))).max_keys == 4, (
+        "the last token is not computed"
+    )
+    assert RequestSpec((1, 2), 0, items=((3,),)).max_keys == 2
 
 
 def group(**changes: Any) -> GroupSpec:

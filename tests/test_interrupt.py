@@ -18,7 +18,7 @@ from lockstep.lab.tiny import BART, LLAMA, QWEN3
 from lockstep.llm.api import LLM
 from lockstep.llm.calls import Caller, Turn
 from lockstep.llm.engine import Engine
-from lockstep.llm.job import Draft
+from lockstep.llm.job import CompletionState
 from lockstep.run.kind import GENERATE
 from lockstep.sample.params import SamplingParams
 from lockstep.text.detok import Stream
@@ -92,8 +92,8 @@ def test_an_interrupt_at_any_line_of_a_call_breaks_nothing():
         "kv/pages",
         "kv/tables",
         "kv/prefix",
-        "run/runner",
     } <= rooms
+    assert any(room.startswith("run/") for room in rooms)
 
 
 def test_an_interrupt_at_any_line_of_the_recovery_breaks_nothing():
@@ -117,7 +117,7 @@ def unsynced(self):
     [
         (Engine, "_recover", forget),
         (Engine, "_abandoned", lambda self: []),
-        (Draft, "_synced", unsynced),
+        (CompletionState, "_synced", unsynced),
     ],
     ids=["recover", "abandoned", "synced"],
 )

@@ -27,7 +27,7 @@ from lockstep.plan.build import build
 from lockstep.plan.step import PagedGroup, StepPlan
 from lockstep.run.kind import EMBED, ENCODE, GENERATE, StepKind
 from lockstep.sched import policy
-from lockstep.sched.request import Accepted, Ask, DraftTree, Piece, Request, Step
+from lockstep.sched.request import Accepted, DraftTree, Piece, Request, RequestSpec, ScheduledStep
 from lockstep.sched.scheduler import Limits, Scheduler
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
@@ -84,23 +84,23 @@ def mix(*values: int) -> int:
     return hash(values)
 
 
-def base(ask: Ask) -> int:
+def base(ask: RequestSpec) -> int:
     """What all keys of a request depend on."""
     return mix(zlib.crc32(ask.tenant.encode()), *ask.encoder_ids)
 
 
-def keys(ask: Ask, tokens: list[int]) -> list[int]:
+def keys(ask: RequestSpec, tokens: list[int]) -> list[int]:
     """The key of every position."""
     return list(accumulate(tokens, mix, initial=base(ask)))[1:]
 
 
-def sample(ask: Ask, tokens: list[int], index: int) -> tuple[int, bool]:
+def sample(ask: RequestSpec, tokens: list[int], index: int) -> tuple[int, bool]:
     """The token, and whether the text ends with it."""
     h = mix(base(ask), *tokens, index)
     return h % VOCABULARY, ask.tenant != LONG and h // VOCABULARY % 13 == 0
 
 
-def alone(ask: Ask, index: int) -> list[int]:
+def alone(ask: RequestSpec, index: int) -> list[int]:
     """The completion, computed by nobody but itself."""
     tokens = list(ask.prompt)
     for _ in range(ask.max_new_tokens):
@@ -113,7 +113,7 @@ def alone(ask: Ask, index: int) -> list[int]:
 
 def proposed(request: Request) -> DraftTree:
     """Two branches behind the last token: what comes next, mostly, and something else."""
-    ask, tokens = request.ask, list(request.tokens)
+    ask, tokens = request.spec, list(request.tokens)
     right = []
     for _ in range(3):
         right.append(sample(ask, [*tokens, *right], request.index)[0])
@@ -136,11 +136,11 @@ class World:
         self.store: list[dict[int, int]] = [{} for _ in model.specs]
         self.scored: dict[Request, list[int]] = {}
         self.ended: list[Request] = []
-        self.steps: list[Step] = []
-        self.launched: list[tuple[Step, list[Accepted]]] = []
+        self.steps: list[ScheduledStep] = []
+        self.launched: list[tuple[ScheduledStep, list[Accepted]]] = []
         self.last: list[int] = []  # tokens that the step launched last has sampled
 
-    def start(self) -> Step | None:
+    def start(self) -> ScheduledStep | None:
         """The next step, launched: it has run."""
         step = self.scheduler.schedule()
         if step is not None:
@@ -151,7 +151,7 @@ class World:
             self.launch(step)
         return step
 
-    def launch(self, step: Step) -> None:
+    def launch(self, step: ScheduledStep) -> None:
         plan = build(step.kind.specs, step.works)
         pools = [self.pools[g] for g in step.kind.groups]
         plan_check.check(plan, tuple(pool.num_pages if pool is not None else 0 for pool in pools))
@@ -168,7 +168,7 @@ class World:
         self.last = [entry.token_ids[0] for entry in found]
         self.launched.append((step, found))
 
-    def finish(self, step: Step | None = None) -> list[Request]:
+    def finish(self, step: ScheduledStep | None = None) -> list[Request]:
         """The first of the launched steps is settled."""
         first, found = self.launched.pop(0)
         assert step is None or step is first
@@ -182,20 +182,20 @@ class World:
         """The tokens of a request before those that the piece samples."""
         request = piece.request
         tokens = [self.last[-1 - t] if t < 0 else t for t in request.tokens[: piece.known_len]]
-        whole = request.ask.embed or piece.cross_new or piece.parents is not None
+        whole = request.spec.embed or piece.cross_new or piece.parents is not None
         begin = piece.cached_len
         ids = [self.last[-1 - t] if t < 0 else t for t in piece.ids]
         assert whole or ids == tokens[begin : begin + piece.new_len]
         return tokens
 
     def abort(self, request: Request) -> None:
-        before = [r for r in request.family if r.finish is None]
+        before = [r for r in request.siblings if r.finish is None]
         self.scheduler.abort(request)
         self.ended += before
 
     def rows(self, piece: Piece, known: list[int]) -> list[int]:
         """The keys that the piece writes."""
-        ask, begin = piece.request.ask, piece.cached_len
+        ask, begin = piece.request.spec, piece.cached_len
         if piece.cross_new:
             return [mix(base(ask), p) for p in range(piece.new_len)]
         if piece.parents is None:
@@ -211,7 +211,7 @@ class World:
             node = piece.parents[node]
         return out[::-1]
 
-    def write(self, g: int, group: PagedGroup, step: Step, known: list[list[int]]) -> None:
+    def write(self, g: int, group: PagedGroup, step: ScheduledStep, known: list[list[int]]) -> None:
         store = self.store[g]
         values = [store[int(a)] for a, _ in group.moves]
         store.update((int(to), value) for (_, to), value in zip(group.moves, values, strict=True))
@@ -220,11 +220,11 @@ class World:
             store.update(zip(group.write_slots.tolist(), rows, strict=True))
 
     def read(
-        self, g: int, group: PagedGroup, step: Step, plan: StepPlan, known: list[list[int]]
+        self, g: int, group: PagedGroup, step: ScheduledStep, plan: StepPlan, known: list[list[int]]
     ) -> None:
         spec, store = group.spec, self.store[g]
         for i, piece in enumerate(step.pieces):
-            ask, begin, end = piece.request.ask, 0, int(group.kv_lens[i])
+            ask, begin, end = piece.request.spec, 0, int(group.kv_lens[i])
             if spec.layout is Layout.CROSS:
                 assert end == len(ask.encoder_ids)
                 true = [mix(base(ask), p) for p in range(end)]
@@ -247,7 +247,7 @@ class World:
                     assert [store[s] for s in tail.tolist()] == want
 
     def note_scores(self, piece: Piece) -> None:
-        ask = piece.request.ask
+        ask = piece.request.spec
         rows = piece.emit[: len(piece.emit) - piece.samples]
         if not ask.embed and piece.parents is None:
             assert not rows or ask.wants_prompt_logprobs
@@ -255,7 +255,7 @@ class World:
             self.scored.setdefault(piece.request, []).extend(piece.cached_len + row for row in rows)
 
     def sampled(self, piece: Piece, known: list[int]) -> list[Accepted]:
-        ask, request = piece.request.ask, piece.request
+        ask, request = piece.request.spec, piece.request
         if piece.parents is not None:
             return [self.verified(piece, known)]
         indices = range(piece.samples) if piece.samples > 1 else [request.index] * piece.samples
@@ -266,7 +266,7 @@ class World:
         """From the root on: the token behind a node, and the node that has it, if there is one."""
         tokens, nodes, stop_len, node = list(known), [0], None, 0
         while True:
-            token, stop = sample(piece.request.ask, tokens, piece.request.index)
+            token, stop = sample(piece.request.spec, tokens, piece.request.index)
             tokens.append(token)
             if stop and stop_len is None:
                 stop_len = len(nodes)
@@ -301,8 +301,8 @@ class World:
 
     def judge(self, request: Request) -> None:
         """A request and its siblings have what they should have."""
-        ask = request.ask
-        for r in request.family:
+        ask = request.spec
+        for r in request.siblings:
             want = [] if ask.embed else alone(ask, r.index)
             if r.finish == "abort":
                 assert r.output == want[: len(r.output)]
@@ -314,13 +314,13 @@ class World:
                     "each prompt row is scored once, in order"
                 )
         assert (
-            {r.finish for r in request.family} == {"abort"}
-            or any(r.finish == "abort" for r in request.family)
-            or len(request.family) == ask.n
+            {r.finish for r in request.siblings} == {"abort"}
+            or any(r.finish == "abort" for r in request.siblings)
+            or len(request.siblings) == ask.n
         )
 
 
-def least(model: Model, asks: list[Ask]) -> tuple[int, ...]:
+def least(model: Model, asks: list[RequestSpec]) -> tuple[int, ...]:
     """Pages, sink included, without which some request could not run."""
     out = []
     for spec in model.specs:
@@ -337,17 +337,17 @@ TEXTS = [[1, 2, 3, 0] * 9, [1, 2, 3, 0] * 3 + [3, 3, 1] * 8, [2] * 36]
 
 
 @st.composite
-def asks(draw: st.DrawFn, model: Model, chunk: int) -> Ask:
+def asks(draw: st.DrawFn, model: Model, chunk: int) -> RequestSpec:
     text = draw(st.sampled_from(TEXTS))
     prompt = text[: draw(st.integers(0, 24))] + draw(
         st.lists(st.integers(0, 3), min_size=1, max_size=4)
     )
     if EMBED in model.kinds and draw(st.integers(0, 4)) == 0:
-        return Ask(tuple(prompt[:chunk]), embed=True)
+        return RequestSpec(tuple(prompt[:chunk]), embed=True)
     encoder = (
         draw(st.lists(st.integers(0, 1), max_size=min(6, chunk))) if ENCODE in model.kinds else []
     )
-    return Ask(
+    return RequestSpec(
         tuple(prompt),
         draw(st.integers(0, 12)) or 1,
         draw(st.integers(1, min(3, chunk))),
@@ -361,7 +361,7 @@ def asks(draw: st.DrawFn, model: Model, chunk: int) -> Ask:
 
 @dataclass(frozen=True)
 class Arrival:
-    ask: Ask
+    spec: RequestSpec
     step: int
     abort: int | None  # so many steps later
     flying: bool  # the abort comes while a step runs
@@ -394,7 +394,7 @@ def test_every_request_ends_with_the_tokens_of_its_lone_run(scenario, late, draf
     for now in range(4000):
         for i, a in enumerate(arrivals):
             if a.step == now:
-                taken[i] = world.scheduler.add(a.ask)
+                taken[i] = world.scheduler.add(a.spec)
         due = [
             (taken[i], a)
             for i, a in enumerate(arrivals)
@@ -418,7 +418,7 @@ def test_every_request_ends_with_the_tokens_of_its_lone_run(scenario, late, draf
         pytest.fail("no end in sight")
     for request in taken.values():
         world.judge(request)
-    members = [r for request in taken.values() for r in request.family]
+    members = [r for request in taken.values() for r in request.siblings]
     assert sorted(map(id, members)) == sorted(map(id, world.ended)), "each request ends once"
     world.settle()
     for name, count in world.scheduler.counters.items():
@@ -438,7 +438,7 @@ def test_nothing_to_do_is_none():
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_cache_for_one_request_serves_them_all(model):
-    asked = [Ask((1, 2, 3, i % 4, i), 20, tenant=LONG) for i in range(5)]
+    asked = [RequestSpec((1, 2, 3, i % 4, i), 20, tenant=LONG) for i in range(5)]
     w = World(model, least(model, asked), Limits(8, 16))
     requests = [w.scheduler.add(ask) for ask in asked]
     w.run()
@@ -449,7 +449,7 @@ def test_a_cache_for_one_request_serves_them_all(model):
 
 def test_preemption_gives_way_to_the_earlier_request_and_changes_nothing():
     w = world(DENSE, 13)
-    requests = [w.scheduler.add(Ask((1, 2, i), 36, tenant=LONG)) for i in range(3)]
+    requests = [w.scheduler.add(RequestSpec((1, 2, i), 36, tenant=LONG)) for i in range(3)]
     lost, before = 0, []
     while (step := w.start()) is not None:
         lost += sum(not request.running for request in before)
@@ -463,22 +463,22 @@ def test_preemption_gives_way_to_the_earlier_request_and_changes_nothing():
 
 def test_a_request_that_never_fits_is_refused_with_both_numbers():
     w = world(HYBRID, 6, size=8)
-    w.scheduler.add(Ask((1,) * 20, 1))
+    w.scheduler.add(RequestSpec((1,) * 20, 1))
     with pytest.raises(RuleError, match=r"has 5 pages of 4; got 21 keys, which need 6"):
-        w.scheduler.add(Ask((1,) * 20, 2))
+        w.scheduler.add(RequestSpec((1,) * 20, 2))
     with pytest.raises(RuleError, match=r"at most 8 rows; got 9 completions"):
-        w.scheduler.add(Ask((1,), 1, n=9))
+        w.scheduler.add(RequestSpec((1,), 1, n=9))
     with pytest.raises(RuleError, match="layers for; got embeddings"):
-        w.scheduler.add(Ask((1,), embed=True))
+        w.scheduler.add(RequestSpec((1,), embed=True))
     with pytest.raises(RuleError, match="layers for; got an encoder"):
-        w.scheduler.add(Ask((1,), encoder_ids=(1,)))
+        w.scheduler.add(RequestSpec((1,), encoder_ids=(1,)))
     w.run()
     w.settle()
 
 
 def test_what_is_computed_whole_fits_into_one_step():
     w = world(CROSSED, 20, size=8)
-    for ask in (Ask((1,) * 9, embed=True), Ask((1,), encoder_ids=(1,) * 9)):
+    for ask in (RequestSpec((1,) * 9, embed=True), RequestSpec((1,), encoder_ids=(1,) * 9)):
         with pytest.raises(RuleError, match=r"at most 8 tokens; got 9"):
             w.scheduler.add(ask)
 
@@ -495,14 +495,14 @@ def test_what_is_computed_whole_fits_into_one_step():
 )
 def test_an_ask_that_makes_no_sense_is_refused(wrong):
     with pytest.raises(RuleError):
-        Ask(**{"prompt": (1,), **wrong})
+        RequestSpec(**{"prompt": (1,), **wrong})
 
 
 def test_decoding_goes_first_and_prompts_fill_the_rest():
     w = world(DENSE, 200, size=10)
-    early = [w.scheduler.add(Ask((1, i), 30, tenant=LONG)) for i in range(3)]
+    early = [w.scheduler.add(RequestSpec((1, i), 30, tenant=LONG)) for i in range(3)]
     w.finish(w.start())
-    late = w.scheduler.add(Ask((2,) * 20, 4))
+    late = w.scheduler.add(RequestSpec((2,) * 20, 4))
     step = w.start()
     assert [(p.request, p.new_len) for p in step.pieces] == [*((r, 1) for r in early), (late, 7)]
     w.finish(step)
@@ -514,15 +514,15 @@ def test_decoding_goes_first_and_prompts_fill_the_rest():
 def test_embeddings_and_encoders_have_steps_of_their_own_every_other_one():
     w = world(CROSSED, 60, size=12)
     asked = [
-        Ask((1, 2), 8),
-        *(Ask((1,) * 10, embed=True) for _ in range(4)),
-        *(Ask((1, 2, 3), 8, encoder_ids=(i, 7)) for i in range(8)),
+        RequestSpec((1, 2), 8),
+        *(RequestSpec((1,) * 10, embed=True) for _ in range(4)),
+        *(RequestSpec((1, 2, 3), 8, encoder_ids=(i, 7)) for i in range(8)),
     ]
     requests = [w.scheduler.add(ask) for ask in asked]
     w.run()
     for step in w.steps:
         assert step.kind.groups in ((0, 1), (2, 1), (2,))
-        assert len({(p.request.ask.embed, p.cross_new > 0) for p in step.pieces}) == 1
+        assert len({(p.request.spec.embed, p.cross_new > 0) for p in step.pieces}) == 1
     whole = [step.kind.name != GENERATE for step in w.steps]
     assert not any(a and b for a, b in pairwise(whole[:6])), (
         "generation is not held up by embeddings"
@@ -534,10 +534,10 @@ def test_embeddings_and_encoders_have_steps_of_their_own_every_other_one():
 
 def test_a_second_turn_finds_what_the_first_one_generated():
     w = world(DENSE, 60)
-    first = w.scheduler.add(Ask((1, 2, 3, 0, 1), 14, tenant=LONG))
+    first = w.scheduler.add(RequestSpec((1, 2, 3, 0, 1), 14, tenant=LONG))
     w.run()
     assert len(first.output) == 14
-    second = w.scheduler.add(Ask((*first.tokens, 2, 2), 4, tenant=LONG))
+    second = w.scheduler.add(RequestSpec((*first.tokens, 2, 2), 4, tenant=LONG))
     w.run()
     assert second.hit_len == (len(first.tokens) - 1) // 4 * 4
     w.judge(second)
@@ -546,17 +546,17 @@ def test_a_second_turn_finds_what_the_first_one_generated():
 def test_prompt_log_probabilities_match_nothing_but_insert():
     w = world(DENSE, 60)
     prompt = (1, 2, 3, 0) * 4
-    w.scheduler.add(Ask(prompt, 2))
+    w.scheduler.add(RequestSpec(prompt, 2))
     w.run()
     scored, plain = (
-        w.scheduler.add(Ask(prompt, 2, wants_prompt_logprobs=True)),
-        w.scheduler.add(Ask(prompt, 2)),
+        w.scheduler.add(RequestSpec(prompt, 2, wants_prompt_logprobs=True)),
+        w.scheduler.add(RequestSpec(prompt, 2)),
     )
     w.run()
     assert (scored.hit_len, plain.hit_len) == (0, 12)
-    other = w.scheduler.add(Ask((3, *prompt), 2, wants_prompt_logprobs=True))
+    other = w.scheduler.add(RequestSpec((3, *prompt), 2, wants_prompt_logprobs=True))
     w.run()
-    again = w.scheduler.add(Ask((3, *prompt), 2))
+    again = w.scheduler.add(RequestSpec((3, *prompt), 2))
     w.run()
     assert again.hit_len == 16
     for request in (scored, plain, other, again):
@@ -565,7 +565,7 @@ def test_prompt_log_probabilities_match_nothing_but_insert():
 
 def test_scoring_alone_samples_nothing():
     w = world(DENSE, 60, size=5)
-    request = w.scheduler.add(Ask((1, 2, 3, 0) * 3, 0, wants_prompt_logprobs=True))
+    request = w.scheduler.add(RequestSpec((1, 2, 3, 0) * 3, 0, wants_prompt_logprobs=True))
     w.run()
     assert request.finish == "length" and request.output == []
     assert w.scored[request] == list(range(11))
@@ -573,11 +573,11 @@ def test_scoring_alone_samples_nothing():
 
 def test_completions_share_the_prompt_and_each_ends_alone():
     w = world(HYBRID, 200, size=16)
-    request = w.scheduler.add(Ask((1, 2, 3, 0) * 3 + (1,), 9, n=4))
+    request = w.scheduler.add(RequestSpec((1, 2, 3, 0) * 3 + (1,), 9, n=4))
     step = w.start()
     assert step.pieces[0].emit == (12,) * 4
     w.finish(step)
-    tables = [r.table for r in request.family]
+    tables = [r.table for r in request.siblings]
     assert len({tuple(t.span(0, 0, 12)) for t in tables}) == 1, (
         "whole pages of the prompt are shared"
     )
@@ -589,7 +589,7 @@ def test_completions_share_the_prompt_and_each_ends_alone():
 
 def test_completions_that_find_no_room_wait():
     w = World(DENSE, (9,), Limits(16, 2))
-    request = w.scheduler.add(Ask((1, 2, 3, 0) * 3 + (1,), 9, n=5))
+    request = w.scheduler.add(RequestSpec((1, 2, 3, 0) * 3 + (1,), 9, n=5))
     w.run()
     w.judge(request)
     w.settle()
@@ -597,7 +597,7 @@ def test_completions_that_find_no_room_wait():
 
 def test_equal_prompts_in_one_step_end_up_in_the_same_pages():
     w = world(DENSE, 60)
-    twins = [w.scheduler.add(Ask((1, 2, 3, 0) * 4, 3)) for _ in range(2)]
+    twins = [w.scheduler.add(RequestSpec((1, 2, 3, 0) * 4, 3)) for _ in range(2)]
     w.finish(w.start())
     assert twins[0].table.span(0, 0, 16) == twins[1].table.span(0, 0, 16)
     w.run()
@@ -608,7 +608,10 @@ def test_equal_prompts_in_one_step_end_up_in_the_same_pages():
 @pytest.mark.parametrize("late", [False, True])
 def test_an_abort_between_launch_and_settling_leaves_no_page_and_no_fork(late):
     w = world(HYBRID, 30)
-    request, other = w.scheduler.add(Ask((1, 2, 3, 0) * 3, 9, n=2)), w.scheduler.add(Ask((2, 2), 5))
+    request, other = (
+        w.scheduler.add(RequestSpec((1, 2, 3, 0) * 3, 9, n=2)),
+        w.scheduler.add(RequestSpec((2, 2), 5)),
+    )
     step = w.start()
     w.abort(request)
     assert request.finish == "abort" and not request.running
@@ -616,7 +619,7 @@ def test_an_abort_between_launch_and_settling_leaves_no_page_and_no_fork(late):
     if late:
         w.start()
     assert request not in w.finish(step)
-    assert len(request.family) == 1, "nothing is forked from a request that was aborted"
+    assert len(request.siblings) == 1, "nothing is forked from a request that was aborted"
     w.run()
     w.judge(other)
     w.settle()
@@ -625,10 +628,10 @@ def test_an_abort_between_launch_and_settling_leaves_no_page_and_no_fork(late):
 def test_a_request_is_aborted_wherever_it_is():
     w = world(CROSSED, 40, size=8, running=1)
     asked = [
-        Ask((1, 2, 3), 9),
-        Ask((1, 2), 3),
-        Ask((3,), 4, encoder_ids=(1, 2)),
-        Ask((1, 2), embed=True),
+        RequestSpec((1, 2, 3), 9),
+        RequestSpec((1, 2), 3),
+        RequestSpec((3,), 4, encoder_ids=(1, 2)),
+        RequestSpec((1, 2), embed=True),
     ]
     running, *waiting = (w.scheduler.add(ask) for ask in asked)
     w.finish(w.start())
@@ -641,7 +644,7 @@ def test_a_request_is_aborted_wherever_it_is():
 
 def test_steps_are_launched_and_settled_once_and_in_order():
     w = world(DENSE, 40)
-    w.scheduler.add(Ask((1, 2), 5, tenant=LONG))
+    w.scheduler.add(RequestSpec((1, 2), 5, tenant=LONG))
     step = w.scheduler.schedule()
     with pytest.raises(RuleError, match="0 launched and 1 not yet"):
         w.scheduler.schedule()
@@ -665,12 +668,12 @@ def test_steps_are_launched_and_settled_once_and_in_order():
 
 def test_a_row_names_the_sample_of_the_step_before_until_that_is_settled():
     w = world(DENSE, 40)
-    requests = [w.scheduler.add(Ask((1, i), 5, tenant=LONG)) for i in range(3)]
+    requests = [w.scheduler.add(RequestSpec((1, i), 5, tenant=LONG)) for i in range(3)]
     first = w.start()
     second = w.start()
     assert [piece.ids for piece in second.pieces] == [(-1,), (-2,), (-3,)]
     w.finish(first)
-    assert [r.tokens[2] for r in requests] == [sample(r.ask, r.tokens[:2], 0)[0] for r in requests]
+    assert [r.tokens[2] for r in requests] == [sample(r.spec, r.tokens[:2], 0)[0] for r in requests]
     assert all(r.tokens[3] < 0 and r.flight is not None for r in requests)
     w.finish(second)
     w.run()
@@ -680,7 +683,7 @@ def test_a_row_names_the_sample_of_the_step_before_until_that_is_settled():
 
 def test_a_stop_found_late_costs_one_row_that_nobody_sees_and_no_page():
     for start in range(40):
-        ask = Ask((1, 2, 3, start % 4, start), 30)
+        ask = RequestSpec((1, 2, 3, start % 4, start), 30)
         if len(want := alone(ask, 0)) in (3, 7, 11):  # its last key would fill a page
             w = world(DENSE, 40)
             request = w.scheduler.add(ask)
@@ -700,9 +703,9 @@ def test_a_stop_found_late_costs_one_row_that_nobody_sees_and_no_page():
 def test_who_needs_values_or_has_all_its_tokens_waits_and_who_counts_does_not():
     w = world(DENSE, 60)
     waits, ends, goes = (
-        w.scheduler.add(Ask((1, 2), 9, tenant=LONG, needs_values=True)),
-        w.scheduler.add(Ask((1, 3), 1, tenant=LONG)),
-        w.scheduler.add(Ask((1, 1), 9, tenant=LONG)),
+        w.scheduler.add(RequestSpec((1, 2), 9, tenant=LONG, needs_values=True)),
+        w.scheduler.add(RequestSpec((1, 3), 1, tenant=LONG)),
+        w.scheduler.add(RequestSpec((1, 1), 9, tenant=LONG)),
     )
     w.start()
     second = w.start()
@@ -730,7 +733,7 @@ def test_a_list_of_tokens_is_cut_at_a_stop_and_at_the_length():
 @pytest.mark.parametrize("most", [2, 3, 4, 5, 9, 20])
 def test_an_accepted_path_is_settled_as_one_list_and_its_keys_move(most):
     w = world(HYBRID, 40, size=32)
-    ask = Ask((1, 2, 3, 0, 1), most, tenant=LONG)
+    ask = RequestSpec((1, 2, 3, 0, 1), most, tenant=LONG)
     request, other = w.scheduler.add(ask), w.scheduler.add(replace(ask, prompt=(3, 1)))
     longest = moves = 0
     while request.finish is None:
@@ -750,9 +753,9 @@ def test_an_accepted_path_is_settled_as_one_list_and_its_keys_move(most):
 
 def test_a_higher_priority_displaces_a_lower_one_that_arrived_earlier():
     w = world(DENSE, 30, running=2)
-    low = [w.scheduler.add(Ask((1, i), 60, tenant=LONG)) for i in range(2)]
+    low = [w.scheduler.add(RequestSpec((1, i), 60, tenant=LONG)) for i in range(2)]
     w.finish(w.start())
-    high = w.scheduler.add(Ask((2, 3), 6, priority=1))
+    high = w.scheduler.add(RequestSpec((2, 3), 6, priority=1))
     for _ in range(8):
         w.finish(w.start())
     assert high.finish is not None and low[1].finish is None
@@ -764,9 +767,9 @@ def test_a_higher_priority_displaces_a_lower_one_that_arrived_earlier():
 
 def test_who_is_in_the_step_already_is_not_preempted_for_another():
     w = world(DENSE, 22, size=8)
-    low = [w.scheduler.add(Ask((1, i), 40, tenant=LONG)) for i in range(3)]
+    low = [w.scheduler.add(RequestSpec((1, i), 40, tenant=LONG)) for i in range(3)]
     w.finish(w.start())
-    high = w.scheduler.add(Ask((2,) * 60, 4, priority=1))
+    high = w.scheduler.add(RequestSpec((2,) * 60, 4, priority=1))
     held_up = 0
     while (step := w.start()) is not None:
         assert all(piece.request.running for piece in step.pieces)
@@ -780,11 +783,11 @@ def test_who_is_in_the_step_already_is_not_preempted_for_another():
 
 def test_nobody_is_overtaken_forever():
     w = world(DENSE, 14, running=2)
-    w.scheduler.add(Ask((1, 2), 30, priority=1, tenant=LONG))
-    low = w.scheduler.add(Ask((0,) * 30, 8))
+    w.scheduler.add(RequestSpec((1, 2), 30, priority=1, tenant=LONG))
+    low = w.scheduler.add(RequestSpec((0,) * 30, 8))
     overtaken = 0
     while low.finish is None:
-        w.scheduler.add(Ask((1, 3, overtaken % 4), 3, priority=1))
+        w.scheduler.add(RequestSpec((1, 3, overtaken % 4), 3, priority=1))
         overtaken += 1
         w.finish(w.start())
         assert overtaken < 3 * policy.HEAD_START
@@ -795,10 +798,10 @@ def test_nobody_is_overtaken_forever():
 
 def test_within_a_priority_the_first_comes_first_even_if_it_is_large():
     w = world(DENSE, 16)
-    w.scheduler.add(Ask((1, 2), 40, tenant=LONG))
+    w.scheduler.add(RequestSpec((1, 2), 40, tenant=LONG))
     w.finish(w.start())
-    large = w.scheduler.add(Ask((2,) * 50, 4))
-    small = [w.scheduler.add(Ask((3, i), 4)) for i in range(4)]
+    large = w.scheduler.add(RequestSpec((2,) * 50, 4))
+    small = [w.scheduler.add(RequestSpec((3, i), 4)) for i in range(4)]
     while large.finish is None:
         w.finish(w.start())
         assert large.running or large.finish or not any(r.running or r.finish for r in small)
@@ -807,8 +810,11 @@ def test_within_a_priority_the_first_comes_first_even_if_it_is_large():
 
 
 def test_the_rank_is_a_total_order_and_a_head_start_is_bounded():
-    low, high = Request(Ask((1,)), 0), [Request(Ask((1,), priority=1), a) for a in range(1, 200)]
+    low, high = (
+        Request(RequestSpec((1,)), 0),
+        [Request(RequestSpec((1,), priority=1), a) for a in range(1, 200)],
+    )
     overtaking = [r for r in high if policy.rank(r) < policy.rank(low)]
     assert len(overtaking) == policy.HEAD_START - 1
-    siblings = [Request(Ask((1,), n=2), 5, index) for index in range(2)]
+    siblings = [Request(RequestSpec((1,), n=2), 5, index) for index in range(2)]
     assert policy.rank(siblings[0]) < policy.rank(siblings[1])

@@ -15,7 +15,7 @@ from lockstep.lab.tiny import BART, QWEN3
 from lockstep.llm import engine as engine_module
 from lockstep.llm.api import LLM
 from lockstep.llm.engine import Engine
-from lockstep.llm.job import Draft
+from lockstep.llm.job import CompletionState
 from lockstep.sample.params import SamplingParams
 from lockstep.types import RuleError
 
@@ -87,7 +87,7 @@ def test_a_step_is_settled_when_the_next_one_has_been_launched():
     for count in range(4):
         for each in (late, at_once):
             each.step()
-        assert [len(job.drafts[0].token_ids) for job in jobs] == [count, count + 1]
+        assert [len(job.completions[0].token_ids) for job in jobs] == [count, count + 1]
     assert finished(late, jobs[0]) == finished(at_once, jobs[1])
 
 
@@ -126,7 +126,7 @@ def test_who_counts_tokens_does_not_wait_and_who_reads_them_does():
     lens = []
     for _ in range(4):
         made.step()
-        lens.append((len(goes.drafts[0].token_ids), len(waits.drafts[0].token_ids)))
+        lens.append((len(goes.completions[0].token_ids), len(waits.completions[0].token_ids)))
     assert lens == [(1, 1), (2, 1), (3, 2), (4, 2)]
     want = [lone(counts, OTHER)[1], lone(PENALISED, PROMPT[:9])[1]]
     assert finished(made, goes, waits) == want
@@ -197,7 +197,7 @@ def test_a_step_that_fails_leaves_nothing_behind(monkeypatch, where, at, overlap
 )
 def test_a_request_goes_on_with_the_bits_it_would_have_had(params):
     done, want = lone(params)
-    tokens = [draft.token_ids for draft in done.drafts]
+    tokens = [draft.token_ids for draft in done.completions]
     for overlap, kept in ((False, 1), (False, 4), (True, 4), (True, 99)):
         made = engine(overlap=overlap)
         job = made.add(PROMPT, params, generated=[ids[:kept] for ids in tokens])
@@ -208,13 +208,13 @@ def test_a_request_goes_on_with_the_bits_it_would_have_had(params):
 def test_a_source_is_encoded_again_for_a_request_that_goes_on():
     done, want = lone(PARAMS, tiny=BART)
     made = engine(BART)
-    job = made.add(PROMPT, PARAMS, generated=[done.drafts[0].token_ids[:3]])
+    job = made.add(PROMPT, PARAMS, generated=[done.completions[0].token_ids[:3]])
     assert finished(made, job) == [want]
 
 
 def test_tokens_that_cannot_have_been_generated_are_refused():
     made = engine()
-    end = lone(STOPPED)[0].drafts[0].token_ids
+    end = lone(STOPPED)[0].completions[0].token_ids
     for generated, params, match in (
         ([[1], [2]], PARAMS, r"every completion or for none; got \[1, 1\] for n=1"),
         ([[1], []], SCORED, r"every completion or for none; got \[1, 0\] for n=2"),
@@ -245,13 +245,13 @@ def test_a_request_is_known_by_its_id():
 
 
 def test_text_is_made_without_a_lock_on_the_engine(monkeypatch):
-    made, inner, seen = engine(), Draft.publish, []
+    made, inner, seen = engine(), CompletionState.publish, []
 
     def publish(self):
         seen.append(list(made._turns))
         inner(self)
 
-    monkeypatch.setattr(Draft, "publish", publish)
+    monkeypatch.setattr(CompletionState, "publish", publish)
     job = made.add(PROMPT, PARAMS)
     while made.busy:
         made.step()

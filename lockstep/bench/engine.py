@@ -98,7 +98,7 @@ def describe(contenders: Contenders, model: str) -> dict[str, object]:
             "chunked_prefill_size": ours.config.chunked_prefill_size,
             "cache_tokens": ours.config.max_total_tokens,
         },
-        "told": ours.engine.told.splitlines()[0],
+        "told": ours.engine.startup_report.splitlines()[0],
     }
 
 

@@ -15,7 +15,7 @@ from time import perf_counter
 
 from lockstep.config import EngineConfig
 from lockstep.llm.engine import Engine, load
-from lockstep.llm.job import Job
+from lockstep.llm.job import Generation
 from lockstep.sample.params import SamplingParams
 
 Tokens = tuple[int, ...]
@@ -89,10 +89,10 @@ class Ours:
         jobs = _add(self.engine, work)
         while self.engine.busy:
             self.engine.step()
-            if not first_s and all(job.drafts[0].token_ids for job in jobs):
+            if not first_s and all(job.completions[0].token_ids for job in jobs):
                 first_s = perf_counter() - begin
         seconds = perf_counter() - begin
-        tokens = tuple(tuple(job.drafts[0].token_ids) for job in jobs)
+        tokens = tuple(tuple(job.completions[0].token_ids) for job in jobs)
         return Played(tokens, first_s, seconds, tuple(job.request.hit_len or 0 for job in jobs))
 
     def prime(self, many: tuple[Tokens, ...]) -> None:
@@ -107,7 +107,7 @@ class Ours:
         engine, slack = self.crowd, len(many) // 16 + 4  # those that start first are a bit ahead
         jobs = _add(engine, Work(many, (steps + slack,) * len(many)))
         try:
-            while not all(job.drafts[0].token_ids for job in jobs):
+            while not all(job.completions[0].token_ids for job in jobs):
                 engine.step()
             begin = perf_counter()
             for _ in range(steps):
@@ -120,7 +120,7 @@ class Ours:
         return seconds / steps
 
 
-def _add(engine: Engine, work: Work) -> list[Job]:
+def _add(engine: Engine, work: Work) -> list[Generation]:
     asked = (
         SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, seed=0) for n in work.news
     )

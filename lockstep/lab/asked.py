@@ -20,11 +20,11 @@ from lockstep.lab.recompute import Order
 from lockstep.lab.rig import Glass, Rig, engine_recipe, every_model, one_model, same_bits
 from lockstep.lab.tiny import CONTEXT, EOS, LLAMA, Letters, save, words
 from lockstep.llm.api import LLM
-from lockstep.llm.job import Job
+from lockstep.llm.job import Generation
 from lockstep.models import loader
 from lockstep.run.kind import GENERATE
 from lockstep.sample.params import SamplingParams
-from lockstep.sched.request import Step
+from lockstep.sched.request import ScheduledStep
 
 PLAIN = SamplingParams(max_tokens=10, temperature=0.8, seed=21, logprobs=2, ignore_eos=True)
 TORCH = {"bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn}
@@ -59,7 +59,7 @@ def cache_dtypes(rig: Rig, quick: bool) -> None:
         rig.counters["rounded_requests"] += len(jobs)
 
 
-def lose_pages(engine: Glass, jobs: list[Job], step: int) -> None:
+def lose_pages(engine: Glass, jobs: list[Generation], step: int) -> None:
     """Everybody that runs, every third step."""
     running = [r for r in engine.scheduler.running if r.rows < len(r.tokens)]
     for request in running if step % 3 == 2 else []:
@@ -82,10 +82,10 @@ def running(rig: Rig, quick: bool) -> None:
     rig.note("limit", many, f"never more than {RUNNING} at once")
 
 
-def watch_running(rig: Rig, many: list[str]) -> Callable[[Glass, Step], None]:
+def watch_running(rig: Rig, many: list[str]) -> Callable[[Glass, ScheduledStep], None]:
     """Notes steps of too many requests; counts those before which somebody had to wait."""
 
-    def see(engine: Glass, step: Step) -> None:
+    def see(engine: Glass, step: ScheduledStep) -> None:
         count = len(engine.scheduler.running)
         if max(count, len(step.pieces)) > RUNNING:
             many.append(f"{count} requests run, {len(step.pieces)} in one step")
@@ -160,9 +160,9 @@ def embed(rig: Rig, quick: bool) -> None:
     Of several prompts in one step: those of each alone, and the last row's.
     """
     prompts = [words(n, 70 + n) for n in (1, 7, 16, 33)]
-    asked: list[Job] = []
+    asked: list[Generation] = []
 
-    def add(engine: Glass, jobs: list[Job], step: int) -> None:
+    def add(engine: Glass, jobs: list[Generation], step: int) -> None:
         if step in (0, 3):
             asked.extend(engine.add(p, SamplingParams(seed=0), embed=True) for p in prompts)
 

@@ -28,16 +28,16 @@ from lockstep.lab.recompute import Answer, Order, Recompute
 from lockstep.lab.tiny import BART, CONTEXT, LLAMA, Tiny, checkpoint, parts
 from lockstep.lab.values import Values
 from lockstep.llm.engine import Engine, Launched, Parts
-from lockstep.llm.job import Job
+from lockstep.llm.job import Generation
 from lockstep.llm.output import Chunk
 from lockstep.plan.step import StepPlan
 from lockstep.run.kind import GENERATE
 from lockstep.run.runner import StepOutput
-from lockstep.sched.request import Step
+from lockstep.sched.request import ScheduledStep
 from lockstep.types import PlanError, RuleError
 
-Disturb = Callable[["Glass", list[Job], int], None]
-Watcher = Callable[["Glass", Step], None]
+Disturb = Callable[["Glass", list[Generation], int], None]
+Watcher = Callable[["Glass", ScheduledStep], None]
 FP8_NAN = 0x7F  # of float8_e4m3, whose storage is written as bytes
 STEPS = 2000  # a story that takes longer does not end
 
@@ -115,27 +115,27 @@ class Glass(Engine):
             self.poison()
             self.step()
 
-    def _plan(self, step: Step) -> StepPlan:
+    def _plan(self, step: ScheduledStep) -> StepPlan:
         plan = super()._plan(step)
         if self.runner.buckets is not None:
             self.seen["pad_rows"] += self.runner.buckets.fit(plan).tokens - plan.real.tokens
         return plan
 
-    def _run(self, step: Step) -> StepOutput:
+    def _run(self, step: ScheduledStep) -> StepOutput:
         if step.kind.name == GENERATE:
             self._note(step)
         return super()._run(step)
 
     def _result(self, launched: Launched) -> Any:
-        self.seen["unseen_rows"] += sum(draft.finish is not None for draft in launched.drafts)
+        self.seen["unseen_rows"] += sum(draft.finish is not None for draft in launched.completions)
         return super()._result(launched)
 
-    def _note(self, step: Step) -> None:
+    def _note(self, step: ScheduledStep) -> None:
         pieces = step.pieces
         self.seen["steps"] += 1
         self.seen["batched_steps"] += len(pieces) > 1
         self.seen["mixed_steps"] += len({piece.new_len > 1 for piece in pieces}) > 1
-        prompts = [len(piece.request.ask.prompt) for piece in pieces]
+        prompts = [len(piece.request.spec.prompt) for piece in pieces]
         for piece, prompt_len in zip(pieces, prompts, strict=True):
             self.seen["chunks"] += piece.known_len < prompt_len
             self.seen["decode_rows"] += piece.new_len == 1
@@ -194,11 +194,11 @@ class Rig:
 
     def play(
         self, name: str, engine: Glass, orders: Sequence[Order], disturb: Disturb | None = None
-    ) -> list[Job]:
+    ) -> list[Generation]:
         """Runs a story to its end and compares every request with its recomputation, as property
         `name`."""
         before = Counter(engine.seen) + Counter(engine.scheduler.counters)
-        jobs: list[Job] = []
+        jobs: list[Generation] = []
         streams: dict[int, list[Chunk]] = {}
         try:
             self._run(engine, orders, disturb, jobs, streams)
@@ -213,11 +213,11 @@ class Rig:
             for f in self._differences(f"request {i}", job, orders[i], streams.get(i, []), oracle)
         ]
         self.counters["requests"] += len(jobs)
-        self.counters["tokens"] += sum(len(d.token_ids) for job in jobs for d in job.drafts)
+        self.counters["tokens"] += sum(len(d.token_ids) for job in jobs for d in job.completions)
         self.note(name, found, "every request has the bits of its recomputation")
         self.note("pages", [], "free + cached + held = all, after every step")
         for i, job in enumerate(jobs):
-            errors = [f"request {i}: {d.error}" for d in job.drafts if d.error]
+            errors = [f"request {i}: {d.error}" for d in job.completions if d.error]
             self.note("poison", errors, "no NaN was read")
         self.counters.update((Counter(engine.seen) + Counter(engine.scheduler.counters)) - before)
         return jobs
@@ -227,7 +227,7 @@ class Rig:
         engine: Glass,
         orders: Sequence[Order],
         disturb: Disturb | None,
-        jobs: list[Job],
+        jobs: list[Generation],
         streams: dict[int, list[Chunk]],
     ) -> None:
         step = 0
@@ -272,7 +272,7 @@ class Rig:
                 self.check("account", missed, str(error), held)
             pool.give(lost)
 
-    def add(self, engine: Glass, order: Order) -> Job:
+    def add(self, engine: Glass, order: Order) -> Generation:
         """An order, as the engine takes it."""
         return engine.add(
             order.prompt,
@@ -299,7 +299,7 @@ class Rig:
         return self.rounded[dtype]
 
     def _differences(
-        self, who: str, job: Job, order: Order, stream: Sequence[Chunk], oracle: Recompute
+        self, who: str, job: Generation, order: Order, stream: Sequence[Chunk], oracle: Recompute
     ) -> list[str]:
         out, found = job.output(""), list[str]()
         seeded = order if order.params.seed is not None else replace(order, params=job.params)
@@ -322,7 +322,7 @@ class Rig:
         found += [f"{who}: {fault}" for fault in stream_faults(job, stream)] if stream else []
         return found
 
-    def _scores(self, who: str, job: Job, order: Order, oracle: Recompute) -> list[str]:
+    def _scores(self, who: str, job: Generation, order: Order, oracle: Recompute) -> list[str]:
         out, k = job.output(""), order.params.top_prompt_logprobs
         if out.prompt_logprobs is None or k is None:
             return []
@@ -352,7 +352,7 @@ class Rig:
         self.values.claim(ids, len(begin), answer.logprobs, answer.best, source, oracle.kv_dtype)
 
 
-def stream_faults(job: Job, stream: Sequence[Chunk]) -> list[str]:
+def stream_faults(job: Generation, stream: Sequence[Chunk]) -> list[str]:
     """Where what was streamed is not what the answer says at the end."""
     found = []
     for completion in job.output("").completions if job.done else ():

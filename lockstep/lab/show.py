@@ -27,7 +27,7 @@ from lockstep.lab.templates import render
 from lockstep.lab.world import Setting, World
 from lockstep.plan.build import build
 from lockstep.plan.step import PagedGroup, StepPlan
-from lockstep.sched.request import Piece, Step
+from lockstep.sched.request import Piece, ScheduledStep
 from lockstep.types import Layout, RuleError
 
 WORST = 3  # rows shown number by number
@@ -131,7 +131,7 @@ def engine_story(cell: Cell, options: RunOptions) -> list[dict[str, Any]]:
     rig, told = Rig(tiny, select.load(cell.backend), options), list[dict[str, Any]]()
     known: list[Glass] = []
 
-    def see(engine: Glass, step: Step) -> None:
+    def see(engine: Glass, step: ScheduledStep) -> None:
         acts = []
         if engine not in known:
             known.append(engine)

@@ -17,7 +17,7 @@ from lockstep.lab import asked, limits, sampling
 from lockstep.lab.recompute import Order
 from lockstep.lab.rig import Disturb, Failing, Glass, Rig, engine_recipe, every_model, same_bits
 from lockstep.lab.tiny import BART, EOS, Letters, Tiny, words
-from lockstep.llm.job import Job
+from lockstep.llm.job import Generation
 from lockstep.sample.params import SamplingParams
 
 PAGE = 8
@@ -107,7 +107,7 @@ def hit(rig: Rig, quick: bool) -> None:
 
 
 def expect_hits(
-    rig: Rig, what: str, jobs: tuple[Job, ...] | list[Job], hits: tuple[int, ...]
+    rig: Rig, what: str, jobs: tuple[Generation, ...] | list[Generation], hits: tuple[int, ...]
 ) -> None:
     """Exactly so many tokens of each prompt were found in the cache."""
     have = tuple(job.output("").cached_tokens for job in jobs)
@@ -161,7 +161,7 @@ def page(rig: Rig, quick: bool) -> None:
         rig.play("page", rig.engine(page_size=size), orders)
 
 
-def every_second(engine: Glass, jobs: list[Job], step: int) -> None:
+def every_second(engine: Glass, jobs: list[Generation], step: int) -> None:
     """Everybody, or one, loses its pages."""
     running = [r for r in engine.scheduler.running if r.rows < len(r.tokens)]
     for request in running if step % 4 == 0 else running[:1] if step % 2 == 0 else []:
@@ -278,7 +278,7 @@ def stream(rig: Rig, quick: bool) -> None:
     edges(rig)
 
 
-def compare_text(rig: Rig, job: Job) -> None:
+def compare_text(rig: Rig, job: Generation) -> None:
     """The text of every completion is that of its tokens."""
     for c in job.output("").completions:
         want = rig.oracle.text(job.prompt_ids, c.token_ids, job.params)[0]
@@ -323,7 +323,7 @@ def encoder(rig: Rig, quick: bool) -> None:
     items(rig, rig.engine(), orders[0].prompt, job)
 
 
-def items(rig: Rig, engine: Glass, prompt: tuple[int, ...], made: Job) -> None:
+def items(rig: Rig, engine: Glass, prompt: tuple[int, ...], made: Generation) -> None:
     """The answer of a generation, given as an item beside others of one prompt, has the
     log-probabilities of the generation."""
     answer = made.output("").completions[0]
@@ -416,7 +416,7 @@ def priority(rig: Rig, quick: bool) -> None:
 def watch_ends(ends: list[int]) -> Disturb:
     """Writes down which requests have ended, in the order in which they did."""
 
-    def see(engine: Glass, jobs: list[Job], step: int) -> None:
+    def see(engine: Glass, jobs: list[Generation], step: int) -> None:
         ends.extend(i for i, job in enumerate(jobs) if job.done and i not in ends)
 
     return see

@@ -24,7 +24,7 @@ from lockstep.config import EngineConfig
 from lockstep.llm import prompts as prompt_forms
 from lockstep.llm.calls import Caller
 from lockstep.llm.engine import Engine, load
-from lockstep.llm.job import Job
+from lockstep.llm.job import Generation
 from lockstep.llm.output import Chunk, Output
 from lockstep.llm.prompts import Prompt
 from lockstep.sample.params import SamplingParams
@@ -76,7 +76,7 @@ class LLM:
                 "Pass a function, or leave it out",
             )
 
-        def add(caller: Caller) -> list[Job]:
+        def add(caller: Caller) -> list[Generation]:
             each = zip(many, asked, levels, strict=True)
             return [
                 self.engine.add(self._ids(prompt), wish, priority=level, caller=caller)
@@ -155,13 +155,13 @@ class LLM:
             caller.close()
 
     def _outputs(
-        self, add: Callable[[Caller], list[Job]], on_done: Callable[[], None] | None = None
+        self, add: Callable[[Caller], list[Generation]], on_done: Callable[[], None] | None = None
     ) -> list[Output]:
         return [job.output(self.engine.fingerprint) for job in self._finished(add, on_done)]
 
     def _finished(
-        self, add: Callable[[Caller], list[Job]], on_done: Callable[[], None] | None = None
-    ) -> list[Job]:
+        self, add: Callable[[Caller], list[Generation]], on_done: Callable[[], None] | None = None
+    ) -> list[Generation]:
         """The jobs that `add` makes, when all are done. They belong to this function: what ends it
         ends them."""
         caller = Caller(sys._getframe())

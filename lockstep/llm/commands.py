@@ -29,7 +29,7 @@ def generate(args: Namespace) -> int:
     params = SamplingParams(**given(args, SamplingParams))
     llm = LLM(**given(args, EngineConfig))
     if not args.quiet:
-        print(llm.engine.told, file=sys.stderr)
+        print(llm.engine.startup_report, file=sys.stderr)
     if len(prompts) == 1 and params.n == 1 and not args.json:
         return _stream(llm, prompts[0], params)
     outputs = _batch(llm, prompts, params)

@@ -30,7 +30,15 @@ from lockstep.folder import has
 from lockstep.kv.pages import PagePool
 from lockstep.llm.calls import GONE, Caller, Turn, executing
 from lockstep.llm.fingerprint import fingerprint
-from lockstep.llm.job import Draft, Ending, Job, ScoreUpdate, StepResult, Text, TokenUpdate
+from lockstep.llm.job import (
+    CompletionState,
+    Ending,
+    Generation,
+    ScoreUpdate,
+    StepResult,
+    Text,
+    TokenUpdate,
+)
 from lockstep.llm.output import Chunk
 from lockstep.llm.prompts import Prompt, params_for, token_ids
 from lockstep.llm.prompts import items as item_forms
@@ -47,7 +55,7 @@ from lockstep.run.runner import Runner, StepOutput
 from lockstep.sample.logits import Row
 from lockstep.sample.params import SamplingParams, resolve_seed, whole
 from lockstep.sample.sampler import Logprobs, Sampled, log_probs, sample
-from lockstep.sched.request import Accepted, Ask, Piece, Request, Step
+from lockstep.sched.request import Accepted, Piece, Request, RequestSpec, ScheduledStep
 from lockstep.sched.scheduler import Limits, Scheduler
 from lockstep.text.tokenizer import Tokenizer
 from lockstep.types import INT32_MAX, Choice, RuleError, shown
@@ -59,11 +67,11 @@ NO_HISTORY = np.empty(0, np.int32)
 
 @dataclass(frozen=True, eq=False)
 class Launched:
-    """A step on its way; what it brings is on the device. `chosen` has a row for every draft of
-    `drafts`, number `at` of whose tokens it is."""
+    """A step on its way; what it brings is on the device. `chosen` has a row for every one of
+    `completions`, number `at` of whose tokens it is."""
 
-    step: Step
-    drafts: tuple[Draft, ...] = ()
+    step: ScheduledStep
+    completions: tuple[CompletionState, ...] = ()
     at: tuple[int, ...] = ()
     chosen: Sampled | None = None
     scored: tuple[ScoreUpdate, ...] = ()
@@ -106,8 +114,8 @@ def prepare(
 
 
 class Engine:
-    """A model, its cache and its queue. `add` jobs, call `step` while `busy`. `told` says what was
-    chosen at start, and why."""
+    """A model, its cache and its queue. `add` jobs, call `step` while `busy`. `startup_report` says
+    what was chosen, and why."""
 
     def __init__(self, config: EngineConfig, parts: Parts, overlap: bool = False) -> None:
         self.config, self.parts, self.overlap = config, parts, overlap
@@ -124,11 +132,11 @@ class Engine:
         self._num_pages = sizes.pages
         self.scheduler = self._new_scheduler()
         self.fingerprint = fingerprint(parts, config.kv_cache_dtype)
-        self.jobs: dict[str, Job] = {}  # by the id of the request
+        self.jobs: dict[str, Generation] = {}  # by the id of the request
         self._numbers = count()
         chosen = {"attention": parts.attention, "device": self.info.device}
         reasons = [f"{what} {choice.name}: {choice.reason}" for what, choice in chosen.items()]
-        self.told = "; ".join([*reasons, sizes.text])
+        self.startup_report = "; ".join([*reasons, sizes.text])
         self._turns: list[Turn] = []
         self._changing = False  # set while anything but the jobs may be half changed
         self._launched: list[Launched] = []  # and not settled, in order
@@ -154,7 +162,7 @@ class Engine:
         tenant: str = "",
         generated: Sequence[Sequence[int]] = (),
         caller: Caller | None = None,
-    ) -> Job:
+    ) -> Generation:
         """Takes a prompt in, or says why not. `embed` and `scores_only` ask for no new tokens. An
         encoder's prompt is its source.
 
@@ -185,7 +193,7 @@ class Engine:
             raise RuleError(rule, f"{len(ids)} + {new}", remedy)
         first = "0 is everybody's, a higher one goes first"
         known = self._known(generated, params, new)
-        ask = Ask(
+        spec = RequestSpec(
             prompt=ids,
             max_new_tokens=new,
             n=params.n,
@@ -197,7 +205,7 @@ class Engine:
             needs_values=params.penalised,
             request_id=request_id or f"#{next(self._numbers)}",
         )
-        return self._take(ask, resolve_seed(params), caller, known)
+        return self._take(spec, resolve_seed(params), caller, known)
 
     def add_items(
         self,
@@ -205,9 +213,9 @@ class Engine:
         items: Sequence[Sequence[int]],
         *,
         caller: Caller | None = None,
-    ) -> Job:
+    ) -> Generation:
         """Takes one prompt and several continuations in, whose log-probabilities are wanted: one
-        draft each, one prompt."""
+        completion each, one prompt."""
         ids, source = self._placed(self._checked(prompt_ids))
         given = tuple(self._checked(item) for item in item_forms(items))
         longest = max(map(len, given), default=0)
@@ -216,8 +224,8 @@ class Engine:
             got = f"{len(given)} items, {len(ids)} + {longest} tokens"
             raise RuleError(f"there is an item, and {fit}", got, "Shorten it")
         number = f"#{next(self._numbers)}"
-        ask = Ask(ids, 0, encoder_ids=source, items=given, request_id=number)
-        return self._take(ask, ITEM, caller)
+        spec = RequestSpec(ids, 0, encoder_ids=source, items=given, request_id=number)
+        return self._take(spec, ITEM, caller)
 
     def _known(
         self, generated: Sequence[Sequence[int]], params: SamplingParams, new: int
@@ -234,25 +242,25 @@ class Engine:
 
     def _take(
         self,
-        ask: Ask,
+        spec: RequestSpec,
         params: SamplingParams,
         caller: Caller | None,
         generated: tuple[tuple[int, ...], ...] = (),
-    ) -> Job:
+    ) -> Generation:
         with Turn(self._turns):
             self._tidy()
-            self.scheduler.refuse(ask)
-            if ask.request_id in self.jobs:
+            self.scheduler.refuse(spec)
+            if spec.request_id in self.jobs:
                 rule = "a request that is not done has its id for itself"
-                raise RuleError(rule, f"a second {ask.request_id!r}", "Name it otherwise")
-            request = Request(ask, self.scheduler.arrivals)
-            job = Job(params, request, Text(self.tokenizer, self.info.eos_token_ids), caller)
+                raise RuleError(rule, f"a second {spec.request_id!r}", "Name it otherwise")
+            request = Request(spec, self.scheduler.arrivals)
+            job = Generation(params, request, Text(self.tokenizer, self.info.eos_token_ids), caller)
             if generated:
                 job.go_on(generated)
             if not job.done:
                 self._changing = True
                 self.scheduler.resume(job.resumed())
-                self.jobs[ask.request_id] = job
+                self.jobs[spec.request_id] = job
                 self._changing = False
             return job
 
@@ -266,13 +274,13 @@ class Engine:
             raise RuleError(rule, "none", "Add it to config.json")
         return (start,), ids
 
-    def abort(self, job: Job) -> None:
+    def abort(self, job: Generation) -> None:
         """Ends a job now; what it has so far stays readable."""
         job.caller = GONE
         with Turn(self._turns):
             self._tidy()
 
-    def step(self) -> list[Job]:
+    def step(self) -> list[Generation]:
         """One step. Returns the jobs that it touched; those that are done have left the engine."""
         with Turn(self._turns):
             self._tidy()
@@ -285,7 +293,7 @@ class Engine:
             self._changing = False
         return self._publish(touched)
 
-    def news(self, job: Job) -> tuple[list[Chunk], bool]:
+    def news(self, job: Generation) -> tuple[list[Chunk], bool]:
         """What came for a job since the last call, and whether that was all."""
         with Turn(self._turns):
             self._tidy()
@@ -299,7 +307,7 @@ class Engine:
 
     # -- one step
 
-    def _run(self, step: Step) -> StepOutput:
+    def _run(self, step: ScheduledStep) -> StepOutput:
         """Launches a step. A negative id, -1 - k, is sample k of the step before."""
         ids = torch.tensor(
             [token for piece in step.pieces for token in piece.ids], dtype=torch.long
@@ -310,10 +318,10 @@ class Engine:
             ids = torch.where(ids < 0, sampled[(-1 - ids).clamp(min=0)], ids)
         return self.runner.run(self._plan(step), ids, step.kind)
 
-    def _plan(self, step: Step) -> StepPlan:
+    def _plan(self, step: ScheduledStep) -> StepPlan:
         return build(step.kind.specs, step.works)
 
-    def _sample(self, step: Step, out: StepOutput) -> Launched:
+    def _sample(self, step: ScheduledStep, out: StepOutput) -> Launched:
         """What every piece gets: a step is of one kind. Nothing waits for the device."""
         if step.kind.name == EMBED:
             ends = list(accumulate((piece.new_len for piece in step.pieces), initial=0))
@@ -321,20 +329,20 @@ class Engine:
         if step.kind.name == ENCODE:
             return Launched(step)
         logits = step.kind.model.logits(out.emitted)
-        rows, drafts, emits, begin = list[Row](), list[Draft](), list[int](), 0
+        rows, completions, emits, begin = list[Row](), list[CompletionState](), list[int](), 0
         scored: list[ScoreUpdate] = []
         for piece in step.pieces:
             request, samples = piece.request, piece.samples
             job, first = self._job(request), begin + len(piece.emit) - samples
             if first > begin:
                 scored += self._score(job, piece, logits[begin:first])
-            if request.ask.items:
+            if request.spec.items:
                 scored += self._first_of_items(job, logits[first]) if samples else []
                 samples = 0
             for i in range(samples):
-                draft = job.drafts[i if samples > 1 else request.index]
-                rows.append(self._row(draft, piece))
-                drafts.append(draft)
+                completion = job.completions[i if samples > 1 else request.index]
+                rows.append(self._row(completion, piece))
+                completions.append(completion)
                 emits.append(first + i)
             begin += len(piece.emit)
         if not rows:
@@ -342,28 +350,28 @@ class Engine:
         wanted = logits if len(emits) == len(logits) else logits[emits]
         return Launched(
             step=step,
-            drafts=tuple(drafts),
+            completions=tuple(completions),
             at=tuple([row.position - row.prompt_len for row in rows]),
             chosen=sample(self.parts.model.ops, wanted, rows, self.info.eos_token_ids),
             scored=tuple(scored),
         )
 
-    def _row(self, draft: Draft, piece: Piece) -> Row:
+    def _row(self, completion: CompletionState, piece: Piece) -> Row:
         position, history = piece.known_len, NO_HISTORY
-        if draft.penalised:
+        if completion.penalised:
             history = np.array(piece.request.tokens[:position], np.int32)
-        return Row(draft.params, position, draft.prompt_len, history)
+        return Row(completion.params, position, completion.prompt_len, history)
 
-    def _score(self, job: Job, piece: Piece, logits: Tensor) -> list[ScoreUpdate]:
+    def _score(self, job: Generation, piece: Piece, logits: Tensor) -> list[ScoreUpdate]:
         """The row at position p tells of token p+1: of the prompt, or of what follows it and is
         given."""
-        draft, prompt_len = job.drafts[piece.request.index], len(job.prompt_ids)
+        completion, prompt_len = job.completions[piece.request.index], len(job.prompt_ids)
         first = piece.cached_len + piece.emit[0] + 1
-        ids = torch.tensor((*job.prompt_ids, *draft.token_ids)[first : first + len(logits)])
+        ids = torch.tensor((*job.prompt_ids, *completion.token_ids)[first : first + len(logits)])
         split = min(max(prompt_len - first, 0), len(logits))
         prompt = (0, split, job.prompt_scores, first - 1)
-        behind = (split, len(logits), draft.scores, first + split - prompt_len)
-        tops = (job.params.top_prompt_logprobs or 0, draft.params.top_logprobs or 0)
+        behind = (split, len(logits), completion.scores, first + split - prompt_len)
+        tops = (job.params.top_prompt_logprobs or 0, completion.params.top_logprobs or 0)
         logprobs = partial(log_probs, self.parts.model.ops)
         return [
             ScoreUpdate(piece.request, target, at, logprobs(logits[a:b], ids[a:b], k), k)
@@ -371,33 +379,33 @@ class Engine:
             if a < b
         ]
 
-    def _first_of_items(self, job: Job, logits: Tensor) -> list[ScoreUpdate]:
+    def _first_of_items(self, job: Generation, logits: Tensor) -> list[ScoreUpdate]:
         """The prompt's last row tells of the first token of every item."""
-        items = job.request.ask.items
+        items = job.request.spec.items
         firsts = torch.tensor([item[0] for item in items])
         logprobs = log_probs(self.parts.model.ops, logits.expand(len(items), -1), firsts)
         rows = [slice(i, i + 1) for i in range(len(items))]
         each = [Logprobs(logprobs.chosen[i], logprobs.top_ids[i], logprobs.top[i]) for i in rows]
         return [
-            ScoreUpdate(job.request, draft.scores, 0, one, 0)
-            for draft, one in zip(job.drafts, each, strict=True)
+            ScoreUpdate(job.request, completion.scores, 0, one, 0)
+            for completion, one in zip(job.completions, each, strict=True)
         ]
 
-    def _settle(self, later: bool) -> list[Job]:
+    def _settle(self, later: bool) -> list[Generation]:
         """Takes in what launched steps have brought; `later`, of all but the last one. Before
         `_settled` is set a step has not happened, from then on it has."""
-        touched: list[Job] = []
+        touched: list[Generation] = []
         while len(self._launched) > later:
             launched = self._launched.pop(0)
             pieces = launched.step.pieces
             touched += [self._job(p.request) for p in pieces if p.request.finish is None]
             result, accepted = self._result(launched)
             ended = self.scheduler.settle(launched.step, accepted)
-            endings = [Ending(self._job(r).drafts[r.index], r.finish or "stop") for r in ended]
+            endings = [Ending(self._job(r).completions[r.index], r.finish or "stop") for r in ended]
             result = self._settled = replace(result, endings=(*result.endings, *endings))
             result.write()
             result.end()
-            for request_id in {request.ask.request_id for request in ended}:
+            for request_id in {request.spec.request_id for request in ended}:
                 if self.jobs[request_id].done:
                     del self.jobs[request_id]
             self._settled = None
@@ -405,21 +413,21 @@ class Engine:
 
     def _result(self, launched: Launched) -> tuple[StepResult, list[Accepted]]:
         """What the jobs get, and what the scheduler is told of every row. Nobody sees the rows of
-        requests that have ended meanwhile; what could not be sampled ends its draft."""
+        requests that have ended meanwhile; what could not be sampled ends its completion."""
         chosen, pieces = launched.chosen, launched.step.pieces
         ids, errors = (chosen.token_ids.tolist(), chosen.errors()) if chosen else ([], {})
         logprobs = chosen.logprobs if chosen else None
         at_row = dict(zip(chosen.logprob_rows, count(), strict=False)) if chosen else {}
         accepted, tokens, endings = list[Accepted](), list[TokenUpdate](), list[Ending]()
-        for row, (draft, at) in enumerate(zip(launched.drafts, launched.at, strict=True)):
-            if draft.finish is not None or row in errors:
+        for row, (completion, at) in enumerate(zip(launched.completions, launched.at, strict=True)):
+            if completion.finish is not None or row in errors:
                 accepted.append(Accepted((), 0))
-                endings += [Ending(draft, "error", errors[row])] if row in errors else []
+                endings += [Ending(completion, "error", errors[row])] if row in errors else []
                 continue
-            found = draft.accept((ids[row],))
-            kept, _ = found.cut(draft.most - at)
-            text = tuple(draft.ahead[: len(kept)]) if draft.searched else ()
-            tokens.append(TokenUpdate(draft, at, kept, text, logprobs, at_row.get(row)))
+            found = completion.accept((ids[row],))
+            kept, _ = found.cut(completion.most - at)
+            text = tuple(completion.ahead[: len(kept)]) if completion.searched else ()
+            tokens.append(TokenUpdate(completion, at, kept, text, logprobs, at_row.get(row)))
             accepted.append(found)
         vectors = launched.embeddings if launched.embeddings is not None else ()
         result = StepResult(
@@ -434,14 +442,14 @@ class Engine:
         )
         return result, accepted
 
-    def _publish(self, touched: list[Job]) -> list[Job]:
+    def _publish(self, touched: list[Generation]) -> list[Generation]:
         """Text, without a lock on the engine: whoever reads a job first makes what is missing."""
         for job in touched:
             job.publish()
         return touched
 
-    def _job(self, request: Request) -> Job:
-        return self.jobs[request.ask.request_id]
+    def _job(self, request: Request) -> Generation:
+        return self.jobs[request.spec.request_id]
 
     # -- between calls
 
@@ -458,10 +466,10 @@ class Engine:
                 self._changing = True
                 self.scheduler.abort(job.request)
                 job.end("abort")
-                self.jobs.pop(job.request.ask.request_id, None)
+                self.jobs.pop(job.request.spec.request_id, None)
                 self._changing = False
 
-    def _abandoned(self) -> list[Job]:
+    def _abandoned(self) -> list[Generation]:
         owned = [job for job in self.jobs.values() if job.caller is not None]
         frames = executing() if owned else set()
         return [job for job in owned if job.caller is not None and job.caller.gone(frames)]

@@ -1,11 +1,11 @@
 """One prompt on its way: what was asked, and what has come out so far, per completion.
 
-A `Draft` grows by the tokens of a step: ids, log-probabilities, text, and why it ended.
-`Job.output` freezes all of it. A step changes nothing here until it is one frozen `StepResult`,
-written by position, so that it can be written again: after whatever exception a job is what its
-last result says, and its requests are made anew from that (`resumed`). Text follows from the
-tokens: it is made by `publish`, without the engine; only where stop strings are looked for, as the
-step is settled. Knows tokens and text; the engine feeds it, the surface reads it.
+A `CompletionState` grows by the tokens of a step: ids, log-probabilities, text, and why it ended.
+`Generation.output` freezes all of it. A step changes nothing here until it is one frozen
+`StepResult`, written by position, so that it can be written again: after whatever exception a job
+is what its last result says, and its requests are made anew from that (`resumed`). Text follows
+from the tokens: it is made by `publish`, without the engine; only where stop strings are looked
+for, as the step is settled. Knows tokens and text; the engine feeds it, the surface reads it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Scores:
         self.best[at:] = [best for _, best in scores]
 
 
-class Draft:
+class CompletionState:
     """A completion while it grows, to `most` tokens. `given` ones, an item's, are all there from
     the beginning; their text is not wanted."""
 
@@ -108,7 +108,7 @@ class Draft:
         if finish is not None and len(self.pieces) == len(token_ids):
             self._flush()
 
-    def completion(self) -> Completion:
+    def frozen(self) -> Completion:
         """The completion, frozen."""
         asked = self.params.top_logprobs is not None
         chosen = np.array(self.scores.chosen, np.float32) if asked else None
@@ -159,7 +159,7 @@ class Text(NamedTuple):
     eos_ids: tuple[int, ...]
 
 
-class Job:
+class Generation:
     """A prompt and its completions. `request` is what the scheduler made of it; `caller` waits for
     it, None for whoever holds the job."""
 
@@ -167,104 +167,105 @@ class Job:
         self, params: SamplingParams, request: Request, text: Text, caller: Caller | None = None
     ) -> None:
         self.params, self.request, self.caller = params, request, caller
-        self.prompt_ids = request.ask.prompt
-        ask, each = request.ask, params.completions()
-        self.drafts = [Draft(each[0], ask.prompt, text, given=item) for item in ask.items]
-        if not ask.items:
-            self.drafts = [Draft(one, ask.prompt, text, ask.max_new_tokens) for one in each]
+        self.prompt_ids = request.spec.prompt
+        spec, each = request.spec, params.completions()
+        prompt, most = spec.prompt, spec.max_new_tokens
+        self.completions = [CompletionState(each[0], prompt, text, given=i) for i in spec.items]
+        if not spec.items:
+            self.completions = [CompletionState(one, prompt, text, most) for one in each]
         self.prompt_scores = Scores()
         self.embedding: NDArray[np.float32] | None = None
-        self._told = [(0, 0)] * len(self.drafts)
+        self._told = [(0, 0)] * len(self.completions)
         self._turns: list[Turn] = []
 
     @property
     def done(self) -> bool:
-        return all(draft.finish is not None for draft in self.drafts)
+        return all(completion.finish is not None for completion in self.completions)
 
     def publish(self) -> None:
         """Text for all tokens that are there. Any thread may call it, at any time."""
         with Turn(self._turns):
-            for draft in self.drafts:
-                draft.publish()
+            for completion in self.completions:
+                completion.publish()
 
     def news(self) -> list[Chunk]:
         """What came since the last call."""
         self.publish()
         out = []
-        for i, draft in enumerate(self.drafts):
+        for i, completion in enumerate(self.completions):
             pieces, ids = self._told[i]
             if pieces < 0:
                 continue  # its end was told; a sibling may go on
-            text, new = "".join(draft.pieces[pieces:]), tuple(draft.token_ids[ids:])
-            if text or new or draft.finish is not None:
-                out.append(Chunk(draft.params.sample_index, text, new, draft.finish))
+            text, new = "".join(completion.pieces[pieces:]), tuple(completion.token_ids[ids:])
+            if text or new or completion.finish is not None:
+                out.append(Chunk(completion.params.sample_index, text, new, completion.finish))
                 self._told[i] = (
-                    len(draft.pieces) if draft.finish is None else -1,
-                    len(draft.token_ids),
+                    len(completion.pieces) if completion.finish is None else -1,
+                    len(completion.token_ids),
                 )
         return out
 
     def end(self, reason: str) -> None:
         """Nothing more comes for any completion."""
-        for draft in self.drafts:
-            draft.end(reason)
+        for completion in self.completions:
+            completion.end(reason)
 
     def go_on(self, generated: Sequence[tuple[int, ...]]) -> None:
         """Every completion has these tokens already; their log-probabilities, if they are wanted,
         come again."""
-        for draft, token_ids in zip(self.drafts, generated, strict=True):
-            kept, draft.over = draft.accept(token_ids).cut(draft.most)
+        for completion, token_ids in zip(self.completions, generated, strict=True):
+            kept, completion.over = completion.accept(token_ids).cut(completion.most)
             if len(kept) < len(token_ids):
                 rule = "tokens already generated end where their completion does"
                 raise RuleError(rule, f"{len(token_ids)}, and {len(kept)} count", "Cut them there")
-            TokenUpdate(draft, 0, token_ids, tuple(draft.ahead)).write()
-            if draft.over is not None and draft.params.top_logprobs is None:
-                draft.end(draft.over)
+            TokenUpdate(completion, 0, token_ids, tuple(completion.ahead)).write()
+            if completion.over is not None and completion.params.top_logprobs is None:
+                completion.end(completion.over)
 
     def resumed(self) -> list[Request]:
         """The requests of this job anew, from what has come out and nothing else: as if all of them
         had been preempted."""
         begun = self._begun()
         made = [
-            self._resumed(index, draft)
+            self._resumed(index, completion)
             if begun
-            else Request(self.request.ask, self.request.arrival)
-            for index, draft in enumerate(self.drafts if begun else self.drafts[:1])
-            if draft.finish is None
+            else Request(self.request.spec, self.request.arrival)
+            for index, completion in enumerate(self.completions if begun else self.completions[:1])
+            if completion.finish is None
         ]
         for request in made:
-            request.hit_len, request.family = self.request.hit_len, made
+            request.hit_len, request.siblings = self.request.hit_len, made
             if (
                 request.index == 0
-                and len(self.prompt_scores.chosen) < self.request.ask.scored_prompt_len
+                and len(self.prompt_scores.chosen) < self.request.spec.scored_prompt_len
             ):
                 request.scored_len = len(self.prompt_scores.chosen)
         self.request = made[0]
         return made
 
-    def _resumed(self, index: int, draft: Draft) -> Request:
+    def _resumed(self, index: int, completion: CompletionState) -> Request:
         """A completion whose prompt was computed to its end. Tokens without log-probabilities that
         are wanted are scored, those of a completion that is over alone."""
-        ask, scored = self.request.ask, len(draft.scores.chosen)
-        if draft.given:
-            request = Request(ask, self.request.arrival, index)
+        spec, scored = self.request.spec, len(completion.scores.chosen)
+        if completion.given:
+            request = Request(spec, self.request.arrival, index)
             request.begin_item()
             request.scored_len += scored - 1
             return request
-        first = draft.token_ids
-        if draft.over is not None:
-            ask, first = replace(ask, max_new_tokens=0, n=1), first[:-1]
-        request = Request(ask, self.request.arrival, index, first)
+        first = completion.token_ids
+        if completion.over is not None:
+            spec, first = replace(spec, max_new_tokens=0, n=1), first[:-1]
+        request = Request(spec, self.request.arrival, index, first)
         request.scored_len = request.score_end
-        if draft.params.top_logprobs is not None:
-            request.score_end = len(ask.prompt) - 1 + len(draft.token_ids)
-            request.scored_len = len(ask.prompt) - 1 + scored
+        if completion.params.top_logprobs is not None:
+            request.score_end = len(spec.prompt) - 1 + len(completion.token_ids)
+            request.scored_len = len(spec.prompt) - 1 + scored
         return request
 
     def _begun(self) -> bool:
         """Whether the prompt was computed to its end: then every completion has its first token, or
         its item's first score, or ended."""
-        first = self.drafts[0]
+        first = self.completions[0]
         return first.finish is not None or bool(
             first.scores.chosen if first.given else first.token_ids
         )
@@ -275,8 +276,8 @@ class Job:
         scores, asked = self.prompt_scores, self.params.top_prompt_logprobs
         first: list[Top] = [()]
         return Output(
-            prompt_token_ids=self.request.ask.encoder_ids or self.prompt_ids,
-            completions=tuple(draft.completion() for draft in self.drafts),
+            prompt_token_ids=self.request.spec.encoder_ids or self.prompt_ids,
+            completions=tuple(completion.frozen() for completion in self.completions),
             seed=self.params.seed,
             cached_tokens=self.request.hit_len or 0,
             fingerprint=fingerprint,
@@ -291,7 +292,7 @@ class TokenUpdate(NamedTuple):
     """Tokens of a completion, from number `at` on, with their text if it was searched, and with
     their log-probabilities if these are wanted: from row `row` of `logprobs` on."""
 
-    draft: Draft
+    completion: CompletionState
     at: int
     token_ids: tuple[int, ...]
     pieces: tuple[str, ...] = ()
@@ -299,15 +300,15 @@ class TokenUpdate(NamedTuple):
     row: int | None = None
 
     def write(self) -> None:
-        draft = self.draft
-        if draft.finish is None:  # else it was written, and then ended
-            draft.token_ids[self.at :] = self.token_ids
-            if draft.searched:
-                draft.pieces[self.at :] = self.pieces
+        completion = self.completion
+        if completion.finish is None:  # else it was written, and then ended
+            completion.token_ids[self.at :] = self.token_ids
+            if completion.searched:
+                completion.pieces[self.at :] = self.pieces
             if self.logprobs is not None and self.row is not None:
                 rows = range(self.row, self.row + len(self.token_ids))
-                k = draft.params.top_logprobs or 0
-                draft.scores.write(self.at, [entry(self.logprobs, row, k) for row in rows])
+                k = completion.params.top_logprobs or 0
+                completion.scores.write(self.at, [entry(self.logprobs, row, k) for row in rows])
 
 
 class ScoreUpdate(NamedTuple):
@@ -334,7 +335,7 @@ def entry(logprobs: Logprobs, row: int, k: int) -> Score:
 class Ending(NamedTuple):
     """A completion ends with this step."""
 
-    draft: Draft
+    completion: CompletionState
     reason: str
     error: str = ""
 
@@ -348,7 +349,7 @@ class StepResult:
 
     tokens: tuple[TokenUpdate, ...] = ()
     scores: tuple[ScoreUpdate, ...] = ()
-    embeddings: tuple[tuple[Job, NDArray[np.float32]], ...] = ()
+    embeddings: tuple[tuple[Generation, NDArray[np.float32]], ...] = ()
     endings: tuple[Ending, ...] = ()
 
     def write(self) -> None:
@@ -362,5 +363,5 @@ class StepResult:
 
     def end(self) -> None:
         """The completions that end. The first reason counts."""
-        for draft, reason, error in self.endings:
-            draft.end(reason, error)
+        for completion, reason, error in self.endings:
+            completion.end(reason, error)

@@ -20,7 +20,7 @@ Rank = tuple[int, int, int]
 
 def rank(request: Request) -> Rank:
     """The order of all requests; lower is better. Completions of one request stand together."""
-    return request.arrival - HEAD_START * request.ask.priority, request.arrival, request.index
+    return request.arrival - HEAD_START * request.spec.priority, request.arrival, request.index
 
 
 def service_order(running: Sequence[Request]) -> list[Request]:
@@ -46,7 +46,7 @@ def victim(
 def displaced(running: Sequence[Request], head: Request) -> Request | None:
     """Who makes way for a waiting request that found no room: only somebody of lower priority, and
     worse-ranked."""
-    worse = [r for r in running if r.ask.priority < head.ask.priority and rank(r) > rank(head)]
+    worse = [r for r in running if r.spec.priority < head.spec.priority and rank(r) > rank(head)]
     return max(worse, key=rank, default=None)
 
 
@@ -54,7 +54,7 @@ def rows(request: Request, tokens: int, emits: int) -> int:
     """How many of its missing rows a request may compute if the step has room for so many rows and
     emitted rows."""
     new_len = min(request.rows, tokens)
-    if new_len + request.ask.continuations <= emits:
+    if new_len + request.spec.continuations <= emits:
         return new_len  # as many as it could ever emit
     while new_len > 0 and (over := request.emits(new_len) - emits) > 0:
         new_len -= 1 if request.samples(new_len) else over

@@ -21,7 +21,7 @@ from lockstep.types import RuleError
 
 
 @dataclass(frozen=True)
-class Ask:
+class RequestSpec:
     """What is wanted. Ids are token ids; `encoder_ids` are computed, whole, before the prompt;
     `embed` wants rows and no tokens.
 
@@ -120,22 +120,24 @@ class Request:
     """One continuation of a prompt. `tokens[:cached_len]` have their keys in the cache, if it has a
     table at all."""
 
-    def __init__(self, ask: Ask, arrival: int, index: int = 0, first: Iterable[int] = ()) -> None:
-        self.ask, self.arrival, self.index = ask, arrival, index
-        self.tokens = [*ask.prompt, *first]
+    def __init__(
+        self, spec: RequestSpec, arrival: int, index: int = 0, first: Iterable[int] = ()
+    ) -> None:
+        self.spec, self.arrival, self.index = spec, arrival, index
+        self.tokens = [*spec.prompt, *first]
         self.cached_len = 0  # those that a launched step will have written included
         self.settled_len = 0  # those without
         # rows [scored_len, score_end) are still to be asked for log-probabilities
-        self.scored_len, self.score_end = 0, ask.scored_prompt_len
+        self.scored_len, self.score_end = 0, spec.scored_prompt_len
         self.hit_len: int | None = None  # keys found in the prefix cache when it was admitted first
-        self.encoded = not ask.encoder_ids
+        self.encoded = not spec.encoder_ids
         self.table: Table | None = None
         self.room = 0  # keys that the pages it holds have room for, as far as was looked
         # below this length a step computes one row, samples one token, and nothing else happens
         self.steady_until_len = 0
         self.path: Path | None = None
         self.finish: str | None = None  # "length", "stop" or "abort"
-        self.family: list[Request] = [self]  # all n continuations, as far as they exist
+        self.siblings: list[Request] = [self]  # all n continuations, as far as they exist
         self.flight: Piece | None = None  # its share of the step launched last, until it is settled
         self.held = False  # until then nothing can be computed
         self.draft: DraftTree | None = None  # proposed for the next step
@@ -148,7 +150,7 @@ class Request:
     @property
     def output(self) -> list[int]:
         """The tokens generated so far."""
-        return self.tokens[len(self.ask.prompt) :]
+        return self.tokens[len(self.spec.prompt) :]
 
     @property
     def running(self) -> bool:
@@ -164,11 +166,11 @@ class Request:
     def samples(self, new_len: int) -> int:
         """Tokens chosen when the next `new_len` rows are computed: none before the last row, one
         per continuation at the prompt's end."""
-        ask, known = self.ask, len(self.tokens)
-        first = known == len(ask.prompt)
-        if new_len < known - self.cached_len or not (ask.max_new_tokens or (ask.items and first)):
+        spec, known = self.spec, len(self.tokens)
+        first = known == len(spec.prompt)
+        if new_len < known - self.cached_len or not (spec.max_new_tokens or (spec.items and first)):
             return 0
-        return ask.continuations if first else 1
+        return spec.continuations if first else 1
 
     def emits(self, new_len: int) -> int:
         """How many rows a piece of `new_len` rows emits."""
@@ -193,7 +195,7 @@ class Request:
     def launch(self, piece: Piece, sample: int) -> None:
         """The piece is on its way: lengths move on, and the token that it will have sampled is
         named by its number among the step's."""
-        ask = self.ask
+        spec = self.spec
         if piece.parents is None:
             self.cached_len += len(piece.ids)
             self.scored_len = max(self.scored_len, min(self.cached_len, self.score_end))
@@ -204,20 +206,20 @@ class Request:
             len(self.tokens) == self.cached_len
             or piece.samples > 1
             or piece.parents is not None
-            or (piece.samples > 0 and (ask.needs_values or self.left <= 0))
+            or (piece.samples > 0 and (spec.needs_values or self.left <= 0))
         )
 
     def begin_item(self) -> str | None:
         """Behind the prompt come the rows of its item, whose last token is not computed. "length"
         if there are none: the prompt's last row has told of the only token."""
-        self.tokens += self.ask.items[self.index][:-1]
-        self.scored_len, self.score_end = len(self.ask.prompt), len(self.tokens)
+        self.tokens += self.spec.items[self.index][:-1]
+        self.scored_len, self.score_end = len(self.spec.prompt), len(self.tokens)
         return None if self.scored_len < self.score_end else "length"
 
     @property
     def left(self) -> int:
         """Tokens that are still to be generated, at most."""
-        return len(self.ask.prompt) + self.ask.max_new_tokens - len(self.tokens)
+        return len(self.spec.prompt) + self.spec.max_new_tokens - len(self.tokens)
 
     def _scored(self, new_len: int) -> range:
         """The row at position p tells of token p+1."""
@@ -247,7 +249,7 @@ class Piece(NamedTuple):
     @property
     def sampled(self) -> int:
         """Tokens that are sampled: an item's are given."""
-        return 0 if self.request.ask.items else self.samples
+        return 0 if self.request.spec.items else self.samples
 
     @property
     def known_len(self) -> int:
@@ -259,7 +261,7 @@ LAST = (0,)  # the emitted row of a piece of one row
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class ScheduledStep:
     """One forward pass, decided: `works[i]` is `pieces[i]` as `plan.build` takes it, over the
     groups of its kind."""
 

@@ -27,7 +27,15 @@ from lockstep.kv.tables import Table, pages_for, peak_pages
 from lockstep.plan.build import Work
 from lockstep.run.kind import EMBED, ENCODE, GENERATE, StepKind, group_specs
 from lockstep.sched import policy
-from lockstep.sched.request import LAST, Accepted, Ask, DraftTree, Piece, Request, Step
+from lockstep.sched.request import (
+    LAST,
+    Accepted,
+    DraftTree,
+    Piece,
+    Request,
+    RequestSpec,
+    ScheduledStep,
+)
 from lockstep.types import INT32_MAX, Layout, OutOfPages, RuleError
 
 
@@ -66,7 +74,7 @@ class StepBuilder:
         self.tokens -= 1
         self.emits -= 1
         self.samples += 1
-        ids, cross_len = (request.tokens[-1],), len(request.ask.encoder_ids)
+        ids, cross_len = (request.tokens[-1],), len(request.spec.encoder_ids)
         self.pieces.append(Piece(request, ids, begin, LAST, 1, table, 0, None, True))
         self.works.append(Work(begin, 1, table.views(self.groups), LAST, None, cross_len))
         return True
@@ -85,7 +93,7 @@ class StepBuilder:
                 pages=table.views(self.groups) if table else (None,) * len(self.groups),
                 emit=piece.emit,
                 parents=piece.parents,
-                cross_len=len(piece.request.ask.encoder_ids),
+                cross_len=len(piece.request.spec.encoder_ids),
                 cross_new=piece.cross_new,
             )
         )
@@ -110,17 +118,17 @@ class Scheduler:
         self.embeds: list[Request] = []
         self.counters: Counter[str] = Counter()
         self.arrivals = arrivals  # requests that came so far: the next one's number
-        self._scheduled: Step | None = None
-        self._launched: list[Step] = []  # and not settled, in order
+        self._scheduled: ScheduledStep | None = None
+        self._launched: list[ScheduledStep] = []  # and not settled, in order
         self._after_whole = False
         self._blocked = False  # the head of the queue found no room in the last step
         generating = kinds[GENERATE].groups if GENERATE in kinds else ()
         self._stored = tuple(g for g in generating if self.specs[g].layout is not Layout.CROSS)
 
-    def add(self, ask: Ask) -> Request:
+    def add(self, spec: RequestSpec) -> Request:
         """Takes a request in, or refuses one that could never run."""
-        self.refuse(ask)
-        request = Request(ask, self.arrivals)
+        self.refuse(spec)
+        request = Request(spec, self.arrivals)
         self.resume([request])
         return request
 
@@ -129,15 +137,15 @@ class Scheduler:
         no more."""
         for request in requests:
             self.arrivals = max(self.arrivals, request.arrival + 1)
-            insort(self.embeds if request.ask.embed else self.waiting, request, key=policy.rank)
+            insort(self.embeds if request.spec.embed else self.waiting, request, key=policy.rank)
 
     def abort(self, request: Request) -> None:
         """Ends a request and its siblings. What a launched step brings them nobody sees."""
-        for member in request.family:
+        for member in request.siblings:
             if member.finish is None:
                 self._end(member, "abort")
 
-    def schedule(self) -> Step | None:
+    def schedule(self) -> ScheduledStep | None:
         """The next step, its pages reserved; None if there is nothing to do, or nothing before the
         step that was launched is settled."""
         if self._scheduled is not None or len(self._launched) > 1:
@@ -158,7 +166,7 @@ class Scheduler:
         self._scheduled = step
         return step
 
-    def advance(self, step: Step) -> None:
+    def advance(self, step: ScheduledStep) -> None:
         """The step is launched: whatever is scheduled from now on comes after it."""
         if step is not self._scheduled:
             rule = "the step that was scheduled last is launched, once"
@@ -174,7 +182,7 @@ class Scheduler:
             if piece.steady:
                 request.cached_len += 1
                 request.tokens.append(-1 - sample)
-                request.flight, request.held = piece, request.ask.needs_values
+                request.flight, request.held = piece, request.spec.needs_values
                 sample += 1
                 continue
             if table is not None and table.pending:
@@ -184,7 +192,7 @@ class Scheduler:
             request.launch(piece, sample)
             sample += piece.sampled
 
-    def settle(self, step: Step, accepted: Sequence[Accepted]) -> list[Request]:
+    def settle(self, step: ScheduledStep, accepted: Sequence[Accepted]) -> list[Request]:
         """The step has run; `accepted` holds an entry for every sample of its pieces, in order.
         Returns the requests that end with it. Those that ended before it get nothing of it."""
         if step is not next(iter(self._launched), None):
@@ -216,39 +224,39 @@ class Scheduler:
 
     # -- admission
 
-    def refuse(self, ask: Ask) -> None:
+    def refuse(self, spec: RequestSpec) -> None:
         """Everything that could never run is said here, with both numbers, and not found out by
         waiting forever."""
-        wanted = {EMBED if ask.embed else GENERATE: "embeddings" if ask.embed else "generation"}
-        if ask.encoder_ids:
+        wanted = {EMBED if spec.embed else GENERATE: "embeddings" if spec.embed else "generation"}
+        if spec.encoder_ids:
             wanted[ENCODE] = "an encoder"
         for name, what in wanted.items():
             if name not in self.kinds:
                 raise RuleError("a model does what it has layers for", what, "Use another model")
         size = self.limits.chunked_prefill_size
-        whole = len(ask.prompt) if ask.embed else len(ask.encoder_ids)
+        whole = len(spec.prompt) if spec.embed else len(spec.encoder_ids)
         if whole > size:
             rule = f"an embedding or an encoder is computed in one step, at most {size} tokens"
             raise RuleError(rule, f"{whole}", "Shorten it, or raise chunked_prefill_size")
-        if ask.continuations > size:
+        if spec.continuations > size:
             rule = f"a step emits at most {size} rows"
-            got = f"{ask.continuations} completions or items"
+            got = f"{spec.continuations} completions or items"
             raise RuleError(rule, got, "Ask for fewer, or raise chunked_prefill_size")
-        for g in () if ask.embed else self.kinds[GENERATE].groups:
-            need, pool = self._least(ask, g), self.pools[g]
+        for g in () if spec.embed else self.kinds[GENERATE].groups:
+            need, pool = self._least(spec, g), self.pools[g]
             if pool is not None and need > pool.num_pages - 1:
                 there = f"group {g} has {pool.num_pages - 1} pages of {self.specs[g].page_size}"
                 rule = f"a request fits into the cache alone: {there}"
-                got = f"{ask.max_keys} keys, which need {need}"
+                got = f"{spec.max_keys} keys, which need {need}"
                 remedy = "Shorten the prompt, lower max_tokens, or give the cache more memory"
                 raise RuleError(rule, got, remedy)
 
-    def _least(self, ask: Ask, g: int) -> int:
+    def _least(self, spec: RequestSpec, g: int) -> int:
         """Pages of group g without which a request cannot end."""
-        spec = self.specs[g]
-        if spec.layout is Layout.CROSS:
-            return pages_for(len(ask.encoder_ids), spec)
-        return peak_pages(spec, ask.max_keys, 1)
+        group = self.specs[g]
+        if group.layout is Layout.CROSS:
+            return pages_for(len(spec.encoder_ids), group)
+        return peak_pages(group, spec.max_keys, 1)
 
     def _admit(self, request: Request) -> bool:
         """Gives the head of the queue a table, with the longest cached prefix in it, if there is
@@ -260,7 +268,7 @@ class Scheduler:
             return False
         table, path = Table(self.specs, self.pools), None
         if self.limits.prefix_cache:
-            path = self.tree.match(request.ask.root, request.tokens, table, request.matchable)
+            path = self.tree.match(request.spec.root, request.tokens, table, request.matchable)
         request.table, request.path = table, path
         if self.running and not self._fits(request, table):
             self._let_go(request)
@@ -285,7 +293,7 @@ class Scheduler:
                 + len(self.running)
             )
             if spec.layout is Layout.CROSS:
-                need = pages_for(len(request.ask.encoder_ids), spec)
+                need = pages_for(len(request.spec.encoder_ids), spec)
             if need > self.tree.available(g):
                 return False
         return True
@@ -300,7 +308,7 @@ class Scheduler:
 
     # -- steps
 
-    def _generate(self) -> Step | None:
+    def _generate(self) -> ScheduledStep | None:
         """Rows of running requests by turn, then of waiting ones by rank: nobody is admitted past
         one who is held up."""
         if GENERATE not in self.kinds:
@@ -349,7 +357,7 @@ class Scheduler:
             return False
         table.release(request.settled_len)
         # whatever is accepted, there is room for the row behind it
-        room = (begin + nodes + 1, nodes, len(request.ask.encoder_ids))
+        room = (begin + nodes + 1, nodes, len(request.spec.encoder_ids))
         if not self.tree.make_room(table.needs(*room)):
             return False
         table.reserve(*room)
@@ -366,7 +374,7 @@ class Scheduler:
     def _reserve(self, request: Request, want: int) -> int:
         """Pages for up to `want` rows more, after those that left the window; returns for how
         many."""
-        table, begin, cross_len = request.table, request.cached_len, len(request.ask.encoder_ids)
+        table, begin, cross_len = request.table, request.cached_len, len(request.spec.encoder_ids)
         assert table is not None, "a request without a table has no turn"
         table.release(request.settled_len)
         try:
@@ -382,40 +390,40 @@ class Scheduler:
         request.steady_until_len = self._steady_until_len(request, table)
         return want
 
-    def _whole(self) -> Step | None:
+    def _whole(self) -> ScheduledStep | None:
         """A step of embeddings, or of encoders: whichever kind's head has the better rank and finds
         room."""
         encoders = [self.waiting[0]] if self.waiting and not self.waiting[0].encoded else []
         heads = sorted([*self.embeds[:1], *encoders], key=policy.rank)
         for head in heads:
-            step = self._embed() if head.ask.embed else self._encode()
+            step = self._embed() if head.spec.embed else self._encode()
             if step is not None:
                 return step
         return None
 
-    def _embed(self) -> Step | None:
+    def _embed(self) -> ScheduledStep | None:
         builder = self._builder(EMBED)
         while (
             self.embeds
-            and len(self.embeds[0].ask.prompt) <= builder.tokens
+            and len(self.embeds[0].spec.prompt) <= builder.tokens
             and len(builder.pieces) < self.limits.max_running_requests
         ):
             request = self.embeds.pop(0)
-            builder.add(Piece(request, request.ask.prompt, 0, (len(request.ask.prompt) - 1,), 0))
+            builder.add(Piece(request, request.spec.prompt, 0, (len(request.spec.prompt) - 1,), 0))
         return self._step(builder)
 
-    def _encode(self) -> Step | None:
+    def _encode(self) -> ScheduledStep | None:
         """Encoders of the requests at the head of the queue, which run from now on."""
         builder = self._builder(ENCODE)
         while (
             self.waiting
             and not self.waiting[0].encoded
-            and len(self.waiting[0].ask.encoder_ids) <= builder.tokens
+            and len(self.waiting[0].spec.encoder_ids) <= builder.tokens
         ):
             request = self.waiting[0]
             if not self._admit(request):
                 break
-            ids, table = request.ask.encoder_ids, request.table
+            ids, table = request.spec.encoder_ids, request.table
             assert table is not None, "an admitted request has a table"
             table.reserve(0, cross_len=len(ids))
             builder.add(Piece(request, ids, 0, (), 0, table, cross_new=len(ids)))
@@ -424,18 +432,20 @@ class Scheduler:
     def _builder(self, name: str) -> StepBuilder:
         return StepBuilder(self.kinds[name], self.limits.chunked_prefill_size)
 
-    def _step(self, builder: StepBuilder) -> Step | None:
+    def _step(self, builder: StepBuilder) -> ScheduledStep | None:
         if not builder.pieces:
             return None
         self._after_whole = builder.kind.name != GENERATE
-        return Step(builder.kind, tuple(builder.pieces), tuple(builder.works), builder.samples)
+        return ScheduledStep(
+            builder.kind, tuple(builder.pieces), tuple(builder.works), builder.samples
+        )
 
     # -- after a step
 
     def _settle(self, piece: Piece, accepted: Sequence[Accepted]) -> list[Request]:
         """Sampled tokens get their values, keys may be matched, and at a prompt's end its
         continuations go on: each by its own index."""
-        request, ask, at = piece.request, piece.request.ask, piece.known_len
+        request, spec, at = piece.request, piece.request.spec, piece.known_len
         if request.flight is piece:
             request.flight = None
         if piece.cross_new:
@@ -445,15 +455,15 @@ class Scheduler:
             rule = "several tokens at once come from the rows of a tree"
             raise RuleError(rule, f"{len(accepted[0].token_ids)} from one row", "Propose a tree")
         if accepted:
-            kept, reason = accepted[0].cut(len(ask.prompt) + ask.max_new_tokens - at)
+            kept, reason = accepted[0].cut(len(spec.prompt) + spec.max_new_tokens - at)
             request.tokens[at : at + 1] = kept
         if piece.table is not None and piece.table is request.table:
             self._keep(piece, accepted)
         forks = [
-            self._fork(request, i, Accepted() if ask.items else accepted[i])
+            self._fork(request, i, Accepted() if spec.items else accepted[i])
             for i in range(1, piece.samples)
         ]
-        if piece.samples and ask.items:
+        if piece.samples and spec.items:
             reason = request.begin_item()
         if reason is not None:
             self._end(request, reason)
@@ -464,14 +474,14 @@ class Scheduler:
     def _steady_until_len(self, request: Request, table: Table) -> int:
         """Up to where nothing can happen to a decoding request: its pages last, no block is whole,
         and it does not end."""
-        ask, known = request.ask, len(request.tokens)
+        spec, known = request.spec, len(request.tokens)
         scored = request.scored_len >= request.score_end
-        if known - request.cached_len != 1 or known == len(ask.prompt) or not scored:
+        if known - request.cached_len != 1 or known == len(spec.prompt) or not scored:
             return 0
-        if ask.items or table.pending or not ask.max_new_tokens:
+        if spec.items or table.pending or not spec.max_new_tokens:
             return 0
         block = request.path.node.end + self.tree.unit if request.path is not None else INT32_MAX
-        end = len(ask.prompt) + ask.max_new_tokens - 1
+        end = len(spec.prompt) + spec.max_new_tokens - 1
         return min(request.room, block - 1, end - 1)
 
     def _keep(self, piece: Piece, accepted: Sequence[Accepted]) -> None:
@@ -496,18 +506,18 @@ class Scheduler:
     def _fork(self, parent: Request, index: int, accepted: Accepted) -> Request:
         """Completion `index`, which begins with what was sampled for it: it runs on from the
         parent's keys, or waits if there is no room."""
-        ask = parent.ask
-        kept, reason = accepted.cut(ask.max_new_tokens) if not ask.items else ((), None)
-        child = Request(ask, parent.arrival, index, kept)
-        child.family, child.hit_len = parent.family, parent.hit_len
+        spec = parent.spec
+        kept, reason = accepted.cut(spec.max_new_tokens) if not spec.items else ((), None)
+        child = Request(spec, parent.arrival, index, kept)
+        child.siblings, child.hit_len = parent.siblings, parent.hit_len
         child.scored_len = child.score_end
-        parent.family.append(child)
-        child.finish = child.begin_item() if ask.items else reason
+        parent.siblings.append(child)
+        child.finish = child.begin_item() if spec.items else reason
         if child.finish is not None:
             return child
         partial = [
-            int(g in self._stored and parent.cached_len % spec.page_size > 0)
-            for g, spec in enumerate(self.specs)
+            int(g in self._stored and parent.cached_len % group.page_size > 0)
+            for g, group in enumerate(self.specs)
         ]
         if (
             len(self.running) < self.limits.max_running_requests
@@ -527,7 +537,7 @@ class Scheduler:
         """Its pages go; it waits, and is computed again from what is cached by then."""
         self.running.remove(request)
         self._let_go(request)
-        request.encoded = not request.ask.encoder_ids
+        request.encoded = not request.spec.encoder_ids
         insort(self.waiting, request, key=policy.rank)
         self.counters["preempted"] += 1
 

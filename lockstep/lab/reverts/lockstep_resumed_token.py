@@ -14,7 +14,7 @@ Mechanism:
    early, and told twice.
 
 Key functions:
-`llm.job.Job.resumed`, which makes the requests of a job from what has come out.
+`llm.job.Generation.resumed`, which makes the requests of a job from what has come out.
 
 Symptom:
 An answer that repeats one token after an error that somebody else's request may have caused, and
@@ -30,7 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "class: state lost when a failed step is computed again"
-TARGET = "lockstep.llm.job:Job.resumed"
+TARGET = "lockstep.llm.job:Generation.resumed"
 CELLS = ("engine-error/llama", "engine-error/qwen3")
 RELATED = ("lockstep-preempt-token", "lockstep-penalty-preempt")
 
@@ -39,7 +39,7 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def resumed(self: Any) -> Any:
         requests = old(self)
         for request in requests:
-            if request.output and not request.ask.items:
+            if request.output and not request.spec.items:
                 request.tokens.pop()
         return requests
 

@@ -13,7 +13,7 @@ Mechanism:
 3. A sibling needs another step. `pieces[-1:]` is not empty, so the piece and the end are sent once
    more.
 Key functions:
-`llm.job.Job.news`. A bug of Lockstep's own, found by the lab's engine cells.
+`llm.job.Generation.news`. A bug of Lockstep's own, found by the lab's engine cells.
 Symptom:
 A stream with n > 1 repeats the end of a short completion, with one finish_reason per repetition.
 The answer in one piece is right.
@@ -30,7 +30,7 @@ from typing import Any
 from lockstep.llm.output import Chunk
 
 SOURCE = "lockstep, found by the engine cells of the lab"
-TARGET = "lockstep.llm.job:Job.news"
+TARGET = "lockstep.llm.job:Generation.news"
 CELLS = ("engine-stream/llama", "engine-stream/qwen3")
 RELATED = ("lockstep-stop-split", "lockstep-character-split")
 
@@ -39,7 +39,7 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def news(self: Any) -> Any:
         self.publish()
         out = []
-        for i, draft in enumerate(self.drafts):
+        for i, draft in enumerate(self.completions):
             pieces, ids = self._told[i]
             text, new = "".join(draft.pieces[pieces:]), tuple(draft.token_ids[ids:])
             if text or new or (draft.finish is not None and pieces >= 0):

@@ -35,7 +35,7 @@ RELATED = ("vllm-36708", "cve-2025-25183")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def _keep(self: Any, piece: Any, accepted: Sequence[Any]) -> None:
         request, path = piece.request, piece.request.path
-        if piece.known_len > len(request.ask.prompt):
+        if piece.known_len > len(request.spec.prompt):
             request.path = None  # without one nothing is inserted
         old(self, piece, accepted)
         request.path = path

@@ -33,6 +33,6 @@ RELATED = ("lockstep-score-chunk", "vllm-41838")
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def samples(self: Any, new_len: int) -> Any:
-        return max(old(self, new_len), min(1, self.ask.max_new_tokens))
+        return max(old(self, new_len), min(1, self.spec.max_new_tokens))
 
     return samples
