@@ -404,7 +404,7 @@ def test_every_request_ends_with_the_tokens_of_its_lone_run(scenario, late, draf
             world.abort(request)
         world.wipe()
         for request in world.scheduler.running if drafted else ():
-            if request.output and request.flight is None and request.rows == 1:
+            if request.output and request.flight is None and request.missing_len == 1:
                 request.draft = proposed(request)
         step = world.start()
         for request, _ in [pair for pair in due if pair[1].flying]:

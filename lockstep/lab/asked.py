@@ -61,7 +61,7 @@ def cache_dtypes(rig: Rig, quick: bool) -> None:
 
 def lose_pages(engine: Glass, jobs: list[Generation], step: int) -> None:
     """Everybody that runs, every third step."""
-    running = [r for r in engine.scheduler.running if r.rows < len(r.tokens)]
+    running = [r for r in engine.scheduler.running if r.missing_len < len(r.tokens)]
     for request in running if step % 3 == 2 else []:
         engine.scheduler._preempt(request)
 

@@ -163,7 +163,7 @@ def page(rig: Rig, quick: bool) -> None:
 
 def every_second(engine: Glass, jobs: list[Generation], step: int) -> None:
     """Everybody, or one, loses its pages."""
-    running = [r for r in engine.scheduler.running if r.rows < len(r.tokens)]
+    running = [r for r in engine.scheduler.running if r.missing_len < len(r.tokens)]
     for request in running if step % 4 == 0 else running[:1] if step % 2 == 0 else []:
         engine.scheduler._preempt(request)
 

@@ -175,7 +175,7 @@ class Generation:
             self.completions = [CompletionState(one, prompt, text, most) for one in each]
         self.prompt_scores = Scores()
         self.embedding: NDArray[np.float32] | None = None
-        self._told = [(0, 0)] * len(self.completions)
+        self._sent = [(0, 0)] * len(self.completions)
         self._turns: list[Turn] = []
 
     @property
@@ -193,13 +193,13 @@ class Generation:
         self.publish()
         out = []
         for i, completion in enumerate(self.completions):
-            pieces, ids = self._told[i]
+            pieces, ids = self._sent[i]
             if pieces < 0:
                 continue  # its end was told; a sibling may go on
             text, new = "".join(completion.pieces[pieces:]), tuple(completion.token_ids[ids:])
             if text or new or completion.finish is not None:
                 out.append(Chunk(completion.params.sample_index, text, new, completion.finish))
-                self._told[i] = (
+                self._sent[i] = (
                     len(completion.pieces) if completion.finish is None else -1,
                     len(completion.token_ids),
                 )

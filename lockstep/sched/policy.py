@@ -53,7 +53,7 @@ def displaced(running: Sequence[Request], head: Request) -> Request | None:
 def rows(request: Request, tokens: int, emits: int) -> int:
     """How many of its missing rows a request may compute if the step has room for so many rows and
     emitted rows."""
-    new_len = min(request.rows, tokens)
+    new_len = min(request.missing_len, tokens)
     if new_len + request.spec.continuations <= emits:
         return new_len  # as many as it could ever emit
     while new_len > 0 and (over := request.emits(new_len) - emits) > 0:

@@ -143,7 +143,7 @@ class Request:
         self.draft: DraftTree | None = None  # proposed for the next step
 
     @property
-    def rows(self) -> int:
+    def missing_len(self) -> int:
         """Rows that are missing."""
         return len(self.tokens) - self.cached_len
 

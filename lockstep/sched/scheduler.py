@@ -320,7 +320,7 @@ class Scheduler:
                 continue
             if not self._place(request, builder):
                 held_up = True
-                if request.rows > 1:
+                if request.missing_len > 1:
                     break
         while self.waiting and not held_up and builder.tokens and self.waiting[0].encoded:
             head = self.waiting[0]
@@ -353,7 +353,7 @@ class Scheduler:
         once."""
         request.draft = None
         begin, nodes, table = request.cached_len, 1 + len(tree.token_ids), request.table
-        if table is None or request.rows != 1 or nodes > min(builder.tokens, builder.emits):
+        if table is None or request.missing_len != 1 or nodes > min(builder.tokens, builder.emits):
             return False
         table.release(request.settled_len)
         # whatever is accepted, there is room for the row behind it

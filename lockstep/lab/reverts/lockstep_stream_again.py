@@ -40,11 +40,11 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         self.publish()
         out = []
         for i, draft in enumerate(self.completions):
-            pieces, ids = self._told[i]
+            pieces, ids = self._sent[i]
             text, new = "".join(draft.pieces[pieces:]), tuple(draft.token_ids[ids:])
             if text or new or (draft.finish is not None and pieces >= 0):
                 out.append(Chunk(draft.params.sample_index, text, new, draft.finish))
-                self._told[i] = (
+                self._sent[i] = (
                     len(draft.pieces) if draft.finish is None else -1,
                     len(draft.token_ids),
                 )
