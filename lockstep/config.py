@@ -40,9 +40,14 @@ class EngineConfig:
         0.3  # of the free memory, for the cache, where max_total_tokens is not given
     )
     context_length: int | None = None
-    bucket_sizes: tuple[int, ...] | None = (
-        None  # steps are padded up to these counts of rows and of requests; None: never
-    )
+    # steps are padded up to these counts of rows; None: never
+    bucket_sizes: tuple[int, ...] | None = None
+    # and of requests and of emitted rows; None: the same counts
+    request_bucket_sizes: tuple[int, ...] | None = None
+    emit_bucket_sizes: tuple[int, ...] | None = None
+    # a launch is recorded once per bucket and replayed: on the CPU by a tape, which is a test of
+    # launches and makes nothing faster
+    graphs: bool = False
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -64,9 +69,11 @@ class EngineConfig:
             raise RuleError(
                 rule, shown(self.attention_backend), "Leave it out for the first that fits"
             )
-        if not isinstance(self.disable_radix_cache, bool):
-            rule = "disable_radix_cache is True or False"
-            raise RuleError(rule, shown(self.disable_radix_cache), "Pass a bool")
+        for name in ("disable_radix_cache", "graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise RuleError(
+                    f"{name} is True or False", shown(getattr(self, name)), "Pass a bool"
+                )
         fraction = self.mem_fraction_static
         if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < fraction < 1:
             rule = "mem_fraction_static is a number between 0 and 1"
@@ -87,22 +94,28 @@ class EngineConfig:
         object.__setattr__(self, name, count)
 
     def _check_buckets(self) -> None:
-        sizes = self.bucket_sizes
-        if sizes is None:
-            return
-        whole = isinstance(sizes, tuple | list) and all(
-            type(size) is int and 1 <= size <= INT32_MAX for size in sizes
-        )
-        if not whole or not sizes or list(sizes) != sorted(set(sizes)):
-            rule = f"bucket_sizes are rising whole numbers from 1 to {INT32_MAX}"
-            raise RuleError(rule, shown(sizes), "Use for example (1, 2, 4, 8, 16, 512)")
-        if sizes[-1] < self.chunked_prefill_size:
-            rule = (
-                "the largest bucket holds a step of "
-                f"chunked_prefill_size={self.chunked_prefill_size} rows"
+        # a step of as many requests as it may have needs no pad request if it fills its rows
+        most = {
+            "bucket_sizes": self.chunked_prefill_size,
+            "request_bucket_sizes": min(self.max_running_requests + 1, self.chunked_prefill_size),
+            "emit_bucket_sizes": 1,
+        }
+        for name, needed in most.items():
+            sizes = getattr(self, name)
+            if sizes is None:
+                continue
+            if self.bucket_sizes is None:
+                raise RuleError(f"{name} come with bucket_sizes", shown(sizes), "Name those too")
+            whole = isinstance(sizes, tuple | list) and all(
+                type(size) is int and 1 <= size <= INT32_MAX for size in sizes
             )
-            raise RuleError(rule, str(sizes[-1]), "Add a larger one, or lower chunked_prefill_size")
-        object.__setattr__(self, "bucket_sizes", tuple(sizes))
+            if not whole or not sizes or list(sizes) != sorted(set(sizes)):
+                rule = f"{name} are rising whole numbers from 1 to {INT32_MAX}"
+                raise RuleError(rule, shown(sizes), "Use for example (1, 2, 4, 8, 16, 512)")
+            if sizes[-1] < needed:
+                rule = f"the largest of {name} holds a step of {needed}"
+                raise RuleError(rule, str(sizes[-1]), "Add a larger one, or schedule less per step")
+            object.__setattr__(self, name, tuple(sizes))
 
     @staticmethod
     def from_names(given: Mapping[str, Any]) -> EngineConfig:

@@ -22,8 +22,7 @@ from lockstep.kv.pool import Pool
 from lockstep.kv.tables import Table
 from lockstep.plan.build import Work, build
 from lockstep.plan.check import check
-from lockstep.run.arena import Arena
-from lockstep.run.step import lower
+from lockstep.run.step import standalone
 from lockstep.types import GroupSpec, Layout
 
 Batch = Sequence[tuple["Request", Sequence[int]]]
@@ -66,7 +65,6 @@ class Engine:
         self.backend, _ = select.select("cpu", self.specs, "cpu")
         made = [self._pool(s) for s in self.specs]
         self.pages, self.pools = [p for p, _ in made], [p for _, p in made]
-        self.arena = Arena(1 << 18, CPU)
 
     @staticmethod
     def _pool(spec: GroupSpec) -> tuple[PagePool | None, Pool | None]:
@@ -143,7 +141,8 @@ class Engine:
         ]
         plan = build(specs, works)
         check(plan, tuple(p.num_pages if p else 0 for p in pools))
-        step = lower(plan, self.arena.load(plan), self.backend, pools, places)
+        step = standalone(plan, self.backend, pools, places)
+        step.relocate()
         ids = torch.tensor([i for _, new in batch for i in new])
         with torch.no_grad():
             return run(ids, torch.from_numpy(plan.positions.copy()), step)

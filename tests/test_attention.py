@@ -19,11 +19,11 @@ from lockstep.attention import select
 from lockstep.attention.base import INVARIANCES, Caps, natural, score_constants, visible
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import PagePool
-from lockstep.kv.pool import Pool, view
+from lockstep.kv.pool import Pool
 from lockstep.kv.tables import Table
 from lockstep.plan.build import Work, build
 from lockstep.plan.check import check
-from lockstep.plan.image import pack, views
+from lockstep.run.step import standalone
 from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, Refused, RuleError
 
 DENSE = GroupSpec(Layout.DENSE, 2, 1, 16, 16, (AttnSpec(0.25),), page_size=4)
@@ -45,14 +45,12 @@ def attend(
         table.reserve(done + new)
         plan = build((spec,), [Work(done, new, (table.pages(0),))])
         check(plan, (0 if fresh else 64,))
-        where = views(torch.from_numpy(pack(plan).copy()), plan.bucket, (spec,))[0]
+        step = standalone(plan, backend, [pool])
         rows = slice(done, done + new)
-        keys = view(spec, pool, where).keys(0, k[rows].contiguous(), v[rows].contiguous())
+        keys = step.stores[0].keys(0, k[rows].contiguous(), v[rows].contiguous())
         queries = q if new == len(q) else torch.zeros(new, spec.heads, spec.d_qk)
         queries[-len(q) :] = q
-        out, lse = backend.attend(
-            queries, keys, backend.lower(plan, plan.groups[0], where), spec.layers[0]
-        )
+        out, lse = backend.attend(queries, keys, step.handles[0], spec.layers[0])
         done += new
     return out[-len(q) :], lse[-len(q) :]
 
@@ -99,8 +97,7 @@ def test_a_decoder_row_sees_every_key_of_its_encoder(backend, n):
     )
     plan = build((spec,), [Work(3, 1, (table.pages(0),), cross_len=n)])
     check(plan, (4,))
-    where = views(torch.from_numpy(pack(plan).copy()), plan.bucket, (spec,))[0]
-    handle = chosen.lower(plan, plan.groups[0], where)
+    (handle,) = standalone(plan, chosen, [pool]).handles
     out, lse = chosen.attend(torch.zeros(1, 2, 16), pool.keys(0), handle, spec.layers[0])
     assert lse[0].exp().tolist() == pytest.approx([n] * 2, rel=1e-5)
     assert out.flatten().tolist() == pytest.approx([(n - 1) / 2] * 32, abs=1e-5)
@@ -185,13 +182,8 @@ def test_a_row_that_sees_nothing_is_zero(backend, sinks):
     table = Table((spec,), (pages,))
     plan = build((spec,), [Work(3, 1, (table.pages(0),), cross_len=0)])
     check(plan, (4,))
-    where = views(torch.from_numpy(pack(plan).copy()), plan.bucket, (spec,))[0]
-    out, lse = chosen.attend(
-        torch.randn(1, 2, 16),
-        pool.keys(0),
-        chosen.lower(plan, plan.groups[0], where),
-        spec.layers[0],
-    )
+    (handle,) = standalone(plan, chosen, [pool]).handles
+    out, lse = chosen.attend(torch.randn(1, 2, 16), pool.keys(0), handle, spec.layers[0])
     assert torch.equal(out, torch.zeros(1, 2, 16))
     assert lse[0].tolist() == (list(sinks) if sinks else [-math.inf] * 2)
 

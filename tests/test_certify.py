@@ -148,6 +148,12 @@ class Misaligned:
         self.sound = select.load("cpu")
         self.caps = self.sound.caps
 
+    def derived_len(self, spec: Any, bucket: Any) -> int:
+        return self.sound.derived_len(spec, bucket)
+
+    def bind(self, *args: Any) -> Any:
+        return self.sound.bind(*args)
+
     def lower(self, plan: Any, group: Any, views: Any) -> Any:
         self.mixed = (
             len(set(plan.new_lens.tolist())) > 1 and int((plan.start <= plan.positions).sum()) == 0

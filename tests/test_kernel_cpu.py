@@ -197,7 +197,7 @@ def compute(
         flat(pool_v),
         out,
         lse2,
-        Prepared(table, rows, blocks_of(case)),
+        Prepared(table, rows, blocks_of(case), len(case.rows)),
         shape,
         layer(consts, sink2),
     )
@@ -393,7 +393,7 @@ def test_every_bit_pattern_of_a_narrow_format_loads_exactly(dtype: torch.dtype) 
         flat(pool),
         out,
         lse2,
-        Prepared(table, rows, blocks),
+        Prepared(table, rows, blocks, 1),
         shape,
         layer(Consts(0, 1, 1), sink2),
     )

@@ -205,16 +205,16 @@ def test_moves_gather_all_and_then_scatter_all():
 def test_a_fresh_group_passes_its_rows_through_and_has_no_pool():
     spec = replace(FULL, layout=Layout.FRESH, layers=(AttnSpec(0.5),))
     empty = torch.zeros(0, dtype=torch.int32)
-    stores = view(spec, None, Views(*[empty] * 12))
+    stores = view(spec, None, Views(*[empty] * 14))
     assert isinstance(stores, FreshView)
     k = torch.randn(3, 2, 8)
     assert stores.keys(0, k, k).k is k
     with pytest.raises(RuleError, match="a cached group has a pool"):
-        view(FULL, None, Views(*[empty] * 12))
+        view(FULL, None, Views(*[empty] * 14))
 
 
 def test_a_write_needs_a_row_for_every_slot():
     pool = Pool(FULL, 4, Ops())
-    stores = PagedView(pool, Views(*[torch.tensor([4, 5], dtype=torch.int32)] * 12))
+    stores = PagedView(pool, Views(*[torch.tensor([4, 5], dtype=torch.int32)] * 14))
     with pytest.raises(RuleError, match="one K and one V row per slot"):
         stores.keys(0, torch.randn(1, 2, 8), torch.randn(1, 2, 8))

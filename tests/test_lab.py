@@ -29,10 +29,10 @@ from lockstep.attention.reference import Backend as Reference
 class Backend(Reference):
     """A window that is one key too wide."""
 
-    def lower(self, plan, group, views):
-        if group.spec.window is not None:
-            group = replace(group, spec=replace(group.spec, window=group.spec.window + 1))
-        return super().lower(plan, group, views)
+    def bind(self, spec, bucket, views, variant):
+        if spec.window is not None:
+            spec = replace(spec, window=spec.window + 1)
+        return super().bind(spec, bucket, views, variant)
 '''
 
 

@@ -121,7 +121,7 @@ def test_a_replaced_text_of_the_sampling_kernel_has_the_parameters_of_the_text_i
         ((), "bucket_sizes are rising whole numbers from 1 to 2147483647; got ()."),
         ((1, 2.0), "bucket_sizes are rising whole numbers from 1 to 2147483647; got (1, 2.0)."),
         ("12", "bucket_sizes are rising whole numbers from 1 to 2147483647; got '12'."),
-        ((1, 100), "the largest bucket holds a step of chunked_prefill_size=512 rows; got 100."),
+        ((1, 100), "the largest of bucket_sizes holds a step of 512; got 100."),
     ],
 )
 def test_buckets_that_cannot_be_used_are_refused_in_one_line(sizes: object, said: str):

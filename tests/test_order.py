@@ -113,7 +113,7 @@ def test_the_kernel_adds_in_the_canonical_order(n, lo, sink):
     consts = Consts(0.0, F(0.3 * order.LOG2E), 1.5)
     shape = Shape(1, 1, tile, split, d_qk, d_qk, d_v, d_v)
     sink2 = np.full(heads, sink, F)
-    prepared = Prepared(table, Rows(one(lo), one(n)), one(0, 0, 1).reshape(1, 3))
+    prepared = Prepared(table, Rows(one(lo), one(n)), one(0, 0, 1).reshape(1, 3), 1)
     attend(
         q, pool_k.reshape(-1), pool_v.reshape(-1), out, lse2, prepared, shape, layer(consts, sink2)
     )

@@ -16,7 +16,7 @@ from lockstep.plan import rules
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.build import Work, build
 from lockstep.plan.check import check
-from lockstep.plan.image import pack, unpack, views
+from lockstep.plan.image import ImageLayout, pack, unpack
 from lockstep.plan.step import Bucket, PagedGroup, StepPlan, ints
 from lockstep.plan.tree import paths
 from lockstep.types import AttnSpec, GroupSpec, Layout, PlanError, RuleError
@@ -393,22 +393,20 @@ def test_pack_and_unpack_are_inverse_and_offsets_depend_on_the_bucket_alone(shar
     if padded and works:
         plan = pad(plan, Buckets(tuple(2**k for k in range(1, 8))).fit(plan))
     b.check(plan)
-    image = pack(plan)
-    again = unpack(image, b.specs)
+    image, layout = pack(plan), ImageLayout(plan.bucket, tuple(b.specs), (0, 0))
+    again = unpack(image, layout)
     assert (again.bucket, again.real) == (plan.bucket, plan.real)
     assert np.array_equal(pack(again), image)
-    first, second = (
-        views(image, plan.bucket, b.specs),
-        views(np.arange(len(image), dtype=np.int32), plan.bucket, b.specs),
-    )
+    first, second = layout.views(image), layout.views(np.arange(len(image), dtype=np.int32))
     for v, offsets in zip(first, second, strict=True):
         assert np.array_equal(v.page_ids, image[offsets.page_ids])
         assert np.array_equal(v.write_slots, image[offsets.write_slots])
 
 
 def test_an_image_of_something_else_is_refused():
+    exact = Batch(FULL).build().bucket
     with pytest.raises(RuleError, match="magic number"):
-        unpack(ints([1, 2, 3]), (FULL,))
+        unpack(ints([1, 2, 3]), ImageLayout(exact, (FULL,), (0,)))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Keys, Pool
 from lockstep.kv.tables import Table
 from lockstep.plan.build import Work, build, node_slots
-from lockstep.plan.image import pack, views
+from lockstep.run.step import standalone
 from lockstep.types import AttnSpec, GroupSpec, Layout
 
 SMALL = order.AttentionOrder(16, order.Splits(count0=2, len0=32, count1=1, len1=48, len2=64))
@@ -163,7 +163,7 @@ class Cell:
         parents: tuple[int, ...] | None = None,
     ):
         """work: (request, first row, rows). Lays out pages, fills them, NaN elsewhere; returns
-        plan, image views and keys."""
+        plan and keys."""
         spec = replace(self.spec, page_size=page_size)
         cross, uncached = spec.layout is Layout.CROSS, spec.layout is Layout.FRESH
         pages = None if uncached else PagePool(PAGES * 16 // page_size)
@@ -204,8 +204,7 @@ class Cell:
             from lockstep.plan.check import check  # needs numba
 
             check(plan, (PAGES * 16 // page_size,))
-        image = torch.from_numpy(pack(plan).copy()).to(self.device)
-        return spec, plan, views(image, plan.bucket, (spec,))[0], self.keys(spec, work, slots)
+        return spec, plan, self.keys(spec, work, slots)
 
     def keys(self, spec: GroupSpec, work: list[tuple[int, int, int]], slots: dict) -> Keys:
         if spec.layout is Layout.FRESH:
@@ -241,33 +240,34 @@ class Cell:
         judge: bool = False,
     ):
         """Rows of `work`, one after the other: outputs and log-sum-exps (and the reference's)."""
-        spec, plan, view, keys = self.plan(work, page_size, parents)
+        spec, plan, keys = self.plan(work, page_size, parents)
         q = torch.cat([self.q[r][a : a + n] for r, a, n in work])
-        lowered = forced(only, lambda: backend.Backend().lower(plan, plan.groups[0], view))
-        out = backend.Backend().attend(q.to(self.device), keys, lowered, spec.layers[0])
+        pools = [None if spec.layout is Layout.FRESH else Pool(spec, 1, Ops())]
+        ours = backend.Backend()
+        step = forced(only, lambda: standalone(plan, ours, pools, device=self.device))
+        out = ours.attend(q.to(self.device), keys, step.handles[0], spec.layers[0])
         got = tuple(x.cpu() for x in out)
         if not judge:
             return got
         slow = reference.Backend()
         on_cpu = Keys(*(x.cpu() for x in keys))
-        cpu_view = views(torch.from_numpy(pack(plan).copy()), plan.bucket, (spec,))[0]
-        return got, slow.attend(
-            q, on_cpu, slow.lower(plan, plan.groups[0], cpu_view), spec.layers[0]
-        )
+        (handle,) = standalone(plan, slow, pools).handles
+        return got, slow.attend(q, on_cpu, handle, spec.layers[0])
 
 
 def forced(only: Tuning | None, call: Callable):
     """`call` with one launch shape for every request, or as chosen."""
     if only is None:
         return call()
-    old = tuning.choose
+    old, most = tuning.choose, backend.most_items
+    backend.most_items = lambda spec, bucket: 8 * most(spec, bucket)  # of another shape: more
     tuning.choose = lambda spec, rows, hopper, tree, order: [
         tuning.alike(only, np.ones(len(rows.q_indptr) - 1, bool))
     ]
     try:
         return call()
     finally:
-        tuning.choose = old
+        tuning.choose, backend.most_items = old, most
 
 
 def differing(a: torch.Tensor, b: torch.Tensor) -> int:

@@ -1,12 +1,15 @@
-"""What a backend is: two methods and a table of what it can do.
+"""What a backend is: a table of what it can do, and how a step becomes a launch.
 
-`lower` is host work before every launch; `attend` runs on the device and can be captured. What a
-row sees and how a layer scores are derived here once, for every backend but the reference, which
-has its own plain words for them and is the definition.
+`lower` is host work before every step: it writes numbers into the step's image. `bind` makes of the
+image on the device what `attend` takes; it sees addresses and the bucket and no number of the step,
+so that a launch can be recorded once per bucket and replayed for every step of it. What a row sees
+and how a layer scores are derived here once, for every backend but the reference, which has its own
+plain words for them and is the definition.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,8 +20,8 @@ from torch import Tensor
 from lockstep.kv.pool import Keys
 from lockstep.order import LN2, LOG2E
 from lockstep.plan.image import Views
-from lockstep.plan.step import FreshGroup, Group, PagedGroup, StepPlan
-from lockstep.types import AttnSpec, GroupSpec
+from lockstep.plan.step import Bucket, Group, PagedGroup, StepPlan
+from lockstep.types import AttnSpec, GroupSpec, Layout
 
 INVARIANCES = frozenset({"batch", "chunk", "prefix", "page", "pad", "tree", "decode", "threads"})
 
@@ -37,6 +40,10 @@ class Caps:
     head_multiple      head sizes, as they are stored (`order.stored_len`), are multiples of this
     head_max           and at most this
     page_sizes         keys per page; ANY_PAGE_SIZE for all
+    graphs             a launch may be recorded and replayed: it depends on the bucket, on what
+                       `lower` returned and on the image's numbers where they lie, on nothing else
+    planner_buffers    attributes of a handle that are buffers of a library's own planner and not
+                       parts of the image: `lower` fills them, one set per group and bucket
     order              "canonical": bits are promised, those over `invariances`; "none": values only
     """
 
@@ -53,18 +60,37 @@ class Caps:
     sinks: bool = False
     tails: bool = False
     graphs: bool = False
+    planner_buffers: tuple[str, ...] = ()
     order: str = "none"
     invariances: frozenset[str] = frozenset()
 
 
 class Backend(Protocol):
-    """An attention implementation. A backend is a file; `Backend` in it is this."""
+    """An attention implementation. A backend is a file; `Backend` in it is this.
+
+    Per step and group: `lower`, then the one copy of the image, then `attend` of every layer. One
+    that derives nothing inherits `derived_len` and `lower`.
+    """
 
     caps: Caps
 
-    def lower(self, plan: StepPlan, group: Group, views: Views) -> Any:
-        """Host, before every launch, never captured: whatever `attend` needs besides tensors. Knows
-        the group's spec."""
+    def derived_len(self, spec: GroupSpec, bucket: Bucket) -> int:
+        """How many int32 `lower` writes for a group of any step of this bucket (`Bucket.of`: its
+        own)."""
+        return 0
+
+    def lower(self, plan: StepPlan, group: Group, views: Views) -> Hashable:
+        """Host, before every step, never recorded: fills `views.derived`, int32 [derived_len], all
+        of it; `views` are numpy arrays of the step's image. Touches no cache.
+
+        Returns which launch this is, where the bucket alone does not say it: a recorded launch is
+        replayed for steps of the same bucket and the same answer.
+        """
+        return None
+
+    def bind(self, spec: GroupSpec, bucket: Bucket, views: Views, variant: Hashable) -> Any:
+        """The handle of a launch: `views` are the image's arrays on the device, whose numbers may
+        not be read here; `variant` is what `lower` returned."""
         ...
 
     def attend(self, q: Tensor, keys: Keys, handle: Any, spec: AttnSpec) -> tuple[Tensor, Tensor]:
@@ -93,13 +119,17 @@ def window_begin(spec: GroupSpec, plan: StepPlan, hi: NDArray[np.int32]) -> NDAr
     return np.asarray(np.maximum(hi - spec.window, 0), np.int32)
 
 
-def addresses(plan: StepPlan, group: Group, views: Views) -> tuple[Any, Any, Any, int]:
+def addresses(spec: GroupSpec, views: Views) -> tuple[Any, Any, Any, int]:
     """page_ids, page_indptr, first_pos and page size of a group. A fresh group's rows are pages of
     one, in order."""
-    if isinstance(group, FreshGroup):
-        rows = np.arange(plan.bucket.tokens, dtype=np.int32)
-        return rows, plan.q_indptr, np.zeros(plan.bucket.requests, np.int32), 1
-    return views.page_ids, views.page_indptr, views.first_pos, group.spec.page_size
+    size = 1 if spec.layout is Layout.FRESH else spec.page_size
+    return views.page_ids, views.page_indptr, views.first_pos, size
+
+
+def lists(spec: GroupSpec, views: Views) -> tuple[Any, Any, Any]:
+    """start, tail_indptr and tail_slots of a group; no row of a cross or fresh group reaches its
+    start."""
+    return views.start, views.tail_indptr, views.tail_slots
 
 
 def score_constants(spec: AttnSpec) -> tuple[float, float]:

@@ -1,16 +1,14 @@
 """Attention on the CPU: our own kernel, in the canonical order. The default without a GPU.
 
-`lower` turns a plan into what the kernel reads: who sees what, which rows are computed together,
-the constants of every layer. The kernel knows no window, no causality and no modes, only positions;
-it is compiled once per machine.
+`lower` derives what the kernel reads besides the plan: who sees what, and which rows are computed
+together; `bind` adds the constants of every layer. The kernel knows no window, no causality and no
+modes, only positions; it is compiled once per machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +21,8 @@ from lockstep.kernels.cpu import attend as kernels
 from lockstep.kernels.cpu.attend import Consts, Layer, Prepared, Rows, Shape, Table
 from lockstep.kv.pool import Keys, widened
 from lockstep.plan.image import Views
-from lockstep.plan.step import Group, PagedGroup, StepPlan
-from lockstep.types import INT32_MAX, KV_FORMATS, AttnSpec, GroupSpec, Layout, RuleError
+from lockstep.plan.step import Bucket, Group, StepPlan
+from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, RuleError
 
 CAPS = base.Caps(
     devices=frozenset({"cpu"}),
@@ -39,6 +37,7 @@ CAPS = base.Caps(
     soft_cap=True,
     sinks=True,
     tails=True,
+    graphs=True,
     order="canonical",
     invariances=base.INVARIANCES,
 )
@@ -46,40 +45,46 @@ CAPS = base.Caps(
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """A lowered group: everything the kernel takes besides tensors."""
+    """A group, bound: everything the kernel takes besides tensors."""
 
     spec: GroupSpec
-    table: Table
-    rows: Rows
-    blocks: NDArray[np.int32]
+    prepared: Prepared
     page_size: int
     split: int
     layers: dict[AttnSpec, Layer]
 
-    @cached_property
-    def prepared(self) -> Prepared:
-        """What all layers share, as the kernel wants it."""
-        return kernels.Prepared(self.table, self.rows, self.blocks)
-
 
 class Backend:
-    """Two methods, no state."""
+    """No state."""
 
     caps = CAPS
 
-    def lower(self, plan: StepPlan, group: Group, views: Views) -> Handle:
-        """Host work of a step, once per group."""
-        lo, hi = base.visible(plan, group)
-        page_ids, page_indptr, first_pos, page_size = base.addresses(plan, group, views)
-        start, tail_indptr, tail_slots = lists(plan, group, views)
+    def derived_len(self, spec: GroupSpec, bucket: Bucket) -> int:
+        """lo and hi of every row, and three numbers per block."""
+        return 2 * bucket.tokens + 3 * most_blocks(spec, bucket)
+
+    def lower(self, plan: StepPlan, group: Group, views: Views) -> None:
+        """Who sees what, and the blocks; those that are not needed are empty."""
+        (lo, hi), rows = base.visible(plan, group), plan.bucket.tokens
+        cut = blocks(plan, block_rows(group.spec)).reshape(-1)
+        views.derived[:rows] = lo
+        views.derived[rows : 2 * rows] = hi
+        views.derived[2 * rows : 2 * rows + len(cut)] = cut
+        views.derived[2 * rows + len(cut) :] = 0
+
+    def bind(self, spec: GroupSpec, bucket: Bucket, views: Views, variant: None) -> Handle:
+        """What the kernel finds in the image."""
+        page_ids, page_indptr, first_pos, page_size = base.addresses(spec, views)
+        table = Table(page_ids, page_indptr, first_pos, *base.lists(spec, views))
+        rows, cut = bucket.tokens, views.derived[2 * bucket.tokens :].reshape(-1, 3)
+        seen = Rows(views.derived[:rows], views.derived[rows : 2 * rows])
+        largest = min(block_rows(spec), bucket.width or rows)
         return Handle(
-            group.spec,
-            Table(page_ids, page_indptr, first_pos, start, tail_indptr, tail_slots),
-            Rows(lo, hi),
-            blocks(plan, block_rows(group.spec)),
-            page_size,
-            split_for(plan, group),
-            {attn: constants(attn, group.spec.heads) for attn in dict.fromkeys(group.spec.layers)},
+            spec=spec,
+            prepared=Prepared(table, seen, cut, largest),
+            page_size=page_size,
+            split=split_len(spec),
+            layers={attn: constants(attn, spec.heads) for attn in dict.fromkeys(spec.layers)},
         )
 
     def attend(
@@ -124,14 +129,21 @@ def kernel() -> Callable[..., None]:
     return kernels.attend
 
 
-def split_for(plan: StepPlan, group: Group) -> int:
+def split_len(spec: GroupSpec) -> int:
     """Keys per split: of the head sizes, and of nothing else."""
-    return order.split_len(group.spec.d_qk, group.spec.d_v)
+    return order.split_len(spec.d_qk, spec.d_v)
 
 
 def block_rows(spec: GroupSpec) -> int:
     """Tokens computed together. Changes speed, never bits."""
     return kernels.block_rows(spec.group_size, spec.d_qk, spec.d_v)
+
+
+def most_blocks(spec: GroupSpec, bucket: Bucket) -> int:
+    """Blocks of any step of a bucket, at most: one per request, and one more for every full block
+    of the rows behind the requests' first ones."""
+    requests = min(bucket.requests, bucket.tokens)
+    return requests + (bucket.tokens - requests) // block_rows(spec)
 
 
 def blocks(plan: StepPlan, rows: int) -> NDArray[np.int32]:
@@ -149,14 +161,6 @@ def blocks(plan: StepPlan, rows: int) -> NDArray[np.int32]:
     return np.stack(
         (request, begin, np.minimum(begin + np.int32(rows), plan.q_indptr[request + 1])), 1
     )
-
-
-def lists(plan: StepPlan, group: Group, views: Views) -> tuple[Any, Any, Any]:
-    """start, tail_indptr and tail_slots of a group. Only a causal cache has tree rows."""
-    if isinstance(group, PagedGroup) and group.spec.causal:
-        return views.start, views.tail_indptr, views.tail_slots
-    rows = plan.bucket.tokens
-    return np.full(rows, INT32_MAX, np.int32), np.zeros(rows + 1, np.int32), np.zeros(0, np.int32)
 
 
 def constants(attn: AttnSpec, heads: int) -> Layer:

@@ -1,34 +1,37 @@
 """The living definition: float64, a row at a time, straight from the address formula.
 
-Never tuned and never bent to a backend. It reads positions, window and causality from the plan and
-the spec in its own plain words; `attend_row` is also the formula of the lab's oracle, which knows
-no pages at all.
+Never tuned and never bent to a backend. It reads positions, window and causality from the plan's
+arrays and the spec in its own plain words; `attend_row` is also the formula of the lab's oracle,
+which knows no pages at all.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.attention.base import ANY_PAGE_SIZE, Caps
+from lockstep.attention import base
 from lockstep.kv.pool import Keys
 from lockstep.plan import address
 from lockstep.plan.image import Views
-from lockstep.plan.step import FreshGroup, Group, StepPlan
-from lockstep.types import KV_FORMATS, AttnSpec, Layout
+from lockstep.plan.step import Bucket
+from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout
 
-CAPS = Caps(
+CAPS = base.Caps(
     devices=frozenset({"cpu", "cuda"}),
     activation_dtypes=frozenset({"float32", "bfloat16", "float16"}),
     kv_dtypes=frozenset(KV_FORMATS),
     layouts=frozenset(Layout),
     head_multiple=1,
     head_max=1 << 20,
-    page_sizes=ANY_PAGE_SIZE,
+    page_sizes=base.ANY_PAGE_SIZE,
     window=True,
     non_causal=True,
     soft_cap=True,
@@ -39,21 +42,20 @@ CAPS = Caps(
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """For every row, the slots of the keys it sees, in position order."""
+    """A group's arrays, where they lie."""
 
-    slots: list[Tensor]
+    spec: GroupSpec
+    views: Views
 
 
-class Backend:
-    """Two methods, no state."""
+class Backend(base.Backend):
+    """No state, and nothing derived: a launch asks the address formula for every key of every
+    row."""
 
     caps = CAPS
 
-    def lower(self, plan: StepPlan, group: Group, views: Views) -> Handle:
-        """Asks the address formula for every key of every row."""
-        return Handle(
-            [torch.from_numpy(_slots(plan, group, row)) for row in range(len(plan.positions))]
-        )
+    def bind(self, spec: GroupSpec, bucket: Bucket, views: Views, variant: Hashable) -> Handle:
+        return Handle(spec, views)
 
     def attend(
         self, q: Tensor, keys: Keys, handle: Handle, spec: AttnSpec
@@ -61,7 +63,9 @@ class Backend:
         """One row after the other."""
         out = torch.zeros(*q.shape[:2], keys.v.shape[2])
         lse = torch.full(q.shape[:2], -math.inf)
-        for row, slots in enumerate(handle.slots):
+        views = Views(**{name: _host(array) for name, array in vars(handle.views).items()})
+        for row in range(len(q)):
+            slots = torch.from_numpy(_slots(views, handle.spec, row))
             k, v = (_load(t, slots) for t in keys)
             out[row], lse[row] = attend_row(
                 q[row].double(), k * spec.k_scale, v * spec.v_scale, spec
@@ -94,21 +98,24 @@ def attend_row(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> tuple[Tensor,
     return torch.einsum("hn,nhd->hd", torch.exp(scores - lse[:, None]), v), lse
 
 
-def _slots(plan: StepPlan, group: Group, row: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    request, p = int(plan.request[row]), int(plan.positions[row])
-    first = 0 if group.spec.window is None else max(0, p - group.spec.window + 1)
-    if isinstance(group, FreshGroup):
-        begin = int(plan.q_indptr[request])
-        last = p if group.spec.causal else int(plan.q_indptr[request + 1]) - begin - 1
-        return np.arange(begin + first, begin + last + 1)
-    last = p if group.spec.causal else int(group.kv_lens[request]) - 1
+def _host(array: Any) -> NDArray[np.int32]:
+    return array.cpu().numpy() if isinstance(array, Tensor) else np.asarray(array)
+
+
+def _slots(views: Views, spec: GroupSpec, row: int) -> NDArray[np.int64]:
+    request = int(np.searchsorted(views.q_indptr, row, side="right")) - 1
+    p, kv_len = int(views.positions[row]), int(views.kv_lens[request])
+    first = 0 if spec.window is None else max(0, p - spec.window + 1)
+    last = p if spec.causal else kv_len - 1
     seen = np.arange(first, last + 1)
-    start = min(int(plan.start[row]), last + 1) if group.spec.causal else last + 1
+    if spec.layout is Layout.FRESH:
+        return np.asarray(int(views.q_indptr[request]) + seen, np.int64)
+    start = min(int(views.start[row]), last + 1) if spec.causal else last + 1
     below, above = seen[seen < start], seen[seen >= start]
     from_pages = address.paged(
-        group.page_ids, group.page_indptr, group.first_pos, group.spec.page_size, request, below
+        views.page_ids, views.page_indptr, views.first_pos, spec.page_size, request, below
     )
-    from_list = address.listed(group.tail_slots, plan.tail_indptr, plan.start, row, above)
+    from_list = address.listed(views.tail_slots, views.tail_indptr, views.start, row, above)
     return np.concatenate((from_pages, from_list)).astype(np.int64)
 
 

@@ -2,12 +2,13 @@
 class.
 
 `lower` cuts a step into items: requests with few rows get a program per split, the others a program
-per block. `attend` launches. Knows plans, views on the device and the kernels' interface
-(`kernels/triton/launch.py`); Triton itself is imported by the first launch.
+per block. Their tables lie in the step's image; `attend` launches. Knows plans, images and the
+kernels' interface (`kernels/triton/launch.py`); Triton itself is imported by the first launch.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from lockstep.kernels.triton import items, launch, tuning
 from lockstep.kernels.triton.launch import Addresses, Call, Scoring, Scratch, Shape, Tuning
 from lockstep.kv.pool import Keys, widened
 from lockstep.plan.image import Views
-from lockstep.plan.step import FreshGroup, Group, PagedGroup, StepPlan
+from lockstep.plan.step import Bucket, FreshGroup, Group, StepPlan
 from lockstep.types import INT32_MAX, AttnSpec, GroupSpec, Layout, RuleError
 
 CAPS = base.Caps(
@@ -41,58 +42,73 @@ CAPS = base.Caps(
     order="canonical",
     invariances=base.INVARIANCES - {"threads"},
 )
+ITEM = 12  # int32 per item (kernels/triton/attend.py)
 COMPUTE = (torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Launch:
-    """One launch of the kernel: its items on the device, and its launch shape."""
+    """One launch of the kernel: its launch shape and how many items it has, with room for their
+    parts per kv head."""
 
-    table: Tensor
     tuning: Tuning
+    items: int
+    part_rows: int
+    counters: int
 
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """A lowered group: everything the kernel takes besides queries and keys."""
+    """A group, bound: everything the kernel takes besides queries and keys."""
 
     spec: GroupSpec
     order: order.AttentionOrder
     addresses: Addresses
-    launches: tuple[Launch, ...]
+    launches: tuple[tuple[Launch, Tensor], ...]  # with the table of its items
     scratch: Scratch
     tree: bool
     scoring: dict[AttnSpec, Scoring]
 
 
 class Backend:
-    """Two methods, no state."""
+    """No state."""
 
     caps = CAPS
 
-    def lower(self, plan: StepPlan, group: Group, views: Views) -> Handle:
-        """Host work of a step, once per group."""
+    def derived_len(self, spec: GroupSpec, bucket: Bucket) -> int:
+        """The items of all launches."""
+        return ITEM * most_items(spec, bucket)
+
+    def lower(self, plan: StepPlan, group: Group, views: Views) -> tuple[Launch, ...]:
+        """Writes the items; which launches there are, and how large, depends on the step."""
         spec = group.spec
-        device = torch.as_tensor(views.positions).device
         chosen = order.attention_order(order.SM90, spec.d_qk, spec.d_v)
-        rows = seen_rows(plan, group)
-        tree = isinstance(group, PagedGroup) and spec.causal and plan.bucket.tail > 0
-        work = [
-            (shape, lowered(rows, requests, spec, shape, chosen, parts))
-            for shape, requests, parts in tuning.choose(
-                spec, rows, device.type == "cuda", tree, chosen
-            )
-        ]
+        rows, tree = seen_rows(plan, group), has_trees(spec, plan.bucket)
+        launches, at = [], 0
+        for shape, requests, parts in tuning.choose(spec, rows, on_card(), tree, chosen):
+            made = lowered(rows, requests, spec, shape, chosen, parts)
+            views.derived[at : at + made.table.size] = made.table.reshape(-1)
+            at += made.table.size
+            launches.append(Launch(shape, len(made.table), made.part_rows, made.counters))
+        views.derived[at:] = 0
+        return tuple(launches)
+
+    def bind(
+        self, spec: GroupSpec, bucket: Bucket, views: Views, variant: tuple[Launch, ...]
+    ) -> Handle:
+        """The image's arrays as the kernels take them, and scratch."""
+        derived, tables, at = torch.as_tensor(views.derived), [], 0
+        for one in variant:
+            tables.append(derived[at : at + ITEM * one.items].view(-1, ITEM))
+            at += ITEM * one.items
         return Handle(
             spec=spec,
-            order=chosen,
-            addresses=addresses(plan, group, views, device),
-            launches=tuple(
-                Launch(torch.from_numpy(made.table).to(device), shape) for shape, made in work
-            ),
-            scratch=scratch_for([made for _, made in work], spec, device),
-            tree=tree,
-            scoring={attn: scoring(attn, spec, device) for attn in dict.fromkeys(spec.layers)},
+            order=order.attention_order(order.SM90, spec.d_qk, spec.d_v),
+            addresses=addresses(spec, views),
+            launches=tuple(zip(variant, tables, strict=True)),
+            scratch=scratch_for(variant, spec, derived.device),
+            tree=has_trees(spec, bucket),
+            scoring={a: scoring(a, spec, derived.device) for a in dict.fromkeys(spec.layers)},
         )
 
     def attend(
@@ -120,8 +136,8 @@ class Backend:
             ),
             order=handle.order,
         )
-        for one in handle.launches:
-            launch.launch(call, one.table, handle.scratch, one.tuning)
+        for one, table in handle.launches:
+            launch.launch(call, table, handle.scratch, one.tuning)
         return out if d_v == group.d_v else out[..., : group.d_v], call.lse
 
 
@@ -157,33 +173,55 @@ def seen_rows(plan: StepPlan, group: Group) -> items.Rows:
     return items.Rows(plan.q_indptr, lo, hi, plan.start if group.spec.causal else hi, entries)
 
 
-def addresses(plan: StepPlan, group: Group, views: Views, device: torch.device) -> Addresses:
-    """The device's arrays. A fresh group's rows are pages of one, in order."""
-    positions, start, tail_indptr = (
-        torch.as_tensor(x) for x in (views.positions, views.start, views.tail_indptr)
-    )
-    if isinstance(group, FreshGroup):
-        ids = torch.arange(max(plan.bucket.tokens, 1), dtype=torch.int32, device=device)
-        return Addresses(positions, start, tail_indptr, ids[:0], ids, 1)
+def has_trees(spec: GroupSpec, bucket: Bucket) -> bool:
+    """Whether rows of a step may name keys one by one."""
+    return spec.layout is not Layout.FRESH and spec.causal and bucket.tail > 0
+
+
+def on_card() -> bool:
+    """Whether kernels are compiled for a card, and not interpreted."""
+    return os.environ.get("TRITON_INTERPRET") != "1"
+
+
+def most_items(spec: GroupSpec, bucket: Bucket) -> int:
+    """Items of any step of a bucket, at most.
+
+    A request's first block has one per split that it sees. Other blocks are whole, or, where they
+    are few, have as many as the longest request has splits.
+    """
+    tree, tokens = has_trees(spec, bucket), bucket.tokens
+    requests, flat = min(bucket.requests, tokens), tokens * spec.group_size
+    splits = order.attention_order(order.SM90, spec.d_qk, spec.d_v).splits
+    shortest = min(splits.len0, splits.len1, splits.len2)
+    keys = tokens
+    if spec.layout is not Layout.FRESH:
+        keys = bucket.pages[0] * spec.page_size + requests * bucket.tail
+    whole, parts = tuning.many(spec, tree), tuning.some(spec, tree)
+    few = flat if whole.parts else min(flat, tuning.PROGRAMS // spec.kv_heads * whole.rows)
+    in_parts = few // parts.rows * (keys // shortest + 2)
+    first_blocks = 2 * requests + keys // shortest
+    return first_blocks + requests + max(flat // whole.rows, in_parts) + tokens // tuning.TOKENS
+
+
+def addresses(spec: GroupSpec, views: Views) -> Addresses:
+    """The device's arrays."""
+    page_ids, _, _, page_size = base.addresses(spec, views)
+    start, tail_indptr, tail_slots = map(torch.as_tensor, base.lists(spec, views))
     return Addresses(
-        positions,
-        start,
-        tail_indptr,
-        torch.as_tensor(views.tail_slots),
-        torch.as_tensor(views.page_ids),
-        group.spec.page_size,
+        positions=torch.as_tensor(views.positions),
+        start=start,
+        tail_indptr=tail_indptr,
+        tail_slots=tail_slots,
+        page_ids=torch.as_tensor(page_ids),
+        page_size=page_size,
     )
 
 
-def scratch_for(made: Sequence[items.Items], spec: GroupSpec, device: torch.device) -> Scratch:
+def scratch_for(launches: Sequence[Launch], spec: GroupSpec, device: torch.device) -> Scratch:
     """Room for the parts of one launch at a time."""
-    rows, counters = (
-        max((m.part_rows for m in made), default=0),
-        max((m.counters for m in made), default=0),
-    )
-    return launch.scratch(
-        rows * spec.kv_heads, counters * spec.kv_heads, order.stored_len(spec.d_v), device
-    )
+    rows = max((one.part_rows for one in launches), default=0) * spec.kv_heads
+    counters = max((one.counters for one in launches), default=0) * spec.kv_heads
+    return launch.scratch(rows, counters, order.stored_len(spec.d_v), device)
 
 
 def scoring(attn: AttnSpec, spec: GroupSpec, device: torch.device) -> Scoring:

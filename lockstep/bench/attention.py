@@ -29,8 +29,8 @@ from lockstep.kv.tables import Table
 from lockstep.lab.document import write
 from lockstep.plan.build import Work, build
 from lockstep.plan.check import check
-from lockstep.plan.image import pack, views
 from lockstep.plan.step import StepPlan
+from lockstep.run.step import standalone
 from lockstep.types import AttnSpec, GroupSpec, Layout
 
 HEADS = ((8, 2), (32, 8))
@@ -156,9 +156,7 @@ def contenders(case: Case) -> dict[str, Callable[[], object]]:
     for storage, values in zip(pool.storages[0], (k, v), strict=True):
         storage[slots.reshape(-1)] = values.permute(0, 2, 1, 3).reshape(-1, case.kv_heads, case.d)
     backend, _ = select.select("cpu", [spec], "cpu")
-    handle = backend.lower(
-        plan, plan.groups[0], views(torch.from_numpy(pack(plan).copy()), plan.bucket, (spec,))[0]
-    )
+    (handle,) = standalone(plan, backend, [pool]).handles
     keys, attn = pool.keys(0), spec.layers[0]
     queries = q.view(case.requests, case.new, case.heads, case.d).transpose(1, 2).contiguous()
     sdpa = peer(case)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lockstep.kernels.operation import marked
 from lockstep.ops import Ops
 from lockstep.plugins import Plugins
 from lockstep.types import Choice, RuleError
@@ -22,12 +23,12 @@ DEVICES = Plugins(
 
 
 def select(name: str, dtype: str = "auto") -> tuple[Ops, Choice]:
-    """The table of the device called `name`, with activations of `dtype`; "auto" is its own."""
-    ops: Ops = DEVICES.make(name)
+    """The table of the device called `name`, with activations of `dtype`; "auto" is its own. Its
+    calls can be recorded."""
+    ops = marked(DEVICES.make(name))
     if dtype == "auto":
         return ops, Choice(name, f"asked for by name, in its own {ops.dtypes[0]}")
     if dtype not in ops.dtypes:
         rule = f"dtype on {name} is one of {', '.join(ops.dtypes)}"
         raise RuleError(rule, repr(dtype), "Leave it out: stored weights are brought to it")
-    made: Ops = DEVICES.make(name, dtype)
-    return made, Choice(name, f"asked for by name, in {dtype}")
+    return marked(DEVICES.make(name, dtype)), Choice(name, f"asked for by name, in {dtype}")

@@ -91,11 +91,11 @@ class PagedView:
 
     def __init__(self, pool: Pool, views: Views) -> None:
         self.pool, self.views = pool, views
-        self.slots = torch.as_tensor(views.write_slots).long()
+        self.slots: Tensor = views.write_slots
 
     def relocate(self) -> None:
         """Carries out the step's moves: once, before the first layer writes."""
-        self.pool.move(torch.as_tensor(self.views.moves))
+        self.pool.move(self.views.moves)
 
     def keys(self, layer: int, k: Tensor | None, v: Tensor | None) -> Keys:
         """Writes this step's rows, then names the cache. A group that writes nothing this step gets

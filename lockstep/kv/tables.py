@@ -298,10 +298,20 @@ def pages_for(keys: int, spec: GroupSpec) -> int:
 def peak_pages(spec: GroupSpec, keys: int, step_len: int) -> int:
     """The most pages that a request of `keys` keys holds at a time if it grows by at most
     `step_len` rows per step."""
+    return held_pages(spec, keys, 1, step_len)
+
+
+def held_pages(spec: GroupSpec, keys: int, requests: int, step_len: int) -> int:
+    """The most pages that `requests` requests of `keys` keys in all hold at a time, if a step adds
+    at most `step_len` rows to them.
+
+    Behind a window a request that grows by s rows holds [keep_from(c), c + s), wherever the pages
+    begin: at most (window - 1 + s + page_size - 2) // page_size + 1 of them.
+    """
     if spec.window is None:
         return pages_for(keys, spec)
-    seen = spec.window - 1 + step_len  # [keep_from(c), c + step_len), wherever the pages begin
-    return min(pages_for(keys, spec), (seen + spec.page_size - 2) // spec.page_size + 1)
+    slots = requests * (spec.window + 2 * spec.page_size - 3) + step_len
+    return min(pages_for(keys, spec), slots // spec.page_size)
 
 
 def keep_from(spec: GroupSpec, committed_len: int) -> int:

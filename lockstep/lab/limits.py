@@ -17,11 +17,12 @@ from lockstep.lab.recompute import Order
 from lockstep.lab.rig import Glass, Rig, engine_recipe, one_model
 from lockstep.lab.tiny import CONTEXT, LLAMA, QWEN3, VOCAB
 from lockstep.ops import Routing
-from lockstep.plan import image
 from lockstep.plan.bucket import Buckets
 from lockstep.plan.build import Work, build
 from lockstep.run.arena import Arena
+from lockstep.run.step import layout_of
 from lockstep.sample.params import SamplingParams
+from lockstep.sched.request import Step
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
 SIZES = (2, 5, 9)
@@ -54,18 +55,23 @@ def expect(rig: Rig, what: str, said: str, rule: str, counter: str) -> None:
     rig.counters[counter] += 1
 
 
+def image_len(engine: Glass, step: Step) -> int:
+    """Numbers of a step's image."""
+    return layout_of(engine._plan(step), engine.parts.backend).length
+
+
 def arena(rig: Rig) -> None:
     """The same request with an arena as large as its largest plan, and with one that lacks a
     number."""
     lens: list[int] = []
     roomy = rig.engine()
-    roomy.watchers.append(lambda engine, step: lens.append(len(image.pack(engine._plan(step)))))
+    roomy.watchers.append(lambda engine, step: lens.append(image_len(engine, step)))
     rig.play("capacity", roomy, [ORDER])
     most = max(lens, default=0)
     for lacking in (0, 1):
         engine = rig.engine()
         engine.runner.arena = Arena(most - lacking, torch.device("cpu"))
-        rule = f"a plan's image has at most {most - 1} numbers; got {most}." if lacking else ""
+        rule = f"a step's image has at most {most - 1} numbers; got {most}." if lacking else ""
         what = f"an arena of {most - lacking} for {most} numbers"
         expect(rig, what, outcome(engine), rule, "full_arenas")
 

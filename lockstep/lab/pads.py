@@ -7,11 +7,9 @@ request and nothing else. Called by `world` for every padded step.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lockstep.attention.base import Backend
-from lockstep.kv import pool as kv_pool
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import Table
@@ -19,8 +17,8 @@ from lockstep.lab.guard import same
 from lockstep.lab.options import CPU, Device
 from lockstep.lab.oracle import Rows
 from lockstep.plan import build as plan_build
-from lockstep.plan import image as plan_image
 from lockstep.plan.step import StepPlan
+from lockstep.run.step import standalone
 from lockstep.types import GroupSpec, Layout
 
 Result = tuple[Tensor, Tensor]  # out [n, heads, d_v] and lse [n, heads]
@@ -73,11 +71,9 @@ class PadRows:
         table.reserve(length)
         work = plan_build.Work(cached_len=0, new_len=length, pages=(table.pages(0),))
         plan = plan_build.build([spec], [work])
-        image = torch.from_numpy(plan_image.pack(plan).copy()).to(self.device.place)
-        (views,) = plan_image.views(image, plan.bucket, (spec,))
         pool = Pool(spec, num_pages, self.device.ops) if cached else None
-        store = kv_pool.view(spec, pool, views)
+        step = standalone(plan, self.backend, [pool], device=self.device.place)
         first = (t[:1].to(self.device.place) for t in (mine.q, mine.k, mine.v))
         q, k, v = (t.repeat(length, 1, 1) for t in first)
-        handle = self.backend.lower(plan, plan.groups[0], views)
-        return self.backend.attend(q, store.keys(layer, k, v), handle, spec.layers[layer])
+        keys = step.stores[0].keys(layer, k, v)
+        return self.backend.attend(q, keys, step.handles[0], spec.layers[layer])

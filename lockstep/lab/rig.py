@@ -71,9 +71,9 @@ class Failing:
     def __init__(self, backend: Backend, calls: Collection[int]) -> None:
         self.backend, self.caps, self.calls, self.done = backend, backend.caps, frozenset(calls), 0
 
-    def lower(self, *args: Any) -> Any:
+    def __getattr__(self, name: str) -> Any:
         """As ever."""
-        return self.backend.lower(*args)
+        return getattr(self.backend, name)
 
     def attend(self, *args: Any) -> Any:
         """As ever, or not at all."""

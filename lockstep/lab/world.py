@@ -26,7 +26,7 @@ from lockstep.kv.pool import Pool
 from lockstep.kv.tables import Table
 from lockstep.lab import spoilt
 from lockstep.lab.features import Feature
-from lockstep.lab.guard import Guarded, as_bits, same
+from lockstep.lab.guard import CANARY, Guarded, as_bits, same
 from lockstep.lab.options import CPU, Device
 from lockstep.lab.oracle import FP8_MAX, KINDS, Rows
 from lockstep.lab.pads import PadRows
@@ -38,6 +38,7 @@ from lockstep.plan import check as plan_check
 from lockstep.plan import image as plan_image
 from lockstep.plan import tree as plan_tree
 from lockstep.plan.step import PagedGroup, StepPlan
+from lockstep.run import step
 from lockstep.types import GroupSpec, Layout
 
 BUCKETS = plan_bucket.Buckets(tuple(2**k for k in range(1, 12)))
@@ -175,17 +176,21 @@ class World:
         self._count(plan, computes, groups)
         self._audit(plan, computes, groups)
         specs = tuple(self.specs[g] for g in groups)
-        image = self.guarded.ints(plan_image.pack(plan))
-        views = plan_image.views(image, plan.bucket, specs)
-        copy = image.cpu().numpy()
-        if not np.array_equal(plan_image.pack(plan_image.unpack(copy, specs)), copy):
-            self.record.faults.append("plan: unpack(pack(plan)) is another plan")
-        before = self._memory() if self.setting.inspect else None
         uids = [uid for act in computes for uid in act.uids]
+        layout = step.layout_of(plan, self.backend)
+        image = np.full(layout.length, CANARY[4], np.int32)  # `lower` writes all that is read
+        variants = step.lower(plan, uids, self.backend, layout, image)
+        views = layout.views(self.guarded.ints(image))
+        if not np.array_equal(
+            plan_image.pack(plan_image.unpack(image, layout)), plan_image.pack(plan)
+        ):
+            self.record.faults.append("plan: unpack(image) is another plan")
+        before = self._memory() if self.setting.inspect else None
+        pools = [self.pools[g] for g in groups]
+        bound = step.bind(layout, views, variants, self.backend, pools, ())
+        bound.relocate()
         for at, g in enumerate(groups):
-            stores = kv_pool.view(self.specs[g], self.pools[g], views[at])
-            stores.relocate()
-            handle = self.backend.lower(plan, plan.groups[at], views[at])
+            stores, handle = bound.stores[at], bound.handles[at]
             for layer in range(len(specs[at].layers)):
                 self._layer(g, layer, (plan, stores, handle), uids)
         if before is not None:

@@ -127,8 +127,8 @@ class Engine:
         self.kinds = kinds_of(parts.model, parts.info, config.page_size, config.kv_cache_dtype)
         self.specs = group_specs(self.kinds.values())
         sizes = memory.size(self.specs, config, self.context_length)
-        buckets = Buckets(config.bucket_sizes) if config.bucket_sizes is not None else None
-        self.runner = Runner(self.specs, sizes.pages, parts.backend, self.parts.model.ops, buckets)
+        ops, buckets = parts.model.ops, buckets_of(config)
+        self.runner = Runner(self.specs, sizes.pages, parts.backend, ops, buckets, config.graphs)
         self._num_pages = sizes.pages
         self.scheduler = self._new_scheduler()
         self.fingerprint = fingerprint(parts, config.kv_cache_dtype)
@@ -508,6 +508,13 @@ class Engine:
             rule = f"a prompt has at most {self.context_length} tokens"
             raise RuleError(rule, str(len(ids)), "Shorten it")
         return ids
+
+
+def buckets_of(config: EngineConfig) -> Buckets | None:
+    """The grids that steps are padded to, if the options name any."""
+    if config.bucket_sizes is None:
+        return None
+    return Buckets(config.bucket_sizes, config.request_bucket_sizes, config.emit_bucket_sizes)
 
 
 def limits_of(config: EngineConfig) -> Limits:

@@ -20,17 +20,23 @@ from lockstep.types import RuleError
 
 @dataclass(frozen=True)
 class Buckets:
-    """The shapes a runner may use: counts are rounded up to `sizes`, page tables and lists to
-    powers of two."""
+    """The shapes a runner may use: rows, requests and emitted rows are rounded up to a grid each,
+    page tables, lists and moves to powers of two. A grid that is not named is that of the rows.
 
-    sizes: tuple[int, ...]
+    A row may be emitted any number of times: beyond the last size of emits come its multiples.
+    """
+
+    tokens: tuple[int, ...]
+    requests: tuple[int, ...] | None = None
+    emits: tuple[int, ...] | None = None
 
     def fit(self, plan: StepPlan) -> Bucket:
         """The smallest bucket that holds `plan`, with a pad request whenever there is a pad row."""
         real, exact = plan.real, plan.bucket
-        if exact.width:
+        width = exact.width if exact.width == 1 or real.requests > 1 else 0
+        if width:  # decoding, verifying: so many rows per request, pads too
             requests = self._round(real.requests, "requests")
-            tokens = requests * exact.width
+            tokens = requests * width
         else:
             tokens = self._round(real.tokens, "tokens")
             requests = self._round(real.requests + (tokens > real.tokens), "requests")
@@ -40,27 +46,35 @@ class Buckets:
             for g in plan.groups
         ]
         return Bucket(
-            requests,
-            tokens,
-            exact.width,
-            self._round(real.emits, "emits"),
-            power(exact.tail),
-            tuple(power(n + e) for n, e in zip(exact.pages, extra, strict=True)),
-            tuple(tokens if n else 0 for n in exact.writes),
-            tuple(map(power, exact.moves)),
+            requests=requests,
+            tokens=tokens,
+            width=width,
+            emits=self._round(real.emits, "emits"),
+            tail=power(exact.tail),
+            pages=tuple(power(n + e) for n, e in zip(exact.pages, extra, strict=True)),
+            writes=tuple(tokens if n else 0 for n in exact.writes),
+            moves=tuple(map(power, exact.moves)),
         )
+
+    def grid(self, what: str) -> tuple[int, ...]:
+        """The sizes of requests, tokens or emits."""
+        named = {"requests": self.requests, "tokens": self.tokens, "emits": self.emits}
+        return named[what] or self.tokens
 
     def _round(self, n: int, what: str) -> int:
         if n == 0:
             return 0
-        at = bisect_left(self.sizes, n)
-        if at == len(self.sizes):
-            raise RuleError(
-                f"a step has at most {self.sizes[-1]} {what}",
-                str(n),
-                "Schedule less, or allow a larger bucket",
-            )
-        return self.sizes[at]
+        grid = self.grid(what)
+        largest = grid[-1]
+        if n <= largest:
+            return grid[bisect_left(grid, n)]
+        if what == "emits":
+            return -(-n // largest) * largest
+        raise RuleError(
+            f"a step has at most {largest} {what}",
+            str(n),
+            "Schedule less, or allow a larger bucket",
+        )
 
 
 def power(n: int) -> int:

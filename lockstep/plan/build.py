@@ -51,8 +51,10 @@ class Work(NamedTuple):
     new_len     rows computed this step
     pages       per group; None for a fresh group
     emit        rows, counted within the request, whose logits are wanted; None = the last one
-    parents     None, or all nodes of the request's tree so far, of which the last new_len are this step's rows
-    cross_len   encoder keys that exist after this step; cross_new of them (all rows, or none) are written by it
+    parents     None, or all nodes of the request's tree so far, of which the last new_len are this
+                step's rows
+    cross_len   encoder keys that exist after this step; cross_new of them (all rows, or none) are
+                written by it
     """
 
     cached_len: int

@@ -1,128 +1,206 @@
-"""A plan as one int32 array: what a device gets, what the lab records and diffs.
+"""A step as one int32 array: what a device gets, what the lab records and diffs.
 
-The image begins with the bucket and the real counts; where each array lies is a function of the
-bucket alone, so a buffer at a fixed address can be refilled for every step of a bucket. `views`
-works on numpy arrays and on torch tensors alike.
+The image begins with the bucket and the real counts. Then come the token of every row, the plan's
+arrays and, per group, what a backend derives from them. Where each lies is a function of the
+bucket, the groups and the backend's own sizes (`ImageLayout`), so a buffer at a fixed address can
+be refilled for every step of a bucket. `views` works on numpy arrays and on torch tensors alike.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lockstep.plan.step import Bucket, FreshGroup, Ints, PagedGroup, Real, StepPlan, ints
-from lockstep.types import GroupSpec, Layout, RuleError
+from lockstep.plan.step import (
+    Bucket,
+    FreshGroup,
+    Group,
+    Ints,
+    PagedGroup,
+    Real,
+    StepPlan,
+    frozen,
+    ints,
+)
+from lockstep.types import INT32_MAX, GroupSpec, Layout, RuleError
 
 MAGIC = 0x4C4F434B
 _SCALARS = 10  # magic, number of groups, five of the bucket, three real counts
+ALIGN = 4  # every array begins at a multiple of 16 bytes: kernels are compiled for aligned ones
 
 
 @dataclass(frozen=True, eq=False)
 class Views:
-    """The arrays of one group inside an image, in the image's own array type. Cache fields of a
-    fresh group are empty."""
+    """The arrays of one group inside an image, in the image's own array type.
 
-    q_indptr: Any
-    positions: Any
-    start: Any
-    tail_indptr: Any
-    emit: Any
-    kv_lens: Any
-    page_indptr: Any
+    `start` is INT32_MAX, above every position, in groups whose rows have no lists: cross and fresh
+    ones. The rows of a fresh group are its pages: pages of one slot, in order.
+    """
+
+    ids: Any  # [T] the token of every row, 0 for a pad row
+    q_indptr: Any  # [B+1]
+    positions: Any  # [T]
+    start: Any  # [T]
+    tail_indptr: Any  # [T+1]
+    emit: Any  # [S]
+    kv_lens: Any  # [B]
+    page_indptr: Any  # [B+1]
     page_ids: Any
-    first_pos: Any
+    first_pos: Any  # [B]
     tail_slots: Any
-    write_slots: Any
-    moves: Any
+    write_slots: Any  # [W]
+    moves: Any  # [M, 2]
+    derived: Any  # what the backend's `lower` wrote for its launch
 
 
-def pack(plan: StepPlan) -> Ints:
-    """The image of `plan`."""
-    parts: list[Ints] = [
-        ints(_header(plan)),
-        plan.q_indptr,
-        plan.positions,
-        plan.start,
-        plan.tail_indptr,
-        plan.emit,
-    ]
-    for group in plan.groups:
-        if isinstance(group, PagedGroup):
-            parts += [
-                group.kv_lens,
-                group.page_indptr,
-                group.page_ids,
-                group.first_pos,
-                group.tail_slots,
-                group.write_slots,
-            ]
-            parts.append(group.moves.reshape(-1))
-    return ints(np.concatenate(parts))
+@dataclass(frozen=True)
+class ImageLayout:
+    """Where everything of a step lies: a function of these three and of nothing else.
+
+    `derived` holds, per group, how many numbers the backend derives.
+    """
+
+    bucket: Bucket
+    specs: tuple[GroupSpec, ...]
+    derived: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """Numbers of the image."""
+        groups = [self._group_sizes(g) for g in range(len(self.specs))]
+        sizes = (_header_len(len(self.specs)), *self._row_sizes(), *chain(*groups))
+        return sum(map(aligned, sizes))
+
+    def views(self, image: Any) -> tuple[Views, ...]:
+        """Per group, where its arrays lie in `image`."""
+        rows, at = self.rows(image)
+        out = []
+        for g, spec in enumerate(self.specs):
+            (start, *cache), at = _take(image, at, self._group_sizes(g))
+            cache[6] = cache[6].reshape(-1, 2)
+            own = [*rows[:3], rows[3] if lists(spec) else start, *rows[4:], *cache]
+            out.append(Views(*own))
+        return tuple(out)
+
+    def rows(self, image: Any) -> tuple[list[Any], int]:
+        """ids, q_indptr, positions, start, tail_indptr and emit, which all groups share; and where
+        they end."""
+        return _take(image, aligned(_header_len(len(self.specs))), self._row_sizes())
+
+    def _row_sizes(self) -> tuple[int, ...]:
+        b = self.bucket
+        return (b.tokens, b.requests + 1, b.tokens, b.tokens, b.tokens + 1, b.emits)
+
+    def _group_sizes(self, g: int) -> tuple[int, ...]:
+        """start, kv_lens, page_indptr, page_ids, first_pos, tail_slots, write_slots, moves,
+        derived."""
+        bucket, derived = self.bucket, self.derived[g]
+        b, t = bucket.requests, bucket.tokens
+        if self.specs[g].layout is Layout.FRESH:
+            return (t, b, b + 1, t, b, 0, 0, 0, derived)
+        start = 0 if lists(self.specs[g]) else t
+        pages, writes, moves = bucket.pages[g], bucket.writes[g], 2 * bucket.moves[g]
+        return (start, b, b + 1, pages, b, t * bucket.tail, writes, moves, derived)
 
 
-def unpack(image: Ints, specs: tuple[GroupSpec, ...]) -> StepPlan:
-    """The plan of an image, given the model's groups."""
+def aligned(length: int) -> int:
+    """Numbers that an array of `length` takes up."""
+    return -(-length // ALIGN) * ALIGN
+
+
+def lists(spec: GroupSpec) -> bool:
+    """Whether a group's rows may name their last keys one by one: only a causal cache has trees."""
+    return spec.layout is not Layout.FRESH and spec.causal
+
+
+def write(
+    image: NDArray[np.int32], layout: ImageLayout, plan: StepPlan, ids: Sequence[int] | Ints
+) -> tuple[Views, ...]:
+    """Fills `image` with the plan and the tokens of its rows, pad rows' included; what is derived
+    stays as it was. Returns its views."""
+    head = _header(plan)
+    image[: len(head)] = head
+    views = layout.views(image)
+    (tokens, *rows), _ = layout.rows(image)
+    tokens[: len(ids)] = ids
+    tokens[len(ids) :] = 0
+    given = (plan.q_indptr, plan.positions, plan.start, plan.tail_indptr, plan.emit)
+    for place, values in zip(rows, given, strict=True):
+        place[:] = values
+    for group, own in zip(plan.groups, views, strict=True):
+        write_group(own, plan, group)
+    return views
+
+
+def write_group(own: Views, plan: StepPlan, group: Group) -> None:
+    if not lists(group.spec):
+        own.start[:] = INT32_MAX
+    if isinstance(group, FreshGroup):
+        own.kv_lens[:] = plan.new_lens
+        own.page_indptr[:] = plan.q_indptr
+        own.page_ids[:] = np.arange(plan.bucket.tokens, dtype=np.int32)
+        own.first_pos[:] = 0
+        return
+    own.kv_lens[:] = group.kv_lens
+    own.page_indptr[:] = group.page_indptr
+    own.page_ids[:] = group.page_ids
+    own.first_pos[:] = group.first_pos
+    own.tail_slots[:] = group.tail_slots
+    own.write_slots[:] = group.write_slots
+    own.moves[:] = group.moves
+
+
+def pack(plan: StepPlan, ids: Sequence[int] | Ints = ()) -> Ints:
+    """The image of `plan` with nothing derived."""
+    layout = ImageLayout(plan.bucket, tuple(g.spec for g in plan.groups), (0,) * len(plan.groups))
+    image = np.zeros(layout.length, np.int32)
+    write(image, layout, plan, ids)
+    return frozen(image)
+
+
+def unpack(image: Ints, layout: ImageLayout) -> StepPlan:
+    """The plan of an image."""
     bucket, real = read_header(image)
-    if len(bucket.pages) != len(specs):
+    if bucket != layout.bucket or len(bucket.pages) != len(layout.specs):
         raise RuleError(
-            "an image is read with the groups it was made with",
-            f"{len(bucket.pages)} and {len(specs)} groups",
+            "an image is read with the layout it was made with",
+            f"{bucket} and {layout.bucket}",
             "Check the model",
         )
-    each = views(image, bucket, specs)
     groups = tuple(
-        FreshGroup(spec)
-        if spec.layout is Layout.FRESH
-        else PagedGroup(
-            spec,
-            *map(
-                ints,
-                (
-                    v.kv_lens,
-                    v.page_indptr,
-                    v.page_ids,
-                    v.first_pos,
-                    v.tail_slots,
-                    v.write_slots,
-                    v.moves,
-                ),
-            ),
-        )
-        for spec, v in zip(specs, each, strict=True)
+        FreshGroup(spec) if spec.layout is Layout.FRESH else _paged(spec, own)
+        for spec, own in zip(layout.specs, layout.views(image), strict=True)
     )
-    (q_indptr, positions, start, tail_indptr, emit), _ = _take(
-        image, _header_len(len(specs)), _row_sizes(bucket)
-    )
+    (_, *rows), _ = layout.rows(image)
+    q_indptr, positions, start, tail_indptr, emit = map(ints, rows)
     return StepPlan(
-        ints(q_indptr),
-        ints(positions),
-        ints(start),
-        ints(tail_indptr),
-        ints(emit),
-        groups,
-        bucket,
-        real,
+        q_indptr=q_indptr,
+        positions=positions,
+        start=start,
+        tail_indptr=tail_indptr,
+        emit=emit,
+        groups=groups,
+        bucket=bucket,
+        real=real,
     )
 
 
-def views(image: Any, bucket: Bucket, specs: tuple[GroupSpec, ...]) -> tuple[Views, ...]:
-    """Per group, where its arrays lie in `image`. Offsets depend on nothing but the bucket."""
-    rows, at = _take(image, _header_len(len(specs)), _row_sizes(bucket))
-    out = []
-    for g, spec in enumerate(specs):
-        paged = spec.layout is not Layout.FRESH
-        b, tails = bucket.requests, bucket.tokens * bucket.tail
-        sizes = (
-            (b, b + 1, bucket.pages[g], b, tails, bucket.writes[g], 2 * bucket.moves[g])
-            if paged
-            else (0,) * 7
-        )
-        cache, at = _take(image, at, sizes)
-        cache[-1] = cache[-1].reshape(-1, 2)
-        out.append(Views(*(rows + cache)))
-    return tuple(out)
+def _paged(spec: GroupSpec, own: Views) -> PagedGroup:
+    return PagedGroup(
+        spec=spec,
+        kv_lens=ints(own.kv_lens),
+        page_indptr=ints(own.page_indptr),
+        page_ids=ints(own.page_ids),
+        first_pos=ints(own.first_pos),
+        tail_slots=ints(own.tail_slots),
+        write_slots=ints(own.write_slots),
+        moves=ints(own.moves),
+    )
 
 
 def read_header(image: Ints) -> tuple[Bucket, Real]:
@@ -141,18 +219,8 @@ def read_header(image: Ints) -> tuple[Bucket, Real]:
 
 def _header(plan: StepPlan) -> list[int]:
     b, r = plan.bucket, plan.real
-    counts = [
-        MAGIC,
-        len(plan.groups),
-        b.requests,
-        b.tokens,
-        b.width,
-        b.emits,
-        b.tail,
-        r.requests,
-        r.tokens,
-        r.emits,
-    ]
+    shape = [b.requests, b.tokens, b.width, b.emits, b.tail]
+    counts = [MAGIC, len(plan.groups), *shape, r.requests, r.tokens, r.emits]
     return [*counts, *b.pages, *b.writes, *b.moves]
 
 
@@ -160,13 +228,9 @@ def _header_len(groups: int) -> int:
     return _SCALARS + 3 * groups
 
 
-def _row_sizes(bucket: Bucket) -> tuple[int, ...]:
-    return (bucket.requests + 1, bucket.tokens, bucket.tokens, bucket.tokens + 1, bucket.emits)
-
-
 def _take(image: Any, at: int, sizes: tuple[int, ...]) -> tuple[list[Any], int]:
     out = []
     for size in sizes:
         out.append(image[at : at + size])
-        at += size
+        at += aligned(size)
     return out, at

@@ -9,7 +9,7 @@ one. No token ids, no torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -44,6 +44,13 @@ class Bucket:
     pages: tuple[int, ...]  # page table entries, per group
     writes: tuple[int, ...]  # rows written, per group: tokens or 0
     moves: tuple[int, ...]  # per group
+
+    def of(self, g: int) -> Bucket:
+        """The bucket of group g alone, as a backend sees it: one entry of pages, writes and
+        moves."""
+        return replace(
+            self, pages=(self.pages[g],), writes=(self.writes[g],), moves=(self.moves[g],)
+        )
 
 
 @dataclass(frozen=True)

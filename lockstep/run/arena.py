@@ -1,17 +1,18 @@
-"""One buffer at a fixed address for the plan of every step.
+"""One buffer at a fixed address for the image of every step: all that a launch reads but weights
+and cache.
 
-`load` copies a plan's image into the buffer and returns views of it; where each array lies depends
-on the bucket alone. Ids, the emit index and what a backend derives are not in it yet, so a captured
-graph could not live on it alone. What does not fit is an error with both numbers.
+`host` is filled first, `load` copies it to the device: one copy per step. Where each array lies is
+the image's affair (`plan.image.ImageLayout`), so every launch of a bucket finds its numbers at the
+same addresses. What does not fit is an error with both numbers.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.plan.image import Views, pack, views
-from lockstep.plan.step import StepPlan
 from lockstep.types import RuleError
 
 
@@ -19,18 +20,22 @@ class Arena:
     """Room for an image of `capacity` int32 on a device."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        self.device = device
+        pinned = device.type == "cuda"
         self.buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
+        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned)
 
-    def load(self, plan: StepPlan) -> tuple[Views, ...]:
-        """The plan's arrays on the device, one `Views` per group."""
-        image = torch.from_numpy(pack(plan).copy())
-        if len(image) > len(self.buffer):
+    def host(self, length: int) -> NDArray[np.int32]:
+        """Where an image of `length` numbers is written."""
+        if length > len(self.buffer):
             raise RuleError(
-                f"a plan's image has at most {len(self.buffer)} numbers",
-                str(len(image)),
+                f"a step's image has at most {len(self.buffer)} numbers",
+                str(length),
                 "Schedule less per step, or enlarge the arena",
             )
-        place: Tensor = self.buffer[: len(image)]
-        place.copy_(image)
-        return views(place, plan.bucket, tuple(g.spec for g in plan.groups))
+        return self._host[:length].numpy()
+
+    def load(self, length: int) -> Tensor:
+        """Copies the image to the device and returns it there."""
+        image = self.buffer[:length]
+        image.copy_(self._host[:length], non_blocking=True)
+        return image

@@ -109,7 +109,7 @@ def _sequence(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
         for p in alone:
             if steps.differs([Piece(p, p + 1)]) or steps.keys_differ(p):
                 _refuse(f"position {p}, alone and in a chunk of {probe.CHUNK}", 1)
-    steps.runner.buckets = subject.buckets
+    steps.driver.runner.buckets = subject.buckets
     yield steps.hidden[alone]
     kinds = KINDS if subject.backend.caps.tails else KINDS[:-1]
     rows = [alone[i % len(alone)] for i in range(max(ROWS, len(alone)))]
@@ -201,7 +201,7 @@ def _sources(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
         steps = Sources(subject)
         longs, block = _long(steps), (0, min(ROWS, steps.limit))
         alone = [steps.alone(request) for request in (*ones, *longs, block)]
-    steps.runner.buckets = subject.buckets
+    steps.driver.runner.buckets = subject.buckets
     for count in threads:
         with limited(count):
             for n in range(2, ROWS + 1):
@@ -223,7 +223,7 @@ def _embeddings(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
         steps = Sources(subject)
         longs = _long(steps)
         alone = [steps.alone(request) for request in longs]
-    steps.runner.buckets = subject.buckets
+    steps.driver.runner.buckets = subject.buckets
     for count in threads:
         with limited(count):
             if steps.differs(longs if count == threads[-1] else longs[1:]):

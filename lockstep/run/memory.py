@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from lockstep.config import EngineConfig
 from lockstep.kv.spec import arithmetic, check_fits, group_bytes
+from lockstep.kv.tables import held_pages
 from lockstep.types import GroupSpec, Layout, RuleError
 
 
@@ -53,13 +54,8 @@ def pages_of(spec: GroupSpec, config: EngineConfig, tokens: int) -> int:
     """Pages of one group, sink included, for `tokens` cached keys."""
     if spec.layout is Layout.FRESH:
         return 0
-    if spec.window is not None:
-        tokens = min(
-            tokens,
-            config.max_running_requests * (spec.window + 2 * spec.page_size)
-            + config.chunked_prefill_size,
-        )
-    return -(-tokens // spec.page_size) + 1
+    requests, step_len = config.max_running_requests, config.chunked_prefill_size
+    return held_pages(spec, tokens, requests, step_len) + 1
 
 
 def total_bytes(specs: Sequence[GroupSpec], config: EngineConfig, tokens: int) -> int:

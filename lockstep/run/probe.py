@@ -20,16 +20,14 @@ from torch import Tensor
 from lockstep import order
 from lockstep.attention.base import Backend
 from lockstep.config import EngineConfig
-from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import Table, pages_for
 from lockstep.models.bart import Bart
 from lockstep.models.bert import Bert
 from lockstep.models.loader import Info
 from lockstep.nn.decoder import Decoder, Model
 from lockstep.plan.bucket import Buckets
-from lockstep.plan.build import Work, build
+from lockstep.run.driver import Share, StepDriver
 from lockstep.run.kind import EMBED, ENCODE, GENERATE, group_specs, kinds_of
-from lockstep.run.runner import Runner
 from lockstep.types import GroupSpec, Layout
 
 CHUNK = 64  # rows by which the sequence is computed at first
@@ -55,7 +53,11 @@ class Subject:
         if sizes is None:
             return None
         largest = max(sizes[-1], 2 * order.split_len(1, 1))
-        return Buckets(sizes if sizes[-1] == largest else (*sizes, largest))
+        wide = [
+            grid if grid is None or grid[-1] >= largest else (*grid, largest)
+            for grid in (sizes, self.config.request_bucket_sizes, self.config.emit_bucket_sizes)
+        ]
+        return Buckets(wide[0] or sizes, *wide[1:])
 
 
 def one_of_each(model: Model) -> Model:
@@ -92,6 +94,11 @@ class Piece:
     def rows(self) -> int:
         """Rows of the step."""
         return (self.end - self.begin) * max(1, self.branches)
+
+    @property
+    def positions(self) -> Tensor:
+        """Of its rows."""
+        return torch.arange(self.begin, self.end).repeat_interleave(max(1, self.branches))
 
     @property
     def parents(self) -> tuple[int, ...] | None:
@@ -160,12 +167,11 @@ class Sequence:
         self.edges = Edges.of([s for s in self.generate.specs if s.causal], model.max_position)
         self.source_len = min(SOURCE_LEN, model.max_position) if ENCODE in self.kinds else 0
         pages = [self._pages(spec, config.chunked_prefill_size) for spec in self.specs]
-        self.pools = [PagePool(n) if n else None for n in pages]
-        self.runner = Runner(self.specs, pages, subject.backend, model.ops)
+        self.driver = StepDriver(self.kinds, pages, subject.backend)
         tokens = max(self.edges.length, self.source_len)
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(info.vocab_size, (tokens,), generator=generator)
-        self.table = Table(self.specs, self.pools)
+        self.table = self.driver.request()
         # requests of one row by position, and which of several: kept for the next batch of such
         self.alone: dict[tuple[int, int], Table] = {}
         shape = (self.edges.length, info.hidden_size)
@@ -194,14 +200,9 @@ class Sequence:
 
     def _encode(self) -> None:
         """The keys of the source, which all requests look at."""
-        kind, rows = self.kinds.get(ENCODE), self.source_len
-        if kind is None:
-            return
-        pages = tuple(self.table.pages(g) for g in kind.groups)
-        work = Work(
-            cached_len=0, new_len=rows, pages=pages, emit=(0,), cross_len=rows, cross_new=rows
-        )
-        self.runner.run(build(kind.specs, [work]), self.ids[:rows], kind)
+        if ENCODE in self.kinds:
+            share = Share(self.table, self.ids[: self.source_len], emit=(0,))
+            self.driver.step(self.kinds[ENCODE], [share])
 
     def _copy_keys(self, begin: int, end: int) -> None:
         """Positions [begin, end) get keys and values of rows that were computed."""
@@ -210,31 +211,26 @@ class Sequence:
         drawn = np.random.default_rng(begin).integers(0, self.edges.whole, end - begin)
         positions = drawn.astype(np.int32), np.arange(begin, end, dtype=np.int32)
         for g in self.generate.groups:
-            pool = self.runner.pools[g]
+            pool = self.driver.runner.pools[g]
             if pool is not None and self.specs[g].causal:
                 moves = np.stack([self.table.slots(g, each) for each in positions], 1)
                 pool.move(torch.from_numpy(moves))
 
     def _run(self, pieces: Many[Piece], tables: Many[Table]) -> tuple[Tensor, Tensor]:
         """The rows of a step, and their positions."""
-        works = []
-        for piece, table in zip(pieces, tables, strict=True):
-            table.reserve(piece.end, piece.rows if piece.branches else 0, self.source_len)
-            work = Work(
+        shares = [
+            Share(
+                request=table,
+                ids=self.ids[piece.positions],
                 cached_len=piece.begin,
-                new_len=piece.rows,
-                pages=tuple(table.pages(g) for g in self.generate.groups),
-                emit=(0,),
                 parents=piece.parents,
+                emit=(0,),
                 cross_len=self.source_len,
             )
-            works.append(work)
-        plan = build(self.generate.specs, works)
-        positions = torch.from_numpy(plan.positions.astype(np.int64))
-        rows = self.runner.run(plan, self.ids[positions], self.generate).rows
-        for table in tables:
-            table.moved()
-        return rows, positions
+            for piece, table in zip(pieces, tables, strict=True)
+        ]
+        positions = torch.cat([piece.positions for piece in pieces])
+        return self.driver.step(self.generate, shares).rows, positions
 
     def differs(self, pieces: Many[Piece]) -> bool:
         """Computes the pieces in one step; whether a row has other bits than the sequence has."""
@@ -256,7 +252,7 @@ class Sequence:
         """Whether the row that was computed alone stored other keys than the sequence has."""
         at = np.array([position], np.int32)
         for g in self.generate.groups:
-            pool = self.runner.pools[g]
+            pool = self.driver.runner.pools[g]
             if pool is None or not self.specs[g].causal:
                 continue
             tables = self.alone[position, 0], self.table
@@ -289,8 +285,7 @@ class Sources:
         self.limit = model.max_position  # tokens of a request
         self.specs, self.kind = group_specs(kinds.values()), kinds.get(ENCODE) or kinds[EMBED]
         pages = [self._pages(spec, config.chunked_prefill_size) for spec in self.specs]
-        self.pools = [PagePool(n) if n else None for n in pages]
-        self.runner = Runner(self.specs, pages, subject.backend, model.ops)
+        self.driver = StepDriver(kinds, pages, subject.backend)
         generator = torch.Generator().manual_seed(1)
         self.ids = torch.randint(info.vocab_size, (self.limit + CHUNK,), generator=generator)
         self.known: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}
@@ -319,19 +314,11 @@ class Sources:
 
     def _run(self, requests: Many[tuple[int, int]]) -> list[tuple[Tensor, list[Tensor]]]:
         """Rows of every request, and what it stored for the decoder."""
-        tables = [Table(self.specs, self.pools) for _ in requests]
+        tables = [self.driver.request() for _ in requests]
         lens = [end - begin for begin, end in requests]
-        works = []
-        for table, rows in zip(tables, lens, strict=True):
-            cross = rows if self.kind.name == ENCODE else 0
-            table.reserve(0, cross_len=cross)
-            pages = tuple(table.pages(g) for g in self.kind.groups)
-            work = Work(
-                cached_len=0, new_len=rows, pages=pages, emit=(0,), cross_len=cross, cross_new=cross
-            )
-            works.append(work)
-        ids = torch.cat([self.ids[begin:end] for begin, end in requests])
-        hidden = self.runner.run(build(self.kind.specs, works), ids, self.kind).rows
+        pairs = zip(tables, requests, strict=True)
+        shares = [Share(t, self.ids[begin:end], emit=(0,)) for t, (begin, end) in pairs]
+        hidden = self.driver.step(self.kind, shares).rows
         stored = [self._stored(table, rows) for table, rows in zip(tables, lens, strict=True)]
         for table in tables:
             table.close()
@@ -341,7 +328,7 @@ class Sources:
         """Copies of the keys and values that the step wrote, as bytes."""
         out = []
         for g in self.kind.groups:
-            pool = self.runner.pools[g]
+            pool = self.driver.runner.pools[g]
             if pool is not None:
                 positions = np.arange(rows, dtype=np.int32)
                 slots = torch.from_numpy(table.slots(g, positions).astype(np.int64))

@@ -1,16 +1,18 @@
-"""Runs steps: pad, check, load, lower, launch. One path; a captured graph will be another state of
-the same call.
+"""Runs steps: pad, check, lower, load, launch. One path; a launch is plain, or recorded the first
+time that its signature comes and replayed from then on.
 
 Knows the pools and the backend, and of a model what its step kinds say; knows no request. `run`
-takes a plan, the token of every row and the kind of the step.
+takes a plan, the token of every row and the kind of the step. What a recorded launch returns is
+memory that its next replay writes to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from lockstep.attention.base import Backend
@@ -18,13 +20,15 @@ from lockstep.kv.pool import Pool
 from lockstep.ops import Ops
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.check import check
-from lockstep.plan.step import StepPlan
+from lockstep.plan.image import ImageLayout, Views
+from lockstep.plan.step import Bucket, Ints, Real, StepPlan
 from lockstep.run.arena import Arena
 from lockstep.run.kind import StepKind
-from lockstep.run.step import lower
-from lockstep.types import GroupSpec, Layout
+from lockstep.run.step import Variants, bind, handles_of, layout_of, lower
+from lockstep.run.tape import Tape
+from lockstep.types import GroupSpec, Layout, RuleError
 
-IMAGE_LEN = 1 << 22  # int32 of a plan's image: 16 MB
+IMAGE_LEN = 1 << 22  # int32 of a step's image: 16 MB
 
 
 class StepOutput(NamedTuple):
@@ -33,6 +37,24 @@ class StepOutput(NamedTuple):
     rows: Tensor  # [T, d] hidden states
     emitted: Tensor  # [S, d] of the rows that the plan emits
     layers: tuple[Tensor, ...] = ()  # [T, d] behind each of the kind's `hidden_layers`
+
+    def only(self, real: Real) -> StepOutput:
+        """Without what belongs to pads."""
+        rows, layers = self.rows[: real.tokens], [each[: real.tokens] for each in self.layers]
+        return StepOutput(rows, self.emitted[: real.emits], tuple(layers))
+
+
+@dataclass(frozen=True)
+class Signature:
+    """All that a launch depends on besides the numbers in the arena, the weights and the cache."""
+
+    bucket: Bucket
+    kind: StepKind
+    variants: Variants
+    planner_buffers: tuple[int, ...]  # addresses
+
+    def __str__(self) -> str:
+        return f"a step of kind {self.kind.name} in {self.bucket}, variants {self.variants}"
 
 
 class Runner:
@@ -49,33 +71,78 @@ class Runner:
         backend: Backend,
         ops: Ops,
         buckets: Buckets | None = None,
+        graphs: bool = False,
     ) -> None:
+        if graphs and not backend.caps.graphs:
+            rule = "launches are recorded with a backend that states `graphs`"
+            got = f"{type(backend).__module__}, which does not"
+            raise RuleError(rule, got, "Leave `graphs` out, or use another backend")
         self.specs, self.backend, self.buckets = tuple(specs), backend, buckets
         self.pools = [
             None if s.layout is Layout.FRESH else Pool(s, n, ops)
             for s, n in zip(specs, pages, strict=True)
         ]
         self.arena = Arena(IMAGE_LEN, ops.device)
+        self.graphs = graphs
+        self.tapes: dict[Signature, Tape] = {}
 
-    def run(self, plan: StepPlan, ids: Tensor, kind: StepKind) -> StepOutput:
+    def run(self, plan: StepPlan, ids: Sequence[int] | Ints | Tensor, kind: StepKind) -> StepOutput:
         """One step. ids [T]: the token of every row, before padding."""
+        plan = self.padded(plan)
         pools = [self.pools[g] for g in kind.groups]
-        real = len(ids)
-        plan, ids = self.padded(plan, ids)
         if self.checks:
             check(plan, tuple(p.num_pages if p else 0 for p in pools))
-        views = self.arena.load(plan)
-        step = lower(plan, views, self.backend, pools, kind.layer_map)
-        wanted = (kind.hidden_layers,) if kind.hidden_layers else ()
-        out = kind.forward(ids, views[0].positions, step, *wanted)
-        rows, *layers = [each[:real] for each in (out if wanted else (out,))]
-        emit = torch.from_numpy(plan.emit[: plan.real.emits].astype("int64"))
-        return StepOutput(rows, rows[emit], tuple(layers))
+        layout = layout_of(plan, self.backend)
+        tokens = np.asarray(ids, np.int32)
+        variants = lower(plan, tokens, self.backend, layout, self.arena.host(layout.length))
+        views = layout.views(self.arena.load(layout.length))
 
-    def padded(self, plan: StepPlan, ids: Tensor) -> tuple[StepPlan, Tensor]:
-        """The plan in the smallest bucket that holds it, and token 0 for every pad row; without
-        buckets as it is."""
-        if self.buckets is None:
-            return plan, ids
-        plan = pad(plan, self.buckets.fit(plan))
-        return plan, torch.cat((ids, ids.new_zeros(plan.bucket.tokens - len(ids))))
+        def launch() -> StepOutput:
+            """Everything it reads lies in the arena, the weights and the cache."""
+            step = bind(layout, views, variants, self.backend, pools, kind.layer_map)
+            step.relocate()
+            wanted = (kind.hidden_layers,) if kind.hidden_layers else ()
+            out = kind.forward(*inputs(views[0]), step, *wanted)
+            hidden, *layers = out if wanted else (out,)
+            return StepOutput(hidden, emitted(hidden, views[0]), tuple(layers))
+
+        if not self.graphs:
+            return launch().only(plan.real)
+        buffers = planner_buffers(layout, views, variants, self.backend)
+        signature = Signature(layout.bucket, kind, variants, buffers)
+        return self._recorded(signature, launch).only(plan.real)
+
+    def padded(self, plan: StepPlan) -> StepPlan:
+        """The plan in the smallest bucket that holds it; without buckets as it is."""
+        return plan if self.buckets is None else pad(plan, self.buckets.fit(plan))
+
+    def _recorded(self, signature: Signature, launch: Callable[[], StepOutput]) -> StepOutput:
+        """A launch that is new is recorded, a known one replayed."""
+        tape = self.tapes.get(signature)
+        if tape is None:
+            tape = Tape(signature)
+            tape.record(launch)
+            self.tapes[signature] = tape
+        else:
+            tape.replay(signature)
+        output: StepOutput = tape.output
+        return output
+
+
+def inputs(rows: Views) -> tuple[Tensor, Tensor]:
+    """What a model is told: the token and the position of every row."""
+    return rows.ids, rows.positions
+
+
+def emitted(hidden: Tensor, rows: Views) -> Tensor:
+    """The rows that the plan emits, and those that pad them."""
+    return hidden.index_select(0, rows.emit)
+
+
+def planner_buffers(
+    layout: ImageLayout, views: Sequence[Views], variants: Variants, backend: Backend
+) -> tuple[int, ...]:
+    """Where the buffers lie that a library's planner keeps for this step."""
+    names = backend.caps.planner_buffers
+    handles = handles_of(layout, views, variants, backend) if names else ()
+    return tuple(getattr(handle, name).data_ptr() for handle in handles for name in names)

@@ -1,37 +1,51 @@
-"""A lowered step, as a model's layers see it: `attend(layer, q, k, v)`, and `store` for an
-encoder's keys.
+"""A step on its way to a launch: `lower` on the host, then `bind`, and what a model's layers see:
+`attend(layer, q, k, v)`, and `store` for an encoder's keys.
 
-Writes this step's keys, then attends: always in this order, for every layer, in one place. A model
-never sees a request, a page or a plan. Made by `lower` before every launch: host work, and the
-plan's moves of K/V.
+A launch moves keys that the plan relocates, then, layer by layer, writes this step's keys and
+attends: always in this order, in one place. A model never sees a request, a page or a plan, and a
+bound step has none: it knows addresses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from lockstep.attention.base import Backend
+from lockstep.kernels.operation import operation
 from lockstep.kv import pool as kv
 from lockstep.kv.pool import Pool
-from lockstep.nn.attention import GroupLayer
-from lockstep.plan.image import Views
-from lockstep.plan.step import StepPlan
+from lockstep.plan import image as plan_image
+from lockstep.plan.image import ImageLayout, Views
+from lockstep.plan.step import Ints, StepPlan
+from lockstep.types import GroupSpec
+
+if TYPE_CHECKING:
+    from lockstep.nn.attention import GroupLayer  # which loads the kernels
+
+CPU = torch.device("cpu")
+Variants = tuple[Hashable, ...]  # which launch a step is, where its bucket does not say it
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One step, ready to run. `layer_map` maps a model's attention layers to groups."""
+    """One step, ready to run. `layer_map` tells a model's attention layers their groups."""
 
-    plan: StepPlan
-    views: tuple[Views, ...]
-    backend: Backend
+    specs: tuple[GroupSpec, ...]
     stores: tuple[kv.PagedView | kv.FreshView, ...]
     handles: tuple[Any, ...]
     layer_map: Sequence[GroupLayer]
+    attend_keys: Callable[..., tuple[Tensor, Tensor]]  # the backend's `attend`, as an operation
+
+    def relocate(self) -> None:
+        """Carries out the plan's moves: once, before the first layer writes."""
+        for store in self.stores:
+            store.relocate()
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """q [T, heads, d_qk], k [T, kv_heads, d_qk], v [T, kv_heads, d_v] of this step's rows;
@@ -41,9 +55,8 @@ class Step:
         """
         at = self.layer_map[layer]
         keys = self.stores[at.group].keys(at.layer, k, v)
-        out, _ = self.backend.attend(
-            q, keys, self.handles[at.group], self.plan.groups[at.group].spec.layers[at.layer]
-        )
+        spec = self.specs[at.group].layers[at.layer]
+        out, _ = self.attend_keys(q, keys, self.handles[at.group], spec)
         return out
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -53,19 +66,60 @@ class Step:
         self.stores[at.group].keys(at.layer, k, v)
 
 
+def layout_of(plan: StepPlan, backend: Backend) -> ImageLayout:
+    """Where a step's numbers lie, for this backend."""
+    specs = tuple([group.spec for group in plan.groups])
+    derived = [backend.derived_len(spec, plan.bucket.of(g)) for g, spec in enumerate(specs)]
+    return ImageLayout(plan.bucket, specs, tuple(derived))
+
+
 def lower(
-    plan: StepPlan,
-    views: tuple[Views, ...],
+    plan: StepPlan, ids: Sequence[int] | Ints, backend: Backend, layout: ImageLayout, image: Ints
+) -> Variants:
+    """Host: fills a step's image, what the backend derives included. No cache is touched."""
+    views = plan_image.write(image, layout, plan, ids)
+    pairs = zip(plan.groups, views, strict=True)
+    return tuple([backend.lower(plan, group, own) for group, own in pairs])
+
+
+def handles_of(
+    layout: ImageLayout, views: Sequence[Views], variants: Variants, backend: Backend
+) -> tuple[Any, ...]:
+    """What `attend` takes, per group."""
+    groups = enumerate(zip(layout.specs, views, variants, strict=True))
+    return tuple([backend.bind(s, layout.bucket.of(g), own, v) for g, (s, own, v) in groups])
+
+
+def bind(
+    layout: ImageLayout,
+    views: Sequence[Views],
+    variants: Variants,
     backend: Backend,
     pools: Sequence[Pool | None],
     layer_map: Sequence[GroupLayer],
 ) -> Step:
-    """Relocates what the plan moves and asks the backend for its handles. `pools` holds one entry
-    per group of the plan."""
-    stores = tuple(
-        kv.view(g.spec, pool, v) for g, pool, v in zip(plan.groups, pools, views, strict=True)
+    """The step of an image on the device. `pools` holds one entry per group."""
+    groups = zip(layout.specs, pools, views, strict=True)
+    return Step(
+        specs=layout.specs,
+        stores=tuple([kv.view(spec, pool, own) for spec, pool, own in groups]),
+        handles=handles_of(layout, views, variants, backend),
+        layer_map=layer_map,
+        attend_keys=operation(backend.attend),
     )
-    for store in stores:
-        store.relocate()
-    handles = tuple(backend.lower(plan, g, v) for g, v in zip(plan.groups, views, strict=True))
-    return Step(plan, views, backend, stores, handles, layer_map)
+
+
+def standalone(
+    plan: StepPlan,
+    backend: Backend,
+    pools: Sequence[Pool | None],
+    layer_map: Sequence[GroupLayer] = (),
+    ids: Sequence[int] | Ints = (),
+    device: torch.device = CPU,
+) -> Step:
+    """A step in memory of its own, without an arena: for the lab, benchmarks and tests."""
+    layout = layout_of(plan, backend)
+    image = np.zeros(layout.length, np.int32)
+    variants = lower(plan, ids, backend, layout, image)
+    views = layout.views(torch.from_numpy(image).to(device))
+    return bind(layout, views, variants, backend, pools, layer_map)

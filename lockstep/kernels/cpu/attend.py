@@ -93,17 +93,16 @@ class Prepared:
     """What all layers of a group share in a step, as entries of a record; the arrays behind them
     live as long as this.
 
-    blocks int32 [NB, 3] of (request, row begin, row end): rows computed together; they cover every
-    row once.
+    blocks int32 [NB, 3], contiguous, of (request, row begin, row end): rows computed together; they
+    cover every row once, and some may be empty. No block has more than `largest` rows: the threads'
+    memory is laid out for so many.
     """
 
-    def __init__(self, table: Table, rows: Rows, blocks: Any) -> None:
-        self.arrays = (*table, *rows, np.ascontiguousarray(blocks))
+    def __init__(self, table: Table, rows: Rows, blocks: Any, largest: int) -> None:
+        self.arrays = (*table, *rows, blocks)
         self.entries = entries(*self.arrays)
         self.blocks = len(blocks)
-        self.most = (
-            int((blocks[:, 2] - blocks[:, 1]).max()) if self.blocks else 0
-        )  # tokens of the largest block
+        self.most = largest
         # that all rows see together, about, in pages: every request's, by rows per request
         requests = max(1, len(table.page_indptr) - 1)
         self.pages_seen = len(table.page_ids) * len(rows.lo) // requests

@@ -10,7 +10,7 @@ Mechanism:
 2. plan() without a mask leaves the buffer as it is.
 3. The kernel finds a mask and obeys it.
 Key functions:
-plan of FlashInfer's paged prefill wrapper. Here `attention.cpu.lists`: a tree is a list of slots
+plan of FlashInfer's paged prefill wrapper. Here `attention.base.lists`: a tree is a list of slots
 per row, and the lists belong to the
 plan, which is frozen; the backend has no state that could outlive a step. The revert has to add
 some.
@@ -30,10 +30,10 @@ from typing import Any
 import numpy as np
 
 from lockstep.plan.image import Views
-from lockstep.plan.step import Group, StepPlan
+from lockstep.types import GroupSpec
 
 SOURCE = "flashinfer-ai/flashinfer#1028"
-TARGET = "lockstep.attention.cpu:lists"
+TARGET = "lockstep.attention.base:lists"
 CELLS = ("tree-accept/dense",)
 RELATED = ("flashinfer-4014", "sglang-29616")
 
@@ -41,18 +41,18 @@ RELATED = ("flashinfer-4014", "sglang-29616")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     kept: dict[Any, Any] = {}
 
-    def lists(plan: StepPlan, group: Group, views: Views) -> Any:
-        arrays = [np.array(a, np.int32) for a in old(plan, group, views)]
-        if plan.bucket.tail:
-            kept[group.spec] = arrays
-        elif group.spec in kept:
-            rows = min(len(arrays[0]), len(kept[group.spec][0]))
-            for mine, stale in zip(arrays[:2], kept[group.spec], strict=False):
+    def lists(spec: GroupSpec, views: Views) -> Any:
+        arrays = [np.array(a, np.int32) for a in old(spec, views)]
+        if len(arrays[2]):
+            kept[spec] = arrays
+        elif spec in kept:
+            rows = min(len(arrays[0]), len(kept[spec][0]))
+            for mine, stale in zip(arrays[:2], kept[spec], strict=False):
                 mine[:rows] = stale[:rows]
             beyond = np.zeros(
-                plan.positions.max() + 1, np.int32
+                int(views.positions.max()) + 1, np.int32
             )  # what the old lists do not name is the sink
-            arrays[2] = np.concatenate((kept[group.spec][2], beyond))
+            arrays[2] = np.concatenate((kept[spec][2], beyond))
         return tuple(arrays)
 
     return lists

@@ -11,7 +11,7 @@ Mechanism:
 2. The plan has no causal mask, because a decode step needs none.
 3. Every row sees all keys of the request, those of the later drafts too.
 Key functions:
-plan of BatchDecodeWithPagedKVCacheWrapper. Here `attention.cpu.Backend.lower`: there is no decode
+plan of BatchDecodeWithPagedKVCacheWrapper. Here `attention.cpu.Backend.bind`: there is no decode
 kernel with its own idea of visibility,
 each row brings its own range.
 Symptom:
@@ -28,28 +28,29 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.kernels.cpu.attend import Rows
+from lockstep.kernels.cpu.attend import Prepared, Rows, Table
 from lockstep.plan.image import Views
-from lockstep.plan.step import Group, StepPlan
-from lockstep.types import INT32_MAX
+from lockstep.plan.step import Bucket
+from lockstep.types import INT32_MAX, GroupSpec
 
 SOURCE = "flashinfer-ai/flashinfer#3871"
-TARGET = "lockstep.attention.cpu:Backend.lower"
+TARGET = "lockstep.attention.cpu:Backend.bind"
 CELLS = ("verify-chain/dense",)
 RELATED = ("sglang-26512", "sglang-10172")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def lower(self: Any, plan: StepPlan, group: Group, views: Views) -> Any:
-        handle = old(self, plan, group, views)
-        if (
-            plan.bucket.width < 2
-            or plan.bucket.tail
-            or not plan.positions[plan.q_indptr[plan.request]].all()
-        ):
+    def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: Views, variant: Any) -> Any:
+        handle = old(self, spec, bucket, views, variant)
+        q_indptr = np.asarray(views.q_indptr)
+        request = np.repeat(np.arange(bucket.requests), np.diff(q_indptr))
+        cached_len = np.asarray(views.positions)[q_indptr[request]]
+        if bucket.width < 2 or bucket.tail or not cached_len.all():
             return handle
-        last = handle.rows.hi[plan.q_indptr[plan.request + 1] - 1]
-        table = handle.table._replace(start=np.full_like(last, INT32_MAX))
-        return replace(handle, table=table, rows=Rows(handle.rows.lo, last))
+        *table, lo, hi, blocks = handle.prepared.arrays
+        last = np.asarray(hi)[q_indptr[request + 1] - 1]
+        pages = Table(*table)._replace(start=np.full_like(last, INT32_MAX))
+        prepared = Prepared(pages, Rows(lo, last), blocks, handle.prepared.most)
+        return replace(handle, prepared=prepared)
 
-    return lower
+    return bind

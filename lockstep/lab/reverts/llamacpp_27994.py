@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.plan.image import Views
-from lockstep.plan.step import Group, StepPlan
+from lockstep.types import GroupSpec
 
 SOURCE = "ggml-org/llama.cpp#27994, #27752"
 TARGET = "lockstep.attention.base:addresses"
@@ -35,8 +35,8 @@ RELATED = ("trtllm-12306", "trtllm-6136")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def addresses(plan: StepPlan, group: Group, views: Views) -> Any:
-        page_ids, page_indptr, first_pos, size = old(plan, group, views)
+    def addresses(spec: GroupSpec, views: Views) -> Any:
+        page_ids, page_indptr, first_pos, size = old(spec, views)
         ids, ends = np.array(page_ids, np.int32), np.asarray(page_indptr)
         nth = np.arange(ends[-1]) - np.repeat(ends[:-1], np.diff(ends))
         block = np.zeros(len(ids) + 1, np.int32)

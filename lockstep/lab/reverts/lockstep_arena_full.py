@@ -10,7 +10,7 @@ Mechanism:
 2. That step comes: every request present, every page in use.
 3. It is refused, and so is every repetition: the scheduler schedules the same step again.
 Key functions:
-`run.arena.Arena.load`.
+`run.arena.Arena.host`.
 Symptom:
 An engine at its limit raises for ever, and says that a plan has at most n numbers and this one n.
 Risk and impact:
@@ -22,24 +22,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.plan.image import pack
 from lockstep.types import RuleError
 
 SOURCE = "class: a capacity off by one"
-TARGET = "lockstep.run.arena:Arena.load"
+TARGET = "lockstep.run.arena:Arena.host"
 CELLS = ("capacity/llama",)
 RELATED = ("lockstep-bucket-full", "sglang-27360")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def load(self: Any, plan: Any) -> Any:
-        numbers = len(pack(plan))
-        if numbers >= len(self.buffer):
+    def host(self: Any, length: int) -> Any:
+        if length >= len(self.buffer):
             raise RuleError(
-                f"a plan's image has at most {len(self.buffer)} numbers",
-                str(numbers),
+                f"a step's image has at most {len(self.buffer)} numbers",
+                str(length),
                 "Enlarge the arena",
             )
-        return old(self, plan)
+        return old(self, length)
 
-    return load
+    return host

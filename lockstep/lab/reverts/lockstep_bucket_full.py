@@ -33,13 +33,14 @@ RELATED = ("lockstep-arena-full", "sglang-27343")
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def _round(self: Any, n: int, what: str) -> int:
-        at = bisect_right(self.sizes, n)
-        if n and at == len(self.sizes):
+        grid = self.grid(what)
+        at = bisect_right(grid, n)
+        if n and at == len(grid):
             raise RuleError(
-                f"a step has at most {self.sizes[-1]} {what}",
+                f"a step has at most {grid[-1]} {what}",
                 str(n),
                 "Schedule less, or allow a larger bucket",
             )
-        return self.sizes[at] if n else 0
+        return int(grid[at]) if n else 0
 
     return _round

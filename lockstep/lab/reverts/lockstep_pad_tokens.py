@@ -10,7 +10,7 @@ Mechanism:
 3. Rows 0 to 2 are computed for token 0; the keys that are written are those of the wrong tokens,
    for good.
 Key functions:
-`run.runner.Runner.padded`, which appends to the plan and to the tokens alike.
+`plan.image.write`, which writes the tokens first and 0 for every row behind them.
 Symptom:
 Wrong text as soon as a step is padded; right text whenever it fills its bucket.
 Risk and impact:
@@ -22,17 +22,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+import numpy as np
 
 SOURCE = "class: padding on the other side (compare NVIDIA/TensorRT-LLM#6136)"
-TARGET = "lockstep.run.runner:Runner.padded"
+TARGET = "lockstep.plan.image:write"
 CELLS = ("engine-pad/llama", "engine-pad/bart")
 RELATED = ("trtllm-6136", "sglang-27343")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def padded(self: Any, plan: Any, ids: Any) -> Any:
-        wide, tokens = old(self, plan, ids)
-        return wide, torch.cat((tokens[len(ids) :], ids))
+    def write(image: Any, layout: Any, plan: Any, ids: Any) -> Any:
+        views = old(image, layout, plan, ids)
+        views[0].ids[:] = np.roll(views[0].ids, plan.bucket.tokens - len(ids))
+        return views
 
-    return padded
+    return write

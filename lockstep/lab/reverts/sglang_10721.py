@@ -14,7 +14,7 @@ Mechanism:
    way.
 Key functions:
 SGLang's answer was to turn the radix cache off for FlashInfer in deterministic mode. Here
-`attention.cpu.split_for`: splits are aligned to
+`attention.cpu.Backend.bind`: splits are aligned to
 absolute position 0, so a prefix changes nothing.
 Symptom:
 The same prompt gives another greedy answer the second time.
@@ -26,21 +26,29 @@ hit".
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from lockstep import order
-from lockstep.plan.step import Group, StepPlan
+from lockstep.plan.image import Views
+from lockstep.plan.step import Bucket
+from lockstep.types import GroupSpec
 
 SOURCE = "sgl-project/sglang#10721 (gate), #34683 (issue)"
-TARGET = "lockstep.attention.cpu:split_for"
+TARGET = "lockstep.attention.cpu:Backend.bind"
 CELLS = ("fork/dense", "extend-prefix/dense")
 RELATED = ("sglang-26412", "vllm-51902")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def split_for(plan: StepPlan, group: Group) -> Any:
-        prefix = int(plan.positions[plan.q_indptr[plan.request]].max(initial=0))
-        tile = order.tile_len(group.spec.d_qk, group.spec.d_v)
-        return max(tile, prefix // tile * tile) if prefix else old(plan, group)
+    def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: Views, variant: Any) -> Any:
+        handle = old(self, spec, bucket, views, variant)
+        q_indptr = np.asarray(views.q_indptr)
+        first = q_indptr[:-1][np.diff(q_indptr) > 0]
+        prefix = int(np.asarray(views.positions)[first].max(initial=0))
+        tile = order.tile_len(spec.d_qk, spec.d_v)
+        return replace(handle, split=max(tile, prefix // tile * tile)) if prefix else handle
 
-    return split_for
+    return bind

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.plan.image import Views
-from lockstep.plan.step import Group, PagedGroup, StepPlan
+from lockstep.types import GroupSpec
 
 SOURCE = "sgl-project/sglang#24395"
 TARGET = "lockstep.attention.base:addresses"
@@ -36,10 +36,12 @@ RELATED = ("sglang-24617", "sglang-19107", "sglang-8685")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def addresses(plan: StepPlan, group: Group, views: Views) -> Any:
-        full = plan.groups[0]
-        if group.spec.window is None or not isinstance(full, PagedGroup):
-            return old(plan, group, views)
-        return full.page_ids, full.page_indptr, full.first_pos, group.spec.page_size
+    full: list[Any] = []  # the table of the step's first group
+
+    def addresses(spec: GroupSpec, views: Views) -> Any:
+        *table, size = old(spec, views)
+        if spec.window is None:
+            full[:] = table
+        return *(full or table), size
 
     return addresses

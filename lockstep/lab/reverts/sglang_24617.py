@@ -13,7 +13,7 @@ Mechanism:
 2. The plain page table is translated to window slots; the expanded one is not.
 3. Window layers read whatever lies at that index of their pool.
 Key functions:
-The verify metadata of SGLang's FlashAttention backend. Here `attention.cpu.lists`;
+The verify metadata of SGLang's FlashAttention backend. Here `attention.base.lists`;
 `plan.build.tail_slots` makes a list per group from
 that group's own pages, and ids of different groups have nothing to do with each other.
 Symptom:
@@ -30,18 +30,22 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.plan.image import Views
-from lockstep.plan.step import Group, PagedGroup, StepPlan
+from lockstep.types import GroupSpec
 
 SOURCE = "sgl-project/sglang#24617"
-TARGET = "lockstep.attention.cpu:lists"
+TARGET = "lockstep.attention.base:lists"
 CELLS = ("verify-tree/window-sinks",)
 RELATED = ("sglang-24395", "sglang-19107", "sglang-9279")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def lists(plan: StepPlan, group: Group, views: Views) -> Any:
-        start, tail_indptr, tail_slots = old(plan, group, views)
-        full = plan.groups[0]
-        return start, tail_indptr, full.tail_slots if isinstance(full, PagedGroup) else tail_slots
+    full: list[Any] = []  # the lists of the step's first group
+
+    def lists(spec: GroupSpec, views: Views) -> Any:
+        start, tail_indptr, tail_slots = old(spec, views)
+        if spec.window is None:
+            full[:] = [tail_slots]
+        same = full and len(full[0]) == len(tail_slots)
+        return start, tail_indptr, full[0] if same else tail_slots
 
     return lists

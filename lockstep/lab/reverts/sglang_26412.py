@@ -22,7 +22,7 @@ Mechanism:
    never showed it.
 Key functions:
 FlashInferIndicesUpdaterDecode / Prefill .update_sliding_window and .update_cross_attention. Here
-`attention.cpu.split_for`, which sees
+`attention.cpu.Backend.bind`, which sees
 the plan but must not look at it: the split is a function of the head sizes.
 Symptom:
 Values stay right to the last few bits; bits change with the batch. Only a bitwise comparison can
@@ -36,13 +36,16 @@ caching, audits) is void for such models.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lockstep import order
-from lockstep.plan.step import Group, PagedGroup, StepPlan
+from lockstep.plan.image import Views
+from lockstep.plan.step import Bucket
+from lockstep.types import GroupSpec, Layout
 
 SOURCE = "sgl-project/sglang#26412"
-TARGET = "lockstep.attention.cpu:split_for"
+TARGET = "lockstep.attention.cpu:Backend.bind"
 CELLS = ("window-edges/window", "encode-decode/cross")
 RELATED = ("sglang-10721", "vllm-51902", "sglang-27869")
 
@@ -50,14 +53,13 @@ WORKERS = 2
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def split_for(plan: StepPlan, group: Group) -> Any:
-        forgotten = isinstance(group, PagedGroup) and (
-            group.spec.window is not None or not group.spec.causal
-        )
-        if not forgotten or not len(plan.positions):
-            return old(plan, group)
-        tile = order.tile_len(group.spec.d_qk, group.spec.d_v)
-        keys = int(group.kv_lens.sum())  # type: ignore[union-attr]
-        return -(-keys // (WORKERS * tile)) * tile
+    def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: Views, variant: Any) -> Any:
+        handle = old(self, spec, bucket, views, variant)
+        forgotten = spec.window is not None or not spec.causal
+        if not forgotten or spec.layout is Layout.FRESH or not len(views.positions):
+            return handle
+        tile = order.tile_len(spec.d_qk, spec.d_v)
+        keys = int(views.kv_lens.sum())
+        return replace(handle, split=-(-keys // (WORKERS * tile)) * tile)
 
-    return split_for
+    return bind

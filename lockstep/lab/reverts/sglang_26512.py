@@ -40,33 +40,32 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.kernels.cpu.attend import Rows
+from lockstep.kernels.cpu.attend import Prepared, Rows, Table
 from lockstep.plan.image import Views
-from lockstep.plan.step import Group, PagedGroup, StepPlan
-from lockstep.types import INT32_MAX
+from lockstep.plan.step import Bucket
+from lockstep.types import INT32_MAX, GroupSpec, Layout
 
 SOURCE = "sgl-project/sglang#26512, reverted by #26628"
-TARGET = "lockstep.attention.cpu:Backend.lower"
+TARGET = "lockstep.attention.cpu:Backend.bind"
 CELLS = ("draft-extend-fixed/dense",)
 RELATED = ("sglang-26651", "sglang-27545", "flashinfer-3871")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def lower(self: Any, plan: StepPlan, group: Group, views: Views) -> Any:
-        handle = old(self, plan, group, views)
-        cached_len = plan.positions[plan.q_indptr[plan.request]]
-        if (
-            not isinstance(group, PagedGroup)
-            or plan.bucket.tail
-            or plan.bucket.width < 2
-            or not cached_len.all()
-        ):
+    def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: Views, variant: Any) -> Any:
+        handle = old(self, spec, bucket, views, variant)
+        q_indptr, first_pos = np.asarray(views.q_indptr), np.asarray(views.first_pos)
+        request = np.repeat(np.arange(bucket.requests), np.diff(q_indptr))
+        cached_len = np.asarray(views.positions)[q_indptr[request]]
+        if spec.layout is Layout.FRESH or bucket.tail or bucket.width < 2 or not cached_len.all():
             return handle
-        held = (np.diff(group.page_indptr) * group.spec.page_size + group.first_pos)[plan.request]
-        twice = np.minimum(handle.rows.hi + plan.new_lens[plan.request], held)
-        table = handle.table._replace(
+        held = (np.diff(views.page_indptr) * spec.page_size + first_pos)[request]
+        *table, lo, hi, blocks = handle.prepared.arrays
+        twice = np.minimum(np.asarray(hi) + np.diff(q_indptr)[request], held).astype(np.int32)
+        pages = Table(*table)._replace(
             start=np.full_like(twice, INT32_MAX)
         )  # no lists: everything is read from pages
-        return replace(handle, table=table, rows=Rows(handle.rows.lo, twice))
+        prepared = Prepared(pages, Rows(lo, twice), blocks, handle.prepared.most)
+        return replace(handle, prepared=prepared)
 
-    return lower
+    return bind

@@ -15,7 +15,7 @@ Mechanism:
 3. The new part adds the keys up to the row itself a second time.
 Key functions:
 The draft-extend branch of SGLang's Triton metadata for graph replay. Here
-`attention.cpu.Backend.lower`: keys are named by position,
+`attention.cpu.Backend.bind`: keys are named by position,
 each once, so the revert has to name the new ones again in lists behind the end.
 Symptom:
 Weights of recent tokens too high, future drafts visible; draft acceptance falls.
@@ -32,32 +32,37 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.kernels.cpu.attend import Rows
+from lockstep.kernels.cpu.attend import Prepared, Rows, Table
 from lockstep.plan.build import indptr
 from lockstep.plan.image import Views
-from lockstep.plan.step import Group, PagedGroup, StepPlan
+from lockstep.plan.step import Bucket
+from lockstep.types import GroupSpec, Layout
 
 SOURCE = "sgl-project/sglang#26651"
-TARGET = "lockstep.attention.cpu:Backend.lower"
+TARGET = "lockstep.attention.cpu:Backend.bind"
 CELLS = ("draft-extend-fixed/dense",)
 RELATED = ("sglang-26512", "sglang-27545")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def lower(self: Any, plan: StepPlan, group: Group, views: Views) -> Any:
-        handle = old(self, plan, group, views)
-        first = plan.q_indptr[plan.request]
+    def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: Views, variant: Any) -> Any:
+        handle = old(self, spec, bucket, views, variant)
+        q_indptr, slots = np.asarray(views.q_indptr), np.asarray(views.write_slots)
+        request = np.repeat(np.arange(bucket.requests), np.diff(q_indptr))
+        first = q_indptr[request]
         if (
-            not isinstance(group, PagedGroup)
-            or plan.bucket.tail
+            spec.layout is Layout.FRESH
+            or bucket.tail
             or not len(first)
-            or not plan.positions[first].all()
+            or not np.asarray(views.positions)[first].all()
         ):
             return handle
         nth = np.arange(1, len(first) + 1, dtype=np.int32) - first
-        again = np.concatenate([group.write_slots[begin : t + 1] for t, begin in enumerate(first)])
-        prefix = group.kv_lens[plan.request]  # after the write
-        table = handle.table._replace(start=prefix, tail_indptr=indptr(nth), tail_slots=again)
-        return replace(handle, table=table, rows=Rows(handle.rows.lo, prefix + nth))
+        again = np.concatenate([slots[begin : t + 1] for t, begin in enumerate(first)])
+        prefix = np.asarray(views.kv_lens)[request]  # after the write
+        *table, lo, _, blocks = handle.prepared.arrays
+        listed = Table(*table)._replace(start=prefix, tail_indptr=indptr(nth), tail_slots=again)
+        seen = Rows(lo, (prefix + nth).astype(np.int32))
+        return replace(handle, prepared=Prepared(listed, seen, blocks, handle.prepared.most))
 
-    return lower
+    return bind

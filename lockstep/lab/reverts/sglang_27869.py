@@ -23,10 +23,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.plan.step import StepPlan
+from lockstep.types import GroupSpec
 
 SOURCE = "sgl-project/sglang#27869"
-TARGET = "lockstep.attention.cpu:blocks"
+TARGET = "lockstep.attention.cpu:block_rows"
 CELLS = ("mixed/dense",)
 RELATED = ("sglang-26412", "vllm-51902", "lockstep-rescale")
 EQUIVALENT = (
@@ -39,7 +39,7 @@ EQUIVALENT = (
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def blocks(plan: StepPlan, rows: int) -> Any:
-        return old(plan, max(1, rows // max(1, plan.bucket.requests)))
+    def block_rows(spec: GroupSpec) -> int:
+        return max(1, int(old(spec)) // 3)
 
-    return blocks
+    return block_rows

@@ -13,7 +13,7 @@ Mechanism:
 3. The merge weighs a wrong part against a right one.
 Key functions:
 forward_extend of SGLang's FlashInfer backend. Here the lowering of a step with a prefix,
-`attention.cpu.Backend.lower`: there is one
+`attention.cpu.Backend.bind`: there is one
 pass over all keys, new ones are read back from the cache like old ones, and scales are constants of
 the layer.
 Symptom:
@@ -30,23 +30,24 @@ from typing import Any
 
 from lockstep.attention import cpu
 from lockstep.plan.image import Views
-from lockstep.plan.step import Group, StepPlan
+from lockstep.plan.step import Bucket
+from lockstep.types import GroupSpec
 
 SOURCE = "sgl-project/sglang#34217"
-TARGET = "lockstep.attention.cpu:Backend.lower"
+TARGET = "lockstep.attention.cpu:Backend.bind"
 CELLS = ("chunked/fp8-kv",)
 RELATED = ("flashinfer-1254", "sglang-26513")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def lower(self: Any, plan: StepPlan, group: Group, views: Views) -> Any:
-        handle = old(self, plan, group, views)
-        if not plan.positions[plan.q_indptr[plan.request]].any():  # nobody has a prefix
+    def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: Views, variant: Any) -> Any:
+        handle = old(self, spec, bucket, views, variant)
+        if not views.positions[views.q_indptr[:-1].long()].any():  # nobody has a prefix
             return handle
         bare = {
-            attn: cpu.constants(replace(attn, k_scale=1.0, v_scale=1.0), group.spec.heads)
-            for attn in group.spec.layers
+            attn: cpu.constants(replace(attn, k_scale=1.0, v_scale=1.0), spec.heads)
+            for attn in spec.layers
         }
         return replace(handle, layers=bare)
 
-    return lower
+    return bind

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.plan.image import Views
-from lockstep.plan.step import Group, StepPlan
+from lockstep.types import GroupSpec
 
 SOURCE = "sgl-project/sglang#4855"
 TARGET = "lockstep.attention.base:addresses"
@@ -38,10 +38,11 @@ RELATED = ("sglang-8685", "sglang-15469")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def addresses(plan: StepPlan, group: Group, views: Views) -> Any:
-        page_ids, page_indptr, first_pos, size = old(plan, group, views)
+    def addresses(spec: GroupSpec, views: Views) -> Any:
+        page_ids, page_indptr, first_pos, size = old(spec, views)
         slots = np.asarray(page_ids) * np.int32(size)
-        if plan.bucket.width == 1 and len(slots):
+        decodes = len(views.positions) == len(views.first_pos)  # one row per request
+        if decodes and len(slots):
             page_ids = slots % np.int32(np.asarray(page_ids).max() + 1)
         return page_ids, page_indptr, first_pos, size
 

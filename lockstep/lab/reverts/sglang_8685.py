@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.plan.image import Views
-from lockstep.plan.step import Group, StepPlan
+from lockstep.types import GroupSpec
 
 SOURCE = "sgl-project/sglang#8685"
 TARGET = "lockstep.attention.base:addresses"
@@ -37,9 +37,13 @@ RELATED = ("sglang-4855", "sglang-24395")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def addresses(plan: StepPlan, group: Group, views: Views) -> Any:
-        page_ids, page_indptr, first_pos, size = old(plan, group, views)
-        other = min(size, plan.groups[0].spec.page_size)
+    first: list[int] = []  # the page size of the model's first group
+
+    def addresses(spec: GroupSpec, views: Views) -> Any:
+        page_ids, page_indptr, first_pos, size = old(spec, views)
+        if spec.window is None:
+            first[:] = [size]
+        other = min(size, *first) if first else size
         behind = np.resize(
             np.asarray(page_ids), len(page_ids) * size // other
         )  # the table goes on, so that the read stays in memory

@@ -13,7 +13,7 @@ Mechanism:
 3. It gets the columns of old prefix tokens, which are all visible: siblings of the node are not
    masked.
 Key functions:
-SGLang's Triton extend kernel with a custom mask. Here `attention.cpu.lists`: there is no mask, a
+SGLang's Triton extend kernel with a custom mask. Here `attention.base.lists`: there is no mask, a
 node names its ancestors. The revert
 gives window layers the nodes in their flat order, as if the tree were a chain.
 Symptom:
@@ -31,29 +31,28 @@ from typing import Any
 import numpy as np
 
 from lockstep.plan.image import Views
-from lockstep.plan.step import Group, PagedGroup, StepPlan
+from lockstep.types import GroupSpec
 
 SOURCE = "sgl-project/sglang#9279"
-TARGET = "lockstep.attention.cpu:lists"
+TARGET = "lockstep.attention.base:lists"
 CELLS = ("verify-tree/window",)
 RELATED = ("sglang-24617", "sglang-26513")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def lists(plan: StepPlan, group: Group, views: Views) -> Any:
-        start, tail_indptr, tail_slots = old(plan, group, views)
-        if group.spec.window is None or not isinstance(group, PagedGroup):
+    def lists(spec: GroupSpec, views: Views) -> Any:
+        start, tail_indptr, tail_slots = old(spec, views)
+        if spec.window is None or not len(tail_slots):
             return start, tail_indptr, tail_slots
-        lens = np.diff(plan.tail_indptr)
+        starts, ends, q_indptr = (np.asarray(a) for a in (start, tail_indptr, views.q_indptr))
+        lens = np.diff(ends)
         row = np.repeat(np.arange(len(lens), dtype=np.int32), lens)
+        request = np.repeat(np.arange(len(q_indptr) - 1), np.diff(q_indptr))
         back = (
-            plan.tail_indptr[row + 1] - 1 - np.arange(len(row), dtype=np.int32)
+            ends[row + 1] - 1 - np.arange(len(row), dtype=np.int32)
         )  # entries behind this one in the row's list
-        chain = group.write_slots[np.maximum(row - back, plan.q_indptr[plan.request[row]])]
-        return (
-            start,
-            tail_indptr,
-            np.where(plan.start[row] > group.spec.window, chain, group.tail_slots[: len(row)]),
-        )
+        chain = np.asarray(views.write_slots)[np.maximum(row - back, q_indptr[request[row]])]
+        own = np.asarray(tail_slots)[: len(row)]
+        return start, tail_indptr, np.where(starts[row] > spec.window, chain, own)
 
     return lists

@@ -11,7 +11,7 @@ Mechanism:
 2. The cascade call has no sinks: the denominator lacks one term per head.
 3. All weights of the row are too large.
 Key functions:
-The cascade branch of vLLM's FlashAttention backend. Here `attention.cpu.Backend.lower` for plans in
+The cascade branch of vLLM's FlashAttention backend. Here `attention.cpu.Backend.bind` for plans in
 which two requests hold the same
 page; the lab's fork recipe has them.
 Symptom:
@@ -31,19 +31,20 @@ import numpy as np
 
 from lockstep.kernels.cpu.attend import Consts, layer
 from lockstep.plan.image import Views
-from lockstep.plan.step import Group, PagedGroup, StepPlan
+from lockstep.plan.step import Bucket
+from lockstep.types import GroupSpec, Layout
 
 SOURCE = "vllm-project/vllm#26325"
-TARGET = "lockstep.attention.cpu:Backend.lower"
+TARGET = "lockstep.attention.cpu:Backend.bind"
 CELLS = ("fork/sinks",)
 RELATED = ("flashinfer-4525",)
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def lower(self: Any, plan: StepPlan, group: Group, views: Views) -> Any:
-        handle = old(self, plan, group, views)
-        ids = group.page_ids[group.page_ids > 0] if isinstance(group, PagedGroup) else np.zeros(0)
-        if len(np.unique(ids)) == len(ids):
+    def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: Views, variant: Any) -> Any:
+        handle = old(self, spec, bucket, views, variant)
+        ids = np.asarray(views.page_ids)[np.asarray(views.page_ids) > 0]
+        if spec.layout is Layout.FRESH or len(np.unique(ids)) == len(ids):
             return handle
         layers = {
             attn: (of.arrays[0], Consts(*of.arrays[1].tolist()))
@@ -57,4 +58,4 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
             },
         )
 
-    return lower
+    return bind

@@ -11,8 +11,8 @@ Mechanism:
 2. The next step has the same shape. Its arrays are made, but what is read are the old places.
 3. Rows stand where the rows of the earlier step stood.
 Key functions:
-FlashMLA metadata under full graphs in vLLM. Here `run.arena.Arena.load`, which copies the plan's
-whole image for every step; the revert
+FlashMLA metadata under full graphs in vLLM. Here `plan.image.write`, which fills the whole
+image for every step; the revert
 keeps the positions of the first step of each shape.
 Symptom:
 Upstream: right for some fifty tokens, then garbage, when a boundary was crossed that the old
@@ -27,21 +27,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lockstep.plan.image import ImageLayout
 from lockstep.plan.step import StepPlan
 
 SOURCE = "vllm-project/vllm#35175"
-TARGET = "lockstep.run.arena:Arena.load"
+TARGET = "lockstep.plan.image:write"
 CELLS = ("engine-batch/llama", "engine-page/qwen3")
 RELATED = ("sglang-29616", "flashinfer-1028", "flashinfer-4014")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def load(self: Any, plan: StepPlan) -> Any:
-        views = old(self, plan)
-        first = (
-            vars(self).setdefault("first", {}).setdefault(plan.bucket, views[0].positions.clone())
-        )
-        views[0].positions.copy_(first)
+    kept: dict[Any, Any] = {}
+
+    def write(image: Any, layout: ImageLayout, plan: StepPlan, ids: Any) -> Any:
+        views = old(image, layout, plan, ids)
+        first = kept.setdefault(layout, views[0].positions.copy())
+        views[0].positions[:] = first
         return views
 
-    return load
+    return write

@@ -11,7 +11,7 @@ Mechanism:
 3. Everybody's keys are now cut otherwise, and everybody's last bits change.
 Key functions:
 FlashAttention 3 as used by vLLM's batch-invariant mode (an open issue when read). Here
-`attention.cpu.split_for`.
+`attention.cpu.Backend.bind`.
 Symptom:
 Bits depend on the neighbours; values do not.
 Risk and impact:
@@ -22,20 +22,26 @@ belong into every such test.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from lockstep import order
-from lockstep.plan.step import Group, StepPlan
+from lockstep.plan.image import Views
+from lockstep.plan.step import Bucket
+from lockstep.types import GroupSpec
 
 SOURCE = "vllm-project/vllm#51902"
-TARGET = "lockstep.attention.cpu:split_for"
+TARGET = "lockstep.attention.cpu:Backend.bind"
 CELLS = ("mixed/dense", "fork/dense")
 RELATED = ("sglang-26412", "sglang-10721", "sglang-27869")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def split_for(plan: StepPlan, group: Group) -> Any:
-        long = plan.new_lens.max(initial=0) >= 10
-        return order.tile_len(group.spec.d_qk, group.spec.d_v) if long else old(plan, group)
+    def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: Views, variant: Any) -> Any:
+        handle = old(self, spec, bucket, views, variant)
+        long = np.diff(views.q_indptr).max(initial=0) >= 10
+        return replace(handle, split=order.tile_len(spec.d_qk, spec.d_v)) if long else handle
 
-    return split_for
+    return bind

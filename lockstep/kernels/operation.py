@@ -1,0 +1,55 @@
+"""Operations: calls that a recorder of launches takes as one, with their tensors and numbers.
+
+A kernel reads and writes memory behind torch's back, so what torch sees is not all that a launch
+does. The functions of a table of operations are marked (`marked`, by `kernels.select`); while a
+`Recorder` is active on this thread it is told of every call, and otherwise the function is called.
+Knows no kernel and no tape. `run.step` marks a backend's `attend`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from torch._C import _len_torch_dispatch_stack as active_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from lockstep.ops import Ops
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+NAMES = [n for n, f in vars(Ops).items() if inspect.isfunction(f) and not n.startswith("_")]
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees what torch does on this thread, and every operation."""
+
+    @abstractmethod
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Carries out an operation."""
+
+
+def operation(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """The function, of whose calls a recorder is told."""
+
+    @functools.wraps(function)
+    def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        if active_modes() == 0:
+            return function(*args, **kwargs)
+        recorder: Any = _get_current_dispatch_mode()
+        if isinstance(recorder, Recorder):
+            result: Result = recorder.call(function, *args, **kwargs)
+            return result
+        return function(*args, **kwargs)
+
+    return called
+
+
+def marked(table: Ops) -> Ops:
+    """The table with every function an operation."""
+    for name in NAMES:
+        setattr(table, name, operation(getattr(table, name)))
+    return table

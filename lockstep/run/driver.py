@@ -1,0 +1,92 @@
+"""Steps that nobody schedules: reserve, build, pad, check, lower and launch, in one call.
+
+The caller says which rows of which requests a step computes; pages, plans and launches are the
+engine's own. For certification, the lab, benchmarks and tests, which want a step and no queue:
+
+    driver = StepDriver(kinds_of(model, info), [pages] * groups, backend)
+    request = driver.request()
+    hidden = driver.step(driver.kinds[GENERATE], [Share(request, prompt)]).rows
+    hidden = driver.step(driver.kinds[GENERATE], [Share(request, [token], len(prompt))]).rows
+
+Knows no sampling and no end of a request: `Table.release` and `close` are the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.attention.base import Backend
+from lockstep.kv.pages import PagePool
+from lockstep.kv.tables import Table
+from lockstep.plan.build import Work, build
+from lockstep.plan.step import StepPlan
+from lockstep.plan.tree import paths
+from lockstep.run.kind import ENCODE, Kinds, StepKind, group_specs
+from lockstep.run.runner import Runner, StepOutput
+from lockstep.types import Layout
+
+
+class Share(NamedTuple):
+    """One request's part of a step.
+
+    ids         the tokens of its rows: the first stands at position cached_len
+    cached_len  keys that it has already
+    parents     None, or the tree so far, of which the last len(ids) nodes are these rows
+    emit        rows whose logits are wanted; None = the last one
+    cross_len   keys of its encoder; an encode step writes as many as it has rows
+    """
+
+    request: Table
+    ids: Sequence[int] | Tensor
+    cached_len: int = 0
+    parents: tuple[int, ...] | None = None
+    emit: tuple[int, ...] | None = None
+    cross_len: int = 0
+
+
+class StepDriver:
+    """Requests of a model on pools of `pages` pages per group (0 for one without a cache)."""
+
+    def __init__(self, kinds: Kinds, pages: Sequence[int], backend: Backend) -> None:
+        self.kinds = kinds
+        ops = next(iter(kinds.values())).model.ops
+        self.runner = Runner(group_specs(kinds.values()), pages, backend, ops)
+        self.page_pools = [PagePool(n) if n else None for n in pages]
+
+    def request(self) -> Table:
+        """A request without keys."""
+        return Table(self.runner.specs, self.page_pools)
+
+    def plan(self, kind: StepKind, shares: Sequence[Share]) -> StepPlan:
+        """The plan of a step, pages reserved."""
+        keeps = any(spec.causal and spec.layout is not Layout.FRESH for spec in kind.specs)
+        works = []
+        for share in shares:
+            new_len, parents = len(share.ids), share.parents
+            depth = max(map(len, paths(parents, len(parents)))) if parents else new_len
+            cross_len = new_len if kind.name == ENCODE else share.cross_len
+            kv_len = share.cached_len + depth if keeps else 0
+            share.request.reserve(kv_len, len(parents or ()), cross_len)
+            work = Work(
+                cached_len=share.cached_len,
+                new_len=new_len,
+                pages=share.request.views(kind.groups),
+                emit=share.emit,
+                parents=parents,
+                cross_len=cross_len,
+                cross_new=new_len if kind.name == ENCODE else 0,
+            )
+            works.append(work)
+        return build(kind.specs, works)
+
+    def step(self, kind: StepKind, shares: Sequence[Share]) -> StepOutput:
+        """Computes the rows of all shares, in order."""
+        ids = torch.cat([torch.as_tensor(share.ids) for share in shares])
+        out = self.runner.run(self.plan(kind, shares), ids, kind)
+        for share in shares:
+            share.request.moved()
+        return out

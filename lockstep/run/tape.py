@@ -1,0 +1,146 @@
+"""A launch, recorded and replayed: what a captured graph does, on any device that torch runs on.
+
+A tape notes the calls of the operations table and of `attend` with their tensors and numbers, and,
+as a dispatch mode, what torch does in between; a replay repeats them into the same memory without
+running any Python of the model. So a number that was not read from the arena when it was recorded
+is the old one on every replay. What torch only looks at (views) or provides (empty memory) stays
+as it was. Knows no model and no plan; the runner records one tape per signature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.operation import Recorder
+from lockstep.types import RuleError
+
+MEMORY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call, and the memory that its results lie in; a result that the call writes in place, or
+    that is a view of an argument, is not among them."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[tuple[int, Tensor], ...]
+
+    def repeat(self) -> None:
+        """The same call into the same memory."""
+        made = tensors(self.function(*self.args, **self.kwargs))
+        for at, memory in self.results:
+            if made[at].shape != memory.shape or made[at].dtype != memory.dtype:
+                raise RuleError(
+                    "a recorded call gives results of one shape",
+                    f"{_text(memory)}, then {_text(made[at])}",
+                    f"Bound {self.function} by the bucket",
+                )
+            memory.copy_(made[at])
+
+
+class Tape(Recorder):  # type: ignore[no-untyped-call]
+    """`record` a launch once, `replay` it from then on. `output` is what the launch returned."""
+
+    def __init__(self, signature: Hashable) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.signature = signature
+        self.output: Any = None
+        self.replays = 0
+        self._calls: list[Call] = []
+        self._inside = False  # an operation: what it does is its own affair
+
+    def record(self, launch: Callable[[], Any]) -> None:
+        """Carries out a launch and keeps it."""
+        with self:
+            self.output = launch()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._inside:
+            return func(*args, **kwargs)
+        if asks_numbers(func, args):
+            raise RuleError(
+                "the shapes of a recorded launch are those of its bucket",
+                f"{func}, which asks the numbers",
+                "Run it without recording, or make it an operation",
+            )
+        result = func(*args, **kwargs)
+        if func.overloadpacket.__name__ not in MEMORY:
+            self._note(func, args, kwargs, result)
+        return result
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """An operation, noted as one call."""
+        if self._inside:
+            return function(*args, **kwargs)
+        self._inside = True
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self._inside = False
+        self._note(function, args, kwargs, result)
+        return result
+
+    def _note(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: Any,
+    ) -> None:
+        """A call whose results all lie in its arguments' memory and that writes nothing is a look
+        at them: it is kept, not repeated."""
+        given = {_memory(tensor) for tensor in tensors((args, kwargs))}
+        made = enumerate(tensors(result))
+        fresh = tuple((at, tensor) for at, tensor in made if _memory(tensor) not in given)
+        schema = getattr(function, "_schema", None)
+        if fresh or schema is None or schema.is_mutable:
+            self._calls.append(Call(function, args, kwargs, fresh))
+
+    def replay(self, signature: Hashable) -> Any:
+        """Everything again, with the numbers that are in the arena now. The output is the memory
+        of the first time."""
+        if signature != self.signature:
+            raise RuleError(
+                f"this tape holds {self.signature}", str(signature), "Record a tape for it"
+            )
+        for one in self._calls:
+            one.repeat()
+        self.replays += 1
+        return self.output
+
+
+def asks_numbers(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the shape of a result, or a result on the host, depends on the numbers in tensors."""
+    if func.overloadpacket is torch.ops.aten.index:
+        return any(index.dtype in (torch.bool, torch.uint8) for index in tensors(args[1]))
+    asking = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return bool(asking & set(func.tags))
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists, mappings and dataclasses, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if is_dataclass(value) and not isinstance(value, type):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [t for each in value for t in tensors(each)] if isinstance(value, tuple | list) else []
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _text(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of {list(tensor.shape)}"

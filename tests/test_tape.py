@@ -1,0 +1,321 @@
+"""The tape: a launch is recorded once per bucket and replayed for every step of it, with the bits
+of running it; what was frozen when it was recorded goes stale, which is how a bug shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.attention import cpu
+from lockstep.config import EngineConfig
+from lockstep.kernels.cpu.ops import Ops
+from lockstep.kernels.operation import operation
+from lockstep.kv import pool as kv_pool
+from lockstep.kv.pages import PagePool
+from lockstep.kv.tables import Table
+from lockstep.lab import tiny
+from lockstep.llm.engine import Engine
+from lockstep.plan.bucket import Buckets, pad
+from lockstep.plan.build import Work, build
+from lockstep.run.driver import Share, StepDriver
+from lockstep.run.kind import GENERATE, group_specs, kinds_of
+from lockstep.run.runner import Runner
+from lockstep.run.step import layout_of, lower, standalone
+from lockstep.run.tape import Tape
+from lockstep.sample.params import SamplingParams
+from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+CANARY = -0x5A5A5A5A
+DENSE = GroupSpec(Layout.DENSE, 4, 2, 16, 16, (AttnSpec(0.25),), page_size=4)
+KINDS = [tiny.LLAMA, tiny.QWEN3, tiny.DEEPSEEK, tiny.GPT_OSS, tiny.GEMMA2, tiny.BART]
+
+
+@cache
+def parts(model: tiny.Tiny) -> Any:
+    return tiny.parts(model, cpu.Backend())
+
+
+# ---- what a tape keeps ----
+
+
+def test_a_replay_repeats_operations_and_what_torch_does_into_the_same_memory():
+    x, out = torch.ones(4), torch.zeros(4)
+
+    @operation
+    def plus_one(x: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(x.numpy() + 1)  # behind torch's back
+
+    def launch() -> torch.Tensor:
+        y = plus_one(x) * 2
+        out.view(2, 2)[1] += y[:2]
+        return y
+
+    tape = Tape("doubled")
+    tape.record(launch)
+    assert tape.output.tolist() == [4.0] * 4
+    x.copy_(torch.arange(4.0))
+    memory = tape.output.data_ptr()
+    again = tape.replay("doubled")
+    assert again.tolist() == [2.0, 4.0, 6.0, 8.0] and again.data_ptr() == memory
+    assert out.tolist() == [0.0, 0.0, 4.0 + 2.0, 4.0 + 4.0]
+    assert tape.replays == 1
+
+
+def test_a_tape_is_replayed_for_its_own_signature_only_and_the_error_has_both():
+    tape = Tape("eight rows")
+    tape.record(lambda: None)
+    with pytest.raises(RuleError, match=r"this tape holds eight rows; got four rows\. Record"):
+        tape.replay("four rows")
+
+
+def test_a_launch_whose_shapes_depend_on_its_numbers_is_not_recorded():
+    tape = Tape("any")
+    with pytest.raises(RuleError, match=r"shapes of a recorded launch .* got aten.nonzero"):
+        tape.record(lambda: torch.nonzero(torch.ones(3)))
+    with pytest.raises(RuleError, match=r"got aten._local_scalar_dense"):
+        tape.record(lambda: torch.ones(1).item())
+
+
+def test_an_operation_that_gives_another_shape_on_replay_is_refused_with_both():
+    lengths = iter((3, 5))
+    tape = Tape("any")
+    tape.record(lambda: operation(lambda: torch.zeros(next(lengths)))())
+    with pytest.raises(RuleError, match=r"float32 of \[3\], then torch.float32 of \[5\]"):
+        tape.replay("any")
+
+
+# ---- engines ----
+
+
+def answers(engine: Engine, arrivals: Sequence[tuple[int, int]]) -> list[Any]:
+    """Tokens and log-probabilities of requests that arrive at a step with a length: batches grow,
+    then shrink as they end."""
+    jobs, step = [], 0
+    while len(jobs) < len(arrivals) or engine.busy:
+        while len(jobs) < len(arrivals) and arrivals[len(jobs)][0] <= step:
+            i, length = len(jobs), arrivals[len(jobs)][1]
+            params = SamplingParams(
+                max_tokens=6 + 9 * (i % 3),
+                temperature=0.8 * (i % 2),
+                seed=i,
+                n=1 + 2 * (i % 4 == 3),
+                logprobs=2,
+                ignore_eos=True,
+            )
+            jobs.append(engine.add(tiny.words(length, i % 3), params))
+        engine.step()
+        step += 1
+    outs = [job.output("") for job in jobs]
+    return [
+        (c.token_ids, np.asarray(c.logprobs, np.float32).tobytes())
+        for out in outs
+        for c in out.completions
+    ]
+
+
+# lengths at a bucket, one below and one above; 7 to 1 requests decode together
+ARRIVALS = [(0, 7), (0, 8), (1, 9), (2, 15), (2, 31), (5, 33), (9, 3)]
+
+
+def engine(model: tiny.Tiny, backend: Any = None, **options: Any) -> Engine:
+    given = {"context_length": tiny.CONTEXT, "page_size": 4, "chunked_prefill_size": 64}
+    given |= {"max_total_tokens": 512, "max_running_requests": 8}
+    made = parts(model) if backend is None else replace(parts(model), backend=backend)
+    return Engine(EngineConfig.from_names(given | options), made)
+
+
+PADDED = {"bucket_sizes": SIZES, "request_bucket_sizes": (4, 16), "emit_bucket_sizes": (8,)}
+
+
+@pytest.mark.parametrize("model", KINDS, ids=lambda model: model.name)
+def test_an_engine_that_replays_has_the_bits_of_one_that_runs(model):
+    want = answers(engine(model), ARRIVALS)
+    recorded = engine(model, graphs=True, **PADDED)
+    assert answers(recorded, ARRIVALS) == want
+    tapes = recorded.runner.tapes.values()
+    assert sum(tape.replays for tape in tapes) > 15
+    assert any(tape.replays > 3 for tape in tapes)
+
+
+class FrozenLengths(cpu.Backend):
+    """How far a row sees is taken when the launch is bound, not when it runs."""
+
+    def bind(self, spec: Any, bucket: Any, views: Any, variant: Any) -> Any:
+        return super().bind(spec, bucket, replace(views, derived=copied(views.derived)), variant)
+
+
+class FrozenPages(cpu.Backend):
+    """The page table is."""
+
+    def bind(self, spec: Any, bucket: Any, views: Any, variant: Any) -> Any:
+        return super().bind(spec, bucket, replace(views, page_ids=copied(views.page_ids)), variant)
+
+
+class FrozenPads(cpu.Backend):
+    """Blocks of requests that are pads when the launch is bound are left out."""
+
+    def bind(self, spec: Any, bucket: Any, views: Any, variant: Any) -> Any:
+        request, begin, end = views.derived[2 * bucket.tokens :].view(-1, 3).numpy().T
+        page = views.page_ids.numpy()[views.page_indptr.numpy()[request]]
+        real = int(((page > 0) & (end > begin)).sum())
+        derived = views.derived[: 2 * bucket.tokens + 3 * real]
+        return super().bind(spec, bucket, replace(views, derived=derived), variant)
+
+
+def copied(array: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(array.numpy().copy())
+
+
+# a request that grows alone: a length that is frozen is too short, never beyond its pages
+ALONE = [(0, 7)]
+# more and more requests in one bucket
+GROWING = [(0, 9), (3, 2), (5, 2)]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "arrivals"),
+    [(FrozenLengths, ALONE), (FrozenPages, ARRIVALS), (FrozenPads, GROWING)],
+)
+def test_a_number_frozen_at_the_launch_is_right_when_run_and_stale_when_replayed(frozen, arrivals):
+    want = answers(engine(tiny.LLAMA), arrivals)
+    assert answers(engine(tiny.LLAMA, frozen(), **PADDED), arrivals) == want
+    recorded = engine(tiny.LLAMA, frozen(), graphs=True, **PADDED)
+    assert answers(recorded, arrivals) != want
+
+
+def test_a_write_slot_that_is_frozen_at_the_launch_is_stale_when_replayed(monkeypatch):
+    want = answers(engine(tiny.LLAMA), ARRIVALS)
+    made = kv_pool.PagedView.__init__
+
+    def frozen(self: Any, pool: Any, views: Any) -> None:
+        made(self, pool, replace(views, write_slots=copied(views.write_slots)))
+
+    monkeypatch.setattr(kv_pool.PagedView, "__init__", frozen)
+    assert answers(engine(tiny.LLAMA, **PADDED), ARRIVALS) == want
+    recorded = engine(tiny.LLAMA, graphs=True, **PADDED)
+    assert answers(recorded, ARRIVALS) != want
+
+
+class Planned(cpu.Backend):
+    """Keeps its lengths in a buffer of its own, as a library's planner does; `moving` makes a new
+    one for every step."""
+
+    caps = replace(cpu.CAPS, planner_buffers=("kept",))
+
+    def __init__(self, moving: bool) -> None:
+        self.moving = moving
+        self.buffers: dict[Any, torch.Tensor] = {}
+
+    def lower(self, plan: Any, group: Any, views: Any) -> None:
+        super().lower(plan, group, views)
+        key = group.spec, len(views.derived)
+        if key not in self.buffers or self.moving:
+            self.buffers[key] = torch.empty(len(views.derived), dtype=torch.int32)
+        self.buffers[key].copy_(torch.from_numpy(views.derived))
+        views.derived[:] = 0
+
+    def bind(self, spec: Any, bucket: Any, views: Any, variant: Any) -> Any:
+        kept = self.buffers[spec, len(views.derived)]
+        handle = super().bind(spec, bucket, replace(views, derived=kept), variant)
+        object.__setattr__(handle, "kept", kept)
+        return handle
+
+
+@pytest.mark.parametrize("moving", [False, True])
+def test_a_planner_may_keep_buffers_and_one_that_moves_them_is_not_replayed_from_old_ones(moving):
+    want = answers(engine(tiny.LLAMA), ARRIVALS)
+    recorded = engine(tiny.LLAMA, Planned(moving), graphs=True, **PADDED)
+    assert answers(recorded, ARRIVALS) == want
+    assert any(tape.replays for tape in recorded.runner.tapes.values()) or moving
+
+
+def test_a_backend_that_does_not_state_graphs_is_not_recorded():
+    backend = cpu.Backend()
+    backend.caps = replace(cpu.CAPS, graphs=False)
+    with pytest.raises(RuleError, match="launches are recorded with a backend that states"):
+        Runner([DENSE], [4], backend, Ops(), graphs=True)
+
+
+# ---- the arena ----
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.booleans(), st.integers(1, 4))
+def test_what_a_backend_derives_fits_what_it_stated_and_is_written_whole(lens, padded, heads):
+    spec = replace(DENSE, heads=16 * heads, kv_heads=2 if heads < 4 else 1)
+    pages = PagePool(128)
+    tables = [Table((spec,), (pages,)) for _ in lens]
+    for table, n in zip(tables, lens, strict=True):
+        table.reserve(n)
+    works = [Work(0, n, (t.pages(0),)) for t, n in zip(tables, lens, strict=True)]
+    plan = build((spec,), works)
+    if padded:
+        plan = pad(plan, Buckets((1, 8, 64, 256)).fit(plan))
+    layout = layout_of(plan, cpu.Backend())
+    image = np.full(layout.length, CANARY, np.int32)
+    lower(plan, [1] * plan.real.tokens, cpu.Backend(), layout, image)
+    for views in layout.views(image):
+        assert all((np.asarray(array) != CANARY).all() for array in vars(views).values())
+    rows, cut = plan.bucket.tokens, layout.views(image)[0].derived[2 * plan.bucket.tokens :]
+    covered = [r for _, begin, end in cut.reshape(-1, 3).tolist() for r in range(begin, end)]
+    assert sorted(covered) == list(range(rows))
+
+
+def test_lowering_touches_no_cache_and_the_launch_moves_the_keys():
+    model = parts(tiny.LLAMA)
+    kinds = kinds_of(model.model, model.info, page_size=8)
+    pages = [0 if s.layout is Layout.FRESH else 32 for s in group_specs(kinds.values())]
+    driver = StepDriver(kinds, pages, cpu.Backend())
+    kind, first = kinds[GENERATE], driver.request()
+    driver.step(kind, [Share(first, tiny.words(12))])
+    second = first.fork(12)  # half a page is to be moved
+    pools = [driver.runner.pools[g] for g in kind.groups]
+    after = [s.view(torch.int32) for pool in pools for layer in pool.storages for s in layer]
+    before = [s.clone() for s in after]
+    plan = driver.plan(kind, [Share(second, [5], cached_len=12)])
+    assert plan.bucket.moves == (4,)
+    step = standalone(plan, cpu.Backend(), pools, kind.layer_map, [5])
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    step.relocate()
+    assert not all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_rows_requests_and_emits_are_rounded_on_a_grid_each():
+    pages = PagePool(64)
+    tables = [Table((DENSE,), (pages,)) for _ in range(3)]
+    for table in tables:
+        table.reserve(9)
+    works = [Work(0, n, (t.pages(0),), (0,) * 3) for n, t in zip((9, 2, 3), tables, strict=True)]
+    plan = build((DENSE,), works)
+    bucket = Buckets((16, 64), requests=(5, 10), emits=(2, 4)).fit(plan)
+    assert (bucket.tokens, bucket.requests, bucket.emits) == (16, 5, 12)
+    decode = build((DENSE,), [Work(8, 1, (t.pages(0),)) for t in tables])
+    bucket = Buckets((16, 64), requests=(5, 10), emits=(2, 4)).fit(decode)
+    assert (bucket.tokens, bucket.requests, bucket.emits) == (5, 5, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"request_bucket_sizes": (8,)}, "request_bucket_sizes come with bucket_sizes; got (8,)."),
+        (
+            {"bucket_sizes": (512,), "request_bucket_sizes": (64,)},
+            "the largest of request_bucket_sizes holds a step of 65; got 64.",
+        ),
+        ({"graphs": 1}, "graphs is True or False; got 1."),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options, message):
+    with pytest.raises(RuleError, match=r".") as error:
+        EngineConfig(**{"max_running_requests": 64, **options})
+    assert str(error.value).startswith(message)
