@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
-from lockstep.lab import asked, limits, sampling
+from lockstep.lab import asked, limits, replay, sampling
 from lockstep.lab.recompute import Order
 from lockstep.lab.rig import Disturb, Failing, Glass, Rig, engine_recipe, every_model, same_bits
 from lockstep.lab.tiny import BART, EOS, Letters, Tiny, words
@@ -447,6 +447,15 @@ def error(rig: Rig, quick: bool) -> None:
 ENGINE_RECIPES = (
     *(batch, chunk, hit, evict, page, preempt, abort, several, score, stream, encoder),
     *(asked.cache_dtypes, asked.running, asked.uncached, asked.ends, asked.embed, asked.texts),
-    *(asked.folder, padded, late, priority, error, limits.capacity, limits.experts),
+    *(
+        asked.folder,
+        padded,
+        replay.replayed,
+        late,
+        priority,
+        error,
+        limits.capacity,
+        limits.experts,
+    ),
     *(sampling.choices, sampling.seeds),
 )

@@ -1,0 +1,40 @@
+"""A recorded launch wrote its keys where the recorded step had written them.
+
+Summary:
+Write slots were made into int64 on the host, a fresh tensor per step. A captured launch keeps the
+first one.
+Motivation:
+torch wants int64 to index with; the conversion was done where the step was prepared and not where
+it runs.
+Mechanism:
+1. A step is recorded; its write slots are a tensor of that step.
+2. On every replay the keys of the new tokens go to the slots of the recorded step.
+3. The rows read their own slots, which nobody wrote, and somebody else's page holds foreign keys.
+Key functions:
+`kv.pool.PagedView`: the slots are converted by the launch, from the arena.
+Symptom:
+The first replayed token is wrong, and so are the requests whose pages were overwritten.
+Risk and impact:
+Keys of one request end up in the cache of another, and in the prefix cache for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+SOURCE = "class: a slot that a graph does not read (compare sgl-project/sglang#27360, #32555)"
+TARGET = "lockstep.kv.pool:PagedView.__init__"
+CELLS = ("engine-replay/llama", "engine-replay/qwen3")
+RELATED = ("sglang-27360", "vllm-43810")
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self: Any, pool: Any, views: Any) -> None:
+        slots = torch.from_numpy(views.write_slots.numpy().copy())
+        old(self, pool, replace(views, write_slots=slots))
+
+    return __init__

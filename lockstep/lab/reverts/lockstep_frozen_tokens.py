@@ -1,0 +1,38 @@
+"""The tokens of a recorded step were embedded again on every replay.
+
+Summary:
+Tokens came as a tensor of their own beside the plan. A captured launch embeds the tensor that it
+was captured with.
+Motivation:
+Token ids are no metadata of attention, so the buffers did not hold them.
+Mechanism:
+1. A decode step is recorded with the tokens of its requests.
+2. The next step has other tokens and the same bucket.
+3. The replay computes rows of the old tokens at the new positions.
+Key functions:
+`run.runner.inputs`: ids lie in the arena, with everything else that a launch reads.
+Symptom:
+Every replayed step answers to the tokens of the recorded one.
+Risk and impact:
+Everything; noticed at once by whoever replays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+SOURCE = "class: an input beside the buffers (house.md 4)"
+TARGET = "lockstep.run.runner:inputs"
+CELLS = ("engine-replay/llama", "engine-replay/qwen3")
+RELATED = ("lockstep-frozen-slots", "lockstep-pad-tokens")
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def inputs(rows: Any) -> Any:
+        ids, positions = old(rows)
+        return torch.from_numpy(ids.numpy().copy()), positions
+
+    return inputs

@@ -1,0 +1,40 @@
+"""The copy to the device was left out where the shape had not changed.
+
+Summary:
+The image of a step is copied to the device before every launch. Somebody saw that decode steps of
+one bucket begin with the same header, and took the header for the image.
+Motivation:
+The copy is a microsecond of host time; most of the image does not change from one decode step to
+the next.
+Mechanism:
+1. A decode step is copied and launched.
+2. The next has the same bucket and the same counts, hence the same header.
+3. The launch computes the step before once more.
+Key functions:
+`run.arena.Arena.load`, which copies all of it, always.
+Symptom:
+A request repeats its token for as long as nobody arrives and nobody leaves.
+Risk and impact:
+Everything, but only in steady decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+SOURCE = "class: a buffer that is not refreshed (compare sgl-project/sglang#25015)"
+TARGET = "lockstep.run.arena:Arena.load"
+CELLS = ("engine-replay/llama", "engine-replay/qwen3")
+RELATED = ("vllm-35175",)
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def load(self: Any, length: int) -> Any:
+        head = self._host[:10].tolist()
+        if vars(self).get("last") == (length, head):
+            return self.buffer[:length]
+        self.last = length, head
+        return old(self, length)
+
+    return load

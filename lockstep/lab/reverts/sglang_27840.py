@@ -1,0 +1,38 @@
+"""The index of emitted rows was made for one step, in another integer type, outside of the buffers.
+
+Summary:
+Eager code indexes with int64, the buffers of a graph hold int32. Where both meet, one side
+converts, and the result is a tensor of that step.
+Motivation:
+torch asked for int64 once; the conversion on the host stayed.
+Mechanism:
+1. The step that is recorded emits the last row of every request.
+2. In a later step of the bucket the requests have other lengths.
+3. The replay emits the rows of the recorded step.
+Key functions:
+FlashInfer MLA under graphs in SGLang. Here `run.runner.emitted`, which indexes with the arena's own
+numbers.
+Symptom:
+The next token is chosen by the logits of another row, or of a pad.
+Risk and impact:
+Only in buckets of ragged steps; decode steps emit every row and look right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+SOURCE = "sgl-project/sglang#27840"
+TARGET = "lockstep.run.runner:emitted"
+CELLS = ("engine-replay/llama", "engine-replay/qwen3")
+RELATED = ("lockstep-frozen-slots", "sglang-32555")
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def emitted(hidden: Any, rows: Any) -> Any:
+        return hidden[torch.from_numpy(rows.emit.numpy().astype("int64"))]
+
+    return emitted

@@ -1,0 +1,36 @@
+"""Of a padded buffer the last entries were taken instead of the first.
+
+Summary:
+A buffer has room for the largest batch and the real entries come first. A slice [-n:] took its end.
+Motivation:
+With a full bucket both slices are the same.
+Mechanism:
+1. Three requests run in a bucket of four.
+2. The result has four entries; the last three are those of requests 1, 2 and of the pad.
+3. Request 0 gets what belongs to request 1, and the last one what belongs to nobody.
+Key functions:
+State tracking of Mamba layers in SGLang, which saved a state to a stale slot. Here
+`run.runner.StepOutput.only`.
+Symptom:
+Wrong answers as soon as a bucket is not full.
+Risk and impact:
+One request's answer is another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+SOURCE = "sgl-project/sglang#32555"
+TARGET = "lockstep.run.runner:StepOutput.only"
+CELLS = ("engine-replay/llama", "engine-pad/llama")
+RELATED = ("lockstep-pad-tokens", "sglang-27343")
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def only(self: Any, real: Any) -> Any:
+        wrong = self.emitted[len(self.emitted) - real.emits :]
+        return old(self._replace(emitted=wrong), real)
+
+    return only
