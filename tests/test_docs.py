@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,6 +72,66 @@ def judge(said: list[api.Array], tensors: dict[str, Any]) -> None:
             bind(known, array.shape, tuple(tensor.shape))
 
 
+def test_what_the_page_says_of_attend_is_what_an_engine_passes(monkeypatch: pytest.MonkeyPatch):
+    from lockstep.attention import cpu, select
+    from lockstep.config import EngineConfig
+    from lockstep.lab import tiny
+    from lockstep.llm.engine import Engine
+    from lockstep.sample.params import SamplingParams
+
+    protocol: Any = api.read("attention/base.py").find("Backend")
+    (method,) = (n for n in protocol.body if getattr(n, "name", "") == "attend")
+    documented = (method, api.read("kv/pool.py").find("Keys"))
+    said = [a for node in documented for a in api.arrays(api.ast.get_docstring(node))]
+    assert [a.name for a in said] == ["q", "out", "lse", "k", "v"]
+    old, calls = cpu.Backend.attend, []
+
+    def attend(self: Any, q: Any, keys: Any, handle: Any, spec: Any) -> Any:
+        out, lse = old(self, q, keys, handle, spec)
+        judge(said, {"q": q, "out": out, "lse": lse, "k": keys.k, "v": keys.v})
+        assert q.dtype == out.dtype
+        calls.append(len(q))
+        return out, lse
+
+    monkeypatch.setattr(cpu.Backend, "attend", attend)
+    parts = tiny.parts(tiny.DEEPSEEK, select.load("cpu"))
+    engine = Engine(EngineConfig(max_total_tokens=256), parts)
+    engine.add(tiny.words(18, 18), SamplingParams(max_tokens=2, temperature=0))
+    while engine.busy:
+        engine.step()
+    assert {18, 1} <= set(calls)
+
+
+def test_what_the_page_says_of_a_plan_is_what_build_makes():
+    from lockstep.plan.build import Pages, Work, build
+    from lockstep.types import AttnSpec, GroupSpec, Layout
+
+    spec = GroupSpec(
+        layout=Layout.DENSE,
+        heads=2,
+        kv_heads=1,
+        d_qk=8,
+        d_v=8,
+        layers=(AttnSpec(1.0),),
+        page_size=4,
+    )
+    none = np.zeros(0, np.int32)
+    works = [
+        Work(cached, new, (Pages(np.array(pages, np.int32), 0, none, none.reshape(0, 2)),))
+        for cached, new, pages in ((0, 3, [1]), (5, 1, [2, 3]))
+    ]
+    plan, known = build((spec,), works), dict[str, int]()
+    module = api.read("plan/step.py")
+    for value, name in ((plan, "StepPlan"), (plan.groups[0], "PagedGroup")):
+        owner: Any = module.find(name)
+        for field in (f for f in owner.body if isinstance(f, api.ast.AnnAssign)):
+            if "Ints" in api.ast.unparse(field.annotation):
+                array = getattr(value, field.target.id)
+                bind(known, module.comment(field).partition("]")[0][1:], array.shape)
+                assert array.dtype == np.int32 and not array.flags.writeable, field.target.id
+    assert (known["B"], known["T"], known["S"], known["P"], known["W"]) == (2, 4, 2, 3, 4)
+
+
 @pytest.mark.parametrize("name", ["LLAMA", "DEEPSEEK", "GPT_OSS", "GEMMA2", "BART"])
 def test_what_the_page_says_of_operations_is_what_an_engine_asks_and_gets(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -102,7 +163,7 @@ def test_what_the_page_says_of_operations_is_what_an_engine_asks_and_gets(
 
     protocol: Any = api.read("ops.py").find("Ops")
     for method in (n for n in protocol.body if isinstance(n, api.Function)):
-        if method.name not in ("pack", "kv_write"):  # of one matrix or of several
+        if method.name != "pack":  # of one matrix or of several
             old = getattr(ops.Ops, method.name)
             monkeypatch.setattr(ops.Ops, method.name, staticmethod(spy(method, old)))
     parts = tiny.parts(getattr(tiny, name), select.load("cpu"))
@@ -112,7 +173,7 @@ def test_what_the_page_says_of_operations_is_what_an_engine_asks_and_gets(
         engine.add(prompt, params)
     while engine.busy:
         engine.step()
-    assert {"linear", "sample_tokens", "compute_logprobs"} <= calls
+    assert {"linear", "sample_tokens", "compute_logprobs", "kv_write"} <= calls
     special = {"DEEPSEEK": "batched_linear", "GPT_OSS": "clamped_swiglu", "BART": "layer_norm"}
     assert special.get(name, "rms_norm") in calls
 

@@ -38,6 +38,22 @@ PAGES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         {"ops.py": ("Ops", "Routes", "Routing", "Heads", "CosSin", "Activation")},
     ),
     "engine": ("The engine", {"llm/engine.py": ("Engine", "load", "prepare", "Parts")}),
+    "plan": (
+        "A step, described",
+        {
+            "plan/step.py": ("StepPlan", "PagedGroup", "FreshGroup", "Bucket", "Real"),
+            "plan/build.py": ("Work", "Pages", "build"),
+            "plan/image.py": ("Views", "ImageLayout"),
+        },
+    ),
+    "backend": (
+        "An attention backend",
+        {
+            "attention/base.py": ("Backend", "Caps", "visible", "score_constants"),
+            "kv/pool.py": ("Keys",),
+            "types.py": ("GroupSpec", "AttnSpec", "Layout"),
+        },
+    ),
 }
 ALIASES = {"Ints": "NDArray[np.int32]", "Floats": "NDArray[np.float32]"}
 ARRAY = re.compile(r"\b(Tensor|NDArray)\b")

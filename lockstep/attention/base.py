@@ -94,15 +94,15 @@ class Backend(Protocol):
         ...
 
     def attend(self, q: Tensor, keys: Keys, handle: Any, spec: AttnSpec) -> tuple[Tensor, Tensor]:
-        """Device. q [T, heads, d_qk]; returns out [T, heads, d_v] and lse [T, heads]: float32,
-        natural log of the denominator, sink included; a row that sees nothing has out 0 and lse
-        -inf."""
+        """Device. q activations [T, heads, d_qk]; out activations [T, heads, d_v] and lse float32
+        [T, heads], natural log of the denominator, sink included; a row that sees nothing has out 0
+        and lse -inf."""
         ...
 
 
 def visible(plan: StepPlan, group: Group) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Per row, the positions it sees: lo <= p < hi. Window and causality of every backend come from
-    here."""
+    """Per row, the positions it sees: lo and hi int32 [T], lo <= p < hi. Window and causality of
+    every backend come from here."""
     if group.spec.causal:
         hi = plan.positions + np.int32(1)
     elif isinstance(group, PagedGroup):

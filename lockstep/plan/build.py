@@ -38,9 +38,9 @@ class Pages(NamedTuple):
     """A request's pages in one group: page k holds positions from first_pos + k*page_size;
     `scratch` holds its tree nodes."""
 
-    page_ids: NDArray[np.int32]
+    page_ids: NDArray[np.int32]  # [pages]
     first_pos: int
-    scratch: NDArray[np.int32]
+    scratch: NDArray[np.int32]  # [scratch pages]
     moves: NDArray[np.int32]  # [M, 2] slots to relocate before this step's write
 
 

@@ -71,8 +71,8 @@ class PagedGroup:
     # length)
     kv_lens: Ints
     page_indptr: Ints  # [B+1]
-    # entry k of a request holds positions [first_pos + k*page_size, first_pos + (k+1)*page_size);
-    # then its scratch
+    # [P] entry k of a request holds positions [first_pos + k*page_size, first_pos +
+    # (k+1)*page_size); then its scratch
     page_ids: Ints
     first_pos: Ints  # [B] page-aligned; positions below were dropped
     tail_slots: Ints  # [tokens*tail] the rows' lists, addressed by tail_indptr
@@ -109,10 +109,10 @@ class StepPlan:
 
     @cached_property
     def new_lens(self) -> Ints:
-        """[B] rows of each request."""
+        """Rows of each request: returns int32 [B]."""
         return np.asarray(self.q_indptr[1:] - self.q_indptr[:-1])
 
     @cached_property
     def request(self) -> Ints:
-        """[T] the request of every row."""
+        """The request of every row: returns int32 [T]."""
         return np.repeat(np.arange(self.bucket.requests, dtype=np.int32), self.new_lens)
