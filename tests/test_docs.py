@@ -21,7 +21,11 @@ import measure  # noqa: E402
 import ruler  # noqa: E402
 
 EXAMPLES = {  # file → options that keep it short, and what it must print
-    "same_bits.py": ([], "same bits  preempted")
+    "same_bits.py": ([], "same bits  preempted"),
+    "backend.py": (
+        ["--recipe", "decode", "--feature", "dense,window,sinks", "--workers", "0"],
+        "example       2        1 ",  # sinks are refused
+    ),
 }
 
 
