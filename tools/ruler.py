@@ -36,8 +36,8 @@ JUDGES = ("lockstep/lab/", "lockstep/bench/")  # judge rather than serve
 CASE_FILES = ("lockstep/lab/reverts/",)
 ALL = ("lockstep/",)
 SHARES = (
-    Share("the engine without GPU kernels", ALL, excludes=JUDGES + GPU, limit=15_500, goal=14_000),
-    Share("the engine with GPU kernels", ALL, excludes=JUDGES, limit=20_000, goal=17_000),
+    Share("the engine without GPU kernels", ALL, excludes=JUDGES + GPU, limit=16_000, goal=14_000),
+    Share("the engine with GPU kernels", ALL, excludes=JUDGES, limit=20_500, goal=17_000),
     Share("lab and bench without case files", JUDGES, CASE_FILES, limit=13_000, goal=9_000),
 )
 
