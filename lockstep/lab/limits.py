@@ -22,7 +22,7 @@ from lockstep.plan.build import Work, build
 from lockstep.run.arena import Arena
 from lockstep.run.step import layout_of
 from lockstep.sample.params import SamplingParams
-from lockstep.sched.request import Step
+from lockstep.sched.request import ScheduledStep
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
 SIZES = (2, 5, 9)
@@ -55,7 +55,7 @@ def expect(rig: Rig, what: str, said: str, rule: str, counter: str) -> None:
     rig.counters[counter] += 1
 
 
-def image_len(engine: Glass, step: Step) -> int:
+def image_len(engine: Glass, step: ScheduledStep) -> int:
     """Numbers of a step's image."""
     return layout_of(engine._plan(step), engine.parts.backend).length
 
