@@ -19,7 +19,7 @@ from lockstep.types import Refused, RuleError
 
 @dataclass(frozen=True)
 class Plugins:
-    """`own` maps names to our modules, whose `attribute` makes one; an entry point names its own."""
+    """`own` maps names to our modules, whose `attribute` makes one; an entry point names its."""
 
     kind: str
     group: str

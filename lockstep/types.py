@@ -67,7 +67,7 @@ class KvFormat:
     code        what kernels know the format by
     nbytes      of a number
     torch_name  the dtype's name in torch
-    largest     values are clamped to ± this before they are rounded; None: every float32 has a place
+    largest     values are clamped to ± this before they are rounded; None: none is too large
     """
 
     code: int

@@ -37,42 +37,18 @@ from lockstep.types import INT32_MAX, Choice, RuleError, shown
 
 SHOWN = 4  # names in an error
 FAULTS = 1000  # after so many missing or misshapen tensors the rest is not looked at
+BROKEN = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RuntimeError)
 FLOATS = {"F32", "F16", "BF16", "F64"}
 DOWNLOAD = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
 LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers")
 EPSILONS = ("rms_norm_eps", "layer_norm_eps")
+MAY_BE_0 = ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts")
 SIZES = (
-    *(
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "head_dim",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "d_model",
-    ),
-    *(
-        "encoder_ffn_dim",
-        "decoder_ffn_dim",
-        "encoder_attention_heads",
-        "decoder_attention_heads",
-        "type_vocab_size",
-    ),
-    *(
-        "num_experts",
-        "num_local_experts",
-        "n_routed_experts",
-        "n_shared_experts",
-        "moe_intermediate_size",
-    ),
+    *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "d_model", "type_vocab_size"),
+    *("num_attention_heads", "num_key_value_heads", "encoder_ffn_dim", "decoder_ffn_dim"),
+    *("encoder_attention_heads", "decoder_attention_heads", "moe_intermediate_size", *MAY_BE_0),
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
-MAY_BE_0 = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "n_shared_experts",
-)  # a model without experts
 
 
 @dataclass(frozen=True)
@@ -214,18 +190,10 @@ def compare(module: ModuleType, config: Any, entries: Mapping[str, Entry], ops: 
         module.build(config, WeightSource(table.take, table.unused.append, entries, ops))
     except RuleError:
         raise
-    except (
-        TypeError,
-        ValueError,
-        KeyError,
-        AttributeError,
-        ArithmeticError,
-        RuntimeError,
-    ) as error:
+    except BROKEN as error:
         got = f"{type(error).__name__}: {error}"
-        raise RuleError(
-            f"config.json describes a {config.model_type} model", got, "Check the file"
-        ) from error
+        rule = f"config.json describes a {config.model_type} model"
+        raise RuleError(rule, got, "Check the file") from error
     table.judge()
 
 
@@ -238,22 +206,13 @@ def model_module(raw: Mapping[str, Any]) -> ModuleType:
     """The file of a config's model_type."""
     name, known = raw.get("model_type"), model_types()
     if not isinstance(name, str) or name not in known:
-        raise RuleError(
-            f"model_type is one of {', '.join(known)}",
-            shown(name),
-            "Use a checkpoint of one of these",
-        )
-    if raw.get("quantization_config") is not None:
-        method = (
-            raw["quantization_config"].get("quant_method")
-            if isinstance(raw["quantization_config"], dict)
-            else "unknown"
-        )
-        raise RuleError(
-            "weights are float32, bfloat16 or float16",
-            f"quantised ones ({method})",
-            "Use an unquantised checkpoint",
-        )
+        rule = f"model_type is one of {', '.join(known)}"
+        raise RuleError(rule, shown(name), "Use a checkpoint of one of these")
+    quantised = raw.get("quantization_config")
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else "unknown"
+        got, rule = f"quantised ones ({method})", "weights are float32, bfloat16 or float16"
+        raise RuleError(rule, got, "Use an unquantised checkpoint")
     return importlib.import_module(f"lockstep.models.{name}")
 
 

@@ -56,8 +56,8 @@ class WeightSource:
     def pack(
         self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> Packed:
-        """A tensor that was taken before, [n, k] or [g, n, k], as the device's GEMM wants it; of the
-        meta device (a shape without numbers) as it is. `dtype`: of rows, if not the device's."""
+        """A tensor that was taken before, [n, k] or [g, n, k], as the table's GEMM wants it; one of
+        the meta device, a shape without numbers, as it is. `dtype`: of rows, if not the table's."""
         if weight.is_meta:
             return weight
         dtype = dtype or self.ops.dtype

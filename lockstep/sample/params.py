@@ -55,21 +55,20 @@ class SamplingParams:
 
     max_tokens          tokens to generate at most; None: as many as the context leaves
     temperature         0: the best token, without noise; otherwise logits are divided by it
-    top_p               keep the best tokens that together have at least this probability, after top_k
+    top_p               keep the best tokens with at least this probability together, after top_k
     top_k               keep this many of the best tokens; 0 and -1 both mean all
     min_p               keep tokens with at least this fraction of the best token's probability
-    seed                int64; None: the engine draws one per request (`resolve_seed`) and returns it
+    seed                int64; None: the engine draws one per request (`resolve_seed`) and tells it
     stop                strings that end the text, which is cut before them
     stop_token_ids      tokens that end the generation, like the model's own EOS
-    n                   completions; number i is the one that (n=1, sample_index=sample_index+i) gives alone
-    logprobs            True or 0: log-probability of every chosen token; k: of the k best as well; None or False: none
+    n                   completions; number i is what sample_index=sample_index+i gives alone
+    logprobs            True or 0: of every chosen token; k: of the k best too; None or False: none
     prompt_logprobs     the same of the prompt's tokens
     logit_bias          {token id: value added to the logit}; kept as pairs sorted by id
     presence_penalty    taken off the logit of every token generated so far
     frequency_penalty   taken off once per time it was generated
-    repetition_penalty  divides a positive logit, multiplies a negative one, of every token of the
-    prompt and generated so far
-    ignore_eos          the model's EOS does not end the generation (stop and stop_token_ids still do)
+    repetition_penalty  divides a positive logit, multiplies a negative one, of every token so far
+    ignore_eos          the model's EOS does not end the generation; stop and stop_token_ids do
     min_tokens          EOS and stop_token_ids cannot be chosen before so many tokens
     sample_index        which of a seed's completions this is
     """
