@@ -117,22 +117,9 @@ def _run(
     each = unit_rows(rows, count * panels, team)
     chunks = -(-rows // each)
     units = count * panels * chunks
-    entries = (
-        x.data_ptr(),
-        4 * x.stride(0),
-        numbers.data_ptr(),
-        y.data_ptr(),
-        y_stride,
-        rows,
-        depth,
-        packed.n,
-        panels,
-        chunks,
-        units,
-        numbers.itemsize,
-        *groups,
-        each,
-    )
+    where = (x.data_ptr(), 4 * x.stride(0), numbers.data_ptr(), y.data_ptr(), y_stride)
+    sizes = (rows, depth, packed.n, panels, chunks, units, numbers.itemsize)
+    entries = (*where, *sizes, *groups, each)
     threads.run(work(), entries, team, cost_ns)
 
 
@@ -168,33 +155,14 @@ def units_text(at: Any) -> None:
         x_at, y_at = x + group * x_group, y + group * y_group + 4 * column
         while row < last:
             count = min(ROWS, last - row)
-            chains(
-                count,
-                item,
-                x_at + row * x_stride,
-                x_stride,
-                weight,
-                depth,
-                y_at + row * y_stride,
-                y_stride,
-                n - column,
-            )
+            x_row, y_row = x_at + row * x_stride, y_at + row * y_stride
+            chains(count, item, x_row, x_stride, weight, depth, y_row, y_stride, n - column)
             row += count
         unit = take(at + 8 * RECORD)
 
 
-def _chains(
-    typingctx: Any,
-    rows: Any,
-    item: Any,
-    x: Any,
-    x_stride: Any,
-    panel: Any,
-    depth: Any,
-    y: Any,
-    y_stride: Any,
-    columns: Any,
-) -> Any:
+def _chains(typingctx: Any, rows: Any, item: Any, x: Any, x_stride: Any, panel: Any, depth: Any,
+            y: Any, y_stride: Any, columns: Any) -> Any:  # fmt: skip
     """y[r][j] = fma chain over k in [0, depth) of x[r][k] * panel[k][j], from 0, plus
     panel[depth][j]; `columns` of them are stored.
 

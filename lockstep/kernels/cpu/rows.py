@@ -56,11 +56,8 @@ NORM, TURN, GATE, HEADS, ADD, LAYER, ANGLES, MAP, CLAMPED, SOFTMAX, SHARES, POOL
 SILU, GELU, GELU_TANH, RELU, SIGMOID, CAP = range(6)  # what GATE and MAP do to an element
 KINDS = dict(zip(Activation, (SILU, GELU, GELU_TANH, RELU), strict=True))
 HALVED = (GATE, CLAMPED)  # the output has half the columns of the input
-ROOT_HALF, TANH_SCALE, TANH_CUBE = (
-    0.7071067811865476,
-    0.7978845608028654,
-    0.044715,
-)  # gelu's: sqrt(1/2), sqrt(2/pi)
+ROOT_HALF, TANH_SCALE = 0.7071067811865476, 0.7978845608028654  # gelu's: sqrt(1/2), sqrt(2/pi)
+TANH_CUBE = 0.044715
 SHORTEST = 1e-12  # vectors are divided by their length, or by this where they are shorter
 FIXED, MORE = 9, 8  # entries of every record, and of those that depend on what is done
 COUNTER = FIXED + MORE
@@ -186,18 +183,8 @@ def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     if len(spans):
         sums = np.empty((len(spans), x.shape[1]), np.float64)
         more = (threads.where(bounds), threads.where(sums), 0, 0, 0, 0, 0, 0)
-        entries = (
-            POOL,
-            x.data_ptr(),
-            4 * x.stride(0),
-            0,
-            y.data_ptr(),
-            len(spans),
-            1,
-            x.shape[1],
-            1,
-            *more,
-        )
+        where = (x.data_ptr(), 4 * x.stride(0), 0, y.data_ptr())
+        entries = (POOL, *where, len(spans), 1, x.shape[1], 1, *more)
         cost_ns = x.numel() // ELEMENTS_PER_NS
         threads.run(work(), entries, threads.team(len(spans), cost_ns), cost_ns)
     return y
@@ -218,18 +205,8 @@ def _call(what: int, x: Tensor, y: Tensor, n: int, more: tuple[int, ...]) -> Non
     )
     if outer and inner:
         each, team, cost_ns = _unit(outer, inner * n)
-        entries = (
-            what,
-            x.data_ptr(),
-            4 * strides[0],
-            inner_stride,
-            y.data_ptr(),
-            outer,
-            inner,
-            n,
-            each,
-            *more,
-        )
+        where = (x.data_ptr(), 4 * strides[0], inner_stride, y.data_ptr())
+        entries = (what, *where, outer, inner, n, each, *more)
         threads.run(work(), entries, team, cost_ns)
 
 
@@ -532,23 +509,9 @@ def pool_row(x: Any, stride: Any, begin: Any, end: Any, scratch: Any, y: Any, n:
 
 
 TEXTS = (
-    *(exp2, tanh, erf, cos_sin, exp_minus, act, clamped, row_sum, divide),
-    *(
-        norm,
-        plus,
-        turn,
-        gate_row,
-        map_row,
-        clamped_row,
-        layer,
-        softmax_row,
-        shares_row,
-        angle_row,
-        pool_row,
-        head,
-        rarer,
-        row,
-    ),
+    *(exp2, tanh, erf, cos_sin, exp_minus, act, clamped, row_sum, divide, norm, plus, turn),
+    *(gate_row, map_row, clamped_row, layer, softmax_row, shares_row, angle_row, pool_row),
+    *(head, rarer, row),
 )  # each after those that it uses
 INLINED = (norm, plus, turn, head, row)  # a head of a row is a few nanoseconds of work
 
