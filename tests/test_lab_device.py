@@ -10,7 +10,7 @@ import torch
 
 from lockstep import cli
 from lockstep.attention.reference import attend_row
-from lockstep.lab import fuzz, oracle
+from lockstep.lab import fuzz, oracle, reverts
 from lockstep.lab.features import FEATURES
 from lockstep.lab.options import CPU, Device
 from lockstep.lab.properties import off
@@ -60,13 +60,22 @@ def test_the_tolerance_of_attention_holds_what_its_dtype_rounds_and_no_three_tim
 
 
 def test_a_backend_is_told_which_bugs_it_is_not_proven_against(capsys: pytest.CaptureFixture[str]):
-    names = "lockstep-score-chunk,sglang-24097"
+    names = "flashinfer-1148,lockstep-score-chunk,sglang-24097"
     some = ["--backend", "reference", "--name", names, "--workers", "0"]
     assert cli.main(["lab", "reverts", *some]) == 0
     said = capsys.readouterr().out
-    assert "reference is not proven against 1 bugs:" in said
+    assert "reference is not proven against 2 bugs:" in said
+    assert "flashinfer-1148       a bug in the text of cpu" in said
     assert "lockstep-score-chunk  its cells are refused: it promises no bits" in said
     assert "1 reverts in" in said and "1 killed, 0 survived" in said
+
+
+def test_every_revert_of_a_backends_own_text_says_whose_it_is():
+    for revert in map(reverts.load, reverts.names()):
+        module = revert.target.partition(":")[0]
+        own = module.removeprefix("lockstep.attention.").split(".")[0]
+        mine = own if own in ("cpu", "triton") and "attention" in module else ""
+        assert revert.backend == mine, f"{revert.name}: BACKEND = {mine!r}"
 
 
 def test_what_is_switched_on_in_a_trace_is_half_of_them_each_independently():

@@ -32,6 +32,7 @@ from lockstep.kernels.cpu import attend
 
 SOURCE = "flashinfer-ai/flashinfer#1148"
 TARGET = "lockstep.attention.cpu:kernel"
+BACKEND = "cpu"
 CELLS = ("chunked/group-7",)
 RELATED = ("flashinfer-4525", "vllm-flash-attention-87")
 

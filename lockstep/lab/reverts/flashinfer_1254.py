@@ -11,10 +11,11 @@ Mechanism:
    scale.
 3. Scores and outputs are computed on the stored numbers.
 Key functions:
-BatchPrefillWithPagedKVCacheWrapper's run. Here `attention.cpu.constants`, where a layer's spec
-becomes what the kernel takes.
+BatchPrefillWithPagedKVCacheWrapper's run. Here `attention.base.score_constants`, where every
+backend gets what a layer's scale and that of its keys make of a score.
 Symptom:
-Wrong by the scale in K and in V, only with an FP8 cache whose scales are not 1, only with LSE.
+Wrong by the scale in K (upstream in V too), only with an FP8 cache whose scales are not 1, only
+with LSE.
 Risk and impact:
 Silent: most checkpoints carry scales of 1, and the call without LSE was right.
 """
@@ -28,13 +29,13 @@ from typing import Any
 from lockstep.types import AttnSpec
 
 SOURCE = "flashinfer-ai/flashinfer#1254"
-TARGET = "lockstep.attention.cpu:constants"
+TARGET = "lockstep.attention.base:score_constants"
 CELLS = ("chunked/fp8-kv",)
 RELATED = ("sglang-34217", "sglang-28144", "vllm-48016")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def constants(attn: AttnSpec, heads: int) -> Any:
-        return old(replace(attn, k_scale=1.0, v_scale=1.0), heads)
+    def score_constants(spec: AttnSpec) -> Any:
+        return old(replace(spec, k_scale=1.0))
 
-    return constants
+    return score_constants

@@ -35,6 +35,7 @@ from lockstep.types import INT32_MAX, GroupSpec
 
 SOURCE = "flashinfer-ai/flashinfer#3871"
 TARGET = "lockstep.attention.cpu:Backend.bind"
+BACKEND = "cpu"
 CELLS = ("verify-chain/dense",)
 RELATED = ("sglang-26512", "sglang-10172")
 

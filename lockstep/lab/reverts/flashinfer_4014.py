@@ -10,10 +10,9 @@ Mechanism:
 2. A second call of the same shapes but another scale finds that entry.
 3. It runs with the first call's scale.
 Key functions:
-A graph cache of FlashInfer. Here `attention.cpu.constants`; its results are kept per AttnSpec,
-which is
-the whole of what they depend on. Every feature of the lab has two layers with different scales, for
-this reason.
+A graph cache of FlashInfer. Here `attention.base.score_constants`; backends keep its results per
+AttnSpec, which is the whole of what they depend on. Every feature of the lab has two layers with
+different scales, for this reason.
 Symptom:
 The first layer is right, the others are wrong by the ratio of the scales; which one is "first"
 depends on the order of calls.
@@ -29,15 +28,15 @@ from typing import Any
 from lockstep.types import AttnSpec
 
 SOURCE = "flashinfer-ai/flashinfer#4014"
-TARGET = "lockstep.attention.cpu:constants"
+TARGET = "lockstep.attention.base:score_constants"
 CELLS = ("chunked/dense",)
 RELATED = ("flashinfer-1028",)
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    kept: dict[int, Any] = {}
+    kept: dict[bool, Any] = {}
 
-    def constants(attn: AttnSpec, heads: int) -> Any:
-        return kept.setdefault(heads, old(attn, heads))
+    def score_constants(spec: AttnSpec) -> Any:
+        return kept.setdefault(spec.soft_cap is None, old(spec))
 
-    return constants
+    return score_constants

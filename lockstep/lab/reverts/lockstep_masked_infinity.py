@@ -30,6 +30,7 @@ from lockstep.kernels.cpu import attend
 
 SOURCE = "class: a masked value that is not finite (compare sgl-project/sglang#33974)"
 TARGET = "lockstep.attention.cpu:kernel"
+BACKEND = "cpu"
 CELLS = ("overflow/dense", "overflow/bf16-kv")
 RELATED = ("sglang-33974", "vllm-28181")
 

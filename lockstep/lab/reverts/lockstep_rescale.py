@@ -36,6 +36,7 @@ from lockstep.kernels.cpu.unit import online_softmax
 
 SOURCE = "numerics, trap 1 (measured, never released)"
 TARGET = "lockstep.attention.cpu:kernel"
+BACKEND = "cpu"
 CELLS = ("mixed/dense",)
 RELATED = ("sglang-26412", "vllm-51902")
 

@@ -38,6 +38,7 @@ from lockstep.types import GroupSpec
 
 SOURCE = "sgl-project/sglang#10721 (gate), #34683 (issue)"
 TARGET = "lockstep.attention.cpu:Backend.bind"
+BACKEND = "cpu"
 CELLS = ("fork/dense", "extend-prefix/dense")
 RELATED = ("sglang-26412", "vllm-51902")
 

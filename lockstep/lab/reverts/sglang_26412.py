@@ -46,6 +46,7 @@ from lockstep.types import GroupSpec, Layout
 
 SOURCE = "sgl-project/sglang#26412"
 TARGET = "lockstep.attention.cpu:Backend.bind"
+BACKEND = "cpu"
 CELLS = ("window-edges/window", "encode-decode/cross")
 RELATED = ("sglang-10721", "vllm-51902", "sglang-27869")
 

@@ -47,6 +47,7 @@ from lockstep.types import INT32_MAX, GroupSpec, Layout
 
 SOURCE = "sgl-project/sglang#26512, reverted by #26628"
 TARGET = "lockstep.attention.cpu:Backend.bind"
+BACKEND = "cpu"
 CELLS = ("draft-extend-fixed/dense",)
 RELATED = ("sglang-26651", "sglang-27545", "flashinfer-3871")
 

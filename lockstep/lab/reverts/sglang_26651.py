@@ -40,6 +40,7 @@ from lockstep.types import GroupSpec, Layout
 
 SOURCE = "sgl-project/sglang#26651"
 TARGET = "lockstep.attention.cpu:Backend.bind"
+BACKEND = "cpu"
 CELLS = ("draft-extend-fixed/dense",)
 RELATED = ("sglang-26512", "sglang-27545")
 

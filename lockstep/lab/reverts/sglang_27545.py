@@ -31,6 +31,7 @@ from lockstep.plan.step import StepPlan, ints
 
 SOURCE = "sgl-project/sglang#27545"
 TARGET = "lockstep.attention.cpu:blocks"
+BACKEND = "cpu"
 CELLS = ("draft-extend/dense",)
 RELATED = ("sglang-26651", "flashinfer-3871")
 

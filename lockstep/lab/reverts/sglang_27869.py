@@ -27,6 +27,7 @@ from lockstep.types import GroupSpec
 
 SOURCE = "sgl-project/sglang#27869"
 TARGET = "lockstep.attention.cpu:block_rows"
+BACKEND = "cpu"
 CELLS = ("mixed/dense",)
 RELATED = ("sglang-26412", "vllm-51902", "lockstep-rescale")
 EQUIVALENT = (

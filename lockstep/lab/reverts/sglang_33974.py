@@ -32,6 +32,7 @@ from lockstep.kernels.cpu import attend
 
 SOURCE = "sgl-project/sglang#33974"
 TARGET = "lockstep.attention.cpu:kernel"
+BACKEND = "cpu"
 CELLS = ("multi-item/dense",)
 RELATED = ("flashinfer-3717",)
 

@@ -35,6 +35,7 @@ from lockstep.types import GroupSpec
 
 SOURCE = "sgl-project/sglang#34217"
 TARGET = "lockstep.attention.cpu:Backend.bind"
+BACKEND = "cpu"
 CELLS = ("chunked/fp8-kv",)
 RELATED = ("flashinfer-1254", "sglang-26513")
 

@@ -36,6 +36,7 @@ from lockstep.types import GroupSpec, Layout
 
 SOURCE = "vllm-project/vllm#26325"
 TARGET = "lockstep.attention.cpu:Backend.bind"
+BACKEND = "cpu"
 CELLS = ("fork/sinks",)
 RELATED = ("flashinfer-4525",)
 

@@ -39,6 +39,7 @@ from lockstep.kernels.cpu.lanes import maximum, sub
 
 SOURCE = "vllm-project/vllm#28181, #39148, #27491"
 TARGET = "lockstep.attention.cpu:kernel"
+BACKEND = "cpu"
 CELLS = ("extend-cold/window",)
 RELATED = ("vllm-52796", "sglang-33974")
 

@@ -34,6 +34,7 @@ from lockstep.types import GroupSpec
 
 SOURCE = "vllm-project/vllm#51902"
 TARGET = "lockstep.attention.cpu:Backend.bind"
+BACKEND = "cpu"
 CELLS = ("mixed/dense", "fork/dense")
 RELATED = ("sglang-26412", "sglang-10721", "sglang-27869")
 

@@ -13,7 +13,7 @@ Mechanism:
 3. Whoever merges by this LSE weighs head h with the sum of another head.
 Key functions:
 The combine kernel of vLLM's FlashAttention fork (known from the issue). Here
-`attention.cpu.Backend.attend`, which returns both.
+`attention.base.natural`, which every kernel's LSE passes through and the output does not.
 Symptom:
 Outputs are right, and everything merged with them is wrong. Only a look at the LSE itself shows it.
 Risk and impact:
@@ -25,21 +25,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
-from lockstep.kv.pool import Keys
-from lockstep.types import AttnSpec
-
 SOURCE = "vllm-project/flash-attention#87"
-TARGET = "lockstep.attention.cpu:Backend.attend"
+TARGET = "lockstep.attention.base:natural"
 CELLS = ("chunked/group-7",)
 RELATED = ("vllm-52796", "flashinfer-1148")
 
+GROUP = 7  # query heads per kv head of its cell
+
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def attend(self: Any, q: Tensor, keys: Keys, handle: Any, spec: AttnSpec) -> Any:
-        out, lse = old(self, q, keys, handle, spec)
-        grouped = lse.view(len(q), handle.spec.kv_heads, handle.spec.group_size)
-        return out, grouped.transpose(1, 2).reshape(len(q), -1)
+    def natural(lse2: Any) -> Any:
+        rows, heads = lse2.shape
+        if heads % GROUP:
+            return old(lse2)
+        grouped = lse2.reshape(rows, heads // GROUP, GROUP)
+        return old(grouped.swapaxes(1, 2).reshape(rows, heads))
 
-    return attend
+    return natural
