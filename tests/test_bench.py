@@ -257,8 +257,7 @@ def test_host_time_is_measured_where_functions_were_imported_to(capsys):
 
     ours, before = Ours(None), vars(engine).copy()
     found = host_times(ours, QUICK)
-    for part in ("schedule", "build", "check", "lower", "settle", "model", "sample"):
-        assert found["medians"][part] > 0, part
+    assert {part for part, t in found["medians"].items() if not t} == {"pad"}, "it does not pad"
     assert vars(engine) == before, "what was replaced is put back"
 
 

@@ -62,7 +62,7 @@ class Sizes(NamedTuple):
     v_head: Any
 
 
-class Job(NamedTuple):
+class KernelArgs(NamedTuple):
     """Everything a call was given: byte addresses of tensors, pointers to plan data, constants."""
 
     q: Any
@@ -371,7 +371,7 @@ def tile_of(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: A
 # ---- splits and the whole unit ----
 
 
-def fresh(scratch: Any, rows: Any) -> None:
+def reset(scratch: Any, rows: Any) -> None:
     """Start a split: nothing seen."""
     for row in range(rows):
         scratch.m[row], scratch.sum[row] = -INF, ZERO
@@ -449,13 +449,13 @@ def run_unit(job: Any, scratch: Any, unit: Any) -> None:
     """All tiles that the unit sees, ascending, split by split; then its output."""
     sizes = job.sizes
     rows, lo, hi, tail = begin_unit(job, scratch, unit)
-    fresh(scratch, rows)
+    reset(scratch, rows)
     position = lo - lo % sizes.tile
     current = split_begin(position, sizes.split)
     while position < hi:
         if split_begin(position, sizes.split) != current:
             fold(job, scratch, rows)
-            fresh(scratch, rows)
+            reset(scratch, rows)
             current = split_begin(position, sizes.split)
         if position + sizes.tile <= tail:
             tile_of(job, scratch, unit, unit.begin, unit.end, position)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.kernels.cpu.lanes import float32_at, int32_at, int64_at, take
-from lockstep.kernels.cpu.unit import Job, Scratch, Sizes, Unit, run_unit
+from lockstep.kernels.cpu.unit import KernelArgs, Scratch, Sizes, Unit, run_unit
 from lockstep.order import LANES
 
 ALIGN = 64
@@ -91,8 +91,8 @@ def floats(record: Any, i: Any) -> Any:
 
 
 def unpack(record: Any) -> Any:
-    """The Job in a record. The arrays, in order: q, k, v, out, lse2, Table, Rows, blocks, sink2,
-    consts (as in attend.py)."""
+    """The KernelArgs in a record. The arrays, in order: q, k, v, out, lse2, Table, Rows, blocks,
+    sink2, consts (as in attend.py)."""
     z = SIZES
     sizes = Sizes(
         record[z], record[z + 1], record[z + 2], record[z + 3], record[z + 4], record[z + 5],
@@ -100,7 +100,7 @@ def unpack(record: Any) -> Any:
         record[z + 12],
     )  # fmt: skip
     consts = floats(record, 15)
-    return Job(
+    return KernelArgs(
         record[0], record[2], record[4], record[6], floats(record, 4),
         ints(record, 5), ints(record, 6), ints(record, 7), ints(record, 8), ints(record, 9),
         ints(record, 10), ints(record, 11), ints(record, 12), ints(record, BLOCKS),

@@ -28,6 +28,7 @@ COMPILED_FOR = {
     "lockstep/plan/rules.py": "lockstep/plan/check.py",
     "lockstep/kernels/cpu/gemm.py": "lockstep/nn/linear.py",
     "lockstep/kernels/cpu/rows.py": "lockstep/nn/norm.py",
+    "lockstep/sample/formulas.py": "lockstep/sample/sampler.py",
     "lockstep/kernels/cpu/sample.py": "lockstep/sample/sampler.py",
     "lockstep/kernels/cpu/sample_rows.py": "lockstep/sample/sampler.py",
     "lockstep/kernels/cpu/": "lockstep/attention/cpu.py",

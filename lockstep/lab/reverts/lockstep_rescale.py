@@ -14,8 +14,8 @@ Mechanism:
    is multiplied each time.
 4. How many such tiles there are depends on the block, so on the chunk and the batch.
 Key functions:
-The kernel texts `rescale`, which takes the difference of the maxima first, and `online_softmax_rows`, which
-leaves a row alone that sees nothing.
+The kernel texts `rescale`, which takes the difference of the maxima first, and
+`online_softmax_rows`, which leaves a row alone that sees nothing.
 Either one suffices; the revert removes both.
 Symptom:
 Values are right to within rounding. Bits depend on the chunking.
