@@ -28,7 +28,7 @@ from torch import Tensor
 from lockstep.attention import base
 from lockstep.kv.pool import Keys
 from lockstep.plan.address import paged
-from lockstep.plan.image import Views
+from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket, Group, StepPlan
 from lockstep.types import AttnSpec, GroupSpec, Layout
 
@@ -49,12 +49,12 @@ class Backend(base.Backend):
         """Three numbers for every row."""
         return 3 * bucket.tokens
 
-    def lower(self, plan: StepPlan, group: Group, views: Views) -> None:
+    def lower(self, plan: StepPlan, group: Group, views: PlanArrays) -> None:
         """Host: of every row its request, and the positions that it sees."""
         begins, ends = base.visible(plan, group)
         views.derived.reshape(3, -1)[:] = plan.request, begins, ends
 
-    def bind(self, spec: GroupSpec, bucket: Bucket, views: Views, variant: Hashable) -> Any:
+    def bind(self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Hashable) -> Any:
         """These numbers and the page table, where they lie on the device."""
         return views.derived.reshape(3, -1).T, base.addresses(spec, views)
 

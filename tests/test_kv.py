@@ -13,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import SINK, PagePool
-from lockstep.kv.pool import FreshView, PagedView, Pool, view
+from lockstep.kv.pool import UncachedKv, KvWriter, Pool, view
 from lockstep.kv.spec import arithmetic, group_bytes
 from lockstep.kv.tables import Table, keep_from
-from lockstep.plan.image import Views
+from lockstep.plan.image import PlanArrays
 from lockstep.types import AttnSpec, GroupSpec, Layout, OutOfPages, RuleError
 
 FULL = GroupSpec(
@@ -205,16 +205,16 @@ def test_moves_gather_all_and_then_scatter_all():
 def test_a_fresh_group_passes_its_rows_through_and_has_no_pool():
     spec = replace(FULL, layout=Layout.FRESH, layers=(AttnSpec(0.5),))
     empty = torch.zeros(0, dtype=torch.int32)
-    stores = view(spec, None, Views(*[empty] * 14))
-    assert isinstance(stores, FreshView)
+    stores = view(spec, None, PlanArrays(*[empty] * 14))
+    assert isinstance(stores, UncachedKv)
     k = torch.randn(3, 2, 8)
     assert stores.keys(0, k, k).k is k
     with pytest.raises(RuleError, match="a cached group has a pool"):
-        view(FULL, None, Views(*[empty] * 14))
+        view(FULL, None, PlanArrays(*[empty] * 14))
 
 
 def test_a_write_needs_a_row_for_every_slot():
     pool = Pool(FULL, 4, Ops())
-    stores = PagedView(pool, Views(*[torch.tensor([4, 5], dtype=torch.int32)] * 14))
+    stores = KvWriter(pool, PlanArrays(*[torch.tensor([4, 5], dtype=torch.int32)] * 14))
     with pytest.raises(RuleError, match="one K and one V row per slot"):
         stores.keys(0, torch.randn(1, 2, 8), torch.randn(1, 2, 8))

@@ -195,12 +195,12 @@ def test_a_number_frozen_at_the_launch_is_right_when_run_and_stale_when_replayed
 
 def test_a_write_slot_that_is_frozen_at_the_launch_is_stale_when_replayed(monkeypatch):
     want = answers(engine(tiny.LLAMA), ARRIVALS)
-    made = kv_pool.PagedView.__init__
+    made = kv_pool.KvWriter.__init__
 
     def frozen(self: Any, pool: Any, views: Any) -> None:
         made(self, pool, replace(views, write_slots=copied(views.write_slots)))
 
-    monkeypatch.setattr(kv_pool.PagedView, "__init__", frozen)
+    monkeypatch.setattr(kv_pool.KvWriter, "__init__", frozen)
     assert answers(engine(tiny.LLAMA, **PADDED), ARRIVALS) == want
     recorded = engine(tiny.LLAMA, graphs=True, **PADDED)
     assert answers(recorded, ARRIVALS) != want

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lockstep.kv.pool import Keys
 from lockstep.order import LN2, LOG2E
-from lockstep.plan.image import Views
+from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket, Group, PagedGroup, StepPlan
 from lockstep.types import AttnSpec, GroupSpec, Layout
 
@@ -79,7 +79,7 @@ class Backend(Protocol):
         own)."""
         return 0
 
-    def lower(self, plan: StepPlan, group: Group, views: Views) -> Hashable:
+    def lower(self, plan: StepPlan, group: Group, views: PlanArrays) -> Hashable:
         """Host, before every step, never recorded: fills `views.derived`, int32 [derived_len], all
         of it; `views` are numpy arrays of the step's image. Touches no cache.
 
@@ -88,7 +88,7 @@ class Backend(Protocol):
         """
         return None
 
-    def bind(self, spec: GroupSpec, bucket: Bucket, views: Views, variant: Hashable) -> Any:
+    def bind(self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Hashable) -> Any:
         """The handle of a launch: `views` are the image's arrays on the device, whose numbers may
         not be read here; `variant` is what `lower` returned."""
         ...
@@ -119,14 +119,14 @@ def window_begin(spec: GroupSpec, plan: StepPlan, hi: NDArray[np.int32]) -> NDAr
     return np.asarray(np.maximum(hi - spec.window, 0), np.int32)
 
 
-def addresses(spec: GroupSpec, views: Views) -> tuple[Any, Any, Any, int]:
+def addresses(spec: GroupSpec, views: PlanArrays) -> tuple[Any, Any, Any, int]:
     """page_ids, page_indptr, first_pos and page size of a group. A fresh group's rows are pages of
     one, in order."""
     size = 1 if spec.layout is Layout.FRESH else spec.page_size
     return views.page_ids, views.page_indptr, views.first_pos, size
 
 
-def lists(spec: GroupSpec, views: Views) -> tuple[Any, Any, Any]:
+def lists(spec: GroupSpec, views: PlanArrays) -> tuple[Any, Any, Any]:
     """start, tail_indptr and tail_slots of a group; no row of a cross or fresh group reaches its
     start."""
     return views.start, views.tail_indptr, views.tail_slots

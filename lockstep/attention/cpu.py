@@ -20,7 +20,7 @@ from lockstep.attention import base
 from lockstep.kernels.cpu import attend as kernels
 from lockstep.kernels.cpu.attend import Consts, Layer, Prepared, Rows, Shape, Table
 from lockstep.kv.pool import Keys, widened
-from lockstep.plan.image import Views
+from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket, Group, StepPlan
 from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, RuleError
 
@@ -63,7 +63,7 @@ class Backend:
         """lo and hi of every row, and three numbers per block."""
         return 2 * bucket.tokens + 3 * most_blocks(spec, bucket)
 
-    def lower(self, plan: StepPlan, group: Group, views: Views) -> None:
+    def lower(self, plan: StepPlan, group: Group, views: PlanArrays) -> None:
         """Who sees what, and the blocks; those that are not needed are empty."""
         (lo, hi), rows = base.visible(plan, group), plan.bucket.tokens
         cut = blocks(plan, block_rows(group.spec)).reshape(-1)
@@ -72,7 +72,7 @@ class Backend:
         views.derived[2 * rows : 2 * rows + len(cut)] = cut
         views.derived[2 * rows + len(cut) :] = 0
 
-    def bind(self, spec: GroupSpec, bucket: Bucket, views: Views, variant: None) -> Handle:
+    def bind(self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: None) -> Handle:
         """What the kernel finds in the image."""
         page_ids, page_indptr, first_pos, page_size = base.addresses(spec, views)
         table = Table(page_ids, page_indptr, first_pos, *base.lists(spec, views))

@@ -20,7 +20,7 @@ from torch import Tensor
 from lockstep.attention import base
 from lockstep.kv.pool import Keys
 from lockstep.plan import address
-from lockstep.plan.image import Views
+from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket
 from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout
 
@@ -45,7 +45,7 @@ class Handle:
     """A group's arrays, where they lie."""
 
     spec: GroupSpec
-    views: Views
+    views: PlanArrays
 
 
 class Backend(base.Backend):
@@ -54,7 +54,7 @@ class Backend(base.Backend):
 
     caps = CAPS
 
-    def bind(self, spec: GroupSpec, bucket: Bucket, views: Views, variant: Hashable) -> Handle:
+    def bind(self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Hashable) -> Handle:
         return Handle(spec, views)
 
     def attend(
@@ -63,7 +63,7 @@ class Backend(base.Backend):
         """One row after the other."""
         out = torch.zeros(*q.shape[:2], keys.v.shape[2])
         lse = torch.full(q.shape[:2], -math.inf)
-        views = Views(**{name: _host(array) for name, array in vars(handle.views).items()})
+        views = PlanArrays(**{name: _host(array) for name, array in vars(handle.views).items()})
         for row in range(len(q)):
             slots = torch.from_numpy(_slots(views, handle.spec, row))
             k, v = (_load(t, slots) for t in keys)
@@ -102,7 +102,7 @@ def _host(array: Any) -> NDArray[np.int32]:
     return array.cpu().numpy() if isinstance(array, Tensor) else np.asarray(array)
 
 
-def _slots(views: Views, spec: GroupSpec, row: int) -> NDArray[np.int64]:
+def _slots(views: PlanArrays, spec: GroupSpec, row: int) -> NDArray[np.int64]:
     request = int(np.searchsorted(views.q_indptr, row, side="right")) - 1
     p, kv_len = int(views.positions[row]), int(views.kv_lens[request])
     first = 0 if spec.window is None else max(0, p - spec.window + 1)

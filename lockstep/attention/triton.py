@@ -22,7 +22,7 @@ from lockstep.attention import base
 from lockstep.kernels.triton import items, launch, tuning
 from lockstep.kernels.triton.launch import Addresses, Call, Scoring, Scratch, Shape, Tuning
 from lockstep.kv.pool import Keys, widened
-from lockstep.plan.image import Views
+from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket, FreshGroup, Group, StepPlan
 from lockstep.types import INT32_MAX, AttnSpec, GroupSpec, Layout, RuleError
 
@@ -79,7 +79,7 @@ class Backend:
         """The items of all launches."""
         return ITEM * most_items(spec, bucket)
 
-    def lower(self, plan: StepPlan, group: Group, views: Views) -> tuple[Launch, ...]:
+    def lower(self, plan: StepPlan, group: Group, views: PlanArrays) -> tuple[Launch, ...]:
         """Writes the items; which launches there are, and how large, depends on the step."""
         spec = group.spec
         chosen = order.attention_order(order.SM90, spec.d_qk, spec.d_v)
@@ -94,7 +94,7 @@ class Backend:
         return tuple(launches)
 
     def bind(
-        self, spec: GroupSpec, bucket: Bucket, views: Views, variant: tuple[Launch, ...]
+        self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: tuple[Launch, ...]
     ) -> Handle:
         """The image's arrays as the kernels take them, and scratch."""
         derived, tables, at = torch.as_tensor(views.derived), [], 0
@@ -203,7 +203,7 @@ def most_items(spec: GroupSpec, bucket: Bucket) -> int:
     return first_blocks + requests + max(flat // whole.rows, in_parts) + tokens // tuning.TOKENS
 
 
-def addresses(spec: GroupSpec, views: Views) -> Addresses:
+def addresses(spec: GroupSpec, views: PlanArrays) -> Addresses:
     """The device's arrays."""
     page_ids, _, _, page_size = base.addresses(spec, views)
     start, tail_indptr, tail_slots = map(torch.as_tensor, base.lists(spec, views))

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from lockstep.kv.spec import check_fits, group_bytes, storage_shapes
 from lockstep.ops import Ops
 from lockstep.order import stored_len
-from lockstep.plan.image import Views
+from lockstep.plan.image import PlanArrays
 from lockstep.types import KV_FORMATS, GroupSpec, Layout, RuleError
 
 Allocate = Callable[[tuple[int, int, int], torch.dtype, torch.device], Tensor]
@@ -86,10 +86,10 @@ class Pool:
         return sum(s.numel() * s.element_size() for layer in self.storages for s in layer)
 
 
-class PagedView:
+class KvWriter:
     """A paged group during one step."""
 
-    def __init__(self, pool: Pool, views: Views) -> None:
+    def __init__(self, pool: Pool, views: PlanArrays) -> None:
         self.pool, self.views = pool, views
         self.slots: Tensor = views.write_slots
 
@@ -112,7 +112,7 @@ class PagedView:
         return self.pool.keys(layer)
 
 
-class FreshView:
+class UncachedKv:
     """A fresh group during one step: nothing to write, nothing old to read."""
 
     def relocate(self) -> None:
@@ -142,15 +142,15 @@ def in_stored_memory(rows: Tensor) -> Tensor:
     return rows if columns == d else widened(rows, columns)[..., :d]
 
 
-def view(spec: GroupSpec, pool: Pool | None, views: Views) -> PagedView | FreshView:
+def view(spec: GroupSpec, pool: Pool | None, views: PlanArrays) -> KvWriter | UncachedKv:
     """How a group reads and writes in one step."""
     if spec.layout is Layout.FRESH:
-        return FreshView()
+        return UncachedKv()
     if pool is None:
         raise RuleError(
             "a cached group has a pool", f"{spec.layout} without one", "Make a Pool for it"
         )
-    return PagedView(pool, views)
+    return KvWriter(pool, views)
 
 
 def _bits(tensor: Tensor) -> Tensor:

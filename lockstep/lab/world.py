@@ -203,7 +203,7 @@ class World:
         self,
         g: int,
         layer: int,
-        step: tuple[StepPlan, kv_pool.PagedView | kv_pool.FreshView, object],
+        step: tuple[StepPlan, kv_pool.KvWriter | kv_pool.UncachedKv, object],
         uids: list[int],
     ) -> None:
         plan, stores, handle = step

@@ -35,7 +35,7 @@ ALIGN = 4  # every array begins at a multiple of 16 bytes: kernels are compiled 
 
 
 @dataclass(frozen=True, eq=False)
-class Views:
+class PlanArrays:
     """The arrays of one group inside an image, in the image's own array type.
 
     `start` is INT32_MAX, above every position, in groups whose rows have no lists: cross and fresh
@@ -76,7 +76,7 @@ class ImageLayout:
         sizes = (_header_len(len(self.specs)), *self._row_sizes(), *chain(*groups))
         return sum(map(aligned, sizes))
 
-    def views(self, image: Any) -> tuple[Views, ...]:
+    def views(self, image: Any) -> tuple[PlanArrays, ...]:
         """Per group, where its arrays lie in `image`."""
         rows, at = self.rows(image)
         out = []
@@ -84,7 +84,7 @@ class ImageLayout:
             (start, *cache), at = _take(image, at, self._group_sizes(g))
             cache[6] = cache[6].reshape(-1, 2)
             own = [*rows[:3], rows[3] if lists(spec) else start, *rows[4:], *cache]
-            out.append(Views(*own))
+            out.append(PlanArrays(*own))
         return tuple(out)
 
     def rows(self, image: Any) -> tuple[list[Any], int]:
@@ -120,7 +120,7 @@ def lists(spec: GroupSpec) -> bool:
 
 def write(
     image: NDArray[np.int32], layout: ImageLayout, plan: StepPlan, ids: Sequence[int] | Ints
-) -> tuple[Views, ...]:
+) -> tuple[PlanArrays, ...]:
     """Fills `image` with the plan and the tokens of its rows, pad rows' included; what is derived
     stays as it was. Returns its views."""
     head = _header(plan)
@@ -137,7 +137,7 @@ def write(
     return views
 
 
-def write_group(own: Views, plan: StepPlan, group: Group) -> None:
+def write_group(own: PlanArrays, plan: StepPlan, group: Group) -> None:
     if not lists(group.spec):
         own.start[:] = INT32_MAX
     if isinstance(group, FreshGroup):
@@ -190,7 +190,7 @@ def unpack(image: Ints, layout: ImageLayout) -> StepPlan:
     )
 
 
-def _paged(spec: GroupSpec, own: Views) -> PagedGroup:
+def _paged(spec: GroupSpec, own: PlanArrays) -> PagedGroup:
     return PagedGroup(
         spec=spec,
         kv_lens=ints(own.kv_lens),

@@ -20,7 +20,7 @@ from lockstep.kv.pool import Pool
 from lockstep.ops import Ops
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.check import check
-from lockstep.plan.image import ImageLayout, Views
+from lockstep.plan.image import ImageLayout, PlanArrays
 from lockstep.plan.step import Bucket, Ints, Real, StepPlan
 from lockstep.run.arena import Arena
 from lockstep.run.kind import StepKind
@@ -129,18 +129,18 @@ class Runner:
         return output
 
 
-def inputs(rows: Views) -> tuple[Tensor, Tensor]:
+def inputs(rows: PlanArrays) -> tuple[Tensor, Tensor]:
     """What a model is told: the token and the position of every row."""
     return rows.ids, rows.positions
 
 
-def emitted(hidden: Tensor, rows: Views) -> Tensor:
+def emitted(hidden: Tensor, rows: PlanArrays) -> Tensor:
     """The rows that the plan emits, and those that pad them."""
     return hidden.index_select(0, rows.emit)
 
 
 def planner_buffers(
-    layout: ImageLayout, views: Sequence[Views], variants: Variants, backend: Backend
+    layout: ImageLayout, views: Sequence[PlanArrays], variants: Variants, backend: Backend
 ) -> tuple[int, ...]:
     """Where the buffers lie that a library's planner keeps for this step."""
     names = backend.caps.planner_buffers

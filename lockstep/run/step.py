@@ -21,7 +21,7 @@ from lockstep.kernels.operation import operation
 from lockstep.kv import pool as kv
 from lockstep.kv.pool import Pool
 from lockstep.plan import image as plan_image
-from lockstep.plan.image import ImageLayout, Views
+from lockstep.plan.image import ImageLayout, PlanArrays
 from lockstep.plan.step import Ints, StepPlan
 from lockstep.types import GroupSpec
 
@@ -37,7 +37,7 @@ class Step:
     """One step, ready to run. `layer_map` tells a model's attention layers their groups."""
 
     specs: tuple[GroupSpec, ...]
-    stores: tuple[kv.PagedView | kv.FreshView, ...]
+    stores: tuple[kv.KvWriter | kv.UncachedKv, ...]
     handles: tuple[Any, ...]
     layer_map: Sequence[GroupLayer]
     attend_keys: Callable[..., tuple[Tensor, Tensor]]  # the backend's `attend`, as an operation
@@ -83,7 +83,7 @@ def lower(
 
 
 def handles_of(
-    layout: ImageLayout, views: Sequence[Views], variants: Variants, backend: Backend
+    layout: ImageLayout, views: Sequence[PlanArrays], variants: Variants, backend: Backend
 ) -> tuple[Any, ...]:
     """What `attend` takes, per group."""
     groups = enumerate(zip(layout.specs, views, variants, strict=True))
@@ -92,7 +92,7 @@ def handles_of(
 
 def bind(
     layout: ImageLayout,
-    views: Sequence[Views],
+    views: Sequence[PlanArrays],
     variants: Variants,
     backend: Backend,
     pools: Sequence[Pool | None],

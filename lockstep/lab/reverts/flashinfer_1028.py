@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.plan.image import Views
+from lockstep.plan.image import PlanArrays
 from lockstep.types import GroupSpec
 
 SOURCE = "flashinfer-ai/flashinfer#1028"
@@ -41,7 +41,7 @@ RELATED = ("flashinfer-4014", "sglang-29616")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     kept: dict[Any, Any] = {}
 
-    def lists(spec: GroupSpec, views: Views) -> Any:
+    def lists(spec: GroupSpec, views: PlanArrays) -> Any:
         arrays = [np.array(a, np.int32) for a in old(spec, views)]
         if len(arrays[2]):
             kept[spec] = arrays

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.kernels.cpu.attend import Prepared, Rows, Table
-from lockstep.plan.image import Views
+from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket
 from lockstep.types import INT32_MAX, GroupSpec
 
@@ -41,7 +41,7 @@ RELATED = ("sglang-26512", "sglang-10172")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: Views, variant: Any) -> Any:
+    def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Any) -> Any:
         handle = old(self, spec, bucket, views, variant)
         q_indptr = np.asarray(views.q_indptr)
         request = np.repeat(np.arange(bucket.requests), np.diff(q_indptr))

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.plan.image import Views
+from lockstep.plan.image import PlanArrays
 from lockstep.types import GroupSpec
 
 SOURCE = "ggml-org/llama.cpp#27994, #27752"
@@ -35,7 +35,7 @@ RELATED = ("trtllm-12306", "trtllm-6136")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def addresses(spec: GroupSpec, views: Views) -> Any:
+    def addresses(spec: GroupSpec, views: PlanArrays) -> Any:
         page_ids, page_indptr, first_pos, size = old(spec, views)
         ids, ends = np.array(page_ids, np.int32), np.asarray(page_indptr)
         nth = np.arange(ends[-1]) - np.repeat(ends[:-1], np.diff(ends))

@@ -11,7 +11,7 @@ Mechanism:
 2. On every replay the keys of the new tokens go to the slots of the recorded step.
 3. The rows read their own slots, which nobody wrote, and somebody else's page holds foreign keys.
 Key functions:
-`kv.pool.PagedView`: the slots are converted by the launch, from the arena.
+`kv.pool.KvWriter`: the slots are converted by the launch, from the arena.
 Symptom:
 The first replayed token is wrong, and so are the requests whose pages were overwritten.
 Risk and impact:
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 SOURCE = "class: a slot that a graph does not read (compare sgl-project/sglang#27360, #32555)"
-TARGET = "lockstep.kv.pool:PagedView.__init__"
+TARGET = "lockstep.kv.pool:KvWriter.__init__"
 CELLS = ("engine-replay/llama", "engine-replay/qwen3")
 RELATED = ("sglang-27360", "vllm-43810")
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 SOURCE = "house rule: lowering touches no cache"
-TARGET = "lockstep.kv.pool:PagedView.relocate"
+TARGET = "lockstep.kv.pool:KvWriter.relocate"
 CELLS = ("engine-replay/llama",)
 RELATED = ("lockstep-stale-moves", "llamacpp-14742")
 

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from lockstep import order
-from lockstep.plan.image import Views
+from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket
 from lockstep.types import GroupSpec
 
@@ -44,7 +44,7 @@ RELATED = ("sglang-26412", "vllm-51902")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: Views, variant: Any) -> Any:
+    def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Any) -> Any:
         handle = old(self, spec, bucket, views, variant)
         q_indptr = np.asarray(views.q_indptr)
         first = q_indptr[:-1][np.diff(q_indptr) > 0]

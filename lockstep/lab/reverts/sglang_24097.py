@@ -38,8 +38,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kv.pool import FreshView, Keys, Pool
-from lockstep.plan.image import Views
+from lockstep.kv.pool import UncachedKv, Keys, Pool
+from lockstep.plan.image import PlanArrays
 from lockstep.types import GroupSpec, Layout
 
 SOURCE = "sgl-project/sglang#24097, introduced by #21971"
@@ -48,7 +48,7 @@ CELLS = ("embed/embed-latent",)
 RELATED = ("sglang-27343", "sglang-10172")
 
 
-class Unwritten(FreshView):
+class Unwritten(UncachedKv):
     """The write is skipped, the read is not."""
 
     def keys(self, layer: int, k: Tensor | None, v: Tensor | None) -> Keys:
@@ -58,7 +58,7 @@ class Unwritten(FreshView):
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def view(spec: GroupSpec, pool: Pool | None, views: Views) -> Any:
+    def view(spec: GroupSpec, pool: Pool | None, views: PlanArrays) -> Any:
         absorbed = spec.layout is Layout.FRESH and spec.kv_heads == 1 and spec.d_v < spec.d_qk
         return Unwritten() if absorbed else old(spec, pool, views)
 

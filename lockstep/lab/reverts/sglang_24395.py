@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.plan.image import Views
+from lockstep.plan.image import PlanArrays
 from lockstep.types import GroupSpec
 
 SOURCE = "sgl-project/sglang#24395"
@@ -38,7 +38,7 @@ RELATED = ("sglang-24617", "sglang-19107", "sglang-8685")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     full: list[Any] = []  # the table of the step's first group
 
-    def addresses(spec: GroupSpec, views: Views) -> Any:
+    def addresses(spec: GroupSpec, views: PlanArrays) -> Any:
         *table, size = old(spec, views)
         if spec.window is None:
             full[:] = table

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.plan.image import Views
+from lockstep.plan.image import PlanArrays
 from lockstep.types import GroupSpec
 
 SOURCE = "sgl-project/sglang#24617"
@@ -41,7 +41,7 @@ RELATED = ("sglang-24395", "sglang-19107", "sglang-9279")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     full: list[Any] = []  # the lists of the step's first group
 
-    def lists(spec: GroupSpec, views: Views) -> Any:
+    def lists(spec: GroupSpec, views: PlanArrays) -> Any:
         start, tail_indptr, tail_slots = old(spec, views)
         if spec.window is None:
             full[:] = [tail_slots]

@@ -40,7 +40,7 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep import order
-from lockstep.plan.image import Views
+from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket
 from lockstep.types import GroupSpec, Layout
 
@@ -54,7 +54,7 @@ WORKERS = 2
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: Views, variant: Any) -> Any:
+    def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Any) -> Any:
         handle = old(self, spec, bucket, views, variant)
         forgotten = spec.window is not None or not spec.causal
         if not forgotten or spec.layout is Layout.FRESH or not len(views.positions):

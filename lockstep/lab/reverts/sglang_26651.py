@@ -34,7 +34,7 @@ import numpy as np
 
 from lockstep.kernels.cpu.attend import Prepared, Rows, Table
 from lockstep.plan.build import indptr
-from lockstep.plan.image import Views
+from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket
 from lockstep.types import GroupSpec, Layout
 
@@ -46,7 +46,7 @@ RELATED = ("sglang-26512", "sglang-27545")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: Views, variant: Any) -> Any:
+    def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Any) -> Any:
         handle = old(self, spec, bucket, views, variant)
         q_indptr, slots = np.asarray(views.q_indptr), np.asarray(views.write_slots)
         request = np.repeat(np.arange(bucket.requests), np.diff(q_indptr))

@@ -29,7 +29,7 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.attention import cpu
-from lockstep.plan.image import Views
+from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket
 from lockstep.types import GroupSpec
 
@@ -41,7 +41,7 @@ RELATED = ("flashinfer-1254", "sglang-26513")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: Views, variant: Any) -> Any:
+    def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Any) -> Any:
         handle = old(self, spec, bucket, views, variant)
         if not views.positions[views.q_indptr[:-1].long()].any():  # nobody has a prefix
             return handle

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.plan.image import Views
+from lockstep.plan.image import PlanArrays
 from lockstep.types import GroupSpec
 
 SOURCE = "sgl-project/sglang#4855"
@@ -38,7 +38,7 @@ RELATED = ("sglang-8685", "sglang-15469")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def addresses(spec: GroupSpec, views: Views) -> Any:
+    def addresses(spec: GroupSpec, views: PlanArrays) -> Any:
         page_ids, page_indptr, first_pos, size = old(spec, views)
         slots = np.asarray(page_ids) * np.int32(size)
         decodes = len(views.positions) == len(views.first_pos)  # one row per request

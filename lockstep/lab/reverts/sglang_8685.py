@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.plan.image import Views
+from lockstep.plan.image import PlanArrays
 from lockstep.types import GroupSpec
 
 SOURCE = "sgl-project/sglang#8685"
@@ -39,7 +39,7 @@ RELATED = ("sglang-4855", "sglang-24395")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     first: list[int] = []  # the page size of the model's first group
 
-    def addresses(spec: GroupSpec, views: Views) -> Any:
+    def addresses(spec: GroupSpec, views: PlanArrays) -> Any:
         page_ids, page_indptr, first_pos, size = old(spec, views)
         if spec.window is None:
             first[:] = [size]

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.plan.image import Views
+from lockstep.plan.image import PlanArrays
 from lockstep.types import GroupSpec
 
 SOURCE = "sgl-project/sglang#9279"
@@ -40,7 +40,7 @@ RELATED = ("sglang-24617", "sglang-26513")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def lists(spec: GroupSpec, views: Views) -> Any:
+    def lists(spec: GroupSpec, views: PlanArrays) -> Any:
         start, tail_indptr, tail_slots = old(spec, views)
         if spec.window is None or not len(tail_slots):
             return start, tail_indptr, tail_slots

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.kernels.cpu.attend import Consts, layer
-from lockstep.plan.image import Views
+from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket
 from lockstep.types import GroupSpec, Layout
 
@@ -42,7 +42,7 @@ RELATED = ("flashinfer-4525",)
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: Views, variant: Any) -> Any:
+    def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Any) -> Any:
         handle = old(self, spec, bucket, views, variant)
         ids = np.asarray(views.page_ids)[np.asarray(views.page_ids) > 0]
         if spec.layout is Layout.FRESH or len(np.unique(ids)) == len(ids):
