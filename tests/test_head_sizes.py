@@ -19,7 +19,7 @@ from lockstep import LLM, order
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
-from lockstep.kv.spec import arithmetic, group_bytes, slot_bytes
+from lockstep.kv.sizing import arithmetic, group_bytes, slot_bytes
 from lockstep.kv.tables import Table
 from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, Refused
 

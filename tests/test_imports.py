@@ -38,7 +38,7 @@ TOOLS = {"lab", "bench"}  # see everything; seen by `cli` alone, inside function
 FACE = {"cli", "__main__"}
 UNITS = BASE | set(CHAIN) | SIDE | TOOLS | FACE
 # what of kv and run holds numbers, not tensors: all that sched sees of them
-HOST = {"kv": {"pages", "tables", "prefix", "spec"}, "run": {"kind"}}
+HOST = {"kv": {"pages", "tables", "prefix", "sizing"}, "run": {"kind"}}
 
 TORCH_FREE = ("plan", "sched", *(f"{u}.{name}" for u, names in HOST.items() for name in names))
 

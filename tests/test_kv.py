@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lockstep.kernels.cpu.ops import Ops
-from lockstep.kv.pages import SINK, PagePool
-from lockstep.kv.pool import UncachedKv, KvWriter, Pool, view
-from lockstep.kv.spec import arithmetic, group_bytes
+from lockstep.kv.pages import NULL_PAGE, PagePool
+from lockstep.kv.pool import KvWriter, Pool, UncachedKv, view
+from lockstep.kv.sizing import arithmetic, group_bytes
 from lockstep.kv.tables import Table, keep_from
 from lockstep.plan.image import PlanArrays
 from lockstep.types import AttnSpec, GroupSpec, Layout, OutOfPages, RuleError
@@ -27,7 +27,7 @@ WINDOW = replace(FULL, window=6, page_size=2)
 
 def test_pages_are_taken_all_or_none_and_the_sink_is_nobodys():
     pool = PagePool(4)
-    assert SINK not in pool.take(3)
+    assert NULL_PAGE not in pool.take(3)
     with pytest.raises(OutOfPages, match="0 of 3 pages are free; got a request for 1"):
         pool.take(1)
 
@@ -131,7 +131,7 @@ class Requests(RuleBasedStateMachine):
         for g, pool in enumerate(self.pools):
             pool.check()
             named = np.zeros(pool.num_pages, np.int32)
-            named[SINK] = 1
+            named[NULL_PAGE] = 1
             for table, _ in self.live.values():
                 np.add.at(named, table.pages(g).page_ids, 1)
             assert np.array_equal(named, pool.refs)

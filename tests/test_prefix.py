@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lockstep.kv.pages import SINK, PagePool
+from lockstep.kv.pages import NULL_PAGE, PagePool
 from lockstep.kv.prefix import Node, Path, Prefix, Root
 from lockstep.kv.tables import Table, keep_from
 from lockstep.plan import check as plan_check
@@ -529,7 +529,7 @@ def test_a_hit_behind_a_window_names_no_page_that_was_not_written():
     r = w.open(ids(30))
     assert r.cached == 28
     assert r.table.first_pos == [0, 22]
-    assert SINK not in r.table.held(1) and len(r.table.held(1)) == 3
+    assert NULL_PAGE not in r.table.held(1) and len(r.table.held(1)) == 3
     w.write(r, 2)
     w.verify()
     plan = build(w.specs, [Work(28, 2, (r.table.pages(0), r.table.pages(1)))])

@@ -183,8 +183,7 @@ GROWING = [(0, 9), (3, 2), (5, 2)]
 
 
 @pytest.mark.parametrize(
-    ("frozen", "arrivals"),
-    [(FrozenLengths, ALONE), (FrozenPages, ARRIVALS), (FrozenPads, GROWING)],
+    ("frozen", "arrivals"), [(FrozenLengths, ALONE), (FrozenPages, ARRIVALS), (FrozenPads, GROWING)]
 )
 def test_a_number_frozen_at_the_launch_is_right_when_run_and_stale_when_replayed(frozen, arrivals):
     want = answers(engine(tiny.LLAMA), arrivals)

@@ -152,7 +152,7 @@ def sink_logits2(spec: AttnSpec, heads: int) -> NDArray[np.float32]:
     return (np.asarray(spec.sinks, np.float64) * LOG2E).astype(np.float32)
 
 
-def natural(lse2: Any) -> Any:
+def log2_to_ln(lse2: Any) -> Any:
     """LSE is natural log everywhere inside Lockstep; kernels that work in base 2 convert here:
     arrays or tensors."""
     return lse2 * LN2

@@ -115,7 +115,7 @@ class Backend:
             )
             kernel()(q, k, v, out, lse2, handle.prepared, shape, handle.layers[spec])
         return narrowed(out, group.d_v), torch.from_numpy(
-            base.natural(lse2.numpy())
+            base.log2_to_ln(lse2.numpy())
         )  # a few numbers: numpy is quicker there
 
 

@@ -24,7 +24,7 @@ from lockstep.bench.machine import block, place, race, set_threads
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
-from lockstep.kv.spec import group_bytes
+from lockstep.kv.sizing import group_bytes
 from lockstep.kv.tables import Table
 from lockstep.lab.document import write
 from lockstep.plan.build import Work, build

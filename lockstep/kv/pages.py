@@ -13,7 +13,7 @@ import numpy as np
 
 from lockstep.types import OutOfPages, RuleError
 
-SINK = 0
+NULL_PAGE = 0
 
 
 class PagePool:
@@ -27,7 +27,7 @@ class PagePool:
                 "Give the cache more memory",
             )
         self.refs = np.zeros(num_pages, np.int32)
-        self.refs[SINK] = 1
+        self.refs[NULL_PAGE] = 1
         self.kept = np.zeros(num_pages, np.int32)
         self.idle = 0  # pages that nobody but the tree holds
         self._holds, self._kept = (
@@ -62,7 +62,7 @@ class PagePool:
         """One more hold on each page; each must be held already."""
         holds = self._holds
         for page in pages:
-            if holds[page] < 1 or page == SINK:
+            if holds[page] < 1 or page == NULL_PAGE:
                 raise RuleError(
                     "only a held page can be shared",
                     f"page {page} with {holds[page]} holds",
@@ -76,7 +76,7 @@ class PagePool:
         now."""
         freed, holds = [], self._holds
         for page in pages:
-            if holds[page] < 1 or page == SINK:
+            if holds[page] < 1 or page == NULL_PAGE:
                 raise RuleError(
                     "a page is given back once per hold",
                     f"page {page} with {holds[page]} holds",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.kv.spec import check_fits, group_bytes, storage_shapes
+from lockstep.kv.sizing import check_fits, group_bytes, storage_shapes
 from lockstep.ops import Ops
 from lockstep.order import stored_len
 from lockstep.plan.image import PlanArrays

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.config import EngineConfig
-from lockstep.kv.spec import arithmetic, check_fits, group_bytes
+from lockstep.kv.sizing import arithmetic, check_fits, group_bytes
 from lockstep.kv.tables import held_pages
 from lockstep.types import GroupSpec, Layout, RuleError
 

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kv.pool import UncachedKv, Keys, Pool
+from lockstep.kv.pool import Keys, Pool, UncachedKv
 from lockstep.plan.image import PlanArrays
 from lockstep.types import GroupSpec, Layout
 

@@ -13,7 +13,7 @@ Mechanism:
    the error is largest.
 Key functions:
 vLLM's merge of chunked context (known from the issue; SGLang has the same pattern in two places).
-Here `attention.base.natural`, the one
+Here `attention.base.log2_to_ln`, the one
 place where a kernel's base 2 becomes natural.
 Symptom:
 Warm runs differ from cold ones. Where nothing is merged, only a look at the LSE itself shows it:
@@ -30,13 +30,13 @@ from typing import Any
 from torch import Tensor
 
 SOURCE = "vllm-project/vllm#52796"
-TARGET = "lockstep.attention.base:natural"
+TARGET = "lockstep.attention.base:log2_to_ln"
 CELLS = ("chunked/latent",)
 RELATED = ("flashinfer-787", "vllm-flash-attention-87")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def natural(lse2: Tensor) -> Any:
+    def log2_to_ln(lse2: Tensor) -> Any:
         return lse2
 
-    return natural
+    return log2_to_ln
