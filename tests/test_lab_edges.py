@@ -13,27 +13,27 @@ from lockstep.attention import select
 from lockstep.cli import make_parser
 from lockstep.config import EngineConfig
 from lockstep.kernels.cpu import sample
-from lockstep.lab import limits, pads, reverts, spoilt
+from lockstep.lab import capacity_recipes, pads, reverts, spoilt
+from lockstep.lab.attention_harness import AttentionHarness, Setting
+from lockstep.lab.engine_harness import EngineHarness
+from lockstep.lab.engine_recipes import error
 from lockstep.lab.features import FEATURES
 from lockstep.lab.oracle import Rows, overflowed, values, weighted
 from lockstep.lab.recipes import RECIPES, write
-from lockstep.lab.rig import Rig
 from lockstep.lab.script import Compute
-from lockstep.lab.stories import error
 from lockstep.lab.tiny import LLAMA
-from lockstep.lab.world import Setting, World
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.types import RuleError
 
 SAMPLING = "lockstep.kernels.cpu.sample_rows:compiled"
 
 
-def draft_world() -> tuple[World, list[Compute]]:
+def draft_world() -> tuple[AttentionHarness, list[Compute]]:
     """A world in the middle of the drafts of three requests, and what they compute next."""
     feature = FEATURES[0]
     script = write(next(r for r in RECIPES if r.name == "draft-decode"), feature)
     rows = values(feature.groups(16), len(script.parents))
-    world = World(feature, script, rows, select.load("cpu"), Setting())
+    world = AttentionHarness(feature, script, rows, select.load("cpu"), Setting())
     for step in script.steps[:3]:
         world._play(step)
     return world, [a for a in script.steps[3] if isinstance(a, Compute)]
@@ -86,13 +86,17 @@ def test_a_plan_that_shares_a_page_is_noticed_in_a_draft_step_and_a_blind_check_
 
 
 def test_what_is_exactly_full_works_and_one_more_is_said_with_both_numbers():
-    assert [limits.padded("requests", (1,) * n) for n in (5, 6, 9)] == ["5", "9", "9"]
-    assert limits.padded("requests", (1,) * 10).startswith("a step has at most 9 requests; got 10.")
+    assert [capacity_recipes.padded("requests", (1,) * n) for n in (5, 6, 9)] == ["5", "9", "9"]
+    assert capacity_recipes.padded("requests", (1,) * 10).startswith(
+        "a step has at most 9 requests; got 10."
+    )
 
 
 def test_an_error_that_loses_a_request_is_found(monkeypatch: pytest.MonkeyPatch):
-    rig = Rig(LLAMA, select.load("cpu"))
-    monkeypatch.setattr("lockstep.lab.rig.STEPS", 3)  # stands for an engine that does not go on
+    rig = EngineHarness(LLAMA, select.load("cpu"))
+    monkeypatch.setattr(
+        "lockstep.lab.engine_harness.STEPS", 3
+    )  # stands for an engine that does not go on
     error.play(rig, quick=True)
     assert any("never ended" in fault or "were taken in" in fault for fault in rig.faults["error"])
 

@@ -13,10 +13,10 @@ from lockstep import cli
 from lockstep.attention import select
 from lockstep.lab import choice, matrix, reverts
 from lockstep.lab.cells import Cell, cells, run_cell
+from lockstep.lab.engine_harness import EngineHarness, stream_faults
+from lockstep.lab.engine_recipes import GREEDY, PLAIN, THREE, words
 from lockstep.lab.options import RunOptions
 from lockstep.lab.recompute import Order
-from lockstep.lab.rig import Rig, stream_faults
-from lockstep.lab.stories import GREEDY, PLAIN, THREE, words
 from lockstep.lab.tables import ENGINE, TABLES
 from lockstep.lab.tiny import LLAMA, MODELS, QWEN3, VOCAB, Letters
 from lockstep.llm.output import Chunk
@@ -25,8 +25,8 @@ QUICK = RunOptions(quick=True)
 
 
 @pytest.fixture
-def rig() -> Rig:
-    return Rig(QWEN3, select.load("cpu"))
+def rig() -> EngineHarness:
+    return EngineHarness(QWEN3, select.load("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_the_plain_choice_cuts_and_breaks_ties_by_id():
     assert choice.kept(logits, replace(PLAIN, min_p=0.3)).tolist() == [False, True, True, True]
 
 
-def test_poison_in_a_page_that_is_read_is_found(rig: Rig):
+def test_poison_in_a_page_that_is_read_is_found(rig: EngineHarness):
     def spoil(engine, jobs, step):
         if step == 3:
             for pool in engine.runner.pools[:2]:
@@ -108,7 +108,9 @@ def test_poison_in_a_page_that_is_read_is_found(rig: Rig):
     assert rig.faults["poison"] == ["request 0: a logit is NaN"] and rig.faults["batch"]
 
 
-def test_a_lost_page_and_an_exception_are_found_and_what_came_before_is_compared(rig: Rig):
+def test_a_lost_page_and_an_exception_are_found_and_what_came_before_is_compared(
+    rig: EngineHarness,
+):
     def lose(engine, jobs, step):
         if step == 2:
             engine.scheduler.pools[0].take(1)
@@ -120,7 +122,7 @@ def test_a_lost_page_and_an_exception_are_found_and_what_came_before_is_compared
     assert rig.faults["raised"] == ["KeyError: 'on purpose'"] and not rig.faults["batch"]
 
 
-def test_the_oracle_sees_a_wrong_token(rig: Rig):
+def test_the_oracle_sees_a_wrong_token(rig: EngineHarness):
     def edit(engine, jobs, step):
         if step == 4:
             jobs[0].request.tokens[-1] = 1 + jobs[0].request.tokens[-1] % (VOCAB - 1)
@@ -133,7 +135,9 @@ def test_the_oracle_sees_a_wrong_token(rig: Rig):
     )
 
 
-def test_one_forward_suffices_where_the_engine_is_right_and_a_wrong_hint_changes_nothing(rig: Rig):
+def test_one_forward_suffices_where_the_engine_is_right_and_a_wrong_hint_changes_nothing(
+    rig: EngineHarness,
+):
     order, calls = Order(words(12), replace(PLAIN, logprobs=2)), list[int]()
     (want,) = rig.oracle.completions(order)
     inner = rig.oracle.hidden
@@ -146,7 +150,7 @@ def test_one_forward_suffices_where_the_engine_is_right_and_a_wrong_hint_changes
         assert forwards is None or len(calls) == forwards
 
 
-def test_a_stream_that_differs_is_found(rig: Rig):
+def test_a_stream_that_differs_is_found(rig: EngineHarness):
     (job,) = rig.play("stream", rig.engine(), [Order(words(5), PLAIN)])
     assert not rig.faults["stream"]
     done = job.output("").completions[0]

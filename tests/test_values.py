@@ -23,10 +23,10 @@ from lockstep.kernels.cpu import routing
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.lab import fuzz, plain
 from lockstep.lab.cells import Cell, run_cell
+from lockstep.lab.engine_harness import EngineHarness, engine_recipe, judge
+from lockstep.lab.engine_recipes import PLAIN, SCORED, words
 from lockstep.lab.options import CPU, Device, RunOptions
 from lockstep.lab.recompute import Order
-from lockstep.lab.rig import Rig, engine_recipe, judge
-from lockstep.lab.stories import PLAIN, SCORED, words
 from lockstep.lab.tiny import (
     BART,
     CAPS,
@@ -96,7 +96,7 @@ def judged(tiny: Tiny) -> dict[str, Any]:
     return {finding.name: finding for finding in result.findings}
 
 
-def few(rig: Rig, quick: bool) -> None:
+def few(rig: EngineHarness, quick: bool) -> None:
     """Two requests beyond the window, one of them scored, in chunks."""
     orders = [
         Order(words(21), PLAIN),

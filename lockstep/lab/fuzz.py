@@ -21,9 +21,9 @@ import torch
 
 from lockstep.attention import select
 from lockstep.config import EngineConfig
+from lockstep.lab.engine_harness import EngineHarness
 from lockstep.lab.options import CPU, Device, RunOptions
 from lockstep.lab.recompute import Order
-from lockstep.lab.rig import Rig
 from lockstep.lab.tiny import CONTEXT, QWEN3, VOCAB, loaded
 from lockstep.llm.engine import Engine, Parts, prepare
 from lockstep.sample.params import SamplingParams
@@ -66,9 +66,9 @@ def engine(**options: object) -> Engine:
 
 
 @lru_cache(maxsize=1)
-def rig(backend: str = "cpu", device: Device = CPU) -> Rig:
+def rig(backend: str = "cpu", device: Device = CPU) -> EngineHarness:
     """One per process: it remembers what every request of the menu comes to."""
-    return Rig(QWEN3, select.load(backend), RunOptions(device=device))
+    return EngineHarness(QWEN3, select.load(backend), RunOptions(device=device))
 
 
 @lru_cache(maxsize=1)
@@ -150,7 +150,7 @@ def play(seed: int, backend: str = "cpu", device: Device = CPU) -> tuple[list[st
     return [f"trace {seed} {fault}" for fault in found], happened
 
 
-def run(trace: Trace, mine: Rig) -> tuple[list[str], Counter[str]]:
+def run(trace: Trace, mine: EngineHarness) -> tuple[list[str], Counter[str]]:
     """One trace; an error of the engine is a fault of it."""
     mine.faults, mine.counters = {}, Counter()
     late = "late settling" in trace.switches
@@ -162,7 +162,7 @@ def run(trace: Trace, mine: Rig) -> tuple[list[str], Counter[str]]:
     return found, happened
 
 
-def shrunk(trace: Trace, mine: Rig) -> Trace:
+def shrunk(trace: Trace, mine: EngineHarness) -> Trace:
     """The fewest arrivals and aborts that still fail, as far as they are found."""
     from hypothesis import find, settings
     from hypothesis import strategies as st

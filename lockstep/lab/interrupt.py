@@ -227,7 +227,7 @@ def by_timer(subject: Subject, number: int, rng: random.Random, again: bool) -> 
             for _ in range(1 + more):
                 if not strikes.call(wish, subject.llm):
                     break
-    except KeyboardInterrupt:  # in between: in the harness itself
+    except KeyboardInterrupt:  # in between: in the rig itself
         alarm.armed = False
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, alarm.before)
@@ -239,7 +239,7 @@ def in_thread(subject: Subject, number: int, rng: random.Random, stream: Iterato
     strikes = Strikes()
 
     def work() -> None:
-        with suppress(KeyboardInterrupt):  # in the harness itself
+        with suppress(KeyboardInterrupt):  # in the rig itself
             strikes.call(subject.wishes[number], subject.llm)
 
     thread = threading.Thread(target=work)

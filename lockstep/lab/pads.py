@@ -2,7 +2,7 @@
 
 Padding is data: a pad request is token 0 at positions 0, 1, ... and reads what this step wrote for
 it. A finite result is no proof of that: the rows must have the bits of a step that holds this
-request and nothing else. Called by `world` for every padded step.
+request and nothing else. Called by the harness for every padded step.
 """
 
 from __future__ import annotations

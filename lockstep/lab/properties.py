@@ -17,12 +17,12 @@ from torch import Tensor
 
 from lockstep.attention.base import Backend
 from lockstep.lab import oracle
+from lockstep.lab.attention_harness import AttentionHarness, Record, Setting
 from lockstep.lab.features import FEATURES, Feature
 from lockstep.lab.guard import as_bits
 from lockstep.lab.options import CPU, FULL, Device, RunOptions
 from lockstep.lab.recipes import RECIPES, Recipe, write
 from lockstep.lab.script import Script, alone, chunked, plain
-from lockstep.lab.world import Record, Setting, World
 
 # first word of a fault: the property it breaks
 MEMORY = ("plan", "rules", "writes", "guards", "pages", "pads", "repeat")
@@ -80,7 +80,7 @@ def judge(
 
     def run(story: Script, **setting: object) -> Record:
         how = replace(plainly, **setting)  # type: ignore[arg-type]
-        record = World(feature, story, rows, backend, how).run()
+        record = AttentionHarness(feature, story, rows, backend, how).run()
         faults.extend(record.faults)
         return record
 

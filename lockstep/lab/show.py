@@ -16,15 +16,15 @@ import numpy as np
 import torch
 
 from lockstep.attention import select
+from lockstep.lab.attention_harness import AttentionHarness, Setting
 from lockstep.lab.cells import Cell, cells, refusal
+from lockstep.lab.engine_harness import EngineHarness, InstrumentedEngine
 from lockstep.lab.options import FULL, RunOptions
 from lockstep.lab.oracle import Answer
 from lockstep.lab.properties import material, off
-from lockstep.lab.rig import Glass, Rig
 from lockstep.lab.script import Accept, Act, Compute, Drop
 from lockstep.lab.tables import ENGINE
 from lockstep.lab.templates import render
-from lockstep.lab.world import Setting, World
 from lockstep.plan.build import build
 from lockstep.plan.step import PagedGroup, StepPlan
 from lockstep.sched.request import Piece, ScheduledStep
@@ -34,7 +34,7 @@ WORST = 3  # rows shown number by number
 SOME = 16  # rows listed per group where the step was not asked for by name
 
 
-class Watched(World):
+class Watched(AttentionHarness):
     """A world that keeps its plans and compares every row as soon as it is computed."""
 
     answers: list[list[Answer]]
@@ -128,10 +128,10 @@ def story(cell: Cell, options: RunOptions = FULL) -> list[dict[str, Any]]:
 def engine_story(cell: Cell, options: RunOptions) -> list[dict[str, Any]]:
     """Every step of every engine that the recipe starts, and at last what was found."""
     recipe, tiny = cell.pair()
-    rig, told = Rig(tiny, select.load(cell.backend), options), list[dict[str, Any]]()
-    known: list[Glass] = []
+    rig, told = EngineHarness(tiny, select.load(cell.backend), options), list[dict[str, Any]]()
+    known: list[InstrumentedEngine] = []
 
-    def see(engine: Glass, step: ScheduledStep) -> None:
+    def see(engine: InstrumentedEngine, step: ScheduledStep) -> None:
         acts = []
         if engine not in known:
             known.append(engine)

@@ -2,7 +2,8 @@
 
 A guard that has become blind changes no answer until there is something to catch, so each step of a
 story is also shown to the check with one thing wrong at a time. What a rule is called stands here
-in full: the lab takes no words from `plan.rules`. Called by `world` for the steps that it inspects.
+in full: the lab takes no words from `plan.rules`. Called by the harness
+for the steps that it inspects.
 """
 
 from __future__ import annotations

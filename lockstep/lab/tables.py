@@ -1,8 +1,8 @@
 """The tables of the matrix: recipes across, features down, and how a cell of each is judged.
 
-One table is of attention alone: kinds of step on kinds of attention, played by `world`. The other
-is of the whole engine: what may happen to a request, on tiny models, played by `rig`. A name of a
-recipe belongs to one table. `cells` makes cells of them.
+One table is of attention alone: kinds of step on kinds of attention, played by
+`attention_harness`. The other is of the whole engine: what may happen to a request, on tiny models,
+played by `engine_harness`. A name of a recipe belongs to one table. `cells` makes cells of them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from lockstep.attention import select
 from lockstep.attention.base import Backend
-from lockstep.lab import properties, rig
+from lockstep.lab import engine_harness, properties
+from lockstep.lab.engine_recipes import ENGINE_RECIPES
 from lockstep.lab.features import FEATURES, Feature
 from lockstep.lab.options import Device, RunOptions
 from lockstep.lab.properties import Judgement
 from lockstep.lab.recipes import RECIPES, Recipe
-from lockstep.lab.stories import ENGINE_RECIPES
 from lockstep.lab.tiny import MODELS, Tiny, loaded
 from lockstep.types import GroupSpec
 
@@ -74,7 +74,13 @@ ATTENTION = MatrixTable(
     "attention", "feature", "the output", RECIPES, FEATURES, attention_refusal, properties.judge
 )
 ENGINE = MatrixTable(
-    "engine", "model", "a log-probability", ENGINE_RECIPES, MODELS, engine_refusal, rig.judge
+    "engine",
+    "model",
+    "a log-probability",
+    ENGINE_RECIPES,
+    MODELS,
+    engine_refusal,
+    engine_harness.judge,
 )
 TABLES = (ATTENTION, ENGINE)
 

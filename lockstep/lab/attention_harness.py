@@ -70,7 +70,7 @@ class Record:
     faults: list[str] = field(default_factory=list)
 
 
-class World:
+class AttentionHarness:
     """Pools, tables and one script."""
 
     def __init__(

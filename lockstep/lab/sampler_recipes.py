@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lockstep.lab import choice
+from lockstep.lab.engine_harness import EngineHarness, engine_recipe, one_model, same_bits
 from lockstep.lab.recompute import Order
-from lockstep.lab.rig import Rig, engine_recipe, one_model, same_bits
 from lockstep.lab.tiny import EOS
 from lockstep.sample import logits as plain
 from lockstep.sample import noise as hashed
@@ -64,7 +64,7 @@ def rows_of(count: int, vocab: int = VOCAB) -> tuple[Tensor, list[Row]]:
 
 
 @engine_recipe("sample", "rows", "later_blocks", applies_to=one_model)
-def choices(rig: Rig, quick: bool) -> None:
+def choices(rig: EngineHarness, quick: bool) -> None:
     """The choice of a token: masks, cuts, ties, noise, its distribution.
 
     One row at a time, then how often.
@@ -79,7 +79,7 @@ def choices(rig: Rig, quick: bool) -> None:
         distribution(rig, what, 1000 if quick else 4000)
 
 
-def one_by_one(rig: Rig, logits: Tensor, rows: list[Row]) -> None:
+def one_by_one(rig: EngineHarness, logits: Tensor, rows: list[Row]) -> None:
     """Every row against the second text of the choice, by the kernel and by tensors; how often
     later blocks won is counted."""
     rig.counters["rows"] += len(rows)
@@ -100,7 +100,7 @@ def one_by_one(rig: Rig, logits: Tensor, rows: list[Row]) -> None:
     rig.check("devices", torch.equal(tensors, chosen), fault, "kernel = tensors")
 
 
-def log_probabilities(rig: Rig, logits: Tensor, tokens: Tensor) -> None:
+def log_probabilities(rig: EngineHarness, logits: Tensor, tokens: Tensor) -> None:
     """Of the chosen token and of the best few, against float64; equal ones by the lower id, by the
     kernel and by tensors."""
     told = sampler.log_probs(rig.device.ops, logits, tokens, FEW)
@@ -130,7 +130,7 @@ def noisy_ties() -> tuple[Tensor, list[Row]]:
     return logits, rows
 
 
-def noise_at_the_ends(rig: Rig) -> None:
+def noise_at_the_ends(rig: EngineHarness) -> None:
     """u lies in (0, 1) for every word, and the noise is the definition's."""
     for name, words in (("numpy", np.array(WORDS, np.int64)), ("torch", torch.tensor(WORDS))):
         have = [float(x) for x in gumbel(words)]
@@ -148,7 +148,7 @@ def noise_at_the_ends(rig: Rig) -> None:
         rig.check("noise", off < CLOSE, fault)
 
 
-def ties(rig: Rig) -> None:
+def ties(rig: EngineHarness) -> None:
     """Equals go to the lower id: the best token, the last of top-k, the last of top-p."""
     equal = torch.zeros(1, VOCAB)
     for limit, allowed in (
@@ -164,7 +164,7 @@ def ties(rig: Rig) -> None:
         rig.check("ties", seen == set(range(allowed)), fault, "by the lower id")
 
 
-def bad_rows(rig: Rig) -> None:
+def bad_rows(rig: EngineHarness) -> None:
     """Rows that cannot be sampled say why, get no token and no log-probability, and leave their
     neighbours alone."""
     logits, rows = rows_of(24)
@@ -187,7 +187,7 @@ def bad_rows(rig: Rig) -> None:
         rig.check("bad rows", nothing, f"row {r}: a log-probability of nothing")
 
 
-def distribution(rig: Rig, what: str, count: int) -> None:
+def distribution(rig: EngineHarness, what: str, count: int) -> None:
     """Counts over positions, over completions and over seeds against the probabilities they come
     from."""
     logits = torch.linspace(0, 2.5, 12)
@@ -207,7 +207,7 @@ def distribution(rig: Rig, what: str, count: int) -> None:
 
 
 @engine_recipe("seeds", "rows", "seeds_drawn", applies_to=one_model)
-def seeds(rig: Rig, quick: bool) -> None:
+def seeds(rig: EngineHarness, quick: bool) -> None:
     """Mixed parameters in a batch, seeds, penalties.
 
     A seed that nobody gave is drawn once, told, and good for a repetition.
@@ -237,7 +237,11 @@ def seeds(rig: Rig, quick: bool) -> None:
 
 
 def differing(
-    rig: Rig, logits: Tensor, rows: list[Row], order: Sequence[int], alone: list[sampler.Sampled]
+    rig: EngineHarness,
+    logits: Tensor,
+    rows: list[Row],
+    order: Sequence[int],
+    alone: list[sampler.Sampled],
 ) -> list[str]:
     """Rows that come out otherwise, in this order, than alone."""
     picked = list(order)
@@ -250,3 +254,6 @@ def differing(
         if have != want or not same:
             found.append(f"row {r}: {have} in company, {want} alone")
     return found
+
+
+RECIPES = (choices, seeds)

@@ -1,8 +1,8 @@
 """The recipes of the engine's cells: what may happen to a request in a serving engine, none of
 which may change a bit of its answer.
 
-Each plays some stories on a rig, which compares every request with its recomputation, and looks at
-what else must hold: exact hits, equal seeds, text that is the tokens'. Lengths sit one below, at
+Each plays some stories on a harness, which compares every request with its recomputation, and looks
+at what else must hold: exact hits, equal seeds, text that is the tokens'. Lengths sit one below, at
 and above a page. A quick run plays fewer of them.
 """
 
@@ -13,9 +13,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
-from lockstep.lab import asked, limits, replay, sampling
+from lockstep.lab import capacity_recipes, option_recipes, replay_recipes, sampler_recipes
+from lockstep.lab.engine_harness import (
+    Disturb,
+    EngineHarness,
+    Failing,
+    InstrumentedEngine,
+    engine_recipe,
+    every_model,
+    same_bits,
+)
 from lockstep.lab.recompute import Order
-from lockstep.lab.rig import Disturb, Failing, Glass, Rig, engine_recipe, every_model, same_bits
 from lockstep.lab.tiny import BART, EOS, Letters, Tiny, words
 from lockstep.llm.job import Generation
 from lockstep.sample.params import SamplingParams
@@ -48,7 +56,7 @@ def orders_of(*pairs: tuple[int, SamplingParams], late: int = 0) -> list[Order]:
 
 
 @engine_recipe("engine-batch", "batched_steps", "mixed_steps", "forked")
-def batch(rig: Rig, quick: bool) -> None:
+def batch(rig: EngineHarness, quick: bool) -> None:
     """Alone and in batches, arriving together and one by one.
 
     Greedy beside sampled beside scored.
@@ -64,7 +72,7 @@ def batch(rig: Rig, quick: bool) -> None:
 
 
 @engine_recipe("engine-chunk", "chunks", "batched_steps")
-def chunk(rig: Rig, quick: bool) -> None:
+def chunk(rig: EngineHarness, quick: bool) -> None:
     """Prompts in chunks of any size.
 
     Single rows, odd sizes, a page less one and one more, a neighbour that takes part of the step.
@@ -80,7 +88,7 @@ def chunk(rig: Rig, quick: bool) -> None:
 
 
 @engine_recipe("engine-hit", "hit_tokens", "chunks")
-def hit(rig: Rig, quick: bool) -> None:
+def hit(rig: EngineHarness, quick: bool) -> None:
     """A cached prefix around a page, second turns, tenants, twins.
 
     The same prompt cold and warm; then the same tokens in another order.
@@ -107,7 +115,10 @@ def hit(rig: Rig, quick: bool) -> None:
 
 
 def expect_hits(
-    rig: Rig, what: str, jobs: tuple[Generation, ...] | list[Generation], hits: tuple[int, ...]
+    rig: EngineHarness,
+    what: str,
+    jobs: tuple[Generation, ...] | list[Generation],
+    hits: tuple[int, ...],
 ) -> None:
     """Exactly so many tokens of each prompt were found in the cache."""
     have = tuple(job.output("").cached_tokens for job in jobs)
@@ -116,7 +127,7 @@ def expect_hits(
 
 
 @engine_recipe("engine-evict", "hit_tokens", "evicted_pages")
-def evict(rig: Rig, quick: bool) -> None:
+def evict(rig: EngineHarness, quick: bool) -> None:
     """A cache that is too small.
 
     Prefixes come, go in part, and come again, windows first.
@@ -136,11 +147,11 @@ def evict(rig: Rig, quick: bool) -> None:
         rig.play("evict", engine, orders)
 
 
-def watch_tree(rig: Rig) -> Callable[..., None]:
+def watch_tree(rig: EngineHarness) -> Callable[..., None]:
     """Counts pages that left the tree, as far as the next step shows it."""
     before: dict[int, int] = {}
 
-    def see(engine: Glass, step: object) -> None:
+    def see(engine: InstrumentedEngine, step: object) -> None:
         tree = engine.scheduler.tree
         for g in tree.groups:
             rig.counters["evicted_pages"] += max(0, before.get(g, 0) - tree.cached(g))
@@ -150,7 +161,7 @@ def watch_tree(rig: Rig) -> Callable[..., None]:
 
 
 @engine_recipe("engine-page", "hit_tokens", "batched_steps")
-def page(rig: Rig, quick: bool) -> None:
+def page(rig: EngineHarness, quick: bool) -> None:
     """Pages of other sizes."""
     orders = [
         Order(words(33, 4), SCORED),
@@ -161,7 +172,7 @@ def page(rig: Rig, quick: bool) -> None:
         rig.play("page", rig.engine(page_size=size), orders)
 
 
-def every_second(engine: Glass, jobs: list[Generation], step: int) -> None:
+def every_second(engine: InstrumentedEngine, jobs: list[Generation], step: int) -> None:
     """Everybody, or one, loses its pages."""
     running = [r for r in engine.scheduler.running if r.missing_len < len(r.tokens)]
     for request in running if step % 4 == 0 else running[:1] if step % 2 == 0 else []:
@@ -169,7 +180,7 @@ def every_second(engine: Glass, jobs: list[Generation], step: int) -> None:
 
 
 @engine_recipe("engine-preempt", "forced", "short_of_pages", "recomputed_rows", "hit_tokens")
-def preempt(rig: Rig, quick: bool) -> None:
+def preempt(rig: EngineHarness, quick: bool) -> None:
     """Pages lost after every second step.
 
     With a prefix tree and without; then pages are short by themselves.
@@ -189,7 +200,7 @@ def preempt(rig: Rig, quick: bool) -> None:
 
 
 @engine_recipe("engine-abort", "aborted", "hit_tokens", "forked")
-def abort(rig: Rig, quick: bool) -> None:
+def abort(rig: EngineHarness, quick: bool) -> None:
     """Neighbours that leave.
 
     At every stage: with a shared prefix, in the middle of a prompt, forked; who stays or comes
@@ -212,7 +223,7 @@ def abort(rig: Rig, quick: bool) -> None:
 
 
 @engine_recipe("engine-n", "forked", "batched_steps")
-def several(rig: Rig, quick: bool) -> None:
+def several(rig: EngineHarness, quick: bool) -> None:
     """N completions of one prompt.
 
     They are n requests: forked in the middle of a page and at its end, alone and in company.
@@ -230,7 +241,7 @@ def several(rig: Rig, quick: bool) -> None:
 
 
 @engine_recipe("engine-score", "scored_tokens", "chunks", "item_forks")
-def score(rig: Rig, quick: bool) -> None:
+def score(rig: EngineHarness, quick: bool) -> None:
     """Log-probabilities of given tokens.
 
     Scores of a prompt and its generated answer are the log-probabilities of generation: cold, warm,
@@ -255,7 +266,7 @@ def score(rig: Rig, quick: bool) -> None:
 
 
 @engine_recipe("engine-stream", "characters", "stopped", "spaces_after_nothing")
-def stream(rig: Rig, quick: bool) -> None:
+def stream(rig: EngineHarness, quick: bool) -> None:
     """Text as it comes, characters in pieces, stop strings."""
     for n in (6,) if quick else (6, 9, 12):
         order = Order(words(n, 400 + n), replace(PLAIN, seed=n, max_tokens=24))
@@ -278,7 +289,7 @@ def stream(rig: Rig, quick: bool) -> None:
     edges(rig)
 
 
-def compare_text(rig: Rig, job: Generation) -> None:
+def compare_text(rig: EngineHarness, job: Generation) -> None:
     """The text of every completion is that of its tokens."""
     for c in job.output("").completions:
         want = rig.oracle.text(job.prompt_ids, c.token_ids, job.params)[0]
@@ -286,7 +297,7 @@ def compare_text(rig: Rig, job: Generation) -> None:
         rig.check("text", c.text == want, f"{c.text!r} is not {want!r}", held)
 
 
-def edges(rig: Rig) -> None:
+def edges(rig: EngineHarness) -> None:
     """Prompts that end in broken and in unfinished characters, or in nothing; spaces behind tokens
     without text."""
     space, half, rest = map(Letters.TOKENS.index, (b" ", "€".encode()[:1], "é".encode()[1:]))
@@ -304,7 +315,7 @@ def edges(rig: Rig) -> None:
 @engine_recipe(
     "engine-encoder", "preempted", "forked", "hit_tokens", "item_forks", applies_to=encodes
 )
-def encoder(rig: Rig, quick: bool) -> None:
+def encoder(rig: EngineHarness, quick: bool) -> None:
     """Sources read by an encoder.
 
     Of many lengths, some equal, in one batch; forked, in pages of one, losing their pages after
@@ -323,7 +334,9 @@ def encoder(rig: Rig, quick: bool) -> None:
     items(rig, rig.engine(), orders[0].prompt, job)
 
 
-def items(rig: Rig, engine: Glass, prompt: tuple[int, ...], made: Generation) -> None:
+def items(
+    rig: EngineHarness, engine: InstrumentedEngine, prompt: tuple[int, ...], made: Generation
+) -> None:
     """The answer of a generation, given as an item beside others of one prompt, has the
     log-probabilities of the generation."""
     answer = made.output("").completions[0]
@@ -345,7 +358,7 @@ def items(rig: Rig, engine: Glass, prompt: tuple[int, ...], made: Generation) ->
 
 
 @engine_recipe("engine-pad", "pad_rows", "forked", "batched_steps", applies_to=every_model)
-def padded(rig: Rig, quick: bool) -> None:
+def padded(rig: EngineHarness, quick: bool) -> None:
     """Steps padded to buckets.
 
     In company, arriving one by one, in chunks, forked, losing pages; in buckets far too large.
@@ -367,7 +380,7 @@ def padded(rig: Rig, quick: bool) -> None:
 @engine_recipe(
     "engine-late", "late_ids", "unseen_rows", "forked", "aborted", applies_to=every_model
 )
-def late(rig: Rig, quick: bool) -> None:
+def late(rig: EngineHarness, quick: bool) -> None:
     """Steps that are settled one step late.
 
     Row ids name samples of the step before; a stop is found when the next row is computed, which
@@ -390,7 +403,7 @@ def late(rig: Rig, quick: bool) -> None:
 
 
 @engine_recipe("engine-priority", "displaced", "forked", "hit_tokens")
-def priority(rig: Rig, quick: bool) -> None:
+def priority(rig: EngineHarness, quick: bool) -> None:
     """Requests that go first.
 
     Later ones of a higher priority overtake waiting ones and take the place of running ones; bits
@@ -416,14 +429,14 @@ def priority(rig: Rig, quick: bool) -> None:
 def watch_ends(ends: list[int]) -> Disturb:
     """Writes down which requests have ended, in the order in which they did."""
 
-    def see(engine: Glass, jobs: list[Generation], step: int) -> None:
+    def see(engine: InstrumentedEngine, jobs: list[Generation], step: int) -> None:
         ends.extend(i for i, job in enumerate(jobs) if job.done and i not in ends)
 
     return see
 
 
 @engine_recipe("engine-error", "failed_steps", "forked", applies_to=every_model)
-def error(rig: Rig, quick: bool) -> None:
+def error(rig: EngineHarness, quick: bool) -> None:
     """A model that raises in the middle of a step.
 
     Some layers are written: the engine goes on, nothing is lost, everybody has its bits.
@@ -446,16 +459,8 @@ def error(rig: Rig, quick: bool) -> None:
 
 ENGINE_RECIPES = (
     *(batch, chunk, hit, evict, page, preempt, abort, several, score, stream, encoder),
-    *(asked.cache_dtypes, asked.running, asked.uncached, asked.ends, asked.embed, asked.texts),
-    *(
-        asked.folder,
-        padded,
-        replay.replayed,
-        late,
-        priority,
-        error,
-        limits.capacity,
-        limits.experts,
-    ),
-    *(sampling.choices, sampling.seeds),
+    *option_recipes.RECIPES,
+    *(padded, replay_recipes.replayed, late, priority, error),
+    *capacity_recipes.RECIPES,
+    *sampler_recipes.RECIPES,
 )

@@ -10,8 +10,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from lockstep.lab.engine_harness import (
+    EngineHarness,
+    InstrumentedEngine,
+    engine_recipe,
+    every_model,
+)
 from lockstep.lab.recompute import Order
-from lockstep.lab.rig import Glass, Rig, engine_recipe, every_model
 from lockstep.lab.tiny import words
 from lockstep.sample.params import SamplingParams
 
@@ -28,7 +33,7 @@ REPLAYS = 8  # of an engine, at least
 
 
 @engine_recipe("engine-replay", "steps", "forked", "batched_steps", applies_to=every_model)
-def replayed(rig: Rig, quick: bool) -> None:
+def replayed(rig: EngineHarness, quick: bool) -> None:
     """Launches that are recorded and replayed.
 
     Requests one below, at and above a page come one by one, fork, and leave again.
@@ -50,7 +55,7 @@ def replayed(rig: Rig, quick: bool) -> None:
         play(rig, [*forking, *growing], page_size=8, max_total_tokens=96)
 
 
-def play(rig: Rig, orders: list[Order], **options: object) -> None:
+def play(rig: EngineHarness, orders: list[Order], **options: object) -> None:
     """One engine. A backend that cannot be recorded runs the same steps."""
     graphs = rig.parts.backend.caps.graphs
     engine = rig.engine(graphs=graphs, **GRIDS, **options)
@@ -58,7 +63,7 @@ def play(rig: Rig, orders: list[Order], **options: object) -> None:
     count(rig, engine)
 
 
-def count(rig: Rig, engine: Glass) -> None:
+def count(rig: EngineHarness, engine: InstrumentedEngine) -> None:
     """Most steps were replays."""
     tapes = engine.runner.tapes.values()
     replays = sum(tape.replays for tape in tapes)

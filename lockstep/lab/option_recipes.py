@@ -2,8 +2,8 @@
 
 An option that is dropped on the way changes no bit and raises nothing. So these look at what an
 option is for: the dtype of the cache, the requests that run at once, a cache that is not wanted,
-where a text ends, what is embedded, what a folder and a text say. The rig compares every request
-with its recomputation besides. `stories` puts them into the table.
+where a text ends, what is embedded, what a folder and a text say. The harness compares every
+request with its recomputation besides. `engine_recipes` puts them into the table.
 """
 
 from __future__ import annotations
@@ -16,8 +16,15 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
+from lockstep.lab.engine_harness import (
+    EngineHarness,
+    InstrumentedEngine,
+    engine_recipe,
+    every_model,
+    one_model,
+    same_bits,
+)
 from lockstep.lab.recompute import Order
-from lockstep.lab.rig import Glass, Rig, engine_recipe, every_model, one_model, same_bits
 from lockstep.lab.tiny import CONTEXT, EOS, LLAMA, Letters, save, words
 from lockstep.llm.api import LLM
 from lockstep.llm.job import Generation
@@ -33,7 +40,7 @@ CLOSE = 1e-6  # of an element of an embedding in fp32 against its row divided in
 
 
 @engine_recipe("engine-dtype", "rounded_requests", "preempted", "forked", applies_to=every_model)
-def cache_dtypes(rig: Rig, quick: bool) -> None:
+def cache_dtypes(rig: EngineHarness, quick: bool) -> None:
     """A cache that rounds its keys.
 
     It gives another answer, the same one whatever happens: chunks, hits, forks, lost pages.
@@ -59,7 +66,7 @@ def cache_dtypes(rig: Rig, quick: bool) -> None:
         rig.counters["rounded_requests"] += len(jobs)
 
 
-def lose_pages(engine: Glass, jobs: list[Generation], step: int) -> None:
+def lose_pages(engine: InstrumentedEngine, jobs: list[Generation], step: int) -> None:
     """Everybody that runs, every third step."""
     running = [r for r in engine.scheduler.running if r.missing_len < len(r.tokens)]
     for request in running if step % 3 == 2 else []:
@@ -67,7 +74,7 @@ def lose_pages(engine: Glass, jobs: list[Generation], step: int) -> None:
 
 
 @engine_recipe("engine-running", "held_back", "forked")
-def running(rig: Rig, quick: bool) -> None:
+def running(rig: EngineHarness, quick: bool) -> None:
     """No more at once than asked for.
 
     Forks included; the others wait, and are what they are.
@@ -82,10 +89,12 @@ def running(rig: Rig, quick: bool) -> None:
     rig.note("limit", many, f"never more than {RUNNING} at once")
 
 
-def watch_running(rig: Rig, many: list[str]) -> Callable[[Glass, ScheduledStep], None]:
+def watch_running(
+    rig: EngineHarness, many: list[str]
+) -> Callable[[InstrumentedEngine, ScheduledStep], None]:
     """Notes steps of too many requests; counts those before which somebody had to wait."""
 
-    def see(engine: Glass, step: ScheduledStep) -> None:
+    def see(engine: InstrumentedEngine, step: ScheduledStep) -> None:
         count = len(engine.scheduler.running)
         if max(count, len(step.pieces)) > RUNNING:
             many.append(f"{count} requests run, {len(step.pieces)} in one step")
@@ -95,7 +104,7 @@ def watch_running(rig: Rig, many: list[str]) -> Callable[[Glass, ScheduledStep],
 
 
 @engine_recipe("engine-uncached", "turns", "hit_tokens")
-def uncached(rig: Rig, quick: bool) -> None:
+def uncached(rig: EngineHarness, quick: bool) -> None:
     """Without a prefix cache, and with one.
 
     Without one the same prompt is computed again, and nothing is kept when nobody runs.
@@ -117,7 +126,7 @@ def uncached(rig: Rig, quick: bool) -> None:
 
 
 @engine_recipe("engine-end", "open_ends", "stopped", "stopped_at_once", "eos")
-def ends(rig: Rig, quick: bool) -> None:
+def ends(rig: EngineHarness, quick: bool) -> None:
     """Where a text ends.
 
     At the end of the context, at the first stop string from min_tokens on, at EOS and not before.
@@ -154,7 +163,7 @@ def ends(rig: Rig, quick: bool) -> None:
 
 
 @engine_recipe("engine-embed", "embedded")
-def embed(rig: Rig, quick: bool) -> None:
+def embed(rig: EngineHarness, quick: bool) -> None:
     """Embeddings between other steps.
 
     Of several prompts in one step: those of each alone, and the last row's.
@@ -162,7 +171,7 @@ def embed(rig: Rig, quick: bool) -> None:
     prompts = [words(n, 70 + n) for n in (1, 7, 16, 33)]
     asked: list[Generation] = []
 
-    def add(engine: Glass, jobs: list[Generation], step: int) -> None:
+    def add(engine: InstrumentedEngine, jobs: list[Generation], step: int) -> None:
         if step in (0, 3):
             asked.extend(engine.add(p, SamplingParams(seed=0), embed=True) for p in prompts)
 
@@ -184,7 +193,7 @@ def embed(rig: Rig, quick: bool) -> None:
 
 
 @engine_recipe("engine-text", "items")
-def texts(rig: Rig, quick: bool) -> None:
+def texts(rig: EngineHarness, quick: bool) -> None:
     """Prompts and items as strings.
 
     By the class that users call: a prompt has its special tokens, an item that follows one has
@@ -207,7 +216,7 @@ def texts(rig: Rig, quick: bool) -> None:
 
 
 @engine_recipe("engine-folder", "folders", applies_to=one_model)
-def folder(rig: Rig, quick: bool) -> None:
+def folder(rig: EngineHarness, quick: bool) -> None:
     """A model from its files.
 
     The weights' own bits, and the end tokens that generation_config.json names before config.json.
@@ -233,3 +242,6 @@ def folder(rig: Rig, quick: bool) -> None:
     same = same_bits(have.logprobs, free.logprobs[: len(want)])
     rig.check("folder", same, "log-probabilities differ in bits")
     rig.counters["folders"] += 1
+
+
+RECIPES = (cache_dtypes, running, uncached, ends, embed, texts, folder)

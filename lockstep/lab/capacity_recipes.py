@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import torch
 
+from lockstep.lab.engine_harness import EngineHarness, InstrumentedEngine, engine_recipe, one_model
 from lockstep.lab.recompute import Order
-from lockstep.lab.rig import Glass, Rig, engine_recipe, one_model
 from lockstep.lab.tiny import CONTEXT, LLAMA, QWEN3, VOCAB
 from lockstep.ops import Routing
 from lockstep.plan.bucket import Buckets
@@ -37,7 +37,7 @@ EXPERTS = (4, 16, 17, 24, 64)  # up to 16 torch's unstable sorts happen to be st
     *("full_arenas", "full_buckets", "full_contexts", "full_caches"),
     applies_to=lambda tiny: tiny is LLAMA or tiny is QWEN3,  # all keys kept, and some dropped
 )
-def capacity(rig: Rig, quick: bool) -> None:
+def capacity(rig: EngineHarness, quick: bool) -> None:
     """Arenas, buckets, contexts and caches that are exactly full.
 
     And others that just do not suffice.
@@ -48,19 +48,19 @@ def capacity(rig: Rig, quick: bool) -> None:
     cache(rig)
 
 
-def expect(rig: Rig, what: str, said: str, rule: str, counter: str) -> None:
+def expect(rig: EngineHarness, what: str, said: str, rule: str, counter: str) -> None:
     """What suffices says nothing; what does not suffice says so by its rule."""
     fine = said.startswith(f"RuleError: {rule}") if rule else not said
     rig.check("capacity", fine, f"{what}: {said or 'no error'}")
     rig.counters[counter] += 1
 
 
-def image_len(engine: Glass, step: ScheduledStep) -> int:
+def image_len(engine: InstrumentedEngine, step: ScheduledStep) -> int:
     """Numbers of a step's image."""
     return layout_of(engine._plan(step), engine.parts.backend).length
 
 
-def arena(rig: Rig) -> None:
+def arena(rig: EngineHarness) -> None:
     """The same request with an arena as large as its largest plan, and with one that lacks a
     number."""
     lens: list[int] = []
@@ -76,7 +76,7 @@ def arena(rig: Rig) -> None:
         expect(rig, what, outcome(engine), rule, "full_arenas")
 
 
-def context(rig: Rig) -> None:
+def context(rig: EngineHarness) -> None:
     """Prompt and new tokens that fill the context to its last position, and one more of either."""
     new = ORDER.params.max_tokens or 0
     for over in (0, 1):
@@ -89,7 +89,7 @@ def context(rig: Rig) -> None:
         expect(rig, what, outcome(rig.engine(), order), rule, "full_contexts")
 
 
-def cache(rig: Rig) -> None:
+def cache(rig: EngineHarness) -> None:
     """A cache with just the pages that a request's keys need, and one with a page less. Its last
     token needs none."""
     keys, size = len(ORDER.prompt) + (ORDER.params.max_tokens or 0) - 1, 4
@@ -106,7 +106,7 @@ def words(count: int) -> tuple[int, ...]:
     return tuple(3 + (7 * i + i * i) % (VOCAB - 3) for i in range(count))
 
 
-def outcome(engine: Glass, order: Order = ORDER) -> str:
+def outcome(engine: InstrumentedEngine, order: Order = ORDER) -> str:
     """What running an order raises, or nothing."""
     try:
         engine.add(order.prompt, order.params)
@@ -116,7 +116,7 @@ def outcome(engine: Glass, order: Order = ORDER) -> str:
     return ""
 
 
-def buckets(rig: Rig) -> None:
+def buckets(rig: EngineHarness) -> None:
     """Every count from 1 to one beyond the largest bucket, of requests and of rows."""
     kinds: tuple[tuple[str, Callable[[int], tuple[int, ...]]], ...] = (
         ("requests", lambda n: (1,) * n),
@@ -145,7 +145,7 @@ def padded(what: str, lengths: tuple[int, ...]) -> str:
 
 
 @engine_recipe("experts", "tied_rows", applies_to=one_model)
-def experts(rig: Rig, quick: bool) -> None:
+def experts(rig: EngineHarness, quick: bool) -> None:
     """The choice of experts: ties.
 
     Routers of every kind, with scores that are often equal, against a sort by score and id.
@@ -161,3 +161,6 @@ def experts(rig: Rig, quick: bool) -> None:
             fault = f"{count} experts by {score}: {wrong} rows"
             rig.check("ties", not wrong, fault, "equal experts by the smaller id")
             rig.counters["tied_rows"] += sum(len(set(row)) < count for row in logits.tolist())
+
+
+RECIPES = (capacity, experts)

@@ -36,8 +36,8 @@ from lockstep.run.runner import StepOutput
 from lockstep.sched.request import ScheduledStep
 from lockstep.types import PlanError, RuleError
 
-Disturb = Callable[["Glass", list[Generation], int], None]
-Watcher = Callable[["Glass", ScheduledStep], None]
+Disturb = Callable[["InstrumentedEngine", list[Generation], int], None]
+Watcher = Callable[["InstrumentedEngine", ScheduledStep], None]
 FP8_NAN = 0x7F  # of float8_e4m3, whose storage is written as bytes
 STEPS = 2000  # a story that takes longer does not end
 
@@ -83,7 +83,7 @@ class Failing:
         return self.backend.attend(*args)
 
 
-class Glass(Engine):
+class InstrumentedEngine(Engine):
     """An engine that counts what its steps are, shows them to its `watchers`, and finds poison in
     its cache."""
 
@@ -146,7 +146,7 @@ class Glass(Engine):
             watch(self, step)
 
 
-class Rig:
+class EngineHarness:
     """The engines of one cell. `faults` are what was found, by property; `counters` what really
     happened."""
 
@@ -162,7 +162,7 @@ class Rig:
         self.counters: Counter[str] = Counter()
         self.watchers: list[Watcher] = []  # of every engine
 
-    def engine(self, overlap: bool = False, **options: object) -> Glass:
+    def engine(self, overlap: bool = False, **options: object) -> InstrumentedEngine:
         """A fresh engine; pages of 8 and room for everybody unless told otherwise."""
         given = {
             "context_length": CONTEXT,
@@ -174,10 +174,10 @@ class Rig:
         }
         return self.engine_of(EngineConfig.from_names(given), overlap)
 
-    def engine_of(self, config: EngineConfig, overlap: bool = False) -> Glass:
+    def engine_of(self, config: EngineConfig, overlap: bool = False) -> InstrumentedEngine:
         """A fresh engine of this configuration; with `overlap` it settles steps one step late."""
         config = replace(config, device=self.device.name, dtype=self.device.dtype)
-        made = Glass(config, self.parts, overlap)
+        made = InstrumentedEngine(config, self.parts, overlap)
         made.runner.checks = self.options.checks
         made.watchers += self.watchers
         return made
@@ -193,7 +193,11 @@ class Rig:
         self.note(name, [] if holds else [fault], held)
 
     def play(
-        self, name: str, engine: Glass, orders: Sequence[Order], disturb: Disturb | None = None
+        self,
+        name: str,
+        engine: InstrumentedEngine,
+        orders: Sequence[Order],
+        disturb: Disturb | None = None,
     ) -> list[Generation]:
         """Runs a story to its end and compares every request with its recomputation, as property
         `name`."""
@@ -224,7 +228,7 @@ class Rig:
 
     def _run(
         self,
-        engine: Glass,
+        engine: InstrumentedEngine,
         orders: Sequence[Order],
         disturb: Disturb | None,
         jobs: list[Generation],
@@ -257,7 +261,7 @@ class Rig:
         self.note("pages", [f"{left} requests are left without a job"] if left else [])
         self._audit(engine)
 
-    def _audit(self, engine: Glass) -> None:
+    def _audit(self, engine: InstrumentedEngine) -> None:
         """A page taken by nobody, in each group in turn: the account must miss it."""
         for g, pool in enumerate(engine.scheduler.pools):
             if pool is None or not pool.free:
@@ -272,7 +276,7 @@ class Rig:
                 self.check("account", missed, str(error), held)
             pool.give(lost)
 
-    def add(self, engine: Glass, order: Order) -> Generation:
+    def add(self, engine: InstrumentedEngine, order: Order) -> Generation:
         """An order, as the engine takes it."""
         return engine.add(
             order.prompt,
@@ -282,14 +286,14 @@ class Rig:
             tenant=order.tenant,
         )
 
-    def _account(self, engine: Glass) -> None:
+    def _account(self, engine: InstrumentedEngine) -> None:
         """free + cached + held = all, and the tree agrees with itself."""
         try:
             engine.check()
         except RuleError as error:
             self.note("pages", [str(error)])
 
-    def oracle_of(self, engine: Glass) -> Recompute:
+    def oracle_of(self, engine: InstrumentedEngine) -> Recompute:
         """What answers are on this engine: what its cache makes of keys is part of the question."""
         dtype = engine.config.kv_cache_dtype
         if dtype == self.device.dtype:
@@ -383,7 +387,7 @@ def _list(ids: Sequence[int]) -> str:
 
 def judge(recipe: Recipe, tiny: Tiny, backend: Backend, options: RunOptions = FULL) -> Judgement:
     """Plays a recipe and gathers what was found: what raised comes last."""
-    rig = Rig(tiny, backend, options)
+    rig = EngineHarness(tiny, backend, options)
     recipe.play(rig, options.quick)
     result = Judgement(counters=dict(rig.counters))
     for name in (n for n in rig.faults if n != "raised"):
@@ -395,7 +399,7 @@ def judge(recipe: Recipe, tiny: Tiny, backend: Backend, options: RunOptions = FU
     return result
 
 
-def judge_values(rig: Rig, result: Judgement) -> None:
+def judge_values(rig: EngineHarness, result: Judgement) -> None:
     """What the engine's layers say, against the plain float64 model, within `values`' tolerance."""
     verdict = rig.values.verdict()
     if not verdict.judged and not verdict.faults:
