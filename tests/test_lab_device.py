@@ -3,7 +3,12 @@ which bugs it is not proven against, and traces switch on what an engine may be 
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,3 +113,33 @@ def test_a_failing_trace_is_shrunk_to_what_fails(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(fuzz, "run", run)
     less = fuzz.shrunk(trace, None)  # type: ignore[arg-type]
     assert less.arrivals == (culprit,) and not less.aborts
+
+
+@pytest.fixture
+def rowwise(tmp_path: Path) -> dict[str, str]:
+    """The environment of a process that has the device of tests/second_device installed."""
+    info = tmp_path / "rowwise-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rowwise\nVersion: 1.0\n")
+    devices = "[lockstep.devices]\nrowwise = rowwise_ops:Ops\nstale = rowwise_ops:StaleSlotOps\n"
+    backends = "[lockstep.backends]\nrowwise = rowwise_attention:Backend\n"
+    (info / "entry_points.txt").write_text(devices + backends)
+    here = Path(__file__).parent
+    paths = (str(here.parent), str(here / "second_device"), str(tmp_path))
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+@pytest.mark.parametrize(("device", "failed"), [("rowwise", 0), ("stale", 2)])
+def test_cells_pass_on_a_device_of_another_package_and_a_stale_slot_turns_them_red(
+    rowwise: dict[str, str], device: str, failed: int
+):
+    """Two cells of the quick matrix stand for all of them (docs/lab.md has the command)."""
+    cells = ["--recipe", "reuse,engine-page", "--feature", "dense,qwen3"]
+    command = ["lab", "run", "--quick", "--device", device, "--backend", "rowwise", *cells]
+    whole = [sys.executable, "-m", "lockstep.cli", *command, "--workers", "0", "--json", "-"]
+    ran = subprocess.run(whole, env=rowwise, capture_output=True, text=True)
+    assert ran.returncode == (1 if failed else 0), ran.stderr[-2000:]
+    judged = json.loads(ran.stdout)["cells"]
+    assert {cell["dtype"] for cell in judged} == {"bfloat16"}
+    assert sum(cell["verdict"] == "failed" for cell in judged) == failed, ran.stderr[-2000:]
+    assert len(judged) == 2

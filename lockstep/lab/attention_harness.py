@@ -28,7 +28,7 @@ from lockstep.lab import spoilt
 from lockstep.lab.features import Feature
 from lockstep.lab.guard import CANARY, Guarded, as_bits, same
 from lockstep.lab.options import CPU, Device
-from lockstep.lab.oracle import FP8_MAX, KINDS, Rows
+from lockstep.lab.oracle import KINDS, LARGEST, Rows
 from lockstep.lab.pads import PadRows
 from lockstep.lab.script import Accept, Act, Compute, Drop, Fork, Script
 from lockstep.order import split_len, tile_len
@@ -414,6 +414,6 @@ def stored_bits(spec: GroupSpec, layer: int, values: Tensor, which: int) -> Tens
     attn = spec.layers[layer]
     values = F.pad(values.float(), (0, -values.shape[2] % 8))
     scaled = values / (attn.k_scale if which == 0 else attn.v_scale)
-    if spec.kv_dtype == "float8_e4m3":
-        scaled = scaled.clamp(-FP8_MAX, FP8_MAX)
+    if spec.kv_dtype in LARGEST:
+        scaled = scaled.clamp(-LARGEST[spec.kv_dtype], LARGEST[spec.kv_dtype])
     return scaled.to(KINDS[spec.kv_dtype])

@@ -118,6 +118,7 @@ FEATURES = (
     ),
     Feature("soft-cap", "a cap that binds", lambda p: (dense(4, 2, 32, p, soft_cap=1.5),)),
     Feature("sinks", "one extra logit per head", lambda p: (dense(6, 2, 32, p, sinks=(0.0,) * 6),)),
+    Feature("f16-kv", "float16 cache", lambda p: (dense(4, 2, 32, p, kv_dtype="float16"),)),
     Feature("bf16-kv", "bfloat16 cache", lambda p: (dense(4, 2, 32, p, kv_dtype="bfloat16"),)),
     Feature(
         "fp8-kv",

@@ -24,7 +24,7 @@ from lockstep.types import AttnSpec, GroupSpec, Layout
 
 U = 2.0**-24
 LAMBDA = 6.0
-FP8_MAX = 448.0
+LARGEST = {"float8_e4m3": 448.0, "float16": 65504.0}  # beyond it a cache keeps this
 KINDS = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -97,8 +97,8 @@ def stored(spec: GroupSpec, attn: AttnSpec, rows: Rows) -> tuple[Tensor, Tensor]
     out = []
     for x, scale in ((rows.k, attn.k_scale), (rows.v, attn.v_scale)):
         y = x.float() / scale
-        if spec.kv_dtype == "float8_e4m3":
-            y = y.clamp(-FP8_MAX, FP8_MAX)
+        if spec.kv_dtype in LARGEST:
+            y = y.clamp(-LARGEST[spec.kv_dtype], LARGEST[spec.kv_dtype])
         out.append(y.to(KINDS[spec.kv_dtype]).double() * scale)
     return out[0], out[1]
 
