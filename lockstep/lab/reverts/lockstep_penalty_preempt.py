@@ -23,7 +23,6 @@ Depends on load alone: the same request alone is right.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 SOURCE = "class: penalties after recomputation"
@@ -36,6 +35,6 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def _row(self: Any, draft: Any, piece: Any) -> Any:
         row = old(self, draft, piece)
         again = piece.new_len > 1 and row.generated_len > 0
-        return replace(row, prompt_len=row.position) if again else row
+        return row._replace(prompt_len=row.position) if again else row
 
     return _row

@@ -28,6 +28,7 @@ from typing import Any
 
 SOURCE = "sgl-project/sglang#20061, #21452"
 TARGET = "lockstep.attention.cpu:Backend.bind"
+BACKEND = "cpu"
 CELLS = ("engine-replay/llama", "engine-replay/qwen3")
 RELATED = ("sglang-27343", "sglang-27664")
 

@@ -31,6 +31,7 @@ import torch
 
 SOURCE = "sgl-project/sglang#27664 (issue)"
 TARGET = "lockstep.attention.cpu:Backend.bind"
+BACKEND = "cpu"
 CELLS = ("engine-replay/llama", "engine-replay/qwen3")
 CRASH = True  # stale addresses may lie outside of the cache
 RELATED = ("vllm-35175", "sglang-37975")
