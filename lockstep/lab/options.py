@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -33,8 +34,9 @@ class Device:
 
     @property
     def ops(self) -> Ops:
-        """Its table of operations."""
-        return _ops(self.name, self.dtype)
+        """Its table of operations, made anew: what a test or a revert put into it is in it."""
+        made: Ops = _table(self.name, self.dtype)(self.dtype)
+        return made
 
     @property
     def place(self) -> torch.device:
@@ -68,8 +70,9 @@ class Device:
 
 
 @lru_cache
-def _ops(name: str, dtype: str) -> Ops:
-    return select(name, dtype)[0]
+def _table(name: str, dtype: str) -> type[Any]:
+    """The class of a device's table: entry points are read once."""
+    return type(select(name, dtype)[0])
 
 
 CPU = Device()

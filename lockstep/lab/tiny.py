@@ -163,7 +163,8 @@ def configs(file: str) -> dict[str, dict[str, Any]]:
 def checkpoint(tiny: Tiny, device: Device = CPU, seed: int = 3) -> Checkpoint:
     """The same model as a folder holds it: every field of its config, its tensors by name."""
     tensors: dict[str, Tensor] = {}
-    loaded(tiny, device, tensors, seed)
+    loaded(tiny, record=tensors, seed=seed)
+    tensors = {name: tensor.to(device.compute) for name, tensor in tensors.items()}
     return Checkpoint({**COMMON, **tiny.config, "model_type": tiny.model_type}, tensors)
 
 
