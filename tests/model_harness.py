@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.attention import select
+from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import Table
@@ -26,7 +27,7 @@ from lockstep.run.step import standalone
 from lockstep.types import GroupSpec, Layout
 
 Batch = Sequence[tuple["Request", Sequence[int]]]
-CPU = torch.device("cpu")
+CPU = Ops()
 SHARP = (
     "q_proj",
     "k_proj",
