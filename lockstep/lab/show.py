@@ -142,9 +142,9 @@ def engine_story(cell: Cell, options: RunOptions) -> list[dict[str, Any]]:
                 f"step, {c.max_total_tokens} keys, {tree}"
             )
         acts += [tell_piece(piece) for piece in step.pieces]
-        plan = build([engine.specs[g] for g in step.groups], step.works)
+        plan = build(step.kind.specs, step.works)
         names = [piece.request.arrival for piece in step.pieces]
-        launch = describe(plan, step.groups, names) | {"rows": []}
+        launch = describe(plan, step.kind.groups, names) | {"rows": []}
         told.append({"step": len(told), "acts": acts, "launches": [launch]})
 
     rig.watchers.append(see)
