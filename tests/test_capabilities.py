@@ -115,7 +115,7 @@ def reports() -> dict[str, Any]:
 
 
 def test_the_models_are_of_every_type_and_of_the_sizes_that_differed():
-    assert sorted({model_type for model_type, _ in MODELS.values()}) == model_types()
+    assert sorted({config["model_type"] for config in MODELS.values()}) == model_types()
     assert {"gemma3_text-56", "qwen3-128", "llama-112", "llama-20"} <= set(MODELS)
 
 

@@ -167,14 +167,12 @@ class Subject:
         """cos and sin of every rope at near and far positions."""
         positions = torch.cat((torch.arange(64), torch.arange(0, FAR, 97), torch.tensor([FAR])))
         ropes = {block.attn.rope for block in self.parts.model.spec.blocks if block.attn.rope}  # type: ignore[attr-defined]
-        ordered = sorted(ropes, key=lambda rope: rope.inv_freq)
-        return digest(
-            *(
-                part.numpy()
-                for rope in ordered
-                for part in (torch.tensor(rope.inv_freq), *rope.angles(positions))
-            )
-        )
+        tables = []
+        for rope in sorted(ropes, key=lambda rope: rope.inv_freq):
+            freqs = torch.tensor(rope.inv_freq)
+            cos_sin = self.parts.model.ops.rope_cos_sin(positions.int(), freqs, rope.factor)
+            tables += [part.numpy() for part in (freqs, *cos_sin)]
+        return digest(*tables)
 
 
 def finish(engine: Engine) -> None:
