@@ -58,6 +58,7 @@ MOVES = {
         "fill_",
         "gather",
         "index",
+        "index_select",
         "index_copy_",
         "index_put_",
     ),
