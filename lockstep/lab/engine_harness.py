@@ -162,7 +162,7 @@ class EngineHarness:
         self.counters: Counter[str] = Counter()
         self.watchers: list[Watcher] = []  # of every engine
 
-    def engine(self, overlap: bool = False, **options: object) -> InstrumentedEngine:
+    def engine(self, overlap: bool = False, **options: Any) -> InstrumentedEngine:
         """A fresh engine; pages of 8 and room for everybody unless told otherwise."""
         given = {
             "context_length": CONTEXT,

@@ -9,6 +9,7 @@ and are poisoned in between. Called by `stories`.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from lockstep.lab.engine_harness import (
     EngineHarness,
@@ -55,7 +56,7 @@ def replayed(rig: EngineHarness, quick: bool) -> None:
         play(rig, [*forking, *growing], page_size=8, max_total_tokens=96)
 
 
-def play(rig: EngineHarness, orders: list[Order], **options: object) -> None:
+def play(rig: EngineHarness, orders: list[Order], **options: Any) -> None:
     """One engine. A backend that cannot be recorded runs the same steps."""
     graphs = rig.parts.backend.caps.graphs
     engine = rig.engine(graphs=graphs, **GRIDS, **options)

@@ -41,7 +41,7 @@ def kv_move(storages: Sequence[Tensor], moves: Tensor) -> None:
 class Ops:
     """The table; `lockstep.ops.Ops` is what it is."""
 
-    dtypes = ("float32",)
+    dtypes: tuple[str, ...] = ("float32",)
     device = torch.device("cpu")
     machine = f"cpu-{platform.machine()}"
     gemm_order = Choice("fma_chain", "our own, one fma chain per element")
