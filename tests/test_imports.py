@@ -203,7 +203,7 @@ def test_the_checker_objects(name: str, source: str):
         ),
         (
             "lockstep.sched.policy",
-            "from lockstep.kv import pages, spec\nfrom lockstep.kv.prefix import Prefix\nfrom "
+            "from lockstep.kv import pages, sizing\nfrom lockstep.kv.prefix import Prefix\nfrom "
             "lockstep.plan import step\nfrom lockstep.run.kind import StepKind",
         ),
         (

@@ -43,7 +43,7 @@ PAGES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         {
             "plan/step.py": ("StepPlan", "PagedGroup", "FreshGroup", "Bucket", "Real"),
             "plan/build.py": ("Work", "Pages", "build"),
-            "plan/image.py": ("Views", "ImageLayout"),
+            "plan/image.py": ("PlanArrays", "ImageLayout"),
         },
     ),
     "backend": (
