@@ -135,10 +135,7 @@ PARTS = {
     ),
     "publish": ("llm.job:Draft.feed", "llm.engine:Engine._publish"),
     "model": ("nn.decoder:Decoder.__call__", "nn.decoder:Decoder.logits"),
-    "sample": (
-        *("kernels.cpu.sample_rows:choose_rows", "kernels.cpu.sample_rows:describe_rows"),
-        *("kernels.cpu.ops:Ops.sample_tokens", "kernels.cpu.ops:Ops.compute_logprobs"),
-    ),
+    "sample": ("kernels.cpu.sample_rows:_run",),
 }
 DEVICE = ("model", "sample")
 NOT_HOST = (*DEVICE, "publish")  # publish needs no lock on the engine
@@ -191,8 +188,7 @@ class HostTimes:
         old = vars(owner).get(attribute) if owner is not None else None
         if old is None:
             return
-        new: Any = self._timed(part, old)
-        new = staticmethod(new) if isinstance(old, staticmethod) else new
+        new = self._timed(part, old)
         homes = [m for n, m in list(sys.modules.items()) if n.startswith("lockstep.")]
         for home in [owner] if classes else homes:
             for known in [key for key, value in vars(home).items() if value is old]:
