@@ -142,12 +142,12 @@ def test_what_the_page_says_of_operations_is_what_an_engine_asks_and_gets(
 ):
     from lockstep.attention import select
     from lockstep.config import EngineConfig
-    from lockstep.kernels.cpu import ops
     from lockstep.lab import tiny
     from lockstep.llm.engine import Engine
     from lockstep.sample.params import SamplingParams
 
     calls: set[str] = set()
+    table = tiny.CPU.ops
 
     def spy(method: Any, old: Any) -> Any:
         said = api.arrays(api.ast.get_docstring(method))
@@ -168,8 +168,8 @@ def test_what_the_page_says_of_operations_is_what_an_engine_asks_and_gets(
     protocol: Any = api.read("ops.py").find("Ops")
     for method in (n for n in protocol.body if isinstance(n, api.Function)):
         if method.name != "pack":  # of one matrix or of several
-            old = getattr(ops.Ops, method.name)
-            monkeypatch.setattr(ops.Ops, method.name, staticmethod(spy(method, old)))
+            old = getattr(table, method.name)
+            monkeypatch.setattr(table, method.name, spy(method, old))
     parts = tiny.parts(getattr(tiny, name), select.load("cpu"))
     engine = Engine(EngineConfig(max_total_tokens=256), parts)
     params = SamplingParams(max_tokens=3, temperature=0.8, top_p=0.9, seed=1, logprobs=2, n=2)
