@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from lockstep.lab import capacity_recipes, option_recipes, replay_recipes, sampler_recipes
 from lockstep.lab.engine_harness import (
@@ -260,7 +261,7 @@ def score(rig: EngineHarness, quick: bool) -> None:
         rig.check("score", same, "a score is not the log-probability of generation")
         rig.counters["scored_tokens"] += 0 if scores is None else len(scores)
     rig.play("score", engine, [Order(whole, SCORED), Order(whole[:17], replace(SCORED, n=2), at=1)])
-    tight = {"page_size": 4, "chunked_prefill_size": 5, "max_total_tokens": 48}
+    tight: dict[str, Any] = {"page_size": 4, "chunked_prefill_size": 5, "max_total_tokens": 48}
     for place in (engine, rig.engine(**tight, disable_radix_cache=True)):
         items(rig, place, prompt, job)
 

@@ -24,7 +24,7 @@ from lockstep.sample.params import SamplingParams
 PLAIN = SamplingParams(max_tokens=12, temperature=0.8, seed=5, logprobs=2, ignore_eos=True)
 THREE = replace(PLAIN, n=3, seed=11, max_tokens=6)
 # few and wide: a launch is recorded by one step and replayed by others that are fuller or emptier
-GRIDS = {
+GRIDS: dict[str, Any] = {
     "bucket_sizes": (8, 64),
     "request_bucket_sizes": (4, 17),
     "emit_bucket_sizes": (16,),
