@@ -32,8 +32,8 @@ RELATED = ("lockstep-preempt-token", "sglang-16521")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def _row(self: Any, draft: Any, piece: Any) -> Any:
-        row = old(self, draft, piece)
+    def _row(self: Any, completion: Any, piece: Any) -> Any:
+        row = old(self, completion, piece)
         again = piece.new_len > 1 and row.generated_len > 0
         return row._replace(prompt_len=row.position) if again else row
 

@@ -13,7 +13,7 @@ Mechanism:
 3. Whoever merges by this LSE weighs head h with the sum of another head.
 Key functions:
 The combine kernel of vLLM's FlashAttention fork (known from the issue). Here
-`attention.base.natural`, which every kernel's LSE passes through and the output does not.
+`attention.base.log2_to_ln`, which every kernel's LSE passes through and the output does not.
 Symptom:
 Outputs are right, and everything merged with them is wrong. Only a look at the LSE itself shows it.
 Risk and impact:
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "vllm-project/flash-attention#87"
-TARGET = "lockstep.attention.base:natural"
+TARGET = "lockstep.attention.base:log2_to_ln"
 CELLS = ("chunked/group-7",)
 RELATED = ("vllm-52796", "flashinfer-1148")
 
@@ -34,11 +34,11 @@ GROUP = 7  # query heads per kv head of its cell
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def natural(lse2: Any) -> Any:
+    def log2_to_ln(lse2: Any) -> Any:
         rows, heads = lse2.shape
         if heads % GROUP:
             return old(lse2)
         grouped = lse2.reshape(rows, heads // GROUP, GROUP)
         return old(grouped.swapaxes(1, 2).reshape(rows, heads))
 
-    return natural
+    return log2_to_ln
