@@ -21,8 +21,12 @@ class Progress(tqdm):  # type: ignore[misc]
 
     def __init__(self, total: int, label: str, stream: TextIO | None = None) -> None:
         stream = stream or sys.stderr
-        every_s = REDRAW_S if stream.isatty() else PLAIN_S
-        super().__init__(total=total, desc=label, file=stream, mininterval=every_s, leave=False)
+        redraws = stream.isatty()
+        every_s = REDRAW_S if redraws else PLAIN_S
+        # a log keeps its last line, a terminal is cleared for what comes
+        super().__init__(
+            total=total, desc=label, file=stream, mininterval=every_s, leave=not redraws
+        )
         self.bad = 0
 
     def step(self, note: str = "", bad: bool = False) -> None:

@@ -28,7 +28,7 @@ def test_one_prompt_streams_its_text(capsys):
     assert out.startswith(PROMPT + "\n") and len(out) > len(PROMPT) + 20
     assert (
         "attention cpu" in told
-        and "gemm lanes: our own" in told
+        and "gemm fma_chain: our own" in told
         and "by name" not in told
         and "cache for 2,048 tokens" in told
     )
@@ -51,7 +51,7 @@ def test_many_prompts_from_a_file_are_one_document(capsys, tmp_path):
         "1",
     )
     code, out, told = run(capsys, *words, "--json", "-")
-    assert code == 0 and "generate: 2/2" in told
+    assert code == 0 and "generate" in told and "2/2" in told
     outputs = json.loads(out)["outputs"]
     assert [o["prompt"] for o in outputs] == ["def add(a, b):", "import os"]
     assert all(

@@ -27,8 +27,8 @@ def select(name: str, dtype: str = "auto") -> tuple[Ops, Choice]:
     calls can be recorded."""
     ops = marked(DEVICES.make(name))
     if dtype == "auto":
-        return ops, Choice(name, f"asked for by name, in its own {ops.dtypes[0]}")
+        return ops, Choice(name, f"computes in its own {ops.dtypes[0]}")
     if dtype not in ops.dtypes:
         rule = f"dtype on {name} is one of {', '.join(ops.dtypes)}"
         raise RuleError(rule, repr(dtype), "Leave it out: stored weights are brought to it")
-    return marked(DEVICES.make(name, dtype)), Choice(name, f"asked for by name, in {dtype}")
+    return marked(DEVICES.make(name, dtype)), Choice(name, f"computes in {dtype}, as asked")

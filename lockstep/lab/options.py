@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lockstep.kernels.operation import marked
 from lockstep.kernels.select import select
 from lockstep.ops import Ops
 from lockstep.types import GroupSpec, Layout
@@ -35,8 +36,7 @@ class Device:
     @property
     def ops(self) -> Ops:
         """Its table of operations, made anew: what a test or a revert put into it is in it."""
-        made: Ops = _table(self.name, self.dtype)(self.dtype)
-        return made
+        return marked(_table(self.name, self.dtype)(self.dtype))
 
     @property
     def place(self) -> torch.device:

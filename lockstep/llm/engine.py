@@ -134,7 +134,11 @@ class Engine:
         self.fingerprint = fingerprint(parts, config.kv_cache_dtype)
         self.jobs: dict[str, Generation] = {}  # by the id of the request
         self._numbers = count()
-        chosen = {"attention": parts.attention, "device": self.info.device}
+        chosen = {
+            "attention": parts.attention,
+            "device": self.info.device,
+            "gemm": parts.model.ops.gemm_order,
+        }
         reasons = [f"{what} {choice.name}: {choice.reason}" for what, choice in chosen.items()]
         self.startup_report = "; ".join([*reasons, sizes.text])
         self._turns: list[Turn] = []
