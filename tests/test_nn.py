@@ -531,8 +531,8 @@ def test_whole_and_sharded_folders_give_the_same_model(good, folder):
         (2,),
         True,
     )
-    assert info.device == ("cpu", "asked for by name, in its own float32")
-    assert load(good, dtype="float32").info.device == ("cpu", "asked for by name, in float32")
+    assert info.device == ("cpu", "computes in its own float32")
+    assert load(good, dtype="float32").info.device == ("cpu", "computes in float32, as asked")
 
 
 def test_half_precision_files_are_widened_exactly(folder):
