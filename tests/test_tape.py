@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from lockstep.attention import cpu
 from lockstep.config import EngineConfig
 from lockstep.kernels.cpu.ops import Ops
-from lockstep.kernels.operation import operation
+from lockstep.kernels.operation import marked, operation
 from lockstep.kv import pool as kv_pool
 from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import Table
@@ -243,6 +243,12 @@ def test_a_backend_that_does_not_state_graphs_is_not_recorded():
     backend.caps = replace(cpu.CAPS, graphs=False)
     with pytest.raises(RuleError, match="launches are recorded with a backend that states"):
         Runner([DENSE], [4], backend, Ops(), graphs=True)
+
+
+def test_a_table_whose_calls_a_tape_would_miss_is_not_recorded():
+    with pytest.raises(RuleError, match="every operation of a recorded launch is marked; got pack"):
+        Runner([DENSE], [4], cpu.Backend(), Ops(), graphs=True)
+    assert Runner([DENSE], [4], cpu.Backend(), marked(Ops()), graphs=True).graphs
 
 
 # ---- the arena ----

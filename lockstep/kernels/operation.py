@@ -21,6 +21,7 @@ from lockstep.ops import Ops
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
+MARK = "_is_operation"
 NAMES = [n for n, f in vars(Ops).items() if inspect.isfunction(f) and not n.startswith("_")]
 
 
@@ -45,6 +46,7 @@ def operation(function: Callable[Given, Result]) -> Callable[Given, Result]:
             return result
         return function(*args, **kwargs)
 
+    setattr(called, MARK, True)
     return called
 
 
@@ -53,3 +55,8 @@ def marked(table: Ops) -> Ops:
     for name in NAMES:
         setattr(table, name, operation(getattr(table, name)))
     return table
+
+
+def unmarked(table: Ops) -> list[str]:
+    """The functions of a table that a recorder would not be told of."""
+    return [name for name in NAMES if not hasattr(getattr(table, name), MARK)]

@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from lockstep.attention.base import Backend
+from lockstep.kernels.operation import unmarked
 from lockstep.kv.pool import Pool
 from lockstep.ops import Ops
 from lockstep.plan.bucket import Buckets, pad
@@ -77,6 +78,9 @@ class Runner:
             rule = "launches are recorded with a backend that states `graphs`"
             got = f"{type(backend).__module__}, which does not"
             raise RuleError(rule, got, "Leave `graphs` out, or use another backend")
+        if graphs and (missed := unmarked(ops)):
+            rule = "every operation of a recorded launch is marked"
+            raise RuleError(rule, f"{', '.join(missed)} are not", "Take it from kernels.select")
         self.specs, self.backend, self.buckets = tuple(specs), backend, buckets
         self.pools = [
             None if s.layout is Layout.FRESH else Pool(s, n, ops)
