@@ -44,14 +44,15 @@ def replayed(rig: EngineHarness, quick: bool) -> None:
         Order(words(n, i), replace(PLAIN, seed=i, max_tokens=4 + 3 * (i % 4)), at=i)
         for i, n in enumerate(lengths)
     ]
-    # partial pages of 4, 3 and 2 keys: 8, 6 and 4 moves
+    # one after the other: a fork's launch is replayed with other moves, and with fewer (8, 8, 6, 4)
     forking = [
-        Order(words(n, n), replace(THREE, seed=n), at=4 * i) for i, n in enumerate((12, 11, 10))
+        Order(words(n, i), replace(THREE, seed=n), at=9 * i) for i, n in enumerate((12, 12, 11, 10))
     ]
     later = [replace(order, at=order.at + 10) for order in growing[:4]]
     play(rig, growing, page_size=4)
-    play(rig, [*forking, *later], page_size=8)
+    play(rig, forking, page_size=8)
     if not quick:
+        play(rig, [*forking, *later], page_size=8)
         play(rig, [*growing, *later], page_size=1)
         play(rig, [*forking, *growing], page_size=8, max_total_tokens=96)
 

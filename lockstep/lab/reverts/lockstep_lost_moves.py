@@ -26,7 +26,7 @@ import torch
 SOURCE = "house rule: lowering touches no cache"
 TARGET = "lockstep.kv.pool:KvWriter.relocate"
 CELLS = ("engine-replay/llama",)
-RELATED = ("lockstep-stale-moves", "llamacpp-14742")
+RELATED = ("lockstep-frozen-slots", "llamacpp-14742")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
