@@ -54,6 +54,7 @@ MOVES = {
         "detach",
         "embedding",
         "empty",
+        "empty_like",
         "expand",
         "fill_",
         "gather",

@@ -201,6 +201,7 @@ class Alarm:
         self.left = 1 + more
         self.armed = True
         self.before: Any = None
+        self.unraisable: Any = sys.unraisablehook
 
     def strike(self, *_: object) -> None:
         """The signal's handler."""
@@ -211,8 +212,17 @@ class Alarm:
             raise KeyboardInterrupt
 
     def __enter__(self) -> None:
+        # Python drops what strikes in a destructor; a reporter of that must not be struck itself
+        self.unraisable, sys.unraisablehook = sys.unraisablehook, lambda _: None
         self.before = signal.signal(signal.SIGALRM, self.strike)
         signal.setitimer(signal.ITIMER_REAL, self.first_s)
+
+    def restore(self) -> None:
+        """No more strikes; handlers as they were."""
+        self.armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self.before)
+        sys.unraisablehook = self.unraisable
 
     def __exit__(self, *_: object) -> None:
         self.armed = False
@@ -229,8 +239,7 @@ def by_timer(subject: Subject, number: int, rng: random.Random, again: bool) -> 
                     break
     except KeyboardInterrupt:  # in between: in the rig itself
         alarm.armed = False
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, alarm.before)
+    alarm.restore()
     return strikes
 
 
