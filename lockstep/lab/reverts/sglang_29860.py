@@ -14,7 +14,7 @@ Mechanism:
 Key functions:
 Insertion of unfinished requests in SGLang's radix cache for window models (the mechanism is
 inferred from the fix: the frontier reached
-the insert boundary). Here `kv.prefix.Prefix.insert`.
+the insert boundary). Here `Scheduler._keep`, which names the length to `kv.prefix.Prefix.insert`.
 Symptom:
 One key of the prompt is garbage, in a request that did nothing unusual. As long as the first
 request goes on, it writes the slot in time.
@@ -28,13 +28,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 SOURCE = "sgl-project/sglang#29860"
-TARGET = "lockstep.kv.prefix:Prefix.insert"
+TARGET = "lockstep.sched.scheduler:Scheduler._keep"
 CELLS = ("engine-abort/llama", "engine-abort/deepseek-v3")
 RELATED = ("vllm-41838", "sglang-29350", "hf-37574")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def insert(self: Any, path: Any, ids: Sequence[int], table: Any, committed_len: int) -> None:
-        old(self, path, ids, table, committed_len + 1)
+    def _keep(self: Any, piece: Any, accepted: Sequence[Any]) -> None:
+        old(self, piece, accepted)
+        request = piece.request
+        if request.path is not None and not request.table.pending:
+            ahead_len = request.settled_len + 1
+            self.tree.insert(request.path, request.tokens, request.table, ahead_len)
 
-    return insert
+    return _keep
