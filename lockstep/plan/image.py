@@ -121,8 +121,9 @@ def lists(spec: GroupSpec) -> bool:
 def write(
     image: NDArray[np.int32], layout: ImageLayout, plan: StepPlan, ids: Sequence[int] | Ints
 ) -> tuple[PlanArrays, ...]:
-    """Fills `image` with the plan and the tokens of its rows, pad rows' included; what is derived
-    stays as it was. Returns its views."""
+    """Fills `image` with the plan and the tokens of its rows, pad rows' included, and zeros between
+    the arrays and for what is derived. Returns its views."""
+    image[:] = 0
     head = _header(plan)
     image[: len(head)] = head
     views = layout.views(image)

@@ -30,7 +30,6 @@ from lockstep.types import GroupSpec
 SOURCE = "huggingface/transformers#37574, also #38156"
 TARGET = "lockstep.kv.tables:keep_from"
 CELLS = ("window-edges/window",)
-CRASH = True  # an entry beside a request's own is any number: a page that is not there
 RELATED = ("sglang-16507", "hf-29623", "sglang-32087")
 
 
