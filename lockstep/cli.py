@@ -84,11 +84,8 @@ def check_outputs(args: argparse.Namespace) -> None:
         outfile.check("--svg-dir", os.path.join(args.svg_dir, "curves.svg"))
     files = [os.path.realpath(where) for where in given.values() if where != "-"]
     if len(files) > len(set(files)):
-        raise RuleError(
-            "--json and --html name two files",
-            given["--json"],
-            "Choose another place for one of them",
-        )
+        rule = "--json and --html name two files"
+        raise RuleError(rule, given["--json"], "Choose another place for one of them")
 
 
 def be_patient() -> None:

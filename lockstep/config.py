@@ -66,14 +66,12 @@ class EngineConfig:
             raise RuleError(rule, shown(self.kv_cache_dtype), "Pick one of these")
         if self.attention_backend is not None and not isinstance(self.attention_backend, str):
             rule = "attention_backend is the name of a backend"
-            raise RuleError(
-                rule, shown(self.attention_backend), "Leave it out for the first that fits"
-            )
+            got = shown(self.attention_backend)
+            raise RuleError(rule, got, "Leave it out for the first that fits")
         for name in ("disable_radix_cache", "graphs"):
             if not isinstance(getattr(self, name), bool):
-                raise RuleError(
-                    f"{name} is True or False", shown(getattr(self, name)), "Pass a bool"
-                )
+                rule = f"{name} is True or False"
+                raise RuleError(rule, shown(getattr(self, name)), "Pass a bool")
         fraction = self.mem_fraction_static
         if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < fraction < 1:
             rule = "mem_fraction_static is a number between 0 and 1"
@@ -124,9 +122,7 @@ class EngineConfig:
         for name in given:
             if name not in known:
                 close = get_close_matches(name, known, 1)
-                raise RuleError(
-                    f"an engine option is one of {', '.join(known)}",
-                    repr(name),
-                    f"Did you mean {close[0]}?" if close else "Drop it",
-                )
+                rule = f"an engine option is one of {', '.join(known)}"
+                got = repr(name)
+                raise RuleError(rule, got, f"Did you mean {close[0]}?" if close else "Drop it")
         return EngineConfig(**given)

@@ -32,11 +32,8 @@ def inside(folder: Path, name: str) -> Path:
     if folder.parent.name == "snapshots":
         roots.append((folder.parent.parent / "blobs").resolve())
     if not any(path.resolve().is_relative_to(root) for root in roots):
-        raise RuleError(
-            "files of a model lie in its folder",
-            f"{name} → {path.resolve()}",
-            "Replace the link by the file",
-        )
+        rule = "files of a model lie in its folder"
+        raise RuleError(rule, f"{name} → {path.resolve()}", "Replace the link by the file")
     return path
 
 
@@ -46,9 +43,8 @@ def read_text(folder: Path, name: str) -> str:
     if not path.is_file():
         raise RuleError(f"a model folder holds {name}", str(folder), "Check the path")
     if path.stat().st_size > TEXT_BYTES:
-        raise RuleError(
-            f"{name} is at most {TEXT_BYTES} bytes", str(path.stat().st_size), "Check the file"
-        )
+        rule = f"{name} is at most {TEXT_BYTES} bytes"
+        raise RuleError(rule, str(path.stat().st_size), "Check the file")
     try:
         return path.read_text("utf-8")
     except UnicodeDecodeError as error:
@@ -62,9 +58,8 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RuleError(
-            f"{name} is JSON", f"{type(error).__name__}: {error}", "Check the file"
-        ) from error
+        rule = f"{name} is JSON"
+        raise RuleError(rule, f"{type(error).__name__}: {error}", "Check the file") from error
     if not isinstance(value, dict):
         raise RuleError(f"{name} is a JSON object", type(value).__name__, "Check the file")
     return value

@@ -141,77 +141,47 @@ class GroupSpec:
     def __post_init__(self) -> None:
         self._check_shape()
         if self.window is not None and not 1 <= self.window <= INT32_MAX:
-            raise RuleError(
-                "window counts the keys a row sees, itself included, so it is at least 1",
-                repr(self.window),
-                "Use None for no window",
-            )
+            rule = "window counts the keys a row sees, itself included, so it is at least 1"
+            raise RuleError(rule, repr(self.window), "Use None for no window")
         if self.window is not None and not self.causal:
-            raise RuleError(
-                "a window needs a causal group",
-                f"window={self.window}, causal=False",
-                "Drop one of them",
-            )
+            rule = "a window needs a causal group"
+            raise RuleError(rule, f"window={self.window}, causal=False", "Drop one of them")
         if self.layout is Layout.CROSS and self.causal:
-            raise RuleError(
-                "cross attention sees the whole encoder", "causal=True", "Pass causal=False"
-            )
+            rule = "cross attention sees the whole encoder"
+            raise RuleError(rule, "causal=True", "Pass causal=False")
         if self.layout is not Layout.CROSS and self.layout is not Layout.FRESH and not self.causal:
-            raise RuleError(
-                "a cached group is causal: a later row would change an earlier one",
-                "causal=False",
-                "Use Layout.FRESH or Layout.CROSS",
-            )
+            rule = "a cached group is causal: a later row would change an earlier one"
+            raise RuleError(rule, "causal=False", "Use Layout.FRESH or Layout.CROSS")
         if self.layout is Layout.LATENT and (self.kv_heads != 1 or self.d_v > self.d_qk):
-            raise RuleError(
-                "a latent row is one kv head whose first d_v of d_qk columns are V",
-                f"kv_heads={self.kv_heads}, d_qk={self.d_qk}, d_v={self.d_v}",
-                "Use kv_heads=1 and d_v <= d_qk",
-            )
+            rule = "a latent row is one kv head whose first d_v of d_qk columns are V"
+            got = f"kv_heads={self.kv_heads}, d_qk={self.d_qk}, d_v={self.d_v}"
+            raise RuleError(rule, got, "Use kv_heads=1 and d_v <= d_qk")
         if self.layout is Layout.LATENT and any(a.v_scale != a.k_scale for a in self.layers):
-            raise RuleError(
-                "K and V of a latent row are the same numbers",
-                "k_scale != v_scale",
-                "Give both the same scale",
-            )
+            rule = "K and V of a latent row are the same numbers"
+            raise RuleError(rule, "k_scale != v_scale", "Give both the same scale")
         if self.layout is Layout.FRESH and (
             self.kv_dtype != "float32" or any(a.k_scale != 1 or a.v_scale != 1 for a in self.layers)
         ):
-            raise RuleError(
-                "a fresh group stores nothing",
-                f"kv_dtype={self.kv_dtype} or a K/V scale",
-                "Use float32 and scales of 1",
-            )
+            got = f"kv_dtype={self.kv_dtype} or a K/V scale"
+            raise RuleError("a fresh group stores nothing", got, "Use float32 and scales of 1")
 
     def _check_shape(self) -> None:
         if (
             min(self.heads, self.kv_heads, self.d_qk, self.d_v, self.page_size) < 1
             or not self.layers
         ):
-            raise RuleError(
-                "heads, kv_heads, head sizes, page_size and layers are at least 1",
-                repr(self),
-                "Check the model's config",
-            )
+            rule = "heads, kv_heads, head sizes, page_size and layers are at least 1"
+            raise RuleError(rule, repr(self), "Check the model's config")
         if self.heads % self.kv_heads:
-            raise RuleError(
-                "heads is a multiple of kv_heads",
-                f"{self.heads} and {self.kv_heads}",
-                "Check the model's config",
-            )
+            rule = "heads is a multiple of kv_heads"
+            raise RuleError(rule, f"{self.heads} and {self.kv_heads}", "Check the model's config")
         if self.kv_dtype not in KV_FORMATS:
-            raise RuleError(
-                f"kv_dtype is one of {', '.join(KV_FORMATS)}",
-                repr(self.kv_dtype),
-                "Pick one of these",
-            )
+            rule = f"kv_dtype is one of {', '.join(KV_FORMATS)}"
+            raise RuleError(rule, repr(self.kv_dtype), "Pick one of these")
         for attn in self.layers:
             if attn.sinks is not None and len(attn.sinks) != self.heads:
-                raise RuleError(
-                    "sinks hold one logit per query head",
-                    f"{len(attn.sinks)} sinks, {self.heads} heads",
-                    "Check the weights",
-                )
+                got = f"{len(attn.sinks)} sinks, {self.heads} heads"
+                raise RuleError("sinks hold one logit per query head", got, "Check the weights")
 
     @property
     def group_size(self) -> int:

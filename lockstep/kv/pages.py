@@ -21,11 +21,8 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 2:
-            raise RuleError(
-                "a pool has the sink and at least one page",
-                str(num_pages),
-                "Give the cache more memory",
-            )
+            rule = "a pool has the sink and at least one page"
+            raise RuleError(rule, str(num_pages), "Give the cache more memory")
         self.refs = np.zeros(num_pages, np.int32)
         self.refs[NULL_PAGE] = 1
         self.kept = np.zeros(num_pages, np.int32)
@@ -48,11 +45,9 @@ class PagePool:
     def take(self, count: int) -> list[int]:
         """`count` pages that nobody holds, each held once now; all or none."""
         if count > len(self._free):
-            raise OutOfPages(
-                f"{len(self._free)} of {self.num_pages - 1} pages are free",
-                f"a request for {count}",
-                "Free some, or give the cache more memory",
-            )
+            rule = f"{len(self._free)} of {self.num_pages - 1} pages are free"
+            got = f"a request for {count}"
+            raise OutOfPages(rule, got, "Free some, or give the cache more memory")
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._holds[page] = 1
@@ -63,11 +58,8 @@ class PagePool:
         holds = self._holds
         for page in pages:
             if holds[page] < 1 or page == NULL_PAGE:
-                raise RuleError(
-                    "only a held page can be shared",
-                    f"page {page} with {holds[page]} holds",
-                    "Take it first",
-                )
+                rule = "only a held page can be shared"
+                raise RuleError(rule, f"page {page} with {holds[page]} holds", "Take it first")
             self.idle -= holds[page] == self._kept[page]
             holds[page] += 1
 
@@ -77,11 +69,8 @@ class PagePool:
         freed, holds = [], self._holds
         for page in pages:
             if holds[page] < 1 or page == NULL_PAGE:
-                raise RuleError(
-                    "a page is given back once per hold",
-                    f"page {page} with {holds[page]} holds",
-                    "Check who holds it",
-                )
+                rule = "a page is given back once per hold"
+                raise RuleError(rule, f"page {page} with {holds[page]} holds", "Check who holds it")
             holds[page] -= 1
             if holds[page] == 0:
                 freed.append(page)
@@ -101,11 +90,8 @@ class PagePool:
         """The tree lets go."""
         for page in pages:
             if self._kept[page] < 1:
-                raise RuleError(
-                    "the tree drops what it keeps",
-                    f"page {page}",
-                    "This is a bug in Lockstep: please report it",
-                )
+                rule = "the tree drops what it keeps"
+                raise RuleError(rule, f"page {page}", "This is a bug in Lockstep: please report it")
             self.idle -= self._holds[page] == self._kept[page]
             self._kept[page] -= 1
         self.give(pages)
@@ -115,17 +101,12 @@ class PagePool:
         held = int(np.count_nonzero(self.refs)) - 1
         idle = int(np.count_nonzero((self.kept > 0) & (self.kept == self.refs)))
         if idle != self.idle:
-            raise RuleError(
-                f"{idle} pages are idle",
-                f"{self.idle} counted",
-                "This is a bug in Lockstep: please report it",
-            )
+            rule = f"{idle} pages are idle"
+            got = f"{self.idle} counted"
+            raise RuleError(rule, got, "This is a bug in Lockstep: please report it")
         if held + len(set(self._free)) != self.num_pages - 1 or any(
             self.refs[p] for p in self._free
         ):
             counts = f"{held} held + {len(self._free)} free of {self.num_pages - 1}"
-            raise RuleError(
-                "every page is free or held, never both",
-                counts,
-                "This is a bug in Lockstep: please report it",
-            )
+            rule = "every page is free or held, never both"
+            raise RuleError(rule, counts, "This is a bug in Lockstep: please report it")

@@ -103,11 +103,8 @@ class KvWriter:
         slots = self.slots
         if slots.shape[0]:
             if k is None or v is None or len(k) != len(slots):
-                raise RuleError(
-                    "a step writes one K and one V row per slot",
-                    f"{len(slots)} slots, k={None if k is None else len(k)}",
-                    "Pass all rows",
-                )
+                got = f"{len(slots)} slots, k={None if k is None else len(k)}"
+                raise RuleError("a step writes one K and one V row per slot", got, "Pass all rows")
             self.pool.write(layer, slots, k, v)
         return self.pool.keys(layer)
 
@@ -121,9 +118,8 @@ class UncachedKv:
     def keys(self, layer: int, k: Tensor | None, v: Tensor | None) -> Keys:
         """This step's own rows, in memory of the stored width."""
         if k is None or v is None:
-            raise RuleError(
-                "the keys of a fresh group are this step's rows", "None", "Pass k and v"
-            )
+            rule = "the keys of a fresh group are this step's rows"
+            raise RuleError(rule, "None", "Pass k and v")
         return Keys(in_stored_memory(k), in_stored_memory(v))
 
 
@@ -147,9 +143,8 @@ def view(spec: GroupSpec, pool: Pool | None, views: PlanArrays) -> KvWriter | Un
     if spec.layout is Layout.FRESH:
         return UncachedKv()
     if pool is None:
-        raise RuleError(
-            "a cached group has a pool", f"{spec.layout} without one", "Make a Pool for it"
-        )
+        rule = "a cached group has a pool"
+        raise RuleError(rule, f"{spec.layout} without one", "Make a Pool for it")
     return KvWriter(pool, views)
 
 

@@ -116,11 +116,8 @@ class Prefix:
         duplicate; what the tree lost it adopts.
         """
         if table.pending:
-            raise RuleError(
-                "only keys that are in place are cached",
-                "moves still pending",
-                "Insert after the step that carries them",
-            )
+            rule = "only keys that are in place are cached"
+            raise RuleError(rule, "moves still pending", "Insert after the step that carries them")
         node, ahead = path.node, path.root.ahead
         while (end := node.end + self.unit) <= committed_len and end + ahead <= len(ids):
             key = tuple(ids[node.end : end + ahead])
@@ -201,9 +198,8 @@ class Prefix:
                     f"group {g}, pages {wrong}: {pool.refs[wrong]} holds, {holds[wrong]} known "
                     "holders"
                 )
-                raise RuleError(
-                    "every hold has a holder", counts, "This is a bug in Lockstep: please report it"
-                )
+                rule = "every hold has a holder"
+                raise RuleError(rule, counts, "This is a bug in Lockstep: please report it")
         self._check_tree()
 
     def _longest(self, top: Node, ahead: int, ids: Sequence[int], last: int) -> Node:
@@ -335,23 +331,14 @@ class Prefix:
                     f"group {g}: {len(pages)} pages in {len(nodes)} nodes, {int(pool.kept.sum())} "
                     f"kept, {len(self._order[g])} ordered"
                 )
-                raise RuleError(
-                    "a node's pages are kept and ordered",
-                    counts,
-                    "This is a bug in Lockstep: please report it",
-                )
+                rule = "a node's pages are kept and ordered"
+                raise RuleError(rule, counts, "This is a bug in Lockstep: please report it")
             whole = self.unit // self.specs[g].page_size
             if self.specs[g].window is None and any(
                 len(n.pages[g]) != whole for n in nodes if n.parent is not None
             ):
-                raise RuleError(
-                    "only a window loses pages",
-                    f"group {g}",
-                    "This is a bug in Lockstep: please report it",
-                )
+                rule = "only a window loses pages"
+                raise RuleError(rule, f"group {g}", "This is a bug in Lockstep: please report it")
         if any(map(self._useless, nodes)):
-            raise RuleError(
-                "a leaf that cannot be matched is removed",
-                "one that is not",
-                "This is a bug in Lockstep: please report it",
-            )
+            rule = "a leaf that cannot be matched is removed"
+            raise RuleError(rule, "one that is not", "This is a bug in Lockstep: please report it")

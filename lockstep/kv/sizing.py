@@ -46,9 +46,8 @@ def check_fits(needed_bytes: int, what: str) -> None:
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed_bytes > there:
         rule = f"the cache fits into the {there:,} B of this machine's memory"
-        raise RuleError(
-            rule, f"{needed_bytes:,} B for {what}", "Lower max_total_tokens or page_size"
-        )
+        got = f"{needed_bytes:,} B for {what}"
+        raise RuleError(rule, got, "Lower max_total_tokens or page_size")
 
 
 def padding(spec: GroupSpec) -> str:

@@ -46,11 +46,9 @@ class Table:
         hold on each."""
         pool = self.pools[g]
         if pool is None or self._pages[g] or first_pos % self.specs[g].page_size:
-            raise RuleError(
-                "an empty table adopts whole cached pages",
-                f"group {g} from {first_pos}",
-                "Adopt before the first reservation",
-            )
+            rule = "an empty table adopts whole cached pages"
+            got = f"group {g} from {first_pos}"
+            raise RuleError(rule, got, "Adopt before the first reservation")
         pool.share(pages)
         self._pages[g], self.first_pos[g], self._ids[g] = list(pages), first_pos, None
         self._views.clear()
@@ -67,11 +65,8 @@ class Table:
         pool, at = self.pools[g], (begin - self.first_pos[g]) // self.specs[g].page_size
         own = self._pages[g][at : at + len(pages)]
         if pool is None or at < 0 or len(own) != len(pages):
-            raise RuleError(
-                "a page is swapped for one of the same keys",
-                f"{len(pages)} for {len(own)} from {begin}",
-                "Swap what is held",
-            )
+            rule = "a page is swapped for one of the same keys"
+            raise RuleError(rule, f"{len(pages)} for {len(own)} from {begin}", "Swap what is held")
         if own != list(pages):
             pool.share(pages)
             pool.give(own)
@@ -150,11 +145,8 @@ class Table:
         swap it, before.
         """
         if self.pending:
-            raise RuleError(
-                "a request is forked when its keys are in place",
-                "moves still pending",
-                "Fork after the step that carries them",
-            )
+            rule = "a request is forked when its keys are in place"
+            raise RuleError(rule, "moves still pending", "Fork after the step that carries them")
         child = Table(self.specs, self.pools)
         child.first_pos = list(self.first_pos)
         partial = [self._partial(g, committed_len) for g in range(len(self.specs))]

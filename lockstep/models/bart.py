@@ -72,11 +72,8 @@ class Bart:
         return logits if self.head_bias is None else logits + self.head_bias
 
     def embed(self, hidden: Tensor, q_indptr: Sequence[int], how: str | None = None) -> Tensor:
-        raise RuleError(
-            "embeddings come from decoders and encoders",
-            "an encoder-decoder",
-            "Use it for generation",
-        )
+        rule = "embeddings come from decoders and encoders"
+        raise RuleError(rule, "an encoder-decoder", "Use it for generation")
 
     def groups(self, page_size: int = 16, kv_dtype: str = "float32") -> tuple[GroupSpec, ...]:
         """The groups of a decode step: the decoder's own keys, and the encoder's."""
@@ -90,11 +87,8 @@ class Bart:
         return cached(self._encode[0], page_size, kv_dtype)
 
     def fresh_groups(self) -> tuple[GroupSpec, ...]:
-        raise RuleError(
-            "embeddings come from decoders and encoders",
-            "an encoder-decoder",
-            "Use it for generation",
-        )
+        rule = "embeddings come from decoders and encoders"
+        raise RuleError(rule, "an encoder-decoder", "Use it for generation")
 
     @property
     def layer_map(self) -> tuple[GroupLayer, ...]:
@@ -130,9 +124,8 @@ class Bart:
 
 def build(config: Any, weights: WeightSource) -> Bart:
     if not config.tie_word_embeddings:
-        raise RuleError(
-            "bart shares one embedding", "tie_word_embeddings=False", "Use a tied checkpoint"
-        )
+        rule = "bart shares one embedding"
+        raise RuleError(rule, "tie_word_embeddings=False", "Use a tied checkpoint")
     w, d = (weights if weights.has("shared.weight") else weights.at("model")), config.d_model
     weights.skip(r"lm_head\.weight")
     w.skip(r"(en|de)coder\.embed_tokens\.weight")

@@ -73,9 +73,8 @@ class Bert:
 
 def build(config: Any, weights: WeightSource) -> Bert:
     if config.is_decoder or config.add_cross_attention:
-        raise RuleError(
-            "bert is an encoder", "is_decoder or add_cross_attention", "Use an encoder checkpoint"
-        )
+        rule = "bert is an encoder"
+        raise RuleError(rule, "is_decoder or add_cross_attention", "Use an encoder checkpoint")
     w = weights if weights.has("embeddings.word_embeddings.weight") else weights.at("bert")
     weights.skip(r"cls\..*")
     w.skip(r"(pooler\..*|embeddings\.position_ids)")

@@ -27,11 +27,8 @@ def build(config: Any, weights: WeightSource) -> Decoder:
 
 def describe(config: Any) -> DecoderSpec:
     if config.topk_method not in METHODS:
-        raise RuleError(
-            f"topk_method is one of {', '.join(METHODS)}",
-            repr(config.topk_method),
-            "Check config.json",
-        )
+        rule = f"topk_method is one of {', '.join(METHODS)}"
+        raise RuleError(rule, repr(config.topk_method), "Check config.json")
     groups = (
         {"groups": config.n_group, "keep": config.topk_group}
         if config.topk_method == METHODS[1]

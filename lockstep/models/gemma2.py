@@ -30,9 +30,8 @@ def describe(config: Any) -> DecoderSpec:
 def attention(config: Any, rope_parameters: Any = None) -> DenseSpec:
     """Scores are scaled by a number of the config, not by the head size."""
     if config.use_bidirectional_attention:
-        raise RuleError(
-            "a decoder is causal", "use_bidirectional_attention", "Use a causal checkpoint"
-        )
+        rule = "a decoder is causal"
+        raise RuleError(rule, "use_bidirectional_attention", "Use a causal checkpoint")
     bias = config.attention_bias
     return replace(
         llama.attention(config, rope_parameters),

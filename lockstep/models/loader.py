@@ -122,11 +122,9 @@ class Table:
         )
         faults = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds if names]
         if faults:
-            raise RuleError(
-                "the weights are exactly those that config.json describes",
-                "; ".join(faults),
-                "Check that config and weights belong together",
-            )
+            rule = "the weights are exactly those that config.json describes"
+            got = "; ".join(faults)
+            raise RuleError(rule, got, "Check that config and weights belong together")
 
 
 # such a config.json is read as it is, without importing transformers for its defaults
@@ -223,11 +221,8 @@ def local_folder(path_or_id: str | Path, revision: str | None) -> Path:
     if os.path.isdir(folder):  # a name that no file can have is no folder
         return folder
     if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", str(path_or_id)) or os.path.exists(folder):
-        raise RuleError(
-            "a model is a folder or a hub id of the form owner/name",
-            shown(str(path_or_id)),
-            "Check the path",
-        )
+        rule = "a model is a folder or a hub id of the form owner/name"
+        raise RuleError(rule, shown(str(path_or_id)), "Check the path")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -235,11 +230,8 @@ def local_folder(path_or_id: str | Path, revision: str | None) -> Path:
         return Path(snapshot_download(str(path_or_id), revision=revision, allow_patterns=DOWNLOAD))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         got = f"{path_or_id!r}: {type(error).__name__}: {error}"
-        raise RuleError(
-            "the hub has the model, or its cache does",
-            got,
-            "Check the name, the network and the access",
-        ) from error
+        rule = "the hub has the model, or its cache does"
+        raise RuleError(rule, got, "Check the name, the network and the access") from error
 
 
 def parse_config(folder: Path) -> Any:
@@ -251,11 +243,8 @@ def parse_config(folder: Path) -> Any:
             str(folder), trust_remote_code=False, local_files_only=True
         )
     except Exception as error:  # whatever its validators raise: the file is at fault
-        raise RuleError(
-            "config.json is one that transformers accepts",
-            f"{type(error).__name__}: {error}",
-            "Check the file",
-        ) from error
+        rule = "config.json is one that transformers accepts"
+        raise RuleError(rule, f"{type(error).__name__}: {error}", "Check the file") from error
 
 
 def scan(folder: Path) -> dict[str, Entry]:
@@ -265,18 +254,12 @@ def scan(folder: Path) -> dict[str, Entry]:
         found = _header(path)
         lost = sorted(set(listed_names) - set(found))
         if lost:
-            raise RuleError(
-                "a file holds the tensors that the index says",
-                f"{path.name} without {listed(lost)}",
-                "Download it again",
-            )
+            rule = "a file holds the tensors that the index says"
+            raise RuleError(rule, f"{path.name} without {listed(lost)}", "Download it again")
         twice = sorted(set(found) & set(entries))
         if twice:
-            raise RuleError(
-                "a tensor lies in one file",
-                f"{listed(twice)} in {path.name} and before",
-                "Check the index",
-            )
+            rule = "a tensor lies in one file"
+            raise RuleError(rule, f"{listed(twice)} in {path.name} and before", "Check the index")
         entries |= found
     odd = [
         f"{name} is {entry.dtype}"
@@ -284,11 +267,8 @@ def scan(folder: Path) -> dict[str, Entry]:
         if entry.dtype not in FLOATS and "position_ids" not in name
     ]
     if odd:
-        raise RuleError(
-            "weights are floating point",
-            f"{len(odd)} others: {listed(odd)}",
-            "Use an unquantised checkpoint",
-        )
+        rule = "weights are floating point"
+        raise RuleError(rule, f"{len(odd)} others: {listed(odd)}", "Use an unquantised checkpoint")
     return entries
 
 
@@ -297,17 +277,15 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
     if has(folder, "model.safetensors.index.json"):
         index = read_json(folder, "model.safetensors.index.json").get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
-            raise RuleError(
-                "an index maps tensors to files", "no weight_map of names", "Download it again"
-            )
+            rule = "an index maps tensors to files"
+            raise RuleError(rule, "no weight_map of names", "Download it again")
         files: dict[Path, list[str]] = {}
         for name, file in index.items():
             files.setdefault(inside(folder, file), []).append(name)
         wrong = sorted(p.name for p in files if p.suffix != ".safetensors" or not p.is_file())
         if wrong:
-            raise RuleError(
-                "an index names safetensors files that exist", listed(wrong), "Download them again"
-            )
+            rule = "an index names safetensors files that exist"
+            raise RuleError(rule, listed(wrong), "Download them again")
         return files
     single = inside(folder, "model.safetensors")
     if single.is_file():
@@ -316,14 +294,10 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
         p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
     )
     if pickles:
-        raise RuleError(
-            "weights are safetensors; pickled ones can run code",
-            listed(pickles),
-            "Convert them, or take another revision",
-        )
-    raise RuleError(
-        "a model folder holds model.safetensors or its index", str(folder), "Check the path"
-    )
+        rule = "weights are safetensors; pickled ones can run code"
+        raise RuleError(rule, listed(pickles), "Convert them, or take another revision")
+    rule = "a model folder holds model.safetensors or its index"
+    raise RuleError(rule, str(folder), "Check the path")
 
 
 def _header(path: Path) -> dict[str, Entry]:
@@ -337,9 +311,8 @@ def _header(path: Path) -> dict[str, Entry]:
                 for name, v in views.items()
             }
     except (SafetensorError, OSError) as error:
-        raise RuleError(
-            f"{path.name} is a complete safetensors file", str(error), "Download it again"
-        ) from error
+        rule = f"{path.name} is a complete safetensors file"
+        raise RuleError(rule, str(error), "Download it again") from error
 
 
 def reader(
@@ -385,11 +358,8 @@ def check_sizes(raw: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
             raise RuleError(f"{key} in config.json is at least 1", "0", "Check the file")
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= limit:
             what = f"{len(entries)} tensors, the largest dimension is {largest}"
-            raise RuleError(
-                f"{key} in config.json fits the files: {what}",
-                shown(value),
-                "Check that config and weights belong together",
-            )
+            rule = f"{key} in config.json fits the files: {what}"
+            raise RuleError(rule, shown(value), "Check that config and weights belong together")
 
 
 def check_numbers(raw: Mapping[str, Any]) -> None:
@@ -397,9 +367,8 @@ def check_numbers(raw: Mapping[str, Any]) -> None:
     does."""
     for path, value in numbers(raw):
         if isinstance(value, float) and not math.isfinite(value):
-            raise RuleError(
-                "numbers in config.json are finite", f"{path}={value}", "Check the file"
-            )
+            rule = "numbers in config.json are finite"
+            raise RuleError(rule, f"{path}={value}", "Check the file")
     remedy = "Check the file"
     for key in EPSILONS:
         value = raw.get(key, 0.0)

@@ -63,15 +63,11 @@ class DenseSpec:
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise RuleError(
-                "heads is a multiple of kv_heads",
-                f"{self.heads} and {self.kv_heads}",
-                "Check config.json",
-            )
+            rule = "heads is a multiple of kv_heads"
+            raise RuleError(rule, f"{self.heads} and {self.kv_heads}", "Check config.json")
         if self.qk_norm and self.rope is None:
-            raise RuleError(
-                "queries and keys that are normed are rotated", "no rope", "Check config.json"
-            )
+            rule = "queries and keys that are normed are rotated"
+            raise RuleError(rule, "no rope", "Check config.json")
 
     def build(self, w: WeightSource, index: int) -> Dense:
         d, norm = self.head_dim, self.qk_norm

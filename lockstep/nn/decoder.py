@@ -93,11 +93,8 @@ class DecoderSpec:
     def with_windows(self, windows: Sequence[int | None]) -> DecoderSpec:
         """The same model with one window per layer."""
         if len(windows) != len(self.blocks):
-            raise RuleError(
-                "layer_types names every layer",
-                f"{len(windows)} types, {len(self.blocks)} layers",
-                "Check config.json",
-            )
+            got = f"{len(windows)} types, {len(self.blocks)} layers"
+            raise RuleError("layer_types names every layer", got, "Check config.json")
         pairs = zip(self.blocks, windows, strict=True)
         return replace(
             self, blocks=tuple(replace(b, attn=replace(b.attn, window=w)) for b, w in pairs)
@@ -183,11 +180,8 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, d] → float32 [S, vocab]."""
         if self.head is None:
-            raise RuleError(
-                "a model that generates has a head",
-                "weights without lm_head",
-                "Use it for embeddings",
-            )
+            rule = "a model that generates has a head"
+            raise RuleError(rule, "weights without lm_head", "Use it for embeddings")
         logits = self.head(hidden).float()
         cap = self.spec.logit_cap
         return logits if cap is None else self.ops.soft_cap(logits, cap)

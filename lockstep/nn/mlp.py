@@ -24,11 +24,8 @@ ACTIVATIONS = {
 def activation(name: str) -> Activation:
     """The activation a config names."""
     if name not in ACTIVATIONS:
-        raise RuleError(
-            f"an activation is one of {', '.join(ACTIVATIONS)}",
-            repr(name),
-            "Use a model with one of these",
-        )
+        rule = f"an activation is one of {', '.join(ACTIVATIONS)}"
+        raise RuleError(rule, repr(name), "Use a model with one of these")
     return ACTIVATIONS[name]
 
 

@@ -56,9 +56,8 @@ def make(params: Mapping[str, Any], dim: int, max_position: int, interleaved: bo
     """A model's rope from its config's rope_parameters, for heads of `dim` rotated columns."""
     kind = params.get("rope_type", "default")
     if kind not in KINDS:
-        raise RuleError(
-            f"rope_type is one of {', '.join(KINDS)}", repr(kind), "Use a model with one of these"
-        )
+        rule = f"rope_type is one of {', '.join(KINDS)}"
+        raise RuleError(rule, repr(kind), "Use a model with one of these")
     _check_part(params, kind, dim)
     rule = (
         f"rope_parameters of type {kind} are complete and positive, for an even number of columns "
@@ -79,11 +78,8 @@ def make(params: Mapping[str, Any], dim: int, max_position: int, interleaved: bo
     if dim < 2 or dim % 2 or not all(map(math.isfinite, (*values, factor))):
         raise RuleError(rule, f"{dim} columns, {dict(params)}", "Check config.json")
     if max(values) * longest(params, max_position) > LARGEST_ANGLE:
-        raise RuleError(
-            f"angles are at most {LARGEST_ANGLE:.0f}",
-            f"{max(values):g} a position, {dict(params)}",
-            "Check config.json",
-        )
+        rule = f"angles are at most {LARGEST_ANGLE:.0f}"
+        raise RuleError(rule, f"{max(values):g} a position, {dict(params)}", "Check config.json")
     return Rope(values, float(factor), interleaved)
 
 
@@ -92,11 +88,8 @@ def _check_part(params: Mapping[str, Any], kind: str, dim: int) -> None:
     fraction, and others have no use of it."""
     part = params.get("partial_rotary_factor") or 1.0
     if not (isinstance(part, int | float) and 0 < part <= 1):
-        raise RuleError(
-            "partial_rotary_factor is a fraction of a head's columns",
-            repr(part),
-            "Check config.json",
-        )
+        rule = "partial_rotary_factor is a fraction of a head's columns"
+        raise RuleError(rule, repr(part), "Check config.json")
     if kind != "default" and int(dim * part) != dim:
         rule = f"with rope_type {kind} all columns of a head turn, in transformers too"
         raise RuleError(rule, f"partial_rotary_factor={part}", "Remove it from config.json")

@@ -36,11 +36,8 @@ def size(specs: Sequence[GroupSpec], config: EngineConfig, context_length: int) 
         while tokens > 0 and total_bytes(specs, config, tokens) > budget:
             tokens = tokens * 15 // 16
         if tokens < specs[0].page_size:
-            raise RuleError(
-                "the cache holds at least one page",
-                f"{budget:,} B of memory for it",
-                "Raise mem_fraction_static",
-            )
+            rule = "the cache holds at least one page"
+            raise RuleError(rule, f"{budget:,} B of memory for it", "Raise mem_fraction_static")
     check_fits(
         total_bytes(specs, config, tokens), f"{tokens:,} tokens in pages of {specs[0].page_size:,}"
     )

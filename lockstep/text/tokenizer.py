@@ -70,9 +70,8 @@ class Tokenizer:
                        user's text inside a chat template: then it is only characters
         """
         if not isinstance(text, str):
-            raise RuleError(
-                "a text is a string", type(text).__name__, "Pass a str, or token ids to the engine"
-            )
+            rule = "a text is a string"
+            raise RuleError(rule, type(text).__name__, "Pass a str, or token ids to the engine")
         return self.codec.encode(_characters(text), add_special, parse_special)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -104,11 +103,8 @@ class Fast:
         try:
             return cls(library.Tokenizer.from_str(text))
         except Exception as error:  # the library raises plain Exception
-            raise RuleError(
-                "tokenizer.json is one that `tokenizers` can read",
-                str(error),
-                "Download the model again",
-            ) from None
+            rule = "tokenizer.json is one that `tokenizers` can read"
+            raise RuleError(rule, str(error), "Download the model again") from None
 
     def encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         """The library has no such argument as parse_special: it is a state of the tokenizer, so
@@ -154,9 +150,8 @@ def _characters(text: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         got = f"U+{ord(text[error.start]):04X}, a lone surrogate, at character {error.start}"
-        raise RuleError(
-            "a text is made of characters", got, "Decode it as what it is, or with errors='replace'"
-        ) from None
+        rule = "a text is made of characters"
+        raise RuleError(rule, got, "Decode it as what it is, or with errors='replace'") from None
     return text
 
 
