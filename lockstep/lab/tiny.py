@@ -137,7 +137,7 @@ def assembled(
     """A model of a config, its tensors from `take(name, shape)`, and what the engine must know."""
     weights = WeightSource(take, lambda _: None, PRESENT, device.ops)
     kind = import_module(f"lockstep.models.{config['model_type']}")
-    model = kind.build(SimpleNamespace(**config), weights)
+    model = kind.describe(SimpleNamespace(**config)).build(weights)
     info = Info(
         model_type=config["model_type"],
         folder=Path("tiny"),

@@ -8,38 +8,25 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.models import llama
-from lockstep.nn import decoder as nn
 from lockstep.nn import rope
 from lockstep.nn.attention import LatentSpec
-from lockstep.nn.decoder import Decoder, DecoderSpec
+from lockstep.nn.decoder import DecoderSpec
 from lockstep.nn.mlp import MlpSpec
 from lockstep.nn.moe import MoeSpec
-from lockstep.nn.source import WeightSource
 from lockstep.ops import Routing
 from lockstep.types import RuleError
 
 METHODS = ("greedy", "group_limited_greedy")
 
 
-def build(config: Any, weights: WeightSource) -> Decoder:
-    return nn.build(describe(config), weights)
-
-
 def describe(config: Any) -> DecoderSpec:
     if config.topk_method not in METHODS:
         rule = f"topk_method is one of {', '.join(METHODS)}"
         raise RuleError(rule, repr(config.topk_method), "Check config.json")
-    groups = (
-        {"groups": config.n_group, "keep": config.topk_group}
-        if config.topk_method == METHODS[1]
-        else {}
-    )
-    routing = Routing(
-        config.num_experts_per_tok,
-        config.n_routed_experts,
-        scale=config.routed_scaling_factor,
-        **groups,
-    )
+    top_k, experts = config.num_experts_per_tok, config.n_routed_experts
+    routing = Routing(top_k, experts, scale=config.routed_scaling_factor)
+    if config.topk_method == "group_limited_greedy":
+        routing = replace(routing, groups=config.n_group, keep=config.topk_group)
     dense = replace(llama.mlp(config), bias=config.mlp_bias)
     return decoder(config, attention(config, interleaved=True), dense, MoeSpec(routing, dense))
 
@@ -50,17 +37,18 @@ def attention(config: Any, interleaved: bool) -> LatentSpec:
     scale = 1 / math.sqrt(config.qk_nope_head_dim + config.qk_rope_head_dim)
     if params["rope_type"] != "default" and params.get("mscale_all_dim"):
         scale *= rope.mscale(params["factor"], params["mscale_all_dim"]) ** 2
+    width = config.qk_rope_head_dim
     return LatentSpec(
-        config.hidden_size,
-        config.num_attention_heads,
-        config.kv_lora_rank,
-        config.qk_nope_head_dim,
-        config.qk_rope_head_dim,
-        config.v_head_dim,
-        scale,
-        rope.make(params, config.qk_rope_head_dim, config.max_position_embeddings, interleaved),
-        config.q_lora_rank,
-        config.attention_bias,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        rank=config.kv_lora_rank,
+        d_nope=config.qk_nope_head_dim,
+        d_rope=width,
+        d_v=config.v_head_dim,
+        scale=scale,
+        rope=rope.make(params, width, config.max_position_embeddings, interleaved),
+        q_rank=config.q_lora_rank,
+        bias=config.attention_bias,
     )
 
 
@@ -70,7 +58,5 @@ def decoder(config: Any, attn: LatentSpec, dense: MlpSpec, moe: MoeSpec) -> Deco
     inner = config.moe_intermediate_size
     shared = replace(dense, inner=inner * config.n_shared_experts)
     moe = replace(moe, expert=replace(dense, inner=inner, bias=False), shared=shared)
-    first = config.first_k_dense_replace
-    return llama.decoder(
-        config, attn, [dense if i < first else moe for i in range(config.num_hidden_layers)]
-    )
+    layers, first = config.num_hidden_layers, config.first_k_dense_replace
+    return llama.decoder(config, attn, [dense if i < first else moe for i in range(layers)])

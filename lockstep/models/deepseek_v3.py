@@ -3,19 +3,13 @@ in either layout."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from lockstep.models import deepseek_v2, llama
-from lockstep.nn import decoder as nn
-from lockstep.nn.decoder import Decoder, DecoderSpec
+from lockstep.nn.decoder import DecoderSpec
 from lockstep.nn.moe import MoeSpec
-from lockstep.nn.source import WeightSource
 from lockstep.ops import Routing
-
-
-def build(config: Any, weights: WeightSource) -> Decoder:
-    weights.skip(rf"model\.layers\.{config.num_hidden_layers}\..*")  # predicts further tokens
-    return nn.build(describe(config), weights)
 
 
 def describe(config: Any) -> DecoderSpec:
@@ -31,4 +25,6 @@ def describe(config: Any) -> DecoderSpec:
     )
     dense = llama.mlp(config)
     attn = deepseek_v2.attention(config, interleaved=config.rope_interleave)
-    return deepseek_v2.decoder(config, attn, dense, MoeSpec(routing, dense, correction=True))
+    moe = MoeSpec(routing, dense, correction=True)
+    further = rf"model\.layers\.{config.num_hidden_layers}\..*"  # predicts further tokens
+    return replace(deepseek_v2.decoder(config, attn, dense, moe), unused=(further,))

@@ -8,18 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.models import llama
-from lockstep.nn import decoder as nn
-from lockstep.nn import rope
 from lockstep.nn.attention import DenseSpec
-from lockstep.nn.decoder import BlockSpec, Decoder, DecoderSpec
+from lockstep.nn.decoder import BlockSpec, DecoderSpec
 from lockstep.nn.mlp import MlpSpec
 from lockstep.nn.norm import RMSSpec
-from lockstep.nn.source import WeightSource
 from lockstep.types import RuleError
-
-
-def build(config: Any, weights: WeightSource) -> Decoder:
-    return nn.build(describe(config), weights)
 
 
 def describe(config: Any) -> DecoderSpec:
@@ -33,23 +26,17 @@ def attention(config: Any, rope_parameters: Any = None) -> DenseSpec:
         rule = "a decoder is causal"
         raise RuleError(rule, "use_bidirectional_attention", "Use a causal checkpoint")
     bias = config.attention_bias
-    return replace(
-        llama.attention(config, rope_parameters),
-        scale=1 / math.sqrt(config.query_pre_attn_scalar),
-        bias=bias,
-        out_bias=bias,
-    )
+    scale = 1 / math.sqrt(config.query_pre_attn_scalar)
+    plain = llama.attention(config, rope_parameters)
+    return replace(plain, scale=scale, bias=bias, out_bias=bias)
 
 
 def decoder(config: Any, attns: list[DenseSpec]) -> DecoderSpec:
     mlp = MlpSpec(config.hidden_size, config.intermediate_size, config.hidden_activation)
-    spec = DecoderSpec(
-        config.vocab_size,
-        config.hidden_size,
-        rope.longest(config.rope_parameters, config.max_position_embeddings),
-        tuple(BlockSpec(attn, mlp, sandwich=True) for attn in attns),
-        RMSSpec(config.rms_norm_eps, plus_one=True),
-        config.tie_word_embeddings,
+    blocks = [BlockSpec(attn, mlp, sandwich=True) for attn in attns]
+    spec = replace(
+        llama.of_blocks(config, blocks),
+        norm=RMSSpec(config.rms_norm_eps, plus_one=True),
         embed_scale=math.sqrt(config.hidden_size),
         logit_cap=config.final_logit_softcapping,
     )

@@ -7,15 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.models import gemma2
-from lockstep.nn import decoder as nn
-from lockstep.nn.decoder import Decoder, DecoderSpec
+from lockstep.nn.decoder import DecoderSpec
 from lockstep.nn.norm import RMSSpec
-from lockstep.nn.source import WeightSource
 from lockstep.types import RuleError
-
-
-def build(config: Any, weights: WeightSource) -> Decoder:
-    return nn.build(describe(config), weights)
 
 
 def describe(config: Any) -> DecoderSpec:

@@ -9,16 +9,11 @@ from typing import Any
 import torch
 
 from lockstep.models import llama
-from lockstep.nn import decoder as nn
-from lockstep.nn.decoder import Decoder, DecoderSpec
+from lockstep.nn.decoder import DecoderSpec
 from lockstep.nn.mlp import ClampedGlu, MlpSpec
 from lockstep.nn.moe import ExpertWeights, MoeSpec
 from lockstep.nn.source import WeightSource
 from lockstep.ops import Routing
-
-
-def build(config: Any, weights: WeightSource) -> Decoder:
-    return nn.build(describe(config), weights)
 
 
 def describe(config: Any) -> DecoderSpec:
@@ -34,9 +29,8 @@ def describe(config: Any) -> DecoderSpec:
         gate=gate,
         load=Stacked(),
     )
-    return llama.decoder(config, attn, [moe] * config.num_hidden_layers).with_windows(
-        llama.windows(config)
-    )
+    spec = llama.decoder(config, attn, [moe] * config.num_hidden_layers)
+    return spec.with_windows(llama.windows(config))
 
 
 @dataclass(frozen=True)

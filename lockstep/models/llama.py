@@ -8,18 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lockstep.nn import decoder as nn
 from lockstep.nn import rope
 from lockstep.nn.attention import DenseSpec, LatentSpec
-from lockstep.nn.decoder import BlockSpec, Decoder, DecoderSpec
+from lockstep.nn.decoder import BlockSpec, DecoderSpec
 from lockstep.nn.mlp import MlpSpec
 from lockstep.nn.moe import MoeSpec
 from lockstep.nn.norm import RMSSpec
-from lockstep.nn.source import WeightSource
-
-
-def build(config: Any, weights: WeightSource) -> Decoder:
-    return nn.build(describe(config), weights)
 
 
 def describe(config: Any) -> DecoderSpec:
@@ -29,22 +23,21 @@ def describe(config: Any) -> DecoderSpec:
 
 def head_dim(config: Any) -> int:
     """Some configs of a family state it, the others imply it."""
-    return int(
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
+    stated = getattr(config, "head_dim", None)
+    return int(stated or config.hidden_size // config.num_attention_heads)
 
 
 def attention(config: Any, rope_parameters: Any = None) -> DenseSpec:
     """Grouped-query attention with rope, no biases, all keys."""
     d = head_dim(config)
-    turn = rope.make(rope_parameters or config.rope_parameters, d, config.max_position_embeddings)
+    params = rope_parameters or config.rope_parameters
     return DenseSpec(
-        config.hidden_size,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        d,
-        1 / math.sqrt(d),
-        turn,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=d,
+        scale=1 / math.sqrt(d),
+        rope=rope.make(params, d, config.max_position_embeddings),
     )
 
 
@@ -58,22 +51,23 @@ def decoder(
     """A decoder whose layers share an attention, with one feed-forward for all layers or one for
     each."""
     each = [mlps] * config.num_hidden_layers if isinstance(mlps, MlpSpec) else mlps
-    blocks = tuple(BlockSpec(attn, feed) for feed in each)
-    length = rope.longest(config.rope_parameters, config.max_position_embeddings)
+    return of_blocks(config, [BlockSpec(attn, mlp) for mlp in each])
+
+
+def of_blocks(config: Any, blocks: Sequence[BlockSpec]) -> DecoderSpec:
+    """What all these configs say besides their layers."""
     return DecoderSpec(
-        config.vocab_size,
-        config.hidden_size,
-        length,
-        blocks,
-        RMSSpec(config.rms_norm_eps),
-        config.tie_word_embeddings,
+        vocab_size=config.vocab_size,
+        hidden=config.hidden_size,
+        max_position=rope.longest(config.rope_parameters, config.max_position_embeddings),
+        blocks=tuple(blocks),
+        norm=RMSSpec(config.rms_norm_eps),
+        tied=config.tie_word_embeddings,
     )
 
 
 def windows(config: Any) -> list[int | None]:
     """Keys a row of each layer sees. transformers' sliding_window = w shows positions above p - w:
     w keys, itself included, as ours."""
-    return [
-        config.sliding_window if kind == "sliding_attention" else None
-        for kind in config.layer_types
-    ]
+    window = config.sliding_window
+    return [window if kind == "sliding_attention" else None for kind in config.layer_types]

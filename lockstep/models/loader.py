@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -87,8 +87,14 @@ class Entry(NamedTuple):
     dtype: str
 
 
+class ModelSpec(Protocol):
+    """What a model file's `describe` makes of a config."""
+
+    def build(self, weights: WeightSource) -> Model: ...
+
+
 @dataclass
-class Table:
+class TensorManifest:
     """Notes what a model asks for, and what the files hold instead."""
 
     entries: Mapping[str, Entry]
@@ -154,12 +160,11 @@ def load(
     config = stretched(
         SimpleNamespace(**raw) if raw.get(STATED) else parse_config(folder), context_length
     )
-    compare(module, config, entries, ops)
+    spec = checked_spec(module, config, entries, ops)
     digests: dict[str, bytes] = {}
-    with ExitStack() as stack:
+    with ExitStack() as stack, torch.no_grad():
         take = reader(entries, stack, ops.device, digests)
-        with torch.no_grad():
-            model = module.build(config, WeightSource(take, lambda pattern: None, entries, ops))
+        model = spec.build(WeightSource(take, lambda pattern: None, entries, ops))
     info = describe(folder, config, model, choice)
     return Loaded(model, replace(info, weights=together(entries, digests)))
 
@@ -180,19 +185,23 @@ def stretched(config: Any, context_length: int | None) -> Any:
     return config
 
 
-def compare(module: ModuleType, config: Any, entries: Mapping[str, Entry], ops: Ops) -> None:
-    """Builds the model without numbers and raises unless the files hold its tensors, all of them
-    and no others."""
-    table = Table(entries)
+def checked_spec(
+    module: ModuleType, config: Any, entries: Mapping[str, Entry], ops: Ops
+) -> ModelSpec:
+    """What the module makes of a config. The model is built without numbers; raises unless the
+    files hold its tensors, all of them and no others."""
+    manifest = TensorManifest(entries)
     try:
-        module.build(config, WeightSource(table.take, table.unused.append, entries, ops))
+        spec: ModelSpec = module.describe(config)
+        spec.build(WeightSource(manifest.take, manifest.unused.append, entries, ops))
     except RuleError:
         raise
     except BROKEN as error:
         got = f"{type(error).__name__}: {error}"
         rule = f"config.json describes a {config.model_type} model"
         raise RuleError(rule, got, "Check the file") from error
-    table.judge()
+    manifest.judge()
+    return spec
 
 
 def model_types() -> list[str]:

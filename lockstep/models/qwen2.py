@@ -6,13 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.models import llama
-from lockstep.nn import decoder as nn
-from lockstep.nn.decoder import Decoder, DecoderSpec
-from lockstep.nn.source import WeightSource
-
-
-def build(config: Any, weights: WeightSource) -> Decoder:
-    return nn.build(describe(config), weights)
+from lockstep.nn.decoder import DecoderSpec
 
 
 def describe(config: Any) -> DecoderSpec:

@@ -6,27 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.models import llama, qwen3
-from lockstep.nn import decoder as nn
-from lockstep.nn.decoder import Decoder, DecoderSpec
-from lockstep.nn.mlp import MlpSpec
+from lockstep.nn.decoder import DecoderSpec
 from lockstep.nn.moe import MoeSpec
-from lockstep.nn.source import WeightSource
 from lockstep.ops import Routing
-
-
-def build(config: Any, weights: WeightSource) -> Decoder:
-    return nn.build(describe(config), weights)
 
 
 def describe(config: Any) -> DecoderSpec:
     routing = Routing(config.num_experts_per_tok, config.num_experts, norm=config.norm_topk_prob)
     dense = llama.mlp(config)
     moe = MoeSpec(routing, replace(dense, inner=config.moe_intermediate_size))
-    mlps: list[MlpSpec | MoeSpec] = [
-        moe if sparse(config, i) else dense for i in range(config.num_hidden_layers)
-    ]
+    layers = config.num_hidden_layers
+    mlps = [moe if sparse(config, i) else dense for i in range(layers)]
     spec = llama.decoder(config, qwen3.attention(config), mlps)
-    return spec.with_windows([config.sliding_window] * config.num_hidden_layers)
+    return spec.with_windows([config.sliding_window] * layers)
 
 
 def sparse(config: Any, layer: int) -> bool:

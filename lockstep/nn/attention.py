@@ -80,6 +80,21 @@ class DenseSpec:
         sinks = w.tensor("sinks", self.heads) if self.sinks else None
         return Dense(index, self, qkv, out, w.ops, qk_norm=weights, sinks=sinks)
 
+    def group(
+        self, layout: Layout, causal: bool, sinks: tuple[float, ...] | None = None
+    ) -> GroupSpec:
+        """One layer of it as a group of its own."""
+        return GroupSpec(
+            layout=layout,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            d_qk=self.head_dim,
+            d_v=self.head_dim,
+            layers=(AttnSpec(self.scale, self.soft_cap, sinks),),
+            window=self.window,
+            causal=causal,
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Dense:
@@ -117,19 +132,8 @@ class Dense:
 
     def group(self) -> GroupSpec:
         """The layer as a group of its own."""
-        s = self.spec
         sinks = None if self.sinks is None else tuple(self.sinks.tolist())
-        attn = AttnSpec(s.scale, s.soft_cap, sinks)
-        return GroupSpec(
-            self.layout,
-            s.heads,
-            s.kv_heads,
-            s.head_dim,
-            s.head_dim,
-            (attn,),
-            window=s.window,
-            causal=self.causal,
-        )
+        return self.spec.group(self.layout, self.causal, sinks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,16 +159,7 @@ class Cross:
 
     def group(self) -> GroupSpec:
         """The layer as a group of its own."""
-        s = self.spec
-        return GroupSpec(
-            Layout.CROSS,
-            s.heads,
-            s.kv_heads,
-            s.head_dim,
-            s.head_dim,
-            (AttnSpec(s.scale),),
-            causal=False,
-        )
+        return self.spec.group(Layout.CROSS, causal=False)
 
 
 @dataclass(frozen=True)
@@ -237,12 +232,12 @@ class Latent:
     ops: Ops
 
     def __call__(self, x: Tensor, cos_sin: CosSins, step: AttentionContext) -> Tensor:
-        s, ops, turn = self.spec, self.ops, cos_sin[self.spec.rope]
+        s, ops, rotation = self.spec, self.ops, cos_sin[self.spec.rope]
         q = self.query(x).view(len(x), s.heads, s.d_nope + s.d_rope)
         absorbed = ops.batched_linear(q[..., : s.d_nope], self.absorb)
-        rotated = ops.rope(q[..., s.d_nope :], turn, s.rope.interleaved)
+        rotated = ops.rope(q[..., s.d_nope :], rotation, s.rope.interleaved)
         latent, shared = self.compress(x).split_with_sizes([s.rank, s.d_rope], -1)
-        key = ops.rope(shared[:, None], turn, s.rope.interleaved)
+        key = ops.rope(shared[:, None], rotation, s.rope.interleaved)
         queries = torch.cat((absorbed, rotated), -1)
         keys = torch.cat((self.norm(latent)[:, None], key), -1)
         seen = step.attend(self.index, queries, keys, keys[..., : s.rank])
@@ -252,12 +247,12 @@ class Latent:
         """The layer as a group of its own."""
         s = self.spec
         return GroupSpec(
-            Layout.LATENT,
-            s.heads,
-            1,
-            s.rank + s.d_rope,
-            s.rank,
-            (AttnSpec(s.scale),),
+            layout=Layout.LATENT,
+            heads=s.heads,
+            kv_heads=1,
+            d_qk=s.rank + s.d_rope,
+            d_v=s.rank,
+            layers=(AttnSpec(s.scale),),
             window=s.window,
         )
 
@@ -265,17 +260,17 @@ class Latent:
 Attention = Dense | Latent | Cross
 
 
-def merge(layers: Sequence[GroupSpec]) -> tuple[tuple[GroupSpec, ...], tuple[GroupLayer, ...]]:
+def groups_of(layers: Sequence[Attention]) -> tuple[tuple[GroupSpec, ...], tuple[GroupLayer, ...]]:
     """Layers that keep and see their keys alike share a group; groups stand in order of their first
-    layer."""
-    keys = [replace(layer, layers=(AttnSpec(1.0),)) for layer in layers]
+    layer. Returns them, and the place of each layer."""
+    alone = [layer.group() for layer in layers]
+    keys = [replace(spec, layers=(AttnSpec(1.0),)) for spec in alone]
     order = list(dict.fromkeys(keys))
     members: list[list[AttnSpec]] = [[] for _ in order]
     layer_map = []
-    for key, layer in zip(keys, layers, strict=True):
+    for key, spec in zip(keys, alone, strict=True):
         group = members[order.index(key)]
         layer_map.append(GroupLayer(order.index(key), len(group)))
-        group += layer.layers
-    return tuple(
-        replace(key, layers=tuple(attns)) for key, attns in zip(order, members, strict=True)
-    ), tuple(layer_map)
+        group += spec.layers
+    pairs = zip(order, members, strict=True)
+    return tuple(replace(key, layers=tuple(attns)) for key, attns in pairs), tuple(layer_map)

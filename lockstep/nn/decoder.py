@@ -7,10 +7,11 @@ request. Encoders and encoder-decoders build theirs from `PostBlock`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from lockstep.nn.attention import (
     GroupLayer,
     Latent,
     LatentSpec,
-    merge,
+    groups_of,
 )
 from lockstep.nn.embed import Embedding, pool
 from lockstep.nn.linear import Linear
@@ -37,35 +38,64 @@ from lockstep.ops import Ops
 from lockstep.types import GroupSpec, Layout, RuleError
 
 
-class Model(Protocol):
-    """What runs a model sees of it. A step's plan is built with `groups`, or with `fresh_groups`
-    where nothing is kept. `ops` is the table it was built with."""
+@dataclass(frozen=True, eq=False)
+class Model(ABC):
+    """What runs a model sees of it: ids [T], positions [T] and a lowered step → hidden [T, d] →
+    logits, if it has a head, or embeddings. `ops` is the table that it was built with.
 
-    @property
-    def ops(self) -> Ops: ...
+    A step's plan is built with `groups`, or with `fresh_groups` where nothing is kept.
+    """
+
+    ops: Ops
+    head: Linear | None
+
+    pooling: ClassVar[str] = "last"
+
+    @abstractmethod
     def __call__(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor: ...
-    def logits(self, hidden: Tensor) -> Tensor: ...
-    def embed(self, hidden: Tensor, q_indptr: Sequence[int], how: str | None = None) -> Tensor: ...
-    def groups(self, page_size: int = 16, kv_dtype: str = "float32") -> tuple[GroupSpec, ...]: ...
-    def fresh_groups(self) -> tuple[GroupSpec, ...]: ...
-    @property
-    def layer_map(self) -> tuple[GroupLayer, ...]: ...
-    @property
-    def max_position(self) -> int: ...
-    @property
-    def generates(self) -> bool: ...
 
-
-class EncoderDecoder(Model, Protocol):
-    """A model whose requests begin with a step of `encoder_groups`, which leaves the keys of its
-    cross groups in the cache."""
-
-    def encode(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor: ...
-    def encoder_groups(
-        self, page_size: int = 16, kv_dtype: str = "float32"
-    ) -> tuple[GroupSpec, ...]: ...
     @property
-    def encoder_layer_map(self) -> tuple[GroupLayer, ...]: ...
+    @abstractmethod
+    def attentions(self) -> Sequence[Attention]:
+        """The attention layers of a step, in the order of their numbers."""
+
+    @property
+    @abstractmethod
+    def max_position(self) -> int:
+        """Positions are below this."""
+
+    @property
+    def generates(self) -> bool:
+        return self.head is not None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S, d] → float32 [S, vocab]."""
+        if self.head is None:
+            rule = "a model that generates has a head"
+            raise RuleError(rule, "weights without lm_head", "Use it for embeddings")
+        return self.head(hidden).float()
+
+    def embed(self, hidden: Tensor, q_indptr: Sequence[int], how: str | None = None) -> Tensor:
+        """Embeddings of whole requests, [B, d] float32 of length 1; `how` is one of
+        `embed.POOLINGS`."""
+        return pool(self.ops, hidden, q_indptr, how or self.pooling)
+
+    def groups(self, page_size: int = 16, kv_dtype: str = "float32") -> tuple[GroupSpec, ...]:
+        """The KV groups of a generating step."""
+        return cached(self._groups[0], page_size, kv_dtype)
+
+    def fresh_groups(self) -> tuple[GroupSpec, ...]:
+        """The groups of an embedding step, which keeps nothing; the layer map is the same."""
+        return tuple(replace(g, layout=Layout.FRESH) for g in self._groups[0])
+
+    @property
+    def layer_map(self) -> tuple[GroupLayer, ...]:
+        """Attention layer → (group, layer in it)."""
+        return self._groups[1]
+
+    @cached_property
+    def _groups(self) -> tuple[tuple[GroupSpec, ...], tuple[GroupLayer, ...]]:
+        return groups_of(self.attentions)
 
 
 @dataclass(frozen=True)
@@ -75,6 +105,21 @@ class BlockSpec:
     attn: DenseSpec | LatentSpec
     mlp: MlpSpec | MoeSpec
     sandwich: bool = False
+
+    def build(self, w: WeightSource, index: int, norm: RMSSpec) -> Block:
+        def named(name: str) -> RMSNorm:
+            return norm.build(w, name, self.attn.hidden)
+
+        sandwich = self.sandwich
+        before_mlp = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+        return Block(
+            input_norm=named("input_layernorm"),
+            pre_mlp_norm=named(before_mlp),
+            post_attention_norm=named("post_attention_layernorm") if sandwich else None,
+            post_mlp_norm=named("post_feedforward_layernorm") if sandwich else None,
+            attn=self.attn.build(w.at("self_attn"), index),
+            mlp=self.mlp.build(w.at("mlp")),
+        )
 
 
 @dataclass(frozen=True)
@@ -89,6 +134,7 @@ class DecoderSpec:
     tied: bool
     embed_scale: float = 1.0
     logit_cap: float | None = None
+    unused: tuple[str, ...] = ()  # patterns of tensors that the files may hold as well
 
     def with_windows(self, windows: Sequence[int | None]) -> DecoderSpec:
         """The same model with one window per layer."""
@@ -96,8 +142,32 @@ class DecoderSpec:
             got = f"{len(windows)} types, {len(self.blocks)} layers"
             raise RuleError("layer_types names every layer", got, "Check config.json")
         pairs = zip(self.blocks, windows, strict=True)
-        return replace(
-            self, blocks=tuple(replace(b, attn=replace(b.attn, window=w)) for b, w in pairs)
+        blocks = [replace(block, attn=replace(block.attn, window=w)) for block, w in pairs]
+        return replace(self, blocks=tuple(blocks))
+
+    def build(self, weights: WeightSource) -> Decoder:
+        """A checkpoint of the trunk alone has no "model." before its names, and, untied, no
+        head."""
+        w = weights if weights.has("embed_tokens.weight") else weights.at("model")
+        w.skip(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+        for pattern in self.unused:
+            weights.skip(pattern)
+        table = w.rows("embed_tokens.weight", self.vocab_size, self.hidden)
+        blocks = [b.build(w.at("layers", i), i, self.norm) for i, b in enumerate(self.blocks)]
+        norm = self.norm.build(w, "norm", self.hidden)
+        head: Linear | None = None
+        if self.tied:
+            weights.skip(r"lm_head\.weight")
+            head = Linear(w.pack(table), w.ops)
+        elif w is not weights or weights.has("lm_head.weight"):
+            head = weights.linear("lm_head", self.vocab_size, self.hidden)
+        return Decoder(
+            ops=w.ops,
+            head=head,
+            spec=self,
+            embedding=Embedding(table, self.embed_scale),
+            blocks=tuple(blocks),
+            norm=norm,
         )
 
 
@@ -147,16 +217,13 @@ class PostBlock:
 
 
 @dataclass(frozen=True, eq=False)
-class Decoder:
-    """ids [T], positions [T] and a lowered step → hidden [T, d] → logits [T, vocab]."""
+class Decoder(Model):
+    """The model of a `DecoderSpec`."""
 
     spec: DecoderSpec
     embedding: Embedding
     blocks: tuple[Block, ...]
     norm: RMSNorm
-    head: Linear | None
-    ops: Ops
-    pooling: str = "last"
 
     def __call__(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
         return self.hidden_states(ids, positions, step, ())[0]
@@ -178,53 +245,21 @@ class Decoder:
         return self.norm.add(hidden, residual)[0], *(behind[i] for i in layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, d] → float32 [S, vocab]."""
-        if self.head is None:
-            rule = "a model that generates has a head"
-            raise RuleError(rule, "weights without lm_head", "Use it for embeddings")
-        logits = self.head(hidden).float()
-        cap = self.spec.logit_cap
+        logits, cap = super().logits(hidden), self.spec.logit_cap
         return logits if cap is None else self.ops.soft_cap(logits, cap)
 
-    def embed(self, hidden: Tensor, q_indptr: Sequence[int], how: str | None = None) -> Tensor:
-        """Embeddings of whole requests, [B, d] float32 of length 1; `how` is "last" or "mean"."""
-        return pool(self.ops, hidden, q_indptr, how or self.pooling)
-
-    def groups(self, page_size: int = 16, kv_dtype: str = "float32") -> tuple[GroupSpec, ...]:
-        """The KV groups of a generating step."""
-        return cached(self._merged[0], page_size, kv_dtype)
-
-    def fresh_groups(self) -> tuple[GroupSpec, ...]:
-        """The groups of an embedding step, which keeps nothing; the layer map is the same."""
-        return tuple(replace(g, layout=Layout.FRESH) for g in self._merged[0])
-
     @property
-    def layer_map(self) -> tuple[GroupLayer, ...]:
-        """Attention layer → (group, layer in it)."""
-        return self._merged[1]
+    def attentions(self) -> Sequence[Attention]:
+        return [block.attn for block in self.blocks]
 
     @property
     def max_position(self) -> int:
-        """Positions are below this."""
         return self.spec.max_position
-
-    @property
-    def generates(self) -> bool:
-        return self.head is not None
 
     @cached_property
     def _freqs(self) -> dict[Rope, Tensor]:
         ropes = {b.attn.rope for b in self.spec.blocks if b.attn.rope}
         return {rope: rope.freqs(self.ops.device) for rope in ropes}
-
-    @cached_property
-    def _merged(self) -> tuple[tuple[GroupSpec, ...], tuple[GroupLayer, ...]]:
-        return groups_of([b.attn for b in self.blocks])
-
-
-def groups_of(layers: Sequence[Attention]) -> tuple[tuple[GroupSpec, ...], tuple[GroupLayer, ...]]:
-    """The groups of a step's attention layers, and the place of each."""
-    return merge([layer.group() for layer in layers])
 
 
 def cached(groups: Sequence[GroupSpec], page_size: int, kv_dtype: str) -> tuple[GroupSpec, ...]:
@@ -232,45 +267,4 @@ def cached(groups: Sequence[GroupSpec], page_size: int, kv_dtype: str) -> tuple[
     return tuple(
         g if g.layout is Layout.FRESH else replace(g, page_size=page_size, kv_dtype=kv_dtype)
         for g in groups
-    )
-
-
-def build(spec: DecoderSpec, weights: WeightSource) -> Decoder:
-    """The model of a spec. A checkpoint of the trunk alone has no "model." before its names, and,
-    untied, no head."""
-    w = weights if weights.has("embed_tokens.weight") else weights.at("model")
-    w.skip(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-    table = w.rows("embed_tokens.weight", spec.vocab_size, spec.hidden)
-    blocks = tuple(_block(b, w.at("layers", i), i, spec.norm) for i, b in enumerate(spec.blocks))
-    norm = spec.norm.build(w, "norm", spec.hidden)
-    if spec.tied:
-        weights.skip(r"lm_head\.weight")
-        head: Linear | None = Linear(w.pack(table), w.ops)
-    elif w is weights and not weights.has("lm_head.weight"):
-        head = None
-    else:
-        head = weights.linear("lm_head", spec.vocab_size, spec.hidden)
-    return Decoder(
-        spec=spec,
-        embedding=Embedding(table, spec.embed_scale),
-        blocks=blocks,
-        norm=norm,
-        head=head,
-        ops=w.ops,
-    )
-
-
-def _block(spec: BlockSpec, w: WeightSource, index: int, norm: RMSSpec) -> Block:
-    def build(name: str) -> RMSNorm:
-        return norm.build(w, name, spec.attn.hidden)
-
-    sandwich = spec.sandwich
-    before_mlp = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
-    return Block(
-        input_norm=build("input_layernorm"),
-        pre_mlp_norm=build(before_mlp),
-        post_attention_norm=build("post_attention_layernorm") if sandwich else None,
-        post_mlp_norm=build("post_feedforward_layernorm") if sandwich else None,
-        attn=spec.attn.build(w.at("self_attn"), index),
-        mlp=spec.mlp.build(w.at("mlp")),
     )

@@ -59,7 +59,9 @@ class RMSSpec:
         return RMSNorm(self.weight(w, name, size), self.eps, w.ops)
 
 
-def layer_norm(w: WeightSource, name: str, size: int, eps: float) -> LayerNorm:
-    """`name`.weight and `name`.bias."""
-    weight, bias = w.tensor(f"{name}.weight", size), w.tensor(f"{name}.bias", size)
+def layer_norm(
+    w: WeightSource, size: int, eps: float, names: tuple[str, str] = ("weight", "bias")
+) -> LayerNorm:
+    """The norm whose weight and bias lie below `w` under these names."""
+    weight, bias = (w.tensor(name, size) for name in names)
     return LayerNorm(weight, bias, eps, w.ops)

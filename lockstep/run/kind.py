@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, cast
 from lockstep.types import GroupSpec, RuleError
 
 if TYPE_CHECKING:
+    from lockstep.models.bart import Bart
     from lockstep.models.loader import Info
     from lockstep.nn.attention import GroupLayer
-    from lockstep.nn.decoder import Decoder, EncoderDecoder, Model
+    from lockstep.nn.decoder import Decoder, Model
 
 GENERATE, ENCODE, EMBED = "generate", "encode", "embed"
 
@@ -69,7 +70,7 @@ def kinds_of(
         forward = cast("Decoder", model).hidden_states if hidden_layers else model
         made.append((GENERATE, model.groups(page_size, kv_dtype), model.layer_map, forward))
     if info.encoder:
-        encoder = cast("EncoderDecoder", model)
+        encoder = cast("Bart", model)
         specs = encoder.encoder_groups(page_size, kv_dtype)
         made.append((ENCODE, specs, encoder.encoder_layer_map, encoder.encode))
     else:
