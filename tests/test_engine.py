@@ -386,7 +386,7 @@ def test_a_stop_string_that_only_the_end_completes_is_a_stop():
     from lockstep.lab.tiny import LLAMA, parts
 
     engine = Engine(EngineConfig(max_total_tokens=2000), parts(LLAMA, select("cpu", [], "cpu")[0]))
-    letters = engine.tokenizer.codec
+    letters = engine.tokenizer
     half = letters.TOKENS.index("é".encode()[:1])
     out = run(
         engine,

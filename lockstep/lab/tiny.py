@@ -13,6 +13,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
@@ -174,7 +175,7 @@ def parts(tiny: Tiny, backend: Backend, device: Device = CPU) -> Parts:
     return Parts(
         model=model,
         info=info,
-        tokenizer=Tokenizer(Letters()),
+        tokenizer=Letters(),
         backend=backend,
         attention=Choice("cpu", "the lab's choice"),
         certificate=Certificate(0, (), "none"),
@@ -201,8 +202,8 @@ def save(tiny: Tiny, folder: Path, **generation: Any) -> None:
     )
 
 
-class Letters:
-    """A codec of one to three bytes per token: letters, pairs that make up longer words, and the
+class Letters(Tokenizer):
+    """Tokens of one to three bytes: letters, pairs that make up longer words, and the
     bytes of é, € and 😀 one by one.
 
     So a character takes up to four tokens, most tokens are a beginning of something, and what is no
@@ -221,16 +222,21 @@ class Letters:
         b"the",
     )
 
-    vocab_size = VOCAB
+    byte_ids: frozenset[int] = (
+        frozenset()
+    )  # a byte here is decoded with its neighbours, not as part of a run
 
-    def encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
+    def __init__(self) -> None:
+        self.vocab_size = VOCAB
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Byte by byte, EOS before it if special tokens are wanted."""
         return [
             *([EOS] if add_special else []),
             *(self.TOKENS.index(bytes([b])) for b in text.encode()),
         ]
 
-    def decode(self, ids: Sequence[int], skip_special: bool) -> str:
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The bytes of all tokens, read as UTF-8 together, without the space at the beginning."""
         return self.spell(ids).decode("utf-8", "replace").removeprefix(" ")
 
@@ -239,14 +245,7 @@ class Letters:
         """The bytes of all tokens."""
         return b"".join(cls.TOKENS[i] if i < len(cls.TOKENS) else b"?" for i in ids)
 
-    def id_of(self, token: str) -> int | None:
-        """Of a token that is text by itself."""
-        return self.TOKENS.index(token.encode()) if token.encode() in self.TOKENS else None
-
-    def byte_ids(self) -> frozenset[int]:
-        """None: a byte here is decoded with its neighbours, not as part of a run."""
-        return frozenset()
-
+    @cached_property
     def continuation_ids(self) -> tuple[int, ...]:
         """Every byte of é, € and 😀 but the first."""
         return tuple(

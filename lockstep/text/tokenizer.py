@@ -1,66 +1,46 @@
 """Text to token ids and back, over the tokenizer.json of a local folder.
 
 Wraps the `tokenizers` library; nothing is downloaded. Which ids end a text is the model's to say
-(`models`), not the tokenizer's. Knows no engine: called by `llm` and `serve`.
+(`models`), not the tokenizer's. Knows no engine: called by `llm`.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from lockstep import folder as folder_files
+from lockstep.folder import read_text
 from lockstep.types import RuleError
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 CONTINUATIONS = (0x80, 0xA0)  # one of the two may follow any beginning of a character in UTF-8
 
 
-class Codec(Protocol):
-    """What a tokenizer library has to offer."""
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-
-    def encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
-        """Text to ids."""
-
-    def decode(self, ids: Sequence[int], skip_special: bool) -> str:
-        """Ids to text; ids without a token are left out."""
-
-    def id_of(self, token: str) -> int | None:
-        """The id of a token given by its text."""
-
-    def byte_ids(self) -> frozenset[int]:
-        """Tokens whose run is decoded as a whole: the bytes of a tokenizer with byte fallback."""
-
-    def continuation_ids(self) -> tuple[int, ...]:
-        """Tokens of one byte each, some of which may follow any unfinished character; none if no
-        token is a byte."""
-
-
-@dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer, and the ids that growing text asks for."""
+    """A tokenizer of the library, and the ids that growing text asks for.
 
-    codec: Codec
+    `vocab_size` is one more than the largest id; a model may have more rows than that, as padding.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+        self.vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         """From the tokenizer.json of a model's folder."""
-        return cls(Fast.from_text(folder_files.read_text(Path(folder), "tokenizer.json")))
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id. A model may have more rows than that, as padding."""
-        return self.codec.vocab_size
+        text = read_text(Path(folder), "tokenizer.json")
+        tokenizers = importlib.import_module("tokenizers")
+        try:
+            return cls(tokenizers.Tokenizer.from_str(text))
+        except Exception as error:  # the library raises plain Exception
+            rule = "tokenizer.json is one that `tokenizers` can read"
+            raise RuleError(rule, str(error), "Download the model again") from None
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Text to ids.
@@ -72,99 +52,56 @@ class Tokenizer:
         if not isinstance(text, str):
             rule = "a text is a string"
             raise RuleError(rule, type(text).__name__, "Pass a str, or token ids to the engine")
-        return self.codec.encode(_characters(text), add_special, parse_special)
-
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Ids to text. Bytes that are no UTF-8 become U+FFFD."""
-        return self.codec.decode(ids, skip_special)
-
-    @functools.cached_property
-    def byte_ids(self) -> frozenset[int]:
-        """Tokens whose run is decoded as a whole (see `Codec`)."""
-        return self.codec.byte_ids()
-
-    @functools.cached_property
-    def continuation_ids(self) -> tuple[int, ...]:
-        """Tokens that continue any unfinished character (see `Codec`)."""
-        return self.codec.continuation_ids()
-
-
-class Fast:
-    """The `tokenizers` library."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-
-    @classmethod
-    def from_text(cls, text: str) -> Fast:
-        """From the content of a tokenizer.json."""
-        library = importlib.import_module("tokenizers")
-        try:
-            return cls(library.Tokenizer.from_str(text))
-        except Exception as error:  # the library raises plain Exception
-            rule = "tokenizer.json is one that `tokenizers` can read"
-            raise RuleError(rule, str(error), "Download the model again") from None
-
-    def encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
-        """The library has no such argument as parse_special: it is a state of the tokenizer, so
-        there are two."""
-        tokenizer = self.tokenizer if parse_special else self.literal
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special).ids
+        check_characters(text)
+        library = self.library if parse_special else self._literal
+        ids: list[int] = library.encode(text, add_special_tokens=add_special).ids
         return ids
 
-    @functools.cached_property
-    def literal(self) -> Any:
-        """A copy to which special tokens in a text are text."""
-        copy = type(self.tokenizer).from_str(self.tokenizer.to_str())
+    @cached_property
+    def _literal(self) -> Any:
+        """A copy to which special tokens in a text are text: that is a state of the library's
+        tokenizers, not an argument."""
+        copy = type(self.library).from_str(self.library.to_str())
         copy.encode_special_tokens = True
         return copy
 
-    def decode(self, ids: Sequence[int], skip_special: bool) -> str:
-        """Ids to text."""
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Ids to text; ids without a token are left out. Bytes that are no UTF-8 become U+FFFD."""
+        text: str = self.library.decode(list(ids), skip_special_tokens=skip_special)
         return text
 
-    def id_of(self, token: str) -> int | None:
-        """The id of a token."""
-        found: int | None = self.tokenizer.token_to_id(token)
-        return found
-
+    @cached_property
     def byte_ids(self) -> frozenset[int]:
-        """The <0x..> pieces, if the decoder makes bytes of them."""
-        decoder = json.dumps(json.loads(self.tokenizer.to_str()).get("decoder"))
+        """Tokens whose run is decoded as a whole: the <0x..> pieces, if the decoder makes bytes of
+        them."""
+        decoder = json.dumps(json.loads(self.library.to_str()).get("decoder"))
         if '"ByteFallback"' not in decoder:
             return frozenset()
-        return frozenset(
-            i for piece, i in self.tokenizer.get_vocab().items() if BYTE_PIECE.fullmatch(piece)
-        )
+        vocab: dict[str, int] = self.library.get_vocab()
+        return frozenset(i for piece, i in vocab.items() if BYTE_PIECE.fullmatch(piece))
 
+    @cached_property
     def continuation_ids(self) -> tuple[int, ...]:
-        """<0x..> pieces, or bytes as byte-level tokenizers write them."""
-        return _byte_tokens(self, CONTINUATIONS)
+        """Tokens of one byte each, some of which may follow any unfinished character; none if no
+        token is a byte.
+
+        They are <0x..> pieces, or letters: byte-level tokenizers write a byte that prints nothing
+        as a letter from U+0100 on; 0x7F is number 33 of these.
+        """
+        silent = [byte for byte in range(0x7F, 0x100) if byte < 0xA1 or byte == 0xAD]
+        ids = []
+        for value in CONTINUATIONS:
+            letter = chr(0x100 + 33 + silent.index(value)) if value in silent else chr(value)
+            piece = self.library.token_to_id(f"<0x{value:02X}>")
+            ids.append(self.library.token_to_id(letter) if piece is None else piece)
+        return tuple(i for i in ids if i is not None)
 
 
-def _characters(text: str) -> str:
-    """The text, if every code point of it is a character: a lone surrogate has no UTF-8."""
+def check_characters(text: str) -> None:
+    """Raises unless every code point of the text is a character: a lone surrogate has no UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        got = f"U+{ord(text[error.start]):04X}, a lone surrogate, at character {error.start}"
         rule = "a text is made of characters"
+        got = f"U+{ord(text[error.start]):04X}, a lone surrogate, at character {error.start}"
         raise RuleError(rule, got, "Decode it as what it is, or with errors='replace'") from None
-    return text
-
-
-def _byte_tokens(codec: Codec, values: Sequence[int]) -> tuple[int, ...]:
-    """The tokens of single bytes beyond ASCII, those that there are.
-
-    Byte-level tokenizers write a byte that prints nothing as a letter from U+0100 on; 0x7F is
-    number 33 of these.
-    """
-    silent = [byte for byte in range(0x7F, 0x100) if byte < 0xA1 or byte == 0xAD]
-    ids = []
-    for value in values:
-        letter = chr(0x100 + 33 + silent.index(value)) if value in silent else chr(value)
-        piece = codec.id_of(f"<0x{value:02X}>")
-        ids.append(codec.id_of(letter) if piece is None else piece)
-    return tuple(i for i in ids if i is not None)
