@@ -8,7 +8,7 @@ window (20), the tile (64, or 32), the page sizes and the split (512).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -19,6 +19,8 @@ from lockstep.lab.script import Compute, Drop, Script
 from lockstep.types import Layout
 
 LENGTHS = (1, 15, 16, 17, 63, 65, 130)
+# new rows of a step: of every request, of all that are open alike, or of some in this order
+Rows = tuple[int, ...] | int | dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -43,17 +45,9 @@ def uncached(feature: Feature) -> bool:
     return feature.fresh
 
 
-def windowed(feature: Feature) -> bool:
-    return feature.window is not None and not feature.fresh
-
-
 def apart(feature: Feature) -> bool:
     """Values of their own: an infinity in a latent row would be one in its key."""
     return cached(feature) and all(g.layout is not Layout.LATENT for g in feature.groups(16))
-
-
-def crossed(feature: Feature) -> bool:
-    return bool(feature.encode)
 
 
 def recipe(
@@ -69,74 +63,68 @@ def recipe(
     return make
 
 
-def begin(s: Script, *lengths: int) -> list[int]:
-    """One request per length, all computed in one step."""
-    rs = [s.open() for _ in lengths]
-    s.step(*(s.extend(r, n) for r, n in zip(rs, lengths, strict=True)))
-    return rs
+def extend(s: Script, *steps: Rows, **options: Sequence[Any]) -> list[int]:
+    """Steps of new rows, of requests that are opened as they come: which those of the last were.
+
+    `options` of `Script.extend` have one entry per request.
+    """
+    told: dict[int, int] = {}
+    for step in steps:
+        if isinstance(step, int):
+            step = dict.fromkeys(s.committed, step)
+        told = step if isinstance(step, dict) else dict(enumerate(step))
+        while len(s.committed) <= max(told, default=-1):
+            s.open()
+        acts = []
+        for at, (request, count) in enumerate(told.items()):
+            own = {name: values[at] for name, values in options.items()}
+            acts.append(s.extend(request, count, **own))
+        s.step(*acts)
+    return list(told)
 
 
 @recipe("decode", "decode_rows", "batched_steps", "rows_over_a_split")
 def decode(s: Script) -> None:
     """One new token per request."""
-    rs = begin(s, 1, 16, 19, 63, 129, 511)
-    for _ in range(3):
-        s.step(*(s.extend(r, 1) for r in rs))
+    extend(s, (1, 16, 19, 63, 129, 511), 1, 1, 1)
 
 
 @recipe("extend-cold", "batched_steps", "rows_over_a_split")
 def extend_cold(s: Script) -> None:
     """Whole prompts, nothing cached."""
-    begin(s, *LENGTHS, 545)
+    extend(s, (*LENGTHS, 545))
 
 
 @recipe("extend-prefix", "prefix_rows", "batched_steps")
 def extend_prefix(s: Script) -> None:
     """New rows after a cached prefix."""
-    rs = begin(s, W - 1, W, W + 1, 2 * W, 64, 509)
-    s.step(*(s.extend(r, n) for r, n in zip(rs, (W + 2, W + 5, 1, 70, 3, 7), strict=True)))
+    extend(s, (W - 1, W, W + 1, 2 * W, 64, 509), (W + 2, W + 5, 1, 70, 3, 7))
 
 
 @recipe("chunked", "prefix_rows", "batched_steps")
 def chunked(s: Script) -> None:
     """Prompts in chunks."""
-    rs = [s.open() for _ in range(3)]
-    for chunk in (7, 16, 1, 41, 64):
-        s.step(*(s.extend(r, chunk + r) for r in rs))
+    extend(s, *((n, n + 1, n + 2) for n in (7, 16, 1, 41, 64)))
 
 
 @recipe("mixed", "prefix_rows", "decode_rows", "batched_steps")
 def mixed(s: Script) -> None:
     """Decode and prefill in one batch."""
-    rs = begin(s, 33, 65, 128)
-    late, last = s.open(), s.open()
-    s.step(*(s.extend(r, 1) for r in rs), s.extend(late, 70))
-    s.step(s.extend(last, 1), s.extend(rs[0], 40), s.extend(late, 1), s.extend(rs[2], 1))
+    extend(s, (33, 65, 128), (1, 1, 1, 70), {4: 1, 0: 40, 3: 1, 2: 1})
 
 
 @recipe("empty", "empty_steps")
 def empty(s: Script) -> None:
     """Steps without requests."""
-    s.step()
-    rs = begin(s, 5, 66)
-    s.step()
-    s.step(*(s.extend(r, 1) for r in rs))
-
-
-@recipe("embed-empty", "empty_steps", applies_to=uncached)
-def embed_empty(s: Script) -> None:
-    """Steps without requests."""
-    s.step()
-    begin(s, 5, 66)
-    s.step()
+    extend(s, (), (5, 66), (), 1)
 
 
 @recipe("verify-chain", "rejected_rows", "batched_steps")
 def verify_chain(s: Script) -> None:
     """Drafts in a row, some rejected and written over."""
-    rs = begin(s, 19, 62, 509)
-    s.step(*(s.extend(r, 5, keep=k) for r, k in zip(rs, (1, 5, 3), strict=True)))
-    s.step(*(s.extend(r, 5, keep=k) for r, k in zip(rs, (4, 1, 5), strict=True)))
+    extend(s, (19, 62, 509))
+    extend(s, 5, keep=(1, 5, 3))
+    extend(s, 5, keep=(4, 1, 5))
 
 
 TREE = (-1, 0, 0, 1, 1, 2, 3, 3, 5, 6)
@@ -146,19 +134,14 @@ SHALLOW_END = (-1, 0, 0, 1, 1, 2, 3, 3, 6, 0)  # as many nodes, and the last one
 @recipe("verify-tree", "tail_rows", "tails_over_a_tile", "tails_over_a_split", "shallow_ends")
 def verify_tree(s: Script) -> None:
     """A tree of drafts over tile and split."""
-    rs = begin(s, 18, 30, 62, 510)
-    s.step(
-        *(
-            s.tree(r, parents)
-            for r, parents in zip(rs, (TREE, SHALLOW_END, SHALLOW_END, TREE), strict=True)
-        )
-    )
+    extend(s, (18, 30, 62, 510))
+    s.step(*(s.tree(r, t) for r, t in enumerate((TREE, SHALLOW_END, SHALLOW_END, TREE))))
 
 
 @recipe("tree-accept", "tail_rows", "moved_rows", "accepted_nodes")
 def tree_accept(s: Script) -> None:
     """Accepted nodes move to their places."""
-    rs = begin(s, 17, 61, 509)
+    rs = extend(s, (17, 61, 509))
     for path in ((0, 1, 3, 6, 9), (0, 2, 5)):
         s.step(*(s.tree(r, TREE) for r in rs))
         s.step(*(a for r in rs for a in (s.accept(r, path), s.extend(r, 2))))
@@ -171,7 +154,7 @@ def draft_decode(s: Script) -> None:
     Four steps of three branches: the first step's rows hang below the prefix, each later row
     below its branch.
     """
-    rs = begin(s, 14, 61, 510)
+    rs = extend(s, (14, 61, 510))
     parents: tuple[int, ...] = ()
     for step in range(4):
         parents += (-1, -1, -1) if step == 0 else tuple(3 * (step - 1) + b for b in (0, 1, 1))
@@ -181,16 +164,15 @@ def draft_decode(s: Script) -> None:
 @recipe("draft-extend", "prefix_rows", "batched_steps")
 def draft_extend(s: Script) -> None:
     """Ragged numbers of accepted tokens."""
-    rs = begin(s, 15, 63, 64, 510)
-    s.step(*(s.extend(r, n) for r, n in zip(rs, (1, 4, 2, 5), strict=True)))
+    extend(s, (15, 63, 64, 510), (1, 4, 2, 5))
 
 
 @recipe("draft-extend-fixed", "prefix_rows", "rejected_rows")
 def draft_extend_fixed(s: Script) -> None:
     """A fixed width of which some rows count."""
-    rs = begin(s, 15, 63, 64, 510)
-    s.step(*(s.extend(r, 5, keep=k, emit=(k - 1,)) for r, k in zip(rs, (1, 4, 2, 5), strict=True)))
-    s.step(*(s.extend(r, 1) for r in rs))
+    extend(s, (15, 63, 64, 510))
+    extend(s, 5, keep=(1, 4, 2, 5), emit=((0,), (3,), (1,), (4,)))
+    extend(s, 1)
 
 
 @recipe("fork", "forks", "shared_pages", "moved_rows")
@@ -199,21 +181,18 @@ def fork(s: Script) -> None:
 
     n > 1: completions share the prompt's whole pages, and get the partial one as their own.
     """
-    rs = begin(s, 16, 21, 75)
-    pairs = [s.fork(r) for r in rs for _ in range(2)]
+    pairs = [s.fork(r) for r in extend(s, (16, 21, 75)) for _ in range(2)]
     s.step(*(f for _, f in pairs), *(s.extend(c, 1) for c, _ in pairs))
-    for _ in range(2):
-        s.step(*(s.extend(c, 1) for c in (*rs, *(c for c, _ in pairs))))
+    extend(s, 1, 1)
 
 
 @recipe("multi-item", "forks", "shared_pages", "moved_rows")
 def multi_item(s: Script) -> None:
     """One prefix, many items.
 
-    One prefix, many items: each item sees the prefix and itself, at positions that follow the
-    prefix.
+    Each item sees the prefix and itself, at positions that follow the prefix.
     """
-    (prefix,) = begin(s, 70)
+    (prefix,) = extend(s, (70,))
     pairs = [s.fork(prefix) for _ in range(5)]
     s.step(*(f for _, f in pairs), *(s.extend(c, 3 + 4 * i) for i, (c, _) in enumerate(pairs)))
 
@@ -221,12 +200,11 @@ def multi_item(s: Script) -> None:
 @recipe("preempt-resume", "drops", "reused_pages")
 def preempt_resume(s: Script) -> None:
     """Pages taken away and computed again."""
-    rs = begin(s, 22, 67, 128)
-    s.step(*(s.extend(r, 1) for r in rs))
-    s.step(Drop(rs[1]), s.extend(rs[0], 1))
-    s.step(s.extend(rs[0], 30), s.extend(rs[2], 1))
-    s.step(s.again(rs[1], 68), s.extend(rs[0], 1))
-    s.step(*(s.extend(r, 1) for r in rs))
+    extend(s, (22, 67, 128), 1)
+    s.step(Drop(1), s.extend(0, 1))
+    extend(s, {0: 30, 2: 1})
+    s.step(s.again(1, 68), s.extend(0, 1))
+    extend(s, 1)
 
 
 @recipe("reuse", "drops", "reused_pages")
@@ -235,85 +213,65 @@ def reuse(s: Script) -> None:
 
     Shrink after grow: pages of finished requests are dirty when the next ones get them.
     """
-    old = begin(s, 200, 90, 40)
-    s.step(*(Drop(r) for r in old))
-    rs = begin(s, 3, 50)
-    s.step(*(s.extend(r, 9) for r in rs))
+    s.step(*(Drop(r) for r in extend(s, (200, 90, 40))))
+    extend(s, {3: 3, 4: 50}, {3: 9, 4: 9})
 
 
-@recipe("window-edges", "rows_beyond_window", "dropped_positions", applies_to=windowed)
+@recipe("encode-decode", "encoder_rows", "batched_steps", applies_to=lambda f: bool(f.encode))
+def encode_decode(s: Script) -> None:
+    """Encoders of different lengths."""
+    s.step(*(s.encode(s.open(), n) for n in (1, 16, 65, 130)))
+    extend(s, (3, 1, 20, 2), 1, 1)
+
+
+@recipe(
+    "window-edges",
+    *("rows_beyond_window", "dropped_positions"),
+    applies_to=lambda f: cached(f) and f.window is not None,
+)
 def window_edges(s: Script) -> None:
     """Below, at and above the window.
 
-    Below, at and above the window, by prefill and by decode, and far enough that pages behind it
-    are dropped.
+    By prefill and by decode, and far enough that pages behind it are dropped.
     """
-    rs = begin(s, W - 2, W - 1, W, W + 1, 3 * W + 5, 120)
-    for n in (1, 2, 1, W, 1):
-        s.step(*(s.extend(r, n) for r in rs))
-
-
-@recipe("encode-decode", "encoder_rows", "batched_steps", applies_to=crossed)
-def encode_decode(s: Script) -> None:
-    """Encoders of different lengths."""
-    rs = [s.open() for _ in range(4)]
-    s.step(*(s.encode(r, n) for r, n in zip(rs, (1, 16, 65, 130), strict=True)))
-    s.step(*(s.extend(r, n) for r, n in zip(rs, (3, 1, 20, 2), strict=True)))
-    for _ in range(2):
-        s.step(*(s.extend(r, 1) for r in rs))
+    extend(s, (W - 2, W - 1, W, W + 1, 3 * W + 5, 120), 1, 2, 1, W, 1)
 
 
 @recipe("overflow", "infinite_keys", "batched_steps", applies_to=apart)
 def overflow(s: Script) -> None:
     """Values that are infinite.
 
-    Values that are infinite, in the middle of a step's rows: rows before them do not see them,
-    rows behind them do.
+    In the middle of a step's rows: rows before them do not see them, rows behind them do.
     """
-    rs = begin(s, 5, 50)
-    acts = [s.extend(r, n) for r, n in zip(rs, (17, 18), strict=True)]
-    for act in acts:
-        s.overflow(act.uids[9])
-        s.overflow(act.uids[-1])
-    s.step(*acts)
-    s.step(*(s.extend(r, 1) for r in rs))
+    extend(s, (5, 50), (17, 18))
+    for act in s.steps[-1]:
+        s.infinite += [act.uids[9], act.uids[-1]]
+    extend(s, 1)
 
 
 @recipe("embed", "batched_steps", applies_to=uncached)
 def embed(s: Script) -> None:
     """Whole requests without a cache."""
-    begin(s, *LENGTHS)
+    extend(s, LENGTHS)
 
 
 @recipe("embed-long", "rows_over_a_split", applies_to=uncached)
 def embed_long(s: Script) -> None:
     """A request longer than a split."""
-    begin(s, 2, 530)
+    extend(s, (2, 530))
+
+
+@recipe("embed-empty", "empty_steps", applies_to=uncached)
+def embed_empty(s: Script) -> None:
+    """Steps without requests."""
+    extend(s, (), (5, 66), ())
 
 
 RECIPES = (
-    decode,
-    extend_cold,
-    extend_prefix,
-    chunked,
-    mixed,
-    empty,
-    verify_chain,
-    verify_tree,
-    tree_accept,
-    draft_decode,
-    draft_extend,
-    draft_extend_fixed,
-    fork,
-    multi_item,
-    preempt_resume,
-    reuse,
-    overflow,
-    window_edges,
-    encode_decode,
-    embed,
-    embed_long,
-    embed_empty,
+    *(decode, extend_cold, extend_prefix, chunked, mixed, empty, verify_chain, verify_tree),
+    *(tree_accept, draft_decode, draft_extend, draft_extend_fixed, fork, multi_item),
+    *(preempt_resume, reuse, overflow, window_edges, encode_decode),
+    *(embed, embed_long, embed_empty),
 )
 
 
