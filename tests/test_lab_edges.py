@@ -13,7 +13,7 @@ from lockstep.attention import select
 from lockstep.cli import make_parser
 from lockstep.config import EngineConfig
 from lockstep.kernels.cpu import sample
-from lockstep.lab import capacity_recipes, pads, reverts, spoilt
+from lockstep.lab import capacity_recipes, reverts, spoilt
 from lockstep.lab.attention_harness import AttentionHarness, Setting
 from lockstep.lab.engine_harness import EngineHarness
 from lockstep.lab.engine_recipes import error
@@ -59,14 +59,13 @@ def test_pad_rows_are_compared_with_the_pad_request_alone():
     world, computes = draft_world()
     plan = world.plan(computes, (0,))
     padded = pad(plan, Buckets((4, 16)).fit(plan))
-    alone = pads.PadRows(world.specs, world.rows, world.backend)
-    out, lse = (torch.zeros(padded.bucket.tokens, *t.shape[1:]) for t in alone.alone(0, 0, 3))
+    out, lse = (torch.zeros(padded.bucket.tokens, *t.shape[1:]) for t in world.pad_request(0, 3)[0])
     real, lens = plan.real.tokens, padded.new_lens[plan.real.requests :].tolist()
     assert lens == [3]
-    out[real:], lse[real:] = alone.alone(0, 0, 3)
-    assert alone.differing(0, 0, padded, (out, lse)) == []
+    out[real:], lse[real:] = world.pad_request(0, 3)[0]
+    assert world.differing_pads(0, 0, padded, (out, lse)) == []
     out[real + 1, 0, 0] += 1e-6
-    assert alone.differing(0, 0, padded, (out, lse)) == [3]
+    assert world.differing_pads(0, 0, padded, (out, lse)) == [3]
 
 
 def test_a_plan_that_shares_a_page_is_noticed_in_a_draft_step_and_a_blind_check_is_found():

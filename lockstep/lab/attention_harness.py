@@ -1,17 +1,19 @@
-"""Runs a script on a real backend, through the engine's own functions, in the most hostile
+"""Runs a script on a real backend, through the engine's own steps, in the most hostile
 surroundings.
 
 Every slot that was not written holds NaN, pages are handed out in a shuffled order, freed pages are
 poisoned again, buffers lie between guard bands, and what a step may change in memory is computed
-here from the tables, by plain arithmetic, and compared byte by byte. A world runs one script in one
-`Setting`; it records, for every token, the bits of its output.
+here from the tables, by plain arithmetic, and compared byte by byte. The model is one of given rows
+and no weights. A harness runs one script in one `Setting`; it records, for every token, the bits of
+its output.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,27 +23,26 @@ from torch.nn import functional as F
 from lockstep.attention.base import Backend
 from lockstep.kernels.cpu.threads import limited
 from lockstep.kv import pool as kv_pool
-from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import Table
 from lockstep.lab import spoilt
 from lockstep.lab.features import Feature
-from lockstep.lab.guard import CANARY, Guarded, as_bits, same
+from lockstep.lab.guard import Guarded, as_bits, same
 from lockstep.lab.options import CPU, Device
-from lockstep.lab.oracle import KINDS, LARGEST, Rows
-from lockstep.lab.pads import PadRows
+from lockstep.lab.oracle import Rows, rounded
 from lockstep.lab.script import Accept, Act, Compute, Drop, Fork, Script
 from lockstep.order import split_len, tile_len
 from lockstep.plan import bucket as plan_bucket
-from lockstep.plan import build as plan_build
-from lockstep.plan import check as plan_check
 from lockstep.plan import image as plan_image
-from lockstep.plan import tree as plan_tree
 from lockstep.plan.step import PagedGroup, StepPlan
-from lockstep.run import step
+from lockstep.run.driver import Share, StepDriver
+from lockstep.run.kind import ENCODE, GENERATE, StepKind
+from lockstep.run.step import Step, layout_of
 from lockstep.types import GroupSpec, Layout
 
 BUCKETS = plan_bucket.Buckets(tuple(2**k for k in range(1, 12)))
+
+Result = tuple[Tensor, Tensor]  # out [n, heads, d_v] and lse [n, heads]
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class Record:
 
 
 class AttentionHarness:
-    """Pools, tables and one script."""
+    """Pools, tables and one script. To the engine's steps it is a model without weights: a token's
+    rows are given, and its layers attend with them."""
 
     def __init__(
         self,
@@ -81,23 +83,39 @@ class AttentionHarness:
         backend: Backend,
         setting: Setting,
     ) -> None:
-        self.feature, self.script, self.rows = feature, script, rows
-        self.backend, self.setting = backend, setting
-        self.device = setting.device.place
+        self.script, self.rows, self.backend, self.setting = script, rows, backend, setting
+        self.ops, self.device = setting.device.ops, setting.device.place
+        self.decode, self.encode = feature.decode, feature.encode
         self.specs = feature.groups(setting.page_size)
-        self.guarded = Guarded(setting.device)
+        kinds = {
+            name: StepKind(
+                name=name,
+                model=self,  # type: ignore[arg-type]
+                groups=groups,
+                specs=tuple(self.specs[g] for g in groups),
+                layer_map=(),
+                forward=partial(self._forward, groups),
+            )
+            for name, groups in ((GENERATE, self.decode), (ENCODE, self.encode))
+            if groups
+        }
+        self.kinds = {kind.groups: kind for kind in kinds.values()}
         sizes = [self._pool_pages(spec) for spec in self.specs]
-        self.pages = [PagePool(n) if n else None for n in sizes]
-        self.pools = [
-            Pool(spec, n, setting.device.ops, self.guarded.storage) if n else None
+        self.driver = StepDriver(kinds, sizes, backend)
+        self.pages, self.runner = self.driver.page_pools, self.driver.runner
+        self.guarded = Guarded(setting.device)
+        self.pools = self.runner.pools = [
+            Pool(spec, n, self.ops, self.guarded.storage) if n else None
             for spec, n in zip(self.specs, sizes, strict=True)
         ]
+        self.runner.arena = self.guarded  # type: ignore[assignment]
+        self.runner.checks = setting.checks
         for g, pool in enumerate(self.pages):
             if pool is not None:
                 np.random.default_rng(setting.seed + 17 * g).shuffle(pool._free)
-        self.pads = PadRows(self.specs, rows, backend, setting.device)
         self.tables: dict[int, Table] = {}
         self.used: set[tuple[int, int]] = set()  # (group, page) that somebody has given back
+        self.pads: dict[tuple[int, int], list[Result]] = {}  # alone, by group and length
         n = len(script.parents)
         self.record = Record(
             [[torch.full((n, s.heads, s.d_v), torch.nan) for _ in s.layers] for s in self.specs],
@@ -115,10 +133,12 @@ class AttentionHarness:
         for pool in filter(None, self.pages):
             pool.check()
             if pool.free != pool.num_pages - 1:
-                self.record.faults.append(
-                    f"pages: {pool.num_pages - 1 - pool.free} never came back"
-                )
+                self._fault(f"pages: {pool.num_pages - 1 - pool.free} never came back")
         return self.record
+
+    def _fault(self, *found: str) -> None:
+        """The first word of a fault is the property that it breaks."""
+        self.record.faults += found
 
     def _play(self, acts: tuple[Act, ...]) -> None:
         """Bookkeeping acts first, then one launch for the encoders and one for everything else."""
@@ -136,99 +156,120 @@ class AttentionHarness:
         encoders = [a for a in computes if a.encoder]
         others = [a for a in computes if not a.encoder]
         if encoders:
-            self._launch(encoders, self.feature.encode)
+            self._launch(encoders, self.encode)
         if others or not acts:
-            self._launch(others, self.feature.decode)
+            self._launch(others, self.decode)
         for act in others:
             self._freed(self.tables[act.request].release(act.cached_len + act.keep))
 
     def plan(self, computes: list[Compute], groups: tuple[int, ...]) -> StepPlan:
         """The step's plan, from the same functions the engine uses."""
-        works = []
-        for act in computes:
-            table = self.tables.setdefault(act.request, Table(self.specs, self.pages))
-            cross = len(self.script.encoder_uids.get(act.request, ()))
-            if act.encoder:
-                table.reserve(0, cross_len=cross)
-            elif act.parents is not None:
-                depth = max(len(p) for p in plan_tree.paths(act.parents, len(act.parents)))
-                table.reserve(act.cached_len + depth, len(act.parents), cross)
-            else:
-                table.reserve(act.cached_len + len(act.uids), cross_len=cross)
-            pages = tuple(table.pages(g) for g in groups)
-            new = len(act.uids) if act.encoder else 0
-            works.append(
-                plan_build.Work(
-                    act.cached_len, len(act.uids), pages, act.emit, act.parents, cross, new
-                )
+        shares = [
+            Share(
+                request=self.tables.setdefault(act.request, self.driver.request()),
+                ids=act.uids,
+                cached_len=act.cached_len,
+                parents=act.parents,
+                emit=act.emit,
+                cross_len=self._cross_len(act),
             )
-        plan = plan_build.build([self.specs[g] for g in groups], works)
-        return plan_bucket.pad(plan, BUCKETS.fit(plan)) if self.setting.pad and works else plan
+            for act in computes
+        ]
+        plan = self.driver.plan(self.kinds[groups], shares)
+        return plan_bucket.pad(plan, BUCKETS.fit(plan)) if self.setting.pad and shares else plan
+
+    def _cross_len(self, act: Compute) -> int:
+        return len(self.script.encoder_uids.get(act.request, ()))
 
     def _launch(self, computes: list[Compute], groups: tuple[int, ...]) -> None:
-        plan = self.plan(computes, groups)
-        pool_pages = tuple(pool.num_pages if (pool := self.pools[g]) else 0 for g in groups)
-        if self.setting.checks:
-            plan_check.check(plan, pool_pages)
-        if self.setting.inspect and not self.setting.pad:
-            found = spoilt.unnoticed(plan, pool_pages)
-            self.record.faults += [f"rules: {fault}" for fault in found]
+        before = self._memory() if self.setting.inspect else None
+        plan = self.compute(computes, groups)
+        for g, layer, result in self.results:
+            self._note(g, layer, plan, result)
         self._count(plan, computes, groups)
         self._audit(plan, computes, groups)
-        specs = tuple(self.specs[g] for g in groups)
-        uids = [uid for act in computes for uid in act.uids]
-        layout = step.layout_of(plan, self.backend)
-        image = np.full(layout.length, CANARY[4], np.int32)  # `lower` writes all that is read
-        variants = step.lower(plan, uids, self.backend, layout, image)
-        views = layout.views(self.guarded.ints(image))
-        if not np.array_equal(
-            plan_image.pack(plan_image.unpack(image, layout)), plan_image.pack(plan)
-        ):
-            self.record.faults.append("plan: unpack(image) is another plan")
-        before = self._memory() if self.setting.inspect else None
-        pools = [self.pools[g] for g in groups]
-        bound = step.bind(layout, views, variants, self.backend, pools, ())
-        bound.relocate()
-        for at, g in enumerate(groups):
-            stores, handle = bound.stores[at], bound.handles[at]
-            for layer in range(len(specs[at].layers)):
-                self._layer(g, layer, (plan, stores, handle), uids)
+        image = plan_image.unpack(self.guarded.image, layout_of(plan, self.backend))
+        if not np.array_equal(plan_image.pack(image), plan_image.pack(plan)):
+            self._fault("plan: unpack(image) is another plan")
+        if self.setting.inspect and not self.setting.pad:
+            pool_pages = tuple(pool.num_pages if (pool := self.pools[g]) else 0 for g in groups)
+            self._fault(*(f"rules: {fault}" for fault in spoilt.unnoticed(plan, pool_pages)))
         if before is not None:
             self._compare(before, computes, groups)
-        self.record.faults += self.guarded.damage()
+        self._fault(*self.guarded.damage())
         for act in computes:
             self._freed(self.tables[act.request].moved())
 
-    def _layer(
-        self,
-        g: int,
-        layer: int,
-        step: tuple[StepPlan, kv_pool.KvWriter | kv_pool.UncachedKv, object],
-        uids: list[int],
-    ) -> None:
-        plan, stores, handle = step
-        spec, mine, record = self.specs[g], self.rows[g][layer], self.record
-        index = torch.tensor(uids + [0] * (plan.bucket.tokens - len(uids)), dtype=torch.long)
-        q, k, v = (self.guarded.rows(t[index].to(self.device)) for t in (mine.q, mine.k, mine.v))
-        reads_only = spec.layout is Layout.CROSS and not any(map(len, plan_writes(plan, spec)))
-        keys = stores.keys(layer, *((None, None) if reads_only else (k, v)))
-        if spec.layout is Layout.CROSS and not reads_only:
-            return  # the encoder's step writes the decoder's cross keys and asks nothing of them
-        result = self.backend.attend(q, keys, handle, spec.layers[layer])
+    def compute(self, computes: list[Compute], groups: tuple[int, ...]) -> StepPlan:
+        """Runs a step; `results` are what its layers came to."""
+        self.results: list[tuple[int, int, Result]] = []
+        self.step_uids = [uid for act in computes for uid in act.uids]
+        plan = self.plan(computes, groups)
+        self.runner.run(plan, self.step_uids, self.kinds[groups])
+        return plan
+
+    def _forward(
+        self, groups: tuple[int, ...], ids: Tensor, positions: Tensor, step: Step
+    ) -> Tensor:
+        index = ids.cpu().long()
+        for g, store, handle in zip(groups, step.stores, step.handles, strict=True):
+            cross = self.specs[g].layout is Layout.CROSS
+            for layer, spec in enumerate(self.specs[g].layers):
+                mine = self.rows[g][layer]
+                given = (t[index].to(self.device) for t in (mine.q, mine.k, mine.v))
+                q, k, v = map(self.guarded.rows, given)
+                if cross and groups == self.encode:  # nobody asks for these keys in this step
+                    store.keys(layer, k, v)
+                    continue
+                keys = store.keys(layer, *((None, None) if cross else (k, v)))
+                self.results.append((g, layer, step.attend_keys(q, keys, handle, spec)))
+        return positions[:, None]
+
+    def _note(self, g: int, layer: int, plan: StepPlan, result: Result) -> None:
+        """What a layer of a step came to."""
+        record, uids = self.record, torch.tensor(self.step_uids, dtype=torch.long)
         out, lse = (t.float().cpu() for t in result)
-        real = index[: len(uids)]
-        again = record.seen[g][real] if layer == 0 else torch.zeros(0, dtype=torch.bool)
-        if again.any() and not same(record.out[g][layer][real[again]], out[: len(uids)][again]):
-            record.faults.append(f"repeat: group {g}: a row computed twice differs")
-        record.out[g][layer][real], record.lse[g][layer][real] = out[: len(uids)], lse[: len(uids)]
-        if not bool(torch.isfinite(out[len(uids) :]).all()):
-            record.faults.append(f"pads: group {g}: a pad row is not finite")
+        n = len(uids)
+        again = record.seen[g][uids] if layer == 0 else torch.zeros(0, dtype=torch.bool)
+        if again.any() and not same(record.out[g][layer][uids[again]], out[:n][again]):
+            self._fault(f"repeat: group {g}: a row computed twice differs")
+        record.out[g][layer][uids], record.lse[g][layer][uids] = out[:n], lse[:n]
+        if not bool(torch.isfinite(out[n:]).all()):
+            self._fault(f"pads: group {g}: a pad row is not finite")
         elif "pad" in self.backend.caps.invariances:
-            for i in self.pads.differing(g, layer, plan, result):
+            for i in self.differing_pads(g, layer, plan, result):
                 what = f"request {i} of the plan is not the pad request alone"
-                record.faults.append(f"pads: group {g} layer {layer}: {what}")
-        if layer == len(spec.layers) - 1:
-            record.seen[g][real] = True
+                self._fault(f"pads: group {g} layer {layer}: {what}")
+        if layer == len(self.specs[g].layers) - 1:
+            record.seen[g][uids] = True
+
+    def differing_pads(self, g: int, layer: int, plan: StepPlan, result: Result) -> list[int]:
+        """The pad requests of `plan`, by number, whose rows are not those of the request alone.
+
+        A decoder's cross group is not asked: its pads see one key that an earlier step left in page
+        0.
+        """
+        if self.specs[g].layout is Layout.CROSS:
+            return []
+        found, ends = [], plan.q_indptr.tolist()
+        for i in range(plan.real.requests, plan.bucket.requests):
+            mine = (tensor[ends[i] : ends[i + 1]] for tensor in result)
+            length = ends[i + 1] - ends[i]
+            if length and not all(map(same, mine, self.pad_request(g, length)[layer])):
+                found.append(i)
+        return found
+
+    def pad_request(self, g: int, length: int) -> list[Result]:
+        """What every layer makes of a pad request of `length` rows in a step and a cache of its
+        own: token 0 at positions 0, 1, ..., which reads what this step wrote for it."""
+        if (g, length) not in self.pads:
+            feature = Feature("pad", "one group", (lambda _: self.specs[g],))
+            script, setting = Script(), Setting(checks=False, device=self.setting.device)
+            script.extend(script.open(), length)
+            alone = AttentionHarness(feature, script, [self.rows[g]], self.backend, setting)
+            alone.compute([Compute(0, (0,) * length, cached_len=0, keep=length)], (0,))
+            self.pads[g, length] = [result for _, _, result in alone.results]
+        return self.pads[g, length]
 
     def _audit(self, plan: StepPlan, computes: list[Compute], groups: tuple[int, ...]) -> None:
         """What the plan says of lengths and emitted rows, by the lab's own arithmetic."""
@@ -239,26 +280,21 @@ class AttentionHarness:
             for j in (a.emit if a.emit is not None else (len(a.uids) - 1,))
         ]
         if plan.emit[: plan.real.emits].tolist() != emits:
-            self.record.faults.append(f"plan: emits rows {plan.emit.tolist()[:8]}, not {emits[:8]}")
+            self._fault(f"plan: emits rows {plan.emit.tolist()[:8]}, not {emits[:8]}")
         ends = [max(len(self.script.path(u)) for u in a.uids) for a in computes]
-        crosses = [len(self.script.encoder_uids.get(a.request, ())) for a in computes]
-        for at, g in enumerate(groups):
-            group, want = plan.groups[at], crosses if self.specs[g].layout is Layout.CROSS else ends
-            if (
-                isinstance(group, PagedGroup)
-                and group.kv_lens[: plan.real.requests].tolist() != want
-            ):
-                self.record.faults.append(
-                    f"plan: group {g} has kv_lens {group.kv_lens.tolist()[:8]}, not {want[:8]}"
-                )
+        crosses = [self._cross_len(a) for a in computes]
+        for g, group in zip(groups, plan.groups, strict=True):
+            want = crosses if self.specs[g].layout is Layout.CROSS else ends
+            have = group.kv_lens.tolist() if isinstance(group, PagedGroup) else want
+            if have[: len(want)] != want:
+                self._fault(f"plan: group {g} has kv_lens {have[:8]}, not {want[:8]}")
 
     def _pool_pages(self, spec: GroupSpec) -> int:
         """Room for every token of the script twice, and the sink; 0 for a fresh group."""
         if spec.layout is Layout.FRESH:
             return 0
-        return (
-            2 * -(-len(self.script.parents) // spec.page_size) + 8 * len(self.script.committed) + 2
-        )
+        pages = -(-len(self.script.parents) // spec.page_size)
+        return 2 * pages + 8 * len(self.script.committed) + 2
 
     def _freed(self, freed: list[list[int]]) -> None:
         """Pages that nobody holds any more are poisoned again."""
@@ -267,43 +303,44 @@ class AttentionHarness:
             if pool is not None and pages:
                 size = self.specs[g].page_size
                 slots = (torch.tensor(pages)[:, None] * size + torch.arange(size)).reshape(-1)
-                slots = slots.to(self.device)
                 for storage in (s for layer in pool.storages for s in layer):
-                    self.guarded.poison(storage, slots)
+                    self.guarded.poison(storage, slots.to(self.device))
                 self.record.counters["freed_pages"] += len(pages)
                 self.used |= {(g, p) for p in pages}
 
     def _count(self, plan: StepPlan, computes: list[Compute], groups: tuple[int, ...]) -> None:
         """What the step really was: each equality is only worth something if its path was taken."""
-        count = self.record.counters
         real = slice(0, plan.real.tokens)
-        tails = plan.start[real] <= plan.positions[real]
-        count["steps"] += 1
-        count["empty_steps"] += not computes
-        count["rows"] += plan.real.tokens
-        count["pad_rows"] += plan.bucket.tokens - plan.real.tokens
-        count["batched_steps"] += len(computes) > 1
-        count["decode_rows"] += int((plan.new_lens[: plan.real.requests] == 1).sum())
-        count["prefix_rows"] += sum(len(a.uids) for a in computes if a.cached_len)
-        count["rejected_rows"] += sum(
-            len(a.uids) - a.keep for a in computes if a.parents is None and not a.encoder
-        )
-        count["tail_rows"] += int(tails.sum())
-        count["shallow_ends"] += sum(self._shallow(a) for a in computes if a.parents is not None)
-        count["infinite_keys"] += len(
-            {u for a in computes for u in a.uids} & set(self.script.infinite)
-        )
-        self._sort(plan, computes)
-        count["encoder_rows"] += sum(len(a.uids) for a in computes if a.encoder)
-        for at, g in enumerate(groups):
-            spec, group = self.specs[g], plan.groups[at]
+        positions, tails = plan.positions[real], plan.start[real] <= plan.positions[real]
+        plain = [a for a in computes if a.parents is None and not a.encoder]
+        count = {
+            "steps": 1,
+            "empty_steps": not computes,
+            "rows": plan.real.tokens,
+            "pad_rows": plan.bucket.tokens - plan.real.tokens,
+            "batched_steps": len(computes) > 1,
+            "decode_rows": (plan.new_lens[: plan.real.requests] == 1).sum(),
+            "prefix_rows": sum(len(a.uids) for a in computes if a.cached_len),
+            "rejected_rows": sum(len(a.uids) - a.keep for a in plain),
+            "tail_rows": tails.sum(),
+            "shallow_ends": sum(self._shallow(a) for a in computes if a.parents is not None),
+            "infinite_keys": len(set(self.step_uids) & set(self.script.infinite)),
+            "encoder_rows": sum(len(a.uids) for a in computes if a.encoder),
+        }
+        self.record.counters.update(count)
+        self._sort(computes)
+        last, first = positions[tails], plan.start[real][tails]
+        for g, group in zip(groups, plan.groups, strict=True):
+            spec = self.specs[g]
             tile, split = tile_len(spec.d_qk, spec.d_v), split_len(spec.d_qk, spec.d_v)
-            last, first = plan.positions[real][tails], plan.start[real][tails]
-            count["tails_over_a_tile"] += int((first // tile != last // tile).sum())
-            count["tails_over_a_split"] += int((first // split != last // split).sum())
-            count["rows_over_a_split"] += int((plan.positions[real] >= split).sum())
-            if spec.window is not None:
-                count["rows_beyond_window"] += int((plan.positions[real] >= spec.window).sum())
+            beyond = positions >= spec.window if spec.window is not None else positions[:0]
+            count = {
+                "tails_over_a_tile": (first // tile != last // tile).sum(),
+                "tails_over_a_split": (first // split != last // split).sum(),
+                "rows_over_a_split": (positions >= split).sum(),
+                "rows_beyond_window": beyond.sum(),
+            }
+            self.record.counters.update(count)
             if isinstance(group, PagedGroup):
                 self._count_pages(g, group)
 
@@ -312,7 +349,7 @@ class AttentionHarness:
         depths = [len(self.script.path(uid)) for uid in act.uids]
         return depths[-1] < max(depths)
 
-    def _sort(self, plan: StepPlan, computes: list[Compute]) -> None:
+    def _sort(self, computes: list[Compute]) -> None:
         """Which rows were batched, had a prefix, were decoded, hung in a tree."""
         for act in (a for a in computes if not a.encoder):
             held = {
@@ -325,14 +362,15 @@ class AttentionHarness:
                 self.record.kinds.setdefault(kind, set()).update(act.uids)
 
     def _count_pages(self, g: int, group: PagedGroup) -> None:
-        count, pool = self.record.counters, self.pages[g]
-        count["moved_rows"] += len(group.moves)
-        count["dropped_positions"] += int(group.first_pos.sum())
-        ids = set(group.page_ids.tolist()) - {0}
-        count["shared_pages"] += sum(
-            1 for p in ids if pool is not None and p < pool.num_pages and pool.refs[p] > 1
-        )
-        count["reused_pages"] += sum((g, p) in self.used for p in ids)
+        pool, ids = self.pages[g], set(group.page_ids.tolist()) - {0}
+        known = [p for p in ids if pool is not None and p < pool.num_pages]
+        count = {
+            "moved_rows": len(group.moves),
+            "dropped_positions": group.first_pos.sum(),
+            "shared_pages": sum(pool is not None and pool.refs[p] > 1 for p in known),
+            "reused_pages": sum((g, p) in self.used for p in ids),
+        }
+        self.record.counters.update(count)
 
     def _memory(self) -> list[list[list[Tensor]]]:
         return [
@@ -351,69 +389,55 @@ class AttentionHarness:
             slots = torch.tensor(list(expect), dtype=torch.long, device=self.device)
             uids = torch.tensor(list(expect.values()), dtype=torch.long)
             for layer, storages in enumerate(pool.storages):
+                rows, attn = self.rows[g][layer], pool.spec.layers[layer]
+                kept = ((rows.k, attn.k_scale), (rows.v, attn.v_scale))
+                where = f"writes: group {g} layer {layer}:"
                 for at, storage in enumerate(storages):
                     old, new = before[g][layer][at], kv_pool._bits(storage)
                     changed = (as_bits(old) != as_bits(new)).flatten(1).any(1)
                     changed[: pool.spec.page_size] = False
                     extra = set(changed.nonzero().flatten().tolist()) - set(expect)
                     if extra:
-                        self.record.faults.append(
-                            f"writes: group {g} layer {layer}: slots {sorted(extra)[:4]} changed"
-                        )
-                    rows = self.rows[g][layer]
-                    want = stored_bits(pool.spec, layer, (rows.k if at == 0 else rows.v)[uids], at)
+                        self._fault(f"{where} slots {sorted(extra)[:4]} changed")
+                    values, scale = kept[at]
+                    want = rounded(pool.spec.kv_dtype, widened(values[uids]), scale)
                     if len(slots) and not torch.equal(as_bits(new[slots]).cpu(), as_bits(want)):
-                        self.record.faults.append(
-                            f"writes: group {g} layer {layer}: a row is not where or what it "
-                            "should be"
-                        )
+                        self._fault(f"{where} a row is not where or what it should be")
 
     def _expected_writes(self, g: int, computes: list[Compute]) -> dict[int, int]:
         """slot -> token that lies there after this step, by plain arithmetic on the tables."""
-        spec, out = self.specs[g], {}
+        spec, out = self.specs[g], dict[int, int]()
         for act in computes:
             pages = self.tables[act.request].pages(g)
             if pages is None or (spec.layout is Layout.CROSS and not act.encoder):
                 continue
-            places = list(range(act.cached_len, act.cached_len + len(act.uids)))
-            ids, first = pages.page_ids.tolist(), pages.first_pos
+            begin, ids, first = act.cached_len, pages.page_ids.tolist(), pages.first_pos
+            held = Held(ids, first, spec.page_size)
+            if not act.encoder and spec.layout is not Layout.CROSS:
+                # moves may have put any of them in place just now, as far as they are still held
+                path = self.script.path(act.uids[0])[:begin]
+                kept = range(max(first, begin - spec.page_size - 8), begin)
+                out |= {held.slot(p): path[p] for p in kept}
             if act.parents is not None:
-                places, ids, first = (
-                    list(range(len(act.parents) - len(act.uids), len(act.parents))),
-                    pages.scratch.tolist(),
-                    0,
-                )
-            for place, uid in zip(places, act.uids, strict=True):
-                out[
-                    ids[(place - first) // spec.page_size] * spec.page_size + place % spec.page_size
-                ] = uid
-            if not act.encoder:
-                out |= self._committed_slots(spec, pages, act)
+                begin = len(act.parents) - len(act.uids)
+                held = Held(pages.scratch.tolist(), 0, spec.page_size)
+            out |= {held.slot(begin + i): uid for i, uid in enumerate(act.uids)}
         return out
 
-    def _committed_slots(
-        self, spec: GroupSpec, pages: plan_build.Pages, act: Compute
-    ) -> dict[int, int]:
-        """Committed tokens that moves may have put in place just now: all that are still held."""
-        path = self.script.path(act.uids[0])[: act.cached_len]
-        if spec.layout is Layout.CROSS or not path:
-            return {}
-        held = range(max(pages.first_pos, len(path) - spec.page_size - 8), len(path))
-        ids, size = pages.page_ids.tolist(), spec.page_size
-        return {ids[(p - pages.first_pos) // size] * size + p % size: path[p] for p in held}
+
+class Held(NamedTuple):
+    """Pages of a request from a position on."""
+
+    page_ids: list[int]
+    first_pos: int
+    page_size: int
+
+    def slot(self, position: int) -> int:
+        """Where a key lies, by plain arithmetic."""
+        page = self.page_ids[(position - self.first_pos) // self.page_size]
+        return page * self.page_size + position % self.page_size
 
 
-def plan_writes(plan: StepPlan, spec: GroupSpec) -> Iterator[np.ndarray]:
-    """The write slots of the groups with this spec."""
-    return (g.write_slots for g in plan.groups if isinstance(g, PagedGroup) and g.spec == spec)
-
-
-def stored_bits(spec: GroupSpec, layer: int, values: Tensor, which: int) -> Tensor:
-    """What the cache holds for these values, up to a multiple of 8 columns with zeros: the lab's
-    own account, not the pool's."""
-    attn = spec.layers[layer]
-    values = F.pad(values.float(), (0, -values.shape[2] % 8))
-    scaled = values / (attn.k_scale if which == 0 else attn.v_scale)
-    if spec.kv_dtype in LARGEST:
-        scaled = scaled.clamp(-LARGEST[spec.kv_dtype], LARGEST[spec.kv_dtype])
-    return scaled.to(KINDS[spec.kv_dtype])
+def widened(values: Tensor) -> Tensor:
+    """Heads as they are stored: up to a multiple of 8 columns with zeros."""
+    return F.pad(values.float(), (0, -values.shape[2] % 8))

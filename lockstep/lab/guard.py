@@ -40,10 +40,15 @@ class Guarded:
         self._keep("input", bits)
         return out
 
-    def ints(self, image: Ints) -> Tensor:
-        """The plan's image."""
-        bits = self._between(len(image), torch.int32, "plan image")
-        bits.copy_(torch.from_numpy(image.copy()))
+    def host(self, length: int) -> Ints:
+        """In place of an arena: where a step's image is written, and all that is read must be."""
+        self.image = np.full(length, CANARY[4], np.int32)
+        return self.image
+
+    def load(self, length: int) -> Tensor:
+        """The image on the device."""
+        bits = self._between(length, torch.int32, "plan image")
+        bits.copy_(torch.from_numpy(self.image.copy()))
         self._keep("plan image", bits)
         return bits
 

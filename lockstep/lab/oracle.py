@@ -91,16 +91,18 @@ def overflowed(rows: list[list[Rows]], tokens: list[int]) -> list[list[Rows]]:
     return [[overflow(each) for each in layers] for layers in rows]
 
 
+def rounded(kv_dtype: str, x: Tensor, scale: float) -> Tensor:
+    """What a cache keeps of x: the lab's own account of the storage formats, not the pool's."""
+    kept = x.float() / scale
+    if kv_dtype in LARGEST:
+        kept = kept.clamp(-LARGEST[kv_dtype], LARGEST[kv_dtype])
+    return kept.to(KINDS[kv_dtype])
+
+
 def stored(spec: GroupSpec, attn: AttnSpec, rows: Rows) -> tuple[Tensor, Tensor]:
-    """K and V as the cache gives them back, float64: this is the oracle's own account of the
-    storage formats."""
-    out = []
-    for x, scale in ((rows.k, attn.k_scale), (rows.v, attn.v_scale)):
-        y = x.float() / scale
-        if spec.kv_dtype in LARGEST:
-            y = y.clamp(-LARGEST[spec.kv_dtype], LARGEST[spec.kv_dtype])
-        out.append(y.to(KINDS[spec.kv_dtype]).double() * scale)
-    return out[0], out[1]
+    """K and V as the cache gives them back, float64."""
+    k, v = ((rows.k, attn.k_scale), (rows.v, attn.v_scale))
+    return rounded(spec.kv_dtype, *k).double() * k[1], rounded(spec.kv_dtype, *v).double() * v[1]
 
 
 def answers(

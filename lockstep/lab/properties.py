@@ -85,7 +85,7 @@ def judge(
         return record
 
     main = run(script, inspect=True)
-    result.counters = dict(main.counters)
+    result.counters = {name: int(count) for name, count in main.counters.items()}
     values(result, main, answers)
     result.require(recipe.required_counters)
     padded = run(script, inspect=True, pad=True)
