@@ -1,9 +1,8 @@
 """What small models of every type answer on this processor as it is set up: digests of bits, and
 fingerprints, as JSON.
 
-    ATEN_CPU_CAPABILITY=default python -m lockstep.lab.capabilities
-    NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2,+fma python -m lockstep.lab.capabilities
-    gemma3_text-56
+    ATEN_CPU_CAPABILITY=default python tests/capabilities.py
+    NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx2,+fma python tests/capabilities.py gemma3_text-56
 
 Run once per capability, in processes of their own, equal answers show that no bit depends on the
 width of the processor's vectors. Weights are uniform numbers of numpy's generator, times a power of
@@ -11,7 +10,7 @@ two: torch's own normal ones differ between capabilities. The head sizes are tho
 did: a vector body and a scalar tail of torch's float32 pow.
 
 Knows models and engines; `operators` says which of torch's operators a model's rows pass through.
-tests/test_capabilities.py calls both.
+test_capabilities.py calls both.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.config import EngineConfig
 from lockstep.kernels.cpu.loops import TARGET
-from lockstep.lab.tiny import assembled, configs
+from lockstep.lab.tiny import assembled
 from lockstep.llm.engine import Engine, Parts, prepare
 from lockstep.models.loader import Loaded
 from lockstep.nn.decoder import Decoder
@@ -40,7 +40,8 @@ from lockstep.run.kind import EMBED
 from lockstep.sample.params import SamplingParams
 from lockstep.types import KV_FORMATS
 
-MODELS = configs("capabilities_models.json")  # name -> config
+TABLE = json.loads(Path(__file__).with_name("capabilities_models.json").read_text("utf-8"))
+MODELS = {name: {**TABLE["common"], **own} for name, own in TABLE["models"].items()}
 VOCAB = 83
 CONTEXT = 700  # of prompts that cross tiles and splits
 FAR = 131_071  # the last position of most long contexts
