@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,20 +95,17 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def crew(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[pool.Crew]:
+def crew(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> pool.Crew:
     """Processes over the toy."""
     trees = tree.Trees(toy, tmp_path_factory.mktemp("work"))
     trees.renew()
-    found = pool.Crew(trees, 2, warm=())
-    yield found
-    found.close()
+    return pool.Crew(trees, 2, warm=())
 
 
 @pytest.fixture(scope="module")
 def reached(crew: pool.Crew) -> reach.Reach:
     """Who reaches what in the toy."""
-    with crew.borrow() as server:
-        units, files = reach.measure(server, reach.Group("toy", files=("tests/test_toy.py",)))
+    units, files = reach.measure(crew, reach.Group("toy", files=("tests/test_toy.py",)))
     assert files == {"tests/test_toy.py", "lockstep/__init__.py", "lockstep/toy.py"}
     return reach.Reach({u.name.rpartition("::")[2]: u for u in units})
 
@@ -335,14 +330,11 @@ def test_a_mutant_of_the_engine_is_killed_by_its_tests_and_one_that_changes_noth
     )
     trees = tree.Trees(ROOT, tmp_path)
     trees.renew()
-    with closing(pool.Crew(trees, 1, warm=("torch",))) as crew:
-        units = reach.Reach(
-            {name: reach.Unit(name, 1.0, "passed", {file: frozenset(killed.lines)})}
-        )
-        play = campaign.Campaign(
-            ROOT, [killed, silent], units, campaign.Journal(tmp_path / "journal.jsonl"), crew
-        )
-        play.alone(lambda note, bad: None)
+    units = reach.Reach({name: reach.Unit(name, 1.0, "passed", {file: frozenset(killed.lines)})})
+    journal = campaign.Journal(tmp_path / "journal.jsonl")
+    crew = pool.Crew(trees, 1, warm=("torch",))
+    play = campaign.Campaign(ROOT, [killed, silent], units, journal, crew)
+    play.alone(lambda note, bad: None)
     assert {f.id: (f.outcome, f.killer) for f in play.journal.fates.values()} == {
         killed.id: ("killed", name),
         "silent": ("survived", ""),

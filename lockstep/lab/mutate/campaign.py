@@ -12,8 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -126,9 +125,8 @@ class Campaign:
 
     def alone(self, on_step: OnStep) -> None:
         """Every mutant against what reaches it."""
-        with ThreadPoolExecutor(self.crew.count) as pool:
-            for fate, mutant in pool.map(lambda m: (self._try(m), m), self.todo()):
-                on_step(f"{mutant.file}:{mutant.line}", fate.outcome == "survived")
+        for fate, mutant in self.crew.map(lambda m: (self._try(m), m), self.todo()):
+            on_step(f"{mutant.file}:{mutant.line}", fate.outcome == "survived")
 
     def survivors(self) -> list[Mutant]:
         """Mutants that nobody has killed."""
@@ -164,34 +162,27 @@ class Campaign:
     def _try(self, mutant: Mutant) -> Fate:
         units = [u.name for u in self._reaching(mutant)]
         units.sort(key=lambda name: name != self.hints.get(mutant.id))  # stable: the hint first
-        green: list[str] = []
-        killer = detail = ""
-        changes = combined([mutant], self.root)
-        job = Job(
-            units=units,
-            changes=changes,
-            seconds=self.times,
-            limit_s=MUTANT_S,
-            hang_s=hang_s(changes),
-        )
-        with self.crew.borrow() as server:
-            begin = time.monotonic()
-            for name, said in verdicts(server.run(job)) if units else ():
-                if said:
-                    killer, detail = name, said
-                else:
-                    green.append(name)
+        begin = time.monotonic()
+        said = self._ask(units, [mutant], stop=True, limit_s=MUTANT_S) if units else {}
+        killer = next((name for name, what in said.items() if what), "")
         fate = Fate(
             id=mutant.id,
             outcome="killed" if killer else "survived",
             killer=killer,
-            detail=detail,
+            detail=said.get(killer, ""),
             seconds=round(time.monotonic() - begin, 1),
-            tried=tuple(green),
+            tried=tuple(name for name, what in said.items() if not what),
             mark=self._mark(killer),
         )
         self.journal.fate(fate)
         return fate
+
+    def _ask(self, units: Sequence[str], group: Group, **how: Any) -> dict[str, str]:
+        """What units say about mutants that share a tree."""
+        changes = combined(group, self.root)
+        hang_s = COMPILE_S if any(file.startswith(COMPILED) for file in changes) else HANG_S
+        job = Job(units=units, changes=changes, seconds=self.times, hang_s=hang_s, **how)
+        return self.crew.run(job).verdicts()
 
     def _reaching(self, mutant: Mutant) -> list[Unit]:
         return self.reach.of(mutant.file, () if mutant.at_import else mutant.lines)
@@ -220,30 +211,22 @@ class Campaign:
         process of its own."""
         ids = " ".join(sorted(m.id for m in group))
         known = self.journal.together
-        changes = combined(group, self.root)
         new = [u for u in units if (ids, self._key(u)) not in known]
         asked = ([u] for u in new) if alone else batches(new, self.times)
-        with ThreadPoolExecutor(self.crew.count) as pool:
-            for said in pool.map(lambda batch: list(self._batch(batch, changes)), asked):
-                for name, what in said:
-                    self.journal.met(ids, self._key(name), what)
-                    on_step(name, bool(what))
+        for said in self.crew.map(lambda batch: self._batch(batch, group), asked):
+            for name, what in said.items():
+                self.journal.met(ids, self._key(name), what)
+                on_step(name, bool(what))
         return [(u, known[ids, self._key(u)]) for u in units]
 
-    def _batch(self, units: Sequence[str], changes: Mapping[str, str]) -> Iterator[Said]:
+    def _batch(self, units: Sequence[str], group: Group) -> dict[str, str]:
         """Every unit once; one that takes its process along costs the others nothing but a new
         one."""
-        left = list(units)
-        while left:
-            job = Job(
-                units=left, changes=changes, seconds=self.times, stop=False, hang_s=hang_s(changes)
-            )
-            with self.crew.borrow() as server:
-                heard = dict(spread(list(verdicts(server.run(job))), left))
-            if not heard:
-                heard = dict.fromkeys(left, "the process ended before its first test")
-            yield from heard.items()
-            left = [name for name in left if name not in heard]
+        said: dict[str, str] = {}
+        while left := [name for name in units if name not in said]:
+            heard = self._ask(left, group, stop=False)
+            said |= heard or dict.fromkeys(left, "the process ended before its first test")
+        return said
 
     def rest_len(self) -> int:
         """How many units `together` will run at least."""
@@ -264,36 +247,6 @@ class Campaign:
         fate = self.journal.fates[mutant.id]
         mark = self._mark(unit)
         self.journal.fate(replace(fate, outcome="killed", killer=unit, detail=detail, mark=mark))
-
-
-def hang_s(changes: Iterable[str]) -> float:
-    """How long a unit may take beyond what is expected, in a tree where these files differ."""
-    return COMPILE_S if any(file.startswith(COMPILED) for file in changes) else HANG_S
-
-
-def verdicts(messages: Iterator[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """(unit, "" if green or what it said). One that hangs or takes the process along is red."""
-    for message in messages:
-        for name in message.get("gone", ()):  # a test that is no more says nothing against anybody
-            yield name, ""
-        if "unit" in message:
-            yield (
-                message["unit"],
-                (message["detail"] or "failed") if message["outcome"] == "failed" else "",
-            )
-        elif message.get("end") == "hang":
-            yield message["running"], f"hangs: no end after {message['seconds']:.0f} s"
-        elif message.get("end") == "done" and message["running"]:
-            yield message["running"], f"the process was ended (signal {message['signal']})"
-
-
-def spread(said: Sequence[tuple[str, str]], units: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The same by unit: a test file that cannot be imported speaks for all its tests."""
-    for name, what in said:
-        if name in units:
-            yield name, what
-        else:
-            yield from ((u, what) for u in units if u.partition("::")[0] == name)
 
 
 def batches(units: Sequence[str], times: dict[str, float]) -> Iterator[list[str]]:

@@ -12,7 +12,6 @@ import json
 import sys
 import time
 from argparse import Namespace
-from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from lockstep.lab.mutate import draw, reach, tree, verdicts
 from lockstep.lab.mutate.campaign import Campaign, Fate, Journal
 from lockstep.lab.mutate.draw import Mutant
 from lockstep.lab.mutate.pool import Crew, Job
+from lockstep.lab.mutate.trial import CELL
 from lockstep.progress import Progress
 from lockstep.types import RuleError
 
@@ -77,18 +77,18 @@ def played(args: Namespace, root: Path, mutants: list[Mutant]) -> Campaign:
     if args.again:
         for m in mutants:
             journal.fates.pop(m.id, None)
-    with closing(Crew(trees, args.workers)) as crew:
-        found = mapped(args, sources, crew)
-        warmed(crew, found)
-        campaign = Campaign(trees.template, mutants, found, journal, crew, earlier(work), tests)
-        with Progress(len(campaign.todo()), "lab mutate: each alone") as bar:
-            campaign.alone(bar.step)
-        if not args.alone:
-            with Progress(campaign.rest_len(), "lab mutate: survivors together") as bar:
-                campaign.together(bar.step)
-        killers = {fate.killer for fate in journal.fates.values()} - {""}
-        with Progress(len(killers), "lab mutate: killers without a mutant") as bar:
-            campaign.confirm(bar.step)
+    crew = Crew(trees, args.workers)
+    found = mapped(args, sources, crew)
+    warm(crew, found)
+    campaign = Campaign(trees.template, mutants, found, journal, crew, earlier(work), tests)
+    with Progress(len(campaign.todo()), "lab mutate: each alone") as bar:
+        campaign.alone(bar.step)
+    if not args.alone:
+        with Progress(campaign.rest_len(), "lab mutate: survivors together") as bar:
+            campaign.together(bar.step)
+    killers = {fate.killer for fate in journal.fates.values()} - {""}
+    with Progress(len(killers), "lab mutate: killers without a mutant") as bar:
+        campaign.confirm(bar.step)
     return campaign
 
 
@@ -102,16 +102,12 @@ def mapped(args: Namespace, sources: dict[str, str], crew: Crew) -> reach.Reach:
         return reach.load(store, asked, crew, bar.step)
 
 
-def warmed(crew: Crew, found: reach.Reach) -> None:
+def warm(crew: Crew, found: reach.Reach) -> None:
     """Lets every tree compile the kernels before a mutant's time runs."""
-    cells = [name for name in found.units if name.startswith(reach.CELL)]
+    cells = [name for name in found.units if name.startswith(CELL)]
     firsts = {name.split("/")[1]: name for name in reversed(cells)}
     units = [firsts[recipe] for recipe in WARM_RECIPES if recipe in firsts]
-    with ExitStack() as stack:
-        for server in [stack.enter_context(crew.borrow()) for _ in range(crew.count)]:
-            for _ in server.run(Job(units=units, stop=False)):
-                pass
-            crew.trees.keep_compiled(server.worker)
+    list(crew.map(crew.run, [Job(units=units, stop=False, keep=True)] * crew.count))
 
 
 def earlier(work: Path) -> dict[str, str]:

@@ -1,37 +1,39 @@
-"""The warm servers of `serve` from outside: one per worker, each with a tree of its own.
+"""Jobs in processes of their own, each in a tree of its own: what came of every unit.
 
-`Server.run` yields what happens to a job; it knows units and trees and nothing of mutants. `reach`
-and `campaign` call it.
+A process is forked from one that has imported what is slow but not Lockstep (multiprocessing's
+forkserver) and runs `trial`; it leads a process group, which is ended with it. Knows units and
+trees and nothing of mutants. `reach` and `campaign` call it.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from queue import LifoQueue
-from typing import Any
+from typing import Any, TypeVar
 
+from lockstep.lab.mutate import trial
 from lockstep.lab.mutate.tree import Trees
 
 WARM = (
-    "numpy",
-    "torch",
-    "numba",
-    "safetensors.torch",
-    "tokenizers",
+    *("numpy", "torch", "numba", "safetensors.torch", "tokenizers", "hypothesis", "coverage"),
     "transformers.models.llama.modeling_llama",
-    "hypothesis",
-    "coverage",
 )
 HANG_S = 20.0  # a unit that takes this much longer than ten times its time hangs
 HANG_FACTOR = 10.0
 UNKNOWN_S = 600.0  # the limit of a unit whose time is not known
 START_S = 120.0  # from the fork to the first unit, and between two
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -44,97 +46,117 @@ class Job:
     seconds: Mapping[str, float] = field(default_factory=dict)  # what a unit took without a mutant
     stop: bool = True  # at the first failure
     measure: bool = False  # coverage
-    limit_s: float = 0.0  # of the whole job; 0 is none
+    keep: bool = False  # what was compiled is there for the next job
+    limit_s: float = float("inf")  # of the whole job
     hang_s: float = HANG_S
 
 
-class Server:
-    """One process of `serve`."""
+@dataclass
+class Heard:
+    """What came of a job: of each unit its outcome, seconds and detail, and the lines it reached.
+    `end` is done, late, or what ended the process."""
 
-    def __init__(self, trees: Trees, worker: int, warm: Sequence[str] = WARM) -> None:
-        self.trees, self.worker = trees, worker
-        self.planted: Mapping[str, str] | None = None
-        self.log = trees.work / f"worker{worker}.log"
-        script = Path(__file__).with_name("serve.py")
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(script), *warm],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=trees.work,
-        )
-        list(self._messages())  # it says when it is ready
+    units: dict[str, dict[str, Any]] = field(default_factory=dict)
+    reached: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    end: str = "done"
 
-    def run(self, job: Job) -> Iterator[dict[str, Any]]:
-        """Runs a job in a tree with its changes; one that has them stays. The last message is
-        `end`."""
-        tree = self.trees.path(self.worker)
-        if self.planted != job.changes:
-            self.planted = None
-            self.trees.plant(self.worker, job.changes)
-            self.planted = dict(job.changes)
-        known = [u for u in job.units if u in job.seconds]
-        limits = {u: job.hang_s + HANG_FACTOR * job.seconds[u] for u in known}
-        limits[""] = UNKNOWN_S if job.measure else START_S
-        order = {
-            "units": list(job.units),
-            "files": list(job.files),
-            "tree": str(tree),
-            "environment": self.trees.environment(tree),
-            "log": str(self.log),
-            "stop": job.stop,
-            "measure": job.measure,
-            "limit_s": job.limit_s,
-            "limits_s": limits,
-            "unit_s": UNKNOWN_S,
+    def verdicts(self) -> dict[str, str]:
+        """Unit → "" if it is green, or what it said. A test that is no more says nothing."""
+        return {
+            name: (told["detail"] or "failed") if told["outcome"] == "failed" else ""
+            for name, told in self.units.items()
         }
-        self.log.write_bytes(b"")
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        yield from self._messages()
 
-    def _messages(self) -> Iterator[dict[str, Any]]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            message = json.loads(line)
-            yield message
-            if "end" in message:
-                return
-        code = self.process.wait()
-        raise RuntimeError(f"the server of worker {self.worker} ended with {code}; see {self.log}")
 
-    def close(self) -> None:
-        """Ends it, and with it the child it may have."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+def read(report: Path, late: bool, code: int) -> Heard:
+    """A report. A unit that hung or took the process along has failed."""
+    heard, running = Heard(), {"running": "", "limit_s": 0.0, "at": 0.0}
+    for line in report.read_text(encoding="utf-8").splitlines():
+        message = json.loads(line)
+        if "unit" in message:
+            heard.units[message["unit"]] = message
+        elif "reached" in message:
+            heard.reached[message["reached"]] = message["lines"]
+        else:
+            running = message
+    took = time.monotonic() - running["at"]
+    if late:
+        heard.end = "late"
+    elif code == 1 and took >= running["limit_s"]:
+        heard.end = f"hangs: no end after {took:.0f} s"
+    elif code or running["running"]:
+        heard.end = f"the process was ended ({f'signal {-code}' if code < 0 else f'code {code}'})"
+    if running["running"] and heard.end not in ("done", "late"):
+        failed = {"outcome": "failed", "seconds": took, "detail": heard.end}
+        heard.units.setdefault(running["running"], failed)
+    return heard
 
 
 class Crew:
-    """So many servers, each started when it is first needed."""
+    """So many jobs at once."""
 
     def __init__(self, trees: Trees, count: int, warm: Sequence[str] = WARM) -> None:
-        self.trees, self.count, self.warm = trees, count, warm
-        self._idle: LifoQueue[Server | int] = LifoQueue()
+        self.trees, self.count = trees, count
+        self._context = get_context("forkserver")
+        self._context.set_forkserver_preload(list(warm))
+        self._planted: dict[int, Mapping[str, str]] = {}
+        self._stopped = False
+        self._idle: LifoQueue[int] = LifoQueue()
         for worker in reversed(range(count)):
             self._idle.put(worker)
 
-    @contextmanager
-    def borrow(self) -> Iterator[Server]:
-        """A server that nobody else uses meanwhile."""
-        found = self._idle.get()
-        try:
-            if isinstance(found, int):
-                found = Server(self.trees, found, self.warm)
-            yield found
-        finally:
-            self._idle.put(found)
+    def map(self, function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
+        """What `function`, which runs jobs, makes of each item, in order; an error ends them
+        all."""
+        with ThreadPoolExecutor(self.count) as pool:
+            try:
+                yield from pool.map(function, items)
+            except BaseException:
+                self._stopped = True
+                raise
 
-    def close(self) -> None:
-        """Ends those that were started; nobody uses one any more."""
-        for _ in range(self.count):
-            found = self._idle.get()
-            if isinstance(found, Server):
-                found.close()
+    def run(self, job: Job) -> Heard:
+        """Runs a job in a tree with its changes; one that has them stays."""
+        worker = self._idle.get()
+        try:
+            if self._planted.pop(worker, None) != job.changes:
+                self.trees.plant(worker, job.changes)
+            heard = self._forked(job, worker)
+            self._planted[worker] = dict(job.changes)
+            if job.keep:
+                self.trees.keep_compiled(worker)
+            return heard
+        finally:
+            self._idle.put(worker)
+
+    def _forked(self, job: Job, worker: int) -> Heard:
+        tree, report = self.trees.path(worker), self.trees.work / f"worker{worker}.jsonl"
+        known = [u for u in job.units if u in job.seconds]
+        limits = {u: job.hang_s + HANG_FACTOR * job.seconds[u] for u in known}
+        order = trial.Order(
+            units=job.units,
+            files=job.files,
+            stop=job.stop,
+            measure=job.measure,
+            limits_s={**limits, "": UNKNOWN_S if job.measure else START_S},
+            unit_s=UNKNOWN_S,
+            tree=str(tree),
+            environment=self.trees.environment(tree),
+            log=str(self.trees.work / f"worker{worker}.log"),
+            report=str(report),
+        )
+        report.write_bytes(b"")
+        process = self._context.Process(target=trial.run, args=(order,))
+        end = time.monotonic() + job.limit_s
+        process.start()
+        try:
+            while process.is_alive() and time.monotonic() < end and not self._stopped:
+                process.join(0.5)
+            late = process.is_alive()
+        finally:
+            if process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
+            process.kill()
+            process.join()
+        return read(report, late, process.exitcode or 0)

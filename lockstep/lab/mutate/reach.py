@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any
 
-from lockstep.lab.mutate.pool import Crew, Job, Server
+from lockstep.lab.mutate.pool import Crew, Job
 from lockstep.lab.mutate.tree import OWN, digest
+from lockstep.lab.mutate.trial import CELL
 from lockstep.types import RuleError
 
-CELL = "cell:"
 UNSEEN = ("tests/test_interrupt.py",)  # interrupts itself, also inside coverage: runs without
 # what Numba compiles is not seen; whoever reaches these files runs it
 COMPILED_FOR = {
@@ -102,31 +100,25 @@ def groups(root: Path) -> list[Group]:
     ]
 
 
-def measure(server: Server, group: Group) -> tuple[list[Unit], set[str]]:
+def measure(crew: Crew, group: Group) -> tuple[list[Unit], set[str]]:
     """Runs a group under coverage. Its units, and every file that it reached, imports included."""
-    outcomes: dict[str, dict[str, Any]] = {}
-    lines: dict[str, dict[str, frozenset[int]]] = {}
-    files = set(group.files)
     seen = group.name not in UNSEEN
-    for message in server.run(Job(units=group.cells, files=group.files, stop=False, measure=seen)):
-        if "unit" in message:
-            outcomes[message["unit"]] = message
-        if "reached" in message:
-            files |= set(message["lines"])
-            lines[message["reached"]] = frozen(message["lines"])
-        if "end" in message and (message["end"] != "done" or message["signal"]):
-            raise RuleError("every unit ends without a mutant", str(message), "Mend it first")
+    job = Job(units=group.cells, files=group.files, stop=False, measure=seen, keep=True)
+    heard = crew.run(job)
+    if heard.end != "done":
+        raise RuleError("every unit ends without a mutant", heard.end, f"Mend {group.name} first")
+    lines = {unit: frozen(found) for unit, found in heard.reached.items()}
     units = [
         Unit(
             name=name,
-            seconds=heard["seconds"],
-            outcome=heard["outcome"],
+            seconds=told["seconds"],
+            outcome=told["outcome"],
             lines=lines.get(name, {}),
-            detail=heard["detail"],
+            detail=told["detail"],
         )
-        for name, heard in outcomes.items()
+        for name, told in heard.units.items()
     ]
-    return units, files
+    return units, {*group.files, *(file for found in lines.values() for file in found)}
 
 
 def frozen(lines: Mapping[str, Iterable[int]]) -> dict[str, frozenset[int]]:
@@ -190,7 +182,7 @@ def carried(
     lines: Mapping[str, list[int]], moved: Mapping[str, Mapping[int, int]]
 ) -> dict[str, frozenset[int]]:
     """Lines of a unit where they stand now; one that has changed is lost, its file is not."""
-    found = {file: frozenset(seen) for file, seen in lines.items()}
+    found = frozen(lines)
     for file in moved.keys() & found.keys():
         found[file] = frozenset(moved[file][line] for line in found[file] if line in moved[file])
     return found
@@ -201,10 +193,9 @@ def load(
 ) -> Reach:
     """The map, from what is kept and what has to be measured now."""
     reach = Reach()
-    with ThreadPoolExecutor(crew.count) as pool:
-        for name, units in pool.map(lambda group: (group.name, whole(store, group, crew)), asked):
-            reach.units.update((u.name, u) for u in units)
-            on_group(name, any(u.outcome == "failed" for u in units))
+    for name, units in crew.map(lambda group: (group.name, whole(store, group, crew)), asked):
+        reach.units.update((u.name, u) for u in units)
+        on_group(name, any(u.outcome == "failed" for u in units))
     return reach
 
 
@@ -223,8 +214,6 @@ def kept_or_measured(store: Store, group: Group, crew: Crew) -> list[Unit]:
     """Measures what is not kept; what the tree has compiled meanwhile is kept too."""
     units = store.kept(group)
     if units is None:
-        with crew.borrow() as server:
-            units, files = measure(server, group)
-            crew.trees.keep_compiled(server.worker)
+        units, files = measure(crew, group)
         store.save(group, units, files)
     return units

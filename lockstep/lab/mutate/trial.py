@@ -1,0 +1,227 @@
+"""One job in a process of its own: tests and cells of one tree, what they come to and what they
+reach.
+
+The process is a fork of one that has imported what is slow (`pool` starts it). Lockstep must come
+from the tree of the job, so nothing here imports it, and what the start of the process has imported
+of it is forgotten. What happens is appended to the job's report, lines of JSON. A unit that takes
+longer than it may ends the process, and the log says where it was.
+
+A unit is a test by its node id, or `cell:backend/recipe/feature`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CELL = "cell:"
+PYTEST = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--hypothesis-seed=0")
+
+
+@dataclass(frozen=True)
+class Order:
+    """A job, and where it is done."""
+
+    units: Sequence[str]
+    files: Sequence[str]  # test files of which every test runs
+    stop: bool  # at the first failure
+    measure: bool  # coverage
+    limits_s: Mapping[str, float]  # of units; "" is what comes between them
+    unit_s: float  # of all others
+    tree: str
+    environment: Mapping[str, str]
+    log: str
+    report: str
+
+
+def run(order: Order) -> None:
+    """The process: runs the units and reports them; leaves by os._exit."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests interrupt themselves
+    os.chdir(order.tree)
+    sys.path.insert(0, order.tree)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lockstep"]:
+        del sys.modules[name]
+    os.environ.update(order.environment)
+    log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    measure = measurement(order.tree) if order.measure else None
+    report = Report(order, log)
+    quiet_hypothesis()
+    import pytest
+
+    tests = [u.partition("::")[0] for u in order.units if not u.startswith(CELL)]
+    # hundreds of node ids are slower to match than their files are to collect
+    paths = dict.fromkeys([*order.files, *tests])
+    watch = Watch(order, report, measure)
+    pytest.main([*PYTEST, "--continue-on-collection-errors", *paths], plugins=[watch])
+    if measure is not None:
+        measure.stop()
+        for unit, lines in reached(measure, order.tree).items():
+            report.send(reached=unit, lines=lines)
+    os._exit(0)
+
+
+class Report:
+    """Lines of JSON, and the clock of what runs."""
+
+    def __init__(self, order: Order, log: int) -> None:
+        self.order, self.log = order, log
+        self.stream = open(order.report, "w", encoding="utf-8")  # noqa: SIM115
+        self.running("")
+
+    def send(self, **message: Any) -> None:
+        """One line, at once."""
+        self.stream.write(json.dumps(message) + "\n")
+        self.stream.flush()
+
+    def running(self, unit: str) -> None:
+        """From here on this unit runs, or with "" none."""
+        limit_s = self.order.limits_s.get(unit, self.order.unit_s)
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=self.log)
+        self.send(running=unit, limit_s=limit_s, at=time.monotonic())
+
+
+class Watch:
+    """The pytest plugin of a job: what runs, in which order, what it came to, what it reached."""
+
+    def __init__(self, order: Order, report: Report, measure: Any) -> None:
+        self.order, self.report, self.measure = order, report, measure
+        self.broken: set[str] = set()  # test files that cannot be imported
+        self.seconds = 0.0
+        self.outcome, self.detail = "passed", ""
+
+    def pytest_collection(self, session: Any) -> bool:
+        """Only what was asked for, in that order; cells are items like any other."""
+        session.items = []
+        units, whole = self.order.units, set(self.order.files)
+        if whole or any(not u.startswith(CELL) for u in units):
+            session.perform_collect()
+        found = {item.nodeid: item for item in session.items}
+        wanted = [name for name in found if name.partition("::")[0] in whole]
+        found |= {u: cell_item(session, u) for u in units if u.startswith(CELL)}
+        for unit in units:
+            if unit in found:
+                wanted.append(unit)
+            elif unit.partition("::")[0] not in self.broken:
+                self.report.send(unit=unit, outcome="gone")
+        session.items = [found[unit] for unit in wanted]
+        session.testscollected = len(session.items)
+        return True
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """A test file that cannot be imported has failed, and with it all its tests."""
+        if report.failed:
+            self.broken.add(report.nodeid)
+            self.outcome, self.detail = "failed", last_line(str(report.longrepr))
+            tests = [u for u in self.order.units if u.partition("::")[0] == report.nodeid]
+            for unit in tests or [report.nodeid]:
+                self.finished(unit)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """The clock of this unit starts."""
+        self.seconds, self.outcome, self.detail = 0.0, "passed", ""
+        if self.measure is not None:
+            if sys.gettrace() is None:  # a test had a trace function of its own
+                self.measure.stop()
+                self.measure.start()
+            self.measure.switch_context(nodeid)
+        self.report.running(nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """A unit is set up, called and torn down; it has failed when any of these has."""
+        self.seconds += report.duration
+        if report.failed:
+            self.outcome = "failed"
+            self.detail = self.detail or last_line(str(report.longrepr))
+        elif report.skipped and self.outcome == "passed":
+            self.outcome = "skipped"
+        if report.when == "teardown":
+            if self.measure is not None:
+                self.measure.switch_context("")
+            self.finished(report.nodeid)
+            self.report.running("")
+
+    def finished(self, unit: str) -> None:
+        """Reports what a unit came to; where one failure is enough, that is the end."""
+        seconds, detail = round(self.seconds, 4), self.detail
+        self.report.send(unit=unit, outcome=self.outcome, seconds=seconds, detail=detail)
+        if self.outcome == "failed" and self.order.stop:
+            os._exit(0)
+
+
+def cell_item(session: Any, unit: str) -> Any:
+    """A cell of the lab as an item of pytest."""
+    import pytest
+
+    class CellItem(pytest.Item):
+        """Judged in this process, known failures as the lab has them."""
+
+        def runtest(self) -> None:
+            """Fails with the reason of the cell."""
+            from lockstep.lab import cells, known
+
+            cell = cells.Cell.parse(self.name.removeprefix(CELL))
+            result = known.settle(cells.run_cell(cell), False)
+            if result.verdict == "refused":
+                pytest.skip(result.reason)
+            if result.verdict == "failed":
+                pytest.fail(result.reason, pytrace=False)
+
+        def reportinfo(self) -> tuple[Path, None, str]:
+            """Where pytest says it is."""
+            return Path(self.name), None, self.name
+
+    return CellItem.from_parent(session, name=unit, nodeid=unit)
+
+
+def last_line(text: str) -> str:
+    """What an error says, without where: pytest marks these lines with E."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    marked = [line[1:].strip() for line in lines if line.startswith("E ")]
+    return (marked or lines or [""])[0][:300]
+
+
+def measurement(tree: str) -> Any:
+    """Coverage of the tree's package, in memory; the context is the unit that runs."""
+    import coverage
+
+    measure = coverage.Coverage(data_file=None, include=[f"{tree}/lockstep/*"], config_file=False)
+    measure.start()
+    return measure
+
+
+def reached(measure: Any, tree: str) -> dict[str, dict[str, list[int]]]:
+    """Unit → file → lines. "" has what ran outside of units: imports."""
+    data = measure.get_data()
+    out: dict[str, dict[str, list[int]]] = {}
+    for name in sorted(data.measured_files()):
+        short = str(Path(name).relative_to(tree))
+        for line, units in sorted(data.contexts_by_lineno(name).items()):
+            for unit in units:
+                out.setdefault(unit, {}).setdefault(short, []).append(line)
+    return out
+
+
+def quiet_hypothesis() -> None:
+    """The same examples every time, no deadlines, no shrinking: any failure is a kill."""
+    from hypothesis import HealthCheck, Phase, settings
+
+    settings.register_profile(
+        "mutate",
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=(Phase.explicit, Phase.generate),
+        suppress_health_check=list(HealthCheck),
+    )
+    settings.load_profile("mutate")
