@@ -19,8 +19,8 @@ from lockstep.models import loader
 from lockstep.models.loader import Loaded
 from lockstep.run import certify as certificates
 from lockstep.run import runner
-from lockstep.run.certify import NotCertified, consecutive, large, pieces, row_counts
-from lockstep.run.probe import Edges, Piece, runs_of
+from lockstep.run.certify import NotCertified, large, pieces, row_counts
+from lockstep.run.probe import Edges, Piece, consecutive
 
 LONG = {"max_position_embeddings": 2048}  # room for a split and a window
 
@@ -220,7 +220,7 @@ def test_every_kind_of_step_has_the_rows_it_says(kind):
     for nth, rows in enumerate(row_counts(512)):
         assert sum(p.rows for p in large(rows, nth, 576)) == rows
     assert consecutive(positions) == [(0, 3), (59, 65), (500, 501), (511, 514), (0, 2)]
-    assert runs_of([1, 2, 3, 9]) == [(1, 4), (9, 10)]
+    assert consecutive([1, 2, 3, 9]) == [(1, 4), (9, 10)]
 
 
 def test_a_chunk_beyond_measure_does_not_hold_up_the_load():

@@ -15,9 +15,9 @@ Called by the engine when it is loaded. What is run stands in `probe`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from lockstep.kernels.cpu.threads import limited
 from lockstep.models.loader import Info
 from lockstep.nn.decoder import Decoder, Model
 from lockstep.run import probe
-from lockstep.run.probe import Piece, Sources, Subject, same
+from lockstep.run.probe import Piece, Sources, Subject, consecutive, same
 from lockstep.types import RuleError
 
 ROWS = 64  # every row count up to this, and every multiple of it above
@@ -38,6 +38,7 @@ MOST_ROWS = 8192  # of a step that is tried
 HEAD_ROWS = (2, 3, 7, 16, 33, 64)
 LOGITS = 1 << 25  # of one step of the head, at most
 KINDS = ("decode", "chunks", "mixed", "drafts")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -114,17 +115,29 @@ def _sequence(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
     kinds = KINDS if subject.backend.caps.tails else KINDS[:-1]
     rows = [alone[i % len(alone)] for i in range(max(ROWS, len(alone)))]
     counts = row_counts(subject.config.chunked_prefill_size)
+    longs = [
+        (f"{n} rows (long chunks)", large(n, nth, steps.edges.whole))
+        for nth, n in enumerate(counts)
+    ]
     for t, count in enumerate(threads):
-        with limited(count):
-            for n in range(1, ROWS + 1):
-                kind = kinds[(n + t) % len(kinds)]
-                chosen = rows[-n:] if n % 2 else rows[:n]  # odd counts from the back
-                if steps.differs(pieces(kind, chosen)):
-                    _refuse(f"{n} rows ({kind})", count)
-            for nth, n in enumerate(counts if count == threads[-1] else counts[-1:]):
-                if steps.differs(large(n, nth, steps.edges.whole)):
-                    _refuse(f"{n} rows (long chunks)", count)
+        named = [(n, kinds[(n + t) % len(kinds)]) for n in range(1, ROWS + 1)]
+        trials = [(f"{n} rows ({kind})", pieces(kind, ends(rows, n))) for n, kind in named]
+        _prove(count, steps.differs, trials)
+        _prove(count, steps.differs, longs if count == threads[-1] else longs[-1:])
     yield _head(subject, steps.hidden[alone[:ROWS]], threads)
+
+
+def ends(items: list[T], n: int) -> list[T]:
+    """The first n, or, where n is odd, the last."""
+    return items[-n:] if n % 2 else items[:n]
+
+
+def _prove(count: int, differs: Callable[[T], bool], trials: Iterable[tuple[str, T]]) -> None:
+    """Raises unless every trial, with so many threads, has the bits that it should have."""
+    with limited(count):
+        for what, rows in trials:
+            if differs(rows):
+                _refuse(what, count)
 
 
 def pieces(kind: str, positions: Sequence[int]) -> list[Piece]:
@@ -151,13 +164,6 @@ def pieces(kind: str, positions: Sequence[int]) -> list[Piece]:
     return out
 
 
-def consecutive(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs [begin, end) in a list that may start over."""
-    cuts = [i for i in range(1, len(positions)) if positions[i] != positions[i - 1] + 1]
-    bounds = [0, *cuts, len(positions)]
-    return [(positions[a], positions[b - 1] + 1) for a, b in pairwise(bounds)]
-
-
 def large(rows: int, nth: int, whole: int) -> list[Piece]:
     """So many rows as whole prompts, or, where nth is odd, as chunks and a decoding row.
 
@@ -181,13 +187,14 @@ def _head(subject: Subject, rows: Tensor, threads: Sequence[int]) -> Tensor:
     logits = subject.model.logits
     with limited(1):
         want = torch.cat([logits(row[None]) for row in rows])
+
+    def differs(chosen: Tensor) -> bool:
+        return not same(logits(rows[chosen]), want[chosen])
+
     most = max(ROWS, min(subject.config.chunked_prefill_size, LOGITS // want.shape[1]))
+    trials = [(f"{n} rows of the head", torch.arange(n) % len(rows)) for n in (*HEAD_ROWS, most)]
     for count in threads:
-        with limited(count):
-            for n in (*HEAD_ROWS, most) if count == threads[-1] else HEAD_ROWS:
-                chosen = torch.arange(n) % len(rows)
-                if not same(logits(rows[chosen]), want[chosen]):
-                    _refuse(f"{n} rows of the head", count)
+        _prove(count, differs, trials if count == threads[-1] else trials[:-1])
     return want
 
 
@@ -202,18 +209,13 @@ def _sources(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
         longs, block = _long(steps), (0, min(ROWS, steps.limit))
         alone = [steps.alone(request) for request in (*ones, *longs, block)]
     steps.driver.runner.buckets = subject.buckets
+    trials = [(f"{n} rows (sources)", ends(ones, n)) for n in range(2, ROWS + 1)]
+    trials += [(f"sources of {len(longs)} lengths", each) for each in (longs, longs[::-1])]
     for count in threads:
-        with limited(count):
-            for n in range(2, ROWS + 1):
-                if steps.differs(ones[-n:] if n % 2 else ones[:n]):
-                    _refuse(f"{n} rows (sources)", count)
-            for requests in (longs, longs[::-1]):
-                if steps.differs(requests):
-                    _refuse(f"sources of {len(longs)} lengths", count)
-    with limited(threads[-1]):
-        for n in row_counts(subject.config.chunked_prefill_size)[1:]:
-            if steps.differs([block] * (n // block[1])):
-                _refuse(f"{n} rows (sources)", threads[-1])
+        _prove(count, steps.differs, trials)
+    counts = row_counts(subject.config.chunked_prefill_size)[1:]
+    blocks = [(f"{n} rows (sources)", [block] * (n // block[1])) for n in counts]
+    _prove(threads[-1], steps.differs, blocks)
     yield from alone
 
 
@@ -224,10 +226,9 @@ def _embeddings(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
         longs = _long(steps)
         alone = [steps.alone(request) for request in longs]
     steps.driver.runner.buckets = subject.buckets
+    what = f"embeddings of {len(longs)} lengths"
     for count in threads:
-        with limited(count):
-            if steps.differs(longs if count == threads[-1] else longs[1:]):
-                _refuse(f"embeddings of {len(longs)} lengths", count)
+        _prove(count, steps.differs, [(what, longs if count == threads[-1] else longs[1:])])
     yield from alone
 
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep import order
@@ -146,15 +148,14 @@ class Edges:
         known = {p for begin, end in spans for p in range(max(0, begin), min(end, limit))}
         more = [p for p in range(whole // 2, whole) if p not in known]
         known.update(more[: max(0, CHUNK - len(known))])
-        return Edges(whole, tuple(runs_of(sorted(known))))
+        return Edges(whole, tuple(consecutive(sorted(known))))
 
 
-def runs_of(positions: Many[int]) -> list[tuple[int, int]]:
-    """Ascending positions as ranges [begin, end)."""
-    known = set(positions)
-    begins = [p for p in positions if p - 1 not in known]
-    ends = [p + 1 for p in positions if p + 1 not in known]
-    return list(zip(begins, ends, strict=True))
+def consecutive(positions: Many[int]) -> list[tuple[int, int]]:
+    """Runs [begin, end) in a list that may start over."""
+    cuts = [i for i in range(1, len(positions)) if positions[i] != positions[i - 1] + 1]
+    bounds = [0, *cuts, len(positions)]
+    return [(positions[a], positions[b - 1] + 1) for a, b in pairwise(bounds)]
 
 
 class Sequence:
@@ -172,6 +173,7 @@ class Sequence:
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(info.vocab_size, (tokens,), generator=generator)
         self.table = self.driver.request()
+        self.groups = [g for g in self.generate.groups if self.specs[g].causal]
         # requests of one row by position, and which of several: kept for the next batch of such
         self.alone: dict[tuple[int, int], Table] = {}
         shape = (self.edges.length, info.hidden_size)
@@ -187,22 +189,19 @@ class Sequence:
         return pages_for(self.edges.length + rows, spec) + 4 * forks + 2
 
     def _compute(self) -> None:
-        """Every row of the sequence for the first time, by chunks, and the copies between."""
+        """Every row of the sequence for the first time, by chunks, and the copies between. The
+        keys of the source, which all requests look at, come before."""
         self.table.reserve(self.edges.length, cross_len=self.source_len)
-        self._encode()
+        if ENCODE in self.kinds:
+            source = Share(self.table, self.ids[: self.source_len], emit=(0,))
+            self.driver.step(self.kinds[ENCODE], [source])
         whole, done = self.edges.whole, 0
         chunks = [(at, min(at + CHUNK, whole)) for at in range(0, whole, CHUNK)]
         for begin, end in [*chunks, *self.edges.runs]:
             if end > done:
                 self._copy_keys(done, begin)
-                self.hidden[begin:end] = self._run([Piece(begin, end)], [self.table])[0]
+                self.hidden[begin:end] = self._run([Piece(begin, end)], [self.table])
                 done = end
-
-    def _encode(self) -> None:
-        """The keys of the source, which all requests look at."""
-        if ENCODE in self.kinds:
-            share = Share(self.table, self.ids[: self.source_len], emit=(0,))
-            self.driver.step(self.kinds[ENCODE], [share])
 
     def _copy_keys(self, begin: int, end: int) -> None:
         """Positions [begin, end) get keys and values of rows that were computed."""
@@ -210,14 +209,14 @@ class Sequence:
             return
         drawn = np.random.default_rng(begin).integers(0, self.edges.whole, end - begin)
         positions = drawn.astype(np.int32), np.arange(begin, end, dtype=np.int32)
-        for g in self.generate.groups:
+        for g in self.groups:
+            moves = np.stack([self.table.slots(g, each) for each in positions], 1)
             pool = self.driver.runner.pools[g]
-            if pool is not None and self.specs[g].causal:
-                moves = np.stack([self.table.slots(g, each) for each in positions], 1)
+            if pool is not None:
                 pool.move(torch.from_numpy(moves))
 
-    def _run(self, pieces: Many[Piece], tables: Many[Table]) -> tuple[Tensor, Tensor]:
-        """The rows of a step, and their positions."""
+    def _run(self, pieces: Many[Piece], tables: Many[Table]) -> Tensor:
+        """The rows of a step."""
         shares = [
             Share(
                 request=table,
@@ -229,8 +228,7 @@ class Sequence:
             )
             for piece, table in zip(pieces, tables, strict=True)
         ]
-        positions = torch.cat([piece.positions for piece in pieces])
-        return self.driver.step(self.generate, shares).rows, positions
+        return self.driver.step(self.generate, shares).rows
 
     def differs(self, pieces: Many[Piece]) -> bool:
         """Computes the pieces in one step; whether a row has other bits than the sequence has."""
@@ -243,25 +241,17 @@ class Sequence:
             else:
                 tables.append(self._fork(piece))
                 passing.append(tables[-1])
-        rows, positions = self._run(pieces, tables)
+        rows = self._run(pieces, tables)
         for table in passing:
             table.close()
-        return not same(rows, self.hidden[positions])
+        return not same(rows, self.hidden[torch.cat([piece.positions for piece in pieces])])
 
     def keys_differ(self, position: int) -> bool:
         """Whether the row that was computed alone stored other keys than the sequence has."""
         at = np.array([position], np.int32)
-        for g in self.generate.groups:
-            pool = self.driver.runner.pools[g]
-            if pool is None or not self.specs[g].causal:
-                continue
-            tables = self.alone[position, 0], self.table
-            mine, known = (torch.from_numpy(t.slots(g, at).astype(np.int64)) for t in tables)
-            for storage in (s for layer in pool.storages for s in layer):
-                bits = storage.view(torch.uint8)
-                if not torch.equal(bits[mine], bits[known]):
-                    return True
-        return False
+        tables = self.alone[position, 0], self.table
+        alone, known = (stored(self.driver, table, self.groups, at) for table in tables)
+        return not all(map(torch.equal, alone, known))
 
     def _single(self, piece: Piece, nth: int) -> Table:
         key = (piece.begin, nth)
@@ -307,33 +297,36 @@ class Sources:
         """Computes requests in one step; whether rows or keys of one have other bits than alone."""
         for request, (rows, keys) in zip(requests, self._run(requests), strict=True):
             want, want_keys = self.known[request]
-            equal = [torch.equal(a, b) for a, b in zip(keys, want_keys, strict=True)]
-            if not same(rows, want) or not all(equal):
+            if not same(rows, want) or not all(map(torch.equal, keys, want_keys)):
                 return True
         return False
 
     def _run(self, requests: Many[tuple[int, int]]) -> list[tuple[Tensor, list[Tensor]]]:
         """Rows of every request, and what it stored for the decoder."""
-        tables = [self.driver.request() for _ in requests]
-        lens = [end - begin for begin, end in requests]
-        pairs = zip(tables, requests, strict=True)
-        shares = [Share(t, self.ids[begin:end], emit=(0,)) for t, (begin, end) in pairs]
-        hidden = self.driver.step(self.kind, shares).rows
-        stored = [self._stored(table, rows) for table, rows in zip(tables, lens, strict=True)]
-        for table in tables:
-            table.close()
-        return list(zip(hidden.split_with_sizes(lens), stored, strict=True))
+        shares = [
+            Share(self.driver.request(), self.ids[begin:end], emit=(0,)) for begin, end in requests
+        ]
+        lens = [len(share.ids) for share in shares]
+        hidden = self.driver.step(self.kind, shares).rows.split_with_sizes(lens)
+        keys = []
+        for share in shares:
+            positions = np.arange(len(share.ids), dtype=np.int32)
+            keys.append(stored(self.driver, share.request, self.kind.groups, positions))
+            share.request.close()
+        return list(zip(hidden, keys, strict=True))
 
-    def _stored(self, table: Table, rows: int) -> list[Tensor]:
-        """Copies of the keys and values that the step wrote, as bytes."""
-        out = []
-        for g in self.kind.groups:
-            pool = self.driver.runner.pools[g]
-            if pool is not None:
-                positions = np.arange(rows, dtype=np.int32)
-                slots = torch.from_numpy(table.slots(g, positions).astype(np.int64))
-                out += [s.view(torch.uint8)[slots] for layer in pool.storages for s in layer]
-        return out
+
+def stored(
+    driver: StepDriver, table: Table, groups: Many[int], positions: NDArray[np.int32]
+) -> list[Tensor]:
+    """Copies of a request's keys and values at these positions, as bytes, layer by layer."""
+    out = []
+    for g in groups:
+        pool = driver.runner.pools[g]
+        if pool is not None:
+            slots = torch.from_numpy(table.slots(g, positions).astype(np.int64))
+            out += [s.view(torch.uint8)[slots] for layer in pool.storages for s in layer]
+    return out
 
 
 def same(a: Tensor, b: Tensor) -> bool:
