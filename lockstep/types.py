@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 INT32_MAX = 2**31 - 1
+OUR_BUG = "This is a bug in Lockstep: please report it"  # the remedy, where no user is at fault
 
 
 class RuleError(ValueError):
@@ -28,8 +29,7 @@ class RuleError(ValueError):
 
 
 def shown(value: object) -> str:
-    """A user's value in an error, on one line: its repr, cut; what cannot be printed, by its
-    type."""
+    """A user's value in an error, on one line: its repr, cut, or its type if it has none."""
     try:
         text = " ".join(repr(value).split())
     except ValueError:  # an integer that Python refuses to print
@@ -110,10 +110,9 @@ class AttnSpec:
         for name in ("scale", "soft_cap", "k_scale", "v_scale"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
+                cap = name == "soft_cap"
                 remedy = (
-                    "Use None for no soft cap"
-                    if name == "soft_cap"
-                    else "Take it from the checkpoint, or 1.0"
+                    "Use None for no soft cap" if cap else "Take it from the checkpoint, or 1.0"
                 )
                 raise RuleError(f"{name} is a finite number above 0", repr(value), remedy)
 
@@ -166,10 +165,8 @@ class GroupSpec:
             raise RuleError("a fresh group stores nothing", got, "Use float32 and scales of 1")
 
     def _check_shape(self) -> None:
-        if (
-            min(self.heads, self.kv_heads, self.d_qk, self.d_v, self.page_size) < 1
-            or not self.layers
-        ):
+        sizes = (self.heads, self.kv_heads, self.d_qk, self.d_v, self.page_size, len(self.layers))
+        if min(sizes) < 1:
             rule = "heads, kv_heads, head sizes, page_size and layers are at least 1"
             raise RuleError(rule, repr(self), "Check the model's config")
         if self.heads % self.kv_heads:

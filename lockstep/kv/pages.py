@@ -1,6 +1,6 @@
 """Pages with reference counts: who may still need a page.
 
-Page 0 is the sink: padding lives there, it is never handed out. A page is free, or held
+Page 0 is the null page: padding lives there, it is never handed out. A page is free, or held
 `refs[page]` times, `kept[page]` of them by the prefix tree; a page that only the tree holds is
 idle. Host only; knows nothing of what a page holds.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from lockstep.types import OutOfPages, RuleError
+from lockstep.types import OUR_BUG, OutOfPages, RuleError
 
 NULL_PAGE = 0
 
@@ -21,16 +21,14 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 2:
-            rule = "a pool has the sink and at least one page"
+            rule = "a pool has the null page and at least one more"
             raise RuleError(rule, str(num_pages), "Give the cache more memory")
         self.refs = np.zeros(num_pages, np.int32)
         self.refs[NULL_PAGE] = 1
         self.kept = np.zeros(num_pages, np.int32)
         self.idle = 0  # pages that nobody but the tree holds
-        self._holds, self._kept = (
-            self.refs.data,
-            self.kept.data,
-        )  # the same numbers: one of them is read much faster this way
+        # the same numbers: one of them is read much faster this way
+        self._holds, self._kept = self.refs.data, self.kept.data
         self._free = list(range(num_pages - 1, 0, -1))
 
     @property
@@ -64,8 +62,7 @@ class PagePool:
             holds[page] += 1
 
     def give(self, pages: Iterable[int]) -> list[int]:
-        """One hold fewer on each page; returns those that nobody holds any more and that are free
-        now."""
+        """One hold fewer on each page; returns those that nobody holds any more: they are free."""
         freed, holds = [], self._holds
         for page in pages:
             if holds[page] < 1 or page == NULL_PAGE:
@@ -90,8 +87,7 @@ class PagePool:
         """The tree lets go."""
         for page in pages:
             if self._kept[page] < 1:
-                rule = "the tree drops what it keeps"
-                raise RuleError(rule, f"page {page}", "This is a bug in Lockstep: please report it")
+                raise RuleError("the tree drops what it keeps", f"page {page}", OUR_BUG)
             self.idle -= self._holds[page] == self._kept[page]
             self._kept[page] -= 1
         self.give(pages)
@@ -101,12 +97,8 @@ class PagePool:
         held = int(np.count_nonzero(self.refs)) - 1
         idle = int(np.count_nonzero((self.kept > 0) & (self.kept == self.refs)))
         if idle != self.idle:
-            rule = f"{idle} pages are idle"
-            got = f"{self.idle} counted"
-            raise RuleError(rule, got, "This is a bug in Lockstep: please report it")
-        if held + len(set(self._free)) != self.num_pages - 1 or any(
-            self.refs[p] for p in self._free
-        ):
-            counts = f"{held} held + {len(self._free)} free of {self.num_pages - 1}"
-            rule = "every page is free or held, never both"
-            raise RuleError(rule, counts, "This is a bug in Lockstep: please report it")
+            raise RuleError(f"{idle} pages are idle", f"{self.idle} counted", OUR_BUG)
+        both = any(self.refs[page] for page in self._free)
+        if both or held + len(set(self._free)) != self.num_pages - 1:
+            got = f"{held} held + {len(self._free)} free of {self.num_pages - 1}"
+            raise RuleError("every page is free or held, never both", got, OUR_BUG)

@@ -41,8 +41,7 @@ def empty(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device)
 
 
 class Pool:
-    """The storages of one group. Page 0, the sink, is zero at start; the rest is whatever
-    `allocate` returns."""
+    """The storages of one group. The null page is zero at start, the rest whatever is allocated."""
 
     def __init__(
         self, spec: GroupSpec, num_pages: int, ops: Ops, allocate: Allocate = empty
@@ -52,28 +51,25 @@ class Pool:
             check_fits(group_bytes(spec, num_pages), f"{num_pages:,} pages of {spec.page_size:,}")
         dtype = getattr(torch, KV_FORMATS[spec.kv_dtype].torch_name)
         shapes = storage_shapes(spec, num_pages)
-        self.storages = [
-            tuple(allocate(shape, dtype, device) for shape in shapes) for _ in spec.layers
-        ]
-        for storage in (s for layer in self.storages for s in layer):
-            _bits(storage)[: spec.page_size] = 0
-        self._keys = [self._view(layer) for layer in range(len(spec.layers))]
+        self.storages: list[tuple[Tensor, ...]] = []
+        self._keys: list[Keys] = []
+        for _ in spec.layers:
+            storages = tuple(allocate(shape, dtype, device) for shape in shapes)
+            for storage in storages:
+                _bits(storage)[: spec.page_size] = 0
+            self.storages.append(storages)
+            # a latent group has one storage, whose first columns are V
+            self._keys.append(Keys(storages[0][..., : spec.d_qk], storages[-1][..., : spec.d_v]))
 
     def keys(self, layer: int) -> Keys:
         """The cache of one layer."""
         return self._keys[layer]
 
-    def _view(self, layer: int) -> Keys:
-        k, *rest = self.storages[layer]
-        return Keys(k[..., : self.spec.d_qk], (rest[0] if rest else k)[..., : self.spec.d_v])
-
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Stores this step's K and V rows. For a latent group k holds the whole row and v is not
-        looked at."""
+        """Stores this step's K and V rows; of a latent group k is the whole row."""
         attn = self.spec.layers[layer]
-        for storage, values, scale in zip(
-            self.storages[layer], (k, v), (attn.k_scale, attn.v_scale), strict=False
-        ):
+        rows = ((k, attn.k_scale), (v, attn.v_scale))
+        for storage, (values, scale) in zip(self.storages[layer], rows, strict=False):
             self.ops.kv_write(storage, slots, values, scale)
 
     def move(self, moves: Tensor) -> None:
@@ -98,8 +94,7 @@ class KvWriter:
         self.pool.move(self.views.moves)
 
     def keys(self, layer: int, k: Tensor | None, v: Tensor | None) -> Keys:
-        """Writes this step's rows, then names the cache. A group that writes nothing this step gets
-        None."""
+        """Writes this step's rows, None where it writes nothing, then names the cache."""
         slots = self.slots
         if slots.shape[0]:
             if k is None or v is None or len(k) != len(slots):
@@ -124,18 +119,15 @@ class UncachedKv:
 
 
 def widened(rows: Tensor, columns: int) -> Tensor:
-    """[T, heads, d] with columns of zeros behind its own, `columns` in all; the same tensor where
-    none is missing."""
+    """[T, heads, d] with columns of zeros behind its own, `columns` in all."""
     missing = columns - rows.shape[2]
     return F.pad(rows, (0, missing)) if missing else rows
 
 
 def in_stored_memory(rows: Tensor) -> Tensor:
-    """The same rows, followed in memory by the zeros that a kernel may read behind every head's
-    last column."""
+    """The same rows, with the zeros in memory that a kernel may read behind every head."""
     d = rows.shape[2]
-    columns = stored_len(d)
-    return rows if columns == d else widened(rows, columns)[..., :d]
+    return rows if stored_len(d) == d else widened(rows, stored_len(d))[..., :d]
 
 
 def view(spec: GroupSpec, pool: Pool | None, views: PlanArrays) -> KvWriter | UncachedKv:

@@ -23,15 +23,14 @@ import numpy as np
 
 from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import Table, keep_from
-from lockstep.types import GroupSpec, Layout, RuleError
+from lockstep.types import OUR_BUG, GroupSpec, Layout, RuleError
 
 Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Root:
-    """What keys depend on besides the tokens before them. Two requests share nothing unless these
-    are equal, field by field."""
+    """What keys depend on besides the tokens before them: requests share nothing across roots."""
 
     tenant: str = ""
     encoder_ids: Ids = ()
@@ -39,14 +38,12 @@ class Root:
 
     @property
     def ahead(self) -> int:
-        """Tokens after a block that its keys depend on: a draft model's key at i is made from token
-        i+1 as well."""
+        """Tokens after a block that its keys depend on: a draft's key at i is of token i+1 too."""
         return int(self.draft)
 
 
 class Node:
-    """The block of positions [end - unit, end) behind one path of tokens. `pages[g]` are the last
-    pages of the block in group g."""
+    """The positions [end - unit, end) behind one path of tokens, with its last pages per group."""
 
     __slots__ = ("children", "end", "key", "locks", "pages", "parent")
 
@@ -58,8 +55,7 @@ class Node:
 
 
 class Path:
-    """How far a request's keys are in the tree. Open from `match` to `close`; moved on by
-    `insert`."""
+    """How far a request's keys are in the tree: from `match` on, by `insert`, until `close`."""
 
     __slots__ = ("node", "root")
 
@@ -74,23 +70,17 @@ class Path:
 
 
 class Prefix:
-    """`match` the longest cached prefix into an empty table, `insert` the committed blocks, `evict`
-    when pages are short."""
+    """`match` a prefix into an empty table, `insert` committed blocks, `evict` for more pages."""
 
     def __init__(self, specs: Sequence[GroupSpec], pools: Sequence[PagePool | None]) -> None:
         self.specs, self.pools = tuple(specs), tuple(pools)
-        stored = (Layout.DENSE, Layout.LATENT)
-        self.groups = {
-            g: pool
-            for g, pool in enumerate(pools)
-            if pool is not None and self.specs[g].layout in stored
-        }
+        stored = [spec.layout in (Layout.DENSE, Layout.LATENT) for spec in self.specs]
+        self.groups = {g: pool for g, pool in enumerate(pools) if pool is not None and stored[g]}
         self.unit = math.lcm(*(self.specs[g].page_size for g in self.groups))
         self._windows = [g for g in self.groups if self.specs[g].window is not None]
         self._roots: dict[Root, Node] = {}
-        self._order: dict[int, OrderedDict[Node, None]] = {
-            g: OrderedDict() for g in self.groups
-        }  # nodes with pages, oldest first
+        # nodes with pages, oldest first
+        self._order: dict[int, OrderedDict[Node, None]] = {g: OrderedDict() for g in self.groups}
 
     def match(self, root: Root, ids: Sequence[int], table: Table, limit: int | None = None) -> Path:
         """Gives `table` the pages of the longest usable prefix of `ids`, at most `limit` long, and
@@ -126,7 +116,9 @@ class Prefix:
             node = node.children[key]
             for g in self.groups:
                 self._merge(node, g, table)
-        self._move(path, node)
+        path.node.locks -= 1
+        node.locks += 1
+        path.node = node
 
     def fork(self, path: Path) -> Path:
         """The path of a second continuation."""
@@ -138,32 +130,23 @@ class Prefix:
         self._touch(path.node)
         self._prune(path.node)
 
-    def evictable(self, g: int) -> int:
-        """Pages of group g that nobody but the tree holds."""
-        return self.groups[g].idle if g in self.groups else 0
-
     def available(self, g: int) -> int:
-        """Pages of group g that could be taken after evicting everything unlocked."""
+        """Pages of group g that could be taken if all that only the tree holds were evicted."""
         pool = self.pools[g]
-        return pool.free + self.evictable(g) if pool is not None else 0
+        return pool.free + pool.idle if pool is not None else 0
 
     def make_room(self, needs: Sequence[int]) -> bool:
-        """Evicts until `needs[g]` pages are free in every group; False, and nothing was evicted, if
-        that cannot be."""
-        short = [
-            (g, n)
-            for g, (n, pool) in enumerate(zip(needs, self.pools, strict=True))
-            if pool is not None and n > pool.free
-        ]
-        if any(n > self.available(g) for g, n in short):
+        """Evicts until `needs[g]` pages are free in every group; if that cannot be, nothing."""
+        if any(need > self.available(g) for g, need in enumerate(needs)):
             return False
-        for g, n in short:
-            self.evict(g, n - self.groups[g].free)
+        for g, pool in self.groups.items():
+            if needs[g] > pool.free:
+                self.evict(g, needs[g] - pool.free)
         return True
 
     def evict(self, g: int, count: int) -> int:
-        """Frees at least `count` pages of group g, or as many as there are, least recently used
-        first. Returns how many it freed."""
+        """Frees `count` pages of group g or more, if there are so many, least recently used first.
+        Returns how many."""
         pool, order = self.groups[g], self._order[g]
         before, passed = pool.free, 0
         while pool.free - before < count and passed < len(order):
@@ -178,37 +161,28 @@ class Prefix:
         return int(np.count_nonzero(self.groups[g].kept)) if g in self.groups else 0
 
     def check(self, tables: Iterable[Table] = ()) -> None:
-        """free + cached + held = all: every hold on every page is the tree's or one of `tables`',
-        which are all there are."""
-        tables = list(tables)
+        """free + cached + held = all: every hold is the tree's or that of one of all `tables`."""
+        tables, nodes = list(tables), self._nodes()
         for g, pool in enumerate(self.pools):
             if pool is None:
                 continue
             pool.check()
             holds = np.zeros(pool.num_pages, np.int64)
             holds[0] = 1
-            for pages in (
-                *(table.held(g) for table in tables),
-                *(node.pages[g] for node in self._nodes()),
-            ):
+            for pages in [table.held(g) for table in tables] + [node.pages[g] for node in nodes]:
                 np.add.at(holds, pages, 1)
             if not np.array_equal(holds, pool.refs):
                 wrong = np.flatnonzero(holds != pool.refs)[:8]
-                counts = (
-                    f"group {g}, pages {wrong}: {pool.refs[wrong]} holds, {holds[wrong]} known "
-                    "holders"
-                )
-                rule = "every hold has a holder"
-                raise RuleError(rule, counts, "This is a bug in Lockstep: please report it")
+                counts = f"{pool.refs[wrong]} holds, {holds[wrong]} known holders"
+                got = f"group {g}, pages {wrong}: {counts}"
+                raise RuleError("every hold has a holder", got, OUR_BUG)
         self._check_tree()
 
     def _longest(self, top: Node, ahead: int, ids: Sequence[int], last: int) -> Node:
-        """The deepest node, ending at or below `last`, whose windows are whole: [end-w+1, end) is
-        there in every window group."""
+        """The deepest node, ending at or below `last`, whose windows [end-w+1, end) are whole."""
         best = node = top
-        since = dict.fromkeys(
-            self._windows, 0
-        )  # the group's pages are all there from this position to the end of the node
+        # the group's pages are all there from this position to the end of the node
+        since = dict.fromkeys(self._windows, 0)
         while node.end + self.unit <= last:
             child = node.children.get(tuple(ids[node.end : node.end + self.unit + ahead]))
             if child is None:
@@ -223,8 +197,7 @@ class Prefix:
         return best
 
     def _hand_over(self, end: Node, g: int, table: Table) -> None:
-        """The table gets what a row at `end.end` can see: all pages, or those from the window's
-        first position on."""
+        """The table gets what a row at `end.end` can see: all pages, or those of the window."""
         size = self.specs[g].page_size
         first = keep_from(self.specs[g], end.end) // size * size
         blocks: list[list[int]] = []
@@ -236,28 +209,22 @@ class Prefix:
         table.adopt(g, [page for block in reversed(blocks) for page in block], first)
 
     def _merge(self, node: Node, g: int, table: Table) -> None:
-        """One owner per page: the tree's pages stay, the table's duplicates go, and what only the
-        table has becomes the tree's too."""
+        """The tree's pages stay, the table's duplicates go, what only the table has is now the
+        tree's too."""
         own = table.span(g, node.end - self.unit, node.end)
         have = node.pages[g]
         common = min(len(own), len(have))
         if common:
             table.swap(g, node.end - common * self.specs[g].page_size, have[-common:])
-        more = own[: len(own) - common]
-        if more:
-            self.groups[g].keep(more)
-            node.pages[g] = more + have
+        missing = own[: len(own) - common]
+        if missing:
+            self.groups[g].keep(missing)
+            node.pages[g] = missing + have
             self._order[g][node] = None
             self._order[g].move_to_end(node)
 
-    def _move(self, path: Path, node: Node) -> None:
-        path.node.locks -= 1
-        node.locks += 1
-        path.node = node
-
     def _touch(self, end: Node) -> None:
-        """Used now, the deepest first, so that a parent is younger than its children; of a window
-        group only what a row here sees."""
+        """Used now, parents last, as the youngest; of a window group only what a row here sees."""
         keep = {g: keep_from(self.specs[g], end.end) for g in self.groups}
         node = end
         while node.parent is not None:
@@ -267,8 +234,7 @@ class Prefix:
             node = node.parent
 
     def _drop(self, node: Node, g: int) -> bool:
-        """Lets go what can be freed of a node for the sake of group g: an unlocked leaf as a whole,
-        else pages that no request holds."""
+        """Lets go, for group g, of an unlocked leaf, or else of pages that no request holds."""
         if not node.children and not node.locks:
             self._remove(node)
             self._prune(node.parent)
@@ -276,11 +242,9 @@ class Prefix:
         if self.specs[g].window is None:
             return False
         pool, pages = self.groups[g], node.pages[g]
-        count = max(
-            (k for k, page in enumerate(pages, 1) if pool.refs[page] == pool.kept[page]), default=0
-        )  # and what lies before them
-        self._lose(node, g, count)
-        return count > 0
+        idle = [k for k, page in enumerate(pages, 1) if pool.refs[page] == pool.kept[page]]
+        self._lose(node, g, max(idle, default=0))  # and what lies before them
+        return bool(idle)
 
     def _lose(self, node: Node, g: int, count: int) -> None:
         """The first `count` pages of a node leave the tree."""
@@ -323,22 +287,15 @@ class Prefix:
         for g, pool in self.groups.items():
             pages = np.array([page for node in nodes for page in node.pages[g]], np.int64)
             listed = set(self._order[g]) == {node for node in nodes if node.pages[g]}
-            if (
-                not np.array_equal(np.bincount(pages, minlength=pool.num_pages), pool.kept)
-                or not listed
-            ):
-                counts = (
-                    f"group {g}: {len(pages)} pages in {len(nodes)} nodes, {int(pool.kept.sum())} "
-                    f"kept, {len(self._order[g])} ordered"
-                )
-                rule = "a node's pages are kept and ordered"
-                raise RuleError(rule, counts, "This is a bug in Lockstep: please report it")
+            kept = np.array_equal(np.bincount(pages, minlength=pool.num_pages), pool.kept)
+            if not listed or not kept:
+                held = f"group {g}: {len(pages)} pages in {len(nodes)} nodes"
+                got = f"{held}, {int(pool.kept.sum())} kept, {len(self._order[g])} ordered"
+                raise RuleError("a node's pages are kept and ordered", got, OUR_BUG)
             whole = self.unit // self.specs[g].page_size
-            if self.specs[g].window is None and any(
-                len(n.pages[g]) != whole for n in nodes if n.parent is not None
-            ):
-                rule = "only a window loses pages"
-                raise RuleError(rule, f"group {g}", "This is a bug in Lockstep: please report it")
+            cut = [n for n in nodes if n.parent is not None and len(n.pages[g]) != whole]
+            if cut and self.specs[g].window is None:
+                raise RuleError("only a window loses pages", f"group {g}", OUR_BUG)
         if any(map(self._useless, nodes)):
             rule = "a leaf that cannot be matched is removed"
-            raise RuleError(rule, "one that is not", "This is a bug in Lockstep: please report it")
+            raise RuleError(rule, "one that is not", OUR_BUG)

@@ -15,29 +15,22 @@ from lockstep.types import KV_FORMATS, GroupSpec, Layout, RuleError
 
 def storage_shapes(spec: GroupSpec, num_pages: int) -> tuple[tuple[int, int, int], ...]:
     """[slots, kv_heads, columns] of the storages of one layer: K and V, or the one latent row, or
-    nothing.
-
-    Columns are `order.stored_len` of the head size: the bytes of the padding are counted like all
-    others.
-    """
+    nothing. Columns are `order.stored_len` of the head size: padding is counted like all bytes."""
     slots = num_pages * spec.page_size
     if spec.layout is Layout.FRESH:
         return ()
-    k = (slots, spec.kv_heads, stored_len(spec.d_qk))
-    return (
-        (k,) if spec.layout is Layout.LATENT else (k, (slots, spec.kv_heads, stored_len(spec.d_v)))
-    )
+    k, v = ((slots, spec.kv_heads, stored_len(d)) for d in (spec.d_qk, spec.d_v))
+    return (k,) if spec.layout is Layout.LATENT else (k, v)
 
 
 def slot_bytes(spec: GroupSpec) -> int:
     """Bytes of one token in one layer of the group."""
-    return (
-        sum(heads * d for _, heads, d in storage_shapes(spec, 1)) * KV_FORMATS[spec.kv_dtype].nbytes
-    )
+    numbers = sum(heads * d for _, heads, d in storage_shapes(spec, 1))
+    return numbers * KV_FORMATS[spec.kv_dtype].nbytes
 
 
 def group_bytes(spec: GroupSpec, num_pages: int) -> int:
-    """Bytes of the group's pool, all layers, sink included."""
+    """Bytes of the group's pool, all layers, null page included."""
     return num_pages * spec.page_size * slot_bytes(spec) * len(spec.layers)
 
 
@@ -59,16 +52,12 @@ def padding(spec: GroupSpec) -> str:
 
 def arithmetic(specs: Sequence[GroupSpec], num_pages: Sequence[int]) -> str:
     """The memory of a cache, one line per group and a sum, as it is printed at start."""
-    lines = []
+    lines, total = [], 0
     for spec, pages in zip(specs, num_pages, strict=True):
-        name = (
-            f"{spec.layout}{f' window {spec.window}' if spec.window else ''} "
-            f"{spec.kv_dtype}{padding(spec)}"
-        )
-        factors = (
-            f"{pages} pages x {spec.page_size} slots x {slot_bytes(spec)} B x {len(spec.layers)} "
-            "layers"
-        )
-        lines.append(f"{name}: {factors} = {group_bytes(spec, pages):,} B")
-    total = sum(group_bytes(s, n) for s, n in zip(specs, num_pages, strict=True))
+        window = f" window {spec.window}" if spec.window else ""
+        slots = f"{pages} pages x {spec.page_size} slots x {slot_bytes(spec)} B"
+        nbytes = group_bytes(spec, pages)
+        name = f"{spec.layout}{window} {spec.kv_dtype}{padding(spec)}"
+        lines.append(f"{name}: {slots} x {len(spec.layers)} layers = {nbytes:,} B")
+        total += nbytes
     return "\n".join([*lines, f"total {total:,} B"])

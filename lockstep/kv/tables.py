@@ -18,6 +18,8 @@ from lockstep.plan import address, build
 from lockstep.plan.step import Ints, frozen, ints
 from lockstep.types import GroupSpec, Layout, RuleError
 
+Int32s = NDArray[np.int32]
+
 
 class Table:
     """The pages of one request. `reserve` before a step, `release` after it, `close` at the end."""
@@ -25,25 +27,27 @@ class Table:
     def __init__(self, specs: Sequence[GroupSpec], pools: Sequence[PagePool | None]) -> None:
         self.specs, self.pools = tuple(specs), tuple(pools)
         self.first_pos = [0] * len(self.specs)
-        self._pages: list[list[int]] = [[] for _ in self.specs]
-        self._scratch: list[list[int]] = [[] for _ in self.specs]
-        self._moves: list[list[tuple[int, int]]] = [[] for _ in self.specs]
-        self._sources: list[list[int]] = [
-            [] for _ in self.specs
-        ]  # the parent's pages that a fork's pending moves read: held until then
-        self._ids: list[Ints | None] = [None] * len(
-            self.specs
-        )  # `_pages` as plans take them, once somebody asked
-        self._views: dict[
-            Any, Any
-        ] = {}  # what `pages` and `views` answered last, until something changes
         self._cached = [(g, pool) for g, pool in enumerate(self.pools) if pool is not None]
         self._windows = [(g, pool) for g, pool in self._cached if self.specs[g].window is not None]
+        self._empty()
+
+    def _empty(self) -> None:
+        self._pages: list[list[int]] = self._lists()
+        self._scratch: list[list[int]] = self._lists()
+        self._moves: list[list[tuple[int, int]]] = self._lists()
+        # the parent's pages that a fork's pending moves read: held until then
+        self._sources: list[list[int]] = self._lists()
+        # `_pages` as plans take them, once somebody asked
+        self._ids: list[Ints | None] = [None] * len(self.specs)
+        # what `pages` and `views` answered last, until something changes
+        self._views: dict[Any, Any] = {}
         self.pending = False  # keys are still to be moved to their places by the next step
 
+    def _lists(self) -> list[list[Any]]:
+        return [[] for _ in self.specs]
+
     def adopt(self, g: int, pages: Sequence[int], first_pos: int) -> None:
-        """Group g starts with cached pages that hold the positions from `first_pos` on: one more
-        hold on each."""
+        """Group g starts with cached pages of the positions from `first_pos` on, and holds them."""
         pool = self.pools[g]
         if pool is None or self._pages[g] or first_pos % self.specs[g].page_size:
             rule = "an empty table adopts whole cached pages"
@@ -54,14 +58,12 @@ class Table:
         self._views.clear()
 
     def span(self, g: int, begin: int, end: int) -> list[int]:
-        """The pages still held of the page-aligned positions [begin, end): the last ones of the
-        range, or all."""
+        """The pages of the page-aligned positions [begin, end) that are still held: the last."""
         size, first = self.specs[g].page_size, self.first_pos[g]
         return self._pages[g][max(0, begin - first) // size : max(0, end - first) // size]
 
     def swap(self, g: int, begin: int, pages: Sequence[int]) -> None:
-        """From position `begin` on, `pages` take the place of the request's own, which hold the
-        same keys and are given back."""
+        """From `begin` on, `pages` replace the request's own of the same keys, which go back."""
         pool, at = self.pools[g], (begin - self.first_pos[g]) // self.specs[g].page_size
         own = self._pages[g][at : at + len(pages)]
         if pool is None or at < 0 or len(own) != len(pages):
@@ -75,13 +77,10 @@ class Table:
             self._views.clear()
 
     def reserve(self, kv_len: int, nodes: int = 0, cross_len: int = 0) -> None:
-        """Pages for `kv_len` keys, `nodes` tree nodes and `cross_len` encoder keys. All groups or,
-        with OutOfPages, none."""
-        wanted = [
-            (g, pool, *need)
-            for g, pool in self._cached
-            if any(need := self._need(g, kv_len, nodes, cross_len))
-        ]
+        """Pages for `kv_len` keys, `nodes` tree nodes and `cross_len` encoder keys: in all groups
+        or, with OutOfPages, in none."""
+        needs = [(g, pool, self._need(g, kv_len, nodes, cross_len)) for g, pool in self._cached]
+        wanted = [(g, pool, *need) for g, pool, need in needs if any(need)]
         taken: list[list[int]] = []
         try:
             for _, pool, pages, scratch in wanted:
@@ -113,29 +112,25 @@ class Table:
         if spec.layout is Layout.FRESH:
             return 0, 0
         keys, nodes = (cross_len, 0) if spec.layout is Layout.CROSS else (kv_len, nodes)
-        have = self.first_pos[g] // spec.page_size + len(self._pages[g])
-        return max(0, pages_for(keys, spec) - have), max(
-            0, pages_for(nodes, spec) - len(self._scratch[g])
-        )
+        pages = pages_for(keys, spec) - self.first_pos[g] // spec.page_size - len(self._pages[g])
+        scratch = pages_for(nodes, spec) - len(self._scratch[g])
+        return max(0, pages), max(0, scratch)
 
     def release(self, committed_len: int) -> list[list[int]]:
         """Drops, in window groups, the pages that no row at or after `committed_len` can see.
         Returns the pages freed, per group."""
-        freed: list[list[int]] = [[] for _ in self.specs]
+        freed: list[list[int]] = self._lists()
         for g, pool in self._windows:
-            spec, keep = self.specs[g], keep_from(self.specs[g], committed_len)
-            gone = self._pages[g][: max(0, keep - self.first_pos[g]) // spec.page_size]
+            spec, ids = self.specs[g], self._ids[g]
+            hidden_len = max(0, keep_from(spec, committed_len) - self.first_pos[g])
+            gone = self._pages[g][: hidden_len // spec.page_size]
             if gone:
-                self._drop(g, len(gone))
+                del self._pages[g][: len(gone)]
+                self._ids[g] = ids[len(gone) :] if ids is not None else None
+                self.first_pos[g] += len(gone) * spec.page_size
+                self._views.clear()
                 freed[g] = pool.give(gone)
         return freed
-
-    def _drop(self, g: int, count: int) -> None:
-        ids = self._ids[g]
-        del self._pages[g][:count]
-        self._ids[g] = ids[count:] if ids is not None else None
-        self.first_pos[g] += count * self.specs[g].page_size
-        self._views.clear()
 
     def fork(self, committed_len: int) -> Table:
         """A second continuation of the first `committed_len` keys: whole pages are shared, the
@@ -149,61 +144,52 @@ class Table:
             raise RuleError(rule, "moves still pending", "Fork after the step that carries them")
         child = Table(self.specs, self.pools)
         child.first_pos = list(self.first_pos)
-        partial = [self._partial(g, committed_len) for g in range(len(self.specs))]
-        for g, pool in enumerate(self.pools):
-            if pool is not None:
-                child._pages[g] = shared_pages(
-                    self.specs[g],
-                    self._pages[g],
-                    self.first_pos[g],
-                    self._fork_len(g, committed_len),
-                )
-                pool.share(child._pages[g])
+        for g, pool in self._cached:
+            length, first_pos = self._fork_len(g, committed_len), self.first_pos[g]
+            whole = shared_pages(self.specs[g], self._pages[g], first_pos, length)
+            pool.share(whole)
+            child._pages[g] = whole
         try:
             child.reserve(committed_len)
         except Exception:
             child.close()
             raise
-        for g, positions in enumerate(partial):
+        for g, pool in self._cached:
+            positions = self._partial(g, committed_len)
             if len(positions):
-                moved = np.stack((self.slots(g, positions), child.slots(g, positions)), 1)
-                child._moves[g] += [(int(a), int(b)) for a, b in moved]
-                child.pending = True
-                child._hold_source(g, moved[0, 0])
+                sources = self.slots(g, positions)
+                child._move(g, sources, positions)
+                page = int(sources[0]) // self.specs[g].page_size
+                pool.share([page])
+                child._sources[g].append(page)
         return child
 
-    def _hold_source(self, g: int, slot: int) -> None:
-        pool, page = self.pools[g], int(slot) // self.specs[g].page_size
-        if pool is not None:
-            pool.share([page])
-            self._sources[g].append(page)
+    def _move(self, g: int, sources: Int32s, positions: Int32s) -> None:
+        """The keys in these slots belong to these positions."""
+        self._moves[g] += zip(sources.tolist(), self.slots(g, positions).tolist(), strict=True)
+        self.pending = self.pending or len(positions) > 0
+        self._views.clear()
 
     def _fork_len(self, g: int, committed_len: int) -> int:
-        """Keys of group g that a fork sees. An encoder is complete and read only: all of its pages
-        are shared."""
+        """Keys of group g that a fork sees. An encoder is read only: all its pages are shared."""
         if self.specs[g].layout is Layout.CROSS:
             return len(self._pages[g]) * self.specs[g].page_size
         return committed_len
 
-    def _partial(self, g: int, committed_len: int) -> NDArray[np.int32]:
+    def _partial(self, g: int, committed_len: int) -> Int32s:
         """Positions of the last page that is only partly below the committed length."""
         size, end = self.specs[g].page_size, self._fork_len(g, committed_len)
-        begin = max(end // size * size, self.first_pos[g])
-        return np.arange(begin, end if self.pools[g] is not None else begin, dtype=np.int32)
+        return np.arange(max(end // size * size, self.first_pos[g]), end, dtype=np.int32)
 
     def accept(self, committed_len: int, nodes: Sequence[int]) -> None:
-        """The path `nodes` becomes committed: its keys move, before the next step's write, from
-        scratch to where they belong."""
+        """The path `nodes` is committed: before the next step's write its keys move from scratch to
+        where they belong."""
         positions = committed_len + np.arange(len(nodes), dtype=np.int32)
         for g, spec in enumerate(self.specs):
             pages = self.pages(g)
             if pages is not None and spec.layout is not Layout.CROSS:
-                source = build.node_slots(spec, pages, np.asarray(nodes, np.int32))
-                self._moves[g] += [
-                    (int(a), int(b)) for a, b in zip(source, self.slots(g, positions), strict=True)
-                ]
-                self.pending = self.pending or len(nodes) > 0
-                self._views.clear()
+                sources = build.node_slots(spec, pages, np.asarray(nodes, np.int32))
+                self._move(g, sources, positions)
 
     def held(self, g: int) -> list[int]:
         """Every hold of this table on pages of group g, one entry per hold."""
@@ -231,18 +217,13 @@ class Table:
         return found
 
     def moved(self) -> list[list[int]]:
-        """The step that carried the pending moves has been launched. Returns the pages freed, per
-        group."""
-        if not self.pending:
-            return [[] for _ in self.specs]
-        held = zip(self.pools, self._sources, strict=True)
-        freed = [pool.give(sources) if pool is not None else [] for pool, sources in held]
-        self._moves, self._sources, self.pending = (
-            [[] for _ in self.specs],
-            [[] for _ in self.specs],
-            False,
-        )
-        self._views.clear()
+        """The step of the pending moves has been launched. Returns the pages freed, per group."""
+        freed = self._lists()
+        if self.pending:
+            for g, pool in self._cached:
+                freed[g] = pool.give(self._sources[g])
+            self._moves, self._sources, self.pending = self._lists(), self._lists(), False
+            self._views.clear()
         return freed
 
     def drop_scratch(self) -> None:
@@ -253,32 +234,18 @@ class Table:
                 self._scratch[g] = []
             self._views.clear()
 
-    def slots(self, g: int, positions: NDArray[np.int32]) -> NDArray[np.int32]:
+    def slots(self, g: int, positions: Int32s) -> Int32s:
         """Where positions of this request lie in group g's pool."""
         pages, first = np.array(self._pages[g], np.int32), np.array([self.first_pos[g]], np.int32)
-        return np.asarray(
-            address.paged(
-                pages, np.zeros(2, np.int32), first, self.specs[g].page_size, 0, positions
-            ),
-            np.int32,
-        )
+        indptr, size = np.zeros(2, np.int32), self.specs[g].page_size
+        return np.asarray(address.paged(pages, indptr, first, size, 0, positions), np.int32)
 
     def close(self) -> list[list[int]]:
         """Gives everything back. Returns the pages freed, per group."""
-        freed = [
-            pool.give(self.held(g)) if pool is not None else [] for g, pool in enumerate(self.pools)
-        ]
-        self._pages, self._scratch, self._sources = (
-            [[] for _ in self.specs],
-            [[] for _ in self.specs],
-            [[] for _ in self.specs],
-        )
-        self._moves, self._ids, self.pending = (
-            [[] for _ in self.specs],
-            [None] * len(self.specs),
-            False,
-        )
-        self._views.clear()
+        freed = self._lists()
+        for g, pool in self._cached:
+            freed[g] = pool.give(self.held(g))
+        self._empty()
         return freed
 
 
@@ -288,8 +255,7 @@ def pages_for(keys: int, spec: GroupSpec) -> int:
 
 
 def peak_pages(spec: GroupSpec, keys: int, step_len: int) -> int:
-    """The most pages that a request of `keys` keys holds at a time if it grows by at most
-    `step_len` rows per step."""
+    """The most pages that a request of `keys` keys holds if steps add at most `step_len` rows."""
     return held_pages(spec, keys, 1, step_len)
 
 
@@ -312,6 +278,5 @@ def keep_from(spec: GroupSpec, committed_len: int) -> int:
 
 
 def shared_pages(spec: GroupSpec, pages: list[int], first_pos: int, length: int) -> list[int]:
-    """The pages of a parent that lie wholly below `length`: the only ones that two requests may
-    both hold."""
+    """The pages of a parent wholly below `length`: the only ones that two requests may hold."""
     return pages[: max(0, length - first_pos) // spec.page_size]

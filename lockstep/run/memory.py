@@ -27,10 +27,9 @@ class Sizes:
 
 
 def size(specs: Sequence[GroupSpec], config: EngineConfig, context_length: int) -> Sizes:
-    """The largest cache that the budget allows, but not more than all running requests could ever
+    """The largest cache that the budget allows, and that all running requests together could
     fill."""
-    useful = config.max_running_requests * context_length
-    tokens = config.max_total_tokens or useful
+    tokens = config.max_total_tokens or config.max_running_requests * context_length
     if config.max_total_tokens is None:
         budget = int(free_bytes() * config.mem_fraction_static)
         while tokens > 0 and total_bytes(specs, config, tokens) > budget:
@@ -38,9 +37,8 @@ def size(specs: Sequence[GroupSpec], config: EngineConfig, context_length: int) 
         if tokens < specs[0].page_size:
             rule = "the cache holds at least one page"
             raise RuleError(rule, f"{budget:,} B of memory for it", "Raise mem_fraction_static")
-    check_fits(
-        total_bytes(specs, config, tokens), f"{tokens:,} tokens in pages of {specs[0].page_size:,}"
-    )
+    what = f"{tokens:,} tokens in pages of {specs[0].page_size:,}"
+    check_fits(total_bytes(specs, config, tokens), what)
     pages = tuple(pages_of(spec, config, tokens) for spec in specs)
     stored = [(spec, n) for spec, n in zip(specs, pages, strict=True) if n] or [(specs[0], 0)]
     text = arithmetic([spec for spec, _ in stored], [n for _, n in stored])
@@ -48,7 +46,7 @@ def size(specs: Sequence[GroupSpec], config: EngineConfig, context_length: int) 
 
 
 def pages_of(spec: GroupSpec, config: EngineConfig, tokens: int) -> int:
-    """Pages of one group, sink included, for `tokens` cached keys."""
+    """Pages of one group, null page included, for `tokens` cached keys."""
     if spec.layout is Layout.FRESH:
         return 0
     requests, step_len = config.max_running_requests, config.chunked_prefill_size
