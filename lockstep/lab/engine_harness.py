@@ -330,21 +330,21 @@ class EngineHarness:
         out, k = job.output(""), order.params.top_prompt_logprobs
         if out.prompt_logprobs is None or k is None:
             return []
-        scores, best = oracle.prompt_scores(order.prompt, k)
-        self.values.claim(order.prompt, 1, scores[1:], best[1:], cache_dtype=oracle.kv_dtype)
+        scores, best = oracle.scores(order.prompt, k=k)
+        self.values.claim(order.prompt, 1, scores, best, cache_dtype=oracle.kv_dtype)
         n = len(out.prompt_logprobs)
-        if n != len(scores) and job.done and order.abort is None:
-            return [f"{who}: {n} prompt log-probabilities for {len(scores)} tokens"]
-        if not same_bits(out.prompt_logprobs[1:n], scores[1:n]):
+        if n != len(order.prompt) and job.done and order.abort is None:
+            return [f"{who}: {n} prompt log-probabilities for {len(order.prompt)} tokens"]
+        if not same_bits(out.prompt_logprobs[1:], scores[: n - 1]):
             return [f"{who}: prompt log-probabilities differ in bits"]
-        same = not k or out.prompt_top_logprobs == tuple(best[:n])
+        same = not k or out.prompt_top_logprobs == ((), *best)[:n]
         return [] if same else [f"{who}: the prompt's best tokens differ"]
 
     def item_scores(self, prompt: tuple[int, ...], item: tuple[int, ...]) -> Any:
         """Log-probabilities of an item behind a prompt, computed whole."""
         begin, source = self.oracle.placed(prompt)
         ids = (*begin, *item)
-        scores = self.oracle.scores(ids, len(begin), source)
+        scores = self.oracle.scores(ids, source)[0][len(begin) - 1 :]
         self.values.claim(ids, len(begin), scores, source=source)
         return scores
 

@@ -11,22 +11,19 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.kv.pages import PagePool
-from lockstep.kv.tables import Table
 from lockstep.lab import choice
 from lockstep.lab.tiny import CONTEXT, Letters
 from lockstep.llm.engine import Parts
 from lockstep.llm.output import Top
-from lockstep.plan.build import Work, build
-from lockstep.plan.step import StepPlan
-from lockstep.run.kind import ENCODE, GENERATE, StepKind, group_specs, kinds_of
-from lockstep.run.runner import Runner
+from lockstep.run.driver import Share, StepDriver
+from lockstep.run.kind import ENCODE, GENERATE, group_specs, kinds_of
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import Logprobs, log_probs
 from lockstep.types import GroupSpec, Layout
@@ -75,13 +72,12 @@ class Recompute:
             for name, kind in kinds_of(parts.model, parts.info).items()
         }
         self.encoder = self.kinds.get(ENCODE)
-        self.specs = group_specs(self.kinds.values())
         # plainly, a source's alone: a decoder reads its rows
-        pages = [0 if s.layout is Layout.FRESH else CONTEXT for s in self.specs]
-        self.pages = [PagePool(n) if n else None for n in pages]
-        self.runner = Runner(self.specs, pages, parts.backend, self.ops)
+        specs = group_specs(self.kinds.values())
+        pages = [0 if spec.layout is Layout.FRESH else CONTEXT for spec in specs]
+        self.driver = StepDriver(self.kinds, pages, parts.backend)
         self._known: dict[tuple[Ids, SamplingParams], Answer] = {}
-        self._scored: dict[tuple[Ids, int], tuple[Floats, list[Top]]] = {}
+        self._scored: dict[tuple[Ids, Ids, int], tuple[Floats, list[Top]]] = {}
 
     def placed(self, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(what a decoder begins with, what its encoder reads)."""
@@ -102,15 +98,12 @@ class Recompute:
 
     def hidden(self, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
         """float32 [len(ids), d]: the rows that logits are made of."""
-        table = Table(self.specs, self.pages)
-        table.reserve(len(ids) if self.kept else 0, cross_len=len(source))
+        request = self.driver.request()
         if self.encoder is not None:
-            plan = self._plan(table, self.encoder, len(source), len(source), len(source))
-            self.runner.run(plan, torch.tensor(source), self.encoder)
-        kind = self.kinds[GENERATE]
-        plan = self._plan(table, kind, len(ids), len(source))
-        rows = self.runner.run(plan, torch.tensor(ids), kind).rows
-        table.close()
+            self.driver.step(self.encoder, [Share(request, source)])
+        share = Share(request, ids, cross_len=len(source))
+        rows = self.driver.step(self.kinds[GENERATE], [share]).rows
+        request.close()
         return rows
 
     def _spec(self, spec: GroupSpec, kv_dtype: str) -> GroupSpec:
@@ -121,49 +114,29 @@ class Recompute:
             return replace(spec, kv_dtype=kv_dtype)
         return spec if spec.layout is Layout.CROSS else replace(spec, layout=Layout.FRESH)
 
-    def _plan(
-        self, table: Table, kind: StepKind, rows: int, cross_len: int, cross_new: int = 0
-    ) -> StepPlan:
-        work = Work(
-            0,
-            rows,
-            tuple(table.pages(g) for g in kind.groups),
-            (rows - 1,),
-            None,
-            cross_len,
-            cross_new,
-        )
-        return build(kind.specs, [work])
-
     def completions(self, order: Order, said: Sequence[Ids] = ()) -> list[Answer]:
         """What a request comes to, one answer per completion. `said` is what an engine answered:
         where it is right, one forward suffices."""
         if order.score:
             return []
-        hints = [*said, *[()] * order.params.n]
-        return [
-            self._completion(order.prompt, params, hint)
-            for params, hint in zip(order.params.completions(), hints, strict=False)
-        ]
+        answers = []
+        for params, hint in zip_longest(order.params.completions(), said, fillvalue=()):
+            key = (order.prompt, replace(params, prompt_logprobs=None))
+            if key not in self._known:
+                self._known[key] = self._generate(order.prompt, params, hint)
+            answers.append(self._known[key])
+        return answers
 
-    def prompt_scores(self, prompt: Ids, k: int) -> tuple[Floats, list[Top]]:
-        """Log-probabilities of a prompt, NaN for its first token, and the k best tokens at each
-        place."""
-        first = np.array([np.nan], np.float32)
-        if len(prompt) == 1:
-            return first, [()]
-        if (prompt, k) not in self._scored:
-            told = log_probs(self.ops, self.logits(prompt)[:-1], torch.tensor(prompt[1:]), k)
-            best = [_pairs(told, row) for row in range(len(prompt) - 1)]
-            scores = np.concatenate((first, told.chosen.cpu().numpy()))
-            self._scored[prompt, k] = scores, [(), *best]
-        return self._scored[prompt, k]
-
-    def scores(self, ids: Ids, begin: int, source: Ids = ()) -> Floats:
-        """Log-probabilities of ids[begin:], computed whole."""
-        rows = self.logits(ids, source)[begin - 1 : -1]
-        scores: Floats = log_probs(self.ops, rows, torch.tensor(ids[begin:])).chosen.cpu().numpy()
-        return scores
+    def scores(self, ids: Ids, source: Ids = (), k: int = 0) -> tuple[Floats, list[Top]]:
+        """Log-probabilities of ids[1:], computed whole, and the k best tokens at each place."""
+        if len(ids) == 1:
+            return np.zeros(0, np.float32), []
+        if (ids, source, k) not in self._scored:
+            rows = self.logits(ids, source)[:-1]
+            told = log_probs(self.ops, rows, torch.tensor(ids[1:]), k)
+            best = [_pairs(told, row) for row in range(len(rows))]
+            self._scored[ids, source, k] = told.chosen.cpu().numpy(), best
+        return self._scored[ids, source, k]
 
     def text(
         self, prompt: Sequence[int], token_ids: Sequence[int], params: SamplingParams
@@ -193,12 +166,6 @@ class Recompute:
         )
         text = head + (tail[: found[0][1]] if found else tail)
         return text if before else text.removeprefix(" "), bool(found)
-
-    def _completion(self, prompt: Ids, params: SamplingParams, said: Ids) -> Answer:
-        key = (prompt, replace(params, prompt_logprobs=None))
-        if key not in self._known:
-            self._known[key] = self._generate(prompt, params, said)
-        return self._known[key]
 
     def _generate(self, prompt: Ids, params: SamplingParams, said: Ids) -> Answer:
         begin, source = self.placed(prompt)
