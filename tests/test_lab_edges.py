@@ -13,7 +13,7 @@ from lockstep.attention import select
 from lockstep.cli import make_parser
 from lockstep.config import EngineConfig
 from lockstep.kernels.cpu import sample
-from lockstep.lab import capacity_recipes, reverts, spoilt
+from lockstep.lab import option_recipes, reverts, spoilt
 from lockstep.lab.attention_harness import AttentionHarness, Setting
 from lockstep.lab.engine_harness import EngineHarness
 from lockstep.lab.engine_recipes import error
@@ -85,8 +85,8 @@ def test_a_plan_that_shares_a_page_is_noticed_in_a_draft_step_and_a_blind_check_
 
 
 def test_what_is_exactly_full_works_and_one_more_is_said_with_both_numbers():
-    assert [capacity_recipes.padded("requests", (1,) * n) for n in (5, 6, 9)] == ["5", "9", "9"]
-    assert capacity_recipes.padded("requests", (1,) * 10).startswith(
+    assert [option_recipes.padded("requests", (1,) * n) for n in (5, 6, 9)] == ["5", "9", "9"]
+    assert option_recipes.padded("requests", (1,) * 10).startswith(
         "a step has at most 9 requests; got 10."
     )
 

@@ -226,6 +226,12 @@ class EngineHarness:
         self.counters.update((Counter(engine.seen) + Counter(engine.scheduler.counters)) - before)
         return jobs
 
+    def story(
+        self, name: str, orders: Sequence[Order], disturb: Disturb | None = None, **options: Any
+    ) -> list[Generation]:
+        """Plays on a fresh engine with these options."""
+        return self.play(name, self.engine(**options), orders, disturb)
+
     def _run(
         self,
         engine: InstrumentedEngine,

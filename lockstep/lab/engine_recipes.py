@@ -9,14 +9,13 @@ and above a page. A quick run plays fewer of them.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from lockstep.lab import capacity_recipes, option_recipes, replay_recipes, sampler_recipes
 from lockstep.lab.engine_harness import (
-    Disturb,
     EngineHarness,
     Failing,
     InstrumentedEngine,
@@ -44,6 +43,12 @@ PENALISED = replace(
 SCORED = replace(PLAIN, prompt_logprobs=1, seed=9)
 THREE = replace(PLAIN, n=3, seed=11)
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+# few and wide: a launch is recorded by one step and replayed by others that are fuller or emptier
+GRIDS: dict[str, Any] = {
+    **{"bucket_sizes": (8, 64), "request_bucket_sizes": (4, 17), "emit_bucket_sizes": (16,)},
+    "chunked_prefill_size": 64,
+}
+REPLAYS = 8  # of an engine, at least
 
 
 def encodes(tiny: Tiny) -> bool:
@@ -66,10 +71,10 @@ def batch(rig: EngineHarness, quick: bool) -> None:
         (1, PLAIN), (7, GREEDY), (16, CUT), (33, PENALISED), (40, SCORED), (9, THREE)
     )
     for order in orders[3:] if quick else orders:
-        rig.play("oracle", rig.engine(disable_radix_cache=True), [order])
-    rig.play("batch", rig.engine(), orders)
+        rig.story("oracle", [order], disable_radix_cache=True)
+    rig.story("batch", orders)
     late = [replace(order, at=i * i) for i, order in enumerate(reversed(orders))]
-    rig.play("batch", rig.engine(chunked_prefill_size=24), late)
+    rig.story("batch", late, chunked_prefill_size=24)
 
 
 @engine_recipe("engine-chunk", "chunks", "batched_steps")
@@ -78,14 +83,10 @@ def chunk(rig: EngineHarness, quick: bool) -> None:
 
     Single rows, odd sizes, a page less one and one more, a neighbour that takes part of the step.
     """
-    orders = [
-        Order(words(37), SCORED),
-        Order(words(21, 1), THREE, at=2),
-        Order(words(30, 2), PENALISED, at=3),
-    ]
+    orders = orders_of((37, SCORED), (21, THREE), (30, PENALISED), late=2)
     for size in (3, PAGE - 1) if quick else (3, PAGE - 1, PAGE, PAGE + 1, 16):
-        rig.play("chunk", rig.engine(chunked_prefill_size=size, page_size=4), orders)
-    rig.play("chunk", rig.engine(chunked_prefill_size=1), [Order(words(11), PLAIN)])
+        rig.story("chunk", orders, chunked_prefill_size=size, page_size=4)
+    rig.story("chunk", orders_of((11, PLAIN)), chunked_prefill_size=1)
 
 
 @engine_recipe("engine-hit", "hit_tokens", "chunks")
@@ -112,14 +113,11 @@ def hit(rig: EngineHarness, quick: bool) -> None:
     ):
         expect_hits(rig, what, rig.play("hit", engine, [order]), (hits,))
     twins = [Order(words(39, 9), replace(PLAIN, seed=s), at=s) for s in range(3)]
-    rig.play("hit", rig.engine(page_size=4, chunked_prefill_size=PAGE + 3), twins)
+    rig.story("hit", twins, page_size=4, chunked_prefill_size=PAGE + 3)
 
 
 def expect_hits(
-    rig: EngineHarness,
-    what: str,
-    jobs: tuple[Generation, ...] | list[Generation],
-    hits: tuple[int, ...],
+    rig: EngineHarness, what: str, jobs: Sequence[Generation], hits: tuple[int, ...]
 ) -> None:
     """Exactly so many tokens of each prompt were found in the cache."""
     have = tuple(job.output("").cached_tokens for job in jobs)
@@ -143,34 +141,31 @@ def evict(rig: EngineHarness, quick: bool) -> None:
         engine = rig.engine(
             page_size=page, max_total_tokens=total, max_running_requests=2, chunked_prefill_size=10
         )
-        engine.watchers.append(watch_tree(rig))
+        engine.watchers.append(partial(count_evicted, rig, {}))
         orders = [replace(rng.choice(menu), at=3 * i) for i in range(24 if quick else 40)]
         rig.play("evict", engine, orders)
 
 
-def watch_tree(rig: EngineHarness) -> Callable[..., None]:
+def count_evicted(
+    rig: EngineHarness, before: dict[int, int], engine: InstrumentedEngine, step: object
+) -> None:
     """Counts pages that left the tree, as far as the next step shows it."""
-    before: dict[int, int] = {}
-
-    def see(engine: InstrumentedEngine, step: object) -> None:
-        tree = engine.scheduler.tree
-        for g in tree.groups:
-            rig.counters["evicted_pages"] += max(0, before.get(g, 0) - tree.cached(g))
-            before[g] = tree.cached(g)
-
-    return see
+    tree = engine.scheduler.tree
+    for g in tree.groups:
+        rig.counters["evicted_pages"] += max(0, before.get(g, 0) - tree.cached(g))
+        before[g] = tree.cached(g)
 
 
 @engine_recipe("engine-page", "hit_tokens", "batched_steps")
 def page(rig: EngineHarness, quick: bool) -> None:
     """Pages of other sizes."""
+    stem = words(33, 4)
     orders = [
-        Order(words(33, 4), SCORED),
-        Order(words(33, 4)[:20], THREE, at=4),
+        *(Order(stem, SCORED), Order(stem[:20], THREE, at=4)),
         Order(words(9, 5), PENALISED, at=5),
     ]
     for size in (1, 16) if quick else (1, 3, 16, 64):
-        rig.play("page", rig.engine(page_size=size), orders)
+        rig.story("page", orders, page_size=size)
 
 
 def every_second(engine: InstrumentedEngine, jobs: list[Generation], step: int) -> None:
@@ -186,17 +181,12 @@ def preempt(rig: EngineHarness, quick: bool) -> None:
 
     With a prefix tree and without; then pages are short by themselves.
     """
-    orders = [
-        Order(words(19, 6), PENALISED),
-        Order(words(26, 7), SCORED),
-        Order(words(12, 8), THREE, at=1),
-    ]
+    orders = orders_of((19, PENALISED), (26, SCORED), (12, THREE), late=1)
     for options in ({"disable_radix_cache": True}, {"page_size": 4}):
-        jobs = rig.play("preempt", rig.engine(**options), orders, every_second)
+        jobs = rig.story("preempt", orders, every_second, **options)
         expect_hits(rig, "prompts that nobody had, after preemption", jobs, (0,) * len(jobs))
     rig.counters["forced"] = rig.counters["preempted"]
-    short = rig.engine(max_total_tokens=72, page_size=4, disable_radix_cache=True)
-    rig.play("preempt", short, orders)
+    rig.story("preempt", orders, max_total_tokens=72, page_size=4, disable_radix_cache=True)
     rig.counters["short_of_pages"] = rig.counters["preempted"] - rig.counters["forced"]
 
 
@@ -216,11 +206,11 @@ def abort(rig: EngineHarness, quick: bool) -> None:
             Order((*stem, 9), replace(CUT, seed=when), at=12),
             Order(stem[:30], GREEDY, at=13),
         ]
-        engine = rig.engine(page_size=4, chunked_prefill_size=PAGE + 3, max_total_tokens=120)
-        rig.play("abort", engine, orders)
+        tight = {"chunked_prefill_size": PAGE + 3, "max_total_tokens": 120}
+        rig.story("abort", orders, page_size=4, **tight)
     prompt = words(30, 13)
     orders = [Order(prompt, PLAIN, abort=1), Order((*prompt, 2), GREEDY, at=2)]
-    rig.play("abort", rig.engine(page_size=PAGE, chunked_prefill_size=PAGE - 1), orders)
+    rig.story("abort", orders, page_size=PAGE, chunked_prefill_size=PAGE - 1)
 
 
 @engine_recipe("engine-n", "forked", "batched_steps")
@@ -271,31 +261,33 @@ def stream(rig: EngineHarness, quick: bool) -> None:
     """Text as it comes, characters in pieces, stop strings."""
     for n in (6,) if quick else (6, 9, 12):
         order = Order(words(n, 400 + n), replace(PLAIN, seed=n, max_tokens=24))
-        (job,) = rig.play("stream", rig.engine(), [order])
+        (job,) = rig.story("stream", [order])
         ids = job.output("").token_ids
         text = rig.oracle.text(order.prompt, ids, order.params)[0]
         rig.counters["characters"] += len(text)
         places = (text[i : i + 3] for i in range(9, len(text) - 3))
         stop = next((three for three in places if "\ufffd" not in three), text[9:12])
         stopped = replace(order, params=replace(order.params, stop=(stop, "never"), n=2))
-        told = rig.play("stream", rig.engine(), [stopped])
+        told = rig.story("stream", [stopped])
         ends = [c.finish_reason for j in told for c in j.output("").completions]
         rig.counters["stopped"] += ends.count("stop")
         last = rig.oracle.text(order.prompt, ids[:12], order.params)[0][-1:]
         held = replace(order, params=replace(order.params, max_tokens=12, stop=last + "~"))
         # one ends with text held back, one goes on
-        told += rig.play("stream", rig.engine(), [held, order])
+        told += rig.story("stream", [held, order])
         for j in (job, *told):
             compare_text(rig, j)
     edges(rig)
 
 
-def compare_text(rig: EngineHarness, job: Generation) -> None:
-    """The text of every completion is that of its tokens."""
+def compare_text(rig: EngineHarness, job: Generation) -> bool:
+    """The text of every completion is that of its tokens; whether the last met a stop string."""
+    stopped = False
     for c in job.output("").completions:
-        want = rig.oracle.text(job.prompt_ids, c.token_ids, job.params)[0]
-        held = "the text of all tokens, cut before a stop"
+        want, stopped = rig.oracle.text(job.prompt_ids, c.token_ids, job.params)
+        held = "the text of all tokens, cut before the first stop string that counts"
         rig.check("text", c.text == want, f"{c.text!r} is not {want!r}", held)
+    return stopped
 
 
 def edges(rig: EngineHarness) -> None:
@@ -307,7 +299,7 @@ def edges(rig: EngineHarness) -> None:
     orders = [
         Order((*words(5, 420 + i), *tail), replace(blank, seed=i)) for i, tail in enumerate(tails)
     ]
-    for job in rig.play("stream", rig.engine(), orders):
+    for job in rig.story("stream", orders):
         compare_text(rig, job)
         ids = job.output("").token_ids
         rig.counters["spaces_after_nothing"] += sum(pair == (EOS, space) for pair in pairwise(ids))
@@ -325,13 +317,12 @@ def encoder(rig: EngineHarness, quick: bool) -> None:
     pairs = ((21, PLAIN), (1, GREEDY), (34, THREE), (8, PENALISED), (21, CUT))
     orders = orders_of(*pairs, late=1)
     for order in orders[:2] if quick else orders:
-        rig.play("oracle", rig.engine(disable_radix_cache=True), [order])
+        rig.story("oracle", [order], disable_radix_cache=True)
     for size in (1, PAGE) if quick else (1, 3, PAGE, 64):
-        rig.play("batch", rig.engine(page_size=size), orders)
-    rig.play("preempt", rig.engine(page_size=1), [*orders, replace(orders[0], at=9)], every_second)
-    leaves = [replace(orders[2], abort=4), *orders[3:], orders[0]]
-    rig.play("abort", rig.engine(page_size=4), leaves)
-    (job,) = rig.play("score", rig.engine(), [orders[0]])
+        rig.story("batch", orders, page_size=size)
+    rig.story("preempt", [*orders, replace(orders[0], at=9)], every_second, page_size=1)
+    rig.story("abort", [replace(orders[2], abort=4), *orders[3:], orders[0]], page_size=4)
+    (job,) = rig.story("score", [orders[0]])
     items(rig, rig.engine(), orders[0].prompt, job)
 
 
@@ -364,18 +355,59 @@ def padded(rig: EngineHarness, quick: bool) -> None:
 
     In company, arriving one by one, in chunks, forked, losing pages; in buckets far too large.
     """
-    pairs = [(1, PLAIN), (7, GREEDY), (16, CUT), (33, PENALISED), (40, THREE)]
-    if rig.oracle.encoder is None:
-        pairs.append((9, SCORED))
-    orders = orders_of(*pairs)
-    late = [replace(order, at=2 * i) for i, order in enumerate(reversed(orders))]
-    rig.play("pad", rig.engine(bucket_sizes=BUCKETS, chunked_prefill_size=64), orders)
-    rig.play("pad", rig.engine(bucket_sizes=(50,), chunked_prefill_size=50, page_size=4), late)
+    orders, late = company(rig, (1, PLAIN))
+    buckets: dict[str, Any] = {"bucket_sizes": BUCKETS, "chunked_prefill_size": 64}
+    rig.story("pad", orders, **buckets)
+    rig.story("pad", late, bucket_sizes=(50,), chunked_prefill_size=50, page_size=4)
     if not quick:
-        odd = rig.engine(bucket_sizes=(3, 41), chunked_prefill_size=41, page_size=1)
-        rig.play("pad", odd, late)
-        many = rig.engine(bucket_sizes=BUCKETS, chunked_prefill_size=64)
-        rig.play("pad", many, orders, every_second)
+        rig.story("pad", late, bucket_sizes=(3, 41), chunked_prefill_size=41, page_size=1)
+        rig.story("pad", orders, every_second, **buckets)
+
+
+def company(
+    rig: EngineHarness, *others: tuple[int, SamplingParams]
+) -> tuple[list[Order], list[Order]]:
+    """Requests of every kind, at once and one by one, the last one first."""
+    pairs = [*others, (7, GREEDY), (16, CUT), (33, PENALISED), (40, THREE)]
+    if rig.oracle.encoder is None:
+        pairs.append((12, SCORED))
+    orders = orders_of(*pairs)
+    return orders, [replace(order, at=2 * i) for i, order in enumerate(reversed(orders))]
+
+
+@engine_recipe("engine-replay", "steps", "forked", "batched_steps", applies_to=every_model)
+def replayed(rig: EngineHarness, quick: bool) -> None:
+    """Launches that are recorded and replayed.
+
+    Requests one below, at and above a page come one by one, fork, and leave again: most steps are
+    replays of a launch that was recorded with other lengths, other slots and other pads.
+    """
+    growing = [
+        Order(words(n, i), replace(PLAIN, seed=i, max_tokens=4 + 3 * (i % 4)), at=i)
+        for i, n in enumerate((3, 7, 8, 9, 15, 16, 17, 5))
+    ]
+    # one after the other: a fork's launch is replayed with other moves, and with fewer (8, 8, 6, 4)
+    short = replace(THREE, max_tokens=6)
+    forking = [
+        Order(words(n, i), replace(short, seed=n), at=9 * i) for i, n in enumerate((12, 12, 11, 10))
+    ]
+    later = [replace(order, at=order.at + 10) for order in growing[:4]]
+    stories: list[tuple[list[Order], dict[str, int]]] = [
+        (growing, {"page_size": 4}),
+        (forking, {"page_size": 8}),
+        ([*forking, *later], {"page_size": 8}),
+        ([*growing, *later], {"page_size": 1}),
+        ([*forking, *growing], {"page_size": 8, "max_total_tokens": 96}),
+    ]
+    for orders, options in stories[:2] if quick else stories:
+        # a backend that cannot be recorded runs the same steps
+        engine = rig.engine(graphs=rig.parts.backend.caps.graphs, **GRIDS, **options)
+        rig.play("replay", engine, sorted(orders, key=lambda order: order.at))
+        tapes = engine.runner.tapes.values()
+        replays = sum(tape.replays for tape in tapes)
+        rig.counters.update(recorded_launches=len(tapes), replays=replays)
+        enough = replays >= REPLAYS or not engine.runner.graphs
+        rig.check("replay", enough, f"{replays} replays of {len(tapes)} launches")
 
 
 @engine_recipe(
@@ -388,19 +420,14 @@ def late(rig: EngineHarness, quick: bool) -> None:
     nobody sees. In company, in buckets, in a cache that is too small, with a neighbour that leaves.
     """
     eager = replace(PLAIN, ignore_eos=False, logit_bias={EOS: 30.0}, min_tokens=3)
-    pairs = [(7, GREEDY), (16, CUT), (33, PENALISED), (40, THREE), (9, eager)]
-    if rig.oracle.encoder is None:
-        pairs.append((12, SCORED))
-    orders = orders_of(*pairs)
-    rig.play("late", rig.engine(overlap=True, chunked_prefill_size=64), orders)
-    leaving = [replace(order, at=2 * i) for i, order in enumerate(reversed(orders))]
+    orders, leaving = company(rig, (9, eager))
     leaving[-1] = replace(leaving[-1], abort=leaving[-1].at + 3)
-    small = {"chunked_prefill_size": 50, "page_size": 4}
-    rig.play("late", rig.engine(overlap=True, bucket_sizes=(50,), **small), leaving)
+    rig.story("late", orders, overlap=True, chunked_prefill_size=64)
+    small: dict[str, Any] = {"overlap": True, "chunked_prefill_size": 50, "page_size": 4}
+    rig.story("late", leaving, bucket_sizes=(50,), **small)
     if not quick:
-        tight = rig.engine(overlap=True, **small, max_total_tokens=160)
-        rig.play("late", tight, leaving)
-        rig.play("late", rig.engine(overlap=True, **small, disable_radix_cache=True), orders)
+        rig.story("late", leaving, max_total_tokens=160, **small)
+        rig.story("late", orders, disable_radix_cache=True, **small)
 
 
 @engine_recipe("engine-priority", "displaced", "forked", "hit_tokens")
@@ -417,23 +444,18 @@ def priority(rig: EngineHarness, quick: bool) -> None:
         Order(words(17, 23), THREE, at=4, priority=2),
     ]
     ends: list[int] = []
-    rig.play("priority", rig.engine(max_running_requests=1, page_size=4), orders, watch_ends(ends))
+
+    def watch_ends(engine: InstrumentedEngine, jobs: list[Generation], step: int) -> None:
+        ends.extend(i for i, job in enumerate(jobs) if job.done and i not in ends)
+
+    rig.story("priority", orders, watch_ends, max_running_requests=1, page_size=4)
     fault = f"requests ended in the order {ends}"
     rig.check("order", ends == [3, 2, 0], fault, "the higher priority first")
     rig.counters["displaced"] = rig.counters["preempted"]
-    tight = rig.engine(max_total_tokens=64, page_size=4, chunked_prefill_size=PAGE + 3)
-    rig.play("priority", tight, orders)
+    tight = {"max_total_tokens": 64, "page_size": 4, "chunked_prefill_size": PAGE + 3}
+    rig.story("priority", orders, **tight)
     levels = [replace(order, priority=i % 3 - 1) for i, order in enumerate(orders)]
-    rig.play("priority", rig.engine(max_running_requests=3), levels)
-
-
-def watch_ends(ends: list[int]) -> Disturb:
-    """Writes down which requests have ended, in the order in which they did."""
-
-    def see(engine: InstrumentedEngine, jobs: list[Generation], step: int) -> None:
-        ends.extend(i for i, job in enumerate(jobs) if job.done and i not in ends)
-
-    return see
+    rig.story("priority", levels, max_running_requests=3)
 
 
 @engine_recipe("engine-error", "failed_steps", "forked", applies_to=every_model)
@@ -453,15 +475,9 @@ def error(rig: EngineHarness, quick: bool) -> None:
         jobs = rig.play("error", engine, orders)
         fault = f"{len(jobs)} of {len(orders)} requests were taken in"
         rig.check("error", len(jobs) == len(orders), fault)
-        rig.note(
-            "error", [f"request {i} never ended" for i, job in enumerate(jobs) if not job.done]
-        )
+        open_jobs = [f"request {i} never ended" for i, job in enumerate(jobs) if not job.done]
+        rig.note("error", open_jobs)
 
 
-ENGINE_RECIPES = (
-    *(batch, chunk, hit, evict, page, preempt, abort, several, score, stream, encoder),
-    *option_recipes.RECIPES,
-    *(padded, replay_recipes.replayed, late, priority, error),
-    *capacity_recipes.RECIPES,
-    *sampler_recipes.RECIPES,
-)
+HISTORIES = (batch, chunk, hit, evict, page, preempt, abort, several, score, stream, encoder)
+SURROUNDINGS = (padded, replayed, late, priority, error)

@@ -1,14 +1,15 @@
-"""More recipes of the engine's cells: is what a user asks for what the engine does?
+"""More recipes of the engine's cells: is what a user asks for what the engine does, and does it say
+so where it cannot?
 
 An option that is dropped on the way changes no bit and raises nothing. So these look at what an
 option is for: the dtype of the cache, the requests that run at once, a cache that is not wanted,
-where a text ends, what is embedded, what a folder and a text say. The harness compares every
-request with its recomputation besides. `engine_recipes` puts them into the table.
+where a text ends, what is embedded, what a folder and a text say. Then what is exactly full: at its
+capacity a thing works, one beyond it says so with both numbers. What is right is counted here by
+plain arithmetic; the harness compares every request with its recomputation besides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,19 +25,32 @@ from lockstep.lab.engine_harness import (
     one_model,
     same_bits,
 )
+from lockstep.lab.engine_recipes import GREEDY, PLAIN, compare_text, every_second, orders_of
 from lockstep.lab.recompute import Order
-from lockstep.lab.tiny import CONTEXT, EOS, LLAMA, Letters, save, words
+from lockstep.lab.tiny import CONTEXT, EOS, LLAMA, QWEN3, Letters, save, words
 from lockstep.llm.api import LLM
 from lockstep.llm.job import Generation
 from lockstep.models import loader
+from lockstep.ops import Routing
+from lockstep.plan.bucket import Buckets
+from lockstep.plan.build import Work, build
+from lockstep.run.arena import Arena
 from lockstep.run.kind import GENERATE
+from lockstep.run.step import layout_of
 from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import ScheduledStep
+from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
-PLAIN = SamplingParams(max_tokens=10, temperature=0.8, seed=21, logprobs=2, ignore_eos=True)
-TORCH = {"bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn, "float16": torch.float16}
+NARROWER = {
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3": torch.float8_e4m3fn,
+    "float16": torch.float16,
+}
 RUNNING = 3
 CLOSE = 1e-6  # of an element of an embedding in fp32 against its row divided in float64
+SIZES = (2, 5, 9)  # of buckets
+EXACT = Order(words(21), replace(GREEDY, max_tokens=4))  # what something is just large enough for
+EXPERTS = (4, 16, 17, 24, 64)  # up to 16 torch's unstable sorts happen to be stable
 
 
 @engine_recipe("engine-dtype", "rounded_requests", "preempted", "forked", applies_to=every_model)
@@ -45,33 +59,23 @@ def cache_dtypes(rig: EngineHarness, quick: bool) -> None:
 
     It gives another answer, the same one whatever happens: chunks, hits, forks, lost pages.
     """
-    orders = [
-        Order(words(21, 30), PLAIN),
-        Order(words(34, 31), replace(PLAIN, n=2, seed=22), at=1),
-        Order(words(9, 32), replace(PLAIN, temperature=0.0), at=2),
-    ]
+    orders = orders_of((21, PLAIN), (34, replace(PLAIN, n=2, seed=22)), (9, GREEDY), late=1)
     rows = 11 if rig.oracle.encoder is None else 64
-    narrower = [d for d in TORCH if d != rig.device.dtype]  # keys are kept as they come elsewhere
+    # elsewhere keys are kept as they come
+    narrower = [d for d in NARROWER if d != rig.device.dtype]
     for dtype in narrower[:1] if quick else narrower:
         engine = rig.engine(kv_cache_dtype=dtype, chunked_prefill_size=rows)
         jobs = rig.play("dtype", engine, orders)
-        rig.play("dtype", engine, orders, lose_pages)
-        odd = rig.engine(kv_cache_dtype=dtype, page_size=3, disable_radix_cache=True)
-        rig.play("dtype", odd, orders[:2])
+        rig.play("dtype", engine, orders, every_second)
+        odd = {"kv_cache_dtype": dtype, "page_size": 3, "disable_radix_cache": True}
+        rig.story("dtype", orders[:2], **odd)
         for i, job in enumerate(jobs):
             same = same_bits(job.output("").logprobs, rig.oracle.completions(orders[i])[0].logprobs)
             fault = f"{dtype}: request {i} has the bits of a cache that rounds nothing"
             rig.check("rounded", not same, fault, "keys are rounded to what was asked for")
         held = {s.dtype for pool in engine.runner.pools if pool for ss in pool.storages for s in ss}
-        rig.check("rounded", held == {TORCH[dtype]}, f"{dtype}: the cache has {held}")
+        rig.check("rounded", held == {NARROWER[dtype]}, f"{dtype}: the cache has {held}")
         rig.counters["rounded_requests"] += len(jobs)
-
-
-def lose_pages(engine: InstrumentedEngine, jobs: list[Generation], step: int) -> None:
-    """Everybody that runs, every third step."""
-    running = [r for r in engine.scheduler.running if r.missing_len < len(r.tokens)]
-    for request in running if step % 3 == 2 else []:
-        engine.scheduler._preempt(request)
 
 
 @engine_recipe("engine-running", "held_back", "forked")
@@ -80,28 +84,20 @@ def running(rig: EngineHarness, quick: bool) -> None:
 
     Forks included; the others wait, and are what they are.
     """
-    many: list[str] = []
     engine = rig.engine(max_running_requests=RUNNING)
-    engine.watchers.append(watch_running(rig, many))
+
+    def watch(engine: InstrumentedEngine, step: ScheduledStep) -> None:
+        count = len(engine.scheduler.running)
+        fault = f"{count} requests run, {len(step.pieces)} in one step"
+        few = max(count, len(step.pieces)) <= RUNNING
+        rig.check("limit", few, fault, f"never more than {RUNNING} at once")
+        rig.counters["held_back"] += count == RUNNING and bool(engine.scheduler.waiting)
+
+    engine.watchers.append(watch)
     several = replace(PLAIN, n=RUNNING)
     orders = [Order(words(5 + i, 40 + i), replace(PLAIN, seed=i), at=1 + i // 3) for i in range(5)]
     first, last = Order(words(12, 45), several), Order(words(8, 46), several, at=3)
     rig.play("running", engine, [first, *orders, last])
-    rig.note("limit", many, f"never more than {RUNNING} at once")
-
-
-def watch_running(
-    rig: EngineHarness, many: list[str]
-) -> Callable[[InstrumentedEngine, ScheduledStep], None]:
-    """Notes steps of too many requests; counts those before which somebody had to wait."""
-
-    def see(engine: InstrumentedEngine, step: ScheduledStep) -> None:
-        count = len(engine.scheduler.running)
-        if max(count, len(step.pieces)) > RUNNING:
-            many.append(f"{count} requests run, {len(step.pieces)} in one step")
-        rig.counters["held_back"] += count == RUNNING and bool(engine.scheduler.waiting)
-
-    return see
 
 
 @engine_recipe("engine-uncached", "turns", "hit_tokens")
@@ -115,10 +111,8 @@ def uncached(rig: EngineHarness, quick: bool) -> None:
         for turn in range(2):
             (job,) = rig.play("uncached", engine, [Order(words(33, 50), PLAIN)])
             found = job.output("").cached_tokens
-            where = f"turn {turn}, cache {'off' if off else 'on'}"
-            rig.check(
-                "asked", bool(found) == (turn == 1 and not off), f"{where}: {found} tokens found"
-            )
+            fault = f"turn {turn}, cache {'off' if off else 'on'}: {found} tokens found"
+            rig.check("asked", bool(found) == (turn == 1 and not off), fault)
             tree = engine.scheduler.tree
             cached = sum(tree.cached(g) for g in tree.groups)
             held = "a cache that is not wanted keeps nothing"
@@ -134,10 +128,10 @@ def ends(rig: EngineHarness, quick: bool) -> None:
     """
     for room in (19, 1):
         order = Order(words(CONTEXT - room, 60 + room), replace(PLAIN, max_tokens=None))
-        for job in rig.play("end", rig.engine(), [order]):
+        for job in rig.story("end", [order]):
             rig.counters["open_ends"] += len(job.output("").token_ids) == room
     order = Order(words(11, 62), replace(PLAIN, max_tokens=16))
-    (plain,) = rig.play("end", rig.engine(), [order])
+    (plain,) = rig.story("end", [order])
     ids = plain.output("").token_ids
     stories = []
     for at in range(2, 9 if quick else 13):  # a stop string that token number `at` brings
@@ -149,17 +143,13 @@ def ends(rig: EngineHarness, quick: bool) -> None:
         replace(order.params, stop_token_ids=ids[at : at + 1], min_tokens=at + 3)
         for at in (0, 2, 5)
     ]
-    jobs = rig.play("end", rig.engine(), [Order(order.prompt, params) for params in stories])
-    for job, params in zip(jobs, stories, strict=True):
-        done = job.output("")
-        want, stopped = rig.oracle.text(order.prompt, done.token_ids, params)
-        held = "cut before the first stop string that counts"
-        rig.check("text", done.text == want, f"{done.text!r} is not {want!r}", held)
+    for job in rig.story("end", [Order(order.prompt, params) for params in stories]):
+        stopped = compare_text(rig, job)
+        least = job.params.min_tokens
         rig.counters["stopped"] += stopped
-        rig.counters["stopped_at_once"] += stopped and len(done.token_ids) == params.min_tokens
+        rig.counters["stopped_at_once"] += stopped and len(job.output("").token_ids) == least
     eager = replace(PLAIN, ignore_eos=False, logit_bias={EOS: 30.0})
-    orders = [Order(words(6, 63), replace(eager, min_tokens=m)) for m in (0, 1, 4)]
-    jobs = rig.play("end", rig.engine(), orders)
+    jobs = rig.story("end", [Order(words(6, 63), replace(eager, min_tokens=m)) for m in (0, 1, 4)])
     rig.counters["eos"] += sum(job.output("").token_ids[-1] == EOS for job in jobs)
 
 
@@ -244,4 +234,124 @@ def folder(rig: EngineHarness, quick: bool) -> None:
     rig.counters["folders"] += 1
 
 
-RECIPES = (cache_dtypes, running, uncached, ends, embed, texts, folder)
+@engine_recipe(
+    "capacity",
+    *("full_arenas", "full_buckets", "full_contexts", "full_caches"),
+    applies_to=lambda tiny: tiny is LLAMA or tiny is QWEN3,  # all keys kept, and some dropped
+)
+def capacity(rig: EngineHarness, quick: bool) -> None:
+    """Arenas, buckets, contexts and caches that are exactly full.
+
+    And others that just do not suffice.
+    """
+    arena(rig)
+    buckets(rig)
+    context(rig)
+    cache(rig)
+
+
+def expect(rig: EngineHarness, what: str, said: str, rule: str, counter: str) -> None:
+    """What suffices says nothing; what does not suffice says so by its rule."""
+    fine = said.startswith(f"RuleError: {rule}") if rule else not said
+    rig.check("capacity", fine, f"{what}: {said or 'no error'}")
+    rig.counters[counter] += 1
+
+
+def arena(rig: EngineHarness) -> None:
+    """The same request with an arena as large as its largest plan, and with one that lacks a
+    number."""
+    lens: list[int] = []
+
+    def watch(engine: InstrumentedEngine, step: ScheduledStep) -> None:
+        lens.append(layout_of(engine._plan(step), engine.parts.backend).length)
+
+    roomy = rig.engine()
+    roomy.watchers.append(watch)
+    rig.play("capacity", roomy, [EXACT])
+    most = max(lens, default=0)
+    for lacking in (0, 1):
+        engine = rig.engine()
+        engine.runner.arena = Arena(most - lacking, torch.device("cpu"))
+        rule = f"a step's image has at most {most - 1} numbers; got {most}." if lacking else ""
+        what = f"an arena of {most - lacking} for {most} numbers"
+        expect(rig, what, outcome(engine), rule, "full_arenas")
+
+
+def context(rig: EngineHarness) -> None:
+    """Prompt and new tokens that fill the context to its last position, and one more of either."""
+    new = EXACT.params.max_tokens or 0
+    beyond = f"prompt and new tokens fit into the context of {CONTEXT}; got "
+    beyond += f"{CONTEXT - new + 1} + {new}."
+    for rule in ("", beyond):
+        order = replace(EXACT, prompt=words(CONTEXT - new + bool(rule)))
+        if not rule:
+            rig.story("capacity", [order])
+        what = f"{len(order.prompt)} + {new} tokens"
+        expect(rig, what, outcome(rig.engine(), order), rule, "full_contexts")
+
+
+def cache(rig: EngineHarness) -> None:
+    """A cache with just the pages that a request's keys need, and one with a page less. Its last
+    token needs none."""
+    keys, size = len(EXACT.prompt) + (EXACT.params.max_tokens or 0) - 1, 4
+    for lacking in (0, 1):
+        tokens = (-(-keys // size) - lacking) * size
+        engine = rig.engine(max_total_tokens=tokens, page_size=size, max_running_requests=1)
+        rule = "a request fits into the cache alone" if lacking else ""
+        what = f"a cache of {tokens} for {keys} keys"
+        expect(rig, what, outcome(engine), rule, "full_caches")
+
+
+def outcome(engine: InstrumentedEngine, order: Order = EXACT) -> str:
+    """What running an order raises, or nothing."""
+    try:
+        engine.add(order.prompt, order.params)
+        engine.finish()
+    except Exception as error:  # an error of another kind than the rule's is what is looked for
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def buckets(rig: EngineHarness) -> None:
+    """Every count from 1 to one beyond the largest bucket, of requests and of rows."""
+    for n in range(3, SIZES[-1] + 2):
+        for what, lengths in (("requests", (1,) * n), ("tokens", (n - 1, 1))):
+            full = f"a step has at most {SIZES[-1]} {what}; got {n}. Schedule less, or allow a "
+            want = next((str(size) for size in SIZES if size >= n), f"{full}larger bucket.")
+            have, held = padded(what, lengths), f"buckets of {SIZES}, at and beyond"
+            rig.check("capacity", have == want, f"{n} {what}: {have}, not {want}", held)
+            rig.counters["full_buckets"] += n in SIZES
+
+
+def padded(what: str, lengths: tuple[int, ...]) -> str:
+    """How many requests or tokens a step of requests of these lengths is padded to, or why it is
+    not."""
+    spec = GroupSpec(Layout.FRESH, 1, 1, 8, 8, (AttnSpec(scale=1.0),))
+    plan = build([spec], [Work(cached_len=0, new_len=n, pages=(None,)) for n in lengths])
+    try:
+        return str(getattr(Buckets(SIZES).fit(plan), what))
+    except RuleError as error:
+        return str(error)
+
+
+@engine_recipe("experts", "tied_rows", applies_to=one_model)
+def experts(rig: EngineHarness, quick: bool) -> None:
+    """The choice of experts: ties.
+
+    Routers of every kind, with scores that are often equal, against a sort by score and id.
+    """
+    gen = torch.Generator().manual_seed(5)
+    for count in EXPERTS:
+        logits = torch.randint(0, 4, (40, count), generator=gen).float()
+        ranked = [sorted(range(count), key=lambda e: (-row[e], e))[:3] for row in logits.tolist()]
+        for score in ("softmax", "sigmoid", "chosen"):
+            routing = Routing(k=3, experts=count, score=score)
+            ids = rig.device.ops.route(logits.to(rig.device.place), routing, None).ids
+            wrong = sum(a != b for a, b in zip(ids.tolist(), ranked, strict=True))
+            fault = f"{count} experts by {score}: {wrong} rows"
+            rig.check("ties", not wrong, fault, "equal experts by the smaller id")
+            rig.counters["tied_rows"] += sum(len(set(row)) < count for row in logits.tolist())
+
+
+OPTIONS = (cache_dtypes, running, uncached, ends, embed, texts, folder)
+CAPACITIES = (capacity, experts)

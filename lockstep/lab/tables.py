@@ -13,8 +13,7 @@ from typing import Any
 
 from lockstep.attention import select
 from lockstep.attention.base import Backend
-from lockstep.lab import engine_harness, properties
-from lockstep.lab.engine_recipes import ENGINE_RECIPES
+from lockstep.lab import engine_harness, engine_recipes, option_recipes, properties, sampler_recipes
 from lockstep.lab.features import FEATURES, Feature
 from lockstep.lab.options import Device, RunOptions
 from lockstep.lab.properties import Judgement
@@ -70,6 +69,10 @@ def group_refusal(
     return next(filter(None, reasons), None)
 
 
+ENGINE_RECIPES = (
+    *(*engine_recipes.HISTORIES, *option_recipes.OPTIONS, *engine_recipes.SURROUNDINGS),
+    *(*option_recipes.CAPACITIES, *sampler_recipes.RECIPES),
+)
 ATTENTION = MatrixTable(
     "attention", "feature", "the output", RECIPES, FEATURES, attention_refusal, properties.judge
 )

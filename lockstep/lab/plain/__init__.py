@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep.lab.plain import bart, bert, decoder
 from lockstep.lab.plain.layers import Config, Weights
 
-MODEL_TYPES = (*sorted(decoder.LAYERS), "bart", "bert")
+MODEL_TYPES = (*sorted(decoder.MODEL_TYPES), "bart", "bert")
 
 
 @dataclass(frozen=True, eq=False)

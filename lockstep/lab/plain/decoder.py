@@ -1,12 +1,11 @@
-"""The decoder-only models: embedding, layers, norm, head. One function per model_type: its layer.
+"""The decoder-only models: embedding, layers, norm, head.
 
 Ten families are variations of three choices: how norms and residuals surround a layer's two halves
-(`pre_norm`, `sandwich`), which attention, which feed-forward.
+(`layer`), which attention (`attention`), which feed-forward (`feed_forward`). Each names the
+families that it tells apart.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from torch import Tensor
 
@@ -15,8 +14,11 @@ from lockstep.lab.plain.attention import GroupedQuery, grouped_query
 from lockstep.lab.plain.layers import Config, Weights, gated_mlp, linear, rms_norm, soft_cap
 from lockstep.lab.plain.mla import latent_attention
 
-Half = Callable[[Tensor], Tensor]
 GEMMA = ("gemma2", "gemma3_text")
+LATENT = ("deepseek_v2", "deepseek_v3")
+ONE_WINDOW = ("mistral", "qwen3_moe")  # in all layers, if any
+NORMED_HEADS = ("qwen3", "qwen3_moe", "gemma3_text")
+MODEL_TYPES = ("llama", "qwen2", "gpt_oss", *ONE_WINDOW, "qwen3", *GEMMA, *LATENT)
 
 
 def hidden_states(config: Config, weights: Weights, ids: Tensor) -> Tensor:
@@ -26,7 +28,7 @@ def hidden_states(config: Config, weights: Weights, ids: Tensor) -> Tensor:
     if config["model_type"] in GEMMA:
         x = x * config["hidden_size"] ** 0.5
     for i in range(config["num_hidden_layers"]):
-        x = LAYERS[config["model_type"]](x, config, w.at("layers", i), i)
+        x = layer(x, config, w.at("layers", i), i)
     return norm(x, config, w, "norm")
 
 
@@ -52,175 +54,64 @@ def norm(x: Tensor, config: Config, weights: Weights, name: str) -> Tensor:
     return rms_norm(x, one + weights[f"{name}.weight"], config["rms_norm_eps"])
 
 
-def pre_norm(x: Tensor, config: Config, w: Weights, attention: Half, feed_forward: Half) -> Tensor:
-    """Each half reads the normed row and adds to the row."""
-    x = x + attention(norm(x, config, w, "input_layernorm"))
-    return x + feed_forward(norm(x, config, w, "post_attention_layernorm"))
-
-
-def sandwich(x: Tensor, config: Config, w: Weights, attention: Half, feed_forward: Half) -> Tensor:
-    """Gemma: what a half adds is normed too."""
-    mixed = attention(norm(x, config, w, "input_layernorm"))
+def layer(x: Tensor, config: Config, w: Weights, i: int) -> Tensor:
+    """Each half reads the normed row and adds to the row. Gemma norms what a half adds, too."""
+    mixed = attention(norm(x, config, w, "input_layernorm"), config, w.at("self_attn"), i)
+    if config["model_type"] not in GEMMA:
+        x = x + mixed
+        normed = norm(x, config, w, "post_attention_layernorm")
+        return x + feed_forward(normed, config, w.at("mlp"), i)
     x = x + norm(mixed, config, w, "post_attention_layernorm")
-    fed = feed_forward(norm(x, config, w, "pre_feedforward_layernorm"))
+    normed = norm(x, config, w, "pre_feedforward_layernorm")
+    fed = feed_forward(normed, config, w.at("mlp"), i)
     return x + norm(fed, config, w, "post_feedforward_layernorm")
 
 
-def window_of(config: Config, layer: int) -> int | None:
+def attention(x: Tensor, config: Config, w: Weights, i: int) -> Tensor:
+    """Latent, or grouped-query with what a family adds to it."""
+    kind = config["model_type"]
+    if kind in LATENT:
+        return latent_attention(x, config, w)
+    bias = kind not in ("mistral", "qwen2") and config["attention_bias"]
+    ropes = config["rope_parameters"]
+    grouped = GroupedQuery(
+        rope=ropes[config["layer_types"][i]] if kind == "gemma3_text" else ropes,
+        window=window_of(config, i),
+        qkv_bias=bias or kind == "qwen2",
+        out_bias=bias,
+        qk_norm=kind in NORMED_HEADS,
+        norm_plus_one=kind in GEMMA,
+        scale=config["query_pre_attn_scalar"] ** -0.5 if kind in GEMMA else None,
+        cap=config["attn_logit_softcapping"] if kind == "gemma2" else None,
+        sinks=kind == "gpt_oss",
+    )
+    return grouped_query(x, config, w, grouped)
+
+
+def window_of(config: Config, i: int) -> int | None:
     """Keys that a row of this layer sees, itself included; None: all."""
-    sliding = config["layer_types"][layer] == "sliding_attention"
-    return int(config["sliding_window"]) if sliding else None
+    if config["model_type"] == "llama":
+        return None
+    one = config["model_type"] in ONE_WINDOW
+    if one or config["layer_types"][i] == "sliding_attention":
+        return config["sliding_window"]  # type: ignore[no-any-return]
+    return None
 
 
-def dense_layer(
-    x: Tensor, config: Config, w: Weights, kind: GroupedQuery, mlp_bias: bool = False
-) -> Tensor:
-    """Grouped-query attention and a gated feed-forward, each behind its norm."""
-    return pre_norm(
-        x,
-        config,
-        w,
-        lambda h: grouped_query(h, config, w.at("self_attn"), kind),
-        lambda h: gated_mlp(h, w.at("mlp"), config["hidden_act"], mlp_bias),
-    )
+def feed_forward(x: Tensor, config: Config, w: Weights, i: int) -> Tensor:
+    """Experts in all layers, in some of them, or in none."""
+    kind = config["model_type"]
+    if kind == "gpt_oss":
+        return moe.gpt_oss(x, config, w)
+    if kind in LATENT and i >= config["first_k_dense_replace"]:
+        return moe.deepseek(x, config, w)
+    if kind == "qwen3_moe" and sparse(config, i):
+        return moe.qwen3_moe(x, config, w)
+    activation = config["hidden_activation" if kind in GEMMA else "hidden_act"]
+    return gated_mlp(x, w, activation, kind in ("llama", "deepseek_v2") and config["mlp_bias"])
 
 
-def llama(x: Tensor, config: Config, w: Weights, layer: int) -> Tensor:
-    """The plain decoder."""
-    bias = config["attention_bias"]
-    kind = GroupedQuery(config["rope_parameters"], qkv_bias=bias, out_bias=bias)
-    return dense_layer(x, config, w, kind, config["mlp_bias"])
-
-
-def mistral(x: Tensor, config: Config, w: Weights, layer: int) -> Tensor:
-    """llama with a window in all layers, if any."""
-    kind = GroupedQuery(config["rope_parameters"], window=config["sliding_window"])
-    return dense_layer(x, config, w, kind)
-
-
-def qwen2(x: Tensor, config: Config, w: Weights, layer: int) -> Tensor:
-    """llama with biases on queries, keys and values, and windows in some layers."""
-    window = window_of(config, layer)
-    kind = GroupedQuery(config["rope_parameters"], window=window, qkv_bias=True)
-    return dense_layer(x, config, w, kind)
-
-
-def qwen3(x: Tensor, config: Config, w: Weights, layer: int) -> Tensor:
-    """llama with a norm on every query and key head, and windows in some layers."""
-    return dense_layer(x, config, w, qwen3_attention(config, window_of(config, layer)))
-
-
-def qwen3_attention(config: Config, window: int | None) -> GroupedQuery:
-    """Queries and keys are normed head by head, before they turn."""
-    bias = config["attention_bias"]
-    return GroupedQuery(
-        config["rope_parameters"], window=window, qkv_bias=bias, out_bias=bias, qk_norm=True
-    )
-
-
-def qwen3_moe(x: Tensor, config: Config, w: Weights, layer: int) -> Tensor:
-    """qwen3 with experts in every decoder_sparse_step-th layer but mlp_only_layers, one window."""
-    kind = qwen3_attention(config, config["sliding_window"])
-    if layer in config["mlp_only_layers"] or (layer + 1) % config["decoder_sparse_step"]:
-        return dense_layer(x, config, w, kind)
-    return pre_norm(
-        x,
-        config,
-        w,
-        lambda h: grouped_query(h, config, w.at("self_attn"), kind),
-        lambda h: moe.qwen3_moe(h, config, w.at("mlp")),
-    )
-
-
-def gemma2(x: Tensor, config: Config, w: Weights, layer: int) -> Tensor:
-    """Norms all around, capped scores, a scale that the config states, windows in some layers."""
-    kind = GroupedQuery(
-        config["rope_parameters"],
-        window=window_of(config, layer),
-        qkv_bias=config["attention_bias"],
-        out_bias=config["attention_bias"],
-        scale=config["query_pre_attn_scalar"] ** -0.5,
-        cap=config["attn_logit_softcapping"],
-    )
-    return gemma_layer(x, config, w, kind)
-
-
-def gemma3_text(x: Tensor, config: Config, w: Weights, layer: int) -> Tensor:
-    """gemma2 with normed queries and keys, scores without a cap, a rope per kind of layer."""
-    kind = GroupedQuery(
-        config["rope_parameters"][config["layer_types"][layer]],
-        window=window_of(config, layer),
-        qkv_bias=config["attention_bias"],
-        out_bias=config["attention_bias"],
-        qk_norm=True,
-        norm_plus_one=True,
-        scale=config["query_pre_attn_scalar"] ** -0.5,
-    )
-    return gemma_layer(x, config, w, kind)
-
-
-def gemma_layer(x: Tensor, config: Config, w: Weights, kind: GroupedQuery) -> Tensor:
-    """Grouped-query attention and a gated feed-forward, each between two norms."""
-    return sandwich(
-        x,
-        config,
-        w,
-        lambda h: grouped_query(h, config, w.at("self_attn"), kind),
-        lambda h: gated_mlp(h, w.at("mlp"), config["hidden_activation"]),
-    )
-
-
-def gpt_oss(x: Tensor, config: Config, w: Weights, layer: int) -> Tensor:
-    """Sinks in every head, windows in some layers, experts in all."""
-    kind = GroupedQuery(
-        config["rope_parameters"],
-        window=window_of(config, layer),
-        qkv_bias=config["attention_bias"],
-        out_bias=config["attention_bias"],
-        sinks=True,
-    )
-    return pre_norm(
-        x,
-        config,
-        w,
-        lambda h: grouped_query(h, config, w.at("self_attn"), kind),
-        lambda h: moe.gpt_oss(h, config, w.at("mlp")),
-    )
-
-
-def deepseek_v2(x: Tensor, config: Config, w: Weights, layer: int) -> Tensor:
-    """Latent attention; dense feed-forwards in the first layers, experts in the others."""
-    return deepseek(x, config, w, layer, mlp_bias=config["mlp_bias"])
-
-
-def deepseek_v3(x: Tensor, config: Config, w: Weights, layer: int) -> Tensor:
-    """V2 with another router, and without biases in the feed-forward."""
-    return deepseek(x, config, w, layer, mlp_bias=False)
-
-
-def deepseek(x: Tensor, config: Config, w: Weights, layer: int, mlp_bias: bool) -> Tensor:
-    """A layer of either version."""
-
-    def feed_forward(h: Tensor) -> Tensor:
-        if layer < config["first_k_dense_replace"]:
-            return gated_mlp(h, w.at("mlp"), config["hidden_act"], mlp_bias)
-        return moe.deepseek(h, config, w.at("mlp"))
-
-    def attention(h: Tensor) -> Tensor:
-        return latent_attention(h, config, w.at("self_attn"))
-
-    return pre_norm(x, config, w, attention, feed_forward)
-
-
-LAYERS: dict[str, Callable[[Tensor, Config, Weights, int], Tensor]] = {
-    "llama": llama,
-    "mistral": mistral,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-    "qwen3_moe": qwen3_moe,
-    "gemma2": gemma2,
-    "gemma3_text": gemma3_text,
-    "gpt_oss": gpt_oss,
-    "deepseek_v2": deepseek_v2,
-    "deepseek_v3": deepseek_v3,
-}
+def sparse(config: Config, i: int) -> bool:
+    """Every decoder_sparse_step-th layer has experts, but mlp_only_layers."""
+    turn = (i + 1) % config["decoder_sparse_step"] == 0
+    return turn and i not in config["mlp_only_layers"]

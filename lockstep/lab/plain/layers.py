@@ -6,13 +6,14 @@ checkpoint; one that is not there is a KeyError that names it. Called by the oth
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 Config = Mapping[str, Any]
 
@@ -61,32 +62,12 @@ def sigmoid(x: Tensor) -> Tensor:
     return 1 / (1 + torch.exp(-x))
 
 
-def silu(x: Tensor) -> Tensor:
-    """x, as far as its sigmoid lets it through."""
-    return x * sigmoid(x)
-
-
-def gelu(x: Tensor) -> Tensor:
-    """x times the probability that a standard normal number is below x."""
-    return x * (1 + torch.erf(x / math.sqrt(2))) / 2
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """gelu, approximated."""
-    return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
-
-
-def relu(x: Tensor) -> Tensor:
-    """max(x, 0)."""
-    return torch.where(x > 0, x, 0.0)
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": silu,
-    "gelu": gelu,
-    "gelu_new": gelu_tanh,
-    "gelu_pytorch_tanh": gelu_tanh,
-    "relu": relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
 }
 
 
