@@ -27,7 +27,7 @@ from lockstep.kv.pool import Pool
 from lockstep.kv.tables import Table
 from lockstep.lab import spoilt
 from lockstep.lab.features import Feature
-from lockstep.lab.guard import Guarded, as_bits, same
+from lockstep.lab.guard import Guarded, as_bits, poison, same, shuffle
 from lockstep.lab.options import CPU, Device
 from lockstep.lab.oracle import Rows, rounded
 from lockstep.lab.script import Accept, Act, Compute, Drop, Fork, Script
@@ -110,9 +110,7 @@ class AttentionHarness:
         ]
         self.runner.arena = self.guarded  # type: ignore[assignment]
         self.runner.checks = setting.checks
-        for g, pool in enumerate(self.pages):
-            if pool is not None:
-                np.random.default_rng(setting.seed + 17 * g).shuffle(pool._free)
+        shuffle(self.pages, setting.seed)
         self.tables: dict[int, Table] = {}
         self.used: set[tuple[int, int]] = set()  # (group, page) that somebody has given back
         self.pads: dict[tuple[int, int], list[Result]] = {}  # alone, by group and length
@@ -301,10 +299,7 @@ class AttentionHarness:
         for g, pages in enumerate(freed):
             pool = self.pools[g]
             if pool is not None and pages:
-                size = self.specs[g].page_size
-                slots = (torch.tensor(pages)[:, None] * size + torch.arange(size)).reshape(-1)
-                for storage in (s for layer in pool.storages for s in layer):
-                    self.guarded.poison(storage, slots.to(self.device))
+                poison(pool, pages)
                 self.record.counters["freed_pages"] += len(pages)
                 self.used |= {(g, p) for p in pages}
 

@@ -120,18 +120,17 @@ def run_cell(cell: Cell, options: RunOptions = FULL) -> Result:
     except Exception as error:  # whatever a broken backend raises belongs into its cell
         j = Judgement()
         name = "plan" if isinstance(error, PlanError) else "raised"
-        j.add(name, [f"{type(error).__name__}: {error}"], "")
-    broken = [f for f in j.findings if not f.held]
-    first = broken[0] if broken else None
+        j.note(name, [f"{type(error).__name__}: {error}"])
+    first = next((finding for finding in j.findings if not finding.held), None)
     return Result(
         cell=cell,
-        verdict="failed" if broken else "passed",
+        verdict="failed" if first else "passed",
         reason=f"{first.name}: {first.detail}" if first else "",
-        findings=tuple(j.findings),
+        findings=j.findings,
         out_error=j.out_error,
         lse_error=j.lse_error,
         tolerance_used=j.tolerance_used,
-        counters=j.counters,
+        counters=dict(j.counters),
         seconds=time.perf_counter() - begin,
         dtype=device.dtype,
         device_flags=device.flags,

@@ -16,11 +16,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from lockstep.attention.base import Backend
 from lockstep.config import EngineConfig
-from lockstep.kv.pool import _bits
+from lockstep.lab.guard import poison, shuffle
 from lockstep.lab.options import FULL, RunOptions
 from lockstep.lab.properties import Judgement
 from lockstep.lab.recipes import Recipe, recipe
@@ -38,7 +37,6 @@ from lockstep.types import PlanError, RuleError
 
 Disturb = Callable[["InstrumentedEngine", list[Generation], int], None]
 Watcher = Callable[["InstrumentedEngine", ScheduledStep], None]
-FP8_NAN = 0x7F  # of float8_e4m3, whose storage is written as bytes
 STEPS = 2000  # a story that takes longer does not end
 
 
@@ -93,21 +91,13 @@ class InstrumentedEngine(Engine):
         super().__init__(config, made, overlap)
         self.seen: Counter[str] = Counter()
         self.watchers: list[Watcher] = []
-        for g, pool in enumerate(self.scheduler.pools):
-            if pool is not None:
-                np.random.default_rng(seed + 17 * g).shuffle(pool._free)
+        shuffle(self.scheduler.pools, seed)
 
     def poison(self) -> None:
         """NaN into every page that nobody holds."""
-        for pages, pool, spec in zip(
-            self.scheduler.pools, self.runner.pools, self.specs, strict=True
-        ):
+        for pages, pool in zip(self.scheduler.pools, self.runner.pools, strict=True):
             if pages is not None and pool is not None:
-                free = torch.from_numpy(np.flatnonzero(pages.refs == 0))
-                slots = (free[:, None] * spec.page_size + torch.arange(spec.page_size)).reshape(-1)
-                for bits in (_bits(s) for layer in pool.storages for s in layer):
-                    at = slots.to(bits.device)
-                    bits[at] = torch.nan if bits.is_floating_point() else FP8_NAN
+                poison(pool, np.flatnonzero(pages.refs == 0))
 
     def finish(self) -> None:
         """Steps until nothing is left."""
@@ -146,20 +136,17 @@ class InstrumentedEngine(Engine):
             watch(self, step)
 
 
-class EngineHarness:
-    """The engines of one cell. `faults` are what was found, by property; `counters` what really
-    happened."""
+class EngineHarness(Judgement):
+    """The engines of one cell, and what is found in them."""
 
     def __init__(self, tiny: Tiny, backend: Backend, options: RunOptions = FULL) -> None:
+        super().__init__()
         self.options, self.device = options, options.device
         self.parts = parts(tiny, backend, self.device)
         self.oracle = Recompute(self.parts)
         # what the oracle says, for the plain model to judge
         self.values = Values(checkpoint(tiny, self.device), self.device)
         self.rounded: dict[str, Recompute] = {}  # by the dtype of a cache that rounds its keys
-        self.faults: dict[str, list[str]] = {}
-        self.held: dict[str, str] = {}
-        self.counters: Counter[str] = Counter()
         self.watchers: list[Watcher] = []  # of every engine
 
     def engine(self, overlap: bool = False, **options: Any) -> InstrumentedEngine:
@@ -181,16 +168,6 @@ class EngineHarness:
         made.runner.checks = self.options.checks
         made.watchers += self.watchers
         return made
-
-    def note(self, name: str, faults: Sequence[str], held: str = "") -> None:
-        """Something was looked at: what speaks against the property, if anything, and what it rests
-        on."""
-        self.faults.setdefault(name, []).extend(faults)
-        self.held[name] = held or self.held.get(name, "")
-
-    def check(self, name: str, holds: bool, fault: str, held: str = "") -> None:
-        """One thing was looked at: `fault` says what is wrong where it does not hold."""
-        self.note(name, [] if holds else [fault], held)
 
     def play(
         self,
@@ -243,7 +220,7 @@ class EngineHarness:
         step = 0
         while len(jobs) < len(orders) or engine.busy:
             while len(jobs) < len(orders) and orders[len(jobs)].at <= step:
-                jobs.append(self.add(engine, orders[len(jobs)]))
+                jobs.append(orders[len(jobs)].given_to(engine))
             for i, job in enumerate(jobs):
                 if orders[i].abort == step and not job.done:
                     engine.abort(job)
@@ -255,14 +232,16 @@ class EngineHarness:
                 engine.step()
             except Injected:
                 self.counters["failed_steps"] += 1
-            self._account(engine)
+            try:
+                engine.check()
+            except RuleError as error:
+                self.note("pages", [str(error)])
             for i, job in enumerate(jobs):
                 streams.setdefault(i, []).extend(job.news())
             step += 1
             if step > STEPS:
-                raise RuleError(
-                    f"a story ends within {STEPS} steps", "no end", "Look at the scheduler"
-                )
+                rule = f"a story ends within {STEPS} steps"
+                raise RuleError(rule, "no end", "Look at the scheduler")
         left = len(engine.scheduler.running) + len(engine.scheduler.waiting)
         self.note("pages", [f"{left} requests are left without a job"] if left else [])
         self._audit(engine)
@@ -281,23 +260,6 @@ class EngineHarness:
                 held = "a page that nobody holds is missed, in every group"
                 self.check("account", missed, str(error), held)
             pool.give(lost)
-
-    def add(self, engine: InstrumentedEngine, order: Order) -> Generation:
-        """An order, as the engine takes it."""
-        return engine.add(
-            order.prompt,
-            order.params,
-            scores_only=order.score,
-            priority=order.priority,
-            tenant=order.tenant,
-        )
-
-    def _account(self, engine: InstrumentedEngine) -> None:
-        """free + cached + held = all, and the tree agrees with itself."""
-        try:
-            engine.check()
-        except RuleError as error:
-            self.note("pages", [str(error)])
 
     def oracle_of(self, engine: InstrumentedEngine) -> Recompute:
         """What answers are on this engine: what its cache makes of keys is part of the question."""
@@ -392,27 +354,22 @@ def _list(ids: Sequence[int]) -> str:
 
 
 def judge(recipe: Recipe, tiny: Tiny, backend: Backend, options: RunOptions = FULL) -> Judgement:
-    """Plays a recipe and gathers what was found: what raised comes last."""
+    """Plays a recipe and judges the values of what came out."""
     rig = EngineHarness(tiny, backend, options)
     recipe.play(rig, options.quick)
-    result = Judgement(counters=dict(rig.counters))
-    for name in (n for n in rig.faults if n != "raised"):
-        result.add(name, rig.faults[name], rig.held[name])
-    judge_values(rig, result)
-    result.require(recipe.required_counters)
-    if rig.faults.get("raised"):
-        result.add("raised", rig.faults["raised"], "")
-    return result
+    judge_values(rig)
+    rig.require(recipe.required_counters)
+    return rig
 
 
-def judge_values(rig: EngineHarness, result: Judgement) -> None:
+def judge_values(rig: EngineHarness) -> None:
     """What the engine's layers say, against the plain float64 model, within `values`' tolerance."""
     verdict = rig.values.verdict()
     if not verdict.judged and not verdict.faults:
         return
-    result.out_error, result.tolerance_used = verdict.error, verdict.used
+    rig.out_error, rig.tolerance_used = verdict.error, verdict.used
     held = f"{verdict.judged} numbers, max error {verdict.error:.3g}, "
     held += f"{verdict.used:.3g} of the tolerance"
     if verdict.undecided:
         held += f"; {verdict.undecided} behind experts too close to tell apart are left out"
-    result.add("value", verdict.faults, held)
+    rig.note("value", verdict.faults, held)

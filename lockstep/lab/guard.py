@@ -1,15 +1,19 @@
 """Guard bands: every buffer a backend may touch lies between canaries, and unwritten memory is NaN.
 
-A write before or behind a buffer, or into an input, shows up as damage. Knows tensors and nothing
-else.
+A write before or behind a buffer, or into an input, shows up as damage. Knows tensors and pages and
+nothing else. Both harnesses stand on it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.kv.pages import PagePool
+from lockstep.kv.pool import Pool
 from lockstep.lab.options import CPU, Device
 from lockstep.plan.step import Ints
 
@@ -52,10 +56,6 @@ class Guarded:
         self._keep("plan image", bits)
         return bits
 
-    def poison(self, storage: Tensor, slots: Tensor) -> None:
-        """These slots hold nothing any more."""
-        storage.view(_int(storage.dtype))[slots] = CANARY[storage.element_size()]
-
     def damage(self) -> list[str]:
         """What was written that must not be. Inputs are forgotten after the look."""
         found = [
@@ -92,3 +92,19 @@ def as_bits(t: Tensor) -> Tensor:
 def same(a: Tensor, b: Tensor) -> bool:
     """Bitwise equality."""
     return a.shape == b.shape and bool(torch.equal(as_bits(a), as_bits(b)))
+
+
+def poison(pool: Pool, pages: Sequence[int] | Ints) -> None:
+    """These pages hold nothing any more: NaN."""
+    size = pool.spec.page_size
+    slots = (torch.tensor(pages)[:, None] * size + torch.arange(size)).reshape(-1)
+    for storage in (storage for layer in pool.storages for storage in layer):
+        bits = storage.view(_int(storage.dtype))
+        bits[slots.to(bits.device)] = CANARY[storage.element_size()]
+
+
+def shuffle(pools: Iterable[PagePool | None], seed: int) -> None:
+    """Pages are handed out in any order."""
+    for g, pool in enumerate(pools):
+        if pool is not None:
+            np.random.default_rng(seed + 17 * g).shuffle(pool._free)

@@ -8,6 +8,7 @@ a bit. Memory is inspected in the first run.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -39,22 +40,36 @@ class Finding:
 
 @dataclass
 class Judgement:
-    """All findings of a cell, its measured error, and the counters of its runs."""
+    """What was found in a cell, by property, its measured error, and what really happened."""
 
-    findings: list[Finding] = field(default_factory=list)
+    faults: dict[str, list[str]] = field(default_factory=dict)
+    held: dict[str, str] = field(default_factory=dict)
     out_error: float = 0.0
     lse_error: float = 0.0
     tolerance_used: float = 0.0  # largest error as a fraction of what is allowed
-    counters: dict[str, int] = field(default_factory=dict)
+    counters: Counter[str] = field(default_factory=Counter)
 
-    def add(self, name: str, faults: list[str], held: str) -> None:
-        """Records a property with what speaks against it, or with what it is based on."""
-        self.findings.append(Finding(name, not faults, "; ".join(faults[:3]) if faults else held))
+    def note(self, name: str, faults: Iterable[str], held: str = "") -> None:
+        """Something was looked at: what speaks against the property, if anything, and what it rests
+        on."""
+        self.faults.setdefault(name, []).extend(faults)
+        self.held[name] = held or self.held.get(name, "")
+
+    def check(self, name: str, holds: bool, fault: str, held: str = "") -> None:
+        """One thing was looked at: `fault` says what is wrong where it does not hold."""
+        self.note(name, [] if holds else [fault], held)
 
     def require(self, names: Iterable[str]) -> None:
         """The counters say that what the recipe is about really happened."""
-        missed = [f"{name} is 0" for name in names if not self.counters.get(name)]
-        self.add("paths", missed, ", ".join(names))
+        missed = [f"{name} is 0" for name in names if not self.counters[name]]
+        self.note("paths", missed, ", ".join(names))
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """One per property; what raised comes last."""
+        names = sorted(self.faults, key=lambda name: name == "raised")
+        told = {name: "; ".join(self.faults[name][:3]) for name in names}
+        return tuple(Finding(n, not self.faults[n], told[n] or self.held[n]) for n in names)
 
 
 @lru_cache(maxsize=64)
@@ -85,12 +100,12 @@ def judge(
         return record
 
     main = run(script, inspect=True)
-    result.counters = {name: int(count) for name, count in main.counters.items()}
+    result.counters = Counter({name: int(count) for name, count in main.counters.items()})
     values(result, main, answers)
     result.require(recipe.required_counters)
     padded = run(script, inspect=True, pad=True)
     if not padded.counters["pad_rows"] and main.counters["rows"]:
-        result.add("paths", ["nothing was padded"], "")
+        result.note("paths", ["nothing was padded"])
     if backend.caps.invariances:
         done = {"main": main, "pad": padded}
         bits(result, (feature, script, backend), run, done, options.quick)
@@ -101,30 +116,23 @@ def judge(
 def values(result: Judgement, main: Record, answers: list[list[oracle.Answer]]) -> None:
     """Outputs and LSE against float64, within the derived tolerance; a NaN is a slot nobody
     wrote."""
-    faults: dict[str, list[str]] = {"value": [], "lse": [], "poison": []}
+    errors = {"value": 0.0, "lse": 0.0}
     for g, layers in enumerate(answers):
         seen = main.seen[g]
         for layer, answer in enumerate(layers):
+            where = f"group {g} layer {layer}:"
             for name, have, want, tol in (
                 ("value", main.out[g][layer], answer.out, answer.out_tol[..., None]),
                 ("lse", main.lse[g][layer], answer.lse, answer.lse_tol),
             ):
                 error, used = _error(have[seen], want[seen], tol[seen])
-                if name == "value":
-                    result.out_error = max(result.out_error, error)
-                else:
-                    result.lse_error = max(result.lse_error, error)
+                errors[name] = max(errors[name], error)
                 result.tolerance_used = max(result.tolerance_used, used)
-                if not used <= 1:
-                    faults[name].append(
-                        f"group {g} layer {layer}: off by {error:.3g}, {used:.3g} of the tolerance"
-                    )
-                if bool(have[seen].isnan().any()):
-                    faults["poison"].append(f"group {g} layer {layer}: NaN in {name}")
-    rows = int(sum(int(s.sum()) for s in main.seen))
-    result.add("value", faults["value"], f"max error {result.out_error:.3g}")
-    result.add("lse", faults["lse"], f"max error {result.lse_error:.3g}")
-    result.add("poison", faults["poison"], f"{rows} rows finite")
+                fault = f"{where} off by {error:.3g}, {used:.3g} of the tolerance"
+                result.check(name, used <= 1, fault, f"max error {errors[name]:.3g}")
+                finite = not bool(have[seen].isnan().any())
+                result.check("poison", finite, f"{where} NaN in {name}", "no NaN was read")
+    result.out_error, result.lse_error = errors["value"], errors["lse"]
 
 
 def memory(result: Judgement, faults: list[str], steps: int) -> None:
@@ -132,7 +140,7 @@ def memory(result: Judgement, faults: list[str], steps: int) -> None:
     bands, pages that come back."""
     for name in MEMORY:
         found = [f.partition(": ")[2] for f in faults if f.startswith(name + ":")]
-        result.add(name, found, f"{steps} steps, and in every other run")
+        result.note(name, found, f"{steps} steps, and in every other run")
 
 
 def bits(
@@ -152,7 +160,7 @@ def bits(
     def compare(name: str, records: Iterable[Record], tokens: set[int] | None, told: str) -> None:
         if ("batch" if name == "alone" else name) in promised:
             pairs = [diff for record in records for diff in _differences(record, want, tokens)]
-            result.add(name, pairs, told)
+            result.note(name, pairs, told)
 
     for kind, tokens in sorted(main.kinds.items()):
         compare(kind, [main], tokens, f"{len(tokens)} rows equal alone, whole and cold")

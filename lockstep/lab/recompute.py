@@ -20,7 +20,8 @@ from torch import Tensor
 
 from lockstep.lab import choice
 from lockstep.lab.tiny import CONTEXT, Letters
-from lockstep.llm.engine import Parts
+from lockstep.llm.engine import Engine, Parts
+from lockstep.llm.job import Generation
 from lockstep.llm.output import Top
 from lockstep.run.driver import Share, StepDriver
 from lockstep.run.kind import ENCODE, GENERATE, group_specs, kinds_of
@@ -44,6 +45,16 @@ class Order:
     tenant: str = ""
     priority: int = 0
     score: bool = False  # log-probabilities of the prompt, no new token
+
+    def given_to(self, engine: Engine) -> Generation:
+        """The request, as an engine takes it."""
+        return engine.add(
+            self.prompt,
+            self.params,
+            scores_only=self.score,
+            priority=self.priority,
+            tenant=self.tenant,
+        )
 
 
 @dataclass(eq=False)
