@@ -29,16 +29,13 @@ from lockstep.lab.options import CPU, Device, RunOptions
 from lockstep.lab.recompute import Order
 from lockstep.lab.tiny import (
     BART,
-    CAPS,
     DEEPSEEK,
     GEMMA2,
     GPT_OSS,
-    LATENT,
     LLAMA,
     MODELS,
     QWEN3,
     WINDOW,
-    WINDOWS,
     Tiny,
     checkpoint,
     loaded,
@@ -63,6 +60,7 @@ BERT = {
     "is_decoder": False,
     "add_cross_attention": False,
 }
+GROUPS = {"topk_method": "group_limited_greedy"}
 NARROW = Device("cpu", "bfloat16")
 QWEN3_MOE = Tiny(
     "qwen3-moe",
@@ -73,17 +71,21 @@ QWEN3_MOE = Tiny(
 OTHERS = (
     QWEN3_MOE,
     Tiny("mistral", "one window", "mistral", {"sliding_window": WINDOW}),
-    Tiny("qwen2", "biases", "qwen2", WINDOWS),
-    Tiny("deepseek-v2", "groups", "deepseek_v2", {**LATENT, "topk_method": "group_limited_greedy"}),
+    Tiny("qwen2", "biases", "qwen2", QWEN3.config),
+    Tiny(
+        "deepseek-v2",
+        "groups",
+        "deepseek_v2",
+        {**DEEPSEEK.config, "topk_method": "group_limited_greedy"},
+    ),
     Tiny(
         "gemma3",
         "two ropes",
         "gemma3_text",
         {
-            **CAPS,
-            **WINDOWS,
+            **GEMMA2.config,
             "attn_logit_softcapping": None,
-            "rope_parameters": dict.fromkeys(WINDOWS["layer_types"], ROPE),
+            "rope_parameters": dict.fromkeys(QWEN3.config["layer_types"], ROPE),
         },
     ),
 )

@@ -34,74 +34,50 @@ from lockstep.run.certify import Certificate
 from lockstep.text.tokenizer import Tokenizer
 from lockstep.types import Choice
 
-VOCAB = 61
-CONTEXT = 160
 EOS = 0
 START = 1  # of an encoder-decoder's answers
-WINDOW = 9
-HIDDEN = 32
 # names by which a checkpoint shows whether it is the trunk alone
 PRESENT = frozenset({"model.embed_tokens.weight", "model.shared.weight", "bert.embeddings"})
 
 
+def configs(file: str) -> dict[str, dict[str, Any]]:
+    """The configs of a file beside this one, by name: what each differs in from `common`."""
+    doc = json.loads((files("lockstep.lab") / file).read_text(encoding="utf-8"))
+    return {name: {**doc["common"], **mine} for name, mine in doc["models"].items()}
+
+
+CONFIGS = configs("tiny_models.json")  # by model_type
+COMMON = CONFIGS["llama"]
+VOCAB, CONTEXT = COMMON["vocab_size"], COMMON["max_position_embeddings"]
+HIDDEN, WINDOW = COMMON["hidden_size"], CONFIGS["qwen3"]["sliding_window"]
+
+
 @dataclass(frozen=True, eq=False)
 class Tiny:
-    """A model: `config` is what differs from COMMON in its config.json."""
+    """A model: what its `config` does not state is as in COMMON."""
 
     name: str
     description: str
     model_type: str
     config: Mapping[str, Any]
 
+    @property
+    def stated(self) -> dict[str, Any]:
+        """Every field of its config.json."""
+        return {**COMMON, **self.config, "model_type": self.model_type}
 
-COMMON = {
-    **{"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48, "head_dim": 8},
-    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{"hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False, "mlp_bias": False},
-    **{"tie_word_embeddings": True, "max_position_embeddings": CONTEXT},
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}
-WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-LATENT = {
-    **{"num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 16, "v_head_dim": 8},
-    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "rope_interleave": True},
-    **{"first_k_dense_replace": 1, "moe_intermediate_size": 16, "n_routed_experts": 4},
-    **{"n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
-    **{"norm_topk_prob": True, "routed_scaling_factor": 1.5},
-}
-EXPERTS = {
-    **{"attention_bias": True, "num_local_experts": 4, "num_experts_per_tok": 2},
-    **{"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
-}
-CAPS = {
-    **{"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 8},
-    **{"attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0},
-    "use_bidirectional_attention": False,
-}
-SOURCES = {
-    **{"d_model": HIDDEN, "encoder_layers": 2, "decoder_layers": 2, "scale_embedding": True},
-    **{"encoder_ffn_dim": 48, "decoder_ffn_dim": 40, "activation_function": "gelu"},
-    **{"encoder_attention_heads": 2, "decoder_attention_heads": 4},
-}
 
-LLAMA = Tiny("llama", "full attention in every layer", "llama", {})
-QWEN3 = Tiny(
-    "qwen3", f"a window of {WINDOW} in one layer, full attention in the other", "qwen3", WINDOWS
-)
-DEEPSEEK = Tiny("deepseek-v3", "latent attention (MLA), experts", "deepseek_v3", LATENT)
-GPT_OSS = Tiny(
-    "gpt-oss",
-    f"sinks, a window of {WINDOW} in one layer, experts",
-    "gpt_oss",
-    {**WINDOWS, **EXPERTS},
-)
-BART = Tiny("bart", "an encoder, and cross attention to its rows", "bart", SOURCES)
-GEMMA2 = Tiny(
-    "gemma2",
-    f"soft caps that bind, on scores and logits, and a window of {WINDOW}",
-    "gemma2",
-    {**WINDOWS, **CAPS},
-)
+def tiny(model_type: str, description: str) -> Tiny:
+    """The model of this type."""
+    return Tiny(model_type.replace("_", "-"), description, model_type, CONFIGS[model_type])
+
+
+LLAMA = tiny("llama", "full attention in every layer")
+QWEN3 = tiny("qwen3", f"a window of {WINDOW} in one layer, full attention in the other")
+DEEPSEEK = tiny("deepseek_v3", "latent attention (MLA), experts")
+GPT_OSS = tiny("gpt_oss", f"sinks, a window of {WINDOW} in one layer, experts")
+GEMMA2 = tiny("gemma2", f"soft caps that bind, on scores and logits, and a window of {WINDOW}")
+BART = tiny("bart", "an encoder, and cross attention to its rows")
 MODELS = (LLAMA, QWEN3, DEEPSEEK, GPT_OSS, GEMMA2, BART)
 
 
@@ -125,8 +101,7 @@ def loaded(
             record[name] = tensor.clone()
         return tensor.float().to(device.place)
 
-    config = {**COMMON, **tiny.config, "model_type": tiny.model_type}
-    return assembled(config, take, (EOS,), device)
+    return assembled(tiny.stated, take, (EOS,), device)
 
 
 def assembled(
@@ -155,18 +130,12 @@ def assembled(
     return Loaded(model, info)
 
 
-def configs(file: str) -> dict[str, dict[str, Any]]:
-    """The configs of a file beside this one, by name: what each differs in from `common`."""
-    doc = json.loads((files("lockstep.lab") / file).read_text(encoding="utf-8"))
-    return {name: {**doc["common"], **mine} for name, mine in doc["models"].items()}
-
-
 def checkpoint(tiny: Tiny, device: Device = CPU, seed: int = 3) -> Checkpoint:
     """The same model as a folder holds it: every field of its config, its tensors by name."""
     tensors: dict[str, Tensor] = {}
     loaded(tiny, record=tensors, seed=seed)
     tensors = {name: tensor.to(device.compute) for name, tensor in tensors.items()}
-    return Checkpoint({**COMMON, **tiny.config, "model_type": tiny.model_type}, tensors)
+    return Checkpoint(tiny.stated, tensors)
 
 
 def parts(tiny: Tiny, backend: Backend, device: Device = CPU) -> Parts:
@@ -187,19 +156,12 @@ def save(tiny: Tiny, folder: Path, **generation: Any) -> None:
     generation_config.json says."""
     tensors: dict[str, Tensor] = {}
     loaded(tiny, record=tensors)
-    stated = {
-        "model_type": tiny.model_type,
-        "eos_token_id": EOS,
-        "bos_token_id": None,
-        "is_encoder_decoder": False,
-    }
-    config = {**COMMON, **tiny.config, **stated, STATED: True}
+    ends = {"eos_token_id": EOS, "bos_token_id": None, "is_encoder_decoder": False}
+    config = {**tiny.stated, **ends, STATED: True}
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     (folder / "generation_config.json").write_text(json.dumps(generation), "utf-8")
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()},
-        folder / "model.safetensors",
-    )
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / "model.safetensors")
 
 
 class Letters(Tokenizer):
@@ -231,10 +193,8 @@ class Letters(Tokenizer):
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Byte by byte, EOS before it if special tokens are wanted."""
-        return [
-            *([EOS] if add_special else []),
-            *(self.TOKENS.index(bytes([b])) for b in text.encode()),
-        ]
+        letters = [self.TOKENS.index(bytes([b])) for b in text.encode()]
+        return [EOS, *letters] if add_special else letters
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The bytes of all tokens, read as UTF-8 together, without the space at the beginning."""

@@ -52,15 +52,17 @@ EXACT = {
 }
 
 Ids = tuple[int, ...]
-Told = set[tuple[int, int, float]]  # row, token, its log-probability
+Told = set[tuple[int, int, float]]  # row, column, its number: a token's log-probability
 
 
 class Asked(NamedTuple):
-    """A sequence, what its encoder read, and the dtype of the cache that it was computed with."""
+    """A sequence, what its encoder read, the dtype of the cache that it was computed with, and how
+    its rows are pooled, if its embedding is asked for."""
 
     ids: Ids
-    source: Ids
-    cache_dtype: str
+    source: Ids = ()
+    cache_dtype: str = ""
+    pooling: str = ""
 
 
 class Roundings(TorchFunctionMode):
@@ -173,9 +175,8 @@ class Values:
 
     def __init__(self, checkpoint: plain.Checkpoint, device: Device = CPU) -> None:
         self.checkpoint, self.device = checkpoint, device
-        self.logprobs: dict[Asked, Told] = {}
+        self.claims: dict[Asked, Told] = {}
         self.judged: dict[Asked, Told] = {}  # by an earlier verdict
-        self.embeddings: dict[tuple[Ids, str], set[tuple[float, ...]]] = {}
 
     def claim(
         self,
@@ -188,7 +189,7 @@ class Values:
     ) -> None:
         """ids[begin:] have these log-probabilities, and those of `best` beside them theirs."""
         asked = Asked(tuple(ids), tuple(source), cache_dtype)
-        told = self.logprobs.setdefault(asked, set())
+        told = self.claims.setdefault(asked, set())
         scored = zip(ids[begin:], logprobs, strict=True)
         for row, (token, value) in enumerate(scored, start=begin - 1):
             told.add((row, token, float(value)))
@@ -196,58 +197,43 @@ class Values:
             told.update((row, token, float(value)) for token, value in pairs)
 
     def claim_embedding(self, ids: Sequence[int], pooling: str, vector: Iterable[float]) -> None:
-        """The embedding of `ids`, of length 1."""
-        told = self.embeddings.setdefault((tuple(ids), pooling), set())
-        told.add(tuple(map(float, vector)))
+        """The embedding of `ids`, of length 1: it stands at the last row."""
+        told = self.claims.setdefault(Asked(tuple(ids), pooling=pooling), set())
+        told.update((len(ids) - 1, column, float(x)) for column, x in enumerate(vector))
 
     def verdict(self) -> Verdict:
         """Compares the claims since the last verdict. A sequence that begins another one is
         computed with it."""
         verdict = Verdict()
         try:
-            self._compare(verdict)
+            for asked, told in self._merged().items():
+                self._judge(verdict, asked, told)
         except KeyError as missing:
             verdict.faults.append(f"the model asked for no {missing}, which its config describes")
         return verdict
 
-    def _compare(self, verdict: Verdict) -> None:
-        for asked, told in self._merged().items():
-            self._judge(verdict, asked, told)
-        for (ids, pooling), vectors in self.embeddings.items():
-            self._judge_embeddings(verdict, ids, pooling, vectors)
-        self.embeddings.clear()
-
     def _merged(self) -> dict[Asked, Told]:
         merged: dict[Asked, Told] = {}
-        for asked, told in sorted(self.logprobs.items(), key=lambda item: -len(item[0].ids)):
+        for asked, told in sorted(self.claims.items(), key=lambda item: -len(item[0].ids)):
             seen = self.judged.setdefault(asked, set())
             if told - seen:
-                same = (a for a in merged if a._replace(ids=a.ids[: len(asked.ids)]) == asked)
+                longer = () if asked.pooling else merged
+                same = (a for a in longer if a._replace(ids=a.ids[: len(asked.ids)]) == asked)
                 merged.setdefault(next(same, asked), set()).update(told - seen)
                 seen |= told
-        self.logprobs.clear()
+        self.claims.clear()
         return merged
 
     def _judge(self, verdict: Verdict, asked: Asked, told: Told) -> None:
         def compute() -> Tensor:
+            if asked.pooling:
+                pooled = plain.embedding(self.checkpoint, asked.ids, asked.pooling)
+                return pooled.expand(len(asked.ids), -1)
             return plain.logits(self.checkpoint, asked.ids[:-1], asked.source).log_softmax(-1)
 
         found = truth(compute, self.device, asked.cache_dtype)
         decided = [entry for entry in sorted(told) if entry[0] < found.decided]
         verdict.undecided += len(told) - len(decided)
-        wrong = [value - float(found.values[row, token]) for row, token, value in decided]
+        wrong = [value - float(found.values[row, column]) for row, column, value in decided]
         errors = torch.tensor(wrong, dtype=torch.float64).abs()
-        verdict.add(f"{len(asked.ids)} tokens", errors, found.tolerance)
-
-    def _judge_embeddings(
-        self, verdict: Verdict, ids: Ids, pooling: str, vectors: set[tuple[float, ...]]
-    ) -> None:
-        def compute() -> Tensor:
-            return plain.embedding(self.checkpoint, ids, pooling)
-
-        found = truth(compute, self.device)
-        if found.decided < len(ids):
-            verdict.undecided += len(vectors) * found.values.numel()
-            return
-        errors = (torch.tensor(sorted(vectors), dtype=torch.float64) - found.values).abs()
-        verdict.add(f"an embedding of {len(ids)} tokens", errors, found.tolerance)
+        verdict.add(f"{len(asked.ids)} tokens {asked.pooling}".rstrip(), errors, found.tolerance)
