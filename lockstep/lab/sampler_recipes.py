@@ -8,7 +8,6 @@ extreme; counts are compared with the distribution they come from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -50,9 +49,8 @@ def rows_of(count: int, vocab: int = VOCAB) -> tuple[Tensor, list[Row]]:
     """Logits with ties and masked tokens, and one row of every kind of parameters after another,
     each with its own past."""
     rng = np.random.default_rng(17)
-    logits = (rng.standard_normal((count, vocab)) * rng.choice((0.2, 2.0, 8.0), (count, 1))).astype(
-        np.float32
-    )
+    logits = rng.standard_normal((count, vocab)) * rng.choice((0.2, 2.0, 8.0), (count, 1))
+    logits = logits.astype(np.float32)
     logits[::3] = np.round(logits[::3])
     logits[1::4, rng.permutation(vocab)[: vocab // 2 + 2]] = -np.inf
     rows = []
@@ -87,11 +85,11 @@ def one_by_one(rig: EngineHarness, logits: Tensor, rows: list[Row]) -> None:
     for r, row in enumerate(rows):
         past = row.token_ids.tolist()
         want = choice.choose(logits[r].numpy(), row.params, past, row.prompt_len, (EOS,))
-        fault = f"row {r}: {int(chosen[r])}, not {want} ({row.params})"
-        rig.check("choice", int(chosen[r]) == want, fault, f"{len(rows)} rows")
-        fine = bool(logits[r, chosen[r]] > -torch.inf)
-        fault = f"row {r}: {int(chosen[r])} cannot be chosen"
-        rig.check("masked", fine, fault, "no masked token was chosen")
+        have = int(chosen[r])
+        fault = f"row {r}: {have}, not {want} ({row.params})"
+        rig.check("choice", have == want, fault, f"{len(rows)} rows")
+        masked = bool(logits[r, have] == -torch.inf)
+        rig.check("masked", not masked, f"row {r}: {have}", "no masked token was chosen")
     rig.counters["later_blocks"] += int((chosen >= BLOCK).sum())
     log_probabilities(rig, logits, chosen)
     edited = plain.apply_penalties(logits, rows, (EOS,))
@@ -122,9 +120,8 @@ def noisy_ties() -> tuple[Tensor, list[Row]]:
     """Equal logits so large that a float32 hardly has room for the noise: the largest sum is often
     there several times."""
     past = np.array([7, 8, 9], np.int32)
-    rows = [
-        Row(SamplingParams(seed=seed, logprobs=0), len(past), len(past), past) for seed in range(24)
-    ]
+    kinds = [SamplingParams(seed=seed, logprobs=0) for seed in range(24)]
+    rows = [Row(params, len(past), len(past), past) for params in kinds]
     logits = torch.full((len(rows), WIDE), 2.0**24)
     logits[::2, : BLOCK - 6] = 0.0
     return logits, rows
@@ -133,13 +130,10 @@ def noisy_ties() -> tuple[Tensor, list[Row]]:
 def noise_at_the_ends(rig: EngineHarness) -> None:
     """u lies in (0, 1) for every word, and the noise is the definition's."""
     for name, words in (("numpy", np.array(WORDS, np.int64)), ("torch", torch.tensor(WORDS))):
-        have = [float(x) for x in gumbel(words)]
-        far = [
-            f"{name}, word {w}: {x}"
-            for w, x in zip(WORDS, have, strict=True)
-            if not abs(x - choice.gumbel(w)) < CLOSE
-        ]
-        rig.note("noise", far, "finite at both ends, and the definition's")
+        for word, x in zip(WORDS, map(float, gumbel(words)), strict=True):
+            near = abs(x - choice.gumbel(word)) < CLOSE
+            held = "finite at both ends, and the definition's"
+            rig.check("noise", near, f"{name}, word {word}: {x}", held)
     places = [(5, 0, 1), (5, 1, 1), (-3, 2, 70), (2**45, 0, 2**20)]
     drawn = hashed.noise(torch.tensor([hashed.counter(*place) for place in places]), VOCAB)
     for at, place in enumerate(places):
@@ -151,16 +145,12 @@ def noise_at_the_ends(rig: EngineHarness) -> None:
 def ties(rig: EngineHarness) -> None:
     """Equals go to the lower id: the best token, the last of top-k, the last of top-p."""
     equal = torch.zeros(1, VOCAB)
-    for limit, allowed in (
-        ({"temperature": 0.0}, 1),
-        ({"top_k": 1}, 1),
-        ({"top_k": 3}, 3),
-        ({"top_p": 3 / VOCAB}, 3),
-    ):
-        params = SamplingParams.from_dict({"seed": 0, **limit})
+    limits = {"temperature": (0.0, 1), "top_k": (3, 3), "top_p": (3 / VOCAB, 3)}
+    for name, (limit, allowed) in [*limits.items(), ("top_k", (1, 1))]:
+        params = SamplingParams.from_dict({"seed": 0, name: limit})
         rows = [[Row(params, position)] for position in range(40)]
         seen = {int(sampler.sample(rig.device.ops, equal, row).token_ids) for row in rows}
-        fault = f"{limit}: {sorted(seen)} were chosen"
+        fault = f"{name} {limit}: {sorted(seen)} were chosen"
         rig.check("ties", seen == set(range(allowed)), fault, "by the lower id")
 
 
@@ -173,18 +163,15 @@ def bad_rows(rig: EngineHarness) -> None:
     for r, (value, _) in bad.items():
         spoilt[r, :: 1 if value == -torch.inf else 5] = value
     have = sampler.sample(rig.device.ops, spoilt, rows, (EOS,))
-    want = sampler.sample(rig.device.ops, logits, rows, (EOS,))
-    told = have.errors()
-    for r in range(len(rows)):
-        token, said = int(have.token_ids[r]), told.get(r, "")
-        want_token = int(want.token_ids[r])
-        fine = bad[r][1] in said and token == -1 if r in bad else not said and token == want_token
-        fault = f"row {r}: {said or 'no error'}, token {token}"
+    want = sampler.sample(rig.device.ops, logits, rows, (EOS,)).token_ids.tolist()
+    told, scores = have.errors(), have.logprobs
+    assert scores is not None, "every row asks for them"
+    for r, token in enumerate(have.token_ids.tolist()):
+        said, scored = told.get(r, ""), bool(scores.chosen[r].isfinite())
+        refused = bad[r][1] in said and token == -1 and not scored if r in bad else False
+        fine = refused or (r not in bad and not said and token == want[r])
+        fault = f"row {r}: {said or 'no error'}, token {token}, scored {scored}"
         rig.check("bad rows", fine, fault, "refused with a reason, alone")
-    assert have.logprobs is not None, "every row asks for them"
-    for r in bad:
-        nothing = not bool(have.logprobs.chosen[r].isfinite())
-        rig.check("bad rows", nothing, f"row {r}: a log-probability of nothing")
 
 
 def distribution(rig: EngineHarness, what: str, count: int) -> None:
@@ -193,10 +180,9 @@ def distribution(rig: EngineHarness, what: str, count: int) -> None:
     logits = torch.linspace(0, 2.5, 12)
     rows = []
     for i in range(count):
-        params = SamplingParams(
-            seed=i if what == "seed" else 1, sample_index=i if what == "sample_index" else 0
-        )
-        rows.append(Row(params, 3 + i if what == "position" else 3))
+        own = {"seed": 1, "sample_index": 0, "position": 3, what: i + 3}
+        position = own.pop("position")
+        rows.append(Row(SamplingParams(**own), position))
     chosen = sampler.sample(rig.device.ops, logits.expand(count, -1), rows).token_ids
     seen = torch.bincount(chosen, minlength=12).double()
     expected = logits.double().softmax(0) * count
@@ -218,8 +204,13 @@ def seeds(rig: EngineHarness, quick: bool) -> None:
         sampler.sample(rig.parts.model.ops, logits[r : r + 1], rows[r : r + 1], (EOS,))
         for r in range(len(rows))
     ]
-    for order in (range(len(rows)), range(len(rows) - 1, -1, -1)):
-        rig.note("batch", differing(rig, logits, rows, order, alone), "rows in company = alone")
+    for order in (list(range(len(rows))), list(reversed(range(len(rows))))):
+        many = sampler.sample(rig.parts.model.ops, logits[order], [rows[r] for r in order], (EOS,))
+        for r, have in zip(order, tokens_and_scores(many), strict=True):
+            (want,) = tokens_and_scores(alone[r])
+            same = have[0] == want[0] and same_bits(have[1], want[1])
+            fault = f"row {r}: {have} in company, {want} alone"
+            rig.check("batch", same, fault, "rows in company = alone")
     some = SamplingParams(max_tokens=10, logprobs=0, ignore_eos=True)
     kinds = (some, some, replace(some, n=2), replace(some, seed=7))
     jobs = rig.play("seed", rig.engine(), [Order((1, 2, 3), params) for params in kinds])
@@ -236,24 +227,10 @@ def seeds(rig: EngineHarness, quick: bool) -> None:
         rig.check("seed", same, f"request {i} is another one with its own seed")
 
 
-def differing(
-    rig: EngineHarness,
-    logits: Tensor,
-    rows: list[Row],
-    order: Sequence[int],
-    alone: list[sampler.Sampled],
-) -> list[str]:
-    """Rows that come out otherwise, in this order, than alone."""
-    picked = list(order)
-    many = sampler.sample(rig.parts.model.ops, logits[picked], [rows[r] for r in picked], (EOS,))
-    assert many.logprobs is not None, "every row asks for them"
-    found = []
-    for at, r in enumerate(picked):
-        have, want, scores = int(many.token_ids[at]), int(alone[r].token_ids), alone[r].logprobs
-        same = scores is not None and same_bits(many.logprobs.chosen[at], scores.chosen[0])
-        if have != want or not same:
-            found.append(f"row {r}: {have} in company, {want} alone")
-    return found
+def tokens_and_scores(sampled: sampler.Sampled) -> list[tuple[int, float]]:
+    """Of every row."""
+    assert sampled.logprobs is not None, "every row asks for them"
+    return list(zip(sampled.token_ids.tolist(), sampled.logprobs.chosen.tolist(), strict=True))
 
 
 RECIPES = (choices, seeds)
