@@ -179,29 +179,25 @@ class EngineHarness(Judgement):
         """Runs a story to its end and compares every request with its recomputation, as property
         `name`."""
         before = Counter(engine.seen) + Counter(engine.scheduler.counters)
-        jobs: list[Generation] = []
-        streams: dict[int, list[Chunk]] = {}
+        streams: dict[Generation, list[Chunk]] = {}
         try:
-            self._run(engine, orders, disturb, jobs, streams)
+            self._run(engine, orders, disturb, streams)
         except PlanError as error:
             self.note("plan", [f"PlanError: {error}"])
         except Exception as error:  # whatever broken code raises ends the story
             self.note("raised", [f"{type(error).__name__}: {error}"])
         oracle = self.oracle_of(engine)
-        found = [
-            f
-            for i, job in enumerate(jobs)
-            for f in self._differences(f"request {i}", job, orders[i], streams.get(i, []), oracle)
-        ]
-        self.counters["requests"] += len(jobs)
-        self.counters["tokens"] += sum(len(d.token_ids) for job in jobs for d in job.completions)
-        self.note(name, found, "every request has the bits of its recomputation")
+        self.note(name, [], "every request has the bits of its recomputation")
         self.note("pages", [], "free + cached + held = all, after every step")
-        for i, job in enumerate(jobs):
+        for i, (job, stream) in enumerate(streams.items()):
+            self.note(name, self._differences(f"request {i}", job, orders[i], oracle))
+            self.note(name, [f"request {i}: {fault}" for fault in stream_faults(job, stream)])
             errors = [f"request {i}: {d.error}" for d in job.completions if d.error]
             self.note("poison", errors, "no NaN was read")
+            self.counters["tokens"] += sum(len(d.token_ids) for d in job.completions)
+        self.counters["requests"] += len(streams)
         self.counters.update((Counter(engine.seen) + Counter(engine.scheduler.counters)) - before)
-        return jobs
+        return list(streams)
 
     def story(
         self, name: str, orders: Sequence[Order], disturb: Disturb | None = None, **options: Any
@@ -214,19 +210,18 @@ class EngineHarness(Judgement):
         engine: InstrumentedEngine,
         orders: Sequence[Order],
         disturb: Disturb | None,
-        jobs: list[Generation],
-        streams: dict[int, list[Chunk]],
+        streams: dict[Generation, list[Chunk]],
     ) -> None:
         step = 0
-        while len(jobs) < len(orders) or engine.busy:
-            while len(jobs) < len(orders) and orders[len(jobs)].at <= step:
-                jobs.append(orders[len(jobs)].given_to(engine))
-            for i, job in enumerate(jobs):
-                if orders[i].abort == step and not job.done:
+        while len(streams) < len(orders) or engine.busy:
+            while len(streams) < len(orders) and orders[len(streams)].at <= step:
+                streams[orders[len(streams)].given_to(engine)] = []
+            for job, order in zip(streams, orders, strict=False):
+                if order.abort == step and not job.done:
                     engine.abort(job)
                     self.counters["aborted"] += 1
             if disturb is not None:
-                disturb(engine, jobs, step)
+                disturb(engine, list(streams), step)
             engine.poison()
             try:
                 engine.step()
@@ -236,8 +231,8 @@ class EngineHarness(Judgement):
                 engine.check()
             except RuleError as error:
                 self.note("pages", [str(error)])
-            for i, job in enumerate(jobs):
-                streams.setdefault(i, []).extend(job.news())
+            for job, stream in streams.items():
+                stream.extend(job.news())
             step += 1
             if step > STEPS:
                 rule = f"a story ends within {STEPS} steps"
@@ -270,9 +265,7 @@ class EngineHarness(Judgement):
             self.rounded[dtype] = Recompute(self.parts, dtype)
         return self.rounded[dtype]
 
-    def _differences(
-        self, who: str, job: Generation, order: Order, stream: Sequence[Chunk], oracle: Recompute
-    ) -> list[str]:
+    def _differences(self, who: str, job: Generation, order: Order, oracle: Recompute) -> list[str]:
         out, found = job.output(""), list[str]()
         seeded = order if order.params.seed is not None else replace(order, params=job.params)
         want = oracle.completions(seeded, [c.token_ids for c in out.completions])
@@ -290,9 +283,7 @@ class EngineHarness(Judgement):
                 found.append(f"{name}: log-probabilities differ in bits")
             elif have.top_logprobs is not None and have.top_logprobs != tuple(answer.best[:n]):
                 found.append(f"{name}: the best tokens differ")
-        found += self._scores(who, job, order, oracle)
-        found += [f"{who}: {fault}" for fault in stream_faults(job, stream)] if stream else []
-        return found
+        return found + self._scores(who, job, order, oracle)
 
     def _scores(self, who: str, job: Generation, order: Order, oracle: Recompute) -> list[str]:
         out, k = job.output(""), order.params.top_prompt_logprobs
@@ -327,7 +318,7 @@ class EngineHarness(Judgement):
 def stream_faults(job: Generation, stream: Sequence[Chunk]) -> list[str]:
     """Where what was streamed is not what the answer says at the end."""
     found = []
-    for completion in job.output("").completions if job.done else ():
+    for completion in job.output("").completions if job.done and stream else ():
         mine = [c for c in stream if c.index == completion.index]
         text = "".join(c.text for c in mine)
         if text != completion.text:

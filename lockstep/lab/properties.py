@@ -9,9 +9,10 @@ a bit. Memory is inspected in the first run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,93 +89,90 @@ def judge(
     recipe: Recipe, feature: Feature, backend: Backend, options: RunOptions = FULL
 ) -> Judgement:
     """Runs one cell. Raises only what the code under test raises."""
-    script, rows, answers = material(recipe.name, feature.name, options.device)
-    feature = feature.on(options.device)
-    result, faults = Judgement(), list[str]()
-    plainly = Setting(checks=options.checks, device=options.device)
+    cell = AttentionCell(recipe, feature, backend, options)
+    main = cell.run(cell.script, inspect=True)
+    cell.counters = Counter({name: int(count) for name, count in main.counters.items()})
+    cell.judge_values(main)
+    cell.require(recipe.required_counters)
+    padded = cell.run(cell.script, inspect=True, pad=True)
+    if not padded.counters["pad_rows"] and main.counters["rows"]:
+        cell.note("paths", ["nothing was padded"])
+    if backend.caps.invariances:
+        cell.judge_bits(main, padded, options.quick)
+    for name in MEMORY:
+        found = [f.partition(": ")[2] for f in cell.memory if f.startswith(name + ":")]
+        cell.note(name, found, f"{main.counters['steps']} steps, and in every other run")
+    return cell
 
-    def run(story: Script, **setting: object) -> Record:
-        how = replace(plainly, **setting)  # type: ignore[arg-type]
-        record = AttentionHarness(feature, story, rows, backend, how).run()
-        faults.extend(record.faults)
+
+class AttentionCell(Judgement):
+    """A recipe on a feature, run in every way that may not change a bit. `memory` is what was wrong
+    in any of the runs: plans that do not say what they should or do not survive packing, writes
+    that are not exact, guard bands, pages that do not come back."""
+
+    def __init__(
+        self, recipe: Recipe, feature: Feature, backend: Backend, options: RunOptions
+    ) -> None:
+        super().__init__()
+        self.script, self.rows, self.answers = material(recipe.name, feature.name, options.device)
+        self.feature, self.backend = feature.on(options.device), backend
+        self.setting = Setting(checks=options.checks, device=options.device)
+        self.memory: list[str] = []
+
+    def run(self, story: Script, **setting: Any) -> Record:
+        """A story in this setting."""
+        how = replace(self.setting, **setting)
+        record = AttentionHarness(self.feature, story, self.rows, self.backend, how).run()
+        self.memory += record.faults
         return record
 
-    main = run(script, inspect=True)
-    result.counters = Counter({name: int(count) for name, count in main.counters.items()})
-    values(result, main, answers)
-    result.require(recipe.required_counters)
-    padded = run(script, inspect=True, pad=True)
-    if not padded.counters["pad_rows"] and main.counters["rows"]:
-        result.note("paths", ["nothing was padded"])
-    if backend.caps.invariances:
-        done = {"main": main, "pad": padded}
-        bits(result, (feature, script, backend), run, done, options.quick)
-    memory(result, faults, main.counters["steps"])
-    return result
+    def judge_values(self, main: Record) -> None:
+        """Outputs and LSE against float64, within the derived tolerance; a NaN is a slot nobody
+        wrote."""
+        errors = {"value": 0.0, "lse": 0.0}
+        for g, layers in enumerate(self.answers):
+            seen = main.seen[g]
+            for layer, answer in enumerate(layers):
+                where = f"group {g} layer {layer}:"
+                for name, have, want, tol in (
+                    ("value", main.out[g][layer], answer.out, answer.out_tol[..., None]),
+                    ("lse", main.lse[g][layer], answer.lse, answer.lse_tol),
+                ):
+                    error, used = _error(have[seen], want[seen], tol[seen])
+                    errors[name] = max(errors[name], error)
+                    self.tolerance_used = max(self.tolerance_used, used)
+                    fault = f"{where} off by {error:.3g}, {used:.3g} of the tolerance"
+                    self.check(name, used <= 1, fault, f"max error {errors[name]:.3g}")
+                    finite = not bool(have[seen].isnan().any())
+                    self.check("poison", finite, f"{where} NaN in {name}", "no NaN was read")
+        self.out_error, self.lse_error = errors["value"], errors["lse"]
 
+    def judge_bits(self, main: Record, padded: Record, quick: bool) -> None:
+        """Bitwise equality with the plain way, for the recipe itself and for every other way to run
+        it."""
+        script, want = self.script, self.run(plain(self.script), seed=5)
 
-def values(result: Judgement, main: Record, answers: list[list[oracle.Answer]]) -> None:
-    """Outputs and LSE against float64, within the derived tolerance; a NaN is a slot nobody
-    wrote."""
-    errors = {"value": 0.0, "lse": 0.0}
-    for g, layers in enumerate(answers):
-        seen = main.seen[g]
-        for layer, answer in enumerate(layers):
-            where = f"group {g} layer {layer}:"
-            for name, have, want, tol in (
-                ("value", main.out[g][layer], answer.out, answer.out_tol[..., None]),
-                ("lse", main.lse[g][layer], answer.lse, answer.lse_tol),
-            ):
-                error, used = _error(have[seen], want[seen], tol[seen])
-                errors[name] = max(errors[name], error)
-                result.tolerance_used = max(result.tolerance_used, used)
-                fault = f"{where} off by {error:.3g}, {used:.3g} of the tolerance"
-                result.check(name, used <= 1, fault, f"max error {errors[name]:.3g}")
-                finite = not bool(have[seen].isnan().any())
-                result.check("poison", finite, f"{where} NaN in {name}", "no NaN was read")
-    result.out_error, result.lse_error = errors["value"], errors["lse"]
+        def compare(name: str, told: str, *records: Record, tokens: set[int] | None = None) -> None:
+            if ("batch" if name == "alone" else name) in self.backend.caps.invariances:
+                pairs = (diff for record in records for diff in _differences(record, want, tokens))
+                self.note(name, pairs, told)
 
-
-def memory(result: Judgement, faults: list[str], steps: int) -> None:
-    """In every run: plans that say what they should and survive packing, exact writes, intact guard
-    bands, pages that come back."""
-    for name in MEMORY:
-        found = [f.partition(": ")[2] for f in faults if f.startswith(name + ":")]
-        result.note(name, found, f"{steps} steps, and in every other run")
-
-
-def bits(
-    result: Judgement,
-    what: tuple[Feature, Script, Backend],
-    run: Callable[..., Record],
-    done: dict[str, Record],
-    quick: bool,
-) -> None:
-    """Bitwise equality with the plain way, for the recipe itself and for every other way to run
-    it."""
-    feature, script, backend = what
-    main, padded = done["main"], done["pad"]
-    want = run(plain(script), seed=5)
-    promised = backend.caps.invariances
-
-    def compare(name: str, records: Iterable[Record], tokens: set[int] | None, told: str) -> None:
-        if ("batch" if name == "alone" else name) in promised:
-            pairs = [diff for record in records for diff in _differences(record, want, tokens)]
-            result.note(name, pairs, told)
-
-    for kind, tokens in sorted(main.kinds.items()):
-        compare(kind, [main], tokens, f"{len(tokens)} rows equal alone, whole and cold")
-    cut = chunked(script, 7)
-    if len(cut.steps) > len(script.steps) and not feature.fresh:
-        compare("chunk", [run(cut)], None, f"{len(cut.steps)} steps for {len(script.steps)}")
-    if not feature.fresh:
-        sizes = (1, 64) if quick else (1, 2, 64)
-        compare("page", [run(script, page_size=p) for p in sizes], None, f"page sizes {sizes}")
-    compare("pad", [padded], None, f"{padded.counters['pad_rows']} pad rows")
-    compare("threads", [run(script, threads=1)], None, "1 and 2 threads")
-    if not quick:
-        each = [run(alone(script, r)) for r in script.lineage]
-        compare("alone", each, None, f"{len(each)} requests by themselves")
+        for kind, tokens in sorted(main.kinds.items()):
+            told = f"{len(tokens)} rows equal alone, whole and cold"
+            compare(kind, told, main, tokens=tokens)
+        if not self.feature.fresh:
+            cut = chunked(script, 7)
+            if len(cut.steps) > len(script.steps):
+                told = f"{len(cut.steps)} steps for {len(script.steps)}"
+                compare("chunk", told, self.run(cut))
+            sizes = (1, 64) if quick else (1, 2, 64)
+            paged = [self.run(script, page_size=size) for size in sizes]
+            compare("page", f"page sizes {sizes}", *paged)
+        compare("pad", f"{padded.counters['pad_rows']} pad rows", padded)
+        compare("threads", "1 and 2 threads", self.run(script, threads=1))
+        if not quick:
+            each = [self.run(alone(script, r)) for r in script.lineage]
+            compare("alone", f"{len(each)} requests by themselves", *each)
 
 
 def off(have: Tensor, want: Tensor) -> Tensor:
@@ -200,17 +198,13 @@ def _differences(have: Record, want: Record, tokens: set[int] | None) -> list[st
     for g, seen in enumerate(have.seen):
         both = seen & want.seen[g]
         if tokens is not None:
-            chosen = torch.zeros_like(both)
-            chosen[list(tokens)] = True
-            both = both & chosen
+            both &= torch.tensor([uid in tokens for uid in range(len(both))])
         for layer in range(len(have.out[g])):
             for name, a, b in (("out", have.out, want.out), ("lse", have.lse, want.lse)):
                 x, y = a[g][layer][both], b[g][layer][both]
                 off = ((as_bits(x) != as_bits(y)) | x.isnan()).flatten(1).any(1)
                 if bool(off.any()):
-                    first = int(both.nonzero()[off][0])
-                    found.append(
-                        f"group {g} layer {layer}: {int(off.sum())} of {len(off)} rows differ in "
-                        f"{name}, first token {first}"
-                    )
+                    count, first = int(off.sum()), int(both.nonzero()[off][0])
+                    rows = f"{count} of {len(off)} rows differ in {name}, first token {first}"
+                    found.append(f"group {g} layer {layer}: {rows}")
     return found
