@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.attention import select
-from lockstep.bench.machine import block, place, race, set_threads
+from lockstep.bench.machine import block, note, place, race, set_threads, tell
+from lockstep.bench.results import failed, line, result, summary
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
 from lockstep.kv.sizing import group_bytes
 from lockstep.kv.tables import Table
-from lockstep.lab.document import write
+from lockstep.lab.document import publish
 from lockstep.plan.build import Work, build
 from lockstep.plan.check import check
 from lockstep.plan.step import StepPlan
@@ -63,27 +64,6 @@ class Case:
         return {"gathered": 1.5 if self.requests == 1 else 2.0, "contiguous": 0.75}
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One case: medians, ratios to the peers (above 1 is faster than the peer), and whether the
-    targets were reached."""
-
-    case: str
-    microseconds: dict[str, float]
-    ratios: dict[str, float]
-    targets: dict[str, float]
-    met: bool
-    undisturbed: bool
-    runs: dict[str, list[float]]
-
-    def __str__(self) -> str:
-        least = {name: f" (>= {target})" for name, target in self.targets.items()}
-        ratios = [f"{name} x{r:.2f}{least.get(name, '')}" for name, r in self.ratios.items()]
-        mark, disturbed = "ok " if self.met else "LOW", "" if self.undisturbed else "  disturbed"
-        head = f"{mark} {self.case:42} {self.microseconds['lockstep']:10.0f} us"
-        return f"{head}   {'  '.join(ratios)}{disturbed}"
-
-
 def cases(quick: bool) -> list[Case]:
     """The shapes of the benchmark; `quick` keeps one of each kind."""
     shapes = [("decode", b, s - 1, 1) for b in (1, 8, 32) for s in (512, 2048)]
@@ -102,45 +82,27 @@ def run(args: argparse.Namespace) -> int:
     """Measures every case; prints a table, writes JSON, returns 1 if a target was missed."""
     threads = set_threads(args.threads)
     checks, memory = check_times(), memory_check()  # first, in a fresh process
-    results = []
-    todo = cases(args.quick)
-    for i, case in enumerate(todo, 1):
-        print(f"[{i}/{len(todo)}] {case.name} ...", file=sys.stderr, end="\r", flush=True)
-        results.append(measure(case, args.repeat or 3))
-        print(results[-1], file=sys.stderr, flush=True)
-    document = {
+    document: dict[str, Any] = {
         "environment": place(threads),
+        "quick": args.quick,
         "page_size": PAGE,
-        "cases": [asdict(r) for r in results],
+        "cases": [],
         "plan_check_us": checks,
         "memory_bytes": memory,
     }
-    if args.json:
-        write(document, args.json)
-    missed = [r.case for r in results if not r.met]
-    if args.json != "-":
-        told = f": not {'; '.join(missed)}" if missed else ""
-        print(f"{len(results) - len(missed)} of {len(results)} cases reach their targets{told}")
-        print("plan.check: " + ", ".join(f"{k} {v:.0f} us" for k, v in checks.items()))
-        print(f"cache bytes: printed {memory['arithmetic']:,}, allocated {memory['storages']:,}")
-    return 1 if missed else 0
-
-
-def measure(case: Case, runs: int) -> Measured:
-    """Medians of `runs` undisturbed runs, and how many times as fast as each peer Lockstep was."""
-    timing = race(contenders(case), runs, seconds=0.4)
-    times = {name: timing.median(name) for name in timing.runs}
-    ratios = {name: round(t / times["lockstep"], 3) for name, t in times.items()}
-    del ratios["lockstep"]
-    return Measured(
-        case=case.name,
-        microseconds={name: round(t * 1e6, 1) for name, t in times.items()},
-        ratios=ratios,
-        targets=case.targets,
-        met=all(ratios[name] >= target for name, target in case.targets.items()),
-        undisturbed=timing.undisturbed,
-        runs={name: [round(t * 1e6, 1) for t in values] for name, values in timing.runs.items()},
-    )
+    for case in cases(args.quick):
+        note(case.name)
+        timing = race(contenders(case), args.repeat or 3, seconds=0.4)
+        measured = result(timing.scaled(1e6), "us", case.targets, quick=args.quick)
+        document["cases"].append({"case": case.name, **measured})
+        tell(line(document["cases"][-1]))
+    told = [
+        summary(document),
+        "plan.check: " + ", ".join(f"{k} {v:.0f} us" for k, v in checks.items()),
+        f"cache bytes: printed {memory['arithmetic']:,}, allocated {memory['storages']:,}",
+    ]
+    publish(args, document, told)
+    return int(failed(document))
 
 
 def contenders(case: Case) -> dict[str, Callable[[], object]]:

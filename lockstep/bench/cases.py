@@ -7,16 +7,16 @@ the value itself. What is measured is written in `contender`, what transformers 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.bench.contender import Measures, Sizes, first_byte
 from lockstep.bench.machine import Measure, Timing, alternate, note
+from lockstep.bench.results import HIGHER, Result, result
 from lockstep.bench.work import Ours, Played, Work
 from lockstep.llm.engine import BUILTIN
 
@@ -24,31 +24,23 @@ if TYPE_CHECKING:
     from lockstep.bench.peers import Batching, Peer
 
 PROMPT = "def binary_search(items, target):"
-HIGHER = "tokens per second"  # the one unit of which more is better
-Details = dict[str, object]
+Details = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement. `targets`: the least ratio to each contender; `aims`: where we would like to
-    be; `limit`: the largest value."""
+    """One measurement. `targets`: the least ratio to each contender; `limit`: the largest value."""
 
     kind: str
     model: str
     unit: str
     targets: Mapping[str, float] = field(default_factory=dict)
-    aims: Mapping[str, float] = field(default_factory=dict)
     limit: float | None = None
 
-    @property
-    def name(self) -> str:
-        return f"{self.kind} {self.model}"
 
-
-LEAST, AIMS = {"static": 2.5, "continuous": 1.8}, {"static": 4.0, "continuous": 3.0}
 CASES = (
     Case("decode", "builtin", "ms per token", {"generate": 1.5}),
-    Case("mixed", "builtin", HIGHER, LEAST, AIMS),
+    Case("mixed", "builtin", HIGHER, {"static": 2.5, "continuous": 1.8}),
     Case("prefix", "builtin", "ms to first token", {"cold": 8.0}),
     Case("decode", "100m", "ms per token", {"generate": 1.0}),
     Case("mixed", "100m", HIGHER, {"continuous": 1.3}),
@@ -84,16 +76,19 @@ class Contenders:
         """Measures by turns, as often as was asked for; a quick run takes what it gets."""
         return alternate(measures, self.runs, self.on_progress, 0 if self.sizes.small else 3)
 
+    def differing(self, model: str, work: Work, first: Played, theirs: Played) -> int:
+        """How many requests got other tokens from the peer than in our `first`."""
+        from lockstep.bench.peers import disagreements
+
+        return disagreements(self.peer(model), work, first, theirs)
+
     def _folder(self, model: str) -> Path:
         if model == "builtin":
             return BUILTIN
-        from lockstep.bench.peers import make_llama
+        from lockstep.bench.peers import llama_folder
 
         self.on_progress("making the random llama")
-        made = tempfile.TemporaryDirectory(prefix="lockstep-bench-")
-        folder = Path(self._stack.enter_context(made))
-        make_llama(folder, self.sizes.small)
-        return folder
+        return self._stack.enter_context(llama_folder(self.sizes.small))
 
     def _ours(self, model: str) -> Ours:
         self.on_progress("loading the model")
@@ -106,88 +101,38 @@ class Contenders:
         return Peer(self.folder(model))
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One case: medians, ratios to the others (above 1 is better than they), targets, every run.
-    `met` is None if nothing was judged: there is no target, the sizes are small, or others used the
-    machine, which can slow a contender twentyfold.
-    """
-
-    case: str
-    kind: str
-    model: str
-    unit: str
-    values: dict[str, float]
-    ratios: dict[str, float]
-    targets: dict[str, float]
-    aims: dict[str, float]
-    limit: float | None
-    met: bool | None
-    undisturbed: bool
-    runs: dict[str, list[float]]
-    others: dict[str, list[float]]
-    more: Details
-
-
-def measure(case: Case, contenders: Contenders) -> Measured:
+def measure(case: Case, contenders: Contenders) -> Result:
     """Measures one case; the targets count unless the sizes are the small ones."""
     kinds = {"decode": decode, "mixed": mixed, "prefix": prefix, "start": start}
-    contenders.on_progress = lambda text: note(f"{case.name}: {text}")
+    name = f"{case.kind} {case.model}"
+    contenders.on_progress = lambda text: note(f"{name}: {text}")
     timing, more = kinds[case.kind](case.model, contenders)
-    values = {name: round(timing.median(name), 4) for name in timing.runs}
-    ours, sign = values["lockstep"], 1 if case.unit == HIGHER else -1
-    peers = {name: value for name, value in values.items() if name != "lockstep"}
-    ratios = {name: round((ours / value) ** sign, 3) for name, value in peers.items()}
-    return Measured(
-        case=case.name,
-        kind=case.kind,
-        model=case.model,
-        unit=case.unit,
-        values=values,
-        ratios=ratios,
-        targets=dict(case.targets),
-        aims=dict(case.aims),
-        limit=case.limit,
-        met=judge(case, values, ratios, contenders) if timing.undisturbed else None,
-        undisturbed=timing.undisturbed,
-        runs={name: [round(v, 4) for v in each] for name, each in timing.runs.items()},
-        others=timing.others,
-        more=more,
-    )
-
-
-def judge(
-    case: Case, values: Mapping[str, float], ratios: Mapping[str, float], contenders: Contenders
-) -> bool | None:
-    """Whether the targets were reached. A peer that was asked for and gave no number counts as a
-    target missed."""
-    peers = contenders.compares
-    wanted = {name: least for name, least in case.targets.items() if peers or name in ratios}
-    if contenders.sizes.small or (not wanted and case.limit is None):
-        return None
-    reached = all(ratios.get(name, 0.0) >= least for name, least in wanted.items())
-    return reached and values["lockstep"] <= (case.limit or float("inf"))
-
-
-def scaled(by: float, measure: Measure) -> Measure:
-    """The same in another unit."""
-    return lambda seed: by * measure(seed)
+    return {
+        **{"case": name, "kind": case.kind, "model": case.model},
+        **result(
+            timing,
+            case.unit,
+            case.targets,
+            limit=case.limit,
+            absent=not contenders.compares,
+            quick=contenders.sizes.small,
+        ),
+        "more": more,
+    }
 
 
 def decode(model: str, contenders: Contenders) -> tuple[Timing, Details]:
     """Batch 1, greedy: the time from the first to the last new token."""
     ours, (prompt_len, new) = contenders.measures(model), contenders.sizes.decode
     contenders.on_progress("comparing tokens" if contenders.compares else "warming up")
-    ways = {"lockstep": scaled(1e3, ours.decode)}
-    first = ours.play(ours.decode_work(0))
+    work = ours.decode_work(0)
+    first, ways = ours.play(work), {"lockstep": ours.decode}
     more: Details = {"prompt_len": prompt_len, "new_tokens": new}
     if contenders.compares:
-        from lockstep.bench.peers import disagreements
-
-        peer, work = contenders.peer(model), ours.decode_work(0)
-        more["differing"] = {"generate": disagreements(peer, work, first, peer.generate(work))}
-        ways["generate"] = scaled(1e3, contenders.measures(model, peer.generate).decode)
-    return contenders.alternate(ways), more
+        generate = contenders.peer(model).generate
+        more["differing"] = {"generate": contenders.differing(model, work, first, generate(work))}
+        ways["generate"] = contenders.measures(model, generate).decode
+    return contenders.alternate(ways).scaled(1e3), more
 
 
 def mixed(model: str, contenders: Contenders) -> tuple[Timing, Details]:
@@ -195,12 +140,12 @@ def mixed(model: str, contenders: Contenders) -> tuple[Timing, Details]:
     ours = contenders.measures(model)
     work = ours.mixed_work(0)
 
-    def rate(play: Callable[[Work], Played] | None) -> Measure:
+    def rate(play: Callable[[Work], Played]) -> Measure:
         return lambda seed: work.new_tokens / contenders.measures(model, play).mixed(seed)
 
     contenders.on_progress("comparing tokens" if contenders.compares else "warming up")
     trial = work.first(contenders.sizes.trial)
-    first, ways = ours.play(trial), {"lockstep": rate(None)}
+    first, ways = ours.play(trial), {"lockstep": rate(ours.play)}
     more: Details = {
         "requests": len(work.news),
         "prompt_tokens": sum(map(len, work.prompts)),
@@ -208,14 +153,13 @@ def mixed(model: str, contenders: Contenders) -> tuple[Timing, Details]:
     }
     if not contenders.compares:
         return contenders.alternate(ways), more
-    from lockstep.bench.peers import disagreements
-
     peer = contenders.peer(model)
-    differing = {"static": disagreements(peer, trial, first, peer.generate(trial))}
-    more["differing"], ways["static"] = differing, rate(peer.generate)
+    static = contenders.differing(model, trial, first, peer.generate(trial))
+    more["differing"], ways["static"] = {"static": static}, rate(peer.generate)
     with ExitStack() as stack:
         try:
-            best, differing["continuous"], more["batching"] = choose(peer, trial, first, contenders)
+            best, differing, more["batching"] = choose(model, trial, first, contenders)
+            more["differing"]["continuous"] = differing
             ways["continuous"] = rate(stack.enter_context(peer.continuous(best, work)).play)
         except Exception as error:  # whatever it raises on this machine is a result to show
             more["errors"] = {"continuous": f"{type(error).__name__}: {error}"}
@@ -223,20 +167,20 @@ def mixed(model: str, contenders: Contenders) -> tuple[Timing, Details]:
 
 
 def choose(
-    peer: Peer, trial: Work, first: Played, contenders: Contenders
+    model: str, trial: Work, first: Played, contenders: Contenders
 ) -> tuple[Batching, int, Details]:
     """The fastest settings of continuous batching on this machine, how many requests got other
     tokens than in our `first`, and what was tried."""
-    from lockstep.bench.peers import BATCHINGS, disagreements
+    from lockstep.bench.peers import BATCHINGS
 
     settings = {str(b): b for b in BATCHINGS[: 1 if contenders.sizes.small else None]}
     differing = [0]
 
     def rate(batching: Batching) -> Measure:
         def once(_: int) -> float:
-            with peer.continuous(batching, trial) as manager:
+            with contenders.peer(model).continuous(batching, trial) as manager:
                 played = manager.play(trial)
-            differing.append(disagreements(peer, trial, first, played))
+            differing.append(contenders.differing(model, trial, first, played))
             return trial.new_tokens / played.seconds
 
         return once
@@ -260,10 +204,11 @@ def prefix(model: str, contenders: Contenders) -> tuple[Timing, Details]:
     cold."""
     ours, (cached, new) = contenders.measures(model), contenders.sizes.prefix
     contenders.on_progress("warming up")
-    ways = {"lockstep": scaled(1e3, ours.prefix), "cold": scaled(1e3, ours.cold)}
+    ways = {"lockstep": ours.prefix, "cold": ours.cold}
     for way in ways.values():
         way(0)
-    return contenders.alternate(ways), {"cached_tokens": cached, "new_prompt_tokens": new}
+    more: Details = {"cached_tokens": cached, "new_prompt_tokens": new}
+    return contenders.alternate(ways).scaled(1e3), more
 
 
 def start(model: str, contenders: Contenders) -> tuple[Timing, Details]:

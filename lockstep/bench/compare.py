@@ -30,7 +30,8 @@ from lockstep.bench import contender, machine
 from lockstep.bench.attention import cases as attention_cases
 from lockstep.bench.contender import NOT_HOST, Answer
 from lockstep.bench.machine import note, place, tell
-from lockstep.lab.document import write
+from lockstep.lab.document import publish
+from lockstep.llm.engine import BUILTIN
 from lockstep.progress import Progress
 from lockstep.types import RuleError
 
@@ -150,13 +151,10 @@ def run(args: argparse.Namespace) -> int:
                 results.append(compare(todo, sides, args))
     compared = [joined(each) for each in zip(*results, strict=True)]
     document = summary(args.base, compared)
-    if args.json:
-        write(document, args.json)
-    if args.json != "-":
-        mean, each = document["mean_ratio"], document["least_ratio"]
-        print(f"{len(compared)} cases: mean x{mean:.3f} (>= {LEAST_MEAN}), least x{each:.3f}")
-        slow = [r.case for r in compared if not r.met]
-        print(f"too slow: {'; '.join(slow)}" if slow else "no case is too slow")
+    mean, each = document["mean_ratio"], document["least_ratio"]
+    head = f"{len(compared)} cases: mean x{mean:.3f} (>= {LEAST_MEAN}), least x{each:.3f}"
+    slow = [r.case for r in compared if not r.met]
+    publish(args, document, [head, f"too slow: {'; '.join(slow)}" if slow else "none is too slow"])
     return 0 if document["met"] else 1
 
 
@@ -167,7 +165,7 @@ def run_step(args: argparse.Namespace) -> int:
         trees = [stack.enter_context(base_tree(args.base))] if args.base else []
         folders = stack.enter_context(models([]))
         sides = stack.enter_context(sides_of((*trees, ROOT), folders))
-        answers, undisturbed = by_turns(STEP, sides, args.repeat or 5, 1 if args.quick else TRIES)
+        answers, undisturbed = by_turns(STEP, sides, args)
     medians, means = ([_parts(side, kind) for side in answers] for kind in ("medians", "means"))
     new, mean = medians[-1]["host"], means[-1]["host"]
     met = new <= HOST_MEDIAN_S and mean <= HOST_MEAN_S
@@ -183,10 +181,8 @@ def run_step(args: argparse.Namespace) -> int:
         "undisturbed": undisturbed,
         "met": met,
     }
-    if args.json:
-        write(document, args.json)
-    if args.json != "-":
-        print("\n".join(step_lines(medians, means)) + ("" if undisturbed else "\ndisturbed"))
+    disturbed = [] if undisturbed else ["disturbed"]
+    publish(args, document, [*step_lines(medians, means), *disturbed])
     return 0 if met and undisturbed else 1
 
 
@@ -223,9 +219,7 @@ def compare(todo: Sequence[str], sides: Sequence[Side], args: argparse.Namespace
         for case in todo:
             note(case)
             try:
-                turns, undisturbed = by_turns(
-                    case, sides, args.repeat or 5, 1 if args.quick else TRIES
-                )
+                turns, undisturbed = by_turns(case, sides, args)
                 old, new = (tuple(turn["seconds"] for turn in side) for side in turns)
                 results.append(Compared(case, old, new, undisturbed))
             except RuntimeError as error:
@@ -236,28 +230,26 @@ def compare(todo: Sequence[str], sides: Sequence[Side], args: argparse.Namespace
 
 
 def by_turns(
-    case: str, sides: Sequence[Side], rounds: int, tries: int
+    case: str, sides: Sequence[Side], args: argparse.Namespace
 ) -> tuple[list[list[Answer]], bool]:
-    """Each side's answers, one per round, and whether no round was disturbed. The side that begins
-    alternates. A disturbed round is repeated; the least disturbed of its tries counts."""
+    """Each side's answers, one per turn, and whether no turn was disturbed. The side that begins
+    alternates."""
     answers: list[list[Answer]] = [[] for _ in sides]
-    undisturbed = True
+    tries, undisturbed = 0 if args.quick else TRIES - 1, True
+
+    def turn(seed: int) -> list[Answer]:
+        order = sides if seed % 2 else sides[::-1]
+        have = {side: side.measure(case, seed) for side in order}
+        return [have[side] for side in sides]
+
     for side in sides:
         side.measure(case, 0)  # prepares and warms
-    for turn in range(rounds):
-        tried: list[tuple[float, int, list[Answer]]] = []
-        while len(tried) < tries and (not tried or min(tried)[0] > machine.OTHERS):
-            if tried:
-                machine.wait_until_undisturbed()
-            seed = 1 + turn * tries + len(tried)
-            with machine.watched(lambda: sum(side.cpu_s() for side in sides)) as watch:
-                order = sides if seed % 2 else sides[::-1]
-                have = {side: side.measure(case, seed) for side in order}
-            tried.append((watch.others, seed, [have[side] for side in sides]))
-        others, _, values = min(tried)
+    for number in range(args.repeat or 5):
+        seed, own = 1 + number * (tries + 1), lambda: sum(side.cpu_s() for side in sides)
+        others, have = machine.least_disturbed(turn, seed, tries, own)
         undisturbed &= others <= machine.OTHERS
-        for at, value in enumerate(values):
-            answers[at].append(value)
+        for side_answers, answer in zip(answers, have, strict=True):
+            side_answers.append(answer)
     return answers, undisturbed
 
 
@@ -322,11 +314,12 @@ def base_tree(base: str) -> Iterator[Path]:
 @contextmanager
 def models(todo: Sequence[str]) -> Iterator[dict[str, str]]:
     """Folders of the models that the cases need; both sides load the very same files."""
-    from lockstep.bench.peers import make_llama
-    from lockstep.llm.engine import BUILTIN
+    from lockstep.bench.peers import llama_folder
 
-    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
-        if any(name.endswith("100m") for name in todo):
-            note("making the random llama")
-            make_llama(Path(folder), small=False)
-        yield {"builtin": str(BUILTIN), "100m": folder}
+    folders = {"builtin": str(BUILTIN)}
+    if not any(name.endswith("100m") for name in todo):
+        yield folders
+        return
+    note("making the random llama")
+    with llama_folder(small=False) as made:
+        yield {**folders, "100m": str(made)}

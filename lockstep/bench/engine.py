@@ -8,41 +8,33 @@ run; `--from` prints and draws from such a document again. `cli` calls `run`.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from lockstep.bench import curves, table
+from lockstep.bench import curves, results
 from lockstep.bench.cases import CASES, Case, Contenders, measure
 from lockstep.bench.contender import FULL, QUICK
 from lockstep.bench.machine import place, set_threads, tell
-from lockstep.lab.document import write
+from lockstep.lab.document import Document, publish, read
 from lockstep.types import RuleError
 
-Document = dict[str, Any]
+COMMAND, KEYS = "lockstep bench engine", ("cases", "environment", "repeat", "quick")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, or reads what was measured; prints and writes. Returns 1 if a target was missed, or
     could not be judged."""
-    document = read(args.source) if args.source else bench(args)
+    document = bench(args) if args.source is None else read(args.source, COMMAND, *KEYS)
     if args.curves:
         if "curves" not in document:
             remedy = "Measure them: `lockstep bench engine --curves --json F`"
             raise RuleError("--from names a document with curves", args.source, remedy)
         for path in curves.draw(document["curves"], document["environment"], args.svg_dir):
             tell(f"wrote {path}")
-    if args.json:
-        write(document, args.json)
-    if args.json != "-":
-        show = table.markdown if args.markdown else table.plain if args.source else table.summary
-        print(show(document))
-    missed = any(case["met"] is False for case in document["cases"])
-    return int(missed or bool(table.open_targets(document)))
+    show = results.markdown if args.markdown else results.plain if args.source else results.summary
+    publish(args, document, [show(document)])
+    return int(results.failed(document))
 
 
 def bench(args: argparse.Namespace) -> Document:
@@ -58,8 +50,8 @@ def bench(args: argparse.Namespace) -> Document:
     }
     with Contenders(sizes, runs, args.peer == "transformers") as contenders:
         for case in todo:
-            document["cases"].append(asdict(measure(case, contenders)))
-            tell(table.line(document["cases"][-1]))
+            document["cases"].append(measure(case, contenders))
+            tell(results.line(document["cases"][-1]))
         loaded = dict.fromkeys(c.model for c in todo if c.kind != "start")
         document["models"] = {model: describe(contenders, model) for model in loaded}
         if args.curves:
@@ -100,18 +92,3 @@ def describe(contenders: Contenders, model: str) -> dict[str, object]:
         },
         "told": ours.engine.startup_report.splitlines()[0],
     }
-
-
-def read(where: str) -> Document:
-    """A document that `bench engine --json` wrote."""
-    remedy = "Write one with `lockstep bench engine --json F`"
-    rule = "--from names a document of `lockstep bench engine --json`"
-    try:
-        value = json.loads(Path(where).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RuleError(rule, f"{where}: {error.strerror}", remedy) from None
-    except ValueError:
-        raise RuleError("--from names a JSON document", where, remedy) from None
-    if not isinstance(value, dict) or not {"cases", "environment", "repeat", "quick"} <= set(value):
-        raise RuleError(rule, f"{where} without cases", remedy)
-    return value

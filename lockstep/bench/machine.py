@@ -13,8 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -27,6 +28,8 @@ OTHERS = 0.05  # of the machine's CPU time may go to others in an undisturbed ru
 PATIENCE_S = 30.0  # to wait for others to be done, before a disturbed measurement is repeated
 
 Measure = Callable[[int], float]  # of a seed that it never sees twice, in whatever unit it likes
+Call = Callable[[], object]
+Answer = TypeVar("Answer")
 
 
 @dataclass
@@ -60,51 +63,66 @@ class Timing:
     undisturbed: bool = True
     others: dict[str, list[float]] = field(default_factory=dict)
 
+    def add(self, name: str, others: float, value: float) -> None:
+        """One more run."""
+        self.runs.setdefault(name, []).append(value)
+        self.others.setdefault(name, []).append(round(others, 3))
+        self.undisturbed &= others <= OTHERS
+
     def median(self, name: str) -> float:
         return statistics.median(self.runs[name])
 
+    def scaled(self, by: float) -> Timing:
+        """The same in another unit."""
+        return replace(self, runs={n: [by * v for v in runs] for n, runs in self.runs.items()})
 
-def race(
-    contenders: dict[str, Callable[[], object]], runs: int, seconds: float, tries: int = 12
-) -> Timing:
-    """Times the contenders side by side: per run the median over alternating blocks. A disturbed
-    run is repeated, at most `tries` times."""
-    timing = Timing({name: [] for name in contenders})
+
+def least_disturbed(
+    measure: Callable[[int], Answer],
+    seed: int,
+    tries: int,
+    own: Callable[[], float] | None = None,
+    on_try: Callable[[str], None] = lambda again: None,
+) -> tuple[float, Answer]:
+    """`measure(seed)`, and with the seeds that follow, at most `tries` times more, while others use
+    the machine. What they used of it in the least disturbed one, and what that one gave."""
+    found: list[tuple[float, int, Answer]] = []
+    while len(found) <= tries and (not found or min(found)[0] > OTHERS):
+        on_try(f", disturbed, try {len(found) + 1}" if found else "")
+        if found:
+            wait_until_undisturbed()
+        with watched(own) as watch:
+            answer = measure(seed + len(found))
+        found.append((watch.others, len(found), answer))
+    others, _, answer = min(found)
+    return others, answer
+
+
+def race(contenders: Mapping[str, Call], runs: int, seconds: float, tries: int = 4) -> Timing:
+    """Times calls of microseconds side by side: per run the median over alternating blocks."""
+    timing = Timing()
     for call in contenders.values():
         call()
-    while len(next(iter(timing.runs.values()))) < runs:
-        with watched() as watch:
-            medians = _blocks(contenders, seconds)
-        if not watch.undisturbed and tries:
-            tries -= 1
-            continue
-        timing.undisturbed &= watch.undisturbed
+    for _ in range(runs):
+        others, medians = least_disturbed(lambda _: _blocks(contenders, seconds), 0, tries)
         for name, value in medians.items():
-            timing.runs[name].append(value)
+            timing.add(name, others, value)
     return timing
 
 
 def alternate(
     contenders: Mapping[str, Measure], runs: int, on_progress: Callable[[str], None], tries: int
 ) -> Timing:
-    """Measures the contenders by turns, `runs` times each. A disturbed measurement is repeated, at
-    most `tries` times; the least disturbed one counts."""
-    timing = Timing({name: [] for name in contenders}, True, {name: [] for name in contenders})
+    """Measures contenders of seconds by turns, `runs` times each."""
+    timing = Timing()
     for run in range(runs):
         for name, measure in contenders.items():
-            found: list[tuple[float, float]] = []
-            while len(found) <= tries and (not found or min(found)[0] > OTHERS):
-                again = f", disturbed, try {len(found) + 1}" if found else ""
-                on_progress(f"{name}, run {run + 1} of {runs}{again}")
-                if found:
-                    wait_until_undisturbed()
-                with watched() as watch:
-                    value = measure(1 + run * (tries + 1) + len(found))
-                found.append((watch.others, value))
-            others, value = min(found)
-            timing.undisturbed &= others <= OTHERS
-            timing.others[name].append(round(others, 3))
-            timing.runs[name].append(value)
+            turn = f"{name}, run {run + 1} of {runs}"
+            seed = 1 + run * (tries + 1)
+            told = least_disturbed(
+                measure, seed, tries, on_try=lambda again, turn=turn: on_progress(turn + again)
+            )
+            timing.add(name, *told)
     return timing
 
 
@@ -145,7 +163,7 @@ def tell(text: str) -> None:
     print(f"\r\x1b[K{text}" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
-def _blocks(contenders: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+def _blocks(contenders: Mapping[str, Call], seconds: float) -> dict[str, float]:
     """Blocks of calls, the contenders alternating: within a block nobody else's waiting threads
     hold the cores."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
@@ -156,7 +174,7 @@ def _blocks(contenders: dict[str, Callable[[], object]], seconds: float) -> dict
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def block(call: Callable[[], object], seconds: float) -> list[float]:
+def block(call: Call, seconds: float) -> list[float]:
     """Seconds of each call in a block: for so long, and three calls at least."""
     times: list[float] = []
     end = time.perf_counter() + seconds

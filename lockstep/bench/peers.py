@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -38,16 +39,19 @@ SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 LLAMA_SMALL = LLAMA_100M | SMALL | {"num_attention_heads": 4, "vocab_size": 512}
 
 
-def make_llama(folder: Path, small: bool) -> None:
-    """A llama with random weights of a fixed seed, saved as safetensors; tied embeddings bring it
-    to 100 M parameters."""
+@contextmanager
+def llama_folder(small: bool) -> Iterator[Path]:
+    """A folder with a llama with random weights of a fixed seed, saved as safetensors, as long as
+    the block lasts; tied embeddings bring it to 100 M parameters."""
     library = transformers()
     no_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     shape = LLAMA_SMALL if small else LLAMA_100M
     config = library.LlamaConfig(**shape, **no_ids, tie_word_embeddings=True)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        library.LlamaForCausalLM(config).save_pretrained(str(folder))
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            library.LlamaForCausalLM(config).save_pretrained(folder)
+        yield Path(folder)
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,6 @@ class Peer:
         )
         self.model.generation_config.eos_token_id = None
         self.model.generation_config.pad_token_id = 0
-        self.parameters = sum(p.numel() for p in self.model.parameters())
 
     def generate(self, work: Work) -> Played:
         """One static batch; the tokens beyond a request's own number are computed and do not

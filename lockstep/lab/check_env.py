@@ -19,17 +19,11 @@ from lockstep.lab.environment import environment
 def run(args: Namespace) -> int:
     """`check-env`."""
     found = inspect_env()
-    if args.json:
-        document.write(found, args.json)
-    if args.json == "-":
-        return 0
-    for name, value in found["environment"].items():
-        print(f"{name:<12} {value}")
-    print(f"{'threads':<12} {found['threads']}")
-    print(f"{'kernels':<12} {found['kernels']}")
+    rows = [*found["environment"].items(), *((k, found[k]) for k in ("threads", "kernels"))]
     for name, backend in found["backends"].items():
         state = "available" if backend["available"] else "NOT available"
-        print(f"{name:<12} {state}: {backend['reason']}")
+        rows.append((name, f"{state}: {backend['reason']}"))
+    document.publish(args, found, document.aligned([(name, str(told)) for name, told in rows]))
     return 0
 
 

@@ -8,8 +8,6 @@ stdout holds the document alone and the lines go to stderr.
 
 from __future__ import annotations
 
-import sys
-import textwrap
 import time
 from argparse import Namespace
 from collections import Counter
@@ -25,9 +23,9 @@ import torch
 from lockstep import outfile
 from lockstep.attention import select
 from lockstep.lab import cells, document, fuzz, isolate, kill, known, matrix, report, reverts, show
-from lockstep.lab.environment import environment
 from lockstep.lab.options import FULL, Device, RunOptions
 from lockstep.lab.tables import ENGINE, TABLES
+from lockstep.lab.templates import render
 from lockstep.progress import Progress
 from lockstep.types import RuleError
 
@@ -58,18 +56,14 @@ def run(args: Namespace) -> int:
             recipe, feature = cell.pair()
             print(f"{cell!s:<40} {recipe.description}; {feature.description}")
         return 0
-    doc = judged(todo, args.workers, options_of(args), cases() if args.html else None)
-    _write(args, doc)
-    _say(args, run_lines(doc))
-    _open(args)
+    more = {"cases": [kill.case(reverts.load(name)) for name in reverts.names()]}
+    doc = judged(todo, args.workers, options_of(args), **(more if args.html else {}))
+    _publish(args, doc, run_lines(doc))
     return 1 if doc["summary"]["failed"] else 0
 
 
 def judged(
-    todo: Sequence[cells.Cell],
-    workers: int,
-    options: RunOptions,
-    case_files: list[dict[str, Any]] | None = None,
+    todo: Sequence[cells.Cell], workers: int, options: RunOptions, **more: Any
 ) -> document.Document:
     """Runs cells under a progress bar."""
     begin = time.perf_counter()
@@ -80,9 +74,8 @@ def judged(
             results[settled.cell] = settled
             bar.step(str(settled.cell), settled.verdict == "failed")
     kept = [results[cell].as_json() for cell in todo]
-    more: dict[str, Any] = {} if case_files is None else {"cases": case_files}
     seconds = time.perf_counter() - begin
-    return document.document(kept, options.quick, seconds, checks=options.checks, **more)
+    return document.of_run(kept, options.quick, seconds, checks=options.checks, **more)
 
 
 def traces(args: Namespace) -> int:
@@ -102,7 +95,7 @@ def traces(args: Namespace) -> int:
             happened.update(counts)
             bar.step(f"{happened['traces']} traces", bool(found))
     doc = {
-        "environment": environment(),
+        **document.head(),
         "device": asdict(device),
         "first": args.first,
         "traces": args.traces,
@@ -112,14 +105,12 @@ def traces(args: Namespace) -> int:
         "happened": dict(happened),
         "seconds": round(time.perf_counter() - begin, 1),
     }
-    if args.json:
-        document.write(doc, args.json)
     switches = ", ".join(f"{n:,} with {name}" for name, n in doc["switches"].items())
     counts = ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in sorted(happened.items()))
     verdict = "every request has the bits of its recomputation"
     if faults:
         verdict = f"{len(faults)} requests differ from their recomputation"
-    _say(args, [*faults[:20], switches, counts, verdict])
+    document.publish(args, doc, [*faults[:20], switches, counts, verdict])
     return 1 if faults else 0
 
 
@@ -144,16 +135,10 @@ def interrupts(args: Namespace) -> int:
             for trial in interrupt.sweep(tiny, args.aimed == "bytecodes", second, args.seed):
                 account.note(trial)
             bar.step(tiny.name)
-    doc = {"environment": environment(), "seed": args.seed, **account.as_json()}
-    if args.json:
-        document.write({**doc, "seconds": round(time.perf_counter() - begin, 1)}, args.json)
-    _say(args, account.lines())
+    seconds = round(time.perf_counter() - begin, 1)
+    doc = {**document.head(), "seed": args.seed, **account.as_json(), "seconds": seconds}
+    document.publish(args, doc, account.lines())
     return 1 if account.faults else 0
-
-
-def cases() -> list[dict[str, Any]]:
-    """Every case file, nothing measured."""
-    return [kill.case(reverts.load(name)) for name in reverts.names()]
 
 
 def kills(args: Namespace) -> int:
@@ -171,18 +156,16 @@ def kills(args: Namespace) -> int:
         return 0
     picked_backends([args.backend])
     device = Device.of(args.device, args.dtype)
-    earlier = document.read(args.source) if args.source else None
-    total = len(kill.tasks([reverts.load(name) for name in names], args.backend, device))
-    with Progress(total, "lab reverts") as bar:
-        campaign = kill.run(names, args.backend, args.workers, bar.step, device)
-    ran = earlier["cells"] if earlier else [r.as_json() for r in campaign.baseline.values()]
+    earlier = _read(args.source) if args.source else None
+    chosen = [reverts.load(name) for name in names]
+    with Progress(len(kill.tasks(chosen, args.backend, device)), "lab reverts") as bar:
+        found = kill.run(chosen, args.backend, args.workers, bar.step, device)
+    ran = earlier["cells"] if earlier else found["baseline"].values()
     quick = earlier["quick"] if earlier else True
-    doc = document.document(ran, quick, campaign.seconds, kills=campaign.as_json())
-    _write(args, doc)
-    _say(args, kill_lines(campaign, args.backend))
-    _open(args)
+    doc = document.of_run(ran, quick, found["seconds"], kills=found)
+    _publish(args, doc, kill_lines(found, args.backend))
     ours = args.backend == BACKENDS[0]
-    return 1 if campaign.red() or (ours and campaign.unproven()) else 0
+    return 1 if found["red"] or (ours and found["unproven"]) else 0
 
 
 def pages(args: Namespace) -> int:
@@ -195,7 +178,7 @@ def pages(args: Namespace) -> int:
     for name in () if args.check else matrix.FILES:
         outfile.check("--docs", str(folder / name))
     if args.source:
-        verdicts = matrix.ran(document.read(args.source), backends)
+        verdicts = matrix.ran(_read(args.source), backends)
     elif args.check:
         verdicts = matrix.promised(backends)
     else:
@@ -221,11 +204,9 @@ def cell_story(args: Namespace) -> int:
     if args.step is not None and not 0 <= args.step < len(steps):
         rule = f"{cell} has the steps 0 to {len(steps) - 1}"
         raise RuleError(rule, f"--step {args.step}", "Pick one of these")
-    if args.json:
-        kept = [s for s in steps if args.step in (None, s["step"])]
-        document.write({"cell": str(cell), "checks": options.checks, "steps": kept}, args.json)
-    if args.json != "-":
-        print(show.text(cell, steps, args.step))
+    kept = [s for s in steps if args.step in (None, s["step"])]
+    doc = {"cell": str(cell), "checks": options.checks, "steps": kept}
+    document.publish(args, doc, [show.text(cell, steps, args.step)])
     return 0
 
 
@@ -283,97 +264,43 @@ def picked(rule: str, given: list[str] | None, allowed: Sequence[str]) -> list[s
 
 def run_lines(doc: document.Document) -> list[str]:
     """The account of a run: counts by backend, every failure with its command, the worst error."""
-    total = doc["summary"]
     heads = ["backend", "passed", "refused", "known", "failed"]
     rows = [[*heads, "worst error", "of its tolerance", "in"]]
-    for name, b in total["backends"].items():
+    for name, b in doc["summary"]["backends"].items():
         worst, tail = b["worst"], ["-", "-", "-"]
         if worst:
             tail = [report.number(worst[key]) for key in ("out_error", "tolerance_used")]
             tail.append(worst["cell"])
         rows.append([name, *(str(b[v]) for v in heads[1:]), *tail])
-    lines = aligned(rows, right=range(1, 7))
-    for cell in (c for c in doc["cells"] if c["verdict"] == "failed"):
-        others = [f["name"] for f in cell["findings"] if not f["held"]][1:]
-        also = f" (also {', '.join(dict.fromkeys(others))})" if others else ""
-        lines += ["", f"FAILED {cell['cell']}: {cell['reason']}{also}", f"  {reproduce(doc, cell)}"]
-    verdict = f"{total['failed']} of them FAILED" if total["failed"] else "all green"
-    return [*lines, "", f"{total['cells']} cells in {total['seconds']:.1f} s: {verdict}"]
+    return _text("run.txt", doc=doc, rows=rows)
 
 
-def reproduce(doc: document.Document, cell: dict[str, Any]) -> str:
-    """The command that shows this cell again."""
-    before = f"{reverts.VARIABLE}={doc['revert']} " if doc["revert"] else ""
-    return f"{before}{cell['command']}{'' if doc.get('checks', True) else ' --no-checks'}"
-
-
-def kill_lines(campaign: kill.Campaign, backend: str) -> list[str]:
+def kill_lines(kills: document.Document, backend: str) -> list[str]:
     """The kill table, and whatever is wrong with it."""
-    red = campaign.red()
-    lines = [f"without a revert: all {len(campaign.baseline)} cells are green", ""]
-    if red:
-        lines[0] = f"without a revert: RED in {', '.join(red)}"
-    counted = [k for k in campaign.kills if not k.revert.equivalent and not k.unasked]
+    counted = [k for k in kills["reverts"] if not k["equivalent"] and not k["unasked"]]
     rows = [["", "revert", "target", "checks on", "checks off"]]
     for k in counted:
-        target = k.revert.target.removeprefix("lockstep.")
-        on = " / ".join("guard: " + rule for rule in k.rules()) or ", ".join(k.by(True)) or "-"
-        off = ", ".join(k.by(False)) or "-"
-        mark = "✓" if k.killed else "✗"
-        rows.append([mark, k.revert.name, target, _short(on, 64), _short(off, 56)])
-    lines += aligned(rows) if counted else []
-    for k in campaign.survivors():
-        for t in (t for t in k.trials if not t.killed):
-            what = "stays green"
-            if t.verdict != "passed":
-                broken = "; ".join(f.detail for f in t.broken)[:160]
-                what = f"{t.verdict}, but not by a property ({broken})"
-            where = f"{t.cell} {what} with checks {'on' if t.checks else 'off'}"
-            lines += ["", f"SURVIVED {k.revert.name}: {where}", f"  {_again(k, t, backend)}"]
-    for k in (k for k in campaign.kills if k.revert.equivalent):
-        proof = textwrap.indent(textwrap.fill(k.revert.equivalent, 108), "  ")
-        lines += ["", f"equivalent, not counted: {k.revert.name}", proof]
-    unproven = campaign.unproven()
-    if unproven:
-        lines += ["", f"{backend} is not proven against {len(unproven)} bugs:"]
-        lines += aligned([["", name, reason] for name, reason in unproven.items()])
-    dead = sum(k.killed for k in counted)
-    count = f"{len(counted)} reverts in {campaign.seconds:.1f} s"
-    return [*lines, "", f"{count}: {dead} killed, {len(counted) - dead} survived"]
+        rules = " / ".join("guard: " + rule for rule in k["rules"])
+        on, off = rules or ", ".join(k["by_on"]) or "-", ", ".join(k["by_off"]) or "-"
+        mark, target = "✓" if k["killed"] else "✗", k["target"].removeprefix("lockstep.")
+        rows.append([mark, k["name"], target, _short(on, 64), _short(off, 56)])
+    return _text("reverts.txt", kills=kills, backend=backend, counted=counted, rows=rows)
 
 
-def _again(k: kill.Kill, t: kill.Trial, backend: str) -> str:
-    recipe, feature = t.cell.split("/")
-    command = f"lockstep lab run --backend {backend} --recipe {recipe} --feature {feature} --quick"
-    return f"{reverts.VARIABLE}={k.revert.name} {command}{'' if t.checks else ' --no-checks'}"
+def _text(template: str, **values: Any) -> list[str]:
+    filters = (document.aligned,)
+    return render(template, filters, variable=reverts.VARIABLE, **values).rstrip("\n").split("\n")
 
 
-def aligned(rows: list[list[str]], right: Sequence[int] = ()) -> list[str]:
-    """Columns as wide as their widest entry, two blanks between them."""
-    wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            x.rjust(w) if i in right else x.ljust(w)
-            for i, (x, w) in enumerate(zip(row, wide, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def _write(args: Namespace, doc: document.Document) -> None:
-    if args.json:
-        document.write(doc, args.json)
+def _publish(args: Namespace, doc: document.Document, lines: list[str]) -> None:
     if args.html:
         outfile.write(args.html, report.page(doc))
+        lines = [*lines, f"open {args.html}"]
+    document.publish(args, doc, lines)
 
 
-def _say(args: Namespace, lines: list[str]) -> None:
-    print("\n".join(lines), file=sys.stderr if args.json == "-" else sys.stdout)
-
-
-def _open(args: Namespace) -> None:
-    if args.html:
-        _say(args, [f"open {args.html}"])
+def _read(where: str) -> document.Document:
+    return document.read(where, "lockstep lab run", "cells", "environment", "summary")
 
 
 def _short(text: str, width: int) -> str:

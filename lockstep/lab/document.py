@@ -1,8 +1,8 @@
-"""What ran, as one JSON document: where, when, by which command, every cell, every revert. Pages
-and matrices are made from it.
+"""What ran, as one JSON document: where, when, by which command, and what came out. Pages and
+tables are made from it.
 
-Knows no tensors and runs nothing. The lab's commands write it and read it back; `report` and
-`matrix` take it as it is.
+Knows no tensors and runs nothing. Every command of the lab and of the benchmarks publishes one;
+`report` and `matrix` take that of `lab run` as it is.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import math
 import os
 import shlex
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep import __version__, outfile
+from lockstep import outfile
 from lockstep.lab.environment import environment
 from lockstep.lab.reverts import VARIABLE
 from lockstep.types import RuleError
@@ -27,26 +28,10 @@ VERDICTS = ("passed", "refused", "known", "failed")
 Document = dict[str, Any]
 
 
-def document(cells: Iterable[dict[str, Any]], quick: bool, seconds: float, **more: Any) -> Document:
-    """The document of a run that judged `cells`, each as `Result.as_json` gives it. `more` holds
-    what else there is, like kills."""
-    kept = list(cells)
-    revert = os.environ.get(VARIABLE, "")
+def head() -> Document:
+    """What every document begins with."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    head = {
-        "lockstep": __version__,
-        "command": command_line(),
-        "date": now,
-        "quick": quick,
-        "revert": revert,
-        "environment": environment(),
-    }
-    return {
-        **head,
-        "summary": {"seconds": round(seconds, 2), **summary(kept)},
-        "cells": clean(kept),
-        **clean(more),
-    }
+    return {"command": command_line(), "date": now, "environment": environment()}
 
 
 def command_line() -> str:
@@ -56,28 +41,19 @@ def command_line() -> str:
     return f"{VARIABLE}={revert} {words}" if revert else words
 
 
-def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Counts by backend, and the worst cell of each by its share of the tolerance."""
-    backends: dict[str, Any] = {}
-    for name in dict.fromkeys(c["backend"] for c in cells):
-        mine = [c for c in cells if c["backend"] == name]
-        worst = max((c for c in mine if c["findings"]), key=share, default=None)
-        counts: dict[str, Any] = {v: sum(c["verdict"] == v for c in mine) for v in VERDICTS}
-        counts["worst"] = worst and {
-            key: worst[key] for key in ("cell", "out_error", "lse_error", "tolerance_used")
-        }
-        backends[name] = counts
-    return {
-        "cells": len(cells),
-        "failed": sum(c["verdict"] == "failed" for c in cells),
-        "backends": backends,
-    }
+def publish(args: Namespace, doc: Any, lines: Iterable[str]) -> None:
+    """The document where --json says, the lines for people; with `--json -` stdout holds the
+    document alone and the lines go to stderr."""
+    if args.json:
+        write(doc, args.json)
+    print("\n".join(lines), file=sys.stderr if args.json == "-" else sys.stdout)
 
 
-def share(cell: dict[str, Any]) -> float:
-    """How much of the tolerance a cell used; a document holds null for what is no number."""
-    used = cell["tolerance_used"]
-    return math.inf if used is None else float(used)
+def write(value: Any, where: str) -> None:
+    """To a file, or with "-" to stdout."""
+    outfile.write(
+        where, json.dumps(clean(value), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    )
 
 
 def clean(value: Any) -> Any:
@@ -89,31 +65,62 @@ def clean(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write(value: Any, where: str) -> None:
-    """To a file, or with "-" to stdout."""
-    outfile.write(
-        where, json.dumps(clean(value), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
-    )
-
-
-def read(where: str) -> Document:
-    """A document that `lab run --json` wrote."""
+def read(where: str, command: str, *keys: str) -> Document:
+    """A document that `command --json` wrote: it has these keys."""
+    rule, remedy = f"--from names a document of `{command} --json`", "Write one with that command"
     try:
         value = json.loads(Path(where).read_text(encoding="utf-8"))
     except OSError as error:
-        raise RuleError(
-            "--from names a file of `lockstep lab run --json`",
-            f"{where}: {error.strerror}",
-            "Run that first",
-        ) from None
+        raise RuleError(rule, f"{where}: {error.strerror}", remedy) from None
     except ValueError:
-        raise RuleError(
-            "--from names a JSON document", where, "Write one with `lockstep lab run --json`"
-        ) from None
-    if not isinstance(value, dict) or not {"cells", "environment", "summary"} <= set(value):
-        raise RuleError(
-            "--from names a document of `lockstep lab run --json`",
-            f"{where} without cells",
-            "Write one with that command",
-        )
+        raise RuleError(rule, f"{where}: no JSON", remedy) from None
+    if not isinstance(value, dict) or not set(keys) <= set(value):
+        raise RuleError(rule, f"{where} without {', '.join(keys)}", remedy)
     return value
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Columns as wide as their widest entry, two blanks between them."""
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            x.rjust(w) if i in right else x.ljust(w)
+            for i, (x, w) in enumerate(zip(row, wide, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def of_run(cells: Iterable[Document], quick: bool, seconds: float, **more: Any) -> Document:
+    """The document of a run that judged `cells`, each as `Result.as_json` gives it. `more` holds
+    what else there is, like kills."""
+    kept = list(cells)
+    return {
+        **head(),
+        "quick": quick,
+        "revert": os.environ.get(VARIABLE, ""),
+        "summary": {"seconds": round(seconds, 2), **summary(kept)},
+        "cells": clean(kept),
+        **clean(more),
+    }
+
+
+def summary(cells: Sequence[Document]) -> Document:
+    """Counts by backend, and the worst cell of each by its share of the tolerance."""
+    backends: Document = {}
+    for name in dict.fromkeys(c["backend"] for c in cells):
+        mine = [c for c in cells if c["backend"] == name]
+        worst = max((c for c in mine if c["findings"]), key=share, default=None)
+        counts: Document = {v: sum(c["verdict"] == v for c in mine) for v in VERDICTS}
+        counts["worst"] = worst and {
+            key: worst[key] for key in ("cell", "out_error", "lse_error", "tolerance_used")
+        }
+        backends[name] = counts
+    failed = sum(c["verdict"] == "failed" for c in cells)
+    return {"cells": len(cells), "failed": failed, "backends": backends}
+
+
+def share(cell: Document) -> float:
+    """How much of the tolerance a cell used; a document holds null for what is no number."""
+    used = cell["tolerance_used"]
+    return math.inf if used is None else float(used)

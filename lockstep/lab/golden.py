@@ -76,12 +76,10 @@ def run(args: argparse.Namespace) -> int:
         found, counters = answers(bar.step, device)
     added = record(file, found, counters, key(device)) if args.write else 0
     differing = compare(file, found, key(device))
-    if args.json:
-        told = {"key": key(device), "answers": len(found), "added": added, "differing": differing}
-        document.write({**told, "paths": {path: counters[path] for path in PATHS}}, args.json)
-    if args.json != "-":
-        fine = f"{len(found)} answers, {added} of them new: no bit differs"
-        print("\n".join(differing[:20]) or fine)
+    told = {"key": key(device), "answers": len(found), "added": added, "differing": differing}
+    told["paths"] = {path: counters[path] for path in PATHS}
+    fine = f"{len(found)} answers, {added} of them new: no bit differs"
+    document.publish(args, {**document.head(), **told}, differing[:20] or [fine])
     return 1 if differing else 0
 
 

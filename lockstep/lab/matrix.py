@@ -22,7 +22,6 @@ from lockstep.types import RuleError
 
 SYMBOLS = {"passed": "✓", "refused": "–", "known": "!", "failed": "✗"}
 VALUES_ONLY = "Values only: no bits are promised."
-NONE = " "  # the recipe makes no sense for the feature
 FILES = ("matrix.md", "known-failures.md")
 
 Verdicts = dict[Cell, tuple[str, str]]  # verdict and reason
@@ -64,33 +63,16 @@ def pages(verdicts: Verdicts) -> dict[str, str]:
 def matrix_page(verdicts: Verdicts) -> str:
     """Per backend one table of attention and one of the engine: features, or models, down and
     recipes across."""
+    marks = {(c.backend, c.recipe, c.feature): SYMBOLS[v] for c, (v, _) in verdicts.items()}
     backends = [
         {
-            "name": backend,
-            "counts": _counts(verdicts, backend),
-            "tables": [
-                [*markdown(verdicts, backend, table), *_reasons(verdicts, backend, table)]
-                for table in TABLES
-            ],
+            "name": name,
+            "counts": _counts(verdicts, name),
+            "reasons": [_reasons(verdicts, name, table) for table in TABLES],
         }
-        for backend in dict.fromkeys(c.backend for c in verdicts)
+        for name in dict.fromkeys(c.backend for c in verdicts)
     ]
-    return render("matrix.md", symbols=SYMBOLS, backends=backends, tables=TABLES)
-
-
-def markdown(verdicts: Verdicts, backend: str, table: MatrixTable) -> list[str]:
-    """A markdown table of a backend, columns aligned."""
-    names = [r.name for r in table.recipes]
-    wide = max(len(f.name) for f in table.features)
-    rules = (":" + "-" * (len(n) - 2) + ":" for n in names)
-    rows = [
-        f"| {table.column:<{wide}} | {' | '.join(names)} |",
-        f"| {'-' * wide} | {' | '.join(rules)} |",
-    ]
-    for f in table.features:
-        marks = [_mark(verdicts, Cell(backend, name, f.name)).center(len(name)) for name in names]
-        rows.append(f"| {f.name:<{wide}} | {' | '.join(marks)} |")
-    return rows
+    return render("matrix.md", symbols=SYMBOLS, marks=marks, backends=backends, tables=TABLES)
 
 
 def known_page(known: Mapping[str, str]) -> str:
@@ -113,10 +95,6 @@ def stale(folder: Path, wanted: Mapping[str, str]) -> list[str]:
     return out
 
 
-def _mark(verdicts: Verdicts, cell: Cell) -> str:
-    return SYMBOLS[verdicts[cell][0]] if cell in verdicts else NONE
-
-
 def _counts(verdicts: Verdicts, backend: str) -> str:
     mine = [v for c, (v, _) in verdicts.items() if c.backend == backend]
     counts = ", ".join(f"{mine.count(v)} {v}" for v in SYMBOLS if v in mine)
@@ -137,10 +115,10 @@ def _reasons(verdicts: Verdicts, backend: str, table: MatrixTable) -> list[str]:
         if verdict == "failed":
             failed.append(f"* failed: `{cell}`")
     if len(set(mine.values())) == 1 and refused:
-        return ["", f"* refused: the whole table: {next(iter(refused))[1]}"]
+        return [f"* refused: the whole table: {next(iter(refused))[1]}"]
     asked = {f.name: len(table.asked(f)) for f in table.features}
     lines = []
     for (feature, reason), recipes in refused.items():
         where = "" if len(recipes) == asked[feature] else f" in {', '.join(recipes)}"
         lines.append(f"* refused: `{feature}`{where}: {reason}")
-    return ["", *lines, *failed] if lines or failed else []
+    return [*lines, *failed]

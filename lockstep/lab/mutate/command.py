@@ -7,9 +7,7 @@ trees, and one journal per state of the sources.
 
 from __future__ import annotations
 
-import datetime
 import json
-import sys
 import time
 from argparse import Namespace
 from importlib.metadata import version
@@ -17,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.lab import document
-from lockstep.lab.environment import environment
 from lockstep.lab.mutate import draw, reach, tree, verdicts
 from lockstep.lab.mutate.campaign import Campaign, Fate, Journal
 from lockstep.lab.mutate.draw import Mutant
@@ -38,14 +35,14 @@ def run(args: Namespace) -> int:
     known = verdicts.read(root / args.verdicts)
     mutants = chosen(args, root)
     if args.list:
-        _say(args, [line for m in mutants for line in (*head(m), *shown(m.diff), "")])
+        for m in mutants:
+            where = f"{m.id} {m.file}:{m.line} {m.operator}"
+            print("\n".join([where, *shown(m.diff), ""]))
         return 0
     campaign = played(args, root, mutants)
     rows = [row(m, campaign.journal.fates[m.id], known) for m in mutants]
     doc = described(args, rows, time.perf_counter() - begin)
-    if args.json:
-        document.write(doc, args.json)
-    _say(args, lines(doc))
+    document.publish(args, doc, lines(doc))
     return 1 if doc["summary"]["all"]["open"] else 0
 
 
@@ -140,11 +137,10 @@ def row(mutant: Mutant, fate: Fate, known: dict[str, verdicts.Verdict]) -> dict[
 
 def described(args: Namespace, rows: list[dict[str, Any]], seconds: float) -> document.Document:
     """The document."""
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    head = document.head()
     return {
-        "command": document.command_line(),
-        "date": now,
-        "environment": {**environment(), **{name: version(name) for name in TOOLS}},
+        **head,
+        "environment": {**head["environment"], **{name: version(name) for name in TOOLS}},
         "seed": args.seed,
         "count": args.count,
         "skip": args.skip or [],
@@ -157,8 +153,6 @@ def described(args: Namespace, rows: list[dict[str, Any]], seconds: float) -> do
 
 def lines(doc: document.Document) -> list[str]:
     """Every open survivor with its diff, then the counts by module."""
-    from lockstep.lab.commands import aligned
-
     out: list[str] = []
     for found in (m for m in doc["mutants"] if m["verdict"] == "open"):
         reason = f": {found['reason']}" if found["reason"] else ""
@@ -172,7 +166,7 @@ def lines(doc: document.Document) -> list[str]:
         numbers = [counts[key] for key in verdicts.COUNTED]
         share = "-" if counts["share"] is None else f"{counts['share']:.1%}"
         table.append([name, str(sum(numbers)), *(str(n) for n in numbers), share])
-    out += aligned(table, right=range(1, 7))
+    out += document.aligned(table, right=range(1, 7))
     return [
         *out,
         "",
@@ -180,15 +174,6 @@ def lines(doc: document.Document) -> list[str]:
     ]
 
 
-def head(mutant: Mutant) -> list[str]:
-    """The line above a diff."""
-    return [f"{mutant.id} {mutant.file}:{mutant.line} {mutant.operator}"]
-
-
 def shown(diff: str) -> list[str]:
     """A diff without its file names, indented."""
     return [f"    {line}" for line in diff.splitlines()[2:]]
-
-
-def _say(args: Namespace, text: list[str]) -> None:
-    print("\n".join(text), file=sys.stderr if args.json == "-" else sys.stdout)

@@ -1,6 +1,7 @@
-"""The results of `bench engine` for people: one line per case, and a table for docs/performance.md.
+"""What was measured of a case, judged and printed: medians, ratios to the others, targets.
 
-Both are made from the document alone, so that they can be printed again from a file.
+A result is a dictionary, as it stands in the document, so that lines and tables can be printed
+again from a file. `bench attention` and `bench engine` share it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lockstep.bench.machine import Timing
+
+HIGHER = "tokens per second"  # the one unit of which more is better
 MARKS = {True: "ok ", False: "LOW", None: "-- "}
 SAYS = {
     "decode": "decode, batch 1",
@@ -29,8 +33,50 @@ HEAD = (
 )
 COLUMNS = ["case", "model", "Lockstep", "against", "theirs", "ratio", "target"]
 
+WIDE = 32  # of a case's name in a line
 
-def line(case: Mapping[str, Any]) -> str:
+Result = dict[str, Any]
+
+
+def result(
+    timing: Timing,
+    unit: str,
+    targets: Mapping[str, float],
+    *,
+    limit: float | None = None,
+    absent: bool = False,
+    quick: bool = False,
+    **more: Any,
+) -> Result:
+    """A case: medians, ratios to the others (above 1 is better than they), every run.
+
+    `targets` are the least ratios, `limit` the largest value. A contender that gave no number has
+    missed its target, unless it is `absent`: nobody asked for it. `met` is None if nothing was
+    judged: there is no target, the run was quick, or others used the machine, which can slow a
+    contender twentyfold.
+    """
+    values = {name: round(timing.median(name), 4) for name in timing.runs}
+    ours, sign = values["lockstep"], 1 if unit == HIGHER else -1
+    ratios = {n: round((ours / v) ** sign, 3) for n, v in values.items() if n != "lockstep"}
+    wanted = {n: least for n, least in targets.items() if n in ratios or not absent}
+    reached = all(ratios.get(n, 0.0) >= least for n, least in wanted.items())
+    within = limit is None or ours <= limit
+    judged = timing.undisturbed and not quick and (bool(wanted) or limit is not None)
+    return {
+        "unit": unit,
+        "values": values,
+        "ratios": ratios,
+        "targets": dict(targets),
+        "limit": limit,
+        "met": (reached and within) if judged else None,
+        "undisturbed": timing.undisturbed,
+        "runs": {name: [round(v, 4) for v in each] for name, each in timing.runs.items()},
+        "others": timing.others,
+        **more,
+    }
+
+
+def line(case: Result) -> str:
     """One case: verdict, value, ratios with their targets, and what went wrong."""
     value = f"{case['values']['lockstep']:10.3f} {case['unit']}"
     if case["limit"] is not None:
@@ -39,7 +85,7 @@ def line(case: Mapping[str, Any]) -> str:
     told += [f"{name} failed: {reason}" for name, reason in _errors(case).items()]
     if not case["undisturbed"]:
         told.append("disturbed")
-    return "  ".join([f"{MARKS[case['met']]} {case['case']:15}{value}", *told])
+    return "  ".join([f"{MARKS[case['met']]} {case['case']:{WIDE}}{value}", *told])
 
 
 def summary(document: Mapping[str, Any]) -> str:
@@ -61,6 +107,11 @@ def open_targets(document: Mapping[str, Any]) -> list[str]:
     return [c["case"] for c, j in zip(found, judged, strict=True) if j or c["limit"] is not None]
 
 
+def failed(document: Mapping[str, Any]) -> bool:
+    """Whether a target was missed, or could not be judged."""
+    return any(c["met"] is False for c in document["cases"]) or bool(open_targets(document))
+
+
 def plain(document: Mapping[str, Any]) -> str:
     """All cases, one line each, and the sum of it."""
     return "\n".join([*(line(c) for c in document["cases"]), summary(document)])
@@ -78,7 +129,7 @@ def markdown(document: Mapping[str, Any]) -> str:
     return "\n".join(out)
 
 
-def rows(case: Mapping[str, Any]) -> Iterator[list[str]]:
+def rows(case: Result) -> Iterator[list[str]]:
     """A case against its limit, and against each contender."""
     value, star = case["values"]["lockstep"], "" if case["undisturbed"] else " \\*"
     head = [SAYS[case["kind"]], NAMES[case["model"]], f"{_number(value)} {case['unit']}{star}"]
@@ -94,16 +145,16 @@ def rows(case: Mapping[str, Any]) -> Iterator[list[str]]:
         yield [*head, "", "", "", ""]
 
 
-def _errors(case: Mapping[str, Any]) -> dict[str, str]:
-    return dict(case["more"].get("errors", {}))
+def _errors(case: Result) -> dict[str, str]:
+    return dict(case.get("more", {}).get("errors", {}))
 
 
-def _least(case: Mapping[str, Any], name: str) -> str:
-    least, aim = case["targets"].get(name), case["aims"].get(name)
-    return "" if least is None else f" (>= {least:g}{f', aim {aim:g}' if aim is not None else ''})"
+def _least(case: Result, name: str) -> str:
+    least = case["targets"].get(name)
+    return "" if least is None else f" (>= {least:g})"
 
 
-def _judged(target: str, reached: bool, case: Mapping[str, Any]) -> str:
+def _judged(target: str, reached: bool, case: Result) -> str:
     if case["met"] is None:
         return f"{target}, not judged"
     return f"{target}, {'reached' if reached else 'missed'}"
