@@ -146,13 +146,13 @@ class World:
         if step is not None:
             self.steps.append(step)
             assert 0 < sum(p.new_len for p in step.pieces) <= self.limits.chunked_prefill_size
-            assert sum(len(p.emit) for p in step.pieces) <= self.limits.chunked_prefill_size
+            assert sum(len(p.rows.emit) for p in step.pieces) <= self.limits.chunked_prefill_size
             assert len(self.scheduler.running) <= self.limits.max_running_requests
             self.launch(step)
         return step
 
     def launch(self, step: ScheduledStep) -> None:
-        plan = build(step.kind.specs, step.works)
+        plan = build(step.kind.specs, step.work)
         pools = [self.pools[g] for g in step.kind.groups]
         plan_check.check(plan, tuple(pool.num_pages if pool is not None else 0 for pool in pools))
         known = [self.known(piece) for piece in step.pieces]
@@ -182,7 +182,7 @@ class World:
         """The tokens of a request before those that the piece samples."""
         request = piece.request
         tokens = [self.last[-1 - t] if t < 0 else t for t in request.tokens[: piece.known_len]]
-        whole = request.spec.embed or piece.cross_new or piece.parents is not None
+        whole = request.spec.embed or piece.rows.cross_new or piece.rows.parents is not None
         begin = piece.cached_len
         ids = [self.last[-1 - t] if t < 0 else t for t in piece.ids]
         assert whole or ids == tokens[begin : begin + piece.new_len]
@@ -196,9 +196,9 @@ class World:
     def rows(self, piece: Piece, known: list[int]) -> list[int]:
         """The keys that the piece writes."""
         ask, begin = piece.request.spec, piece.cached_len
-        if piece.cross_new:
+        if piece.rows.cross_new:
             return [mix(base(ask), p) for p in range(piece.new_len)]
-        if piece.parents is None:
+        if piece.rows.parents is None:
             return keys(ask, known)[begin : begin + piece.new_len]
         return [keys(ask, known[:-1] + self.path(piece, node))[-1] for node in range(piece.new_len)]
 
@@ -208,7 +208,7 @@ class World:
         out = []
         while node >= 0:
             out.append(piece.ids[node] if ids else node)
-            node = piece.parents[node]
+            node = piece.rows.parents[node]
         return out[::-1]
 
     def write(self, g: int, group: PagedGroup, step: ScheduledStep, known: list[list[int]]) -> None:
@@ -229,7 +229,7 @@ class World:
                 assert end == len(ask.encoder_ids)
                 true = [mix(base(ask), p) for p in range(end)]
             else:
-                end = piece.cached_len + (piece.new_len if piece.parents is None else 0)
+                end = piece.cached_len + (piece.new_len if piece.rows.parents is None else 0)
                 true = keys(ask, known[i])[:end]
                 if spec.window is not None:
                     begin = max(0, piece.cached_len - spec.window + 1)
@@ -238,7 +238,7 @@ class World:
                 group.page_ids, group.page_indptr, group.first_pos, spec.page_size, i, seen
             )
             assert [store.get(s) for s in slots.tolist()] == true[begin:end], f"group {g}: {piece}"
-            if piece.parents is not None and spec.layout is not Layout.CROSS:
+            if piece.rows.parents is not None and spec.layout is not Layout.CROSS:
                 keys_of = self.rows(piece, known[i])
                 for node in range(piece.new_len):
                     row = int(plan.q_indptr[i]) + node
@@ -248,17 +248,18 @@ class World:
 
     def note_scores(self, piece: Piece) -> None:
         ask = piece.request.spec
-        rows = piece.emit[: len(piece.emit) - piece.samples]
-        if not ask.embed and piece.parents is None:
+        rows = piece.rows.emit[: len(piece.rows.emit) - piece.rows.samples]
+        if not ask.embed and piece.rows.parents is None:
             assert not rows or ask.wants_prompt_logprobs
-            assert piece.emit[len(rows) :] == (piece.new_len - 1,) * piece.samples
+            assert piece.rows.emit[len(rows) :] == (piece.new_len - 1,) * piece.rows.samples
             self.scored.setdefault(piece.request, []).extend(piece.cached_len + row for row in rows)
 
     def sampled(self, piece: Piece, known: list[int]) -> list[Accepted]:
         ask, request = piece.request.spec, piece.request
-        if piece.parents is not None:
+        if piece.rows.parents is not None:
             return [self.verified(piece, known)]
-        indices = range(piece.samples) if piece.samples > 1 else [request.index] * piece.samples
+        samples = piece.rows.samples
+        indices = range(samples) if samples > 1 else [request.index] * samples
         drawn = [sample(ask, known, index) for index in indices]
         return [Accepted((token,), 1 if stop else None) for token, stop in drawn]
 
@@ -270,7 +271,7 @@ class World:
             tokens.append(token)
             if stop and stop_len is None:
                 stop_len = len(nodes)
-            below = [i for i, parent in enumerate(piece.parents) if parent == node]
+            below = [i for i, parent in enumerate(piece.rows.parents) if parent == node]
             node = next((i for i in below if piece.ids[i] == token), -1)
             if node < 0:
                 return Accepted(tuple(tokens[len(known) :]), stop_len, tuple(nodes))
@@ -404,7 +405,8 @@ def test_every_request_ends_with_the_tokens_of_its_lone_run(scenario, late, draf
             world.abort(request)
         world.wipe()
         for request in world.scheduler.running if drafted else ():
-            if request.output and request.flight is None and request.missing_len == 1:
+            settled = request.launched_in <= world.scheduler.settled
+            if request.output and settled and request.missing_len == 1:
                 request.draft = proposed(request)
         step = world.start()
         for request, _ in [pair for pair in due if pair[1].flying]:
@@ -522,7 +524,7 @@ def test_embeddings_and_encoders_have_steps_of_their_own_every_other_one():
     w.run()
     for step in w.steps:
         assert step.kind.groups in ((0, 1), (2, 1), (2,))
-        assert len({(p.request.spec.embed, p.cross_new > 0) for p in step.pieces}) == 1
+        assert len({(p.request.spec.embed, p.rows.cross_new > 0) for p in step.pieces}) == 1
     whole = [step.kind.name != GENERATE for step in w.steps]
     assert not any(a and b for a, b in pairwise(whole[:6])), (
         "generation is not held up by embeddings"
@@ -575,7 +577,7 @@ def test_completions_share_the_prompt_and_each_ends_alone():
     w = world(HYBRID, 200, size=16)
     request = w.scheduler.add(RequestSpec((1, 2, 3, 0) * 3 + (1,), 9, n=4))
     step = w.start()
-    assert step.pieces[0].emit == (12,) * 4
+    assert step.pieces[0].rows.emit == (12,) * 4
     w.finish(step)
     tables = [r.table for r in request.siblings]
     assert len({tuple(t.span(0, 0, 12)) for t in tables}) == 1, (
@@ -674,7 +676,7 @@ def test_a_row_names_the_sample_of_the_step_before_until_that_is_settled():
     assert [piece.ids for piece in second.pieces] == [(-1,), (-2,), (-3,)]
     w.finish(first)
     assert [r.tokens[2] for r in requests] == [sample(r.spec, r.tokens[:2], 0)[0] for r in requests]
-    assert all(r.tokens[3] < 0 and r.flight is not None for r in requests)
+    assert all(r.tokens[3] < 0 and r.launched_in == second.number for r in requests)
     w.finish(second)
     w.run()
     for request in requests:
@@ -737,11 +739,11 @@ def test_an_accepted_path_is_settled_as_one_list_and_its_keys_move(most):
     request, other = w.scheduler.add(ask), w.scheduler.add(replace(ask, prompt=(3, 1)))
     longest = moves = 0
     while request.finish is None:
-        if request.output and request.flight is None:
+        if request.output and request.launched_in <= w.scheduler.settled:
             request.draft = proposed(request)
         before = len(request.output)
         step = w.start()
-        moves += sum(len(pages.moves) for work in step.works for pages in work.pages)
+        moves += sum(len(pages.moves) for entry in step.pages for pages in entry)
         w.finish(step)
         longest = max(longest, len(request.output) - before)
     assert longest >= min(2, most - 1) and (moves > 0 or most < 5)

@@ -117,7 +117,9 @@ class InstrumentedEngine(Engine):
         return super()._run(step)
 
     def _result(self, launched: Launched) -> Any:
-        self.seen["unseen_rows"] += sum(draft.finish is not None for draft in launched.completions)
+        self.seen["unseen_rows"] += sum(
+            each.finish is not None for each in launched.rows.completions
+        )
         return super()._result(launched)
 
     def _note(self, step: ScheduledStep) -> None:

@@ -142,7 +142,7 @@ def engine_story(cell: Cell, options: RunOptions) -> list[dict[str, Any]]:
                 f"step, {c.max_total_tokens} keys, {tree}"
             )
         acts += [tell_piece(piece) for piece in step.pieces]
-        plan = build(step.kind.specs, step.works)
+        plan = build(step.kind.specs, step.work)
         names = [piece.request.arrival for piece in step.pieces]
         launch = describe(plan, step.kind.groups, names) | {"rows": []}
         told.append({"step": len(told), "acts": acts, "launches": [launch]})
@@ -161,11 +161,12 @@ def tell_piece(piece: Piece) -> str:
         f"request {piece.request.arrival}{index}: {piece.new_len} rows after {piece.cached_len} "
         "keys"
     )
-    scored = len(piece.emit) - piece.samples
+    samples = piece.rows.samples
+    scored = len(piece.rows.emit) - samples
     return (
         told
         + (f", {scored} scored" if scored else "")
-        + (f", {piece.samples} sampled" if piece.samples else "")
+        + (f", {samples} sampled" if samples else "")
     )
 
 

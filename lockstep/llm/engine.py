@@ -13,10 +13,10 @@ and the next call that finds it set makes it anew from the jobs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, count
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -30,18 +30,11 @@ from lockstep.folder import has
 from lockstep.kv.pages import PagePool
 from lockstep.llm.calls import GONE, Caller, Turn, executing
 from lockstep.llm.fingerprint import fingerprint
-from lockstep.llm.job import (
-    CompletionState,
-    Ending,
-    Generation,
-    ScoreUpdate,
-    StepResult,
-    Text,
-    TokenUpdate,
-)
+from lockstep.llm.job import Ending, Generation, ScoreUpdate, StepResult, Text, TokenUpdates
 from lockstep.llm.output import Chunk
 from lockstep.llm.prompts import Prompt, params_for, token_ids
 from lockstep.llm.prompts import items as item_forms
+from lockstep.llm.rows import SampledRows
 from lockstep.models import loader
 from lockstep.models.loader import Info, Loaded
 from lockstep.nn.decoder import Model
@@ -52,27 +45,26 @@ from lockstep.run import memory
 from lockstep.run.certify import Certificate, certify
 from lockstep.run.kind import EMBED, ENCODE, group_specs, kinds_of
 from lockstep.run.runner import Runner, StepOutput
-from lockstep.sample.logits import Row
 from lockstep.sample.params import SamplingParams, resolve_seed, whole
-from lockstep.sample.sampler import Logprobs, Sampled, log_probs, sample
-from lockstep.sched.request import Accepted, Piece, Request, RequestSpec, ScheduledStep
+from lockstep.sample.sampler import Logprobs, RowBatch, Sampled, log_probs, sample
+from lockstep.sched.request import Accepted, Batch, Piece, Request, RequestSpec, ScheduledStep
 from lockstep.sched.scheduler import Limits, Scheduler
 from lockstep.text.tokenizer import Tokenizer
 from lockstep.types import INT32_MAX, Choice, RuleError, shown
 
 ITEM = SamplingParams(max_tokens=None, logprobs=True, seed=0)
+NOTHING = Accepted((), 0)
 BUILTIN = Path(__file__).parent.parent / "builtin"
-NO_HISTORY = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, eq=False)
 class Launched:
-    """A step on its way; what it brings is on the device. `chosen` has a row for every one of
-    `completions`, number `at` of whose tokens it is."""
+    """A step on its way; what it brings is on the device. `chosen` has an entry for every sampled
+    row, number `begins` of whose completion's tokens it is."""
 
     step: ScheduledStep
-    completions: tuple[CompletionState, ...] = ()
-    at: tuple[int, ...] = ()
+    rows: SampledRows
+    begins: tuple[int, ...] = ()
     chosen: Sampled | None = None
     scored: tuple[ScoreUpdate, ...] = ()
     embeddings: Tensor | None = None
@@ -144,6 +136,7 @@ class Engine:
         self._turns: list[Turn] = []
         self._changing = False  # set while anything but the jobs may be half changed
         self._launched: list[Launched] = []  # and not settled, in order
+        self._rows: SampledRows | None = None  # of the batch before
         # a step that has happened, until its jobs have it all
         self._settled: StepResult | None = None
 
@@ -313,9 +306,7 @@ class Engine:
 
     def _run(self, step: ScheduledStep) -> StepOutput:
         """Launches a step. A negative id, -1 - k, is sample k of the step before."""
-        ids = torch.tensor(
-            [token for piece in step.pieces for token in piece.ids], dtype=torch.long
-        )
+        ids = torch.tensor(step.ids)
         last = self._launched[-1].chosen if self._launched else None
         if last is not None:
             sampled = last.token_ids.clamp(min=0)  # of a row that could not be sampled nobody sees
@@ -323,54 +314,63 @@ class Engine:
         return self.runner.run(self._plan(step), ids, step.kind)
 
     def _plan(self, step: ScheduledStep) -> StepPlan:
-        return build(step.kind.specs, step.works)
+        return build(step.kind.specs, step.work)
 
     def _sample(self, step: ScheduledStep, out: StepOutput) -> Launched:
-        """What every piece gets: a step is of one kind. Nothing waits for the device."""
+        """What every request gets: a step is of one kind. Nothing waits for the device."""
+        rows = self._rows_of(step.batch)
         if step.kind.name == EMBED:
-            ends = list(accumulate((piece.new_len for piece in step.pieces), initial=0))
-            return Launched(step, embeddings=step.kind.model.embed(out.rows, ends))
+            vectors = step.kind.model.embed(out.rows, list(step.batch.begins))
+            return Launched(step, rows, embeddings=vectors)
         if step.kind.name == ENCODE:
-            return Launched(step)
+            return Launched(step, rows)
         logits = step.kind.model.logits(out.emitted)
-        rows, completions, emits, begin = list[Row](), list[CompletionState](), list[int](), 0
-        scored: list[ScoreUpdate] = []
-        for piece in step.pieces:
-            request, samples = piece.request, piece.samples
-            job, first = self._job(request), begin + len(piece.emit) - samples
-            if first > begin:
-                scored += self._score(job, piece, logits[begin:first])
-            if request.spec.items:
-                scored += self._first_of_items(job, logits[first]) if samples else []
-                samples = 0
-            for i in range(samples):
-                completion = job.completions[i if samples > 1 else request.index]
-                rows.append(self._row(completion, piece))
-                completions.append(completion)
-                emits.append(first + i)
-            begin += len(piece.emit)
-        if not rows:
-            return Launched(step, scored=tuple(scored))
-        wanted = logits if len(emits) == len(logits) else logits[emits]
+        scored = [
+            update
+            for i, begin in rows.scored
+            for update in self._scored(rows.generations[i], step.piece(i), logits[begin:])
+        ]
+        if not rows.completions:
+            return Launched(step, rows, scored=tuple(scored))
+        wanted = logits if len(rows.emits) == len(logits) else logits[list(rows.emits)]
+        batch = self._row_batch(step, rows)
         return Launched(
             step=step,
-            completions=tuple(completions),
-            at=tuple([row.position - row.prompt_len for row in rows]),
-            chosen=sample(self.parts.model.ops, wanted, rows, self.info.eos_token_ids),
+            rows=rows,
+            begins=tuple((batch.positions - rows.how.prompt_lens).tolist()),
+            chosen=sample(self.parts.model.ops, wanted, batch, self.info.eos_token_ids),
             scored=tuple(scored),
         )
 
-    def _row(self, completion: CompletionState, piece: Piece) -> Row:
-        position, history = piece.known_len, NO_HISTORY
-        if completion.penalised:
-            history = np.array(piece.request.tokens[:position], np.int32)
-        return Row(completion.params, position, completion.prompt_len, history)
+    def _rows_of(self, batch: Batch) -> SampledRows:
+        """Whom the rows of a batch are for; those of the last one are kept."""
+        if self._rows is None or self._rows.batch is not batch:
+            self._rows = SampledRows.of(batch, self._job)
+        return self._rows
+
+    def _row_batch(self, step: ScheduledStep, rows: SampledRows) -> RowBatch:
+        positions, requests = rows.positions(step.cached_lens), step.batch.requests
+        history = {
+            row: np.array(requests[rows.owners[row]].tokens[: positions[row]], np.int32)
+            for row in rows.penalised
+        }
+        return RowBatch(rows.how, positions, history)
+
+    def _scored(self, job: Generation, piece: Piece, logits: Tensor) -> list[ScoreUpdate]:
+        """Log-probabilities of tokens that were given; `logits` are those of the piece, and
+        more."""
+        rows = piece.rows
+        count = len(rows.emit) - rows.samples
+        updates = self._score(job, piece, logits[:count]) if count else []
+        if rows.samples and rows.request.spec.items:
+            updates += self._first_of_items(job, logits[count])
+        return updates
 
     def _score(self, job: Generation, piece: Piece, logits: Tensor) -> list[ScoreUpdate]:
         """The row at position p tells of token p+1: of the prompt, or of what follows it and is
         given."""
         completion, prompt_len = job.completions[piece.request.index], len(job.prompt_ids)
-        first = piece.cached_len + piece.emit[0] + 1
+        first = piece.cached_len + piece.rows.emit[0] + 1
         ids = torch.tensor((*job.prompt_ids, *completion.token_ids)[first : first + len(logits)])
         split = min(max(prompt_len - first, 0), len(logits))
         prompt = (0, split, job.prompt_scores, first - 1)
@@ -401,8 +401,8 @@ class Engine:
         touched: list[Generation] = []
         while len(self._launched) > later:
             launched = self._launched.pop(0)
-            pieces = launched.step.pieces
-            touched += [self._job(p.request) for p in pieces if p.request.finish is None]
+            pairs = zip(launched.rows.generations, launched.step.batch.requests, strict=True)
+            touched += [job for job, request in pairs if request.finish is None]
             result, accepted = self._result(launched)
             ended = self.scheduler.settle(launched.step, accepted)
             endings = [Ending(self._job(r).completions[r.index], r.finish or "stop") for r in ended]
@@ -418,33 +418,54 @@ class Engine:
     def _result(self, launched: Launched) -> tuple[StepResult, list[Accepted]]:
         """What the jobs get, and what the scheduler is told of every row. Nobody sees the rows of
         requests that have ended meanwhile; what could not be sampled ends its completion."""
-        chosen, pieces = launched.chosen, launched.step.pieces
-        ids, errors = (chosen.token_ids.tolist(), chosen.errors()) if chosen else ([], {})
-        logprobs = chosen.logprobs if chosen else None
-        at_row = dict(zip(chosen.logprob_rows, count(), strict=False)) if chosen else {}
-        accepted, tokens, endings = list[Accepted](), list[TokenUpdate](), list[Ending]()
-        for row, (completion, at) in enumerate(zip(launched.completions, launched.at, strict=True)):
-            if completion.finish is not None or row in errors:
-                accepted.append(Accepted((), 0))
-                endings += [Ending(completion, "error", errors[row])] if row in errors else []
-                continue
-            found = completion.accept((ids[row],))
-            kept, _ = found.cut(completion.most - at)
-            text = tuple(completion.ahead[: len(kept)]) if completion.searched else ()
-            tokens.append(TokenUpdate(completion, at, kept, text, logprobs, at_row.get(row)))
-            accepted.append(found)
+        chosen, rows = launched.chosen, launched.rows
+        tokens, endings, accepted = None, list[Ending](), list[Accepted]()
+        if chosen is not None:
+            errors = chosen.errors()
+            endings = [Ending(rows.completions[row], "error", errors[row]) for row in errors]
+            tokens, accepted = self._accept(launched, chosen, errors)
         vectors = launched.embeddings if launched.embeddings is not None else ()
         result = StepResult(
-            tokens=tuple(tokens),
+            tokens=tokens,
             scores=tuple(score for score in launched.scored if score.request.finish is None),
             embeddings=tuple(
-                (self._job(piece.request), vector.numpy())
-                for piece, vector in zip(pieces, vectors, strict=False)
-                if piece.request.finish is None
+                (job, vector.numpy())
+                for job, vector in zip(rows.generations, vectors, strict=False)
+                if job.request.finish is None
             ),
             endings=tuple(endings),
         )
         return result, accepted
+
+    def _accept(
+        self, launched: Launched, chosen: Sampled, errors: Mapping[int, str]
+    ) -> tuple[TokenUpdates, list[Accepted]]:
+        """Every row brings a token. Looked at one by one are those that may end a text, and those
+        that bring nothing."""
+        rows, completions = launched.rows, launched.rows.completions
+        ids = chosen.token_ids.cpu().numpy()
+        accepted = list(map(Accepted, zip(ids.tolist(), strict=True)))
+        kept = [entry.token_ids for entry in accepted]
+        texts: dict[int, tuple[str, ...]] = {}
+        ends = np.flatnonzero((ids[:, None] == rows.end_ids).any(1)).tolist()
+        ended = [row for row, each in enumerate(completions) if each.finish is not None]
+        for row in {*ends, *rows.searched, *ended, *errors}:
+            completion, good = completions[row], row not in errors
+            if completion.finish is None and good:
+                accepted[row] = completion.accept(kept[row])
+                texts[row] = tuple(completion.ahead)
+            else:
+                accepted[row] = NOTHING
+            kept[row], _ = accepted[row].cut(completion.most - launched.begins[row])
+        tokens = TokenUpdates(
+            completions=completions,
+            begins=launched.begins,
+            token_ids=kept,
+            texts={row: text for row, text in texts.items() if completions[row].searched},
+            logprobs=chosen.logprobs,
+            logprob_rows=chosen.logprob_rows,
+        )
+        return tokens, accepted
 
     def _publish(self, touched: list[Generation]) -> list[Generation]:
         """Text, without a lock on the engine: whoever reads a job first makes what is missing."""

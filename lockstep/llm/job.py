@@ -10,7 +10,7 @@ for, as the step is settled. Knows tokens and text; the engine feeds it, the sur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ class CompletionState:
         given: Sequence[int] = (),
     ) -> None:
         self.params, self.prompt_ids, self.most = params, prompt_ids, most
-        self.penalised, self.prompt_len = params.penalised, len(prompt_ids)
+        self.prompt_len = len(prompt_ids)
         self.token_ids: list[int] = list(given)
         self.given = bool(given)
         self.scores = Scores()
@@ -218,7 +218,8 @@ class Generation:
             if len(kept) < len(token_ids):
                 rule = "tokens already generated end where their completion does"
                 raise RuleError(rule, f"{len(token_ids)}, and {len(kept)} count", "Cut them there")
-            TokenUpdate(completion, 0, token_ids, tuple(completion.ahead)).write()
+            text = {0: tuple(completion.ahead)} if completion.searched else {}
+            TokenUpdates([completion], [0], [token_ids], text).write()
             if completion.over is not None and completion.params.top_logprobs is None:
                 completion.end(completion.over)
 
@@ -288,27 +289,33 @@ class Generation:
         )
 
 
-class TokenUpdate(NamedTuple):
-    """Tokens of a completion, from number `at` on, with their text if it was searched, and with
-    their log-probabilities if these are wanted: from row `row` of `logprobs` on."""
+class TokenUpdates(NamedTuple):
+    """The tokens of a step, a column per quantity: of every completion the new ones, which follow
+    its first `begins`. By row, their text where it was searched; and their log-probabilities where
+    these are wanted: those of row `logprob_rows[i]` begin with row i of `logprobs`."""
 
-    completion: CompletionState
-    at: int
-    token_ids: tuple[int, ...]
-    pieces: tuple[str, ...] = ()
+    completions: Sequence[CompletionState]
+    begins: Sequence[int]
+    token_ids: Sequence[tuple[int, ...]]
+    texts: Mapping[int, tuple[str, ...]]
     logprobs: Logprobs | None = None
-    row: int | None = None
+    logprob_rows: Sequence[int] = ()
 
     def write(self) -> None:
-        completion = self.completion
-        if completion.finish is None:  # else it was written, and then ended
-            completion.token_ids[self.at :] = self.token_ids
-            if completion.searched:
-                completion.pieces[self.at :] = self.pieces
-            if self.logprobs is not None and self.row is not None:
-                rows = range(self.row, self.row + len(self.token_ids))
-                k = completion.params.top_logprobs or 0
-                completion.scores.write(self.at, [entry(self.logprobs, row, k) for row in rows])
+        """Of completions that have ended: they were written before that."""
+        columns = zip(self.completions, self.begins, self.token_ids, strict=True)
+        for completion, begin, token_ids in columns:
+            if completion.finish is None:
+                completion.token_ids[begin:] = token_ids
+        for row, text in self.texts.items():
+            if self.completions[row].finish is None:
+                self.completions[row].pieces[self.begins[row] :] = text
+        for first, row in enumerate(self.logprob_rows if self.logprobs is not None else ()):
+            completion, k = self.completions[row], self.completions[row].params.top_logprobs or 0
+            if completion.finish is None:
+                at = range(first, first + len(self.token_ids[row]))
+                scores = [entry(self.logprobs, each, k) for each in at]
+                completion.scores.write(self.begins[row], scores)
 
 
 class ScoreUpdate(NamedTuple):
@@ -347,7 +354,7 @@ class StepResult:
     `write`, then `end`; both may be repeated from the beginning wherever they were left.
     """
 
-    tokens: tuple[TokenUpdate, ...] = ()
+    tokens: TokenUpdates | None = None
     scores: tuple[ScoreUpdate, ...] = ()
     embeddings: tuple[tuple[Generation, NDArray[np.float32]], ...] = ()
     endings: tuple[Ending, ...] = ()
@@ -356,8 +363,8 @@ class StepResult:
         """Log-probabilities of what was there, tokens, embeddings."""
         for score in self.scores:
             score.write()
-        for token in self.tokens:
-            token.write()
+        if self.tokens is not None:
+            self.tokens.write()
         for job, embedding in self.embeddings:
             job.embedding = embedding
 

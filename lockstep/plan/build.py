@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -66,51 +67,130 @@ class Work(NamedTuple):
     cross_new: int = 0
 
 
-class _Columns(NamedTuple):
-    """The works of a step, field by field."""
+@dataclass(frozen=True, eq=False)
+class BatchShape:
+    """How many rows every request of a batch has and which of them are wanted: what its plans share
+    from step to step. B requests, T rows.
+    """
 
-    cached_lens: tuple[int, ...]
-    new_lens: tuple[int, ...]
-    pages: tuple[tuple[Pages | None, ...], ...]
-    emits: tuple[tuple[int, ...] | None, ...]
+    new_lens: Ints  # [B]
+    q_indptr: Ints  # [B+1]
+    request: Ints  # [T] whose row it is
+    offsets: Ints  # [T] a row stands at its request's cached_len + offset
+    list_lens: Ints  # [T] keys that it names one by one: the nodes above a tree's row, and itself
+    tail_indptr: Ints  # [T+1] their sums
+    nodes: Ints  # these keys, as nodes of their trees
+    emit: Ints  # rows whose logits are wanted, counted within the step
     parents: tuple[tuple[int, ...] | None, ...]
-    cross_lens: tuple[int, ...]
-    cross_news: tuple[int, ...]
+    cross_lens: Ints  # [B]
+    encodes: bool  # rows are written to the cross groups
+
+    @classmethod
+    def of(
+        cls,
+        new_lens: Sequence[int],
+        emits: Sequence[tuple[int, ...] | None],
+        parents: Sequence[tuple[int, ...] | None],
+        cross_lens: Sequence[int],
+        cross_news: Sequence[int],
+    ) -> BatchShape:
+        """One entry per request: what `RequestWork` has of it."""
+        _check_shape(new_lens, emits, cross_lens, cross_news)
+        q_indptr = indptr(new_lens)
+        request = np.repeat(np.arange(len(new_lens), dtype=np.int32), new_lens)
+        offsets = np.arange(len(request), dtype=np.int32) - q_indptr[request]
+        list_lens, nodes = np.zeros(len(request), np.int32), list[int]()
+        for i in [i for i, tree in enumerate(parents) if tree is not None]:
+            lists = paths(parents[i] or (), new_lens[i])
+            rows = slice(q_indptr[i], q_indptr[i + 1])
+            list_lens[rows] = [len(path) for path in lists]
+            offsets[rows] = list_lens[rows] - 1
+            nodes += [node for path in lists for node in path]
+        begins = zip(q_indptr.tolist(), new_lens, emits, strict=False)
+        last = [((n - 1,) if emit is None else emit, begin) for begin, n, emit in begins]
+        return cls(
+            new_lens=ints(new_lens),
+            q_indptr=frozen(q_indptr),
+            request=frozen(request),
+            offsets=frozen(offsets),
+            list_lens=frozen(list_lens),
+            tail_indptr=frozen(indptr(list_lens)),
+            nodes=ints(nodes),
+            emit=ints([begin + row for emit, begin in last for row in emit]),
+            parents=tuple(parents),
+            cross_lens=ints(cross_lens),
+            encodes=any(cross_news),
+        )
+
+    @cached_property
+    def width(self) -> int:
+        """Rows per request if all have as many, else 0."""
+        lens = self.new_lens
+        return int(lens[0]) if len(lens) and (lens == lens[0]).all() else 0
+
+    @cached_property
+    def tail(self) -> int:
+        """The longest list of a row."""
+        return int(self.list_lens.max(initial=0))
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
+class BatchWork:
+    """The work of one step, a column per quantity."""
+
+    shape: BatchShape
+    cached_lens: Sequence[int]  # [B]
+    pages: Sequence[tuple[Pages | None, ...]]  # [B], per group
+
+    @classmethod
+    def of(cls, works: Sequence[Work]) -> BatchWork:
+        """From one value per request."""
+        columns = zip(*works, strict=True) if works else ((),) * len(Work._fields)
+        cached_lens, new_lens, pages, *rest = columns
+        return cls(BatchShape.of(new_lens, *rest), cached_lens, pages)
+
+    def __len__(self) -> int:
+        return len(self.cached_lens)
+
+
+class _Rows(NamedTuple):
     """What all groups share: the rows and, for tree rows, the nodes of their lists (one entry per
     listed position)."""
 
-    q_indptr: NDArray[np.int32]
-    request: NDArray[np.int32]
-    positions: NDArray[np.int32]
-    start: NDArray[np.int32]
-    tail_indptr: NDArray[np.int32]
-    nodes: NDArray[np.int32]
+    q_indptr: Ints
+    request: Ints
+    positions: Ints
+    start: Ints
+    tail_indptr: Ints
+    nodes: Ints
 
 
-def build(specs: Sequence[GroupSpec], works: Sequence[Work]) -> StepPlan:
+def build(specs: Sequence[GroupSpec], works: BatchWork | Sequence[Work]) -> StepPlan:
     """The plan of one step over `works`. An empty batch is legal."""
-    fresh = [spec.layout is Layout.FRESH for spec in specs]
-    columns = _Columns(*zip(*works, strict=True)) if works else _Columns(*[()] * len(Work._fields))
-    plain = _plain(fresh, columns)
-    for work in () if plain else works:
-        _check_work(fresh, work)
-    rows = _rows(columns)
-    groups = tuple([_group(spec, g, works, rows) for g, spec in enumerate(specs)])
-    emit = rows.q_indptr[:-1] if plain else emitted(works, rows)
-    real = Real(len(works), len(rows.positions), len(emit))
+    work = works if isinstance(works, BatchWork) else BatchWork.of(works)
+    shape = work.shape
+    cached_lens = np.array(work.cached_lens, np.int64)
+    _check_work(specs, work, cached_lens)
+    positions = cached_lens.astype(np.int32)[shape.request] + shape.offsets
+    rows = _Rows(
+        q_indptr=shape.q_indptr,
+        request=shape.request,
+        positions=frozen(positions),
+        start=frozen(positions + 1 - shape.list_lens),
+        tail_indptr=shape.tail_indptr,
+        nodes=shape.nodes,
+    )
+    groups = tuple([_group(spec, g, work, rows) for g, spec in enumerate(specs)])
+    real = Real(len(work), len(positions), len(shape.emit))
     return StepPlan(
-        frozen(rows.q_indptr),
-        frozen(rows.positions),
-        frozen(rows.start),
-        frozen(rows.tail_indptr),
-        ints(emit),
-        groups,
-        exact_bucket(real, rows.q_indptr, rows.tail_indptr, groups),
-        real,
+        q_indptr=rows.q_indptr,
+        positions=rows.positions,
+        start=rows.start,
+        tail_indptr=rows.tail_indptr,
+        emit=shape.emit,
+        groups=groups,
+        bucket=exact_bucket(real, shape, groups),
+        real=real,
     )
 
 
@@ -123,47 +203,29 @@ def indptr(lens: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
     return np.array([0, *accumulate(lens)], np.int32)
 
 
-def row_positions(
-    cached_lens: NDArray[np.int32], q_indptr: NDArray[np.int32], request: NDArray[np.int32]
-) -> NDArray[np.int32]:
-    """Rows follow the committed keys: row j of a request stands at cached_len + j."""
-    return np.asarray((cached_lens - q_indptr[:-1])[request] + np.arange(len(request)), np.int32)
-
-
-def emitted(works: Sequence[Work], rows: _Rows) -> list[int]:
-    """The rows whose logits are wanted, counted within the step."""
-    begins = rows.q_indptr.tolist()
-    return [
-        begin + j
-        for begin, w in zip(begins, works, strict=False)
-        for j in (w.emit if w.emit is not None else (w.new_len - 1,))
-    ]
-
-
-def kv_lens(spec: GroupSpec, works: Sequence[Work], rows: _Rows) -> NDArray[np.int32]:
+def kv_lens(spec: GroupSpec, work: BatchWork, rows: _Rows) -> Ints:
     """Keys that exist after this step's write, always."""
-    if spec.layout is Layout.CROSS:
-        return np.array([w.cross_len for w in works], np.int32)
-    if not works:
-        return np.zeros(0, np.int32)
-    return np.asarray(np.maximum.reduceat(rows.positions, rows.q_indptr[:-1]) + 1, np.int32)
+    if spec.layout is Layout.CROSS or not work:
+        return work.shape.cross_lens
+    return frozen(np.maximum.reduceat(rows.positions, rows.q_indptr[:-1]) + np.int32(1))
 
 
 def live_pages(
-    size: int, tables: Sequence[Ints], lens: NDArray[np.int32], first_pos: NDArray[np.int32]
-) -> tuple[Sequence[Ints], list[int]]:
+    size: int, tables: Sequence[Ints], lens: Ints, first_pos: NDArray[np.int32]
+) -> tuple[Sequence[Ints], NDArray[np.int32]]:
     """Of every request's pages those up to its kv_len, and how many they are."""
-    counts, haves = (-(-lens // size) - first_pos // size).tolist(), list(map(len, tables))
-    if counts == haves:
-        return tables, haves
-    for count, have, kv_len in zip(counts, haves, lens.tolist(), strict=True):
+    counts, haves = -(-lens // size) - first_pos // size, list(map(len, tables))
+    wanted = counts.tolist()
+    if wanted == haves:
+        return tables, counts
+    for count, have, kv_len in zip(wanted, haves, lens.tolist(), strict=True):
         if count > have:
-            raise RuleError(
+            rule, got = (
                 "a request's pages cover its keys",
                 f"{have} pages of {size} for {kv_len} keys",
-                "Reserve before building",
             )
-    return [table[:count] for table, count in zip(tables, counts, strict=True)], counts
+            raise RuleError(rule, got, "Reserve before building")
+    return [table[:count] for table, count in zip(tables, wanted, strict=True)], counts
 
 
 def node_slots(spec: GroupSpec, pages: Pages, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -173,11 +235,11 @@ def node_slots(spec: GroupSpec, pages: Pages, nodes: NDArray[np.int32]) -> NDArr
 
 
 def write_slots(
-    spec: GroupSpec, works: Sequence[Work], rows: _Rows, group: tuple[NDArray[np.int32], ...]
+    spec: GroupSpec, work: BatchWork, rows: _Rows, group: tuple[NDArray[np.int32], ...]
 ) -> NDArray[np.int32]:
     """slot(t, positions[t]) of every row that this group stores."""
     page_ids, page_indptr, first_pos, tail_slots = group
-    if spec.layout is Layout.CROSS and not any(w.cross_new for w in works):
+    if spec.layout is Layout.CROSS and not work.shape.encodes:
         return np.zeros(0, np.int32)
     if not len(rows.nodes):
         return np.asarray(
@@ -195,29 +257,22 @@ def write_slots(
     return slots
 
 
-def tail_slots(spec: GroupSpec, g: int, works: Sequence[Work], rows: _Rows) -> NDArray[np.int32]:
+def tail_slots(spec: GroupSpec, g: int, work: BatchWork, rows: _Rows) -> NDArray[np.int32]:
     """The rows' lists in this group's slots, behind one another, filled with 0 up to the bucket's
     capacity; an encoder has no nodes."""
-    capacity = len(rows.positions) * _tail(rows.tail_indptr)
+    capacity = len(rows.positions) * work.shape.tail
     slots = np.zeros(capacity, np.int32)
     if capacity and spec.layout is not Layout.CROSS:
-        for i, work in enumerate(works):
-            pages = work.pages[g]
+        for i, entry in enumerate(work.pages):
+            pages = entry[g]
             begin, end = rows.tail_indptr[rows.q_indptr[i]], rows.tail_indptr[rows.q_indptr[i + 1]]
             if pages is not None and end > begin:
                 slots[begin:end] = node_slots(spec, pages, rows.nodes[begin:end])
     return slots
 
 
-def exact_bucket(
-    real: Real,
-    q_indptr: NDArray[np.int32],
-    tail_indptr: NDArray[np.int32],
-    groups: tuple[Group, ...],
-) -> Bucket:
+def exact_bucket(real: Real, shape: BatchShape, groups: tuple[Group, ...]) -> Bucket:
     """The shape of a plan without padding."""
-    widths = q_indptr[1:] - q_indptr[:-1]
-    width = int(widths[0]) if len(widths) and (widths == widths[0]).all() else 0
     sizes = [
         (len(g.page_ids), len(g.write_slots), len(g.moves))
         if isinstance(g, PagedGroup)
@@ -226,112 +281,83 @@ def exact_bucket(
     ]
     pages, writes, moves = zip(*sizes, strict=True) if sizes else ((), (), ())
     return Bucket(
-        real.requests,
-        real.tokens,
-        width,
-        real.emits,
-        _tail(tail_indptr),
-        tuple(pages),
-        tuple(writes),
-        tuple(moves),
+        requests=real.requests,
+        tokens=real.tokens,
+        width=shape.width,
+        emits=real.emits,
+        tail=shape.tail,
+        pages=pages,
+        writes=writes,
+        moves=moves,
     )
 
 
-def _tail(tail_indptr: NDArray[np.int32]) -> int:
-    return int((tail_indptr[1:] - tail_indptr[:-1]).max()) if tail_indptr[-1] else 0
-
-
-def _rows(columns: _Columns) -> _Rows:
-    cached_lens, new_lens = columns.cached_lens, columns.new_lens
-    q_indptr = indptr(new_lens)
-    request = np.repeat(np.arange(len(new_lens), dtype=np.int32), new_lens)
-    positions = row_positions(np.array(cached_lens, np.int32), q_indptr, request)
-    start, lens, nodes = positions + 1, np.zeros(len(positions), np.int32), []
-    trees = () if columns.parents.count(None) == len(new_lens) else columns.parents
-    for i, parents in enumerate(trees):
-        if parents is not None:
-            lists = paths(parents, new_lens[i])
-            mine = slice(q_indptr[i], q_indptr[i + 1])
-            lens[mine] = [len(path) for path in lists]
-            start[mine] = cached_lens[i]
-            positions[mine] = cached_lens[i] + lens[mine] - 1
-            nodes += [node for path in lists for node in path]
-    return _Rows(q_indptr, request, positions, start, indptr(lens), np.array(nodes, np.int32))
-
-
-def _group(spec: GroupSpec, g: int, works: Sequence[Work], rows: _Rows) -> Group:
+def _group(spec: GroupSpec, g: int, work: BatchWork, rows: _Rows) -> Group:
     if spec.layout is Layout.FRESH:
         return FreshGroup(spec)
-    lens = kv_lens(spec, works, rows)
-    held = [pages for w in works if (pages := w.pages[g]) is not None]
+    lens = kv_lens(spec, work, rows)
+    held = [pages for entry in work.pages if (pages := entry[g]) is not None]
     own, firsts, scratch, moved = zip(*held, strict=True) if held else ((), (), (), ())
     first_pos = np.array(firsts, np.int32)
     tables, counts = live_pages(spec.page_size, own, lens, first_pos)
     if any(map(len, scratch)):
         tables = [np.concatenate(pair) for pair in zip(tables, scratch, strict=True)]
-        counts = list(map(len, tables))
+        counts = np.array([len(table) for table in tables], np.int32)
     page_ids = np.concatenate(tables) if tables else np.zeros(0, np.int32)
     page_indptr = indptr(counts)
-    tails = tail_slots(spec, g, works, rows)
-    writes = write_slots(spec, works, rows, (page_ids, page_indptr, first_pos, tails))
+    tails = tail_slots(spec, g, work, rows)
+    writes = write_slots(spec, work, rows, (page_ids, page_indptr, first_pos, tails))
     moves = np.concatenate([NO_MOVES, *moved]) if any(map(len, moved)) else NO_MOVES
     return PagedGroup(
         spec, *map(frozen, (lens, page_indptr, page_ids, first_pos, tails, writes, moves))
     )
 
 
-def _plain(fresh: list[bool], columns: _Columns) -> bool:
-    """Whether these are decoding requests that `_check_work` has nothing to say about, seen at
-    once: most steps are."""
-    cached_lens, new_lens, pages, emits, parents, cross_lens, cross_news = columns
-    if not new_lens or any(fresh):
-        return False
-    ones = (
-        new_lens.count(1)
-        == emits.count((0,))
-        == parents.count(None)
-        == cross_news.count(0)
-        == len(new_lens)
-    )
-    whole = set(map(len, pages)) == {len(fresh)} and all(map(all, pages))
-    return ones and whole and min(cached_lens) >= 0 and max(*cached_lens, *cross_lens) < INT32_MAX
-
-
-def _check_work(fresh: list[bool], work: Work) -> None:
-    """What a caller can get wrong and no later check could tell. `fresh` tells which groups have no
-    cache."""
-    cached_len, new_len, pages, emit, parents, cross_len, cross_new = work
-    if new_len < 1 or cached_len < 0:
+def _check_shape(
+    new_lens: Sequence[int],
+    emits: Sequence[tuple[int, ...] | None],
+    cross_lens: Sequence[int],
+    cross_news: Sequence[int],
+) -> None:
+    """What a caller can get wrong about a batch and no later check could tell."""
+    if min(new_lens, default=1) < 1:
         rule = "a request computes at least one row after its cached keys"
-        raise RuleError(rule, f"new_len={new_len}, cached_len={cached_len}", "Leave it out")
-    if cached_len + new_len > INT32_MAX or cross_len > INT32_MAX:
-        total = f"{cached_len} + {new_len} keys, {cross_len} encoder keys"
-        raise RuleError(f"lengths fit in int32, at most {INT32_MAX}", total, "Shorten the request")
-    if len(pages) != len(fresh):
-        got = f"{len(pages)} for {len(fresh)} groups"
-        raise RuleError(
-            "a request has one entry of pages per group", got, "Use None for a fresh group"
-        )
-    if cross_new not in (0, new_len) or cross_new > cross_len:
-        got = f"{cross_new} of {new_len} rows"
-        raise RuleError(
-            "an encoder is written whole, by rows of its own", got, "Encode in a step of its own"
-        )
-    for j in emit or ():
-        if not 0 <= j < new_len:
-            raise RuleError(
-                "emit names rows of the request's own step",
-                f"row {j} of {new_len}",
-                "Count from 0 within the request",
-            )
-    if [entry is None for entry in pages] != fresh:
-        got = f"pages={[entry is not None for entry in pages]}, cached={[not f for f in fresh]}"
-        raise RuleError(
-            "a cached group needs pages and a fresh one has none", got, "Reserve pages first"
-        )
-    if (cached_len or parents is not None) and any(fresh):
-        raise RuleError(
-            "a fresh group takes whole requests",
-            f"cached_len={cached_len}",
-            "Do not chunk an embedding or an encoder",
-        )
+        raise RuleError(rule, f"new_len={min(new_lens)}", "Leave it out")
+    for new_len, emit, cross_len, new in zip(new_lens, emits, cross_lens, cross_news, strict=True):
+        if new_len > INT32_MAX or cross_len > INT32_MAX:
+            got = f"{new_len} rows, {cross_len} encoder keys"
+            raise RuleError(f"lengths fit in int32, at most {INT32_MAX}", got, "Shorten it")
+        if new not in (0, new_len) or new > cross_len:
+            rule = "an encoder is written whole, by rows of its own"
+            raise RuleError(rule, f"{new} of {new_len} rows", "Encode in a step of its own")
+        if emit and not 0 <= min(emit) <= max(emit) < new_len:
+            rule = "emit names rows of the request's own step"
+            row = next(row for row in emit if not 0 <= row < new_len)
+            raise RuleError(rule, f"row {row} of {new_len}", "Count from 0 within the request")
+
+
+def _check_work(
+    specs: Sequence[GroupSpec], work: BatchWork, cached_lens: NDArray[np.int64]
+) -> None:
+    """The same about a step of it."""
+    least = int(cached_lens.min(initial=0))
+    if least < 0:
+        rule = "a request computes at least one row after its cached keys"
+        raise RuleError(rule, f"cached_len={least}", "Leave it out")
+    most = int((cached_lens + work.shape.new_lens).max(initial=0))
+    if most > INT32_MAX:
+        rule = f"lengths fit in int32, at most {INT32_MAX}"
+        raise RuleError(rule, f"{most} keys and new rows", "Shorten the request")
+    for count in set(map(len, work.pages)) - {len(specs)}:
+        rule, got = "a request has one entry of pages per group", f"{count} for {len(specs)} groups"
+        raise RuleError(rule, got, "Use None for a fresh group")
+    for g, spec in enumerate(specs):
+        fresh = spec.layout is Layout.FRESH
+        if [entry[g] is None for entry in work.pages].count(fresh) < len(work):
+            rule = "a cached group needs pages and a fresh one has none"
+            got = f"group {g}, {'fresh' if fresh else 'cached'}, {'with' if fresh else 'without'}"
+            raise RuleError(rule, got, "Reserve pages first")
+        trees = any(tree is not None for tree in work.shape.parents) if fresh else False
+        if fresh and (trees or cached_lens.any()):
+            rule, got = "a fresh group takes whole requests", f"cached_len={cached_lens.max()}"
+            raise RuleError(rule, got, "Do not chunk an embedding or an encoder")

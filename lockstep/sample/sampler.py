@@ -2,34 +2,108 @@
 prompt rows alike.
 
 A row's token is a function of its logits, its parameters, its position and the tokens before it.
-Both compute through a device's table of operations, which gives the same bits everywhere. Called by
-the engine.
+While the same completions decode, their parameters are one value (`RowParams`) and positions move
+alone. Both compute through a device's table of operations, which gives the same bits everywhere.
+Called by the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.ops import Ops
 from lockstep.sample.formulas import EMPTY, FLOATS, INFINITE, INTS, MAX_VOCAB, NAN, OK
-from lockstep.sample.logits import Row, apply_penalties
+from lockstep.sample.logits import NO_TOKENS, Row, apply_penalties
 from lockstep.sample.noise import counter
 from lockstep.sample.params import SamplingParams, resolve_seed
 from lockstep.types import RuleError
 
-__all__ = ["Logprobs", "Row", "Sampled", "SamplingParams", "log_probs", "resolve_seed", "sample"]
+__all__ = [
+    "Logprobs",
+    "Row",
+    "RowBatch",
+    "RowParams",
+    "Sampled",
+    "SamplingParams",
+    "log_probs",
+    "resolve_seed",
+    "sample",
+]
 
 REASONS = {
     NAN: "a logit is NaN",
     INFINITE: "a logit is +inf, or becomes so under the temperature",
     EMPTY: "no token is left: every logit is -inf after bias, penalties and min_tokens",
 }
+
+
+@dataclass(frozen=True, eq=False)
+class RowParams:
+    """Whom S rows are for, as arrays: made once for completions that are sampled together.
+
+    params      of one completion each (n = 1), their seeds resolved
+    prompt_lens, min_tokens          int64 [S]
+    floats      float64 [S, 3]: temperature, top-p, ln of min-p
+    ints        int64 [3, S]: top-k (0: all), index, seed
+    edits       bool [S]: whether bias or penalties change the logits
+    cuts        whether top-k or top-p keep some tokens only, in any row
+    logprob_rows, top  rows that ask for log-probabilities, and of how many of the best at most
+    """
+
+    params: tuple[SamplingParams, ...]
+    prompt_lens: NDArray[np.int64]
+    min_tokens: NDArray[np.int64]
+    floats: NDArray[np.float64]
+    ints: NDArray[np.int64]
+    edits: NDArray[np.bool_]
+    cuts: bool
+    logprob_rows: tuple[int, ...]
+    top: int
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], prompt_lens: Sequence[int]) -> RowParams:
+        numbers = [each.numbers for each in params]
+        tops = {r: each.top for r, each in enumerate(numbers) if each.top is not None}
+        return cls(
+            params=tuple(params),
+            prompt_lens=np.array(prompt_lens, np.int64),
+            min_tokens=np.array([each.min_tokens for each in params], np.int64),
+            floats=np.array([each.floats for each in numbers], np.float64).reshape(-1, FLOATS),
+            ints=np.array([each.ints for each in numbers], np.int64).reshape(-1, 3).T,
+            edits=np.array([each.edits for each in numbers], np.bool_),
+            cuts=any(each.cuts for each in numbers),
+            logprob_rows=tuple(tops),
+            top=max(tops.values(), default=0),
+        )
+
+
+class RowBatch(NamedTuple):
+    """S rows of a step: what `Row` says of one. `token_ids` has those of penalised rows, by row."""
+
+    how: RowParams
+    positions: NDArray[np.int64]  # [S]
+    token_ids: Mapping[int, NDArray[np.int32]]
+
+    @classmethod
+    def of(cls, rows: RowBatch | Sequence[Row]) -> RowBatch:
+        """From one value per row."""
+        if isinstance(rows, RowBatch):
+            return rows
+        how = RowParams.of([row.params for row in rows], [row.prompt_len for row in rows])
+        positions = np.array([row.position for row in rows], np.int64)
+        return cls(how, positions, {r: row.token_ids for r, row in enumerate(rows)})
+
+    def row(self, r: int) -> Row:
+        """One of them."""
+        position, prompt_len = int(self.positions[r]), int(self.how.prompt_lens[r])
+        return Row(self.how.params[r], position, prompt_len, self.token_ids.get(r, NO_TOKENS))
 
 
 class Settings(NamedTuple):
@@ -66,12 +140,13 @@ class Sampled:
 
     def errors(self) -> dict[int, str]:
         """Row → reason, of the rows that could not be sampled. Waits for the device."""
-        return {
-            row: REASONS[state] for row, state in enumerate(self.states.tolist()) if state != OK
-        }
+        states = self.states.cpu().numpy()
+        return {row: REASONS[int(states[row])] for row in np.flatnonzero(states != OK).tolist()}
 
 
-def sample(ops: Ops, logits: Tensor, rows: Sequence[Row], eos_ids: tuple[int, ...] = ()) -> Sampled:
+def sample(
+    ops: Ops, logits: Tensor, rows: RowBatch | Sequence[Row], eos_ids: tuple[int, ...] = ()
+) -> Sampled:
     """Choose one token per row.
 
     ops      the table of the device that the logits lie on
@@ -82,20 +157,22 @@ def sample(ops: Ops, logits: Tensor, rows: Sequence[Row], eos_ids: tuple[int, ..
     A row whose logits hold NaN or +inf, or that has no finite logit left, gets -1 and a reason; the
     others are what they would be without it.
     """
-    raw = _checked(logits, len(rows))
-    how = settings(rows, raw.shape[1])
-    scores = apply_penalties(raw, rows, eos_ids) if any(map(changes, rows)) else raw
-    device = raw.device
+    batch = RowBatch.of(rows)
+    scores = raw = _checked(logits, len(batch.positions))
+    edited = np.flatnonzero(changes(batch)).tolist()
+    if edited:
+        scores = raw.clone()
+        edits = apply_penalties(raw[edited], [batch.row(r) for r in edited], eos_ids)
+        scores[edited] = edits
+    device, how = raw.device, settings(batch, raw.shape[1])
     tokens, states = ops.sample_tokens(scores, how.floats.to(device), how.ints.to(device), how.cuts)
-    tops = [row.params.numbers.top for row in rows]
-    wanted = tuple(r for r, top in enumerate(tops) if top is not None)
+    wanted, k = batch.how.logprob_rows, batch.how.top
     if not wanted:
         return Sampled(tokens, states, None, ())
-    k = max(top or 0 for top in tops)
-    if len(wanted) < len(rows):
-        some = torch.tensor(wanted, device=device)
-        return Sampled(tokens, states, log_probs(ops, raw[some], tokens[some], k), wanted)
-    return Sampled(tokens, states, log_probs(ops, raw, tokens, k), wanted)
+    if len(wanted) == len(tokens):
+        return Sampled(tokens, states, log_probs(ops, raw, tokens, k), wanted)
+    some = torch.tensor(wanted, device=device)
+    return Sampled(tokens, states, log_probs(ops, raw[some], tokens[some], k), wanted)
 
 
 def log_probs(ops: Ops, logits: Tensor, token_ids: Tensor, k: int = 0) -> Logprobs:
@@ -109,24 +186,21 @@ def log_probs(ops: Ops, logits: Tensor, token_ids: Tensor, k: int = 0) -> Logpro
     return Logprobs(*ops.compute_logprobs(raw, token_ids.to(raw.device), k))
 
 
-def changes(row: Row) -> bool:
-    """Whether anything is done to the row's logits before the choice."""
-    params = row.params
-    return params.numbers.edits or row.position - row.prompt_len < params.min_tokens
+def changes(batch: RowBatch) -> NDArray[np.bool_]:
+    """bool [S]: whether anything is done to a row's logits before the choice."""
+    how = batch.how
+    return how.edits | (batch.positions - how.prompt_lens < how.min_tokens)
 
 
-def settings(rows: Sequence[Row], vocab_size: int) -> Settings:
+def settings(rows: RowBatch | Sequence[Row], vocab_size: int) -> Settings:
     """The rows' parameters as tensors of the host."""
-    numbers = [row.params.numbers for row in rows]
-    top_k, index, seed = np.array([each.ints for each in numbers], np.int64).reshape(-1, 3).T
-    position = np.array([row.position for row in rows], np.int64)
-    ints = np.empty((len(rows), INTS), np.int64)
+    how, positions, _ = RowBatch.of(rows)
+    top_k, index, seed = how.ints
+    ints = np.empty((len(positions), INTS), np.int64)
     ints[:, 0] = np.where(top_k > 0, top_k, vocab_size)
-    for column, values in enumerate(counter(seed, index, position), 1):
+    for column, values in enumerate(counter(seed, index, positions), 1):
         ints[:, column] = values
-    floats = np.array([each.floats for each in numbers], np.float64).reshape(-1, FLOATS)
-    cuts = any(each.cuts for each in numbers)
-    return Settings(torch.from_numpy(floats), torch.from_numpy(ints), cuts)
+    return Settings(torch.from_numpy(how.floats), torch.from_numpy(ints), how.cuts)
 
 
 def _checked(logits: Tensor, rows: int) -> Tensor:

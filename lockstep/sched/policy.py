@@ -23,15 +23,14 @@ def rank(request: Request) -> Rank:
     return request.arrival - HEAD_START * request.spec.priority, request.arrival, request.index
 
 
-def service_order(running: Sequence[Request]) -> list[Request]:
+def service_order(running: Sequence[Request], settled: int) -> list[Request]:
     """In which order running requests, which stand by rank, get their rows: those that miss one row
-    first, then the prompts. Nobody who has to see a step settled first."""
-    few: list[Request] = []
-    many: list[Request] = []
-    for request in running:
-        if request.flight is None or not request.held:
-            (many if len(request.tokens) - request.cached_len > 1 else few).append(request)
-    return few + many
+    first, then the prompts. Nobody who has to see a step after number `settled` settled first."""
+    ready = [request for request in running if request.held_until <= settled]
+    many = [request for request in ready if len(request.tokens) - request.cached_len > 1]
+    if not many:
+        return ready
+    return [request for request in ready if request.missing_len <= 1] + many
 
 
 def victim(

@@ -1,5 +1,6 @@
 """What the scheduler knows of a request: what was asked for (frozen), how far it is (lengths), and
-its share of a step (frozen).
+its share of a step (frozen). A batch whose requests go on decoding is one value from step to step:
+only lengths and tokens move.
 
 There are no modes. `len(tokens) - cached_len` rows are missing; a request that misses one row is
 what others call decoding. A token that a launched step will have sampled is there before its value:
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from lockstep.kv.prefix import Path, Root
 from lockstep.kv.tables import Table
-from lockstep.plan.build import Work
+from lockstep.plan.build import BatchShape, BatchWork, Pages
 from lockstep.run.kind import StepKind
 from lockstep.types import RuleError
 
@@ -135,11 +138,12 @@ class Request:
         self.room = 0  # keys that the pages it holds have room for, as far as was looked
         # below this length a step computes one row, samples one token, and nothing else happens
         self.steady_until_len = 0
+        self.steady_rows: ScheduledRows | None = None  # that row
         self.path: Path | None = None
         self.finish: str | None = None  # "length", "stop" or "abort"
         self.siblings: list[Request] = [self]  # all n continuations, as far as they exist
-        self.flight: Piece | None = None  # its share of the step launched last, until it is settled
-        self.held = False  # until then nothing can be computed
+        self.launched_in = 0  # number of the step launched last that it was in
+        self.held_until = 0  # number of the step that has to be settled before the next row
         self.draft: DraftTree | None = None  # proposed for the next step
 
     @property
@@ -176,38 +180,44 @@ class Request:
         """How many rows a piece of `new_len` rows emits."""
         return len(self._scored(new_len)) + self.samples(new_len)
 
-    def piece(self, new_len: int) -> Piece:
+    def rows(self, new_len: int) -> ScheduledRows:
         """The next `new_len` rows. Emitted are those whose logits are wanted: for
         log-probabilities, then for every sample."""
         begin, samples = self.cached_len, self.samples(new_len)
-        ids = tuple(self.tokens[begin : begin + new_len])
         emit = (new_len - 1,) * samples
         if self.scored_len < self.score_end:
             emit = (*(row - begin for row in self._scored(new_len)), *emit)
-        return Piece(self, ids, begin, emit, samples, self.table)
+        return ScheduledRows(self, new_len, emit, samples, self.table)
 
-    def tree_piece(self, draft: DraftTree) -> Piece:
+    def be_steady(self, until_len: int) -> None:
+        """Nothing but decoding happens to it below that length."""
+        self.steady_until_len = until_len
+        if until_len and (self.steady_rows is None or self.steady_rows.table is not self.table):
+            self.steady_rows = self.rows(1)
+
+    def tree_rows(self, draft: DraftTree) -> ScheduledRows:
         """The last token and what may follow it, as the nodes of a tree; all are emitted."""
-        ids = (self.tokens[-1], *draft.token_ids)
-        emit, parents = tuple(range(len(ids))), (-1, *draft.parents)
-        return Piece(self, ids, self.cached_len, emit, 1, self.table, parents=parents)
+        nodes = 1 + len(draft.token_ids)
+        emit, parents = tuple(range(nodes)), (-1, *draft.parents)
+        return ScheduledRows(self, nodes, emit, 1, self.table, parents=parents)
 
-    def launch(self, piece: Piece, sample: int) -> None:
-        """The piece is on its way: lengths move on, and the token that it will have sampled is
-        named by its number among the step's."""
+    def launch(self, rows: ScheduledRows, sample: int, step: int) -> None:
+        """The rows are on their way, in step number `step`: lengths move on, and the token that
+        they will have sampled is named by its number among the step's."""
         spec = self.spec
-        if piece.parents is None:
-            self.cached_len += len(piece.ids)
+        if rows.parents is None:
+            self.cached_len += rows.new_len
             self.scored_len = max(self.scored_len, min(self.cached_len, self.score_end))
-        if piece.sampled:
+        if rows.sampled:
             self.tokens.append(-1 - sample)
-        self.flight = piece
-        self.held = (
+        self.launched_in = step
+        if (
             len(self.tokens) == self.cached_len
-            or piece.samples > 1
-            or piece.parents is not None
-            or (piece.samples > 0 and (spec.needs_values or self.left <= 0))
-        )
+            or rows.samples > 1
+            or rows.parents is not None
+            or (rows.samples > 0 and (spec.needs_values or self.left <= 0))
+        ):
+            self.held_until = step
 
     def begin_item(self) -> str | None:
         """Behind the prompt come the rows of its item, whose last token is not computed. "length"
@@ -227,24 +237,18 @@ class Request:
         return range(max(self.cached_len, self.scored_len), end)
 
 
-class Piece(NamedTuple):
-    """A request's share of a step: `ids` are the tokens of its rows, the first at position
-    `cached_len`; -1 - k is sample k of the step before."""
+class ScheduledRows(NamedTuple):
+    """A request's rows in a step, but for where they stand and what they are: an equal value from
+    step to step while it decodes."""
 
     request: Request
-    ids: tuple[int, ...]
-    cached_len: int
+    new_len: int
     # rows whose logits are wanted; the last `samples` of them are sampled from, or all of a tree
     emit: tuple[int, ...]
     samples: int
     table: Table | None = None  # of the request; another one by now, if it was preempted
-    cross_new: int = 0  # encoder keys that this piece writes
+    cross_new: int = 0  # encoder keys that the rows write
     parents: tuple[int, ...] | None = None  # of the rows, if they are nodes of a tree
-    steady: bool = False  # one row and one token of a request below its steady length
-
-    @property
-    def new_len(self) -> int:
-        return len(self.ids)
 
     @property
     def sampled(self) -> int:
@@ -252,20 +256,89 @@ class Piece(NamedTuple):
         return 0 if self.request.spec.items else self.samples
 
     @property
+    def decodes(self) -> bool:
+        """Whether it is one row that samples one token."""
+        return self.new_len == self.sampled == 1 and self.parents is None
+
+    @property
+    def last_len(self) -> int:
+        """Rows up to the first that is sampled from."""
+        return self.new_len if self.parents is None else 1
+
+
+class Batch:
+    """Who computes what in a step. The next step has the same one, if the same requests decode:
+    whatever follows from it alone is made once."""
+
+    def __init__(self, rows: tuple[ScheduledRows, ...]) -> None:
+        self.rows = rows
+        self.requests = tuple([each.request for each in rows])
+        self.new_lens = tuple([each.new_len for each in rows])
+        self.decodes = tuple([each.decodes for each in rows])
+        self.sampled = tuple([each.sampled for each in rows])
+        self.samples = sum(self.sampled)  # lists of tokens that it brings, in order
+
+    @cached_property
+    def shape(self) -> BatchShape:
+        """As plans are built from it."""
+        return BatchShape.of(
+            new_lens=self.new_lens,
+            emits=[each.emit for each in self.rows],
+            parents=[each.parents for each in self.rows],
+            cross_lens=[len(request.spec.encoder_ids) for request in self.requests],
+            cross_news=[each.cross_new for each in self.rows],
+        )
+
+    @cached_property
+    def begins(self) -> tuple[int, ...]:
+        """The first row of every request."""
+        return tuple(accumulate(self.new_lens, initial=0))
+
+
+class Piece(NamedTuple):
+    """A request's share of one step: `ids` are the tokens of its rows, the first at position
+    `cached_len`; -1 - k is sample k of the step before."""
+
+    rows: ScheduledRows
+    ids: tuple[int, ...]
+    cached_len: int
+
+    @property
+    def request(self) -> Request:
+        return self.rows.request
+
+    @property
+    def new_len(self) -> int:
+        return self.rows.new_len
+
+    @property
     def known_len(self) -> int:
         """Tokens before the ones that it samples."""
-        return self.cached_len + (len(self.ids) if self.parents is None else 1)
-
-
-LAST = (0,)  # the emitted row of a piece of one row
+        return self.cached_len + self.rows.last_len
 
 
 @dataclass(frozen=True, eq=False)
 class ScheduledStep:
-    """One forward pass, decided: `works[i]` is `pieces[i]` as `plan.build` takes it, over the
-    groups of its kind."""
+    """One forward pass, decided."""
 
     kind: StepKind
-    pieces: tuple[Piece, ...]
-    works: tuple[Work, ...]
-    samples: int  # lists of tokens that it brings, in the order of the pieces
+    number: int  # steps are counted from 1
+    batch: Batch
+    cached_lens: tuple[int, ...]  # of every request, before it
+    ids: tuple[int, ...]  # the token of every row
+    pages: tuple[tuple[Pages | None, ...], ...]  # of every request, per group of the kind
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Request by request."""
+        return [self.piece(i) for i in range(len(self.cached_lens))]
+
+    def piece(self, i: int) -> Piece:
+        """The share of request number i."""
+        begin, end = self.batch.begins[i : i + 2]
+        return Piece(self.batch.rows[i], self.ids[begin:end], self.cached_lens[i])
+
+    @property
+    def work(self) -> BatchWork:
+        """As `plan.build` takes it."""
+        return BatchWork(self.batch.shape, self.cached_lens, self.pages)

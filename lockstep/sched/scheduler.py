@@ -24,16 +24,16 @@ from dataclasses import dataclass
 from lockstep.kv.pages import PagePool
 from lockstep.kv.prefix import Prefix
 from lockstep.kv.tables import Table, pages_for, peak_pages
-from lockstep.plan.build import Work
 from lockstep.run.kind import EMBED, ENCODE, GENERATE, StepKind, group_specs
 from lockstep.sched import policy
 from lockstep.sched.request import (
-    LAST,
     Accepted,
+    Batch,
     DraftTree,
     Piece,
     Request,
     RequestSpec,
+    ScheduledRows,
     ScheduledStep,
 )
 from lockstep.types import INT32_MAX, Layout, OutOfPages, RuleError
@@ -59,44 +59,33 @@ class StepBuilder:
     """A step in the making: what it has room for, and what is in it."""
 
     def __init__(self, kind: StepKind, size: int) -> None:
-        self.kind, self.groups = kind, kind.groups
+        self.kind = kind
         self.tokens = self.emits = size
-        self.samples = 0
-        self.pieces: list[Piece] = []
-        self.works: list[Work] = []
+        self.rows: list[ScheduledRows] = []
+        self.cached_lens: list[int] = []
+        self.ids: list[int] = []
 
-    def step_on(self, request: Request) -> bool:
+    def add_steady(self, request: Request) -> bool:
         """The one row of a request below its steady length, if there is room for it."""
-        begin, table, room = request.cached_len, request.table, self.tokens and self.emits
-        if begin >= request.steady_until_len or request.draft is not None or not room:
+        cached_len, rows = request.cached_len, request.steady_rows
+        if cached_len >= request.steady_until_len or request.draft is not None or rows is None:
             return False
-        assert table is not None, "who has no pages is not steady"
+        if not (self.tokens and self.emits):
+            return False
         self.tokens -= 1
         self.emits -= 1
-        self.samples += 1
-        ids, cross_len = (request.tokens[-1],), len(request.spec.encoder_ids)
-        self.pieces.append(Piece(request, ids, begin, LAST, 1, table, 0, None, True))
-        self.works.append(Work(begin, 1, table.views(self.groups), LAST, None, cross_len))
+        self.rows.append(rows)
+        self.cached_lens.append(cached_len)
+        self.ids.append(request.tokens[-1])
         return True
 
-    def add(self, piece: Piece) -> None:
-        """A piece whose pages are reserved."""
-        table = piece.table
-        self.tokens -= piece.new_len
-        self.emits -= len(piece.emit)
-        self.samples += piece.sampled
-        self.pieces.append(piece)
-        self.works.append(
-            Work(
-                cached_len=piece.cached_len,
-                new_len=piece.new_len,
-                pages=table.views(self.groups) if table else (None,) * len(self.groups),
-                emit=piece.emit,
-                parents=piece.parents,
-                cross_len=len(piece.request.spec.encoder_ids),
-                cross_new=piece.cross_new,
-            )
-        )
+    def add(self, rows: ScheduledRows, ids: Sequence[int], cached_len: int = 0) -> None:
+        """Rows whose pages are reserved, the tokens of which are `ids`, behind so many keys."""
+        self.tokens -= rows.new_len
+        self.emits -= len(rows.emit)
+        self.rows.append(rows)
+        self.cached_lens.append(cached_len)
+        self.ids += ids
 
 
 class Scheduler:
@@ -118,8 +107,10 @@ class Scheduler:
         self.embeds: list[Request] = []
         self.counters: Counter[str] = Counter()
         self.arrivals = arrivals  # requests that came so far: the next one's number
+        self.settled = 0  # steps that were settled: they are counted from 1, in order
         self._scheduled: ScheduledStep | None = None
         self._launched: list[ScheduledStep] = []  # and not settled, in order
+        self._batch = Batch(())  # of the step before
         self._after_whole = False
         self._blocked = False  # the head of the queue found no room in the last step
         generating = kinds[GENERATE].groups if GENERATE in kinds else ()
@@ -174,48 +165,53 @@ class Scheduler:
         self._scheduled = None
         self._launched.append(step)
         if step.kind.name == ENCODE:
-            for piece in step.pieces:
-                piece.request.encoded = True
-        sample = 0
-        for piece in step.pieces if step.kind.name == GENERATE else ():
-            request, table = piece.request, piece.table
-            if piece.steady:
-                request.cached_len += 1
+            for request in step.batch.requests:
+                request.encoded = True
+        if step.kind.name == GENERATE:
+            self._advance(step)
+
+    def _advance(self, step: ScheduledStep) -> None:
+        """Lengths move on, and every token that is sampled is named by its number."""
+        number, sample = step.number, 0
+        for rows, cached_len in zip(step.batch.rows, step.cached_lens, strict=True):
+            request, table = rows.request, rows.table
+            if cached_len < request.steady_until_len:
+                request.cached_len = cached_len + 1
                 request.tokens.append(-1 - sample)
-                request.flight, request.held = piece, request.spec.needs_values
+                request.launched_in = number
                 sample += 1
+                if request.spec.needs_values:
+                    request.held_until = number
                 continue
             if table is not None and table.pending:
                 table.moved()
-                if piece.parents is None:
+                if rows.parents is None:
                     table.drop_scratch()
-            request.launch(piece, sample)
-            sample += piece.sampled
+            request.launch(rows, sample, number)
+            sample += rows.sampled
 
     def settle(self, step: ScheduledStep, accepted: Sequence[Accepted]) -> list[Request]:
-        """The step has run; `accepted` holds an entry for every sample of its pieces, in order.
+        """The step has run; `accepted` holds an entry for every sample of its requests, in order.
         Returns the requests that end with it. Those that ended before it get nothing of it."""
         if step is not next(iter(self._launched), None):
             rule = "of the steps that were launched the first is settled, once"
             raise RuleError(rule, "another one", "Settle them in order")
-        if len(accepted) != step.samples:
-            rule = f"this step has {step.samples} samples"
+        if len(accepted) != step.batch.samples:
+            rule = f"this step has {step.batch.samples} samples"
             raise RuleError(rule, str(len(accepted)), "Sample the last rows of each piece's emit")
         del self._launched[0]
+        self.settled = step.number
         ended: list[Request] = []
-        at = 0
-        for piece in step.pieces:
-            request, begin = piece.request, at
-            if piece.steady and request.finish is None and accepted[at].stop_len is None:
-                at, known_len = at + 1, piece.cached_len + 1
-                request.tokens[known_len] = accepted[begin].token_ids[0]
-                request.settled_len = known_len
-                if request.flight is piece:
-                    request.flight = None
-                continue
-            at += piece.sampled
-            if request.finish is None:
-                ended += self._settle(piece, accepted[begin:at])
+        at, batch = 0, step.batch
+        shares = zip(batch.requests, batch.decodes, step.cached_lens, batch.sampled, strict=True)
+        for i, (request, decodes, cached_len, sampled) in enumerate(shares):
+            steady = decodes and cached_len < request.steady_until_len
+            if steady and accepted[at].stop_len is None:
+                request.settled_len = known_len = cached_len + 1
+                (request.tokens[known_len],) = accepted[at].token_ids
+            elif request.finish is None:
+                ended += self._settle(step.piece(i), accepted[at : at + sampled])
+            at += sampled
         return ended
 
     def check(self) -> None:
@@ -261,7 +257,7 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Gives the head of the queue a table, with the longest cached prefix in it, if there is
         room for all its known tokens."""
-        if request.flight is not None:
+        if request.launched_in > self.settled:
             return False  # it was preempted, and its last token has no value yet
         self._blocked = True
         if len(self.running) >= self.limits.max_running_requests:
@@ -315,8 +311,8 @@ class Scheduler:
             return None
         builder, held_up = self._builder(GENERATE), False
         self._evict_ahead()
-        for request in policy.service_order(self.running):
-            if builder.step_on(request) or request.table is None:
+        for request in policy.service_order(self.running, self.settled):
+            if builder.add_steady(request) or request.table is None:
                 continue
             if not self._place(request, builder):
                 held_up = True
@@ -338,11 +334,10 @@ class Scheduler:
                 want if request.cached_len + want <= request.room else self._reserve(request, want)
             )
             if new_len:
-                builder.add(request.piece(new_len))
+                begin = request.cached_len
+                builder.add(request.rows(new_len), request.tokens[begin : begin + new_len], begin)
                 return True
-            victim = policy.victim(
-                self.running, request, {piece.request for piece in builder.pieces}
-            )
+            victim = policy.victim(self.running, request, {rows.request for rows in builder.rows})
             if victim is None:
                 return False
             self._preempt(victim)
@@ -361,7 +356,8 @@ class Scheduler:
         if not self.tree.make_room(table.needs(*room)):
             return False
         table.reserve(*room)
-        builder.add(request.tree_piece(tree))
+        request.be_steady(0)
+        builder.add(request.tree_rows(tree), (request.tokens[-1], *tree.token_ids), begin)
         return True
 
     def _evict_ahead(self) -> None:
@@ -387,7 +383,7 @@ class Scheduler:
                 return 0
             table.reserve(begin + want, cross_len=cross_len)
         request.room = min([table.room(g, 0) for g in self._stored])
-        request.steady_until_len = self._steady_until_len(request, table)
+        request.be_steady(self._steady_until_len(request, table))
         return want
 
     def _whole(self) -> ScheduledStep | None:
@@ -406,10 +402,11 @@ class Scheduler:
         while (
             self.embeds
             and len(self.embeds[0].spec.prompt) <= builder.tokens
-            and len(builder.pieces) < self.limits.max_running_requests
+            and len(builder.rows) < self.limits.max_running_requests
         ):
             request = self.embeds.pop(0)
-            builder.add(Piece(request, request.spec.prompt, 0, (len(request.spec.prompt) - 1,), 0))
+            ids = request.spec.prompt
+            builder.add(ScheduledRows(request, len(ids), (len(ids) - 1,), 0), ids)
         return self._step(builder)
 
     def _encode(self) -> ScheduledStep | None:
@@ -426,18 +423,29 @@ class Scheduler:
             ids, table = request.spec.encoder_ids, request.table
             assert table is not None, "an admitted request has a table"
             table.reserve(0, cross_len=len(ids))
-            builder.add(Piece(request, ids, 0, (), 0, table, cross_new=len(ids)))
+            builder.add(ScheduledRows(request, len(ids), (), 0, table, cross_new=len(ids)), ids)
         return self._step(builder)
 
     def _builder(self, name: str) -> StepBuilder:
         return StepBuilder(self.kinds[name], self.limits.chunked_prefill_size)
 
     def _step(self, builder: StepBuilder) -> ScheduledStep | None:
-        if not builder.pieces:
+        if not builder.rows:
             return None
         self._after_whole = builder.kind.name != GENERATE
+        rows, groups = tuple(builder.rows), builder.kind.groups
+        if rows != self._batch.rows:
+            self._batch = Batch(rows)
+        uncached = (None,) * len(groups)
+        tables = [each.table for each in rows]
+        pages = [table.views(groups) if table is not None else uncached for table in tables]
         return ScheduledStep(
-            builder.kind, tuple(builder.pieces), tuple(builder.works), builder.samples
+            kind=builder.kind,
+            number=self.settled + len(self._launched) + 1,
+            batch=self._batch,
+            cached_lens=tuple(builder.cached_lens),
+            ids=tuple(builder.ids),
+            pages=tuple(pages),
         )
 
     # -- after a step
@@ -445,30 +453,29 @@ class Scheduler:
     def _settle(self, piece: Piece, accepted: Sequence[Accepted]) -> list[Request]:
         """Sampled tokens get their values, keys may be matched, and at a prompt's end its
         continuations go on: each by its own index."""
-        request, spec, at = piece.request, piece.request.spec, piece.known_len
-        if request.flight is piece:
-            request.flight = None
-        if piece.cross_new:
+        rows, request, at = piece.rows, piece.request, piece.known_len
+        spec = request.spec
+        if rows.cross_new:
             return []
-        reason = None if piece.samples or at < len(request.tokens) else "length"
-        if accepted and piece.parents is None and len(accepted[0].token_ids) > 1:
+        reason = None if rows.samples or at < len(request.tokens) else "length"
+        if accepted and rows.parents is None and len(accepted[0].token_ids) > 1:
             rule = "several tokens at once come from the rows of a tree"
             raise RuleError(rule, f"{len(accepted[0].token_ids)} from one row", "Propose a tree")
         if accepted:
             kept, reason = accepted[0].cut(len(spec.prompt) + spec.max_new_tokens - at)
             request.tokens[at : at + 1] = kept
-        if piece.table is not None and piece.table is request.table:
+        if rows.table is not None and rows.table is request.table:
             self._keep(piece, accepted)
         forks = [
             self._fork(request, i, Accepted() if spec.items else accepted[i])
-            for i in range(1, piece.samples)
+            for i in range(1, rows.samples)
         ]
-        if piece.samples and spec.items:
+        if rows.samples and spec.items:
             reason = request.begin_item()
         if reason is not None:
             self._end(request, reason)
         elif request.table is not None:
-            request.steady_until_len = self._steady_until_len(request, request.table)
+            request.be_steady(self._steady_until_len(request, request.table))
         return [each for each in (request, *forks) if each.finish is not None]
 
     def _steady_until_len(self, request: Request, table: Table) -> int:
@@ -489,8 +496,8 @@ class Scheduler:
         next step."""
         request, table, path = piece.request, piece.request.table, piece.request.path
         assert table is not None, "a request that lost its pages has nothing to keep"
-        tree = piece.parents is not None
-        settled_len = piece.cached_len + (0 if tree else len(piece.ids))
+        tree = piece.rows.parents is not None
+        settled_len = piece.cached_len + (0 if tree else piece.new_len)
         if path is not None and settled_len >= path.node.end + self.tree.unit:
             self.tree.insert(path, request.tokens, table, settled_len)
         if tree:
@@ -556,5 +563,5 @@ class Scheduler:
             self.tree.close(request.path)
         if request.table is not None:
             request.table.close()
-        request.table, request.path = None, None
+        request.table = request.path = request.steady_rows = None
         request.cached_len = request.settled_len = request.room = request.steady_until_len = 0

@@ -30,6 +30,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lockstep.types import INT32_MAX
+
 SOURCE = "class: a step that is scheduled before the one before it is settled"
 TARGET = "lockstep.sched.policy:service_order"
 CELLS = ("engine-late/llama", "engine-late/qwen3")
@@ -37,8 +39,7 @@ RELATED = ("lockstep-late-sample", "lockstep-penalty-preempt")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def service_order(running: Sequence[Any]) -> Any:
-        few = [request for request in running if request.missing_len == 1]
-        return few + [request for request in running if request.missing_len > 1]
+    def service_order(running: Sequence[Any], settled: int) -> Any:
+        return old(running, INT32_MAX)
 
     return service_order

@@ -35,7 +35,7 @@ RELATED = ("lockstep-late-order", "vllm-10863")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def launch(self: Any, piece: Any, sample: int) -> None:
-        old(self, piece, 0)
+    def launch(self: Any, rows: Any, sample: int, step: int) -> None:
+        old(self, rows, 0, step)
 
     return launch

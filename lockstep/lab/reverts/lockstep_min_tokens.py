@@ -29,7 +29,7 @@ RELATED = ("lockstep-late-stop",)
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def changes(row: Any) -> bool:
-        return bool(row.params.logit_bias) or bool(row.params.penalised)
+    def changes(batch: Any) -> Any:
+        return batch.how.edits
 
     return changes

@@ -11,9 +11,8 @@ Mechanism:
 3. The row at its end is sampled as if nothing had been generated: no token is penalised, min_tokens
    starts again.
 Key functions:
-`llm.engine.Engine._row`, which says how many tokens are the prompt. Engines that fold generated
-tokens into the prompt on preemption have
-had this.
+`llm.engine.Engine._row_batch`, which says how many tokens are the prompt. Engines that fold
+generated tokens into the prompt on preemption have had this.
 Symptom:
 One token after every preemption is chosen by other rules; from there on the answer is another one.
 Risk and impact:
@@ -23,18 +22,22 @@ Depends on load alone: the same request alone is right.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 SOURCE = "class: penalties after recomputation"
-TARGET = "lockstep.llm.engine:Engine._row"
+TARGET = "lockstep.llm.engine:Engine._row_batch"
 CELLS = ("engine-preempt/llama",)
 RELATED = ("lockstep-preempt-token", "sglang-16521")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def _row(self: Any, completion: Any, piece: Any) -> Any:
-        row = old(self, completion, piece)
-        again = piece.new_len > 1 and row.generated_len > 0
-        return row._replace(prompt_len=row.position) if again else row
+    def _row_batch(self: Any, step: Any, rows: Any) -> Any:
+        batch = old(self, step, rows)
+        again = (rows.last_lens > 1) & (batch.positions > batch.how.prompt_lens)
+        prompt_lens = np.where(again, batch.positions, batch.how.prompt_lens)
+        return batch._replace(how=replace(batch.how, prompt_lens=prompt_lens))
 
-    return _row
+    return _row_batch

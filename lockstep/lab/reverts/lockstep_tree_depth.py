@@ -24,12 +24,12 @@ have seen it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from lockstep.plan.build import Work
+from lockstep.plan.build import BatchWork
 from lockstep.types import GroupSpec, Layout
 
 SOURCE = "class: a length taken from the last row"
@@ -39,9 +39,9 @@ RELATED = ("sglang-26512", "sglang-27545")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def kv_lens(spec: GroupSpec, works: Sequence[Work], rows: Any) -> Any:
-        if spec.layout is Layout.CROSS or not works:
-            return old(spec, works, rows)
+    def kv_lens(spec: GroupSpec, work: BatchWork, rows: Any) -> Any:
+        if spec.layout is Layout.CROSS or not work:
+            return old(spec, work, rows)
         return np.asarray(rows.positions[rows.q_indptr[1:] - 1] + 1, np.int32)
 
     return kv_lens

@@ -22,7 +22,7 @@ Silent corruption across requests, in one combination of three features (FP8, wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,15 +38,15 @@ RELATED = ("sglang-24617", "sglang-24395", "sglang-8622")
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def write_slots(
-        spec: GroupSpec, works: Sequence[build.Work], rows: Any, group: tuple[Any, ...]
+        spec: GroupSpec, work: build.BatchWork, rows: Any, group: tuple[Any, ...]
     ) -> Any:
-        full = [w.pages[0].page_ids for w in works if w.pages[0] is not None]
+        full = [entry[0].page_ids for entry in work.pages if entry[0] is not None]
         if spec.window is None or spec.kv_dtype != "float8_e4m3" or not full:
-            return old(spec, works, rows, group)
+            return old(spec, work, rows, group)
         lens = [len(ids) for ids in full]
         return old(
             spec,
-            works,
+            work,
             rows,
             (np.concatenate(full), build.indptr(lens), np.zeros(len(full), np.int32), group[3]),
         )

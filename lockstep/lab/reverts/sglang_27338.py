@@ -21,12 +21,12 @@ code when we looked: reverts rot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from lockstep.plan.build import Work
+from lockstep.plan.build import BatchWork
 from lockstep.types import GroupSpec
 
 SOURCE = "sgl-project/sglang#27338"
@@ -36,10 +36,10 @@ RELATED = ("sglang-27360", "sglang-7239")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def tail_slots(spec: GroupSpec, g: int, works: Sequence[Work], rows: Any) -> Any:
-        slots = old(spec, g, works, rows)
+    def tail_slots(spec: GroupSpec, g: int, work: BatchWork, rows: Any) -> Any:
+        slots = old(spec, g, work, rows)
         narrow, tail = np.zeros_like(slots), int(np.diff(rows.tail_indptr).max(initial=0))
-        for i in range(len(works)):
+        for i in range(len(work)):
             mine = slots[
                 rows.tail_indptr[rows.q_indptr[i]] : rows.tail_indptr[rows.q_indptr[i + 1]]
             ]

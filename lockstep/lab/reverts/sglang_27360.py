@@ -33,7 +33,7 @@ revert with guards and without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -48,13 +48,13 @@ RELATED = ("sglang-27338", "sglang-15469", "sglang-7239")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def tail_slots(spec: GroupSpec, g: int, works: Sequence[build.Work], rows: Any) -> Any:
-        slots = old(spec, g, works, rows)
-        for i, work in enumerate(works):
-            pages = work.pages[g]
+    def tail_slots(spec: GroupSpec, g: int, work: build.BatchWork, rows: Any) -> Any:
+        slots = old(spec, g, work, rows)
+        for i, entry in enumerate(work.pages):
+            pages = entry[g]
             for row in (
                 range(rows.q_indptr[i], rows.q_indptr[i + 1])
-                if work.parents and pages is not None
+                if work.shape.parents[i] and pages is not None
                 else ()
             ):
                 end = rows.tail_indptr[
@@ -62,7 +62,7 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
                 ]  # [end] one column too many: the branch's token of the next step
                 assert pages is not None, "a tree has pages"
                 room = len(pages.scratch) * spec.page_size
-                future = min(rows.nodes[end - 1] + work.new_len, room - 1)
+                future = min(rows.nodes[end - 1] + work.shape.new_lens[i], room - 1)
                 if end < len(slots):
                     slots[end] = build.node_slots(spec, pages, np.array([future], np.int32))[0]
         return slots

@@ -22,10 +22,10 @@ Silent corruption of the draft's cache; in a target it would be of the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from lockstep.plan.build import Work
+from lockstep.plan.build import BatchWork
 from lockstep.types import GroupSpec
 
 SOURCE = "sgl-project/sglang#29616"
@@ -37,9 +37,7 @@ RELATED = ("flashinfer-1028", "vllm-54498")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     kept: dict[Any, Any] = {}
 
-    def write_slots(
-        spec: GroupSpec, works: Sequence[Work], rows: Any, group: tuple[Any, ...]
-    ) -> Any:
-        return kept.setdefault((spec, len(rows.positions)), old(spec, works, rows, group))
+    def write_slots(spec: GroupSpec, work: BatchWork, rows: Any, group: tuple[Any, ...]) -> Any:
+        return kept.setdefault((spec, len(rows.positions)), old(spec, work, rows, group))
 
     return write_slots

@@ -23,12 +23,12 @@ Silent in a pool that is not poisoned: old values look like values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from lockstep.plan.build import Work
+from lockstep.plan.build import BatchWork
 from lockstep.types import GroupSpec, Layout
 
 SOURCE = "sgl-project/sglang#8622"
@@ -38,10 +38,8 @@ RELATED = ("sglang-19107",)
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def write_slots(
-        spec: GroupSpec, works: Sequence[Work], rows: Any, group: tuple[Any, ...]
-    ) -> Any:
-        slots = old(spec, works, rows, group)
+    def write_slots(spec: GroupSpec, work: BatchWork, rows: Any, group: tuple[Any, ...]) -> Any:
+        slots = old(spec, work, rows, group)
         return (
             spec.page_size + np.arange(len(slots), dtype=np.int32)
             if spec.layout is Layout.CROSS

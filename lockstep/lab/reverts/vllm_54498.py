@@ -21,13 +21,12 @@ Silent as long as the draft only proposes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from lockstep.plan.build import Work
+from lockstep.plan.build import BatchWork
 from lockstep.types import GroupSpec
 
 SOURCE = "vllm-project/vllm#54498"
@@ -37,10 +36,8 @@ RELATED = ("sglang-29616", "sglang-8622")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def write_slots(
-        spec: GroupSpec, works: Sequence[Work], rows: Any, group: tuple[Any, ...]
-    ) -> Any:
+    def write_slots(spec: GroupSpec, work: BatchWork, rows: Any, group: tuple[Any, ...]) -> Any:
         nth = np.arange(len(rows.positions), dtype=np.int32) - rows.q_indptr[rows.request]
-        return old(spec, works, replace(rows, positions=nth), group)
+        return old(spec, work, rows._replace(positions=nth), group)
 
     return write_slots
