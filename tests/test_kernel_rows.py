@@ -274,13 +274,12 @@ def test_a_call_does_not_wait_for_a_helper_that_is_asleep():
     y = torch.empty(9, 500)
     panels = weight.numbers.shape[1]
     where = (x.data_ptr(), 280, weight.numbers.data_ptr(), y.data_ptr(), 2000)
-    entries = (*where, 9, 70, 500, panels, 1, panels, 4, *(0, 0, 0), 12, *(0, 0))
-    record = np.array(entries, np.int64)
-    board = threads.HELP.address  # nobody looks at it
+    head = (0, gemm.work().address, 3, 3, threads.HELP.address, 0, 0, 0)  # a board without readers
+    record = np.array((*head, *where, 9, 70, 500, panels, 1, panels, 4, 0, 0, 0, 12), np.int64)
     for call in (threads.compiled().call, threads.compiled().released):
         y.zero_()
-        record[-2:] = 0
-        call(gemm.work().address, 3, 3, board, record.ctypes.data)
+        record[threads.COUNTER] = 0
+        call(record.ctypes.data)
         assert torch.equal(y, want)
 
 
@@ -309,6 +308,17 @@ def test_a_call_has_as_many_threads_as_its_work_is_worth(monkeypatch):
     with threads.limited(16):
         wants = {(64, 4_999): 1, (64, 10_000): 2, (64, 10**9): 16, (3, 10**9): 3, (0, 10**9): 1}
         assert {key: threads.team(*key) for key in wants} == wants
+
+
+def test_a_calling_thread_keeps_the_memory_of_its_workers_and_shares_it_with_no_other():
+    each, team = 1 << 12, 5
+    begin = threads.memory(each, team)
+    assert begin % 64 == 0 and begin + each * team <= threads.where(threads.OWN.memory) + len(
+        threads.OWN.memory
+    )
+    assert threads.memory(each, team) == threads.memory(each, 1) == begin
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(threads.memory, each, team).result() != begin
 
 
 @pytest.mark.parametrize("panels", [1, 4, 64])

@@ -8,7 +8,7 @@ modes, only positions; it is compiled once per machine.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -52,6 +52,25 @@ class Handle:
     page_size: int
     split: int
     layers: dict[AttnSpec, Layer]
+    shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], Shape] = field(default_factory=dict)
+
+    def shape(self, k: Tensor, v: Tensor) -> Shape:
+        """Of keys that lie so: layers of a group have the same."""
+        strides = (k.stride(), v.stride())
+        if strides not in self.shapes:
+            (k_slot, k_head, _), (v_slot, v_head, _) = strides
+            self.shapes[strides] = Shape(
+                kv_heads=self.spec.kv_heads,
+                page_size=self.page_size,
+                tile=order.tile_len(self.spec.d_qk, self.spec.d_v),
+                split=self.split,
+                k_slot=k_slot,
+                k_head=k_head,
+                v_slot=v_slot,
+                v_head=v_head,
+                code=KV_FORMATS[self.spec.kv_dtype].code,
+            )
+        return self.shapes[strides]
 
 
 class Backend:
@@ -100,20 +119,10 @@ class Backend:
             )
         out, lse2 = torch.empty(rows, heads, order.stored_len(group.d_v)), torch.empty(rows, heads)
         if rows:
-            (k, v), tile = keys, order.tile_len(group.d_qk, group.d_v)
+            k, v = keys
             q = widened(q, order.stored_len(d_qk)).contiguous()
-            shape = Shape(
-                kv_heads=group.kv_heads,
-                page_size=handle.page_size,
-                tile=tile,
-                split=handle.split,
-                k_slot=k.stride(0),
-                k_head=k.stride(1),
-                v_slot=v.stride(0),
-                v_head=v.stride(1),
-                code=KV_FORMATS[group.kv_dtype].code,
-            )
-            kernel()(q, k, v, out, lse2, handle.prepared, shape, handle.layers[spec])
+            layer = handle.layers[spec]
+            kernel()(q, k, v, out, lse2, handle.prepared, handle.shape(k, v), layer)
         return narrowed(out, group.d_v), torch.from_numpy(
             base.log2_to_ln(lse2.numpy())
         )  # a few numbers: numpy is quicker there

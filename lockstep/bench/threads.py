@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from lockstep.sample.params import SamplingParams
 REQUESTS, QUICK_REQUESTS = 500, 20
 TOGETHER, BESIDE = 0.9, 0.5  # least share of one engine's speed, and of Python's
 ALL_THREADS, SPEED_UP, CROWD = 1.05, 6.0, 64  # most of the best time; least of one thread's speed
-PREFILL_LEN, BESIDE_S = 2000, 2.0
+PREFILL_LEN, BESIDE_S = 2000, 1.0
 KEYS = 800  # of a request in the steps that are timed
 Result = dict[str, Any]
 
@@ -113,24 +114,29 @@ def two_engines(llms: Sequence[LLM], count: int, runs: int, tries: int) -> Resul
 
 
 def beside_prefill(llm: LLM, runs: int, tries: int) -> Result:
-    """Loops of Python per second, alone and beside prefills; and what the prefills lose."""
+    """Loops of Python per second, alone and beside prefills; and what the prefills lose. Both have
+    run before anything counts, and take turns."""
     ids = [list(prompts((PREFILL_LEN,), llm.engine.info.vocab_size, 3)[0])]
     one = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
     prefills = {"alone": list[float](), "beside": list[float]()}
 
-    def prefill(kind: str, until: Callable[[], bool]) -> None:
-        while not until():
-            begin = time.perf_counter()
-            llm.generate(ids, one)
-            prefills[kind].append(time.perf_counter() - begin)
+    def prefill(kind: str) -> None:
+        begin = time.perf_counter()
+        llm.generate(ids, one)
+        prefills[kind].append(time.perf_counter() - begin)
 
     def alone(_: int) -> float:
+        prefill("alone")
         return loops()
 
     def beside(_: int) -> float:
-        prefill("alone", lambda: bool(len(prefills["alone"]) > len(prefills["beside"])))
         done = threading.Event()
-        thread = threading.Thread(target=prefill, args=("beside", done.is_set))
+
+        def go_on() -> None:
+            while not done.is_set():
+                prefill("beside")
+
+        thread = threading.Thread(target=go_on)
         thread.start()
         try:
             return loops()
@@ -138,11 +144,15 @@ def beside_prefill(llm: LLM, runs: int, tries: int) -> Result:
             done.set()
             thread.join()
 
-    timing = alternate({"alone": alone, "beside": beside}, runs, note, tries)
-    medians = {kind: sorted(values)[len(values) // 2] for kind, values in prefills.items()}
+    alone(0), beside(0)
+    for times in prefills.values():
+        times.clear()
+    timing = alternate({"alone": alone, "beside": beside}, max(runs, 3), note, tries)
+    medians = {kind: statistics.median(times) for kind, times in prefills.items()}
     return {
         "ratio": round(timing.median("beside") / timing.median("alone"), 3),
         "prefill_ratio": round(medians["alone"] / medians["beside"], 3),
+        "prefill_s": {kind: round(value, 4) for kind, value in medians.items()},
         **_timing(timing, "loops_per_second"),
     }
 

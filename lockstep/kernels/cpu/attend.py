@@ -18,7 +18,8 @@ import numpy as np
 from lockstep.kernels.cpu import elementary, threads, unit, worker
 from lockstep.kernels.cpu.threads import relinked, where
 from lockstep.kernels.cpu.unit import Sizes
-from lockstep.kernels.cpu.worker import ALIGN, memory_bytes
+from lockstep.kernels.cpu.worker import memory_bytes
+from lockstep.types import KV_FORMATS
 
 njit: Any = numba.njit
 
@@ -26,6 +27,7 @@ njit: Any = numba.njit
 # cache
 BLOCK_ROWS = 128
 PRODUCTS_PER_NS = 8  # of one thread
+ITEM_BYTES = {known.code: known.nbytes for known in KV_FORMATS.values()}
 OPTIONS = {
     "error_model": "numpy",
     "no_cpython_wrapper": True,
@@ -90,7 +92,7 @@ def block_rows(group_size: int, d_qk: int, d_v: int) -> int:
 
 
 class Prepared:
-    """What all layers of a group share in a step, as entries of a record; the arrays behind them
+    """What all layers of a group share in a step, as entries of a call; the arrays behind them
     live as long as this.
 
     blocks int32 [NB, 3], contiguous, of (request, row begin, row end): rows computed together; they
@@ -100,43 +102,33 @@ class Prepared:
 
     def __init__(self, table: Table, rows: Rows, blocks: Any, largest: int) -> None:
         self.arrays = (*table, *rows, blocks)
-        self.entries = entries(*self.arrays)
+        self.entries = (*map(where, self.arrays), len(blocks))
         self.blocks = len(blocks)
         self.most = largest
         # that all rows see together, about, in pages: every request's, by rows per request
         requests = max(1, len(table.page_indptr) - 1)
         self.pages_seen = len(table.page_ids) * len(rows.lo) // requests
-        self.known: dict[tuple[Any, ...], tuple[tuple[int, ...], Any]] = {}
+        self.known: dict[tuple[Any, ...], tuple[Sizes, int, int]] = {}
 
-    def cost_ns(self, q: Any, out: Any, shape: Shape) -> int:
-        """About what a call takes on one thread."""
-        keys = self.pages_seen * shape.page_size
-        return keys * int(q.shape[1] * (q.shape[2] + out.shape[2])) // PRODUCTS_PER_NS
-
-    def sizes(self, q: Any, k: Any, v: Any, out: Any, shape: Shape) -> tuple[int, ...]:
-        """The last entries of a call's record, memory for every thread included: layers of one
-        shape have the same."""
-        key = (shape, q.shape[1:], out.shape[2], k.itemsize, v.itemsize, threads.count())
+    def sizes(self, q: Any, out: Any, shape: Shape) -> tuple[Sizes, int, int]:
+        """The integers of a call, bytes of memory per worker, and about what it takes on one thread
+        in ns: layers of one shape have the same."""
+        key = (shape, q.shape, out.shape[2])
         if key not in self.known:
             kv_heads, page_size, tile, split, k_slot, k_head, v_slot, v_head, code = shape
-            (heads, d_qk), k_item, v_item = q.shape[1:], k.itemsize, v.itemsize
+            (heads, d_qk), d_v, item = q.shape[1:], out.shape[2], ITEM_BYTES[code]
             sizes = Sizes(
-                heads, kv_heads, heads // kv_heads, d_qk, out.shape[2], page_size, tile, split,
-                code, k_slot * k_item, k_head * k_item, v_slot * v_item, v_head * v_item,
+                heads, kv_heads, heads // kv_heads, d_qk, d_v, page_size, tile, split, code,
+                k_slot * item, k_head * item, v_slot * item, v_head * item,
             )  # fmt: skip
+            products = self.pages_seen * page_size * heads * (d_qk + d_v)
             each = memory_bytes(sizes, self.most * sizes.group)
-            memory = np.empty(
-                max(1, min(self.blocks * kv_heads, threads.count())) * each + ALIGN, np.uint8
-            )
-            self.known[key] = (
-                (*sizes, -(-where(memory) // ALIGN) * ALIGN, each, self.most),
-                memory,
-            )
-        return self.known[key][0]
+            self.known[key] = (sizes, each, products // PRODUCTS_PER_NS)
+        return self.known[key]
 
 
 class Layer(NamedTuple):
-    """Constants and sinks of a layer, as entries of a record; `arrays` keeps alive what they point
+    """Constants and sinks of a layer, as entries of a call; `arrays` keeps alive what they point
     to."""
 
     entries: tuple[int, ...]
@@ -146,7 +138,7 @@ class Layer(NamedTuple):
 def layer(consts: Consts, sink2: Any) -> Layer:
     """sink2 float32 [H]: the sink in log2 units, -inf for none."""
     arrays = (sink2, np.array(consts, np.float32))
-    return Layer(entries(*arrays), arrays)
+    return Layer(tuple(map(where, arrays)), arrays)
 
 
 def attend(
@@ -183,14 +175,12 @@ def call(
     of: Layer,
 ) -> None:
     """Write the arguments of `attend` into a record and set the threads to work on it."""
-    last, cost_ns = prepared.sizes(q, k, v, out, shape), prepared.cost_ns(q, out, shape)
-    record = (*entries(q, k, v, out, lse2), *prepared.entries, *of.entries, *last)
-    threads.run(work, record, threads.team(prepared.blocks * shape.kv_heads, cost_ns), cost_ns)
-
-
-def entries(*arrays: Any) -> tuple[int, ...]:
-    """Address and length of each."""
-    return tuple([x for array in arrays for x in (where(array), array.shape[0])])
+    sizes, each, cost_ns = prepared.sizes(q, out, shape)
+    team = threads.team(prepared.blocks * shape.kv_heads, cost_ns)
+    memory = (threads.memory(each, team), each, prepared.most)
+    tensors = (where(q), where(k), where(v), where(out), where(lse2))
+    entries = (*tensors, *prepared.entries, *of.entries, *sizes, *memory)
+    threads.run(work, entries, team, cost_ns)
 
 
 # ---- putting the kernel together ----

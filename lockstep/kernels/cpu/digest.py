@@ -25,7 +25,6 @@ BLOCK = 1 << 9  # rows of LANES words in a block: 256 KiB
 FACTOR = -7046029254386353131  # odd; 2^64 divided by the golden ratio, as int64
 SIZE = 16  # bytes of a digest
 BLOCK_NS = 40_000  # of one thread
-RECORD = 4  # entries before the counter
 
 
 def digest(tensor: Tensor) -> bytes:
@@ -45,11 +44,11 @@ def digest(tensor: Tensor) -> bytes:
     ).digest()
 
 
-def units_text(at: Any) -> None:
-    """Take blocks until none is left. The record is `digest`'s entries."""
-    record = int64_at(at)
+def units(at: Any, worker: Any) -> None:
+    """Take blocks until none is left. The entries are `digest`'s."""
+    record = int64_at(at + threads.ENTRIES)
     rows, blocks = record[1], record[3]
-    block = take(at + 8 * RECORD)
+    block = take(at)
     while block < blocks:
         lanes = int64_at(record[2] + 8 * LANES * block)
         for row in range(block * BLOCK, min((block + 1) * BLOCK, rows)):
@@ -57,10 +56,10 @@ def units_text(at: Any) -> None:
             for j in range(LANES):
                 mixed = (lanes[j] ^ words[j]) * FACTOR
                 lanes[j] = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
-        block = take(at + 8 * RECORD)
+        block = take(at)
 
 
 @functools.cache
 def work() -> Any:
     """The compiled kernel of this machine."""
-    return threads.c_function("digest", units_text)
+    return threads.c_function("digest", units)

@@ -39,6 +39,7 @@ from lockstep.kernels.cpu.lanes import (
     types,
 )
 from lockstep.kernels.cpu.loops import VECTOR_BYTES, VECTORS, counted, row_addresses
+from lockstep.kernels.cpu.threads import ENTRIES
 from lockstep.order import LANES
 
 ROWS = 6  # of a full micro-kernel: 24 of 32 zmm registers, or 12 of 16 ymm registers
@@ -46,7 +47,6 @@ PANEL = LANES * VECTORS
 UNIT_ROWS = 96  # rows of x that one unit of work multiplies with one panel, at most
 UNITS_PER_THREAD = 4  # so that threads end at about the same time
 WEIGHTS_PER_NS = 4  # of one thread, as they come from memory
-RECORD = 16  # entries before the counter
 
 
 class Panels(NamedTuple):
@@ -116,9 +116,8 @@ def _run(
     team = threads.team(count * panels * -(-rows // ROWS), cost_ns)
     each = unit_rows(rows, count * panels, team)
     chunks = -(-rows // each)
-    units = count * panels * chunks
     where = (x.data_ptr(), 4 * x.stride(0), numbers.data_ptr(), y.data_ptr(), y_stride)
-    sizes = (rows, depth, packed.n, panels, chunks, units, numbers.itemsize)
+    sizes = (rows, depth, packed.n, panels, chunks, count * panels * chunks, numbers.itemsize)
     entries = (*where, *sizes, *groups, each)
     threads.run(work(), entries, team, cost_ns)
 
@@ -133,20 +132,19 @@ def unit_rows(rows: int, panels: int, team: int) -> int:
 @functools.cache
 def work() -> Any:
     """The compiled kernel of this machine."""
-    return threads.c_function("GEMM", units_text)
+    return threads.c_function("GEMM", units)
 
 
-def units_text(at: Any) -> None:
-    """Take units, a panel and some rows each, until none is left. The record is `_run`'s
-    entries."""
-    record = int64_at(at)
-    x, x_stride, packed, y, y_stride, rows, depth, n, panels, chunks, units, item = (
+def units(at: Any, worker: Any) -> None:
+    """Take units, a panel and some rows each, until none is left. The entries are `_run`'s."""
+    record = int64_at(at + ENTRIES)
+    x, x_stride, packed, y, y_stride, rows, depth, n, panels, chunks, count, item = (
         record[0], record[1], record[2], record[3], record[4], record[5], record[6], record[7],
         record[8], record[9], record[10], record[11],
     )  # fmt: skip
     x_group, y_group, bounds, each = record[12], record[13], record[14], record[15]
-    unit = take(at + 8 * RECORD)
-    while unit < units:
+    unit = take(at)
+    while unit < count:
         panel, row = unit // chunks, unit % chunks * each
         group, last = panel // panels, min(row + each, rows)
         if bounds:
@@ -154,11 +152,11 @@ def units_text(at: Any) -> None:
         weight, column = packed + panel * (depth + 1) * PANEL * item, panel % panels * PANEL
         x_at, y_at = x + group * x_group, y + group * y_group + 4 * column
         while row < last:
-            count = min(ROWS, last - row)
+            some = min(ROWS, last - row)
             x_row, y_row = x_at + row * x_stride, y_at + row * y_stride
-            chains(count, item, x_row, x_stride, weight, depth, y_row, y_stride, n - column)
-            row += count
-        unit = take(at + 8 * RECORD)
+            chains(some, item, x_row, x_stride, weight, depth, y_row, y_stride, n - column)
+            row += some
+        unit = take(at)
 
 
 def _chains(typingctx: Any, rows: Any, item: Any, x: Any, x_stride: Any, panel: Any, depth: Any,

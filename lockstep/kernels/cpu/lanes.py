@@ -273,17 +273,6 @@ def _take(typingctx: Any, counter: Any) -> Any:
     return types.int64(types.int64), emit
 
 
-def _invoke(typingctx: Any, function: Any, argument: Any) -> Any:
-    """Call the C function `void f(int64)` at address `function`."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [I64])
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit
-
-
 def _pointer(kind: Any) -> Any:
     """Build `f(address)`: elements of `kind` from that address on, to be indexed like an array,
     without bounds or owner."""
@@ -298,7 +287,6 @@ def _pointer(kind: Any) -> Any:
 
 
 fma: Any = intrinsic(_fma)
-invoke: Any = intrinsic(_invoke)
 int32_at: Any = _pointer(types.int32)
 int64_at: Any = _pointer(types.int64)
 float32_at: Any = _pointer(types.float32)

@@ -21,6 +21,10 @@ LARGEST = {getattr(torch, f.torch_name): f.largest for f in KV_FORMATS.values() 
 
 def kv_write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
     """Divided by the scale, clamped to the format's range, rounded once."""
+    plain = storage.dtype is torch.float32 and scale == 1.0 and values.stride(2) == 1
+    if plain and values.shape[2] == storage.shape[2]:
+        rows.scatter(values, slots, storage)
+        return
     values = widened(values, storage.shape[2])
     if scale != 1.0:
         values = values / scale

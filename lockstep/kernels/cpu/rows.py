@@ -14,6 +14,7 @@ Knows rows, no layers and no requests. Called through the table, ops.py.
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,22 +46,24 @@ from lockstep.kernels.cpu.lanes import (
     sub,
     take,
 )
-from lockstep.kernels.cpu.threads import relinked
+from lockstep.kernels.cpu.threads import ENTRIES, relinked
 from lockstep.ops import Activation, CosSin, Heads
 from lockstep.order import LANES, LOG2E
 
 UNIT = 1 << 14  # elements of a unit of work, at most
-ELEMENTS_PER_NS = 2  # of one thread
 # what is done to a row
-NORM, TURN, GATE, HEADS, ADD, LAYER, ANGLES, MAP, CLAMPED, SOFTMAX, SHARES, POOL = range(12)
+NORM, TURN, GATE, HEADS, ADD, LAYER, ANGLES, MAP, CLAMPED, SOFTMAX, SHARES, POOL, SCATTER = range(
+    13
+)
+# ns of one thread for an element; scattered rows are far from each other
+ELEMENT_NS = {ANGLES: 8, POOL: 8, SCATTER: 4}
 SILU, GELU, GELU_TANH, RELU, SIGMOID, CAP = range(6)  # what GATE and MAP do to an element
 KINDS = dict(zip(Activation, (SILU, GELU, GELU_TANH, RELU), strict=True))
 HALVED = (GATE, CLAMPED)  # the output has half the columns of the input
 ROOT_HALF, TANH_SCALE = 0.7071067811865476, 0.7978845608028654  # gelu's: sqrt(1/2), sqrt(2/pi)
 TANH_CUBE = 0.044715
+GOOD = -1  # no row has a bad slot
 SHORTEST = 1e-12  # vectors are divided by their length, or by this where they are shorter
-FIXED, MORE = 9, 8  # entries of every record, and of those that depend on what is done
-COUNTER = FIXED + MORE
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -71,10 +74,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + residual, both [t, n], and its `rms_norm`: the same bits, in one call."""
-    total, y = torch.empty(x.shape), torch.empty(x.shape)
-    more = (residual.data_ptr(), 4 * residual.stride(0), total.data_ptr(), 0, 0, 0)
-    _call(ADD, x, y, x.shape[1], (weight.data_ptr(), _bits(eps), *more))
-    return total, y
+    total = torch.empty(*x.shape)
+    more = (residual.data_ptr(), 4 * residual.stride(0), total.data_ptr())
+    return total, _run(ADD, x, weight.data_ptr(), _bits(eps), *more)
 
 
 def rope(x: Tensor, cos_sin: CosSin, interleaved: bool) -> Tensor:
@@ -104,13 +106,10 @@ def qk_norm_rope(
             q, k = rms_norm(q, weights[0], eps), rms_norm(k, weights[1], eps)
         return rope(q, cos_sin, True), rope(k, cos_sin, True)
     q, k = torch.empty(t, count, d), torch.empty(t, kv_heads, d)
-    norm_q = 0 if weights is None else weights.data_ptr()
-    cos, sin = cos_sin[0].data_ptr(), cos_sin[1].data_ptr()
-    more = (norm_q, _bits(eps), cos, sin, cos_sin[0].shape[1], norm_q + 4 * d, count, k.data_ptr())
-    inner = count + kv_heads
-    each, team, cost_ns = _unit(t, inner * d)
-    entries = (HEADS, x.data_ptr(), 4 * x.stride(0), 4 * d, q.data_ptr(), t, inner, d, each, *more)
-    threads.run(work(), entries, team, cost_ns)
+    norm_q, (cos, sin) = 0 if weights is None else weights.data_ptr(), cos_sin
+    more = (norm_q, _bits(eps), cos.data_ptr(), sin.data_ptr(), cos.shape[1])
+    more = (*more, norm_q + 4 * d, count, k.data_ptr())
+    _call(HEADS, (x.data_ptr(), 4 * x.stride(0), 4 * d), q, (t, count + kv_heads, d), more)
     return q, k
 
 
@@ -129,10 +128,8 @@ def rope_cos_sin(positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
     """
     at, half = positions.to(torch.int32).contiguous(), freqs.shape[0]
     cos, sin = torch.empty(at.shape[0], half), torch.empty(at.shape[0], half)
-    more = (freqs.data_ptr(), _bits(factor), sin.data_ptr(), 0, 0, 0, 0, 0)
-    each, team, cost_ns = _unit(at.shape[0], 16 * half)
-    entries = (ANGLES, at.data_ptr(), 4, 0, cos.data_ptr(), at.shape[0], 1, half, each, *more)
-    threads.run(work(), entries, team, cost_ns)
+    more = (freqs.data_ptr(), _bits(factor), sin.data_ptr())
+    _call(ANGLES, (at.data_ptr(), 4, 0), cos, (at.shape[0], 1, half), more)
     return CosSin(cos, sin)
 
 
@@ -153,7 +150,7 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 def act_and_mul(x: Tensor, act: Activation) -> Tensor:
     """act(gate) · up of [t, gate then up]."""
-    return _run(GATE, x, KINDS[act], 0)
+    return _run(GATE, x, KINDS[act])
 
 
 def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
@@ -180,43 +177,52 @@ def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     once.
     """
     y, bounds = torch.empty(len(spans), x.shape[1]), np.array(spans, np.int64).reshape(-1, 2)
-    if len(spans):
-        sums = np.empty((len(spans), x.shape[1]), np.float64)
-        more = (threads.where(bounds), threads.where(sums), 0, 0, 0, 0, 0, 0)
-        where = (x.data_ptr(), 4 * x.stride(0), 0, y.data_ptr())
-        entries = (POOL, *where, len(spans), 1, x.shape[1], 1, *more)
-        cost_ns = x.numel() // ELEMENTS_PER_NS
-        threads.run(work(), entries, threads.team(len(spans), cost_ns), cost_ns)
+    sums = np.empty((len(spans), x.shape[1]), np.float64)
+    more = (threads.where(bounds), threads.where(sums), x.data_ptr(), 4 * x.stride(0))
+    _call(POOL, (0, 0, 0), y, (len(spans), 1, x.shape[1]), more)
     return y
+
+
+def scatter(x: Tensor, slots: Tensor, storage: Tensor) -> None:
+    """storage[slots] = x: rows of x [t, heads, d], slots [t], of a contiguous storage [n, heads,
+    d]."""
+    slots, count = slots.to(torch.int32), storage.shape[0]
+    more = (slots.data_ptr(), storage.data_ptr(), 4 * storage.stride(0), count, GOOD)
+    where = (x.data_ptr(), 4 * x.stride(0), 4 * x.stride(1))
+    record = _call(SCATTER, where, storage, x.shape, more)
+    if record and record[-1] != GOOD:
+        raise IndexError(f"slots are below the storage's {count:,}: row {record[-1]} has another")
 
 
 def _run(what: int, x: Tensor, *more: int) -> Tensor:
     """One call over the rows of x: [outer, n] or [outer, inner, n]."""
-    n = x.shape[-1] // 2 if what in HALVED else x.shape[-1]
-    y = torch.empty(*x.shape[:-1], n)
-    _call(what, x, y, n, (*more, *(0,) * (MORE - len(more))))
+    shape, strides = x.shape, x.stride()
+    n = shape[-1] // 2 if what in HALVED else shape[-1]
+    if len(shape) == 2:
+        y, sizes = torch.empty(shape[0], n), (shape[0], 1, n)
+        _call(what, (x.data_ptr(), 4 * strides[0], 0), y, sizes, more)
+    else:
+        y, sizes = torch.empty(shape[0], shape[1], n), (shape[0], shape[1], n)
+        _call(what, (x.data_ptr(), 4 * strides[0], 4 * strides[1]), y, sizes, more)
     return y
 
 
-def _call(what: int, x: Tensor, y: Tensor, n: int, more: tuple[int, ...]) -> None:
-    shape, strides = x.shape, x.stride()
-    outer, inner, inner_stride = (
-        (shape[0], 1, 0) if len(shape) == 2 else (shape[0], shape[1], 4 * strides[1])
-    )
-    if outer and inner:
-        each, team, cost_ns = _unit(outer, inner * n)
-        where = (x.data_ptr(), 4 * strides[0], inner_stride, y.data_ptr())
-        entries = (what, *where, outer, inner, n, each, *more)
-        threads.run(work(), entries, team, cost_ns)
+def _call(
+    what: int, x: tuple[int, ...], y: Tensor, sizes: Sequence[int], more: tuple[int, ...]
+) -> array[int] | None:
+    """x: address, and bytes from one row to the next, outer and inner; sizes: rows, outer and
+    inner, and columns of y; `more` depends on what is done. Returns the record."""
+    outer, inner, n = sizes
+    if not outer or not inner:
+        return None
+    cost_ns = outer * inner * n * ELEMENT_NS.get(what, 1)
+    team = threads.team(outer, cost_ns)
+    each = max(1, min(UNIT // (inner * n), -(-outer // team)))
+    entries = (what, *x, y.data_ptr(), outer, inner, n, each, *more)
+    return threads.run(work(), entries, team, cost_ns)
 
 
-def _unit(rows: int, width: int) -> tuple[int, int, int]:
-    """Rows of a unit of work, threads, and what all of them cost: rows of `width` elements each."""
-    cost_ns = rows * width // ELEMENTS_PER_NS
-    team = threads.team(rows, cost_ns)
-    return max(1, min(UNIT // width, -(-rows // team))), team, cost_ns
-
-
+@functools.lru_cache(256)
 def _bits(value: float) -> int:
     return int(np.float32(value).view(np.int32))
 
@@ -224,11 +230,11 @@ def _bits(value: float) -> int:
 # ---- texts ----
 
 
-def units(at: Any) -> None:
-    """Take units of rows until none is left. The record is `_call`'s entries."""
-    record = int64_at(at)
+def units(at: Any, worker: Any) -> None:
+    """Take units of rows until none is left. The entries are `_call`'s."""
+    record = int64_at(at + ENTRIES)
     outer, inner, n, each = record[5], record[6], record[7], record[8]
-    first = take(at + 8 * COUNTER) * each
+    first = take(at) * each
     while first < outer:
         for i in range(first, min(first + each, outer)):
             for j in range(inner):
@@ -239,7 +245,7 @@ def units(at: Any) -> None:
                     record[1] + i * record[2] + j * record[3],
                     record[4] + 4 * n * (i * inner + j),
                 )
-        first = take(at + 8 * COUNTER) * each
+        first = take(at) * each
 
 
 def row(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
@@ -253,6 +259,12 @@ def row(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
         gate_row(x, y, n, record[9])
     elif what == HEADS:
         head(record, i, j, x)
+    elif what == SCATTER:
+        slot = np.int64(int32_at(record[9])[i])
+        if 0 <= slot < record[12]:
+            copy(x, record[10] + slot * record[11] + 4 * n * j, n)
+        else:
+            record[13] = i
     elif what == ADD:
         total = record[13] + 4 * n * i
         plus(x, record[11] + i * record[12], total, n)
@@ -277,10 +289,8 @@ def rarer(record: Any, i: Any, x: Any, y: Any) -> None:
     elif what == SHARES:
         shares_row(x, y, n, record[9])
     else:
-        bounds = int64_at(record[9])
-        pool_row(
-            record[1], record[2], bounds[2 * i], bounds[2 * i + 1], record[10] + 8 * n * i, y, n
-        )
+        bounds = int64_at(record[9] + 16 * i)
+        pool_row(record[11], record[12], bounds[0], bounds[1], record[10] + 8 * n * i, y, n)
 
 
 def head(record: Any, i: Any, j: Any, x: Any) -> None:
@@ -314,6 +324,15 @@ def norm(x: Any, y: Any, n: Any, weight: Any, eps_bits: Any) -> None:
         store(y + 4 * k, mul(mul(load(x + 4 * k), splat(scale)), load(weight + 4 * k)))
     for k in range(whole, n):
         ys[k] = xs[k] * scale * ws[k]
+
+
+def copy(x: Any, y: Any, n: Any) -> None:
+    """One row, as it is."""
+    whole = n // LANES * LANES
+    for k in range(0, whole, LANES):
+        store(y + 4 * k, load(x + 4 * k))
+    for k in range(whole, n):
+        float32_at(y)[k] = float32_at(x)[k]
 
 
 def plus(x: Any, more: Any, y: Any, n: Any) -> None:
@@ -509,11 +528,11 @@ def pool_row(x: Any, stride: Any, begin: Any, end: Any, scratch: Any, y: Any, n:
 
 
 TEXTS = (
-    *(exp2, tanh, erf, cos_sin, exp_minus, act, clamped, row_sum, divide, norm, plus, turn),
+    *(exp2, tanh, erf, cos_sin, exp_minus, act, clamped, row_sum, divide, norm, copy, plus, turn),
     *(gate_row, map_row, clamped_row, layer, softmax_row, shares_row, angle_row, pool_row),
     *(head, rarer, row),
 )  # each after those that it uses
-INLINED = (norm, plus, turn, head, row)  # a head of a row is a few nanoseconds of work
+INLINED = (norm, copy, plus, turn, head, row)  # a head of a row is a few nanoseconds of work
 
 
 @functools.cache

@@ -19,12 +19,12 @@ from torch import Tensor
 from lockstep.kernels.cpu import sample, threads
 from lockstep.kernels.cpu.lanes import float32_at, float64_at, int64_at, take
 from lockstep.kernels.cpu.sample import choose, describe
+from lockstep.kernels.cpu.threads import ENTRIES
 from lockstep.sample import formulas
 from lockstep.sample.formulas import FLOATS, INTS
 
 LOGIT_NS = 1  # of one thread
 CHOOSE, DESCRIBE = 0, 1  # what is done with a row
-WORKERS, TAKEN = 80, 88  # bytes before the record's counters
 OUTSIDE = ("bits_of", "float_of")  # of the formulas: compiled code has its own, below
 
 
@@ -61,17 +61,16 @@ def _run(what: int, arrays: Sequence[Any], sizes: Sequence[int], workers: int) -
     threads.run(compiled(), entries, workers, sizes[0] * sizes[1] * LOGIT_NS)
 
 
-def units(at: Any) -> None:
-    """Take rows until none is left. The record: what to do, six addresses, rows, vocabulary, best
-    few; workers and rows taken so far."""
-    record = int64_at(at)
+def units(at: Any, worker: Any) -> None:
+    """Take rows until none is left. The entries: what to do, six addresses, rows, vocabulary, best
+    few."""
+    record = int64_at(at + ENTRIES)
     rows, vocab, few = record[7], record[8], record[9]
-    mine = take(at + WORKERS)
-    r = take(at + TAKEN)
+    r = take(at)
     while r < rows:
         x = carray(float32_at(record[1] + 4 * vocab * r), vocab)
         if record[0] == CHOOSE:
-            scratch = carray(float32_at(record[4] + 4 * vocab * mine), vocab)
+            scratch = carray(float32_at(record[4] + 4 * vocab * worker), vocab)
             floats = carray(float64_at(record[2] + 8 * FLOATS * r), FLOATS)
             ints = carray(int64_at(record[3] + 8 * INTS * r), INTS)
             int64_at(record[5])[r], int64_at(record[6])[r] = choose(x, scratch, floats, ints)
@@ -82,7 +81,7 @@ def units(at: Any) -> None:
                 carray(float32_at(record[5] + 4 * few * r), few),
             )
             describe(x, int64_at(record[2])[r], chosen, top_ids, top_logs)
-        r = take(at + TAKEN)
+        r = take(at)
 
 
 def build(cache: bool, **replaced: Callable[..., Any]) -> Any:

@@ -1,17 +1,20 @@
 """Threads that help with a call, and that nobody waits for if they do not come.
 
-A call is a C function `void f(int64 record)` that takes units of work from a counter in its record
-until none is left. The caller runs it itself; helpers that it invites and that are awake run it
-too. A helper enters through the call's gate: while it is inside the caller waits for it, and a
-helper that the system did not wake in time finds the gate closed and has missed nothing. So a busy
-machine makes a call slower, never stuck behind a thread that has no processor.
+A call is a C function `void f(int64 record, int64 worker)` that takes units of work from the
+counter at the record's begin until none is left. The caller, worker 0, runs it itself; helpers that
+it invites and that are awake run it too. A helper enters through the call's gate: while it is
+inside the caller waits for it, and a helper that the system did not wake in time finds the gate
+closed and has missed nothing. So a busy machine makes a call slower, never stuck behind a thread
+that has no processor.
 
 Several threads may call at once: each call has a desk, with a gate of its own, and callers share
 the helpers. A call gets as many threads as its work is worth, at most as many as torch has
-(`torch.set_num_threads`, which nobody here changes) or as `limited` says for the calling thread. A
-long call releases the interpreter's lock; a short one keeps it, since whoever waits for the lock
-beside it waits no longer than beside any Python, and taking it back may cost 5 ms.
-Knows nothing of what is computed.
+(`torch.set_num_threads`, which nobody here changes) or as `limited` says for the calling thread.
+
+The interpreter's lock is released in turns, as the interpreter itself does it. Who takes it back
+beside a thread that runs Python waits for 5 ms, so a thread keeps it over short calls; a call
+during which its turn would last longer than TURN_NS releases it. Then both run about half of the
+time, however short or long the calls are. Knows nothing of what is computed.
 """
 
 from __future__ import annotations
@@ -24,22 +27,28 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from time import perf_counter_ns
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import cfunc, njit
+from numba import cfunc
 from numba.extending import intrinsic
 from torch import Tensor
 
 from lockstep.kernels.cpu.cache import announced, cached_here
-from lockstep.kernels.cpu.lanes import I64, at, call_ir, int64_at, invoke, types
+from lockstep.kernels.cpu.lanes import I64, address, at, call_ir, int64_at, types
 from lockstep.kernels.cpu.loops import TARGET
 
 THREAD_NS = 5_000  # of work that are worth one more thread
-RELEASE_NS = 100_000  # of work from which on a call releases the interpreter's lock
+TURN_NS = 4_000_000  # a thread keeps the interpreter's lock so long: less than those who wait do
+
+# A record: the counter of units, what `call` reads, and from byte ENTRIES on what the work reads.
+# All threads change the counter: nothing that they read lies in its 64 bytes.
+COUNTER, WORK, HELPERS, POOL, BOARD = range(5)
+ENTRIES = 64
 
 # The board, which callers and helpers share: int64 words in lines of 64 bytes. What different
 # threads write lies in different lines.
@@ -47,10 +56,10 @@ LINE = 8  # words
 LEAVE, USLEEP, YIELD, ACTIVE = 0, 1, 2, LINE  # ACTIVE: calls under way
 DESKS = 8  # calls that can have helpers at once; a helper's invitations are one line
 DESK = 2 * LINE  # where the desks begin; each has two lines
-GATE, TAKEN, WORK, RECORD, CALLS = 0, LINE, LINE + 1, LINE + 2, LINE + 3  # words of a desk
+GATE, TAKEN, RECORD, FIRST, CALLS = 0, LINE, LINE + 1, LINE + 2, LINE + 3  # words of a desk
 INBOX = DESK + DESKS * 2 * LINE  # where the helpers' lines begin: invitations, and those seen
 MOST_HELPERS = 255
-BOARD = INBOX + MOST_HELPERS * 2 * LINE
+BOARD_LEN = INBOX + MOST_HELPERS * 2 * LINE
 
 OPEN = 1 << 40  # the gate's value is OPEN, while it is, plus the number of helpers inside
 LOOKS = 2000  # glances at the inbox without pause, about 0.1 ms
@@ -58,11 +67,13 @@ YIELDS = 4000  # glances after which whoever waits for this processor has it, 1 
 SHORT_NAPS, SHORT_US, LONG_US = 200, 50, 2000
 
 
-def call(work: Any, helpers: Any, pool: Any, board: Any, record: Any) -> None:
-    """Run `work` on this thread and on at most `helpers` of the `pool` helpers there are; when
-    others call too, on a fair share of them."""
+def call(at: Any) -> None:
+    """Run the record's work on this thread and on at most HELPERS of the POOL helpers there are;
+    when others call too, on a fair share of them."""
+    head = int64_at(at)
+    work, helpers, pool, board = head[WORK], head[HELPERS], head[POOL], head[BOARD]
     if helpers == 0:
-        invoke(work, record)
+        invoke(work, at, 0)
         return
     share = (pool + 1) // change(board + 8 * ACTIVE, 1)
     helpers = min(helpers, share - 1)
@@ -71,35 +82,35 @@ def call(work: Any, helpers: Any, pool: Any, board: Any, record: Any) -> None:
         number += 1
         desk += 16 * LINE
     if number == DESKS or helpers <= 0:
-        invoke(work, record)
+        invoke(work, at, 0)
     else:
         words, gate, calls = int64_at(desk), desk + 8 * GATE, int64_at(desk)[CALLS] + 1
-        words[WORK], words[RECORD], words[CALLS] = work, record, calls
+        first = number * share % pool  # other desks invite other helpers first
+        words[RECORD], words[FIRST], words[CALLS] = at, first, calls
         change(gate, OPEN)
-        for i in range(helpers):  # other desks invite other helpers first
-            put(board + 8 * (INBOX + 2 * LINE * ((number * share + i) % pool) + number), calls)
-        invoke(work, record)
+        for i in range(helpers):
+            put(board + 8 * (INBOX + 2 * LINE * ((first + i) % pool) + number), calls)
+        invoke(work, at, 0)
         inside, looks = change(gate, -OPEN), np.int64(0)
         while inside & (OPEN - 1):
             if looks < LOOKS:
                 breathe()
             else:  # the helper has lost its processor: it may have this one
-                invoke(int64_at(board)[YIELD], 0)
+                invoke(int64_at(board)[YIELD], 0, 0)
             looks += 1
             inside = look(gate)
         put(desk + 8 * TAKEN, 0)
     change(board + 8 * ACTIVE, -1)
 
 
-def released(work: Any, helpers: Any, pool: Any, board: Any, record: Any) -> None:
-    """`call`, compiled so that it releases the interpreter's lock."""
-    call(work, helpers, pool, board, record)
-
-
 def serve(board: Any, index: Any) -> None:
     """What a helper does, until it shall leave: answers every invitation once, if the gate of that
     very call is still open. Without invitations it looks for them without pause for a moment, then
-    as long as nobody else wants its processor, and then takes naps that grow longer."""
+    as long as nobody else wants its processor, and then takes naps that grow longer.
+
+    Its worker's number is one of the call's, and in the next call of the same thread the same: what
+    it left in that worker's memory is in its own cache.
+    """
     inbox = board + 8 * (INBOX + 2 * LINE * index)
     seen = int64_at(inbox + 8 * LINE)
     idle: Any = np.int64(0)
@@ -109,18 +120,20 @@ def serve(board: Any, index: Any) -> None:
             invited = look(inbox + 8 * number)
             if invited != seen[number]:
                 seen[number], idle = invited, 0
-                desk = board + 8 * (DESK + 2 * LINE * number)
-                gate = desk + 8 * GATE
+                desk = int64_at(board + 8 * (DESK + 2 * LINE * number))
+                gate = address(desk) + 8 * GATE
                 if look(gate) & OPEN:
-                    if change(gate, 1) & OPEN and int64_at(desk)[CALLS] == invited:
-                        invoke(int64_at(desk)[WORK], int64_at(desk)[RECORD])
+                    if change(gate, 1) & OPEN and desk[CALLS] == invited:
+                        record = int64_at(desk[RECORD])
+                        worker = 1 + (index + record[POOL] - desk[FIRST]) % record[POOL]
+                        invoke(record[WORK], desk[RECORD], worker)
                     change(gate, -1)
         if idle > LOOKS + YIELDS + SHORT_NAPS:
-            invoke(int64_at(board)[USLEEP], LONG_US)
+            invoke(int64_at(board)[USLEEP], LONG_US, 0)
         elif idle > LOOKS + YIELDS:
-            invoke(int64_at(board)[USLEEP], SHORT_US)
+            invoke(int64_at(board)[USLEEP], SHORT_US, 0)
         elif idle > LOOKS:
-            invoke(int64_at(board)[YIELD], 0)
+            invoke(int64_at(board)[YIELD], 0, 0)
         elif idle:
             breathe()
 
@@ -134,7 +147,7 @@ class Helpers:
 
     def reset(self) -> None:
         """Nobody helps."""
-        self.board = np.zeros(BOARD + LINE, np.int64)
+        self.board = np.zeros(BOARD_LEN + LINE, np.int64)
         self.address = (where(self.board) + 63) // 64 * 64
         self.words = self.board[(self.address - where(self.board)) // 8 :]
         library = ctypes.CDLL(None)
@@ -144,17 +157,16 @@ class Helpers:
         self.hiring = threading.Lock()
 
     def want(self, count: int) -> None:
-        """Has `count` helpers ready. No two have one number: memory is laid out for so many. An
-        interrupt costs a helper at most."""
+        """Has `count` helpers ready. No two have one number. An interrupt costs a helper at
+        most."""
+        serving = compiled().serve
         with self.hiring:
             while len(self.threads) < min(count, MOST_HELPERS):
                 args = (self.address, len(self.threads))
-                self.threads.append(
-                    threading.Thread(
-                        target=compiled().serve, args=args, name="lockstep-helper", daemon=True
-                    )
-                )
-                self.threads[-1].start()
+                helper = threading.Thread(target=serving, args=args, name="lockstep-helper")
+                helper.daemon = True
+                self.threads.append(helper)
+                helper.start()
 
     def leave(self) -> None:
         """Ends them: compiled code must not run when the interpreter takes it away."""
@@ -166,21 +178,43 @@ class Helpers:
         self.reset()
 
 
-def run(work: Any, entries: Sequence[int], most: int, cost_ns: int) -> None:
+class Own(threading.local):
+    """What every calling thread has of its own."""
+
+    limit: int | None = None  # of its threads, while `limited`
+    turn_ns = 0  # when it released the interpreter's lock the last time
+    memory, address = np.empty(0, np.uint8), 0  # of its workers; the first that is a multiple of 64
+
+
+def run(work: Any, entries: Sequence[int], most: int, cost_ns: int) -> array[int]:
     """One call of the compiled `work`, on at most `most` threads: a `team`. `cost_ns` is about what
-    it takes on one. `entries` are its record, whose addresses stay valid meanwhile; two counters,
-    which begin at 0, follow them."""
+    it takes on one. `entries` are what it reads, addresses in them stay valid meanwhile; returns
+    the record, as it left it."""
     if most > len(HELP.threads) + 1:
         HELP.want(count() - 1)
-    record = array("q", (*entries, 0, 0))
-    texts = compiled()
-    caller = texts.released if cost_ns >= RELEASE_NS else texts.call
-    caller(work.address, most - 1, len(HELP.threads), HELP.address, record.buffer_info()[0])
+    head = (0, work.address, most - 1, len(HELP.threads), HELP.address, 0, 0, 0)
+    record = array("q", (*head, *entries))
+    if perf_counter_ns() - OWN.turn_ns + cost_ns // most < TURN_NS:
+        compiled().call(record.buffer_info()[0])
+    else:
+        compiled().released(record.buffer_info()[0])
+        OWN.turn_ns = perf_counter_ns()
+    return record
 
 
 def team(units: int, cost_ns: int) -> int:
     """Threads for a call of so many units that takes `cost_ns`, about, on one thread."""
-    return max(1, min(units, cost_ns // THREAD_NS, count()))
+    worth = min(units, cost_ns // THREAD_NS)
+    return min(worth, count()) if worth > 1 else 1
+
+
+def memory(each: int, team: int) -> int:
+    """The address of memory for the workers of a call, `each` bytes for every one, a multiple of
+    64: the calling thread's own until it asks again, whatever is in it."""
+    if len(OWN.memory) < each * team + 64:
+        OWN.memory = np.empty(each * team + 64, np.uint8)
+        OWN.address = -(-where(OWN.memory) // 64) * 64
+    return OWN.address
 
 
 def where(array: Any) -> int:
@@ -190,19 +224,18 @@ def where(array: Any) -> int:
 
 def count() -> int:
     """Threads that work on a call of this thread, at most."""
-    return getattr(_LIMIT, "threads", None) or torch.get_num_threads()
+    return OWN.limit or torch.get_num_threads()
 
 
 @contextmanager
 def limited(most: int) -> Iterator[None]:
     """Runs the block with `most` threads for calls of this thread: more or fewer than torch has,
     whose number stays what it is."""
-    before = getattr(_LIMIT, "threads", None)
-    _LIMIT.threads = most
+    before, OWN.limit = OWN.limit, most
     try:
         yield
     finally:
-        _LIMIT.threads = before
+        OWN.limit = before
 
 
 def relinked(text: Any, names: dict[str, Any]) -> FunctionType:
@@ -210,38 +243,38 @@ def relinked(text: Any, names: dict[str, Any]) -> FunctionType:
     return FunctionType(text.__code__, names, text.__name__, text.__defaults__, text.__closure__)
 
 
-def c_function(name: str, text: Callable[[Any], None], cache: bool = True) -> Any:
-    """`text`, a function of a record's address, compiled. It lives as long as the object that comes
+def c_function(name: str, text: Callable[..., None], cache: bool = True) -> Any:
+    """`text`, a function of int64 numbers, compiled. It lives as long as the object that comes
     back."""
+    signature = types.void(*[types.int64] * text.__code__.co_argcount)
     with (
         cached_here() as writable,
         announced(f"compiling the CPU {name} kernel, once per machine ..."),
     ):
-        return cfunc(types.void(types.int64), cache=cache and writable, error_model="numpy")(text)
+        return cfunc(signature, cache=cache and writable, error_model="numpy")(text)
 
 
 class Compiled(NamedTuple):
-    """The texts of this file for this machine."""
+    """The texts of this file for this machine: `released` is `call`, without the interpreter's
+    lock; `functions` keeps both alive."""
 
     call: Any
     released: Any
     serve: Any
+    functions: tuple[Any, ...]
 
 
 @functools.cache
 def compiled() -> Compiled:
     """Compiled when first needed, and kept on disk."""
-    number = types.int64
-    with cached_here() as writable:
-        caller = njit(types.void(*[number] * 5), cache=writable)(call)
-        names = {**globals(), "call": caller}
-        return Compiled(
-            call=caller,
-            released=njit(types.void(*[number] * 5), cache=writable, nogil=True)(
-                relinked(released, names)
-            ),
-            serve=njit(types.void(number, number), cache=writable, nogil=True)(serve),
-        )
+    number = ctypes.c_int64
+    calling, serving = c_function("calling", call), c_function("helping", serve)
+    return Compiled(
+        call=ctypes.PYFUNCTYPE(None, number)(calling.address),
+        released=ctypes.CFUNCTYPE(None, number)(calling.address),
+        serve=ctypes.CFUNCTYPE(None, number, number)(serving.address),
+        functions=(calling, serving),
+    )
 
 
 def _atomic(operation: str, after: bool) -> Any:
@@ -277,6 +310,17 @@ def _put(typingctx: Any, place: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), emit
 
 
+def _invoke(typingctx: Any, function: Any, a: Any, b: Any) -> Any:
+    """Call the C function at address `function`, of two int64 numbers, or of the first alone."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [I64, I64])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
 def _breathe(typingctx: Any) -> Any:
     """Tell the processor that this thread is waiting."""
 
@@ -292,9 +336,10 @@ change: Any = _atomic("add", after=True)
 exchange: Any = _atomic("xchg", after=False)
 look: Any = intrinsic(_look)
 put: Any = intrinsic(_put)
+invoke: Any = intrinsic(_invoke)
 breathe: Any = intrinsic(_breathe)
 
-_LIMIT = threading.local()
+OWN = Own()
 HELP = Helpers()
 atexit.register(HELP.leave)
 os.register_at_fork(after_in_child=HELP.reset)

@@ -10,19 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.kernels.cpu.lanes import float32_at, int32_at, int64_at, take
+from lockstep.kernels.cpu.lanes import address, float32_at, int32_at, int64_at, take
+from lockstep.kernels.cpu.threads import ENTRIES
 from lockstep.kernels.cpu.unit import KernelArgs, Scratch, Sizes, Unit, run_unit
 from lockstep.order import LANES
 
-ALIGN = 64
-ARRAYS = 16  # of a call: two entries each, the byte address and the length
-BLOCKS = 13  # which of them is `blocks`
-SIZES = 2 * ARRAYS  # where the integers of a call begin in the record
-MEMORY = SIZES + len(
-    Sizes._fields
-)  # byte address of the workers' memory, then bytes per worker, then tokens of the largest block
-WORKERS = MEMORY + 3  # workers started so far
-UNITS = WORKERS + 1  # units taken so far
+# Of a call's entries: addresses of arrays up to the blocks, how many blocks there are, two more
+# arrays, the integers of Sizes, the workers' memory, bytes of each and tokens of the largest block.
+BLOCKS = 14
+SIZES = BLOCKS + 3
+MEMORY = SIZES + len(Sizes._fields)
 
 
 def padded(n: Any, unit: Any) -> Any:
@@ -48,10 +45,10 @@ def areas(sizes: Any, rows: Any) -> Any:
 
 
 def memory_bytes(sizes: Any, rows: Any) -> Any:
-    """A worker's memory, a multiple of ALIGN."""
+    """A worker's memory, a multiple of 64."""
     q, keys, v, p, acc, total, zeros, per_row = areas(sizes, rows)
     floats = q + keys + v + p + acc + total + zeros + 5 * per_row
-    return padded(4 * floats + 8 * (2 * sizes.tile + 2 * rows), ALIGN)
+    return padded(4 * floats + 8 * (2 * sizes.tile + 2 * rows), 64)
 
 
 def carve(sizes: Any, q: Any, rows: Any) -> Any:
@@ -80,53 +77,35 @@ def carve(sizes: Any, q: Any, rows: Any) -> Any:
     )  # fmt: skip
 
 
-def ints(record: Any, i: Any) -> Any:
-    """Array i of the record, int32."""
-    return int32_at(record[2 * i])
-
-
-def floats(record: Any, i: Any) -> Any:
-    """Array i of the record, float32."""
-    return float32_at(record[2 * i])
-
-
 def unpack(record: Any) -> Any:
-    """The KernelArgs in a record. The arrays, in order: q, k, v, out, lse2, Table, Rows, blocks,
-    sink2, consts (as in attend.py)."""
+    """The KernelArgs in a call's entries. The arrays, in order: q, k, v, out, lse2, Table, Rows,
+    blocks; sink2, consts (as in attend.py)."""
     z = SIZES
     sizes = Sizes(
         record[z], record[z + 1], record[z + 2], record[z + 3], record[z + 4], record[z + 5],
         record[z + 6], record[z + 7], record[z + 8], record[z + 9], record[z + 10], record[z + 11],
         record[z + 12],
     )  # fmt: skip
-    consts = floats(record, 15)
+    consts = float32_at(record[16])
     return KernelArgs(
-        record[0], record[2], record[4], record[6], floats(record, 4),
-        ints(record, 5), ints(record, 6), ints(record, 7), ints(record, 8), ints(record, 9),
-        ints(record, 10), ints(record, 11), ints(record, 12), ints(record, BLOCKS),
-        floats(record, 14), sizes, consts[0], consts[1], consts[2],
+        record[0], record[1], record[2], record[3], float32_at(record[4]), int32_at(record[5]),
+        int32_at(record[6]), int32_at(record[7]), int32_at(record[8]), int32_at(record[9]),
+        int32_at(record[10]), int32_at(record[11]), int32_at(record[12]), int32_at(record[13]),
+        float32_at(record[15]), sizes, consts[0], consts[1], consts[2],
     )  # fmt: skip
 
 
-def work(at: Any) -> None:
+def work(at: Any, worker: Any) -> None:
     """Take units of the record at address `at` until none is left, last blocks first: under
     causality they see the most keys."""
-    record = int64_at(at)
+    record = int64_at(at + ENTRIES)
     job = unpack(record)
-    sizes, n_blocks = job.sizes, record[2 * BLOCKS + 1]
-    mine = record[MEMORY] + take(at + 8 * WORKERS) * record[MEMORY + 1]
+    sizes, blocks = job.sizes, record[BLOCKS]
+    mine = record[MEMORY] + worker * record[MEMORY + 1]
     scratch = carve(sizes, mine, record[MEMORY + 2] * sizes.group)
-    taken = take(at + 8 * UNITS)
-    while taken < n_blocks * sizes.kv_heads:
-        block = n_blocks - 1 - taken // sizes.kv_heads
-        request, begin, end = (
-            job.blocks[3 * block],
-            job.blocks[3 * block + 1],
-            job.blocks[3 * block + 2],
-        )
-        run_unit(
-            job,
-            scratch,
-            Unit(np.int64(request), np.int64(begin), np.int64(end), taken % sizes.kv_heads),
-        )
-        taken = take(at + 8 * UNITS)
+    taken = take(at)
+    while taken < blocks * sizes.kv_heads:
+        block = int32_at(address(job.blocks) + 12 * (blocks - 1 - taken // sizes.kv_heads))
+        request, begin, end = np.int64(block[0]), np.int64(block[1]), np.int64(block[2])
+        run_unit(job, scratch, Unit(request, begin, end, taken % sizes.kv_heads))
+        taken = take(at)
