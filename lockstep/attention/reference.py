@@ -49,8 +49,7 @@ class Handle:
 
 
 class Backend(base.Backend):
-    """No state, and nothing derived: a launch asks the address formula for every key of every
-    row."""
+    """No state, nothing derived: a launch asks the address formula for every key of every row."""
 
     caps = CAPS
 
@@ -66,10 +65,8 @@ class Backend(base.Backend):
         views = PlanArrays(**{name: _host(array) for name, array in vars(handle.views).items()})
         for row in range(len(q)):
             slots = torch.from_numpy(_slots(views, handle.spec, row))
-            k, v = (_load(t, slots) for t in keys)
-            out[row], lse[row] = attend_row(
-                q[row].double(), k * spec.k_scale, v * spec.v_scale, spec
-            )
+            k, v = _load(keys.k, slots) * spec.k_scale, _load(keys.v, slots) * spec.v_scale
+            out[row], lse[row] = attend_row(q[row].double(), k, v, spec)
         return out, lse
 
 
@@ -87,13 +84,9 @@ def attend_row(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> tuple[Tensor,
         scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
     if spec.sinks is not None:
         scores = torch.cat((scores, torch.tensor(spec.sinks, dtype=torch.float64)[:, None]), 1)
-        v = torch.cat(
-            (v, torch.zeros_like(v[:1]) if len(v) else torch.zeros(1, *v.shape[1:], dtype=v.dtype))
-        )
+        v = torch.cat((v, v.new_zeros(1, *v.shape[1:])))
     if scores.shape[1] == 0:
-        return torch.zeros(q.shape[0], v.shape[2], dtype=torch.float64), torch.full(
-            (q.shape[0],), -math.inf, dtype=torch.float64
-        )
+        return v.new_zeros(len(q), v.shape[2]), v.new_full((len(q),), -math.inf)
     lse = torch.logsumexp(scores, 1)
     return torch.einsum("hn,nhd->hd", torch.exp(scores - lse[:, None]), v), lse
 
@@ -112,9 +105,8 @@ def _slots(views: PlanArrays, spec: GroupSpec, row: int) -> NDArray[np.int64]:
         return np.asarray(int(views.q_indptr[request]) + seen, np.int64)
     start = min(int(views.start[row]), last + 1) if spec.causal else last + 1
     below, above = seen[seen < start], seen[seen >= start]
-    from_pages = address.paged(
-        views.page_ids, views.page_indptr, views.first_pos, spec.page_size, request, below
-    )
+    pages = (views.page_ids, views.page_indptr, views.first_pos)
+    from_pages = address.paged(*pages, spec.page_size, request, below)
     from_list = address.listed(views.tail_slots, views.tail_indptr, views.start, row, above)
     return np.concatenate((from_pages, from_list)).astype(np.int64)
 

@@ -21,7 +21,8 @@ from lockstep.nn.attention import (
     Cross,
     Dense,
     DenseSpec,
-    GroupLayer,
+    Groups,
+    LayerMap,
     groups_of,
 )
 from lockstep.nn.decoder import Model, PostBlock, cached
@@ -30,7 +31,7 @@ from lockstep.nn.linear import Linear
 from lockstep.nn.mlp import Elementwise, Mlp, activation
 from lockstep.nn.norm import LayerNorm, layer_norm
 from lockstep.nn.source import WeightSource
-from lockstep.types import GroupSpec, Layout, RuleError
+from lockstep.types import Layout, RuleError
 
 OFFSET = 2  # position p has row p + 2 of the table
 EPS = 1e-5
@@ -79,14 +80,12 @@ class Bart(Model):
     def attentions(self) -> Sequence[Attention]:
         return [*(block.attn for block in self.decoder.blocks), *self._crosses]
 
-    def encoder_groups(
-        self, page_size: int = 16, kv_dtype: str = "float32"
-    ) -> tuple[GroupSpec, ...]:
+    def encoder_groups(self, page_size: int = 16, kv_dtype: str = "float32") -> Groups:
         """Of an encode step: the encoder's layers, fresh, and the cross group that is filled."""
         return cached(self._encoder_groups[0], page_size, kv_dtype)
 
     @property
-    def encoder_layer_map(self) -> tuple[GroupLayer, ...]:
+    def encoder_layer_map(self) -> LayerMap:
         """Of an encode step: the encoder's attentions, then the cross attentions."""
         return self._encoder_groups[1]
 
@@ -99,7 +98,7 @@ class Bart(Model):
         return [block.cross for block in self.decoder.blocks if block.cross is not None]
 
     @cached_property
-    def _encoder_groups(self) -> tuple[tuple[GroupSpec, ...], tuple[GroupLayer, ...]]:
+    def _encoder_groups(self) -> tuple[Groups, LayerMap]:
         return groups_of([*(block.attn for block in self.encoder.blocks), *self._crosses])
 
 
@@ -154,7 +153,7 @@ def block(config: Any, w: WeightSource, side: str, index: int) -> PostBlock:
     scale = 1 / math.sqrt(d // heads)
     spec = DenseSpec(d, heads, heads, d // heads, scale, bias=True, out_bias=True)
     own = w.at("self_attn")
-    qkv = own.fused(("q_proj", "k_proj", "v_proj"), (d, d, d), d, bias=True)
+    qkv = own.fused(dict.fromkeys(("q_proj", "k_proj", "v_proj"), d), d, bias=True)
     out = own.linear("out_proj", d, d, True)
     layout = Layout.DENSE if decodes else Layout.FRESH
     attn = Dense(index, spec, qkv, out, w.ops, layout=layout, causal=decodes)
@@ -164,7 +163,7 @@ def block(config: Any, w: WeightSource, side: str, index: int) -> PostBlock:
     if not decodes:
         return plain
     other = w.at("encoder_attn")
-    kv = other.fused(("k_proj", "v_proj"), (d, d), d, bias=True)
+    kv = other.fused(dict.fromkeys(("k_proj", "v_proj"), d), d, bias=True)
     q, out = other.linear("q_proj", d, d, True), other.linear("out_proj", d, d, True)
     cross = Cross(config.decoder_layers + index, spec, q, kv, out)
     return replace(plain, cross=cross, cross_norm=norm("encoder_attn_layer_norm"))

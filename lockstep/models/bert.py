@@ -80,13 +80,12 @@ class BertSpec:
 def block(config: Any, w: WeightSource, index: int) -> PostBlock:
     d, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
     spec = DenseSpec(d, heads, heads, d // heads, 1 / math.sqrt(d // heads))
-    qkv = w.at("attention", "self").fused(("query", "key", "value"), (d, d, d), d, bias=True)
+    own = w.at("attention", "self")
+    qkv = own.fused(dict.fromkeys(("query", "key", "value"), d), d, bias=True)
     out = w.linear("attention.output.dense", d, d, True)
     attn = Dense(index, spec, qkv, out, w.ops, layout=Layout.FRESH, causal=False)
-    up, down = (
-        w.linear("intermediate.dense", inner, d, True),
-        w.linear("output.dense", d, inner, True),
-    )
+    up = w.linear("intermediate.dense", inner, d, True)
+    down = w.linear("output.dense", d, inner, True)
     return PostBlock(
         attn=attn,
         attn_norm=norm(w, "attention.output.LayerNorm", config),

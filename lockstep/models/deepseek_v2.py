@@ -53,8 +53,7 @@ def attention(config: Any, interleaved: bool) -> LatentSpec:
 
 
 def decoder(config: Any, attn: LatentSpec, dense: MlpSpec, moe: MoeSpec) -> DecoderSpec:
-    """The first layers are dense, the others have experts and a shared one as wide as
-    n_shared_experts of them."""
+    """The first layers are dense; the others have experts, and one as wide as n_shared_experts."""
     inner = config.moe_intermediate_size
     shared = replace(dense, inner=inner * config.n_shared_experts)
     moe = replace(moe, expert=replace(dense, inner=inner, bias=False), shared=shared)

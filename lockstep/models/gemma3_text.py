@@ -17,8 +17,8 @@ def describe(config: Any) -> DecoderSpec:
         got = f"attn_logit_softcapping={config.attn_logit_softcapping}"
         raise RuleError("gemma 3 has no soft cap on scores", got, "Remove it from config.json")
     norm = RMSSpec(config.rms_norm_eps, plus_one=True)
-    kinds = {
-        k: replace(gemma2.attention(config, config.rope_parameters[k]), qk_norm=norm)
-        for k in set(config.layer_types)
-    }
+    kinds = {}
+    for kind in set(config.layer_types):
+        attn = gemma2.attention(config, config.rope_parameters[kind])
+        kinds[kind] = replace(attn, qk_norm=norm)
     return gemma2.decoder(config, [kinds[k] for k in config.layer_types])

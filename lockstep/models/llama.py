@@ -48,8 +48,7 @@ def mlp(config: Any) -> MlpSpec:
 def decoder(
     config: Any, attn: DenseSpec | LatentSpec, mlps: MlpSpec | Sequence[MlpSpec | MoeSpec]
 ) -> DecoderSpec:
-    """A decoder whose layers share an attention, with one feed-forward for all layers or one for
-    each."""
+    """A decoder whose layers share an attention; one feed-forward for all layers, or one each."""
     each = [mlps] * config.num_hidden_layers if isinstance(mlps, MlpSpec) else mlps
     return of_blocks(config, [BlockSpec(attn, mlp) for mlp in each])
 

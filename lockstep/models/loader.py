@@ -39,6 +39,7 @@ SHOWN = 4  # names in an error
 FAULTS = 1000  # after so many missing or misshapen tensors the rest is not looked at
 BROKEN = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RuntimeError)
 FLOATS = {"F32", "F16", "BF16", "F64"}
+PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 DOWNLOAD = ["*.safetensors", "*.json", "*.txt", "*.jinja", "tokenizer.model"]
 LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers")
 EPSILONS = ("rms_norm_eps", "layer_norm_eps")
@@ -66,9 +67,7 @@ class Info:
     generates: bool
     encoder: bool  # an encoder-decoder: a request begins with an encode step
     device: Choice  # which table of operations computes, and why
-    rope_context: int | None = (
-        None  # the context that a dynamic rope was stretched for; None: not stretched
-    )
+    rope_context: int | None = None  # what a dynamic rope was stretched for; None: not stretched
     weights: str = "none"  # the digest of the tensors that were read, whatever files they lay in
 
 
@@ -118,15 +117,14 @@ class TensorManifest:
     def judge(self) -> None:
         """Raises unless the files hold what was asked for, all of it and nothing else."""
         pattern = re.compile("|".join(f"(?:{p})" for p in self.unused) or r"(?!)")
-        extra = [
-            name for name in self.entries if name not in self.asked and not pattern.fullmatch(name)
-        ]
-        kinds = (
-            ("missing", self.missing),
-            ("misshapen", self.misshapen),
-            ("unknown to the model", extra),
-        )
-        faults = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds if names]
+        others = [name for name in self.entries if name not in self.asked]
+        unknown = [name for name in others if not pattern.fullmatch(name)]
+        kinds = {
+            "missing": self.missing,
+            "misshapen": self.misshapen,
+            "unknown to the model": unknown,
+        }
+        faults = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds.items() if names]
         if faults:
             rule = "the weights are exactly those that config.json describes"
             got = "; ".join(faults)
@@ -157,9 +155,8 @@ def load(
     check_numbers(raw)
     entries = scan(folder)
     check_sizes(raw, entries)
-    config = stretched(
-        SimpleNamespace(**raw) if raw.get(STATED) else parse_config(folder), context_length
-    )
+    config = SimpleNamespace(**raw) if raw.get(STATED) else parse_config(folder)
+    config = stretched(config, context_length)
     spec = checked_spec(module, config, entries, ops)
     digests: dict[str, bytes] = {}
     with ExitStack() as stack, torch.no_grad():
@@ -170,18 +167,12 @@ def load(
 
 
 def stretched(config: Any, context_length: int | None) -> Any:
-    """The config, or a copy of it whose dynamic rope parameters know the context that was asked
-    for."""
-    params = getattr(config, "rope_parameters", None)
-    known = (
-        rope.for_context(params, config.max_position_embeddings, context_length)
-        if isinstance(params, Mapping)
-        else params
-    )
-    if known == params:
-        return config
+    """A copy of the config whose dynamic rope parameters know the context that was asked for."""
     config = copy.copy(config)
-    config.rope_parameters = known
+    params = getattr(config, "rope_parameters", None)
+    if isinstance(params, Mapping):
+        length = config.max_position_embeddings
+        config.rope_parameters = rope.for_context(params, length, context_length)
     return config
 
 
@@ -224,8 +215,7 @@ def model_module(raw: Mapping[str, Any]) -> ModuleType:
 
 
 def local_folder(path_or_id: str | Path, revision: str | None) -> Path:
-    """The folder itself, or the download of a hub id: weights, configs and tokenizer files, nothing
-    else."""
+    """The folder itself, or the download of a hub id: weights, configs and tokenizer files."""
     folder = Path(path_or_id)
     if os.path.isdir(folder):  # a name that no file can have is no folder
         return folder
@@ -248,9 +238,8 @@ def parse_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(
-            str(folder), trust_remote_code=False, local_files_only=True
-        )
+        options = {"trust_remote_code": False, "local_files_only": True}
+        return AutoConfig.from_pretrained(str(folder), **options)
     except Exception as error:  # whatever its validators raise: the file is at fault
         rule = "config.json is one that transformers accepts"
         raise RuleError(rule, f"{type(error).__name__}: {error}", "Check the file") from error
@@ -270,11 +259,8 @@ def scan(folder: Path) -> dict[str, Entry]:
             rule = "a tensor lies in one file"
             raise RuleError(rule, f"{listed(twice)} in {path.name} and before", "Check the index")
         entries |= found
-    odd = [
-        f"{name} is {entry.dtype}"
-        for name, entry in entries.items()
-        if entry.dtype not in FLOATS and "position_ids" not in name
-    ]
+    others = [(name, e.dtype) for name, e in entries.items() if e.dtype not in FLOATS]
+    odd = [f"{name} is {dtype}" for name, dtype in others if "position_ids" not in name]
     if odd:
         rule = "weights are floating point"
         raise RuleError(rule, f"{len(odd)} others: {listed(odd)}", "Use an unquantised checkpoint")
@@ -299,9 +285,7 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
     single = inside(folder, "model.safetensors")
     if single.is_file():
         return {single: []}
-    pickles = sorted(
-        p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
-    )
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
     if pickles:
         rule = "weights are safetensors; pickled ones can run code"
         raise RuleError(rule, listed(pickles), "Convert them, or take another revision")
@@ -314,11 +298,8 @@ def _header(path: Path) -> dict[str, Entry]:
 
     try:
         with safe_open(path, "pt") as file:
-            views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-            return {
-                name: Entry(path, tuple(v.get_shape()), str(v.get_dtype()))
-                for name, v in views.items()
-            }
+            views = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118 (it is no dict)
+            return {n: Entry(path, tuple(v.get_shape()), str(v.get_dtype())) for n, v in views}
     except (SafetensorError, OSError) as error:
         rule = f"{path.name} is a complete safetensors file"
         raise RuleError(rule, str(error), "Download it again") from error
@@ -327,14 +308,11 @@ def _header(path: Path) -> dict[str, Entry]:
 def reader(
     entries: Mapping[str, Entry], stack: ExitStack, device: torch.device, digests: dict[str, bytes]
 ) -> Any:
-    """`take` from the files: mapped, not read; each tensor is copied when it is asked for, and its
-    digest noted."""
+    """`take` from the mapped files: a tensor is copied, and its digest noted, when asked for."""
     from safetensors import safe_open
 
-    files = {
-        path: stack.enter_context(safe_open(path, "pt"))
-        for path in dict.fromkeys(e.file for e in entries.values())
-    }
+    paths = {entry.file for entry in entries.values()}
+    files = {path: stack.enter_context(safe_open(path, "pt")) for path in paths}
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
         tensor: Tensor = files[entries[name].file].get_tensor(name)
@@ -346,8 +324,7 @@ def reader(
 
 
 def together(entries: Mapping[str, Entry], digests: Mapping[str, bytes]) -> str:
-    """One digest of all tensors: names, dtypes, shapes and bytes, in the order of the names. Files
-    and their order do not count."""
+    """One digest of all tensors, names, dtypes, shapes and bytes, in whatever files they lie."""
     whole = hashlib.blake2b(digest_size=8)
     for name, each in sorted(digests.items()):
         whole.update(repr((name, entries[name].dtype, entries[name].shape, each.hex())).encode())
@@ -355,8 +332,7 @@ def together(entries: Mapping[str, Entry], digests: Mapping[str, bytes]) -> str:
 
 
 def check_sizes(raw: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
-    """No count of a config is beyond what the files could hold: nothing is allocated for one that
-    lies."""
+    """No count of a config is beyond what the files hold: nothing is allocated for a lie."""
     largest = max((max(e.shape, default=1) for e in entries.values()), default=0)
     limits = {**dict.fromkeys(SIZES, largest), **dict.fromkeys(LAYERS, len(entries))}
     for key, limit in limits.items():
@@ -372,8 +348,7 @@ def check_sizes(raw: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
 
 
 def check_numbers(raw: Mapping[str, Any]) -> None:
-    """Every number of a config is finite; positions are counted from 1, and what stabilises a norm
-    does."""
+    """Every number of a config is finite, there are positions, and what stabilises a norm does."""
     for path, value in numbers(raw):
         if isinstance(value, float) and not math.isfinite(value):
             rule = "numbers in config.json are finite"
@@ -403,9 +378,8 @@ def numbers(value: Any, path: str = "") -> Iterator[tuple[str, int | float]]:
 
 def describe(folder: Path, config: Any, model: Model, device: Choice) -> Info:
     """The facts of a config, the generation_config's end tokens first."""
-    extra = (
-        read_json(folder, "generation_config.json") if has(folder, "generation_config.json") else {}
-    )
+    file = "generation_config.json"
+    extra = read_json(folder, file) if has(folder, file) else {}
     encoder = bool(config.is_encoder_decoder)
     start = special_ids("decoder_start_token_id", extra, config) if encoder else ()
     stretched = model.max_position > config.max_position_embeddings
@@ -426,8 +400,7 @@ def describe(folder: Path, config: Any, model: Model, device: Choice) -> Info:
 
 
 def special_ids(name: str, extra: Mapping[str, Any], config: Any) -> tuple[int, ...]:
-    """The ids that generation_config.json, or else config.json, gives under this name: tokens that
-    the model has."""
+    """The tokens that generation_config.json, or else config.json, gives under this name."""
     file = "generation_config.json" if name in extra else "config.json"
     given = extra.get(name, getattr(config, name, None))
     ids = given if isinstance(given, list) else [] if given is None else [given]

@@ -45,8 +45,7 @@ class GroupLayer:
 
 @dataclass(frozen=True)
 class DenseSpec:
-    """Attention over per-head keys and values. `window` counts the keys a row sees, itself
-    included; None = all."""
+    """Attention over keys and values per head. `window`: keys a row sees, itself included."""
 
     hidden: int
     heads: int
@@ -71,14 +70,14 @@ class DenseSpec:
 
     def build(self, w: WeightSource, index: int) -> Dense:
         d, norm = self.head_dim, self.qk_norm
-        widths = (self.heads * d, self.kv_heads * d, self.kv_heads * d)
-        qkv = w.fused(("q_proj", "k_proj", "v_proj"), widths, self.hidden, self.bias)
-        out = w.linear("o_proj", self.hidden, widths[0], self.out_bias)
-        weights = None
+        q, kv = self.heads * d, self.kv_heads * d
+        qkv = w.fused({"q_proj": q, "k_proj": kv, "v_proj": kv}, self.hidden, self.bias)
+        out = w.linear("o_proj", self.hidden, q, self.out_bias)
+        qk_norm = None
         if norm:
-            weights = stack([norm.weight(w, "q_norm", d), norm.weight(w, "k_norm", d)])
+            qk_norm = stack([norm.weight(w, name, d) for name in ("q_norm", "k_norm")])
         sinks = w.tensor("sinks", self.heads) if self.sinks else None
-        return Dense(index, self, qkv, out, w.ops, qk_norm=weights, sinks=sinks)
+        return Dense(index, self, qkv, out, w.ops, qk_norm=qk_norm, sinks=sinks)
 
     def group(
         self, layout: Layout, causal: bool, sinks: tuple[float, ...] | None = None
@@ -98,8 +97,7 @@ class DenseSpec:
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """x [T, hidden] → [T, hidden]. `qk_norm` [2, head_dim]: the weights of the norms of queries and
-    of keys."""
+    """x [T, hidden] → [T, hidden]. `qk_norm` [2, head_dim]: weights of the norms of q and of k."""
 
     index: int
     spec: DenseSpec
@@ -138,8 +136,7 @@ class Dense:
 
 @dataclass(frozen=True, eq=False)
 class Cross:
-    """Attention of a decoder's rows to an encoder's. `store` is called with the encoder's rows, by
-    the encoder's step."""
+    """Attention of a decoder's rows to an encoder's, which the encoder's step gives to `store`."""
 
     index: int
     spec: DenseSpec
@@ -148,8 +145,7 @@ class Cross:
     out: Linear
 
     def store(self, x: Tensor, layer: int, step: AttentionContext) -> None:
-        """x [T, hidden], the encoder's output; `layer` is this layer's number in the encoder's
-        step."""
+        """x [T, hidden], the encoder's output; `layer`: the number of this one in its step."""
         k, v = self.kv(x).view(len(x), 2 * self.spec.kv_heads, self.spec.head_dim).chunk(2, 1)
         step.store(layer, k, v)
 
@@ -164,8 +160,7 @@ class Cross:
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """Multi-head latent attention. A token's cache row is its latent (`rank`) and one rotated key
-    part (`d_rope`) for all heads."""
+    """Multi-head latent attention: per token a latent (`rank`) and one rotated key (`d_rope`)."""
 
     hidden: int
     heads: int
@@ -218,8 +213,8 @@ class Query:
 
 @dataclass(frozen=True, eq=False)
 class Latent:
-    """x [T, hidden] → [T, hidden]. `absorb` and `expand` hold a weight per head: into the latent
-    space and out of it."""
+    """x [T, hidden] → [T, hidden]. `absorb` and `expand`: a weight per head into the latent space
+    and out of it."""
 
     index: int
     spec: LatentSpec
@@ -258,9 +253,11 @@ class Latent:
 
 
 Attention = Dense | Latent | Cross
+Groups = tuple[GroupSpec, ...]
+LayerMap = tuple[GroupLayer, ...]
 
 
-def groups_of(layers: Sequence[Attention]) -> tuple[tuple[GroupSpec, ...], tuple[GroupLayer, ...]]:
+def groups_of(layers: Sequence[Attention]) -> tuple[Groups, LayerMap]:
     """Layers that keep and see their keys alike share a group; groups stand in order of their first
     layer. Returns them, and the place of each layer."""
     alone = [layer.group() for layer in layers]

@@ -22,9 +22,10 @@ from lockstep.nn.attention import (
     Cross,
     Dense,
     DenseSpec,
-    GroupLayer,
+    Groups,
     Latent,
     LatentSpec,
+    LayerMap,
     groups_of,
 )
 from lockstep.nn.embed import Embedding, pool
@@ -76,25 +77,24 @@ class Model(ABC):
         return self.head(hidden).float()
 
     def embed(self, hidden: Tensor, q_indptr: Sequence[int], how: str | None = None) -> Tensor:
-        """Embeddings of whole requests, [B, d] float32 of length 1; `how` is one of
-        `embed.POOLINGS`."""
+        """Embeddings of whole requests, [B, d] float32 of length 1; `how`: `embed.POOLINGS`."""
         return pool(self.ops, hidden, q_indptr, how or self.pooling)
 
-    def groups(self, page_size: int = 16, kv_dtype: str = "float32") -> tuple[GroupSpec, ...]:
+    def groups(self, page_size: int = 16, kv_dtype: str = "float32") -> Groups:
         """The KV groups of a generating step."""
         return cached(self._groups[0], page_size, kv_dtype)
 
-    def fresh_groups(self) -> tuple[GroupSpec, ...]:
+    def fresh_groups(self) -> Groups:
         """The groups of an embedding step, which keeps nothing; the layer map is the same."""
         return tuple(replace(g, layout=Layout.FRESH) for g in self._groups[0])
 
     @property
-    def layer_map(self) -> tuple[GroupLayer, ...]:
+    def layer_map(self) -> LayerMap:
         """Attention layer → (group, layer in it)."""
         return self._groups[1]
 
     @cached_property
-    def _groups(self) -> tuple[tuple[GroupSpec, ...], tuple[GroupLayer, ...]]:
+    def _groups(self) -> tuple[Groups, LayerMap]:
         return groups_of(self.attentions)
 
 
@@ -146,8 +146,7 @@ class DecoderSpec:
         return replace(self, blocks=tuple(blocks))
 
     def build(self, weights: WeightSource) -> Decoder:
-        """A checkpoint of the trunk alone has no "model." before its names, and, untied, no
-        head."""
+        """A checkpoint of the trunk has no "model." before its names and, untied, no head."""
         w = weights if weights.has("embed_tokens.weight") else weights.at("model")
         w.skip(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
         for pattern in self.unused:
@@ -199,8 +198,8 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class PostBlock:
-    """norm(x + attention), with an encoder to look at another one, then norm(x + feed-forward): the
-    blocks of bert and bart."""
+    """Of bert and bart: norm(x + attention), the same with a cross attention, if there is one, then
+    norm(x + feed-forward)."""
 
     attn: Dense
     attn_norm: LayerNorm
@@ -233,10 +232,9 @@ class Decoder(Model):
     ) -> tuple[Tensor, ...]:
         """What `logits` takes, and the residual stream behind each of `layers`."""
         hidden, residual = self.embedding(ids), None
-        cos_sin = {
-            rope: self.ops.rope_cos_sin(positions, freqs, rope.factor)
-            for rope, freqs in self._freqs.items()
-        }
+        cos_sin = {}
+        for rope, freqs in self._freqs.items():
+            cos_sin[rope] = self.ops.rope_cos_sin(positions, freqs, rope.factor)
         behind: dict[int, Tensor] = {}
         for i, block in enumerate(self.blocks):
             hidden, residual = block(hidden, residual, cos_sin, step)
@@ -262,7 +260,7 @@ class Decoder(Model):
         return {rope: rope.freqs(self.ops.device) for rope in ropes}
 
 
-def cached(groups: Sequence[GroupSpec], page_size: int, kv_dtype: str) -> tuple[GroupSpec, ...]:
+def cached(groups: Sequence[GroupSpec], page_size: int, kv_dtype: str) -> Groups:
     """Groups with the cache's page size and dtype; a fresh group stores nothing and has neither."""
     return tuple(
         g if g.layout is Layout.FRESH else replace(g, page_size=page_size, kv_dtype=kv_dtype)

@@ -31,8 +31,7 @@ class Embedding:
 
 
 def pool(ops: Ops, hidden: Tensor, q_indptr: Sequence[int], how: str) -> Tensor:
-    """hidden [T, d], rows of request i from q_indptr[i] to q_indptr[i+1] → [B, d] float32 of length
-    1."""
+    """hidden [T, d], rows of request i in [q_indptr[i], q_indptr[i+1]) → [B, d] of norm 1."""
     if how not in POOLINGS:
         raise RuleError(f"pooling is one of {', '.join(POOLINGS)}", repr(how), "Pick one of these")
     return ops.pool(hidden, [_span(a, b, how) for a, b in pairwise(q_indptr)])

@@ -1,5 +1,4 @@
-"""The feed-forward layer and its gates: which operation of the device's table a config's activation
-is."""
+"""The feed-forward layer and its gates: which operation of the device a config's activation is."""
 
 from __future__ import annotations
 
@@ -51,8 +50,8 @@ class Glu:
 
 @dataclass(frozen=True)
 class ClampedGlu:
-    """(up + 1) · gate · sigmoid(alpha · gate) of [T, gate then up], gate at most `limit`, up within
-    ±limit."""
+    """(up + 1) · gate · sigmoid(alpha · gate) of [T, gate then up], clamped to ±limit, gate from
+    above only."""
 
     alpha: float
     limit: float
@@ -66,8 +65,7 @@ Gate = Elementwise | Glu | ClampedGlu
 
 @dataclass(frozen=True, eq=False)
 class Mlp:
-    """down(act(up(x))); with a gate, `up` holds gate and up behind one another and `act` is a
-    Glu."""
+    """down(act(up(x))). Where `act` is a Glu, `up` holds gate and up behind one another."""
 
     up: Linear
     down: Linear
@@ -89,8 +87,7 @@ class MlpSpec:
 
     def gate_up(self, w: WeightSource) -> tuple[Tensor, Tensor | None]:
         """Gate and up as one weight, and their bias, unpacked."""
-        names, widths = ("gate_proj", "up_proj"), (self.inner, self.inner)
-        return w.joined(names, widths, self.hidden, self.bias)
+        return w.affine({"gate_proj": self.inner, "up_proj": self.inner}, self.hidden, self.bias)
 
     def build(self, w: WeightSource) -> Mlp:
         up = Linear(w.pack(*self.gate_up(w)), w.ops)

@@ -72,10 +72,9 @@ class MoeSpec:
 
     def build(self, w: WeightSource) -> Moe:
         n, expert = self.routing.experts, self.expert
-        weight, bias = w.affine(self.router, n, expert.hidden, self.router_bias)
-        correction = None
-        if self.correction:
-            correction = w.tensor(f"{self.router}.e_score_correction_bias", n)
+        weight, bias = w.affine({self.router: n}, expert.hidden, self.router_bias)
+        name = f"{self.router}.e_score_correction_bias"
+        correction = w.tensor(name, n) if self.correction else None
         loaded = (self.load or one_by_one)(w.at("experts"), n, expert)
         shared = self.shared.build(w.at("shared_experts")) if self.shared else None
         return Moe(
@@ -93,15 +92,10 @@ class MoeSpec:
 def one_by_one(w: WeightSource, n: int, expert: MlpSpec) -> ExpertWeights:
     """Experts that lie in the files as layers of their own."""
     parts = []
-    for e in range(n):
-        at = w.at(e)
-        up = expert.gate_up(at)
-        parts.append((*up, *at.affine("down_proj", expert.hidden, expert.inner, expert.bias)))
-    ups, up_biases, downs, down_biases = zip(*parts, strict=True)
-    biased = expert.bias
-    return ExpertWeights(
-        up=stack(list(ups)),
-        up_bias=stack(list(up_biases)) if biased else None,
-        down=stack(list(downs)),
-        down_bias=stack(list(down_biases)) if biased else None,
-    )
+    for part in map(w.at, range(n)):
+        down = part.affine({"down_proj": expert.hidden}, expert.inner, expert.bias)
+        parts.append((*expert.gate_up(part), *down))
+    ups, up_biases, downs, down_biases = map(list, zip(*parts, strict=True))
+    if not expert.bias:
+        return ExpertWeights(stack(ups), None, stack(downs), None)
+    return ExpertWeights(stack(ups), stack(up_biases), stack(downs), stack(down_biases))

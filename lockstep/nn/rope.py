@@ -28,17 +28,17 @@ from torch import Tensor
 from lockstep.order import LARGEST_ANGLE
 from lockstep.types import RuleError
 
+Params = Mapping[str, Any]
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-CONTEXT = (
-    "context_length"  # a key of dynamic rope parameters: the length that the base is stretched for
-)
+# a key of dynamic rope parameters: the length that the base is stretched for
+CONTEXT = "context_length"
+BROKEN = (KeyError, TypeError, ValueError, ArithmeticError)  # parameters are at fault
 EXACT = decimal.Context(prec=40)  # digits; a float64 has 17
 
 
 @dataclass(frozen=True)
 class Rope:
-    """inv_freq holds dim/2 frequencies. `interleaved`: columns 2i and 2i+1 turn together, otherwise
-    i and i + dim/2."""
+    """dim/2 frequencies. `interleaved`: columns 2i and 2i+1 turn together, else i and i + dim/2."""
 
     inv_freq: tuple[float, ...]
     factor: float = 1.0
@@ -52,28 +52,19 @@ class Rope:
         return torch.tensor(self.inv_freq, dtype=torch.float32, device=device)
 
 
-def make(params: Mapping[str, Any], dim: int, max_position: int, interleaved: bool = False) -> Rope:
+def make(params: Params, dim: int, max_position: int, interleaved: bool = False) -> Rope:
     """A model's rope from its config's rope_parameters, for heads of `dim` rotated columns."""
     kind = params.get("rope_type", "default")
     if kind not in KINDS:
         rule = f"rope_type is one of {', '.join(KINDS)}"
         raise RuleError(rule, repr(kind), "Use a model with one of these")
     _check_part(params, kind, dim)
-    rule = (
-        f"rope_parameters of type {kind} are complete and positive, for an even number of columns "
-        "and finite frequencies"
-    )
+    state = "complete and positive, for an even number of columns and finite frequencies"
+    rule = f"rope_parameters of type {kind} are {state}"
     try:
         inv_freq, factor = _scaled(kind, params, dim, max_position)
         values = tuple(torch.tensor(inv_freq, dtype=torch.float32).tolist())
-    except (
-        KeyError,
-        TypeError,
-        ZeroDivisionError,
-        OverflowError,
-        ValueError,
-        decimal.DecimalException,
-    ) as error:
+    except BROKEN as error:
         raise RuleError(rule, f"{error!r} with {dict(params)}", "Check config.json") from error
     if dim < 2 or dim % 2 or not all(map(math.isfinite, (*values, factor))):
         raise RuleError(rule, f"{dim} columns, {dict(params)}", "Check config.json")
@@ -83,9 +74,8 @@ def make(params: Mapping[str, Any], dim: int, max_position: int, interleaved: bo
     return Rope(values, float(factor), interleaved)
 
 
-def _check_part(params: Mapping[str, Any], kind: str, dim: int) -> None:
-    """No model type here turns a part of a head: as in transformers, a plain rope ignores the
-    fraction, and others have no use of it."""
+def _check_part(params: Params, kind: str, dim: int) -> None:
+    """No model type here turns a part of a head; as in transformers, a plain rope ignores it."""
     part = params.get("partial_rotary_factor") or 1.0
     if not (isinstance(part, int | float) and 0 < part <= 1):
         rule = "partial_rotary_factor is a fraction of a head's columns"
@@ -95,9 +85,7 @@ def _check_part(params: Mapping[str, Any], kind: str, dim: int) -> None:
         raise RuleError(rule, f"partial_rotary_factor={part}", "Remove it from config.json")
 
 
-def for_context(
-    params: Mapping[str, Any], max_position: int, context_length: int | None
-) -> dict[str, Any]:
+def for_context(params: Params, max_position: int, context_length: int | None) -> dict[str, Any]:
     """Rope parameters for a context: dynamic ones take note of a length beyond max_position, all
     others stay what they are.
 
@@ -113,9 +101,8 @@ def for_context(
     return own
 
 
-def longest(params: Mapping[str, Any], max_position: int) -> int:
-    """Positions that a model is asked for: max_position, or the context that a dynamic rope is
-    stretched for."""
+def longest(params: Params, max_position: int) -> int:
+    """Positions that a model is asked for: max_position, or what a dynamic rope is stretched to."""
     nested = [longest(each, max_position) for each in params.values() if isinstance(each, Mapping)]
     return max([int(params.get(CONTEXT, max_position)), *nested])
 
@@ -130,21 +117,19 @@ def ln(x: float) -> float:
     return float(EXACT.ln(decimal.Decimal(x + 0.0)))
 
 
-def _scaled(
-    kind: str, params: Mapping[str, Any], dim: int, max_position: int
-) -> tuple[list[float], float]:
+def _scaled(kind: str, params: Params, dim: int, max_position: int) -> tuple[list[float], float]:
     theta = params["rope_theta"]
     if kind == "dynamic":
-        return _frequencies(
-            ntk_base(theta, params["factor"], dim, longest(params, max_position) / max_position),
-            dim,
-        ), 1.0
+        stretch = longest(params, max_position) / max_position
+        return _frequencies(ntk_base(theta, params["factor"], dim, stretch), dim), 1.0
     if kind == "yarn":
         return _yarn(params, dim, max_position)
     inv_freq = _frequencies(theta, dim)
     if kind == "linear":
-        return [f / params["factor"] for f in inv_freq], 1.0
-    return ([_llama3(f, params) for f in inv_freq] if kind == "llama3" else inv_freq), 1.0
+        inv_freq = [f / params["factor"] for f in inv_freq]
+    elif kind == "llama3":
+        inv_freq = [_llama3(f, params) for f in inv_freq]
+    return inv_freq, 1.0
 
 
 def _frequencies(theta: float, dim: int) -> list[float]:
@@ -152,14 +137,13 @@ def _frequencies(theta: float, dim: int) -> list[float]:
 
 
 def ntk_base(theta: float, factor: float, dim: int, stretch: float) -> float:
-    """The base of dynamic NTK for a context `stretch` times as long as max_position; the plain one
-    if it is not longer."""
-    return (
-        theta if stretch <= 1 else theta * power(factor * stretch - (factor - 1), dim / (dim - 2))
-    )
+    """The base of dynamic NTK for a context of `stretch` times max_position."""
+    if stretch <= 1:
+        return theta
+    return theta * power(factor * stretch - (factor - 1), dim / (dim - 2))
 
 
-def _llama3(freq: float, params: Mapping[str, Any]) -> float:
+def _llama3(freq: float, params: Params) -> float:
     """Long waves are stretched by the factor, short ones kept, those between blended."""
     factor: float = params["factor"]
     low, high = params["low_freq_factor"], params["high_freq_factor"]
@@ -178,30 +162,24 @@ def mscale(scale: float, weight: float = 1.0) -> float:
     return 1.0 if scale <= 1 else 0.1 * weight * ln(scale) + 1.0
 
 
-def _yarn(params: Mapping[str, Any], dim: int, max_position: int) -> tuple[list[float], float]:
+def _yarn(params: Params, dim: int, max_position: int) -> tuple[list[float], float]:
     theta, length = params["rope_theta"], params["original_max_position_embeddings"]
     factor = params["factor"] if params["factor"] is not None else max_position / length
     attention = params.get("attention_factor")
-    if attention is None:
-        weights = params.get("mscale"), params.get("mscale_all_dim")
-        attention = (
-            mscale(factor, weights[0]) / mscale(factor, weights[1])
-            if weights[0] and weights[1]
-            else mscale(factor)
-        )
-    low, high = (
-        _yarn_dim(params.get(key) or default, dim, theta, length)
-        for key, default in (("beta_fast", 32), ("beta_slow", 1))
-    )
+    some, every = params.get("mscale"), params.get("mscale_all_dim")
+    if attention is None and some and every:
+        attention = mscale(factor, some) / mscale(factor, every)
+    elif attention is None:
+        attention = mscale(factor)
+    low = _yarn_dim(params.get("beta_fast") or 32, dim, theta, length)
+    high = _yarn_dim(params.get("beta_slow") or 1, dim, theta, length)
     if params.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     width = (high - low) or 0.001
     ramps = [min(max((i - low) / width, 0.0), 1.0) for i in range(dim // 2)]
-    plain = _frequencies(theta, dim)
-    return [
-        f / factor * ramp + f * (1 - ramp) for f, ramp in zip(plain, ramps, strict=True)
-    ], float(attention)
+    pairs = zip(_frequencies(theta, dim), ramps, strict=True)
+    return [f / factor * ramp + f * (1 - ramp) for f, ramp in pairs], float(attention)
 
 
 def _yarn_dim(rotations: float, dim: int, theta: float, length: int) -> float:

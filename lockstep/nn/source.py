@@ -1,5 +1,4 @@
-"""Where a layer's weights come from, and the table of operations that it is to use: a name and a
-shape give a tensor.
+"""Where a layer's weights come from, and which operations it uses: a name and a shape → a tensor.
 
 A model is built twice by the same code: first against a source that only notes names and shapes
 (tensors of the meta device), which is the table that `models.loader` compares with the files, and
@@ -9,7 +8,7 @@ then against the files themselves, tensor by tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,8 +40,7 @@ class WeightSource:
         return self.prefix + name in self.names
 
     def skip(self, pattern: str) -> None:
-        """The files may hold tensors of these names (a regular expression), which the model does
-        not need."""
+        """The files may hold tensors of these names, a regular expression, that nobody needs."""
         self.unused(re.escape(self.prefix) + pattern)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
@@ -65,37 +63,33 @@ class WeightSource:
 
     def linear(self, name: str, n: int, k: int, bias: bool = False) -> Linear:
         """The GEMM of `name`.weight [n, k], and `name`.bias [n]."""
-        return Linear(self.pack(*self.affine(name, n, k, bias)), self.ops)
+        return self.fused({name: n}, k, bias)
 
-    def affine(self, name: str, n: int, k: int, bias: bool = False) -> tuple[Tensor, Tensor | None]:
-        """`name`.weight [n, k] and `name`.bias [n], unpacked."""
-        return self.tensor(f"{name}.weight", n, k), self.tensor(f"{name}.bias", n) if bias else None
-
-    def fused(
-        self, names: tuple[str, ...], ns: tuple[int, ...], k: int, bias: bool = False
-    ) -> Linear:
+    def fused(self, widths: Mapping[str, int], k: int, bias: bool = False) -> Linear:
         """One GEMM for several weights of the same input: their outputs lie behind one another."""
-        return Linear(self.pack(*self.joined(names, ns, k, bias)), self.ops)
+        return Linear(self.pack(*self.affine(widths, k, bias)), self.ops)
 
-    def joined(
-        self, names: tuple[str, ...], ns: tuple[int, ...], k: int, bias: bool = False
+    def affine(
+        self, widths: Mapping[str, int], k: int, bias: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Several weights of the same input as one, and their biases."""
-        parts = [self.affine(name, n, k, bias) for name, n in zip(names, ns, strict=True)]
-        biases = [b for _, b in parts if b is not None]
-        return join([w for w, _ in parts]), join(biases) if biases else None
+        """Per name and width n, `name`.weight [n, k] and `name`.bias [n], joined and unpacked."""
+        weights, biases = [], []
+        for name, n in widths.items():
+            weights.append(self.tensor(f"{name}.weight", n, k))
+            if bias:
+                biases.append(self.tensor(f"{name}.bias", n))
+        return join(weights), join(biases) if bias else None
 
 
 def join(parts: list[Tensor]) -> Tensor:
-    """Tensors behind one another; of the meta device only the shape, which torch would load its
-    compiler for."""
+    """Tensors behind one another; of meta tensors the shape: torch.cat would load a compiler."""
+    if len(parts) == 1:
+        return parts[0]
     if parts[0].is_meta:
-        return torch.empty(sum(len(part) for part in parts), *parts[0].shape[1:], device="meta")
+        return torch.empty(sum(map(len, parts)), *parts[0].shape[1:], device="meta")
     return torch.cat(parts)
 
 
 def stack(parts: list[Tensor]) -> Tensor:
-    """Tensors of one shape as one; of the meta device only the shape."""
-    if parts[0].is_meta:
-        return torch.empty(len(parts), *parts[0].shape, device="meta")
-    return torch.stack(parts)
+    """Tensors of one shape as one."""
+    return join([part[None] for part in parts])
