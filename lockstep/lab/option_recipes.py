@@ -49,7 +49,6 @@ NARROWER = {
 RUNNING = 3
 CLOSE = 1e-6  # of an element of an embedding in fp32 against its row divided in float64
 SIZES = (2, 5, 9)  # of buckets
-EXACT = Order(words(21), replace(GREEDY, max_tokens=4))  # what something is just large enough for
 EXPERTS = (4, 16, 17, 24, 64)  # up to 16 torch's unstable sorts happen to be stable
 
 
@@ -224,13 +223,12 @@ def folder(rig: EngineHarness, quick: bool) -> None:
     engine.kinds[GENERATE] = replace(engine.kinds[GENERATE], model=model, forward=model)
     job = engine.add(order.prompt, replace(order.params, ignore_eos=False))
     engine.finish()
-    have = job.output("")
-    want = free.token_ids[: free.token_ids.index(end) + 1]
-    fault = f"{have.token_ids}, not {want}"
-    held = "the answer of its weights, to its end"
-    rig.check("folder", list(have.token_ids) == want, fault, held)
-    same = same_bits(have.logprobs, free.logprobs[: len(want)])
-    rig.check("folder", same, "log-probabilities differ in bits")
+    have, n = job.output(""), free.token_ids.index(end) + 1
+    same = list(have.token_ids) == free.token_ids[:n] and same_bits(
+        have.logprobs, free.logprobs[:n]
+    )
+    fault = f"{have.token_ids}, not {free.token_ids[:n]}, or with other log-probabilities"
+    rig.check("folder", same, fault, "the answer of its weights, to its end")
     rig.counters["folders"] += 1
 
 
@@ -242,74 +240,50 @@ def folder(rig: EngineHarness, quick: bool) -> None:
 def capacity(rig: EngineHarness, quick: bool) -> None:
     """Arenas, buckets, contexts and caches that are exactly full.
 
-    And others that just do not suffice.
+    And others that just do not suffice. A request's last token needs no place in a cache.
     """
-    arena(rig)
-    buckets(rig)
-    context(rig)
-    cache(rig)
-
-
-def expect(rig: EngineHarness, what: str, said: str, rule: str, counter: str) -> None:
-    """What suffices says nothing; what does not suffice says so by its rule."""
-    fine = said.startswith(f"RuleError: {rule}") if rule else not said
-    rig.check("capacity", fine, f"{what}: {said or 'no error'}")
-    rig.counters[counter] += 1
-
-
-def arena(rig: EngineHarness) -> None:
-    """The same request with an arena as large as its largest plan, and with one that lacks a
-    number."""
-    lens: list[int] = []
+    new, size, lens = 4, 4, list[int]()
+    exact = Order(words(21), replace(GREEDY, max_tokens=new))
+    keys = len(exact.prompt) + new - 1
 
     def watch(engine: InstrumentedEngine, step: ScheduledStep) -> None:
         lens.append(layout_of(engine._plan(step), engine.parts.backend).length)
 
     roomy = rig.engine()
     roomy.watchers.append(watch)
-    rig.play("capacity", roomy, [EXACT])
+    rig.play("capacity", roomy, [exact])
     most = max(lens, default=0)
     for lacking in (0, 1):
         engine = rig.engine()
-        engine.runner.arena = Arena(most - lacking, torch.device("cpu"))
-        rule = f"a step's image has at most {most - 1} numbers; got {most}." if lacking else ""
-        what = f"an arena of {most - lacking} for {most} numbers"
-        expect(rig, what, outcome(engine), rule, "full_arenas")
-
-
-def context(rig: EngineHarness) -> None:
-    """Prompt and new tokens that fill the context to its last position, and one more of either."""
-    new = EXACT.params.max_tokens or 0
-    beyond = f"prompt and new tokens fit into the context of {CONTEXT}; got "
-    beyond += f"{CONTEXT - new + 1} + {new}."
-    for rule in ("", beyond):
-        order = replace(EXACT, prompt=words(CONTEXT - new + bool(rule)))
-        if not rule:
-            rig.story("capacity", [order])
-        what = f"{len(order.prompt)} + {new} tokens"
-        expect(rig, what, outcome(rig.engine(), order), rule, "full_contexts")
-
-
-def cache(rig: EngineHarness) -> None:
-    """A cache with just the pages that a request's keys need, and one with a page less. Its last
-    token needs none."""
-    keys, size = len(EXACT.prompt) + (EXACT.params.max_tokens or 0) - 1, 4
-    for lacking in (0, 1):
+        engine.runner.arena = Arena(most - lacking, rig.device.place)
+        rule = f"a step's image has at most {most - 1} numbers; got {most}."
+        suffices(rig, "full_arenas", engine, exact, rule if lacking else "")
+        long = replace(exact, prompt=words(CONTEXT - new + lacking))
+        rule = f"prompt and new tokens fit into the context of {CONTEXT}; got {CONTEXT - new + 1} +"
+        suffices(rig, "full_contexts", rig.engine(), long, rule if lacking else "")
         tokens = (-(-keys // size) - lacking) * size
         engine = rig.engine(max_total_tokens=tokens, page_size=size, max_running_requests=1)
-        rule = "a request fits into the cache alone" if lacking else ""
-        what = f"a cache of {tokens} for {keys} keys"
-        expect(rig, what, outcome(engine), rule, "full_caches")
+        rule = "a request fits into the cache alone"
+        suffices(rig, "full_caches", engine, exact, rule if lacking else "")
+    buckets(rig)
 
 
-def outcome(engine: InstrumentedEngine, order: Order = EXACT) -> str:
-    """What running an order raises, or nothing."""
+def suffices(
+    rig: EngineHarness, counter: str, engine: InstrumentedEngine, order: Order, rule: str
+) -> None:
+    """Something is just large enough for an order, or says by its rule that it is not."""
+    rig.counters[counter] += 1
+    if not rule:
+        ended = [job for job in rig.play("capacity", engine, [order]) if job.done]
+        rig.check("capacity", len(ended) == 1, f"{counter}: just large enough, and did not end")
+        return
     try:
-        engine.add(order.prompt, order.params)
+        order.given_to(engine)
         engine.finish()
-    except Exception as error:  # an error of another kind than the rule's is what is looked for
-        return f"{type(error).__name__}: {error}"
-    return ""
+        rig.note("capacity", [f"nobody said that {rule}"])
+    except Exception as error:  # one of another kind than the rule's is what is looked for
+        said = f"{type(error).__name__}: {error}"
+        rig.check("capacity", said.startswith(f"RuleError: {rule}"), said)
 
 
 def buckets(rig: EngineHarness) -> None:

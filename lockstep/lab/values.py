@@ -1,29 +1,10 @@
 """How far an engine's numbers are from the plain float64 model, and how far its dtype may be.
 
-The tolerance is derived, not guessed: it is the roundings of the compute dtype, sent through the
-model. The plain model runs a second time with a random error in every operation, of the size that
-a device makes there. u is the dtype's unit, 2^-24 for float32; sums are kept in float32, with v =
-2^-24, whatever the dtype. u is scaled down to NOISE, where answers move in proportion, and v alike:
-
-    an elementwise result   is rounded once: a relative error of u
-    a sum of K terms        rounds K partial sums, which grow as sqrt(k) where signs are mixed:
-                            v/sqrt(3) · sqrt(1 + 2 + … + K) = v · K/sqrt(6) of a term's size, and
-                            errors of v · sqrt(K/6) in every term make the same of it; then one by u
-    a mean, a softmax       adds terms of one sign: a relative error of v · sqrt(K), then one by u
-    moving numbers          is exact
-
-So depth, widths, lengths and how sharp the softmaxes are, are all in it. The largest move of one
-draw, over all rows and tokens of a sequence, is two to four standard deviations of the noise. The
-errors above are bounds, of which roundings are on average a third. LAMBDA = 4 times the largest
-move is then more than ten standard deviations of what a right computation is off.
-
-A cache in a narrower dtype rounds keys and values once more: by 0.41 of its own u, the root mean
-square of an error that is uniform within half a unit of the last place, over all mantissas.
-
-A router is the one step that does not move in proportion: where two experts are closer than their
-scores may be off, a device may take the other one. From such a row on a sequence is not judged.
-
-Called by the rig for the engine's cells and by `fuzz`. Knows `plain` and no engine.
+The tolerance is derived, not guessed: the plain model runs a second time with a random error in
+every operation, of the size that the compute dtype makes there (`docs/lab.md` has the derivation).
+Where two experts are closer than their scores may be off, a device may take the other one: from
+such a row on a sequence is not judged. Called by the rig for the engine's cells and by `fuzz`.
+Knows `plain` and no engine.
 """
 
 from __future__ import annotations
