@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.lab.plain import bart, bert, decoder
+from lockstep.lab.plain import decoder, encoder
 from lockstep.lab.plain.layers import Config, Weights
 
 MODEL_TYPES = (*sorted(decoder.MODEL_TYPES), "bart", "bert")
@@ -43,16 +43,16 @@ def hidden_states(checkpoint: Checkpoint, ids: Sequence[int], source: Sequence[i
     config, weights = checkpoint.config, checkpoint.weights
     rows = torch.tensor(ids)
     if config["model_type"] == "bert":
-        return bert.hidden_states(config, weights, rows)
+        return encoder.bert_hidden_states(config, weights, rows)
     if config["model_type"] == "bart":
-        return bart.hidden_states(config, weights, rows, torch.tensor(source))
+        return encoder.bart_hidden_states(config, weights, rows, torch.tensor(source))
     return decoder.hidden_states(config, weights, rows)
 
 
 def logits(checkpoint: Checkpoint, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
     """float64 [len(ids), vocabulary]: what each row says about the token behind it."""
     hidden = hidden_states(checkpoint, ids, source)
-    head = bart.logits if checkpoint.config["model_type"] == "bart" else decoder.logits
+    head = encoder.bart_logits if checkpoint.config["model_type"] == "bart" else decoder.logits
     return head(checkpoint.config, checkpoint.weights, hidden)
 
 
