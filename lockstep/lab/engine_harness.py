@@ -10,7 +10,7 @@ exception ends the story, not the comparison of what came out before. One rig se
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -62,36 +62,15 @@ class Injected(Exception):
     """An error that a story put into a step: the story goes on."""
 
 
-class Failing:
-    """A backend whose `attend` raises at the given calls, counted from 0, and which is what it was
-    otherwise."""
-
-    def __init__(self, backend: Backend, calls: Collection[int]) -> None:
-        self.backend, self.caps, self.calls, self.done = backend, backend.caps, frozenset(calls), 0
-
-    def __getattr__(self, name: str) -> Any:
-        """As ever."""
-        return getattr(self.backend, name)
-
-    def attend(self, *args: Any) -> Any:
-        """As ever, or not at all."""
-        self.done += 1
-        if self.done - 1 in self.calls:
-            raise Injected(f"on purpose, at call {self.done - 1}")
-        return self.backend.attend(*args)
-
-
 class InstrumentedEngine(Engine):
     """An engine that counts what its steps are, shows them to its `watchers`, and finds poison in
     its cache."""
 
-    def __init__(
-        self, config: EngineConfig, made: Parts, overlap: bool = False, seed: int = 1
-    ) -> None:
+    def __init__(self, config: EngineConfig, made: Parts, overlap: bool = False) -> None:
         super().__init__(config, made, overlap)
         self.seen: Counter[str] = Counter()
         self.watchers: list[Watcher] = []
-        shuffle(self.scheduler.pools, seed)
+        shuffle(self.scheduler.pools, seed=1)
 
     def poison(self) -> None:
         """NaN into every page that nobody holds."""

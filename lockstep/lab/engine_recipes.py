@@ -9,15 +9,17 @@ and above a page. A quick run plays fewer of them.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
+from lockstep.attention.base import Backend
 from lockstep.lab.engine_harness import (
     EngineHarness,
-    Failing,
+    Injected,
     InstrumentedEngine,
     engine_recipe,
     every_model,
@@ -471,12 +473,25 @@ def error(rig: EngineHarness, quick: bool) -> None:
     moments = [(0, 5), (1, 2, 3, 17), (8,), (11, 12, 25), tuple(range(1, 60, 4))]
     for calls in moments[:2] if quick else moments:
         engine = rig.engine(page_size=4, chunked_prefill_size=PAGE + 3 if decoder else 64)
-        engine.runner.backend = Failing(engine.runner.backend, calls)
+        engine.runner.backend = failing(engine.runner.backend, calls)
         jobs = rig.play("error", engine, orders)
         fault = f"{len(jobs)} of {len(orders)} requests were taken in"
         rig.check("error", len(jobs) == len(orders), fault)
         open_jobs = [f"request {i} never ended" for i, job in enumerate(jobs) if not job.done]
         rig.note("error", open_jobs)
+
+
+def failing(backend: Backend, calls: Collection[int]) -> Backend:
+    """A backend that raises at the given calls of `attend`, and is what it was otherwise."""
+    made, number = copy(backend), count()
+
+    def attend(*args: Any) -> Any:
+        if (call := next(number)) in calls:
+            raise Injected(f"on purpose, at call {call}")
+        return backend.attend(*args)
+
+    made.attend = attend  # type: ignore[method-assign]
+    return made
 
 
 HISTORIES = (batch, chunk, hit, evict, page, preempt, abort, several, score, stream, encoder)
