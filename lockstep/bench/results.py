@@ -6,10 +6,11 @@ again from a file. `bench attention` and `bench engine` share it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lockstep.bench.machine import Timing
+from lockstep.lab.templates import render
 
 HIGHER = "tokens per second"  # the one unit of which more is better
 MARKS = {True: "ok ", False: "LOW", None: "-- "}
@@ -27,12 +28,6 @@ CONTENDERS = {
     "continuous": "transformers continuous batching",
     "cold": "the same prompt cold",
 }
-HEAD = (
-    "`{command}`; {cpu}, {threads} threads, torch {torch}, transformers {transformers}, "
-    "Numba {numba}, commit {commit}; fp32, median of {repeat} runs."
-)
-COLUMNS = ["case", "model", "Lockstep", "against", "theirs", "ratio", "target"]
-
 WIDE = 32  # of a case's name in a line
 
 Result = dict[str, Any]
@@ -119,30 +114,14 @@ def plain(document: Mapping[str, Any]) -> str:
 
 def markdown(document: Mapping[str, Any]) -> str:
     """Where it ran, and one row per case and contender."""
-    cells = [COLUMNS, ["---"] * len(COLUMNS), *(r for c in document["cases"] for r in rows(c))]
-    place = {**document["environment"], "repeat": document["repeat"]}
-    out = [HEAD.format_map(place), "", *(f"| {' | '.join(row)} |" for row in cells)]
-    if document["quick"]:
-        out += ["", "Small sizes (`--quick`): these numbers compare nothing."]
-    if any(not c["undisturbed"] for c in document["cases"]):
-        out += ["", "\\* others used the processor meanwhile: not judged."]
-    return "\n".join(out)
+    names = {"kinds": SAYS, "models": NAMES, "contenders": CONTENDERS}
+    text = render("engine.md", [number], package="lockstep.bench", doc=document, **names)
+    return text.rstrip("\n")
 
 
-def rows(case: Result) -> Iterator[list[str]]:
-    """A case against its limit, and against each contender."""
-    value, star = case["values"]["lockstep"], "" if case["undisturbed"] else " \\*"
-    head = [SAYS[case["kind"]], NAMES[case["model"]], f"{_number(value)} {case['unit']}{star}"]
-    if case["limit"] is not None:
-        yield [*head, "", "", "", _judged(f"≤ {case['limit']:g}", value <= case["limit"], case)]
-    for name, ratio in case["ratios"].items():
-        least = case["targets"].get(name)
-        target = "" if least is None else _judged(f"≥ {least:g}", ratio >= least, case)
-        yield [*head, CONTENDERS[name], _number(case["values"][name]), f"{ratio:.2f}", target]
-    for name, reason in _errors(case).items():
-        yield [*head, CONTENDERS[name], f"failed: {reason}", "", ""]
-    if case["limit"] is None and not case["ratios"] and not _errors(case):
-        yield [*head, "", "", "", ""]
+def number(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _errors(case: Result) -> dict[str, str]:
@@ -152,13 +131,3 @@ def _errors(case: Result) -> dict[str, str]:
 def _least(case: Result, name: str) -> str:
     least = case["targets"].get(name)
     return "" if least is None else f" (>= {least:g})"
-
-
-def _judged(target: str, reached: bool, case: Result) -> str:
-    if case["met"] is None:
-        return f"{target}, not judged"
-    return f"{target}, {'reached' if reached else 'missed'}"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -10,19 +10,14 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lockstep import outfile
 from lockstep.attention import select
-from lockstep.lab import cells, document, fuzz, isolate, kill, known, matrix, report, reverts, show
+from lockstep.lab import cells, document, kill, known, matrix, report, reverts, show
 from lockstep.lab.options import FULL, Device, RunOptions
 from lockstep.lab.tables import ENGINE, TABLES
 from lockstep.lab.templates import render
@@ -76,69 +71,6 @@ def judged(
     kept = [results[cell].as_json() for cell in todo]
     seconds = time.perf_counter() - begin
     return document.of_run(kept, options.quick, seconds, checks=options.checks, **more)
-
-
-def traces(args: Namespace) -> int:
-    """`lab fuzz`."""
-    begin, last = time.perf_counter(), args.first + args.traces
-    device = Device.of(args.device, args.dtype)
-    some = partial(fuzz.play_some, backend=args.backend, device=device)
-    tasks = [range(i, min(i + 10, last)) for i in range(args.first, last, 10)]
-    faults: list[str] = []
-    happened: Counter[str] = Counter()
-    with Progress(len(tasks), "lab fuzz") as bar:
-        for task, answer in isolate.run(some, tasks, max(1, args.workers), lambda _: 600.0):
-            if isinstance(answer, isolate.Died):
-                answer = [f"traces {task.start} to {task.stop - 1}: {answer.reason}"], Counter()
-            found, counts = answer
-            faults += found
-            happened.update(counts)
-            bar.step(f"{happened['traces']} traces", bool(found))
-    doc = {
-        **document.head(),
-        "device": asdict(device),
-        "first": args.first,
-        "traces": args.traces,
-        "differing": len(faults),
-        "faults": faults[:100],
-        "switches": {name: happened.pop(name, 0) for name in fuzz.combinations()},
-        "happened": dict(happened),
-        "seconds": round(time.perf_counter() - begin, 1),
-    }
-    switches = ", ".join(f"{n:,} with {name}" for name, n in doc["switches"].items())
-    counts = ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in sorted(happened.items()))
-    verdict = "every request has the bits of its recomputation"
-    if faults:
-        verdict = f"{len(faults)} requests differ from their recomputation"
-    document.publish(args, doc, [*faults[:20], switches, counts, verdict])
-    return 1 if faults else 0
-
-
-def interrupts(args: Namespace) -> int:
-    """`lab interrupts`."""
-    from lockstep.lab import interrupt
-
-    begin, account = time.perf_counter(), interrupt.Account()
-    torch.set_num_threads(1)
-    with Progress(args.count, "lab interrupts") as bar:
-
-        def note(trial: interrupt.Trial) -> None:
-            account.note(trial)
-            for _ in range(min(trial.struck, args.count - bar.n)):
-                bar.step(trial.model, bool(trial.faults))
-
-        account.engines = interrupt.run(args.count, args.seed, note)
-    sweeps = [(tiny, second) for tiny in interrupt.MODELS for second in (False, True)]
-    sweeps = sweeps if args.aimed else []
-    with Progress(len(sweeps), f"lab interrupts at {args.aimed}") as bar:
-        for tiny, second in sweeps:
-            for trial in interrupt.sweep(tiny, args.aimed == "bytecodes", second, args.seed):
-                account.note(trial)
-            bar.step(tiny.name)
-    seconds = round(time.perf_counter() - begin, 1)
-    doc = {**document.head(), "seed": args.seed, **account.as_json(), "seconds": seconds}
-    document.publish(args, doc, account.lines())
-    return 1 if account.faults else 0
 
 
 def kills(args: Namespace) -> int:

@@ -12,20 +12,24 @@ tests run some.
 from __future__ import annotations
 
 import random
+import time
+from argparse import Namespace
 from collections import Counter
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 from itertools import combinations as subsets_of
 
 import torch
 
 from lockstep.attention import select
 from lockstep.config import EngineConfig
+from lockstep.lab import document, isolate
 from lockstep.lab.engine_harness import EngineHarness
 from lockstep.lab.options import CPU, Device, RunOptions
 from lockstep.lab.recompute import Order
 from lockstep.lab.tiny import CONTEXT, QWEN3, VOCAB, loaded
 from lockstep.llm.engine import Engine, Parts, prepare
+from lockstep.progress import Progress
 from lockstep.sample.params import SamplingParams
 
 MENU = 48  # different requests
@@ -34,6 +38,9 @@ MENU = 48  # different requests
 SWITCHES = ("padding", "buckets", "late settling")
 NOTHING = "nothing switched on"
 SHRINK = 200  # smaller traces that are tried
+TASK_S = 600.0  # ten traces that take longer have hung
+
+Played = tuple[list[str], Counter[str]]  # what was wrong, and what happened
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,7 @@ def combinations() -> list[str]:
     return [" + ".join(chosen) or NOTHING for chosen in subsets]
 
 
-def play(seed: int, backend: str = "cpu", device: Device = CPU) -> tuple[list[str], Counter[str]]:
+def play(seed: int, backend: str = "cpu", device: Device = CPU) -> Played:
     """Runs a trace; what was wrong, and what happened in it. A failing one is shrunk."""
     trace = draw(seed)
     found, happened = run(trace, rig(backend, device))
@@ -150,7 +157,7 @@ def play(seed: int, backend: str = "cpu", device: Device = CPU) -> tuple[list[st
     return [f"trace {seed} {fault}" for fault in found], happened
 
 
-def run(trace: Trace, mine: EngineHarness) -> tuple[list[str], Counter[str]]:
+def run(trace: Trace, mine: EngineHarness) -> Played:
     """One trace; an error of the engine is a fault of it."""
     mine.faults, mine.counters = {}, Counter()
     late = "late settling" in trace.switches
@@ -187,15 +194,46 @@ def shrunk(trace: Trace, mine: EngineHarness) -> Trace:
         return trace
 
 
-def play_some(
-    seeds: range, backend: str = "cpu", device: Device = CPU
-) -> tuple[list[str], Counter[str]]:
+def play_some(seeds: range, backend: str, device: Device) -> Played:
     """Several traces in one process."""
     torch.set_num_threads(1)
-    faults: list[str] = []
-    happened: Counter[str] = Counter()
+    faults, happened = list[str](), Counter[str]()
     for seed in seeds:
         found, counts = play(seed, backend, device)
         faults += found
         happened.update(counts)
     return faults, happened
+
+
+def command(args: Namespace) -> int:
+    """`lab fuzz`: ten traces a task, in processes that may die."""
+    begin, last = time.perf_counter(), args.first + args.traces
+    device = Device.of(args.device, args.dtype)
+    some = partial(play_some, backend=args.backend, device=device)
+    tasks = [range(i, min(i + 10, last)) for i in range(args.first, last, 10)]
+    faults, happened = list[str](), Counter[str]()
+    with Progress(len(tasks), "lab fuzz") as bar:
+        for task, answer in isolate.run(some, tasks, max(1, args.workers), lambda _: TASK_S):
+            if isinstance(answer, isolate.Died):
+                answer = [f"traces {task.start} to {task.stop - 1}: {answer.reason}"], Counter()
+            faults += answer[0]
+            happened.update(answer[1])
+            bar.step(f"{happened['traces']} traces", bool(answer[0]))
+    doc = {
+        **document.head(),
+        "device": asdict(device),
+        "first": args.first,
+        "traces": args.traces,
+        "differing": len(faults),
+        "faults": faults[:100],
+        "switches": {name: happened.pop(name, 0) for name in combinations()},
+        "happened": dict(happened),
+        "seconds": round(time.perf_counter() - begin, 1),
+    }
+    switches = ", ".join(f"{n:,} with {name}" for name, n in doc["switches"].items())
+    counts = ", ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in sorted(happened.items()))
+    verdict = "every request has the bits of its recomputation"
+    if faults:
+        verdict = f"{len(faults)} requests differ from their recomputation"
+    document.publish(args, doc, [*faults[:20], switches, counts, verdict])
+    return 1 if faults else 0

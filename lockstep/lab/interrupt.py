@@ -19,21 +19,26 @@ import sys
 import threading
 import time
 import traceback
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 from lockstep.attention.select import select
 from lockstep.config import EngineConfig
+from lockstep.lab import document
 from lockstep.lab.tiny import BART, CONTEXT, LLAMA, QWEN3, VOCAB, Tiny, parts
 from lockstep.llm.api import LLM
 from lockstep.llm.engine import Engine, Parts
 from lockstep.llm.output import Chunk, Output
+from lockstep.progress import Progress
 from lockstep.sample.params import SamplingParams
 
 MODELS = (LLAMA, QWEN3, BART)
@@ -183,12 +188,10 @@ class Strikes:
             self.returned.append(wish(llm))
             return False
         except KeyboardInterrupt as error:
-            where = "lab"
-            for frame in traceback.extract_tb(error.__traceback__):
-                if frame.filename.startswith(ENGINE):
-                    file = Path(frame.filename)
-                    where = f"{file.parent.name}/{file.stem}.{frame.name}"
-            self.where.append(where)
+            frames = traceback.extract_tb(error.__traceback__)
+            inside = [(Path(f.filename), f.name) for f in frames if f.filename.startswith(ENGINE)]
+            named = [f"{file.parent.name}/{file.stem}.{name}" for file, name in inside]
+            self.where.append(named[-1] if named else "lab")
             return True
 
 
@@ -436,45 +439,57 @@ def sweep(
         yield judged(made, way, number, lambda stream, at=at: strike(at), rng)  # type: ignore[misc]
 
 
-@dataclass
-class Account:
-    """What came of many trials."""
+def command(args: Namespace) -> int:
+    """`lab interrupts`: by chance, then, if asked for, at every line or bytecode."""
+    begin, trials = time.perf_counter(), list[Trial]()
+    torch.set_num_threads(1)
+    with Progress(args.count, "lab interrupts") as bar:
 
-    trials: int = 0
-    engines: Counter[str] = field(default_factory=Counter)  # what the engines went through
-    struck: Counter[str] = field(default_factory=Counter)  # by model and way
-    where: Counter[str] = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
+        def note(trial: Trial) -> None:
+            trials.append(trial)
+            for _ in range(min(trial.struck, args.count - bar.n)):
+                bar.step(trial.model, bool(trial.faults))
 
-    def note(self, trial: Trial) -> None:
-        """One more."""
-        self.trials += 1
-        self.struck[f"{trial.model} {trial.way}"] += trial.struck
-        self.where.update(trial.where)
-        self.faults += [
-            f"trial {self.trials}, {trial.model} {trial.way} in {trial.where}: {fault}"
-            for fault in trial.faults
-        ]
+        engines = run(args.count, args.seed, note)
+    sweeps = [(tiny, second) for tiny in MODELS for second in (False, True)] if args.aimed else []
+    with Progress(len(sweeps), f"lab interrupts at {args.aimed}") as bar:
+        for tiny, second in sweeps:
+            trials += sweep(tiny, args.aimed == "bytecodes", second, args.seed)
+            bar.step(tiny.name)
+    found = {"seed": args.seed, **account(trials), "engines": dict(sorted(engines.items()))}
+    seconds = round(time.perf_counter() - begin, 1)
+    document.publish(args, {**document.head(), **found, "seconds": seconds}, lines(found))
+    return 1 if found["broken"] else 0
 
-    def as_json(self) -> dict[str, Any]:
-        """For the document."""
-        return {
-            "interrupts": sum(self.struck.values()),
-            "trials": self.trials,
-            "faults": self.faults[:100],
-            "broken": len(self.faults),
-            "leaked": sum("leaked" in fault for fault in self.faults),
-            "struck": dict(sorted(self.struck.items())),
-            "engines": dict(sorted(self.engines.items())),
-            "functions": dict(self.where.most_common()),
-        }
 
-    def lines(self) -> list[str]:
-        """For people."""
-        counts = ", ".join(f"{n:,} {name}" for name, n in sorted(self.struck.items()))
-        recovered = f"{self.engines['recovered']:,} recoveries in the trials by chance"
-        verdict = "0 broken engines, 0 leaked pages, every answer has its bits"
-        verdict = f"{len(self.faults)} FAULTS" if self.faults else verdict
-        total = f"{sum(self.struck.values()):,} interrupts in {self.trials:,} trials: {verdict}"
-        rooms = f"in {len(self.where)} functions; {recovered}"
-        return [*self.faults[:20], counts, rooms, total]
+def account(trials: Sequence[Trial]) -> document.Document:
+    """What came of many trials: interrupts by model and way, the functions that they struck, and
+    everything that was wrong."""
+    struck: Counter[str] = Counter()
+    for trial in trials:
+        struck[f"{trial.model} {trial.way}"] += trial.struck
+    faults = [
+        f"trial {number}, {trial.model} {trial.way} in {trial.where}: {fault}"
+        for number, trial in enumerate(trials, 1)
+        for fault in trial.faults
+    ]
+    return {
+        "interrupts": struck.total(),
+        "trials": len(trials),
+        "faults": faults[:100],
+        "broken": len(faults),
+        "leaked": sum("leaked" in fault for fault in faults),
+        "struck": dict(sorted(struck.items())),
+        "functions": dict(Counter(w for t in trials for w in t.where).most_common()),
+    }
+
+
+def lines(found: document.Document) -> list[str]:
+    """An account for people."""
+    counts = ", ".join(f"{n:,} {name}" for name, n in found["struck"].items())
+    recovered = f"{found['engines'].get('recovered', 0):,} recoveries in the trials by chance"
+    verdict = "0 broken engines, 0 leaked pages, every answer has its bits"
+    verdict = f"{found['broken']} FAULTS" if found["broken"] else verdict
+    total = f"{found['interrupts']:,} interrupts in {found['trials']:,} trials: {verdict}"
+    where = f"in {len(found['functions'])} functions; {recovered}"
+    return [*found["faults"][:20], counts, where, total]

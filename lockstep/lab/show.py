@@ -8,7 +8,7 @@ red: `lab show` calls it, with a bug put back or without.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -22,12 +22,12 @@ from lockstep.lab.engine_harness import EngineHarness, InstrumentedEngine
 from lockstep.lab.options import FULL, RunOptions
 from lockstep.lab.oracle import Answer
 from lockstep.lab.properties import material, off
-from lockstep.lab.script import Accept, Act, Compute, Drop
+from lockstep.lab.script import Act, Compute
 from lockstep.lab.tables import ENGINE
 from lockstep.lab.templates import render
 from lockstep.plan.build import build
 from lockstep.plan.step import PagedGroup, StepPlan
-from lockstep.sched.request import Piece, ScheduledStep
+from lockstep.sched.request import ScheduledStep
 from lockstep.types import Layout, RuleError
 
 WORST = 3  # rows shown number by number
@@ -49,7 +49,7 @@ class Watched(AttentionHarness):
         return self.told
 
     def _play(self, acts: tuple[Act, ...]) -> None:
-        words = [tell(a) for a in acts] or ["an empty step"]
+        words = [{"act": type(a).__name__, **asdict(a)} for a in acts] or [{"act": "nothing"}]
         self.told.append({"step": len(self.told), "acts": words, "launches": []})
         super()._play(acts)
 
@@ -132,16 +132,15 @@ def engine_story(cell: Cell, options: RunOptions) -> list[dict[str, Any]]:
     known: list[InstrumentedEngine] = []
 
     def see(engine: InstrumentedEngine, step: ScheduledStep) -> None:
-        acts = []
+        acts: list[dict[str, Any]] = []
         if engine not in known:
             known.append(engine)
-            c = engine.config
-            tree = "no prefix tree" if c.disable_radix_cache else "a prefix tree"
-            acts.append(
-                f"engine {len(known)}: pages of {c.page_size}, {c.chunked_prefill_size} rows a "
-                f"step, {c.max_total_tokens} keys, {tree}"
-            )
-        acts += [tell_piece(piece) for piece in step.pieces]
+            acts.append({"act": "engine", "number": len(known), **asdict(engine.config)})
+        for piece in step.pieces:
+            asked = {key: getattr(piece, key) for key in ("new_len", "cached_len")}
+            rows = {"samples": piece.rows.samples, "emitted": len(piece.rows.emit)}
+            who = {"request": piece.request.arrival, "index": piece.request.index}
+            acts.append({"act": "piece", **who, **asked, **rows})
         plan = build(step.kind.specs, step.work)
         names = [piece.request.arrival for piece in step.pieces]
         launch = describe(plan, step.kind.groups, names) | {"rows": []}
@@ -150,44 +149,8 @@ def engine_story(cell: Cell, options: RunOptions) -> list[dict[str, Any]]:
     rig.watchers.append(see)
     recipe.play(rig, True)
     found = [f"{name}: {fault}" for name, faults in rig.faults.items() for fault in faults]
-    acts = [f"FOUND {f}" for f in found] or ["nothing was wrong"]
+    acts = [{"act": "end", "found": found}]
     return [*told, {"step": len(told), "acts": acts, "launches": []}]
-
-
-def tell_piece(piece: Piece) -> str:
-    """A request's share of a step in words."""
-    index = f" completion {piece.request.index}" if piece.request.index else ""
-    told = (
-        f"request {piece.request.arrival}{index}: {piece.new_len} rows after {piece.cached_len} "
-        "keys"
-    )
-    samples = piece.rows.samples
-    scored = len(piece.rows.emit) - samples
-    return (
-        told
-        + (f", {scored} scored" if scored else "")
-        + (f", {samples} sampled" if samples else "")
-    )
-
-
-def tell(act: Act) -> str:
-    """An act in words."""
-    if isinstance(act, Drop):
-        return f"request {act.request} gives its pages back"
-    if isinstance(act, Accept):
-        return (
-            f"request {act.request} accepts the nodes {list(act.nodes)} after {act.cached_len} keys"
-        )
-    if not isinstance(act, Compute):
-        return (
-            f"request {act.child} continues the first {act.cached_len} keys of request "
-            f"{act.request}"
-        )
-    what = "encoder rows" if act.encoder else "tree rows" if act.parents is not None else "rows"
-    told = f"request {act.request}: {len(act.uids)} {what} after {act.cached_len} keys"
-    told += f", tree {list(act.parents)}" if act.parents is not None else ""
-    rejected = len(act.uids) - act.keep if act.parents is None and not act.encoder else 0
-    return told + (f", the last {rejected} rejected" if rejected else "")
 
 
 def describe(plan: StepPlan, groups: tuple[int, ...], names: list[int]) -> dict[str, Any]:

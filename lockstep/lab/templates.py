@@ -1,5 +1,5 @@
-"""What the lab writes for people is a template beside this file, filled with data: pages, tables,
-stories. Knows no cell; `report`, `matrix` and `show` call it."""
+"""What the lab and the benchmarks write for people is a template, filled with data: pages, tables,
+stories. Knows no cell; `report`, `matrix`, `show`, `commands` and `bench.results` call it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 
-def render(name: str, filters: Iterable[Callable[..., Any]] = (), **values: Any) -> str:
-    """The template called `name`.j2; what is not given is an error. HTML is escaped."""
+def render(
+    name: str,
+    filters: Iterable[Callable[..., Any]] = (),
+    package: str = "lockstep.lab",
+    **values: Any,
+) -> str:
+    """The template called `name`.j2 of a package; what is not given is an error. HTML is
+    escaped."""
     engine = Environment(
-        loader=PackageLoader("lockstep.lab", ""),
+        loader=PackageLoader(package, ""),
         autoescape=name.endswith(".html"),
         undefined=StrictUndefined,
         trim_blocks=True,

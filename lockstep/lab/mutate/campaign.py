@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.lab.mutate.draw import Mutant, apart, combined
-from lockstep.lab.mutate.pool import HANG_S, Crew, Job
+from lockstep.lab.mutate.pool import Crew
 from lockstep.lab.mutate.reach import Reach, Unit
 from lockstep.lab.mutate.tree import digest
+from lockstep.lab.mutate.trial import HANG_S, Job
 
 MUTANT_S = 60.0  # the first meeting of a mutant with what reaches it
 BATCH_S = 90.0  # units that share a process in the second

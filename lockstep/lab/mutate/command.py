@@ -18,8 +18,8 @@ from lockstep.lab import document
 from lockstep.lab.mutate import draw, reach, tree, verdicts
 from lockstep.lab.mutate.campaign import Campaign, Fate, Journal
 from lockstep.lab.mutate.draw import Mutant
-from lockstep.lab.mutate.pool import Crew, Job
-from lockstep.lab.mutate.trial import CELL
+from lockstep.lab.mutate.pool import Crew
+from lockstep.lab.mutate.trial import CELL, Job
 from lockstep.progress import Progress
 from lockstep.types import RuleError
 

@@ -8,6 +8,7 @@ trees and nothing of mutants. `reach` and `campaign` call it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -20,35 +21,16 @@ from pathlib import Path
 from queue import LifoQueue
 from typing import Any, TypeVar
 
-from lockstep.lab.mutate import trial
 from lockstep.lab.mutate.tree import Trees
+from lockstep.lab.mutate.trial import Job, run
 
 WARM = (
     *("numpy", "torch", "numba", "safetensors.torch", "tokenizers", "hypothesis", "coverage"),
     "transformers.models.llama.modeling_llama",
 )
-HANG_S = 20.0  # a unit that takes this much longer than ten times its time hangs
-HANG_FACTOR = 10.0
-UNKNOWN_S = 600.0  # the limit of a unit whose time is not known
-START_S = 120.0  # from the fork to the first unit, and between two
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
-
-
-@dataclass(frozen=True)
-class Job:
-    """Units to run in one tree, and how."""
-
-    units: Sequence[str] = ()
-    files: Sequence[str] = ()  # test files to run as a whole
-    changes: Mapping[str, str] = field(default_factory=dict)  # file → text
-    seconds: Mapping[str, float] = field(default_factory=dict)  # what a unit took without a mutant
-    stop: bool = True  # at the first failure
-    measure: bool = False  # coverage
-    keep: bool = False  # what was compiled is there for the next job
-    limit_s: float = float("inf")  # of the whole job
-    hang_s: float = HANG_S
 
 
 @dataclass
@@ -70,11 +52,12 @@ class Heard:
 
 def read(report: Path, late: bool, code: int) -> Heard:
     """A report. A unit that hung or took the process along has failed."""
-    heard, running = Heard(), {"running": "", "limit_s": 0.0, "at": 0.0}
-    for line in report.read_text(encoding="utf-8").splitlines():
+    heard, running = Heard(), {"running": "", "limit_s": math.inf, "at": 0.0}
+    whole, _, _ = report.read_text(encoding="utf-8").rpartition("\n")  # the last may be cut short
+    for line in whole.splitlines():
         message = json.loads(line)
-        if "unit" in message:
-            heard.units[message["unit"]] = message
+        if "name" in message:
+            heard.units[message["name"]] = message
         elif "reached" in message:
             heard.reached[message["reached"]] = message["lines"]
         else:
@@ -88,7 +71,7 @@ def read(report: Path, late: bool, code: int) -> Heard:
         heard.end = f"the process was ended ({f'signal {-code}' if code < 0 else f'code {code}'})"
     if running["running"] and heard.end not in ("done", "late"):
         failed = {"outcome": "failed", "seconds": took, "detail": heard.end}
-        heard.units.setdefault(running["running"], failed)
+        heard.units.setdefault(running["running"], {"name": running["running"], **failed})
     return heard
 
 
@@ -130,23 +113,9 @@ class Crew:
             self._idle.put(worker)
 
     def _forked(self, job: Job, worker: int) -> Heard:
-        tree, report = self.trees.path(worker), self.trees.work / f"worker{worker}.jsonl"
-        known = [u for u in job.units if u in job.seconds]
-        limits = {u: job.hang_s + HANG_FACTOR * job.seconds[u] for u in known}
-        order = trial.Order(
-            units=job.units,
-            files=job.files,
-            stop=job.stop,
-            measure=job.measure,
-            limits_s={**limits, "": UNKNOWN_S if job.measure else START_S},
-            unit_s=UNKNOWN_S,
-            tree=str(tree),
-            environment=self.trees.environment(tree),
-            log=str(self.trees.work / f"worker{worker}.log"),
-            report=str(report),
-        )
-        report.write_bytes(b"")
-        process = self._context.Process(target=trial.run, args=(order,))
+        place = self.trees.place(worker)
+        place.report.write_bytes(b"")
+        process = self._context.Process(target=run, args=(job, place))
         end = time.monotonic() + job.limit_s
         process.start()
         try:
@@ -159,4 +128,4 @@ class Crew:
                     os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
             process.kill()
             process.join()
-        return read(report, late, process.exitcode or 0)
+        return read(place.report, late, process.exitcode or 0)

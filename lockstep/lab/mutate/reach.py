@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
 
-from lockstep.lab.mutate.pool import Crew, Job
+from lockstep.lab.mutate.pool import Crew
 from lockstep.lab.mutate.tree import OWN, digest
-from lockstep.lab.mutate.trial import CELL
+from lockstep.lab.mutate.trial import CELL, Job
 from lockstep.types import RuleError
 
 UNSEEN = ("tests/test_interrupt.py",)  # interrupts itself, also inside coverage: runs without
@@ -108,16 +108,7 @@ def measure(crew: Crew, group: Group) -> tuple[list[Unit], set[str]]:
     if heard.end != "done":
         raise RuleError("every unit ends without a mutant", heard.end, f"Mend {group.name} first")
     lines = {unit: frozen(found) for unit, found in heard.reached.items()}
-    units = [
-        Unit(
-            name=name,
-            seconds=told["seconds"],
-            outcome=told["outcome"],
-            lines=lines.get(name, {}),
-            detail=told["detail"],
-        )
-        for name, told in heard.units.items()
-    ]
+    units = [Unit(**told, lines=lines.get(name, {})) for name, told in heard.units.items()]
     return units, {*group.files, *(file for found in lines.values() for file in found)}
 
 

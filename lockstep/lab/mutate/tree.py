@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from lockstep.lab.mutate.trial import Place
 from lockstep.types import RuleError
 
 OWN = ("lockstep/lab/mutate/", "tests/test_mutate.py")
@@ -99,12 +100,15 @@ class Trees:
                 (own / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(path, own / name)
 
-    def environment(self, tree: Path) -> dict[str, str]:
-        """What a process that runs in a tree must see."""
-        return {
+    def place(self, worker: int) -> Place:
+        """Where the jobs of a worker are done."""
+        tree = self.path(worker)
+        environment = {
             "PYTHONPATH": str(tree),
             "XDG_CACHE_HOME": str(tree / KERNELS),
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
             "LOCKSTEP_REVERT": "",
         }
+        log, report = (self.work / f"worker{worker}.{end}" for end in ("log", "jsonl"))
+        return Place(tree, environment, log, report)

@@ -18,65 +18,84 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 CELL = "cell:"
+HANG_S = 20.0  # a unit that takes this much longer than ten times its time hangs
+HANG_FACTOR = 10.0
+UNKNOWN_S = 600.0  # the limit of a unit whose time is not known
+START_S = 120.0  # from the fork to the first unit, and between two
 PYTEST = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--hypothesis-seed=0")
 
 
 @dataclass(frozen=True)
-class Order:
-    """A job, and where it is done."""
+class Job:
+    """Units to run in one tree, and how."""
 
-    units: Sequence[str]
-    files: Sequence[str]  # test files of which every test runs
-    stop: bool  # at the first failure
-    measure: bool  # coverage
-    limits_s: Mapping[str, float]  # of units; "" is what comes between them
-    unit_s: float  # of all others
-    tree: str
+    units: Sequence[str] = ()
+    files: Sequence[str] = ()  # test files to run as a whole
+    changes: Mapping[str, str] = field(default_factory=dict)  # file → text
+    seconds: Mapping[str, float] = field(default_factory=dict)  # what a unit took without a mutant
+    stop: bool = True  # at the first failure
+    measure: bool = False  # coverage
+    keep: bool = False  # what was compiled is there for the next job
+    limit_s: float = float("inf")  # of the whole job
+    hang_s: float = HANG_S
+
+    def unit_s(self, unit: str) -> float:
+        """How long a unit may take; "" is what comes before the first, and between two."""
+        if unit in self.seconds:
+            return self.hang_s + HANG_FACTOR * self.seconds[unit]
+        return UNKNOWN_S if unit or self.measure else START_S
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a job is done: a tree, what its processes must see, the log and the report."""
+
+    tree: Path
     environment: Mapping[str, str]
-    log: str
-    report: str
+    log: Path
+    report: Path
 
 
-def run(order: Order) -> None:
+def run(job: Job, place: Place) -> None:
     """The process: runs the units and reports them; leaves by os._exit."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests interrupt themselves
-    os.chdir(order.tree)
-    sys.path.insert(0, order.tree)
+    tree = str(place.tree)
+    os.chdir(tree)
+    sys.path.insert(0, tree)
     for name in [name for name in sys.modules if name.partition(".")[0] == "lockstep"]:
         del sys.modules[name]
-    os.environ.update(order.environment)
-    log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.environ.update(place.environment)
+    log = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    measure = measurement(order.tree) if order.measure else None
-    report = Report(order, log)
+    measure = measurement(tree) if job.measure else None
     quiet_hypothesis()
     import pytest
 
-    tests = [u.partition("::")[0] for u in order.units if not u.startswith(CELL)]
+    tests = [u.partition("::")[0] for u in job.units if not u.startswith(CELL)]
     # hundreds of node ids are slower to match than their files are to collect
-    paths = dict.fromkeys([*order.files, *tests])
-    watch = Watch(order, report, measure)
-    pytest.main([*PYTEST, "--continue-on-collection-errors", *paths], plugins=[watch])
-    if measure is not None:
-        measure.stop()
-        for unit, lines in reached(measure, order.tree).items():
-            report.send(reached=unit, lines=lines)
+    paths = dict.fromkeys([*job.files, *tests])
+    with place.report.open("w", encoding="utf-8") as stream:
+        watch = Watch(job, Report(job, stream, log), measure)
+        pytest.main([*PYTEST, "--continue-on-collection-errors", *paths], plugins=[watch])
+        if measure is not None:
+            measure.stop()
+            for unit, lines in reached(measure, tree).items():
+                watch.report.send(reached=unit, lines=lines)
     os._exit(0)
 
 
 class Report:
     """Lines of JSON, and the clock of what runs."""
 
-    def __init__(self, order: Order, log: int) -> None:
-        self.order, self.log = order, log
-        self.stream = open(order.report, "w", encoding="utf-8")  # noqa: SIM115
+    def __init__(self, job: Job, stream: TextIO, log: int) -> None:
+        self.job, self.stream, self.log = job, stream, log
         self.running("")
 
     def send(self, **message: Any) -> None:
@@ -85,17 +104,17 @@ class Report:
         self.stream.flush()
 
     def running(self, unit: str) -> None:
-        """From here on this unit runs, or with "" none."""
-        limit_s = self.order.limits_s.get(unit, self.order.unit_s)
-        faulthandler.dump_traceback_later(limit_s, exit=True, file=self.log)
-        self.send(running=unit, limit_s=limit_s, at=time.monotonic())
+        """From here on this unit runs, or with "" none. Beyond its time the process ends, and says
+        in its log where it was."""
+        faulthandler.dump_traceback_later(self.job.unit_s(unit), exit=True, file=self.log)
+        self.send(running=unit, limit_s=self.job.unit_s(unit), at=time.monotonic())
 
 
 class Watch:
     """The pytest plugin of a job: what runs, in which order, what it came to, what it reached."""
 
-    def __init__(self, order: Order, report: Report, measure: Any) -> None:
-        self.order, self.report, self.measure = order, report, measure
+    def __init__(self, job: Job, report: Report, measure: Any) -> None:
+        self.job, self.report, self.measure = job, report, measure
         self.broken: set[str] = set()  # test files that cannot be imported
         self.seconds = 0.0
         self.outcome, self.detail = "passed", ""
@@ -103,7 +122,7 @@ class Watch:
     def pytest_collection(self, session: Any) -> bool:
         """Only what was asked for, in that order; cells are items like any other."""
         session.items = []
-        units, whole = self.order.units, set(self.order.files)
+        units, whole = self.job.units, set(self.job.files)
         if whole or any(not u.startswith(CELL) for u in units):
             session.perform_collect()
         found = {item.nodeid: item for item in session.items}
@@ -113,7 +132,7 @@ class Watch:
             if unit in found:
                 wanted.append(unit)
             elif unit.partition("::")[0] not in self.broken:
-                self.report.send(unit=unit, outcome="gone")
+                self.report.send(name=unit, outcome="gone", seconds=0.0, detail="")
         session.items = [found[unit] for unit in wanted]
         session.testscollected = len(session.items)
         return True
@@ -123,7 +142,7 @@ class Watch:
         if report.failed:
             self.broken.add(report.nodeid)
             self.outcome, self.detail = "failed", last_line(str(report.longrepr))
-            tests = [u for u in self.order.units if u.partition("::")[0] == report.nodeid]
+            tests = [u for u in self.job.units if u.partition("::")[0] == report.nodeid]
             for unit in tests or [report.nodeid]:
                 self.finished(unit)
 
@@ -154,8 +173,8 @@ class Watch:
     def finished(self, unit: str) -> None:
         """Reports what a unit came to; where one failure is enough, that is the end."""
         seconds, detail = round(self.seconds, 4), self.detail
-        self.report.send(unit=unit, outcome=self.outcome, seconds=seconds, detail=detail)
-        if self.outcome == "failed" and self.order.stop:
+        self.report.send(name=unit, outcome=self.outcome, seconds=seconds, detail=detail)
+        if self.outcome == "failed" and self.job.stop:
             os._exit(0)
 
 
