@@ -3,8 +3,7 @@
 `bench engine` calls `Measures` in its own process. `bench compare` and `bench step` run this file
 as a script, twice, with two source trees on the path, and let the two alternate; so it is written
 against what both trees have: the package it imports may be older than this file. A request is
-`{"case": name, "seed": n}`, the answer `{"seconds": x}` and what else there is; a case is prepared
-when it is first asked for.
+`{"case": name, "seed": n}`, the answer `{"seconds": x}` and what else there is.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from statistics import fmean, median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -252,54 +251,44 @@ def main() -> int:
         request = json.loads(line)
         answer: Answer
         try:
-            answer = prepare(request["case"], folders)(request["seed"])
+            answer = measure(request["case"], request["seed"], folders)
         except Exception as error:  # shown by the other side, which then drops the case
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
     return 0
 
 
-_prepared: dict[str, Callable[[int], Answer]] = {}
+def measure(case: str, seed: int, folders: Mapping[str, str]) -> Answer:
+    """One turn of a case."""
+    kind, _, rest = case.partition(" ")
+    if kind == "step":
+        return host_times(load(folders["builtin"]), FULL)
+    if kind == "attention":
+        return {"seconds": block_median(attention(rest))}
+    if kind == "load":
+        return {"seconds": load_s(folders[rest])}
+    ours = load(folders[rest])
+    return {"seconds": getattr(Measures(ours.play, ours.vocab_size, FULL), kind)(seed)}
 
 
-def prepare(case: str, folders: Mapping[str, str]) -> Callable[[int], Answer]:
-    """What measures a case; only the last case of the kernels is kept, models stay loaded."""
-    if case not in _prepared:
-        kind, _, rest = case.partition(" ")
-        for old in [name for name in _prepared if name.startswith("attention ")]:
-            del _prepared[old]
-        if kind == "step":
-            _prepared[case] = lambda seed: host_times(load(folders["builtin"]), FULL)
-            return _prepared[case]
-        if kind == "attention":
-            measure = attention(rest)
-        elif kind in ("start", "load"):
-            measure = fresh_process(kind, folders[rest])
-        else:
-            ours = load(folders[rest])
-            measure = getattr(Measures(ours.play, ours.vocab_size, FULL), kind)
-        _prepared[case] = lambda seed: {"seconds": measure(seed)}
-    return _prepared[case]
-
-
-def attention(name: str) -> Callable[[int], float]:
-    """The median of one call of the kernel."""
+@lru_cache(maxsize=1)
+def attention(name: str) -> Callable[[], object]:
+    """A call of the kernel; its keys and values are kept for this case alone."""
     from lockstep.bench.attention import cases, contenders
 
-    case = next(c for c in cases(False) if c.name == name)
-    call = contenders(case)["lockstep"]
+    return contenders(next(case for case in cases(False) if case.name == name))["lockstep"]
 
-    def measure(seed: int) -> float:
+
+def block_median(call: Callable[[], object]) -> float:
+    """Seconds of a call: the median of a block of them."""
+    call()
+    times: list[float] = []
+    end = perf_counter() + BLOCK_S
+    while perf_counter() < end or len(times) < 3:
+        begin = perf_counter()
         call()
-        times: list[float] = []
-        end = perf_counter() + BLOCK_S
-        while perf_counter() < end or len(times) < 3:
-            begin = perf_counter()
-            call()
-            times.append(perf_counter() - begin)
-        return median(times)
-
-    return measure
+        times.append(perf_counter() - begin)
+    return median(times)
 
 
 @cache
@@ -310,37 +299,15 @@ def load(folder: str) -> Ours:
     return Ours(folder)
 
 
-def first_byte(words: list[str]) -> tuple[float, float]:
-    """Seconds until `lockstep ...` writes its first byte to stdout, and until it has ended."""
-    begin = perf_counter()
-    with subprocess.Popen(
-        [sys.executable, "-m", "lockstep.cli", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        if process.stdout is None:
-            raise RuntimeError("its stdout is no pipe")
-        process.stdout.read(1)
-        first, said = perf_counter() - begin, process.communicate()[1]
-    if process.returncode:
-        raise RuntimeError(f"it ended with {process.returncode}: {said.decode()[-500:]}")
-    return first, perf_counter() - begin
-
-
-def fresh_process(kind: str, folder: str) -> Callable[[int], float]:
-    """Loading a model, or the first byte of `lockstep generate`, in a process of its own."""
+def load_s(folder: str) -> float:
+    """Seconds of loading a model in a process of its own."""
     program = (
         "import sys, time; from lockstep import LLM; import lockstep.llm.engine; import torch;"
         "begin = time.perf_counter(); LLM(sys.argv[1], max_total_tokens=4096);"
         "print(time.perf_counter() - begin)"
     )
-    if kind == "start":
-        words = ["generate", "def f(x):", "--max-tokens", "1", "--model", folder]
-        return lambda seed: first_byte(words)[0]
     command = [sys.executable, "-c", program, folder]
-    return lambda seed: float(
-        subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    )
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 if __name__ == "__main__":
