@@ -27,7 +27,15 @@ from lockstep.plan.build import build
 from lockstep.plan.step import PagedGroup, StepPlan
 from lockstep.run.kind import EMBED, ENCODE, GENERATE, StepKind
 from lockstep.sched import policy
-from lockstep.sched.request import Accepted, DraftTree, Piece, Request, RequestSpec, ScheduledStep
+from lockstep.sched.request import (
+    Accepted,
+    AcceptedTokens,
+    DraftTree,
+    Piece,
+    Request,
+    RequestSpec,
+    ScheduledStep,
+)
 from lockstep.sched.scheduler import Limits, Scheduler
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
@@ -172,7 +180,7 @@ class World:
         """The first of the launched steps is settled."""
         first, found = self.launched.pop(0)
         assert step is None or step is first
-        done = self.scheduler.settle(first, found)
+        done = self.scheduler.settle(first, AcceptedTokens.of(found))
         self.ended += done
         self.wipe()
         self.scheduler.check()
@@ -654,15 +662,15 @@ def test_steps_are_launched_and_settled_once_and_in_order():
     with pytest.raises(RuleError, match="launched, once"):
         w.scheduler.advance(step)
     with pytest.raises(RuleError, match="1 samples; got 0"):
-        w.scheduler.settle(step, [])
+        w.scheduler.settle(step, AcceptedTokens.of([]))
     second = w.start()
     with pytest.raises(RuleError, match="2 launched and 0 not yet"):
         w.scheduler.schedule()
     with pytest.raises(RuleError, match="first is settled"):
-        w.scheduler.settle(second, [Accepted((1,))])
+        w.scheduler.settle(second, AcceptedTokens.of([Accepted((1,))]))
     w.finish(step)
     with pytest.raises(RuleError, match="first is settled, once"):
-        w.scheduler.settle(step, [Accepted((1,))])
+        w.scheduler.settle(step, AcceptedTokens.of([Accepted((1,))]))
     w.finish(second)
     w.run()
     w.settle()

@@ -47,7 +47,15 @@ from lockstep.run.kind import EMBED, ENCODE, group_specs, kinds_of
 from lockstep.run.runner import Runner, StepOutput
 from lockstep.sample.params import SamplingParams, resolve_seed, whole
 from lockstep.sample.sampler import Logprobs, RowBatch, Sampled, log_probs, sample
-from lockstep.sched.request import Accepted, Batch, Piece, Request, RequestSpec, ScheduledStep
+from lockstep.sched.request import (
+    Accepted,
+    AcceptedTokens,
+    Batch,
+    Piece,
+    Request,
+    RequestSpec,
+    ScheduledStep,
+)
 from lockstep.sched.scheduler import Limits, Scheduler
 from lockstep.text.tokenizer import Tokenizer
 from lockstep.types import INT32_MAX, Choice, RuleError, shown
@@ -306,12 +314,14 @@ class Engine:
 
     def _run(self, step: ScheduledStep) -> StepOutput:
         """Launches a step. A negative id, -1 - k, is sample k of the step before."""
-        ids = torch.tensor(step.ids)
+        plan, ids = self._plan(step), np.array(step.ids, np.int32)
         last = self._launched[-1].chosen if self._launched else None
-        if last is not None:
-            sampled = last.token_ids.clamp(min=0)  # of a row that could not be sampled nobody sees
-            ids = torch.where(ids < 0, sampled[(-1 - ids).clamp(min=0)], ids)
-        return self.runner.run(self._plan(step), ids, step.kind)
+        if last is None:
+            return self.runner.run(plan, ids, step.kind)
+        given = torch.from_numpy(ids)
+        sampled = last.token_ids.clamp(min=0)  # of a row that could not be sampled nobody sees
+        late = torch.where(given < 0, sampled[(-1 - given).clamp(min=0)], given)
+        return self.runner.run(plan, late, step.kind)
 
     def _plan(self, step: ScheduledStep) -> StepPlan:
         return build(step.kind.specs, step.work)
@@ -415,11 +425,11 @@ class Engine:
             self._settled = None
         return touched
 
-    def _result(self, launched: Launched) -> tuple[StepResult, list[Accepted]]:
+    def _result(self, launched: Launched) -> tuple[StepResult, AcceptedTokens]:
         """What the jobs get, and what the scheduler is told of every row. Nobody sees the rows of
         requests that have ended meanwhile; what could not be sampled ends its completion."""
         chosen, rows = launched.chosen, launched.rows
-        tokens, endings, accepted = None, list[Ending](), list[Accepted]()
+        tokens, endings, accepted = None, list[Ending](), AcceptedTokens((), {})
         if chosen is not None:
             errors = chosen.errors()
             endings = [Ending(rows.completions[row], "error", errors[row]) for row in errors]
@@ -439,24 +449,23 @@ class Engine:
 
     def _accept(
         self, launched: Launched, chosen: Sampled, errors: Mapping[int, str]
-    ) -> tuple[TokenUpdates, list[Accepted]]:
+    ) -> tuple[TokenUpdates, AcceptedTokens]:
         """Every row brings a token. Looked at one by one are those that may end a text, and those
         that bring nothing."""
         rows, completions = launched.rows, launched.rows.completions
         ids = chosen.token_ids.cpu().numpy()
-        accepted = list(map(Accepted, zip(ids.tolist(), strict=True)))
-        kept = [entry.token_ids for entry in accepted]
+        found = list(zip(ids.tolist(), strict=True))  # lists of one
+        kept, accepted = found.copy(), dict[int, Accepted]()
         texts: dict[int, tuple[str, ...]] = {}
         ends = np.flatnonzero((ids[:, None] == rows.end_ids).any(1)).tolist()
         ended = [row for row, each in enumerate(completions) if each.finish is not None]
         for row in {*ends, *rows.searched, *ended, *errors}:
-            completion, good = completions[row], row not in errors
-            if completion.finish is None and good:
-                accepted[row] = completion.accept(kept[row])
+            completion, entry = completions[row], NOTHING
+            if completion.finish is None and row not in errors:
+                entry = completion.accept(found[row])
                 texts[row] = tuple(completion.ahead)
-            else:
-                accepted[row] = NOTHING
-            kept[row], _ = accepted[row].cut(completion.most - launched.begins[row])
+            accepted[row] = entry
+            kept[row], _ = entry.cut(completion.most - launched.begins[row])
         tokens = TokenUpdates(
             completions=completions,
             begins=launched.begins,
@@ -465,7 +474,7 @@ class Engine:
             logprobs=chosen.logprobs,
             logprob_rows=chosen.logprob_rows,
         )
-        return tokens, accepted
+        return tokens, AcceptedTokens(found, accepted)
 
     def _publish(self, touched: list[Generation]) -> list[Generation]:
         """Text, without a lock on the engine: whoever reads a job first makes what is missing."""

@@ -8,7 +8,7 @@ speculative worker and the lab alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -67,6 +67,52 @@ class Work(NamedTuple):
     cross_new: int = 0
 
 
+class PageTables:
+    """The pages of a batch's requests in one group, a row each. From step to step only rows whose
+    `Pages` are another value are written."""
+
+    def __init__(self, requests: int) -> None:
+        self.first_pos = np.zeros(requests, np.int32)
+        self.counts = np.zeros(requests, np.int32)  # pages of each
+        self.others: dict[int, Pages] = {}  # those with scratch pages or moves, by request
+        self._ids = np.zeros((requests, 0), np.int32)
+        self._known: list[Pages | None] = [None] * requests
+
+    def update(self, pages: Sequence[Pages]) -> None:
+        """The requests' pages are these now."""
+        known = self._known
+        for i in [i for i, each in enumerate(pages) if each is not known[i]]:
+            self._write(i, pages[i])
+
+    def _write(self, i: int, pages: Pages) -> None:
+        ids, first_pos, scratch, moves = pages
+        if len(ids) > self._ids.shape[1]:
+            more = np.zeros((len(self._ids), 2 * len(ids) - self._ids.shape[1]), np.int32)
+            self._ids = np.concatenate((self._ids, more), 1)
+        self._ids[i, : len(ids)] = ids
+        self.counts[i], self.first_pos[i] = len(ids), first_pos
+        self.others.pop(i, None)
+        if len(scratch) or len(moves):
+            self.others[i] = pages
+        self._known[i] = pages
+
+    def live(self, size: int, lens: Ints) -> tuple[Ints, Ints]:
+        """Up to its kv_len the pages of every request, then its scratch, behind one another, and
+        where each request's begin."""
+        counts = -(-lens // size) - self.first_pos // size
+        for i in np.flatnonzero(counts > self.counts).tolist():
+            got = f"{self.counts[i]} pages of {size} for {lens[i]} keys"
+            raise RuleError("a request's pages cover its keys", got, "Reserve before building")
+        ids = self._ids[:, : counts.max(initial=0)]
+        page_ids = ids[np.arange(ids.shape[1]) < counts[:, None]]
+        ends = np.add.accumulate(counts)
+        for i in sorted(self.others, reverse=True):
+            scratch = self.others[i].scratch
+            page_ids = np.insert(page_ids, ends[i], scratch)
+            counts[i] += len(scratch)
+        return frozen(page_ids), frozen(indptr(counts))
+
+
 @dataclass(frozen=True, eq=False)
 class BatchShape:
     """How many rows every request of a batch has and which of them are wanted: what its plans share
@@ -84,6 +130,7 @@ class BatchShape:
     parents: tuple[tuple[int, ...] | None, ...]
     cross_lens: Ints  # [B]
     encodes: bool  # rows are written to the cross groups
+    tables: dict[int, PageTables] = field(default_factory=dict)  # of the step before, by group
 
     @classmethod
     def of(
@@ -210,24 +257,6 @@ def kv_lens(spec: GroupSpec, work: BatchWork, rows: _Rows) -> Ints:
     return frozen(np.maximum.reduceat(rows.positions, rows.q_indptr[:-1]) + np.int32(1))
 
 
-def live_pages(
-    size: int, tables: Sequence[Ints], lens: Ints, first_pos: NDArray[np.int32]
-) -> tuple[Sequence[Ints], NDArray[np.int32]]:
-    """Of every request's pages those up to its kv_len, and how many they are."""
-    counts, haves = -(-lens // size) - first_pos // size, list(map(len, tables))
-    wanted = counts.tolist()
-    if wanted == haves:
-        return tables, counts
-    for count, have, kv_len in zip(wanted, haves, lens.tolist(), strict=True):
-        if count > have:
-            rule, got = (
-                "a request's pages cover its keys",
-                f"{have} pages of {size} for {kv_len} keys",
-            )
-            raise RuleError(rule, got, "Reserve before building")
-    return [table[:count] for table, count in zip(tables, wanted, strict=True)], counts
-
-
 def node_slots(spec: GroupSpec, pages: Pages, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
     """Slots of tree nodes: node i is the i-th token of the request's scratch."""
     zero = np.zeros(2, np.int32)
@@ -295,21 +324,23 @@ def exact_bucket(real: Real, shape: BatchShape, groups: tuple[Group, ...]) -> Bu
 def _group(spec: GroupSpec, g: int, work: BatchWork, rows: _Rows) -> Group:
     if spec.layout is Layout.FRESH:
         return FreshGroup(spec)
-    lens = kv_lens(spec, work, rows)
-    held = [pages for entry in work.pages if (pages := entry[g]) is not None]
-    own, firsts, scratch, moved = zip(*held, strict=True) if held else ((), (), (), ())
-    first_pos = np.array(firsts, np.int32)
-    tables, counts = live_pages(spec.page_size, own, lens, first_pos)
-    if any(map(len, scratch)):
-        tables = [np.concatenate(pair) for pair in zip(tables, scratch, strict=True)]
-        counts = np.array([len(table) for table in tables], np.int32)
-    page_ids = np.concatenate(tables) if tables else np.zeros(0, np.int32)
-    page_indptr = indptr(counts)
-    tails = tail_slots(spec, g, work, rows)
+    lens, tables = kv_lens(spec, work, rows), work.shape.tables.get(g)
+    if tables is None:
+        tables = work.shape.tables[g] = PageTables(len(work))
+    tables.update([pages for entry in work.pages if (pages := entry[g]) is not None])
+    page_ids, page_indptr = tables.live(spec.page_size, lens)
+    first_pos, tails = tables.first_pos.copy(), tail_slots(spec, g, work, rows)
     writes = write_slots(spec, work, rows, (page_ids, page_indptr, first_pos, tails))
-    moves = np.concatenate([NO_MOVES, *moved]) if any(map(len, moved)) else NO_MOVES
+    moves = [pages.moves for _, pages in sorted(tables.others.items())]
     return PagedGroup(
-        spec, *map(frozen, (lens, page_indptr, page_ids, first_pos, tails, writes, moves))
+        spec=spec,
+        kv_lens=lens,
+        page_indptr=page_indptr,
+        page_ids=page_ids,
+        first_pos=frozen(first_pos),
+        tail_slots=frozen(tails),
+        write_slots=frozen(writes),
+        moves=frozen(np.concatenate([NO_MOVES, *moves])),
     )
 
 
@@ -348,8 +379,10 @@ def _check_work(
     if most > INT32_MAX:
         rule = f"lengths fit in int32, at most {INT32_MAX}"
         raise RuleError(rule, f"{most} keys and new rows", "Shorten the request")
-    for count in set(map(len, work.pages)) - {len(specs)}:
-        rule, got = "a request has one entry of pages per group", f"{count} for {len(specs)} groups"
+    counts = list(map(len, work.pages))
+    if counts.count(len(specs)) < len(counts):
+        rule = "a request has one entry of pages per group"
+        got = f"{counts} for {len(specs)} groups"
         raise RuleError(rule, got, "Use None for a fresh group")
     for g, spec in enumerate(specs):
         fresh = spec.layout is Layout.FRESH

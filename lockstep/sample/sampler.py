@@ -166,12 +166,17 @@ def sample(
         scores[edited] = edits
     device, how = raw.device, settings(batch, raw.shape[1])
     tokens, states = ops.sample_tokens(scores, how.floats.to(device), how.ints.to(device), how.cuts)
-    wanted, k = batch.how.logprob_rows, batch.how.top
+    return described(ops, raw, batch.how, tokens, states)
+
+
+def described(ops: Ops, raw: Tensor, how: RowParams, tokens: Tensor, states: Tensor) -> Sampled:
+    """What was chosen for rows of float32 logits, with the log-probabilities that they ask for."""
+    wanted, k = how.logprob_rows, how.top
     if not wanted:
         return Sampled(tokens, states, None, ())
     if len(wanted) == len(tokens):
         return Sampled(tokens, states, log_probs(ops, raw, tokens, k), wanted)
-    some = torch.tensor(wanted, device=device)
+    some = torch.tensor(wanted, device=raw.device)
     return Sampled(tokens, states, log_probs(ops, raw[some], tokens[some], k), wanted)
 
 

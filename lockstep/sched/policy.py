@@ -9,7 +9,7 @@ clock: arrivals are counted. Results do not depend on any of this.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from lockstep.sched.request import Request
 
@@ -23,14 +23,18 @@ def rank(request: Request) -> Rank:
     return request.arrival - HEAD_START * request.spec.priority, request.arrival, request.index
 
 
-def service_order(running: Sequence[Request], settled: int) -> list[Request]:
+def service_order(running: Iterable[Request], settled: int) -> Iterator[Request]:
     """In which order running requests, which stand by rank, get their rows: those that miss one row
     first, then the prompts. Nobody who has to see a step after number `settled` settled first."""
-    ready = [request for request in running if request.held_until <= settled]
-    many = [request for request in ready if len(request.tokens) - request.cached_len > 1]
-    if not many:
-        return ready
-    return [request for request in ready if request.missing_len <= 1] + many
+    many: list[Request] = []
+    for request in running:
+        if request.held_until > settled:
+            continue
+        if request.cached_len >= request.steady_until_len and request.missing_len > 1:
+            many.append(request)
+        else:
+            yield request
+    yield from many
 
 
 def victim(

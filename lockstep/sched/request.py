@@ -10,7 +10,7 @@ text is the business of whoever calls `settle`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -21,6 +21,8 @@ from lockstep.kv.tables import Table
 from lockstep.plan.build import BatchShape, BatchWork, Pages
 from lockstep.run.kind import StepKind
 from lockstep.types import RuleError
+
+GroupPages = tuple[Pages | None, ...]  # of one request, in the groups of a kind of step
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,23 @@ class Accepted(NamedTuple):
         return self.token_ids[:most], "length"
 
 
+class AcceptedTokens(NamedTuple):
+    """What a step brings, sample by sample: a list of tokens each; and, by sample, those that bring
+    more than that they go on."""
+
+    token_ids: Sequence[tuple[int, ...]]
+    others: Mapping[int, Accepted]
+
+    @classmethod
+    def of(cls, accepted: Sequence[Accepted]) -> AcceptedTokens:
+        """From one value per sample."""
+        return cls([entry.token_ids for entry in accepted], dict(enumerate(accepted)))
+
+    def sample(self, k: int) -> Accepted:
+        """What sample k brings."""
+        return self.others.get(k) or Accepted(self.token_ids[k])
+
+
 class DraftTree(NamedTuple):
     """Tokens that may follow a request's last one. That one is node 0; `parents[i]` is the node
     above node i + 1."""
@@ -138,7 +157,8 @@ class Request:
         self.room = 0  # keys that the pages it holds have room for, as far as was looked
         # below this length a step computes one row, samples one token, and nothing else happens
         self.steady_until_len = 0
-        self.steady_rows: ScheduledRows | None = None  # that row
+        self.steady_rows = ScheduledRows(self, 0, (), 0)  # that row
+        self.steady_pages: GroupPages = ()  # and its pages, per group
         self.path: Path | None = None
         self.finish: str | None = None  # "length", "stop" or "abort"
         self.siblings: list[Request] = [self]  # all n continuations, as far as they exist
@@ -189,10 +209,10 @@ class Request:
             emit = (*(row - begin for row in self._scored(new_len)), *emit)
         return ScheduledRows(self, new_len, emit, samples, self.table)
 
-    def be_steady(self, until_len: int) -> None:
-        """Nothing but decoding happens to it below that length."""
-        self.steady_until_len = until_len
-        if until_len and (self.steady_rows is None or self.steady_rows.table is not self.table):
+    def be_steady(self, until_len: int, pages: GroupPages = ()) -> None:
+        """Nothing but decoding happens to it, and to its pages, below that length."""
+        self.steady_until_len, self.steady_pages = until_len, pages
+        if until_len and self.steady_rows.table is not self.table:
             self.steady_rows = self.rows(1)
 
     def tree_rows(self, draft: DraftTree) -> ScheduledRows:
@@ -326,7 +346,7 @@ class ScheduledStep:
     batch: Batch
     cached_lens: tuple[int, ...]  # of every request, before it
     ids: tuple[int, ...]  # the token of every row
-    pages: tuple[tuple[Pages | None, ...], ...]  # of every request, per group of the kind
+    pages: tuple[GroupPages, ...]  # of every request
 
     @property
     def pieces(self) -> list[Piece]:

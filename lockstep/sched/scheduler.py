@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.kv.pages import PagePool
@@ -28,8 +28,10 @@ from lockstep.run.kind import EMBED, ENCODE, GENERATE, StepKind, group_specs
 from lockstep.sched import policy
 from lockstep.sched.request import (
     Accepted,
+    AcceptedTokens,
     Batch,
     DraftTree,
+    GroupPages,
     Piece,
     Request,
     RequestSpec,
@@ -59,33 +61,47 @@ class StepBuilder:
     """A step in the making: what it has room for, and what is in it."""
 
     def __init__(self, kind: StepKind, size: int) -> None:
-        self.kind = kind
-        self.tokens = self.emits = size
+        self.kind, self.size = kind, size
         self.rows: list[ScheduledRows] = []
         self.cached_lens: list[int] = []
         self.ids: list[int] = []
+        self.pages: list[GroupPages] = []
+        self._more_emits = 0  # than one of every request
 
-    def add_steady(self, request: Request) -> bool:
-        """The one row of a request below its steady length, if there is room for it."""
-        cached_len, rows = request.cached_len, request.steady_rows
-        if cached_len >= request.steady_until_len or request.draft is not None or rows is None:
-            return False
-        if not (self.tokens and self.emits):
-            return False
-        self.tokens -= 1
-        self.emits -= 1
-        self.rows.append(rows)
-        self.cached_lens.append(cached_len)
-        self.ids.append(request.tokens[-1])
-        return True
+    @property
+    def tokens(self) -> int:
+        """Rows that there is still room for."""
+        return self.size - len(self.ids)
+
+    @property
+    def emits(self) -> int:
+        """Emitted rows that there is still room for."""
+        return self.size - len(self.rows) - self._more_emits
 
     def add(self, rows: ScheduledRows, ids: Sequence[int], cached_len: int = 0) -> None:
         """Rows whose pages are reserved, the tokens of which are `ids`, behind so many keys."""
-        self.tokens -= rows.new_len
-        self.emits -= len(rows.emit)
         self.rows.append(rows)
         self.cached_lens.append(cached_len)
         self.ids += ids
+        groups, table = self.kind.groups, rows.table
+        self.pages.append(table.views(groups) if table is not None else (None,) * len(groups))
+        self._more_emits += len(rows.emit) - 1
+
+    def add_steady(self, requests: Iterator[Request]) -> Request | None:
+        """The next row of each, as long as they are below their steady lengths and there is room.
+        Returns the first that needs a look."""
+        rows, cached_lens, ids, pages = self.rows, self.cached_lens, self.ids, self.pages
+        room = min(self.tokens, self.emits)
+        for request in requests:
+            cached_len = request.cached_len
+            if cached_len >= request.steady_until_len or request.draft is not None or room < 1:
+                return request
+            rows.append(request.steady_rows)
+            cached_lens.append(cached_len)
+            ids.append(request.tokens[-1])
+            pages.append(request.steady_pages)
+            room -= 1
+        return None
 
 
 class Scheduler:
@@ -113,8 +129,8 @@ class Scheduler:
         self._batch = Batch(())  # of the step before
         self._after_whole = False
         self._blocked = False  # the head of the queue found no room in the last step
-        generating = kinds[GENERATE].groups if GENERATE in kinds else ()
-        self._stored = tuple(g for g in generating if self.specs[g].layout is not Layout.CROSS)
+        self._groups = kinds[GENERATE].groups if GENERATE in kinds else ()
+        self._stored = tuple(g for g in self._groups if self.specs[g].layout is not Layout.CROSS)
 
     def add(self, spec: RequestSpec) -> Request:
         """Takes a request in, or refuses one that could never run."""
@@ -190,27 +206,29 @@ class Scheduler:
             request.launch(rows, sample, number)
             sample += rows.sampled
 
-    def settle(self, step: ScheduledStep, accepted: Sequence[Accepted]) -> list[Request]:
+    def settle(self, step: ScheduledStep, accepted: AcceptedTokens) -> list[Request]:
         """The step has run; `accepted` holds an entry for every sample of its requests, in order.
         Returns the requests that end with it. Those that ended before it get nothing of it."""
         if step is not next(iter(self._launched), None):
             rule = "of the steps that were launched the first is settled, once"
             raise RuleError(rule, "another one", "Settle them in order")
-        if len(accepted) != step.batch.samples:
-            rule = f"this step has {step.batch.samples} samples"
-            raise RuleError(rule, str(len(accepted)), "Sample the last rows of each piece's emit")
+        batch, token_ids, others = step.batch, accepted.token_ids, accepted.others
+        if len(token_ids) != batch.samples:
+            rule = f"this step has {batch.samples} samples"
+            raise RuleError(rule, str(len(token_ids)), "Sample the last rows of each piece's emit")
         del self._launched[0]
         self.settled = step.number
         ended: list[Request] = []
-        at, batch = 0, step.batch
+        at = 0
         shares = zip(batch.requests, batch.decodes, step.cached_lens, batch.sampled, strict=True)
         for i, (request, decodes, cached_len, sampled) in enumerate(shares):
             steady = decodes and cached_len < request.steady_until_len
-            if steady and accepted[at].stop_len is None:
+            if steady and at not in others:
                 request.settled_len = known_len = cached_len + 1
-                (request.tokens[known_len],) = accepted[at].token_ids
+                (request.tokens[known_len],) = token_ids[at]
             elif request.finish is None:
-                ended += self._settle(step.piece(i), accepted[at : at + sampled])
+                entries = [accepted.sample(k) for k in range(at, at + sampled)]
+                ended += self._settle(step.piece(i), entries)
             at += sampled
         return ended
 
@@ -310,11 +328,9 @@ class Scheduler:
         if GENERATE not in self.kinds:
             return None
         builder, held_up = self._builder(GENERATE), False
-        self._evict_ahead()
-        for request in policy.service_order(self.running, self.settled):
-            if builder.add_steady(request) or request.table is None:
-                continue
-            if not self._place(request, builder):
+        ready = policy.service_order(tuple(self.running), self.settled)
+        while (request := builder.add_steady(ready)) is not None:
+            if request.table is not None and not self._place(request, builder):
                 held_up = True
                 if request.missing_len > 1:
                     break
@@ -376,6 +392,7 @@ class Scheduler:
         try:
             table.reserve(begin + want, cross_len=cross_len)
         except OutOfPages:
+            self._evict_ahead()
             want = min(
                 want, min(table.room(g, self.tree.available(g)) for g in self._stored) - begin
             )
@@ -383,7 +400,7 @@ class Scheduler:
                 return 0
             table.reserve(begin + want, cross_len=cross_len)
         request.room = min([table.room(g, 0) for g in self._stored])
-        request.be_steady(self._steady_until_len(request, table))
+        self._steady(request, table)
         return want
 
     def _whole(self) -> ScheduledStep | None:
@@ -433,19 +450,16 @@ class Scheduler:
         if not builder.rows:
             return None
         self._after_whole = builder.kind.name != GENERATE
-        rows, groups = tuple(builder.rows), builder.kind.groups
+        rows = tuple(builder.rows)
         if rows != self._batch.rows:
             self._batch = Batch(rows)
-        uncached = (None,) * len(groups)
-        tables = [each.table for each in rows]
-        pages = [table.views(groups) if table is not None else uncached for table in tables]
         return ScheduledStep(
             kind=builder.kind,
             number=self.settled + len(self._launched) + 1,
             batch=self._batch,
             cached_lens=tuple(builder.cached_lens),
             ids=tuple(builder.ids),
-            pages=tuple(pages),
+            pages=tuple(builder.pages),
         )
 
     # -- after a step
@@ -475,8 +489,12 @@ class Scheduler:
         if reason is not None:
             self._end(request, reason)
         elif request.table is not None:
-            request.be_steady(self._steady_until_len(request, request.table))
+            self._steady(request, request.table)
         return [each for each in (request, *forks) if each.finish is not None]
+
+    def _steady(self, request: Request, table: Table) -> None:
+        until_len = self._steady_until_len(request, table)
+        request.be_steady(until_len, table.views(self._groups) if until_len else ())
 
     def _steady_until_len(self, request: Request, table: Table) -> int:
         """Up to where nothing can happen to a decoding request: its pages last, no block is whole,
@@ -563,5 +581,5 @@ class Scheduler:
             self.tree.close(request.path)
         if request.table is not None:
             request.table.close()
-        request.table = request.path = request.steady_rows = None
+        request.table, request.path = None, None
         request.cached_len = request.settled_len = request.room = request.steady_until_len = 0

@@ -27,7 +27,7 @@ another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lockstep.types import INT32_MAX
@@ -39,7 +39,7 @@ RELATED = ("lockstep-late-sample", "lockstep-penalty-preempt")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def service_order(running: Sequence[Any], settled: int) -> Any:
+    def service_order(running: Iterable[Any], settled: int) -> Any:
         return old(running, INT32_MAX)
 
     return service_order
