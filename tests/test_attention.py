@@ -303,6 +303,15 @@ def test_queries_of_the_wrong_shape_or_type_are_refused(q):
         attend("cpu", DENSE, q, torch.zeros(1, 1, 16), torch.zeros(1, 1, 16))
 
 
+def test_the_reference_answers_in_the_type_of_its_activations():
+    """It was float32, which a model of narrower activations cannot take."""
+    q, k, v = torch.randn(3, 2, 16), torch.randn(3, 1, 16), torch.randn(3, 1, 16)
+    exact, _ = attend("reference", DENSE, q.bfloat16().float(), k, v)
+    out, lse = attend("reference", DENSE, q.bfloat16(), k, v)
+    assert out.dtype is torch.bfloat16 and lse.dtype is torch.float32
+    assert torch.equal(out, exact.bfloat16())
+
+
 def test_the_cpu_backend_promises_every_invariance_and_the_reference_none():
     assert select.load("cpu").caps.invariances == INVARIANCES
     assert select.load("reference").caps.invariances == frozenset()

@@ -60,8 +60,8 @@ class Backend(base.Backend):
         self, q: Tensor, keys: Keys, handle: Handle, spec: AttnSpec
     ) -> tuple[Tensor, Tensor]:
         """One row after the other."""
-        out = torch.zeros(*q.shape[:2], keys.v.shape[2])
-        lse = torch.full(q.shape[:2], -math.inf)
+        out = q.new_zeros(*q.shape[:2], keys.v.shape[2])
+        lse = q.new_zeros(q.shape[:2], dtype=torch.float32)
         views = PlanArrays(**{name: _host(array) for name, array in vars(handle.views).items()})
         for row in range(len(q)):
             slots = torch.from_numpy(_slots(views, handle.spec, row))
@@ -83,7 +83,7 @@ def attend_row(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> tuple[Tensor,
     if spec.soft_cap is not None:
         scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
     if spec.sinks is not None:
-        scores = torch.cat((scores, torch.tensor(spec.sinks, dtype=torch.float64)[:, None]), 1)
+        scores = torch.cat((scores, scores.new_tensor(spec.sinks)[:, None]), 1)
         v = torch.cat((v, v.new_zeros(1, *v.shape[1:])))
     if scores.shape[1] == 0:
         return v.new_zeros(len(q), v.shape[2]), v.new_full((len(q),), -math.inf)
