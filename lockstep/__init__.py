@@ -19,6 +19,5 @@ _HOME = {"LLM": "lockstep.llm.api", "SamplingParams": "lockstep.sample.params"}
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(
-        f"module 'lockstep' has no attribute {name!r}; there are {', '.join(__all__)}"
-    )
+    known = ", ".join(__all__)
+    raise AttributeError(f"module 'lockstep' has no attribute {name!r}; there are {known}")

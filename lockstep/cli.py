@@ -57,8 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.parser.error(f"{kind} {wrong}{suggestion(wrong, args.parser.options())}")
     try:
         check_outputs(args)
-        if args.lab:
-            be_patient()
+        if args.lab:  # its threads sleep while they wait: said before torch or numba start any
+            from lockstep.lab import isolate
+
+            os.environ.setdefault(*isolate.WAITING)
         return with_revert(function(args), args)
     except RuleError as error:
         print(f"lockstep: {error}", file=sys.stderr)
@@ -73,11 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check_outputs(args: argparse.Namespace) -> None:
     """What a command will write can be written: found out before its work, not after."""
-    given = {
-        f"--{name}": vars(args)[name]
-        for name in ("json", "html")
-        if vars(args).get(name) is not None
-    }
+    options = {f"--{name}": vars(args).get(name) for name in ("json", "html")}
+    given = {option: where for option, where in options.items() if where is not None}
     for option, where in given.items():
         outfile.check(option, where)
     if vars(args).get("curves"):
@@ -88,14 +87,6 @@ def check_outputs(args: argparse.Namespace) -> None:
         raise RuleError(rule, given["--json"], "Choose another place for one of them")
 
 
-def be_patient() -> None:
-    """The lab's own threads sleep while they wait; it has to be said before torch or numba start
-    any."""
-    from lockstep.lab import isolate
-
-    os.environ.setdefault(*isolate.WAITING)
-
-
 def with_revert(call: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """Runs a command; with the bug that LOCKSTEP_REVERT names, and then says so."""
     if not os.environ.get("LOCKSTEP_REVERT"):
@@ -104,12 +95,10 @@ def with_revert(call: Callable[[argparse.Namespace], int], args: argparse.Namesp
 
     with reverts.from_environment() as revert:
         if revert is not None:
-            print(
-                f"lockstep: {reverts.VARIABLE}={revert.name}: {revert.target} is the old one: "
-                f"{revert.title}",
-                file=sys.stderr,
-                flush=True,
+            old = (
+                f"{reverts.VARIABLE}={revert.name}: {revert.target} is the old one: {revert.title}"
             )
+            print(f"lockstep: {old}", file=sys.stderr, flush=True)
         return call(args)
 
 

@@ -17,22 +17,19 @@ TEXT_BYTES = 64 << 20
 
 
 def has(folder: Path, name: str) -> bool:
-    """Whether there is something of this name, a link that leads nowhere included: `inside` refuses
-    that."""
+    """Whether there is something of this name, if only a broken link: `inside` refuses that."""
     return os.path.lexists(folder / name)
 
 
 def inside(folder: Path, name: str) -> Path:
-    """A file of the folder. A name that leads elsewhere is an error; the hub's cache links into its
-    own blobs."""
-    path = folder / name
+    """A file of the folder, or of the blobs that the hub's cache links to; no other place."""
+    path, rule = folder / name, "files of a model lie in its folder"
     if not name or Path(name).name != name or name in (".", ".."):
-        raise RuleError("files of a model lie in its folder", repr(name), "Use plain file names")
+        raise RuleError(rule, repr(name), "Use plain file names")
     roots = [folder.resolve()]
     if folder.parent.name == "snapshots":
         roots.append((folder.parent.parent / "blobs").resolve())
     if not any(path.resolve().is_relative_to(root) for root in roots):
-        rule = "files of a model lie in its folder"
         raise RuleError(rule, f"{name} → {path.resolve()}", "Replace the link by the file")
     return path
 

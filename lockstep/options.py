@@ -13,12 +13,14 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from textwrap import dedent, indent
 from typing import Any, NoReturn
 
 Commands = Any  # what add_subparsers returns; argparse keeps its class to itself
 Container = Any  # a parser or a group of its options: the same
+Text = str | None
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,12 +50,8 @@ class Parser(argparse.ArgumentParser):
 
     def options(self) -> list[str]:
         """Every option this parser knows."""
-        return [
-            name
-            for action in self._actions
-            for name in action.option_strings
-            if name.startswith("--")
-        ]
+        names = [name for action in self._actions for name in action.option_strings]
+        return [name for name in names if name.startswith("--")]
 
     def commands(self) -> Commands:
         """Where sub-commands are added."""
@@ -96,30 +94,23 @@ def suggestion(word: str, allowed: Sequence[str]) -> str:
     return f". Did you mean {close[0]}?" if close else ""
 
 
-def flag(
-    parser: Container, name: str, help: str | None = None, default: bool | None = False
-) -> None:
+def flag(parser: Container, name: str, help: Text = None, default: bool | None = False) -> None:
     """An option without a value."""
     parser.add_argument(name, action="store_true", default=default, help=help)
 
 
 def value(
-    parser: Container, name: str, metavar: str, help: str | None = None, default: str | None = None
+    parser: Container, name: str, metavar: str, help: Text = None, default: Text = None
 ) -> None:
     """An option with a text behind it."""
     parser.add_argument(name, metavar=metavar, default=default, help=_with(help, default))
 
 
 def number(
-    parser: Container,
-    name: str,
-    help: str | None = None,
-    default: int | None = None,
-    *,
-    least: int = 1,
+    parser: Container, name: str, help: Text = None, default: int | None = None, *, least: int = 1
 ) -> None:
-    """An option with a whole number behind it, from `least` (0 or 1) on."""
-    kind = positive if least else whole
+    """An option with a whole number behind it, from `least` on."""
+    kind = partial(positive, least=least)
     parser.add_argument(name, type=kind, metavar="N", default=default, help=_with(help, default))
 
 
@@ -133,21 +124,12 @@ def json_file(parser: Container) -> None:
     value(parser, "--json", "F", "write one JSON document; - for stdout, and nothing else there")
 
 
-def whole(text: str) -> int:
-    """0, 1, 2, ..."""
-    return _count(text, 0)
-
-
-def positive(text: str) -> int:
-    """1, 2, 3, ..."""
-    return _count(text, 1)
-
-
-def _count(text: str, least: int) -> int:
+def positive(text: str, least: int = 1) -> int:
+    """1, 2, 3, ..., or from `least` on."""
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"a whole number from {least} on; got {text!r}")
     return int(text)
 
 
-def _with(help: str | None, default: object) -> str | None:
+def _with(help: Text, default: object) -> str | None:
     return help if default is None else f"{help} (default: {default})"

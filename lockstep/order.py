@@ -16,17 +16,14 @@ from typing import Any
 
 # a tile's row sum: lane j adds keys j, j+16, ... ascending; then lanes fold 8+8, 4+4, 2+2, 1+1
 LANES = 16
-HEAD_MULTIPLE = (
-    8  # head sizes are stored as multiples of this, with columns of zeros behind their own
-)
+HEAD_MULTIPLE = 8  # head sizes are stored as multiples of this, with zeros behind their own columns
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 LARGEST_ANGLE = 2.0**29  # a rope's angles stay below: cos and sin are exact to 1e-15 up to here
 
 
 def stored_len(d: int) -> int:
-    """Columns that a head of `d` columns takes up in the cache and in kernels; those behind d are 0
-    and change no sum."""
+    """Columns of a head of `d` in the cache and in kernels; those behind d are 0, in any sum."""
     return -(-d // HEAD_MULTIPLE) * HEAD_MULTIPLE
 
 
@@ -36,15 +33,13 @@ def tile_len(d_qk: int, d_v: int) -> int:
 
 
 def split_len(d_qk: int, d_v: int) -> int:
-    """Keys per split: online softmax inside, one fold between. Aligned to absolute position 0; a
-    multiple of the tile."""
+    """Keys per split, whole tiles: online softmax inside, one fold between. From position 0 on."""
     return 512
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Where splits begin: `count0` splits of `len0` positions, `count1` of `len1`, then `len2`
-    each. Fixed positions, nothing else."""
+    """Where splits begin: `count0` splits of `len0` positions, `count1` of `len1`, then `len2`."""
 
     count0: int
     len0: int
@@ -86,9 +81,8 @@ class AttentionOrder:
 
 CPU, SM90 = "cpu", "sm_90"
 ORDER_NAMES = {CPU: "cpu-1", SM90: "sm90-2"}  # in the fingerprint: a changed bit is a new name
-SM90_SPLITS = Splits(
-    count0=8, len0=512, count1=0, len1=1024, len2=1024
-)  # a lone request decodes fast, a long prompt folds little
+# a lone request decodes fast, a long prompt folds little
+SM90_SPLITS = Splits(count0=8, len0=512, count1=0, len1=1024, len2=1024)
 
 
 def attention_order(device_class: str, d_qk: int, d_v: int) -> AttentionOrder:
@@ -96,9 +90,8 @@ def attention_order(device_class: str, d_qk: int, d_v: int) -> AttentionOrder:
     if device_class == CPU:
         return AttentionOrder(tile_len(d_qk, d_v), even(split_len(d_qk, d_v)))
     widest = stored_len(max(d_qk, d_v))
-    if widest > 256:
-        return AttentionOrder(
-            64, even(1024)
-        )  # a latent row's parts are nearly as large as its keys: fewer of them
-    tile = 128 if widest <= 128 else 64 if widest <= 192 else 32
-    return AttentionOrder(tile, SM90_SPLITS)
+    if widest > 256:  # a latent row's parts are nearly as large as its keys: fewer of them
+        return AttentionOrder(64, even(1024))
+    if widest > 192:
+        return AttentionOrder(32, SM90_SPLITS)
+    return AttentionOrder(128 if widest <= 128 else 64, SM90_SPLITS)

@@ -19,8 +19,7 @@ REMEDY = "Choose another place"
 
 
 def check(option: str, where: str) -> None:
-    """Raises unless `where` can be written later. Leaves nothing behind, and an existing file as it
-    is."""
+    """Raises unless `where` can be written later. Leaves everything as it is."""
     if not where:
         raise RuleError(f"{option} names a file", "''", "Use - for stdout")
     if where == "-":

@@ -31,8 +31,7 @@ class Plugins:
         return [*self.own, *sorted(self.outside())]
 
     def make(self, name: str, *args: Any) -> Any:
-        """The one called `name`, made with `args`; one that is there and cannot be made is refused
-        with its reason."""
+        """The one called `name`, made with `args`; refused with a reason if that fails."""
         outside = self.outside()
         if name not in self.own and name not in outside:
             close = get_close_matches(name, self.names(), 1)
@@ -49,8 +48,7 @@ class Plugins:
             raise Refused(rule, got, "Install what it needs, or use another") from error
 
     def origin(self, name: str) -> str:
-        """Who wrote the one called `name`: "" for our own, else the distribution and its version,
-        for the fingerprint."""
+        """For the fingerprint: "" if `name` is our own, else the distribution and its version."""
         entry = self.outside().get(name)
         return "" if entry is None else distribution(entry)
 

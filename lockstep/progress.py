@@ -24,9 +24,8 @@ class Progress(tqdm):  # type: ignore[misc]
         redraws = stream.isatty()
         every_s = REDRAW_S if redraws else PLAIN_S
         # a log keeps its last line, a terminal is cleared for what comes
-        super().__init__(
-            total=total, desc=label, file=stream, mininterval=every_s, leave=not redraws
-        )
+        drawn = {"file": stream, "mininterval": every_s, "leave": not redraws}
+        super().__init__(total=total, desc=label, **drawn)
         self.bad = 0
 
     def step(self, note: str = "", bad: bool = False) -> None:

@@ -110,10 +110,8 @@ class AttnSpec:
         for name in ("scale", "soft_cap", "k_scale", "v_scale"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
-                cap = name == "soft_cap"
-                remedy = (
-                    "Use None for no soft cap" if cap else "Take it from the checkpoint, or 1.0"
-                )
+                none = "Use None for no soft cap"
+                remedy = none if name == "soft_cap" else "Take it from the checkpoint, or 1.0"
                 raise RuleError(f"{name} is a finite number above 0", repr(value), remedy)
 
 
@@ -158,9 +156,8 @@ class GroupSpec:
         if self.layout is Layout.LATENT and any(a.v_scale != a.k_scale for a in self.layers):
             rule = "K and V of a latent row are the same numbers"
             raise RuleError(rule, "k_scale != v_scale", "Give both the same scale")
-        if self.layout is Layout.FRESH and (
-            self.kv_dtype != "float32" or any(a.k_scale != 1 or a.v_scale != 1 for a in self.layers)
-        ):
+        scaled = any(attn.k_scale != 1 or attn.v_scale != 1 for attn in self.layers)
+        if self.layout is Layout.FRESH and (scaled or self.kv_dtype != "float32"):
             got = f"kv_dtype={self.kv_dtype} or a K/V scale"
             raise RuleError("a fresh group stores nothing", got, "Use float32 and scales of 1")
 

@@ -56,8 +56,8 @@ class PagePool:
         holds = self._holds
         for page in pages:
             if holds[page] < 1 or page == NULL_PAGE:
-                rule = "only a held page can be shared"
-                raise RuleError(rule, f"page {page} with {holds[page]} holds", "Take it first")
+                got = f"page {page} with {holds[page]} holds"
+                raise RuleError("only a held page can be shared", got, "Take it first")
             self.idle -= holds[page] == self._kept[page]
             holds[page] += 1
 

@@ -269,11 +269,11 @@ class Prefix:
             node = node.parent
 
     def _useless(self, node: Node) -> bool:
-        return not node.children and not node.locks and (node.parent is None or self._lost(node))
-
-    def _lost(self, node: Node) -> bool:
+        if node.children or node.locks:
+            return False
         seen = [g for g in self._windows if keep_from(self.specs[g], node.end) < node.end]
-        return any(not node.pages[g] for g in seen) or not any(node.pages)
+        lost = any(not node.pages[g] for g in seen) or not any(node.pages)
+        return lost or node.parent is None
 
     def _nodes(self) -> list[Node]:
         found = list(self._roots.values())

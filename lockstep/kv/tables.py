@@ -90,14 +90,12 @@ class Table:
                 pool.give(got)
             raise
         for (g, _, pages, _), got in zip(wanted, taken, strict=True):
-            self._extend(g, got[:pages])
+            ids = self._ids[g]
+            if ids is not None:
+                self._ids[g] = frozen(np.concatenate((ids, ints(got[:pages]))))
+            self._pages[g] += got[:pages]
             self._scratch[g] += got[pages:]
             self._views.clear()
-
-    def _extend(self, g: int, pages: list[int]) -> None:
-        ids = self._ids[g]
-        self._pages[g] += pages
-        self._ids[g] = frozen(np.concatenate((ids, ints(pages)))) if ids is not None else None
 
     def needs(self, kv_len: int, nodes: int = 0, cross_len: int = 0) -> list[int]:
         """Pages that such a reservation would take, per group."""

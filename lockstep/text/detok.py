@@ -20,8 +20,7 @@ CHARACTER_BYTES = 4  # of the longest character in UTF-8
 
 @dataclass(frozen=True)
 class Piece:
-    """New text, and the stop string that ended it, if one did. The text stops before the stop
-    string."""
+    """New text, and the stop string behind it that ended it, if one did."""
 
     text: str
     stop: str | None = None
@@ -32,9 +31,8 @@ class Detok:
 
     Tokens are decoded together with some before them, because a decoder treats the first token of a
     sequence differently (the space of "▁the") and because a character can take several tokens.
-    `ids[begin:]` is that window, `ids[begin:settled]` gave `known`, and `sent` characters of the
-    window's text are out. With `prompt_ids` the text continues the prompt's, leading space
-    included.
+    `ids[begin:]` is that window; the text of `ids[begin:settled]`, and in all `sent` characters of
+    the window's, are out. With `prompt_ids` the text continues the prompt's, with a leading space.
     """
 
     def __init__(
@@ -44,9 +42,8 @@ class Detok:
         self.ids = self._tail(prompt_ids)
         self.begin, self.settled = 0, len(self.ids)
         self.sent = self._settled_len()
-        self.in_run = (
-            False  # of byte tokens, valid or not as a whole; only a token with text ends it
-        )
+        # within byte tokens, valid or not as a whole; only a token with text ends such a run
+        self.in_run = False
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` adds and that no later token can change; possibly none."""
@@ -94,11 +91,12 @@ class Detok:
             for count in range(1, CHARACTER_BYTES):
                 longer = self._decode([*self.ids, *[token_id] * count])
                 if longer.count(REPLACEMENT) < text.count(REPLACEMENT):
-                    lengths.append(_common_len(text, longer))
+                    kept = [n for n in range(len(text) + 1) if longer.startswith(text[:n])]
+                    lengths.append(kept[-1])
         return min(lengths)
 
     def _advance(self, new: str) -> None:
-        """The window moves on behind new text. A token without text must not begin one: the next
+        """The window moves on behind new text: a token without text must not begin one, or the next
         would be the first of a text."""
         if new:
             self.begin, self.settled = self.settled, len(self.ids)
@@ -114,12 +112,6 @@ class Detok:
         new = text[self.sent :]
         self.sent += len(new)
         return new
-
-
-def _common_len(one: str, other: str) -> int:
-    """Characters that both begin with."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 class Stops:
@@ -152,8 +144,7 @@ class Stops:
 
     def finish(self) -> str:
         """What was held back: no text follows."""
-        held, self.held = self.held, ""
-        return held
+        return self.skip("").text
 
     def _partial(self, text: str) -> int:
         """Length of the longest end of the text that begins a stop string."""
@@ -165,8 +156,7 @@ class Stops:
 
 
 class Stream:
-    """A completion's text: tokens in; text that is final, and the stop string that ended it, out.
-    After the end nothing comes."""
+    """A completion's text: tokens in; final text, and the stop string that ended it, out."""
 
     def __init__(
         self, tokenizer: Tokenizer, stops: Iterable[str] = (), prompt_ids: Sequence[int] = ()
@@ -184,8 +174,7 @@ class Stream:
         return piece
 
     def finish(self) -> Piece:
-        """The end of the generation: what was held back, in which a stop string may still be
-        complete."""
+        """The end: what was held back, in which a stop string may still be complete."""
         if self.ended:
             return Piece("")
         self.ended = True

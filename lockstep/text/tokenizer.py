@@ -59,8 +59,7 @@ class Tokenizer:
 
     @cached_property
     def _literal(self) -> Any:
-        """A copy to which special tokens in a text are text: that is a state of the library's
-        tokenizers, not an argument."""
+        """A copy to which special tokens in a text are text: a state, not an argument."""
         copy = type(self.library).from_str(self.library.to_str())
         copy.encode_special_tokens = True
         return copy
@@ -72,8 +71,7 @@ class Tokenizer:
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:
-        """Tokens whose run is decoded as a whole: the <0x..> pieces, if the decoder makes bytes of
-        them."""
+        """Tokens whose run is decoded as a whole: <0x..> pieces, where they are bytes."""
         decoder = json.dumps(json.loads(self.library.to_str()).get("decoder"))
         if '"ByteFallback"' not in decoder:
             return frozenset()
