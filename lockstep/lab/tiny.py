@@ -120,7 +120,6 @@ def assembled(
         vocab_size=config["vocab_size"],
         hidden_size=config["hidden_size"],
         max_position=model.max_position,
-        bos_token_id=None,
         eos_token_ids=eos_token_ids,
         decoder_start_token_id=START,
         generates=model.generates,

@@ -61,7 +61,6 @@ class Info:
     vocab_size: int
     hidden_size: int
     max_position: int
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     decoder_start_token_id: int | None
     generates: bool
@@ -389,7 +388,6 @@ def describe(folder: Path, config: Any, model: Model, device: Choice) -> Info:
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         max_position=model.max_position,
-        bos_token_id=config.bos_token_id,
         eos_token_ids=special_ids("eos_token_id", extra, config),
         decoder_start_token_id=start[0] if start else None,
         generates=model.generates,

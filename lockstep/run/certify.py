@@ -17,12 +17,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lockstep import order
 from lockstep.attention.base import Backend
 from lockstep.config import EngineConfig
 from lockstep.kernels.cpu.threads import limited
@@ -68,27 +68,15 @@ def certify(
     subject = Subject(probe.one_of_each(model), backend, info, config)
     many = torch.get_num_threads()
     threads = tuple(sorted({1, min(2, many), many}))
-    digest = hashlib.sha256(_layers(model))
+    # one layer of each kind is computed: in no bit is their order, nor a window too wide to cross
+    layers = repr(model.spec.blocks) if isinstance(model, Decoder) else ""
+    digest = hashlib.sha256(layers.encode())
+    proofs = [_sequence] if model.generates else []
+    proofs.append(_sources if info.encoder or not model.generates else _embeddings)
     with torch.no_grad():
-        for rows in _proofs(subject, threads):
-            digest.update(rows.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        for alone in chain.from_iterable(proof(subject, threads) for proof in proofs):
+            digest.update(alone.contiguous().cpu().view(torch.uint8).numpy().tobytes())
     return Certificate(max(ROWS, config.chunked_prefill_size), threads, digest.hexdigest()[:16])
-
-
-def _proofs(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
-    """Every proof that the model needs. Yields what rows are when they are computed alone."""
-    if subject.model.generates:
-        yield from _sequence(subject, threads)
-    if subject.info.encoder or not subject.model.generates:
-        yield from _sources(subject, threads)
-    else:
-        yield from _embeddings(subject, threads)
-
-
-def _layers(model: Model) -> bytes:
-    """The kind of every layer: one of each is computed, so their order is in no bit of it, nor is a
-    window too wide to cross."""
-    return repr(model.spec.blocks).encode() if isinstance(model, Decoder) else b""
 
 
 def row_counts(largest: int) -> list[int]:
@@ -99,7 +87,7 @@ def row_counts(largest: int) -> list[int]:
     return [*counts, largest] if counts and counts[-1] < largest else counts
 
 
-# ---- generating steps ----
+# ---- generating steps; every proof yields what rows are when they are computed alone ----
 
 
 def _sequence(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
@@ -115,10 +103,8 @@ def _sequence(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
     kinds = KINDS if subject.backend.caps.tails else KINDS[:-1]
     rows = [alone[i % len(alone)] for i in range(max(ROWS, len(alone)))]
     counts = row_counts(subject.config.chunked_prefill_size)
-    longs = [
-        (f"{n} rows (long chunks)", large(n, nth, steps.edges.whole))
-        for nth, n in enumerate(counts)
-    ]
+    whole = steps.edges.whole
+    longs = [(f"{n} rows (long chunks)", large(n, i, whole)) for i, n in enumerate(counts)]
     for t, count in enumerate(threads):
         named = [(n, kinds[(n + t) % len(kinds)]) for n in range(1, ROWS + 1)]
         trials = [(f"{n} rows ({kind})", pieces(kind, ends(rows, n))) for n, kind in named]
@@ -234,9 +220,7 @@ def _embeddings(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
 
 def _long(steps: Sources) -> list[tuple[int, int]]:
     """Requests that cross a split, a tile, and nothing."""
-    specs = steps.kind.specs
-    tile = max(order.tile_len(s.d_qk, s.d_v) for s in specs)
-    split = max(order.split_len(s.d_qk, s.d_v) for s in specs)
+    tile, split = probe.tile_and_split(steps.kind.specs)
     lengths = (split + 5, 3, tile + 3, 1)
     return [(i, i + min(n, steps.limit)) for i, n in enumerate(lengths)]
 

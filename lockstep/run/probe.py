@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -29,7 +30,7 @@ from lockstep.models.loader import Info
 from lockstep.nn.decoder import Decoder, Model
 from lockstep.plan.bucket import Buckets
 from lockstep.run.driver import Share, StepDriver
-from lockstep.run.kind import EMBED, ENCODE, GENERATE, group_specs, kinds_of
+from lockstep.run.kind import EMBED, ENCODE, GENERATE, Kinds, group_specs, kinds_of
 from lockstep.types import GroupSpec, Layout
 
 CHUNK = 64  # rows by which the sequence is computed at first
@@ -47,18 +48,27 @@ class Subject:
     info: Info
     config: EngineConfig
 
+    @cached_property
+    def kinds(self) -> Kinds:
+        """The kinds of step of the model."""
+        return kinds_of(self.model, self.info, self.config.page_size, self.config.kv_cache_dtype)
+
+    def driver(self, keys: int, begun: int) -> StepDriver:
+        """Runs steps on pools of so many keys, the largest step's, and pages that are begun."""
+        keys += max(self.config.chunked_prefill_size, CHUNK)
+        specs = group_specs(self.kinds.values())
+        pages = [0 if s.layout is Layout.FRESH else pages_for(keys, s) + begun for s in specs]
+        return StepDriver(self.kinds, pages, self.backend)
+
     @property
     def buckets(self) -> Buckets | None:
-        """What the engine pads steps to, if it does, and one that holds every step that is
-        tried."""
+        """What the engine pads steps to, if it does, and one that holds every step here."""
         sizes = self.config.bucket_sizes
         if sizes is None:
             return None
         largest = max(sizes[-1], 2 * order.split_len(1, 1))
-        wide = [
-            grid if grid is None or grid[-1] >= largest else (*grid, largest)
-            for grid in (sizes, self.config.request_bucket_sizes, self.config.emit_bucket_sizes)
-        ]
+        grids = (sizes, self.config.request_bucket_sizes, self.config.emit_bucket_sizes)
+        wide = [None if grid is None else tuple(sorted({*grid, largest})) for grid in grids]
         return Buckets(wide[0] or sizes, *wide[1:])
 
 
@@ -137,8 +147,7 @@ class Edges:
 
         All below `limit` positions; as many more rows as CHUNK of them take.
         """
-        tile = max(order.tile_len(s.d_qk, s.d_v) for s in specs)
-        split = max(order.split_len(s.d_qk, s.d_v) for s in specs)
+        tile, split = tile_and_split(specs)
         whole = min(limit, split + tile)
         spans = [(0, EDGE), (tile - EDGE, tile + EDGE), (split - 3 * EDGE, split + 3 * EDGE)]
         for window in {s.window for s in specs}:
@@ -149,6 +158,12 @@ class Edges:
         more = [p for p in range(whole // 2, whole) if p not in known]
         known.update(more[: max(0, CHUNK - len(known))])
         return Edges(whole, tuple(consecutive(sorted(known))))
+
+
+def tile_and_split(specs: Many[GroupSpec]) -> tuple[int, int]:
+    """The longest of these groups, in keys."""
+    sizes = [(spec.d_qk, spec.d_v) for spec in specs]
+    return max(order.tile_len(*size) for size in sizes), max(order.split_len(*s) for s in sizes)
 
 
 def consecutive(positions: Many[int]) -> list[tuple[int, int]]:
@@ -162,31 +177,22 @@ class Sequence:
     """One request of a generating model, known row by row, and steps that compute rows again."""
 
     def __init__(self, subject: Subject) -> None:
-        model, info, config = subject.model, subject.info, subject.config
-        self.kinds = kinds_of(model, info, config.page_size, config.kv_cache_dtype)
-        self.specs, self.generate = group_specs(self.kinds.values()), self.kinds[GENERATE]
+        model, self.kinds, self.generate = subject.model, subject.kinds, subject.kinds[GENERATE]
         self.edges = Edges.of([s for s in self.generate.specs if s.causal], model.max_position)
         self.source_len = min(SOURCE_LEN, model.max_position) if ENCODE in self.kinds else 0
-        pages = [self._pages(spec, config.chunked_prefill_size) for spec in self.specs]
-        self.driver = StepDriver(self.kinds, pages, subject.backend)
-        tokens = max(self.edges.length, self.source_len)
-        generator = torch.Generator().manual_seed(0)
-        self.ids = torch.randint(info.vocab_size, (tokens,), generator=generator)
+        length, rows = self.edges.length, max(subject.config.chunked_prefill_size, CHUNK)
+        forks = len(self.edges.positions) + CHUNK + 2 * rows // self.edges.whole
+        self.driver = subject.driver(length, begun=4 * forks + 2)
+        generator, tokens = torch.Generator().manual_seed(0), max(length, self.source_len)
+        self.ids = torch.randint(subject.info.vocab_size, (tokens,), generator=generator)
         self.table = self.driver.request()
-        self.groups = [g for g in self.generate.groups if self.specs[g].causal]
+        pairs = zip(self.generate.groups, self.generate.specs, strict=True)
+        self.groups = [g for g, spec in pairs if spec.causal]
         # requests of one row by position, and which of several: kept for the next batch of such
         self.alone: dict[tuple[int, int], Table] = {}
-        shape = (self.edges.length, info.hidden_size)
+        shape = (length, subject.info.hidden_size)
         self.hidden = torch.full(shape, torch.nan, dtype=model.ops.dtype, device=model.ops.device)
         self._compute()
-
-    def _pages(self, spec: GroupSpec, step_len: int) -> int:
-        """The sequence, the largest step in pages of its own, and pages that are begun."""
-        if spec.layout is Layout.FRESH:
-            return 0
-        rows = max(step_len, CHUNK)
-        forks = len(self.edges.positions) + CHUNK + 2 * rows // self.edges.whole
-        return pages_for(self.edges.length + rows, spec) + 4 * forks + 2
 
     def _compute(self) -> None:
         """Every row of the sequence for the first time, by chunks, and the copies between. The
@@ -270,22 +276,13 @@ class Sources:
     """Whole requests of steps that keep nothing: sources of an encoder, or texts to embed."""
 
     def __init__(self, subject: Subject) -> None:
-        model, info, config = subject.model, subject.info, subject.config
-        kinds = kinds_of(model, info, config.page_size, config.kv_cache_dtype)
-        self.limit = model.max_position  # tokens of a request
-        self.specs, self.kind = group_specs(kinds.values()), kinds.get(ENCODE) or kinds[EMBED]
-        pages = [self._pages(spec, config.chunked_prefill_size) for spec in self.specs]
-        self.driver = StepDriver(kinds, pages, subject.backend)
-        generator = torch.Generator().manual_seed(1)
-        self.ids = torch.randint(info.vocab_size, (self.limit + CHUNK,), generator=generator)
+        self.limit = subject.model.max_position  # tokens of a request
+        self.kind = subject.kinds.get(ENCODE) or subject.kinds[EMBED]
+        split = tile_and_split(self.kind.specs)[1]  # which a request crosses
+        self.driver = subject.driver(2 * split, begun=2 * CHUNK + 2)
+        generator, tokens = torch.Generator().manual_seed(1), self.limit + CHUNK
+        self.ids = torch.randint(subject.info.vocab_size, (tokens,), generator=generator)
         self.known: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}
-
-    def _pages(self, spec: GroupSpec, step_len: int) -> int:
-        """The largest step, or a request that crosses a split, and pages that are begun."""
-        if spec.layout is Layout.FRESH:
-            return 0
-        rows = max(step_len, CHUNK) + 2 * order.split_len(spec.d_qk, spec.d_v)
-        return pages_for(rows, spec) + 2 * CHUNK + 2
 
     def alone(self, request: tuple[int, int]) -> Tensor:
         """The rows of tokens [begin, end) as a lone request: what they must be in every step."""
