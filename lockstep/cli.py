@@ -95,10 +95,9 @@ def with_revert(call: Callable[[argparse.Namespace], int], args: argparse.Namesp
 
     with reverts.from_environment() as revert:
         if revert is not None:
-            old = (
-                f"{reverts.VARIABLE}={revert.name}: {revert.target} is the old one: {revert.title}"
-            )
-            print(f"lockstep: {old}", file=sys.stderr, flush=True)
+            bug = f"{revert.target} is the old one: {revert.title}"
+            name = f"lockstep: {reverts.VARIABLE}={revert.name}"
+            print(f"{name}: {bug}", file=sys.stderr, flush=True)
         return call(args)
 
 

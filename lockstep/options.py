@@ -28,12 +28,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *, examples: str = "", **options: Any) -> None:
         epilog = "examples:\n" + indent(dedent(examples).strip("\n"), "  ") if examples else None
-        super().__init__(
-            **options,
-            epilog=epilog,
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(epilog=epilog, allow_abbrev=False, formatter_class=formatter, **options)
 
     def error(self, message: str) -> NoReturn:
         """One line and exit code 2."""
@@ -62,13 +58,9 @@ def command(
     commands: Commands, prog: str, description: str, *, call: str = "", examples: str = ""
 ) -> Parser:
     """A sub-command; one without a "module:function" of its own prints its help."""
-    parser: Parser = commands.add_parser(
-        prog.rpartition(" ")[2],
-        prog=prog,
-        help=description,
-        description=description[0].upper() + description[1:] + ".",
-        examples=examples,
-    )
+    sentence = description[0].upper() + description[1:] + "."
+    texts = {"help": description, "description": sentence, "examples": examples}
+    parser: Parser = commands.add_parser(prog.rpartition(" ")[2], prog=prog, **texts)
     parser.set_defaults(call=call, parser=parser)
     return parser
 

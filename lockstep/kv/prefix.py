@@ -145,8 +145,7 @@ class Prefix:
         return True
 
     def evict(self, g: int, count: int) -> int:
-        """Frees `count` pages of group g or more, if there are so many, least recently used first.
-        Returns how many."""
+        """Frees `count` pages of group g or more, if it can, the oldest first. Returns how many."""
         pool, order = self.groups[g], self._order[g]
         before, passed = pool.free, 0
         while pool.free - before < count and passed < len(order):
@@ -209,8 +208,7 @@ class Prefix:
         table.adopt(g, [page for block in reversed(blocks) for page in block], first)
 
     def _merge(self, node: Node, g: int, table: Table) -> None:
-        """The tree's pages stay, the table's duplicates go, what only the table has is now the
-        tree's too."""
+        """The tree's pages stay, the table's duplicates go, what it alone has is the tree's too."""
         own = table.span(g, node.end - self.unit, node.end)
         have = node.pages[g]
         common = min(len(own), len(have))

@@ -236,7 +236,8 @@ class Table:
         """Where positions of this request lie in group g's pool."""
         pages, first = np.array(self._pages[g], np.int32), np.array([self.first_pos[g]], np.int32)
         indptr, size = np.zeros(2, np.int32), self.specs[g].page_size
-        return np.asarray(address.paged(pages, indptr, first, size, 0, positions), np.int32)
+        slots = address.paged(pages, indptr, first, page_size=size, request=0, p=positions)
+        return np.asarray(slots, np.int32)
 
     def close(self) -> list[list[int]]:
         """Gives everything back. Returns the pages freed, per group."""

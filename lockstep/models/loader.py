@@ -15,7 +15,7 @@ import math
 import os
 import pkgutil
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -401,7 +401,9 @@ def special_ids(name: str, extra: Mapping[str, Any], config: Any) -> tuple[int, 
     """The tokens that generation_config.json, or else config.json, gives under this name."""
     file = "generation_config.json" if name in extra else "config.json"
     given = extra.get(name, getattr(config, name, None))
-    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if given is None:
+        return ()
+    ids = given if isinstance(given, list) else [given]
     wrong = [i for i in ids if type(i) is not int or not 0 <= i < config.vocab_size]
     if wrong:
         rule = f"{name} in {file} names tokens from 0 to {config.vocab_size - 1}"
@@ -409,8 +411,7 @@ def special_ids(name: str, extra: Mapping[str, Any], config: Any) -> tuple[int, 
     return tuple(ids)
 
 
-def listed(names: Iterable[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """The first few names, and how many more there are."""
-    all_names = list(names)
-    more = f" and {len(all_names) - SHOWN} more" if len(all_names) > SHOWN else ""
-    return ", ".join(all_names[:SHOWN]) + more
+    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + rest

@@ -25,6 +25,7 @@ from lockstep.ops import CosSin, Heads, Ops, Packed
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
 CosSins = dict[Rope, CosSin]
+Sinks = tuple[float, ...] | None  # a logit per query head
 LATENT_NORM = RMSSpec(1e-6)  # whatever eps the other norms of the model have
 
 
@@ -79,9 +80,7 @@ class DenseSpec:
         sinks = w.tensor("sinks", self.heads) if self.sinks else None
         return Dense(index, self, qkv, out, w.ops, qk_norm=qk_norm, sinks=sinks)
 
-    def group(
-        self, layout: Layout, causal: bool, sinks: tuple[float, ...] | None = None
-    ) -> GroupSpec:
+    def group(self, layout: Layout, causal: bool, sinks: Sinks = None) -> GroupSpec:
         """One layer of it as a group of its own."""
         return GroupSpec(
             layout=layout,

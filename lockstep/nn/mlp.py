@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lockstep.nn.linear import Linear
-from lockstep.nn.source import WeightSource
+from lockstep.nn.source import Affine, WeightSource
 from lockstep.ops import Activation, Ops
 from lockstep.types import RuleError
 
@@ -85,7 +85,7 @@ class MlpSpec:
     act: str
     bias: bool = False
 
-    def gate_up(self, w: WeightSource) -> tuple[Tensor, Tensor | None]:
+    def gate_up(self, w: WeightSource) -> Affine:
         """Gate and up as one weight, and their bias, unpacked."""
         return w.affine({"gate_proj": self.inner, "up_proj": self.inner}, self.hidden, self.bias)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from lockstep.nn.linear import Linear
 from lockstep.ops import Ops, Packed
 
+Affine = tuple[Tensor, Tensor | None]  # weight and bias
 Take = Callable[[str, tuple[int, ...]], Tensor]
 
 
@@ -69,9 +70,7 @@ class WeightSource:
         """One GEMM for several weights of the same input: their outputs lie behind one another."""
         return Linear(self.pack(*self.affine(widths, k, bias)), self.ops)
 
-    def affine(
-        self, widths: Mapping[str, int], k: int, bias: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    def affine(self, widths: Mapping[str, int], k: int, bias: bool = False) -> Affine:
         """Per name and width n, `name`.weight [n, k] and `name`.bias [n], joined and unpacked."""
         weights, biases = [], []
         for name, n in widths.items():

@@ -27,8 +27,7 @@ class Sizes:
 
 
 def size(specs: Sequence[GroupSpec], config: EngineConfig, context_length: int) -> Sizes:
-    """The largest cache that the budget allows, and that all running requests together could
-    fill."""
+    """The largest cache that the budget allows and that all running requests could fill."""
     tokens = config.max_total_tokens or config.max_running_requests * context_length
     if config.max_total_tokens is None:
         budget = int(free_bytes() * config.mem_fraction_static)

@@ -155,8 +155,8 @@ class Edges:
                 spans.append((window - EDGE, window + EDGE))
                 spans.append((window + tile - EDGE, window + tile + 2))
         known = {p for begin, end in spans for p in range(max(0, begin), min(end, limit))}
-        more = [p for p in range(whole // 2, whole) if p not in known]
-        known.update(more[: max(0, CHUNK - len(known))])
+        others = [p for p in range(whole // 2, whole) if p not in known]
+        known.update(others[: max(0, CHUNK - len(known))])
         return Edges(whole, tuple(consecutive(sorted(known))))
 
 

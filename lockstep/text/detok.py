@@ -16,6 +16,7 @@ from lockstep.text.tokenizer import Tokenizer
 REPLACEMENT = "�"  # what a decoder makes of bytes that are not, or not yet, a character
 PROMPT_TAIL = 8  # tokens of the prompt that the first piece is decoded with
 CHARACTER_BYTES = 4  # of the longest character in UTF-8
+Ids = Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Detok:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special: bool = True
+        self, tokenizer: Tokenizer, prompt_ids: Ids = (), skip_special: bool = True
     ) -> None:
         self.tokenizer, self.skip_special = tokenizer, skip_special
         self.ids = self._tail(prompt_ids)
@@ -66,7 +67,7 @@ class Detok:
         """What was held back: no token follows."""
         return self._send(self._window())
 
-    def _tail(self, prompt_ids: Sequence[int]) -> list[int]:
+    def _tail(self, prompt_ids: Ids) -> list[int]:
         """The prompt's last tokens: some text, and no run of byte tokens cut in two."""
         tail_len = PROMPT_TAIL
         while tail_len < len(prompt_ids) and not self._decode(prompt_ids[-tail_len:]):
@@ -102,7 +103,7 @@ class Detok:
             self.begin, self.settled = self.settled, len(self.ids)
             self.sent = len(self._window())
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def _decode(self, ids: Ids) -> str:
         return self.tokenizer.decode(ids, self.skip_special)
 
     def _window(self) -> str:
@@ -159,7 +160,7 @@ class Stream:
     """A completion's text: tokens in; final text, and the stop string that ended it, out."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Iterable[str] = (), prompt_ids: Sequence[int] = ()
+        self, tokenizer: Tokenizer, stops: Iterable[str] = (), prompt_ids: Ids = ()
     ) -> None:
         self.detok, self.stops = Detok(tokenizer, prompt_ids), Stops(stops)
         self.ended = False
