@@ -176,6 +176,8 @@ class EngineHarness(Judgement):
             errors = [f"request {i}: {d.error}" for d in job.completions if d.error]
             self.note("poison", errors, "no NaN was read")
             self.counters["tokens"] += sum(len(d.token_ids) for d in job.completions)
+            if job.done and orders[i].abort is None and oracle.encoder is None:
+                self._compare_text(job)
         self.counters["requests"] += len(streams)
         self.counters.update((Counter(engine.seen) + Counter(engine.scheduler.counters)) - before)
         return list(streams)
@@ -265,6 +267,14 @@ class EngineHarness(Judgement):
             elif have.top_logprobs is not None and have.top_logprobs != tuple(answer.best[:n]):
                 found.append(f"{name}: the best tokens differ")
         return found + self._scores(who, job, order, oracle)
+
+    def _compare_text(self, job: Generation) -> None:
+        """The text of every completion is that of all its tokens."""
+        for c in job.output("").completions:
+            want, stopped = self.oracle.text(job.prompt_ids, c.token_ids, job.params)
+            held = "the text of all tokens, cut before the first stop string that counts"
+            self.check("text", c.text == want, f"{c.text!r} is not {want!r}", held)
+            self.counters["stopped"] += stopped
 
     def _scores(self, who: str, job: Generation, order: Order, oracle: Recompute) -> list[str]:
         out, k = job.output(""), order.params.top_prompt_logprobs
