@@ -67,24 +67,17 @@ class Work(NamedTuple):
     cross_new: int = 0
 
 
-class PageTables:
-    """The pages of a batch's requests in one group, a row each. From step to step only rows whose
-    `Pages` are another value are written."""
+class GroupTables:
+    """The pages of a batch's requests in one group, a row each."""
 
     def __init__(self, requests: int) -> None:
         self.first_pos = np.zeros(requests, np.int32)
         self.counts = np.zeros(requests, np.int32)  # pages of each
         self.others: dict[int, Pages] = {}  # those with scratch pages or moves, by request
         self._ids = np.zeros((requests, 0), np.int32)
-        self._known: list[Pages | None] = [None] * requests
 
-    def update(self, pages: Sequence[Pages]) -> None:
-        """The requests' pages are these now."""
-        known = self._known
-        for i in [i for i, each in enumerate(pages) if each is not known[i]]:
-            self._write(i, pages[i])
-
-    def _write(self, i: int, pages: Pages) -> None:
+    def write(self, i: int, pages: Pages) -> None:
+        """Request number i has these now."""
         ids, first_pos, scratch, moves = pages
         if len(ids) > self._ids.shape[1]:
             more = np.zeros((len(self._ids), 2 * len(ids) - self._ids.shape[1]), np.int32)
@@ -94,7 +87,6 @@ class PageTables:
         self.others.pop(i, None)
         if len(scratch) or len(moves):
             self.others[i] = pages
-        self._known[i] = pages
 
     def live(self, size: int, lens: Ints) -> tuple[Ints, Ints]:
         """Up to its kv_len the pages of every request, then its scratch, behind one another, and
@@ -111,6 +103,37 @@ class PageTables:
             page_ids = np.insert(page_ids, ends[i], scratch)
             counts[i] += len(scratch)
         return frozen(page_ids), frozen(indptr(counts))
+
+
+class PageTables:
+    """The pages of a batch in all groups of its steps. From step to step only the rows of requests
+    whose pages are another value are written."""
+
+    def __init__(self, specs: Sequence[GroupSpec], requests: int) -> None:
+        self.specs, self.fresh = specs, [spec.layout is Layout.FRESH for spec in specs]
+        self.groups = [GroupTables(requests) for _ in specs]
+        self._known: list[tuple[Pages | None, ...] | None] = [None] * requests
+
+    def update(self, pages: Sequence[tuple[Pages | None, ...]]) -> None:
+        """The requests' pages are these now."""
+        known = self._known
+        for i in [i for i, entry in enumerate(pages) if entry is not known[i]]:
+            self._check(pages[i])
+            for tables, own in zip(self.groups, pages[i], strict=True):
+                if own is not None:
+                    tables.write(i, own)
+            known[i] = pages[i]
+
+    def _check(self, pages: tuple[Pages | None, ...]) -> None:
+        fresh = self.fresh
+        if len(pages) != len(fresh):
+            rule = "a request has one entry of pages per group"
+            got = f"{len(pages)} for {len(fresh)} groups"
+            raise RuleError(rule, got, "Use None for a fresh group")
+        if [own is None for own in pages] != fresh:
+            rule = "a cached group needs pages and a fresh one has none"
+            got = f"pages={[own is not None for own in pages]}, cached={[not f for f in fresh]}"
+            raise RuleError(rule, got, "Reserve pages first")
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +153,7 @@ class BatchShape:
     parents: tuple[tuple[int, ...] | None, ...]
     cross_lens: Ints  # [B]
     encodes: bool  # rows are written to the cross groups
-    tables: dict[int, PageTables] = field(default_factory=dict)  # of the step before, by group
+    tables: list[PageTables] = field(default_factory=list)  # as the step before left them
 
     @classmethod
     def of(
@@ -180,6 +203,12 @@ class BatchShape:
         """The longest list of a row."""
         return int(self.list_lens.max(initial=0))
 
+    def page_tables(self, specs: Sequence[GroupSpec]) -> PageTables:
+        """Those of the step before, if it had the same groups."""
+        if not self.tables or self.tables[0].specs is not specs:
+            self.tables[:] = [PageTables(specs, len(self.new_lens))]
+        return self.tables[0]
+
 
 @dataclass(frozen=True, eq=False)
 class BatchWork:
@@ -217,7 +246,9 @@ def build(specs: Sequence[GroupSpec], works: BatchWork | Sequence[Work]) -> Step
     work = works if isinstance(works, BatchWork) else BatchWork.of(works)
     shape = work.shape
     cached_lens = np.array(work.cached_lens, np.int64)
-    _check_work(specs, work, cached_lens)
+    _check_lens(specs, work, cached_lens)
+    tables = shape.page_tables(specs)
+    tables.update(work.pages)
     positions = cached_lens.astype(np.int32)[shape.request] + shape.offsets
     rows = _Rows(
         q_indptr=shape.q_indptr,
@@ -324,10 +355,7 @@ def exact_bucket(real: Real, shape: BatchShape, groups: tuple[Group, ...]) -> Bu
 def _group(spec: GroupSpec, g: int, work: BatchWork, rows: _Rows) -> Group:
     if spec.layout is Layout.FRESH:
         return FreshGroup(spec)
-    lens, tables = kv_lens(spec, work, rows), work.shape.tables.get(g)
-    if tables is None:
-        tables = work.shape.tables[g] = PageTables(len(work))
-    tables.update([pages for entry in work.pages if (pages := entry[g]) is not None])
+    lens, tables = kv_lens(spec, work, rows), work.shape.tables[0].groups[g]
     page_ids, page_indptr = tables.live(spec.page_size, lens)
     first_pos, tails = tables.first_pos.copy(), tail_slots(spec, g, work, rows)
     writes = write_slots(spec, work, rows, (page_ids, page_indptr, first_pos, tails))
@@ -367,10 +395,10 @@ def _check_shape(
             raise RuleError(rule, f"row {row} of {new_len}", "Count from 0 within the request")
 
 
-def _check_work(
+def _check_lens(
     specs: Sequence[GroupSpec], work: BatchWork, cached_lens: NDArray[np.int64]
 ) -> None:
-    """The same about a step of it."""
+    """The same about the lengths of a step of it."""
     least = int(cached_lens.min(initial=0))
     if least < 0:
         rule = "a request computes at least one row after its cached keys"
@@ -379,18 +407,7 @@ def _check_work(
     if most > INT32_MAX:
         rule = f"lengths fit in int32, at most {INT32_MAX}"
         raise RuleError(rule, f"{most} keys and new rows", "Shorten the request")
-    counts = list(map(len, work.pages))
-    if counts.count(len(specs)) < len(counts):
-        rule = "a request has one entry of pages per group"
-        got = f"{counts} for {len(specs)} groups"
-        raise RuleError(rule, got, "Use None for a fresh group")
-    for g, spec in enumerate(specs):
-        fresh = spec.layout is Layout.FRESH
-        if [entry[g] is None for entry in work.pages].count(fresh) < len(work):
-            rule = "a cached group needs pages and a fresh one has none"
-            got = f"group {g}, {'fresh' if fresh else 'cached'}, {'with' if fresh else 'without'}"
-            raise RuleError(rule, got, "Reserve pages first")
-        trees = any(tree is not None for tree in work.shape.parents) if fresh else False
-        if fresh and (trees or cached_lens.any()):
-            rule, got = "a fresh group takes whole requests", f"cached_len={cached_lens.max()}"
-            raise RuleError(rule, got, "Do not chunk an embedding or an encoder")
+    fresh = any(spec.layout is Layout.FRESH for spec in specs)
+    if fresh and (cached_lens.any() or any(tree is not None for tree in work.shape.parents)):
+        rule, got = "a fresh group takes whole requests", f"cached_len={cached_lens.max()}"
+        raise RuleError(rule, got, "Do not chunk an embedding or an encoder")

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -69,28 +70,37 @@ class ImageLayout:
     specs: tuple[GroupSpec, ...]
     derived: tuple[int, ...]
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Numbers of the image."""
+        return self._places[-1][-1][1]
+
+    @cached_property
+    def _places(self) -> list[list[tuple[int, int]]]:
+        """Where arrays begin and what is behind them: the rows', then every group's."""
+        at, out = aligned(_header_len(len(self.specs))), list[list[tuple[int, int]]]()
         groups = [self._group_sizes(g) for g in range(len(self.specs))]
-        sizes = (_header_len(len(self.specs)), *self._row_sizes(), *chain(*groups))
-        return sum(map(aligned, sizes))
+        for sizes in (self._row_sizes(), *groups):
+            ends = list(accumulate(map(aligned, sizes), initial=at))
+            at = ends[-1]
+            out.append([(begin, begin + size) for begin, size in zip(ends, sizes, strict=False)])
+            out[-1].append((at, at))
+        return out
 
     def views(self, image: Any) -> tuple[PlanArrays, ...]:
         """Per group, where its arrays lie in `image`."""
-        rows, at = self.rows(image)
+        rows = self.rows(image)
         out = []
-        for g, spec in enumerate(self.specs):
-            (start, *cache), at = _take(image, at, self._group_sizes(g))
+        for spec, places in zip(self.specs, self._places[1:], strict=True):
+            start, *cache = _take(image, places)
             cache[6] = cache[6].reshape(-1, 2)
             own = [*rows[:3], rows[3] if lists(spec) else start, *rows[4:], *cache]
             out.append(PlanArrays(*own))
         return tuple(out)
 
-    def rows(self, image: Any) -> tuple[list[Any], int]:
-        """ids, q_indptr, positions, start, tail_indptr and emit, which all groups share; and where
-        they end."""
-        return _take(image, aligned(_header_len(len(self.specs))), self._row_sizes())
+    def rows(self, image: Any) -> list[Any]:
+        """ids, q_indptr, positions, start, tail_indptr and emit, which all groups share."""
+        return _take(image, self._places[0])
 
     def _row_sizes(self) -> tuple[int, ...]:
         b = self.bucket
@@ -127,7 +137,7 @@ def write(
     head = _header(plan)
     image[: len(head)] = head
     views = layout.views(image)
-    (tokens, *rows), _ = layout.rows(image)
+    tokens, *rows = layout.rows(image)
     tokens[: len(ids)] = ids
     tokens[len(ids) :] = 0
     given = (plan.q_indptr, plan.positions, plan.start, plan.tail_indptr, plan.emit)
@@ -177,7 +187,7 @@ def unpack(image: Ints, layout: ImageLayout) -> StepPlan:
         FreshGroup(spec) if spec.layout is Layout.FRESH else _paged(spec, own)
         for spec, own in zip(layout.specs, layout.views(image), strict=True)
     )
-    (_, *rows), _ = layout.rows(image)
+    _, *rows = layout.rows(image)
     q_indptr, positions, start, tail_indptr, emit = map(ints, rows)
     return StepPlan(
         q_indptr=q_indptr,
@@ -229,9 +239,5 @@ def _header_len(groups: int) -> int:
     return _SCALARS + 3 * groups
 
 
-def _take(image: Any, at: int, sizes: tuple[int, ...]) -> tuple[list[Any], int]:
-    out = []
-    for size in sizes:
-        out.append(image[at : at + size])
-        at += aligned(size)
-    return out, at
+def _take(image: Any, places: list[tuple[int, int]]) -> list[Any]:
+    return [image[begin:end] for begin, end in places[:-1]]
