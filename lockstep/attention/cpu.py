@@ -74,9 +74,12 @@ class Handle:
 
 
 class Backend:
-    """No state."""
+    """Keeps constants of layers, and nothing of a step."""
 
     caps = CAPS
+
+    def __init__(self) -> None:
+        self._layers: dict[GroupSpec, dict[AttnSpec, Layer]] = {}
 
     def derived_len(self, spec: GroupSpec, bucket: Bucket) -> int:
         """lo and hi of every row, and three numbers per block."""
@@ -103,8 +106,14 @@ class Backend:
             prepared=Prepared(table, seen, cut, largest),
             page_size=page_size,
             split=split_len(spec),
-            layers={attn: constants(attn, spec.heads) for attn in dict.fromkeys(spec.layers)},
+            layers=self._constants(spec),
         )
+
+    def _constants(self, spec: GroupSpec) -> dict[AttnSpec, Layer]:
+        if spec not in self._layers:
+            every = dict.fromkeys(spec.layers)
+            self._layers[spec] = {attn: constants(attn, spec.heads) for attn in every}
+        return self._layers[spec]
 
     def attend(
         self, q: Tensor, keys: Keys, handle: Handle, spec: AttnSpec

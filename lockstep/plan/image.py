@@ -59,7 +59,7 @@ class PlanArrays:
     derived: Any  # what the backend's `lower` wrote for its launch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ImageLayout:
     """Where everything of a step lies: a function of these three and of nothing else.
 

@@ -25,12 +25,12 @@ from lockstep.plan.image import ImageLayout, PlanArrays
 from lockstep.plan.step import Bucket, Ints, Real, StepPlan
 from lockstep.run.arena import Arena
 from lockstep.run.kind import StepKind
-from lockstep.run.step import Step, Variants, bind, handles_of, layout_of, lower
+from lockstep.run.step import Variants, bind, handles_of, layout_of, lower
 from lockstep.run.tape import Tape
 from lockstep.types import GroupSpec, Layout, RuleError
 
 IMAGE_LEN = 1 << 22  # int32 of a step's image: 16 MB
-PLACES = 64  # that are remembered
+LAYOUTS = 64  # that are remembered
 
 
 class StepOutput(NamedTuple):
@@ -44,22 +44,6 @@ class StepOutput(NamedTuple):
         """Without what belongs to pads."""
         rows, layers = self.rows[: real.tokens], [each[: real.tokens] for each in self.layers]
         return StepOutput(rows, self.emitted[: real.emits], tuple(layers))
-
-
-class Place:
-    """Where the numbers of a bucket's steps lie in the arena: always at the same addresses, so what
-    holds addresses alone is made once."""
-
-    def __init__(self, layout: ImageLayout) -> None:
-        self.layout = layout
-        self.steps: dict[Variants, Step] = {}
-        self._views: tuple[PlanArrays, ...] | None = None
-
-    def views(self, image: Tensor) -> tuple[PlanArrays, ...]:
-        """The arrays of an image that begins where the arena does."""
-        if self._views is None:
-            self._views = self.layout.views(image)
-        return self._views
 
 
 @dataclass(frozen=True)
@@ -106,7 +90,8 @@ class Runner:
         self.arena = Arena(IMAGE_LEN, ops.device)
         self.graphs = graphs
         self.tapes: dict[Signature, Tape] = {}
-        self._places: dict[tuple[StepKind, Bucket], Place] = {}
+        self._layouts: dict[tuple[StepKind, Bucket], ImageLayout] = {}
+        self._views: dict[ImageLayout, tuple[PlanArrays, ...]] = {}
 
     def run(self, plan: StepPlan, ids: Sequence[int] | Ints | Tensor, kind: StepKind) -> StepOutput:
         """One step. ids [T]: the token of every row, before padding."""
@@ -114,18 +99,17 @@ class Runner:
         pools = [self.pools[g] for g in kind.groups]
         if self.checks:
             check(plan, tuple(p.num_pages if p else 0 for p in pools))
-        place = self._place(plan, kind)
-        layout = place.layout
+        layout = self._layout(plan, kind)
         tokens = np.asarray(ids, np.int32)
         variants = lower(plan, tokens, self.backend, layout, self.arena.host(layout.length))
-        views = place.views(self.arena.load(layout.length))
+        image = self.arena.load(layout.length)
+        views = self._views.get(layout)
+        if views is None:
+            views = self._views[layout] = layout.views(image)
 
         def launch() -> StepOutput:
             """Everything it reads lies in the arena, the weights and the cache."""
-            step = place.steps.get(variants)
-            if step is None:
-                step = bind(layout, views, variants, self.backend, pools, kind.layer_map)
-                place.steps[variants] = step
+            step = bind(layout, views, variants, self.backend, pools, kind.layer_map)
             step.relocate()
             wanted = (kind.hidden_layers,) if kind.hidden_layers else ()
             out = kind.forward(*inputs(views[0]), step, *wanted)
@@ -138,14 +122,16 @@ class Runner:
         signature = Signature(layout.bucket, kind, variants, buffers)
         return self._recorded(signature, launch).only(plan.real)
 
-    def _place(self, plan: StepPlan, kind: StepKind) -> Place:
-        """Where a step of this bucket and kind lies; the last ones are remembered."""
+    def _layout(self, plan: StepPlan, kind: StepKind) -> ImageLayout:
+        """Where the numbers of a step lie: the last ones are remembered, with their views, for the
+        arena is always at the same address."""
         known = (kind, plan.bucket)
-        if known not in self._places:
-            if len(self._places) >= PLACES:
-                self._places.clear()
-            self._places[known] = Place(layout_of(plan, self.backend))
-        return self._places[known]
+        if known not in self._layouts:
+            if len(self._layouts) >= LAYOUTS:
+                self._layouts.clear()
+                self._views.clear()
+            self._layouts[known] = layout_of(plan, self.backend)
+        return self._layouts[known]
 
     def padded(self, plan: StepPlan) -> StepPlan:
         """The plan in the smallest bucket that holds it; without buckets as it is."""

@@ -114,8 +114,8 @@ class Accepted(NamedTuple):
 
 
 class AcceptedTokens(NamedTuple):
-    """What a step brings, sample by sample: a list of tokens each; and, by sample, those that bring
-    more than that they go on."""
+    """What a step brings, sample by sample: a list of tokens each; `others` are the samples that
+    bring more, or less, than one token of a text that goes on."""
 
     token_ids: Sequence[tuple[int, ...]]
     others: Mapping[int, Accepted]
@@ -123,11 +123,12 @@ class AcceptedTokens(NamedTuple):
     @classmethod
     def of(cls, accepted: Sequence[Accepted]) -> AcceptedTokens:
         """From one value per sample."""
-        return cls([entry.token_ids for entry in accepted], dict(enumerate(accepted)))
+        others = {k: each for k, each in enumerate(accepted) if each != Accepted(each[0][:1])}
+        return cls([each.token_ids for each in accepted], others)
 
     def sample(self, k: int) -> Accepted:
         """What sample k brings."""
-        return self.others.get(k) or Accepted(self.token_ids[k])
+        return self.others[k] if k in self.others else Accepted(self.token_ids[k])
 
 
 class DraftTree(NamedTuple):
@@ -155,8 +156,9 @@ class Request:
         self.encoded = not spec.encoder_ids
         self.table: Table | None = None
         self.room = 0  # keys that the pages it holds have room for, as far as was looked
-        # below this length a step computes one row, samples one token, and nothing else happens
-        self.steady_until_len = 0
+        # below this length a step computes one row, samples one token, and neither needs a page
+        # nor ends; at `block_end` its keys become matchable
+        self.steady_until_len, self.block_end = 0, 0
         self.steady_rows = ScheduledRows(self, 0, (), 0)  # that row
         self.steady_pages: GroupPages = ()  # and its pages, per group
         self.path: Path | None = None
@@ -209,9 +211,9 @@ class Request:
             emit = (*(row - begin for row in self._scored(new_len)), *emit)
         return ScheduledRows(self, new_len, emit, samples, self.table)
 
-    def be_steady(self, until_len: int, pages: GroupPages = ()) -> None:
+    def be_steady(self, until_len: int, block_end: int = 0, pages: GroupPages = ()) -> None:
         """Nothing but decoding happens to it, and to its pages, below that length."""
-        self.steady_until_len, self.steady_pages = until_len, pages
+        self.steady_until_len, self.block_end, self.steady_pages = until_len, block_end, pages
         if until_len and self.steady_rows.table is not self.table:
             self.steady_rows = self.rows(1)
 

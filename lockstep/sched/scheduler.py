@@ -222,9 +222,10 @@ class Scheduler:
         at = 0
         shares = zip(batch.requests, batch.decodes, step.cached_lens, batch.sampled, strict=True)
         for i, (request, decodes, cached_len, sampled) in enumerate(shares):
+            known_len = cached_len + 1
             steady = decodes and cached_len < request.steady_until_len
-            if steady and at not in others:
-                request.settled_len = known_len = cached_len + 1
+            if steady and known_len < request.block_end and at not in others:
+                request.settled_len = known_len
                 (request.tokens[known_len],) = token_ids[at]
             elif request.finish is None:
                 entries = [accepted.sample(k) for k in range(at, at + sampled)]
@@ -493,21 +494,23 @@ class Scheduler:
         return [each for each in (request, *forks) if each.finish is not None]
 
     def _steady(self, request: Request, table: Table) -> None:
-        until_len = self._steady_until_len(request, table)
-        request.be_steady(until_len, table.views(self._groups) if until_len else ())
+        """Notes up to where nothing can happen to a decoding request, and its pages until then."""
+        until_len, path = self._steady_until_len(request, table), request.path
+        if until_len:
+            block_end = path.node.end + self.tree.unit if path is not None else INT32_MAX
+            request.be_steady(until_len, block_end, table.views(self._groups))
+        else:
+            request.be_steady(0)
 
     def _steady_until_len(self, request: Request, table: Table) -> int:
-        """Up to where nothing can happen to a decoding request: its pages last, no block is whole,
-        and it does not end."""
+        """Up to where a decoding request's pages last and it does not end; 0 of any other."""
         spec, known = request.spec, len(request.tokens)
         scored = request.scored_len >= request.score_end
         if known - request.cached_len != 1 or known == len(spec.prompt) or not scored:
             return 0
         if spec.items or table.pending or not spec.max_new_tokens:
             return 0
-        block = request.path.node.end + self.tree.unit if request.path is not None else INT32_MAX
-        end = len(spec.prompt) + spec.max_new_tokens - 1
-        return min(request.room, block - 1, end - 1)
+        return min(request.room, len(spec.prompt) + spec.max_new_tokens - 2)
 
     def _keep(self, piece: Piece, accepted: Sequence[Accepted]) -> None:
         """The keys of settled rows become matchable; those of a tree move to their places with the
