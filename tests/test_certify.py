@@ -19,8 +19,8 @@ from lockstep.models import loader
 from lockstep.models.loader import Loaded
 from lockstep.run import certify as certificates
 from lockstep.run import runner
-from lockstep.run.certify import NotCertified, large, pieces, row_counts
-from lockstep.run.probe import Edges, Piece, consecutive
+from lockstep.run.certify import NotCertified, large, ranges, row_counts
+from lockstep.run.probe import Edges, RowRange, consecutive
 
 LONG = {"max_position_embeddings": 2048}  # room for a split and a window
 
@@ -213,9 +213,11 @@ def test_the_row_counts_are_all_multiples_of_64_and_the_largest_step():
 @pytest.mark.parametrize("kind", certificates.KINDS)
 def test_every_kind_of_step_has_the_rows_it_says(kind):
     positions = [0, 1, 2, 59, 60, 61, 62, 63, 64, 500, 511, 512, 513, 0, 1]
-    made = pieces(kind, positions)
+    made = ranges(kind, positions)
     assert sum(p.rows for p in made) == len(positions)
-    assert {"decode": made[3] == Piece(59, 60), "chunks": made[1] == Piece(59, 65)}.get(kind, True)
+    assert {"decode": made[3] == RowRange(59, 60), "chunks": made[1] == RowRange(59, 65)}.get(
+        kind, True
+    )
     assert any(p.branches == 2 for p in made) == (kind == "drafts")
     for nth, rows in enumerate(row_counts(512)):
         assert sum(p.rows for p in large(rows, nth, 576)) == rows

@@ -29,7 +29,7 @@ from lockstep.kernels.cpu.threads import limited
 from lockstep.models.loader import Info
 from lockstep.nn.decoder import Decoder, Model
 from lockstep.run import probe
-from lockstep.run.probe import Piece, Sources, Subject, consecutive, same
+from lockstep.run.probe import RowRange, Sources, Subject, consecutive, same
 from lockstep.types import RuleError
 
 ROWS = 64  # every row count up to this, and every multiple of it above
@@ -96,7 +96,7 @@ def _sequence(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
         steps = probe.Sequence(subject)
         alone = steps.edges.positions
         for p in alone:
-            if steps.differs([Piece(p, p + 1)]) or steps.keys_differ(p):
+            if steps.differs([RowRange(p, p + 1)]) or steps.keys_differ(p):
                 _refuse(f"position {p}, alone and in a chunk of {probe.CHUNK}", 1)
     steps.driver.runner.buckets = subject.buckets
     yield steps.hidden[alone]
@@ -107,7 +107,7 @@ def _sequence(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
     longs = [(f"{n} rows (long chunks)", large(n, i, whole)) for i, n in enumerate(counts)]
     for t, count in enumerate(threads):
         named = [(n, kinds[(n + t) % len(kinds)]) for n in range(1, ROWS + 1)]
-        trials = [(f"{n} rows ({kind})", pieces(kind, ends(rows, n))) for n, kind in named]
+        trials = [(f"{n} rows ({kind})", ranges(kind, ends(rows, n))) for n, kind in named]
         _prove(count, steps.differs, trials)
         _prove(count, steps.differs, longs if count == threads[-1] else longs[-1:])
     yield _head(subject, steps.hidden[alone[:ROWS]], threads)
@@ -126,44 +126,44 @@ def _prove(count: int, differs: Callable[[T], bool], trials: Iterable[tuple[str,
                 _refuse(what, count)
 
 
-def pieces(kind: str, positions: Sequence[int]) -> list[Piece]:
+def ranges(kind: str, positions: Sequence[int]) -> list[RowRange]:
     """The rows at these positions as requests of a step, as many rows as there are positions.
 
     decode: one row each; chunks: runs of rows; mixed: one half of a run as a chunk, the other row
     by row; drafts: runs as nodes, two equal chains and one chain in turns.
     """
     if kind == "decode":
-        return [Piece(p, p + 1) for p in positions]
-    out: list[Piece] = []
+        return [RowRange(p, p + 1) for p in positions]
+    out: list[RowRange] = []
     for nth, (begin, end) in enumerate(consecutive(positions)):
         middle = begin + (end - begin) // 2
         if kind == "chunks":
-            out.append(Piece(begin, end))
+            out.append(RowRange(begin, end))
         elif kind == "mixed":
-            out += [Piece(begin, middle)] if middle > begin else []
-            out += [Piece(p, p + 1) for p in range(middle, end)]
+            out += [RowRange(begin, middle)] if middle > begin else []
+            out += [RowRange(p, p + 1) for p in range(middle, end)]
         elif nth % 2 or middle == begin:
-            out.append(Piece(begin, end, branches=1))
+            out.append(RowRange(begin, end, branches=1))
         else:  # twice the first half, and the row that an odd number leaves
-            out.append(Piece(begin, middle, branches=2))
-            out += [Piece(end - 1, end)] if (end - begin) % 2 else []
+            out.append(RowRange(begin, middle, branches=2))
+            out += [RowRange(end - 1, end)] if (end - begin) % 2 else []
     return out
 
 
-def large(rows: int, nth: int, whole: int) -> list[Piece]:
+def large(rows: int, nth: int, whole: int) -> list[RowRange]:
     """So many rows as whole prompts, or, where nth is odd, as chunks and a decoding row.
 
     The first of these chunks is short: between half a tile and a little more than one.
     """
     prefix = min(nth % 2 * (7 * nth + 1), whole // 2)
-    out = [Piece(whole - 1, whole)] if prefix else []
+    out = [RowRange(whole - 1, whole)] if prefix else []
     if prefix:
         short = min(ROWS // 2 + 5 * nth, whole - prefix, rows - 1)
-        out.append(Piece(prefix, prefix + short))
-    left = rows - sum(piece.rows for piece in out)
+        out.append(RowRange(prefix, prefix + short))
+    left = rows - sum(part.rows for part in out)
     while left > 0:
         end = min(prefix + left, whole)
-        out.append(Piece(prefix, end))
+        out.append(RowRange(prefix, end))
         left -= end - prefix
     return out
 

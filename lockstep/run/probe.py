@@ -92,7 +92,7 @@ def one_of_each(model: Model) -> Model:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowRange:
     """One request of a step: rows [begin, end) of the sequence behind its keys [0, begin).
 
     `branches` 0 computes plain rows; 1 makes them a chain of draft nodes, 2 two equal chains.
@@ -206,7 +206,7 @@ class Sequence:
         for begin, end in [*chunks, *self.edges.runs]:
             if end > done:
                 self._copy_keys(done, begin)
-                self.hidden[begin:end] = self._run([Piece(begin, end)], [self.table])
+                self.hidden[begin:end] = self._run([RowRange(begin, end)], [self.table])
                 done = end
 
     def _copy_keys(self, begin: int, end: int) -> None:
@@ -221,36 +221,36 @@ class Sequence:
             if pool is not None:
                 pool.move(torch.from_numpy(moves))
 
-    def _run(self, pieces: Many[Piece], tables: Many[Table]) -> Tensor:
+    def _run(self, ranges: Many[RowRange], tables: Many[Table]) -> Tensor:
         """The rows of a step."""
         shares = [
             Share(
                 request=table,
-                ids=self.ids[piece.positions],
-                cached_len=piece.begin,
-                parents=piece.parents,
+                ids=self.ids[part.positions],
+                cached_len=part.begin,
+                parents=part.parents,
                 emit=(0,),
                 cross_len=self.source_len,
             )
-            for piece, table in zip(pieces, tables, strict=True)
+            for part, table in zip(ranges, tables, strict=True)
         ]
         return self.driver.step(self.generate, shares).rows
 
-    def differs(self, pieces: Many[Piece]) -> bool:
-        """Computes the pieces in one step; whether a row has other bits than the sequence has."""
+    def differs(self, ranges: Many[RowRange]) -> bool:
+        """Computes the ranges in one step; whether a row has other bits than the sequence has."""
         seen: Counter[int] = Counter()
         tables, passing = [], []
-        for piece in pieces:
-            if piece.rows == 1 and not piece.branches:
-                tables.append(self._single(piece, seen[piece.begin]))
-                seen[piece.begin] += 1
+        for part in ranges:
+            if part.rows == 1 and not part.branches:
+                tables.append(self._single(part, seen[part.begin]))
+                seen[part.begin] += 1
             else:
-                tables.append(self._fork(piece))
+                tables.append(self._fork(part))
                 passing.append(tables[-1])
-        rows = self._run(pieces, tables)
+        rows = self._run(ranges, tables)
         for table in passing:
             table.close()
-        return not same(rows, self.hidden[torch.cat([piece.positions for piece in pieces])])
+        return not same(rows, self.hidden[torch.cat([part.positions for part in ranges])])
 
     def keys_differ(self, position: int) -> bool:
         """Whether the row that was computed alone stored other keys than the sequence has."""
@@ -259,16 +259,16 @@ class Sequence:
         alone, known = (stored(self.driver, table, self.groups, at) for table in tables)
         return not all(map(torch.equal, alone, known))
 
-    def _single(self, piece: Piece, nth: int) -> Table:
-        key = (piece.begin, nth)
+    def _single(self, part: RowRange, nth: int) -> Table:
+        key = (part.begin, nth)
         if key not in self.alone:
-            self.alone[key] = self._fork(piece)
+            self.alone[key] = self._fork(part)
         return self.alone[key]
 
-    def _fork(self, piece: Piece) -> Table:
+    def _fork(self, part: RowRange) -> Table:
         """A request with the first keys of the sequence, without those behind its windows."""
-        table = self.table.fork(piece.begin)
-        table.release(piece.begin)
+        table = self.table.fork(part.begin)
+        table.release(part.begin)
         return table
 
 

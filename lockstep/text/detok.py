@@ -20,7 +20,7 @@ Ids = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """New text, and the stop string behind it that ended it, if one did."""
 
     text: str
@@ -126,22 +126,22 @@ class Stops:
         self.stops = tuple(stops)
         self.held = ""  # the longest end of the text that may be the beginning of a stop string
 
-    def feed(self, text: str) -> Piece:
+    def feed(self, text: str) -> TextPiece:
         """The text that is certain now, or the rest of it before a stop string."""
         text = self.held + text
         found = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:
             _, at, stop = min(found)
             self.held = ""
-            return Piece(text[:at], stop)
+            return TextPiece(text[:at], stop)
         keep = self._partial(text)
         self.held = text[len(text) - keep :]
-        return Piece(text[: len(text) - keep])
+        return TextPiece(text[: len(text) - keep])
 
-    def skip(self, text: str) -> Piece:
+    def skip(self, text: str) -> TextPiece:
         """Text in which nothing is looked for, and what was held back: before min_tokens."""
         text, self.held = self.held + text, ""
-        return Piece(text)
+        return TextPiece(text)
 
     def finish(self) -> str:
         """What was held back: no text follows."""
@@ -165,19 +165,19 @@ class Stream:
         self.detok, self.stops = Detok(tokenizer, prompt_ids), Stops(stops)
         self.ended = False
 
-    def push(self, token_id: int, may_stop: bool = True) -> Piece:
+    def push(self, token_id: int, may_stop: bool = True) -> TextPiece:
         """The next token. Without `may_stop` (before min_tokens) its text is not searched."""
         if self.ended:
-            return Piece("")
+            return TextPiece("")
         text = self.detok.push(token_id)
         piece = self.stops.feed(text) if may_stop else self.stops.skip(text)
         self.ended = piece.stop is not None
         return piece
 
-    def finish(self) -> Piece:
+    def finish(self) -> TextPiece:
         """The end: what was held back, in which a stop string may still be complete."""
         if self.ended:
-            return Piece("")
+            return TextPiece("")
         self.ended = True
         piece = self.stops.feed(self.detok.finish())
-        return piece if piece.stop is not None else Piece(piece.text + self.stops.finish())
+        return piece if piece.stop is not None else TextPiece(piece.text + self.stops.finish())

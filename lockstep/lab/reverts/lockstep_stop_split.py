@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.text.detok import Piece
+from lockstep.text.detok import TextPiece
 
 SOURCE = "class: stop strings across tokens"
 TARGET = "lockstep.text.detok:Stops.feed"
@@ -36,6 +36,6 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         self.held = ""
         piece = old(self, text)
         self.held = ""
-        return piece if piece.stop is not None else Piece(text)
+        return piece if piece.stop is not None else TextPiece(text)
 
     return feed
