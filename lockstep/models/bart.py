@@ -150,13 +150,12 @@ def block(config: Any, w: WeightSource, side: str, index: int) -> PostBlock:
     d, decodes = config.d_model, side == "decoder"
     heads = config.decoder_attention_heads if decodes else config.encoder_attention_heads
     inner = config.decoder_ffn_dim if decodes else config.encoder_ffn_dim
-    scale = 1 / math.sqrt(d // heads)
-    spec = DenseSpec(d, heads, heads, d // heads, scale, bias=True, out_bias=True)
+    spec = DenseSpec.plain(d, heads)
     own = w.at("self_attn")
     qkv = own.fused(dict.fromkeys(("q_proj", "k_proj", "v_proj"), d), d, bias=True)
     out = own.linear("out_proj", d, d, True)
     layout = Layout.DENSE if decodes else Layout.FRESH
-    attn = Dense(index, spec, qkv, out, w.ops, layout=layout, causal=decodes)
+    attn = Dense(index, spec, qkv=qkv, out=out, ops=w.ops, layout=layout, causal=decodes)
     up, down = w.linear("fc1", inner, d, True), w.linear("fc2", d, inner, True)
     mlp = Mlp(up, down, Elementwise(activation(config.activation_function)), w.ops)
     plain = PostBlock(attn, norm("self_attn_layer_norm"), mlp, norm("final_layer_norm"))
@@ -165,5 +164,5 @@ def block(config: Any, w: WeightSource, side: str, index: int) -> PostBlock:
     other = w.at("encoder_attn")
     kv = other.fused(dict.fromkeys(("k_proj", "v_proj"), d), d, bias=True)
     q, out = other.linear("q_proj", d, d, True), other.linear("out_proj", d, d, True)
-    cross = Cross(config.decoder_layers + index, spec, q, kv, out)
+    cross = Cross(config.decoder_layers + index, spec, q=q, kv=kv, out=out)
     return replace(plain, cross=cross, cross_norm=norm("encoder_attn_layer_norm"))

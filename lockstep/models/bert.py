@@ -3,7 +3,6 @@ embedding."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -79,11 +78,11 @@ class BertSpec:
 
 def block(config: Any, w: WeightSource, index: int) -> PostBlock:
     d, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
-    spec = DenseSpec(d, heads, heads, d // heads, 1 / math.sqrt(d // heads))
+    spec = DenseSpec.plain(d, heads)
     own = w.at("attention", "self")
     qkv = own.fused(dict.fromkeys(("query", "key", "value"), d), d, bias=True)
     out = w.linear("attention.output.dense", d, d, True)
-    attn = Dense(index, spec, qkv, out, w.ops, layout=Layout.FRESH, causal=False)
+    attn = Dense(index, spec, qkv=qkv, out=out, ops=w.ops, layout=Layout.FRESH, causal=False)
     up = w.linear("intermediate.dense", inner, d, True)
     down = w.linear("output.dense", d, inner, True)
     return PostBlock(

@@ -9,6 +9,7 @@ by its step). A layer knows its number among the model's attention layers, and n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -69,6 +70,12 @@ class DenseSpec:
             rule = "queries and keys that are normed are rotated"
             raise RuleError(rule, "no rope", "Check config.json")
 
+    @staticmethod
+    def plain(hidden: int, heads: int) -> DenseSpec:
+        """Heads that share the row among them, without rope."""
+        d, scale = hidden // heads, 1 / math.sqrt(hidden // heads)
+        return DenseSpec(hidden=hidden, heads=heads, kv_heads=heads, head_dim=d, scale=scale)
+
     def build(self, w: WeightSource, index: int) -> Dense:
         d, norm = self.head_dim, self.qk_norm
         q, kv = self.heads * d, self.kv_heads * d
@@ -78,7 +85,7 @@ class DenseSpec:
         if norm:
             qk_norm = stack([norm.weight(w, name, d) for name in ("q_norm", "k_norm")])
         sinks = w.tensor("sinks", self.heads) if self.sinks else None
-        return Dense(index, self, qkv, out, w.ops, qk_norm=qk_norm, sinks=sinks)
+        return Dense(index, self, qkv=qkv, out=out, ops=w.ops, qk_norm=qk_norm, sinks=sinks)
 
     def group(self, layout: Layout, causal: bool, sinks: Sinks = None) -> GroupSpec:
         """One layer of it as a group of its own."""
@@ -125,7 +132,7 @@ class Dense:
         s = self.spec
         eps = s.qk_norm.eps if s.qk_norm else 0.0
         interleaved = s.rope is not None and s.rope.interleaved
-        return Heads(s.heads, s.kv_heads, s.head_dim, eps, interleaved)
+        return Heads(s.heads, s.kv_heads, s.head_dim, eps=eps, interleaved=interleaved)
 
     def group(self) -> GroupSpec:
         """The layer as a group of its own."""
