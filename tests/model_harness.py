@@ -1,5 +1,5 @@
-"""A small engine for tests of models: tables, pools, plans and steps, and tiny models made by
-transformers' own classes.
+"""A small engine for tests of models: steps by the driver, in poisoned pools, and tiny models made
+by transformers' own classes.
 
 `Engine.step` runs rows of several requests in one step; everything above a step (scheduling,
 sampling, prefix trees) is missing on purpose.
@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,13 +19,11 @@ from torch import Tensor
 
 from lockstep.attention import select
 from lockstep.kernels.cpu.ops import Ops
-from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import Table
-from lockstep.plan.build import Work, build
-from lockstep.plan.check import check
-from lockstep.run.step import standalone
-from lockstep.types import GroupSpec, Layout
+from lockstep.run.driver import Share, StepDriver
+from lockstep.run.kind import EMBED, ENCODE, GENERATE, group_specs, kinds_of
+from lockstep.types import Layout
 
 Batch = Sequence[tuple["Request", Sequence[int]]]
 CPU = Ops()
@@ -61,21 +60,18 @@ class Engine:
     """Pools for the groups of a model; `step` computes new rows of some requests."""
 
     def __init__(self, model: Any, page_size: int = 16) -> None:
-        self.model, self.page_size = model, page_size
-        self.specs = model.groups(page_size)
-        self.backend, _ = select.select("cpu", self.specs, "cpu")
-        made = [self._pool(s) for s in self.specs]
-        self.pages, self.pools = [p for p, _ in made], [p for _, p in made]
-
-    @staticmethod
-    def _pool(spec: GroupSpec) -> tuple[PagePool | None, Pool | None]:
-        if spec.layout is Layout.FRESH:
-            return None, None
-        count = PAGES // spec.page_size + 2
-        return PagePool(count), Pool(spec, count, CPU, poisoned)
+        self.model = model
+        self.kinds = kinds_of(model, SimpleNamespace(encoder=hasattr(model, "encode")), page_size)
+        specs = group_specs(self.kinds.values())
+        pages = [0 if s.layout is Layout.FRESH else PAGES // s.page_size + 2 for s in specs]
+        self.driver = StepDriver(self.kinds, pages, select.select("cpu", specs, "cpu")[0])
+        self.driver.runner.pools = [
+            Pool(spec, count, CPU, poisoned) if count else None
+            for spec, count in zip(specs, pages, strict=True)
+        ]
 
     def request(self) -> Request:
-        return Request(Table(self.specs, self.pages))
+        return Request(self.driver.request())
 
     def fork(self, parent: Request, length: int) -> Request:
         """A second request that starts from the first `length` keys of another."""
@@ -83,70 +79,28 @@ class Engine:
 
     def step(self, batch: Batch) -> Tensor:
         """The hidden rows of every request's new ids, computed in one step."""
-        for request, new in batch:
-            request.table.reserve(request.cached + len(new), cross_len=request.cross)
-        works = [
-            Work(r.cached, len(new), self._held(r, self.specs), cross_len=r.cross)
-            for r, new in batch
-        ]
-        out = self._run(self.model, batch, works, self.specs, self.model.layer_map)
+        shares = [Share(r.table, new, r.cached, cross_len=r.cross) for r, new in batch]
+        out = self._run(GENERATE, shares)
         for request, new in batch:
             request.cached += len(new)
             request.ids += new
-            request.table.moved()
             request.table.release(request.cached)
         return out
 
     def encode(self, batch: Batch) -> Tensor:
         """The encoder's rows of every request's source; their cross keys are stored."""
-        specs = self.model.encoder_groups(self.page_size)
         for request, source in batch:
             request.cross = len(source)
-            request.table.reserve(0, cross_len=request.cross)
-        works = [
-            Work(0, len(s), self._held(r, specs), cross_len=len(s), cross_new=len(s))
-            for r, s in batch
-        ]
-        return self._run(self.model.encode, batch, works, specs, self.model.encoder_layer_map)
+        return self._run(ENCODE, [Share(r.table, source) for r, source in batch])
 
     def embed(self, prompts: Sequence[Sequence[int]], how: str | None = None) -> Tensor:
         """Embeddings of whole prompts, in one step that keeps nothing."""
-        specs = self.model.fresh_groups()
-        batch = [(self.request(), p) for p in prompts]
-        hidden = self._run(
-            self.model,
-            batch,
-            [Work(0, len(p), (None,) * len(specs)) for p in prompts],
-            specs,
-            self.model.layer_map,
-        )
-        ends = [0, *accumulate(map(len, prompts))]
-        return self.model.embed(hidden, ends, how)
+        hidden = self._run(EMBED, [Share(self.driver.request(), p) for p in prompts])
+        return self.model.embed(hidden, [0, *accumulate(map(len, prompts))], how)
 
-    def _held(self, request: Request, specs: Sequence[GroupSpec]) -> tuple[Any, ...]:
-        return tuple(
-            None if s.layout is Layout.FRESH else request.table.pages(self.specs.index(s))
-            for s in specs
-        )
-
-    def _run(
-        self,
-        run: Any,
-        batch: Batch,
-        works: list[Work],
-        specs: Sequence[GroupSpec],
-        places: Sequence[Any],
-    ) -> Tensor:
-        pools = [
-            None if s.layout is Layout.FRESH else self.pools[self.specs.index(s)] for s in specs
-        ]
-        plan = build(specs, works)
-        check(plan, tuple(p.num_pages if p else 0 for p in pools))
-        step = standalone(plan, self.backend, pools, places)
-        step.relocate()
-        ids = torch.tensor([i for _, new in batch for i in new])
+    def _run(self, kind: str, shares: list[Share]) -> Tensor:
         with torch.no_grad():
-            return run(ids, torch.from_numpy(plan.positions.copy()), step)
+            return self.driver.step(self.kinds[kind], shares).rows
 
     def whole(
         self, ids: Sequence[int], chunk: int | None = None, request: Request | None = None

@@ -114,6 +114,8 @@ class AttentionHarness:
         self.tables: dict[int, Table] = {}
         self.used: set[tuple[int, int]] = set()  # (group, page) that somebody has given back
         self.pads: dict[tuple[int, int], list[Result]] = {}  # alone, by group and length
+        self.results: list[tuple[int, int, Result]] = []  # of the last step, by group and layer
+        self.step_uids: list[int] = []
         n = len(script.parents)
         self.record = Record(
             [[torch.full((n, s.heads, s.d_v), torch.nan) for _ in s.layers] for s in self.specs],
@@ -179,6 +181,9 @@ class AttentionHarness:
     def _cross_len(self, act: Compute) -> int:
         return len(self.script.encoder_uids.get(act.request, ()))
 
+    def _depths(self, act: Compute) -> list[int]:
+        return [len(self.script.path(uid)) for uid in act.uids]
+
     def _launch(self, computes: list[Compute], groups: tuple[int, ...]) -> None:
         before = self._memory() if self.setting.inspect else None
         plan = self.compute(computes, groups)
@@ -200,8 +205,7 @@ class AttentionHarness:
 
     def compute(self, computes: list[Compute], groups: tuple[int, ...]) -> StepPlan:
         """Runs a step; `results` are what its layers came to."""
-        self.results: list[tuple[int, int, Result]] = []
-        self.step_uids = [uid for act in computes for uid in act.uids]
+        self.results, self.step_uids = [], [uid for act in computes for uid in act.uids]
         plan = self.plan(computes, groups)
         self.runner.run(plan, self.step_uids, self.kinds[groups])
         return plan
@@ -279,7 +283,7 @@ class AttentionHarness:
         ]
         if plan.emit[: plan.real.emits].tolist() != emits:
             self._fault(f"plan: emits rows {plan.emit.tolist()[:8]}, not {emits[:8]}")
-        ends = [max(len(self.script.path(u)) for u in a.uids) for a in computes]
+        ends = [max(self._depths(a)) for a in computes]
         crosses = [self._cross_len(a) for a in computes]
         for g, group in zip(groups, plan.groups, strict=True):
             want = crosses if self.specs[g].layout is Layout.CROSS else ends
@@ -308,6 +312,7 @@ class AttentionHarness:
         real = slice(0, plan.real.tokens)
         positions, tails = plan.positions[real], plan.start[real] <= plan.positions[real]
         plain = [a for a in computes if a.parents is None and not a.encoder]
+        trees = [a for a in computes if a.parents is not None]
         count = {
             "steps": 1,
             "empty_steps": not computes,
@@ -318,7 +323,7 @@ class AttentionHarness:
             "prefix_rows": sum(len(a.uids) for a in computes if a.cached_len),
             "rejected_rows": sum(len(a.uids) - a.keep for a in plain),
             "tail_rows": tails.sum(),
-            "shallow_ends": sum(self._shallow(a) for a in computes if a.parents is not None),
+            "shallow_ends": sum(self._depths(a)[-1] < max(self._depths(a)) for a in trees),
             "infinite_keys": len(set(self.step_uids) & set(self.script.infinite)),
             "encoder_rows": sum(len(a.uids) for a in computes if a.encoder),
         }
@@ -338,11 +343,6 @@ class AttentionHarness:
             self.record.counters.update(count)
             if isinstance(group, PagedGroup):
                 self._count_pages(g, group)
-
-    def _shallow(self, act: Compute) -> bool:
-        """Whether a tree's last row is not its deepest."""
-        depths = [len(self.script.path(uid)) for uid in act.uids]
-        return depths[-1] < max(depths)
 
     def _sort(self, computes: list[Compute]) -> None:
         """Which rows were batched, had a prefix, were decoded, hung in a tree."""

@@ -23,7 +23,7 @@ from lockstep.lab.guard import poison, shuffle
 from lockstep.lab.options import FULL, RunOptions
 from lockstep.lab.properties import Judgement
 from lockstep.lab.recipes import Recipe, recipe
-from lockstep.lab.recompute import Answer, Order, Recompute
+from lockstep.lab.recompute import Order, Recompute
 from lockstep.lab.tiny import BART, CONTEXT, LLAMA, Tiny, checkpoint, parts
 from lockstep.lab.values import Values
 from lockstep.llm.engine import Engine, Launched, Parts
@@ -252,8 +252,11 @@ class EngineHarness(Judgement):
         out, found = job.output(""), list[str]()
         seeded = order if order.params.seed is not None else replace(order, params=job.params)
         want = oracle.completions(seeded, [c.token_ids for c in out.completions])
+        begin, source = oracle.placed(order.prompt)
         for have, answer in zip(out.completions if want else (), want, strict=True):
-            self._claim(order.prompt, answer, oracle)
+            # whose bits are compared is compared in value with the plain model at the end
+            ids, told = (*begin, *answer.token_ids), (answer.logprobs, answer.best)
+            self.values.claim(ids, len(begin), *told, source, oracle.kv_dtype)
             n, ended = len(have.token_ids), order.abort is None and bool(job.done)
             name = f"{who} completion {have.index}" if len(want) > 1 else who
             short = (have.token_ids, have.finish_reason) != (tuple(answer.token_ids), answer.finish)
@@ -298,13 +301,6 @@ class EngineHarness(Judgement):
         self.values.claim(ids, len(begin), scores, source=source)
         return scores
 
-    def _claim(self, prompt: tuple[int, ...], answer: Answer, oracle: Recompute) -> None:
-        """An answer whose bits are compared is compared in value with the plain model at the
-        end."""
-        begin, source = oracle.placed(prompt)
-        ids = (*begin, *answer.token_ids)
-        self.values.claim(ids, len(begin), answer.logprobs, answer.best, source, oracle.kv_dtype)
-
 
 def stream_faults(job: Generation, stream: Sequence[Chunk]) -> list[str]:
     """Where what was streamed is not what the answer says at the end."""
@@ -336,22 +332,16 @@ def _list(ids: Sequence[int]) -> str:
 
 
 def judge(recipe: Recipe, tiny: Tiny, backend: Backend, options: RunOptions = FULL) -> Judgement:
-    """Plays a recipe and judges the values of what came out."""
+    """Plays a recipe, and judges the values of what came out by the plain float64 model."""
     rig = EngineHarness(tiny, backend, options)
     recipe.play(rig, options.quick)
-    judge_values(rig)
+    verdict = rig.values.verdict()
+    if verdict.judged or verdict.faults:
+        rig.out_error, rig.tolerance_used = verdict.error, verdict.used
+        held = f"{verdict.judged} numbers, max error {verdict.error:.3g}, "
+        held += f"{verdict.used:.3g} of the tolerance"
+        if verdict.undecided:
+            held += f"; {verdict.undecided} behind experts too close to tell apart are left out"
+        rig.note("value", verdict.faults, held)
     rig.require(recipe.required_counters)
     return rig
-
-
-def judge_values(rig: EngineHarness) -> None:
-    """What the engine's layers say, against the plain float64 model, within `values`' tolerance."""
-    verdict = rig.values.verdict()
-    if not verdict.judged and not verdict.faults:
-        return
-    rig.out_error, rig.tolerance_used = verdict.error, verdict.used
-    held = f"{verdict.judged} numbers, max error {verdict.error:.3g}, "
-    held += f"{verdict.used:.3g} of the tolerance"
-    if verdict.undecided:
-        held += f"; {verdict.undecided} behind experts too close to tell apart are left out"
-    rig.note("value", verdict.faults, held)

@@ -28,6 +28,7 @@ class Guarded:
         self.device = device.place
         self._bands: list[tuple[str, Tensor, Tensor]] = []
         self._inputs: list[tuple[str, Tensor, Tensor]] = []
+        self.image: Ints = np.zeros(0, np.int32)  # of the last step
 
     def storage(
         self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device

@@ -133,10 +133,8 @@ def row_sets(feature: Feature, script: Script, g: int) -> list[tuple[int, list[i
     """(begin, path, keys) of group g: rows path[begin:], which stand at these positions, over keys
     in position order; each row once."""
     encoders = set(script.encoder_uids.values())
-    only_encodes, crosses = (
-        g in feature.encode and g not in feature.decode,
-        g in feature.encode and g in feature.decode,
-    )
+    only_encodes = g in feature.encode and g not in feature.decode
+    crosses = g in feature.encode and g in feature.decode
     sets, done = [], set[int]()
     for uid in leaf_uids(script):
         path = script.path(uid)
@@ -144,9 +142,8 @@ def row_sets(feature: Feature, script: Script, g: int) -> list[tuple[int, list[i
             continue
         begin = sum(u in done for u in path)
         done.update(path)
-        sets.append(
-            (begin, path, list(script.encoder_uids[script.owner[uid]]) if crosses else path)
-        )
+        keys = list(script.encoder_uids[script.owner[uid]]) if crosses else path
+        sets.append((begin, path, keys))
     return sets
 
 
@@ -162,11 +159,7 @@ def _attend(
         scores = attn.soft_cap * torch.tanh(scores / attn.soft_cap)
         off = off + 4 * U * attn.soft_cap
     p, j = torch.arange(begin, begin + len(q))[:, None], torch.arange(n)[None, :]
-    sees = (
-        (j <= p) & (j > p - (spec.window or n + begin + 1))
-        if spec.causal
-        else torch.ones(len(q), n, dtype=torch.bool)
-    )
+    sees = (j <= p) & (j > p - (spec.window or n + begin + 1)) | (not spec.causal)
     scores, off = scores.masked_fill(~sees, -torch.inf), off.masked_fill(~sees, 0)
     sinks = torch.full((spec.heads, len(q), 1), -torch.inf, dtype=torch.float64)
     if attn.sinks is not None:
