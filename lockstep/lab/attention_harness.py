@@ -113,7 +113,8 @@ class AttentionHarness:
         shuffle(self.pages, setting.seed)
         self.tables: dict[int, Table] = {}
         self.used: set[tuple[int, int]] = set()  # (group, page) that somebody has given back
-        self.pads: dict[tuple[int, int], list[Result]] = {}  # alone, by group and length
+        self.alone: dict[int, AttentionHarness] = {}  # of pad requests, by group
+        self.pads: dict[tuple[int, int], list[Result]] = {}  # their results, by group and length
         self.results: list[tuple[int, int, Result]] = []  # of the last step, by group and layer
         self.step_uids: list[int] = []
         n = len(script.parents)
@@ -262,14 +263,17 @@ class AttentionHarness:
         return found
 
     def pad_request(self, g: int, length: int) -> list[Result]:
-        """What every layer makes of a pad request of `length` rows in a step and a cache of its
-        own: token 0 at positions 0, 1, ..., which reads what this step wrote for it."""
-        if (g, length) not in self.pads:
+        """What every layer makes of a pad request of `length` rows in a step and pages of its own:
+        token 0 at positions 0, 1, ..., which reads what this step wrote for it."""
+        if g not in self.alone:
             feature = Feature("pad", "one group", (lambda _: self.specs[g],))
             script, setting = Script(), Setting(checks=False, device=self.setting.device)
-            script.extend(script.open(), length)
-            alone = AttentionHarness(feature, script, [self.rows[g]], self.backend, setting)
-            alone.compute([Compute(0, (0,) * length, cached_len=0, keep=length)], (0,))
+            script.extend(script.open(), 2 * len(self.script.parents))  # room for every length
+            self.alone[g] = AttentionHarness(feature, script, [self.rows[g]], self.backend, setting)
+        if (g, length) not in self.pads:
+            alone = self.alone[g]
+            alone.compute([Compute(length, (0,) * length, cached_len=0, keep=length)], (0,))
+            alone._freed(alone.tables.pop(length).close())
             self.pads[g, length] = [result for _, _, result in alone.results]
         return self.pads[g, length]
 

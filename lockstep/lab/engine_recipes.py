@@ -26,7 +26,7 @@ from lockstep.lab.engine_harness import (
     same_bits,
 )
 from lockstep.lab.recompute import Order
-from lockstep.lab.tiny import BART, EOS, Letters, Tiny, words
+from lockstep.lab.tiny import BART, EOS, Letters, words
 from lockstep.llm.job import Generation
 from lockstep.sample.params import SamplingParams
 
@@ -51,11 +51,6 @@ GRIDS: dict[str, Any] = {
     "chunked_prefill_size": 64,
 }
 REPLAYS = 8  # of an engine, at least
-
-
-def encodes(tiny: Tiny) -> bool:
-    """Only an encoder-decoder has sources."""
-    return tiny is BART
 
 
 def orders_of(*pairs: tuple[int, SamplingParams], late: int = 0) -> list[Order]:
@@ -288,7 +283,9 @@ def stream(rig: EngineHarness, quick: bool) -> None:
 
 
 @engine_recipe(
-    "engine-encoder", "preempted", "forked", "hit_tokens", "item_forks", applies_to=encodes
+    "engine-encoder",
+    *("preempted", "forked", "hit_tokens", "item_forks"),
+    applies_to=lambda tiny: tiny is BART,  # only an encoder-decoder has sources
 )
 def encoder(rig: EngineHarness, quick: bool) -> None:
     """Sources read by an encoder.

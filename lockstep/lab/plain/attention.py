@@ -1,6 +1,10 @@
-"""Softmax attention over a whole sequence, and the grouped-query layer that most decoders use.
+"""Softmax attention over a whole sequence, and the two layers that decoders use: grouped-query, and
+multi-head latent attention.
 
 `attend` is the one formula: scores, a mask of who sees whom, softmax, a weighted mean of values.
+In latent attention keys and values of all heads come from one small row per token: a latent
+(kv_lora_rank), and one rotated key part that all heads share. Here the latent is expanded to every
+head's keys and values, as the paper defines it.
 """
 
 from __future__ import annotations
@@ -11,7 +15,9 @@ import torch
 from torch import Tensor
 
 from lockstep.lab.plain.layers import Config, Weights, linear, rms_norm, soft_cap
-from lockstep.lab.plain.rope import rotate_halves, rotation
+from lockstep.lab.plain.rope import Rotation, rotate_halves, rotate_pairs, rotation, temperature
+
+LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,3 +94,59 @@ def grouped_query(x: Tensor, config: Config, weights: Weights, kind: GroupedQuer
     scoring = Scoring(kind.scale or width**-0.5, kind.cap, sinks)
     mixed = attend(q, k, v, causal(len(x), kind.window), scoring)
     return linear(mixed, weights, "o_proj", kind.out_bias)
+
+
+def latent_attention(x: Tensor, config: Config, weights: Weights) -> Tensor:
+    """x [n, hidden] → [n, hidden]."""
+    turn = rotation(config["rope_parameters"], config["qk_rope_head_dim"], config, len(x))
+    q = queries(x, config, weights, turn)
+    k, v = keys_and_values(x, config, weights, turn)
+    mixed = attend(q, k, v, causal(len(x)), Scoring(score_scale(config)))
+    return linear(mixed, weights, "o_proj", config["attention_bias"])
+
+
+def queries(x: Tensor, config: Config, weights: Weights, turn: Rotation) -> Tensor:
+    """[n, heads, nope + rope], straight from the row or through a low rank and its norm."""
+    if config["q_lora_rank"] is None:
+        q = linear(x, weights, "q_proj", bias=False)
+    else:
+        low = linear(x, weights, "q_a_proj", config["attention_bias"])
+        low = rms_norm(low, weights["q_a_layernorm.weight"], LATENT_EPS)
+        q = linear(low, weights, "q_b_proj", bias=False)
+    q = split_heads(q, config["num_attention_heads"])
+    nope, rope = split_at(q, config["qk_nope_head_dim"])
+    return torch.cat((nope, rotate(rope, config, turn)), -1)
+
+
+def keys_and_values(
+    x: Tensor, config: Config, weights: Weights, turn: Rotation
+) -> tuple[Tensor, Tensor]:
+    """Keys [n, heads, nope + rope], the rope part the same for all, and values [n, heads, v]."""
+    compressed = linear(x, weights, "kv_a_proj_with_mqa", config["attention_bias"])
+    latent, shared = split_at(compressed, config["kv_lora_rank"])
+    latent = rms_norm(latent, weights["kv_a_layernorm.weight"], LATENT_EPS)
+    heads = config["num_attention_heads"]
+    expanded = split_heads(linear(latent, weights, "kv_b_proj", bias=False), heads)
+    nope, v = split_at(expanded, config["qk_nope_head_dim"])
+    shared = rotate(shared[:, None], config, turn).expand(-1, heads, -1)
+    return torch.cat((nope, shared), -1), v
+
+
+def split_at(x: Tensor, column: int) -> tuple[Tensor, Tensor]:
+    """The columns before and from `column`."""
+    return x[..., :column], x[..., column:]
+
+
+def rotate(x: Tensor, config: Config, turn: Rotation) -> Tensor:
+    """V2 turns neighbouring columns, V3 those or halves, as its config says."""
+    in_pairs = config["model_type"] == "deepseek_v2" or config["rope_interleave"]
+    return rotate_pairs(x, turn) if in_pairs else rotate_halves(x, turn)
+
+
+def score_scale(config: Config) -> float:
+    """One over the root of a key's width, times yarn's temperature for both sides."""
+    params = config["rope_parameters"]
+    scale = float((config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) ** -0.5)
+    if params["rope_type"] != "default" and params.get("mscale_all_dim"):
+        scale *= temperature(params["factor"], params["mscale_all_dim"]) ** 2
+    return scale

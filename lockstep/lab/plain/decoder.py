@@ -10,9 +10,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from lockstep.lab.plain import moe
-from lockstep.lab.plain.attention import GroupedQuery, grouped_query
+from lockstep.lab.plain.attention import GroupedQuery, grouped_query, latent_attention
 from lockstep.lab.plain.layers import Config, Weights, gated_mlp, linear, rms_norm, soft_cap
-from lockstep.lab.plain.mla import latent_attention
 
 GEMMA = ("gemma2", "gemma3_text")
 LATENT = ("deepseek_v2", "deepseek_v3")
