@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep import cli
-from lockstep.lab.mutate import campaign, draw, pool, reach, tree, verdicts
+from lockstep.lab.mutate import campaign, draw, pool, reach, tree, trial, verdicts
 from lockstep.lab.mutate.draw import Mutant
 from lockstep.types import RuleError
 
@@ -217,7 +218,7 @@ def test_a_map_is_kept_until_a_file_that_was_reached_changes(
         ({"lockstep/toy.py": "x"}, 2),
     ):
         store = Counted(tmp_path, toy, {**sources, **changes})
-        found = reach.load(store, asked, crew, lambda name, bad: None)
+        found = store.load(asked, crew, lambda name, bad: None)
         assert len(found.units) == 5 and len(measured) == times
 
 
@@ -279,6 +280,28 @@ def test_mutants_are_killed_hang_or_live_and_the_rest_finds_what_coverage_did_no
     assert again.todo() == [] and again.journal.fates == fates and again.rest_len() == 0, (
         "a run that was ended goes on where it was"
     )
+
+
+def test_an_error_ends_the_jobs_under_way_and_nothing_is_known_of_them(toy: Path, tmp_path: Path):
+    """What a job had said when the user ended the run was taken for all that it says."""
+    trees = tree.Trees(toy, tmp_path)
+    trees.renew()
+    crew, begun, ended = pool.Crew(trees, 2, warm=()), threading.Event(), list[str]()
+    changes = draw.combined([mutant(toy, "NumberReplacer", line_of("n -= 1"), nth=1)], toy)
+
+    def work(endless: bool) -> None:
+        if not endless:
+            begun.wait()
+            raise KeyboardInterrupt
+        begun.set()
+        try:
+            crew.run(trial.Job(units=["tests/test_toy.py::test_countdown"], changes=changes))
+        except RuntimeError as error:
+            ended.append(str(error))
+
+    with pytest.raises(KeyboardInterrupt):
+        list(crew.map(work, [False, True]))
+    assert ended == ["the run was ended: what this job came to is not known"]
 
 
 def test_who_was_killed_by_a_test_that_changed_is_tried_again_and_survivors_if_any_test_did(

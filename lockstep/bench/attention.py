@@ -2,8 +2,7 @@
 contiguous K/V.
 
 Decode and prefill shapes, fp32, pages of 16 in shuffled order; the ratio is what counts. Also: what
-`plan.check` costs, and whether the memory arithmetic is the memory. `lockstep bench attention
---device cpu` calls `run`.
+`plan.check` costs. `lockstep bench attention --device cpu` calls `run`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from lockstep.bench.results import failed, line, result, summary
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
-from lockstep.kv.sizing import group_bytes
 from lockstep.kv.tables import Table
 from lockstep.lab.document import publish
 from lockstep.plan.build import Work, build
@@ -81,14 +79,13 @@ def cases(quick: bool) -> list[Case]:
 def run(args: argparse.Namespace) -> int:
     """Measures every case; prints a table, writes JSON, returns 1 if a target was missed."""
     threads = set_threads(args.threads)
-    checks, memory = check_times(), memory_check()  # first, in a fresh process
+    checks = check_times()  # first, in a fresh process
     document: dict[str, Any] = {
         "environment": place(threads),
         "quick": args.quick,
         "page_size": PAGE,
         "cases": [],
         "plan_check_us": checks,
-        "memory_bytes": memory,
     }
     for case in cases(args.quick):
         note(case.name)
@@ -96,12 +93,8 @@ def run(args: argparse.Namespace) -> int:
         measured = result(timing.scaled(1e6), "us", case.targets, quick=args.quick)
         document["cases"].append({"case": case.name, **measured})
         tell(line(document["cases"][-1]))
-    told = [
-        summary(document),
-        "plan.check: " + ", ".join(f"{k} {v:.0f} us" for k, v in checks.items()),
-        f"cache bytes: printed {memory['arithmetic']:,}, allocated {memory['storages']:,}",
-    ]
-    publish(args, document, told)
+    told = "plan.check: " + ", ".join(f"{k} {v:.0f} us" for k, v in checks.items())
+    publish(args, document, [summary(document), told])
     return int(failed(document))
 
 
@@ -181,9 +174,3 @@ def check_times() -> dict[str, float]:
         times = block(lambda plan=plan, pool=pool: check(plan, (pool.num_pages,)), 0.1)  # type: ignore[misc]
         out[name] = round(statistics.median(times) * 1e6, 1)
     return out
-
-
-def memory_check() -> dict[str, int]:
-    """The printed arithmetic and the bytes of the storages."""
-    spec, _, pool, _ = setup(Case("memory", 8, 2, 64, 4, 1023, 1))
-    return {"arithmetic": group_bytes(spec, pool.num_pages), "storages": pool.nbytes}

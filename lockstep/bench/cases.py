@@ -164,7 +164,7 @@ def mixed(model: str, contenders: Contenders) -> tuple[Timing, Details]:
         try:
             best, differing, more["batching"] = choose(model, trial, first, contenders)
             more["differing"]["continuous"] = differing
-            ways["continuous"] = rate(stack.enter_context(peer.continuous(best, work)).play)
+            ways["continuous"] = rate(stack.enter_context(peer.continuous(best, work)))
         except Exception as error:  # whatever it raises on this machine is a result to show
             more["errors"] = {"continuous": f"{type(error).__name__}: {error}"}
         return contenders.alternate(ways), more
@@ -182,8 +182,8 @@ def choose(
 
     def rate(batching: Batching) -> Measure:
         def once(_: int) -> float:
-            with contenders.peer(model).continuous(batching, trial) as manager:
-                played = manager.play(trial)
+            with contenders.peer(model).continuous(batching, trial) as play:
+                played = play(trial)
             differing.append(contenders.differing(model, trial, first, played))
             return trial.new_tokens / played.seconds
 

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from statistics import fmean, median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from lockstep.bench.work import Ours, Played, Work
+from lockstep.bench.work import Ours, Played, Work, mixed_lens, prompts
 
 BLOCK_S = 0.15  # of calls of microseconds per turn
 Answer = dict[str, Any]
@@ -81,8 +80,6 @@ class Measures:
 
     def mixed_work(self, seed: int) -> Work:
         """Requests of mixed lengths: always the same ones."""
-        from lockstep.bench.work import mixed_lens
-
         lens, news = mixed_lens(self.sizes.requests, self.sizes.ins, self.sizes.outs)
         return work(lens, news, self.vocab_size, seed)
 
@@ -94,7 +91,7 @@ class Measures:
         """To the first token of a few new tokens behind a cached prefix."""
         cached, new = self.sizes.prefix
         whole = work((cached + new,), (1,), self.vocab_size, 2 * seed + 1)
-        self.play(type(whole)((whole.prompts[0][:cached],), (1,)))
+        self.play(Work((whole.prompts[0][:cached],), (1,)))
         played = self.play(whole)
         if played.cached != (cached,):
             raise RuntimeError(f"the prefix cache held {played.cached[0]} of {cached} keys")
@@ -113,8 +110,6 @@ class Measures:
 
 def work(lens: tuple[int, ...], news: tuple[int, ...], vocab_size: int, seed: int) -> Work:
     """Random prompts of these lengths."""
-    from lockstep.bench.work import Work, prompts
-
     return Work(prompts(lens, vocab_size, seed), news)
 
 
@@ -294,8 +289,6 @@ def block_median(call: Callable[[], object]) -> float:
 @cache
 def load(folder: str) -> Ours:
     """The engine of a folder, as a user has it."""
-    from lockstep.bench.work import Ours
-
     return Ours(folder)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.bench.cases import Contenders
-from lockstep.bench.machine import Measure, Timing, note
+from lockstep.bench.machine import Measure, note
 from lockstep.bench.work import Ours, Tokens, prompts
 from lockstep.types import RuleError
 
@@ -31,58 +31,43 @@ BY_CONTEXT = (
 
 def measure(contenders: Contenders) -> dict[str, Curve]:
     """Both curves."""
-    return {"requests": by_requests(contenders), "context": by_context(contenders)}
-
-
-def by_requests(contenders: Contenders) -> Curve:
-    """New tokens per second while 1 ... 256 requests decode, all at the same context; the peer's
-    static batch beside it."""
-    ours, sizes = contenders.ours("builtin"), contenders.sizes
+    sizes, builtin = contenders.sizes, contenders.ours("builtin")
     context = min(CROWD_CONTEXT, max(sizes.contexts))
-    ways: dict[str, StepSeconds] = {"Lockstep": ours.step_s}
+    ways: dict[str, StepSeconds] = {"Lockstep": builtin.step_s}
     if contenders.compares:
         ways["transformers, static batch"] = contenders.peer("builtin").step_s
-    curve = Curve(
-        x=list(sizes.crowds),
-        unit="new tokens per second",
-        context=context,
-        lines={name: [] for name in ways},
-        undisturbed=True,
-    )
+    crowds = Curve(x=list(sizes.crowds), unit="new tokens per second", context=context, lines={})
     for count in sizes.crowds:
-        many = nested(ours, count, context, sizes.steps)
-        timing = _point(contenders, f"{count} requests", ways, many)
-        curve["undisturbed"] &= timing.undisturbed
-        for name in ways:
-            curve["lines"][name].append(round(count / timing.median(name), 1))
-    return curve
-
-
-def by_context(contenders: Contenders) -> Curve:
-    """Milliseconds of a decode step at contexts up to what each model has."""
-    sizes = contenders.sizes
-    curve = Curve(x=list(sizes.contexts), unit="ms per step", lines={}, undisturbed=True)
+        for name, seconds in _point(contenders, crowds, builtin, (count, context), ways).items():
+            crowds["lines"].setdefault(name, []).append(round(count / seconds, 1))
+    contexts = Curve(x=list(sizes.contexts), unit="ms per step", lines={})
     for label, model, count in BY_CONTEXT:
-        ours, line = contenders.ours(model), list[float]()
+        ours = contenders.ours(model)
         for context in (c for c in sizes.contexts if c <= ours.engine.context_length):
-            many = nested(ours, count, context, sizes.steps)
-            timing = _point(contenders, f"{label}, {context}", {"Lockstep": ours.step_s}, many)
-            curve["undisturbed"] &= timing.undisturbed
-            line.append(round(timing.median("Lockstep") * 1e3, 3))
-        curve["lines"][label] = line
-    return curve
+            way = {label: ours.step_s}
+            (seconds,) = _point(contenders, contexts, ours, (count, context), way).values()
+            contexts["lines"].setdefault(label, []).append(round(seconds * 1e3, 3))
+    return {"requests": crowds, "context": contexts}
 
 
 def _point(
-    contenders: Contenders, what: str, ways: Mapping[str, StepSeconds], many: tuple[Tokens, ...]
-) -> Timing:
-    """Seconds per step of each way."""
+    contenders: Contenders,
+    curve: Curve,
+    ours: Ours,
+    crowd: tuple[int, int],
+    ways: Mapping[str, StepSeconds],
+) -> dict[str, float]:
+    """Seconds per step of each way, with so many requests of so many keys."""
+    steps = contenders.sizes.steps
+    many = nested(ours, *crowd, steps)
 
     def measure(way: StepSeconds) -> Measure:
-        return lambda _: way(many, contenders.sizes.steps)
+        return lambda _: way(many, steps)
 
-    contenders.on_progress = lambda text: note(f"curve, {what}: {text}")
-    return contenders.alternate({name: measure(way) for name, way in ways.items()})
+    contenders.on_progress = lambda text: note(f"curve, {crowd[0]} of {crowd[1]} keys: {text}")
+    timing = contenders.alternate({name: measure(way) for name, way in ways.items()})
+    curve["undisturbed"] = curve.get("undisturbed", True) and timing.undisturbed
+    return {name: timing.median(name) for name in ways}
 
 
 def nested(ours: Ours, count: int, context: int, steps: int) -> tuple[Tokens, ...]:

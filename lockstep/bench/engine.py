@@ -8,9 +8,10 @@ run; `--from` prints and draws from such a document again. `cli` calls `run`.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 
-import torch
+from safetensors import safe_open
 
 from lockstep.bench import curves, results
 from lockstep.bench.cases import CASES, Case, Contenders, measure
@@ -19,6 +20,7 @@ from lockstep.bench.machine import place, set_threads, tell
 from lockstep.lab.document import Document, publish, read
 from lockstep.types import RuleError
 
+ENGINE = ("page_size", "chunked_prefill_size", "max_total_tokens")  # what of it is told
 COMMAND, KEYS = "lockstep bench engine", ("cases", "environment", "repeat", "quick")
 
 
@@ -74,21 +76,14 @@ def chosen(kinds: Sequence[str], models: Sequence[str]) -> list[Case]:
     return todo
 
 
-def describe(contenders: Contenders, model: str) -> dict[str, object]:
+def describe(contenders: Contenders, model: str) -> Document:
     """What was loaded, and what the engine chose at start."""
-    from safetensors import safe_open
-
-    with safe_open(contenders.folder(model) / "model.safetensors", "pt") as file:
-        names = file.keys()
-        sizes = [torch.Size(file.get_slice(name).get_shape()).numel() for name in names]
     ours = contenders.ours(model)
+    with safe_open(contenders.folder(model) / "model.safetensors", "pt") as file:
+        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
     return {
         "model_type": ours.engine.info.model_type,
-        "parameters": sum(sizes),
-        "engine": {
-            "page_size": ours.config.page_size,
-            "chunked_prefill_size": ours.config.chunked_prefill_size,
-            "cache_tokens": ours.config.max_total_tokens,
-        },
+        "parameters": sum(map(math.prod, shapes)),
+        "engine": {key: getattr(ours.config, key) for key in ENGINE},
         "told": ours.engine.startup_report.splitlines()[0],
     }

@@ -11,9 +11,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,26 +32,17 @@ Call = Callable[[], object]
 Answer = TypeVar("Answer")
 
 
-@dataclass
-class Watch:
-    """Filled when the block ends: the fraction of the machine that others used."""
-
-    others: float = 0.0
-
-    @property
-    def undisturbed(self) -> bool:
-        return self.others <= OTHERS
-
-
-@contextmanager
-def watched(own: Callable[[], float] | None = None) -> Iterator[Watch]:
-    """Watches what other processes do meanwhile. `own` gives the CPU seconds that are ours: without
-    it, those of this process and of its children that have ended."""
+def watched(
+    measure: Callable[[], Answer], own: Callable[[], float] | None = None
+) -> tuple[float, Answer]:
+    """What others used of the machine meanwhile, as a fraction, and what `measure` gave. `own`
+    gives the CPU seconds that are ours: without it, those of this process and of its children that
+    have ended."""
     own = own or _own
-    watch, begin, busy, ours = Watch(), time.perf_counter(), _busy(), own()
-    yield watch
+    begin, busy, ours = time.perf_counter(), _busy(), own()
+    answer = measure()
     have = (time.perf_counter() - begin) * (os.cpu_count() or 1)
-    watch.others = max(0.0, ((_busy() - busy) - (own() - ours)) / have)
+    return max(0.0, ((_busy() - busy) - (own() - ours)) / have), answer
 
 
 @dataclass
@@ -91,9 +82,8 @@ def least_disturbed(
         on_try(f", disturbed, try {len(found) + 1}" if found else "")
         if found:
             wait_until_undisturbed()
-        with watched(own) as watch:
-            answer = measure(seed + len(found))
-        found.append((watch.others, len(found), answer))
+        others, answer = watched(partial(measure, seed + len(found)), own)
+        found.append((others, len(found), answer))
     others, _, answer = min(found)
     return others, answer
 
@@ -117,23 +107,20 @@ def alternate(
     timing = Timing()
     for run in range(runs):
         for name, measure in contenders.items():
-            turn = f"{name}, run {run + 1} of {runs}"
-            seed = 1 + run * (tries + 1)
-            told = least_disturbed(
-                measure, seed, tries, on_try=lambda again, turn=turn: on_progress(turn + again)
-            )
-            timing.add(name, *told)
+            turn, seed = f"{name}, run {run + 1} of {runs}", 1 + run * (tries + 1)
+
+            def announce(again: str, turn: str = turn) -> None:
+                on_progress(turn + again)
+
+            timing.add(name, *least_disturbed(measure, seed, tries, on_try=announce))
     return timing
 
 
 def wait_until_undisturbed() -> None:
     """Returns when nobody else works, or when patience is at its end."""
     end = time.perf_counter() + PATIENCE_S
-    while time.perf_counter() < end:
-        with watched() as watch:
-            time.sleep(0.5)
-        if watch.undisturbed:
-            return
+    while time.perf_counter() < end and watched(lambda: time.sleep(0.5))[0] > OTHERS:
+        pass
 
 
 def place(threads: int) -> dict[str, object]:

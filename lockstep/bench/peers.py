@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -122,8 +122,8 @@ class Peer:
         return (played.seconds - played.first_s) / steps
 
     @contextmanager
-    def continuous(self, batching: Batching, work: Work) -> Iterator[Continuous]:
-        """A running manager with twice the cache that the work needs at once."""
+    def continuous(self, batching: Batching, work: Work) -> Iterator[Callable[[Work], Played]]:
+        """What plays on a running manager with twice the cache that the work needs at once."""
         lens = [len(p) + n for p, n in zip(work.prompts, work.news, strict=True)]
         blocks = 2 * sum(-(-length // batching.page_size) for length in lens) + 2
         shape = asdict(batching) | {"num_blocks": blocks, "allow_block_sharing": False}
@@ -136,7 +136,7 @@ class Peer:
             continuous_batching_config=transformers().ContinuousBatchingConfig(**shape),
             warmup=False,
         ) as manager:
-            yield Continuous(manager)
+            yield partial(play_all, manager)
 
     def gap(self, ids: Sequence[int]) -> float:
         """How far the best two next tokens are apart."""
@@ -146,27 +146,22 @@ class Peer:
         return float(best[0] - best[1])
 
 
-class Continuous:
-    """A running manager of continuous batching."""
-
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
-
-    def play(self, work: Work) -> Played:
-        """All requests at once; an error of the manager is raised here."""
-        begin, done = perf_counter(), dict[str, Any]()
-        add = partial(self._manager.add_request, eos_token_id=-1)
-        asked = zip(work.prompts, work.news, strict=True)
-        names = [add(list(p), max_new_tokens=n) for p, n in asked]
-        while len(done) < len(names):
-            result = self._manager.get_result(timeout=WAIT_S)
-            if result is None or result.error is not None:
-                error = self._manager.background_thread_status.fatal_error
-                raise error or RuntimeError(result.error if result else "no result")
-            if result.is_finished():
-                done[result.request_id] = result
-        seconds = perf_counter() - begin
-        return Played(tuple(tuple(done[name].generated_tokens) for name in names), 0.0, seconds)
+def play_all(manager: Any, work: Work) -> Played:
+    """All requests at once on a running manager of continuous batching; an error of it is raised
+    here."""
+    begin, done = perf_counter(), dict[str, Any]()
+    add = partial(manager.add_request, eos_token_id=-1)
+    asked = zip(work.prompts, work.news, strict=True)
+    names = [add(list(p), max_new_tokens=n) for p, n in asked]
+    while len(done) < len(names):
+        result = manager.get_result(timeout=WAIT_S)
+        if result is None or result.error is not None:
+            error = manager.background_thread_status.fatal_error
+            raise error or RuntimeError(result.error if result else "no result")
+        if result.is_finished():
+            done[result.request_id] = result
+    seconds = perf_counter() - begin
+    return Played(tuple(tuple(done[name].generated_tokens) for name in names), 0.0, seconds)
 
 
 def disagreements(peer: Peer, work: Work, mine: Played, theirs: Played) -> int:

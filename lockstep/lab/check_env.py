@@ -17,24 +17,19 @@ from lockstep.lab.environment import environment
 
 
 def run(args: Namespace) -> int:
-    """`check-env`."""
-    found = inspect_env()
+    """`check-env`. As many threads as torch has work in the kernels."""
+    found: document.Document = {
+        "environment": environment(),
+        "threads": torch.get_num_threads(),
+        "kernels": kernel_folder(),
+        "backends": {name: inspect_backend(name) for name in select.names()},
+    }
     rows = [*found["environment"].items(), *((k, found[k]) for k in ("threads", "kernels"))]
     for name, backend in found["backends"].items():
         state = "available" if backend["available"] else "NOT available"
         rows.append((name, f"{state}: {backend['reason']}"))
     document.publish(args, found, document.aligned([(name, str(told)) for name, told in rows]))
     return 0
-
-
-def inspect_env() -> dict[str, Any]:
-    """What `check-env` prints. As many threads as torch has work in the kernels."""
-    return {
-        "environment": environment(),
-        "threads": torch.get_num_threads(),
-        "kernels": kernel_folder(),
-        "backends": {name: inspect_backend(name) for name in select.names()},
-    }
 
 
 def inspect_backend(name: str) -> dict[str, Any]:

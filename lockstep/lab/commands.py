@@ -51,15 +51,14 @@ def run(args: Namespace) -> int:
             recipe, feature = cell.pair()
             print(f"{cell!s:<40} {recipe.description}; {feature.description}")
         return 0
-    more = {"cases": [kill.case(reverts.load(name)) for name in reverts.names()]}
-    doc = judged(todo, args.workers, options_of(args), **(more if args.html else {}))
+    doc = judged(todo, args.workers, options_of(args))
+    if args.html:
+        doc["cases"] = [kill.case(reverts.load(name)) for name in reverts.names()]
     _publish(args, doc, run_lines(doc))
     return 1 if doc["summary"]["failed"] else 0
 
 
-def judged(
-    todo: Sequence[cells.Cell], workers: int, options: RunOptions, **more: Any
-) -> document.Document:
+def judged(todo: Sequence[cells.Cell], workers: int, options: RunOptions) -> document.Document:
     """Runs cells under a progress bar."""
     begin = time.perf_counter()
     results: dict[cells.Cell, cells.Result] = {}
@@ -70,7 +69,7 @@ def judged(
             bar.step(str(settled.cell), settled.verdict == "failed")
     kept = [results[cell].as_json() for cell in todo]
     seconds = time.perf_counter() - begin
-    return document.of_run(kept, options.quick, seconds, checks=options.checks, **more)
+    return document.of_run(kept, options.quick, seconds, checks=options.checks)
 
 
 def kills(args: Namespace) -> int:
@@ -78,9 +77,6 @@ def kills(args: Namespace) -> int:
     is no failure."""
     every = reverts.names()
     names = picked("a revert is a file in lab/reverts", args.name, every) or every
-    if not names:
-        rule, remedy = "lab/reverts holds one file per revert", "Without one nothing is proven"
-        raise RuleError(rule, "an empty folder", remedy)
     if args.list:
         for revert in map(reverts.load, names):
             cells_of = ", ".join(revert.cells) or "equivalent"

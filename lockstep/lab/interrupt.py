@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -51,6 +51,7 @@ AGAIN_S = 0.002  # a second interrupt follows the first within this time
 WAYS = ("timer", "timer", "again", "thread")  # drawn alike
 
 Answer = tuple[Any, ...]
+Prompts = list[list[int]]
 Wish = Callable[[LLM], Answer]
 Event = tuple[str, str, int, int]  # file, function, line, bytecode (-1 for a whole line)
 
@@ -113,37 +114,34 @@ def wishes(tiny: Tiny) -> tuple[Wish, ...]:
             stop=("", "th", "e")[i % 3] or (),
         )
         kinds = [_generate, _generate, _stream, _items, *([] if tiny is BART else [_embed])]
-        out.append(kinds[i % len(kinds)](prompts, params))
+        out.append(partial(kinds[i % len(kinds)], prompts=prompts, params=params))
     return tuple(out)
 
 
-def _generate(prompts: list[list[int]], params: SamplingParams) -> Wish:
+def _generate(llm: LLM, prompts: Prompts, params: SamplingParams) -> Answer:
     levels = [i % 2 for i in range(len(prompts))]
-    return lambda llm: tuple(map(bits, llm.generate(prompts, params, priority=levels)))
+    return tuple(map(bits, llm.generate(prompts, params, priority=levels)))
 
 
-def _stream(prompts: list[list[int]], params: SamplingParams) -> Wish:
-    def streamed(llm: LLM) -> Answer:
-        chunks = list(llm.stream(prompts[0], params))
-        ends = sorted((c.index, c.finish_reason) for c in chunks if c.finish_reason)
-        ids = [sum((c.token_ids for c in chunks if c.index == i), ()) for i in range(params.n)]
-        return texts_of(chunks, params.n), ids, ends
+def _stream(llm: LLM, prompts: Prompts, params: SamplingParams) -> Answer:
+    chunks = list(llm.stream(prompts[0], params))
+    ends = sorted((c.index, c.finish_reason) for c in chunks if c.finish_reason)
+    ids = [sum((c.token_ids for c in chunks if c.index == i), ()) for i in range(params.n)]
+    return texts_of(chunks, params.n), ids, ends
 
-    return streamed
+
+def _items(llm: LLM, prompts: Prompts, params: SamplingParams) -> Answer:
+    items = [[5], [6, 7, 8], [9, 5, 6, 7, 8, 9, 10]]
+    return tuple(scores.tobytes() for scores in llm.score(prompts[0], items))
+
+
+def _embed(llm: LLM, prompts: Prompts, params: SamplingParams) -> Answer:
+    return (llm.embed([prompt[:CHUNK] for prompt in prompts]).tobytes(),)
 
 
 def texts_of(chunks: Sequence[Chunk], n: int) -> list[str]:
     """What was streamed, by completion."""
     return ["".join(c.text for c in chunks if c.index == i) for i in range(n)]
-
-
-def _items(prompts: list[list[int]], params: SamplingParams) -> Wish:
-    items = [[5], [6, 7, 8], [9, 5, 6, 7, 8, 9, 10]]
-    return lambda llm: tuple(scores.tobytes() for scores in llm.score(prompts[0], items))
-
-
-def _embed(prompts: list[list[int]], params: SamplingParams) -> Wish:
-    return lambda llm: (llm.embed([prompt[:CHUNK] for prompt in prompts]).tobytes(),)
 
 
 def bits(output: Output) -> Answer:

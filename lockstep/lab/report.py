@@ -27,25 +27,14 @@ MARKS = {**SYMBOLS, "equivalent": "=", "absent": "·"}
 
 def page(doc: Document) -> str:
     """The whole page."""
-    cases = doc["kills"]["reverts"] if "kills" in doc else doc.get("cases", [])
-    backends = list(dict.fromkeys(c["backend"] for c in doc["cells"]))
-    baseline = doc["kills"]["baseline"] if "kills" in doc else {}
-    verdict, banner = headline(doc, cases)
-    cells_of = {b: [c for c in doc["cells"] if c["backend"] == b] for b in backends}
     return render(
         "report.html",
-        (number, percent, prose, inline, case_verdict, case_text),
+        (number, percent, prose, inline),
         doc=doc,
-        cases=cases,
-        case_names={c["name"] for c in cases},
-        backends=backends,
-        cells_of=cells_of,
-        refusals={b: refusals(mine) for b, mine in cells_of.items()},
+        cases=doc["kills"]["reverts"] if "kills" in doc else doc.get("cases", []),
+        backends=list(dict.fromkeys(c["backend"] for c in doc["cells"])),
         by_place={(c["backend"], c["recipe"], c["feature"]): c for c in doc["cells"]},
         places={c["cell"]: place(c["cell"]) for c in doc["cells"]},
-        red=[cell for cell, result in baseline.items() if result["verdict"] != "passed"],
-        verdict=verdict,
-        banner=banner,
         marks=MARKS,
         symbols=SYMBOLS,
         sections=SECTIONS,
@@ -55,38 +44,11 @@ def page(doc: Document) -> str:
     )
 
 
-def headline(doc: Document, cases: list[dict[str, Any]]) -> tuple[str, str]:
-    """The verdict, and the whole page in one line."""
-    failed, total = doc["summary"]["failed"], doc["summary"]["cells"]
-    judged = [c for c in cases if "killed" in c and not c["equivalent"]]
-    alive = sum(not c["killed"] for c in judged)
-    words = [f"{total} cells, {failed or 'none'} failed"]
-    if judged:
-        words.append(f"{len(judged)} historical bugs put back, {len(judged) - alive} noticed")
-    return "failed" if failed or alive else "passed", "; ".join(words)
-
-
-def refusals(mine: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Features and reasons of refused cells, each pair once."""
-    refused = ((c["feature"], c["reason"]) for c in mine if c["verdict"] == "refused")
-    return list(dict.fromkeys(refused))
-
-
 def place(cell: str) -> dict[str, Any]:
     """What a cell is made of."""
     parsed = Cell.parse(cell)
     recipe, feature = parsed.pair()
     return {"recipe": recipe, "feature": feature, "measures": parsed.table.measures}
-
-
-def case_verdict(case: dict[str, Any]) -> str:
-    """Of a bug that was put back: passed means that it was noticed."""
-    return "equivalent" if case["equivalent"] else "passed" if case["killed"] else "failed"
-
-
-def case_text(case: dict[str, Any]) -> str:
-    """What the filter looks at."""
-    return f"{case['name']} {case['title']} {case['target']}".lower()
 
 
 def prose(text: str) -> Markup:

@@ -8,7 +8,7 @@ list of steps; a step is a list of acts. Scripts know no pages and no tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 
@@ -165,12 +165,20 @@ def alone(script: Script, request: int) -> Script:
 
 
 def chunked(script: Script, size: int) -> Script:
-    """The same story with every plain computation cut into chunks of `size` rows."""
-    return _rewrite(script, lambda act: _chunks(act, size))
+    """The same story with every plain computation cut into chunks of `size` rows: each step becomes
+    as many as its longest act has chunks; other acts stay in the first."""
+    steps: list[tuple[Act, ...]] = []
+    for step in script.steps:
+        lists = [_chunks(act, size) for act in step]
+        for i in range(max(map(len, lists), default=1)):
+            steps.append(tuple(acts[i] for acts in lists if i < len(acts)))
+    return replace(script, steps=steps)
 
 
-def _chunks(act: Compute, size: int) -> list[Compute]:
-    if act.parents is not None or act.encoder or act.keep < len(act.uids) or len(act.uids) <= size:
+def _chunks(act: Act, size: int) -> Sequence[Act]:
+    if not isinstance(act, Compute) or act.parents is not None or act.encoder:
+        return [act]
+    if act.keep < len(act.uids) or len(act.uids) <= size:
         return [act]
     cuts = range(0, len(act.uids), size)
     pieces = [act.uids[i : i + size] for i in cuts]
@@ -180,23 +188,11 @@ def _chunks(act: Compute, size: int) -> list[Compute]:
     ]
 
 
-def _rewrite(script: Script, cut: Callable[[Compute], list[Compute]]) -> Script:
-    """Each step becomes as many steps as its longest act has pieces; other acts stay in the
-    first."""
-    steps: list[tuple[Act, ...]] = []
-    for step in script.steps:
-        lists: list[list[Act]] = [list(cut(a)) if isinstance(a, Compute) else [a] for a in step]
-        for i in range(max(map(len, lists), default=1)):
-            steps.append(tuple(acts[i] for acts in lists if i < len(acts)))
-    return replace(script, steps=steps)
-
-
 def plain(script: Script) -> Script:
     """Every token once, each leaf of the story as a request of its own, alone, whole, cold: what
     all other ways must equal."""
-    leaves = leaf_uids(script)
     out = replace(script, steps=[], lineage={}, encoder_uids={})
-    for r, uid in enumerate(leaves):
+    for r, uid in enumerate(leaf_uids(script)):
         path = tuple(script.path(uid))
         source = script.owner[uid]
         if source in script.encoder_uids:
@@ -209,7 +205,7 @@ def plain(script: Script) -> Script:
     return out
 
 
-def leaf_uids(script: Script) -> Iterable[int]:
+def leaf_uids(script: Script) -> list[int]:
     """Tokens that no other token continues."""
     inner = set(script.parents)
     return [uid for uid in range(len(script.parents)) if uid not in inner]

@@ -19,7 +19,7 @@ from typing import Any
 
 from lockstep.lab.mutate.draw import Mutant, apart, combined
 from lockstep.lab.mutate.pool import Crew
-from lockstep.lab.mutate.reach import Reach, Unit
+from lockstep.lab.mutate.reach import Reach
 from lockstep.lab.mutate.tree import digest
 from lockstep.lab.mutate.trial import HANG_S, Job
 
@@ -145,7 +145,9 @@ class Campaign:
                 if mutant is None:  # red by several at once, and by none of them alone
                     red.remove(unit)
                     continue
-                self._kill(mutant, unit)
+                detail, mark = self.journal.together[mutant.id, self._key(unit)], self._mark(unit)
+                killed = {"outcome": "killed", "killer": unit, "detail": detail, "mark": mark}
+                self.journal.fate(replace(self.journal.fates[mutant.id], **killed))
                 group = [m for m in group if m.id != mutant.id]
                 red = [u for u, said in self._meet(group, red) if said] if group else []
 
@@ -161,7 +163,8 @@ class Campaign:
             self.journal.fate(replace(fate, outcome="survived", killer="", detail=why, mark=mark))
 
     def _try(self, mutant: Mutant) -> Fate:
-        units = [u.name for u in self._reaching(mutant)]
+        lines = () if mutant.at_import else mutant.lines
+        units = [u.name for u in self.reach.of(mutant.file, lines)]
         units.sort(key=lambda name: name != self.hints.get(mutant.id))  # stable: the hint first
         begin = time.monotonic()
         said = self._ask(units, [mutant], stop=True, limit_s=MUTANT_S) if units else {}
@@ -184,9 +187,6 @@ class Campaign:
         hang_s = COMPILE_S if any(file.startswith(COMPILED) for file in changes) else HANG_S
         job = Job(units=units, changes=changes, seconds=self.times, hang_s=hang_s, **how)
         return self.crew.run(job).verdicts()
-
-    def _reaching(self, mutant: Mutant) -> list[Unit]:
-        return self.reach.of(mutant.file, () if mutant.at_import else mutant.lines)
 
     def _rest(self, group: Sequence[Mutant]) -> list[str]:
         """Units that a mutant of the group has met neither alone nor with all the others."""
@@ -242,12 +242,6 @@ class Campaign:
             if self._meet(half, [unit])[0][1]:
                 return self._culprit(half, unit)
         return None
-
-    def _kill(self, mutant: Mutant, unit: str) -> None:
-        detail = self.journal.together[mutant.id, self._key(unit)]
-        fate = self.journal.fates[mutant.id]
-        mark = self._mark(unit)
-        self.journal.fate(replace(fate, outcome="killed", killer=unit, detail=detail, mark=mark))
 
 
 def batches(units: Sequence[str], times: dict[str, float]) -> Iterator[list[str]]:

@@ -96,7 +96,7 @@ def mapped(args: Namespace, sources: dict[str, str], crew: Crew) -> reach.Reach:
         asked = [g for g in asked if any(word in g.name for word in args.units)]
     store = reach.Store(crew.trees.work / "reach", crew.trees.template, sources, args.stale)
     with Progress(len(asked), "lab mutate: who reaches what") as bar:
-        return reach.load(store, asked, crew, bar.step)
+        return store.load(asked, crew, bar.step)
 
 
 def warm(crew: Crew, found: reach.Reach) -> None:

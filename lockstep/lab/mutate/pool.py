@@ -128,4 +128,6 @@ class Crew:
                     os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
             process.kill()
             process.join()
+        if self._stopped:
+            raise RuntimeError("the run was ended: what this job came to is not known")
         return read(place.report, late, process.exitcode or 0)

@@ -33,6 +33,9 @@ COMPILED_FOR = {
 }
 
 
+OnGroup = Callable[[str, bool], None]
+
+
 @dataclass(frozen=True)
 class Unit:
     """A test or a cell as it was without a mutant."""
@@ -44,9 +47,9 @@ class Unit:
     detail: str = ""
 
     @property
-    def breadth(self) -> int:
-        """How many lines it reaches: the fewer, the more specific."""
-        return sum(len(lines) for lines in self.lines.values())
+    def cost(self) -> float:
+        """Fast units come first, and specific ones: those that reach few lines."""
+        return (self.seconds + 0.05) * (sum(map(len, self.lines.values())) + 20)
 
 
 @dataclass(frozen=True)
@@ -71,17 +74,13 @@ class Reach:
         found = [u for u in green if wanted & u.lines.get(file, frozenset())]
         shown = (there for here, there in COMPILED_FOR.items() if file.startswith(here))
         files = {file, next(shown, file)}
-        return sorted(found or [u for u in green if files & set(u.lines)], key=cost)
+        found = found or [u for u in green if files & set(u.lines)]
+        return sorted(found, key=lambda unit: unit.cost)
 
     def rest(self, tried: Iterable[str]) -> list[Unit]:
         """The green units that were not tried, file by file."""
         out = set(tried)
         return [u for u in self.units.values() if u.outcome == "passed" and u.name not in out]
-
-
-def cost(unit: Unit) -> float:
-    """Fast and specific units first."""
-    return (unit.seconds + 0.05) * (unit.breadth + 20)
 
 
 def groups(root: Path) -> list[Group]:
@@ -126,6 +125,25 @@ class Store:
     root: Path  # the repository as it is now
     sources: Mapping[str, str]  # its digests
     stale: bool = False  # a group stands though what it reached has changed: lines are carried over
+
+    def load(self, asked: Iterable[Group], crew: Crew, on_group: OnGroup) -> Reach:
+        """The map, from what is kept and what has to be measured now."""
+        reach = Reach()
+        for name, units in crew.map(lambda group: (group.name, self.units(group, crew)), asked):
+            reach.units.update((u.name, u) for u in units)
+            on_group(name, any(u.outcome == "failed" for u in units))
+        return reach
+
+    def units(self, group: Group, crew: Crew) -> list[Unit]:
+        """The units of a group, measured if they are not kept; with a stale map, cells that are new
+        besides."""
+        units = self.kept(group)
+        if units is None:
+            units, files = measure(crew, group)
+            self.save(group, units, files)
+        have = {u.name for u in units}
+        new = tuple(cell for cell in group.cells if cell not in have)
+        return [*units, *(self.units(Group(f"{group.name}+", cells=new), crew) if new else ())]
 
     def kept(self, group: Group) -> list[Unit] | None:
         """A group as it was measured; None if it has to be measured (again)."""
@@ -177,34 +195,3 @@ def carried(
     for file in moved.keys() & found.keys():
         found[file] = frozenset(moved[file][line] for line in found[file] if line in moved[file])
     return found
-
-
-def load(
-    store: Store, asked: Iterable[Group], crew: Crew, on_group: Callable[[str, bool], None]
-) -> Reach:
-    """The map, from what is kept and what has to be measured now."""
-    reach = Reach()
-    for name, units in crew.map(lambda group: (group.name, whole(store, group, crew)), asked):
-        reach.units.update((u.name, u) for u in units)
-        on_group(name, any(u.outcome == "failed" for u in units))
-    return reach
-
-
-def whole(store: Store, group: Group, crew: Crew) -> list[Unit]:
-    """The units of a group; with a stale map, cells that are new besides."""
-    units = kept_or_measured(store, group, crew)
-    have = {u.name for u in units}
-    new = tuple(cell for cell in group.cells if cell not in have)
-    return [
-        *units,
-        *(kept_or_measured(store, Group(f"{group.name}+", cells=new), crew) if new else ()),
-    ]
-
-
-def kept_or_measured(store: Store, group: Group, crew: Crew) -> list[Unit]:
-    """Measures what is not kept; what the tree has compiled meanwhile is kept too."""
-    units = store.kept(group)
-    if units is None:
-        units, files = measure(crew, group)
-        store.save(group, units, files)
-    return units
