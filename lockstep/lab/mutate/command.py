@@ -25,6 +25,7 @@ from lockstep.types import RuleError
 
 MODULES = ("plan", "kv", "attention", "sample", "sched", "llm", "run")
 WARM_RECIPES = ("decode", "engine-batch", "engine-encoder", "sample")  # run every kernel
+SHOWN = ("id", "module", "file", "line", "operator", "diff")  # of a mutant, in the document
 TOOLS = ("cosmic-ray", "coverage", "pytest", "hypothesis")
 
 
@@ -118,21 +119,13 @@ def earlier(work: Path) -> dict[str, str]:
 def row(mutant: Mutant, fate: Fate, known: dict[str, verdicts.Verdict]) -> dict[str, Any]:
     """A mutant as the document has it."""
     verdict = known.get(mutant.id, verdicts.Verdict("open", ""))
-    killed = fate.outcome == "killed"
-    out: dict[str, Any] = {
-        "id": mutant.id,
-        "module": mutant.module,
-        "file": mutant.file,
-        "line": mutant.line,
-        "operator": mutant.operator,
-        "diff": mutant.diff,
-        "verdict": "killed" if killed else verdict.judgement,
-        "seconds": fate.seconds,
-    }
-    if killed:
-        return {**out, "killer": fate.killer, "detail": fate.detail}
-    reason = verdict.reason or fate.detail
-    return {**out, "reason": reason, "tried": len(fate.tried)}
+    out = {key: getattr(mutant, key) for key in SHOWN}
+    if fate.outcome == "killed":
+        found = {"verdict": "killed", "killer": fate.killer, "detail": fate.detail}
+    else:
+        reason = verdict.reason or fate.detail
+        found = {"verdict": verdict.judgement, "reason": reason, "tried": len(fate.tried)}
+    return {**out, "seconds": fate.seconds, **found}
 
 
 def described(args: Namespace, rows: list[dict[str, Any]], seconds: float) -> document.Document:
