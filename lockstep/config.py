@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from lockstep.types import INT32_MAX, KV_FORMATS, RuleError, shown
 
 DERIVED = ("max_total_tokens", "context_length")  # None: from the model and the machine
+LOAD_FORMATS = ("auto", "dummy")
 COUNTS = ("page_size", "chunked_prefill_size", "max_running_requests", *DERIVED)
 
 
@@ -27,27 +28,28 @@ class EngineConfig:
     start."""
 
     model: str | None = None  # a folder or a hub id; None is the built-in model
-    device: str = "cpu"
+    device: str = "auto"  # a GPU if there is one that we know, otherwise the CPU
     dtype: str = "auto"  # of activations; auto is the device's own
-    kv_cache_dtype: str = "float32"
+    kv_cache_dtype: str = "auto"  # that of activations
+    load_format: str = "auto"  # safetensors; dummy: random weights, of a config alone
     attention_backend: str | None = None
     page_size: int = 16
     chunked_prefill_size: int = 512  # rows per step
     disable_radix_cache: bool = False
     max_running_requests: int = 64
     max_total_tokens: int | None = None  # keys that the cache holds
-    mem_fraction_static: float = (
-        0.3  # of the free memory, for the cache, where max_total_tokens is not given
-    )
+    # of the free memory, for the cache, where max_total_tokens is not given; None: 0.3 of a
+    # machine's, 0.8 of a GPU's
+    mem_fraction_static: float | None = None
     context_length: int | None = None
     # steps are padded up to these counts of rows; None: never
     bucket_sizes: tuple[int, ...] | None = None
     # and of requests and of emitted rows; None: the same counts
     request_bucket_sizes: tuple[int, ...] | None = None
     emit_bucket_sizes: tuple[int, ...] | None = None
-    # a launch is recorded once per bucket and replayed: on the CPU by a tape, which is a test of
-    # launches and makes nothing faster
-    graphs: bool = False
+    # a launch is recorded once per bucket and replayed: on a GPU a graph, for decoding steps and
+    # unless told otherwise; on the CPU a tape, which is a test of launches and makes nothing faster
+    graphs: bool | None = None
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -61,22 +63,30 @@ class EngineConfig:
             if not isinstance(getattr(self, name), str):
                 got = shown(getattr(self, name))
                 raise RuleError(f"{name} is a name", got, "Leave it out for the default")
-        if not isinstance(self.kv_cache_dtype, str) or self.kv_cache_dtype not in KV_FORMATS:
-            rule = f"kv_cache_dtype is one of {', '.join(KV_FORMATS)}"
-            raise RuleError(rule, shown(self.kv_cache_dtype), "Pick one of these")
+        names = {"kv_cache_dtype": ("auto", *KV_FORMATS), "load_format": LOAD_FORMATS}
+        for name, known in names.items():
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in known:
+                rule = f"{name} is one of {', '.join(known)}"
+                raise RuleError(rule, shown(getattr(self, name)), "Pick one of these")
         if self.attention_backend is not None and not isinstance(self.attention_backend, str):
             rule = "attention_backend is the name of a backend"
             got = shown(self.attention_backend)
             raise RuleError(rule, got, "Leave it out for the first that fits")
         for name in ("disable_radix_cache", "graphs"):
-            if not isinstance(getattr(self, name), bool):
+            unsaid = name == "graphs" and self.graphs is None
+            if not isinstance(getattr(self, name), bool) and not unsaid:
                 rule = f"{name} is True or False"
                 raise RuleError(rule, shown(getattr(self, name)), "Pass a bool")
-        fraction = self.mem_fraction_static
+        fraction = 0.3 if self.mem_fraction_static is None else self.mem_fraction_static
         if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < fraction < 1:
             rule = "mem_fraction_static is a number between 0 and 1"
-            raise RuleError(rule, shown(fraction), "0.3 is the default")
+            raise RuleError(rule, shown(fraction), "Leave it out for the default")
         self._check_buckets()
+
+    def settled(self, dtype: str) -> EngineConfig:
+        """With the cache of activations of `dtype`, where none was asked for."""
+        auto = self.kv_cache_dtype == "auto"
+        return replace(self, kv_cache_dtype=dtype) if auto else self
 
     def _check_count(self, name: str) -> None:
         value = getattr(self, name)

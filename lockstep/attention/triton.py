@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from lockstep.attention import base
 from lockstep.kernels.triton import items, launch, tuning
 from lockstep.kernels.triton.launch import Addresses, Call, Scoring, Scratch, Shape, Tuning
 from lockstep.kv.pool import Keys, widened
+from lockstep.plan.bucket import power
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket, FreshGroup, Group, StepPlan
 from lockstep.types import INT32_MAX, AttnSpec, GroupSpec, Layout, RuleError
@@ -29,7 +31,7 @@ from lockstep.types import INT32_MAX, AttnSpec, GroupSpec, Layout, RuleError
 CAPS = base.Caps(
     devices=frozenset({"cuda"}),
     activation_dtypes=frozenset({"bfloat16", "float16"}),
-    kv_dtypes=frozenset({"bfloat16", "float8_e4m3"}),
+    kv_dtypes=frozenset({"bfloat16", "float16", "float8_e4m3"}),
     layouts=frozenset(Layout),
     head_multiple=8,
     head_max=576,
@@ -39,10 +41,13 @@ CAPS = base.Caps(
     soft_cap=True,
     sinks=True,
     tails=True,
+    graphs=True,
     order="canonical",
     invariances=base.INVARIANCES - {"threads"},
 )
 ITEM = 12  # int32 per item (kernels/triton/attend.py)
+EXTRAS = (0, 8, 32, 128, 512)  # items beyond one per block, where every request has one row
+NOBODY = (0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0)  # an item without rows: its block's only one
 COMPUTE = (torch.bfloat16, torch.float16)
 
 
@@ -80,16 +85,23 @@ class Backend:
         return ITEM * most_items(spec, bucket)
 
     def lower(self, plan: StepPlan, group: Group, views: PlanArrays) -> tuple[Launch, ...]:
-        """Writes the items; which launches there are, and how large, depends on the step."""
+        """Writes the items; which launches there are, and how large, depends on the step. Where
+        every request has one row, a launch has items without rows behind its own, so that few
+        sizes serve all steps of a bucket."""
         spec = group.spec
         chosen = order.attention_order(order.SM90, spec.d_qk, spec.d_v)
         rows, tree = seen_rows(plan, group), has_trees(spec, plan.bucket)
         launches, at = [], 0
         for shape, requests, parts in tuning.choose(spec, rows, on_card(), tree, chosen):
             made = lowered(rows, requests, spec, shape, chosen, parts)
-            views.derived[at : at + made.table.size] = made.table.reshape(-1)
-            at += made.table.size
-            launches.append(Launch(shape, len(made.table), made.part_rows, made.counters))
+            one = Launch(shape, len(made.table), made.part_rows, made.counters)
+            if plan.bucket.width == 1:
+                one = rounded(one, spec.group_size)
+            table = views.derived[at : at + ITEM * one.items].reshape(-1, ITEM)
+            table[: len(made.table)] = made.table
+            table[len(made.table) :] = NOBODY
+            at += table.size
+            launches.append(one)
         views.derived[at:] = 0
         return tuple(launches)
 
@@ -108,7 +120,10 @@ class Backend:
             launches=tuple(zip(variant, tables, strict=True)),
             scratch=scratch_for(variant, spec, derived.device),
             tree=has_trees(spec, bucket),
-            scoring={a: scoring(a, spec, derived.device) for a in dict.fromkeys(spec.layers)},
+            scoring={
+                attn: scoring(attn, spec.heads, spec.window, spec.causal, derived.device)
+                for attn in dict.fromkeys(spec.layers)
+            },
         )
 
     def attend(
@@ -130,7 +145,7 @@ class Backend:
                 d_qk=d_qk,
                 d_v=d_v,
                 tile=handle.order.tile,
-                latent=group.layout is Layout.LATENT,
+                latent=keys.v.data_ptr() == keys.k.data_ptr(),  # one row for both
                 cap=spec.soft_cap is not None,
                 tree=handle.tree,
             ),
@@ -173,6 +188,18 @@ def seen_rows(plan: StepPlan, group: Group) -> items.Rows:
     return items.Rows(plan.q_indptr, lo, hi, plan.start if group.spec.causal else hi, entries)
 
 
+def rounded(one: Launch, rows: int) -> Launch:
+    """A launch of blocks of at most so many rows as one of few sizes: items beyond one per block
+    are rounded up, and every item may be a part."""
+    items = one.counters + room_for(one.items - one.counters)
+    return Launch(one.tuning, items, items * min(one.tuning.rows, rows), one.counters)
+
+
+def room_for(extra: int) -> int:
+    """So many items beyond one per block, rounded up."""
+    return next((n for n in EXTRAS if n >= extra), power(extra))
+
+
 def has_trees(spec: GroupSpec, bucket: Bucket) -> bool:
     """Whether rows of a step may name keys one by one."""
     return spec.layout is not Layout.FRESH and spec.causal and bucket.tail > 0
@@ -196,6 +223,9 @@ def most_items(spec: GroupSpec, bucket: Bucket) -> int:
     keys = tokens
     if spec.layout is not Layout.FRESH:
         keys = bucket.pages[0] * spec.page_size + requests * bucket.tail
+    if bucket.width == 1:
+        blocks = -(-spec.group_size // tuning.FEW)
+        return blocks * requests + room_for(blocks * (requests + keys // shortest))
     whole, parts = tuning.many(spec, tree), tuning.some(spec, tree)
     few = flat if whole.parts else min(flat, tuning.PROGRAMS // spec.kv_heads * whole.rows)
     in_parts = few // parts.rows * (keys // shortest + 2)
@@ -224,15 +254,18 @@ def scratch_for(launches: Sequence[Launch], spec: GroupSpec, device: torch.devic
     return launch.scratch(rows, counters, order.stored_len(spec.d_v), device)
 
 
-def scoring(attn: AttnSpec, spec: GroupSpec, device: torch.device) -> Scoring:
-    """What a layer's launch needs of its spec."""
+@cache
+def scoring(
+    attn: AttnSpec, heads: int, window: int | None, causal: bool, device: torch.device
+) -> Scoring:
+    """What a layer's launch needs of its spec; made once, since bringing sinks there waits."""
     pre, c = base.score_constants(attn)
-    sinks2: NDArray[np.float32] = base.sink_logits2(attn, spec.heads)
+    sinks2: NDArray[np.float32] = base.sink_logits2(attn, heads)
     return Scoring(
         c=c,
         pre=pre,
         v_scale=base.value_scale(attn),
         sinks2=torch.from_numpy(sinks2).to(device),
-        window=INT32_MAX if spec.window is None else spec.window,
-        causal=spec.causal,
+        window=INT32_MAX if window is None else window,
+        causal=causal,
     )

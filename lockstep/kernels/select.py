@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from lockstep.kernels.operation import marked
 from lockstep.ops import Ops
 from lockstep.plugins import Plugins
 from lockstep.types import Choice, RuleError
 
+KNOWN = 9  # compute capability of the GPUs that there is an order for: sm_90
 OWN = sorted(path.parent.name for path in Path(__file__).parent.glob("*/ops.py"))
 DEVICES = Plugins(
     kind="device",
@@ -23,8 +26,12 @@ DEVICES = Plugins(
 
 
 def select(name: str, dtype: str = "auto") -> tuple[Ops, Choice]:
-    """The table of the device called `name`, with activations of `dtype`; "auto" is its own. Its
-    calls can be recorded."""
+    """The table of the device called `name`, with activations of `dtype`; "auto" is a GPU if there
+    is one that we know, and the device's own dtype. Its calls can be recorded."""
+    if name == "auto":
+        name, found = find()
+        ops, choice = select(name, dtype)
+        return ops, Choice(name, f"{found}, {choice.reason}")
     ops = marked(DEVICES.make(name))
     if dtype == "auto":
         return ops, Choice(name, f"computes in its own {ops.dtypes[0]}")
@@ -32,3 +39,13 @@ def select(name: str, dtype: str = "auto") -> tuple[Ops, Choice]:
         rule = f"dtype on {name} is one of {', '.join(ops.dtypes)}"
         raise RuleError(rule, repr(dtype), "Leave it out: stored weights are brought to it")
     return marked(DEVICES.make(name, dtype)), Choice(name, f"computes in {dtype}, as asked")
+
+
+def find() -> Choice:
+    """The device of a machine, and why."""
+    if not torch.cuda.is_available():
+        return Choice("cpu", "no GPU is visible")
+    (major, minor), card = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
+    if major != KNOWN:
+        return Choice("cpu", f"{card} is sm_{major}{minor} and not of the class sm_{KNOWN}0")
+    return Choice("cuda", f"{card} is there")

@@ -34,9 +34,15 @@ def group_bytes(spec: GroupSpec, num_pages: int) -> int:
     return num_pages * spec.page_size * slot_bytes(spec) * len(spec.layers)
 
 
-def check_fits(needed_bytes: int, what: str) -> None:
-    """Raises unless the memory of this machine, all of it, could hold a cache of so many bytes."""
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def all_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_fits(needed_bytes: int, what: str, there: int | None = None) -> None:
+    """Raises unless the memory of a device, all of it, could hold a cache of so many bytes:
+    `there`, or this machine's."""
+    there = all_bytes() if there is None else there
     if needed_bytes > there:
         rule = f"the cache fits into the {there:,} B of this machine's memory"
         got = f"{needed_bytes:,} B for {what}"

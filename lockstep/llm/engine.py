@@ -13,6 +13,7 @@ and the next call that finds it set makes it anew from the jobs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,10 +44,20 @@ from lockstep.plan.build import build
 from lockstep.plan.step import StepPlan
 from lockstep.run import memory
 from lockstep.run.certify import Certificate, certify
-from lockstep.run.kind import EMBED, ENCODE, group_specs, kinds_of
+from lockstep.run.kind import EMBED, ENCODE, GENERATE, group_specs, kinds_of
 from lockstep.run.runner import Runner, StepOutput
 from lockstep.sample.params import SamplingParams, resolve_seed, whole
-from lockstep.sample.sampler import Logprobs, RowBatch, Sampled, log_probs, sample
+from lockstep.sample.sampler import (
+    Logprobs,
+    RowBatch,
+    Sampled,
+    Settings,
+    changes,
+    described,
+    log_probs,
+    sample,
+    settings,
+)
 from lockstep.sched.request import (
     Accepted,
     AcceptedTokens,
@@ -62,6 +73,7 @@ from lockstep.types import INT32_MAX, Choice, RuleError, shown
 
 ITEM = SamplingParams(max_tokens=None, logprobs=True, seed=0)
 NOTHING = Accepted((), 0)
+DECODING = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)  # requests of a step with a graph
 BUILTIN = Path(__file__).parent.parent / "builtin"
 
 
@@ -76,6 +88,21 @@ class Launched:
     chosen: Sampled | None = None
     scored: tuple[ScoreUpdate, ...] = ()
     embeddings: Tensor | None = None
+    ready: torch.cuda.Event | None = None  # when all of it lies on the host
+
+    def fetched(self) -> Launched:
+        """The same, on its way to the host; nothing waits for it here."""
+        embeddings = None if self.embeddings is None else on_host(self.embeddings)
+        scored = [s._replace(logprobs=Logprobs(*map(on_host, s.logprobs))) for s in self.scored]
+        chosen = self.chosen
+        if chosen is not None:
+            logprobs = chosen.logprobs and Logprobs(*map(on_host, chosen.logprobs))
+            ids, states = on_host(chosen.token_ids), on_host(chosen.states)
+            chosen = replace(chosen, token_ids=ids, states=states, logprobs=logprobs)
+        ready = torch.cuda.Event()
+        ready.record()  # type: ignore[no-untyped-call]
+        out = replace(self, chosen=chosen, scored=tuple(scored), embeddings=embeddings)
+        return replace(out, ready=ready)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +120,11 @@ class Parts:
 def load(config: EngineConfig) -> Parts:
     """The model from its folder or hub id, or the built-in one, for its device, and a backend."""
     loaded = loader.load(
-        config.model or BUILTIN, config.device, config.dtype, context_length=config.context_length
+        config.model or BUILTIN,
+        config.device,
+        config.dtype,
+        context_length=config.context_length,
+        load_format=config.load_format,
     )
     folder = loaded.info.folder
     tokenizer = Tokenizer.from_folder(folder) if has(folder, "tokenizer.json") else None
@@ -104,12 +135,11 @@ def prepare(
     loaded: Loaded, tokenizer: Tokenizer | None, config: EngineConfig | None = None
 ) -> Parts:
     """Chooses a backend and proves that rows do not depend on their neighbours."""
-    model, info = loaded
-    config = config or EngineConfig()
-    groups, ops = model.groups(config.page_size, config.kv_cache_dtype), model.ops
-    backend, attention = select(
-        config.attention_backend, groups, ops.device.type, str(ops.dtype).removeprefix("torch.")
-    )
+    (model, info), ops = loaded, loaded.model.ops
+    dtype = str(ops.dtype).removeprefix("torch.")
+    config = (config or EngineConfig()).settled(dtype)
+    groups = model.groups(config.page_size, config.kv_cache_dtype)
+    backend, attention = select(config.attention_backend, groups, ops.device.type, dtype)
     return Parts(model, info, tokenizer, backend, attention, certify(model, backend, info, config))
 
 
@@ -117,8 +147,12 @@ class Engine:
     """A model, its cache and its queue. `add` jobs, call `step` while `busy`. `startup_report` says
     what was chosen, and why."""
 
-    def __init__(self, config: EngineConfig, parts: Parts, overlap: bool = False) -> None:
-        self.config, self.parts, self.overlap = config, parts, overlap
+    def __init__(self, config: EngineConfig, parts: Parts, overlap: bool | None = None) -> None:
+        ops = parts.model.ops
+        config = config.settled(str(ops.dtype).removeprefix("torch."))
+        self.on_card = ops.device.type == "cuda"  # and then, unless told otherwise, overlapped
+        self.config, self.parts = config, parts
+        self.overlap = self.on_card if overlap is None else overlap
         self.info, self.tokenizer = parts.info, parts.tokenizer
         self.context_length = config.context_length or self.info.max_position
         if self.context_length > self.info.max_position:
@@ -126,9 +160,14 @@ class Engine:
             raise RuleError(rule, str(config.context_length), "Leave it out, or lower it")
         self.kinds = kinds_of(parts.model, parts.info, config.page_size, config.kv_cache_dtype)
         self.specs = group_specs(self.kinds.values())
-        sizes = memory.size(self.specs, config, self.context_length)
-        ops, buckets = parts.model.ops, buckets_of(config)
-        self.runner = Runner(self.specs, sizes.pages, parts.backend, ops, buckets, config.graphs)
+        sizes = memory.size(self.specs, config, self.context_length, ops.device)
+        graphs = self.on_card if config.graphs is None else config.graphs
+        buckets = buckets_of(config)
+        if buckets is None and graphs and self.on_card:
+            buckets = decode_buckets(config, self.context_length, max(sizes.pages))
+        self.runner = Runner(
+            self.specs, sizes.pages, parts.backend, ops, buckets, graphs, self.overlap
+        )
         self._num_pages = sizes.pages
         self.scheduler = self._new_scheduler()
         self.fingerprint = fingerprint(parts, config.kv_cache_dtype)
@@ -147,6 +186,8 @@ class Engine:
         self._rows: SampledRows | None = None  # of the batch before
         # a step that has happened, until its jobs have it all
         self._settled: StepResult | None = None
+        if graphs and self.on_card and GENERATE in self.kinds:
+            self.runner.capture(self.kinds[GENERATE], print_line)
 
     @property
     def busy(self) -> bool:
@@ -293,7 +334,7 @@ class Engine:
             step = self.scheduler.schedule()
             if step is not None:
                 self.scheduler.advance(step)
-                self._launched.append(self._sample(step, self._run(step)))
+                self._launched.append(self._launch(step))
             touched = self._settle(later=self.overlap and step is not None)
             self._changing = False
         return self._publish(touched)
@@ -312,16 +353,36 @@ class Engine:
 
     # -- one step
 
-    def _run(self, step: ScheduledStep) -> StepOutput:
+    def _launch(self, step: ScheduledStep) -> Launched:
+        """A step, and what is sampled of it, on its way."""
+        launched = self._sampled(step) if self.on_card else None
+        if launched is None:
+            launched = self._sample(step, self._run(step))
+        if self.overlap and launched.chosen is not None:
+            self.runner.keep(launched.chosen.token_ids)
+        return launched.fetched() if self.on_card else launched
+
+    def _run(self, step: ScheduledStep, settings: Settings | None = None) -> StepOutput:
         """Launches a step. A negative id, -1 - k, is sample k of the step before."""
-        plan, ids = self._plan(step), np.array(step.ids, np.int32)
-        last = self._launched[-1].chosen if self._launched else None
-        if last is None:
-            return self.runner.run(plan, ids, step.kind)
-        given = torch.from_numpy(ids)
-        sampled = last.token_ids.clamp(min=0)  # of a row that could not be sampled nobody sees
-        late = torch.where(given < 0, sampled[(-1 - given).clamp(min=0)], given)
-        return self.runner.run(plan, late, step.kind)
+        ids = np.array(step.ids, np.int32)
+        return self.runner.run(self._plan(step), ids, step.kind, settings)
+
+    def _sampled(self, step: ScheduledStep) -> Launched | None:
+        """A step whose launch samples too: all that it emits, of logits as they are; None if it is
+        another one."""
+        rows = self._rows_of(step.batch)
+        batch = self._row_batch(step, rows)
+        if step.kind.name != GENERATE or rows.scored or not rows.emits or changes(batch).any():
+            return None
+        out = self._run(step, settings(batch, self.info.vocab_size))
+        assert out.logits is not None and out.sampled is not None, "settings were given"
+        tokens, states = out.sampled[:, : len(rows.emits)]
+        return Launched(
+            step=step,
+            rows=rows,
+            begins=tuple((batch.positions - rows.how.prompt_lens).tolist()),
+            chosen=described(self.parts.model.ops, out.logits, rows.how, tokens, states),
+        )
 
     def _plan(self, step: ScheduledStep) -> StepPlan:
         return build(step.kind.specs, step.work)
@@ -411,6 +472,8 @@ class Engine:
         touched: list[Generation] = []
         while len(self._launched) > later:
             launched = self._launched.pop(0)
+            if launched.ready is not None:
+                launched.ready.synchronize()
             pairs = zip(launched.rows.generations, launched.step.batch.requests, strict=True)
             touched += [job for job, request in pairs if request.finish is None]
             result, accepted = self._result(launched)
@@ -542,6 +605,26 @@ class Engine:
             rule = f"a prompt has at most {self.context_length} tokens"
             raise RuleError(rule, str(len(ids)), "Shorten it")
         return ids
+
+
+def print_line(text: str) -> None:
+    """For progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory, on its way there."""
+    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return there.copy_(tensor, non_blocking=True)
+
+
+def decode_buckets(config: EngineConfig, context_length: int, pages: int) -> Buckets:
+    """What decoding steps are padded to on a GPU: few sizes, each with a graph."""
+    sizes = [n for n in DECODING if n < config.max_running_requests]
+    more = DECODING[-1] * -(-config.max_running_requests // DECODING[-1])
+    sizes.append(next((n for n in DECODING if n >= config.max_running_requests), more))
+    each = -(-context_length // config.page_size)
+    return Buckets(tuple(sizes), decoding=True, request_pages=each, most_pages=2 * pages)
 
 
 def buckets_of(config: EngineConfig) -> Buckets | None:

@@ -23,9 +23,10 @@ from lockstep.types import KV_FORMATS
 
 ENGINE = {
     "--model": ("M", "a folder or a hub id (default: the built-in model)"),
-    "--device": ("X", "by name: whose operations (default: cpu)"),
+    "--device": ("X", "by name: whose operations (default: a GPU, or the CPU)"),
     "--dtype": ("X", "of activations (default: the device's own)"),
-    "--kv-cache-dtype": ("X", f"one of {', '.join(KV_FORMATS)} (default: float32)"),
+    "--kv-cache-dtype": ("X", f"one of {', '.join(KV_FORMATS)} (default: as activations)"),
+    "--load-format": ("X", "auto, or dummy: random weights of a config alone"),
     "--attention-backend": ("X", "by name"),
 }
 LIMITS = (

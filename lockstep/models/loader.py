@@ -15,9 +15,11 @@ import math
 import os
 import pkgutil
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, Protocol
@@ -36,6 +38,7 @@ from lockstep.ops import Ops
 from lockstep.types import INT32_MAX, Choice, RuleError, shown
 
 SHOWN = 4  # names in an error
+SEED, SPREAD = 0, 0.02  # of weights that are drawn
 FAULTS = 1000  # after so many missing or misshapen tensors the rest is not looked at
 BROKEN = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RuntimeError)
 FLOATS = {"F32", "F16", "BF16", "F64"}
@@ -100,16 +103,19 @@ class TensorManifest:
     unused: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
+    elements: int = 0  # of all that was asked for
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor without numbers."""
+        if name not in self.asked:
+            self.elements += math.prod(shape)
         self.asked.add(name)
         entry = self.entries.get(name)
         if entry is None:
             self.missing.append(name)
         elif entry.shape != shape:
             self.misshapen.append(f"{name} is {list(entry.shape)}, not {list(shape)}")
-        if len(self.missing) + len(self.misshapen) > FAULTS:
+        if self.entries and len(self.missing) + len(self.misshapen) > FAULTS:
             self.judge()
         return torch.empty(shape, device="meta")
 
@@ -140,8 +146,10 @@ def load(
     dtype: str = "auto",
     revision: str | None = None,
     context_length: int | None = None,
+    load_format: str = "auto",
 ) -> Loaded:
     """The model in a local folder, or of a hub id at `revision`, for the operations of `device`.
+    With `load_format` "dummy" its config is all that is read: weights are random, of a fixed seed.
 
     Weights in float16, bfloat16 or float32 are brought to `dtype`, or to the device's own. A
     dynamic rope is stretched for a `context_length` beyond the config's own; nothing else depends
@@ -152,17 +160,21 @@ def load(
     raw = read_json(folder, "config.json")
     module = model_module(raw)
     check_numbers(raw)
-    entries = scan(folder)
-    check_sizes(raw, entries)
+    dummy = load_format == "dummy"
+    entries = {} if dummy else scan(folder)
+    if not dummy:
+        check_sizes(raw, entries)
     config = SimpleNamespace(**raw) if raw.get(STATED) else parse_config(folder)
     config = stretched(config, context_length)
-    spec = checked_spec(module, config, entries, ops)
+    spec, manifest = checked_spec(module, config, entries, ops)
+    check_room(ops, manifest.elements)
     digests: dict[str, bytes] = {}
     with ExitStack() as stack, torch.no_grad():
-        take = reader(entries, stack, ops.device, digests)
+        take = partial(drawn, ops.device) if dummy else reader(entries, stack, ops.device, digests)
         model = spec.build(WeightSource(take, lambda pattern: None, entries, ops))
     info = describe(folder, config, model, choice)
-    return Loaded(model, replace(info, weights=together(entries, digests)))
+    weights = f"dummy-{SEED}" if dummy else together(entries, digests)
+    return Loaded(model, replace(info, weights=weights))
 
 
 def stretched(config: Any, context_length: int | None) -> Any:
@@ -177,9 +189,9 @@ def stretched(config: Any, context_length: int | None) -> Any:
 
 def checked_spec(
     module: ModuleType, config: Any, entries: Mapping[str, Entry], ops: Ops
-) -> ModelSpec:
+) -> tuple[ModelSpec, TensorManifest]:
     """What the module makes of a config. The model is built without numbers; raises unless the
-    files hold its tensors, all of them and no others."""
+    files hold its tensors, all of them and no others; without any there is nothing to compare."""
     manifest = TensorManifest(entries)
     try:
         spec: ModelSpec = module.describe(config)
@@ -190,8 +202,28 @@ def checked_spec(
         got = f"{type(error).__name__}: {error}"
         rule = f"config.json describes a {config.model_type} model"
         raise RuleError(rule, got, "Check the file") from error
-    manifest.judge()
-    return spec
+    if entries:
+        manifest.judge()
+    return spec, manifest
+
+
+def check_room(ops: Ops, elements: int) -> None:
+    """Raises unless a GPU has room for so many weights, before the first is brought there."""
+    if ops.device.type != "cuda":
+        return
+    free, needed = torch.cuda.mem_get_info(ops.device)[0], elements * ops.dtype.itemsize
+    if needed > free:
+        rule = f"weights fit into the {free:,} B that are free on the GPU"
+        got = f"{elements:,} of {ops.dtype.itemsize} B = {needed:,} B"
+        raise RuleError(rule, got, "Use a smaller model, or device cpu")
+
+
+def drawn(device: torch.device, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Random weights, made on the device: a function of the name, whatever is drawn before. Those
+    of norms lie around 1."""
+    generator = torch.Generator(device).manual_seed(SEED + zlib.crc32(name.encode()))
+    weights = torch.randn(shape, generator=generator, device=device) * SPREAD
+    return weights + 1.0 if len(shape) == 1 and name.endswith("norm.weight") else weights
 
 
 def model_types() -> list[str]:
@@ -317,7 +349,7 @@ def reader(
         tensor: Tensor = files[entries[name].file].get_tensor(name)
         if name not in digests:
             digests[name] = digest(tensor)
-        return tensor.to(device, torch.float32)
+        return tensor.to(device).to(torch.float32)  # as it is stored, then widened there
 
     return take
 

@@ -9,13 +9,14 @@ captured graph and all that buffer offsets depend on.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lockstep.plan.build import indptr
 from lockstep.plan.step import Bucket, Group, Ints, PagedGroup, StepPlan, ints
-from lockstep.types import RuleError
+from lockstep.types import GroupSpec, Layout, RuleError
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,36 @@ class Buckets:
     page tables, lists and moves to powers of two. A grid that is not named is that of the rows.
 
     A row may be emitted any number of times: beyond the last size of emits come its multiples.
+    `decoding`: only steps of one row per request are padded. Their page tables have room for
+    `request_pages` a request, at most `most_pages`, so that growing requests stay in one bucket.
     """
 
     tokens: tuple[int, ...]
     requests: tuple[int, ...] | None = None
     emits: tuple[int, ...] | None = None
+    decoding: bool = False
+    request_pages: int = 0
+    most_pages: int = 0
+
+    def decode(self, specs: Sequence[GroupSpec], requests: int) -> Bucket:
+        """The bucket of so many requests with one row each."""
+        return Bucket(
+            requests=requests,
+            tokens=requests,
+            width=1,
+            emits=self._round(requests, "emits"),
+            tail=0,
+            pages=tuple(self._pages(0, requests, 1, spec) for spec in specs),
+            writes=tuple(requests if spec.layout is not Layout.CROSS else 0 for spec in specs),
+            moves=(0,) * len(specs),
+        )
+
+    def _pages(self, held: int, requests: int, width: int, spec: GroupSpec) -> int:
+        """Entries of a group's page table."""
+        if spec.layout is Layout.FRESH:
+            return 0
+        room = min(requests * self.request_pages, self.most_pages) if width == 1 else 0
+        return power(max(held, room))
 
     def fit(self, plan: StepPlan) -> Bucket:
         """The smallest bucket that holds `plan`, with a pad request whenever there is a pad row."""
@@ -51,7 +77,10 @@ class Buckets:
             width=width,
             emits=self._round(real.emits, "emits"),
             tail=power(exact.tail),
-            pages=tuple(power(n + e) for n, e in zip(exact.pages, extra, strict=True)),
+            pages=tuple(
+                self._pages(n + e, requests, width, group.spec)
+                for n, e, group in zip(exact.pages, extra, plan.groups, strict=True)
+            ),
             writes=tuple(tokens if n else 0 for n in exact.writes),
             moves=tuple(map(power, exact.moves)),
         )

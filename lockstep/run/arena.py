@@ -3,7 +3,8 @@ and cache.
 
 `host` is filled first, `load` copies it to the device: one copy per step. Where each array lies is
 the image's affair (`plan.image.ImageLayout`), so every launch of a bucket finds its numbers at the
-same addresses. What does not fit is an error with both numbers.
+same addresses. On a GPU there are two places to fill, in turns, and one is filled again only when
+its copy has run. What does not fit is an error with both numbers.
 """
 
 from __future__ import annotations
@@ -22,20 +23,31 @@ class Arena:
     def __init__(self, capacity: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
         self.buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
-        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned)
+        self._slots = [
+            torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(1 + pinned)
+        ]
+        self._copied = [torch.cuda.Event() for _ in self._slots] if pinned else []
+        self._turn = 0
+        self._host = self._slots[0]
 
     def host(self, length: int) -> NDArray[np.int32]:
-        """Where an image of `length` numbers is written."""
+        """Where an image of `length` numbers is written: the next place whose copy has run."""
         if length > len(self.buffer):
             raise RuleError(
                 f"a step's image has at most {len(self.buffer)} numbers",
                 str(length),
                 "Schedule less per step, or enlarge the arena",
             )
+        self._turn = (self._turn + 1) % len(self._slots)
+        self._host = self._slots[self._turn]
+        if self._copied:
+            self._copied[self._turn].synchronize()
         return self._host[:length].numpy()
 
     def load(self, length: int) -> Tensor:
         """Copies the image to the device and returns it there."""
         image = self.buffer[:length]
         image.copy_(self._host[:length], non_blocking=True)
+        if self._copied:
+            self._copied[self._turn].record()  # type: ignore[no-untyped-call]
         return image

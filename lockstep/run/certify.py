@@ -63,11 +63,12 @@ def certify(
     """
     if backend.caps.order != "canonical":
         return Certificate(0, (), "none")
-    config = config or EngineConfig()
+    config = (config or EngineConfig()).settled(str(model.ops.dtype).removeprefix("torch."))
     config = replace(config, chunked_prefill_size=min(config.chunked_prefill_size, MOST_ROWS))
     subject = Subject(probe.one_of_each(model), backend, info, config)
     many = torch.get_num_threads()
-    threads = tuple(sorted({1, min(2, many), many}))
+    on_card = model.ops.device.type == "cuda"  # where no thread of ours computes
+    threads = (1,) if on_card else tuple(sorted({1, min(2, many), many}))
     # one layer of each kind is computed: in no bit is their order, nor a window too wide to cross
     layers = repr(model.spec.blocks) if isinstance(model, Decoder) else ""
     digest = hashlib.sha256(layers.encode())

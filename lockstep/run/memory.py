@@ -11,10 +11,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from lockstep.config import EngineConfig
-from lockstep.kv.sizing import arithmetic, check_fits, group_bytes
+from lockstep.kv.sizing import all_bytes, arithmetic, check_fits, group_bytes
 from lockstep.kv.tables import held_pages
 from lockstep.types import GroupSpec, Layout, RuleError
+
+FRACTIONS = (0.3, 0.8)  # of the free memory, for the cache: of a machine's, of a GPU's
 
 
 @dataclass(frozen=True)
@@ -26,22 +30,32 @@ class Sizes:
     text: str
 
 
-def size(specs: Sequence[GroupSpec], config: EngineConfig, context_length: int) -> Sizes:
-    """The largest cache that the budget allows and that all running requests could fill."""
+def size(
+    specs: Sequence[GroupSpec],
+    config: EngineConfig,
+    context_length: int,
+    device: torch.device | None = None,
+) -> Sizes:
+    """The largest cache that the budget allows and that all running requests could fill. On a GPU
+    steps have run by now: what they work with is no longer free."""
+    gpu = device is not None and device.type == "cuda"
+    free, there = torch.cuda.mem_get_info(device) if gpu else (free_bytes(), all_bytes())
+    fraction = config.mem_fraction_static or FRACTIONS[gpu]
     tokens = config.max_total_tokens or config.max_running_requests * context_length
     if config.max_total_tokens is None:
-        budget = int(free_bytes() * config.mem_fraction_static)
+        budget = int(free * fraction)
         while tokens > 0 and total_bytes(specs, config, tokens) > budget:
             tokens = tokens * 15 // 16
         if tokens < specs[0].page_size:
             rule = "the cache holds at least one page"
             raise RuleError(rule, f"{budget:,} B of memory for it", "Raise mem_fraction_static")
     what = f"{tokens:,} tokens in pages of {specs[0].page_size:,}"
-    check_fits(total_bytes(specs, config, tokens), what)
+    check_fits(total_bytes(specs, config, tokens), what, there)
     pages = tuple(pages_of(spec, config, tokens) for spec in specs)
     stored = [(spec, n) for spec, n in zip(specs, pages, strict=True) if n] or [(specs[0], 0)]
     text = arithmetic([spec for spec, _ in stored], [n for _, n in stored])
-    return Sizes(pages, tokens, f"cache for {tokens:,} tokens\n{text}")
+    card = f", {fraction} of the GPU's free {free:,} B at most" if gpu else ""
+    return Sizes(pages, tokens, f"cache for {tokens:,} tokens{card}\n{text}")
 
 
 def pages_of(spec: GroupSpec, config: EngineConfig, tokens: int) -> int:

@@ -219,7 +219,7 @@ class Sequence:
             moves = np.stack([self.table.slots(g, each) for each in positions], 1)
             pool = self.driver.runner.pools[g]
             if pool is not None:
-                pool.move(torch.from_numpy(moves))
+                pool.move(torch.from_numpy(moves).to(pool.ops.device))
 
     def _run(self, ranges: Many[RowRange], tables: Many[Table]) -> Tensor:
         """The rows of a step."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lockstep.attention.base import Backend
@@ -20,17 +21,23 @@ from lockstep.kernels.operation import unmarked
 from lockstep.kv.pool import Pool
 from lockstep.ops import Ops
 from lockstep.plan.bucket import Buckets, pad
+from lockstep.plan.build import build
 from lockstep.plan.check import check
 from lockstep.plan.image import ImageLayout, PlanArrays
 from lockstep.plan.step import Bucket, Ints, Real, StepPlan
 from lockstep.run.arena import Arena
+from lockstep.run.graph import Graph, Studio, captures
 from lockstep.run.kind import StepKind
 from lockstep.run.step import Variants, bind, handles_of, layout_of, lower
 from lockstep.run.tape import Tape
+from lockstep.sample.formulas import FLOATS, INTS
+from lockstep.sample.sampler import Settings
 from lockstep.types import GroupSpec, Layout, RuleError
 
 IMAGE_LEN = 1 << 22  # int32 of a step's image: 16 MB
 LAYOUTS = 64  # that are remembered
+SAMPLES = 1 << 16  # of one step that the next may wait for
+SETTING = 2 * (FLOATS + INTS)  # int32 of one row's settings
 
 
 class StepOutput(NamedTuple):
@@ -39,11 +46,15 @@ class StepOutput(NamedTuple):
     rows: Tensor  # [T, d] hidden states
     emitted: Tensor  # [S, d] of the rows that the plan emits
     layers: tuple[Tensor, ...] = ()  # [T, d] behind each of the kind's `hidden_layers`
+    logits: Tensor | None = None  # [S, vocab] of emitted rows, where settings were given
+    sampled: Tensor | None = None  # int64 [2, S]: their tokens and states
 
     def only(self, real: Real) -> StepOutput:
         """Without what belongs to pads."""
         rows, layers = self.rows[: real.tokens], [each[: real.tokens] for each in self.layers]
-        return StepOutput(rows, self.emitted[: real.emits], tuple(layers))
+        logits = None if self.logits is None else self.logits[: real.emits]
+        emitted = self.emitted[: real.emits]
+        return StepOutput(rows, emitted, tuple(layers), logits, self.sampled)
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,7 @@ class Signature:
     kind: StepKind
     variants: Variants
     planner_buffers: tuple[int, ...]  # addresses
+    cuts: bool | None = None  # of the sampler; None: the launch has none
 
     def __str__(self) -> str:
         return f"a step of kind {self.kind.name} in {self.bucket}, variants {self.variants}"
@@ -74,6 +86,7 @@ class Runner:
         ops: Ops,
         buckets: Buckets | None = None,
         graphs: bool = False,
+        overlap: bool = False,
     ) -> None:
         if graphs and not backend.caps.graphs:
             rule = "launches are recorded with a backend that states `graphs`"
@@ -88,38 +101,64 @@ class Runner:
             for s, n in zip(specs, pages, strict=True)
         ]
         self.arena = Arena(IMAGE_LEN, ops.device)
-        self.graphs = graphs
-        self.tapes: dict[Signature, Tape] = {}
+        self.graphs, self.ops = graphs, ops
+        self.studio = Studio() if graphs and ops.device.type == "cuda" else None
+        # of the step before, for rows that wait for them: id -1 - k is sample k
+        room = SAMPLES if overlap else 0
+        self.sampled = torch.zeros(room, dtype=torch.int64, device=ops.device)
+        self.tapes: dict[Signature, Tape | Graph] = {}
         self._layouts: dict[tuple[StepKind, Bucket], ImageLayout] = {}
         self._views: dict[ImageLayout, tuple[PlanArrays, ...]] = {}
 
-    def run(self, plan: StepPlan, ids: Sequence[int] | Ints | Tensor, kind: StepKind) -> StepOutput:
-        """One step. ids [T]: the token of every row, before padding."""
+    def run(
+        self,
+        plan: StepPlan,
+        ids: Sequence[int] | Ints | Tensor,
+        kind: StepKind,
+        settings: Settings | None = None,
+    ) -> StepOutput:
+        """One step. ids [T]: the token of every row, before padding. With settings, a row for every
+        row that the plan emits, tokens are sampled by the same launch."""
         plan = self.padded(plan)
         pools = [self.pools[g] for g in kind.groups]
         if self.checks:
             check(plan, tuple(p.num_pages if p else 0 for p in pools))
         layout = self._layout(plan, kind)
         tokens = np.asarray(ids, np.int32)
-        variants = lower(plan, tokens, self.backend, layout, self.arena.host(layout.length))
-        image = self.arena.load(layout.length)
+        emits = plan.bucket.emits if settings else 0
+        room = self.arena.host(layout.length + emits * SETTING)
+        variants = lower(plan, tokens, self.backend, layout, room[: layout.length])
+        if settings:
+            write_settings(room[layout.length :], settings)
+        image = self.arena.load(len(room))
         views = self._views.get(layout)
         if views is None:
-            views = self._views[layout] = layout.views(image)
+            views = self._views[layout] = layout.views(image[: layout.length])
 
         def launch() -> StepOutput:
-            """Everything it reads lies in the arena, the weights and the cache."""
+            """Everything it reads lies in the arena, the weights, the cache and, of ids that are
+            samples, in `sampled`."""
             step = bind(layout, views, variants, self.backend, pools, kind.layer_map)
             step.relocate()
             wanted = (kind.hidden_layers,) if kind.hidden_layers else ()
-            out = kind.forward(*inputs(views[0]), step, *wanted)
+            ids, positions = inputs(views[0])
+            if len(self.sampled):
+                ids = resolved(ids, self.sampled)
+            out = kind.forward(ids, positions, step, *wanted)
             hidden, *layers = out if wanted else (out,)
-            return StepOutput(hidden, emitted(hidden, views[0]), tuple(layers))
+            output = StepOutput(hidden, emitted(hidden, views[0]), tuple(layers))
+            if not settings:
+                return output
+            logits = kind.model.logits(output.emitted)
+            how = read_settings(image[layout.length :], settings.cuts)
+            sampled = torch.stack(self.ops.sample_tokens(logits, *how))
+            return output._replace(logits=logits, sampled=sampled)
 
-        if not self.graphs:
+        if not self.graphs or (self.studio and not captures(layout.bucket)):
             return launch().only(plan.real)
         buffers = planner_buffers(layout, views, variants, self.backend)
-        signature = Signature(layout.bucket, kind, variants, buffers)
+        cuts = settings.cuts if settings else None
+        signature = Signature(layout.bucket, kind, variants, buffers, cuts)
         return self._recorded(signature, launch).only(plan.real)
 
     def _layout(self, plan: StepPlan, kind: StepKind) -> ImageLayout:
@@ -133,15 +172,35 @@ class Runner:
             self._layouts[known] = layout_of(plan, self.backend)
         return self._layouts[known]
 
+    def keep(self, token_ids: Tensor) -> None:
+        """What a step sampled, for rows of the next that wait for it; of a row that could not be
+        sampled nobody sees what follows."""
+        torch.clamp(token_ids, min=0, out=self.sampled[: len(token_ids)])
+
     def padded(self, plan: StepPlan) -> StepPlan:
-        """The plan in the smallest bucket that holds it; without buckets as it is."""
-        return plan if self.buckets is None else pad(plan, self.buckets.fit(plan))
+        """The plan in the smallest bucket that holds it; as it is without buckets, and where it is
+        padded already."""
+        buckets, whole = self.buckets, plan.bucket.requests == plan.real.requests
+        if buckets is None or not whole or (buckets.decoding and plan.bucket.width != 1):
+            return plan
+        return pad(plan, buckets.fit(plan))
+
+    def capture(self, kind: StepKind, say: Callable[[str], None]) -> None:
+        """Records the decoding steps of a kind, the largest first, with requests in page 0 alone;
+        `say` is told of each."""
+        sizes = self.buckets.grid("requests") if self.buckets and self.graphs else ()
+        for at, n in enumerate(reversed(sizes), 1):
+            plan = pad(build(kind.specs, ()), self.buckets.decode(kind.specs, n))
+            how = Settings(torch.zeros(n, FLOATS), torch.zeros(n, INTS, dtype=torch.int64), False)
+            self.run(plan, (), kind, how)
+            free = torch.cuda.mem_get_info()[0]
+            say(f"graph {at} of {len(sizes)}: {n} requests, {free:,} B of the GPU free")
 
     def _recorded(self, signature: Signature, launch: Callable[[], StepOutput]) -> StepOutput:
         """A launch that is new is recorded, a known one replayed."""
         tape = self.tapes.get(signature)
         if tape is None:
-            tape = Tape(signature)
+            tape = Graph(signature, self.studio) if self.studio else Tape(signature)
             tape.record(launch)
             self.tapes[signature] = tape
         else:
@@ -158,6 +217,26 @@ def inputs(rows: PlanArrays) -> tuple[Tensor, Tensor]:
 def emitted(hidden: Tensor, rows: PlanArrays) -> Tensor:
     """The rows that the plan emits, and those that pad them."""
     return hidden.index_select(0, rows.emit)
+
+
+def resolved(ids: Tensor, sampled: Tensor) -> Tensor:
+    """Ids, with samples of the step before in the place of those below 0."""
+    return torch.where(ids < 0, sampled[(~ids).clamp_(min=0)], ids)
+
+
+def write_settings(room: Ints, settings: Settings) -> None:
+    """Into the arena, behind a step's image; rows that pad it are greedy ones."""
+    room[:] = 0
+    at, count = 2 * FLOATS * (len(room) // SETTING), len(settings.floats)
+    room[:at].view(np.float64).reshape(-1, FLOATS)[:count] = settings.floats.numpy()
+    room[at:].view(np.int64).reshape(-1, INTS)[:count] = settings.ints.numpy()
+
+
+def read_settings(room: Tensor, cuts: bool) -> Settings:
+    """The same on the device."""
+    at = 2 * FLOATS * (len(room) // SETTING)
+    floats = room[:at].view(torch.float64).view(-1, FLOATS)
+    return Settings(floats, room[at:].view(torch.int64).view(-1, INTS), cuts)
 
 
 def planner_buffers(

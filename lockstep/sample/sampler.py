@@ -170,7 +170,7 @@ def sample(
 
 
 def described(ops: Ops, raw: Tensor, how: RowParams, tokens: Tensor, states: Tensor) -> Sampled:
-    """What was chosen for rows of float32 logits, with the log-probabilities that they ask for."""
+    """What was chosen for rows of logits, with the log-probabilities that they ask for."""
     wanted, k = how.logprob_rows, how.top
     if not wanted:
         return Sampled(tokens, states, None, ())

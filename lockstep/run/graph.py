@@ -1,0 +1,64 @@
+"""A launch as a CUDA graph: run plainly, captured, and replayed from then on.
+
+The plain run compiles what is not compiled yet and is thrown away; capture and replay follow, so
+that the first answer comes from a graph like all others. A launch reads the arena, the weights and
+the cache and writes the cache by the arena's numbers, so running it twice changes nothing; one that
+moves keys would, and is not captured (`captures`). The graphs of a `Studio` share one pool of
+memory: outputs of one stay its own, what it works with is anybody's. Knows no model and no plan;
+the runner keeps one graph per signature. `run.tape` is the same on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from lockstep.plan.step import Bucket
+from lockstep.types import RuleError
+
+
+class Studio:
+    """Where a runner's launches are captured: a stream beside its own, and a pool of memory."""
+
+    def __init__(self) -> None:
+        self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+
+class Graph:
+    """`record` a launch once, `replay` it from then on. `output` is what the launch returned."""
+
+    def __init__(self, signature: Hashable, studio: Studio) -> None:
+        self.signature, self.studio = signature, studio
+        self.output: Any = None
+        self.replays = 0
+        self._graph = torch.cuda.CUDAGraph()
+
+    def record(self, launch: Callable[[], Any]) -> None:
+        """Carries out a launch and keeps it."""
+        launch()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.studio.stream):
+            self._graph.capture_begin(self.studio.pool)
+            try:
+                self.output = launch()
+            finally:
+                self._graph.capture_end()
+        self._graph.replay()
+
+    def replay(self, signature: Hashable) -> Any:
+        """Everything again, with the numbers that are in the arena now. The output is the memory
+        of the first time."""
+        if signature != self.signature:
+            rule = f"this graph holds {self.signature}"
+            raise RuleError(rule, str(signature), "Capture a graph for it")
+        self._graph.replay()
+        self.replays += 1
+        return self.output
+
+
+def captures(bucket: Bucket) -> bool:
+    """Whether steps of a bucket are worth a graph and may run twice: one row per request, no keys
+    moved, no lists."""
+    return bucket.width == 1 and not bucket.tail and not any(bucket.moves)

@@ -1,0 +1,205 @@
+"""What graphs of a GPU stand on, where there is none: launches that sample, ids that are samples of
+the step before, buckets that growing requests stay in, an arena with two places, weights that are
+drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.attention import select as backends
+from lockstep.config import EngineConfig
+from lockstep.kernels import select as devices
+from lockstep.lab import tiny
+from lockstep.llm import engine as engines
+from lockstep.llm.engine import Engine, decode_buckets
+from lockstep.models import loader
+from lockstep.plan.bucket import Buckets, pad
+from lockstep.plan.build import build
+from lockstep.plan.step import Bucket
+from lockstep.run.arena import Arena
+from lockstep.run.graph import captures
+from lockstep.run.runner import SETTING, read_settings, resolved, write_settings
+from lockstep.sample.params import SamplingParams
+from lockstep.sample.sampler import Settings
+from lockstep.types import GroupSpec, Layout, RuleError
+
+
+class Event:
+    """A device that is always ready."""
+
+    def record(self) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """It has happened."""
+
+
+@pytest.fixture(scope="module")
+def parts() -> engines.Parts:
+    return tiny.parts(tiny.QWEN3, backends.load("cpu"))
+
+
+def answers(engine: Engine) -> list[object]:
+    lens = (3, 40, 7, 11, 20)
+    jobs = [
+        engine.add(
+            tiny.words(n, n),
+            SamplingParams(
+                max_tokens=12,
+                temperature=0.8 * (n % 2),
+                top_k=5 if n == 7 else -1,
+                seed=n,
+                logprobs=2 if n % 3 else None,
+                frequency_penalty=0.5 if n == 11 else 0.0,
+            ),
+        )
+        for n in lens
+    ]
+    while engine.busy:
+        engine.step()
+    firsts = [job.output("").completions[0] for job in jobs]
+    return [(c.token_ids, repr(c.logprobs), repr(c.top_logprobs)) for c in firsts]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_launch_that_samples_gives_the_same_answers(
+    parts: engines.Parts, overlap: bool, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    monkeypatch.setattr(engines, "on_host", torch.clone)
+    sizes = {"page_size": 8, "context_length": 160, "max_running_requests": 8}
+    config = EngineConfig(max_total_tokens=1024, graphs=graphs, **sizes)
+    want = answers(Engine(EngineConfig(max_total_tokens=1024, **sizes), parts))
+    engine = Engine(config, parts, overlap)
+    engine.on_card = True
+    told: list[str] = []
+    if graphs:
+        engine.runner.buckets = decode_buckets(engine.config, 160, 129)
+        engine.runner.capture(engine.kinds["generate"], told.append)
+        assert [line.split(":")[1].split()[0] for line in told] == ["8", "4", "2", "1"]
+    assert answers(engine) == want
+    assert sum(tape.replays for tape in engine.runner.tapes.values()) >= 5 * graphs
+
+
+def test_ids_below_zero_are_samples_of_the_step_before() -> None:
+    ids, sampled = torch.tensor([7, -1, -3, 0], dtype=torch.int32), torch.tensor([40, 41, 42])
+    assert resolved(ids, sampled).tolist() == [7, 40, 42, 0]
+
+
+def test_settings_lie_behind_the_image_and_pads_are_greedy() -> None:
+    floats = torch.tensor([[0.6, 0.9, -1.5], [0.1, 1.0, 0.0]], dtype=torch.float64)
+    ints = torch.arange(10).view(2, 5) + 2**40
+    room = np.full(3 * SETTING, 9, np.int32)
+    write_settings(room, Settings(floats, ints, True))
+    how = read_settings(torch.from_numpy(room), True)
+    assert torch.equal(how.floats[:2], floats) and torch.equal(how.ints[:2], ints) and how.cuts
+    assert not how.floats[2].any() and not how.ints[2].any()
+
+
+def test_growing_requests_stay_in_one_bucket(parts: engines.Parts) -> None:
+    specs = parts.model.groups(8)
+    buckets = Buckets((1, 2, 4), decoding=True, request_pages=20, most_pages=64)
+    bucket = buckets.decode(specs, 4)
+    plan = pad(build(specs, ()), bucket)
+    assert plan.bucket == bucket and bucket.pages == (64, 64)  # 80 would be 128
+    assert buckets.decode(specs, 2).pages == (64, 64) and buckets.decode(specs, 1).pages == (32, 32)
+    assert Buckets((4,)).decode(specs, 4).pages == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("running", "sizes"),
+    [(1, (1,)), (3, (1, 2, 4)), (200, (1, 2, 4, 8, 16, 32, 64, 128, 192, 256))],
+)
+def test_the_largest_bucket_holds_all_running_requests(
+    running: int, sizes: tuple[int, ...]
+) -> None:
+    config = EngineConfig(max_running_requests=running)
+    assert decode_buckets(config, 100, 50).tokens == sizes
+    assert decode_buckets(EngineConfig(max_running_requests=600), 100, 50).tokens[-1] == 1024
+
+
+def test_only_steps_that_may_run_twice_are_captured() -> None:
+    sizes = {"requests": 4, "tokens": 4, "emits": 4, "pages": (8,), "writes": (4,)}
+    assert captures(Bucket(width=1, tail=0, moves=(0,), **sizes))
+    for width, tail, moves in ((0, 0, 0), (1, 2, 0), (1, 0, 3)):
+        assert not captures(Bucket(width=width, tail=tail, moves=(moves,), **sizes))
+
+
+def test_an_arena_of_a_gpu_fills_two_places_in_turns_and_waits_for_their_copies() -> None:
+    arena = Arena(16, torch.device("cpu"))
+    waited: list[int] = []
+
+    class Copied(Event):
+        def __init__(self, at: int) -> None:
+            self.at = at
+
+        def synchronize(self) -> None:
+            waited.append(self.at)
+
+    arena._slots.append(torch.zeros(16, dtype=torch.int32))
+    arena._copied = [Copied(0), Copied(1)]
+    for value in (1, 2, 3):
+        arena.host(4)[:] = value
+        assert arena.load(4).tolist() == [value] * 4
+    assert waited == [1, 0, 1]
+    assert arena._slots[1][:4].tolist() == [3] * 4 and arena._slots[0][:4].tolist() == [2] * 4
+
+
+def test_weights_are_drawn_from_a_config_alone(tmp_path: Path) -> None:
+    tiny.save(tiny.QWEN3, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(RuleError, match=r"holds model\.safetensors"):
+        loader.load(tmp_path)
+    first, again = (loader.load(tmp_path, load_format="dummy") for _ in range(2))
+    assert first.info.weights == "dummy-0"
+    weights = [each.model.norm.weight for each in (first, again)]
+    assert torch.equal(*weights) and 0.9 < float(weights[0].mean()) < 1.1
+    assert torch.equal(first.model.embedding.weight, again.model.embedding.weight)
+
+
+def test_auto_is_a_gpu_that_we_know_and_otherwise_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: False)
+    assert devices.find() == ("cpu", "no GPU is visible")
+    assert devices.select("auto")[1].reason.startswith("no GPU is visible, computes in its own")
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "get_device_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr(cuda, "get_device_capability", lambda: (8, 0))
+    assert devices.find() == ("cpu", "NVIDIA A100 is sm_80 and not of the class sm_90")
+    monkeypatch.setattr(cuda, "get_device_capability", lambda: (9, 0))
+    assert devices.find().name == "cuda"
+
+
+def test_weights_that_a_gpu_has_no_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Card:
+        device, dtype = torch.device("cuda"), torch.bfloat16
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 2000))
+    loader.check_room(Card(), 500)
+    with pytest.raises(RuleError, match="1,000 B that are free on the GPU; got 501 of 2 B = 1,002"):
+        loader.check_room(Card(), 501)
+
+
+def test_the_cache_has_the_dtype_of_activations_unless_another_is_asked_for() -> None:
+    assert EngineConfig().settled("bfloat16").kv_cache_dtype == "bfloat16"
+    assert EngineConfig(kv_cache_dtype="float32").settled("bfloat16").kv_cache_dtype == "float32"
+
+
+def test_items_beyond_one_per_block_are_rounded_up_to_few_sizes() -> None:
+    from lockstep.attention.triton import EXTRAS, Launch, most_items, room_for, rounded
+    from lockstep.kernels.triton import tuning
+    from lockstep.types import AttnSpec
+
+    assert [room_for(n) for n in (0, 1, 8, 9, 512, 513)] == [0, 8, 8, 32, 512, 1024]
+    one = rounded(Launch(tuning.DECODE, 70, 99, 64), 4)
+    assert one == Launch(tuning.DECODE, 72, 72 * 4, 64)
+    spec = GroupSpec(Layout.DENSE, 32, 8, 128, 128, (AttnSpec(0.1),), kv_dtype="bfloat16")
+    sizes = {"requests": 64, "tokens": 64, "emits": 64, "writes": (64,), "moves": (0,)}
+    bucket = Bucket(width=1, tail=0, pages=(8192,), **sizes)
+    assert most_items(spec, bucket) >= 64 + max(n for n in EXTRAS if n <= 64 + 256)
