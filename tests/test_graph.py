@@ -109,7 +109,7 @@ def test_growing_requests_stay_in_one_bucket(parts: engines.Parts) -> None:
     plan = pad(build(specs, ()), bucket)
     assert plan.bucket == bucket and bucket.pages == (64, 64)  # 80 would be 128
     assert buckets.decode(specs, 2).pages == (64, 64) and buckets.decode(specs, 1).pages == (32, 32)
-    assert Buckets((4,)).decode(specs, 4).pages == (0, 0)
+    assert Buckets((4,)).decode(specs, 4).pages == (4, 4)  # a page for every pad request
 
 
 @pytest.mark.parametrize(

@@ -8,21 +8,24 @@ round of other prompts goes first, so that the graphs of a measured round are th
 captured nonetheless is told. Idle time is the device's between the last kernel of a step and the
 first of the next, by events. Beside every figure stands its floor by bandwidth, 4.25 TB/s.
 
-usage: PYTHONPATH=. python bench/gpu/engine_h200.py [--model 0.6b,8b] [--what run,steps] [--out DIR]
+usage: PYTHONPATH=. python bench/gpu/engine_h200.py [--model 0.6b,8b] [--what run,steps,bits]
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from lockstep.config import EngineConfig
@@ -85,6 +88,13 @@ def workload(seed: int, shorter: int = 1) -> list[tuple[list[int], int]]:
     return [(ids, rng.randint(100, 1024) // shorter) for ids in prompts]
 
 
+def fresh(config: EngineConfig, parts: Parts, overlap: bool | None = None) -> Engine:
+    """An engine, when the memory of the one before is free again."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return Engine(config, parts, overlap)
+
+
 class Gaps:
     """The device's time between steps: events before and behind every launch."""
 
@@ -133,7 +143,7 @@ def serve(engine: Engine, work: list[tuple[list[int], int]]) -> float:
 
 def run(name: str, parts: Parts, config: EngineConfig) -> dict[str, Any]:
     """The 256 requests."""
-    engine = Engine(config, parts)
+    engine = fresh(config, parts)
     print(engine.startup_report, flush=True)
     warm = serve(engine, workload(1, 8))
     known, gaps = len(engine.runner.tapes), Gaps(engine.runner)
@@ -155,7 +165,7 @@ def step(
     name: str, parts: Parts, config: EngineConfig, requests: int, keys: int
 ) -> dict[str, float]:
     """A decode step of so many requests with so many keys: the engine's, and its graph's alone."""
-    engine = Engine(config, parts)
+    engine = fresh(config, parts)
     rng = random.Random(5)
     for at in range(requests):
         ids = [rng.randint(0, 10000) for _ in range(keys - 40)]
@@ -187,11 +197,70 @@ def step(
     }
 
 
+PATHS: dict[str, dict[str, Any]] = {
+    "batch": {"max_running_requests": 61},
+    "chunk": {"chunked_prefill_size": 777},
+    "page": {"page_size": 64},
+    "graph": {"graphs": False},
+    "overlap": {"overlap": False},
+    "prefix": {},
+    "preemption": {"max_total_tokens": 60_000},
+}
+
+
+def bits(parts: Parts, config: EngineConfig, paths: list[str]) -> dict[str, Any]:
+    """Log-probabilities of the 256 requests on one path and on another: how many, how many of them
+    from decode steps, and how many differ. Prefix: the same requests again, on what is cached."""
+
+    def told(engine: Engine) -> list[tuple[tuple[int, ...], bytes]]:
+        jobs = [
+            engine.add(
+                ids,
+                SamplingParams(
+                    max_tokens=new, temperature=0.6, seed=at, ignore_eos=True, logprobs=0
+                ),
+            )
+            for at, (ids, new) in enumerate(workload(0))
+        ]
+        while engine.busy:
+            engine.step()
+        outs = [job.output("") for job in jobs]
+        return [(o.token_ids, np.array(o.logprobs, np.float32).tobytes()) for o in outs]
+
+    engine = fresh(config, parts)
+    want = told(engine)
+    found: dict[str, Any] = {}
+    for name in paths:
+        how = dict(PATHS[name])
+        overlap = how.pop("overlap", None)
+        if name != "prefix":
+            del engine
+            engine = fresh(replace(config, **how), parts, overlap)
+        before = dict(engine.scheduler.counters)
+        got = told(engine)
+        count = sum(len(tokens) for tokens, _ in got)
+        pairs = zip(got, want, strict=True)
+        differ = [
+            sum(np.frombuffer(a[1], np.int32) != np.frombuffer(b[1], np.int32))
+            + sum(x != y for x, y in zip(a[0], b[0], strict=True))
+            for a, b in pairs
+        ]
+        counters = {k: v - before.get(k, 0) for k, v in engine.scheduler.counters.items()}
+        played = sum(graph.replays for graph in engine.runner.tapes.values())
+        found[name] = {
+            **{"log-probabilities": count, "from decode steps": count - len(got)},
+            **{"differ": int(sum(differ)), "counters": counters, "graph replays": played},
+        }
+        print("bits", name, json.dumps(found[name]), flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="0.6b,8b")
     parser.add_argument("--what", default="steps,run")
     parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--paths", default=",".join(PATHS))
     parser.add_argument("--profile", action="store_true", help="kernels of decode steps by time")
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     args = parser.parse_args()
@@ -211,6 +280,8 @@ def main() -> None:
         if "run" in args.what:
             found["run"] = run(name, parts, config)
             print(name, json.dumps(found["run"]), flush=True)
+        if "bits" in args.what:
+            found["bits"] = bits(parts, config, args.paths.split(","))
         if args.profile:
             profile(parts, config)
         del parts
@@ -240,7 +311,7 @@ def profile(parts: Parts, config: EngineConfig) -> None:
     import io
     import pstats
 
-    engine = Engine(config, parts)
+    engine = fresh(config, parts)
     for at, (ids, new) in enumerate(workload(0)):
         engine.add(ids, SamplingParams(max_tokens=new, temperature=0.6, seed=at, ignore_eos=True))
     for _ in range(40):

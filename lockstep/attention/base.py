@@ -88,6 +88,11 @@ class Backend(Protocol):
         """
         return None
 
+    def wider(self, spec: GroupSpec, bucket: Bucket, variant: Hashable) -> tuple[Hashable, ...]:
+        """Other answers of `lower` for steps of this bucket, which would serve this step too: who
+        records launches ahead records these as well."""
+        return ()
+
     def bind(self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Hashable) -> Any:
         """The handle of a launch: `views` are the image's arrays on the device, whose numbers may
         not be read here; `variant` is what `lower` returned."""

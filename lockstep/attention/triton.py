@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -46,7 +46,8 @@ CAPS = base.Caps(
     invariances=base.INVARIANCES - {"threads"},
 )
 ITEM = 12  # int32 per item (kernels/triton/attend.py)
-EXTRAS = (0, 8, 32, 128, 512)  # items beyond one per block, where every request has one row
+EXTRAS = (0, 16, 64, 256)  # items beyond one per block, where every request has one row
+LONGEST = 8  # splits of a request that launches are recorded ahead for
 NOBODY = (0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0)  # an item without rows: its block's only one
 COMPUTE = (torch.bfloat16, torch.float16)
 
@@ -97,13 +98,28 @@ class Backend:
             one = Launch(shape, len(made.table), made.part_rows, made.counters)
             if plan.bucket.width == 1:
                 one = rounded(one, spec.group_size)
-            table = views.derived[at : at + ITEM * one.items].reshape(-1, ITEM)
+            table = views.derived[at:].reshape(-1, ITEM)
             table[: len(made.table)] = made.table
             table[len(made.table) :] = NOBODY
-            at += table.size
+            at += ITEM * one.items
             launches.append(one)
-        views.derived[at:] = 0
+        if not launches:
+            views.derived[:] = 0
         return tuple(launches)
+
+    def wider(
+        self, spec: GroupSpec, bucket: Bucket, variant: tuple[Launch, ...]
+    ) -> tuple[tuple[Launch, ...], ...]:
+        """Of one row per request, with room for more items, up to what its pages could hold."""
+        if bucket.width != 1 or len(variant) != 1:
+            return ()
+        (one,), most = variant, most_items(spec, bucket) - variant[0].counters
+        if one.tuning.kernel != "plain":  # who is not split at all, but for a few long ones
+            most = min(most, room_for(tuning.most_split(spec, one.tuning) * LONGEST))
+        rooms = [n for n in EXTRAS if one.items - one.counters < n <= most]
+        return tuple(
+            (rounded(replace(one, items=one.counters + n), spec.group_size),) for n in rooms
+        )
 
     def bind(
         self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: tuple[Launch, ...]

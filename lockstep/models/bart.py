@@ -74,7 +74,7 @@ class Bart(Model):
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = super().logits(hidden)
-        return logits if self.head_bias is None else logits + self.head_bias
+        return logits if self.head_bias is None else logits.float() + self.head_bias
 
     @property
     def attentions(self) -> Sequence[Attention]:

@@ -70,11 +70,12 @@ class Model(ABC):
         return self.head is not None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, d] → float32 [S, vocab]."""
+        """hidden [S, d] → activations [S, vocab], or float32 where more than a product makes
+        them."""
         if self.head is None:
             rule = "a model that generates has a head"
             raise RuleError(rule, "weights without lm_head", "Use it for embeddings")
-        return self.head(hidden).float()
+        return self.head(hidden)
 
     def embed(self, hidden: Tensor, q_indptr: Sequence[int], how: str | None = None) -> Tensor:
         """Embeddings of whole requests, [B, d] float32 of length 1; `how`: `embed.POOLINGS`."""
@@ -244,7 +245,7 @@ class Decoder(Model):
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits, cap = super().logits(hidden), self.spec.logit_cap
-        return logits if cap is None else self.ops.soft_cap(logits, cap)
+        return logits if cap is None else self.ops.soft_cap(logits.float(), cap)
 
     @property
     def attentions(self) -> Sequence[Attention]:

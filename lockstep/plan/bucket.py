@@ -44,7 +44,7 @@ class Buckets:
             width=1,
             emits=self._round(requests, "emits"),
             tail=0,
-            pages=tuple(self._pages(0, requests, 1, spec) for spec in specs),
+            pages=tuple(self._pages(requests, requests, 1, spec) for spec in specs),
             writes=tuple(requests if spec.layout is not Layout.CROSS else 0 for spec in specs),
             moves=(0,) * len(specs),
         )

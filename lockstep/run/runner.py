@@ -8,7 +8,7 @@ memory that its next replay writes to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -116,9 +116,11 @@ class Runner:
         ids: Sequence[int] | Ints | Tensor,
         kind: StepKind,
         settings: Settings | None = None,
+        wider: int = 0,
     ) -> StepOutput:
         """One step. ids [T]: the token of every row, before padding. With settings, a row for every
-        row that the plan emits, tokens are sampled by the same launch."""
+        row that the plan emits, tokens are sampled by the same launch. `wider`: by the backend's
+        n-th wider launch."""
         plan = self.padded(plan)
         pools = [self.pools[g] for g in kind.groups]
         if self.checks:
@@ -128,6 +130,8 @@ class Runner:
         emits = plan.bucket.emits if settings else 0
         room = self.arena.host(layout.length + emits * SETTING)
         variants = lower(plan, tokens, self.backend, layout, room[: layout.length])
+        if wider:
+            variants = tuple([each[: wider + 1][-1] for each in self._all(layout, variants)])
         if settings:
             write_settings(room[layout.length :], settings)
         image = self.arena.load(len(room))
@@ -193,8 +197,17 @@ class Runner:
             plan = pad(build(kind.specs, ()), self.buckets.decode(kind.specs, n))
             how = Settings(torch.zeros(n, FLOATS), torch.zeros(n, INTS, dtype=torch.int64), False)
             self.run(plan, (), kind, how)
+            layout, last = layout_of(plan, self.backend), next(reversed(self.tapes))
+            for wider in range(1, max(map(len, self._all(layout, last.variants)))):
+                self.run(plan, (), kind, how, wider)
             free = torch.cuda.mem_get_info()[0]
-            say(f"graph {at} of {len(sizes)}: {n} requests, {free:,} B of the GPU free")
+            about = f"{n} requests, {len(self.tapes)} so far, {free:,} B of the GPU free"
+            say(f"graphs {at} of {len(sizes)}: {about}")
+
+    def _all(self, layout: ImageLayout, variants: Variants) -> list[tuple[Hashable, ...]]:
+        """Per group, the launches that serve a step: its own first, then wider ones."""
+        each = enumerate(zip(layout.specs, variants, strict=True))
+        return [(v, *self.backend.wider(s, layout.bucket.of(g), v)) for g, (s, v) in each]
 
     def _recorded(self, signature: Signature, launch: Callable[[], StepOutput]) -> StepOutput:
         """A launch that is new is recorded, a known one replayed."""

@@ -80,6 +80,16 @@ def gumbel(word):
 
 
 @triton.jit
+def rough_gumbel(word):
+    """The same in float32, within 0.001: u near 1 by what is missing from it, by a series."""
+    q = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    series = q * (0.5 + q * (1 / 3 + q * (0.25 + q * (0.2 + q * (1 / 6)))))
+    t = tl.where(q < 0.25, q * (1.0 + series), tl.log2(u) * -0.6931471805599453)
+    return tl.log2(t) * -0.6931471805599453
+
+
+@triton.jit
 def weight(d):
     """exp(d) for d <= 0 in units of 2^-FRACTION, rounded to an integer; 0 below LOW, and for
     -inf."""
@@ -132,7 +142,7 @@ def score(x, temperature):
 def load_scores(logits, row, token, inside, vocab, temperature):
     """The scores of tokens, -inf where not inside."""
     at = logits + row * vocab + token
-    return score(tl.load(at, mask=inside, other=float("-inf")), temperature)
+    return score(tl.load(at, mask=inside, other=float("-inf")).to(tl.float32), temperature)
 
 
 @triton.jit
@@ -253,11 +263,27 @@ def digit_kernel(floats, search, last, bins, shift, FIRST: tl.constexpr,
             tl.store(last + row, prefix)
 
 
+@triton.jit
+def kept(x, token, top_key, min_log, farthest):
+    """Scores, -inf where min-p or the cuts do not keep a token."""
+    near = x.to(tl.float64) - score_of(top_key).to(tl.float64) >= min_log
+    return tl.where(near & (rank_of(top_key, x, token) <= farthest), x, float("-inf"))
+
+
+@triton.jit
+def place_of(x, word, token, temperature):
+    """Score plus noise, and lower ids first, as one integer."""
+    noise = gumbel(word.to(tl.int64)).to(tl.float32)
+    y = tl.where(temperature == 0.0, x, x + noise)
+    return (key_of(y).to(tl.int64) << ID_BITS) + (ID_MASK - token)
+
+
 @triton.jit(do_not_specialize=["vocab"])
 def noisy_kernel(logits, floats, ints, peaks, last, best, vocab, PARTS: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
     """The best of a part, score plus noise, lowest id among equals: best int64 [rows, PARTS], (key
-    << ID_BITS) + ID_MASK - id."""
+    << ID_BITS) + ID_MASK - id. Noise is rough at first: where one token is ahead of all others by
+    more than the error, its own is computed, otherwise that of all."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(floats + row * 3).to(tl.float32)
     min_log = tl.where(temperature == 0.0, float("-inf"), tl.load(floats + row * 3 + 2))
@@ -266,26 +292,51 @@ def noisy_kernel(logits, floats, ints, peaks, last, best, vocab, PARTS: tl.const
     high = tl.load(ints + row * 5 + 4).to(tl.uint32)
     top_key, state = peak_of(peaks, row, PARTS)
     farthest = tl.load(last + row)
-    top = score_of(top_key).to(tl.float64)
-    found = tl.full([BLOCK // 4], -FARTHEST, tl.int64)
+    position, index = position.to(tl.uint32), index.to(tl.uint32)
+    found = tl.full([], -FARTHEST, tl.int64)
     begin, end = part_of(vocab, PARTS, BLOCK)
     if state == OK:
+        first_y = tl.full([BLOCK // 4], float("-inf"), tl.float32)
+        first_token = tl.zeros([BLOCK // 4], tl.int64)
+        second_y = first_y
         for first in range(begin, end, BLOCK):
             group = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
             zero = group * 0
-            words = philox(group, zero + position.to(tl.uint32), zero + index.to(tl.uint32),
-                           low, high)  # fmt: skip
+            words = philox(group, zero + position, zero + index, low, high)
             for nth in tl.static_range(4):
                 token = group.to(tl.int64) * 4 + nth
-                inside = token < end
-                x = load_scores(logits, row, token, inside, vocab, temperature)
-                near = x.to(tl.float64) - top >= min_log
-                kept = near & (rank_of(top_key, x, token) <= farthest) & (x > float("-inf"))
-                noise = gumbel(words[nth].to(tl.int64)).to(tl.float32)
-                y = tl.where(temperature == 0.0, x, x + noise)
-                place = (key_of(y).to(tl.int64) << ID_BITS) + (ID_MASK - token)
-                found = tl.maximum(found, tl.where(inside & kept, place, -FARTHEST))
-    tl.store(best + row * PARTS + tl.program_id(1), tl.max(found, 0))
+                x = load_scores(logits, row, token, token < end, vocab, temperature)
+                x = kept(x, token, top_key, min_log, farthest)
+                y = tl.where(temperature == 0.0, x, x + rough_gumbel(words[nth]))
+                better = y > first_y
+                second_y = tl.maximum(second_y, tl.where(better, first_y, y))
+                first_token = tl.where(better, token, first_token)
+                first_y = tl.where(better, y, first_y)
+        top_y = tl.max(first_y, 0)
+        slack = 0.01 + tl.abs(top_y) * 4e-6
+        rivals = tl.sum((first_y >= top_y - slack).to(tl.int32), 0)
+        rivals += tl.sum((second_y >= top_y - slack).to(tl.int32), 0)
+        if rivals == 1:
+            token = tl.max(tl.where(first_y == top_y, first_token, 0), 0)
+            group = (token // 4).to(tl.uint32)
+            a, b, c, d = philox(group, position, index, low, high)
+            nth = token % 4
+            word = tl.where(nth == 0, a, tl.where(nth == 1, b, tl.where(nth == 2, c, d)))
+            x = score(tl.load(logits + row * vocab + token).to(tl.float32), temperature)
+            found = place_of(x, word, token, temperature)
+        elif top_y > float("-inf"):
+            for first in range(begin, end, BLOCK):
+                group = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+                zero = group * 0
+                words = philox(group, zero + position, zero + index, low, high)
+                for nth in tl.static_range(4):
+                    token = group.to(tl.int64) * 4 + nth
+                    x = load_scores(logits, row, token, token < end, vocab, temperature)
+                    x = kept(x, token, top_key, min_log, farthest)
+                    place = place_of(x, words[nth], token, temperature)
+                    place = tl.where(x > float("-inf"), place, -FARTHEST)
+                    found = tl.maximum(found, tl.max(place, 0))
+    tl.store(best + row * PARTS + tl.program_id(1), found)
 
 
 @triton.jit
@@ -358,9 +409,9 @@ def describe_kernel(logits, tokens, peaks, sums, chosen, top_ids, top_logs, voca
 
 
 def check_logits(logits: Tensor) -> None:
-    """Contiguous float32 [rows, vocabulary]."""
-    held = logits.dtype == torch.float32 and logits.ndim == 2 and logits.is_contiguous()
-    rule = f"logits are contiguous float32 [rows, V], V from 1 to {cpu.MAX_VOCAB}"
+    """Contiguous [rows, vocabulary]."""
+    held = logits.is_floating_point() and logits.ndim == 2 and logits.is_contiguous()
+    rule = f"logits are contiguous floats [rows, V], V from 1 to {cpu.MAX_VOCAB}"
     require(held and 1 <= logits.shape[1] <= cpu.MAX_VOCAB, rule, logits)
 
 

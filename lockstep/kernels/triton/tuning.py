@@ -107,6 +107,13 @@ def split_up(
     return keys * (PROGRAMS // 2) > WHOLE * int((keys * blocks).sum())
 
 
+def most_split(spec: GroupSpec, tuning: Tuning) -> int:
+    """Blocks of one row per request that `split_up` may split, at most: their keys together are
+    all that is read."""
+    blocks = -(-spec.group_size // tuning.rows)
+    return int(PROGRAMS // 2 / (WHOLE * blocks * spec.kv_heads)) * blocks
+
+
 Choice = tuple[Tuning, NDArray[np.int64], NDArray[np.bool_]]
 
 
