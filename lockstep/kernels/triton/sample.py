@@ -299,14 +299,20 @@ def noisy_kernel(logits, floats, ints, peaks, last, best, vocab, PARTS: tl.const
         first_y = tl.full([BLOCK // 4], float("-inf"), tl.float32)
         first_token = tl.zeros([BLOCK // 4], tl.int64)
         second_y = first_y
+        factor = 1.0 / tl.where(temperature == 0.0, 1.0, temperature)  # rough, too
+        has_cuts = (farthest < FARTHEST) | (min_log > float("-inf")) | (factor > 1e30)
         for first in range(begin, end, BLOCK):
             group = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
             zero = group * 0
             words = philox(group, zero + position, zero + index, low, high)
             for nth in tl.static_range(4):
                 token = group.to(tl.int64) * 4 + nth
-                x = load_scores(logits, row, token, token < end, vocab, temperature)
-                x = kept(x, token, top_key, min_log, farthest)
+                if has_cuts:
+                    x = load_scores(logits, row, token, token < end, vocab, temperature)
+                    x = kept(x, token, top_key, min_log, farthest)
+                else:
+                    at = logits + row * vocab + token
+                    x = tl.load(at, mask=token < end, other=float("-inf")).to(tl.float32) * factor
                 y = tl.where(temperature == 0.0, x, x + rough_gumbel(words[nth]))
                 better = y > first_y
                 second_y = tl.maximum(second_y, tl.where(better, first_y, y))
@@ -324,7 +330,7 @@ def noisy_kernel(logits, floats, ints, peaks, last, best, vocab, PARTS: tl.const
             word = tl.where(nth == 0, a, tl.where(nth == 1, b, tl.where(nth == 2, c, d)))
             x = score(tl.load(logits + row * vocab + token).to(tl.float32), temperature)
             found = place_of(x, word, token, temperature)
-        elif top_y > float("-inf"):
+        else:
             for first in range(begin, end, BLOCK):
                 group = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
                 zero = group * 0
