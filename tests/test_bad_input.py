@@ -299,13 +299,13 @@ def test_a_number_too_long_to_print_is_named_by_its_kind():
         ),
         (
             {"kv_cache_dtype": None},
-            "kv_cache_dtype is one of auto, float32, bfloat16, float8_e4m3, float16; got None. Pick "
-            "one of these.",
+            "kv_cache_dtype is one of auto, float32, bfloat16, float8_e4m3, float16; got None. "
+            "Pick one of these.",
         ),
         (
             {"kv_cache_dtype": ["float32"]},
-            "kv_cache_dtype is one of auto, float32, bfloat16, float8_e4m3, float16; got ['float32']. "
-            "Pick one of these.",
+            "kv_cache_dtype is one of auto, float32, bfloat16, float8_e4m3, float16; got "
+            "['float32']. Pick one of these.",
         ),
         ({"device": None}, "device is a name; got None. Leave it out for the default."),
         ({"dtype": 32}, "dtype is a name; got 32. Leave it out for the default."),

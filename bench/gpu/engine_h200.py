@@ -259,7 +259,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="0.6b,8b")
     parser.add_argument("--what", default="steps,run")
-    parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--chunk", type=int, default=16384)
     parser.add_argument("--paths", default=",".join(PATHS))
     parser.add_argument("--profile", action="store_true", help="kernels of decode steps by time")
     parser.add_argument("--out", default=os.environ.get("OUT", "."))

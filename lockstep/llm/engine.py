@@ -541,7 +541,7 @@ class Engine:
 
     def _publish(self, touched: list[Generation]) -> list[Generation]:
         """Text, without a lock on the engine: whoever reads a job first makes what is missing."""
-        for job in touched:
+        for job in touched if self.tokenizer is not None else ():
             job.publish()
         return touched
 

@@ -53,7 +53,12 @@ class Gemm:
 
     def __call__(self, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
         """y [rows, N] = x [rows, K] · w [N, K] transposed. Rows that are no value of the grid are
-        computed by our tile, whose bits are those of any other."""
+        computed by our tile, whose bits are those of any other; more than the grid's most in
+        turns."""
+        if len(x) > GRID[-1]:
+            for part, into in zip(x.split(GRID[-1]), y.split(GRID[-1]), strict=True):
+                self(part, w, into)
+            return y
         choice = self.choices.get(len(x))
         if choice is None:
             return gemm(x, w, y, tile_for(self.n, self.k, bucket(len(x))))
