@@ -4,6 +4,7 @@ drawn."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -192,14 +193,37 @@ def test_the_cache_has_the_dtype_of_activations_unless_another_is_asked_for() ->
 
 
 def test_items_beyond_one_per_block_are_rounded_up_to_few_sizes() -> None:
-    from lockstep.attention.triton import EXTRAS, Launch, most_items, room_for, rounded
+    from lockstep.attention.triton import Backend, Launch, most_items, room_for, rounded
     from lockstep.kernels.triton import tuning
     from lockstep.types import AttnSpec
 
-    assert [room_for(n) for n in (0, 1, 8, 9, 512, 513)] == [0, 8, 8, 32, 512, 1024]
+    assert [room_for(n) for n in (0, 1, 16, 17, 256, 257)] == [0, 16, 16, 64, 256, 512]
     one = rounded(Launch(tuning.DECODE, 70, 99, 64), 4)
-    assert one == Launch(tuning.DECODE, 72, 72 * 4, 64)
+    assert one == Launch(tuning.DECODE, 80, 80 * 4, 64)
     spec = GroupSpec(Layout.DENSE, 32, 8, 128, 128, (AttnSpec(0.1),), kv_dtype="bfloat16")
     sizes = {"requests": 64, "tokens": 64, "emits": 64, "writes": (64,), "moves": (0,)}
     bucket = Bucket(width=1, tail=0, pages=(8192,), **sizes)
-    assert most_items(spec, bucket) >= 64 + max(n for n in EXTRAS if n <= 64 + 256)
+    assert most_items(spec, bucket) == 64 + 512  # a split per 512 keys, and per request
+    few = (Launch(tuning.DECODE, 64, 0, 64),)
+    assert [each.items for (each,) in Backend().wider(spec, bucket, few)] == [80, 128, 320]
+    assert Backend().wider(spec, replace(bucket, width=0), few) == ()
+
+
+def test_more_rows_than_the_grid_has_are_multiplied_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from lockstep.kernels.triton import gemm_choice
+
+    calls: list[int] = []
+
+    def library(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        return torch.mm(x, w.t(), out=y)
+
+    monkeypatch.setattr(gemm_choice, "GRID", (1, 4))
+    monkeypatch.setattr(gemm_choice, "placed_alike", lambda *tensors: True)
+    tile = gemm_choice.REFERENCE
+    choices = {n: gemm_choice.GemmChoice(tile, "library", "", library) for n in (1, 4)}
+    x, w, y = torch.randn(9, 8), torch.randn(3, 8), torch.full((9, 3), torch.nan)
+    assert gemm_choice.Gemm(3, 8, choices)(x, w, y) is y
+    assert calls == [4, 4, 1] and torch.allclose(y, x @ w.t(), atol=1e-5)
