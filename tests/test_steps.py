@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep.config import EngineConfig
 from lockstep.lab import golden, interrupt
 from lockstep.lab.tiny import BART, QWEN3
 from lockstep.llm import engine as engine_module
 from lockstep.llm.api import LLM
-from lockstep.llm.engine import Engine
+from lockstep.llm.engine import Engine, load
 from lockstep.llm.job import CompletionState
 from lockstep.sample.params import SamplingParams
 from lockstep.types import RuleError
@@ -36,8 +37,7 @@ def one_thread():
 
 def engine(tiny=QWEN3, overlap=False, **options) -> Engine:
     made = interrupt.engine(tiny, **options)
-    made.overlap = overlap
-    return made
+    return Engine(made.config, made.parts, overlap)
 
 
 def finished(engine, *jobs):
@@ -59,8 +59,10 @@ def lone(params, prompt=PROMPT, tiny=QWEN3):
 @pytest.mark.parametrize("name", ["qwen3", "bart"])
 def test_recorded_answers_hold_when_steps_are_settled_late(name, tmp_path):
     recorded = json.loads((Path(__file__).parent / "golden.json").read_text())[golden.key()]
-    llm = LLM(golden.model_folder(name, tmp_path), **golden.CRAMPED)
-    llm.engine.overlap = True
+    config = EngineConfig.from_names(
+        {"model": str(golden.model_folder(name, tmp_path)), **golden.CRAMPED}
+    )
+    llm = LLM.of(Engine(config, load(config), overlap=True))
     found = golden.ask(llm, golden.requests(name))
     assert len(found) == golden.REQUESTS
     assert [key for key, answer in found.items() if recorded[key] != answer] == []
@@ -99,8 +101,8 @@ def test_a_stop_found_late_costs_one_row_that_nobody_sees_and_no_page():
         made = engine(overlap=overlap, max_total_tokens=512)
         seen = []
         inner = made.runner.run
-        made.runner.run = lambda plan, ids, kind, inner=inner, seen=seen: (
-            seen.append(len(ids)) or inner(plan, ids, kind)
+        made.runner.run = lambda plan, ids, *how, inner=inner, seen=seen: (
+            seen.append(len(ids)) or inner(plan, ids, *how)
         )
         job = made.add(OTHER, STOPPED)
         finished(made, job)

@@ -212,6 +212,7 @@ class Planned(cpu.Backend):
     caps = replace(cpu.CAPS, planner_buffers=("kept",))
 
     def __init__(self, moving: bool) -> None:
+        super().__init__()
         self.moving = moving
         self.buffers: dict[Any, torch.Tensor] = {}
 
