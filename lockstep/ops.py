@@ -233,7 +233,7 @@ class Ops(Protocol):
     def sample_tokens(
         self, logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool
     ) -> tuple[Tensor, Tensor]:
-        """tokens and states int64 [s] of logits floats [s, vocab]; the bits of
+        """tokens and states int64 [s] of logits activations [s, vocab], or float32; the bits of
         `sample.logits.sample_tokens`, which is one in torch.
 
         floats float64 [s, FLOATS] as `params.Numbers` has them; ints int64 [s, INTS]: top-k, then
