@@ -242,7 +242,10 @@ class Sequence:
         tables, passing = [], []
         for part in ranges:
             if part.rows == 1 and not part.branches:
-                tables.append(self._single(part, seen[part.begin]))
+                key = (part.begin, seen[part.begin])
+                if key not in self.alone:
+                    self.alone[key] = self._fork(part)
+                tables.append(self.alone[key])
                 seen[part.begin] += 1
             else:
                 tables.append(self._fork(part))
@@ -258,12 +261,6 @@ class Sequence:
         tables = self.alone[position, 0], self.table
         alone, known = (stored(self.driver, table, self.groups, at) for table in tables)
         return not all(map(torch.equal, alone, known))
-
-    def _single(self, part: RowRange, nth: int) -> Table:
-        key = (part.begin, nth)
-        if key not in self.alone:
-            self.alone[key] = self._fork(part)
-        return self.alone[key]
 
     def _fork(self, part: RowRange) -> Table:
         """A request with the first keys of the sequence, without those behind its windows."""
