@@ -146,8 +146,8 @@ class Campaign:
                     red.remove(unit)
                     continue
                 detail, mark = self.journal.together[mutant.id, self._key(unit)], self._mark(unit)
-                killed = {"outcome": "killed", "killer": unit, "detail": detail, "mark": mark}
-                self.journal.fate(replace(self.journal.fates[mutant.id], **killed))
+                fate = replace(self.journal.fates[mutant.id], killer=unit, detail=detail)
+                self.journal.fate(replace(fate, outcome="killed", mark=mark))
                 group = [m for m in group if m.id != mutant.id]
                 red = [u for u, said in self._meet(group, red) if said] if group else []
 

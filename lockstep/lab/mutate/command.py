@@ -120,6 +120,7 @@ def row(mutant: Mutant, fate: Fate, known: dict[str, verdicts.Verdict]) -> dict[
     """A mutant as the document has it."""
     verdict = known.get(mutant.id, verdicts.Verdict("open", ""))
     out = {key: getattr(mutant, key) for key in SHOWN}
+    found: dict[str, Any]
     if fate.outcome == "killed":
         found = {"verdict": "killed", "killer": fate.killer, "detail": fate.detail}
     else:

@@ -52,7 +52,8 @@ class Heard:
 
 def read(report: Path, late: bool, code: int) -> Heard:
     """A report. A unit that hung or took the process along has failed."""
-    heard, running = Heard(), {"running": "", "limit_s": math.inf, "at": 0.0}
+    heard = Heard()
+    running: dict[str, Any] = {"running": "", "limit_s": math.inf, "at": 0.0}
     whole, _, _ = report.read_text(encoding="utf-8").rpartition("\n")  # the last may be cut short
     for line in whole.splitlines():
         message = json.loads(line)
