@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import torch
 
 from lockstep.config import EngineConfig
 from lockstep.llm.engine import Engine, Parts, load
@@ -122,6 +123,28 @@ def engine_of(parts: Parts, config: EngineConfig, **how: Any) -> Engine:
     return Engine(replace(config, **how), parts, overlap)
 
 
+def waits(engine: Engine) -> str:
+    """Decoding steps in which every synchronising call but the one wait is an error, and after
+    which no memory is held that was not before."""
+    how = SamplingParams(max_tokens=400, temperature=0.6, seed=1, ignore_eos=True)
+    ids = np.random.default_rng(0).integers(0, engine.info.vocab_size, 70).tolist()
+    jobs = [engine.add(ids[: 10 + at], how) for at in range(5)]
+    for _ in range(60):
+        engine.step()
+    held, graphs = torch.cuda.memory_allocated(), len(engine.runner.tapes)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(300):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    more = torch.cuda.memory_allocated() - held
+    captured = len(engine.runner.tapes) - graphs
+    for job in jobs:
+        engine.abort(job)
+    return f"{more} B more, {captured} captured" if more > 0 or captured else ""
+
+
 def look(name: str, device: str) -> dict[str, str]:
     """All cells of one model type."""
     found: dict[str, str] = {}
@@ -159,6 +182,9 @@ def look(name: str, device: str) -> dict[str, str]:
         },
         "preempted": {"overlap": True, "graphs": True, "max_total_tokens": 2048},
     }
+    if on_card and not parts.info.encoder:
+        found["waits"] = waits(engine_of(parts, config, overlap=True, graphs=True))
+        print(f"{name}: waits: {found['waits'] or 'held'}", file=sys.stderr, flush=True)
     if parts.info.encoder:  # whose sources are not cut
         ways["pages and chunks"].pop("chunked_prefill_size")
     for what, how in ways.items():
