@@ -280,7 +280,7 @@ def test_two_engines_in_two_threads_have_the_bits_of_one():
 
 
 def test_every_switch_is_on_and_off(capsys):
-    assert cli.main(["bench", "kernels", "--quick", "--case", "plain", "--json", "-"]) == 0
+    assert cli.main(["bench", "kernels", "--quick", "--case", "kept", "--json", "-"]) == 0
     rows = json.loads(capsys.readouterr().out)["switches"]
-    assert {row["switch"] for row in rows} == {"plain build"}
+    assert {row["switch"] for row in rows} == {"kept batch"}
     assert all(row["on_us"] > 0 and row["off_us"] > 0 for row in rows)

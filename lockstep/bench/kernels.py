@@ -31,6 +31,7 @@ from lockstep.ops import Activation, CosSin, Heads
 from lockstep.sample import logits, sampler
 from lockstep.sample.logits import Row
 from lockstep.sample.params import SamplingParams
+from lockstep.sched.request import Batch
 
 DONE = {
     "gemm": "kept: the one GEMM here whose rows do not depend on their company",
@@ -39,11 +40,11 @@ DONE = {
     "threads by work": "",
     "sampler": "",
     "steady_until_len": "",
-    "plain build": "",
+    "kept batch": "",
 }
 EPS, OPS = 1e-6, Ops()
 STEADY = ("sched.scheduler:Scheduler._steady_until_len",)
-PLAIN = ("plan.build:_plain",)
+KEPT = ("sched.scheduler:Scheduler._batch_of",)
 WORTH = ("kernels.cpu.threads:THREAD_NS",)
 
 
@@ -133,7 +134,7 @@ def switches(sizes: Sizes) -> Iterator[Switch]:
     case, host = f"host, {sizes.host[0]} requests", partial(host_s, sizes)
     for name, off in (
         ("steady_until_len", partial(replaced, STEADY, lambda *_: 0)),
-        ("plain build", partial(replaced, PLAIN, lambda *_: False)),
+        ("kept batch", partial(replaced, KEPT, lambda _, rows: Batch(rows))),
     ):
         yield Switch(name, case, within(nullcontext, host), within(off, host))
 

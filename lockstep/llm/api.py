@@ -70,11 +70,8 @@ class LLM:
         asked = prompt_forms.params_for(params, len(many))
         levels = prompt_forms.priorities_for(priority, len(many))
         if on_done is not None and not callable(on_done):
-            raise RuleError(
-                "on_done is called without arguments",
-                shown(on_done),
-                "Pass a function, or leave it out",
-            )
+            rule = "on_done is called without arguments"
+            raise RuleError(rule, shown(on_done), "Pass a function, or leave it out")
 
         def add(caller: Caller) -> list[Generation]:
             each = zip(many, asked, levels, strict=True)
@@ -182,9 +179,6 @@ class LLM:
         if not isinstance(prompt, str):
             return prompt  # the engine checks ids
         if self.engine.tokenizer is None:
-            raise RuleError(
-                "a text prompt needs a tokenizer",
-                f"none in {self.engine.info.folder.name}",
-                "Pass token ids",
-            )
+            rule = "a text prompt needs a tokenizer"
+            raise RuleError(rule, f"none in {self.engine.info.folder.name}", "Pass token ids")
         return self.engine.tokenizer.encode(prompt, special)

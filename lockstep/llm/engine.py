@@ -184,6 +184,7 @@ class Engine:
         self._changing = False  # set while anything but the jobs may be half changed
         self._launched: list[Launched] = []  # and not settled, in order
         self._rows: SampledRows | None = None  # of the batch before
+        self._callers: set[Caller | None] = set()  # of the jobs, and of some that are no more
         # a step that has happened, until its jobs have it all
         self._settled: StepResult | None = None
         if graphs and self.on_card and GENERATE in self.kinds:
@@ -307,6 +308,7 @@ class Engine:
                 self._changing = True
                 self.scheduler.resume(job.resumed())
                 self.jobs[spec.request_id] = job
+                self._callers.add(caller)
                 self._changing = False
             return job
 
@@ -324,6 +326,7 @@ class Engine:
         """Ends a job now; what it has so far stays readable."""
         job.caller = GONE
         with Turn(self._turns):
+            self._callers.add(GONE)
             self._tidy()
 
     def step(self) -> list[Generation]:
@@ -474,8 +477,11 @@ class Engine:
             launched = self._launched.pop(0)
             if launched.ready is not None:
                 launched.ready.synchronize()
-            pairs = zip(launched.rows.generations, launched.step.batch.requests, strict=True)
-            touched += [job for job, request in pairs if request.finish is None]
+            jobs, requests = launched.rows.generations, launched.step.batch.requests
+            if self.scheduler.ends > launched.step.ends:
+                pairs = zip(jobs, requests, strict=True)
+                jobs = tuple(job for job, request in pairs if request.finish is None)
+            touched += jobs
             result, accepted = self._result(launched)
             ended = self.scheduler.settle(launched.step, accepted)
             endings = [Ending(self._job(r).completions[r.index], r.finish or "stop") for r in ended]
@@ -521,7 +527,9 @@ class Engine:
         kept, accepted = found.copy(), dict[int, Accepted]()
         texts: dict[int, tuple[str, ...]] = {}
         ends = np.flatnonzero((ids[:, None] == rows.end_ids).any(1)).tolist()
-        ended = [row for row, each in enumerate(completions) if each.finish is not None]
+        ended: list[int] = []
+        if self.scheduler.ends > launched.step.ends:
+            ended = [row for row, each in enumerate(completions) if each.finish is not None]
         for row in {*ends, *rows.searched, *ended, *errors}:
             completion, entry = completions[row], NOTHING
             if completion.finish is None and row not in errors:
@@ -557,14 +565,14 @@ class Engine:
         """
         if self._changing:
             self._recover()
-        callers = {job.caller for job in self.jobs.values()}
-        if thorough or len(callers) > 1 or GONE in callers:
+        if thorough or len(self._callers) > 1 or GONE in self._callers:
             for job in self._abandoned():
                 self._changing = True
                 self.scheduler.abort(job.request)
                 job.end("abort")
                 self.jobs.pop(job.request.spec.request_id, None)
                 self._changing = False
+            self._callers = {job.caller for job in self.jobs.values()}
 
     def _abandoned(self) -> list[Generation]:
         owned = [job for job in self.jobs.values() if job.caller is not None]

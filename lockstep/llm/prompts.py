@@ -66,11 +66,8 @@ def params_for(params: Any, count: int) -> list[SamplingParams]:
     rule = "params are SamplingParams, or one for each prompt"
     given = elements(params, rule, "Use SamplingParams()")
     if len(given) != count:
-        raise RuleError(
-            "there is one SamplingParams for all prompts or one for each",
-            f"{len(given)} for {count} prompts",
-            "Match them",
-        )
+        rule = "there is one SamplingParams for all prompts or one for each"
+        raise RuleError(rule, f"{len(given)} for {count} prompts", "Match them")
     wrong = [each for each in given if not isinstance(each, SamplingParams)]
     if wrong:
         raise RuleError(rule, f"{shown(wrong[0])} among them", "Use SamplingParams()")

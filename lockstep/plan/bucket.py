@@ -99,11 +99,8 @@ class Buckets:
             return grid[bisect_left(grid, n)]
         if what == "emits":
             return -(-n // largest) * largest
-        raise RuleError(
-            f"a step has at most {largest} {what}",
-            str(n),
-            "Schedule less, or allow a larger bucket",
-        )
+        rule = f"a step has at most {largest} {what}"
+        raise RuleError(rule, str(n), "Schedule less, or allow a larger bucket")
 
 
 def power(n: int) -> int:
@@ -192,14 +189,9 @@ def _check_fits(plan: StepPlan, bucket: Bucket) -> None:
         ]
     for what, need, capacity in pairs:
         if need > capacity:
-            raise RuleError(
-                f"a plan fits its bucket: at most {capacity} {what}",
-                str(need),
-                "Use a larger bucket",
-            )
+            rule = f"a plan fits its bucket: at most {capacity} {what}"
+            raise RuleError(rule, str(need), "Use a larger bucket")
     if bucket.tokens > have.tokens and bucket.requests == have.requests:
-        raise RuleError(
-            "pad rows need a pad request",
-            f"{bucket.tokens - have.tokens} pad rows, 0 pad requests",
-            "Use a bucket with more requests",
-        )
+        rule = "pad rows need a pad request"
+        got = f"{bucket.tokens - have.tokens} pad rows, 0 pad requests"
+        raise RuleError(rule, got, "Use a bucket with more requests")

@@ -178,11 +178,8 @@ def unpack(image: Ints, layout: ImageLayout) -> StepPlan:
     """The plan of an image."""
     bucket, real = read_header(image)
     if bucket != layout.bucket or len(bucket.pages) != len(layout.specs):
-        raise RuleError(
-            "an image is read with the layout it was made with",
-            f"{bucket} and {layout.bucket}",
-            "Check the model",
-        )
+        rule = "an image is read with the layout it was made with"
+        raise RuleError(rule, f"{bucket} and {layout.bucket}", "Check the model")
     groups = tuple(
         FreshGroup(spec) if spec.layout is Layout.FRESH else _paged(spec, own)
         for spec, own in zip(layout.specs, layout.views(image), strict=True)
@@ -217,11 +214,8 @@ def _paged(spec: GroupSpec, own: PlanArrays) -> PagedGroup:
 def read_header(image: Ints) -> tuple[Bucket, Real]:
     """The bucket and the real counts an image was made with."""
     if len(image) < _SCALARS or image[0] != MAGIC:
-        raise RuleError(
-            "a plan image begins with its magic number",
-            f"{image[:1].tolist()}",
-            "Pass what pack() returned",
-        )
+        rule = "a plan image begins with its magic number"
+        raise RuleError(rule, f"{image[:1].tolist()}", "Pass what pack() returned")
     head = image[: _header_len(int(image[1]))].tolist()
     groups, b, t, width, emits, tail, real_b, real_t, real_e = head[1:_SCALARS]
     per = [tuple(head[_SCALARS + k * groups : _SCALARS + (k + 1) * groups]) for k in range(3)]

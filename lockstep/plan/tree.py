@@ -16,18 +16,12 @@ def paths(parents: Sequence[int], new_len: int) -> list[list[int]]:
     """The node lists of the last `new_len` nodes: this step's rows; the nodes before them were
     written by earlier steps."""
     if not 0 < new_len <= len(parents):
-        raise RuleError(
-            "a tree step computes at least one and at most all nodes",
-            f"{new_len} rows of {len(parents)} nodes",
-            "Check new_len",
-        )
+        rule = "a tree step computes at least one and at most all nodes"
+        raise RuleError(rule, f"{new_len} rows of {len(parents)} nodes", "Check new_len")
     lists: list[list[int]] = []
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
-            raise RuleError(
-                "a node's parent comes before it, or is -1",
-                f"parents[{node}] = {parent}",
-                "Order the nodes by depth",
-            )
+            rule = "a node's parent comes before it, or is -1"
+            raise RuleError(rule, f"parents[{node}] = {parent}", "Order the nodes by depth")
         lists.append([*(lists[parent] if parent >= 0 else []), node])
     return lists[len(parents) - new_len :]

@@ -33,11 +33,8 @@ class Arena:
     def host(self, length: int) -> NDArray[np.int32]:
         """Where an image of `length` numbers is written: the next place whose copy has run."""
         if length > len(self.buffer):
-            raise RuleError(
-                f"a step's image has at most {len(self.buffer)} numbers",
-                str(length),
-                "Schedule less per step, or enlarge the arena",
-            )
+            rule = f"a step's image has at most {len(self.buffer)} numbers"
+            raise RuleError(rule, str(length), "Schedule less per step, or enlarge the arena")
         self._turn = (self._turn + 1) % len(self._slots)
         self._host = self._slots[self._turn]
         if self._copied:

@@ -37,11 +37,9 @@ class Call:
         made = tensors(self.function(*self.args, **self.kwargs))
         for at, memory in self.results:
             if made[at].shape != memory.shape or made[at].dtype != memory.dtype:
-                raise RuleError(
-                    "a recorded call gives results of one shape",
-                    f"{_text(memory)}, then {_text(made[at])}",
-                    f"Bound {self.function} by the bucket",
-                )
+                rule = "a recorded call gives results of one shape"
+                got = f"{_text(memory)}, then {_text(made[at])}"
+                raise RuleError(rule, got, f"Bound {self.function} by the bucket")
             memory.copy_(made[at])
 
 
@@ -68,11 +66,9 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
         if self._inside:
             return func(*args, **kwargs)
         if asks_numbers(func, args):
-            raise RuleError(
-                "the shapes of a recorded launch are those of its bucket",
-                f"{func}, which asks the numbers",
-                "Run it without recording, or make it an operation",
-            )
+            rule = "the shapes of a recorded launch are those of its bucket"
+            got = f"{func}, which asks the numbers"
+            raise RuleError(rule, got, "Run it without recording, or make it an operation")
         result = func(*args, **kwargs)
         if func.overloadpacket.__name__ not in MEMORY:
             self._note(func, args, kwargs, result)

@@ -31,6 +31,25 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 2.0
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 MIN_P = 1e-300  # below it, min_p keeps every token with a finite logit
 
+MAX_TOKENS_REMEDY = "Use None for as many as the context leaves"
+# integers and numbers: from, to, and what to use instead
+WHOLES = {
+    "max_tokens": (1, MAX_TOKENS, MAX_TOKENS_REMEDY),
+    "top_k": (-1, MAX_VOCAB, "Use 0 or -1 to keep every token"),
+    "seed": (SEED_MIN, SEED_MAX, "Use None for a seed of its own"),
+    "n": (1, MAX_COMPLETIONS, "Send several requests, with sample_index to tell them apart"),
+    "min_tokens": (0, MAX_TOKENS, "Use 0 for no minimum"),
+    "sample_index": (0, 2**31 - MAX_COMPLETIONS - 1, "Use 0 for the first completion"),
+}
+OPTIONAL = ("max_tokens", "seed")
+NUMBERS = {
+    "top_p": (0, 1, "Use 1 to keep every token, temperature=0 for the best one"),  # not 0 itself
+    "min_p": (0, 1, "Use 0 to keep every token"),
+    "presence_penalty": (-2, 2, "Use 0 for none"),
+    "frequency_penalty": (-2, 2, "Use 0 for none"),
+    "repetition_penalty": (0.01, 10, "Use 1 for none"),
+}
+
 
 class Numbers(NamedTuple):
     """What a kernel is told of one completion's parameters, and what is to be done besides.
@@ -94,55 +113,19 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
-            "max_tokens": None
-            if self.max_tokens is None
-            else whole("max_tokens", self.max_tokens, 1, MAX_TOKENS, MAX_TOKENS_REMEDY),
             "temperature": _temperature(self.temperature),
-            "top_p": number(
-                "top_p",
-                self.top_p,
-                0,
-                1,
-                "Use 1 to keep every token, temperature=0 for the best one",
-                above=True,
-            ),
-            "top_k": whole("top_k", self.top_k, -1, MAX_VOCAB, "Use 0 or -1 to keep every token"),
-            "min_p": number("min_p", self.min_p, 0, 1, "Use 0 to keep every token"),
-            "seed": None
-            if self.seed is None
-            else whole("seed", self.seed, SEED_MIN, SEED_MAX, "Use None for a seed of its own"),
             "stop": _stop(self.stop),
             "stop_token_ids": _stop_ids(self.stop_token_ids),
-            "n": whole(
-                "n",
-                self.n,
-                1,
-                MAX_COMPLETIONS,
-                "Send several requests, with sample_index to tell them apart",
-            ),
             "logprobs": _logprobs("logprobs", self.logprobs),
             "prompt_logprobs": _logprobs("prompt_logprobs", self.prompt_logprobs),
             "logit_bias": _biases(self.logit_bias),
-            "presence_penalty": number(
-                "presence_penalty", self.presence_penalty, -2, 2, "Use 0 for none"
-            ),
-            "frequency_penalty": number(
-                "frequency_penalty", self.frequency_penalty, -2, 2, "Use 0 for none"
-            ),
-            "repetition_penalty": number(
-                "repetition_penalty", self.repetition_penalty, 0.01, 10, "Use 1 for none"
-            ),
-            "min_tokens": whole(
-                "min_tokens", self.min_tokens, 0, MAX_TOKENS, "Use 0 for no minimum"
-            ),
-            "sample_index": whole(
-                "sample_index",
-                self.sample_index,
-                0,
-                2**31 - MAX_COMPLETIONS - 1,
-                "Use 0 for the first completion",
-            ),
         }
+        for name, (low, high, remedy) in WHOLES.items():
+            value = getattr(self, name)
+            if value is not None or name not in OPTIONAL:
+                checked[name] = whole(name, value, low, high, remedy)
+        for name, (least, most, remedy) in NUMBERS.items():
+            checked[name] = number(name, getattr(self, name), least, most, remedy, name == "top_p")
         if not isinstance(self.ignore_eos, bool):
             raise RuleError("ignore_eos is True or False", repr(self.ignore_eos), "Pass a bool")
         for name, value in checked.items():
@@ -158,36 +141,22 @@ class SamplingParams:
         for name in given:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, 1)
-                raise RuleError(
-                    "a parameter is one of " + " ".join(known),
-                    shown(name),
-                    f"Did you mean {near[0]}?" if near else "Leave it out",
-                )
+                remedy = f"Did you mean {near[0]}?" if near else "Leave it out"
+                raise RuleError("a parameter is one of " + " ".join(known), shown(name), remedy)
         return cls(**given)
 
     def check_vocab(self, vocab_size: int) -> None:
         """Refuse ids that the model does not have: here, never on the device."""
-        for name, ids in (
-            ("logit_bias", [i for i, _ in self.biases]),
-            ("stop_token_ids", list(self.stop_ids)),
-        ):
-            bad = [i for i in ids if not 0 <= i < vocab_size]
-            if bad:
-                raise RuleError(
-                    f"{name} names tokens from 0 to {vocab_size - 1}",
-                    str(bad[0]),
-                    "Use ids of this model's tokenizer",
-                )
-        for name, top in (
-            ("logprobs", self.top_logprobs),
-            ("prompt_logprobs", self.top_prompt_logprobs),
-        ):
+        named = {"logit_bias": [i for i, _ in self.biases], "stop_token_ids": self.stop_ids}
+        for name, ids in named.items():
+            for bad in [i for i in ids if not 0 <= i < vocab_size]:
+                rule = f"{name} names tokens from 0 to {vocab_size - 1}"
+                raise RuleError(rule, str(bad), "Use ids of this model's tokenizer")
+        tops = {"logprobs": self.top_logprobs, "prompt_logprobs": self.top_prompt_logprobs}
+        for name, top in tops.items():
             if top is not None and top > vocab_size:
-                raise RuleError(
-                    f"{name} is at most the vocabulary's size, {vocab_size}",
-                    str(top),
-                    "Ask for fewer",
-                )
+                rule = f"{name} is at most the vocabulary's size, {vocab_size}"
+                raise RuleError(rule, str(top), "Ask for fewer")
 
     def completions(self) -> tuple[SamplingParams, ...]:
         """One per completion, each of which gives the same answer alone."""
@@ -209,11 +178,8 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         """Whether the choice depends on the tokens before it."""
-        return (
-            self.presence_penalty != 0
-            or self.frequency_penalty != 0
-            or self.repetition_penalty != 1
-        )
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0, 0, 1)
 
     @cached_property
     def numbers(self) -> Numbers:
@@ -267,9 +233,6 @@ def resolve_seed(params: SamplingParams) -> SamplingParams:
     return replace(params, seed=int.from_bytes(os.urandom(8), "little") >> 1)
 
 
-MAX_TOKENS_REMEDY = "Use None for as many as the context leaves"
-
-
 def whole(name: str, value: Any, low: int, high: int, remedy: str) -> int:
     """An integer in [low, high]; a bool is not one, and neither is 1.0."""
     rule = f"{name} is an integer from {low} to {high}"
@@ -288,10 +251,8 @@ def number(
     name: str, value: Any, low: float, high: float, remedy: str, above: bool = False
 ) -> float:
     """A finite number in [low, high], or in (low, high] with `above`."""
-    rule = (
-        f"{name} is a number {'above' if above else 'from'} {low} "
-        f"{'and at most' if above else 'to'} {high}"
-    )
+    limits = f"above {low} and at most {high}" if above else f"from {low} to {high}"
+    rule = f"{name} is a number {limits}"
     if isinstance(value, bool | str | bytes):
         raise RuleError(rule, shown(value), remedy)
     try:
@@ -307,11 +268,8 @@ def _temperature(value: Any) -> float:
     remedy = "Use 0 for the best token"
     result = number("temperature", value, 0, MAX_TEMPERATURE, remedy)
     if 0 < result < MIN_TEMPERATURE:
-        raise RuleError(
-            f"temperature is 0 or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}",
-            shown(value),
-            remedy,
-        )
+        rule = f"temperature is 0 or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}"
+        raise RuleError(rule, shown(value), remedy)
     return result
 
 
@@ -341,37 +299,23 @@ def _listed(name: str, value: Any, what: str, most: int) -> list[Any]:
 
 
 def _stop(value: Any) -> tuple[str, ...]:
-    items = (
-        [value]
-        if isinstance(value, str)
-        else []
-        if value is None
-        else _listed("stop", value, "strings", MAX_STOPS)
-    )
+    if isinstance(value, str):
+        value = [value]
+    items = [] if value is None else _listed("stop", value, "strings", MAX_STOPS)
     for item in items:
         if not isinstance(item, str) or not 1 <= len(item) <= MAX_STOP_CHARS:
             got = f"one of {len(item)} characters" if isinstance(item, str) else shown(item)
-            raise RuleError(
-                f"a stop is a string of 1 to {MAX_STOP_CHARS} characters",
-                got,
-                "Leave it out, or use stop_token_ids",
-            )
+            rule = f"a stop is a string of 1 to {MAX_STOP_CHARS} characters"
+            raise RuleError(rule, got, "Leave it out, or use stop_token_ids")
         if any("\ud800" <= character <= "\udfff" for character in item):
-            raise RuleError(
-                "a stop is made of characters",
-                f"{shown(item)}, with a lone surrogate",
-                "No text holds it: leave it out",
-            )
+            got = f"{shown(item)}, with a lone surrogate"
+            raise RuleError("a stop is made of characters", got, "No text holds it: leave it out")
     return tuple(dict.fromkeys(items))
 
 
 def _stop_ids(value: Any) -> tuple[int, ...]:
     items = [] if value is None else _listed("stop_token_ids", value, "token ids", MAX_STOP_IDS)
-    ids = (
-        whole("a stop token id", item, 0, MAX_VOCAB - 1, "Use ids of the model's tokenizer")
-        for item in items
-    )
-    return tuple(dict.fromkeys(ids))
+    return tuple(dict.fromkeys(_id("a stop token id", item) for item in items))
 
 
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:
@@ -387,21 +331,14 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
         raise RuleError(rule, got, "Pass a mapping {token id: bias}")
     found: dict[int, float] = {}
     for key, bias in pairs:
-        key = (
-            int(key)
-            if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10
-            else key
-        )
-        token = whole(
-            "a token id of logit_bias", key, 0, MAX_VOCAB - 1, "Use ids of the model's tokenizer"
-        )
+        json_key = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10
+        token = _id("a token id of logit_bias", int(key) if json_key else key)
         if token in found:
             raise RuleError("logit_bias names a token once", f"{token} twice", "Drop one of them")
-        found[token] = number(
-            f"logit_bias of token {token}",
-            bias,
-            -MAX_BIAS,
-            MAX_BIAS,
-            "Use -100 to all but forbid a token",
-        )
+        name, remedy = f"logit_bias of token {token}", "Use -100 to all but forbid a token"
+        found[token] = number(name, bias, -MAX_BIAS, MAX_BIAS, remedy)
     return tuple(sorted(found.items()))
+
+
+def _id(name: str, value: Any) -> int:
+    return whole(name, value, 0, MAX_VOCAB - 1, "Use ids of the model's tokenizer")

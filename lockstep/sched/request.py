@@ -297,6 +297,7 @@ class Batch:
         self.requests = tuple([each.request for each in rows])
         self.new_lens = tuple([each.new_len for each in rows])
         self.decodes = tuple([each.decodes for each in rows])
+        self.needs_values = tuple([each.request.spec.needs_values for each in rows])
         self.sampled = tuple([each.sampled for each in rows])
         self.samples = sum(self.sampled)  # lists of tokens that it brings, in order
 
@@ -345,6 +346,7 @@ class ScheduledStep:
 
     kind: StepKind
     number: int  # steps are counted from 1
+    ends: int  # requests that had ended before it
     batch: Batch
     cached_lens: tuple[int, ...]  # of every request, before it
     ids: tuple[int, ...]  # the token of every row

@@ -124,6 +124,7 @@ class Scheduler:
         self.counters: Counter[str] = Counter()
         self.arrivals = arrivals  # requests that came so far: the next one's number
         self.settled = 0  # steps that were settled: they are counted from 1, in order
+        self.ends = 0  # requests that have ended
         self._scheduled: ScheduledStep | None = None
         self._launched: list[ScheduledStep] = []  # and not settled, in order
         self._batch = Batch(())  # of the step before
@@ -188,17 +189,18 @@ class Scheduler:
 
     def _advance(self, step: ScheduledStep) -> None:
         """Lengths move on, and every token that is sampled is named by its number."""
-        number, sample = step.number, 0
-        for rows, cached_len in zip(step.batch.rows, step.cached_lens, strict=True):
-            request, table = rows.request, rows.table
+        batch, number, sample = step.batch, step.number, 0
+        shares = zip(batch.requests, step.cached_lens, batch.needs_values, strict=True)
+        for i, (request, cached_len, needs_values) in enumerate(shares):
             if cached_len < request.steady_until_len:
                 request.cached_len = cached_len + 1
                 request.tokens.append(-1 - sample)
                 request.launched_in = number
                 sample += 1
-                if request.spec.needs_values:
+                if needs_values:
                     request.held_until = number
                 continue
+            rows, table = batch.rows[i], batch.rows[i].table
             if table is not None and table.pending:
                 table.moved()
                 if rows.parents is None:
@@ -451,17 +453,20 @@ class Scheduler:
         if not builder.rows:
             return None
         self._after_whole = builder.kind.name != GENERATE
-        rows = tuple(builder.rows)
-        if rows != self._batch.rows:
-            self._batch = Batch(rows)
+        self._batch = self._batch_of(tuple(builder.rows))
         return ScheduledStep(
             kind=builder.kind,
             number=self.settled + len(self._launched) + 1,
+            ends=self.ends,
             batch=self._batch,
             cached_lens=tuple(builder.cached_lens),
             ids=tuple(builder.ids),
             pages=tuple(builder.pages),
         )
+
+    def _batch_of(self, rows: tuple[ScheduledRows, ...]) -> Batch:
+        """That of the step before, if the same requests compute the same."""
+        return self._batch if rows == self._batch.rows else Batch(rows)
 
     # -- after a step
 
@@ -577,6 +582,7 @@ class Scheduler:
         while request.tokens[-1] < 0:
             request.tokens.pop()  # of a step that nobody waits for any more
         request.finish = reason
+        self.ends += 1
 
     def _let_go(self, request: Request) -> None:
         """Holds on pages end with the request's turn; what the tree has stays there."""
