@@ -30,9 +30,9 @@ from lockstep.kernels.cpu.attend import (
     block_rows,
     build,
     layer,
-    linked,
+    names,
 )
-from lockstep.kernels.cpu.threads import limited
+from lockstep.kernels.cpu.threads import limited, linked
 from lockstep.types import KV_FORMATS
 
 NO_LIST = 2**31 - 1
@@ -403,7 +403,7 @@ def test_every_bit_pattern_of_a_narrow_format_loads_exactly(dtype: torch.dtype) 
 
 def scalar(name: str) -> Any:
     """An elementary function of the kernel, applied to every element of a float32 array."""
-    f = njit(linked({})[name].py_func)
+    f = njit(linked(names(), {})[name].py_func)
 
     def each(x: Any) -> Any:
         return np.array([f(np.float32(v)) for v in x], np.float32)

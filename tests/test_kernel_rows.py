@@ -274,11 +274,11 @@ def test_a_call_does_not_wait_for_a_helper_that_is_asleep():
     y = torch.empty(9, 500)
     panels = weight.numbers.shape[1]
     where = (x.data_ptr(), 280, weight.numbers.data_ptr(), y.data_ptr(), 2000)
-    head = (0, gemm.work().address, 3, 3, threads.HELP.address, 0, 0, 0)  # a board without readers
-    record = np.array((*head, *where, 9, 70, 500, panels, 1, panels, 4, 0, 0, 0, 12), np.int64)
+    board = threads.HELP.address  # nobody looks at it
+    head = (gemm.work().address, panels, 4, 3, board, threads.OWN.counters, 0, 0)
+    record = np.array((*head, *where, 9, 70, 500, panels, 1, 4, 0, 0, 0, 12), np.int64)
     for call in (threads.compiled().call, threads.compiled().released):
         y.zero_()
-        record[threads.COUNTER] = 0
         call(record.ctypes.data)
         assert torch.equal(y, want)
 
@@ -319,6 +319,23 @@ def test_a_calling_thread_keeps_the_memory_of_its_workers_and_shares_it_with_no_
     assert threads.memory(each, team) == threads.memory(each, 1) == begin
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(threads.memory, each, team).result() != begin
+
+
+@pytest.mark.parametrize("units", [0, 1, 3, 4, 29])
+def test_every_unit_is_claimed_once_and_a_share_that_nobody_came_for_by_the_others(units):
+    """Worker 2 of four never comes."""
+    counters = np.zeros(4 * threads.LINE, np.int64)
+    record = np.array((0, units, 4, 0, 0, counters.ctypes.data, 0, 0), np.int64)
+    found, left = [], [0, 1, 3]
+    while left:
+        for worker in list(left):
+            unit = threads.claim(record.ctypes.data, worker)
+            if unit < 0:
+                left.remove(worker)
+            else:
+                found.append(unit)
+    assert sorted(found) == list(range(units))
+    assert units < 4 or found[:3] == [0, 1, 3]  # of its own share first
 
 
 @pytest.mark.parametrize("panels", [1, 4, 64])

@@ -19,6 +19,7 @@ from lockstep import order
 from lockstep.attention import base
 from lockstep.kernels.cpu import attend as kernels
 from lockstep.kernels.cpu.attend import Consts, Layer, Prepared, Rows, Shape, Table
+from lockstep.kernels.cpu.threads import empty
 from lockstep.kv.pool import Keys, widened
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket, Group, StepPlan
@@ -126,7 +127,7 @@ class Backend:
             raise RuleError(
                 rule, f"{q.dtype} of {list(q.shape)}", "Cast them, or use another backend"
             )
-        out, lse2 = torch.empty(rows, heads, order.stored_len(group.d_v)), torch.empty(rows, heads)
+        out, lse2 = empty(rows, heads, order.stored_len(group.d_v)), empty(rows, heads)
         if rows:
             k, v = keys
             q = widened(q, order.stored_len(d_qk)).contiguous()

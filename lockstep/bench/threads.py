@@ -20,7 +20,7 @@ import torch
 
 from lockstep.bench.machine import Timing, alternate, note, place, set_threads
 from lockstep.bench.work import Ours, prompts
-from lockstep.lab.document import write
+from lockstep.lab.document import publish
 from lockstep.llm.api import LLM
 from lockstep.llm.output import Output
 from lockstep.sample.params import SamplingParams
@@ -44,12 +44,9 @@ def run(args: argparse.Namespace) -> int:
     met = not two["differing"] and two["ratio"] >= TOGETHER and beside["ratio"] >= BESIDE
     if count >= 16:
         met = met and grid["all_to_best"] <= ALL_THREADS and grid["speed_up"] >= SPEED_UP
-    if args.json:
-        head = {"environment": place(count), "quick": args.quick, "met": met}
-        parts = {"two_engines": two, "beside_prefill": beside, "scaling": grid}
-        write({**head, **parts}, args.json)
-    if args.json != "-":
-        print("\n".join(lines(two, beside, grid)))
+    head = {"environment": place(count), "quick": args.quick, "met": met}
+    parts = {"two_engines": two, "beside_prefill": beside, "scaling": grid}
+    publish(args, {**head, **parts}, lines(two, beside, grid))
     return int(not args.quick and not met)
 
 

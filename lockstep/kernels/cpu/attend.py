@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
 from lockstep.kernels.cpu import elementary, threads, unit, worker
@@ -21,18 +19,11 @@ from lockstep.kernels.cpu.unit import Sizes
 from lockstep.kernels.cpu.worker import memory_bytes
 from lockstep.types import KV_FORMATS
 
-njit: Any = numba.njit
-
 # rows of a unit that hide the staging of a tile and still leave queries and accumulators in the L2
 # cache
 BLOCK_ROWS = 128
 PRODUCTS_PER_NS = 8  # of one thread
 ITEM_BYTES = {known.code: known.nbytes for known in KV_FORMATS.values()}
-OPTIONS = {
-    "error_model": "numpy",
-    "no_cpython_wrapper": True,
-    "no_cfunc_wrapper": True,
-}  # no zero-division checks, not for Python
 INLINED = (
     "online_softmax",
     "online_softmax_rows",
@@ -176,46 +167,27 @@ def call(
 ) -> None:
     """Write the arguments of `attend` into a record and set the threads to work on it."""
     sizes, each, cost_ns = prepared.sizes(q, out, shape)
-    team = threads.team(prepared.blocks * shape.kv_heads, cost_ns)
+    units = prepared.blocks * shape.kv_heads
+    team = threads.team(units, cost_ns)
     memory = (threads.memory(each, team), each, prepared.most)
     tensors = (where(q), where(k), where(v), where(out), where(lse2))
     entries = (*tensors, *prepared.entries, *of.entries, *sizes, *memory)
-    threads.run(work, entries, team, cost_ns)
+    threads.run(work, entries, units, team, cost_ns)
 
 
 # ---- putting the kernel together ----
 
 
-def texts() -> dict[str, Any]:
-    """The plain Python functions that make up the kernel, by name."""
-    names: dict[str, Any] = {**vars(elementary), **vars(unit), **vars(worker)}
-    return {name: value for name, value in names.items() if isinstance(value, FunctionType)}
-
-
-def linked(replaced: dict[str, Any]) -> dict[str, Any]:
-    """The names of the kernel: its texts, some of them replaced, each to be compiled when first
-    called; and what they use."""
-    known = texts()
-    unknown = sorted(set(replaced) - set(known))
-    if unknown:
-        raise KeyError(f"no such text in the kernel: {unknown}; there are {sorted(known)}")
-    names = {**vars(elementary), **vars(unit), **vars(worker)}
-    seen_by = {name: {**text.__globals__} for name, text in replaced.items()}
-    for name, text in {**known, **replaced}.items():
-        names[name] = njit(**OPTIONS, forceinline=name in INLINED)(
-            relinked(text, seen_by.get(name, names))
-        )
-    for own in (
-        seen_by.values()
-    ):  # a replacement finds the kernel's texts and operations, then those of its own module
-        own.update(names)
-    return names
+def names() -> dict[str, Any]:
+    """What the kernel is made of: plain Python functions, its texts, and what they use."""
+    return {**vars(elementary), **vars(unit), **vars(worker)}
 
 
 def compiled(replaced: dict[str, Any], cache: bool) -> Any:
     """Compile `work` with all its texts to a C function. It lives as long as the object that comes
     back."""
-    return threads.c_function("attention", relinked(worker.work, linked(replaced)), cache)
+    found = threads.linked(names(), replaced, INLINED)
+    return threads.c_function("attention", relinked(worker.work, found), cache)
 
 
 @functools.cache

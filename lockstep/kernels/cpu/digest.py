@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.cpu import threads
-from lockstep.kernels.cpu.lanes import int64_at, take
+from lockstep.kernels.cpu.lanes import int64_at
+from lockstep.kernels.cpu.threads import claim
 
 LANES = 64  # 64-bit words side by side
 BLOCK = 1 << 9  # rows of LANES words in a block: 256 KiB
@@ -35,9 +36,9 @@ def digest(tensor: Tensor) -> bytes:
     blocks = -(-rows // BLOCK)
     lanes = np.zeros(max(1, blocks) * LANES, np.int64)
     if blocks:
-        entries = (data.data_ptr(), rows, lanes.ctypes.data, blocks)
+        entries = (data.data_ptr(), rows, lanes.ctypes.data)
         cost_ns = blocks * BLOCK_NS
-        threads.run(work(), entries, threads.team(blocks, cost_ns), cost_ns)
+        threads.run(work(), entries, blocks, threads.team(blocks, cost_ns), cost_ns)
     rest = data[rows * row :].numpy().tobytes()
     return hashlib.blake2b(
         lanes.tobytes() + rest + len(data).to_bytes(8, "little"), digest_size=SIZE
@@ -47,16 +48,16 @@ def digest(tensor: Tensor) -> bytes:
 def units(at: Any, worker: Any) -> None:
     """Take blocks until none is left. The entries are `digest`'s."""
     record = int64_at(at + threads.ENTRIES)
-    rows, blocks = record[1], record[3]
-    block = take(at)
-    while block < blocks:
+    rows = record[1]
+    block = claim(at, worker)
+    while block >= 0:
         lanes = int64_at(record[2] + 8 * LANES * block)
         for row in range(block * BLOCK, min((block + 1) * BLOCK, rows)):
             words = int64_at(record[0] + 8 * LANES * row)
             for j in range(LANES):
                 mixed = (lanes[j] ^ words[j]) * FACTOR
                 lanes[j] = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
-        block = take(at)
+        block = claim(at, worker)
 
 
 @functools.cache

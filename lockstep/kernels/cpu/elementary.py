@@ -13,18 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.kernels.cpu.lanes import (
-    add,
-    copysign,
-    div,
-    fma,
-    less,
-    like,
-    mul,
-    pow2_from,
-    select,
-    sub,
-)
+from lockstep.kernels.cpu.lanes import add, copysign, div, fma, less, mul, pow2_from, select, sub
 from lockstep.order import LN2, LOG2E
 
 ROUND = 1.5 * 2.0**23 + 127  # adding it rounds to an integer n and leaves n + 127 in the low bits
@@ -68,42 +57,40 @@ ROUND64 = 1.5 * 2.0**52  # adding it rounds to an integer n and leaves n in the 
 
 def exp2(x: Any) -> Any:
     """2^x for x <= 127, flushed to 0 below the normal numbers."""
-    t = add(x, like(x, ROUND))
-    f = sub(x, sub(t, like(x, ROUND)))
-    y = fma(like(x, E6), f, like(x, E5))
-    y = fma(y, f, like(x, E4))
-    y = fma(y, f, like(x, E3))
-    y = fma(y, f, like(x, E2))
-    y = fma(y, f, like(x, E1))
-    y = fma(y, f, like(x, 1.0))
-    return select(less(x, like(x, -126.0)), like(x, 0.0), mul(y, pow2_from(t)))
+    t = add(x, ROUND)
+    f = sub(x, sub(t, ROUND))
+    y = fma(E6, f, E5)
+    y = fma(y, f, E4)
+    y = fma(y, f, E3)
+    y = fma(y, f, E2)
+    y = fma(y, f, E1)
+    y = fma(y, f, 1.0)
+    return select(less(x, -126.0), 0.0, mul(y, pow2_from(t)))
 
 
 def tanh(x: Any) -> Any:
     """A polynomial near 0, 1 - 2/(e^2x + 1) elsewhere; exactly +-1 from 10 on."""
-    y = copysign(x, like(x, 1.0))
+    y = copysign(x, 1.0)
     z = mul(y, y)
-    near = fma(
-        fma(fma(fma(like(x, T4), z, like(x, T3)), z, like(x, T2)), z, like(x, T1)), z, like(x, T0)
-    )
+    near = fma(fma(fma(fma(T4, z, T3), z, T2), z, T1), z, T0)
     near = fma(mul(near, z), y, y)
-    power = exp2(mul(select(less(like(x, 10.0), y), like(x, 10.0), y), like(x, TWO_LOG2E)))
-    far = sub(like(x, 1.0), div(like(x, 2.0), add(power, like(x, 1.0))))
-    return copysign(select(less(y, like(x, 0.625)), near, far), x)
+    power = exp2(mul(select(less(10.0, y), 10.0, y), TWO_LOG2E))
+    far = sub(1.0, div(2.0, add(power, 1.0)))
+    return copysign(select(less(y, 0.625), near, far), x)
 
 
 def erf(x: Any) -> Any:
     """A polynomial near 0, 1 minus a power of two elsewhere; exactly +-1 from 4 on."""
-    y = copysign(x, like(x, 1.0))
+    y = copysign(x, 1.0)
     z = mul(y, y)
-    near = fma(fma(fma(like(x, P6), z, like(x, P5)), z, like(x, P4)), z, like(x, P3))
-    near = fma(fma(fma(near, z, like(x, P2)), z, like(x, P1)), z, like(x, P0))
+    near = fma(fma(fma(P6, z, P5), z, P4), z, P3)
+    near = fma(fma(fma(near, z, P2), z, P1), z, P0)
     near = fma(near, y, y)
-    w = select(less(like(x, ERF_FAR), y), like(x, ERF_FAR), y)
-    q = fma(fma(fma(like(x, Q7), w, like(x, Q6)), w, like(x, Q5)), w, like(x, Q4))
-    q = fma(fma(fma(fma(q, w, like(x, Q3)), w, like(x, Q2)), w, like(x, Q1)), w, like(x, Q0))
-    far = sub(like(x, 1.0), exp2(sub(like(x, 0.0), mul(q, w))))
-    return copysign(select(less(y, like(x, 0.875)), near, far), x)
+    w = select(less(ERF_FAR, y), ERF_FAR, y)
+    q = fma(fma(fma(Q7, w, Q6), w, Q5), w, Q4)
+    q = fma(fma(fma(fma(q, w, Q3), w, Q2), w, Q1), w, Q0)
+    far = sub(1.0, exp2(sub(0.0, mul(q, w))))
+    return copysign(select(less(y, 0.875), near, far), x)
 
 
 def cos_sin(x: Any) -> Any:

@@ -35,11 +35,10 @@ from lockstep.kernels.cpu.lanes import (
     int64_at,
     load_ir,
     splat_ir,
-    take,
     types,
 )
 from lockstep.kernels.cpu.loops import VECTOR_BYTES, VECTORS, counted, row_addresses
-from lockstep.kernels.cpu.threads import ENTRIES
+from lockstep.kernels.cpu.threads import ENTRIES, TEAM, UNITS, claim, empty
 from lockstep.order import LANES
 
 ROWS = 6  # of a full micro-kernel: 24 of 32 zmm registers, or 12 of 16 ymm registers
@@ -83,7 +82,7 @@ def _panels(weight: Tensor, bias: Tensor | None) -> Tensor:
 def linear(x: Tensor, packed: Panels) -> Tensor:
     """x float32 [t, k] → [t, n]."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    y = torch.empty(x.shape[0], packed.n)
+    y = empty(x.shape[0], packed.n)
     _run(x, packed, y, 4 * packed.n, x.shape[0], (0, 0, 0))
     return y
 
@@ -91,7 +90,7 @@ def linear(x: Tensor, packed: Panels) -> Tensor:
 def batched_linear(x: Tensor, packed: Panels) -> Tensor:
     """x float32 [t, g, k] → [t, g, n], a weight for each g."""
     x = x if x.stride(2) == 1 else x.contiguous()
-    y = torch.empty(*x.shape[:2], packed.n)
+    y = empty(*x.shape[:2], packed.n)
     _run(x, packed, y, 4 * packed.n * x.shape[1], x.shape[0], (4 * x.stride(1), 4 * packed.n, 0))
     return y
 
@@ -99,7 +98,7 @@ def batched_linear(x: Tensor, packed: Panels) -> Tensor:
 def grouped_linear(x: Tensor, packed: Panels, indptr: Tensor) -> Tensor:
     """x float32 [rows, k] → [rows, n]: rows indptr[g] to indptr[g + 1], int64, with weight g."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    y = torch.empty(x.shape[0], packed.n)
+    y = empty(x.shape[0], packed.n)
     _run(x, packed, y, 4 * packed.n, min(x.shape[0], 1), (0, 0, indptr.data_ptr()))
     return y
 
@@ -117,9 +116,9 @@ def _run(
     each = unit_rows(rows, count * panels, team)
     chunks = -(-rows // each)
     where = (x.data_ptr(), 4 * x.stride(0), numbers.data_ptr(), y.data_ptr(), y_stride)
-    sizes = (rows, depth, packed.n, panels, chunks, count * panels * chunks, numbers.itemsize)
+    sizes = (rows, depth, packed.n, panels, chunks, numbers.itemsize)
     entries = (*where, *sizes, *groups, each)
-    threads.run(work(), entries, team, cost_ns)
+    threads.run(work(), entries, count * panels * chunks, team, cost_ns)
 
 
 def unit_rows(rows: int, panels: int, team: int) -> int:
@@ -138,13 +137,16 @@ def work() -> Any:
 def units(at: Any, worker: Any) -> None:
     """Take units, a panel and some rows each, until none is left. The entries are `_run`'s."""
     record = int64_at(at + ENTRIES)
-    x, x_stride, packed, y, y_stride, rows, depth, n, panels, chunks, count, item = (
+    x, x_stride, packed, y, y_stride, rows, depth, n, panels, chunks, item = (
         record[0], record[1], record[2], record[3], record[4], record[5], record[6], record[7],
-        record[8], record[9], record[10], record[11],
+        record[8], record[9], record[10],
     )  # fmt: skip
-    x_group, y_group, bounds, each = record[12], record[13], record[14], record[15]
-    unit = take(at)
-    while unit < count:
+    x_group, y_group, bounds, each = record[11], record[12], record[13], record[14]
+    team, count = int64_at(at)[TEAM], int64_at(at)[UNITS]
+    claimed = claim(at, worker)
+    while claimed >= 0:
+        whose, nth = claimed % team, claimed // team  # a share is neighbours: of few panels
+        unit = whose * (count // team) + min(whose, count % team) + nth
         panel, row = unit // chunks, unit % chunks * each
         group, last = panel // panels, min(row + each, rows)
         if bounds:
@@ -156,7 +158,7 @@ def units(at: Any, worker: Any) -> None:
             x_row, y_row = x_at + row * x_stride, y_at + row * y_stride
             chains(some, item, x_row, x_stride, weight, depth, y_row, y_stride, n - column)
             row += some
-        unit = take(at)
+        claimed = claim(at, worker)
 
 
 def _chains(typingctx: Any, rows: Any, item: Any, x: Any, x_stride: Any, panel: Any, depth: Any,

@@ -4,7 +4,8 @@ on it.
 Every operation is one IEEE rounding, spelled out: nothing here is contracted, reassociated or taken
 from a library, so a sum has the order in which it is written. LLVM cuts the 16 lanes into 2 x 8 on
 machines without AVX-512 and the bits stay. The arithmetic also takes plain float32 scalars: a
-function written with it serves a scalar and a vector with the same bits.
+function written with it serves a scalar and a vector with the same bits. Beside a vector a scalar
+stands for 16 of it, and a float64, as constants are, is rounded to float32 first.
 
 Knows nothing of attention. Addresses are int64 byte addresses; their validity is the caller's
 business.
@@ -109,13 +110,30 @@ def fma_ir(builder: Any, a: Any, b: Any, c: Any) -> Any:
 # ---- operations of Numba code ----
 
 
-def _binary(emit: Callable[[Any, Any, Any], Any], result: Any = None) -> Any:
-    """An operation on two equal float types: scalar float32 or FLOATS; `result` is the vector
-    result type if another."""
+def _arithmetic(given: tuple[Any, ...], operate: Callable[..., Any], result: Any = None) -> Any:
+    """Signature and code of an operation on floats: FLOATS if one of them is, else float32;
+    `result` is the vector result type if another."""
+    wide = FLOATS in given
+    kind = FLOATS if wide else types.float32
+    if result is not None:
+        kind = result if wide else types.boolean
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        same = []
+        for given_type, value in zip(given, args, strict=True):
+            if given_type == types.float64:
+                value = builder.fptrunc(value, F32)
+            same.append(splat_ir(builder, value) if wide and given_type != FLOATS else value)
+        return operate(builder, *same)
+
+    return kind(*given), emit
+
+
+def _binary(operate: Callable[[Any, Any, Any], Any], result: Any = None) -> Any:
+    """An operation on two floats."""
 
     def typed(typingctx: Any, a: Any, b: Any) -> Any:
-        kind = a if result is None else (result if a == FLOATS else types.boolean)
-        return kind(a, b), lambda context, builder, sig, args: emit(builder, *args)
+        return _arithmetic((a, b), operate, result)
 
     return intrinsic(typed)
 
@@ -137,22 +155,17 @@ less = _binary(lambda builder, a, b: builder.fcmp_ordered("<", a, b), MASK)
 
 def _fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """a*b + c with one rounding."""
-    return a(a, b, c), lambda context, builder, sig, args: fma_ir(builder, *args)
+    return _arithmetic((a, b, c), fma_ir)
 
 
 def _select(typingctx: Any, mask: Any, yes: Any, no: Any) -> Any:
-    return yes(mask, yes, no), lambda context, builder, sig, args: builder.select(*args)
+    """`yes` where the mask is set."""
+    both, emit = _arithmetic((yes, no), lambda builder, *pair: pair)
 
+    def chosen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.select(args[0], *emit(context, builder, sig, args[1:]))
 
-def _like(typingctx: Any, model: Any, value: Any) -> Any:
-    """The float64 constant `value`, rounded to float32, shaped like `model`: a scalar or 16 equal
-    lanes."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        scalar = builder.fptrunc(args[1], F32)
-        return splat_ir(builder, scalar) if model == FLOATS else scalar
-
-    return model(model, types.float64), emit
+    return both.return_type(mask, yes, no), chosen
 
 
 def _canonical(typingctx: Any, x: Any) -> Any:
@@ -181,12 +194,9 @@ def _pow2_from(typingctx: Any, x: Any) -> Any:
     return x(x), emit
 
 
-def _copysign(typingctx: Any, size: Any, sign: Any) -> Any:
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        name = "llvm.copysign.v16f32" if size == FLOATS else "llvm.copysign.f32"
-        return call_ir(builder, name, args[0].type, list(args))
-
-    return size(size, sign), emit
+def _copysign_ir(builder: Any, size: Any, sign: Any) -> Any:
+    name = "llvm.copysign.f32" if size.type == F32 else "llvm.copysign.v16f32"
+    return call_ir(builder, name, size.type, [size, sign])
 
 
 def _splat(typingctx: Any, x: Any) -> Any:
@@ -264,15 +274,6 @@ def _address(typingctx: Any, array: Any) -> Any:
     return types.int64(array), emit
 
 
-def _take(typingctx: Any, counter: Any) -> Any:
-    """Add one to the int64 at address `counter`, atomically; the value before."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", at(builder, args[0]), I64(1), "monotonic")
-
-    return types.int64(types.int64), emit
-
-
 def _pointer(kind: Any) -> Any:
     """Build `f(address)`: elements of `kind` from that address on, to be indexed like an array,
     without bounds or owner."""
@@ -292,10 +293,9 @@ int64_at: Any = _pointer(types.int64)
 float32_at: Any = _pointer(types.float32)
 float64_at: Any = _pointer(types.float64)
 select: Any = intrinsic(_select)
-like: Any = intrinsic(_like)
 canonical: Any = intrinsic(_canonical)
 pow2_from: Any = intrinsic(_pow2_from)
-copysign: Any = intrinsic(_copysign)
+copysign = _binary(_copysign_ir)
 splat: Any = intrinsic(_splat)
 between: Any = intrinsic(_between)
 lanes_sum: Any = _reduce(lambda builder, a, b: builder.fadd(a, b))
@@ -304,4 +304,3 @@ load: Any = intrinsic(_load)
 store: Any = intrinsic(_store)
 store_half: Any = intrinsic(_store_half)
 address: Any = intrinsic(_address)
-take: Any = intrinsic(_take)

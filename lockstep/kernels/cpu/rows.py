@@ -16,11 +16,10 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from lockstep.kernels.cpu import elementary, threads
@@ -36,7 +35,6 @@ from lockstep.kernels.cpu.lanes import (
     lanes_max,
     lanes_sum,
     less,
-    like,
     load,
     maximum,
     mul,
@@ -44,25 +42,24 @@ from lockstep.kernels.cpu.lanes import (
     splat,
     store,
     sub,
-    take,
 )
-from lockstep.kernels.cpu.threads import ENTRIES, relinked
+from lockstep.kernels.cpu.threads import ENTRIES, OPTIONS, claim, empty, njit, relinked
 from lockstep.ops import Activation, CosSin, Heads
 from lockstep.order import LANES, LOG2E
 
 UNIT = 1 << 14  # elements of a unit of work, at most
 # what is done to a row
-NORM, TURN, GATE, HEADS, ADD, LAYER, ANGLES, MAP, CLAMPED, SOFTMAX, SHARES, POOL, SCATTER = range(
-    13
-)
+NORM, TURN, GATE, HEADS, ADD, SCATTER, LAYER = range(7)
+ANGLES, MAP, CAP, CLAMPED, SOFTMAX, SHARES, POOL = range(7, 14)
 # ns of one thread for an element; scattered rows are far from each other
 ELEMENT_NS = {ANGLES: 8, POOL: 8, SCATTER: 4}
-SILU, GELU, GELU_TANH, RELU, SIGMOID, CAP = range(6)  # what GATE and MAP do to an element
+SILU, GELU, GELU_TANH, RELU, SIGMOID = range(5)  # what GATE and MAP do to an element
 KINDS = dict(zip(Activation, (SILU, GELU, GELU_TANH, RELU), strict=True))
 HALVED = (GATE, CLAMPED)  # the output has half the columns of the input
 ROOT_HALF, TANH_SCALE = 0.7071067811865476, 0.7978845608028654  # gelu's: sqrt(1/2), sqrt(2/pi)
 TANH_CUBE = 0.044715
 GOOD = -1  # no row has a bad slot
+INF = np.float32(np.inf)
 SHORTEST = 1e-12  # vectors are divided by their length, or by this where they are shorter
 
 
@@ -74,7 +71,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + residual, both [t, n], and its `rms_norm`: the same bits, in one call."""
-    total = torch.empty(*x.shape)
+    total = empty(*x.shape)
     more = (residual.data_ptr(), 4 * residual.stride(0), total.data_ptr())
     return total, _run(ADD, x, weight.data_ptr(), _bits(eps), *more)
 
@@ -105,7 +102,7 @@ def qk_norm_rope(
         if weights is not None:
             q, k = rms_norm(q, weights[0], eps), rms_norm(k, weights[1], eps)
         return rope(q, cos_sin, True), rope(k, cos_sin, True)
-    q, k = torch.empty(t, count, d), torch.empty(t, kv_heads, d)
+    q, k = empty(t, count, d), empty(t, kv_heads, d)
     norm_q, (cos, sin) = 0 if weights is None else weights.data_ptr(), cos_sin
     more = (norm_q, _bits(eps), cos.data_ptr(), sin.data_ptr(), cos.shape[1])
     more = (*more, norm_q + 4 * d, count, k.data_ptr())
@@ -127,7 +124,7 @@ def rope_cos_sin(positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
     are rounded; then comes the factor.
     """
     at, half = positions.to(torch.int32).contiguous(), freqs.shape[0]
-    cos, sin = torch.empty(at.shape[0], half), torch.empty(at.shape[0], half)
+    cos, sin = empty(at.shape[0], half), empty(at.shape[0], half)
     more = (freqs.data_ptr(), _bits(factor), sin.data_ptr())
     _call(ANGLES, (at.data_ptr(), 4, 0), cos, (at.shape[0], 1, half), more)
     return CosSin(cos, sin)
@@ -135,17 +132,17 @@ def rope_cos_sin(positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
 
 def activate(x: Tensor, act: Activation) -> Tensor:
     """An elementwise function of x [t, n]."""
-    return _run(MAP, x, KINDS[act], 0)
+    return _run(MAP, x, KINDS[act])
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + e⁻ˣ) of x [t, n]."""
-    return _run(MAP, x, SIGMOID, 0)
+    return _run(MAP, x, SIGMOID)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """cap · tanh(x / cap) of x [t, n]."""
-    return _run(MAP, x, CAP, _bits(cap))
+    return _run(CAP, x, _bits(cap))
 
 
 def act_and_mul(x: Tensor, act: Activation) -> Tensor:
@@ -176,7 +173,7 @@ def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     In float64: rows are added in order, squares of columns in order, and the quotient is rounded
     once.
     """
-    y, bounds = torch.empty(len(spans), x.shape[1]), np.array(spans, np.int64).reshape(-1, 2)
+    y, bounds = empty(len(spans), x.shape[1]), np.array(spans, np.int64).reshape(-1, 2)
     sums = np.empty((len(spans), x.shape[1]), np.float64)
     more = (threads.where(bounds), threads.where(sums), x.data_ptr(), 4 * x.stride(0))
     _call(POOL, (0, 0, 0), y, (len(spans), 1, x.shape[1]), more)
@@ -199,10 +196,10 @@ def _run(what: int, x: Tensor, *more: int) -> Tensor:
     shape, strides = x.shape, x.stride()
     n = shape[-1] // 2 if what in HALVED else shape[-1]
     if len(shape) == 2:
-        y, sizes = torch.empty(shape[0], n), (shape[0], 1, n)
+        y, sizes = empty(shape[0], n), (shape[0], 1, n)
         _call(what, (x.data_ptr(), 4 * strides[0], 0), y, sizes, more)
     else:
-        y, sizes = torch.empty(shape[0], shape[1], n), (shape[0], shape[1], n)
+        y, sizes = empty(shape[0], shape[1], n), (shape[0], shape[1], n)
         _call(what, (x.data_ptr(), 4 * strides[0], 4 * strides[1]), y, sizes, more)
     return y
 
@@ -219,7 +216,7 @@ def _call(
     team = threads.team(outer, cost_ns)
     each = max(1, min(UNIT // (inner * n), -(-outer // team)))
     entries = (what, *x, y.data_ptr(), outer, inner, n, each, *more)
-    return threads.run(work(), entries, team, cost_ns)
+    return threads.run(work(), entries, -(-outer // each), team, cost_ns)
 
 
 @functools.lru_cache(256)
@@ -234,8 +231,8 @@ def units(at: Any, worker: Any) -> None:
     """Take units of rows until none is left. The entries are `_call`'s."""
     record = int64_at(at + ENTRIES)
     outer, inner, n, each = record[5], record[6], record[7], record[8]
-    first = take(at) * each
-    while first < outer:
+    first = claim(at, worker) * each
+    while first >= 0:
         for i in range(first, min(first + each, outer)):
             for j in range(inner):
                 row(
@@ -245,7 +242,7 @@ def units(at: Any, worker: Any) -> None:
                     record[1] + i * record[2] + j * record[3],
                     record[4] + 4 * n * (i * inner + j),
                 )
-        first = take(at) * each
+        first = claim(at, worker) * each
 
 
 def row(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
@@ -256,18 +253,18 @@ def row(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
     elif what == TURN:
         turn(x, y, n, i, record[9], record[10], record[11], record[12])
     elif what == GATE:
-        gate_row(x, y, n, record[9])
+        gate_row(y, n, x, x + 4 * n, record[9], 0)
     elif what == HEADS:
         head(record, i, j, x)
     elif what == SCATTER:
         slot = np.int64(int32_at(record[9])[i])
         if 0 <= slot < record[12]:
-            copy(x, record[10] + slot * record[11] + 4 * n * j, n)
+            copy_row(record[10] + slot * record[11] + 4 * n * j, n, x, 0)
         else:
             record[13] = i
     elif what == ADD:
         total = record[13] + 4 * n * i
-        plus(x, record[11] + i * record[12], total, n)
+        add_row(total, n, x, record[11] + i * record[12], 0, 0)
         norm(total, y, n, record[9], record[10])
     else:
         rarer(record, i, x, y)
@@ -281,13 +278,17 @@ def rarer(record: Any, i: Any, x: Any, y: Any) -> None:
     elif what == ANGLES:
         angle_row(int32_at(x)[0], y, record[11] + 4 * n * i, n, record[9], record[10])
     elif what == MAP:
-        map_row(x, y, n, record[9], record[10])
+        act_row(y, n, x, record[9])
+    elif what == CAP:
+        cap_row(y, n, x, np.int32(record[9]).view(np.float32))
     elif what == CLAMPED:
-        clamped_row(x, y, n, record[9], record[10])
+        alpha, limit = np.int32(record[9]).view(np.float32), np.int32(record[10]).view(np.float32)
+        clamp_row(y, n, x, x + 4 * n, alpha, limit)
     elif what == SOFTMAX:
         softmax_row(x, y, n)
     elif what == SHARES:
-        shares_row(x, y, n, record[9])
+        floor = np.int32(record[9]).view(np.float32)
+        divide_row(y, n, x, add(sum_row(x, n, 0), floor))
     else:
         bounds = int64_at(record[9] + 16 * i)
         pool_row(record[11], record[12], bounds[0], bounds[1], record[10] + 8 * n * i, y, n)
@@ -307,41 +308,67 @@ def head(record: Any, i: Any, j: Any, x: Any) -> None:
     turn(x, y, n, i, record[11], record[12], record[13], 0)
 
 
+f: Any = None  # what a loop does with an element: of each `Looped` its own
+
+
+def mapped(y: Any, n: Any, x: Any, a: Any) -> None:
+    """y[k] = f(x[k], a) for n columns; may be in place."""
+    whole = n // LANES * LANES
+    for k in range(0, whole, LANES):
+        store(y + 4 * k, f(load(x + 4 * k), a))
+    for k in range(whole, n):
+        float32_at(y)[k] = f(float32_at(x)[k], a)
+
+
+def paired(y: Any, n: Any, x: Any, w: Any, a: Any, b: Any) -> None:
+    """y[k] = f(x[k], w[k], a, b) for n columns; may be in place."""
+    whole = n // LANES * LANES
+    for k in range(0, whole, LANES):
+        store(y + 4 * k, f(load(x + 4 * k), load(w + 4 * k), a, b))
+    for k in range(whole, n):
+        float32_at(y)[k] = f(float32_at(x)[k], float32_at(w)[k], a, b)
+
+
+def summed(x: Any, n: Any, a: Any) -> Any:
+    """The sum of a row: f(sum, x[k], a) is the next one."""
+    whole = n // LANES * LANES
+    sums = splat(np.float32(0))
+    for k in range(0, whole, LANES):
+        sums = f(sums, load(x + 4 * k), a)
+    total = lanes_sum(sums)
+    for k in range(whole, n):
+        total = f(total, float32_at(x)[k], a)
+    return total
+
+
+class Looped(NamedTuple):
+    """A text of its own: `loop` with this `f`."""
+
+    loop: Any
+    f: Any
+
+
+def looped(loop: Any, f: Any) -> Any:
+    """To be called like the loop, by other texts."""
+    return Looped(loop, f)
+
+
+def scale_of(squares: Any, n: Any, eps_bits: Any) -> Any:
+    """1 / sqrt(mean + eps)."""
+    return np.float32(1) / np.sqrt(squares / np.float32(n) + np.int32(eps_bits).view(np.float32))
+
+
 def norm(x: Any, y: Any, n: Any, weight: Any, eps_bits: Any) -> None:
     """One row of `rms_norm`."""
-    eps = np.int32(eps_bits).view(np.float32)
-    whole = n // LANES * LANES
-    squares = splat(np.float32(0))
-    for k in range(0, whole, LANES):
-        v = load(x + 4 * k)
-        squares = fma(v, v, squares)
-    total = lanes_sum(squares)
-    xs, ys, ws = float32_at(x), float32_at(y), float32_at(weight)
-    for k in range(whole, n):
-        total = fma(xs[k], xs[k], total)
-    scale = np.float32(1) / np.sqrt(total / np.float32(n) + eps)
-    for k in range(0, whole, LANES):
-        store(y + 4 * k, mul(mul(load(x + 4 * k), splat(scale)), load(weight + 4 * k)))
-    for k in range(whole, n):
-        ys[k] = xs[k] * scale * ws[k]
+    scale_row(y, n, x, weight, scale_of(square_row(x, n, 0), n, eps_bits), 0)
 
 
-def copy(x: Any, y: Any, n: Any) -> None:
-    """One row, as it is."""
-    whole = n // LANES * LANES
-    for k in range(0, whole, LANES):
-        store(y + 4 * k, load(x + 4 * k))
-    for k in range(whole, n):
-        float32_at(y)[k] = float32_at(x)[k]
-
-
-def plus(x: Any, more: Any, y: Any, n: Any) -> None:
-    """One row of a sum."""
-    whole = n // LANES * LANES
-    for k in range(0, whole, LANES):
-        store(y + 4 * k, add(load(x + 4 * k), load(more + 4 * k)))
-    for k in range(whole, n):
-        float32_at(y)[k] = float32_at(x)[k] + float32_at(more)[k]
+def layer(x: Any, y: Any, n: Any, weight: Any, eps_bits: Any, bias: Any) -> None:
+    """One row of `layer_norm`."""
+    mean = sum_row(x, n, 0) / np.float32(n)
+    scale = scale_of(deviate_row(x, n, mean), n, eps_bits)
+    centre_row(y, n, x, weight, mean, scale)
+    add_row(y, n, y, bias, 0, 0)
 
 
 def turn(x: Any, y: Any, n: Any, i: Any, cos: Any, sin: Any, half: Any, interleaved: Any) -> None:
@@ -361,140 +388,44 @@ def turn(x: Any, y: Any, n: Any, i: Any, cos: Any, sin: Any, half: Any, interlea
         ys[k] = xs[k]
 
 
-def gate_row(x: Any, y: Any, n: Any, kind: Any) -> None:
-    """One row of `act_and_mul`."""
-    whole = n // LANES * LANES
-    for k in range(0, whole, LANES):
-        store(y + 4 * k, mul(act(load(x + 4 * k), kind), load(x + 4 * (n + k))))
-    xs, ys = float32_at(x), float32_at(y)
-    for k in range(whole, n):
-        ys[k] = mul(act(xs[k], kind), xs[n + k])
-
-
-def map_row(x: Any, y: Any, n: Any, kind: Any, bits: Any) -> None:
-    """One row of `activate` or `soft_cap`."""
-    number = np.int32(bits).view(np.float32)
-    whole = n // LANES * LANES
-    xs, ys = float32_at(x), float32_at(y)
-    if kind == CAP:
-        for k in range(0, whole, LANES):
-            store(y + 4 * k, mul(tanh(div(load(x + 4 * k), splat(number))), splat(number)))
-        for k in range(whole, n):
-            ys[k] = mul(tanh(div(xs[k], number)), number)
-    else:
-        for k in range(0, whole, LANES):
-            store(y + 4 * k, act(load(x + 4 * k), kind))
-        for k in range(whole, n):
-            ys[k] = act(xs[k], kind)
-
-
 def act(x: Any, kind: Any) -> Any:
     """An `Activation`, or the sigmoid."""
     if kind == SILU:
-        return div(x, add(like(x, 1.0), exp_minus(x)))
+        return div(x, add(1.0, exp_minus(x)))
     if kind == GELU:
-        return mul(mul(like(x, 0.5), x), add(like(x, 1.0), erf(mul(x, like(x, ROOT_HALF)))))
+        return mul(mul(0.5, x), add(1.0, erf(mul(x, ROOT_HALF))))
     if kind == GELU_TANH:
-        cube = mul(mul(mul(like(x, TANH_CUBE), x), x), x)
-        return mul(
-            mul(like(x, 0.5), x), add(like(x, 1.0), tanh(mul(like(x, TANH_SCALE), add(x, cube))))
-        )
+        cube = mul(mul(mul(TANH_CUBE, x), x), x)
+        return mul(mul(0.5, x), add(1.0, tanh(mul(TANH_SCALE, add(x, cube)))))
     if kind == RELU:
-        return select(less(x, like(x, 0.0)), like(x, 0.0), x)
-    return div(like(x, 1.0), add(like(x, 1.0), exp_minus(x)))
+        return select(less(x, 0.0), 0.0, x)
+    return div(1.0, add(1.0, exp_minus(x)))
 
 
 def exp_minus(x: Any) -> Any:
     """e⁻ˣ, at most 2^127."""
-    power = mul(x, like(x, -LOG2E))
-    return exp2(select(less(like(x, 127.0), power), like(x, 127.0), power))
-
-
-def clamped_row(x: Any, y: Any, n: Any, alpha_bits: Any, limit_bits: Any) -> None:
-    """One row of `clamped_swiglu`."""
-    alpha, limit = np.int32(alpha_bits).view(np.float32), np.int32(limit_bits).view(np.float32)
-    whole = n // LANES * LANES
-    for k in range(0, whole, LANES):
-        store(
-            y + 4 * k, clamped(load(x + 4 * k), load(x + 4 * (n + k)), splat(alpha), splat(limit))
-        )
-    xs, ys = float32_at(x), float32_at(y)
-    for k in range(whole, n):
-        ys[k] = clamped(xs[k], xs[n + k], alpha, limit)
+    exponent = mul(x, -LOG2E)
+    return exp2(select(less(127.0, exponent), 127.0, exponent))
 
 
 def clamped(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
     """(up + 1) · gate / (1 + e^(-alpha · gate)) within the limits."""
-    low = sub(like(gate, 0.0), limit)
+    low = sub(0.0, limit)
     gate = select(less(limit, gate), limit, gate)
     up = select(less(limit, up), limit, select(less(up, low), low, up))
-    return mul(add(up, like(gate, 1.0)), mul(gate, act(mul(gate, alpha), SIGMOID)))
-
-
-def row_sum(x: Any, n: Any) -> Any:
-    """The sum of a row."""
-    whole = n // LANES * LANES
-    sums = splat(np.float32(0))
-    for k in range(0, whole, LANES):
-        sums = add(sums, load(x + 4 * k))
-    total = lanes_sum(sums)
-    for k in range(whole, n):
-        total = add(total, float32_at(x)[k])
-    return total
-
-
-def layer(x: Any, y: Any, n: Any, weight: Any, eps_bits: Any, bias: Any) -> None:
-    """One row of `layer_norm`."""
-    eps = np.int32(eps_bits).view(np.float32)
-    whole = n // LANES * LANES
-    mean = row_sum(x, n) / np.float32(n)
-    xs, ys, ws, bs = float32_at(x), float32_at(y), float32_at(weight), float32_at(bias)
-    squares = splat(np.float32(0))
-    for k in range(0, whole, LANES):
-        v = sub(load(x + 4 * k), splat(mean))
-        squares = fma(v, v, squares)
-    total = lanes_sum(squares)
-    for k in range(whole, n):
-        total = fma(xs[k] - mean, xs[k] - mean, total)
-    scale = np.float32(1) / np.sqrt(total / np.float32(n) + eps)
-    for k in range(0, whole, LANES):
-        v = mul(sub(load(x + 4 * k), splat(mean)), splat(scale))
-        store(y + 4 * k, add(mul(v, load(weight + 4 * k)), load(bias + 4 * k)))
-    for k in range(whole, n):
-        ys[k] = add(mul(mul(xs[k] - mean, scale), ws[k]), bs[k])
+    return mul(add(up, 1.0), mul(gate, act(mul(gate, alpha), SIGMOID)))
 
 
 def softmax_row(x: Any, y: Any, n: Any) -> None:
     """One row of `softmax`."""
-    whole = n // LANES * LANES
-    xs, ys = float32_at(x), float32_at(y)
-    top = xs[0]
-    if whole:
-        tops = load(x)
-        for k in range(LANES, whole, LANES):
-            tops = maximum(tops, load(x + 4 * k))
-        top = lanes_max(tops)
-    for k in range(whole, n):
-        top = maximum(top, xs[k])
+    whole, tops = n // LANES * LANES, splat(-INF)
     for k in range(0, whole, LANES):
-        store(y + 4 * k, exp2(mul(sub(load(x + 4 * k), splat(top)), splat(np.float32(LOG2E)))))
+        tops = maximum(tops, load(x + 4 * k))
+    top = lanes_max(tops)
     for k in range(whole, n):
-        ys[k] = exp2(mul(sub(xs[k], top), np.float32(LOG2E)))
-    divide(y, y, n, row_sum(y, n))
-
-
-def shares_row(x: Any, y: Any, n: Any, floor_bits: Any) -> None:
-    """One row of `shares`."""
-    divide(x, y, n, add(row_sum(x, n), np.int32(floor_bits).view(np.float32)))
-
-
-def divide(x: Any, y: Any, n: Any, by: Any) -> None:
-    """A row divided by a number."""
-    whole = n // LANES * LANES
-    for k in range(0, whole, LANES):
-        store(y + 4 * k, div(load(x + 4 * k), splat(by)))
-    for k in range(whole, n):
-        float32_at(y)[k] = div(float32_at(x)[k], by)
+        top = maximum(top, float32_at(x)[k])
+    power_row(y, n, x, top)
+    divide_row(y, n, y, sum_row(y, n, 0))
 
 
 def angle_row(position: Any, cos: Any, sin: Any, n: Any, freqs: Any, factor_bits: Any) -> None:
@@ -527,20 +458,28 @@ def pool_row(x: Any, stride: Any, begin: Any, end: Any, scratch: Any, y: Any, n:
         ys[k] = np.float32(sums[k] / length)
 
 
-TEXTS = (
-    *(exp2, tanh, erf, cos_sin, exp_minus, act, clamped, row_sum, divide, norm, copy, plus, turn),
-    *(gate_row, map_row, clamped_row, layer, softmax_row, shares_row, angle_row, pool_row),
-    *(head, rarer, row),
-)  # each after those that it uses
-INLINED = (norm, copy, plus, turn, head, row)  # a head of a row is a few nanoseconds of work
+copy_row = looped(mapped, lambda v, _: v)
+divide_row = looped(mapped, lambda v, by: div(v, by))
+power_row = looped(mapped, lambda v, top: exp2(mul(sub(v, top), LOG2E)))
+cap_row = looped(mapped, lambda v, cap: mul(tanh(div(v, cap)), cap))
+act_row = looped(mapped, act)
+add_row = looped(paired, lambda v, w, a, b: add(v, w))
+scale_row = looped(paired, lambda v, w, scale, _: mul(mul(v, scale), w))
+centre_row = looped(paired, lambda v, w, mean, scale: mul(mul(sub(v, mean), scale), w))
+gate_row = looped(paired, lambda v, w, kind, _: mul(act(v, kind), w))
+clamp_row = looped(paired, clamped)
+sum_row = looped(summed, lambda total, v, _: add(total, v))
+square_row = looped(summed, lambda total, v, _: fma(v, v, total))
+deviate_row = looped(summed, lambda total, v, mean: fma(sub(v, mean), sub(v, mean), total))
+INLINED = ("norm", "turn", "head", "row", "scale_of", "add_row", "scale_row", "square_row")
 
 
 @functools.cache
 def work() -> Any:
     """The compiled kernel of this machine."""
-    names = {**vars(elementary), **globals()}
-    for text in TEXTS:
-        names[text.__name__] = njit(error_model="numpy", forceinline=text in INLINED)(
-            relinked(text, names)
-        )
+    names = threads.linked({**vars(elementary), **globals()}, {}, INLINED)
+    for name, text in globals().items():
+        if isinstance(text, Looped):
+            own = {**names, "f": njit(**OPTIONS)(relinked(text.f, names))}
+            names[name] = njit(**OPTIONS, forceinline=name in INLINED)(relinked(text.loop, own))
     return threads.c_function("row", relinked(units, names))

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, njit  # type: ignore[attr-defined]
+from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from lockstep.kernels.cpu import sample, threads
-from lockstep.kernels.cpu.lanes import float32_at, float64_at, int64_at, take
+from lockstep.kernels.cpu.lanes import float32_at, float64_at, int64_at
 from lockstep.kernels.cpu.sample import choose, describe
-from lockstep.kernels.cpu.threads import ENTRIES
+from lockstep.kernels.cpu.threads import ENTRIES, claim
 from lockstep.sample import formulas
 from lockstep.sample.formulas import FLOATS, INTS
 
 LOGIT_NS = 1  # of one thread
 CHOOSE, DESCRIBE = 0, 1  # what is done with a row
-OUTSIDE = ("bits_of", "float_of")  # of the formulas: compiled code has its own, below
 
 
 def sample_tokens(
@@ -37,7 +35,7 @@ def sample_tokens(
     scratch = torch.empty(workers, vocab)
     tokens, states = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)
     arrays = (logits, floats, ints, scratch, tokens, states)
-    _run(CHOOSE, arrays, (rows, vocab, 0), workers)
+    _run(CHOOSE, arrays, rows, (vocab, 0), workers)
     return tokens, states
 
 
@@ -47,7 +45,7 @@ def compute_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor,
     chosen, top = torch.empty(rows), torch.empty(rows, k)
     token_ids, top_ids = token_ids.contiguous(), torch.empty(rows, k, dtype=torch.int64)
     arrays = (logits, token_ids, chosen, top_ids, top, logits)
-    _run(DESCRIBE, arrays, (rows, vocab, k), worth(rows, vocab))
+    _run(DESCRIBE, arrays, rows, (vocab, k), worth(rows, vocab))
     return chosen, top_ids, top
 
 
@@ -56,18 +54,17 @@ def worth(rows: int, vocab: int) -> int:
     return threads.team(rows, rows * vocab * LOGIT_NS)
 
 
-def _run(what: int, arrays: Sequence[Any], sizes: Sequence[int], workers: int) -> None:
+def _run(what: int, arrays: Sequence[Any], rows: int, sizes: Sequence[int], workers: int) -> None:
     entries = [what, *map(threads.where, arrays), *sizes]
-    threads.run(compiled(), entries, workers, sizes[0] * sizes[1] * LOGIT_NS)
+    threads.run(compiled(), entries, rows, workers, rows * sizes[0] * LOGIT_NS)
 
 
 def units(at: Any, worker: Any) -> None:
-    """Take rows until none is left. The entries: what to do, six addresses, rows, vocabulary, best
-    few."""
+    """Do rows until none is left. The entries: what to do, six addresses, vocabulary, best few."""
     record = int64_at(at + ENTRIES)
-    rows, vocab, few = record[7], record[8], record[9]
-    r = take(at)
-    while r < rows:
+    vocab, few = record[7], record[8]
+    r = claim(at, worker)
+    while r >= 0:
         x = carray(float32_at(record[1] + 4 * vocab * r), vocab)
         if record[0] == CHOOSE:
             scratch = carray(float32_at(record[4] + 4 * vocab * worker), vocab)
@@ -81,22 +78,17 @@ def units(at: Any, worker: Any) -> None:
                 carray(float32_at(record[5] + 4 * few * r), few),
             )
             describe(x, int64_at(record[2])[r], chosen, top_ids, top_logs)
-        r = take(at)
+        r = claim(at, worker)
 
 
 def build(cache: bool, **replaced: Callable[..., Any]) -> Any:
     """The kernel with some of the texts of sample.py and its formulas replaced by name, for the
     lab; a replacement finds the others by their names."""
-    texts = {**vars(formulas), **vars(sample)}
-    names: dict[str, Any] = {**texts, **globals()}
-    unknown = sorted(set(replaced) - set(texts))
-    if unknown:
-        raise KeyError(f"no such text in the kernel: {unknown}")
-    for name, text in {**texts, **replaced}.items():
-        if isinstance(text, FunctionType) and name not in OUTSIDE:
-            names[name] = njit(error_model="numpy")(threads.relinked(text, names))
-    names["bits_of"] = njit(lambda x: np.float64(x).view(np.int64))
-    names["float_of"] = njit(lambda i: np.int64(i).view(np.float64))
+    own = {
+        "bits_of": threads.njit(lambda x: np.float64(x).view(np.int64)),
+        "float_of": threads.njit(lambda i: np.int64(i).view(np.float64)),
+    }
+    names = threads.linked({**vars(formulas), **vars(sample), **globals(), **own}, replaced)
     return threads.c_function("sampling", threads.relinked(units, names), cache)
 
 

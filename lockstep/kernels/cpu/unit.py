@@ -105,9 +105,7 @@ class Scratch(NamedTuple):
     alpha: Any  # float32[rows] rescale of this tile
     m2: Any  # float32[rows] folded maximum, log2 units
     sum2: Any  # float32[rows] folded sum
-    first: (
-        Any  # int64[rows] this tile: the row sees keys [first, last), counted from the tile's begin
-    )
+    first: Any  # int64[rows] the row sees keys [first, last) of this tile
     last: Any
     k_at: Any  # int64[tile] byte address of every key's row
     v_at: Any
@@ -224,9 +222,9 @@ def online_softmax(job: Any, scratch: Any, row: Any) -> None:
     for key in range(0, tile, LANES):
         x = load(at + 4 * key)
         if pre != ZERO:
-            x = tanh(mul(x, splat(pre)))
+            x = tanh(mul(x, pre))
         if not whole:
-            x = select(between(key, first, last), x, splat(-INF))
+            x = select(between(key, first, last), x, -INF)
         store(at + 4 * key, x)
         top = maximum(top, x)
     m_new = maximum(m, lanes_max(top))
@@ -235,11 +233,11 @@ def online_softmax(job: Any, scratch: Any, row: Any) -> None:
             store(at + 4 * key, splat(ZERO))
         scratch.alpha[row] = ONE
         return
-    scaled, shift, total = splat(c), splat(-mul(m_new, c)), splat(ZERO)
+    shift, total = -mul(m_new, c), splat(ZERO)
     for key in range(0, tile, LANES):
-        p = exp2(fma(load(at + 4 * key), scaled, shift))
+        p = exp2(fma(load(at + 4 * key), c, shift))
         if not whole:
-            p = select(between(key, first, last), p, splat(ZERO))
+            p = select(between(key, first, last), p, ZERO)
         store(at + 4 * key, p)
         total = add(total, p)
     alpha = rescale(m, m_new, c)
@@ -262,16 +260,9 @@ def score_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
         wide = width(vectors - vector)
         at = VECTOR_BYTES * vector
         scores(
-            rows,
-            wide,
-            q,
-            scratch.q_stride,
-            scratch.keys + at,
-            stride,
-            job.sizes.d_qk,
-            s + at,
+            rows, wide, q, scratch.q_stride, scratch.keys + at, stride, job.sizes.d_qk, s + at,
             scratch.p_stride,
-        )
+        )  # fmt: skip
         vector += wide
 
 
@@ -282,18 +273,9 @@ def add_values(scratch: Any, row: Any, rows: Any, reach: Any) -> None:
     while column < scratch.v_stride:
         wide = width((scratch.v_stride - column) // VECTOR_BYTES)
         values(
-            rows,
-            wide,
-            p,
-            scratch.p_stride,
-            table,
-            reach[0],
-            reach[1],
-            acc,
-            scratch.v_stride,
-            column,
-            alpha,
-        )
+            rows, wide, p, scratch.p_stride, table, reach[0], reach[1], acc, scratch.v_stride,
+            column, alpha,
+        )  # fmt: skip
         column += VECTOR_BYTES * wide
 
 
@@ -302,7 +284,7 @@ def finite(scratch: Any, reach: Any) -> Any:
     total = splat(ZERO)
     for key in range(reach[0], reach[1]):
         for column in range(0, scratch.v_stride, VECTOR_BYTES):
-            total = fma(load(scratch.v_at[key] + column), splat(ZERO), total)
+            total = fma(load(scratch.v_at[key] + column), ZERO, total)
     return lanes_sum(total) == ZERO
 
 
@@ -311,9 +293,8 @@ def group_span(scratch: Any, row: Any, rows: Any) -> Any:
     first, last = scratch.first[row], scratch.last[row]
     same = True
     for r in range(row + 1, row + rows):
-        same = (
-            same and scratch.first[r] == scratch.first[row] and scratch.last[r] == scratch.last[row]
-        )
+        alike = scratch.first[r] == scratch.first[row] and scratch.last[r] == scratch.last[row]
+        same = same and alike
         if scratch.first[r] < scratch.last[r]:
             if first < last:
                 first, last = min(first, scratch.first[r]), max(last, scratch.last[r])
@@ -394,10 +375,7 @@ def fold(job: Any, scratch: Any, rows: Any) -> None:
         scratch.sum2[row] = fma(scratch.sum2[row], old, mul(scratch.sum[row], new))
         total, acc = scratch.total + row * scratch.v_stride, scratch.acc + row * scratch.v_stride
         for column in range(0, scratch.v_stride, VECTOR_BYTES):
-            store(
-                total + column,
-                fma(load(total + column), splat(old), mul(load(acc + column), splat(new))),
-            )
+            store(total + column, fma(load(total + column), old, mul(load(acc + column), new)))
 
 
 def begin_unit(job: Any, scratch: Any, unit: Any) -> Any:
@@ -428,16 +406,9 @@ def end_row(job: Any, scratch: Any, row: Any, target: Any, head: Any) -> Any:
     total = fma(scratch.sum2[row], old, mul(ONE, new))
     seen = total != ZERO
     for column in range(0, sizes.d_v, LANES):
-        x = fma(
-            load(scratch.total + row * scratch.v_stride + 4 * column),
-            splat(old),
-            mul(splat(ZERO), splat(new)),
-        )
-        x = (
-            canonical(add(mul(div(x, splat(total)), splat(job.v_scale)), splat(ZERO)))
-            if seen
-            else splat(ZERO)
-        )
+        x = load(scratch.total + row * scratch.v_stride + 4 * column)
+        x = div(fma(x, old, mul(ZERO, new)), total)
+        x = canonical(add(mul(x, job.v_scale), ZERO)) if seen else splat(ZERO)
         if column + LANES <= sizes.d_v:
             store(target + 4 * column, x)
         else:

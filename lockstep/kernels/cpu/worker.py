@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.kernels.cpu.lanes import address, float32_at, int32_at, int64_at, take
-from lockstep.kernels.cpu.threads import ENTRIES
+from lockstep.kernels.cpu.lanes import address, float32_at, int32_at, int64_at
+from lockstep.kernels.cpu.threads import ENTRIES, claim
 from lockstep.kernels.cpu.unit import KernelArgs, Scratch, Sizes, Unit, run_unit
 from lockstep.order import LANES
 
@@ -96,16 +96,16 @@ def unpack(record: Any) -> Any:
 
 
 def work(at: Any, worker: Any) -> None:
-    """Take units of the record at address `at` until none is left, last blocks first: under
-    causality they see the most keys."""
+    """Do units of the record at address `at` until none is left, last blocks first: under causality
+    they see the most keys. A worker's share is of one kv head, where the threads divide so."""
     record = int64_at(at + ENTRIES)
     job = unpack(record)
     sizes, blocks = job.sizes, record[BLOCKS]
     mine = record[MEMORY] + worker * record[MEMORY + 1]
     scratch = carve(sizes, mine, record[MEMORY + 2] * sizes.group)
-    taken = take(at)
-    while taken < blocks * sizes.kv_heads:
-        block = int32_at(address(job.blocks) + 12 * (blocks - 1 - taken // sizes.kv_heads))
+    unit = claim(at, worker)
+    while unit >= 0:
+        block = int32_at(address(job.blocks) + 12 * (blocks - 1 - unit // sizes.kv_heads))
         request, begin, end = np.int64(block[0]), np.int64(block[1]), np.int64(block[2])
-        run_unit(job, scratch, Unit(request, begin, end, taken % sizes.kv_heads))
-        taken = take(at)
+        run_unit(job, scratch, Unit(request, begin, end, unit % sizes.kv_heads))
+        unit = claim(at, worker)
