@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from functools import partial
 from importlib import import_module
 from textwrap import dedent, indent
 from typing import Any, NoReturn
@@ -101,8 +100,8 @@ def value(
 def number(
     parser: Container, name: str, help: Text = None, default: int | None = None, *, least: int = 1
 ) -> None:
-    """An option with a whole number behind it, from `least` on."""
-    kind = partial(positive, least=least)
+    """An option with a whole number behind it, from `least` (0 or 1) on."""
+    kind = positive if least else whole
     parser.add_argument(name, type=kind, metavar="N", default=default, help=_with(help, default))
 
 
@@ -114,6 +113,11 @@ def several(parser: Container, name: str, metavar: str, help: str) -> None:
 def json_file(parser: Container) -> None:
     """Where the document goes."""
     value(parser, "--json", "F", "write one JSON document; - for stdout, and nothing else there")
+
+
+def whole(text: str) -> int:
+    """0, 1, 2, ..."""
+    return positive(text, least=0)
 
 
 def positive(text: str, least: int = 1) -> int:
