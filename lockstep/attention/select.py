@@ -71,11 +71,8 @@ def select(
             reason = f"the first that can do all {len(specs)} groups on {device}{because}"
             return backend, Choice(candidate, reason)
         passed_over.append(f"not {candidate}: {why}")
-    raise Refused(
-        f"some backend that promises bits can do what the model needs on {device}",
-        "; ".join(passed_over),
-        BY_NAME,
-    )
+    rule = f"some backend that promises bits can do what the model needs on {device}"
+    raise Refused(rule, "; ".join(passed_over), BY_NAME)
 
 
 def _remedy(name: str) -> str:

@@ -37,11 +37,8 @@ def write(
         got = f"{len(slots)} slots, {len(k)} K rows, {None if given is None else len(given)} V rows"
         raise RuleError("a step writes one K and one V row per slot", got, "Pass all rows")
     if k.stride(2) != 1 or given.stride(2) != 1:
-        raise RuleError(
-            "the columns of a K or V row are contiguous",
-            f"strides {k.stride()} and {given.stride()}",
-            "Make them contiguous",
-        )
+        rule = "the columns of a K or V row are contiguous"
+        raise RuleError(rule, f"strides {k.stride()} and {given.stride()}", "Make them contiguous")
     if not len(slots):
         return
     k, given = widened(k, keys.shape[2]), widened(given, values.shape[2])
@@ -58,11 +55,9 @@ def storage_table(storages: Sequence[Tensor], device: torch.device) -> tuple[Ten
     pool is."""
     row_bytes = [s.shape[1] * s.shape[2] * s.element_size() for s in storages]
     if any(n % 4 for n in row_bytes):
-        raise RuleError(
-            "a K or V row is a multiple of 4 bytes",
-            f"rows of {row_bytes} bytes",
-            "Use head sizes that are multiples of 8",
-        )
+        rule = "a K or V row is a multiple of 4 bytes"
+        got = f"rows of {row_bytes} bytes"
+        raise RuleError(rule, got, "Use head sizes that are multiples of 8")
     bases = torch.tensor([s.data_ptr() for s in storages], dtype=torch.int64, device=device)
     return bases, torch.tensor([n // 4 for n in row_bytes], dtype=torch.int32, device=device)
 
@@ -74,11 +69,8 @@ def move(table: tuple[Tensor, Tensor], widest_words: int, moves: Tensor) -> None
 
     count = len(moves)
     if count > MOVES:
-        raise RuleError(
-            f"a step relocates at most {MOVES} rows of a group",
-            str(count),
-            "Schedule fewer tree requests per step",
-        )
+        rule = f"a step relocates at most {MOVES} rows of a group"
+        raise RuleError(rule, str(count), "Schedule fewer tree requests per step")
     if not count:
         return
     rows = power_of_2(count)

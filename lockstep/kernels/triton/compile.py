@@ -145,11 +145,8 @@ def inspect(kernel: Any) -> dict[str, int]:
         )
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
-        raise RuleError(
-            "cuobjdump tells registers and stack",
-            usage[-200:],
-            "Use the Triton version of constraints.txt",
-        )
+        rule = "cuobjdump tells registers and stack"
+        raise RuleError(rule, usage[-200:], "Use the Triton version of constraints.txt")
     return {
         "registers": int(found[1]),
         "stack_bytes": int(found[2]),
@@ -199,14 +196,12 @@ def run(args: Any) -> int:
     try:
         import triton
     except ImportError as error:
-        raise RuleError(
-            "compiling GPU kernels needs Triton", str(error), "pip install triton==3.6.0 (Linux)"
-        ) from None
+        rule = "compiling GPU kernels needs Triton"
+        raise RuleError(rule, str(error), "pip install triton==3.6.0 (Linux)") from None
     chosen = [v for v in variants() if not args.only or any(text in v.name for text in args.only)]
     if not chosen:
-        raise RuleError(
-            "--only names kernel variants", repr(args.only), "See `lockstep kernels --list`"
-        )
+        rule = "--only names kernel variants"
+        raise RuleError(rule, repr(args.only), "See `lockstep kernels --list`")
     if args.list or args.compile is None:
         print("\n".join(v.name for v in chosen))
         return 0

@@ -44,11 +44,8 @@ def bfloat16_bits(x: NDArray[np.float32]) -> NDArray[np.uint16]:
 def install() -> None:
     """Replaces the interpreter's dot and its cast to bfloat16 in this process."""
     if os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuleError(
-            "kernels are interpreted when TRITON_INTERPRET=1 is set before Triton is imported",
-            "it is not",
-            "Set it",
-        )
+        rule = "kernels are interpreted when TRITON_INTERPRET=1 is set before Triton is imported"
+        raise RuleError(rule, "it is not", "Set it")
     import triton.language as tl
     from triton.runtime import interpreter
 
