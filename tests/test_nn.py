@@ -520,6 +520,14 @@ def write_index(folder: Path, index: dict[str, str]) -> None:
     )
 
 
+def test_files_without_a_tensor_are_not_the_weights_of_a_config_that_states_no_size(folder):
+    """Nothing there to compare with is not the same as weights that are drawn."""
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    save_file({}, folder / "model.safetensors")
+    with pytest.raises(RuleError, match="the weights are exactly those"):
+        load(folder)
+
+
 def test_whole_and_sharded_folders_give_the_same_model(good, folder):
     shard(folder)
     hidden = noise(3, 32)

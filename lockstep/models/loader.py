@@ -99,6 +99,7 @@ class TensorManifest:
     """Notes what a model asks for, and what the files hold instead."""
 
     entries: Mapping[str, Entry]
+    compared: bool = True  # with the files; weights that are drawn are in none
     asked: set[str] = field(default_factory=set)
     unused: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -115,12 +116,14 @@ class TensorManifest:
             self.missing.append(name)
         elif entry.shape != shape:
             self.misshapen.append(f"{name} is {list(entry.shape)}, not {list(shape)}")
-        if self.entries and len(self.missing) + len(self.misshapen) > FAULTS:
+        if len(self.missing) + len(self.misshapen) > FAULTS:
             self.judge()
         return torch.empty(shape, device="meta")
 
     def judge(self) -> None:
         """Raises unless the files hold what was asked for, all of it and nothing else."""
+        if not self.compared:
+            return
         pattern = re.compile("|".join(f"(?:{p})" for p in self.unused) or r"(?!)")
         others = [name for name in self.entries if name not in self.asked]
         unknown = [name for name in others if not pattern.fullmatch(name)]
@@ -166,7 +169,8 @@ def load(
         check_sizes(raw, entries)
     config = SimpleNamespace(**raw) if raw.get(STATED) else parse_config(folder)
     config = stretched(config, context_length)
-    spec, manifest = checked_spec(module, config, entries, ops)
+    manifest = TensorManifest(entries, compared=not dummy)
+    spec = checked_spec(module, config, manifest, ops)
     check_room(ops, manifest.elements)
     digests: dict[str, bytes] = {}
     with ExitStack() as stack, torch.no_grad():
@@ -187,24 +191,20 @@ def stretched(config: Any, context_length: int | None) -> Any:
     return config
 
 
-def checked_spec(
-    module: ModuleType, config: Any, entries: Mapping[str, Entry], ops: Ops
-) -> tuple[ModelSpec, TensorManifest]:
+def checked_spec(module: ModuleType, config: Any, manifest: TensorManifest, ops: Ops) -> ModelSpec:
     """What the module makes of a config. The model is built without numbers; raises unless the
-    files hold its tensors, all of them and no others; without any there is nothing to compare."""
-    manifest = TensorManifest(entries)
+    files hold its tensors, all of them and no others."""
     try:
         spec: ModelSpec = module.describe(config)
-        spec.build(WeightSource(manifest.take, manifest.unused.append, entries, ops))
+        spec.build(WeightSource(manifest.take, manifest.unused.append, manifest.entries, ops))
     except RuleError:
         raise
     except BROKEN as error:
         got = f"{type(error).__name__}: {error}"
         rule = f"config.json describes a {config.model_type} model"
         raise RuleError(rule, got, "Check the file") from error
-    if entries:
-        manifest.judge()
-    return spec, manifest
+    manifest.judge()
+    return spec
 
 
 def check_room(ops: Ops, elements: int) -> None:
