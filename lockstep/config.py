@@ -17,6 +17,7 @@ from typing import Any
 
 from lockstep.types import INT32_MAX, KV_FORMATS, RuleError, shown
 
+DEFAULT = "Leave it out for the default"
 DERIVED = ("max_total_tokens", "context_length")  # None: from the model and the machine
 LOAD_FORMATS = ("auto", "dummy")
 COUNTS = ("page_size", "chunked_prefill_size", "max_running_requests", *DERIVED)
@@ -24,8 +25,7 @@ COUNTS = ("page_size", "chunked_prefill_size", "max_running_requests", *DERIVED)
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Settings of an engine. None means: derived from the model and the machine, and printed at
-    start."""
+    """Settings of an engine. None: derived from the model and the machine, and printed at start."""
 
     model: str | None = None  # a folder or a hub id; None is the built-in model
     device: str = "auto"  # a GPU if there is one that we know, otherwise the CPU
@@ -54,39 +54,36 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in COUNTS:
             self._check_count(name)
-        if self.model is not None and not (
-            isinstance(self.model, str | os.PathLike) and str(self.model)
-        ):
-            rule = "model is a folder or a hub id of the form owner/name"
-            raise RuleError(rule, shown(self.model), "Leave it out for the built-in model")
         for name in ("device", "dtype"):
-            if not isinstance(getattr(self, name), str):
-                got = shown(getattr(self, name))
-                raise RuleError(f"{name} is a name", got, "Leave it out for the default")
+            self._check(name, isinstance(getattr(self, name), str), "a name")
         names = {"kv_cache_dtype": ("auto", *KV_FORMATS), "load_format": LOAD_FORMATS}
         for name, known in names.items():
-            if not isinstance(getattr(self, name), str) or getattr(self, name) not in known:
-                rule = f"{name} is one of {', '.join(known)}"
-                raise RuleError(rule, shown(getattr(self, name)), "Pick one of these")
-        if self.attention_backend is not None and not isinstance(self.attention_backend, str):
-            rule = "attention_backend is the name of a backend"
-            got = shown(self.attention_backend)
-            raise RuleError(rule, got, "Leave it out for the first that fits")
+            said = isinstance(getattr(self, name), str) and getattr(self, name) in known
+            self._check(name, said, f"one of {', '.join(known)}", "Pick one of these")
         for name in ("disable_radix_cache", "graphs"):
             unsaid = name == "graphs" and self.graphs is None
-            if not isinstance(getattr(self, name), bool) and not unsaid:
-                rule = f"{name} is True or False"
-                raise RuleError(rule, shown(getattr(self, name)), "Pass a bool")
-        fraction = 0.3 if self.mem_fraction_static is None else self.mem_fraction_static
-        if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < fraction < 1:
-            rule = "mem_fraction_static is a number between 0 and 1"
-            raise RuleError(rule, shown(fraction), "Leave it out for the default")
+            said = unsaid or isinstance(getattr(self, name), bool)
+            self._check(name, said, "True or False", "Pass a bool")
+        model, backend, fraction = self.model, self.attention_backend, self.mem_fraction_static
+        said = model is None or (isinstance(model, str | os.PathLike) and str(model) != "")
+        rule = "a folder or a hub id of the form owner/name"
+        self._check("model", said, rule, "Leave it out for the built-in model")
+        said = backend is None or isinstance(backend, str)
+        remedy = "Leave it out for the first that fits"
+        self._check("attention_backend", said, "the name of a backend", remedy)
+        number = isinstance(fraction, Real) and not isinstance(fraction, bool)
+        said = fraction is None or (number and 0 < fraction < 1)
+        self._check("mem_fraction_static", said, "a number between 0 and 1")
         self._check_buckets()
 
     def settled(self, dtype: str) -> EngineConfig:
         """With the cache of activations of `dtype`, where none was asked for."""
         auto = self.kv_cache_dtype == "auto"
         return replace(self, kv_cache_dtype=dtype) if auto else self
+
+    def _check(self, name: str, holds: bool, rule: str, remedy: str = DEFAULT) -> None:
+        if not holds:
+            raise RuleError(f"{name} is {rule}", shown(getattr(self, name)), remedy)
 
     def _check_count(self, name: str) -> None:
         value = getattr(self, name)
@@ -96,9 +93,7 @@ class EngineConfig:
             count = 0 if isinstance(value, bool) else operator.index(value)
         except TypeError:
             count = 0
-        if not 1 <= count <= INT32_MAX:
-            rule = f"{name} is a whole number from 1 to {INT32_MAX}"
-            raise RuleError(rule, shown(value), "Leave it out for the default")
+        self._check(name, 1 <= count <= INT32_MAX, f"a whole number from 1 to {INT32_MAX}")
         object.__setattr__(self, name, count)
 
     def _check_buckets(self) -> None:
@@ -114,9 +109,8 @@ class EngineConfig:
                 continue
             if self.bucket_sizes is None:
                 raise RuleError(f"{name} come with bucket_sizes", shown(sizes), "Name those too")
-            whole = isinstance(sizes, tuple | list) and all(
-                type(size) is int and 1 <= size <= INT32_MAX for size in sizes
-            )
+            listed = isinstance(sizes, tuple | list)
+            whole = listed and all(type(n) is int and 1 <= n <= INT32_MAX for n in sizes)
             if not whole or not sizes or list(sizes) != sorted(set(sizes)):
                 rule = f"{name} are rising whole numbers from 1 to {INT32_MAX}"
                 raise RuleError(rule, shown(sizes), "Use for example (1, 2, 4, 8, 16, 512)")
@@ -133,6 +127,6 @@ class EngineConfig:
             if name not in known:
                 close = get_close_matches(name, known, 1)
                 rule = f"an engine option is one of {', '.join(known)}"
-                got = repr(name)
-                raise RuleError(rule, got, f"Did you mean {close[0]}?" if close else "Drop it")
+                remedy = f"Did you mean {close[0]}?" if close else "Drop it"
+                raise RuleError(rule, repr(name), remedy)
         return EngineConfig(**given)
