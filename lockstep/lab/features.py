@@ -82,8 +82,8 @@ def group(
         pair = tuple(replace(layer, k_scale=1.0, v_scale=1.0) for layer in pair)
 
     def make(page_size: int) -> GroupSpec:
-        size = {} if layout is Layout.FRESH else {"page_size": pages * page_size}
-        return GroupSpec(layout, heads, kv_heads, d_qk, d_v or d_qk, pair, **size, **own)
+        size = 16 if layout is Layout.FRESH else pages * page_size
+        return GroupSpec(layout, heads, kv_heads, d_qk, d_v or d_qk, pair, size, **own)
 
     return make
 
@@ -91,6 +91,7 @@ def group(
 dense, latent = partial(group, Layout.DENSE), partial(group, Layout.LATENT)
 fresh, cross = partial(group, Layout.FRESH), partial(group, Layout.CROSS, causal=False)
 FP8 = "float8_e4m3"
+CAPPED: dict[str, Any] = {"soft_cap": 2.0, "kv_dtype": FP8, "k_scale": 0.02}
 
 FEATURES = (
     Feature("dense", "GQA 4/2, head 32", (dense(4, 2, 32),)),
@@ -119,14 +120,7 @@ FEATURES = (
     Feature(
         "window-sinks",
         "window, sinks, soft cap and a float8 cache at once",
-        (
-            dense(6, 2, 32, sinks=True),
-            dense(
-                *(6, 2, 32),
-                **{"window": WINDOW, "soft_cap": 2.0, "sinks": True},
-                **{"kv_dtype": FP8, "k_scale": 0.02},
-            ),
-        ),
+        (dense(6, 2, 32, sinks=True), dense(6, 2, 32, **CAPPED, window=WINDOW, sinks=True)),
         decode=(0, 1),
     ),
     Feature(

@@ -244,8 +244,8 @@ def overflow(s: Script) -> None:
     In the middle of a step's rows: rows before them do not see them, rows behind them do.
     """
     extend(s, (5, 50), (17, 18))
-    for act in s.steps[-1]:
-        s.infinite += [act.uids[9], act.uids[-1]]
+    for uids in (act.uids for act in s.steps[-1] if isinstance(act, Compute)):
+        s.infinite += [uids[9], uids[-1]]
     extend(s, 1)
 
 

@@ -135,10 +135,6 @@ class Script:
             self.encoder_uids[r] = self._chain(r, -1, n)
         return Compute(r, self.encoder_uids[r], 0, 0, encoder=True)
 
-    def overflow(self, uid: int) -> None:
-        """The values of this token overflowed: some of their columns are infinite."""
-        self.infinite.append(uid)
-
     def path(self, uid: int) -> list[int]:
         """The tokens a row sees when it sees everything, itself last."""
         out = []
