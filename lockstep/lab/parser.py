@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import tomllib
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
-from lockstep.options import Commands, Parser, command, positive, whole
+from lockstep.options import Commands, Parser, command, positive
 
 CORES = min(os.cpu_count() or 1, 8)  # the default that a table calls "cores"
 EXAMPLES = """
@@ -50,7 +51,7 @@ def add_table(commands: Commands, package: str, begin: str) -> None:
 
 def _add_argument(parser: Parser, name: str, least: int | None = None, **words: Any) -> None:
     if least is not None:
-        words |= {"type": positive if least else whole, "metavar": "N"}
+        words |= {"type": partial(positive, least=least), "metavar": "N"}
     if words.get("default") == "cores":
         words["default"] = CORES
     if words.get("action") == "append":
