@@ -1,0 +1,376 @@
+"""Places where `lockstep lab mutate` found a small mutant that nobody noticed: the bound, the
+default or the order of each, at the seam that a caller sees."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lockstep
+from lockstep import SamplingParams, plugins
+from lockstep.attention import select
+from lockstep.attention.cpu import block_rows, blocks, most_blocks
+from lockstep.config import EngineConfig
+from lockstep.kernels.cpu.ops import Ops
+from lockstep.kv.pages import PagePool
+from lockstep.kv.prefix import Prefix, Root
+from lockstep.kv.tables import Table, shared_pages
+from lockstep.lab import fuzz, tiny
+from lockstep.llm import prompts
+from lockstep.llm.engine import Engine, Launched, Parts, prepare
+from lockstep.llm.output import Completion, Output
+from lockstep.models.loader import Loaded
+from lockstep.plan import rules
+from lockstep.plan.bucket import Buckets, power
+from lockstep.plan.build import Work, build
+from lockstep.plan.check import check
+from lockstep.plan.image import PlanArrays
+from lockstep.plan.step import PagedGroup, StepPlan, ints
+from lockstep.run.certify import NotCertified, certify
+from lockstep.run.probe import Subject
+from lockstep.sample import sampler
+from lockstep.sample.sampler import Row
+from lockstep.sched import policy
+from lockstep.sched.request import Request, RequestSpec
+from lockstep.types import AttnSpec, GroupSpec, Layout, PlanError, RuleError
+
+FULL = GroupSpec(Layout.DENSE, 4, 2, 8, 8, (AttnSpec(0.5),), page_size=4)
+POOL = 64
+GROW = ("Scores", "Table", "TensorManifest")  # values that are filled in while something is read
+PROMPT = (5, 9, 2, 11, 4, 7)
+
+
+def plan_of(*lens: tuple[int, int], parents: tuple[int, ...] | None = None) -> StepPlan:
+    """A step of requests with (cached, new) rows each; `parents` makes the first one a tree."""
+    pools = [PagePool(POOL)]
+    works = []
+    for cached, new in lens:
+        table = Table((FULL,), pools)
+        table.reserve(cached + new, len(parents or ()))
+        works.append(Work(cached, new, (table.pages(0),), parents=parents))
+        parents = None
+    return build((FULL,), works)
+
+
+# ---- values ----
+
+
+def test_values_are_frozen():
+    found = []
+    for path in sorted(Path(lockstep.__file__).parent.rglob("*.py")):
+        if not {"lab", "bench"} & set(path.parts):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                made = [ast.unparse(d) for d in getattr(node, "decorator_list", ())]
+                if any(d.startswith("dataclass") and "frozen=True" not in d for d in made):
+                    found.append(node.name)
+    assert set(found) <= set(GROW), "a dataclass of the engine is frozen"
+
+
+@pytest.mark.parametrize(
+    "kind", [Completion, Launched, Output, PagedGroup, Parts, PlanArrays, StepPlan, Subject]
+)
+def test_what_holds_tensors_is_equal_to_itself_alone(kind):
+    assert kind.__eq__ is object.__eq__
+    assert kind.__hash__ is object.__hash__
+
+
+# ---- plans ----
+
+
+def test_a_lone_decoding_row_keeps_its_width_and_a_lone_prompt_has_none():
+    buckets = Buckets((1, 2, 4, 8))
+    alone, prompt = buckets.fit(plan_of((5, 1))), buckets.fit(plan_of((0, 3)))
+    assert (alone.width, alone.requests, alone.tokens) == (1, 1, 1)
+    assert (prompt.width, prompt.requests, prompt.tokens) == (0, 2, 4)
+
+
+def test_a_power_of_two_is_its_own():
+    assert [power(n) for n in (0, 1, 2, 3, 4, 5, 8, 9, 1024, 1025)] == [
+        *(0, 1, 2, 4, 4, 8, 8, 16, 1024, 2048)
+    ]
+
+
+def test_a_list_that_ends_elsewhere_is_told_with_its_own_slot():
+    plan = plan_of((6, 3), (9, 1), parents=(-1, 0, 0))
+    (group,) = plan.groups
+    check(plan, (POOL,))
+    slots, wrong = group.write_slots, group.tail_slots.copy()
+    wrong[0] = slots[2]  # the list of row 0 names the slot of row 2
+    assert len({*slots[:3].tolist()}) == 3
+    with pytest.raises(PlanError, match=rules.TEXTS[rules.LIST_END][0]) as refused:
+        check(replace(plan, groups=(replace(group, tail_slots=ints(wrong)),)), (POOL,))
+    assert f"{slots[2]} where {slots[0]} belongs" in refused.value.got
+
+
+@pytest.mark.parametrize(("requests", "more"), [(1, 0), (3, 0), (3, 1), (2, 40), (5, 200)])
+def test_the_most_blocks_of_a_bucket_are_reached_and_not_exceeded(requests, more):
+    plan = plan_of(*((9, 1) for _ in range(requests - 1)), (0, 1 + more))
+    assert len(blocks(plan, block_rows(FULL))) == most_blocks(FULL, plan.bucket)
+
+
+# ---- pages ----
+
+
+def test_a_pool_of_the_null_page_alone_is_refused():
+    with pytest.raises(RuleError, match="at least one"):
+        PagePool(1)
+    assert PagePool(2).free == 1
+
+
+def test_nothing_is_shared_of_pages_that_begin_at_the_length():
+    single = replace(FULL, page_size=1)
+    assert shared_pages(single, [7, 8], 3, 3) == []
+    assert shared_pages(single, [7, 8], 3, 4) == [7]
+
+
+def test_a_block_that_the_window_has_just_left_is_not_made_younger():
+    specs = (FULL, replace(FULL, window=5))
+    pools = [PagePool(40), PagePool(40)]
+    tree = Prefix(specs, pools)
+
+    def opened(ids: list[int]) -> int:
+        """Matches, computes the rest and leaves; returns how much was there."""
+        table = Table(specs, pools)
+        path = tree.match(Root(), ids, table)
+        found = path.length
+        table.reserve(len(ids))
+        tree.insert(path, ids, table, len(ids))
+        tree.close(path)
+        table.close()
+        return found
+
+    long, short = [*range(12), 99], [50, 51, 52, 53, 99]
+    assert [opened(ids) for ids in (long, short, long)] == [0, 0, 12]
+    assert tree.evict(1, 2) == 2  # rows at 12 see keys from 8 on: blocks [0, 4) and [4, 8) go
+    assert [opened(ids) for ids in (short, long)] == [4, 12]
+
+
+# ---- backends ----
+
+
+def test_the_reference_serves_heads_up_to_a_million_columns():
+    caps = select.load("reference").caps
+    most = replace(FULL, d_qk=1 << 20, d_v=1 << 20)
+    assert select.refusal(caps, most, "cpu") is None
+    beyond = select.refusal(caps, replace(FULL, d_qk=(1 << 20) + 8), "cpu")
+    assert beyond is not None and beyond.endswith(f"up to {1 << 20}")
+
+
+def test_a_backend_that_cannot_be_loaded_is_passed_over_and_named(monkeypatch):
+    found, group = plugins.entry_points, select.BACKENDS.group
+    broken = EntryPoint("broken", "no_such_package.backend:Backend", group)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [*found(group=group), broken])
+    monkeypatch.setattr(select, "names", lambda: ["broken", "cpu"])
+    _, choice = select.select(None, [FULL], "cpu")
+    assert choice.name == "cpu"
+    assert "not broken: ModuleNotFoundError: No module named 'no_such_package'" in choice.reason
+
+
+# ---- the certificate ----
+
+
+class WrongAmongChunks:
+    """The CPU backend without trees, wrong in the last bits where a chunk stands among at least
+    three single rows: in mixed steps alone."""
+
+    def __init__(self) -> None:
+        self.sound = select.load("cpu")
+        self.caps = replace(self.sound.caps, tails=False)
+
+    def derived_len(self, spec: Any, bucket: Any) -> int:
+        return self.sound.derived_len(spec, bucket)
+
+    def bind(self, *args: Any) -> Any:
+        return self.sound.bind(*args)
+
+    def lower(self, plan: Any, group: Any, views: Any) -> Any:
+        lens = plan.new_lens.tolist()
+        self.wrong = lens.count(1) >= 3 and max(lens) > 1
+        return self.sound.lower(plan, group, views)
+
+    def attend(self, q: Any, keys: Any, handle: Any, spec: Any) -> Any:
+        out, lse = self.sound.attend(q, keys, handle, spec)
+        return (out + 2.0**-20 if self.wrong else out), lse
+
+
+def test_a_backend_without_trees_is_tried_in_every_other_kind_of_step():
+    model, info = tiny.loaded(tiny.LLAMA)
+    with pytest.raises(NotCertified, match=r"rows \(mixed\)"):
+        certify(model, WrongAmongChunks(), info, EngineConfig(chunked_prefill_size=64))
+
+
+def wrong_at(rows: int) -> Ops:
+    """Our table, whose GEMM is wrong at this count of rows alone."""
+    right = Ops.linear
+
+    class Wrong(Ops):
+        @staticmethod
+        def linear(x: torch.Tensor, packed: Any) -> torch.Tensor:
+            y = right(x, packed)
+            return torch.nextafter(y, y + 1) if len(x) == rows else y
+
+    return Wrong()
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def bart() -> Loaded:
+    model, info = tiny.loaded(tiny.BART)
+    return Loaded(model, replace(info, encoder=True))
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_an_encoder_is_tried_with_every_count_of_rows_up_to_the_last(rows, one_thread):
+    model, info = bart()
+    block = model.encoder.blocks[0]
+    wrong = replace(block, mlp=replace(block.mlp, up=replace(block.mlp.up, ops=wrong_at(rows))))
+    model = replace(model, encoder=replace(model.encoder, blocks=(wrong,)))
+    with pytest.raises(NotCertified) as refused:
+        prepare(Loaded(model, info), None, EngineConfig(chunked_prefill_size=128))
+    assert refused.value.got == f"a difference at {rows} rows (sources) and 1 threads"
+
+
+@pytest.mark.parametrize(
+    ("loaded", "digest"),
+    [(bart, "41f35d51e58c11c9"), (lambda: tiny.loaded(tiny.LLAMA), "f2afafc1bb9a2ea9")],
+    ids=["bart", "llama"],
+)
+def test_the_rows_of_a_certificate_are_those_that_they_were(loaded, digest, one_thread):
+    parts = prepare(loaded(), None, EngineConfig(chunked_prefill_size=128))
+    assert parts.certificate.digest == digest
+
+
+# ---- sampling ----
+
+
+def test_one_best_token_is_the_best_whatever_the_noise():
+    logits = torch.linspace(0, 1, 50)[torch.randperm(50, generator=torch.manual_seed(3))]
+    rows = [Row(SamplingParams(temperature=1, top_k=1, seed=seed), 4) for seed in range(20)]
+    for row in rows:
+        chosen = sampler.sample(Ops(), logits[None], [row])
+        assert chosen.token_ids.tolist() == [int(logits.argmax())]
+
+
+# ---- requests ----
+
+
+class Impatient(Request):
+    """Answers so many questions and no more."""
+
+    asked = 0
+
+    def emits(self, new_len: int) -> int:
+        self.asked += 1
+        assert self.asked < 50, "no end in sight"
+        return super().emits(new_len)
+
+
+def test_a_step_emits_at_most_what_it_has_room_for():
+    request = Impatient(RequestSpec((1, 2, 3, 4), 8, n=3), 0)
+    assert policy.rows(request, 10, 3) == 4
+    assert policy.rows(request, 10, 2) == 3, "its last row would emit three"
+    scored = Impatient(RequestSpec((1, 2, 3, 4), 8, wants_prompt_logprobs=True), 0)
+    assert [policy.rows(scored, 10, emits) for emits in range(5)] == [0, 1, 2, 3, 4]
+    decoding = Impatient(RequestSpec((1, 2), 8), 0, first=(3,))
+    decoding.cached_len = 2
+    assert [policy.rows(decoding, 10, emits) for emits in (0, 1)] == [0, 1]
+
+
+def test_a_fresh_request_has_no_keys():
+    request = Request(RequestSpec((1, 2, 3), 4), 0)
+    assert (request.cached_len, request.settled_len, request.missing_len) == (0, 0, 3)
+
+
+# ---- the engine ----
+
+
+def steps_of(engine: Engine) -> list[tuple[str, list[int]]]:
+    """Runs an engine to its end; of every step its kind and the rows of its requests."""
+    seen: list[tuple[str, list[int]]] = []
+    run = engine.runner.run
+
+    def noted(plan: StepPlan, ids: Any, kind: Any) -> Any:
+        seen.append((kind.name, plan.new_lens[: plan.real.requests].tolist()))
+        return run(plan, ids, kind)
+
+    engine.runner.run = noted  # type: ignore[method-assign]
+    while engine.busy:
+        engine.step()
+    engine.check()
+    return seen
+
+
+def run_alone(engine: Engine, params: SamplingParams, **more: Any) -> Output:
+    job = engine.add(PROMPT, params, **more)
+    while engine.busy:
+        engine.step()
+    return job.output("")
+
+
+def test_more_decoding_requests_than_rows_take_turns():
+    engine = fuzz.engine(chunked_prefill_size=2, max_total_tokens=400)
+    for i in range(4):
+        engine.add((3, 4 + i), SamplingParams(max_tokens=9, temperature=0, ignore_eos=True))
+    steps = steps_of(engine)
+    assert max(sum(lens) for _, lens in steps) == 2
+    assert sum(sum(lens) for _, lens in steps) == 4 * (2 + 8)
+
+
+def test_embeddings_are_computed_in_order_of_arrival():
+    engine = fuzz.engine(chunked_prefill_size=3, max_total_tokens=400)
+    for length in (1, 2, 3):
+        engine.add(PROMPT[:length], embed=True)
+    assert [lens for _, lens in steps_of(engine)] == [[1, 2], [3]]
+
+
+def test_a_block_is_shared_as_soon_as_it_is_whole():
+    engine = fuzz.engine(page_size=4, max_total_tokens=400)
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    first = engine.add(PROMPT[:2], params)
+    while first.request.settled_len < 4:
+        engine.step()
+    second = engine.add((*first.request.tokens[:4], 1), replace(params, max_tokens=1))
+    while engine.busy:
+        engine.step()
+    assert second.output("").cached_tokens == 4
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_answer_that_goes_on_has_the_scores_of_its_prompt(n):
+    params = SamplingParams(max_tokens=8, seed=4, n=n, logprobs=True, prompt_logprobs=1)
+    engine = fuzz.engine(max_total_tokens=400, disable_radix_cache=True)
+    want = run_alone(engine, replace(params, ignore_eos=True))
+    begun = [completion.token_ids[:3] for completion in want.completions]
+    got = run_alone(engine, replace(params, ignore_eos=True), generated=begun)
+    assert got.prompt_logprobs.tobytes() == want.prompt_logprobs.tobytes()
+    assert [c.token_ids for c in got.completions] == [c.token_ids for c in want.completions]
+    for a, b in zip(got.completions, want.completions, strict=True):
+        assert a.logprobs.tobytes() == b.logprobs.tobytes()
+
+
+# ---- prompts ----
+
+
+def test_the_first_id_outside_the_vocabulary_is_the_one_that_is_named():
+    with pytest.raises(RuleError) as refused:
+        prompts.token_ids([5, 99, 100], 10)
+    assert "99" in refused.value.got
+
+
+def test_as_many_as_may_be_are_taken_and_one_more_is_refused(monkeypatch):
+    monkeypatch.setattr(prompts, "MOST", 3)
+    assert prompts.elements([1, 2, 3], "") == [1, 2, 3]
+    with pytest.raises(RuleError, match="at most 3 of them"):
+        prompts.elements([1, 2, 3, 4], "")
