@@ -16,7 +16,8 @@ from lockstep.config import EngineConfig
 from lockstep.kernels import select as devices
 from lockstep.lab import tiny
 from lockstep.llm import engine as engines
-from lockstep.llm.engine import Engine, decode_buckets
+from lockstep.llm import launched as launches
+from lockstep.llm.engine import Engine
 from lockstep.models import loader
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.build import build
@@ -73,7 +74,7 @@ def test_a_launch_that_samples_gives_the_same_answers(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-    monkeypatch.setattr(engines, "on_host", torch.clone)
+    monkeypatch.setattr(launches, "on_host", torch.clone)
     sizes = {"page_size": 8, "context_length": 160, "max_running_requests": 8}
     config = EngineConfig(max_total_tokens=1024, graphs=graphs, **sizes)
     want = answers(Engine(EngineConfig(max_total_tokens=1024, **sizes), parts))
@@ -81,7 +82,7 @@ def test_a_launch_that_samples_gives_the_same_answers(
     engine.on_card = True
     told: list[str] = []
     if graphs:
-        engine.runner.buckets = decode_buckets(engine.config, 160, 129)
+        engine.runner.buckets = Buckets.for_decoding(8, 20, 258)
         engine.runner.capture(engine.kinds["generate"], told.append)
         assert [line.split(":")[1].split()[0] for line in told] == ["8", "4", "2", "1"]
     assert answers(engine) == want
@@ -120,9 +121,8 @@ def test_growing_requests_stay_in_one_bucket(parts: engines.Parts) -> None:
 def test_the_largest_bucket_holds_all_running_requests(
     running: int, sizes: tuple[int, ...]
 ) -> None:
-    config = EngineConfig(max_running_requests=running)
-    assert decode_buckets(config, 100, 50).tokens == sizes
-    assert decode_buckets(EngineConfig(max_running_requests=600), 100, 50).tokens[-1] == 1024
+    assert Buckets.for_decoding(running, 7, 50).tokens == sizes
+    assert Buckets.for_decoding(600, 7, 50).tokens[-1] == 1024
 
 
 def test_only_steps_that_may_run_twice_are_captured() -> None:

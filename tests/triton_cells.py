@@ -427,13 +427,9 @@ def cache(device: str, found: dict) -> None:
             slots = torch.randperm(140, generator=random)[:20].to(device)
             for layer in range(2):
                 pools[0].write(layer, slots, k.float(), v.float())
-                writers.write(
-                    pools[1].storages[layer],
-                    slots.int(),
-                    k,
-                    None if layout is Layout.LATENT else v,
-                    (attn.k_scale, attn.v_scale),
-                )
+                given = zip(pools[1].storages[layer], (k, v), (attn.k_scale, attn.v_scale))
+                for storage, values, scale in given:
+                    writers.write(storage, slots.int(), values, scale)
             moves = torch.stack(
                 (slots[:10], torch.cat((slots[1:10], slots[:1]))), 1
             ).int()  # a ring: every target is a source

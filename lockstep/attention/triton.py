@@ -94,7 +94,8 @@ class Backend:
         rows, tree = seen_rows(plan, group), has_trees(spec, plan.bucket)
         launches, at = [], 0
         for shape, requests, parts in tuning.choose(spec, rows, on_card(), tree, chosen):
-            made = lowered(rows, requests, spec, shape, chosen, parts)
+            size = (tuning.group_of(spec, shape), shape.rows)
+            made = items.items(rows, requests, *size, chosen.splits, parts)
             one = Launch(shape, len(made.table), made.part_rows, made.counters)
             if plan.bucket.width == 1:
                 one = rounded(one, spec.group_size)
@@ -180,19 +181,6 @@ def check(q: Tensor, keys: Keys, group: GroupSpec) -> None:
     if keys.k.dtype not in (q.dtype, torch.float8_e4m3fn):
         rule = f"K and V are {q.dtype}, like the queries, or float8_e4m3"
         raise RuleError(rule, f"{keys.k.dtype}", "Set kv_cache_dtype")
-
-
-def lowered(
-    rows: items.Rows,
-    requests: NDArray[np.int64],
-    spec: GroupSpec,
-    shape: Tuning,
-    chosen: order.AttentionOrder,
-    parts: NDArray[np.bool_],
-) -> items.Items:
-    """The items of one launch."""
-    group = tuning.group_of(spec, shape)
-    return items.items(rows, requests, group, shape.rows, chosen.splits, parts)
 
 
 def seen_rows(plan: StepPlan, group: Group) -> items.Rows:

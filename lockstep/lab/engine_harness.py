@@ -32,6 +32,7 @@ from lockstep.llm.output import Chunk
 from lockstep.plan.step import StepPlan
 from lockstep.run.kind import GENERATE
 from lockstep.run.runner import StepOutput
+from lockstep.sample.sampler import Settings
 from lockstep.sched.request import ScheduledStep
 from lockstep.types import PlanError, RuleError
 
@@ -90,10 +91,10 @@ class InstrumentedEngine(Engine):
             self.seen["pad_rows"] += self.runner.buckets.fit(plan).tokens - plan.real.tokens
         return plan
 
-    def _run(self, step: ScheduledStep) -> StepOutput:
+    def _run(self, step: ScheduledStep, settings: Settings | None = None) -> StepOutput:
         if step.kind.name == GENERATE:
             self._note(step)
-        return super()._run(step)
+        return super()._run(step, settings)
 
     def _result(self, launched: Launched) -> Any:
         self.seen["unseen_rows"] += sum(

@@ -32,6 +32,7 @@ from lockstep.kv.pages import PagePool
 from lockstep.llm.calls import GONE, Caller, Turn, executing
 from lockstep.llm.fingerprint import fingerprint
 from lockstep.llm.job import Ending, Generation, ScoreUpdate, StepResult, Text, TokenUpdates
+from lockstep.llm.launched import Launched
 from lockstep.llm.output import Chunk
 from lockstep.llm.prompts import Prompt, params_for, token_ids
 from lockstep.llm.prompts import items as item_forms
@@ -73,36 +74,7 @@ from lockstep.types import INT32_MAX, Choice, RuleError, shown
 
 ITEM = SamplingParams(max_tokens=None, logprobs=True, seed=0)
 NOTHING = Accepted((), 0)
-DECODING = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)  # requests of a step with a graph
 BUILTIN = Path(__file__).parent.parent / "builtin"
-
-
-@dataclass(frozen=True, eq=False)
-class Launched:
-    """A step on its way; what it brings is on the device. `chosen` has an entry for every sampled
-    row, number `begins` of whose completion's tokens it is."""
-
-    step: ScheduledStep
-    rows: SampledRows
-    begins: tuple[int, ...] = ()
-    chosen: Sampled | None = None
-    scored: tuple[ScoreUpdate, ...] = ()
-    embeddings: Tensor | None = None
-    ready: torch.cuda.Event | None = None  # when all of it lies on the host
-
-    def fetched(self) -> Launched:
-        """The same, on its way to the host; nothing waits for it here."""
-        embeddings = None if self.embeddings is None else on_host(self.embeddings)
-        scored = [s._replace(logprobs=Logprobs(*map(on_host, s.logprobs))) for s in self.scored]
-        chosen = self.chosen
-        if chosen is not None:
-            logprobs = chosen.logprobs and Logprobs(*map(on_host, chosen.logprobs))
-            ids, states = on_host(chosen.token_ids), on_host(chosen.states)
-            chosen = replace(chosen, token_ids=ids, states=states, logprobs=logprobs)
-        ready = torch.cuda.Event()
-        ready.record()  # type: ignore[no-untyped-call]
-        out = replace(self, chosen=chosen, scored=tuple(scored), embeddings=embeddings)
-        return replace(out, ready=ready)
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +136,9 @@ class Engine:
         graphs = self.on_card if config.graphs is None else config.graphs
         buckets = buckets_of(config)
         if buckets is None and graphs and self.on_card:
-            buckets = decode_buckets(config, self.context_length, max(sizes.pages))
+            each = -(-self.context_length // config.page_size)
+            most = config.max_running_requests
+            buckets = Buckets.for_decoding(most, each, 2 * max(sizes.pages))
         self.runner = Runner(
             self.specs, sizes.pages, parts.backend, ops, buckets, graphs, self.overlap
         )
@@ -188,7 +162,8 @@ class Engine:
         # a step that has happened, until its jobs have it all
         self._settled: StepResult | None = None
         if graphs and self.on_card and GENERATE in self.kinds:
-            self.runner.capture(self.kinds[GENERATE], print_line)
+            say = partial(print, file=sys.stderr, flush=True)
+            self.runner.capture(self.kinds[GENERATE], say)
 
     @property
     def busy(self) -> bool:
@@ -357,10 +332,14 @@ class Engine:
     # -- one step
 
     def _launch(self, step: ScheduledStep) -> Launched:
-        """A step, and what is sampled of it, on its way."""
-        launched = self._sampled(step) if self.on_card else None
-        if launched is None:
-            launched = self._sample(step, self._run(step))
+        """A step, and what is sampled of it, on its way. On a GPU the launch samples too, where it
+        samples all that it emits, of logits as they are."""
+        rows = self._rows_of(step.batch)
+        batch = self._row_batch(step, rows)
+        fused = self.on_card and step.kind.name == GENERATE and rows.emits and not rows.scored
+        fused = fused and not changes(batch).any()
+        out = self._run(step, settings(batch, self.info.vocab_size) if fused else None)
+        launched = self._sample(step, rows, batch, out)
         if self.overlap and launched.chosen is not None:
             self.runner.keep(launched.chosen.token_ids)
         return launched.fetched() if self.on_card else launched
@@ -370,35 +349,20 @@ class Engine:
         ids = np.array(step.ids, np.int32)
         return self.runner.run(self._plan(step), ids, step.kind, settings)
 
-    def _sampled(self, step: ScheduledStep) -> Launched | None:
-        """A step whose launch samples too: all that it emits, of logits as they are; None if it is
-        another one."""
-        rows = self._rows_of(step.batch)
-        batch = self._row_batch(step, rows)
-        if step.kind.name != GENERATE or rows.scored or not rows.emits or changes(batch).any():
-            return None
-        out = self._run(step, settings(batch, self.info.vocab_size))
-        assert out.logits is not None and out.sampled is not None, "settings were given"
-        tokens, states = out.sampled[:, : len(rows.emits)]
-        return Launched(
-            step=step,
-            rows=rows,
-            begins=tuple((batch.positions - rows.how.prompt_lens).tolist()),
-            chosen=described(self.parts.model.ops, out.logits, rows.how, tokens, states),
-        )
-
     def _plan(self, step: ScheduledStep) -> StepPlan:
         return build(step.kind.specs, step.work)
 
-    def _sample(self, step: ScheduledStep, out: StepOutput) -> Launched:
+    def _sample(
+        self, step: ScheduledStep, rows: SampledRows, batch: RowBatch, out: StepOutput
+    ) -> Launched:
         """What every request gets: a step is of one kind. Nothing waits for the device."""
-        rows = self._rows_of(step.batch)
+        ops = self.parts.model.ops
         if step.kind.name == EMBED:
             vectors = step.kind.model.embed(out.rows, list(step.batch.begins))
             return Launched(step, rows, embeddings=vectors)
         if step.kind.name == ENCODE:
             return Launched(step, rows)
-        logits = step.kind.model.logits(out.emitted)
+        logits = step.kind.model.logits(out.emitted) if out.logits is None else out.logits
         scored = [
             update
             for i, begin in rows.scored
@@ -406,13 +370,17 @@ class Engine:
         ]
         if not rows.completions:
             return Launched(step, rows, scored=tuple(scored))
-        wanted = logits if len(rows.emits) == len(logits) else logits[list(rows.emits)]
-        batch = self._row_batch(step, rows)
+        if out.sampled is None:
+            wanted = logits if len(rows.emits) == len(logits) else logits[list(rows.emits)]
+            chosen = sample(ops, wanted, batch, self.info.eos_token_ids)
+        else:
+            tokens, states = out.sampled[:, : len(rows.emits)]
+            chosen = described(ops, logits, rows.how, tokens, states)
         return Launched(
             step=step,
             rows=rows,
             begins=tuple((batch.positions - rows.how.prompt_lens).tolist()),
-            chosen=sample(self.parts.model.ops, wanted, batch, self.info.eos_token_ids),
+            chosen=chosen,
             scored=tuple(scored),
         )
 
@@ -613,26 +581,6 @@ class Engine:
             rule = f"a prompt has at most {self.context_length} tokens"
             raise RuleError(rule, str(len(ids)), "Shorten it")
         return ids
-
-
-def print_line(text: str) -> None:
-    """For progress."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def on_host(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory, on its way there."""
-    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return there.copy_(tensor, non_blocking=True)
-
-
-def decode_buckets(config: EngineConfig, context_length: int, pages: int) -> Buckets:
-    """What decoding steps are padded to on a GPU: few sizes, each with a graph."""
-    sizes = [n for n in DECODING if n < config.max_running_requests]
-    more = DECODING[-1] * -(-config.max_running_requests // DECODING[-1])
-    sizes.append(next((n for n in DECODING if n >= config.max_running_requests), more))
-    each = -(-context_length // config.page_size)
-    return Buckets(tuple(sizes), decoding=True, request_pages=each, most_pages=2 * pages)
 
 
 def buckets_of(config: EngineConfig) -> Buckets | None:

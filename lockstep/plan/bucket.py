@@ -18,6 +18,8 @@ from lockstep.plan.build import indptr
 from lockstep.plan.step import Bucket, Group, Ints, PagedGroup, StepPlan, ints
 from lockstep.types import GroupSpec, Layout, RuleError
 
+DECODING = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)  # requests of a recorded step
+
 
 @dataclass(frozen=True)
 class Buckets:
@@ -35,6 +37,13 @@ class Buckets:
     decoding: bool = False
     request_pages: int = 0
     most_pages: int = 0
+
+    @staticmethod
+    def for_decoding(most: int, request_pages: int, most_pages: int) -> Buckets:
+        """For decoding steps of up to `most` requests: few sizes, each worth a graph."""
+        end = next((n for n in DECODING if n >= most), -(-most // DECODING[-1]) * DECODING[-1])
+        sizes = (*(n for n in DECODING if n < most), end)
+        return Buckets(sizes, decoding=True, request_pages=request_pages, most_pages=most_pages)
 
     def decode(self, specs: Sequence[GroupSpec], requests: int) -> Bucket:
         """The bucket of so many requests with one row each."""

@@ -9,6 +9,8 @@ its copy has run. What does not fit is an error with both numbers.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -26,7 +28,8 @@ class Arena:
         self._slots = [
             torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in range(1 + pinned)
         ]
-        self._copied = [torch.cuda.Event() for _ in self._slots] if pinned else []
+        event: Any = torch.cuda.Event
+        self._copied = [event() for _ in self._slots] if pinned else []
         self._turn = 0
         self._host = self._slots[0]
 
@@ -46,5 +49,5 @@ class Arena:
         image = self.buffer[:length]
         image.copy_(self._host[:length], non_blocking=True)
         if self._copied:
-            self._copied[self._turn].record()  # type: ignore[no-untyped-call]
+            self._copied[self._turn].record()
         return image

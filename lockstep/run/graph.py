@@ -23,7 +23,8 @@ class Studio:
     """Where a runner's launches are captured: a stream beside its own, and a pool of memory."""
 
     def __init__(self) -> None:
-        self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle()
 
 
 class Graph:

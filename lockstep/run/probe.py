@@ -69,7 +69,7 @@ class Subject:
         largest = max(sizes[-1], 2 * order.split_len(1, 1))
         grids = (sizes, self.config.request_bucket_sizes, self.config.emit_bucket_sizes)
         wide = [None if grid is None else tuple(sorted({*grid, largest})) for grid in grids]
-        return Buckets(wide[0] or sizes, *wide[1:])
+        return Buckets(tokens=wide[0] or sizes, requests=wide[1], emits=wide[2])
 
 
 def one_of_each(model: Model) -> Model:

@@ -192,9 +192,12 @@ class Runner:
     def capture(self, kind: StepKind, say: Callable[[str], None]) -> None:
         """Records the decoding steps of a kind, the largest first, with requests in page 0 alone;
         `say` is told of each."""
-        sizes = self.buckets.grid("requests") if self.buckets and self.graphs else ()
+        buckets = self.buckets
+        if buckets is None:
+            return
+        sizes = buckets.grid("requests")
         for at, n in enumerate(reversed(sizes), 1):
-            plan = pad(build(kind.specs, ()), self.buckets.decode(kind.specs, n))
+            plan = pad(build(kind.specs, ()), buckets.decode(kind.specs, n))
             how = Settings(torch.zeros(n, FLOATS), torch.zeros(n, INTS, dtype=torch.int64), False)
             self.run(plan, (), kind, how)
             layout, last = layout_of(plan, self.backend), next(reversed(self.tapes))

@@ -178,7 +178,7 @@ class Ops:
 
     def kv_write(self, storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
         """One program per row."""
-        cache.write((storage,), slots, values, None, (scale, 1.0))
+        cache.write(storage, slots, values, scale)
 
     def kv_move(self, storages: Sequence[Tensor], moves: Tensor) -> None:
         """All storages in one launch; their addresses are brought to the device once."""

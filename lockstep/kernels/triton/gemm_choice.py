@@ -56,8 +56,8 @@ class Gemm:
         computed by our tile, whose bits are those of any other; more than the grid's most in
         turns."""
         if len(x) > GRID[-1]:
-            for part, into in zip(x.split(GRID[-1]), y.split(GRID[-1]), strict=True):
-                self(part, w, into)
+            for i in range(0, len(x), GRID[-1]):
+                self(x[i : i + GRID[-1]], w, y[i : i + GRID[-1]])
             return y
         choice = self.choices.get(len(x))
         if choice is None:

@@ -1,4 +1,4 @@
-"""The cache's two writers on a GPU: this step's K and V rows of a layer, and relocations in all
+"""The cache's two writers on a GPU: this step's K or V rows of a layer, and relocations in all
 layers at once.
 
 `write_kernel` divides by the scale, clamps and rounds once, in float32; `move_kernel` gathers every
@@ -9,7 +9,7 @@ by `write` and `move` below, which the pool on a GPU will use.
 import triton
 import triton.language as tl
 
-WRITE_RUNTIME = ("k_token", "k_head", "v_token", "v_head")
+WRITE_RUNTIME = ("x_token", "x_head")
 FP8_MAX = tl.constexpr(448.0)
 
 
@@ -29,25 +29,17 @@ def encode(x, scale, FP8: tl.constexpr):
 
 @triton.jit(do_not_specialize=WRITE_RUNTIME)
 def write_kernel(
-    k, v, k_cache, v_cache, slots, k_scale, v_scale, k_token, k_head, v_token, v_head,
-    KV_HEADS: tl.constexpr, D_QK: tl.constexpr, D_V: tl.constexpr, HAS_V: tl.constexpr,
-    FP8: tl.constexpr, BLOCK: tl.constexpr,
+    x, cache, slots, scale, x_token, x_head,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One token per program: its rows of all kv heads."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     i = tl.arange(0, BLOCK)
-    x = tl.load(
-        k + token * k_token + (i // D_QK) * k_head + i % D_QK, mask=i < KV_HEADS * D_QK, other=0.0
-    )
-    stored = encode(x, k_scale, FP8).to(k_cache.dtype.element_ty)
-    tl.store(k_cache + slot * (KV_HEADS * D_QK) + i, stored, mask=i < KV_HEADS * D_QK)
-    if HAS_V:
-        x = tl.load(
-            v + token * v_token + (i // D_V) * v_head + i % D_V, mask=i < KV_HEADS * D_V, other=0.0
-        )
-        stored = encode(x, v_scale, FP8).to(v_cache.dtype.element_ty)
-        tl.store(v_cache + slot * (KV_HEADS * D_V) + i, stored, mask=i < KV_HEADS * D_V)
+    inside = i < KV_HEADS * D
+    value = tl.load(x + token * x_token + (i // D) * x_head + i % D, mask=inside, other=0.0)
+    stored = encode(value, scale, FP8).to(cache.dtype.element_ty)
+    tl.store(cache + slot * (KV_HEADS * D) + i, stored, mask=inside)
 
 
 @triton.jit(do_not_specialize=("count",))

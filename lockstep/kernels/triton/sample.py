@@ -119,6 +119,13 @@ def philox(c0, c1, c2, k0, k1):
 
 
 @triton.jit
+def words_of(group, position, index, low, high):
+    """Random words of tokens 4 * group to 4 * group + 3."""
+    group = group.to(tl.uint32)
+    return philox(group, group * 0 + position, group * 0 + index, low, high)
+
+
+@triton.jit
 def key_of(x):
     """A float32 as an int32 in the same order; -0 and 0 are one."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
@@ -287,12 +294,12 @@ def noisy_kernel(logits, floats, ints, peaks, last, best, vocab, PARTS: tl.const
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(floats + row * 3).to(tl.float32)
     min_log = tl.where(temperature == 0.0, float("-inf"), tl.load(floats + row * 3 + 2))
-    position, index = tl.load(ints + row * 5 + 1), tl.load(ints + row * 5 + 2)
+    position = tl.load(ints + row * 5 + 1).to(tl.uint32)
+    index = tl.load(ints + row * 5 + 2).to(tl.uint32)
     low = tl.load(ints + row * 5 + 3).to(tl.uint32)
     high = tl.load(ints + row * 5 + 4).to(tl.uint32)
     top_key, state = peak_of(peaks, row, PARTS)
     farthest = tl.load(last + row)
-    position, index = position.to(tl.uint32), index.to(tl.uint32)
     found = tl.full([], -FARTHEST, tl.int64)
     begin, end = part_of(vocab, PARTS, BLOCK)
     if state == OK:
@@ -302,9 +309,8 @@ def noisy_kernel(logits, floats, ints, peaks, last, best, vocab, PARTS: tl.const
         factor = 1.0 / tl.where(temperature == 0.0, 1.0, temperature)  # rough, too
         has_cuts = (farthest < FARTHEST) | (min_log > float("-inf")) | (factor > 1e30)
         for first in range(begin, end, BLOCK):
-            group = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-            zero = group * 0
-            words = philox(group, zero + position, zero + index, low, high)
+            group = first // 4 + tl.arange(0, BLOCK // 4)
+            words = words_of(group, position, index, low, high)
             for nth in tl.static_range(4):
                 token = group.to(tl.int64) * 4 + nth
                 if has_cuts:
@@ -319,22 +325,19 @@ def noisy_kernel(logits, floats, ints, peaks, last, best, vocab, PARTS: tl.const
                 first_token = tl.where(better, token, first_token)
                 first_y = tl.where(better, y, first_y)
         top_y = tl.max(first_y, 0)
-        slack = 0.01 + tl.abs(top_y) * 4e-6
-        rivals = tl.sum((first_y >= top_y - slack).to(tl.int32), 0)
-        rivals += tl.sum((second_y >= top_y - slack).to(tl.int32), 0)
-        if rivals == 1:
+        least = top_y - (0.01 + tl.abs(top_y) * 4e-6)
+        rivals = (first_y >= least).to(tl.int32) + (second_y >= least).to(tl.int32)
+        if tl.sum(rivals, 0) == 1:
             token = tl.max(tl.where(first_y == top_y, first_token, 0), 0)
-            group = (token // 4).to(tl.uint32)
-            a, b, c, d = philox(group, position, index, low, high)
+            a, b, c, d = words_of(token // 4, position, index, low, high)
             nth = token % 4
             word = tl.where(nth == 0, a, tl.where(nth == 1, b, tl.where(nth == 2, c, d)))
             x = score(tl.load(logits + row * vocab + token).to(tl.float32), temperature)
             found = place_of(x, word, token, temperature)
         else:
             for first in range(begin, end, BLOCK):
-                group = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-                zero = group * 0
-                words = philox(group, zero + position, zero + index, low, high)
+                group = first // 4 + tl.arange(0, BLOCK // 4)
+                words = words_of(group, position, index, low, high)
                 for nth in tl.static_range(4):
                     token = group.to(tl.int64) * 4 + nth
                     x = load_scores(logits, row, token, token < end, vocab, temperature)

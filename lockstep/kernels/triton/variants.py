@@ -119,32 +119,11 @@ def hopper(which: str, d: int, page: int) -> Variant:
 
 def write(kv: str, latent: bool) -> Variant:
     """The cache's writer: 8 heads of 128, or a latent row."""
-    cache = f"*{TYPES[kv]}"
-    heads, d_qk, d_v, block = (1, 576, 576, 1024) if latent else (8, 128, 128, 1024)
-    types = {
-        "k": "*bf16",
-        "v": "*bf16",
-        "k_cache": cache,
-        "v_cache": cache,
-        "slots": "*i32",
-        "k_scale": "fp32",
-        "v_scale": "fp32",
-    }
-    constants = {
-        "KV_HEADS": heads,
-        "D_QK": d_qk,
-        "D_V": d_v,
-        "HAS_V": not latent,
-        "FP8": kv == "float8_e4m3",
-        "BLOCK": block,
-    }
-    return Variant(
-        f"write {'latent' if latent else 'dense'} {kv}",
-        "kv:write_kernel",
-        types,
-        constants,
-        warps=4,
-    )
+    types = {"x": "*bf16", "cache": f"*{TYPES[kv]}", "slots": "*i32", "scale": "fp32"}
+    sizes = {"KV_HEADS": 1, "D": 576} if latent else {"KV_HEADS": 8, "D": 128}
+    constants = sizes | {"FP8": kv == "float8_e4m3", "BLOCK": 1024}
+    name = f"write {'latent' if latent else 'dense'} {kv}"
+    return Variant(name, "kv:write_kernel", types, constants, warps=4)
 
 
 def move(rows: int, words: int) -> Variant:
