@@ -35,7 +35,7 @@ from lockstep.lab.tiny import assembled
 from lockstep.llm.engine import Engine, Parts, prepare
 from lockstep.models.loader import Loaded
 from lockstep.nn.decoder import Decoder
-from lockstep.plan.build import Work, build
+from lockstep.plan.build import RequestWork, build
 from lockstep.run.kind import EMBED
 from lockstep.sample.params import SamplingParams
 from lockstep.types import KV_FORMATS
@@ -155,7 +155,7 @@ class Subject:
         model, length = self.parts.model, PROMPTS[1]
         engine = self.engine()
         kind = engine.kinds[EMBED]
-        plan = build(kind.specs, [Work(0, length, (None,) * len(kind.specs))])
+        plan = build(kind.specs, [RequestWork(0, length, (None,) * len(kind.specs))])
 
         def forward(ids: Tensor, positions: Tensor, step: Any) -> Tensor:
             return model(ids, positions + (FAR + 1 - length), step)

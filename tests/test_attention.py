@@ -21,7 +21,7 @@ from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import Table
-from lockstep.plan.build import Work, build
+from lockstep.plan.build import RequestWork, build
 from lockstep.plan.check import check
 from lockstep.run.step import standalone
 from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, Refused, RuleError
@@ -43,7 +43,7 @@ def attend(
     done = 0
     for new in [n for n in (cached, len(k) - cached) if n]:
         table.reserve(done + new)
-        plan = build((spec,), [Work(done, new, (table.pages(0),))])
+        plan = build((spec,), [RequestWork(done, new, (table.pages(0),))])
         check(plan, (0 if fresh else 64,))
         step = standalone(plan, backend, [pool])
         rows = slice(done, done + new)
@@ -95,7 +95,7 @@ def test_a_decoder_row_sees_every_key_of_its_encoder(backend, n):
     pool.write(
         0, slots, torch.randn(n, 1, 16), torch.arange(float(n))[:, None, None].expand(n, 1, 16)
     )
-    plan = build((spec,), [Work(3, 1, (table.pages(0),), cross_len=n)])
+    plan = build((spec,), [RequestWork(3, 1, (table.pages(0),), cross_len=n)])
     check(plan, (4,))
     (handle,) = standalone(plan, chosen, [pool]).handles
     out, lse = chosen.attend(torch.zeros(1, 2, 16), pool.keys(0), handle, spec.layers[0])
@@ -180,7 +180,7 @@ def test_a_row_that_sees_nothing_is_zero(backend, sinks):
     chosen, _ = select.select(backend, [spec], "cpu")
     pages, pool = PagePool(4), Pool(spec, 4, Ops())
     table = Table((spec,), (pages,))
-    plan = build((spec,), [Work(3, 1, (table.pages(0),), cross_len=0)])
+    plan = build((spec,), [RequestWork(3, 1, (table.pages(0),), cross_len=0)])
     check(plan, (4,))
     (handle,) = standalone(plan, chosen, [pool]).handles
     out, lse = chosen.attend(torch.randn(1, 2, 16), pool.keys(0), handle, spec.layers[0])
@@ -321,7 +321,7 @@ def test_visible_is_the_window_and_nothing_before_position_0():
     spec = replace(DENSE, window=3)
     table = Table((spec,), (PagePool(16),))
     table.reserve(6)
-    plan = build((spec,), [Work(0, 6, (table.pages(0),))])
+    plan = build((spec,), [RequestWork(0, 6, (table.pages(0),))])
     lo, hi = visible(plan, plan.groups[0])
     assert lo.tolist() == [0, 0, 0, 1, 2, 3]
     assert hi.tolist() == [1, 2, 3, 4, 5, 6]

@@ -107,7 +107,7 @@ def test_what_the_page_says_of_attend_is_what_an_engine_passes(monkeypatch: pyte
 
 
 def test_what_the_page_says_of_a_plan_is_what_build_makes():
-    from lockstep.plan.build import Pages, Work, build
+    from lockstep.plan.build import RequestPages, RequestWork, build
     from lockstep.types import AttnSpec, GroupSpec, Layout
 
     spec = GroupSpec(
@@ -121,7 +121,9 @@ def test_what_the_page_says_of_a_plan_is_what_build_makes():
     )
     none = np.zeros(0, np.int32)
     works = [
-        Work(cached, new, (Pages(np.array(pages, np.int32), 0, none, none.reshape(0, 2)),))
+        RequestWork(
+            cached, new, (RequestPages(np.array(pages, np.int32), 0, none, none.reshape(0, 2)),)
+        )
         for cached, new, pages in ((0, 3, [1]), (5, 1, [2, 3]))
     ]
     plan, known = build((spec,), works), dict[str, int]()

@@ -18,7 +18,7 @@ from lockstep.lab.tiny import BART, LLAMA, QWEN3
 from lockstep.llm.api import LLM
 from lockstep.llm.calls import Caller, Turn
 from lockstep.llm.engine import Engine
-from lockstep.llm.job import CompletionState
+from lockstep.llm.generation import CompletionState
 from lockstep.run.kind import GENERATE
 from lockstep.sample.params import SamplingParams
 from lockstep.text.detok import Stream
@@ -87,7 +87,7 @@ def test_an_interrupt_at_any_line_of_a_call_breaks_nothing():
     rooms = {where.partition(".")[0] for where in struck}
     assert {
         "llm/engine",
-        "llm/job",
+        "llm/generation",
         "sched/scheduler",
         "kv/pages",
         "kv/tables",

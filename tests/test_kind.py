@@ -12,7 +12,7 @@ from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import Table
 from lockstep.lab.tiny import BART, LLAMA, QWEN3, loaded
-from lockstep.plan.build import Work, build
+from lockstep.plan.build import RequestWork, build
 from lockstep.run.kind import EMBED, ENCODE, GENERATE, StepKind, group_specs, kinds_of
 from lockstep.run.runner import Runner, StepOutput
 from lockstep.types import Layout, RuleError
@@ -30,7 +30,7 @@ def run(kinds: list[StepKind]) -> list[StepOutput]:
     out = []
     for kind in kinds:
         held = tuple(table.pages(g) for g in kind.groups)
-        work = Work(cached_len=0, new_len=len(IDS), pages=held)
+        work = RequestWork(cached_len=0, new_len=len(IDS), pages=held)
         with torch.no_grad():
             out.append(runner.run(build(kind.specs, [work]), IDS, kind))
     return out

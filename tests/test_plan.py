@@ -14,7 +14,7 @@ from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import Table
 from lockstep.plan import rules
 from lockstep.plan.bucket import Buckets, pad
-from lockstep.plan.build import Work, build
+from lockstep.plan.build import RequestWork, build
 from lockstep.plan.check import check
 from lockstep.plan.image import ImageLayout, pack, unpack
 from lockstep.plan.step import Bucket, PagedGroup, StepPlan, ints
@@ -39,15 +39,19 @@ class Batch:
     def table(self) -> Table:
         return Table(self.specs, self.pools)
 
-    def work(self, cached: int, new: int, table: Table | None = None, **more: object) -> Work:
+    def work(
+        self, cached: int, new: int, table: Table | None = None, **more: object
+    ) -> RequestWork:
         table = table or self.table()
         parents = more.get("parents")
         depth = max(map(len, paths(parents, len(parents)))) if parents else new
         table.reserve(cached + depth, len(parents or ()), more.get("cross_len", 0))
         table.release(cached)
-        return Work(cached, new, tuple(table.pages(g) for g in range(len(self.specs))), **more)
+        return RequestWork(
+            cached, new, tuple(table.pages(g) for g in range(len(self.specs))), **more
+        )
 
-    def build(self, *works: Work) -> StepPlan:
+    def build(self, *works: RequestWork) -> StepPlan:
         return build(self.specs, works)
 
     def check(self, plan: StepPlan) -> None:
@@ -376,7 +380,7 @@ def test_a_fresh_group_takes_whole_requests():
     b = Batch(FRESH)
     b.check(b.build(b.work(0, 3), b.work(0, 1)))
     with pytest.raises(RuleError, match="whole requests"):
-        b.build(Work(2, 3, (None,)))
+        b.build(RequestWork(2, 3, (None,)))
 
 
 @settings(max_examples=60, deadline=None)

@@ -20,7 +20,7 @@ from lockstep.kv.pages import NULL_PAGE, PagePool
 from lockstep.kv.prefix import Node, Path, Prefix, Root
 from lockstep.kv.tables import Table, keep_from
 from lockstep.plan import check as plan_check
-from lockstep.plan.build import Work, build
+from lockstep.plan.build import RequestWork, build
 from lockstep.types import AttnSpec, GroupSpec, Layout, OutOfPages, RuleError
 
 FULL = GroupSpec(Layout.DENSE, 4, 2, 8, 8, (AttnSpec(0.5),), page_size=4)
@@ -466,7 +466,7 @@ def test_a_shared_page_is_never_written(length):
     for r in (parent, child, w.open([*ids(8), 7])):
         w.write(r, 1)
         w.verify()
-    plan = build(w.specs, [Work(r.cached, 1, (r.table.pages(0),)) for r in w.live])
+    plan = build(w.specs, [RequestWork(r.cached, 1, (r.table.pages(0),)) for r in w.live])
     plan_check.check(plan, (40,))
 
 
@@ -532,7 +532,7 @@ def test_a_hit_behind_a_window_names_no_page_that_was_not_written():
     assert NULL_PAGE not in r.table.held(1) and len(r.table.held(1)) == 3
     w.write(r, 2)
     w.verify()
-    plan = build(w.specs, [Work(28, 2, (r.table.pages(0), r.table.pages(1)))])
+    plan = build(w.specs, [RequestWork(28, 2, (r.table.pages(0), r.table.pages(1)))])
     plan_check.check(plan, (20, 40))
 
 

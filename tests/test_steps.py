@@ -16,7 +16,7 @@ from lockstep.lab.tiny import BART, QWEN3
 from lockstep.llm import engine as engine_module
 from lockstep.llm.api import LLM
 from lockstep.llm.engine import Engine, load
-from lockstep.llm.job import CompletionState
+from lockstep.llm.generation import CompletionState
 from lockstep.sample.params import SamplingParams
 from lockstep.types import RuleError
 

@@ -25,7 +25,7 @@ from lockstep.kv.tables import Table
 from lockstep.lab import tiny
 from lockstep.llm.engine import Engine
 from lockstep.plan.bucket import Buckets, pad
-from lockstep.plan.build import Work, build
+from lockstep.plan.build import RequestWork, build
 from lockstep.run.driver import Share, StepDriver
 from lockstep.run.kind import GENERATE, group_specs, kinds_of
 from lockstep.run.runner import Runner
@@ -263,7 +263,7 @@ def test_what_a_backend_derives_fits_what_it_stated_and_is_written_whole(lens, p
     tables = [Table((spec,), (pages,)) for _ in lens]
     for table, n in zip(tables, lens, strict=True):
         table.reserve(n)
-    works = [Work(0, n, (t.pages(0),)) for t, n in zip(tables, lens, strict=True)]
+    works = [RequestWork(0, n, (t.pages(0),)) for t, n in zip(tables, lens, strict=True)]
     plan = build((spec,), works)
     if padded:
         plan = pad(plan, Buckets((1, 8, 64, 256)).fit(plan))
@@ -301,11 +301,13 @@ def test_rows_requests_and_emits_are_rounded_on_a_grid_each():
     tables = [Table((DENSE,), (pages,)) for _ in range(3)]
     for table in tables:
         table.reserve(9)
-    works = [Work(0, n, (t.pages(0),), (0,) * 3) for n, t in zip((9, 2, 3), tables, strict=True)]
+    works = [
+        RequestWork(0, n, (t.pages(0),), (0,) * 3) for n, t in zip((9, 2, 3), tables, strict=True)
+    ]
     plan = build((DENSE,), works)
     bucket = Buckets((16, 64), requests=(5, 10), emits=(2, 4)).fit(plan)
     assert (bucket.tokens, bucket.requests, bucket.emits) == (16, 5, 12)
-    decode = build((DENSE,), [Work(8, 1, (t.pages(0),)) for t in tables])
+    decode = build((DENSE,), [RequestWork(8, 1, (t.pages(0),)) for t in tables])
     bucket = Buckets((16, 64), requests=(5, 10), emits=(2, 4)).fit(decode)
     assert (bucket.tokens, bucket.requests, bucket.emits) == (5, 5, 4)
 

@@ -30,7 +30,7 @@ from lockstep.kernels.triton.launch import Tuning
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Keys, Pool
 from lockstep.kv.tables import Table
-from lockstep.plan.build import Work, build, node_slots
+from lockstep.plan.build import RequestWork, build, node_slots
 from lockstep.run.step import standalone
 from lockstep.types import AttnSpec, GroupSpec, Layout
 
@@ -171,7 +171,7 @@ class Cell:
         for request, first, rows in work:
             ends = [len(self.k[r]) if cross else a + n for r, a, n in work if r == request]
             if uncached:
-                works.append(Work(0, rows, (None,)))
+                works.append(RequestWork(0, rows, (None,)))
                 continue
             if request not in tables:
                 tables[request] = Table((spec,), [pages])
@@ -186,7 +186,7 @@ class Cell:
                         (slots[request], node_slots(spec, held, np.arange(nodes, dtype=np.int32)))
                     )
             works.append(
-                Work(
+                RequestWork(
                     first,
                     rows,
                     (tables[request].pages(0),),

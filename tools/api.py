@@ -42,7 +42,7 @@ PAGES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         "A step, described",
         {
             "plan/step.py": ("StepPlan", "PagedGroup", "FreshGroup", "Bucket", "Real"),
-            "plan/build.py": ("Work", "Pages", "build"),
+            "plan/build.py": ("RequestWork", "RequestPages", "build"),
             "plan/image.py": ("PlanArrays", "ImageLayout"),
         },
     ),

@@ -26,7 +26,7 @@ from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import Table
 from lockstep.lab.document import publish
-from lockstep.plan.build import Work, build
+from lockstep.plan.build import RequestWork, build
 from lockstep.plan.check import check
 from lockstep.plan.step import StepPlan
 from lockstep.run.step import standalone
@@ -158,7 +158,9 @@ def setup(case: Case) -> tuple[GroupSpec, StepPlan, Pool, Tensor]:
     tables = [Table((spec,), (pages,)) for _ in range(case.requests)]
     for table in tables:
         table.reserve(kv_len)
-    plan = build((spec,), [Work(case.cached, case.new, (table.pages(0),)) for table in tables])
+    plan = build(
+        (spec,), [RequestWork(case.cached, case.new, (table.pages(0),)) for table in tables]
+    )
     check(plan, (num_pages,))
     slots = np.stack([table.slots(0, np.arange(kv_len, dtype=np.int32)) for table in tables])
     return spec, plan, pool, torch.from_numpy(slots).long()

@@ -15,7 +15,7 @@ from time import perf_counter
 
 from lockstep.config import EngineConfig
 from lockstep.llm.engine import Engine, load
-from lockstep.llm.job import Generation
+from lockstep.llm.generation import Generation
 from lockstep.sample.params import SamplingParams
 
 Tokens = tuple[int, ...]

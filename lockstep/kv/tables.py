@@ -193,7 +193,7 @@ class Table:
         """Every hold of this table on pages of group g, one entry per hold."""
         return self._pages[g] + self._scratch[g] + self._sources[g]
 
-    def pages(self, g: int) -> build.Pages | None:
+    def pages(self, g: int) -> build.RequestPages | None:
         """The request's pages in group g, as a plan takes them."""
         if self.pools[g] is None:
             return None
@@ -204,10 +204,10 @@ class Table:
                 ids = self._ids[g] = ints(self._pages[g])
             scratch = ints(self._scratch[g]) if self._scratch[g] else build.NO_PAGES
             moves = ints(np.array(self._moves[g], np.int32)) if self._moves[g] else build.NO_MOVES
-            view = self._views[g] = build.Pages(ids, self.first_pos[g], scratch, moves)
+            view = self._views[g] = build.RequestPages(ids, self.first_pos[g], scratch, moves)
         return view
 
-    def views(self, groups: tuple[int, ...]) -> tuple[build.Pages | None, ...]:
+    def views(self, groups: tuple[int, ...]) -> tuple[build.RequestPages | None, ...]:
         """`pages` of several groups."""
         found = self._views.get(groups)
         if found is None:

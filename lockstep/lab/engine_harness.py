@@ -27,7 +27,7 @@ from lockstep.lab.recompute import Order, Recompute
 from lockstep.lab.tiny import BART, CONTEXT, LLAMA, Tiny, checkpoint, parts
 from lockstep.lab.values import Values
 from lockstep.llm.engine import Engine, Launched, Parts
-from lockstep.llm.job import Generation
+from lockstep.llm.generation import Generation
 from lockstep.llm.output import Chunk
 from lockstep.plan.step import StepPlan
 from lockstep.run.kind import GENERATE

@@ -27,7 +27,7 @@ from lockstep.lab.engine_harness import (
 )
 from lockstep.lab.recompute import Order
 from lockstep.lab.tiny import BART, EOS, Letters, words
-from lockstep.llm.job import Generation
+from lockstep.llm.generation import Generation
 from lockstep.sample.params import SamplingParams
 
 PAGE = 8

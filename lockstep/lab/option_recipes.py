@@ -29,11 +29,11 @@ from lockstep.lab.engine_recipes import GREEDY, PLAIN, every_second, orders_of
 from lockstep.lab.recompute import Order
 from lockstep.lab.tiny import CONTEXT, EOS, LLAMA, QWEN3, Letters, save, words
 from lockstep.llm.api import LLM
-from lockstep.llm.job import Generation
+from lockstep.llm.generation import Generation
 from lockstep.models import loader
 from lockstep.ops import Routing
 from lockstep.plan.bucket import Buckets
-from lockstep.plan.build import Work, build
+from lockstep.plan.build import RequestWork, build
 from lockstep.run.arena import Arena
 from lockstep.run.kind import GENERATE
 from lockstep.run.step import layout_of
@@ -300,7 +300,7 @@ def padded(what: str, lengths: tuple[int, ...]) -> str:
     """How many requests or tokens a step of requests of these lengths is padded to, or why it is
     not."""
     spec = GroupSpec(Layout.FRESH, 1, 1, 8, 8, (AttnSpec(scale=1.0),))
-    plan = build([spec], [Work(cached_len=0, new_len=n, pages=(None,)) for n in lengths])
+    plan = build([spec], [RequestWork(cached_len=0, new_len=n, pages=(None,)) for n in lengths])
     try:
         return str(getattr(Buckets(SIZES).fit(plan), what))
     except RuleError as error:

@@ -21,7 +21,7 @@ from torch import Tensor
 from lockstep.lab import choice
 from lockstep.lab.tiny import CONTEXT, Letters
 from lockstep.llm.engine import Engine, Parts
-from lockstep.llm.job import Generation
+from lockstep.llm.generation import Generation
 from lockstep.llm.output import Top
 from lockstep.run.driver import Share, StepDriver
 from lockstep.run.kind import ENCODE, GENERATE, group_specs, kinds_of

@@ -24,7 +24,7 @@ from lockstep.config import EngineConfig
 from lockstep.llm import prompts as prompt_forms
 from lockstep.llm.calls import Caller
 from lockstep.llm.engine import Engine, load
-from lockstep.llm.job import Generation
+from lockstep.llm.generation import Generation
 from lockstep.llm.output import Chunk, Output
 from lockstep.llm.prompts import Prompt
 from lockstep.sample.params import SamplingParams

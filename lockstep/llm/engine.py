@@ -31,7 +31,7 @@ from lockstep.folder import has
 from lockstep.kv.pages import PagePool
 from lockstep.llm.calls import GONE, Caller, Turn, executing
 from lockstep.llm.fingerprint import fingerprint
-from lockstep.llm.job import Ending, Generation, ScoreUpdate, StepResult, Text, TokenUpdates
+from lockstep.llm.generation import Ending, Generation, ScoreUpdate, StepResult, Text, TokenUpdates
 from lockstep.llm.launched import Launched
 from lockstep.llm.output import Chunk
 from lockstep.llm.prompts import Prompt, params_for, token_ids

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lockstep.llm.job import ScoreUpdate
+from lockstep.llm.generation import ScoreUpdate
 from lockstep.llm.rows import SampledRows
 from lockstep.sample.sampler import Logprobs, Sampled
 from lockstep.sched.request import ScheduledStep

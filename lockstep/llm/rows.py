@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.llm.job import CompletionState, Generation
+from lockstep.llm.generation import CompletionState, Generation
 from lockstep.sample.sampler import RowParams
 from lockstep.sched.request import Batch, Request, ScheduledRows
 

@@ -1,8 +1,8 @@
 """Makes plans: the only place that does.
 
 The caller says, per request, how many keys are committed, how many rows to compute, and which pages
-it holds (`Work`); everything else in a plan is derived here. Called by the scheduler's loop, the
-speculative worker and the lab alike.
+it holds (`RequestWork`, or all of a batch in columns, `BatchWork`); everything else in a plan is
+derived here. Called by the scheduler's loop, the speculative worker and the lab alike.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NO_PAGES: Ints = ints([])
 NO_MOVES: Ints = ints(np.empty((0, 2), np.int32))
 
 
-class Pages(NamedTuple):
+class RequestPages(NamedTuple):
     """A request's pages in one group: page k holds positions from first_pos + k*page_size;
     `scratch` holds its tree nodes."""
 
@@ -45,7 +45,7 @@ class Pages(NamedTuple):
     moves: NDArray[np.int32]  # [M, 2] slots to relocate before this step's write
 
 
-class Work(NamedTuple):
+class RequestWork(NamedTuple):
     """One request's share of a step.
 
     cached_len  committed keys in the cache; the first row stands at this position
@@ -60,7 +60,7 @@ class Work(NamedTuple):
 
     cached_len: int
     new_len: int
-    pages: tuple[Pages | None, ...]
+    pages: tuple[RequestPages | None, ...]
     emit: tuple[int, ...] | None = None
     parents: tuple[int, ...] | None = None
     cross_len: int = 0
@@ -73,10 +73,10 @@ class GroupTables:
     def __init__(self, requests: int) -> None:
         self.first_pos = np.zeros(requests, np.int32)
         self.counts = np.zeros(requests, np.int32)  # pages of each
-        self.others: dict[int, Pages] = {}  # those with scratch pages or moves, by request
+        self.others: dict[int, RequestPages] = {}  # those with scratch pages or moves, by request
         self._ids = np.zeros((requests, 0), np.int32)
 
-    def write(self, i: int, pages: Pages) -> None:
+    def write(self, i: int, pages: RequestPages) -> None:
         """Request number i has these now."""
         ids, first_pos, scratch, moves = pages
         if len(ids) > self._ids.shape[1]:
@@ -112,9 +112,9 @@ class PageTables:
     def __init__(self, specs: Sequence[GroupSpec], requests: int) -> None:
         self.specs, self.fresh = specs, [spec.layout is Layout.FRESH for spec in specs]
         self.groups = [GroupTables(requests) for _ in specs]
-        self._known: list[tuple[Pages | None, ...] | None] = [None] * requests
+        self._known: list[tuple[RequestPages | None, ...] | None] = [None] * requests
 
-    def update(self, pages: Sequence[tuple[Pages | None, ...]]) -> None:
+    def update(self, pages: Sequence[tuple[RequestPages | None, ...]]) -> None:
         """The requests' pages are these now."""
         known = self._known
         for i in [i for i, entry in enumerate(pages) if entry is not known[i]]:
@@ -124,7 +124,7 @@ class PageTables:
                     tables.write(i, own)
             known[i] = pages[i]
 
-    def _check(self, pages: tuple[Pages | None, ...]) -> None:
+    def _check(self, pages: tuple[RequestPages | None, ...]) -> None:
         fresh = self.fresh
         if len(pages) != len(fresh):
             rule = "a request has one entry of pages per group"
@@ -216,12 +216,12 @@ class BatchWork:
 
     shape: BatchShape
     cached_lens: Sequence[int]  # [B]
-    pages: Sequence[tuple[Pages | None, ...]]  # [B], per group
+    pages: Sequence[tuple[RequestPages | None, ...]]  # [B], per group
 
     @classmethod
-    def of(cls, works: Sequence[Work]) -> BatchWork:
+    def of(cls, works: Sequence[RequestWork]) -> BatchWork:
         """From one value per request."""
-        columns = zip(*works, strict=True) if works else ((),) * len(Work._fields)
+        columns = zip(*works, strict=True) if works else ((),) * len(RequestWork._fields)
         cached_lens, new_lens, pages, *rest = columns
         return cls(BatchShape.of(new_lens, *rest), cached_lens, pages)
 
@@ -241,7 +241,7 @@ class _Rows(NamedTuple):
     nodes: Ints
 
 
-def build(specs: Sequence[GroupSpec], works: BatchWork | Sequence[Work]) -> StepPlan:
+def build(specs: Sequence[GroupSpec], works: BatchWork | Sequence[RequestWork]) -> StepPlan:
     """The plan of one step over `works`. An empty batch is legal."""
     work = works if isinstance(works, BatchWork) else BatchWork.of(works)
     shape = work.shape
@@ -288,7 +288,7 @@ def kv_lens(spec: GroupSpec, work: BatchWork, rows: _Rows) -> Ints:
     return frozen(np.maximum.reduceat(rows.positions, rows.q_indptr[:-1]) + np.int32(1))
 
 
-def node_slots(spec: GroupSpec, pages: Pages, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
+def node_slots(spec: GroupSpec, pages: RequestPages, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
     """Slots of tree nodes: node i is the i-th token of the request's scratch."""
     zero = np.zeros(2, np.int32)
     return np.asarray(address.paged(pages.scratch, zero, zero, spec.page_size, 0, nodes), np.int32)

@@ -22,7 +22,7 @@ from torch import Tensor
 from lockstep.attention.base import Backend
 from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import Table
-from lockstep.plan.build import Work, build
+from lockstep.plan.build import RequestWork, build
 from lockstep.plan.step import StepPlan
 from lockstep.plan.tree import paths
 from lockstep.run.kind import ENCODE, Kinds, StepKind, group_specs
@@ -71,7 +71,7 @@ class StepDriver:
             cross_len = new_len if kind.name == ENCODE else share.cross_len
             kv_len = share.cached_len + depth if keeps else 0
             share.request.reserve(kv_len, len(parents or ()), cross_len)
-            work = Work(
+            work = RequestWork(
                 cached_len=share.cached_len,
                 new_len=new_len,
                 pages=share.request.views(kind.groups),

@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 from lockstep.kv.prefix import Path, Root
 from lockstep.kv.tables import Table
-from lockstep.plan.build import BatchShape, BatchWork, Pages
+from lockstep.plan.build import BatchShape, BatchWork, RequestPages
 from lockstep.run.kind import StepKind
 from lockstep.types import RuleError
 
-GroupPages = tuple[Pages | None, ...]  # of one request, in the groups of a kind of step
+GroupPages = tuple[RequestPages | None, ...]  # of one request, in the groups of a kind of step
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ Mechanism:
 2. Nothing is sampled, so nothing is appended.
 3. token_ids is empty, beside as many log-probabilities as the item has tokens.
 Key functions:
-`llm.job.CompletionState.frozen`, which freezes what a completion holds.
+`llm.generation.CompletionState.frozen`, which freezes what a completion holds.
 Symptom:
 Log-probabilities that belong to no token.
 Risk and impact:
@@ -25,7 +25,7 @@ from typing import Any
 from lockstep.llm.engine import ITEM
 
 SOURCE = "class: fields that one kind of request does not fill"
-TARGET = "lockstep.llm.job:CompletionState.frozen"
+TARGET = "lockstep.llm.generation:CompletionState.frozen"
 CELLS = ("engine-score/llama", "engine-encoder/bart")
 RELATED = ("lockstep-item-bos",)
 

@@ -14,7 +14,7 @@ Mechanism:
    early, and told twice.
 
 Key functions:
-`llm.job.Generation.resumed`, which makes the requests of a job from what has come out.
+`llm.generation.Generation.resumed`, which makes the requests of a job from what has come out.
 
 Symptom:
 An answer that repeats one token after an error that somebody else's request may have caused, and
@@ -30,7 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "class: state lost when a failed step is computed again"
-TARGET = "lockstep.llm.job:Generation.resumed"
+TARGET = "lockstep.llm.generation:Generation.resumed"
 CELLS = ("engine-error/llama", "engine-error/qwen3")
 RELATED = ("lockstep-preempt-token", "lockstep-penalty-preempt")
 

@@ -13,7 +13,7 @@ Mechanism:
 3. A sibling needs another step. `pieces[-1:]` is not empty, so the piece and the end are sent once
    more.
 Key functions:
-`llm.job.Generation.news`. A bug of Lockstep's own, found by the lab's engine cells.
+`llm.generation.Generation.news`. A bug of Lockstep's own, found by the lab's engine cells.
 Symptom:
 A stream with n > 1 repeats the end of a short completion, with one finish_reason per repetition.
 The answer in one piece is right.
@@ -30,7 +30,7 @@ from typing import Any
 from lockstep.llm.output import Chunk
 
 SOURCE = "lockstep, found by the engine cells of the lab"
-TARGET = "lockstep.llm.job:Generation.news"
+TARGET = "lockstep.llm.generation:Generation.news"
 CELLS = ("engine-stream/llama", "engine-stream/qwen3")
 RELATED = ("lockstep-stop-split", "lockstep-character-split")
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.plan.build import Pages
+from lockstep.plan.build import RequestPages
 from lockstep.plan.step import Ints
 from lockstep.types import GroupSpec
 
@@ -40,7 +40,7 @@ RELATED = ("sglang-7239", "sglang-27360", "sglang-4855")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def node_slots(spec: GroupSpec, pages: Pages, nodes: Ints) -> Any:
+    def node_slots(spec: GroupSpec, pages: RequestPages, nodes: Ints) -> Any:
         return np.asarray(pages.scratch.min() * spec.page_size + nodes, np.int32)
 
     return node_slots
