@@ -491,7 +491,7 @@ class Engine:
         that bring nothing."""
         rows, completions = launched.rows, launched.rows.completions
         ids = chosen.token_ids.cpu().numpy()
-        found = list(zip(ids.tolist(), strict=True))  # lists of one
+        found: list[tuple[int, ...]] = list(zip(ids.tolist(), strict=True))  # lists of one
         kept, accepted = found.copy(), dict[int, Accepted]()
         texts: dict[int, tuple[str, ...]] = {}
         ends = np.flatnonzero((ids[:, None] == rows.end_ids).any(1)).tolist()

@@ -310,11 +310,12 @@ class TokenUpdates(NamedTuple):
         for row, text in self.texts.items():
             if self.completions[row].finish is None:
                 self.completions[row].pieces[self.begins[row] :] = text
-        for first, row in enumerate(self.logprob_rows if self.logprobs is not None else ()):
+        logprobs = self.logprobs
+        for first, row in enumerate(self.logprob_rows):
             completion, k = self.completions[row], self.completions[row].params.top_logprobs or 0
-            if completion.finish is None:
+            if completion.finish is None and logprobs is not None:
                 at = range(first, first + len(self.token_ids[row]))
-                scores = [entry(self.logprobs, each, k) for each in at]
+                scores = [entry(logprobs, each, k) for each in at]
                 completion.scores.write(self.begins[row], scores)
 
 
