@@ -127,7 +127,8 @@ PARTS = {
     "sampler settings": ("sample.sampler:settings", "sample.sampler:_greedy"),
     "settle": (
         *("llm.engine:Engine._settle", "sched.scheduler:Scheduler.commit"),
-        *("llm.job:StepResult.write", "llm.job:StepResult.end"),
+        *("llm.job:StepResult.write", "llm.job:StepResult.end"),  # as it was called once
+        *("llm.generation:StepResult.write", "llm.generation:StepResult.end"),
     ),
     "publish": ("llm.job:Draft.feed", "llm.engine:Engine._publish"),
     "model": ("nn.decoder:Decoder.__call__", "nn.decoder:Decoder.logits"),
