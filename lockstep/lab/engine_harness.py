@@ -77,7 +77,7 @@ class InstrumentedEngine(Engine):
         """NaN into every page that nobody holds."""
         for pages, pool in zip(self.scheduler.pools, self.runner.pools, strict=True):
             if pages is not None and pool is not None:
-                poison(pool, np.flatnonzero(pages.refs == 0))
+                poison(pool, np.flatnonzero(pages.refs == 0).tolist())
 
     def finish(self) -> None:
         """Steps until nothing is left."""

@@ -30,6 +30,7 @@ from lockstep.lab.tiny import BART, EOS, Letters, words
 from lockstep.llm.generation import Generation
 from lockstep.sample.params import SamplingParams
 
+Options = dict[str, Any]  # of an engine
 PAGE = 8
 PLAIN = SamplingParams(max_tokens=10, temperature=0.8, seed=5, logprobs=2, ignore_eos=True)
 GREEDY = replace(PLAIN, temperature=0.0)
@@ -46,7 +47,7 @@ SCORED = replace(PLAIN, prompt_logprobs=1, seed=9)
 THREE = replace(PLAIN, n=3, seed=11)
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 # few and wide: a launch is recorded by one step and replayed by others that are fuller or emptier
-GRIDS: dict[str, Any] = {
+GRIDS: Options = {
     **{"bucket_sizes": (8, 64), "request_bucket_sizes": (4, 17), "emit_bucket_sizes": (16,)},
     "chunked_prefill_size": 64,
 }
@@ -203,7 +204,7 @@ def abort(rig: EngineHarness, quick: bool) -> None:
             Order((*stem, 9), replace(CUT, seed=when), at=12),
             Order(stem[:30], GREEDY, at=13),
         ]
-        tight = {"chunked_prefill_size": PAGE + 3, "max_total_tokens": 120}
+        tight: Options = {"chunked_prefill_size": PAGE + 3, "max_total_tokens": 120}
         rig.story("abort", orders, page_size=4, **tight)
     prompt = words(30, 13)
     orders = [Order(prompt, PLAIN, abort=1), Order((*prompt, 2), GREEDY, at=2)]
@@ -248,7 +249,7 @@ def score(rig: EngineHarness, quick: bool) -> None:
         rig.check("score", same, "a score is not the log-probability of generation")
         rig.counters["scored_tokens"] += 0 if scores is None else len(scores)
     rig.play("score", engine, [Order(whole, SCORED), Order(whole[:17], replace(SCORED, n=2), at=1)])
-    tight: dict[str, Any] = {"page_size": 4, "chunked_prefill_size": 5, "max_total_tokens": 48}
+    tight: Options = {"page_size": 4, "chunked_prefill_size": 5, "max_total_tokens": 48}
     for place in (engine, rig.engine(**tight, disable_radix_cache=True)):
         items(rig, place, prompt, job)
 
@@ -335,7 +336,7 @@ def padded(rig: EngineHarness, quick: bool) -> None:
     In company, arriving one by one, in chunks, forked, losing pages; in buckets far too large.
     """
     orders, late = company(rig, (1, PLAIN))
-    buckets: dict[str, Any] = {"bucket_sizes": BUCKETS, "chunked_prefill_size": 64}
+    buckets: Options = {"bucket_sizes": BUCKETS, "chunked_prefill_size": 64}
     rig.story("pad", orders, **buckets)
     rig.story("pad", late, bucket_sizes=(50,), chunked_prefill_size=50, page_size=4)
     if not quick:
@@ -371,7 +372,7 @@ def replayed(rig: EngineHarness, quick: bool) -> None:
         Order(words(n, i), replace(short, seed=n), at=9 * i) for i, n in enumerate((12, 12, 11, 10))
     ]
     later = [replace(order, at=order.at + 10) for order in growing[:4]]
-    stories: list[tuple[list[Order], dict[str, int]]] = [
+    stories: list[tuple[list[Order], Options]] = [
         (growing, {"page_size": 4}),
         (forking, {"page_size": 8}),
         ([*forking, *later], {"page_size": 8}),
@@ -402,7 +403,7 @@ def late(rig: EngineHarness, quick: bool) -> None:
     orders, leaving = company(rig, (9, eager))
     leaving[-1] = replace(leaving[-1], abort=leaving[-1].at + 3)
     rig.story("late", orders, overlap=True, chunked_prefill_size=64)
-    small: dict[str, Any] = {"overlap": True, "chunked_prefill_size": 50, "page_size": 4}
+    small: Options = {"overlap": True, "chunked_prefill_size": 50, "page_size": 4}
     rig.story("late", leaving, bucket_sizes=(50,), **small)
     if not quick:
         rig.story("late", leaving, max_total_tokens=160, **small)
@@ -431,7 +432,7 @@ def priority(rig: EngineHarness, quick: bool) -> None:
     fault = f"requests ended in the order {ends}"
     rig.check("order", ends == [3, 2, 0], fault, "the higher priority first")
     rig.counters["displaced"] = rig.counters["preempted"]
-    tight = {"max_total_tokens": 64, "page_size": 4, "chunked_prefill_size": PAGE + 3}
+    tight: Options = {"max_total_tokens": 64, "page_size": 4, "chunked_prefill_size": PAGE + 3}
     rig.story("priority", orders, **tight)
     levels = [replace(order, priority=i % 3 - 1) for i, order in enumerate(orders)]
     rig.story("priority", levels, max_running_requests=3)
@@ -467,7 +468,7 @@ def failing(backend: Backend, calls: Collection[int]) -> Backend:
             raise Injected(f"on purpose, at call {call}")
         return backend.attend(*args)
 
-    made.attend = attend  # type: ignore[method-assign]
+    made.attend = attend  # type: ignore[assignment,method-assign]
     return made
 
 

@@ -95,10 +95,10 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(torch.equal(as_bits(a), as_bits(b)))
 
 
-def poison(pool: Pool, pages: Sequence[int] | Ints) -> None:
+def poison(pool: Pool, pages: Sequence[int]) -> None:
     """These pages hold nothing any more: NaN."""
     size = pool.spec.page_size
-    slots = (torch.tensor(pages)[:, None] * size + torch.arange(size)).reshape(-1)
+    slots = (torch.tensor(pages, dtype=torch.long)[:, None] * size + torch.arange(size)).reshape(-1)
     for storage in (storage for layer in pool.storages for storage in layer):
         bits = storage.view(_int(storage.dtype))
         bits[slots.to(bits.device)] = CANARY[storage.element_size()]

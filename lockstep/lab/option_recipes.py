@@ -25,7 +25,7 @@ from lockstep.lab.engine_harness import (
     one_model,
     same_bits,
 )
-from lockstep.lab.engine_recipes import GREEDY, PLAIN, every_second, orders_of
+from lockstep.lab.engine_recipes import GREEDY, PLAIN, Options, every_second, orders_of
 from lockstep.lab.recompute import Order
 from lockstep.lab.tiny import CONTEXT, EOS, LLAMA, QWEN3, Letters, save, words
 from lockstep.llm.api import LLM
@@ -66,7 +66,7 @@ def cache_dtypes(rig: EngineHarness, quick: bool) -> None:
         engine = rig.engine(kv_cache_dtype=dtype, chunked_prefill_size=rows)
         jobs = rig.play("dtype", engine, orders)
         rig.play("dtype", engine, orders, every_second)
-        odd = {"kv_cache_dtype": dtype, "page_size": 3, "disable_radix_cache": True}
+        odd: Options = {"kv_cache_dtype": dtype, "page_size": 3, "disable_radix_cache": True}
         rig.story("dtype", orders[:2], **odd)
         for i, job in enumerate(jobs):
             same = same_bits(job.output("").logprobs, rig.oracle.completions(orders[i])[0].logprobs)

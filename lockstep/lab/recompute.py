@@ -11,7 +11,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -130,8 +129,8 @@ class Recompute:
         where it is right, one forward suffices."""
         if order.score:
             return []
-        answers = []
-        for params, hint in zip_longest(order.params.completions(), said, fillvalue=()):
+        answers, hints = [], [*said, *[()] * order.params.n]
+        for params, hint in zip(order.params.completions(), hints, strict=False):
             key = (order.prompt, replace(params, prompt_logprobs=None))
             if key not in self._known:
                 self._known[key] = self._generate(order.prompt, params, hint)

@@ -9,6 +9,7 @@ extreme; counts are compared with the distribution they come from.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -180,7 +181,7 @@ def distribution(rig: EngineHarness, what: str, count: int) -> None:
     logits = torch.linspace(0, 2.5, 12)
     rows = []
     for i in range(count):
-        own = {"seed": 1, "sample_index": 0, "position": 3, what: i + 3}
+        own: dict[str, Any] = {"seed": 1, "sample_index": 0, "position": 3, what: i + 3}
         position = own.pop("position")
         rows.append(Row(SamplingParams(**own), position))
     chosen = sampler.sample(rig.device.ops, logits.expand(count, -1), rows).token_ids
