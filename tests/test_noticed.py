@@ -108,10 +108,11 @@ def test_a_list_that_ends_elsewhere_is_told_with_its_own_slot():
     assert f"{slots[2]} where {slots[0]} belongs" in refused.value.got
 
 
-@pytest.mark.parametrize(("requests", "more"), [(1, 0), (3, 0), (3, 1), (2, 40), (5, 200)])
-def test_the_most_blocks_of_a_bucket_are_reached_and_not_exceeded(requests, more):
-    plan = plan_of(*((9, 1) for _ in range(requests - 1)), (0, 1 + more))
-    assert len(blocks(plan, block_rows(FULL))) == most_blocks(FULL, plan.bucket)
+def test_the_most_blocks_of_a_bucket_are_reached_and_not_exceeded():
+    size = block_rows(FULL)
+    for requests, more in ((1, 0), (3, 0), (2, size - 1), (2, size), (3, 2 * size - 1)):
+        plan = plan_of(*((1, 1) for _ in range(requests - 1)), (0, 1 + more))
+        assert len(blocks(plan, size)) == most_blocks(FULL, plan.bucket)
 
 
 # ---- pages ----
@@ -263,6 +264,26 @@ def test_one_best_token_is_the_best_whatever_the_noise():
         assert chosen.token_ids.tolist() == [int(logits.argmax())]
 
 
+@pytest.mark.parametrize(
+    ("params", "cuts"),
+    [({}, False), ({"top_k": 1}, True), ({"top_k": 2}, True), ({"top_p": 0.9}, True)],
+    ids=str,
+)
+def test_a_device_is_told_whether_tokens_are_cut_away(params, cuts):
+    """A kernel that is told of none looks for none."""
+    told = []
+
+    class Told(Ops):
+        @staticmethod
+        def sample_tokens(logits: Any, floats: Any, ints: Any, cuts: bool) -> Any:
+            told.append(cuts)
+            return Ops.sample_tokens(logits, floats, ints, cuts)
+
+    row = Row(SamplingParams(temperature=1, seed=2, **params), 4)
+    sampler.sample(Told(), torch.zeros(1, 9), [row])
+    assert told == [cuts]
+
+
 # ---- requests ----
 
 
@@ -320,12 +341,16 @@ def run_alone(engine: Engine, params: SamplingParams, **more: Any) -> Output:
 
 
 def test_more_decoding_requests_than_rows_take_turns():
-    engine = fuzz.engine(chunked_prefill_size=2, max_total_tokens=400)
-    for i in range(4):
-        engine.add((3, 4 + i), SamplingParams(max_tokens=9, temperature=0, ignore_eos=True))
+    """While the first waits for its penalties, a third one joins: then there are three for two
+    rows."""
+    config = EngineConfig(chunked_prefill_size=2, max_total_tokens=400, context_length=64)
+    engine = Engine(config, fuzz.tiny(), overlap=True)
+    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    for i, penalty in enumerate((1.5, 0, 0)):
+        engine.add((3 + i,), replace(params, presence_penalty=penalty))
     steps = steps_of(engine)
     assert max(sum(lens) for _, lens in steps) == 2
-    assert sum(sum(lens) for _, lens in steps) == 4 * (2 + 8)
+    assert sum(sum(lens) for _, lens in steps) == 3 * 9
 
 
 def test_embeddings_are_computed_in_order_of_arrival():
