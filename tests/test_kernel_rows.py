@@ -219,6 +219,23 @@ def test_no_rows(shape):
     assert rows.rms_norm(torch.zeros(shape), torch.ones(8), 1e-6).shape == shape
 
 
+@pytest.mark.parametrize("slot", [-1, 8])
+def test_a_row_for_a_slot_that_is_not_there_is_refused_and_written_nowhere(slot):
+    storage, x = torch.zeros(10, 2, 20)[1:9], noise(3, 2, 20)
+    with pytest.raises(IndexError, match="below the storage's 8: row 1"):
+        rows.scatter(x, torch.tensor([5, slot, 0], dtype=torch.int32), storage)
+    want = torch.zeros(10, 2, 20)
+    want[6], want[1] = x[0], x[2]
+    assert torch.equal(storage._base, want)
+
+
+def test_scattered_rows_may_have_strides_and_slots_may_be_wide():
+    storage, x = torch.zeros(9, 2, 20), noise(5, 7, 20)[:, 2:4]
+    slots = torch.tensor([8, 0, 3, 4, 1])
+    rows.scatter(x, slots, storage)
+    assert torch.equal(storage[slots], x) and not storage[[2, 5, 6, 7]].any()
+
+
 @pytest.fixture(autouse=True)
 def every_call_is_worth_all_threads(monkeypatch):
     """Small calls would do without helpers."""

@@ -183,7 +183,9 @@ def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
 def scatter(x: Tensor, slots: Tensor, storage: Tensor) -> None:
     """storage[slots] = x: rows of x [t, heads, d], slots [t], of a contiguous storage [n, heads,
     d]."""
-    slots, count = slots.to(torch.int32), storage.shape[0]
+    count = storage.shape[0]
+    if slots.dtype is not torch.int32:
+        slots = slots.to(torch.int32)
     more = (slots.data_ptr(), storage.data_ptr(), 4 * storage.stride(0), count, GOOD)
     where = (x.data_ptr(), 4 * x.stride(0), 4 * x.stride(1))
     record = _call(SCATTER, where, storage, x.shape, more)
