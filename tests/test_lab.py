@@ -145,6 +145,20 @@ def test_guard_bands_notice_a_write_outside_and_a_changed_input():
     } <= set(guarded.damage())
 
 
+def test_a_guarded_image_stands_in_for_an_arena_always_at_one_address():
+    """A runner remembers views of its arena: a second place would be read as the first."""
+    guarded = Guarded()
+    addresses = set()
+    for number in (3, 4):
+        guarded.host(20)[:] = number
+        image = guarded.load(20)
+        addresses.add(image.data_ptr())
+        assert image.tolist() == [number] * 20 and guarded.damage() == []
+    assert len(addresses) == 1
+    image.as_strided((1,), (1,), image.storage_offset() + 20)[0] = 1
+    assert guarded.damage() == ["guards: the band around the plan image was written"]
+
+
 def test_scripts_keep_their_tokens_when_they_are_cut_and_taken_apart():
     script = write(next(r for r in RECIPES if r.name == "fork"), FEATURES[0])
     pieces = chunked(script, 7)

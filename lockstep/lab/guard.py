@@ -29,6 +29,7 @@ class Guarded:
         self._bands: list[tuple[str, Tensor, Tensor]] = []
         self._inputs: list[tuple[str, Tensor, Tensor]] = []
         self.image: Ints = np.zeros(0, np.int32)  # of the last step
+        self._images: dict[int, Tensor] = {}  # by length: as an arena's, always at one address
 
     def storage(
         self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
@@ -52,7 +53,9 @@ class Guarded:
 
     def load(self, length: int) -> Tensor:
         """The image on the device."""
-        bits = self._between(length, torch.int32, "plan image")
+        if length not in self._images:
+            self._images[length] = self._between(length, torch.int32, "plan image")
+        bits = self._images[length]
         bits.copy_(torch.from_numpy(self.image.copy()))
         self._keep("plan image", bits)
         return bits
@@ -64,7 +67,7 @@ class Guarded:
             for what, now, want in (*self._bands, *self._inputs)
             if not torch.equal(now, want)
         ]
-        self._bands = [b for b in self._bands if "storage" in b[0]]
+        self._bands = [b for b in self._bands if "input" not in b[0]]
         self._inputs = []
         return found
 
