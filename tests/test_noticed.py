@@ -28,7 +28,7 @@ from lockstep.llm.output import Completion, Output
 from lockstep.models.loader import Loaded
 from lockstep.plan import rules
 from lockstep.plan.bucket import Buckets, power
-from lockstep.plan.build import Work, build
+from lockstep.plan.build import RequestWork, build
 from lockstep.plan.check import check
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import PagedGroup, StepPlan, ints
@@ -53,7 +53,7 @@ def plan_of(*lens: tuple[int, int], parents: tuple[int, ...] | None = None) -> S
     for cached, new in lens:
         table = Table((FULL,), pools)
         table.reserve(cached + new, len(parents or ()))
-        works.append(Work(cached, new, (table.pages(0),), parents=parents))
+        works.append(RequestWork(cached, new, (table.pages(0),), parents=parents))
         parents = None
     return build((FULL,), works)
 
@@ -322,9 +322,9 @@ def steps_of(engine: Engine) -> list[tuple[str, list[int]]]:
     seen: list[tuple[str, list[int]]] = []
     run = engine.runner.run
 
-    def noted(plan: StepPlan, ids: Any, kind: Any) -> Any:
+    def noted(plan: StepPlan, ids: Any, kind: Any, *more: Any) -> Any:
         seen.append((kind.name, plan.new_lens[: plan.real.requests].tolist()))
-        return run(plan, ids, kind)
+        return run(plan, ids, kind, *more)
 
     engine.runner.run = noted  # type: ignore[method-assign]
     while engine.busy:
