@@ -26,8 +26,9 @@ from lockstep.lab.recipes import Recipe, recipe
 from lockstep.lab.recompute import Order, Recompute
 from lockstep.lab.tiny import BART, CONTEXT, LLAMA, Tiny, checkpoint, parts
 from lockstep.lab.values import Values
-from lockstep.llm.engine import Engine, Launched, Parts
+from lockstep.llm.engine import Engine, Parts
 from lockstep.llm.generation import Generation
+from lockstep.llm.launched import Launched
 from lockstep.llm.output import Chunk
 from lockstep.plan.step import StepPlan
 from lockstep.run.kind import GENERATE

@@ -104,8 +104,8 @@ def qk_norm_rope(
         return rope(q, cos_sin, True), rope(k, cos_sin, True)
     q, k = empty(t, count, d), empty(t, kv_heads, d)
     norm_q, (cos, sin) = 0 if weights is None else weights.data_ptr(), cos_sin
-    more = (norm_q, _bits(eps), cos.data_ptr(), sin.data_ptr(), cos.shape[1])
-    more = (*more, norm_q + 4 * d, count, k.data_ptr())
+    norms = (norm_q, _bits(eps), cos.data_ptr(), sin.data_ptr(), cos.shape[1])
+    more = (*norms, norm_q + 4 * d, count, k.data_ptr())
     _call(HEADS, (x.data_ptr(), 4 * x.stride(0), 4 * d), q, (t, count + kv_heads, d), more)
     return q, k
 
