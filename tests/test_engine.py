@@ -203,7 +203,7 @@ def test_a_bad_request_is_refused_and_the_next_one_is_right(prompt, params, matc
         ({"page_size": 0}, "page_size is a whole number from 1"),
         ({"mem_fraction_static": 1.5}, "between 0 and 1"),
         ({"max_total_tokens": 2.5}, "whole number"),
-        ({"kv_cache_dtype": "int8"}, "is one of float32"),
+        ({"kv_cache_dtype": "int8"}, "is one of auto, float32"),
     ],
 )
 def test_a_bad_option_is_a_clear_error(option, match):

@@ -24,7 +24,7 @@ from lockstep.plan.build import build
 from lockstep.plan.step import Bucket
 from lockstep.run.arena import Arena
 from lockstep.run.graph import captures
-from lockstep.run.runner import SETTING, read_settings, resolved, write_settings
+from lockstep.run.runner import SETTING, Runner, read_settings, resolved, write_settings
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import Settings
 from lockstep.types import GroupSpec, Layout, RuleError
@@ -227,3 +227,13 @@ def test_more_rows_than_the_grid_has_are_multiplied_in_turns(
     x, w, y = torch.randn(9, 8), torch.randn(3, 8), torch.full((9, 3), torch.nan)
     assert gemm_choice.Gemm(3, 8, choices)(x, w, y) is y
     assert calls == [4, 4, 1] and torch.allclose(y, x @ w.t(), atol=1e-5)
+
+
+def test_a_step_that_samples_more_than_the_next_can_wait_for_is_refused():
+    room = 4
+    runner = Runner.__new__(Runner)
+    runner.sampled = torch.zeros(room, dtype=torch.int64)
+    runner.keep(torch.tensor([5, -1, 7]))
+    assert runner.sampled.tolist() == [5, 0, 7, 0]
+    with pytest.raises(RuleError, match=r"at most 4 tokens.*5"):
+        runner.keep(torch.arange(room + 1))

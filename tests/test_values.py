@@ -298,7 +298,11 @@ def key_norm_for_queries(patch: pytest.MonkeyPatch) -> None:
 def lost_bias(patch: pytest.MonkeyPatch) -> None:
     """nn/source: a fused GEMM without its bias."""
     right = source.WeightSource.fused
-    patch.setattr(source.WeightSource, "fused", lambda self, *a, **bias: right(self, *a[:3]))
+
+    def wrong(self: Any, widths: Any, k: int, bias: bool = False) -> Any:
+        return right(self, widths, k, bias and len(widths) == 1)
+
+    patch.setattr(source.WeightSource, "fused", wrong)
 
 
 def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> None:

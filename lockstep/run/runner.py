@@ -108,7 +108,7 @@ class Runner:
         self.sampled = torch.zeros(room, dtype=torch.int64, device=ops.device)
         self.tapes: dict[Signature, Tape | Graph] = {}
         self._layouts: dict[tuple[StepKind, Bucket], ImageLayout] = {}
-        self._views: dict[ImageLayout, tuple[PlanArrays, ...]] = {}
+        self._views: dict[tuple[ImageLayout, int], tuple[PlanArrays, ...]] = {}
 
     def run(
         self,
@@ -135,9 +135,10 @@ class Runner:
         if settings:
             write_settings(room[layout.length :], settings)
         image = self.arena.load(len(room))
-        views = self._views.get(layout)
+        place = layout, image.data_ptr()
+        views = self._views.get(place)
         if views is None:
-            views = self._views[layout] = layout.views(image[: layout.length])
+            views = self._views[place] = layout.views(image[: layout.length])
 
         def launch() -> StepOutput:
             """Everything it reads lies in the arena, the weights, the cache and, of ids that are
@@ -166,8 +167,8 @@ class Runner:
         return self._recorded(signature, launch).only(plan.real)
 
     def _layout(self, plan: StepPlan, kind: StepKind) -> ImageLayout:
-        """Where the numbers of a step lie: the last ones are remembered, with their views, for the
-        arena is always at the same address."""
+        """Where the numbers of a step lie: the last ones are remembered, and so are their views of
+        an image at an address."""
         known = (kind, plan.bucket)
         if known not in self._layouts:
             if len(self._layouts) >= LAYOUTS:
@@ -179,6 +180,9 @@ class Runner:
     def keep(self, token_ids: Tensor) -> None:
         """What a step sampled, for rows of the next that wait for it; of a row that could not be
         sampled nobody sees what follows."""
+        if len(token_ids) > len(self.sampled):
+            rule = f"a step that is settled late samples at most {len(self.sampled):,} tokens"
+            raise RuleError(rule, f"{len(token_ids):,}", "Lower max_running_requests or n")
         torch.clamp(token_ids, min=0, out=self.sampled[: len(token_ids)])
 
     def padded(self, plan: StepPlan) -> StepPlan:
