@@ -38,7 +38,7 @@ ALL = ("lockstep/",)
 SHARES = (
     Share("the engine without GPU kernels", ALL, excludes=JUDGES + GPU, limit=16_000, goal=14_000),
     Share("the engine with GPU kernels", ALL, excludes=JUDGES, limit=20_500, goal=17_000),
-    Share("lab and bench without case files", JUDGES, CASE_FILES, limit=13_000, goal=9_000),
+    Share("lab and bench without case files", JUDGES, CASE_FILES, limit=11_200, goal=9_000),
 )
 
 
