@@ -95,8 +95,9 @@ class Side:
     """A contender's process on one source tree."""
 
     def __init__(self, tree: Path, folders: dict[str, str]) -> None:
+        # -P: files beside the contender are not to be found as modules of other packages
         self.process = subprocess.Popen(
-            [sys.executable, contender.__file__, json.dumps(folders)],
+            [sys.executable, "-P", contender.__file__, json.dumps(folders)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
