@@ -329,7 +329,8 @@ def _header(path: Path) -> dict[str, Entry]:
 
     try:
         with safe_open(path, "pt") as file:
-            views = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118 (it is no dict)
+            names = file.keys()  # it is no dict, and cannot be walked itself
+            views = [(name, file.get_slice(name)) for name in names]
             return {n: Entry(path, tuple(v.get_shape()), str(v.get_dtype())) for n, v in views}
     except (SafetensorError, OSError) as error:
         rule = f"{path.name} is a complete safetensors file"
