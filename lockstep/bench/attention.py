@@ -11,6 +11,7 @@ import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,6 @@ def check_times() -> dict[str, float]:
     shapes = {"1 x 2k decode": (1, 2047, 1), "64 x 2k decode": (64, 2047, 1)}
     for name, shape in {**shapes, "64 x 2k prefill": (64, 0, 2048)}.items():
         _, plan, pool, _ = setup(Case("check", 8, 2, 8, *shape))
-        times = block(lambda plan=plan, pool=pool: check(plan, (pool.num_pages,)), 0.1)  # type: ignore[misc]
+        times = block(partial(check, plan, (pool.num_pages,)), 0.1)
         out[name] = round(statistics.median(times) * 1e6, 1)
     return out

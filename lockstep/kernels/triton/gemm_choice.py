@@ -15,7 +15,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -140,11 +140,11 @@ def choose(
     """Choices for a weight's shape and dtype, by whole outputs on this machine."""
     n, k = w.shape
     x = sample_rows(max(grid), k, w.dtype, w.device)
-    want = whole(lambda x, w, y: gemm(x, w, y, REFERENCE), x, w)
+    want = whole(partial(gemm, tile=REFERENCE), x, w)
     choices = {}
     for rows in grid:
         tile = tile_for(n, k, rows)
-        made = whole(lambda x, w, y, tile=tile: gemm(x, w, y, tile), x[:rows], w)  # type: ignore[misc]
+        made = whole(partial(gemm, tile=tile), x[:rows], w)
         wrong = differing(made, want[:rows])
         if wrong:
             got = f"{wrong} of {rows * n} elements of {n}x{k} with {rows} rows, {tile.name}"
