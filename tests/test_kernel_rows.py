@@ -282,7 +282,8 @@ def test_a_forked_process_has_helpers_of_its_own():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_call_does_not_wait_for_a_helper_that_is_asleep():
+@pytest.mark.parametrize("shares", (1, 4))
+def test_a_call_does_not_wait_for_a_helper_that_is_asleep(shares):
     """Nothing is served by helpers that were told to leave: the caller does it all."""
     threads.HELP.leave()
     weight, x = gemm.pack(noise(500, 70), None), noise(9, 70, seed=1)
@@ -292,7 +293,7 @@ def test_a_call_does_not_wait_for_a_helper_that_is_asleep():
     panels = weight.numbers.shape[1]
     where = (x.data_ptr(), 280, weight.numbers.data_ptr(), y.data_ptr(), 2000)
     board = threads.HELP.address  # nobody looks at it
-    head = (gemm.work().address, panels, 4, 3, board, threads.OWN.counters, 0, 0)
+    head = (gemm.work().address, panels, 4, 3, board, threads.OWN.counters, shares, 0)
     record = np.array((*head, *where, 9, 70, 500, panels, 1, 4, 0, 0, 0, 12), np.int64)
     for call in (threads.compiled().call, threads.compiled().released):
         y.zero_()

@@ -47,11 +47,13 @@ njit: Any = numba.njit
 OPTIONS = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 THREAD_NS = 5_000  # of work that are worth one more thread
+STREAM_NS = 6_000_000  # a longer call reads more than the caches hold: its units go in order
 TURN_NS = 4_000_000  # a thread keeps the interpreter's lock so long: less than those who wait do
 
 # A record: these words, and from byte ENTRIES on what the work reads. TEAM is how many threads may
-# come; COUNTERS the address of a line for each, which counts the claimed units of its share.
-WORK, UNITS, TEAM, POOL, BOARD, COUNTERS = range(6)
+# come; COUNTERS the address of a line for each share, which counts its claimed units; SHARES how
+# many there are: as many as threads come, or one.
+WORK, UNITS, TEAM, POOL, BOARD, COUNTERS, SHARES = range(7)
 ENTRIES = 64
 
 # The board, which callers and helpers share: int64 words in lines of 64 bytes. What different
@@ -152,8 +154,9 @@ def call(at: Any) -> None:
     share = (pool + 1) // change(board + 8 * ACTIVE, 1)
     helpers = min(head[TEAM], share) - 1
     head[TEAM] = max(helpers, 0) + 1
-    for worker in range(head[TEAM]):
-        int64_at(head[COUNTERS])[LINE * worker] = 0
+    head[SHARES] = min(head[SHARES], head[TEAM])
+    for number in range(head[SHARES]):
+        int64_at(head[COUNTERS])[LINE * number] = 0
     number, desk = np.int64(0), board + 8 * DESK
     while number < DESKS and helpers > 0 and exchange(desk + 8 * TAKEN, 1) != 0:
         number += 1
@@ -182,16 +185,16 @@ def call(at: Any) -> None:
 
 @njit(error_model="numpy")
 def claim(at: Any, worker: Any) -> Any:
-    """The next unit that a worker does, or -1: worker w's share is w, w + TEAM, w + 2 TEAM, ..."""
+    """The next unit that a worker does, or -1: of n shares worker w's is w, w + n, w + 2 n, ..."""
     head = int64_at(at)
-    team, units, counters = head[TEAM], head[UNITS], head[COUNTERS]
-    for i in range(team):
-        whose = (worker + i) % team
-        counter, share = counters + 8 * LINE * whose, (units - whose + team - 1) // team
+    shares, units, counters = head[SHARES], head[UNITS], head[COUNTERS]
+    for i in range(shares):
+        whose = (worker + i) % shares
+        counter, share = counters + 8 * LINE * whose, (units - whose + shares - 1) // shares
         if look(counter) < share:
             nth = change(counter, 1) - 1
             if nth < share:
-                return nth * team + whose
+                return nth * shares + whose
     return np.int64(-1)
 
 
@@ -291,7 +294,8 @@ def run(work: Any, entries: Sequence[int], units: int, most: int, cost_ns: int) 
     if not OWN.counters:
         OWN.lines = np.zeros(LINE * (MOST_HELPERS + 2), np.int64)
         OWN.counters = -(-where(OWN.lines) // 64) * 64
-    head = (work.address, units, most, len(HELP.threads), HELP.address, OWN.counters, 0, 0)
+    shares = most if cost_ns < STREAM_NS else 1
+    head = (work.address, units, most, len(HELP.threads), HELP.address, OWN.counters, shares, 0)
     record = array("q", (*head, *entries))
     if perf_counter_ns() - OWN.turn_ns + cost_ns // most < TURN_NS:
         compiled().call(record.buffer_info()[0])
