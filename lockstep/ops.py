@@ -123,8 +123,9 @@ class Ops(Protocol):
         ...
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
-        """x activations [t, k] · weightᵀ, rounded, then + bias, rounded: returns activations [t,
-        n]. With a float32 weight x and the result are float32."""
+        """x activations [t, k], or of heads that are k together [t, heads, k / heads], · weightᵀ,
+        rounded, then + bias, rounded: returns activations [t, n]. With a float32 weight x and the
+        result are float32."""
         ...
 
     def batched_linear(self, x: Tensor, packed: Packed) -> Tensor:
@@ -186,10 +187,10 @@ class Ops(Protocol):
 
     def qk_norm_rope(
         self, x: Tensor, heads: Heads, weights: Tensor | None, cos_sin: CosSin
-    ) -> tuple[Tensor, Tensor]:
-        """x activations [t, ≥ (heads + kv_heads) · d]: queries, keys, then what it likes. Gives q
-        activations [t, heads, d] and k activations [t, kv_heads, d]: `rms_norm` by weights float32
-        [2, d], if any, then `rope`, bit for bit."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x activations [t, (heads + 2 kv_heads) · d]: queries, keys, values. Gives q activations
+        [t, heads, d] and k activations [t, kv_heads, d], `rms_norm` by weights float32 [2, d], if
+        any, then `rope`, bit for bit; and v activations [t, kv_heads, d], a view of x."""
         ...
 
     def activate(self, x: Tensor, act: Activation) -> Tensor:

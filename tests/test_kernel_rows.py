@@ -85,8 +85,9 @@ def test_heads_are_normed_and_rotated_together(d, half, normed, interleaved):
         for p, w in zip(parts, weights)
     ]
     heads = Heads(6, 2, d, 1e-6, interleaved)
-    have = rows.qk_norm_rope(x.flatten(1), heads, weights if normed else None, cos_sin)
+    *have, v = rows.qk_norm_rope(x.flatten(1), heads, weights if normed else None, cos_sin)
     assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(have, want, strict=True))
+    assert torch.equal(v, x[:, 8:]) and v.data_ptr() == x[:, 8:].data_ptr()
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -343,7 +344,7 @@ def test_a_calling_thread_keeps_the_memory_of_its_workers_and_shares_it_with_no_
 def test_every_unit_is_claimed_once_and_a_share_that_nobody_came_for_by_the_others(units):
     """Worker 2 of four never comes."""
     counters = np.zeros(4 * threads.LINE, np.int64)
-    record = np.array((0, units, 4, 0, 0, counters.ctypes.data, 0, 0), np.int64)
+    record = np.array((0, units, 4, 0, 0, counters.ctypes.data, 4, 0), np.int64)
     found, left = [], [0, 1, 3]
     while left:
         for worker in list(left):

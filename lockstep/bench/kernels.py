@@ -214,7 +214,7 @@ def samplers(t: int) -> dict[tuple[str, str], Pair]:
 @cache
 def engine() -> Ours:
     """The built-in model."""
-    return Ours(None)
+    return Ours(None, "cpu")
 
 
 def step(sizes: Sizes, count: int) -> float:

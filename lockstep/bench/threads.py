@@ -36,7 +36,8 @@ Result = dict[str, Any]
 def run(args: argparse.Namespace) -> int:
     """Measures all three; prints, writes JSON. Returns 1 if bits differ or a target was missed."""
     count, runs = set_threads(args.threads), args.repeat or (1 if args.quick else 3)
-    llms = [LLM(disable_radix_cache=True, max_total_tokens=16_384) for _ in range(2)]
+    options = {"device": "cpu", "disable_radix_cache": True, "max_total_tokens": 16_384}
+    llms = [LLM(**options) for _ in range(2)]
     tries = 0 if args.quick else 2
     two = two_engines(llms, QUICK_REQUESTS if args.quick else REQUESTS, runs, tries)
     beside = beside_prefill(llms[0], runs, tries)
@@ -165,7 +166,7 @@ def loops() -> float:
 def scaling(runs: int, tries: int, steps: int) -> Result:
     """Milliseconds of a decode step of one request and of CROWD, of some 850 keys each, by the
     number of threads."""
-    ours, all_threads = Ours(None), torch.get_num_threads()
+    ours, all_threads = Ours(None, "cpu"), torch.get_num_threads()
     counts = sorted({2**i for i in range(all_threads.bit_length())} | {all_threads})
 
     def medians(requests: int) -> tuple[dict[int, float], Timing]:

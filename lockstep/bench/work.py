@@ -69,8 +69,8 @@ def mixed_lens(
 class Ours:
     """An engine with one model. `model` is a folder, or None for the built-in one."""
 
-    def __init__(self, model: str | None) -> None:
-        self.config = EngineConfig(model=model, max_total_tokens=CACHE_TOKENS)
+    def __init__(self, model: str | None, device: str = "auto") -> None:
+        self.config = EngineConfig(model=model, device=device, max_total_tokens=CACHE_TOKENS)
         self.parts = load(self.config)
         self.engine = Engine(self.config, self.parts)
 

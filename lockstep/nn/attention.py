@@ -121,11 +121,8 @@ class Dense:
             counts = [s.heads, s.kv_heads, s.kv_heads]
             q, k, v = qkv.view(len(x), sum(counts), s.head_dim).split_with_sizes(counts, 1)
         else:
-            q, k = self.ops.qk_norm_rope(qkv, self._heads, self.qk_norm, cos_sin[s.rope])
-            behind = qkv.storage_offset() + (s.heads + s.kv_heads) * s.head_dim
-            shape = (len(x), s.kv_heads, s.head_dim)
-            v = qkv.as_strided(shape, (qkv.stride(0), s.head_dim, 1), behind)
-        return self.out(step.attend(self.index, q, k, v).flatten(1))
+            q, k, v = self.ops.qk_norm_rope(qkv, self._heads, self.qk_norm, cos_sin[s.rope])
+        return self.out(step.attend(self.index, q, k, v))
 
     @cached_property
     def _heads(self) -> Heads:
@@ -157,7 +154,7 @@ class Cross:
 
     def __call__(self, x: Tensor, step: AttentionContext) -> Tensor:
         q = self.q(x).view(len(x), self.spec.heads, self.spec.head_dim)
-        return self.out(step.attend(self.index, q, None, None).flatten(1))
+        return self.out(step.attend(self.index, q, None, None))
 
     def group(self) -> GroupSpec:
         """The layer as a group of its own."""
@@ -242,7 +239,7 @@ class Latent:
         queries = torch.cat((absorbed, rotated), -1)
         keys = torch.cat((self.norm(latent)[:, None], key), -1)
         seen = step.attend(self.index, queries, keys, keys[..., : s.rank])
-        return self.out(ops.batched_linear(seen, self.expand).flatten(1))
+        return self.out(ops.batched_linear(seen, self.expand))
 
     def group(self) -> GroupSpec:
         """The layer as a group of its own."""

@@ -89,7 +89,7 @@ class Ops:
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
         if not len(x):
             return x.new_zeros(0, len(packed.weight))
-        return torch.stack([product(row, packed) for row in x])
+        return torch.stack([product(row, packed) for row in x.flatten(1)])
 
     def batched_linear(self, x: Tensor, packed: Packed) -> Tensor:
         t, heads = x.shape[:2]
@@ -142,15 +142,14 @@ class Ops:
 
     def qk_norm_rope(
         self, x: Tensor, heads: Heads, weights: Tensor | None, cos_sin: CosSin
-    ) -> tuple[Tensor, Tensor]:
-        count = heads.heads + heads.kv_heads
-        both = x[:, : count * heads.d].reshape(len(x), count, heads.d)
-        parts = both.split((heads.heads, heads.kv_heads), 1)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        counts = (heads.heads, heads.kv_heads, heads.kv_heads)
+        *parts, v = x.view(len(x), sum(counts), heads.d).split(counts, 1)
         if weights is not None:
             pairs = zip(parts, weights, strict=True)
-            parts = tuple(self.rms_norm(part, weight, heads.eps) for part, weight in pairs)
+            parts = [self.rms_norm(part, weight, heads.eps) for part, weight in pairs]
         q, k = (self.rope(part, cos_sin, heads.interleaved) for part in parts)
-        return q, k
+        return q, k, v
 
     def activate(self, x: Tensor, act: Activation) -> Tensor:
         return rows(FUNCTIONS[act], x)

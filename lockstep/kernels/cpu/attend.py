@@ -13,24 +13,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.kernels.cpu import elementary, threads, unit, worker
-from lockstep.kernels.cpu.threads import relinked, where
+from lockstep.kernels.cpu import elementary, threads, unit
+from lockstep.kernels.cpu.threads import where
 from lockstep.kernels.cpu.unit import Sizes
-from lockstep.kernels.cpu.worker import memory_bytes
 from lockstep.types import KV_FORMATS
 
-# rows of a unit that hide the staging of a tile and still leave queries and accumulators in the L2
-# cache
-BLOCK_ROWS = 128
+BLOCK_ROWS = 128  # that hide the staging of a tile and leave queries and accumulators in L2
 PRODUCTS_PER_NS = 8  # of one thread
 ITEM_BYTES = {known.code: known.nbytes for known in KV_FORMATS.values()}
-INLINED = (
-    "online_softmax",
-    "online_softmax_rows",
-    "score_rows",
-    "add_values",
-    "group_span",
-)  # called per row or two: their arguments are many
+# called per row or two: their arguments are many
+INLINED = ("online_softmax", "online_softmax_rows", "score_rows", "add_values", "group_span")
 
 
 class Table(NamedTuple):
@@ -113,7 +105,7 @@ class Prepared:
                 k_slot * item, k_head * item, v_slot * item, v_head * item,
             )  # fmt: skip
             products = self.pages_seen * page_size * heads * (d_qk + d_v)
-            each = memory_bytes(sizes, self.most * sizes.group)
+            each = unit.padded(unit.layout(sizes, self.most * sizes.group, 0)[-1], 64)
             self.known[key] = (sizes, each, products // PRODUCTS_PER_NS)
         return self.known[key]
 
@@ -155,16 +147,9 @@ def attend(
 
 
 def call(
-    work: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse2: Any,
-    prepared: Prepared,
-    shape: Shape,
+    work: Any, q: Any, k: Any, v: Any, out: Any, lse2: Any, prepared: Prepared, shape: Shape,
     of: Layer,
-) -> None:
+) -> None:  # fmt: skip
     """Write the arguments of `attend` into a record and set the threads to work on it."""
     sizes, each, cost_ns = prepared.sizes(q, out, shape)
     units = prepared.blocks * shape.kv_heads
@@ -180,14 +165,13 @@ def call(
 
 def names() -> dict[str, Any]:
     """What the kernel is made of: plain Python functions, its texts, and what they use."""
-    return {**vars(elementary), **vars(unit), **vars(worker)}
+    return {**vars(elementary), **vars(unit)}
 
 
 def compiled(replaced: dict[str, Any], cache: bool) -> Any:
-    """Compile `work` with all its texts to a C function. It lives as long as the object that comes
-    back."""
+    """The kernel with all its texts."""
     found = threads.linked(names(), replaced, INLINED)
-    return threads.c_function("attention", relinked(worker.work, found), cache)
+    return threads.kernel("attention", found["unit"], cache)
 
 
 @functools.cache

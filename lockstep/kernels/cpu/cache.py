@@ -49,17 +49,17 @@ def folder() -> Path:
 
 
 @contextlib.contextmanager
-def cached_here() -> Iterator[bool]:
-    """Functions decorated inside with `cache=True` are kept in `folder()`; yields False if that
-    cannot be written."""
+def cached_here(name: str) -> Iterator[bool]:
+    """What is compiled inside with `cache=True` is kept in `folder()`, under its own name: kernels
+    share their outermost text. Yields False if that cannot be written."""
     with _SETTING:
-        before = config.CACHE_DIR
+        before, place = config.CACHE_DIR, folder() / name
         try:
-            folder().mkdir(parents=True, exist_ok=True)
+            place.mkdir(parents=True, exist_ok=True)
         except OSError:
             yield False
             return
-        config.CACHE_DIR = str(folder())
+        config.CACHE_DIR = str(place)
         try:
             yield True
         finally:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from lockstep.kernels.cpu import threads
 from lockstep.kernels.cpu.lanes import int64_at
-from lockstep.kernels.cpu.threads import claim
 
 LANES = 64  # 64-bit words side by side
 BLOCK = 1 << 9  # rows of LANES words in a block: 256 KiB
@@ -45,22 +44,19 @@ def digest(tensor: Tensor) -> bytes:
     ).digest()
 
 
-def units(at: Any, worker: Any) -> None:
-    """Take blocks until none is left. The entries are `digest`'s."""
+@threads.njit(**threads.OPTIONS)
+def unit(at: Any, block: Any, worker: Any) -> None:
+    """One block. The entries are `digest`'s."""
     record = int64_at(at + threads.ENTRIES)
-    rows = record[1]
-    block = claim(at, worker)
-    while block >= 0:
-        lanes = int64_at(record[2] + 8 * LANES * block)
-        for row in range(block * BLOCK, min((block + 1) * BLOCK, rows)):
-            words = int64_at(record[0] + 8 * LANES * row)
-            for j in range(LANES):
-                mixed = (lanes[j] ^ words[j]) * FACTOR
-                lanes[j] = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
-        block = claim(at, worker)
+    lanes, rows = int64_at(record[2] + 8 * LANES * block), record[1]
+    for row in range(block * BLOCK, min((block + 1) * BLOCK, rows)):
+        words = int64_at(record[0] + 8 * LANES * row)
+        for j in range(LANES):
+            mixed = (lanes[j] ^ words[j]) * FACTOR
+            lanes[j] = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
 
 
 @functools.cache
 def work() -> Any:
     """The compiled kernel of this machine."""
-    return threads.c_function("digest", units)
+    return threads.kernel("digest", unit)

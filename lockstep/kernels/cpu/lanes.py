@@ -13,7 +13,9 @@ business.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba.core.types
@@ -25,8 +27,9 @@ from lockstep.order import LANES
 
 types: Any = numba.core.types
 models: Any = datamodel.models
-F32, I1, I8, I32, I64 = ir.FloatType(), ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64)
+F32, I1, I8, I16, I32, I64 = ir.FloatType(), *map(ir.IntType, (1, 8, 16, 32, 64))
 PTR = ir.PointerType()
+VECTOR = ir.VectorType(F32, LANES)
 
 
 class Lanes(types.Type):  # type: ignore[misc]
@@ -41,9 +44,8 @@ class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
     """How a Lanes value lies in LLVM: as a vector."""
 
     def __init__(self, dmm: Any, fe_type: Lanes) -> None:
-        super().__init__(
-            dmm, fe_type, ir.VectorType(F32 if fe_type.element == "f32" else I1, LANES)
-        )
+        vector = VECTOR if fe_type.element == "f32" else ir.VectorType(I1, LANES)
+        super().__init__(dmm, fe_type, vector)
 
 
 register_model(Lanes)(_LanesModel)
@@ -51,7 +53,30 @@ FLOATS = Lanes("f32")
 MASK = Lanes("i1")
 
 
-# ---- building blocks in LLVM IR, shared with the loops of loops.py and stage.py ----
+# ---- building blocks in LLVM IR, shared with loops.py, stage.py, gemm.py and threads.py ----
+
+
+def ir_function(signature: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Makes of `code(builder, *values)`, which writes LLVM IR, a function of Numba code; what gives
+    None is void. `signature` is Numba's, or gives it for the types of the arguments."""
+
+    def decorated(code: Callable[..., Any]) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            value = code(builder, *args)
+            return context.get_dummy_value() if value is None else value
+
+        @functools.wraps(code)
+        def typed(typingctx: Any, *given: Any) -> Any:
+            return (signature(*given) if inspect.isfunction(signature) else signature), emit
+
+        return intrinsic(typed)
+
+    return decorated
+
+
+def integers(count: int) -> Any:
+    """The signature of a function of so many int64 that gives nothing."""
+    return types.void(*[types.int64] * count)
 
 
 def at(builder: Any, address: Any, byte: int = 0) -> Any:
@@ -59,11 +84,9 @@ def at(builder: Any, address: Any, byte: int = 0) -> Any:
     return builder.inttoptr(builder.add(address, I64(byte)) if byte else address, PTR)
 
 
-def load_ir(builder: Any, address: Any, byte: int = 0, of: Any = None, align: int = 4) -> Any:
-    """Load a value of LLVM type `of` (16 floats unless told); unaligned addresses are fine."""
-    return builder.load(
-        at(builder, address, byte), typ=of or ir.VectorType(F32, LANES), align=align
-    )
+def load_ir(builder: Any, address: Any, byte: int = 0, of: Any = VECTOR, align: int = 4) -> Any:
+    """Load a value of LLVM type `of`; unaligned addresses are fine."""
+    return builder.load(at(builder, address, byte), typ=of, align=align)
 
 
 def store_ir(builder: Any, value: Any, address: Any, byte: int = 0) -> None:
@@ -78,19 +101,17 @@ def constant(kind: Any, value: float) -> Any:
     return ir.Constant(kind, value)
 
 
-def splat_ir(builder: Any, scalar: Any, count: int = LANES) -> Any:
+def splat_ir(builder: Any, scalar: Any) -> Any:
     """`scalar` in every lane."""
-    one = builder.insert_element(
-        ir.Constant(ir.VectorType(scalar.type, count), ir.Undefined), scalar, I32(0)
-    )
-    return shuffle_ir(builder, one, one, [0] * count)
+    nothing = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+    one = builder.insert_element(nothing, scalar, I32(0))
+    return shuffle_ir(builder, one, one, [0] * LANES)
 
 
-def shuffle_ir(builder: Any, a: Any, b: Any, index: list[int]) -> Any:
+def shuffle_ir(builder: Any, a: Any, b: Any, index: Sequence[int]) -> Any:
     """Lanes `index` of a and b laid end to end."""
-    return builder.shuffle_vector(
-        a, b, ir.Constant(ir.VectorType(I32, len(index)), [I32(i) for i in index])
-    )
+    lanes = ir.Constant(ir.VectorType(I32, len(index)), [I32(i) for i in index])
+    return builder.shuffle_vector(a, b, lanes)
 
 
 def call_ir(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
@@ -100,207 +121,161 @@ def call_ir(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
     return builder.call(function, args)
 
 
+def math_ir(builder: Any, name: str, *args: Any) -> Any:
+    """Call LLVM's `name` for floats, or 16 lanes of them."""
+    kind = args[0].type
+    return call_ir(builder, f"llvm.{name}.{'f32' if kind == F32 else 'v16f32'}", kind, [*args])
+
+
 def fma_ir(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a*b + c with one rounding, for floats or 16 lanes."""
-    return call_ir(
-        builder, "llvm.fma.f32" if a.type == F32 else "llvm.fma.v16f32", a.type, [a, b, c]
-    )
+    """a*b + c with one rounding."""
+    return math_ir(builder, "fma", a, b, c)
 
 
-# ---- operations of Numba code ----
-
-
-def _arithmetic(given: tuple[Any, ...], operate: Callable[..., Any], result: Any = None) -> Any:
-    """Signature and code of an operation on floats: FLOATS if one of them is, else float32;
-    `result` is the vector result type if another."""
-    wide = FLOATS in given
-    kind = FLOATS if wide else types.float32
-    if result is not None:
-        kind = result if wide else types.boolean
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        same = []
-        for given_type, value in zip(given, args, strict=True):
-            if given_type == types.float64:
-                value = builder.fptrunc(value, F32)
-            same.append(splat_ir(builder, value) if wide and given_type != FLOATS else value)
-        return operate(builder, *same)
-
-    return kind(*given), emit
-
-
-def _binary(operate: Callable[[Any, Any, Any], Any], result: Any = None) -> Any:
-    """An operation on two floats."""
-
-    def typed(typingctx: Any, a: Any, b: Any) -> Any:
-        return _arithmetic((a, b), operate, result)
-
-    return intrinsic(typed)
-
-
-def _maximum_ir(builder: Any, a: Any, b: Any) -> Any:
+def maximum_ir(builder: Any, a: Any, b: Any) -> Any:
     """The larger one, NaN if either is: a NaN must reach the output, not be dropped by a
     comparison."""
     larger = builder.select(builder.fcmp_ordered(">", a, b), a, b)
     return builder.select(builder.fcmp_unordered("uno", a, a), a, larger)
 
 
-add = _binary(lambda builder, a, b: builder.fadd(a, b))
-sub = _binary(lambda builder, a, b: builder.fsub(a, b))
-mul = _binary(lambda builder, a, b: builder.fmul(a, b))
-div = _binary(lambda builder, a, b: builder.fdiv(a, b))
-maximum = _binary(_maximum_ir)
-less = _binary(lambda builder, a, b: builder.fcmp_ordered("<", a, b), MASK)
-
-
-def _fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
-    """a*b + c with one rounding."""
-    return _arithmetic((a, b, c), fma_ir)
-
-
-def _select(typingctx: Any, mask: Any, yes: Any, no: Any) -> Any:
-    """`yes` where the mask is set."""
-    both, emit = _arithmetic((yes, no), lambda builder, *pair: pair)
-
-    def chosen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.select(args[0], *emit(context, builder, sig, args[1:]))
-
-    return both.return_type(mask, yes, no), chosen
-
-
-def _canonical(typingctx: Any, x: Any) -> Any:
+def canonical_ir(builder: Any, x: Any) -> Any:
     """x, with every NaN the same NaN: which operand's payload survives is the processor's
     choice."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.select(
-            builder.fcmp_unordered("uno", args[0], args[0]),
-            constant(args[0].type, float("nan")),
-            args[0],
-        )
-
-    return x(x), emit
+    nan = constant(x.type, float("nan"))
+    return builder.select(builder.fcmp_unordered("uno", x, x), nan, x)
 
 
-def _pow2_from(typingctx: Any, x: Any) -> Any:
+def pow2_from_ir(builder: Any, x: Any) -> Any:
     """2^n for x = 1.5*2^23 + 127 + n: the low bits of x, moved into the exponent field."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        bits = ir.VectorType(I32, LANES) if x == FLOATS else I32
-        return builder.bitcast(
-            builder.shl(builder.bitcast(args[0], bits), constant(bits, 23)), args[0].type
-        )
-
-    return x(x), emit
+    bits = I32 if x.type == F32 else ir.VectorType(I32, LANES)
+    return builder.bitcast(builder.shl(builder.bitcast(x, bits), constant(bits, 23)), x.type)
 
 
-def _copysign_ir(builder: Any, size: Any, sign: Any) -> Any:
-    name = "llvm.copysign.f32" if size.type == F32 else "llvm.copysign.v16f32"
-    return call_ir(builder, name, size.type, [size, sign])
+# ---- operations of Numba code ----
 
 
-def _splat(typingctx: Any, x: Any) -> Any:
-    return FLOATS(types.float32), lambda context, builder, sig, args: splat_ir(builder, args[0])
+def alike(builder: Any, values: Sequence[Any]) -> list[Any]:
+    """Floats of one kind: float64 is rounded, and all are 16 lanes if one is."""
+    double, wide = ir.DoubleType(), any(value.type == VECTOR for value in values)
+    rounded = [builder.fptrunc(v, F32) if v.type == double else v for v in values]
+    return [splat_ir(builder, v) if wide and v.type == F32 else v for v in rounded]
 
 
-def _between(typingctx: Any, first: Any, lo: Any, hi: Any) -> Any:
-    """Mask of the lanes j with lo <= first + j < hi (int64 each)."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        kind = ir.VectorType(I32, LANES)
-        index = ir.Constant(kind, [I32(j) for j in range(LANES)])
-        bound = [splat_ir(builder, builder.trunc(builder.sub(x, args[0]), I32)) for x in args[1:]]
-        above, below = (
-            builder.icmp_signed(">=", index, bound[0]),
-            builder.icmp_signed("<", index, bound[1]),
-        )
-        return builder.and_(above, below)
-
-    return MASK(types.int64, types.int64, types.int64), emit
+def kind_of(*given: Any) -> Any:
+    """FLOATS if one of them is, else float32."""
+    return FLOATS if FLOATS in given else types.float32
 
 
-def _reduce(step: Callable[[Any, Any, Any], Any]) -> Any:
+def arithmetic(code: Callable[..., Any], compares: bool = False) -> Any:
+    """An operation on floats, from what writes it for floats of one kind."""
+
+    def signature(*given: Any) -> Any:
+        kind = kind_of(*given)
+        if compares:
+            kind = MASK if kind == FLOATS else types.boolean
+        return kind(*given)
+
+    @functools.wraps(code)
+    def same(builder: Any, *values: Any) -> Any:
+        return code(builder, *alike(builder, values))
+
+    return ir_function(signature)(same)
+
+
+add = arithmetic(lambda builder, a, b: builder.fadd(a, b))
+sub = arithmetic(lambda builder, a, b: builder.fsub(a, b))
+mul = arithmetic(lambda builder, a, b: builder.fmul(a, b))
+div = arithmetic(lambda builder, a, b: builder.fdiv(a, b))
+less = arithmetic(lambda builder, a, b: builder.fcmp_ordered("<", a, b), compares=True)
+copysign = arithmetic(lambda builder, size, sign: math_ir(builder, "copysign", size, sign))
+maximum, fma = arithmetic(maximum_ir), arithmetic(fma_ir)
+canonical, pow2_from = arithmetic(canonical_ir), arithmetic(pow2_from_ir)
+
+
+@ir_function(lambda mask, yes, no: kind_of(yes, no)(mask, yes, no))
+def select(builder: Any, mask: Any, yes: Any, no: Any) -> Any:
+    """`yes` where the mask is set."""
+    return builder.select(mask, *alike(builder, (yes, no)))
+
+
+@ir_function(FLOATS(types.float32))
+def splat(builder: Any, x: Any) -> Any:
+    """x in every lane."""
+    return splat_ir(builder, x)
+
+
+@ir_function(MASK(types.int64, types.int64, types.int64))
+def between(builder: Any, first: Any, lo: Any, hi: Any) -> Any:
+    """Mask of the lanes j with lo <= first + j < hi."""
+    index = ir.Constant(ir.VectorType(I32, LANES), [I32(j) for j in range(LANES)])
+    begin, end = (splat_ir(builder, builder.trunc(builder.sub(x, first), I32)) for x in (lo, hi))
+    above = builder.icmp_signed(">=", index, begin)
+    return builder.and_(above, builder.icmp_signed("<", index, end))
+
+
+def folded(step: Callable[[Any, Any, Any], Any]) -> Any:
     """Fold lanes (j, j+8), (j, j+4), (j, j+2), (j, j+1) with `step`."""
 
-    def typed(typingctx: Any, x: Any) -> Any:
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            value, half = args[0], LANES // 2
-            while half:
-                low, high = (
-                    shuffle_ir(builder, value, value, list(range(i, i + half))) for i in (0, half)
-                )
-                value, half = step(builder, low, high), half // 2
-            return builder.extract_element(value, I32(0))
+    @ir_function(types.float32(FLOATS))
+    def fold(builder: Any, x: Any) -> Any:
+        half = LANES // 2
+        while half:
+            low, high = (
+                shuffle_ir(builder, x, x, range(begin, begin + half)) for begin in (0, half)
+            )
+            x, half = step(builder, low, high), half // 2
+        return builder.extract_element(x, I32(0))
 
-        return types.float32(FLOATS), emit
-
-    return intrinsic(typed)
+    return fold
 
 
-def _load(typingctx: Any, address: Any) -> Any:
-    return FLOATS(types.int64), lambda context, builder, sig, args: load_ir(builder, args[0])
+lanes_sum = folded(lambda builder, a, b: builder.fadd(a, b))
+lanes_max = folded(maximum_ir)
 
 
-def _store(typingctx: Any, address: Any, value: Any) -> Any:
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        store_ir(builder, args[1], args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, value), emit
+@ir_function(FLOATS(types.int64))
+def load(builder: Any, address: Any) -> Any:
+    """16 floats from an address."""
+    return load_ir(builder, address)
 
 
-def _store_half(typingctx: Any, address: Any, value: Any) -> Any:
-    """Store lanes 0..7."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        store_ir(builder, shuffle_ir(builder, args[1], args[1], list(range(LANES // 2))), args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, FLOATS), emit
+@ir_function(types.void(types.int64, FLOATS))
+def store(builder: Any, address: Any, value: Any) -> None:
+    """16 floats to an address."""
+    store_ir(builder, value, address)
 
 
-def _address(typingctx: Any, array: Any) -> Any:
-    """The int64 byte address of the first element of an array, or of a pointer. An array must
-    outlive the use of its address."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        data = (
-            args[0]
-            if isinstance(array, types.CPointer)
-            else context.make_array(array)(context, builder, args[0]).data
-        )
-        return builder.ptrtoint(data, I64)
-
-    return types.int64(array), emit
+@ir_function(types.void(types.int64, FLOATS))
+def store_half(builder: Any, address: Any, value: Any) -> None:
+    """Lanes 0..7 to an address."""
+    store_ir(builder, shuffle_ir(builder, value, value, range(LANES // 2)), address)
 
 
-def _pointer(kind: Any) -> Any:
+@ir_function(types.void(types.int64))
+def prefetch(builder: Any, address: Any) -> None:
+    """The line of an address will be read soon."""
+    args = [at(builder, address), I32(0), I32(3), I32(1)]  # to read, near, data
+    call_ir(builder, "llvm.prefetch.p0", ir.VoidType(), args)
+
+
+@ir_function(lambda pointer: types.int64(pointer))
+def address(builder: Any, pointer: Any) -> Any:
+    """The byte address that a pointer holds."""
+    return builder.ptrtoint(pointer, I64)
+
+
+def pointer(kind: Any, element: Any) -> Any:
     """Build `f(address)`: elements of `kind` from that address on, to be indexed like an array,
     without bounds or owner."""
 
-    def typed(typingctx: Any, address: Any) -> Any:
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], context.get_value_type(sig.return_type))
+    @ir_function(types.CPointer(kind)(types.int64))
+    def elements(builder: Any, address: Any) -> Any:
+        return builder.inttoptr(address, element.as_pointer())
 
-        return types.CPointer(kind)(types.int64), emit
-
-    return intrinsic(typed)
+    return elements
 
 
-fma: Any = intrinsic(_fma)
-int32_at: Any = _pointer(types.int32)
-int64_at: Any = _pointer(types.int64)
-float32_at: Any = _pointer(types.float32)
-float64_at: Any = _pointer(types.float64)
-select: Any = intrinsic(_select)
-canonical: Any = intrinsic(_canonical)
-pow2_from: Any = intrinsic(_pow2_from)
-copysign = _binary(_copysign_ir)
-splat: Any = intrinsic(_splat)
-between: Any = intrinsic(_between)
-lanes_sum: Any = _reduce(lambda builder, a, b: builder.fadd(a, b))
-lanes_max: Any = _reduce(_maximum_ir)
-load: Any = intrinsic(_load)
-store: Any = intrinsic(_store)
-store_half: Any = intrinsic(_store_half)
-address: Any = intrinsic(_address)
+int32_at, int64_at = pointer(types.int32, I32), pointer(types.int64, I64)
+float32_at = pointer(types.float32, F32)
+float64_at = pointer(types.float64, ir.DoubleType())

@@ -11,35 +11,34 @@ stage.py use its helpers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from llvmlite import ir
 from numba.core import registry
-from numba.extending import intrinsic
 
 from lockstep.kernels.cpu.lanes import (
     F32,
     I64,
+    VECTOR,
     constant,
     fma_ir,
+    integers,
+    ir_function,
     load_ir,
     splat_ir,
     store_ir,
-    types,
 )
 from lockstep.order import LANES
 
 VECTOR_BYTES = 4 * LANES
-TARGET: tuple[str, ...] = (
-    registry.cpu_target.target_context.codegen().magic_tuple()
-)  # triple, processor, features: as compiled for
+# triple, processor, features: as compiled for
+TARGET: tuple[str, ...] = registry.cpu_target.target_context.codegen().magic_tuple()
 WIDE = "+avx512f" in TARGET[2]
 ROWS = 4  # rows of a full micro-kernel
 VECTORS = 4 if WIDE else 1  # its width: 16 of 32 zmm registers, or 8 of 16 ymm registers
-SHAPES = [
-    (rows, vectors) for rows in range(1, ROWS + 1) for vectors in (1, 2, 4) if vectors <= VECTORS
-]
+Shapes = Sequence[tuple[int, int]]
+SHAPES = [(rows, width) for rows in range(1, ROWS + 1) for width in (1, 2, 4) if width <= VECTORS]
 
 
 def counted(
@@ -76,63 +75,54 @@ def row_addresses(builder: Any, base: Any, stride: Any, rows: int) -> list[Any]:
     return [builder.add(base, builder.mul(stride, I64(r))) for r in range(rows)]
 
 
-def shaped(builder: Any, rows: Any, vectors: Any, emit: Callable[[int, int], None]) -> None:
-    """Emit one loop per micro-kernel shape and jump to the one asked for at run time."""
-    done = builder.append_basic_block("shaped")
-    choice = builder.switch(builder.add(builder.mul(rows, I64(16)), vectors), done)
-    for shape in SHAPES:
-        block = builder.append_basic_block("shape")
-        choice.add_case(I64(shape[0] * 16 + shape[1]), block)
+def switched(builder: Any, key: Any, cases: Mapping[int, Callable[[], None]]) -> None:
+    """Emits every case, and a jump to the one that `key` names at run time."""
+    done = builder.append_basic_block("done")
+    choice = builder.switch(key, done)
+    for number, emit in cases.items():
+        block = builder.append_basic_block("case")
+        choice.add_case(I64(number), block)
         builder.position_at_end(block)
-        emit(*shape)
+        emit()
         builder.branch(done)
     builder.position_at_end(done)
 
 
-def _scores(
-    typingctx: Any,
-    rows: Any,
-    vectors: Any,
-    q: Any,
-    q_stride: Any,
-    keys: Any,
-    keys_stride: Any,
-    d: Any,
-    s: Any,
-    s_stride: Any,
-) -> Any:
-    """s[r][j] = fma chain over c in [0, d) of q[r][c] * keys[c][j], from 0, for `rows` rows and
+def shaped(
+    builder: Any, rows: Any, width: Any, shapes: Shapes, emit: Callable[[int, int], None]
+) -> None:
+    """One loop per shape of a micro-kernel, (rows, width)."""
+    key = builder.add(builder.mul(rows, I64(16)), width)
+    switched(builder, key, {16 * r + w: partial(emit, r, w) for r, w in shapes})
+
+
+@ir_function(integers(9))
+def scores(
+    builder: Any, rows: Any, vectors: Any, q: Any, q_stride: Any, keys: Any, keys_stride: Any,
+    depth: Any, s: Any, s_stride: Any,
+) -> None:  # fmt: skip
+    """s[r][j] = fma chain over c in [0, depth) of q[r][c] * keys[c][j], from 0, for `rows` rows and
     `vectors` x 16 keys."""
 
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        q, q_stride, keys, keys_stride, depth, s, s_stride = args[2:]
+    def loop(rows: int, vectors: int) -> None:
+        q_rows = row_addresses(builder, q, q_stride, rows)
 
-        def loop(rows: int, vectors: int) -> None:
-            q_rows = row_addresses(builder, q, q_stride, rows)
+        def body(c: Any, sums: list[Any]) -> list[Any]:
+            here = builder.add(keys, builder.mul(c, keys_stride))
+            return multiply(builder, q_rows, c, load_row(builder, here, vectors), sums)
 
-            def body(d: Any, sums: list[Any]) -> list[Any]:
-                here, offset = (
-                    builder.add(keys, builder.mul(d, keys_stride)),
-                    builder.mul(d, I64(4)),
-                )
-                return multiply(
-                    builder, [builder.add(row, offset) for row in q_rows], here, sums, vectors
-                )
+        zeros = [constant(VECTOR, 0.0)] * (rows * vectors)
+        sums = counted(builder, I64(0), depth, zeros, body)
+        store_rows(builder, sums, row_addresses(builder, s, s_stride, rows), vectors)
 
-            zero = constant(ir.VectorType(F32, LANES), 0.0)
-            sums = counted(builder, I64(0), depth, [zero] * (rows * vectors), body)
-            store_rows(builder, sums, row_addresses(builder, s, s_stride, rows), vectors)
-
-        shaped(builder, args[0], args[1], loop)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 9), emit
+    shaped(builder, rows, vectors, SHAPES, loop)
 
 
-def _values(
-    typingctx: Any, rows: Any, vectors: Any, p: Any, p_stride: Any, table: Any, first: Any,
+@ir_function(integers(11))
+def values(
+    builder: Any, rows: Any, vectors: Any, p: Any, p_stride: Any, table: Any, first: Any,
     last: Any, acc: Any, acc_stride: Any, column: Any, alpha: Any,
-) -> Any:  # fmt: skip
+) -> None:  # fmt: skip
     """acc[r][column + j] = acc * alpha[r], then an fma chain over the keys [first, last) of
     p[r][key] * v[key][column + j].
 
@@ -140,54 +130,40 @@ def _values(
     float32 per row.
     """
 
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        p, p_stride, table, first, last, acc, acc_stride, column, alpha = args[2:]
+    def loop(rows: int, vectors: int) -> None:
+        p_rows = row_addresses(builder, p, p_stride, rows)
+        acc_rows = row_addresses(builder, builder.add(acc, column), acc_stride, rows)
+        start = []
+        for r, row in enumerate(acc_rows):
+            scale = splat_ir(builder, load_ir(builder, alpha, 4 * r, of=F32))
+            start += [builder.fmul(x, scale) for x in load_row(builder, row, vectors)]
 
-        def loop(rows: int, vectors: int) -> None:
-            p_rows = row_addresses(builder, p, p_stride, rows)
-            acc_rows = row_addresses(builder, builder.add(acc, column), acc_stride, rows)
-            start = []
-            for r in range(rows):
-                scale = splat_ir(builder, load_ir(builder, alpha, 4 * r, of=F32))
-                start += [
-                    builder.fmul(load_ir(builder, acc_rows[r], VECTOR_BYTES * j), scale)
-                    for j in range(vectors)
-                ]
+        def body(key: Any, sums: list[Any]) -> list[Any]:
+            entry = builder.add(table, builder.mul(key, I64(8)))
+            row = builder.add(load_ir(builder, entry, of=I64, align=8), column)
+            return multiply(builder, p_rows, key, load_row(builder, row, vectors), sums)
 
-            def body(key: Any, sums: list[Any]) -> list[Any]:
-                row = load_ir(
-                    builder, builder.add(table, builder.mul(key, I64(8))), of=I64, align=8
-                )
-                offset = builder.mul(key, I64(4))
-                return multiply(
-                    builder,
-                    [builder.add(x, offset) for x in p_rows],
-                    builder.add(row, column),
-                    sums,
-                    vectors,
-                )
+        store_rows(builder, counted(builder, first, last, start, body), acc_rows, vectors)
 
-            store_rows(builder, counted(builder, first, last, start, body), acc_rows, vectors)
-
-        shaped(builder, args[0], args[1], loop)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 11), emit
+    shaped(builder, rows, vectors, SHAPES, loop)
 
 
 def multiply(
-    builder: Any, factors: list[Any], vector: Any, sums: list[Any], vectors: int
+    builder: Any, rows: list[Any], index: Any, vectors: list[Any], sums: list[Any]
 ) -> list[Any]:
-    """One link of every chain: the float at each of the addresses `factors` times the vectors at
-    address `vector`."""
-    loaded = [load_ir(builder, vector, VECTOR_BYTES * j) for j in range(vectors)]
-    following = []
-    for r, factor in enumerate(factors):
-        one = splat_ir(builder, load_ir(builder, factor, of=F32))
-        following += [
-            fma_ir(builder, one, loaded[j], sums[r * vectors + j]) for j in range(vectors)
-        ]
+    """One link of every chain: the float with this index of each row, an address, times the
+    vectors."""
+    offset, following = builder.mul(index, I64(4)), []
+    for r, row in enumerate(rows):
+        factor = splat_ir(builder, load_ir(builder, builder.add(row, offset), of=F32))
+        own = sums[r * len(vectors) :]
+        following += [fma_ir(builder, factor, x, own[j]) for j, x in enumerate(vectors)]
     return following
+
+
+def load_row(builder: Any, address: Any, vectors: int) -> list[Any]:
+    """So many vectors from an address."""
+    return [load_ir(builder, address, VECTOR_BYTES * j) for j in range(vectors)]
 
 
 def store_rows(builder: Any, sums: list[Any], rows: list[Any], vectors: int) -> None:
@@ -195,7 +171,3 @@ def store_rows(builder: Any, sums: list[Any], rows: list[Any], vectors: int) -> 
     for r, row in enumerate(rows):
         for j in range(vectors):
             store_ir(builder, sums[r * vectors + j], row, VECTOR_BYTES * j)
-
-
-scores: Any = intrinsic(_scores)
-values: Any = intrinsic(_values)

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import functools
 from array import array
+from collections import namedtuple
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,6 @@ from lockstep.kernels.cpu.lanes import (
     add,
     div,
     float32_at,
-    float64_at,
     fma,
     int32_at,
     int64_at,
@@ -43,16 +43,15 @@ from lockstep.kernels.cpu.lanes import (
     store,
     sub,
 )
-from lockstep.kernels.cpu.threads import ENTRIES, OPTIONS, claim, empty, njit, relinked
+from lockstep.kernels.cpu.threads import ENTRIES, OPTIONS, empty, fetch, njit, relinked
 from lockstep.ops import Activation, CosSin, Heads
 from lockstep.order import LANES, LOG2E
 
 UNIT = 1 << 14  # elements of a unit of work, at most
 # what is done to a row
 NORM, TURN, GATE, HEADS, ADD, SCATTER, LAYER = range(7)
-ANGLES, MAP, CAP, CLAMPED, SOFTMAX, SHARES, POOL = range(7, 14)
-# ns of one thread for an element; scattered rows are far from each other
-ELEMENT_NS = {ANGLES: 8, POOL: 8, SCATTER: 4}
+ANGLES, MAP, CAP, CLAMPED, SOFTMAX, SHARES = range(7, 13)
+ELEMENT_NS = {ANGLES: 8, SCATTER: 4}  # of one thread, else 1; scattered rows are far apart
 SILU, GELU, GELU_TANH, RELU, SIGMOID = range(5)  # what GATE and MAP do to an element
 KINDS = dict(zip(Activation, (SILU, GELU, GELU_TANH, RELU), strict=True))
 HALVED = (GATE, CLAMPED)  # the output has half the columns of the input
@@ -89,25 +88,27 @@ def rope(x: Tensor, cos_sin: CosSin, interleaved: bool) -> Tensor:
 
 def qk_norm_rope(
     x: Tensor, heads: Heads, weights: Tensor | None, cos_sin: CosSin
-) -> tuple[Tensor, Tensor]:
-    """x [t, at least (heads + kv_heads) · d], queries then keys, then what it likes: q [t, heads,
-    d] and k [t, kv_heads, d].
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [t, (heads + 2 kv_heads) · d], queries, keys, values: q [t, heads, d], k [t, kv_heads, d]
+    and v [t, kv_heads, d], in x's own memory.
 
-    Both are normed, with a weight each, if there are any, and rotated: the same bits as `rms_norm`
-    and `rope`, in one call.
+    Queries and keys are normed, with a weight each, if there are any, and rotated: the same bits
+    as `rms_norm` and `rope`, in one call.
     """
     (count, kv_heads, d, eps, interleaved), t = heads, x.shape[0]
+    parts = x.numpy().reshape(t, x.shape[1] // d, d)  # by numpy: it keeps the interpreter's lock
+    v = torch.from_numpy(parts[:, count + kv_heads :])
     if interleaved:
-        q, k = x[:, : (count + kv_heads) * d].view(t, -1, d).split_with_sizes([count, kv_heads], 1)
+        q, k = (torch.from_numpy(p) for p in (parts[:, :count], parts[:, count : count + kv_heads]))
         if weights is not None:
             q, k = rms_norm(q, weights[0], eps), rms_norm(k, weights[1], eps)
-        return rope(q, cos_sin, True), rope(k, cos_sin, True)
+        return rope(q, cos_sin, True), rope(k, cos_sin, True), v
     q, k = empty(t, count, d), empty(t, kv_heads, d)
     norm_q, (cos, sin) = 0 if weights is None else weights.data_ptr(), cos_sin
     norms = (norm_q, _bits(eps), cos.data_ptr(), sin.data_ptr(), cos.shape[1])
     more = (*norms, norm_q + 4 * d, count, k.data_ptr())
     _call(HEADS, (x.data_ptr(), 4 * x.stride(0), 4 * d), q, (t, count + kv_heads, d), more)
-    return q, k
+    return q, k, v
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -123,7 +124,8 @@ def rope_cos_sin(positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
     The angle is a product of two float32 numbers, rounded; its cos and sin are float64 until they
     are rounded; then comes the factor.
     """
-    at, half = positions.to(torch.int32).contiguous(), freqs.shape[0]
+    at = positions if positions.dtype is torch.int32 else positions.to(torch.int32)
+    at, half = at.contiguous(), freqs.shape[0]
     cos, sin = empty(at.shape[0], half), empty(at.shape[0], half)
     more = (freqs.data_ptr(), _bits(factor), sin.data_ptr())
     _call(ANGLES, (at.data_ptr(), 4, 0), cos, (at.shape[0], 1, half), more)
@@ -173,11 +175,14 @@ def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     In float64: rows are added in order, squares of columns in order, and the quotient is rounded
     once.
     """
-    y, bounds = empty(len(spans), x.shape[1]), np.array(spans, np.int64).reshape(-1, 2)
-    sums = np.empty((len(spans), x.shape[1]), np.float64)
-    more = (threads.where(bounds), threads.where(sums), x.data_ptr(), 4 * x.stride(0))
-    _call(POOL, (0, 0, 0), y, (len(spans), 1, x.shape[1]), more)
-    return y
+    rows, y = x.numpy(), np.empty((len(spans), x.shape[1]), np.float32)
+    for (begin, end), row in zip(spans, y, strict=True):
+        mean = np.zeros(x.shape[1])
+        for each in rows[begin:end]:
+            mean += each
+        mean /= end - begin
+        row[:] = mean / max(np.sqrt(np.add.accumulate(mean * mean)[-1]), SHORTEST)
+    return torch.from_numpy(y)
 
 
 def scatter(x: Tensor, slots: Tensor, storage: Tensor) -> None:
@@ -229,22 +234,17 @@ def _bits(value: float) -> int:
 # ---- texts ----
 
 
-def units(at: Any, worker: Any) -> None:
-    """Take units of rows until none is left. The entries are `_call`'s."""
+def unit(at: Any, nth: Any, worker: Any) -> None:
+    """Some rows. The entries are `_call`'s."""
     record = int64_at(at + ENTRIES)
-    outer, inner, n, each = record[5], record[6], record[7], record[8]
-    first = claim(at, worker) * each
-    while first >= 0:
-        for i in range(first, min(first + each, outer)):
-            for j in range(inner):
-                row(
-                    record,
-                    i,
-                    j,
-                    record[1] + i * record[2] + j * record[3],
-                    record[4] + 4 * n * (i * inner + j),
-                )
-        first = claim(at, worker) * each
+    x, x_outer, x_inner, y, outer, inner, n, each = (
+        record[1], record[2], record[3], record[4], record[5], record[6], record[7], record[8],
+    )  # fmt: skip
+    first, last = nth * each, min((nth + 1) * each, outer)
+    fetch(at, x, x_outer, first, last, min(x_outer, 8 * n * inner))
+    for i in range(first, last):
+        for j in range(inner):
+            row(record, i, j, x + i * x_outer + j * x_inner, y + 4 * n * (i * inner + j))
 
 
 def row(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
@@ -288,29 +288,25 @@ def rarer(record: Any, i: Any, x: Any, y: Any) -> None:
         clamp_row(y, n, x, x + 4 * n, alpha, limit)
     elif what == SOFTMAX:
         softmax_row(x, y, n)
-    elif what == SHARES:
+    else:
         floor = np.int32(record[9]).view(np.float32)
         divide_row(y, n, x, add(sum_row(x, n, 0), floor))
-    else:
-        bounds = int64_at(record[9] + 16 * i)
-        pool_row(record[11], record[12], bounds[0], bounds[1], record[10] + 8 * n * i, y, n)
 
 
 def head(record: Any, i: Any, j: Any, x: Any) -> None:
     """One head of one row of `qk_norm_rope`."""
     inner, n, heads = record[6], record[7], record[15]
-    y = (
-        record[4] + 4 * n * (i * heads + j)
-        if j < heads
-        else record[16] + 4 * n * (i * (inner - heads) + j - heads)
-    )
+    y, weight = record[4] + 4 * n * (i * heads + j), record[9]
+    if j >= heads:  # a key's
+        y, weight = record[16] + 4 * n * (i * (inner - heads) + j - heads), record[14]
     if record[9]:
-        norm(x, y, n, record[9] if j < heads else record[14], record[10])
+        norm(x, y, n, weight, record[10])
         x = y
     turn(x, y, n, i, record[11], record[12], record[13], 0)
 
 
 f: Any = None  # what a loop does with an element: of each `Looped` its own
+Looped: Any = namedtuple("Looped", "loop f")  # a text that other texts call like the loop
 
 
 def mapped(y: Any, n: Any, x: Any, a: Any) -> None:
@@ -341,18 +337,6 @@ def summed(x: Any, n: Any, a: Any) -> Any:
     for k in range(whole, n):
         total = f(total, float32_at(x)[k], a)
     return total
-
-
-class Looped(NamedTuple):
-    """A text of its own: `loop` with this `f`."""
-
-    loop: Any
-    f: Any
-
-
-def looped(loop: Any, f: Any) -> Any:
-    """To be called like the loop, by other texts."""
-    return Looped(loop, f)
 
 
 def scale_of(squares: Any, n: Any, eps_bits: Any) -> Any:
@@ -440,39 +424,19 @@ def angle_row(position: Any, cos: Any, sin: Any, n: Any, freqs: Any, factor_bits
         ss[k] = mul(np.float32(s), factor)
 
 
-def pool_row(x: Any, stride: Any, begin: Any, end: Any, scratch: Any, y: Any, n: Any) -> None:
-    """One row of `pool`. `scratch` has room for n float64."""
-    sums, ys = float64_at(scratch), float32_at(y)
-    for k in range(n):
-        sums[k] = 0.0
-    for r in range(begin, end):
-        xs = float32_at(x + r * stride)
-        for k in range(n):
-            sums[k] += np.float64(xs[k])
-    squares = 0.0
-    for k in range(n):
-        sums[k] = sums[k] / np.float64(end - begin)
-        squares += sums[k] * sums[k]
-    length = np.sqrt(squares)
-    if length < SHORTEST:
-        length = SHORTEST
-    for k in range(n):
-        ys[k] = np.float32(sums[k] / length)
-
-
-copy_row = looped(mapped, lambda v, _: v)
-divide_row = looped(mapped, lambda v, by: div(v, by))
-power_row = looped(mapped, lambda v, top: exp2(mul(sub(v, top), LOG2E)))
-cap_row = looped(mapped, lambda v, cap: mul(tanh(div(v, cap)), cap))
-act_row = looped(mapped, act)
-add_row = looped(paired, lambda v, w, a, b: add(v, w))
-scale_row = looped(paired, lambda v, w, scale, _: mul(mul(v, scale), w))
-centre_row = looped(paired, lambda v, w, mean, scale: mul(mul(sub(v, mean), scale), w))
-gate_row = looped(paired, lambda v, w, kind, _: mul(act(v, kind), w))
-clamp_row = looped(paired, clamped)
-sum_row = looped(summed, lambda total, v, _: add(total, v))
-square_row = looped(summed, lambda total, v, _: fma(v, v, total))
-deviate_row = looped(summed, lambda total, v, mean: fma(sub(v, mean), sub(v, mean), total))
+copy_row = Looped(mapped, lambda v, _: v)
+divide_row = Looped(mapped, lambda v, by: div(v, by))
+power_row = Looped(mapped, lambda v, top: exp2(mul(sub(v, top), LOG2E)))
+cap_row = Looped(mapped, lambda v, cap: mul(tanh(div(v, cap)), cap))
+act_row = Looped(mapped, act)
+add_row = Looped(paired, lambda v, w, a, b: add(v, w))
+scale_row = Looped(paired, lambda v, w, scale, _: mul(mul(v, scale), w))
+centre_row = Looped(paired, lambda v, w, mean, scale: mul(mul(sub(v, mean), scale), w))
+gate_row = Looped(paired, lambda v, w, kind, _: mul(act(v, kind), w))
+clamp_row = Looped(paired, clamped)
+sum_row = Looped(summed, lambda total, v, _: add(total, v))
+square_row = Looped(summed, lambda total, v, _: fma(v, v, total))
+deviate_row = Looped(summed, lambda total, v, mean: fma(sub(v, mean), sub(v, mean), total))
 INLINED = ("norm", "turn", "head", "row", "scale_of", "add_row", "scale_row", "square_row")
 
 
@@ -484,4 +448,4 @@ def work() -> Any:
         if isinstance(text, Looped):
             own = {**names, "f": njit(**OPTIONS)(relinked(text.f, names))}
             names[name] = njit(**OPTIONS, forceinline=name in INLINED)(relinked(text.loop, own))
-    return threads.c_function("row", relinked(units, names))
+    return threads.kernel("row", names["unit"])

@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from lockstep.kernels.cpu import sample, threads
 from lockstep.kernels.cpu.lanes import float32_at, float64_at, int64_at
 from lockstep.kernels.cpu.sample import choose, describe
-from lockstep.kernels.cpu.threads import ENTRIES, claim
+from lockstep.kernels.cpu.threads import ENTRIES, empty, where
 from lockstep.sample import formulas
 from lockstep.sample.formulas import FLOATS, INTS
 
@@ -32,20 +31,19 @@ def sample_tokens(
     """A token for every row, and what became of it. A row's own numbers say whether it is cut."""
     rows, vocab = logits.shape
     workers = worth(rows, vocab)
-    scratch = torch.empty(workers, vocab)
-    tokens, states = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)
-    arrays = (logits, floats, ints, scratch, tokens, states)
-    _run(CHOOSE, arrays, rows, (vocab, 0), workers)
+    tokens, states = empty(rows, dtype=np.int64), empty(rows, dtype=np.int64)
+    settings, scratch = (where(floats), where(ints)), threads.memory(4 * vocab, workers)
+    addresses = (where(logits), *settings, scratch, where(tokens), where(states))
+    _run(CHOOSE, addresses, rows, (vocab, 0), workers)
     return tokens, states
 
 
 def compute_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of every row's token, and the k best with theirs."""
     rows, vocab = logits.shape
-    chosen, top = torch.empty(rows), torch.empty(rows, k)
-    token_ids, top_ids = token_ids.contiguous(), torch.empty(rows, k, dtype=torch.int64)
-    arrays = (logits, token_ids, chosen, top_ids, top, logits)
-    _run(DESCRIBE, arrays, rows, (vocab, k), worth(rows, vocab))
+    chosen, top, top_ids = empty(rows), empty(rows, k), empty(rows, k, dtype=np.int64)
+    arrays = (logits, token_ids.contiguous(), chosen, top_ids, top, logits)
+    _run(DESCRIBE, [where(each) for each in arrays], rows, (vocab, k), worth(rows, vocab))
     return chosen, top_ids, top
 
 
@@ -54,31 +52,28 @@ def worth(rows: int, vocab: int) -> int:
     return threads.team(rows, rows * vocab * LOGIT_NS)
 
 
-def _run(what: int, arrays: Sequence[Any], rows: int, sizes: Sequence[int], workers: int) -> None:
-    entries = [what, *map(threads.where, arrays), *sizes]
+def _run(
+    what: int, addresses: Sequence[int], rows: int, sizes: Sequence[int], workers: int
+) -> None:
+    entries = (what, *addresses, *sizes)
     threads.run(compiled(), entries, rows, workers, rows * sizes[0] * LOGIT_NS)
 
 
-def units(at: Any, worker: Any) -> None:
-    """Do rows until none is left. The entries: what to do, six addresses, vocabulary, best few."""
+def unit(at: Any, r: Any, worker: Any) -> None:
+    """One row. The entries: what to do, six addresses, vocabulary, best few."""
     record = int64_at(at + ENTRIES)
     vocab, few = record[7], record[8]
-    r = claim(at, worker)
-    while r >= 0:
-        x = carray(float32_at(record[1] + 4 * vocab * r), vocab)
-        if record[0] == CHOOSE:
-            scratch = carray(float32_at(record[4] + 4 * vocab * worker), vocab)
-            floats = carray(float64_at(record[2] + 8 * FLOATS * r), FLOATS)
-            ints = carray(int64_at(record[3] + 8 * INTS * r), INTS)
-            int64_at(record[5])[r], int64_at(record[6])[r] = choose(x, scratch, floats, ints)
-        else:
-            chosen = carray(float32_at(record[3] + 4 * r), 1)
-            top_ids, top_logs = (
-                carray(int64_at(record[4] + 8 * few * r), few),
-                carray(float32_at(record[5] + 4 * few * r), few),
-            )
-            describe(x, int64_at(record[2])[r], chosen, top_ids, top_logs)
-        r = claim(at, worker)
+    x = carray(float32_at(record[1] + 4 * vocab * r), vocab)
+    if record[0] == CHOOSE:
+        scratch = carray(float32_at(record[4] + 4 * vocab * worker), vocab)
+        floats = carray(float64_at(record[2] + 8 * FLOATS * r), FLOATS)
+        ints = carray(int64_at(record[3] + 8 * INTS * r), INTS)
+        int64_at(record[5])[r], int64_at(record[6])[r] = choose(x, scratch, floats, ints)
+    else:
+        chosen = carray(float32_at(record[3] + 4 * r), 1)
+        top_ids = carray(int64_at(record[4] + 8 * few * r), few)
+        top_logs = carray(float32_at(record[5] + 4 * few * r), few)
+        describe(x, int64_at(record[2])[r], chosen, top_ids, top_logs)
 
 
 def build(cache: bool, **replaced: Callable[..., Any]) -> Any:
@@ -89,7 +84,7 @@ def build(cache: bool, **replaced: Callable[..., Any]) -> Any:
         "float_of": threads.njit(lambda i: np.int64(i).view(np.float64)),
     }
     names = threads.linked({**vars(formulas), **vars(sample), **globals(), **own}, replaced)
-    return threads.c_function("sampling", threads.relinked(units, names), cache)
+    return threads.kernel("sampling", names["unit"], cache)
 
 
 @functools.cache

@@ -2,13 +2,13 @@
 
 A call is a C function `void f(int64 record, int64 worker)` that claims units of work until none is
 left: those of its own share first, then those of others that are not begun (`claim`). The caller,
-worker 0, runs it itself; helpers that it invites and that are awake run it too. A helper enters
-through the call's gate: while it is inside the caller waits for it, and a helper that the system
-did not wake in time finds the gate closed and has missed nothing. So a busy machine makes a call
-slower, never stuck behind a thread that has no processor.
+worker 0, runs it itself; helpers that it invites and that are awake run it too. A helper says that
+it is inside and looks whether the call is still open: while it is inside the caller waits for it,
+and a helper that the system did not wake in time finds the call closed and has missed nothing. So a
+busy machine makes a call slower, never stuck behind a thread that has no processor.
 
-Several threads may call at once: each call has a desk, with a gate of its own, and callers share
-the helpers. A call gets as many threads as its work is worth, at most as many as torch has
+Several threads may call at once: each call has a desk of its own, and callers share the helpers. A
+call gets as many threads as its work is worth, at most as many as torch has
 (`torch.set_num_threads`, which nobody here changes) or as `limited` says for the calling thread.
 
 The interpreter's lock is released in turns, as the interpreter itself does it. Who takes it back
@@ -35,19 +35,29 @@ import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba.extending import intrinsic
 from torch import Tensor
 
 from lockstep.kernels.cpu.cache import announced, cached_here
-from lockstep.kernels.cpu.lanes import I64, address, at, call_ir, int64_at, types
+from lockstep.kernels.cpu.lanes import (
+    I64,
+    at,
+    call_ir,
+    int64_at,
+    integers,
+    ir_function,
+    prefetch,
+    types,
+)
 from lockstep.kernels.cpu.loops import TARGET
 
 njit: Any = numba.njit
+LIBRARY = ctypes.CDLL(None)
 # no zero-division checks, not for Python
 OPTIONS = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
-THREAD_NS = 5_000  # of work that are worth one more thread
+THREAD_NS = 2_000  # of work that are worth one more thread
 STREAM_NS = 6_000_000  # a longer call reads more than the caches hold: its units go in order
+NEAR_BYTES = 2048  # of a row that are asked for ahead; the processor itself sees what follows
 TURN_NS = 4_000_000  # a thread keeps the interpreter's lock so long: less than those who wait do
 
 # A record: these words, and from byte ENTRIES on what the work reads. TEAM is how many threads may
@@ -59,84 +69,63 @@ ENTRIES = 64
 # The board, which callers and helpers share: int64 words in lines of 64 bytes. What different
 # threads write lies in different lines.
 LINE = 8  # words
-LEAVE, USLEEP, YIELD, ACTIVE = 0, 1, 2, LINE  # ACTIVE: calls under way
-DESKS = 8  # calls that can have helpers at once; a helper's invitations are one line
+LEAVE, USLEEP, YIELD = range(3)
+ACTIVE, CALLS = LINE, LINE + 1  # calls under way, and so far
+DESKS = 8  # calls that can have helpers at once
 DESK = 2 * LINE  # where the desks begin; each has two lines
-GATE, TAKEN, RECORD, FIRST, CALLS = 0, LINE, LINE + 1, LINE + 2, LINE + 3  # words of a desk
-INBOX = DESK + DESKS * 2 * LINE  # where the helpers' lines begin: invitations, and those seen
+CALL, RECORD, TAKEN = 0, 1, LINE  # words of a desk
+INSIDE = DESK + DESKS * 2 * LINE  # where the helpers' lines begin: the call that one is inside of
 MOST_HELPERS = 255
-BOARD_LEN = INBOX + MOST_HELPERS * 2 * LINE
+BOARD_LEN = INSIDE + MOST_HELPERS * LINE
 
-OPEN = 1 << 40  # the gate's value is OPEN, while it is, plus the number of helpers inside
-LOOKS = 2000  # glances at the inbox without pause, about 0.1 ms
+# A call's number names it and says whom it invites: helpers FIRST, FIRST + 1, ..., so many.
+SERIAL, FIRST, BYTE = 16, 8, 255  # bits below the serial number, and below the first helper's
+LOOKS = 2000  # glances at the desks without pause, about 0.1 ms
 YIELDS = 4000  # glances after which whoever waits for this processor has it, 1 ms if nobody does
 SHORT_NAPS, SHORT_US, LONG_US = 200, 50, 2000
 
 
 # ---- what compiled code does with memory that threads share ----
 
-
-def _atomic(operation: str, after: bool) -> Any:
-    """An atomic change of the int64 at an address: the value after or before."""
-
-    def typed(typingctx: Any, place: Any, amount: Any) -> Any:
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            before = builder.atomic_rmw(operation, at(builder, args[0]), args[1], "seq_cst")
-            return builder.add(before, args[1]) if after else before
-
-        return types.int64(types.int64, types.int64), emit
-
-    return intrinsic(typed)
+PLACE_AND_NUMBER = (types.int64, types.int64)
 
 
-def _look(typingctx: Any, place: Any) -> Any:
-    """The int64 at address `place`, which others change."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.load_atomic(at(builder, args[0]), "seq_cst", 8, typ=I64)
-
-    return types.int64(types.int64), emit
+@ir_function(types.int64(*PLACE_AND_NUMBER))
+def fetch_add(builder: Any, place: Any, amount: Any) -> Any:
+    """The int64 at an address, to which `amount` is added."""
+    return builder.atomic_rmw("add", at(builder, place), amount, "seq_cst")
 
 
-def _put(typingctx: Any, place: Any, value: Any) -> Any:
-    """The int64 at address `place`, which others look at, becomes `value`."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        place = builder.inttoptr(args[0], I64.as_pointer())
-        builder.store_atomic(args[1], place, "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit
+@ir_function(types.int64(*PLACE_AND_NUMBER))
+def exchange(builder: Any, place: Any, value: Any) -> Any:
+    """The int64 at an address, which becomes `value`."""
+    return builder.atomic_rmw("xchg", at(builder, place), value, "seq_cst")
 
 
-def _invoke(typingctx: Any, function: Any, a: Any, b: Any) -> Any:
-    """Call the C function at address `function`, of two int64 numbers, or of the first alone."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [I64, I64])
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), emit
+@ir_function(types.int64(types.int64))
+def look(builder: Any, place: Any) -> Any:
+    """The int64 at an address, which others change."""
+    return builder.load_atomic(at(builder, place), "seq_cst", 8, typ=I64)
 
 
-def _breathe(typingctx: Any) -> Any:
+@ir_function(types.void(*PLACE_AND_NUMBER))
+def put(builder: Any, place: Any, value: Any) -> None:
+    """The int64 at an address, which others look at, becomes `value`."""
+    builder.store_atomic(value, builder.inttoptr(place, I64.as_pointer()), "release", 8)
+
+
+@ir_function(integers(3))
+def invoke(builder: Any, function: Any, a: Any, b: Any) -> None:
+    """Call the C function at an address, of two int64 numbers, or of the first alone."""
+    kind = ir.FunctionType(ir.VoidType(), [I64, I64])
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [a, b])
+
+
+@ir_function(types.void())
+def breathe(builder: Any) -> None:
     """Tell the processor that this thread is waiting."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        if TARGET[0].startswith("x86_64"):
-            call_ir(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
-        return context.get_dummy_value()
-
-    return types.void(), emit
-
-
-change: Any = _atomic("add", after=True)
-exchange: Any = _atomic("xchg", after=False)
-look: Any = intrinsic(_look)
-put: Any = intrinsic(_put)
-invoke: Any = intrinsic(_invoke)
-breathe: Any = intrinsic(_breathe)
+    if TARGET[0].startswith("x86_64"):
+        call_ir(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
 
 
 # ---- texts ----
@@ -146,41 +135,40 @@ def call(at: Any) -> None:
     """Run the record's work on this thread and on helpers, a TEAM of the POOL that there is; when
     others call too, on a fair share of them."""
     head = int64_at(at)
-    work, pool, board = head[WORK], head[POOL], head[BOARD]
+    work, pool, board, counters = head[WORK], head[POOL], head[BOARD], int64_at(head[COUNTERS])
     if head[TEAM] == 1:
-        int64_at(head[COUNTERS])[0] = 0
+        counters[0] = 0
         invoke(work, at, 0)
         return
-    share = (pool + 1) // change(board + 8 * ACTIVE, 1)
-    helpers = min(head[TEAM], share) - 1
-    head[TEAM] = max(helpers, 0) + 1
+    share = (pool + 1) // (fetch_add(board + 8 * ACTIVE, 1) + 1)
+    helpers = max(min(head[TEAM], share) - 1, np.int64(0))
+    head[TEAM] = helpers + 1
     head[SHARES] = min(head[SHARES], head[TEAM])
     for number in range(head[SHARES]):
-        int64_at(head[COUNTERS])[LINE * number] = 0
+        counters[LINE * number] = 0
     number, desk = np.int64(0), board + 8 * DESK
     while number < DESKS and helpers > 0 and exchange(desk + 8 * TAKEN, 1) != 0:
         number += 1
         desk += 16 * LINE
-    if number == DESKS or helpers <= 0:
+    if number == DESKS or helpers == 0:
         invoke(work, at, 0)  # and all shares are its own
     else:
-        words, gate, calls = int64_at(desk), desk + 8 * GATE, int64_at(desk)[CALLS] + 1
-        first = number * share % pool  # other desks invite other helpers first
-        words[RECORD], words[FIRST], words[CALLS] = at, first, calls
-        change(gate, OPEN)
-        for i in range(helpers):
-            put(board + 8 * (INBOX + 2 * LINE * ((first + i) % pool) + number), calls)
+        first = min(number * share, pool - helpers)  # other desks invite other helpers
+        this = (fetch_add(board + 8 * CALLS, 1) + 1) << SERIAL | first << FIRST | helpers
+        int64_at(desk)[RECORD] = at
+        put(desk + 8 * CALL, this)
         invoke(work, at, 0)
-        inside, looks = change(gate, -OPEN), np.int64(0)
-        while inside & (OPEN - 1):
-            if looks < LOOKS:
-                breathe()
-            else:  # the helper has lost its processor: it may have this one
-                invoke(int64_at(board)[YIELD], 0, 0)
-            looks += 1
-            inside = look(gate)
+        exchange(desk + 8 * CALL, 0)  # from here on nobody comes in
+        for helper in range(first, first + helpers):
+            looks = 0
+            while look(board + 8 * (INSIDE + LINE * helper)) == this:
+                if looks < LOOKS:
+                    breathe()
+                else:  # the helper has lost its processor: it may have this one
+                    invoke(int64_at(board)[YIELD], 0, 0)
+                looks += 1
         put(desk + 8 * TAKEN, 0)
-    change(board + 8 * ACTIVE, -1)
+    fetch_add(board + 8 * ACTIVE, -1)
 
 
 @njit(error_model="numpy")
@@ -192,37 +180,57 @@ def claim(at: Any, worker: Any) -> Any:
         whose = (worker + i) % shares
         counter, share = counters + 8 * LINE * whose, (units - whose + shares - 1) // shares
         if look(counter) < share:
-            nth = change(counter, 1) - 1
+            nth = fetch_add(counter, 1)
             if nth < share:
                 return nth * shares + whose
     return np.int64(-1)
 
 
+@njit(**OPTIONS)
+def fetch(at: Any, rows: Any, stride: Any, first: Any, last: Any, nbytes: Any) -> None:
+    """Ask for rows [first, last), of so many bytes, that a unit will read: in a call of several
+    threads they lie in the caches of those who wrote them."""
+    if int64_at(at)[TEAM] > 1:
+        for row in range(first, last):
+            for byte in range(0, min(nbytes, NEAR_BYTES), 8 * LINE):
+                prefetch(rows + row * stride + byte)
+
+
+unit: Any = None  # (at, nth, worker): the n-th unit of a call, of each kernel its own
+
+
+def units(at: Any, worker: Any) -> None:
+    """What a thread does in a call: units of a kernel until none is left."""
+    nth = claim(at, worker)
+    while nth >= 0:
+        unit(at, nth, worker)
+        nth = claim(at, worker)
+
+
 def serve(board: Any, index: Any) -> None:
-    """What a helper does, until it shall leave: answers every invitation once, if the gate of that
-    very call is still open. Without invitations it looks for them without pause for a moment, then
-    as long as nobody else wants its processor, and then takes naps that grow longer.
+    """What a helper does, until it shall leave: answers every invitation once, if that very call
+    is still open when it has said that it is inside. Without invitations it looks for them without
+    pause for a moment, then as long as nobody else wants its processor, and then takes naps that
+    grow longer.
 
     Its worker's number is one of the call's, and in the next call of the same thread the same: what
     it left in that worker's memory is in its own cache.
     """
-    inbox = board + 8 * (INBOX + 2 * LINE * index)
-    seen = int64_at(inbox + 8 * LINE)
-    idle: Any = np.int64(0)
+    inside = board + 8 * (INSIDE + LINE * index)
+    last, idle = np.int64(0), np.int64(0)
     while look(board + 8 * LEAVE) == 0:
         idle += 1
         for number in range(DESKS):
-            invited = look(inbox + 8 * number)
-            if invited != seen[number]:
-                seen[number], idle = invited, 0
-                desk = int64_at(board + 8 * (DESK + 2 * LINE * number))
-                gate = address(desk) + 8 * GATE
-                if look(gate) & OPEN:
-                    if change(gate, 1) & OPEN and desk[CALLS] == invited:
-                        record = int64_at(desk[RECORD])
-                        worker = 1 + (index + record[POOL] - desk[FIRST]) % record[POOL]
-                        invoke(record[WORK], desk[RECORD], worker)
-                    change(gate, -1)
+            desk = board + 8 * (DESK + 2 * LINE * number)
+            this = look(desk + 8 * CALL)
+            worker = 1 + index - (this >> FIRST & BYTE)
+            if this > last and 1 <= worker <= this & BYTE:
+                last, idle = this, np.int64(0)
+                exchange(inside, this)
+                if look(desk + 8 * CALL) == this:
+                    record = int64_at(desk)[RECORD]
+                    invoke(int64_at(record)[WORK], record, worker)
+                put(inside, 0)
         if idle > LOOKS + YIELDS + SHORT_NAPS:
             invoke(int64_at(board)[USLEEP], LONG_US, 0)
         elif idle > LOOKS + YIELDS:
@@ -245,10 +253,8 @@ class Helpers:
 
     def reset(self) -> None:
         """Nobody helps."""
-        self.board = np.zeros(BOARD_LEN + LINE, np.int64)
-        self.address = (where(self.board) + 63) // 64 * 64
-        self.words = self.board[(self.address - where(self.board)) // 8 :]
-        library = ctypes.CDLL(None)
+        self.board, self.address = aligned(8 * BOARD_LEN)
+        self.words, library = (ctypes.c_int64 * BOARD_LEN).from_address(self.address), LIBRARY
         for word, function in ((USLEEP, library.usleep), (YIELD, library.sched_yield)):
             self.words[word] = ctypes.cast(function, ctypes.c_void_p).value or 0
         self.threads: list[threading.Thread] = []
@@ -279,23 +285,23 @@ class Helpers:
 class Own(threading.local):
     """What every calling thread has of its own."""
 
-    limit: int | None = None  # of its threads, while `limited`
-    turn_ns = 0  # when it released the interpreter's lock the last time
-    lines, counters = np.empty(0, np.int64), 0  # of its calls' counters; where they begin
-    memory, address = np.empty(0, np.uint8), 0  # of its workers; the first that is a multiple of 64
+    def __init__(self) -> None:
+        self.limit: int | None = None  # of its threads, while `limited`
+        self.turn_ns = 0  # when it released the interpreter's lock the last time
+        self.lines, self.counters = aligned(8 * LINE * (MOST_HELPERS + 1))  # of its calls
+        self.memory, self.address = aligned(0)  # of its workers
 
 
 def run(work: Any, entries: Sequence[int], units: int, most: int, cost_ns: int) -> array[int]:
-    """One call of the compiled `work` of so many units, on at most `most` threads: a `team`.
-    `cost_ns` is about what it takes on one. `entries` are what it reads, addresses in them stay
-    valid meanwhile; returns the record, as it left it."""
-    if most > len(HELP.threads) + 1:
+    """One call of a `kernel`, of so many units, on at most `most` threads: a `team`. `cost_ns` is
+    about what it takes on one. `entries` are what it reads, addresses in them stay valid meanwhile;
+    returns the record, as it left it."""
+    helpers = len(HELP.threads)
+    if most > helpers + 1:
         HELP.want(count() - 1)
-    if not OWN.counters:
-        OWN.lines = np.zeros(LINE * (MOST_HELPERS + 2), np.int64)
-        OWN.counters = -(-where(OWN.lines) // 64) * 64
+        helpers = len(HELP.threads)
     shares = most if cost_ns < STREAM_NS else 1
-    head = (work.address, units, most, len(HELP.threads), HELP.address, OWN.counters, shares, 0)
+    head = (work.address, units, most, helpers, HELP.address, OWN.counters, shares, 0)
     record = array("q", (*head, *entries))
     if perf_counter_ns() - OWN.turn_ns + cost_ns // most < TURN_NS:
         compiled().call(record.buffer_info()[0])
@@ -315,15 +321,21 @@ def memory(each: int, team: int) -> int:
     """The address of memory for the workers of a call, `each` bytes for every one, a multiple of
     64: the calling thread's own until it asks again, whatever is in it."""
     if len(OWN.memory) < each * team + 64:
-        OWN.memory = np.empty(each * team + 64, np.uint8)
-        OWN.address = -(-where(OWN.memory) // 64) * 64
+        OWN.memory, OWN.address = aligned(each * team)
     return OWN.address
 
 
-def empty(*shape: int) -> Tensor:
-    """A new float32 tensor. Not torch's own: its operators release the interpreter's lock, however
-    short they are, and a third of them beside a thread that runs Python waits for it."""
-    return torch.from_numpy(np.empty(shape, np.float32))
+def aligned(nbytes: int) -> tuple[Any, int]:
+    """New memory, all zero, and the first address in it that is a multiple of 64: from there on it
+    has so many bytes."""
+    memory = np.zeros(nbytes + 64, np.uint8)
+    return memory, -(-where(memory) // 64) * 64
+
+
+def empty(*shape: int, dtype: Any = np.float32) -> Tensor:
+    """A new tensor. Not torch's own: its operators release the interpreter's lock, however short
+    they are, and a third of them beside a thread that runs Python waits for it."""
+    return torch.from_numpy(np.empty(shape, dtype))
 
 
 def where(array: Any) -> int:
@@ -372,14 +384,16 @@ def linked(
     return found
 
 
+def kernel(name: str, unit: Any, cache: bool = True) -> Any:
+    """What `run` takes: C code that does units of a call, with a compiled `unit(at, nth, worker)`,
+    while there are any. It lives as long as the object that comes back."""
+    return c_function(name, relinked(units, {**globals(), "unit": unit}), cache)
+
+
 def c_function(name: str, text: Callable[..., None], cache: bool = True) -> Any:
-    """`text`, a function of int64 numbers, compiled. It lives as long as the object that comes
-    back."""
-    signature = types.void(*[types.int64] * text.__code__.co_argcount)
-    with (
-        cached_here() as writable,
-        announced(f"compiling the CPU {name} kernel, once per machine ..."),
-    ):
+    """`text`, a function of int64 numbers, compiled."""
+    signature, told = integers(text.__code__.co_argcount), "once per machine ..."
+    with cached_here(name) as writable, announced(f"compiling the CPU {name} kernel, {told}"):
         return numba.cfunc(signature, cache=cache and writable, error_model="numpy")(text)
 
 

@@ -22,7 +22,10 @@ from lockstep.kernels.cpu.lanes import (
     between,
     canonical,
     div,
+    float32_at,
     fma,
+    int32_at,
+    int64_at,
     lanes_max,
     lanes_sum,
     load,
@@ -36,6 +39,7 @@ from lockstep.kernels.cpu.lanes import (
 )
 from lockstep.kernels.cpu.loops import ROWS, VECTOR_BYTES, VECTORS, scores, values
 from lockstep.kernels.cpu.stage import FLOAT32, transposed, widened
+from lockstep.kernels.cpu.threads import ENTRIES
 from lockstep.order import LANES
 from lockstep.plan.address import listed, paged
 
@@ -439,3 +443,79 @@ def run_unit(job: Any, scratch: Any, unit: Any) -> None:
         token, head = unit.begin + row // sizes.group, unit.head * sizes.group + row % sizes.group
         target = job.out + 4 * sizes.d_v * (token * sizes.heads + head)
         job.lse2[token * sizes.heads + head] = end_row(job, scratch, row, target, head)
+
+
+# ---- a call ----
+
+# Its entries: addresses of arrays up to the blocks, how many blocks there are, two more arrays, the
+# integers of Sizes, the workers' memory, bytes of each and tokens of the largest block.
+BLOCKS = 14
+SIZES = BLOCKS + 3
+MEMORY = SIZES + len(Sizes._fields)
+
+
+def padded(n: Any, unit: Any) -> Any:
+    """n rounded up to a multiple of `unit`."""
+    return (n + unit - 1) // unit * unit
+
+
+def layout(sizes: Any, rows: Any, q: Any) -> Any:
+    """Where the areas of a worker's memory begin, the first at address q, and where the last one
+    ends. `state` has five numbers per row, `spans` two; `tables` two per key."""
+    q_bytes, v_bytes = 4 * padded(sizes.d_qk, LANES), 4 * padded(sizes.d_v, LANES)
+    keys = q + rows * q_bytes
+    v = keys + 4 * sizes.d_qk * sizes.tile
+    p = v + sizes.tile * v_bytes
+    acc = p + 4 * rows * sizes.tile
+    total = acc + rows * v_bytes
+    zeros = total + rows * v_bytes
+    state = zeros + q_bytes
+    tables = state + 20 * padded(rows, LANES)
+    spans = tables + 16 * sizes.tile
+    return q, keys, v, p, acc, total, zeros, state, tables, spans, spans + 16 * rows
+
+
+def carve(sizes: Any, rows: Any, memory: Any) -> Any:
+    """The Scratch of a worker in its memory."""
+    q, keys, v, p, acc, total, zeros, state, tables, spans, _ = layout(sizes, rows, memory)
+    q_stride, v_stride = 4 * padded(sizes.d_qk, LANES), 4 * padded(sizes.d_v, LANES)
+    row = 4 * padded(rows, LANES)
+    for byte in range(0, q_stride, VECTOR_BYTES):
+        store(zeros + byte, splat(ZERO))
+    return Scratch(
+        q, keys, v, p, acc, total, zeros, q_stride, v_stride, 4 * sizes.tile,
+        float32_at(state), float32_at(state + row), float32_at(state + 2 * row),
+        float32_at(state + 3 * row), float32_at(state + 4 * row),
+        int64_at(spans), int64_at(spans + 8 * rows),
+        int64_at(tables), int64_at(tables + 8 * sizes.tile),
+    )  # fmt: skip
+
+
+def unpack(record: Any) -> Any:
+    """The KernelArgs in a call's entries. The arrays, in order: q, k, v, out, lse2, Table, Rows,
+    blocks; sink2, consts (as in attend.py)."""
+    z = SIZES
+    sizes = Sizes(
+        record[z], record[z + 1], record[z + 2], record[z + 3], record[z + 4], record[z + 5],
+        record[z + 6], record[z + 7], record[z + 8], record[z + 9], record[z + 10], record[z + 11],
+        record[z + 12],
+    )  # fmt: skip
+    consts = float32_at(record[16])
+    return KernelArgs(
+        record[0], record[1], record[2], record[3], float32_at(record[4]), int32_at(record[5]),
+        int32_at(record[6]), int32_at(record[7]), int32_at(record[8]), int32_at(record[9]),
+        int32_at(record[10]), int32_at(record[11]), int32_at(record[12]), int32_at(record[13]),
+        float32_at(record[15]), sizes, consts[0], consts[1], consts[2],
+    )  # fmt: skip
+
+
+def unit(at: Any, nth: Any, worker: Any) -> None:
+    """The n-th unit of a call, last blocks first: under causality they see the most keys. A
+    worker's share is of one kv head, where the threads divide so."""
+    record = int64_at(at + ENTRIES)
+    job = unpack(record)
+    sizes, memory = job.sizes, record[MEMORY] + worker * record[MEMORY + 1]
+    scratch = carve(sizes, record[MEMORY + 2] * sizes.group, memory)
+    block = int32_at(address(job.blocks) + 12 * (record[BLOCKS] - 1 - nth // sizes.kv_heads))
+    request, begin, end = np.int64(block[0]), np.int64(block[1]), np.int64(block[2])
+    run_unit(job, scratch, Unit(request, begin, end, nth % sizes.kv_heads))

@@ -92,7 +92,7 @@ class Ops:
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
         """Rounded, then the bias, rounded."""
-        weight, bias, gemm = packed
+        (weight, bias, gemm), x = packed, x.flatten(1)
         if gemm is None:
             y = moe.router(x, weight)
         else:
@@ -149,9 +149,10 @@ class Ops:
 
     def qk_norm_rope(
         self, x: Tensor, heads: Heads, weights: Tensor | None, cos_sin: CosSin
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """One launch."""
-        return rowwise.qk_norm_rope(x, heads, weights, *cos_sin)
+        v = x.unflatten(1, (x.shape[1] // heads.d, heads.d))[:, heads.heads + heads.kv_heads :]
+        return *rowwise.qk_norm_rope(x, heads, weights, *cos_sin), v
 
     def activate(self, x: Tensor, act: Activation) -> Tensor:
         """Elementwise."""
