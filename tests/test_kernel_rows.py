@@ -283,7 +283,7 @@ def test_a_forked_process_has_helpers_of_its_own():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-@pytest.mark.parametrize("shares", (1, 4))
+@pytest.mark.parametrize("shares", [1, 4])
 def test_a_call_does_not_wait_for_a_helper_that_is_asleep(shares):
     """Nothing is served by helpers that were told to leave: the caller does it all."""
     threads.HELP.leave()
