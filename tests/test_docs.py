@@ -71,8 +71,8 @@ def judge(said: list[api.Array], tensors: dict[str, Any]) -> None:
         tensor = tensors[array.name]
         dtypes = ("activations", "kv_dtype", "integers", str(tensor.dtype).rpartition(".")[2])
         assert isinstance(tensor, torch.Tensor) and array.dtype in dtypes, array
-        either = array.name in ("x", "y") and tensor.ndim == 3  # a norm of rows, or of their heads
-        if array.shape != "as x" and not (either and array.shape == "t, n"):
+        heads = array.name in ("x", "y") and tensor.ndim == 3  # of a norm or a GEMM
+        if array.shape != "as x" and not (heads and array.shape in ("t, n", "t, k")):
             bind(known, array.shape, tuple(tensor.shape))
 
 
