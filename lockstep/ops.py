@@ -216,6 +216,11 @@ class Ops(Protocol):
         float64, rounded once: returns float32 [len(spans), n]. Outside of captured steps."""
         ...
 
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """x[rows] of x activations [n, d] and rows int32 [t], all of them there: returns
+        activations [t, d], in memory of its own."""
+        ...
+
     # ---- the cache ----
 
     def kv_write(self, storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:

@@ -126,7 +126,7 @@ class BartSpec:
             bias = weights.tensor("final_logits_bias", 1, vocab_size)[0]
         return Bart(
             ops=w.ops,
-            words=Embedding(table, math.sqrt(d) if config.scale_embedding else 1.0),
+            words=Embedding(table, w.ops, math.sqrt(d) if config.scale_embedding else 1.0),
             encoder=half(config, w.at("encoder"), "encoder"),
             decoder=half(config, w.at("decoder"), "decoder"),
             head=Linear(w.pack(table), w.ops),
@@ -140,7 +140,7 @@ def half(config: Any, w: WeightSource, side: str) -> Half:
     table = w.rows("embed_positions.weight", positions, config.d_model)
     blocks = tuple(block(config, w.at("layers", i), side, i) for i in range(layers))
     norm = layer_norm(w.at("layernorm_embedding"), config.d_model, EPS)
-    return Half(Embedding(table), norm, blocks)
+    return Half(Embedding(table, w.ops), norm, blocks)
 
 
 def block(config: Any, w: WeightSource, side: str, index: int) -> PostBlock:

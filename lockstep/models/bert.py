@@ -68,9 +68,9 @@ class BertSpec:
         return Bert(
             ops=w.ops,
             head=None,
-            words=Embedding(table.rows("word_embeddings.weight", config.vocab_size, d)),
+            words=Embedding(table.rows("word_embeddings.weight", config.vocab_size, d), w.ops),
             kind=table.rows("token_type_embeddings.weight", config.type_vocab_size, d)[0],
-            positions=Embedding(table.rows("position_embeddings.weight", positions, d)),
+            positions=Embedding(table.rows("position_embeddings.weight", positions, d), w.ops),
             norm=norm(table, "LayerNorm", config),
             blocks=tuple(block(config, layers.at(i), i) for i in range(config.num_hidden_layers)),
         )

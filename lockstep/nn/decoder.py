@@ -165,7 +165,7 @@ class DecoderSpec:
             ops=w.ops,
             head=head,
             spec=self,
-            embedding=Embedding(table, self.embed_scale),
+            embedding=Embedding(table, w.ops, self.embed_scale),
             blocks=tuple(blocks),
             norm=norm,
         )

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lockstep.ops import Ops
 from lockstep.types import RuleError
@@ -21,10 +20,11 @@ class Embedding:
     """weight [vocab, d]; ids [T] → [T, d], times `scale`."""
 
     weight: Tensor
+    ops: Ops
     scale: float = 1.0
 
     def __call__(self, ids: Tensor) -> Tensor:
-        hidden = F.embedding(ids, self.weight)
+        hidden = self.ops.take_rows(self.weight, ids)
         if self.scale == 1.0:
             return hidden
         return hidden * torch.tensor(self.scale, dtype=hidden.dtype)

@@ -76,6 +76,11 @@ class ImageLayout:
         return self._places[-1][-1][1]
 
     @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Of every group alone."""
+        return tuple(self.bucket.of(g) for g in range(len(self.specs)))
+
+    @cached_property
     def _places(self) -> list[list[tuple[int, int]]]:
         """Where arrays begin and what is behind them: the rows', then every group's."""
         at, out = aligned(_header_len(len(self.specs))), list[list[tuple[int, int]]]()

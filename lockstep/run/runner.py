@@ -151,7 +151,7 @@ class Runner:
                 ids = resolved(ids, self.sampled)
             out = kind.forward(ids, positions, step, *wanted)
             hidden, *layers = out if wanted else (out,)
-            output = StepOutput(hidden, emitted(hidden, views[0]), tuple(layers))
+            output = StepOutput(hidden, emitted(self.ops, hidden, views[0]), tuple(layers))
             if not settings:
                 return output
             logits = kind.model.logits(output.emitted)
@@ -215,7 +215,7 @@ class Runner:
     def _all(self, layout: ImageLayout, variants: Variants) -> list[tuple[Hashable, ...]]:
         """Per group, the launches that serve a step: its own first, then wider ones."""
         each = enumerate(zip(layout.specs, variants, strict=True))
-        return [(v, *self.backend.wider(s, layout.bucket.of(g), v)) for g, (s, v) in each]
+        return [(v, *self.backend.wider(s, layout.buckets[g], v)) for g, (s, v) in each]
 
     def _recorded(self, signature: Signature, launch: Callable[[], StepOutput]) -> StepOutput:
         """A launch that is new is recorded, a known one replayed."""
@@ -235,9 +235,9 @@ def inputs(rows: PlanArrays) -> tuple[Tensor, Tensor]:
     return rows.ids, rows.positions
 
 
-def emitted(hidden: Tensor, rows: PlanArrays) -> Tensor:
+def emitted(ops: Ops, hidden: Tensor, rows: PlanArrays) -> Tensor:
     """The rows that the plan emits, and those that pad them."""
-    return hidden.index_select(0, rows.emit)
+    return ops.take_rows(hidden, rows.emit)
 
 
 def resolved(ids: Tensor, sampled: Tensor) -> Tensor:

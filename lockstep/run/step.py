@@ -87,7 +87,7 @@ def handles_of(
 ) -> tuple[Any, ...]:
     """What `attend` takes, per group."""
     groups = enumerate(zip(layout.specs, views, variants, strict=True))
-    return tuple([backend.bind(s, layout.bucket.of(g), own, v) for g, (s, own, v) in groups])
+    return tuple([backend.bind(s, layout.buckets[g], own, v) for g, (s, own, v) in groups])
 
 
 def bind(

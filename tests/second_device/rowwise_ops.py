@@ -174,6 +174,9 @@ class Ops:
         means = torch.stack([sum(x[a:b].double()) / (b - a) for a, b in spans])
         return torch.stack([F.normalize(mean, dim=0) for mean in means]).float()
 
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        return torch.stack([x[row] for row in rows.tolist()]) if len(rows) else x[:0].clone()
+
     # ---- the cache
 
     def kv_write(self, storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:

@@ -19,6 +19,12 @@ from lockstep.types import KV_FORMATS, Choice
 LARGEST = {getattr(torch, f.torch_name): f.largest for f in KV_FORMATS.values() if f.largest}
 
 
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """By numpy, on this thread: torch's own threads look for more work for milliseconds, on the
+    processors that our helpers need."""
+    return torch.from_numpy(x.numpy().take(rows.numpy(), 0))
+
+
 def kv_write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
     """Divided by the scale, clamped to the format's range, rounded once."""
     plain = storage.dtype is torch.float32 and scale == 1.0 and values.stride(2) == 1
@@ -71,6 +77,7 @@ class Ops:
     clamped_swiglu = staticmethod(rows.clamped_swiglu)
     soft_cap = staticmethod(rows.soft_cap)
     pool = staticmethod(rows.pool)
+    take_rows = staticmethod(take_rows)
     kv_write = staticmethod(kv_write)
     kv_move = staticmethod(kv_move)
     sample_tokens = staticmethod(sample_rows.sample_tokens)

@@ -175,6 +175,10 @@ class Ops:
         bounds = torch.tensor(spans, dtype=torch.int64, device=x.device).view(-1, 2)
         return rowwise.pool(x, bounds)
 
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Torch's own."""
+        return x.index_select(0, rows)
+
     # ---- the cache ----
 
     def kv_write(self, storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:

@@ -32,7 +32,7 @@ RELATED = ("lockstep-frozen-slots", "sglang-32555")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def emitted(hidden: Any, rows: Any) -> Any:
+    def emitted(ops: Any, hidden: Any, rows: Any) -> Any:
         return hidden[torch.from_numpy(rows.emit.numpy().astype("int64"))]
 
     return emitted
