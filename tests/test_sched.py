@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -119,6 +120,20 @@ def alone(ask: RequestSpec, index: int) -> list[int]:
     return tokens[len(ask.prompt) :]
 
 
+@cache
+def following(ask: RequestSpec, index: int) -> list[int]:
+    """Prompt and completion, and what would come behind it, as far as anybody asked."""
+    return list(ask.prompt)
+
+
+def text(ask: RequestSpec, index: int, length: int) -> list[int]:
+    """The first tokens of a request."""
+    tokens = following(ask, index)
+    while len(tokens) < length:
+        tokens.append(sample(ask, tokens, index)[0])
+    return tokens[:length]
+
+
 def proposed(request: Request) -> DraftTree:
     """Two branches behind the last token: what comes next, mostly, and something else."""
     ask, tokens = request.spec, list(request.tokens)
@@ -187,9 +202,10 @@ class World:
         return done
 
     def known(self, piece: Piece) -> list[int]:
-        """The tokens of a request before those that the piece samples."""
+        """The tokens of a request before those that the piece samples; nobody asks the request for
+        them, which would take it out of the columns."""
         request = piece.request
-        tokens = [self.last[-1 - t] if t < 0 else t for t in request.tokens[: piece.known_len]]
+        tokens = text(request.spec, request.index, piece.known_len)
         whole = request.spec.embed or piece.rows.cross_new or piece.rows.parents is not None
         begin = piece.cached_len
         ids = [self.last[-1 - t] if t < 0 else t for t in piece.ids]

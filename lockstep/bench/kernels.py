@@ -47,7 +47,7 @@ DONE = {
     "kept batch": "kept where it pays",
 }
 EPS, OPS = 1e-6, Ops()
-STEADY, KEPT = "sched.scheduler:Scheduler._steady_until_len", "sched.scheduler:Scheduler._batch_of"
+STEADY, KEPT = "sched.scheduler:Scheduler._until_len", "sched.scheduler:Scheduler._batch"
 WORTH = "kernels.cpu.threads:THREAD_NS"
 Pair = tuple[Callable[[], object], Callable[[], object]]  # on and off
 
@@ -116,7 +116,7 @@ def switches(sizes: Sizes) -> Iterator[tuple[str, str, Measure, Measure]]:
     case, host = f"host, {sizes.host[0]} requests", partial(host_s, sizes)
     for name, where, new in (
         ("steady_until_len", STEADY, lambda *_: 0),
-        ("kept batch", KEPT, lambda _, rows: Batch(rows)),
+        ("kept batch", KEPT, lambda _, builder: Batch(tuple(builder.rows))),
     ):
         yield name, case, within(nullcontext, host), within(partial(replaced, where, new), host)
 

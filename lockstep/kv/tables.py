@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from lockstep.kv.pages import PagePool
 from lockstep.plan import address, build
-from lockstep.plan.step import Ints, frozen, ints
+from lockstep.plan.step import frozen, ints
 from lockstep.types import GroupSpec, Layout, RuleError
 
 Int32s = NDArray[np.int32]
+SPARE = 16  # pages that a table's array has room for, behind those that it was made with
 
 
 class Table:
@@ -37,8 +38,8 @@ class Table:
         self._moves: list[list[tuple[int, int]]] = self._lists()
         # the parent's pages that a fork's pending moves read: held until then
         self._sources: list[list[int]] = self._lists()
-        # `_pages` as plans take them, once somebody asked
-        self._ids: list[Ints | None] = [None] * len(self.specs)
+        # `_pages` as plans take them, once somebody asked, and room for more
+        self._ids: list[Int32s | None] = [None] * len(self.specs)
         # what `pages` and `views` answered last, until something changes
         self._views: dict[Any, Any] = {}
         self.pending = False  # keys are still to be moved to their places by the next step
@@ -79,23 +80,29 @@ class Table:
     def reserve(self, kv_len: int, nodes: int = 0, cross_len: int = 0) -> None:
         """Pages for `kv_len` keys, `nodes` tree nodes and `cross_len` encoder keys: in all groups
         or, with OutOfPages, in none."""
-        needs = [(g, pool, self._need(g, kv_len, nodes, cross_len)) for g, pool in self._cached]
-        wanted = [(g, pool, *need) for g, pool, need in needs if any(need)]
-        taken: list[list[int]] = []
+        taken: list[tuple[int, PagePool, int, list[int]]] = []
         try:
-            for _, pool, pages, scratch in wanted:
-                taken.append(pool.take(pages + scratch))
+            for g, pool in self._cached:
+                pages, scratch = self._need(g, kv_len, nodes, cross_len)
+                if pages or scratch:
+                    taken.append((g, pool, pages, pool.take(pages + scratch)))
         except Exception:
-            for (_, pool, _, _), got in zip(wanted, taken, strict=False):
+            for _, pool, _, got in taken:
                 pool.give(got)
             raise
-        for (g, _, pages, _), got in zip(wanted, taken, strict=True):
-            ids = self._ids[g]
-            if ids is not None:
-                self._ids[g] = frozen(np.concatenate((ids, ints(got[:pages]))))
-            self._pages[g] += got[:pages]
+        for g, _, pages, got in taken:
+            self._append(g, got[:pages])
             self._scratch[g] += got[pages:]
             self._views.clear()
+
+    def _append(self, g: int, pages: list[int]) -> None:
+        """Behind what is there; an array that was handed out does not see it."""
+        ids, begin, end = self._ids[g], len(self._pages[g]), len(self._pages[g]) + len(pages)
+        if ids is not None and end <= len(ids):
+            ids[begin:end] = pages
+        else:
+            self._ids[g] = None
+        self._pages[g] += pages
 
     def needs(self, kv_len: int, nodes: int = 0, cross_len: int = 0) -> list[int]:
         """Pages that such a reservation would take, per group."""
@@ -109,8 +116,9 @@ class Table:
         spec = self.specs[g]
         if spec.layout is Layout.FRESH:
             return 0, 0
-        keys, nodes = (cross_len, 0) if spec.layout is Layout.CROSS else (kv_len, nodes)
-        pages = pages_for(keys, spec) - self.first_pos[g] // spec.page_size - len(self._pages[g])
+        if spec.layout is Layout.CROSS:
+            kv_len, nodes = cross_len, 0
+        pages = pages_for(kv_len - self.room(g, 0), spec)
         scratch = pages_for(nodes, spec) - len(self._scratch[g])
         return max(0, pages), max(0, scratch)
 
@@ -199,12 +207,15 @@ class Table:
             return None
         view = self._views.get(g)
         if view is None:
-            ids = self._ids[g]
+            ids, count = self._ids[g], len(self._pages[g])
             if ids is None:
-                ids = self._ids[g] = ints(self._pages[g])
+                ids = self._ids[g] = np.zeros(count + SPARE, np.int32)
+                ids[:count] = self._pages[g]
             scratch = ints(self._scratch[g]) if self._scratch[g] else build.NO_PAGES
             moves = ints(np.array(self._moves[g], np.int32)) if self._moves[g] else build.NO_MOVES
-            view = self._views[g] = build.RequestPages(ids, self.first_pos[g], scratch, moves)
+            view = self._views[g] = build.RequestPages(
+                frozen(ids[:count]), self.first_pos[g], scratch, moves
+            )
         return view
 
     def views(self, groups: tuple[int, ...]) -> tuple[build.RequestPages | None, ...]:

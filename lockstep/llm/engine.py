@@ -346,8 +346,7 @@ class Engine:
 
     def _run(self, step: ScheduledStep, settings: Settings | None = None) -> StepOutput:
         """Launches a step. A negative id, -1 - k, is sample k of the step before."""
-        ids = np.array(step.ids, np.int32)
-        return self.runner.run(self._plan(step), ids, step.kind, settings)
+        return self.runner.run(self._plan(step), step.ids, step.kind, settings)
 
     def _plan(self, step: ScheduledStep) -> StepPlan:
         return build(step.kind.specs, step.work)
@@ -466,7 +465,7 @@ class Engine:
         """What the jobs get, and what the scheduler is told of every row. Nobody sees the rows of
         requests that have ended meanwhile; what could not be sampled ends its completion."""
         chosen, rows = launched.chosen, launched.rows
-        tokens, endings, accepted = None, list[Ending](), AcceptedTokens((), {})
+        tokens, endings, accepted = None, list[Ending](), AcceptedTokens.of(())
         if chosen is not None:
             errors = chosen.errors()
             endings = [Ending(rows.completions[row], "error", errors[row]) for row in errors]
@@ -491,8 +490,7 @@ class Engine:
         that bring nothing."""
         rows, completions = launched.rows, launched.rows.completions
         ids = chosen.token_ids.cpu().numpy()
-        found: list[tuple[int, ...]] = list(zip(ids.tolist(), strict=True))  # lists of one
-        kept, accepted = found.copy(), dict[int, Accepted]()
+        kept, accepted = dict[int, tuple[int, ...]](), dict[int, Accepted]()
         texts: dict[int, tuple[str, ...]] = {}
         ends = np.flatnonzero((ids[:, None] == rows.end_ids).any(1)).tolist()
         ended: list[int] = []
@@ -501,19 +499,20 @@ class Engine:
         for row in {*ends, *rows.searched, *ended, *errors}:
             completion, entry = completions[row], NOTHING
             if completion.finish is None and row not in errors:
-                entry = completion.accept(found[row])
+                entry = completion.accept((int(ids[row]),))
                 texts[row] = tuple(completion.ahead)
             accepted[row] = entry
             kept[row], _ = entry.cut(completion.most - launched.begins[row])
         tokens = TokenUpdates(
             completions=completions,
             begins=launched.begins,
-            token_ids=kept,
+            token_ids=ids.tolist(),
+            others=kept,
             texts={row: text for row, text in texts.items() if completions[row].searched},
             logprobs=chosen.logprobs,
             logprob_rows=chosen.logprob_rows,
         )
-        return tokens, AcceptedTokens(found, accepted)
+        return tokens, AcceptedTokens(ids, accepted)
 
     def _publish(self, touched: list[Generation]) -> list[Generation]:
         """Text, without a lock on the engine: whoever reads a job first makes what is missing."""

@@ -219,7 +219,7 @@ class Generation:
                 rule = "tokens already generated end where their completion does"
                 raise RuleError(rule, f"{len(token_ids)}, and {len(kept)} count", "Cut them there")
             text = {0: tuple(completion.ahead)} if completion.searched else {}
-            TokenUpdates([completion], [0], [token_ids], text).write()
+            TokenUpdates([completion], [0], [0], {0: token_ids}, text).write()
             if completion.over is not None and completion.params.top_logprobs is None:
                 completion.end(completion.over)
 
@@ -290,23 +290,26 @@ class Generation:
 
 
 class TokenUpdates(NamedTuple):
-    """The tokens of a step, a column per quantity: of every completion the new ones, which follow
-    its first `begins`. By row, their text where it was searched; and their log-probabilities where
-    these are wanted: those of row `logprob_rows[i]` begin with row i of `logprobs`."""
+    """The tokens of a step, a column per quantity: of every completion a new one, which follows its
+    first `begins`; `others` are the rows that get more, or less, than one. By row, their text where
+    it was searched; and their log-probabilities where these are wanted: those of row
+    `logprob_rows[i]` begin with row i of `logprobs`."""
 
     completions: Sequence[CompletionState]
     begins: Sequence[int]
-    token_ids: Sequence[tuple[int, ...]]
+    token_ids: Sequence[int]
+    others: Mapping[int, tuple[int, ...]]
     texts: Mapping[int, tuple[str, ...]]
     logprobs: Logprobs | None = None
     logprob_rows: Sequence[int] = ()
 
     def write(self) -> None:
         """Of completions that have ended: they were written before that."""
+        others = self.others
         columns = zip(self.completions, self.begins, self.token_ids, strict=True)
-        for completion, begin, token_ids in columns:
+        for row, (completion, begin, token_id) in enumerate(columns):
             if completion.finish is None:
-                completion.token_ids[begin:] = token_ids
+                completion.token_ids[begin:] = others.get(row, (token_id,))
         for row, text in self.texts.items():
             if self.completions[row].finish is None:
                 self.completions[row].pieces[self.begins[row] :] = text
@@ -314,7 +317,7 @@ class TokenUpdates(NamedTuple):
         for first, row in enumerate(self.logprob_rows):
             completion, k = self.completions[row], self.completions[row].params.top_logprobs or 0
             if completion.finish is None and logprobs is not None:
-                at = range(first, first + len(self.token_ids[row]))
+                at = range(first, first + len(others.get(row, (0,))))
                 scores = [entry(logprobs, each, k) for each in at]
                 completion.scores.write(self.begins[row], scores)
 

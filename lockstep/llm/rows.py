@@ -83,9 +83,9 @@ class SampledRows:
             scored=tuple(scored),
         )
 
-    def positions(self, cached_lens: tuple[int, ...]) -> NDArray[np.int64]:
+    def positions(self, cached_lens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where the tokens that are chosen will stand: int64 [S]."""
-        return np.array(cached_lens, np.int64)[self.owners] + self.last_lens
+        return cached_lens[self.owners] + self.last_lens
 
 
 def sampled_completions(rows: ScheduledRows, generation: Generation) -> list[CompletionState]:

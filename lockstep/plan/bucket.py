@@ -76,8 +76,10 @@ class Buckets:
             tokens = self._round(real.tokens, "tokens")
             requests = self._round(real.requests + (tokens > real.tokens), "requests")
         pads = pad_lens(tokens - real.tokens, requests - real.requests)
-        extra = [
-            int(np.sum(-(-pads // g.spec.page_size))) if isinstance(g, PagedGroup) else 0
+        held = [
+            int(g.page_indptr[-1] + np.sum(-(-pads // g.spec.page_size)))
+            if isinstance(g, PagedGroup)
+            else 0
             for g in plan.groups
         ]
         return Bucket(
@@ -87,8 +89,8 @@ class Buckets:
             emits=self._round(real.emits, "emits"),
             tail=power(exact.tail),
             pages=tuple(
-                self._pages(n + e, requests, width, group.spec)
-                for n, e, group in zip(exact.pages, extra, plan.groups, strict=True)
+                self._pages(pages, requests, width, group.spec)
+                for pages, group in zip(held, plan.groups, strict=True)
             ),
             writes=tuple(tokens if n else 0 for n in exact.writes),
             moves=tuple(map(power, exact.moves)),

@@ -8,7 +8,7 @@ derived here. Called by the scheduler's loop, the speculative worker and the lab
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -89,8 +89,8 @@ class GroupTables:
             self.others[i] = pages
 
     def live(self, size: int, lens: Ints) -> tuple[Ints, Ints]:
-        """Up to its kv_len the pages of every request, then its scratch, behind one another, and
-        where each request's begin."""
+        """Up to its kv_len the pages of every request, then its scratch, behind one another and
+        filled up with the null page; and where each request's begin."""
         counts = -(-lens // size) - self.first_pos // size
         for i in np.flatnonzero(counts > self.counts).tolist():
             got = f"{self.counts[i]} pages of {size} for {lens[i]} keys"
@@ -102,7 +102,9 @@ class GroupTables:
             scratch = self.others[i].scratch
             page_ids = np.insert(page_ids, ends[i], scratch)
             counts[i] += len(scratch)
-        return frozen(page_ids), frozen(indptr(counts))
+        table = np.zeros(table_len(len(page_ids)), np.int32)
+        table[: len(page_ids)] = page_ids
+        return frozen(table), frozen(indptr(counts))
 
 
 class PageTables:
@@ -153,7 +155,6 @@ class BatchShape:
     parents: tuple[tuple[int, ...] | None, ...]
     cross_lens: Ints  # [B]
     encodes: bool  # rows are written to the cross groups
-    tables: list[PageTables] = field(default_factory=list)  # as the step before left them
 
     @classmethod
     def of(
@@ -203,20 +204,15 @@ class BatchShape:
         """The longest list of a row."""
         return int(self.list_lens.max(initial=0))
 
-    def page_tables(self, specs: Sequence[GroupSpec]) -> PageTables:
-        """Those of the step before, if it had the same groups."""
-        if not self.tables or self.tables[0].specs is not specs:
-            self.tables[:] = [PageTables(specs, len(self.new_lens))]
-        return self.tables[0]
-
 
 @dataclass(frozen=True, eq=False)
 class BatchWork:
     """The work of one step, a column per quantity."""
 
     shape: BatchShape
-    cached_lens: Sequence[int]  # [B]
+    cached_lens: Sequence[int] | NDArray[np.int64]  # [B]
     pages: Sequence[tuple[RequestPages | None, ...]]  # [B], per group
+    tables: PageTables | None = None  # of the batch, as the step before left them
 
     @classmethod
     def of(cls, works: Sequence[RequestWork]) -> BatchWork:
@@ -245,9 +241,9 @@ def build(specs: Sequence[GroupSpec], works: BatchWork | Sequence[RequestWork]) 
     """The plan of one step over `works`. An empty batch is legal."""
     work = works if isinstance(works, BatchWork) else BatchWork.of(works)
     shape = work.shape
-    cached_lens = np.array(work.cached_lens, np.int64)
+    cached_lens = np.asarray(work.cached_lens, np.int64)
     _check_lens(specs, work, cached_lens)
-    tables = shape.page_tables(specs)
+    tables = work.tables or PageTables(specs, len(work))
     tables.update(work.pages)
     positions = cached_lens.astype(np.int32)[shape.request] + shape.offsets
     rows = _Rows(
@@ -258,7 +254,7 @@ def build(specs: Sequence[GroupSpec], works: BatchWork | Sequence[RequestWork]) 
         tail_indptr=shape.tail_indptr,
         nodes=shape.nodes,
     )
-    groups = tuple([_group(spec, g, work, rows) for g, spec in enumerate(specs)])
+    groups = tuple([_group(g, tables, work, rows) for g in range(len(specs))])
     real = Real(len(work), len(positions), len(shape.emit))
     return StepPlan(
         q_indptr=rows.q_indptr,
@@ -270,6 +266,13 @@ def build(specs: Sequence[GroupSpec], works: BatchWork | Sequence[RequestWork]) 
         bucket=exact_bucket(real, shape, groups),
         real=real,
     )
+
+
+def table_len(pages: int) -> int:
+    """Entries of a page table that holds so many: few sizes, so that a batch that grows a page at
+    a time keeps the shape of its steps."""
+    grain = 1 << max(0, pages.bit_length() - 4)
+    return -(-pages // grain) * grain
 
 
 def indptr(lens: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
@@ -352,10 +355,11 @@ def exact_bucket(real: Real, shape: BatchShape, groups: tuple[Group, ...]) -> Bu
     )
 
 
-def _group(spec: GroupSpec, g: int, work: BatchWork, rows: _Rows) -> Group:
+def _group(g: int, all_tables: PageTables, work: BatchWork, rows: _Rows) -> Group:
+    spec, tables = all_tables.specs[g], all_tables.groups[g]
     if spec.layout is Layout.FRESH:
         return FreshGroup(spec)
-    lens, tables = kv_lens(spec, work, rows), work.shape.tables[0].groups[g]
+    lens = kv_lens(spec, work, rows)
     page_ids, page_indptr = tables.live(spec.page_size, lens)
     first_pos, tails = tables.first_pos.copy(), tail_slots(spec, g, work, rows)
     writes = write_slots(spec, work, rows, (page_ids, page_indptr, first_pos, tails))

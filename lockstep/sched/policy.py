@@ -9,9 +9,11 @@ clock: arrivals are counted. Results do not depend on any of this.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from lockstep.sched.request import Request
+if TYPE_CHECKING:
+    from lockstep.sched.request import Request
 
 HEAD_START = 64  # later arrivals that one level of priority lets a request overtake
 
@@ -23,18 +25,17 @@ def rank(request: Request) -> Rank:
     return request.arrival - HEAD_START * request.spec.priority, request.arrival, request.index
 
 
-def service_order(running: Iterable[Request], settled: int) -> Iterator[Request]:
+def waits(held_until: Any, settled: int) -> Any:
+    """Whether steps up to number `held_until` have to be settled first, if those up to `settled`
+    are. Of an int, or of an array."""
+    return held_until > settled
+
+
+def service_order(running: Iterable[Request], settled: int) -> list[Request]:
     """In which order running requests, which stand by rank, get their rows: those that miss one row
-    first, then the prompts. Nobody who has to see a step after number `settled` settled first."""
-    many: list[Request] = []
-    for request in running:
-        if request.held_until > settled:
-            continue
-        if request.cached_len >= request.steady_until_len and request.missing_len > 1:
-            many.append(request)
-        else:
-            yield request
-    yield from many
+    first, then the prompts. Nobody who waits for a step."""
+    ready = [request for request in running if not waits(request.held_until, settled)]
+    return sorted(ready, key=lambda request: request.missing_len > 1)
 
 
 def victim(

@@ -1,6 +1,6 @@
 """What the scheduler knows of a request: what was asked for (frozen), how far it is (lengths), and
 its share of a step (frozen). A batch whose requests go on decoding is one value from step to step:
-only lengths and tokens move.
+only lengths and tokens move, all at once (`decoding`).
 
 There are no modes. `len(tokens) - cached_len` rows are missing; a request that misses one row is
 what others call decoding. A token that a launched step will have sampled is there before its value:
@@ -14,13 +14,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.kv.prefix import Path, Root
 from lockstep.kv.tables import Table
-from lockstep.plan.build import BatchShape, BatchWork, RequestPages
+from lockstep.plan.build import BatchShape, BatchWork, PageTables, RequestPages
 from lockstep.run.kind import StepKind
-from lockstep.types import RuleError
+from lockstep.sched.decoding import MOVING, Column, Decoding
+from lockstep.types import GroupSpec, RuleError
 
 GroupPages = tuple[RequestPages | None, ...]  # of one request, in the groups of a kind of step
 
@@ -114,21 +118,22 @@ class Accepted(NamedTuple):
 
 
 class AcceptedTokens(NamedTuple):
-    """What a step brings, sample by sample: a list of tokens each; `others` are the samples that
-    bring more, or less, than one token of a text that goes on."""
+    """What a step brings, sample by sample: a token each; `others` are the samples that bring more,
+    or less, than one token of a text that goes on."""
 
-    token_ids: Sequence[tuple[int, ...]]
+    token_ids: Column
     others: Mapping[int, Accepted]
 
     @classmethod
     def of(cls, accepted: Sequence[Accepted]) -> AcceptedTokens:
         """From one value per sample."""
-        others = {k: each for k, each in enumerate(accepted) if each != Accepted(each[0][:1])}
-        return cls([each.token_ids for each in accepted], others)
+        plain = [each == Accepted(each.token_ids[:1]) and each.token_ids for each in accepted]
+        others = {k: each for k, each in enumerate(accepted) if not plain[k]}
+        return cls(np.array([each[0] if each else 0 for each in plain], np.int64), others)
 
     def sample(self, k: int) -> Accepted:
         """What sample k brings."""
-        return self.others[k] if k in self.others else Accepted(self.token_ids[k])
+        return self.others[k] if k in self.others else Accepted((int(self.token_ids[k]),))
 
 
 class DraftTree(NamedTuple):
@@ -156,17 +161,36 @@ class Request:
         self.encoded = not spec.encoder_ids
         self.table: Table | None = None
         self.room = 0  # keys that the pages it holds have room for, as far as was looked
-        # below this length a step computes one row, samples one token, and neither needs a page
-        # nor ends; at `block_end` its keys become matchable
-        self.steady_until_len, self.block_end = 0, 0
-        self.steady_rows = ScheduledRows(self, 0, (), 0)  # that row
-        self.steady_pages: GroupPages = ()  # and its pages, per group
         self.path: Path | None = None
         self.finish: str | None = None  # "length", "stop" or "abort"
         self.siblings: list[Request] = [self]  # all n continuations, as far as they exist
         self.launched_in = 0  # number of the step launched last that it was in
         self.held_until = 0  # number of the step that has to be settled before the next row
-        self.draft: DraftTree | None = None  # proposed for the next step
+        self._draft: DraftTree | None = None
+        # while it decodes it is a member, of this number; inside, the first tokens are kept here
+        self.members: Decoding | None = None
+        self.number = -1
+        self.known_tokens: list[int] = []
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """What moves is not here while it is inside: asking for it takes the request out."""
+            if name not in MOVING or self.members is None:
+                raise AttributeError(name)
+            self.members.leave(self)
+            return vars(self)[name]
+
+    @property
+    def draft(self) -> DraftTree | None:
+        """Proposed for the next step."""
+        return self._draft
+
+    @draft.setter
+    def draft(self, tree: DraftTree | None) -> None:
+        self._draft = tree
+        if self.members is not None:
+            self.members.leave(self)
 
     @property
     def missing_len(self) -> int:
@@ -198,6 +222,14 @@ class Request:
             return 0
         return spec.continuations if first else 1
 
+    @property
+    def decodes(self) -> bool:
+        """Whether its next row, the only one that is missing, samples one token and nothing else is
+        wanted of it."""
+        spec = self.spec
+        begun = self.missing_len == 1 and len(self.tokens) > len(spec.prompt)
+        return begun and self.scored_len >= self.score_end and spec.max_new_tokens > 0
+
     def emits(self, new_len: int) -> int:
         """How many rows a piece of `new_len` rows emits."""
         return len(self._scored(new_len)) + self.samples(new_len)
@@ -210,12 +242,6 @@ class Request:
         if self.scored_len < self.score_end:
             emit = (*(row - begin for row in self._scored(new_len)), *emit)
         return ScheduledRows(self, new_len, emit, samples, self.table)
-
-    def be_steady(self, until_len: int, block_end: int = 0, pages: GroupPages = ()) -> None:
-        """Nothing but decoding happens to it, and to its pages, below that length."""
-        self.steady_until_len, self.block_end, self.steady_pages = until_len, block_end, pages
-        if until_len and self.steady_rows.table is not self.table:
-            self.steady_rows = self.rows(1)
 
     def tree_rows(self, draft: DraftTree) -> ScheduledRows:
         """The last token and what may follow it, as the nodes of a tree; all are emitted."""
@@ -278,11 +304,6 @@ class ScheduledRows(NamedTuple):
         return 0 if self.request.spec.items else self.samples
 
     @property
-    def decodes(self) -> bool:
-        """Whether it is one row that samples one token."""
-        return self.new_len == self.sampled == 1 and self.parents is None
-
-    @property
     def last_len(self) -> int:
         """Rows up to the first that is sampled from."""
         return self.new_len if self.parents is None else 1
@@ -296,10 +317,10 @@ class Batch:
         self.rows = rows
         self.requests = tuple([each.request for each in rows])
         self.new_lens = tuple([each.new_len for each in rows])
-        self.decodes = tuple([each.decodes for each in rows])
-        self.needs_values = tuple([each.request.spec.needs_values for each in rows])
-        self.sampled = tuple([each.sampled for each in rows])
-        self.samples = sum(self.sampled)  # lists of tokens that it brings, in order
+        self._tables: PageTables | None = None
+        self.needs_values = np.array([each.spec.needs_values for each in self.requests], np.bool_)
+        # samples before those of each request, and all: lists of tokens that it brings, in order
+        *self.first_samples, self.samples = accumulate([r.sampled for r in rows], initial=0)
 
     @cached_property
     def shape(self) -> BatchShape:
@@ -311,6 +332,12 @@ class Batch:
             cross_lens=[len(request.spec.encoder_ids) for request in self.requests],
             cross_news=[each.cross_new for each in self.rows],
         )
+
+    def tables(self, specs: tuple[GroupSpec, ...]) -> PageTables:
+        """The pages of its requests in groups of these specs, as the step before left them."""
+        if self._tables is None or self._tables.specs is not specs:
+            self._tables = PageTables(specs, len(self.rows))
+        return self._tables
 
     @cached_property
     def begins(self) -> tuple[int, ...]:
@@ -348,9 +375,11 @@ class ScheduledStep:
     number: int  # steps are counted from 1
     ends: int  # requests that had ended before it
     batch: Batch
-    cached_lens: tuple[int, ...]  # of every request, before it
-    ids: tuple[int, ...]  # the token of every row
+    cached_lens: Column  # of every request, before it
+    ids: NDArray[np.int32]  # the token of every row
     pages: tuple[GroupPages, ...]  # of every request
+    members: int = 0  # its first requests are all the members that decode
+    changes: int = 0  # of their numbers, before it
 
     @property
     def pieces(self) -> list[Piece]:
@@ -360,9 +389,12 @@ class ScheduledStep:
     def piece(self, i: int) -> Piece:
         """The share of request number i."""
         begin, end = self.batch.begins[i : i + 2]
-        return Piece(self.batch.rows[i], self.ids[begin:end], self.cached_lens[i])
+        return Piece(
+            self.batch.rows[i], tuple(self.ids[begin:end].tolist()), self.cached_lens.item(i)
+        )
 
     @property
     def work(self) -> BatchWork:
         """As `plan.build` takes it."""
-        return BatchWork(self.batch.shape, self.cached_lens, self.pages)
+        tables = self.batch.tables(self.kind.specs)
+        return BatchWork(self.batch.shape, self.cached_lens, self.pages, tables)

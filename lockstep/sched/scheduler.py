@@ -18,14 +18,17 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from lockstep.kv.pages import PagePool
 from lockstep.kv.prefix import Prefix
 from lockstep.kv.tables import Table, pages_for, peak_pages
 from lockstep.run.kind import EMBED, ENCODE, GENERATE, StepKind, group_specs
 from lockstep.sched import policy
+from lockstep.sched.decoding import Decoding
 from lockstep.sched.request import (
     Accepted,
     AcceptedTokens,
@@ -38,7 +41,7 @@ from lockstep.sched.request import (
     ScheduledRows,
     ScheduledStep,
 )
-from lockstep.types import INT32_MAX, Layout, OutOfPages, RuleError
+from lockstep.types import Layout, OutOfPages, RuleError
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class StepBuilder:
         self.ids: list[int] = []
         self.pages: list[GroupPages] = []
         self._more_emits = 0  # than one of every request
+        self.members = 0  # its first rows are those of all members
 
     @property
     def tokens(self) -> int:
@@ -87,21 +91,18 @@ class StepBuilder:
         self.pages.append(table.views(groups) if table is not None else (None,) * len(groups))
         self._more_emits += len(rows.emit) - 1
 
-    def add_steady(self, requests: Iterator[Request]) -> Request | None:
-        """The next row of each, as long as they are below their steady lengths and there is room.
-        Returns the first that needs a look."""
-        rows, cached_lens, ids, pages = self.rows, self.cached_lens, self.ids, self.pages
-        room = min(self.tokens, self.emits)
-        for request in requests:
-            cached_len = request.cached_len
-            if cached_len >= request.steady_until_len or request.draft is not None or room < 1:
-                return request
-            rows.append(request.steady_rows)
-            cached_lens.append(cached_len)
-            ids.append(request.tokens[-1])
-            pages.append(request.steady_pages)
-            room -= 1
-        return None
+    @property
+    def room(self) -> int:
+        """Requests that there is still room for, with a row each that is emitted."""
+        return min(self.tokens, self.emits)
+
+    def add_members(self, members: Decoding, begin: int, end: int) -> None:
+        """The next rows of members [begin, end)."""
+        cached_lens, ids = members.share(begin, end)
+        self.rows += members.rows[begin:end]
+        self.cached_lens += cached_lens
+        self.ids += ids
+        self.pages += members.pages[begin:end]
 
 
 class Scheduler:
@@ -125,9 +126,9 @@ class Scheduler:
         self.arrivals = arrivals  # requests that came so far: the next one's number
         self.settled = 0  # steps that were settled: they are counted from 1, in order
         self.ends = 0  # requests that have ended
+        self._members = Decoding()  # of the running ones, those that decode
         self._scheduled: ScheduledStep | None = None
         self._launched: list[ScheduledStep] = []  # and not settled, in order
-        self._batch = Batch(())  # of the step before
         self._after_whole = False
         self._blocked = False  # the head of the queue found no room in the last step
         self._groups = kinds[GENERATE].groups if GENERATE in kinds else ()
@@ -189,24 +190,17 @@ class Scheduler:
 
     def _advance(self, step: ScheduledStep) -> None:
         """Lengths move on, and every token that is sampled is named by its number."""
-        batch, number, sample = step.batch, step.number, 0
-        shares = zip(batch.requests, step.cached_lens, batch.needs_values, strict=True)
-        for i, (request, cached_len, needs_values) in enumerate(shares):
-            if cached_len < request.steady_until_len:
-                request.cached_len = cached_len + 1
-                request.tokens.append(-1 - sample)
-                request.launched_in = number
-                sample += 1
-                if needs_values:
-                    request.held_until = number
-                continue
+        batch, members = step.batch, step.members
+        single = [*range(members, len(batch.rows))]
+        if members:
+            single = self._members.advance(step.number, batch.needs_values[:members]) + single
+        for i in single:
             rows, table = batch.rows[i], batch.rows[i].table
             if table is not None and table.pending:
                 table.moved()
                 if rows.parents is None:
                     table.drop_scratch()
-            request.launch(rows, sample, number)
-            sample += rows.sampled
+            rows.request.launch(rows, batch.first_samples[i], step.number)
 
     def settle(self, step: ScheduledStep, accepted: AcceptedTokens) -> list[Request]:
         """The step has run; `accepted` holds an entry for every sample of its requests, in order.
@@ -214,26 +208,30 @@ class Scheduler:
         if step is not next(iter(self._launched), None):
             rule = "of the steps that were launched the first is settled, once"
             raise RuleError(rule, "another one", "Settle them in order")
-        batch, token_ids, others = step.batch, accepted.token_ids, accepted.others
-        if len(token_ids) != batch.samples:
+        batch, count = step.batch, len(accepted.token_ids)
+        if count != batch.samples:
             rule = f"this step has {batch.samples} samples"
-            raise RuleError(rule, str(len(token_ids)), "Sample the last rows of each piece's emit")
+            raise RuleError(rule, str(count), "Sample the last rows of each piece's emit")
         del self._launched[0]
         self.settled = step.number
         ended: list[Request] = []
-        at = 0
-        shares = zip(batch.requests, batch.decodes, step.cached_lens, batch.sampled, strict=True)
-        for i, (request, decodes, cached_len, sampled) in enumerate(shares):
-            known_len = cached_len + 1
-            steady = decodes and cached_len < request.steady_until_len
-            if steady and known_len < request.block_end and at not in others:
-                request.settled_len = known_len
-                (request.tokens[known_len],) = token_ids[at]
-            elif request.finish is None:
-                entries = [accepted.sample(k) for k in range(at, at + sampled)]
-                ended += self._settle(step.piece(i), entries)
-            at += sampled
+        for i in self._settle_members(step, accepted) + [*range(step.members, len(batch.rows))]:
+            if batch.requests[i].finish is None:
+                piece, begin = step.piece(i), batch.first_samples[i]
+                samples = range(begin, begin + piece.rows.sampled)
+                ended += self._settle(piece, [accepted.sample(k) for k in samples])
         return ended
+
+    def _settle_members(self, step: ScheduledStep, accepted: AcceptedTokens) -> list[int]:
+        """What members have sampled, but for those that are looked at one by one: their numbers."""
+        members, count = self._members, step.members
+        for k in accepted.others:
+            request = step.batch.requests[k] if k < count else None
+            if request is not None and request.members is not None:
+                members.leave(request)
+        numbers = members.numbers(step.batch.requests[:count], step.changes)
+        token_ids = accepted.token_ids[:count]
+        return members.settle(numbers, step.cached_lens[:count] + 1, token_ids)
 
     def check(self) -> None:
         """free + cached + held = all, in every group."""
@@ -330,9 +328,12 @@ class Scheduler:
         one who is held up."""
         if GENERATE not in self.kinds:
             return None
-        builder, held_up = self._builder(GENERATE), False
-        ready = policy.service_order(tuple(self.running), self.settled)
-        while (request := builder.add_steady(ready)) is not None:
+        builder = self._builder(GENERATE)
+        held_up = not self._place_members(builder)
+        others: list[Request] = []
+        if len(self.running) > len(self._members):
+            others = [request for request in self.running if request.members is None]
+        for request in policy.service_order(others, self.settled):
             if request.table is not None and not self._place(request, builder):
                 held_up = True
                 if request.missing_len > 1:
@@ -342,25 +343,54 @@ class Scheduler:
             held_up = not self._admit(head) or not self._place(head, builder)
         return self._step(builder)
 
+    def _place_members(self, builder: StepBuilder) -> bool:
+        """The next row of every member, as long as there is room; at those that are due a look is
+        taken before. Returns whether nobody is held up."""
+        members, begin, fine = self._members, 0, True
+        members.update()
+        room = builder.room
+        for request in members.due(self.settled):
+            if request.table is None:
+                continue  # it gave way to one before it
+            if request.number - begin >= room:
+                break
+            held = policy.waits(request.held_until, self.settled)
+            if not held and request.draft is None and self._secure(request, 1, ()):
+                pages, until_len = self._pages(request), self._until_len(request)
+                members.look(request, pages, until_len)
+                continue
+            builder.add_members(members, begin, request.number)
+            begin = request.number + 1
+            if not held:
+                fine &= request.draft is not None and self._place(request, builder)
+            room = builder.room
+        end = min(len(members), begin + room)
+        builder.add_members(members, begin, end)
+        builder.members = end if begin == 0 and end == len(members) else 0
+        return fine and end == len(members)
+
     def _place(self, request: Request, builder: StepBuilder) -> bool:
-        """As many rows of a request as the step and the pages allow; worse-ranked requests give way
-        if not even one fits."""
+        """As many rows of a request as the step and the pages allow."""
         if request.draft is not None and self._place_tree(request, request.draft, builder):
             return True
         want = policy.rows(request, builder.tokens, builder.emits)
-        while want:
-            new_len = (
-                want if request.cached_len + want <= request.room else self._reserve(request, want)
-            )
+        new_len, begin = self._secure(request, want, builder.rows), request.cached_len
+        if new_len:
+            builder.add(request.rows(new_len), request.tokens[begin : begin + new_len], begin)
+        return new_len > 0
+
+    def _secure(self, request: Request, want: int, placed: Sequence[ScheduledRows]) -> int:
+        """Has pages for up to `want` rows more, and returns for how many; worse-ranked requests
+        that are not placed yet give way if not even one fits."""
+        while want and request.cached_len + want > request.room:
+            new_len = self._reserve(request, want)
             if new_len:
-                begin = request.cached_len
-                builder.add(request.rows(new_len), request.tokens[begin : begin + new_len], begin)
-                return True
-            victim = policy.victim(self.running, request, {rows.request for rows in builder.rows})
+                return new_len
+            victim = policy.victim(self.running, request, {rows.request for rows in placed})
             if victim is None:
-                return False
+                return 0
             self._preempt(victim)
-        return False
+        return want
 
     def _place_tree(self, request: Request, tree: DraftTree, builder: StepBuilder) -> bool:
         """The draft of a request, if the step and the pages have room for all of it; it is asked
@@ -375,22 +405,22 @@ class Scheduler:
         if not self.tree.make_room(table.needs(*room)):
             return False
         table.reserve(*room)
-        request.be_steady(0)
         builder.add(request.tree_rows(tree), (request.tokens[-1], *tree.token_ids), begin)
         return True
 
     def _evict_ahead(self) -> None:
         """One eviction, if there is something to evict, for everyone who outgrows his pages: at
         most a page each and group."""
-        grown = sum([request.cached_len >= request.room for request in self.running])
-        if grown:
-            self.tree.make_room([grown * (g in self._stored) for g in range(len(self.specs))])
+        members = self._members
+        grown = len(members.due(self.settled)) + len(self.running) - len(members)
+        self.tree.make_room([grown * (g in self._stored) for g in range(len(self.specs))])
 
     def _reserve(self, request: Request, want: int) -> int:
         """Pages for up to `want` rows more, after those that left the window; returns for how
         many."""
         table, begin, cross_len = request.table, request.cached_len, len(request.spec.encoder_ids)
         assert table is not None, "a request without a table has no turn"
+        self._store(request)
         table.release(request.settled_len)
         try:
             table.reserve(begin + want, cross_len=cross_len)
@@ -403,7 +433,6 @@ class Scheduler:
                 return 0
             table.reserve(begin + want, cross_len=cross_len)
         request.room = min([table.room(g, 0) for g in self._stored])
-        self._steady(request, table)
         return want
 
     def _whole(self) -> ScheduledStep | None:
@@ -453,20 +482,26 @@ class Scheduler:
         if not builder.rows:
             return None
         self._after_whole = builder.kind.name != GENERATE
-        self._batch = self._batch_of(tuple(builder.rows))
         return ScheduledStep(
             kind=builder.kind,
             number=self.settled + len(self._launched) + 1,
             ends=self.ends,
-            batch=self._batch,
-            cached_lens=tuple(builder.cached_lens),
-            ids=tuple(builder.ids),
+            batch=self._batch(builder),
+            cached_lens=np.array(builder.cached_lens, np.int64),
+            ids=np.array(builder.ids, np.int32),
             pages=tuple(builder.pages),
+            members=builder.members,
+            changes=self._members.changes,
         )
 
-    def _batch_of(self, rows: tuple[ScheduledRows, ...]) -> Batch:
-        """That of the step before, if the same requests compute the same."""
-        return self._batch if rows == self._batch.rows else Batch(rows)
+    def _batch(self, builder: StepBuilder) -> Batch:
+        """That of all members is kept as long as they are the same."""
+        members = self._members
+        if builder.members < len(builder.rows):
+            return Batch(tuple(builder.rows))
+        if members.batch is None:
+            members.batch = Batch(tuple(builder.rows))
+        return members.batch
 
     # -- after a step
 
@@ -494,47 +529,49 @@ class Scheduler:
             reason = request.begin_item()
         if reason is not None:
             self._end(request, reason)
-        elif request.table is not None:
-            self._steady(request, request.table)
+        elif request.table is not None and request.decodes:
+            self._members.add(request)
         return [each for each in (request, *forks) if each.finish is not None]
 
-    def _steady(self, request: Request, table: Table) -> None:
-        """Notes up to where nothing can happen to a decoding request, and its pages until then."""
-        until_len, path = self._steady_until_len(request, table), request.path
-        if until_len:
-            block_end = path.node.end + self.tree.unit if path is not None else INT32_MAX
-            request.be_steady(until_len, block_end, table.views(self._groups))
-        else:
-            request.be_steady(0)
+    def _until_len(self, request: Request) -> int:
+        """Up to where a decoding request's pages last, it does not end, and none of its blocks
+        becomes matchable; 0 if keys of it are still to be moved."""
+        spec, table, path = request.spec, request.table, request.path
+        if table is None or table.pending:
+            return 0
+        until_len = min(request.room, len(spec.prompt) + spec.max_new_tokens - 2)
+        if path is not None and path.node.end + self.tree.unit <= request.cached_len:
+            until_len = min(until_len, request.cached_len + 1)  # its last key is not settled yet
+        return until_len
 
-    def _steady_until_len(self, request: Request, table: Table) -> int:
-        """Up to where a decoding request's pages last and it does not end; 0 of any other."""
-        spec, known = request.spec, len(request.tokens)
-        scored = request.scored_len >= request.score_end
-        if known - request.cached_len != 1 or known == len(spec.prompt) or not scored:
-            return 0
-        if spec.items or table.pending or not spec.max_new_tokens:
-            return 0
-        return min(request.room, len(spec.prompt) + spec.max_new_tokens - 2)
+    def _pages(self, request: Request) -> GroupPages:
+        assert request.table is not None, "a request that runs has pages"
+        return request.table.views(self._groups)
+
+    def _store(self, request: Request) -> None:
+        """The keys of settled rows become matchable, block by block."""
+        table, path, settled_len = request.table, request.path, request.settled_len
+        if path is None or table is None or table.pending:
+            return
+        if settled_len >= path.node.end + self.tree.unit:
+            self.tree.insert(path, request.tokens, table, settled_len)
 
     def _keep(self, piece: Piece, accepted: Sequence[Accepted]) -> None:
         """The keys of settled rows become matchable; those of a tree move to their places with the
         next step."""
-        request, table, path = piece.request, piece.request.table, piece.request.path
+        request, table, tree = piece.request, piece.request.table, piece.rows.parents is not None
         assert table is not None, "a request that lost its pages has nothing to keep"
-        tree = piece.rows.parents is not None
-        settled_len = piece.cached_len + (0 if tree else piece.new_len)
-        if path is not None and settled_len >= path.node.end + self.tree.unit:
-            self.tree.insert(path, request.tokens, table, settled_len)
+        request.settled_len = piece.cached_len + (0 if tree else piece.new_len)
+        self._store(request)
         if tree:
             nodes = accepted[0].nodes
             if len(nodes) != len(accepted[0].token_ids):
                 rule = "a tree's tokens are those behind the nodes that are accepted"
                 got = f"{len(accepted[0].token_ids)} tokens and {len(nodes)} nodes"
                 raise RuleError(rule, got, "Name the path from the root on")
-            table.accept(settled_len, nodes)
-            settled_len = request.cached_len = settled_len + len(nodes)
-        request.settled_len = settled_len
+            table.accept(request.settled_len, nodes)
+            request.settled_len += len(nodes)
+            request.cached_len = request.settled_len
 
     def _fork(self, parent: Request, index: int, accepted: Accepted) -> Request:
         """Completion `index`, which begins with what was sampled for it: it runs on from the
@@ -570,6 +607,7 @@ class Scheduler:
         """Its pages go; it waits, and is computed again from what is cached by then."""
         self.running.remove(request)
         self._let_go(request)
+        self._members.update()
         request.encoded = not request.spec.encoder_ids
         insort(self.waiting, request, key=policy.rank)
         self.counters["preempted"] += 1
@@ -586,9 +624,11 @@ class Scheduler:
 
     def _let_go(self, request: Request) -> None:
         """Holds on pages end with the request's turn; what the tree has stays there."""
+        self._members.remove(request)
+        self._store(request)
         if request.path is not None:
             self.tree.close(request.path)
         if request.table is not None:
             request.table.close()
         request.table, request.path = None, None
-        request.cached_len = request.settled_len = request.room = request.steady_until_len = 0
+        request.cached_len = request.settled_len = request.room = 0

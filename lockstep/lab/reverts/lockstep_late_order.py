@@ -14,7 +14,7 @@ Mechanism:
    no value yet.
 
 Key functions:
-`sched.policy.service_order`, which leaves out who is held.
+`sched.policy.waits`, which says who is held.
 
 Symptom:
 Answers with penalties, or the second of n completions, that differ from those of an engine that
@@ -27,19 +27,19 @@ another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from lockstep.types import INT32_MAX
 
 SOURCE = "class: a step that is scheduled before the one before it is settled"
-TARGET = "lockstep.sched.policy:service_order"
+TARGET = "lockstep.sched.policy:waits"
 CELLS = ("engine-late/llama", "engine-late/qwen3")
 RELATED = ("lockstep-late-sample", "lockstep-penalty-preempt")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def service_order(running: Iterable[Any], settled: int) -> Any:
-        return old(running, INT32_MAX)
+    def waits(held_until: Any, settled: int) -> Any:
+        return old(held_until, INT32_MAX)
 
-    return service_order
+    return waits

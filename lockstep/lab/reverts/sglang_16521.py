@@ -11,7 +11,7 @@ Mechanism:
 2. Only the prompt's tokens are entered into the tree.
 3. The next turn of the conversation begins with prompt and answer, and matches the prompt alone.
 Key functions:
-`fill_ids` and token ids in SGLang's radix cache. Here `sched.scheduler.Scheduler._keep`, which
+`fill_ids` and token ids in SGLang's radix cache. Here `sched.scheduler.Scheduler._store`, which
 inserts by the tokens that have keys.
 Symptom:
 Upstream, key and value had different lengths. Here the second turn finds fewer tokens than it
@@ -23,21 +23,18 @@ Every turn of a chat computes the whole answer before it again. Nothing but a co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 SOURCE = "sgl-project/sglang#16521"
-TARGET = "lockstep.sched.scheduler:Scheduler._keep"
+TARGET = "lockstep.sched.scheduler:Scheduler._store"
 CELLS = ("engine-hit/llama", "engine-hit/gpt-oss")
 RELATED = ("vllm-36708", "cve-2025-25183")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def _keep(self: Any, piece: Any, accepted: Sequence[Any]) -> None:
-        request, path = piece.request, piece.request.path
-        if piece.known_len > len(request.spec.prompt):
-            request.path = None  # without one nothing is inserted
-        old(self, piece, accepted)
-        request.path = path
+    def _store(self: Any, request: Any) -> None:
+        if request.settled_len <= len(request.spec.prompt):
+            old(self, request)
 
-    return _keep
+    return _store

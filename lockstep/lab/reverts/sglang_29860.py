@@ -14,7 +14,7 @@ Mechanism:
 Key functions:
 Insertion of unfinished requests in SGLang's radix cache for window models (the mechanism is
 inferred from the fix: the frontier reached
-the insert boundary). Here `Scheduler._keep`, which names the length to `kv.prefix.Prefix.insert`.
+the insert boundary). Here `Scheduler._store`, which names the length to `kv.prefix.Prefix.insert`.
 Symptom:
 One key of the prompt is garbage, in a request that did nothing unusual. As long as the first
 request goes on, it writes the slot in time.
@@ -24,21 +24,20 @@ Rare and unrepeatable: it takes a length, a chunk size and a request that leaves
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 SOURCE = "sgl-project/sglang#29860"
-TARGET = "lockstep.sched.scheduler:Scheduler._keep"
+TARGET = "lockstep.sched.scheduler:Scheduler._store"
 CELLS = ("engine-abort/llama", "engine-abort/deepseek-v3")
 RELATED = ("vllm-41838", "sglang-29350", "hf-37574")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def _keep(self: Any, piece: Any, accepted: Sequence[Any]) -> None:
-        old(self, piece, accepted)
-        request = piece.request
-        if request.path is not None and not request.table.pending:
-            ahead_len = request.settled_len + 1
-            self.tree.insert(request.path, request.tokens, request.table, ahead_len)
+    def _store(self: Any, request: Any) -> None:
+        old(self, request)
+        path, table = request.path, request.table
+        if path is not None and table is not None and not table.pending:
+            self.tree.insert(path, request.tokens, table, request.settled_len + 1)
 
-    return _keep
+    return _store

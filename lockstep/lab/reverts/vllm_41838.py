@@ -15,7 +15,7 @@ Mechanism:
 Key functions:
 Hashing of full blocks in vLLM's KV cache manager, where a hit in the same step sufficed. Here
 `sched.scheduler.Scheduler._admit`; blocks
-are inserted in `_keep`, after the step that wrote them. Within one step it would do no harm
+are inserted by `_store`, after the step that wrote them. Within one step it would do no harm
 here: all rows write before any attends.
 Symptom:
 The second answer depends on what was in the page before. Unwritten pages hold NaN in the lab.

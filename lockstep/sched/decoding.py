@@ -1,0 +1,162 @@
+"""Requests that decode, as columns: a step moves their lengths and tokens all at once.
+
+Members are the running requests that miss one row and sample one token with it, by rank. A member
+is inside as long as nothing but that can happen to it: its lengths and tokens are in the columns
+alone. Whoever asks the request for them takes it out, and so does the scheduler when a length is
+reached at which it needs a page or may end: it looks at those that are outside one by one, and lets
+them in again. Knows lengths and tokens; pages and order are the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.sched import policy
+
+if TYPE_CHECKING:
+    from lockstep.sched.request import Batch, GroupPages, Request, ScheduledRows
+
+Column = NDArray[np.int64]
+
+# lengths that move while a request decodes, in the order of the columns' rows, and its tokens
+LENGTHS = ("cached_len", "settled_len", "launched_in", "held_until")
+MOVING = ("tokens", *LENGTHS)
+# The columns' rows. The request keeps its first KNOWN_LEN tokens, COUNT more are here. Below
+# UNTIL_LEN nothing but decoding happens; it is 0 of a member that is outside.
+CACHED_LEN, SETTLED_LEN, LAUNCHED_IN, HELD_UNTIL, KNOWN_LEN, COUNT, UNTIL_LEN = range(7)
+MOST = 64  # tokens that are here at most
+
+
+class Decoding:
+    """The members, and what a step of all of them is made of."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.rows: list[ScheduledRows] = []
+        self.pages: list[GroupPages] = []
+        self.changes = 0  # of the members' numbers
+        self.batch: Batch | None = None  # of all members, once somebody made it
+        self._columns = np.zeros((7, 0), np.int64)
+        self._tokens = np.zeros((0, MOST), np.int64)
+        self._new: list[Request] = []
+        self._gone = False  # some of `requests` are members no more
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def add(self, request: Request) -> None:
+        """It is a member, outside, and has a number from the next `update` on."""
+        if request.members is None:
+            request.members, request.number = self, -1
+            self._new.append(request)
+
+    def remove(self, request: Request) -> None:
+        """It is none any more."""
+        if request.members is not None:
+            self.leave(request)
+            request.members, self._gone = None, True
+
+    def update(self) -> None:
+        """Numbers for those that came, none for those that went."""
+        if not self._new and not self._gone:
+            return
+        new = [request for request in self._new if request.members is not None]
+        kept = [i for i, request in enumerate(self.requests) if request.members is not None]
+        requests = [self.requests[i] for i in kept] + new
+        rows = [self.rows[i] for i in kept] + [request.rows(1) for request in new]
+        pages = [self.pages[i] for i in kept] + [()] * len(new)
+        columns = np.zeros((len(self._columns), len(requests)), np.int64)
+        columns[:, : len(kept)] = self._columns[:, kept]
+        tokens = np.zeros((len(requests), MOST), np.int64)
+        tokens[: len(kept)] = self._tokens[kept]
+        order = sorted(range(len(requests)), key=lambda i: policy.rank(requests[i]))
+        self.requests, self.rows = [requests[i] for i in order], [rows[i] for i in order]
+        self.pages, self._columns = [pages[i] for i in order], columns[:, order]
+        self._tokens, self._new, self._gone = tokens[order], [], False
+        for number, request in enumerate(self.requests):
+            request.number = number
+        self.changes += 1
+        self.batch = None
+
+    # -- inside and outside
+
+    def due(self, settled: int) -> list[Request]:
+        """Those to be looked at: who is outside, who has reached his length, and who has to see a
+        step after number `settled` settled first."""
+        columns = self._columns
+        held = policy.waits(columns[HELD_UNTIL], settled)
+        due = (columns[CACHED_LEN] >= columns[UNTIL_LEN]) | held
+        return [self.requests[i] for i in np.flatnonzero(due).tolist()]
+
+    def look(self, request: Request, pages: GroupPages, until_len: int) -> None:
+        """A member that is outside has these pages; below `until_len` it is inside from now on."""
+        i, fields, tokens = request.number, vars(request), request.tokens
+        self.pages[i] = pages
+        if self.rows[i].table is not request.table:
+            self.rows[i], self.batch = request.rows(1), None
+        until_len = min(until_len, request.cached_len + MOST - 1)
+        inside = request.cached_len < until_len
+        lengths = [fields[name] for name in LENGTHS]
+        self._columns[:, i] = *lengths, len(tokens) - 1, 1, until_len if inside else 0
+        self._tokens[i, 0] = tokens[-1]
+        if inside:
+            tokens.pop()
+            request.known_tokens = tokens
+            for name in MOVING:
+                del fields[name]
+
+    def leave(self, request: Request) -> None:
+        """It is outside: its lengths and tokens are its own."""
+        if "tokens" not in vars(request):
+            i = request.number
+            *lengths, _, count, _ = self._columns[:, i].tolist()
+            vars(request).update(zip(LENGTHS, lengths, strict=True))
+            request.tokens = request.known_tokens
+            request.tokens += self._tokens[i, :count].tolist()
+            self._columns[UNTIL_LEN, i] = 0
+
+    # -- steps
+
+    def share(self, begin: int, end: int) -> tuple[list[int], list[int]]:
+        """Of members [begin, end): the keys that each has, and the token of its next row."""
+        columns = self._columns[:, begin:end]
+        ids = self._tokens[np.arange(begin, end), columns[COUNT] - 1]
+        return columns[CACHED_LEN].tolist(), ids.tolist()
+
+    def advance(self, number: int, needs_values: NDArray[np.bool_]) -> list[int]:
+        """Step `number` is launched, whose first rows are those of all members. Returns the numbers
+        of those that are outside: what the columns say of them nobody reads before `look`."""
+        columns, everyone = self._columns, np.arange(len(self))
+        self._tokens[everyone, columns[COUNT]] = -1 - everyone
+        columns[CACHED_LEN] += 1
+        columns[COUNT] += 1
+        columns[LAUNCHED_IN] = number
+        columns[HELD_UNTIL, needs_values] = number
+        outside: list[int] = np.flatnonzero(columns[UNTIL_LEN] == 0).tolist()
+        return outside
+
+    def settle(self, numbers: Column, known_lens: Column, token_ids: Column) -> list[int]:
+        """Members of these numbers, -1 for none, have sampled a token each, behind so many. Returns
+        which of the entries are not of members inside."""
+        columns = self._columns
+        if not len(self):
+            return list(range(len(numbers)))
+        inside = (numbers >= 0) & (columns[UNTIL_LEN, numbers] > 0)
+        outside: list[int] = np.flatnonzero(~inside).tolist()
+        if outside:
+            numbers, known_lens, token_ids = numbers[inside], known_lens[inside], token_ids[inside]
+        self._tokens[numbers, known_lens - columns[KNOWN_LEN, numbers]] = token_ids
+        columns[SETTLED_LEN, numbers] = known_lens
+        return outside
+
+    def numbers(self, requests: Sequence[Request], changes: int) -> Column:
+        """Those of requests that were all the members when their numbers had changed so often."""
+        if changes == self.changes:
+            return np.arange(len(requests))
+        members = [each.members is not None for each in requests]
+        pairs = zip(requests, members, strict=True)
+        return np.array([each.number if member else -1 for each, member in pairs], np.int64)
