@@ -422,7 +422,8 @@ def cache(device: str, found: dict) -> None:
                 torch.randn(20, heads, d_qk + d_v + 8, generator=random).to(device, torch.bfloat16)
                 * 4
             )
-            rows[3, 0, 1] = float("inf")
+            # beyond 2**100, and beyond float8, the writer keeps the largest
+            rows[3, 0, 1] = 2.0**100 if kv_dtype == "bfloat16" else float("inf")
             k, v = rows[..., :d_qk], rows[..., d_qk : d_qk + d_v]
             slots = torch.randperm(140, generator=random)[:20].to(device)
             for layer in range(2):

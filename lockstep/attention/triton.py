@@ -50,6 +50,7 @@ EXTRAS = (0, 16, 64, 256)  # items beyond one per block, where every request has
 LONGEST = 8  # splits of a request that launches are recorded ahead for
 NOBODY = (0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0)  # an item without rows: its block's only one
 COMPUTE = (torch.bfloat16, torch.float16)
+HALF = (-65504.0, 65504.0)  # float16's; a bfloat16 query in between loses nothing
 
 
 @dataclass(frozen=True)
@@ -149,10 +150,11 @@ class Backend:
         """A launch per tuning; none where there are no rows."""
         group = handle.spec
         check(q, keys, group)
+        compute = torch.float16 if keys.k.dtype is torch.float16 else q.dtype
         d_qk, d_v = order.stored_len(group.d_qk), order.stored_len(group.d_v)
         out = torch.empty(*q.shape[:2], d_v, dtype=q.dtype, device=q.device)
         call = Call(
-            q=widened(q, d_qk),
+            q=widened(q if q.dtype is compute else q.clamp(*HALF).half(), d_qk),
             keys=(keys.k, keys.v),
             out=out,
             lse=torch.empty(*q.shape[:2], dtype=torch.float32, device=q.device),
@@ -178,8 +180,8 @@ def check(q: Tensor, keys: Keys, group: GroupSpec) -> None:
     if q.dtype not in COMPUTE or q.shape[1:] != (group.heads, group.d_qk):
         rule = f"queries are bfloat16 or float16 of [rows, {group.heads}, {group.d_qk}]"
         raise RuleError(rule, f"{q.dtype} of {list(q.shape)}", "Cast them, or use another backend")
-    if keys.k.dtype not in (q.dtype, torch.float8_e4m3fn):
-        rule = f"K and V are {q.dtype}, like the queries, or float8_e4m3"
+    if keys.k.dtype not in (q.dtype, torch.float16, torch.float8_e4m3fn):
+        rule = f"K and V are {q.dtype}, like the queries, float16 or float8_e4m3"
         raise RuleError(rule, f"{keys.k.dtype}", "Set kv_cache_dtype")
 
 

@@ -40,7 +40,7 @@ class Arena:
             raise RuleError(rule, str(length), "Schedule less per step, or enlarge the arena")
         self._turn = (self._turn + 1) % len(self._slots)
         self._host = self._slots[self._turn]
-        if self._copied:
+        if self._copied and not self._copied[self._turn].query():
             self._copied[self._turn].synchronize()
         return self._host[:length].numpy()
 

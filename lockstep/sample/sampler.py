@@ -176,7 +176,9 @@ def described(ops: Ops, raw: Tensor, how: RowParams, tokens: Tensor, states: Ten
         return Sampled(tokens, states, None, ())
     if len(wanted) == len(tokens):
         return Sampled(tokens, states, log_probs(ops, raw, tokens, k), wanted)
-    some = torch.tensor(wanted, device=raw.device)
+    some = torch.tensor(wanted)
+    if raw.device.type == "cuda":  # from pinned memory nothing waits
+        some = some.pin_memory().to(raw.device, non_blocking=True)
     return Sampled(tokens, states, log_probs(ops, raw[some], tokens[some], k), wanted)
 
 

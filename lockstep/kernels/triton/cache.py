@@ -18,6 +18,12 @@ MOVES = 4096  # rows that one program holds in registers between gather and scat
 HELD_WORDS = 16384  # 4-byte words of them per program
 
 
+def largest(dtype: torch.dtype) -> float:
+    """Values are clamped to ± this: what the format holds, and so far below float32's end that a
+    sum of them has one too."""
+    return min(torch.finfo(dtype).max, 2.0**100)
+
+
 def write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
     """Stores rows [T, kv_heads, d] at int32 `slots` [T] of a storage [slots, kv_heads, d]."""
     from lockstep.kernels.triton.kv import write_kernel
@@ -32,7 +38,7 @@ def write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
         x, (_, kv_heads, d) = widened(values, storage.shape[2]), storage.shape
         write_kernel[(len(slots),)](
             x, storage, slots, scale, *x.stride()[:2], KV_HEADS=kv_heads, D=d,
-            FP8=storage.dtype is torch.float8_e4m3fn, BLOCK=power_of_2(kv_heads * d), num_warps=4,
+            LARGEST=largest(storage.dtype), BLOCK=power_of_2(kv_heads * d), num_warps=4,
             enable_fp_fusion=False,
         )  # fmt: skip
 

@@ -10,27 +10,21 @@ import triton
 import triton.language as tl
 
 WRITE_RUNTIME = ("x_token", "x_head")
-FP8_MAX = tl.constexpr(448.0)
 
 
 @triton.jit
-def encode(x, scale, FP8: tl.constexpr):
+def encode(x, scale, LARGEST: tl.constexpr):
     """Values as they are stored: divided by the scale, clamped to the format's range; NaN stays
-    NaN."""
+    NaN. An infinite value would be one for rows that do not see it: 0 times infinity is NaN."""
     y = tl.div_rn(x.to(tl.float32), tl.zeros_like(x).to(tl.float32) + scale)
-    if FP8:
-        y = tl.minimum(
-            tl.maximum(y, -FP8_MAX, propagate_nan=tl.PropagateNan.ALL),
-            FP8_MAX,
-            propagate_nan=tl.PropagateNan.ALL,
-        )
-    return y
+    y = tl.maximum(y, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(y, LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit(do_not_specialize=WRITE_RUNTIME)
 def write_kernel(
     x, cache, slots, scale, x_token, x_head,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One token per program: its rows of all kv heads."""
     token = tl.program_id(0).to(tl.int64)
@@ -38,7 +32,7 @@ def write_kernel(
     i = tl.arange(0, BLOCK)
     inside = i < KV_HEADS * D
     value = tl.load(x + token * x_token + (i // D) * x_head + i % D, mask=inside, other=0.0)
-    stored = encode(value, scale, FP8).to(cache.dtype.element_ty)
+    stored = encode(value, scale, LARGEST).to(cache.dtype.element_ty)
     tl.store(cache + slot * (KV_HEADS * D) + i, stored, mask=inside)
 
 

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lockstep.kernels.triton.gemm import require, row_stride
 from lockstep.ops import Heads
@@ -362,9 +363,12 @@ def gate(kind: int, x: Tensor, alpha: float = 0.0, limit: float = 0.0) -> Tensor
 
 def apply(kind: int, x: Tensor, number: float = 0.0, bias: Tensor | None = None) -> Tensor:
     """An elementwise function of x [rows, n], or x + bias [n] where there is one."""
-    y = new_rows(x, x.shape[1])
+    n = x.shape[1]
+    y = new_rows(x, n)
     if len(x):
-        grid, constants = elementwise(x, y.shape[1], kind)
+        if x.stride(0) % 8:  # an odd vocabulary, or few experts
+            x = pad(x, (0, -n % 8))
+        grid, constants = elementwise(x, n, kind)
         has_bias = bias is not None
         map_kernel[grid](
             x, bias if has_bias else x, y, row_stride(x, "x"), number, BIAS=has_bias, **constants

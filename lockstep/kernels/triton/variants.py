@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from lockstep.kernels.triton import tuning
+from lockstep.kernels.triton.cache import largest
 from lockstep.kernels.triton.launch import Shape, Tuning
 from lockstep.order import SM90, attention_order
-from lockstep.types import AttnSpec, GroupSpec, Layout
+from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout
 
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3": "fp8e4nv"}
 # arguments that attention kernels share; those that are in no table are integers
@@ -121,7 +124,8 @@ def write(kv: str, latent: bool) -> Variant:
     """The cache's writer: 8 heads of 128, or a latent row."""
     types = {"x": "*bf16", "cache": f"*{TYPES[kv]}", "slots": "*i32", "scale": "fp32"}
     sizes = {"KV_HEADS": 1, "D": 576} if latent else {"KV_HEADS": 8, "D": 128}
-    constants = sizes | {"FP8": kv == "float8_e4m3", "BLOCK": 1024}
+    stored = getattr(torch, KV_FORMATS[kv].torch_name)
+    constants = sizes | {"LARGEST": largest(stored), "BLOCK": 1024}
     name = f"write {'latent' if latent else 'dense'} {kv}"
     return Variant(name, "kv:write_kernel", types, constants, warps=4)
 
