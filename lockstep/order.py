@@ -85,6 +85,11 @@ ORDER_NAMES = {CPU: "cpu-1", SM90: "sm90-2"}  # in the fingerprint: a changed bi
 SM90_SPLITS = Splits(count0=8, len0=512, count1=0, len1=1024, len2=1024)
 
 
+def device_class(machine: str) -> str:
+    """The class of a device, by what its table of operations calls the machine."""
+    return SM90 if machine.endswith(SM90) else CPU
+
+
 def attention_order(device_class: str, d_qk: int, d_v: int) -> AttentionOrder:
     """Tile and splits: a function of the device class and the head sizes, and of nothing else."""
     if device_class == CPU:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from lockstep import __version__
+from lockstep import __version__, order
 from lockstep.attention.select import BACKENDS
 from lockstep.kernels.select import DEVICES
 
@@ -22,18 +22,23 @@ def fingerprint(parts: Parts, kv_dtype: str) -> str:
     """Fields as `name=value`, separated by semicolons.
 
     order, backend and device (with distribution and version where they are somebody else's), gemm
-    (the order of its sums), dtype of activations, class of machine and versions, kv (the cache's
-    dtype), weights (the digest of the tensors), certificate (the digest of the layers' kinds and of
-    what `certify` computed), and rope_context where a dynamic rope was stretched.
+    (the order of its sums), dtype of activations, class of machine, sums (the name of that class's
+    order in `order.py`) and versions, kv (the cache's dtype), weights (the digest of the tensors),
+    certificate (the digest of the layers' kinds and of what `certify` computed), and rope_context
+    where a dynamic rope was stretched.
     """
     ops, info = parts.model.ops, parts.info
-    versions = [f"{package}={version(package)}" for package in ("torch", "numba", "llvmlite")]
+    packages = ["torch", "numba", "llvmlite"]
+    if ops.device.type == "cuda":
+        packages.append("triton")
+    versions = [f"{package}={version(package)}" for package in packages]
     fields = [
         f"order={parts.backend.caps.order}",
         f"backend={owned(parts.attention.name, BACKENDS.origin(parts.attention.name))}",
         f"gemm={ops.gemm_order.name}",
         f"device={owned(info.device.name, DEVICES.origin(info.device.name))}",
         f"machine={ops.machine}",
+        f"sums={order.ORDER_NAMES[order.device_class(ops.machine)]}",
         f"dtype={str(ops.dtype).removeprefix('torch.')}",
         f"lockstep={__version__}",
         ",".join(versions),

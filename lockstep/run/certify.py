@@ -221,8 +221,7 @@ def _embeddings(subject: Subject, threads: Sequence[int]) -> Iterator[Tensor]:
 
 def _long(steps: Sources) -> list[tuple[int, int]]:
     """Requests that cross a split, a tile, and nothing."""
-    tile, split = probe.tile_and_split(steps.kind.specs)
-    lengths = (split + 5, 3, tile + 3, 1)
+    lengths = (steps.split + 5, 3, steps.tile + 3, 1)
     return [(i, i + min(n, steps.limit)) for i, n in enumerate(lengths)]
 
 

@@ -53,6 +53,11 @@ class Subject:
         """The kinds of step of the model."""
         return kinds_of(self.model, self.info, self.config.page_size, self.config.kv_cache_dtype)
 
+    @property
+    def device_class(self) -> str:
+        """Whose order its sums have."""
+        return order.device_class(self.model.ops.machine)
+
     def driver(self, keys: int, begun: int) -> StepDriver:
         """Runs steps on pools of so many keys, the largest step's, and pages that are begun."""
         keys += max(self.config.chunked_prefill_size, CHUNK)
@@ -66,7 +71,8 @@ class Subject:
         sizes = self.config.bucket_sizes
         if sizes is None:
             return None
-        largest = max(sizes[-1], 2 * order.split_len(1, 1))
+        split = tile_and_split(group_specs(self.kinds.values()), self.device_class)[1]
+        largest = max(sizes[-1], 2 * split)
         grids = (sizes, self.config.request_bucket_sizes, self.config.emit_bucket_sizes)
         wide = [None if grid is None else tuple(sorted({*grid, largest})) for grid in grids]
         return Buckets(tokens=wide[0] or sizes, requests=wide[1], emits=wide[2])
@@ -142,12 +148,12 @@ class Edges:
         return [p for begin, end in self.runs for p in range(begin, end)]
 
     @staticmethod
-    def of(specs: Many[GroupSpec], limit: int) -> Edges:
+    def of(specs: Many[GroupSpec], limit: int, device_class: str = order.CPU) -> Edges:
         """The first tile and split; where a window begins to hide keys, and where it leaves a tile.
 
         All below `limit` positions; as many more rows as CHUNK of them take.
         """
-        tile, split = tile_and_split(specs)
+        tile, split = tile_and_split(specs, device_class)
         whole = min(limit, split + tile)
         spans = [(0, EDGE), (tile - EDGE, tile + EDGE), (split - 3 * EDGE, split + 3 * EDGE)]
         for window in {s.window for s in specs}:
@@ -160,10 +166,10 @@ class Edges:
         return Edges(whole, tuple(consecutive(sorted(known))))
 
 
-def tile_and_split(specs: Many[GroupSpec]) -> tuple[int, int]:
-    """The longest of these groups, in keys."""
-    sizes = [(spec.d_qk, spec.d_v) for spec in specs]
-    return max(order.tile_len(*size) for size in sizes), max(order.split_len(*s) for s in sizes)
+def tile_and_split(specs: Many[GroupSpec], device_class: str) -> tuple[int, int]:
+    """The longest tile and the longest first split of these groups, in keys."""
+    orders = [order.attention_order(device_class, spec.d_qk, spec.d_v) for spec in specs]
+    return max(each.tile for each in orders), max(each.splits.begin(1) for each in orders)
 
 
 def consecutive(positions: Many[int]) -> list[tuple[int, int]]:
@@ -178,7 +184,8 @@ class Sequence:
 
     def __init__(self, subject: Subject) -> None:
         model, self.kinds, self.generate = subject.model, subject.kinds, subject.kinds[GENERATE]
-        self.edges = Edges.of([s for s in self.generate.specs if s.causal], model.max_position)
+        causal = [spec for spec in self.generate.specs if spec.causal]
+        self.edges = Edges.of(causal, model.max_position, subject.device_class)
         self.source_len = min(SOURCE_LEN, model.max_position) if ENCODE in self.kinds else 0
         length, rows = self.edges.length, max(subject.config.chunked_prefill_size, CHUNK)
         forks = len(self.edges.positions) + CHUNK + 2 * rows // self.edges.whole
@@ -275,8 +282,9 @@ class Sources:
     def __init__(self, subject: Subject) -> None:
         self.limit = subject.model.max_position  # tokens of a request
         self.kind = subject.kinds.get(ENCODE) or subject.kinds[EMBED]
-        split = tile_and_split(self.kind.specs)[1]  # which a request crosses
-        self.driver = subject.driver(2 * split, begun=2 * CHUNK + 2)
+        # what a request crosses
+        self.tile, self.split = tile_and_split(self.kind.specs, subject.device_class)
+        self.driver = subject.driver(2 * self.split, begun=2 * CHUNK + 2)
         generator, tokens = torch.Generator().manual_seed(1), self.limit + CHUNK
         self.ids = torch.randint(subject.info.vocab_size, (tokens,), generator=generator)
         self.known: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}
