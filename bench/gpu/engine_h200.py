@@ -8,7 +8,11 @@ round of other prompts goes first, so that the graphs of a measured round are th
 captured nonetheless is told. Idle time is the device's between the last kernel of a step and the
 first of the next, by events. Beside every figure stands its floor by bandwidth, 4.25 TB/s.
 
-usage: PYTHONPATH=. python bench/gpu/engine_h200.py [--model 0.6b,8b] [--what run,steps,bits]
+`--gemm free`: what the order of sums costs. Every GEMM is cuBLAS's own choice for its rows, and
+nothing is proven of it.
+
+usage: PYTHONPATH=. python bench/gpu/engine_h200.py [--model 0.6b,8b] [--what run,steps]
+           [--gemm free]
 """
 
 from __future__ import annotations
@@ -21,15 +25,19 @@ import random
 import statistics
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
+from lockstep.attention.select import select
 from lockstep.config import EngineConfig
+from lockstep.kernels.cuda import ops
+from lockstep.kernels.triton.gemm_choice import REFERENCE, Gemm, GemmChoice
 from lockstep.llm.engine import Engine, Parts, load
+from lockstep.models import loader
+from lockstep.run.certify import Certificate
 from lockstep.run.runner import Runner
 from lockstep.sample.params import SamplingParams
 
@@ -197,62 +205,25 @@ def step(
     }
 
 
-PATHS: dict[str, dict[str, Any]] = {
-    "batch": {"max_running_requests": 61},
-    "chunk": {"chunked_prefill_size": 777},
-    "page": {"page_size": 64},
-    "graph": {"graphs": False},
-    "overlap": {"overlap": False},
-    "prefix": {},
-    "preemption": {"max_total_tokens": 60_000},
-}
+class FreeGemm(dict[int, GemmChoice]):
+    """Torch's call for any number of rows."""
+
+    def get(self, rows: int, default: Any = None) -> GemmChoice:
+        return GemmChoice(REFERENCE, "cublas", "in whatever order", library=multiply)
 
 
-def bits(parts: Parts, config: EngineConfig, paths: list[str]) -> dict[str, Any]:
-    """Log-probabilities of the 256 requests on one path and on another: how many, how many of them
-    from decode steps, and how many differ. Prefix: the same requests again, on what is cached."""
+def multiply(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    return torch.mm(x, w.T, out=y)
 
-    def told(engine: Engine) -> list[tuple[tuple[int, ...], bytes]]:
-        jobs = [
-            engine.add(
-                ids,
-                SamplingParams(
-                    max_tokens=new, temperature=0.6, seed=at, ignore_eos=True, logprobs=0
-                ),
-            )
-            for at, (ids, new) in enumerate(workload(0))
-        ]
-        while engine.busy:
-            engine.step()
-        outs = [job.output("") for job in jobs]
-        return [(o.token_ids, np.array(o.logprobs, np.float32).tobytes()) for o in outs]
 
-    engine = fresh(config, parts)
-    want = told(engine)
-    found: dict[str, Any] = {}
-    for name in paths:
-        how = dict(PATHS[name])
-        overlap = how.pop("overlap", None)
-        if name != "prefix":
-            del engine
-            engine = fresh(replace(config, **how), parts, overlap)
-        before = dict(engine.scheduler.counters)
-        got = told(engine)
-        count = sum(len(tokens) for tokens, _ in got)
-        pairs = zip(got, want, strict=True)
-        differ = [
-            sum(np.frombuffer(a[1], np.int32) != np.frombuffer(b[1], np.int32))
-            + sum(x != y for x, y in zip(a[0], b[0], strict=True))
-            for a, b in pairs
-        ]
-        counters = {k: v - before.get(k, 0) for k, v in engine.scheduler.counters.items()}
-        played = sum(graph.replays for graph in engine.runner.tapes.values())
-        found[name] = {
-            **{"log-probabilities": count, "from decode steps": count - len(got)},
-            **{"differ": int(sum(differ)), "counters": counters, "graph replays": played},
-        }
-        print("bits", name, json.dumps(found[name]), flush=True)
-    return found
+def load_free(config: EngineConfig) -> Parts:
+    """The model with such GEMMs, and without a certificate: its rows depend on their company."""
+    ops.choose = lambda weight, library, grid: Gemm(*weight.shape, FreeGemm())
+    loaded = loader.load(config.model, "cuda", load_format="dummy")
+    settled = config.settled("bfloat16")
+    groups = loaded.model.groups(settled.page_size, settled.kv_cache_dtype)
+    backend, why = select(None, groups, "cuda", "bfloat16")
+    return Parts(loaded.model, loaded.info, None, backend, why, Certificate(0, (), "none"))
 
 
 def main() -> None:
@@ -260,7 +231,7 @@ def main() -> None:
     parser.add_argument("--model", default="0.6b,8b")
     parser.add_argument("--what", default="steps,run")
     parser.add_argument("--chunk", type=int, default=16384)
-    parser.add_argument("--paths", default=",".join(PATHS))
+    parser.add_argument("--gemm", choices=("canonical", "free"), default="canonical")
     parser.add_argument("--profile", action="store_true", help="kernels of decode steps by time")
     parser.add_argument("--out", default=os.environ.get("OUT", "."))
     args = parser.parse_args()
@@ -269,8 +240,8 @@ def main() -> None:
         begin = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             config = engine_config(name, folder, args)
-            parts = load(config)
-        found = result[name] = {"load_s": time.perf_counter() - begin}
+            parts = load(config) if args.gemm == "canonical" else load_free(config)
+        found = result[name] = {"load_s": time.perf_counter() - begin, "gemm": args.gemm}
         print(name, found, flush=True)
         if "steps" in args.what:
             found["steps"] = []
@@ -280,8 +251,6 @@ def main() -> None:
         if "run" in args.what:
             found["run"] = run(name, parts, config)
             print(name, json.dumps(found["run"]), flush=True)
-        if "bits" in args.what:
-            found["bits"] = bits(parts, config, args.paths.split(","))
         if args.profile:
             profile(parts, config)
         del parts

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.attention import select
+from lockstep.bench import gpu
 from lockstep.bench.machine import block, note, place, race, set_threads, tell
 from lockstep.bench.results import failed, line, result, summary
 from lockstep.kernels.cpu.ops import Ops
@@ -79,6 +80,8 @@ def cases(quick: bool) -> list[Case]:
 
 def run(args: argparse.Namespace) -> int:
     """Measures every case; prints a table, writes JSON, returns 1 if a target was missed."""
+    if args.device == "cuda":
+        return gpu.run("attention", args)
     threads = set_threads(args.threads)
     checks = check_times()  # first, in a fresh process
     document: dict[str, Any] = {

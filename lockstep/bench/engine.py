@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from safetensors import safe_open
 
-from lockstep.bench import curves, results
+from lockstep.bench import curves, gpu, results
 from lockstep.bench.cases import CASES, Case, Contenders, measure
 from lockstep.bench.contender import FULL, QUICK
 from lockstep.bench.machine import place, set_threads, tell
@@ -27,6 +27,8 @@ COMMAND, KEYS = "lockstep bench engine", ("cases", "environment", "repeat", "qui
 def run(args: argparse.Namespace) -> int:
     """Measures, or reads what was measured; prints and writes. Returns 1 if a target was missed, or
     could not be judged."""
+    if args.device == "cuda":
+        return gpu.run("engine", args, "--gemm", args.gemm)
     document = bench(args) if args.source is None else read(args.source, COMMAND, *KEYS)
     if args.curves:
         if "curves" not in document:

@@ -31,7 +31,7 @@ from lockstep.lab.guard import Guarded, as_bits, poison, same, shuffle
 from lockstep.lab.options import CPU, Device
 from lockstep.lab.oracle import Rows, rounded
 from lockstep.lab.script import Accept, Act, Compute, Drop, Fork, Script
-from lockstep.order import split_len, tile_len
+from lockstep.order import attention_order, device_class
 from lockstep.plan import bucket as plan_bucket
 from lockstep.plan import image as plan_image
 from lockstep.plan.step import PagedGroup, StepPlan
@@ -336,7 +336,8 @@ class AttentionHarness:
         last, first = positions[tails], plan.start[real][tails]
         for g, group in zip(groups, plan.groups, strict=True):
             spec = self.specs[g]
-            tile, split = tile_len(spec.d_qk, spec.d_v), split_len(spec.d_qk, spec.d_v)
+            chosen = attention_order(device_class(self.ops.machine), spec.d_qk, spec.d_v)
+            tile, split = chosen.tile, chosen.splits.begin(1)
             beyond = positions >= spec.window if spec.window is not None else positions[:0]
             count = {
                 "tails_over_a_tile": (first // tile != last // tile).sum(),
@@ -399,7 +400,9 @@ class AttentionHarness:
                     if extra:
                         self._fault(f"{where} slots {sorted(extra)[:4]} changed")
                     values, scale = kept[at]
-                    want = rounded(pool.spec.kv_dtype, widened(values[uids]), scale)
+                    want = rounded(
+                        pool.spec.kv_dtype, widened(values[uids]), scale, self.setting.device
+                    )
                     if len(slots) and not torch.equal(as_bits(new[slots]).cpu(), as_bits(want)):
                         self._fault(f"{where} a row is not where or what it should be")
 

@@ -8,11 +8,14 @@ are made once; a cell that kills its process failed like any other.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+import torch
 
 from lockstep.attention import select
 from lockstep.attention.base import Backend
@@ -23,6 +26,7 @@ from lockstep.lab.tables import TABLES, MatrixTable, table_of
 from lockstep.types import PlanError, RuleError
 
 CELL_S = 600.0  # a cell that takes longer is a crash
+LOST = 77  # what a process ends with whose device was lost before its task began
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Cell:
         """`backend/recipe/feature` as it is printed everywhere."""
         parts = text.split("/")
         table = table_of(parts[1]) if len(parts) == 3 else None
-        if table is None or parts[2] not in {f.name for f in table.features}:
+        if table is None or parts[2] not in {f.name for f in table.every_feature}:
             rule = "a cell is backend/recipe/feature, like cpu/decode/window"
             raise RuleError(rule, repr(text), "See `lockstep lab run --list`")
         return Cell(*parts)
@@ -58,7 +62,7 @@ class Cell:
     def pair(self) -> tuple[Any, Any]:
         """The recipe and the feature themselves."""
         recipe = next(r for r in self.table.recipes if r.name == self.recipe)
-        return recipe, next(f for f in self.table.features if f.name == self.feature)
+        return recipe, next(f for f in self.table.every_feature if f.name == self.feature)
 
 
 @dataclass(frozen=True)
@@ -90,10 +94,14 @@ class Result:
 
 
 def cells(
-    backends: Sequence[str], recipe: str | None = None, feature: str | None = None
+    backends: Sequence[str],
+    recipe: str | None = None,
+    feature: str | None = None,
+    device: Device = CPU,
 ) -> list[Cell]:
-    """Every cell that makes sense, in the order of the matrix."""
-    pairs = [(r.name, f.name) for table in TABLES for f in table.features for r in table.asked(f)]
+    """Every cell that makes sense on a device, in the order of the matrix."""
+    asked = [(table, f) for table in TABLES for f in table.features_of(device)]
+    pairs = [(r.name, f.name) for table, f in asked for r in table.asked(f)]
     return [
         Cell(b, r, f)
         for r, f in pairs
@@ -168,6 +176,8 @@ def run_tasks(
     for task, answer in isolate.run(run_task, tasks, workers, lambda t: cell_s * len(t.cells)):
         if not isinstance(answer, isolate.Died):
             yield task, answer
+        elif answer.code == LOST:
+            alone.append(task)
         elif len(task.cells) > 1:
             alone += [replace(task, cells=(cell,)) for cell in task.cells]
         else:
@@ -178,6 +188,11 @@ def run_tasks(
 
 
 def run_task(task: CellTask) -> list[Result]:
-    """What a worker process does."""
+    """What a worker process does. One whose device is lost to a bug makes room for another."""
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(LOST)
     with reverts.swapped(reverts.load(task.revert)) if task.revert else nullcontext():
         return [run_cell(cell, task.options) for cell in task.cells]

@@ -142,12 +142,13 @@ def chosen_cells(args: Namespace) -> list[cells.Cell]:
     """The cells that the options name."""
     backends = picked_backends(args.backend)
     recipes = [r.name for table in TABLES for r in table.recipes]
-    features = [f.name for table in TABLES for f in table.features]
+    device = Device.of(args.device, args.dtype)
+    features = [f.name for table in TABLES for f in table.features_of(device)]
     recipes_named = picked("a recipe is one of the lab's", args.recipe, recipes)
     features_named = picked("a feature is one of the lab's", args.feature, features)
     found = [
         c
-        for c in cells.cells(backends)
+        for c in cells.cells(backends, device=device)
         if (not recipes_named or c.recipe in recipes_named)
         and (not features_named or c.feature in features_named)
     ]

@@ -68,7 +68,7 @@ class InstrumentedEngine(Engine):
     """An engine that counts what its steps are, shows them to its `watchers`, and finds poison in
     its cache."""
 
-    def __init__(self, config: EngineConfig, made: Parts, overlap: bool = False) -> None:
+    def __init__(self, config: EngineConfig, made: Parts, overlap: bool | None = False) -> None:
         super().__init__(config, made, overlap)
         self.seen: Counter[str] = Counter()
         self.watchers: list[Watcher] = []
@@ -88,8 +88,7 @@ class InstrumentedEngine(Engine):
 
     def _plan(self, step: ScheduledStep) -> StepPlan:
         plan = super()._plan(step)
-        if self.runner.buckets is not None:
-            self.seen["pad_rows"] += self.runner.buckets.fit(plan).tokens - plan.real.tokens
+        self.seen["pad_rows"] += self.runner.padded(plan).bucket.tokens - plan.real.tokens
         return plan
 
     def _run(self, step: ScheduledStep, settings: Settings | None = None) -> StepOutput:

@@ -142,3 +142,11 @@ FEATURES = (
     Feature("embed-20", "no cache, a head size that is no multiple of 8", (fresh(4, 2, 20),)),
     Feature("embed-latent", "no cache, MLA", (fresh(6, 1, 40, 32),)),
 )
+# of models that a GPU serves; besides, on such a device
+GPU_FEATURES = (
+    Feature("head-64", "GQA 8/2, head 64", (dense(8, 2, 64),)),
+    Feature("head-128", "GQA 8/2, head 128", (dense(8, 2, 128),)),
+    Feature("head-256", "GQA 4/2, head 256", (dense(4, 2, 256),)),
+    Feature("d-192-128", "keys of 192, values of 128", (dense(4, 4, 192, 128),)),
+    Feature("latent-576", "MLA, rank 512 + rope 64", (latent(16, 1, 576, 512),)),
+)

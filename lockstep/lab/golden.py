@@ -85,9 +85,12 @@ def run(args: argparse.Namespace) -> int:
 
 def key(device: Device = CPU) -> str:
     """Which answers these are: the order and what compiles it; elsewhere the device and dtype."""
-    versions = "; ".join(f"{name} {version(name)}" for name in ("torch", "numba", "llvmlite"))
-    order_name = order.ORDER_NAMES[order.CPU] if device == CPU else f"{device.name} {device.dtype}"
-    return f"order {order_name}; {versions}"
+    name, compilers = f"{device.name} {device.dtype}", ("torch", "numba", "llvmlite")
+    if device == CPU:
+        name = order.ORDER_NAMES[order.CPU]
+    elif device.name == "cuda":
+        name, compilers = f"{order.ORDER_NAMES[order.SM90]} {device.dtype}", ("torch", "triton")
+    return "; ".join([f"order {name}", *(f"{each} {version(each)}" for each in compilers)])
 
 
 def answers(

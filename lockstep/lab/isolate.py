@@ -26,9 +26,10 @@ WAITING = ("OMP_WAIT_POLICY", "PASSIVE")
 
 @dataclass(frozen=True)
 class Died:
-    """The process that had the job is gone; `reason` in words."""
+    """The process that had the job is gone; `reason` in words, and the code that it ended with."""
 
     reason: str
+    code: int = 0
 
 
 def run(
@@ -70,7 +71,7 @@ def _answer(done: Future[Any], limit_s: float) -> Any:
         code = int(error.exitcode or 0)
         if code < 0:
             return Died(f"the process was ended by {signal.Signals(-code).name}")
-        return Died(f"the process ended with code {code}")
+        return Died(f"the process ended with code {code}", code)
 
 
 def _begin(threads: int) -> None:

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lockstep.lab.engine_harness import (
     EngineHarness,
@@ -36,7 +37,7 @@ from lockstep.plan.bucket import Buckets
 from lockstep.plan.build import RequestWork, build
 from lockstep.run.arena import Arena
 from lockstep.run.kind import GENERATE
-from lockstep.run.step import layout_of
+from lockstep.run.runner import IMAGE_LEN
 from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import ScheduledStep
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
@@ -129,20 +130,23 @@ def ends(rig: EngineHarness, quick: bool) -> None:
         order = Order(words(CONTEXT - room, 60 + room), replace(PLAIN, max_tokens=None))
         for job in rig.story("end", [order]):
             rig.counters["open_ends"] += len(job.output("").token_ids) == room
-    order = Order(words(11, 62), replace(PLAIN, max_tokens=16))
-    (plain,) = rig.story("end", [order])
-    ids = plain.output("").token_ids
     stories = []
-    for at in range(2, 9 if quick else 13):  # a stop string that token number `at` brings
-        stop = Letters.spell(ids[at - 1 : at])
-        if stop.isascii() and stop:
-            kept = replace(order.params, stop=stop.decode())
-            stories += [replace(kept, min_tokens=m) for m in (at - 1, at, at + 1)]
-    stories += [
-        replace(order.params, stop_token_ids=ids[at : at + 1], min_tokens=at + 3)
-        for at in (0, 2, 5)
-    ]
-    for job in rig.story("end", [Order(order.prompt, params) for params in stories]):
+    for seed in (62, 64):
+        order = Order(words(11, seed), replace(PLAIN, max_tokens=16))
+        (plain,) = rig.story("end", [order])
+        ids = plain.output("").token_ids
+        kinds = []
+        for at in range(2, 9 if quick else 13):  # a stop string that token number `at` brings
+            stop = Letters.spell(ids[at - 1 : at])
+            if stop.isascii() and stop:
+                kept = replace(order.params, stop=stop.decode())
+                kinds += [replace(kept, min_tokens=m) for m in (at - 1, at, at + 1)]
+        kinds += [
+            replace(order.params, stop_token_ids=ids[at : at + 1], min_tokens=at + 3)
+            for at in (0, 2, 5)
+        ]
+        stories += [replace(order, params=params) for params in kinds]
+    for job in rig.story("end", stories):
         done, params = job.output(""), job.params
         by_text = bool(params.stops) and done.completions[0].finish_reason == "stop"
         rig.counters["stopped_at_once"] += by_text and len(done.token_ids) == params.min_tokens
@@ -214,7 +218,7 @@ def folder(rig: EngineHarness, quick: bool) -> None:
     end = free.token_ids[7]
     with TemporaryDirectory() as place:
         save(LLAMA, Path(place), eos_token_id=[end])
-        model, info = loader.load(place)
+        model, info = loader.load(place, rig.device.name, rig.device.dtype)
     fault = f"{info.eos_token_ids} end a text, not {(end,)}"
     rig.check("eos", info.eos_token_ids == (end,), fault, "as generation_config.json says")
     engine = rig.engine()
@@ -241,19 +245,15 @@ def capacity(rig: EngineHarness, quick: bool) -> None:
 
     And others that just do not suffice. A request's last token needs no place in a cache.
     """
-    new, size, lens = 4, 4, list[int]()
+    new, size = 4, 4
     exact = Order(words(21), replace(GREEDY, max_tokens=new))
     keys = len(exact.prompt) + new - 1
-
-    def watch(engine: InstrumentedEngine, step: ScheduledStep) -> None:
-        lens.append(layout_of(engine._plan(step), engine.parts.backend).length)
-
-    roomy = rig.engine()
-    roomy.watchers.append(watch)
+    roomy = rig.engine(graphs=False)  # a graph keeps the arena that it was captured with
+    roomy.runner.arena = measured = MeasuredArena(IMAGE_LEN, rig.device.place)
     rig.play("capacity", roomy, [exact])
-    most = max(lens, default=0)
+    most = measured.most
     for lacking in (0, 1):
-        engine = rig.engine()
+        engine = rig.engine(graphs=False)
         engine.runner.arena = Arena(most - lacking, rig.device.place)
         rule = f"a step's image has at most {most - 1} numbers; got {most}."
         suffices(rig, "full_arenas", engine, exact, rule if lacking else "")
@@ -265,6 +265,16 @@ def capacity(rig: EngineHarness, quick: bool) -> None:
         rule = "a request fits into the cache alone"
         suffices(rig, "full_caches", engine, exact, rule if lacking else "")
     buckets(rig)
+
+
+class MeasuredArena(Arena):
+    """Notes the largest image that it held."""
+
+    most = 0
+
+    def host(self, length: int) -> NDArray[np.int32]:
+        self.most = max(self.most, length)
+        return super().host(length)
 
 
 def suffices(

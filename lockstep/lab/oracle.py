@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep.lab.features import Feature
+from lockstep.lab.options import CPU, Device
 from lockstep.lab.script import Script, leaf_uids
 from lockstep.order import split_len, tile_len
 from lockstep.types import AttnSpec, GroupSpec, Layout
@@ -25,6 +26,8 @@ from lockstep.types import AttnSpec, GroupSpec, Layout
 U = 2.0**-24
 LAMBDA = 6.0
 LARGEST = {"float8_e4m3": 448.0, "float16": 65504.0}  # beyond it a cache keeps this
+# on a GPU no cache keeps an infinity, which rows that do not see it would multiply by 0
+GPU_LARGEST = {**LARGEST, "bfloat16": 2.0**100}
 KINDS = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -91,18 +94,21 @@ def overflowed(rows: list[list[Rows]], tokens: list[int]) -> list[list[Rows]]:
     return [[overflow(each) for each in layers] for layers in rows]
 
 
-def rounded(kv_dtype: str, x: Tensor, scale: float) -> Tensor:
+def rounded(kv_dtype: str, x: Tensor, scale: float, device: Device = CPU) -> Tensor:
     """What a cache keeps of x: the lab's own account of the storage formats, not the pool's."""
-    kept = x.float() / scale
-    if kv_dtype in LARGEST:
-        kept = kept.clamp(-LARGEST[kv_dtype], LARGEST[kv_dtype])
+    kept, largest = x.float() / scale, GPU_LARGEST if device.name == "cuda" else LARGEST
+    if kv_dtype in largest:
+        kept = kept.clamp(-largest[kv_dtype], largest[kv_dtype])
     return kept.to(KINDS[kv_dtype])
 
 
-def stored(spec: GroupSpec, attn: AttnSpec, rows: Rows) -> tuple[Tensor, Tensor]:
+def stored(
+    spec: GroupSpec, attn: AttnSpec, rows: Rows, device: Device = CPU
+) -> tuple[Tensor, Tensor]:
     """K and V as the cache gives them back, float64."""
-    k, v = ((rows.k, attn.k_scale), (rows.v, attn.v_scale))
-    return rounded(spec.kv_dtype, *k).double() * k[1], rounded(spec.kv_dtype, *v).double() * v[1]
+    k = rounded(spec.kv_dtype, rows.k, attn.k_scale, device).double() * attn.k_scale
+    v = rounded(spec.kv_dtype, rows.v, attn.v_scale, device).double() * attn.v_scale
+    return k, v
 
 
 def answers(
@@ -114,7 +120,7 @@ def answers(
     for g, spec in enumerate(feature.groups(16)):
         per_layer = []
         for attn, mine in zip(spec.layers, rows[g], strict=True):
-            k, v = stored(spec, attn, mine)
+            k, v = stored(spec, attn, mine, feature.device)
             shapes = ((n, spec.heads, spec.d_v), *[(n, spec.heads)] * 3)
             blank = [torch.full(shape, float("nan"), dtype=torch.float64) for shape in shapes]
             for begin, path, keys in row_sets(feature, script, g):

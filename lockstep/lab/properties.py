@@ -20,7 +20,7 @@ from torch import Tensor
 from lockstep.attention.base import Backend
 from lockstep.lab import oracle
 from lockstep.lab.attention_harness import AttentionHarness, Record, Setting
-from lockstep.lab.features import FEATURES, Feature
+from lockstep.lab.features import FEATURES, GPU_FEATURES, Feature
 from lockstep.lab.guard import as_bits
 from lockstep.lab.options import CPU, FULL, Device, RunOptions
 from lockstep.lab.recipes import RECIPES, Recipe, write
@@ -78,7 +78,7 @@ def material(
     recipe: str, feature: str, device: Device = CPU
 ) -> tuple[Script, list[list[oracle.Rows]], list[list[oracle.Answer]]]:
     """The story, the numbers and the answers of a cell; the same for every backend."""
-    chosen = next(f for f in FEATURES if f.name == feature).on(device)
+    chosen = next(f for f in (*FEATURES, *GPU_FEATURES) if f.name == feature).on(device)
     script = write(next(r for r in RECIPES if r.name == recipe), chosen)
     rows = oracle.values(chosen.groups(16), len(script.parents), dtype=device.compute)
     rows = oracle.overflowed(rows, script.infinite)

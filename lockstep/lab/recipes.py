@@ -2,7 +2,7 @@
 
 A recipe writes a script; it says which counters must have moved, because an equality is worth
 nothing if its path was not taken. Lengths sit where things break: one below, at and above the
-window (20), the tile (64, or 32), the page sizes and the split (512).
+window (20), the tile (64, or 32), the page sizes and the first split of the device.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from lockstep.lab.features import WINDOW as W
 from lockstep.lab.features import Feature
 from lockstep.lab.script import Compute, Drop, Script
+from lockstep.order import attention_order, device_class
 from lockstep.types import Layout
 
 LENGTHS = (1, 15, 16, 17, 63, 65, 130)
@@ -86,19 +87,19 @@ def extend(s: Script, *steps: Rows, **options: Sequence[Any]) -> list[int]:
 @recipe("decode", "decode_rows", "batched_steps", "rows_over_a_split")
 def decode(s: Script) -> None:
     """One new token per request."""
-    extend(s, (1, 16, 19, 63, 129, 511), 1, 1, 1)
+    extend(s, (1, 16, 19, 63, 129, s.split - 1), 1, 1, 1)
 
 
 @recipe("extend-cold", "batched_steps", "rows_over_a_split")
 def extend_cold(s: Script) -> None:
     """Whole prompts, nothing cached."""
-    extend(s, (*LENGTHS, 545))
+    extend(s, (*LENGTHS, s.split + 33))
 
 
 @recipe("extend-prefix", "prefix_rows", "batched_steps")
 def extend_prefix(s: Script) -> None:
     """New rows after a cached prefix."""
-    extend(s, (W - 1, W, W + 1, 2 * W, 64, 509), (W + 2, W + 5, 1, 70, 3, 7))
+    extend(s, (W - 1, W, W + 1, 2 * W, 64, s.split - 3), (W + 2, W + 5, 1, 70, 3, 7))
 
 
 @recipe("chunked", "prefix_rows", "batched_steps")
@@ -122,7 +123,7 @@ def empty(s: Script) -> None:
 @recipe("verify-chain", "rejected_rows", "batched_steps")
 def verify_chain(s: Script) -> None:
     """Drafts in a row, some rejected and written over."""
-    extend(s, (19, 62, 509))
+    extend(s, (19, 62, s.split - 3))
     extend(s, 5, keep=(1, 5, 3))
     extend(s, 5, keep=(4, 1, 5))
 
@@ -134,14 +135,14 @@ SHALLOW_END = (-1, 0, 0, 1, 1, 2, 3, 3, 6, 0)  # as many nodes, and the last one
 @recipe("verify-tree", "tail_rows", "tails_over_a_tile", "tails_over_a_split", "shallow_ends")
 def verify_tree(s: Script) -> None:
     """A tree of drafts over tile and split."""
-    extend(s, (18, 30, 62, 510))
+    extend(s, (18, 30, 62, s.split - 2))
     s.step(*(s.tree(r, t) for r, t in enumerate((TREE, SHALLOW_END, SHALLOW_END, TREE))))
 
 
 @recipe("tree-accept", "tail_rows", "moved_rows", "accepted_nodes")
 def tree_accept(s: Script) -> None:
     """Accepted nodes move to their places."""
-    rs = extend(s, (17, 61, 509))
+    rs = extend(s, (17, 61, s.split - 3))
     for path in ((0, 1, 3, 6, 9), (0, 2, 5)):
         s.step(*(s.tree(r, TREE) for r in rs))
         s.step(*(a for r in rs for a in (s.accept(r, path), s.extend(r, 2))))
@@ -154,7 +155,7 @@ def draft_decode(s: Script) -> None:
     Four steps of three branches: the first step's rows hang below the prefix, each later row
     below its branch.
     """
-    rs = extend(s, (14, 61, 510))
+    rs = extend(s, (14, 61, s.split - 2))
     parents: tuple[int, ...] = ()
     for step in range(4):
         parents += (-1, -1, -1) if step == 0 else tuple(3 * (step - 1) + b for b in (0, 1, 1))
@@ -164,13 +165,13 @@ def draft_decode(s: Script) -> None:
 @recipe("draft-extend", "prefix_rows", "batched_steps")
 def draft_extend(s: Script) -> None:
     """Ragged numbers of accepted tokens."""
-    extend(s, (15, 63, 64, 510), (1, 4, 2, 5))
+    extend(s, (15, 63, 64, s.split - 2), (1, 4, 2, 5))
 
 
 @recipe("draft-extend-fixed", "prefix_rows", "rejected_rows")
 def draft_extend_fixed(s: Script) -> None:
     """A fixed width of which some rows count."""
-    extend(s, (15, 63, 64, 510))
+    extend(s, (15, 63, 64, s.split - 2))
     extend(s, 5, keep=(1, 4, 2, 5), emit=((0,), (3,), (1,), (4,)))
     extend(s, 1)
 
@@ -258,7 +259,7 @@ def embed(s: Script) -> None:
 @recipe("embed-long", "rows_over_a_split", applies_to=uncached)
 def embed_long(s: Script) -> None:
     """A request longer than a split."""
-    extend(s, (2, 530))
+    extend(s, (2, s.split + 18))
 
 
 @recipe("embed-empty", "empty_steps", applies_to=uncached)
@@ -278,7 +279,9 @@ RECIPES = (
 def write(recipe: Recipe, feature: Feature) -> Script:
     """The recipe's script for a feature. If the model has an encoder, each request is encoded
     before it is computed from its start."""
-    script = Script()
+    specs, device = feature.groups(16), device_class(feature.device.ops.machine)
+    splits = [attention_order(device, spec.d_qk, spec.d_v).splits for spec in specs]
+    script = Script(split=max(each.begin(1) for each in splits))
     recipe.play(script)
     if feature.encode and not script.encoder_uids:
         add_encoders(script)

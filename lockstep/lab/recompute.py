@@ -77,9 +77,10 @@ class Recompute:
     def __init__(self, parts: Parts, kv_dtype: str = "") -> None:
         self.model, self.info, self.tokenizer = parts.model, parts.info, parts.tokenizer
         self.kv_dtype, self.kept, self.ops = kv_dtype, bool(kv_dtype), parts.model.ops
+        own = str(self.ops.dtype).removeprefix("torch.")  # what rounds nothing
         self.kinds = {
             name: replace(kind, specs=tuple(self._spec(s, kv_dtype) for s in kind.specs))
-            for name, kind in kinds_of(parts.model, parts.info).items()
+            for name, kind in kinds_of(parts.model, parts.info, kv_dtype=own).items()
         }
         self.encoder = self.kinds.get(ENCODE)
         # plainly, a source's alone: a decoder reads its rows

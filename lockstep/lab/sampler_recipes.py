@@ -62,6 +62,21 @@ def rows_of(count: int, vocab: int = VOCAB) -> tuple[Tensor, list[Row]]:
     return torch.from_numpy(logits), rows
 
 
+def sample(
+    rig: EngineHarness, logits: Tensor, rows: list[Row], eos_ids: tuple[int, ...] = (EOS,)
+) -> sampler.Sampled:
+    """By the device's table; what it chose is brought back."""
+    found = sampler.sample(rig.parts.model.ops, logits.to(rig.device.place), rows, eos_ids)
+    tokens, states = found.token_ids.cpu(), found.states.cpu()
+    scores = found.logprobs and on_host(found.logprobs)
+    return replace(found, token_ids=tokens, states=states, logprobs=scores)
+
+
+def on_host(scores: sampler.Logprobs) -> sampler.Logprobs:
+    """The same in the host's memory."""
+    return sampler.Logprobs(*(tensor.cpu() for tensor in scores))
+
+
 @engine_recipe("sample", "rows", "later_blocks", applies_to=one_model)
 def choices(rig: EngineHarness, quick: bool) -> None:
     """The choice of a token: masks, cuts, ties, noise, its distribution.
@@ -82,7 +97,7 @@ def one_by_one(rig: EngineHarness, logits: Tensor, rows: list[Row]) -> None:
     """Every row against the second text of the choice, by the kernel and by tensors; how often
     later blocks won is counted."""
     rig.counters["rows"] += len(rows)
-    chosen = sampler.sample(rig.parts.model.ops, logits, rows, (EOS,)).token_ids
+    chosen = sample(rig, logits, rows).token_ids
     for r, row in enumerate(rows):
         past = row.token_ids.tolist()
         want = choice.choose(logits[r].numpy(), row.params, past, row.prompt_len, (EOS,))
@@ -102,7 +117,7 @@ def one_by_one(rig: EngineHarness, logits: Tensor, rows: list[Row]) -> None:
 def log_probabilities(rig: EngineHarness, logits: Tensor, tokens: Tensor) -> None:
     """Of the chosen token and of the best few, against float64; equal ones by the lower id, by the
     kernel and by tensors."""
-    told = sampler.log_probs(rig.device.ops, logits, tokens, FEW)
+    told = on_host(sampler.log_probs(rig.parts.model.ops, logits.to(rig.device.place), tokens, FEW))
     exact = logits.double().log_softmax(1)
     best = exact.sort(dim=1, descending=True, stable=True).indices[:, :FEW]
     held = f"float64, and the best {FEW} in order"
@@ -150,7 +165,7 @@ def ties(rig: EngineHarness) -> None:
     for name, (limit, allowed) in [*limits.items(), ("top_k", (1, 1))]:
         params = SamplingParams.from_dict({"seed": 0, name: limit})
         rows = [[Row(params, position)] for position in range(40)]
-        seen = {int(sampler.sample(rig.device.ops, equal, row).token_ids) for row in rows}
+        seen = {int(sample(rig, equal, row, ()).token_ids) for row in rows}
         fault = f"{name} {limit}: {sorted(seen)} were chosen"
         rig.check("ties", seen == set(range(allowed)), fault, "by the lower id")
 
@@ -163,8 +178,7 @@ def bad_rows(rig: EngineHarness) -> None:
     spoilt = logits.clone()
     for r, (value, _) in bad.items():
         spoilt[r, :: 1 if value == -torch.inf else 5] = value
-    have = sampler.sample(rig.device.ops, spoilt, rows, (EOS,))
-    want = sampler.sample(rig.device.ops, logits, rows, (EOS,)).token_ids.tolist()
+    have, want = sample(rig, spoilt, rows), sample(rig, logits, rows).token_ids.tolist()
     told, scores = have.errors(), have.logprobs
     assert scores is not None, "every row asks for them"
     for r, token in enumerate(have.token_ids.tolist()):
@@ -184,7 +198,7 @@ def distribution(rig: EngineHarness, what: str, count: int) -> None:
         own: dict[str, Any] = {"seed": 1, "sample_index": 0, "position": 3, what: i + 3}
         position = own.pop("position")
         rows.append(Row(SamplingParams(**own), position))
-    chosen = sampler.sample(rig.device.ops, logits.expand(count, -1), rows).token_ids
+    chosen = sample(rig, logits.expand(count, -1), rows, ()).token_ids
     seen = torch.bincount(chosen, minlength=12).double()
     expected = logits.double().softmax(0) * count
     chi = float(((seen - expected) ** 2 / expected).sum())
@@ -201,12 +215,9 @@ def seeds(rig: EngineHarness, quick: bool) -> None:
     """
     logits, rows = rows_of(48)
     rig.counters["rows"] += len(rows)
-    alone = [
-        sampler.sample(rig.parts.model.ops, logits[r : r + 1], rows[r : r + 1], (EOS,))
-        for r in range(len(rows))
-    ]
+    alone = [sample(rig, logits[r : r + 1], rows[r : r + 1]) for r in range(len(rows))]
     for order in (list(range(len(rows))), list(reversed(range(len(rows))))):
-        many = sampler.sample(rig.parts.model.ops, logits[order], [rows[r] for r in order], (EOS,))
+        many = sample(rig, logits[order], [rows[r] for r in order])
         for r, have in zip(order, tokens_and_scores(many), strict=True):
             (want,) = tokens_and_scores(alone[r])
             same = have[0] == want[0] and same_bits(have[1], want[1])

@@ -64,6 +64,7 @@ class Script:
     """A recipe's story while it is written. The verbs below return acts; `step` puts acts that
     happen together into one step."""
 
+    split: int = 512  # where the second split begins
     parents: list[int] = field(default_factory=list)  # of every uid; -1 for a first token
     owner: list[int] = field(default_factory=list)  # the request that computed a uid first
     encoder_uids: dict[int, tuple[int, ...]] = field(default_factory=dict)

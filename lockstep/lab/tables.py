@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.attention import select
 from lockstep.attention.base import Backend
 from lockstep.lab import engine_harness, engine_recipes, option_recipes, properties, sampler_recipes
-from lockstep.lab.features import FEATURES, Feature
+from lockstep.lab.features import FEATURES, GPU_FEATURES, Feature
 from lockstep.lab.options import Device, RunOptions
 from lockstep.lab.properties import Judgement
 from lockstep.lab.recipes import RECIPES, Recipe
@@ -35,6 +35,16 @@ class MatrixTable:
     # of a recipe, a feature and a backend: why it does not take them, by its caps; what is found
     refusal: Callable[[Any, Any, Backend, Device], str | None]
     judge: Callable[[Any, Any, Backend, RunOptions], Judgement]
+    gpu_features: tuple[Any, ...] = ()
+
+    def features_of(self, device: Device) -> tuple[Any, ...]:
+        """Those that a device is asked for."""
+        return (*self.features, *self.gpu_features) if device.name == "cuda" else self.features
+
+    @property
+    def every_feature(self) -> tuple[Any, ...]:
+        """On any device."""
+        return (*self.features, *self.gpu_features)
 
     def asked(self, feature: Any) -> list[Any]:
         """The recipes that make sense for a feature."""
@@ -74,7 +84,14 @@ ENGINE_RECIPES = (
     *(*option_recipes.CAPACITIES, *sampler_recipes.RECIPES),
 )
 ATTENTION = MatrixTable(
-    "attention", "feature", "the output", RECIPES, FEATURES, attention_refusal, properties.judge
+    "attention",
+    "feature",
+    "the output",
+    RECIPES,
+    FEATURES,
+    attention_refusal,
+    properties.judge,
+    gpu_features=GPU_FEATURES,
 )
 ENGINE = MatrixTable(
     "engine",

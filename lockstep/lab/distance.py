@@ -1,0 +1,116 @@
+"""How far a model's log-probabilities are from transformers in a wider dtype, and how far those of
+transformers are in ours.
+
+The weights are those that `--load-format dummy` draws, rounded to the dtype of activations, by
+their names in a checkpoint; transformers gets them as a state dict, and so does its own joining of
+experts. A distance is the root mean square over the tokens of some prompts. Knows a config and a
+device; `lab bits` calls it, when the engine has given back its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.lab.options import Device
+from lockstep.lab.tiny import assembled
+from lockstep.models.loader import STATED, drawn
+
+MOST_RATIO = 1.5  # of our distance to that of transformers, in the same dtype
+WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+Scores = list[NDArray[np.float32]]  # of every prompt: its tokens but the first
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Root mean squares over `tokens` log-probabilities. In float32 nothing is judged: transformers
+    casts to it inside wider models."""
+
+    ours: float
+    theirs: float
+    tokens: int
+    judged: bool
+
+    @property
+    def ratio(self) -> float:
+        """How many times as far we are."""
+        return self.ours / self.theirs if self.theirs else float("inf")
+
+
+def measure(
+    config: Mapping[str, Any], device: Device, prompts: Sequence[list[int]], ours: Scores
+) -> Distance:
+    """Both distances, of the same weights on the same device."""
+    wide = WIDER[device.compute]
+    weights = draw(config, device)
+    exact = scores(config, weights, wide, device, prompts)
+    if device.place.type == "cuda":
+        torch.cuda.empty_cache()
+    theirs = scores(config, weights, device.compute, device, prompts)
+    tokens = sum(map(len, ours))
+    judged = device.compute is not torch.float32
+    return Distance(rms(ours, exact), rms(theirs, exact), tokens, judged)
+
+
+def rms(a: Sequence[NDArray[Any]], b: Sequence[NDArray[Any]]) -> float:
+    """The root mean square of all differences."""
+    off = np.concatenate([x.astype(np.float64) - y for x, y in zip(a, b, strict=True)])
+    return float(np.sqrt((off * off).mean()))
+
+
+def draw(config: Mapping[str, Any], device: Device) -> dict[str, Tensor]:
+    """What a checkpoint of the model would hold."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def take(name: str, shape: tuple[int, ...]) -> Tensor:
+        shapes[name] = shape
+        return torch.empty(shape, device="meta")
+
+    assembled(config, take)
+    return {n: drawn(device.place, n, shape).to(device.compute) for n, shape in shapes.items()}
+
+
+def scores(
+    config: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device: Device,
+    prompts: Sequence[list[int]],
+) -> list[NDArray[np.float64]]:
+    """Log-probabilities by transformers in a dtype."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    stated = {k: v for k, v in config.items() if k not in ("model_type", STATED)}
+    stated["use_sliding_window"] = config["sliding_window"] is not None
+    stated["head_dim"] = config.get("qk_rope_head_dim", config["head_dim"])  # of what it rotates
+    theirs = AutoConfig.for_model(config["model_type"], **stated)
+    placed = {} if device.place.type == "cpu" else {"device_map": {"": device.place}}
+    model = (
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(theirs)]
+        .from_pretrained(
+            None,
+            config=theirs,
+            state_dict=dict(weights),
+            dtype=dtype,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            **placed,
+        )
+        .eval()
+    )
+    out = []
+    with torch.no_grad():
+        for ids in prompts:
+            given = torch.tensor([ids], device=device.place)
+            logits = model(given, use_cache=False).logits[0, :-1]
+            each = logits.double().log_softmax(1).gather(1, given[0, 1:, None])[:, 0]
+            out.append(each.cpu().numpy())
+    del model
+    return out

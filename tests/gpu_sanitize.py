@@ -1,0 +1,82 @@
+"""Every kernel of the card once or twice, on small shapes: what compute-sanitizer is to watch.
+
+An engine of one model each for dense heads of 64 and 128, a latent cache, experts, sinks and
+windows: prompts on both sides of a tile, some decoded tokens, a fork, log-probabilities, cuts and
+penalties. No certificate and no comparison of GEMMs at load, which launch thousands of kernels.
+
+usage: compute-sanitizer --tool memcheck --kernel-regex kns=_kernel \\
+           python tests/gpu_sanitize.py [--models NAME,NAME] [--graphs]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from gpu_engine_cells import save
+
+from lockstep.attention.select import select
+from lockstep.config import EngineConfig
+from lockstep.kernels.cuda import ops
+from lockstep.llm.engine import Engine, Parts
+from lockstep.models import loader
+from lockstep.run.certify import Certificate
+from lockstep.sample.params import SamplingParams
+
+PLAIN = SamplingParams(max_tokens=3, temperature=0.8, seed=1, logprobs=2, ignore_eos=True)
+KINDS = (
+    PLAIN,
+    replace(PLAIN, top_k=5, top_p=0.9),
+    replace(PLAIN, temperature=0.0, frequency_penalty=0.5),
+    replace(PLAIN, n=2),
+    replace(PLAIN, prompt_logprobs=1),
+)
+
+
+def engine_of(name: str, graphs: bool) -> Engine:
+    """Without any proof."""
+    with TemporaryDirectory() as folder:
+        save(name, Path(folder))
+        config = EngineConfig(
+            model=folder,
+            device="cuda",
+            load_format="dummy",
+            max_total_tokens=2048,
+            max_running_requests=4,
+            chunked_prefill_size=200,
+            context_length=1024,
+            graphs=graphs,
+        ).settled("bfloat16")
+        loaded = loader.load(folder, "cuda", load_format="dummy")
+    groups = loaded.model.groups(config.page_size, config.kv_cache_dtype)
+    backend, reason = select(None, groups, "cuda", "bfloat16")
+    parts = Parts(loaded.model, loaded.info, None, backend, reason, Certificate(0, (), "none"))
+    return Engine(config, parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", default="qwen3,llama,deepseek_v3,gpt_oss")
+    parser.add_argument("--graphs", action="store_true")
+    args = parser.parse_args()
+    ops.GRID = (1, 16)  # rows whose GEMMs are compared at load
+    for name in args.models.split(","):
+        begin, rng = time.time(), np.random.default_rng(3)
+        engine = engine_of(name, args.graphs)
+        jobs = [
+            engine.add(rng.integers(0, engine.info.vocab_size, n).tolist(), params)
+            for n, params in zip((130, 5, 600, 64, 20), KINDS, strict=True)
+        ]
+        while engine.busy:
+            engine.step()
+        tokens = [job.output("").token_ids for job in jobs]
+        print(f"{name}: {tokens[0]} ({time.time() - begin:.1f} s)", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""`lab bits` on small models: every path is taken, no bit differs, a bug on one path is seen."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from lockstep import cli
+from lockstep.lab import bits
+from lockstep.lab.options import CPU
+from lockstep.lab.tiny import configs
+from lockstep.sched.scheduler import Scheduler
+
+GOLDEN = configs("golden_models.json")
+
+
+def job(name: str = "qwen3", *paths: str) -> bits.Job:
+    return bits.Job(name, GOLDEN[name], CPU, bits.FEW, paths or tuple(bits.PATHS))
+
+
+@pytest.mark.parametrize("name", bits.SMALL)
+def test_no_log_probability_differs_by_any_path_of_a_small_model(name):
+    found = bits.measured(job(name))
+    assert bits.faults([found], list(bits.PATHS), {"model": 50, "path": 50}) == []
+    assert all(path.log_probabilities >= 50 for path in found.paths.values())
+    assert all(2 * path.from_decode_steps > path.log_probabilities for path in found.paths.values())
+    assert found.distance is not None
+    assert found.distance.ours < 1e-4, "transformers computes the same model"
+
+
+def test_a_path_that_changes_answers_or_is_not_taken_is_a_fault(monkeypatch):
+    preempt = Scheduler._preempt
+
+    def forgetful(self, request):
+        preempt(self, request)
+        request.tokens[-1] = 5
+
+    monkeypatch.setattr(Scheduler, "_preempt", forgetful)
+    found = bits.measured(job("qwen3", "preemption"))
+    assert "differ" in bits.faults([found], [], {"model": 0, "path": 0})[0]
+    found.paths["preemption"].differ = 0
+    found.paths["preemption"].counters["preempted"] = 0
+    (fault,) = bits.faults([found], [], {"model": 0, "path": 0})
+    assert fault == "qwen3, preemption: preempted is 0: the path was not taken"
+
+
+def test_a_log_probability_differs_by_its_token_its_bits_or_by_being_no_number():
+    want = bits.bits_of([1, 2, 3], np.array([-1.0, -2.0, -0.0]))
+    assert bits.differing(want, want) == 0
+    assert bits.differing(bits.bits_of([1, 2, 3], [-1.0, -2.0, 0.0]), want) == 1, "-0 is not 0"
+    assert bits.differing(bits.bits_of([1, 4, 3], [-1.0, -2.5, -0.0]), want) == 1
+    assert bits.differing(bits.bits_of([1, 2, 3], None), want) == 3, "they never came"
+    nan = bits.bits_of([1], [np.nan])
+    assert bits.differing(nan, nan) == 1, "two that are wrong alike do not agree"
+
+
+def test_too_few_log_probabilities_are_a_fault_of_a_run_of_real_shapes():
+    found = bits.ModelFound("m", {"page": bits.Found(9_999, 9_000, 0, {"other_pages": 1}, 1.0)})
+    told = bits.faults([found], ["page"], bits.LEAST)
+    assert told == ["m, page: 9,999, not 10,000", "page: 9,999 over all models, not 125,000"]
+
+
+def test_the_command_writes_what_it_found(tmp_path, capsys):
+    out = tmp_path / "bits.json"
+    chosen = ["--model", "gpt_oss", "--path", "graph,overlap"]
+    assert cli.main(["lab", "bits", "--small", *chosen, "--json", str(out)]) == 0
+    doc = json.loads(out.read_text())
+    assert doc["faults"] == [] and list(doc["models"]["gpt_oss"]["paths"]) == ["graph", "overlap"]
+    assert doc["models"]["gpt_oss"]["paths"]["graph"]["counters"]["replays"] > 0
+    assert "no bit differs" in capsys.readouterr().out
+    assert cli.main(["lab", "bits", "--small", "--path", "grpah"]) == 2
+    assert "Did you mean graph?" in capsys.readouterr().err
