@@ -112,36 +112,14 @@ def bucket(x: Any, top: Any) -> Any:
     return np.int64(d) if d < BUCKETS - 1 else np.int64(BUCKETS - 1)
 
 
-def sift_down(heap: Any, i: Any, n: Any) -> None:
-    """Restore the heap order of heap[:n], least first, below entry i."""
-    value, child = heap[i], 2 * i + 1
-    while child < n:
-        if child + 1 < n and heap[child + 1] < heap[child]:
-            child += 1
-        if heap[child] >= value:
-            break
-        heap[i] = heap[child]
-        i, child = child, 2 * child + 1
-    heap[i] = value
-
-
-def pop(heap: Any, n: Any) -> Any:
-    """Take the least of heap[:n]; heap[:n - 1] is left."""
-    least, heap[0] = heap[0], heap[n - 1]
-    sift_down(heap, 0, n - 1)
-    return least
-
-
 def members(x: Any, top: Any, which: Any, count: Any) -> Any:
-    """A heap of the ranks of the `count` finite scores of a bucket."""
-    heap, top_key, n = np.empty(count, np.int64), key_of(top), 0
+    """The ranks of the `count` finite scores of a bucket, best first."""
+    ranks, top_key, n = np.empty(count, np.int64), key_of(top), 0
     for i in range(len(x)):
         if x[i] > MINUS_INF and bucket(x[i], top) == which:
-            heap[n] = rank(x[i], i, top_key)
+            ranks[n] = rank(x[i], i, top_key)
             n += 1
-    for i in range(n // 2 - 1, -1, -1):
-        sift_down(heap, i, n)
-    return heap
+    return np.sort(ranks)
 
 
 def histogram(x: Any, top: Any, counts: Any, sums: Any) -> None:
@@ -163,9 +141,9 @@ def last_kept(x: Any, top: Any, top_k: Any, top_p: Any) -> Any:
         left -= counts[b]
         b += 1
     if b < BUCKETS:  # the k-th best is the left-th best of bucket b
-        heap = members(x, top, b, counts[b])
+        best = members(x, top, b, counts[b])
         for j in range(left):
-            last = pop(heap, counts[b] - j)
+            last = best[j]
             total += exponential(x[last & ID_MASK], top)
     if top_p >= 1:
         return last
@@ -173,9 +151,9 @@ def last_kept(x: Any, top: Any, top_k: Any, top_p: Any) -> Any:
     while sums[b] < need:
         need -= sums[b]
         b += 1
-    heap, j = members(x, top, b, counts[b]), 0
+    best, j = members(x, top, b, counts[b]), 0
     while need > 0:
-        last = pop(heap, counts[b] - j)
+        last = best[j]
         need -= exponential(x[last & ID_MASK], top)
         j += 1
     return last
