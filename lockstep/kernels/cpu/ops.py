@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,9 +28,10 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 def kv_write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
     """Divided by the scale, clamped to the format's range, rounded once."""
-    plain = storage.dtype is torch.float32 and scale == 1.0 and values.stride(2) == 1
+    plain = storage.dtype is torch.float32 and scale == 1.0
     if plain and values.shape[2] == storage.shape[2]:
-        rows.scatter(values, slots, storage)
+        at = slots.numpy().astype(np.uint32)  # a slot below 0 is none
+        storage.numpy()[at] = values.numpy()  # by numpy: it keeps the interpreter's lock
         return
     values = widened(values, storage.shape[2])
     if scale != 1.0:

@@ -14,7 +14,6 @@ Knows rows, no layers and no requests. Called through the table, ops.py.
 from __future__ import annotations
 
 import functools
-from array import array
 from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any
@@ -49,15 +48,14 @@ from lockstep.order import LANES, LOG2E
 
 UNIT = 1 << 14  # elements of a unit of work, at most
 # what is done to a row
-NORM, TURN, GATE, HEADS, ADD, SCATTER, LAYER = range(7)
-ANGLES, MAP, CAP, CLAMPED, SOFTMAX, SHARES = range(7, 13)
-ELEMENT_NS = {ANGLES: 8, SCATTER: 4}  # of one thread, else 1; scattered rows are far apart
+NORM, TURN, GATE, HEADS, ADD, LAYER = range(6)
+ANGLES, MAP, CAP, CLAMPED, SOFTMAX, SHARES = range(6, 12)
+ELEMENT_NS = {ANGLES: 8}  # of one thread, else 1
 SILU, GELU, GELU_TANH, RELU, SIGMOID = range(5)  # what GATE and MAP do to an element
 KINDS = dict(zip(Activation, (SILU, GELU, GELU_TANH, RELU), strict=True))
 HALVED = (GATE, CLAMPED)  # the output has half the columns of the input
 ROOT_HALF, TANH_SCALE = 0.7071067811865476, 0.7978845608028654  # gelu's: sqrt(1/2), sqrt(2/pi)
 TANH_CUBE = 0.044715
-GOOD = -1  # no row has a bad slot
 INF = np.float32(np.inf)
 SHORTEST = 1e-12  # vectors are divided by their length, or by this where they are shorter
 
@@ -185,19 +183,6 @@ def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     return torch.from_numpy(y)
 
 
-def scatter(x: Tensor, slots: Tensor, storage: Tensor) -> None:
-    """storage[slots] = x: rows of x [t, heads, d], slots [t], of a contiguous storage [n, heads,
-    d]."""
-    count = storage.shape[0]
-    if slots.dtype is not torch.int32:
-        slots = slots.to(torch.int32)
-    more = (slots.data_ptr(), storage.data_ptr(), 4 * storage.stride(0), count, GOOD)
-    where = (x.data_ptr(), 4 * x.stride(0), 4 * x.stride(1))
-    record = _call(SCATTER, where, storage, x.shape, more)
-    if record and record[-1] != GOOD:
-        raise IndexError(f"slots are below the storage's {count:,}: row {record[-1]} has another")
-
-
 def _run(what: int, x: Tensor, *more: int) -> Tensor:
     """One call over the rows of x: [outer, n] or [outer, inner, n]."""
     shape, strides = x.shape, x.stride()
@@ -213,17 +198,17 @@ def _run(what: int, x: Tensor, *more: int) -> Tensor:
 
 def _call(
     what: int, x: tuple[int, ...], y: Tensor, sizes: Sequence[int], more: tuple[int, ...]
-) -> array[int] | None:
+) -> None:
     """x: address, and bytes from one row to the next, outer and inner; sizes: rows, outer and
-    inner, and columns of y; `more` depends on what is done. Returns the record."""
+    inner, and columns of y; `more` depends on what is done."""
     outer, inner, n = sizes
     if not outer or not inner:
-        return None
+        return
     cost_ns = outer * inner * n * ELEMENT_NS.get(what, 1)
     team = threads.team(outer, cost_ns)
     each = max(1, min(UNIT // (inner * n), -(-outer // team)))
     entries = (what, *x, y.data_ptr(), outer, inner, n, each, *more)
-    return threads.run(work(), entries, -(-outer // each), team, cost_ns)
+    threads.run(work(), entries, -(-outer // each), team, cost_ns)
 
 
 @functools.lru_cache(256)
@@ -258,12 +243,6 @@ def row(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
         gate_row(y, n, x, x + 4 * n, record[9], 0)
     elif what == HEADS:
         head(record, i, j, x)
-    elif what == SCATTER:
-        slot = np.int64(int32_at(record[9])[i])
-        if 0 <= slot < record[12]:
-            copy_row(record[10] + slot * record[11] + 4 * n * j, n, x, 0)
-        else:
-            record[13] = i
     elif what == ADD:
         total = record[13] + 4 * n * i
         add_row(total, n, x, record[11] + i * record[12], 0, 0)
@@ -424,7 +403,6 @@ def angle_row(position: Any, cos: Any, sin: Any, n: Any, freqs: Any, factor_bits
         ss[k] = mul(np.float32(s), factor)
 
 
-copy_row = Looped(mapped, lambda v, _: v)
 divide_row = Looped(mapped, lambda v, by: div(v, by))
 power_row = Looped(mapped, lambda v, top: exp2(mul(sub(v, top), LOG2E)))
 cap_row = Looped(mapped, lambda v, cap: mul(tanh(div(v, cap)), cap))

@@ -292,10 +292,10 @@ class Own(threading.local):
         self.memory, self.address = aligned(0)  # of its workers
 
 
-def run(work: Any, entries: Sequence[int], units: int, most: int, cost_ns: int) -> array[int]:
+def run(work: Any, entries: Sequence[int], units: int, most: int, cost_ns: int) -> None:
     """One call of a `kernel`, of so many units, on at most `most` threads: a `team`. `cost_ns` is
-    about what it takes on one. `entries` are what it reads, addresses in them stay valid meanwhile;
-    returns the record, as it left it."""
+    about what it takes on one. `entries` are what it reads; addresses in them stay valid
+    meanwhile."""
     helpers = len(HELP.threads)
     if most > helpers + 1:
         HELP.want(count() - 1)
@@ -308,7 +308,6 @@ def run(work: Any, entries: Sequence[int], units: int, most: int, cost_ns: int) 
     else:
         compiled().released(record.buffer_info()[0])
         OWN.turn_ns = perf_counter_ns()
-    return record
 
 
 def team(units: int, cost_ns: int) -> int:
