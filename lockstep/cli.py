@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from lockstep import __version__, outfile
-from lockstep.options import Parser, function, suggestion
+from lockstep.options import Parser, add_commands, function, suggestion
 from lockstep.types import RuleError
 
 EXAMPLES = """
@@ -30,21 +30,16 @@ LOCKSTEP_REVERT=NAME in the environment runs any command with that historical bu
 
 def make_parser() -> Parser:
     """All commands."""
-    from lockstep.bench import parser as bench
-    from lockstep.kernels import parser as kernels
-    from lockstep.lab import parser as lab
-    from lockstep.llm import parser as llm
-
     parser = Parser(
         prog="lockstep",
         description="LLM inference with the same bits every time, and the lab that proves it.",
         examples=EXAMPLES,
     )
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
-    parser.set_defaults(call="", parser=parser, lab=False)
+    parser.set_defaults(call="", parser=parser)
     commands = parser.commands()
-    for add in (llm.add, lab.add, bench.add, kernels.add, lab.add_check_env):
-        add(commands)
+    for package in ("llm", "lab", "bench", "kernels"):
+        add_commands(commands, f"lockstep.{package}")
     return parser
 
 
@@ -57,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.parser.error(f"{kind} {wrong}{suggestion(wrong, args.parser.options())}")
     try:
         check_outputs(args)
-        if args.lab:  # its threads sleep while they wait: said before torch or numba start any
+        if args.call.startswith(
+            "lockstep.lab."
+        ):  # its threads sleep while they wait: said before torch or numba start any
             from lockstep.lab import isolate
 
             os.environ.setdefault(*isolate.WAITING)

@@ -1,25 +1,28 @@
-"""What the parsers of all commands share: a parser that answers a slip in one line and suggests,
-and the kinds of option there are.
+"""Parsers: one that answers a slip in one line and suggests, and how the table of a package's
+commands, its commands.toml, becomes such parsers.
 
 Knows argparse and no command; imports neither torch nor numba, so that `--help` stays quick. A
-command names its function as "module:function", which is imported when the command runs. The
-module `parser` of each package adds that package's commands; `cli` joins them.
+command names its function as "module:function", which is imported when the command runs. `cli`
+joins the packages' commands.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
+from importlib.resources import files
 from textwrap import dedent, indent
 from typing import Any, NoReturn
 
 Commands = Any  # what add_subparsers returns; argparse keeps its class to itself
-Container = Any  # a parser or a group of its options: the same
-Text = str | None
+CORES = min(os.cpu_count() or 1, 8)  # the default that a table calls "cores"
 
 
 class Parser(argparse.ArgumentParser):
@@ -85,39 +88,41 @@ def suggestion(word: str, allowed: Sequence[str]) -> str:
     return f". Did you mean {close[0]}?" if close else ""
 
 
-def flag(parser: Container, name: str, help: Text = None, default: bool | None = False) -> None:
-    """An option without a value."""
-    parser.add_argument(name, action="store_true", default=default, help=help)
+def add_commands(commands: Commands, package: str) -> None:
+    """The commands in a package's table, commands.toml: help, call, examples, `options` (names of
+    shared ones), `groups` of options, and options of its own. One without a call has others."""
+    table = tomllib.loads((files(package) / "commands.toml").read_text(encoding="utf-8"))
+    shared, places = table.pop("options", {}), {"": commands}
+    for name, entry in table.items():
+        texts = {key: entry.pop(key, "") for key in ("call", "examples")}
+        parser = command(
+            places[name.rpartition(" ")[0]], f"lockstep {name}", entry["help"], **texts
+        )
+        if not texts["call"]:
+            places[name] = parser.commands()
+        own = {key: words for key, words in entry.items() if isinstance(words, dict)}
+        groups = own.pop("groups", {})
+        _add_arguments(parser, own | {key: shared[key] for key in entry.get("options", ())})
+        for group, options in groups.items():
+            _add_arguments(parser.add_argument_group(group), options)
 
 
-def value(
-    parser: Container, name: str, metavar: str, help: Text = None, default: Text = None
-) -> None:
-    """An option with a text behind it."""
-    parser.add_argument(name, metavar=metavar, default=default, help=_with(help, default))
-
-
-def number(
-    parser: Container, name: str, help: Text = None, default: int | None = None, *, least: int = 1
-) -> None:
-    """An option with a whole number behind it, from `least` (0 or 1) on."""
-    kind = positive if least else whole
-    parser.add_argument(name, type=kind, metavar="N", default=default, help=_with(help, default))
-
-
-def several(parser: Container, name: str, metavar: str, help: str) -> None:
-    """An option that may be given more than once."""
-    parser.add_argument(name, action="append", metavar=metavar, help=f"{help}; repeatable")
-
-
-def json_file(parser: Container) -> None:
-    """Where the document goes."""
-    value(parser, "--json", "F", "write one JSON document; - for stdout, and nothing else there")
-
-
-def whole(text: str) -> int:
-    """0, 1, 2, ..."""
-    return positive(text, least=0)
+def _add_arguments(place: Any, options: Mapping[str, dict[str, Any]]) -> None:
+    """What argparse takes; `least` makes it a whole number from there on, `type` names a TYPE."""
+    for name, given in options.items():
+        words = dict(given)  # tables share some
+        least = words.pop("least", None)
+        if least is not None:
+            words |= {"type": partial(positive, least=least), "metavar": "N"}
+        elif "type" in words:
+            words |= {"type": TYPES[words["type"]], "metavar": words.get("metavar", "X")}
+        if words.get("default") == "cores":
+            words["default"] = CORES
+        if words.get("action") == "append":
+            words["help"] += "; repeatable"
+        elif "default" in words:
+            words["help"] += f" (default: {words['default']})"
+        place.add_argument(name, **words)
 
 
 def positive(text: str, least: int = 1) -> int:
@@ -127,5 +132,19 @@ def positive(text: str, least: int = 1) -> int:
     return int(text)
 
 
-def _with(help: Text, default: object) -> str | None:
-    return help if default is None else f"{help} (default: {default})"
+def counts(text: str) -> tuple[int, ...]:
+    """N,N,...: whether they rise is the engine's to say."""
+    return tuple(positive(part) for part in text.split(","))
+
+
+def token_bias(text: str) -> tuple[int, float]:
+    """ID=X."""
+    token, _, amount = text.partition("=")
+    try:
+        return int(token), float(amount)
+    except ValueError:
+        rule = f"a token id and a number, like 42=-5; got {text!r}"
+        raise argparse.ArgumentTypeError(rule) from None
+
+
+TYPES: dict[str, Any] = {"int": int, "float": float, "counts": counts, "token bias": token_bias}

@@ -12,8 +12,8 @@ import torch
 
 from lockstep import cli
 from lockstep.bench import contender, curves, machine, results
-from lockstep.bench.cases import CASES
 from lockstep.bench.contender import QUICK, HostTimes
+from lockstep.bench.engine import CASES
 from lockstep.bench.machine import Timing
 from lockstep.bench.work import mixed_lens, prompts
 

@@ -14,8 +14,8 @@ import pytest
 
 from lockstep import __version__, cli, plugins
 from lockstep.attention import select
-from lockstep.lab import known, reverts
-from lockstep.lab.cells import Cell, Result
+from lockstep.lab import reverts
+from lockstep.lab.cells import Cell, Result, settle
 from lockstep.lab.properties import Finding
 from lockstep.options import Parser, function
 
@@ -318,10 +318,10 @@ def test_a_known_failure_is_known_and_one_that_passes_fails():
     cell = Cell("cpu", "decode", "dense")
     broken = Result(cell, "failed", "value: off", (Finding("value", False, "off"),))
     listed = {str(cell): "a cause"}
-    assert known.settle(broken, False, listed).verdict == "known"
-    assert "a cause" in known.settle(broken, False, listed).reason
-    assert known.settle(Result(cell, "passed"), False, listed).verdict == "failed"
-    assert known.settle(Result(cell, "passed"), True, listed).verdict == "passed", (
+    assert settle(broken, False, listed).verdict == "known"
+    assert "a cause" in settle(broken, False, listed).reason
+    assert settle(Result(cell, "passed"), False, listed).verdict == "failed"
+    assert settle(Result(cell, "passed"), True, listed).verdict == "passed", (
         "a quick run proves nothing"
     )
-    assert known.settle(broken, False, {}).verdict == "failed"
+    assert settle(broken, False, {}).verdict == "failed"

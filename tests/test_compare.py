@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-from dataclasses import replace
 
 import pytest
 
 from lockstep import cli
-from lockstep.bench.compare import ROOT, Compared, joined, names, summary
+from lockstep.bench.compare import ROOT, Compared, names, summary
+from lockstep.bench.machine import Timing
 
 HEAD = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True)
 in_git = pytest.mark.skipif(HEAD.returncode != 0, reason="the package lies in no git checkout")
@@ -71,10 +71,14 @@ def test_a_case_below_its_floor_and_a_mean_below_its_own_are_told():
 
 
 def test_turns_of_several_starts_count_together():
-    one = compared("a", [1.0, 2.0, 9.0], [4.0, 4.0, 4.0])
-    two = replace(compared("a", [8.0, 8.0, 8.0], [1.0, 1.0, 7.0]), undisturbed=False)
-    both = joined([one, two])
-    assert both.old_s == one.old_s + two.old_s and both.new_s == one.new_s + two.new_s
+    both = Compared("a")
+    for old, new, others in (([1.0, 2.0, 9.0], [4.0] * 3, 0.0), ([8.0] * 3, [1.0, 1.0, 7.0], 0.5)):
+        timing = Timing()
+        for side, turns in (("old", old), ("new", new)):
+            for seconds in turns:
+                timing.add(side, others, {"seconds": seconds})
+        both = both.plus(timing)
+    assert both.old_s == ((1.0, 2.0, 9.0), (8.0,) * 3) and len(both.new_s) == 2
     assert (both.undisturbed, both.ratios) == (False, [0.5, 8.0])
     assert abs(both.ratio - 2.0) < 1e-12, "starts count alike, whatever one of them took"
 

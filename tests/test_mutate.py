@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep import cli
-from lockstep.lab.mutate import campaign, draw, pool, reach, tree, trial, verdicts
+from lockstep.lab.mutate import campaign, command, draw, pool, reach, trial
 from lockstep.lab.mutate.draw import Mutant
 from lockstep.types import RuleError
 
@@ -98,15 +98,13 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def crew(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> pool.Crew:
     """Processes over the toy."""
-    trees = tree.Trees(toy, tmp_path_factory.mktemp("work"))
-    trees.renew()
-    return pool.Crew(trees, 2, warm=())
+    return pool.Crew(toy, tmp_path_factory.mktemp("work"), 2, warm=())
 
 
 @pytest.fixture(scope="module")
 def reached(crew: pool.Crew) -> reach.Reach:
     """Who reaches what in the toy."""
-    units, files = reach.measure(crew, reach.Group("toy", files=("tests/test_toy.py",)))
+    units, files = reach.measure(crew, reach.Group("toy", "tests/test_toy.py"))
     assert files == {"tests/test_toy.py", "lockstep/__init__.py", "lockstep/toy.py"}
     return reach.Reach({u.name.rpartition("::")[2]: u for u in units})
 
@@ -203,7 +201,7 @@ def test_coverage_says_who_reaches_a_line_and_the_red_ones_are_not_asked(reached
 def test_a_map_is_kept_until_a_file_that_was_reached_changes(
     toy: Path, crew: pool.Crew, tmp_path: Path
 ):
-    asked, sources = [reach.Group("toy", files=("tests/test_toy.py",))], tree.digests(toy)
+    asked, sources = [reach.Group("toy", "tests/test_toy.py")], pool.digests(toy)
     measured = []
 
     class Counted(reach.Store):
@@ -217,29 +215,24 @@ def test_a_map_is_kept_until_a_file_that_was_reached_changes(
         ({"lockstep/else.py": "x"}, 1),
         ({"lockstep/toy.py": "x"}, 2),
     ):
-        store = Counted(tmp_path, toy, {**sources, **changes})
+        store = Counted(tmp_path, {**sources, **changes})
         found = store.load(asked, crew, lambda name, bad: None)
         assert len(found.units) == 5 and len(measured) == times
 
 
-def test_a_stale_map_carries_lines_over_and_loses_those_that_changed(
+def test_a_stale_map_forgets_the_lines_of_files_that_changed_and_keeps_who_reaches_them(
     toy: Path, reached: reach.Reach, tmp_path: Path
 ):
-    asked = reach.Group("toy", files=("tests/test_toy.py",))
-    units = list(reached.units.values())
-    reach.Store(tmp_path, toy, tree.digests(toy)).save(asked, units, ["lockstep/toy.py"])
-    (tmp_path / "now/lockstep").mkdir(parents=True)
-    changed = "import os\n\n" + TOY.replace("n -= 1", "n -= 1 * 1")
-    (tmp_path / "now/lockstep/toy.py").write_text(changed)
-    store = reach.Store(tmp_path, tmp_path / "now", {"lockstep/toy.py": "other"}, stale=True)
-    found = {
-        u.name.rpartition("::")[2]: u.lines.get("lockstep/toy.py", ())
-        for u in store.kept(asked) or ()
-    }
-    assert line_of("while n", changed) in found["test_countdown"]
-    assert line_of("n -= 1", changed) not in found["test_countdown"]
-    assert line_of("return (", changed) in found["test_double"]
+    asked = reach.Group("toy", "tests/test_toy.py")
+    units, sources = list(reached.units.values()), pool.digests(toy)
+    reach.Store(tmp_path, sources).save(asked, units, ["lockstep/toy.py", "tests/test_toy.py"])
+    moved = {**sources, "lockstep/toy.py": "other"}
+    store = reach.Store(tmp_path, moved, stale=True)
+    kept = reach.Reach({u.name: u for u in store.kept(asked) or ()})
+    names = {u.name.rpartition("::")[2] for u in kept.of("lockstep/toy.py", [line_of("* 2")])}
+    assert names == {"test_clip", "test_double", "test_countdown"}
     assert replace(store, stale=False).kept(asked) is None
+    assert reach.Store(tmp_path, {**moved, "tests/test_toy.py": "x"}, True).kept(asked) is None
 
 
 def test_mutants_are_killed_hang_or_live_and_the_rest_finds_what_coverage_did_not_see(
@@ -258,35 +251,30 @@ def test_mutants_are_killed_hang_or_live_and_the_rest_finds_what_coverage_did_no
     journal = campaign.Journal(tmp_path / "journal.jsonl")
     play = campaign.Campaign(toy, [doubled, endless, equal, unseen], units, journal, crew)
     play.alone(lambda note, bad: None)
-    fates = journal.fates
-    assert (
-        fates[doubled.id].killer == "tests/test_toy.py::test_double"
-        and "assert 12 == 8" in fates[doubled.id].detail
-    )
-    assert fates[endless.id].killer == "tests/test_toy.py::test_countdown" and fates[
-        endless.id
-    ].detail.startswith("hangs")
+    assert journal.killer(doubled.id) == "tests/test_toy.py::test_double"
+    assert "assert 12 == 8" in journal.said[doubled.id]["tests/test_toy.py::test_double"]
+    assert journal.killer(endless.id) == "tests/test_toy.py::test_countdown"
+    assert journal.said[endless.id]["tests/test_toy.py::test_countdown"].startswith("hangs")
     assert [m.id for m in play.survivors()] == [equal.id, unseen.id]
     assert play.rest_len() == 3 == len(play._rest([equal, unseen])), (
         "what only one of them has met is asked again"
     )
     play.together(lambda note, bad: None)
-    assert fates[unseen.id].killer == "tests/test_toy.py::test_hidden"
+    assert journal.killer(unseen.id) == "tests/test_toy.py::test_hidden"
     assert [m.id for m in play.survivors()] == [equal.id]
     play.confirm()
     assert [m.id for m in play.survivors()] == [equal.id], "no kill was a mistake"
     assert (toy / "lockstep/toy.py").read_text() == TOY, "the repository is as it was"
     again = campaign.Campaign(toy, play.mutants, units, campaign.Journal(journal.path), crew)
-    assert again.todo() == [] and again.journal.fates == fates and again.rest_len() == 0, (
+    assert again.todo() == [] and again.journal.said == journal.said and again.rest_len() == 0, (
         "a run that was ended goes on where it was"
     )
 
 
 def test_an_error_ends_the_jobs_under_way_and_nothing_is_known_of_them(toy: Path, tmp_path: Path):
     """What a job had said when the user ended the run was taken for all that it says."""
-    trees = tree.Trees(toy, tmp_path)
-    trees.renew()
-    crew, begun, ended = pool.Crew(trees, 2, warm=()), threading.Event(), list[str]()
+    crew, begun = pool.Crew(toy, tmp_path, 2, warm=()), threading.Event()
+    ended = list[str]()
     changes = draw.combined([mutant(toy, "NumberReplacer", line_of("n -= 1"), nth=1)], toy)
 
     def work(endless: bool) -> None:
@@ -304,22 +292,21 @@ def test_an_error_ends_the_jobs_under_way_and_nothing_is_known_of_them(toy: Path
     assert ended == ["the run was ended: what this job came to is not known"]
 
 
-def test_who_was_killed_by_a_test_that_changed_is_tried_again_and_survivors_if_any_test_did(
-    toy: Path, crew: pool.Crew, tmp_path: Path
+def test_who_killed_a_mutant_in_an_earlier_state_of_the_sources_is_asked_first(
+    toy: Path, crew: pool.Crew, reached: reach.Reach, tmp_path: Path
 ):
-    one, two, three = (
-        mutant(toy, "NumberReplacer", line_of(at)) for at in ("* 2", "n -= 1", "START:")
+    names = [u.name for u in reached.units.values()]
+    doubled = mutant(toy, "NumberReplacer", line_of("* 2"))
+    hint = next(name for name in names if name.endswith("test_countdown"))
+    campaign.Journal(tmp_path / "journal-old.jsonl").note(doubled.id, hint, "it was red")
+    units = {n: reach.Unit(n, 1.0, "passed", {doubled.file: doubled.lines}) for n in names}
+    hints, asked = command.earlier(tmp_path), list[str]()
+    play = campaign.Campaign(
+        toy, [doubled], reach.Reach(units), campaign.Journal(tmp_path / "new"), crew, hints
     )
-    journal = campaign.Journal(tmp_path / "journal.jsonl")
-    tests = {"tests/test_a.py": "1", "tests/test_b.py": "1"}
-    before = campaign.Campaign(toy, [one, two, three], reach.Reach(), journal, crew, {}, tests)
-    for m, killer in ((one, "tests/test_a.py::test"), (two, "cell:cpu/decode/dense"), (three, "")):
-        outcome = "killed" if killer else "survived"
-        journal.fate(campaign.Fate(m.id, outcome, killer, mark=before._mark(killer)))
-    assert before.todo() == []
-    for changed, again in (("tests/test_a.py", [one, three]), ("tests/test_b.py", [three])):
-        after = replace(before, tests={**tests, changed: "2"})
-        assert after.todo() == again
+    play.alone(lambda note, bad: None)
+    asked += play.journal.said[doubled.id]
+    assert hints == {doubled.id: hint} and asked[0] == hint
 
 
 def test_a_kill_by_a_unit_that_is_red_anyway_is_none(
@@ -327,9 +314,12 @@ def test_a_kill_by_a_unit_that_is_red_anyway_is_none(
 ):
     units = reach.Reach({u.name: u for u in reached.units.values()})
     journal = campaign.Journal(tmp_path / "journal.jsonl")
-    journal.fate(campaign.Fate("someone", "killed", "tests/test_toy.py::test_red"))
-    campaign.Campaign(toy, [], units, journal, crew).confirm()
-    assert (journal.fates["someone"].outcome, journal.fates["someone"].killer) == ("survived", "")
+    doubled = mutant(toy, "NumberReplacer", line_of("* 2"))
+    journal.note(doubled.id, "tests/test_toy.py::test_red", "assert 2 == 3")
+    play = campaign.Campaign(toy, [doubled], units, journal, crew)
+    assert play.survivors() == []
+    play.confirm()
+    assert play.survivors() == [doubled]
 
 
 def test_a_mutant_of_the_engine_is_killed_by_its_tests_and_one_that_changes_nothing_lives(
@@ -351,17 +341,13 @@ def test_a_mutant_of_the_engine_is_killed_by_its_tests_and_one_that_changes_noth
             "text": "\nNOBODY_READS_THIS = 1\n",
         }
     )
-    trees = tree.Trees(ROOT, tmp_path)
-    trees.renew()
-    units = reach.Reach({name: reach.Unit(name, 1.0, "passed", {file: frozenset(killed.lines)})})
+    units = reach.Reach({name: reach.Unit(name, 1.0, "passed", {file: killed.lines})})
     journal = campaign.Journal(tmp_path / "journal.jsonl")
-    crew = pool.Crew(trees, 1, warm=("torch",))
+    crew = pool.Crew(ROOT, tmp_path, 1, warm=("torch",))
     play = campaign.Campaign(ROOT, [killed, silent], units, journal, crew)
     play.alone(lambda note, bad: None)
-    assert {f.id: (f.outcome, f.killer) for f in play.journal.fates.values()} == {
-        killed.id: ("killed", name),
-        "silent": ("survived", ""),
-    }
+    assert [journal.killer(m.id) for m in (killed, silent)] == [name, ""]
+    assert play.todo() == [] and play.survivors() == [silent]
     assert (ROOT / file).read_text() == text
 
 
@@ -370,7 +356,7 @@ def test_counts_are_by_module_and_leave_out_what_cannot_be_killed():
     rows = [{"module": "plan", "verdict": v} for v in judged] + [
         {"module": "kv", "verdict": "equivalent"}
     ]
-    found = verdicts.count(rows)
+    found = command.count(rows)
     assert found["plan"] == {"killed": 3, "equivalent": 1, "neutral": 1, "open": 1, "share": 0.75}
     assert found["kv"]["share"] is None and found["all"]["equivalent"] == 2
 
@@ -389,7 +375,7 @@ def test_counts_are_by_module_and_leave_out_what_cannot_be_killed():
 def test_a_verdict_needs_a_judgement_and_a_reason(value: object, hint: str, tmp_path: Path):
     (tmp_path / "v.json").write_text(json.dumps(value))
     with pytest.raises(RuleError, match=hint):
-        verdicts.read(tmp_path / "v.json")
+        command.read_verdicts(tmp_path / "v.json")
 
 
 def test_the_command_lists_diffs_and_names_what_it_does_not_know(

@@ -1,17 +1,15 @@
 """Attention of the CPU backend against torch's SDPA in the same run: over gathered pages and over
 contiguous K/V.
 
-Decode and prefill shapes, fp32, pages of 16 in shuffled order; the ratio is what counts. Also: what
-`plan.check` costs. `lockstep bench attention --device cpu` calls `run`.
+Decode and prefill shapes, fp32, pages of 16 in shuffled order; the ratio is what counts.
+`lockstep bench attention --device cpu` calls `run`.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.attention import select
 from lockstep.bench import gpu
-from lockstep.bench.machine import block, note, place, race, set_threads, tell
+from lockstep.bench.machine import alternate, called, note, place, set_threads, tell
 from lockstep.bench.results import failed, line, result, summary
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import PagePool
@@ -37,6 +35,7 @@ from lockstep.types import AttnSpec, GroupSpec, Layout
 HEADS = ((8, 2), (32, 8))
 HEAD_SIZES = (64, 128)
 PAGE = 16
+BLOCK_S = 0.05  # of calls, per contender and turn
 
 
 @dataclass(frozen=True)
@@ -82,29 +81,21 @@ def run(args: argparse.Namespace) -> int:
     """Measures every case; prints a table, writes JSON, returns 1 if a target was missed."""
     if args.device == "cuda":
         return gpu.run("attention", args)
-    threads = set_threads(args.threads)
-    checks = check_times()  # first, in a fresh process
-    document: dict[str, Any] = {
-        "environment": place(threads),
-        "quick": args.quick,
-        "page_size": PAGE,
-        "cases": [],
-        "plan_check_us": checks,
-    }
+    head = {"environment": place(set_threads(args.threads)), "quick": args.quick}
+    document: dict[str, Any] = {**head, "page_size": PAGE, "cases": []}
     for case in cases(args.quick):
         note(case.name)
-        timing = race(contenders(case), args.repeat or 3, seconds=0.4)
+        ways = {name: called(call, BLOCK_S) for name, call in contenders(case).items()}
+        timing = alternate(ways, args.repeat or 9, lambda _: None, tries=4)
         measured = result(timing.scaled(1e6), "us", case.targets, quick=args.quick)
         document["cases"].append({"case": case.name, **measured})
         tell(line(document["cases"][-1]))
-    told = "plan.check: " + ", ".join(f"{k} {v:.0f} us" for k, v in checks.items())
-    publish(args, document, [summary(document), told])
+    publish(args, document, [summary(document)])
     return int(failed(document))
 
 
 def contenders(case: Case) -> dict[str, Callable[[], object]]:
-    """The same attention three ways, on random data; outputs are compared before anything is
-    timed."""
+    """The same attention three ways, on random data; outputs are compared first."""
     gen = torch.Generator().manual_seed(0)
     kv_len = case.cached + case.new
     k, v = (
@@ -168,15 +159,3 @@ def setup(case: Case) -> tuple[GroupSpec, StepPlan, Pool, Tensor]:
     check(plan, (num_pages,))
     slots = np.stack([table.slots(0, np.arange(kv_len, dtype=np.int32)) for table in tables])
     return spec, plan, pool, torch.from_numpy(slots).long()
-
-
-def check_times() -> dict[str, float]:
-    """Microseconds of plan.check, median of many: one request, 64 decoding at 2k, 64 prefilling
-    2k."""
-    out = {}
-    shapes = {"1 x 2k decode": (1, 2047, 1), "64 x 2k decode": (64, 2047, 1)}
-    for name, shape in {**shapes, "64 x 2k prefill": (64, 0, 2048)}.items():
-        _, plan, pool, _ = setup(Case("check", 8, 2, 8, *shape))
-        times = block(partial(check, plan, (pool.num_pages,)), 0.1)
-        out[name] = round(statistics.median(times) * 1e6, 1)
-    return out

@@ -16,9 +16,10 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
@@ -30,6 +31,7 @@ from lockstep.bench import contender, machine
 from lockstep.bench.attention import cases as attention_cases
 from lockstep.bench.contender import NOT_HOST, Answer
 from lockstep.bench.machine import note, place, tell
+from lockstep.bench.peers import llama_folder
 from lockstep.lab.document import publish
 from lockstep.llm.engine import BUILTIN
 from lockstep.progress import Progress
@@ -42,6 +44,7 @@ SLOWER_S = {"load builtin": 1.0, "load 100m": 3.0}  # loading may take so much l
 STEP = "step"  # the case of `bench step`: host time of a decode step
 HOST_MEDIAN_S, HOST_MEAN_S, HOST_SHARE = 3e-3, 5e-3, 0.6  # of a step, and of the old tree's
 TRIES = 3  # a disturbed turn is repeated
+Parts = dict[str, float]  # of a step
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,18 @@ class Compared:
     """One case: seconds of every turn on both sides, a tuple per start, and their ratio."""
 
     case: str
-    old_s: tuple[tuple[float, ...], ...]
-    new_s: tuple[tuple[float, ...], ...]
+    old_s: tuple[tuple[float, ...], ...] = ()
+    new_s: tuple[tuple[float, ...], ...] = ()
     undisturbed: bool = True
     error: str = ""
+
+    def plus(self, timing: machine.Timing) -> Compared:
+        """With the turns of one more start."""
+        old, new = (tuple(turn["seconds"] for turn in timing.runs[s]) for s in ("old", "new"))
+        undisturbed = self.undisturbed and timing.undisturbed
+        return replace(
+            self, old_s=(*self.old_s, old), new_s=(*self.new_s, new), undisturbed=undisturbed
+        )
 
     @property
     def ratios(self) -> list[float]:
@@ -61,11 +72,9 @@ class Compared:
 
     @property
     def ratio(self) -> float:
-        """Old over new: above 1 is faster than before.
-
-        Of each start the medians, of all starts the geometric mean: what fits the caches by a hair
-        is a third slower or faster from start to start, whichever side it is.
-        """
+        """Old over new: above 1 is faster than before. Of each start the medians, of all starts the
+        geometric mean: what fits the caches by a hair is a third slower or faster from start to
+        start, whichever side it is."""
         return 0.0 if self.error else geometric_mean(self.ratios)
 
     @property
@@ -92,8 +101,6 @@ class Compared:
 
 
 class Side:
-    """A contender's process on one source tree."""
-
     def __init__(self, tree: Path, folders: dict[str, str]) -> None:
         # -P: files beside the contender are not to be found as modules of other packages
         self.process = subprocess.Popen(
@@ -127,11 +134,6 @@ class Side:
         fields = stat.read_text().rpartition(")")[2].split()
         return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
-    def close(self) -> None:
-        """Ends the process."""
-        self.process.kill()
-        self.process.wait()
-
 
 # ---- both commands ----
 
@@ -142,12 +144,11 @@ def run(args: argparse.Namespace) -> int:
     if not todo:
         got = ", ".join(args.case)
         raise RuleError("--case is the beginning of a case's name", got, names()[0])
-    results: list[list[Compared]] = []
+    compared = [Compared(name) for name in todo]
     with base_tree(args.base) as old_tree, models(todo) as folders:
         for _ in range(args.starts):  # where memory lies differs from start to start
-            with sides_of((old_tree, ROOT), folders) as sides:
-                results.append(compare(todo, sides, args))
-    compared = [joined(each) for each in zip(*results, strict=True)]
+            with sides_of(old_tree, folders) as sides:
+                compared = compare(compared, sides, args)
     document = summary(args.base, compared)
     mean, each = document["mean_ratio"], document["least_ratio"]
     head = f"{len(compared)} cases: mean x{mean:.3f} (>= {LEAST_MEAN}), least x{each:.3f}"
@@ -157,31 +158,32 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_step(args: argparse.Namespace) -> int:
-    """Host time of a decode step by part, beside an older commit's if one is named; returns 1 if it
-    takes too long."""
+    """Host time of a decode step by part, beside an older commit's; returns 1 if it is too long."""
     with ExitStack() as stack:
-        trees = [stack.enter_context(base_tree(args.base))] if args.base else []
-        folders = stack.enter_context(models([]))
-        sides = stack.enter_context(sides_of((*trees, ROOT), folders))
-        answers, undisturbed = by_turns(STEP, sides, args)
-    medians, means = ([_parts(side, kind) for side in answers] for kind in ("medians", "means"))
-    new, mean = medians[-1]["host"], means[-1]["host"]
-    met = new <= HOST_MEDIAN_S and mean <= HOST_MEAN_S
-    if trees:
-        met = met and new <= HOST_SHARE * medians[0]["host"]
+        old_tree = stack.enter_context(base_tree(args.base)) if args.base else None
+        sides = stack.enter_context(sides_of(old_tree, {"builtin": str(BUILTIN)}))
+        timing = by_turns(STEP, sides, args)
+    medians, means = (
+        {side: _parts(answers, kind) for side, answers in timing.runs.items()}
+        for kind in ("medians", "means")
+    )
+    new = medians["new"]["host"]
+    met = new <= HOST_MEDIAN_S and means["new"]["host"] <= HOST_MEAN_S
+    if args.base:
+        met = met and new <= HOST_SHARE * medians["old"]["host"]
     document = {
         "environment": place(torch.get_num_threads()),
         "base": args.base,
         "requests, keys, steps": contender.FULL.host,
         "not_host": NOT_HOST,
-        "medians_s": dict(zip(("new", "old"), reversed(medians), strict=False)),
-        "means_s": dict(zip(("new", "old"), reversed(means), strict=False)),
-        "undisturbed": undisturbed,
+        "medians_s": medians,
+        "means_s": means,
+        "undisturbed": timing.undisturbed,
         "met": met,
     }
-    disturbed = [] if undisturbed else ["disturbed"]
+    disturbed = [] if timing.undisturbed else ["disturbed"]
     publish(args, document, [*step_lines(medians, means), *disturbed])
-    return 0 if met and undisturbed else 1
+    return 0 if met and timing.undisturbed else 1
 
 
 def _parts(side: Sequence[Answer], kind: str) -> dict[str, float]:
@@ -189,18 +191,15 @@ def _parts(side: Sequence[Answer], kind: str) -> dict[str, float]:
     return {part: median(turn[kind][part] for turn in side) for part in side[0][kind]}
 
 
-def step_lines(
-    medians: Sequence[dict[str, float]], means: Sequence[dict[str, float]]
-) -> Iterator[str]:
-    """A table in microseconds: median and mean of every part, this tree first, then the ratio of
-    the medians."""
-    yield f"{'us per step':20}" + "    median      mean" * len(medians)
-    for part in medians[-1]:
-        cells = zip(reversed(medians), reversed(means), strict=True)
-        line = "".join(f"{a[part] * 1e6:10.0f}{b[part] * 1e6:10.0f}" for a, b in cells)
-        old = medians[0][part]
-        ratio = f"   {medians[-1][part] / old:.2f} of the old" if len(medians) > 1 and old else ""
-        yield f"{part:20}{line}{ratio}"
+def step_lines(medians: Mapping[str, Parts], means: Mapping[str, Parts]) -> Iterator[str]:
+    """Microseconds: median and mean of every part, this tree first, and the medians' ratio."""
+    sides = sorted(medians)  # new, then old
+    yield f"{'us per step':20}" + "    median      mean" * len(sides)
+    for part, new in medians["new"].items():
+        pairs = ((medians[side][part], means[side][part]) for side in sides)
+        line = "".join(f"{a * 1e6:10.0f}{b * 1e6:10.0f}" for a, b in pairs)
+        old = medians.get("old", {}).get(part)
+        yield f"{part:20}{line}" + (f"   {new / old:.2f} of the old" if old else "")
 
 
 def names() -> list[str]:
@@ -210,67 +209,46 @@ def names() -> list[str]:
     return [*kernels, *engine, STEP, *SLOWER_S]
 
 
-def compare(todo: Sequence[str], sides: Sequence[Side], args: argparse.Namespace) -> list[Compared]:
-    """Every case by turns."""
+def compare(
+    before: Sequence[Compared], sides: Mapping[str, Side], args: argparse.Namespace
+) -> list[Compared]:
+    """Every case by turns, besides what was found before."""
     results = []
-    with Progress(len(todo), "bench compare") as bar:
-        for case in todo:
-            note(case)
+    with Progress(len(before), "bench compare") as bar:
+        for found in before:
             try:
-                turns, undisturbed = by_turns(case, sides, args)
-                old, new = (tuple(turn["seconds"] for turn in side) for side in turns)
-                results.append(Compared(case, (old,), (new,), undisturbed))
+                results.append(found.plus(by_turns(found.case, sides, args)))
             except RuntimeError as error:
-                results.append(Compared(case, (), (), error=str(error)))
+                results.append(replace(found, error=str(error)))
             tell(str(results[-1]))
-            bar.step(case, bad=not results[-1].met)
+            bar.step(found.case, bad=not results[-1].met)
     return results
 
 
-def by_turns(
-    case: str, sides: Sequence[Side], args: argparse.Namespace
-) -> tuple[list[list[Answer]], bool]:
-    """Each side's answers, one per turn, and whether no turn was disturbed. The side that begins
-    alternates."""
-    answers: list[list[Answer]] = [[] for _ in sides]
-    tries, undisturbed = 0 if args.quick else TRIES - 1, True
-
-    def turn(seed: int) -> list[Answer]:
-        order = sides if seed % 2 else sides[::-1]
-        have = {side: side.measure(case, seed) for side in order}
-        return [have[side] for side in sides]
-
-    for side in sides:
+def by_turns(case: str, sides: Mapping[str, Side], args: argparse.Namespace) -> machine.Timing:
+    """Each side's answers, one per turn."""
+    for side in sides.values():
         side.measure(case, 0)  # prepares and warms
-    for number in range(args.repeat or 5):
-        seed, own = 1 + number * (tries + 1), lambda: sum(side.cpu_s() for side in sides)
-        others, have = machine.least_disturbed(turn, seed, tries, own)
-        undisturbed &= others <= machine.OTHERS
-        for side_answers, answer in zip(answers, have, strict=True):
-            side_answers.append(answer)
-    return answers, undisturbed
+    ways = {name: partial(side.measure, case) for name, side in sides.items()}
+    tries, runs = 0 if args.quick else TRIES - 1, args.repeat or 5
+    note(case)
+
+    def own() -> float:
+        return sum(side.cpu_s() for side in sides.values())
+
+    return machine.alternate(ways, runs, lambda turn: None, tries, own)
 
 
 @contextmanager
-def sides_of(trees: Sequence[Path], folders: dict[str, str]) -> Iterator[list[Side]]:
-    """A process per tree."""
-    sides = [Side(tree, folders) for tree in trees]
+def sides_of(base: Path | None, folders: dict[str, str]) -> Iterator[dict[str, Side]]:
+    trees = {"new": ROOT} if base is None else {"old": base, "new": ROOT}
+    sides = {name: Side(tree, folders) for name, tree in trees.items()}
     try:
         yield sides
     finally:
-        for side in sides:
-            side.close()
-
-
-def joined(parts: Sequence[Compared]) -> Compared:
-    """One case of several starts: all its turns."""
-    return Compared(
-        case=parts[0].case,
-        old_s=tuple(turns for part in parts for turns in part.old_s),
-        new_s=tuple(turns for part in parts for turns in part.new_s),
-        undisturbed=all(part.undisturbed for part in parts),
-        error=next((part.error for part in parts if part.error), ""),
-    )
+        for side in sides.values():
+            side.process.kill()
+            side.process.wait()
 
 
 def summary(base: str, results: Sequence[Compared]) -> dict[str, object]:
@@ -306,8 +284,6 @@ def base_tree(base: str) -> Iterator[Path]:
 @contextmanager
 def models(todo: Sequence[str]) -> Iterator[dict[str, str]]:
     """Folders of the models that the cases need; both sides load the very same files."""
-    from lockstep.bench.peers import llama_folder
-
     folders = {"builtin": str(BUILTIN)}
     if not any(name.endswith("100m") for name in todo):
         yield folders

@@ -28,8 +28,6 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the measurements are."""
-
     decode: tuple[int, int] = (64, 128)  # prompt, new tokens
     requests: int = 32
     ins: tuple[int, int] = (16, 512)
@@ -69,7 +67,6 @@ class Measures:
     sizes: Sizes
 
     def decode_work(self, seed: int) -> Work:
-        """One request."""
         prompt_len, new = self.sizes.decode
         return work((prompt_len,), (new,), self.vocab_size, seed)
 
@@ -84,7 +81,6 @@ class Measures:
         return work(lens, news, self.vocab_size, seed)
 
     def mixed(self, seed: int) -> float:
-        """All of them at once."""
         return self.play(self.mixed_work(seed)).seconds
 
     def prefix(self, seed: int) -> float:
@@ -102,14 +98,12 @@ class Measures:
         return self.play(work((sum(self.sizes.prefix),), (1,), self.vocab_size, 2 * seed)).first_s
 
     def prefill(self, seed: int) -> float:
-        """To the first token of a prompt as long as the prefix; no other case has its seed, so
-        nothing of it is cached."""
+        """To the first token of a prompt as long as the prefix, with seeds of its own: cold."""
         prompt = work(self.sizes.prefix[:1], (1,), self.vocab_size, 1_000_000 + seed)
         return self.play(prompt).first_s
 
 
 def work(lens: tuple[int, ...], news: tuple[int, ...], vocab_size: int, seed: int) -> Work:
-    """Random prompts of these lengths."""
     return Work(prompts(lens, vocab_size, seed), news)
 
 

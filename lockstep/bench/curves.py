@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lockstep.bench.cases import Contenders
-from lockstep.bench.machine import Measure, note
+from lockstep.bench.machine import note
 from lockstep.bench.work import Ours, Tokens, prompts
 from lockstep.types import RuleError
+
+if TYPE_CHECKING:
+    from lockstep.bench.engine import Contenders
 
 Curve = dict[str, Any]
 StepSeconds = Callable[[tuple[Tokens, ...], int], float]
@@ -30,7 +32,6 @@ BY_CONTEXT = (
 
 
 def measure(contenders: Contenders) -> dict[str, Curve]:
-    """Both curves."""
     sizes, builtin = contenders.sizes, contenders.ours("builtin")
     context = min(CROWD_CONTEXT, max(sizes.contexts))
     ways: dict[str, StepSeconds] = {"Lockstep": builtin.step_s}
@@ -60,12 +61,9 @@ def _point(
     """Seconds per step of each way, with so many requests of so many keys."""
     steps = contenders.sizes.steps
     many = nested(ours, *crowd, steps)
-
-    def measure(way: StepSeconds) -> Measure:
-        return lambda _: way(many, steps)
-
+    measures = {name: lambda _, way=way: way(many, steps) for name, way in ways.items()}
     contenders.on_progress = lambda text: note(f"curve, {crowd[0]} of {crowd[1]} keys: {text}")
-    timing = contenders.alternate({name: measure(way) for name, way in ways.items()})
+    timing = contenders.alternate(measures)
     curve["undisturbed"] = curve.get("undisturbed", True) and timing.undisturbed
     return {name: timing.median(name) for name in ways}
 

@@ -1,32 +1,71 @@
 """`lockstep bench engine`: the whole engine against transformers on the same machine, in the same
 run, in fp32.
 
-Runs the cases that were asked for, prints one line each, and writes one JSON document with every
-run; `--from` prints and draws from such a document again. `cli` calls `run`.
+A case is data: what is measured, with which model, against whom, and what it has to reach; the
+function of its kind measures it with `Contenders`: the engine, the peer, the sizes. Targets are
+ratios to a peer in the same run (above 1 is better than the peer) or a limit of the value itself.
+What is measured is written in `contender`, what transformers does in `peers`. `--from` prints and
+draws from an earlier document again. `cli` calls `run`.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from subprocess import PIPE
+from time import perf_counter
+from typing import Any
 
 from safetensors import safe_open
 
-from lockstep.bench import curves, gpu, results
-from lockstep.bench.cases import CASES, Case, Contenders, measure
-from lockstep.bench.contender import FULL, QUICK
-from lockstep.bench.machine import place, set_threads, tell
+from lockstep.bench import curves, gpu, peers, results
+from lockstep.bench.contender import FULL, QUICK, Measures, Sizes
+from lockstep.bench.machine import Measure, Timing, alternate, note, place, set_threads, tell
+from lockstep.bench.peers import Batching, Peer
+from lockstep.bench.results import HIGHER, Result, result
+from lockstep.bench.work import Ours, Played, Work
 from lockstep.lab.document import Document, publish, read
+from lockstep.llm.engine import BUILTIN
 from lockstep.types import RuleError
 
+PROMPT = "def binary_search(items, target):"
 ENGINE = ("page_size", "chunked_prefill_size", "max_total_tokens")  # what of it is told
 COMMAND, KEYS = "lockstep bench engine", ("cases", "environment", "repeat", "quick")
+Details = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement. `targets`: the least ratio to each contender; `limit`: the largest value."""
+
+    kind: str
+    model: str
+    unit: str
+    targets: Mapping[str, float] = field(default_factory=dict)
+    limit: float | None = None
+
+
+CASES = (
+    Case("decode", "builtin", "ms per token", {"generate": 1.5}),
+    Case("mixed", "builtin", HIGHER, {"static": 2.5, "continuous": 1.8}),
+    Case("prefix", "builtin", "ms to first token", {"cold": 8.0}),
+    Case("decode", "100m", "ms per token", {"generate": 1.0}),
+    Case("mixed", "100m", HIGHER, {"continuous": 1.3}),
+    Case("prefix", "100m", "ms to first token", {"cold": 8.0}),
+    Case("start", "builtin", "s to first token", limit=6.0),
+)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, or reads what was measured; prints and writes. Returns 1 if a target was missed, or
-    could not be judged."""
+    """Measures, or reads what was measured; prints, writes. 1 if a target is missed or not
+    judged."""
     if args.device == "cuda":
         return gpu.run("engine", args, "--gemm", args.gemm)
     document = bench(args) if args.source is None else read(args.source, COMMAND, *KEYS)
@@ -45,13 +84,8 @@ def bench(args: argparse.Namespace) -> Document:
     """Runs the chosen cases; each is told on stderr when it is done."""
     todo = chosen(args.case or (), args.model or ())
     sizes, runs = (QUICK, args.repeat or 1) if args.quick else (FULL, args.repeat or 3)
-    document: Document = {
-        "environment": place(set_threads(args.threads)),
-        "quick": args.quick,
-        "repeat": runs,
-        "peer": args.peer,
-        "cases": [],
-    }
+    head = {"environment": place(set_threads(args.threads)), "quick": args.quick, "repeat": runs}
+    document: Document = {**head, "peer": args.peer, "cases": []}
     with Contenders(sizes, runs, args.peer == "transformers") as contenders:
         for case in todo:
             document["cases"].append(measure(case, contenders))
@@ -61,9 +95,7 @@ def bench(args: argparse.Namespace) -> Document:
         if args.curves:
             document["curves"] = curves.measure(contenders)
     if args.peer == "transformers":
-        from lockstep.bench.peers import DESCRIPTIONS
-
-        document["contenders"] = DESCRIPTIONS
+        document["contenders"] = results.DESCRIPTIONS
     return document
 
 
@@ -89,3 +121,155 @@ def describe(contenders: Contenders, model: str) -> Document:
         "engine": {key: getattr(ours.config, key) for key in ENGINE},
         "told": ours.engine.startup_report.splitlines()[0],
     }
+
+
+class Contenders:
+    """What the cases share: models, made when first asked for; `with` removes them."""
+
+    def __init__(self, sizes: Sizes, runs: int, peer: bool) -> None:
+        self.sizes, self.runs, self.compares = sizes, runs, peer
+        self.on_progress: Callable[[str], None] = note
+        self._stack = ExitStack()
+        self.folder: Callable[[str], Path] = cache(self._folder)
+        self.ours: Callable[[str], Ours] = cache(self._ours)
+        self.peer: Callable[[str], Peer] = cache(self._peer)
+
+    def __enter__(self) -> Contenders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def measures(self, model: str, play: Callable[[Work], Played] | None = None) -> Measures:
+        """What is measured with a model: of ours, or of whoever plays."""
+        ours = self.ours(model)
+        return Measures(play or ours.play, ours.vocab_size, self.sizes)
+
+    def alternate(self, measures: Mapping[str, Measure]) -> Timing:
+        """Measures by turns, as often as was asked for; a quick run takes what it gets."""
+        return alternate(measures, self.runs, self.on_progress, 0 if self.sizes.small else 3)
+
+    def differing(self, model: str, work: Work, first: Played, theirs: Played) -> int:
+        """How many requests got other tokens from the peer than in our `first`."""
+        return peers.disagreements(self.peer(model), work, first, theirs)
+
+    def _folder(self, model: str) -> Path:
+        if model == "builtin":
+            return BUILTIN
+        self.on_progress("making the random llama")
+        return self._stack.enter_context(peers.llama_folder(self.sizes.small))
+
+    def _ours(self, model: str) -> Ours:
+        self.on_progress("loading the model")
+        return Ours(str(self.folder(model)))
+
+    def _peer(self, model: str) -> Peer:
+        self.on_progress("loading the model into transformers")
+        return Peer(self.folder(model))
+
+
+def measure(case: Case, contenders: Contenders) -> Result:
+    """Measures one case; the targets count unless the sizes are the small ones."""
+    kinds = {"decode": decode, "mixed": mixed, "prefix": prefix, "start": start}
+    name = f"{case.kind} {case.model}"
+    contenders.on_progress = lambda text: note(f"{name}: {text}")
+    timing, more = kinds[case.kind](case.model, contenders)
+    how = {"absent": not contenders.compares, "quick": contenders.sizes.small}
+    judged = result(timing, case.unit, case.targets, limit=case.limit, **how)
+    return {"case": name, "kind": case.kind, "model": case.model, **judged, "more": more}
+
+
+def decode(model: str, contenders: Contenders) -> tuple[Timing, Details]:
+    """Batch 1, greedy: the time from the first to the last new token."""
+    ours, (prompt_len, new) = contenders.measures(model), contenders.sizes.decode
+    contenders.on_progress("comparing tokens" if contenders.compares else "warming up")
+    work = ours.decode_work(0)
+    first, ways = ours.play(work), {"lockstep": ours.decode}
+    more: Details = {"prompt_len": prompt_len, "new_tokens": new}
+    if contenders.compares:
+        generate = contenders.peer(model).generate
+        more["differing"] = {"generate": contenders.differing(model, work, first, generate(work))}
+        ways["generate"] = contenders.measures(model, generate).decode
+    return contenders.alternate(ways).scaled(1e3), more
+
+
+def mixed(model: str, contenders: Contenders) -> tuple[Timing, Details]:
+    """Many requests of mixed lengths at once: new tokens per second of the whole."""
+    ours = contenders.measures(model)
+    work = ours.mixed_work(0)
+
+    def rate(play: Callable[[Work], Played]) -> Measure:
+        return lambda seed: work.new_tokens / contenders.measures(model, play).mixed(seed)
+
+    contenders.on_progress("comparing tokens" if contenders.compares else "warming up")
+    trial = work.first(contenders.sizes.trial)
+    first, ways = ours.play(trial), {"lockstep": rate(ours.play)}
+    more: Details = {"requests": len(work.news), "new_tokens": work.new_tokens}
+    more["prompt_tokens"] = sum(map(len, work.prompts))
+    if not contenders.compares:
+        return contenders.alternate(ways), more
+    peer = contenders.peer(model)
+    static = contenders.differing(model, trial, first, peer.generate(trial))
+    more["differing"], ways["static"] = {"static": static}, rate(peer.generate)
+    with ExitStack() as stack:
+        try:
+            best, differing, more["batching"] = choose(model, trial, first, contenders)
+            more["differing"]["continuous"] = differing
+            ways["continuous"] = rate(stack.enter_context(peer.continuous(best, work)))
+        except Exception as error:  # whatever it raises on this machine is a result to show
+            more["errors"] = {"continuous": f"{type(error).__name__}: {error}"}
+        return contenders.alternate(ways), more
+
+
+def choose(
+    model: str, trial: Work, first: Played, contenders: Contenders
+) -> tuple[Batching, int, Details]:
+    """The fastest settings of continuous batching on this machine, how many requests got other
+    tokens than in our `first`, and what was tried."""
+    rates: dict[Batching, float] = {}
+    differing = 0
+    for batching in peers.BATCHINGS[: 1 if contenders.sizes.small else None]:
+        contenders.on_progress(str(batching))
+        with contenders.peer(model).continuous(batching, trial) as play:
+            played = play(trial)
+        differing = max(differing, contenders.differing(model, trial, first, played))
+        rates[batching] = round(trial.new_tokens / played.seconds, 1)
+    best = max(rates, key=lambda batching: rates[batching])
+    more: Details = {
+        "chosen": str(best),
+        "tried_tokens_per_second": {str(each): rate for each, rate in rates.items()},
+        "compile": "none: it recompiles for new shapes",
+        "block_sharing": False,
+    }
+    return best, differing, more
+
+
+def prefix(model: str, contenders: Contenders) -> tuple[Timing, Details]:
+    """To the first token of a few new tokens behind a cached prefix, and of the same cold."""
+    ours, (cached, new) = contenders.measures(model), contenders.sizes.prefix
+    contenders.on_progress("warming up")
+    ways = {"lockstep": ours.prefix, "cold": ours.cold}
+    for way in ways.values():
+        way(0)
+    more: Details = {"cached_tokens": cached, "new_prompt_tokens": new}
+    return contenders.alternate(ways).scaled(1e3), more
+
+
+def start(model: str, contenders: Contenders) -> tuple[Timing, Details]:
+    """From running the command to its first byte on stdout, which comes with the first token."""
+    command = [sys.executable, "-m", "lockstep.cli", "generate", PROMPT, "--max-tokens", "1"]
+
+    def once(seed: int) -> float:
+        begin = perf_counter()
+        with subprocess.Popen(command, stdout=PIPE, stderr=PIPE) as process:
+            if process.stdout is None:
+                raise RuntimeError("its stdout is no pipe")
+            process.stdout.read(1)
+            first, said = perf_counter() - begin, process.communicate()[1]
+        if process.returncode:
+            raise RuntimeError(f"it ended with {process.returncode}: {said.decode()[-500:]}")
+        return first
+
+    contenders.on_progress("warming the cache of compiled kernels")
+    once(0)
+    return contenders.alternate({"lockstep": once}), {}

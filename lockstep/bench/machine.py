@@ -1,8 +1,8 @@
 """Timing on a machine that others use too: who disturbed a run, and what to do about it.
 
 Timings on shared machines lie; so a run records the CPU time that others took (from /proc/stat,
-where there is one) and a disturbed run does not count. `race` is for calls of microseconds,
-`alternate` for measurements of seconds. Knows clocks, and nothing of what is measured.
+where there is one) and a disturbed run does not count. Contenders are measured by turns. Knows
+clocks, and nothing of what is measured.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from lockstep.lab.document import command_line
-from lockstep.lab.environment import environment
+from lockstep.lab.document import command_line, environment
 from lockstep.types import RuleError
 
-BLOCKS = 4  # of calls per contender in a run
 OTHERS = 0.05  # of the machine's CPU time may go to others in an undisturbed run
 PATIENCE_S = 30.0  # to wait for others to be done, before a disturbed measurement is repeated
 
@@ -50,18 +48,17 @@ class Timing:
     """What each contender took, one entry per run; `others` is the fraction of the machine that
     others used meanwhile. `undisturbed` if no run was disturbed."""
 
-    runs: dict[str, list[float]] = field(default_factory=dict)
+    runs: dict[str, list[Any]] = field(default_factory=dict)
     undisturbed: bool = True
     others: dict[str, list[float]] = field(default_factory=dict)
 
-    def add(self, name: str, others: float, value: float) -> None:
-        """One more run."""
+    def add(self, name: str, others: float, value: Any) -> None:
         self.runs.setdefault(name, []).append(value)
         self.others.setdefault(name, []).append(round(others, 3))
         self.undisturbed &= others <= OTHERS
 
     def median(self, name: str) -> float:
-        return statistics.median(self.runs[name])
+        return float(statistics.median(self.runs[name]))
 
     def scaled(self, by: float) -> Timing:
         """The same in another unit."""
@@ -88,32 +85,35 @@ def least_disturbed(
     return others, answer
 
 
-def race(contenders: Mapping[str, Call], runs: int, seconds: float, tries: int = 4) -> Timing:
-    """Times calls of microseconds side by side: per run the median over alternating blocks."""
-    timing = Timing()
-    for call in contenders.values():
-        call()
-    for _ in range(runs):
-        others, medians = least_disturbed(lambda _: _blocks(contenders, seconds), 0, tries)
-        for name, value in medians.items():
-            timing.add(name, others, value)
-    return timing
-
-
 def alternate(
-    contenders: Mapping[str, Measure], runs: int, on_progress: Callable[[str], None], tries: int
+    contenders: Mapping[str, Callable[[int], Any]],
+    runs: int,
+    on_progress: Callable[[str], None],
+    tries: int,
+    own: Callable[[], float] | None = None,
 ) -> Timing:
-    """Measures contenders of seconds by turns, `runs` times each."""
-    timing = Timing()
+    """Measures contenders by turns, `runs` times each; who begins alternates."""
+    timing, names = Timing(), list(contenders)
     for run in range(runs):
-        for name, measure in contenders.items():
+        for name in names if run % 2 == 0 else reversed(names):
             turn, seed = f"{name}, run {run + 1} of {runs}", 1 + run * (tries + 1)
 
             def announce(again: str, turn: str = turn) -> None:
                 on_progress(turn + again)
 
-            timing.add(name, *least_disturbed(measure, seed, tries, on_try=announce))
+            timing.add(name, *least_disturbed(contenders[name], seed, tries, own, announce))
     return timing
+
+
+def called(call: Call, seconds: float) -> Measure:
+    """The median of a block of calls of microseconds, each for itself: within a block nobody else's
+    waiting threads hold the cores."""
+
+    def measure(_: int) -> float:
+        call()
+        return statistics.median(block(call, seconds))
+
+    return measure
 
 
 def wait_until_undisturbed() -> None:
@@ -148,17 +148,6 @@ def note(text: str) -> None:
 def tell(text: str) -> None:
     """A line on stderr that stays."""
     print(f"\r\x1b[K{text}" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
-
-
-def _blocks(contenders: Mapping[str, Call], seconds: float) -> dict[str, float]:
-    """Blocks of calls, the contenders alternating: within a block nobody else's waiting threads
-    hold the cores."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(BLOCKS):
-        for name, call in contenders.items():
-            call()
-            times[name] += block(call, seconds / BLOCKS / len(contenders))
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def block(call: Call, seconds: float) -> list[float]:

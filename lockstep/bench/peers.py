@@ -68,14 +68,6 @@ class Batching:
 BATCHINGS = (Batching(64, 32), Batching(256, 32), Batching(256, 8), Batching(1024, 16))
 
 
-DESCRIPTIONS = {
-    "generate": "model.generate, batch 1, sdpa, default cache, inference_mode",
-    "static": "model.generate, left padding, as many new tokens as the longest needs, sdpa, "
-    "inference_mode",
-    "continuous": "ContinuousBatchingManager, sdpa, add_request with each one's max_new_tokens",
-}
-
-
 class Clock:
     """A streamer that notes when tokens came: first the prompt, then one call per step."""
 
@@ -83,11 +75,10 @@ class Clock:
         self.times: list[float] = []
 
     def put(self, value: object) -> None:
-        """Called by `generate`."""
         self.times.append(perf_counter())
 
     def end(self) -> None:
-        """Called by `generate`."""
+        pass
 
 
 class Peer:
@@ -102,8 +93,7 @@ class Peer:
         self.model.generation_config.pad_token_id = 0
 
     def generate(self, work: Work) -> Played:
-        """One static batch; the tokens beyond a request's own number are computed and do not
-        count."""
+        """One static batch; tokens beyond a request's own number do not count."""
         wide, clock, begin = max(map(len, work.prompts)), Clock(), perf_counter()
         ids = torch.tensor([(0,) * (wide - len(p)) + p for p in work.prompts])
         mask = torch.tensor([[0] * (wide - len(p)) + [1] * len(p) for p in work.prompts])
@@ -147,8 +137,7 @@ class Peer:
 
 
 def play_all(manager: Any, work: Work) -> Played:
-    """All requests at once on a running manager of continuous batching; an error of it is raised
-    here."""
+    """All requests at once on a running manager; an error of it is raised here."""
     begin, done = perf_counter(), dict[str, Any]()
     add = partial(manager.add_request, eos_token_id=-1)
     asked = zip(work.prompts, work.news, strict=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.bench.machine import Timing
-from lockstep.lab.templates import render
+from lockstep.lab.document import render
 
 HIGHER = "tokens per second"  # the one unit of which more is better
 MARKS = {True: "ok ", False: "LOW", None: "-- "}
@@ -28,6 +28,12 @@ CONTENDERS = {
     "continuous": "transformers continuous batching",
     "cold": "the same prompt cold",
 }
+DESCRIPTIONS = {
+    "generate": "model.generate, batch 1, sdpa, default cache, inference_mode",
+    "static": "model.generate, left padding, as many new tokens as the longest needs, sdpa, "
+    "inference_mode",
+    "continuous": "ContinuousBatchingManager, sdpa, add_request with each one's max_new_tokens",
+}
 WIDE = 32  # of a case's name in a line
 
 Result = dict[str, Any]
@@ -43,13 +49,11 @@ def result(
     quick: bool = False,
     **more: Any,
 ) -> Result:
-    """A case: medians, ratios to the others (above 1 is better than they), every run.
-
-    `targets` are the least ratios, `limit` the largest value. A contender that gave no number has
-    missed its target, unless it is `absent`: nobody asked for it. `met` is None if nothing was
-    judged: there is no target, the run was quick, or others used the machine, which can slow a
-    contender twentyfold.
-    """
+    """A case: medians, ratios to the others (above 1 is better than they), every run. `targets` are
+    the least ratios, `limit` the largest value. A contender that gave no number has missed its
+    target, unless it is `absent`: nobody asked for it. `met` is None if nothing was judged: there
+    is no target, the run was quick, or others used the machine, which can slow a contender
+    twentyfold."""
     values = {name: round(timing.median(name), 4) for name in timing.runs}
     ours, sign = values["lockstep"], 1 if unit == HIGHER else -1
     ratios = {n: round((ours / v) ** sign, 3) for n, v in values.items() if n != "lockstep"}
@@ -76,7 +80,8 @@ def line(case: Result) -> str:
     value = f"{case['values']['lockstep']:10.3f} {case['unit']}"
     if case["limit"] is not None:
         value += f" (<= {case['limit']:g})"
-    told = [f"{name} x{ratio:.2f}{_least(case, name)}" for name, ratio in case["ratios"].items()]
+    least = {name: f" (>= {ratio:g})" for name, ratio in case["targets"].items()}
+    told = [f"{name} x{x:.2f}{least.get(name, '')}" for name, x in case["ratios"].items()]
     told += [f"{name} failed: {reason}" for name, reason in _errors(case).items()]
     if not case["undisturbed"]:
         told.append("disturbed")
@@ -109,7 +114,7 @@ def failed(document: Mapping[str, Any]) -> bool:
 
 def plain(document: Mapping[str, Any]) -> str:
     """All cases, one line each, and the sum of it."""
-    return "\n".join([*(line(c) for c in document["cases"]), summary(document)])
+    return "\n".join([*map(line, document["cases"]), summary(document)])
 
 
 def markdown(document: Mapping[str, Any]) -> str:
@@ -126,8 +131,3 @@ def number(value: float) -> str:
 
 def _errors(case: Result) -> dict[str, str]:
     return dict(case.get("more", {}).get("errors", {}))
-
-
-def _least(case: Result, name: str) -> str:
-    least = case["targets"].get(name)
-    return "" if least is None else f" (>= {least:g})"

@@ -96,8 +96,7 @@ class Ours:
         return Played(tokens, first_s, seconds, tuple(job.request.hit_len or 0 for job in jobs))
 
     def prime(self, many: tuple[Tokens, ...]) -> None:
-        """Puts the prompts into the prefix cache that `step_s` uses, so that all of them start to
-        decode within a few steps."""
+        """Puts the prompts into the prefix cache that `step_s` uses."""
         _add(self.crowd, Work(many, (1,) * len(many)))
         while self.crowd.busy:
             self.crowd.step()

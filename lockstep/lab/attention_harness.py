@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +33,7 @@ from lockstep.lab.script import Accept, Act, Compute, Drop, Fork, Script
 from lockstep.order import attention_order, device_class
 from lockstep.plan import bucket as plan_bucket
 from lockstep.plan import image as plan_image
-from lockstep.plan.step import PagedGroup, StepPlan
+from lockstep.plan.step import Group, Ints, PagedGroup, StepPlan
 from lockstep.run.driver import Share, StepDriver
 from lockstep.run.kind import ENCODE, GENERATE, StepKind
 from lockstep.run.step import Step, layout_of
@@ -60,8 +59,7 @@ class Setting:
 
 @dataclass(eq=False)
 class Record:
-    """What a run left: per group and layer the outputs by token, what was counted, and what was
-    found wrong."""
+    """What a run left: outputs by group, layer and token, what was counted, what was wrong."""
 
     out: list[list[Tensor]]
     lse: list[list[Tensor]]
@@ -247,11 +245,9 @@ class AttentionHarness:
             record.seen[g][uids] = True
 
     def differing_pads(self, g: int, layer: int, plan: StepPlan, result: Result) -> list[int]:
-        """The pad requests of `plan`, by number, whose rows are not those of the request alone.
-
-        A decoder's cross group is not asked: its pads see one key that an earlier step left in page
-        0.
-        """
+        """The pad requests of `plan`, by number, whose rows are not those of the request alone. A
+        decoder's cross group is not asked: its pads see one key that an earlier step left in page
+        0."""
         if self.specs[g].layout is Layout.CROSS:
             return []
         found, ends = [], plan.q_indptr.tolist()
@@ -317,60 +313,48 @@ class AttentionHarness:
         positions, tails = plan.positions[real], plan.start[real] <= plan.positions[real]
         plain = [a for a in computes if a.parents is None and not a.encoder]
         trees = [a for a in computes if a.parents is not None]
-        count = {
-            "steps": 1,
-            "empty_steps": not computes,
-            "rows": plan.real.tokens,
-            "pad_rows": plan.bucket.tokens - plan.real.tokens,
-            "batched_steps": len(computes) > 1,
-            "decode_rows": (plan.new_lens[: plan.real.requests] == 1).sum(),
-            "prefix_rows": sum(len(a.uids) for a in computes if a.cached_len),
-            "rejected_rows": sum(len(a.uids) - a.keep for a in plain),
-            "tail_rows": tails.sum(),
-            "shallow_ends": sum(self._depths(a)[-1] < max(self._depths(a)) for a in trees),
-            "infinite_keys": len(set(self.step_uids) & set(self.script.infinite)),
-            "encoder_rows": sum(len(a.uids) for a in computes if a.encoder),
-        }
-        self.record.counters.update(count)
-        self._sort(computes)
-        last, first = positions[tails], plan.start[real][tails]
-        for g, group in zip(groups, plan.groups, strict=True):
-            spec = self.specs[g]
-            chosen = attention_order(device_class(self.ops.machine), spec.d_qk, spec.d_v)
-            tile, split = chosen.tile, chosen.splits.begin(1)
-            beyond = positions >= spec.window if spec.window is not None else positions[:0]
-            count = {
-                "tails_over_a_tile": (first // tile != last // tile).sum(),
-                "tails_over_a_split": (first // split != last // split).sum(),
-                "rows_over_a_split": (positions >= split).sum(),
-                "rows_beyond_window": beyond.sum(),
+        self.record.counters.update(
+            {
+                "steps": 1,
+                "empty_steps": not computes,
+                "rows": plan.real.tokens,
+                "pad_rows": plan.bucket.tokens - plan.real.tokens,
+                "batched_steps": len(computes) > 1,
+                "decode_rows": (plan.new_lens[: plan.real.requests] == 1).sum(),
+                "prefix_rows": sum(len(a.uids) for a in computes if a.cached_len),
+                "rejected_rows": sum(len(a.uids) - a.keep for a in plain),
+                "tail_rows": tails.sum(),
+                "shallow_ends": sum(self._depths(a)[-1] < max(self._depths(a)) for a in trees),
+                "infinite_keys": len(set(self.step_uids) & set(self.script.infinite)),
+                "encoder_rows": sum(len(a.uids) for a in computes if a.encoder),
             }
-            self.record.counters.update(count)
-            if isinstance(group, PagedGroup):
-                self._count_pages(g, group)
-
-    def _sort(self, computes: list[Compute]) -> None:
-        """Which rows were batched, had a prefix, were decoded, hung in a tree."""
-        for act in (a for a in computes if not a.encoder):
-            held = {
-                "batch": len(computes) > 1,
-                "prefix": act.cached_len > 0,
-                "decode": len(act.uids) == 1,
-                "tree": act.parents is not None,
-            }
-            for kind in (k for k, holds in held.items() if holds):
+        )
+        for act in (*plain, *trees):
+            kinds = {"batch": len(computes) > 1, "prefix": act.cached_len > 0}
+            kinds |= {"decode": len(act.uids) == 1, "tree": act.parents is not None}
+            for kind in (name for name, holds in kinds.items() if holds):
                 self.record.kinds.setdefault(kind, set()).update(act.uids)
+        for g, group in zip(groups, plan.groups, strict=True):
+            self._count_group(g, group, positions, plan.start[real][tails], positions[tails])
 
-    def _count_pages(self, g: int, group: PagedGroup) -> None:
-        pool, ids = self.pages[g], set(group.page_ids.tolist()) - {0}
-        known = [p for p in ids if pool is not None and p < pool.num_pages]
-        count = {
-            "moved_rows": len(group.moves),
-            "dropped_positions": group.first_pos.sum(),
-            "shared_pages": sum(pool is not None and pool.refs[p] > 1 for p in known),
-            "reused_pages": sum((g, p) in self.used for p in ids),
-        }
-        self.record.counters.update(count)
+    def _count_group(
+        self, g: int, group: Group, positions: Ints, tail_starts: Ints, tail_ends: Ints
+    ) -> None:
+        spec, counters = self.specs[g], self.record.counters
+        chosen = attention_order(device_class(self.ops.machine), spec.d_qk, spec.d_v)
+        tile, split = chosen.tile, chosen.splits.begin(1)
+        counters["tails_over_a_tile"] += (tail_starts // tile != tail_ends // tile).sum()
+        counters["tails_over_a_split"] += (tail_starts // split != tail_ends // split).sum()
+        counters["rows_over_a_split"] += (positions >= split).sum()
+        if spec.window is not None:
+            counters["rows_beyond_window"] += (positions >= spec.window).sum()
+        pool = self.pages[g]
+        if isinstance(group, PagedGroup) and pool is not None:
+            ids = set(group.page_ids.tolist()) - {0}
+            counters["moved_rows"] += len(group.moves)
+            counters["dropped_positions"] += group.first_pos.sum()
+            counters["shared_pages"] += sum(p < pool.num_pages and pool.refs[p] > 1 for p in ids)
+            counters["reused_pages"] += sum((g, p) in self.used for p in ids)
 
     def _memory(self) -> list[list[list[Tensor]]]:
         return [
@@ -413,31 +397,24 @@ class AttentionHarness:
             pages = self.tables[act.request].pages(g)
             if pages is None or (spec.layout is Layout.CROSS and not act.encoder):
                 continue
-            begin, ids, first = act.cached_len, pages.page_ids.tolist(), pages.first_pos
-            held = Held(ids, first, spec.page_size)
+            begin, first, size = act.cached_len, pages.first_pos, spec.page_size
+            slot = partial(slot_of, pages.page_ids.tolist(), first, size)
             if not act.encoder and spec.layout is not Layout.CROSS:
                 # moves may have put any of them in place just now, as far as they are still held
                 path = self.script.path(act.uids[0])[:begin]
-                kept = range(max(first, begin - spec.page_size - 8), begin)
-                out |= {held.slot(p): path[p] for p in kept}
+                kept = range(max(first, begin - size - 8), begin)
+                out |= {slot(p): path[p] for p in kept}
             if act.parents is not None:
                 begin = len(act.parents) - len(act.uids)
-                held = Held(pages.scratch.tolist(), 0, spec.page_size)
-            out |= {held.slot(begin + i): uid for i, uid in enumerate(act.uids)}
+                slot = partial(slot_of, pages.scratch.tolist(), 0, size)
+            out |= {slot(begin + i): uid for i, uid in enumerate(act.uids)}
         return out
 
 
-class Held(NamedTuple):
-    """Pages of a request from a position on."""
-
-    page_ids: list[int]
-    first_pos: int
-    page_size: int
-
-    def slot(self, position: int) -> int:
-        """Where a key lies, by plain arithmetic."""
-        page = self.page_ids[(position - self.first_pos) // self.page_size]
-        return page * self.page_size + position % self.page_size
+def slot_of(page_ids: list[int], first_pos: int, page_size: int, position: int) -> int:
+    """Where a key lies, by plain arithmetic."""
+    page = page_ids[(position - first_pos) // page_size]
+    return page * page_size + position % page_size
 
 
 def widened(values: Tensor) -> Tensor:

@@ -97,7 +97,6 @@ def gumbel(word: int) -> float:
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox 4x32-10 with Python's own integers."""
     (a, b, c, d), (k, m) = counter, key
     for _ in range(10):
         p, q = a * 0xD2511F53, c * 0xCD9E8D57

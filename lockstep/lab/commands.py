@@ -1,5 +1,5 @@
-"""`lockstep lab ...`: each command runs something, writes what was asked for, and prints a short
-account of it.
+"""`lockstep lab ...` and `lockstep check-env`: each command runs something, writes what was asked
+for, and prints a short account of it.
 
 Takes parsed arguments and returns an exit code; knows no options by name beyond these and no
 parser. `cli` calls it. Machines read the JSON document, people read these lines; with `--json -`
@@ -15,12 +15,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lockstep import outfile
 from lockstep.attention import select
-from lockstep.lab import cells, document, kill, known, matrix, report, reverts, show
+from lockstep.kernels.cpu import cache
+from lockstep.lab import cells, document, kill, matrix, report, reverts, show
 from lockstep.lab.options import FULL, Device, RunOptions
 from lockstep.lab.tables import ENGINE, TABLES
-from lockstep.lab.templates import render
 from lockstep.progress import Progress
 from lockstep.types import RuleError
 
@@ -64,7 +66,7 @@ def judged(todo: Sequence[cells.Cell], workers: int, options: RunOptions) -> doc
     results: dict[cells.Cell, cells.Result] = {}
     with Progress(len(todo), "lab run") as bar:
         for result in cells.run(todo, options, workers):
-            settled = known.settle(result, options.quick)
+            settled = cells.settle(result, options.quick)
             results[settled.cell] = settled
             bar.step(str(settled.cell), settled.verdict == "failed")
     kept = [results[cell].as_json() for cell in todo]
@@ -73,8 +75,8 @@ def judged(todo: Sequence[cells.Cell], workers: int, options: RunOptions) -> doc
 
 
 def kills(args: Namespace) -> int:
-    """`lab reverts`. On another backend than ours, a bug that changes nothing is not proven, which
-    is no failure."""
+    """`lab reverts`. Elsewhere than on ours, a bug that changes nothing is not proven: no
+    failure."""
     every = reverts.names()
     names = picked("a revert is a file in lab/reverts", args.name, every) or every
     if args.list:
@@ -138,6 +140,37 @@ def cell_story(args: Namespace) -> int:
     return 0
 
 
+def check_env(args: Namespace) -> int:
+    """`check-env`. As many threads as torch has work in the kernels."""
+    folder = cache.folder()
+    count = len(list(folder.rglob("*.nbc"))) if folder.is_dir() else 0
+    compiled = f"{count} compiled" if count else "nothing yet: the first run compiles"
+    found: document.Document = {
+        "environment": document.environment(),
+        "threads": torch.get_num_threads(),
+        "kernels": f"{folder} ({compiled})",
+        "backends": {name: inspect_backend(name) for name in select.names()},
+    }
+    rows = [*found["environment"].items(), *((k, found[k]) for k in ("threads", "kernels"))]
+    for name, backend in found["backends"].items():
+        state = "available" if backend["available"] else "NOT available"
+        rows.append((name, f"{state}: {backend['reason']}"))
+    document.publish(args, found, document.aligned([(name, str(told)) for name, told in rows]))
+    return 0
+
+
+def inspect_backend(name: str) -> dict[str, Any]:
+    """What a backend states, or why it cannot be had."""
+    try:
+        caps = select.load(name).caps
+    except Exception as error:  # of another package that cannot be imported: a reason to show
+        return {"available": False, "reason": f"{type(error).__name__}: {error}"}
+    invariances = ", ".join(sorted(caps.invariances))
+    bits = f"bits promised over {invariances}" if invariances else "values only"
+    reason = f"{', '.join(sorted(caps.devices))}; order {caps.order}; {bits}"
+    return {"available": True, "reason": reason}
+
+
 def chosen_cells(args: Namespace) -> list[cells.Cell]:
     """The cells that the options name."""
     backends = picked_backends(args.backend)
@@ -161,8 +194,7 @@ def chosen_cells(args: Namespace) -> list[cells.Cell]:
 
 
 def quick(cell: cells.Cell) -> bool:
-    """Whether a quick run has the cell: all recipes on a plain feature, a handful on others; every
-    engine recipe on one model."""
+    """All recipes on a plain feature, a handful on others; every engine recipe on one model."""
     if cell.table is ENGINE:
         return cell.feature == QUICK_MODEL or cell.recipe in QUICK_SAMPLER
     return cell.feature == "dense" or (
@@ -218,7 +250,11 @@ def kill_lines(kills: document.Document, backend: str) -> list[str]:
 
 def _text(template: str, **values: Any) -> list[str]:
     filters = (document.aligned,)
-    return render(template, filters, variable=reverts.VARIABLE, **values).rstrip("\n").split("\n")
+    return (
+        document.render(template, filters, variable=reverts.VARIABLE, **values)
+        .rstrip("\n")
+        .split("\n")
+    )
 
 
 def _publish(args: Namespace, doc: document.Document, lines: list[str]) -> None:

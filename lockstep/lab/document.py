@@ -1,8 +1,9 @@
-"""What ran, as one JSON document: where, when, by which command, and what came out. Pages and
-tables are made from it.
+"""What ran, as one JSON document: where (a measurement without that is worth nothing), when, by
+which command, and what came out; and the templates by which pages and stories are made from it.
 
-Knows no tensors and runs nothing. Every command of the lab and of the benchmarks publishes one;
-`report` and `matrix` take that of `lab run` as it is.
+Knows no tensors and runs nothing; packages are asked for their versions, not imported. Every
+command of the lab and of the benchmarks publishes one; `report` and `matrix` take that of `lab run`
+as it is.
 """
 
 from __future__ import annotations
@@ -11,18 +12,24 @@ import datetime
 import json
 import math
 import os
+import platform
 import shlex
+import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lockstep import outfile
-from lockstep.lab.environment import environment
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from lockstep import __version__, outfile
 from lockstep.lab.reverts import VARIABLE
 from lockstep.types import RuleError
 
+PACKAGES = ("torch", "numba", "llvmlite", "numpy", "transformers")
+VECTORS = ("avx2", "avx512f")  # vector sets worth naming beside a processor
 VERDICTS = ("passed", "refused", "known", "failed")
 
 Document = dict[str, Any]
@@ -34,6 +41,58 @@ def head() -> Document:
     return {"command": command_line(), "date": now, "environment": environment()}
 
 
+def environment() -> dict[str, str | int]:
+    """Versions, commit, processor, cores, platform."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    packages = {name: _version(name) for name in PACKAGES}
+    return {
+        "lockstep": __version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        **packages,
+        "cpu": cpu_model(),
+        "cores": cores,
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def cpu_model() -> str:
+    """The processor's own name, with the vector sets that matter."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor() or "unknown"
+    pairs = (line.partition(":") for line in info.read_text(encoding="utf-8").splitlines())
+    fields = {key.strip(): value.strip() for key, _, value in pairs}
+    name, flags = fields.get("model name", "unknown"), fields.get("flags", "").split()
+    return " ".join([name, *(v for v in VECTORS if v in flags)])
+
+
+def commit() -> str:
+    """The commit of the checkout of the package, with + for local changes; "none" outside of
+    one."""
+    head, changed = _git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain", "-uno")
+    return "none" if head is None or changed is None else head + ("+" if changed else "")
+
+
+def _git(*words: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
 def command_line() -> str:
     """The command as it was typed, without where it lies."""
     words = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
@@ -42,18 +101,11 @@ def command_line() -> str:
 
 
 def publish(args: Namespace, doc: Any, lines: Iterable[str]) -> None:
-    """The document where --json says, the lines for people; with `--json -` stdout holds the
-    document alone and the lines go to stderr."""
+    """The document where --json says, the lines for people: on stderr where stdout is --json's."""
     if args.json:
-        write(doc, args.json)
+        text = json.dumps(clean(doc), indent=1, allow_nan=False, ensure_ascii=False)
+        outfile.write(args.json, text + "\n")
     print("\n".join(lines), file=sys.stderr if args.json == "-" else sys.stdout)
-
-
-def write(value: Any, where: str) -> None:
-    """To a file, or with "-" to stdout."""
-    outfile.write(
-        where, json.dumps(clean(value), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
-    )
 
 
 def clean(value: Any) -> Any:
@@ -92,8 +144,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[st
 
 
 def of_run(cells: Iterable[Document], quick: bool, seconds: float, **more: Any) -> Document:
-    """The document of a run that judged `cells`, each as `Result.as_json` gives it. `more` holds
-    what else there is, like kills."""
+    """The document of a run that judged `cells`, each as `Result.as_json` gives it."""
     kept = list(cells)
     return {
         **head(),
@@ -110,17 +161,29 @@ def summary(cells: Sequence[Document]) -> Document:
     backends: Document = {}
     for name in dict.fromkeys(c["backend"] for c in cells):
         mine = [c for c in cells if c["backend"] == name]
-        worst = max((c for c in mine if c["findings"]), key=share, default=None)
-        counts: Document = {v: sum(c["verdict"] == v for c in mine) for v in VERDICTS}
-        counts["worst"] = worst and {
-            key: worst[key] for key in ("cell", "out_error", "lse_error", "tolerance_used")
-        }
-        backends[name] = counts
+        used = {i: c["tolerance_used"] for i, c in enumerate(mine) if c["findings"]}
+        at = max(used, key=lambda i: math.inf if used[i] is None else used[i], default=None)
+        keys = ("cell", "out_error", "lse_error", "tolerance_used")
+        backends[name] = {v: sum(c["verdict"] == v for c in mine) for v in VERDICTS}
+        backends[name]["worst"] = None if at is None else {key: mine[at][key] for key in keys}
     failed = sum(c["verdict"] == "failed" for c in cells)
     return {"cells": len(cells), "failed": failed, "backends": backends}
 
 
-def share(cell: Document) -> float:
-    """How much of the tolerance a cell used; a document holds null for what is no number."""
-    used = cell["tolerance_used"]
-    return math.inf if used is None else float(used)
+def render(
+    name: str,
+    filters: Iterable[Callable[..., Any]] = (),
+    package: str = "lockstep.lab",
+    **values: Any,
+) -> str:
+    """The template `name`.j2 of a package; what is not given is an error. HTML is escaped."""
+    engine = Environment(
+        loader=PackageLoader(package, ""),
+        autoescape=name.endswith(".html"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    engine.filters.update({f.__name__: f for f in filters})
+    return engine.get_template(f"{name}.j2").render(**values)

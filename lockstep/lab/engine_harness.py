@@ -65,8 +65,7 @@ class Injected(Exception):
 
 
 class InstrumentedEngine(Engine):
-    """An engine that counts what its steps are, shows them to its `watchers`, and finds poison in
-    its cache."""
+    """Counts what its steps are, shows them to its `watchers`, and finds poison in its cache."""
 
     def __init__(self, config: EngineConfig, made: Parts, overlap: bool | None = False) -> None:
         super().__init__(config, made, overlap)
@@ -158,8 +157,7 @@ class EngineHarness(Judgement):
         orders: Sequence[Order],
         disturb: Disturb | None = None,
     ) -> list[Generation]:
-        """Runs a story to its end and compares every request with its recomputation, as property
-        `name`."""
+        """Runs a story and compares every request with its recomputation, as property `name`."""
         before = Counter(engine.seen) + Counter(engine.scheduler.counters)
         streams: dict[Generation, list[Chunk]] = {}
         try:
@@ -320,8 +318,7 @@ def stream_faults(job: Generation, stream: Sequence[Chunk]) -> list[str]:
 
 
 def same_bits(have: Any, want: Any) -> bool:
-    """A NaN equals nothing: two runs that are wrong alike do not agree. Nor do answers that never
-    came."""
+    """A NaN equals nothing, nor does what never came: who is wrong alike does not agree."""
     if have is None or want is None:
         return False
     a, b = np.asarray(have, np.float32), np.asarray(want, np.float32)

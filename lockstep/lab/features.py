@@ -33,11 +33,9 @@ class Feature:
     device: Device = CPU
 
     def groups(self, page_size: int) -> tuple[GroupSpec, ...]:
-        """The model."""
         return self.device.specs(tuple(group(page_size) for group in self.made_of))
 
     def on(self, device: Device) -> Feature:
-        """The same model on a device."""
         return replace(self, device=device)
 
     @property
@@ -47,7 +45,6 @@ class Feature:
 
     @property
     def window(self) -> int | None:
-        """The window of the model, if it has one."""
         return next((g.window for g in self.groups(16) if g.window is not None), None)
 
 

@@ -17,6 +17,7 @@ from argparse import Namespace
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
+from itertools import chain
 from itertools import combinations as subsets_of
 
 import torch
@@ -63,13 +64,11 @@ class Trace:
 
 @lru_cache(maxsize=1)
 def tiny() -> Parts:
-    """The model with a window in one layer and none in the other, its rows proven on this
-    machine."""
+    """The model with a window in one layer and none in the other, proven on this machine."""
     return prepare(loaded(QWEN3), None)
 
 
 def engine(**options: object) -> Engine:
-    """An engine for the tiny model."""
     return Engine(EngineConfig.from_names({"context_length": CONTEXT, **options}), tiny())
 
 
@@ -79,17 +78,19 @@ def rig(backend: str = "cpu", device: Device = CPU) -> EngineHarness:
     return EngineHarness(QWEN3, select.load(backend), RunOptions(device=device))
 
 
+def drawn(rng: random.Random, count: int) -> tuple[int, ...]:
+    """So many tokens."""
+    return tuple(rng.randrange(1, VOCAB) for _ in range(count))
+
+
 @lru_cache(maxsize=1)
 def menu() -> tuple[Order, ...]:
     """Requests that share prefixes of every length, with all kinds of parameters."""
     rng = random.Random(11)
-    stems = [tuple(rng.randrange(1, VOCAB) for _ in range(n)) for n in (70, 40, 33, 16)]
-    orders = []
+    stems, orders = [drawn(rng, n) for n in (70, 40, 33, 16)], list[Order]()
     for i in range(MENU):
         stem = rng.choice(stems)
-        prompt = stem[: rng.randint(1, len(stem))] + tuple(
-            rng.randrange(1, VOCAB) for _ in range(rng.choice((0, 1, 3, 9)))
-        )
+        prompt = stem[: rng.randint(1, len(stem))] + drawn(rng, rng.choice((0, 1, 3, 9)))
         params = SamplingParams(
             max_tokens=rng.choice((1, 2, 5, 12, 24)),
             temperature=rng.choice((0.0, 0.7, 1.3)),
@@ -133,18 +134,14 @@ def switched(config: EngineConfig, on: tuple[str, ...]) -> EngineConfig:
     """The configuration with these switches on. Buckets without padding are of every size."""
     most = max(config.chunked_prefill_size, config.max_running_requests)
     powers = [2**k for k in range(most.bit_length()) if 2**k < most]
-    sizes = {
-        (): None,
-        ("padding",): (most,),
-        ("buckets",): tuple(range(1, most + 1)),
-        ("padding", "buckets"): (*powers, most),
-    }
-    return replace(config, bucket_sizes=sizes[tuple(name for name in on if name in SWITCHES[:2])])
+    every, padded = tuple(range(1, most + 1)), (*powers, most) if "buckets" in on else (most,)
+    sizes = padded if "padding" in on else every if "buckets" in on else None
+    return replace(config, bucket_sizes=sizes)
 
 
 def combinations() -> list[str]:
     """What may be switched on in a trace, in words."""
-    subsets = (chosen for n in range(len(SWITCHES) + 1) for chosen in subsets_of(SWITCHES, n))
+    subsets = chain(*(subsets_of(SWITCHES, n) for n in range(len(SWITCHES) + 1)))
     return [" + ".join(chosen) or NOTHING for chosen in subsets]
 
 
@@ -200,12 +197,10 @@ def shrunk(trace: Trace, mine: EngineHarness) -> Trace:
 def play_some(seeds: range, backend: str, device: Device) -> Played:
     """Several traces in one process."""
     torch.set_num_threads(1)
-    faults, happened = list[str](), Counter[str]()
-    for seed in seeds:
-        found, counts = play(seed, backend, device)
-        faults += found
-        happened.update(counts)
-    return faults, happened
+    played = [play(seed, backend, device) for seed in seeds]
+    return [fault for faults, _ in played for fault in faults], sum(
+        (n for _, n in played), Counter()
+    )
 
 
 def command(args: Namespace) -> int:
@@ -223,11 +218,8 @@ def command(args: Namespace) -> int:
             happened.update(answer[1])
             bar.step(f"{happened['traces']} traces", bool(answer[0]))
     doc = {
-        **document.head(),
-        "device": asdict(device),
-        "first": args.first,
-        "traces": args.traces,
-        "differing": len(faults),
+        **{**document.head(), "device": asdict(device)},
+        **{"first": args.first, "traces": args.traces, "differing": len(faults)},
         "faults": faults[:100],
         "switches": {name: happened.pop(name, 0) for name in combinations()},
         "happened": dict(happened),

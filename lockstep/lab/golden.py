@@ -221,19 +221,16 @@ def draw_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
 
 def read(file: Path) -> dict[str, Answers]:
     """What was recorded, by key; nothing where there is no file yet."""
-    if not file.exists():
-        return {}
     try:
-        recorded: dict[str, Answers] = json.loads(file.read_text(encoding="utf-8"))
+        recorded: dict[str, Answers] = json.loads(file.read_text("utf-8")) if file.exists() else {}
+        return recorded
     except ValueError:
         remedy = "Take it from the repository"
         raise RuleError("the golden file is JSON", str(file), remedy) from None
-    return recorded
 
 
 def record(file: Path, found: Answers, counters: Mapping[str, int], mine: str | None = None) -> int:
-    """Adds the answers that the file does not have; returns how many. A differing one is an
-    error."""
+    """Adds the answers that the file does not have: how many. A differing one is an error."""
     missed = ", ".join(path for path in PATHS if not counters.get(path))
     if missed:
         raise RuleError("golden answers come by every path", f"none by {missed}", "Cramp it")
@@ -245,8 +242,7 @@ def record(file: Path, found: Answers, counters: Mapping[str, int], mine: str | 
         raise RuleError("a recorded answer stays as it is", differing[0], remedy)
     added = {name: answer for name, answer in found.items() if name not in known}
     known.update(added)
-    lines = json.dumps(recorded, indent=1, sort_keys=True)
-    file.write_text(lines + "\n", encoding="utf-8")
+    file.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return len(added)
 
 

@@ -39,7 +39,6 @@ class Guarded:
         return bits.view(dtype).view(shape)
 
     def rows(self, values: Tensor) -> Tensor:
-        """An input of the step."""
         bits = self._between(values.numel(), values.dtype, "input")
         out = bits.view(values.dtype).view(values.shape)
         out.copy_(values)
@@ -94,7 +93,6 @@ def as_bits(t: Tensor) -> Tensor:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Bitwise equality."""
     return a.shape == b.shape and bool(torch.equal(as_bits(a), as_bits(b)))
 
 

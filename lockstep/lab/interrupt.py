@@ -56,31 +56,21 @@ Wish = Callable[[LLM], Answer]
 Event = tuple[str, str, int, int]  # file, function, line, bytecode (-1 for a whole line)
 
 
-@dataclass
-class Subject:
-    """An engine under interrupts, and what it has to answer."""
-
-    tiny: Tiny
-    llm: LLM
-    wishes: tuple[Wish, ...]
-    answers: tuple[Answer, ...]
-    seconds: list[float]  # that each call takes
-
-
 @dataclass(frozen=True)
 class Trial:
-    """What came of one trial."""
-
     model: str
     way: str
-    struck: int  # interrupts that arrived while a call was running
-    where: tuple[str, ...]  # the functions that they struck
+    where: tuple[str, ...]  # the functions that were struck
     faults: tuple[str, ...]
+
+    @property
+    def struck(self) -> int:
+        """Interrupts that arrived while a call was running."""
+        return len(self.where)
 
 
 @cache
 def made_of(tiny: Tiny) -> Parts:
-    """The model, once per process."""
     return parts(tiny, select("cpu", [], "cpu")[0])
 
 
@@ -92,16 +82,13 @@ def engine(tiny: Tiny, **options: Any) -> Engine:
 
 
 def wishes(tiny: Tiny) -> tuple[Wish, ...]:
-    """Calls of all kinds: prompts that share their beginnings, several at once, several
-    completions, streams, scores, embeddings."""
+    """Calls of all kinds: prompts with common beginnings, several at once, n, streams, scores."""
     rng = random.Random(5)
     stem = [rng.randrange(1, VOCAB) for _ in range(30)]
     out: list[Wish] = []
     for i in range(WISHES):
-        prompts = [
-            stem[: rng.randint(1, 30)] + [rng.randrange(1, VOCAB)]
-            for _ in range(rng.choice((1, 2, 3)))
-        ]
+        count = rng.choice((1, 2, 3))
+        prompts = [[*stem[: rng.randint(1, 30)], rng.randrange(1, VOCAB)] for _ in range(count)]
         prompts = [prompt[-CHUNK:] for prompt in prompts] if tiny is BART else prompts
         params = SamplingParams(
             max_tokens=rng.choice((2, 5, 9)),
@@ -155,26 +142,30 @@ def bits(output: Output) -> Answer:
     return (told, floats, prompt, output.prompt_top_logprobs)
 
 
-def subject(tiny: Tiny) -> Subject:
-    """A fresh engine, and the answers of one that does nothing else: no cache, no neighbours, room
-    for all."""
-    todo = wishes(tiny)
-    calm = LLM.of(engine(tiny, disable_radix_cache=True, max_total_tokens=2048))
-    answers = tuple(wish(calm) for wish in todo)
-    made = Subject(tiny, LLM.of(engine(tiny)), todo, answers, [])
-    for wish in todo:
-        begin = time.perf_counter()
-        wish(made.llm)
-        made.seconds.append(time.perf_counter() - begin)
-    return made
+@cache
+def calm(tiny: Tiny) -> LLM:
+    """An engine that does nothing else: no cache, no neighbours, room for all."""
+    return LLM.of(engine(tiny, disable_radix_cache=True, max_total_tokens=2048))
+
+
+class Subject:
+    """A fresh engine under interrupts, and what it has to answer."""
+
+    def __init__(self, tiny: Tiny) -> None:
+        self.tiny, self.llm, self.wishes = tiny, LLM.of(engine(tiny)), wishes(tiny)
+        self.answers = [wish(calm(tiny)) for wish in self.wishes]
+        self.seconds: list[float] = []  # that each call takes
+        for wish in self.wishes:
+            begin = time.perf_counter()
+            wish(self.llm)
+            self.seconds.append(time.perf_counter() - begin)
 
 
 # -- ways to strike --------------------------------------------------------------------------------
 
 
 class Strikes:
-    """What the victim's calls came to: where each was struck, and answers of those that were
-    not."""
+    """What the victim's calls came to: where they were struck, or their answers."""
 
     def __init__(self) -> None:
         self.where: list[str] = []
@@ -193,54 +184,33 @@ class Strikes:
             return True
 
 
-class Alarm:
-    """KeyboardInterrupt by a timer, as Ctrl-C raises it: after `first_s`, and `more` times again
-    within AGAIN_S."""
+def by_timer(subject: Subject, number: int, rng: random.Random, again: bool) -> Strikes:
+    """As Ctrl-C does it, at a random moment of the call; with `again` the calls that follow it are
+    struck too, each within AGAIN_S."""
+    strikes, calls = Strikes(), 3 if again else 1
+    first_s, left = rng.uniform(0, 1.2 * subject.seconds[number]) + 1e-6, calls
 
-    def __init__(self, first_s: float, more: int, rng: random.Random) -> None:
-        self.first_s, self.rng = first_s, rng
-        self.left = 1 + more
-        self.armed = True
-        self.before: Any = None
-        self.unraisable: Any = sys.unraisablehook
-
-    def strike(self, *_: object) -> None:
-        """The signal's handler."""
-        if self.armed:
-            self.left -= 1
-            if self.left:
-                signal.setitimer(signal.ITIMER_REAL, self.rng.uniform(1e-5, AGAIN_S))
+    def strike(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left > 0:
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, AGAIN_S))
+        if left >= 0:
             raise KeyboardInterrupt
 
-    def __enter__(self) -> None:
-        # Python drops what strikes in a destructor; a reporter of that must not be struck itself
-        self.unraisable, sys.unraisablehook = sys.unraisablehook, lambda _: None
-        self.before = signal.signal(signal.SIGALRM, self.strike)
-        signal.setitimer(signal.ITIMER_REAL, self.first_s)
-
-    def restore(self) -> None:
-        """No more strikes; handlers as they were."""
-        self.armed = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, self.before)
-        sys.unraisablehook = self.unraisable
-
-    def __exit__(self, *_: object) -> None:
-        self.armed = False
-
-
-def by_timer(subject: Subject, number: int, rng: random.Random, again: bool) -> Strikes:
-    """At a random moment of the call; with `again` the calls that follow it are struck too."""
-    strikes, wish, more = Strikes(), subject.wishes[number], 2 if again else 0
-    alarm = Alarm(rng.uniform(0, 1.2 * subject.seconds[number]) + 1e-6, more, rng)
-    try:
-        with alarm:
-            for _ in range(1 + more):
-                if not strikes.call(wish, subject.llm):
-                    break
-    except KeyboardInterrupt:  # in between: in the rig itself
-        alarm.armed = False
-    alarm.restore()
+    # Python drops what strikes in a destructor; a reporter of that must not be struck itself
+    unraisable, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    before = signal.signal(signal.SIGALRM, strike)
+    with suppress(KeyboardInterrupt):  # in between: in the rig itself
+        signal.setitimer(signal.ITIMER_REAL, first_s)
+        for _ in range(calls):
+            if not strikes.call(subject.wishes[number], subject.llm):
+                break
+        left = 0
+    left = 0
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+    sys.unraisablehook = unraisable
     return strikes
 
 
@@ -288,7 +258,6 @@ class Aim:
         return self
 
     def call(self, strikes: Strikes, wish: Wish, llm: LLM) -> None:
-        """One traced call."""
         before = sys.gettrace()
         sys.settrace(self)
         try:
@@ -358,7 +327,7 @@ def judged(
         faults += books(llm.engine)
     except Exception as error:  # whatever a broken engine raises
         faults.append(f"{type(error).__name__}: {error}")
-    return Trial(subject.tiny.name, way, len(strikes.where), tuple(strikes.where), tuple(faults))
+    return Trial(subject.tiny.name, way, tuple(strikes.where), tuple(faults))
 
 
 @cache
@@ -366,8 +335,7 @@ def bystander(tiny: Tiny) -> tuple[list[int], SamplingParams, Answer]:
     """Its prompt, and what it has to be answered."""
     prompt = [3 + i for i in range(20)]
     params = SamplingParams(max_tokens=14, temperature=0.8, seed=77, n=2, logprobs=1, stop=("thx",))
-    calm = LLM.of(engine(tiny, disable_radix_cache=True, max_total_tokens=2048))
-    return prompt, params, bits(calm.generate([prompt], params)[0])
+    return prompt, params, bits(calm(tiny).generate([prompt], params)[0])
 
 
 def books(engine: Engine) -> list[str]:
@@ -387,16 +355,15 @@ def books(engine: Engine) -> list[str]:
 def run(
     count: int, seed: int, on_trial: Callable[[Trial], None], models: tuple[Tiny, ...] = MODELS
 ) -> Counter[str]:
-    """Trials by turns over the models until `count` interrupts have struck. What the engines went
-    through."""
-    subjects = [subject(tiny) for tiny in models]
+    """Trials by turns over the models until `count` interrupts have struck: what they led to."""
+    subjects = [Subject(tiny) for tiny in models]
     struck = number = 0
     while struck < count:
         done = trial(subjects[number % len(subjects)], seed + number)
         on_trial(done)
         struck, number = struck + done.struck, number + 1
         if done.faults:
-            subjects[(number - 1) % len(subjects)] = subject(models[(number - 1) % len(subjects)])
+            subjects[(number - 1) % len(subjects)] = Subject(models[(number - 1) % len(subjects)])
     counters: Counter[str] = Counter(trials=number)
     for each in subjects:
         counters.update(each.llm.engine.scheduler.counters)
@@ -406,12 +373,10 @@ def run(
 def sweep(
     tiny: Tiny, opcodes: bool, second: bool, seed: int = 0, part: tuple[int, int] = (0, 1)
 ) -> Iterator[Trial]:
-    """Strikes every line, or every bytecode, that a call executes: a trial each.
-
-    With `second` the call was struck before, while a step's result was being written, and what is
-    struck now is its recovery. `part` (i, n): every n-th of them, from the i-th on.
-    """
-    rng, made = random.Random(seed), subject(tiny)
+    """Strikes every line, or every bytecode, that a call executes: a trial each. With `second` the
+    call was struck before, while a step's result was being written, and what is struck now is its
+    recovery. `part` (i, n): every n-th of them, from the i-th on."""
+    rng, made = random.Random(seed), Subject(tiny)
     number = 1  # several prompts and completions
     wish = made.wishes[number]
     first, seen = -1, list[Event]()
@@ -461,15 +426,14 @@ def command(args: Namespace) -> int:
 
 
 def account(trials: Sequence[Trial]) -> document.Document:
-    """What came of many trials: interrupts by model and way, the functions that they struck, and
-    everything that was wrong."""
+    """What came of many trials: interrupts by model and way, functions struck, all faults."""
     struck: Counter[str] = Counter()
     for trial in trials:
         struck[f"{trial.model} {trial.way}"] += trial.struck
     faults = [
-        f"trial {number}, {trial.model} {trial.way} in {trial.where}: {fault}"
-        for number, trial in enumerate(trials, 1)
-        for fault in trial.faults
+        f"trial {number}, {t.model} {t.way} in {t.where}: {fault}"
+        for number, t in enumerate(trials, 1)
+        for fault in t.faults
     ]
     return {
         "interrupts": struck.total(),
@@ -483,7 +447,6 @@ def account(trials: Sequence[Trial]) -> document.Document:
 
 
 def lines(found: document.Document) -> list[str]:
-    """An account for people."""
     counts = ", ".join(f"{n:,} {name}" for name, n in found["struck"].items())
     recovered = f"{found['engines'].get('recovered', 0):,} recoveries in the trials by chance"
     verdict = "0 broken engines, 0 leaked pages, every answer has its bits"

@@ -71,16 +71,15 @@ def run(
 
 
 def kill(revert: Revert, found: Sequence[tuple[bool, str, Result]], unasked: str) -> Document:
-    """What became of a bug: killed in every cell, both ways, by which rules and properties. An
-    equivalent one is not asked; `unasked` says why another was tried in no cell."""
+    """What became of a bug: killed in every cell, both ways, by which rules and properties."""
     rules: dict[str, None] = {}
     by: dict[bool, dict[str, None]] = {checks: {} for checks in BOTH}
     trials = []
     for checks, cell, result in found:
         broken = [f for f in result.findings if not f.held]
         killed = any(counts(f, revert, checks) for f in broken)
-        told = {"verdict": result.verdict, "broken": list(map(asdict, broken))}
-        trials.append({"cell": cell, "checks": checks, "killed": killed, **told})
+        trial = {"cell": cell, "checks": checks, "killed": killed, "verdict": result.verdict}
+        trials.append({**trial, "broken": list(map(asdict, broken))})
         for finding in broken:
             by[checks]["guard" if is_guard(finding) else finding.name] = None
             if checks and is_guard(finding):
@@ -109,8 +108,7 @@ def counts(finding: Finding, revert: Revert, checks: bool) -> bool:
 
 
 def asked(revert: Revert, backend: str, device: Device) -> tuple[tuple[str, ...], str]:
-    """The cells in which a bug must be noticed, and, where there are none, why: it is in another
-    backend's text, or this one does not take its cells."""
+    """The cells in which a bug must be noticed, and, where there are none, why."""
     if revert.equivalent:
         return (), ""
     if revert.backend not in ("", backend):

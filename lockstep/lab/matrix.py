@@ -2,7 +2,7 @@
 
 The pages hold verdicts and reasons, no times and no errors, so they change only when the lab does.
 A page that may be committed has no failed cell, so its verdicts follow from the code: refused where
-a backend's caps say so, known where `known.py` says so, passed everywhere else (`promised`).
+a backend's caps say so, known where `cells.KNOWN` says so, passed everywhere else (`promised`).
 Comparing with that takes no run; `lab run` is what proves it. `lab matrix` calls this.
 """
 
@@ -13,11 +13,9 @@ from itertools import zip_longest
 from pathlib import Path
 
 from lockstep.attention import select
-from lockstep.lab.cells import Cell, cells, refusal
-from lockstep.lab.document import Document
-from lockstep.lab.known import KNOWN
+from lockstep.lab.cells import KNOWN, Cell, cells, refusal
+from lockstep.lab.document import Document, render
 from lockstep.lab.tables import TABLES, MatrixTable
-from lockstep.lab.templates import render
 from lockstep.types import RuleError
 
 SYMBOLS = {"passed": "✓", "refused": "–", "known": "!", "failed": "✗"}
@@ -29,19 +27,17 @@ Verdicts = dict[Cell, tuple[str, str]]  # verdict and reason
 
 def ran(doc: Document, backends: Sequence[str]) -> Verdicts:
     """The verdicts of a run. Every cell has to be there, judged in full."""
-    rule = "the matrix is made from a full run of every cell"
-    if doc.get("quick") or doc.get("revert"):
-        got = "a quick run" if doc.get("quick") else f"a run with {doc['revert']} put back"
-        raise RuleError(rule, got, "Run `lockstep lab run --json F`")
     have = {str(c["cell"]): (str(c["verdict"]), str(c["reason"])) for c in doc["cells"]}
     want = cells(backends)
     missing = [c for c in want if str(c) not in have]
-    if missing:
-        raise RuleError(
-            rule,
-            f"{len(want) - len(missing)} of {len(want)} cells, without {missing[0]}",
-            "Run `lockstep lab run --json F`",
-        )
+    got = (
+        f"{len(want) - len(missing)} of {len(want)} cells, without {missing[0]}" if missing else ""
+    )
+    got = f"a run with {doc['revert']} put back" if doc.get("revert") else got
+    got = "a quick run" if doc.get("quick") else got
+    if got:
+        rule = "the matrix is made from a full run of every cell"
+        raise RuleError(rule, got, "Run `lockstep lab run --json F`")
     return {c: have[str(c)] for c in want}
 
 
@@ -55,43 +51,33 @@ def promised(backends: Sequence[str]) -> Verdicts:
     return out
 
 
-def pages(verdicts: Verdicts) -> dict[str, str]:
-    """File name -> text."""
-    return {FILES[0]: matrix_page(verdicts), FILES[1]: known_page(KNOWN)}
-
-
 def matrix_page(verdicts: Verdicts) -> str:
-    """Per backend one table of attention and one of the engine: features, or models, down and
-    recipes across."""
+    """Per backend a table of attention and one of the engine: features down, recipes across."""
     marks = {(c.backend, c.recipe, c.feature): SYMBOLS[v] for c, (v, _) in verdicts.items()}
-    backends = [
-        {
-            "name": name,
-            "counts": _counts(verdicts, name),
-            "reasons": [_reasons(verdicts, name, table) for table in TABLES],
-        }
-        for name in dict.fromkeys(c.backend for c in verdicts)
-    ]
+    backends = []
+    for name in dict.fromkeys(c.backend for c in verdicts):
+        reasons = [_reasons(verdicts, name, table) for table in TABLES]
+        backends.append({"name": name, "counts": _counts(verdicts, name), "reasons": reasons})
     return render("matrix.md", symbols=SYMBOLS, marks=marks, backends=backends, tables=TABLES)
 
 
 def known_page(known: Mapping[str, str]) -> str:
-    """Known failures and their causes."""
     return render("known-failures.md", known=known)
+
+
+def pages(verdicts: Verdicts) -> dict[str, str]:
+    """File name -> text."""
+    return dict(zip(FILES, (matrix_page(verdicts), known_page(KNOWN)), strict=True))
 
 
 def stale(folder: Path, wanted: Mapping[str, str]) -> list[str]:
     """Files on disk that differ from what is generated, each with the first line that does."""
     out = []
-    for name, text in wanted.items():
-        path = folder / name
-        have = path.read_text(encoding="utf-8").splitlines() if path.exists() else None
-        want = text.splitlines()
-        if have is None:
-            out.append(f"{path}: is not there")
-        elif have != want:
-            at = next(i for i, (a, b) in enumerate(zip_longest(have, want)) if a != b)
-            out.append(f"{path}:{at + 1}: differs from what is generated")
+    for path, want in ((folder / name, text.splitlines()) for name, text in wanted.items()):
+        have = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        pairs = enumerate(zip_longest(have, want), 1)
+        at = next((number for number, (a, b) in pairs if a != b), None)
+        out += [f"{path}:{at}: differs from what is generated"] if at else []
     return out
 
 
@@ -104,8 +90,7 @@ def _counts(verdicts: Verdicts, backend: str) -> str:
 
 
 def _reasons(verdicts: Verdicts, backend: str, table: MatrixTable) -> list[str]:
-    """Why cells were refused, once per feature and reason, or once for all; which cells failed, one
-    by one."""
+    """Why cells were refused, once per feature and reason or for all; which cells failed."""
     refused: dict[tuple[str, str], list[str]] = {}
     failed = []
     mine = {c: v for c, v in verdicts.items() if c.backend == backend and c.table is table}

@@ -55,10 +55,8 @@ EXPERTS = (4, 16, 17, 24, 64)  # up to 16 torch's unstable sorts happen to be st
 
 @engine_recipe("engine-dtype", "rounded_requests", "preempted", "forked", applies_to=every_model)
 def cache_dtypes(rig: EngineHarness, quick: bool) -> None:
-    """A cache that rounds its keys.
-
-    It gives another answer, the same one whatever happens: chunks, hits, forks, lost pages.
-    """
+    """A cache that rounds its keys. It gives another answer, the same one whatever happens: chunks,
+    hits, forks, lost pages."""
     orders = orders_of((21, PLAIN), (34, replace(PLAIN, n=2, seed=22)), (9, GREEDY), late=1)
     rows = 11 if rig.oracle.encoder is None else 64
     # elsewhere keys are kept as they come
@@ -80,10 +78,7 @@ def cache_dtypes(rig: EngineHarness, quick: bool) -> None:
 
 @engine_recipe("engine-running", "held_back", "forked")
 def running(rig: EngineHarness, quick: bool) -> None:
-    """No more at once than asked for.
-
-    Forks included; the others wait, and are what they are.
-    """
+    """No more at once than asked for. Forks included; the others wait, and are what they are."""
     engine = rig.engine(max_running_requests=RUNNING)
 
     def watch(engine: InstrumentedEngine, step: ScheduledStep) -> None:
@@ -102,10 +97,8 @@ def running(rig: EngineHarness, quick: bool) -> None:
 
 @engine_recipe("engine-uncached", "turns", "hit_tokens")
 def uncached(rig: EngineHarness, quick: bool) -> None:
-    """Without a prefix cache, and with one.
-
-    Without one the same prompt is computed again, and nothing is kept when nobody runs.
-    """
+    """Without a prefix cache, and with one. Without one the same prompt is computed again, and
+    nothing is kept when nobody runs."""
     for off in (True, False):
         engine = rig.engine(disable_radix_cache=off)
         for turn in range(2):
@@ -122,10 +115,8 @@ def uncached(rig: EngineHarness, quick: bool) -> None:
 
 @engine_recipe("engine-end", "open_ends", "stopped", "stopped_at_once", "eos")
 def ends(rig: EngineHarness, quick: bool) -> None:
-    """Where a text ends.
-
-    At the end of the context, at the first stop string from min_tokens on, at EOS and not before.
-    """
+    """Where a text ends. At the end of the context, at the first stop string from min_tokens on, at
+    EOS and not before."""
     for room in (19, 1):
         order = Order(words(CONTEXT - room, 60 + room), replace(PLAIN, max_tokens=None))
         for job in rig.story("end", [order]):
@@ -157,10 +148,8 @@ def ends(rig: EngineHarness, quick: bool) -> None:
 
 @engine_recipe("engine-embed", "embedded")
 def embed(rig: EngineHarness, quick: bool) -> None:
-    """Embeddings between other steps.
-
-    Of several prompts in one step: those of each alone, and the last row's.
-    """
+    """Embeddings between other steps. Of several prompts in one step: those of each alone, and the
+    last row's."""
     prompts = [words(n, 70 + n) for n in (1, 7, 16, 33)]
     asked: list[Generation] = []
 
@@ -187,11 +176,8 @@ def embed(rig: EngineHarness, quick: bool) -> None:
 
 @engine_recipe("engine-text", "items")
 def texts(rig: EngineHarness, quick: bool) -> None:
-    """Prompts and items as strings.
-
-    By the class that users call: a prompt has its special tokens, an item that follows one has
-    none.
-    """
+    """Prompts and items as strings. By the class that users call: a prompt has its special tokens,
+    an item that follows one has none."""
     llm = LLM.of(rig.engine())
     letters, text, items = Letters(), "the end", (" of it", "s", "in é")
     begin = tuple(letters.encode(text, True, True))
@@ -209,10 +195,8 @@ def texts(rig: EngineHarness, quick: bool) -> None:
 
 @engine_recipe("engine-folder", "folders", applies_to=one_model)
 def folder(rig: EngineHarness, quick: bool) -> None:
-    """A model from its files.
-
-    The weights' own bits, and the end tokens that generation_config.json names before config.json.
-    """
+    """A model from its files. The weights' own bits, and the end tokens that generation_config.json
+    names before config.json."""
     order = Order(words(13, 80), replace(PLAIN, max_tokens=24))
     (free,) = rig.oracle.completions(order)
     end = free.token_ids[7]
@@ -241,10 +225,8 @@ def folder(rig: EngineHarness, quick: bool) -> None:
     applies_to=lambda tiny: tiny is LLAMA or tiny is QWEN3,  # all keys kept, and some dropped
 )
 def capacity(rig: EngineHarness, quick: bool) -> None:
-    """Arenas, buckets, contexts and caches that are exactly full.
-
-    And others that just do not suffice. A request's last token needs no place in a cache.
-    """
+    """Arenas, buckets, contexts and caches that are exactly full. And others that just do not
+    suffice. A request's last token needs no place in a cache."""
     new, size = 4, 4
     exact = Order(words(21), replace(GREEDY, max_tokens=new))
     keys = len(exact.prompt) + new - 1
@@ -307,8 +289,7 @@ def buckets(rig: EngineHarness) -> None:
 
 
 def padded(what: str, lengths: tuple[int, ...]) -> str:
-    """How many requests or tokens a step of requests of these lengths is padded to, or why it is
-    not."""
+    """How many requests or tokens a step of these lengths is padded to, or why it is not."""
     spec = GroupSpec(Layout.FRESH, 1, 1, 8, 8, (AttnSpec(scale=1.0),))
     plan = build([spec], [RequestWork(cached_len=0, new_len=n, pages=(None,)) for n in lengths])
     try:
@@ -319,10 +300,8 @@ def padded(what: str, lengths: tuple[int, ...]) -> str:
 
 @engine_recipe("experts", "tied_rows", applies_to=one_model)
 def experts(rig: EngineHarness, quick: bool) -> None:
-    """The choice of experts: ties.
-
-    Routers of every kind, with scores that are often equal, against a sort by score and id.
-    """
+    """The choice of experts: ties. Routers of every kind, with scores that are often equal, against
+    a sort by score and id."""
     gen = torch.Generator().manual_seed(5)
     for count in EXPERTS:
         logits = torch.randint(0, 4, (40, count), generator=gen).float()

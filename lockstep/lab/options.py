@@ -40,12 +40,10 @@ class Device:
 
     @property
     def place(self) -> torch.device:
-        """Where its tensors lie."""
         return self.ops.device
 
     @property
     def compute(self) -> torch.dtype:
-        """The dtype of activations as torch calls it."""
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 

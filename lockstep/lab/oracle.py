@@ -38,8 +38,7 @@ KINDS = {
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """q, k, v of every token in one layer, before they are stored. A latent group's v is a part of
-    its k."""
+    """q, k, v of every token in one layer. A latent group's v is a part of its k."""
 
     q: Tensor
     k: Tensor
@@ -78,10 +77,7 @@ def values(
 
 def overflowed(rows: list[list[Rows]], tokens: list[int]) -> list[list[Rows]]:
     """The same values with infinities in those of `tokens`: the first column, and one beyond the
-    first vector of 16.
-
-    One sign per column, so that a row that sees several still has an answer.
-    """
+    first vector of 16. One sign per column, so that a row that sees several still has an answer."""
     if not tokens:
         return rows
 

@@ -51,8 +51,7 @@ class Judgement:
     counters: Counter[str] = field(default_factory=Counter)
 
     def note(self, name: str, faults: Iterable[str], held: str = "") -> None:
-        """Something was looked at: what speaks against the property, if anything, and what it rests
-        on."""
+        """Something was looked at: what speaks against the property, and what it rests on."""
         self.faults.setdefault(name, []).extend(faults)
         self.held[name] = held or self.held.get(name, "")
 
@@ -107,8 +106,7 @@ def judge(
 
 class AttentionCell(Judgement):
     """A recipe on a feature, run in every way that may not change a bit. `memory` is what was wrong
-    in any of the runs: plans that do not say what they should or do not survive packing, writes
-    that are not exact, guard bands, pages that do not come back."""
+    in any of the runs."""
 
     def __init__(
         self, recipe: Recipe, feature: Feature, backend: Backend, options: RunOptions
@@ -127,8 +125,7 @@ class AttentionCell(Judgement):
         return record
 
     def judge_values(self, main: Record) -> None:
-        """Outputs and LSE against float64, within the derived tolerance; a NaN is a slot nobody
-        wrote."""
+        """Against float64, within the derived tolerance; a NaN is a slot nobody wrote."""
         errors = {"value": 0.0, "lse": 0.0}
         for g, layers in enumerate(self.answers):
             seen = main.seen[g]
@@ -148,8 +145,7 @@ class AttentionCell(Judgement):
         self.out_error, self.lse_error = errors["value"], errors["lse"]
 
     def judge_bits(self, main: Record, padded: Record, quick: bool) -> None:
-        """Bitwise equality with the plain way, for the recipe itself and for every other way to run
-        it."""
+        """Every other way to run the recipe, and the recipe itself, against the plain way."""
         script, want = self.script, self.run(plain(self.script), seed=5)
 
         def compare(name: str, told: str, *records: Record, tokens: set[int] | None = None) -> None:
@@ -182,8 +178,7 @@ def off(have: Tensor, want: Tensor) -> Tensor:
 
 
 def _error(have: Tensor, want: Tensor, tol: Tensor) -> tuple[float, float]:
-    """Largest absolute error and largest fraction of the tolerance; NaN where the answer is a
-    number counts as infinite."""
+    """Largest error and largest fraction of the tolerance; a NaN counts as infinite."""
     if have.numel() == 0:
         return 0.0, 0.0
     error = off(have.double(), want)
@@ -192,8 +187,7 @@ def _error(have: Tensor, want: Tensor, tol: Tensor) -> tuple[float, float]:
 
 
 def _differences(have: Record, want: Record, tokens: set[int] | None) -> list[str]:
-    """Rows, among `tokens`, whose bits differ. A NaN equals nothing: two runs that are wrong alike
-    do not agree."""
+    """Rows, among `tokens`, whose bits differ. A NaN equals nothing, not even itself."""
     found = []
     for g, seen in enumerate(have.seen):
         both = seen & want.seen[g]

@@ -7,7 +7,6 @@ window (20), the tile (64, or 32), the page sizes and the first split of the dev
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -54,10 +53,10 @@ def apart(feature: Feature) -> bool:
 def recipe(
     name: str, *required_counters: str, applies_to: Callable[[Any], bool] = cached
 ) -> Callable[[Callable[..., None]], Recipe]:
-    """Makes a recipe of the function that plays it; its docstring begins with the description."""
+    """Makes a recipe of the function that plays it, described by its docstring's first sentence."""
 
     def make(play: Callable[..., None]) -> Recipe:
-        text = " ".join((inspect.getdoc(play) or "").partition("\n\n")[0].split())
+        text = " ".join((play.__doc__ or "").split()).partition(". ")[0]
         description = text[:1].lower() + text[1:].rstrip(".")
         return Recipe(name, description, play, required_counters, applies_to)
 
@@ -66,9 +65,7 @@ def recipe(
 
 def extend(s: Script, *steps: Rows, **options: Sequence[Any]) -> list[int]:
     """Steps of new rows, of requests that are opened as they come: which those of the last were.
-
-    `options` of `Script.extend` have one entry per request.
-    """
+    `options` of `Script.extend` have one entry per request."""
     told: dict[int, int] = {}
     for step in steps:
         if isinstance(step, int):
@@ -150,11 +147,8 @@ def tree_accept(s: Script) -> None:
 
 @recipe("draft-decode", "tail_rows", "tails_over_a_tile", "tails_over_a_split")
 def draft_decode(s: Script) -> None:
-    """Three branches, four steps.
-
-    Four steps of three branches: the first step's rows hang below the prefix, each later row
-    below its branch.
-    """
+    """Three branches, four steps. The first step's rows hang below the prefix, each later row below
+    its branch."""
     rs = extend(s, (14, 61, s.split - 2))
     parents: tuple[int, ...] = ()
     for step in range(4):
@@ -178,10 +172,8 @@ def draft_extend_fixed(s: Script) -> None:
 
 @recipe("fork", "forks", "shared_pages", "moved_rows")
 def fork(s: Script) -> None:
-    """Several continuations of one prompt.
-
-    n > 1: completions share the prompt's whole pages, and get the partial one as their own.
-    """
+    """Several continuations of one prompt. n > 1: completions share the prompt's whole pages, and
+    get the partial one as their own."""
     pairs = [s.fork(r) for r in extend(s, (16, 21, 75)) for _ in range(2)]
     s.step(*(f for _, f in pairs), *(s.extend(c, 1) for c, _ in pairs))
     extend(s, 1, 1)
@@ -189,10 +181,8 @@ def fork(s: Script) -> None:
 
 @recipe("multi-item", "forks", "shared_pages", "moved_rows")
 def multi_item(s: Script) -> None:
-    """One prefix, many items.
-
-    Each item sees the prefix and itself, at positions that follow the prefix.
-    """
+    """One prefix, many items. Each item sees the prefix and itself, at positions that follow the
+    prefix."""
     (prefix,) = extend(s, (70,))
     pairs = [s.fork(prefix) for _ in range(5)]
     s.step(*(f for _, f in pairs), *(s.extend(c, 3 + 4 * i) for i, (c, _) in enumerate(pairs)))
@@ -210,10 +200,8 @@ def preempt_resume(s: Script) -> None:
 
 @recipe("reuse", "drops", "reused_pages")
 def reuse(s: Script) -> None:
-    """Dirty pages of finished requests.
-
-    Shrink after grow: pages of finished requests are dirty when the next ones get them.
-    """
+    """Dirty pages of finished requests. Shrink after grow: pages of finished requests are dirty
+    when the next ones get them."""
     s.step(*(Drop(r) for r in extend(s, (200, 90, 40))))
     extend(s, {3: 3, 4: 50}, {3: 9, 4: 9})
 
@@ -231,19 +219,15 @@ def encode_decode(s: Script) -> None:
     applies_to=lambda f: cached(f) and f.window is not None,
 )
 def window_edges(s: Script) -> None:
-    """Below, at and above the window.
-
-    By prefill and by decode, and far enough that pages behind it are dropped.
-    """
+    """Below, at and above the window. By prefill and by decode, and far enough that pages behind it
+    are dropped."""
     extend(s, (W - 2, W - 1, W, W + 1, 3 * W + 5, 120), 1, 2, 1, W, 1)
 
 
 @recipe("overflow", "infinite_keys", "batched_steps", applies_to=apart)
 def overflow(s: Script) -> None:
-    """Values that are infinite.
-
-    In the middle of a step's rows: rows before them do not see them, rows behind them do.
-    """
+    """Values that are infinite. In the middle of a step's rows: rows before them do not see them,
+    rows behind them do."""
     extend(s, (5, 50), (17, 18))
     for uids in (act.uids for act in s.steps[-1] if isinstance(act, Compute)):
         s.infinite += [uids[9], uids[-1]]
@@ -277,8 +261,7 @@ RECIPES = (
 
 
 def write(recipe: Recipe, feature: Feature) -> Script:
-    """The recipe's script for a feature. If the model has an encoder, each request is encoded
-    before it is computed from its start."""
+    """The recipe's script for a feature; with an encoder, each request is encoded first."""
     specs, device = feature.groups(16), device_class(feature.device.ops.machine)
     splits = [attention_order(device, spec.d_qk, spec.d_v).splits for spec in specs]
     script = Script(split=max(each.begin(1) for each in splits))
@@ -289,8 +272,7 @@ def write(recipe: Recipe, feature: Feature) -> Script:
 
 
 def add_encoders(script: Script) -> None:
-    """Encoders of odd lengths for every request of a story that was told without them; a fork
-    shares its parent's."""
+    """Encoders of odd lengths for requests that were told without; a fork shares its parent's."""
     told, lengths = script.steps, cycle((33, 1, 64, 20, 65, 7, 16, 5))
     script.steps = []
     for step in told:

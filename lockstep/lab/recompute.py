@@ -58,8 +58,7 @@ class Order:
 
 @dataclass(eq=False)
 class Answer:
-    """One completion: tokens, their log-probabilities, the best tokens beside each, and why it
-    ended."""
+    """One completion: tokens, log-probabilities, best tokens beside each, why it ended."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -68,11 +67,9 @@ class Answer:
 
 
 class Recompute:
-    """Answers for one model and backend; each completion is computed once and remembered.
-
-    Keys are not kept. With a `kv_dtype` that rounds them they are, in pages of one request, because
-    what is computed from them is computed from what the cache makes of them.
-    """
+    """Answers for one model and backend; each completion is computed once and remembered. Keys are
+    not kept. With a `kv_dtype` that rounds them they are, in pages of one request, because what is
+    computed from them is computed from what the cache makes of them."""
 
     def __init__(self, parts: Parts, kv_dtype: str = "") -> None:
         self.model, self.info, self.tokenizer = parts.model, parts.info, parts.tokenizer
@@ -97,8 +94,7 @@ class Recompute:
         return (self.info.decoder_start_token_id or 0,), prompt
 
     def logits(self, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
-        """float32 [len(ids), vocabulary]: of every row of a sequence that is computed whole, its
-        source encoded before."""
+        """float32 [len(ids), vocabulary]: of a sequence that is computed whole."""
         return self.model.logits(self.hidden(ids, source))
 
     def embedding(self, prompt: Sequence[int]) -> NDArray[np.float64]:
@@ -126,8 +122,8 @@ class Recompute:
         return spec if spec.layout is Layout.CROSS else replace(spec, layout=Layout.FRESH)
 
     def completions(self, order: Order, said: Sequence[Ids] = ()) -> list[Answer]:
-        """What a request comes to, one answer per completion. `said` is what an engine answered:
-        where it is right, one forward suffices."""
+        """One answer per completion. Where what an engine `said` is right, one forward is
+        enough."""
         if order.score:
             return []
         answers, hints = [], [*said, *[()] * order.params.n]
@@ -153,12 +149,9 @@ class Recompute:
         self, prompt: Sequence[int], token_ids: Sequence[int], params: SamplingParams
     ) -> tuple[str, bool]:
         """The text of a completion, cut before the first stop string, and whether there was one: by
-        looking at the whole.
-
-        It goes on where the prompt's text ends; bytes there that are no character yet belong to the
-        completion. Straight from the alphabet's bytes, by the library's own incremental decoder: no
-        tokenizer and no window of tokens.
-        """
+        looking at the whole. It goes on where the prompt's text ends; bytes there that are no
+        character yet belong to the completion. Straight from the alphabet's bytes, by the library's
+        own incremental decoder: no tokenizer and no window of tokens."""
         ends = [
             i
             for i, t in enumerate(token_ids)

@@ -16,17 +16,15 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from lockstep.lab.cells import Cell
-from lockstep.lab.document import Document
+from lockstep.lab.document import Document, render
 from lockstep.lab.matrix import SYMBOLS
 from lockstep.lab.reverts import SECTIONS, VARIABLE
 from lockstep.lab.tables import TABLES
-from lockstep.lab.templates import render
 
 MARKS = {**SYMBOLS, "equivalent": "=", "absent": "·"}
 
 
 def page(doc: Document) -> str:
-    """The whole page."""
     return render(
         "report.html",
         (number, percent, prose, inline),
@@ -52,8 +50,7 @@ def place(cell: str) -> dict[str, Any]:
 
 
 def prose(text: str) -> Markup:
-    """Paragraphs, and lines that begin with `-`, `*` or a number as lists; an item goes on until
-    the next begins."""
+    """Paragraphs; lines that begin with `-`, `*` or a number, and what follows them, as lists."""
     out = Markup()
     bullet = re.compile(r"([-*]|\d+[.)])\s+")
     for block in re.split(r"\n\s*\n", text.strip()):

@@ -47,8 +47,7 @@ KINDS = (
 
 
 def rows_of(count: int, vocab: int = VOCAB) -> tuple[Tensor, list[Row]]:
-    """Logits with ties and masked tokens, and one row of every kind of parameters after another,
-    each with its own past."""
+    """Logits with ties and masked tokens, rows of every kind of parameters with their pasts."""
     rng = np.random.default_rng(17)
     logits = rng.standard_normal((count, vocab)) * rng.choice((0.2, 2.0, 8.0), (count, 1))
     logits = logits.astype(np.float32)
@@ -79,10 +78,8 @@ def on_host(scores: sampler.Logprobs) -> sampler.Logprobs:
 
 @engine_recipe("sample", "rows", "later_blocks", applies_to=one_model)
 def choices(rig: EngineHarness, quick: bool) -> None:
-    """The choice of a token: masks, cuts, ties, noise, its distribution.
-
-    One row at a time, then how often.
-    """
+    """The choice of a token: masks, cuts, ties, noise, its distribution. One row at a time, then
+    how often."""
     noise_at_the_ends(rig)
     one_by_one(rig, *rows_of(160 if quick else 400))
     one_by_one(rig, *rows_of(32 if quick else 80, WIDE))
@@ -94,8 +91,7 @@ def choices(rig: EngineHarness, quick: bool) -> None:
 
 
 def one_by_one(rig: EngineHarness, logits: Tensor, rows: list[Row]) -> None:
-    """Every row against the second text of the choice, by the kernel and by tensors; how often
-    later blocks won is counted."""
+    """Every row against the second text of the choice, by the kernel and by tensors."""
     rig.counters["rows"] += len(rows)
     chosen = sample(rig, logits, rows).token_ids
     for r, row in enumerate(rows):
@@ -115,8 +111,7 @@ def one_by_one(rig: EngineHarness, logits: Tensor, rows: list[Row]) -> None:
 
 
 def log_probabilities(rig: EngineHarness, logits: Tensor, tokens: Tensor) -> None:
-    """Of the chosen token and of the best few, against float64; equal ones by the lower id, by the
-    kernel and by tensors."""
+    """Of the chosen token and the best few, against float64; equal ones by the lower id."""
     told = on_host(sampler.log_probs(rig.parts.model.ops, logits.to(rig.device.place), tokens, FEW))
     exact = logits.double().log_softmax(1)
     best = exact.sort(dim=1, descending=True, stable=True).indices[:, :FEW]
@@ -171,8 +166,7 @@ def ties(rig: EngineHarness) -> None:
 
 
 def bad_rows(rig: EngineHarness) -> None:
-    """Rows that cannot be sampled say why, get no token and no log-probability, and leave their
-    neighbours alone."""
+    """Rows that cannot be sampled say why, get nothing, and leave their neighbours alone."""
     logits, rows = rows_of(24)
     bad = {3: (torch.nan, "NaN"), 8: (torch.inf, "+inf"), 13: (-torch.inf, "no token is left")}
     spoilt = logits.clone()
@@ -190,8 +184,7 @@ def bad_rows(rig: EngineHarness) -> None:
 
 
 def distribution(rig: EngineHarness, what: str, count: int) -> None:
-    """Counts over positions, over completions and over seeds against the probabilities they come
-    from."""
+    """Counts over positions, completions and seeds against the probabilities."""
     logits = torch.linspace(0, 2.5, 12)
     rows = []
     for i in range(count):
@@ -209,10 +202,8 @@ def distribution(rig: EngineHarness, what: str, count: int) -> None:
 
 @engine_recipe("seeds", "rows", "seeds_drawn", applies_to=one_model)
 def seeds(rig: EngineHarness, quick: bool) -> None:
-    """Mixed parameters in a batch, seeds, penalties.
-
-    A seed that nobody gave is drawn once, told, and good for a repetition.
-    """
+    """Mixed parameters in a batch, seeds, penalties. A seed that nobody gave is drawn once, told,
+    and good for a repetition."""
     logits, rows = rows_of(48)
     rig.counters["rows"] += len(rows)
     alone = [sample(rig, logits[r : r + 1], rows[r : r + 1]) for r in range(len(rows))]

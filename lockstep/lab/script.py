@@ -15,11 +15,8 @@ from dataclasses import dataclass, field, replace
 @dataclass(frozen=True)
 class Compute:
     """Rows `uids` of a request after `cached_len` committed keys; `keep` of them stay (the rest was
-    rejected).
-
-    With `parents`, the rows are the last nodes of a tree and nothing stays until it is accepted. An
-    `encoder` act computes the request's encoder, whole, and writes its cross keys.
-    """
+    rejected). With `parents`, the rows are the last nodes of a tree and nothing stays until it is
+    accepted. An `encoder` act computes the request's encoder, whole, and writes its cross keys."""
 
     request: int
     uids: tuple[int, ...]
@@ -50,8 +47,7 @@ class Accept:
 
 @dataclass(frozen=True)
 class Drop:
-    """The request gives its pages back: it ended, or it was preempted and will be computed
-    again."""
+    """The request gives its pages back: it ended, or was preempted."""
 
     request: int
 
@@ -79,13 +75,11 @@ class Script:
     infinite: list[int] = field(default_factory=list)  # uids of tokens whose values hold infinities
 
     def open(self) -> int:
-        """A new request."""
         r = len(self.committed)
         self.committed[r], self.lineage[r] = [], (r,)
         return r
 
     def step(self, *acts: Act) -> None:
-        """These acts happen in one step."""
         self.steps.append(acts)
 
     def extend(
@@ -103,8 +97,7 @@ class Script:
         return Compute(r, tuple(self.committed[r][:n]), 0, n)
 
     def tree(self, r: int, parents: tuple[int, ...], new: int | None = None) -> Compute:
-        """Nodes with these parents; only the last `new` are computed, those before by earlier steps
-        of the same tree."""
+        """Nodes with these parents; only the last `new` are computed, the others were before."""
         done, nodes = self.committed[r], self.trees.setdefault(r, [])
         for parent in parents[len(nodes) :]:
             above = nodes[parent] if parent >= 0 else (done[-1] if done else -1)
@@ -186,8 +179,7 @@ def _chunks(act: Act, size: int) -> Sequence[Act]:
 
 
 def plain(script: Script) -> Script:
-    """Every token once, each leaf of the story as a request of its own, alone, whole, cold: what
-    all other ways must equal."""
+    """Every token once, each leaf a request of its own, alone, whole, cold: what all must equal."""
     out = replace(script, steps=[], lineage={}, encoder_uids={})
     for r, uid in enumerate(leaf_uids(script)):
         path = tuple(script.path(uid))

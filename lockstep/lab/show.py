@@ -8,8 +8,8 @@ red: `lab show` calls it, with a bug put back or without.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, fields
-from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,13 @@ import torch
 from lockstep.attention import select
 from lockstep.lab.attention_harness import AttentionHarness, Setting
 from lockstep.lab.cells import Cell, cells, refusal
+from lockstep.lab.document import render
 from lockstep.lab.engine_harness import EngineHarness, InstrumentedEngine
 from lockstep.lab.options import FULL, RunOptions
 from lockstep.lab.oracle import Answer
 from lockstep.lab.properties import material, off
 from lockstep.lab.script import Act, Compute
 from lockstep.lab.tables import ENGINE
-from lockstep.lab.templates import render
 from lockstep.plan.build import build
 from lockstep.plan.step import PagedGroup, StepPlan
 from lockstep.sched.request import ScheduledStep
@@ -32,6 +32,7 @@ from lockstep.types import Layout, RuleError
 
 WORST = 3  # rows shown number by number
 SOME = 16  # rows listed per group where the step was not asked for by name
+MOST = 40  # numbers of an array
 
 
 class Watched(AttentionHarness):
@@ -78,12 +79,9 @@ class Watched(AttentionHarness):
         """One entry per row and layer of a group, at its worst heads."""
         out: list[dict[str, Any]] = []
         for layer, answer in enumerate(self.answers[g]):
-            mine = (
-                self.record.out[g][layer][uids].double(),
-                self.record.lse[g][layer][uids].double(),
-            )
+            have = [t[g][layer][uids].double() for t in (self.record.out, self.record.lse)]
             want = answer.out[uids], answer.lse[uids]
-            errors = off(mine[0], want[0]).amax(2), off(mine[1], want[1])
+            errors = off(have[0], want[0]).amax(2), off(have[1], want[1])
             tolerances = answer.out_tol[uids], answer.lse_tol[uids]
             for row, (uid, (request, position)) in enumerate(zip(uids, places, strict=True)):
                 entry: dict[str, Any] = {"group": g, "layer": layer, "row": row, "token": uid}
@@ -91,17 +89,14 @@ class Watched(AttentionHarness):
                 for name, error, tolerance in zip(("out", "lse"), errors, tolerances, strict=True):
                     share = (error[row] / tolerance[row]).nan_to_num(torch.inf, torch.inf)
                     head = int(share.argmax())
-                    entry[name] = {
-                        "head": head,
-                        "error": float(error[row, head]),
-                        "tolerance": float(tolerance[row, head]),
-                        "used": float(share[head]),
-                    }
+                    of_head = {"error": error, "tolerance": tolerance}
+                    entry[name] = {key: float(t[row, head]) for key, t in of_head.items()}
+                    entry[name] |= {"head": head, "used": float(share[head])}
                 entry["used"] = max(entry["out"]["used"], entry["lse"]["used"])
-                entry["have"] = mine[0][row, entry["out"]["head"]].tolist()
-                entry["want"] = want[0][row, entry["out"]["head"]].tolist()
+                head = entry["out"]["head"]
+                entry |= {"have": have[0][row, head].tolist(), "want": want[0][row, head].tolist()}
                 entry["lse_pair"] = [
-                    float(x[row, entry["lse"]["head"]]) for x in (mine[1], want[1])
+                    float(x[row, entry["lse"]["head"]]) for x in (have[1], want[1])
                 ]
                 out.append(entry)
         return out
@@ -154,8 +149,7 @@ def engine_story(cell: Cell, options: RunOptions) -> list[dict[str, Any]]:
 
 
 def describe(plan: StepPlan, groups: tuple[int, ...], names: list[int]) -> dict[str, Any]:
-    """Every array of a plan, and each request's pages. `names` are the story's own numbers of the
-    plan's requests."""
+    """Every array of a plan, and each request's pages; `names` are the story's own numbers."""
     arrays = {
         f.name: getattr(plan, f.name).tolist()
         for f in fields(plan)
@@ -183,33 +177,17 @@ def _tables(group: PagedGroup, names: list[int]) -> list[dict[str, Any]]:
         first, end = int(group.first_pos[i]), int(group.kv_lens[i])
         ids = group.page_ids[group.page_indptr[i] : group.page_indptr[i + 1]].tolist()
         held = -(-(end - first) // group.spec.page_size)
-        out.append(
-            {
-                "request": name,
-                "first_pos": first,
-                "kv_len": end,
-                "ids": ids[:held],
-                "scratch": ids[held:],
-            }
-        )
+        pages = {"ids": ids[:held], "scratch": ids[held:]}
+        out.append({"request": name, "first_pos": first, "kv_len": end, **pages})
     return out
 
 
 def text(cell: Cell, steps: list[dict[str, Any]], only: int | None) -> str:
     """The story to read (`show.txt.j2`). A step asked for by number is told in full."""
     recipe, feature = cell.pair()
-    return render(
-        "show.txt",
-        (array, numbers),
-        cell=cell,
-        recipe=recipe,
-        feature=feature,
-        steps=steps,
-        only=only,
-        full=only is not None,
-        some=SOME,
-        worst=WORST,
-    ).rstrip("\n")
+    what: dict[str, Any] = {"cell": cell, "recipe": recipe, "feature": feature, "steps": steps}
+    how: dict[str, Any] = {"only": only, "full": only is not None, "some": SOME, "worst": WORST}
+    return render("show.txt", (array, numbers), **what, **how).rstrip("\n")
 
 
 def numbers(values: list[float]) -> str:
@@ -218,33 +196,9 @@ def numbers(values: list[float]) -> str:
 
 
 def array(values: list[Any], full: bool) -> str:
-    """Runs as ranges (3..7), repeats as 0 x 12, pairs as a>b; the middle of what is still long left
-    out unless asked for in full."""
-    plain = [f"{v[0]}>{v[1]}" if isinstance(v, list) else v for v in values]
-    parts: list[str] = []
-    at = 0
-    while at < len(plain):
-        up, equal = run_length(plain, at, 1), run_length(plain, at, 0)
-        length = max(up, equal)
-        if length < 4:
-            parts.append(str(plain[at]))
-            length = 1
-        elif up >= equal:
-            parts.append(f"{plain[at]}..{plain[at + up - 1]}")
-        else:
-            parts.append(f"{plain[at]} x {equal}")
-        at += length
-    if len(parts) > 40 and not full:
-        parts = [*parts[:30], f"... {len(parts) - 36} more ...", *parts[-6:]]
-    return f"[{', '.join(parts)}]"
-
-
-def run_length(values: list[Any], at: int, step: int) -> int:
-    """How many values from `at` on rise by `step`."""
-    rising = takewhile(
-        lambda pair: (
-            isinstance(pair[0], int) and isinstance(pair[1], int) and pair[1] - pair[0] == step
-        ),
-        pairwise(values[at:]),
+    """On one line; the middle of what is long left out unless asked for in full."""
+    most = sys.maxsize if full else MOST
+    text = np.array2string(
+        np.array(values), sys.maxsize, threshold=most, edgeitems=8, separator=","
     )
-    return 1 + sum(1 for _ in rising)
+    return " ".join(text.split())

@@ -36,8 +36,7 @@ def unnoticed(plan: StepPlan, pool_pages: tuple[int, ...]) -> list[str]:
 
 
 def variants(plan: StepPlan) -> Iterator[Spoilt]:
-    """Everything that can be done to a plan here; only its last request is touched, but for pages
-    that are shared."""
+    """All that is done to a plan here: to its last request, but for shared pages."""
     if not plan.real.requests:
         return
     yield from spoilt_rows(plan)

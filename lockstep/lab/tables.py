@@ -60,8 +60,7 @@ def attention_refusal(
 
 
 def engine_refusal(recipe: Recipe, tiny: Tiny, backend: Backend, device: Device) -> str | None:
-    """An engine is asked for bits; a backend that promises none has its values judged in the other
-    table."""
+    """An engine is asked for bits; who promises none has its values judged in the other table."""
     if not backend.caps.invariances:
         return "it promises no bits, and what an engine must hold are equalities of bits"
     groups = loaded(tiny, device).model.groups(kv_dtype=device.dtype)
@@ -106,5 +105,4 @@ TABLES = (ATTENTION, ENGINE)
 
 
 def table_of(recipe: str) -> MatrixTable | None:
-    """The table that has a recipe of this name."""
     return next((table for table in TABLES if recipe in {r.name for r in table.recipes}), None)

@@ -68,7 +68,6 @@ class Tiny:
 
 
 def tiny(model_type: str, description: str) -> Tiny:
-    """The model of this type."""
     return Tiny(model_type.replace("_", "-"), description, model_type, CONFIGS[model_type])
 
 
@@ -151,8 +150,7 @@ def parts(tiny: Tiny, backend: Backend, device: Device = CPU) -> Parts:
 
 
 def save(tiny: Tiny, folder: Path, **generation: Any) -> None:
-    """The model as a folder that `models.loader` can load; `generation` is what its
-    generation_config.json says."""
+    """The model as a folder for `models.loader`, with what generation_config.json says."""
     tensors: dict[str, Tensor] = {}
     loaded(tiny, record=tensors)
     ends = {"eos_token_id": EOS, "bos_token_id": None, "is_encoder_decoder": False}
@@ -164,13 +162,10 @@ def save(tiny: Tiny, folder: Path, **generation: Any) -> None:
 
 
 class Letters(Tokenizer):
-    """Tokens of one to three bytes: letters, pairs that make up longer words, and the
-    bytes of é, € and 😀 one by one.
-
-    So a character takes up to four tokens, most tokens are a beginning of something, and what is no
-    UTF-8 becomes U+FFFD. As with many tokenizers EOS stands before a text that is encoded, it has
-    no text itself, and a space that begins a text is taken off.
-    """
+    """Tokens of one to three bytes: letters, pairs that make up longer words, and the bytes of é, €
+    and 😀 one by one. So a character takes up to four tokens, most tokens are a beginning of
+    something, and what is no UTF-8 becomes U+FFFD. As with many tokenizers EOS stands before a text
+    that is encoded, it has no text itself, and a space that begins a text is taken off."""
 
     TOKENS = (
         b"",

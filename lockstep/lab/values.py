@@ -47,8 +47,7 @@ class Asked(NamedTuple):
 
 
 class Roundings(TorchFunctionMode):
-    """Every operation is off as in the compute dtype, with `size` for its unit. Rankings are
-    written down."""
+    """Every operation is off as in the compute dtype, `size` its unit. Rankings are kept."""
 
     def __init__(self, size: float, device: Device = CPU, cache_dtype: str = "") -> None:
         super().__init__()
@@ -94,8 +93,7 @@ class Roundings(TorchFunctionMode):
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """Numbers, how far a device may be from each, and the first row that it may decide
-    otherwise."""
+    """Numbers, how far a device may be off, and the first row that it may decide otherwise."""
 
     values: Tensor
     tolerance: float
@@ -140,7 +138,6 @@ class Verdict:
     undecided: int = 0
 
     def add(self, what: str, errors: Tensor, tolerance: float) -> None:
-        """Numbers that are so far from the truth."""
         if errors.numel() == 0:
             return
         worst = float(errors.nan_to_num(nan=torch.inf).max())
@@ -183,8 +180,7 @@ class Values:
         told.update((len(ids) - 1, column, float(x)) for column, x in enumerate(vector))
 
     def verdict(self) -> Verdict:
-        """Compares the claims since the last verdict. A sequence that begins another one is
-        computed with it."""
+        """Of the claims since the last one. A sequence that begins another is computed with it."""
         verdict = Verdict()
         try:
             for asked, told in self._merged().items():

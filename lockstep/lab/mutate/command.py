@@ -1,8 +1,10 @@
 """`lockstep lab mutate`: draws mutants, tries them, prints those that live, writes the document.
 
-Takes parsed arguments and returns an exit code: 1 while a survivor is open. `cli` calls it.
-Everything that can be taken up again lies in the work folder: the map of who reaches what, the
-trees, and one journal per state of the sources.
+Takes parsed arguments and returns an exit code: 1 while a survivor is open. A person may have found
+out about a survivor, in a JSON object id → {"judgement": ..., "reason": ...}: it is `equivalent`
+(no run can differ: a proof in a sentence), `neutral` (runs differ, but no answer, count or error
+can: the reason), or `open`. Everything that can be taken up again lies in the work folder: the map
+of who reaches what, the trees, and one journal per state of the sources.
 """
 
 from __future__ import annotations
@@ -10,16 +12,17 @@ from __future__ import annotations
 import json
 import time
 from argparse import Namespace
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from lockstep.lab import document
-from lockstep.lab.mutate import draw, reach, tree, verdicts
-from lockstep.lab.mutate.campaign import Campaign, Fate, Journal
+from lockstep.lab.mutate import draw, pool, reach
+from lockstep.lab.mutate.campaign import Campaign, Journal
 from lockstep.lab.mutate.draw import Mutant
 from lockstep.lab.mutate.pool import Crew
-from lockstep.lab.mutate.trial import CELL, Job
+from lockstep.lab.mutate.trial import Job
 from lockstep.progress import Progress
 from lockstep.types import RuleError
 
@@ -27,13 +30,16 @@ MODULES = ("plan", "kv", "attention", "sample", "sched", "llm", "run")
 WARM_RECIPES = ("decode", "engine-batch", "engine-encoder", "sample")  # run every kernel
 SHOWN = ("id", "module", "file", "line", "operator", "diff")  # of a mutant, in the document
 TOOLS = ("cosmic-ray", "coverage", "pytest", "hypothesis")
+JUDGEMENTS = ("equivalent", "neutral", "open")
+COUNTED = ("killed", *JUDGEMENTS)
+
+Verdicts = dict[str, dict[str, str]]  # id → judgement and reason
 
 
 def run(args: Namespace) -> int:
     """`lab mutate`."""
-    begin = time.perf_counter()
-    root = tree.repository()
-    known = verdicts.read(root / args.verdicts)
+    begin, root = time.perf_counter(), pool.repository()
+    known = read_verdicts(root / args.verdicts)
     mutants = chosen(args, root)
     if args.list:
         for m in mutants:
@@ -41,8 +47,16 @@ def run(args: Namespace) -> int:
             print("\n".join([where, *shown(m.diff), ""]))
         return 0
     campaign = played(args, root, mutants)
-    rows = [row(m, campaign.journal.fates[m.id], known) for m in mutants]
-    doc = described(args, rows, time.perf_counter() - begin)
+    rows = [row(m, campaign.journal, known) for m in mutants]
+    head = document.head()
+    doc = {
+        **head,
+        "environment": {**head["environment"], **{name: version(name) for name in TOOLS}},
+        **{key: vars(args)[key] for key in ("seed", "count", "skip", "alone")},
+        "seconds": round(time.perf_counter() - begin, 1),
+        "summary": count(rows),
+        "mutants": rows,
+    }
     document.publish(args, doc, lines(doc))
     return 1 if doc["summary"]["all"]["open"] else 0
 
@@ -63,86 +77,86 @@ def chosen(args: Namespace, root: Path) -> list[Mutant]:
 
 def played(args: Namespace, root: Path, mutants: list[Mutant]) -> Campaign:
     """Map, first meeting, second meeting."""
-    work = Path(args.work).resolve()
-    work.mkdir(parents=True, exist_ok=True)
-    trees = tree.Trees(root, work)
-    trees.renew()
-    sources = tree.digests(root)
-    tests = {name: mark for name, mark in sources.items() if name.startswith("tests/")}
-    engine = {name: mark for name, mark in sources.items() if name not in tests}
-    state = tree.digest(json.dumps(engine, sort_keys=True).encode())
-    journal = Journal(work / f"journal-{state}.jsonl")
-    if args.again:
-        for m in mutants:
-            journal.fates.pop(m.id, None)
-    crew = Crew(trees, args.workers)
-    found = mapped(args, sources, crew)
+    work, sources = Path(args.work).resolve(), pool.digests(root)
+    crew = Crew(root, work, args.workers)
+    state = pool.digest(json.dumps(sources, sort_keys=True).encode())
+    hints, journal = earlier(work), Journal(work / f"journal-{state}.jsonl")
+    for m in mutants if args.mutant else ():  # who is asked for by name is tried again
+        journal.said.pop(m.id, None)
+    asked = [g for g in reach.groups(root) if any(word in g.name for word in args.units or [""])]
+    with Progress(len(asked), "lab mutate: who reaches what") as bar:
+        found = reach.Store(work / "reach", sources, args.stale).load(asked, crew, bar.step)
     warm(crew, found)
-    campaign = Campaign(trees.template, mutants, found, journal, crew, earlier(work), tests)
+    campaign = Campaign(crew.template, mutants, found, journal, crew, hints)
     with Progress(len(campaign.todo()), "lab mutate: each alone") as bar:
         campaign.alone(bar.step)
     if not args.alone:
         with Progress(campaign.rest_len(), "lab mutate: survivors together") as bar:
             campaign.together(bar.step)
-    killers = {fate.killer for fate in journal.fates.values()} - {""}
+    killers = {journal.killer(m.id) for m in mutants} - {""}
     with Progress(len(killers), "lab mutate: killers without a mutant") as bar:
         campaign.confirm(bar.step)
     return campaign
 
 
-def mapped(args: Namespace, sources: dict[str, str], crew: Crew) -> reach.Reach:
-    """Who reaches what."""
-    asked = reach.groups(crew.trees.root)
-    if args.units:
-        asked = [g for g in asked if any(word in g.name for word in args.units)]
-    store = reach.Store(crew.trees.work / "reach", crew.trees.template, sources, args.stale)
-    with Progress(len(asked), "lab mutate: who reaches what") as bar:
-        return store.load(asked, crew, bar.step)
-
-
 def warm(crew: Crew, found: reach.Reach) -> None:
     """Lets every tree compile the kernels before a mutant's time runs."""
-    cells = [name for name in found.units if name.startswith(CELL)]
-    firsts = {name.split("/")[1]: name for name in reversed(cells)}
+    cells = [name for name in found.units if name.startswith(reach.CELLS)]
+    firsts = {name.split("/")[2]: name for name in reversed(cells)}
     units = [firsts[recipe] for recipe in WARM_RECIPES if recipe in firsts]
-    list(crew.map(crew.run, [Job(units=units, stop=False, keep=True)] * crew.count))
+    jobs = [Job(units=units, stop=False, keep=True)] * (crew.count if units else 0)
+    list(crew.map(crew.run, jobs))
 
 
 def earlier(work: Path) -> dict[str, str]:
     """Mutant → who killed it in any earlier state of the sources."""
     found: dict[str, str] = {}
     for path in sorted(work.glob("journal-*.jsonl"), key=lambda p: p.stat().st_mtime):
-        found |= {fate.id: fate.killer for fate in Journal(path).fates.values() if fate.killer}
+        journal = Journal(path)
+        found |= {ids: killer for ids in journal.said if (killer := journal.killer(ids))}
     return found
 
 
-def row(mutant: Mutant, fate: Fate, known: dict[str, verdicts.Verdict]) -> dict[str, Any]:
+def read_verdicts(path: Path) -> Verdicts:
+    """The file's verdicts; none if there is no file."""
+    if not path.is_file():
+        return {}
+    found: Verdicts = json.loads(path.read_text(encoding="utf-8"))
+    for key, verdict in found.items():
+        if not isinstance(verdict, dict) or {"judgement", "reason"} - set(verdict):
+            rule = 'a verdict is "id": {"judgement": ..., "reason": ...}'
+            raise RuleError(rule, f"{path}: {key}: {verdict}", "Mend the file")
+        if verdict["judgement"] not in JUDGEMENTS:
+            rule = f"a judgement is one of {', '.join(JUDGEMENTS)}"
+            raise RuleError(rule, f"{key}: {verdict['judgement']!r}", "Choose one")
+        if not verdict["reason"].strip():
+            raise RuleError("a judgement has a reason", f"{key}: none", "Say why, in a sentence")
+    return found
+
+
+def row(mutant: Mutant, journal: Journal, known: Verdicts) -> dict[str, Any]:
     """A mutant as the document has it."""
-    verdict = known.get(mutant.id, verdicts.Verdict("open", ""))
-    out = {key: getattr(mutant, key) for key in SHOWN}
-    found: dict[str, Any]
-    if fate.outcome == "killed":
-        found = {"verdict": "killed", "killer": fate.killer, "detail": fate.detail}
+    said, killer = journal.said.get(mutant.id, {}), journal.killer(mutant.id)
+    if killer:
+        found = {"verdict": "killed", "killer": killer, "detail": said[killer]}
     else:
-        reason = verdict.reason or fate.detail
-        found = {"verdict": verdict.judgement, "reason": reason, "tried": len(fate.tried)}
-    return {**out, "seconds": fate.seconds, **found}
+        verdict = known.get(mutant.id, {"judgement": "open", "reason": ""})
+        found = {"verdict": verdict["judgement"], "reason": verdict["reason"]}
+    return {**{key: getattr(mutant, key) for key in SHOWN}, **found}
 
 
-def described(args: Namespace, rows: list[dict[str, Any]], seconds: float) -> document.Document:
-    """The document."""
-    head = document.head()
-    return {
-        **head,
-        "environment": {**head["environment"], **{name: version(name) for name in TOOLS}},
-        "seed": args.seed,
-        "count": args.count,
-        "skip": args.skip or [],
-        "alone": args.alone,
-        "seconds": round(seconds, 1),
-        "summary": verdicts.count(rows),
-        "mutants": rows,
-    }
+def count(mutants: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Module → how many are killed, equivalent, neutral, open; and the share of kills among those
+    that are neither equivalent nor neutral, None where there are none."""
+    out: dict[str, dict[str, Any]] = {}
+    for mutant in mutants:
+        for name in (mutant["module"], "all"):
+            out.setdefault(name, dict.fromkeys(COUNTED, 0))[mutant["verdict"]] += 1
+    out["all"] = out.pop("all", dict.fromkeys(COUNTED, 0))  # the last one
+    for row in out.values():
+        counted = row["killed"] + row["open"]
+        row["share"] = round(row["killed"] / counted, 4) if counted else None
+    return out
 
 
 def lines(doc: document.Document) -> list[str]:
@@ -150,22 +164,16 @@ def lines(doc: document.Document) -> list[str]:
     out: list[str] = []
     for found in (m for m in doc["mutants"] if m["verdict"] == "open"):
         reason = f": {found['reason']}" if found["reason"] else ""
-        out += [
-            f"OPEN {found['id']} {found['file']}:{found['line']} {found['operator']}{reason}",
-            *shown(found["diff"]),
-            "",
-        ]
-    table = [["module", "mutants", *verdicts.COUNTED, "killed of those that could be"]]
+        where = f"{found['file']}:{found['line']} {found['operator']}"
+        out += [f"OPEN {found['id']} {where}{reason}", *shown(found["diff"]), ""]
+    table = [["module", "mutants", *COUNTED, "killed of those that could be"]]
     for name, counts in doc["summary"].items():
-        numbers = [counts[key] for key in verdicts.COUNTED]
+        numbers = [counts[key] for key in COUNTED]
         share = "-" if counts["share"] is None else f"{counts['share']:.1%}"
-        table.append([name, str(sum(numbers)), *(str(n) for n in numbers), share])
+        table.append([name, str(sum(numbers)), *map(str, numbers), share])
     out += document.aligned(table, right=range(1, 7))
-    return [
-        *out,
-        "",
-        f"seed {doc['seed']}, {len(doc['mutants'])} mutants in {doc['seconds']:.0f} s",
-    ]
+    tried = f"seed {doc['seed']}, {len(doc['mutants'])} mutants in {doc['seconds']:.0f} s"
+    return [*out, "", tried]
 
 
 def shown(diff: str) -> list[str]:

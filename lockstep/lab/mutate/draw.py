@@ -17,7 +17,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from lockstep.lab.mutate.tree import digest
+from lockstep.lab.mutate.pool import digest
 from lockstep.types import RuleError
 
 NEIGHBOURS = {
@@ -87,26 +87,19 @@ def files_of(name: str, root: Path) -> list[str]:
 
 
 def draw(name: str, root: Path, seed: int, count: int, skip: Sequence[str] = ()) -> list[Mutant]:
-    """`count` mutants of a module, or as many as there are, at most one a line.
-
-    Places are taken in the order of a digest of seed and place, so an edit elsewhere in the module
-    leaves a drawn mutant in the draw."""
+    """`count` mutants of a module, or as many as there are, at most one a line. Places are taken in
+    the order of a digest of seed and place, so an edit elsewhere in the module leaves a drawn
+    mutant in the draw."""
     files = [file for file in files_of(name, root) if not any(word in file for word in skip)]
     texts = {file: (root / file).read_text(encoding="utf-8") for file in files}
     found = [place for file, text in texts.items() for place in places(file, text)]
     found.sort(key=lambda place: lot(place, texts[place.file], seed))
-    out: list[Mutant] = []
-    taken: set[tuple[str, int]] = set()
+    drawn: dict[tuple[str, int], Mutant] = {}
     for place in found:
-        if len(out) == count:
-            break
-        if (place.file, place.line) in taken:
-            continue
-        mutant = make(name, place, texts[place.file])
-        if mutant is not None:
-            taken.add((place.file, place.line))
-            out.append(mutant)
-    return sorted(out, key=lambda m: (m.file, m.line))
+        at = place.file, place.line
+        if len(drawn) < count and at not in drawn:
+            drawn |= {at: m} if (m := make(name, place, texts[place.file])) else {}
+    return [drawn[at] for at in sorted(drawn)]
 
 
 def lot(place: Place, text: str, seed: int) -> str:
@@ -140,17 +133,13 @@ def operators() -> dict[str, Any]:
     try:
         from cosmic_ray.plugins import get_operator
     except ImportError as error:
-        raise RuleError(
-            "mutants are made by cosmic-ray",
-            str(error),
-            "pip install -c constraints.txt -e '.[test]'",
-        ) from None
+        remedy = "pip install -c constraints.txt -e '.[test]'"
+        raise RuleError("mutants are made by cosmic-ray", str(error), remedy) from None
     return {name: get_operator(f"core/{name}")() for name in OPERATORS}
 
 
 def dead_spans(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Where a mutant is no mutant, as (line, column) pairs: annotations, and the `strict=` of
-    zip."""
+    """(line, column) pairs around what is no place for a mutant: annotations, `strict=` of zip."""
     found: list[ast.expr | None] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -219,13 +208,15 @@ def difference(file: str, text: str, mutated: str) -> str:
 
 def span(text: str, mutated: str) -> tuple[int, int, str]:
     """The shortest (start, stop, new) with text[:start] + new + text[stop:] == mutated."""
-    start = 0
-    while start < min(len(text), len(mutated)) and text[start] == mutated[start]:
-        start += 1
-    end = 0
-    while end < min(len(text), len(mutated)) - start and text[-1 - end] == mutated[-1 - end]:
-        end += 1
+    start = shared_len(text, mutated)
+    end = shared_len(text[start:][::-1], mutated[start:][::-1])
     return start, len(text) - end, mutated[start : len(mutated) - end]
+
+
+def shared_len(a: str, b: str) -> int:
+    """How many characters both begin with."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def statement(text: str, line: int) -> tuple[tuple[int, ...], bool]:
@@ -252,18 +243,15 @@ def combined(mutants: Sequence[Mutant], root: Path) -> dict[str, str]:
     return texts
 
 
-def overlap(one: Mutant, other: Mutant) -> bool:
-    """Whether two mutants change, or touch, the same text."""
-    return one.file == other.file and one.start <= other.stop and other.start <= one.stop
-
-
 def apart(mutants: Sequence[Mutant]) -> list[list[Mutant]]:
-    """As few groups as needed for no two mutants of a group to overlap."""
+    """As few groups as needed for no two mutants of a group to change, or touch, the same text."""
     out: list[list[Mutant]] = []
     for m in mutants:
-        group = next((g for g in out if not any(overlap(m, other) for other in g)), None)
-        if group is None:
-            group = []
-            out.append(group)
-        group.append(m)
+        for group in out:
+            near = [other for other in group if other.file == m.file]
+            if all(m.stop < other.start or other.stop < m.start for other in near):
+                group.append(m)
+                break
+        else:
+            out.append([m])
     return out

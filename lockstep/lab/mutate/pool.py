@@ -1,16 +1,23 @@
-"""Jobs in processes of their own, each in a tree of its own: what came of every unit.
+"""Jobs in processes of their own, each in a copy of the repository of its own: nothing of the
+repository itself is ever changed.
 
-A process is forked from one that has imported what is slow but not Lockstep (multiprocessing's
-forkserver) and runs `trial`; it leads a process group, which is ended with it. Knows units and
-trees and nothing of mutants. `reach` and `campaign` call it.
+A work folder holds one `template` and one tree per worker, made anew from the template for every
+other change, always under the same path: Numba keeps compiled code by the path and the time stamp
+of its source, so a text that is not mutated is never compiled again, and what a mutant compiles
+dies with its tree. A process is forked from one that has imported what is slow but not Lockstep
+(multiprocessing's forkserver) and runs `trial`. Knows units and files and nothing of mutants.
+`reach` and `campaign` call it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,9 +28,10 @@ from pathlib import Path
 from queue import LifoQueue
 from typing import Any, TypeVar
 
-from lockstep.lab.mutate.tree import Trees
-from lockstep.lab.mutate.trial import Job, run
+from lockstep.lab.mutate.trial import KERNELS, Job, run
+from lockstep.types import RuleError
 
+OWN = ("lockstep/lab/mutate/", "tests/test_mutate.py")
 WARM = (
     *("numpy", "torch", "numba", "safetensors.torch", "tokenizers", "hypothesis", "coverage"),
     "transformers.models.llama.modeling_llama",
@@ -31,6 +39,34 @@ WARM = (
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
+
+
+def repository() -> Path:
+    """The checkout that this package was imported from."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / "tests").is_dir() or not (root / ".git").exists():
+        rule = "mutants are made in a checkout, with its tests"
+        raise RuleError(rule, f"{root} without tests/ or .git", "Run it in a clone")
+    return root
+
+
+def listed(root: Path) -> list[str]:
+    """Every file that git knows or would take, relative."""
+    words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=True)
+    return sorted({name for name in done.stdout.split("\0") if name and (root / name).is_file()})
+
+
+def digests(root: Path) -> dict[str, str]:
+    """Of every Python file of package and tests but these tools, and of what configures them."""
+    found = [n for n in listed(root) if n.startswith(("lockstep/", "tests/")) and n.endswith(".py")]
+    named = [n for n in found if not n.startswith(OWN)]
+    return {name: digest((root / name).read_bytes()) for name in [*named, "pyproject.toml"]}
+
+
+def digest(content: bytes) -> str:
+    """Short, for comparing and naming."""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 @dataclass
@@ -55,32 +91,33 @@ def read(report: Path, late: bool, code: int) -> Heard:
     heard = Heard()
     running: dict[str, Any] = {"running": "", "limit_s": math.inf, "at": 0.0}
     whole, _, _ = report.read_text(encoding="utf-8").rpartition("\n")  # the last may be cut short
-    for line in whole.splitlines():
-        message = json.loads(line)
+    for message in map(json.loads, whole.splitlines()):
         if "name" in message:
             heard.units[message["name"]] = message
         elif "reached" in message:
             heard.reached[message["reached"]] = message["lines"]
         else:
             running = message
-    took = time.monotonic() - running["at"]
+    unit, took = running["running"], time.monotonic() - running["at"]
     if late:
         heard.end = "late"
     elif code == 1 and took >= running["limit_s"]:
         heard.end = f"hangs: no end after {took:.0f} s"
-    elif code or running["running"]:
+    elif code or unit:
         heard.end = f"the process was ended ({f'signal {-code}' if code < 0 else f'code {code}'})"
-    if running["running"] and heard.end not in ("done", "late"):
+    if unit and not late:
         failed = {"outcome": "failed", "seconds": took, "detail": heard.end}
-        heard.units.setdefault(running["running"], {"name": running["running"], **failed})
+        heard.units.setdefault(unit, {"name": unit, **failed})
     return heard
 
 
 class Crew:
-    """So many jobs at once."""
+    """So many jobs at once, on copies of `root` in a work folder."""
 
-    def __init__(self, trees: Trees, count: int, warm: Sequence[str] = WARM) -> None:
-        self.trees, self.count = trees, count
+    def __init__(self, root: Path, work: Path, count: int, warm: Sequence[str] = WARM) -> None:
+        self.root, self.work, self.count = root, work, count
+        self.template = work / "template"
+        self._renew()
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(list(warm))
         self._planted: dict[int, Mapping[str, str]] = {}
@@ -90,8 +127,7 @@ class Crew:
             self._idle.put(worker)
 
     def map(self, function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
-        """What `function`, which runs jobs, makes of each item, in order; an error ends them
-        all."""
+        """What `function`, which runs jobs, makes of each item; an error ends them all."""
         with ThreadPoolExecutor(self.count) as pool:
             try:
                 yield from pool.map(function, items)
@@ -103,20 +139,43 @@ class Crew:
         """Runs a job in a tree with its changes; one that has them stays."""
         worker = self._idle.get()
         try:
+            tree, compiled = (self.work / f"{name}{worker}" for name in ("tree", "compiled"))
             if self._planted.pop(worker, None) != job.changes:
-                self.trees.plant(worker, job.changes)
-            heard = self._forked(job, worker)
+                self._plant(tree, compiled, job.changes)
+            heard = self._forked(job, tree)
             self._planted[worker] = dict(job.changes)
             if job.keep:
-                self.trees.keep_compiled(worker)
+                keep_compiled(tree, compiled)
             return heard
         finally:
             self._idle.put(worker)
 
-    def _forked(self, job: Job, worker: int) -> Heard:
-        place = self.trees.place(worker)
-        place.report.write_bytes(b"")
-        process = self._context.Process(target=run, args=(job, place))
+    def _renew(self) -> None:
+        """Makes the template equal to the repository, its time stamps included."""
+        names = listed(self.root)
+        for name in names:
+            there, here = self.template / name, self.root / name
+            if not there.is_file() or there.read_bytes() != here.read_bytes():
+                there.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(here, there)
+        kept = {self.template / name for name in names}
+        for path in [p for p in self.template.rglob("*") if p.is_file()]:
+            if path not in kept and not {"__pycache__", KERNELS} & set(path.parts):
+                path.unlink()
+
+    def _plant(self, tree: Path, compiled: Path, changes: Mapping[str, str]) -> None:
+        """A fresh tree in which the named files have other texts."""
+        shutil.rmtree(tree, ignore_errors=True)
+        shutil.copytree(self.template, tree)
+        if compiled.is_dir():
+            shutil.copytree(compiled, tree, dirs_exist_ok=True)
+        for name, text in changes.items():
+            (tree / name).write_text(text, encoding="utf-8")
+
+    def _forked(self, job: Job, tree: Path) -> Heard:
+        report = tree.with_suffix(".jsonl")
+        report.write_bytes(b"")
+        process = self._context.Process(target=run, args=(job, tree))
         end = time.monotonic() + job.limit_s
         process.start()
         try:
@@ -131,4 +190,13 @@ class Crew:
             process.join()
         if self._stopped:
             raise RuntimeError("the run was ended: what this job came to is not known")
-        return read(place.report, late, process.exitcode or 0)
+        return read(report, late, process.exitcode or 0)
+
+
+def keep_compiled(tree: Path, compiled: Path) -> None:
+    """What an unchanged tree has compiled is there when it is planted again."""
+    for path in [p for p in tree.rglob("*") if p.is_file()]:
+        name = path.relative_to(tree)
+        if KERNELS in name.parts or path.suffix in (".nbi", ".nbc"):
+            (compiled / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, compiled / name)

@@ -10,16 +10,16 @@ survivors.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from difflib import SequenceMatcher
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.lab.mutate.pool import Crew
-from lockstep.lab.mutate.tree import OWN, digest
-from lockstep.lab.mutate.trial import CELL, Job
+from lockstep.lab import cells, commands
+from lockstep.lab.mutate.pool import OWN, Crew, digest
+from lockstep.lab.mutate.trial import Job
 from lockstep.types import RuleError
 
+CELLS = "tests/lab_cells.py"  # cells of the lab as tests
 UNSEEN = ("tests/test_interrupt.py",)  # interrupts itself, also inside coverage: runs without
 # what Numba compiles is not seen; whoever reaches these files runs it
 COMPILED_FOR = {
@@ -33,9 +33,6 @@ COMPILED_FOR = {
 }
 
 
-OnGroup = Callable[[str, bool], None]
-
-
 @dataclass(frozen=True)
 class Unit:
     """A test or a cell as it was without a mutant."""
@@ -43,7 +40,7 @@ class Unit:
     name: str
     seconds: float
     outcome: str  # passed, failed, skipped
-    lines: Mapping[str, frozenset[int]]  # file → lines
+    lines: Mapping[str, Sequence[int]]  # file → lines
     detail: str = ""
 
     @property
@@ -54,11 +51,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Group:
-    """Units that are measured together."""
+    """Tests of a file that are measured together: all of them, or these."""
 
     name: str
-    files: tuple[str, ...] = ()
-    cells: tuple[str, ...] = ()
+    file: str
+    units: tuple[str, ...] = ()
 
 
 @dataclass
@@ -67,66 +64,50 @@ class Reach:
 
     units: dict[str, Unit] = field(default_factory=dict)
 
+    def green(self) -> list[Unit]:
+        """Those that passed without a mutant."""
+        return [u for u in self.units.values() if u.outcome == "passed"]
+
     def of(self, file: str, lines: Iterable[int]) -> list[Unit]:
         """The green units that reach one of the lines, or else the file; the best first."""
-        green = [u for u in self.units.values() if u.outcome == "passed"]
-        wanted = set(lines)
-        found = [u for u in green if wanted & u.lines.get(file, frozenset())]
+        green, wanted = self.green(), set(lines)
+        found = [u for u in green if wanted.intersection(u.lines.get(file, ()))]
         shown = (there for here, there in COMPILED_FOR.items() if file.startswith(here))
         files = {file, next(shown, file)}
         found = found or [u for u in green if files & set(u.lines)]
         return sorted(found, key=lambda unit: unit.cost)
 
-    def rest(self, tried: Iterable[str]) -> list[Unit]:
-        """The green units that were not tried, file by file."""
-        out = set(tried)
-        return [u for u in self.units.values() if u.outcome == "passed" and u.name not in out]
-
 
 def groups(root: Path) -> list[Group]:
     """Every test file; every recipe with all cells of `cpu` and the quick ones of `reference`."""
-    from lockstep.lab import cells, commands
-
     names = [f"tests/{path.name}" for path in sorted((root / "tests").glob("test_*.py"))]
-    tests = [Group(name, files=(name,)) for name in names if name not in OWN]
     recipes: dict[str, list[str]] = {}
     for cell in cells.cells(["cpu", "reference"]):
         if cell.backend == "cpu" or commands.quick(cell):
-            recipes.setdefault(cell.recipe, []).append(CELL + str(cell))
-    return [
-        *tests,
-        *(Group(CELL + recipe, cells=tuple(names)) for recipe, names in recipes.items()),
-    ]
+            recipes.setdefault(cell.recipe, []).append(f"{CELLS}::test_cell[{cell}]")
+    tests = [Group(name, name) for name in names if name not in OWN]
+    return tests + [Group(f"cells {name}", CELLS, tuple(us)) for name, us in recipes.items()]
 
 
 def measure(crew: Crew, group: Group) -> tuple[list[Unit], set[str]]:
     """Runs a group under coverage. Its units, and every file that it reached, imports included."""
-    seen = group.name not in UNSEEN
-    job = Job(units=group.cells, files=group.files, stop=False, measure=seen, keep=True)
-    heard = crew.run(job)
+    files, seen = () if group.units else (group.file,), group.name not in UNSEEN
+    heard = crew.run(Job(group.units, files, stop=False, measure=seen, keep=True))
     if heard.end != "done":
         raise RuleError("every unit ends without a mutant", heard.end, f"Mend {group.name} first")
-    lines = {unit: frozen(found) for unit, found in heard.reached.items()}
-    units = [Unit(**told, lines=lines.get(name, {})) for name, told in heard.units.items()]
-    return units, {*group.files, *(file for found in lines.values() for file in found)}
-
-
-def frozen(lines: Mapping[str, Iterable[int]]) -> dict[str, frozenset[int]]:
-    """File → lines as a unit has them."""
-    return {file: frozenset(found) for file, found in lines.items()}
+    units = [Unit(**told, lines=heard.reached.get(n, {})) for n, told in heard.units.items()]
+    return units, {group.file, *(file for lines in heard.reached.values() for file in lines)}
 
 
 @dataclass(frozen=True)
 class Store:
-    """What was measured, in a folder: one file per group, and the texts that line numbers belong
-    to."""
+    """What was measured, in a folder, one file per group."""
 
     folder: Path
-    root: Path  # the repository as it is now
-    sources: Mapping[str, str]  # its digests
-    stale: bool = False  # a group stands though what it reached has changed: lines are carried over
+    sources: Mapping[str, str]  # digests of the repository as it is now
+    stale: bool = False  # a group stands as long as its own files do: lines elsewhere are forgotten
 
-    def load(self, asked: Iterable[Group], crew: Crew, on_group: OnGroup) -> Reach:
+    def load(self, asked: Iterable[Group], crew: Crew, on_group: Callable[..., None]) -> Reach:
         """The map, from what is kept and what has to be measured now."""
         reach = Reach()
         for name, units in crew.map(lambda group: (group.name, self.units(group, crew)), asked):
@@ -135,15 +116,12 @@ class Store:
         return reach
 
     def units(self, group: Group, crew: Crew) -> list[Unit]:
-        """The units of a group, measured if they are not kept; with a stale map, cells that are new
-        besides."""
+        """The units of a group, measured if they are not kept."""
         units = self.kept(group)
         if units is None:
             units, files = measure(crew, group)
             self.save(group, units, files)
-        have = {u.name for u in units}
-        new = tuple(cell for cell in group.cells if cell not in have)
-        return [*units, *(self.units(Group(f"{group.name}+", cells=new), crew) if new else ())]
+        return units
 
     def kept(self, group: Group) -> list[Unit] | None:
         """A group as it was measured; None if it has to be measured (again)."""
@@ -151,47 +129,21 @@ class Store:
         if not path.is_file():
             return None
         value = json.loads(path.read_text(encoding="utf-8"))
-        changed = {f: was for f, was in value["sources"].items() if self.sources.get(f) != was}
-        fits = value["group"] == json.loads(json.dumps(asdict(group)))
-        if changed.keys() & set(group.files) or (not self.stale and (changed or not fits)):
+        changed = {file for file, was in value["sources"].items() if self.sources.get(file) != was}
+        if group.file in changed or (changed and not self.stale):
             return None
-        moved = {file: self._moved(file, was) for file, was in changed.items()}
-        wanted = set(group.cells)
-        rows = [row for row in value["units"] if group.files or row["name"] in wanted]
-        return [Unit(**{**row, "lines": carried(row["lines"], moved)}) for row in rows]
+        if value["asked"] != list(group.units):
+            return None
+        for row in value["units"]:
+            row["lines"] |= {file: [] for file in changed & set(row["lines"])}
+        return [Unit(**row) for row in value["units"]]
 
     def save(self, group: Group, units: list[Unit], files: Iterable[str]) -> None:
-        """Writes a group for `kept`, and the texts of the files that it reached."""
-        reached = {f: self.sources[f] for f in sorted(files) if f in self.sources}
-        texts = self.folder / "texts"
-        texts.mkdir(parents=True, exist_ok=True)
-        for file, digested in reached.items():
-            if not (texts / digested).exists():
-                (texts / digested).write_bytes((self.root / file).read_bytes())
-        rows = [
-            {**vars(u), "lines": {f: sorted(found) for f, found in u.lines.items()}} for u in units
-        ]
-        value = {"group": asdict(group), "sources": reached, "units": rows}
+        """Writes a group for `kept`."""
+        sources = {file: self.sources[file] for file in files if file in self.sources}
+        value = {"asked": group.units, "sources": sources, "units": list(map(vars, units))}
+        self.folder.mkdir(parents=True, exist_ok=True)
         self._path(group).write_text(json.dumps(value), encoding="utf-8")
 
     def _path(self, group: Group) -> Path:
         return self.folder / f"{digest(group.name.encode())}.json"
-
-    def _moved(self, file: str, was: str) -> dict[int, int]:
-        """Line of the text that was measured → line of the text as it is now."""
-        before, now = self.folder / "texts" / was, self.root / file
-        if not before.is_file() or not now.is_file():
-            return {}
-        old, new = (path.read_text(encoding="utf-8").splitlines() for path in (before, now))
-        blocks = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
-        return {a + i + 1: b + i + 1 for a, b, size in blocks for i in range(size)}
-
-
-def carried(
-    lines: Mapping[str, list[int]], moved: Mapping[str, Mapping[int, int]]
-) -> dict[str, frozenset[int]]:
-    """Lines of a unit where they stand now; one that has changed is lost, its file is not."""
-    found = frozen(lines)
-    for file in moved.keys() & found.keys():
-        found[file] = frozenset(moved[file][line] for line in found[file] if line in moved[file])
-    return found

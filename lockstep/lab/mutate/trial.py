@@ -1,12 +1,9 @@
-"""One job in a process of its own: tests and cells of one tree, what they come to and what they
-reach.
+"""One job in a process of its own: tests of one tree, what they come to and what they reach.
 
 The process is a fork of one that has imported what is slow (`pool` starts it). Lockstep must come
 from the tree of the job, so nothing here imports it, and what the start of the process has imported
-of it is forgotten. What happens is appended to the job's report, lines of JSON. A unit that takes
-longer than it may ends the process, and the log says where it was.
-
-A unit is a test by its node id, or `cell:backend/recipe/feature`.
+of it is forgotten. A unit that takes longer than it may ends the process.
+A unit is a test by its node id; cells of the lab are tests of `tests/lab_cells.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-CELL = "cell:"
+KERNELS = ".kernels"  # a tree's own cache folder, beside its files
 HANG_S = 20.0  # a unit that takes this much longer than ten times its time hangs
 HANG_FACTOR = 10.0
 UNKNOWN_S = 600.0  # the limit of a unit whose time is not known
@@ -51,91 +48,63 @@ class Job:
         return UNKNOWN_S if unit or self.measure else START_S
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a job is done: a tree, what its processes must see, the log and the report."""
-
-    tree: Path
-    environment: Mapping[str, str]
-    log: Path
-    report: Path
-
-
-def run(job: Job, place: Place) -> None:
-    """The process: runs the units and reports them; leaves by os._exit."""
+def run(job: Job, tree: Path) -> None:
+    """The process: runs the units in a tree and reports them beside it; leaves by os._exit."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests interrupt themselves
-    tree = str(place.tree)
     os.chdir(tree)
-    sys.path.insert(0, tree)
+    sys.path.insert(0, str(tree))
     for name in [name for name in sys.modules if name.partition(".")[0] == "lockstep"]:
         del sys.modules[name]
-    os.environ.update(place.environment)
-    log = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.environ |= {"PYTHONPATH": str(tree), "XDG_CACHE_HOME": str(tree / KERNELS)}
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "LOCKSTEP_REVERT": ""}
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    log = os.open(tree.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    measure = measurement(tree) if job.measure else None
     quiet_hypothesis()
     import pytest
 
-    tests = [u.partition("::")[0] for u in job.units if not u.startswith(CELL)]
     # hundreds of node ids are slower to match than their files are to collect
-    paths = dict.fromkeys([*job.files, *tests])
-    with place.report.open("w", encoding="utf-8") as stream:
-        watch = Watch(job, Report(job, stream, log), measure)
+    paths = dict.fromkeys([*job.files, *(unit.partition("::")[0] for unit in job.units)])
+    with tree.with_suffix(".jsonl").open("w", encoding="utf-8") as stream:
+        watch = Watch(job, stream, log, measurement(tree) if job.measure else None)
         pytest.main([*PYTEST, "--continue-on-collection-errors", *paths], plugins=[watch])
-        if measure is not None:
-            measure.stop()
-            for unit, lines in reached(measure, tree).items():
-                watch.report.send(reached=unit, lines=lines)
+        if watch.measure is not None:
+            watch.measure.stop()
+            for unit, lines in reached(watch.measure, tree).items():
+                watch.send(reached=unit, lines=lines)
     os._exit(0)
 
 
-class Report:
-    """Lines of JSON, and the clock of what runs."""
+class Watch:
+    """The pytest plugin of a job: what runs, in which order, what it came to, what it reached. Says
+    so in lines of JSON, and ends the process when a unit takes too long."""
 
-    def __init__(self, job: Job, stream: TextIO, log: int) -> None:
-        self.job, self.stream, self.log = job, stream, log
+    def __init__(self, job: Job, stream: TextIO, log: int, measure: Any) -> None:
+        self.job, self.stream, self.log, self.measure = job, stream, log, measure
+        self.broken: set[str] = set()  # test files that cannot be imported
+        self.seconds = 0.0
+        self.outcome, self.detail = "passed", ""
         self.running("")
 
     def send(self, **message: Any) -> None:
         """One line, at once."""
-        self.stream.write(json.dumps(message) + "\n")
-        self.stream.flush()
+        print(json.dumps(message), file=self.stream, flush=True)
 
     def running(self, unit: str) -> None:
-        """From here on this unit runs, or with "" none. Beyond its time the process ends, and says
-        in its log where it was."""
+        """This unit runs, or with "" none. Beyond its time the process ends; the log says where."""
         faulthandler.dump_traceback_later(self.job.unit_s(unit), exit=True, file=self.log)
         self.send(running=unit, limit_s=self.job.unit_s(unit), at=time.monotonic())
 
-
-class Watch:
-    """The pytest plugin of a job: what runs, in which order, what it came to, what it reached."""
-
-    def __init__(self, job: Job, report: Report, measure: Any) -> None:
-        self.job, self.report, self.measure = job, report, measure
-        self.broken: set[str] = set()  # test files that cannot be imported
-        self.seconds = 0.0
-        self.outcome, self.detail = "passed", ""
-
-    def pytest_collection(self, session: Any) -> bool:
-        """Only what was asked for, in that order; cells are items like any other."""
-        session.items = []
-        units, whole = self.job.units, set(self.job.files)
-        if whole or any(not u.startswith(CELL) for u in units):
-            session.perform_collect()
-        found = {item.nodeid: item for item in session.items}
+    def pytest_collection_modifyitems(self, session: Any, items: list[Any]) -> None:
+        """Only what was asked for, in that order."""
+        found, whole = {item.nodeid: item for item in items}, set(self.job.files)
+        for unit in self.job.units:
+            if unit not in found and unit.partition("::")[0] not in self.broken:
+                self.send(name=unit, outcome="gone", seconds=0.0, detail="")
         wanted = [name for name in found if name.partition("::")[0] in whole]
-        found |= {u: cell_item(session, u) for u in units if u.startswith(CELL)}
-        for unit in units:
-            if unit in found:
-                wanted.append(unit)
-            elif unit.partition("::")[0] not in self.broken:
-                self.report.send(name=unit, outcome="gone", seconds=0.0, detail="")
-        session.items = [found[unit] for unit in wanted]
-        session.testscollected = len(session.items)
-        return True
+        items[:] = [found[unit] for unit in (*wanted, *self.job.units) if unit in found]
 
     def pytest_collectreport(self, report: Any) -> None:
         """A test file that cannot be imported has failed, and with it all its tests."""
@@ -154,7 +123,7 @@ class Watch:
                 self.measure.stop()
                 self.measure.start()
             self.measure.switch_context(nodeid)
-        self.report.running(nodeid)
+        self.running(nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """A unit is set up, called and torn down; it has failed when any of these has."""
@@ -168,39 +137,14 @@ class Watch:
             if self.measure is not None:
                 self.measure.switch_context("")
             self.finished(report.nodeid)
-            self.report.running("")
+            self.running("")
 
     def finished(self, unit: str) -> None:
         """Reports what a unit came to; where one failure is enough, that is the end."""
         seconds, detail = round(self.seconds, 4), self.detail
-        self.report.send(name=unit, outcome=self.outcome, seconds=seconds, detail=detail)
+        self.send(name=unit, outcome=self.outcome, seconds=seconds, detail=detail)
         if self.outcome == "failed" and self.job.stop:
             os._exit(0)
-
-
-def cell_item(session: Any, unit: str) -> Any:
-    """A cell of the lab as an item of pytest."""
-    import pytest
-
-    class CellItem(pytest.Item):
-        """Judged in this process, known failures as the lab has them."""
-
-        def runtest(self) -> None:
-            """Fails with the reason of the cell."""
-            from lockstep.lab import cells, known
-
-            cell = cells.Cell.parse(self.name.removeprefix(CELL))
-            result = known.settle(cells.run_cell(cell), False)
-            if result.verdict == "refused":
-                pytest.skip(result.reason)
-            if result.verdict == "failed":
-                pytest.fail(result.reason, pytrace=False)
-
-        def reportinfo(self) -> tuple[Path, None, str]:
-            """Where pytest says it is."""
-            return Path(self.name), None, self.name
-
-    return CellItem.from_parent(session, name=unit, nodeid=unit)
 
 
 def last_line(text: str) -> str:
@@ -210,7 +154,7 @@ def last_line(text: str) -> str:
     return (marked or lines or [""])[0][:300]
 
 
-def measurement(tree: str) -> Any:
+def measurement(tree: Path) -> Any:
     """Coverage of the tree's package, in memory; the context is the unit that runs."""
     import coverage
 
@@ -219,7 +163,7 @@ def measurement(tree: str) -> Any:
     return measure
 
 
-def reached(measure: Any, tree: str) -> dict[str, dict[str, list[int]]]:
+def reached(measure: Any, tree: Path) -> dict[str, dict[str, list[int]]]:
     """Unit → file → lines. "" has what ran outside of units: imports."""
     data = measure.get_data()
     out: dict[str, dict[str, list[int]]] = {}
