@@ -36,10 +36,8 @@ class Checkpoint:
 
 
 def hidden_states(checkpoint: Checkpoint, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
-    """float64 [len(ids), hidden]: the last layer's rows, after the last norm.
-
-    `source` is what an encoder-decoder's encoder reads; `ids` are then the decoder's.
-    """
+    """float64 [len(ids), hidden]: the last layer's rows, after the last norm. `source` is what an
+    encoder-decoder's encoder reads; `ids` are then the decoder's."""
     config, weights = checkpoint.config, checkpoint.weights
     rows = torch.tensor(ids)
     if config["model_type"] == "bert":

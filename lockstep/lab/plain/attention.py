@@ -1,5 +1,4 @@
-"""Softmax attention over a whole sequence, and the two layers that decoders use: grouped-query, and
-multi-head latent attention.
+"""Softmax attention over a whole sequence, and the multi-head latent attention of some decoders.
 
 `attend` is the one formula: scores, a mask of who sees whom, softmax, a weighted mean of values.
 In latent attention keys and values of all heads come from one small row per token: a latent
@@ -30,10 +29,8 @@ class Scoring:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor, scoring: Scoring) -> Tensor:
-    """q [n, heads, d], k and v [m, kv heads, …], sees [n, m] → [n, heads · v's width].
-
-    Query head h reads key head h // (heads / kv heads).
-    """
+    """q [n, heads, d], k and v [m, kv heads, …], sees [n, m] → [n, heads · v's width]. Query head h
+    reads key head h // (heads / kv heads)."""
     shared_by = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(shared_by, 1), v.repeat_interleave(shared_by, 1)
     scores = soft_cap(torch.einsum("nhd,mhd->hnm", q, k) * scoring.scale, scoring.cap)
@@ -55,45 +52,6 @@ def causal(length: int, window: int | None = None) -> Tensor:
 def split_heads(x: Tensor, count: int) -> Tensor:
     """[n, count · d] → [n, count, d]."""
     return x.view(len(x), count, -1)
-
-
-@dataclass(frozen=True)
-class GroupedQuery:
-    """What tells grouped-query layers apart. `norm_plus_one`: files hold a norm's weight less 1."""
-
-    rope: Config
-    window: int | None = None
-    qkv_bias: bool = False
-    out_bias: bool = False
-    qk_norm: bool = False
-    norm_plus_one: bool = False
-    scale: float | None = None
-    cap: float | None = None
-    sinks: bool = False
-
-
-def head_dim(config: Config) -> int:
-    """Some configs state it, the others imply it."""
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-
-
-def grouped_query(x: Tensor, config: Config, weights: Weights, kind: GroupedQuery) -> Tensor:
-    """Many query heads share a key head; x [n, hidden] → [n, hidden]."""
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    q = split_heads(linear(x, weights, "q_proj", kind.qkv_bias), heads)
-    k = split_heads(linear(x, weights, "k_proj", kind.qkv_bias), kv_heads)
-    v = split_heads(linear(x, weights, "v_proj", kind.qkv_bias), kv_heads)
-    if kind.qk_norm:
-        one = 1.0 if kind.norm_plus_one else 0.0
-        q = rms_norm(q, one + weights["q_norm.weight"], config["rms_norm_eps"])
-        k = rms_norm(k, one + weights["k_norm.weight"], config["rms_norm_eps"])
-    width = head_dim(config)
-    turn = rotation(kind.rope, width, config, len(x))
-    q, k = rotate_halves(q, turn), rotate_halves(k, turn)
-    sinks = weights["sinks"] if kind.sinks else None
-    scoring = Scoring(kind.scale or width**-0.5, kind.cap, sinks)
-    mixed = attend(q, k, v, causal(len(x), kind.window), scoring)
-    return linear(mixed, weights, "o_proj", kind.out_bias)
 
 
 def latent_attention(x: Tensor, config: Config, weights: Weights) -> Tensor:

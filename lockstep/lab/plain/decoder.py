@@ -10,8 +10,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from lockstep.lab.plain import moe
-from lockstep.lab.plain.attention import GroupedQuery, grouped_query, latent_attention
+from lockstep.lab.plain.attention import Scoring, attend, causal, latent_attention, split_heads
 from lockstep.lab.plain.layers import Config, Weights, gated_mlp, linear, rms_norm, soft_cap
+from lockstep.lab.plain.rope import rotate_halves, rotation
 
 GEMMA = ("gemma2", "gemma3_text")
 LATENT = ("deepseek_v2", "deepseek_v3")
@@ -67,24 +68,28 @@ def layer(x: Tensor, config: Config, w: Weights, i: int) -> Tensor:
 
 
 def attention(x: Tensor, config: Config, w: Weights, i: int) -> Tensor:
-    """Latent, or grouped-query with what a family adds to it."""
+    """x [n, hidden] → [n, hidden]. Latent, or grouped-query: many query heads share a key head."""
     kind = config["model_type"]
     if kind in LATENT:
         return latent_attention(x, config, w)
     bias = kind not in ("mistral", "qwen2") and config["attention_bias"]
-    ropes = config["rope_parameters"]
-    grouped = GroupedQuery(
-        rope=ropes[config["layer_types"][i]] if kind == "gemma3_text" else ropes,
-        window=window_of(config, i),
-        qkv_bias=bias or kind == "qwen2",
-        out_bias=bias,
-        qk_norm=kind in NORMED_HEADS,
-        norm_plus_one=kind in GEMMA,
-        scale=config["query_pre_attn_scalar"] ** -0.5 if kind in GEMMA else None,
+    kv_heads = config["num_key_value_heads"]
+    counts = {"q_proj": config["num_attention_heads"], "k_proj": kv_heads, "v_proj": kv_heads}
+    rows = {name: linear(x, w, name, bias or kind == "qwen2") for name in counts}
+    q, k, v = (split_heads(rows[name], count) for name, count in counts.items())
+    if kind in NORMED_HEADS:
+        q, k = norm(q, config, w, "q_norm"), norm(k, config, w, "k_norm")
+    width, ropes = q.shape[-1], config["rope_parameters"]
+    params = ropes[config["layer_types"][i]] if kind == "gemma3_text" else ropes
+    turn = rotation(params, width, config, len(x))
+    scoring = Scoring(
+        scale=(config["query_pre_attn_scalar"] if kind in GEMMA else width) ** -0.5,
         cap=config["attn_logit_softcapping"] if kind == "gemma2" else None,
-        sinks=kind == "gpt_oss",
+        sinks=w["sinks"] if kind == "gpt_oss" else None,
     )
-    return grouped_query(x, config, w, grouped)
+    sees = causal(len(x), window_of(config, i))
+    mixed = attend(rotate_halves(q, turn), rotate_halves(k, turn), v, sees, scoring)
+    return linear(mixed, w, "o_proj", bias)
 
 
 def window_of(config: Config, i: int) -> int | None:

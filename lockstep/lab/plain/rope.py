@@ -69,11 +69,9 @@ def powers(theta: float, dim: int) -> Tensor:
 
 
 def stretched_base(params: Config, dim: int, config: Config) -> float:
-    """Dynamic: theta itself within max_position; larger for a context length beyond it.
-
-    The length is a decision of whoever loads the model, `context_length`: as published it is that
-    of the sequence, and a key would depend on when it was computed.
-    """
+    """Dynamic: theta itself within max_position; larger for a context length beyond it. The length
+    is a decision of whoever loads the model, `context_length`: as published it is that of the
+    sequence, and a key would depend on when it was computed."""
     length = config.get("context_length") or 0
     beyond = max(length / config["max_position_embeddings"], 1.0)
     stretch = params["factor"] * beyond - (params["factor"] - 1)
