@@ -63,12 +63,10 @@ class Routes(Protocol):
     @property
     def ids(self) -> Tensor:
         """Of experts, best first: ids integers [t, k]."""
-        ...
 
     @property
     def weights(self) -> Tensor:
         """Of these experts: weights float32 [t, k]."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,6 @@ class Ops(Protocol):
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
         """Once, at load: weight activations [n, k], bias activations [n] for `linear`, a dimension
         [g] before these for the other two. Float32 where rows and results are to be (a router)."""
-        ...
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
         """x activations [t, k], or of heads that are k together [t, heads, k / heads], · weightᵀ,
@@ -131,59 +128,49 @@ class Ops(Protocol):
     def batched_linear(self, x: Tensor, packed: Packed) -> Tensor:
         """y[:, i] = x[:, i] · weight[i]ᵀ of x activations [t, g, k]: y activations [t, g, n]. MLA's
         absorb and expand."""
-        ...
 
     def grouped_linear(self, x: Tensor, packed: Packed, routes: Any) -> Tensor:
         """Every pair (row, expert) of `routes` with its expert's weight: x activations [t ·
         k_experts, k] as `dispatch` or an earlier call gave them; returns activations [t ·
         k_experts, n]."""
-        ...
 
     # ---- experts ----
 
     def route(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Routes:
         """Who computes what, from logits float32 [t, experts]. Equal scores go to the smaller
         expert id; a correction float32 [experts] steers what is chosen, not what it weighs."""
-        ...
 
     def dispatch(self, x: Tensor, routes: Any) -> Tensor:
         """x activations [t, n] as `grouped_linear` takes them: returns activations [t · k_experts,
         n], a row per pair in the device's own order, or x where it finds rows through `routes`."""
-        ...
 
     def combine(self, parts: Tensor, routes: Any) -> Tensor:
         """A row's parts times their weights, added in the order of its choice in float32, rounded
         once: parts activations [t · k_experts, n], returns activations [t, n]."""
-        ...
 
     # ---- rows ----
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) · weight over the last dimension: x activations [t, n] or [t,
         heads, n], weight float32 [n], y activations [as x]. Float32 inside, rounded once."""
-        ...
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """x and residual activations [t, n]: their sum activations [t, n], rounded, and the norm
         activations [t, n] of that; weight float32 [n]. The bits of two calls."""
-        ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """(x - mean) / sqrt(var + eps) · weight + bias of x activations [t, n]; weight and bias
         float32 [n]; returns activations [t, n]."""
-        ...
 
     def rope_cos_sin(self, positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
         """positions int32 [t], freqs float32 [half]. The angle is their float32 product; cos and
         sin are rounded to float32, then multiplied with the factor."""
-        ...
 
     def rope(self, x: Tensor, cos_sin: CosSin, interleaved: bool) -> Tensor:
         """x activations [t, heads, d]: the first 2 · half columns turned, the rest as they are. It
         returns activations [t, heads, d] in the halves layout, whatever x has."""
-        ...
 
     def qk_norm_rope(
         self, x: Tensor, heads: Heads, weights: Tensor | None, cos_sin: CosSin
@@ -195,26 +182,21 @@ class Ops(Protocol):
 
     def activate(self, x: Tensor, act: Activation) -> Tensor:
         """act(x) of x activations [t, n]: returns activations [t, n]."""
-        ...
 
     def act_and_mul(self, x: Tensor, act: Activation) -> Tensor:
         """act(gate) · up of x activations [t, 2n], gate then up: returns activations [t, n]. With
         SILU: silu_and_mul."""
-        ...
 
     def clamped_swiglu(self, x: Tensor, alpha: float, limit: float) -> Tensor:
         """(up + 1) · gate · sigmoid(alpha · gate) of x activations [t, 2n], gate then up, gate at
         most `limit`, up within ±limit: returns activations [t, n]."""
-        ...
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """cap · tanh(x / cap) of x float32 [t, n]: returns float32 [t, n]."""
-        ...
 
     def pool(self, x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
         """The means over spans [begin, end) of x activations [t, n], divided by their lengths, in
         float64, rounded once: returns float32 [len(spans), n]. Outside of captured steps."""
-        ...
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """x[rows] of x activations [n, d] and rows int32 [t], all of them there: returns
@@ -227,12 +209,10 @@ class Ops(Protocol):
         """storage[slots] = values / scale in the storage's format, clamped to its range, rounded
         once. storage kv_dtype [slots, kv_heads, columns], slots int32 [t], distinct but for the
         null page's; values activations [t, kv_heads, d], d ≤ columns: zeros behind."""
-        ...
 
     def kv_move(self, storages: Sequence[Tensor], moves: Tensor) -> None:
         """In all storages kv_dtype [slots, kv_heads, columns]: rows moves[:, 0] are read, all of
         them, then written to moves[:, 1]; moves int32 [m, 2]."""
-        ...
 
     # ---- sampling: formulas in `sample/` ----
 
@@ -245,7 +225,6 @@ class Ops(Protocol):
         floats float64 [s, FLOATS] as `params.Numbers` has them; ints int64 [s, INTS]: top-k, then
         `noise.counter`. `cuts`: some row has a top-k or top-p.
         """
-        ...
 
     def compute_logprobs(
         self, logits: Tensor, token_ids: Tensor, k: int
@@ -253,4 +232,3 @@ class Ops(Protocol):
         """From logits float32 [s, vocab] of token_ids int64 [s] (-1: none): chosen float32 [s]; and
         of the k best tokens: top_ids int64 [s, k], top float32 [s, k]. The bits of
         `sample.logits.compute_logprobs`."""
-        ...
