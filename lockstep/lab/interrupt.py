@@ -201,13 +201,16 @@ def by_timer(subject: Subject, number: int, rng: random.Random, again: bool) -> 
     # Python drops what strikes in a destructor; a reporter of that must not be struck itself
     unraisable, sys.unraisablehook = sys.unraisablehook, lambda _: None
     before = signal.signal(signal.SIGALRM, strike)
-    with suppress(KeyboardInterrupt):  # in between: in the rig itself
-        signal.setitimer(signal.ITIMER_REAL, first_s)
-        for _ in range(calls):
-            if not strikes.call(subject.wishes[number], subject.llm):
-                break
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, first_s)
+            for _ in range(calls):
+                if not strikes.call(subject.wishes[number], subject.llm):
+                    break
+        finally:
+            left = 0
+    except KeyboardInterrupt:  # in between: in the rig itself
         left = 0
-    left = 0
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
     sys.unraisablehook = unraisable
