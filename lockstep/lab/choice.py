@@ -31,39 +31,23 @@ def choose(
     eos_ids: Sequence[int] = (),
 ) -> int:
     """The next token after `tokens`, of which the first `prompt_len` are the prompt."""
-    scores = changed(logits, params, tokens, prompt_len, eos_ids)
-    if params.temperature == 0:
-        return int(np.argmax(scores))
-    scores = scores / np.float32(params.temperature)
-    noisy = np.where(
-        kept(scores, params),
-        scores + noise(params.seed or 0, params.sample_index, len(tokens), len(scores)),
-        -np.inf,
-    )
-    return int(np.argmax(noisy))
-
-
-def changed(
-    logits: Floats,
-    params: SamplingParams,
-    tokens: Sequence[int],
-    prompt_len: int,
-    eos_ids: Sequence[int],
-) -> Floats:
-    """Logits after bias, penalties and min_tokens."""
-    out = logits.astype(np.float32)
+    scores = logits.astype(np.float32)
     for token, bias in params.biases:
-        out[token] += np.float32(bias)
+        scores[token] += np.float32(bias)
+    repetition = np.float32(params.repetition_penalty)
     for token in set(tokens) if params.penalised else ():
         times = list(tokens[prompt_len:]).count(token)
-        repetition = np.float32(params.repetition_penalty)
-        out[token] = out[token] / repetition if out[token] > 0 else out[token] * repetition
-        out[token] -= np.float32(
+        score = scores[token] / repetition if scores[token] > 0 else scores[token] * repetition
+        scores[token] = score - np.float32(
             times * params.frequency_penalty + (times > 0) * params.presence_penalty
         )
     if len(tokens) - prompt_len < params.min_tokens:
-        out[[*params.stop_ids, *(() if params.ignore_eos else eos_ids)]] = -np.inf
-    return out
+        scores[[*params.stop_ids, *(() if params.ignore_eos else eos_ids)]] = -np.inf
+    if params.temperature == 0:
+        return int(np.argmax(scores))
+    scores = scores / np.float32(params.temperature)
+    noisy = scores + noise(params.seed or 0, params.sample_index, len(tokens), len(scores))
+    return int(np.argmax(np.where(kept(scores, params), noisy, -np.inf)))
 
 
 def kept(scores: Floats, params: SamplingParams) -> NDArray[np.bool_]:

@@ -423,8 +423,17 @@ def command(args: Namespace) -> int:
             trials += sweep(tiny, args.aimed == "bytecodes", second, args.seed)
             bar.step(tiny.name)
     found = {"seed": args.seed, **account(trials), "engines": dict(sorted(engines.items()))}
-    seconds = round(time.perf_counter() - begin, 1)
-    document.publish(args, {**document.head(), **found, "seconds": seconds}, lines(found))
+    seconds = {"seconds": round(time.perf_counter() - begin, 1)}
+    recovered = f"{engines['recovered']:,} recoveries in the trials by chance"
+    verdict = "0 broken engines, 0 leaked pages, every answer has its bits"
+    verdict = f"{found['broken']} FAULTS" if found["broken"] else verdict
+    lines = [
+        *found["faults"][:20],
+        ", ".join(f"{n:,} {name}" for name, n in found["struck"].items()),
+        f"in {len(found['functions'])} functions; {recovered}",
+        f"{found['interrupts']:,} interrupts in {found['trials']:,} trials: {verdict}",
+    ]
+    document.publish(args, {**document.head(), **found, **seconds}, lines)
     return 1 if found["broken"] else 0
 
 
@@ -447,13 +456,3 @@ def account(trials: Sequence[Trial]) -> document.Document:
         "struck": dict(sorted(struck.items())),
         "functions": dict(Counter(w for t in trials for w in t.where).most_common()),
     }
-
-
-def lines(found: document.Document) -> list[str]:
-    counts = ", ".join(f"{n:,} {name}" for name, n in found["struck"].items())
-    recovered = f"{found['engines'].get('recovered', 0):,} recoveries in the trials by chance"
-    verdict = "0 broken engines, 0 leaked pages, every answer has its bits"
-    verdict = f"{found['broken']} FAULTS" if found["broken"] else verdict
-    total = f"{found['interrupts']:,} interrupts in {found['trials']:,} trials: {verdict}"
-    where = f"in {len(found['functions'])} functions; {recovered}"
-    return [*found["faults"][:20], counts, where, total]

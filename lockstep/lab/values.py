@@ -101,30 +101,21 @@ class Truth:
 
 
 def truth(compute: Callable[[], Tensor], device: Device = CPU, cache_dtype: str = "") -> Truth:
-    """What `compute` says, once as it is and once with errors."""
+    """What `compute` says, once as it is and once with errors; decided until the first row of which
+    some ranking is closer than its scores may be off."""
     with torch.no_grad():
         with Roundings(0.0) as exact:
             values = compute()
         with Roundings(NOISE, device, cache_dtype) as noisy:
             moved = compute()
-    scale = LAMBDA * device.unit / NOISE
-    tolerance = float((moved - values).abs().max()) * scale
-    return Truth(values, tolerance, decided_rows(exact.ranked, noisy.ranked, scale))
-
-
-def decided_rows(
-    exact: Sequence[tuple[Tensor, int]], noisy: Sequence[tuple[Tensor, int]], scale: float
-) -> int:
-    """The first row of which some ranking is closer than its scores may be off."""
-    first = 1 << 30
-    for (scores, k), (moved, _) in zip(exact, noisy, strict=True):
-        if scores.ndim != 2 or k >= scores.shape[1]:
-            continue  # all are taken, or only their sum matters
-        off = float((moved - scores).nan_to_num(0.0).abs().max()) * scale
-        ranking = scores.sort(-1, descending=True).values
-        close = ranking[:, k - 1] - ranking[:, k] <= 2 * off
-        first = min([first, *close.nonzero().flatten().tolist()])
-    return first
+    scale, decided = LAMBDA * device.unit / NOISE, 1 << 30
+    for (scores, k), (others, _) in zip(exact.ranked, noisy.ranked, strict=True):
+        if scores.ndim == 2 and k < scores.shape[1]:  # else all are taken, or their sum matters
+            off = float((others - scores).nan_to_num(0.0).abs().max()) * scale
+            ranking = scores.sort(-1, descending=True).values
+            close = ranking[:, k - 1] - ranking[:, k] <= 2 * off
+            decided = min([decided, *close.nonzero().flatten().tolist()])
+    return Truth(values, float((moved - values).abs().max()) * scale, decided)
 
 
 @dataclass
