@@ -342,29 +342,44 @@ def command(args: Namespace) -> int:
     paths = picked("a path is one that an engine takes", args.path, list(PATHS)) or list(PATHS)
     device, sizes = Device.of(args.device, args.dtype), FEW if args.small else Sizes()
     jobs = [Job(name, every[name], device, sizes, tuple(paths)) for name in names]
-    found, died = list[ModelFound](), list[str]()
+    found = [] if args.source is None else earlier(args.source, names)
+    whole = not args.small and len(names) + len(found) == len(every)
+    least = LEAST if whole else {"model": 0 if args.small else LEAST["model"], "path": 0}
+    died, doc = list[str](), document.head()
+    doc |= {"device": asdict(device), "sizes": asdict(sizes)}
     with Progress(len(jobs), "lab bits") as bar:
-        for job, answer in isolate.run(play, jobs, max(1, args.workers), lambda _: MODEL_S):
+        for job, answer in isolate.run(play, jobs, args.workers, lambda _: MODEL_S):
             gone = isinstance(answer, isolate.Died)
             if gone:
                 died.append(f"{job.name}: {answer.reason}")
             else:
                 found.append(answer)
+            doc["models"] = {m.name: asdict(m) for m in found}
+            doc["log_probabilities"] = {
+                name: sum(m.paths[name].log_probabilities for m in found) for name in paths
+            }
+            doc["faults"] = [*died, *faults(found, paths, least)]
+            if args.json not in (None, "-"):
+                document.write(doc, args.json)  # what is there, should a model take too long
             bar.step(job.name, gone)
-    whole = not args.small and len(names) == len(every)
-    least = LEAST if whole else {"model": 0 if args.small else LEAST["model"], "path": 0}
-    wrong = [*died, *faults(found, paths, least)]
-    totals = {name: sum(m.paths[name].log_probabilities for m in found) for name in paths}
-    doc = {
-        **document.head(),
-        "device": asdict(device),
-        "sizes": asdict(sizes),
-        "models": {m.name: asdict(m) for m in found},
-        "log_probabilities": totals,
-        "faults": wrong,
-    }
+    wrong = doc["faults"]
     document.publish(args, doc, [*table(found, paths), *(wrong or ["no bit differs"])])
     return 1 if wrong else 0
+
+
+def earlier(where: str, names: Sequence[str]) -> list[ModelFound]:
+    """The models of an earlier document, without those that are measured again."""
+    doc = document.read(where, "lockstep lab bits", "models", "sizes")
+    return [
+        ModelFound(
+            name=name,
+            paths={path: Found(**told) for path, told in each["paths"].items()},
+            distance=each["distance"] and Distance(**each["distance"]),
+            seconds=each["seconds"],
+        )
+        for name, each in doc["models"].items()
+        if name not in names
+    ]
 
 
 def table(found: Sequence[ModelFound], paths: Sequence[str]) -> list[str]:

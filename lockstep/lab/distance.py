@@ -66,7 +66,7 @@ def rms(a: Sequence[NDArray[Any]], b: Sequence[NDArray[Any]]) -> float:
 
 
 def draw(config: Mapping[str, Any], device: Device) -> dict[str, Tensor]:
-    """What a checkpoint of the model would hold."""
+    """What a checkpoint of the model would hold: drawn on the device, kept in the host's memory."""
     shapes: dict[str, tuple[int, ...]] = {}
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -74,7 +74,8 @@ def draw(config: Mapping[str, Any], device: Device) -> dict[str, Tensor]:
         return torch.empty(shape, device="meta")
 
     assembled(config, take)
-    return {n: drawn(device.place, n, shape).to(device.compute) for n, shape in shapes.items()}
+    dtype = device.compute
+    return {n: drawn(device.place, n, shape).to(dtype).cpu() for n, shape in shapes.items()}
 
 
 def scores(

@@ -119,7 +119,9 @@ class Recompute:
             return spec
         if self.kept:
             return replace(spec, kv_dtype=kv_dtype)
-        return spec if spec.layout is Layout.CROSS else replace(spec, layout=Layout.FRESH)
+        if spec.layout is Layout.CROSS:
+            return spec
+        return replace(spec, layout=Layout.FRESH, kv_dtype="float32")  # nothing is stored
 
     def completions(self, order: Order, said: Sequence[Ids] = ()) -> list[Answer]:
         """One answer per completion. Where what an engine `said` is right, one forward is
