@@ -32,7 +32,7 @@ from lockstep.bench.attention import cases as attention_cases
 from lockstep.bench.contender import NOT_HOST, Answer
 from lockstep.bench.machine import note, place, tell
 from lockstep.bench.peers import llama_folder
-from lockstep.lab.document import publish
+from lockstep.lab.document import publish, text
 from lockstep.llm.engine import BUILTIN
 from lockstep.progress import Progress
 from lockstep.types import RuleError
@@ -44,7 +44,6 @@ SLOWER_S = {"load builtin": 1.0, "load 100m": 3.0}  # loading may take so much l
 STEP = "step"  # the case of `bench step`: host time of a decode step
 HOST_MEDIAN_S, HOST_MEAN_S, HOST_SHARE = 3e-3, 5e-3, 0.6  # of a step, and of the old tree's
 TRIES = 3  # a disturbed turn is repeated
-Parts = dict[str, float]  # of a step
 
 
 @dataclass(frozen=True)
@@ -181,25 +180,13 @@ def run_step(args: argparse.Namespace) -> int:
         "undisturbed": timing.undisturbed,
         "met": met,
     }
-    disturbed = [] if timing.undisturbed else ["disturbed"]
-    publish(args, document, [*step_lines(medians, means), *disturbed])
+    publish(args, document, text("step.txt", "lockstep.bench", doc=document))
     return 0 if met and timing.undisturbed else 1
 
 
 def _parts(side: Sequence[Answer], kind: str) -> dict[str, float]:
     """By part, the median over all turns of a side."""
     return {part: median(turn[kind][part] for turn in side) for part in side[0][kind]}
-
-
-def step_lines(medians: Mapping[str, Parts], means: Mapping[str, Parts]) -> Iterator[str]:
-    """Microseconds: median and mean of every part, this tree first, and the medians' ratio."""
-    sides = sorted(medians)  # new, then old
-    yield f"{'us per step':20}" + "    median      mean" * len(sides)
-    for part, new in medians["new"].items():
-        pairs = ((medians[side][part], means[side][part]) for side in sides)
-        line = "".join(f"{a * 1e6:10.0f}{b * 1e6:10.0f}" for a, b in pairs)
-        old = medians.get("old", {}).get(part)
-        yield f"{part:20}{line}" + (f"   {new / old:.2f} of the old" if old else "")
 
 
 def names() -> list[str]:

@@ -14,20 +14,6 @@ from lockstep.lab.document import render
 
 HIGHER = "tokens per second"  # the one unit of which more is better
 MARKS = {True: "ok ", False: "LOW", None: "-- "}
-SAYS = {
-    "decode": "decode, batch 1",
-    "mixed": "requests of mixed lengths",
-    "prefix": "first token behind a cached prefix",
-    "scheduler": "schedule, build, check and commit",  # in older documents
-    "start": "`lockstep generate`, first token",
-}
-NAMES = {"": "", "builtin": "built-in", "100m": "100 M llama"}
-CONTENDERS = {
-    "generate": "transformers `generate`",
-    "static": "transformers static batch",
-    "continuous": "transformers continuous batching",
-    "cold": "the same prompt cold",
-}
 DESCRIPTIONS = {
     "generate": "model.generate, batch 1, sdpa, default cache, inference_mode",
     "static": "model.generate, left padding, as many new tokens as the longest needs, sdpa, "
@@ -119,9 +105,7 @@ def plain(document: Mapping[str, Any]) -> str:
 
 def markdown(document: Mapping[str, Any]) -> str:
     """Where it ran, and one row per case and contender."""
-    names = {"kinds": SAYS, "models": NAMES, "contenders": CONTENDERS}
-    text = render("engine.md", [number], package="lockstep.bench", doc=document, **names)
-    return text.rstrip("\n")
+    return render("engine.md", [number], package="lockstep.bench", doc=document).rstrip("\n")
 
 
 def number(value: float) -> str:

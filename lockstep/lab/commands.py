@@ -56,7 +56,7 @@ def run(args: Namespace) -> int:
     doc = judged(todo, args.workers, options_of(args))
     if args.html:
         doc["cases"] = [kill.case(reverts.load(name)) for name in reverts.names()]
-    _publish(args, doc, run_lines(doc))
+    _publish(args, doc, document.text("run.txt", doc=doc))
     return 1 if doc["summary"]["failed"] else 0
 
 
@@ -93,7 +93,7 @@ def kills(args: Namespace) -> int:
     ran = earlier["cells"] if earlier else found["baseline"].values()
     quick = earlier["quick"] if earlier else True
     doc = document.of_run(ran, quick, found["seconds"], kills=found)
-    _publish(args, doc, kill_lines(found, args.backend))
+    _publish(args, doc, document.text("reverts.txt", kills=found, backend=args.backend))
     ours = args.backend == BACKENDS[0]
     return 1 if found["red"] or (ours and found["unproven"]) else 0
 
@@ -113,7 +113,7 @@ def pages(args: Namespace) -> int:
         verdicts = matrix.promised(backends)
     else:
         doc = judged(cells.cells(backends), args.workers, FULL)
-        print("\n".join(run_lines(doc)))
+        print("\n".join(document.text("run.txt", doc=doc)))
         verdicts = matrix.ran(doc, backends)
     wanted = matrix.pages(verdicts)
     if args.check:
@@ -151,11 +151,7 @@ def check_env(args: Namespace) -> int:
         "kernels": f"{folder} ({compiled})",
         "backends": {name: inspect_backend(name) for name in select.names()},
     }
-    rows = [*found["environment"].items(), *((k, found[k]) for k in ("threads", "kernels"))]
-    for name, backend in found["backends"].items():
-        state = "available" if backend["available"] else "NOT available"
-        rows.append((name, f"{state}: {backend['reason']}"))
-    document.publish(args, found, document.aligned([(name, str(told)) for name, told in rows]))
+    document.publish(args, found, document.text("check-env.txt", doc=found))
     return 0
 
 
@@ -223,40 +219,6 @@ def picked(rule: str, given: list[str] | None, allowed: Sequence[str]) -> list[s
     return values
 
 
-def run_lines(doc: document.Document) -> list[str]:
-    """The account of a run: counts by backend, every failure with its command, the worst error."""
-    heads = ["backend", "passed", "refused", "known", "failed"]
-    rows = [[*heads, "worst error", "of its tolerance", "in"]]
-    for name, b in doc["summary"]["backends"].items():
-        worst, tail = b["worst"], ["-", "-", "-"]
-        if worst:
-            tail = [report.number(worst[key]) for key in ("out_error", "tolerance_used")]
-            tail.append(worst["cell"])
-        rows.append([name, *(str(b[v]) for v in heads[1:]), *tail])
-    return _text("run.txt", doc=doc, rows=rows)
-
-
-def kill_lines(kills: document.Document, backend: str) -> list[str]:
-    """The kill table, and whatever is wrong with it."""
-    counted = [k for k in kills["reverts"] if not k["equivalent"] and not k["unasked"]]
-    rows = [["", "revert", "target", "checks on", "checks off"]]
-    for k in counted:
-        rules = " / ".join("guard: " + rule for rule in k["rules"])
-        on, off = rules or ", ".join(k["by_on"]) or "-", ", ".join(k["by_off"]) or "-"
-        mark, target = "✓" if k["killed"] else "✗", k["target"].removeprefix("lockstep.")
-        rows.append([mark, k["name"], target, _short(on, 64), _short(off, 56)])
-    return _text("reverts.txt", kills=kills, backend=backend, counted=counted, rows=rows)
-
-
-def _text(template: str, **values: Any) -> list[str]:
-    filters = (document.aligned,)
-    return (
-        document.render(template, filters, variable=reverts.VARIABLE, **values)
-        .rstrip("\n")
-        .split("\n")
-    )
-
-
 def _publish(args: Namespace, doc: document.Document, lines: list[str]) -> None:
     if args.html:
         outfile.write(args.html, report.page(doc))
@@ -266,7 +228,3 @@ def _publish(args: Namespace, doc: document.Document, lines: list[str]) -> None:
 
 def _read(where: str) -> document.Document:
     return document.read(where, "lockstep lab run", "cells", "environment", "summary")
-
-
-def _short(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"

@@ -187,3 +187,14 @@ def render(
     )
     engine.filters.update({f.__name__: f for f in filters})
     return engine.get_template(f"{name}.j2").render(**values)
+
+
+def text(name: str, package: str = "lockstep.lab", **values: Any) -> list[str]:
+    """A template for a terminal, in lines."""
+    made = render(name, (aligned, number), package, variable=VARIABLE, **values)
+    return made.rstrip("\n").split("\n")
+
+
+def number(value: float | None) -> str:
+    """Two digits."""
+    return "not a number" if value is None else f"{value:.2g}"

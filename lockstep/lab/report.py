@@ -16,7 +16,7 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from lockstep.lab.cells import Cell
-from lockstep.lab.document import Document, render
+from lockstep.lab.document import Document, number, render
 from lockstep.lab.matrix import SYMBOLS
 from lockstep.lab.reverts import SECTIONS, VARIABLE
 from lockstep.lab.tables import TABLES
@@ -76,11 +76,6 @@ def inline(text: str) -> Markup:
     safe = re.sub(r"(https?://[^\s<>()]+[^\s<>().,;])", link.format(r"\1", r"\1"), safe)
     issue = link.format(r"https://github.com/\1/issues/\2", r"\1#\2")
     return Markup(re.sub(r"(?<![\w/])([\w.-]+/[\w.-]+)#(\d+)\b", issue, safe))
-
-
-def number(value: float | None) -> str:
-    """Two digits."""
-    return "not a number" if value is None else f"{value:.2g}"
 
 
 def percent(share: float | None) -> str:

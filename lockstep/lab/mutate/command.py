@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from lockstep.lab import document
@@ -43,8 +44,8 @@ def run(args: Namespace) -> int:
     mutants = chosen(args, root)
     if args.list:
         for m in mutants:
-            where = f"{m.id} {m.file}:{m.line} {m.operator}"
-            print("\n".join([where, *shown(m.diff), ""]))
+            diff = "\n".join(m.diff.splitlines()[2:])  # without file names
+            print(f"{m.id} {m.file}:{m.line} {m.operator}\n{indent(diff, '    ')}\n")
         return 0
     campaign = played(args, root, mutants)
     rows = [row(m, campaign.journal, known) for m in mutants]
@@ -57,7 +58,7 @@ def run(args: Namespace) -> int:
         "summary": count(rows),
         "mutants": rows,
     }
-    document.publish(args, doc, lines(doc))
+    document.publish(args, doc, document.text("mutate.txt", doc=doc))
     return 1 if doc["summary"]["all"]["open"] else 0
 
 
@@ -157,25 +158,3 @@ def count(mutants: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         counted = row["killed"] + row["open"]
         row["share"] = round(row["killed"] / counted, 4) if counted else None
     return out
-
-
-def lines(doc: document.Document) -> list[str]:
-    """Every open survivor with its diff, then the counts by module."""
-    out: list[str] = []
-    for found in (m for m in doc["mutants"] if m["verdict"] == "open"):
-        reason = f": {found['reason']}" if found["reason"] else ""
-        where = f"{found['file']}:{found['line']} {found['operator']}"
-        out += [f"OPEN {found['id']} {where}{reason}", *shown(found["diff"]), ""]
-    table = [["module", "mutants", *COUNTED, "killed of those that could be"]]
-    for name, counts in doc["summary"].items():
-        numbers = [counts[key] for key in COUNTED]
-        share = "-" if counts["share"] is None else f"{counts['share']:.1%}"
-        table.append([name, str(sum(numbers)), *map(str, numbers), share])
-    out += document.aligned(table, right=range(1, 7))
-    tried = f"seed {doc['seed']}, {len(doc['mutants'])} mutants in {doc['seconds']:.0f} s"
-    return [*out, "", tried]
-
-
-def shown(diff: str) -> list[str]:
-    """A diff without its file names, indented."""
-    return [f"    {line}" for line in diff.splitlines()[2:]]
