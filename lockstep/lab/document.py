@@ -103,9 +103,14 @@ def command_line() -> str:
 def publish(args: Namespace, doc: Any, lines: Iterable[str]) -> None:
     """The document where --json says, the lines for people: on stderr where stdout is --json's."""
     if args.json:
-        text = json.dumps(clean(doc), indent=1, allow_nan=False, ensure_ascii=False)
-        outfile.write(args.json, text + "\n")
+        write(doc, args.json)
     print("\n".join(lines), file=sys.stderr if args.json == "-" else sys.stdout)
+
+
+def write(doc: Any, where: str) -> None:
+    """To a file, or with "-" to stdout."""
+    text = json.dumps(clean(doc), indent=1, allow_nan=False, ensure_ascii=False)
+    outfile.write(where, text + "\n")
 
 
 def clean(value: Any) -> Any:
