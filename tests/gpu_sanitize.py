@@ -4,7 +4,7 @@ An engine of one model each for dense heads of 64 and 128, a latent cache, exper
 windows: prompts on both sides of a tile, some decoded tokens, a fork, log-probabilities, cuts and
 penalties. No certificate and no comparison of GEMMs at load, which launch thousands of kernels.
 
-usage: compute-sanitizer --tool memcheck --kernel-regex kns=_kernel \\
+usage: compute-sanitizer --tool memcheck --kernel-name kns=_kernel \\
            python tests/gpu_sanitize.py [--models NAME,NAME] [--graphs]
 """
 
