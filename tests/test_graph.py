@@ -147,6 +147,7 @@ def test_an_arena_of_a_gpu_fills_two_places_in_turns_and_waits_for_their_copies(
             waited.append(self.at)
 
     arena._slots.append(torch.zeros(16, dtype=torch.int32))
+    arena._arrays.append(arena._slots[1].numpy())
     arena._copied = [Copied(0), Copied(1)]
     for value in (1, 2, 3):
         arena.host(4)[:] = value

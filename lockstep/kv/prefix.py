@@ -111,9 +111,10 @@ class Prefix:
         node, ahead = path.node, path.root.ahead
         while (end := node.end + self.unit) <= committed_len and end + ahead <= len(ids):
             key = tuple(ids[node.end : end + ahead])
-            if key not in node.children:
-                node.children[key] = Node(node, key, end, len(self.specs))
-            node = node.children[key]
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = Node(node, key, end, len(self.specs))
+            node = child
             for g in self.groups:
                 self._merge(node, g, table)
         path.node.locks -= 1
@@ -219,7 +220,8 @@ class Prefix:
             self.groups[g].keep(missing)
             node.pages[g] = missing + have
             self._order[g][node] = None
-            self._order[g].move_to_end(node)
+            if have:
+                self._order[g].move_to_end(node)
 
     def _touch(self, end: Node) -> None:
         """Used now, parents last, as the youngest; of a window group only what a row here sees."""

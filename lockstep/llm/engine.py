@@ -337,7 +337,7 @@ class Engine:
         rows = self._rows_of(step.batch)
         batch = self._row_batch(step, rows)
         fused = self.on_card and step.kind.name == GENERATE and rows.emits and not rows.scored
-        fused = fused and not changes(batch).any()
+        fused = fused and not changes(batch)
         out = self._run(step, settings(batch, self.info.vocab_size) if fused else None)
         launched = self._sample(step, rows, batch, out)
         if self.overlap and launched.chosen is not None:
@@ -370,7 +370,8 @@ class Engine:
         if not rows.completions:
             return Launched(step, rows, scored=tuple(scored))
         if out.sampled is None:
-            wanted = logits if len(rows.emits) == len(logits) else logits[list(rows.emits)]
+            all_rows = len(rows.emits) == logits.shape[0]
+            wanted = logits if all_rows else logits[list(rows.emits)]
             chosen = sample(ops, wanted, batch, self.info.eos_token_ids)
         else:
             tokens, states = out.sampled[:, : len(rows.emits)]
@@ -467,7 +468,8 @@ class Engine:
         chosen, rows = launched.chosen, launched.rows
         tokens, endings, accepted = None, list[Ending](), AcceptedTokens.of(())
         if chosen is not None:
-            errors = chosen.errors()
+            ids = chosen.token_ids.numpy()
+            errors = chosen.errors() if ids.min() < 0 else {}
             endings = [Ending(rows.completions[row], "error", errors[row]) for row in errors]
             tokens, accepted = self._accept(launched, chosen, errors)
         vectors = launched.embeddings if launched.embeddings is not None else ()
@@ -489,7 +491,7 @@ class Engine:
         """Every row brings a token. Looked at one by one are those that may end a text, and those
         that bring nothing."""
         rows, completions = launched.rows, launched.rows.completions
-        ids = chosen.token_ids.cpu().numpy()
+        ids = chosen.token_ids.numpy()
         kept, accepted = dict[int, tuple[int, ...]](), dict[int, Accepted]()
         texts: dict[int, tuple[str, ...]] = {}
         ends = np.flatnonzero((ids[:, None] == rows.end_ids).any(1)).tolist()

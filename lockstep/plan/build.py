@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
 
-from lockstep.plan import address
+from lockstep.plan import address, rules
 from lockstep.plan.step import (
     Bucket,
     FreshGroup,
@@ -91,20 +92,22 @@ class GroupTables:
     def live(self, size: int, lens: Ints) -> tuple[Ints, Ints]:
         """Up to its kv_len the pages of every request, then its scratch, behind one another and
         filled up with the null page; and where each request's begin."""
-        counts = -(-lens // size) - self.first_pos // size
-        for i in np.flatnonzero(counts > self.counts).tolist():
+        counts = (lens - self.first_pos + np.int32(size - 1)) // np.int32(size)
+        if (counts > self.counts).any():
+            i = int((counts > self.counts).argmax())
             got = f"{self.counts[i]} pages of {size} for {lens[i]} keys"
             raise RuleError("a request's pages cover its keys", got, "Reserve before building")
-        ids = self._ids[:, : counts.max(initial=0)]
-        page_ids = ids[np.arange(ids.shape[1]) < counts[:, None]]
-        ends = np.add.accumulate(counts)
-        for i in sorted(self.others, reverse=True):
-            scratch = self.others[i].scratch
-            page_ids = np.insert(page_ids, ends[i], scratch)
+        ids = self._ids
+        if self.others:
+            most = max(len(pages.scratch) for pages in self.others.values())
+            ids = np.concatenate((ids, np.zeros((len(ids), most), np.int32)), 1)
+        for i, (_, _, scratch, _) in self.others.items():
+            ids[i, counts[i] : counts[i] + len(scratch)] = scratch
             counts[i] += len(scratch)
-        table = np.zeros(table_len(len(page_ids)), np.int32)
-        table[: len(page_ids)] = page_ids
-        return frozen(table), frozen(indptr(counts))
+        page_indptr = indptr(counts)
+        page_ids = np.zeros(table_len(int(page_indptr[-1])), np.int32)
+        compiled()(ids, page_indptr, page_ids)
+        return frozen(page_ids), frozen(page_indptr)
 
 
 class PageTables:
@@ -120,7 +123,8 @@ class PageTables:
         """The requests' pages are these now."""
         known = self._known
         for i in [i for i, entry in enumerate(pages) if entry is not known[i]]:
-            self._check(pages[i])
+            if known[i] is None:
+                self._check(pages[i])
             for tables, own in zip(self.groups, pages[i], strict=True):
                 if own is not None:
                     tables.write(i, own)
@@ -266,6 +270,20 @@ def build(specs: Sequence[GroupSpec], works: BatchWork | Sequence[RequestWork]) 
         bucket=exact_bucket(real, shape, groups),
         real=real,
     )
+
+
+def join(ids: Any, ends: Any, out: Any) -> None:
+    """Row i of `ids`, as far as out[ends[i] : ends[i + 1]] has room."""
+    for i in range(len(ends) - 1):
+        for k in range(ends[i], ends[i + 1]):
+            out[k] = ids[i, k - ends[i]]
+
+
+@cache
+def compiled() -> Any:
+    """`join`, from Numba's cache or compiled now: numpy takes ten times as long."""
+    table, column = [types.Array(types.int32, dims, "C") for dims in (2, 1)]
+    return rules.loop(types.void(table, column, column), join)
 
 
 def table_len(pages: int) -> int:

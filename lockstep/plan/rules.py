@@ -8,6 +8,7 @@ only after it was found to be inside its array. `check` calls both loops.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -66,10 +67,15 @@ def compiled() -> tuple[Any, Any]:
     )
     found = types.UniTuple(n, 4)  # type: ignore[no-untyped-call]
     rows, group = found(*[ints] * 5, n, n, n), found(*[ints] * 10, pairs, n, n, types.boolean, n)
+    return loop(rows, judge_rows), loop(group, judge_group)
+
+
+def loop(signature: Any, text: Callable[..., Any]) -> Any:
+    """A loop over a plan's entries, kept on disk where there is a place for it."""
     try:
-        return njit(rows, cache=True)(judge_rows), njit(group, cache=True)(judge_group)
-    except RuntimeError:  # there is nowhere to keep them
-        return njit(rows)(judge_rows), njit(group)(judge_group)
+        return njit(signature, cache=True)(text)
+    except RuntimeError:  # there is nowhere to keep it
+        return njit(signature)(text)
 
 
 def judge_rows(

@@ -30,8 +30,8 @@ class Arena:
         ]
         event: Any = torch.cuda.Event
         self._copied = [event() for _ in self._slots] if pinned else []
+        self._arrays = [slot.numpy() for slot in self._slots]
         self._turn = 0
-        self._host = self._slots[0]
 
     def host(self, length: int) -> NDArray[np.int32]:
         """Where an image of `length` numbers is written: the next place whose copy has run."""
@@ -39,15 +39,14 @@ class Arena:
             rule = f"a step's image has at most {len(self.buffer)} numbers"
             raise RuleError(rule, str(length), "Schedule less per step, or enlarge the arena")
         self._turn = (self._turn + 1) % len(self._slots)
-        self._host = self._slots[self._turn]
         if self._copied and not self._copied[self._turn].query():
             self._copied[self._turn].synchronize()
-        return self._host[:length].numpy()
+        return self._arrays[self._turn][:length]
 
     def load(self, length: int) -> Tensor:
         """Copies the image to the device and returns it there."""
         image = self.buffer[:length]
-        image.copy_(self._host[:length], non_blocking=True)
+        image.copy_(self._slots[self._turn][:length], non_blocking=True)
         if self._copied:
             self._copied[self._turn].record()
         return image

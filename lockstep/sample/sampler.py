@@ -50,9 +50,10 @@ class RowParams:
 
     params      of one completion each (n = 1), their seeds resolved
     prompt_lens, min_tokens          int64 [S]
-    floats      float64 [S, 3]: temperature, top-p, ln of min-p
+    floats      float64 [S, 3], on the host: temperature, top-p, ln of min-p
     ints        int64 [3, S]: top-k (0: all), index, seed
     edits       bool [S]: whether bias or penalties change the logits
+    plain       whether nothing ever changes the logits of any row
     cuts        whether top-k or top-p keep some tokens only, in any row
     logprob_rows, top  rows that ask for log-probabilities, and of how many of the best at most
     """
@@ -60,24 +61,28 @@ class RowParams:
     params: tuple[SamplingParams, ...]
     prompt_lens: NDArray[np.int64]
     min_tokens: NDArray[np.int64]
-    floats: NDArray[np.float64]
+    floats: Tensor
     ints: NDArray[np.int64]
     edits: NDArray[np.bool_]
+    plain: bool
     cuts: bool
     logprob_rows: tuple[int, ...]
     top: int
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], prompt_lens: Sequence[int]) -> RowParams:
-        numbers = [each.numbers for each in params]
+        numbers, least = [each.numbers for each in params], [each.min_tokens for each in params]
         tops = {r: each.top for r, each in enumerate(numbers) if each.top is not None}
         return cls(
             params=tuple(params),
             prompt_lens=np.array(prompt_lens, np.int64),
-            min_tokens=np.array([each.min_tokens for each in params], np.int64),
-            floats=np.array([each.floats for each in numbers], np.float64).reshape(-1, FLOATS),
+            min_tokens=np.array(least, np.int64),
+            floats=torch.tensor([each.floats for each in numbers], dtype=torch.float64).reshape(
+                -1, FLOATS
+            ),
             ints=np.array([each.ints for each in numbers], np.int64).reshape(-1, 3).T,
             edits=np.array([each.edits for each in numbers], np.bool_),
+            plain=not any(each.edits for each in numbers) and not any(least),
             cuts=any(each.cuts for each in numbers),
             logprob_rows=tuple(tops),
             top=max(tops.values(), default=0),
@@ -112,6 +117,12 @@ class Settings(NamedTuple):
     floats: Tensor
     ints: Tensor
     cuts: bool
+
+    def to(self, device: torch.device) -> Settings:
+        """The same on a device; they are made on the host."""
+        if device.type == "cpu":
+            return self
+        return Settings(self.floats.to(device), self.ints.to(device), self.cuts)
 
 
 class Logprobs(NamedTuple):
@@ -159,13 +170,13 @@ def sample(
     """
     batch = RowBatch.of(rows)
     scores = raw = _checked(logits, len(batch.positions))
-    edited = np.flatnonzero(changes(batch)).tolist()
+    edited = changes(batch)
     if edited:
         scores = raw.clone()
         edits = apply_penalties(raw[edited], [batch.row(r) for r in edited], eos_ids)
         scores[edited] = edits
-    device, how = raw.device, settings(batch, raw.shape[1])
-    tokens, states = ops.sample_tokens(scores, how.floats.to(device), how.ints.to(device), how.cuts)
+    how = settings(batch, raw.shape[1]).to(raw.device)
+    tokens, states = ops.sample_tokens(scores, *how)
     return described(ops, raw, batch.how, tokens, states)
 
 
@@ -193,10 +204,14 @@ def log_probs(ops: Ops, logits: Tensor, token_ids: Tensor, k: int = 0) -> Logpro
     return Logprobs(*ops.compute_logprobs(raw, token_ids.to(raw.device), k))
 
 
-def changes(batch: RowBatch) -> NDArray[np.bool_]:
-    """bool [S]: whether anything is done to a row's logits before the choice."""
+def changes(batch: RowBatch) -> list[int]:
+    """The rows to whose logits anything is done before the choice."""
     how = batch.how
-    return how.edits | (batch.positions - how.prompt_lens < how.min_tokens)
+    if how.plain:
+        return []
+    early = batch.positions - how.prompt_lens < how.min_tokens
+    rows: list[int] = np.flatnonzero(how.edits | early).tolist()
+    return rows
 
 
 def settings(rows: RowBatch | Sequence[Row], vocab_size: int) -> Settings:
@@ -207,7 +222,7 @@ def settings(rows: RowBatch | Sequence[Row], vocab_size: int) -> Settings:
     ints[:, 0] = np.where(top_k > 0, top_k, vocab_size)
     for column, values in enumerate(counter(seed, index, positions), 1):
         ints[:, column] = values
-    return Settings(torch.from_numpy(how.floats), torch.from_numpy(ints), how.cuts)
+    return Settings(how.floats, torch.from_numpy(ints), how.cuts)
 
 
 def _checked(logits: Tensor, rows: int) -> Tensor:
@@ -222,4 +237,6 @@ def _checked(logits: Tensor, rows: int) -> Tensor:
         raise RuleError(
             rule, f"{logits.dtype} of {list(logits.shape)}", "Give one row of logits per row"
         )
+    if logits.dtype is torch.float32 and logits.is_contiguous() and not logits.requires_grad:
+        return logits
     return logits.detach().to(torch.float32).contiguous()

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 Column = NDArray[np.int64]
 
-# lengths that move while a request decodes, in the order of the columns' rows, and its tokens
-LENGTHS = ("cached_len", "settled_len", "launched_in", "held_until")
-MOVING = ("tokens", *LENGTHS)
+# what moves while a request decodes
+MOVING = ("tokens", "cached_len", "settled_len", "launched_in", "held_until")
 # The columns' rows. The request keeps its first KNOWN_LEN tokens, COUNT more are here. Below
 # UNTIL_LEN nothing but decoding happens; it is 0 of a member that is outside.
 CACHED_LEN, SETTLED_LEN, LAUNCHED_IN, HELD_UNTIL, KNOWN_LEN, COUNT, UNTIL_LEN = range(7)
@@ -42,6 +41,7 @@ class Decoding:
         self.batch: Batch | None = None  # of all members, once somebody made it
         self._columns = np.zeros((7, 0), np.int64)
         self._tokens = np.zeros((0, MOST), np.int64)
+        self._everyone = np.arange(0)  # numbers
         self._new: list[Request] = []
         self._gone = False  # some of `requests` are members no more
 
@@ -79,6 +79,7 @@ class Decoding:
         self._tokens, self._new, self._gone = tokens[order], [], False
         for number, request in enumerate(self.requests):
             request.number = number
+        self._everyone = np.arange(len(order))
         self.changes += 1
         self.batch = None
 
@@ -88,49 +89,51 @@ class Decoding:
         """Those to be looked at: who is outside, who has reached his length, and who has to see a
         step after number `settled` settled first."""
         columns = self._columns
-        held = policy.waits(columns[HELD_UNTIL], settled)
-        due = (columns[CACHED_LEN] >= columns[UNTIL_LEN]) | held
-        return [self.requests[i] for i in np.flatnonzero(due).tolist()]
+        due = columns[CACHED_LEN] >= columns[UNTIL_LEN]
+        due |= policy.waits(columns[HELD_UNTIL], settled)
+        return [self.requests[i] for i in due.nonzero()[0].tolist()]
 
     def look(self, request: Request, pages: GroupPages, until_len: int) -> None:
         """A member that is outside has these pages; below `until_len` it is inside from now on."""
-        i, fields, tokens = request.number, vars(request), request.tokens
+        i, tokens, cached_len = request.number, request.tokens, request.cached_len
         self.pages[i] = pages
         if self.rows[i].table is not request.table:
             self.rows[i], self.batch = request.rows(1), None
-        until_len = min(until_len, request.cached_len + MOST - 1)
-        inside = request.cached_len < until_len
-        lengths = [fields[name] for name in LENGTHS]
-        self._columns[:, i] = *lengths, len(tokens) - 1, 1, until_len if inside else 0
+        until_len = min(until_len, cached_len + MOST - 1)
+        if cached_len >= until_len:
+            until_len = 0
+        lengths = (cached_len, request.settled_len, request.launched_in, request.held_until)
+        self._columns[:, i] = (*lengths, len(tokens) - 1, 1, until_len)
         self._tokens[i, 0] = tokens[-1]
-        if inside:
+        if until_len:
             tokens.pop()
             request.known_tokens = tokens
-            for name in MOVING:
-                del fields[name]
+            del request.tokens, request.cached_len, request.settled_len
+            del request.launched_in, request.held_until
 
     def leave(self, request: Request) -> None:
         """It is outside: its lengths and tokens are its own."""
-        if "tokens" not in vars(request):
-            i = request.number
-            *lengths, _, count, _ = self._columns[:, i].tolist()
-            vars(request).update(zip(LENGTHS, lengths, strict=True))
-            request.tokens = request.known_tokens
-            request.tokens += self._tokens[i, :count].tolist()
-            self._columns[UNTIL_LEN, i] = 0
+        i = request.number
+        if i < 0 or not self._columns[UNTIL_LEN, i]:
+            return
+        lengths = self._columns[:, i].tolist()
+        request.cached_len, request.settled_len = lengths[:2]
+        request.launched_in, request.held_until = lengths[2:4]
+        request.tokens = request.known_tokens
+        request.tokens += self._tokens[i, : lengths[COUNT]].tolist()
+        self._columns[UNTIL_LEN, i] = 0
 
     # -- steps
 
-    def share(self, begin: int, end: int) -> tuple[list[int], list[int]]:
+    def share(self, begin: int, end: int) -> tuple[Column, Column]:
         """Of members [begin, end): the keys that each has, and the token of its next row."""
-        columns = self._columns[:, begin:end]
-        ids = self._tokens[np.arange(begin, end), columns[COUNT] - 1]
-        return columns[CACHED_LEN].tolist(), ids.tolist()
+        columns, those = self._columns[:, begin:end], self._everyone[begin:end]
+        return columns[CACHED_LEN], self._tokens[those, columns[COUNT] - 1]
 
     def advance(self, number: int, needs_values: NDArray[np.bool_]) -> list[int]:
         """Step `number` is launched, whose first rows are those of all members. Returns the numbers
         of those that are outside: what the columns say of them nobody reads before `look`."""
-        columns, everyone = self._columns, np.arange(len(self))
+        columns, everyone = self._columns, self._everyone
         self._tokens[everyone, columns[COUNT]] = -1 - everyone
         columns[CACHED_LEN] += 1
         columns[COUNT] += 1
@@ -156,7 +159,7 @@ class Decoding:
     def numbers(self, requests: Sequence[Request], changes: int) -> Column:
         """Those of requests that were all the members when their numbers had changed so often."""
         if changes == self.changes:
-            return np.arange(len(requests))
+            return self._everyone[: len(requests)]
         members = [each.members is not None for each in requests]
         pairs = zip(requests, members, strict=True)
         return np.array([each.number if member else -1 for each, member in pairs], np.int64)

@@ -179,7 +179,7 @@ class Request:
             if name not in MOVING or self.members is None:
                 raise AttributeError(name)
             self.members.leave(self)
-            return vars(self)[name]
+            return object.__getattribute__(self, name)
 
     @property
     def draft(self) -> DraftTree | None:

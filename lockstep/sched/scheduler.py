@@ -28,7 +28,7 @@ from lockstep.kv.prefix import Prefix
 from lockstep.kv.tables import Table, pages_for, peak_pages
 from lockstep.run.kind import EMBED, ENCODE, GENERATE, StepKind, group_specs
 from lockstep.sched import policy
-from lockstep.sched.decoding import Decoding
+from lockstep.sched.decoding import Column, Decoding
 from lockstep.sched.request import (
     Accepted,
     AcceptedTokens,
@@ -66,16 +66,17 @@ class StepBuilder:
     def __init__(self, kind: StepKind, size: int) -> None:
         self.kind, self.size = kind, size
         self.rows: list[ScheduledRows] = []
-        self.cached_lens: list[int] = []
-        self.ids: list[int] = []
+        self.cached_lens: list[Column | list[int]] = []  # behind one another, like the next
+        self.ids: list[Column | Sequence[int]] = []
         self.pages: list[GroupPages] = []
+        self._tokens = 0
         self._more_emits = 0  # than one of every request
         self.members = 0  # its first rows are those of all members
 
     @property
     def tokens(self) -> int:
         """Rows that there is still room for."""
-        return self.size - len(self.ids)
+        return self.size - self._tokens
 
     @property
     def emits(self) -> int:
@@ -85,8 +86,9 @@ class StepBuilder:
     def add(self, rows: ScheduledRows, ids: Sequence[int], cached_len: int = 0) -> None:
         """Rows whose pages are reserved, the tokens of which are `ids`, behind so many keys."""
         self.rows.append(rows)
-        self.cached_lens.append(cached_len)
-        self.ids += ids
+        self.cached_lens.append([cached_len])
+        self.ids.append(ids)
+        self._tokens += len(ids)
         groups, table = self.kind.groups, rows.table
         self.pages.append(table.views(groups) if table is not None else (None,) * len(groups))
         self._more_emits += len(rows.emit) - 1
@@ -100,9 +102,10 @@ class StepBuilder:
         """The next rows of members [begin, end)."""
         cached_lens, ids = members.share(begin, end)
         self.rows += members.rows[begin:end]
-        self.cached_lens += cached_lens
-        self.ids += ids
+        self.cached_lens.append(cached_lens)
+        self.ids.append(ids)
         self.pages += members.pages[begin:end]
+        self._tokens += end - begin
 
 
 class Scheduler:
@@ -487,8 +490,8 @@ class Scheduler:
             number=self.settled + len(self._launched) + 1,
             ends=self.ends,
             batch=self._batch(builder),
-            cached_lens=np.array(builder.cached_lens, np.int64),
-            ids=np.array(builder.ids, np.int32),
+            cached_lens=np.concatenate(builder.cached_lens),
+            ids=np.concatenate(builder.ids).astype(np.int32),
             pages=tuple(builder.pages),
             members=builder.members,
             changes=self._members.changes,
