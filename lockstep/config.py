@@ -18,7 +18,10 @@ from typing import Any
 from lockstep.types import INT32_MAX, KV_FORMATS, RuleError, shown
 
 DEFAULT = "Leave it out for the default"
-DERIVED = ("max_total_tokens", "context_length")  # None: from the model and the machine
+SPECULATIVE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+# None: from the model and the machine, or the algorithm
+DERIVED = ("max_total_tokens", "context_length", *SPECULATIVE)
+ALGORITHMS = ("ngram", "draft", "eagle", "eagle3")
 LOAD_FORMATS = ("auto", "dummy")
 COUNTS = ("page_size", "chunked_prefill_size", "max_running_requests", *DERIVED)
 
@@ -50,6 +53,13 @@ class EngineConfig:
     # a launch is recorded once per bucket and replayed: on a GPU a graph, for decoding steps and
     # unless told otherwise; on the CPU a tape, which is a test of launches and makes nothing faster
     graphs: bool | None = None
+    # tokens are guessed, and verified several at a time: the same answers, sooner. By what
+    speculative_algorithm: str | None = None
+    speculative_draft_model: str | None = None  # its folder or hub id; None: the built-in one
+    speculative_num_steps: int | None = None  # the deepest guess
+    speculative_eagle_topk: int | None = None  # tokens that are tried behind each; 1 is a chain
+    # rows that verify a draft, the last token's included; None: as the two above give
+    speculative_num_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -75,11 +85,33 @@ class EngineConfig:
         said = fraction is None or (number and 0 < fraction < 1)
         self._check("mem_fraction_static", said, "a number between 0 and 1")
         self._check_buckets()
+        self._check_speculation()
 
     def settled(self, dtype: str) -> EngineConfig:
         """With the cache of activations of `dtype`, where none was asked for."""
         auto = self.kv_cache_dtype == "auto"
         return replace(self, kv_cache_dtype=dtype) if auto else self
+
+    def _check_speculation(self) -> None:
+        """An algorithm that there is; what goes with one is not given without it."""
+        algorithm = self.speculative_algorithm
+        said = algorithm is None or (isinstance(algorithm, str) and algorithm in ALGORITHMS)
+        rule, remedy = f"one of {', '.join(ALGORITHMS)}", "Leave it out to decode plainly"
+        self._check("speculative_algorithm", said, rule, remedy)
+        model = self.speculative_draft_model
+        said = model is None or (isinstance(model, str | os.PathLike) and str(model) != "")
+        self._check("speculative_draft_model", said, "a folder or a hub id of a draft")
+        for name in (*SPECULATIVE, "speculative_draft_model"):
+            if algorithm is None and getattr(self, name) is not None:
+                rule = f"{name} comes with speculative_algorithm"
+                raise RuleError(rule, shown(getattr(self, name)), "Name the algorithm too")
+        if algorithm == "ngram" and (model is not None or (self.speculative_eagle_topk or 1) > 1):
+            rule = "ngram guesses one chain from the text, without a model"
+            got = f"draft model {model}, top-k {self.speculative_eagle_topk}"
+            raise RuleError(rule, got, "Leave both out")
+        if algorithm == "draft" and model is None:
+            rule = "the algorithm draft needs speculative_draft_model"
+            raise RuleError(rule, "none", "Name a model with the same vocabulary")
 
     def _check(self, name: str, holds: bool, rule: str, remedy: str = DEFAULT) -> None:
         if not holds:

@@ -124,6 +124,7 @@ def sees(importer: str) -> set[str]:
     if importer == "sched":
         return BASE | {"plan", "kv", "run", "sched"}
     above = {"", *SIDE} if importer in {"llm", "serve"} else set()
+    above |= {"sched"} if importer == "spec" else set()  # whose requests it proposes for
     return BASE | set(CHAIN[: CHAIN.index(importer) + 1]) | above
 
 

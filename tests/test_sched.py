@@ -134,13 +134,16 @@ def text(ask: RequestSpec, index: int, length: int) -> list[int]:
     return tokens[:length]
 
 
-def proposed(request: Request) -> DraftTree:
-    """Two branches behind the last token: what comes next, mostly, and something else."""
+def proposed(request: Request, chains: bool = False) -> DraftTree:
+    """Two branches behind the last token: what comes next, mostly, and something else. With
+    `chains`, sometimes the first alone."""
     ask, tokens = request.spec, list(request.tokens)
     right = []
     for _ in range(3):
         right.append(sample(ask, [*tokens, *right], request.index)[0])
     right[mix(*tokens) % 3] += mix(*tokens, 7) % 2  # sometimes a wrong one
+    if chains and mix(*tokens, 11) % 2:
+        return DraftTree(tuple(token % VOCABULARY for token in right), (0, 1, 2))
     return DraftTree(
         (right[0] % VOCABULARY, 3, right[1] % VOCABULARY, right[2] % VOCABULARY), (0, 0, 1, 3)
     )
@@ -267,6 +270,15 @@ class World:
                 for node in range(piece.new_len):
                     row = int(plan.q_indptr[i]) + node
                     tail = group.tail_slots[plan.tail_indptr[row] : plan.tail_indptr[row + 1]]
+                    if piece.rows.chain:
+                        tail = address.paged(
+                            group.page_ids,
+                            group.page_indptr,
+                            group.first_pos,
+                            spec.page_size,
+                            i,
+                            piece.cached_len + np.arange(node + 1),
+                        )
                     want = [keys_of[each] for each in self.path(piece, node, ids=False)]
                     assert [store[s] for s in tail.tolist()] == want
 
@@ -431,7 +443,7 @@ def test_every_request_ends_with_the_tokens_of_its_lone_run(scenario, late, draf
         for request in world.scheduler.running if drafted else ():
             settled = request.launched_in <= world.scheduler.settled
             if request.output and settled and request.missing_len == 1:
-                request.draft = proposed(request)
+                request.draft = proposed(request, chains=True)
         step = world.start()
         for request, _ in [pair for pair in due if pair[1].flying]:
             world.abort(request)

@@ -43,12 +43,14 @@ class Root:
 
 
 class Node:
-    """The positions [end - unit, end) behind one path of tokens, with its last pages per group."""
+    """The positions [end - unit, end) behind one path of tokens, with its last pages per group:
+    in all of them, or in those that are not a draft's."""
 
-    __slots__ = ("children", "end", "key", "locks", "pages", "parent")
+    __slots__ = ("children", "draft", "end", "key", "locks", "pages", "parent")
 
     def __init__(self, parent: Node | None, key: Ids | Root, end: int, groups: int) -> None:
         self.parent, self.key, self.end = parent, key, end
+        self.draft: bool = key.draft if isinstance(key, Root) else parent is None or parent.draft
         self.pages: list[list[int]] = [[] for _ in range(groups)]
         self.children: dict[Ids, Node] = {}
         self.locks = 0  # paths that end here
@@ -72,8 +74,13 @@ class Path:
 class Prefix:
     """`match` a prefix into an empty table, `insert` committed blocks, `evict` for more pages."""
 
-    def __init__(self, specs: Sequence[GroupSpec], pools: Sequence[PagePool | None]) -> None:
-        self.specs, self.pools = tuple(specs), tuple(pools)
+    def __init__(
+        self,
+        specs: Sequence[GroupSpec],
+        pools: Sequence[PagePool | None],
+        drafts: Sequence[int] = (),
+    ) -> None:
+        self.specs, self.pools, self.drafts = tuple(specs), tuple(pools), tuple(drafts)
         stored = [spec.layout in (Layout.DENSE, Layout.LATENT) for spec in self.specs]
         self.groups = {g: pool for g, pool in enumerate(pools) if pool is not None and stored[g]}
         self.unit = math.lcm(*(self.specs[g].page_size for g in self.groups))
@@ -94,7 +101,8 @@ class Prefix:
         last = len(ids) - 1 if limit is None else min(limit, len(ids) - 1)
         end = self._longest(top, root.ahead, ids, last)
         for g in self.groups:
-            self._hand_over(end, g, table)
+            if self._has(top, g):
+                self._hand_over(end, g, table)
         self._touch(end)
         return Path(root, end)
 
@@ -181,20 +189,25 @@ class Prefix:
     def _longest(self, top: Node, ahead: int, ids: Sequence[int], last: int) -> Node:
         """The deepest node, ending at or below `last`, whose windows [end-w+1, end) are whole."""
         best = node = top
+        windows = [g for g in self._windows if self._has(top, g)]
         # the group's pages are all there from this position to the end of the node
-        since = dict.fromkeys(self._windows, 0)
+        since = dict.fromkeys(windows, 0)
         while node.end + self.unit <= last:
             child = node.children.get(tuple(ids[node.end : node.end + self.unit + ahead]))
             if child is None:
                 break
             node = child
-            for g in self._windows:
+            for g in windows:
                 begin = node.end - len(node.pages[g]) * self.specs[g].page_size
                 if begin > node.end - self.unit:
                     since[g] = begin
-            if all(since[g] <= keep_from(self.specs[g], node.end) for g in self._windows):
+            if all(since[g] <= keep_from(self.specs[g], node.end) for g in windows):
                 best = node
         return best
+
+    def _has(self, node: Node, g: int) -> bool:
+        """Whether such nodes have pages in group g."""
+        return node.draft or g not in self.drafts
 
     def _hand_over(self, end: Node, g: int, table: Table) -> None:
         """The table gets what a row at `end.end` can see: all pages, or those of the window."""
@@ -271,7 +284,11 @@ class Prefix:
     def _useless(self, node: Node) -> bool:
         if node.children or node.locks:
             return False
-        seen = [g for g in self._windows if keep_from(self.specs[g], node.end) < node.end]
+        seen = [
+            g
+            for g in self._windows
+            if self._has(node, g) and keep_from(self.specs[g], node.end) < node.end
+        ]
         lost = any(not node.pages[g] for g in seen) or not any(node.pages)
         return lost or node.parent is None
 
@@ -293,7 +310,11 @@ class Prefix:
                 got = f"{held}, {int(pool.kept.sum())} kept, {len(self._order[g])} ordered"
                 raise RuleError("a node's pages are kept and ordered", got, OUR_BUG)
             whole = self.unit // self.specs[g].page_size
-            cut = [n for n in nodes if n.parent is not None and len(n.pages[g]) != whole]
+            cut = [
+                n
+                for n in nodes
+                if n.parent is not None and self._has(n, g) and len(n.pages[g]) != whole
+            ]
             if cut and self.specs[g].window is None:
                 raise RuleError("only a window loses pages", f"group {g}", OUR_BUG)
         if any(map(self._useless, nodes)):

@@ -23,13 +23,26 @@ SPARE = 16  # pages that a table's array has room for, behind those that it was 
 
 
 class Table:
-    """The pages of one request. `reserve` before a step, `release` after it, `close` at the end."""
+    """The pages of one request. `reserve` before a step, `release` after it, `close` at the end.
 
-    def __init__(self, specs: Sequence[GroupSpec], pools: Sequence[PagePool | None]) -> None:
-        self.specs, self.pools = tuple(specs), tuple(pools)
+    The groups of a draft model, `drafts`, have pages for the same keys; of these, so far, those
+    below `draft_len` are there. They may lag behind the target's. A group without a pool, a draft's
+    if the request has none, has no pages.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[GroupSpec],
+        pools: Sequence[PagePool | None],
+        drafts: Sequence[int] = (),
+    ) -> None:
+        self.specs, self.pools, self.drafts = tuple(specs), tuple(pools), tuple(drafts)
+        self.draft_len = 0
         self.first_pos = [0] * len(self.specs)
         self._cached = [(g, pool) for g, pool in enumerate(self.pools) if pool is not None]
         self._windows = [(g, pool) for g, pool in self._cached if self.specs[g].window is not None]
+        # groups that grow with the request
+        self.stored = [g for g, _ in self._cached if self.specs[g].layout is not Layout.CROSS]
         self._empty()
 
     def _empty(self) -> None:
@@ -114,7 +127,7 @@ class Table:
 
     def _need(self, g: int, kv_len: int, nodes: int, cross_len: int) -> tuple[int, int]:
         spec = self.specs[g]
-        if spec.layout is Layout.FRESH:
+        if self.pools[g] is None:
             return 0, 0
         if spec.layout is Layout.CROSS:
             kv_len, nodes = cross_len, 0
@@ -128,7 +141,7 @@ class Table:
         freed: list[list[int]] = self._lists()
         for g, pool in self._windows:
             spec, ids = self.specs[g], self._ids[g]
-            hidden_len = max(0, keep_from(spec, committed_len) - self.first_pos[g])
+            hidden_len = max(0, keep_from(spec, self._len(g, committed_len)) - self.first_pos[g])
             gone = self._pages[g][: hidden_len // spec.page_size]
             if gone:
                 del self._pages[g][: len(gone)]
@@ -148,8 +161,8 @@ class Table:
         if self.pending:
             rule = "a request is forked when its keys are in place"
             raise RuleError(rule, "moves still pending", "Fork after the step that carries them")
-        child = Table(self.specs, self.pools)
-        child.first_pos = list(self.first_pos)
+        child = Table(self.specs, self.pools, self.drafts)
+        child.first_pos, child.draft_len = list(self.first_pos), self.draft_len
         for g, pool in self._cached:
             length, first_pos = self._fork_len(g, committed_len), self.first_pos[g]
             whole = shared_pages(self.specs[g], self._pages[g], first_pos, length)
@@ -180,7 +193,20 @@ class Table:
         """Keys of group g that a fork sees. An encoder is read only: all its pages are shared."""
         if self.specs[g].layout is Layout.CROSS:
             return len(self._pages[g]) * self.specs[g].page_size
-        return committed_len
+        return self._len(g, committed_len)
+
+    def _len(self, g: int, committed_len: int) -> int:
+        """Keys of group g that are there, if so many are committed."""
+        return min(committed_len, self.draft_len) if g in self.drafts else committed_len
+
+    def fork_needs(self, committed_len: int) -> list[int]:
+        """Pages that a fork would take, per group."""
+        return [
+            pages_for(committed_len, spec) - self._fork_len(g, committed_len) // spec.page_size
+            if self.pools[g] is not None and spec.layout is not Layout.CROSS
+            else 0
+            for g, spec in enumerate(self.specs)
+        ]
 
     def _partial(self, g: int, committed_len: int) -> Int32s:
         """Positions of the last page that is only partly below the committed length."""
@@ -189,11 +215,11 @@ class Table:
 
     def accept(self, committed_len: int, nodes: Sequence[int]) -> None:
         """The path `nodes` is committed: before the next step's write its keys move from scratch to
-        where they belong."""
+        where they belong. A draft model computes its own anew."""
         positions = committed_len + np.arange(len(nodes), dtype=np.int32)
         for g, spec in enumerate(self.specs):
             pages = self.pages(g)
-            if pages is not None and spec.layout is not Layout.CROSS:
+            if pages is not None and spec.layout is not Layout.CROSS and g not in self.drafts:
                 sources = build.node_slots(spec, pages, np.asarray(nodes, np.int32))
                 self._move(g, sources, positions)
 
@@ -225,19 +251,22 @@ class Table:
             found = self._views[groups] = tuple([self.pages(g) for g in groups])
         return found
 
-    def moved(self) -> list[list[int]]:
-        """The step of the pending moves has been launched. Returns the pages freed, per group."""
+    def moved(self, groups: Sequence[int] | None = None) -> list[list[int]]:
+        """A step of these groups, or of all, has been launched, and with it their pending moves.
+        Returns the pages freed, per group."""
         freed = self._lists()
         if self.pending:
             for g, pool in self._cached:
-                freed[g] = pool.give(self._sources[g])
-            self._moves, self._sources, self.pending = self._lists(), self._lists(), False
+                if groups is None or g in groups:
+                    freed[g] = pool.give(self._sources[g])
+                    self._moves[g], self._sources[g] = [], []
+            self.pending = any(self._moves)
             self._views.clear()
         return freed
 
     def drop_scratch(self) -> None:
         """A plain step has been launched behind the tree's moves: nobody reads its nodes again."""
-        if not self.pending and any(self._scratch):
+        if any(self._scratch):
             for g, pool in self._cached:
                 pool.give(self._scratch[g])
                 self._scratch[g] = []

@@ -24,6 +24,7 @@ from lockstep.lab.options import FULL, RunOptions
 from lockstep.lab.properties import Judgement
 from lockstep.lab.recipes import Recipe, recipe
 from lockstep.lab.recompute import Order, Recompute
+from lockstep.lab.speculative import drafts
 from lockstep.lab.tiny import BART, CONTEXT, LLAMA, Tiny, checkpoint, parts
 from lockstep.lab.values import Values
 from lockstep.llm.engine import Engine, Parts
@@ -71,6 +72,8 @@ class InstrumentedEngine(Engine):
         super().__init__(config, made, overlap)
         self.seen: Counter[str] = Counter()
         self.watchers: list[Watcher] = []
+        if self.speculation is not None:
+            self.speculation.adaptive = False
         shuffle(self.scheduler.pools, seed=1)
 
     def poison(self) -> None:
@@ -99,7 +102,12 @@ class InstrumentedEngine(Engine):
         self.seen["unseen_rows"] += sum(
             each.finish is not None for each in launched.rows.completions
         )
-        return super()._result(launched)
+        result, accepted = super()._result(launched)
+        for row, owner in launched.rows.drafts:
+            drafted, right = launched.step.batch.new_lens[owner] - 1, accepted.sample(row).nodes
+            self.seen["accepted_drafts"] += max(len(right) - 1, 0)
+            self.seen["rejected_drafts"] += drafted - max(len(right) - 1, 0)
+        return result, accepted
 
     def _note(self, step: ScheduledStep) -> None:
         pieces = step.pieces
@@ -123,7 +131,7 @@ class EngineHarness(Judgement):
     def __init__(self, tiny: Tiny, backend: Backend, options: RunOptions = FULL) -> None:
         super().__init__()
         self.options, self.device = options, options.device
-        self.parts = parts(tiny, backend, self.device)
+        self.parts = replace(parts(tiny, backend, self.device), draft=drafts(tiny, self.device))
         self.oracle = Recompute(self.parts)
         # what the oracle says, for the plain model to judge
         self.values = Values(checkpoint(tiny, self.device), self.device)

@@ -28,6 +28,7 @@ from lockstep.lab import document, isolate
 from lockstep.lab.engine_harness import EngineHarness
 from lockstep.lab.options import CPU, Device, RunOptions
 from lockstep.lab.recompute import Order
+from lockstep.lab.speculative import CHAIN, NGRAM, TREE
 from lockstep.lab.tiny import CONTEXT, QWEN3, VOCAB, loaded
 from lockstep.llm.engine import Engine, Parts, prepare
 from lockstep.progress import Progress
@@ -38,6 +39,7 @@ MENU = 48  # different requests
 # steps that are settled when the next one has been launched
 SWITCHES = ("padding", "buckets", "late settling")
 NOTHING = "nothing switched on"
+DRAFTS = (NGRAM, CHAIN, CHAIN, TREE, TREE)  # of the requests that speculate: half of all
 SHRINK = 200  # smaller traces that are tried
 RECORDED = 16  # buckets; on a GPU more are not captured ahead
 TASK_S = 600.0  # ten traces that take longer have hung
@@ -53,13 +55,16 @@ class Trace:
     arrivals: tuple[tuple[int, int], ...]  # (step, number on the menu), by step
     aborts: dict[int, int]  # arrival -> step
     switches: tuple[str, ...]
+    guessed: frozenset[int] = frozenset()  # arrivals that speculate
 
     def orders(self) -> list[Order]:
         """As the rig takes them."""
-        return [
-            replace(menu()[number], at=step, abort=self.aborts.get(i))
-            for i, (step, number) in enumerate(self.arrivals)
-        ]
+        out = []
+        for i, (step, number) in enumerate(self.arrivals):
+            order = menu()[number]
+            params = replace(order.params, speculative=i in self.guessed)
+            out.append(replace(order, params=params, at=step, abort=self.aborts.get(i)))
+        return out
 
 
 @lru_cache(maxsize=1)
@@ -127,7 +132,10 @@ def draw(seed: int) -> Trace:
     }
     coin = random.Random(f"switches of {seed}")
     on = tuple(name for name in SWITCHES if coin.random() < 0.5)
-    return Trace(switched(config, on), tuple(arrivals), aborts, on)
+    coin = random.Random(f"speculation of {seed}")
+    guessed = frozenset(i for i in range(len(arrivals)) if coin.random() < 0.5)
+    config = replace(config, **coin.choice(DRAFTS))
+    return Trace(switched(config, on), tuple(arrivals), aborts, on, guessed)
 
 
 def switched(config: EngineConfig, on: tuple[str, ...]) -> EngineConfig:
@@ -184,7 +192,9 @@ def shrunk(trace: Trace, mine: EngineHarness) -> Trace:
             for at, i in enumerate(kept)
             if i in trace.aborts and keep[count + i]
         }
-        return replace(trace, arrivals=tuple(trace.arrivals[i] for i in kept), aborts=aborts)
+        guessed = frozenset(at for at, i in enumerate(kept) if i in trace.guessed)
+        arrivals = tuple(trace.arrivals[i] for i in kept)
+        return replace(trace, arrivals=arrivals, aborts=aborts, guessed=guessed)
 
     flags = st.lists(st.booleans(), min_size=2 * count, max_size=2 * count)
     options = settings(max_examples=SHRINK, database=None, deadline=None)

@@ -130,7 +130,7 @@ class Recompute:
             return []
         answers, hints = [], [*said, *[()] * order.params.n]
         for params, hint in zip(order.params.completions(), hints, strict=False):
-            key = (order.prompt, replace(params, prompt_logprobs=None))
+            key = (order.prompt, replace(params, prompt_logprobs=None, speculative=True))
             if key not in self._known:
                 self._known[key] = self._generate(order.prompt, params, hint)
             answers.append(self._known[key])

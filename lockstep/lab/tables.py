@@ -13,7 +13,14 @@ from typing import Any
 
 from lockstep.attention import select
 from lockstep.attention.base import Backend
-from lockstep.lab import engine_harness, engine_recipes, option_recipes, properties, sampler_recipes
+from lockstep.lab import (
+    engine_harness,
+    engine_recipes,
+    option_recipes,
+    properties,
+    sampler_recipes,
+    speculative_recipes,
+)
 from lockstep.lab.features import FEATURES, GPU_FEATURES, Feature
 from lockstep.lab.options import Device, RunOptions
 from lockstep.lab.properties import Judgement
@@ -80,7 +87,7 @@ def group_refusal(
 
 ENGINE_RECIPES = (
     *(*engine_recipes.HISTORIES, *option_recipes.OPTIONS, *engine_recipes.SURROUNDINGS),
-    *(*option_recipes.CAPACITIES, *sampler_recipes.RECIPES),
+    *(*option_recipes.CAPACITIES, *sampler_recipes.RECIPES, *speculative_recipes.SPECULATIVE),
 )
 ATTENTION = MatrixTable(
     "attention",

@@ -14,7 +14,7 @@ and the next call that finds it set makes it anew from the jobs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -29,9 +29,10 @@ from lockstep.attention.select import select
 from lockstep.config import EngineConfig
 from lockstep.folder import has
 from lockstep.kv.pages import PagePool
+from lockstep.llm.accept import accept
 from lockstep.llm.calls import GONE, Caller, Turn, executing
 from lockstep.llm.fingerprint import fingerprint
-from lockstep.llm.generation import Ending, Generation, ScoreUpdate, StepResult, Text, TokenUpdates
+from lockstep.llm.generation import Ending, Generation, ScoreUpdate, StepResult, Text
 from lockstep.llm.launched import Launched
 from lockstep.llm.output import Chunk
 from lockstep.llm.prompts import Prompt, params_for, token_ids
@@ -45,13 +46,12 @@ from lockstep.plan.build import build
 from lockstep.plan.step import StepPlan
 from lockstep.run import memory
 from lockstep.run.certify import Certificate, certify
-from lockstep.run.kind import EMBED, ENCODE, GENERATE, group_specs, kinds_of
+from lockstep.run.kind import DRAFT, EMBED, ENCODE, GENERATE, group_specs, kinds_of
 from lockstep.run.runner import Runner, StepOutput
 from lockstep.sample.params import SamplingParams, resolve_seed, whole
 from lockstep.sample.sampler import (
     Logprobs,
     RowBatch,
-    Sampled,
     Settings,
     changes,
     described,
@@ -59,21 +59,14 @@ from lockstep.sample.sampler import (
     sample,
     settings,
 )
-from lockstep.sched.request import (
-    Accepted,
-    AcceptedTokens,
-    Batch,
-    Piece,
-    Request,
-    RequestSpec,
-    ScheduledStep,
-)
+from lockstep.sched.request import AcceptedTokens, Batch, Piece, Request, RequestSpec, ScheduledStep
 from lockstep.sched.scheduler import Limits, Scheduler
+from lockstep.spec import select as drafts
+from lockstep.spec.draft import DraftModel, DraftSetup
 from lockstep.text.tokenizer import Tokenizer
 from lockstep.types import INT32_MAX, Choice, RuleError, shown
 
 ITEM = SamplingParams(max_tokens=None, logprobs=True, seed=0)
-NOTHING = Accepted((), 0)
 BUILTIN = Path(__file__).parent.parent / "builtin"
 
 
@@ -87,6 +80,8 @@ class Parts:
     backend: Backend
     attention: Choice  # the backend, and why
     certificate: Certificate
+    # how its draft model is loaded; None: by the file that is named like the algorithm
+    draft: Callable[[DraftSetup], DraftModel] | None = None
 
 
 def load(config: EngineConfig) -> Parts:
@@ -130,7 +125,14 @@ class Engine:
         if self.context_length > self.info.max_position:
             rule = f"context_length is at most the model's {self.info.max_position} positions"
             raise RuleError(rule, str(config.context_length), "Leave it out, or lower it")
-        self.kinds = kinds_of(parts.model, parts.info, config.page_size, config.kv_cache_dtype)
+        target = Loaded(parts.model, parts.info)
+        self.draft_model = drafts.load(config, target, parts.backend, parts.draft)
+        layers = () if self.draft_model is None else self.draft_model.target_layers
+        self.kinds = kinds_of(
+            parts.model, parts.info, config.page_size, config.kv_cache_dtype, hidden_layers=layers
+        )
+        if self.draft_model is not None:
+            self.kinds[DRAFT] = self.draft_model.kind
         self.specs = group_specs(self.kinds.values())
         sizes = memory.size(self.specs, config, self.context_length, ops.device)
         graphs = self.on_card if config.graphs is None else config.graphs
@@ -141,6 +143,10 @@ class Engine:
             buckets = Buckets.for_decoding(most, each, 2 * max(sizes.pages))
         self.runner = Runner(
             self.specs, sizes.pages, parts.backend, ops, buckets, graphs, self.overlap
+        )
+        say = partial(print, file=sys.stderr, flush=True)
+        self.speculation = drafts.speculation(
+            config, self.draft_model, self.runner, self.info.eos_token_ids, say
         )
         self._num_pages = sizes.pages
         self.scheduler = self._new_scheduler()
@@ -162,7 +168,6 @@ class Engine:
         # a step that has happened, until its jobs have it all
         self._settled: StepResult | None = None
         if graphs and self.on_card and GENERATE in self.kinds:
-            say = partial(print, file=sys.stderr, flush=True)
             self.runner.capture(self.kinds[GENERATE], say)
 
     @property
@@ -215,6 +220,7 @@ class Engine:
             raise RuleError(rule, f"{len(ids)} + {new}", remedy)
         first = "0 is everybody's, a higher one goes first"
         known = self._known(generated, params, new)
+        speculative = self.speculation is not None and params.speculative and new > 1
         spec = RequestSpec(
             prompt=ids,
             max_new_tokens=new,
@@ -224,6 +230,8 @@ class Engine:
             encoder_ids=source,
             tenant=tenant,
             embed=embed,
+            speculative=speculative,
+            draft=speculative and self.draft_model is not None,
             needs_values=params.penalised,
             request_id=request_id or f"#{next(self._numbers)}",
         )
@@ -309,9 +317,13 @@ class Engine:
         with Turn(self._turns):
             self._tidy()
             self._changing = True
+            if self.speculation is not None:
+                self.speculation.propose(self.scheduler, self._params_of)
             step = self.scheduler.schedule()
             if step is not None:
                 self.scheduler.advance(step)
+                if self.speculation is not None:
+                    self.speculation.hold(step)
                 self._launched.append(self._launch(step))
             touched = self._settle(later=self.overlap and step is not None)
             self._changing = False
@@ -336,12 +348,17 @@ class Engine:
         samples all that it emits, of logits as they are."""
         rows = self._rows_of(step.batch)
         batch = self._row_batch(step, rows)
-        fused = self.on_card and step.kind.name == GENERATE and rows.emits and not rows.scored
-        fused = fused and not changes(batch)
+        fused = self.on_card and step.kind.name == GENERATE and rows.completions
+        fused = fused and not rows.scored and not changes(batch)
         out = self._run(step, settings(batch, self.info.vocab_size) if fused else None)
         launched = self._sample(step, rows, batch, out)
+        if out.layers:
+            again = self.overlap or self.runner.graphs  # the next launch writes there
+            states = tuple([each.clone() for each in out.layers]) if again else out.layers
+            launched = replace(launched, hidden=states)
         if self.overlap and launched.chosen is not None:
-            self.runner.keep(launched.chosen.token_ids)
+            ids = launched.chosen.token_ids
+            self.runner.keep(ids[list(rows.firsts)] if rows.drafts else ids)
         return launched.fetched() if self.on_card else launched
 
     def _run(self, step: ScheduledStep, settings: Settings | None = None) -> StepOutput:
@@ -370,16 +387,17 @@ class Engine:
         if not rows.completions:
             return Launched(step, rows, scored=tuple(scored))
         if out.sampled is None:
-            all_rows = len(rows.emits) == logits.shape[0]
-            wanted = logits if all_rows else logits[list(rows.emits)]
+            emits = rows.draws.emits
+            wanted = logits if len(emits) == len(logits) else logits[list(emits)]
             chosen = sample(ops, wanted, batch, self.info.eos_token_ids)
         else:
-            tokens, states = out.sampled[:, : len(rows.emits)]
-            chosen = described(ops, logits, rows.how, tokens, states)
+            tokens, states = out.sampled[:, : len(rows.draws.emits)]
+            chosen = described(ops, logits, rows.draws.how, tokens, states)
+        begins = batch.positions - batch.how.prompt_lens
         return Launched(
             step=step,
             rows=rows,
-            begins=tuple((batch.positions - rows.how.prompt_lens).tolist()),
+            begins=tuple((begins[list(rows.firsts)] if rows.drafts else begins).tolist()),
             chosen=chosen,
             scored=tuple(scored),
         )
@@ -391,12 +409,16 @@ class Engine:
         return self._rows
 
     def _row_batch(self, step: ScheduledStep, rows: SampledRows) -> RowBatch:
-        positions, requests = rows.positions(step.cached_lens), step.batch.requests
-        history = {
-            row: np.array(requests[rows.owners[row]].tokens[: positions[row]], np.int32)
-            for row in rows.penalised
-        }
-        return RowBatch(rows.how, positions, history)
+        draws = rows.draws
+        positions = draws.positions(step.cached_lens)
+        history = {}
+        for row, path in draws.penalised:
+            owner = draws.owners[row]
+            begin = step.batch.begins[owner]
+            before = step.batch.requests[owner].tokens[: positions[row] - len(path)]
+            nodes = [step.ids.item(begin + node) for node in path]
+            history[row] = np.array([*before, *nodes], np.int32)
+        return RowBatch(draws.how, positions, history)
 
     def _scored(self, job: Generation, piece: Piece, logits: Tensor) -> list[ScoreUpdate]:
         """Log-probabilities of tokens that were given; `logits` are those of the piece, and
@@ -452,6 +474,8 @@ class Engine:
             touched += jobs
             result, accepted = self._result(launched)
             ended = self.scheduler.settle(launched.step, accepted)
+            if self.speculation is not None and launched.step.kind.name == GENERATE:
+                self.speculation.settled(launched.step, accepted, launched.hidden)
             endings = [Ending(self._job(r).completions[r.index], r.finish or "stop") for r in ended]
             result = self._settled = replace(result, endings=(*result.endings, *endings))
             result.write()
@@ -468,10 +492,8 @@ class Engine:
         chosen, rows = launched.chosen, launched.rows
         tokens, endings, accepted = None, list[Ending](), AcceptedTokens.of(())
         if chosen is not None:
-            ids = chosen.token_ids.numpy()
-            errors = chosen.errors() if ids.min() < 0 else {}
-            endings = [Ending(rows.completions[row], "error", errors[row]) for row in errors]
-            tokens, accepted = self._accept(launched, chosen, errors)
+            some_ended = self.scheduler.ends > launched.step.ends
+            tokens, accepted, endings = accept(launched, chosen, some_ended)
         vectors = launched.embeddings if launched.embeddings is not None else ()
         result = StepResult(
             tokens=tokens,
@@ -485,37 +507,6 @@ class Engine:
         )
         return result, accepted
 
-    def _accept(
-        self, launched: Launched, chosen: Sampled, errors: Mapping[int, str]
-    ) -> tuple[TokenUpdates, AcceptedTokens]:
-        """Every row brings a token. Looked at one by one are those that may end a text, and those
-        that bring nothing."""
-        rows, completions = launched.rows, launched.rows.completions
-        ids = chosen.token_ids.numpy()
-        kept, accepted = dict[int, tuple[int, ...]](), dict[int, Accepted]()
-        texts: dict[int, tuple[str, ...]] = {}
-        ends = np.flatnonzero((ids[:, None] == rows.end_ids).any(1)).tolist()
-        ended: list[int] = []
-        if self.scheduler.ends > launched.step.ends:
-            ended = [row for row, each in enumerate(completions) if each.finish is not None]
-        for row in {*ends, *rows.searched, *ended, *errors}:
-            completion, entry = completions[row], NOTHING
-            if completion.finish is None and row not in errors:
-                entry = completion.accept((int(ids[row]),))
-                texts[row] = tuple(completion.ahead)
-            accepted[row] = entry
-            kept[row], _ = entry.cut(completion.most - launched.begins[row])
-        tokens = TokenUpdates(
-            completions=completions,
-            begins=launched.begins,
-            token_ids=ids.tolist(),
-            others=kept,
-            texts={row: text for row, text in texts.items() if completions[row].searched},
-            logprobs=chosen.logprobs,
-            logprob_rows=chosen.logprob_rows,
-        )
-        return tokens, AcceptedTokens(ids, accepted)
-
     def _publish(self, touched: list[Generation]) -> list[Generation]:
         """Text, without a lock on the engine: whoever reads a job first makes what is missing."""
         for job in touched if self.tokenizer is not None else ():
@@ -524,6 +515,9 @@ class Engine:
 
     def _job(self, request: Request) -> Generation:
         return self.jobs[request.spec.request_id]
+
+    def _params_of(self, request: Request) -> SamplingParams:
+        return self._job(request).completions[request.index].params
 
     # -- between calls
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.llm.calls import Caller, Turn
-from lockstep.llm.output import Chunk, Completion, Output, Top
+from lockstep.llm.output import NOT_SPECULATED, Chunk, Completion, Output, Speculated, Top
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import Logprobs
 from lockstep.sched.request import Accepted, Request
@@ -66,6 +66,8 @@ class CompletionState:
         self.error = ""
         self.tokenizer = None if given else text.tokenizer
         self.searched = self.tokenizer is not None and bool(params.stops)  # for stop strings
+        self.scored = params.top_logprobs is not None
+        self.speculated = NOT_SPECULATED
         self.end_ids = frozenset((*params.stop_ids, *(() if params.ignore_eos else text.eos_ids)))
         self.ahead: list[str] = []  # text of tokens that are being settled
         self._stream: Stream | None = None
@@ -121,6 +123,7 @@ class CompletionState:
             logprobs=chosen,
             top_logprobs=best,
             error=self.error,
+            speculated=self.speculated,
         )
 
     def _push(self, stream: Stream, token_id: int, count: int) -> tuple[str, bool]:
@@ -292,8 +295,8 @@ class Generation:
 class TokenUpdates(NamedTuple):
     """The tokens of a step, a column per quantity: of every completion a new one, which follows its
     first `begins`; `others` are the rows that get more, or less, than one. By row, their text where
-    it was searched; and their log-probabilities where these are wanted: those of row
-    `logprob_rows[i]` begin with row i of `logprobs`."""
+    it was searched; their log-probabilities where these are wanted: those of row `logprob_rows[i]`
+    begin with row `logprob_begins[i]` of `logprobs`; and what was drafted for them so far."""
 
     completions: Sequence[CompletionState]
     begins: Sequence[int]
@@ -302,6 +305,8 @@ class TokenUpdates(NamedTuple):
     texts: Mapping[int, tuple[str, ...]]
     logprobs: Logprobs | None = None
     logprob_rows: Sequence[int] = ()
+    logprob_begins: Sequence[int] = ()
+    speculated: Mapping[int, Speculated] = {}
 
     def write(self) -> None:
         """Of completions that have ended: they were written before that."""
@@ -314,7 +319,10 @@ class TokenUpdates(NamedTuple):
             if self.completions[row].finish is None:
                 self.completions[row].pieces[self.begins[row] :] = text
         logprobs = self.logprobs
-        for first, row in enumerate(self.logprob_rows):
+        for row, counts in self.speculated.items():
+            if self.completions[row].finish is None:
+                self.completions[row].speculated = counts
+        for first, row in zip(self.logprob_begins, self.logprob_rows, strict=True):
             completion, k = self.completions[row], self.completions[row].params.top_logprobs or 0
             if completion.finish is None and logprobs is not None:
                 at = range(first, first + len(others.get(row, (0,))))

@@ -29,6 +29,7 @@ class Launched:
     chosen: Sampled | None = None
     scored: tuple[ScoreUpdate, ...] = ()
     embeddings: Tensor | None = None
+    hidden: tuple[Tensor, ...] = ()  # of all rows, behind the layers that a draft reads
     ready: torch.Event | None = None  # when all of it lies on the host
 
     def fetched(self) -> Launched:

@@ -8,12 +8,25 @@ promise equal bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 Top = tuple[tuple[int, float], ...]  # (token id, log-probability) of the best tokens, best first
+
+
+class Speculated(NamedTuple):
+    """How much of a text was guessed: tokens that were drafted, those of them that were accepted,
+    and steps that verified drafts."""
+
+    drafted: int = 0
+    accepted: int = 0
+    verify_steps: int = 0
+
+
+NOT_SPECULATED = Speculated()
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +41,7 @@ class Completion:
     logprobs: Floats | None = None  # [len(token_ids)] of the chosen tokens
     top_logprobs: tuple[Top, ...] | None = None
     error: str = ""
+    speculated: Speculated = NOT_SPECULATED
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +74,11 @@ class Output:
     @property
     def top_logprobs(self) -> tuple[Top, ...] | None:
         return self.completions[0].top_logprobs
+
+    @property
+    def speculated(self) -> Speculated:
+        """Of all completions together."""
+        return Speculated(*map(sum, zip(*(c.speculated for c in self.completions), strict=True)))
 
     @property
     def finish_reason(self) -> str:

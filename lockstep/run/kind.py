@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lockstep.nn.decoder import Decoder, Model
 
 GENERATE, ENCODE, EMBED = "generate", "encode", "embed"
+DRAFT = "draft"  # of a second model, whose groups have pages for the keys of the first's
 
 
 @dataclass(frozen=True, eq=False)

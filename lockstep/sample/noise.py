@@ -35,3 +35,11 @@ def noise(counters: Tensor, vocab_size: int) -> Tensor:
     words: Any = philox(groups[None, :], position, index, 0, low, high)
     result: Tensor = gumbel(torch.stack(words, -1)).to(torch.float32)
     return result.flatten(1)[:, :vocab_size]
+
+
+def noise_of(counters: Tensor, token_ids: Tensor) -> Tensor:
+    """float32 [S, n]: that of some tokens alone, int64 [S, n]."""
+    position, index, low, high = (column[:, None] for column in counters.unbind(1))
+    words: Any = philox(token_ids // 4, position, index, 0, low, high)
+    result: Tensor = gumbel(torch.stack(words, -1)).to(torch.float32)
+    return result.gather(-1, (token_ids % 4)[..., None])[..., 0]

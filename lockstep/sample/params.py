@@ -90,6 +90,7 @@ class SamplingParams:
     ignore_eos          the model's EOS does not end the generation; stop and stop_token_ids do
     min_tokens          EOS and stop_token_ids cannot be chosen before so many tokens
     sample_index        which of a seed's completions this is
+    speculative         False: no token of it is guessed, whatever the engine does for others
     """
 
     max_tokens: int | None = 16
@@ -110,6 +111,7 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     sample_index: int = 0
+    speculative: bool = True
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
@@ -126,8 +128,10 @@ class SamplingParams:
                 checked[name] = whole(name, value, low, high, remedy)
         for name, (least, most, remedy) in NUMBERS.items():
             checked[name] = number(name, getattr(self, name), least, most, remedy, name == "top_p")
-        if not isinstance(self.ignore_eos, bool):
-            raise RuleError("ignore_eos is True or False", repr(self.ignore_eos), "Pass a bool")
+        for name in ("ignore_eos", "speculative"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise RuleError(f"{name} is True or False", repr(value), "Pass a bool")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

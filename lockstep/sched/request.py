@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from lockstep.kv.prefix import Path, Root
 from lockstep.kv.tables import Table
 from lockstep.plan.build import BatchShape, BatchWork, PageTables, RequestPages
+from lockstep.plan.tree import paths
 from lockstep.run.kind import StepKind
 from lockstep.sched.decoding import MOVING, Column, Decoding
 from lockstep.types import GroupSpec, RuleError
@@ -36,7 +37,8 @@ class RequestSpec:
 
     `items` are continuations that are given, not sampled: one fork of the prompt each, whose
     tokens' log-probabilities are wanted. `needs_values` says that a row's logits are edited by the
-    values of the tokens before it: none is computed before these are settled.
+    values of the tokens before it: none is computed before these are settled. `speculative` says
+    that drafts may be asked for, `draft` that a model makes them, with keys of its own.
     """
 
     prompt: tuple[int, ...]
@@ -46,6 +48,7 @@ class RequestSpec:
     wants_prompt_logprobs: bool = False
     encoder_ids: tuple[int, ...] = ()
     tenant: str = ""
+    speculative: bool = False
     draft: bool = False
     embed: bool = False
     items: tuple[tuple[int, ...], ...] = ()
@@ -142,6 +145,16 @@ class DraftTree(NamedTuple):
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
+
+    @property
+    def chain(self) -> bool:
+        """Whether every token follows the one before it."""
+        return self.parents == tuple(range(len(self.parents)))
+
+    @property
+    def depth(self) -> int:
+        """Tokens on the longest path."""
+        return max(map(len, paths((-1, *self.parents), len(self.parents) + 1))) - 1
 
 
 class Request:
@@ -247,7 +260,7 @@ class Request:
         """The last token and what may follow it, as the nodes of a tree; all are emitted."""
         nodes = 1 + len(draft.token_ids)
         emit, parents = tuple(range(nodes)), (-1, *draft.parents)
-        return ScheduledRows(self, nodes, emit, 1, self.table, parents=parents)
+        return ScheduledRows(self, nodes, emit, 1, self.table, parents=parents, chain=draft.chain)
 
     def launch(self, rows: ScheduledRows, sample: int, step: int) -> None:
         """The rows are on their way, in step number `step`: lengths move on, and the token that
@@ -297,11 +310,17 @@ class ScheduledRows(NamedTuple):
     table: Table | None = None  # of the request; another one by now, if it was preempted
     cross_new: int = 0  # encoder keys that the rows write
     parents: tuple[int, ...] | None = None  # of the rows, if they are nodes of a tree
+    chain: bool = False  # each below the one before: their keys lie in the pages, at their places
 
     @property
     def sampled(self) -> int:
         """Tokens that are sampled: an item's are given."""
         return 0 if self.request.spec.items else self.samples
+
+    @property
+    def draws(self) -> int:
+        """Rows that are sampled from, an item's given first token included."""
+        return self.samples if self.parents is None else self.new_len
 
     @property
     def last_len(self) -> int:
@@ -328,7 +347,7 @@ class Batch:
         return BatchShape.of(
             new_lens=self.new_lens,
             emits=[each.emit for each in self.rows],
-            parents=[each.parents for each in self.rows],
+            parents=[None if each.chain else each.parents for each in self.rows],
             cross_lens=[len(request.spec.encoder_ids) for request in self.requests],
             cross_news=[each.cross_new for each in self.rows],
         )

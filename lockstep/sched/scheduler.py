@@ -26,7 +26,7 @@ import numpy as np
 from lockstep.kv.pages import PagePool
 from lockstep.kv.prefix import Prefix
 from lockstep.kv.tables import Table, pages_for, peak_pages
-from lockstep.run.kind import EMBED, ENCODE, GENERATE, StepKind, group_specs
+from lockstep.run.kind import DRAFT, EMBED, ENCODE, GENERATE, StepKind, group_specs
 from lockstep.sched import policy
 from lockstep.sched.decoding import Column, Decoding
 from lockstep.sched.request import (
@@ -121,7 +121,8 @@ class Scheduler:
     ) -> None:
         self.kinds, self.pools, self.limits = kinds, tuple(pools), limits
         self.specs = group_specs(kinds.values())
-        self.tree = Prefix(self.specs, pools)
+        drafts = kinds[DRAFT].groups if DRAFT in kinds else ()
+        self.tree = Prefix(self.specs, pools, drafts)
         self.running: list[Request] = []  # by rank, like the next two
         self.waiting: list[Request] = []
         self.embeds: list[Request] = []
@@ -135,7 +136,10 @@ class Scheduler:
         self._after_whole = False
         self._blocked = False  # the head of the queue found no room in the last step
         self._groups = kinds[GENERATE].groups if GENERATE in kinds else ()
-        self._stored = tuple(g for g in self._groups if self.specs[g].layout is not Layout.CROSS)
+        self._drafts = drafts  # which come with them
+        cached = (*self._groups, *self._drafts)
+        self._stored = tuple(g for g in cached if self.specs[g].layout is not Layout.CROSS)
+        self._own_pools = [None if g in self._drafts else pool for g, pool in enumerate(pools)]
 
     def add(self, spec: RequestSpec) -> Request:
         """Takes a request in, or refuses one that could never run."""
@@ -199,9 +203,9 @@ class Scheduler:
             single = self._members.advance(step.number, batch.needs_values[:members]) + single
         for i in single:
             rows, table = batch.rows[i], batch.rows[i].table
-            if table is not None and table.pending:
-                table.moved()
-                if rows.parents is None:
+            if table is not None:
+                table.moved(self._groups)
+                if rows.parents is None or rows.chain:
                     table.drop_scratch()
             rows.request.launch(rows, batch.first_samples[i], step.number)
 
@@ -260,7 +264,7 @@ class Scheduler:
             rule = f"a step emits at most {size} rows"
             got = f"{spec.continuations} completions or items"
             raise RuleError(rule, got, "Ask for fewer, or raise chunked_prefill_size")
-        for g in () if spec.embed else self.kinds[GENERATE].groups:
+        for g in () if spec.embed else self._cached(spec):
             need, pool = self._least(spec, g), self.pools[g]
             if pool is not None and need > pool.num_pages - 1:
                 there = f"group {g} has {pool.num_pages - 1} pages of {self.specs[g].page_size}"
@@ -268,6 +272,10 @@ class Scheduler:
                 got = f"{spec.max_keys} keys, which need {need}"
                 remedy = "Shorten the prompt, lower max_tokens, or give the cache more memory"
                 raise RuleError(rule, got, remedy)
+
+    def _cached(self, spec: RequestSpec) -> tuple[int, ...]:
+        """The groups that a request has pages in."""
+        return (*self._groups, *self._drafts) if spec.draft else self._groups
 
     def _least(self, spec: RequestSpec, g: int) -> int:
         """Pages of group g without which a request cannot end."""
@@ -284,7 +292,8 @@ class Scheduler:
         self._blocked = True
         if len(self.running) >= self.limits.max_running_requests:
             return False
-        table, path = Table(self.specs, self.pools), None
+        pools = self.pools if request.spec.draft else self._own_pools
+        table, path = Table(self.specs, pools, self._drafts), None
         if self.limits.prefix_cache:
             path = self.tree.match(request.spec.root, request.tokens, table, request.matchable)
         request.table, request.path = table, path
@@ -293,6 +302,7 @@ class Scheduler:
             return False
         self._blocked = False
         request.cached_len = request.settled_len = path.length if path is not None else 0
+        table.draft_len = request.cached_len
         if request.hit_len is None:
             request.hit_len = request.cached_len
         self.counters["hit_tokens"] += request.cached_len
@@ -303,7 +313,7 @@ class Scheduler:
     def _fits(self, request: Request, table: Table) -> bool:
         """Room for all its known tokens, and one page more for everyone who runs: who enters should
         not be thrown out at once."""
-        for g in self.kinds[GENERATE].groups:
+        for g in self._cached(request.spec):
             spec = self.specs[g]
             need = (
                 peak_pages(spec, len(request.tokens), self.limits.chunked_prefill_size)
@@ -399,16 +409,26 @@ class Scheduler:
         """The draft of a request, if the step and the pages have room for all of it; it is asked
         once."""
         request.draft = None
-        begin, nodes, table = request.cached_len, 1 + len(tree.token_ids), request.table
-        if table is None or request.missing_len != 1 or nodes > min(builder.tokens, builder.emits):
+        nodes = 1 + len(tree.token_ids)
+        if request.missing_len != 1 or nodes > min(builder.tokens, builder.emits):
+            return False
+        if not self.make_room(request, 1 + tree.depth, 0 if tree.chain else nodes):
+            return False
+        ids = (request.tokens[-1], *tree.token_ids)
+        builder.add(request.tree_rows(tree), ids, request.cached_len)
+        return True
+
+    def make_room(self, request: Request, keys: int, nodes: int) -> bool:
+        """Pages for so many keys and tree nodes more of a request, and for the row behind whatever
+        is accepted of them; nobody is preempted for that."""
+        table = request.table
+        if table is None:
             return False
         table.release(request.settled_len)
-        # whatever is accepted, there is room for the row behind it
-        room = (begin + nodes + 1, nodes, len(request.spec.encoder_ids))
+        room = (request.cached_len + keys + 1, nodes, len(request.spec.encoder_ids))
         if not self.tree.make_room(table.needs(*room)):
             return False
         table.reserve(*room)
-        builder.add(request.tree_rows(tree), (request.tokens[-1], *tree.token_ids), begin)
         return True
 
     def _evict_ahead(self) -> None:
@@ -430,12 +450,12 @@ class Scheduler:
         except OutOfPages:
             self._evict_ahead()
             want = min(
-                want, min(table.room(g, self.tree.available(g)) for g in self._stored) - begin
+                want, min(table.room(g, self.tree.available(g)) for g in table.stored) - begin
             )
             if want < 1 or not self.tree.make_room(table.needs(begin + want, cross_len=cross_len)):
                 return 0
             table.reserve(begin + want, cross_len=cross_len)
-        request.room = min([table.room(g, 0) for g in self._stored])
+        request.room = min([table.room(g, 0) for g in table.stored])
         return want
 
     def _whole(self) -> ScheduledStep | None:
@@ -543,7 +563,8 @@ class Scheduler:
         if table is None or table.pending:
             return 0
         until_len = min(request.room, len(spec.prompt) + spec.max_new_tokens - 2)
-        if path is not None and path.node.end + self.tree.unit <= request.cached_len:
+        keys = min(request.cached_len, table.draft_len) if spec.draft else request.cached_len
+        if path is not None and path.node.end + self.tree.unit <= keys:
             until_len = min(until_len, request.cached_len + 1)  # its last key is not settled yet
         return until_len
 
@@ -556,25 +577,31 @@ class Scheduler:
         table, path, settled_len = request.table, request.path, request.settled_len
         if path is None or table is None or table.pending:
             return
+        if request.spec.draft:
+            settled_len = min(settled_len, table.draft_len)
         if settled_len >= path.node.end + self.tree.unit:
             self.tree.insert(path, request.tokens, table, settled_len)
 
     def _keep(self, piece: Piece, accepted: Sequence[Accepted]) -> None:
         """The keys of settled rows become matchable; those of a tree move to their places with the
         next step."""
-        request, table, tree = piece.request, piece.request.table, piece.rows.parents is not None
+        rows, request, table = piece.rows, piece.request, piece.request.table
         assert table is not None, "a request that lost its pages has nothing to keep"
-        request.settled_len = piece.cached_len + (0 if tree else piece.new_len)
-        self._store(request)
-        if tree:
+        request.settled_len = piece.cached_len + piece.new_len
+        if rows.parents is not None:
             nodes = accepted[0].nodes
             if len(nodes) != len(accepted[0].token_ids):
                 rule = "a tree's tokens are those behind the nodes that are accepted"
                 got = f"{len(accepted[0].token_ids)} tokens and {len(nodes)} nodes"
                 raise RuleError(rule, got, "Name the path from the root on")
-            table.accept(request.settled_len, nodes)
-            request.settled_len += len(nodes)
-            request.cached_len = request.settled_len
+            request.settled_len = piece.cached_len
+            if rows.chain:
+                request.settled_len += len(nodes)
+        self._store(request)
+        if rows.parents is not None:
+            request.settled_len = request.cached_len = piece.cached_len + len(nodes)
+            if not rows.chain:
+                table.accept(piece.cached_len, nodes)
 
     def _fork(self, parent: Request, index: int, accepted: Accepted) -> Request:
         """Completion `index`, which begins with what was sampled for it: it runs on from the
@@ -588,14 +615,10 @@ class Scheduler:
         child.finish = child.begin_item() if spec.items else reason
         if child.finish is not None:
             return child
-        partial = [
-            int(g in self._stored and parent.cached_len % group.page_size > 0)
-            for g, group in enumerate(self.specs)
-        ]
         if (
             len(self.running) < self.limits.max_running_requests
             and parent.table is not None
-            and self.tree.make_room(partial)
+            and self.tree.make_room(parent.table.fork_needs(parent.cached_len))
         ):
             child.table, child.encoded = parent.table.fork(parent.cached_len), True
             child.cached_len = child.settled_len = parent.cached_len
@@ -633,5 +656,5 @@ class Scheduler:
             self.tree.close(request.path)
         if request.table is not None:
             request.table.close()
-        request.table, request.path = None, None
+        request.table, request.path, request.draft = None, None, None
         request.cached_len = request.settled_len = request.room = 0

@@ -36,7 +36,7 @@ RELATED = ("lockstep-preempt-token", "sglang-16521")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def _row_batch(self: Any, step: Any, rows: Any) -> Any:
         batch = old(self, step, rows)
-        again = (rows.last_lens > 1) & (batch.positions > batch.how.prompt_lens)
+        again = (rows.draws.last_lens > 1) & (batch.positions > batch.how.prompt_lens)
         prompt_lens = np.where(again, batch.positions, batch.how.prompt_lens)
         return batch._replace(how=replace(batch.how, prompt_lens=prompt_lens))
 

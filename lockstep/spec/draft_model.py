@@ -1,0 +1,59 @@
+"""Drafts by a model of its own: a smaller one with the same vocabulary, which sees tokens alone.
+
+Loaded like any other model, for the target's device. Knows the loader and what has to agree; the
+engine's `spec.select` calls it, `model_draft` runs what it returns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from lockstep.models import loader
+from lockstep.models.loader import Loaded
+from lockstep.run.kind import DRAFT, GENERATE, StepKind, kinds_of
+from lockstep.spec.draft import DraftSetup
+from lockstep.types import RuleError
+
+
+@dataclass(frozen=True, eq=False)
+class SeparateModel:
+    """A `DraftModel`."""
+
+    kind: StepKind
+    target_layers: tuple[int, ...] = ()
+    hidden: Tensor | None = None
+
+    def fuse(self, states: tuple[Tensor, ...]) -> Tensor:
+        raise NotImplementedError("a model that sees tokens alone is given no states")
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.kind.model.logits(hidden).float()
+
+
+def load(setup: DraftSetup) -> SeparateModel:
+    """The model that the options name."""
+    config = setup.config
+    loaded = loader.load(
+        str(config.speculative_draft_model),
+        config.device,
+        config.dtype,
+        context_length=config.context_length,
+        load_format=config.load_format,
+    )
+    return of(loaded, setup)
+
+
+def of(loaded: Loaded, setup: DraftSetup) -> SeparateModel:
+    """A model that is there already, as the draft of a target."""
+    (model, info), target = loaded, setup.target.info
+    if info.encoder or not model.generates:
+        rule = "a draft continues text"
+        raise RuleError(rule, f"a model of type {info.model_type}", "Use a decoder")
+    if info.vocab_size != target.vocab_size:
+        rule = f"a draft has the vocabulary of its target, {target.vocab_size} tokens"
+        raise RuleError(rule, f"{info.vocab_size}", "Use one with the same tokenizer")
+    page_size, kv_dtype = setup.config.page_size, setup.config.kv_cache_dtype
+    kinds = kinds_of(model, info, page_size, kv_dtype, setup.first_group)
+    return SeparateModel(replace(kinds[GENERATE], name=DRAFT))

@@ -1,0 +1,66 @@
+"""Drafts from the text itself: what followed the last time that it read like this.
+
+The longest of the last few tokens that stand somewhere before are looked up, and what came behind
+them is the guess: a chain. Nothing is computed on a device, so a wrong guess costs the rows that
+verify it. Knows token ids; the engine calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from lockstep.sched.request import DraftTree, Request
+from lockstep.spec.draft import NO_DRAFT, DraftRequest, SettledStep
+
+LONGEST, SHORTEST = 5, 2  # tokens that have to be the same
+
+
+class Index:
+    """Of one text: where every short run of its tokens ended last, its very end left out."""
+
+    def __init__(self) -> None:
+        self.known_len = 0  # tokens that were looked at
+        self.ends: dict[tuple[int, ...], int] = {}
+
+    def update(self, tokens: Sequence[int]) -> None:
+        """More tokens have come. The runs that end with the last one are not taken in yet: they
+        would only find themselves."""
+        for end in range(max(self.known_len, 1), len(tokens)):
+            for n in range(SHORTEST, LONGEST + 1):
+                if end >= n:
+                    self.ends[tuple(tokens[end - n : end])] = end
+        self.known_len = len(tokens)
+
+    def find(self, tokens: Sequence[int]) -> int | None:
+        """Behind which token the longest known run of the last ones ended."""
+        for n in range(min(LONGEST, len(tokens)), SHORTEST - 1, -1):
+            end = self.ends.get(tuple(tokens[-n:]))
+            if end is not None:
+                return end
+        return None
+
+
+class NgramDraft:
+    """A `Draft`: a chain of tokens that were there before."""
+
+    def __init__(self) -> None:
+        self._indexes: WeakKeyDictionary[Request, Index] = WeakKeyDictionary()
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        return [self._chain(ask) for ask in requests]
+
+    def observe(self, settled: SettledStep) -> None:
+        """Tokens are looked at when a chain is wanted."""
+
+    def _chain(self, ask: DraftRequest) -> DraftTree:
+        tokens = ask.request.tokens
+        index = self._indexes.setdefault(ask.request, Index())
+        index.update(tokens)
+        end = index.find(tokens)
+        if end is None:
+            return NO_DRAFT
+        period, count = len(tokens) - end, min(ask.steps, ask.nodes)
+        # a run that reaches into the end of the text goes on as it began
+        ids = tuple([tokens[end + i % period] for i in range(count)])
+        return DraftTree(ids, tuple(range(count)))

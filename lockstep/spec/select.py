@@ -1,0 +1,91 @@
+"""Which draft an engine has: from its options to a `Speculation`, or to an error that says why not.
+
+An algorithm is a file beside this one. Knows names, defaults and what a target must be; the engine
+calls it when it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+from lockstep.attention.base import Backend
+from lockstep.attention.select import refusal
+from lockstep.config import EngineConfig
+from lockstep.models.loader import Loaded
+from lockstep.run.kind import group_specs, kinds_of
+from lockstep.run.runner import Runner
+from lockstep.spec.draft import DraftModel, DraftSetup
+from lockstep.spec.model_draft import ModelDraft
+from lockstep.spec.ngram import NgramDraft
+from lockstep.spec.speculation import Speculation, TreeShape
+from lockstep.types import RuleError
+
+STEPS = {"ngram": 8, "draft": 4, "eagle": 3, "eagle3": 3}  # where none are asked for
+FILES = {"draft": "draft_model", "eagle": "eagle", "eagle3": "eagle3"}
+
+Loader = Callable[[DraftSetup], DraftModel]
+
+
+def shape_of(config: EngineConfig) -> TreeShape:
+    """How large drafts may be."""
+    steps = config.speculative_num_steps or STEPS[config.speculative_algorithm or ""]
+    rows = config.speculative_num_draft_tokens
+    if rows is not None and rows < 2:
+        rule = "speculative_num_draft_tokens counts the last token and at least one behind it"
+        raise RuleError(rule, str(rows), "Use 2 or more")
+    top_k = config.speculative_eagle_topk or 1
+    if rows is not None and top_k == 1 and config.speculative_num_steps is None:
+        steps = rows - 1
+    return TreeShape(steps, top_k, rows - 1 if rows is not None else 0)
+
+
+def load(
+    config: EngineConfig, target: Loaded, backend: Backend, loader: Loader | None
+) -> DraftModel | None:
+    """The model that drafts; None if nobody does, or none is needed. Raises where speculation is
+    asked for and cannot be."""
+    algorithm = config.speculative_algorithm
+    if algorithm is None:
+        return None
+    model, info = target
+    if info.encoder or not model.generates:
+        rule = "speculation continues a decoder's text"
+        got = "an encoder-decoder" if info.encoder else "a model for embeddings"
+        raise RuleError(rule, got, "Leave speculative_algorithm out")
+    if shape_of(config).top_k > 1 and not backend.caps.tails:
+        rule = "a tree of drafts needs a backend that states `tails`"
+        got = f"{type(backend).__module__}, which does not"
+        raise RuleError(rule, got, "Use speculative_eagle_topk 1, or another backend")
+    if algorithm not in FILES:
+        return None
+    kinds = kinds_of(model, info, config.page_size, config.kv_cache_dtype)
+    rows = max(config.bucket_sizes or (config.chunked_prefill_size,))
+    setup = DraftSetup(config, target, len(group_specs(kinds.values())), rows)
+    if loader is None:
+        loader = import_module(f"lockstep.spec.{FILES[algorithm]}").load
+    draft = loader(setup)
+    for spec in draft.kind.specs:
+        dtype = str(model.ops.dtype).removeprefix("torch.")
+        reason = refusal(backend.caps, spec, model.ops.device.type, dtype=dtype)
+        if reason is not None:
+            rule = "the target's attention backend computes the draft's layers too"
+            raise RuleError(rule, reason, "Use another draft, or another backend")
+    return draft
+
+
+def speculation(
+    config: EngineConfig,
+    model: DraftModel | None,
+    runner: Runner,
+    eos_ids: tuple[int, ...],
+    say: Callable[[str], None],
+) -> Speculation | None:
+    """What the engine asks between steps; None if nothing is guessed."""
+    if config.speculative_algorithm is None:
+        return None
+    shape = shape_of(config)
+    if model is None:
+        return Speculation(NgramDraft(), shape, say)
+    rows = config.chunked_prefill_size
+    return Speculation(ModelDraft(model, runner, shape.top_k, rows, eos_ids), shape, say)

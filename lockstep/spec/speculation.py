@@ -1,0 +1,183 @@
+"""The engine's side of a draft: who is asked for, how deep, and what came of it.
+
+Before a step is scheduled, every request that decodes and may speculate gets a tree, if its draft
+has one; when a step has settled, the draft is told. A request that will be asked for again is held
+until its tokens have their values. Nothing here can change an answer. Knows requests, lengths,
+times and the draft; the engine calls it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from lockstep.plan.tree import paths
+from lockstep.sample.params import SamplingParams
+from lockstep.sched.request import AcceptedTokens, Request, ScheduledRows, ScheduledStep
+from lockstep.sched.scheduler import Scheduler
+from lockstep.spec.depth import LONGEST_REST, REST, Luck, Times, depths
+from lockstep.spec.draft import Draft, DraftRequest, SettledRows, SettledStep
+from lockstep.types import RuleError
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """How large a draft may be.
+
+    steps  its deepest token
+    top_k  tokens that are tried behind each of the best; 1 is a chain
+    nodes  tokens in all
+    """
+
+    steps: int
+    top_k: int = 1
+    nodes: int = 0
+
+    def __post_init__(self) -> None:
+        k = self.top_k
+        most = k + (self.steps - 1) * k * k
+        if not self.nodes:
+            object.__setattr__(self, "nodes", min(most, self.steps * k))
+        if not self.steps <= self.nodes <= most:
+            rule = f"{self.steps} steps of top-k {k} give from {self.steps} to {most} draft tokens"
+            raise RuleError(rule, str(self.nodes), "Change their number, the steps or top-k")
+
+    def scratch(self, nodes: int) -> int:
+        """Nodes that a request needs room for, of the target's tree or of the draft's own."""
+        return 0 if self.top_k == 1 else max(nodes + 1, self.top_k * (self.steps - 1))
+
+
+class Speculation:
+    """Drafts of an engine's requests."""
+
+    # off: always as deep as the shape allows; for the lab and for tests
+    adaptive = True
+
+    def __init__(self, draft: Draft, shape: TreeShape, say: Callable[[str], None]) -> None:
+        self.draft, self.shape, self.times = draft, shape, Times()
+        self._luck = Luck()  # of all requests
+        self._lucks: WeakKeyDictionary[Request, Luck] = WeakKeyDictionary()
+        self._say: Callable[[str], None] | None = say
+        self._begun = 0.0  # when the step was begun that is settled next
+
+    def propose(self, scheduler: Scheduler, params_of: Callable[[Request], SamplingParams]) -> None:
+        """Trees for whoever may have one in the next step."""
+        begun, shape, asks = time.perf_counter(), self.shape, list[DraftRequest]()
+        budget = (scheduler.limits.chunked_prefill_size - len(scheduler.running)) // 2
+        for request, steps in self._wanted(scheduler).items():
+            nodes = min(shape.nodes if shape.top_k > 1 else steps, budget)
+            if nodes < 1:
+                break
+            room = (request, steps + 1, shape.scratch(nodes))
+            if request.spec.draft and not scheduler.make_room(*room):
+                continue
+            budget -= nodes
+            asks.append(DraftRequest(request, params_of(request), min(steps, nodes), nodes))
+        for ask, tree in zip(asks, self.draft.propose(asks) if asks else (), strict=True):
+            if tree.token_ids:
+                ask.request.draft = tree
+        self._begun = time.perf_counter()
+        if asks:
+            self.times.draft(max(ask.steps for ask in asks), self._begun - begun)
+
+    def hold(self, step: ScheduledStep) -> None:
+        """Who is to have a draft next waits until his token has its value."""
+        for rows in step.batch.rows:
+            request = rows.request
+            if request.spec.speculative and rows.sampled and not self._rests(request, step.number):
+                request.held_until = max(request.held_until, step.number)
+
+    def settled(
+        self, step: ScheduledStep, accepted: AcceptedTokens, hidden: tuple[Tensor, ...]
+    ) -> None:
+        """A step of the target has settled."""
+        batch, entries, at = step.batch, list[SettledRows](), 0
+        if all(rows.new_len == 1 or rows.parents for rows in batch.rows):
+            self.times.step(len(step.ids), time.perf_counter() - self._begun)
+        cached_lens = step.cached_lens.tolist()
+        for i, (rows, cached_len) in enumerate(zip(batch.rows, cached_lens, strict=True)):
+            nodes: Sequence[int] = range(rows.new_len)
+            if rows.parents is not None:
+                nodes = accepted.sample(at).nodes
+                self._verified(rows, nodes)
+            at += rows.sampled
+            kept = tuple([batch.begins[i] + node for node in nodes])
+            entries += [SettledRows(request, cached_len, kept) for request in drafting(rows)]
+        self.draft.observe(SettledStep(tuple(entries), hidden))
+
+    # -- how deep
+
+    def _wanted(self, scheduler: Scheduler) -> dict[Request, int]:
+        """How deep a draft every request is to have, of those that may have one."""
+        shape, settled = self.shape, scheduler.settled
+        awake = [
+            request
+            for request in scheduler.running
+            if request.spec.speculative and not self._rests(request, settled)
+        ]
+        most = {request: n for request in awake if (n := deepest(request, settled)) > 0}
+        if not self.adaptive or not most:
+            return {request: min(n, shape.steps) for request, n in most.items()}
+        awake = list(most)
+        lucks = [self._luck_of(request) for request in awake]
+        chosen = depths(lucks, self.times, shape.steps, shape.nodes)
+        known = self.times.step_s(len(awake)) is not None
+        wanted: dict[Request, int] = {}
+        for request, luck, steps in zip(awake, lucks, chosen, strict=True):
+            if not steps and known and not luck.rests_until:
+                luck.rests(settled)
+                self._note(luck)
+            elif not steps and known:  # it has rested: one guess, whatever it is worth
+                steps, luck.rests_until = 1, 0
+            if steps:
+                wanted[request] = min(steps, most[request])
+        return wanted
+
+    def _rests(self, request: Request, settled: int) -> bool:
+        """Whether it is not asked for when so many steps are settled."""
+        luck = self._lucks.get(request)
+        return self.adaptive and luck is not None and settled < luck.rests_until
+
+    def _luck_of(self, request: Request) -> Luck:
+        luck = self._lucks.get(request)
+        if luck is None:
+            luck = self._lucks[request] = Luck(self._luck.a)
+        return luck
+
+    def _verified(self, rows: ScheduledRows, nodes: Sequence[int]) -> None:
+        depth = max(map(len, paths(rows.parents or (), rows.new_len))) - 1
+        for luck in (self._luck_of(rows.request), self._luck):
+            luck.verified(depth, max(len(nodes) - 1, 0))
+
+    def _note(self, luck: Luck) -> None:
+        """Said once."""
+        if self._say is not None:
+            self._say(
+                f"speculation: guesses are right too seldom ({luck.a:.0%}) to pay for their rows; "
+                f"decoding plainly, with a try every {REST} to {LONGEST_REST} steps"
+            )
+            self._say = None
+
+
+def deepest(request: Request, settled: int) -> int:
+    """How deep a draft of a request may be, if steps up to number `settled` are settled: 0 if it is
+    not its turn, or its end leaves no room."""
+    turn = request.table is not None and request.launched_in <= settled
+    return request.left - 1 if turn and request.decodes else 0
+
+
+def drafting(rows: ScheduledRows) -> list[Request]:
+    """Whose keys some rows became: the request's, if it still has its pages, and those of
+    completions that were forked off behind them."""
+    request = rows.request
+    own = request.siblings if rows.samples > 1 else [request]
+    return [
+        each
+        for each in own
+        if each.spec.speculative and each.table is not None
+        if each is not request or each.table is rows.table
+    ]

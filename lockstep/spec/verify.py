@@ -1,0 +1,71 @@
+"""Which of the drafted tokens are right: the target's own sample behind every node says it.
+
+A node is a row of the target like any other, sampled with the noise of its own position and over
+the tokens that stand before it. From the root on, a path goes on for as long as one of the node's
+children is the token that was sampled behind it. So what is accepted is what plain decoding would
+have sampled one by one, and the sample behind the last node is one token more. Knows numbers on
+the host alone; the engine calls it when a step has come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+
+class NodeRows(NamedTuple):
+    """A draft as it was launched: rows `first`, `first` + 1, ... of those that were sampled. The
+    first is of the request's last token."""
+
+    first: int
+    token_ids: Sequence[int]
+    parents: Sequence[int]
+
+
+class Verified(NamedTuple):
+    """What every completion of a step gets.
+
+    token_ids  the samples along its path
+    nodes      the path, as many nodes as tokens, where there was a draft
+    errors     why the next token could not be sampled, where that is so
+    rows       the sampled rows that the tokens come from
+    """
+
+    token_ids: list[tuple[int, ...]]
+    nodes: dict[int, tuple[int, ...]]
+    errors: dict[int, str]
+    rows: list[tuple[int, ...]]
+
+
+def verify(
+    firsts: Sequence[int],
+    drafts: Mapping[int, NodeRows],
+    sampled: Sequence[int],
+    errors: Mapping[int, str],
+) -> Verified:
+    """`firsts[c]` is the first sampled row of completion c, its only one without a draft; `sampled`
+    and `errors` are by row."""
+    out = Verified([], {}, {}, [])
+    for completion, first in enumerate(firsts):
+        draft = drafts.get(completion)
+        nodes = (0,) if draft is None else accepted_path(draft, sampled)
+        if (last := first + nodes[-1]) in errors:
+            out.errors[completion] = errors[last]
+            nodes = nodes[:-1]
+        if draft is not None:
+            out.nodes[completion] = nodes
+        rows = tuple([first + node for node in nodes])
+        out.rows.append(rows)
+        out.token_ids.append(tuple([sampled[row] for row in rows]))
+    return out
+
+
+def accepted_path(draft: NodeRows, sampled: Sequence[int]) -> tuple[int, ...]:
+    """The nodes from the root on whose tokens were sampled behind their parents."""
+    children = {
+        (parent, draft.token_ids[node]): node for node, parent in enumerate(draft.parents) if node
+    }
+    nodes = [0]
+    while (node := children.get((nodes[-1], sampled[draft.first + nodes[-1]]))) is not None:
+        nodes.append(node)
+    return tuple(nodes)

@@ -1,0 +1,291 @@
+"""Speculation changes no bit: tokens, log-probabilities and ends are those of plain decoding.
+
+Every engine here runs the same requests twice, plainly and with a draft, in batches of mixed
+parameters; each test also shows that drafts were accepted and rejected.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.attention import select
+from lockstep.config import EngineConfig
+from lockstep.lab.speculative import CHAIN, NGRAM, TREE, drafts, noisy
+from lockstep.lab.tiny import (
+    BART,
+    CONTEXT,
+    DEEPSEEK,
+    GEMMA2,
+    GPT_OSS,
+    LLAMA,
+    QWEN3,
+    Tiny,
+    parts,
+    words,
+)
+from lockstep.llm.engine import Engine
+from lockstep.llm.generation import Generation
+from lockstep.llm.output import Speculated
+from lockstep.sample.noise import counter, noise, noise_of
+from lockstep.sample.params import SamplingParams
+from lockstep.sched.request import DraftTree
+from lockstep.spec import draft_model
+from lockstep.spec.depth import SEEN, Luck, Times, depths
+from lockstep.spec.verify import NodeRows, verify
+from lockstep.types import RuleError
+
+PLAIN = SamplingParams(max_tokens=24, temperature=0, logprobs=2, ignore_eos=True)
+WISHES = (
+    PLAIN,
+    replace(PLAIN, temperature=0.7, seed=1),
+    replace(
+        PLAIN,
+        temperature=1.0,
+        seed=2,
+        top_p=0.9,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+        repetition_penalty=1.1,
+    ),
+    replace(PLAIN, temperature=1.0, seed=3, n=3, logprobs=None),
+    replace(PLAIN, min_tokens=9, ignore_eos=False, stop_token_ids=(5, 9, 11), top_k=9, seed=4),
+    replace(PLAIN, temperature=0.4, seed=5, min_p=0.1, logit_bias={3: 4.0}, logprobs=0),
+    replace(PLAIN, stop=("th", "e"), temperature=0.5, seed=6),
+    replace(PLAIN, speculative=False),
+    replace(PLAIN, temperature=0.3, seed=8, prompt_logprobs=1),
+)
+
+
+def made(tiny: Tiny, overlap: bool = False, **options: Any) -> Engine:
+    """An engine with a draft that is its model with noise on the weights."""
+    model = replace(parts(tiny, select.load("cpu")), draft=drafts(tiny))
+    names = {"context_length": CONTEXT, "max_total_tokens": 2000, "page_size": 4, **options}
+    engine = Engine(EngineConfig.from_names(names), model, overlap)
+    if engine.speculation is not None:
+        engine.speculation.adaptive = False
+    return engine
+
+
+def prompts() -> list[tuple[int, ...]]:
+    """Some whose text repeats, some that share a beginning."""
+    block, stem = words(7, 1), words(21, 2)
+    repeating = [block * 3 + block[:2], block * 2, (4, 5) * 9]
+    return [*repeating, *(stem + words(n, n) for n in (1, 2, 3)), words(40, 5), stem, (3,)]
+
+
+def answers(engine: Engine) -> tuple[list[Any], Speculated]:
+    """What all requests come to, and what was guessed."""
+    jobs = [engine.add(prompt, wish) for prompt, wish in zip(prompts(), WISHES, strict=True)]
+    run(engine)
+    outputs = [job.output("") for job in jobs]
+    counts = [output.speculated for output in outputs]
+    return [bits(job) for job in jobs], Speculated(*map(sum, zip(*counts, strict=True)))
+
+
+def run(engine: Engine) -> None:
+    while engine.busy:
+        engine.step()
+    engine.check()
+
+
+def bits(job: Generation) -> list[Any]:
+    """All that plain decoding gives."""
+    output = job.output("")
+    scores = output.prompt_logprobs
+    return [
+        None if scores is None else scores.tobytes(),
+        *(
+            (
+                c.token_ids,
+                c.text,
+                c.finish_reason,
+                None if c.logprobs is None else c.logprobs.tobytes(),
+                c.top_logprobs,
+            )
+            for c in output.completions
+        ),
+    ]
+
+
+def judge(tiny: Tiny, least: int = 5, **options: Any) -> None:
+    """With these options an engine answers as it does without speculation."""
+    plain = {k: v for k, v in options.items() if not k.startswith("speculative")}
+    want, nothing = answers(made(tiny, **plain))
+    got, counts = answers(made(tiny, **options))
+    assert nothing == Speculated()
+    assert counts.accepted >= least and counts.drafted - counts.accepted >= least, counts
+    for i, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+        assert mine == theirs, f"request {i}: {WISHES[i]}"
+
+
+@pytest.mark.parametrize("tiny", [LLAMA, QWEN3, DEEPSEEK, GPT_OSS, GEMMA2], ids=lambda t: t.name)
+@pytest.mark.parametrize("how", [NGRAM, CHAIN, TREE], ids=["ngram", "chain", "tree"])
+def test_speculative_answers_have_the_bits_of_plain_ones(tiny, how):
+    judge(tiny, **how)
+
+
+@pytest.mark.parametrize("how", [NGRAM, CHAIN, TREE], ids=["ngram", "chain", "tree"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunked_prefill_size": 5},
+        {"max_running_requests": 2},
+        {"max_total_tokens": 96, "chunked_prefill_size": 16},
+        {"disable_radix_cache": True, "page_size": 1},
+        {"page_size": 16, "overlap": True},
+        {"overlap": True, "max_total_tokens": 112, "page_size": 2},
+        {"bucket_sizes": (1, 2, 4, 8, 16, 32, 64, 512)},
+    ],
+    ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items())[:40],
+)
+def test_no_option_of_the_engine_changes_that(how, options):
+    judge(QWEN3, least=1, **how, **options)
+
+
+def test_the_path_goes_on_while_the_draft_is_the_sample():
+    draft = NodeRows(2, (7, 8, 9, 8, 4), (-1, 0, 0, 1, 3))
+    sampled = [1, 3, 8, 8, 5, 4, 6]
+    found = verify([0, 1, 2], {2: draft}, sampled, {})
+    assert found.token_ids == [(1,), (3,), (8, 8, 4, 6)]
+    assert found.nodes == {2: (0, 1, 3, 4)} and found.rows[2] == (2, 3, 5, 6)
+
+
+def test_an_error_behind_accepted_tokens_ends_the_path_before_it():
+    draft = NodeRows(0, (7, 8, 9), (-1, 0, 1))
+    found = verify([0], {0: draft}, [8, -1, 4], {1: "NaN", 2: "of no interest"})
+    assert found.token_ids == [(8,)] and found.nodes == {0: (0,)} and found.errors == {0: "NaN"}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"speculative_algorithm": "magic"}, "ngram, draft, eagle, eagle3; got 'magic'"),
+        ({"speculative_num_steps": 3}, "comes with speculative_algorithm; got 3"),
+        ({**NGRAM, "speculative_eagle_topk": 2}, "one chain from the text"),
+        ({**NGRAM, "speculative_eagle_topk": 0}, "a whole number from 1"),
+        ({"speculative_algorithm": "draft"}, "needs speculative_draft_model; got none"),
+        ({**CHAIN, "speculative_num_draft_tokens": 1}, "at least one behind it; got 1"),
+        ({**TREE, "speculative_num_draft_tokens": 23}, "from 3 to 21 draft tokens"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_options_that_make_no_sense_are_refused(options, said):
+    with pytest.raises(RuleError, match=said):
+        made(LLAMA, **options)
+
+
+def test_an_encoder_decoder_does_not_speculate():
+    with pytest.raises(RuleError, match="continues a decoder's text; got an encoder-decoder"):
+        made(BART, **NGRAM)
+
+
+def test_a_draft_of_another_vocabulary_is_refused():
+    small = Tiny("small", "", "llama", {**LLAMA.config, "vocab_size": 40})
+    model = replace(
+        parts(LLAMA, select.load("cpu")),
+        draft=lambda setup: draft_model.of(noisy(small, 0.0), setup),
+    )
+    with pytest.raises(RuleError, match="the vocabulary of its target, 61 tokens; got 40"):
+        Engine(EngineConfig.from_names({"context_length": CONTEXT, **CHAIN}), model)
+
+
+def test_every_token_of_the_context_may_be_guessed_and_none_behind_it():
+    """A draft ends where the context does."""
+    wish = replace(PLAIN, max_tokens=None)
+    plain, drafted = made(LLAMA), made(LLAMA, **NGRAM)
+    jobs = [engine.add((4, 5) * 9, wish) for engine in (plain, drafted)]
+    for engine in (plain, drafted):
+        run(engine)
+    assert bits(jobs[0]) == bits(jobs[1])
+    assert len(jobs[1].completions[0].token_ids) == CONTEXT - 18
+
+
+@pytest.mark.parametrize("how", [NGRAM, TREE], ids=["ngram", "tree"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_that_is_aborted_with_nodes_gives_every_page_back(how, overlap):
+    engine = made(QWEN3, overlap, disable_radix_cache=True, **how)
+    jobs = [engine.add(prompt, PLAIN) for prompt in prompts()[:3]]
+    for count in range(14):
+        engine.step()
+        if count in (7, 9):
+            engine.abort(jobs[count - 7])
+            engine.check()
+    run(engine)
+    pools = [pool for pool in engine.scheduler.pools if pool is not None]
+    assert all(pool.free == pool.num_pages - 1 for pool in pools)
+
+
+def test_results_say_what_was_guessed():
+    engine = made(LLAMA, **NGRAM)
+    job = engine.add((4, 5) * 9, PLAIN)
+    run(engine)
+    counts = job.output("").completions[0].speculated
+    assert counts == Speculated(drafted=16, accepted=16, verify_steps=4)
+
+
+def test_the_noise_of_some_tokens_is_theirs_among_all():
+    counters = torch.tensor([counter(7, 0, 12), counter(-3, 2, 40)])
+    ids = torch.tensor([[0, 5, 60], [59, 1, 2]])
+    assert torch.equal(noise_of(counters, ids), noise(counters, 61).gather(1, ids))
+
+
+def times(plain_s: float, wide_s: float, draft_s: float = 0.0) -> Times:
+    """Of a request alone: plain steps, steps of five rows, and drafts of four."""
+    out = Times()
+    for _ in range(SEEN):
+        out.step(1, plain_s)
+        out.step(5, wide_s)
+        out.draft(4, draft_s)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("share", "seconds", "depth"),
+    [
+        (0.9, (1.0, 1.2), 4),  # rows cost little
+        (0.5, (1.0, 2.0), 1),  # the second guess is worth a quarter, as much as its row
+        (0.1, (1.0, 2.0), 0),
+        (0.9, (1.0, 1.2, 3.5), 0),  # the draft costs more than it brings
+        (0.9, (1.0, 1.2, 0.5), 4),
+    ],
+)
+def test_guesses_are_as_deep_as_it_pays(share, seconds, depth):
+    assert depths([Luck(share)], times(*seconds), 4, 4) == [depth]
+
+
+def test_what_is_not_known_yet_is_tried():
+    seen = Times()
+    assert depths([Luck()], seen, 4, 4) == [0], "a plain step"
+    for _ in range(SEEN):
+        seen.step(1, 1.0)
+    assert depths([Luck()], seen, 4, 4) == [4], "a wide one"
+
+
+def test_who_is_never_right_rests_longer_and_longer_and_tries_again():
+    engine = made(LLAMA, **NGRAM)
+    speculation = engine.speculation
+    speculation.adaptive, said = True, []
+    speculation._say = said.append
+    speculation.times = times(1.0, 4.0)
+    speculation.times.step = lambda rows, seconds: None
+    wrong = DraftTree((60, 60), (0, 1))
+    asked: list[int] = []
+
+    def propose(asks):
+        asked.extend(len(ask.request.tokens) for ask in asks)
+        return [wrong] * len(asks)
+
+    speculation.draft.propose = propose
+    job = engine.add((3, 9), replace(PLAIN, max_tokens=140))
+    plain = made(LLAMA)
+    same = plain.add((3, 9), replace(PLAIN, max_tokens=140))
+    run(engine)
+    run(plain)
+    assert bits(job) == bits(same)
+    late = [n for n in asked if n > 40]
+    assert 0 < len(late) <= 6 and len(said) == 1, (asked, said)
+    assert "decoding plainly" in said[0]
