@@ -285,7 +285,7 @@ def head(record: Any, i: Any, j: Any, x: Any) -> None:
 
 
 f: Any = None  # what a loop does with an element: of each `Looped` its own
-Looped: Any = namedtuple("Looped", "loop f")  # a text that other texts call like the loop
+Looped = namedtuple("Looped", "loop f")  # a text that other texts call like the loop
 
 
 def mapped(y: Any, n: Any, x: Any, a: Any) -> None:
@@ -403,18 +403,18 @@ def angle_row(position: Any, cos: Any, sin: Any, n: Any, freqs: Any, factor_bits
         ss[k] = mul(np.float32(s), factor)
 
 
-divide_row = Looped(mapped, lambda v, by: div(v, by))
-power_row = Looped(mapped, lambda v, top: exp2(mul(sub(v, top), LOG2E)))
-cap_row = Looped(mapped, lambda v, cap: mul(tanh(div(v, cap)), cap))
-act_row = Looped(mapped, act)
-add_row = Looped(paired, lambda v, w, a, b: add(v, w))
-scale_row = Looped(paired, lambda v, w, scale, _: mul(mul(v, scale), w))
-centre_row = Looped(paired, lambda v, w, mean, scale: mul(mul(sub(v, mean), scale), w))
-gate_row = Looped(paired, lambda v, w, kind, _: mul(act(v, kind), w))
-clamp_row = Looped(paired, clamped)
-sum_row = Looped(summed, lambda total, v, _: add(total, v))
-square_row = Looped(summed, lambda total, v, _: fma(v, v, total))
-deviate_row = Looped(summed, lambda total, v, mean: fma(sub(v, mean), sub(v, mean), total))
+divide_row: Any = Looped(mapped, lambda v, by: div(v, by))
+power_row: Any = Looped(mapped, lambda v, top: exp2(mul(sub(v, top), LOG2E)))
+cap_row: Any = Looped(mapped, lambda v, cap: mul(tanh(div(v, cap)), cap))
+act_row: Any = Looped(mapped, act)
+add_row: Any = Looped(paired, lambda v, w, a, b: add(v, w))
+scale_row: Any = Looped(paired, lambda v, w, scale, _: mul(mul(v, scale), w))
+centre_row: Any = Looped(paired, lambda v, w, mean, scale: mul(mul(sub(v, mean), scale), w))
+gate_row: Any = Looped(paired, lambda v, w, kind, _: mul(act(v, kind), w))
+clamp_row: Any = Looped(paired, clamped)
+sum_row: Any = Looped(summed, lambda total, v, _: add(total, v))
+square_row: Any = Looped(summed, lambda total, v, _: fma(v, v, total))
+deviate_row: Any = Looped(summed, lambda total, v, mean: fma(sub(v, mean), sub(v, mean), total))
 INLINED = ("norm", "turn", "head", "row", "scale_of", "add_row", "scale_row", "square_row")
 
 

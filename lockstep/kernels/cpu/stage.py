@@ -79,7 +79,7 @@ def transpose_ir(builder: Any, rows: list[Any]) -> list[Any]:
         [pick(rows[0], rows[1], index), pick(rows[2], rows[3], index)]
         for index in ((0, 4, 1, 5), (2, 6, 3, 7))
     ]
-    return [pick(*pair, index) for pair in pairs for index in ((0, 1, 4, 5), (2, 3, 6, 7))]
+    return [pick(a, b, index) for a, b in pairs for index in ((0, 1, 4, 5), (2, 3, 6, 7))]
 
 
 def concat_ir(builder: Any, parts: list[Any]) -> Any:

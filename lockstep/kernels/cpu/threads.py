@@ -144,8 +144,8 @@ def call(at: Any) -> None:
     helpers = max(min(head[TEAM], share) - 1, np.int64(0))
     head[TEAM] = helpers + 1
     head[SHARES] = min(head[SHARES], head[TEAM])
-    for number in range(head[SHARES]):
-        counters[LINE * number] = 0
+    for each in range(head[SHARES]):
+        counters[LINE * each] = 0
     number, desk = np.int64(0), board + 8 * DESK
     while number < DESKS and helpers > 0 and exchange(desk + 8 * TAKEN, 1) != 0:
         number += 1

@@ -151,7 +151,7 @@ class Ops:
         self, x: Tensor, heads: Heads, weights: Tensor | None, cos_sin: CosSin
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One launch."""
-        v = x.unflatten(1, (x.shape[1] // heads.d, heads.d))[:, heads.heads + heads.kv_heads :]
+        v = x.view(len(x), x.shape[1] // heads.d, heads.d)[:, heads.heads + heads.kv_heads :]
         return *rowwise.qk_norm_rope(x, heads, weights, *cos_sin), v
 
     def activate(self, x: Tensor, act: Activation) -> Tensor:
