@@ -21,7 +21,6 @@ import pytest
 from lockstep import order
 from lockstep.kernels.triton import launch, tuning
 from lockstep.kernels.triton.items import Rows, items
-from lockstep.kernels.triton.variants import variants
 from lockstep.order import Splits, even
 from lockstep.types import AttnSpec, GroupSpec, Layout
 
@@ -239,4 +238,6 @@ def test_a_handful_of_variants_compile_for_sm_90_without_spills(tmp_path):
 
 
 def test_there_are_no_more_variants_than_ci_can_compile():
+    from lockstep.kernels.triton.variants import variants  # which needs Triton
+
     assert 40 <= len(variants()) <= 200

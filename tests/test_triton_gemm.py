@@ -59,7 +59,7 @@ def test_a_kernel_has_its_values_and_its_bits(interpreted: dict[str, str], name:
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_kernel_compiles_for_sm_90_without_spills(name: str) -> None:
     from lockstep.kernels.triton.compile import SHARED_LIMIT, build, inspect
-    from lockstep.kernels.triton.gemm_variants import variants
+    from lockstep.kernels.triton.variants import variants
 
     (variant,) = (v for v in variants() if v.name == name)
     kernel = build(variant)
@@ -73,7 +73,7 @@ def test_a_kernel_compiles_for_sm_90_without_spills(name: str) -> None:
 
 
 def test_a_variant_has_a_name_of_its_own() -> None:
-    from lockstep.kernels.triton.gemm_variants import variants
+    from lockstep.kernels.triton.variants import variants
 
     names = [v.name for v in variants()]
     assert len(names) == len(set(names))

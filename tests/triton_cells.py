@@ -453,9 +453,9 @@ def main() -> None:
     card = args.device == "cuda"
     features, size = (CARD_FEATURES, CARD_SIZE) if card else (SMALL_FEATURES, SMALL_SIZE)
     if not card:
-        from lockstep.kernels.triton import interpret
+        import triton_interpret
 
-        interpret.install()
+        triton_interpret.install()
         order.attention_order = lambda *sizes: SMALL
         tuning.few = lambda spec, tree=False: Tuning(
             rows=16, warps=1, stages=1, parts=True, fold_rows=16, fold_depth=1

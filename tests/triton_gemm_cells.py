@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from lockstep.kernels.triton import interpret
+    import triton_interpret
 
-    interpret.install()
+    triton_interpret.install()
 
 if "--play" not in sys.argv:
     from lockstep.kernels.cpu import routing as cpu_routing
@@ -284,7 +284,7 @@ def rope_values() -> str:
     """Against the CPU's kernels in float32: two products and a sum, in either layout, whole heads
     or a part; with norms and without."""
     said, spec = "", Heads(heads=3, kv_heads=2, d=24, eps=1e-6)
-    x, weights = draw(6, 5 * 24 + 40, dtype=torch.float32), draw(2, 24, dtype=torch.float32, seed=1)
+    x, weights = draw(6, 7 * 24, dtype=torch.float32), draw(2, 24, dtype=torch.float32, seed=1)
     for half in (12, 8):
         cos, sin = angles(6, half)
         for norms in (None, weights):
@@ -304,7 +304,8 @@ def rope_values() -> str:
 def cpu_rope(x: Tensor, norms: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """The CPU's queries and keys."""
     pair = None if norms is None else norms.cpu()
-    return cpu.qk_norm_rope(x.cpu(), Heads(3, 2, 24, 1e-6), pair, CosSin(cos.cpu(), sin.cpu()))
+    heads, cos_sin = Heads(3, 2, 24, 1e-6), CosSin(cos.cpu(), sin.cpu())
+    return cpu.qk_norm_rope(x.cpu(), heads, pair, cos_sin)[:2]
 
 
 @cell

@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 from lockstep.kernels.triton.cublas import CublasLt, torch_gemm
-from lockstep.kernels.triton.gemm import Tile, gemm, warm
+from lockstep.kernels.triton.gemm import Tile, gemm, gemm_kernel
 from lockstep.kernels.triton.gemm_choice import GRID, REFERENCE, TABLE, choose, differing, tile_for
 
 SHAPES = {
@@ -129,6 +129,13 @@ class Offline:
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+
+def warm(n: int, k: int, dtype: torch.dtype, tile: Tile) -> None:
+    """Compiles what `gemm` would launch into Triton's cache; tensors of the CPU stand for the
+    device's. Launches nothing."""
+    x, w, y = (torch.empty(shape, dtype=dtype) for shape in ((16, k), (n, k), (16, n)))
+    gemm_kernel.warmup(x, w, y, 16, k // 8, N=n, K=k, GROUP=tile.group, grid=(1,), **tile.constants)
 
 
 def compile_one(task: tuple[int, int, Tile]) -> str:

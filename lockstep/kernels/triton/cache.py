@@ -1,6 +1,9 @@
-"""Launches of the cache's writers on a GPU: `write` for one storage, `move` for all of a group.
+"""The cache's two writers on a GPU: this step's K or V rows of a layer, and relocations in all
+layers at once.
 
-Knows torch tensors and `kv.py`; the pool on a GPU calls these where the one on a CPU indexes.
+`write` divides by the scale, clamps and rounds once, in float32; `move` gathers every row of a
+column of bytes before it scatters one, so that a row may be both source and target. Knows tensors;
+no page, no request. Called by the op table.
 """
 
 from __future__ import annotations
@@ -8,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.triton.launch import power_of_2
@@ -18,6 +23,53 @@ MOVES = 4096  # rows that one program holds in registers between gather and scat
 HELD_WORDS = 16384  # 4-byte words of them per program
 
 
+# ---- texts ----
+
+
+@triton.jit
+def encode(x, scale, LARGEST: tl.constexpr):
+    """Values as they are stored: divided by the scale, clamped to the format's range; NaN stays
+    NaN. An infinite value would be one for rows that do not see it: 0 times infinity is NaN."""
+    y = tl.div_rn(x.to(tl.float32), tl.zeros_like(x).to(tl.float32) + scale)
+    y = tl.maximum(y, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(y, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit(do_not_specialize=("x_token", "x_head"))
+def write_kernel(
+    x, cache, slots, scale, x_token, x_head,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token per program: its rows of all kv heads."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < KV_HEADS * D
+    value = tl.load(x + token * x_token + (i // D) * x_head + i % D, mask=inside, other=0.0)
+    stored = encode(value, scale, LARGEST).to(cache.dtype.element_ty)
+    tl.store(cache + slot * (KV_HEADS * D) + i, stored, mask=inside)
+
+
+@triton.jit(do_not_specialize=("count",))
+def move_kernel(bases, row_words, moves, count, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """`count` rows of one storage and one run of WORDS 4-byte words per program: all are read
+    before one is written."""
+    storage = tl.program_id(0)
+    words = tl.load(row_words + storage)
+    base = tl.load(bases + storage).to(tl.pointer_type(tl.int32))
+    column = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    row = tl.arange(0, ROWS)
+    real = (row < count)[:, None] & (column < words)[None, :]
+    source = tl.load(moves + 2 * row, mask=row < count, other=0).to(tl.int64)
+    target = tl.load(moves + 2 * row + 1, mask=row < count, other=0).to(tl.int64)
+    held = tl.load(base + source[:, None] * words + column[None, :], mask=real, other=0)
+    tl.debug_barrier()  # gather all, then scatter all
+    tl.store(base + target[:, None] * words + column[None, :], held, mask=real)
+
+
+# ---- calls ----
+
+
 def largest(dtype: torch.dtype) -> float:
     """Values are clamped to ± this: what the format holds, and so far below float32's end that a
     sum of them has one too."""
@@ -26,8 +78,6 @@ def largest(dtype: torch.dtype) -> float:
 
 def write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
     """Stores rows [T, kv_heads, d] at int32 `slots` [T] of a storage [slots, kv_heads, d]."""
-    from lockstep.kernels.triton.kv import write_kernel
-
     if len(values) != len(slots):
         rule, got = "a step writes one row per slot", f"{len(slots)} slots, {len(values)} rows"
         raise RuleError(rule, got, "Pass all rows")
@@ -48,8 +98,7 @@ def storage_table(storages: Sequence[Tensor], device: torch.device) -> tuple[Ten
     pool is."""
     row_bytes = [s.shape[1] * s.shape[2] * s.element_size() for s in storages]
     if any(n % 4 for n in row_bytes):
-        rule = "a K or V row is a multiple of 4 bytes"
-        got = f"rows of {row_bytes} bytes"
+        rule, got = "a K or V row is a multiple of 4 bytes", f"rows of {row_bytes} bytes"
         raise RuleError(rule, got, "Use head sizes that are multiples of 8")
     bases = torch.tensor([s.data_ptr() for s in storages], dtype=torch.int64, device=device)
     return bases, torch.tensor([n // 4 for n in row_bytes], dtype=torch.int32, device=device)
@@ -58,8 +107,6 @@ def storage_table(storages: Sequence[Tensor], device: torch.device) -> tuple[Ten
 def move(table: tuple[Tensor, Tensor], widest_words: int, moves: Tensor) -> None:
     """Relocates rows, moves [M, 2] int32 (from, to), in every storage of `storage_table`, in one
     launch."""
-    from lockstep.kernels.triton.kv import move_kernel
-
     count = len(moves)
     if count > MOVES:
         rule = f"a step relocates at most {MOVES} rows of a group"

@@ -21,10 +21,12 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lockstep.kernels.triton.variants import Variant, variants
 from lockstep.types import RuleError
+
+if TYPE_CHECKING:
+    from lockstep.kernels.triton.variants import Variant  # which needs Triton
 
 SHARED_LIMIT = 227 * 1024
 FOLDER = "LOCKSTEP_TRITON_REPORTS"  # where results are kept, if not in the user's cache
@@ -91,6 +93,8 @@ def compile_all(chosen: Sequence[Variant], jobs: int) -> Iterator[tuple[Report, 
 
 def compile_one(name: str) -> Report:
     """Compiles the variant called `name` and keeps its report."""
+    from lockstep.kernels.triton.variants import variants
+
     variant = next(v for v in variants() if v.name == name)
     begin = time.perf_counter()
     kernel = build(variant)
@@ -163,38 +167,30 @@ def loop_spills(sass: str) -> int:
         (int(at, 16), text)
         for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass, re.M)
     ]
+    products = [at for at, text in code if re.search(r"\bHG?MMA\b", text)]
     loops = []
-    for i, (at, text) in enumerate(code):
+    for i, (end, text) in enumerate(code):
         back = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
         # a wait that was not over at once is repeated at the end of the code, and jumps back
         retried = any("SYNCS.PHASECHK" in before for _, before in code[max(i - 3, 0) : i])
-        if back and int(back[1], 16) < at and not retried:
-            loops.append((int(back[1], 16), at))
+        begin = int(back[1], 16) if back and not retried else end
+        if begin < end and any(begin <= at <= end for at in products):
+            loops.append((begin, end))
     inner = [
         (a, b)
         for a, b in loops
-        if not any(
-            (c, d) != (a, b) and a <= c and d <= b and _multiplies(code, c, d) for c, d in loops
-        )
+        if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)
     ]
-    spilled = {
-        at
-        for a, b in inner
-        if _multiplies(code, a, b)
-        for at, text in code
-        if a <= at <= b and re.search(r"\b(LDL|STL)\b", text)
-    }
-    return len(spilled)
-
-
-def _multiplies(code: Sequence[tuple[int, str]], begin: int, end: int) -> bool:
-    return any(begin <= at <= end and re.search(r"\bHG?MMA\b", text) for at, text in code)
+    local = [at for at, text in code if re.search(r"\b(LDL|STL)\b", text)]
+    return sum(any(a <= at <= b for a, b in inner) for at in local)
 
 
 def run(args: Any) -> int:
     """`lockstep kernels --compile sm_90`."""
     try:
         import triton
+
+        from lockstep.kernels.triton.variants import variants
     except ImportError as error:
         rule = "compiling GPU kernels needs Triton"
         raise RuleError(rule, str(error), "pip install triton==3.6.0 (Linux)") from None

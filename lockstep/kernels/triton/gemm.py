@@ -14,7 +14,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -188,10 +187,3 @@ def batched_gemm(x: Tensor, w: Tensor, y: Tensor, tile: Tile) -> Tensor:
         strides = (stride // 8 for t in (x, y) for stride in (t.stride(0), t.stride(1)))
         batched_gemm_kernel[grid](x, w, y, rows, *strides, N=n, K=k, **tile.constants)
     return y
-
-
-def warm(n: int, k: int, dtype: torch.dtype, tile: Tile) -> None:
-    """Compiles what `gemm` would launch into Triton's cache; tensors of the CPU stand for the
-    device's. Launches nothing."""
-    x, w, y = (torch.empty(shape, dtype=dtype) for shape in ((16, k), (n, k), (16, n)))
-    gemm_kernel.warmup(x, w, y, 16, k // 8, N=n, K=k, GROUP=tile.group, grid=(1,), **tile.constants)

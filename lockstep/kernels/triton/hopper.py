@@ -9,9 +9,22 @@ blocks and pages; no items, no requests. Called by the three kernels only.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.language.core import _aggregate as aggregate
+from triton.language.core import _aggregate
 
 LN2 = gl.constexpr(0.6931471805599453)
+
+
+def aggregate(cls):
+    """A class of values that travel together: made of its fields, in their order."""
+    kinds = cls.__annotations__
+
+    @gluon.constexpr_function
+    def __init__(self, *values):
+        for name, value in zip(kinds, values, strict=True):
+            setattr(self, name, gl.constexpr(value) if kinds[name] is gl.constexpr else value)
+
+    cls.__init__ = __init__
+    return _aggregate(cls)
 
 
 @aggregate
@@ -23,11 +36,6 @@ class Splits:
     count1: gl.tensor
     len1: gl.tensor
     len2: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, count0, len0, count1, len1, len2):
-        self.count0, self.len0, self.count1 = count0, len0, count1
-        self.len1, self.len2 = len1, len2
 
     @gluon.jit
     def end(self, s):
@@ -48,11 +56,6 @@ class Ring:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     stages: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, pages, tiles, full, empty, stages):
-        self.pages, self.tiles, self.full, self.empty = pages, tiles, full, empty
-        self.stages = gl.constexpr(stages)
 
     @gluon.jit
     def claim(self, i, BYTES: gl.constexpr):

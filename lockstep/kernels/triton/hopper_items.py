@@ -27,11 +27,6 @@ class Item:
     begin: gl.tensor
     end: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, row, entry, row_begin, row_end, lo, hi, split, begin, end):
-        self.row, self.entry, self.row_begin, self.row_end = row, entry, row_begin, row_end
-        self.lo, self.hi, self.split, self.begin, self.end = lo, hi, split, begin, end
-
 
 @aggregate
 class Output:
@@ -46,12 +41,6 @@ class Output:
     v_scale: gl.tensor
     heads: gl.tensor
     kv_heads: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, out, lse, sinks2, part_ml, part_acc, counters, v_scale, heads, kv_heads):
-        self.out, self.lse, self.sinks2 = out, lse, sinks2
-        self.part_ml, self.part_acc, self.counters = part_ml, part_acc, counters
-        self.v_scale, self.heads, self.kv_heads = v_scale, heads, kv_heads
 
 
 @gluon.jit

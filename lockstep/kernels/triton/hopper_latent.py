@@ -113,21 +113,9 @@ def attend_item(
     while begin < it.end:
         end = gl.minimum(splits.end(split), it.end)
         m, l, o = attend_split(
-            q,
-            q_rest,
-            w_room,
-            ring,
-            rest,
-            c,
-            g + begin - it.begin,
-            begin,
-            end,
-            seen,
-            lo,
-            hi,
-            it.hi,
+            q, q_rest, w_room, ring, rest, c, g + begin - it.begin, begin, end, seen, lo, hi, it.hi,
             PAGE,
-        )
+        )  # fmt: skip
         if begin > it.begin:
             M, L, o = fold(M, L, gl.load(own), m, l, o)
         else:

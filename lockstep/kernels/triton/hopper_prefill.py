@@ -52,12 +52,6 @@ class Room:
     state: gl.shared_memory_descriptor
     staged: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, q, q_full, q_empty, keys, values, mine, other, state, staged):
-        self.q, self.q_full, self.q_empty = q, q_full, q_empty
-        self.keys, self.values = keys, values
-        self.mine, self.other, self.state, self.staged = mine, other, state, staged
-
 
 @gluon.jit
 def share(work):

@@ -34,6 +34,12 @@ class Tuning:
     # "decode" (16 rows), "latent" (64 rows)
     kernel: str = "plain"
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """As Triton takes them."""
+        sizes = {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+        return sizes | {"enable_fp_fusion": False}
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -181,8 +187,7 @@ def plain(call: Call, table: Tensor, room: Scratch, tuning: Tuning) -> None:
         int(scoring.causal), at.page_size, mul, shift,
         splits.count0, splits.len0, splits.count1, splits.len1, splits.len2,
         *eighths(q, "q"), *eighths(k, "k"), *eighths(v, "v"), **call.shape.constants(tuning),
-        num_warps=tuning.warps, num_stages=tuning.stages, maxnreg=tuning.registers,
-        enable_fp_fusion=False,
+        **tuning.options,
     )  # fmt: skip
 
 

@@ -2,33 +2,40 @@
 compiles and CI looks at.
 
 A variant is a kernel, its compile-time constants, the types of its arguments and its launch shape.
-Page size, lengths, strides, windows, group sizes and head counts are run-time values and make no
-variants. Knows the tunings; knows nothing of how one compiles.
+Page size, lengths, strides, windows, rows, vocabularies and head counts are run-time values and
+make no variants; the shapes are those of Qwen3-8B, Qwen3-30B-A3B, gpt-oss and
+DeepSeek-V3. Knows the tunings; knows nothing of how one compiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 
-from lockstep.kernels.triton import tuning
-from lockstep.kernels.triton.cache import largest
-from lockstep.kernels.triton.launch import Shape, Tuning
+from lockstep.kernels.triton import cache, moe, rowwise, sample, tuning
+from lockstep.kernels.triton.gemm import Tile
+from lockstep.kernels.triton.gemm_choice import GRID, tile_for
+from lockstep.kernels.triton.launch import Shape
+from lockstep.ops import Routing
 from lockstep.order import SM90, attention_order
 from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout
 
-TYPES = {"bfloat16": "bf16", "float16": "fp16", "float8_e4m3": "fp8e4nv"}
-# arguments that attention kernels share; those that are in no table are integers
-SHARED = (
-    dict.fromkeys(("lse", "sinks2", "part_ml", "part_acc"), "*fp32")
-    | dict.fromkeys(("c", "pre", "v_scale"), "fp32")
-    | dict.fromkeys(("items", "positions", "start", "page_ids", "counters"), "*i32")
-    | dict.fromkeys(("tail_indptr", "tail_slots"), "*i32")
-    | {"page_mul": "i64"}
-)
+NAMED = {  # arguments of one type: every kernel calls one thing by one name; others are integers
+    "*bf16": "x w y residual total q k v out parts",
+    "*fp32": "weight weights bias cos sin logits chosen top_logs lse sinks2 part_ml part_acc",
+    "*i64": "ints search bins best tokens states sums top_ids last bases",
+    "*i32": "ids counts listed peaks items positions start page_ids counters tail_indptr"
+    " tail_slots slots row_words moves",
+    "fp32": "c pre v_scale eps alpha limit number floor scale",
+    "*fp64": "floats",
+    "i64": "page_mul",
+}
+TYPES = {name: kind for kind, names in NAMED.items() for name in names.split()}
+KEYS = {"bfloat16": "*bf16", "float16": "*fp16", "float8_e4m3": "*fp8e4nv"}
 LAYOUT = (
     "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, "
     "fp4_padded=False, cga_layout=[])"
@@ -42,6 +49,7 @@ KNOWN_SPILLS = {
 }
 LATENT_SPILLS = 25  # addresses and scalars, read once a tile, beside 128 values per thread
 HEADS = ((64, 64), (128, 128), (256, 256), (192, 128), (576, 512))
+GEMMS = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))
 
 
 @dataclass(frozen=True)
@@ -60,109 +68,158 @@ class Variant:
     known_spills: int = 0  # accesses to spilled registers in its loops that are known and stated
 
 
-def group(d_qk: int, d_v: int, kv: str, cap: bool = False) -> GroupSpec:
-    """A group with these sizes, as the tunings want to see one."""
-    latent = d_qk > 512
-    layout, heads, kv_heads = (Layout.LATENT, 128, 1) if latent else (Layout.DENSE, 32, 8)
-    attn = AttnSpec(scale=d_qk**-0.5, soft_cap=30.0 if cap else None)
-    return GroupSpec(
-        layout, heads, kv_heads, d_qk, d_v, (attn,), kv_dtype="bfloat16" if kv == "float16" else kv
-    )
-
-
-def attend(
-    d_qk: int,
-    d_v: int,
-    shape_name: str,
-    kv: str = "bfloat16",
-    cap: bool = False,
-    tree: bool = False,
+def variant(
+    name: str, kernel: str, launch: Mapping[str, Any], known_spills: int = 0, **types: str
 ) -> Variant:
-    """The plain kernel."""
-    spec = group(d_qk, d_v, kv, cap)
-    chosen: Tuning = {"few": tuning.few, "some": tuning.some, "many": tuning.many}[shape_name](
-        spec, tree
-    )
-    tile = attention_order(SM90, d_qk, d_v).tile
-    shape = Shape(
-        d_qk=d_qk, d_v=d_v, tile=tile, latent=spec.layout is Layout.LATENT, cap=cap, tree=tree
-    )
-    compute = "*fp16" if kv == "float16" else "*bf16"
-    keys = {"k": f"*{TYPES[kv]}", "v": f"*{TYPES[kv]}"}
-    feature = "".join((" cap" if cap else "", " tree" if tree else ""))
+    """From what a kernel is launched with; arguments have the types of their names, but for
+    `types`."""
     return Variant(
-        name=f"attend {d_qk}/{d_v} {shape_name} {kv}{feature}",
-        kernel="attend:attend_kernel",
-        types={"q": compute, "out": compute, **keys, **SHARED},
-        constants=shape.constants(chosen),
-        warps=chosen.warps,
-        stages=chosen.stages,
-        registers=chosen.registers,
-        known_spills=KNOWN_SPILLS.get((d_qk, shape_name, kv, tree), 0),
+        name=name,
+        kernel=kernel,
+        types=TYPES | types,
+        constants={key: value for key, value in launch.items() if key.isupper()},
+        warps=launch.get("num_warps", 4),
+        stages=launch.get("num_stages", 1),
+        gluon=kernel.startswith("hopper"),
+        registers=launch.get("maxnreg"),
+        known_spills=known_spills,
+    )
+
+
+def plain(
+    head: tuple[int, int], shape: str, kv: str = "bfloat16", cap: bool = False, tree: bool = False
+) -> Variant:
+    """The plain attention kernel, launched as `shape` says: few, some or many rows."""
+    d_qk, d_v = head
+    latent = d_qk > 512
+    spec = GroupSpec(
+        layout=Layout.LATENT if latent else Layout.DENSE,
+        heads=128 if latent else 32,
+        kv_heads=1 if latent else 8,
+        d_qk=d_qk,
+        d_v=d_v,
+        layers=(AttnSpec(scale=d_qk**-0.5, soft_cap=30.0 if cap else None),),
+        kv_dtype="bfloat16" if kv == "float16" else kv,
+    )
+    chosen = getattr(tuning, shape)(spec, tree)
+    tile = attention_order(SM90, d_qk, d_v).tile
+    made = Shape(d_qk=d_qk, d_v=d_v, tile=tile, latent=latent, cap=cap, tree=tree)
+    compute = "*fp16" if kv == "float16" else "*bf16"
+    feature = (" cap" if cap else "") + (" tree" if tree else "")
+    return variant(
+        f"attend {d_qk}/{d_v} {shape} {kv}{feature}",
+        "attend:attend_kernel",
+        made.constants(chosen) | chosen.options,
+        KNOWN_SPILLS.get((d_qk, shape, kv, tree), 0),
+        **{"q": compute, "out": compute, "k": KEYS[kv], "v": KEYS[kv]},
     )
 
 
 def hopper(which: str, d: int, page: int) -> Variant:
-    """The warp-specialised kernels; d is 512 for a latent cache."""
-    box = f"tensordesc<bf16[{page}, 64],{LAYOUT}>"
-    own = {"q_desc": f"tensordesc<bf16[64, {d}],{LAYOUT}>", "q": "*bf16", "out": "*bf16"}
+    """A warp-specialised attention kernel; d is 512 for a latent cache."""
+    box, latent = f"tensordesc<bf16[{page}, 64],{LAYOUT}>", which == "latent"
     chosen = {"prefill": tuning.PREFILL, "decode": tuning.DECODE, "latent": tuning.LATENT}[which]
-    sizes = {"D": d, "TILE": 128, "STAGES": chosen.stages * 128 // d, "PAGE": page}
-    return Variant(
-        name=f"{which} {d} page {page}",
-        kernel=f"hopper_{which}:{which}_kernel",
-        types={"k_desc": box, "v_desc": box, **own, **SHARED},
-        constants={"PAGE": page} if which == "latent" else sizes,
-        warps=chosen.warps,
-        gluon=True,
-        registers=chosen.registers,
-        known_spills=LATENT_SPILLS if which == "latent" else 0,
+    sizes = {"D": d, "TILE": 128, "STAGES": chosen.stages * 128 // d}
+    return variant(
+        f"{which} {d} page {page}",
+        f"hopper_{which}:{which}_kernel",
+        ({} if latent else sizes) | {"PAGE": page} | chosen.options | {"num_stages": 1},
+        LATENT_SPILLS if latent else 0,
+        **{"q_desc": f"tensordesc<bf16[64, {d}],{LAYOUT}>", "k_desc": box, "v_desc": box},
     )
 
 
-def write(kv: str, latent: bool) -> Variant:
-    """The cache's writer: 8 heads of 128, or a latent row."""
-    types = {"x": "*bf16", "cache": f"*{TYPES[kv]}", "slots": "*i32", "scale": "fp32"}
-    sizes = {"KV_HEADS": 1, "D": 576} if latent else {"KV_HEADS": 8, "D": 128}
-    stored = getattr(torch, KV_FORMATS[kv].torch_name)
-    constants = sizes | {"LARGEST": largest(stored), "BLOCK": 1024}
-    name = f"write {'latent' if latent else 'dense'} {kv}"
-    return Variant(name, "kv:write_kernel", types, constants, warps=4)
+def attentions() -> Iterator[Variant]:
+    """Head sizes, launch shapes, features."""
+    shapes, small = ("few", "some", "many"), ((64, 64), (128, 128))
+    yield from (plain(*each) for each in product(HEADS, shapes))
+    yield from (plain(*each, tree=True) for each in product(HEADS, shapes[:2]))
+    yield from (plain(*each, cap=True) for each in product(HEADS[1:3], shapes))
+    yield from (plain(*each, "float8_e4m3") for each in product(small, shapes[1:]))
+    yield plain((576, 512), "some", "float8_e4m3")
+    yield from (plain((128, 128), shape, "float16") for shape in shapes)
+    pages = (16, 32, 64, 128)
+    yield from (hopper(*each) for each in product(("prefill", "decode"), (64, 128), pages))
+    yield from (hopper("latent", 512, page) for page in pages[:3])
 
 
-def move(rows: int, words: int) -> Variant:
-    """The cache's mover."""
-    types = {"bases": "*i64", "row_words": "*i32", "moves": "*i32"}
-    return Variant(
-        f"move {rows} rows", "kv:move_kernel", types, {"ROWS": rows, "WORDS": words}, warps=8
-    )
+def writers() -> Iterator[Variant]:
+    """Of the cache: 8 heads of 128, or a latent row; and its mover."""
+    sizes = {"dense": {"KV_HEADS": 8, "D": 128}, "latent": {"KV_HEADS": 1, "D": 576}}
+    for kv, (name, size) in product(("bfloat16", "float8_e4m3"), sizes.items()):
+        stored = getattr(torch, KV_FORMATS[kv].torch_name)
+        launch = size | {"LARGEST": cache.largest(stored), "BLOCK": 1024}
+        yield variant(f"write {name} {kv}", "cache:write_kernel", launch, cache=KEYS[kv])
+    for rows, words in ((16, 64), (256, 64), (4096, 4)):
+        launch = {"ROWS": rows, "WORDS": words, "num_warps": 8}
+        yield variant(f"move {rows} rows", "cache:move_kernel", launch)
+
+
+def gemms() -> Iterator[Variant]:
+    """Every tile that the table names for the shapes, and a latent head's batched GEMM."""
+    for n, k in GEMMS:
+        for tile in dict.fromkeys(tile_for(n, k, rows) for rows in GRID):
+            launch = {"N": n, "K": k, "GROUP": tile.group} | tile.constants
+            yield variant(f"gemm {n}x{k} {tile.name}", "gemm:gemm_kernel", launch)
+    tile = Tile(rows=64, columns=64, depth=128, warps=4, stages=3)
+    for n, k in ((512, 128), (128, 512)):
+        launch = {"N": n, "K": k} | tile.constants
+        yield variant(f"batched gemm {n}x{k}", "gemm:batched_gemm_kernel", launch)
+
+
+def rows() -> Iterator[Variant]:
+    """Norms, rotations, gates, biases."""
+    for n in (4096, 2880):
+        launch = rowwise.whole_row(n)
+        yield variant(f"rms norm {n}", "rowwise:rms_norm_kernel", launch | {"ADD": False})
+        yield variant(f"add rms norm {n}", "rowwise:rms_norm_kernel", launch | {"ADD": True})
+        yield variant(f"layer norm {n}", "rowwise:layer_norm_kernel", launch)
+    turn = {"D": 128, "WIDTH": 128, "LEVELS": 7, "HALF": 64, "HALF_WIDTH": 64, "TAIL_WIDTH": 1}
+    turn |= {"BLOCK": rowwise.HEADS, "INTERLEAVED": False}
+    for name, norm in (("qk norm rope 128", True), ("rope 128", False)):
+        yield variant(name, "rowwise:qk_norm_rope_kernel", turn | {"NORM": norm})
+    wide = {"N": 12288, "COLUMNS": rowwise.COLUMNS}
+    for name, kind in (("silu", 0), ("gelu", 1), ("gelu tanh", 2), ("clamped", 6)):
+        yield variant(f"gate {name}", "rowwise:gate_kernel", wide | {"KIND": kind})
+    yield variant("bias", "rowwise:map_kernel", wide | {"N": 6144, "KIND": 3, "BIAS": True})
+
+
+def experts() -> Iterator[Variant]:
+    """128 experts, 8 of them, hidden 2048, inner 768; and the choice from groups."""
+    for name, row_count in (("few", 1), ("many", 256)):
+        launch = {"N": 128, "K": 2048} | moe.router_launch(row_count)
+        yield variant(f"router {name}", "moe:router_kernel", launch, w="*fp32", y="*fp32")
+    of_128 = Routing(k=8, experts=128, norm=True)
+    of_256 = Routing(8, 256, "sigmoid", norm=True, groups=8, keep=4)
+    for name, routing, bias in (("128", of_128, False), ("256 groups", of_256, True)):
+        yield variant(f"route 8 of {name}", "moe:route_kernel", moe.route_launch(routing, bias))
+    yield variant("count pairs", "moe:count_kernel", {"CHUNK": moe.CHUNK})
+    listed = {"EXPERTS": 128, "WIDTH": 128, "CHUNK": moe.CHUNK}
+    yield variant("list pairs", "moe:list_kernel", listed)
+    shape = {"EXPERTS": 128, "WIDTH": 128, "BIAS": False}
+    for n, k, per_row in ((1536, 2048, 8), (2048, 768, 1)):
+        for row_count in (16, 64):
+            tile = Tile(rows=row_count, columns=64, depth=128, warps=4, stages=4)
+            launch = shape | {"N": n, "K": k, "PER_ROW": per_row} | tile.constants
+            name = f"grouped gemm {n}x{k} {row_count}"
+            yield variant(name, "moe:grouped_gemm_kernel", launch, bias="*bf16")
+    yield variant("combine 8", "moe:combine_kernel", {"N": 2048, "K": 8, "COLUMNS": 1024})
+
+
+def samplers() -> Iterator[Variant]:
+    """The sampler and log-probabilities: one binary each."""
+    shared, lone = sample.shared_launch(), sample.lone_launch()
+    yield variant("sample peak", "sample:peak_kernel", shared | {"TEMPERED": True})
+    weigh = {"WEIGH": True}
+    yield variant("sample start", "sample:start_kernel", weigh | {"PARTS": sample.PARTS})
+    yield variant("sample bin", "sample:bin_kernel", shared | weigh)
+    yield variant("sample digit", "sample:digit_kernel", weigh | {"FIRST": True})
+    for name, launch in (("noisy", shared), ("weigh", shared), ("describe", lone)):
+        yield variant(f"sample {name}", f"sample:{name}_kernel", launch)
+    yield variant("sample pick", "sample:pick_kernel", {"PARTS": sample.PARTS, "num_warps": 1})
 
 
 def variants() -> tuple[Variant, ...]:
-    """All of them; those of GEMM, row kernels, experts and sampler stand in their own file."""
-    from lockstep.kernels.triton import gemm_variants  # it makes `Variant`s
-
-    shapes = ("few", "some", "many")
-    found = [attend(*head, shape) for head in HEADS for shape in shapes]
-    found += [attend(*head, shape, tree=True) for head in HEADS for shape in ("few", "some")]
-    found += [
-        attend(*head, shape, cap=True) for head in ((128, 128), (256, 256)) for shape in shapes
-    ]
-    found += [
-        attend(*head, shape, kv="float8_e4m3")
-        for head in ((64, 64), (128, 128))
-        for shape in ("some", "many")
-    ]
-    found.append(attend(576, 512, "some", kv="float8_e4m3"))
-    found += [attend(128, 128, shape, kv="float16") for shape in shapes]
-    found += [
-        hopper(which, d, page)
-        for which in ("prefill", "decode")
-        for d in (64, 128)
-        for page in (16, 32, 64, 128)
-    ]
-    found += [hopper("latent", 512, page) for page in (16, 32, 64)]
-    found += [write(kv, latent) for kv in ("bfloat16", "float8_e4m3") for latent in (False, True)]
-    found += [move(16, 64), move(256, 64), move(4096, 4)]
-    found += gemm_variants.variants()
-    return tuple({v.name: v for v in found}.values())
+    """All of them, each once."""
+    found = (*attentions(), *writers(), *gemms(), *rows(), *experts(), *samplers())
+    return tuple({each.name: each for each in found}.values())

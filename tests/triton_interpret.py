@@ -4,8 +4,8 @@ order and widens bfloat16.
 The interpreter's own dot is numpy's matmul: garbage in bfloat16, and its rows depend on the shape
 of the block; its float32 → bfloat16 truncates, where the GPU rounds to nearest, ties to even.
 `install` replaces both, in a process where TRITON_INTERPRET=1 was set before Triton was imported,
-and lets the language be patched once instead of at every call of a device function. Called by the
-tests only; such a process interprets and does nothing else.
+and lets the language be patched once instead of at every call of a device function. Such a process
+interprets and does nothing else. Called by `triton_cells.py` and `triton_gemm_cells.py`.
 """
 
 from __future__ import annotations
