@@ -87,7 +87,10 @@ class Table:
             pool.share(pages)
             pool.give(own)
             self._pages[g][at : at + len(pages)] = pages
-            self._ids[g] = None
+            ids = self._ids[g]
+            if ids is not None:
+                ids = self._ids[g] = ids.copy()
+                ids[at : at + len(pages)] = pages
             self._views.clear()
 
     def reserve(self, kv_len: int, nodes: int = 0, cross_len: int = 0) -> None:

@@ -32,6 +32,7 @@ class Arena:
         self._copied = [event() for _ in self._slots] if pinned else []
         self._arrays = [slot.numpy() for slot in self._slots]
         self._turn = 0
+        self._image = self.buffer[:0]  # as it was loaded last
 
     def host(self, length: int) -> NDArray[np.int32]:
         """Where an image of `length` numbers is written: the next place whose copy has run."""
@@ -45,8 +46,11 @@ class Arena:
 
     def load(self, length: int) -> Tensor:
         """Copies the image to the device and returns it there."""
-        image = self.buffer[:length]
-        image.copy_(self._slots[self._turn][:length], non_blocking=True)
+        if self._image.shape[0] != length:
+            self._image = self.buffer[:length]
         if self._copied:
+            self._image.copy_(self._slots[self._turn][:length], non_blocking=True)
             self._copied[self._turn].record()
-        return image
+        else:  # by numpy, on this thread
+            self._image.numpy()[:] = self._arrays[self._turn][:length]
+        return self._image

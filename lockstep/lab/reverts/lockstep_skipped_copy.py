@@ -31,7 +31,7 @@ RELATED = ("vllm-35175",)
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def load(self: Any, length: int) -> Any:
-        head = self._host[:10].tolist()
+        head = self._arrays[self._turn][:10].tolist()
         if vars(self).get("last") == (length, head):
             return self.buffer[:length]
         self.last = length, head
