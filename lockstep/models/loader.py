@@ -16,7 +16,7 @@ import os
 import pkgutil
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -276,8 +276,8 @@ def parse_config(folder: Path) -> Any:
         raise RuleError(rule, f"{type(error).__name__}: {error}", "Check the file") from error
 
 
-def scan(folder: Path) -> dict[str, Entry]:
-    """Every tensor of the folder's safetensors, from their headers."""
+def scan(folder: Path, maps: Container[str] = ()) -> dict[str, Entry]:
+    """Every tensor of the folder's safetensors, from their headers; `maps` are no weights."""
     entries: dict[str, Entry] = {}
     for path, listed_names in weight_files(folder).items():
         found = _header(path)
@@ -290,7 +290,8 @@ def scan(folder: Path) -> dict[str, Entry]:
             rule = "a tensor lies in one file"
             raise RuleError(rule, f"{listed(twice)} in {path.name} and before", "Check the index")
         entries |= found
-    others = [(name, e.dtype) for name, e in entries.items() if e.dtype not in FLOATS]
+    weights = [(name, e.dtype) for name, e in entries.items() if name not in maps]
+    others = [(name, dtype) for name, dtype in weights if dtype not in FLOATS]
     odd = [f"{name} is {dtype}" for name, dtype in others if "position_ids" not in name]
     if odd:
         rule = "weights are floating point"

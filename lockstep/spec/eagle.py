@@ -1,0 +1,287 @@
+"""EAGLE heads: a decoder layer that continues a target's states, in the layout of their authors.
+
+Row p of a head has the token at p + 1 and the target's state at p or, where the target has not
+been, the head's own; its key stands at p and looks one token ahead. An EAGLE head joins the token's
+embedding and the target's last, normed state by `fc`, has one layer without a norm before it, and
+uses the target's lm_head. `eagle3.py` is what EAGLE-3 does otherwise.
+
+Knows configs, tensors and rows; no request and no tree. `model_draft.py` runs it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.folder import read_json
+from lockstep.models import llama, loader
+from lockstep.models.loader import Loaded, TensorManifest
+from lockstep.nn.attention import Attention, AttentionContext, CosSins, Dense, DenseSpec
+from lockstep.nn.decoder import Decoder, Model
+from lockstep.nn.embed import Embedding
+from lockstep.nn.linear import Linear
+from lockstep.nn.mlp import Mlp, MlpSpec
+from lockstep.nn.norm import RMSNorm, RMSSpec
+from lockstep.nn.source import WeightSource
+from lockstep.run.kind import StepKind
+from lockstep.spec.draft import DRAFT, DraftSetup
+from lockstep.types import RuleError, shown
+
+ARCHITECTURE = "LlamaForCausalLMEagle"
+MAPS = ("d2t", "t2d")  # tensors of a head that are no weights
+OTHERS = ("norm_before_residual", "norm_before_fc")  # fields of layouts that are not this one
+REMEDY = "Use the head that was made for this model"
+
+
+class HeadFile(NamedTuple):
+    """A head's config.json: as it is written, and with the defaults of its family."""
+
+    raw: Mapping[str, Any]
+    config: Any
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """What a config.json says of a head, for one target.
+
+    fused        layers of the target whose states it reads
+    draft_vocab  tokens that its lm_head knows; None: it has none
+    """
+
+    hidden: int
+    vocab_size: int
+    max_position: int
+    attn: DenseSpec
+    mlp: MlpSpec
+    norm: RMSSpec
+    fused: tuple[int, ...]
+    draft_vocab: int | None = None
+    fc_bias: bool = False
+
+    def parts(self, w: WeightSource, target: Decoder, layer: WeightSource) -> dict[str, Any]:
+        """What all heads have: the fields of `Head`, but for those of a step. Rows of the layer
+        are as wide as what `fc` makes, or embedding and state side by side."""
+        d, s, eagle3 = self.hidden, self.attn, self.draft_vocab is not None
+        table, name = target.embedding.weight, "embed_tokens.weight"
+        if w.has(name):
+            table = w.rows(name, self.vocab_size, d)
+        q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+        proj, widths = layer.at("self_attn"), {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        qkv = proj.fused(widths, 2 * d if eagle3 else d, s.bias)
+        out = proj.linear("o_proj", d, q, s.out_bias)
+        return {
+            "ops": w.ops,
+            "spec": self,
+            "embedding": Embedding(table, w.ops),
+            "fc": w.linear("fc", d, 3 * d if eagle3 else 2 * d, self.fc_bias),
+            "attn": Dense(0, s, qkv=qkv, out=out, ops=w.ops),
+            "mlp_norm": self.norm.build(layer, "post_attention_layernorm", d),
+            "mlp": self.mlp.build(layer.at("mlp")),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Head(Model):
+    """A model that drafts (`draft.DraftModel`). A step reads the states of its rows from `hidden`
+    [rows, d]: memory that does not move, as a recorded launch needs."""
+
+    spec: HeadSpec
+    setup: DraftSetup
+    hidden: Tensor
+    embedding: Embedding
+    fc: Linear
+    attn: Dense
+    mlp_norm: RMSNorm
+    mlp: Mlp
+
+    @abstractmethod
+    def fuse(self, states: tuple[Tensor, ...]) -> Tensor:
+        """From the target's states, [T, d] behind each of `target_layers`, to rows of `hidden`."""
+
+    @abstractmethod
+    def hidden_states(
+        self, ids: Tensor, positions: Tensor, step: AttentionContext, layers: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        """What `logits` takes and, per entry of `layers`, the state that the next row reads."""
+
+    def __call__(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
+        return self.hidden_states(ids, positions, step, ())[0]
+
+    @cached_property
+    def kind(self) -> StepKind:
+        """Of its steps."""
+        config = self.setup.config
+        return StepKind(
+            name=DRAFT,
+            model=self,
+            groups=(self.setup.first_group,),
+            specs=self.groups(config.page_size, config.kv_cache_dtype),
+            layer_map=self.layer_map,
+            forward=self.hidden_states,
+            hidden_layers=(0,),
+        )
+
+    @property
+    def target_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose residual streams it reads."""
+        return self.spec.fused
+
+    @property
+    def attentions(self) -> Sequence[Attention]:
+        return [self.attn]
+
+    @property
+    def max_position(self) -> int:
+        return self.spec.max_position
+
+    def cos_sin(self, positions: Tensor) -> CosSins:
+        """The angles of the layer's rope."""
+        rope, freqs = self._rope
+        return {rope: self.ops.rope_cos_sin(positions, freqs, rope.factor)}
+
+    @cached_property
+    def _rope(self) -> Any:
+        rope = self.spec.attn.rope
+        assert rope is not None, "llama's attention has one"
+        return rope, rope.freqs(self.ops.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Eagle(Head):
+    """`target`: whose norm and lm_head it uses."""
+
+    target: Decoder
+
+    def fuse(self, states: tuple[Tensor, ...]) -> Tensor:
+        return self.target.norm(states[0])
+
+    def hidden_states(
+        self, ids: Tensor, positions: Tensor, step: AttentionContext, layers: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        residual = self.fc(torch.cat((self.embedding(ids), self.hidden[: len(ids)]), -1))
+        hidden = self.attn(residual, self.cos_sin(positions), step)
+        hidden, residual = self.mlp_norm.add(hidden, residual)
+        hidden = self.mlp(hidden) + residual
+        return hidden, *(hidden for _ in layers)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S, d] → float32 [S, vocab]."""
+        return self.target.logits(hidden).float()
+
+
+Build = Callable[[HeadSpec, WeightSource, Decoder, DraftSetup], Head]
+
+
+def load(setup: DraftSetup) -> Head:
+    """The head that `speculative_draft_model` names."""
+    path = setup.config.speculative_draft_model
+    if path is None:
+        rule = "eagle drafts with a head, a folder or a hub id"
+        raise RuleError(rule, "none", "Name it: speculative_draft_model")
+    return load_head(path, setup, ARCHITECTURE, describe, build)
+
+
+def describe(head: HeadFile, target: Loaded, layers: int) -> HeadSpec:
+    """An EAGLE head reads behind the last of the target's layers."""
+    return described(head, target, (layers - 1,))
+
+
+def build(spec: HeadSpec, w: WeightSource, target: Decoder, setup: DraftSetup) -> Eagle:
+    """The model of an EAGLE head's weights."""
+    w.skip(r"lm_head\.weight")
+    parts = spec.parts(w, target, w.at("layers", 0))
+    return Eagle(**parts, head=target.head, target=target, setup=setup, hidden=rows(spec, w, setup))
+
+
+def rows(spec: HeadSpec, w: WeightSource, setup: DraftSetup) -> Tensor:
+    """Room for the states of every row of a step."""
+    return torch.zeros(setup.rows, spec.hidden, dtype=w.ops.dtype, device=w.ops.device)
+
+
+def described(
+    head: HeadFile, target: Loaded, fused: tuple[int, ...], draft_vocab: int | None = None
+) -> HeadSpec:
+    """What the configs of all heads say."""
+    config, info = head.config, target.info
+    bias = bool(getattr(config, "attention_bias", False))
+    return HeadSpec(
+        hidden=info.hidden_size,
+        vocab_size=info.vocab_size,
+        max_position=config.max_position_embeddings,
+        attn=replace(llama.attention(config), bias=bias, out_bias=bias),
+        mlp=llama.mlp(config),
+        norm=RMSSpec(config.rms_norm_eps),
+        fused=fused,
+        draft_vocab=draft_vocab,
+        fc_bias=bool(head.raw.get("bias", False)),
+    )
+
+
+def load_head(
+    path_or_id: str | Path,
+    setup: DraftSetup,
+    architecture: str,
+    describe: Callable[[HeadFile, Loaded, int], HeadSpec],
+    build: Build,
+) -> Head:
+    """The head in a folder or of a hub id, on the target's device: built once without numbers, to
+    compare its config with its files, then of these."""
+    target, model = setup.target, setup.target.model
+    if not isinstance(model, Decoder) or model.head is None:
+        rule = "a head continues a decoder that generates"
+        raise RuleError(rule, target.info.model_type, "Use another algorithm")
+    folder = loader.local_folder(path_or_id, None)
+    raw = read_json(folder, "config.json")
+    loader.check_numbers(raw)
+    check_config(raw, target, architecture)
+    entries, ops = loader.scan(folder, MAPS), model.ops
+    config = SimpleNamespace(**raw) if raw.get(loader.STATED) else loader.parse_config(folder)
+    manifest = TensorManifest(entries)
+    try:
+        spec = describe(HeadFile(raw, config), target, len(model.blocks))
+        noted = WeightSource(manifest.take, manifest.unused.append, entries, ops)
+        build(spec, noted, model, replace(setup, rows=0))
+    except RuleError:
+        raise
+    except loader.BROKEN as error:
+        got = f"{type(error).__name__}: {error}"
+        raise RuleError("config.json describes a head", got, "Check the file") from error
+    manifest.judge()
+    loader.check_room(ops, manifest.elements)
+    with ExitStack() as stack, torch.no_grad():
+        take = loader.reader(entries, stack, ops.device, {})
+        return build(spec, WeightSource(take, lambda pattern: None, entries, ops), model, setup)
+
+
+def check_config(raw: Mapping[str, Any], target: Loaded, architecture: str) -> None:
+    """Raises unless it is the config of such a head, for this target."""
+    named = raw.get("architectures")
+    if named != [architecture]:
+        rule = f"the config.json of this head names the architecture {architecture}"
+        raise RuleError(rule, shown(named), "Use such a head, or another algorithm")
+    info, hidden = target.info, raw.get("hidden_size")
+    sizes = {
+        "hidden_size": (hidden, info.hidden_size),
+        "target_hidden_size": (raw.get("target_hidden_size", hidden), info.hidden_size),
+        "vocab_size": (raw.get("vocab_size"), info.vocab_size),
+    }
+    for name, (size, wanted) in sizes.items():
+        if size != wanted:
+            rule = f"{name} of a head is that of the model that it drafts for, {wanted}"
+            raise RuleError(rule, shown(size), REMEDY)
+    if raw.get("num_hidden_layers") != 1:
+        rule = "a head has one layer"
+        raise RuleError(rule, shown(raw.get("num_hidden_layers")), "Use one of one layer")
+    for name in OTHERS:
+        if raw.get(name):
+            rule = f"a head is in its authors' layout, without {name}"
+            raise RuleError(rule, shown(raw[name]), "Use one in that layout")

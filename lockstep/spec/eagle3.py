@@ -1,0 +1,131 @@
+"""EAGLE-3 heads: what differs from `eagle.py`.
+
+`fc` joins the states behind three layers of the target; the layer reads the token's embedding and
+that, each with a norm, side by side; a norm and an lm_head of its own follow. The lm_head knows
+some of the target's tokens: draft token i is token i + d2t[i] of the target, and t2d marks those.
+The built-in model brings its head along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.models.loader import Loaded
+from lockstep.nn.attention import AttentionContext
+from lockstep.nn.decoder import Decoder
+from lockstep.nn.norm import RMSNorm
+from lockstep.nn.source import WeightSource
+from lockstep.spec.draft import DraftSetup
+from lockstep.spec.eagle import Head, HeadFile, HeadSpec, described, load_head, rows
+from lockstep.types import RuleError, shown
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+BUILTIN = Path(__file__).parent.parent / "builtin"
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True, eq=False)
+class Eagle3(Head):
+    """`token_ids` int64 [draft vocabulary]: the target's tokens that it knows."""
+
+    input_norm: RMSNorm
+    hidden_norm: RMSNorm
+    norm: RMSNorm
+    token_ids: Tensor
+
+    def fuse(self, states: tuple[Tensor, ...]) -> Tensor:
+        return self.fc(torch.cat(states, -1))
+
+    def hidden_states(
+        self, ids: Tensor, positions: Tensor, step: AttentionContext, layers: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        residual = self.hidden[: len(ids)]
+        embedded = self.input_norm(self.embedding(ids))
+        hidden = torch.cat((embedded, self.hidden_norm(residual)), -1)
+        hidden = self.attn(hidden, self.cos_sin(positions), step)
+        hidden, residual = self.mlp_norm.add(hidden, residual)
+        hidden, residual = self.norm.add(self.mlp(hidden), residual)
+        return hidden, *(residual for _ in layers)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [S, d] → float32 [S, vocab], -inf for tokens that it does not know."""
+        logits = super().logits(hidden).float()
+        every = logits.new_full((len(logits), self.spec.vocab_size), -torch.inf)
+        return every.index_copy_(1, self.token_ids, logits)
+
+
+def load(setup: DraftSetup) -> Head:
+    """The head that `speculative_draft_model` names, or the built-in model's own."""
+    path = setup.config.speculative_draft_model
+    if path is None and setup.target.info.folder == BUILTIN:
+        path = str(BUILTIN / "eagle3")
+    if path is None:
+        rule = "eagle3 drafts with a head, a folder or a hub id"
+        raise RuleError(rule, "none", "Name it: speculative_draft_model")
+    return load_head(path, setup, ARCHITECTURE, describe, build)
+
+
+def describe(head: HeadFile, target: Loaded, layers: int) -> HeadSpec:
+    """The layers that it reads, and how many tokens its lm_head knows."""
+    vocab = draft_vocab(head.raw, target.info.vocab_size)
+    return described(head, target, fused_layers(head.raw, layers), vocab)
+
+
+def fused_layers(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Three layers of the target: the config names them, or they are the authors' choice."""
+    config = raw.get("eagle_config")
+    named = config.get(LAYERS) if isinstance(config, dict) else None
+    ids = [1, layers // 2 - 1, layers - 4] if named is None else named
+    whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < layers for i in ids)
+    if not whole or len(ids) != 3:
+        rule = f"an EAGLE-3 head reads behind three of the model's {layers} layers"
+        raise RuleError(rule, shown(ids), f"Name them in config.json, eagle_config.{LAYERS}")
+    return tuple(ids)
+
+
+def draft_vocab(raw: Mapping[str, Any], vocab_size: int) -> int:
+    """Tokens that the lm_head knows: all, unless the config says how many."""
+    size = raw.get("draft_vocab_size")
+    if size is None:
+        return vocab_size
+    if type(size) is not int or not 1 <= size <= vocab_size:
+        rule = f"draft_vocab_size is a whole number from 1 to the model's {vocab_size}"
+        raise RuleError(rule, shown(size), "Check config.json")
+    return size
+
+
+def build(spec: HeadSpec, w: WeightSource, target: Decoder, setup: DraftSetup) -> Eagle3:
+    """The model of an EAGLE-3 head's weights."""
+    layer, d, vocab = w.at("midlayer"), spec.hidden, spec.draft_vocab or spec.vocab_size
+    return Eagle3(
+        **spec.parts(w, target, layer),
+        head=w.linear("lm_head", vocab, d),
+        setup=setup,
+        hidden=rows(spec, w, setup),
+        input_norm=spec.norm.build(layer, "input_layernorm", d),
+        hidden_norm=spec.norm.build(layer, "hidden_norm", d),
+        norm=spec.norm.build(w, "norm", d),
+        token_ids=token_ids(w, vocab, spec.vocab_size),
+    )
+
+
+def token_ids(w: WeightSource, size: int, vocab_size: int) -> Tensor:
+    """int64 [size]: the target's token of every draft token. Without maps it is the same one."""
+    every = torch.arange(size, device=w.ops.device)
+    if size == vocab_size and not w.has("d2t"):
+        return every
+    offsets, marks = w.tensor("d2t", size), w.tensor("t2d", vocab_size)
+    if offsets.is_meta:
+        return every
+    ids, marked = every + offsets.long(), torch.nonzero(marks)[:, 0]
+    if not torch.equal(ids.sort()[0], marked):
+        rule = f"d2t leads to {size} tokens, each once, and t2d marks these"
+        got = f"{len(ids.unique())} from {ids.min()} to {ids.max()}, {len(marked)} marked"
+        raise RuleError(rule, got, "Download the head again")
+    return ids

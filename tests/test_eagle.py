@@ -1,0 +1,262 @@
+"""EAGLE heads: a small one equals a plain float64 computation, step by step and on a tree; a file
+that does not fit is refused; the built-in model's own is there; its training runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lockstep.attention.reference import Backend
+from lockstep.kv.pages import PagePool
+from lockstep.kv.tables import Table
+from lockstep.lab.plain.decoder import attention
+from lockstep.lab.plain.layers import Weights, gated_mlp, linear, rms_norm
+from lockstep.lab.tiny import BART, COMMON, LLAMA, VOCAB, loaded
+from lockstep.models.loader import STATED
+from lockstep.plan.build import RequestWork, build
+from lockstep.run.kind import group_specs
+from lockstep.run.runner import Runner, StepOutput
+from lockstep.spec import eagle, eagle3
+from lockstep.spec.draft import DraftSetup
+from lockstep.types import RuleError
+
+D, KNOWN, ROWS = COMMON["hidden_size"], 23, 32
+TOKENS = torch.arange(KNOWN) * 2 + 3  # that an EAGLE-3 head here knows
+EAGLE, EAGLE3 = eagle.ARCHITECTURE, eagle3.ARCHITECTURE
+NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+
+
+def tensors(architecture: str) -> dict[str, Tensor]:
+    """Random ones of a small head, by their public names."""
+    wide = 2 * D if architecture == EAGLE3 else D
+    layer = "midlayer" if architecture == EAGLE3 else "layers.0"
+    sizes = {f"{layer}.self_attn.{n}_proj": (w, wide) for n, w in (("q", 32), ("k", 16), ("v", 16))}
+    sizes |= {f"{layer}.self_attn.o_proj": (D, 32), f"{layer}.mlp.down_proj": (D, 48)}
+    sizes |= {f"{layer}.mlp.gate_proj": (48, D), f"{layer}.mlp.up_proj": (48, D)}
+    if architecture == EAGLE3:
+        sizes |= {"fc": (D, 3 * D), "lm_head": (KNOWN, D), "norm": (D,)}
+        sizes |= {f"midlayer.{name}": (D,) for name in NORMS}
+    else:
+        sizes |= {"fc": (D, 2 * D), "layers.0.post_attention_layernorm": (D,)}
+    gen, out = torch.Generator().manual_seed(5), dict[str, Tensor]()
+    for name, size in sizes.items():
+        noise = torch.randn(size, generator=gen)
+        out[f"{name}.weight"] = noise / D**0.5 if len(size) > 1 else 1 + 0.1 * noise
+    if architecture == EAGLE3:
+        out["d2t"] = TOKENS - torch.arange(KNOWN)
+        out["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, TOKENS, True)
+    else:
+        out["fc.bias"] = torch.randn(D, generator=gen)
+        out["embed_tokens.weight"] = torch.randn(VOCAB, D, generator=gen)
+    return out
+
+
+def config_of(architecture: str) -> dict[str, Any]:
+    own = {"architectures": [architecture], "num_hidden_layers": 1, "model_type": "llama"}
+    if architecture == EAGLE3:
+        layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
+        return {**COMMON, **own, STATED: True, "draft_vocab_size": KNOWN, "eagle_config": layers}
+    return {**COMMON, **own, STATED: True, "bias": True}
+
+
+def save(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    save_file(weights, folder / "model.safetensors")
+
+
+def setup(path: Path | None, tiny: Any = LLAMA) -> DraftSetup:
+    """For a target of random weights, as the engine makes it."""
+    named = None if path is None else str(path)
+    config: Any = SimpleNamespace(
+        page_size=4, kv_cache_dtype="float32", speculative_draft_model=named
+    )
+    return DraftSetup(config=config, target=loaded(tiny), first_group=0, rows=ROWS)
+
+
+def load(architecture: str, made: DraftSetup) -> Any:
+    return (eagle3 if architecture == EAGLE3 else eagle).load(made)
+
+
+@pytest.fixture(params=(EAGLE, EAGLE3))
+def head(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    save(tmp_path, config_of(request.param), tensors(request.param))
+    return load(request.param, setup(tmp_path))
+
+
+def plain(head: Any, ids: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+    """(logits of draft tokens or all, states) of rows at positions 0… that are given `given`."""
+    three = isinstance(head, eagle3.Eagle3)
+    weights = Weights(tensors(EAGLE3 if three else EAGLE))
+    layer = weights.at("midlayer") if three else weights.at("layers", 0)
+    embedded, x = head.embedding.weight.double()[ids], given.double()
+
+    def norm(x: Tensor, name: str, of: Weights = layer) -> Tensor:
+        return rms_norm(x, of[f"{name}.weight"], COMMON["rms_norm_eps"])
+
+    if three:
+        wide = torch.cat((norm(embedded, "input_layernorm"), norm(x, "hidden_norm")), -1)
+    else:
+        wide = x = linear(torch.cat((embedded, x), -1), weights, "fc", bias=True)
+    x = x + attention(wide, {**COMMON, "model_type": "llama"}, layer.at("self_attn"), 0)
+    x = x + gated_mlp(norm(x, "post_attention_layernorm"), layer.at("mlp"), "silu")
+    if three:
+        return linear(norm(x, "norm", weights), weights, "lm_head", bias=False), x
+    return x @ head.target.embedding.weight.double().T, x
+
+
+class Rig:
+    """One request, whose draft keys alone are kept."""
+
+    def __init__(self, head: Any) -> None:
+        specs = group_specs([head.kind])
+        self.head, self.runner = head, Runner(specs, [16], Backend(), head.ops)
+        self.table = Table(specs, [PagePool(16)])
+
+    def step(self, ids: Tensor, given: Tensor, begin: int, parents: Any = None) -> StepOutput:
+        self.table.reserve(begin + len(ids), len(parents or ()))
+        self.head.hidden[: len(ids)] = given
+        work = RequestWork(
+            cached_len=begin,
+            new_len=len(ids),
+            pages=self.table.views((0,)),
+            emit=tuple(range(len(ids))),
+            parents=parents,
+        )
+        with torch.no_grad():
+            return self.runner.run(build(self.head.kind.specs, [work]), ids, self.head.kind)
+
+
+def close(got: Tensor, want: Tensor) -> bool:
+    return torch.allclose(got.double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_is_what_its_layout_says_and_goes_on_with_its_own_states(head):
+    """Rows of the target's states, then a chain: each row is given what the one before it made."""
+    gen, rig = torch.Generator().manual_seed(1), Rig(head)
+    count = len(head.target_layers)
+    states = [torch.randn(9, D, generator=gen) for _ in range(count)]
+    ids = torch.randint(VOCAB, (12,), generator=gen)
+    given = head.fuse(tuple(states))
+    if count == 3:
+        fused = linear(torch.cat(states, -1).double(), Weights(tensors(EAGLE3)), "fc", bias=False)
+    else:
+        norm = head.target.norm.weight.double()
+        fused = rms_norm(states[0].double(), norm, COMMON["rms_norm_eps"])
+    assert close(given, fused)
+    out = rig.step(ids[:5], given[:5], 0)
+    out = rig.step(ids[5:9], given[5:], 5)
+    for end in range(9, 12):
+        logits, own = plain(head, ids[:end], given)
+        assert close(out.layers[0][-1], own[-1])
+        drafted = head.logits(out.emitted)[-1]
+        known = head.token_ids if count == 3 else torch.arange(VOCAB)
+        assert drafted.dtype is torch.float32 and close(drafted[known], logits[-1])
+        rest = torch.ones(VOCAB, dtype=torch.bool).index_fill_(0, known, False)
+        assert torch.isinf(drafted[rest]).all()
+        given = torch.cat((given, out.layers[0][-1:]))
+        out = rig.step(ids[end : end + 1], given[-1:], end) if end < 11 else out
+
+
+def test_branches_of_a_draft_tree_do_not_see_each_other(head):
+    """Two tokens behind the committed rows, one row behind each: every path is a chain."""
+    gen, rig = torch.Generator().manual_seed(2), Rig(head)
+    ids, given = torch.randint(VOCAB, (6,), generator=gen), torch.randn(6, D, generator=gen)
+    rig.step(ids, given, 0)
+    tokens, fed = torch.randint(VOCAB, (4,), generator=gen), torch.randn(4, D, generator=gen)
+    first = rig.step(tokens[:2], fed[:2], 6, (-1, -1))
+    second = rig.step(tokens[2:], fed[2:], 6, (-1, -1, 0, 1))
+    for branch in range(2):
+        path = [branch, 2 + branch]
+        _, own = plain(head, torch.cat((ids, tokens[path])), torch.cat((given, fed[path])))
+        assert close(first.layers[0][branch], own[6])
+        assert close(second.layers[0][branch], own[7])
+
+
+def test_layers_that_a_config_does_not_name_are_its_authors_choice():
+    assert eagle3.fused_layers({}, 36) == (1, 17, 32)
+    named = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 5]}}
+    assert eagle3.fused_layers(named, 6) == (0, 3, 5)
+
+
+def change(doc: dict[str, Any], **values: Any) -> None:
+    doc.update(values)
+
+
+BAD = {
+    "vocab_size of a head is that of the model that it drafts for, 61; got 62": (
+        lambda config, weights: change(config, vocab_size=62)
+    ),
+    "hidden_size of a head is that of the model that it drafts for, 32; got 64": (
+        lambda config, weights: change(config, hidden_size=64)
+    ),
+    "target_hidden_size of a head is that of the model that it drafts for, 32; got 48": (
+        lambda config, weights: change(config, target_hidden_size=48)
+    ),
+    "a head has one layer; got 2": lambda config, weights: change(config, num_hidden_layers=2),
+    "names the architecture LlamaForCausalLMEagle3; got \\['Other'\\]": (
+        lambda config, weights: change(config, architectures=["Other"])
+    ),
+    "without norm_before_residual; got True": (
+        lambda config, weights: change(config, norm_before_residual=True)
+    ),
+    "1 missing: fc.weight": lambda config, weights: weights.pop("fc.weight"),
+    "1 missing: d2t": lambda config, weights: weights.pop("d2t"),
+    "1 missing: midlayer.hidden_norm.weight": (
+        lambda config, weights: weights.pop("midlayer.hidden_norm.weight")
+    ),
+    "fc.weight is \\[32, 64\\], not \\[32, 96\\]": (
+        lambda config, weights: change(weights, **{"fc.weight": torch.ones(32, 64)})
+    ),
+    "1 unknown to the model: other.weight": (
+        lambda config, weights: change(weights, **{"other.weight": torch.ones(2)})
+    ),
+    "d2t leads to 23 tokens, each once, and t2d marks these; got 23 from 3 to 61": (
+        lambda config, weights: weights["d2t"].index_fill_(0, torch.tensor(22), 39)
+    ),
+    "d2t leads to 23 tokens, each once, and t2d marks these; got 22 from": (
+        lambda config, weights: weights["d2t"].index_fill_(0, torch.tensor(1), 2)
+    ),
+    "draft_vocab_size is a whole number from 1 to the model's 61; got 0": (
+        lambda config, weights: change(config, draft_vocab_size=0)
+    ),
+    "reads behind three of the model's 2 layers; got \\[0, 1, 2\\]": (
+        lambda config, weights: change(
+            config, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+        )
+    ),
+    "config.json describes a head; got AttributeError": (
+        lambda config, weights: config.pop("hidden_act")
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_head_that_does_not_fit_is_refused(message, tmp_path):
+    config, weights = config_of(EAGLE3), tensors(EAGLE3)
+    BAD[message](config, weights)
+    save(tmp_path, config, weights)
+    with pytest.raises(RuleError, match=message):
+        eagle3.load(setup(tmp_path))
+
+
+def test_a_head_needs_a_file_and_a_decoder(tmp_path):
+    for algorithm in (eagle, eagle3):
+        with pytest.raises(RuleError, match="a folder or a hub id; got none"):
+            algorithm.load(setup(None))
+    save(tmp_path, config_of(EAGLE3), tensors(EAGLE3))
+    with pytest.raises(RuleError, match="continues a decoder that generates; got bart"):
+        eagle3.load(setup(tmp_path, BART))
+
+
+def test_integers_are_weights_nowhere_else(tmp_path):
+    """d2t and t2d are read as what they are; an integer under any other name is refused."""
+    save(tmp_path, config_of(EAGLE3), {**tensors(EAGLE3), "codes": torch.ones(2).int()})
+    with pytest.raises(RuleError, match="weights are floating point; got 1 others: codes is I32"):
+        eagle3.load(setup(tmp_path))
