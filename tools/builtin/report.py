@@ -94,7 +94,7 @@ def check(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     parameters, size = (
         sum(p.numel() for p in model.parameters()),
-        sum(path.stat().st_size for path in folder.iterdir()),
+        sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
     )
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert all(p.isfinite().all() for p in model.parameters())
