@@ -7,7 +7,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from lockstep.attention import reference
+from lockstep.config import EngineConfig
 from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import Table
 from lockstep.llm.engine import BUILTIN
@@ -48,10 +49,8 @@ def target() -> loader.Loaded:
 
 def setup(target: loader.Loaded, path: Path | None = None) -> DraftSetup:
     named = None if path is None else str(path)
-    config: Any = SimpleNamespace(
-        page_size=16, kv_cache_dtype="float32", speculative_draft_model=named
-    )
-    return DraftSetup(config, target, first_group=0, rows=64)
+    config = EngineConfig(speculative_algorithm="eagle3", speculative_draft_model=named)
+    return DraftSetup(config.settled("float32"), target, first_group=0, rows=64)
 
 
 def test_the_built_in_model_brings_its_head_along(target):

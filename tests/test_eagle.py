@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep.attention.reference import Backend
+from lockstep.config import EngineConfig
 from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import Table
 from lockstep.lab.plain.decoder import attention
@@ -74,8 +74,11 @@ def save(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> No
 def setup(path: Path | None, tiny: Any = LLAMA) -> DraftSetup:
     """For a target of random weights, as the engine makes it."""
     named = None if path is None else str(path)
-    config: Any = SimpleNamespace(
-        page_size=4, kv_cache_dtype="float32", speculative_draft_model=named
+    config = EngineConfig(
+        page_size=4,
+        kv_cache_dtype="float32",
+        speculative_algorithm="eagle3",
+        speculative_draft_model=named,
     )
     return DraftSetup(config=config, target=loaded(tiny), first_group=0, rows=ROWS)
 

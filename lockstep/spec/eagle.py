@@ -32,8 +32,8 @@ from lockstep.nn.linear import Linear
 from lockstep.nn.mlp import Mlp, MlpSpec
 from lockstep.nn.norm import RMSNorm, RMSSpec
 from lockstep.nn.source import WeightSource
-from lockstep.run.kind import StepKind
-from lockstep.spec.draft import DRAFT, DraftSetup
+from lockstep.run.kind import DRAFT, StepKind
+from lockstep.spec.draft import DraftSetup
 from lockstep.types import RuleError, shown
 
 ARCHITECTURE = "LlamaForCausalLMEagle"

@@ -126,6 +126,6 @@ def token_ids(w: WeightSource, size: int, vocab_size: int) -> Tensor:
     ids, marked = every + offsets.long(), torch.nonzero(marks)[:, 0]
     if not torch.equal(ids.sort()[0], marked):
         rule = f"d2t leads to {size} tokens, each once, and t2d marks these"
-        got = f"{len(ids.unique())} from {ids.min()} to {ids.max()}, {len(marked)} marked"
+        got = f"{len(set(ids.tolist()))} from {ids.min()} to {ids.max()}, {len(marked)} marked"
         raise RuleError(rule, got, "Download the head again")
     return ids
