@@ -408,10 +408,25 @@ def commonest(batches: list[Batch], count: int, vocab_size: int) -> Tensor:
 def generate(target: Target, prompts: Tensor, args: argparse.Namespace) -> list[Batch]:
     """Continuations of the first prompts, whose lengths go round."""
     batches, layers = [], tuple(args.layers)
-    for i, part in enumerate(prompts.split(args.rows)[: args.batches]):
+    parts = prompts.split(args.rows)[args.first : args.first + args.batches]
+    for i, part in enumerate(parts):
         length = args.prompt_lens[i % len(args.prompt_lens)]
         batches.append(continued(target, part[:, :length], args.new, layers))
     return batches
+
+
+@torch.no_grad()
+def resume(head: Head, folder: Path) -> None:
+    """Begins with the head of a folder; of tokens that it does not know, with the embeddings."""
+    stored = load_file(folder / "model.safetensors", str(head.tokens.device))
+    tokens = stored["d2t"] + torch.arange(len(stored["d2t"]), device=head.tokens.device)
+    for name, value in head.named.items():
+        tensor = stored[f"{name.replace('/', '.')}.weight"].float()
+        if name == "lm_head":
+            both = torch.isin(tokens, head.tokens)
+            value[torch.searchsorted(head.tokens, tokens[both])] = tensor[both]
+        else:
+            value.copy_(tensor)
 
 
 def learning_rate(progress: float, args: argparse.Namespace) -> float:
@@ -508,6 +523,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     print(f"{tokens} tokens, {time.perf_counter() - began:.1f} s", flush=True)
     shape = Shape(heads=args.heads, inner=args.inner, vocab=args.vocab, layers=tuple(args.layers))
     head = Head(shape, commonest(batches, args.vocab, len(target.embedding)), target.embedding)
+    if args.init is not None:
+        resume(head, args.init)
     curve = train(head, target, batches, args)
     with torch.no_grad():
         for value in head.parameters():
@@ -548,6 +565,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--held-new", type=int, default=256, help="the same of held-out prompts")
     parser.add_argument("--rows", type=int, default=2048, help="prompts continued together")
     parser.add_argument("--batches", type=int, default=3, help="of so many")
+    parser.add_argument("--first", type=int, default=0, help="the first of these batches")
+    parser.add_argument("--init", type=Path, help="a head to go on with")
     parser.add_argument("--layers", type=int, nargs=3, default=[2, 5, 7])
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--inner", type=int, default=512)
