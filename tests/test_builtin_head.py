@@ -16,17 +16,22 @@ import torch
 from safetensors.torch import load_file
 
 from lockstep.attention import reference
+from lockstep.attention.select import select
 from lockstep.config import EngineConfig
 from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import Table
-from lockstep.llm.engine import BUILTIN
+from lockstep.llm.engine import BUILTIN, Engine, Parts
+from lockstep.llm.output import Speculated
 from lockstep.models import loader
 from lockstep.plan.build import RequestWork, build
+from lockstep.run.certify import Certificate
 from lockstep.run.driver import Share, StepDriver
 from lockstep.run.kind import GENERATE, group_specs, kinds_of
 from lockstep.run.runner import Runner
+from lockstep.sample.params import SamplingParams
 from lockstep.spec import eagle3
 from lockstep.spec.draft import DraftSetup
+from lockstep.text.tokenizer import Tokenizer
 from lockstep.types import Layout
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,6 +64,40 @@ def test_the_built_in_model_brings_its_head_along(target):
     assert {file.name for file in files} == {"config.json", "model.safetensors"}
     assert sum(file.stat().st_size for file in files) <= 4 << 20
     assert head.logits(torch.zeros(2, 256)).shape == (2, 4096)
+
+
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_answers_with_the_head_have_the_bits_of_plain_ones(target, plain, top_k):
+    got, counts = answers(target, speculative_algorithm="eagle3", speculative_eagle_topk=top_k)
+    assert got == plain[0] and counts.accepted > counts.drafted // (5 * top_k), counts
+    assert counts.accepted < counts.drafted
+
+
+@pytest.fixture(scope="module")
+def plain(target) -> Any:
+    return answers(target)
+
+
+def answers(target: loader.Loaded, **options: Any) -> tuple[list[Any], Speculated]:
+    """Of a batch of mixed parameters, and what was guessed."""
+    backend, choice = select(None, target.model.groups(), "cpu", "float32")
+    tokenizer, certificate = Tokenizer.from_folder(BUILTIN), Certificate(0, (), "none")
+    made = Parts(*target, tokenizer, backend, choice, certificate)
+    engine = Engine(EngineConfig(max_total_tokens=4096, **options), made)
+    if engine.speculation is not None:
+        engine.speculation.adaptive = False
+    wish = SamplingParams(max_tokens=24, temperature=0, logprobs=1)
+    hot = replace(wish, temperature=0.8, seed=3)
+    penalised = replace(wish, temperature=1.0, top_p=0.9, seed=4, frequency_penalty=0.3)
+    texts = ["def read(path):", "class Queue:\n    def __init__(self):", "import os\nimport "]
+    wishes = zip(texts, (wish, hot, penalised), strict=True)
+    jobs = [engine.add(tokenizer.encode(text), each) for text, each in wishes]
+    while engine.busy:
+        engine.step()
+    engine.check()
+    outputs = [job.output("") for job in jobs]
+    counts = Speculated(*map(sum, zip(*(each.speculated for each in outputs), strict=True)))
+    return [(each.token_ids, each.text, each.logprobs.tobytes()) for each in outputs], counts
 
 
 def test_files_of_the_speed_table_are_none_that_model_or_head_were_trained_on(script):

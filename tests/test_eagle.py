@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from test_speculation import answers
 from torch import Tensor
 
+from lockstep.attention import select
 from lockstep.attention.reference import Backend
 from lockstep.config import EngineConfig
 from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import Table
 from lockstep.lab.plain.decoder import attention
 from lockstep.lab.plain.layers import Weights, gated_mlp, linear, rms_norm
-from lockstep.lab.tiny import BART, COMMON, LLAMA, VOCAB, loaded
+from lockstep.lab.tiny import BART, COMMON, CONTEXT, LLAMA, VOCAB, loaded, parts
+from lockstep.llm.engine import Engine
 from lockstep.models.loader import STATED
 from lockstep.plan.build import RequestWork, build
 from lockstep.run.kind import group_specs
@@ -180,6 +183,29 @@ def test_branches_of_a_draft_tree_do_not_see_each_other(head):
         _, own = plain(head, torch.cat((ids, tokens[path])), torch.cat((given, fed[path])))
         assert close(first.layers[0][branch], own[6])
         assert close(second.layers[0][branch], own[7])
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("architecture", [EAGLE, EAGLE3])
+def test_answers_with_a_random_head_have_the_bits_of_plain_ones(architecture, top_k, tmp_path):
+    """Which is wrong nearly always; the built-in model's, which is right, has a test of its own."""
+    save(tmp_path, config_of(architecture), tensors(architecture))
+    head = {
+        "speculative_algorithm": "eagle3" if architecture == EAGLE3 else "eagle",
+        "speculative_draft_model": str(tmp_path),
+        "speculative_eagle_topk": top_k,
+    }
+    want, _ = answers(engine())
+    got, counts = answers(engine(**head))
+    assert got == want and counts.drafted - counts.accepted > 100
+
+
+def engine(**options: Any) -> Engine:
+    config = EngineConfig(context_length=CONTEXT, max_total_tokens=2000, page_size=4, **options)
+    made = Engine(config, parts(LLAMA, select.load("cpu")))
+    if made.speculation is not None:
+        made.speculation.adaptive = False
+    return made
 
 
 def test_layers_that_a_config_does_not_name_are_its_authors_choice():
