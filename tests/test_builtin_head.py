@@ -68,7 +68,8 @@ def test_the_built_in_model_brings_its_head_along(target):
 
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_answers_with_the_head_have_the_bits_of_plain_ones(target, plain, top_k):
-    got, counts = answers(target, speculative_algorithm="eagle3", speculative_eagle_topk=top_k)
+    options = {"speculative_eagle_topk": top_k, "speculative_num_steps": 3}
+    got, counts = answers(target, speculative_algorithm="eagle3", **options)
     assert got == plain[0] and counts.accepted > counts.drafted // (5 * top_k), counts
     assert counts.accepted < counts.drafted
 

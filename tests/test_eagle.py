@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_speculation import answers
+from test_speculation import PLAIN, answers
 from torch import Tensor
 
 from lockstep.attention import select
@@ -27,7 +27,8 @@ from lockstep.plan.build import RequestWork, build
 from lockstep.run.kind import group_specs
 from lockstep.run.runner import Runner, StepOutput
 from lockstep.spec import eagle, eagle3
-from lockstep.spec.draft import DraftSetup
+from lockstep.spec.depth import FIRST_CHANCE, SEEN, Times, rounded
+from lockstep.spec.draft import DraftRequest, DraftSetup
 from lockstep.types import RuleError
 
 D, KNOWN, ROWS = COMMON["hidden_size"], 23, 32
@@ -206,6 +207,35 @@ def engine(**options: Any) -> Engine:
     if made.speculation is not None:
         made.speculation.adaptive = False
     return made
+
+
+def test_a_chain_goes_on_while_the_draft_gives_it_a_chance(tmp_path):
+    save(tmp_path, config_of(EAGLE3), tensors(EAGLE3))
+    made = engine(speculative_algorithm="eagle3", speculative_draft_model=str(tmp_path))
+    made.add((5, 6, 7, 8), PLAIN)
+    for _ in range(3):
+        made.step()
+    (request,), draft = made.scheduler.running, made.speculation.draft
+    made.scheduler.make_room(request, 5, 0)
+    lengths = {}
+    for go_on in (0.0, 1e-9, 0.02, 1.0):
+        (tree,) = draft.propose([DraftRequest(request, PLAIN, 4, 4, go_on)])
+        lengths[go_on] = len(tree.token_ids)
+    assert lengths[0.0] == lengths[1e-9] == 4 and lengths[1.0] == 1, lengths
+    assert 1 <= lengths[0.02] <= 4
+
+
+def test_a_guess_more_is_worth_its_row_and_its_step():
+    times = Times()
+    assert times.row_s(1) is None and times.go_on(1) == FIRST_CHANCE
+    for _ in range(SEEN):
+        times.step(1, 4.0)
+        times.step(5, 6.0)
+        times.draft(3, 1.5)
+    assert times.row_s(1) == pytest.approx(0.5)
+    assert times.go_on(1) == pytest.approx((0.5 + 0.5) / 4.0)
+    for rows, about in ((1, 1), (15, 15), (16, 16), (17, 16), (31, 30), (100, 96)):
+        assert rounded(rows) == about
 
 
 def test_layers_that_a_config_does_not_name_are_its_authors_choice():

@@ -4,8 +4,9 @@ A row more in a step costs `row_s` seconds, a draft of depth i `draft_s(i)`; a t
 plain step pays for one. The i-th guess of a request is right with probability a^i, a being the
 share of its guesses that were right lately. So depth i pays for the requests whose a^i is worth
 their rows, and a depth is drafted if all levels up to it pay for themselves together. A request
-for which nothing pays rests, and tries one guess again later. All of this may depend on the clock
-and on the batch: it decides how much is guessed, never what comes out.
+for which nothing pays rests, and tries one guess again later. A draft that knows the chances of its
+own guesses ends a chain by itself, where one more does not pay (`go_on`). All of this may depend on
+the clock and on the batch: it decides how much is guessed, never what comes out.
 
 Knows seconds and counts, no request; `speculation` asks it.
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 FORGET = 0.85  # of what was known, per verified draft
 PRIOR = 2.0  # guesses that a request's share begins with
 FIRST_SHARE = 0.7  # of an engine that has seen nothing
+FIRST_CHANCE = 0.4  # the same: from which on a chain goes on
 REST = 16  # steps until a resting request tries again; twice as many each time it fails
 LONGEST_REST = 256
 SMOOTH = 0.1  # weight of a new time
@@ -67,23 +69,48 @@ class Mean:
         self.value += (seconds - self.value) * max(SMOOTH, 1 / self.count)
 
 
+def rounded(rows: int) -> int:
+    """Down to four bits: steps of about as many rows are one."""
+    shift = max(0, rows.bit_length() - 4)
+    return rows >> shift << shift
+
+
 @dataclass
 class Times:
-    """Seconds of steps by their rows, in powers of two, and of drafts by their depth."""
+    """Seconds of steps by their rows, about, and of drafts by their depth."""
 
     steps: dict[int, Mean] = field(default_factory=dict)
     drafts: dict[int, Mean] = field(default_factory=dict)
 
     def step(self, rows: int, seconds: float) -> None:
-        self.steps.setdefault(rows.bit_length(), Mean()).add(seconds / rows)
+        self.steps.setdefault(rounded(rows), Mean()).add(seconds)
 
     def draft(self, depth: int, seconds: float) -> None:
         self.drafts.setdefault(depth, Mean()).add(seconds)
 
     def step_s(self, rows: int) -> float | None:
         """A step of so many rows; None if too few like it were seen."""
-        mean = self.steps.get(rows.bit_length())
-        return mean.value * rows if mean is not None and mean.count >= SEEN else None
+        mean = self.steps.get(rounded(rows))
+        return mean.value if mean is not None and mean.count >= SEEN else None
+
+    def row_s(self, count: int) -> float | None:
+        """A row more in a step of `count`, by the wider step that was seen most."""
+        plain_s, least = self.step_s(count), rounded(count)
+        wider = {n: mean.count for n, mean in self.steps.items() if n > least}
+        rows = max(wider, key=lambda n: wider[n], default=0)
+        wide_s = self.step_s(rows)
+        if plain_s is None or wide_s is None:
+            return None
+        return max(0.0, wide_s - plain_s) / (rows - count)
+
+    def go_on(self, count: int) -> float:
+        """The chance from which on a guess more pays in chains of `count` requests: it costs a row
+        of each, and a step of the draft for all."""
+        plain_s, row_s = self.step_s(count), self.row_s(count)
+        if plain_s is None or row_s is None or not self.drafts:
+            return FIRST_CHANCE
+        deepest = max(self.drafts)
+        return min(1.0, (self.drafts[deepest].value / deepest + count * row_s) / plain_s)
 
     def draft_s(self, depth: int) -> float:
         """A draft of that depth, or of the nearest one that was seen, in proportion."""
@@ -97,11 +124,10 @@ def depths(lucks: Sequence[Luck], times: Times, most: int, nodes: int) -> list[i
     """How deep each of some requests, which decode together, is to guess: at most `most`, with a
     tree of `nodes` tokens then. What is not known yet, of plain steps or of wide ones, is tried."""
     count = len(lucks)
-    plain_s, wide_s = times.step_s(count), times.step_s(count * (nodes + 1))
-    if plain_s is None or wide_s is None:
+    plain_s, one_s = times.step_s(count), times.row_s(count)
+    if plain_s is None or one_s is None:
         return [0 if plain_s is None else most] * count
-    row_s = max(0.0, wide_s - plain_s) / (count * most)
-    token_s = plain_s / count
+    token_s, row_s = plain_s / count, one_s * nodes / most
     gain, best_gain, best = 0.0, 0.0, 0
     for depth in range(1, most + 1):
         worth = [luck.a**depth * token_s - row_s for luck in lucks]

@@ -38,12 +38,15 @@ class DraftRequest(NamedTuple):
     params   of its completion: a draft may use the same noise (seed, index, position, token id)
     steps    the deepest node that may be accepted, at least 1
     nodes    of the tree, at most, at least 1; the last token, its root, is not counted
+    go_on    a chain goes on while the draft gives its guesses so far this chance, together; of a
+             draft that knows none it is ignored
     """
 
     request: Request
     params: SamplingParams
     steps: int
     nodes: int
+    go_on: float = 0.0
 
 
 class SettledRows(NamedTuple):
@@ -72,7 +75,11 @@ class SettledStep(NamedTuple):
 
 class Draft(Protocol):
     """Guesses what follows. What it knows of a request it keeps under the request, and only as
-    long as `request.table` is the same table: a preempted request begins anew."""
+    long as `request.table` is the same table: a preempted request begins anew. `knows_chances`:
+    it ends a chain by `DraftRequest.go_on`."""
+
+    @property
+    def knows_chances(self) -> bool: ...
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """A tree for each: tokens that may follow the last one, parents before their children
@@ -105,9 +112,14 @@ class DraftModel(Protocol):
                    `hidden` [T, d])
     """
 
-    kind: StepKind
-    target_layers: tuple[int, ...]
-    hidden: Tensor | None
+    @property
+    def kind(self) -> StepKind: ...
+
+    @property
+    def target_layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def hidden(self) -> Tensor | None: ...
 
     def fuse(self, states: tuple[Tensor, ...]) -> Tensor:
         """From the target's states, [T, d_target] for each of target_layers, to rows of `hidden`

@@ -104,6 +104,7 @@ class ModelDraft:
         self.model, self.runner, self.top_k, self.rows = model, runner, top_k, rows
         self.eos_ids = eos_ids
         self.ahead = int(bool(model.target_layers))
+        self.knows_chances = top_k == 1
         # a window's pages go by the target's length: nothing may be missing behind it
         self.eager = any(spec.window is not None for spec in model.kind.specs)
         self._states: WeakKeyDictionary[Request, State] = WeakKeyDictionary()
@@ -228,19 +229,23 @@ class ModelDraft:
     # -- guesses
 
     def _chains(self, asks: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Token by token, all requests at once."""
-        chains: list[list[int]] = [[] for _ in asks]
+        """Token by token, all requests at once, as far as the model thinks that it is right."""
+        chains, chances = [list[int]() for _ in asks], [1.0] * len(asks)
         live = list(range(len(asks)))
         tips = self._tips(asks)
         while live and tips is not None:
             rows = [guess_row(asks[i], chains[i]) for i in live]
-            guesses = sample(self.runner.ops, self.model.logits(tips.emitted), rows, self.eos_ids)
+            logits = self.model.logits(tips.emitted)
+            tokens = sample(self.runner.ops, logits, rows, self.eos_ids).token_ids
             alive, works = list[int](), list[NodeWork]()
-            for at, (i, token) in enumerate(zip(live, guesses.token_ids.tolist(), strict=True)):
+            guesses = zip(live, tokens.tolist(), chances_of(logits, tokens), strict=True)
+            for at, (i, token, chance) in enumerate(guesses):
                 ask, begin = asks[i], self._state(asks[i].request).table.draft_len
+                chances[i] *= chance
                 if token >= 0:
                     chains[i].append(token)
-                    if len(chains[i]) < min(ask.steps, ask.nodes):
+                    more = len(chains[i]) < min(ask.steps, ask.nodes)
+                    if more and chances[i] >= ask.go_on:
                         cached_len = begin + len(chains[i]) - 1
                         works.append(NodeWork(ask.request, (token,), cached_len, (0,)))
                         alive.append(at)
@@ -289,6 +294,14 @@ class ModelDraft:
             out = self._run(works, states)
             live, tips = going, Tip(out.emitted, out.layers[0] if self.ahead else None)
         return [each.tree(ask.nodes) for each, ask in zip(beams, asks, strict=True)]
+
+
+def chances_of(logits: Tensor, tokens: Tensor) -> list[float]:
+    """What a draft gives its own guesses, tokens [S], before any temperature or penalty; of what
+    could not be guessed nobody asks."""
+    shares = logits.softmax(-1).gather(1, tokens.clamp(min=0)[:, None])
+    chances: list[float] = shares[:, 0].tolist()
+    return chances
 
 
 @lru_cache(maxsize=1024)

@@ -44,6 +44,8 @@ class Index:
 class NgramDraft:
     """A `Draft`: a chain of tokens that were there before."""
 
+    knows_chances = False
+
     def __init__(self) -> None:
         self._indexes: WeakKeyDictionary[Request, Index] = WeakKeyDictionary()
 

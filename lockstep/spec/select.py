@@ -21,7 +21,7 @@ from lockstep.spec.ngram import NgramDraft
 from lockstep.spec.speculation import Speculation, TreeShape
 from lockstep.types import RuleError
 
-STEPS = {"ngram": 8, "draft": 4, "eagle": 3, "eagle3": 3}  # where none are asked for
+STEPS = {"ngram": 8, "draft": 4, "eagle": 6, "eagle3": 6}  # where none are asked for
 FILES = {"draft": "draft_model", "eagle": "eagle", "eagle3": "eagle3"}
 
 Loader = Callable[[DraftSetup], DraftModel]

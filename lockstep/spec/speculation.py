@@ -76,13 +76,20 @@ class Speculation:
             if request.spec.draft and not scheduler.make_room(*room):
                 continue
             budget -= nodes
-            asks.append(DraftRequest(request, params_of(request), min(steps, nodes), nodes))
-        for ask, tree in zip(asks, self.draft.propose(asks) if asks else (), strict=True):
+            ask = DraftRequest(request, params_of(request), min(steps, nodes), nodes)
+            asks.append(ask)
+        go_on = self.times.go_on(len(asks)) if self.adaptive else 0.0
+        asks = [ask._replace(go_on=go_on) for ask in asks]
+        trees = self.draft.propose(asks) if asks else []
+        for ask, tree in zip(asks, trees, strict=True):
             if tree.token_ids:
                 ask.request.draft = tree
         self._begun = time.perf_counter()
         if asks:
-            self.times.draft(max(ask.steps for ask in asks), self._begun - begun)
+            deepest = max(ask.steps for ask in asks)
+            if self.draft.knows_chances:
+                deepest = max(1, *(len(tree.token_ids) for tree in trees))
+            self.times.draft(deepest, self._begun - begun)
 
     def hold(self, step: ScheduledStep) -> None:
         """Who is to have a draft next waits until his token has its value."""
@@ -125,6 +132,8 @@ class Speculation:
         awake = list(most)
         lucks = [self._luck_of(request) for request in awake]
         chosen = depths(lucks, self.times, shape.steps, shape.nodes)
+        if self.draft.knows_chances:  # and ends its chains by itself
+            chosen = [shape.steps if steps else 0 for steps in chosen]
         known = self.times.step_s(len(awake)) is not None
         wanted: dict[Request, int] = {}
         for request, luck, steps in zip(awake, lucks, chosen, strict=True):
