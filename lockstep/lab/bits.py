@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep.config import EngineConfig
-from lockstep.lab import document, isolate
+from lockstep.lab import document, isolate, speculative_bits
 from lockstep.lab.commands import picked
 from lockstep.lab.distance import MOST_RATIO, Distance, measure
 from lockstep.lab.engine_harness import InstrumentedEngine
@@ -336,6 +336,8 @@ def faults(
 
 def command(args: Namespace) -> int:
     """`lab bits`."""
+    if args.speculative:
+        return speculative_bits.command(args)
     every = configs("golden_models.json" if args.small else "bits_models.json")
     every = {name: every[name] for name in (SMALL if args.small else every)}
     names = picked("a model is one of the lab's shapes", args.model, list(every)) or list(every)

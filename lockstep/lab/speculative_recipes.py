@@ -28,8 +28,13 @@ from lockstep.lab.tiny import CONTEXT, EOS, words
 
 BOTH = ("accepted_drafts", "rejected_drafts")
 LONG = replace(PLAIN, max_tokens=20, temperature=0.4)
+# every token is penalised away by the one before it, so that guesses are right and depend on it
+CYCLING = replace(
+    LONG, temperature=0.0, frequency_penalty=2.0, logit_bias={3: 20.0, 4: 20.0, 5: 20.0, 6: 20.0}
+)
 MIXED = orders_of(
-    (7, LONG), (16, CUT), (30, PENALISED), (61, replace(LONG, seed=3)), (40, SCORED), (9, THREE)
+    *((7, LONG), (16, CUT), (30, PENALISED), (61, replace(LONG, seed=3)), (40, SCORED)),
+    *((9, THREE), (11, CYCLING)),
 )
 
 

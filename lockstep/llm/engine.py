@@ -357,8 +357,7 @@ class Engine:
             states = tuple([each.clone() for each in out.layers]) if again else out.layers
             launched = replace(launched, hidden=states)
         if self.overlap and launched.chosen is not None:
-            ids = launched.chosen.token_ids
-            self.runner.keep(ids[list(rows.firsts)] if rows.drafts else ids)
+            self.runner.keep(launched.first_ids(launched.chosen))
         return launched.fetched() if self.on_card else launched
 
     def _run(self, step: ScheduledStep, settings: Settings | None = None) -> StepOutput:

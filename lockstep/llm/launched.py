@@ -32,6 +32,10 @@ class Launched:
     hidden: tuple[Tensor, ...] = ()  # of all rows, behind the layers that a draft reads
     ready: torch.Event | None = None  # when all of it lies on the host
 
+    def first_ids(self, chosen: Sampled) -> Tensor:
+        """The first token of every completion: what rows of the next step may wait for."""
+        return chosen.token_ids[list(self.rows.firsts)] if self.rows.drafts else chosen.token_ids
+
     def fetched(self) -> Launched:
         """The same, on its way to the host; nothing waits for it here."""
         embeddings = None if self.embeddings is None else on_host(self.embeddings)

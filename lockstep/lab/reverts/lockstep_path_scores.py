@@ -1,0 +1,38 @@
+"""Log-probabilities came from the first rows, not from the accepted ones.
+
+Summary:
+The tokens of a tree's path are those of its nodes; their log-probabilities were taken from as many
+rows from the root on.
+Motivation:
+In a chain the accepted nodes are the first rows, and everything was written for chains.
+Mechanism:
+1. A tree is verified; nodes 0, 2 and 5 are accepted.
+2. Three tokens come with the log-probabilities of rows 0, 1 and 2.
+3. Tokens are right, two of their log-probabilities belong to other rows.
+Key functions:
+`llm.accept.gathered`, which takes the rows that the tokens come from.
+Symptom:
+Log-probabilities of rejected guesses beside accepted tokens.
+Risk and impact:
+No test of tokens or text sees it; trainers that read log-probabilities learn from noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+SOURCE = "class: what is reported beside an accepted path"
+TARGET = "lockstep.llm.accept:gathered"
+CELLS = ("engine-tree/llama",)
+RELATED = ("sglang-7239",)
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def gathered(chosen: Any, verified: Any, asked: Any) -> Any:
+        first = [
+            tuple(range(rows[0], rows[0] + len(rows))) if rows else () for rows in verified.rows
+        ]
+        return old(chosen, verified._replace(rows=first), asked)
+
+    return gathered
