@@ -14,6 +14,7 @@ import torch
 
 from lockstep.attention import select
 from lockstep.config import EngineConfig
+from lockstep.lab import speculative_bits
 from lockstep.lab.speculative import CHAIN, NGRAM, TREE, drafts, noisy
 from lockstep.lab.tiny import (
     BART,
@@ -27,7 +28,7 @@ from lockstep.lab.tiny import (
     parts,
     words,
 )
-from lockstep.llm.engine import Engine
+from lockstep.llm.engine import Engine, Parts, load
 from lockstep.llm.generation import Generation
 from lockstep.llm.output import Speculated
 from lockstep.sample.noise import counter, noise, noise_of
@@ -289,3 +290,24 @@ def test_who_is_never_right_rests_longer_and_longer_and_tries_again():
     late = [n for n in asked if n > 40]
     assert 0 < len(late) <= 6 and len(said) == 1, (asked, said)
     assert "decoding plainly" in said[0]
+
+
+@pytest.fixture(scope="module")
+def sixteen() -> tuple[Parts, list[Any], list[Any]]:
+    """The built-in model, sixteen prompts at three temperatures, and what they come to plainly."""
+    parts = load(EngineConfig())
+    requests = speculative_bits.wanted(speculative_bits.prompts(16))
+    return parts, requests, speculative_bits.answers(parts, requests, {})
+
+
+@pytest.mark.parametrize("draft", speculative_bits.DRAFTS)
+def test_the_built_in_model_has_no_other_bit_with_any_draft(draft, sixteen, tmp_path):
+    if draft.startswith("eagle3"):
+        pytest.importorskip("lockstep.spec.eagle3")
+    parts, requests, want = sixteen
+    speculative_bits.noisy_folder(tmp_path)
+    options = speculative_bits.options_of(draft, str(tmp_path))
+    got = speculative_bits.answers(parts, requests, options)
+    for wish in speculative_bits.WISHES:
+        column = speculative_bits.column(draft, wish, requests, got, want)
+        assert column["tokens"] == 16 * 64 and not speculative_bits.faults(column), column

@@ -66,10 +66,7 @@ def command(args: Namespace) -> int:
         want = answers(parts, requests, {})
         bar.step("plain", False)
         for name in chosen:
-            options = dict(DRAFTS[name])
-            if name == "draft":
-                options["speculative_draft_model"] = folder
-            got = answers(parts, requests, options)
+            got = answers(parts, requests, options_of(name, folder))
             found = [column(name, wish, requests, got, want) for wish in WISHES]
             columns += found
             bar.step(name, any(faults(each) for each in found))
@@ -85,6 +82,12 @@ def command(args: Namespace) -> int:
     }
     document.publish(args, doc, [*table(columns), *wrong])
     return int(bool(wrong))
+
+
+def options_of(draft: str, folder: str) -> dict[str, Any]:
+    """Of an engine with this draft; the draft model lies in a folder."""
+    own = {"speculative_draft_model": folder} if draft == "draft" else {}
+    return {**DRAFTS[draft], **own}
 
 
 def picked(names: str) -> list[str]:
