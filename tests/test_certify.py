@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep import order
 from lockstep.attention import select
 from lockstep.config import EngineConfig
 from lockstep.kernels.cpu.ops import Ops
@@ -21,6 +22,7 @@ from lockstep.run import certify as certificates
 from lockstep.run import runner
 from lockstep.run.certify import NotCertified, large, ranges, row_counts
 from lockstep.run.probe import Edges, RowRange, consecutive
+from lockstep.types import AttnSpec, GroupSpec, Layout
 
 LONG = {"max_position_embeddings": 2048}  # room for a split and a window
 
@@ -201,6 +203,22 @@ def test_a_short_context_is_certified_as_far_as_it_reaches(limit):
     edges = Edges.of(loaded.model.groups(), limit)
     assert edges.length <= limit
     assert refusal(loaded) == ""
+
+
+def test_edges_are_those_of_the_devices_own_order():
+    def runs(d: int, device_class: str) -> tuple[tuple[int, int], ...]:
+        spec = GroupSpec(Layout.DENSE, 2, 2, d, d, (AttnSpec(1.0),))
+        return Edges.of([spec], 4096, device_class).runs
+
+    for d, device_class, tile, split in (
+        *((128, order.CPU, 64, 512), (128, order.SM90, 128, 512)),
+        *((256, order.SM90, 32, 512), (576, order.SM90, 64, 1024), (576, order.CPU, 32, 512)),
+    ):
+        found = runs(d, device_class)
+        assert any(a < tile < b for a, b in found), f"{d}, {device_class}: the tile's edge"
+        assert any(a < split < b for a, b in found), f"{d}, {device_class}: the split's edge"
+    assert order.device_class("cuda-sm_90") == order.SM90
+    assert order.device_class("cpu-x86_64") == order.CPU
 
 
 def test_the_row_counts_are_all_multiples_of_64_and_the_largest_step():

@@ -83,6 +83,7 @@ SMALL_FEATURES = {
     "sinks": dense(4, 2, 32, sinks=SINKS),
     "fp16": dense(4, 2, 32),
     "fp8": dense(4, 2, 32, kv_dtype="float8_e4m3", k_scale=0.02, v_scale=0.01),
+    "fp16-kv": dense(4, 2, 32, kv_dtype="float16"),
     "latent": latent(6, 40, 32),
     "window-all": dense(
         4, 2, 32, window=WINDOW, soft_cap=2.0, sinks=SINKS, kv_dtype="float8_e4m3", k_scale=0.02
@@ -422,13 +423,16 @@ def cache(device: str, found: dict) -> None:
                 torch.randn(20, heads, d_qk + d_v + 8, generator=random).to(device, torch.bfloat16)
                 * 4
             )
-            # beyond 2**100, and beyond float8, the writer keeps the largest
-            rows[3, 0, 1] = 2.0**100 if kv_dtype == "bfloat16" else float("inf")
-            k, v = rows[..., :d_qk], rows[..., d_qk : d_qk + d_v]
+            # an infinity is the largest that is kept: 2**100, which is float8's too
+            rows[3, 0, 1], infinite = 2.0**100, rows.clone()
+            infinite[3, 0, 1] = float("inf")
+            (k, v), (k_in, v_in) = (
+                (x[..., :d_qk], x[..., d_qk : d_qk + d_v]) for x in (rows, infinite)
+            )
             slots = torch.randperm(140, generator=random)[:20].to(device)
             for layer in range(2):
                 pools[0].write(layer, slots, k.float(), v.float())
-                given = zip(pools[1].storages[layer], (k, v), (attn.k_scale, attn.v_scale))
+                given = zip(pools[1].storages[layer], (k_in, v_in), (attn.k_scale, attn.v_scale))
                 for storage, values, scale in given:
                     writers.write(storage, slots.int(), values, scale)
             moves = torch.stack(

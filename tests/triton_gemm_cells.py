@@ -880,6 +880,20 @@ def the_table_is_complete() -> str:
 
 
 @cell
+def rows_of_odd_length() -> str:
+    """Logits of a vocabulary that is no multiple of 8, and scores of few experts: each row has the
+    bits that it has alone."""
+    logits, scores, bias = (
+        draw(*shape, dtype=torch.float32) for shape in ((5, 61), (5, 4), (4,))
+    )  # rows at multiples of 61 and of 4 elements
+    capped, added = rowwise.apply(rowwise.CAP.value, logits, 3.0), rowwise.add_bias(scores, bias)
+    alone = [rowwise.apply(rowwise.CAP.value, row[None], 3.0) for row in logits]
+    wrong = int((capped != torch.cat(alone)).sum()) + int((added != scores + bias).sum())
+    off = float((capped - 3.0 * torch.tanh(logits / 3.0)).abs().max())
+    return f"{wrong} differ, off by {off}" if wrong or off > 1e-5 else ""
+
+
+@cell
 def nothing_to_do() -> str:
     """No rows: no launch, no error, empty results."""
     x, w = draw(0, 64), draw(16, 64)
