@@ -128,19 +128,11 @@ class Ops:
 
     # ---- rows ----
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Over the last dimension."""
-        return rowwise.rms_norm(x.flatten(0, -2), weight, eps).view(x.shape)
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """Over the last dimension."""
-        return rowwise.layer_norm(x.flatten(0, -2), weight, bias, eps).view(x.shape)
-
+    rms_norm = staticmethod(rowwise.rms_norm)
     add_rms_norm = staticmethod(rowwise.add_rms_norm)
-
-    def rope_cos_sin(self, positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
-        """One launch."""
-        return CosSin(*rowwise.rope_cos_sin(positions, freqs, factor))
+    layer_norm = staticmethod(rowwise.layer_norm)
+    rope_cos_sin = staticmethod(rowwise.rope_cos_sin)
+    pool = staticmethod(rowwise.pool)
 
     def rope(self, x: Tensor, cos_sin: CosSin, interleaved: bool) -> Tensor:
         """All heads are queries."""
@@ -170,20 +162,13 @@ class Ops:
         """Elementwise."""
         return rowwise.apply(rowwise.CAP.value, x, cap)
 
-    def pool(self, x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-        """One program per span."""
-        bounds = torch.tensor(spans, dtype=torch.int64, device=x.device).view(-1, 2)
-        return rowwise.pool(x, bounds)
-
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """Torch's own."""
         return x.index_select(0, rows)
 
     # ---- the cache ----
 
-    def kv_write(self, storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
-        """One program per row."""
-        cache.write(storage, slots, values, scale)
+    kv_write = staticmethod(cache.write)
 
     def kv_move(self, storages: Sequence[Tensor], moves: Tensor) -> None:
         """All storages in one launch; their addresses are brought to the device once."""

@@ -11,6 +11,7 @@ Knows tensors, no layers. Called by the op table.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lockstep.kernels.triton.gemm import require, row_stride
-from lockstep.ops import Heads
+from lockstep.ops import CosSin, Heads
 
 SILU, GELU, GELU_TANH, RELU, SIGMOID, CAP, CLAMPED = map(tl.constexpr, range(7))  # of an element
 NEGATIVE_LOG2E, ROOT_HALF = tl.constexpr(-1.4426950408889634), tl.constexpr(0.7071067811865476)
@@ -264,12 +265,13 @@ def whole_row(n: int) -> dict[str, Any]:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [rows, n] / sqrt(mean(x²) + eps) · weight [n]."""
+    """x [.., n] / sqrt(mean(x²) + eps) · weight [n]."""
+    shape, x = x.shape, x.flatten(0, -2)
     (rows, n), y = x.shape, new_rows(x, x.shape[1])
     if rows:
         stride = row_stride(x, "x")
         rms_norm_kernel[(rows,)](x, x, weight, y, y, stride, 0, eps, ADD=False, **whole_row(n))
-    return y
+    return y.view(shape)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -323,7 +325,7 @@ def qk_norm_rope(
     return q, k
 
 
-def rope_cos_sin(positions: Tensor, freqs: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+def rope_cos_sin(positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
     """cos and sin float32 [t, half] of positions int32 [t] times freqs float32 [half]."""
     t, half = len(positions), len(freqs)
     cos, sin = (torch.empty(t, half, dtype=torch.float32, device=freqs.device) for _ in "cs")
@@ -332,16 +334,17 @@ def rope_cos_sin(positions: Tensor, freqs: Tensor, factor: float) -> tuple[Tenso
             positions.contiguous(), freqs, cos, sin, factor, HALF=half, WIDTH=width(half),
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
-    return cos, sin
+    return CosSin(cos, sin)
 
 
-def pool(x: Tensor, spans: Tensor) -> Tensor:
+def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     """float32 [len(spans), n]: the means of rows [begin, end) of x [t, n], divided by their
-    lengths; spans int64 [.., 2]."""
+    lengths."""
     n = x.shape[1]
     y = torch.empty(len(spans), n, dtype=torch.float32, device=x.device)
     if len(spans):
-        pool_kernel[(len(spans),)](x, spans, y, row_stride(x, "x"), **whole_row(n))
+        bounds = torch.tensor(spans, dtype=torch.int64, device=x.device)
+        pool_kernel[(len(spans),)](x, bounds, y, row_stride(x, "x"), **whole_row(n))
     return y
 
 
