@@ -132,10 +132,10 @@ def hopper(which: str, d: int, page: int) -> Variant:
 def attentions() -> Iterator[Variant]:
     """Head sizes, launch shapes, features."""
     shapes, small = ("few", "some", "many"), ((64, 64), (128, 128))
-    yield from (plain(*each) for each in product(HEADS, shapes))
-    yield from (plain(*each, tree=True) for each in product(HEADS, shapes[:2]))
-    yield from (plain(*each, cap=True) for each in product(HEADS[1:3], shapes))
-    yield from (plain(*each, "float8_e4m3") for each in product(small, shapes[1:]))
+    yield from (plain(head, shape) for head, shape in product(HEADS, shapes))
+    yield from (plain(head, shape, tree=True) for head, shape in product(HEADS, shapes[:2]))
+    yield from (plain(head, shape, cap=True) for head, shape in product(HEADS[1:3], shapes))
+    yield from (plain(head, shape, "float8_e4m3") for head, shape in product(small, shapes[1:]))
     yield plain((576, 512), "some", "float8_e4m3")
     yield from (plain((128, 128), shape, "float16") for shape in shapes)
     pages = (16, 32, 64, 128)
