@@ -201,7 +201,7 @@ def run_tasks(
 
 def run_task(task: CellTask) -> list[Result]:
     """What a worker process does. One whose device is lost to a bug makes room for another."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         try:
             torch.cuda.synchronize()
         except RuntimeError:

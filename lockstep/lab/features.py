@@ -79,9 +79,9 @@ def group(sizes: list[int], layout: str = "dense", pages: int = 1, **extra: Any)
 
 def feature(name: str, about: str, groups: list[dict[str, Any]], **steps: list[int]) -> Feature:
     """A line of the table."""
-    which = {"decode": range(len(groups)), **steps}
     made_of = tuple(group(**words) for words in groups)
-    return Feature(name, about, made_of, **{key: tuple(each) for key, each in which.items()})
+    decode, encode = steps.get("decode", range(len(groups))), steps.get("encode", ())
+    return Feature(name, about, made_of, tuple(decode), tuple(encode))
 
 
 TABLE = tomllib.loads((files("lockstep.lab") / "features.toml").read_text(encoding="utf-8"))

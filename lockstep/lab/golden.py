@@ -85,11 +85,12 @@ def run(args: argparse.Namespace) -> int:
 
 def key(device: Device = CPU) -> str:
     """Which answers these are: the order and what compiles it; elsewhere the device and dtype."""
-    name, compilers = f"{device.name} {device.dtype}", ("torch", "numba", "llvmlite")
+    compilers = ["torch", "triton"] if device.name == "cuda" else ["torch", "numba", "llvmlite"]
+    name = f"{device.name} {device.dtype}"
     if device == CPU:
         name = order.ORDER_NAMES[order.CPU]
     elif device.name == "cuda":
-        name, compilers = f"{order.ORDER_NAMES[order.SM90]} {device.dtype}", ("torch", "triton")
+        name = f"{order.ORDER_NAMES[order.SM90]} {device.dtype}"
     return "; ".join([f"order {name}", *(f"{each} {version(each)}" for each in compilers)])
 
 
