@@ -124,18 +124,16 @@ class Backend:
         rows, heads, d_qk = q.shape
         if q.dtype is not torch.float32 or heads != group.heads or d_qk != group.d_qk:
             rule = f"queries are float32 of [rows, {group.heads}, {group.d_qk}]"
-            raise RuleError(
-                rule, f"{q.dtype} of {list(q.shape)}", "Cast them, or use another backend"
-            )
+            got = f"{q.dtype} of {list(q.shape)}"
+            raise RuleError(rule, got, "Cast them, or use another backend")
         out, lse2 = empty(rows, heads, order.stored_len(group.d_v)), empty(rows, heads)
         if rows:
             k, v = keys
             q = widened(q, order.stored_len(d_qk)).contiguous()
             layer = handle.layers[spec]
             kernel()(q, k, v, out, lse2, handle.prepared, handle.shape(k, v), layer)
-        return narrowed(out, group.d_v), torch.from_numpy(
-            base.log2_to_ln(lse2.numpy())
-        )  # a few numbers: numpy is quicker there
+        lse = torch.from_numpy(base.log2_to_ln(lse2.numpy()))  # few numbers: numpy is quicker
+        return narrowed(out, group.d_v), lse
 
 
 def narrowed(out: Tensor, d_v: int) -> Tensor:
@@ -173,13 +171,11 @@ def blocks(plan: StepPlan, rows: int) -> NDArray[np.int32]:
         return np.stack((request, plan.q_indptr[:-1], plan.q_indptr[1:]), 1)
     counts = -(-plan.new_lens // rows)
     request = np.repeat(request, counts)
-    nth = np.arange(len(request), dtype=np.int32) - np.repeat(
-        np.cumsum(counts) - counts, counts
-    ).astype(np.int32)
+    first = np.repeat(np.cumsum(counts) - counts, counts).astype(np.int32)
+    nth = np.arange(len(request), dtype=np.int32) - first
     begin = plan.q_indptr[request] + nth * np.int32(rows)
-    return np.stack(
-        (request, begin, np.minimum(begin + np.int32(rows), plan.q_indptr[request + 1])), 1
-    )
+    end = np.minimum(begin + np.int32(rows), plan.q_indptr[request + 1])
+    return np.stack((request, begin, end), 1)
 
 
 def constants(attn: AttnSpec, heads: int) -> Layer:

@@ -15,7 +15,6 @@ import numpy as np
 
 from lockstep.kernels.cpu import elementary, threads, unit
 from lockstep.kernels.cpu.threads import where
-from lockstep.kernels.cpu.unit import Sizes
 from lockstep.types import KV_FORMATS
 
 BLOCK_ROWS = 128  # that hide the staging of a tile and leave queries and accumulators in L2
@@ -91,23 +90,6 @@ class Prepared:
         # that all rows see together, about, in pages: every request's, by rows per request
         requests = max(1, len(table.page_indptr) - 1)
         self.pages_seen = len(table.page_ids) * len(rows.lo) // requests
-        self.known: dict[tuple[Any, ...], tuple[Sizes, int, int]] = {}
-
-    def sizes(self, q: Any, out: Any, shape: Shape) -> tuple[Sizes, int, int]:
-        """The integers of a call, bytes of memory per worker, and about what it takes on one thread
-        in ns: layers of one shape have the same."""
-        key = (shape, q.shape, out.shape[2])
-        if key not in self.known:
-            kv_heads, page_size, tile, split, k_slot, k_head, v_slot, v_head, code = shape
-            (heads, d_qk), d_v, item = q.shape[1:], out.shape[2], ITEM_BYTES[code]
-            sizes = Sizes(
-                heads, kv_heads, heads // kv_heads, d_qk, d_v, page_size, tile, split, code,
-                k_slot * item, k_head * item, v_slot * item, v_head * item,
-            )  # fmt: skip
-            products = self.pages_seen * page_size * heads * (d_qk + d_v)
-            each = unit.padded(unit.layout(sizes, self.most * sizes.group, 0)[-1], 64)
-            self.known[key] = (sizes, each, products // PRODUCTS_PER_NS)
-        return self.known[key]
 
 
 class Layer(NamedTuple):
@@ -151,11 +133,14 @@ def call(
     of: Layer,
 ) -> None:  # fmt: skip
     """Write the arguments of `attend` into a record and set the threads to work on it."""
-    sizes, each, cost_ns = prepared.sizes(q, out, shape)
-    units = prepared.blocks * shape.kv_heads
+    (_, heads, d_qk), d_v, units = q.shape, out.shape[2], prepared.blocks * shape.kv_heads
+    products = prepared.pages_seen * shape.page_size * heads * (d_qk + d_v)
+    cost_ns = products // PRODUCTS_PER_NS
     team = threads.team(units, cost_ns)
+    each = unit.memory_bytes(d_qk, d_v, shape.tile, prepared.most * heads // shape.kv_heads)
     memory = (threads.memory(each, team), each, prepared.most)
     tensors = (where(q), where(k), where(v), where(out), where(lse2))
+    sizes = (heads, d_qk, d_v, ITEM_BYTES[shape.code], *shape)
     entries = (*tensors, *prepared.entries, *of.entries, *sizes, *memory)
     threads.run(work, entries, units, team, cost_ns)
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import llvmlite
 import numba.core.config
-from numba.core import event
 
 from lockstep import order
 from lockstep.kernels.cpu.loops import TARGET
@@ -51,39 +50,19 @@ def folder() -> Path:
 @contextlib.contextmanager
 def cached_here(name: str) -> Iterator[bool]:
     """What is compiled inside with `cache=True` is kept in `folder()`, under its own name: kernels
-    share their outermost text. Yields False if that cannot be written."""
+    share their outermost text. Says on stderr what has to be compiled; yields False if it cannot be
+    kept."""
     with _SETTING:
-        before, place = config.CACHE_DIR, folder() / name
+        before, place, writable = config.CACHE_DIR, folder() / name, True
         try:
             place.mkdir(parents=True, exist_ok=True)
         except OSError:
-            yield False
-            return
-        config.CACHE_DIR = str(place)
+            writable = False
+        if not writable or not any(place.rglob("*.nbc")):
+            text = f"compiling the CPU {name} kernel, once per machine ..."
+            print(text, file=sys.stderr, flush=True)
+        config.CACHE_DIR = str(place) if writable else before
         try:
-            yield True
+            yield writable
         finally:
             config.CACHE_DIR = before
-
-
-class _Announcer(event.Listener):
-    """Says on stderr, once, that a compilation began."""
-
-    def __init__(self, text: str) -> None:
-        self.text: str | None = text
-
-    def on_start(self, event: Any) -> None:
-        if self.text:
-            print(self.text, file=sys.stderr, flush=True)
-            self.text = None
-
-    def on_end(self, event: Any) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def announced(text: str) -> Iterator[None]:
-    """Print `text` if something is really compiled inside: nothing is said where the cache has
-    it."""
-    with event.install_listener("numba:compile", _Announcer(text)):
-        yield

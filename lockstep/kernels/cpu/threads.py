@@ -37,7 +37,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from lockstep.kernels.cpu.cache import announced, cached_here
+from lockstep.kernels.cpu.cache import cached_here
 from lockstep.kernels.cpu.lanes import (
     I64,
     at,
@@ -391,9 +391,13 @@ def kernel(name: str, unit: Any, cache: bool = True) -> Any:
 
 def c_function(name: str, text: Callable[..., None], cache: bool = True) -> Any:
     """`text`, a function of int64 numbers, compiled."""
-    signature, told = integers(text.__code__.co_argcount), "once per machine ..."
-    with cached_here(name) as writable, announced(f"compiling the CPU {name} kernel, {told}"):
-        return numba.cfunc(signature, cache=cache and writable, error_model="numpy")(text)
+    compiler = functools.partial(
+        numba.cfunc, integers(text.__code__.co_argcount), error_model="numpy"
+    )
+    if not cache:
+        return compiler()(text)
+    with cached_here(name) as writable:
+        return compiler(cache=writable)(text)
 
 
 class Compiled(NamedTuple):

@@ -11,6 +11,7 @@ as it was.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -447,11 +448,10 @@ def run_unit(job: Any, scratch: Any, unit: Any) -> None:
 
 # ---- a call ----
 
-# Its entries: addresses of arrays up to the blocks, how many blocks there are, two more arrays, the
-# integers of Sizes, the workers' memory, bytes of each and tokens of the largest block.
-BLOCKS = 14
-SIZES = BLOCKS + 3
-MEMORY = SIZES + len(Sizes._fields)
+# Its entries: addresses of arrays up to the blocks, how many blocks there are, two more arrays,
+# heads, their columns in keys and values, bytes of a cached number, attend.py's Shape, the workers'
+# memory, bytes of each and tokens of the largest block.
+BLOCKS, SIZES, MEMORY = 14, 17, 30
 
 
 def padded(n: Any, unit: Any) -> Any:
@@ -459,25 +459,34 @@ def padded(n: Any, unit: Any) -> Any:
     return (n + unit - 1) // unit * unit
 
 
-def layout(sizes: Any, rows: Any, q: Any) -> Any:
+def layout(d_qk: Any, d_v: Any, tile: Any, rows: Any, q: Any) -> Any:
     """Where the areas of a worker's memory begin, the first at address q, and where the last one
     ends. `state` has five numbers per row, `spans` two; `tables` two per key."""
-    q_bytes, v_bytes = 4 * padded(sizes.d_qk, LANES), 4 * padded(sizes.d_v, LANES)
+    q_bytes, v_bytes = 4 * padded(d_qk, LANES), 4 * padded(d_v, LANES)
     keys = q + rows * q_bytes
-    v = keys + 4 * sizes.d_qk * sizes.tile
-    p = v + sizes.tile * v_bytes
-    acc = p + 4 * rows * sizes.tile
+    v = keys + 4 * d_qk * tile
+    p = v + tile * v_bytes
+    acc = p + 4 * rows * tile
     total = acc + rows * v_bytes
     zeros = total + rows * v_bytes
     state = zeros + q_bytes
     tables = state + 20 * padded(rows, LANES)
-    spans = tables + 16 * sizes.tile
+    spans = tables + 16 * tile
     return q, keys, v, p, acc, total, zeros, state, tables, spans, spans + 16 * rows
+
+
+@lru_cache(64)
+def memory_bytes(d_qk: int, d_v: int, tile: int, rows: int) -> int:
+    """Of a worker, a multiple of 64."""
+    return int(padded(layout(d_qk, d_v, tile, rows, 0)[-1], 64))
 
 
 def carve(sizes: Any, rows: Any, memory: Any) -> Any:
     """The Scratch of a worker in its memory."""
-    q, keys, v, p, acc, total, zeros, state, tables, spans, _ = layout(sizes, rows, memory)
+    d_qk, d_v, tile = sizes.d_qk, sizes.d_v, sizes.tile
+    q, keys, v, p, acc, total, zeros, state, tables, spans, _ = layout(
+        d_qk, d_v, tile, rows, memory
+    )
     q_stride, v_stride = 4 * padded(sizes.d_qk, LANES), 4 * padded(sizes.d_v, LANES)
     row = 4 * padded(rows, LANES)
     for byte in range(0, q_stride, VECTOR_BYTES):
@@ -495,10 +504,11 @@ def unpack(record: Any) -> Any:
     """The KernelArgs in a call's entries. The arrays, in order: q, k, v, out, lse2, Table, Rows,
     blocks; sink2, consts (as in attend.py)."""
     z = SIZES
+    heads, item, kv_heads = record[z], record[z + 3], record[z + 4]
     sizes = Sizes(
-        record[z], record[z + 1], record[z + 2], record[z + 3], record[z + 4], record[z + 5],
-        record[z + 6], record[z + 7], record[z + 8], record[z + 9], record[z + 10], record[z + 11],
-        record[z + 12],
+        heads, kv_heads, heads // kv_heads, record[z + 1], record[z + 2], record[z + 5],
+        record[z + 6], record[z + 7], record[z + 12], record[z + 8] * item, record[z + 9] * item,
+        record[z + 10] * item, record[z + 11] * item,
     )  # fmt: skip
     consts = float32_at(record[16])
     return KernelArgs(
