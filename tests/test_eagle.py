@@ -314,6 +314,11 @@ def test_a_head_needs_a_file_and_a_decoder(tmp_path):
         eagle3.load(setup(tmp_path, BART))
 
 
+def test_a_tree_tries_at_least_one_token():
+    with pytest.raises(RuleError, match=r"topk is a whole number from 1 to .*; got 0"):
+        EngineConfig(speculative_algorithm="eagle3", speculative_eagle_topk=0)
+
+
 def test_integers_are_weights_nowhere_else(tmp_path):
     """d2t and t2d are read as what they are; an integer under any other name is refused."""
     save(tmp_path, config_of(EAGLE3), {**tensors(EAGLE3), "codes": torch.ones(2).int()})

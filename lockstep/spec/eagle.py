@@ -42,13 +42,6 @@ OTHERS = ("norm_before_residual", "norm_before_fc")  # fields of layouts that ar
 REMEDY = "Use the head that was made for this model"
 
 
-class HeadFile(NamedTuple):
-    """A head's config.json: as it is written, and with the defaults of its family."""
-
-    raw: Mapping[str, Any]
-    config: Any
-
-
 @dataclass(frozen=True)
 class HeadSpec:
     """What a config.json says of a head, for one target.
@@ -178,7 +171,14 @@ class Eagle(Head):
         return self.target.logits(hidden).float()
 
 
-Build = Callable[[HeadSpec, WeightSource, Decoder, DraftSetup], Head]
+class Layout(NamedTuple):
+    """How heads of an architecture are read: the target's layers, of so many, and the draft
+    vocabulary, of so many tokens, that a config.json names; and the model of a spec's weights."""
+
+    architecture: str
+    fused: Callable[[Mapping[str, Any], int], tuple[int, ...]]
+    draft_vocab: Callable[[Mapping[str, Any], int], int | None]
+    build: Callable[[HeadSpec, WeightSource, Decoder, DraftSetup], Head]
 
 
 def load(setup: DraftSetup) -> Head:
@@ -187,12 +187,7 @@ def load(setup: DraftSetup) -> Head:
     if path is None:
         rule = "eagle drafts with a head, a folder or a hub id"
         raise RuleError(rule, "none", "Name it: speculative_draft_model")
-    return load_head(path, setup, ARCHITECTURE, describe, build)
-
-
-def describe(head: HeadFile, target: Loaded, layers: int) -> HeadSpec:
-    """An EAGLE head reads behind the last of the target's layers."""
-    return described(head, target, (layers - 1,))
+    return load_head(path, setup, LAYOUT)
 
 
 def build(spec: HeadSpec, w: WeightSource, target: Decoder, setup: DraftSetup) -> Eagle:
@@ -207,11 +202,12 @@ def rows(spec: HeadSpec, w: WeightSource, setup: DraftSetup) -> Tensor:
     return torch.zeros(setup.rows, spec.hidden, dtype=w.ops.dtype, device=w.ops.device)
 
 
-def described(
-    head: HeadFile, target: Loaded, fused: tuple[int, ...], draft_vocab: int | None = None
-) -> HeadSpec:
-    """What the configs of all heads say."""
-    config, info = head.config, target.info
+LAYOUT = Layout(ARCHITECTURE, lambda _, layers: (layers - 1,), lambda *_: None, build)
+
+
+def describe(raw: Mapping[str, Any], config: Any, target: Loaded, layout: Layout) -> HeadSpec:
+    """What a config.json says: `raw` as it is written, `config` with its family's defaults."""
+    model, info = decoder(target), target.info
     bias = bool(getattr(config, "attention_bias", False))
     return HeadSpec(
         hidden=info.hidden_size,
@@ -220,36 +216,35 @@ def described(
         attn=replace(llama.attention(config), bias=bias, out_bias=bias),
         mlp=llama.mlp(config),
         norm=RMSSpec(config.rms_norm_eps),
-        fused=fused,
-        draft_vocab=draft_vocab,
-        fc_bias=bool(head.raw.get("bias", False)),
+        fused=layout.fused(raw, len(model.blocks)),
+        draft_vocab=layout.draft_vocab(raw, info.vocab_size),
+        fc_bias=bool(raw.get("bias", False)),
     )
 
 
-def load_head(
-    path_or_id: str | Path,
-    setup: DraftSetup,
-    architecture: str,
-    describe: Callable[[HeadFile, Loaded, int], HeadSpec],
-    build: Build,
-) -> Head:
-    """The head in a folder or of a hub id, on the target's device: built once without numbers, to
-    compare its config with its files, then of these."""
-    target, model = setup.target, setup.target.model
-    if not isinstance(model, Decoder) or model.head is None:
+def decoder(target: Loaded) -> Decoder:
+    """The model that a head continues."""
+    if not isinstance(target.model, Decoder) or target.model.head is None:
         rule = "a head continues a decoder that generates"
         raise RuleError(rule, target.info.model_type, "Use another algorithm")
+    return target.model
+
+
+def load_head(path_or_id: str | Path, setup: DraftSetup, layout: Layout) -> Head:
+    """The head in a folder or of a hub id, on the target's device: built once without numbers, to
+    compare its config with its files, then of these."""
+    target, model = setup.target, decoder(setup.target)
     folder = loader.local_folder(path_or_id, None)
     raw = read_json(folder, "config.json")
     loader.check_numbers(raw)
-    check_config(raw, target, architecture)
+    check_config(raw, target, layout.architecture)
     entries, ops = loader.scan(folder, MAPS), model.ops
     config = SimpleNamespace(**raw) if raw.get(loader.STATED) else loader.parse_config(folder)
     manifest = TensorManifest(entries)
     try:
-        spec = describe(HeadFile(raw, config), target, len(model.blocks))
+        spec = describe(raw, config, target, layout)
         noted = WeightSource(manifest.take, manifest.unused.append, entries, ops)
-        build(spec, noted, model, replace(setup, rows=0))
+        layout.build(spec, noted, model, replace(setup, rows=0))
     except RuleError:
         raise
     except loader.BROKEN as error:
@@ -259,7 +254,8 @@ def load_head(
     loader.check_room(ops, manifest.elements)
     with ExitStack() as stack, torch.no_grad():
         take = loader.reader(entries, stack, ops.device, {})
-        return build(spec, WeightSource(take, lambda pattern: None, entries, ops), model, setup)
+        source = WeightSource(take, lambda pattern: None, entries, ops)
+        return layout.build(spec, source, model, setup)
 
 
 def check_config(raw: Mapping[str, Any], target: Loaded, architecture: str) -> None:

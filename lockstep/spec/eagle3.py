@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.models.loader import Loaded
 from lockstep.nn.attention import AttentionContext
 from lockstep.nn.decoder import Decoder
 from lockstep.nn.norm import RMSNorm
 from lockstep.nn.source import WeightSource
 from lockstep.spec.draft import DraftSetup
-from lockstep.spec.eagle import Head, HeadFile, HeadSpec, described, load_head, rows
+from lockstep.spec.eagle import Head, HeadSpec, Layout, load_head, rows
 from lockstep.types import RuleError, shown
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -68,13 +67,7 @@ def load(setup: DraftSetup) -> Head:
     if path is None:
         rule = "eagle3 drafts with a head, a folder or a hub id"
         raise RuleError(rule, "none", "Name it: speculative_draft_model")
-    return load_head(path, setup, ARCHITECTURE, describe, build)
-
-
-def describe(head: HeadFile, target: Loaded, layers: int) -> HeadSpec:
-    """The layers that it reads, and how many tokens its lm_head knows."""
-    vocab = draft_vocab(head.raw, target.info.vocab_size)
-    return described(head, target, fused_layers(head.raw, layers), vocab)
+    return load_head(path, setup, Layout(ARCHITECTURE, fused_layers, draft_vocab, build))
 
 
 def fused_layers(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
