@@ -95,6 +95,7 @@ def test_defaults_are_what_the_documentation_says():
         "repetition_penalty": 1.0,
         "ignore_eos": False,
         "min_tokens": 0,
+        "speculative": True,
         "sample_index": 0,
     }
 

@@ -42,7 +42,8 @@ from lockstep.types import AttnSpec, GroupSpec, Layout, PlanError, RuleError
 
 FULL = GroupSpec(Layout.DENSE, 4, 2, 8, 8, (AttnSpec(0.5),), page_size=4)
 POOL = 64
-GROW = ("Scores", "Table", "TensorManifest")  # values that are filled in while something is read
+# values that are filled in while something is read, or measured
+GROW = ("Luck", "Mean", "Scores", "State", "Table", "TensorManifest", "Times")
 PROMPT = (5, 9, 2, 11, 4, 7)
 
 

@@ -35,9 +35,11 @@ GPU = ("lockstep/kernels/triton/", "lockstep/kernels/cuda/")
 JUDGES = ("lockstep/lab/", "lockstep/bench/")  # judge rather than serve
 CASE_FILES = ("lockstep/lab/reverts/",)
 ALL = ("lockstep/",)
+SPECULATION = ("lockstep/spec/",)
 SHARES = (
-    Share("the engine without GPU kernels", ALL, excludes=JUDGES + GPU, limit=16_000, goal=14_000),
-    Share("the engine with GPU kernels", ALL, excludes=JUDGES, limit=20_500, goal=17_000),
+    Share("the engine for a CPU", ALL, JUDGES + GPU + SPECULATION, limit=16_200, goal=14_000),
+    Share("with GPU kernels", ALL, JUDGES + SPECULATION, limit=20_500, goal=17_000),
+    Share("with GPU kernels and speculation", ALL, JUDGES, limit=22_100, goal=18_500),
     Share("lab and bench without case files", JUDGES, CASE_FILES, limit=11_200, goal=9_000),
 )
 

@@ -93,19 +93,16 @@ def scores(
     stated["head_dim"] = config.get("qk_rope_head_dim", config["head_dim"])  # of what it rotates
     theirs = AutoConfig.for_model(config["model_type"], **stated)
     placed = {} if device.place.type == "cpu" else {"device_map": {"": device.place}}
-    model = (
-        MODEL_FOR_CAUSAL_LM_MAPPING[type(theirs)]
-        .from_pretrained(
-            None,
-            config=theirs,
-            state_dict=dict(weights),
-            dtype=dtype,
-            attn_implementation="eager",
-            experts_implementation="eager",
-            **placed,
-        )
-        .eval()
-    )
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(theirs)]
+    model = family.from_pretrained(
+        None,
+        config=theirs,
+        state_dict=dict(weights),
+        dtype=dtype,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        **placed,
+    ).eval()
     out = []
     with torch.no_grad():
         for ids in prompts:

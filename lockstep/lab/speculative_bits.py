@@ -185,8 +185,8 @@ def faults(found: dict[str, Any]) -> list[str]:
 
 def table(columns: Sequence[dict[str, Any]]) -> list[str]:
     """One line per column."""
-    names = ("draft", "sampled", "tokens", "differing_tokens", "differing_logprobs")
-    names += ("drafted", "accepted", "tokens_per_verify")
+    names = ["draft", "sampled", "tokens", "differing_tokens", "differing_logprobs"]
+    names += ["drafted", "accepted", "tokens_per_verify"]
     rows = [[name.replace("_", " ") for name in names]]
     rows += [[str(each[name]) for name in names] for each in columns]
     return document.aligned(rows, right=range(2, len(names)))

@@ -348,8 +348,9 @@ class Engine:
         samples all that it emits, of logits as they are."""
         rows = self._rows_of(step.batch)
         batch = self._row_batch(step, rows)
-        fused = self.on_card and step.kind.name == GENERATE and rows.completions
-        fused = fused and not rows.scored and not changes(batch)
+        sampled_alone = bool(rows.completions) and not rows.scored
+        fused = self.on_card and step.kind.name == GENERATE and sampled_alone
+        fused = fused and not changes(batch)
         out = self._run(step, settings(batch, self.info.vocab_size) if fused else None)
         launched = self._sample(step, rows, batch, out)
         if out.layers:
