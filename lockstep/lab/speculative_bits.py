@@ -31,7 +31,7 @@ from lockstep.progress import Progress
 from lockstep.sample.params import SamplingParams
 from lockstep.types import RuleError
 
-NOISE, SEED = 0.1, 11  # of the draft model's weights
+NOISE, SEED = 0.15, 11  # of the draft model's weights
 LEAST_SHARE = 0.05  # of drafted tokens, accepted and rejected
 GREEDY = SamplingParams(max_tokens=64, temperature=0, logprobs=True, ignore_eos=True)
 WISHES = {
