@@ -47,6 +47,15 @@ def case(**changes: object) -> dict[str, object]:
     return base | {"undisturbed": True, "more": {}} | changes
 
 
+def test_drafts_are_measured_against_plain_decoding(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["bench", "speculative", "--quick", "--json", "-"]) == 0
+    cases = json.loads(capsys.readouterr().out)["cases"]
+    assert [each["targets"]["plain"] for each in cases] == [1.15, 0.97, 1.3, 0.95]
+    right, wrong = cases[2]["more"], cases[3]["more"]
+    assert right["accepted"] > 0 == wrong["accepted"], (right, wrong)
+    assert all(each["ratios"]["plain"] > 0 and each["met"] is None for each in cases)
+
+
 def test_the_command_writes_one_document(capsys: pytest.CaptureFixture[str]):
     assert cli.main([*QUICKLY, "--case", "decode", "--json", "-"]) == 0
     said = capsys.readouterr()

@@ -1,0 +1,191 @@
+"""`lockstep bench speculative`: the built-in model with drafts against itself without, in one run.
+
+One request at a time; a draft's time is all that it adds: its own rows, the wider steps, the states
+that are kept. Prompts are the beginnings of held-out files (held_out.json), or text that repeats;
+the draft that always errs is the head with its guesses replaced, so that it costs what it costs.
+The answers are compared: tokens and bits of log-probabilities. `cli` calls `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from lockstep.bench import results
+from lockstep.bench.machine import alternate, note, place, set_threads, tell
+from lockstep.bench.results import Result, result
+from lockstep.config import EngineConfig
+from lockstep.lab.document import Document, publish
+from lockstep.llm.engine import Engine, Parts, load
+from lockstep.sample.params import SamplingParams
+from lockstep.sched.request import DraftTree
+from lockstep.spec.draft import Draft, DraftRequest, SettledStep
+from lockstep.types import RuleError
+
+BEGIN_ID = 0  # of the built-in model: what it does not write in the middle of a file
+BLOCK = 40  # lines that a repeating prompt has twice, and begins again
+QUICK = (2, 16)  # prompts, and new tokens of each
+NEW, FIRST = 256, 64  # tokens, and how many of them do not count where a draft always errs
+
+
+@dataclass(frozen=True)
+class Case:
+    """One ratio to plain decoding, and the least that it must be."""
+
+    name: str
+    algorithm: str
+    temperature: float
+    least: float
+    repeats: bool = False  # prompts whose text repeats
+    errs: bool = False
+
+
+CASES = (
+    Case("eagle3, held-out files, T 0", "eagle3", 0.0, 1.15),
+    Case("eagle3, held-out files, T 0.8", "eagle3", 0.8, 0.97),
+    Case("ngram, repeating text, T 0", "ngram", 0.0, 1.3, repeats=True),
+    Case("always wrong, T 0", "eagle3", 0.0, 0.95, errs=True),
+)
+
+
+class Wrong:
+    """A draft with other tokens in its trees: none of them is ever right."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft, self.knows_chances = draft, draft.knows_chances
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        trees = self.draft.propose(requests)
+        return [DraftTree((BEGIN_ID,) * len(t.token_ids), t.parents) for t in trees]
+
+    def observe(self, settled: SettledStep) -> None:
+        self.draft.observe(settled)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints, writes. 1 if a target is missed or not judged."""
+    threads, parts = set_threads(args.threads), load(EngineConfig(device="cpu"))
+    runs = args.repeat or (1 if args.quick else 3)
+    document: Document = {"environment": place(threads), "quick": args.quick, "repeat": runs}
+    document["cases"] = []
+    for case in CASES:
+        document["cases"].append(measure(case, parts, runs, args.quick))
+        tell(results.line(document["cases"][-1]) + f"  {document['cases'][-1]['more']}")
+    publish(args, document, [results.summary(document)])
+    return int(results.failed(document))
+
+
+def measure(case: Case, parts: Parts, runs: int, quick: bool) -> Result:
+    """Milliseconds per token of a case's prompts, by turns with and without the draft."""
+    options = {"speculative_algorithm": case.algorithm}
+    plain, guessing = (engine(parts, chosen) for chosen in ({}, options))
+    speculation, seconds = guessing.speculation, dict[str, float]()
+    assert speculation is not None, "an algorithm is named"
+    if case.errs:
+        speculation.draft = Wrong(speculation.draft)
+    for name in ("propose", "settled"):
+        clocked(speculation, name, seconds)
+    count, new = QUICK if quick else (32, NEW)
+    prompts = repeating(parts, count) if case.repeats else held_out(parts, count)
+    wish = SamplingParams(
+        max_tokens=new, temperature=case.temperature, seed=1, logprobs=0, ignore_eos=True
+    )
+    skip = min(FIRST, new // 2) if case.errs else 1
+    (_, want), (_, got) = (play(each, prompts, wish, skip)[:2] for each in (plain, guessing))
+    if want != got:
+        raise RuleError("speculation changes no bit", f"other answers: {case.name}", "Report it")
+    seconds.clear()
+    ways = {
+        "lockstep": lambda _: play(guessing, prompts, wish, skip)[0],
+        "plain": lambda _: play(plain, prompts, wish, skip)[0],
+    }
+    on_progress = partial(lambda text, name: note(f"{name}: {text}"), name=case.name)
+    timing = alternate(ways, runs, on_progress, 0 if quick else 3).scaled(1e3)
+    counts = play(guessing, prompts, wish, skip)[2]
+    judged = result(timing, "ms per token", {"plain": case.least}, quick=quick)
+    more = {
+        **counts,
+        "tokens": count * new,
+        "seconds": {k: round(v, 3) for k, v in seconds.items()},
+    }
+    return {"case": case.name, "kind": "speculative", "model": "builtin", **judged, "more": more}
+
+
+def engine(parts: Parts, options: dict[str, Any]) -> Engine:
+    """Without a prefix cache: every run computes its prompts."""
+    return Engine(EngineConfig(device="cpu", disable_radix_cache=True, **options), parts)
+
+
+def clocked(owner: Any, name: str, seconds: dict[str, float]) -> None:
+    """From now on the time of a method is added up under its name."""
+    method: Callable[..., Any] = getattr(owner, name)
+
+    def timed(*args: Any) -> Any:
+        begin = perf_counter()
+        answer = method(*args)
+        seconds[name] = seconds.get(name, 0.0) + perf_counter() - begin
+        return answer
+
+    setattr(owner, name, timed)
+
+
+def play(
+    engine: Engine, prompts: Sequence[Sequence[int]], wish: SamplingParams, skip: int
+) -> tuple[float, list[Any], dict[str, int]]:
+    """One prompt after the other: seconds per token behind the first `skip`; the answers; what was
+    guessed."""
+    seconds, tokens, answers, counts = 0.0, 0, list[Any](), Counter[str]()
+    for prompt in prompts:
+        job = engine.add(prompt, wish)
+        completion = job.completions[0]
+        while len(completion.token_ids) < skip:
+            engine.step()
+        begin, had = perf_counter(), len(completion.token_ids)
+        while engine.busy:
+            engine.step()
+        seconds += perf_counter() - begin
+        output = job.output("")
+        tokens += len(output.token_ids) - had
+        scores = output.completions[0].logprobs
+        answers.append((output.token_ids, b"" if scores is None else scores.tobytes()))
+        counts.update(output.speculated._asdict())
+    return seconds / tokens, answers, dict(counts)
+
+
+def held_out(parts: Parts, count: int) -> list[list[int]]:
+    """The beginnings of files that neither model nor head was trained on."""
+    named = json.loads((files("lockstep.bench") / "held_out.json").read_text("utf-8"))
+    texts = [library(name) for name in named["files"][:count]]
+    return [ids_of(parts, text)[: named["prompt_len"]] for text in texts]
+
+
+def repeating(parts: Parts, count: int) -> list[list[int]]:
+    """A block of lines twice, and its first lines once more."""
+    named = json.loads((files("lockstep.bench") / "held_out.json").read_text("utf-8"))
+    texts = [library(name).splitlines(keepends=True) for name in named["files"]]
+    blocks = [lines[:BLOCK] for lines in texts if len(lines) >= BLOCK][:count]
+    return [ids_of(parts, "".join(block * 2 + block[:2]))[-1200:] for block in blocks]
+
+
+def library(name: str) -> str:
+    """A file of the running Python's standard library."""
+    path = Path(sysconfig.get_path("stdlib")) / name
+    if not path.is_file():
+        rule = f"the standard library has {name}"
+        raise RuleError(rule, str(path.parent), "Use a Python that has its tests: 3.11")
+    return path.read_text("utf-8")
+
+
+def ids_of(parts: Parts, text: str) -> list[int]:
+    """As the model was trained: a file begins with its mark."""
+    assert parts.tokenizer is not None, "the built-in model has one"
+    return [BEGIN_ID, *parts.tokenizer.encode(text, False)]
