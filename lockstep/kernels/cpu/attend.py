@@ -156,7 +156,7 @@ def names() -> dict[str, Any]:
 def compiled(replaced: dict[str, Any], cache: bool) -> Any:
     """The kernel with all its texts."""
     found = threads.linked(names(), replaced, INLINED)
-    return threads.kernel("attention", found["unit"], cache)
+    return threads.c_function("attention", threads.relinked(unit.work, found), cache)
 
 
 @functools.cache

@@ -40,7 +40,7 @@ from lockstep.kernels.cpu.lanes import (
 )
 from lockstep.kernels.cpu.loops import ROWS, VECTOR_BYTES, VECTORS, scores, values
 from lockstep.kernels.cpu.stage import FLOAT32, transposed, widened
-from lockstep.kernels.cpu.threads import ENTRIES
+from lockstep.kernels.cpu.threads import ENTRIES, claim
 from lockstep.order import LANES
 from lockstep.plan.address import listed, paged
 
@@ -519,13 +519,16 @@ def unpack(record: Any) -> Any:
     )  # fmt: skip
 
 
-def unit(at: Any, nth: Any, worker: Any) -> None:
-    """The n-th unit of a call, last blocks first: under causality they see the most keys. A
-    worker's share is of one kv head, where the threads divide so."""
+def work(at: Any, worker: Any) -> None:
+    """What a thread does in a call: units until none is left, last blocks first: under causality
+    they see the most keys. A worker's share is of one kv head, where the threads divide so."""
     record = int64_at(at + ENTRIES)
     job = unpack(record)
     sizes, memory = job.sizes, record[MEMORY] + worker * record[MEMORY + 1]
     scratch = carve(sizes, record[MEMORY + 2] * sizes.group, memory)
-    block = int32_at(address(job.blocks) + 12 * (record[BLOCKS] - 1 - nth // sizes.kv_heads))
-    request, begin, end = np.int64(block[0]), np.int64(block[1]), np.int64(block[2])
-    run_unit(job, scratch, Unit(request, begin, end, nth % sizes.kv_heads))
+    nth = claim(at, worker)
+    while nth >= 0:
+        block = int32_at(address(job.blocks) + 12 * (record[BLOCKS] - 1 - nth // sizes.kv_heads))
+        request, begin, end = np.int64(block[0]), np.int64(block[1]), np.int64(block[2])
+        run_unit(job, scratch, Unit(request, begin, end, nth % sizes.kv_heads))
+        nth = claim(at, worker)
