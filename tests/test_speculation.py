@@ -35,7 +35,7 @@ from lockstep.sample.noise import counter, noise, noise_of
 from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import DraftTree
 from lockstep.spec import draft_model
-from lockstep.spec.depth import SEEN, Luck, Times, depths
+from lockstep.spec.depth import SEEN, Acceptance, Times, depths
 from lockstep.spec.verify import NodeRows, verify
 from lockstep.types import RuleError
 
@@ -255,15 +255,15 @@ def times(plain_s: float, wide_s: float, draft_s: float = 0.0) -> Times:
     ],
 )
 def test_guesses_are_as_deep_as_it_pays(share, seconds, depth):
-    assert depths([Luck(share)], times(*seconds), 4, 4) == [depth]
+    assert depths([Acceptance(share)], times(*seconds), 4, 4) == [depth]
 
 
 def test_what_is_not_known_yet_is_tried():
     seen = Times()
-    assert depths([Luck()], seen, 4, 4) == [0], "a plain step"
+    assert depths([Acceptance()], seen, 4, 4) == [0], "a plain step"
     for _ in range(SEEN):
         seen.step(1, 1.0)
-    assert depths([Luck()], seen, 4, 4) == [4], "a wide one"
+    assert depths([Acceptance()], seen, 4, 4) == [4], "a wide one"
 
 
 def test_who_is_never_right_rests_longer_and_longer_and_tries_again():

@@ -43,11 +43,11 @@ DONE = {
     "sampler": "kept where it pays: the other way is the definition, in tensors",
     "threads": "kept where it pays",
     "threads by work": "kept where it pays: otherwise every call has all threads",
-    "steady_until_len": "kept where it pays",
+    "columns": "kept where it pays: otherwise each request of a step is looked at",
     "kept batch": "kept where it pays",
 }
 EPS, OPS = 1e-6, Ops()
-STEADY, KEPT = "sched.scheduler:Scheduler._until_len", "sched.scheduler:Scheduler._batch"
+COLUMNS, KEPT = "sched.scheduler:Scheduler._until_len", "sched.scheduler:Scheduler._batch"
 WORTH = "kernels.cpu.threads:THREAD_NS"
 Pair = tuple[Callable[[], object], Callable[[], object]]  # on and off
 
@@ -115,7 +115,7 @@ def switches(sizes: Sizes) -> Iterator[tuple[str, str, Measure, Measure]]:
         yield "threads by work", case, within(nullcontext, steps), within(nobody, steps)
     case, host = f"host, {sizes.host[0]} requests", partial(host_s, sizes)
     for name, where, new in (
-        ("steady_until_len", STEADY, lambda *_: 0),
+        ("columns", COLUMNS, lambda *_: 0),
         ("kept batch", KEPT, lambda _, builder: Batch(tuple(builder.rows))),
     ):
         yield name, case, within(nullcontext, host), within(partial(replaced, where, new), host)

@@ -1,4 +1,4 @@
-"""How deep to guess: as deep as it pays, by measured times and by each request's luck so far.
+"""How deep to guess: as deep as it pays, by measured times and by each request's acceptance so far.
 
 A row more in a step costs `row_s` seconds, a draft of depth i `draft_s(i)`; a token is worth what a
 plain step pays for one. The i-th guess of a request is right with probability a^i, a being the
@@ -28,7 +28,7 @@ OUTLIER = 4.0  # times above so many means count as that
 
 
 @dataclass
-class Luck:
+class Acceptance:
     """Of one request, or of all."""
 
     share: float = FIRST_SHARE  # what it began with
@@ -38,7 +38,7 @@ class Luck:
     rest: int = REST
 
     @property
-    def a(self) -> float:
+    def rate(self) -> float:
         """Probability that a guess is right if those above it are."""
         return (self.right + PRIOR * self.share) / (self.tried + PRIOR)
 
@@ -120,21 +120,21 @@ class Times:
         return self.drafts[near].value * (depth / near if depth < near else 1.0)
 
 
-def depths(lucks: Sequence[Luck], times: Times, most: int, nodes: int) -> list[int]:
+def depths(acceptances: Sequence[Acceptance], times: Times, most: int, nodes: int) -> list[int]:
     """How deep each of some requests, which decode together, is to guess: at most `most`, with a
     tree of `nodes` tokens then. What is not known yet, of plain steps or of wide ones, is tried."""
-    count = len(lucks)
+    count = len(acceptances)
     plain_s, one_s = times.step_s(count), times.row_s(count)
     if plain_s is None or one_s is None:
         return [0 if plain_s is None else most] * count
     token_s, row_s = plain_s / count, one_s * nodes / most
     gain, best_gain, best = 0.0, 0.0, 0
     for depth in range(1, most + 1):
-        worth = [luck.a**depth * token_s - row_s for luck in lucks]
+        worth = [acceptance.rate**depth * token_s - row_s for acceptance in acceptances]
         gain += sum(each for each in worth if each > 0)
         if gain - times.draft_s(depth) > best_gain:
             best_gain, best = gain - times.draft_s(depth), depth
     return [
-        max((d for d in range(1, best + 1) if luck.a**d * token_s > row_s), default=0)
-        for luck in lucks
+        max((d for d in range(1, best + 1) if acceptance.rate**d * token_s > row_s), default=0)
+        for acceptance in acceptances
     ]

@@ -48,7 +48,7 @@ class Tip(NamedTuple):
 
 
 @dataclass(eq=False)
-class State:
+class DraftState:
     """What is known of a request, as long as it has this table.
 
     hidden   the target's states at positions from `table.draft_len` on, in pieces; of rows that
@@ -107,7 +107,7 @@ class ModelDraft:
         self.knows_chances = top_k == 1
         # a window's pages go by the target's length: nothing may be missing behind it
         self.eager = any(spec.window is not None for spec in model.kind.specs)
-        self._states: WeakKeyDictionary[Request, State] = WeakKeyDictionary()
+        self._states: WeakKeyDictionary[Request, DraftState] = WeakKeyDictionary()
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         for ask in requests:
@@ -133,12 +133,12 @@ class ModelDraft:
                 behind[request] = end
         self._extend(behind)
 
-    def _state(self, request: Request) -> State:
+    def _state(self, request: Request) -> DraftState:
         """What is known of a request; nothing, if its table is another one by now."""
         state, table = self._states.get(request), request.table
         assert table is not None, "who drafts holds pages"
         if state is None or state.table is not table:
-            state = self._states[request] = State(table)
+            state = self._states[request] = DraftState(table)
         return state
 
     def _asked(self, request: Request) -> int:
@@ -150,12 +150,12 @@ class ModelDraft:
         state = self._state(request)
         return not self.ahead or end - state.table.draft_len <= state.hidden_len
 
-    def _reopen(self, state: State, request: Request) -> None:
+    def _reopen(self, state: DraftState, request: Request) -> None:
         """The last row is computed again, if nobody kept what it said."""
         if state.tip is None and not self.ahead and state.table.draft_len == len(request.tokens):
             state.table.draft_len -= 1
 
-    def _keep_written(self, request: Request, state: State) -> None:
+    def _keep_written(self, request: Request, state: DraftState) -> None:
         """Guesses that became tokens have their keys already."""
         table, end = state.table, request.settled_len + 1
         for token in state.written:

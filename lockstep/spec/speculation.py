@@ -19,7 +19,7 @@ from lockstep.plan.tree import paths
 from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import AcceptedTokens, Request, ScheduledRows, ScheduledStep
 from lockstep.sched.scheduler import Scheduler
-from lockstep.spec.depth import LONGEST_REST, REST, Luck, Times, depths
+from lockstep.spec.depth import LONGEST_REST, REST, Acceptance, Times, depths
 from lockstep.spec.draft import Draft, DraftRequest, SettledRows, SettledStep
 from lockstep.types import RuleError
 
@@ -59,8 +59,8 @@ class Speculation:
 
     def __init__(self, draft: Draft, shape: TreeShape, say: Callable[[str], None]) -> None:
         self.draft, self.shape, self.times = draft, shape, Times()
-        self._luck = Luck()  # of all requests
-        self._lucks: WeakKeyDictionary[Request, Luck] = WeakKeyDictionary()
+        self._acceptance = Acceptance()  # of all requests
+        self._acceptances: WeakKeyDictionary[Request, Acceptance] = WeakKeyDictionary()
         self._say: Callable[[str], None] | None = say
         self._begun = 0.0  # when the step was begun that is settled next
 
@@ -130,44 +130,44 @@ class Speculation:
         if not self.adaptive or not most:
             return {request: min(n, shape.steps) for request, n in most.items()}
         awake = list(most)
-        lucks = [self._luck_of(request) for request in awake]
-        chosen = depths(lucks, self.times, shape.steps, shape.nodes)
+        acceptances = [self._acceptance_of(request) for request in awake]
+        chosen = depths(acceptances, self.times, shape.steps, shape.nodes)
         if self.draft.knows_chances:  # and ends its chains by itself
             chosen = [shape.steps if steps else 0 for steps in chosen]
         known = self.times.step_s(len(awake)) is not None
         wanted: dict[Request, int] = {}
-        for request, luck, steps in zip(awake, lucks, chosen, strict=True):
-            if not steps and known and not luck.rests_until:
-                luck.rests(settled)
-                self._note(luck)
+        for request, acceptance, steps in zip(awake, acceptances, chosen, strict=True):
+            if not steps and known and not acceptance.rests_until:
+                acceptance.rests(settled)
+                self._note(acceptance)
             elif not steps and known:  # it has rested: one guess, whatever it is worth
-                steps, luck.rests_until = 1, 0
+                steps, acceptance.rests_until = 1, 0
             if steps:
                 wanted[request] = min(steps, most[request])
         return wanted
 
     def _rests(self, request: Request, settled: int) -> bool:
         """Whether it is not asked for when so many steps are settled."""
-        luck = self._lucks.get(request)
-        return self.adaptive and luck is not None and settled < luck.rests_until
+        acceptance = self._acceptances.get(request)
+        return self.adaptive and acceptance is not None and settled < acceptance.rests_until
 
-    def _luck_of(self, request: Request) -> Luck:
-        luck = self._lucks.get(request)
-        if luck is None:
-            luck = self._lucks[request] = Luck(self._luck.a)
-        return luck
+    def _acceptance_of(self, request: Request) -> Acceptance:
+        acceptance = self._acceptances.get(request)
+        if acceptance is None:
+            acceptance = self._acceptances[request] = Acceptance(self._acceptance.rate)
+        return acceptance
 
     def _verified(self, rows: ScheduledRows, nodes: Sequence[int]) -> None:
         depth = max(map(len, paths(rows.parents or (), rows.new_len))) - 1
-        for luck in (self._luck_of(rows.request), self._luck):
-            luck.verified(depth, max(len(nodes) - 1, 0))
+        for acceptance in (self._acceptance_of(rows.request), self._acceptance):
+            acceptance.verified(depth, max(len(nodes) - 1, 0))
 
-    def _note(self, luck: Luck) -> None:
+    def _note(self, acceptance: Acceptance) -> None:
         """Said once."""
         if self._say is not None:
             self._say(
-                f"speculation: guesses are right too seldom ({luck.a:.0%}) to pay for their rows; "
-                f"decoding plainly, with a try every {REST} to {LONGEST_REST} steps"
+                f"speculation: guesses are right too seldom ({acceptance.rate:.0%}) to pay for "
+                f"their rows; decoding plainly, with a try every {REST} to {LONGEST_REST} steps"
             )
             self._say = None
 
