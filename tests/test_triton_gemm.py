@@ -22,7 +22,7 @@ CELLS = (
     "log-probabilities-are-the-cpus", "a-row-of-nan-is-its-own-affair", "the-choice-of-a-gemm",
     "rows-outside-the-grid", "nothing-to-do", "linear-operations", "row-operations",
     "cache-operations", "an-engine-on-the-table", "the-table-is-complete",
-    "rows-of-odd-length",
+    "rows-of-odd-length", "two-caches-at-one-address",
 )  # fmt: skip
 COMPILED = (
     "gemm 4096x12288 t16x32x256w4s6g8", "gemm 4096x4096 t64x32x128w4s8g8",

@@ -818,6 +818,23 @@ def cache_operations() -> str:
     return said
 
 
+@cell
+def two_caches_at_one_address() -> str:
+    """Keys of a cache move by its own rows, wherever an earlier one with wider rows lay."""
+    gpu, said = tables()[0], ""
+    source, target = torch.tensor([[3, 1], [6, 3], [9, 11]], dtype=torch.int32, device=DEVICE).T
+    memory = torch.randint(0, 120, (2, 12 * 128), dtype=torch.uint8, device=DEVICE)
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        row = 64 * dtype.itemsize
+        flat = [each[: 12 * row].view(12, row) for each in memory]
+        want = [each.index_copy(0, target.long(), each[source.long()]) for each in flat]
+        storages = [each.view(dtype).view(12, 2, 32) for each in flat]
+        gpu.kv_move(storages, torch.stack((source, target), 1).contiguous())
+        wrong = sum(int((a != b).sum()) for a, b in zip(flat, want, strict=True))
+        said += f"{dtype}: {wrong} bytes differ; " if wrong else ""
+    return said
+
+
 def cpu_cache(
     ops: Any, values: Tensor, dtype: torch.dtype, slots: Tensor, moves: Tensor
 ) -> tuple[Tensor, Tensor]:

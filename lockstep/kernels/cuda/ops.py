@@ -75,7 +75,7 @@ class Ops:
         self.device = find_device()
         self.library = CublasLt() if self.device.type == "cuda" else None
         self.gemms: dict[torch.Size, Gemm] = {}
-        self.tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self.tables: dict[tuple[tuple[int, int], ...], tuple[Tensor, Tensor]] = {}
 
     # ---- GEMM and experts ----
 
@@ -171,8 +171,9 @@ class Ops:
     kv_write = staticmethod(cache.write)
 
     def kv_move(self, storages: Sequence[Tensor], moves: Tensor) -> None:
-        """All storages in one launch; their addresses are brought to the device once."""
-        key = tuple(storage.data_ptr() for storage in storages)
+        """All storages in one launch; their addresses and row lengths are brought to the device
+        once. An address alone names none: it may have been another cache's before."""
+        key = tuple((s.data_ptr(), s.stride(0) * s.element_size()) for s in storages)
         if key not in self.tables:
             self.tables[key] = cache.storage_table(storages, self.device)
         widest = max(s.shape[1] * s.shape[2] * s.element_size() // 4 for s in storages)
