@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lockstep.types import RuleError
 
 VARIABLE = "LOCKSTEP_REVERT"  # names a revert that any command runs with, its worker processes too
@@ -94,6 +97,20 @@ def parse(name: str, text: str) -> tuple[str, dict[str, str]]:
             "Write them",
         )
     return title, story
+
+
+_FROZEN: dict[tuple[int, torch.Size], list[Tensor]] = {}  # on a GPU, kept for good
+
+
+def frozen(tensor: Tensor) -> Tensor:
+    """A copy that was made for one step, which a recorded launch keeps for good. No GPU makes one
+    inside a capture: there it is that of the plain run before."""
+    if tensor.device.type == "cpu":
+        return torch.from_numpy(tensor.numpy().copy())
+    made = _FROZEN.setdefault((tensor.data_ptr(), tensor.shape), [])
+    if not torch.cuda.is_current_stream_capturing():
+        made.append(tensor.clone())
+    return made[-1]
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from lockstep.lab.reverts import frozen
 
 SOURCE = "class: an input beside the buffers (house.md 4)"
 TARGET = "lockstep.run.runner:inputs"
@@ -33,6 +33,6 @@ RELATED = ("lockstep-frozen-slots", "lockstep-pad-tokens")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def inputs(rows: Any) -> Any:
         ids, positions = old(rows)
-        return torch.from_numpy(ids.numpy().copy()), positions
+        return frozen(ids), positions
 
     return inputs

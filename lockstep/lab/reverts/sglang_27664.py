@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
+from lockstep.lab.reverts import frozen
 
 SOURCE = "sgl-project/sglang#27664 (issue)"
 TARGET = "lockstep.attention.cpu:Backend.bind"
@@ -39,7 +39,7 @@ RELATED = ("vllm-35175", "sglang-37975")
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def bind(self: Any, spec: Any, bucket: Any, views: Any, variant: Any) -> Any:
-        copied = torch.from_numpy(views.derived.numpy().copy())
+        copied = frozen(views.derived)
         return old(self, spec, bucket, replace(views, derived=copied), variant)
 
     return bind

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from lockstep.lab.reverts import frozen
 
 SOURCE = "sgl-project/sglang#27840"
 TARGET = "lockstep.run.runner:emitted"
@@ -33,6 +33,6 @@ RELATED = ("lockstep-frozen-slots", "sglang-32555")
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def emitted(ops: Any, hidden: Any, rows: Any) -> Any:
-        return hidden[torch.from_numpy(rows.emit.numpy().astype("int64"))]
+        return hidden[frozen(rows.emit).long()]
 
     return emitted
