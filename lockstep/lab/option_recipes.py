@@ -201,7 +201,7 @@ def folder(rig: EngineHarness, quick: bool) -> None:
     (free,) = rig.oracle.completions(order)
     end = free.token_ids[7]
     with TemporaryDirectory() as place:
-        save(LLAMA, Path(place), eos_token_id=[end])
+        save(LLAMA, Path(place), rig.device, eos_token_id=[end])
         model, info = loader.load(place, rig.device.name, rig.device.dtype)
     fault = f"{info.eos_token_ids} end a text, not {(end,)}"
     rig.check("eos", info.eos_token_ids == (end,), fault, "as generation_config.json says")

@@ -149,14 +149,13 @@ def parts(tiny: Tiny, backend: Backend, device: Device = CPU) -> Parts:
     )
 
 
-def save(tiny: Tiny, folder: Path, **generation: Any) -> None:
+def save(tiny: Tiny, folder: Path, device: Device = CPU, **generation: Any) -> None:
     """The model as a folder for `models.loader`, with what generation_config.json says."""
-    tensors: dict[str, Tensor] = {}
-    loaded(tiny, record=tensors)
     ends = {"eos_token_id": EOS, "bos_token_id": None, "is_encoder_decoder": False}
     config = {**tiny.stated, **ends, STATED: True}
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     (folder / "generation_config.json").write_text(json.dumps(generation), "utf-8")
+    tensors = checkpoint(tiny, device).tensors
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, folder / "model.safetensors")
 
