@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from lockstep.config import EngineConfig
 from lockstep.lab.guard import poison, shuffle
 from lockstep.lab.options import FULL, RunOptions
 from lockstep.lab.properties import Judgement
-from lockstep.lab.recipes import Recipe, recipe
+from lockstep.lab.recipes import Recipe
 from lockstep.lab.recompute import Order, Recompute
 from lockstep.lab.speculative import drafts
 from lockstep.lab.tiny import BART, CONTEXT, LLAMA, Tiny, checkpoint, parts
@@ -58,7 +57,17 @@ def one_model(tiny: Tiny) -> bool:
     return tiny is LLAMA
 
 
-engine_recipe = partial(recipe, applies_to=decodes)
+def engine_recipe(
+    name: str, *required_counters: str, applies_to: Callable[[Tiny], bool] = decodes
+) -> Callable[[Callable[..., None]], Recipe]:
+    """Makes a recipe of the function that plays it, described by its docstring's first sentence."""
+
+    def make(play: Callable[..., None]) -> Recipe:
+        text = " ".join((play.__doc__ or "").split()).partition(". ")[0]
+        description = text[:1].lower() + text[1:].rstrip(".")
+        return Recipe(name, description, play, required_counters, applies_to)
+
+    return make
 
 
 class Injected(Exception):
