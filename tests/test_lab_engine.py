@@ -12,12 +12,11 @@ import torch
 from lockstep import cli
 from lockstep.attention import select
 from lockstep.lab import choice, matrix, reverts
-from lockstep.lab.cells import Cell, cells, run_cell
+from lockstep.lab.cells import ENGINE, TABLES, Cell, cells, run_cell
 from lockstep.lab.engine_harness import EngineHarness, stream_faults
 from lockstep.lab.engine_recipes import GREEDY, PLAIN, THREE, words
 from lockstep.lab.options import RunOptions
 from lockstep.lab.recompute import Order
-from lockstep.lab.tables import ENGINE, TABLES
 from lockstep.lab.tiny import LLAMA, MODELS, QWEN3, VOCAB, Letters
 from lockstep.llm.output import Chunk
 

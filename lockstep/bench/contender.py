@@ -12,10 +12,12 @@ import importlib
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
 from typing import Any
@@ -28,34 +30,31 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    decode: tuple[int, int] = (64, 128)  # prompt, new tokens
-    requests: int = 32
-    ins: tuple[int, int] = (16, 512)
-    outs: tuple[int, int] = (16, 256)
-    # new tokens of a request at most, when tokens are compared and the peer's settings chosen
-    trial: int = 64
-    prefix: tuple[int, int] = (1024, 16)  # cached, new
-    steps: int = 32  # of a point of a curve
-    crowds: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    contexts: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
-    host: tuple[int, int, int] = (256, 850, 64)  # requests, keys of each, steps
-    small: bool = False  # whether a small llama stands in for the one of 100 M
+    """How much is measured: contender.toml says what each is."""
+
+    decode: tuple[int, int]
+    requests: int
+    ins: tuple[int, int]
+    outs: tuple[int, int]
+    trial: int
+    prefix: tuple[int, int]
+    steps: int
+    crowds: tuple[int, ...]
+    contexts: tuple[int, ...]
+    host: tuple[int, int, int]
+    small: bool
 
 
-FULL = Sizes()
-QUICK = Sizes(
-    decode=(16, 8),
-    requests=4,
-    ins=(8, 32),
-    outs=(2, 12),
-    trial=8,
-    prefix=(64, 16),
-    steps=4,
-    crowds=(1, 2),
-    contexts=(32, 64),
-    host=(8, 100, 8),
-    small=True,
+# beside this file: the package on the path may be an older one
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+FULL, QUICK = (
+    Sizes(
+        **{key: tuple(v) if isinstance(v, list) else v for key, v in TABLE["sizes"][name].items()}
+    )
+    for name in ("full", "quick")
 )
+PARTS: dict[str, list[str]] = TABLE["parts"]
+NOT_HOST = ("model", "sample", "publish")  # a device's, and publish, which needs no lock
 
 
 @dataclass(frozen=True)
@@ -109,28 +108,6 @@ def work(lens: tuple[int, ...], news: tuple[int, ...], vocab_size: int, seed: in
 
 # ---- host time of a step ----
 
-# By part, the functions that it is spent in: those that a tree has are timed. "model" and "sample"
-# are what a device does.
-PARTS = {
-    "schedule": ("sched.scheduler:Scheduler.schedule",),
-    "advance": ("sched.scheduler:Scheduler.advance",),
-    "build": ("plan.build:build",),
-    "pad": ("plan.bucket:pad",),
-    "check": ("plan.check:check",),
-    "lower": ("run.step:lower", "run.step:bind", "run.step:layout_of", "run.arena:Arena.load"),
-    "sampler settings": ("sample.sampler:settings", "sample.sampler:_greedy"),
-    "settle": (
-        *("llm.engine:Engine._settle", "sched.scheduler:Scheduler.commit"),
-        *("llm.job:StepResult.write", "llm.job:StepResult.end"),  # as it was called once
-        *("llm.generation:StepResult.write", "llm.generation:StepResult.end"),
-    ),
-    "publish": ("llm.job:Draft.feed", "llm.engine:Engine._publish"),
-    "model": ("nn.decoder:Decoder.__call__", "nn.decoder:Decoder.logits"),
-    "sample": ("kernels.cpu.sample_rows:_run",),
-}
-DEVICE = ("model", "sample")
-NOT_HOST = (*DEVICE, "publish")  # publish needs no lock on the engine
-
 
 class HostTimes:
     """Where the time of `Engine.step` goes: each part's own, without the parts that it calls."""
@@ -162,10 +139,8 @@ class HostTimes:
         """Seconds of one step by part; "other" is in none of them."""
         self.seconds = dict.fromkeys([*PARTS, "other"], 0.0)
         self._timed("other", step)()
-        return {
-            **self.seconds,
-            "host": sum(v for k, v in self.seconds.items() if k not in NOT_HOST),
-        }
+        host = sum(s for part, s in self.seconds.items() if part not in NOT_HOST)
+        return {**self.seconds, "host": host}
 
     def _replaced(self, part: str, name: str) -> Iterator[tuple[Any, str, Any]]:
         where, _, path = name.partition(":")
@@ -234,18 +209,15 @@ def host_times(ours: Ours, sizes: Sizes) -> Answer:
 # ---- the process ----
 
 
-def main() -> int:
+def main() -> None:
     """Answers until stdin ends. An error is an answer too."""
     folders = json.loads(sys.argv[1])
     for line in sys.stdin:
-        request = json.loads(line)
-        answer: Answer
         try:
-            answer = measure(request["case"], request["seed"], folders)
+            answer = measure(**json.loads(line), folders=folders)
         except Exception as error:  # shown by the other side, which then drops the case
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
-    return 0
 
 
 def measure(case: str, seed: int, folders: Mapping[str, str]) -> Answer:
@@ -299,4 +271,4 @@ def load_s(folder: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

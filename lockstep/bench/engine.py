@@ -75,8 +75,9 @@ def run(args: argparse.Namespace) -> int:
             raise RuleError("--from names a document with curves", args.source, remedy)
         for path in curves.draw(document["curves"], document["environment"], args.svg_dir):
             tell(f"wrote {path}")
-    show = results.markdown if args.markdown else results.plain if args.source else results.summary
-    publish(args, document, [show(document)])
+    every = args.source is not None
+    told = results.markdown(document) if args.markdown else results.summary(document, every)
+    publish(args, document, [told])
     return int(results.failed(document))
 
 
@@ -95,7 +96,7 @@ def bench(args: argparse.Namespace) -> Document:
         if args.curves:
             document["curves"] = curves.measure(contenders)
     if args.peer == "transformers":
-        document["contenders"] = results.DESCRIPTIONS
+        document["contenders"] = peers.TABLE["contenders"]
     return document
 
 

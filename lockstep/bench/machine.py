@@ -65,26 +65,6 @@ class Timing:
         return replace(self, runs={n: [by * v for v in runs] for n, runs in self.runs.items()})
 
 
-def least_disturbed(
-    measure: Callable[[int], Answer],
-    seed: int,
-    tries: int,
-    own: Callable[[], float] | None = None,
-    on_try: Callable[[str], None] = lambda again: None,
-) -> tuple[float, Answer]:
-    """`measure(seed)`, and with the seeds that follow, at most `tries` times more, while others use
-    the machine. What they used of it in the least disturbed one, and what that one gave."""
-    found: list[tuple[float, int, Answer]] = []
-    while len(found) <= tries and (not found or min(found)[0] > OTHERS):
-        on_try(f", disturbed, try {len(found) + 1}" if found else "")
-        if found:
-            wait_until_undisturbed()
-        others, answer = watched(partial(measure, seed + len(found)), own)
-        found.append((others, len(found), answer))
-    others, _, answer = min(found)
-    return others, answer
-
-
 def alternate(
     contenders: Mapping[str, Callable[[int], Any]],
     runs: int,
@@ -92,16 +72,23 @@ def alternate(
     tries: int,
     own: Callable[[], float] | None = None,
 ) -> Timing:
-    """Measures contenders by turns, `runs` times each; who begins alternates."""
+    """Measures contenders by turns, `runs` times each; who begins alternates. While others use the
+    machine a run is repeated, with a seed of its own, at most `tries` times: the least disturbed
+    one counts."""
     timing, names = Timing(), list(contenders)
     for run in range(runs):
         for name in names if run % 2 == 0 else reversed(names):
-            turn, seed = f"{name}, run {run + 1} of {runs}", 1 + run * (tries + 1)
-
-            def announce(again: str, turn: str = turn) -> None:
-                on_progress(turn + again)
-
-            timing.add(name, *least_disturbed(contenders[name], seed, tries, own, announce))
+            found: list[tuple[float, int, Any]] = []
+            while len(found) <= tries and (not found or min(found)[0] > OTHERS):
+                again = f", disturbed, try {len(found) + 1}" if found else ""
+                on_progress(f"{name}, run {run + 1} of {runs}{again}")
+                if found:
+                    wait_until_undisturbed()
+                seed = 1 + run * (tries + 1) + len(found)
+                others, answer = watched(partial(contenders[name], seed), own)
+                found.append((others, len(found), answer))
+            others, _, answer = min(found)
+            timing.add(name, others, answer)
     return timing
 
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import importlib
 import logging
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -26,26 +28,16 @@ from lockstep.bench.work import Played, Tokens, Work
 TIE = 2e-4  # two logits closer than this may swap places between two correct fp32 implementations
 WAIT_S = 900.0  # for one result of continuous batching
 
-LLAMA_100M = {
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "vocab_size": 32_000,
-    "max_position_embeddings": 4096 + 512,
-}
-SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-LLAMA_SMALL = LLAMA_100M | SMALL | {"num_attention_heads": 4, "vocab_size": 512}
+TABLE = tomllib.loads((files("lockstep.bench") / "peers.toml").read_text(encoding="utf-8"))
 
 
 @contextmanager
 def llama_folder(small: bool) -> Iterator[Path]:
     """A folder with a llama with random weights of a fixed seed, saved as safetensors, as long as
-    the block lasts; tied embeddings bring it to 100 M parameters."""
+    the block lasts."""
     library = transformers()
     no_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    shape = LLAMA_SMALL if small else LLAMA_100M
+    shape = TABLE["llama"] | (TABLE["small"] if small else {})
     config = library.LlamaConfig(**shape, **no_ids, tie_word_embeddings=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
         with torch.random.fork_rng():

@@ -1,16 +1,19 @@
 """The matrix: backend x recipe x feature, every pair of a table that makes sense, and the verdict
 of each.
 
-A cell passed, was refused with the backend's own reason, or failed; there is no "not tested". Cells
-run in worker processes, the two backends of a pair together so that stories, numbers and answers
-are made once; a cell that kills its process failed like any other.
+A table is recipes across, features down, and how a cell of it is judged: one of attention alone,
+played by `attention_harness`, and one of the whole engine on tiny models, played by
+`engine_harness`. A name of a recipe belongs to one table. A cell passed, was refused with the
+backend's own reason, or failed; there is no "not tested". Cells run in worker processes, the two
+backends of a pair together so that stories, numbers and answers are made once; a cell that kills
+its process failed like any other.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -19,16 +22,95 @@ import torch
 
 from lockstep.attention import select
 from lockstep.attention.base import Backend
-from lockstep.lab import isolate, reverts
+from lockstep.lab import engine_harness, isolate, properties, reverts
+from lockstep.lab.engine_recipes import HISTORIES, SURROUNDINGS
+from lockstep.lab.features import FEATURES, GPU_FEATURES, Feature
+from lockstep.lab.option_recipes import CAPACITIES, OPTIONS
 from lockstep.lab.options import CPU, FULL, Device, RunOptions
 from lockstep.lab.properties import Finding, Judgement
-from lockstep.lab.tables import TABLES, MatrixTable, table_of
-from lockstep.types import PlanError, RuleError
+from lockstep.lab.recipes import RECIPES, Recipe
+from lockstep.lab.sampler_recipes import SAMPLER
+from lockstep.lab.speculative_recipes import SPECULATIVE
+from lockstep.lab.tiny import MODELS, Tiny, loaded
+from lockstep.types import GroupSpec, PlanError, RuleError
 
 CELL_S = 600.0  # a cell that takes longer is a crash
 LOST = 77  # what a process ends with whose device was lost before its task began
 # cells that are known to fail, "backend/recipe/feature", and the cause: docs/known-failures.md
 KNOWN: dict[str, str] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixTable:
+    """Recipes and features have a name and a description; `recipe.applies_to(feature)` tells which
+    pairs are cells."""
+
+    name: str
+    column: str  # what a feature is called here
+    measures: str  # what the error of a cell is the error of
+    recipes: tuple[Recipe, ...]
+    features: tuple[Any, ...]
+    # of a recipe, a feature and a backend: why it does not take them, by its caps; what is found
+    refusal: Callable[[Recipe, Any, Backend, Device], str | None]
+    judge: Callable[[Recipe, Any, Backend, RunOptions], Judgement]
+    gpu_features: tuple[Any, ...] = ()
+
+    def features_of(self, device: Device | None) -> tuple[Any, ...]:
+        """Those that a device is asked for, or any device."""
+        on_card = device is None or device.name == "cuda"
+        return (*self.features, *self.gpu_features) if on_card else self.features
+
+    def asked(self, feature: Any) -> list[Recipe]:
+        """The recipes that make sense for a feature."""
+        return [recipe for recipe in self.recipes if recipe.applies_to(feature)]
+
+
+def attention_refusal(
+    recipe: Recipe, feature: Feature, backend: Backend, device: Device
+) -> str | None:
+    """By the groups of the feature; a recipe with trees needs a backend that has tails."""
+    tails = any(name.startswith("tail") for name in recipe.required_counters)
+    return group_refusal(backend, feature.on(device).groups(16), device, tails)
+
+
+def engine_refusal(recipe: Recipe, tiny: Tiny, backend: Backend, device: Device) -> str | None:
+    """An engine is asked for bits; who promises none has its values judged in the other table."""
+    if not backend.caps.invariances:
+        return "it promises no bits, and what an engine must hold are equalities of bits"
+    groups = loaded(tiny, device).model.groups(kv_dtype=device.dtype)
+    return group_refusal(backend, groups, device)
+
+
+def group_refusal(
+    backend: Backend, groups: Iterable[GroupSpec], device: Device, tails: bool = False
+) -> str | None:
+    """The first reason why a backend cannot serve some group of a model."""
+    given = device.place.type, tails, device.dtype
+    reasons = (select.refusal(backend.caps, group, *given) for group in groups)
+    return next(filter(None, reasons), None)
+
+
+ATTENTION = MatrixTable(
+    name="attention",
+    column="feature",
+    measures="the output",
+    recipes=RECIPES,
+    features=FEATURES,
+    refusal=attention_refusal,
+    judge=properties.judge,
+    gpu_features=GPU_FEATURES,
+)
+ENGINE = MatrixTable(
+    name="engine",
+    column="model",
+    measures="a log-probability",
+    recipes=(*HISTORIES, *OPTIONS, *SURROUNDINGS, *CAPACITIES, *SAMPLER, *SPECULATIVE),
+    features=MODELS,
+    refusal=engine_refusal,
+    judge=engine_harness.judge,
+)
+TABLES = (ATTENTION, ENGINE)
+TABLE_OF = {recipe.name: table for table in TABLES for recipe in table.recipes}
 
 
 @dataclass(frozen=True)
@@ -44,29 +126,25 @@ class Cell:
     def parse(text: str) -> Cell:
         """`backend/recipe/feature` as it is printed everywhere."""
         parts = text.split("/")
-        table = table_of(parts[1]) if len(parts) == 3 else None
-        if table is None or parts[2] not in {f.name for f in table.every_feature}:
+        table = TABLE_OF.get(parts[1]) if len(parts) == 3 else None
+        if table is None or parts[2] not in {f.name for f in table.features_of(None)}:
             rule = "a cell is backend/recipe/feature, like cpu/decode/window"
             raise RuleError(rule, repr(text), "See `lockstep lab run --list`")
         return Cell(*parts)
 
     @property
     def table(self) -> MatrixTable:
-        table = table_of(self.recipe)
-        if table is None:
-            rule = "a cell's recipe is one of the lab's"
-            raise RuleError(rule, repr(self.recipe), "See `lockstep lab run --list`")
-        return table
+        return TABLE_OF[self.recipe]
 
-    def pair(self) -> tuple[Any, Any]:
+    def pair(self) -> tuple[Recipe, Any]:
         """The recipe and the feature themselves."""
         recipe = next(r for r in self.table.recipes if r.name == self.recipe)
-        return recipe, next(f for f in self.table.every_feature if f.name == self.feature)
+        return recipe, next(f for f in self.table.features_of(None) if f.name == self.feature)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a cell came to. `verdict` is passed, refused or failed."""
+    """What a cell came to. `verdict` is passed, refused, known or failed."""
 
     cell: Cell
     verdict: str
@@ -92,21 +170,11 @@ class Result:
         return {**asdict(self), **asdict(cell), "cell": str(cell), "command": command}
 
 
-def cells(
-    backends: Sequence[str],
-    recipe: str | None = None,
-    feature: str | None = None,
-    device: Device = CPU,
-) -> list[Cell]:
+def cells(backends: Sequence[str], device: Device = CPU) -> list[Cell]:
     """Every cell that makes sense on a device, in the order of the matrix."""
     asked = [(table, f) for table in TABLES for f in table.features_of(device)]
     pairs = [(r.name, f.name) for table, f in asked for r in table.asked(f)]
-    return [
-        Cell(b, r, f)
-        for r, f in pairs
-        if recipe in (None, r) and feature in (None, f)
-        for b in backends
-    ]
+    return [Cell(backend, recipe, feature) for recipe, feature in pairs for backend in backends]
 
 
 def refusal(cell: Cell, backend: Backend, device: Device = CPU) -> str | None:
@@ -116,8 +184,7 @@ def refusal(cell: Cell, backend: Backend, device: Device = CPU) -> str | None:
 
 def run_cell(cell: Cell, options: RunOptions = FULL) -> Result:
     """Judges one cell; an error of the code under test is a finding, not an end."""
-    backend = select.load(cell.backend)
-    device = options.device
+    backend, device = select.load(cell.backend), options.device
     reason = refusal(cell, backend, device)
     if reason is not None:
         return Result(cell, "refused", reason)

@@ -21,8 +21,8 @@ from lockstep import outfile
 from lockstep.attention import select
 from lockstep.kernels.cpu import cache
 from lockstep.lab import cells, document, kill, matrix, report, reverts, show
+from lockstep.lab.cells import ENGINE, TABLES
 from lockstep.lab.options import FULL, Device, RunOptions
-from lockstep.lab.tables import ENGINE, TABLES
 from lockstep.progress import Progress
 from lockstep.types import RuleError
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.lab.options import Device
-from lockstep.lab.tiny import assembled
+from lockstep.lab.tiny import shapes
 from lockstep.models.loader import STATED, drawn
 
 MOST_RATIO = 1.5  # of our distance to that of transformers, in the same dtype
@@ -67,15 +67,8 @@ def rms(a: Sequence[NDArray[Any]], b: Sequence[NDArray[Any]]) -> float:
 
 def draw(config: Mapping[str, Any], device: Device) -> dict[str, Tensor]:
     """What a checkpoint of the model would hold: drawn on the device, kept in the host's memory."""
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def take(name: str, shape: tuple[int, ...]) -> Tensor:
-        shapes[name] = shape
-        return torch.empty(shape, device="meta")
-
-    assembled(config, take)
-    dtype = device.compute
-    return {n: drawn(device.place, n, shape).to(dtype).cpu() for n, shape in shapes.items()}
+    asked, dtype = shapes(config).items(), device.compute
+    return {n: drawn(device.place, n, shape).to(dtype).cpu() for n, shape in asked}
 
 
 def scores(

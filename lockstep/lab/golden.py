@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -33,29 +34,19 @@ from torch import Tensor
 from lockstep import LLM, SamplingParams, order
 from lockstep.lab import document
 from lockstep.lab.options import CPU, Device
-from lockstep.lab.tiny import assembled, configs
+from lockstep.lab.tiny import configs, shapes
 from lockstep.progress import Progress
 from lockstep.types import RuleError
 
 # one config per model_type, every field stated: a change of them would be one of the answers
 MODELS = configs("golden_models.json")
+CRAMPED, TEXTS, PARAMS = json.loads(
+    (files("lockstep.lab") / "golden_requests.json").read_text(encoding="utf-8")
+).values()
 VOCAB = 97
 Answers = dict[str, dict[str, Any]]  # name of a request -> its answer
 REQUESTS = 28  # of every model
-CRAMPED = {
-    **{"page_size": 4, "chunked_prefill_size": 99},
-    **{"max_running_requests": 16, "max_total_tokens": 136},
-}
 PATHS = ("hit_tokens", "preempted", "forked")  # what must have happened for a file to be worth it
-TEXTS = (
-    "def fib(n):\n",
-    "class Stack:\n    def __init__(self):\n",
-    "import os\n\n\ndef walk(path):\n    for name in os.listdir(path):\n",
-    "# sorts a list in place\ndef bubble_sort(items):\n    n = len(items)\n",
-    "with open('data.csv') as file:\n    ",
-    "é€😀 = 1\nprint(",
-    "x",
-)
 
 
 @dataclass(frozen=True)
@@ -164,23 +155,9 @@ def requests(model: str) -> list[GoldenRequest]:
 
 def draw_params(rng: random.Random, seed: int, scored: bool) -> SamplingParams:
     """Greedy and sampled, cut, penalised, forked, scored."""
-    return SamplingParams(
-        max_tokens=rng.choice((3, 9, 20)),
-        temperature=rng.choice((0.0, 0.0, 0.7, 1.0, 1.4)),
-        top_p=rng.choice((1.0, 0.9)),
-        top_k=rng.choice((0, 0, 11)),
-        min_p=rng.choice((0.0, 0.0, 0.05)),
-        seed=seed * 7919 - 5,
-        n=rng.choice((1, 1, 1, 3)),
-        logprobs=True,
-        prompt_logprobs=rng.choice((None, None, None, True)) if scored else None,
-        frequency_penalty=rng.choice((0.0, 0.0, 0.6)),
-        presence_penalty=rng.choice((0.0, 0.0, 0.3)),
-        repetition_penalty=rng.choice((1.0, 1.0, 1.2)),
-        logit_bias=rng.choice(((), ((5, 2.0), (9, -3.0)))),
-        min_tokens=rng.choice((0, 2)),
-        stop_token_ids=rng.choice(((), (7, 21))),
-    )
+    given = {name: each for name, each in PARAMS.items() if scored or name != "prompt_logprobs"}
+    drawn = {name: rng.choice(each) for name, each in given.items()}
+    return SamplingParams.from_dict({**drawn, "seed": seed * 7919 - 5, "logprobs": True})
 
 
 def model_folder(name: str, parent: Path) -> str | None:
@@ -192,20 +169,9 @@ def model_folder(name: str, parent: Path) -> str | None:
     folder = parent / name
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(MODELS[name]), encoding="utf-8")
-    save_file(tensors(name), str(folder / "model.safetensors"))
+    tensors = {tensor: draw_tensor(tensor, shape) for tensor, shape in shapes(MODELS[name]).items()}
+    save_file(tensors, str(folder / "model.safetensors"))
     return str(folder)
-
-
-def tensors(name: str) -> dict[str, Tensor]:
-    """What a checkpoint of the model holds: the loader is asked for names and shapes, once."""
-    asked: dict[str, tuple[int, ...]] = {}
-
-    def take(tensor: str, shape: tuple[int, ...]) -> Tensor:
-        asked[tensor] = shape
-        return torch.empty(shape, device="meta")
-
-    assembled(MODELS[name], take)
-    return {tensor: draw_tensor(tensor, shape) for tensor, shape in asked.items()}
 
 
 def draw_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -232,8 +198,7 @@ def read(file: Path) -> dict[str, Answers]:
 
 def record(file: Path, found: Answers, counters: Mapping[str, int], mine: str | None = None) -> int:
     """Adds the answers that the file does not have: how many. A differing one is an error."""
-    missed = ", ".join(path for path in PATHS if not counters.get(path))
-    if missed:
+    if missed := ", ".join(path for path in PATHS if not counters.get(path)):
         raise RuleError("golden answers come by every path", f"none by {missed}", "Cramp it")
     recorded = read(file)
     known = recorded.setdefault(mine or key(), {})

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -51,9 +51,31 @@ AGAIN_S = 0.002  # a second interrupt follows the first within this time
 WAYS = ("timer", "timer", "again", "thread")  # drawn alike
 
 Answer = tuple[Any, ...]
-Prompts = list[list[int]]
-Wish = Callable[[LLM], Answer]
 Event = tuple[str, str, int, int]  # file, function, line, bytecode (-1 for a whole line)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A call of some kind."""
+
+    kind: str  # generate | stream | items | embed
+    prompts: list[list[int]]
+    params: SamplingParams
+
+    def __call__(self, llm: LLM) -> Answer:
+        """What it is answered, to be compared."""
+        if self.kind == "stream":
+            chunks, n = list(llm.stream(self.prompts[0], self.params)), self.params.n
+            ends = sorted((c.index, c.finish_reason) for c in chunks if c.finish_reason)
+            ids = [sum((c.token_ids for c in chunks if c.index == i), ()) for i in range(n)]
+            return texts_of(chunks, n), ids, ends
+        if self.kind == "items":
+            items = [[5], [6, 7, 8], [9, 5, 6, 7, 8, 9, 10]]
+            return tuple(scores.tobytes() for scores in llm.score(self.prompts[0], items))
+        if self.kind == "embed":
+            return (llm.embed([prompt[:CHUNK] for prompt in self.prompts]).tobytes(),)
+        levels = [i % 2 for i in range(len(self.prompts))]
+        return tuple(map(bits, llm.generate(self.prompts, self.params, priority=levels)))
 
 
 @dataclass(frozen=True)
@@ -81,7 +103,7 @@ def engine(tiny: Tiny, **options: Any) -> Engine:
     return Engine(EngineConfig.from_names(given), made_of(tiny))
 
 
-def wishes(tiny: Tiny) -> tuple[Wish, ...]:
+def wishes(tiny: Tiny) -> list[Wish]:
     """Calls of all kinds: prompts with common beginnings, several at once, n, streams, scores."""
     rng = random.Random(5)
     stem = [rng.randrange(1, VOCAB) for _ in range(30)]
@@ -100,30 +122,9 @@ def wishes(tiny: Tiny) -> tuple[Wish, ...]:
             frequency_penalty=(0.0, 0.4)[i % 2],
             stop=("", "th", "e")[i % 3] or (),
         )
-        kinds = [_generate, _generate, _stream, _items, *([] if tiny is BART else [_embed])]
-        out.append(partial(kinds[i % len(kinds)], prompts=prompts, params=params))
-    return tuple(out)
-
-
-def _generate(llm: LLM, prompts: Prompts, params: SamplingParams) -> Answer:
-    levels = [i % 2 for i in range(len(prompts))]
-    return tuple(map(bits, llm.generate(prompts, params, priority=levels)))
-
-
-def _stream(llm: LLM, prompts: Prompts, params: SamplingParams) -> Answer:
-    chunks = list(llm.stream(prompts[0], params))
-    ends = sorted((c.index, c.finish_reason) for c in chunks if c.finish_reason)
-    ids = [sum((c.token_ids for c in chunks if c.index == i), ()) for i in range(params.n)]
-    return texts_of(chunks, params.n), ids, ends
-
-
-def _items(llm: LLM, prompts: Prompts, params: SamplingParams) -> Answer:
-    items = [[5], [6, 7, 8], [9, 5, 6, 7, 8, 9, 10]]
-    return tuple(scores.tobytes() for scores in llm.score(prompts[0], items))
-
-
-def _embed(llm: LLM, prompts: Prompts, params: SamplingParams) -> Answer:
-    return (llm.embed([prompt[:CHUNK] for prompt in prompts]).tobytes(),)
+        kinds = ["generate", "generate", "stream", "items", *([] if tiny is BART else ["embed"])]
+        out.append(Wish(kinds[i % len(kinds)], prompts, params))
+    return out
 
 
 def texts_of(chunks: Sequence[Chunk], n: int) -> list[str]:
@@ -204,9 +205,8 @@ def by_timer(subject: Subject, number: int, rng: random.Random, again: bool) -> 
     try:
         try:
             signal.setitimer(signal.ITIMER_REAL, first_s)
-            for _ in range(calls):
-                if not strikes.call(subject.wishes[number], subject.llm):
-                    break
+            while calls and strikes.call(subject.wishes[number], subject.llm):
+                calls -= 1
         finally:
             left = 0
     except KeyboardInterrupt:  # in between: in the rig itself
@@ -269,21 +269,13 @@ class Aim:
             sys.settrace(before)
 
 
-def aims(events: list[Event], rng: random.Random) -> list[int]:
-    """One moment for every distinct event: any of those at which it happens."""
-    at: dict[Event, list[int]] = {}
-    for i, event in enumerate(events):
-        at.setdefault(event, []).append(i)
-    return [rng.choice(moments) for moments in at.values()]
-
-
 # -- trials ----------------------------------------------------------------------------------------
 
 
-def trial(subject: Subject, seed: int, ways: tuple[str, ...] = WAYS) -> Trial:
+def trial(subject: Subject, seed: int) -> Trial:
     """One trial of the engine, by number."""
     rng = random.Random(seed)
-    way, number = rng.choice(ways), rng.randrange(WISHES)
+    way, number = rng.choice(WAYS), rng.randrange(WISHES)
 
     def strike(stream: Iterator[Any]) -> Strikes:
         if way == "thread":
@@ -400,8 +392,11 @@ def sweep(
     yield judged(made, "noted", number, lambda stream: strike(-1), rng)
     if second:
         del seen[1 + max(i for i, event in enumerate(seen) if event[1] == "_recover") :]
-    way = "recovery" if second else "aimed"
-    for at in aims(seen, rng)[part[0] :: part[1]]:
+    way, moments = "recovery" if second else "aimed", dict[Event, list[int]]()
+    for i, event in enumerate(seen):
+        moments.setdefault(event, []).append(i)
+    aims = [rng.choice(each) for each in moments.values()]  # of those at which it happens
+    for at in aims[part[0] :: part[1]]:
         yield judged(made, way, number, lambda stream, at=at: strike(at), rng)  # type: ignore[misc]
 
 
@@ -422,15 +417,6 @@ def command(args: Namespace) -> int:
         for tiny, second in sweeps:
             trials += sweep(tiny, args.aimed == "bytecodes", second, args.seed)
             bar.step(tiny.name)
-    found = {**document.head(), "seed": args.seed, **account(trials)}
-    found |= {"engines": dict(sorted(engines.items()))}
-    found |= {"seconds": round(time.perf_counter() - begin, 1)}
-    document.publish(args, found, document.text("interrupts.txt", doc=found))
-    return 1 if found["broken"] else 0
-
-
-def account(trials: Sequence[Trial]) -> document.Document:
-    """What came of many trials: interrupts by model and way, functions struck, all faults."""
     struck: Counter[str] = Counter()
     for trial in trials:
         struck[f"{trial.model} {trial.way}"] += trial.struck
@@ -439,12 +425,16 @@ def account(trials: Sequence[Trial]) -> document.Document:
         for number, t in enumerate(trials, 1)
         for fault in t.faults
     ]
-    return {
-        "interrupts": struck.total(),
+    doc = {
+        **{**document.head(), "seed": args.seed, "interrupts": struck.total()},
         "trials": len(trials),
         "faults": faults[:100],
         "broken": len(faults),
         "leaked": sum("leaked" in fault for fault in faults),
         "struck": dict(sorted(struck.items())),
         "functions": dict(Counter(w for t in trials for w in t.where).most_common()),
+        "engines": dict(sorted(engines.items())),
+        "seconds": round(time.perf_counter() - begin, 1),
     }
+    document.publish(args, doc, document.text("interrupts.txt", doc=doc))
+    return 1 if faults else 0

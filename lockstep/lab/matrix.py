@@ -13,13 +13,11 @@ from itertools import zip_longest
 from pathlib import Path
 
 from lockstep.attention import select
-from lockstep.lab.cells import KNOWN, Cell, cells, refusal
+from lockstep.lab.cells import KNOWN, TABLES, Cell, MatrixTable, cells, refusal
 from lockstep.lab.document import Document, render
-from lockstep.lab.tables import TABLES, MatrixTable
 from lockstep.types import RuleError
 
 SYMBOLS = {"passed": "✓", "refused": "–", "known": "!", "failed": "✗"}
-VALUES_ONLY = "Values only: no bits are promised."
 FILES = ("matrix.md", "known-failures.md")
 
 Verdicts = dict[Cell, tuple[str, str]]  # verdict and reason
@@ -30,14 +28,16 @@ def ran(doc: Document, backends: Sequence[str]) -> Verdicts:
     have = {str(c["cell"]): (str(c["verdict"]), str(c["reason"])) for c in doc["cells"]}
     want = cells(backends)
     missing = [c for c in want if str(c) not in have]
-    got = (
-        f"{len(want) - len(missing)} of {len(want)} cells, without {missing[0]}" if missing else ""
-    )
-    got = f"a run with {doc['revert']} put back" if doc.get("revert") else got
-    got = "a quick run" if doc.get("quick") else got
-    if got:
+    wrong = []
+    if doc.get("quick"):
+        wrong.append("a quick run")
+    if doc.get("revert"):
+        wrong.append(f"a run with {doc['revert']} put back")
+    if missing:
+        wrong.append(f"{len(want) - len(missing)} of {len(want)} cells, without {missing[0]}")
+    if wrong:
         rule = "the matrix is made from a full run of every cell"
-        raise RuleError(rule, got, "Run `lockstep lab run --json F`")
+        raise RuleError(rule, wrong[0], "Run `lockstep lab run --json F`")
     return {c: have[str(c)] for c in want}
 
 
@@ -56,18 +56,22 @@ def matrix_page(verdicts: Verdicts) -> str:
     marks = {(c.backend, c.recipe, c.feature): SYMBOLS[v] for c, (v, _) in verdicts.items()}
     backends = []
     for name in dict.fromkeys(c.backend for c in verdicts):
-        reasons = [_reasons(verdicts, name, table) for table in TABLES]
-        backends.append({"name": name, "counts": _counts(verdicts, name), "reasons": reasons})
+        mine = [v for c, (v, _) in verdicts.items() if c.backend == name]
+        backends.append(
+            {
+                "name": name,
+                "counts": {v: mine.count(v) for v in SYMBOLS if v in mine},
+                "promises": sorted(select.load(name).caps.invariances),
+                "reasons": [_reasons(verdicts, name, table) for table in TABLES],
+            }
+        )
     return render("matrix.md", symbols=SYMBOLS, marks=marks, backends=backends, tables=TABLES)
 
 
-def known_page(known: Mapping[str, str]) -> str:
-    return render("known-failures.md", known=known)
-
-
-def pages(verdicts: Verdicts) -> dict[str, str]:
+def pages(verdicts: Verdicts, known: Mapping[str, str] = KNOWN) -> dict[str, str]:
     """File name -> text."""
-    return dict(zip(FILES, (matrix_page(verdicts), known_page(KNOWN)), strict=True))
+    texts = (matrix_page(verdicts), render("known-failures.md", known=known))
+    return dict(zip(FILES, texts, strict=True))
 
 
 def stale(folder: Path, wanted: Mapping[str, str]) -> list[str]:
@@ -79,14 +83,6 @@ def stale(folder: Path, wanted: Mapping[str, str]) -> list[str]:
         at = next((number for number, (a, b) in pairs if a != b), None)
         out += [f"{path}:{at}: differs from what is generated"] if at else []
     return out
-
-
-def _counts(verdicts: Verdicts, backend: str) -> str:
-    mine = [v for c, (v, _) in verdicts.items() if c.backend == backend]
-    counts = ", ".join(f"{mine.count(v)} {v}" for v in SYMBOLS if v in mine)
-    promises = ", ".join(sorted(select.load(backend).caps.invariances))
-    bits = f"Besides the values, the same bits are promised over: {promises}."
-    return f"{len(mine)} cells: {counts}. {bits if promises else VALUES_ONLY}"
 
 
 def _reasons(verdicts: Verdicts, backend: str, table: MatrixTable) -> list[str]:

@@ -70,7 +70,7 @@ def cache_dtypes(rig: EngineHarness, quick: bool) -> None:
         for i, job in enumerate(jobs):
             same = same_bits(job.output("").logprobs, rig.oracle.completions(orders[i])[0].logprobs)
             fault = f"{dtype}: request {i} has the bits of a cache that rounds nothing"
-            rig.check("rounded", not same, fault, "keys are rounded to what was asked for")
+            rig.check("rounded", not same, fault)
         held = {s.dtype for pool in engine.runner.pools if pool for ss in pool.storages for s in ss}
         rig.check("rounded", held == {NARROWER[dtype]}, f"{dtype}: the cache has {held}")
         rig.counters["rounded_requests"] += len(jobs)
@@ -108,8 +108,7 @@ def uncached(rig: EngineHarness, quick: bool) -> None:
             rig.check("asked", bool(found) == (turn == 1 and not off), fault)
             tree = engine.scheduler.tree
             cached = sum(tree.cached(g) for g in tree.groups)
-            held = "a cache that is not wanted keeps nothing"
-            rig.check("asked", not (off and cached), f"{cached} pages are kept", held)
+            rig.check("asked", not (off and cached), f"{cached} pages are kept")
             rig.counters["turns"] += 1
 
 
@@ -166,7 +165,7 @@ def embed(rig: EngineHarness, quick: bool) -> None:
             continue
         rig.values.claim_embedding(job.prompt_ids, "last", have)
         off = float(np.abs(have - rig.oracle.embedding(job.prompt_ids)).max())
-        rig.check("embedding", off < CLOSE, f"{who} is off by {off:.3g}", "the last row's")
+        rig.check("embedding", off < CLOSE, f"{who} is off by {off:.3g}")
         engine = rig.engine()
         alone = engine.add(job.prompt_ids, SamplingParams(seed=0), embed=True)
         engine.finish()
@@ -187,8 +186,8 @@ def texts(rig: EngineHarness, quick: bool) -> None:
         rig.check("items", same_bits(scores, want), fault)
         rig.counters["items"] += 1
     (out,) = llm.generate(text, PLAIN)
-    fault = f"{text!r} became {out.prompt_token_ids}"
-    rig.check("items", out.prompt_token_ids == begin, fault, "a prompt has BOS, an item none")
+    became = out.prompt_token_ids
+    rig.check("items", became == begin, f"{text!r} became {became}")
     same = same_bits(llm.score(text)[1:], rig.oracle.scores(begin)[0])
     rig.check("items", same, f"{text!r} is not scored as its tokens")
 
@@ -204,7 +203,7 @@ def folder(rig: EngineHarness, quick: bool) -> None:
         save(LLAMA, Path(place), rig.device, eos_token_id=[end])
         model, info = loader.load(place, rig.device.name, rig.device.dtype)
     fault = f"{info.eos_token_ids} end a text, not {(end,)}"
-    rig.check("eos", info.eos_token_ids == (end,), fault, "as generation_config.json says")
+    rig.check("eos", info.eos_token_ids == (end,), fault)
     engine = rig.engine()
     engine.info = replace(info, folder=Path("tiny"))
     engine.kinds[GENERATE] = replace(engine.kinds[GENERATE], model=model, forward=model)
@@ -215,7 +214,7 @@ def folder(rig: EngineHarness, quick: bool) -> None:
         have.logprobs, free.logprobs[:n]
     )
     fault = f"{have.token_ids}, not {free.token_ids[:n]}, or with other log-probabilities"
-    rig.check("folder", same, fault, "the answer of its weights, to its end")
+    rig.check("folder", same, fault)
     rig.counters["folders"] += 1
 
 
@@ -311,7 +310,7 @@ def experts(rig: EngineHarness, quick: bool) -> None:
             ids = rig.device.ops.route(logits.to(rig.device.place), routing, None).ids
             wrong = sum(a != b for a, b in zip(ids.tolist(), ranked, strict=True))
             fault = f"{count} experts by {score}: {wrong} rows"
-            rig.check("ties", not wrong, fault, "equal experts by the smaller id")
+            rig.check("ties", not wrong, fault)
             rig.counters["tied_rows"] += sum(len(set(row)) < count for row in logits.tolist())
 
 

@@ -15,11 +15,10 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from lockstep.lab.cells import Cell
+from lockstep.lab.cells import TABLES, Cell
 from lockstep.lab.document import Document, number, render
 from lockstep.lab.matrix import SYMBOLS
 from lockstep.lab.reverts import SECTIONS, VARIABLE
-from lockstep.lab.tables import TABLES
 
 MARKS = {**SYMBOLS, "equivalent": "=", "absent": "·"}
 

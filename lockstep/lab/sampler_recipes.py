@@ -101,13 +101,13 @@ def one_by_one(rig: EngineHarness, logits: Tensor, rows: list[Row]) -> None:
         fault = f"row {r}: {have}, not {want} ({row.params})"
         rig.check("choice", have == want, fault, f"{len(rows)} rows")
         masked = bool(logits[r, have] == -torch.inf)
-        rig.check("masked", not masked, f"row {r}: {have}", "no masked token was chosen")
+        rig.check("masked", not masked, f"row {r}: {have}")
     rig.counters["later_blocks"] += int((chosen >= BLOCK).sum())
     log_probabilities(rig, logits, chosen)
     edited = plain.apply_penalties(logits, rows, (EOS,))
     tensors, _ = plain.sample_tokens(edited, *sampler.settings(rows, logits.shape[1]))
-    fault = "tensors choose otherwise than the kernel"
-    rig.check("devices", torch.equal(tensors, chosen), fault, "kernel = tensors")
+    same = torch.equal(tensors, chosen)
+    rig.check("devices", same, "tensors choose otherwise than the kernel")
 
 
 def log_probabilities(rig: EngineHarness, logits: Tensor, tokens: Tensor) -> None:
@@ -115,8 +115,7 @@ def log_probabilities(rig: EngineHarness, logits: Tensor, tokens: Tensor) -> Non
     told = on_host(sampler.log_probs(rig.parts.model.ops, logits.to(rig.device.place), tokens, FEW))
     exact = logits.double().log_softmax(1)
     best = exact.sort(dim=1, descending=True, stable=True).indices[:, :FEW]
-    held = f"float64, and the best {FEW} in order"
-    rig.check("logprobs", torch.equal(told.top_ids.long(), best), "other best tokens", held)
+    rig.check("logprobs", torch.equal(told.top_ids.long(), best), "other best tokens")
     have = torch.cat((told.chosen[:, None], told.top), 1).double()
     want = exact.gather(1, torch.cat((tokens[:, None].long(), best), 1)).float().double()
     near = (have == want) | ((have - want).abs() <= 2.0**-23 * want.abs().clamp(min=1))
@@ -143,14 +142,12 @@ def noise_at_the_ends(rig: EngineHarness) -> None:
     for name, words in (("numpy", np.array(WORDS, np.int64)), ("torch", torch.tensor(WORDS))):
         for word, x in zip(WORDS, map(float, gumbel(words)), strict=True):
             near = abs(x - choice.gumbel(word)) < CLOSE
-            held = "finite at both ends, and the definition's"
-            rig.check("noise", near, f"{name}, word {word}: {x}", held)
+            rig.check("noise", near, f"{name}, word {word}: {x}")
     places = [(5, 0, 1), (5, 1, 1), (-3, 2, 70), (2**45, 0, 2**20)]
     drawn = hashed.noise(torch.tensor([hashed.counter(*place) for place in places]), VOCAB)
     for at, place in enumerate(places):
         off = float((drawn[at] - torch.from_numpy(choice.noise(*place, VOCAB))).abs().max())
-        fault = f"seed, index and position {place}: off by {off:.3g}"
-        rig.check("noise", off < CLOSE, fault)
+        rig.check("noise", off < CLOSE, f"seed, index and position {place}: off by {off:.3g}")
 
 
 def ties(rig: EngineHarness) -> None:
@@ -162,7 +159,7 @@ def ties(rig: EngineHarness) -> None:
         rows = [[Row(params, position)] for position in range(40)]
         seen = {int(sample(rig, equal, row, ()).token_ids) for row in rows}
         fault = f"{name} {limit}: {sorted(seen)} were chosen"
-        rig.check("ties", seen == set(range(allowed)), fault, "by the lower id")
+        rig.check("ties", seen == set(range(allowed)), fault)
 
 
 def bad_rows(rig: EngineHarness) -> None:
@@ -180,7 +177,7 @@ def bad_rows(rig: EngineHarness) -> None:
         refused = bad[r][1] in said and token == -1 and not scored if r in bad else False
         fine = refused or (r not in bad and not said and token == want[r])
         fault = f"row {r}: {said or 'no error'}, token {token}, scored {scored}"
-        rig.check("bad rows", fine, fault, "refused with a reason, alone")
+        rig.check("bad rows", fine, fault)
 
 
 def distribution(rig: EngineHarness, what: str, count: int) -> None:
@@ -219,8 +216,7 @@ def seeds(rig: EngineHarness, quick: bool) -> None:
     jobs = rig.play("seed", rig.engine(), [Order((1, 2, 3), params) for params in kinds])
     drawn = [job.output("").seed for job in jobs]
     rig.counters["seeds_drawn"] += sum(seed is not None for seed in drawn[:3])
-    held = "drawn once per request, told, and good for a repetition"
-    rig.check("seed", len(set(drawn)) == 4, f"seeds {drawn}", held)
+    rig.check("seed", len(set(drawn)) == 4, f"seeds {drawn}")
     orders = [
         Order((1, 2, 3), replace(params, seed=seed))
         for params, seed in zip(kinds, drawn, strict=True)
@@ -236,4 +232,4 @@ def tokens_and_scores(sampled: sampler.Sampled) -> list[tuple[int, float]]:
     return list(zip(sampled.token_ids.tolist(), sampled.logprobs.chosen.tolist(), strict=True))
 
 
-RECIPES = (choices, seeds)
+SAMPLER = (choices, seeds)

@@ -17,14 +17,13 @@ import torch
 
 from lockstep.attention import select
 from lockstep.lab.attention_harness import AttentionHarness, Setting
-from lockstep.lab.cells import Cell, cells, refusal
+from lockstep.lab.cells import ENGINE, Cell, cells, refusal
 from lockstep.lab.document import render
 from lockstep.lab.engine_harness import EngineHarness, InstrumentedEngine
 from lockstep.lab.options import FULL, RunOptions
 from lockstep.lab.oracle import Answer
 from lockstep.lab.properties import material, off
 from lockstep.lab.script import Act, Compute
-from lockstep.lab.tables import ENGINE
 from lockstep.plan.build import build
 from lockstep.plan.step import PagedGroup, StepPlan
 from lockstep.sched.request import ScheduledStep

@@ -128,6 +128,18 @@ def assembled(
     return Loaded(model, info)
 
 
+def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """What a model of a config asks its checkpoint for: tensors by name."""
+    asked: dict[str, tuple[int, ...]] = {}
+
+    def take(name: str, shape: tuple[int, ...]) -> Tensor:
+        asked[name] = shape
+        return torch.empty(shape, device="meta")
+
+    assembled(config, take)
+    return asked
+
+
 def checkpoint(tiny: Tiny, device: Device = CPU, seed: int = 3) -> Checkpoint:
     """The same model as a folder holds it: every field of its config, its tensors by name."""
     tensors: dict[str, Tensor] = {}

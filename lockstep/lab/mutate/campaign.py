@@ -32,10 +32,6 @@ OnStep = Callable[[str, bool], None]
 Group = Sequence[Mutant]
 
 
-def nobody(note: str, bad: bool) -> None:
-    """Takes no notice."""
-
-
 class Journal:
     """Everything that was said so far: by the ids of mutants that shared a tree and the unit, "" if
     it was green or why it was not. One JSON object a line."""
@@ -111,7 +107,7 @@ class Campaign:
                 group = [m for m in group if m.id != mutant.id]
                 red = self._meet(group, red) if group else []
 
-    def confirm(self, on_step: OnStep = nobody) -> None:
+    def confirm(self, on_step: OnStep | None = None) -> None:
         """Runs every killer once more, alone, without a mutant: who is red there killed nobody."""
         killers = {self.journal.killer(m.id) for m in self.mutants}
         self._meet([], sorted(killers & set(self.reach.units)), on_step, alone=True)
@@ -142,7 +138,7 @@ class Campaign:
         return [u.name for u in self.reach.green() if u.name not in met]
 
     def _meet(
-        self, group: Group, units: Sequence[str], on_step: OnStep = nobody, alone: bool = False
+        self, group: Group, units: Sequence[str], on_step: OnStep | None = None, alone: bool = False
     ) -> list[str]:
         """The units that are red with a group; what the journal has is not asked again."""
         ids = " ".join(sorted(m.id for m in group))
@@ -152,7 +148,8 @@ class Campaign:
         for said in self.crew.map(lambda batch: self._batch(batch, group), asked):
             for unit, what in said.items():
                 self.journal.note(ids, unit, what)
-                on_step(unit, bool(what))
+                if on_step is not None:
+                    on_step(unit, bool(what))
         return [u for u in units if known[u]]
 
     def _batch(self, units: Sequence[str], group: Group) -> dict[str, str]:

@@ -1,9 +1,8 @@
 """Small mutants of a module, drawn by a seed; operators and mutated texts are cosmic-ray's.
 
-Of its operators those are taken that change a little: a comparison by its edge or its direction, a
-number by one, a sign, a condition, `and` and `or`, an exception that is caught, a loop. What cannot
-be compiled, what is the same program (annotations are never evaluated here), the `strict=` of zip
-and a second mutant of one line are left out. Runs nothing. `campaign` calls it.
+Of its operators those are taken that change a little (mutate.toml). What cannot be compiled, what
+is the same program (annotations are never evaluated here), the `strict=` of zip and a second mutant
+of one line are left out. Runs nothing. `campaign` calls it.
 """
 
 from __future__ import annotations
@@ -11,36 +10,17 @@ from __future__ import annotations
 import ast
 import difflib
 import re
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from importlib.resources import files
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
 from lockstep.lab.mutate.pool import digest
 from lockstep.types import RuleError
-
-NEIGHBOURS = {
-    "BinaryOperator": (
-        "Add_Sub", "Sub_Add", "Mul_Add", "Mul_FloorDiv", "FloorDiv_Mul", "FloorDiv_Add",
-        "Div_Mul", "Mod_FloorDiv", "Mod_Add", "Pow_Mul",
-        "BitAnd_BitOr", "BitOr_BitAnd", "BitXor_BitOr", "LShift_RShift", "RShift_LShift",
-    ),
-    "ComparisonOperator": (
-        "Eq_NotEq", "NotEq_Eq", "Lt_LtE", "Lt_GtE", "LtE_Lt", "LtE_Gt", "Gt_GtE", "Gt_LtE",
-        "GtE_Gt", "GtE_Lt", "Is_IsNot", "IsNot_Is",
-    ),
-    "UnaryOperator": ("Delete_Not", "Delete_USub", "Delete_Invert"),
-}  # fmt: skip
-PLAIN = (
-    "AddNot", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceAndWithOr",
-    "ReplaceOrWithAnd", "ReplaceBreakWithContinue", "ReplaceContinueWithBreak",
-    "ExceptionReplacer", "NumberReplacer", "ZeroIterationForLoop",
-)  # fmt: skip
-OPERATORS = (
-    *(f"Replace{kind}_{pair}" for kind, pairs in NEIGHBOURS.items() for pair in pairs),
-    *PLAIN,
-)
 
 
 @dataclass(frozen=True)
@@ -68,8 +48,7 @@ class Place:
     operator: str
     occurrence: int
     line: int
-    column: int
-    turn: int  # an operator may know several mutants of one place
+    lot: str  # by which places are drawn: the number of the line is no part of it
 
 
 def files_of(name: str, root: Path) -> list[str]:
@@ -90,10 +69,10 @@ def draw(name: str, root: Path, seed: int, count: int, skip: Sequence[str] = ())
     """`count` mutants of a module, or as many as there are, at most one a line. Places are taken in
     the order of a digest of seed and place, so an edit elsewhere in the module leaves a drawn
     mutant in the draw."""
-    files = [file for file in files_of(name, root) if not any(word in file for word in skip)]
-    texts = {file: (root / file).read_text(encoding="utf-8") for file in files}
+    named = [file for file in files_of(name, root) if not any(word in file for word in skip)]
+    texts = {file: (root / file).read_text(encoding="utf-8") for file in named}
     found = [place for file, text in texts.items() for place in places(file, text)]
-    found.sort(key=lambda place: lot(place, texts[place.file], seed))
+    found.sort(key=lambda place: digest(f"{seed} {place.lot}".encode()))
     drawn: dict[tuple[str, int], Mutant] = {}
     for place in found:
         at = place.file, place.line
@@ -102,27 +81,20 @@ def draw(name: str, root: Path, seed: int, count: int, skip: Sequence[str] = ())
     return [drawn[at] for at in sorted(drawn)]
 
 
-def lot(place: Place, text: str, seed: int) -> str:
-    """The place's number in the draw; the number of its line is no part of it."""
-    line = text.splitlines()[place.line - 1]
-    return digest(
-        f"{seed} {place.file} {place.operator} {place.column} {place.turn} {line}".encode()
-    )
-
-
 def places(file: str, text: str) -> list[Place]:
     """Every place of a text where an operator applies, as cosmic-ray counts them."""
     from cosmic_ray.ast import ast_nodes, get_ast
 
-    nodes = list(ast_nodes(get_ast(text)))
-    dead = dead_spans(text)
+    nodes, lines, dead = list(ast_nodes(get_ast(text))), text.splitlines(), dead_spans(text)
     out: list[Place] = []
     for name, operator in operators().items():
         count = 0
         for node in nodes:
             for turn, ((line, column), _) in enumerate(operator.mutation_positions(node)):
                 if not any(a <= (line, column) < b for a, b in dead):
-                    out.append(Place(file, name, count, line, column, turn))
+                    # an operator may know several mutants of one place, by turns
+                    lot = f"{file} {name} {column} {turn} {lines[line - 1]}"
+                    out.append(Place(file, name, count, line, lot))
                 count += 1
     return out
 
@@ -130,12 +102,14 @@ def places(file: str, text: str) -> list[Place]:
 @cache
 def operators() -> dict[str, Any]:
     """The operators that are used, by name."""
+    table = tomllib.loads((files("lockstep.lab.mutate") / "mutate.toml").read_text("utf-8"))
+    pairs = [f"Replace{kind}_{pair}" for kind, each in table["pairs"].items() for pair in each]
     try:
         from cosmic_ray.plugins import get_operator
     except ImportError as error:
         remedy = "pip install -c constraints.txt -e '.[test]'"
         raise RuleError("mutants are made by cosmic-ray", str(error), remedy) from None
-    return {name: get_operator(f"core/{name}")() for name in OPERATORS}
+    return {name: get_operator(f"core/{name}")() for name in (*pairs, *table["operators"])}
 
 
 def dead_spans(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
@@ -208,15 +182,9 @@ def difference(file: str, text: str, mutated: str) -> str:
 
 def span(text: str, mutated: str) -> tuple[int, int, str]:
     """The shortest (start, stop, new) with text[:start] + new + text[stop:] == mutated."""
-    start = shared_len(text, mutated)
-    end = shared_len(text[start:][::-1], mutated[start:][::-1])
+    start = len(commonprefix([text, mutated]))  # noqa: RUF071 - of characters
+    end = len(commonprefix([text[start:][::-1], mutated[start:][::-1]]))  # noqa: RUF071
     return start, len(text) - end, mutated[start : len(mutated) - end]
-
-
-def shared_len(a: str, b: str) -> int:
-    """How many characters both begin with."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def statement(text: str, line: int) -> tuple[tuple[int, ...], bool]:

@@ -10,8 +10,10 @@ survivors.
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 
 from lockstep.lab import cells, commands
@@ -21,16 +23,7 @@ from lockstep.types import RuleError
 
 CELLS = "tests/lab_cells.py"  # cells of the lab as tests
 UNSEEN = ("tests/test_interrupt.py",)  # interrupts itself, also inside coverage: runs without
-# what Numba compiles is not seen; whoever reaches these files runs it
-COMPILED_FOR = {
-    "lockstep/plan/rules.py": "lockstep/plan/check.py",
-    "lockstep/kernels/cpu/gemm.py": "lockstep/nn/linear.py",
-    "lockstep/kernels/cpu/rows.py": "lockstep/nn/norm.py",
-    "lockstep/sample/formulas.py": "lockstep/sample/sampler.py",
-    "lockstep/kernels/cpu/sample.py": "lockstep/sample/sampler.py",
-    "lockstep/kernels/cpu/sample_rows.py": "lockstep/sample/sampler.py",
-    "lockstep/kernels/cpu/": "lockstep/attention/cpu.py",
-}
+TABLE = tomllib.loads((files("lockstep.lab.mutate") / "mutate.toml").read_text("utf-8"))
 
 
 @dataclass(frozen=True)
@@ -72,9 +65,9 @@ class Reach:
         """The green units that reach one of the lines, or else the file; the best first."""
         green, wanted = self.green(), set(lines)
         found = [u for u in green if wanted.intersection(u.lines.get(file, ()))]
-        shown = (there for here, there in COMPILED_FOR.items() if file.startswith(here))
-        files = {file, next(shown, file)}
-        found = found or [u for u in green if files & set(u.lines)]
+        shown = (there for here, there in TABLE["compiled_for"].items() if file.startswith(here))
+        either = {file, next(shown, file)}
+        found = found or [u for u in green if either & set(u.lines)]
         return sorted(found, key=lambda unit: unit.cost)
 
 
@@ -91,8 +84,8 @@ def groups(root: Path) -> list[Group]:
 
 def measure(crew: Crew, group: Group) -> tuple[list[Unit], set[str]]:
     """Runs a group under coverage. Its units, and every file that it reached, imports included."""
-    files, seen = () if group.units else (group.file,), group.name not in UNSEEN
-    heard = crew.run(Job(group.units, files, stop=False, measure=seen, keep=True))
+    whole, seen = () if group.units else (group.file,), group.name not in UNSEEN
+    heard = crew.run(Job(group.units, whole, stop=False, measure=seen, keep=True))
     if heard.end != "done":
         raise RuleError("every unit ends without a mutant", heard.end, f"Mend {group.name} first")
     units = [Unit(**told, lines=heard.reached.get(n, {})) for n, told in heard.units.items()]
@@ -119,8 +112,8 @@ class Store:
         """The units of a group, measured if they are not kept."""
         units = self.kept(group)
         if units is None:
-            units, files = measure(crew, group)
-            self.save(group, units, files)
+            units, reached = measure(crew, group)
+            self.save(group, units, reached)
         return units
 
     def kept(self, group: Group) -> list[Unit] | None:
@@ -138,9 +131,9 @@ class Store:
             row["lines"] |= {file: [] for file in changed & set(row["lines"])}
         return [Unit(**row) for row in value["units"]]
 
-    def save(self, group: Group, units: list[Unit], files: Iterable[str]) -> None:
+    def save(self, group: Group, units: list[Unit], reached: Iterable[str]) -> None:
         """Writes a group for `kept`."""
-        sources = {file: self.sources[file] for file in files if file in self.sources}
+        sources = {file: self.sources[file] for file in reached if file in self.sources}
         value = {"asked": group.units, "sources": sources, "units": list(map(vars, units))}
         self.folder.mkdir(parents=True, exist_ok=True)
         self._path(group).write_text(json.dumps(value), encoding="utf-8")
