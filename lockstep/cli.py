@@ -52,9 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.parser.error(f"{kind} {wrong}{suggestion(wrong, args.parser.options())}")
     try:
         check_outputs(args)
-        if args.call.startswith(
-            "lockstep.lab."
-        ):  # its threads sleep while they wait: said before torch or numba start any
+        if args.call.startswith("lockstep.lab."):
+            # its threads sleep while they wait: said before torch or numba start any
             from lockstep.lab import isolate
 
             os.environ.setdefault(*isolate.WAITING)

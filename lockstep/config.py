@@ -7,17 +7,19 @@ no model and no device.
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
-from lockstep.types import INT32_MAX, KV_FORMATS, RuleError, shown
+from lockstep.types import INT32_MAX, KV_FORMATS, RuleError, shown, whole, with_fields
 
 DEFAULT = "Leave it out for the default"
+SWITCH = ("True or False", "Pass a bool")
+BACKEND = ("the name of a backend", "Leave it out for the first that fits")
+FRACTION = ("a number between 0 and 1", DEFAULT)
+FOLDER = "a folder or a hub id of the form owner/name"
 SPECULATIVE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 # None: from the model and the machine, or the algorithm
 DERIVED = ("max_total_tokens", "context_length", *SPECULATIVE)
@@ -63,27 +65,26 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in COUNTS:
-            self._check_count(name)
-        for name in ("device", "dtype"):
-            self._check(name, isinstance(getattr(self, name), str), "a name")
-        names = {"kv_cache_dtype": ("auto", *KV_FORMATS), "load_format": LOAD_FORMATS}
-        for name, known in names.items():
+            if getattr(self, name) is not None or name not in DERIVED:
+                count = whole(name, getattr(self, name), 1, INT32_MAX, DEFAULT)
+                object.__setattr__(self, name, count)
+        named = {"kv_cache_dtype": ("auto", *KV_FORMATS), "load_format": LOAD_FORMATS}
+        for name, known in named.items():
             said = isinstance(getattr(self, name), str) and getattr(self, name) in known
             self._check(name, said, f"one of {', '.join(known)}", "Pick one of these")
-        for name in ("disable_radix_cache", "graphs"):
-            unsaid = name == "graphs" and self.graphs is None
-            said = unsaid or isinstance(getattr(self, name), bool)
-            self._check(name, said, "True or False", "Pass a bool")
-        model, backend, fraction = self.model, self.attention_backend, self.mem_fraction_static
-        said = model is None or (isinstance(model, str | os.PathLike) and str(model) != "")
-        rule = "a folder or a hub id of the form owner/name"
-        self._check("model", said, rule, "Leave it out for the built-in model")
-        said = backend is None or isinstance(backend, str)
-        remedy = "Leave it out for the first that fits"
-        self._check("attention_backend", said, "the name of a backend", remedy)
-        number = isinstance(fraction, Real) and not isinstance(fraction, bool)
-        said = fraction is None or (number and 0 < fraction < 1)
-        self._check("mem_fraction_static", said, "a number between 0 and 1")
+        fraction, backend = self.mem_fraction_static, self.attention_backend
+        number = isinstance(fraction, Real) and not isinstance(fraction, bool) and 0 < fraction < 1
+        rules = (
+            ("device", isinstance(self.device, str), "a name", DEFAULT),
+            ("dtype", isinstance(self.dtype, str), "a name", DEFAULT),
+            ("disable_radix_cache", isinstance(self.disable_radix_cache, bool), *SWITCH),
+            ("graphs", isinstance(self.graphs, bool | None), *SWITCH),
+            ("model", is_model(self.model), FOLDER, "Leave it out for the built-in model"),
+            ("attention_backend", isinstance(backend, str | None), *BACKEND),
+            ("mem_fraction_static", fraction is None or number, *FRACTION),
+        )
+        for rule in rules:
+            self._check(*rule)
         self._check_buckets()
         self._check_speculation()
 
@@ -99,8 +100,7 @@ class EngineConfig:
         rule, remedy = f"one of {', '.join(ALGORITHMS)}", "Leave it out to decode plainly"
         self._check("speculative_algorithm", said, rule, remedy)
         model = self.speculative_draft_model
-        said = model is None or (isinstance(model, str | os.PathLike) and str(model) != "")
-        self._check("speculative_draft_model", said, "a folder or a hub id of a draft")
+        self._check("speculative_draft_model", is_model(model), "a folder or a hub id of a draft")
         for name in (*SPECULATIVE, "speculative_draft_model"):
             if algorithm is None and getattr(self, name) is not None:
                 rule = f"{name} comes with speculative_algorithm"
@@ -117,17 +117,6 @@ class EngineConfig:
         if not holds:
             raise RuleError(f"{name} is {rule}", shown(getattr(self, name)), remedy)
 
-    def _check_count(self, name: str) -> None:
-        value = getattr(self, name)
-        if value is None and name in DERIVED:
-            return
-        try:
-            count = 0 if isinstance(value, bool) else operator.index(value)
-        except TypeError:
-            count = 0
-        self._check(name, 1 <= count <= INT32_MAX, f"a whole number from 1 to {INT32_MAX}")
-        object.__setattr__(self, name, count)
-
     def _check_buckets(self) -> None:
         # a step of as many requests as it may have needs no pad request if it fills its rows
         most = {
@@ -142,8 +131,8 @@ class EngineConfig:
             if self.bucket_sizes is None:
                 raise RuleError(f"{name} come with bucket_sizes", shown(sizes), "Name those too")
             listed = isinstance(sizes, tuple | list)
-            whole = listed and all(type(n) is int and 1 <= n <= INT32_MAX for n in sizes)
-            if not whole or not sizes or list(sizes) != sorted(set(sizes)):
+            counts = listed and all(type(n) is int and 1 <= n <= INT32_MAX for n in sizes)
+            if not counts or not sizes or list(sizes) != sorted(set(sizes)):
                 rule = f"{name} are rising whole numbers from 1 to {INT32_MAX}"
                 raise RuleError(rule, shown(sizes), "Use for example (1, 2, 4, 8, 16, 512)")
             if sizes[-1] < needed:
@@ -154,11 +143,9 @@ class EngineConfig:
     @staticmethod
     def from_names(given: Mapping[str, Any]) -> EngineConfig:
         """A config from keyword arguments; an unknown one is an error with a suggestion."""
-        known = [f.name for f in fields(EngineConfig)]
-        for name in given:
-            if name not in known:
-                close = get_close_matches(name, known, 1)
-                rule = f"an engine option is one of {', '.join(known)}"
-                remedy = f"Did you mean {close[0]}?" if close else "Drop it"
-                raise RuleError(rule, repr(name), remedy)
-        return EngineConfig(**given)
+        return with_fields(EngineConfig, given, "an engine option")
+
+
+def is_model(name: object) -> bool:
+    """Whether it may name a folder or a hub id; None is the built-in one."""
+    return name is None or (isinstance(name, str | os.PathLike) and str(name) != "")

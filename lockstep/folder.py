@@ -7,6 +7,7 @@ Knows no model and no tokenizer; `models.loader` and `text.tokenizer` read throu
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,18 @@ def read_text(folder: Path, name: str) -> str:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON object of the folder."""
+    """A JSON object of the folder, whose numbers are finite."""
+
+    def finite(number: str) -> float:
+        if not math.isfinite(float(number)):
+            raise RuleError(f"numbers in {name} are finite", number, "Check the file")
+        return float(number)
+
     text = read_text(folder, name)
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_float=finite, parse_constant=finite)
+    except RuleError:
+        raise
     except (ValueError, RecursionError) as error:
         rule = f"{name} is JSON"
         raise RuleError(rule, f"{type(error).__name__}: {error}", "Check the file") from error

@@ -1,9 +1,8 @@
-"""Parsers: one that answers a slip in one line and suggests, and how the table of a package's
-commands, its commands.toml, becomes such parsers.
+"""Parsers: one that answers a slip in one line and suggests, and how a package's commands.toml
+becomes such parsers.
 
 Knows argparse and no command; imports neither torch nor numba, so that `--help` stays quick. A
-command names its function as "module:function", which is imported when the command runs. `cli`
-joins the packages' commands.
+command names its function as "module:function", which is imported when the command runs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """The canonical order of every reduction: constants of the engine, never arguments.
 
 Nothing here may depend on the batch, the chunk, the page size or the number of processors.
-`docs/numerics.md` states the order in words; kernels take these numbers as they are. Knows head
-sizes and nothing else; every backend and the lab read it.
-
-On a device class other than the CPU an order is a branch of `attention_order`: tile and split
-boundaries by head size, measured once (`docs/numerics.md` gives the figures and the reason). A row
-has a name; whoever changes a bit of it gives it a new one.
+`docs/numerics.md` states the order in words; kernels take these numbers as they are. On a device
+class other than the CPU an order is a branch of `attention_order`, measured once. A row has a name;
+whoever changes a bit of it gives it a new one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,5 @@
 """Files that a command writes where its user says: tried before the work begins, written when it is
-done.
-
-A folder that is not there is made, when the file is written; "-" is stdout. `cli` tries every
-`--json` and `--html` before it calls a command; commands write with `write`. Knows nothing of what
-is in the files.
-"""
+done. A folder that is not there is made, when the file is written; "-" is stdout."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What is found by its name: our own modules, and other packages' entry points of a group.
 
-A name has one owner: neither may take the other's place, and a second one is an error that names
-both. A library that cannot be imported is a reason that is shown, never swallowed. Knows modules
-and distributions, not what they do. `attention.select` and `kernels.select` have one each.
+A name has one owner: a second one is an error that names both. A library that cannot be imported is
+a reason that is shown, never swallowed. `attention.select` and `kernels.select` have one each.
 """
 
 from __future__ import annotations
@@ -10,11 +9,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from lockstep.types import Refused, RuleError
+from lockstep.types import Refused, RuleError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -34,9 +32,9 @@ class Plugins:
         """The one called `name`, made with `args`; refused with a reason if that fails."""
         outside = self.outside()
         if name not in self.own and name not in outside:
-            close = get_close_matches(name, self.names(), 1)
-            hint = f"Did you mean {close[0]}?" if close else "Install the package that has it"
-            raise RuleError(f"a {self.kind} is one of {', '.join(self.names())}", repr(name), hint)
+            remedy = did_you_mean(name, self.names(), "Install the package that has it")
+            rule = f"a {self.kind} is one of {', '.join(self.names())}"
+            raise RuleError(rule, repr(name), remedy)
         try:
             if name in outside:
                 return outside[name].load()(*args)

@@ -1,9 +1,5 @@
 """A progress bar on stderr for commands that take long: a line that redraws itself on a terminal, a
-line every half minute elsewhere.
-
-Knows a total, a count and a clock; nothing about what is counted. The command line and the
-benchmarks use it; tqdm draws.
-"""
+line every half minute elsewhere. tqdm draws."""
 
 from __future__ import annotations
 

@@ -8,10 +8,14 @@ their one home here. No torch, no numpy: plan, kv, attention and the lab all rea
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+T = TypeVar("T")
 INT32_MAX = 2**31 - 1
 OUR_BUG = "This is a bug in Lockstep: please report it"  # the remedy, where no user is at fault
 
@@ -37,6 +41,33 @@ def shown(value: object) -> str:
     except Exception as error:  # whatever a user's class raises
         return f"a {type(value).__name__} whose repr fails: {type(error).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
+    """The remedy for a word that is not among those known: the nearest, if one is near."""
+    close = get_close_matches(word, list(known), 1)
+    return f"Did you mean {close[0]}?" if close else otherwise
+
+
+def with_fields(kind: type[T], given: Mapping[str, Any], what: str) -> T:
+    """A dataclass from its fields by name; a name that it does not have is refused."""
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    for name in given:
+        if name not in known:
+            remedy = did_you_mean(str(name), known, "Leave it out")
+            raise RuleError(f"{what} is one of {', '.join(known)}", shown(name), remedy)
+    return kind(**given)
+
+
+def whole(name: str, value: Any, low: int, high: int, remedy: str) -> int:
+    """A whole number in [low, high], of any integer type; a bool is none, and neither is 1.0."""
+    try:
+        result = low - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        result = low - 1
+    if not low <= result <= high:
+        raise RuleError(f"{name} is a whole number from {low} to {high}", shown(value), remedy)
+    return result
 
 
 class PlanError(RuleError):

@@ -43,7 +43,7 @@ class Visitors:
 
     def come(self) -> None:
         """So many that there are never fewer than RUNNING - 2."""
-        while len(self.engine.jobs) < RUNNING - 2 + self.count % 3:
+        while len(self.engine.generations) < RUNNING - 2 + self.count % 3:
             rng = random.Random(self.count % 97)
             prompt = [rng.randrange(self.engine.info.vocab_size) for _ in range(rng.randint(1, 90))]
             params = SamplingParams(

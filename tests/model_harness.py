@@ -20,7 +20,7 @@ from torch import Tensor
 from lockstep.attention import select
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pool import Pool
-from lockstep.kv.tables import Table
+from lockstep.kv.tables import PageTable
 from lockstep.run.driver import Share, StepDriver
 from lockstep.run.kind import EMBED, ENCODE, GENERATE, group_specs, kinds_of
 from lockstep.types import Layout
@@ -50,7 +50,7 @@ def poisoned(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.devi
 class Request:
     """A sequence: its pages and how many keys are in them."""
 
-    table: Table
+    table: PageTable
     cached: int = 0
     cross: int = 0
     ids: list[int] = field(default_factory=list)

@@ -20,7 +20,7 @@ from lockstep.attention.base import INVARIANCES, Caps, log2_to_ln, score_constan
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
-from lockstep.kv.tables import Table
+from lockstep.kv.tables import CacheGroups, PageTable
 from lockstep.plan.build import RequestWork, build
 from lockstep.plan.check import check
 from lockstep.run.step import standalone
@@ -39,7 +39,7 @@ def attend(
     fresh = spec.layout is Layout.FRESH
     pages = None if fresh else PagePool(64)
     pool = None if fresh else Pool(spec, 64, Ops(), lambda s, d, _: torch.full(s, torch.nan).to(d))
-    table = Table((spec,), (pages,))
+    table = PageTable(CacheGroups((spec,), (pages,)))
     done = 0
     for new in [n for n in (cached, len(k) - cached) if n]:
         table.reserve(done + new)
@@ -89,7 +89,7 @@ def test_a_decoder_row_sees_every_key_of_its_encoder(backend, n):
     spec = replace(DENSE, layout=Layout.CROSS, causal=False)
     chosen, _ = select.select(backend, [spec], "cpu")
     pages, pool = PagePool(4), Pool(spec, 4, Ops())
-    table = Table((spec,), (pages,))
+    table = PageTable(CacheGroups((spec,), (pages,)))
     table.reserve(0, cross_len=n)
     slots = torch.from_numpy(table.slots(0, np.arange(n, dtype=np.int32)).astype(np.int64))
     pool.write(
@@ -179,7 +179,7 @@ def test_a_row_that_sees_nothing_is_zero(backend, sinks):
     spec = replace(DENSE, layout=Layout.CROSS, causal=False, layers=(AttnSpec(0.25, sinks=sinks),))
     chosen, _ = select.select(backend, [spec], "cpu")
     pages, pool = PagePool(4), Pool(spec, 4, Ops())
-    table = Table((spec,), (pages,))
+    table = PageTable(CacheGroups((spec,), (pages,)))
     plan = build((spec,), [RequestWork(3, 1, (table.pages(0),), cross_len=0)])
     check(plan, (4,))
     (handle,) = standalone(plan, chosen, [pool]).handles
@@ -319,7 +319,7 @@ def test_the_cpu_backend_promises_every_invariance_and_the_reference_none():
 
 def test_visible_is_the_window_and_nothing_before_position_0():
     spec = replace(DENSE, window=3)
-    table = Table((spec,), (PagePool(16),))
+    table = PageTable(CacheGroups((spec,), (PagePool(16),)))
     table.reserve(6)
     plan = build((spec,), [RequestWork(0, 6, (table.pages(0),))])
     lo, hi = visible(plan, plan.groups[0])

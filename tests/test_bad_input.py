@@ -18,7 +18,7 @@ from lockstep.types import RuleError, shown
 
 FOUR = SamplingParams(max_tokens=4, temperature=0, logprobs=True)
 PROMPT = "a prompt is a string or a list of token ids"
-IDS = "token ids are whole numbers from 0 to 4095"
+IDS = "a token id is a whole number from 0 to 4095"
 
 
 class Text(str):
@@ -240,7 +240,7 @@ def test_a_batch_that_is_refused_leaves_a_running_stream_alone(llm: LLM, want: b
     with pytest.raises(RuleError, match="at least one token"):
         llm.embed(["a", []])
     llm.engine.check()
-    assert len(llm.engine.jobs) == 1
+    assert len(llm.engine.generations) == 1
     assert begun.text + "".join(c.text for c in chunks) == alone
     llm.engine.check()
     assert bits(llm) == want
@@ -361,13 +361,13 @@ def test_a_suggestion_ends_with_its_question_mark():
         ),
         (
             {"seed": 10**9999},
-            f"seed is an integer from {-(2**63)} to {2**63 - 1}; got an int too long to print. Use "
-            "None for a seed of its own.",
+            f"seed is a whole number from {-(2**63)} to {2**63 - 1}; got an int too long to print. "
+            "Use None for a seed of its own.",
         ),
         (
             {"top_k": np.float32(3)},
-            f"top_k is an integer from -1 to {MAX_VOCAB}; got np.float32(3.0). Use 0 or -1 to keep "
-            "every token.",
+            f"top_k is a whole number from -1 to {MAX_VOCAB}; got np.float32(3.0). Use 0 or -1 to "
+            "keep every token.",
         ),
         (
             {"logit_bias": {1: float("inf")}},
@@ -376,13 +376,13 @@ def test_a_suggestion_ends_with_its_question_mark():
         ),
         (
             {"max_tokens": True},
-            "max_tokens is an integer from 1 to 16777216; got True. Use None for as many as the "
-            "context leaves.",
+            "max_tokens is a whole number from 1 to 16777216; got True. Use None for as many as "
+            "the context leaves.",
         ),
         (
             {"stop_token_ids": [None]},
-            f"a stop token id is an integer from 0 to {MAX_VOCAB - 1}; got None. Use ids of the "
-            "model's tokenizer.",
+            f"a stop token id is a whole number from 0 to {MAX_VOCAB - 1}; got None. Use ids of "
+            "the model's tokenizer.",
         ),
         (
             {"stop_token_ids": 5},

@@ -19,7 +19,7 @@ from lockstep.attention import reference
 from lockstep.attention.select import select
 from lockstep.config import EngineConfig
 from lockstep.kv.pages import PagePool
-from lockstep.kv.tables import Table
+from lockstep.kv.tables import CacheGroups, PageTable
 from lockstep.llm.engine import BUILTIN, Engine, Parts
 from lockstep.llm.output import Speculated
 from lockstep.models import loader
@@ -134,7 +134,7 @@ def test_the_head_that_is_trained_is_the_one_that_is_served(script, target):
         drafted = script.unrolled(own, replace(batch, states=states[None], ids=ids[None]), steps)
     last = 12 - 1  # the chain that begins at the prompt's last row
     rig = Runner(head.kind.specs, [8], reference.Backend(), head.ops)
-    table = Table(head.kind.specs, [PagePool(8)])
+    table = PageTable(CacheGroups(head.kind.specs, [PagePool(8)]))
     given, begin = head.fuse(tuple(each[: last + 1] for each in out.layers)), 0
     for step in range(steps):
         new = ids[begin + 1 : last + 2 + step]

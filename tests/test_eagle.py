@@ -17,7 +17,7 @@ from lockstep.attention import select
 from lockstep.attention.reference import Backend
 from lockstep.config import EngineConfig
 from lockstep.kv.pages import PagePool
-from lockstep.kv.tables import Table
+from lockstep.kv.tables import CacheGroups, PageTable
 from lockstep.lab.plain.decoder import attention
 from lockstep.lab.plain.layers import Weights, gated_mlp, linear, rms_norm
 from lockstep.lab.tiny import BART, COMMON, CONTEXT, LLAMA, VOCAB, loaded, parts
@@ -124,7 +124,7 @@ class Rig:
     def __init__(self, head: Any) -> None:
         specs = group_specs([head.kind])
         self.head, self.runner = head, Runner(specs, [16], Backend(), head.ops)
-        self.table = Table(specs, [PagePool(16)])
+        self.table = PageTable(CacheGroups(specs, [PagePool(16)]))
 
     def step(self, ids: Tensor, given: Tensor, begin: int, parents: Any = None) -> StepOutput:
         self.table.reserve(begin + len(ids), len(parents or ()))

@@ -29,7 +29,6 @@ from lockstep.sample.noise import counter
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import Row, settings
 from lockstep.sched.request import RequestSpec
-from lockstep.sched.scheduler import Limits
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
 VOCAB = 2**20  # ids are below it
@@ -71,7 +70,7 @@ def test_min_tokens_is_bounded_by_max_tokens_alone():
     assert SamplingParams(min_tokens=2**24, max_tokens=2**24).min_tokens == 2**24
     assert SamplingParams(min_tokens=2**24, max_tokens=None).min_tokens == 2**24
     for bad in (-1, 2**24 + 1):
-        with pytest.raises(RuleError, match="min_tokens is an integer from 0 to 16777216"):
+        with pytest.raises(RuleError, match="min_tokens is a whole number from 0 to 16777216"):
             SamplingParams(min_tokens=bad, max_tokens=None)
 
 
@@ -287,13 +286,6 @@ def test_an_engine_checks_its_plans(monkeypatch: pytest.MonkeyPatch):
     while engine.busy:
         engine.step()
     assert [set(pages) for pages in seen] == [{33}] * 3, "500 tokens and the null page"
-
-
-def test_a_limit_of_0_is_refused():
-    for sizes in ({"chunked_prefill_size": 0}, {"max_running_requests": 0}):
-        assert Limits(**dict.fromkeys(sizes, 1))
-        with pytest.raises(RuleError, match="are at least 1"):
-            Limits(**sizes)
 
 
 def test_a_scale_is_divided_out_in_a_cache_of_full_precision_too():

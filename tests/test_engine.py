@@ -368,7 +368,7 @@ def test_items_are_forks_of_one_prompt():
     [
         ([], "there is an item"),
         ([[]], "at least one token"),
-        ([[1], [4096]], "token ids are whole numbers"),
+        ([[1], [4096]], "a token id is a whole number"),
         ([[5] * 2048], "fit into the context"),
     ],
 )

@@ -20,7 +20,7 @@ from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
 from lockstep.kv.sizing import arithmetic, group_bytes, slot_bytes
-from lockstep.kv.tables import Table
+from lockstep.kv.tables import CacheGroups, PageTable
 from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, Refused
 
 RANK_22 = {
@@ -135,7 +135,7 @@ def test_the_cache_holds_zeros_behind_a_heads_own_columns(kv_dtype):
         Layout.DENSE, 1, 1, 5, 3, (AttnSpec(1.0, k_scale=0.5),), page_size=2, kv_dtype=kv_dtype
     )
     pool = Pool(spec, 3, Ops(), lambda shape, dtype, device: torch.full(shape, torch.nan).to(dtype))
-    table = Table((spec,), (PagePool(3),))
+    table = PageTable(CacheGroups((spec,), (PagePool(3),)))
     table.reserve(2)
     pool.write(0, torch.tensor([2, 3]), torch.ones(2, 1, 5), torch.ones(2, 1, 3))
     k, v = (storage[2:4].float() for storage in pool.storages[0])

@@ -163,7 +163,7 @@ def test_a_call_that_ends_without_its_last_words_leaves_no_request(monkeypatch):
     except KeyboardInterrupt as error:
         kept.append(error)
     monkeypatch.undo()
-    assert len(model.engine.jobs) == 1
+    assert len(model.engine.generations) == 1
     assert whole(model.generate([PROMPT], PARAMS)[0]) == whole(alone(PROMPT))
     assert interrupt.books(model.engine) == []
     assert kept
@@ -424,7 +424,7 @@ def test_bad_priorities_and_tenants_are_one_line():
         RuleError, match="one priority for all prompts or one for each; got 1 for 2 prompts"
     ):
         model.generate([PROMPT, OTHER], PARAMS, priority=[1])
-    with pytest.raises(RuleError, match=r"priority is an integer from .*; got 1\.5"):
+    with pytest.raises(RuleError, match=r"priority is a whole number from .*; got 1\.5"):
         model.generate([PROMPT], PARAMS, priority=1.5)
     with pytest.raises(RuleError, match="priority is an integer"):
         model.engine.add(PROMPT, PARAMS, priority=None)

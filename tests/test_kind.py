@@ -10,7 +10,7 @@ import torch
 from lockstep.attention.reference import Backend
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import PagePool
-from lockstep.kv.tables import Table
+from lockstep.kv.tables import CacheGroups, PageTable
 from lockstep.lab.tiny import BART, LLAMA, QWEN3, loaded
 from lockstep.plan.build import RequestWork, build
 from lockstep.run.kind import EMBED, ENCODE, GENERATE, StepKind, group_specs, kinds_of
@@ -25,7 +25,7 @@ def run(kinds: list[StepKind]) -> list[StepOutput]:
     specs = group_specs(kinds)
     pages = [0 if spec.layout is Layout.FRESH else 4 for spec in specs]
     runner = Runner(specs, pages, Backend(), Ops())
-    table = Table(specs, [PagePool(n) if n else None for n in pages])
+    table = PageTable(CacheGroups(specs, [PagePool(n) if n else None for n in pages]))
     table.reserve(len(IDS))
     out = []
     for kind in kinds:

@@ -15,7 +15,7 @@ from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import NULL_PAGE, PagePool
 from lockstep.kv.pool import KvWriter, Pool, UncachedKv, view
 from lockstep.kv.sizing import arithmetic, group_bytes
-from lockstep.kv.tables import Table, keep_from
+from lockstep.kv.tables import CacheGroups, PageTable, keep_from
 from lockstep.plan.image import PlanArrays
 from lockstep.types import AttnSpec, GroupSpec, Layout, OutOfPages, RuleError
 
@@ -46,7 +46,7 @@ def test_a_page_is_given_back_once_per_hold():
 
 def test_a_reservation_that_fails_in_one_group_takes_nothing_from_any():
     pools = [PagePool(64), PagePool(3)]
-    table = Table((FULL, WINDOW), pools)
+    table = PageTable(CacheGroups((FULL, WINDOW), pools))
     with pytest.raises(OutOfPages):
         table.reserve(20)
     assert [p.free for p in pools] == [63, 2]
@@ -61,11 +61,11 @@ class Requests(RuleBasedStateMachine):
         self.specs = (FULL, WINDOW)
         self.pools = [PagePool(40), PagePool(60)]
         self.slots: list[dict[int, int]] = [{}, {}]  # what lies where
-        self.live: dict[int, tuple[Table, list[int]]] = {}
+        self.live: dict[int, tuple[PageTable, list[int]]] = {}
         self.names = iter(range(1000))
         self.tokens = iter(range(1, 10**6))
 
-    def carry_moves(self, table: Table) -> None:
+    def carry_moves(self, table: PageTable) -> None:
         for g, slots in enumerate(self.slots):
             moves = table.pages(g).moves
             values = [slots[int(a)] for a, _ in moves]
@@ -76,7 +76,7 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: len(self.live) < 6)
     @rule()
     def open(self) -> None:
-        self.live[next(self.names)] = (Table(self.specs, self.pools), [])
+        self.live[next(self.names)] = (PageTable(CacheGroups(self.specs, self.pools)), [])
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), n=st.integers(1, 9))
@@ -143,7 +143,7 @@ TestRequests.settings = settings(max_examples=40, stateful_step_count=40, deadli
 
 def test_accepted_nodes_move_from_scratch_to_their_places():
     pools = [PagePool(32), PagePool(32)]
-    table = Table((FULL, WINDOW), pools)
+    table = PageTable(CacheGroups((FULL, WINDOW), pools))
     table.reserve(9, nodes=5)
     table.accept(6, (0, 2, 4))
     for g, size in enumerate((4, 2)):

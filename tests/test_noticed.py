@@ -20,7 +20,7 @@ from lockstep.config import EngineConfig
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import PagePool
 from lockstep.kv.prefix import Prefix, Root
-from lockstep.kv.tables import Table, shared_pages
+from lockstep.kv.tables import CacheGroups, PageTable, shared_pages
 from lockstep.lab import fuzz, tiny
 from lockstep.llm import prompts
 from lockstep.llm.engine import Engine, Launched, Parts, prepare
@@ -43,7 +43,7 @@ from lockstep.types import AttnSpec, GroupSpec, Layout, PlanError, RuleError
 FULL = GroupSpec(Layout.DENSE, 4, 2, 8, 8, (AttnSpec(0.5),), page_size=4)
 POOL = 64
 # values that are filled in while something is read, or measured
-GROW = ("Acceptance", "DraftState", "Mean", "Scores", "Table", "TensorManifest", "Times")
+GROW = ("Acceptance", "DraftState", "Mean", "Scores", "PageTable", "TensorManifest", "Times")
 PROMPT = (5, 9, 2, 11, 4, 7)
 
 
@@ -52,7 +52,7 @@ def plan_of(*lens: tuple[int, int], parents: tuple[int, ...] | None = None) -> S
     pools = [PagePool(POOL)]
     works = []
     for cached, new in lens:
-        table = Table((FULL,), pools)
+        table = PageTable(CacheGroups((FULL,), pools))
         table.reserve(cached + new, len(parents or ()))
         works.append(RequestWork(cached, new, (table.pages(0),), parents=parents))
         parents = None
@@ -134,11 +134,11 @@ def test_nothing_is_shared_of_pages_that_begin_at_the_length():
 def test_a_block_that_the_window_has_just_left_is_not_made_younger():
     specs = (FULL, replace(FULL, window=5))
     pools = [PagePool(40), PagePool(40)]
-    tree = Prefix(specs, pools)
+    tree = Prefix(CacheGroups(specs, pools))
 
     def opened(ids: list[int]) -> int:
         """Matches, computes the rest and leaves; returns how much was there."""
-        table = Table(specs, pools)
+        table = PageTable(CacheGroups(specs, pools))
         path = tree.match(Root(), ids, table)
         found = path.length
         table.reserve(len(ids))

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lockstep.kv.pages import NULL_PAGE, PagePool
 from lockstep.kv.prefix import Node, Path, Prefix, Root
-from lockstep.kv.tables import Table, keep_from
+from lockstep.kv.tables import CacheGroups, PageTable, keep_from
 from lockstep.plan import check as plan_check
 from lockstep.plan.build import RequestWork, build
 from lockstep.types import AttnSpec, GroupSpec, Layout, OutOfPages, RuleError
@@ -38,7 +38,7 @@ class Live:
 
     root: Root
     ids: list[int]
-    table: Table
+    table: PageTable
     path: Path
     cached: int
     written: int = field(init=False)
@@ -52,12 +52,12 @@ class World:
 
     def __init__(self, specs: tuple[GroupSpec, ...], pages: tuple[int, ...]) -> None:
         self.specs, self.pools = specs, tuple(PagePool(n) for n in pages)
-        self.tree = Prefix(specs, self.pools)
+        self.tree = Prefix(CacheGroups(specs, self.pools))
         self.store: list[dict[int, object]] = [{} for _ in specs]
         self.live: list[Live] = []
 
     def open(self, ids, root: Root = Root(), limit: int | None = None) -> Live:  # noqa: B008 (a frozen value)
-        table = Table(self.specs, self.pools)
+        table = PageTable(CacheGroups(self.specs, self.pools))
         path = self.tree.match(root, ids, table, limit)
         self.live.append(Live(root, list(ids), table, path, path.length))
         return self.live[-1]

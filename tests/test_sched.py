@@ -20,6 +20,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from lockstep.config import EngineConfig
 from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import pages_for, peak_pages
 from lockstep.plan import address
@@ -37,7 +38,7 @@ from lockstep.sched.request import (
     RequestSpec,
     ScheduledStep,
 )
-from lockstep.sched.scheduler import Limits, Scheduler
+from lockstep.sched.scheduler import Scheduler
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
 ATTN = (AttnSpec(0.5),)
@@ -149,10 +150,21 @@ def proposed(request: Request, chains: bool = False) -> DraftTree:
     )
 
 
+def accepted_tokens(found: list[Accepted]) -> AcceptedTokens:
+    """From one value per sample."""
+    plain = [each == Accepted(each.token_ids[:1]) and each.token_ids for each in found]
+    others = {k: each for k, each in enumerate(found) if not plain[k]}
+    return AcceptedTokens(np.array([each[0] if each else 0 for each in plain], np.int64), others)
+
+
+def limited(rows: int, requests: int) -> EngineConfig:
+    return EngineConfig(chunked_prefill_size=rows, max_running_requests=requests)
+
+
 class World:
     """A scheduler, its pools, and what lies in every slot."""
 
-    def __init__(self, model: Model, pages: tuple[int, ...], limits: Limits) -> None:
+    def __init__(self, model: Model, pages: tuple[int, ...], limits: EngineConfig) -> None:
         pools = [
             None if s.layout is Layout.FRESH else PagePool(n)
             for s, n in zip(model.specs, pages, strict=True)
@@ -198,7 +210,7 @@ class World:
         """The first of the launched steps is settled."""
         first, found = self.launched.pop(0)
         assert step is None or step is first
-        done = self.scheduler.settle(first, AcceptedTokens.of(found))
+        done = self.scheduler.settle(first, accepted_tokens(found))
         self.ended += done
         self.wipe()
         self.scheduler.check()
@@ -334,7 +346,7 @@ class World:
             if pool is not None:
                 assert pool.free + s.tree.cached(g) == pool.num_pages - 1
                 assert s.tree.available(g) == pool.num_pages - 1
-                assert s.limits.prefix_cache or not s.tree.cached(g)
+                assert not s.config.disable_radix_cache or not s.tree.cached(g)
 
     def judge(self, request: Request) -> None:
         """A request and its siblings have what they should have."""
@@ -405,13 +417,10 @@ class Arrival:
 
 
 @st.composite
-def scenarios(draw: st.DrawFn) -> tuple[Model, tuple[int, ...], Limits, list[Arrival]]:
+def scenarios(draw: st.DrawFn) -> tuple[Model, tuple[int, ...], EngineConfig, list[Arrival]]:
     model = draw(st.sampled_from(MODELS))
-    limits = Limits(
-        draw(st.sampled_from([1, 3, 8, 64])),
-        draw(st.sampled_from([1, 2, 5, 16])),
-        draw(st.integers(0, 4)) > 0,
-    )
+    limits = limited(draw(st.sampled_from([1, 3, 8, 64])), draw(st.sampled_from([1, 2, 5, 16])))
+    limits = replace(limits, disable_radix_cache=draw(st.integers(0, 4)) == 0)
     asked = draw(st.lists(asks(model, limits.chunked_prefill_size), min_size=1, max_size=9))
     aborts = st.one_of(st.none(), st.none(), st.none(), st.integers(0, 12))
     arrivals = [
@@ -464,7 +473,7 @@ def test_every_request_ends_with_the_tokens_of_its_lone_run(scenario, late, draf
 
 
 def world(model: Model, pages: int, size: int = 64, running: int = 16) -> World:
-    return World(model, (pages,) * len(model.specs), Limits(size, running))
+    return World(model, (pages,) * len(model.specs), limited(size, running))
 
 
 DENSE, HYBRID, CROSSED = MODELS[1], MODELS[3], MODELS[7]
@@ -477,7 +486,7 @@ def test_nothing_to_do_is_none():
 @pytest.mark.parametrize("model", MODELS)
 def test_a_cache_for_one_request_serves_them_all(model):
     asked = [RequestSpec((1, 2, 3, i % 4, i), 20, tenant=LONG) for i in range(5)]
-    w = World(model, least(model, asked), Limits(8, 16))
+    w = World(model, least(model, asked), limited(8, 16))
     requests = [w.scheduler.add(ask) for ask in asked]
     w.run()
     for request in requests:
@@ -626,7 +635,7 @@ def test_completions_share_the_prompt_and_each_ends_alone():
 
 
 def test_completions_that_find_no_room_wait():
-    w = World(DENSE, (9,), Limits(16, 2))
+    w = World(DENSE, (9,), limited(16, 2))
     request = w.scheduler.add(RequestSpec((1, 2, 3, 0) * 3 + (1,), 9, n=5))
     w.run()
     w.judge(request)
@@ -690,15 +699,15 @@ def test_steps_are_launched_and_settled_once_and_in_order():
     with pytest.raises(RuleError, match="launched, once"):
         w.scheduler.advance(step)
     with pytest.raises(RuleError, match="1 samples; got 0"):
-        w.scheduler.settle(step, AcceptedTokens.of([]))
+        w.scheduler.settle(step, accepted_tokens([]))
     second = w.start()
     with pytest.raises(RuleError, match="2 launched and 0 not yet"):
         w.scheduler.schedule()
     with pytest.raises(RuleError, match="first is settled"):
-        w.scheduler.settle(second, AcceptedTokens.of([Accepted((1,))]))
+        w.scheduler.settle(second, accepted_tokens([Accepted((1,))]))
     w.finish(step)
     with pytest.raises(RuleError, match="first is settled, once"):
-        w.scheduler.settle(step, AcceptedTokens.of([Accepted((1,))]))
+        w.scheduler.settle(step, accepted_tokens([Accepted((1,))]))
     w.finish(second)
     w.run()
     w.settle()

@@ -233,7 +233,7 @@ def test_tokens_that_cannot_have_been_generated_are_refused():
 def test_a_request_is_known_by_its_id():
     made = engine()
     job = made.add(PROMPT, PARAMS, request_id="mine")
-    assert made.jobs["mine"] is job
+    assert made.generations["mine"] is job
     with pytest.raises(RuleError, match="for itself; got a second 'mine'"):
         made.add(OTHER, PARAMS, request_id="mine")
     with pytest.raises(RuleError, match="a request is named by a string; got 7"):

@@ -21,7 +21,7 @@ from lockstep.kernels.cpu.ops import Ops
 from lockstep.kernels.operation import marked, operation
 from lockstep.kv import pool as kv_pool
 from lockstep.kv.pages import PagePool
-from lockstep.kv.tables import Table
+from lockstep.kv.tables import CacheGroups, PageTable
 from lockstep.lab import tiny
 from lockstep.llm.engine import Engine
 from lockstep.plan.bucket import Buckets, pad
@@ -260,7 +260,7 @@ def test_a_table_whose_calls_a_tape_would_miss_is_not_recorded():
 def test_what_a_backend_derives_fits_what_it_stated_and_is_written_whole(lens, padded, heads):
     spec = replace(DENSE, heads=16 * heads, kv_heads=2 if heads < 4 else 1)
     pages = PagePool(128)
-    tables = [Table((spec,), (pages,)) for _ in lens]
+    tables = [PageTable(CacheGroups((spec,), (pages,))) for _ in lens]
     for table, n in zip(tables, lens, strict=True):
         table.reserve(n)
     works = [RequestWork(0, n, (t.pages(0),)) for t, n in zip(tables, lens, strict=True)]
@@ -298,7 +298,7 @@ def test_lowering_touches_no_cache_and_the_launch_moves_the_keys():
 
 def test_rows_requests_and_emits_are_rounded_on_a_grid_each():
     pages = PagePool(64)
-    tables = [Table((DENSE,), (pages,)) for _ in range(3)]
+    tables = [PageTable(CacheGroups((DENSE,), (pages,))) for _ in range(3)]
     for table in tables:
         table.reserve(9)
     works = [

@@ -29,7 +29,7 @@ from lockstep.kernels.triton import tuning
 from lockstep.kernels.triton.launch import Tuning
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Keys, Pool
-from lockstep.kv.tables import Table
+from lockstep.kv.tables import CacheGroups, PageTable
 from lockstep.plan.build import RequestWork, build, node_slots
 from lockstep.run.step import standalone
 from lockstep.types import AttnSpec, GroupSpec, Layout
@@ -175,7 +175,7 @@ class Cell:
                 works.append(RequestWork(0, rows, (None,)))
                 continue
             if request not in tables:
-                tables[request] = Table((spec,), [pages])
+                tables[request] = PageTable(CacheGroups((spec,), [pages]))
                 nodes = len(parents) if parents else 0
                 tables[request].reserve(max(ends), nodes=nodes, cross_len=max(ends))
                 held = tables[request].pages(0)

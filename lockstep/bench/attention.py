@@ -24,7 +24,7 @@ from lockstep.bench.results import failed, line, result, summary
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
-from lockstep.kv.tables import Table
+from lockstep.kv.tables import CacheGroups, PageTable
 from lockstep.lab.document import publish
 from lockstep.plan.build import RequestWork, build
 from lockstep.plan.check import check
@@ -150,7 +150,7 @@ def setup(case: Case) -> tuple[GroupSpec, StepPlan, Pool, Tensor]:
     num_pages = case.requests * -(-kv_len // PAGE) + 1
     pages, pool = PagePool(num_pages), Pool(spec, num_pages, Ops())
     np.random.default_rng(0).shuffle(pages._free)
-    tables = [Table((spec,), (pages,)) for _ in range(case.requests)]
+    tables = [PageTable(CacheGroups((spec,), (pages,))) for _ in range(case.requests)]
     for table in tables:
         table.reserve(kv_len)
     plan = build(

@@ -1,8 +1,7 @@
 """Pages with reference counts: who may still need a page.
 
 Page 0 is the null page: padding lives there, it is never handed out. A page is free, or held
-`refs[page]` times, `kept[page]` of them by the prefix tree; a page that only the tree holds is
-idle. Host only; knows nothing of what a page holds.
+`refs[page]` times, `kept[page]` of them by the prefix tree; if only by that, it is idle. Host only.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """The prefix cache: a radix tree over token ids, whose nodes hold pages of every group.
 
-A node is one block of `unit` tokens, `unit` being the least common multiple of the page sizes, so
-that a node owns whole pages in every group. Children are found by the ids themselves (a dictionary
-compares them; equal hashes are not enough). Window groups may have lost the front of a node's
-pages, or all of them: a node keeps the last ones. A node holds its pages through `PagePool.keep`
-and `drop` (siblings may share one, if a request was forked within a block); a page that a request
-holds too is thereby locked, and a node is kept while a `Path` ends at it.
+A node is one block of `unit` tokens, the least common multiple of the page sizes, so that it owns
+whole pages in every group. Children are found by the ids themselves: equal hashes are not enough.
+Window groups may have lost the front of a node's pages, or all of them. A node holds its pages
+through `PagePool.keep` and `drop`; a page that a request holds too is thereby locked, and a node is
+kept while a `Path` ends at it. The least recently used node goes first, in the order of the calls.
 
 Knows tokens and pages, not requests or steps: the scheduler calls `match` before a request's first
-step and `insert` after each one. No clock and no randomness: the least recently used node goes
-first, in the order of the calls.
+step and `insert` after each one.
 """
 
 from __future__ import annotations
@@ -21,9 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.kv.pages import PagePool
-from lockstep.kv.tables import Table, keep_from
-from lockstep.types import OUR_BUG, GroupSpec, Layout, RuleError
+from lockstep.kv.tables import CacheGroups, PageTable, keep_from
+from lockstep.types import OUR_BUG, RuleError
 
 Ids = tuple[int, ...]
 
@@ -74,27 +71,20 @@ class Path:
 class Prefix:
     """`match` a prefix into an empty table, `insert` committed blocks, `evict` for more pages."""
 
-    def __init__(
-        self,
-        specs: Sequence[GroupSpec],
-        pools: Sequence[PagePool | None],
-        drafts: Sequence[int] = (),
-    ) -> None:
-        self.specs, self.pools, self.drafts = tuple(specs), tuple(pools), tuple(drafts)
-        stored = [spec.layout in (Layout.DENSE, Layout.LATENT) for spec in self.specs]
-        self.groups = {g: pool for g, pool in enumerate(pools) if pool is not None and stored[g]}
+    def __init__(self, groups: CacheGroups) -> None:
+        self.specs, self.pools, self.drafts = groups.specs, groups.pools, groups.drafts
+        self.groups = {g: pool for g, pool in groups.cached if g in groups.stored}
         self.unit = math.lcm(*(self.specs[g].page_size for g in self.groups))
-        self._windows = [g for g in self.groups if self.specs[g].window is not None]
+        self._windows = [g for g, _ in groups.windows]
         self._roots: dict[Root, Node] = {}
         # nodes with pages, oldest first
         self._order: dict[int, OrderedDict[Node, None]] = {g: OrderedDict() for g in self.groups}
 
-    def match(self, root: Root, ids: Sequence[int], table: Table, limit: int | None = None) -> Path:
-        """Gives `table` the pages of the longest usable prefix of `ids`, at most `limit` long, and
-        holds them for it.
-
-        The last token is never matched: somebody has to compute it.
-        """
+    def match(
+        self, root: Root, ids: Sequence[int], table: PageTable, limit: int | None = None
+    ) -> Path:
+        """Gives `table` the pages of the longest usable prefix of `ids`, at most `limit` long. The
+        last token is never matched: somebody has to compute it."""
         top = self._roots.get(root)
         if top is None:
             top = self._roots[root] = Node(None, root, 0, len(self.specs))
@@ -106,13 +96,9 @@ class Prefix:
         self._touch(end)
         return Path(root, end)
 
-    def insert(self, path: Path, ids: Sequence[int], table: Table, committed_len: int) -> None:
-        """Makes the whole blocks below `committed_len` matchable: call it when the step that wrote
-        them has run.
-
-        Where the tree has a page already it keeps it, and the table takes that one for its own
-        duplicate; what the tree lost it adopts.
-        """
+    def insert(self, path: Path, ids: Sequence[int], table: PageTable, committed_len: int) -> None:
+        """Makes the whole blocks below `committed_len`, which have been written, matchable. Where
+        the tree has a page already, the table takes that one; what the tree lost it adopts."""
         if table.pending:
             rule = "only keys that are in place are cached"
             raise RuleError(rule, "moves still pending", "Insert after the step that carries them")
@@ -168,7 +154,7 @@ class Prefix:
         """Pages of group g in the tree."""
         return int(np.count_nonzero(self.groups[g].kept)) if g in self.groups else 0
 
-    def check(self, tables: Iterable[Table] = ()) -> None:
+    def check(self, tables: Iterable[PageTable] = ()) -> None:
         """free + cached + held = all: every hold is the tree's or that of one of all `tables`."""
         tables, nodes = list(tables), self._nodes()
         for g, pool in enumerate(self.pools):
@@ -209,7 +195,7 @@ class Prefix:
         """Whether such nodes have pages in group g."""
         return node.draft or g not in self.drafts
 
-    def _hand_over(self, end: Node, g: int, table: Table) -> None:
+    def _hand_over(self, end: Node, g: int, table: PageTable) -> None:
         """The table gets what a row at `end.end` can see: all pages, or those of the window."""
         size = self.specs[g].page_size
         first = keep_from(self.specs[g], end.end) // size * size
@@ -221,7 +207,7 @@ class Prefix:
             node = node.parent
         table.adopt(g, [page for block in reversed(blocks) for page in block], first)
 
-    def _merge(self, node: Node, g: int, table: Table) -> None:
+    def _merge(self, node: Node, g: int, table: PageTable) -> None:
         """The tree's pages stay, the table's duplicates go, what it alone has is the tree's too."""
         own = table.span(g, node.end - self.unit, node.end)
         have = node.pages[g]
@@ -284,11 +270,8 @@ class Prefix:
     def _useless(self, node: Node) -> bool:
         if node.children or node.locks:
             return False
-        seen = [
-            g
-            for g in self._windows
-            if self._has(node, g) and keep_from(self.specs[g], node.end) < node.end
-        ]
+        windows = [g for g in self._windows if self._has(node, g)]
+        seen = [g for g in windows if keep_from(self.specs[g], node.end) < node.end]
         lost = any(not node.pages[g] for g in seen) or not any(node.pages)
         return lost or node.parent is None
 
@@ -310,11 +293,8 @@ class Prefix:
                 got = f"{held}, {int(pool.kept.sum())} kept, {len(self._order[g])} ordered"
                 raise RuleError("a node's pages are kept and ordered", got, OUR_BUG)
             whole = self.unit // self.specs[g].page_size
-            cut = [
-                n
-                for n in nodes
-                if n.parent is not None and self._has(n, g) and len(n.pages[g]) != whole
-            ]
+            full = [n for n in nodes if n.parent is not None and self._has(n, g)]
+            cut = any(len(node.pages[g]) != whole for node in full)
             if cut and self.specs[g].window is None:
                 raise RuleError("only a window loses pages", f"group {g}", OUR_BUG)
         if any(map(self._useless, nodes)):

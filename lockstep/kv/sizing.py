@@ -40,8 +40,7 @@ def all_bytes() -> int:
 
 
 def check_fits(needed_bytes: int, what: str, there: int | None = None) -> None:
-    """Raises unless the memory of a device, all of it, could hold a cache of so many bytes:
-    `there`, or this machine's."""
+    """Raises unless all memory of a device, or of this machine, could hold so many bytes."""
     there = all_bytes() if there is None else there
     if needed_bytes > there:
         rule = f"the cache fits into the {there:,} B of this machine's memory"

@@ -8,6 +8,8 @@ with each other. All groups succeed or none does. Host only; `pages(g)` is what 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,27 +24,44 @@ Int32s = NDArray[np.int32]
 SPARE = 16  # pages that a table's array has room for, behind those that it was made with
 
 
-class Table:
+@dataclass(frozen=True, eq=False)
+class CacheGroups:
+    """The groups of an engine and their pages, which the tables of its requests and the prefix
+    cache share. `drafts` are those of a draft model; one without a pool keeps nothing."""
+
+    specs: Sequence[GroupSpec]
+    pools: Sequence[PagePool | None]
+    drafts: Sequence[int] = ()
+
+    @cached_property
+    def cached(self) -> list[tuple[int, PagePool]]:
+        """Those with pages."""
+        return [(g, pool) for g, pool in enumerate(self.pools) if pool is not None]
+
+    @cached_property
+    def windows(self) -> list[tuple[int, PagePool]]:
+        """Those whose first pages go."""
+        return [(g, pool) for g, pool in self.cached if self.specs[g].window is not None]
+
+    @cached_property
+    def stored(self) -> list[int]:
+        """Those that grow with the request."""
+        return [g for g, _ in self.cached if self.specs[g].layout is not Layout.CROSS]
+
+    def plain(self) -> CacheGroups:
+        """Of a request without a draft."""
+        pools = [None if g in self.drafts else pool for g, pool in enumerate(self.pools)]
+        return CacheGroups(self.specs, pools, self.drafts)
+
+
+class PageTable:
     """The pages of one request. `reserve` before a step, `release` after it, `close` at the end.
+    Of a draft model's keys, which may lag behind the target's, those below `draft_len` exist."""
 
-    The groups of a draft model, `drafts`, have pages for the same keys; of these, so far, those
-    below `draft_len` are there. They may lag behind the target's. A group without a pool, a draft's
-    if the request has none, has no pages.
-    """
-
-    def __init__(
-        self,
-        specs: Sequence[GroupSpec],
-        pools: Sequence[PagePool | None],
-        drafts: Sequence[int] = (),
-    ) -> None:
-        self.specs, self.pools, self.drafts = tuple(specs), tuple(pools), tuple(drafts)
+    def __init__(self, groups: CacheGroups) -> None:
+        self.groups, self.specs, self.pools = groups, groups.specs, groups.pools
         self.draft_len = 0
         self.first_pos = [0] * len(self.specs)
-        self._cached = [(g, pool) for g, pool in enumerate(self.pools) if pool is not None]
-        self._windows = [(g, pool) for g, pool in self._cached if self.specs[g].window is not None]
-        # groups that grow with the request
-        self.stored = [g for g, _ in self._cached if self.specs[g].layout is not Layout.CROSS]
         self._empty()
 
     def _empty(self) -> None:
@@ -94,11 +113,10 @@ class Table:
             self._views.clear()
 
     def reserve(self, kv_len: int, nodes: int = 0, cross_len: int = 0) -> None:
-        """Pages for `kv_len` keys, `nodes` tree nodes and `cross_len` encoder keys: in all groups
-        or, with OutOfPages, in none."""
+        """Pages for so many keys, nodes and encoder keys: in all groups or none (OutOfPages)."""
         taken: list[tuple[int, PagePool, int, list[int]]] = []
         try:
-            for g, pool in self._cached:
+            for g, pool in self.groups.cached:
                 pages, scratch = self._need(g, kv_len, nodes, cross_len)
                 if pages or scratch:
                     taken.append((g, pool, pages, pool.take(pages + scratch)))
@@ -139,10 +157,9 @@ class Table:
         return max(0, pages), max(0, scratch)
 
     def release(self, committed_len: int) -> list[list[int]]:
-        """Drops, in window groups, the pages that no row at or after `committed_len` can see.
-        Returns the pages freed, per group."""
+        """Drops pages that no row from `committed_len` on sees. Returns those freed, per group."""
         freed: list[list[int]] = self._lists()
-        for g, pool in self._windows:
+        for g, pool in self.groups.windows:
             spec, ids = self.specs[g], self._ids[g]
             hidden_len = max(0, keep_from(spec, self._len(g, committed_len)) - self.first_pos[g])
             gone = self._pages[g][: hidden_len // spec.page_size]
@@ -154,7 +171,7 @@ class Table:
                 freed[g] = pool.give(gone)
         return freed
 
-    def fork(self, committed_len: int) -> Table:
+    def fork(self, committed_len: int) -> PageTable:
         """A second continuation of the first `committed_len` keys: whole pages are shared, the
         partial last one is moved into its own.
 
@@ -164,9 +181,9 @@ class Table:
         if self.pending:
             rule = "a request is forked when its keys are in place"
             raise RuleError(rule, "moves still pending", "Fork after the step that carries them")
-        child = Table(self.specs, self.pools, self.drafts)
+        child = PageTable(self.groups)
         child.first_pos, child.draft_len = list(self.first_pos), self.draft_len
-        for g, pool in self._cached:
+        for g, pool in self.groups.cached:
             length, first_pos = self._fork_len(g, committed_len), self.first_pos[g]
             whole = shared_pages(self.specs[g], self._pages[g], first_pos, length)
             pool.share(whole)
@@ -176,7 +193,7 @@ class Table:
         except Exception:
             child.close()
             raise
-        for g, pool in self._cached:
+        for g, pool in self.groups.cached:
             positions = self._partial(g, committed_len)
             if len(positions):
                 sources = self.slots(g, positions)
@@ -200,16 +217,16 @@ class Table:
 
     def _len(self, g: int, committed_len: int) -> int:
         """Keys of group g that are there, if so many are committed."""
-        return min(committed_len, self.draft_len) if g in self.drafts else committed_len
+        return min(committed_len, self.draft_len) if g in self.groups.drafts else committed_len
 
     def fork_needs(self, committed_len: int) -> list[int]:
         """Pages that a fork would take, per group."""
-        return [
-            pages_for(committed_len, spec) - self._fork_len(g, committed_len) // spec.page_size
-            if self.pools[g] is not None and spec.layout is not Layout.CROSS
-            else 0
-            for g, spec in enumerate(self.specs)
-        ]
+        needs = [0] * len(self.specs)
+        for g in self.groups.stored:
+            spec = self.specs[g]
+            shared = self._fork_len(g, committed_len) // spec.page_size
+            needs[g] = pages_for(committed_len, spec) - shared
+        return needs
 
     def _partial(self, g: int, committed_len: int) -> Int32s:
         """Positions of the last page that is only partly below the committed length."""
@@ -220,10 +237,10 @@ class Table:
         """The path `nodes` is committed: before the next step's write its keys move from scratch to
         where they belong. A draft model computes its own anew."""
         positions = committed_len + np.arange(len(nodes), dtype=np.int32)
-        for g, spec in enumerate(self.specs):
+        for g in self.groups.stored:
             pages = self.pages(g)
-            if pages is not None and spec.layout is not Layout.CROSS and g not in self.drafts:
-                sources = build.node_slots(spec, pages, np.asarray(nodes, np.int32))
+            if pages is not None and g not in self.groups.drafts:
+                sources = build.node_slots(self.specs[g], pages, np.asarray(nodes, np.int32))
                 self._move(g, sources, positions)
 
     def held(self, g: int) -> list[int]:
@@ -255,11 +272,10 @@ class Table:
         return found
 
     def moved(self, groups: Sequence[int] | None = None) -> list[list[int]]:
-        """A step of these groups, or of all, has been launched, and with it their pending moves.
-        Returns the pages freed, per group."""
+        """A step of these groups, or of all, carried their moves. Returns the pages freed."""
         freed = self._lists()
         if self.pending:
-            for g, pool in self._cached:
+            for g, pool in self.groups.cached:
                 if groups is None or g in groups:
                     freed[g] = pool.give(self._sources[g])
                     self._moves[g], self._sources[g] = [], []
@@ -270,7 +286,7 @@ class Table:
     def drop_scratch(self) -> None:
         """A plain step has been launched behind the tree's moves: nobody reads its nodes again."""
         if any(self._scratch):
-            for g, pool in self._cached:
+            for g, pool in self.groups.cached:
                 pool.give(self._scratch[g])
                 self._scratch[g] = []
             self._views.clear()
@@ -285,7 +301,7 @@ class Table:
     def close(self) -> list[list[int]]:
         """Gives everything back. Returns the pages freed, per group."""
         freed = self._lists()
-        for g, pool in self._cached:
+        for g, pool in self.groups.cached:
             freed[g] = pool.give(self.held(g))
         self._empty()
         return freed

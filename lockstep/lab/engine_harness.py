@@ -28,8 +28,8 @@ from lockstep.lab.tiny import BART, CONTEXT, LLAMA, Tiny, checkpoint, parts
 from lockstep.lab.values import Values
 from lockstep.llm.engine import Engine, Parts
 from lockstep.llm.generation import Generation
-from lockstep.llm.launched import Launched
 from lockstep.llm.output import Chunk
+from lockstep.llm.rows import Launched
 from lockstep.plan.step import StepPlan
 from lockstep.run.kind import GENERATE
 from lockstep.run.runner import StepOutput

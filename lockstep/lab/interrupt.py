@@ -299,7 +299,7 @@ def judged(
     read = (streamed.append(chunk) or chunk for chunk in stream)  # type: ignore[func-returns-value]
     for _ in range(rng.randint(1, 6)):
         next(read)
-    (job,) = llm.engine.jobs.values()
+    (job,) = llm.engine.generations.values()
     strikes = strike(read)
 
     def check(holds: bool, fault: str) -> None:
@@ -309,7 +309,7 @@ def judged(
         right = subject.answers[number]
         check(all(a == right for a in strikes.returned), "an uninterrupted call differs")
         llm.engine.check()
-        others = [other for other in llm.engine.jobs.values() if other is not job]
+        others = [other for other in llm.engine.generations.values() if other is not job]
         check(not others, f"{len(others)} requests of the interrupted call are left")
         again = rng.randrange(WISHES)
         same = subject.wishes[again](llm) == subject.answers[again]
@@ -337,7 +337,7 @@ def books(engine: Engine) -> list[str]:
     """Idle, every page is free or cached; nobody is left inside."""
     engine.check()
     scheduler = engine.scheduler
-    queues = (engine.jobs, scheduler.running, scheduler.waiting, scheduler.embeds)
+    queues = (engine.generations, scheduler.running, scheduler.waiting, scheduler.embeds)
     left = sum(map(len, queues))
     faults = [f"{left} requests are left"] if left else []
     for g, pool in enumerate(scheduler.pools):

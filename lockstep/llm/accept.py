@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep.llm.generation import CompletionState, Ending, TokenUpdates
-from lockstep.llm.launched import Launched
 from lockstep.llm.output import Speculated
+from lockstep.llm.rows import Launched
 from lockstep.sample.sampler import Logprobs, Sampled
 from lockstep.sched.request import Accepted, AcceptedTokens
 from lockstep.spec.verify import NodeRows, Verified, verify

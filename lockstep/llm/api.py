@@ -6,7 +6,7 @@
     out = llm.generate(["def fib(n):"], params)
     out[0].text, out[0].token_ids, out[0].logprobs, out[0].fingerprint
 
-Turns strings into tokens and jobs into outputs; the engine does the rest. Calls from several
+Turns strings into tokens and generations into outputs; the engine does the rest. Calls from several
 threads, and streams that are read in turns, are computed together. A call that ends with an
 exception, an interrupt for one, takes its requests with it and no others.
 """
@@ -32,8 +32,7 @@ from lockstep.types import RuleError, shown
 
 
 class LLM:
-    """An engine with a model. Options are those of `EngineConfig`: page_size, chunked_prefill_size,
-    disable_radix_cache, ..."""
+    """An engine with a model. Options are those of `EngineConfig`."""
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         config = EngineConfig.from_names({"model": model, **options})
@@ -48,8 +47,7 @@ class LLM:
 
     @property
     def fingerprint(self) -> str:
-        """What computes the answers: every output carries it, and it holds for scores and
-        embeddings too."""
+        """What computes the answers; it holds for scores and embeddings too."""
         return self.engine.fingerprint
 
     def generate(
@@ -121,17 +119,16 @@ class LLM:
         return output.prompt_logprobs
 
     def embed(self, prompts: Prompt | Sequence[Prompt]) -> NDArray[np.float32]:
-        """One vector of length 1 per prompt, without touching the cache: returns float32 [prompts,
-        d_model]."""
+        """One vector of length 1 per prompt, nothing cached: returns float32 [prompts, d_model]."""
         many, wish = prompt_forms.many(prompts), SamplingParams(seed=0)
         if not many:
             raise RuleError("there is a prompt to embed", "an empty list", "Pass at least one")
-        jobs = self._finished(
+        generations = self._finished(
             lambda caller: [
                 self.engine.add(self._ids(p), wish, embed=True, caller=caller) for p in many
             ]
         )
-        return np.stack([job.embedding for job in jobs if job.embedding is not None])
+        return np.stack([each.embedding for each in generations if each.embedding is not None])
 
     def _stream(
         self, caller: Caller, prompt: Prompt, params: SamplingParams | None, priority: int
@@ -139,12 +136,12 @@ class LLM:
         """A step only when there is no news: others may have computed it."""
         try:
             (wish,) = prompt_forms.params_for(params, 1)
-            job = self.engine.add(
+            generation = self.engine.add(
                 self._ids(prompt_forms.single(prompt)), wish, priority=priority, caller=caller
             )
             done = False
             while not done:
-                chunks, done = self.engine.news(job)
+                chunks, done = self.engine.news(generation)
                 yield from chunks
                 if not chunks and not done:
                     self.engine.step()
@@ -154,24 +151,23 @@ class LLM:
     def _outputs(
         self, add: Callable[[Caller], list[Generation]], on_done: Callable[[], None] | None = None
     ) -> list[Output]:
-        return [job.output(self.engine.fingerprint) for job in self._finished(add, on_done)]
+        return [each.output(self.engine.fingerprint) for each in self._finished(add, on_done)]
 
     def _finished(
         self, add: Callable[[Caller], list[Generation]], on_done: Callable[[], None] | None = None
     ) -> list[Generation]:
-        """The jobs that `add` makes, when all are done. They belong to this function: what ends it
-        ends them."""
+        """What `add` makes, when all are done. They belong to this function: its end is theirs."""
         caller = Caller(sys._getframe())
         try:
-            jobs = add(caller)
-            open_jobs = len(jobs)
-            while open_jobs:
+            generations = add(caller)
+            unfinished = len(generations)
+            while unfinished:
                 self.engine.step()
-                left = sum(not job.done for job in jobs)
-                for _ in range(open_jobs - left if on_done is not None else 0):
+                left = sum(not generation.done for generation in generations)
+                for _ in range(unfinished - left if on_done is not None else 0):
                     on_done()  # type: ignore[misc]
-                open_jobs = left
-            return jobs
+                unfinished = left
+            return generations
         finally:
             caller.close()
 

@@ -1,10 +1,8 @@
 """Calls on an engine: whose turn it is, and who still waits for an answer.
 
 An exception may strike anywhere, in a `finally` too, so neither question is answered by what a call
-did last. A turn belongs to a function and ends with it; a request belongs to a `Caller` and is
-given up with it: a function that is on no thread's stack any more, or a generator that has ended.
-Whoever comes next sees that. Knows frames and threads, nothing of engines; `engine` and `api` use
-it.
+did last. A turn belongs to a function and ends with it; a request belongs to a `Caller`, a function
+or a generator, and is given up with it. Whoever comes next sees that. Knows frames and threads.
 """
 
 from __future__ import annotations

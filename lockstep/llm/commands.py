@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -32,17 +31,16 @@ def generate(args: Namespace) -> int:
         print(llm.engine.startup_report, file=sys.stderr)
     if len(prompts) == 1 and params.n == 1 and not args.json:
         return _stream(llm, prompts[0], params)
-    outputs = _batch(llm, prompts, params)
+    with Progress(len(prompts), "generate") as bar:
+        outputs = llm.generate(prompts, params, on_done=bar.step)
     if args.json:
         document = {"outputs": [as_json(p, o) for p, o in zip(prompts, outputs, strict=True)]}
         outfile.write(args.json, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     if args.json != "-":
         for prompt, output in zip(prompts, outputs, strict=True):
             for completion in output.completions:
-                print(
-                    f"--- {prompt!r} [{completion.index}] "
-                    f"({completion.finish_reason})\n{prompt}{completion.text}"
-                )
+                print(f"--- {prompt!r} [{completion.index}] ({completion.finish_reason})")
+                print(f"{prompt}{completion.text}")
     return int(any(c.finish_reason == "error" for o in outputs for c in o.completions))
 
 
@@ -64,21 +62,18 @@ def read_prompts(args: Namespace) -> list[str]:
 
 def read_file(where: str) -> str:
     """The text of a file of prompts, or of stdin."""
-    rule = "--file names a text file with one prompt per line"
     try:
         content = sys.stdin.buffer.read() if where == "-" else Path(where).read_bytes()
-    except OSError as error:
-        raise RuleError(
-            rule, f"{where!r}: {error.strerror}", "Check the path, or use - for stdin"
-        ) from None
-    try:
         return content.decode("utf-8")
+    except OSError as error:
+        rule, got = "--file names a text file with one prompt per line", error.strerror
+        remedy = "Check the path, or use - for stdin"
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        got = f"{where!r}: byte 0x{content[error.start]:02X} in line {line}"
-        raise RuleError(
-            "a file of prompts is text in UTF-8", got, "Convert it, as with iconv"
-        ) from None
+        line = error.object.count(b"\n", 0, error.start) + 1
+        rule = "a file of prompts is text in UTF-8"
+        got = f"byte 0x{error.object[error.start]:02X} in line {line}"
+        remedy = "Convert it, as with iconv"
+    raise RuleError(rule, f"{where!r}: {got}", remedy)
 
 
 def as_json(prompt: str, output: Output) -> dict[str, Any]:
@@ -111,8 +106,3 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams) -> int:
         finish, before = chunk.finish_reason, ""
     sys.stdout.write("\n")
     return int(finish == "error")
-
-
-def _batch(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[Output]:
-    with Progress(len(prompts), "generate") as bar:
-        return llm.generate(prompts, params, on_done=lambda: bar.step(""))

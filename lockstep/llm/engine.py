@@ -1,14 +1,13 @@
 """The engine: schedule, advance, run, sample, settle, publish, until nothing is left.
 
 Puts together what knows nothing of each other: a scheduler without tensors, a model without
-requests, a sampler without either. One step is one call of `step`; an error in one request ends
-that request and nothing else. With `overlap` a step is settled when the next one has been launched:
-the same answers, one call later.
+requests, a sampler without either. An error in one request ends that request and nothing else. With
+`overlap` a step is settled when the next one has been launched: the same answers, one call later.
 
 Calls from several threads take turns. Every exception, wherever it strikes, leaves an engine that
-answers right: jobs are changed by one frozen result per step, which can be written again;
+answers right: generations are changed by one frozen result per step, which can be written again;
 everything else (pages, tree, queue, steps that were launched) is suspect while `_changing` is set,
-and the next call that finds it set makes it anew from the jobs.
+and the next call that finds it set makes it anew from the generations.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ from lockstep.llm.accept import accept
 from lockstep.llm.calls import GONE, Caller, Turn, executing
 from lockstep.llm.fingerprint import fingerprint
 from lockstep.llm.generation import Ending, Generation, ScoreUpdate, StepResult, Text
-from lockstep.llm.launched import Launched
 from lockstep.llm.output import Chunk
 from lockstep.llm.prompts import Prompt, params_for, token_ids
 from lockstep.llm.prompts import items as item_forms
-from lockstep.llm.rows import SampledRows
+from lockstep.llm.rows import Launched, SampledRows
 from lockstep.models import loader
 from lockstep.models.loader import Info, Loaded
 from lockstep.nn.decoder import Model
@@ -48,23 +46,15 @@ from lockstep.run import memory
 from lockstep.run.certify import Certificate, certify
 from lockstep.run.kind import DRAFT, EMBED, ENCODE, GENERATE, group_specs, kinds_of
 from lockstep.run.runner import Runner, StepOutput
-from lockstep.sample.params import SamplingParams, resolve_seed, whole
-from lockstep.sample.sampler import (
-    Logprobs,
-    RowBatch,
-    Settings,
-    changes,
-    described,
-    log_probs,
-    sample,
-    settings,
-)
+from lockstep.sample import sampler
+from lockstep.sample.params import SamplingParams, resolve_seed
+from lockstep.sample.sampler import Logprobs, RowBatch, Settings
 from lockstep.sched.request import AcceptedTokens, Batch, Piece, Request, RequestSpec, ScheduledStep
-from lockstep.sched.scheduler import Limits, Scheduler
+from lockstep.sched.scheduler import Scheduler
 from lockstep.spec import select as drafts
 from lockstep.spec.draft import DraftModel, DraftSetup
 from lockstep.text.tokenizer import Tokenizer
-from lockstep.types import INT32_MAX, Choice, RuleError, shown
+from lockstep.types import INT32_MAX, Choice, RuleError, shown, whole
 
 ITEM = SamplingParams(max_tokens=None, logprobs=True, seed=0)
 BUILTIN = Path(__file__).parent.parent / "builtin"
@@ -107,19 +97,26 @@ def prepare(
     config = (config or EngineConfig()).settled(dtype)
     groups = model.groups(config.page_size, config.kv_cache_dtype)
     backend, attention = select(config.attention_backend, groups, ops.device.type, dtype)
-    return Parts(model, info, tokenizer, backend, attention, certify(model, backend, info, config))
+    return Parts(
+        model=model,
+        info=info,
+        tokenizer=tokenizer,
+        backend=backend,
+        attention=attention,
+        certificate=certify(model, backend, info, config),
+    )
 
 
 class Engine:
-    """A model, its cache and its queue. `add` jobs, call `step` while `busy`. `startup_report` says
-    what was chosen, and why."""
+    """A model, its cache and its queue. `add` prompts, call `step` while `busy`. `startup_report`
+    says what was chosen, and why."""
 
     def __init__(self, config: EngineConfig, parts: Parts, overlap: bool | None = None) -> None:
         ops = parts.model.ops
         config = config.settled(str(ops.dtype).removeprefix("torch."))
-        self.on_card = ops.device.type == "cuda"  # and then, unless told otherwise, overlapped
+        self.on_gpu = ops.device.type == "cuda"  # and then, unless told otherwise, overlapped
         self.config, self.parts = config, parts
-        self.overlap = self.on_card if overlap is None else overlap
+        self.overlap = self.on_gpu if overlap is None else overlap
         self.info, self.tokenizer = parts.info, parts.tokenizer
         self.context_length = config.context_length or self.info.max_position
         if self.context_length > self.info.max_position:
@@ -135,9 +132,9 @@ class Engine:
             self.kinds[DRAFT] = self.draft_model.kind
         self.specs = group_specs(self.kinds.values())
         sizes = memory.size(self.specs, config, self.context_length, ops.device)
-        graphs = self.on_card if config.graphs is None else config.graphs
+        graphs = self.on_gpu if config.graphs is None else config.graphs
         buckets = buckets_of(config)
-        if buckets is None and graphs and self.on_card:
+        if buckets is None and graphs and self.on_gpu:
             each = -(-self.context_length // config.page_size)
             most = config.max_running_requests
             buckets = Buckets.for_decoding(most, each, 2 * max(sizes.pages))
@@ -151,7 +148,7 @@ class Engine:
         self._num_pages = sizes.pages
         self.scheduler = self._new_scheduler()
         self.fingerprint = fingerprint(parts, config.kv_cache_dtype)
-        self.jobs: dict[str, Generation] = {}  # by the id of the request
+        self.generations: dict[str, Generation] = {}  # by the id of the request
         self._numbers = count()
         chosen = {
             "attention": parts.attention,
@@ -161,13 +158,13 @@ class Engine:
         reasons = [f"{what} {choice.name}: {choice.reason}" for what, choice in chosen.items()]
         self.startup_report = "; ".join([*reasons, sizes.text])
         self._turns: list[Turn] = []
-        self._changing = False  # set while anything but the jobs may be half changed
+        self._changing = False  # set while anything but the generations may be half changed
         self._launched: list[Launched] = []  # and not settled, in order
         self._rows: SampledRows | None = None  # of the batch before
-        self._callers: set[Caller | None] = set()  # of the jobs, and of some that are no more
-        # a step that has happened, until its jobs have it all
+        self._callers: set[Caller | None] = set()  # of generations, some of them no more
+        # a step that has happened, until its generations have it all
         self._settled: StepResult | None = None
-        if graphs and self.on_card and GENERATE in self.kinds:
+        if graphs and self.on_gpu and GENERATE in self.kinds:
             self.runner.capture(self.kinds[GENERATE], say)
 
     @property
@@ -175,7 +172,7 @@ class Engine:
         """Whether somebody waits for an answer."""
         with Turn(self._turns):
             self._tidy(thorough=True)
-            return bool(self.jobs)
+            return bool(self.generations)
 
     def add(
         self,
@@ -195,8 +192,8 @@ class Engine:
 
         Of a higher `priority` goes first; what is cached is shared within a `tenant` only. With
         the tokens that every completion has already `generated` the answer goes on behind them, as
-        if nothing had happened. A job is known by its `request_id`, and leaves with its `caller`;
-        without one it stays until it has ended or is aborted.
+        if nothing had happened. A generation is known by its `request_id`, and leaves with its
+        `caller`; without one it stays until it has ended or is aborted.
         """
         ids, source = self._placed(self._checked(prompt_ids))
         (params,) = params_for(params, 1)
@@ -244,8 +241,7 @@ class Engine:
         *,
         caller: Caller | None = None,
     ) -> Generation:
-        """Takes one prompt and several continuations in, whose log-probabilities are wanted: one
-        completion each, one prompt."""
+        """Takes one prompt in, and continuations whose log-probabilities are wanted."""
         ids, source = self._placed(self._checked(prompt_ids))
         given = tuple(self._checked(item) for item in item_forms(items))
         longest = max(map(len, given), default=0)
@@ -280,20 +276,21 @@ class Engine:
         with Turn(self._turns):
             self._tidy()
             self.scheduler.refuse(spec)
-            if spec.request_id in self.jobs:
+            if spec.request_id in self.generations:
                 rule = "a request that is not done has its id for itself"
                 raise RuleError(rule, f"a second {spec.request_id!r}", "Name it otherwise")
             request = Request(spec, self.scheduler.arrivals)
-            job = Generation(params, request, Text(self.tokenizer, self.info.eos_token_ids), caller)
+            text = Text(self.tokenizer, self.info.eos_token_ids)
+            generation = Generation(params, request, text, caller)
             if generated:
-                job.go_on(generated)
-            if not job.done:
+                generation.go_on(generated)
+            if not generation.done:
                 self._changing = True
-                self.scheduler.resume(job.resumed())
-                self.jobs[spec.request_id] = job
+                self.scheduler.resume(generation.resumed())
+                self.generations[spec.request_id] = generation
                 self._callers.add(caller)
                 self._changing = False
-            return job
+            return generation
 
     def _placed(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(what the decoder begins with, what the encoder reads)."""
@@ -305,15 +302,15 @@ class Engine:
             raise RuleError(rule, "none", "Add it to config.json")
         return (start,), ids
 
-    def abort(self, job: Generation) -> None:
-        """Ends a job now; what it has so far stays readable."""
-        job.caller = GONE
+    def abort(self, generation: Generation) -> None:
+        """Ends a generation now; what it has so far stays readable."""
+        generation.caller = GONE
         with Turn(self._turns):
             self._callers.add(GONE)
             self._tidy()
 
     def step(self) -> list[Generation]:
-        """One step. Returns the jobs that it touched; those that are done have left the engine."""
+        """One step. Returns the generations that it touched; those that are done have left."""
         with Turn(self._turns):
             self._tidy()
             self._changing = True
@@ -329,11 +326,11 @@ class Engine:
             self._changing = False
         return self._publish(touched)
 
-    def news(self, job: Generation) -> tuple[list[Chunk], bool]:
-        """What came for a job since the last call, and whether that was all."""
+    def news(self, generation: Generation) -> tuple[list[Chunk], bool]:
+        """What came for a generation since the last call, and whether that was all."""
         with Turn(self._turns):
             self._tidy()
-            return job.news(), job.done
+            return generation.news(), generation.done
 
     def check(self) -> None:
         """Every page is free, cached, or held by somebody whom somebody waits for."""
@@ -348,10 +345,9 @@ class Engine:
         samples all that it emits, of logits as they are."""
         rows = self._rows_of(step.batch)
         batch = self._row_batch(step, rows)
-        sampled_alone = bool(rows.completions) and not rows.scored
-        fused = self.on_card and step.kind.name == GENERATE and sampled_alone
-        fused = fused and not changes(batch)
-        out = self._run(step, settings(batch, self.info.vocab_size) if fused else None)
+        fused = self.on_gpu and step.kind.name == GENERATE and bool(rows.completions)
+        fused = fused and not rows.scored and not sampler.changes(batch)
+        out = self._run(step, sampler.settings(batch, self.info.vocab_size) if fused else None)
         launched = self._sample(step, rows, batch, out)
         if out.layers:
             again = self.overlap or self.runner.graphs  # the next launch writes there
@@ -359,7 +355,7 @@ class Engine:
             launched = replace(launched, hidden=states)
         if self.overlap and launched.chosen is not None:
             self.runner.keep(launched.first_ids(launched.chosen))
-        return launched.fetched() if self.on_card else launched
+        return launched.fetched() if self.on_gpu else launched
 
     def _run(self, step: ScheduledStep, settings: Settings | None = None) -> StepOutput:
         """Launches a step. A negative id, -1 - k, is sample k of the step before."""
@@ -389,10 +385,10 @@ class Engine:
         if out.sampled is None:
             emits = rows.draws.emits
             wanted = logits if len(emits) == len(logits) else logits[list(emits)]
-            chosen = sample(ops, wanted, batch, self.info.eos_token_ids)
+            chosen = sampler.sample(ops, wanted, batch, self.info.eos_token_ids)
         else:
             tokens, states = out.sampled[:, : len(rows.draws.emits)]
-            chosen = described(ops, logits, rows.draws.how, tokens, states)
+            chosen = sampler.described(ops, logits, rows.draws.how, tokens, states)
         begins = batch.positions - batch.how.prompt_lens
         return Launched(
             step=step,
@@ -405,7 +401,7 @@ class Engine:
     def _rows_of(self, batch: Batch) -> SampledRows:
         """Whom the rows of a batch are for; those of the last one are kept."""
         if self._rows is None or self._rows.batch is not batch:
-            self._rows = SampledRows.of(batch, self._job)
+            self._rows = SampledRows.of(batch, self._generation)
         return self._rows
 
     def _row_batch(self, step: ScheduledStep, rows: SampledRows) -> RowBatch:
@@ -420,43 +416,40 @@ class Engine:
             history[row] = np.array([*before, *nodes], np.int32)
         return RowBatch(draws.how, positions, history)
 
-    def _scored(self, job: Generation, piece: Piece, logits: Tensor) -> list[ScoreUpdate]:
-        """Log-probabilities of tokens that were given; `logits` are those of the piece, and
-        more."""
+    def _scored(self, generation: Generation, piece: Piece, logits: Tensor) -> list[ScoreUpdate]:
+        """Log-probabilities of tokens that were given; `logits` begin with those of the piece."""
         rows = piece.rows
         count = len(rows.emit) - rows.samples
-        updates = self._score(job, piece, logits[:count]) if count else []
+        updates = self._score(generation, piece, logits[:count]) if count else []
         if rows.samples and rows.request.spec.items:
-            updates += self._first_of_items(job, logits[count])
+            updates += self._first_of_items(generation, logits[count])
         return updates
 
-    def _score(self, job: Generation, piece: Piece, logits: Tensor) -> list[ScoreUpdate]:
-        """The row at position p tells of token p+1: of the prompt, or of what follows it and is
-        given."""
-        completion, prompt_len = job.completions[piece.request.index], len(job.prompt_ids)
-        first = piece.cached_len + piece.rows.emit[0] + 1
-        ids = torch.tensor((*job.prompt_ids, *completion.token_ids)[first : first + len(logits)])
+    def _score(self, generation: Generation, piece: Piece, logits: Tensor) -> list[ScoreUpdate]:
+        """The row at position p tells of token p+1: of the prompt, or given behind it."""
+        completion, prompt_ids = generation.completions[piece.request.index], generation.prompt_ids
+        prompt_len, first = len(prompt_ids), piece.cached_len + piece.rows.emit[0] + 1
+        ids = torch.tensor((*prompt_ids, *completion.token_ids)[first : first + len(logits)])
         split = min(max(prompt_len - first, 0), len(logits))
-        prompt = (0, split, job.prompt_scores, first - 1)
+        prompt = (0, split, generation.prompt_scores, first - 1)
         behind = (split, len(logits), completion.scores, first + split - prompt_len)
-        tops = (job.params.top_prompt_logprobs or 0, completion.params.top_logprobs or 0)
-        logprobs = partial(log_probs, self.parts.model.ops)
+        tops = (generation.params.top_prompt_logprobs or 0, completion.params.top_logprobs or 0)
+        logprobs = partial(sampler.log_probs, self.parts.model.ops)
         return [
             ScoreUpdate(piece.request, target, at, logprobs(logits[a:b], ids[a:b], k), k)
             for (a, b, target, at), k in zip((prompt, behind), tops, strict=True)
             if a < b
         ]
 
-    def _first_of_items(self, job: Generation, logits: Tensor) -> list[ScoreUpdate]:
+    def _first_of_items(self, generation: Generation, logits: Tensor) -> list[ScoreUpdate]:
         """The prompt's last row tells of the first token of every item."""
-        items = job.request.spec.items
+        items = generation.request.spec.items
         firsts = torch.tensor([item[0] for item in items])
-        logprobs = log_probs(self.parts.model.ops, logits.expand(len(items), -1), firsts)
-        rows = [slice(i, i + 1) for i in range(len(items))]
-        each = [Logprobs(logprobs.chosen[i], logprobs.top_ids[i], logprobs.top[i]) for i in rows]
+        found = sampler.log_probs(self.parts.model.ops, logits.expand(len(items), -1), firsts)
+        each = [Logprobs(*[column[i : i + 1] for column in found]) for i in range(len(items))]
         return [
-            ScoreUpdate(job.request, completion.scores, 0, one, 0)
-            for completion, one in zip(job.completions, each, strict=True)
+            ScoreUpdate(generation.request, completion.scores, 0, one, 0)
+            for completion, one in zip(generation.completions, each, strict=True)
         ]
 
     def _settle(self, later: bool) -> list[Generation]:
@@ -467,30 +460,31 @@ class Engine:
             launched = self._launched.pop(0)
             if launched.ready is not None:
                 launched.ready.synchronize()
-            jobs, requests = launched.rows.generations, launched.step.batch.requests
+            generations, requests = launched.rows.generations, launched.step.batch.requests
             if self.scheduler.ends > launched.step.ends:
-                pairs = zip(jobs, requests, strict=True)
-                jobs = tuple(job for job, request in pairs if request.finish is None)
-            touched += jobs
+                pairs = zip(generations, requests, strict=True)
+                generations = tuple(each for each, request in pairs if request.finish is None)
+            touched += generations
             result, accepted = self._result(launched)
             ended = self.scheduler.settle(launched.step, accepted)
             if self.speculation is not None and launched.step.kind.name == GENERATE:
                 self.speculation.settled(launched.step, accepted, launched.hidden)
-            endings = [Ending(self._job(r).completions[r.index], r.finish or "stop") for r in ended]
+            owners = [(self._generation(request), request) for request in ended]
+            endings = [Ending(g.completions[r.index], r.finish or "stop") for g, r in owners]
             result = self._settled = replace(result, endings=(*result.endings, *endings))
             result.write()
             result.end()
             for request_id in {request.spec.request_id for request in ended}:
-                if self.jobs[request_id].done:
-                    del self.jobs[request_id]
+                if self.generations[request_id].done:
+                    del self.generations[request_id]
             self._settled = None
         return touched
 
     def _result(self, launched: Launched) -> tuple[StepResult, AcceptedTokens]:
-        """What the jobs get, and what the scheduler is told of every row. Nobody sees the rows of
-        requests that have ended meanwhile; what could not be sampled ends its completion."""
+        """What generations get, and what the scheduler is told of every row. Nobody sees the rows
+        of requests that have ended meanwhile; what could not be sampled ends its completion."""
         chosen, rows = launched.chosen, launched.rows
-        tokens, endings, accepted = None, list[Ending](), AcceptedTokens.of(())
+        tokens, endings, accepted = None, list[Ending](), AcceptedTokens()
         if chosen is not None:
             some_ended = self.scheduler.ends > launched.step.ends
             tokens, accepted, endings = accept(launched, chosen, some_ended)
@@ -499,51 +493,51 @@ class Engine:
             tokens=tokens,
             scores=tuple(score for score in launched.scored if score.request.finish is None),
             embeddings=tuple(
-                (job, vector.numpy())
-                for job, vector in zip(rows.generations, vectors, strict=False)
-                if job.request.finish is None
+                (generation, vector.numpy())
+                for generation, vector in zip(rows.generations, vectors, strict=False)
+                if generation.request.finish is None
             ),
             endings=tuple(endings),
         )
         return result, accepted
 
     def _publish(self, touched: list[Generation]) -> list[Generation]:
-        """Text, without a lock on the engine: whoever reads a job first makes what is missing."""
-        for job in touched if self.tokenizer is not None else ():
-            job.publish()
+        """Text, without a lock on the engine: whoever reads it first makes what is missing."""
+        for generation in touched if self.tokenizer is not None else ():
+            generation.publish()
         return touched
 
-    def _job(self, request: Request) -> Generation:
-        return self.jobs[request.spec.request_id]
+    def _generation(self, request: Request) -> Generation:
+        return self.generations[request.spec.request_id]
 
     def _params_of(self, request: Request) -> SamplingParams:
-        return self._job(request).completions[request.index].params
+        return self._generation(request).completions[request.index].params
 
     # -- between calls
 
     def _tidy(self, thorough: bool = False) -> None:
-        """What the calls before left: something half changed, or jobs that nobody waits for.
+        """What the calls before left: something half changed, or generations that nobody waits for.
 
-        Where all jobs are of one caller, it is the one that calls now; `thorough` looks even then.
+        Where all are of one caller, it is the one that calls now; `thorough` looks even then.
         """
         if self._changing:
             self._recover()
         if thorough or len(self._callers) > 1 or GONE in self._callers:
-            for job in self._abandoned():
+            for generation in self._abandoned():
                 self._changing = True
-                self.scheduler.abort(job.request)
-                job.end("abort")
-                self.jobs.pop(job.request.spec.request_id, None)
+                self.scheduler.abort(generation.request)
+                generation.end("abort")
+                self.generations.pop(generation.request.spec.request_id, None)
                 self._changing = False
-            self._callers = {job.caller for job in self.jobs.values()}
+            self._callers = {generation.caller for generation in self.generations.values()}
 
     def _abandoned(self) -> list[Generation]:
-        owned = [job for job in self.jobs.values() if job.caller is not None]
+        owned = [(each, each.caller) for each in self.generations.values() if each.caller]
         frames = executing() if owned else set()
-        return [job for job in owned if job.caller is not None and job.caller.gone(frames)]
+        return [each for each, caller in owned if caller.gone(frames)]
 
     def _recover(self) -> None:
-        """Pages, tree and queue anew, from the jobs: all of them as if they had been preempted. The
+        """Pages, tree and queue anew, from the generations: all as if they had been preempted. The
         cache is forgotten, and so is what was launched and not settled.
 
         Changes nothing that it reads before `_changing` is unset, so it can be left anywhere and
@@ -552,20 +546,20 @@ class Engine:
         if self._settled is not None:
             self._settled.write()
             self._settled.end()
-        for job in self._abandoned():
-            job.end("abort")
-        jobs = {number: job for number, job in self.jobs.items() if not job.done}
+        for generation in self._abandoned():
+            generation.end("abort")
+        generations = {name: each for name, each in self.generations.items() if not each.done}
         scheduler = self._new_scheduler(self.scheduler.arrivals)
-        for job in jobs.values():
-            scheduler.resume(job.resumed())
+        for generation in generations.values():
+            scheduler.resume(generation.resumed())
         scheduler.counters.update(self.scheduler.counters, recovered=1)
-        self.jobs, self.scheduler = jobs, scheduler
+        self.generations, self.scheduler = generations, scheduler
         self._settled, self._launched = None, []
         self._changing = False
 
     def _new_scheduler(self, arrivals: int = 0) -> Scheduler:
         pools = [PagePool(n) if n else None for n in self._num_pages]
-        return Scheduler(self.kinds, pools, limits_of(self.config), arrivals)
+        return Scheduler(self.kinds, pools, self.config, arrivals)
 
     def _checked(self, prompt_ids: Prompt) -> tuple[int, ...]:
         ids = token_ids(prompt_ids, self.info.vocab_size)
@@ -583,10 +577,3 @@ def buckets_of(config: EngineConfig) -> Buckets | None:
     if config.bucket_sizes is None:
         return None
     return Buckets(config.bucket_sizes, config.request_bucket_sizes, config.emit_bucket_sizes)
-
-
-def limits_of(config: EngineConfig) -> Limits:
-    """What the options say about steps."""
-    return Limits(
-        config.chunked_prefill_size, config.max_running_requests, not config.disable_radix_cache
-    )

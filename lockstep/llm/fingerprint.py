@@ -1,9 +1,5 @@
 """What computed an answer, in one line: equal fingerprints with order = canonical promise equal
-bits.
-
-Everything that may change a bit has its place here: the weights, what they run on, the cache's
-dtype, and choices that depend on the context. Called by the engine at its start.
-"""
+bits. Everything that may change a bit has its place here. Called by the engine at its start."""
 
 from __future__ import annotations
 

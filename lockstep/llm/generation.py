@@ -1,11 +1,10 @@
 """One prompt on its way: what was asked, and what has come out so far, per completion.
 
-A `CompletionState` grows by the tokens of a step: ids, log-probabilities, text, and why it ended.
-`Generation.output` freezes all of it. A step changes nothing here until it is one frozen
-`StepResult`, written by position, so that it can be written again: after whatever exception a job
-is what its last result says, and its requests are made anew from that (`resumed`). Text follows
-from the tokens: it is made by `publish`, without the engine; only where stop strings are looked
-for, as the step is settled. Knows tokens and text; the engine feeds it, the surface reads it.
+A step changes nothing here until it is one frozen `StepResult`, written by position, so that it can
+be written again: after whatever exception a generation is what its last result says, and its
+requests are made anew from that (`resumed`). Text follows from the tokens: `publish` makes it,
+without the engine; only where stop strings are looked for, it is made as the step is settled. Knows
+tokens and text; the engine feeds it, the surface reads it.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ class Scores:
 
 
 class CompletionState:
-    """A completion while it grows, to `most` tokens. `given` ones, an item's, are all there from
-    the beginning; their text is not wanted."""
+    """A completion while it grows, to `most` tokens. `given` ones are an item's."""
 
     def __init__(
         self,
@@ -143,8 +141,7 @@ class CompletionState:
         return piece.stop is not None
 
     def _synced(self) -> Stream:
-        """The stream as it is after the pieces that are there: an exception may have struck
-        anywhere in between."""
+        """The stream as it is behind the pieces that are there, whatever struck in between."""
         stream, self._stream = self._stream, None
         if stream is None or self._pushed != len(self.pieces):
             assert self.tokenizer is not None, "without a tokenizer there is no text"
@@ -163,8 +160,7 @@ class Text(NamedTuple):
 
 
 class Generation:
-    """A prompt and its completions. `request` is what the scheduler made of it; `caller` waits for
-    it, None for whoever holds the job."""
+    """A prompt and its completions. `caller` waits for it; None: whoever holds it."""
 
     def __init__(
         self, params: SamplingParams, request: Request, text: Text, caller: Caller | None = None
@@ -214,8 +210,7 @@ class Generation:
             completion.end(reason)
 
     def go_on(self, generated: Sequence[tuple[int, ...]]) -> None:
-        """Every completion has these tokens already; their log-probabilities, if they are wanted,
-        come again."""
+        """Every completion has these tokens already; their log-probabilities come again."""
         for completion, token_ids in zip(self.completions, generated, strict=True):
             kept, completion.over = completion.accept(token_ids).cut(completion.most)
             if len(kept) < len(token_ids):
@@ -227,23 +222,16 @@ class Generation:
                 completion.end(completion.over)
 
     def resumed(self) -> list[Request]:
-        """The requests of this job anew, from what has come out and nothing else: as if all of them
-        had been preempted."""
-        begun = self._begun()
-        made = [
-            self._resumed(index, completion)
-            if begun
-            else Request(self.request.spec, self.request.arrival)
-            for index, completion in enumerate(self.completions if begun else self.completions[:1])
-            if completion.finish is None
-        ]
+        """Its requests anew, from what has come out alone: as if all had been preempted."""
+        spec, scored = self.request.spec, len(self.prompt_scores.chosen)
+        unfinished = [(i, each) for i, each in enumerate(self.completions) if each.finish is None]
+        made = [Request(spec, self.request.arrival)]
+        if self._begun():
+            made = [self._resumed(index, completion) for index, completion in unfinished]
         for request in made:
             request.hit_len, request.siblings = self.request.hit_len, made
-            if (
-                request.index == 0
-                and len(self.prompt_scores.chosen) < self.request.spec.scored_prompt_len
-            ):
-                request.scored_len = len(self.prompt_scores.chosen)
+            if request.index == 0 and scored < spec.scored_prompt_len:
+                request.scored_len = scored
         self.request = made[0]
         return made
 
@@ -267,8 +255,7 @@ class Generation:
         return request
 
     def _begun(self) -> bool:
-        """Whether the prompt was computed to its end: then every completion has its first token, or
-        its item's first score, or ended."""
+        """Whether the prompt was computed to its end: all have a first token or score."""
         first = self.completions[0]
         return first.finish is not None or bool(
             first.scores.chosen if first.given else first.token_ids
@@ -331,8 +318,7 @@ class TokenUpdates(NamedTuple):
 
 
 class ScoreUpdate(NamedTuple):
-    """Log-probabilities of tokens that a request was given, from number `at` on, and the k best
-    beside each."""
+    """Log-probabilities of given tokens, from number `at` on, and the k best beside each."""
 
     request: Request
     target: Scores
@@ -361,7 +347,7 @@ class Ending(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What a settled step has brought the jobs.
+    """What a settled step has brought the generations.
 
     `write`, then `end`; both may be repeated from the beginning wherever they were left.
     """
@@ -377,8 +363,8 @@ class StepResult:
             score.write()
         if self.tokens is not None:
             self.tokens.write()
-        for job, embedding in self.embeddings:
-            job.embedding = embedding
+        for generation, embedding in self.embeddings:
+            generation.embedding = embedding
 
     def end(self) -> None:
         """The completions that end. The first reason counts."""

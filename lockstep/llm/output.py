@@ -1,8 +1,7 @@
 """What comes back: one `Output` per prompt, one `Completion` per sample, frozen.
 
-Log-probabilities are float32 arrays under the model's own distribution, before temperature. Every
-output carries the fingerprint of what computed it: equal fingerprints with order = canonical
-promise equal bits.
+Log-probabilities are float32 arrays under the model's own distribution, before temperature. Equal
+fingerprints with order = canonical promise equal bits.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ Top = tuple[tuple[int, float], ...]  # (token id, log-probability) of the best t
 
 
 class Speculated(NamedTuple):
-    """How much of a text was guessed: tokens that were drafted, those of them that were accepted,
-    and steps that verified drafts."""
+    """How much of a text was guessed: tokens drafted, those accepted, and steps that verified."""
 
     drafted: int = 0
     accepted: int = 0
@@ -31,8 +29,7 @@ NOT_SPECULATED = Speculated()
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """One generated text. `finish_reason` is length, stop, abort or error (then `error` says
-    why)."""
+    """One generated text. `finish_reason` is length, stop, abort or error (see `error`)."""
 
     index: int
     text: str
@@ -46,8 +43,7 @@ class Completion:
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """The answer to one prompt. text, token_ids, logprobs and finish_reason are those of the first
-    completion."""
+    """The answer to one prompt. text, token_ids, ... are those of the first completion."""
 
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]
@@ -87,8 +83,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a stream yields: more text of one completion. The last chunk of a completion has a
-    finish_reason."""
+    """What a stream yields: more text of one completion. Its last has a finish_reason."""
 
     index: int
     text: str

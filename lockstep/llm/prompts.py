@@ -1,20 +1,17 @@
-"""What may be a prompt: a string, or token ids in order. Everything else is refused before anything
-is queued.
+"""What may be a prompt: a string, or token ids in order, of any integer type. Everything else is
+refused before anything is queued.
 
-Ids are whole numbers of any integer type (a tokenizer's lists, numpy arrays, tensors); a bool is
-none, and neither is 1.0. Knows no engine and no tokenizer: `api` sorts what users pass, `engine`
-checks ids against a vocabulary.
+Knows no engine and no tokenizer: `api` sorts what users pass, `engine` checks ids.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence, Set, Sized
 from numbers import Number
 from typing import Any, SupportsIndex
 
 from lockstep.sample.params import SamplingParams
-from lockstep.types import RuleError, shown
+from lockstep.types import RuleError, shown, whole
 
 Prompt = str | Sequence[int]
 PROMPT_RULE = "a prompt is a string or a list of token ids"
@@ -22,8 +19,7 @@ MOST = 1 << 26  # prompts of a call, or ids of a prompt
 
 
 def many(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as a list of prompts. A list that begins with a number is one prompt
-    of ids."""
+    """One prompt or several, as a list. A list that begins with a number is one prompt of ids."""
     if isinstance(prompts, str):
         return [prompts]
     given = elements(prompts, "prompts are a string, a list of token ids, or a list of these")
@@ -41,9 +37,8 @@ def single(prompt: Any) -> Prompt:
     """The prompt of a call that takes one, possibly as a list of one."""
     given = many(prompt)
     if len(given) != 1:
-        raise RuleError(
-            "a stream has one prompt", f"{len(given)} prompts", "Use generate for several"
-        )
+        got = f"{len(given)} prompts"
+        raise RuleError("a stream has one prompt", got, "Use generate for several")
     return given[0]
 
 
@@ -63,14 +58,12 @@ def params_for(params: Any, count: int) -> list[SamplingParams]:
     """One `SamplingParams` per prompt."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    rule = "params are SamplingParams, or one for each prompt"
-    given = elements(params, rule, "Use SamplingParams()")
-    if len(given) != count:
-        rule = "there is one SamplingParams for all prompts or one for each"
-        raise RuleError(rule, f"{len(given)} for {count} prompts", "Match them")
+    rule, remedy = "params are SamplingParams, or one for each prompt", "Use SamplingParams()"
+    given = elements(params, rule, remedy)
+    _check_count("SamplingParams", given, count)
     wrong = [each for each in given if not isinstance(each, SamplingParams)]
     if wrong:
-        raise RuleError(rule, f"{shown(wrong[0])} among them", "Use SamplingParams()")
+        raise RuleError(rule, f"{shown(wrong[0])} among them", remedy)
     return given
 
 
@@ -78,34 +71,35 @@ def priorities_for(priority: Any, count: int) -> list[Any]:
     """One priority per prompt; the engine checks each."""
     if not isinstance(priority, Iterable):
         return [priority] * count
-    rule = "there is one priority for all prompts or one for each"
+    rule = "a priority is a whole number, or one for each prompt"
     given = elements(priority, rule, "Pass a whole number, or a list of them")
-    if len(given) != count:
-        raise RuleError(rule, f"{len(given)} for {count} prompts", "Match them")
+    _check_count("priority", given, count)
     return given
+
+
+def _check_count(what: str, given: list[Any], count: int) -> None:
+    if len(given) != count:
+        rule = f"there is one {what} for all prompts or one for each"
+        raise RuleError(rule, f"{len(given)} for {count} prompts", "Match them")
 
 
 def token_ids(ids: Any, vocab_size: int) -> tuple[int, ...]:
     """The ids as Python's own integers, every one a token of the vocabulary."""
     given = tuple(elements(ids, PROMPT_RULE))
-    if not all(type(i) is int for i in given):
-        given = tuple(_index(i, vocab_size) for i in given)
-    outside = [i for i in given if not 0 <= i < vocab_size]
-    if outside:
-        raise _no_id(outside[0], vocab_size)
-    return given
+    if all(type(i) is int and 0 <= i < vocab_size for i in given):
+        return given
+    remedy = "Use this model's tokenizer"
+    return tuple(whole("a token id", i, 0, vocab_size - 1, remedy) for i in given)
 
 
 def elements(value: Any, rule: str, remedy: str = "Pass a str, or a list") -> list[Any]:
-    """What a list, an array or a generator holds, in its order; a set has none, a dict is no list,
-    bytes are no ids."""
+    """What a list, an array or a generator holds; a set has no order, bytes are no ids."""
     error = RuleError(rule, f"{shown(value)} ({type(value).__name__})", remedy)
     if isinstance(value, str | bytes | bytearray | memoryview | Set | Mapping):
         raise error
     if isinstance(value, Sized) and _len(value) > MOST:
-        raise RuleError(
-            f"there are at most {MOST:,} of them", f"{shown(value)} ({_len(value):,})", "Pass fewer"
-        )
+        got = f"{shown(value)} ({_len(value):,})"
+        raise RuleError(f"there are at most {MOST:,} of them", got, "Pass fewer")
     try:
         return list(value)
     except TypeError:  # no iterable, or an array without dimensions
@@ -123,24 +117,9 @@ def _len(value: Sized) -> int:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether this is meant as an id, right or wrong: 1.5 and True are, a row of an array is
-    not."""
+    """Whether this is meant as an id, right or wrong: 1.5 and True are, an array's row is not."""
     try:
         iter(value)
     except TypeError:
         return isinstance(value, Number | SupportsIndex)
     return False
-
-
-def _index(value: Any, vocab_size: int) -> int:
-    if isinstance(value, bool):
-        raise _no_id(value, vocab_size)
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise _no_id(value, vocab_size) from None
-
-
-def _no_id(value: Any, vocab_size: int) -> RuleError:
-    rule = f"token ids are whole numbers from 0 to {vocab_size - 1}"
-    return RuleError(rule, shown(value), "Use this model's tokenizer")

@@ -1,23 +1,24 @@
-"""The rows of a batch that are sampled: for which completions, and how they are chosen and judged.
+"""What a step samples, for whom, and how: `SampledRows` of its batch; and, until it is settled,
+what it brings: `Launched`.
 
-All of it follows from the batch, so it is made once and serves every step in which the same
-requests decode: a step adds positions. Knows requests and completions, no tensor; the engine uses
-it.
+Whom rows are for follows from the batch, so it is made once and serves every step in which the same
+requests decode: a step adds positions. The engine makes and settles these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from lockstep.llm.generation import CompletionState, Generation
+from lockstep.llm.generation import CompletionState, Generation, ScoreUpdate
 from lockstep.plan.tree import paths
-from lockstep.sample.sampler import RowParams
-from lockstep.sched.request import Batch, Request, ScheduledRows
+from lockstep.sample.sampler import Logprobs, RowParams, Sampled
+from lockstep.sched.request import Batch, Request, ScheduledRows, ScheduledStep
 
 NO_ID = -2  # no token, and no sample of the step before
 
@@ -86,10 +87,10 @@ class SampledRows:
                 drafts.append((len(completions), i))
                 firsts.append(len(draws))
                 nodes = enumerate(paths(rows.parents, rows.new_len))
-                draws += [_Draw(own[0], i, len(path), first + n, path) for n, path in nodes]
+                draws += [(own[0], i, len(path), first + n, tuple(path)) for n, path in nodes]
             else:
                 firsts += range(len(draws), len(draws) + len(own))
-                draws += [_Draw(one, i, rows.new_len, first + k) for k, one in enumerate(own)]
+                draws += [(one, i, rows.new_len, first + k, ()) for k, one in enumerate(own)]
             completions += own
             begin += len(rows.emit)
         longest = max((len(each.end_ids) for each in completions), default=0)
@@ -109,30 +110,20 @@ class SampledRows:
         )
 
 
-class _Draw(NamedTuple):
-    """One row that is sampled from."""
-
-    completion: CompletionState
-    owner: int
-    last_len: int
-    emit: int
-    path: Sequence[int] = ()
+# one row that is sampled from: whose it is, then an entry of `owners`, `last_lens` and `emits`, and
+# the nodes of its path
+_Draw = tuple[CompletionState, int, int, int, tuple[int, ...]]
 
 
-def _columns(draws: Sequence[_Draw]) -> Draws:
-    completions = [draw.completion for draw in draws]
+def _columns(draws: list[_Draw]) -> Draws:
+    completions, owners, last_lens, emits, nodes = zip(*draws, strict=True) if draws else ((),) * 5
+    penalised = [row for row, each in enumerate(completions) if each.params.penalised]
     return Draws(
-        owners=np.array([draw.owner for draw in draws], np.int64),
-        last_lens=np.array([draw.last_len for draw in draws], np.int64),
-        emits=tuple([draw.emit for draw in draws]),
-        how=RowParams.of(
-            [each.params for each in completions], [each.prompt_len for each in completions]
-        ),
-        penalised=tuple(
-            (row, tuple(draw.path))
-            for row, draw in enumerate(draws)
-            if draw.completion.params.penalised
-        ),
+        owners=np.array(owners, np.int64),
+        last_lens=np.array(last_lens, np.int64),
+        emits=emits,
+        how=RowParams.of([c.params for c in completions], [c.prompt_len for c in completions]),
+        penalised=tuple((row, nodes[row]) for row in penalised),
     )
 
 
@@ -141,3 +132,42 @@ def sampled_completions(rows: ScheduledRows, generation: Generation) -> list[Com
     if rows.sampled > 1:
         return generation.completions[: rows.sampled]
     return [generation.completions[rows.request.index]] * rows.sampled
+
+
+@dataclass(frozen=True, eq=False)
+class Launched:
+    """What a step brings is on the device. `chosen` has an entry for every sampled row, number
+    `begins` of whose completion's tokens it is."""
+
+    step: ScheduledStep
+    rows: SampledRows
+    begins: tuple[int, ...] = ()
+    chosen: Sampled | None = None
+    scored: tuple[ScoreUpdate, ...] = ()
+    embeddings: Tensor | None = None
+    hidden: tuple[Tensor, ...] = ()  # of all rows, behind the layers that a draft reads
+    ready: torch.Event | None = None  # when all of it lies on the host
+
+    def first_ids(self, chosen: Sampled) -> Tensor:
+        """The first token of every completion: what rows of the next step may wait for."""
+        return chosen.token_ids[list(self.rows.firsts)] if self.rows.drafts else chosen.token_ids
+
+    def fetched(self) -> Launched:
+        """The same, on its way to the host; nothing waits for it here."""
+        embeddings = None if self.embeddings is None else on_host(self.embeddings)
+        scored = [s._replace(logprobs=Logprobs(*map(on_host, s.logprobs))) for s in self.scored]
+        chosen = self.chosen
+        if chosen is not None:
+            logprobs = chosen.logprobs and Logprobs(*map(on_host, chosen.logprobs))
+            ids, states = on_host(chosen.token_ids), on_host(chosen.states)
+            chosen = replace(chosen, token_ids=ids, states=states, logprobs=logprobs)
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record()
+        out = replace(self, chosen=chosen, scored=tuple(scored), embeddings=embeddings)
+        return replace(out, ready=ready)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory, on its way there."""
+    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return there.copy_(tensor, non_blocking=True)

@@ -1,8 +1,7 @@
 """Bart: an encoder, and a decoder whose layers look at its rows.
 
-A request begins with an encode step: its rows are the source's tokens, the encoder's layers keep
-nothing, and the keys and values of every cross attention are stored. Decode steps read them. The
-two kinds of step have groups of their own; the cross group is in both.
+A request begins with an encode step: the encoder's layers keep nothing, and the keys and values of
+every cross attention are stored. Decode steps read them; the cross group is in both kinds of step.
 """
 
 from __future__ import annotations

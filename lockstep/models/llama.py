@@ -66,7 +66,6 @@ def of_blocks(config: Any, blocks: Sequence[BlockSpec]) -> DecoderSpec:
 
 
 def windows(config: Any) -> list[int | None]:
-    """Keys a row of each layer sees. transformers' sliding_window = w shows positions above p - w:
-    w keys, itself included, as ours."""
+    """Keys a row of each layer sees: transformers' w counts the row itself, as ours does."""
     window = config.sliding_window
     return [window if kind == "sliding_attention" else None for kind in config.layer_types]

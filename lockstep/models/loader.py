@@ -1,5 +1,4 @@
-"""From a folder or a hub id to a model: config.json, safetensors, and a table of names and shapes
-that both must agree with.
+"""From a folder or a hub id to a model: config.json, safetensors, and what both must agree on.
 
 Nothing in a folder is trusted. Only safetensors are read, no code of the folder runs, file names
 stay inside it, and every size a config states is compared with what the files hold before anything
@@ -16,13 +15,13 @@ import os
 import pkgutil
 import re
 import zlib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +34,12 @@ from lockstep.nn import rope
 from lockstep.nn.decoder import Model
 from lockstep.nn.source import WeightSource
 from lockstep.ops import Ops
-from lockstep.types import INT32_MAX, Choice, RuleError, shown
+from lockstep.types import INT32_MAX, Choice, RuleError, shown, whole
 
+# such a config.json is read as it is, without importing transformers for its defaults
+STATED = "lockstep_states_every_field"
+CHECK_PATH, CHECK_FILE = "Check the path", "Check the file"
+TOGETHER = "Check that config and weights belong together"
 SHOWN = 4  # names in an error
 SEED, SPREAD = 0, 0.02  # of weights that are drawn
 FAULTS = 1000  # after so many missing or misshapen tensors the rest is not looked at
@@ -88,12 +91,6 @@ class Entry(NamedTuple):
     dtype: str
 
 
-class ModelSpec(Protocol):
-    """What a model file's `describe` makes of a config."""
-
-    def build(self, weights: WeightSource) -> Model: ...
-
-
 @dataclass
 class TensorManifest:
     """Notes what a model asks for, and what the files hold instead."""
@@ -127,20 +124,12 @@ class TensorManifest:
         pattern = re.compile("|".join(f"(?:{p})" for p in self.unused) or r"(?!)")
         others = [name for name in self.entries if name not in self.asked]
         unknown = [name for name in others if not pattern.fullmatch(name)]
-        kinds = {
-            "missing": self.missing,
-            "misshapen": self.misshapen,
-            "unknown to the model": unknown,
-        }
+        kinds = {"missing": self.missing, "misshapen": self.misshapen}
+        kinds["unknown to the model"] = unknown
         faults = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds.items() if names]
         if faults:
             rule = "the weights are exactly those that config.json describes"
-            got = "; ".join(faults)
-            raise RuleError(rule, got, "Check that config and weights belong together")
-
-
-# such a config.json is read as it is, without importing transformers for its defaults
-STATED = "lockstep_states_every_field"
+            raise RuleError(rule, "; ".join(faults), TOGETHER)
 
 
 def load(
@@ -176,9 +165,8 @@ def load(
     with ExitStack() as stack, torch.no_grad():
         take = partial(drawn, ops.device) if dummy else reader(entries, stack, ops.device, digests)
         model = spec.build(WeightSource(take, lambda pattern: None, entries, ops))
-    info = describe(folder, config, model, choice)
     weights = f"dummy-{SEED}" if dummy else together(entries, digests)
-    return Loaded(model, replace(info, weights=weights))
+    return Loaded(model, describe(folder, config, model, choice, weights))
 
 
 def stretched(config: Any, context_length: int | None) -> Any:
@@ -191,11 +179,11 @@ def stretched(config: Any, context_length: int | None) -> Any:
     return config
 
 
-def checked_spec(module: ModuleType, config: Any, manifest: TensorManifest, ops: Ops) -> ModelSpec:
-    """What the module makes of a config. The model is built without numbers; raises unless the
-    files hold its tensors, all of them and no others."""
+def checked_spec(module: ModuleType, config: Any, manifest: TensorManifest, ops: Ops) -> Any:
+    """What the module makes of a config: its `build` makes a model of weights. Raises unless the
+    files hold the model's tensors, all of them and no others."""
     try:
-        spec: ModelSpec = module.describe(config)
+        spec = module.describe(config)
         spec.build(WeightSource(manifest.take, manifest.unused.append, manifest.entries, ops))
     except RuleError:
         raise
@@ -219,8 +207,7 @@ def check_room(ops: Ops, elements: int) -> None:
 
 
 def drawn(device: torch.device, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Random weights, made on the device: a function of the name, whatever is drawn before. Those
-    of norms lie around 1."""
+    """Random weights, a function of the name; those of norms lie around 1."""
     generator = torch.Generator(device).manual_seed(SEED + zlib.crc32(name.encode()))
     weights = torch.randn(shape, generator=generator, device=device) * SPREAD
     return weights + 1.0 if len(shape) == 1 and name.endswith("norm.weight") else weights
@@ -252,7 +239,7 @@ def local_folder(path_or_id: str | Path, revision: str | None) -> Path:
         return folder
     if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", str(path_or_id)) or os.path.exists(folder):
         rule = "a model is a folder or a hub id of the form owner/name"
-        raise RuleError(rule, shown(str(path_or_id)), "Check the path")
+        raise RuleError(rule, shown(str(path_or_id)), CHECK_PATH)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -321,8 +308,7 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
     if pickles:
         rule = "weights are safetensors; pickled ones can run code"
         raise RuleError(rule, listed(pickles), "Convert them, or take another revision")
-    rule = "a model folder holds model.safetensors or its index"
-    raise RuleError(rule, str(folder), "Check the path")
+    raise RuleError("a model folder holds model.safetensors or its index", str(folder), CHECK_PATH)
 
 
 def _header(path: Path) -> dict[str, Entry]:
@@ -369,47 +355,24 @@ def check_sizes(raw: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
     largest = max((max(e.shape, default=1) for e in entries.values()), default=0)
     limits = {**dict.fromkeys(SIZES, largest), **dict.fromkeys(LAYERS, len(entries))}
     for key, limit in limits.items():
-        value = raw.get(key)
-        if value is None:
-            continue
-        if type(value) is int and value == 0 and key not in MAY_BE_0:
-            raise RuleError(f"{key} in config.json is at least 1", "0", "Check the file")
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= limit:
+        value, least = raw.get(key), 0 if key in MAY_BE_0 else 1
+        if value is not None and (type(value) is not int or not least <= value <= limit):
             what = f"{len(entries)} tensors, the largest dimension is {largest}"
-            rule = f"{key} in config.json fits the files: {what}"
-            raise RuleError(rule, shown(value), "Check that config and weights belong together")
+            rule = f"{key} in config.json, from {least} on, fits the files: {what}"
+            raise RuleError(rule, shown(value), TOGETHER)
 
 
 def check_numbers(raw: Mapping[str, Any]) -> None:
-    """Every number of a config is finite, there are positions, and what stabilises a norm does."""
-    for path, value in numbers(raw):
-        if isinstance(value, float) and not math.isfinite(value):
-            rule = "numbers in config.json are finite"
-            raise RuleError(rule, f"{path}={value}", "Check the file")
-    remedy = "Check the file"
+    """There are positions, and what stabilises a norm does."""
     for key in EPSILONS:
         value = raw.get(key, 0.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise RuleError(f"{key} in config.json is a number from 0 on", shown(value), remedy)
-    longest = raw.get("max_position_embeddings", 1)
-    if type(longest) is not int or not 1 <= longest <= INT32_MAX:
-        rule = f"max_position_embeddings in config.json is a whole number from 1 to {INT32_MAX}"
-        raise RuleError(rule, shown(longest), remedy)
+            raise RuleError(f"{key} in config.json is a number from 0 on", shown(value), CHECK_FILE)
+    longest = "max_position_embeddings"
+    whole(f"{longest} in config.json", raw.get(longest, 1), 1, INT32_MAX, CHECK_FILE)
 
 
-def numbers(value: Any, path: str = "") -> Iterator[tuple[str, int | float]]:
-    """(where, number) of every number in parsed JSON."""
-    if isinstance(value, dict):
-        for key, part in value.items():
-            yield from numbers(part, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list):
-        for i, part in enumerate(value):
-            yield from numbers(part, f"{path}[{i}]")
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield path, value
-
-
-def describe(folder: Path, config: Any, model: Model, device: Choice) -> Info:
+def describe(folder: Path, config: Any, model: Model, device: Choice, weights: str) -> Info:
     """The facts of a config, the generation_config's end tokens first."""
     file = "generation_config.json"
     extra = read_json(folder, file) if has(folder, file) else {}
@@ -428,6 +391,7 @@ def describe(folder: Path, config: Any, model: Model, device: Choice) -> Info:
         encoder=encoder,
         device=device,
         rope_context=model.max_position if stretched else None,
+        weights=weights,
     )
 
 

@@ -1,10 +1,9 @@
 """Attention layers: projections around `step.attend`. What a layer stores, sees and scores is a
 GroupSpec of one layer.
 
-Three kinds: dense (q, k, v per head, with or without rope, q/k norms, biases, sinks, soft caps),
-latent (MLA, absorbed: queries are brought into the latent space, so that prefill and decode are the
-same attention over one shared row per token), and cross (keys come from an encoder's rows, stored
-by its step). A layer knows its number among the model's attention layers, and no request or page.
+Dense (q, k, v per head, with or without rope, q/k norms, biases, sinks, soft caps), latent (MLA,
+absorbed: prefill and decode are the same attention over one shared row per token), and cross (keys
+come from an encoder's rows, stored by its step). A layer knows its number, no request and no page.
 """
 
 from __future__ import annotations
@@ -181,18 +180,20 @@ class LatentSpec:
     def build(self, w: WeightSource, index: int) -> Latent:
         d_q = self.heads * (self.d_nope + self.d_rope)
         if self.q_rank is None:
-            query = Query(None, None, w.linear("q_proj", d_q, self.hidden))
+            q_down, q_norm, q_up = None, None, w.linear("q_proj", d_q, self.hidden)
         else:
-            down = w.linear("q_a_proj", self.q_rank, self.hidden, self.bias)
-            norm = self.norm.build(w, "q_a_layernorm", self.q_rank)
-            query = Query(down, norm, w.linear("q_b_proj", d_q, self.q_rank))
+            q_down = w.linear("q_a_proj", self.q_rank, self.hidden, self.bias)
+            q_norm = self.norm.build(w, "q_a_layernorm", self.q_rank)
+            q_up = w.linear("q_b_proj", d_q, self.q_rank)
         kv = w.tensor("kv_b_proj.weight", self.heads * (self.d_nope + self.d_v), self.rank)
         per_head = kv.view(self.heads, self.d_nope + self.d_v, self.rank)
         compress = w.linear("kv_a_proj_with_mqa", self.rank + self.d_rope, self.hidden, self.bias)
         return Latent(
             index=index,
             spec=self,
-            query=query,
+            q_down=q_down,
+            q_norm=q_norm,
+            q_up=q_up,
             compress=compress,
             norm=self.norm.build(w, "kv_a_layernorm", self.rank),
             absorb=w.pack(per_head[:, : self.d_nope].transpose(1, 2)),
@@ -203,25 +204,14 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class Query:
-    """Queries straight from the row, or through a low rank and its norm."""
-
-    down: Linear | None
-    norm: RMSNorm | None
-    up: Linear
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.up(self.norm(self.down(x)) if self.down and self.norm else x)
-
-
-@dataclass(frozen=True, eq=False)
 class Latent:
-    """x [T, hidden] → [T, hidden]. `absorb` and `expand`: a weight per head into the latent space
-    and out of it."""
+    """x [T, hidden] → [T, hidden]. `absorb`, `expand`: per head into the latent space and out."""
 
     index: int
     spec: LatentSpec
-    query: Query
+    q_down: Linear | None  # queries come straight from the row, or through a low rank and its norm
+    q_norm: RMSNorm | None
+    q_up: Linear
     compress: Linear
     norm: RMSNorm
     absorb: Packed
@@ -231,7 +221,8 @@ class Latent:
 
     def __call__(self, x: Tensor, cos_sin: CosSins, step: AttentionContext) -> Tensor:
         s, ops, rotation = self.spec, self.ops, cos_sin[self.spec.rope]
-        q = self.query(x).view(len(x), s.heads, s.d_nope + s.d_rope)
+        low = self.q_norm(self.q_down(x)) if self.q_down and self.q_norm else x
+        q = self.q_up(low).view(len(x), s.heads, s.d_nope + s.d_rope)
         absorbed = ops.batched_linear(q[..., : s.d_nope], self.absorb)
         rotated = ops.rope(q[..., s.d_nope :], rotation, s.rope.interleaved)
         latent, shared = self.compress(x).split_with_sizes([s.rank, s.d_rope], -1)

@@ -1,8 +1,7 @@
 """The blocks and the decoder they make up: embedding, blocks, norm, head.
 
-`DecoderSpec` is what a model file makes of a config: frozen, comparable, a variant is a `replace`
-of it. `Decoder` holds the weights and maps rows to rows; it is told ids and positions and never a
-request. Encoders and encoder-decoders build theirs from `PostBlock`.
+`DecoderSpec` is what a model file makes of a config: a variant is a `replace` of it. `Decoder`
+holds the weights and maps rows to rows. Encoders and encoder-decoders are made of `PostBlock`.
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ class Model(ABC):
         return self.head is not None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [S, d] → activations [S, vocab], or float32 where more than a product makes
-        them."""
+        """hidden [S, d] → activations [S, vocab]; float32 where more than a product makes them."""
         if self.head is None:
             rule = "a model that generates has a head"
             raise RuleError(rule, "weights without lm_head", "Use it for embeddings")
@@ -199,8 +197,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class PostBlock:
-    """Of bert and bart: norm(x + attention), the same with a cross attention, if there is one, then
-    norm(x + feed-forward)."""
+    """Of bert and bart: norm(x + attention), the same with a cross one, norm(x + feed-forward)."""
 
     attn: Dense
     attn_norm: LayerNorm

@@ -50,8 +50,7 @@ class Glu:
 
 @dataclass(frozen=True)
 class ClampedGlu:
-    """(up + 1) · gate · sigmoid(alpha · gate) of [T, gate then up], clamped to ±limit, gate from
-    above only."""
+    """(up + 1) · gate · sigmoid(alpha · gate), clamped to ±limit, gate from above only."""
 
     alpha: float
     limit: float

@@ -2,8 +2,7 @@
 other row.
 
 The router works in float32; equal scores go to the smaller expert id. All experts of a layer are
-one stacked weight, which a grouped GEMM multiplies with whatever rows each of them got; the results
-are added slot by slot. No atomics, no sorting of rows that would change a sum, nothing read back.
+one stacked weight for a grouped GEMM; the results are added slot by slot. Nothing is read back.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ class Moe:
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """Which experts, how they are chosen, and where the router lies. `shared`: the size of the
-    expert that all rows pass through."""
+    """Which experts, how chosen, where the router lies. `shared`: one for all rows."""
 
     routing: Routing
     expert: MlpSpec

@@ -1,8 +1,7 @@
 """Where a layer's weights come from, and which operations it uses: a name and a shape → a tensor.
 
 A model is built twice by the same code: first against a source that only notes names and shapes
-(tensors of the meta device), which is the table that `models.loader` compares with the files, and
-then against the files themselves, tensor by tensor.
+(`models.loader` compares them with the files), then against the files themselves.
 """
 
 from __future__ import annotations

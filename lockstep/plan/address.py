@@ -1,11 +1,7 @@
 """Where a key lives: the one address formula of the code base.
 
 Write slots, read addresses, moves and the CPU kernels all come from these lines; the kernels
-compile this very text. A slot is one token's place in a pool. The committed positions of a request
-lie in its pages; a tree row names the rest one by one in its list.
-
-Scalars or integer arrays, no branch in `paged` and `listed`, no knowledge of requests beyond their
-index.
+compile this very text. A slot is one token's place in a pool. Scalars or integer arrays.
 """
 
 from __future__ import annotations

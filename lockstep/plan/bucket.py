@@ -1,9 +1,8 @@
-"""Padding is data: a plan is brought to a bucket's shape by appending ordinary requests that live
-in page 0.
+"""Padding is data: a plan is brought to a bucket's shape by ordinary requests that live in page 0.
 
-A pad request holds token 0 at positions 0...n-1 with kv_len n, in page 0 (the sink) over and over;
-it reads only what this step wrote. No kernel asks whether a row is real. The bucket is the key of a
-captured graph and all that buffer offsets depend on.
+A pad request holds token 0 at positions 0...n-1 with kv_len n, in page 0 (the null page) over and
+over; it reads only what this step wrote. No kernel asks whether a row is real. The bucket is the
+key of a captured graph and all that buffer offsets depend on.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lockstep.plan.build import indptr
+from lockstep.plan.build import NO_PAGES, indptr
 from lockstep.plan.step import Bucket, Group, Ints, PagedGroup, StepPlan, ints
 from lockstep.types import GroupSpec, Layout, RuleError
 
@@ -76,22 +75,19 @@ class Buckets:
             tokens = self._round(real.tokens, "tokens")
             requests = self._round(real.requests + (tokens > real.tokens), "requests")
         pads = pad_lens(tokens - real.tokens, requests - real.requests)
-        held = [
-            int(g.page_indptr[-1] + np.sum(-(-pads // g.spec.page_size)))
-            if isinstance(g, PagedGroup)
-            else 0
-            for g in plan.groups
-        ]
+        pages = []
+        for group in plan.groups:
+            held = 0
+            if isinstance(group, PagedGroup):
+                held = int(group.page_indptr[-1] + np.sum(-(-pads // group.spec.page_size)))
+            pages.append(self._pages(held, requests, width, group.spec))
         return Bucket(
             requests=requests,
             tokens=tokens,
             width=width,
             emits=self._round(real.emits, "emits"),
             tail=power(exact.tail),
-            pages=tuple(
-                self._pages(pages, requests, width, group.spec)
-                for pages, group in zip(held, plan.groups, strict=True)
-            ),
+            pages=tuple(pages),
             writes=tuple(tokens if n else 0 for n in exact.writes),
             moves=tuple(map(power, exact.moves)),
         )
@@ -102,12 +98,10 @@ class Buckets:
         return named[what] or self.tokens
 
     def _round(self, n: int, what: str) -> int:
-        if n == 0:
-            return 0
         grid = self.grid(what)
         largest = grid[-1]
         if n <= largest:
-            return grid[bisect_left(grid, n)]
+            return grid[bisect_left(grid, n)] if n else 0
         if what == "emits":
             return -(-n // largest) * largest
         rule = f"a step has at most {largest} {what}"
@@ -121,8 +115,6 @@ def power(n: int) -> int:
 
 def pad_lens(tokens: int, requests: int) -> Ints:
     """`tokens` pad rows dealt evenly over `requests` pad requests."""
-    if requests == 0:
-        return ints([])
     return ints([tokens // requests + (i < tokens % requests) for i in range(requests)])
 
 
@@ -131,11 +123,7 @@ def pad(plan: StepPlan, bucket: Bucket) -> StepPlan:
     real = plan.real
     _check_fits(plan, bucket)
     pads = pad_lens(bucket.tokens - real.tokens, bucket.requests - real.requests)
-    positions = (
-        np.concatenate([np.arange(n, dtype=np.int32) for n in pads])
-        if len(pads)
-        else np.zeros(0, np.int32)
-    )
+    positions = np.concatenate([NO_PAGES, *(np.arange(n, dtype=np.int32) for n in pads)])
     groups = tuple(
         pad_group(g, i, bucket, pads, positions) if isinstance(g, PagedGroup) else g
         for i, g in enumerate(plan.groups)
@@ -164,7 +152,7 @@ def pad_group(group: PagedGroup, g: int, bucket: Bucket, pads: Ints, positions: 
         first_pos=_fill(group.first_pos, bucket.requests),
         tail_slots=_fill(group.tail_slots, bucket.tokens * bucket.tail),
         write_slots=_append(group.write_slots, positions % size if bucket.writes[g] else []),
-        moves=_fill_moves(group.moves, bucket.moves[g]),
+        moves=_fill(group.moves, bucket.moves[g]),
     )
 
 
@@ -173,34 +161,19 @@ def _append(array: Ints, more: Ints | list[int]) -> Ints:
 
 
 def _fill(array: Ints, size: int) -> Ints:
-    return _append(array, np.zeros(size - len(array), np.int32))
-
-
-def _fill_moves(moves: Ints, size: int) -> Ints:
-    return ints(np.concatenate((moves, np.zeros((size - len(moves), 2), np.int32))))
+    return _append(array, np.zeros((size - len(array), *array.shape[1:]), np.int32))
 
 
 def _check_fits(plan: StepPlan, bucket: Bucket) -> None:
     """Padding never shortens: every count of the plan is at most the bucket's."""
-    if (plan.bucket.requests, plan.bucket.tokens) != (plan.real.requests, plan.real.tokens):
-        raise RuleError(
-            "a plan is padded once", f"{plan.bucket} around {plan.real}", "Pad the unpadded plan"
-        )
-    have, room = plan.bucket, bucket
-    pairs = [
-        ("requests", have.requests, room.requests),
-        ("tokens", have.tokens, room.tokens),
-        ("emits", have.emits, room.emits),
-    ]
-    pairs.append(("list entries per row", have.tail, room.tail))
-    for name in ("pages", "writes", "moves"):
-        pairs += [
-            (f"{name} of group {g}", a, b)
-            for g, (a, b) in enumerate(zip(getattr(have, name), getattr(room, name), strict=True))
-        ]
-    for what, need, capacity in pairs:
-        if need > capacity:
-            rule = f"a plan fits its bucket: at most {capacity} {what}"
+    have = plan.bucket
+    if (have.requests, have.tokens) != (plan.real.requests, plan.real.tokens):
+        rule = "a plan is padded once"
+        raise RuleError(rule, f"{have} around {plan.real}", "Pad the unpadded plan")
+    for name in ("requests", "tokens", "emits", "tail", "pages", "writes", "moves"):
+        need, capacity = getattr(have, name), getattr(bucket, name)
+        if np.greater(need, capacity).any():
+            rule = f"a plan fits its bucket: at most {capacity} {name}"
             raise RuleError(rule, str(need), "Use a larger bucket")
     if bucket.tokens > have.tokens and bucket.requests == have.requests:
         rule = "pad rows need a pad request"

@@ -1,16 +1,14 @@
 """Makes plans: the only place that does.
 
 The caller says, per request, how many keys are committed, how many rows to compute, and which pages
-it holds (`RequestWork`, or all of a batch in columns, `BatchWork`); everything else in a plan is
-derived here. Called by the scheduler's loop, the speculative worker and the lab alike.
+it holds (`RequestWork`, or all of a batch in columns, `BatchWork`); the rest is derived here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from itertools import accumulate
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,8 +35,7 @@ NO_MOVES: Ints = ints(np.empty((0, 2), np.int32))
 
 
 class RequestPages(NamedTuple):
-    """A request's pages in one group: page k holds positions from first_pos + k*page_size;
-    `scratch` holds its tree nodes."""
+    """A request's pages in one group: page k begins at first_pos + k*page_size."""
 
     page_ids: NDArray[np.int32]  # [pages]
     first_pos: int
@@ -111,8 +108,7 @@ class GroupTables:
 
 
 class PageTables:
-    """The pages of a batch in all groups of its steps. From step to step only the rows of requests
-    whose pages are another value are written."""
+    """The pages of a batch in all its groups; a step writes the rows that changed."""
 
     def __init__(self, specs: Sequence[GroupSpec], requests: int) -> None:
         self.specs, self.fresh = specs, [spec.layout is Layout.FRESH for spec in specs]
@@ -230,8 +226,7 @@ class BatchWork:
 
 
 class _Rows(NamedTuple):
-    """What all groups share: the rows and, for tree rows, the nodes of their lists (one entry per
-    listed position)."""
+    """What all groups share: the rows, and the nodes of tree rows' lists, one per listed key."""
 
     q_indptr: Ints
     request: Ints
@@ -287,19 +282,16 @@ def compiled() -> Any:
 
 
 def table_len(pages: int) -> int:
-    """Entries of a page table that holds so many: few sizes, so that a batch that grows a page at
-    a time keeps the shape of its steps."""
+    """Entries of a page table that holds so many: few sizes, so that steps keep their shape."""
     grain = 1 << max(0, pages.bit_length() - 4)
     return -(-pages // grain) * grain
 
 
 def indptr(lens: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
     """[0, l0, l0+l1, ...]."""
-    if isinstance(lens, np.ndarray):
-        out = np.zeros(len(lens) + 1, np.int32)
-        np.add.accumulate(lens, out=out[1:])
-        return out
-    return np.array([0, *accumulate(lens)], np.int32)
+    out = np.zeros(len(lens) + 1, np.int32)
+    np.add.accumulate(lens, dtype=np.int32, out=out[1:])
+    return out
 
 
 def kv_lens(spec: GroupSpec, work: BatchWork, rows: _Rows) -> Ints:
@@ -322,25 +314,19 @@ def write_slots(
     page_ids, page_indptr, first_pos, tail_slots = group
     if spec.layout is Layout.CROSS and not work.shape.encodes:
         return np.zeros(0, np.int32)
+    in_pages = partial(address.paged, page_ids, page_indptr, first_pos, spec.page_size)
     if not len(rows.nodes):
-        return np.asarray(
-            address.paged(
-                page_ids, page_indptr, first_pos, spec.page_size, rows.request, rows.positions
-            ),
-            np.int32,
-        )
+        return np.asarray(in_pages(rows.request, rows.positions), np.int32)
     slots = np.empty(len(rows.positions), np.int32)
     tailed = rows.positions >= rows.start
     row, p = np.flatnonzero(tailed), rows.positions[tailed]
     slots[tailed] = address.listed(tail_slots, rows.tail_indptr, rows.start, row, p)
-    plain, p = rows.request[~tailed], rows.positions[~tailed]
-    slots[~tailed] = address.paged(page_ids, page_indptr, first_pos, spec.page_size, plain, p)
+    slots[~tailed] = in_pages(rows.request[~tailed], rows.positions[~tailed])
     return slots
 
 
 def tail_slots(spec: GroupSpec, g: int, work: BatchWork, rows: _Rows) -> NDArray[np.int32]:
-    """The rows' lists in this group's slots, behind one another, filled with 0 up to the bucket's
-    capacity; an encoder has no nodes."""
+    """The rows' lists in this group's slots, filled with 0 up to the bucket's capacity."""
     capacity = len(rows.positions) * work.shape.tail
     slots = np.zeros(capacity, np.int32)
     if capacity and spec.layout is not Layout.CROSS:

@@ -14,8 +14,7 @@ from lockstep.types import INT32_MAX, Layout, PlanError
 
 
 def check(plan: StepPlan, pool_pages: tuple[int, ...]) -> None:
-    """Raises PlanError unless `plan` is legal for pools of `pool_pages` pages, one number per group
-    (0 for a fresh one)."""
+    """Raises PlanError unless `plan` is legal for pools of so many pages (0 for a fresh group)."""
     if len(pool_pages) != len(plan.groups):
         got = f"{len(pool_pages)} pools, {len(plan.groups)} groups"
         raise PlanError("there is one pool per group", got, "Pass both")

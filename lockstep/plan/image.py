@@ -1,9 +1,9 @@
-"""A step as one int32 array: what a device gets, what the lab records and diffs.
+"""A step as one int32 array: what a device gets.
 
-The image begins with the bucket and the real counts. Then come the token of every row, the plan's
-arrays and, per group, what a backend derives from them. Where each lies is a function of the
-bucket, the groups and the backend's own sizes (`ImageLayout`), so a buffer at a fixed address can
-be refilled for every step of a bucket. `views` works on numpy arrays and on torch tensors alike.
+The token of every row, the plan's arrays and, per group, what a backend derives from them. Where
+each lies is a function of the bucket, the groups and the backend's own sizes (`ImageLayout`), so a
+buffer at a fixed address can be refilled for every step of a bucket. `views` works on numpy arrays
+and on torch tensors alike.
 """
 
 from __future__ import annotations
@@ -17,21 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.plan.step import (
-    Bucket,
-    FreshGroup,
-    Group,
-    Ints,
-    PagedGroup,
-    Real,
-    StepPlan,
-    frozen,
-    ints,
-)
-from lockstep.types import INT32_MAX, GroupSpec, Layout, RuleError
+from lockstep.plan.step import Bucket, FreshGroup, Group, Ints, StepPlan
+from lockstep.types import INT32_MAX, GroupSpec, Layout
 
-MAGIC = 0x4C4F434B
-_SCALARS = 10  # magic, number of groups, five of the bucket, three real counts
 ALIGN = 4  # every array begins at a multiple of 16 bytes: kernels are compiled for aligned ones
 
 
@@ -73,7 +61,7 @@ class ImageLayout:
     @cached_property
     def length(self) -> int:
         """Numbers of the image."""
-        return self._places[-1][-1][1]
+        return aligned(self._places[-1][-1][1])
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -82,14 +70,13 @@ class ImageLayout:
 
     @cached_property
     def _places(self) -> list[list[tuple[int, int]]]:
-        """Where arrays begin and what is behind them: the rows', then every group's."""
-        at, out = aligned(_header_len(len(self.specs))), list[list[tuple[int, int]]]()
+        """Where arrays begin and end: the rows', then every group's."""
+        at, out = 0, list[list[tuple[int, int]]]()
         groups = [self._group_sizes(g) for g in range(len(self.specs))]
         for sizes in (self._row_sizes(), *groups):
-            ends = list(accumulate(map(aligned, sizes), initial=at))
-            at = ends[-1]
-            out.append([(begin, begin + size) for begin, size in zip(ends, sizes, strict=False)])
-            out[-1].append((at, at))
+            begins = list(accumulate(map(aligned, sizes), initial=at))
+            at = begins.pop()
+            out.append([(begin, begin + n) for begin, n in zip(begins, sizes, strict=True)])
         return out
 
     def views(self, image: Any) -> tuple[PlanArrays, ...]:
@@ -112,8 +99,7 @@ class ImageLayout:
         return (b.tokens, b.requests + 1, b.tokens, b.tokens, b.tokens + 1, b.emits)
 
     def _group_sizes(self, g: int) -> tuple[int, ...]:
-        """start, kv_lens, page_indptr, page_ids, first_pos, tail_slots, write_slots, moves,
-        derived."""
+        """`start`, then from `kv_lens` on those of `PlanArrays`."""
         bucket, derived = self.bucket, self.derived[g]
         b, t = bucket.requests, bucket.tokens
         if self.specs[g].layout is Layout.FRESH:
@@ -139,12 +125,9 @@ def write(
     """Fills `image` with the plan and the tokens of its rows, pad rows' included, and zeros between
     the arrays and for what is derived. Returns its views."""
     image[:] = 0
-    head = _header(plan)
-    image[: len(head)] = head
     views = layout.views(image)
     tokens, *rows = layout.rows(image)
     tokens[: len(ids)] = ids
-    tokens[len(ids) :] = 0
     given = (plan.q_indptr, plan.positions, plan.start, plan.tail_indptr, plan.emit)
     for place, values in zip(rows, given, strict=True):
         place[:] = values
@@ -160,7 +143,6 @@ def write_group(own: PlanArrays, plan: StepPlan, group: Group) -> None:
         own.kv_lens[:] = plan.new_lens
         own.page_indptr[:] = plan.q_indptr
         own.page_ids[:] = np.arange(plan.bucket.tokens, dtype=np.int32)
-        own.first_pos[:] = 0
         return
     own.kv_lens[:] = group.kv_lens
     own.page_indptr[:] = group.page_indptr
@@ -171,72 +153,5 @@ def write_group(own: PlanArrays, plan: StepPlan, group: Group) -> None:
     own.moves[:] = group.moves
 
 
-def pack(plan: StepPlan, ids: Sequence[int] | Ints = ()) -> Ints:
-    """The image of `plan` with nothing derived."""
-    layout = ImageLayout(plan.bucket, tuple(g.spec for g in plan.groups), (0,) * len(plan.groups))
-    image = np.zeros(layout.length, np.int32)
-    write(image, layout, plan, ids)
-    return frozen(image)
-
-
-def unpack(image: Ints, layout: ImageLayout) -> StepPlan:
-    """The plan of an image."""
-    bucket, real = read_header(image)
-    if bucket != layout.bucket or len(bucket.pages) != len(layout.specs):
-        rule = "an image is read with the layout it was made with"
-        raise RuleError(rule, f"{bucket} and {layout.bucket}", "Check the model")
-    groups = tuple(
-        FreshGroup(spec) if spec.layout is Layout.FRESH else _paged(spec, own)
-        for spec, own in zip(layout.specs, layout.views(image), strict=True)
-    )
-    _, *rows = layout.rows(image)
-    q_indptr, positions, start, tail_indptr, emit = map(ints, rows)
-    return StepPlan(
-        q_indptr=q_indptr,
-        positions=positions,
-        start=start,
-        tail_indptr=tail_indptr,
-        emit=emit,
-        groups=groups,
-        bucket=bucket,
-        real=real,
-    )
-
-
-def _paged(spec: GroupSpec, own: PlanArrays) -> PagedGroup:
-    return PagedGroup(
-        spec=spec,
-        kv_lens=ints(own.kv_lens),
-        page_indptr=ints(own.page_indptr),
-        page_ids=ints(own.page_ids),
-        first_pos=ints(own.first_pos),
-        tail_slots=ints(own.tail_slots),
-        write_slots=ints(own.write_slots),
-        moves=ints(own.moves),
-    )
-
-
-def read_header(image: Ints) -> tuple[Bucket, Real]:
-    """The bucket and the real counts an image was made with."""
-    if len(image) < _SCALARS or image[0] != MAGIC:
-        rule = "a plan image begins with its magic number"
-        raise RuleError(rule, f"{image[:1].tolist()}", "Pass what pack() returned")
-    head = image[: _header_len(int(image[1]))].tolist()
-    groups, b, t, width, emits, tail, real_b, real_t, real_e = head[1:_SCALARS]
-    per = [tuple(head[_SCALARS + k * groups : _SCALARS + (k + 1) * groups]) for k in range(3)]
-    return Bucket(b, t, width, emits, tail, *per), Real(real_b, real_t, real_e)
-
-
-def _header(plan: StepPlan) -> list[int]:
-    b, r = plan.bucket, plan.real
-    shape = [b.requests, b.tokens, b.width, b.emits, b.tail]
-    counts = [MAGIC, len(plan.groups), *shape, r.requests, r.tokens, r.emits]
-    return [*counts, *b.pages, *b.writes, *b.moves]
-
-
-def _header_len(groups: int) -> int:
-    return _SCALARS + 3 * groups
-
-
 def _take(image: Any, places: list[tuple[int, int]]) -> list[Any]:
-    return [image[begin:end] for begin, end in places[:-1]]
+    return [image[begin:end] for begin, end in places]

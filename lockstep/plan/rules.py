@@ -1,9 +1,8 @@
-"""The rules of a plan as loops over its entries, compiled by Numba: a step of 64 requests is judged
-in microseconds.
+"""The rules of a plan as loops over its entries, compiled by Numba: 64 requests in microseconds.
 
-Each loop returns (rule, have, want, at): the number of the first rule that is broken, what stands
-there, what belongs there, and the entry; rule 0 is none. `TEXTS` has the words. An index is used
-only after it was found to be inside its array. `check` calls both loops.
+Each loop returns (rule, have, want, at): the number of the first rule that is broken (0: none),
+what stands there, what belongs there, and the entry. `TEXTS` has the words. An index is used only
+after it was found to be inside its array. `check` calls both loops.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ def judge_rows(
     real_tokens: int,
     tail: int,
 ) -> Any:
-    """What all groups share. The lengths of the arrays fit each other, and real_requests <
-    len(q)."""
+    """What all groups share. The arrays' lengths fit each other, real_requests < len(q)."""
     count = len(positions)
     bad = falls(q)
     if bad >= 0 or q[-1] != count:
@@ -202,8 +200,7 @@ def falls(indptr: Any) -> int:
 
 @njit
 def reach(q: Any, positions: Any, i: int) -> tuple[int, int]:
-    """The smallest and the largest position of a request's rows; (0, -1) if it has none, as a pad
-    request may."""
+    """The least and the largest position of a request's rows; (0, -1) if it has none."""
     first, last = 0, -1
     for t in range(q[i], q[i + 1]):
         first = min(first, positions[t]) if last >= 0 else positions[t]
@@ -222,8 +219,7 @@ def claim(
     size: int,
     owner: Any,
 ) -> int:
-    """Gives each request the pages from the first it writes on; the entry of a page that somebody
-    else has too, or -1."""
+    """Gives requests the pages from the first they write on; a page claimed twice, or -1."""
     first = np.empty(len(q) - 1, np.int64)
     for i in range(len(q) - 1):
         first[i] = indptr[i + 1]

@@ -1,9 +1,8 @@
 """The plan: one frozen value that describes a step completely.
 
 A step is one forward pass over a batch of (request, new rows). There are no modes: prefill, chunk,
-decode, verify and draft are the same thing with other numbers. Arrays are int32 and read-only.
-`plan.build` makes plans, `plan.bucket` pads them, `plan.check` judges them; nothing else creates
-one. No token ids, no torch.
+decode, verify and draft are the same thing with other numbers. Arrays are int32 and read-only. Only
+`plan.build` makes plans; `plan.bucket` pads them, `plan.check` judges them. No token ids, no torch.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ def frozen(array: NDArray[np.int32]) -> Ints:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The padded shape of a step: the length of every array of the plan is a function of these
-    numbers."""
+    """The padded shape of a step: the length of every array of the plan follows from it."""
 
     requests: int
     tokens: int
@@ -46,8 +44,7 @@ class Bucket:
     moves: tuple[int, ...]  # per group
 
     def of(self, g: int) -> Bucket:
-        """The bucket of group g alone, as a backend sees it: one entry of pages, writes and
-        moves."""
+        """The bucket of group g alone, as a backend sees it."""
         return replace(
             self, pages=(self.pages[g],), writes=(self.writes[g],), moves=(self.moves[g],)
         )
@@ -83,8 +80,7 @@ class PagedGroup:
 
 @dataclass(frozen=True, eq=False)
 class FreshGroup:
-    """The keys of a request are its own rows of this step. A write, or a stale read, cannot be
-    expressed."""
+    """Keys are the request's own rows of this step: no write, no stale read can be expressed."""
 
     spec: GroupSpec
 
@@ -94,8 +90,7 @@ Group = PagedGroup | FreshGroup
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """One step. Row t of request i: q_indptr[i] <= t < q_indptr[i+1], at absolute position
-    positions[t]."""
+    """One step. Row t of request i: q_indptr[i] <= t < q_indptr[i+1], at positions[t]."""
 
     q_indptr: Ints  # [B+1]
     positions: Ints  # [T]

@@ -1,8 +1,7 @@
 """Trees are addresses, not masks: parents become, for every row, the list of nodes it sees.
 
-A node is a draft token. Node i hangs below node parents[i] < i, or below the committed prefix (-1);
-its depth counts from 0. The list of a node is its path from the top, itself last: one node per
-position from the committed length on. The speculative worker and the lab use this same function.
+A node is a draft token. Node i hangs below node parents[i] < i, or below the committed prefix (-1).
+Its list is its path from the top, itself last: one node per position from the committed length on.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from lockstep.types import RuleError
 
 
 def paths(parents: Sequence[int], new_len: int) -> list[list[int]]:
-    """The node lists of the last `new_len` nodes: this step's rows; the nodes before them were
-    written by earlier steps."""
+    """The node lists of the last `new_len` nodes: this step's rows."""
     if not 0 < new_len <= len(parents):
         rule = "a tree step computes at least one and at most all nodes"
         raise RuleError(rule, f"{new_len} rows of {len(parents)} nodes", "Check new_len")

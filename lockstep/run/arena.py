@@ -1,10 +1,8 @@
 """One buffer at a fixed address for the image of every step: all that a launch reads but weights
 and cache.
 
-`host` is filled first, `load` copies it to the device: one copy per step. Where each array lies is
-the image's affair (`plan.image.ImageLayout`), so every launch of a bucket finds its numbers at the
-same addresses. On a GPU there are two places to fill, in turns, and one is filled again only when
-its copy has run. What does not fit is an error with both numbers.
+`host` is filled first, `load` copies it to the device: one copy per step. On a GPU there are two
+places to fill, in turns, and one is filled again only when its copy has run.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ engine's own. For certification, the lab, benchmarks and tests, which want a ste
     hidden = driver.step(driver.kinds[GENERATE], [Share(request, prompt)]).rows
     hidden = driver.step(driver.kinds[GENERATE], [Share(request, [token], len(prompt))]).rows
 
-Knows no sampling and no end of a request: `Table.release` and `close` are the caller's.
+Knows no sampling and no end of a request: `PageTable.release` and `close` are the caller's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lockstep.attention.base import Backend
 from lockstep.kv.pages import PagePool
-from lockstep.kv.tables import Table
+from lockstep.kv.tables import CacheGroups, PageTable
 from lockstep.plan.build import RequestWork, build
 from lockstep.plan.step import StepPlan
 from lockstep.plan.tree import paths
@@ -40,7 +40,7 @@ class Share(NamedTuple):
     cross_len   keys of its encoder; an encode step writes as many as it has rows
     """
 
-    request: Table
+    request: PageTable
     ids: Sequence[int] | Tensor
     cached_len: int = 0
     parents: tuple[int, ...] | None = None
@@ -56,10 +56,11 @@ class StepDriver:
         ops = next(iter(kinds.values())).model.ops
         self.runner = Runner(group_specs(kinds.values()), pages, backend, ops)
         self.page_pools = [PagePool(n) if n else None for n in pages]
+        self.cache = CacheGroups(self.runner.specs, self.page_pools)
 
-    def request(self) -> Table:
+    def request(self) -> PageTable:
         """A request without keys."""
-        return Table(self.runner.specs, self.page_pools)
+        return PageTable(self.cache)
 
     def plan(self, kind: StepKind, shares: Sequence[Share]) -> StepPlan:
         """The plan of a step, pages reserved."""

@@ -2,11 +2,8 @@
 
 A generating step writes and reads the model's cached groups; an embedding step has the same layers
 and keeps nothing; an encode step has the encoder's layers and the cross groups that a generating
-step reads: the same numbers, hence the same pools. Groups are numbered over all models of an
-engine: the kinds of a second one, a draft's, begin behind those of the first.
-
-Knows what a model says of itself and nothing of requests or tensors. The engine makes kinds, the
-scheduler puts one into every step, the runner runs it. Needs no torch.
+step reads. Groups are numbered over all models of an engine: a draft's begin behind the first's.
+The engine makes kinds, the scheduler puts one into every step, the runner runs it. No torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """How many pages each group gets: arithmetic, printed as it is done.
 
 A full group needs a slot per cached key. A window group needs, per running request, what its window
-still sees plus what a step adds; more would never be used. Knows specs and bytes; the runner
-allocates what this says.
+still sees plus what a step adds; more would never be used.
 """
 
 from __future__ import annotations

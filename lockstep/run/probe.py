@@ -2,9 +2,8 @@
 
 A `Sequence` is one request on pages, computed once; a step computes some of its rows again, in any
 company: alone, in chunks, behind a prefix, as nodes of a tree, in a batch. Requests are forks of
-the sequence, so no prefix is computed twice. `Sources` is the same for steps that keep nothing:
-those of an encoder, and embeddings. Knows no tolerance and no verdict; tables, plans and the runner
-are the engine's own.
+it, so no prefix is computed twice. `Sources` is the same for steps that keep nothing. Knows no
+tolerance and no verdict; tables, plans and the runner are the engine's own.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 from lockstep import order
 from lockstep.attention.base import Backend
 from lockstep.config import EngineConfig
-from lockstep.kv.tables import Table, pages_for
+from lockstep.kv.tables import PageTable, pages_for
 from lockstep.models.bart import Bart
 from lockstep.models.bert import Bert
 from lockstep.models.loader import Info
@@ -196,7 +195,7 @@ class Sequence:
         pairs = zip(self.generate.groups, self.generate.specs, strict=True)
         self.groups = [g for g, spec in pairs if spec.causal]
         # requests of one row by position, and which of several: kept for the next batch of such
-        self.alone: dict[tuple[int, int], Table] = {}
+        self.alone: dict[tuple[int, int], PageTable] = {}
         shape = (length, subject.info.hidden_size)
         self.hidden = torch.full(shape, torch.nan, dtype=model.ops.dtype, device=model.ops.device)
         self._compute()
@@ -228,7 +227,7 @@ class Sequence:
             if pool is not None:
                 pool.move(torch.from_numpy(moves).to(pool.ops.device))
 
-    def _run(self, ranges: Many[RowRange], tables: Many[Table]) -> Tensor:
+    def _run(self, ranges: Many[RowRange], tables: Many[PageTable]) -> Tensor:
         """The rows of a step."""
         shares = [
             Share(
@@ -269,7 +268,7 @@ class Sequence:
         alone, known = (stored(self.driver, table, self.groups, at) for table in tables)
         return not all(map(torch.equal, alone, known))
 
-    def _fork(self, part: RowRange) -> Table:
+    def _fork(self, part: RowRange) -> PageTable:
         """A request with the first keys of the sequence, without those behind its windows."""
         table = self.table.fork(part.begin)
         table.release(part.begin)
@@ -319,7 +318,7 @@ class Sources:
 
 
 def stored(
-    driver: StepDriver, table: Table, groups: Many[int], positions: NDArray[np.int32]
+    driver: StepDriver, table: PageTable, groups: Many[int], positions: NDArray[np.int32]
 ) -> list[Tensor]:
     """Copies of a request's keys and values at these positions, as bytes, layer by layer."""
     out = []

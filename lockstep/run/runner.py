@@ -1,9 +1,8 @@
 """Runs steps: pad, check, lower, load, launch. One path; a launch is plain, or recorded the first
 time that its signature comes and replayed from then on.
 
-Knows the pools and the backend, and of a model what its step kinds say; knows no request. `run`
-takes a plan, the token of every row and the kind of the step. What a recorded launch returns is
-memory that its next replay writes to.
+Knows the pools and the backend, and of a model what its step kinds say; knows no request. What a
+recorded launch returns is memory that its next replay writes to.
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ class Signature:
 
 
 class Runner:
-    """The groups of an engine, with their pools, on a device. A step uses those that its kind
-    names."""
+    """The groups of an engine and their pools, on a device. A step uses those of its kind."""
 
     # plans are checked before they run; the lab switches it off to see what else would notice
     checks = True
@@ -169,8 +167,7 @@ class Runner:
         return self._recorded(signature, launch).only(plan.real)
 
     def _layout(self, plan: StepPlan, kind: StepKind) -> ImageLayout:
-        """Where the numbers of a step lie: the last ones are remembered, and so are their views of
-        an image at an address."""
+        """Where the numbers of a step lie: the last layouts, and their views, are remembered."""
         known = (kind, plan.bucket)
         if known not in self._layouts:
             if len(self._layouts) >= LAYOUTS:
@@ -180,24 +177,21 @@ class Runner:
         return self._layouts[known]
 
     def keep(self, token_ids: Tensor) -> None:
-        """What a step sampled, for rows of the next that wait for it; of a row that could not be
-        sampled nobody sees what follows."""
+        """What a step sampled, for rows of the next that wait for it; 0 where nothing was."""
         if len(token_ids) > len(self.sampled):
             rule = f"a step that is settled late samples at most {len(self.sampled):,} tokens"
             raise RuleError(rule, f"{len(token_ids):,}", "Lower max_running_requests or n")
         torch.clamp(token_ids, min=0, out=self.sampled[: len(token_ids)])
 
     def padded(self, plan: StepPlan) -> StepPlan:
-        """The plan in the smallest bucket that holds it; as it is without buckets, and where it is
-        padded already."""
+        """The plan in the smallest bucket that holds it; or as it is."""
         buckets, whole = self.buckets, plan.bucket.requests == plan.real.requests
         if buckets is None or not whole or (buckets.decoding and plan.bucket.width != 1):
             return plan
         return pad(plan, buckets.fit(plan))
 
     def capture(self, kind: StepKind, say: Callable[[str], None]) -> None:
-        """Records the decoding steps of a kind, the largest first, with requests in page 0 alone;
-        `say` is told of each."""
+        """Records the decoding steps of a kind, the largest first; `say` is told of each."""
         buckets = self.buckets
         if buckets is None:
             return

@@ -2,8 +2,7 @@
 `attend(layer, q, k, v)`, and `store` for an encoder's keys.
 
 A launch moves keys that the plan relocates, then, layer by layer, writes this step's keys and
-attends: always in this order, in one place. A model never sees a request, a page or a plan, and a
-bound step has none: it knows addresses.
+attends: always in this order, in one place. A bound step knows addresses, no request and no plan.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ class Step:
         return out
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Writes keys that no row of this step attends to: an encoder's step fills the decoder's
-        cross groups."""
+        """Writes keys that no row of this step attends to: an encoder's, for cross attention."""
         at = self.layer_map[layer]
         self.stores[at.group].keys(at.layer, k, v)
 

@@ -1,10 +1,9 @@
 """A launch, recorded and replayed: what a captured graph does, on any device that torch runs on.
 
-A tape notes the calls of the operations table and of `attend` with their tensors and numbers, and,
-as a dispatch mode, what torch does in between; a replay repeats them into the same memory without
-running any Python of the model. So a number that was not read from the arena when it was recorded
-is the old one on every replay. What torch only looks at (views) or provides (empty memory) stays
-as it was. Knows no model and no plan; the runner records one tape per signature.
+A tape notes the calls of the operations table and of `attend`, and, as a dispatch mode, what torch
+does in between; a replay repeats them into the same memory without any Python of the model. So a
+number that was not read from the arena when it was recorded is the old one on every replay. Knows
+no model and no plan; the runner records one tape per signature.
 """
 
 from __future__ import annotations
@@ -93,8 +92,7 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any],
         result: Any,
     ) -> None:
-        """A call whose results all lie in its arguments' memory and that writes nothing is a look
-        at them: it is kept, not repeated."""
+        """A call that only looks at its arguments' memory is kept, not repeated."""
         given = {_memory(tensor) for tensor in tensors((args, kwargs))}
         made = enumerate(tensors(result))
         fresh = tuple((at, tensor) for at, tensor in made if _memory(tensor) not in given)
@@ -103,8 +101,7 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
             self._calls.append(Call(function, args, kwargs, fresh))
 
     def replay(self, signature: Hashable) -> Any:
-        """Everything again, with the numbers that are in the arena now. The output is the memory
-        of the first time."""
+        """Everything again, with the arena's numbers of now, into the memory of the first time."""
         if signature != self.signature:
             raise RuleError(
                 f"this tape holds {self.signature}", str(signature), "Record a tape for it"

@@ -1,11 +1,9 @@
 """The formulas of sampling, for every device: counter noise, exponentials as integers, the natural
 logarithm, and the numbers by which rows and tokens are known.
 
-They use nothing but single IEEE operations and integer arithmetic, so that one text serves numpy
-arrays, torch tensors of any device and compiled scalars, with the same bits. Sums of exponentials
-are sums of integers: they have no order, and a row cannot depend on how it was cut. Knows numbers
-alone; no torch, unless it is given tensors. Kernels compile these texts, `noise.py` and `logits.py`
-run them.
+Single IEEE operations and integer arithmetic only: one text serves numpy arrays, torch tensors of
+any device and compiled scalars, with the same bits. Sums of exponentials are sums of integers: they
+have no order. Kernels compile these texts, `noise.py` and `logits.py` run them.
 """
 
 from __future__ import annotations
@@ -89,8 +87,7 @@ def wide_float(i: Any) -> Any:
 
 
 def ln(x: Any) -> Any:
-    """ln of a positive normal float64, to 1e-12: exponent plus an atanh series in s = (m - 1) / (m
-    + 1), m in [0.71, 1.42)."""
+    """ln of a positive normal float64, to 1e-12: the exponent, and an atanh series."""
     bits = bits_of(x)
     exponent = (bits - SQRT_HALF) >> 52
     m = float_of(bits - (exponent << 52))
@@ -103,14 +100,12 @@ def ln(x: Any) -> Any:
 
 
 def gumbel(word: Any) -> Any:
-    """-ln(-ln u), u = (word + 1/2) / 2^32: strictly between 0 and 1, exact in float64, so the noise
-    is finite at both ends."""
+    """-ln(-ln u), u = (word + 1/2) / 2^32, exact: the noise is finite at both ends."""
     return -ln(-ln((as_float(word) + 0.5) * 2.0**-32))
 
 
 def weight(d: Any) -> Any:
-    """exp(d) for d <= 0 in units of 2^-FRACTION, rounded to an integer; 0 below LOW, and for
-    -inf."""
+    """exp(d) for d <= 0 in units of 2^-FRACTION, an integer; 0 below LOW."""
     t = d * LOG2E
     r = t + ROUND
     f = t - (r - ROUND)

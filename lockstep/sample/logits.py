@@ -3,13 +3,11 @@
     bias, penalties, min_tokens     `apply_penalties`: sparse, on a copy
     temperature, top-k, top-p,      `sample_tokens`: with tensors, for a table of any device; the
     min-p, noise, argmax            CPU has the same in one kernel
-    log-probabilities               `compute_logprobs`: of the model's own logits, before all of the
-                                    above
+    log-probabilities               `compute_logprobs`: of the model's own logits, before all that
 
-Tokens are ordered by score and then by id, everywhere. Top-k, top-p and min-p keep a beginning of
-that order. Probabilities are integers in units of 2^-42: their sums are exact and have no order.
-Everything else is elementwise, so a row's bits cannot depend on other rows, on its place or on
-threads. Knows rows and tensors, not requests.
+Tokens are ordered by score and then by id, everywhere. Probabilities are integers in units of
+2^-42: their sums are exact and have no order. Everything else is elementwise, so a row's bits
+cannot depend on other rows. Knows rows and tensors, not requests.
 """
 
 from __future__ import annotations
@@ -22,19 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.sample.formulas import (
-    EMPTY,
-    FRACTION,
-    ID_BITS,
-    ID_MASK,
-    INFINITE,
-    NAN,
-    NO_TOKEN,
-    OK,
-    ln,
-    weight,
-    wide_float,
-)
+from lockstep.sample import formulas as f
 from lockstep.sample.noise import noise
 from lockstep.sample.params import SamplingParams
 
@@ -69,20 +55,19 @@ class Row(NamedTuple):
 
 def apply_penalties(logits: Tensor, rows: Sequence[Row], eos_ids: tuple[int, ...]) -> Tensor:
     """`logits` themselves if no row asks for a change, otherwise a changed copy."""
-    out = logits
-    at, ids, (bias,) = _entries([_biases(row.params) for row in rows], logits.device)
-    if len(at):
-        out = out.clone()
-        out[at, ids] += bias
-    at, ids, (repetition, minus) = _entries([_penalties(row) for row in rows], logits.device, 2)
-    if len(at):
-        out = out.clone() if out is logits else out
-        x = out[at, ids]
-        out[at, ids] = torch.where(x > 0, x / repetition, x * repetition) - minus
-    at, ids, _ = _entries([_forbidden(row, eos_ids) for row in rows], logits.device)
-    if len(at):
-        out = out.clone() if out is logits else out
-        out[at, ids] = -torch.inf
+    biases = _entries([_biases(row.params) for row in rows], logits.device)
+    penalties = _entries([_penalties(row) for row in rows], logits.device, 2)
+    forbidden = _entries([_forbidden(row, eos_ids) for row in rows], logits.device)
+    if not any(len(at) for at, _, _ in (biases, penalties, forbidden)):
+        return logits
+    out = logits.clone()
+    at, ids, (bias,) = biases
+    out[at, ids] += bias
+    at, ids, (repetition, minus) = penalties
+    x = out[at, ids]
+    out[at, ids] = torch.where(x > 0, x / repetition, x * repetition) - minus
+    at, ids, _ = forbidden
+    out[at, ids] = -torch.inf
     return out
 
 
@@ -117,8 +102,7 @@ def _forbidden(row: Row, eos_ids: tuple[int, ...]) -> tuple[Any, ...]:
 def _entries(
     per_row: Sequence[tuple[Any, ...]], device: torch.device, values: int = 1
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(row, id, values) of all rows behind one another: int64, int64, float32. A row names an id
-    once."""
+    """(row, id, values) of all rows behind one another. A row names an id once."""
     some = [(r, *columns) for r, columns in enumerate(per_row) if columns and len(columns[0])]
     at = np.repeat([r for r, *_ in some], [len(ids) for _, ids, *_ in some]).astype(np.int64)
     columns = [
@@ -143,23 +127,22 @@ def keys(scores: Tensor) -> Tensor:
 
 
 def ranks(scores: Tensor) -> Tensor:
-    """int64 [S, V]: smaller is better, by score and then by id, which is in the low bits. No two
-    are equal."""
+    """int64 [S, V]: smaller is better, by score, then by id (low bits). No two are equal."""
     order = keys(scores)
     ids = torch.arange(scores.shape[1], device=scores.device)
-    return ((order.amax(1, keepdim=True) - order) << ID_BITS) | ids
+    return ((order.amax(1, keepdim=True) - order) << f.ID_BITS) | ids
 
 
 def states(scores: Tensor) -> Tensor:
     """int64 [S]: whether there is anything to choose from in a row."""
     top = scores.amax(1)
-    state = torch.where(top == torch.inf, INFINITE, torch.where(top == -torch.inf, EMPTY, OK))
-    return torch.where(scores.isnan().any(1), NAN, state)
+    state = torch.where(top == torch.inf, f.INFINITE, torch.where(top == -torch.inf, f.EMPTY, f.OK))
+    return torch.where(scores.isnan().any(1), f.NAN, state)
 
 
 def weights(scores: Tensor, top: Tensor) -> Tensor:
     """int64: exp(score - top) in units of 2^-FRACTION. `top` is the row's best score."""
-    result: Tensor = weight(scores.to(torch.float64) - top.to(torch.float64))
+    result: Tensor = f.weight(scores.to(torch.float64) - top.to(torch.float64))
     return result
 
 
@@ -176,7 +159,7 @@ def cut(scores: Tensor, top_k: Tensor, top_p: Tensor, min_log: Tensor) -> Tensor
     vocab, top = scores.shape[1], scores.amax(1, keepdim=True)
     order = ranks(scores)
     best, _ = order.sort(1)
-    sorted_weights = weights(scores.gather(1, best & ID_MASK), top)
+    sorted_weights = weights(scores.gather(1, best & f.ID_MASK), top)
     kept = torch.arange(vocab, device=scores.device) < top_k[:, None]
     sorted_weights = sorted_weights * kept
     total = sorted_weights.sum(1, keepdim=True)
@@ -189,37 +172,35 @@ def cut(scores: Tensor, top_k: Tensor, top_p: Tensor, min_log: Tensor) -> Tensor
 
 def needed_of(total: Tensor, top_p: Tensor) -> Tensor:
     """The kernel's `needed`, for tensors."""
-    wanted = torch.ceil(wide_float(total) * top_p).to(torch.int64)
+    wanted = torch.ceil(f.wide_float(total) * top_p).to(torch.int64)
     return wanted.minimum(total).clamp(min=1)
 
 
 def first_best(scores: Tensor) -> Tensor:
     """The token with the largest score, the lowest id among equals."""
-    return ranks(scores).amin(1) & ID_MASK
+    return ranks(scores).amin(1) & f.ID_MASK
 
 
 def sample_tokens(
     logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """(tokens, states), both int64 [S]: `Ops.sample_tokens` with tensors. A row with nothing to
-    choose gets NO_TOKEN."""
+    """`Ops.sample_tokens` with tensors. A row with nothing to choose gets NO_TOKEN."""
     greedy = floats[:, 0] == 0
     temperature = torch.where(greedy, 1.0, floats[:, 0]).to(torch.float32)
     scores = logits / temperature[:, None] + 0.0
     state = states(scores)
-    scores = torch.where((state == OK)[:, None], scores, 0.0)
+    scores = torch.where((state == f.OK)[:, None], scores, 0.0)
     kept = cut(scores, ints[:, 0], floats[:, 1], floats[:, 2])
     noisy = kept + noise(ints[:, 1:], logits.shape[1])
     tokens = first_best(torch.where(greedy[:, None], scores, noisy))
-    return torch.where(state == OK, tokens, NO_TOKEN), state
+    return torch.where(state == f.OK, tokens, f.NO_TOKEN), state
 
 
 # ---- log-probabilities ----
 
 
 def compute_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`Ops.compute_logprobs` with tensors, a few rows at a time. tokens int64 [S], NO_TOKEN for
-    none."""
+    """`Ops.compute_logprobs` with tensors, a few rows at a time. NO_TOKEN: none."""
     few = max(1, ELEMENTS // logits.shape[1])
     starts = range(0, max(1, len(logits)), few)
     parts = [_logprobs(logits[i : i + few], tokens[i : i + few], k) for i in starts]
@@ -228,18 +209,17 @@ def compute_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Te
 
 
 def _logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    good = (states(logits) == OK)[:, None]
+    good = (states(logits) == f.OK)[:, None]
     scores = torch.where(good, logits, 0.0)
     top = scores.amax(1, keepdim=True)
-    log_sum: Tensor = ln(wide_float(weights(scores, top).sum(1, keepdim=True)) * 2.0**-FRACTION)
-    top_ids = ranks(scores).topk(k, 1, largest=False).values & ID_MASK
+    total = f.wide_float(weights(scores, top).sum(1, keepdim=True))
+    log_sum: Tensor = f.ln(total * 2.0**-f.FRACTION)
+    top_ids = ranks(scores).topk(k, 1, largest=False).values & f.ID_MASK
     ids = torch.cat((tokens.clamp(min=0)[:, None], top_ids), 1)
-    logs = ((scores.gather(1, ids).to(torch.float64) - top.to(torch.float64)) - log_sum + 0.0).to(
-        torch.float32
-    )
-    logs = torch.where(good, logs, torch.nan)
+    below_top = scores.gather(1, ids).to(torch.float64) - top.to(torch.float64)
+    logs = torch.where(good, (below_top - log_sum + 0.0).to(torch.float32), torch.nan)
     return (
         torch.where(tokens >= 0, logs[:, 0], torch.nan),
-        torch.where(good, top_ids, NO_TOKEN),
+        torch.where(good, top_ids, f.NO_TOKEN),
         logs[:, 1:],
     )

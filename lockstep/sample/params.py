@@ -1,25 +1,22 @@
 """What a user asks of a generation, checked in full when it is made: a parameter that is accepted
 is honoured.
 
-`SamplingParams` is frozen and hashable; a variation is `dataclasses.replace`. Knows no model: ids
-are checked against a vocabulary by `check_vocab`, lengths against a context by the engine. Defaults
-are OpenAI's constants, never a checkpoint's. No torch.
+`SamplingParams` is frozen and hashable; a variation is `dataclasses.replace`. Knows no model.
+Defaults are OpenAI's constants, never a checkpoint's. No torch.
 """
 
 from __future__ import annotations
 
-import difflib
-import operator
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lockstep.sample.formulas import MAX_VOCAB, ln
-from lockstep.types import RuleError, shown
+from lockstep.types import RuleError, shown, whole, with_fields
 
 MAX_TOKENS = 2**24
 MAX_COMPLETIONS = 128
@@ -140,14 +137,8 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> SamplingParams:
-        """From parsed JSON. A name that is not a parameter is refused, with the nearest one."""
-        known = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, 1)
-                remedy = f"Did you mean {near[0]}?" if near else "Leave it out"
-                raise RuleError("a parameter is one of " + " ".join(known), shown(name), remedy)
-        return cls(**given)
+        """From parsed JSON."""
+        return with_fields(cls, given, "a parameter")
 
     def check_vocab(self, vocab_size: int) -> None:
         """Refuse ids that the model does not have: here, never on the device."""
@@ -219,8 +210,7 @@ class SamplingParams:
 
     @property
     def top_logprobs(self) -> int | None:
-        """How many of the best tokens to report beside the chosen one; None: no
-        log-probabilities."""
+        """How many best tokens to report beside the chosen one; None: nothing."""
         return _top(self.logprobs)
 
     @property
@@ -230,41 +220,23 @@ class SamplingParams:
 
 
 def resolve_seed(params: SamplingParams) -> SamplingParams:
-    """With a seed of its own where the user gave none: drawn once per request, from the operating
-    system."""
+    """With a seed of its own where the user gave none: drawn once, from the operating system."""
     if params.seed is not None:
         return params
     return replace(params, seed=int.from_bytes(os.urandom(8), "little") >> 1)
-
-
-def whole(name: str, value: Any, low: int, high: int, remedy: str) -> int:
-    """An integer in [low, high]; a bool is not one, and neither is 1.0."""
-    rule = f"{name} is an integer from {low} to {high}"
-    if isinstance(value, bool):
-        raise RuleError(rule, repr(value), remedy)
-    try:
-        result = operator.index(value)
-    except TypeError:
-        raise RuleError(rule, shown(value), remedy) from None
-    if not low <= result <= high:
-        raise RuleError(rule, shown(value), remedy)
-    return result
 
 
 def number(
     name: str, value: Any, low: float, high: float, remedy: str, above: bool = False
 ) -> float:
     """A finite number in [low, high], or in (low, high] with `above`."""
-    limits = f"above {low} and at most {high}" if above else f"from {low} to {high}"
-    rule = f"{name} is a number {limits}"
-    if isinstance(value, bool | str | bytes):
-        raise RuleError(rule, shown(value), remedy)
     try:
-        result = float(value)
+        result = float("nan") if isinstance(value, bool | str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
-        raise RuleError(rule, shown(value), remedy) from None
+        result = float("nan")
     if not low <= result <= high or (above and result == low):  # NaN is nowhere
-        raise RuleError(rule, shown(value), remedy)
+        limits = f"above {low} and at most {high}" if above else f"from {low} to {high}"
+        raise RuleError(f"{name} is a number {limits}", shown(value), remedy)
     return result
 
 
@@ -278,7 +250,9 @@ def _temperature(value: Any) -> float:
 
 
 def _top(value: int | bool | None) -> int | None:
-    return None if value is None or value is False else int(value) if value is not True else 0
+    if value is None or value is False:
+        return None
+    return 0 if value is True else int(value)
 
 
 def _logprobs(name: str, value: Any) -> int | bool | None:

@@ -1,10 +1,9 @@
-"""From logits to tokens: one function, `sample`; and `log_probs`, which serves decode, verify and
-prompt rows alike.
+"""From logits to tokens: one function, `sample`; and `log_probs`, for decode, verify and prompt
+rows alike.
 
 A row's token is a function of its logits, its parameters, its position and the tokens before it.
 While the same completions decode, their parameters are one value (`RowParams`) and positions move
-alone. Both compute through a device's table of operations, which gives the same bits everywhere.
-Called by the engine.
+alone. Both compute through a device's table of operations. Called by the engine.
 """
 
 from __future__ import annotations
@@ -22,20 +21,8 @@ from lockstep.ops import Ops
 from lockstep.sample.formulas import EMPTY, FLOATS, INFINITE, INTS, MAX_VOCAB, NAN, OK
 from lockstep.sample.logits import NO_TOKENS, Row, apply_penalties
 from lockstep.sample.noise import counter
-from lockstep.sample.params import SamplingParams, resolve_seed
+from lockstep.sample.params import SamplingParams
 from lockstep.types import RuleError
-
-__all__ = [
-    "Logprobs",
-    "Row",
-    "RowBatch",
-    "RowParams",
-    "Sampled",
-    "SamplingParams",
-    "log_probs",
-    "resolve_seed",
-    "sample",
-]
 
 REASONS = {
     NAN: "a logit is NaN",

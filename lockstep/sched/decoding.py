@@ -1,10 +1,9 @@
 """Requests that decode, as columns: a step moves their lengths and tokens all at once.
 
 Members are the running requests that miss one row and sample one token with it, by rank. A member
-is inside as long as nothing but that can happen to it: its lengths and tokens are in the columns
-alone. Whoever asks the request for them takes it out, and so does the scheduler when a length is
-reached at which it needs a page or may end: it looks at those that are outside one by one, and lets
-them in again. Knows lengths and tokens; pages and order are the scheduler's.
+is inside, its lengths and tokens in the columns alone, as long as nothing but that can happen to
+it. Whoever asks the request for them takes it out, and so does the scheduler when a length is
+reached at which it needs a page or may end. Knows lengths and tokens; pages are the scheduler's.
 """
 
 from __future__ import annotations
@@ -86,8 +85,7 @@ class Decoding:
     # -- inside and outside
 
     def due(self, settled: int) -> list[Request]:
-        """Those to be looked at: who is outside, who has reached his length, and who has to see a
-        step after number `settled` settled first."""
+        """Who is to be looked at: outside, at his length, or held until a step is settled."""
         columns = self._columns
         due = columns[CACHED_LEN] >= columns[UNTIL_LEN]
         due |= policy.waits(columns[HELD_UNTIL], settled)

@@ -1,10 +1,8 @@
 """The rules of the queue, as small pure functions: who is next, who steps back, how many rows fit.
-A new batching rule goes here.
 
-One static order serves all of them. A request's rank is its arrival number, less a head start per
-priority level; it never changes. So a request can be overtaken only by as many later ones as the
-head start allows, the best-ranked request always makes progress, and nobody preempts in circles. No
-clock: arrivals are counted. Results do not depend on any of this.
+A request's rank is its arrival number, less a head start per priority level; it never changes. So a
+request can be overtaken only by as many later ones as the head start allows, the best-ranked one
+always makes progress, and nobody preempts in circles. Results do not depend on any of this.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ def rank(request: Request) -> Rank:
 
 
 def waits(held_until: Any, settled: int) -> Any:
-    """Whether steps up to number `held_until` have to be settled first, if those up to `settled`
-    are. Of an int, or of an array."""
+    """Whether a step behind number `settled` has to be settled first. Of an int or an array."""
     return held_until > settled
 
 
@@ -41,22 +38,19 @@ def service_order(running: Iterable[Request], settled: int) -> list[Request]:
 def victim(
     running: Sequence[Request], instead_of: Request, placed: Collection[Request]
 ) -> Request | None:
-    """Who gives its pages to `instead_of`: the worst-ranked one that is not in this step yet, if it
-    is worse."""
+    """Who gives its pages to `instead_of`: the worst-ranked one not placed yet, if it is worse."""
     worse = [r for r in running if r not in placed and rank(r) > rank(instead_of)]
     return max(worse, key=rank, default=None)
 
 
 def displaced(running: Sequence[Request], head: Request) -> Request | None:
-    """Who makes way for a waiting request that found no room: only somebody of lower priority, and
-    worse-ranked."""
+    """Who makes way for a waiting request: only somebody of lower priority, and worse-ranked."""
     worse = [r for r in running if r.spec.priority < head.spec.priority and rank(r) > rank(head)]
     return max(worse, key=rank, default=None)
 
 
 def rows(request: Request, tokens: int, emits: int) -> int:
-    """How many of its missing rows a request may compute if the step has room for so many rows and
-    emitted rows."""
+    """How many of its missing rows a request may compute in a step with so much room."""
     new_len = min(request.missing_len, tokens)
     if new_len + request.spec.continuations <= emits:
         return new_len  # as many as it could ever emit
@@ -66,6 +60,5 @@ def rows(request: Request, tokens: int, emits: int) -> int:
 
 
 def whole_first(after_whole: bool, waiting: bool) -> bool:
-    """Encoders and embeddings have steps of their own: every other step, as long as both kinds
-    wait."""
+    """Steps of encoders and embeddings: every other one, as long as both kinds wait."""
     return waiting and not after_whole

@@ -1,6 +1,5 @@
 """What the scheduler knows of a request: what was asked for (frozen), how far it is (lengths), and
-its share of a step (frozen). A batch whose requests go on decoding is one value from step to step:
-only lengths and tokens move, all at once (`decoding`).
+its share of a step (frozen).
 
 There are no modes. `len(tokens) - cached_len` rows are missing; a request that misses one row is
 what others call decoding. A token that a launched step will have sampled is there before its value:
@@ -10,7 +9,7 @@ text is the business of whoever calls `settle`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -20,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.kv.prefix import Path, Root
-from lockstep.kv.tables import Table
+from lockstep.kv.tables import PageTable
 from lockstep.plan.build import BatchShape, BatchWork, PageTables, RequestPages
 from lockstep.plan.tree import paths
 from lockstep.run.kind import StepKind
@@ -58,19 +57,9 @@ class RequestSpec:
     def __post_init__(self) -> None:
         for name in ("prompt", "encoder_ids"):
             object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
-        n, new, scores = self.n, self.max_new_tokens, self.wants_prompt_logprobs
-        if not self.prompt:
-            rule = "a prompt has at least one token"
-            raise RuleError(rule, "none", "Start with the beginning-of-text token")
-        if new < 0 or n < 1:
-            raise RuleError("max_new_tokens >= 0 and n >= 1", f"{new} and {n}", "Ask for something")
-        if self.items and (n > 1 or new or self.embed or scores or not all(self.items)):
-            rule = "items have at least one token each and are all that is asked for"
-            got = f"{len(self.items)} items, n={n}, {new} new tokens"
-            raise RuleError(rule, got, "Ask for the rest separately")
-        if n > 1 and (self.embed or not new):
-            raise RuleError("n counts completions", f"n={n} and no new tokens", "Use n=1")
-        if self.embed and (self.encoder_ids or scores):
+        if self.n > 1 and (self.embed or not self.max_new_tokens):
+            raise RuleError("n counts completions", f"n={self.n} and no new tokens", "Use n=1")
+        if self.embed and (self.encoder_ids or self.wants_prompt_logprobs):
             rule = "an embedding has no encoder and no log-probabilities"
             raise RuleError(rule, "both asked for", "Ask for one of them")
 
@@ -88,8 +77,7 @@ class RequestSpec:
 
     @property
     def scored_prompt_len(self) -> int:
-        """Rows of the prompt whose log-probabilities are wanted: the last one tells of no prompt
-        token."""
+        """Rows of the prompt whose log-probabilities are wanted: not the last one's."""
         return len(self.prompt) - 1 if self.wants_prompt_logprobs else 0
 
     @property
@@ -110,8 +98,7 @@ class Accepted(NamedTuple):
     nodes: tuple[int, ...] = ()
 
     def cut(self, most: int) -> tuple[tuple[int, ...], str | None]:
-        """The tokens that count, if `most` are wanted, and why the completion ends with them, if
-        it does."""
+        """The tokens that count, if `most` are wanted, and why the completion ends with them."""
         stop_len = self.stop_len
         if stop_len is not None and stop_len <= most:
             return self.token_ids[:stop_len], "stop"
@@ -124,15 +111,8 @@ class AcceptedTokens(NamedTuple):
     """What a step brings, sample by sample: a token each; `others` are the samples that bring more,
     or less, than one token of a text that goes on."""
 
-    token_ids: Column
-    others: Mapping[int, Accepted]
-
-    @classmethod
-    def of(cls, accepted: Sequence[Accepted]) -> AcceptedTokens:
-        """From one value per sample."""
-        plain = [each == Accepted(each.token_ids[:1]) and each.token_ids for each in accepted]
-        others = {k: each for k, each in enumerate(accepted) if not plain[k]}
-        return cls(np.array([each[0] if each else 0 for each in plain], np.int64), others)
+    token_ids: Column = np.zeros(0, np.int64)
+    others: Mapping[int, Accepted] = {}
 
     def sample(self, k: int) -> Accepted:
         """What sample k brings."""
@@ -140,8 +120,7 @@ class AcceptedTokens(NamedTuple):
 
 
 class DraftTree(NamedTuple):
-    """Tokens that may follow a request's last one. That one is node 0; `parents[i]` is the node
-    above node i + 1."""
+    """Tokens that may follow the last one, node 0; `parents[i]` is the node above node i + 1."""
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
@@ -158,8 +137,7 @@ class DraftTree(NamedTuple):
 
 
 class Request:
-    """One continuation of a prompt. `tokens[:cached_len]` have their keys in the cache, if it has a
-    table at all."""
+    """One continuation of a prompt. `tokens[:cached_len]` have their keys in the cache."""
 
     def __init__(
         self, spec: RequestSpec, arrival: int, index: int = 0, first: Iterable[int] = ()
@@ -172,7 +150,7 @@ class Request:
         self.scored_len, self.score_end = 0, spec.scored_prompt_len
         self.hit_len: int | None = None  # keys found in the prefix cache when it was admitted first
         self.encoded = not spec.encoder_ids
-        self.table: Table | None = None
+        self.table: PageTable | None = None
         self.room = 0  # keys that the pages it holds have room for, as far as was looked
         self.path: Path | None = None
         self.finish: str | None = None  # "length", "stop" or "abort"
@@ -222,13 +200,11 @@ class Request:
 
     @property
     def matchable(self) -> int | None:
-        """Keys that may come from the prefix cache: rows whose log-probabilities are still wanted
-        have to be computed. None: all."""
+        """Keys that may come from the prefix cache: rows to be scored are computed. None: all."""
         return self.scored_len if self.scored_len < self.score_end else None
 
     def samples(self, new_len: int) -> int:
-        """Tokens chosen when the next `new_len` rows are computed: none before the last row, one
-        per continuation at the prompt's end."""
+        """Tokens chosen by the next `new_len` rows: one per continuation at the prompt's end."""
         spec, known = self.spec, len(self.tokens)
         first = known == len(spec.prompt)
         if new_len < known - self.cached_len or not (spec.max_new_tokens or (spec.items and first)):
@@ -237,8 +213,7 @@ class Request:
 
     @property
     def decodes(self) -> bool:
-        """Whether its next row, the only one that is missing, samples one token and nothing else is
-        wanted of it."""
+        """Whether the only row that is missing samples one token, and nothing else is wanted."""
         spec = self.spec
         begun = self.missing_len == 1 and len(self.tokens) > len(spec.prompt)
         return begun and self.scored_len >= self.score_end and spec.max_new_tokens > 0
@@ -248,8 +223,7 @@ class Request:
         return len(self._scored(new_len)) + self.samples(new_len)
 
     def rows(self, new_len: int) -> ScheduledRows:
-        """The next `new_len` rows. Emitted are those whose logits are wanted: for
-        log-probabilities, then for every sample."""
+        """The next `new_len` rows. Emitted are those to be scored, then one for every sample."""
         begin, samples = self.cached_len, self.samples(new_len)
         emit = (new_len - 1,) * samples
         if self.scored_len < self.score_end:
@@ -299,15 +273,14 @@ class Request:
 
 
 class ScheduledRows(NamedTuple):
-    """A request's rows in a step, but for where they stand and what they are: an equal value from
-    step to step while it decodes."""
+    """A request's rows in a step, without positions and tokens: equal while it decodes."""
 
     request: Request
     new_len: int
     # rows whose logits are wanted; the last `samples` of them are sampled from, or all of a tree
     emit: tuple[int, ...]
     samples: int
-    table: Table | None = None  # of the request; another one by now, if it was preempted
+    table: PageTable | None = None  # of the request; another one by now, if it was preempted
     cross_new: int = 0  # encoder keys that the rows write
     parents: tuple[int, ...] | None = None  # of the rows, if they are nodes of a tree
     chain: bool = False  # each below the one before: their keys lie in the pages, at their places

@@ -2,10 +2,8 @@
 
 `schedule` decides a step and reserves its pages; `advance` moves lengths on when it is launched;
 `settle` takes what it sampled: tokens get their values, keys become matchable, completions fork and
-end. The next step may be scheduled, and launched behind the first, before the first is settled: its
-rows name the tokens that they wait for. What was given up meanwhile, or ends late, settles without
-a trace. Steps are launched in order, so pages may go to others as soon as nobody after it reads
-them.
+end. The next step may be launched before the first is settled: its rows name the tokens that they
+wait for. What was given up meanwhile settles without a trace.
 
 Rows of decoding requests go first, prompts fill the rest of the budget in chunks, encoders and
 embeddings have whole steps of their own. When pages are short, cached ones are evicted, then the
@@ -22,19 +20,19 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from lockstep.config import EngineConfig
 from lockstep.kv.pages import PagePool
 from lockstep.kv.prefix import Prefix
-from lockstep.kv.tables import Table, pages_for, peak_pages
+from lockstep.kv.tables import CacheGroups, PageTable, pages_for, peak_pages
 from lockstep.run.kind import DRAFT, EMBED, ENCODE, GENERATE, StepKind, group_specs
 from lockstep.sched import policy
-from lockstep.sched.builder import Limits, StepBuilder
+from lockstep.sched.builder import StepBuilder
 from lockstep.sched.decoding import Decoding
 from lockstep.sched.request import (
     Accepted,
     AcceptedTokens,
     Batch,
     DraftTree,
-    GroupPages,
     Piece,
     Request,
     RequestSpec,
@@ -42,8 +40,6 @@ from lockstep.sched.request import (
     ScheduledStep,
 )
 from lockstep.types import Layout, OutOfPages, RuleError
-
-__all__ = ["Limits", "Scheduler"]
 
 
 class Scheduler:
@@ -54,13 +50,15 @@ class Scheduler:
         self,
         kinds: Mapping[str, StepKind],
         pools: Sequence[PagePool | None],
-        limits: Limits,
+        config: EngineConfig,
         arrivals: int = 0,
     ) -> None:
-        self.kinds, self.pools, self.limits = kinds, tuple(pools), limits
+        self.kinds, self.pools, self.config = kinds, tuple(pools), config
         self.specs = group_specs(kinds.values())
         drafts = kinds[DRAFT].groups if DRAFT in kinds else ()
-        self.tree = Prefix(self.specs, pools, drafts)
+        self._cache = CacheGroups(self.specs, self.pools, drafts)
+        self._plain_cache = self._cache.plain()  # of requests without a draft
+        self.tree = Prefix(self._cache)
         self.running: list[Request] = []  # by rank, like the next two
         self.waiting: list[Request] = []
         self.embeds: list[Request] = []
@@ -75,9 +73,6 @@ class Scheduler:
         self._blocked = False  # the head of the queue found no room in the last step
         self._groups = kinds[GENERATE].groups if GENERATE in kinds else ()
         self._drafts = drafts  # which come with them
-        cached = (*self._groups, *self._drafts)
-        self._stored = tuple(g for g in cached if self.specs[g].layout is not Layout.CROSS)
-        self._own_pools = [None if g in self._drafts else pool for g, pool in enumerate(pools)]
 
     def add(self, spec: RequestSpec) -> Request:
         """Takes a request in, or refuses one that could never run."""
@@ -87,8 +82,7 @@ class Scheduler:
         return request
 
     def resume(self, requests: Iterable[Request]) -> None:
-        """Requests that hold nothing here join the queue: new ones, or those of a scheduler that is
-        no more."""
+        """Requests that hold nothing here join the queue: new ones, or another scheduler's."""
         for request in requests:
             self.arrivals = max(self.arrivals, request.arrival + 1)
             insort(self.embeds if request.spec.embed else self.waiting, request, key=policy.rank)
@@ -100,23 +94,19 @@ class Scheduler:
                 self._end(member, "abort")
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step, its pages reserved; None if there is nothing to do, or nothing before the
-        step that was launched is settled."""
+        """The next step, its pages reserved; None if there is nothing to do before a settling."""
         if self._scheduled is not None or len(self._launched) > 1:
             rule = "a step is scheduled when the last is launched and those before it are settled"
             got = f"{len(self._launched)} launched and {int(self._scheduled is not None)} not yet"
             raise RuleError(rule, got, "Advance what was scheduled, settle what was launched first")
         self._displace()
         tries = [self._generate, self._whole]
-        if policy.whole_first(
-            self._after_whole, bool(self.embeds or (self.waiting and not self.waiting[0].encoded))
-        ):
+        whole_waits = bool(self.embeds or (self.waiting and not self.waiting[0].encoded))
+        if policy.whole_first(self._after_whole, whole_waits):
             tries.reverse()
         step = tries[0]() or tries[1]()
-        left = self.running or self.waiting or self.embeds
-        assert step is not None or self._launched or not left, (
-            f"{len(self.running)} running and no step"
-        )
+        idle = not (self.running or self.waiting or self.embeds)
+        assert step or self._launched or idle, f"{len(self.running)} running and no step"
         self._scheduled = step
         return step
 
@@ -185,15 +175,14 @@ class Scheduler:
     # -- admission
 
     def refuse(self, spec: RequestSpec) -> None:
-        """Everything that could never run is said here, with both numbers, and not found out by
-        waiting forever."""
+        """What could never run is said here, with both numbers, not found out by waiting."""
         wanted = {EMBED if spec.embed else GENERATE: "embeddings" if spec.embed else "generation"}
         if spec.encoder_ids:
             wanted[ENCODE] = "an encoder"
         for name, what in wanted.items():
             if name not in self.kinds:
                 raise RuleError("a model does what it has layers for", what, "Use another model")
-        size = self.limits.chunked_prefill_size
+        size = self.config.chunked_prefill_size
         whole = len(spec.prompt) if spec.embed else len(spec.encoder_ids)
         if whole > size:
             rule = f"an embedding or an encoder is computed in one step, at most {size} tokens"
@@ -223,16 +212,15 @@ class Scheduler:
         return peak_pages(group, spec.max_keys, 1)
 
     def _admit(self, request: Request) -> bool:
-        """Gives the head of the queue a table, with the longest cached prefix in it, if there is
-        room for all its known tokens."""
+        """Gives the head of the queue a table and its cached prefix, if all its tokens fit."""
         if request.launched_in > self.settled:
             return False  # it was preempted, and its last token has no value yet
         self._blocked = True
-        if len(self.running) >= self.limits.max_running_requests:
+        if len(self.running) >= self.config.max_running_requests:
             return False
-        pools = self.pools if request.spec.draft else self._own_pools
-        table, path = Table(self.specs, pools, self._drafts), None
-        if self.limits.prefix_cache:
+        groups = self._cache if request.spec.draft else self._plain_cache
+        table, path = PageTable(groups), None
+        if not self.config.disable_radix_cache:
             path = self.tree.match(request.spec.root, request.tokens, table, request.matchable)
         request.table, request.path = table, path
         if self.running and not self._fits(request, table):
@@ -248,18 +236,14 @@ class Scheduler:
         insort(self.running, request, key=policy.rank)
         return True
 
-    def _fits(self, request: Request, table: Table) -> bool:
-        """Room for all its known tokens, and one page more for everyone who runs: who enters should
-        not be thrown out at once."""
+    def _fits(self, request: Request, table: PageTable) -> bool:
+        """Room for all its known tokens, and one page more for everyone who runs."""
         for g in self._cached(request.spec):
             spec = self.specs[g]
-            need = (
-                peak_pages(spec, len(request.tokens), self.limits.chunked_prefill_size)
-                - len(table.held(g))
-                + len(self.running)
-            )
-            if spec.layout is Layout.CROSS:
-                need = pages_for(len(request.spec.encoder_ids), spec)
+            need = pages_for(len(request.spec.encoder_ids), spec)
+            if spec.layout is not Layout.CROSS:
+                most = peak_pages(spec, len(request.tokens), self.config.chunked_prefill_size)
+                need = most - len(table.held(g)) + len(self.running)
             if need > self.tree.available(g):
                 return False
         return True
@@ -275,8 +259,7 @@ class Scheduler:
     # -- steps
 
     def _generate(self) -> ScheduledStep | None:
-        """Rows of running requests by turn, then of waiting ones by rank: nobody is admitted past
-        one who is held up."""
+        """Rows of running requests, then of waiting ones: nobody passes one who is held up."""
         if GENERATE not in self.kinds:
             return None
         builder = self._builder(GENERATE)
@@ -307,8 +290,8 @@ class Scheduler:
                 break
             held = policy.waits(request.held_until, self.settled)
             if not held and request.draft is None and self._secure(request, 1, ()):
-                pages, until_len = self._pages(request), self._until_len(request)
-                members.look(request, pages, until_len)
+                pages = request.table.views(self._groups)
+                members.look(request, pages, self._until_len(request))
                 continue
             builder.add_members(members, begin, request.number)
             begin = request.number + 1
@@ -344,11 +327,10 @@ class Scheduler:
         return want
 
     def _place_tree(self, request: Request, tree: DraftTree, builder: StepBuilder) -> bool:
-        """The draft of a request, if the step and the pages have room for all of it; it is asked
-        once."""
+        """The draft of a request, asked once, if there is room for all of it."""
         request.draft = None
         nodes = 1 + len(tree.token_ids)
-        if request.missing_len != 1 or nodes > min(builder.tokens, builder.emits):
+        if request.missing_len != 1 or nodes > builder.room:
             return False
         if not self.make_room(request, 1 + tree.depth, 0 if tree.chain else nodes):
             return False
@@ -370,15 +352,13 @@ class Scheduler:
         return True
 
     def _evict_ahead(self) -> None:
-        """One eviction, if there is something to evict, for everyone who outgrows his pages: at
-        most a page each and group."""
+        """One eviction for everyone who outgrows his pages: at most a page each and group."""
         members = self._members
         grown = len(members.due(self.settled)) + len(self.running) - len(members)
-        self.tree.make_room([grown * (g in self._stored) for g in range(len(self.specs))])
+        self.tree.make_room([grown * (g in self._cache.stored) for g in range(len(self.specs))])
 
     def _reserve(self, request: Request, want: int) -> int:
-        """Pages for up to `want` rows more, after those that left the window; returns for how
-        many."""
+        """Pages for up to `want` rows more, behind the window's; returns for how many."""
         table, begin, cross_len = request.table, request.cached_len, len(request.spec.encoder_ids)
         assert table is not None, "a request without a table has no turn"
         self._store(request)
@@ -387,18 +367,16 @@ class Scheduler:
             table.reserve(begin + want, cross_len=cross_len)
         except OutOfPages:
             self._evict_ahead()
-            want = min(
-                want, min(table.room(g, self.tree.available(g)) for g in table.stored) - begin
-            )
+            rooms = [table.room(g, self.tree.available(g)) for g in table.groups.stored]
+            want = min(want, min(rooms) - begin)
             if want < 1 or not self.tree.make_room(table.needs(begin + want, cross_len=cross_len)):
                 return 0
             table.reserve(begin + want, cross_len=cross_len)
-        request.room = min([table.room(g, 0) for g in table.stored])
+        request.room = min([table.room(g, 0) for g in table.groups.stored])
         return want
 
     def _whole(self) -> ScheduledStep | None:
-        """A step of embeddings, or of encoders: whichever kind's head has the better rank and finds
-        room."""
+        """A step of embeddings or encoders: whichever head has the better rank and finds room."""
         encoders = [self.waiting[0]] if self.waiting and not self.waiting[0].encoded else []
         heads = sorted([*self.embeds[:1], *encoders], key=policy.rank)
         for head in heads:
@@ -408,36 +386,30 @@ class Scheduler:
         return None
 
     def _embed(self) -> ScheduledStep | None:
-        builder = self._builder(EMBED)
-        while (
-            self.embeds
-            and len(self.embeds[0].spec.prompt) <= builder.tokens
-            and len(builder.rows) < self.limits.max_running_requests
-        ):
-            request = self.embeds.pop(0)
-            ids = request.spec.prompt
+        builder, most = self._builder(EMBED), self.config.max_running_requests
+        while self.embeds and len(builder.rows) < most:
+            request, ids = self.embeds[0], self.embeds[0].spec.prompt
+            if len(ids) > builder.tokens:
+                break
+            self.embeds.pop(0)
             builder.add(ScheduledRows(request, len(ids), (len(ids) - 1,), 0), ids)
         return self._step(builder)
 
     def _encode(self) -> ScheduledStep | None:
         """Encoders of the requests at the head of the queue, which run from now on."""
         builder = self._builder(ENCODE)
-        while (
-            self.waiting
-            and not self.waiting[0].encoded
-            and len(self.waiting[0].spec.encoder_ids) <= builder.tokens
-        ):
-            request = self.waiting[0]
-            if not self._admit(request):
+        while self.waiting and not self.waiting[0].encoded:
+            request, ids = self.waiting[0], self.waiting[0].spec.encoder_ids
+            if len(ids) > builder.tokens or not self._admit(request):
                 break
-            ids, table = request.spec.encoder_ids, request.table
+            table = request.table
             assert table is not None, "an admitted request has a table"
             table.reserve(0, cross_len=len(ids))
             builder.add(ScheduledRows(request, len(ids), (), 0, table, cross_new=len(ids)), ids)
         return self._step(builder)
 
     def _builder(self, name: str) -> StepBuilder:
-        return StepBuilder(self.kinds[name], self.limits.chunked_prefill_size)
+        return StepBuilder(self.kinds[name], self.config.chunked_prefill_size)
 
     def _step(self, builder: StepBuilder) -> ScheduledStep | None:
         if not builder.rows:
@@ -482,10 +454,8 @@ class Scheduler:
             request.tokens[at : at + 1] = kept
         if rows.table is not None and rows.table is request.table:
             self._keep(piece, accepted)
-        forks = [
-            self._fork(request, i, Accepted() if spec.items else accepted[i])
-            for i in range(1, rows.samples)
-        ]
+        first = [Accepted()] * rows.samples if spec.items else accepted
+        forks = [self._fork(request, i, first[i]) for i in range(1, rows.samples)]
         if rows.samples and spec.items:
             reason = request.begin_item()
         if reason is not None:
@@ -506,10 +476,6 @@ class Scheduler:
             until_len = min(until_len, request.cached_len + 1)  # its last key is not settled yet
         return until_len
 
-    def _pages(self, request: Request) -> GroupPages:
-        assert request.table is not None, "a request that runs has pages"
-        return request.table.views(self._groups)
-
     def _store(self, request: Request) -> None:
         """The keys of settled rows become matchable, block by block."""
         table, path, settled_len = request.table, request.path, request.settled_len
@@ -521,8 +487,7 @@ class Scheduler:
             self.tree.insert(path, request.tokens, table, settled_len)
 
     def _keep(self, piece: Piece, accepted: Sequence[Accepted]) -> None:
-        """The keys of settled rows become matchable; those of a tree move to their places with the
-        next step."""
+        """The keys of settled rows become matchable; a tree's move with the next step."""
         rows, request, table = piece.rows, piece.request, piece.request.table
         assert table is not None, "a request that lost its pages has nothing to keep"
         request.settled_len = piece.cached_len + piece.new_len
@@ -553,12 +518,9 @@ class Scheduler:
         child.finish = child.begin_item() if spec.items else reason
         if child.finish is not None:
             return child
-        if (
-            len(self.running) < self.limits.max_running_requests
-            and parent.table is not None
-            and self.tree.make_room(parent.table.fork_needs(parent.cached_len))
-        ):
-            child.table, child.encoded = parent.table.fork(parent.cached_len), True
+        table, room = parent.table, len(self.running) < self.config.max_running_requests
+        if table is not None and room and self.tree.make_room(table.fork_needs(parent.cached_len)):
+            child.table, child.encoded = table.fork(parent.cached_len), True
             child.cached_len = child.settled_len = parent.cached_len
             child.path = self.tree.fork(parent.path) if parent.path is not None else None
             insort(self.running, child, key=policy.rank)

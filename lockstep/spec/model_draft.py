@@ -1,7 +1,7 @@
 """Drafts that a model makes: its rows are ordinary plans, through the runner of the target.
 
 The model has groups of its own in the requests' tables, so the scheduler reserves, shares, moves
-and frees its pages with the target's. Where it stands is `Table.draft_len`. Rows that are missing
+and frees its pages with the target's. It stands at `PageTable.draft_len`. Rows that are missing
 come first, ragged, with the target's hidden states where the model reads them; what their last one
 says is the root of the draft. A chain's further rows lie in the pages, above every key that counts;
 those of a tree in scratch. Keys of guesses are kept if the tokens were right and the model sees
@@ -24,11 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.kv.tables import Table
+from lockstep.kv.tables import PageTable
 from lockstep.plan.build import RequestWork, build
 from lockstep.run.runner import Runner, StepOutput
+from lockstep.sample.logits import Row
 from lockstep.sample.params import SamplingParams
-from lockstep.sample.sampler import Row, sample
+from lockstep.sample.sampler import sample
 from lockstep.sched.request import DraftTree, Request
 from lockstep.spec import beam
 from lockstep.spec.draft import NO_DRAFT, DraftModel, DraftRequest, SettledStep
@@ -57,7 +58,7 @@ class DraftState:
     tip      of the row before `draft_len`; None if it is not known
     """
 
-    table: Table
+    table: PageTable
     hidden: list[tuple[Tensor, ...]] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
     tip: Tip | None = None

@@ -67,7 +67,7 @@ class Speculation:
     def propose(self, scheduler: Scheduler, params_of: Callable[[Request], SamplingParams]) -> None:
         """Trees for whoever may have one in the next step."""
         begun, shape, asks = time.perf_counter(), self.shape, list[DraftRequest]()
-        budget = (scheduler.limits.chunked_prefill_size - len(scheduler.running)) // 2
+        budget = (scheduler.config.chunked_prefill_size - len(scheduler.running)) // 2
         for request, steps in self._wanted(scheduler).items():
             nodes = min(shape.nodes if shape.top_k > 1 else steps, budget)
             if nodes < 1:

@@ -2,8 +2,7 @@
 string.
 
 `Detok` turns tokens into text that will not change; its pieces joined are the decode of all tokens.
-`Stops` finds stop strings across pieces, whatever the pieces are. `Stream` is both. They hold state
-for one completion; nothing here knows the engine.
+`Stops` finds stop strings across pieces, whatever the pieces are. `Stream` is both.
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ class Detok:
         return min(lengths)
 
     def _advance(self, new: str) -> None:
-        """The window moves on behind new text: a token without text must not begin one, or the next
-        would be the first of a text."""
+        """The window moves on behind new text: a token without text must not begin one."""
         if new:
             self.begin, self.settled = self.settled, len(self.ids)
             self.sent = len(self._window())

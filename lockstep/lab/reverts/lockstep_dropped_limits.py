@@ -6,10 +6,10 @@ Motivation:
 Neither changes an answer, and no test of answers can miss them.
 Mechanism:
 1. A user limits the requests that run at once, or wants nothing kept.
-2. The scheduler's limits are made without them.
+2. The scheduler gets a config without them.
 3. As many run as the default allows, and prefixes are kept.
 Key functions:
-`llm.engine.limits_of`, which makes the scheduler's limits of the options.
+`sched.scheduler.Scheduler.__init__`, which takes the options.
 Symptom:
 More requests in a step than asked for; tokens found in a cache that was switched off.
 Risk and impact:
@@ -21,16 +21,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.sched.scheduler import Limits
+from lockstep.config import EngineConfig
 
 SOURCE = "class: options accepted and dropped"
-TARGET = "lockstep.llm.engine:limits_of"
+TARGET = "lockstep.sched.scheduler:Scheduler.__init__"
 CELLS = ("engine-running/llama", "engine-uncached/llama")
 RELATED = ("lockstep-cache-dtype",)
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def limits_of(config: Any) -> Any:
-        return Limits(config.chunked_prefill_size)
+    def __init__(
+        self: Any, kinds: Any, pools: Any, config: EngineConfig, arrivals: int = 0
+    ) -> None:
+        rows = config.chunked_prefill_size
+        old(self, kinds, pools, EngineConfig(chunked_prefill_size=rows), arrivals)
 
-    return limits_of
+    return __init__

@@ -10,7 +10,7 @@ Mechanism:
 2. The guesses are rejected, or the first rows of the draft look further back than the last.
 3. Keys that are visible are gone, or are another request's by now.
 Key functions:
-`sched.scheduler.Scheduler.make_room`; `Table.release` takes the settled length.
+`sched.scheduler.Scheduler.make_room`; `PageTable.release` takes the settled length.
 Symptom:
 Wrong bits in layers with a window, with speculation, close to a page's end.
 Risk and impact:

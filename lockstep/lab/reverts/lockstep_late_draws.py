@@ -11,7 +11,7 @@ Mechanism:
    1.
 3. Sample 1 is of the draft's second node.
 Key functions:
-`llm.launched.Launched.first_ids`: the first sample of every completion. Found by the first run of
+`llm.rows.Launched.first_ids`: the first sample of every completion. Found by the first run of
 speculation with late settling.
 Symptom:
 A request that does not speculate goes on with a token of one that does.
@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "class: two numberings of samples"
-TARGET = "lockstep.llm.launched:Launched.first_ids"
+TARGET = "lockstep.llm.rows:Launched.first_ids"
 CELLS = ("engine-guessed-loss/qwen3",)
 RELATED = ("lockstep-late-order", "lockstep-late-sample")
 

@@ -10,7 +10,7 @@ Mechanism:
 1. Row a is copied to b, then row b to c.
 2. In sequence, c gets a's content.
 Key functions:
-`kv.pool.Pool.move`, which indexes once; `kv.tables.Table.fork` and `accept`, the only makers of
+`kv.pool.Pool.move`, which indexes once; `kv.tables.PageTable.fork` and `accept`, the only makers of
 moves.
 Symptom:
 None.
