@@ -3,9 +3,11 @@
 An engine of one model each for dense heads of 64 and 128, a latent cache, experts, sinks and
 windows: prompts on both sides of a tile, some decoded tokens, a fork, log-probabilities, cuts and
 penalties. No certificate and no comparison of GEMMs at load, which launch thousands of kernels.
+`--control` launches a kernel of two groups of warps without shared memory of its own: what a tool
+says of it, it says of how Triton hands arguments over.
 
-usage: compute-sanitizer --tool memcheck --kernel-name kns=_kernel \\
-           python tests/gpu_sanitize.py [--models NAME,NAME] [--graphs]
+usage: compute-sanitizer --tool memcheck --kernel-regex kns=_kernel \\
+           python tests/gpu_sanitize.py [--models NAME,NAME] [--graphs] [--control]
 """
 
 from __future__ import annotations
@@ -18,11 +20,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import torch
 from gpu_engine_cells import save
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from lockstep.attention.select import select
 from lockstep.config import EngineConfig
 from lockstep.kernels.cuda import ops
+from lockstep.kernels.triton import tuning
 from lockstep.llm.engine import Engine, Parts
 from lockstep.models import loader
 from lockstep.run.certify import Certificate
@@ -36,6 +42,29 @@ KINDS = (
     replace(PLAIN, n=2),
     replace(PLAIN, prompt_logprobs=1),
 )
+
+
+@gluon.jit
+def first(out, a, b):
+    gl.store(out + gl.program_id(0), a + b)
+
+
+@gluon.jit
+def second(out, a, b):
+    gl.store(out + 8 + gl.program_id(0), a - b)
+
+
+@gluon.jit
+def control_kernel(out, given):
+    a, b = gl.load(given + gl.program_id(0)), gl.load(given)
+    gl.warp_specialize([(first, (out, a, b)), (second, (out, a, b))], [1], [40])
+
+
+def control() -> None:
+    """Two groups of warps, a number from each, handed over as any argument is."""
+    out = torch.zeros(16, dtype=torch.int32, device="cuda")
+    control_kernel[(8,)](out, torch.arange(3, 11, dtype=torch.int32, device="cuda"), num_warps=4)
+    print(f"control: {out.tolist()}", file=sys.stderr, flush=True)
 
 
 def engine_of(name: str, graphs: bool) -> Engine:
@@ -63,7 +92,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default="qwen3,llama,deepseek_v3,gpt_oss")
     parser.add_argument("--graphs", action="store_true")
+    parser.add_argument("--control", action="store_true")
     args = parser.parse_args()
+    if args.control:
+        return control()
+    tuning.PREFILL_ITEMS = 1  # so that short prompts reach its kernel
     ops.GRID = (1, 16)  # rows whose GEMMs are compared at load
     for name in args.models.split(","):
         begin, rng = time.time(), np.random.default_rng(3)
