@@ -86,13 +86,10 @@ def variant(
     )
 
 
-def plain(
-    head: tuple[int, int], shape: str, kv: str = "bfloat16", cap: bool = False, tree: bool = False
-) -> Variant:
-    """The plain attention kernel, launched as `shape` says: few, some or many rows."""
-    d_qk, d_v = head
+def group(d_qk: int, d_v: int, kv: str = "bfloat16", cap: bool = False) -> GroupSpec:
+    """A group of such heads: 32 with 8 of keys, or 128 over a latent cache."""
     latent = d_qk > 512
-    spec = GroupSpec(
+    return GroupSpec(
         layout=Layout.LATENT if latent else Layout.DENSE,
         heads=128 if latent else 32,
         kv_heads=1 if latent else 8,
@@ -101,9 +98,16 @@ def plain(
         layers=(AttnSpec(scale=d_qk**-0.5, soft_cap=30.0 if cap else None),),
         kv_dtype="bfloat16" if kv == "float16" else kv,
     )
-    chosen = getattr(tuning, shape)(spec, tree)
+
+
+def plain(
+    head: tuple[int, int], shape: str, kv: str = "bfloat16", cap: bool = False, tree: bool = False
+) -> Variant:
+    """The plain attention kernel, launched as `shape` says: few, some or many rows."""
+    d_qk, d_v = head
+    chosen = getattr(tuning, shape)(group(d_qk, d_v, kv, cap), tree)
     tile = attention_order(SM90, d_qk, d_v).tile
-    made = Shape(d_qk=d_qk, d_v=d_v, tile=tile, latent=latent, cap=cap, tree=tree)
+    made = Shape(d_qk=d_qk, d_v=d_v, tile=tile, latent=d_qk > 512, cap=cap, tree=tree)
     compute = "*fp16" if kv == "float16" else "*bf16"
     feature = (" cap" if cap else "") + (" tree" if tree else "")
     return variant(

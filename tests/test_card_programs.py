@@ -1,0 +1,32 @@
+"""Programs that only run on a card: what they name in the package exists."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parent.parent
+PROGRAMS = [*sorted(ROOT.glob("bench/gpu/*.py")), *sorted(ROOT.glob("tests/gpu_*.py"))]
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_a_program_names_what_exists(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in (ROOT, ROOT / "tests"):
+        monkeypatch.syspath_prepend(str(place))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, module)
+    spec.loader.exec_module(module)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    named = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
+    for node in [n for n in named if isinstance(n.value, ast.Name)]:
+        owner = vars(module).get(node.value.id)
+        if isinstance(owner, ModuleType):
+            assert hasattr(owner, node.attr), f"line {node.lineno}: {node.value.id}.{node.attr}"
