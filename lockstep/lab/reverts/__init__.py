@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from lockstep.types import RuleError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 VARIABLE = "LOCKSTEP_REVERT"  # names a revert that any command runs with, its worker processes too
 SECTIONS = ("Summary", "Motivation", "Mechanism", "Key functions", "Symptom", "Risk and impact")
@@ -99,15 +99,17 @@ def parse(name: str, text: str) -> tuple[str, dict[str, str]]:
     return title, story
 
 
-_FROZEN: dict[tuple[int, torch.Size], list[Tensor]] = {}  # on a GPU, kept for good
+_FROZEN: dict[tuple[int, int], list[Tensor]] = {}  # on a GPU, kept for good
 
 
 def frozen(tensor: Tensor) -> Tensor:
     """A copy that was made for one step, which a recorded launch keeps for good. No GPU makes one
     inside a capture: there it is that of the plain run before."""
+    import torch
+
     if tensor.device.type == "cpu":
         return torch.from_numpy(tensor.numpy().copy())
-    made = _FROZEN.setdefault((tensor.data_ptr(), tensor.shape), [])
+    made = _FROZEN.setdefault((tensor.data_ptr(), tensor.numel()), [])
     if not torch.cuda.is_current_stream_capturing():
         made.append(tensor.clone())
     return made[-1]
