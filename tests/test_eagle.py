@@ -199,6 +199,8 @@ def test_answers_with_a_random_head_have_the_bits_of_plain_ones(architecture, to
     want, _ = answers(engine())
     got, counts = answers(engine(**head))
     assert got == want and counts.drafted - counts.accepted > 100
+    got, _ = answers(engine(**head, chunked_prefill_size=24, bucket_sizes=(8, 24)))
+    assert got == want
 
 
 def engine(**options: Any) -> Engine:

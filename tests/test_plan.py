@@ -192,6 +192,16 @@ def test_a_uniform_batch_keeps_its_width_when_padded():
     assert pad(plan, bucket).new_lens.tolist() == [2] * 4
 
 
+def test_a_uniform_batch_is_padded_to_no_more_rows_than_the_largest_bucket_has():
+    """Who has room for as many rows as that, a head's states for one, has room for every step."""
+    b = Batch(FULL)
+    plan = b.build(*(b.work(5, 5) for _ in range(3)))
+    bucket = Buckets((4, 16)).fit(plan)
+    assert (bucket.requests, bucket.tokens, bucket.width) == (4, 16, 0)
+    decode = b.build(*(b.work(5, 1) for _ in range(3)))
+    assert Buckets((16,), requests=(32,)).fit(decode).tokens == 16
+
+
 def test_fit_gives_a_pad_request_whenever_there_is_a_pad_row():
     b = Batch(FULL)
     plan = b.build(b.work(0, 3), b.work(0, 2))

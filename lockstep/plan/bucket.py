@@ -68,10 +68,10 @@ class Buckets:
         """The smallest bucket that holds `plan`, with a pad request whenever there is a pad row."""
         real, exact = plan.real, plan.bucket
         width = exact.width if exact.width == 1 or real.requests > 1 else 0
-        if width:  # decoding, verifying: so many rows per request, pads too
-            requests = self._round(real.requests, "requests")
-            tokens = requests * width
-        else:
+        requests = self._round(real.requests, "requests") if width else 0
+        tokens = requests * width  # decoding, verifying: so many rows per request, pads too
+        if not width or tokens > self.tokens[-1]:
+            width = 0
             tokens = self._round(real.tokens, "tokens")
             requests = self._round(real.requests + (tokens > real.tokens), "requests")
         pads = pad_lens(tokens - real.tokens, requests - real.requests)
