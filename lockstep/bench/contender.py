@@ -66,8 +66,7 @@ class Measures:
     sizes: Sizes
 
     def decode_work(self, seed: int) -> Work:
-        prompt_len, new = self.sizes.decode
-        return work((prompt_len,), (new,), self.vocab_size, seed)
+        return work(self.sizes.decode[:1], self.sizes.decode[1:], self.vocab_size, seed)
 
     def decode(self, seed: int) -> float:
         """Batch 1, greedy: seconds per token from the first to the last new token."""
@@ -183,15 +182,12 @@ def host_times(ours: Ours, sizes: Sizes) -> Answer:
 
     requests, keys, steps = sizes.host
     engine, times, slack = ours.crowd, HostTimes(), 4 + requests // 16
-    common = work((keys - 20,), (1,), ours.vocab_size, 7).prompts
-    ends = work((16,) * requests, (1,) * requests, ours.vocab_size, 8).prompts
+    common = prompts((keys - 20,), ours.vocab_size, 7)
     ours.prime(common)
     jobs = []
-    for i, end in enumerate(ends):
-        how = SamplingParams(
-            max_tokens=steps + slack + 8, temperature=float(i % 3 == 0), ignore_eos=True, seed=i
-        )
-        jobs.append(engine.add((*common[0], *end), how))
+    for i, end in enumerate(prompts((16,) * requests, ours.vocab_size, 8)):
+        how = {"max_tokens": steps + slack + 8, "temperature": float(i % 3 == 0), "seed": i}
+        jobs.append(engine.add((*common[0], *end), SamplingParams(**how, ignore_eos=True)))
     for _ in range(slack):
         engine.step()
     with times.watching():

@@ -150,10 +150,6 @@ class Contenders:
         """Measures by turns, as often as was asked for; a quick run takes what it gets."""
         return alternate(measures, self.runs, self.on_progress, 0 if self.sizes.small else 3)
 
-    def differing(self, model: str, work: Work, first: Played, theirs: Played) -> int:
-        """How many requests got other tokens from the peer than in our `first`."""
-        return peers.disagreements(self.peer(model), work, first, theirs)
-
     def _folder(self, model: str) -> Path:
         if model == "builtin":
             return BUILTIN
@@ -188,9 +184,9 @@ def decode(model: str, contenders: Contenders) -> tuple[Timing, Details]:
     first, ways = ours.play(work), {"lockstep": ours.decode}
     more: Details = {"prompt_len": prompt_len, "new_tokens": new}
     if contenders.compares:
-        generate = contenders.peer(model).generate
-        more["differing"] = {"generate": contenders.differing(model, work, first, generate(work))}
-        ways["generate"] = contenders.measures(model, generate).decode
+        peer = contenders.peer(model)
+        more["differing"] = {"generate": peer.disagreements(work, first, peer.generate(work))}
+        ways["generate"] = contenders.measures(model, peer.generate).decode
     return contenders.alternate(ways).scaled(1e3), more
 
 
@@ -210,11 +206,11 @@ def mixed(model: str, contenders: Contenders) -> tuple[Timing, Details]:
     if not contenders.compares:
         return contenders.alternate(ways), more
     peer = contenders.peer(model)
-    static = contenders.differing(model, trial, first, peer.generate(trial))
-    more["differing"], ways["static"] = {"static": static}, rate(peer.generate)
+    more["differing"] = {"static": peer.disagreements(trial, first, peer.generate(trial))}
+    ways["static"] = rate(peer.generate)
     with ExitStack() as stack:
         try:
-            best, differing, more["batching"] = choose(model, trial, first, contenders)
+            best, differing, more["batching"] = choose(peer, trial, first, contenders)
             more["differing"]["continuous"] = differing
             ways["continuous"] = rate(stack.enter_context(peer.continuous(best, work)))
         except Exception as error:  # whatever it raises on this machine is a result to show
@@ -223,7 +219,7 @@ def mixed(model: str, contenders: Contenders) -> tuple[Timing, Details]:
 
 
 def choose(
-    model: str, trial: Work, first: Played, contenders: Contenders
+    peer: Peer, trial: Work, first: Played, contenders: Contenders
 ) -> tuple[Batching, int, Details]:
     """The fastest settings of continuous batching on this machine, how many requests got other
     tokens than in our `first`, and what was tried."""
@@ -231,9 +227,9 @@ def choose(
     differing = 0
     for batching in peers.BATCHINGS[: 1 if contenders.sizes.small else None]:
         contenders.on_progress(str(batching))
-        with contenders.peer(model).continuous(batching, trial) as play:
+        with peer.continuous(batching, trial) as play:
             played = play(trial)
-        differing = max(differing, contenders.differing(model, trial, first, played))
+        differing = max(differing, peer.disagreements(trial, first, played))
         rates[batching] = round(trial.new_tokens / played.seconds, 1)
     best = max(rates, key=lambda batching: rates[batching])
     more: Details = {

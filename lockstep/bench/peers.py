@@ -3,7 +3,7 @@ continuous batching.
 
 The only file of the benchmarks that imports transformers, and only when it is needed. fp32, sdpa,
 eager, greedy, no end token. Also makes the random llama, so that both sides load the very same
-folder. `disagreements` tells whether two contenders did the same work.
+folder. `Peer.disagreements` tells whether two contenders did the same work.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib
 import logging
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -120,12 +120,23 @@ class Peer:
         ) as manager:
             yield partial(play_all, manager)
 
-    def gap(self, ids: Sequence[int]) -> float:
-        """How far the best two next tokens are apart."""
-        with torch.inference_mode():
-            logits = self.model(torch.tensor([list(ids)]), logits_to_keep=1).logits[0, -1]
-        best = logits.topk(2).values
-        return float(best[0] - best[1])
+    def disagreements(self, work: Work, mine: Played, theirs: Played) -> int:
+        """How many requests got other tokens. A first difference is allowed only where two tokens
+        are as good as equal."""
+        differing = 0
+        for prompt, a, b in zip(work.prompts, mine.tokens, theirs.tokens, strict=True):
+            at = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+            if at is None:
+                continue
+            differing += 1
+            with torch.inference_mode():
+                ids = torch.tensor([[*prompt, *a[:at]]])
+                best, second = self.model(ids, logits_to_keep=1).logits[0, -1].topk(2).values
+            gap = float(best - second)
+            if gap >= TIE:
+                told = f"new token {at} is {a[at]} and {b[at]}, the best two logits {gap:.2g} apart"
+                raise RuntimeError(f"the contenders disagree: {told}")
+        return differing
 
 
 def play_all(manager: Any, work: Work) -> Played:
@@ -143,22 +154,6 @@ def play_all(manager: Any, work: Work) -> Played:
             done[result.request_id] = result
     seconds = perf_counter() - begin
     return Played(tuple(tuple(done[name].generated_tokens) for name in names), 0.0, seconds)
-
-
-def disagreements(peer: Peer, work: Work, mine: Played, theirs: Played) -> int:
-    """How many requests got other tokens. A first difference is allowed only where two tokens are
-    as good as equal."""
-    differing = 0
-    for prompt, a, b in zip(work.prompts, mine.tokens, theirs.tokens, strict=True):
-        at = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
-        if at is None:
-            continue
-        differing += 1
-        gap = peer.gap((*prompt, *a[:at]))
-        if gap >= TIE:
-            told = f"new token {at} is {a[at]} and {b[at]}, the best two logits are {gap:.2g} apart"
-            raise RuntimeError(f"the contenders disagree: {told}")
-    return differing
 
 
 def transformers() -> Any:

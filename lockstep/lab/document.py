@@ -43,15 +43,14 @@ def head() -> Document:
 
 def environment() -> dict[str, str | int]:
     """Versions, commit, processor, cores, platform."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    packages = {name: _version(name) for name in PACKAGES}
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     return {
         "lockstep": __version__,
         "commit": commit(),
         "python": platform.python_version(),
-        **packages,
+        **{name: _version(name) for name in PACKAGES},
         "cpu": cpu_model(),
         "cores": cores,
         "platform": f"{platform.system()} {platform.machine()}",

@@ -12,7 +12,6 @@ import random
 from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from itertools import count, pairwise
 from typing import Any
 
@@ -125,23 +124,23 @@ def evict(rig: EngineHarness, quick: bool) -> None:
         for stem in stems
         for n, m in ((13, 1), (22, 9), (len(stem), 5))
     ]
+    cached: dict[tuple[Any, int], int] = {}
+
+    def counting(engine: InstrumentedEngine, step: object) -> None:
+        """Pages that left the tree, as far as the next step shows it."""
+        tree = engine.scheduler.tree
+        for g in tree.groups:
+            gone = cached.get((engine, g), 0) - tree.cached(g)
+            rig.counters["evicted_pages"] += max(0, gone)
+            cached[engine, g] = tree.cached(g)
+
     for page, total in ((4, 60), (2, 56)):
         engine = rig.engine(
             page_size=page, max_total_tokens=total, max_running_requests=2, chunked_prefill_size=10
         )
-        engine.watchers.append(partial(count_evicted, rig, {}))
+        engine.watchers.append(counting)
         orders = [replace(rng.choice(menu), at=3 * i) for i in range(24 if quick else 40)]
         rig.play("evict", engine, orders)
-
-
-def count_evicted(
-    rig: EngineHarness, before: dict[int, int], engine: InstrumentedEngine, step: object
-) -> None:
-    """Counts pages that left the tree, as far as the next step shows it."""
-    tree = engine.scheduler.tree
-    for g in tree.groups:
-        rig.counters["evicted_pages"] += max(0, before.get(g, 0) - tree.cached(g))
-        before[g] = tree.cached(g)
 
 
 @engine_recipe("engine-page", "hit_tokens", "batched_steps")

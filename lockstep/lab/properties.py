@@ -138,7 +138,9 @@ class AttentionCell(Judgement):
                     ("value", main.out[g][layer], answer.out, answer.out_tol[..., None]),
                     ("lse", main.lse[g][layer], answer.lse, answer.lse_tol),
                 ):
-                    error, used = _error(have[seen], want[seen], tol[seen])
+                    distance = off(have[seen].double(), want[seen])
+                    shares = (distance / tol[seen]).nan_to_num(torch.inf, torch.inf)
+                    error, used = (float(t.max()) if t.numel() else 0.0 for t in (distance, shares))
                     errors[name] = max(errors[name], error)
                     self.tolerance_used = max(self.tolerance_used, used)
                     fault = f"{where} off by {error:.3g}, {used:.3g} of the tolerance"
@@ -178,15 +180,6 @@ def off(have: Tensor, want: Tensor) -> Tensor:
     """Distance, with infinity for what is no number."""
     distance = torch.where(have == want, 0.0, (have - want).abs())
     return distance.nan_to_num(nan=torch.inf, posinf=torch.inf)
-
-
-def _error(have: Tensor, want: Tensor, tol: Tensor) -> tuple[float, float]:
-    """Largest error and largest fraction of the tolerance; a NaN counts as infinite."""
-    if have.numel() == 0:
-        return 0.0, 0.0
-    error = off(have.double(), want)
-    used = (error / tol).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    return float(error.max()), float(used.max())
 
 
 def _differences(have: Record, want: Record, tokens: set[int] | None) -> list[str]:

@@ -162,9 +162,8 @@ class Recompute:
         said = token_ids[: ends[0]] if ends else token_ids
         early = max(0, params.min_tokens - 1)  # tokens whose text is not searched
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        before = utf8.decode(
-            Letters.spell(prompt)
-        )  # the decoder keeps the bytes of a character that is not complete
+        # the decoder keeps the bytes of a character that is not complete
+        before = utf8.decode(Letters.spell(prompt))
         head = utf8.decode(Letters.spell(said[:early]))
         tail = utf8.decode(Letters.spell(said[early:]), final=True)
         found = sorted(

@@ -67,22 +67,18 @@ class Roundings(TorchFunctionMode):
         name = func.__name__
         if name == "topk":
             self.ranked.append((args[0], args[1]))
-        if name in PRODUCTS:
-            args = self._off_terms(name, args)
+        if name in PRODUCTS:  # terms [..., K] with a sum's errors, keys and values as kept
+            *equation, terms, other = args
+            terms = self._off(terms, self.sum_size * (terms.shape[-1] / 6) ** 0.5)
+            if name == "einsum":
+                other = self._off(other, self.cache_size)
+            args = (*equation, terms, other)
         out = func(*args, **(kwargs or {}))
         is_number = isinstance(out, Tensor) and out.dtype is torch.float64 and not out._is_view()
         if not is_number or name in EXACT:
             return out
         terms = args[0].shape[-1] if name in ONE_SIGN else 1
         return self._off(out, self.size + self.sum_size * (terms**0.5 - 1))
-
-    def _off_terms(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Operands of a product: terms [..., K] with a sum's errors, keys and values as kept."""
-        *equation, terms, other = args
-        terms = self._off(terms, self.sum_size * (terms.shape[-1] / 6) ** 0.5)
-        if name == "einsum":
-            other = self._off(other, self.cache_size)
-        return (*equation, terms, other)
 
     def _off(self, x: Tensor, size: float) -> Tensor:
         if size == 0:

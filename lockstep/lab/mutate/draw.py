@@ -118,9 +118,9 @@ def dead_spans(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             found.append(node.returns)
-        if isinstance(node, ast.AnnAssign | ast.arg):
+        elif isinstance(node, ast.AnnAssign | ast.arg):
             found.append(node.annotation)
-        if isinstance(node, ast.keyword) and node.arg == "strict":
+        elif isinstance(node, ast.keyword) and node.arg == "strict":
             found.append(node.value)
     real = [a for a in found if a is not None]
     return [((a.lineno, a.col_offset), (a.end_lineno or 0, a.end_col_offset or 0)) for a in real]
@@ -133,9 +133,12 @@ def make(name: str, place: Place, text: str) -> Mutant | None:
     mutated = mutate_code(text, operators()[place.operator], place.occurrence)
     if mutated is None or same_program(text, mutated):
         return None
-    mutated = trimmed(text, mutated)
-    diff = difference(place.file, text, mutated)
     start, stop, new = span(text, mutated)
+    short = text[:start] + new.strip() + text[stop:]  # cosmic-ray puts a blank before a number
+    if same_program(short, mutated):
+        mutated = short
+        start, stop, new = span(text, mutated)
+    diff = difference(place.file, text, mutated)
     lines, at_import = statement(text, place.line)
     label = re.sub(r"(?m)^@@ .*$", "@@", diff)  # the id stays when lines above come or go
     return Mutant(
@@ -165,13 +168,6 @@ def same_program(text: str, mutated: str) -> bool:
 def syntax(text: str) -> str:
     """The program as text, without how it is written."""
     return ast.dump(ast.parse(text))
-
-
-def trimmed(text: str, mutated: str) -> str:
-    """The mutated text without the blank that cosmic-ray puts before a number."""
-    start, stop, new = span(text, mutated)
-    short = text[:start] + new.strip() + text[stop:]
-    return short if same_program(short, mutated) else mutated
 
 
 def difference(file: str, text: str, mutated: str) -> str:

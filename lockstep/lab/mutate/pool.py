@@ -144,8 +144,12 @@ class Crew:
                 self._plant(tree, compiled, job.changes)
             heard = self._forked(job, tree)
             self._planted[worker] = dict(job.changes)
-            if job.keep:
-                keep_compiled(tree, compiled)
+            made = [p for p in tree.rglob("*") if p.is_file()] if job.keep else []
+            for path in made:  # what an unchanged tree has compiled is there when planted again
+                name = path.relative_to(tree)
+                if KERNELS in name.parts or path.suffix in (".nbi", ".nbc"):
+                    (compiled / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(path, compiled / name)
             return heard
         finally:
             self._idle.put(worker)
@@ -191,12 +195,3 @@ class Crew:
         if self._stopped:
             raise RuntimeError("the run was ended: what this job came to is not known")
         return read(report, late, process.exitcode or 0)
-
-
-def keep_compiled(tree: Path, compiled: Path) -> None:
-    """What an unchanged tree has compiled is there when it is planted again."""
-    for path in [p for p in tree.rglob("*") if p.is_file()]:
-        name = path.relative_to(tree)
-        if KERNELS in name.parts or path.suffix in (".nbi", ".nbc"):
-            (compiled / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(path, compiled / name)

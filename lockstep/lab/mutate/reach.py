@@ -103,18 +103,18 @@ class Store:
     def load(self, asked: Iterable[Group], crew: Crew, on_group: Callable[..., None]) -> Reach:
         """The map, from what is kept and what has to be measured now."""
         reach = Reach()
-        for name, units in crew.map(lambda group: (group.name, self.units(group, crew)), asked):
+
+        def units_of(group: Group) -> tuple[str, list[Unit]]:
+            units = self.kept(group)
+            if units is None:
+                units, reached = measure(crew, group)
+                self.save(group, units, reached)
+            return group.name, units
+
+        for name, units in crew.map(units_of, asked):
             reach.units.update((u.name, u) for u in units)
             on_group(name, any(u.outcome == "failed" for u in units))
         return reach
-
-    def units(self, group: Group, crew: Crew) -> list[Unit]:
-        """The units of a group, measured if they are not kept."""
-        units = self.kept(group)
-        if units is None:
-            units, reached = measure(crew, group)
-            self.save(group, units, reached)
-        return units
 
     def kept(self, group: Group) -> list[Unit] | None:
         """A group as it was measured; None if it has to be measured (again)."""
@@ -123,9 +123,8 @@ class Store:
             return None
         value = json.loads(path.read_text(encoding="utf-8"))
         changed = {file for file, was in value["sources"].items() if self.sources.get(file) != was}
-        if group.file in changed or (changed and not self.stale):
-            return None
-        if value["asked"] != list(group.units):
+        stands = not changed or (self.stale and group.file not in changed)
+        if not stands or value["asked"] != list(group.units):
             return None
         for row in value["units"]:
             row["lines"] |= {file: [] for file in changed & set(row["lines"])}

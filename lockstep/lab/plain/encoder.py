@@ -41,8 +41,7 @@ def bert_hidden_states(config: Config, weights: Weights, ids: Tensor) -> Tensor:
 def bart_hidden_states(config: Config, weights: Weights, ids: Tensor, source: Tensor) -> Tensor:
     """The decoder's rows for `ids`, behind the encoder's for `source`."""
     w = bart_trunk(weights)
-    encoded = bart_side(config, w, "encoder", source, None)
-    return bart_side(config, w, "decoder", ids, encoded)
+    return bart_side(config, w, "decoder", ids, bart_side(config, w, "encoder", source, None))
 
 
 def bart_logits(config: Config, weights: Weights, hidden: Tensor) -> Tensor:

@@ -7,66 +7,20 @@ or all in one tensor). Every expert computes every row, and most weights are 0: 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lockstep.lab.plain.layers import Config, Weights, gated_mlp, linear, sigmoid
 
-
-class Routed(NamedTuple):
-    """Expert ids and their weights, both [n, k]."""
-
-    ids: Tensor
-    weights: Tensor
-
-
 Expert = Callable[[int], Tensor]
 
 
-def mixture(logits: Tensor, routed: Routed, output: Expert) -> Tensor:
-    """Σ weight · output over all experts, with weight 0 for those that a row was not given to."""
-    weights = torch.zeros_like(logits).scatter(1, routed.ids, routed.weights)
+def mixture(logits: Tensor, ids: Tensor, shares: Tensor, output: Expert) -> Tensor:
+    """Σ weight · output over all experts: `shares` [n, k] of those that a row is given to, `ids`
+    [n, k], and 0 for all others."""
+    weights = torch.zeros_like(logits).scatter(1, ids, shares)
     return torch.stack([weights[:, e, None] * output(e) for e in range(logits.shape[1])]).sum(0)
-
-
-def softmax_router(logits: Tensor, config: Config) -> Routed:
-    """qwen3_moe: the likeliest experts, by their probabilities among all, or among those chosen."""
-    weights, ids = torch.topk(logits.softmax(-1), config["num_experts_per_tok"])
-    if config["norm_topk_prob"]:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return Routed(ids, weights)
-
-
-def chosen_router(logits: Tensor, config: Config) -> Routed:
-    """gpt_oss: the largest logits, and a softmax over these alone."""
-    best, ids = torch.topk(logits, config["num_experts_per_tok"])
-    return Routed(ids, best.softmax(-1))
-
-
-def grouped_softmax_router(logits: Tensor, config: Config) -> Routed:
-    """deepseek_v2: the likeliest of the best groups; a group is as good as its best expert."""
-    scores = logits.softmax(-1)
-    ranked = scores
-    if config["topk_method"] == "group_limited_greedy":
-        best_of_group = scores.view(len(scores), config["n_group"], -1).max(-1).values
-        ranked = within_groups(scores, best_of_group, config)
-    ids = torch.topk(ranked, config["num_experts_per_tok"]).indices
-    return Routed(ids, scores.gather(1, ids) * config["routed_scaling_factor"])
-
-
-def corrected_sigmoid_router(logits: Tensor, config: Config, correction: Tensor) -> Routed:
-    """deepseek_v3: sigmoids weigh, corrected ones choose; a group is as good as its best two."""
-    scores = sigmoid(logits)
-    corrected = scores + correction
-    grouped = corrected.view(len(scores), config["n_group"], -1)
-    ranked = within_groups(corrected, torch.topk(grouped, 2).values.sum(-1), config)
-    ids = torch.topk(ranked, config["num_experts_per_tok"]).indices
-    weights = scores.gather(1, ids)
-    if config["norm_topk_prob"]:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return Routed(ids, weights * config["routed_scaling_factor"])
 
 
 def within_groups(scores: Tensor, group_scores: Tensor, config: Config) -> Tensor:
@@ -78,21 +32,45 @@ def within_groups(scores: Tensor, group_scores: Tensor, config: Config) -> Tenso
 
 
 def qwen3_moe(x: Tensor, config: Config, weights: Weights) -> Tensor:
-    """Experts one by one, as the feed-forward of a dense model, narrower."""
+    """The likeliest experts, by their probabilities among all, or among those chosen."""
     logits = linear(x, weights, "gate", bias=False)
-    return mixture(logits, softmax_router(logits, config), separate_experts(x, weights, config))
+    shares, ids = torch.topk(logits.softmax(-1), config["num_experts_per_tok"])
+    if config["norm_topk_prob"]:
+        shares = shares / shares.sum(-1, keepdim=True)
+    return mixture(logits, ids, shares, separate_experts(x, weights, config))
 
 
 def deepseek(x: Tensor, config: Config, weights: Weights) -> Tensor:
     """Routed experts, and beside them one that every row passes through."""
     logits = linear(x, weights, "gate", bias=False)
-    if config["model_type"] == "deepseek_v2":
-        routed = grouped_softmax_router(logits, config)
-    else:
-        routed = corrected_sigmoid_router(logits, config, weights["gate.e_score_correction_bias"])
+    route = deepseek_v2_route if config["model_type"] == "deepseek_v2" else deepseek_v3_route
+    ids, shares = route(logits, config, weights)
     bias = config["model_type"] == "deepseek_v2" and config["mlp_bias"]
     shared = gated_mlp(x, weights.at("shared_experts"), config["hidden_act"], bias)
-    return mixture(logits, routed, separate_experts(x, weights, config)) + shared
+    return mixture(logits, ids, shares, separate_experts(x, weights, config)) + shared
+
+
+def deepseek_v2_route(logits: Tensor, config: Config, weights: Weights) -> tuple[Tensor, Tensor]:
+    """The likeliest of the best groups; a group is as good as its best expert."""
+    scores = ranked = logits.softmax(-1)
+    if config["topk_method"] == "group_limited_greedy":
+        best_of_group = scores.view(len(scores), config["n_group"], -1).max(-1).values
+        ranked = within_groups(scores, best_of_group, config)
+    ids = torch.topk(ranked, config["num_experts_per_tok"]).indices
+    return ids, scores.gather(1, ids) * config["routed_scaling_factor"]
+
+
+def deepseek_v3_route(logits: Tensor, config: Config, weights: Weights) -> tuple[Tensor, Tensor]:
+    """Sigmoids weigh, corrected ones choose; a group is as good as its best two."""
+    scores = sigmoid(logits)
+    corrected = scores + weights["gate.e_score_correction_bias"]
+    grouped = corrected.view(len(scores), config["n_group"], -1)
+    ranked = within_groups(corrected, torch.topk(grouped, 2).values.sum(-1), config)
+    ids = torch.topk(ranked, config["num_experts_per_tok"]).indices
+    shares = scores.gather(1, ids)
+    if config["norm_topk_prob"]:
+        shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
+    return ids, shares * config["routed_scaling_factor"]
 
 
 def separate_experts(x: Tensor, weights: Weights, config: Config) -> Expert:
@@ -101,7 +79,8 @@ def separate_experts(x: Tensor, weights: Weights, config: Config) -> Expert:
 
 
 def gpt_oss(x: Tensor, config: Config, weights: Weights) -> Tensor:
-    """Experts in one tensor [experts, in, out]: even columns gate, odd ones up, both clamped."""
+    """The largest logits, and a softmax over these alone. Experts in one tensor [experts, in, out]:
+    even columns gate, odd ones up, both clamped."""
     logits = linear(x, weights, "router", bias=True)
     up, up_bias = weights["experts.gate_up_proj"], weights["experts.gate_up_proj_bias"]
     down, down_bias = weights["experts.down_proj"], weights["experts.down_proj_bias"]
@@ -112,4 +91,5 @@ def gpt_oss(x: Tensor, config: Config, weights: Weights) -> Tensor:
         gate, linear_part = both[:, 0::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
         return (gate * sigmoid(alpha * gate) * (linear_part + 1)) @ down[e] + down_bias[e]
 
-    return mixture(logits, chosen_router(logits, config), expert)
+    best, ids = torch.topk(logits, config["num_experts_per_tok"])
+    return mixture(logits, ids, best.softmax(-1), expert)
