@@ -356,7 +356,7 @@ def replayed(rig: EngineHarness, quick: bool) -> None:
         replays = sum(tape.replays for tape in tapes)
         rig.counters.update(recorded_launches=len(tapes), replays=replays)
         # a graph holds a decoding step; a tape any
-        least = REPLAYS // 2 if engine.on_card else REPLAYS
+        least = REPLAYS // 2 if engine.on_gpu else REPLAYS
         enough = replays >= least or not engine.runner.graphs
         rig.check("replay", enough, f"{replays} replays of {len(tapes)} launches")
 
