@@ -16,7 +16,7 @@ from lockstep.config import EngineConfig
 from lockstep.kernels import select as devices
 from lockstep.lab import tiny
 from lockstep.llm import engine as engines
-from lockstep.llm import launched as launches
+from lockstep.llm import rows as launches
 from lockstep.llm.engine import Engine
 from lockstep.models import loader
 from lockstep.plan.bucket import Buckets, pad
