@@ -180,7 +180,7 @@ def test_nan_logits_end_their_request_and_nothing_else():
         ((), PARAMS, "at least one token"),
         ((1, 61), PARAMS, "from 0 to 60; got 61"),
         ((1, -1), PARAMS, "from 0 to 60; got -1"),
-        ((1, True), PARAMS, "whole numbers"),
+        ((1, True), PARAMS, "whole number from 0 to 60; got True"),
         ((1,) * 200, PARAMS, "at most 160 tokens; got 200"),
         ((1,) * 150, PARAMS, r"context of 160; got 150 \+ 20. Use max_tokens of at most 10"),
         ((1,), replace(PARAMS, logit_bias={61: 1.0}), "logit_bias names tokens from 0 to 60"),

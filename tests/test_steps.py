@@ -162,7 +162,7 @@ def test_a_step_that_fails_leaves_nothing_behind(monkeypatch, where, at, overlap
     jobs = [made.add(PROMPT, SCORED), made.add(PROMPT[:13], STOPPED), made.add(OTHER, PENALISED)]
     owner, name = {
         "run": (made.runner, "run"),
-        "sample": (engine_module, "sample"),
+        "sample": (engine_module.sampler, "sample"),
         "settle": (made.scheduler, "settle"),
         "write": (engine_module.StepResult, "write"),
     }[where]

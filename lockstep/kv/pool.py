@@ -23,8 +23,8 @@ Allocate = Callable[[tuple[int, int, int], torch.dtype, torch.device], Tensor]
 
 
 class Keys(NamedTuple):
-    """What a layer attends to, as stored: kv_dtype [slots, kv_heads, d_qk] and [slots, kv_heads,
-    d_v]; a latent group's v is a view of k.
+    """What a layer attends to: k kv_dtype [slots, kv_heads, d_qk], v kv_dtype [slots, kv_heads,
+    d_v], as stored; a latent group's v is a view of k.
 
     Behind the last column the memory goes on up to `order.stored_len` of the head size: with zeros
     in k, with finite or stored numbers in v, whose outputs nobody looks at. A kernel may read them.
