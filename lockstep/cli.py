@@ -61,6 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuleError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "lockstep":
+            raise
+        rule = f"lockstep: what this command needs is installed; got no module {error.name}"
+        print(f"{rule}. Try: pip install 'lockstep-llm[lab,bench,gpu]'.", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr)
         return 130

@@ -314,6 +314,18 @@ def test_check_env_names_backends_and_the_kernel_cache(capsys: pytest.CaptureFix
     assert "lockstep" in found["kernels"]
 
 
+def test_without_the_extras_check_env_works_and_the_lab_says_what_is_missing():
+    extras = ("pebble", "hypothesis", "coverage", "cosmic_ray", "pytest", "matplotlib", "triton")
+    code = (
+        f"import sys\nsys.modules.update(dict.fromkeys({extras}))\nfrom lockstep import cli\n"
+        f"print(cli.main(['check-env']), cli.main(['lab', 'run', *{CELL}]))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
+    assert run.stdout.splitlines()[-1:] == ["0 2"], run.stdout + run.stderr
+    line = run.stderr.splitlines()[-1]
+    assert "got no module pebble" in line and "lockstep-llm[lab,bench,gpu]" in line
+
+
 def test_a_known_failure_is_known_and_one_that_passes_fails():
     cell = Cell("cpu", "decode", "dense")
     broken = Result(cell, "failed", "value: off", (Finding("value", False, "off"),))

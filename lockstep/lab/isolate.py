@@ -18,8 +18,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
-
 # threads that wait sleep: several processes whose threads spin are fifty times slower
 WAITING = ("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -40,6 +38,8 @@ def run(
 ) -> Iterator[tuple[Any, Any]]:
     """(job, answer or Died) as they come. `limit_s(job)`: how long a job may take before its
     process is killed. What `function` raises is raised here: an error of the lab."""
+    from pebble import ProcessPool  # of the extra `lab`: other commands do without it
+
     workers = max(1, min(workers, len(jobs)))
     threads = max(1, (os.cpu_count() or 1) // workers)
     before = os.environ.get(WAITING[0])
@@ -63,6 +63,8 @@ def run(
 
 
 def _answer(done: Future[Any], limit_s: float) -> Any:
+    from pebble import ProcessExpired
+
     try:
         return done.result()
     except TimeoutError:
