@@ -221,6 +221,9 @@ def test_tokens_that_cannot_have_been_generated_are_refused():
         ([[1], [2]], PARAMS, r"every completion or for none; got \[1, 1\] for n=1"),
         ([[1], []], SCORED, r"every completion or for none; got \[1, 0\] for n=2"),
         ([[61]], PARAMS, "from 0 to 60; got 61"),
+        (None, PARAMS, "a list of ids per completion; got None"),
+        ([5], PARAMS, "a list of ids per completion; got 5"),
+        (["ab"], PARAMS, "a list of ids per completion; got 'ab'"),
         ([[5] * 11], PARAMS, "end where their completion does; got 11, and 10 count"),
         ([[*end, 5]], STOPPED, "end where their completion does"),
         ([[5]], replace(PARAMS, seed=None), "goes on names its seed; got None"),
@@ -241,6 +244,16 @@ def test_a_request_is_known_by_its_id():
     made.abort(job)
     again = made.add(PROMPT, PARAMS, request_id="mine")
     assert finished(made, again) == [lone(PARAMS)[1]]
+
+
+def test_a_request_without_an_id_gets_one_that_nobody_has():
+    """Also where somebody goes on with ids that an engine before this one gave."""
+    first = engine().add(PROMPT, PARAMS).request.spec.request_id
+    made = engine()
+    made.add(PROMPT, PARAMS, request_id=first)
+    made.add(OTHER, PARAMS)
+    made.add_items(PROMPT, [[5]])
+    assert len(made.jobs) == 3 and first in made.jobs
 
 
 # -- publishing ------------------------------------------------------------------------------------

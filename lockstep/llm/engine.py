@@ -33,7 +33,7 @@ from lockstep.llm.calls import GONE, Caller, Turn, executing
 from lockstep.llm.fingerprint import fingerprint
 from lockstep.llm.generation import Ending, Generation, ScoreUpdate, StepResult, Text
 from lockstep.llm.output import Chunk
-from lockstep.llm.prompts import Prompt, params_for, token_ids
+from lockstep.llm.prompts import Prompt, elements, params_for, token_ids
 from lockstep.llm.prompts import items as item_forms
 from lockstep.llm.rows import Launched, SampledRows
 from lockstep.models import loader
@@ -230,7 +230,7 @@ class Engine:
             speculative=speculative,
             draft=speculative and self.draft_model is not None,
             needs_values=params.penalised,
-            request_id=request_id or f"#{next(self._numbers)}",
+            request_id=request_id or self._free_id(),
         )
         return self._take(spec, resolve_seed(params), caller, known)
 
@@ -248,16 +248,17 @@ class Engine:
         if not given or len(ids) + longest > self.context_length:
             fit = f"prompt and item fit into the context of {self.context_length}"
             got = f"{len(given)} items, {len(ids)} + {longest} tokens"
-            raise RuleError(f"there is an item, and {fit}", got, "Shorten it")
-        number = f"#{next(self._numbers)}"
-        spec = RequestSpec(ids, 0, encoder_ids=source, items=given, request_id=number)
+            raise RuleError(f"there is an item, and {fit}", got, "Pass one, or shorten it")
+        spec = RequestSpec(ids, 0, encoder_ids=source, items=given, request_id=self._free_id())
         return self._take(spec, ITEM, caller)
 
     def _known(
         self, generated: Sequence[Sequence[int]], params: SamplingParams, new: int
     ) -> tuple[tuple[int, ...], ...]:
         """Tokens that every completion has already; () if there are none."""
-        known = tuple(token_ids(each, self.info.vocab_size) for each in generated)
+        form = ("tokens already generated are a list of ids per completion", "Pass [[id, ...]]")
+        each = [elements(ids, *form) for ids in elements(generated, *form)]
+        known = tuple(token_ids(ids, self.info.vocab_size) for ids in each)
         if known and (not new or len(known) != params.n or any(known) != all(known)):
             rule = "tokens already generated are given for every completion or for none"
             raise RuleError(rule, f"{list(map(len, known))} for n={params.n}", "Give them all")
@@ -265,6 +266,10 @@ class Engine:
             rule = "a sampled request that goes on names its seed"
             raise RuleError(rule, "None", "Take the one that its first part had")
         return known if any(known) else ()
+
+    def _free_id(self) -> str:
+        """For a request that nobody named, whatever others are called."""
+        return next(name for number in self._numbers if (name := f"#{number}") not in self.jobs)
 
     def _take(
         self,
