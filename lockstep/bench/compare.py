@@ -59,8 +59,9 @@ class Compared:
     def plus(self, timing: machine.Timing) -> Compared:
         """With the turns of one more start."""
         old, new = (tuple(turn["seconds"] for turn in timing.runs[s]) for s in ("old", "new"))
-        both = {"old_s": (*self.old_s, old), "new_s": (*self.new_s, new)}
-        return replace(self, **both, undisturbed=self.undisturbed and timing.undisturbed)
+        undisturbed = self.undisturbed and timing.undisturbed
+        sides = (*self.old_s, old), (*self.new_s, new)
+        return replace(self, old_s=sides[0], new_s=sides[1], undisturbed=undisturbed)
 
     @property
     def ratios(self) -> list[float]:

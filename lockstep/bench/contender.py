@@ -45,14 +45,15 @@ class Sizes:
     small: bool
 
 
+def sizes_of(table: dict[str, Any]) -> Sizes:
+    """A column of the table; its lists are tuples."""
+    given: Answer = {key: tuple(v) if isinstance(v, list) else v for key, v in table.items()}
+    return Sizes(**given)
+
+
 # beside this file: the package on the path may be an older one
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-FULL, QUICK = (
-    Sizes(
-        **{key: tuple(v) if isinstance(v, list) else v for key, v in TABLE["sizes"][name].items()}
-    )
-    for name in ("full", "quick")
-)
+FULL, QUICK = (sizes_of(TABLE["sizes"][name]) for name in ("full", "quick"))
 PARTS: dict[str, list[str]] = TABLE["parts"]
 NOT_HOST = ("model", "sample", "publish")  # a device's, and publish, which needs no lock
 
@@ -186,8 +187,9 @@ def host_times(ours: Ours, sizes: Sizes) -> Answer:
     ours.prime(common)
     jobs = []
     for i, end in enumerate(prompts((16,) * requests, ours.vocab_size, 8)):
-        how = {"max_tokens": steps + slack + 8, "temperature": float(i % 3 == 0), "seed": i}
-        jobs.append(engine.add((*common[0], *end), SamplingParams(**how, ignore_eos=True)))
+        sampled, most = float(i % 3 == 0), steps + slack + 8
+        how = SamplingParams(max_tokens=most, temperature=sampled, ignore_eos=True, seed=i)
+        jobs.append(engine.add((*common[0], *end), how))
     for _ in range(slack):
         engine.step()
     with times.watching():

@@ -144,7 +144,7 @@ def recipe(
     name: str, about: str, counters: list[str], of: str = "cached", steps: Sequence[Any] = ()
 ) -> Recipe:
     """An entry of recipes.toml."""
-    play = (lambda s: extend(s, *steps)) if steps else globals()[name.replace("-", "_")]
+    play: Any = (lambda s: extend(s, *steps)) if steps else globals()[name.replace("-", "_")]
     return Recipe(name, about, play, tuple(counters), APPLIES[of])
 
 

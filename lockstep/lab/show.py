@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lockstep.attention import select
 from lockstep.lab.attention_harness import AttentionHarness, Setting
@@ -41,7 +42,7 @@ class Watched(AttentionHarness):
 
     def watch(self, answers: list[list[Answer]]) -> list[dict[str, Any]]:
         """Plays the whole story; an error of the code under test is the last thing told."""
-        self.answers, self.told, self.made = answers, list[dict[str, Any]](), list[StepPlan]()
+        self.answers, self.told = answers, list[dict[str, Any]]()
         try:
             self.run()
         except Exception as error:  # a broken backend may raise anything: that is to be seen
@@ -57,48 +58,45 @@ class Watched(AttentionHarness):
         plan = super().plan(computes, groups)
         launch = describe(plan, groups, [a.request for a in computes]) | {"rows": []}
         self.told[-1]["launches"].append(launch)
-        self.made.append(plan)
         return plan
 
     def _launch(self, computes: list[Compute], groups: tuple[int, ...]) -> None:
         known = len(self.record.faults)
         super()._launch(computes, groups)
-        launch, plan = self.told[-1]["launches"][-1], self.made[-1]
+        launch = self.told[-1]["launches"][-1]
         launch["faults"] = self.record.faults[known:]
-        uids = [uid for act in computes for uid in act.uids]
+        owners = [act.request for act in computes for _ in act.uids]
         places = [
-            (act.request, int(p))
-            for p, act in zip(plan.positions, (a for a in computes for _ in a.uids), strict=False)
+            {"row": row, "token": uid, "request": request, "position": position}
+            for row, (uid, request, position) in enumerate(
+                zip(self.step_uids, owners, launch["arrays"]["positions"], strict=False)
+            )
         ]
         for g in groups:
-            if uids and bool(self.record.seen[g][uids].all()):
-                launch["rows"] += self._rows(g, places, uids)
+            if places and bool(self.record.seen[g][self.step_uids].all()):
+                for layer in range(len(self.answers[g])):
+                    launch["rows"] += [p | self._row(g, layer, p["token"]) for p in places]
 
-    def _rows(self, g: int, places: list[tuple[int, int]], uids: list[int]) -> list[dict[str, Any]]:
-        """One entry per row and layer of a group, at its worst heads."""
-        out: list[dict[str, Any]] = []
-        for layer, answer in enumerate(self.answers[g]):
-            have = [t[g][layer][uids].double() for t in (self.record.out, self.record.lse)]
-            want = answer.out[uids], answer.lse[uids]
-            errors = off(have[0], want[0]).amax(2), off(have[1], want[1])
-            tolerances = answer.out_tol[uids], answer.lse_tol[uids]
-            for row, (uid, (request, position)) in enumerate(zip(uids, places, strict=True)):
-                entry: dict[str, Any] = {"group": g, "layer": layer, "row": row, "token": uid}
-                entry |= {"request": request, "position": position}
-                for name, error, tolerance in zip(("out", "lse"), errors, tolerances, strict=True):
-                    share = (error[row] / tolerance[row]).nan_to_num(torch.inf, torch.inf)
-                    head = int(share.argmax())
-                    of_head = {"error": error, "tolerance": tolerance}
-                    entry[name] = {key: float(t[row, head]) for key, t in of_head.items()}
-                    entry[name] |= {"head": head, "used": float(share[head])}
-                entry["used"] = max(entry["out"]["used"], entry["lse"]["used"])
-                head = entry["out"]["head"]
-                entry |= {"have": have[0][row, head].tolist(), "want": want[0][row, head].tolist()}
-                entry["lse_pair"] = [
-                    float(x[row, entry["lse"]["head"]]) for x in (have[1], want[1])
-                ]
-                out.append(entry)
-        return out
+    def _row(self, g: int, layer: int, uid: int) -> dict[str, Any]:
+        """A token's row in a layer of a group, at its worst heads."""
+        answer = self.answers[g][layer]
+        have, have_lse = (t[g][layer][uid].double() for t in (self.record.out, self.record.lse))
+        out = worst_head(off(have, answer.out[uid]).amax(1), answer.out_tol[uid])
+        lse = worst_head(off(have_lse, answer.lse[uid]), answer.lse_tol[uid])
+        return {
+            **{"group": g, "layer": layer, "out": out, "lse": lse},
+            "used": max(out["used"], lse["used"]),
+            "have": have[out["head"]].tolist(),
+            "want": answer.out[uid, out["head"]].tolist(),
+            "lse_pair": [float(x[lse["head"]]) for x in (have_lse, answer.lse[uid])],
+        }
+
+
+def worst_head(error: Tensor, tolerance: Tensor) -> dict[str, Any]:
+    """Of a row's heads, the one that uses most of its tolerance."""
+    used = (error / tolerance).nan_to_num(torch.inf, torch.inf)
+    head, values = int(used.argmax()), {"error": error, "tolerance": tolerance, "used": used}
+    return {"head": head, **{name: float(value[head]) for name, value in values.items()}}
 
 
 def story(cell: Cell, options: RunOptions = FULL) -> list[dict[str, Any]]:
