@@ -98,9 +98,8 @@ def contenders(case: Case) -> dict[str, Callable[[], object]]:
     """The same attention three ways, on random data; outputs are compared first."""
     gen = torch.Generator().manual_seed(0)
     kv_len = case.cached + case.new
-    k, v = (
-        torch.randn(case.requests, case.kv_heads, kv_len, case.d, generator=gen) for _ in range(2)
-    )
+    shape = (case.requests, case.kv_heads, kv_len, case.d)
+    k, v = (torch.randn(shape, generator=gen) for _ in range(2))
     q = torch.randn(case.requests * case.new, case.heads, case.d, generator=gen)
     spec, plan, pool, slots = setup(case)
     for storage, values in zip(pool.storages[0], (k, v), strict=True):

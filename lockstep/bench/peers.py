@@ -11,12 +11,10 @@ from __future__ import annotations
 import importlib
 import logging
 import tempfile
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,11 +22,12 @@ from typing import Any
 import torch
 
 from lockstep.bench.work import Played, Tokens, Work
+from lockstep.lab import table
 
 TIE = 2e-4  # two logits closer than this may swap places between two correct fp32 implementations
 WAIT_S = 900.0  # for one result of continuous batching
 
-TABLE = tomllib.loads((files("lockstep.bench") / "peers.toml").read_text(encoding="utf-8"))
+TABLE = table("peers.toml", "lockstep.bench")
 
 
 @contextmanager

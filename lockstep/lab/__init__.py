@@ -1,0 +1,15 @@
+"""The lab. Beside its modules lie their tables: recipes, features, properties, spoilt plans."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from importlib.resources import files
+from typing import Any
+
+
+def table(name: str, package: str = "lockstep.lab") -> dict[str, Any]:
+    """A TOML or JSON file beside the modules of a package."""
+    text = (files(package) / name).read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text) if name.endswith(".json") else tomllib.loads(text)
+    return found

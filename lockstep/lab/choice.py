@@ -52,9 +52,8 @@ def choose(
 
 def kept(scores: Floats, params: SamplingParams) -> NDArray[np.bool_]:
     """What top-k, then top-p, and min-p leave."""
-    order = sorted(
-        (i for i in range(len(scores)) if scores[i] > -np.inf), key=lambda i: (-scores[i], i)
-    )
+    possible = [i for i in range(len(scores)) if scores[i] > -np.inf]
+    order = sorted(possible, key=lambda i: (-scores[i], i))
     order = order[: params.top_k] if params.top_k > 0 else order
     weights = [math.exp(float(scores[i]) - float(scores[order[0]])) for i in order]
     wanted, mass, count = params.top_p * math.fsum(weights), 0.0, 0

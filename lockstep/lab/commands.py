@@ -29,10 +29,8 @@ from lockstep.types import RuleError
 BACKENDS = ("cpu", "reference")
 # besides dense, which is run in full
 QUICK_FEATURES = {"group-7", "window-sinks", "bf16-kv", "latent", "cross", "head-20", "embed"}
-QUICK_RECIPES = {
-    *("decode", "mixed", "verify-tree", "fork", "window-edges", "encode-decode"),
-    *("embed", "embed-long"),
-}
+QUICK_RECIPES = {"decode", "mixed", "verify-tree", "fork", "window-edges", "encode-decode"}
+QUICK_RECIPES |= {"embed", "embed-long"}
 QUICK_MODEL, QUICK_SAMPLER = "qwen3", ("sample", "seeds")  # of the engine's table
 
 
@@ -193,16 +191,14 @@ def quick(cell: cells.Cell) -> bool:
     """All recipes on a plain feature, a handful on others; every engine recipe on one model."""
     if cell.table is ENGINE:
         return cell.feature == QUICK_MODEL or cell.recipe in QUICK_SAMPLER
-    return cell.feature == "dense" or (
-        cell.feature in QUICK_FEATURES and cell.recipe in QUICK_RECIPES
-    )
+    few = cell.feature in QUICK_FEATURES and cell.recipe in QUICK_RECIPES
+    return few or cell.feature == "dense"
 
 
 def picked_backends(given: list[str] | None) -> list[str]:
     """The backends that --backend names, or ours, each of which can be loaded."""
-    chosen = picked("a backend is installed", given, select.names()) or [
-        b for b in BACKENDS if b in select.names()
-    ]
+    ours = [name for name in BACKENDS if name in select.names()]
+    chosen = picked("a backend is installed", given, select.names()) or ours
     for name in chosen:
         select.load(name)  # here, where its reason is one line; not in every worker process
     return chosen

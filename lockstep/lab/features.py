@@ -8,12 +8,11 @@ hide bugs: scales are not 1, caps bind, sinks are not 0.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from typing import Any
 
+from lockstep.lab import table
 from lockstep.lab.options import CPU, Device
 from lockstep.types import AttnSpec, GroupSpec, Layout
 
@@ -84,7 +83,7 @@ def feature(name: str, about: str, groups: list[dict[str, Any]], **steps: list[i
     return Feature(name, about, made_of, tuple(decode), tuple(encode))
 
 
-TABLE = tomllib.loads((files("lockstep.lab") / "features.toml").read_text(encoding="utf-8"))
+TABLE = table("features.toml")
 FEATURES, GPU_FEATURES = (
     tuple(feature(name, **line) for name, line in TABLE[part].items())
     for part in ("features", "gpu_features")

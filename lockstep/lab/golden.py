@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep import LLM, SamplingParams, order
-from lockstep.lab import document
+from lockstep.lab import document, table
 from lockstep.lab.options import CPU, Device
 from lockstep.lab.tiny import configs, shapes
 from lockstep.progress import Progress
@@ -40,9 +39,7 @@ from lockstep.types import RuleError
 
 # one config per model_type, every field stated: a change of them would be one of the answers
 MODELS = configs("golden_models.json")
-CRAMPED, TEXTS, PARAMS = json.loads(
-    (files("lockstep.lab") / "golden_requests.json").read_text(encoding="utf-8")
-).values()
+CRAMPED, TEXTS, PARAMS = table("golden_requests.json").values()
 VOCAB = 97
 Answers = dict[str, dict[str, Any]]  # name of a request -> its answer
 REQUESTS = 28  # of every model

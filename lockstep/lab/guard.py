@@ -71,9 +71,8 @@ class Guarded:
         return found
 
     def _between(self, count: int, dtype: torch.dtype, name: str) -> Tensor:
-        buffer = torch.full(
-            (count + 2 * BAND,), CANARY[dtype.itemsize], dtype=_int(dtype), device=self.device
-        )
+        canary, size = CANARY[dtype.itemsize], (count + 2 * BAND,)
+        buffer = torch.full(size, canary, dtype=_int(dtype), device=self.device)
         for band in (buffer[:BAND], buffer[BAND + count :]):
             what = f"the band around the {name} was written"
             self._bands.append((what, band, band.clone()))

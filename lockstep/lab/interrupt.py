@@ -134,13 +134,11 @@ def texts_of(chunks: Sequence[Chunk], n: int) -> list[str]:
 
 def bits(output: Output) -> Answer:
     """Everything of an answer but what the cache had."""
-    told = [
-        (c.index, c.text, c.token_ids, c.finish_reason, c.top_logprobs, c.error)
-        for c in output.completions
-    ]
-    floats = [None if c.logprobs is None else c.logprobs.tobytes() for c in output.completions]
-    prompt = None if output.prompt_logprobs is None else output.prompt_logprobs.tobytes()
-    return (told, floats, prompt, output.prompt_top_logprobs)
+    answer: list[Any] = [output.prompt_top_logprobs]
+    for c in output.completions:
+        answer += [c.index, c.text, c.token_ids, c.finish_reason, c.top_logprobs, c.error]
+    floats = [output.prompt_logprobs, *(c.logprobs for c in output.completions)]
+    return (*answer, *(None if each is None else each.tobytes() for each in floats))
 
 
 @cache

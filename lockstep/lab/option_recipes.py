@@ -210,9 +210,8 @@ def folder(rig: EngineHarness, quick: bool) -> None:
     job = engine.add(order.prompt, replace(order.params, ignore_eos=False))
     engine.finish()
     have, n = job.output(""), free.token_ids.index(end) + 1
-    same = list(have.token_ids) == free.token_ids[:n] and same_bits(
-        have.logprobs, free.logprobs[:n]
-    )
+    same = list(have.token_ids) == free.token_ids[:n]
+    same = same and same_bits(have.logprobs, free.logprobs[:n])
     fault = f"{have.token_ids}, not {free.token_ids[:n]}, or with other log-probabilities"
     rig.check("folder", same, fault)
     rig.counters["folders"] += 1

@@ -64,14 +64,13 @@ def values(
     out = []
     for spec in groups:
         shapes = ((spec.heads, spec.d_qk), (spec.kv_heads, spec.d_qk), (spec.kv_heads, spec.d_v))
-        rows = [
-            [torch.randn(tokens, *shape, generator=gen).to(dtype) for shape in shapes]
-            for _ in spec.layers
-        ]
-        shares_v = spec.layout is Layout.LATENT or (
-            spec.layout is Layout.FRESH and spec.d_v < spec.d_qk
-        )
-        out.append([Rows(q, k, k[..., : spec.d_v] if shares_v else v) for q, k, v in rows])
+        narrower = spec.layout is Layout.FRESH and spec.d_v < spec.d_qk
+        shares_v = narrower or spec.layout is Layout.LATENT
+        layers = []
+        for _ in spec.layers:
+            q, k, v = (torch.randn(tokens, *shape, generator=gen).to(dtype) for shape in shapes)
+            layers.append(Rows(q, k, k[..., : spec.d_v] if shares_v else v))
+        out.append(layers)
     return out
 
 

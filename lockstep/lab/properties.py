@@ -8,19 +8,17 @@ a bit. Memory is inspected in the first run.
 
 from __future__ import annotations
 
-import tomllib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from importlib.resources import files
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.attention.base import Backend
-from lockstep.lab import oracle
+from lockstep.lab import oracle, table
 from lockstep.lab.attention_harness import AttentionHarness, Record, Setting
 from lockstep.lab.features import FEATURES, GPU_FEATURES, Feature
 from lockstep.lab.guard import as_bits
@@ -28,7 +26,7 @@ from lockstep.lab.options import CPU, FULL, Device, RunOptions
 from lockstep.lab.recipes import RECIPES, Recipe, write
 from lockstep.lab.script import Script, alone, chunked, plain
 
-HELD = tomllib.loads((files("lockstep.lab") / "properties.toml").read_text(encoding="utf-8"))
+HELD = table("properties.toml")
 # first word of a fault: the property it breaks
 MEMORY = ("plan", "rules", "writes", "guards", "pages", "pads", "repeat")
 

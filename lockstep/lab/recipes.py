@@ -7,13 +7,12 @@ because an equality is worth nothing if its path was not taken.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from itertools import cycle
 from typing import Any
 
+from lockstep.lab import table
 from lockstep.lab.features import WINDOW, Feature
 from lockstep.lab.script import Compute, Drop, Script
 from lockstep.order import attention_order, device_class
@@ -148,8 +147,7 @@ def recipe(
     return Recipe(name, about, play, tuple(counters), APPLIES[of])
 
 
-TABLE = tomllib.loads((files("lockstep.lab") / "recipes.toml").read_text(encoding="utf-8"))
-RECIPES = tuple(recipe(name, **entry) for name, entry in TABLE.items())
+RECIPES = tuple(recipe(name, **entry) for name, entry in table("recipes.toml").items())
 
 
 def write(recipe: Recipe, feature: Feature) -> Script:

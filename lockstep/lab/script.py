@@ -66,12 +66,9 @@ class Script:
     encoder_uids: dict[int, tuple[int, ...]] = field(default_factory=dict)
     steps: list[tuple[Act, ...]] = field(default_factory=list)
     committed: dict[int, list[int]] = field(default_factory=dict)
-    trees: dict[int, list[int]] = field(
-        default_factory=dict
-    )  # uids of the nodes of a request's open tree
-    lineage: dict[int, tuple[int, ...]] = field(
-        default_factory=dict
-    )  # a request and those it was forked from
+    # of a request: uids of the nodes of its open tree; itself and those it was forked from
+    trees: dict[int, list[int]] = field(default_factory=dict)
+    lineage: dict[int, tuple[int, ...]] = field(default_factory=dict)
     infinite: list[int] = field(default_factory=list)  # uids of tokens whose values hold infinities
 
     def open(self) -> int:

@@ -7,18 +7,17 @@ must be refused. Called by the harness for the steps that it inspects.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.resources import files
 from typing import Any
 
+from lockstep.lab import table
 from lockstep.plan.check import check
 from lockstep.plan.step import PagedGroup, StepPlan, ints
 from lockstep.types import Layout, PlanError
 
 FAR = 2**30  # outside of every pool
-RULES = tomllib.loads((files("lockstep.lab") / "spoilt.toml").read_text(encoding="utf-8"))
+RULES = table("spoilt.toml")
 
 
 def unnoticed(plan: StepPlan, pool_pages: tuple[int, ...]) -> list[str]:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep.attention.base import Backend
+from lockstep.lab import table
 from lockstep.lab.options import CPU, Device
 from lockstep.lab.plain import Checkpoint
 from lockstep.llm.engine import Parts
@@ -42,7 +42,7 @@ PRESENT = frozenset({"model.embed_tokens.weight", "model.shared.weight", "bert.e
 
 def configs(file: str) -> dict[str, dict[str, Any]]:
     """The configs of a file beside this one, by name: what each differs in from `common`."""
-    doc = json.loads((files("lockstep.lab") / file).read_text(encoding="utf-8"))
+    doc = table(file)
     return {name: {**doc["common"], **mine} for name, mine in doc["models"].items()}
 
 
@@ -189,9 +189,8 @@ class Letters(Tokenizer):
         b"the",
     )
 
-    byte_ids: frozenset[int] = (
-        frozenset()
-    )  # a byte here is decoded with its neighbours, not as part of a run
+    # a byte here is decoded with its neighbours, not as part of a run
+    byte_ids: frozenset[int] = frozenset()
 
     def __init__(self) -> None:
         self.vocab_size = VOCAB

@@ -10,15 +10,14 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib.resources import files
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
+from lockstep.lab import table
 from lockstep.lab.mutate.pool import digest
 from lockstep.types import RuleError
 
@@ -102,14 +101,14 @@ def places(file: str, text: str) -> list[Place]:
 @cache
 def operators() -> dict[str, Any]:
     """The operators that are used, by name."""
-    table = tomllib.loads((files("lockstep.lab.mutate") / "mutate.toml").read_text("utf-8"))
-    pairs = [f"Replace{kind}_{pair}" for kind, each in table["pairs"].items() for pair in each]
+    chosen = table("mutate.toml", "lockstep.lab.mutate")
+    pairs = [f"Replace{kind}_{pair}" for kind, each in chosen["pairs"].items() for pair in each]
     try:
         from cosmic_ray.plugins import get_operator
     except ImportError as error:
         remedy = "pip install -c constraints.txt -e '.[test]'"
         raise RuleError("mutants are made by cosmic-ray", str(error), remedy) from None
-    return {name: get_operator(f"core/{name}")() for name in (*pairs, *table["operators"])}
+    return {name: get_operator(f"core/{name}")() for name in (*pairs, *chosen["operators"])}
 
 
 def dead_spans(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:

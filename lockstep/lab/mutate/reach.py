@@ -10,20 +10,18 @@ survivors.
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 
-from lockstep.lab import cells, commands
+from lockstep.lab import cells, commands, table
 from lockstep.lab.mutate.pool import OWN, Crew, digest
 from lockstep.lab.mutate.trial import Job
 from lockstep.types import RuleError
 
 CELLS = "tests/lab_cells.py"  # cells of the lab as tests
 UNSEEN = ("tests/test_interrupt.py",)  # interrupts itself, also inside coverage: runs without
-TABLE = tomllib.loads((files("lockstep.lab.mutate") / "mutate.toml").read_text("utf-8"))
+COMPILED_FOR = table("mutate.toml", "lockstep.lab.mutate")["compiled_for"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Reach:
         """The green units that reach one of the lines, or else the file; the best first."""
         green, wanted = self.green(), set(lines)
         found = [u for u in green if wanted.intersection(u.lines.get(file, ()))]
-        shown = (there for here, there in TABLE["compiled_for"].items() if file.startswith(here))
+        shown = (there for here, there in COMPILED_FOR.items() if file.startswith(here))
         either = {file, next(shown, file)}
         found = found or [u for u in green if either & set(u.lines)]
         return sorted(found, key=lambda unit: unit.cost)
