@@ -96,7 +96,7 @@ def test_an_error_that_loses_a_request_is_found(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         "lockstep.lab.engine_harness.STEPS", 3
     )  # stands for an engine that does not go on
-    error.play(rig, quick=True)
+    error(rig, quick=True)
     assert any("never ended" in fault or "were taken in" in fault for fault in rig.faults["error"])
 
 

@@ -16,28 +16,34 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from lockstep.attention import select
 from lockstep.attention.base import Backend
-from lockstep.lab import engine_harness, isolate, properties, reverts
-from lockstep.lab.engine_recipes import HISTORIES, SURROUNDINGS
+from lockstep.lab import engine_harness, isolate, properties, reverts, table
+from lockstep.lab.engine_harness import decodes
 from lockstep.lab.features import FEATURES, GPU_FEATURES, Feature
-from lockstep.lab.option_recipes import CAPACITIES, OPTIONS
 from lockstep.lab.options import CPU, FULL, Device, RunOptions
 from lockstep.lab.properties import Finding, Judgement
 from lockstep.lab.recipes import RECIPES, Recipe
-from lockstep.lab.sampler_recipes import SAMPLER
 from lockstep.lab.speculative_recipes import SPECULATIVE
-from lockstep.lab.tiny import MODELS, Tiny, loaded
+from lockstep.lab.tiny import BART, LLAMA, MODELS, QWEN3, Tiny, loaded
 from lockstep.types import GroupSpec, PlanError, RuleError
 
 CELL_S = 600.0  # a cell that takes longer is a crash
 LOST = 77  # what a process ends with whose device was lost before its task began
 # cells that are known to fail, "backend/recipe/feature", and the cause: docs/known-failures.md
 KNOWN: dict[str, str] = {}
+MODELS_OF: dict[str, Callable[[Tiny], bool]] = {
+    "decoders": decodes,
+    "encoder-decoder": lambda tiny: tiny is BART,  # only it has sources
+    "every model": lambda tiny: True,
+    "one model": lambda tiny: tiny is LLAMA,  # the sampler sees logits and no model
+    "llama and qwen3": lambda tiny: tiny in (LLAMA, QWEN3),  # all keys kept, and some dropped
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +96,16 @@ def group_refusal(
     return next(filter(None, reasons), None)
 
 
+def engine_recipe(
+    name: str, play: str, about: str, counters: list[str], of: str = "decoders"
+) -> Recipe:
+    """An entry of engine_recipes.toml."""
+    module, _, function = play.partition(":")
+    found = getattr(import_module(f"lockstep.lab.{module}"), function)
+    return Recipe(name, about, found, tuple(counters), MODELS_OF[of])
+
+
+ENGINE_RECIPES = [engine_recipe(name, **e) for name, e in table("engine_recipes.toml").items()]
 ATTENTION = MatrixTable(
     name="attention",
     column="feature",
@@ -104,7 +120,7 @@ ENGINE = MatrixTable(
     name="engine",
     column="model",
     measures="a log-probability",
-    recipes=(*HISTORIES, *OPTIONS, *SURROUNDINGS, *CAPACITIES, *SAMPLER, *SPECULATIVE),
+    recipes=(*ENGINE_RECIPES, *SPECULATIVE),
     features=MODELS,
     refusal=engine_refusal,
     judge=engine_harness.judge,

@@ -24,7 +24,7 @@ from lockstep.lab.properties import Judgement
 from lockstep.lab.recipes import Recipe
 from lockstep.lab.recompute import Order, Recompute
 from lockstep.lab.speculative import drafts
-from lockstep.lab.tiny import BART, CONTEXT, LLAMA, Tiny, checkpoint, parts
+from lockstep.lab.tiny import BART, CONTEXT, Tiny, checkpoint, parts
 from lockstep.lab.values import Values
 from lockstep.llm.engine import Engine, Parts
 from lockstep.llm.generation import Generation
@@ -47,20 +47,11 @@ def decodes(tiny: Tiny) -> bool:
     return tiny is not BART
 
 
-def every_model(tiny: Tiny) -> bool:
-    """Models of every kind."""
-    return True
-
-
-def one_model(tiny: Tiny) -> bool:
-    """The sampler sees logits and no model: one stands for all."""
-    return tiny is LLAMA
-
-
 def engine_recipe(
     name: str, *required_counters: str, applies_to: Callable[[Tiny], bool] = decodes
 ) -> Callable[[Callable[..., None]], Recipe]:
-    """Makes a recipe of the function that plays it, described by its docstring's first sentence."""
+    """Makes a recipe of the function that plays it, described by its docstring's first sentence:
+    for one that engine_recipes.toml does not have."""
 
     def make(play: Callable[..., None]) -> Recipe:
         text = " ".join((play.__doc__ or "").split()).partition(". ")[0]

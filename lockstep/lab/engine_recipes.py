@@ -16,16 +16,9 @@ from itertools import count, pairwise
 from typing import Any
 
 from lockstep.attention.base import Backend
-from lockstep.lab.engine_harness import (
-    EngineHarness,
-    Injected,
-    InstrumentedEngine,
-    engine_recipe,
-    every_model,
-    same_bits,
-)
+from lockstep.lab.engine_harness import EngineHarness, Injected, InstrumentedEngine, same_bits
 from lockstep.lab.recompute import Order
-from lockstep.lab.tiny import BART, EOS, Letters, words
+from lockstep.lab.tiny import EOS, Letters, words
 from lockstep.llm.generation import Generation
 from lockstep.sample.params import SamplingParams
 
@@ -58,10 +51,8 @@ def orders_of(*pairs: tuple[int, SamplingParams], late: int = 0) -> list[Order]:
     return [Order(words(n, n), params, at=late * i) for i, (n, params) in enumerate(pairs)]
 
 
-@engine_recipe("engine-batch", "batched_steps", "mixed_steps", "forked")
 def batch(rig: EngineHarness, quick: bool) -> None:
-    """Alone and in batches, arriving together and one by one. Greedy beside sampled beside
-    scored."""
+    """Greedy beside sampled beside scored."""
     orders = orders_of(
         (1, PLAIN), (7, GREEDY), (16, CUT), (33, PENALISED), (40, SCORED), (9, THREE)
     )
@@ -72,20 +63,17 @@ def batch(rig: EngineHarness, quick: bool) -> None:
     rig.story("batch", late, chunked_prefill_size=24)
 
 
-@engine_recipe("engine-chunk", "chunks", "batched_steps")
 def chunk(rig: EngineHarness, quick: bool) -> None:
-    """Prompts in chunks of any size. Single rows, odd sizes, a page less one and one more, a
-    neighbour that takes part of the step."""
+    """Single rows, odd sizes, a page less one and one more, a neighbour that takes part of the
+    step."""
     orders = orders_of((37, SCORED), (21, THREE), (30, PENALISED), late=2)
     for size in (3, PAGE - 1) if quick else (3, PAGE - 1, PAGE, PAGE + 1, 16):
         rig.story("chunk", orders, chunked_prefill_size=size, page_size=4)
     rig.story("chunk", orders_of((11, PLAIN)), chunked_prefill_size=1)
 
 
-@engine_recipe("engine-hit", "hit_tokens", "chunks")
 def hit(rig: EngineHarness, quick: bool) -> None:
-    """A cached prefix around a page, second turns, tenants, twins. The same prompt cold and warm;
-    then the same tokens in another order."""
+    """The same prompt cold and warm; then the same tokens in another order."""
     engine = rig.engine(page_size=PAGE)
     lengths = (PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1, 5 * PAGE + 1)
     for n in lengths[:3] if quick else lengths:
@@ -115,9 +103,8 @@ def expect_hits(
     rig.check("hits", have == hits, f"{what}: {have} tokens found, not {hits}")
 
 
-@engine_recipe("engine-evict", "hit_tokens", "evicted_pages")
 def evict(rig: EngineHarness, quick: bool) -> None:
-    """A cache that is too small. Prefixes come, go in part, and come again, windows first."""
+    """Prefixes come, go in part, and come again, windows first."""
     stems, rng = [words(n, 200 + n) for n in (41, 30)], random.Random(3)
     menu = [
         Order(stem[:n], replace(PLAIN, max_tokens=m))
@@ -143,9 +130,7 @@ def evict(rig: EngineHarness, quick: bool) -> None:
         rig.play("evict", engine, orders)
 
 
-@engine_recipe("engine-page", "hit_tokens", "batched_steps")
 def page(rig: EngineHarness, quick: bool) -> None:
-    """Pages of other sizes."""
     stem = words(33, 4)
     orders = [
         *(Order(stem, SCORED), Order(stem[:20], THREE, at=4)),
@@ -162,10 +147,8 @@ def every_second(engine: InstrumentedEngine, jobs: list[Generation], step: int) 
         engine.scheduler._preempt(request)
 
 
-@engine_recipe("engine-preempt", "forced", "short_of_pages", "recomputed_rows", "hit_tokens")
 def preempt(rig: EngineHarness, quick: bool) -> None:
-    """Pages lost after every second step. With a prefix tree and without; then pages are short by
-    themselves."""
+    """With a prefix tree and without; then pages are short by themselves."""
     orders = orders_of((19, PENALISED), (26, SCORED), (12, THREE), late=1)
     for options in ({"disable_radix_cache": True}, {"page_size": 4}):
         jobs = rig.story("preempt", orders, every_second, **options)
@@ -175,10 +158,9 @@ def preempt(rig: EngineHarness, quick: bool) -> None:
     rig.counters["short_of_pages"] = rig.counters["preempted"] - rig.counters["forced"]
 
 
-@engine_recipe("engine-abort", "aborted", "hit_tokens", "forked")
 def abort(rig: EngineHarness, quick: bool) -> None:
-    """Neighbours that leave. At every stage: with a shared prefix, in the middle of a prompt,
-    forked; who stays or comes later is right."""
+    """At every stage: with a shared prefix, in the middle of a prompt, forked; who stays or comes
+    later is right."""
     stem = words(32, 12)
     for when in (2, 3, 6) if quick else (1, 2, 3, 4, 6, 9):
         orders = [
@@ -195,10 +177,8 @@ def abort(rig: EngineHarness, quick: bool) -> None:
     rig.story("abort", orders, page_size=PAGE, chunked_prefill_size=PAGE - 1)
 
 
-@engine_recipe("engine-n", "forked", "batched_steps")
 def several(rig: EngineHarness, quick: bool) -> None:
-    """N completions of one prompt. They are n requests: forked in the middle of a page and at its
-    end, alone and in company."""
+    """They are n requests: forked in the middle of a page and at its end, alone and in company."""
     for n in (PAGE - 1, PAGE, PAGE + 2):
         prompt, engine = words(n, 300 + n), rig.engine(page_size=PAGE)
         jobs = rig.play("n", engine, [Order(prompt, THREE), Order(words(5, 1), PLAIN)])
@@ -210,10 +190,9 @@ def several(rig: EngineHarness, quick: bool) -> None:
             rig.check("n", same, f"completion {i} is another one alone")
 
 
-@engine_recipe("engine-score", "scored_tokens", "chunks", "item_forks")
 def score(rig: EngineHarness, quick: bool) -> None:
-    """Log-probabilities of given tokens. Scores of a prompt and its generated answer are those of
-    the generation: cold, warm, in chunks."""
+    """Scores of a prompt and its generated answer are those of the generation: cold, warm, in
+    chunks."""
     prompt = words(21, 14)
     engine = rig.engine(page_size=PAGE)
     (job,) = rig.play("score", engine, [Order(prompt, PLAIN)])
@@ -232,9 +211,7 @@ def score(rig: EngineHarness, quick: bool) -> None:
         items(rig, place, prompt, job)
 
 
-@engine_recipe("engine-stream", "characters", "stopped", "spaces_after_nothing")
 def stream(rig: EngineHarness, quick: bool) -> None:
-    """Text as it comes, characters in pieces, stop strings."""
     for n in (6,) if quick else (6, 9, 12):
         order = Order(words(n, 400 + n), replace(PLAIN, seed=n, max_tokens=24))
         (job,) = rig.story("stream", [order])
@@ -261,14 +238,9 @@ def stream(rig: EngineHarness, quick: bool) -> None:
         rig.counters["spaces_after_nothing"] += sum(pair == (EOS, space) for pair in pairwise(ids))
 
 
-@engine_recipe(
-    "engine-encoder",
-    *("preempted", "forked", "hit_tokens", "item_forks"),
-    applies_to=lambda tiny: tiny is BART,  # only an encoder-decoder has sources
-)
 def encoder(rig: EngineHarness, quick: bool) -> None:
-    """Sources read by an encoder. Of many lengths, some equal, in one batch; forked, in pages of
-    one, losing their pages after every second step."""
+    """Of many lengths, some equal, in one batch; forked, in pages of one, losing their pages after
+    every second step."""
     pairs = ((21, PLAIN), (1, GREEDY), (34, THREE), (8, PENALISED), (21, CUT))
     orders = orders_of(*pairs, late=1)
     for order in orders[:2] if quick else orders:
@@ -302,10 +274,9 @@ def items(
     rig.counters["item_forks"] += engine.scheduler.counters["forked"] - forks
 
 
-@engine_recipe("engine-pad", "pad_rows", "forked", "batched_steps", applies_to=every_model)
 def padded(rig: EngineHarness, quick: bool) -> None:
-    """Steps padded to buckets. In company, arriving one by one, in chunks, forked, losing pages; in
-    buckets far too large."""
+    """In company, arriving one by one, in chunks, forked, losing pages; in buckets far too
+    large."""
     orders, late = company(rig, (1, PLAIN))
     buckets: Options = {"bucket_sizes": BUCKETS, "chunked_prefill_size": 64}
     rig.story("pad", orders, **buckets)
@@ -326,11 +297,9 @@ def company(
     return orders, [replace(order, at=2 * i) for i, order in enumerate(reversed(orders))]
 
 
-@engine_recipe("engine-replay", "steps", "forked", "batched_steps", applies_to=every_model)
 def replayed(rig: EngineHarness, quick: bool) -> None:
-    """Launches that are recorded and replayed. Requests one below, at and above a page come one by
-    one, fork, and leave again: most steps are replays of a launch that was recorded with other
-    lengths, other slots and other pads."""
+    """Requests one below, at and above a page come one by one, fork, and leave again: most steps
+    are replays of a launch that was recorded with other lengths, other slots and other pads."""
     growing = [
         Order(words(n, i), replace(PLAIN, seed=i, max_tokens=4 + 3 * (i % 4)), at=i)
         for i, n in enumerate((3, 7, 8, 9, 15, 16, 17, 5))
@@ -361,13 +330,10 @@ def replayed(rig: EngineHarness, quick: bool) -> None:
         rig.check("replay", enough, f"{replays} replays of {len(tapes)} launches")
 
 
-@engine_recipe(
-    "engine-late", "late_ids", "unseen_rows", "forked", "aborted", applies_to=every_model
-)
 def late(rig: EngineHarness, quick: bool) -> None:
-    """Steps that are settled one step late. Row ids name samples of the step before; a stop is
-    found when the next row is computed, which nobody sees. In company, in buckets, in a cache that
-    is too small, with a neighbour that leaves."""
+    """Row ids name samples of the step before; a stop is found when the next row is computed, which
+    nobody sees. In company, in buckets, in a cache that is too small, with a neighbour that
+    leaves."""
     eager = replace(PLAIN, ignore_eos=False, logit_bias={EOS: 30.0}, min_tokens=3)
     orders, leaving = company(rig, (9, eager))
     leaving[-1] = replace(leaving[-1], abort=leaving[-1].at + 3)
@@ -379,10 +345,9 @@ def late(rig: EngineHarness, quick: bool) -> None:
         rig.story("late", orders, disable_radix_cache=True, **small)
 
 
-@engine_recipe("engine-priority", "displaced", "forked", "hit_tokens")
 def priority(rig: EngineHarness, quick: bool) -> None:
-    """Requests that go first. Later ones of a higher priority overtake waiting ones and take the
-    place of running ones; bits do not know it."""
+    """Later ones of a higher priority overtake waiting ones and take the place of running ones;
+    bits do not know it."""
     orders = [
         Order(words(20, 20), PENALISED),
         Order(words(12, 21), PLAIN, at=1),
@@ -403,10 +368,8 @@ def priority(rig: EngineHarness, quick: bool) -> None:
     rig.story("priority", levels, max_running_requests=3)
 
 
-@engine_recipe("engine-error", "failed_steps", "forked", applies_to=every_model)
 def error(rig: EngineHarness, quick: bool) -> None:
-    """A model that raises in the middle of a step. Some layers are written: the engine goes on,
-    nothing is lost, everybody has its bits."""
+    """Some layers are written: the engine goes on, nothing is lost, everybody has its bits."""
     decoder = rig.oracle.encoder is None
     pairs = ((19, PENALISED), (26, CUT), (12, THREE), (21, PLAIN))
     orders = [Order(words(n, 30 + n), p, at=2 * i) for i, (n, p) in enumerate(pairs)]
@@ -432,7 +395,3 @@ def failing(backend: Backend, calls: Collection[int]) -> Backend:
 
     made.attend = attend  # type: ignore[assignment,method-assign]
     return made
-
-
-HISTORIES = (batch, chunk, hit, evict, page, preempt, abort, several, score, stream, encoder)
-SURROUNDINGS = (padded, replayed, late, priority, error)

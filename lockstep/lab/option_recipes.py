@@ -18,17 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lockstep.lab.engine_harness import (
-    EngineHarness,
-    InstrumentedEngine,
-    engine_recipe,
-    every_model,
-    one_model,
-    same_bits,
-)
+from lockstep.lab.engine_harness import EngineHarness, InstrumentedEngine, same_bits
 from lockstep.lab.engine_recipes import GREEDY, PLAIN, Options, every_second, orders_of
 from lockstep.lab.recompute import Order
-from lockstep.lab.tiny import CONTEXT, EOS, LLAMA, QWEN3, Letters, save, words
+from lockstep.lab.tiny import CONTEXT, EOS, LLAMA, Letters, save, words
 from lockstep.llm.api import LLM
 from lockstep.llm.generation import Generation
 from lockstep.models import loader
@@ -53,10 +46,8 @@ SIZES = (2, 5, 9)  # of buckets
 EXPERTS = (4, 16, 17, 24, 64)  # up to 16 torch's unstable sorts happen to be stable
 
 
-@engine_recipe("engine-dtype", "rounded_requests", "preempted", "forked", applies_to=every_model)
 def cache_dtypes(rig: EngineHarness, quick: bool) -> None:
-    """A cache that rounds its keys. It gives another answer, the same one whatever happens: chunks,
-    hits, forks, lost pages."""
+    """It gives another answer, the same one whatever happens: chunks, hits, forks, lost pages."""
     orders = orders_of((21, PLAIN), (34, replace(PLAIN, n=2, seed=22)), (9, GREEDY), late=1)
     rows = 11 if rig.oracle.encoder is None else 64
     # elsewhere keys are kept as they come
@@ -76,9 +67,8 @@ def cache_dtypes(rig: EngineHarness, quick: bool) -> None:
         rig.counters["rounded_requests"] += len(jobs)
 
 
-@engine_recipe("engine-running", "held_back", "forked")
 def running(rig: EngineHarness, quick: bool) -> None:
-    """No more at once than asked for. Forks included; the others wait, and are what they are."""
+    """Forks included; the others wait, and are what they are."""
     engine = rig.engine(max_running_requests=RUNNING)
 
     def watch(engine: InstrumentedEngine, step: ScheduledStep) -> None:
@@ -95,10 +85,8 @@ def running(rig: EngineHarness, quick: bool) -> None:
     rig.play("running", engine, [first, *orders, last])
 
 
-@engine_recipe("engine-uncached", "turns", "hit_tokens")
 def uncached(rig: EngineHarness, quick: bool) -> None:
-    """Without a prefix cache, and with one. Without one the same prompt is computed again, and
-    nothing is kept when nobody runs."""
+    """Without one the same prompt is computed again, and nothing is kept when nobody runs."""
     for off in (True, False):
         engine = rig.engine(disable_radix_cache=off)
         for turn in range(2):
@@ -112,10 +100,9 @@ def uncached(rig: EngineHarness, quick: bool) -> None:
             rig.counters["turns"] += 1
 
 
-@engine_recipe("engine-end", "open_ends", "stopped", "stopped_at_once", "eos")
 def ends(rig: EngineHarness, quick: bool) -> None:
-    """Where a text ends. At the end of the context, at the first stop string from min_tokens on, at
-    EOS and not before."""
+    """At the end of the context, at the first stop string from min_tokens on, at EOS and not
+    before."""
     for room in (19, 1):
         order = Order(words(CONTEXT - room, 60 + room), replace(PLAIN, max_tokens=None))
         for job in rig.story("end", [order]):
@@ -145,10 +132,8 @@ def ends(rig: EngineHarness, quick: bool) -> None:
     rig.counters["eos"] += sum(job.output("").token_ids[-1] == EOS for job in jobs)
 
 
-@engine_recipe("engine-embed", "embedded")
 def embed(rig: EngineHarness, quick: bool) -> None:
-    """Embeddings between other steps. Of several prompts in one step: those of each alone, and the
-    last row's."""
+    """Of several prompts in one step: those of each alone, and the last row's."""
     prompts = [words(n, 70 + n) for n in (1, 7, 16, 33)]
     asked: list[Generation] = []
 
@@ -173,10 +158,9 @@ def embed(rig: EngineHarness, quick: bool) -> None:
         rig.counters["embedded"] += 1
 
 
-@engine_recipe("engine-text", "items")
 def texts(rig: EngineHarness, quick: bool) -> None:
-    """Prompts and items as strings. By the class that users call: a prompt has its special tokens,
-    an item that follows one has none."""
+    """By the class that users call: a prompt has its special tokens, an item that follows one has
+    none."""
     llm = LLM.of(rig.engine())
     letters, text, items = Letters(), "the end", (" of it", "s", "in é")
     begin = tuple(letters.encode(text, True, True))
@@ -192,10 +176,9 @@ def texts(rig: EngineHarness, quick: bool) -> None:
     rig.check("items", same, f"{text!r} is not scored as its tokens")
 
 
-@engine_recipe("engine-folder", "folders", applies_to=one_model)
 def folder(rig: EngineHarness, quick: bool) -> None:
-    """A model from its files. The weights' own bits, and the end tokens that generation_config.json
-    names before config.json."""
+    """The weights' own bits, and the end tokens that generation_config.json names before
+    config.json."""
     order = Order(words(13, 80), replace(PLAIN, max_tokens=24))
     (free,) = rig.oracle.completions(order)
     end = free.token_ids[7]
@@ -217,14 +200,8 @@ def folder(rig: EngineHarness, quick: bool) -> None:
     rig.counters["folders"] += 1
 
 
-@engine_recipe(
-    "capacity",
-    *("full_arenas", "full_buckets", "full_contexts", "full_caches"),
-    applies_to=lambda tiny: tiny is LLAMA or tiny is QWEN3,  # all keys kept, and some dropped
-)
 def capacity(rig: EngineHarness, quick: bool) -> None:
-    """Arenas, buckets, contexts and caches that are exactly full. And others that just do not
-    suffice. A request's last token needs no place in a cache."""
+    """And others that just do not suffice. A request's last token needs no place in a cache."""
     new, size = 4, 4
     exact = Order(words(21), replace(GREEDY, max_tokens=new))
     keys = len(exact.prompt) + new - 1
@@ -296,10 +273,8 @@ def padded(what: str, lengths: tuple[int, ...]) -> str:
         return str(error)
 
 
-@engine_recipe("experts", "tied_rows", applies_to=one_model)
 def experts(rig: EngineHarness, quick: bool) -> None:
-    """The choice of experts: ties. Routers of every kind, with scores that are often equal, against
-    a sort by score and id."""
+    """Routers of every kind, with scores that are often equal, against a sort by score and id."""
     gen = torch.Generator().manual_seed(5)
     for count in EXPERTS:
         logits = torch.randint(0, 4, (40, count), generator=gen).float()
@@ -311,7 +286,3 @@ def experts(rig: EngineHarness, quick: bool) -> None:
             fault = f"{count} experts by {score}: {wrong} rows"
             rig.check("ties", not wrong, fault)
             rig.counters["tied_rows"] += sum(len(set(row)) < count for row in logits.tolist())
-
-
-OPTIONS = (cache_dtypes, running, uncached, ends, embed, texts, folder)
-CAPACITIES = (capacity, experts)

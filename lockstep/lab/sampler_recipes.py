@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.lab import choice
-from lockstep.lab.engine_harness import EngineHarness, engine_recipe, one_model, same_bits
+from lockstep.lab.engine_harness import EngineHarness, same_bits
 from lockstep.lab.recompute import Order
 from lockstep.lab.tiny import EOS
 from lockstep.sample import logits as plain
@@ -76,10 +76,8 @@ def on_host(scores: sampler.Logprobs) -> sampler.Logprobs:
     return sampler.Logprobs(*(tensor.cpu() for tensor in scores))
 
 
-@engine_recipe("sample", "rows", "later_blocks", applies_to=one_model)
 def choices(rig: EngineHarness, quick: bool) -> None:
-    """The choice of a token: masks, cuts, ties, noise, its distribution. One row at a time, then
-    how often."""
+    """One row at a time, then how often."""
     noise_at_the_ends(rig)
     one_by_one(rig, *rows_of(160 if quick else 400))
     one_by_one(rig, *rows_of(32 if quick else 80, WIDE))
@@ -197,10 +195,8 @@ def distribution(rig: EngineHarness, what: str, count: int) -> None:
     rig.check("distribution", chi < CHI, fault, f"chi-square below {CHI:.0f}")
 
 
-@engine_recipe("seeds", "rows", "seeds_drawn", applies_to=one_model)
 def seeds(rig: EngineHarness, quick: bool) -> None:
-    """Mixed parameters in a batch, seeds, penalties. A seed that nobody gave is drawn once, told,
-    and good for a repetition."""
+    """A seed that nobody gave is drawn once, told, and good for a repetition."""
     logits, rows = rows_of(48)
     rig.counters["rows"] += len(rows)
     alone = [sample(rig, logits[r : r + 1], rows[r : r + 1]) for r in range(len(rows))]
@@ -230,6 +226,3 @@ def tokens_and_scores(sampled: sampler.Sampled) -> list[tuple[int, float]]:
     """Of every row."""
     assert sampled.logprobs is not None, "every row asks for them"
     return list(zip(sampled.token_ids.tolist(), sampled.logprobs.chosen.tolist(), strict=True))
-
-
-SAMPLER = (choices, seeds)
