@@ -47,23 +47,21 @@ def extend(s: Script, *steps: Any) -> list[int]:
     """Steps of new rows, as recipes.toml has them: which requests those of the last were."""
     requests: list[int] = []
     for step in steps:
-        options = dict(step) if isinstance(step, dict) else {}
-        keep, emit = (options.pop(name, None) for name in ("keep", "emit"))
-        step = options.pop("all", options or step)
-        if isinstance(step, dict):
-            rows = {int(request): count for request, count in step.items()}
-        elif isinstance(step, Sequence) and not isinstance(step, str):
-            rows = dict(enumerate(step))
-        else:
-            rows = dict.fromkeys(s.committed, step)
-        while len(s.committed) <= max(rows, default=-1):
+        told = step if isinstance(step, dict) and "all" in step else {"all": step}
+        counts = told["all"]
+        if isinstance(counts, int | str):
+            counts = dict.fromkeys(s.committed, counts)
+        elif not isinstance(counts, dict):
+            counts = dict(enumerate(counts))
+        requests = [int(request) for request in counts]
+        while len(s.committed) <= max(requests, default=-1):
             s.open()
         acts = []
-        for at, (request, count) in enumerate(rows.items()):
-            own = keep and keep[at], emit and tuple(emit[at])
-            acts.append(s.extend(request, length(s, count), *own))
+        for at, (request, count) in enumerate(zip(requests, counts.values(), strict=True)):
+            keep = told["keep"][at] if "keep" in told else None
+            emit = tuple(told["emit"][at]) if "emit" in told else None
+            acts.append(s.extend(request, length(s, count), keep, emit))
         s.step(*acts)
-        requests = list(rows)
     return requests
 
 
