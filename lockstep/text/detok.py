@@ -8,7 +8,7 @@ string.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from lockstep.text.tokenizer import Tokenizer
 
@@ -18,8 +18,7 @@ CHARACTER_BYTES = 4  # of the longest character in UTF-8
 Ids = Sequence[int]
 
 
-@dataclass(frozen=True)
-class TextPiece:
+class TextPiece(NamedTuple):
     """New text, and the stop string behind it that ended it, if one did."""
 
     text: str
@@ -126,6 +125,8 @@ class Stops:
 
     def feed(self, text: str) -> TextPiece:
         """The text that is certain now, or the rest of it before a stop string."""
+        if not self.stops:
+            return TextPiece(text)
         text = self.held + text
         found = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:

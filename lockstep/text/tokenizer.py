@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,15 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Ids to text; ids without a token are left out. Bytes that are no UTF-8 become U+FFFD."""
+        if len(ids) == 1:
+            return self._decode_one(ids[0], skip_special)
         text: str = self.library.decode(list(ids), skip_special_tokens=skip_special)
         return text
+
+    @cached_property
+    def _decode_one(self) -> Callable[[int, bool], str]:
+        """Growing text asks for the same tokens again and again."""
+        return lru_cache(1 << 16)(lambda id_, skip: self.library.decode([id_], skip))
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:

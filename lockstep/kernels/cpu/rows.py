@@ -49,8 +49,8 @@ from lockstep.order import LANES, LOG2E
 UNIT = 1 << 14  # elements of a unit of work, at most
 # what is done to a row
 NORM, TURN, GATE, HEADS, ADD, LAYER = range(6)
-ANGLES, MAP, CAP, CLAMPED, SOFTMAX, SHARES = range(6, 12)
-ELEMENT_NS = {ANGLES: 8}  # of one thread, else 1
+ANGLES, MAP, CAP, CLAMPED, SOFTMAX, SHARES, WRITE = range(6, 13)
+ELEMENT_NS = {ANGLES: 8, WRITE: 4}  # of one thread, else 1
 SILU, GELU, GELU_TANH, RELU, SIGMOID = range(5)  # what GATE and MAP do to an element
 KINDS = dict(zip(Activation, (SILU, GELU, GELU_TANH, RELU), strict=True))
 HALVED = (GATE, CLAMPED)  # the output has half the columns of the input
@@ -166,6 +166,13 @@ def shares(x: Tensor, floor: float) -> Tensor:
     return _run(SHARES, x, _bits(floor))
 
 
+def write(x: Tensor, y: Tensor, slots: Tensor) -> None:
+    """y[slots] = x of x [t, heads, n], contiguous y [slots, heads, n] and slots int32 [t], all of
+    them there."""
+    outer, inner, _ = x.stride()
+    _call(WRITE, (x.data_ptr(), 4 * outer, 4 * inner), y, x.shape, (slots.data_ptr(),))
+
+
 def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     """The means of the rows [begin, end) of x, [t, n], for each span, divided by their lengths:
     [spans, n].
@@ -185,14 +192,10 @@ def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
 
 def _run(what: int, x: Tensor, *more: int) -> Tensor:
     """One call over the rows of x: [outer, n] or [outer, inner, n]."""
-    shape, strides = x.shape, x.stride()
-    n = shape[-1] // 2 if what in HALVED else shape[-1]
-    if len(shape) == 2:
-        y, sizes = empty(shape[0], n), (shape[0], 1, n)
-        _call(what, (x.data_ptr(), 4 * strides[0], 0), y, sizes, more)
-    else:
-        y, sizes = empty(shape[0], shape[1], n), (shape[0], shape[1], n)
-        _call(what, (x.data_ptr(), 4 * strides[0], 4 * strides[1]), y, sizes, more)
+    (outer, *inner, n), (x_outer, *x_inner, _) = x.shape, x.stride()
+    n = n // 2 if what in HALVED else n
+    y, (one, step) = empty(outer, *inner, n), (inner[0], x_inner[0]) if inner else (1, 0)
+    _call(what, (x.data_ptr(), 4 * x_outer, 4 * step), y, (outer, one, n), more)
     return y
 
 
@@ -248,10 +251,10 @@ def row(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
         add_row(total, n, x, record[11] + i * record[12], 0, 0)
         norm(total, y, n, record[9], record[10])
     else:
-        rarer(record, i, x, y)
+        rarer(record, i, j, x, y)
 
 
-def rarer(record: Any, i: Any, x: Any, y: Any) -> None:
+def rarer(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
     """What a decoder of the plain kind does not do in every layer."""
     what, n = record[0], record[7]
     if what == LAYER:
@@ -267,6 +270,9 @@ def rarer(record: Any, i: Any, x: Any, y: Any) -> None:
         clamp_row(y, n, x, x + 4 * n, alpha, limit)
     elif what == SOFTMAX:
         softmax_row(x, y, n)
+    elif what == WRITE:
+        slot = np.int64(int32_at(record[9])[i])
+        copy_row(record[4] + 4 * n * (slot * record[6] + j), n, x, 0)
     else:
         floor = np.int32(record[9]).view(np.float32)
         divide_row(y, n, x, add(sum_row(x, n, 0), floor))
@@ -403,6 +409,7 @@ def angle_row(position: Any, cos: Any, sin: Any, n: Any, freqs: Any, factor_bits
         ss[k] = mul(np.float32(s), factor)
 
 
+copy_row: Any = Looped(mapped, lambda v, _: v)
 divide_row: Any = Looped(mapped, lambda v, by: div(v, by))
 power_row: Any = Looped(mapped, lambda v, top: exp2(mul(sub(v, top), LOG2E)))
 cap_row: Any = Looped(mapped, lambda v, cap: mul(tanh(div(v, cap)), cap))
