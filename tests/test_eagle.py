@@ -236,6 +236,11 @@ def test_a_guess_more_is_worth_its_row_and_its_step():
         times.draft(3, 1.5)
     assert times.row_s(1) == pytest.approx(0.5)
     assert times.go_on(1) == pytest.approx((0.5 + 0.5) / 4.0)
+    times.draft(6, 90.0)
+    assert times.go_on(1) == pytest.approx((0.5 + 0.5) / 4.0), "one cold draft says nothing"
+    for seconds in (2.4, 2.4):
+        times.draft(6, seconds)
+    assert times.go_on(1) == pytest.approx((0.3 + 0.5) / 4.0), "three guesses more cost 0.9"
     for rows, about in ((1, 1), (15, 15), (16, 16), (17, 16), (31, 30), (100, 96)):
         assert rounded(rows) == about
 

@@ -13,6 +13,7 @@ Knows seconds and counts, no request; `speculation` asks it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +24,7 @@ FIRST_CHANCE = 0.4  # the same: from which on a chain goes on
 REST = 16  # steps until a resting request tries again; twice as many each time it fails
 LONGEST_REST = 256
 SMOOTH = 0.1  # weight of a new time
-SEEN = 3  # times that make a mean
+SEEN = 3  # times that make one known
 OUTLIER = 4.0  # times above so many means count as that
 
 
@@ -57,16 +58,17 @@ class Acceptance:
 
 @dataclass
 class Mean:
-    """A smoothed time."""
+    """A smoothed time; of the first ones, which find everything cold, the shortest."""
 
-    value: float = 0.0
+    value: float = math.inf
     count: int = 0
 
     def add(self, seconds: float) -> None:
         self.count += 1
-        if self.count > 2:
-            seconds = min(seconds, OUTLIER * self.value)
-        self.value += (seconds - self.value) * max(SMOOTH, 1 / self.count)
+        if self.count <= SEEN:
+            self.value = min(self.value, seconds)
+        else:
+            self.value += (min(seconds, OUTLIER * self.value) - self.value) * SMOOTH
 
 
 def rounded(rows: int) -> int:
@@ -107,10 +109,14 @@ class Times:
         """The chance from which on a guess more pays in chains of `count` requests: it costs a row
         of each, and a step of the draft for all."""
         plain_s, row_s = self.step_s(count), self.row_s(count)
-        if plain_s is None or row_s is None or not self.drafts:
+        seen = {depth: mean.value for depth, mean in self.drafts.items() if mean.count >= SEEN}
+        if plain_s is None or row_s is None or not seen:
             return FIRST_CHANCE
-        deepest = max(self.drafts)
-        return min(1.0, (self.drafts[deepest].value / deepest + count * row_s) / plain_s)
+        least, deepest = min(seen), max(seen)
+        guess_s = seen[deepest] / deepest
+        if least < deepest:  # without what every draft costs
+            guess_s = max(0.0, seen[deepest] - seen[least]) / (deepest - least)
+        return min(1.0, (guess_s + count * row_s) / plain_s)
 
     def draft_s(self, depth: int) -> float:
         """A draft of that depth, or of the nearest one that was seen, in proportion."""
