@@ -6,12 +6,14 @@ parameters; each test also shows that drafts were accepted and rejected.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from lockstep import cli
 from lockstep.attention import select
 from lockstep.config import EngineConfig
 from lockstep.lab import speculative_bits
@@ -25,17 +27,21 @@ from lockstep.lab.tiny import (
     LLAMA,
     QWEN3,
     Tiny,
+    loaded,
     parts,
+    save,
     words,
 )
 from lockstep.llm.engine import Engine, Parts, load
 from lockstep.llm.generation import Generation
 from lockstep.llm.output import Speculated
+from lockstep.models import loader
 from lockstep.sample.noise import counter, noise, noise_of
 from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import DraftTree
 from lockstep.spec import draft_model
 from lockstep.spec.depth import SEEN, Acceptance, Times, depths
+from lockstep.spec.draft import DraftSetup
 from lockstep.spec.verify import NodeRows, verify
 from lockstep.types import RuleError
 
@@ -184,6 +190,28 @@ def test_an_encoder_decoder_does_not_speculate():
         made(BART, **NGRAM)
 
 
+def test_a_model_for_embeddings_does_not_speculate():
+    made = parts(LLAMA, select.load("cpu"))
+    silent = replace(made, model=replace(made.model, head=None))
+    with pytest.raises(RuleError, match="continues a decoder's text; got a model for embeddings"):
+        Engine(EngineConfig.from_names({"context_length": CONTEXT, **NGRAM}), silent)
+
+
+def test_a_draft_that_the_memory_has_no_room_for_is_refused(tmp_path, monkeypatch):
+    """Before its weights are read: nothing else of the target's start is lost with them."""
+
+    class Card:
+        device, dtype = torch.device("cuda"), torch.bfloat16
+
+    asked = loader.check_room
+    monkeypatch.setattr(loader, "check_room", lambda _, elements: asked(Card(), elements))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 2000))
+    save(LLAMA, tmp_path)
+    config = EngineConfig.from_names({**CHAIN, "speculative_draft_model": str(tmp_path)})
+    with pytest.raises(RuleError, match="weights fit into the 1,000 B that are free"):
+        draft_model.load(DraftSetup(config.settled("float32"), loaded(LLAMA), 0, 8))
+
+
 def test_a_draft_of_another_vocabulary_is_refused():
     small = Tiny("small", "", "llama", {**LLAMA.config, "vocab_size": 40})
     model = replace(
@@ -296,7 +324,7 @@ def test_who_is_never_right_rests_longer_and_longer_and_tries_again():
 def sixteen() -> tuple[Parts, list[Any], list[Any]]:
     """The built-in model, sixteen prompts at three temperatures, and what they come to plainly."""
     parts = load(EngineConfig())
-    requests = speculative_bits.wanted(speculative_bits.prompts(16))
+    requests = speculative_bits.wanted(range(16))
     return parts, requests, speculative_bits.answers(parts, requests, {})
 
 
@@ -308,6 +336,25 @@ def test_the_built_in_model_has_no_other_bit_with_any_draft(draft, sixteen, tmp_
     speculative_bits.noisy_folder(tmp_path)
     options = speculative_bits.options_of(draft, str(tmp_path))
     got = speculative_bits.answers(parts, requests, options)
-    for wish in speculative_bits.WISHES:
-        column = speculative_bits.column(draft, wish, requests, got, want)
-        assert column["tokens"] == 16 * 64 and not speculative_bits.faults(column), column
+    found = {
+        f"{draft}; {wish}": speculative_bits.compared(wish, requests, got, want)
+        for wish in speculative_bits.WISHES
+    }
+    doc = speculative_bits.judged({"0": found})
+    assert not doc["faults"], doc
+    assert [column["tokens"] for column in doc["columns"]] == [16 * 64] * 3
+
+
+def test_a_run_that_was_ended_goes_on_from_its_document(tmp_path, capsys):
+    counts = {**dict.fromkeys(speculative_bits.COUNTS, 0), "tokens": 9, "drafted": 4, "accepted": 2}
+    names = [f"ngram; {wish}" for wish in speculative_bits.WISHES]
+    blocks = {"0": dict.fromkeys(names, counts), "16": dict.fromkeys(names, counts)}
+    noise = {"noise": speculative_bits.NOISE, "noise_seed": speculative_bits.SEED}
+    file = tmp_path / "bits.json"
+    file.write_text(json.dumps({"prompts": 20, "drafts": ["ngram"], **noise, "blocks": blocks}))
+    command = ["lab", "bits", "--speculative", "ngram", "--from", str(file), "--prompts"]
+    assert cli.main([*command, "20", "--json", "-"]) == 0
+    columns = json.loads(capsys.readouterr().out)["columns"]
+    assert [column["accepted"] for column in columns] == [4, 4, 4]
+    assert cli.main([*command, "21"]) == 2
+    assert "the same prompts and drafts" in capsys.readouterr().err

@@ -1,9 +1,11 @@
 """`lockstep lab bits --speculative`: the built-in model with every draft at every temperature,
 against itself without any. How many tokens, how many bits of log-probabilities differ?
 
-Prompts are pieces of Python's own library. All three ways to sample stand in every batch. A column
-counts if its draft was right sometimes and wrong sometimes. The draft model is the target with
-noise on its weights, drawn by a seed. Knows engines and files; the lab's commands call it.
+Prompts are pieces of Python's own library. All three ways to sample stand in every batch: a block
+of prompts is computed plainly once, then with each draft. A column counts if its draft was right
+sometimes and wrong sometimes. The draft model is the target with noise on its weights, drawn by a
+seed. The document is written block by block, and a run that was ended goes on from it. Knows
+engines and files; the lab's commands call it.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import shutil
 import sysconfig
 import time
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,14 +26,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lockstep.config import EngineConfig
-from lockstep.lab import document
+from lockstep.lab import document, isolate
 from lockstep.llm.api import LLM
 from lockstep.llm.engine import BUILTIN, Engine, Parts, load
-from lockstep.llm.output import Output, Speculated
+from lockstep.llm.output import Output
 from lockstep.progress import Progress
 from lockstep.sample.params import SamplingParams
 from lockstep.types import RuleError
 
+BLOCK = 16  # prompts that are computed together, each at three temperatures
+BLOCK_S = 1800.0  # a block that takes longer has hung
 NOISE, SEED = 0.15, 11  # of the draft model's weights
 LEAST_SHARE = 0.05  # of drafted tokens, accepted and rejected
 GREEDY = SamplingParams(max_tokens=64, temperature=0, logprobs=True, ignore_eos=True)
@@ -46,6 +51,7 @@ WISHES = {
         repetition_penalty=1.05,
     ),
 }
+COUNTS = ("tokens", "differing_tokens", "differing_logprobs", "drafted", "accepted", "verify_steps")
 EAGLE3 = {"speculative_algorithm": "eagle3", "speculative_num_steps": 3}
 DRAFTS: dict[str, dict[str, Any]] = {
     "ngram": {"speculative_algorithm": "ngram", "speculative_num_steps": 4},
@@ -55,33 +61,71 @@ DRAFTS: dict[str, dict[str, Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class Block:
+    """Some prompts by every draft; the draft model lies in `folder`."""
+
+    prompts: range
+    drafts: tuple[str, ...]
+    folder: str
+
+
+Counts = dict[str, int]  # of a column, by name
+
+
 def command(args: Namespace) -> int:
     """1 if anything differs, or a draft was never right or never wrong."""
     begin, chosen = time.perf_counter(), picked(args.speculative)
-    parts = load(EngineConfig())
-    requests = wanted(prompts(args.prompts))
-    columns: list[dict[str, Any]] = []
-    with Progress(1 + len(chosen), "lab bits") as bar, TemporaryDirectory() as folder:
-        noisy_folder(Path(folder))
-        want = answers(parts, requests, {})
-        bar.step("plain", False)
-        for name in chosen:
-            got = answers(parts, requests, options_of(name, folder))
-            found = [column(name, wish, requests, got, want) for wish in WISHES]
-            columns += found
-            bar.step(name, any(faults(each) for each in found))
-    wrong = [fault for each in columns for fault in faults(each)]
     doc = {
         **document.head(),
-        "prompts": args.prompts,
-        "noise": NOISE,
-        "noise_seed": SEED,
-        "columns": columns,
-        "faults": wrong,
-        "seconds": round(time.perf_counter() - begin, 1),
+        **{"prompts": args.prompts, "drafts": chosen, "noise": NOISE, "noise_seed": SEED},
     }
-    document.publish(args, doc, [*table(columns), *wrong])
-    return int(bool(wrong))
+    blocks = {} if args.source is None else earlier(args.source, args.prompts, chosen)
+    doc |= {"blocks": blocks, **judged(blocks), "seconds": 0.0}
+    firsts = [n for n in range(0, args.prompts, BLOCK) if str(n) not in blocks]
+    with Progress(len(firsts), "lab bits") as bar, TemporaryDirectory() as folder:
+        noisy_folder(Path(folder))
+        ends = [min(first + BLOCK, args.prompts) for first in firsts]
+        ranges = map(range, firsts, ends)
+        todo = [Block(each, tuple(chosen), folder) for each in ranges]
+        for block, answer in isolate.run(play, todo, args.workers, lambda _: BLOCK_S):
+            if isinstance(answer, isolate.Died):
+                raise RuleError("a block of prompts is computed", answer.reason, "Run it again")
+            blocks[str(block.prompts.start)] = answer
+            doc |= {**judged(blocks), "seconds": round(time.perf_counter() - begin, 1)}
+            if args.json not in (None, "-"):
+                document.write(doc, args.json)
+            bar.step(f"{len(blocks) * BLOCK} prompts", bool(doc["faults"]))
+    document.publish(args, doc, [*table(doc["columns"]), *doc["faults"]])
+    return int(bool(doc["faults"]))
+
+
+def earlier(where: str, prompts: int, drafts: Sequence[str]) -> dict[str, Any]:
+    """The blocks of an earlier document of the same run."""
+    doc = document.read(where, "lockstep lab bits --speculative", "blocks")
+    asked = {"prompts": prompts, "drafts": list(drafts), "noise": NOISE, "noise_seed": SEED}
+    have = {name: doc.get(name) for name in asked}
+    if have != asked:
+        rule = "a run goes on from a document of the same prompts and drafts"
+        raise RuleError(rule, f"{have}, not {asked}", "Leave --from out")
+    return dict(doc["blocks"])
+
+
+@lru_cache(maxsize=1)
+def parts() -> Parts:
+    """The built-in model, once for a process."""
+    return load(EngineConfig(device="cpu"))
+
+
+def play(block: Block) -> dict[str, Counts]:
+    """What every draft's column has of a block."""
+    requests = wanted(block.prompts)
+    want, found = answers(parts(), requests, {}), dict[str, Counts]()
+    for draft in block.drafts:
+        got = answers(parts(), requests, options_of(draft, block.folder))
+        for wish in WISHES:
+            found[f"{draft}; {wish}"] = compared(wish, requests, got, want)
+    return found
 
 
 def options_of(draft: str, folder: str) -> dict[str, Any]:
@@ -100,23 +144,23 @@ def picked(names: str) -> list[str]:
     return chosen
 
 
-def prompts(count: int) -> list[str]:
-    """Pieces of the standard library: which ones is a function of their number."""
+def prompts(numbers: Iterable[int]) -> dict[int, str]:
+    """Pieces of the standard library: which one is a function of its number."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    out = []
-    for i in range(count):
+    out: dict[int, str] = {}
+    for i in numbers:
         text = files[7 * i % len(files)].read_text("utf-8", "replace")
         rng = random.Random(i)
         at = rng.randrange(max(1, len(text) - 600))
-        out.append(text[at : at + rng.randrange(40, 400)] or "import os\n")
+        out[i] = text[at : at + rng.randrange(40, 400)] or "import os\n"
     return out
 
 
-def wanted(texts: Sequence[str]) -> list[tuple[str, str, SamplingParams]]:
+def wanted(numbers: Iterable[int]) -> list[tuple[str, str, SamplingParams]]:
     """(text, name of the wish, wish) of every request, in an order that mixes them."""
     requests = [
         (text, name, replace(wish, seed=i))
-        for i, text in enumerate(texts)
+        for i, text in prompts(numbers).items()
         for name, wish in WISHES.items()
     ]
     random.Random(5).shuffle(requests)
@@ -127,7 +171,8 @@ def answers(
     parts: Parts, requests: Sequence[tuple[str, str, SamplingParams]], options: dict[str, Any]
 ) -> list[Output]:
     """All requests by one engine, as deep as its drafts may be."""
-    given = {"max_total_tokens": 1 << 14, "max_running_requests": 24, **options}
+    room = {"max_total_tokens": 1 << 14, "chunked_prefill_size": 1024}
+    given = {**room, "max_running_requests": 3 * BLOCK, **options}
     engine = Engine(EngineConfig.from_names(given), parts)
     if engine.speculation is not None:
         engine.speculation.adaptive = False
@@ -135,39 +180,42 @@ def answers(
     return llm.generate([text for text, _, _ in requests], [wish for _, _, wish in requests])
 
 
-def column(
-    draft: str,
+def compared(
     wish: str,
     requests: Sequence[tuple[str, str, SamplingParams]],
     got: Sequence[Output],
     want: Sequence[Output],
-) -> dict[str, Any]:
+) -> Counts:
     """One draft at one temperature: what differs, and what was accepted."""
-    tokens = other_tokens = other_bits = 0
-    counts = Speculated()
+    counts = dict.fromkeys(COUNTS, 0)
     for (_, name, _), have, plain in zip(requests, got, want, strict=True):
         if name != wish:
             continue
         assert have.logprobs is not None and plain.logprobs is not None, "asked for"
-        tokens += len(plain.token_ids)
         same_len = len(have.token_ids) == len(plain.token_ids)
         pairs = zip(have.token_ids, plain.token_ids, strict=False)
-        other_tokens += sum(a != b for a, b in pairs) + (not same_len)
         n = min(len(have.logprobs), len(plain.logprobs))
         bits = [each.logprobs[:n].view("int32") for each in (have, plain)]  # type: ignore[index]
-        other_bits += int((bits[0] != bits[1]).sum())
-        counts = Speculated(*map(sum, zip(counts, have.speculated, strict=True)))
-    return {
-        "draft": draft,
-        "sampled": wish,
-        "tokens": tokens,
-        "differing_tokens": other_tokens,
-        "differing_logprobs": other_bits,
-        "drafted": counts.drafted,
-        "accepted": counts.accepted,
-        "verify_steps": counts.verify_steps,
-        "tokens_per_verify": round(1 + counts.accepted / max(counts.verify_steps, 1), 2),
-    }
+        counts["tokens"] += len(plain.token_ids)
+        counts["differing_tokens"] += sum(a != b for a, b in pairs) + (not same_len)
+        counts["differing_logprobs"] += int((bits[0] != bits[1]).sum())
+        for count, value in have.speculated._asdict().items():
+            counts[count] += value
+    return counts
+
+
+def judged(blocks: Mapping[str, Mapping[str, Counts]]) -> dict[str, Any]:
+    """The columns of some blocks, and what is wrong with them."""
+    totals: dict[str, Counts] = {}
+    for name in next(iter(blocks.values()), ()):
+        each = [block[name] for block in blocks.values()]
+        totals[name] = {count: sum(counts[count] for counts in each) for count in COUNTS}
+    columns = []
+    for name, total in totals.items():
+        draft, _, wish = name.partition("; ")
+        width = round(1 + total["accepted"] / max(total["verify_steps"], 1), 2)
+        columns.append({"draft": draft, "sampled": wish, **total, "tokens_per_verify": width})
+    return {"columns": columns, "faults": [fault for each in columns for fault in faults(each)]}
 
 
 def faults(found: dict[str, Any]) -> list[str]:
