@@ -3,7 +3,8 @@
 One request at a time; a draft's time is all that it adds: its own rows, the wider steps, the states
 that are kept. Prompts are the beginnings of held-out files (held_out.json), or text that repeats;
 the draft that always errs is the head with its guesses replaced, so that it costs what it costs.
-The answers are compared: tokens and bits of log-probabilities. `cli` calls `run`.
+The answers are compared: tokens and bits of log-probabilities. A row is a case of `CASES`; the
+document has it as soon as it is measured. `cli` calls `run`.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.bench import results
 from lockstep.bench.machine import alternate, note, place, set_threads, tell
 from lockstep.bench.results import Result, result
 from lockstep.config import EngineConfig
-from lockstep.lab.document import Document, publish
+from lockstep.lab.document import Document, publish, read, write
 from lockstep.llm.engine import Engine, Parts, load
 from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import DraftTree
 from lockstep.spec.draft import Draft, DraftRequest, SettledStep
+from lockstep.spec.model_draft import ModelDraft
 from lockstep.types import RuleError
 
 BEGIN_ID = 0  # of the built-in model: what it does not write in the middle of a file
@@ -73,49 +75,114 @@ class Wrong:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, writes. 1 if a target is missed or not judged."""
+    chosen = picked(args.row)
     threads, parts = set_threads(args.threads), load(EngineConfig(device="cpu"))
     runs = args.repeat or (1 if args.quick else 3)
     document: Document = {"environment": place(threads), "quick": args.quick, "repeat": runs}
-    document["cases"] = []
-    for case in CASES:
-        document["cases"].append(measure(case, parts, runs, args.quick))
-        tell(results.line(document["cases"][-1]) + f"  {document['cases'][-1]['more']}")
+    kept = args.json not in (None, "-")
+    have = {} if len(chosen) == len(CASES) or not kept else earlier(args.json)
+    for case in chosen:
+        have[case.name] = measure(case, parts, runs, args.quick)
+        document["cases"] = [have[each.name] for each in CASES if each.name in have]
+        if kept:
+            write(document, args.json)
+        tell(f"{results.line(have[case.name])}  {have[case.name]['more']}")
     publish(args, document, [results.summary(document)])
     return int(results.failed(document))
+
+
+def picked(names: Sequence[str] | None) -> list[Case]:
+    """The rows whose names begin so; all, if none are named."""
+    chosen = [case for case in CASES if not names or case.name.startswith(tuple(names))]
+    if not chosen:
+        rule = f"--row is the beginning of {'; '.join(case.name for case in CASES)}"
+        raise RuleError(rule, str(names), "Leave it out for all")
+    return chosen
+
+
+def earlier(where: str) -> dict[str, Result]:
+    """The rows that the document has already."""
+    if not Path(where).is_file():
+        return {}
+    return {
+        case["case"]: case for case in read(where, "lockstep bench speculative", "cases")["cases"]
+    }
+
+
+class Phases:
+    """Where the time goes, phase by phase; what a method's own calls count under is not its own."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self._inner = 0.0  # of phases within the one that runs
+
+    def watch(self, owner: Any, name: str, phase: str) -> None:
+        """From now on the time of a method counts."""
+        method: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any) -> Any:
+            begin, outer, self._inner = perf_counter(), self._inner, 0.0
+            answer = method(*args)
+            whole = perf_counter() - begin
+            self.seconds[phase] += whole - self._inner
+            self._inner = outer + whole
+            return answer
+
+        setattr(owner, name, timed)
+
+    @classmethod
+    def of(cls, engine: Engine) -> Phases:
+        """draft: what a chain or a tree takes; extend: rows of the draft for committed tokens, and
+        the states that are kept for them; verify: steps of the target, plain ones too; wait: for
+        their samples, and what is accepted of them."""
+        phases, speculation = cls(), engine.speculation
+        assert speculation is not None, "an algorithm is named"
+        phases.watch(speculation, "propose", "draft")
+        phases.watch(speculation, "settled", "extend")
+        if isinstance(speculation.draft, ModelDraft):
+            phases.watch(speculation.draft, "_extend", "extend")
+        phases.watch(engine, "_launch", "verify")
+        phases.watch(engine, "_result", "wait")
+        return phases
 
 
 def measure(case: Case, parts: Parts, runs: int, quick: bool) -> Result:
     """Milliseconds per token of a case's prompts, by turns with and without the draft."""
     options = {"speculative_algorithm": case.algorithm}
     plain, guessing = (engine(parts, chosen) for chosen in ({}, options))
-    speculation, seconds = guessing.speculation, dict[str, float]()
+    phases, speculation = Phases.of(guessing), guessing.speculation
     assert speculation is not None, "an algorithm is named"
     if case.errs:
         speculation.draft = Wrong(speculation.draft)
-    for name in ("propose", "settled"):
-        clocked(speculation, name, seconds)
     count, new = QUICK if quick else (32, NEW)
     prompts = repeating(parts, count) if case.repeats else held_out(parts, count)
     wish = SamplingParams(
         max_tokens=new, temperature=case.temperature, seed=1, logprobs=0, ignore_eos=True
     )
     skip = min(FIRST, new // 2) if case.errs else 1
-    (_, want), (_, got) = (play(each, prompts, wish, skip)[:2] for each in (plain, guessing))
-    if want != got:
-        raise RuleError("speculation changes no bit", f"other answers: {case.name}", "Report it")
-    seconds.clear()
-    ways = {
-        "lockstep": lambda _: play(guessing, prompts, wish, skip)[0],
-        "plain": lambda _: play(plain, prompts, wish, skip)[0],
+    for each in (plain, guessing):
+        play(each, prompts[:1], wish, skip)
+    phases.seconds.clear()
+    played: dict[str, Played] = {}
+
+    def timed(name: str, engine: Engine) -> float:
+        played[name] = play(engine, prompts, wish, skip)
+        return played[name].seconds
+
+    contenders = {
+        "lockstep": lambda _: timed("lockstep", guessing),
+        "plain": lambda _: timed("plain", plain),
     }
     on_progress = partial(lambda text, name: note(f"{name}: {text}"), name=case.name)
-    timing = alternate(ways, runs, on_progress, 0 if quick else 3).scaled(1e3)
-    counts = play(guessing, prompts, wish, skip)[2]
+    timing = alternate(contenders, runs, on_progress, 0 if quick else 3).scaled(1e3)
+    if played["plain"].answers != played["lockstep"].answers:
+        raise RuleError("speculation changes no bit", f"other answers: {case.name}", "Report it")
     judged = result(timing, "ms per token", {"plain": case.least}, quick=quick)
+    whole = sum(phases.seconds.values())
     more = {
-        **counts,
+        **played["lockstep"].counts,
         "tokens": count * new,
-        "seconds": {k: round(v, 3) for k, v in seconds.items()},
+        "phases": {name: round(s / whole, 3) for name, s in phases.seconds.items()},
     }
     return {"case": case.name, "kind": "speculative", "model": "builtin", **judged, "more": more}
 
@@ -125,24 +192,18 @@ def engine(parts: Parts, options: dict[str, Any]) -> Engine:
     return Engine(EngineConfig(device="cpu", disable_radix_cache=True, **options), parts)
 
 
-def clocked(owner: Any, name: str, seconds: dict[str, float]) -> None:
-    """From now on the time of a method is added up under its name."""
-    method: Callable[..., Any] = getattr(owner, name)
+class Played(NamedTuple):
+    """Seconds per token that counts; the answers; what was guessed."""
 
-    def timed(*args: Any) -> Any:
-        begin = perf_counter()
-        answer = method(*args)
-        seconds[name] = seconds.get(name, 0.0) + perf_counter() - begin
-        return answer
-
-    setattr(owner, name, timed)
+    seconds: float
+    answers: list[Any]
+    counts: dict[str, int]
 
 
 def play(
     engine: Engine, prompts: Sequence[Sequence[int]], wish: SamplingParams, skip: int
-) -> tuple[float, list[Any], dict[str, int]]:
-    """One prompt after the other: seconds per token behind the first `skip`; the answers; what was
-    guessed."""
+) -> Played:
+    """One prompt after the other; the first `skip` tokens of each are not timed."""
     seconds, tokens, answers, counts = 0.0, 0, list[Any](), Counter[str]()
     for prompt in prompts:
         job = engine.add(prompt, wish)
@@ -158,7 +219,7 @@ def play(
         scores = output.completions[0].logprobs
         answers.append((output.token_ids, b"" if scores is None else scores.tobytes()))
         counts.update(output.speculated._asdict())
-    return seconds / tokens, answers, dict(counts)
+    return Played(seconds / tokens, answers, dict(counts))
 
 
 def held_out(parts: Parts, count: int) -> list[list[int]]:
