@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sysconfig
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -113,7 +113,7 @@ class Phases:
     """Where the time goes, phase by phase; what a method's own calls count under is not its own."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._inner = 0.0  # of phases within the one that runs
 
     def watch(self, owner: Any, name: str, phase: str) -> None:

@@ -269,7 +269,8 @@ class Engine:
 
     def _free_id(self) -> str:
         """For a request that nobody named, whatever others are called."""
-        return next(name for number in self._numbers if (name := f"#{number}") not in self.jobs)
+        names = (f"#{number}" for number in self._numbers)
+        return next(name for name in names if name not in self.generations)
 
     def _take(
         self,
