@@ -30,6 +30,7 @@ def kv_write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> No
     """Divided by the scale, clamped to the format's range, rounded once."""
     plain = storage.dtype is torch.float32 and scale == 1.0
     if plain and values.shape[2] == storage.shape[2]:
+        slots, values = slots.int(), values if values.stride(2) == 1 else values.contiguous()
         largest, size = slots.numpy().view(np.uint32).max(initial=0), storage.shape[0]
         if largest >= size:  # a slot below 0 is none
             raise IndexError(f"slot {largest} is out of bounds for axis 0 with size {size}")
