@@ -77,8 +77,9 @@ class Routing:
                   over the k chosen weighs
     norm          weights are divided by their sum (plus `floor`)
     scale         multiplies the weights at last
-    groups, keep  experts lie in `groups` equal groups of which the best `keep` take part; 1 of 1 =
-                  all. A group counts by its best expert, with a correction by its best two's sum
+    groups        equal ones that experts lie in; a group counts by its best expert, with a
+                  correction by its best two's sum
+    keep          so many of the groups take part, the best ones; 1 of 1 = all
     """
 
     k: int
@@ -195,8 +196,9 @@ class Ops(Protocol):
         """cap · tanh(x / cap) of x float32 [t, n]: returns float32 [t, n]."""
 
     def pool(self, x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-        """The means over spans [begin, end) of x activations [t, n], divided by their lengths, in
-        float64, rounded once: returns float32 [len(spans), n]. Outside of captured steps."""
+        """The means over spans [begin, end) of x activations [t, n], brought to length 1 (each by
+        its norm), in float64, rounded once: returns float32 [len(spans), n]. Outside of captured
+        steps."""
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """x[rows] of x activations [n, d] and rows int32 [t], all of them there: returns

@@ -17,12 +17,14 @@ from lockstep.types import Refused, RuleError, did_you_mean
 
 @dataclass(frozen=True)
 class Plugins:
-    """`own` maps names to our modules, whose `attribute` makes one; an entry point names its."""
+    """`own` maps names to our modules, whose `attribute` makes one; an entry point names its. What
+    it makes has all that `protocol` names."""
 
     kind: str
     group: str
     attribute: str
     own: Mapping[str, str]
+    protocol: type
 
     def names(self) -> list[str]:
         """Every name that can be asked for, ours first."""
@@ -37,13 +39,20 @@ class Plugins:
             raise RuleError(rule, repr(name), remedy)
         try:
             if name in outside:
-                return outside[name].load()(*args)
-            return getattr(importlib.import_module(self.own[name]), self.attribute)(*args)
+                made = outside[name].load()(*args)
+            else:
+                made = getattr(importlib.import_module(self.own[name]), self.attribute)(*args)
         except RuleError:
             raise
         except Exception as error:  # whatever somebody's import or constructor raises
             rule, got = f"{self.kind} {name} can be loaded", f"{type(error).__name__}: {error}"
             raise Refused(rule, got, "Install what it needs, or use another") from error
+        named = [*self.protocol.__annotations__, *vars(self.protocol)]
+        missing = [each for each in named if each[0] != "_" and not hasattr(made, each)]
+        if missing:
+            rule = f"{self.kind} {name} has all of {self.protocol.__module__}.{self.attribute}"
+            raise Refused(rule, f"none called {', '.join(missing)}", "Add what is missing")
+        return made
 
     def origin(self, name: str) -> str:
         """For the fingerprint: "" if `name` is our own, else the distribution and its version."""

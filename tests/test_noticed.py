@@ -18,6 +18,7 @@ from lockstep.attention import select
 from lockstep.attention.cpu import block_rows, blocks, most_blocks
 from lockstep.config import EngineConfig
 from lockstep.kernels.cpu.ops import Ops
+from lockstep.kernels.select import DEVICES
 from lockstep.kv.pages import PagePool
 from lockstep.kv.prefix import Prefix, Root
 from lockstep.kv.tables import CacheGroups, PageTable, shared_pages
@@ -38,7 +39,7 @@ from lockstep.sample import sampler
 from lockstep.sample.sampler import Row
 from lockstep.sched import policy
 from lockstep.sched.request import Request, RequestSpec
-from lockstep.types import AttnSpec, GroupSpec, Layout, PlanError, RuleError
+from lockstep.types import AttnSpec, GroupSpec, Layout, PlanError, Refused, RuleError
 
 FULL = GroupSpec(Layout.DENSE, 4, 2, 8, 8, (AttnSpec(0.5),), page_size=4)
 POOL = 64
@@ -172,6 +173,25 @@ def test_a_backend_that_cannot_be_loaded_is_passed_over_and_named(monkeypatch):
     _, choice = select.select(None, [FULL], "cpu")
     assert choice.name == "cpu"
     assert "not broken: ModuleNotFoundError: No module named 'no_such_package'" in choice.reason
+
+
+class Half:
+    """Of a device and of a backend: what whoever writes one has after an hour."""
+
+    dtypes = ("float32",)
+
+    def linear(self, x, packed):
+        return x
+
+
+@pytest.mark.parametrize("found", [select.BACKENDS, DEVICES], ids=lambda found: found.kind)
+def test_one_that_lacks_something_is_refused_with_its_name(found, monkeypatch):
+    half = EntryPoint("half", f"{__name__}:Half", found.group)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [half])
+    missing = {"backend": "caps, derived_len, lower,", "device": "dtype, device, machine, gemm_"}
+    text = f"{found.kind} half has all of lockstep.*; got none called {missing[found.kind]}"
+    with pytest.raises(Refused, match=text):
+        found.make("half")
 
 
 # ---- the certificate ----

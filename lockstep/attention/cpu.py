@@ -74,7 +74,7 @@ class Handle:
         return self.shapes[strides]
 
 
-class Backend:
+class Backend(base.Backend):
     """Keeps constants of layers, and nothing of a step."""
 
     caps = CAPS

@@ -30,6 +30,7 @@ BACKENDS = Plugins(
         name: f"lockstep.attention.{name}"
         for name in sorted(OWN, key=lambda name: (name == "reference", name))
     },
+    protocol=Backend,
 )
 names, origin = BACKENDS.names, BACKENDS.origin
 

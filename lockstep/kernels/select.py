@@ -22,6 +22,7 @@ DEVICES = Plugins(
     group="lockstep.devices",
     attribute="Ops",
     own={name: f"lockstep.kernels.{name}.ops" for name in OWN},
+    protocol=Ops,
 )
 
 
