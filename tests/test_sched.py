@@ -531,11 +531,7 @@ def test_what_is_computed_whole_fits_into_one_step():
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"n": 2, "max_new_tokens": 0},
-        {"embed": True, "encoder_ids": (1,)},
-    ],
+    "wrong", [{"n": 2, "max_new_tokens": 0}, {"embed": True, "encoder_ids": (1,)}]
 )
 def test_an_ask_that_makes_no_sense_is_refused(wrong):
     with pytest.raises(RuleError):

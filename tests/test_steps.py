@@ -253,7 +253,7 @@ def test_a_request_without_an_id_gets_one_that_nobody_has():
     made.add(PROMPT, PARAMS, request_id=first)
     made.add(OTHER, PARAMS)
     made.add_items(PROMPT, [[5]])
-    assert len(made.jobs) == 3 and first in made.jobs
+    assert len(made.generations) == 3 and first in made.generations
 
 
 # -- publishing ------------------------------------------------------------------------------------
