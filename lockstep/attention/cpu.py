@@ -106,7 +106,7 @@ class Backend(base.Backend):
             spec=spec,
             prepared=Prepared(table, seen, cut, largest),
             page_size=page_size,
-            split=split_len(spec),
+            split=order.split_len(spec.d_qk, spec.d_v),
             layers=self._constants(spec),
         )
 
@@ -133,22 +133,12 @@ class Backend(base.Backend):
             layer = handle.layers[spec]
             kernel()(q, k, v, out, lse2, handle.prepared, handle.shape(k, v), layer)
         lse = torch.from_numpy(base.log2_to_ln(lse2.numpy()))  # few numbers: numpy is quicker
-        return narrowed(out, group.d_v), lse
-
-
-def narrowed(out: Tensor, d_v: int) -> Tensor:
-    """The head's own columns of the output: those of the padding are dropped."""
-    return out if out.shape[2] == d_v else out[..., :d_v]
+        return out if out.shape[2] == group.d_v else out[..., : group.d_v], lse
 
 
 def kernel() -> Callable[..., None]:
     """The compiled kernel."""
     return kernels.attend
-
-
-def split_len(spec: GroupSpec) -> int:
-    """Keys per split: of the head sizes, and of nothing else."""
-    return order.split_len(spec.d_qk, spec.d_v)
 
 
 def block_rows(spec: GroupSpec) -> int:

@@ -94,35 +94,26 @@ def refusal(
             return (
                 f"head size {shown} is not a multiple of {caps.head_multiple} up to {caps.head_max}"
             )
+    paged = spec.layout is not Layout.FRESH
+    stated = (
+        (device, caps.devices, f"device {device} is"),
+        (dtype, caps.activation_dtypes, f"activations of {dtype} are"),
+        (spec.layout, caps.layouts, f"layout {spec.layout} is"),
+        (spec.kv_dtype if paged else None, caps.kv_dtypes, f"kv_dtype {spec.kv_dtype} is"),
+    )
+    for value, known, what in stated:
+        if value is not None and value not in known:
+            return f"{what} not one of {', '.join(sorted(known)) or 'none that it states'}"
     capped = any(a.soft_cap is not None for a in spec.layers)
     sinks = any(a.sinks is not None for a in spec.layers)
-    paged = spec.layout is not Layout.FRESH
+    any_size = caps.page_sizes is None or not paged
+    window = spec.window
     rules = (
-        (device in caps.devices, f"device {device} is not one of {_list(caps.devices)}"),
-        (
-            dtype in caps.activation_dtypes,
-            f"activations of {dtype} are not one of {_list(caps.activation_dtypes)}",
-        ),
-        (spec.layout in caps.layouts, f"layout {spec.layout} is not one of {_list(caps.layouts)}"),
-        (
-            not paged or spec.kv_dtype in caps.kv_dtypes,
-            f"kv_dtype {spec.kv_dtype} is not one of {_list(caps.kv_dtypes)}",
-        ),
-        (
-            caps.page_sizes is None or not paged or spec.page_size in caps.page_sizes,
-            f"page size {spec.page_size} is not supported",
-        ),
-        (
-            caps.window or spec.window is None,
-            f"window {spec.window}: sliding windows are not supported",
-        ),
-        (caps.non_causal or spec.causal, "attention that is not causal is not supported"),
-        (caps.soft_cap or not capped, "soft caps are not supported"),
-        (caps.sinks or not sinks, "sinks are not supported"),
-        (caps.tails or not tails, "tree rows are not supported"),
+        (any_size or spec.page_size in (caps.page_sizes or ()), f"page size {spec.page_size} is"),
+        (caps.window or window is None, f"window {window}: sliding windows are"),
+        (caps.non_causal or spec.causal, "attention that is not causal is"),
+        (caps.soft_cap or not capped, "soft caps are"),
+        (caps.sinks or not sinks, "sinks are"),
+        (caps.tails or not tails, "tree rows are"),
     )
-    return next((why for holds, why in rules if not holds), None)
-
-
-def _list(items: Sequence[str] | frozenset[str]) -> str:
-    return ", ".join(sorted(items)) or "none that it states"
+    return next((f"{what} not supported" for holds, what in rules if not holds), None)

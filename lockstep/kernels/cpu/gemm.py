@@ -46,8 +46,8 @@ from lockstep.kernels.cpu.loops import (
     multiply,
     row_addresses,
     shaped,
+    widen_ir,
 )
-from lockstep.kernels.cpu.stage import widen_ir
 from lockstep.kernels.cpu.threads import ENTRIES, OPTIONS, SHARES, UNITS, empty, fetch
 from lockstep.order import LANES
 

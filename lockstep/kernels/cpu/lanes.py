@@ -53,7 +53,7 @@ FLOATS = Lanes("f32")
 MASK = Lanes("i1")
 
 
-# ---- building blocks in LLVM IR, shared with loops.py, stage.py, gemm.py and threads.py ----
+# ---- building blocks in LLVM IR, shared with loops.py, gemm.py and threads.py ----
 
 
 def ir_function(signature: Any) -> Callable[[Callable[..., Any]], Any]:

@@ -28,8 +28,8 @@ from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from time import perf_counter_ns
-from types import FunctionType
-from typing import Any, NamedTuple
+from types import FunctionType, SimpleNamespace
+from typing import Any
 
 import numba
 import numpy as np
@@ -81,7 +81,7 @@ BOARD_LEN = INSIDE + MOST_HELPERS * LINE
 # A call's number names it and says whom it invites: helpers FIRST, FIRST + 1, ..., so many.
 SERIAL, FIRST, BYTE = 16, 8, 255  # bits below the serial number, and below the first helper's
 LOOKS = 2000  # glances at the desks without pause, about 0.1 ms
-YIELDS = 4000  # glances after which whoever waits for this processor has it, 1 ms if nobody does
+YIELDS = 16_000  # glances after which whoever waits for this processor has it, 4 ms if nobody does
 SHORT_NAPS, SHORT_US, LONG_US = 200, 50, 2000
 
 
@@ -400,26 +400,17 @@ def c_function(name: str, text: Callable[..., None], cache: bool = True) -> Any:
         return compiler(cache=writable)(text)
 
 
-class Compiled(NamedTuple):
-    """The texts of this file for this machine: `released` is `call`, without the interpreter's
-    lock; `functions` keeps both alive."""
-
-    call: Any
-    released: Any
-    serve: Any
-    functions: tuple[Any, ...]
-
-
 @functools.cache
-def compiled() -> Compiled:
-    """Compiled when first needed, and kept on disk."""
+def compiled() -> Any:
+    """The texts of this file for this machine, compiled when first needed, and kept on disk:
+    `released` is `call`, without the interpreter's lock."""
     number = ctypes.c_int64
     calling, serving = c_function("calling", call), c_function("helping", serve)
-    return Compiled(
+    return SimpleNamespace(
         call=ctypes.PYFUNCTYPE(None, number)(calling.address),
         released=ctypes.CFUNCTYPE(None, number)(calling.address),
         serve=ctypes.CFUNCTYPE(None, number, number)(serving.address),
-        functions=(calling, serving),
+        functions=(calling, serving),  # which live as long
     )
 
 

@@ -38,8 +38,16 @@ from lockstep.kernels.cpu.lanes import (
     store_half,
     sub,
 )
-from lockstep.kernels.cpu.loops import ROWS, VECTOR_BYTES, VECTORS, scores, values
-from lockstep.kernels.cpu.stage import FLOAT32, transposed, widened
+from lockstep.kernels.cpu.loops import (
+    FLOAT32,
+    ROWS,
+    VECTOR_BYTES,
+    VECTORS,
+    scores,
+    transposed,
+    values,
+    widened,
+)
 from lockstep.kernels.cpu.threads import ENTRIES, claim
 from lockstep.order import LANES
 from lockstep.plan.address import listed, paged
