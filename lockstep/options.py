@@ -46,24 +46,11 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
     def options(self) -> list[str]:
-        """Every option this parser knows."""
         names = [name for action in self._actions for name in action.option_strings]
         return [name for name in names if name.startswith("--")]
 
     def commands(self) -> Commands:
-        """Where sub-commands are added."""
         return self.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-
-
-def command(
-    commands: Commands, prog: str, description: str, *, call: str = "", examples: str = ""
-) -> Parser:
-    """A sub-command; one without a "module:function" of its own prints its help."""
-    sentence = description[0].upper() + description[1:] + "."
-    texts = {"help": description, "description": sentence, "examples": examples}
-    parser: Parser = commands.add_parser(prog.rpartition(" ")[2], prog=prog, **texts)
-    parser.set_defaults(call=call, parser=parser)
-    return parser
 
 
 def function(args: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
@@ -93,11 +80,12 @@ def add_commands(commands: Commands, package: str) -> None:
     table = tomllib.loads((files(package) / "commands.toml").read_text(encoding="utf-8"))
     shared, places = table.pop("options", {}), {"": commands}
     for name, entry in table.items():
-        texts = {key: entry.pop(key, "") for key in ("call", "examples")}
-        parser = command(
-            places[name.rpartition(" ")[0]], f"lockstep {name}", entry["help"], **texts
-        )
-        if not texts["call"]:
+        group, _, word = name.rpartition(" ")
+        call, examples, text = entry.pop("call", ""), entry.pop("examples", ""), entry["help"]
+        texts = {"help": text, "description": f"{text[0].upper()}{text[1:]}.", "examples": examples}
+        parser = places[group].add_parser(word, prog=f"lockstep {name}", **texts)
+        parser.set_defaults(call=call, parser=parser)
+        if not call:  # it prints its help
             places[name] = parser.commands()
         own = {key: words for key, words in entry.items() if isinstance(words, dict)}
         groups = own.pop("groups", {})

@@ -64,7 +64,6 @@ def min_of(a: Any, b: int) -> Any:
 
 
 def even(length: int) -> Splits:
-    """Splits of one length."""
     return Splits(count0=0, len0=length, count1=0, len1=length, len2=length)
 
 

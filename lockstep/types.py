@@ -93,18 +93,12 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True)
 class KvFormat:
-    """How a number of the cache is stored.
+    """How a number of the cache is stored."""
 
-    code        what kernels know the format by
-    nbytes      of a number
-    torch_name  the dtype's name in torch
-    largest     values are clamped to ± this before they are rounded; None: none is too large
-    """
-
-    code: int
-    nbytes: int
-    torch_name: str
-    largest: float | None = None
+    code: int  # what kernels know the format by
+    nbytes: int  # of a number
+    torch_name: str  # the dtype's name in torch
+    largest: float | None = None  # values are clamped to ± this; None: none is too large
 
 
 KV_FORMATS = {
@@ -124,12 +118,9 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class AttnSpec:
-    """How one layer turns scores into weights.
-
-    score = scale * k_scale * (q . k_stored); with a soft cap, cap * tanh(score / cap). `sinks`
-    holds one logit per query head and joins the denominator once per row. The stored V times
-    `v_scale` is V.
-    """
+    """How one layer turns scores into weights. score = scale * k_scale * (q . k_stored); with a
+    soft cap, cap * tanh(score / cap). `sinks` holds one logit per query head and joins the
+    denominator once per row. The stored V times `v_scale` is V."""
 
     scale: float
     soft_cap: float | None = None
@@ -148,12 +139,10 @@ class AttnSpec:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """The layers that share a KV layout and a visible range.
-
-    `window = w` means: a row at position p sees positions [p-w+1, p], w keys, itself included; None
-    means all. `causal` is False for cross attention and encoders, whose rows see every key of the
-    request. `layers` holds one `AttnSpec` per layer of the group.
-    """
+    """The layers that share a KV layout and a visible range. `window = w` means: a row at position
+    p sees positions [p-w+1, p], w keys, itself included; None means all. `causal` is False for
+    cross attention and encoders, whose rows see every key of the request. `layers` holds one
+    `AttnSpec` per layer of the group."""
 
     layout: Layout
     heads: int

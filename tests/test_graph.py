@@ -79,7 +79,7 @@ def test_a_launch_that_samples_gives_the_same_answers(
     config = EngineConfig(max_total_tokens=1024, graphs=graphs, **sizes)
     want = answers(Engine(EngineConfig(max_total_tokens=1024, **sizes), parts))
     engine = Engine(config, parts, overlap)
-    engine.on_card = True
+    engine.on_gpu = True
     told: list[str] = []
     if graphs:
         engine.runner.buckets = Buckets.for_decoding(8, 20, 258)

@@ -36,7 +36,6 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Pages that could be taken now."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:

@@ -24,11 +24,9 @@ Allocate = Callable[[tuple[int, int, int], torch.dtype, torch.device], Tensor]
 
 class Keys(NamedTuple):
     """What a layer attends to: k kv_dtype [slots, kv_heads, d_qk], v kv_dtype [slots, kv_heads,
-    d_v], as stored; a latent group's v is a view of k.
-
-    Behind the last column the memory goes on up to `order.stored_len` of the head size: with zeros
-    in k, with finite or stored numbers in v, whose outputs nobody looks at. A kernel may read them.
-    """
+    d_v], as stored; a latent group's v is a view of k. Behind the last column the memory goes on up
+    to `order.stored_len` of the head size: with zeros in k, with finite or stored numbers in v,
+    whose outputs nobody looks at. A kernel may read them."""
 
     k: Tensor
     v: Tensor
@@ -61,7 +59,6 @@ class Pool:
             self._keys.append(Keys(storages[0][..., : spec.d_qk], storages[-1][..., : spec.d_v]))
 
     def keys(self, layer: int) -> Keys:
-        """The cache of one layer."""
         return self._keys[layer]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -77,7 +74,6 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all storages."""
         return sum(s.numel() * s.element_size() for layer in self.storages for s in layer)
 
 

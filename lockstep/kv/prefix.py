@@ -64,7 +64,6 @@ class Path:
 
     @property
     def length(self) -> int:
-        """Keys of the request that the tree has."""
         return self.node.end
 
 
@@ -116,7 +115,6 @@ class Prefix:
         path.node = node
 
     def fork(self, path: Path) -> Path:
-        """The path of a second continuation."""
         return Path(path.root, path.node)
 
     def close(self, path: Path) -> None:
@@ -151,7 +149,6 @@ class Prefix:
         return pool.free - before
 
     def cached(self, g: int) -> int:
-        """Pages of group g in the tree."""
         return int(np.count_nonzero(self.groups[g].kept)) if g in self.groups else 0
 
     def check(self, tables: Iterable[PageTable] = ()) -> None:
@@ -253,7 +250,6 @@ class Prefix:
             self._order[g].pop(node, None)
 
     def _remove(self, node: Node) -> None:
-        """Takes a leaf out."""
         for g in self.groups:
             self._lose(node, g, len(node.pages[g]))
         if isinstance(node.key, Root):

@@ -35,7 +35,6 @@ def group_bytes(spec: GroupSpec, num_pages: int) -> int:
 
 
 def all_bytes() -> int:
-    """The memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

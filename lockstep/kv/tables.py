@@ -35,7 +35,6 @@ class CacheGroups:
 
     @cached_property
     def cached(self) -> list[tuple[int, PagePool]]:
-        """Those with pages."""
         return [(g, pool) for g, pool in enumerate(self.pools) if pool is not None]
 
     @cached_property
@@ -173,11 +172,8 @@ class PageTable:
 
     def fork(self, committed_len: int) -> PageTable:
         """A second continuation of the first `committed_len` keys: whole pages are shared, the
-        partial last one is moved into its own.
-
-        The child holds the parent's partial page until the moves are done: the parent may end, or
-        swap it, before.
-        """
+        partial last one is moved into its own. The child holds the parent's partial page until the
+        moves are done: the parent may end, or swap it, before."""
         if self.pending:
             rule = "a request is forked when its keys are in place"
             raise RuleError(rule, "moves still pending", "Fork after the step that carries them")
@@ -308,7 +304,6 @@ class PageTable:
 
 
 def pages_for(keys: int, spec: GroupSpec) -> int:
-    """Pages that hold `keys` keys."""
     return -(-keys // spec.page_size)
 
 
@@ -319,11 +314,9 @@ def peak_pages(spec: GroupSpec, keys: int, step_len: int) -> int:
 
 def held_pages(spec: GroupSpec, keys: int, requests: int, step_len: int) -> int:
     """The most pages that `requests` requests of `keys` keys in all hold at a time, if a step adds
-    at most `step_len` rows to them.
-
-    Behind a window a request that grows by s rows holds [keep_from(c), c + s), wherever the pages
-    begin: at most (window - 1 + s + page_size - 2) // page_size + 1 of them.
-    """
+    at most `step_len` rows to them. Behind a window a request that grows by s rows holds
+    [keep_from(c), c + s), wherever the pages begin: at most (window - 1 + s + page_size - 2) //
+    page_size + 1 of them."""
     if spec.window is None:
         return pages_for(keys, spec)
     slots = requests * (spec.window + 2 * spec.page_size - 3) + step_len

@@ -34,12 +34,9 @@ def executing() -> set[FrameType]:
 
 class Turn:
     """`with Turn(queue):` runs the block alone among all blocks of that queue, first come first
-    served.
-
-    The queue is a plain list whose operations are atomic. The turn is over when the block is left,
-    or when the function around it has ended in any other way: an interrupt between two steps of
-    entering or leaving, or a thread that was ended, holds nobody up.
-    """
+    served. The queue is a plain list whose operations are atomic. The turn is over when the block
+    is left, or when the function around it has ended in any other way: an interrupt between two
+    steps of entering or leaving, or a thread that was ended, holds nobody up."""
 
     __slots__ = ("bell", "frame", "queue", "thread")
 
@@ -62,7 +59,6 @@ class Turn:
             head.ring()
 
     def ring(self) -> None:
-        """Its turn has come."""
         bell = self.bell
         if bell is not None:
             with suppress(RuntimeError):  # it was rung already

@@ -77,7 +77,6 @@ def read_file(where: str) -> str:
 
 
 def as_json(prompt: str, output: Output) -> dict[str, Any]:
-    """One answer, as `--json` writes it."""
     return {
         "prompt": prompt,
         "seed": output.seed,

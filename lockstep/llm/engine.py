@@ -116,7 +116,7 @@ class Engine:
         config = config.settled(str(ops.dtype).removeprefix("torch."))
         self.on_gpu = ops.device.type == "cuda"  # and then, unless told otherwise, overlapped
         self.config, self.parts = config, parts
-        self.overlap = self.on_gpu if overlap is None else overlap
+        overlap = self.overlap = self.on_gpu if overlap is None else overlap
         self.info, self.tokenizer = parts.info, parts.tokenizer
         self.context_length = config.context_length or self.info.max_position
         if self.context_length > self.info.max_position:
@@ -139,7 +139,7 @@ class Engine:
             most = config.max_running_requests
             buckets = Buckets.for_decoding(most, each, 2 * max(sizes.pages))
         self.runner = Runner(
-            self.specs, sizes.pages, parts.backend, ops, buckets, graphs, self.overlap
+            self.specs, sizes.pages, parts.backend, ops, buckets, graphs=graphs, overlap=overlap
         )
         say = partial(print, file=sys.stderr, flush=True)
         self.speculation = drafts.speculation(
@@ -523,9 +523,7 @@ class Engine:
 
     def _tidy(self, thorough: bool = False) -> None:
         """What the calls before left: something half changed, or generations that nobody waits for.
-
-        Where all are of one caller, it is the one that calls now; `thorough` looks even then.
-        """
+        Where all are of one caller, it is the one that calls now; `thorough` looks even then."""
         if self._changing:
             self._recover()
         if thorough or len(self._callers) > 1 or GONE in self._callers:
@@ -544,11 +542,8 @@ class Engine:
 
     def _recover(self) -> None:
         """Pages, tree and queue anew, from the generations: all as if they had been preempted. The
-        cache is forgotten, and so is what was launched and not settled.
-
-        Changes nothing that it reads before `_changing` is unset, so it can be left anywhere and
-        begun again.
-        """
+        cache is forgotten, and so is what was launched and not settled. Changes nothing that it
+        reads before `_changing` is unset, so it can be left anywhere and begun again."""
         if self._settled is not None:
             self._settled.write()
             self._settled.end()

@@ -205,7 +205,6 @@ class Generation:
         return out
 
     def end(self, reason: str) -> None:
-        """Nothing more comes for any completion."""
         for completion in self.completions:
             completion.end(reason)
 
@@ -332,7 +331,6 @@ class ScoreUpdate(NamedTuple):
 
 
 def entry(logprobs: Logprobs, row: int, k: int) -> Score:
-    """One token's."""
     best = zip(logprobs.top_ids[row, :k].tolist(), logprobs.top[row, :k].tolist(), strict=True)
     return float(logprobs.chosen[row]), tuple(best)
 
@@ -347,10 +345,8 @@ class Ending(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What a settled step has brought the generations.
-
-    `write`, then `end`; both may be repeated from the beginning wherever they were left.
-    """
+    """What a settled step has brought the generations. `write`, then `end`; both may be repeated
+    from the beginning wherever they were left."""
 
     tokens: TokenUpdates | None = None
     scores: tuple[ScoreUpdate, ...] = ()

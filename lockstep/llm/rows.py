@@ -25,22 +25,13 @@ NO_ID = -2  # no token, and no sample of the step before
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """D rows that are sampled from: one for every completion that gets tokens, or all nodes of its
-    draft.
+    """D rows that are sampled from: one per completion, or all nodes of its draft."""
 
-    owners     int64 [D]: the number of its request in the batch
-    last_lens  int64 [D]: it stands last of so many rows behind the request's cached ones
-    emits      which of the emitted rows it is
-    how        parameters of all rows
-    penalised  rows whose earlier tokens are needed, each with the nodes of its path: () without
-               a draft
-    """
-
-    owners: NDArray[np.int64]
-    last_lens: NDArray[np.int64]
-    emits: tuple[int, ...]
-    how: RowParams
-    penalised: tuple[tuple[int, tuple[int, ...]], ...]
+    owners: NDArray[np.int64]  # [D] the number of its request in the batch
+    last_lens: NDArray[np.int64]  # [D] it stands last of so many rows behind the cached ones
+    emits: tuple[int, ...]  # which of the emitted rows it is
+    how: RowParams  # parameters of all rows
+    penalised: tuple[tuple[int, tuple[int, ...]], ...]  # of some rows, the nodes of their paths
 
     def positions(self, cached_lens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where the tokens that are chosen will stand: int64 [D]."""
@@ -49,27 +40,17 @@ class Draws:
 
 @dataclass(frozen=True, eq=False)
 class SampledRows:
-    """Whom a step's samples are for: S completions, in the order of the requests.
-
-    generations  of every request of the batch
-    completions  that get tokens
-    draws        the rows that they are sampled from
-    firsts       the first of every completion's: number `i` of `draws`, if there are no drafts
-    drafts       completions with a draft, and the number of its request in the batch
-    end_ids      int64 [S, E]: tokens that end its text, NO_ID where there are fewer
-    searched     completions whose text is searched for stops
-    scored       requests with rows whose log-probabilities are wanted, and their first emitted row
-    """
+    """Whom a step's samples are for: S completions, in the order of the requests."""
 
     batch: Batch
-    generations: tuple[Generation, ...]
-    completions: tuple[CompletionState, ...]
-    draws: Draws
-    firsts: tuple[int, ...]
-    drafts: tuple[tuple[int, int], ...]
-    end_ids: NDArray[np.int64]
-    searched: tuple[int, ...]
-    scored: tuple[tuple[int, int], ...]
+    generations: tuple[Generation, ...]  # of every request of the batch
+    completions: tuple[CompletionState, ...]  # that get tokens
+    draws: Draws  # the rows that they are sampled from
+    firsts: tuple[int, ...]  # the first of every completion's rows in `draws`
+    drafts: tuple[tuple[int, int], ...]  # completions with a draft, and the number of its request
+    end_ids: NDArray[np.int64]  # [S, E]: tokens that end its text, NO_ID where there are fewer
+    searched: tuple[int, ...]  # completions whose text is searched for stops
+    scored: tuple[tuple[int, int], ...]  # requests with rows to score, and their first emitted row
 
     @classmethod
     def of(cls, batch: Batch, generation_of: Callable[[Request], Generation]) -> SampledRows:

@@ -142,11 +142,9 @@ def load(
 ) -> Loaded:
     """The model in a local folder, or of a hub id at `revision`, for the operations of `device`.
     With `load_format` "dummy" its config is all that is read: weights are random, of a fixed seed.
-
     Weights in float16, bfloat16 or float32 are brought to `dtype`, or to the device's own. A
     dynamic rope is stretched for a `context_length` beyond the config's own; nothing else depends
-    on it.
-    """
+    on it."""
     ops, choice = select(device, dtype)
     folder = local_folder(path_or_id, revision)
     raw = read_json(folder, "config.json")
@@ -214,7 +212,6 @@ def drawn(device: torch.device, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def model_types() -> list[str]:
-    """Every model_type there is a file for."""
     return sorted(m.name for m in pkgutil.iter_modules(models.__path__) if m.name != "loader")
 
 

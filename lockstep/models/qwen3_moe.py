@@ -22,5 +22,4 @@ def describe(config: Any) -> DecoderSpec:
 
 
 def sparse(config: Any, layer: int) -> bool:
-    """Whether a layer has experts."""
     return layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0

@@ -62,9 +62,6 @@ class DenseSpec:
     sinks: bool = False
 
     def __post_init__(self) -> None:
-        if self.kv_heads < 1 or self.heads % self.kv_heads:
-            rule = "heads is a multiple of kv_heads"
-            raise RuleError(rule, f"{self.heads} and {self.kv_heads}", "Check config.json")
         if self.qk_norm and self.rope is None:
             rule = "queries and keys that are normed are rotated"
             raise RuleError(rule, "no rope", "Check config.json")
@@ -131,7 +128,6 @@ class Dense:
         return Heads(s.heads, s.kv_heads, s.head_dim, eps=eps, interleaved=interleaved)
 
     def group(self) -> GroupSpec:
-        """The layer as a group of its own."""
         sinks = None if self.sinks is None else tuple(self.sinks.tolist())
         return self.spec.group(self.layout, self.causal, sinks)
 
@@ -156,7 +152,6 @@ class Cross:
         return self.out(step.attend(self.index, q, None, None))
 
     def group(self) -> GroupSpec:
-        """The layer as a group of its own."""
         return self.spec.group(Layout.CROSS, causal=False)
 
 
@@ -233,7 +228,6 @@ class Latent:
         return self.out(ops.batched_linear(seen, self.expand))
 
     def group(self) -> GroupSpec:
-        """The layer as a group of its own."""
         s = self.spec
         return GroupSpec(
             layout=Layout.LATENT,

@@ -41,10 +41,8 @@ from lockstep.types import GroupSpec, Layout, RuleError
 @dataclass(frozen=True, eq=False)
 class Model(ABC):
     """What runs a model sees of it: ids [T], positions [T] and a lowered step → hidden [T, d] →
-    logits, if it has a head, or embeddings. `ops` is the table that it was built with.
-
-    A step's plan is built with `groups`, or with `fresh_groups` where nothing is kept.
-    """
+    logits, if it has a head, or embeddings. `ops` is the table that it was built with. A step's
+    plan is built with `groups`, or with `fresh_groups` where nothing is kept."""
 
     ops: Ops
     head: Linear | None

@@ -21,7 +21,6 @@ ACTIVATIONS = {
 
 
 def activation(name: str) -> Activation:
-    """The activation a config names."""
     if name not in ACTIVATIONS:
         rule = f"an activation is one of {', '.join(ACTIVATIONS)}"
         raise RuleError(rule, repr(name), "Use a model with one of these")

@@ -83,10 +83,7 @@ def _check_part(params: Params, kind: str, dim: int) -> None:
 
 def for_context(params: Params, max_position: int, context_length: int | None) -> dict[str, Any]:
     """Rope parameters for a context: dynamic ones take note of a length beyond max_position, all
-    others stay what they are.
-
-    Parameters may also be one such mapping per layer type.
-    """
+    others stay what they are. Parameters may also be one such mapping per layer type."""
     own = {
         k: for_context(v, max_position, context_length) if isinstance(v, Mapping) else v
         for k, v in params.items()
@@ -109,7 +106,6 @@ def power(base: float, exponent: float) -> float:
 
 
 def ln(x: float) -> float:
-    """The natural logarithm, rounded once."""
     return float(EXACT.ln(decimal.Decimal(x + 0.0)))
 
 

@@ -36,7 +36,6 @@ class WeightSource:
         return replace(self, prefix=self.prefix + "".join(f"{part}." for part in parts))
 
     def has(self, name: str) -> bool:
-        """Whether the files hold it."""
         return self.prefix + name in self.names
 
     def skip(self, pattern: str) -> None:
@@ -89,5 +88,4 @@ def join(parts: list[Tensor]) -> Tensor:
 
 
 def stack(parts: list[Tensor]) -> Tensor:
-    """Tensors of one shape as one."""
     return join([part[None] for part in parts])

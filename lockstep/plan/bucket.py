@@ -23,12 +23,10 @@ DECODING = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)  # requests of a re
 @dataclass(frozen=True)
 class Buckets:
     """The shapes a runner may use: rows, requests and emitted rows are rounded up to a grid each,
-    page tables, lists and moves to powers of two. A grid that is not named is that of the rows.
-
-    A row may be emitted any number of times: beyond the last size of emits come its multiples.
+    page tables, lists and moves to powers of two. A grid that is not named is that of the rows. A
+    row may be emitted any number of times: beyond the last size of emits come its multiples.
     `decoding`: only steps of one row per request are padded. Their page tables have room for
-    `request_pages` a request, at most `most_pages`, so that growing requests stay in one bucket.
-    """
+    `request_pages` a request, at most `most_pages`, so that growing requests stay in one bucket."""
 
     tokens: tuple[int, ...]
     requests: tuple[int, ...] | None = None
@@ -93,7 +91,6 @@ class Buckets:
         )
 
     def grid(self, what: str) -> tuple[int, ...]:
-        """The sizes of requests, tokens or emits."""
         named = {"requests": self.requests, "tokens": self.tokens, "emits": self.emits}
         return named[what] or self.tokens
 

@@ -44,25 +44,15 @@ class RequestPages(NamedTuple):
 
 
 class RequestWork(NamedTuple):
-    """One request's share of a step.
+    """One request's share of a step."""
 
-    cached_len  committed keys in the cache; the first row stands at this position
-    new_len     rows computed this step
-    pages       per group; None for a fresh group
-    emit        rows, counted within the request, whose logits are wanted; None = the last one
-    parents     None, or all nodes of the request's tree so far, of which the last new_len are this
-                step's rows
-    cross_len   encoder keys that exist after this step; cross_new of them (all rows, or none) are
-                written by it
-    """
-
-    cached_len: int
-    new_len: int
-    pages: tuple[RequestPages | None, ...]
-    emit: tuple[int, ...] | None = None
-    parents: tuple[int, ...] | None = None
-    cross_len: int = 0
-    cross_new: int = 0
+    cached_len: int  # committed keys in the cache; the first row stands at this position
+    new_len: int  # rows computed this step
+    pages: tuple[RequestPages | None, ...]  # per group; None for a fresh group
+    emit: tuple[int, ...] | None = None  # rows whose logits are wanted; None = the last one
+    parents: tuple[int, ...] | None = None  # the tree so far; its last new_len nodes are the rows
+    cross_len: int = 0  # encoder keys that exist after this step
+    cross_new: int = 0  # of these, written by its rows: by all, or by none
 
 
 class GroupTables:
@@ -141,8 +131,7 @@ class PageTables:
 @dataclass(frozen=True, eq=False)
 class BatchShape:
     """How many rows every request of a batch has and which of them are wanted: what its plans share
-    from step to step. B requests, T rows.
-    """
+    from step to step. B requests, T rows."""
 
     new_lens: Ints  # [B]
     q_indptr: Ints  # [B+1]
@@ -201,7 +190,6 @@ class BatchShape:
 
     @cached_property
     def tail(self) -> int:
-        """The longest list of a row."""
         return int(self.list_lens.max(initial=0))
 
 

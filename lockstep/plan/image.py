@@ -25,11 +25,9 @@ ALIGN = 4  # every array begins at a multiple of 16 bytes: kernels are compiled 
 
 @dataclass(frozen=True, eq=False)
 class PlanArrays:
-    """The arrays of one group inside an image, in the image's own array type.
-
-    `start` is INT32_MAX, above every position, in groups whose rows have no lists: cross and fresh
-    ones. The rows of a fresh group are its pages: pages of one slot, in order.
-    """
+    """The arrays of one group inside an image, in the image's own array type. `start` is INT32_MAX,
+    above every position, in groups whose rows have no lists: cross and fresh ones. The rows of a
+    fresh group are its pages: pages of one slot, in order."""
 
     ids: Any  # [T] the token of every row, 0 for a pad row
     q_indptr: Any  # [B+1]
@@ -49,10 +47,8 @@ class PlanArrays:
 
 @dataclass(frozen=True, eq=False)
 class ImageLayout:
-    """Where everything of a step lies: a function of these three and of nothing else.
-
-    `derived` holds, per group, how many numbers the backend derives.
-    """
+    """Where everything of a step lies: a function of these three and of nothing else. `derived`
+    holds, per group, how many numbers the backend derives."""
 
     bucket: Bucket
     specs: tuple[GroupSpec, ...]
@@ -60,12 +56,10 @@ class ImageLayout:
 
     @cached_property
     def length(self) -> int:
-        """Numbers of the image."""
         return aligned(self._places[-1][-1][1])
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Of every group alone."""
         return tuple(self.bucket.of(g) for g in range(len(self.specs)))
 
     @cached_property

@@ -20,7 +20,6 @@ Ints = NDArray[np.int32]
 
 
 def ints(values: Sequence[int] | NDArray[np.integer]) -> Ints:
-    """A read-only int32 copy of `values`."""
     return frozen(np.array(values, dtype=np.int32))
 
 

@@ -31,21 +31,14 @@ from lockstep.types import Layout
 
 
 class Share(NamedTuple):
-    """One request's part of a step.
-
-    ids         the tokens of its rows: the first stands at position cached_len
-    cached_len  keys that it has already
-    parents     None, or the tree so far, of which the last len(ids) nodes are these rows
-    emit        rows whose logits are wanted; None = the last one
-    cross_len   keys of its encoder; an encode step writes as many as it has rows
-    """
+    """One request's part of a step."""
 
     request: PageTable
-    ids: Sequence[int] | Tensor
-    cached_len: int = 0
-    parents: tuple[int, ...] | None = None
-    emit: tuple[int, ...] | None = None
-    cross_len: int = 0
+    ids: Sequence[int] | Tensor  # the tokens of its rows: the first stands at position cached_len
+    cached_len: int = 0  # keys that it has already
+    parents: tuple[int, ...] | None = None  # the tree so far; its last len(ids) nodes are the rows
+    emit: tuple[int, ...] | None = None  # rows whose logits are wanted; None = the last one
+    cross_len: int = 0  # keys of its encoder; an encode step writes as many as it has rows
 
 
 class StepDriver:

@@ -26,22 +26,16 @@ DRAFT = "draft"  # of a second model, whose groups have pages for the keys of th
 
 @dataclass(frozen=True, eq=False)
 class StepKind:
-    """A kind of step of one model.
-
-    groups         numbers, in the engine's tables, of the groups that its plans are built over
-    specs          of these groups
-    layer_map      attention layer → (which of `groups`, layer in it)
-    forward        ids [T], positions [T], lowered step → hidden [T, d]
-    hidden_layers  layers behind which the residual stream comes back beside that, [T, d] each:
-                   `forward` is then called with them too, and returns all
-    """
+    """A kind of step of one model."""
 
     name: str
     model: Model
-    groups: tuple[int, ...]
-    specs: tuple[GroupSpec, ...]
-    layer_map: tuple[GroupLayer, ...]
-    forward: Callable[..., Any]
+    groups: tuple[int, ...]  # their numbers in the engine's tables
+    specs: tuple[GroupSpec, ...]  # of these groups
+    layer_map: tuple[GroupLayer, ...]  # attention layer → (which of `groups`, layer in it)
+    forward: Callable[..., Any]  # ids [T], positions [T], lowered step → hidden [T, d]
+    # layers behind which the residual stream comes back beside that, [T, d] each: `forward` is then
+    # called with them too, and returns all
     hidden_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

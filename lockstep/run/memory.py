@@ -66,10 +66,8 @@ def pages_of(spec: GroupSpec, config: EngineConfig, tokens: int) -> int:
 
 
 def total_bytes(specs: Sequence[GroupSpec], config: EngineConfig, tokens: int) -> int:
-    """Bytes of all pools for `tokens` cached keys."""
     return sum(group_bytes(spec, pages_of(spec, config, tokens)) for spec in specs)
 
 
 def free_bytes() -> int:
-    """Memory that is free on this machine now."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

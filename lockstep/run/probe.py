@@ -49,7 +49,6 @@ class Subject:
 
     @cached_property
     def kinds(self) -> Kinds:
-        """The kinds of step of the model."""
         return kinds_of(self.model, self.info, self.config.page_size, self.config.kv_cache_dtype)
 
     @property
@@ -99,9 +98,7 @@ def one_of_each(model: Model) -> Model:
 @dataclass(frozen=True)
 class RowRange:
     """One request of a step: rows [begin, end) of the sequence behind its keys [0, begin).
-
-    `branches` 0 computes plain rows; 1 makes them a chain of draft nodes, 2 two equal chains.
-    """
+    `branches` 0 computes plain rows; 1 makes them a chain of draft nodes, 2 two equal chains."""
 
     begin: int
     end: int
@@ -109,12 +106,10 @@ class RowRange:
 
     @property
     def rows(self) -> int:
-        """Rows of the step."""
         return (self.end - self.begin) * max(1, self.branches)
 
     @property
     def positions(self) -> Tensor:
-        """Of its rows."""
         return torch.arange(self.begin, self.end).repeat_interleave(max(1, self.branches))
 
     @property
@@ -127,18 +122,15 @@ class RowRange:
 
 @dataclass(frozen=True)
 class Edges:
-    """Positions at which the order of a sum changes, and a sequence that crosses them.
-
-    [0, whole) is computed. `runs`, ranges [begin, end), are computed alone as well; where they lie
-    behind `whole`, around a window's edge, copies of keys fill the space between.
-    """
+    """Positions at which the order of a sum changes, and a sequence that crosses them. [0, whole)
+    is computed. `runs`, ranges [begin, end), are computed alone as well; where they lie behind
+    `whole`, around a window's edge, copies of keys fill the space between."""
 
     whole: int
     runs: tuple[tuple[int, int], ...]
 
     @property
     def length(self) -> int:
-        """Keys of the sequence."""
         return max(self.whole, *(end for _, end in self.runs))
 
     @property
@@ -149,9 +141,7 @@ class Edges:
     @staticmethod
     def of(specs: Many[GroupSpec], limit: int, device_class: str = order.CPU) -> Edges:
         """The first tile and split; where a window begins to hide keys, and where it leaves a tile.
-
-        All below `limit` positions; as many more rows as CHUNK of them take.
-        """
+        All below `limit` positions; as many more rows as CHUNK of them take."""
         tile, split = tile_and_split(specs, device_class)
         whole = min(limit, split + tile)
         spans = [(0, EDGE), (tile - EDGE, tile + EDGE), (split - 3 * EDGE, split + 3 * EDGE)]
@@ -228,7 +218,6 @@ class Sequence:
                 pool.move(torch.from_numpy(moves).to(pool.ops.device))
 
     def _run(self, ranges: Many[RowRange], tables: Many[PageTable]) -> Tensor:
-        """The rows of a step."""
         shares = [
             Share(
                 request=table,
@@ -331,5 +320,4 @@ def stored(
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same bits."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

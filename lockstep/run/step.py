@@ -48,10 +48,8 @@ class Step:
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """q [T, heads, d_qk], k [T, kv_heads, d_qk], v [T, kv_heads, d_v] of this step's rows;
-        returns [T, heads, d_v].
-
-        A layer that only reads (cross attention of a decoder) passes None for k and v.
-        """
+        returns [T, heads, d_v]. A layer that only reads (cross attention of a decoder) passes None
+        for k and v."""
         at = self.layer_map[layer]
         keys = self.stores[at.group].keys(at.layer, k, v)
         spec = self.specs[at.group].layers[at.layer]
@@ -83,7 +81,6 @@ def lower(
 def handles_of(
     layout: ImageLayout, views: Sequence[PlanArrays], variants: Variants, backend: Backend
 ) -> tuple[Any, ...]:
-    """What `attend` takes, per group."""
     groups = enumerate(zip(layout.specs, views, variants, strict=True))
     return tuple([backend.bind(s, layout.buckets[g], own, v) for g, (s, own, v) in groups])
 

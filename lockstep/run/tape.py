@@ -32,7 +32,6 @@ class Call:
     results: tuple[tuple[int, Tensor], ...]
 
     def repeat(self) -> None:
-        """The same call into the same memory."""
         made = tensors(self.function(*self.args, **self.kwargs))
         for at, memory in self.results:
             if made[at].shape != memory.shape or made[at].dtype != memory.dtype:

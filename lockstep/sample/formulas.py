@@ -59,11 +59,8 @@ def float_of(i: Any) -> Any:
 
 def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
     """Philox 4x32-10 (Salmon et al., 2011) of the counter (c0, c1, c2, c3) under the key (k0, k1):
-    four words below 2^32, as int64.
-
-    All are int64 in [0, 2^32), at least c0 and c2 arrays. A product wraps; its two halves are right
-    all the same.
-    """
+    four words below 2^32, as int64. All are int64 in [0, 2^32), at least c0 and c2 arrays. A
+    product wraps; its two halves are right all the same."""
     for _ in range(ROUNDS):
         p0, p1 = c0 * M0, c2 * M1
         c0, c1, c2, c3 = (

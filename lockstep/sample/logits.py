@@ -30,23 +30,15 @@ NO_TOKENS.flags.writeable = False
 
 
 class Row(NamedTuple):
-    """One row of logits, and whom it is for.
+    """One row of logits, and whom it is for."""
 
-    params      of one completion (n = 1), its seed resolved
-    position    of the token to be chosen: the number of tokens before it
-    prompt_len  how many of these are the prompt
-    token_ids   int32 [position]: the committed tokens and the row's ancestors, in order; may be
-                empty unless params.penalised
-    """
-
-    params: SamplingParams
-    position: int
-    prompt_len: int = 0
-    token_ids: NDArray[np.int32] = NO_TOKENS
+    params: SamplingParams  # of one completion (n = 1), its seed resolved
+    position: int  # of the token to be chosen: the number of tokens before it
+    prompt_len: int = 0  # how many of these are the prompt
+    token_ids: NDArray[np.int32] = NO_TOKENS  # int32 [position], in order; none unless penalised
 
     @property
     def generated_len(self) -> int:
-        """Tokens chosen before this one."""
         return self.position - self.prompt_len
 
 
@@ -151,11 +143,8 @@ def weights(scores: Tensor, top: Tensor) -> Tensor:
 
 def cut(scores: Tensor, top_k: Tensor, top_p: Tensor, min_log: Tensor) -> Tensor:
     """-inf where top-k, top-p or min-p do not keep a token. scores float32 [S, V] without NaN; one
-    entry per row of the others.
-
-    Top-p keeps the shortest beginning of the order that has at least the fraction top_p of the
-    weight that top-k left.
-    """
+    entry per row of the others. Top-p keeps the shortest beginning of the order that has at least
+    the fraction top_p of the weight that top-k left."""
     vocab, top = scores.shape[1], scores.amax(1, keepdim=True)
     order = ranks(scores)
     best, _ = order.sort(1)

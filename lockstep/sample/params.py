@@ -49,66 +49,38 @@ NUMBERS = {
 
 
 class Numbers(NamedTuple):
-    """What a kernel is told of one completion's parameters, and what is to be done besides.
+    """What a kernel is told of one completion's parameters, and what is to be done besides."""
 
-    floats  temperature (0: greedy), top-p, ln of min-p
-    ints    top-k (0: all), index, seed
-    cuts    whether top-k or top-p keep some tokens only
-    edits   whether bias or penalties change the logits
-    top     `SamplingParams.top_logprobs`
-    """
-
-    floats: tuple[float, float, float]
-    ints: tuple[int, int, int]
-    cuts: bool
-    edits: bool
-    top: int | None
+    floats: tuple[float, float, float]  # temperature (0: greedy), top-p, ln of min-p
+    ints: tuple[int, int, int]  # top-k (0: all), index, seed
+    cuts: bool  # whether top-k or top-p keep some tokens only
+    edits: bool  # whether bias or penalties change the logits
+    top: int | None  # `SamplingParams.top_logprobs`
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens, how long, and what to report.
+    """How to choose tokens, how long, and what to report."""
 
-    max_tokens          tokens to generate at most; None: as many as the context leaves
-    temperature         0: the best token, without noise; otherwise logits are divided by it
-    top_p               keep the best tokens with at least this probability together, after top_k
-    top_k               keep this many of the best tokens; 0 and -1 both mean all
-    min_p               keep tokens with at least this fraction of the best token's probability
-    seed                int64; None: the engine draws one per request (`resolve_seed`) and tells it
-    stop                strings that end the text, which is cut before them
-    stop_token_ids      tokens that end the generation, like the model's own EOS
-    n                   completions; number i is what sample_index=sample_index+i gives alone
-    logprobs            True or 0: of every chosen token; k: of the k best too; None or False: none
-    prompt_logprobs     the same of the prompt's tokens
-    logit_bias          {token id: value added to the logit}; kept as pairs sorted by id
-    presence_penalty    taken off the logit of every token generated so far
-    frequency_penalty   taken off once per time it was generated
-    repetition_penalty  divides a positive logit, multiplies a negative one, of every token so far
-    ignore_eos          the model's EOS does not end the generation; stop and stop_token_ids do
-    min_tokens          EOS and stop_token_ids cannot be chosen before so many tokens
-    sample_index        which of a seed's completions this is
-    speculative         False: no token of it is guessed, whatever the engine does for others
-    """
-
-    max_tokens: int | None = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    n: int = 1
-    logprobs: int | bool | None = None
-    prompt_logprobs: int | bool | None = None
-    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    sample_index: int = 0
-    speculative: bool = True
+    max_tokens: int | None = 16  # tokens to generate at most; None: as many as the context leaves
+    temperature: float = 1.0  # 0: the best token, without noise; otherwise logits are divided by it
+    top_p: float = 1.0  # keep the best tokens with at least this probability together, after top_k
+    top_k: int = 0  # keep this many of the best tokens; 0 and -1 both mean all
+    min_p: float = 0.0  # keep tokens with at least this fraction of the best token's probability
+    seed: int | None = None  # int64; None: the engine draws one per request and tells it
+    stop: str | Sequence[str] = ()  # strings that end the text, which is cut before them
+    stop_token_ids: Sequence[int] = ()  # tokens that end the generation, like the model's own EOS
+    n: int = 1  # completions; number i is what sample_index=sample_index+i gives alone
+    logprobs: int | bool | None = None  # True: of chosen tokens; k: of the k best too
+    prompt_logprobs: int | bool | None = None  # the same of the prompt's tokens
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()  # {token id: added}
+    presence_penalty: float = 0.0  # taken off the logit of every token generated so far
+    frequency_penalty: float = 0.0  # taken off once per time it was generated
+    repetition_penalty: float = 1.0  # divides positive logits, multiplies negative ones
+    ignore_eos: bool = False  # the model's EOS does not end the generation; stops do
+    min_tokens: int = 0  # EOS and stop_token_ids cannot be chosen before so many tokens
+    sample_index: int = 0  # which of a seed's completions this is
+    speculative: bool = True  # False: no token of it is guessed, whatever the engine does
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
@@ -124,7 +96,8 @@ class SamplingParams:
             if value is not None or name not in OPTIONAL:
                 checked[name] = whole(name, value, low, high, remedy)
         for name, (least, most, remedy) in NUMBERS.items():
-            checked[name] = number(name, getattr(self, name), least, most, remedy, name == "top_p")
+            value, above = getattr(self, name), name == "top_p"
+            checked[name] = number(name, value, least, most, remedy, above=above)
         for name in ("ignore_eos", "speculative"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -137,7 +110,6 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> SamplingParams:
-        """From parsed JSON."""
         return with_fields(cls, given, "a parameter")
 
     def check_vocab(self, vocab_size: int) -> None:
@@ -194,12 +166,10 @@ class SamplingParams:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """`stop`, always a tuple."""
         return tuple(self.stop)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """`stop_token_ids`, always a tuple."""
         return tuple(self.stop_token_ids)
 
     @property
@@ -215,7 +185,6 @@ class SamplingParams:
 
     @property
     def top_prompt_logprobs(self) -> int | None:
-        """The same for the prompt's tokens."""
         return _top(self.prompt_logprobs)
 
 

@@ -33,28 +33,18 @@ REASONS = {
 
 @dataclass(frozen=True, eq=False)
 class RowParams:
-    """Whom S rows are for, as arrays: made once for completions that are sampled together.
+    """Whom S rows are for, as arrays: made once for completions that are sampled together."""
 
-    params      of one completion each (n = 1), their seeds resolved
-    prompt_lens, min_tokens          int64 [S]
-    floats      float64 [S, 3], on the host: temperature, top-p, ln of min-p
-    ints        int64 [3, S]: top-k (0: all), index, seed
-    edits       bool [S]: whether bias or penalties change the logits
-    plain       whether nothing ever changes the logits of any row
-    cuts        whether top-k or top-p keep some tokens only, in any row
-    logprob_rows, top  rows that ask for log-probabilities, and of how many of the best at most
-    """
-
-    params: tuple[SamplingParams, ...]
-    prompt_lens: NDArray[np.int64]
-    min_tokens: NDArray[np.int64]
-    floats: Tensor
-    ints: NDArray[np.int64]
-    edits: NDArray[np.bool_]
-    plain: bool
-    cuts: bool
-    logprob_rows: tuple[int, ...]
-    top: int
+    params: tuple[SamplingParams, ...]  # of one completion each (n = 1), their seeds resolved
+    prompt_lens: NDArray[np.int64]  # [S]
+    min_tokens: NDArray[np.int64]  # [S]
+    floats: Tensor  # float64 [S, 3], on the host: temperature, top-p, ln of min-p
+    ints: NDArray[np.int64]  # [3, S]: top-k (0: all), index, seed
+    edits: NDArray[np.bool_]  # [S]: whether bias or penalties change the logits
+    plain: bool  # whether nothing ever changes the logits of any row
+    cuts: bool  # whether top-k or top-p keep some tokens only, in any row
+    logprob_rows: tuple[int, ...]  # rows that ask for log-probabilities
+    top: int  # and of how many of the best at most
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], prompt_lens: Sequence[int]) -> RowParams:
@@ -93,7 +83,6 @@ class RowBatch(NamedTuple):
         return cls(how, positions, {r: row.token_ids for r, row in enumerate(rows)})
 
     def row(self, r: int) -> Row:
-        """One of them."""
         position, prompt_len = int(self.positions[r]), int(self.how.prompt_lens[r])
         return Row(self.how.params[r], position, prompt_len, self.token_ids.get(r, NO_TOKENS))
 
@@ -123,17 +112,11 @@ class Logprobs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """What was chosen for S rows; tensors on the device of the logits.
+    """What was chosen for S rows; tensors on the device of the logits."""
 
-    token_ids     int64 [S]; -1 for a row that could not be sampled
-    states        int64 [S]; 0 for a good row, otherwise see `errors`
-    logprobs      of the rows that asked, in row order (`logprob_rows`); None if none did. Row i
-                  asked for the first params.top_logprobs of its columns
-    """
-
-    token_ids: Tensor
-    states: Tensor
-    logprobs: Logprobs | None
+    token_ids: Tensor  # int64 [S]; -1 for a row that could not be sampled
+    states: Tensor  # int64 [S]; 0 for a good row, otherwise see `errors`
+    logprobs: Logprobs | None  # of the rows that asked, in order; None if none did
     logprob_rows: tuple[int, ...]
 
     def errors(self) -> dict[int, str]:
@@ -182,11 +165,8 @@ def described(ops: Ops, raw: Tensor, how: RowParams, tokens: Tensor, states: Ten
 
 def log_probs(ops: Ops, logits: Tensor, token_ids: Tensor, k: int = 0) -> Logprobs:
     """Log-probabilities of `token_ids` (int64 [S]; -1 for none) and of the k best tokens, under
-    softmax of the model's own logits.
-
-    Within 1e-8 of the exact value, then rounded once to float32. Ties among the best go to the
-    lower id.
-    """
+    softmax of the model's own logits. Within 1e-8 of the exact value, then rounded once to float32.
+    Ties among the best go to the lower id."""
     raw = _checked(logits, len(token_ids))
     return Logprobs(*ops.compute_logprobs(raw, token_ids.to(raw.device), k))
 

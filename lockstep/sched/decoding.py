@@ -54,7 +54,6 @@ class Decoding:
             self._new.append(request)
 
     def remove(self, request: Request) -> None:
-        """It is none any more."""
         if request.members is not None:
             self.leave(request)
             request.members, self._gone = None, True

@@ -31,27 +31,20 @@ GroupPages = tuple[RequestPages | None, ...]  # of one request, in the groups of
 
 @dataclass(frozen=True)
 class RequestSpec:
-    """What is wanted. Ids are token ids; `encoder_ids` are computed, whole, before the prompt;
-    `embed` wants rows and no tokens.
-
-    `items` are continuations that are given, not sampled: one fork of the prompt each, whose
-    tokens' log-probabilities are wanted. `needs_values` says that a row's logits are edited by the
-    values of the tokens before it: none is computed before these are settled. `speculative` says
-    that drafts may be asked for, `draft` that a model makes them, with keys of its own.
-    """
+    """What is wanted, in token ids."""
 
     prompt: tuple[int, ...]
     max_new_tokens: int = 16
     n: int = 1
     priority: int = 0  # a higher one goes first
     wants_prompt_logprobs: bool = False
-    encoder_ids: tuple[int, ...] = ()
+    encoder_ids: tuple[int, ...] = ()  # computed, whole, before the prompt
     tenant: str = ""
-    speculative: bool = False
-    draft: bool = False
-    embed: bool = False
-    items: tuple[tuple[int, ...], ...] = ()
-    needs_values: bool = False
+    speculative: bool = False  # drafts may be asked for
+    draft: bool = False  # by a model, with keys of its own
+    embed: bool = False  # rows are wanted, and no tokens
+    items: tuple[tuple[int, ...], ...] = ()  # given continuations to score: a fork each
+    needs_values: bool = False  # logits depend on earlier tokens, which are settled first
     request_id: str = ""
 
     def __post_init__(self) -> None:
@@ -65,7 +58,6 @@ class RequestSpec:
 
     @property
     def root(self) -> Root:
-        """Who may share keys with this request."""
         return Root(self.tenant, self.encoder_ids, self.draft)
 
     @property
@@ -82,16 +74,12 @@ class RequestSpec:
 
     @property
     def continuations(self) -> int:
-        """How many follow the prompt."""
         return len(self.items) or self.n
 
 
 class Accepted(NamedTuple):
-    """What a step brings one completion: a list of tokens, of one in plain decoding.
-
-    Where the rows were a tree, `nodes` is the path that is accepted, from the root on: as many
-    nodes as tokens.
-    """
+    """What a step brings one completion: a list of tokens, of one in plain decoding. Where the rows
+    were a tree, `nodes` is the path that is accepted, from the root on: as many nodes as tokens."""
 
     token_ids: tuple[int, ...] = ()
     stop_len: int | None = None  # the text ends with so many of them
@@ -115,7 +103,6 @@ class AcceptedTokens(NamedTuple):
     others: Mapping[int, Accepted] = {}
 
     def sample(self, k: int) -> Accepted:
-        """What sample k brings."""
         return self.others[k] if k in self.others else Accepted((int(self.token_ids[k]),))
 
 
@@ -132,7 +119,6 @@ class DraftTree(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """Tokens on the longest path."""
         return max(map(len, paths((-1, *self.parents), len(self.parents) + 1))) - 1
 
 
@@ -185,17 +171,14 @@ class Request:
 
     @property
     def missing_len(self) -> int:
-        """Rows that are missing."""
         return len(self.tokens) - self.cached_len
 
     @property
     def output(self) -> list[int]:
-        """The tokens generated so far."""
         return self.tokens[len(self.spec.prompt) :]
 
     @property
     def running(self) -> bool:
-        """Whether it holds pages."""
         return self.table is not None
 
     @property
@@ -316,7 +299,6 @@ class Batch:
 
     @cached_property
     def shape(self) -> BatchShape:
-        """As plans are built from it."""
         return BatchShape.of(
             new_lens=self.new_lens,
             emits=[each.emit for each in self.rows],
@@ -333,7 +315,6 @@ class Batch:
 
     @cached_property
     def begins(self) -> tuple[int, ...]:
-        """The first row of every request."""
         return tuple(accumulate(self.new_lens, initial=0))
 
 
@@ -375,11 +356,9 @@ class ScheduledStep:
 
     @property
     def pieces(self) -> list[Piece]:
-        """Request by request."""
         return [self.piece(i) for i in range(len(self.cached_lens))]
 
     def piece(self, i: int) -> Piece:
-        """The share of request number i."""
         begin, end = self.batch.begins[i : i + 2]
         return Piece(
             self.batch.rows[i], tuple(self.ids[begin:end].tolist()), self.cached_lens.item(i)
@@ -387,6 +366,5 @@ class ScheduledStep:
 
     @property
     def work(self) -> BatchWork:
-        """As `plan.build` takes it."""
         tables = self.batch.tables(self.kind.specs)
         return BatchWork(self.batch.shape, self.cached_lens, self.pages, tables)

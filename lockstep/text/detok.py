@@ -26,13 +26,11 @@ class TextPiece(NamedTuple):
 
 
 class Detok:
-    """Incremental detokenisation.
-
-    Tokens are decoded together with some before them, because a decoder treats the first token of a
-    sequence differently (the space of "▁the") and because a character can take several tokens.
-    `ids[begin:]` is that window; the text of `ids[begin:settled]`, and in all `sent` characters of
-    the window's, are out. With `prompt_ids` the text continues the prompt's, with a leading space.
-    """
+    """Incremental detokenisation. Tokens are decoded together with some before them, because a
+    decoder treats the first token of a sequence differently (the space of "▁the") and because a
+    character can take several tokens. `ids[begin:]` is that window; the text of
+    `ids[begin:settled]`, and in all `sent` characters of the window's, are out. With `prompt_ids`
+    the text continues the prompt's, with a leading space."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Ids = (), skip_special: bool = True
@@ -76,12 +74,10 @@ class Detok:
         return list(prompt_ids[first:])
 
     def _settled_len(self) -> int:
-        """Characters of the prompt's text that no token can change any more.
-
-        A U+FFFD at its end is a character that the user wrote, or bytes that are none, or the
-        beginning of one: only the last can become something else, so bytes that continue a
-        character are tried. What they make a character of belongs to the answer.
-        """
+        """Characters of the prompt's text that no token can change any more. A U+FFFD at its end is
+        a character that the user wrote, or bytes that are none, or the beginning of one: only the
+        last can become something else, so bytes that continue a character are tried. What they make
+        a character of belongs to the answer."""
         text = self._window()
         if not text.endswith(REPLACEMENT):
             return len(text)
@@ -113,11 +109,8 @@ class Detok:
 
 
 class Stops:
-    """Stop strings in a text that arrives in pieces.
-
-    The stop string that ends first wins; of those that end together the longest. So the answer
-    depends on the text, not on the pieces.
-    """
+    """Stop strings in a text that arrives in pieces. The stop string that ends first wins; of those
+    that end together the longest. So the answer depends on the text, not on the pieces."""
 
     def __init__(self, stops: Iterable[str]) -> None:
         self.stops = tuple(stops)

@@ -22,10 +22,8 @@ CONTINUATIONS = (0x80, 0xA0)  # one of the two may follow any beginning of a cha
 
 
 class Tokenizer:
-    """A tokenizer of the library, and the ids that growing text asks for.
-
-    `vocab_size` is one more than the largest id; a model may have more rows than that, as padding.
-    """
+    """A tokenizer of the library, and the ids that growing text asks for. `vocab_size` is one more
+    than the largest id; a model may have more rows than that, as padding."""
 
     def __init__(self, library: Any) -> None:
         self.library = library
@@ -88,11 +86,8 @@ class Tokenizer:
     @cached_property
     def continuation_ids(self) -> tuple[int, ...]:
         """Tokens of one byte each, some of which may follow any unfinished character; none if no
-        token is a byte.
-
-        They are <0x..> pieces, or letters: byte-level tokenizers write a byte that prints nothing
-        as a letter from U+0100 on; 0x7F is number 33 of these.
-        """
+        token is a byte. They are <0x..> pieces, or letters: byte-level tokenizers write a byte that
+        prints nothing as a letter from U+0100 on; 0x7F is number 33 of these."""
         silent = [byte for byte in range(0x7F, 0x100) if byte < 0xA1 or byte == 0xAD]
         ids = []
         for value in CONTINUATIONS:
