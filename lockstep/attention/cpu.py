@@ -7,7 +7,7 @@ modes, only positions; it is compiled once per machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -95,7 +95,7 @@ class Backend(base.Backend):
         views.derived[2 * rows : 2 * rows + len(cut)] = cut
         views.derived[2 * rows + len(cut) :] = 0
 
-    def bind(self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: None) -> Handle:
+    def bind(self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Hashable) -> Handle:
         """What the kernel finds in the image."""
         page_ids, page_indptr, first_pos, page_size = base.addresses(spec, views)
         table = Table(page_ids, page_indptr, first_pos, *base.lists(spec, views))
