@@ -11,7 +11,7 @@ import torch
 
 from lockstep import cli
 from lockstep.attention import select
-from lockstep.lab import choice, matrix, reverts
+from lockstep.lab import choice, pages, reverts
 from lockstep.lab.cells import ENGINE, TABLES, Cell, cells, run_cell
 from lockstep.lab.engine_harness import EngineHarness, stream_faults
 from lockstep.lab.engine_recipes import GREEDY, PLAIN, THREE, words
@@ -64,7 +64,7 @@ def test_names_belong_to_one_table_and_every_recipe_is_asked_of_a_model():
 def test_a_backend_that_promises_no_bits_is_refused_and_the_matrix_says_why_once():
     result = run_cell(Cell.parse("reference/engine-hit/qwen3"))
     assert result.verdict == "refused" and "promises no bits" in result.reason
-    page = matrix.matrix_page(matrix.promised(["reference"]))
+    page = pages.matrix_page(pages.promised(["reference"]))
     assert page.count(result.reason) == 1 and "| llama " in page
 
 

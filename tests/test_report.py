@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import cli
-from lockstep.lab import matrix, report, reverts
+from lockstep.lab import pages, reverts
 from lockstep.lab.cells import TABLES, cells
 
 CASE = "sglang-26513"
@@ -97,7 +97,7 @@ def test_the_page_holds_every_cell_and_case(ran: tuple[Path, Path], which: int):
     assert {f"case-{name}" for name in wanted} <= set(page.ids)
     for cell in doc["cells"]:
         assert cell["command"] in text
-        assert all(report.escape(f["detail"]) in text for f in cell["findings"])
+        assert all(pages.escape(f["detail"]) in text for f in cell["findings"])
 
 
 def test_the_case_file_shows_what_was_measured(ran: tuple[Path, Path]):
@@ -109,13 +109,13 @@ def test_the_case_file_shows_what_was_measured(ran: tuple[Path, Path]):
     )
     text = ran[1].with_suffix(".html").read_text()
     broken = [f["detail"] for t in case["trials"] for f in t["broken"]]
-    assert broken and all(report.escape(detail) in text for detail in broken)
+    assert broken and all(pages.escape(detail) in text for detail in broken)
     for section in (*reverts.SECTIONS, "Measured"):
         assert f"<h4>{section}</h4>" in text, section
 
 
 def test_lists_code_and_links_in_a_story():
-    made = report.prose("First.\n1. one `x < y`\ngoes on\n2. two\n\nSee a/b#12.")
+    made = pages.prose("First.\n1. one `x < y`\ngoes on\n2. two\n\nSee a/b#12.")
     assert made == (
         "<p>First.</p><ol><li>one <code>x &lt; y</code> goes on</li><li>two</li></ol>"
         '<p>See <a href="https://github.com/a/b/issues/12" rel="noreferrer">a/b#12</a>.</p>'
@@ -125,7 +125,7 @@ def test_lists_code_and_links_in_a_story():
 def read(text: str) -> dict[str, str]:
     """cell -> verdict, from a page: what somebody can rely on who reads it."""
     meaning, columns = (
-        {symbol: verdict for verdict, symbol in matrix.SYMBOLS.items()},
+        {symbol: verdict for verdict, symbol in pages.SYMBOLS.items()},
         {table.column for table in TABLES},
     )
     out: dict[str, str] = {}
@@ -148,19 +148,19 @@ def read(text: str) -> dict[str, str]:
 
 
 def test_the_matrix_reads_back():
-    verdicts = matrix.promised(["cpu", "reference"])
+    verdicts = pages.promised(["cpu", "reference"])
     first, second, third = list(verdicts)[:3]
     verdicts |= {
         first: ("failed", "off"),
         second: ("known", "a cause"),
         third: ("refused", "a reason"),
     }
-    assert read(matrix.matrix_page(verdicts)) == {str(c): v for c, (v, _) in verdicts.items()}
+    assert read(pages.matrix_page(verdicts)) == {str(c): v for c, (v, _) in verdicts.items()}
 
 
 def test_known_failures_have_a_page():
-    assert "There are none" in matrix.pages({}, {})["known-failures.md"]
-    page = matrix.pages({}, {"cpu/decode/dense": "a cause"})["known-failures.md"]
+    assert "There are none" in pages.markdown({}, {})["known-failures.md"]
+    page = pages.markdown({}, {"cpu/decode/dense": "a cause"})["known-failures.md"]
     assert "| `cpu/decode/dense` | a cause |" in page
 
 
@@ -168,7 +168,7 @@ def full_document(folder: Path) -> Path:
     """A document in which every cell has its promised verdict."""
     kept = [
         {"cell": str(c), "verdict": v, "reason": r}
-        for c, (v, r) in matrix.promised(["cpu", "reference"]).items()
+        for c, (v, r) in pages.promised(["cpu", "reference"]).items()
     ]
     path = folder / "full.json"
     path.write_text(

@@ -20,7 +20,7 @@ import torch
 
 from lockstep.bench.machine import Timing, alternate, note, place, set_threads
 from lockstep.bench.work import Ours, prompts
-from lockstep.lab.document import publish
+from lockstep.lab.document import publish, text
 from lockstep.llm.api import LLM
 from lockstep.llm.output import Output
 from lockstep.sample.params import SamplingParams
@@ -44,29 +44,17 @@ def run(args: argparse.Namespace) -> int:
     met = not two["differing"] and two["ratio"] >= TOGETHER and beside["ratio"] >= BESIDE
     if count >= 16:
         met = met and grid["all_to_best"] <= ALL_THREADS and grid["speed_up"] >= SPEED_UP
-    head = {"environment": place(count), "quick": args.quick, "met": met}
-    parts = {"two_engines": two, "beside_prefill": beside, "scaling": grid}
-    publish(args, {**head, **parts}, lines(two, beside, grid))
+    doc: Result = {"environment": place(count), "quick": args.quick, "met": met}
+    doc |= {"two_engines": two, "beside_prefill": beside, "scaling": grid}
+    limits = {"together": TOGETHER, "beside": BESIDE, "crowd": CROWD}
+    limits |= {"all_threads": ALL_THREADS, "speed_up": SPEED_UP}
+    publish(args, doc, text("threads.txt", "lockstep.bench", doc=doc, limits=limits))
     return int(not args.quick and not met)
 
 
 def _llm() -> LLM:
     """The built-in model on the CPU, where nothing is found in a cache."""
     return LLM(device="cpu", disable_radix_cache=True, max_total_tokens=16_384)
-
-
-def lines(two: Result, beside: Result, grid: Result) -> Sequence[str]:
-    """What was found, for people."""
-    return (
-        f"two engines, {two['requests']} requests each: {two['differing']} answers differ; "
-        f"together x{two['ratio']:.2f} of one (>= {TOGETHER})",
-        f"Python beside a prefill: x{beside['ratio']:.2f} of its speed (>= {BESIDE}); the prefill "
-        f"x{beside['prefill_ratio']:.2f} of its own",
-        f"ms per step by threads, one request: {grid['alone_ms']}",
-        f"ms per step by threads, {CROWD} requests: {grid['crowd_ms']}",
-        f"all threads x{grid['all_to_best']:.2f} of the best (<= {ALL_THREADS} on 16); {CROWD} "
-        f"requests x{grid['speed_up']:.1f} of one thread (>= {SPEED_UP} on 16)",
-    )
 
 
 def answers(llm: LLM, count: int) -> list[Output]:

@@ -20,7 +20,7 @@ import torch
 from lockstep import outfile
 from lockstep.attention import select
 from lockstep.kernels.cpu import cache
-from lockstep.lab import cells, document, kill, matrix, report, reverts, show
+from lockstep.lab import cells, document, kill, pages, reverts, show
 from lockstep.lab.cells import ENGINE, TABLES
 from lockstep.lab.options import FULL, Device, RunOptions
 from lockstep.progress import Progress
@@ -96,26 +96,26 @@ def kills(args: Namespace) -> int:
     return 1 if found["red"] or (ours and found["unproven"]) else 0
 
 
-def pages(args: Namespace) -> int:
+def matrix(args: Namespace) -> int:
     """`lab matrix`."""
     backends = picked_backends(args.backend)
     folder = Path(args.docs)
     if not folder.is_dir():
         rule, remedy = "the pages lie in docs/ of the repository", "Run this at its root, or pass"
         raise RuleError(rule, f"{args.docs}: no such folder", f"{remedy} --docs")
-    for name in () if args.check else matrix.FILES:
+    for name in () if args.check else pages.FILES:
         outfile.check("--docs", str(folder / name))
     if args.source:
-        verdicts = matrix.ran(_read(args.source), backends)
+        verdicts = pages.ran(_read(args.source), backends)
     elif args.check:
-        verdicts = matrix.promised(backends)
+        verdicts = pages.promised(backends)
     else:
         doc = judged(cells.cells(backends), args.workers, FULL)
         print("\n".join(document.text("run.txt", doc=doc)))
-        verdicts = matrix.ran(doc, backends)
-    wanted = matrix.pages(verdicts)
+        verdicts = pages.ran(doc, backends)
+    wanted = pages.markdown(verdicts)
     if args.check:
-        wrong = matrix.stale(folder, wanted)
+        wrong = pages.stale(folder, wanted)
         fine = [f"{', '.join(wanted)}: up to date"]
         print("\n".join([*wrong, "run `lockstep lab matrix`"] if wrong else fine))
         return 1 if wrong else 0
@@ -217,7 +217,7 @@ def picked(rule: str, given: list[str] | None, allowed: Sequence[str]) -> list[s
 
 def _publish(args: Namespace, doc: document.Document, lines: list[str]) -> None:
     if args.html:
-        outfile.write(args.html, report.page(doc))
+        outfile.write(args.html, pages.html(doc))
         lines = [*lines, f"open {args.html}"]
     document.publish(args, doc, lines)
 

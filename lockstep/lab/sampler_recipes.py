@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.lab import choice
+from lockstep.lab import choice, table
 from lockstep.lab.engine_harness import EngineHarness, same_bits
 from lockstep.lab.recompute import Order
 from lockstep.lab.tiny import EOS
@@ -33,17 +33,7 @@ WIDE = 2 * BLOCK + 70  # a vocabulary of two blocks and a part of one
 FEW = 5  # best tokens that are asked for
 CLOSE = 2e-6  # two float32 roundings of the noise's largest value
 CHI = 45.0  # chi-square of 11 degrees of freedom is above this once in 200,000 times
-KINDS = (
-    {"temperature": 0.0},
-    {"temperature": 0.7, "seed": 3},
-    {"temperature": 1.6, "seed": -5, "top_k": 5},
-    {"temperature": 1.0, "seed": 2**50, "top_p": 0.7},
-    {"temperature": 1.2, "seed": 8, "min_p": 0.2, "sample_index": 2},
-    {"temperature": 0.9, "seed": 1, "top_k": 9, "top_p": 0.5, "logit_bias": {4: 3.0, 30: -100.0}},
-    {"temperature": 0.8, "seed": 4, "frequency_penalty": 1.1, "repetition_penalty": 1.4},
-    {"temperature": 0.0, "presence_penalty": 1.5, "stop_token_ids": [5, 6], "min_tokens": 9},
-    {"temperature": 0.0, "stop_token_ids": [3, 4, 5, 6, 7, 8, 9, 10], "min_tokens": 9},
-)
+KINDS = table("sampler_kinds.json")["kinds"]
 
 
 def rows_of(count: int, vocab: int = VOCAB) -> tuple[Tensor, list[Row]]:

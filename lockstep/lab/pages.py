@@ -1,23 +1,32 @@
-"""`docs/matrix.md` and `docs/known-failures.md`: generated, never written by hand, and checked.
+"""Pages made from what ran: docs/matrix.md, docs/known-failures.md, and one HTML file to look at,
+without fonts, images or scripts from elsewhere.
 
-The pages hold verdicts and reasons, no times and no errors, so they change only when the lab does.
-A page that may be committed has no failed cell, so its verdicts follow from the code: refused where
-a backend's caps say so, known where `cells.KNOWN` says so, passed everywhere else (`promised`).
-Comparing with that takes no run; `lab run` is what proves it. `lab matrix` calls this.
+Those of docs hold verdicts and reasons, no times and no errors, so they change only when the lab
+does, and follow from the code: refused where a backend's caps say so, known where `cells.KNOWN`
+says so, passed everywhere else (`promised`). Comparing with that takes no run; `lab run` is what
+proves it. The HTML page shows every cell's properties, and the historical bugs as case files.
+Knows the document and not how it came about; the texts are *.j2. `commands` calls this.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup, escape
 
 from lockstep.attention import select
 from lockstep.lab.cells import KNOWN, TABLES, Cell, MatrixTable, cells, refusal
-from lockstep.lab.document import Document, render
+from lockstep.lab.document import Document, number, render
+from lockstep.lab.reverts import SECTIONS, VARIABLE
 from lockstep.types import RuleError
 
 SYMBOLS = {"passed": "✓", "refused": "–", "known": "!", "failed": "✗"}
+MARKS = {**SYMBOLS, "equivalent": "=", "absent": "·"}
 FILES = ("matrix.md", "known-failures.md")
 
 Verdicts = dict[Cell, tuple[str, str]]  # verdict and reason
@@ -68,7 +77,7 @@ def matrix_page(verdicts: Verdicts) -> str:
     return render("matrix.md", symbols=SYMBOLS, marks=marks, backends=backends, tables=TABLES)
 
 
-def pages(verdicts: Verdicts, known: Mapping[str, str] = KNOWN) -> dict[str, str]:
+def markdown(verdicts: Verdicts, known: Mapping[str, str] = KNOWN) -> dict[str, str]:
     """File name -> text."""
     texts = (matrix_page(verdicts), render("known-failures.md", known=known))
     return dict(zip(FILES, texts, strict=True))
@@ -103,3 +112,65 @@ def _reasons(verdicts: Verdicts, backend: str, table: MatrixTable) -> list[str]:
         where = "" if len(recipes) == asked[feature] else f" in {', '.join(recipes)}"
         lines.append(f"* refused: `{feature}`{where}: {reason}")
     return [*lines, *failed]
+
+
+def html(doc: Document) -> str:
+    """The page to look at."""
+    return render(
+        "report.html",
+        (number, percent, prose, inline),
+        doc=doc,
+        cases=doc["kills"]["reverts"] if "kills" in doc else doc.get("cases", []),
+        backends=list(dict.fromkeys(c["backend"] for c in doc["cells"])),
+        by_place={(c["backend"], c["recipe"], c["feature"]): c for c in doc["cells"]},
+        places={c["cell"]: place(c["cell"]) for c in doc["cells"]},
+        marks=MARKS,
+        symbols=SYMBOLS,
+        sections=SECTIONS,
+        tables=TABLES,
+        variable=VARIABLE,
+        style=Markup((files("lockstep.lab") / "report.css").read_text(encoding="utf-8")),
+    )
+
+
+def place(cell: str) -> dict[str, Any]:
+    """What a cell is made of."""
+    parsed = Cell.parse(cell)
+    recipe, feature = parsed.pair()
+    return {"recipe": recipe, "feature": feature, "measures": parsed.table.measures}
+
+
+def prose(text: str) -> Markup:
+    """Paragraphs; lines that begin with `-`, `*` or a number, and what follows them, as lists."""
+    out = Markup()
+    bullet = re.compile(r"([-*]|\d+[.)])\s+")
+    for block in re.split(r"\n\s*\n", text.strip()):
+        items: list[list[str]] = [[]]
+        for line in block.splitlines():
+            if bullet.match(line):
+                items.append([bullet.sub("", line, count=1)])
+            else:
+                items[-1].append(line)
+        head, *points = (inline(" ".join(lines)) for lines in items)
+        out += Markup("<p>{}</p>").format(head) if head else ""
+        if points:
+            kind = Markup("ol" if re.search(r"^\d+[.)]\s", block, re.M) else "ul")
+            listed = Markup().join(Markup("<li>{}</li>").format(point) for point in points)
+            out += Markup("<{0}>{1}</{0}>").format(kind, listed)
+    return out
+
+
+def inline(text: str) -> Markup:
+    """Code in backticks; addresses, and owner/repository#number, as links."""
+    link = r'<a href="{}" rel="noreferrer">{}</a>'
+    safe = re.sub(r"`+([^`]+)`+", r"<code>\1</code>", str(escape(text)))
+    safe = re.sub(r"(https?://[^\s<>()]+[^\s<>().,;])", link.format(r"\1", r"\1"), safe)
+    issue = link.format(r"https://github.com/\1/issues/\2", r"\1#\2")
+    return Markup(re.sub(r"(?<![\w/])([\w.-]+/[\w.-]+)#(\d+)\b", issue, safe))
+
+
+def percent(share: float | None) -> str:
+    """A share of the tolerance; what is far beyond it, as a multiple."""
+    if share is None:
+        return "not a number"
+    return f"{100 * share:.2g} %" if share < 10 else f"{share:,.0f} times"
