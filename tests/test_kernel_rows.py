@@ -229,9 +229,12 @@ def test_rows_for_a_slot_that_is_not_there_are_refused_and_nothing_is_written(sl
     assert not storage._base.any()
 
 
-def test_rows_of_the_cache_may_have_strides():
-    storage, x = torch.zeros(9, 2, 20), noise(5, 7, 20)[:, 2:4]
-    slots = torch.tensor([8, 0, 3, 4, 1], dtype=torch.int32)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "x", [noise(5, 7, 20)[:, 2:4], noise(5, 2, 1).expand(5, 2, 20)], ids=["heads", "columns"]
+)
+def test_rows_of_the_cache_may_have_strides_and_slots_any_integers(x, dtype):
+    storage, slots = torch.zeros(9, 2, 20), torch.tensor([8, 0, 3, 4, 1], dtype=dtype)
     Ops.kv_write(storage, slots, x, 1.0)
     assert torch.equal(storage[slots], x) and not storage[[2, 5, 6, 7]].any()
 

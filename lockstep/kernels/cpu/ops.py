@@ -28,12 +28,11 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 def kv_write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
     """Divided by the scale, clamped to the format's range, rounded once."""
-    plain = storage.dtype is torch.float32 and scale == 1.0
-    if plain and values.shape[2] == storage.shape[2]:
-        slots, values = slots.int(), values if values.stride(2) == 1 else values.contiguous()
-        largest, size = slots.numpy().view(np.uint32).max(initial=0), storage.shape[0]
-        if largest >= size:  # a slot below 0 is none
-            raise IndexError(f"slot {largest} is out of bounds for axis 0 with size {size}")
+    plain = storage.dtype is torch.float32 and scale == 1.0 and slots.dtype is torch.int32
+    if plain and values.shape[2] == storage.shape[2] and values.stride(2) == 1:
+        last, size = slots.numpy().view(np.uint32).max(initial=0), storage.shape[0]
+        if last >= size:  # a slot below 0 is none
+            raise IndexError(f"slot {last} is out of bounds for axis 0 with size {size}")
         rows.write(values, storage, slots)
         return
     values = widened(values, storage.shape[2])
