@@ -135,7 +135,7 @@ def test_the_head_that_is_trained_is_the_one_that_is_served(script, target):
     last = 12 - 1  # the chain that begins at the prompt's last row
     rig = Runner(head.kind.specs, [8], reference.Backend(), head.ops)
     table = PageTable(CacheGroups(head.kind.specs, [PagePool(8)]))
-    given, begin = head.fuse(tuple(each[: last + 1] for each in out.layers)), 0
+    given, begin = head.fuse(states[: last + 1]), 0
     for step in range(steps):
         new = ids[begin + 1 : last + 2 + step]
         table.reserve(begin + len(new))
@@ -145,7 +145,7 @@ def test_the_head_that_is_trained_is_the_one_that_is_served(script, target):
             out = rig.run(build(head.kind.specs, [work]), new, head.kind)
             logits = head.logits(out.emitted)[0, head.token_ids]
         assert torch.allclose(logits, drafted[step][0, 0], rtol=1e-3, atol=1e-3)
-        given, begin = out.layers[0][-1:], begin + len(new)
+        given, begin = out.behind[-1:], begin + len(new)
 
 
 def shape_of(script: ModuleType) -> Any:

@@ -150,7 +150,7 @@ def test_a_head_is_what_its_layout_says_and_goes_on_with_its_own_states(head):
     count = len(head.target_layers)
     states = [torch.randn(9, D, generator=gen) for _ in range(count)]
     ids = torch.randint(VOCAB, (12,), generator=gen)
-    given = head.fuse(tuple(states))
+    given = head.fuse(torch.cat(states, -1))
     if count == 3:
         fused = linear(torch.cat(states, -1).double(), Weights(tensors(EAGLE3)), "fc", bias=False)
     else:
@@ -161,13 +161,13 @@ def test_a_head_is_what_its_layout_says_and_goes_on_with_its_own_states(head):
     out = rig.step(ids[5:9], given[5:], 5)
     for end in range(9, 12):
         logits, own = plain(head, ids[:end], given)
-        assert close(out.layers[0][-1], own[-1])
+        assert close(out.behind[-1], own[-1])
         drafted = head.logits(out.emitted)[-1]
         known = head.token_ids if count == 3 else torch.arange(VOCAB)
         assert drafted.dtype is torch.float32 and close(drafted[known], logits[-1])
         rest = torch.ones(VOCAB, dtype=torch.bool).index_fill_(0, known, False)
         assert torch.isinf(drafted[rest]).all()
-        given = torch.cat((given, out.layers[0][-1:]))
+        given = torch.cat((given, out.behind[-1:]))
         out = rig.step(ids[end : end + 1], given[-1:], end) if end < 11 else out
 
 
@@ -182,8 +182,8 @@ def test_branches_of_a_draft_tree_do_not_see_each_other(head):
     for branch in range(2):
         path = [branch, 2 + branch]
         _, own = plain(head, torch.cat((ids, tokens[path])), torch.cat((given, fed[path])))
-        assert close(first.layers[0][branch], own[6])
-        assert close(second.layers[0][branch], own[7])
+        assert close(first.behind[branch], own[6])
+        assert close(second.behind[branch], own[7])
 
 
 @pytest.mark.parametrize("top_k", [1, 3])

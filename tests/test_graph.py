@@ -106,7 +106,7 @@ def test_settings_lie_behind_the_image_and_pads_are_greedy() -> None:
 
 def test_growing_requests_stay_in_one_bucket(parts: engines.Parts) -> None:
     specs = parts.model.groups(8)
-    buckets = Buckets((1, 2, 4), decoding=True, request_pages=20, most_pages=64)
+    buckets = Buckets((1, 2, 4), widths=(1,), request_pages=20, most_pages=64)
     bucket = buckets.decode(specs, 4)
     plan = pad(build(specs, ()), bucket)
     assert plan.bucket == bucket and bucket.pages == (64, 64)  # 80 would be 128
@@ -128,8 +128,10 @@ def test_the_largest_bucket_holds_all_running_requests(
 def test_only_steps_that_may_run_twice_are_captured() -> None:
     sizes = {"requests": 4, "tokens": 4, "emits": 4, "pages": (8,), "writes": (4,)}
     assert captures(Bucket(width=1, tail=0, moves=(0,), **sizes))
-    for width, tail, moves in ((0, 0, 0), (1, 2, 0), (1, 0, 3)):
-        assert not captures(Bucket(width=width, tail=tail, moves=(moves,), **sizes))
+    for width, moves in ((0, 0), (2, 0), (1, 3)):
+        assert not captures(Bucket(width=width, tail=0, moves=(moves,), **sizes))
+    verify = Bucket(width=2, tail=2, moves=(0,), **sizes)
+    assert captures(verify, (1, 2)) and not captures(verify, (1, 4))
 
 
 def test_an_arena_of_a_gpu_fills_two_places_in_turns_and_waits_for_their_copies() -> None:

@@ -46,7 +46,8 @@ CAPS = base.Caps(
     invariances=base.INVARIANCES - {"threads"},
 )
 ITEM = 12  # int32 per item (kernels/triton/attend.py)
-EXTRAS = (0, 16, 64, 256)  # items beyond one per block, where every request has one row
+WIDEST = 16  # rows of every request, from which on a step is a prefill like any other
+EXTRAS = (0, 16, 64, 256)  # items beyond one per block, where every request has a few rows
 LONGEST = 8  # splits of a request that launches are recorded ahead for
 NOBODY = (0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0)  # an item without rows: its block's only one
 COMPUTE = (torch.bfloat16, torch.float16)
@@ -88,7 +89,7 @@ class Backend:
 
     def lower(self, plan: StepPlan, group: Group, views: PlanArrays) -> tuple[Launch, ...]:
         """Writes the items; which launches there are, and how large, depends on the step. Where
-        every request has one row, a launch has items without rows behind its own, so that few
+        every request has a few rows, a launch has items without rows behind its own, so that few
         sizes serve all steps of a bucket."""
         spec = group.spec
         chosen = order.attention_order(order.SM90, spec.d_qk, spec.d_v)
@@ -98,8 +99,8 @@ class Backend:
             size = (tuning.group_of(spec, shape), shape.rows)
             made = items.items(rows, requests, *size, chosen.splits, parts)
             one = Launch(shape, len(made.table), made.part_rows, made.counters)
-            if plan.bucket.width == 1:
-                one = rounded(one, spec.group_size)
+            if few_rows(plan.bucket):
+                one = rounded(one, spec.group_size * plan.bucket.width)
             table = views.derived[at:].reshape(-1, ITEM)
             table[: len(made.table)] = made.table
             table[len(made.table) :] = NOBODY
@@ -112,15 +113,17 @@ class Backend:
     def wider(
         self, spec: GroupSpec, bucket: Bucket, variant: tuple[Launch, ...]
     ) -> tuple[tuple[Launch, ...], ...]:
-        """Of one row per request, with room for more items, up to what its pages could hold."""
-        if bucket.width != 1 or len(variant) != 1:
+        """Of a few rows per request, with room for more items, up to what its pages could hold."""
+        if not few_rows(bucket) or len(variant) != 1:
             return ()
         (one,), most = variant, most_items(spec, bucket) - variant[0].counters
         if one.tuning.kernel != "plain":  # who is not split at all, but for a few long ones
-            most = min(most, room_for(tuning.most_split(spec, one.tuning) * LONGEST))
+            split = tuning.most_split(spec, one.tuning, bucket.width)
+            most = min(most, room_for(split * LONGEST))
         rooms = [n for n in EXTRAS if one.items - one.counters < n <= most]
         return tuple(
-            (rounded(replace(one, items=one.counters + n), spec.group_size),) for n in rooms
+            (rounded(replace(one, items=one.counters + n), spec.group_size * bucket.width),)
+            for n in rooms
         )
 
     def bind(
@@ -206,6 +209,11 @@ def room_for(extra: int) -> int:
     return next((n for n in EXTRAS if n >= extra), power(extra))
 
 
+def few_rows(bucket: Bucket) -> bool:
+    """Whether all requests have as many rows, of decoding, of a draft or of what verifies one."""
+    return 0 < bucket.width <= WIDEST
+
+
 def has_trees(spec: GroupSpec, bucket: Bucket) -> bool:
     """Whether rows of a step may name keys one by one."""
     return spec.layout is not Layout.FRESH and spec.causal and bucket.tail > 0
@@ -229,8 +237,8 @@ def most_items(spec: GroupSpec, bucket: Bucket) -> int:
     keys = tokens
     if spec.layout is not Layout.FRESH:
         keys = bucket.pages[0] * spec.page_size + requests * bucket.tail
-    if bucket.width == 1:
-        blocks = -(-spec.group_size // tuning.FEW)
+    if few_rows(bucket):
+        blocks = -(-spec.group_size * bucket.width // tuning.FEW)
         return blocks * requests + room_for(blocks * (requests + keys // shortest))
     whole, parts = tuning.many(spec, tree), tuning.some(spec, tree)
     few = flat if whole.parts else min(flat, tuning.PROGRAMS // spec.kv_heads * whole.rows)

@@ -102,12 +102,12 @@ def plain(chosen: Sampled) -> Samples:
 def drafted(launched: Launched, chosen: Sampled) -> Samples:
     """Where some have a draft: the tokens on its accepted path."""
     step, rows = launched.step, launched.rows
-    begins = step.batch.begins
+    begins, drafted_ids = step.batch.begins, launched.drafted_ids()
     ids = chosen.token_ids.cpu().numpy()
     drafts = {
         row: NodeRows(
             rows.firsts[row],
-            step.ids[begins[owner] : begins[owner + 1]].tolist(),
+            drafted_ids[begins[owner] : begins[owner + 1]].tolist(),
             step.batch.rows[owner].parents or (),
         )
         for row, owner in rows.drafts

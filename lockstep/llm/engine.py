@@ -45,7 +45,7 @@ from lockstep.plan.step import StepPlan
 from lockstep.run import memory
 from lockstep.run.certify import Certificate, certify
 from lockstep.run.kind import DRAFT, EMBED, ENCODE, GENERATE, group_specs, kinds_of
-from lockstep.run.runner import Runner, StepOutput
+from lockstep.run.runner import GUESSES, Runner, StepOutput
 from lockstep.sample import sampler
 from lockstep.sample.params import SamplingParams, resolve_seed
 from lockstep.sample.sampler import Logprobs, RowBatch, Settings
@@ -137,14 +137,15 @@ class Engine:
         if buckets is None and graphs and self.on_gpu:
             each = -(-self.context_length // config.page_size)
             most = config.max_running_requests
-            buckets = Buckets.for_decoding(most, each, 2 * max(sizes.pages))
+            widths = (
+                (1,) if config.speculative_algorithm is None else drafts.shape_of(config).widths
+            )
+            buckets = Buckets.for_decoding(most, each, 2 * max(sizes.pages), widths)
         self.runner = Runner(
             self.specs, sizes.pages, parts.backend, ops, buckets, graphs=graphs, overlap=overlap
         )
         say = partial(print, file=sys.stderr, flush=True)
-        self.speculation = drafts.speculation(
-            config, self.draft_model, self.runner, self.info.eos_token_ids, say
-        )
+        self.speculation = drafts.speculation(config, self.draft_model, self.runner, self.info, say)
         self._num_pages = sizes.pages
         self.scheduler = self._new_scheduler()
         self.fingerprint = fingerprint(parts, config.kv_cache_dtype)
@@ -322,13 +323,13 @@ class Engine:
             self._changing = True
             if self.speculation is not None:
                 self.speculation.propose(self.scheduler, self._params_of)
-            step = self.scheduler.schedule()
+            step, later = self.scheduler.schedule(), self.overlap
             if step is not None:
                 self.scheduler.advance(step)
-                if self.speculation is not None:
-                    self.speculation.hold(step)
+                if self.speculation is not None and self.speculation.hold(step):
+                    later = False
                 self._launched.append(self._launch(step))
-            touched = self._settle(later=self.overlap and step is not None)
+            touched = self._settle(later=later and step is not None)
             self._changing = False
         return self._publish(touched)
 
@@ -356,9 +357,9 @@ class Engine:
         out = self._run(step, sampler.settings(batch, self.info.vocab_size) if fused else None)
         launched = self._sample(step, rows, batch, out)
         if out.layers:
-            again = self.overlap or self.runner.graphs  # the next launch writes there
-            states = tuple([each.clone() for each in out.layers]) if again else out.layers
-            launched = replace(launched, hidden=states)
+            launched = replace(launched, hidden=torch.cat(out.layers, -1))
+        if (least := int(step.ids.min(initial=0))) < -GUESSES:
+            launched = replace(launched, guesses=self.runner.sampled[GUESSES:-least].clone())
         if self.overlap and launched.chosen is not None:
             self.runner.keep(launched.first_ids(launched.chosen))
         return launched.fetched() if self.on_gpu else launched

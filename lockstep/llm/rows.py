@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep.llm.generation import CompletionState, Generation, ScoreUpdate
 from lockstep.plan.tree import paths
+from lockstep.run.runner import GUESSES
 from lockstep.sample.sampler import Logprobs, RowParams, Sampled
 from lockstep.sched.request import Batch, Request, ScheduledRows, ScheduledStep
 
@@ -126,8 +127,18 @@ class Launched:
     chosen: Sampled | None = None
     scored: tuple[ScoreUpdate, ...] = ()
     embeddings: Tensor | None = None
-    hidden: tuple[Tensor, ...] = ()  # of all rows, behind the layers that a draft reads
+    hidden: Tensor | None = None  # of all rows, behind the layers that a draft reads
+    guesses: Tensor | None = None  # that the step verifies, where the host has not seen them
     ready: torch.Event | None = None  # when all of it lies on the host
+
+    def drafted_ids(self) -> NDArray[np.int64] | NDArray[np.int32]:
+        """The token of every row, when all of it lies on the host."""
+        ids = self.step.ids
+        if self.guesses is None:
+            return ids
+        late = ids < -GUESSES
+        known = self.guesses.numpy()[np.where(late, -1 - GUESSES - ids, 0)]
+        return np.where(late, known, ids)
 
     def first_ids(self, chosen: Sampled) -> Tensor:
         """The first token of every completion: what rows of the next step may wait for."""
@@ -142,10 +153,11 @@ class Launched:
             logprobs = chosen.logprobs and Logprobs(*map(on_host, chosen.logprobs))
             ids, states = on_host(chosen.token_ids), on_host(chosen.states)
             chosen = replace(chosen, token_ids=ids, states=states, logprobs=logprobs)
+        guesses = None if self.guesses is None else on_host(self.guesses)
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
         out = replace(self, chosen=chosen, scored=tuple(scored), embeddings=embeddings)
-        return replace(out, ready=ready)
+        return replace(out, ready=ready, guesses=guesses)
 
 
 def on_host(tensor: Tensor) -> Tensor:

@@ -25,22 +25,25 @@ class Buckets:
     """The shapes a runner may use: rows, requests and emitted rows are rounded up to a grid each,
     page tables, lists and moves to powers of two. A grid that is not named is that of the rows. A
     row may be emitted any number of times: beyond the last size of emits come its multiples.
-    `decoding`: only steps of one row per request are padded. Their page tables have room for
-    `request_pages` a request, at most `most_pages`, so that growing requests stay in one bucket."""
+    `widths`: only steps of so many rows per request, all of them, are padded: decoding ones, and
+    those that draft and verify. Their page tables have room for `request_pages` a request, at most
+    `most_pages`, so that growing requests stay in one bucket."""
 
     tokens: tuple[int, ...]
     requests: tuple[int, ...] | None = None
     emits: tuple[int, ...] | None = None
-    decoding: bool = False
+    widths: tuple[int, ...] = ()
     request_pages: int = 0
     most_pages: int = 0
 
     @staticmethod
-    def for_decoding(most: int, request_pages: int, most_pages: int) -> Buckets:
+    def for_decoding(
+        most: int, request_pages: int, most_pages: int, widths: tuple[int, ...] = (1,)
+    ) -> Buckets:
         """For decoding steps of up to `most` requests: few sizes, each worth a graph."""
         end = next((n for n in DECODING if n >= most), -(-most // DECODING[-1]) * DECODING[-1])
         sizes = (*(n for n in DECODING if n < most), end)
-        return Buckets(sizes, decoding=True, request_pages=request_pages, most_pages=most_pages)
+        return Buckets(sizes, widths=widths, request_pages=request_pages, most_pages=most_pages)
 
     def decode(self, specs: Sequence[GroupSpec], requests: int) -> Bucket:
         """The bucket of so many requests with one row each."""
@@ -50,40 +53,41 @@ class Buckets:
             width=1,
             emits=self._round(requests, "emits"),
             tail=0,
-            pages=tuple(self._pages(requests, requests, 1, spec) for spec in specs),
+            pages=tuple(self._pages(requests, requests, spec) for spec in specs),
             writes=tuple(requests if spec.layout is not Layout.CROSS else 0 for spec in specs),
             moves=(0,) * len(specs),
         )
 
-    def _pages(self, held: int, requests: int, width: int, spec: GroupSpec) -> int:
+    def _pages(self, held: int, requests: int, spec: GroupSpec) -> int:
         """Entries of a group's page table."""
         if spec.layout is Layout.FRESH:
             return 0
-        room = min(requests * self.request_pages, self.most_pages) if width == 1 else 0
-        return power(max(held, room))
+        return power(max(held, min(requests * self.request_pages, self.most_pages)))
 
     def fit(self, plan: StepPlan) -> Bucket:
         """The smallest bucket that holds `plan`, with a pad request whenever there is a pad row."""
         real, exact = plan.real, plan.bucket
-        width = exact.width if exact.width == 1 or real.requests > 1 else 0
+        alike = exact.width in (self.widths or (1,)) or real.requests > 1
+        width = exact.width if alike else 0
         requests = self._round(real.requests, "requests") if width else 0
         tokens = requests * width  # decoding, verifying: so many rows per request, pads too
-        if not width or tokens > self.tokens[-1]:
+        if not width or (tokens > self.tokens[-1] and width not in self.widths):
             width = 0
             tokens = self._round(real.tokens, "tokens")
             requests = self._round(real.requests + (tokens > real.tokens), "requests")
+        every = width in self.widths and real.emits == real.tokens  # verifying: all rows
         pads = pad_lens(tokens - real.tokens, requests - real.requests)
         pages = []
         for group in plan.groups:
             held = 0
             if isinstance(group, PagedGroup):
                 held = int(group.page_indptr[-1] + np.sum(-(-pads // group.spec.page_size)))
-            pages.append(self._pages(held, requests, width, group.spec))
+            pages.append(self._pages(held, requests, group.spec))
         return Bucket(
             requests=requests,
             tokens=tokens,
             width=width,
-            emits=self._round(real.emits, "emits"),
+            emits=tokens if every else self._round(real.emits, "emits"),
             tail=power(exact.tail),
             pages=tuple(pages),
             writes=tuple(tokens if n else 0 for n in exact.writes),

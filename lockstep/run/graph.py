@@ -10,7 +10,7 @@ the runner keeps one graph per signature. `run.tape` is the same on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class Graph:
         return self.output
 
 
-def captures(bucket: Bucket) -> bool:
-    """Whether steps of a bucket are worth a graph and may run twice: one row per request, no keys
-    moved, no lists."""
-    return bucket.width == 1 and not bucket.tail and not any(bucket.moves)
+def captures(bucket: Bucket, widths: Sequence[int] = (1,)) -> bool:
+    """Whether steps of a bucket are worth a graph and may run twice: as many rows of each request
+    as decoding, drafting and verifying have (`widths`), and no keys moved."""
+    return bucket.width in widths and not any(bucket.moves)

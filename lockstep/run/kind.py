@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from lockstep.nn.decoder import Decoder, Model
 
 GENERATE, ENCODE, EMBED = "generate", "encode", "embed"
-DRAFT = "draft"  # of a second model, whose groups have pages for the keys of the first's
+# of a second model, whose groups have pages for the keys of the first's: a guess, and its rows of
+# tokens that are there
+DRAFT, EXTEND = DRAFTS = "draft", "draft-extend"
+VERIFY = "verify"  # a generating step that samples several rows of every request
 
 
 @dataclass(frozen=True, eq=False)

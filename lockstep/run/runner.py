@@ -7,8 +7,9 @@ recorded launch returns is memory that its next replay writes to.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,13 +21,13 @@ from lockstep.kernels.operation import unmarked
 from lockstep.kv.pool import Pool
 from lockstep.ops import Ops
 from lockstep.plan.bucket import Buckets, pad
-from lockstep.plan.build import build
+from lockstep.plan.build import NO_MOVES, build
 from lockstep.plan.check import check
 from lockstep.plan.image import ImageLayout, PlanArrays
-from lockstep.plan.step import Bucket, Ints, Real, StepPlan
+from lockstep.plan.step import Bucket, Ints, PagedGroup, Real, StepPlan
 from lockstep.run.arena import Arena
 from lockstep.run.graph import Graph, Studio, captures
-from lockstep.run.kind import StepKind
+from lockstep.run.kind import DRAFTS, GENERATE, VERIFY, StepKind
 from lockstep.run.step import Variants, bind, handles_of, layout_of, lower
 from lockstep.run.tape import Tape
 from lockstep.sample.formulas import FLOATS, INTS
@@ -35,7 +36,8 @@ from lockstep.types import GroupSpec, Layout, RuleError
 
 IMAGE_LEN = 1 << 22  # int32 of a step's image: 16 MB
 LAYOUTS = 64  # that are remembered
-SAMPLES = 1 << 16  # of one step that the next may wait for
+GUESSES = 1 << 16  # samples of one step that the next may wait for; then guesses that it verifies
+SAMPLES = 2 * GUESSES
 SETTING = 2 * (FLOATS + INTS)  # int32 of one row's settings
 
 
@@ -47,6 +49,7 @@ class StepOutput(NamedTuple):
     layers: tuple[Tensor, ...] = ()  # [T, d] behind each of the kind's `hidden_layers`
     logits: Tensor | None = None  # [S, vocab] of emitted rows, where settings were given
     sampled: Tensor | None = None  # int64 [2, S]: their tokens and states
+    behind: Tensor | None = None  # [S, d] of a draft: what the rows behind them read
 
     def only(self, real: Real) -> StepOutput:
         """Without what belongs to pads."""
@@ -55,7 +58,8 @@ class StepOutput(NamedTuple):
         rows, layers = self.rows[: real.tokens], [each[: real.tokens] for each in self.layers]
         logits = None if self.logits is None else self.logits[: real.emits]
         emitted = self.emitted[: real.emits]
-        return StepOutput(rows, emitted, tuple(layers), logits, self.sampled)
+        behind = None if self.behind is None else self.behind[: real.emits]
+        return StepOutput(rows, emitted, tuple(layers), logits, self.sampled, behind)
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,12 @@ class Signature:
     variants: Variants
     planner_buffers: tuple[int, ...]  # addresses
     cuts: bool | None = None  # of the sampler; None: the launch has none
+
+    @property
+    def called(self) -> str:
+        """Its kind; `verify` where the target samples several rows of every request."""
+        several = self.bucket.width > 1 and self.bucket.emits == self.bucket.tokens
+        return VERIFY if self.kind.name == GENERATE and several else self.kind.name
 
     def __str__(self) -> str:
         return f"a step of kind {self.kind.name} in {self.bucket}, variants {self.variants}"
@@ -125,6 +135,8 @@ class Runner:
         pools = [self.pools[g] for g in kind.groups]
         if self.checks:
             check(plan, tuple(p.num_pages if p else 0 for p in pools))
+        if self.studio and any(plan.bucket.moves):
+            plan = without_moves(plan, pools, self.ops.device)
         layout = self._layout(plan, kind)
         tokens = np.asarray(ids, np.int32)
         emits = plan.bucket.emits if settings else 0
@@ -152,6 +164,9 @@ class Runner:
             out = kind.forward(ids, positions, step, *wanted)
             hidden, *layers = out if wanted else (out,)
             output = StepOutput(hidden, emitted(self.ops, hidden, views[0]), tuple(layers))
+            if layers and kind.name in DRAFTS:
+                behind = emitted(self.ops, layers[0], views[0])
+                output = output._replace(layers=(), behind=behind)
             if not settings:
                 return output
             logits = kind.model.logits(output.emitted)
@@ -159,12 +174,18 @@ class Runner:
             sampled = torch.stack(self.ops.sample_tokens(logits, *how))
             return output._replace(logits=logits, sampled=sampled)
 
-        if not self.graphs or (self.studio and not captures(layout.bucket)):
+        widths = self.buckets.widths if self.even and self.buckets else (1,)
+        if not self.graphs or (self.studio and not captures(layout.bucket, widths)):
             return launch().only(plan.real)
         buffers = planner_buffers(layout, views, variants, self.backend)
         cuts = settings.cuts if settings else None
         signature = Signature(layout.bucket, kind, variants, buffers, cuts)
         return self._recorded(signature, launch).only(plan.real)
+
+    @property
+    def even(self) -> bool:
+        """Whether drafts are verified by recorded launches: all requests have as many rows then."""
+        return self.buckets is not None and len(self.buckets.widths) > 1
 
     def _layout(self, plan: StepPlan, kind: StepKind) -> ImageLayout:
         """Where the numbers of a step lie: the last layouts, and their views, are remembered."""
@@ -176,17 +197,21 @@ class Runner:
             self._layouts[known] = layout_of(plan, self.backend)
         return self._layouts[known]
 
-    def keep(self, token_ids: Tensor) -> None:
-        """What a step sampled, for rows of the next that wait for it; 0 where nothing was."""
-        if len(token_ids) > len(self.sampled):
-            rule = f"a step that is settled late samples at most {len(self.sampled):,} tokens"
+    def keep(self, token_ids: Tensor, at: int = 0) -> None:
+        """What a step sampled, for rows of the next that wait for it; 0 where nothing was. A draft's
+        guesses lie behind, from GUESSES on (`at`)."""
+        room = (len(self.sampled) if at else min(GUESSES, len(self.sampled))) - at
+        if len(token_ids) > room:
+            rule = f"a step that is settled late samples at most {room:,} tokens"
             raise RuleError(rule, f"{len(token_ids):,}", "Lower max_running_requests or n")
-        torch.clamp(token_ids, min=0, out=self.sampled[: len(token_ids)])
+        torch.clamp(token_ids, min=0, out=self.sampled[at : at + len(token_ids)])
 
     def padded(self, plan: StepPlan) -> StepPlan:
         """The plan in the smallest bucket that holds it; or as it is."""
         buckets, whole = self.buckets, plan.bucket.requests == plan.real.requests
-        if buckets is None or not whole or (buckets.decoding and plan.bucket.width != 1):
+        if buckets is None or not whole:
+            return plan
+        if buckets.widths and plan.bucket.width not in buckets.widths:
             return plan
         return pad(plan, buckets.fit(plan))
 
@@ -208,6 +233,13 @@ class Runner:
             about = f"{n} requests, {len(self.tapes)} so far, {free:,} B of the GPU free"
             say(f"graphs {at} of {len(sizes)}: {about}")
 
+    def replays(self) -> Counter[str]:
+        """Launches that were replayed, by what their steps are called."""
+        counts = Counter[str]()
+        for signature, tape in self.tapes.items():
+            counts[signature.called] += tape.replays
+        return counts
+
     def _all(self, layout: ImageLayout, variants: Variants) -> list[tuple[Hashable, ...]]:
         """Per group, the launches that serve a step: its own first, then wider ones."""
         each = enumerate(zip(layout.specs, variants, strict=True))
@@ -224,6 +256,19 @@ class Runner:
             tape.replay(signature)
         output: StepOutput = tape.output
         return output
+
+
+def without_moves(plan: StepPlan, pools: Sequence[Pool | None], device: torch.device) -> StepPlan:
+    """The step whose keys have been moved: a graph that is captured runs twice."""
+    groups = []
+    for group, pool in zip(plan.groups, pools, strict=True):
+        if isinstance(group, PagedGroup) and pool is not None and len(group.moves):
+            moves = torch.from_numpy(group.moves.copy()).pin_memory()
+            pool.move(moves.to(device, non_blocking=True))
+            group = replace(group, moves=NO_MOVES)
+        groups.append(group)
+    bucket = replace(plan.bucket, moves=(0,) * len(groups))
+    return replace(plan, groups=tuple(groups), bucket=bucket)
 
 
 def inputs(rows: PlanArrays) -> tuple[Tensor, Tensor]:

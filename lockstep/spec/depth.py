@@ -43,11 +43,11 @@ class Acceptance:
         """Probability that a guess is right if those above it are."""
         return (self.right + PRIOR * self.share) / (self.tried + PRIOR)
 
-    def verified(self, depth: int, accepted: int) -> None:
-        """Of a path of `depth` guesses the first `accepted` were right."""
-        self.right = self.right * FORGET + accepted
-        self.tried = self.tried * FORGET + min(depth, accepted + 1)
-        if accepted:
+    def verified(self, tried: int, right: int) -> None:
+        """So many guesses were tried in a step, of a request or of all, and so many right."""
+        self.right = self.right * FORGET + right
+        self.tried = self.tried * FORGET + tried
+        if right:
             self.rest = REST
 
     def rests(self, settled: int) -> None:

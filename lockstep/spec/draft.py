@@ -66,11 +66,11 @@ class SettledRows(NamedTuple):
 
 
 class SettledStep(NamedTuple):
-    """A step of the target that has settled. `hidden` are its rows behind each of the draft's
-    `target_layers`, [T, d] each, copied when it was launched; () if the draft wants none."""
+    """A step of the target that has settled. `hidden` are its rows behind all of the draft's
+    `target_layers`, side by side, copied when it was launched; None if the draft wants none."""
 
     rows: tuple[SettledRows, ...]
-    hidden: tuple[Tensor, ...] = ()
+    hidden: Tensor | None = None
 
 
 class Draft(Protocol):
@@ -100,20 +100,24 @@ class DraftModel(Protocol):
                    `setup.first_group` on, page size and KV dtype those of the config. Plans are
                    built over its groups of the requests' own tables; pages are reserved by the
                    scheduler, for the target and the draft at once
+    extend         the same, of rows whose tokens are there (run.kind.EXTEND)
     target_layers  layers of the target whose residual streams it reads; () for a model of its own,
                    which sees tokens alone. Where there are some, it looks one token ahead: its row
                    at position p is of the target's states at p and of token p + 1, and predicts
                    token p + 2. Without, row p is of token p and predicts p + 1
-    hidden         [rows, d], None without target_layers: a buffer at a fixed address with one row
-                   for every row of a step (`setup.rows`). `kind.forward` reads
-                   `hidden[: len(ids)]`; it is filled before a step is run
-                   With it `kind.hidden_layers` is (0,): forward(ids, positions, step, layers)
-                   returns (what `logits` takes [T, d'], what the next draft step reads as
-                   `hidden` [T, d])
+    hidden, states [rows, d] and [rows, layers * d], None without target_layers: buffers at fixed
+                   addresses with one row for every row of a step (`setup.rows`), filled before a
+                   step is run. `kind.forward` reads `hidden[: len(ids)]`, `extend.forward` the
+                   target's states. With them `kind.hidden_layers` is (0,): forward(ids, positions,
+                   step, layers) returns (what `logits` takes [T, d'], what the next draft step
+                   reads as `hidden` [T, d])
     """
 
     @property
     def kind(self) -> StepKind: ...
+
+    @property
+    def extend(self) -> StepKind: ...
 
     @property
     def target_layers(self) -> tuple[int, ...]: ...
@@ -121,10 +125,8 @@ class DraftModel(Protocol):
     @property
     def hidden(self) -> Tensor | None: ...
 
-    def fuse(self, states: tuple[Tensor, ...]) -> Tensor:
-        """From the target's states, [T, d_target] for each of target_layers, to rows of `hidden`
-        [T, d]."""
-        ...
+    @property
+    def states(self) -> Tensor | None: ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, target's vocabulary], float32: -inf for tokens that the draft does not know."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.models import loader
 from lockstep.models.loader import Loaded
-from lockstep.run.kind import DRAFT, GENERATE, StepKind, kinds_of
+from lockstep.run.kind import DRAFTS, GENERATE, StepKind, kinds_of
 from lockstep.spec.draft import DraftSetup
 from lockstep.types import RuleError
 
@@ -22,11 +22,10 @@ class SeparateModel:
     """A `DraftModel`."""
 
     kind: StepKind
+    extend: StepKind
     target_layers: tuple[int, ...] = ()
     hidden: Tensor | None = None
-
-    def fuse(self, states: tuple[Tensor, ...]) -> Tensor:
-        raise NotImplementedError("a model that sees tokens alone is given no states")
+    states: Tensor | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.kind.model.logits(hidden).float()
@@ -56,4 +55,4 @@ def of(loaded: Loaded, setup: DraftSetup) -> SeparateModel:
         raise RuleError(rule, f"{info.vocab_size}", "Use one with the same tokenizer")
     page_size, kv_dtype = setup.config.page_size, setup.config.kv_cache_dtype
     kinds = kinds_of(model, info, page_size, kv_dtype, setup.first_group)
-    return SeparateModel(replace(kinds[GENERATE], name=DRAFT))
+    return SeparateModel(*[replace(kinds[GENERATE], name=name) for name in DRAFTS])

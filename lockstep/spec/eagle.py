@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from lockstep.nn.linear import Linear
 from lockstep.nn.mlp import Mlp, MlpSpec
 from lockstep.nn.norm import RMSNorm, RMSSpec
 from lockstep.nn.source import WeightSource
-from lockstep.run.kind import DRAFT, StepKind
+from lockstep.run.kind import DRAFT, EXTEND, StepKind
 from lockstep.spec.draft import DraftSetup
 from lockstep.types import RuleError, shown
 
@@ -85,11 +85,13 @@ class HeadSpec:
 @dataclass(frozen=True, eq=False)
 class Head(Model):
     """A model that drafts (`draft.DraftModel`). A step reads the states of its rows from `hidden`
-    [rows, d]: memory that does not move, as a recorded launch needs."""
+    [rows, d], and one that extends the target's from `states` [rows, layers * d]: memory that does
+    not move, as a recorded launch needs."""
 
     spec: HeadSpec
     setup: DraftSetup
     hidden: Tensor
+    states: Tensor
     embedding: Embedding
     fc: Linear
     attn: Dense
@@ -97,14 +99,22 @@ class Head(Model):
     mlp: Mlp
 
     @abstractmethod
-    def fuse(self, states: tuple[Tensor, ...]) -> Tensor:
-        """From the target's states, [T, d] behind each of `target_layers`, to rows of `hidden`."""
+    def fuse(self, states: Tensor) -> Tensor:
+        """From the target's states, those behind all `target_layers` side by side, to rows of
+        `hidden`."""
 
     @abstractmethod
     def hidden_states(
         self, ids: Tensor, positions: Tensor, step: AttentionContext, layers: Sequence[int]
     ) -> tuple[Tensor, ...]:
         """What `logits` takes and, per entry of `layers`, the state that the next row reads."""
+
+    def extended(
+        self, ids: Tensor, positions: Tensor, step: AttentionContext, layers: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        """The same of rows where the target has been."""
+        self.hidden[: len(ids)] = self.fuse(self.states[: len(ids)])
+        return self.hidden_states(ids, positions, step, layers)
 
     def __call__(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
         return self.hidden_states(ids, positions, step, ())[0]
@@ -122,6 +132,11 @@ class Head(Model):
             forward=self.hidden_states,
             hidden_layers=(0,),
         )
+
+    @cached_property
+    def extend(self) -> StepKind:
+        """Of those where the target has been."""
+        return replace(self.kind, name=EXTEND, forward=self.extended)
 
     @property
     def target_layers(self) -> tuple[int, ...]:
@@ -154,8 +169,8 @@ class Eagle(Head):
 
     target: Decoder
 
-    def fuse(self, states: tuple[Tensor, ...]) -> Tensor:
-        return self.target.norm(states[0])
+    def fuse(self, states: Tensor) -> Tensor:
+        return self.target.norm(states)
 
     def hidden_states(
         self, ids: Tensor, positions: Tensor, step: AttentionContext, layers: Sequence[int]
@@ -194,12 +209,14 @@ def build(spec: HeadSpec, w: WeightSource, target: Decoder, setup: DraftSetup) -
     """The model of an EAGLE head's weights."""
     w.skip(r"lm_head\.weight")
     parts = spec.parts(w, target, w.at("layers", 0))
-    return Eagle(**parts, head=target.head, target=target, setup=setup, hidden=rows(spec, w, setup))
+    return Eagle(**parts, head=target.head, target=target, **rooms(spec, w, setup))
 
 
-def rows(spec: HeadSpec, w: WeightSource, setup: DraftSetup) -> Tensor:
+def rooms(spec: HeadSpec, w: WeightSource, setup: DraftSetup) -> dict[str, Any]:
     """Room for the states of every row of a step."""
-    return torch.zeros(setup.rows, spec.hidden, dtype=w.ops.dtype, device=w.ops.device)
+    zeros = partial(torch.zeros, dtype=w.ops.dtype, device=w.ops.device)
+    states = zeros(setup.rows, len(spec.fused) * spec.hidden)
+    return {"setup": setup, "hidden": zeros(setup.rows, spec.hidden), "states": states}
 
 
 LAYOUT = Layout(ARCHITECTURE, lambda _, layers: (layers - 1,), lambda *_: None, build)

@@ -21,7 +21,7 @@ from lockstep.nn.decoder import Decoder
 from lockstep.nn.norm import RMSNorm
 from lockstep.nn.source import WeightSource
 from lockstep.spec.draft import DraftSetup
-from lockstep.spec.eagle import Head, HeadSpec, Layout, load_head, rows
+from lockstep.spec.eagle import Head, HeadSpec, Layout, load_head, rooms
 from lockstep.types import RuleError, shown
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -38,8 +38,8 @@ class Eagle3(Head):
     norm: RMSNorm
     token_ids: Tensor
 
-    def fuse(self, states: tuple[Tensor, ...]) -> Tensor:
-        return self.fc(torch.cat(states, -1))
+    def fuse(self, states: Tensor) -> Tensor:
+        return self.fc(states)
 
     def hidden_states(
         self, ids: Tensor, positions: Tensor, step: AttentionContext, layers: Sequence[int]
@@ -99,8 +99,7 @@ def build(spec: HeadSpec, w: WeightSource, target: Decoder, setup: DraftSetup) -
     return Eagle3(
         **spec.parts(w, target, layer),
         head=w.linear("lm_head", vocab, d),
-        setup=setup,
-        hidden=rows(spec, w, setup),
+        **rooms(spec, w, setup),
         input_norm=spec.norm.build(layer, "input_layernorm", d),
         hidden_norm=spec.norm.build(layer, "hidden_norm", d),
         norm=spec.norm.build(w, "norm", d),

@@ -12,7 +12,7 @@ from importlib import import_module
 from lockstep.attention.base import Backend
 from lockstep.attention.select import refusal
 from lockstep.config import EngineConfig
-from lockstep.models.loader import Loaded
+from lockstep.models.loader import Info, Loaded
 from lockstep.run.kind import group_specs, kinds_of
 from lockstep.run.runner import Runner
 from lockstep.spec.draft import DraftModel, DraftSetup
@@ -60,7 +60,9 @@ def load(
     if algorithm not in FILES:
         return None
     kinds = kinds_of(model, info, config.page_size, config.kv_cache_dtype)
-    rows = max(config.bucket_sizes or (config.chunked_prefill_size,))
+    # padded, there are at most twice as many requests
+    most = 2 * config.max_running_requests * max(shape_of(config).widths)
+    rows = max(config.bucket_sizes or (config.chunked_prefill_size, most))
     setup = DraftSetup(config, target, len(group_specs(kinds.values())), rows)
     if loader is None:
         loader = import_module(f"lockstep.spec.{FILES[algorithm]}").load
@@ -78,14 +80,14 @@ def speculation(
     config: EngineConfig,
     model: DraftModel | None,
     runner: Runner,
-    eos_ids: tuple[int, ...],
+    info: Info,
     say: Callable[[str], None],
 ) -> Speculation | None:
     """What the engine asks between steps; None if nothing is guessed."""
     if config.speculative_algorithm is None:
         return None
-    shape = shape_of(config)
-    if model is None:
-        return Speculation(NgramDraft(), shape, say)
-    rows = config.chunked_prefill_size
-    return Speculation(ModelDraft(model, runner, shape.top_k, rows, eos_ids), shape, say)
+    shape, rows, draft = shape_of(config), config.chunked_prefill_size, NgramDraft()
+    if model is not None:
+        draft = ModelDraft(model, runner, shape.top_k, shape.steps, rows, info)
+    context_length = config.context_length or info.max_position
+    return Speculation(draft, shape, say, runner.even, context_length)

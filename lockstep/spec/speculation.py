@@ -17,11 +17,13 @@ from torch import Tensor
 
 from lockstep.plan.tree import paths
 from lockstep.sample.params import SamplingParams
-from lockstep.sched.request import AcceptedTokens, Request, ScheduledRows, ScheduledStep
+from lockstep.sched.request import AcceptedTokens, DraftTree, Request, ScheduledRows, ScheduledStep
 from lockstep.sched.scheduler import Scheduler
 from lockstep.spec.depth import LONGEST_REST, REST, Acceptance, Times, depths
 from lockstep.spec.draft import Draft, DraftRequest, SettledRows, SettledStep
 from lockstep.types import RuleError
+
+ANY_ID = 0  # of a guess that nobody made
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,13 @@ class TreeShape:
             rule = f"{self.steps} steps of top-k {k} give from {self.steps} to {most} draft tokens"
             raise RuleError(rule, str(self.nodes), "Change their number, the steps or top-k")
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Rows that a request may have in steps that decode, draft, extend and verify."""
+        if self.top_k == 1:
+            return tuple(range(1, self.steps + 2))
+        return tuple(sorted({1, self.top_k, self.steps + 1, self.nodes + 1}))
+
     def scratch(self, nodes: int) -> int:
         """Nodes that a request needs room for, of the target's tree or of the draft's own."""
         return 0 if self.top_k == 1 else max(nodes + 1, self.top_k * (self.steps - 1))
@@ -57,8 +66,17 @@ class Speculation:
     # off: always as deep as the shape allows; for the lab and for tests
     adaptive = True
 
-    def __init__(self, draft: Draft, shape: TreeShape, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        draft: Draft,
+        shape: TreeShape,
+        say: Callable[[str], None],
+        even: bool = False,
+        context_length: int = 0,
+    ) -> None:
         self.draft, self.shape, self.times = draft, shape, Times()
+        # all drafts of a step are as long, and it is all who guess or nobody
+        self.even, self.context_length = even, context_length
         self._acceptance = Acceptance()  # of all requests
         self._acceptances: WeakKeyDictionary[Request, Acceptance] = WeakKeyDictionary()
         self._say: Callable[[str], None] | None = say
@@ -81,6 +99,8 @@ class Speculation:
         go_on = self.times.go_on(len(asks)) if self.adaptive else 0.0
         asks = [ask._replace(go_on=go_on) for ask in asks]
         trees = self.draft.propose(asks) if asks else []
+        if self.even:
+            trees = evened(asks, trees)
         for ask, tree in zip(asks, trees, strict=True):
             if tree.token_ids:
                 ask.request.draft = tree
@@ -91,18 +111,21 @@ class Speculation:
                 deepest = max(1, *(len(tree.token_ids) for tree in trees))
             self.times.draft(deepest, self._begun - begun)
 
-    def hold(self, step: ScheduledStep) -> None:
-        """Who is to have a draft next waits until his token has its value."""
+    def hold(self, step: ScheduledStep) -> bool:
+        """Who is to have a draft next waits until his token has its value. Whether all of them do,
+        so that nothing is gained by settling the step late."""
+        alone = True
         for rows in step.batch.rows:
             request = rows.request
             if request.spec.speculative and rows.sampled and not self._rests(request, step.number):
                 request.held_until = max(request.held_until, step.number)
+            else:
+                alone = False
+        return alone
 
-    def settled(
-        self, step: ScheduledStep, accepted: AcceptedTokens, hidden: tuple[Tensor, ...]
-    ) -> None:
+    def settled(self, step: ScheduledStep, accepted: AcceptedTokens, hidden: Tensor | None) -> None:
         """A step of the target has settled."""
-        batch, entries, at = step.batch, list[SettledRows](), 0
+        batch, entries, at, tried, right = step.batch, list[SettledRows](), 0, 0, 0
         if all(rows.new_len == 1 or rows.parents for rows in batch.rows):
             self.times.step(len(step.ids), time.perf_counter() - self._begun)
         cached_lens = step.cached_lens.tolist()
@@ -110,10 +133,15 @@ class Speculation:
             nodes: Sequence[int] = range(rows.new_len)
             if rows.parents is not None:
                 nodes = accepted.sample(at).nodes
-                self._verified(rows, nodes)
+                own = min(deepest_node(rows), len(nodes)), max(len(nodes) - 1, 0)
+                if not self.even:
+                    self._acceptance_of(rows.request).verified(*own)
+                tried, right = tried + own[0], right + own[1]
             at += rows.sampled
             kept = tuple([batch.begins[i] + node for node in nodes])
             entries += [SettledRows(request, cached_len, kept) for request in drafting(rows)]
+        if tried:
+            self._acceptance.verified(tried, right)
         self.draft.observe(SettledStep(tuple(entries), hidden))
 
     # -- how deep
@@ -126,7 +154,7 @@ class Speculation:
             for request in scheduler.running
             if request.spec.speculative and not self._rests(request, settled)
         ]
-        most = {request: n for request in awake if (n := deepest(request, settled)) > 0}
+        most = {request: n for request in awake if (n := self._deepest(request, settled)) > 0}
         if not self.adaptive or not most:
             return {request: min(n, shape.steps) for request, n in most.items()}
         awake = list(most)
@@ -148,19 +176,22 @@ class Speculation:
 
     def _rests(self, request: Request, settled: int) -> bool:
         """Whether it is not asked for when so many steps are settled."""
-        acceptance = self._acceptances.get(request)
+        acceptance = self._acceptance if self.even else self._acceptances.get(request)
         return self.adaptive and acceptance is not None and settled < acceptance.rests_until
 
+    def _deepest(self, request: Request, settled: int) -> int:
+        """How deep a draft of a request may be, if steps up to number `settled` are settled: 0 if
+        it is not its turn, or its end leaves no room. Even ones go on up to the context's end: what
+        is accepted is cut."""
+        if request.table is None or request.launched_in > settled or not request.decodes:
+            return 0
+        return self.context_length - len(request.tokens) if self.even else request.left - 1
+
     def _acceptance_of(self, request: Request) -> Acceptance:
-        acceptance = self._acceptances.get(request)
+        acceptance = self._acceptance if self.even else self._acceptances.get(request)
         if acceptance is None:
             acceptance = self._acceptances[request] = Acceptance(self._acceptance.rate)
         return acceptance
-
-    def _verified(self, rows: ScheduledRows, nodes: Sequence[int]) -> None:
-        depth = max(map(len, paths(rows.parents or (), rows.new_len))) - 1
-        for acceptance in (self._acceptance_of(rows.request), self._acceptance):
-            acceptance.verified(depth, max(len(nodes) - 1, 0))
 
     def _note(self, acceptance: Acceptance) -> None:
         """Said once."""
@@ -172,11 +203,25 @@ class Speculation:
             self._say = None
 
 
-def deepest(request: Request, settled: int) -> int:
-    """How deep a draft of a request may be, if steps up to number `settled` are settled: 0 if it is
-    not its turn, or its end leaves no room."""
-    turn = request.table is not None and request.launched_in <= settled
-    return request.left - 1 if turn and request.decodes else 0
+def deepest_node(rows: ScheduledRows) -> int:
+    """Guesses on the longest path of a draft."""
+    if rows.chain:
+        return rows.new_len - 1
+    return max(map(len, paths(rows.parents or (), rows.new_len))) - 1
+
+
+def evened(asks: Sequence[DraftRequest], trees: Sequence[DraftTree]) -> list[DraftTree]:
+    """Chains as long as the longest of them, with any token behind those that are shorter: so many
+    rows of every request are a launch that was recorded. Trees are as they are."""
+    longest = max((len(tree.token_ids) for tree in trees), default=0)
+    out = []
+    for ask, tree in zip(asks, trees, strict=True):
+        missing = min(longest, ask.steps) - len(tree.token_ids)
+        if missing > 0 and tree.chain:
+            ids = (*tree.token_ids, *[ANY_ID] * missing)
+            tree = DraftTree(ids, tuple(range(len(ids))))
+        out.append(tree)
+    return out
 
 
 def drafting(rows: ScheduledRows) -> list[Request]:

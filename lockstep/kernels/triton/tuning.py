@@ -107,10 +107,10 @@ def split_up(
     return keys * (PROGRAMS // 2) > WHOLE * int((keys * blocks).sum())
 
 
-def most_split(spec: GroupSpec, tuning: Tuning) -> int:
-    """Blocks of one row per request that `split_up` may split, at most: their keys together are
-    all that is read."""
-    blocks = -(-spec.group_size // tuning.rows)
+def most_split(spec: GroupSpec, tuning: Tuning, width: int = 1) -> int:
+    """Blocks of `width` rows per request that `split_up` may split, at most: their keys together
+    are all that is read."""
+    blocks = -(-spec.group_size * width // tuning.rows)
     return int(PROGRAMS // 2 / (WHOLE * blocks * spec.kv_heads)) * blocks
 
 

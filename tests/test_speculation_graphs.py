@@ -1,0 +1,119 @@
+"""Recorded launches that draft, extend and verify, where there is no GPU: the same buckets through
+the tape. All requests have as many rows then, and a chain's tokens are on their way while the
+target's step is planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.attention import select
+from lockstep.config import EngineConfig
+from lockstep.lab.speculative import CHAIN, NGRAM, TREE, drafts
+from lockstep.lab.tiny import CONTEXT, DEEPSEEK, QWEN3, Tiny, parts, words
+from lockstep.llm import rows as launches
+from lockstep.llm.engine import Engine
+from lockstep.llm.output import Speculated
+from lockstep.plan.bucket import Buckets
+from lockstep.run.kind import DRAFT, EXTEND, VERIFY
+from lockstep.run.runner import GUESSES
+from lockstep.sample.params import SamplingParams
+from lockstep.spec import speculation as speculations
+
+WISH = SamplingParams(max_tokens=21, temperature=0.5, logprobs=1, ignore_eos=True)
+BLOCK = words(6, 1)
+ASKED = (
+    (BLOCK * 3, replace(WISH, temperature=0)),
+    ((4, 5) * 9, replace(WISH, seed=1)),
+    (words(33, 3), replace(WISH, seed=2, top_p=0.9)),
+    (BLOCK * 2, replace(WISH, seed=3, max_tokens=9)),
+)
+PENALISED = ((7, 8) * 6, replace(WISH, seed=4, frequency_penalty=0.4, max_tokens=16))
+
+
+class Event:
+    """A device that is always ready."""
+
+    def record(self) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """It has happened."""
+
+
+def answers(engine: Engine, asked: Any) -> tuple[list[Any], Speculated]:
+    jobs = [engine.add(prompt, wish) for prompt, wish in asked]
+    while engine.busy:
+        engine.step()
+    engine.check()
+    outs = [job.output("") for job in jobs]
+    counts = Speculated(*map(sum, zip(*(out.speculated for out in outs), strict=True)))
+    return [(out.token_ids, out.logprobs.tobytes(), repr(out)) for out in outs], counts
+
+
+def made(tiny: Tiny, overlap: bool = False, **options: Any) -> Engine:
+    model = replace(parts(tiny, select.load("cpu")), draft=drafts(tiny))
+    names = {"context_length": CONTEXT, "max_total_tokens": 2000, "page_size": 4, **options}
+    return Engine(EngineConfig.from_names({"max_running_requests": 8, **names}), model, overlap)
+
+
+def recorded(tiny: Tiny, overlap: bool, **how: Any) -> Engine:
+    """As on a GPU: decoding, drafting and verifying steps have buckets, and launches sample."""
+    engine = made(tiny, overlap, graphs=True, **how)
+    speculation = engine.speculation
+    engine.on_gpu, speculation.adaptive, speculation.even = True, False, True
+    engine.runner.buckets = Buckets.for_decoding(8, 64, 600, speculation.shape.widths)
+    return engine
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("how", [NGRAM, CHAIN, TREE], ids=["ngram", "chain", "tree"])
+@pytest.mark.parametrize("tiny", [QWEN3, DEEPSEEK], ids=lambda tiny: tiny.name)
+def test_steps_that_draft_extend_and_verify_are_replayed(tiny, how, overlap, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(launches, "on_host", torch.clone)
+    for asked in (ASKED, (*ASKED, PENALISED)):
+        want, _ = answers(made(tiny), asked)
+        engine = recorded(tiny, overlap, **how)
+        got, counts = answers(engine, asked)
+        assert [each[:2] for each in got] == [each[:2] for each in want]
+        assert counts.accepted >= 3 and counts.drafted - counts.accepted >= 3, counts
+        replays = engine.runner.replays()
+        kinds = (VERIFY,) if how is NGRAM else (VERIFY, EXTEND, DRAFT)
+        assert all(replays[kind] > 0 for kind in kinds), replays
+
+
+@pytest.mark.parametrize("penalised", [False, True])
+def test_a_chain_is_settled_by_one_wait_unless_a_penalty_needs_its_tokens(penalised, monkeypatch):
+    """The ids of a verify step are guesses that the host has not seen."""
+    engine, seen = made(QWEN3, overlap=True, **CHAIN), list[int]()
+    engine.speculation.adaptive = False
+    run = engine.runner.run
+
+    def watched(plan: Any, ids: Any, kind: Any, *given: Any) -> Any:
+        if kind.name == "generate":
+            seen.extend(int(each) for each in ids)
+        return run(plan, ids, kind, *given)
+
+    monkeypatch.setattr(engine.runner, "run", watched)
+    asked = (*ASKED, PENALISED) if penalised else ASKED
+    want, _ = answers(made(QWEN3), asked)
+    got, counts = answers(engine, asked)
+    assert [each[:2] for each in got] == [each[:2] for each in want] and counts.accepted
+    late = sum(each < -GUESSES for each in seen)
+    assert late == counts.drafted if not penalised else 0 < late < counts.drafted
+
+
+def test_chains_of_a_recorded_step_are_as_long_as_the_longest():
+    asks = [speculations.DraftRequest(None, WISH, steps, 4) for steps in (4, 2, 4)]
+    trees = [
+        speculations.DraftTree((7, 8, 9), (0, 1, 2)),
+        speculations.DraftTree((), ()),
+        speculations.DraftTree((5,), (0,)),
+    ]
+    evened = speculations.evened(asks, trees)
+    assert [tree.token_ids for tree in evened] == [(7, 8, 9), (0, 0), (5, 0, 0)]
+    assert all(tree.chain for tree in evened)
