@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep.config import EngineConfig
-from lockstep.lab import document, isolate, speculative_bits
+from lockstep.lab import document, isolate, oracle_draft, speculative_bits
 from lockstep.lab.commands import picked
 from lockstep.lab.distance import MOST_RATIO, Distance, measure
 from lockstep.lab.engine_harness import InstrumentedEngine
@@ -101,6 +101,17 @@ def serve_twice(engine: InstrumentedEngine, requests: Sequence[Request], want: A
     return serve(engine, requests, want)
 
 
+def serve_drafted(
+    engine: InstrumentedEngine, requests: Sequence[Request], want: Answers
+) -> Answers:
+    """With drafts that know the answers, and err as often as they are told to."""
+    known = {f"#{i}": each[: len(each) // 2].tolist() for i, each in enumerate(want)}
+    oracle_draft.install(engine, known, oracle_draft.RIGHT)
+    have = serve(engine, requests, want)
+    engine.seen.update(engine.runner.replays())
+    return have
+
+
 def score(engine: InstrumentedEngine, requests: Sequence[Request], want: Answers) -> Answers:
     """The answers of the reference as parts of prompts: log-probabilities of prefill."""
     answers = [each[: len(each) // 2].tolist() for each in want]
@@ -156,6 +167,14 @@ PATHS = {
     "overlap": PathTaken(("late_ids",), lambda s: {"graphs": False}, overlap=True),
     "prefill = decode": PathTaken(("scored_tokens",), serve=score),
 }
+
+
+ORACLE = "oracle"  # of --speculative, on these shapes
+ORACLE_SHAPES = ("qwen3-8b", "gemma3-4b", "deepseek-v3")
+DRAFTED = PathTaken(
+    oracle_draft.COUNTERS, lambda s: oracle_draft.OPTIONS, overlap=True, serve=serve_drafted
+)
+EVERY_PATH = {**PATHS, ORACLE: DRAFTED}
 
 
 @dataclass(frozen=True)
@@ -248,11 +267,14 @@ def measured(job: Job) -> ModelFound:
             max_total_tokens=sizes.room,
             context_length=sizes.prompt[1] + sizes.new[1] + 1,
         )
-        parts = load(plain)
+        parts = replace(load(plain), draft=oracle_draft.random_head)
     requests = requests_of(sizes, parts.info.vocab_size)
     want = serve(engine_of(parts, plain, False), requests, [])
     for name in job.paths:
-        found.paths[name] = by_path(PATHS[name], parts, plain, sizes, requests, want)
+        found.paths[name] = by_path(EVERY_PATH[name], parts, plain, sizes, requests, want)
+    if job.paths == (ORACLE,):
+        found.seconds = round(time.perf_counter() - begin, 1)
+        return found
     engine = engine_of(parts, plain, False)
     prompts = [[i % 7 + 2, *each.prompt * 9][: sizes.judged[1]] for i, each in enumerate(requests)]
     scores = prompt_scores(engine, prompts[: sizes.judged[0]])
@@ -317,7 +339,7 @@ def faults(
     for model in found:
         for name, path in model.paths.items():
             where = f"{model.name}, {name}:"
-            idle = [each for each in PATHS[name].counters if path.counters[each] == 0]
+            idle = [each for each in EVERY_PATH[name].counters if path.counters[each] == 0]
             if path.differ:
                 out.append(f"{where} {path.differ} of {path.log_probabilities:,} differ")
             if idle:
@@ -336,17 +358,23 @@ def faults(
 
 def command(args: Namespace) -> int:
     """`lab bits`."""
-    if args.speculative:
+    drafted = args.speculative == ORACLE
+    if args.speculative and not drafted:
         return speculative_bits.command(args)
     every = configs("golden_models.json" if args.small else "bits_models.json")
     every = {name: every[name] for name in (SMALL if args.small else every)}
-    names = picked("a model is one of the lab's shapes", args.model, list(every)) or list(every)
+    some = [name for name in every if not drafted or args.small or name in ORACLE_SHAPES]
+    names = picked("a model is one of the lab's shapes", args.model, list(every)) or some
     paths = picked("a path is one that an engine takes", args.path, list(PATHS)) or list(PATHS)
     device, sizes = Device.of(args.device, args.dtype), FEW if args.small else Sizes()
+    if drafted:
+        paths, shorter = [ORACLE], replace(sizes, requests=args.prompts, new=(64, 96))
+        sizes = sizes if args.small else shorter
     jobs = [Job(name, every[name], device, sizes, tuple(paths)) for name in names]
     found = [] if args.source is None else earlier(args.source, names)
     whole = not args.small and len(names) + len(found) == len(every)
     least = LEAST if whole else {"model": 0 if args.small else LEAST["model"], "path": 0}
+    least = {"model": 0, "path": 0} if drafted else least
     died, doc = list[str](), document.head()
     doc |= {"device": asdict(device), "sizes": asdict(sizes)}
     with Progress(len(jobs), "lab bits") as bar:

@@ -198,8 +198,8 @@ class Runner:
         return self._layouts[known]
 
     def keep(self, token_ids: Tensor, at: int = 0) -> None:
-        """What a step sampled, for rows of the next that wait for it; 0 where nothing was. A draft's
-        guesses lie behind, from GUESSES on (`at`)."""
+        """What a step sampled, for rows of the next that wait for it; 0 where nothing was. Guesses
+        lie behind, from GUESSES on (`at`)."""
         room = (len(self.sampled) if at else min(GUESSES, len(self.sampled))) - at
         if len(token_ids) > room:
             rule = f"a step that is settled late samples at most {room:,} tokens"

@@ -255,9 +255,10 @@ def load_head(path_or_id: str | Path, setup: DraftSetup, layout: Layout) -> Head
     raw = read_json(folder, "config.json")
     loader.check_numbers(raw)
     check_config(raw, target, layout.architecture)
-    entries, ops = loader.scan(folder, MAPS), model.ops
+    dummy, ops = setup.config.load_format == "dummy", model.ops
+    entries = {} if dummy else loader.scan(folder, MAPS)
     config = SimpleNamespace(**raw) if raw.get(loader.STATED) else loader.parse_config(folder)
-    manifest = TensorManifest(entries)
+    manifest = TensorManifest(entries, compared=not dummy)
     try:
         spec = describe(raw, config, target, layout)
         noted = WeightSource(manifest.take, manifest.unused.append, entries, ops)
@@ -270,7 +271,8 @@ def load_head(path_or_id: str | Path, setup: DraftSetup, layout: Layout) -> Head
     manifest.judge()
     loader.check_room(ops, manifest.elements)
     with ExitStack() as stack, torch.no_grad():
-        take = loader.reader(entries, stack, ops.device, {})
+        read = loader.reader(entries, stack, ops.device, {})
+        take = partial(loader.drawn, ops.device) if dummy else read
         source = WeightSource(take, lambda pattern: None, entries, ops)
         return layout.build(spec, source, model, setup)
 

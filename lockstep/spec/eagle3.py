@@ -108,9 +108,10 @@ def build(spec: HeadSpec, w: WeightSource, target: Decoder, setup: DraftSetup) -
 
 
 def token_ids(w: WeightSource, size: int, vocab_size: int) -> Tensor:
-    """int64 [size]: the target's token of every draft token. Without maps it is the same one."""
+    """int64 [size]: the target's token of every draft token. Without maps it is the same one, and
+    so it is where weights are drawn."""
     every = torch.arange(size, device=w.ops.device)
-    if size == vocab_size and not w.has("d2t"):
+    if not w.names or (size == vocab_size and not w.has("d2t")):
         return every
     offsets, marks = w.tensor("d2t", size), w.tensor("t2d", vocab_size)
     if offsets.is_meta:

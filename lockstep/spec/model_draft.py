@@ -1,7 +1,7 @@
 """Drafts that a model makes: its rows are ordinary plans, through the runner of the target.
 
 The model has groups of its own in the requests' tables, so the scheduler reserves, shares, moves
-and frees its pages with the target's. Where it stands is `PageTable.draft_len`. Rows that are missing
+and frees its pages with the target's. It stands at `PageTable.draft_len`. Rows that are missing
 come first, with the target's hidden states where the model reads them; what the last one says is
 the first guess. A chain's further rows lie in the pages, above every key that counts; those of a
 tree in scratch. Keys of guesses are kept if the tokens were right and the model sees tokens alone;

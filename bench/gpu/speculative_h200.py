@@ -1,0 +1,278 @@
+"""Speculation on one GPU against plain decoding, in the same run. Run it on the card.
+
+The shape of Qwen3-8B with random weights, and an EAGLE-3 head of that shape (32,000 of its tokens),
+random too, which runs for its cost: its guesses are replaced by those of an oracle, the recorded
+plain continuation with errors by seed, so that a draft of depth 3 brings 3.0 tokens per verify.
+Everything else is the engine's own: graphs, waits, the depth that it chooses, the acceptance rule.
+The draft that always errs is the same with no guess right.
+
+Requests have prompts of 512 random ids, temperature 0.6. Both engines decode them by turns; timed
+are the tokens from the first `skip` of every request on, while all of them run. The answers are
+compared, tokens and bits of log-probabilities. Beside each ratio: tokens per verify, the share of
+guesses accepted, launches that were replayed, and where the time goes: milliseconds of the device
+in draft, extend and verify steps, and of the host that waits, per verify.
+
+usage: PYTHONPATH=. python bench/gpu/speculative_h200.py [--batches 1,64,256] [--out F]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_h200 import COMMON, MODELS
+
+from lockstep.config import EngineConfig
+from lockstep.lab.oracle_draft import Oracle
+from lockstep.llm.engine import Engine, load
+from lockstep.llm.generation import Generation
+from lockstep.sample.params import SamplingParams
+
+PROMPT, NEW, SKIP, WINDOW, FIRST = 512, 320, 16, 192, 64
+STEPS, RIGHT = 3, 0.8105  # 1 + a + a^2 + a^3 = 3.0
+MUST = {1: 2.0, 64: 1.4, 256: 0.97}
+ERRS_MUST = 0.95
+HEAD = {
+    **{"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"},
+    **{"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 1},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+    **{"vocab_size": 151936, "draft_vocab_size": 32000, "max_position_embeddings": 40960},
+    **{"hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False, "mlp_bias": False},
+    **{"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    **{"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False},
+    "lockstep_states_every_field": True,
+}
+
+
+def config_of(folder: str, batch: int) -> EngineConfig:
+    model = COMMON | MODELS["8b"]
+    model["layer_types"] = ["full_attention"] * model["num_hidden_layers"]
+    for name, config in (("model", model), ("head", HEAD)):
+        Path(folder, name).mkdir(exist_ok=True)
+        Path(folder, name, "config.json").write_text(json.dumps(config))
+    return EngineConfig(
+        model=f"{folder}/model",
+        device="cuda",
+        load_format="dummy",
+        max_running_requests=batch,
+        chunked_prefill_size=16384,
+        context_length=1024,
+        max_total_tokens=batch * 1024,
+        disable_radix_cache=True,
+    )
+
+
+def requests_of(batch: int, new: int = NEW) -> list[tuple[str, list[int], SamplingParams]]:
+    rng = random.Random(batch)
+    wish = {"max_tokens": new, "temperature": 0.6, "logprobs": 0, "ignore_eos": True}
+    return [
+        (f"#{i}", [rng.randrange(151936) for _ in range(PROMPT)], SamplingParams(seed=i, **wish))
+        for i in range(batch)
+    ]
+
+
+def begun(engine: Engine, batch: int, skip: int) -> list[Generation]:
+    """All requests, with so many tokens each."""
+    jobs = [engine.add(ids, how, request_id=name) for name, ids, how in requests_of(batch)]
+    while min(len(job.completions[0].token_ids) for job in jobs) < skip:
+        engine.step()
+    torch.cuda.synchronize()
+    return jobs
+
+
+def made(jobs: list[Generation]) -> int:
+    return sum(len(job.completions[0].token_ids) for job in jobs)
+
+
+def timed(engine: Engine, batch: int, skip: int) -> float:
+    """Milliseconds per token of the batch while all requests run."""
+    jobs = begun(engine, batch, skip)
+    begin, had = time.perf_counter(), made(jobs)
+    while made(jobs) < had + WINDOW * batch and len(engine.generations) == batch:
+        engine.step()
+    torch.cuda.synchronize()
+    ms = (time.perf_counter() - begin) * 1e3 / ((made(jobs) - had) / batch)
+    for job in jobs:
+        engine.abort(job)
+    return ms
+
+
+def whole(engine: Engine, batch: int) -> dict[str, tuple[Any, ...]]:
+    """All answers to their ends."""
+    jobs = begun(engine, batch, 1)
+    while engine.busy:
+        engine.step()
+    outs = {job.request.spec.request_id: job.output("") for job in jobs}
+    return {n: (o.token_ids, o.logprobs.tobytes(), o.speculated) for n, o in outs.items()}
+
+
+class Phases:
+    """The device's time in steps of each kind, by events, and the host's waits."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.marks: list[tuple[str, Any, Any]] = []
+        self.host: dict[str, float] = defaultdict(float)
+        self.verifies = 0
+        self.engine, self.run = engine, engine.runner.run
+        self.clocked = {
+            "propose": (engine.speculation, "propose"),
+            "launch": (engine, "_launch"),
+            "settle": (engine, "_settle"),
+            "settled": (engine.speculation, "settled"),
+            "accept": (engine, "_result"),
+            "schedule": (engine.scheduler, "schedule"),
+        }
+        self.methods = {n: getattr(o, m) for n, (o, m) in self.clocked.items()}
+        self.wait = torch.cuda.Event.synchronize
+
+    def __enter__(self) -> Phases:
+        def run(plan: Any, ids: Any, kind: Any, *given: Any) -> Any:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            out = self.run(plan, ids, kind, *given)
+            end.record()
+            width = plan.bucket.width
+            verify = kind.name == "generate" and width > 1
+            self.marks.append(("verify" if verify else kind.name, begin, end))
+            return out
+
+        def clocked(name: str, method: Any) -> Any:
+            def call(*given: Any, **named: Any) -> Any:
+                begin = time.perf_counter()
+                out = method(*given, **named)
+                self.host[name] += time.perf_counter() - begin
+                return out
+
+            return call
+
+        self.engine.runner.run = run
+        for name, (owner, method) in self.clocked.items():
+            setattr(owner, method, clocked(name, self.methods[name]))
+        torch.cuda.Event.synchronize = clocked("wait", self.wait)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.runner.run = self.run
+        for name, (owner, method) in self.clocked.items():
+            setattr(owner, method, self.methods[name])
+        torch.cuda.Event.synchronize = self.wait
+
+    def told(self) -> dict[str, Any]:
+        torch.cuda.synchronize()
+        device: dict[str, float] = defaultdict(float)
+        count: dict[str, int] = defaultdict(int)
+        for name, begin, end in self.marks:
+            device[name] += begin.elapsed_time(end)
+            count[name] += 1
+        verifies = max(count["verify"], 1)
+        return {
+            "steps": dict(count),
+            "device_ms_per_step": {n: round(ms / count[n], 3) for n, ms in device.items()},
+            "host_ms_per_verify": {n: round(s * 1e3 / verifies, 3) for n, s in self.host.items()},
+        }
+
+
+def measure(
+    name: str, batch: int, plain: Engine, engine: Engine, want: Any, right: float, repeat: int
+) -> dict[str, Any]:
+    """One row of the table."""
+    errs = right == 0.0
+    draft = engine.speculation.draft
+    answers = {n: each[0] for n, each in want.items()}
+    engine.speculation.draft = Oracle(draft, answers, right)
+    got = whole(engine, batch)
+    differ = sum(got[n][:2] != want[n][:2] for n in want)
+    before = engine.runner.replays()
+    skip, ways = FIRST if errs else SKIP, {"plain": plain, "speculative": engine}
+    taken: dict[str, list[float]] = defaultdict(list)
+    for _ in range(repeat):
+        for way, each in ways.items():
+            taken[way].append(timed(each, batch, skip))
+    replays = engine.runner.replays() - before
+    with Phases(engine) as phases:
+        timed(engine, batch, skip)
+    engine.speculation.draft = draft
+    drafted, accepted, verifies = map(sum, zip(*(each[2] for each in got.values()), strict=True))
+    ratio = statistics.median(taken["plain"]) / statistics.median(taken["speculative"])
+    must = ERRS_MUST if errs else MUST[batch]
+    row = {
+        **{"case": name, "batch": batch, "ratio": round(ratio, 3), "must": must},
+        **{"met": ratio >= must, "differing_answers": differ, "ms_per_token": dict(taken)},
+        **{"drafted": drafted, "accepted": accepted, "verifies": verifies},
+        "tokens_per_verify": round(1 + accepted / max(verifies, 1), 3),
+        **{"replays": dict(replays), **phases.told()},
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def profiled(engine: Engine, batch: int) -> None:
+    """Where the host's time goes."""
+    import cProfile
+    import io
+    import pstats
+
+    jobs, host = begun(engine, batch, SKIP), cProfile.Profile()
+    host.enable()
+    for _ in range(40):
+        engine.step()
+    host.disable()
+    for job in jobs:
+        engine.abort(job)
+    for order in ("tottime", "cumulative"):
+        text = io.StringIO()
+        pstats.Stats(host, stream=text).sort_stats(order).print_stats(45)
+        print(text.getvalue()[:9000], flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batches", default="1,64,256")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--fixed", action="store_true", help="always as deep as can be")
+    parser.add_argument("--out", default=os.environ.get("OUT", "."))
+    args = parser.parse_args()
+    begin, rows, parts = time.perf_counter(), list[dict[str, Any]](), None
+    for batch in map(int, args.batches.split(",")):
+        with tempfile.TemporaryDirectory() as folder:
+            config = config_of(folder, batch)
+            parts = parts or load(config)
+            given = {"speculative_algorithm": "eagle3", "speculative_num_steps": STEPS}
+            given |= {"speculative_draft_model": f"{folder}/head"}
+            plain = Engine(config, parts)
+            named = {n: getattr(config, n) for n in config.__dataclass_fields__}
+            engine = Engine(EngineConfig.from_names({**named, **given}), parts)
+        print(f"at {time.perf_counter() - begin:.0f} s: batch {batch}", flush=True)
+        engine.speculation.adaptive = not args.fixed
+        want = whole(plain, batch)
+        told = (plain, engine, want)
+        rows.append(measure(f"oracle, batch {batch}", batch, *told, RIGHT, args.repeat))
+        if batch < 256:
+            rows.append(measure(f"always wrong, batch {batch}", batch, *told, 0.0, args.repeat))
+        if args.profile:
+            draft, answers = engine.speculation.draft, {n: each[0] for n, each in want.items()}
+            engine.speculation.draft = Oracle(draft, answers, RIGHT)
+            profiled(engine, batch)
+        print(f"at {time.perf_counter() - begin:.0f} s", flush=True)
+        del plain, engine, told
+        gc.collect()
+        torch.cuda.empty_cache()
+        document = {"command": "lockstep bench speculative --device cuda", "rows": rows}
+        document["card"] = torch.cuda.get_device_name()
+        Path(args.out, "speculative-h200.json").write_text(json.dumps(document, indent=1))
+    return 0 if all(row["met"] and not row["differing_answers"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,127 @@
+"""A draft that is right as often as it is told to: the plain continuation, with errors by seed.
+
+It stands before a model's draft, an EAGLE-3 head with random weights, which it lets guess first, so
+that every guess costs what that model's would; `propose` is all that it replaces. Where that one's
+chain is still on the device, the tokens are put in its place there. Knows answers by request id;
+`lab bits` and the benchmark of a card put it into engines.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.llm.engine import Engine
+from lockstep.models.loader import Loaded
+from lockstep.plan.bucket import Buckets
+from lockstep.run.kind import DRAFTS, VERIFY
+from lockstep.run.runner import GUESSES
+from lockstep.sched.request import DraftTree
+from lockstep.spec import eagle3
+from lockstep.spec.draft import DraftRequest, DraftSetup, SettledStep
+from lockstep.spec.eagle import Head, decoder
+from lockstep.spec.model_draft import ModelDraft
+from lockstep.types import RuleError
+
+RIGHT = 0.8105  # of the guesses: a + a^2 + a^3 = 2, so that three of them bring 3.0 tokens a step
+OPTIONS = {"speculative_algorithm": "eagle3", "speculative_num_steps": 3, "graphs": True}
+COUNTERS = (*DRAFTS, VERIFY, "accepted_drafts", "rejected_drafts")  # of an engine that drafts
+DRAFT_VOCAB = 32_000  # tokens that the head knows, at most
+
+
+class Oracle:
+    """Guesses of `draft`, replaced. Of the `answers`, by request id, each token is known with
+    probability `right`, or another is taken for it."""
+
+    def __init__(
+        self, draft: ModelDraft, answers: Mapping[str, Sequence[int]], right: float
+    ) -> None:
+        self.draft, self.knows_chances = draft, False
+        self.known: dict[str, list[int]] = {}
+        for name, answer in answers.items():
+            rng = np.random.default_rng(zlib.crc32(name.encode()))
+            errs = rng.random(len(answer)) >= right
+            others = rng.integers(1, draft.vocab_size, len(answer))
+            tokens = np.where(errs, (answer + others) % draft.vocab_size, answer)
+            self.known[name] = tokens.tolist()
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Trees of the shapes that the draft has; along a first path the continuation."""
+        trees = self.draft.propose(requests)
+        told = [self._told(ask, tree) for ask, tree in zip(requests, trees, strict=True)]
+        if not any(tree.token_ids and tree.token_ids[0] < 0 for tree in trees):
+            return told
+        rows = [-1 - GUESSES - token for tree in trees for token in tree.token_ids]
+        room = torch.zeros(max(rows) + 1, dtype=torch.int64)
+        room[rows] = torch.tensor([token for tree in told for token in tree.token_ids])
+        device = self.draft.runner.ops.device
+        if device.type == "cuda":
+            room = room.pin_memory().to(device, non_blocking=True)
+        self.draft.runner.keep(room, GUESSES)
+        return trees
+
+    def _told(self, ask: DraftRequest, tree: DraftTree) -> DraftTree:
+        spec, tokens = ask.request.spec, list(tree.token_ids)
+        begin, node = len(ask.request.tokens) - len(spec.prompt), 0
+        for token in self.known[spec.request_id][begin:]:
+            if node not in tree.parents:
+                break
+            node = tree.parents.index(node) + 1
+            siblings = [
+                i for i, parent in enumerate(tree.parents) if parent == tree.parents[node - 1]
+            ]
+            for i in siblings:  # siblings have different tokens
+                tokens[i] = tokens[node - 1] if tokens[i] == token else tokens[i]
+            tokens[node - 1] = token
+        return DraftTree(tuple(tokens), tree.parents)
+
+    def observe(self, settled: SettledStep) -> None:
+        self.draft.observe(settled)
+
+
+def install(engine: Engine, answers: Mapping[str, Sequence[int]], right: float) -> None:
+    """From now on this draft speaks for the engine's. Where there is no card, decoding steps have
+    the buckets that they have there."""
+    speculation = engine.speculation
+    if speculation is None or not isinstance(speculation.draft, ModelDraft):
+        rule = "an oracle stands before a model's draft"
+        raise RuleError(rule, "an engine without one", "Set speculative_algorithm")
+    speculation.draft = Oracle(speculation.draft, answers, right)
+    if not engine.on_gpu:
+        most, widths = engine.config.max_running_requests, speculation.shape.widths
+        engine.runner.buckets, speculation.even = Buckets.for_decoding(most, 0, 0, widths), True
+
+
+def random_head(setup: DraftSetup) -> Head:
+    """An EAGLE-3 head of the target's size, of weights that are drawn."""
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(head_config(setup.target)), "utf-8")
+        drawn = replace(setup.config, speculative_draft_model=folder, load_format="dummy")
+        return eagle3.load(replace(setup, config=drawn))
+
+
+def head_config(target: Loaded) -> dict[str, Any]:
+    """As the authors' are: heads of 128, or of half a small model, four to a key's."""
+    info, layers = target.info, len(decoder(target).blocks)
+    size = min(128, info.hidden_size // 2)
+    heads = info.hidden_size // size
+    return {
+        **{"architectures": [eagle3.ARCHITECTURE], "model_type": "llama", "hidden_act": "silu"},
+        **{"hidden_size": info.hidden_size, "intermediate_size": 3 * info.hidden_size},
+        **{"num_hidden_layers": 1, "num_attention_heads": heads, "head_dim": size},
+        "num_key_value_heads": max(1, heads // 4),
+        **{"vocab_size": info.vocab_size, "draft_vocab_size": min(DRAFT_VOCAB, info.vocab_size)},
+        **{"max_position_embeddings": info.max_position, "rms_norm_eps": 1e-6},
+        **{"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False},
+        **{"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        **{"bos_token_id": None, "eos_token_id": None, "lockstep_states_every_field": True},
+        "eagle_config": {eagle3.LAYERS: [0, layers // 2, layers - 1]},
+    }
