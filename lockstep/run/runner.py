@@ -147,10 +147,7 @@ class Runner:
         if settings:
             write_settings(room[layout.length :], settings)
         image = self.arena.load(len(room))
-        place = layout, image.data_ptr()
-        views = self._views.get(place)
-        if views is None:
-            views = self._views[place] = layout.views(image[: layout.length])
+        views = self._views_of(layout, image)
 
         def launch() -> StepOutput:
             """Everything it reads lies in the arena, the weights, the cache and, of ids that are
@@ -186,6 +183,12 @@ class Runner:
     def even(self) -> bool:
         """Whether drafts are verified by recorded launches: all requests have as many rows then."""
         return self.buckets is not None and len(self.buckets.widths) > 1
+
+    def _views_of(self, layout: ImageLayout, image: Tensor) -> tuple[PlanArrays, ...]:
+        place = layout, image.data_ptr()
+        if place not in self._views:
+            self._views[place] = layout.views(image[: layout.length])
+        return self._views[place]
 
     def _layout(self, plan: StepPlan, kind: StepKind) -> ImageLayout:
         """Where the numbers of a step lie: the last layouts, and their views, are remembered."""
