@@ -8,7 +8,7 @@ STAMP  := .venv/.installed
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-demo: $(STAMP)  ## generate text five ways with the same bits, then the lab's quick matrix with a page to open
+demo: $(STAMP)  ## generate text six ways with the same bits, one of them guessed ahead, then the lab's quick matrix with a page to open
 	@mkdir -p build
 	$(BIN)/python examples/same_bits.py
 	$(BIN)/lockstep lab run --quick --html build/lab.html

@@ -1,4 +1,5 @@
-"""The promise in one screen: one request, five ways to compute it, the same bits each time.
+"""The promise in one screen: one request, five ways to compute it, and one that is guessed ahead by
+the built-in model's head: the same bits each time.
 
     python examples/same_bits.py
 
@@ -8,6 +9,9 @@ Uses the built-in model. Exits 1 if a single bit of a token or a log-probability
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from itertools import pairwise
+from time import perf_counter
 
 from lockstep import LLM, SamplingParams
 from lockstep.llm.output import Output
@@ -22,6 +26,7 @@ def contains(items, target):
 def binary_search(items, target):
 """
 PARAMS = SamplingParams(max_tokens=48, temperature=0.7, seed=7, logprobs=True)
+GREEDY = replace(PARAMS, max_tokens=128, temperature=0)
 ROOM = {"max_total_tokens": 8192, "context_length": 1024}
 
 
@@ -35,6 +40,26 @@ def preempted(llm: LLM) -> Output:
         if steps % 2 == 0 and job.request.running:
             engine.scheduler._preempt(job.request)
     return job.output(engine.fingerprint)
+
+
+def timed(llm: LLM) -> tuple[Output, float, list[int]]:
+    """The answer when everything is warm, its seconds, and the tokens that each step brought."""
+    engine = llm.engine
+    for _ in range(2):
+        lens, begin = [0], perf_counter()
+        job = engine.add(engine.tokenizer.encode(PROMPT), GREEDY)
+        while engine.busy:
+            engine.step()
+            lens.append(len(job.completions[0].token_ids))
+        seconds = perf_counter() - begin
+    brought = [after - before for before, after in pairwise(lens)]
+    return job.output(engine.fingerprint), seconds, brought
+
+
+def same(one: Output, other: Output) -> bool:
+    """Tokens, and the bits of their log-probabilities."""
+    tokens = one.token_ids == other.token_ids
+    return tokens and one.logprobs.tobytes() == other.logprobs.tobytes()
 
 
 def main() -> int:
@@ -54,14 +79,19 @@ def main() -> int:
     }
     wrong = 0
     for name, out in ways.items():
-        same = (
-            out.token_ids == alone.token_ids and out.logprobs.tobytes() == alone.logprobs.tobytes()
-        )
-        wrong += not same
+        wrong += not same(out, alone)
         print(
-            f"{'same bits' if same else 'DIFFERENT'}  {name}: {len(out.token_ids)} tokens, "
-            f"{len(out.logprobs)} log-probabilities"
+            f"{'same bits' if same(out, alone) else 'DIFFERENT'}  {name}: {len(out.token_ids)} "
+            f"tokens, {len(out.logprobs)} log-probabilities"
         )
+    head = LLM(**ROOM, disable_radix_cache=True, speculative_algorithm="eagle3")
+    (plain, plain_s, _), (guessed, seconds, brought) = timed(cold), timed(head)
+    wrong += not same(plain, guessed)
+    print(
+        f"{'same bits' if same(plain, guessed) else 'DIFFERENT'}  at temperature 0, with the head: "
+        f"{1e3 * seconds:.0f} ms, without it {1e3 * plain_s:.0f} ms\n"
+        f"           tokens that its steps brought: {' '.join(map(str, brought))}"
+    )
     print(f"\n{alone.fingerprint}")
     return 1 if wrong else 0
 

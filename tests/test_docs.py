@@ -21,7 +21,7 @@ import measure  # noqa: E402
 import ruler  # noqa: E402
 
 EXAMPLES = {  # file → options that keep it short, and what it must print
-    "same_bits.py": ([], "same bits  preempted"),
+    "same_bits.py": ([], "same bits  at temperature 0, with the head"),
     "backend.py": (
         ["--recipe", "decode", "--feature", "dense,window,sinks", "--workers", "0"],
         "example       2        1 ",  # sinks are refused
