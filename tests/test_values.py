@@ -23,9 +23,10 @@ from lockstep.kernels.cpu import routing
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.lab import fuzz, plain
 from lockstep.lab.cells import Cell, run_cell
-from lockstep.lab.engine_harness import EngineHarness, engine_recipe, judge
+from lockstep.lab.engine_harness import EngineHarness, decodes, judge
 from lockstep.lab.engine_recipes import PLAIN, SCORED, words
 from lockstep.lab.options import CPU, Device, RunOptions
+from lockstep.lab.recipes import Recipe
 from lockstep.lab.recompute import Order
 from lockstep.lab.tiny import (
     BART,
@@ -93,7 +94,7 @@ OTHERS = (
 
 def judged(tiny: Tiny) -> dict[str, Any]:
     """The findings of a cell of this model, by property."""
-    recipe = engine_recipe("engine-few", "batched_steps", "chunks")(few)
+    recipe = Recipe("engine-few", "a few", few, ("batched_steps", "chunks"), decodes)
     result = judge(recipe, tiny, select.load("cpu"), RunOptions(quick=True))
     return {finding.name: finding for finding in result.findings}
 

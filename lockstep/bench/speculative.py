@@ -29,7 +29,7 @@ from lockstep.lab.document import Document, publish, read, write
 from lockstep.llm.engine import Engine, Parts, load
 from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import DraftTree
-from lockstep.spec.draft import Draft, DraftRequest, SettledStep
+from lockstep.spec.draft import Draft, DraftRequest
 from lockstep.spec.model_draft import ModelDraft
 from lockstep.types import RuleError
 
@@ -59,18 +59,15 @@ CASES = (
 )
 
 
-class Wrong:
-    """A draft with other tokens in its trees: none of them is ever right."""
+def spoil(draft: Draft) -> None:
+    """From now on its trees have other tokens: none of them is ever right."""
+    propose = draft.propose
 
-    def __init__(self, draft: Draft) -> None:
-        self.draft, self.knows_chances = draft, draft.knows_chances
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        trees = self.draft.propose(requests)
+    def wrong(requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        trees = propose(requests)
         return [DraftTree((BEGIN_ID,) * len(t.token_ids), t.parents) for t in trees]
 
-    def observe(self, settled: SettledStep) -> None:
-        self.draft.observe(settled)
+    draft.propose = wrong  # type: ignore[method-assign]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -153,7 +150,7 @@ def measure(case: Case, parts: Parts, runs: int, quick: bool) -> Result:
     phases, speculation = Phases.of(guessing), guessing.speculation
     assert speculation is not None, "an algorithm is named"
     if case.errs:
-        speculation.draft = Wrong(speculation.draft)
+        spoil(speculation.draft)
     count, new = QUICK if quick else (32, NEW)
     prompts = repeating(parts, count) if case.repeats else held_out(parts, count)
     wish = SamplingParams(

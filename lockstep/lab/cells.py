@@ -29,7 +29,6 @@ from lockstep.lab.features import FEATURES, GPU_FEATURES, Feature
 from lockstep.lab.options import CPU, FULL, Device, RunOptions
 from lockstep.lab.properties import Finding, Judgement
 from lockstep.lab.recipes import RECIPES, Recipe
-from lockstep.lab.speculative_recipes import SPECULATIVE
 from lockstep.lab.tiny import BART, LLAMA, MODELS, QWEN3, Tiny, loaded
 from lockstep.types import GroupSpec, PlanError, RuleError
 
@@ -120,7 +119,7 @@ ENGINE = MatrixTable(
     name="engine",
     column="model",
     measures="a log-probability",
-    recipes=(*ENGINE_RECIPES, *SPECULATIVE),
+    recipes=tuple(ENGINE_RECIPES),
     features=MODELS,
     refusal=engine_refusal,
     judge=engine_harness.judge,

@@ -23,7 +23,7 @@ from lockstep.lab.options import FULL, RunOptions
 from lockstep.lab.properties import Judgement
 from lockstep.lab.recipes import Recipe
 from lockstep.lab.recompute import Order, Recompute
-from lockstep.lab.speculative import drafts
+from lockstep.lab.speculative import Recorder, drafts
 from lockstep.lab.tiny import BART, CONTEXT, Tiny, checkpoint, parts
 from lockstep.lab.values import Values
 from lockstep.llm.engine import Engine, Parts
@@ -45,20 +45,6 @@ STEPS = 2000  # a story that takes longer does not end
 def decodes(tiny: Tiny) -> bool:
     """All but the encoder-decoder, whose prompts are sources."""
     return tiny is not BART
-
-
-def engine_recipe(
-    name: str, *required_counters: str, applies_to: Callable[[Tiny], bool] = decodes
-) -> Callable[[Callable[..., None]], Recipe]:
-    """Makes a recipe of the function that plays it, described by its docstring's first sentence:
-    for one that engine_recipes.toml does not have."""
-
-    def make(play: Callable[..., None]) -> Recipe:
-        text = " ".join((play.__doc__ or "").split()).partition(". ")[0]
-        description = text[:1].lower() + text[1:].rstrip(".")
-        return Recipe(name, description, play, required_counters, applies_to)
-
-    return make
 
 
 class Injected(Exception):
@@ -137,6 +123,7 @@ class EngineHarness(Judgement):
         self.values = Values(checkpoint(tiny, self.device), self.device)
         self.rounded: dict[str, Recompute] = {}  # by the dtype of a cache that rounds its keys
         self.watchers: list[Watcher] = []  # of every engine
+        self.drafted: dict[Any, Any] = {}  # what was proposed so far, by algorithm and width
 
     def engine(self, overlap: bool = False, **options: Any) -> InstrumentedEngine:
         """A fresh engine; pages of 8 and room for everybody unless told otherwise."""
@@ -156,6 +143,10 @@ class EngineHarness(Judgement):
         made = InstrumentedEngine(config, self.parts, overlap)
         made.runner.checks = self.options.checks
         made.watchers += self.watchers
+        if made.speculation is not None:
+            way = (config.speculative_algorithm, config.speculative_eagle_topk)
+            known = self.drafted.setdefault(way, {})
+            made.speculation.draft = Recorder(made.speculation.draft, known)
         return made
 
     def play(
@@ -177,6 +168,9 @@ class EngineHarness(Judgement):
         oracle = self.oracle_of(engine)
         self.note(name, [], "every request has the bits of its recomputation")
         self.note("pages", [])
+        draft = None if engine.speculation is None else engine.speculation.draft
+        if isinstance(draft, Recorder):
+            self.note("draft", draft.differing)
         for i, (job, stream) in enumerate(streams.items()):
             self.note(name, self._differences(f"request {i}", job, orders[i], oracle))
             self.note(name, [f"request {i}: {fault}" for fault in stream_faults(job, stream)])

@@ -28,7 +28,7 @@ from lockstep.lab import document, isolate
 from lockstep.lab.engine_harness import EngineHarness
 from lockstep.lab.options import CPU, Device, RunOptions
 from lockstep.lab.recompute import Order
-from lockstep.lab.speculative import CHAIN, NGRAM, TREE
+from lockstep.lab.speculative import CHAIN, EAGLE, EAGLE3, EAGLE3_TREE, NGRAM, TREE
 from lockstep.lab.tiny import CONTEXT, QWEN3, VOCAB, loaded
 from lockstep.llm.engine import Engine, Parts, prepare
 from lockstep.progress import Progress
@@ -39,7 +39,8 @@ MENU = 48  # different requests
 # steps that are settled when the next one has been launched
 SWITCHES = ("padding", "buckets", "late settling")
 NOTHING = "nothing switched on"
-DRAFTS = (NGRAM, CHAIN, CHAIN, TREE, TREE)  # of the requests that speculate: half of all
+DRAFTS = (NGRAM, CHAIN, TREE, EAGLE, EAGLE3, EAGLE3_TREE)  # of half of all requests
+GUESSED = ("accepted_drafts", "rejected_drafts")  # in each hundred traces
 SHRINK = 200  # smaller traces that are tried
 RECORDED = 16  # buckets; on a GPU more are not captured ahead
 TASK_S = 600.0  # ten traces that take longer have hung
@@ -165,7 +166,7 @@ def play(seed: int, backend: str = "cpu", device: Device = CPU) -> Played:
 
 def run(trace: Trace, mine: EngineHarness) -> Played:
     """One trace; an error of the engine is a fault of it."""
-    mine.faults, mine.counters = {}, Counter()
+    mine.faults, mine.counters, mine.drafted = {}, Counter(), {}
     late, config = "late settling" in trace.switches, trace.config
     if len(config.bucket_sizes or ()) > RECORDED:
         config = replace(config, graphs=False)
@@ -219,16 +220,21 @@ def command(args: Namespace) -> int:
     device = Device.of(args.device, args.dtype)
     some = partial(play_some, backend=args.backend, device=device)
     tasks = [range(i, min(i + 10, last)) for i in range(args.first, last, 10)]
-    faults, happened = list[str](), Counter[str]()
+    faults, happened, hundreds = list[str](), Counter[str](), dict[int, Counter[str]]()
     with Progress(len(tasks), "lab fuzz") as bar:
         for task, answer in isolate.run(some, tasks, max(1, args.workers), lambda _: TASK_S):
             if isinstance(answer, isolate.Died):
                 answer = [f"traces {task.start} to {task.stop - 1}: {answer.reason}"], Counter()
             faults += answer[0]
             happened.update(answer[1])
+            hundreds.setdefault(task.start // 100, Counter()).update(answer[1])
             bar.step(f"{happened['traces']} traces", bool(answer[0]))
+    least = {name: min(each[name] for each in hundreds.values()) for name in GUESSED}
+    if args.traces >= 100:
+        faults += [f"{name}: {count} in some hundred" for name, count in least.items() if not count]
     doc = {
         **{**document.head(), "device": asdict(device)},
+        "least_in_a_hundred": least,
         **{"first": args.first, "traces": args.traces, "differing": len(faults)},
         "faults": faults[:100],
         "switches": {name: happened.pop(name, 0) for name in combinations()},

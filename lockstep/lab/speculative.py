@@ -1,32 +1,42 @@
-"""Speculation under the lab: drafts that are the target with noise on its weights, so that they
-are right sometimes and wrong sometimes, and the options of the ways to draft.
+"""Speculation under the lab: drafts that are right sometimes and wrong sometimes, the target with
+noise on its weights or a random head that shares its noise, and the options of the ways to draft.
 
-Knows tiny models; the engine's recipes, the fuzzer and tests use it.
+A `Recorder` keeps what a draft has proposed: it is a function of the tokens and the parameters, and
+of nothing that happened before. Knows tiny models; the engine's recipes, the fuzzer and tests use
+it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.lab import table
 from lockstep.lab.options import CPU, Device
-from lockstep.lab.tiny import EOS, Tiny, assembled, loaded
+from lockstep.lab.tiny import COMMON, EOS, Tiny, assembled, loaded
 from lockstep.models.loader import Loaded
-from lockstep.spec import draft_model
-from lockstep.spec.draft import DraftModel, DraftSetup
+from lockstep.nn.source import WeightSource
+from lockstep.sched.request import DraftTree
+from lockstep.spec import draft_model, eagle, eagle3
+from lockstep.spec.draft import Draft, DraftModel, DraftRequest, DraftSetup, SettledStep
+from lockstep.spec.model_draft import ModelDraft
 
 NOISE = 0.05  # of a weight's size, on every weight of a draft
-NGRAM: dict[str, Any] = {"speculative_algorithm": "ngram", "speculative_num_steps": 4}
-CHAIN: dict[str, Any] = {
-    "speculative_algorithm": "draft",
-    "speculative_draft_model": "the target with noise",
-    "speculative_num_steps": 3,
+HEAD_NOISE = 0.3  # the same, on most weights of a head
+OPTIONS: dict[str, dict[str, Any]] = table("speculative.toml")["tiny"]
+NGRAM, CHAIN, EAGLE, EAGLE3, WIDE = OPTIONS.values()
+TREE, EAGLE3_TREE = CHAIN | WIDE, EAGLE3 | WIDE
+HEADS = {
+    "eagle": eagle.LAYOUT,
+    "eagle3": eagle.Layout(
+        eagle3.ARCHITECTURE, eagle3.fused_layers, eagle3.draft_vocab, eagle3.build
+    ),
 }
-TREE: dict[str, Any] = {**CHAIN, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 9}
 
 
 @lru_cache(maxsize=16)
@@ -45,6 +55,84 @@ def noisy(tiny: Tiny, scale: float = NOISE, device: Device = CPU, seed: int = 17
     return assembled(tiny.stated, take, (EOS,), device)
 
 
+def head(setup: DraftSetup, device: Device, seed: int = 23) -> DraftModel:
+    """A head that says roughly what was said before: the token again, or what the target's last
+    state said. Tied embeddings like repeating, so it is right at times, with noise on its weights
+    wrong at others."""
+    layout, target = HEADS[str(setup.config.speculative_algorithm)], eagle.decoder(setup.target)
+    raw = {**COMMON, "eagle_config": {eagle3.LAYERS: [0, 1, 1]}}
+    spec = eagle.describe(raw, SimpleNamespace(**raw), setup.target, layout)
+    generator = torch.Generator().manual_seed(seed)
+
+    def take(name: str, shape: tuple[int, ...]) -> Tensor:
+        size = 1.0 if "self_attn" in name else HEAD_NOISE  # so that every key matters
+        weight = size * torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+        if "norm" in name:
+            weight += 1
+        if name == "fc.weight":  # EAGLE: of embedding and state the first; EAGLE-3: the last state
+            copied = weight[:, : shape[0]] if layout is eagle.LAYOUT else weight[:, -shape[0] :]
+            copied += torch.eye(shape[0])
+        if name == "lm_head.weight":
+            weight += target.embedding.weight.float().cpu()
+        return weight.to(device.compute).float().to(device.place)
+
+    return layout.build(spec, WeightSource(take, lambda _: None, (), device.ops), target, setup)
+
+
 def drafts(tiny: Tiny, device: Device = CPU) -> Callable[[DraftSetup], DraftModel]:
     """How an engine of a tiny model loads its draft."""
-    return lambda setup: draft_model.of(noisy(tiny, device=device), setup)
+
+    def load(setup: DraftSetup) -> DraftModel:
+        if setup.config.speculative_algorithm in HEADS:
+            return head(setup, device)
+        return draft_model.of(noisy(tiny, device=device), setup)
+
+    return load
+
+
+class Heard:
+    """A draft model whose logits are kept in `said`."""
+
+    def __init__(self, model: DraftModel, said: list[Tensor]) -> None:
+        self.model, self.said = model, said
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self.said.append(self.model.logits(hidden))
+        return self.said[-1]
+
+
+class Recorder:
+    """A draft that is watched. `known`: what was proposed before behind the same tokens, with the
+    same parameters and of the same size, and the bits of the first guess's logits; `differing`:
+    what was proposed otherwise since."""
+
+    def __init__(self, draft: Draft, known: dict[Any, Any]) -> None:
+        self.draft, self.knows_chances, self.known = draft, draft.knows_chances, known
+        self.differing: list[str] = []
+        self.said: list[Tensor] = []
+        if isinstance(draft, ModelDraft):
+            draft.model = Heard(draft.model, self.said)  # type: ignore[assignment]
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        self.said.clear()
+        trees = self.draft.propose(requests)
+        asks = [i for i, tree in enumerate(trees) if tree.token_ids]
+        bits = dict.fromkeys(range(len(trees)), b"")
+        if self.said and len(self.said[0]) == len(asks):
+            rows = self.said[0].cpu().numpy()
+            bits |= {i: row.tobytes() for i, row in zip(asks, rows, strict=True)}
+        for i, (ask, tree) in enumerate(zip(requests, trees, strict=True)):
+            if min(tree.token_ids, default=0) < 0:  # they have no values yet
+                continue
+            tokens, prompt_len = tuple(ask.request.tokens), len(ask.request.spec.prompt)
+            known, heard = self.known.setdefault((tokens, prompt_len, *ask[1:]), (tree, bits[i]))
+            if tree != known or (bits[i] != heard and bits[i] and heard):
+                behind = f"behind {len(tokens)} tokens of request {ask.request.arrival}"
+                self.differing.append(f"{behind}: {tree.token_ids}, before {known.token_ids}")
+        return trees
+
+    def observe(self, settled: SettledStep) -> None:
+        self.draft.observe(settled)

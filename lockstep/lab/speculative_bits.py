@@ -16,8 +16,8 @@ import sysconfig
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lockstep.config import EngineConfig
-from lockstep.lab import document, isolate
+from lockstep.lab import document, isolate, table
 from lockstep.llm.api import LLM
 from lockstep.llm.engine import BUILTIN, Engine, Parts, load
 from lockstep.llm.output import Output
@@ -39,37 +39,10 @@ BLOCK_S = 1800.0  # a block that takes longer has hung
 NOISE, SEED = 0.15, 11  # of the draft model's weights
 LEAST_SHARE = 0.05  # of drafted tokens, accepted and rejected
 GREEDY = SamplingParams(max_tokens=64, temperature=0, logprobs=True, ignore_eos=True)
-WISHES = {
-    "T 0": GREEDY,
-    "T 0.7": replace(GREEDY, temperature=0.7),
-    "T 1.0, top-p 0.9, penalties": replace(
-        GREEDY,
-        temperature=1.0,
-        top_p=0.9,
-        presence_penalty=0.2,
-        frequency_penalty=0.1,
-        repetition_penalty=1.05,
-    ),
-}
+TABLE = table("speculative.toml")
+WISHES = {name: replace(GREEDY, **wish) for name, wish in TABLE["wishes"].items()}
+DRAFTS: dict[str, dict[str, Any]] = TABLE["drafts"]
 COUNTS = ("tokens", "differing_tokens", "differing_logprobs", "drafted", "accepted", "verify_steps")
-EAGLE3 = {"speculative_algorithm": "eagle3", "speculative_num_steps": 3}
-DRAFTS: dict[str, dict[str, Any]] = {
-    "ngram": {"speculative_algorithm": "ngram", "speculative_num_steps": 4},
-    "draft": {"speculative_algorithm": "draft", "speculative_num_steps": 3},
-    "eagle3 chain": EAGLE3,
-    "eagle3 tree": {**EAGLE3, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8},
-}
-
-
-@dataclass(frozen=True)
-class Block:
-    """Some prompts by every draft; the draft model lies in `folder`."""
-
-    prompts: range
-    drafts: tuple[str, ...]
-    folder: str
-
-
 Counts = dict[str, int]  # of a column, by name
 
 
@@ -83,20 +56,19 @@ def command(args: Namespace) -> int:
     blocks = {} if args.source is None else earlier(args.source, args.prompts, chosen)
     doc |= {"blocks": blocks, **judged(blocks), "seconds": 0.0}
     firsts = [n for n in range(0, args.prompts, BLOCK) if str(n) not in blocks]
-    with Progress(len(firsts), "lab bits") as bar, TemporaryDirectory() as folder:
+    todo = [range(first, min(first + BLOCK, args.prompts)) for first in firsts]
+    with Progress(len(todo), "lab bits") as bar, TemporaryDirectory() as folder:
         noisy_folder(Path(folder))
-        ends = [min(first + BLOCK, args.prompts) for first in firsts]
-        ranges = map(range, firsts, ends)
-        todo = [Block(each, tuple(chosen), folder) for each in ranges]
-        for block, answer in isolate.run(play, todo, args.workers, lambda _: BLOCK_S):
+        play_one = partial(play, drafts=chosen, folder=folder)
+        for block, answer in isolate.run(play_one, todo, args.workers, lambda _: BLOCK_S):
             if isinstance(answer, isolate.Died):
                 raise RuleError("a block of prompts is computed", answer.reason, "Run it again")
-            blocks[str(block.prompts.start)] = answer
+            blocks[str(block.start)] = answer
             doc |= {**judged(blocks), "seconds": round(time.perf_counter() - begin, 1)}
             if args.json not in (None, "-"):
                 document.write(doc, args.json)
             bar.step(f"{len(blocks) * BLOCK} prompts", bool(doc["faults"]))
-    document.publish(args, doc, [*table(doc["columns"]), *doc["faults"]])
+    document.publish(args, doc, [*lines(doc["columns"]), *doc["faults"]])
     return int(bool(doc["faults"]))
 
 
@@ -117,12 +89,12 @@ def parts() -> Parts:
     return load(EngineConfig(device="cpu"))
 
 
-def play(block: Block) -> dict[str, Counts]:
-    """What every draft's column has of a block."""
-    requests = wanted(block.prompts)
+def play(block: range, drafts: Sequence[str], folder: str) -> dict[str, Counts]:
+    """What every draft's column has of some prompts; the draft model lies in a folder."""
+    requests = wanted(block)
     want, found = answers(parts(), requests, {}), dict[str, Counts]()
-    for draft in block.drafts:
-        got = answers(parts(), requests, options_of(draft, block.folder))
+    for draft in drafts:
+        got = answers(parts(), requests, options_of(draft, folder))
         for wish in WISHES:
             found[f"{draft}; {wish}"] = compared(wish, requests, got, want)
     return found
@@ -144,24 +116,19 @@ def picked(names: str) -> list[str]:
     return chosen
 
 
-def prompts(numbers: Iterable[int]) -> dict[int, str]:
-    """Pieces of the standard library: which one is a function of its number."""
+def prompt(number: int) -> str:
+    """A piece of the standard library: which one is a function of the number."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    out: dict[int, str] = {}
-    for i in numbers:
-        text = files[7 * i % len(files)].read_text("utf-8", "replace")
-        rng = random.Random(i)
-        at = rng.randrange(max(1, len(text) - 600))
-        out[i] = text[at : at + rng.randrange(40, 400)] or "import os\n"
-    return out
+    text = files[7 * number % len(files)].read_text("utf-8", "replace")
+    rng = random.Random(number)
+    at = rng.randrange(max(1, len(text) - 600))
+    return text[at : at + rng.randrange(40, 400)] or "import os\n"
 
 
 def wanted(numbers: Iterable[int]) -> list[tuple[str, str, SamplingParams]]:
     """(text, name of the wish, wish) of every request, in an order that mixes them."""
     requests = [
-        (text, name, replace(wish, seed=i))
-        for i, text in prompts(numbers).items()
-        for name, wish in WISHES.items()
+        (prompt(i), name, replace(wish, seed=i)) for i in numbers for name, wish in WISHES.items()
     ]
     random.Random(5).shuffle(requests)
     return requests
@@ -231,7 +198,7 @@ def faults(found: dict[str, Any]) -> list[str]:
     return out
 
 
-def table(columns: Sequence[dict[str, Any]]) -> list[str]:
+def lines(columns: Sequence[dict[str, Any]]) -> list[str]:
     """One line per column."""
     names = ["draft", "sampled", "tokens", "differing_tokens", "differing_logprobs"]
     names += ["drafted", "accepted", "tokens_per_verify"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from lockstep.lab.engine_harness import EngineHarness, engine_recipe
+from lockstep.lab.engine_harness import EngineHarness
 from lockstep.lab.engine_recipes import (
     CUT,
     GREEDY,
@@ -23,10 +23,9 @@ from lockstep.lab.engine_recipes import (
     orders_of,
 )
 from lockstep.lab.recompute import Order
-from lockstep.lab.speculative import CHAIN, NGRAM, TREE
+from lockstep.lab.speculative import CHAIN, EAGLE, EAGLE3, EAGLE3_TREE, NGRAM, TREE
 from lockstep.lab.tiny import CONTEXT, EOS, words
 
-BOTH = ("accepted_drafts", "rejected_drafts")
 LONG = replace(PLAIN, max_tokens=20, temperature=0.4)
 # every token is penalised away by the one before it, so that guesses are right and depend on it
 CYCLING = replace(
@@ -45,12 +44,8 @@ def shape(steps: int, top_k: int) -> Options:
     return {**CHAIN, "speculative_num_steps": steps, **(tree if top_k > 1 else {})}
 
 
-@engine_recipe("engine-ngram", *BOTH, "batched_steps", "forked")
 def ngram(rig: EngineHarness, quick: bool) -> None:
-    """Guesses from the text itself.
-
-    Texts that repeat, greedy beside sampled beside penalised, in pages of any size.
-    """
+    """Texts that repeat, greedy beside sampled beside penalised, in pages of any size."""
     block = words(9, 1)
     repeating = [
         Order(block * 3 + block[:2], replace(GREEDY, max_tokens=24)),
@@ -63,34 +58,22 @@ def ngram(rig: EngineHarness, quick: bool) -> None:
     rig.story("speculative", repeating, overlap=True, **NGRAM)
 
 
-@engine_recipe("engine-draft", *BOTH, "batched_steps", "forked", "chunks")
 def chain(rig: EngineHarness, quick: bool) -> None:
-    """Chains of a draft model.
-
-    One, three and seven steps deep, in pages of any size, with prompts in chunks.
-    """
+    """One, three and seven steps deep, in pages of any size, with prompts in chunks."""
     for steps, size in ((3, 2),) if quick else product((1, 3, 7), (1, 2, 16)):
         rig.story("speculative", MIXED, page_size=size, chunked_prefill_size=29, **shape(steps, 1))
 
 
-@engine_recipe("engine-tree", *BOTH, "batched_steps", "forked")
 def tree(rig: EngineHarness, quick: bool) -> None:
-    """Trees of a draft model.
-
-    The best two and the best eight tokens behind each, one, three and seven steps deep.
-    """
+    """The best two and the best eight tokens behind each, one, three and seven steps deep."""
     cases = ((2, 3, 2),) if quick else product((2, 8), (1, 3, 7), (1, 2, 16))
     for top_k, steps, size in cases:
         rig.story("speculative", MIXED, page_size=size, **shape(steps, top_k))
 
 
-@engine_recipe("engine-guessed-end", *BOTH, "stopped", "eos", "context_ends")
 def ends(rig: EngineHarness, quick: bool) -> None:
-    """Ends among accepted tokens.
-
-    Stop strings, stop tokens, EOS, max_tokens and the end of the context, one request after the
-    other while its neighbours go on.
-    """
+    """Stop strings, stop tokens, EOS, max_tokens and the end of the context, one request after the
+    other while its neighbours go on."""
     near = CONTEXT - 6
     orders = [
         Order(words(8, 2), replace(LONG, stop=tuple("etaoinsh"), min_tokens=5)),
@@ -106,13 +89,9 @@ def ends(rig: EngineHarness, quick: bool) -> None:
         rig.counters["context_ends"] += len(outs[-1].token_ids) == CONTEXT - near
 
 
-@engine_recipe("engine-guessed-loss", *BOTH, "preempted", "aborted", "hit_tokens", "late_ids")
 def losses(rig: EngineHarness, quick: bool) -> None:
-    """Pages lost and neighbours that leave.
-
-    With nodes on their way: preempted after every second step, aborted, short of pages, settled
-    late, and found again in the cache.
-    """
+    """With nodes on their way: preempted after every second step, aborted, short of pages, settled
+    late, and found again in the cache."""
     stem = words(26, 12)
     orders = [
         Order((*stem, 3), replace(PENALISED, max_tokens=16)),
@@ -128,4 +107,19 @@ def losses(rig: EngineHarness, quick: bool) -> None:
         rig.story("speculative", orders, overlap=True, **tight, **options)
 
 
-SPECULATIVE = (ngram, chain, tree, ends, losses)
+def heads(rig: EngineHarness, quick: bool) -> None:
+    """Prompts that differ in the token behind a whole page, that fill their pages and fork: whole
+    and cold; in chunks, found in the cache and two at a time; preempted after every second step."""
+    stem = words(16, 7)
+    orders = [
+        Order((*stem, 3), replace(LONG, seed=1)),
+        Order((*stem, 4, 9), replace(LONG, seed=2), at=7),
+        Order(stem, replace(THREE, max_tokens=9), at=9),
+        Order((*stem, 5), replace(LONG, seed=3), at=14),
+        Order((*stem, *stem, 8), replace(GREEDY, max_tokens=14), at=16),
+    ]
+    for options in (EAGLE3, EAGLE3_TREE) if quick else (EAGLE, EAGLE3, EAGLE3_TREE):
+        rig.story("speculative", orders, page_size=4, disable_radix_cache=True, **options)
+        few: Options = {"chunked_prefill_size": 7, "max_running_requests": 2}
+        rig.story("speculative", orders, page_size=4, **few, **options)
+        rig.story("speculative", orders, every_second, page_size=2, **options)

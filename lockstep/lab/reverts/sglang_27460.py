@@ -1,0 +1,44 @@
+"""The room for draft key lists of latent attention was computed without the number of branches.
+
+Summary:
+The same error as in the dense backend (`sglang-27338`), in the latent one, where it was found
+later: the buffer has one row per request, not one per branch.
+Motivation:
+A fix is made where the report came from; the copy beside it looks different enough to be missed.
+Mechanism:
+1. A request needs branches * length entries; its row offers length.
+2. The lists of later branches run over the end of the row.
+3. What does not fit is cut: these branches read slot 0.
+Key functions:
+The draft graph buffers (kv_indices) of SGLang's FlashInfer MLA backend. Here
+`plan.build.tail_slots`, one text for every layout; the revert breaks it for latent groups alone.
+Symptom:
+Drafts of a latent model with foreign keys; later NaN or an illegal access.
+Risk and impact:
+Memory corruption in a captured buffer, of one family of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.plan.build import BatchWork
+from lockstep.types import GroupSpec, Layout
+
+SOURCE = "sgl-project/sglang#27460"
+TARGET = "lockstep.plan.build:tail_slots"
+CELLS = ("draft-decode/latent",)
+RELATED = ("sglang-27338", "sglang-27360")
+
+
+def revert(old: Callable[..., Any]) -> Callable[..., Any]:
+    def tail_slots(spec: GroupSpec, g: int, work: BatchWork, rows: Any) -> Any:
+        slots = old(spec, g, work, rows)
+        for begin, end in zip(rows.q_indptr, rows.q_indptr[1:], strict=False):
+            if spec.layout is Layout.LATENT and end > begin:
+                first = rows.tail_indptr[begin + 1]
+                slots[first : rows.tail_indptr[end]] = 0
+        return slots
+
+    return tail_slots
