@@ -18,9 +18,10 @@ from lockstep.llm import rows as launches
 from lockstep.llm.engine import Engine
 from lockstep.llm.output import Speculated
 from lockstep.plan.bucket import Buckets
-from lockstep.run.kind import DRAFT, EXTEND, VERIFY
+from lockstep.run.kind import DRAFT, EXTEND, GENERATE, VERIFY
 from lockstep.run.runner import GUESSES
 from lockstep.sample.params import SamplingParams
+from lockstep.spec import select as drafting
 from lockstep.spec import speculation as speculations
 
 WISH = SamplingParams(max_tokens=21, temperature=0.5, logprobs=1, ignore_eos=True)
@@ -60,12 +61,16 @@ def made(tiny: Tiny, overlap: bool = False, **options: Any) -> Engine:
     return Engine(EngineConfig.from_names({"max_running_requests": 8, **names}), model, overlap)
 
 
-def recorded(tiny: Tiny, overlap: bool, **how: Any) -> Engine:
+def recorded(tiny: Tiny, overlap: bool, monkeypatch: pytest.MonkeyPatch, **how: Any) -> Engine:
     """As on a GPU: decoding, drafting and verifying steps have buckets, and launches sample."""
     engine = made(tiny, overlap, graphs=True, **how)
     speculation = engine.speculation
     engine.on_gpu, speculation.adaptive, speculation.even = True, False, True
     engine.runner.buckets = Buckets.for_decoding(8, 64, 600, speculation.shape.widths)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    target = engine.kinds[GENERATE]
+    for launch in drafting.launches(engine.config, target, engine.draft_model):
+        engine.runner.capture(launch.kind, print, launch.width, launch.every)
     return engine
 
 
@@ -77,13 +82,17 @@ def test_steps_that_draft_extend_and_verify_are_replayed(tiny, how, overlap, mon
     monkeypatch.setattr(launches, "on_host", torch.clone)
     for asked in (ASKED, (*ASKED, PENALISED)):
         want, _ = answers(made(tiny), asked)
-        engine = recorded(tiny, overlap, **how)
+        engine = recorded(tiny, overlap, monkeypatch, **how)
+        captured = len(engine.runner.tapes)
         got, counts = answers(engine, asked)
         assert [each[:2] for each in got] == [each[:2] for each in want]
         assert counts.accepted >= 3 and counts.drafted - counts.accepted >= 3, counts
         replays = engine.runner.replays()
         kinds = (VERIFY,) if how is NGRAM else (VERIFY, EXTEND, DRAFT)
         assert all(replays[kind] > 0 for kind in kinds), replays
+        if overlap and how is not TREE and asked is ASKED:  # but for prompts, and the end
+            late = [each.called for each in list(engine.runner.tapes)[captured:]]
+            assert not {*late} & {DRAFT, EXTEND, VERIFY}, late
 
 
 @pytest.mark.parametrize("penalised", [False, True])
@@ -114,6 +123,15 @@ def test_chains_of_a_recorded_step_are_as_long_as_the_longest():
         speculations.DraftTree((), ()),
         speculations.DraftTree((5,), (0,)),
     ]
-    evened = speculations.evened(asks, trees)
+    shape = speculations.TreeShape(5)
+    assert shape.widths == (1, 2, 4, 6) and [shape.rounded(n) for n in range(6)] == [
+        0,
+        1,
+        3,
+        3,
+        5,
+        5,
+    ]
+    evened = speculations.evened(asks, trees, shape)
     assert [tree.token_ids for tree in evened] == [(7, 8, 9), (0, 0), (5, 0, 0)]
     assert all(tree.chain for tree in evened)

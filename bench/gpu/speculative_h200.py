@@ -26,6 +26,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,35 +34,22 @@ import torch
 from engine_h200 import COMMON, MODELS
 
 from lockstep.config import EngineConfig
-from lockstep.lab.oracle_draft import Oracle
+from lockstep.lab.oracle_draft import OPTIONS, RIGHT, Oracle, random_head
 from lockstep.llm.engine import Engine, load
 from lockstep.llm.generation import Generation
 from lockstep.sample.params import SamplingParams
 
 PROMPT, NEW, SKIP, WINDOW, FIRST = 512, 320, 16, 192, 64
-STEPS, RIGHT = 3, 0.8105  # 1 + a + a^2 + a^3 = 3.0
 MUST = {1: 2.0, 64: 1.4, 256: 0.97}
 ERRS_MUST = 0.95
-HEAD = {
-    **{"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"},
-    **{"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 1},
-    **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
-    **{"vocab_size": 151936, "draft_vocab_size": 32000, "max_position_embeddings": 40960},
-    **{"hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False, "mlp_bias": False},
-    **{"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-    **{"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False},
-    "lockstep_states_every_field": True,
-}
 
 
 def config_of(folder: str, batch: int) -> EngineConfig:
     model = COMMON | MODELS["8b"]
     model["layer_types"] = ["full_attention"] * model["num_hidden_layers"]
-    for name, config in (("model", model), ("head", HEAD)):
-        Path(folder, name).mkdir(exist_ok=True)
-        Path(folder, name, "config.json").write_text(json.dumps(config))
+    Path(folder, "config.json").write_text(json.dumps(model))
     return EngineConfig(
-        model=f"{folder}/model",
+        model=folder,
         device="cuda",
         load_format="dummy",
         max_running_requests=batch,
@@ -247,12 +235,8 @@ def main() -> int:
     for batch in map(int, args.batches.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             config = config_of(folder, batch)
-            parts = parts or load(config)
-            given = {"speculative_algorithm": "eagle3", "speculative_num_steps": STEPS}
-            given |= {"speculative_draft_model": f"{folder}/head"}
-            plain = Engine(config, parts)
-            named = {n: getattr(config, n) for n in config.__dataclass_fields__}
-            engine = Engine(EngineConfig.from_names({**named, **given}), parts)
+            parts = parts or replace(load(config), draft=random_head)
+            plain, engine = (Engine(each, parts) for each in (config, replace(config, **OPTIONS)))
         print(f"at {time.perf_counter() - begin:.0f} s: batch {batch}", flush=True)
         engine.speculation.adaptive = not args.fixed
         want = whole(plain, batch)

@@ -21,7 +21,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from lockstep.bench import results
+from lockstep.bench import gpu, results
 from lockstep.bench.machine import alternate, note, place, set_threads, tell
 from lockstep.bench.results import Result, result
 from lockstep.config import EngineConfig
@@ -72,6 +72,8 @@ def spoil(draft: Draft) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, writes. 1 if a target is missed or not judged."""
+    if args.device == "cuda":
+        return gpu.run("speculative", args)
     chosen = picked(args.row)
     threads, parts = set_threads(args.threads), load(EngineConfig(device="cpu"))
     runs = args.repeat or (1 if args.quick else 3)

@@ -166,7 +166,8 @@ class Engine:
         # a step that has happened, until its generations have it all
         self._settled: StepResult | None = None
         if graphs and self.on_gpu and GENERATE in self.kinds:
-            self.runner.capture(self.kinds[GENERATE], say)
+            for launch in drafts.launches(config, self.kinds[GENERATE], self.draft_model):
+                self.runner.capture(launch.kind, say, launch.width, launch.every)
 
     @property
     def busy(self) -> bool:

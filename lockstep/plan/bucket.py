@@ -45,16 +45,21 @@ class Buckets:
         sizes = (*(n for n in DECODING if n < most), end)
         return Buckets(sizes, widths=widths, request_pages=request_pages, most_pages=most_pages)
 
-    def decode(self, specs: Sequence[GroupSpec], requests: int) -> Bucket:
-        """The bucket of so many requests with one row each."""
+    def decode(
+        self, specs: Sequence[GroupSpec], requests: int, width: int = 1, every: bool = False
+    ) -> Bucket:
+        """The bucket of so many requests with `width` rows each, of which every one is emitted, or
+        the last."""
+        tokens, pages = requests * width, [-(-width // spec.page_size) for spec in specs]
+        held = zip(pages, specs, strict=True)
         return Bucket(
             requests=requests,
-            tokens=requests,
-            width=1,
-            emits=self._round(requests, "emits"),
+            tokens=tokens,
+            width=width,
+            emits=tokens if every else self._round(requests, "emits"),
             tail=0,
-            pages=tuple(self._pages(requests, requests, spec) for spec in specs),
-            writes=tuple(requests if spec.layout is not Layout.CROSS else 0 for spec in specs),
+            pages=tuple(self._pages(requests * each, requests, spec) for each, spec in held),
+            writes=tuple(tokens if spec.layout is not Layout.CROSS else 0 for spec in specs),
             moves=(0,) * len(specs),
         )
 

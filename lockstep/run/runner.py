@@ -171,8 +171,7 @@ class Runner:
             sampled = torch.stack(self.ops.sample_tokens(logits, *how))
             return output._replace(logits=logits, sampled=sampled)
 
-        widths = self.buckets.widths if self.even and self.buckets else (1,)
-        if not self.graphs or (self.studio and not captures(layout.bucket, widths)):
+        if not self.graphs or (self.studio and not captures(layout.bucket, self.widths)):
             return launch().only(plan.real)
         buffers = planner_buffers(layout, views, variants, self.backend)
         cuts = settings.cuts if settings else None
@@ -180,9 +179,14 @@ class Runner:
         return self._recorded(signature, launch).only(plan.real)
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """Rows of each request in steps that a graph is captured of."""
+        return (self.buckets and self.buckets.widths) or (1,)
+
+    @property
     def even(self) -> bool:
         """Whether drafts are verified by recorded launches: all requests have as many rows then."""
-        return self.buckets is not None and len(self.buckets.widths) > 1
+        return len(self.widths) > 1
 
     def _views_of(self, layout: ImageLayout, image: Tensor) -> tuple[PlanArrays, ...]:
         place = layout, image.data_ptr()
@@ -218,23 +222,30 @@ class Runner:
             return plan
         return pad(plan, buckets.fit(plan))
 
-    def capture(self, kind: StepKind, say: Callable[[str], None]) -> None:
-        """Records the decoding steps of a kind, the largest first; `say` is told of each."""
+    def capture(
+        self, kind: StepKind, say: Callable[[str], None], width: int = 1, every: bool = False
+    ) -> None:
+        """Records steps of a kind with `width` rows of every request, all of them emitted or the
+        last, the largest first, with requests in page 0 alone; `say` is told of each."""
         buckets = self.buckets
         if buckets is None:
             return
         sizes = buckets.grid("requests")
         for at, n in enumerate(reversed(sizes), 1):
-            plan = pad(build(kind.specs, ()), buckets.decode(kind.specs, n))
-            how = Settings(torch.zeros(n, FLOATS), torch.zeros(n, INTS, dtype=torch.int64), False)
+            plan = pad(build(kind.specs, ()), buckets.decode(kind.specs, n, width, every))
+            emits = plan.bucket.emits
+            ints = torch.zeros(emits, INTS, dtype=torch.int64)
+            how = Settings(torch.zeros(emits, FLOATS), ints, False)
             self.run(plan, (), kind, how)
             layout, last = layout_of(plan, self.backend), next(reversed(self.tapes))
             each = self._all(layout, last.variants) if self.studio else [()]
             for wider in range(1, max(map(len, each))):
                 self.run(plan, (), kind, how, wider)
             free = torch.cuda.mem_get_info()[0]
-            about = f"{n} requests, {len(self.tapes)} so far, {free:,} B of the GPU free"
-            say(f"graphs {at} of {len(sizes)}: {about}")
+            rows = f"{n} requests" if width == 1 else f"{n} requests with {width} rows"
+            about = f"{rows}, {len(self.tapes)} so far, {free:,} B of the GPU free"
+            named = "" if kind.name == GENERATE else f" of {kind.name}"
+            say(f"graphs{named} {at} of {len(sizes)}: {about}")
 
     def replays(self) -> Counter[str]:
         """Launches that were replayed, by what their steps are called."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import NamedTuple
 
 from lockstep.attention.base import Backend
 from lockstep.attention.select import refusal
 from lockstep.config import EngineConfig
 from lockstep.models.loader import Info, Loaded
-from lockstep.run.kind import group_specs, kinds_of
+from lockstep.run.kind import StepKind, group_specs, kinds_of
 from lockstep.run.runner import Runner
 from lockstep.spec.draft import DraftModel, DraftSetup
 from lockstep.spec.model_draft import ModelDraft
@@ -74,6 +75,25 @@ def load(
             rule = "the target's attention backend computes the draft's layers too"
             raise RuleError(rule, reason, "Use another draft, or another backend")
     return draft
+
+
+class Launches(NamedTuple):
+    """Steps that are recorded when an engine starts: `width` rows of each request, of which every
+    one is emitted, or the last."""
+
+    kind: StepKind
+    width: int = 1
+    every: bool = False
+
+
+def launches(config: EngineConfig, target: StepKind, model: DraftModel | None) -> list[Launches]:
+    """Of the target, and of chains and what verifies them; those of trees when they come."""
+    found = [Launches(target)]
+    if config.speculative_algorithm is not None and (shape := shape_of(config)).top_k == 1:
+        found += [Launches(target, width, every=True) for width in shape.widths[1:]]
+        if model is not None:
+            found += [Launches(model.kind), Launches(model.extend, shape.steps + 1)]
+    return found
 
 
 def speculation(

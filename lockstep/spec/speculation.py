@@ -50,10 +50,16 @@ class TreeShape:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Rows that a request may have in steps that decode, draft, extend and verify."""
+        """Rows that a request may have in steps that decode, draft, extend and verify, where these
+        are recorded: few."""
+        whole = {1, self.steps + 1}
         if self.top_k == 1:
-            return tuple(range(1, self.steps + 2))
-        return tuple(sorted({1, self.top_k, self.steps + 1, self.nodes + 1}))
+            return tuple(sorted({2, 4, 8, *whole} & {*range(self.steps + 2)}))
+        return tuple(sorted({*whole, self.top_k, self.nodes + 1}))
+
+    def rounded(self, steps: int) -> int:
+        """A chain so long, or longer, whose rows are among them."""
+        return next(width for width in self.widths if width > steps) - 1
 
     def scratch(self, nodes: int) -> int:
         """Nodes that a request needs room for, of the target's tree or of the draft's own."""
@@ -100,7 +106,7 @@ class Speculation:
         asks = [ask._replace(go_on=go_on) for ask in asks]
         trees = self.draft.propose(asks) if asks else []
         if self.even:
-            trees = evened(asks, trees)
+            trees = evened(asks, trees, self.shape)
         for ask, tree in zip(asks, trees, strict=True):
             if tree.token_ids:
                 ask.request.draft = tree
@@ -162,6 +168,8 @@ class Speculation:
         chosen = depths(acceptances, self.times, shape.steps, shape.nodes)
         if self.draft.knows_chances:  # and ends its chains by itself
             chosen = [shape.steps if steps else 0 for steps in chosen]
+        elif self.even and shape.top_k == 1:
+            chosen = [shape.rounded(steps) for steps in chosen]
         known = self.times.step_s(len(awake)) is not None
         wanted: dict[Request, int] = {}
         for request, acceptance, steps in zip(awake, acceptances, chosen, strict=True):
@@ -210,11 +218,13 @@ def deepest_node(rows: ScheduledRows) -> int:
     return max(map(len, paths(rows.parents or (), rows.new_len))) - 1
 
 
-def evened(asks: Sequence[DraftRequest], trees: Sequence[DraftTree]) -> list[DraftTree]:
+def evened(
+    asks: Sequence[DraftRequest], trees: Sequence[DraftTree], shape: TreeShape
+) -> list[DraftTree]:
     """Chains as long as the longest of them, with any token behind those that are shorter: so many
     rows of every request are a launch that was recorded. Trees are as they are."""
-    longest = max((len(tree.token_ids) for tree in trees), default=0)
-    out = []
+    longest, out = max((len(tree.token_ids) for tree in trees), default=0), list[DraftTree]()
+    longest = shape.rounded(longest) if shape.top_k == 1 else longest
     for ask, tree in zip(asks, trees, strict=True):
         missing = min(longest, ask.steps) - len(tree.token_ids)
         if missing > 0 and tree.chain:
