@@ -25,7 +25,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from lockstep.bench import curves, gpu, peers, results
+from lockstep.bench import curves, gpu, peers, results, speculative
 from lockstep.bench.contender import FULL, QUICK, Measures, Sizes
 from lockstep.bench.machine import Measure, Timing, alternate, note, place, set_threads, tell
 from lockstep.bench.peers import Batching, Peer
@@ -66,6 +66,8 @@ CASES = (
 def run(args: argparse.Namespace) -> int:
     """Measures, or reads what was measured; prints, writes. 1 if a target is missed or not
     judged."""
+    if args.speculative:
+        return speculative.run(args)
     if args.device == "cuda":
         return gpu.run("engine", args, "--gemm", args.gemm)
     document = bench(args) if args.source is None else read(args.source, COMMAND, *KEYS)

@@ -51,7 +51,13 @@ def command(args: Namespace) -> int:
     begin, chosen = time.perf_counter(), picked(args.speculative)
     doc = {
         **document.head(),
-        **{"prompts": args.prompts, "drafts": chosen, "noise": NOISE, "noise_seed": SEED},
+        **{
+            "prompts": args.prompts,
+            "device": args.device,
+            "drafts": chosen,
+            "noise": NOISE,
+            "noise_seed": SEED,
+        },
     }
     blocks = {} if args.source is None else earlier(args.source, args.prompts, chosen)
     doc |= {"blocks": blocks, **judged(blocks), "seconds": 0.0}
@@ -59,7 +65,7 @@ def command(args: Namespace) -> int:
     todo = [range(first, min(first + BLOCK, args.prompts)) for first in firsts]
     with Progress(len(todo), "lab bits") as bar, TemporaryDirectory() as folder:
         noisy_folder(Path(folder))
-        play_one = partial(play, drafts=chosen, folder=folder)
+        play_one = partial(play, drafts=chosen, folder=folder, device=args.device)
         for block, answer in isolate.run(play_one, todo, args.workers, lambda _: BLOCK_S):
             if isinstance(answer, isolate.Died):
                 raise RuleError("a block of prompts is computed", answer.reason, "Run it again")
@@ -84,17 +90,17 @@ def earlier(where: str, prompts: int, drafts: Sequence[str]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1)
-def parts() -> Parts:
+def parts(device: str) -> Parts:
     """The built-in model, once for a process."""
-    return load(EngineConfig(device="cpu"))
+    return load(EngineConfig(device=device))
 
 
-def play(block: range, drafts: Sequence[str], folder: str) -> dict[str, Counts]:
+def play(block: range, drafts: Sequence[str], folder: str, device: str) -> dict[str, Counts]:
     """What every draft's column has of some prompts; the draft model lies in a folder."""
     requests = wanted(block)
-    want, found = answers(parts(), requests, {}), dict[str, Counts]()
+    want, found = answers(parts(device), requests, {}), dict[str, Counts]()
     for draft in drafts:
-        got = answers(parts(), requests, options_of(draft, folder))
+        got = answers(parts(device), requests, options_of(draft, folder))
         for wish in WISHES:
             found[f"{draft}; {wish}"] = compared(wish, requests, got, want)
     return found
