@@ -97,6 +97,21 @@ def attend_split(
 
 
 @gluon.jit
+def packed(o):
+    """A thread's values in runs of four, and those of a warp side by side: how its state lies in
+    memory."""
+    x = gl.reshape(o, [4, 2, 8, 2, 32, 4, 2])
+    return gl.reshape(gl.permute(x, (4, 3, 0, 2, 5, 1, 6)), [ROWS * D // 4, 4])
+
+
+@gluon.jit
+def unpacked(x):
+    """The values that were `packed`."""
+    x = gl.permute(gl.reshape(x, [32, 2, 4, 8, 4, 2, 2]), (2, 5, 3, 1, 0, 4, 6))
+    return gl.convert_layout(gl.reshape(x, [ROWS, D]), VALUES)
+
+
+@gluon.jit
 def attend_item(
     q, q_rest, w_room, ring, rest, state, splits, it, c, g, seen, lo, hi, PAGE: gl.constexpr
 ):
@@ -105,9 +120,9 @@ def attend_item(
     M = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
     L = gl.zeros_like(M)
     o = gl.zeros([ROWS, D], gl.float32, layout=VALUES)
-    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, VALUES))
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, VALUES))
-    own = state + r[:, None] * D + d[None, :]
+    PACKED: gl.constexpr = packed(o).type.layout
+    run = gl.arange(0, ROWS * D // 4, layout=gl.SliceLayout(1, PACKED))
+    own = state + 4 * run[:, None] + gl.arange(0, 4, layout=gl.SliceLayout(0, PACKED))[None, :]
     begin = it.begin
     split = it.split
     while begin < it.end:
@@ -117,12 +132,12 @@ def attend_item(
             PAGE,
         )  # fmt: skip
         if begin > it.begin:
-            M, L, o = fold(M, L, gl.load(own), m, l, o)
+            M, L, o = fold(M, L, unpacked(gl.load(own)), m, l, o)
         else:
             M = m
             L = l
         if end < it.end:
-            gl.store(own, o, eviction_policy="evict_last")
+            gl.store(own, packed(o), eviction_policy="evict_last")
         begin = end
         split += 1
     return M, L, o
