@@ -7,7 +7,7 @@ penalties. No certificate and no comparison of GEMMs at load, which launch thous
 says of it, it says of how Triton hands arguments over.
 
 usage: compute-sanitizer --tool memcheck --kernel-regex kns=_kernel \\
-           python tests/gpu_sanitize.py [--models NAME,NAME] [--graphs] [--control]
+           python tests/gpu_sanitize.py [--models NAME,NAME] [--graphs] [--control plain|sums]
 """
 
 from __future__ import annotations
@@ -45,7 +45,16 @@ KINDS = (
 
 
 @gluon.jit
-def first(out, a, b):
+def summed(x):
+    """By the four warps of a group, which meet at a barrier of their own."""
+    return gl.sum(x + gl.arange(0, 512, layout=gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def first(out, a, b, turns, SUMS: gl.constexpr):
+    for _ in range(0, turns):
+        if SUMS:
+            a = summed(a)
     gl.store(out + gl.program_id(0), a + b)
 
 
@@ -55,15 +64,20 @@ def second(out, a, b):
 
 
 @gluon.jit
-def control_kernel(out, given):
+def control_kernel(out, given, turns, SUMS: gl.constexpr):
     a, b = gl.load(given + gl.program_id(0)), gl.load(given)
-    gl.warp_specialize([(first, (out, a, b)), (second, (out, a, b))], [1], [40])
+    if SUMS:
+        b = summed(b)
+    gl.warp_specialize([(first, (out, a, b, turns, SUMS)), (second, (out, a, b))], [1], [40])
 
 
-def control() -> None:
-    """Two groups of warps, a number from each, handed over as any argument is."""
+def control(sums: bool) -> None:
+    """Two groups of warps, a number from each, handed over as any argument is. With `sums` the
+    first has barriers of its own, as every group that reduces has."""
     out = torch.zeros(16, dtype=torch.int32, device="cuda")
-    control_kernel[(8,)](out, torch.arange(3, 11, dtype=torch.int32, device="cuda"), num_warps=4)
+    given = torch.arange(3, 11, dtype=torch.int32, device="cuda")
+    for _ in range(4):
+        control_kernel[(8,)](out, given, 20, SUMS=sums, num_warps=4)
     print(f"control: {out.tolist()}", file=sys.stderr, flush=True)
 
 
@@ -92,10 +106,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default="qwen3,llama,deepseek_v3,gpt_oss")
     parser.add_argument("--graphs", action="store_true")
-    parser.add_argument("--control", action="store_true")
+    parser.add_argument("--control", choices=("plain", "sums"))
     args = parser.parse_args()
     if args.control:
-        return control()
+        return control(args.control == "sums")
     tuning.PREFILL_ITEMS = 1  # so that short prompts reach its kernel
     ops.GRID = (1, 16)  # rows whose GEMMs are compared at load
     for name in args.models.split(","):

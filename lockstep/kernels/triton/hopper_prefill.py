@@ -49,6 +49,7 @@ class Room:
     values: Ring
     mine: gl.shared_memory_descriptor
     other: gl.shared_memory_descriptor
+    blanked: gl.shared_memory_descriptor
     state: gl.shared_memory_descriptor
     staged: gl.shared_memory_descriptor
 
@@ -150,13 +151,21 @@ def step(
 
 @gluon.jit
 def last_values(
-    room, o, p, i, tiles, hi_all, TILE: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr
-):
-    """Values of an item's last tile, the i-th of all."""
+    room, o, p, i, nth, tiles, hi_all,
+    WG: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """Values of the last tile, the i-th of all, of this program's nth item. The first warpgroup
+    blanks for both. Nobody is an item ahead: queries are the next one's when both are here."""
+    if hi_all % PAGE != 0:
+        room.values.wait(i)
+        if WG == 0:
+            blank_page(room.values, i, hi_all - (tiles - 1) * TILE, TILE, D, PAGE)
+        else:
+            mbarrier.wait(room.blanked, nth & 1)
+    if WG == 0:
+        mbarrier.arrive(room.blanked)
     mbarrier.arrive(room.q_empty)  # the last scores of this item are done
     room.values.wait(i)
-    if hi_all % PAGE != 0:
-        blank_page(room.values, i, hi_all - (tiles - 1) * TILE, TILE, D, PAGE)
     o = warpgroup_mma(p, room.values.tile(i), o, is_async=True)
     o, p = warpgroup_mma_wait(0, deps=[o, p])
     room.values.release(i)
@@ -165,7 +174,7 @@ def last_values(
 
 @gluon.jit
 def attend_item(
-    room, splits, c, g, tiles, full, hi_all, pos,
+    room, splits, c, g, nth, tiles, full, hi_all, pos,
     WG: gl.constexpr, D: gl.constexpr, TILE: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     """All splits of an item, folded as they go; a split's first scores are under way with the
@@ -205,7 +214,7 @@ def attend_item(
         if end < tiles:
             o, p, m, l = step(room, o, p, m, l, c, g + end, end, pos, True, True, WG, TILE, LAYOUT)
         else:
-            o = last_values(room, o, p, g + end - 1, tiles, hi_all, TILE, D, PAGE)
+            o = last_values(room, o, p, g + end - 1, nth, tiles, hi_all, WG, TILE, D, PAGE)
         if begin > 0:
             M, L, o = fold(M, L, room.state.load(OUT), before_m, before_l, o)
         else:
@@ -258,7 +267,7 @@ def consumer(
         full = gl.minimum((pos0 + 1) // TILE, tiles)
         pos = pos0 + gl.arange(0, 64, layout=ROW)
         mbarrier.wait(room.q_full, nth & 1)
-        M, L, o = attend_item(room, splits, c, g, tiles, full, hi_all, pos, WG, D, TILE, PAGE)
+        M, L, o = attend_item(room, splits, c, g, nth, tiles, full, hi_all, pos, WG, D, TILE, PAGE)
         g += tiles
         row = row_begin + WG * 64
         write_rows(M, L, o, sink2, v_scale, room, out, lse, row, row_end, head, heads, D)
@@ -281,11 +290,12 @@ def prefill_kernel(
     state = staged._reinterpret(gl.float32, [2, 64, D], FOLD)
     q_full, q_empty = barriers(1, 1).index(0), barriers(1, 2).index(0)
     turn0, turn1 = barriers(1, 1).index(0), barriers(1, 1).index(0)
+    blanked = barriers(1, 1).index(0)
     fence_async_shared()
-    room0 = Room(q.index(0), q_full, q_empty, keys, values, turn0, turn1, state.index(0),
-                 staged.index(0))  # fmt: skip
-    room1 = Room(q.index(1), q_full, q_empty, keys, values, turn1, turn0, state.index(1),
-                 staged.index(2))  # fmt: skip
+    room0 = Room(q.index(0), q_full, q_empty, keys, values, turn0, turn1, blanked,
+                 state.index(0), staged.index(0))  # fmt: skip
+    room1 = Room(q.index(1), q_full, q_empty, keys, values, turn1, turn0, blanked,
+                 state.index(1), staged.index(2))  # fmt: skip
     splits = Splits(count0, len0, count1, len1, len2)
     gl.warp_specialize([
         (consumer, (room0, splits, out, lse, sinks2, items, c, v_scale, heads, work,
