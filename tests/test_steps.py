@@ -12,12 +12,13 @@ import torch
 
 from lockstep.config import EngineConfig
 from lockstep.lab import golden, interrupt
-from lockstep.lab.tiny import BART, QWEN3
+from lockstep.lab.tiny import BART, LLAMA, QWEN3
 from lockstep.llm import engine as engine_module
 from lockstep.llm.api import LLM
 from lockstep.llm.engine import Engine, load
 from lockstep.llm.generation import CompletionState
 from lockstep.sample.params import SamplingParams
+from lockstep.sched.decoding import Decoding
 from lockstep.types import RuleError
 
 PROMPT, OTHER = list(range(3, 25)), list(range(9, 21))
@@ -51,6 +52,26 @@ def lone(params, prompt=PROMPT, tiny=QWEN3):
     job = calm.add(prompt, params)
     (bits,) = finished(calm, job)
     return job, bits
+
+
+def test_who_decodes_is_looked_at_twice_a_page_and_no_end_takes_others_out(monkeypatch):
+    """Once for the next page, and once when the keys of the last one have settled."""
+    looks, look = [], Decoding.look
+
+    def counted(members, request, pages, until_len):
+        looks.append(request)
+        look(members, request, pages, until_len)
+
+    monkeypatch.setattr(Decoding, "look", counted)
+    roomy = {"page_size": 8, "max_total_tokens": 2048, "max_running_requests": 16}
+    late, count = engine(LLAMA, overlap=True, **roomy), 12
+    params = [replace(PARAMS, max_tokens=20 + i, seed=i, ignore_eos=True) for i in range(count)]
+    jobs = [late.add(PROMPT[: 5 + i], each) for i, each in enumerate(params)]
+    bits = finished(late, *jobs)
+    pages = sum((5 + 2 * i + 20) // 8 for i in range(count))
+    assert len(looks) <= 2 * pages + count, "and once at the beginning"
+    for i in (0, count - 1):
+        assert bits[i] == lone(params[i], PROMPT[: 5 + i], LLAMA)[1]
 
 
 # -- late settling ---------------------------------------------------------------------------------

@@ -136,6 +136,8 @@ class Scheduler:
                 if rows.parents is None or rows.chain:
                     table.drop_scratch()
             rows.request.launch(rows, batch.first_samples[i], step.number)
+            if rows.request.left <= 0:  # it only waits for its end, and holds nobody up
+                self._members.remove(rows.request)
 
     def settle(self, step: ScheduledStep, accepted: AcceptedTokens) -> list[Request]:
         """The step has run; `accepted` holds an entry for every sample of its requests, in order.
@@ -290,6 +292,7 @@ class Scheduler:
                 break
             held = policy.waits(request.held_until, self.settled)
             if not held and request.draft is None and self._secure(request, 1, ()):
+                self._store(request)  # what settled while it was inside
                 pages = request.table.views(self._groups)
                 members.look(request, pages, self._until_len(request))
                 continue
@@ -460,7 +463,7 @@ class Scheduler:
             reason = request.begin_item()
         if reason is not None:
             self._end(request, reason)
-        elif request.table is not None and request.decodes:
+        elif request.table is not None and request.decodes and request.left > 0:
             self._members.add(request)
         return [each for each in (request, *forks) if each.finish is not None]
 
