@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from lockstep import cli
 from lockstep.lab import golden
 from lockstep.lab.golden import MODELS
 from lockstep.models.loader import model_types
@@ -46,6 +48,22 @@ def test_a_changed_bit_a_lost_request_and_unknown_versions_are_told(tmp_path: Pa
     file.write_text(json.dumps({"another order": {}}))
     with pytest.raises(RuleError, match="the golden file has answers for order cpu-1"):
         golden.compare(file, answers)
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "message"),
+    [
+        ("none.json", "", "has answers for order cpu-1.*; got answers for nothing"),
+        ("", "", "the golden file is JSON"),
+        ("", "--write", "can be written; got --file .*Is a directory"),
+    ],
+)
+def test_a_file_that_is_none_is_found_out_before_the_work(
+    file: str, line: str, message: str, tmp_path: Path, monkeypatch, capsys
+):
+    monkeypatch.setattr(golden, "answers", lambda *_: pytest.fail("it was worked"))
+    assert cli.main(["lab", "golden", "--file", str(tmp_path / file), *line.split()]) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_answers_that_took_no_detour_are_not_recorded(tmp_path: Path):

@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep import LLM, SamplingParams, order
+from lockstep import LLM, SamplingParams, order, outfile
 from lockstep.lab import document, table
 from lockstep.lab.options import CPU, Device
 from lockstep.lab.tiny import configs, shapes
@@ -60,6 +60,11 @@ class GoldenRequest:
 def run(args: argparse.Namespace) -> int:
     """`lab golden`: compares, or adds; 1 if a bit has changed."""
     file, device = Path(args.file), Device.of(args.device, args.dtype)
+    if args.write:
+        outfile.check("--file", args.file)
+        read(file)
+    else:  # found out before the work, like the above
+        known(file, key(device))
     with Progress(1 + len(MODELS), "lab golden") as bar:
         found, counters = answers(bar.step, device)
     added = record(file, found, counters, key(device)) if args.write else 0
@@ -188,7 +193,7 @@ def read(file: Path) -> dict[str, Answers]:
     try:
         recorded: dict[str, Answers] = json.loads(file.read_text("utf-8")) if file.exists() else {}
         return recorded
-    except ValueError:
+    except (ValueError, OSError):
         remedy = "Take it from the repository"
         raise RuleError("the golden file is JSON", str(file), remedy) from None
 
@@ -198,27 +203,32 @@ def record(file: Path, found: Answers, counters: Mapping[str, int], mine: str | 
     if missed := ", ".join(path for path in PATHS if not counters.get(path)):
         raise RuleError("golden answers come by every path", f"none by {missed}", "Cramp it")
     recorded = read(file)
-    known = recorded.setdefault(mine or key(), {})
-    differing = differences(known, found)
+    there = recorded.setdefault(mine or key(), {})
+    differing = differences(there, found)
     if differing:
         remedy = "A changed bit is a new name of the order in order.py"
         raise RuleError("a recorded answer stays as it is", differing[0], remedy)
-    added = {name: answer for name, answer in found.items() if name not in known}
-    known.update(added)
+    added = {name: answer for name, answer in found.items() if name not in there}
+    there.update(added)
     file.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return len(added)
 
 
 def compare(file: Path, found: Answers, mine: str | None = None) -> list[str]:
     """What differs from the file, in words; an error where the file knows nothing of this key."""
-    recorded, mine = read(file), mine or key()
+    there = known(file, mine or key())
+    gone = [f"{name}: recorded, and not asked any more" for name in there if name not in found]
+    return [*gone, *differences(there, found)]
+
+
+def known(file: Path, mine: str) -> Answers:
+    """The file's answers for a key."""
+    recorded = read(file)
     if mine not in recorded:
         have = f"answers for {' | '.join(recorded) or 'nothing'}"
         remedy = "Install the pinned versions, or record with --write"
         raise RuleError(f"the golden file has answers for {mine}", have, remedy)
-    known = recorded[mine]
-    gone = [f"{name}: recorded, and not asked any more" for name in known if name not in found]
-    return [*gone, *differences(known, found)]
+    return recorded[mine]
 
 
 def differences(known: Answers, found: Answers) -> list[str]:
