@@ -66,7 +66,7 @@ def head(setup: DraftSetup, device: Device, seed: int = 23) -> DraftModel:
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
         size = 1.0 if "self_attn" in name else HEAD_NOISE  # so that every key matters
-        weight = size * torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+        weight: Tensor = size * torch.randn(shape, generator=generator) / shape[-1] ** 0.5
         if "norm" in name:
             weight += 1
         if name == "fc.weight":  # EAGLE: of embedding and state the first; EAGLE-3: the last state
@@ -114,7 +114,7 @@ class Recorder:
         self.differing: list[str] = []
         self.said: list[Tensor] = []
         if isinstance(draft, ModelDraft):
-            draft.model = Heard(draft.model, self.said)  # type: ignore[assignment]
+            draft.model = Heard(draft.model, self.said)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         self.said.clear()

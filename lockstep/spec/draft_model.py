@@ -55,4 +55,5 @@ def of(loaded: Loaded, setup: DraftSetup) -> SeparateModel:
         raise RuleError(rule, f"{info.vocab_size}", "Use one with the same tokenizer")
     page_size, kv_dtype = setup.config.page_size, setup.config.kv_cache_dtype
     kinds = kinds_of(model, info, page_size, kv_dtype, setup.first_group)
-    return SeparateModel(*[replace(kinds[GENERATE], name=name) for name in DRAFTS])
+    kind, extend = [replace(kinds[GENERATE], name=name) for name in DRAFTS]
+    return SeparateModel(kind, extend)

@@ -16,7 +16,7 @@ from lockstep.config import EngineConfig
 from lockstep.models.loader import Info, Loaded
 from lockstep.run.kind import StepKind, group_specs, kinds_of
 from lockstep.run.runner import Runner
-from lockstep.spec.draft import DraftModel, DraftSetup
+from lockstep.spec.draft import Draft, DraftModel, DraftSetup
 from lockstep.spec.model_draft import ModelDraft
 from lockstep.spec.ngram import NgramDraft
 from lockstep.spec.speculation import Speculation, TreeShape
@@ -106,7 +106,8 @@ def speculation(
     """What the engine asks between steps; None if nothing is guessed."""
     if config.speculative_algorithm is None:
         return None
-    shape, rows, draft = shape_of(config), config.chunked_prefill_size, NgramDraft()
+    shape, rows = shape_of(config), config.chunked_prefill_size
+    draft: Draft = NgramDraft()
     if model is not None:
         draft = ModelDraft(model, runner, shape.top_k, shape.steps, rows, info)
     context_length = config.context_length or info.max_position
