@@ -9,20 +9,18 @@ are `machine`'s.
 from __future__ import annotations
 
 import argparse
-import importlib
-import statistics
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from lockstep.bench.contender import FULL, QUICK, Sizes, host_times, work
-from lockstep.bench.machine import Measure, alternate, block, note, place, set_threads, tell
+from lockstep.bench.machine import Measure, alternate, called, note, place, set_threads, tell
 from lockstep.bench.work import Ours
 from lockstep.kernels.cpu import rows, threads
 from lockstep.kernels.cpu.gemm import Panels
@@ -46,29 +44,11 @@ DONE = {
     "columns": "kept where it pays: otherwise each request of a step is looked at",
     "kept batch": "kept where it pays",
 }
-EPS, OPS = 1e-6, Ops()
-COLUMNS, KEPT = "sched.scheduler:Scheduler._until_len", "sched.scheduler:Scheduler._batch"
-WORTH = "kernels.cpu.threads:THREAD_NS"
+EPS, OPS, BLOCK_S = 1e-6, Ops(), 0.15
+COLUMNS, KEPT = (f"lockstep.sched.scheduler.Scheduler.{name}" for name in ("_until_len", "_batch"))
+WORTH = "lockstep.kernels.cpu.threads.THREAD_NS"
 Pair = tuple[Callable[[], object], Callable[[], object]]  # on and off
-
-
-@dataclass(frozen=True)
-class Switched:
-    """What was found: medians in microseconds, and every run."""
-
-    switch: str
-    case: str
-    on_us: float
-    off_us: float
-    ratio: float
-    undisturbed: bool
-    done: str
-    runs: dict[str, list[float]]
-
-    def __str__(self) -> str:
-        times = f"{self.on_us:10.1f} {self.off_us:10.1f} us  x{self.ratio:5.2f}"
-        disturbed = "" if self.undisturbed else "  disturbed"
-        return f"{self.switch:16} {self.case:28} {times}{disturbed}  {self.done}"
+Switched = dict[str, Any]  # what was found: medians in microseconds, and every run
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,11 +57,17 @@ def run(args: argparse.Namespace) -> int:
     for name, case, on, off in switches(QUICK if args.quick else FULL):
         if not args.case or any(name.startswith(each) for each in args.case):
             results.append(measured(name, case, on, off, args))
-            tell(str(results[-1]))
-    found = [asdict(result) for result in results]
-    document = {"environment": place(count), "quick": args.quick, "switches": found}
-    publish(args, document, map(str, results))
-    return int(not args.quick and any(not r.undisturbed for r in results))
+            tell(line(results[-1]))
+    document = {"environment": place(count), "quick": args.quick, "switches": results}
+    publish(args, document, map(line, results))
+    return int(not args.quick and any(not found["undisturbed"] for found in results))
+
+
+def line(found: Switched) -> str:
+    """What was found, for people."""
+    times = f"{found['on_us']:10.1f} {found['off_us']:10.1f} us  x{found['ratio']:5.2f}"
+    disturbed = "" if found["undisturbed"] else "  disturbed"
+    return f"{found['switch']:16} {found['case']:28} {times}{disturbed}  {found['done']}"
 
 
 def measured(name: str, case: str, on: Measure, off: Measure, args: argparse.Namespace) -> Switched:
@@ -90,16 +76,16 @@ def measured(name: str, case: str, on: Measure, off: Measure, args: argparse.Nam
     on(0), off(0)
     timing = alternate({"on": on, "off": off}, runs, note, tries)
     with_it, without = timing.median("on"), timing.median("off")
-    return Switched(
-        switch=name,
-        case=case,
-        on_us=round(1e6 * with_it, 2),
-        off_us=round(1e6 * without, 2),
-        ratio=round(without / with_it, 3),
-        undisturbed=timing.undisturbed,
-        done=DONE[name],
-        runs=timing.runs,
-    )
+    return {
+        "switch": name,
+        "case": case,
+        "on_us": round(1e6 * with_it, 2),
+        "off_us": round(1e6 * without, 2),
+        "ratio": round(without / with_it, 3),
+        "undisturbed": timing.undisturbed,
+        "done": DONE[name],
+        "runs": timing.runs,
+    }
 
 
 def switches(sizes: Sizes) -> Iterator[tuple[str, str, Measure, Measure]]:
@@ -107,8 +93,8 @@ def switches(sizes: Sizes) -> Iterator[tuple[str, str, Measure, Measure]]:
     for t in (1, 64) if sizes.small else (1, 8, 64, 512):
         for calls in (gemms, row_kernels, samplers):
             for (name, case), (on, off) in calls(t).items():
-                yield name, f"{case}, {t} rows", called(on), called(off)
-    one, nobody = partial(threads.limited, 1), partial(replaced, WORTH, 1)
+                yield name, f"{case}, {t} rows", called(on, BLOCK_S), called(off, BLOCK_S)
+    one, nobody = partial(threads.limited, 1), partial(patch, WORTH, 1)
     for n in (1, 32):
         case, steps = f"a step of {n} requests", partial(step, sizes, n)
         yield "threads", case, within(nullcontext, steps), within(one, steps)
@@ -118,16 +104,11 @@ def switches(sizes: Sizes) -> Iterator[tuple[str, str, Measure, Measure]]:
         ("columns", COLUMNS, lambda *_: 0),
         ("kept batch", KEPT, lambda _, builder: Batch(tuple(builder.rows))),
     ):
-        yield name, case, within(nullcontext, host), within(partial(replaced, where, new), host)
-
-
-def called(call: Callable[[], object]) -> Measure:
-    """The median of many calls."""
-    return lambda seed: statistics.median(block(call, 0.15 if seed else 0.0))
+        yield name, case, within(nullcontext, host), within(partial(patch, where, new), host)
 
 
 def within(
-    state: Callable[[], AbstractContextManager[None]], measure: Callable[[], float]
+    state: Callable[[], AbstractContextManager[object]], measure: Callable[[], float]
 ) -> Measure:
     """Measured while something is in force."""
 
@@ -227,19 +208,3 @@ def step(sizes: Sizes, count: int) -> float:
 def host_s(sizes: Sizes) -> float:
     """Seconds of the host in a decode step of many requests."""
     return float(host_times(engine(), sizes)["seconds"])
-
-
-@contextmanager
-def replaced(name: str, new: object) -> Iterator[None]:
-    """What is called so, "module:path", is `new` in the block."""
-    module, _, path = name.partition(":")
-    owner: Any = importlib.import_module(f"lockstep.{module}")
-    *classes, attribute = path.split(".")
-    for each in classes:
-        owner = getattr(owner, each)
-    old = vars(owner)[attribute]
-    setattr(owner, attribute, new)
-    try:
-        yield
-    finally:
-        setattr(owner, attribute, old)
