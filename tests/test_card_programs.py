@@ -18,7 +18,7 @@ PROGRAMS = [*sorted(ROOT.glob("bench/gpu/*.py")), *sorted(ROOT.glob("tests/gpu_*
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 def test_a_program_names_what_exists(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in (ROOT, ROOT / "tests"):
+    for place in (ROOT, ROOT / "tests", path.parent):
         monkeypatch.syspath_prepend(str(place))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)

@@ -226,11 +226,12 @@ class ModelDraft:
     def _begin(self, asks: Sequence[DraftRequest], how: Settings | None = None) -> StepOutput:
         """The rows up to the last token of all who ask, the last ones in one step."""
         width, requests = self.steps + 1, [ask.request for ask in asks]
-        missing = [self._end(r) - self._state(r).table.draft_len for r in requests]
-        late = {r: self._end(r) - 1 for r, n in zip(requests, missing, strict=True) if n > width}
-        self._catch_up(late)
-        missing = [min(n, 1) if n > width else n for n in missing]
         even = width if self.runner.even else 0
+        most = width if even or width * len(asks) <= self.rows else 1
+        missing = [self._end(r) - self._state(r).table.draft_len for r in requests]
+        late = {r: self._end(r) - 1 for r, n in zip(requests, missing, strict=True) if n > most}
+        self._catch_up(late)
+        missing = [1 if n > most else n for n in missing]
         return self._extend(list(zip(requests, missing, strict=True)), even, how)
 
     # -- guesses
