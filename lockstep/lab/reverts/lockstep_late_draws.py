@@ -26,7 +26,7 @@ from typing import Any
 
 SOURCE = "class: two numberings of samples"
 TARGET = "lockstep.llm.rows:Launched.first_ids"
-CELLS = ("engine-guessed-loss/qwen3",)
+CELLS = ("engine-ngram/qwen3",)
 RELATED = ("lockstep-late-order", "lockstep-late-sample")
 
 
