@@ -76,10 +76,15 @@ def key_bytes(config: dict[str, Any]) -> int:
     return 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
 
 
-def engine_config(name: str, folder: str, args: argparse.Namespace) -> EngineConfig:
+def write_config(name: str, folder: str) -> None:
+    """The shape of a model as a folder that `load_format="dummy"` draws weights for."""
     config = COMMON | MODELS[name]
     config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
     Path(folder, "config.json").write_text(json.dumps(config))
+
+
+def engine_config(name: str, folder: str, args: argparse.Namespace) -> EngineConfig:
+    write_config(name, folder)
     return EngineConfig(
         model=folder,
         device="cuda",

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_h200 import COMMON, MODELS
+from engine_h200 import write_config
 
 from lockstep.config import EngineConfig
 from lockstep.lab.oracle_draft import OPTIONS, RIGHT, Oracle, random_head
@@ -45,9 +45,7 @@ ERRS_MUST = 0.95
 
 
 def config_of(folder: str, batch: int) -> EngineConfig:
-    model = COMMON | MODELS["8b"]
-    model["layer_types"] = ["full_attention"] * model["num_hidden_layers"]
-    Path(folder, "config.json").write_text(json.dumps(model))
+    write_config("8b", folder)
     return EngineConfig(
         model=folder,
         device="cuda",

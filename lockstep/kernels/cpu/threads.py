@@ -13,8 +13,9 @@ call gets as many threads as its work is worth, at most as many as torch has
 
 The interpreter's lock is released in turns, as the interpreter itself does it. Who takes it back
 beside a thread that runs Python waits for 5 ms, so a thread keeps it over short calls; a call
-during which its turn would last longer than TURN_NS releases it. Then both run about half of the
-time, however short or long the calls are. Knows nothing of what is computed.
+during which its turn would last longer than TURN_NS releases it. On two cores both then run about
+half of the time; on many, calls are shorter than the wait, and who computes falls far behind
+(docs/performance.md). Knows nothing of what is computed.
 """
 
 from __future__ import annotations
