@@ -18,7 +18,6 @@ from lockstep.nn.attention import (
     Attention,
     AttentionContext,
     Cross,
-    Dense,
     DenseSpec,
     Groups,
     LayerMap,
@@ -27,11 +26,12 @@ from lockstep.nn.attention import (
 from lockstep.nn.decoder import Model, PostBlock, cached
 from lockstep.nn.embed import Embedding
 from lockstep.nn.linear import Linear
-from lockstep.nn.mlp import Elementwise, Mlp, activation
+from lockstep.nn.mlp import MlpSpec
 from lockstep.nn.norm import LayerNorm, layer_norm
 from lockstep.nn.source import WeightSource
 from lockstep.types import Layout, RuleError
 
+NAMES = ("q_proj", "k_proj", "v_proj", "out_proj")
 OFFSET = 2  # position p has row p + 2 of the table
 EPS = 1e-5
 
@@ -134,10 +134,10 @@ class BartSpec:
 
 
 def half(config: Any, w: WeightSource, side: str) -> Half:
-    layers = config.encoder_layers if side == "encoder" else config.decoder_layers
     positions = config.max_position_embeddings + OFFSET
     table = w.rows("embed_positions.weight", positions, config.d_model)
-    blocks = tuple(block(config, w.at("layers", i), side, i) for i in range(layers))
+    layers = range(getattr(config, f"{side}_layers"))
+    blocks = tuple(block(config, w.at("layers", i), side, i) for i in layers)
     norm = layer_norm(w.at("layernorm_embedding"), config.d_model, EPS)
     return Half(Embedding(table, w.ops), norm, blocks)
 
@@ -146,20 +146,13 @@ def block(config: Any, w: WeightSource, side: str, index: int) -> PostBlock:
     def norm(name: str) -> LayerNorm:
         return layer_norm(w.at(name), d, EPS)
 
-    d, decodes = config.d_model, side == "decoder"
-    heads = config.decoder_attention_heads if decodes else config.encoder_attention_heads
-    inner = config.decoder_ffn_dim if decodes else config.encoder_ffn_dim
-    spec = DenseSpec.plain(d, heads)
-    own = w.at("self_attn")
-    qkv = own.fused(dict.fromkeys(("q_proj", "k_proj", "v_proj"), d), d, bias=True)
-    out = own.linear("out_proj", d, d, True)
-    layout = Layout.DENSE if decodes else Layout.FRESH
-    attn = Dense(index, spec, qkv=qkv, out=out, ops=w.ops, layout=layout, causal=decodes)
-    up, down = w.linear("fc1", inner, d, True), w.linear("fc2", d, inner, True)
-    mlp = Mlp(up, down, Elementwise(activation(config.activation_function)), w.ops)
+    d, inner = config.d_model, getattr(config, f"{side}_ffn_dim")
+    spec = DenseSpec.plain(d, getattr(config, f"{side}_attention_heads"))
+    attn = spec.build(w.at("self_attn"), index, NAMES)
+    mlp = MlpSpec(d, inner, config.activation_function, bias=True).ungated(w, "fc1", "fc2")
     plain = PostBlock(attn, norm("self_attn_layer_norm"), mlp, norm("final_layer_norm"))
-    if not decodes:
-        return plain
+    if side == "encoder":
+        return replace(plain, attn=replace(attn, layout=Layout.FRESH))
     other = w.at("encoder_attn")
     kv = other.fused(dict.fromkeys(("k_proj", "v_proj"), d), d, bias=True)
     q, out = other.linear("q_proj", d, d, True), other.linear("out_proj", d, d, True)

@@ -4,7 +4,7 @@ embedding."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -12,10 +12,12 @@ from torch import Tensor
 from lockstep.nn.attention import AttentionContext, Dense, DenseSpec
 from lockstep.nn.decoder import Model, PostBlock
 from lockstep.nn.embed import Embedding
-from lockstep.nn.mlp import Elementwise, Mlp, activation
+from lockstep.nn.mlp import MlpSpec
 from lockstep.nn.norm import LayerNorm, layer_norm
 from lockstep.nn.source import WeightSource
 from lockstep.types import Layout, RuleError
+
+NAMES = ("self.query", "self.key", "self.value", "output.dense")
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,20 +79,12 @@ class BertSpec:
 
 
 def block(config: Any, w: WeightSource, index: int) -> PostBlock:
-    d, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
-    spec = DenseSpec.plain(d, heads)
-    own = w.at("attention", "self")
-    qkv = own.fused(dict.fromkeys(("query", "key", "value"), d), d, bias=True)
-    out = w.linear("attention.output.dense", d, d, True)
-    attn = Dense(index, spec, qkv=qkv, out=out, ops=w.ops, layout=Layout.FRESH, causal=False)
-    up = w.linear("intermediate.dense", inner, d, True)
-    down = w.linear("output.dense", d, inner, True)
-    return PostBlock(
-        attn=attn,
-        attn_norm=norm(w, "attention.output.LayerNorm", config),
-        mlp=Mlp(up, down, Elementwise(activation(config.hidden_act)), w.ops),
-        mlp_norm=norm(w, "output.LayerNorm", config),
-    )
+    attention = DenseSpec.plain(config.hidden_size, config.num_attention_heads)
+    attn = replace(attention.build(w.at("attention"), index, NAMES), layout=Layout.FRESH)
+    attn_norm = norm(w, "attention.output.LayerNorm", config)
+    spec = MlpSpec(config.hidden_size, config.intermediate_size, config.hidden_act, bias=True)
+    mlp = spec.ungated(w, "intermediate.dense", "output.dense")
+    return PostBlock(attn, attn_norm, mlp, norm(w, "output.LayerNorm", config))
 
 
 def norm(w: WeightSource, name: str, config: Any) -> LayerNorm:

@@ -44,4 +44,4 @@ class Stacked:
         down = w.tensor("down_proj", n, inner, hidden)
         down_bias = w.tensor("down_proj_bias", n, hidden)
         up, up_bias = (torch.cat((t[..., ::2], t[..., 1::2]), -1) for t in (up, up_bias))
-        return ExpertWeights(up.transpose(1, 2), up_bias, down.transpose(1, 2), down_bias)
+        return ExpertWeights(up.transpose(1, 2), down.transpose(1, 2), up_bias, down_bias)

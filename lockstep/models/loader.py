@@ -1,8 +1,7 @@
 """From a folder or a hub id to a model: config.json, safetensors, and what both must agree on.
 
-Nothing in a folder is trusted. Only safetensors are read, no code of the folder runs, file names
-stay inside it, and every size a config states is compared with what the files hold before anything
-is allocated. What is missing, superfluous or misshapen is named.
+Nothing in a folder is trusted: no code of it runs, and every size that a config states is compared
+with what the files hold before anything is allocated.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import os
 import pkgutil
 import re
 import zlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +35,8 @@ from lockstep.nn.source import WeightSource
 from lockstep.ops import Ops
 from lockstep.types import INT32_MAX, Choice, RuleError, shown, whole
 
+T = TypeVar("T")
+Entries = Mapping[str, "Entry"]
 # such a config.json is read as it is, without importing transformers for its defaults
 STATED = "lockstep_states_every_field"
 CHECK_PATH, CHECK_FILE = "Check the path", "Check the file"
@@ -93,10 +94,10 @@ class Entry(NamedTuple):
 
 @dataclass
 class TensorManifest:
-    """Notes what a model asks for, and what the files hold instead."""
+    """Notes what a model asks for, and what the files hold instead. Weights that are drawn are in
+    no files: None."""
 
-    entries: Mapping[str, Entry]
-    compared: bool = True  # with the files; weights that are drawn are in none
+    entries: Entries | None
     asked: set[str] = field(default_factory=set)
     unused: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -108,21 +109,20 @@ class TensorManifest:
         if name not in self.asked:
             self.elements += math.prod(shape)
         self.asked.add(name)
-        entry = self.entries.get(name)
-        if entry is None:
-            self.missing.append(name)
-        elif entry.shape != shape:
-            self.misshapen.append(f"{name} is {list(entry.shape)}, not {list(shape)}")
-        if len(self.missing) + len(self.misshapen) > FAULTS:
-            self.judge()
+        if self.entries is not None:
+            entry = self.entries.get(name)
+            if entry is None:
+                self.missing.append(name)
+            elif entry.shape != shape:
+                self.misshapen.append(f"{name} is {list(entry.shape)}, not {list(shape)}")
+            if len(self.missing) + len(self.misshapen) > FAULTS:
+                self.judge()
         return torch.empty(shape, device="meta")
 
     def judge(self) -> None:
         """Raises unless the files hold what was asked for, all of it and nothing else."""
-        if not self.compared:
-            return
         pattern = re.compile("|".join(f"(?:{p})" for p in self.unused) or r"(?!)")
-        others = [name for name in self.entries if name not in self.asked]
+        others = [name for name in self.entries or () if name not in self.asked]
         unknown = [name for name in others if not pattern.fullmatch(name)]
         kinds = {"missing": self.missing, "misshapen": self.misshapen}
         kinds["unknown to the model"] = unknown
@@ -150,21 +150,41 @@ def load(
     raw = read_json(folder, "config.json")
     module = model_module(raw)
     check_numbers(raw)
-    dummy = load_format == "dummy"
-    entries = {} if dummy else scan(folder)
-    if not dummy:
+    entries = None if load_format == "dummy" else scan(folder)
+    if entries is not None:
         check_sizes(raw, entries)
-    config = SimpleNamespace(**raw) if raw.get(STATED) else parse_config(folder)
-    config = stretched(config, context_length)
-    manifest = TensorManifest(entries, compared=not dummy)
-    spec = checked_spec(module, config, manifest, ops)
-    check_room(ops, manifest.elements)
-    digests: dict[str, bytes] = {}
-    with ExitStack() as stack, torch.no_grad():
-        take = partial(drawn, ops.device) if dummy else reader(entries, stack, ops.device, digests)
-        model = spec.build(WeightSource(take, lambda pattern: None, entries, ops))
-    weights = f"dummy-{SEED}" if dummy else together(entries, digests)
+    config = stretched(parse_config(folder, raw), context_length)
+    what = f"a {config.model_type} model"
+    model, weights = built(lambda: module.describe(config).build, what, entries, ops)
     return Loaded(model, describe(folder, config, model, choice, weights))
+
+
+def built(
+    described: Callable[[], Callable[[WeightSource], T]],
+    what: str,
+    entries: Entries | None,
+    ops: Ops,
+) -> tuple[T, str]:
+    """What `described()` makes of weights, and their digest: made once without numbers, to see that
+    the files hold all that it asks for and nothing else, then of what they hold. Without files
+    weights are drawn."""
+    manifest, digests, known = TensorManifest(entries), dict[str, bytes](), entries or {}
+    try:
+        build = described()
+        build(WeightSource(manifest.take, manifest.unused.append, known, ops))
+    except RuleError:
+        raise
+    except BROKEN as error:
+        rule, got = f"config.json describes {what}", f"{type(error).__name__}: {error}"
+        raise RuleError(rule, got, CHECK_FILE) from error
+    manifest.judge()
+    check_room(ops, manifest.elements)
+    with ExitStack() as stack, torch.no_grad():
+        take = partial(drawn, ops.device)
+        if entries is not None:
+            take = reader(entries, stack, ops.device, digests)
+        made = build(WeightSource(take, lambda pattern: None, known, ops))
+    return made, f"dummy-{SEED}" if entries is None else together(entries, digests)
 
 
 def stretched(config: Any, context_length: int | None) -> Any:
@@ -175,22 +195,6 @@ def stretched(config: Any, context_length: int | None) -> Any:
         length = config.max_position_embeddings
         config.rope_parameters = rope.for_context(params, length, context_length)
     return config
-
-
-def checked_spec(module: ModuleType, config: Any, manifest: TensorManifest, ops: Ops) -> Any:
-    """What the module makes of a config: its `build` makes a model of weights. Raises unless the
-    files hold the model's tensors, all of them and no others."""
-    try:
-        spec = module.describe(config)
-        spec.build(WeightSource(manifest.take, manifest.unused.append, manifest.entries, ops))
-    except RuleError:
-        raise
-    except BROKEN as error:
-        got = f"{type(error).__name__}: {error}"
-        rule = f"config.json describes a {config.model_type} model"
-        raise RuleError(rule, got, "Check the file") from error
-    manifest.judge()
-    return spec
 
 
 def check_room(ops: Ops, elements: int) -> None:
@@ -248,8 +252,10 @@ def local_folder(path_or_id: str | Path, revision: str | None) -> Path:
         raise RuleError(rule, got, "Check the name, the network and the access") from error
 
 
-def parse_config(folder: Path) -> Any:
+def parse_config(folder: Path, raw: Mapping[str, Any]) -> Any:
     """The config as transformers reads it. No code of the folder runs."""
+    if raw.get(STATED):
+        return SimpleNamespace(**raw)
     from transformers import AutoConfig
 
     try:
@@ -322,7 +328,7 @@ def _header(path: Path) -> dict[str, Entry]:
 
 
 def reader(
-    entries: Mapping[str, Entry], stack: ExitStack, device: torch.device, digests: dict[str, bytes]
+    entries: Entries, stack: ExitStack, device: torch.device, digests: dict[str, bytes]
 ) -> Any:
     """`take` from the mapped files: a tensor is copied, and its digest noted, when asked for."""
     from safetensors import safe_open
@@ -339,7 +345,7 @@ def reader(
     return take
 
 
-def together(entries: Mapping[str, Entry], digests: Mapping[str, bytes]) -> str:
+def together(entries: Entries, digests: Mapping[str, bytes]) -> str:
     """One digest of all tensors, names, dtypes, shapes and bytes, in whatever files they lie."""
     whole = hashlib.blake2b(digest_size=8)
     for name, each in sorted(digests.items()):
@@ -347,7 +353,7 @@ def together(entries: Mapping[str, Entry], digests: Mapping[str, bytes]) -> str:
     return whole.hexdigest()
 
 
-def check_sizes(raw: Mapping[str, Any], entries: Mapping[str, Entry]) -> None:
+def check_sizes(raw: Mapping[str, Any], entries: Entries) -> None:
     """No count of a config is beyond what the files hold: nothing is allocated for a lie."""
     largest = max((max(e.shape, default=1) for e in entries.values()), default=0)
     limits = {**dict.fromkeys(SIZES, largest), **dict.fromkeys(LAYERS, len(entries))}

@@ -1,10 +1,6 @@
-"""Attention layers: projections around `step.attend`. What a layer stores, sees and scores is a
-GroupSpec of one layer.
-
-Dense (q, k, v per head, with or without rope, q/k norms, biases, sinks, soft caps), latent (MLA,
-absorbed: prefill and decode are the same attention over one shared row per token), and cross (keys
-come from an encoder's rows, stored by its step). A layer knows its number, no request and no page.
-"""
+"""Attention layers, projections around `step.attend`: dense, latent (MLA, absorbed: prefill and
+decode are the same attention over one shared row per token), and cross (an encoder's step stores
+the keys). A layer knows its number and its `GroupSpec`, no request and no page."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ from lockstep.ops import CosSin, Heads, Ops, Packed
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
 CosSins = dict[Rope, CosSin]
-Sinks = tuple[float, ...] | None  # a logit per query head
+NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
 LATENT_NORM = RMSSpec(1e-6)  # whatever eps the other norms of the model have
 
 
@@ -68,23 +64,25 @@ class DenseSpec:
 
     @staticmethod
     def plain(hidden: int, heads: int) -> DenseSpec:
-        """Heads that share the row among them, without rope."""
+        """Heads that share the row among them, with biases and without rope."""
         d, scale = hidden // heads, 1 / math.sqrt(hidden // heads)
-        return DenseSpec(hidden=hidden, heads=heads, kv_heads=heads, head_dim=d, scale=scale)
+        bare = DenseSpec(hidden=hidden, heads=heads, kv_heads=heads, head_dim=d, scale=scale)
+        return replace(bare, bias=True, out_bias=True)
 
-    def build(self, w: WeightSource, index: int) -> Dense:
+    def build(
+        self, w: WeightSource, index: int, names: Sequence[str] = NAMES, width: int | None = None
+    ) -> Dense:
+        """Layer number `index`, its rows as wide as what it adds to them unless told otherwise."""
         d, norm = self.head_dim, self.qk_norm
-        q, kv = self.heads * d, self.kv_heads * d
-        qkv = w.fused({"q_proj": q, "k_proj": kv, "v_proj": kv}, self.hidden, self.bias)
-        out = w.linear("o_proj", self.hidden, q, self.out_bias)
-        qk_norm = None
-        if norm:
-            qk_norm = stack([norm.weight(w, name, d) for name in ("q_norm", "k_norm")])
+        widths = (self.heads * d, self.kv_heads * d, self.kv_heads * d)
+        qkv = w.fused(dict(zip(names, widths)), width or self.hidden, self.bias)
+        out = w.linear(names[3], self.hidden, self.heads * d, self.out_bias)
+        qk_norm = norm and stack([norm.weight(w, name, d) for name in ("q_norm", "k_norm")])
         sinks = w.tensor("sinks", self.heads) if self.sinks else None
         return Dense(index, self, qkv=qkv, out=out, ops=w.ops, qk_norm=qk_norm, sinks=sinks)
 
-    def group(self, layout: Layout, causal: bool, sinks: Sinks = None) -> GroupSpec:
-        """One layer of it as a group of its own."""
+    def group(self, layout: Layout, sinks: tuple[float, ...] | None = None) -> GroupSpec:
+        """One layer of it as a group of its own; `sinks`: a logit per query head."""
         return GroupSpec(
             layout=layout,
             heads=self.heads,
@@ -93,7 +91,7 @@ class DenseSpec:
             d_v=self.head_dim,
             layers=(AttnSpec(self.scale, self.soft_cap, sinks),),
             window=self.window,
-            causal=causal,
+            causal=layout is Layout.DENSE,
         )
 
 
@@ -109,7 +107,6 @@ class Dense:
     qk_norm: Tensor | None = None
     sinks: Tensor | None = None
     layout: Layout = Layout.DENSE
-    causal: bool = True
 
     def __call__(self, x: Tensor, cos_sin: CosSins, step: AttentionContext) -> Tensor:
         s, qkv = self.spec, self.qkv(x)
@@ -129,7 +126,7 @@ class Dense:
 
     def group(self) -> GroupSpec:
         sinks = None if self.sinks is None else tuple(self.sinks.tolist())
-        return self.spec.group(self.layout, self.causal, sinks)
+        return self.spec.group(self.layout, sinks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +149,7 @@ class Cross:
         return self.out(step.attend(self.index, q, None, None))
 
     def group(self) -> GroupSpec:
-        return self.spec.group(Layout.CROSS, causal=False)
+        return self.spec.group(Layout.CROSS)
 
 
 @dataclass(frozen=True)

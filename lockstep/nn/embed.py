@@ -34,11 +34,6 @@ def pool(ops: Ops, hidden: Tensor, q_indptr: Sequence[int], how: str) -> Tensor:
     """hidden [T, d], rows of request i in [q_indptr[i], q_indptr[i+1]) → [B, d] of norm 1."""
     if how not in POOLINGS:
         raise RuleError(f"pooling is one of {', '.join(POOLINGS)}", repr(how), "Pick one of these")
-    return ops.pool(hidden, [_span(a, b, how) for a, b in pairwise(q_indptr)])
-
-
-def _span(begin: int, end: int, how: str) -> tuple[int, int]:
-    """The rows whose mean is taken."""
-    if how == "mean":
-        return begin, end
-    return (end - 1, end) if how == "last" else (begin, begin + 1)
+    ends = list(pairwise(q_indptr))
+    spans = [{"last": (b - 1, b), "mean": (a, b), "first": (a, a + 1)}[how] for a, b in ends]
+    return ops.pool(hidden, spans)

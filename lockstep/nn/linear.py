@@ -1,8 +1,4 @@
-"""The linear layer: y = x Wᵀ + b, where a row of y never depends on the other rows of x.
-
-Weights are packed once, at load, as the device's table wants them; every row count uses the same
-operation.
-"""
+"""The linear layer: y = x Wᵀ + b by one operation for all row counts, its weight packed at load."""
 
 from __future__ import annotations
 

@@ -87,6 +87,12 @@ class MlpSpec:
         """Gate and up as one weight, and their bias, unpacked."""
         return w.affine({"gate_proj": self.inner, "up_proj": self.inner}, self.hidden, self.bias)
 
+    def ungated(self, w: WeightSource, up: str, down: str) -> Mlp:
+        """Two layers of these names, without a gate."""
+        first = w.linear(up, self.inner, self.hidden, self.bias)
+        second = w.linear(down, self.hidden, self.inner, self.bias)
+        return Mlp(first, second, Elementwise(activation(self.act)), w.ops)
+
     def build(self, w: WeightSource) -> Mlp:
         up = Linear(w.pack(*self.gate_up(w)), w.ops)
         down = w.linear("down_proj", self.hidden, self.inner, self.bias)

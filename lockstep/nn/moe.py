@@ -1,9 +1,5 @@
-"""Mixture of experts: a row's result depends on its own experts, in its own slot order, and on no
-other row.
-
-The router works in float32; equal scores go to the smaller expert id. All experts of a layer are
-one stacked weight for a grouped GEMM; the results are added slot by slot. Nothing is read back.
-"""
+"""Mixture of experts: a router in float32, all experts of a layer as one stacked weight for a
+grouped GEMM, and a row's results added in its own slot order. Nothing is read back."""
 
 from __future__ import annotations
 
@@ -25,9 +21,9 @@ class ExpertWeights(NamedTuple):
     [e, 2 inner] and [e, hidden], or none."""
 
     up: Tensor
-    up_bias: Tensor | None
     down: Tensor
-    down_bias: Tensor | None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 Load = Callable[[WeightSource, int, MlpSpec], ExpertWeights]
@@ -88,12 +84,9 @@ class MoeSpec:
 
 
 def one_by_one(w: WeightSource, n: int, expert: MlpSpec) -> ExpertWeights:
-    """Experts that lie in the files as layers of their own."""
-    parts = []
+    """Experts that lie in the files as layers of their own, without biases."""
+    ups, downs = [], []
     for part in map(w.at, range(n)):
-        down = part.affine({"down_proj": expert.hidden}, expert.inner, expert.bias)
-        parts.append((*expert.gate_up(part), *down))
-    ups, up_biases, downs, down_biases = map(list, zip(*parts, strict=True))
-    if not expert.bias:
-        return ExpertWeights(stack(ups), None, stack(downs), None)
-    return ExpertWeights(stack(ups), stack(up_biases), stack(downs), stack(down_biases))
+        ups.append(expert.gate_up(part)[0])
+        downs.append(part.tensor("down_proj.weight", expert.hidden, expert.inner))
+    return ExpertWeights(stack(ups), stack(downs))

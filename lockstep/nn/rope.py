@@ -1,13 +1,9 @@
 """Rotary positions: frequencies are constants of the load, angles a function of the position.
 
-Every scaling of the supported families: default, linear, dynamic, llama3, yarn. Frequencies are
-float64, their powers and logarithms those of the decimal module, which asks no math library, and
-rounded once to float32. The angle is the float32 product of position and frequency, as transformers
-has it; its cos and sin are float64, rounded once to float32.
-
-Dynamic NTK as published makes a key depend on how long the sequence is when it is computed. Here it
-is decided at load: the plain base, unless a context beyond max_position was asked for
-(`for_context`); then the published one at exactly that length.
+Frequencies are float64, rounded once to float32, their powers and logarithms those of the decimal
+module, which asks no math library. Dynamic NTK as published makes a key depend on how long the
+sequence is when it is computed. Here it is decided at load: the plain base, unless a context beyond
+max_position was asked for (`for_context`); then the published one at exactly that length.
 """
 
 from __future__ import annotations

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +22,7 @@ from torch import Tensor
 
 from lockstep.folder import read_json
 from lockstep.models import llama, loader
-from lockstep.models.loader import Loaded, TensorManifest
+from lockstep.models.loader import Loaded
 from lockstep.nn.attention import Attention, AttentionContext, CosSins, Dense, DenseSpec
 from lockstep.nn.decoder import Decoder, Model
 from lockstep.nn.embed import Embedding
@@ -63,20 +61,16 @@ class HeadSpec:
     def parts(self, w: WeightSource, target: Decoder, layer: WeightSource) -> dict[str, Any]:
         """What all heads have: the fields of `Head`, but for those of a step. Rows of the layer
         are as wide as what `fc` makes, or embedding and state side by side."""
-        d, s, eagle3 = self.hidden, self.attn, self.draft_vocab is not None
+        d, eagle3 = self.hidden, self.draft_vocab is not None
         table, name = target.embedding.weight, "embed_tokens.weight"
         if w.has(name):
             table = w.rows(name, self.vocab_size, d)
-        q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-        proj, widths = layer.at("self_attn"), {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        qkv = proj.fused(widths, 2 * d if eagle3 else d, s.bias)
-        out = proj.linear("o_proj", d, q, s.out_bias)
         return {
             "ops": w.ops,
             "spec": self,
             "embedding": Embedding(table, w.ops),
             "fc": w.linear("fc", d, 3 * d if eagle3 else 2 * d, self.fc_bias),
-            "attn": Dense(0, s, qkv=qkv, out=out, ops=w.ops),
+            "attn": self.attn.build(layer.at("self_attn"), 0, width=2 * d if eagle3 else d),
             "mlp_norm": self.norm.build(layer, "post_attention_layernorm", d),
             "mlp": self.mlp.build(layer.at("mlp")),
         }
@@ -248,33 +242,20 @@ def decoder(target: Loaded) -> Decoder:
 
 
 def load_head(path_or_id: str | Path, setup: DraftSetup, layout: Layout) -> Head:
-    """The head in a folder or of a hub id, on the target's device: built once without numbers, to
-    compare its config with its files, then of these."""
+    """The head in a folder or of a hub id, on the target's device."""
     target, model = setup.target, decoder(setup.target)
     folder = loader.local_folder(path_or_id, None)
     raw = read_json(folder, "config.json")
     loader.check_numbers(raw)
     check_config(raw, target, layout.architecture)
-    dummy, ops = setup.config.load_format == "dummy", model.ops
-    entries = {} if dummy else loader.scan(folder, MAPS)
-    config = SimpleNamespace(**raw) if raw.get(loader.STATED) else loader.parse_config(folder)
-    manifest = TensorManifest(entries, compared=not dummy)
-    try:
+    entries = None if setup.config.load_format == "dummy" else loader.scan(folder, MAPS)
+    config = loader.parse_config(folder, raw)
+
+    def described() -> Callable[[WeightSource], Head]:
         spec = describe(raw, config, target, layout)
-        noted = WeightSource(manifest.take, manifest.unused.append, entries, ops)
-        layout.build(spec, noted, model, replace(setup, rows=0))
-    except RuleError:
-        raise
-    except loader.BROKEN as error:
-        got = f"{type(error).__name__}: {error}"
-        raise RuleError("config.json describes a head", got, "Check the file") from error
-    manifest.judge()
-    loader.check_room(ops, manifest.elements)
-    with ExitStack() as stack, torch.no_grad():
-        read = loader.reader(entries, stack, ops.device, {})
-        take = partial(loader.drawn, ops.device) if dummy else read
-        source = WeightSource(take, lambda pattern: None, entries, ops)
-        return layout.build(spec, source, model, setup)
+        return lambda w: layout.build(spec, w, model, setup)
+
+    return loader.built(described, "a head", entries, model.ops)[0]
 
 
 def check_config(raw: Mapping[str, Any], target: Loaded, architecture: str) -> None:
