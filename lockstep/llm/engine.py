@@ -1,13 +1,10 @@
 """The engine: schedule, advance, run, sample, settle, publish, until nothing is left.
 
 Puts together what knows nothing of each other: a scheduler without tensors, a model without
-requests, a sampler without either. An error in one request ends that request and nothing else. With
-`overlap` a step is settled when the next one has been launched: the same answers, one call later.
-
-Calls from several threads take turns. Every exception, wherever it strikes, leaves an engine that
-answers right: generations are changed by one frozen result per step, which can be written again;
-everything else (pages, tree, queue, steps that were launched) is suspect while `_changing` is set,
-and the next call that finds it set makes it anew from the generations.
+requests, a sampler without either. With `overlap` a step is settled when the next one has been
+launched. Calls take turns. Wherever an exception strikes, generations are changed by one frozen
+result per step, which can be written again; everything else is suspect while `_changing` is set,
+and the next call makes it anew from the generations.
 """
 
 from __future__ import annotations
@@ -114,48 +111,46 @@ class Engine:
     def __init__(self, config: EngineConfig, parts: Parts, overlap: bool | None = None) -> None:
         ops = parts.model.ops
         config = config.settled(str(ops.dtype).removeprefix("torch."))
-        self.on_gpu = ops.device.type == "cuda"  # and then, unless told otherwise, overlapped
         self.config, self.parts = config, parts
-        overlap = self.overlap = self.on_gpu if overlap is None else overlap
         self.info, self.tokenizer = parts.info, parts.tokenizer
+        self.on_gpu = ops.device.type == "cuda"  # and then, unless told otherwise, overlapped
+        overlap = self.overlap = self.on_gpu if overlap is None else overlap
         self.context_length = config.context_length or self.info.max_position
         if self.context_length > self.info.max_position:
             rule = f"context_length is at most the model's {self.info.max_position} positions"
             raise RuleError(rule, str(config.context_length), "Leave it out, or lower it")
         target = Loaded(parts.model, parts.info)
-        self.draft_model = drafts.load(config, target, parts.backend, parts.draft)
-        layers = () if self.draft_model is None else self.draft_model.target_layers
+        draft = self.draft_model = drafts.load(config, target, parts.backend, parts.draft)
+        layers = () if draft is None else draft.target_layers
         self.kinds = kinds_of(
-            parts.model, parts.info, config.page_size, config.kv_cache_dtype, hidden_layers=layers
+            *target, config.page_size, config.kv_cache_dtype, hidden_layers=layers
         )
-        if self.draft_model is not None:
-            self.kinds[DRAFT] = self.draft_model.kind
-        self.specs = group_specs(self.kinds.values())
-        sizes = memory.size(self.specs, config, self.context_length, ops.device)
+        if draft is not None:
+            self.kinds[DRAFT] = draft.kind
+        specs = self.specs = group_specs(self.kinds.values())
+        sizes = memory.size(specs, config, self.context_length, ops.device)
         graphs = self.on_gpu if config.graphs is None else config.graphs
-        buckets = buckets_of(config)
-        if buckets is None and graphs and self.on_gpu:
-            each = -(-self.context_length // config.page_size)
-            most = config.max_running_requests
-            widths = (
-                (1,) if config.speculative_algorithm is None else drafts.shape_of(config).widths
-            )
+        buckets = None
+        if config.bucket_sizes is not None:
+            others = config.request_bucket_sizes, config.emit_bucket_sizes
+            buckets = Buckets(config.bucket_sizes, *others)
+        elif graphs and self.on_gpu:
+            widths: tuple[int, ...] = (1,)
+            if config.speculative_algorithm is not None:
+                widths = drafts.shape_of(config).widths
+            most, each = config.max_running_requests, -(-self.context_length // config.page_size)
             buckets = Buckets.for_decoding(most, each, 2 * max(sizes.pages), widths)
         self.runner = Runner(
-            self.specs, sizes.pages, parts.backend, ops, buckets, graphs=graphs, overlap=overlap
+            specs, sizes.pages, parts.backend, ops, buckets, graphs=graphs, overlap=overlap
         )
         say = partial(print, file=sys.stderr, flush=True)
-        self.speculation = drafts.speculation(config, self.draft_model, self.runner, self.info, say)
+        self.speculation = drafts.speculation(config, draft, self.runner, self.info, say)
         self._num_pages = sizes.pages
         self.scheduler = self._new_scheduler()
         self.fingerprint = fingerprint(parts, config.kv_cache_dtype)
         self.generations: dict[str, Generation] = {}  # by the id of the request
         self._numbers = count()
-        chosen = {
-            "attention": parts.attention,
-            "device": self.info.device,
-            "gemm": parts.model.ops.gemm_order,
-        }
+        chosen = {"attention": parts.attention, "device": self.info.device, "gemm": ops.gemm_order}
         reasons = [f"{what} {choice.name}: {choice.reason}" for what, choice in chosen.items()]
         self.startup_report = "; ".join([*reasons, sizes.text])
         self._turns: list[Turn] = []
@@ -166,7 +161,7 @@ class Engine:
         # a step that has happened, until its generations have it all
         self._settled: StepResult | None = None
         if graphs and self.on_gpu and GENERATE in self.kinds:
-            for launch in drafts.launches(config, self.kinds[GENERATE], self.draft_model):
+            for launch in drafts.launches(config, self.kinds[GENERATE], draft):
                 self.runner.capture(launch.kind, say, launch.width, launch.every)
 
     @property
@@ -189,13 +184,10 @@ class Engine:
         generated: Sequence[Sequence[int]] = (),
         caller: Caller | None = None,
     ) -> Generation:
-        """Takes a prompt in, or says why not. `embed` and `scores_only` ask for no new tokens. An
-        encoder's prompt is its source.
-
-        Of a higher `priority` goes first; what is cached is shared within a `tenant` only. With
-        the tokens that every completion has already `generated` the answer goes on behind them, as
-        if nothing had happened. A generation is known by its `request_id`, and leaves with its
-        `caller`; without one it stays until it has ended or is aborted.
+        """Takes a prompt in, or says why not. `embed` and `scores_only` ask for no new tokens. A
+        higher `priority` goes first; what is cached is shared within a `tenant` only. With the
+        tokens that every completion has already `generated` the answer goes on behind them. A
+        generation leaves with its `caller`; without one it stays until it has ended or is aborted.
         """
         ids, source = self._placed(self._checked(prompt_ids))
         (params,) = params_for(params, 1)
@@ -240,7 +232,6 @@ class Engine:
         self,
         prompt_ids: Sequence[int],
         items: Sequence[Sequence[int]],
-        *,
         caller: Caller | None = None,
     ) -> Generation:
         """Takes one prompt in, and continuations whose log-probabilities are wanted."""
@@ -491,23 +482,15 @@ class Engine:
     def _result(self, launched: Launched) -> tuple[StepResult, AcceptedTokens]:
         """What generations get, and what the scheduler is told of every row. Nobody sees the rows
         of requests that have ended meanwhile; what could not be sampled ends its completion."""
-        chosen, rows = launched.chosen, launched.rows
         tokens, endings, accepted = None, list[Ending](), AcceptedTokens()
-        if chosen is not None:
+        if launched.chosen is not None:
             some_ended = self.scheduler.ends > launched.step.ends
-            tokens, accepted, endings = accept(launched, chosen, some_ended)
-        vectors = launched.embeddings if launched.embeddings is not None else ()
-        result = StepResult(
-            tokens=tokens,
-            scores=tuple(score for score in launched.scored if score.request.finish is None),
-            embeddings=tuple(
-                (generation, vector.numpy())
-                for generation, vector in zip(rows.generations, vectors, strict=False)
-                if generation.request.finish is None
-            ),
-            endings=tuple(endings),
-        )
-        return result, accepted
+            tokens, accepted, endings = accept(launched, launched.chosen, some_ended)
+        vectors = () if launched.embeddings is None else launched.embeddings.numpy()
+        embedded = zip(launched.rows.generations, vectors, strict=False)
+        scores = tuple(score for score in launched.scored if score.request.finish is None)
+        waiting = tuple(pair for pair in embedded if pair[0].request.finish is None)
+        return StepResult(tokens, scores, waiting, tuple(endings)), accepted
 
     def _publish(self, touched: list[Generation]) -> list[Generation]:
         """Text, without a lock on the engine: whoever reads it first makes what is missing."""
@@ -573,10 +556,3 @@ class Engine:
             rule = f"a prompt has at most {self.context_length} tokens"
             raise RuleError(rule, str(len(ids)), "Shorten it")
         return ids
-
-
-def buckets_of(config: EngineConfig) -> Buckets | None:
-    """The grids that steps are padded to, if the options name any."""
-    if config.bucket_sizes is None:
-        return None
-    return Buckets(config.bucket_sizes, config.request_bucket_sizes, config.emit_bucket_sizes)

@@ -1,23 +1,22 @@
 """One prompt on its way: what was asked, and what has come out so far, per completion.
 
 A step changes nothing here until it is one frozen `StepResult`, written by position, so that it can
-be written again: after whatever exception a generation is what its last result says, and its
-requests are made anew from that (`resumed`). Text follows from the tokens: `publish` makes it,
-without the engine; only where stop strings are looked for, it is made as the step is settled. Knows
-tokens and text; the engine feeds it, the surface reads it.
+be written again, and requests are made anew from that (`resumed`). Text follows from the tokens:
+`publish` makes it, without the engine; only where stop strings are looked for, it is made as the
+step is settled. The engine feeds it, the surface reads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.llm.calls import Caller, Turn
-from lockstep.llm.output import NOT_SPECULATED, Chunk, Completion, Output, Speculated, Top
+from lockstep.llm.output import NOT_SPECULATED, Chunk, Completion, Floats, Output, Speculated, Top
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import Logprobs
 from lockstep.sched.request import Accepted, Request
@@ -26,19 +25,6 @@ from lockstep.text.tokenizer import Tokenizer
 from lockstep.types import RuleError
 
 Score = tuple[float, Top]  # the log-probability of a token, and the best tokens beside it
-
-
-@dataclass
-class Scores:
-    """Log-probabilities of tokens in order, and the best tokens beside each."""
-
-    chosen: list[float] = field(default_factory=list)
-    best: list[Top] = field(default_factory=list)
-
-    def write(self, at: int, scores: Sequence[Score]) -> None:
-        """From position `at` on there are these and no others."""
-        self.chosen[at:] = [logprob for logprob, _ in scores]
-        self.best[at:] = [best for _, best in scores]
 
 
 class CompletionState:
@@ -56,7 +42,7 @@ class CompletionState:
         self.prompt_len = len(prompt_ids)
         self.token_ids: list[int] = list(given)
         self.given = bool(given)
-        self.scores = Scores()
+        self.scores: list[Score] = []
         # one per generated token, and one for what was held back until the end
         self.pieces: list[str] = []
         self.finish: str | None = None
@@ -110,16 +96,14 @@ class CompletionState:
 
     def frozen(self) -> Completion:
         """The completion, frozen."""
-        asked = self.params.top_logprobs is not None
-        chosen = np.array(self.scores.chosen, np.float32) if asked else None
-        best = tuple(self.scores.best) if asked and self.params.top_logprobs else None
+        logprobs, top_logprobs = columns(self.scores, self.params.top_logprobs)
         return Completion(
             index=self.params.sample_index,
             text="".join(self.pieces),
             token_ids=tuple(self.token_ids),
             finish_reason=self.finish or "abort",
-            logprobs=chosen,
-            top_logprobs=best,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
             error=self.error,
             speculated=self.speculated,
         )
@@ -172,7 +156,7 @@ class Generation:
         self.completions = [CompletionState(each[0], prompt, text, given=i) for i in spec.items]
         if not spec.items:
             self.completions = [CompletionState(one, prompt, text, most) for one in each]
-        self.prompt_scores = Scores()
+        self.prompt_scores: list[Score] = []
         self.embedding: NDArray[np.float32] | None = None
         self._sent = [(0, 0)] * len(self.completions)
         self._turns: list[Turn] = []
@@ -222,10 +206,12 @@ class Generation:
 
     def resumed(self) -> list[Request]:
         """Its requests anew, from what has come out alone: as if all had been preempted."""
-        spec, scored = self.request.spec, len(self.prompt_scores.chosen)
+        spec, scored = self.request.spec, len(self.prompt_scores)
         unfinished = [(i, each) for i, each in enumerate(self.completions) if each.finish is None]
+        first = self.completions[0]
         made = [Request(spec, self.request.arrival)]
-        if self._begun():
+        # the prompt was computed to its end: all have a first token or score
+        if first.finish is not None or (first.scores if first.given else first.token_ids):
             made = [self._resumed(index, completion) for index, completion in unfinished]
         for request in made:
             request.hit_len, request.siblings = self.request.hit_len, made
@@ -237,7 +223,7 @@ class Generation:
     def _resumed(self, index: int, completion: CompletionState) -> Request:
         """A completion whose prompt was computed to its end. Tokens without log-probabilities that
         are wanted are scored, those of a completion that is over alone."""
-        spec, scored = self.request.spec, len(completion.scores.chosen)
+        spec, scored = self.request.spec, len(completion.scores)
         if completion.given:
             request = Request(spec, self.request.arrival, index)
             request.begin_item()
@@ -253,28 +239,19 @@ class Generation:
             request.scored_len = len(spec.prompt) - 1 + scored
         return request
 
-    def _begun(self) -> bool:
-        """Whether the prompt was computed to its end: all have a first token or score."""
-        first = self.completions[0]
-        return first.finish is not None or bool(
-            first.scores.chosen if first.given else first.token_ids
-        )
-
     def output(self, fingerprint: str) -> Output:
         """The answer, frozen."""
         self.publish()
-        scores, asked = self.prompt_scores, self.params.top_prompt_logprobs
-        first: list[Top] = [()]
+        scores: list[Score] = [(np.nan, ()), *self.prompt_scores]
+        logprobs, top_logprobs = columns(scores, self.params.top_prompt_logprobs)
         return Output(
             prompt_token_ids=self.request.spec.encoder_ids or self.prompt_ids,
             completions=tuple(completion.frozen() for completion in self.completions),
             seed=self.params.seed,
             cached_tokens=self.request.hit_len or 0,
             fingerprint=fingerprint,
-            prompt_logprobs=(
-                np.array([np.nan, *scores.chosen], np.float32) if asked is not None else None
-            ),
-            prompt_top_logprobs=tuple(first + scores.best) if asked else None,
+            prompt_logprobs=logprobs,
+            prompt_top_logprobs=top_logprobs,
         )
 
 
@@ -312,27 +289,37 @@ class TokenUpdates(NamedTuple):
             completion, k = self.completions[row], self.completions[row].params.top_logprobs or 0
             if completion.finish is None and logprobs is not None:
                 at = range(first, first + len(others.get(row, (0,))))
-                scores = [entry(logprobs, each, k) for each in at]
-                completion.scores.write(self.begins[row], scores)
+                completion.scores[self.begins[row] :] = entries(logprobs, at, k)
 
 
 class ScoreUpdate(NamedTuple):
     """Log-probabilities of given tokens, from number `at` on, and the k best beside each."""
 
     request: Request
-    target: Scores
+    target: list[Score]
     at: int
     logprobs: Logprobs
     k: int
 
     def write(self) -> None:
         rows = range(len(self.logprobs.chosen))
-        self.target.write(self.at, [entry(self.logprobs, row, self.k) for row in rows])
+        self.target[self.at :] = entries(self.logprobs, rows, self.k)
 
 
-def entry(logprobs: Logprobs, row: int, k: int) -> Score:
-    best = zip(logprobs.top_ids[row, :k].tolist(), logprobs.top[row, :k].tolist(), strict=True)
-    return float(logprobs.chosen[row]), tuple(best)
+def entries(logprobs: Logprobs, rows: range, k: int) -> list[Score]:
+    """Of some rows, with the k best tokens of each."""
+    found = []
+    for row in rows:
+        best = zip(logprobs.top_ids[row, :k].tolist(), logprobs.top[row, :k].tolist(), strict=True)
+        found.append((float(logprobs.chosen[row]), tuple(best)))
+    return found
+
+
+def columns(scores: Sequence[Score], k: int | None) -> tuple[Floats | None, tuple[Top, ...] | None]:
+    """Log-probabilities float32 [tokens] and the k best beside each, where asked for."""
+    logprobs = np.array([logprob for logprob, _ in scores], np.float32)
+    best = tuple(best for _, best in scores)
+    return (None if k is None else logprobs), (best if k else None)
 
 
 class Ending(NamedTuple):

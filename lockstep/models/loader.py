@@ -140,11 +140,9 @@ def load(
     context_length: int | None = None,
     load_format: str = "auto",
 ) -> Loaded:
-    """The model in a local folder, or of a hub id at `revision`, for the operations of `device`.
-    With `load_format` "dummy" its config is all that is read: weights are random, of a fixed seed.
-    Weights in float16, bfloat16 or float32 are brought to `dtype`, or to the device's own. A
-    dynamic rope is stretched for a `context_length` beyond the config's own; nothing else depends
-    on it."""
+    """The model in a folder, or of a hub id at `revision`, in `dtype` or the device's own. With
+    `load_format` "dummy" weights are random, of a fixed seed. Only a dynamic rope depends on
+    `context_length`: it is stretched for one beyond the config's own."""
     ops, choice = select(device, dtype)
     folder = local_folder(path_or_id, revision)
     raw = read_json(folder, "config.json")
@@ -216,7 +214,7 @@ def drawn(device: torch.device, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def model_types() -> list[str]:
-    return sorted(m.name for m in pkgutil.iter_modules(models.__path__) if m.name != "loader")
+    return sorted({m.name for m in pkgutil.iter_modules(models.__path__)} - {"loader"})
 
 
 def model_module(raw: Mapping[str, Any]) -> ModuleType:

@@ -1,8 +1,6 @@
-"""The blocks and the decoder they make up: embedding, blocks, norm, head.
-
-`DecoderSpec` is what a model file makes of a config: a variant is a `replace` of it. `Decoder`
-holds the weights and maps rows to rows. Encoders and encoder-decoders are made of `PostBlock`.
-"""
+"""What a model is, and the decoder: a `DecoderSpec`, which a model file makes of a config (a
+variant is a `replace` of it), builds a `Decoder`, which holds the weights and maps rows to rows.
+Encoders and encoder-decoders are made of `PostBlock`."""
 
 from __future__ import annotations
 
@@ -37,12 +35,20 @@ from lockstep.nn.source import WeightSource
 from lockstep.ops import Ops
 from lockstep.types import GroupSpec, Layout, RuleError
 
+# the norms of a block, as the files call them
+NORMS = {"input_norm": "input_layernorm", "pre_mlp_norm": "post_attention_layernorm"}
+SANDWICH_NORMS = NORMS | {
+    "post_attention_norm": "post_attention_layernorm",
+    "pre_mlp_norm": "pre_feedforward_layernorm",
+    "post_mlp_norm": "post_feedforward_layernorm",
+}
+
 
 @dataclass(frozen=True, eq=False)
 class Model(ABC):
     """What runs a model sees of it: ids [T], positions [T] and a lowered step → hidden [T, d] →
-    logits, if it has a head, or embeddings. `ops` is the table that it was built with. A step's
-    plan is built with `groups`, or with `fresh_groups` where nothing is kept."""
+    logits, if it has a head, or embeddings. A step's plan is built with `groups`, or with
+    `fresh_groups` where nothing is kept."""
 
     ops: Ops
     head: Linear | None
@@ -82,7 +88,7 @@ class Model(ABC):
         return cached(self._groups[0], page_size, kv_dtype)
 
     def fresh_groups(self) -> Groups:
-        """The groups of an embedding step, which keeps nothing; the layer map is the same."""
+        """Of an embedding step, which keeps nothing; the layer map is the same."""
         return tuple(replace(g, layout=Layout.FRESH) for g in self._groups[0])
 
     @property
@@ -104,19 +110,10 @@ class BlockSpec:
     sandwich: bool = False
 
     def build(self, w: WeightSource, index: int, norm: RMSSpec) -> Block:
-        def named(name: str) -> RMSNorm:
-            return norm.build(w, name, self.attn.hidden)
-
-        sandwich = self.sandwich
-        before_mlp = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
-        return Block(
-            input_norm=named("input_layernorm"),
-            pre_mlp_norm=named(before_mlp),
-            post_attention_norm=named("post_attention_layernorm") if sandwich else None,
-            post_mlp_norm=named("post_feedforward_layernorm") if sandwich else None,
-            attn=self.attn.build(w.at("self_attn"), index),
-            mlp=self.mlp.build(w.at("mlp")),
-        )
+        names = SANDWICH_NORMS if self.sandwich else NORMS
+        norms = {field: norm.build(w, name, self.attn.hidden) for field, name in names.items()}
+        attn = self.attn.build(w.at("self_attn"), index)
+        return Block(attn, self.mlp.build(w.at("mlp")), **norms)
 
 
 @dataclass(frozen=True)
@@ -176,8 +173,8 @@ class Block:
     mlp: Mlp | Moe
     input_norm: RMSNorm
     pre_mlp_norm: RMSNorm
-    post_attention_norm: RMSNorm | None
-    post_mlp_norm: RMSNorm | None
+    post_attention_norm: RMSNorm | None = None
+    post_mlp_norm: RMSNorm | None = None
 
     def __call__(
         self, hidden: Tensor, residual: Tensor | None, cos_sin: CosSins, step: AttentionContext
