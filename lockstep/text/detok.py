@@ -1,9 +1,5 @@
-"""Text as it grows: tokens in, characters out, never half a character and never part of a stop
-string.
-
-`Detok` turns tokens into text that will not change; its pieces joined are the decode of all tokens.
-`Stops` finds stop strings across pieces, whatever the pieces are. `Stream` is both.
-"""
+"""Text as it grows, never half a character and never part of a stop string. `Detok` turns tokens
+into text that will not change; `Stops` finds stop strings across pieces; `Stream` is both."""
 
 from __future__ import annotations
 
@@ -26,11 +22,10 @@ class TextPiece(NamedTuple):
 
 
 class Detok:
-    """Incremental detokenisation. Tokens are decoded together with some before them, because a
-    decoder treats the first token of a sequence differently (the space of "▁the") and because a
-    character can take several tokens. `ids[begin:]` is that window; the text of
-    `ids[begin:settled]`, and in all `sent` characters of the window's, are out. With `prompt_ids`
-    the text continues the prompt's, with a leading space."""
+    """Tokens are decoded together with some before them, because a decoder treats the first token
+    of a sequence differently (the space of "▁the") and because a character can take several tokens.
+    `ids[begin:]` is that window; the text of `ids[begin:settled]`, and in all `sent` characters of
+    the window's, are out. With `prompt_ids` the text continues the prompt's."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Ids = (), skip_special: bool = True
@@ -52,11 +47,10 @@ class Detok:
         if self.in_run:
             return ""
         text = self._window()
-        complete = text.rstrip(REPLACEMENT)
-        if complete != text:  # the last bytes may be the beginning of a character
-            return self._send(complete)
-        new = self._send(text)
-        self._advance(new)
+        complete = text.rstrip(REPLACEMENT)  # the last bytes may be the beginning of a character
+        new = self._send(complete)
+        if complete == text:
+            self._advance(new)
         return new
 
     def finish(self) -> str:
@@ -75,9 +69,8 @@ class Detok:
 
     def _settled_len(self) -> int:
         """Characters of the prompt's text that no token can change any more. A U+FFFD at its end is
-        a character that the user wrote, or bytes that are none, or the beginning of one: only the
-        last can become something else, so bytes that continue a character are tried. What they make
-        a character of belongs to the answer."""
+        one that the user wrote, or bytes that are no character, or that begin one: bytes that
+        continue it are tried, and what they make a character of belongs to the answer."""
         text = self._window()
         if not text.endswith(REPLACEMENT):
             return len(text)
@@ -118,34 +111,22 @@ class Stops:
 
     def feed(self, text: str) -> TextPiece:
         """The text that is certain now, or the rest of it before a stop string."""
-        if not self.stops:
-            return TextPiece(text)
-        text = self.held + text
+        text = self.skip(text)
         found = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:
             _, at, stop = min(found)
-            self.held = ""
             return TextPiece(text[:at], stop)
-        keep = self._partial(text)
-        self.held = text[len(text) - keep :]
-        return TextPiece(text[: len(text) - keep])
-
-    def skip(self, text: str) -> TextPiece:
-        """Text in which nothing is looked for, and what was held back: before min_tokens."""
-        text, self.held = self.held + text, ""
+        longest = max(map(len, self.stops), default=1) - 1
+        for begin in range(max(len(text) - longest, 0), len(text)):
+            if any(stop.startswith(text[begin:]) for stop in self.stops):
+                self.held = text[begin:]
+                return TextPiece(text[:begin])
         return TextPiece(text)
 
-    def finish(self) -> str:
-        """What was held back: no text follows."""
-        return self.skip("").text
-
-    def _partial(self, text: str) -> int:
-        """Length of the longest end of the text that begins a stop string."""
-        longest = max((len(stop) for stop in self.stops), default=1) - 1
-        for n in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-n:]) for stop in self.stops):
-                return n
-        return 0
+    def skip(self, text: str = "") -> str:
+        """What was held back, and text in which nothing is looked for: before min_tokens."""
+        text, self.held = self.held + text, ""
+        return text
 
 
 class Stream:
@@ -154,15 +135,14 @@ class Stream:
     def __init__(
         self, tokenizer: Tokenizer, stops: Iterable[str] = (), prompt_ids: Ids = ()
     ) -> None:
-        self.detok, self.stops = Detok(tokenizer, prompt_ids), Stops(stops)
-        self.ended = False
+        self.detok, self.stops, self.ended = Detok(tokenizer, prompt_ids), Stops(stops), False
 
     def push(self, token_id: int, may_stop: bool = True) -> TextPiece:
         """The next token. Without `may_stop` (before min_tokens) its text is not searched."""
         if self.ended:
             return TextPiece("")
         text = self.detok.push(token_id)
-        piece = self.stops.feed(text) if may_stop else self.stops.skip(text)
+        piece = self.stops.feed(text) if may_stop else TextPiece(self.stops.skip(text))
         self.ended = piece.stop is not None
         return piece
 
@@ -172,4 +152,4 @@ class Stream:
             return TextPiece("")
         self.ended = True
         piece = self.stops.feed(self.detok.finish())
-        return piece if piece.stop is not None else TextPiece(piece.text + self.stops.finish())
+        return piece if piece.stop is not None else TextPiece(piece.text + self.stops.skip())

@@ -1,8 +1,5 @@
-"""Text to token ids and back, over the tokenizer.json of a local folder.
-
-Wraps the `tokenizers` library; nothing is downloaded. Which ids end a text is the model's to say
-(`models`), not the tokenizer's. Knows no engine: called by `llm`.
-"""
+"""Text to token ids and back, by the `tokenizers` library, over the tokenizer.json of a folder.
+Which ids end a text is the model's to say. Called by `llm`."""
 
 from __future__ import annotations
 
@@ -41,12 +38,9 @@ class Tokenizer:
             raise RuleError(rule, str(error), "Download the model again") from None
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """Text to ids.
-
-        add_special    put what the tokenizer puts around a text (usually BOS)
-        parse_special  read "<|im_end|>" in the text as the special token; pass False for an end
-                       user's text inside a chat template: then it is only characters
-        """
+        """Text to ids. `add_special`: with what the tokenizer puts around a text (usually BOS).
+        `parse_special`: "<|im_end|>" in the text is the special token; False, for an end user's
+        text inside a chat template: it is only characters."""
         if not isinstance(text, str):
             rule = "a text is a string"
             raise RuleError(rule, type(text).__name__, "Pass a str, or token ids to the engine")
@@ -85,9 +79,9 @@ class Tokenizer:
 
     @cached_property
     def continuation_ids(self) -> tuple[int, ...]:
-        """Tokens of one byte each, some of which may follow any unfinished character; none if no
-        token is a byte. They are <0x..> pieces, or letters: byte-level tokenizers write a byte that
-        prints nothing as a letter from U+0100 on; 0x7F is number 33 of these."""
+        """Tokens of one byte each, one of which may follow any unfinished character, where there
+        are such: <0x..> pieces, or letters (byte-level tokenizers write a byte that prints nothing
+        as a letter from U+0100 on; 0x7F is number 33 of these)."""
         silent = [byte for byte in range(0x7F, 0x100) if byte < 0xA1 or byte == 0xAD]
         ids = []
         for value in CONTINUATIONS:
