@@ -1,9 +1,6 @@
-"""The command `lockstep`: joins the parsers of the packages, runs what was asked for, and turns
-errors of the user into one line.
-
-Importing this, and `--help`, touch neither torch nor numba: a command's function is imported when
-it runs. A user's mistake is one line on stderr and exit code 2; a red result is exit code 1.
-"""
+"""The command `lockstep`: joins the parsers of the packages, and runs what was asked for. A user's
+mistake is one line on stderr and exit code 2; a red result is exit code 1. Importing this, and
+`--help`, touch neither torch nor numba: a command's function is imported when it runs."""
 
 from __future__ import annotations
 
@@ -29,7 +26,6 @@ LOCKSTEP_REVERT=NAME in the environment runs any command with that historical bu
 
 
 def make_parser() -> Parser:
-    """All commands."""
     parser = Parser(
         prog="lockstep",
         description="LLM inference with the same bits every time, and the lab that proves it.",
@@ -44,7 +40,6 @@ def make_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses, runs, and turns errors of the user into one line. Returns the exit code."""
     args, extra = make_parser().parse_known_args(argv)
     if extra:
         wrong = next((word for word in extra if word.startswith("-")), extra[0]).partition("=")[0]
@@ -64,8 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "lockstep":
             raise
-        rule = f"lockstep: what this command needs is installed; got no module {error.name}"
-        print(f"{rule}. Try: pip install 'lockstep-llm[lab,bench,gpu]'.", file=sys.stderr)
+        rule, got = "what this command needs is installed", f"no module {error.name}"
+        needed = RuleError(rule, got, "Try: pip install 'lockstep-llm[lab,bench,gpu]'")
+        print(f"lockstep: {needed}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr)
@@ -77,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check_outputs(args: argparse.Namespace) -> None:
     """What a command will write can be written: found out before its work, not after."""
-    options = {f"--{name}": vars(args).get(name) for name in ("json", "html")}
-    given = {option: where for option, where in options.items() if where is not None}
+    named = {f"--{name}": vars(args).get(name) for name in ("json", "html")}
+    given = {option: where for option, where in named.items() if where is not None}
     for option, where in given.items():
         outfile.check(option, where)
     if vars(args).get("curves"):
@@ -97,9 +93,8 @@ def with_revert(call: Callable[[argparse.Namespace], int], args: argparse.Namesp
 
     with reverts.from_environment() as revert:
         if revert is not None:
-            bug = f"{revert.target} is the old one: {revert.title}"
-            name = f"lockstep: {reverts.VARIABLE}={revert.name}"
-            print(f"{name}: {bug}", file=sys.stderr, flush=True)
+            name = f"lockstep: {reverts.VARIABLE}={revert.name}: {revert.target} is the old one"
+            print(f"{name}: {revert.title}", file=sys.stderr, flush=True)
         return call(args)
 
 

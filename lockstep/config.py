@@ -1,9 +1,5 @@
 """What an engine is asked to be: one frozen value, checked once, with the names that users know
-from the command line.
-
-`LLM(...)` and `lockstep generate` make it; nobody changes it afterwards. Knows numbers and names,
-no model and no device.
-"""
+from the command line. `LLM(...)` and `lockstep generate` make it. Knows no model and no device."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """A model's folder, which nobody trusts: files by plain names that stay inside it, texts of a
-bounded size, JSON objects.
-
-Knows no model and no tokenizer; `models.loader` and `text.tokenizer` read through it. No torch.
-"""
+bounded size, JSON objects. `models.loader` and `text.tokenizer` read through it. No torch."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def read_text(folder: Path, name: str) -> str:
-    """A text file of the folder, in UTF-8."""
     path = inside(folder, name)
     if not path.is_file():
         raise RuleError(f"a model folder holds {name}", str(folder), "Check the path")

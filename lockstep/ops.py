@@ -2,15 +2,11 @@
 with `Ops` in its ops.py, or an entry point of the group `lockstep.devices`.
 
 Rules that every operation keeps. A row of the result depends on its own row of the operands and on
-nothing else: not on the number of rows, their order, or what else runs. Results are new tensors on
-`device`; nothing is read back to the host and nothing waits for the device, so that a call can be
-captured or recorded with its tensors and ints (who wants results in fixed memory copies them).
-Operands may be views: the last dimension is contiguous, others have any stride. A step of no rows
-is allowed. t counts rows, "activations" are of `dtype`; weights of norms and all of routing,
-sampling and log-probabilities are float32 and wider.
-
-Knows tensors and numbers; no layer, no request, no page. `nn` calls it with the weights it was
-built with, `kv` writes the cache with it, `sample` chooses with it.
+nothing else. Results are new tensors on `device`; nothing is read back to the host and nothing
+waits for the device, so that a call can be captured or recorded with its tensors and ints. Operands
+may be views: the last dimension is contiguous, others have any stride. A step of no rows is
+allowed. t counts rows, "activations" are of `dtype`; weights of norms and all of routing, sampling
+and log-probabilities are float32 and wider.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Parsers: one that answers a slip in one line and suggests, and how a package's commands.toml
-becomes such parsers.
-
-Knows argparse and no command; imports neither torch nor numba, so that `--help` stays quick. A
-command names its function as "module:function", which is imported when the command runs.
-"""
+becomes such parsers. A command names its function as "module:function", which is imported when the
+command runs: neither torch nor numba is imported here, so that `--help` stays quick."""
 
 from __future__ import annotations
 
@@ -33,7 +30,6 @@ class Parser(argparse.ArgumentParser):
         super().__init__(epilog=epilog, allow_abbrev=False, formatter_class=formatter, **options)
 
     def error(self, message: str) -> NoReturn:
-        """One line and exit code 2."""
         wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
         if wrong:
             option = re.match(r"argument (--[\w-]+)", message)

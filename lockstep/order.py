@@ -1,9 +1,6 @@
-"""The canonical order of every reduction: constants of the engine, never arguments.
-
-Nothing here may depend on the batch, the chunk, the page size or the number of processors.
-`docs/numerics.md` states the order in words; kernels take these numbers as they are. On a device
-class other than the CPU an order is a branch of `attention_order`, measured once. A row has a name;
-whoever changes a bit of it gives it a new one.
+"""The canonical order of every reduction: constants of the engine, never arguments; nothing here
+may depend on the batch, the chunk, the page size or the number of processors. `docs/numerics.md`
+states the order in words. A class of devices has a name for its own; a changed bit is a new name.
 """
 
 from __future__ import annotations
@@ -76,7 +73,7 @@ class AttentionOrder:
 
 
 CPU, SM90 = "cpu", "sm_90"
-ORDER_NAMES = {CPU: "cpu-1", SM90: "sm90-2"}  # in the fingerprint: a changed bit is a new name
+ORDER_NAMES = {CPU: "cpu-1", SM90: "sm90-2"}  # in the fingerprint
 # a lone request decodes fast, a long prompt folds little
 SM90_SPLITS = Splits(count0=8, len0=512, count1=0, len1=1024, len2=1024)
 

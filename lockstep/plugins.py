@@ -1,8 +1,6 @@
-"""What is found by its name: our own modules, and other packages' entry points of a group.
-
-A name has one owner: a second one is an error that names both. A library that cannot be imported is
-a reason that is shown, never swallowed. `attention.select` and `kernels.select` have one each.
-"""
+"""What is found by its name: our own modules, and other packages' entry points of a group. A name
+has one owner. What cannot be imported is a reason that is shown. `attention.select` and
+`kernels.select` have one `Plugins` each."""
 
 from __future__ import annotations
 

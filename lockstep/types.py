@@ -1,9 +1,5 @@
-"""The frozen values that everybody shares: what a KV group is, how a layer scores, and how an error
-reads.
-
-`GroupSpec` and `AttnSpec` come from the model at load and never change. Window and causality have
-their one home here. No torch, no numpy: plan, kv, attention and the lab all read these.
-"""
+"""The frozen values that everybody shares: what a KV group is, how a layer scores (both come from
+the model at load), and how an error reads. No torch, no numpy."""
 
 from __future__ import annotations
 

@@ -1,14 +1,7 @@
-"""`LLM`: a model in five lines.
+"""`LLM` turns strings into tokens and generations into outputs; the engine does the rest.
 
-    from lockstep import LLM, SamplingParams
-    llm = LLM()  # the built-in model; or a folder, or a hub id
-    params = SamplingParams(max_tokens=32, temperature=0.8, seed=7, logprobs=True)
-    out = llm.generate(["def fib(n):"], params)
-    out[0].text, out[0].token_ids, out[0].logprobs, out[0].fingerprint
-
-Turns strings into tokens and generations into outputs; the engine does the rest. Calls from several
-threads, and streams that are read in turns, are computed together. A call that ends with an
-exception, an interrupt for one, takes its requests with it and no others.
+Calls from several threads, and streams that are read in turns, are computed together. A call that
+ends with an exception, an interrupt for one, takes its requests with it and no others.
 """
 
 from __future__ import annotations
@@ -58,11 +51,9 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
     ) -> list[Output]:
-        """One output per prompt, in order. A prompt is a string or a list of token ids; params are
-        for all or one for each.
-
+        """One output per prompt, in order. A prompt is a string or a list of token ids; params and
+        `priority` (a higher one goes first, and changes no answer) are for all or one for each.
         `on_done` is called once per prompt, when its last completion has ended: for progress bars.
-        `priority` is for all or one for each: a higher one goes first, and changes no answer.
         """
         many = prompt_forms.many(prompts)
         asked = prompt_forms.params_for(params, len(many))
@@ -98,17 +89,14 @@ class LLM:
         self, text: Prompt, items: Sequence[Prompt] | None = None
     ) -> NDArray[np.float32] | list[NDArray[np.float32]]:
         """Log-probability of every token of a text given those before it (NaN for the first): the
-        bits generation would give.
-
-        With `items`: of every token of each item, given the text and the item's tokens before it.
-        The text is computed once and each item is a fork of it; for an encoder-decoder it is the
-        source. Items are tokenised by themselves, without special tokens.
-        It returns float32 [tokens], or one of these for each item.
-        """
+        bits generation would give. With `items`: of every token of each item, given the text, which
+        is computed once (an encoder-decoder's source), and the item's tokens before it. Items are
+        tokenised by themselves, without special tokens. It returns float32 [tokens], or one of
+        these for each item."""
         if items is not None:
             given = [self._ids(item, special=False) for item in prompt_forms.items(items)]
             (output,) = self._outputs(
-                lambda caller: [self.engine.add_items(self._ids(text), given, caller=caller)]
+                lambda caller: [self.engine.add_items(self._ids(text), given, caller)]
             )
             return [c.logprobs for c in output.completions if c.logprobs is not None]
         wish = SamplingParams(prompt_logprobs=True, seed=0)

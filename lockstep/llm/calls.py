@@ -1,9 +1,6 @@
-"""Calls on an engine: whose turn it is, and who still waits for an answer.
-
-An exception may strike anywhere, in a `finally` too, so neither question is answered by what a call
-did last. A turn belongs to a function and ends with it; a request belongs to a `Caller`, a function
-or a generator, and is given up with it. Whoever comes next sees that. Knows frames and threads.
-"""
+"""Calls on an engine: whose turn it is, and who still waits for an answer. An exception may strike
+anywhere, in a `finally` too, so a turn belongs to a function and ends with it; a request belongs to
+a `Caller`, a function or a generator, and is given up with it. Whoever comes next sees that."""
 
 from __future__ import annotations
 
@@ -34,9 +31,8 @@ def executing() -> set[FrameType]:
 
 class Turn:
     """`with Turn(queue):` runs the block alone among all blocks of that queue, first come first
-    served. The queue is a plain list whose operations are atomic. The turn is over when the block
-    is left, or when the function around it has ended in any other way: an interrupt between two
-    steps of entering or leaving, or a thread that was ended, holds nobody up."""
+    served. The queue is a plain list, whose operations are atomic. The turn is over when the block
+    is left, or when the function around it has ended, by an interrupt or with its thread."""
 
     __slots__ = ("bell", "frame", "queue", "thread")
 

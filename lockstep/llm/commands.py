@@ -1,8 +1,5 @@
-"""`lockstep generate`: text in, text out.
-
-One prompt streams to the terminal; many run as one batch under a progress bar; `--json` gives one
-document. Takes parsed arguments and returns an exit code; `cli` calls it.
-"""
+"""`lockstep generate`: one prompt streams to the terminal; many run as one batch under a progress
+bar; `--json` gives one document. `cli` calls it."""
 
 from __future__ import annotations
 
@@ -24,7 +21,11 @@ from lockstep.types import RuleError
 
 def generate(args: Namespace) -> int:
     """`generate`: 1 if a request ended with an error."""
-    prompts = read_prompts(args)
+    prompts = list(args.prompt)
+    if args.file:
+        prompts += [line for line in read_file(args.file).splitlines() if line.strip()]
+    if not prompts:
+        raise RuleError("generate needs a prompt", "none", 'Try: lockstep generate "def fib(n):"')
     params = SamplingParams(**given(args, SamplingParams))
     llm = LLM(**given(args, EngineConfig))
     if not args.quiet:
@@ -46,18 +47,8 @@ def generate(args: Namespace) -> int:
 
 def given(args: Namespace, kind: type[SamplingParams | EngineConfig]) -> dict[str, Any]:
     """Those of its fields that the command line names."""
-    named = {field.name: getattr(args, field.name, None) for field in fields(kind)}
-    return {name: value for name, value in named.items() if value is not None}
-
-
-def read_prompts(args: Namespace) -> list[str]:
-    """The prompts of the command line, or one per line of a file."""
-    prompts = list(args.prompt)
-    if args.file:
-        prompts += [line for line in read_file(args.file).splitlines() if line.strip()]
-    if not prompts:
-        raise RuleError("generate needs a prompt", "none", 'Try: lockstep generate "def fib(n):"')
-    return prompts
+    known = {field.name for field in fields(kind)}
+    return {name: x for name, x in vars(args).items() if name in known and x is not None}
 
 
 def read_file(where: str) -> str:

@@ -1,8 +1,5 @@
-"""What comes back: one `Output` per prompt, one `Completion` per sample, frozen.
-
-Log-probabilities are float32 arrays under the model's own distribution, before temperature. Equal
-fingerprints with order = canonical promise equal bits.
-"""
+"""What comes back: one `Output` per prompt, one `Completion` per sample. Log-probabilities are
+float32 arrays under the model's own distribution, before temperature."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """What may be a prompt: a string, or token ids in order, of any integer type. Everything else is
-refused before anything is queued.
-
-Knows no engine and no tokenizer: `api` sorts what users pass, `engine` checks ids.
-"""
+refused before anything is queued. `api` sorts what users pass with it, `engine` checks ids."""
 
 from __future__ import annotations
 
