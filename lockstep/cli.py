@@ -2,8 +2,6 @@
 mistake is one line on stderr and exit code 2; a red result is exit code 1. Importing this, and
 `--help`, touch neither torch nor numba: a command's function is imported when it runs."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

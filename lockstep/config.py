@@ -1,27 +1,29 @@
 """What an engine is asked to be: one frozen value, checked once, with the names that users know
 from the command line. `LLM(...)` and `lockstep generate` make it. Knows no model and no device."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any
+from typing import Any, Self
 
 from lockstep.types import INT32_MAX, KV_FORMATS, RuleError, shown, whole, with_fields
 
-DEFAULT = "Leave it out for the default"
-SWITCH = ("True or False", "Pass a bool")
-BACKEND = ("the name of a backend", "Leave it out for the first that fits")
-FRACTION = ("a number between 0 and 1", DEFAULT)
+DEFAULT, FIRST = "Leave it out for the default", "Leave it out for the first that fits"
 FOLDER = "a folder or a hub id of the form owner/name"
 SPECULATIVE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 # None: from the model and the machine, or the algorithm
 DERIVED = ("max_total_tokens", "context_length", *SPECULATIVE)
 ALGORITHMS = ("ngram", "draft", "eagle", "eagle3")
-LOAD_FORMATS = ("auto", "dummy")
+CHOICES = {"kv_cache_dtype": ("auto", *KV_FORMATS), "load_format": ("auto", "dummy")}
 COUNTS = ("page_size", "chunked_prefill_size", "max_running_requests", *DERIVED)
+KINDS: Mapping[str, tuple[Any, str, str]] = {  # the type, and the rule and remedy for others
+    "device": (str, "a name", DEFAULT),
+    "dtype": (str, "a name", DEFAULT),
+    "disable_radix_cache": (bool, "True or False", "Pass a bool"),
+    "graphs": (bool | None, "True or False", "Pass a bool"),
+    "attention_backend": (str | None, "the name of a backend", FIRST),
+}
 
 
 @dataclass(frozen=True)
@@ -64,37 +66,28 @@ class EngineConfig:
             if getattr(self, name) is not None or name not in DERIVED:
                 count = whole(name, getattr(self, name), 1, INT32_MAX, DEFAULT)
                 object.__setattr__(self, name, count)
-        named = {"kv_cache_dtype": ("auto", *KV_FORMATS), "load_format": LOAD_FORMATS}
-        for name, known in named.items():
+        for name, known in CHOICES.items():
             said = isinstance(getattr(self, name), str) and getattr(self, name) in known
             self._check(name, said, f"one of {', '.join(known)}", "Pick one of these")
-        fraction, backend = self.mem_fraction_static, self.attention_backend
+        for name, (kind, rule, remedy) in KINDS.items():
+            self._check(name, isinstance(getattr(self, name), kind), rule, remedy)
+        self._check("model", is_model(self.model), FOLDER, "Leave it out for the built-in model")
+        fraction = self.mem_fraction_static
         number = isinstance(fraction, Real) and not isinstance(fraction, bool) and 0 < fraction < 1
-        rules = (
-            ("device", isinstance(self.device, str), "a name", DEFAULT),
-            ("dtype", isinstance(self.dtype, str), "a name", DEFAULT),
-            ("disable_radix_cache", isinstance(self.disable_radix_cache, bool), *SWITCH),
-            ("graphs", isinstance(self.graphs, bool | None), *SWITCH),
-            ("model", is_model(self.model), FOLDER, "Leave it out for the built-in model"),
-            ("attention_backend", isinstance(backend, str | None), *BACKEND),
-            ("mem_fraction_static", fraction is None or number, *FRACTION),
-        )
-        for rule in rules:
-            self._check(*rule)
+        self._check("mem_fraction_static", fraction is None or number, "a number between 0 and 1")
         self._check_buckets()
         self._check_speculation()
 
-    def settled(self, dtype: str) -> EngineConfig:
+    def settled(self, dtype: str) -> Self:
         """With the cache of activations of `dtype`, where none was asked for."""
-        auto = self.kv_cache_dtype == "auto"
-        return replace(self, kv_cache_dtype=dtype) if auto else self
+        return replace(self, kv_cache_dtype=dtype) if self.kv_cache_dtype == "auto" else self
 
     def _check_speculation(self) -> None:
         """An algorithm that there is; what goes with one is not given without it."""
         algorithm = self.speculative_algorithm
-        said = algorithm is None or (isinstance(algorithm, str) and algorithm in ALGORITHMS)
-        rule, remedy = f"one of {', '.join(ALGORITHMS)}", "Leave it out to decode plainly"
-        self._check("speculative_algorithm", said, rule, remedy)
+        said = isinstance(algorithm, str | None) and algorithm in (None, *ALGORITHMS)
+        rule = f"one of {', '.join(ALGORITHMS)}"
+        self._check("speculative_algorithm", said, rule, "Leave it out to decode plainly")
         model = self.speculative_draft_model
         self._check("speculative_draft_model", is_model(model), "a folder or a hub id of a draft")
         for name in (*SPECULATIVE, "speculative_draft_model"):
@@ -136,10 +129,10 @@ class EngineConfig:
                 raise RuleError(rule, str(sizes[-1]), "Add a larger one, or schedule less per step")
             object.__setattr__(self, name, tuple(sizes))
 
-    @staticmethod
-    def from_names(given: Mapping[str, Any]) -> EngineConfig:
+    @classmethod
+    def from_names(cls, given: Mapping[str, Any]) -> Self:
         """A config from keyword arguments; an unknown one is an error with a suggestion."""
-        return with_fields(EngineConfig, given, "an engine option")
+        return with_fields(cls, given, "an engine option")
 
 
 def is_model(name: object) -> bool:

@@ -1,8 +1,6 @@
 """A model's folder, which nobody trusts: files by plain names that stay inside it, texts of a
 bounded size, JSON objects. `models.loader` and `text.tokenizer` read through it. No torch."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

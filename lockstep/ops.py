@@ -9,8 +9,6 @@ allowed. t counts rows, "activations" are of `dtype`; weights of norms and all o
 and log-probabilities are float32 and wider.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum

@@ -2,8 +2,6 @@
 becomes such parsers. A command names its function as "module:function", which is imported when the
 command runs: neither torch nor numba is imported here, so that `--help` stays quick."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -3,8 +3,6 @@ may depend on the batch, the chunk, the page size or the number of processors. `
 states the order in words. A class of devices has a name for its own; a changed bit is a new name.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

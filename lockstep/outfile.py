@@ -1,8 +1,6 @@
 """Files that a command writes where its user says: tried before the work begins, written when it is
 done. A folder that is not there is made, when the file is written; "-" is stdout."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -2,8 +2,6 @@
 has one owner. What cannot be imported is a reason that is shown. `attention.select` and
 `kernels.select` have one `Plugins` each."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """A progress bar on stderr for commands that take long: a line that redraws itself on a terminal, a
 line every half minute elsewhere. tqdm draws."""
 
-from __future__ import annotations
-
 import sys
 from typing import TextIO
 

@@ -1,8 +1,6 @@
 """The frozen values that everybody shares: what a KV group is, how a layer scores (both come from
 the model at load), and how an error reads. No torch, no numpy."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Iterable, Mapping
@@ -24,7 +22,7 @@ class RuleError(ValueError):
         super().__init__(f"{rule}; got {got}. {remedy}{end}")
         self.rule, self.got, self.remedy = rule, got, remedy
 
-    def __reduce__(self) -> tuple[type[RuleError], tuple[str, str, str]]:
+    def __reduce__(self) -> tuple[type["RuleError"], tuple[str, str, str]]:
         return type(self), (self.rule, self.got, self.remedy)
 
 

@@ -4,11 +4,9 @@ Calls from several threads, and streams that are read in turns, are computed tog
 ends with an exception, an interrupt for one, takes its requests with it and no others.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +30,7 @@ class LLM:
         self.engine = Engine(config, load(config))
 
     @classmethod
-    def of(cls, engine: Engine) -> LLM:
+    def of(cls, engine: Engine) -> Self:
         """An LLM on an engine that is there already."""
         made = cls.__new__(cls)
         made.engine = engine

@@ -2,8 +2,6 @@
 anywhere, in a `finally` too, so a turn belongs to a function and ends with it; a request belongs to
 a `Caller`, a function or a generator, and is given up with it. Whoever comes next sees that."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 import threading
@@ -36,7 +34,7 @@ class Turn:
 
     __slots__ = ("bell", "frame", "queue", "thread")
 
-    def __init__(self, queue: list[Turn]) -> None:
+    def __init__(self, queue: list["Turn"]) -> None:
         self.queue = queue
         self.thread = threading.get_ident()
         self.frame: FrameType | None = sys._getframe(1)

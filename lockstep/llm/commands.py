@@ -1,8 +1,6 @@
 """`lockstep generate`: one prompt streams to the terminal; many run as one batch under a progress
 bar; `--json` gives one document. `cli` calls it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from argparse import Namespace

@@ -7,8 +7,6 @@ result per step, which can be written again; everything else is suspect while `_
 and the next call makes it anew from the generations.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

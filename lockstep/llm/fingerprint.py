@@ -1,8 +1,6 @@
 """What computed an answer, in one line: equal fingerprints with order = canonical promise equal
 bits. Everything that may change a bit has its place here. Called by the engine at its start."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
     from lockstep.llm.engine import Parts
 
 
-def fingerprint(parts: Parts, kv_dtype: str) -> str:
+def fingerprint(parts: "Parts", kv_dtype: str) -> str:
     """Fields as `name=value`, separated by semicolons."""
     ops, info = parts.model.ops, parts.info
     packages = ["torch", "numba", "llvmlite", *(["triton"] if ops.device.type == "cuda" else [])]

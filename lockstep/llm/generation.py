@@ -6,8 +6,6 @@ be written again, and requests are made anew from that (`resumed`). Text follows
 step is settled. The engine feeds it, the surface reads it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -25,6 +23,13 @@ from lockstep.text.tokenizer import Tokenizer
 from lockstep.types import RuleError
 
 Score = tuple[float, Top]  # the log-probability of a token, and the best tokens beside it
+
+
+class Text(NamedTuple):
+    """What text is made with: nothing, if there is no tokenizer; and the model's ends of text."""
+
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]
 
 
 class CompletionState:
@@ -134,13 +139,6 @@ class CompletionState:
                 self._push(stream, token_id, count)
         self._stream = stream
         return stream
-
-
-class Text(NamedTuple):
-    """What text is made with: nothing, if there is no tokenizer; and the model's ends of text."""
-
-    tokenizer: Tokenizer | None
-    eos_ids: tuple[int, ...]
 
 
 class Generation:

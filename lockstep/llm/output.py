@@ -1,8 +1,6 @@
 """What comes back: one `Output` per prompt, one `Completion` per sample. Log-probabilities are
 float32 arrays under the model's own distribution, before temperature."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -1,8 +1,6 @@
 """What may be a prompt: a string, or token ids in order, of any integer type. Everything else is
 refused before anything is queued. `api` sorts what users pass with it, `engine` checks ids."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence, Set, Sized
 from numbers import Number
 from typing import Any, SupportsIndex

@@ -4,8 +4,6 @@ A request begins with an encode step: the encoder's layers keep nothing, and the
 every cross attention are stored. Decode steps read them; the cross group is in both kinds of step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -101,7 +99,7 @@ class Bart(Model):
         return groups_of([*(block.attn for block in self.encoder.blocks), *self._crosses])
 
 
-def describe(config: Any) -> BartSpec:
+def describe(config: Any) -> "BartSpec":
     if not config.tie_word_embeddings:
         got = "tie_word_embeddings=False"
         raise RuleError("bart shares one embedding", got, "Use a tied checkpoint")

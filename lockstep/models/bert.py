@@ -1,8 +1,6 @@
 """Bert: an encoder. Every row sees all rows of its request, nothing is kept, and the result is an
 embedding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -47,7 +45,7 @@ class Bert(Model):
         return len(self.positions.weight)
 
 
-def describe(config: Any) -> BertSpec:
+def describe(config: Any) -> "BertSpec":
     if config.is_decoder or config.add_cross_attention:
         got = "is_decoder or add_cross_attention"
         raise RuleError("bert is an encoder", got, "Use an encoder checkpoint")

@@ -1,8 +1,6 @@
 """DeepSeek V2: latent attention, and experts of which the best groups take part, beside one that
 all rows share."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

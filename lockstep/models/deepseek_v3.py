@@ -1,8 +1,6 @@
 """DeepSeek V3: V2 with sigmoid scores, a correction that steers the choice of experts, and a rope
 in either layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Gemma 2: norms of 1 + w before and after every part, soft caps on scores and logits, windows on
 every other layer."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 """Gemma 3, text: gemma 2 with norms on query and key heads instead of soft caps, and a rope of its
 own for windowed layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

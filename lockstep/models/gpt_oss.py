@@ -1,8 +1,6 @@
 """gpt-oss: sinks in every head, windows on every other layer, and experts kept in one tensor with
 gate and up columns taking turns."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

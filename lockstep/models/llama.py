@@ -1,8 +1,6 @@
 """Llama: the plain decoder that most others are variants of. `attention`, `mlp` and `decoder` read
 what all their configs have."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Nothing in a folder is trusted: no code of it runs, and every size that a config
 with what the files hold before anything is allocated.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import importlib

@@ -1,7 +1,5 @@
 """Mistral: llama with one window for all layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lockstep.models import llama

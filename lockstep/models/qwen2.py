@@ -1,7 +1,5 @@
 """Qwen2: llama with biases on q, k and v, and windows per layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

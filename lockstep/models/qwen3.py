@@ -1,7 +1,5 @@
 """Qwen3: llama with a norm on every query and key head, and windows per layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Qwen3 MoE: qwen3 with experts in most layers and one window, if any, for all of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -2,8 +2,6 @@
 decode are the same attention over one shared row per token), and cross (an encoder's step stores
 the keys). A layer knows its number and its `GroupSpec`, no request and no page."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -63,7 +61,7 @@ class DenseSpec:
             raise RuleError(rule, "no rope", "Check config.json")
 
     @staticmethod
-    def plain(hidden: int, heads: int) -> DenseSpec:
+    def plain(hidden: int, heads: int) -> "DenseSpec":
         """Heads that share the row among them, with biases and without rope."""
         d, scale = hidden // heads, 1 / math.sqrt(hidden // heads)
         bare = DenseSpec(hidden=hidden, heads=heads, kv_heads=heads, head_dim=d, scale=scale)
@@ -71,7 +69,7 @@ class DenseSpec:
 
     def build(
         self, w: WeightSource, index: int, names: Sequence[str] = NAMES, width: int | None = None
-    ) -> Dense:
+    ) -> "Dense":
         """Layer number `index`, its rows as wide as what it adds to them unless told otherwise."""
         d, norm = self.head_dim, self.qk_norm
         widths = (self.heads * d, self.kv_heads * d, self.kv_heads * d)
@@ -169,7 +167,7 @@ class LatentSpec:
     window: int | None = None
     norm: RMSSpec = LATENT_NORM
 
-    def build(self, w: WeightSource, index: int) -> Latent:
+    def build(self, w: WeightSource, index: int) -> "Latent":
         d_q = self.heads * (self.d_nope + self.d_rope)
         if self.q_rank is None:
             q_down, q_norm, q_up = None, None, w.linear("q_proj", d_q, self.hidden)

@@ -2,13 +2,11 @@
 variant is a `replace` of it), builds a `Decoder`, which holds the weights and maps rows to rows.
 Encoders and encoder-decoders are made of `PostBlock`."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -109,7 +107,7 @@ class BlockSpec:
     mlp: MlpSpec | MoeSpec
     sandwich: bool = False
 
-    def build(self, w: WeightSource, index: int, norm: RMSSpec) -> Block:
+    def build(self, w: WeightSource, index: int, norm: RMSSpec) -> "Block":
         names = SANDWICH_NORMS if self.sandwich else NORMS
         norms = {field: norm.build(w, name, self.attn.hidden) for field, name in names.items()}
         attn = self.attn.build(w.at("self_attn"), index)
@@ -130,7 +128,7 @@ class DecoderSpec:
     logit_cap: float | None = None
     unused: tuple[str, ...] = ()  # patterns of tensors that the files may hold as well
 
-    def with_windows(self, windows: Sequence[int | None]) -> DecoderSpec:
+    def with_windows(self, windows: Sequence[int | None]) -> Self:
         """The same model with one window per layer."""
         if len(windows) != len(self.blocks):
             got = f"{len(windows)} types, {len(self.blocks)} layers"
@@ -139,7 +137,7 @@ class DecoderSpec:
         blocks = [replace(block, attn=replace(block.attn, window=w)) for block, w in pairs]
         return replace(self, blocks=tuple(blocks))
 
-    def build(self, weights: WeightSource) -> Decoder:
+    def build(self, weights: WeightSource) -> "Decoder":
         """A checkpoint of the trunk has no "model." before its names and, untied, no head."""
         w = weights if weights.has("embed_tokens.weight") else weights.at("model")
         w.skip(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq")

@@ -1,7 +1,5 @@
 """Token ids to rows at the front, rows to one vector per request at the end."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

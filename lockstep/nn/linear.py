@@ -1,7 +1,5 @@
 """The linear layer: y = x Wᵀ + b by one operation for all row counts, its weight packed at load."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

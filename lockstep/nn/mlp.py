@@ -1,7 +1,5 @@
 """The feed-forward layer and its gates: which operation of the device a config's activation is."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,8 +1,6 @@
 """Mixture of experts: a router in float32, all experts of a layer as one stacked weight for a
 grouped GEMM, and a row's results added in its own slot order. Nothing is read back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple

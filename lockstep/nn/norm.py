@@ -1,8 +1,6 @@
 """Norms: one row at a time, in float32, one rounding at the end. Gemma's 1 + w is added once, when
 the weight is loaded."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -6,8 +6,6 @@ sequence is when it is computed. Here it is decided at load: the plain base, unl
 max_position was asked for (`for_context`); then the published one at exactly that length.
 """
 
-from __future__ import annotations
-
 import decimal
 import math
 from collections.abc import Mapping

@@ -4,11 +4,10 @@ A model is built twice by the same code: first against a source that only notes 
 (`models.loader` compares them with the files), then against the files themselves.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ class WeightSource:
     ops: Ops
     prefix: str = ""
 
-    def at(self, *parts: str | int) -> WeightSource:
+    def at(self, *parts: str | int) -> Self:
         """The weights of a part: w.at("layers", 3)."""
         return replace(self, prefix=self.prefix + "".join(f"{part}." for part in parts))
 

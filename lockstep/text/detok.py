@@ -1,8 +1,6 @@
 """Text as it grows, never half a character and never part of a stop string. `Detok` turns tokens
 into text that will not change; `Stops` finds stop strings across pieces; `Stream` is both."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 

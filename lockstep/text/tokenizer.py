@@ -1,15 +1,13 @@
 """Text to token ids and back, by the `tokenizers` library, over the tokenizer.json of a folder.
 Which ids end a text is the model's to say. Called by `llm`."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from lockstep.folder import read_text
 from lockstep.types import RuleError
@@ -27,7 +25,7 @@ class Tokenizer:
         self.vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> Tokenizer:
+    def from_folder(cls, folder: str | Path) -> Self:
         """From the tokenizer.json of a model's folder."""
         text = read_text(Path(folder), "tokenizer.json")
         tokenizers = importlib.import_module("tokenizers")
