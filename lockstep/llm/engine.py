@@ -44,7 +44,7 @@ from lockstep.run.runner import GUESSES, Runner, StepOutput
 from lockstep.sample import sampler
 from lockstep.sample.params import SamplingParams, resolve_seed
 from lockstep.sample.sampler import Logprobs, RowBatch, Settings
-from lockstep.sched.request import AcceptedTokens, Batch, Piece, Request, RequestSpec, ScheduledStep
+from lockstep.sched.request import AcceptedTokens, Piece, Request, RequestSpec, ScheduledStep
 from lockstep.sched.scheduler import Scheduler
 from lockstep.spec import select as drafts
 from lockstep.spec.draft import DraftModel, DraftSetup
@@ -340,8 +340,9 @@ class Engine:
     def _launch(self, step: ScheduledStep) -> Launched:
         """A step, and what is sampled of it, on its way. On a GPU the launch samples too, where it
         samples all that it emits, of logits as they are."""
-        rows = self._rows_of(step.batch)
-        batch = self._row_batch(step, rows)
+        if self._rows is None or self._rows.batch is not step.batch:
+            self._rows = SampledRows.of(step.batch, self._generation)
+        rows, batch = self._rows, self._row_batch(step, self._rows)
         fused = self.on_gpu and step.kind.name == GENERATE and bool(rows.completions)
         fused = fused and not rows.scored and not sampler.changes(batch)
         out = self._run(step, sampler.settings(batch, self.info.vocab_size) if fused else None)
@@ -394,12 +395,6 @@ class Engine:
             chosen=chosen,
             scored=tuple(scored),
         )
-
-    def _rows_of(self, batch: Batch) -> SampledRows:
-        """Whom the rows of a batch are for; those of the last one are kept."""
-        if self._rows is None or self._rows.batch is not batch:
-            self._rows = SampledRows.of(batch, self._generation)
-        return self._rows
 
     def _row_batch(self, step: ScheduledStep, rows: SampledRows) -> RowBatch:
         draws = rows.draws

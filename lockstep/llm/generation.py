@@ -43,13 +43,10 @@ class CompletionState:
         most: int = 0,
         given: Sequence[int] = (),
     ) -> None:
-        self.params, self.prompt_ids, self.most = params, prompt_ids, most
-        self.prompt_len = len(prompt_ids)
-        self.token_ids: list[int] = list(given)
-        self.given = bool(given)
+        self.params, self.prompt_ids, self.prompt_len = params, prompt_ids, len(prompt_ids)
+        self.most, self.given, self.token_ids = most, bool(given), list(given)
         self.scores: list[Score] = []
-        # one per generated token, and one for what was held back until the end
-        self.pieces: list[str] = []
+        self.pieces: list[str] = []  # per generated token, and what was held back until the end
         self.finish: str | None = None
         self.over: str | None = None  # why it ends, if its tokens are all there already
         self.error = ""
@@ -100,7 +97,6 @@ class CompletionState:
             self._flush()
 
     def frozen(self) -> Completion:
-        """The completion, frozen."""
         logprobs, top_logprobs = columns(self.scores, self.params.top_logprobs)
         return Completion(
             index=self.params.sample_index,
@@ -180,10 +176,8 @@ class Generation:
             text, new = "".join(completion.pieces[pieces:]), tuple(completion.token_ids[ids:])
             if text or new or completion.finish is not None:
                 out.append(Chunk(completion.params.sample_index, text, new, completion.finish))
-                self._sent[i] = (
-                    len(completion.pieces) if completion.finish is None else -1,
-                    len(completion.token_ids),
-                )
+                sent = len(completion.pieces) if completion.finish is None else -1
+                self._sent[i] = (sent, len(completion.token_ids))
         return out
 
     def end(self, reason: str) -> None:
@@ -238,7 +232,6 @@ class Generation:
         return request
 
     def output(self, fingerprint: str) -> Output:
-        """The answer, frozen."""
         self.publish()
         scores: list[Score] = [(np.nan, ()), *self.prompt_scores]
         logprobs, top_logprobs = columns(scores, self.params.top_prompt_logprobs)

@@ -104,12 +104,13 @@ def ln(x: float) -> float:
 
 
 def _scaled(kind: str, params: Params, dim: int, max_position: int) -> tuple[list[float], float]:
-    theta = params["rope_theta"]
-    if kind == "dynamic":
-        stretch = longest(params, max_position) / max_position
-        return _frequencies(ntk_base(theta, params["factor"], dim, stretch), dim), 1.0
     if kind == "yarn":
         return _yarn(params, dim, max_position)
+    theta = params["rope_theta"]
+    if kind == "dynamic":
+        factor, stretch = params["factor"], longest(params, max_position) / max_position
+        if stretch > 1:
+            theta *= power(factor * stretch - (factor - 1), dim / (dim - 2))
     inv_freq = _frequencies(theta, dim)
     if kind == "linear":
         inv_freq = [f / params["factor"] for f in inv_freq]
@@ -120,13 +121,6 @@ def _scaled(kind: str, params: Params, dim: int, max_position: int) -> tuple[lis
 
 def _frequencies(theta: float, dim: int) -> list[float]:
     return [1 / power(theta, i / dim) for i in range(0, dim, 2)]
-
-
-def ntk_base(theta: float, factor: float, dim: int, stretch: float) -> float:
-    """The base of dynamic NTK for a context of `stretch` times max_position."""
-    if stretch <= 1:
-        return theta
-    return theta * power(factor * stretch - (factor - 1), dim / (dim - 2))
 
 
 def _llama3(freq: float, params: Params) -> float:
