@@ -6,6 +6,7 @@ ends with an exception, an interrupt for one, takes its requests with it and no 
 
 import sys
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any, Self, overload
 
 import numpy as np
@@ -20,6 +21,8 @@ from lockstep.llm.output import Chunk, Output
 from lockstep.llm.prompts import Prompt
 from lockstep.sample.params import SamplingParams
 from lockstep.types import RuleError, shown
+
+Adds = Sequence[Callable[..., Generation]]  # they take the caller
 
 
 class LLM:
@@ -60,14 +63,9 @@ class LLM:
             rule = "on_done is called without arguments"
             raise RuleError(rule, shown(on_done), "Pass a function, or leave it out")
 
-        def add(caller: Caller) -> list[Generation]:
-            each = zip(many, asked, levels, strict=True)
-            return [
-                self.engine.add(self._ids(prompt), wish, priority=level, caller=caller)
-                for prompt, wish, level in each
-            ]
-
-        return self._outputs(add, on_done)
+        add, each = self.engine.add, zip(many, asked, levels, strict=True)
+        adds = [partial(add, self._ids(p), wish, priority=level) for p, wish, level in each]
+        return self._outputs(adds, on_done)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
@@ -93,14 +91,11 @@ class LLM:
         these for each item."""
         if items is not None:
             given = [self._ids(item, special=False) for item in prompt_forms.items(items)]
-            (output,) = self._outputs(
-                lambda caller: [self.engine.add_items(self._ids(text), given, caller)]
-            )
+            (output,) = self._outputs([partial(self.engine.add_items, self._ids(text), given)])
             return [c.logprobs for c in output.completions if c.logprobs is not None]
         wish = SamplingParams(prompt_logprobs=True, seed=0)
-        (output,) = self._outputs(
-            lambda caller: [self.engine.add(self._ids(text), wish, scores_only=True, caller=caller)]
-        )
+        add = partial(self.engine.add, self._ids(text), wish, scores_only=True)
+        (output,) = self._outputs([add])
         assert output.prompt_logprobs is not None, "prompt_logprobs was asked for"
         return output.prompt_logprobs
 
@@ -109,11 +104,8 @@ class LLM:
         many, wish = prompt_forms.many(prompts), SamplingParams(seed=0)
         if not many:
             raise RuleError("there is a prompt to embed", "an empty list", "Pass at least one")
-        generations = self._finished(
-            lambda caller: [
-                self.engine.add(self._ids(p), wish, embed=True, caller=caller) for p in many
-            ]
-        )
+        adds = [partial(self.engine.add, self._ids(p), wish, embed=True) for p in many]
+        generations = self._finished(adds)
         return np.stack([each.embedding for each in generations if each.embedding is not None])
 
     def _stream(
@@ -134,18 +126,14 @@ class LLM:
         finally:
             caller.close()
 
-    def _outputs(
-        self, add: Callable[[Caller], list[Generation]], on_done: Callable[[], None] | None = None
-    ) -> list[Output]:
-        return [each.output(self.engine.fingerprint) for each in self._finished(add, on_done)]
+    def _outputs(self, adds: Adds, on_done: Callable[[], None] | None = None) -> list[Output]:
+        return [each.output(self.fingerprint) for each in self._finished(adds, on_done)]
 
-    def _finished(
-        self, add: Callable[[Caller], list[Generation]], on_done: Callable[[], None] | None = None
-    ) -> list[Generation]:
-        """What `add` makes, when all are done. They belong to this function: its end is theirs."""
+    def _finished(self, adds: Adds, on_done: Callable[[], None] | None = None) -> list[Generation]:
+        """What is added, when all are done. They belong to this function: its end is theirs."""
         caller = Caller(sys._getframe())
         try:
-            generations = add(caller)
+            generations = [add(caller=caller) for add in adds]
             unfinished = len(generations)
             while unfinished:
                 self.engine.step()
