@@ -1,11 +1,6 @@
 """Lockstep: LLM inference whose answers are a function of model, prompt, parameters and seed, and
-of nothing else.
-
-    from lockstep import LLM, SamplingParams
-
-Importing this package imports nothing else until one of these names is used: the plan and the page
-bookkeeping work without torch.
-"""
+of nothing else. `from lockstep import LLM, SamplingParams`; nothing else is imported until one of
+these names is used: the plan and the page bookkeeping work without torch."""
 
 from importlib import import_module
 from typing import Any

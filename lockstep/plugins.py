@@ -13,8 +13,7 @@ from lockstep.types import Refused, RuleError, did_you_mean
 
 @dataclass(frozen=True)
 class Plugins:
-    """`own` maps names to our modules, whose `attribute` makes one; an entry point names its. What
-    it makes has all that `protocol` names."""
+    """`own` maps names to our modules, whose `attribute` makes one with all of `protocol`."""
 
     kind: str
     group: str

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.attention.base import Backend
@@ -474,16 +475,17 @@ class Engine:
 
     def _result(self, launched: Launched) -> tuple[StepResult, AcceptedTokens]:
         """What generations get, and what the scheduler is told of every row. Nobody sees the rows
-        of requests that have ended meanwhile; what could not be sampled ends its completion."""
+        of requests that have ended meanwhile."""
         tokens, endings, accepted = None, list[Ending](), AcceptedTokens()
         if launched.chosen is not None:
             some_ended = self.scheduler.ends > launched.step.ends
             tokens, accepted, endings = accept(launched, launched.chosen, some_ended)
-        vectors = () if launched.embeddings is None else launched.embeddings.numpy()
-        embedded = zip(launched.rows.generations, vectors, strict=False)
         scores = tuple(score for score in launched.scored if score.request.finish is None)
-        waiting = tuple(pair for pair in embedded if pair[0].request.finish is None)
-        return StepResult(tokens, scores, waiting, tuple(endings)), accepted
+        embedded: list[tuple[Generation, NDArray[np.float32]]] = []
+        if launched.embeddings is not None:
+            vectors = zip(launched.rows.generations, launched.embeddings.numpy(), strict=True)
+            embedded = [pair for pair in vectors if pair[0].request.finish is None]
+        return StepResult(tokens, scores, tuple(embedded), tuple(endings)), accepted
 
     def _publish(self, touched: list[Generation]) -> list[Generation]:
         """Text, without a lock on the engine: whoever reads it first makes what is missing."""

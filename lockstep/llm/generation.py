@@ -110,8 +110,7 @@ class CompletionState:
         )
 
     def _push(self, stream: Stream, token_id: int, count: int) -> tuple[str, bool]:
-        """The text that token number `count` adds, and whether the text ends with it. The token
-        that ends a text is kept, its own text is not."""
+        """The text of token number `count`, and whether that ends it: an end token has none."""
         if token_id in self.end_ids:
             return "", True
         piece = stream.push(token_id, self.params.may_stop(count))
@@ -323,8 +322,7 @@ class Ending(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What a settled step has brought the generations. `write`, then `end`; both may be repeated
-    from the beginning wherever they were left."""
+    """What a settled step has brought. `write`, then `end`; both may be left and begun again."""
 
     tokens: TokenUpdates | None = None
     scores: tuple[ScoreUpdate, ...] = ()
@@ -332,7 +330,6 @@ class StepResult:
     endings: tuple[Ending, ...] = ()
 
     def write(self) -> None:
-        """Log-probabilities of what was there, tokens, embeddings."""
         for score in self.scores:
             score.write()
         if self.tokens is not None:

@@ -1,8 +1,6 @@
-"""Bart: an encoder, and a decoder whose layers look at its rows.
-
-A request begins with an encode step: the encoder's layers keep nothing, and the keys and values of
-every cross attention are stored. Decode steps read them; the cross group is in both kinds of step.
-"""
+"""Bart: an encoder, and a decoder whose layers look at its rows. A request begins with an encode
+step: the encoder's layers keep nothing, and the keys and values of every cross attention are stored
+for the decode steps; the cross group is in both kinds of step."""
 
 import math
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """From a folder or a hub id to a model: config.json, safetensors, and what both must agree on.
-
 Nothing in a folder is trusted: no code of it runs, and every size that a config states is compared
-with what the files hold before anything is allocated.
-"""
+with what the files hold before anything is allocated."""
 
 import copy
 import hashlib
@@ -92,10 +90,9 @@ class Entry(NamedTuple):
 
 @dataclass
 class TensorManifest:
-    """Notes what a model asks for, and what the files hold instead. Weights that are drawn are in
-    no files: None."""
+    """Notes what a model asks for, and what the files hold instead."""
 
-    entries: Entries | None
+    entries: Entries | None  # None: weights are drawn
     asked: set[str] = field(default_factory=set)
     unused: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)

@@ -75,7 +75,7 @@ class DenseSpec:
         widths = (self.heads * d, self.kv_heads * d, self.kv_heads * d)
         qkv = w.fused(dict(zip(names, widths)), width or self.hidden, self.bias)
         out = w.linear(names[3], self.hidden, self.heads * d, self.out_bias)
-        qk_norm = norm and stack([norm.weight(w, name, d) for name in ("q_norm", "k_norm")])
+        qk_norm = stack([norm.weight(w, n, d) for n in ("q_norm", "k_norm")]) if norm else None
         sinks = w.tensor("sinks", self.heads) if self.sinks else None
         return Dense(index, self, qkv=qkv, out=out, ops=w.ops, qk_norm=qk_norm, sinks=sinks)
 

@@ -1,8 +1,6 @@
-"""Where a layer's weights come from, and which operations it uses: a name and a shape → a tensor.
-
-A model is built twice by the same code: first against a source that only notes names and shapes
-(`models.loader` compares them with the files), then against the files themselves.
-"""
+"""Where a layer's weights come from, and which operations it uses: a name and a shape → a tensor. A
+model is built twice by the same code: first against a source that only notes names and shapes, then
+against the files (`models.loader`)."""
 
 import re
 from collections.abc import Callable, Container, Mapping
