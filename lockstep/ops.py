@@ -118,7 +118,6 @@ class Ops(Protocol):
         """x activations [t, k], or of heads that are k together [t, heads, k / heads], · weightᵀ,
         rounded, then + bias, rounded: returns activations [t, n]. With a float32 weight x and the
         result are float32."""
-        ...
 
     def batched_linear(self, x: Tensor, packed: Packed) -> Tensor:
         """y[:, i] = x[:, i] · weight[i]ᵀ of x activations [t, g, k]: y activations [t, g, n]. MLA's
@@ -173,7 +172,6 @@ class Ops(Protocol):
         """x activations [t, (heads + 2 kv_heads) · d]: queries, keys, values. Gives q activations
         [t, heads, d] and k activations [t, kv_heads, d], `rms_norm` by weights float32 [2, d], if
         any, then `rope`, bit for bit; and v activations [t, kv_heads, d], a view of x."""
-        ...
 
     def activate(self, x: Tensor, act: Activation) -> Tensor:
         """act(x) of x activations [t, n]: returns activations [t, n]."""
@@ -197,7 +195,6 @@ class Ops(Protocol):
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """x[rows] of x activations [n, d] and rows int32 [t], all of them there: returns
         activations [t, d], in memory of its own."""
-        ...
 
     # ---- the cache ----
 

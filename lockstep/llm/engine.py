@@ -183,11 +183,11 @@ class Engine:
         generated: Sequence[Sequence[int]] = (),
         caller: Caller | None = None,
     ) -> Generation:
-        """Takes a prompt in, or says why not. `embed` and `scores_only` ask for no new tokens. A
-        higher `priority` goes first; what is cached is shared within a `tenant` only. With the
-        tokens that every completion has already `generated` the answer goes on behind them. A
-        generation leaves with its `caller`; without one it stays until it has ended or is aborted.
-        """
+        """Takes a prompt, an encoder's source, in, or says why not. `embed` and `scores_only` ask
+        for no new tokens. A higher `priority` goes first; what is cached is shared within a
+        `tenant` only. With the tokens that every completion has already `generated` the answer goes
+        on behind them. A generation is known by its `request_id`, and leaves with its `caller`;
+        without one it stays until it has ended or is aborted."""
         ids, source = self._placed(self._checked(prompt_ids))
         (params,) = params_for(params, 1)
         params.check_vocab(self.info.vocab_size)
