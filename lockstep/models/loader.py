@@ -39,7 +39,7 @@ CHECK_PATH, CHECK_FILE = "Check the path", "Check the file"
 TOGETHER = "Check that config and weights belong together"
 SHOWN = 4  # names in an error
 SEED, SPREAD = 0, 0.02  # of weights that are drawn
-FAULTS = 1000  # after so many missing or misshapen tensors the rest is not looked at
+FAULTS = 1000  # when so many tensors are missing the rest is not looked at
 BROKEN = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RuntimeError)
 FLOATS = {"F32", "F16", "BF16", "F64"}
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
@@ -88,39 +88,35 @@ class Entry(NamedTuple):
     dtype: str
 
 
-@dataclass
+@dataclass(frozen=True)
 class TensorManifest:
-    """Notes what a model asks for, and what the files hold instead."""
+    """Notes the names and shapes that a model asks for, and compares them with the files."""
 
     entries: Entries | None  # None: weights are drawn
-    asked: set[str] = field(default_factory=set)
+    asked: dict[str, tuple[int, ...]] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    misshapen: list[str] = field(default_factory=list)
-    elements: int = 0  # of all that was asked for
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor without numbers."""
-        if name not in self.asked:
-            self.elements += math.prod(shape)
-        self.asked.add(name)
-        if self.entries is not None:
-            entry = self.entries.get(name)
-            if entry is None:
-                self.missing.append(name)
-            elif entry.shape != shape:
-                self.misshapen.append(f"{name} is {list(entry.shape)}, not {list(shape)}")
-            if len(self.missing) + len(self.misshapen) > FAULTS:
-                self.judge()
+        self.asked[name] = shape
+        if self.entries is not None and len(self.asked) > len(self.entries) + FAULTS:
+            self.judge()
         return torch.empty(shape, device="meta")
 
     def judge(self) -> None:
         """Raises unless the files hold what was asked for, all of it and nothing else."""
+        if self.entries is None:
+            return
+        there = {name: entry.shape for name, entry in self.entries.items()}
+        wrong = [(name, shape) for name, shape in self.asked.items() if there.get(name) != shape]
+        misshapen = [(name, there[name], shape) for name, shape in wrong if name in there]
         pattern = re.compile("|".join(f"(?:{p})" for p in self.unused) or r"(?!)")
-        others = [name for name in self.entries or () if name not in self.asked]
-        unknown = [name for name in others if not pattern.fullmatch(name)]
-        kinds = {"missing": self.missing, "misshapen": self.misshapen}
-        kinds["unknown to the model"] = unknown
+        others = [name for name in there if name not in self.asked]
+        kinds = {
+            "missing": [name for name, _ in wrong if name not in there],
+            "misshapen": [f"{name} is {list(a)}, not {list(b)}" for name, a, b in misshapen],
+            "unknown to the model": [name for name in others if not pattern.fullmatch(name)],
+        }
         faults = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds.items() if names]
         if faults:
             rule = "the weights are exactly those that config.json describes"
@@ -171,7 +167,7 @@ def built(
         rule, got = f"config.json describes {what}", f"{type(error).__name__}: {error}"
         raise RuleError(rule, got, CHECK_FILE) from error
     manifest.judge()
-    check_room(ops, manifest.elements)
+    check_room(ops, sum(map(math.prod, manifest.asked.values())))
     with ExitStack() as stack, torch.no_grad():
         take = partial(drawn, ops.device)
         if entries is not None:
