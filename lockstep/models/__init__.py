@@ -1,0 +1,3 @@
+from typing import Any
+
+Config = Any  # a model's config.json with the defaults of its family, as transformers reads it

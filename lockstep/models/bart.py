@@ -6,26 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor
 
-from lockstep.nn.attention import (
-    Attention,
-    AttentionContext,
-    Cross,
-    DenseSpec,
-    Groups,
-    LayerMap,
-    groups_of,
-)
+from lockstep.models import Config
+from lockstep.nn.attention import Attention, AttentionContext, Cross, DenseSpec, LayerMap, groups_of
 from lockstep.nn.decoder import Model, PostBlock, cached
 from lockstep.nn.embed import Embedding
 from lockstep.nn.linear import Linear
 from lockstep.nn.mlp import MlpSpec
 from lockstep.nn.norm import LayerNorm, layer_norm
 from lockstep.nn.source import WeightSource
-from lockstep.types import Layout, RuleError
+from lockstep.types import GroupSpec, Layout, RuleError
 
 NAMES = ("q_proj", "k_proj", "v_proj", "out_proj")
 OFFSET = 2  # position p has row p + 2 of the table
@@ -75,7 +67,9 @@ class Bart(Model):
     def attentions(self) -> Sequence[Attention]:
         return [*(block.attn for block in self.decoder.blocks), *self._crosses]
 
-    def encoder_groups(self, page_size: int = 16, kv_dtype: str = "float32") -> Groups:
+    def encoder_groups(
+        self, page_size: int = 16, kv_dtype: str = "float32"
+    ) -> tuple[GroupSpec, ...]:
         """Of an encode step: the encoder's layers, fresh, and the cross group that is filled."""
         return cached(self._encoder_groups[0], page_size, kv_dtype)
 
@@ -93,11 +87,11 @@ class Bart(Model):
         return [block.cross for block in self.decoder.blocks if block.cross is not None]
 
     @cached_property
-    def _encoder_groups(self) -> tuple[Groups, LayerMap]:
+    def _encoder_groups(self) -> tuple[tuple[GroupSpec, ...], LayerMap]:
         return groups_of([*(block.attn for block in self.encoder.blocks), *self._crosses])
 
 
-def describe(config: Any) -> "BartSpec":
+def describe(config: Config) -> "BartSpec":
     if not config.tie_word_embeddings:
         got = "tie_word_embeddings=False"
         raise RuleError("bart shares one embedding", got, "Use a tied checkpoint")
@@ -108,7 +102,7 @@ def describe(config: Any) -> "BartSpec":
 class BartSpec:
     """An encoder-decoder whose config needs no translation."""
 
-    config: Any
+    config: Config
 
     def build(self, weights: WeightSource) -> Bart:
         config, d, vocab_size = self.config, self.config.d_model, self.config.vocab_size
@@ -129,7 +123,7 @@ class BartSpec:
         )
 
 
-def half(config: Any, w: WeightSource, side: str) -> Half:
+def half(config: Config, w: WeightSource, side: str) -> Half:
     positions = config.max_position_embeddings + OFFSET
     table = w.rows("embed_positions.weight", positions, config.d_model)
     layers = range(getattr(config, f"{side}_layers"))
@@ -138,7 +132,7 @@ def half(config: Any, w: WeightSource, side: str) -> Half:
     return Half(Embedding(table, w.ops), norm, blocks)
 
 
-def block(config: Any, w: WeightSource, side: str, index: int) -> PostBlock:
+def block(config: Config, w: WeightSource, side: str, index: int) -> PostBlock:
     def norm(name: str) -> LayerNorm:
         return layer_norm(w.at(name), d, EPS)
 

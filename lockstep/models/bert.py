@@ -3,10 +3,11 @@ embedding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
+from lockstep.models import Config
 from lockstep.nn.attention import AttentionContext, Dense, DenseSpec
 from lockstep.nn.decoder import Model, PostBlock
 from lockstep.nn.embed import Embedding
@@ -45,7 +46,7 @@ class Bert(Model):
         return len(self.positions.weight)
 
 
-def describe(config: Any) -> "BertSpec":
+def describe(config: Config) -> "BertSpec":
     if config.is_decoder or config.add_cross_attention:
         got = "is_decoder or add_cross_attention"
         raise RuleError("bert is an encoder", got, "Use an encoder checkpoint")
@@ -56,7 +57,7 @@ def describe(config: Any) -> "BertSpec":
 class BertSpec:
     """An encoder whose config needs no translation."""
 
-    config: Any
+    config: Config
 
     def build(self, weights: WeightSource) -> Bert:
         config, d = self.config, self.config.hidden_size
@@ -76,7 +77,7 @@ class BertSpec:
         )
 
 
-def block(config: Any, w: WeightSource, index: int) -> PostBlock:
+def block(config: Config, w: WeightSource, index: int) -> PostBlock:
     attention = DenseSpec.plain(config.hidden_size, config.num_attention_heads)
     attn = replace(attention.build(w.at("attention"), index, NAMES), layout=Layout.FRESH)
     attn_norm = norm(w, "attention.output.LayerNorm", config)
@@ -85,7 +86,7 @@ def block(config: Any, w: WeightSource, index: int) -> PostBlock:
     return PostBlock(attn, attn_norm, mlp, norm(w, "output.LayerNorm", config))
 
 
-def norm(w: WeightSource, name: str, config: Any) -> LayerNorm:
+def norm(w: WeightSource, name: str, config: Config) -> LayerNorm:
     """Old files call a norm's weight and bias gamma and beta."""
     names = ("gamma", "beta") if w.has(f"{name}.gamma") else ("weight", "bias")
     return layer_norm(w.at(name), config.hidden_size, config.layer_norm_eps, names)

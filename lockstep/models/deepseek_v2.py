@@ -3,9 +3,8 @@ all rows share."""
 
 import math
 from dataclasses import replace
-from typing import Any
 
-from lockstep.models import llama
+from lockstep.models import Config, llama
 from lockstep.nn import rope
 from lockstep.nn.attention import LatentSpec
 from lockstep.nn.decoder import DecoderSpec
@@ -17,7 +16,7 @@ from lockstep.types import RuleError
 METHODS = ("greedy", "group_limited_greedy")
 
 
-def describe(config: Any) -> DecoderSpec:
+def describe(config: Config) -> DecoderSpec:
     if config.topk_method not in METHODS:
         rule = f"topk_method is one of {', '.join(METHODS)}"
         raise RuleError(rule, repr(config.topk_method), "Check config.json")
@@ -29,7 +28,7 @@ def describe(config: Any) -> DecoderSpec:
     return decoder(config, attention(config, interleaved=True), dense, MoeSpec(routing, dense))
 
 
-def attention(config: Any, interleaved: bool) -> LatentSpec:
+def attention(config: Config, interleaved: bool) -> LatentSpec:
     """The scale of the whole key, with yarn's temperature where the config asks for it."""
     params = config.rope_parameters
     scale = 1 / math.sqrt(config.qk_nope_head_dim + config.qk_rope_head_dim)
@@ -50,7 +49,7 @@ def attention(config: Any, interleaved: bool) -> LatentSpec:
     )
 
 
-def decoder(config: Any, attn: LatentSpec, dense: MlpSpec, moe: MoeSpec) -> DecoderSpec:
+def decoder(config: Config, attn: LatentSpec, dense: MlpSpec, moe: MoeSpec) -> DecoderSpec:
     """The first layers are dense; the others have experts, and one as wide as n_shared_experts."""
     inner = config.moe_intermediate_size
     shared = replace(dense, inner=inner * config.n_shared_experts)

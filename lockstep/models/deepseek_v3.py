@@ -2,15 +2,14 @@
 in either layout."""
 
 from dataclasses import replace
-from typing import Any
 
-from lockstep.models import deepseek_v2, llama
+from lockstep.models import Config, deepseek_v2, llama
 from lockstep.nn.decoder import DecoderSpec
 from lockstep.nn.moe import MoeSpec
 from lockstep.ops import Routing
 
 
-def describe(config: Any) -> DecoderSpec:
+def describe(config: Config) -> DecoderSpec:
     routing = Routing(
         config.num_experts_per_tok,
         config.n_routed_experts,

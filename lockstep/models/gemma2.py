@@ -3,22 +3,22 @@ every other layer."""
 
 import math
 from dataclasses import replace
-from typing import Any
 
-from lockstep.models import llama
+from lockstep.models import Config, llama
 from lockstep.nn.attention import DenseSpec
 from lockstep.nn.decoder import BlockSpec, DecoderSpec
 from lockstep.nn.mlp import MlpSpec
 from lockstep.nn.norm import RMSSpec
+from lockstep.nn.rope import Params
 from lockstep.types import RuleError
 
 
-def describe(config: Any) -> DecoderSpec:
+def describe(config: Config) -> DecoderSpec:
     attn = replace(attention(config), soft_cap=config.attn_logit_softcapping)
     return decoder(config, [attn] * config.num_hidden_layers)
 
 
-def attention(config: Any, rope_parameters: Any = None) -> DenseSpec:
+def attention(config: Config, rope_parameters: Params | None = None) -> DenseSpec:
     """Scores are scaled by a number of the config, not by the head size."""
     if config.use_bidirectional_attention:
         rule = "a decoder is causal"
@@ -29,7 +29,7 @@ def attention(config: Any, rope_parameters: Any = None) -> DenseSpec:
     return replace(plain, scale=scale, bias=bias, out_bias=bias)
 
 
-def decoder(config: Any, attns: list[DenseSpec]) -> DecoderSpec:
+def decoder(config: Config, attns: list[DenseSpec]) -> DecoderSpec:
     mlp = MlpSpec(config.hidden_size, config.intermediate_size, config.hidden_activation)
     blocks = [BlockSpec(attn, mlp, sandwich=True) for attn in attns]
     spec = replace(

@@ -2,15 +2,14 @@
 own for windowed layers."""
 
 from dataclasses import replace
-from typing import Any
 
-from lockstep.models import gemma2
+from lockstep.models import Config, gemma2
 from lockstep.nn.decoder import DecoderSpec
 from lockstep.nn.norm import RMSSpec
 from lockstep.types import RuleError
 
 
-def describe(config: Any) -> DecoderSpec:
+def describe(config: Config) -> DecoderSpec:
     if config.attn_logit_softcapping is not None:
         got = f"attn_logit_softcapping={config.attn_logit_softcapping}"
         raise RuleError("gemma 3 has no soft cap on scores", got, "Remove it from config.json")

@@ -2,11 +2,10 @@
 gate and up columns taking turns."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from lockstep.models import llama
+from lockstep.models import Config, llama
 from lockstep.nn.decoder import DecoderSpec
 from lockstep.nn.mlp import ClampedGlu, MlpSpec
 from lockstep.nn.moe import ExpertWeights, MoeSpec
@@ -14,7 +13,7 @@ from lockstep.nn.source import WeightSource
 from lockstep.ops import Routing
 
 
-def describe(config: Any) -> DecoderSpec:
+def describe(config: Config) -> DecoderSpec:
     bias = config.attention_bias
     attn = replace(llama.attention(config), bias=bias, out_bias=bias, sinks=True)
     routing = Routing(config.num_experts_per_tok, config.num_local_experts, score="chosen")

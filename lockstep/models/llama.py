@@ -4,8 +4,8 @@ what all their configs have."""
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
+from lockstep.models import Config
 from lockstep.nn import rope
 from lockstep.nn.attention import DenseSpec, LatentSpec
 from lockstep.nn.decoder import BlockSpec, DecoderSpec
@@ -14,18 +14,18 @@ from lockstep.nn.moe import MoeSpec
 from lockstep.nn.norm import RMSSpec
 
 
-def describe(config: Any) -> DecoderSpec:
+def describe(config: Config) -> DecoderSpec:
     attn = replace(attention(config), bias=config.attention_bias, out_bias=config.attention_bias)
     return decoder(config, attn, replace(mlp(config), bias=config.mlp_bias))
 
 
-def head_dim(config: Any) -> int:
+def head_dim(config: Config) -> int:
     """Some configs of a family state it, the others imply it."""
     stated = getattr(config, "head_dim", None)
     return int(stated or config.hidden_size // config.num_attention_heads)
 
 
-def attention(config: Any, rope_parameters: Any = None) -> DenseSpec:
+def attention(config: Config, rope_parameters: rope.Params | None = None) -> DenseSpec:
     """Grouped-query attention with rope, no biases, all keys."""
     d = head_dim(config)
     params = rope_parameters or config.rope_parameters
@@ -39,19 +39,19 @@ def attention(config: Any, rope_parameters: Any = None) -> DenseSpec:
     )
 
 
-def mlp(config: Any) -> MlpSpec:
+def mlp(config: Config) -> MlpSpec:
     return MlpSpec(config.hidden_size, config.intermediate_size, config.hidden_act)
 
 
 def decoder(
-    config: Any, attn: DenseSpec | LatentSpec, mlps: MlpSpec | Sequence[MlpSpec | MoeSpec]
+    config: Config, attn: DenseSpec | LatentSpec, mlps: MlpSpec | Sequence[MlpSpec | MoeSpec]
 ) -> DecoderSpec:
     """A decoder whose layers share an attention; one feed-forward for all layers, or one each."""
     each = [mlps] * config.num_hidden_layers if isinstance(mlps, MlpSpec) else mlps
     return of_blocks(config, [BlockSpec(attn, mlp) for mlp in each])
 
 
-def of_blocks(config: Any, blocks: Sequence[BlockSpec]) -> DecoderSpec:
+def of_blocks(config: Config, blocks: Sequence[BlockSpec]) -> DecoderSpec:
     """What all these configs say besides their layers."""
     return DecoderSpec(
         vocab_size=config.vocab_size,
@@ -63,7 +63,7 @@ def of_blocks(config: Any, blocks: Sequence[BlockSpec]) -> DecoderSpec:
     )
 
 
-def windows(config: Any) -> list[int | None]:
+def windows(config: Config) -> list[int | None]:
     """Keys a row of each layer sees: transformers' w counts the row itself, as ours does."""
     window = config.sliding_window
     return [window if kind == "sliding_attention" else None for kind in config.layer_types]

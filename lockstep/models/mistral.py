@@ -1,11 +1,9 @@
 """Mistral: llama with one window for all layers."""
 
-from typing import Any
-
-from lockstep.models import llama
+from lockstep.models import Config, llama
 from lockstep.nn.decoder import DecoderSpec
 
 
-def describe(config: Any) -> DecoderSpec:
+def describe(config: Config) -> DecoderSpec:
     spec = llama.decoder(config, llama.attention(config), llama.mlp(config))
     return spec.with_windows([config.sliding_window] * config.num_hidden_layers)

@@ -1,12 +1,11 @@
 """Qwen2: llama with biases on q, k and v, and windows per layer."""
 
 from dataclasses import replace
-from typing import Any
 
-from lockstep.models import llama
+from lockstep.models import Config, llama
 from lockstep.nn.decoder import DecoderSpec
 
 
-def describe(config: Any) -> DecoderSpec:
+def describe(config: Config) -> DecoderSpec:
     attn = replace(llama.attention(config), bias=True)
     return llama.decoder(config, attn, llama.mlp(config)).with_windows(llama.windows(config))

@@ -1,19 +1,18 @@
 """Qwen3: llama with a norm on every query and key head, and windows per layer."""
 
 from dataclasses import replace
-from typing import Any
 
-from lockstep.models import llama
+from lockstep.models import Config, llama
 from lockstep.nn.attention import DenseSpec
 from lockstep.nn.decoder import DecoderSpec
 from lockstep.nn.norm import RMSSpec
 
 
-def describe(config: Any) -> DecoderSpec:
+def describe(config: Config) -> DecoderSpec:
     spec = llama.decoder(config, attention(config), llama.mlp(config))
     return spec.with_windows(llama.windows(config))
 
 
-def attention(config: Any) -> DenseSpec:
+def attention(config: Config) -> DenseSpec:
     norm, bias = RMSSpec(config.rms_norm_eps), config.attention_bias
     return replace(llama.attention(config), qk_norm=norm, bias=bias, out_bias=bias)

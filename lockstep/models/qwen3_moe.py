@@ -1,15 +1,14 @@
 """Qwen3 MoE: qwen3 with experts in most layers and one window, if any, for all of them."""
 
 from dataclasses import replace
-from typing import Any
 
-from lockstep.models import llama, qwen3
+from lockstep.models import Config, llama, qwen3
 from lockstep.nn.decoder import DecoderSpec
 from lockstep.nn.moe import MoeSpec
 from lockstep.ops import Routing
 
 
-def describe(config: Any) -> DecoderSpec:
+def describe(config: Config) -> DecoderSpec:
     routing = Routing(config.num_experts_per_tok, config.num_experts, norm=config.norm_topk_prob)
     dense = llama.mlp(config)
     moe = MoeSpec(routing, replace(dense, inner=config.moe_intermediate_size))
@@ -19,5 +18,5 @@ def describe(config: Any) -> DecoderSpec:
     return spec.with_windows([config.sliding_window] * layers)
 
 
-def sparse(config: Any, layer: int) -> bool:
+def sparse(config: Config, layer: int) -> bool:
     return layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
