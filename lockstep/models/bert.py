@@ -80,9 +80,9 @@ class BertSpec:
 def block(config: Config, w: WeightSource, index: int) -> PostBlock:
     attention = DenseSpec.plain(config.hidden_size, config.num_attention_heads)
     attn = replace(attention.build(w.at("attention"), index, NAMES), layout=Layout.FRESH)
-    attn_norm = norm(w, "attention.output.LayerNorm", config)
     spec = MlpSpec(config.hidden_size, config.intermediate_size, config.hidden_act, bias=True)
     mlp = spec.ungated(w, "intermediate.dense", "output.dense")
+    attn_norm = norm(w, "attention.output.LayerNorm", config)
     return PostBlock(attn, attn_norm, mlp, norm(w, "output.LayerNorm", config))
 
 

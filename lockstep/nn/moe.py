@@ -85,6 +85,6 @@ def one_by_one(w: WeightSource, n: int, expert: MlpSpec) -> ExpertWeights:
     """Experts that lie in the files as layers of their own, without biases."""
     ups, downs = [], []
     for part in map(w.at, range(n)):
-        ups.append(expert.gate_up(part)[0])
         downs.append(part.tensor("down_proj.weight", expert.hidden, expert.inner))
+        ups.append(expert.gate_up(part)[0])
     return ExpertWeights(stack(ups), stack(downs))

@@ -65,12 +65,13 @@ class HeadSpec:
         table, name = target.embedding.weight, "embed_tokens.weight"
         if w.has(name):
             table = w.rows(name, self.vocab_size, d)
+        attn = self.attn.build(layer.at("self_attn"), 0, width=2 * d if eagle3 else d)
         return {
             "ops": w.ops,
             "spec": self,
             "embedding": Embedding(table, w.ops),
             "fc": w.linear("fc", d, 3 * d if eagle3 else 2 * d, self.fc_bias),
-            "attn": self.attn.build(layer.at("self_attn"), 0, width=2 * d if eagle3 else d),
+            "attn": attn,
             "mlp_norm": self.norm.build(layer, "post_attention_layernorm", d),
             "mlp": self.mlp.build(layer.at("mlp")),
         }
