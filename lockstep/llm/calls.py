@@ -50,13 +50,9 @@ class Turn:
         with suppress(ValueError):
             self.queue.remove(self)
         for head in self.queue[:1]:
-            head.ring()
-
-    def ring(self) -> None:
-        bell = self.bell
-        if bell is not None:
-            with suppress(RuntimeError):  # it was rung already
-                bell.release()
+            if head.bell is not None:
+                with suppress(RuntimeError):  # it was rung already
+                    head.bell.release()
 
     def _wait(self) -> None:
         """Until those in front have left. A bell that nobody rings costs a moment, not the turn."""

@@ -19,15 +19,10 @@ def describe(config: Config) -> DecoderSpec:
     return decoder(config, attn, replace(mlp(config), bias=config.mlp_bias))
 
 
-def head_dim(config: Config) -> int:
-    """Some configs of a family state it, the others imply it."""
-    stated = getattr(config, "head_dim", None)
-    return int(stated or config.hidden_size // config.num_attention_heads)
-
-
 def attention(config: Config, rope_parameters: rope.Params | None = None) -> DenseSpec:
     """Grouped-query attention with rope, no biases, all keys."""
-    d = head_dim(config)
+    stated = getattr(config, "head_dim", None)  # where it is not, it is implied
+    d = int(stated or config.hidden_size // config.num_attention_heads)
     params = rope_parameters or config.rope_parameters
     return DenseSpec(
         hidden=config.hidden_size,

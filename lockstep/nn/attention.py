@@ -16,7 +16,7 @@ from lockstep.nn.norm import RMSNorm, RMSSpec
 from lockstep.nn.rope import Rope
 from lockstep.nn.source import WeightSource, stack
 from lockstep.ops import CosSin, Heads, Ops, Packed
-from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
+from lockstep.types import AttnSpec, GroupSpec, Layout
 
 CosSins = dict[Rope, CosSin]
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -40,7 +40,8 @@ class GroupLayer:
 
 @dataclass(frozen=True)
 class DenseSpec:
-    """Attention over keys and values per head. `window`: keys a row sees, itself included."""
+    """Attention over keys and values per head. `window`: keys a row sees, itself included. With a
+    `qk_norm` there is a rope."""
 
     hidden: int
     heads: int
@@ -54,11 +55,6 @@ class DenseSpec:
     bias: bool = False
     out_bias: bool = False
     sinks: bool = False
-
-    def __post_init__(self) -> None:
-        if self.qk_norm and self.rope is None:
-            rule = "queries and keys that are normed are rotated"
-            raise RuleError(rule, "no rope", "Check config.json")
 
     @staticmethod
     def plain(hidden: int, heads: int) -> "DenseSpec":

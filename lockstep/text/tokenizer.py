@@ -42,7 +42,12 @@ class Tokenizer:
         if not isinstance(text, str):
             rule = "a text is a string"
             raise RuleError(rule, type(text).__name__, "Pass a str, or token ids to the engine")
-        check_characters(text)
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            got = f"U+{ord(text[error.start]):04X}, a lone surrogate, at character {error.start}"
+            remedy = "Decode it as what it is, or with errors='replace'"
+            raise RuleError("a text is made of characters", got, remedy) from None
         library = self.library if parse_special else self._literal
         ids: list[int] = library.encode(text, add_special_tokens=add_special).ids
         return ids
@@ -87,13 +92,3 @@ class Tokenizer:
             piece = self.library.token_to_id(f"<0x{value:02X}>")
             ids.append(self.library.token_to_id(letter) if piece is None else piece)
         return tuple(i for i in ids if i is not None)
-
-
-def check_characters(text: str) -> None:
-    """Raises unless every code point of the text is a character: a lone surrogate has no UTF-8."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        rule = "a text is made of characters"
-        got = f"U+{ord(text[error.start]):04X}, a lone surrogate, at character {error.start}"
-        raise RuleError(rule, got, "Decode it as what it is, or with errors='replace'") from None
