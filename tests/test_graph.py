@@ -24,7 +24,7 @@ from lockstep.plan.build import build
 from lockstep.plan.step import Bucket
 from lockstep.run.arena import Arena
 from lockstep.run.graph import captures
-from lockstep.run.runner import SETTING, Runner, read_settings, resolved, write_settings
+from lockstep.run.runner import SETTING, Runner, null_work, read_settings, resolved, write_settings
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import Settings
 from lockstep.types import GroupSpec, Layout, RuleError
@@ -107,11 +107,11 @@ def test_settings_lie_behind_the_image_and_pads_are_greedy() -> None:
 def test_growing_requests_stay_in_one_bucket(parts: engines.Parts) -> None:
     specs = parts.model.groups(8)
     buckets = Buckets((1, 2, 4), widths=(1,), request_pages=20, most_pages=64)
-    bucket = buckets.decode(specs, 4)
-    plan = pad(build(specs, ()), bucket)
-    assert plan.bucket == bucket and bucket.pages == (64, 64)  # 80 would be 128
-    assert buckets.decode(specs, 2).pages == (64, 64) and buckets.decode(specs, 1).pages == (32, 32)
-    assert Buckets((4,)).decode(specs, 4).pages == (4, 4)  # a page for every pad request
+    plans = {n: build(specs, [null_work(specs, 1, False)] * n) for n in (1, 2, 4)}
+    bucket = buckets.fit(plans[4])
+    assert pad(plans[4], bucket).bucket == bucket and bucket.pages == (64, 64)  # 80 would be 128
+    assert buckets.fit(plans[2]).pages == (64, 64) and buckets.fit(plans[1]).pages == (32, 32)
+    assert Buckets((4,)).fit(plans[1]).pages == (4, 4)  # a page for every pad request
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ class PagePool:
         if num_pages < 2:
             rule = "a pool has the null page and at least one more"
             raise RuleError(rule, str(num_pages), "Give the cache more memory")
+        self.num_pages = num_pages
         self.refs = np.zeros(num_pages, np.int32)
         self.refs[NULL_PAGE] = 1
         self.kept = np.zeros(num_pages, np.int32)
@@ -29,10 +30,6 @@ class PagePool:
         # the same numbers: one of them is read much faster this way
         self._holds, self._kept = self.refs.data, self.kept.data
         self._free = list(range(num_pages - 1, 0, -1))
-
-    @property
-    def num_pages(self) -> int:
-        return len(self.refs)
 
     @property
     def free(self) -> int:

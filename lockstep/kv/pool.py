@@ -1,7 +1,6 @@
 """The cache on a device: storages, and their only two writers, `write` and `move`.
 
-Who writes also says what to read: `keys(layer, k, v)` of a group's view writes and returns the
-cache, or, for a fresh group, passes this step's keys through. Backends never write.
+Who writes also says what to read: `keys(layer, k, v)` of a group's view. Backends never write.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ Allocate = Callable[[tuple[int, int, int], torch.dtype, torch.device], Tensor]
 
 class Keys(NamedTuple):
     """What a layer attends to: k kv_dtype [slots, kv_heads, d_qk], v kv_dtype [slots, kv_heads,
-    d_v], as stored; a latent group's v is a view of k. Behind the last column the memory goes on up
-    to `order.stored_len` of the head size: with zeros in k, with finite or stored numbers in v,
-    whose outputs nobody looks at. A kernel may read them."""
+    d_v], as stored; a latent group's v is a view of k. A kernel may read memory behind the last
+    column, up to `order.stored_len` of the head size: zeros in k, any finite numbers in v."""
 
     k: Tensor
     v: Tensor
@@ -72,10 +70,6 @@ class Pool:
         """Relocates rows in every layer: gather all, then scatter all."""
         self.ops.kv_move([s for layer in self.storages for s in layer], moves)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(s.numel() * s.element_size() for layer in self.storages for s in layer)
-
 
 class KvWriter:
     """A paged group during one step."""
@@ -93,7 +87,7 @@ class KvWriter:
         slots = self.slots
         if slots.shape[0]:
             if k is None or v is None or len(k) != len(slots):
-                got = f"{len(slots)} slots, k={None if k is None else len(k)}"
+                got = f"{len(slots)} slots, k={k if k is None else len(k)}"
                 raise RuleError("a step writes one K and one V row per slot", got, "Pass all rows")
             self.pool.write(layer, slots, k, v)
         return self.pool.keys(layer)

@@ -1,10 +1,9 @@
 """The prefix cache: a radix tree over token ids, whose nodes hold pages of every group.
 
 A node is one block of `unit` tokens, the least common multiple of the page sizes, so that it owns
-whole pages in every group. Children are found by the ids themselves: equal hashes are not enough.
-Window groups may have lost the front of a node's pages, or all of them. A node holds its pages
-through `PagePool.keep` and `drop`; a page that a request holds too is thereby locked, and a node is
-kept while a `Path` ends at it. The least recently used node goes first, in the order of the calls.
+whole pages in every group; window groups may have lost the first of them, or all. Children are
+found by the ids themselves: equal hashes are not enough. A page that a request holds too is not
+evicted, nor a node at which a `Path` ends; the least recently used goes first.
 
 Knows tokens and pages, not requests or steps: the scheduler calls `match` before a request's first
 step and `insert` after each one.
@@ -40,8 +39,8 @@ class Root:
 
 
 class Node:
-    """The positions [end - unit, end) behind one path of tokens, with its last pages per group:
-    in all of them, or in those that are not a draft's."""
+    """The positions [end - unit, end) behind one path of tokens, and their last pages per group,
+    but for a draft's groups where the root has no draft."""
 
     __slots__ = ("children", "draft", "end", "key", "locks", "pages", "parent")
 
@@ -74,7 +73,6 @@ class Prefix:
         self.specs, self.pools, self.drafts = groups.specs, groups.pools, groups.drafts
         self.groups = {g: pool for g, pool in groups.cached if g in groups.stored}
         self.unit = math.lcm(*(self.specs[g].page_size for g in self.groups))
-        self._windows = [g for g, _ in groups.windows]
         self._roots: dict[Root, Node] = {}
         # nodes with pages, oldest first
         self._order: dict[int, OrderedDict[Node, None]] = {g: OrderedDict() for g in self.groups}
@@ -89,9 +87,8 @@ class Prefix:
             top = self._roots[root] = Node(None, root, 0, len(self.specs))
         last = len(ids) - 1 if limit is None else min(limit, len(ids) - 1)
         end = self._longest(top, root.ahead, ids, last)
-        for g in self.groups:
-            if self._has(top, g):
-                self._hand_over(end, g, table)
+        for g in self._groups_of(top):
+            self._hand_over(end, g, table)
         self._touch(end)
         return Path(root, end)
 
@@ -172,42 +169,38 @@ class Prefix:
     def _longest(self, top: Node, ahead: int, ids: Sequence[int], last: int) -> Node:
         """The deepest node, ending at or below `last`, whose windows [end-w+1, end) are whole."""
         best = node = top
-        windows = [g for g in self._windows if self._has(top, g)]
-        # the group's pages are all there from this position to the end of the node
-        since = dict.fromkeys(windows, 0)
+        # per window group, from where on to the end of the node its pages are all there
+        since = {g: 0 for g in self._groups_of(top) if self.specs[g].window is not None}
         while node.end + self.unit <= last:
             child = node.children.get(tuple(ids[node.end : node.end + self.unit + ahead]))
             if child is None:
                 break
             node = child
-            for g in windows:
+            for g in since:
                 begin = node.end - len(node.pages[g]) * self.specs[g].page_size
                 if begin > node.end - self.unit:
                     since[g] = begin
-            if all(since[g] <= keep_from(self.specs[g], node.end) for g in windows):
+            if all(begin <= keep_from(self.specs[g], node.end) for g, begin in since.items()):
                 best = node
         return best
 
-    def _has(self, node: Node, g: int) -> bool:
-        """Whether such nodes have pages in group g."""
-        return node.draft or g not in self.drafts
+    def _groups_of(self, node: Node) -> list[int]:
+        """Where such nodes have pages."""
+        return [g for g in self.groups if node.draft or g not in self.drafts]
 
     def _hand_over(self, end: Node, g: int, table: PageTable) -> None:
         """The table gets what a row at `end.end` can see: all pages, or those of the window."""
-        size = self.specs[g].page_size
+        size, node, pages = self.specs[g].page_size, end, list[int]()  # the last one first
         first = keep_from(self.specs[g], end.end) // size * size
-        blocks: list[list[int]] = []
-        node = end
         while node.parent is not None and node.end > first:
             count = (node.end - max(first, node.parent.end)) // size
-            blocks.append(node.pages[g][-count:])
+            pages += node.pages[g][: -count - 1 : -1]
             node = node.parent
-        table.adopt(g, [page for block in reversed(blocks) for page in block], first)
+        table.adopt(g, pages[::-1], first)
 
     def _merge(self, node: Node, g: int, table: PageTable) -> None:
         """The tree's pages stay, the table's duplicates go, what it alone has is the tree's too."""
-        own = table.span(g, node.end - self.unit, node.end)
-        have = node.pages[g]
+        own, have = table.span(g, node.end - self.unit, node.end), node.pages[g]
         common = min(len(own), len(have))
         if common:
             table.swap(g, node.end - common * self.specs[g].page_size, have[-common:])
@@ -266,8 +259,8 @@ class Prefix:
     def _useless(self, node: Node) -> bool:
         if node.children or node.locks:
             return False
-        windows = [g for g in self._windows if self._has(node, g)]
-        seen = [g for g in windows if keep_from(self.specs[g], node.end) < node.end]
+        groups = self._groups_of(node)
+        seen = [g for g in groups if keep_from(self.specs[g], node.end) < node.end]
         lost = any(not node.pages[g] for g in seen) or not any(node.pages)
         return lost or node.parent is None
 
@@ -288,10 +281,9 @@ class Prefix:
                 held = f"group {g}: {len(pages)} pages in {len(nodes)} nodes"
                 got = f"{held}, {int(pool.kept.sum())} kept, {len(self._order[g])} ordered"
                 raise RuleError("a node's pages are kept and ordered", got, OUR_BUG)
-            whole = self.unit // self.specs[g].page_size
-            full = [n for n in nodes if n.parent is not None and self._has(n, g)]
-            cut = any(len(node.pages[g]) != whole for node in full)
-            if cut and self.specs[g].window is None:
+            whole, window = self.unit // self.specs[g].page_size, self.specs[g].window
+            full = [n for n in nodes if n.parent is not None and g in self._groups_of(n)]
+            if window is None and any(len(node.pages[g]) != whole for node in full):
                 raise RuleError("only a window loses pages", f"group {g}", OUR_BUG)
         if any(map(self._useless, nodes)):
             rule = "a leaf that cannot be matched is removed"

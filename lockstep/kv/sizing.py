@@ -1,7 +1,6 @@
 """What a cache costs: one formula for the bytes of a group, and the arithmetic as text.
 
-Host only. The pool allocates exactly these shapes; a test compares the printed sum with the
-storages' bytes.
+Host only. The pool allocates exactly these shapes, padding included.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from lockstep.types import KV_FORMATS, GroupSpec, Layout, RuleError
 
 
 def storage_shapes(spec: GroupSpec, num_pages: int) -> tuple[tuple[int, int, int], ...]:
-    """[slots, kv_heads, columns] of the storages of one layer: K and V, or the one latent row, or
-    nothing. Columns are `order.stored_len` of the head size: padding is counted like all bytes."""
+    """[slots, kv_heads, columns as stored] of one layer's K and V, of its latent rows, or none."""
     slots = num_pages * spec.page_size
     if spec.layout is Layout.FRESH:
         return ()

@@ -1,21 +1,19 @@
 """Padding is data: a plan is brought to a bucket's shape by ordinary requests that live in page 0.
 
-A pad request holds token 0 at positions 0...n-1 with kv_len n, in page 0 (the null page) over and
-over; it reads only what this step wrote. No kernel asks whether a row is real. The bucket is the
-key of a captured graph and all that buffer offsets depend on.
+A pad request holds token 0 at positions 0...n-1, in page 0 (the null page) over and over; it reads
+only what this step wrote. No kernel asks whether a row is real.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lockstep.plan.build import NO_PAGES, indptr
-from lockstep.plan.step import Bucket, Group, Ints, PagedGroup, StepPlan, ints
-from lockstep.types import GroupSpec, Layout, RuleError
+from lockstep.plan.step import Bucket, Group, Ints, PagedGroup, StepPlan, ints, joined
+from lockstep.types import RuleError
 
 DECODING = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)  # requests of a recorded step
 
@@ -23,11 +21,10 @@ DECODING = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)  # requests of a re
 @dataclass(frozen=True)
 class Buckets:
     """The shapes a runner may use: rows, requests and emitted rows are rounded up to a grid each,
-    page tables, lists and moves to powers of two. A grid that is not named is that of the rows. A
-    row may be emitted any number of times: beyond the last size of emits come its multiples.
-    `widths`: only steps of so many rows per request, all of them, are padded: decoding ones, and
-    those that draft and verify. Their page tables have room for `request_pages` a request, at most
-    `most_pages`, so that growing requests stay in one bucket."""
+    that of the rows where none is named, more emits to multiples of its last size; page tables,
+    lists and moves to powers of two. With `widths` only steps of so many rows of every request are
+    padded: those that decode, draft and verify. Their page tables have room for `request_pages` a
+    request, at most `most_pages`, so that growing requests stay in one bucket."""
 
     tokens: tuple[int, ...]
     requests: tuple[int, ...] | None = None
@@ -45,30 +42,6 @@ class Buckets:
         sizes = (*(n for n in DECODING if n < most), end)
         return Buckets(sizes, widths=widths, request_pages=request_pages, most_pages=most_pages)
 
-    def decode(
-        self, specs: Sequence[GroupSpec], requests: int, width: int = 1, every: bool = False
-    ) -> Bucket:
-        """The bucket of so many requests with `width` rows each, of which every one is emitted, or
-        the last."""
-        tokens, pages = requests * width, [-(-width // spec.page_size) for spec in specs]
-        held = zip(pages, specs, strict=True)
-        return Bucket(
-            requests=requests,
-            tokens=tokens,
-            width=width,
-            emits=tokens if every else self._round(requests, "emits"),
-            tail=0,
-            pages=tuple(self._pages(requests * each, requests, spec) for each, spec in held),
-            writes=tuple(tokens if spec.layout is not Layout.CROSS else 0 for spec in specs),
-            moves=(0,) * len(specs),
-        )
-
-    def _pages(self, held: int, requests: int, spec: GroupSpec) -> int:
-        """Entries of a group's page table."""
-        if spec.layout is Layout.FRESH:
-            return 0
-        return power(max(held, min(requests * self.request_pages, self.most_pages)))
-
     def fit(self, plan: StepPlan) -> Bucket:
         """The smallest bucket that holds `plan`, with a pad request whenever there is a pad row."""
         real, exact = plan.real, plan.bucket
@@ -82,12 +55,11 @@ class Buckets:
             requests = self._round(real.requests + (tokens > real.tokens), "requests")
         every = width in self.widths and real.emits == real.tokens  # verifying: all rows
         pads = pad_lens(tokens - real.tokens, requests - real.requests)
-        pages = []
-        for group in plan.groups:
-            held = 0
+        pages = [0] * len(plan.groups)
+        for g, group in enumerate(plan.groups):
             if isinstance(group, PagedGroup):
                 held = int(group.page_indptr[-1] + np.sum(-(-pads // group.spec.page_size)))
-            pages.append(self._pages(held, requests, group.spec))
+                pages[g] = power(max(held, min(requests * self.request_pages, self.most_pages)))
         return Bucket(
             requests=requests,
             tokens=tokens,
@@ -100,8 +72,8 @@ class Buckets:
         )
 
     def grid(self, what: str) -> tuple[int, ...]:
-        named = {"requests": self.requests, "tokens": self.tokens, "emits": self.emits}
-        return named[what] or self.tokens
+        grid: tuple[int, ...] | None = getattr(self, what)
+        return grid or self.tokens
 
     def _round(self, n: int, what: str) -> int:
         grid = self.grid(what)
@@ -130,18 +102,18 @@ def pad(plan: StepPlan, bucket: Bucket) -> StepPlan:
     _check_fits(plan, bucket)
     pads = pad_lens(bucket.tokens - real.tokens, bucket.requests - real.requests)
     positions = np.concatenate([NO_PAGES, *(np.arange(n, dtype=np.int32) for n in pads)])
-    groups = tuple(
-        pad_group(g, i, bucket, pads, positions) if isinstance(g, PagedGroup) else g
-        for i, g in enumerate(plan.groups)
-    )
+    groups = [
+        pad_group(group, g, bucket, pads, positions) if isinstance(group, PagedGroup) else group
+        for g, group in enumerate(plan.groups)
+    ]
     return replace(
         plan,
-        q_indptr=_append(plan.q_indptr, plan.q_indptr[-1] + indptr(pads)[1:]),
-        positions=_append(plan.positions, positions),
-        start=_append(plan.start, positions + 1),
-        tail_indptr=_append(plan.tail_indptr, np.full(len(positions), plan.tail_indptr[-1])),
+        q_indptr=joined(plan.q_indptr, plan.q_indptr[-1] + indptr(pads)[1:]),
+        positions=joined(plan.positions, positions),
+        start=joined(plan.start, positions + 1),
+        tail_indptr=joined(plan.tail_indptr, np.full(len(positions), plan.tail_indptr[-1])),
         emit=_fill(plan.emit, bucket.emits),
-        groups=groups,
+        groups=tuple(groups),
         bucket=bucket,
     )
 
@@ -152,22 +124,18 @@ def pad_group(group: PagedGroup, g: int, bucket: Bucket, pads: Ints, positions: 
     counts = -(-pads // size)
     return replace(
         group,
-        kv_lens=_append(group.kv_lens, pads if group.spec.causal else np.minimum(pads, 1)),
-        page_indptr=_append(group.page_indptr, group.page_indptr[-1] + indptr(counts)[1:]),
+        kv_lens=joined(group.kv_lens, pads if group.spec.causal else np.minimum(pads, 1)),
+        page_indptr=joined(group.page_indptr, group.page_indptr[-1] + indptr(counts)[1:]),
         page_ids=_fill(group.page_ids, bucket.pages[g]),
         first_pos=_fill(group.first_pos, bucket.requests),
         tail_slots=_fill(group.tail_slots, bucket.tokens * bucket.tail),
-        write_slots=_append(group.write_slots, positions % size if bucket.writes[g] else []),
+        write_slots=joined(group.write_slots, positions % size if bucket.writes[g] else []),
         moves=_fill(group.moves, bucket.moves[g]),
     )
 
 
-def _append(array: Ints, more: Ints | list[int]) -> Ints:
-    return ints(np.concatenate((array, np.asarray(more, np.int32))))
-
-
 def _fill(array: Ints, size: int) -> Ints:
-    return _append(array, np.zeros((size - len(array), *array.shape[1:]), np.int32))
+    return joined(array, np.zeros((size - len(array), *array.shape[1:]), np.int32))
 
 
 def _check_fits(plan: StepPlan, bucket: Bucket) -> None:

@@ -6,7 +6,7 @@ it holds (`RequestWork`, or all of a batch in columns, `BatchWork`); the rest is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
@@ -16,22 +16,14 @@ from numba import types
 from numpy.typing import NDArray
 
 from lockstep.plan import address, rules
-from lockstep.plan.step import (
-    Bucket,
-    FreshGroup,
-    Group,
-    Ints,
-    PagedGroup,
-    Real,
-    StepPlan,
-    frozen,
-    ints,
-)
+from lockstep.plan.step import Bucket, FreshGroup, Ints, PagedGroup, Real, StepPlan, frozen, ints
 from lockstep.plan.tree import paths
 from lockstep.types import INT32_MAX, GroupSpec, Layout, RuleError
 
 NO_PAGES: Ints = ints([])
 NO_MOVES: Ints = ints(np.empty((0, 2), np.int32))
+SOME_ROW = "a request computes at least one row after its cached keys"
+IN_INT32 = f"lengths fit in int32, at most {INT32_MAX}"
 
 
 class RequestPages(NamedTuple):
@@ -117,15 +109,14 @@ class PageTables:
             known[i] = pages[i]
 
     def _check(self, pages: tuple[RequestPages | None, ...]) -> None:
-        fresh = self.fresh
-        if len(pages) != len(fresh):
+        if len(pages) != len(self.specs):
             rule = "a request has one entry of pages per group"
-            got = f"{len(pages)} for {len(fresh)} groups"
+            got = f"{len(pages)} for {len(self.specs)} groups"
             raise RuleError(rule, got, "Use None for a fresh group")
-        if [own is None for own in pages] != fresh:
+        missing = [own is None for own in pages]
+        if missing != self.fresh:
             rule = "a cached group needs pages and a fresh one has none"
-            got = f"pages={[own is not None for own in pages]}, cached={[not f for f in fresh]}"
-            raise RuleError(rule, got, "Reserve pages first")
+            raise RuleError(rule, f"None={missing}, fresh={self.fresh}", "Reserve pages first")
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +132,6 @@ class BatchShape:
     tail_indptr: Ints  # [T+1] their sums
     nodes: Ints  # these keys, as nodes of their trees
     emit: Ints  # rows whose logits are wanted, counted within the step
-    parents: tuple[tuple[int, ...] | None, ...]
     cross_lens: Ints  # [B]
     encodes: bool  # rows are written to the cross groups
 
@@ -155,7 +145,7 @@ class BatchShape:
         cross_news: Sequence[int],
     ) -> BatchShape:
         """One entry per request: what `RequestWork` has of it."""
-        _check_shape(new_lens, emits, cross_lens, cross_news)
+        _check_shape(zip(new_lens, emits, cross_lens, cross_news, strict=True))
         q_indptr = indptr(new_lens)
         request = np.repeat(np.arange(len(new_lens), dtype=np.int32), new_lens)
         offsets = np.arange(len(request), dtype=np.int32) - q_indptr[request]
@@ -166,8 +156,9 @@ class BatchShape:
             list_lens[rows] = [len(path) for path in lists]
             offsets[rows] = list_lens[rows] - 1
             nodes += [node for path in lists for node in path]
-        begins = zip(q_indptr.tolist(), new_lens, emits, strict=False)
-        last = [((n - 1,) if emit is None else emit, begin) for begin, n, emit in begins]
+        emit = list[int]()
+        for begin, n, own in zip(q_indptr.tolist(), new_lens, emits, strict=False):
+            emit += [begin + row for row in ((n - 1,) if own is None else own)]
         return cls(
             new_lens=ints(new_lens),
             q_indptr=frozen(q_indptr),
@@ -176,8 +167,7 @@ class BatchShape:
             list_lens=frozen(list_lens),
             tail_indptr=frozen(indptr(list_lens)),
             nodes=ints(nodes),
-            emit=ints([begin + row for emit, begin in last for row in emit]),
-            parents=tuple(parents),
+            emit=ints(emit),
             cross_lens=ints(cross_lens),
             encodes=any(cross_news),
         )
@@ -213,15 +203,11 @@ class BatchWork:
         return len(self.cached_lens)
 
 
-class _Rows(NamedTuple):
-    """What all groups share: the rows, and the nodes of tree rows' lists, one per listed key."""
+class Rows(NamedTuple):
+    """Where the rows of a step stand, for all groups: what `StepPlan` has of them."""
 
-    q_indptr: Ints
-    request: Ints
     positions: Ints
     start: Ints
-    tail_indptr: Ints
-    nodes: Ints
 
 
 def build(specs: Sequence[GroupSpec], works: BatchWork | Sequence[RequestWork]) -> StepPlan:
@@ -229,25 +215,18 @@ def build(specs: Sequence[GroupSpec], works: BatchWork | Sequence[RequestWork]) 
     work = works if isinstance(works, BatchWork) else BatchWork.of(works)
     shape = work.shape
     cached_lens = np.asarray(work.cached_lens, np.int64)
-    _check_lens(specs, work, cached_lens)
     tables = work.tables or PageTables(specs, len(work))
+    _check_lens(any(tables.fresh), shape, cached_lens)
     tables.update(work.pages)
     positions = cached_lens.astype(np.int32)[shape.request] + shape.offsets
-    rows = _Rows(
-        q_indptr=shape.q_indptr,
-        request=shape.request,
-        positions=frozen(positions),
-        start=frozen(positions + 1 - shape.list_lens),
-        tail_indptr=shape.tail_indptr,
-        nodes=shape.nodes,
-    )
+    rows = Rows(frozen(positions), frozen(positions + 1 - shape.list_lens))
     groups = tuple([_group(g, tables, work, rows) for g in range(len(specs))])
     real = Real(len(work), len(positions), len(shape.emit))
     return StepPlan(
-        q_indptr=rows.q_indptr,
+        q_indptr=shape.q_indptr,
         positions=rows.positions,
         start=rows.start,
-        tail_indptr=rows.tail_indptr,
+        tail_indptr=shape.tail_indptr,
         emit=shape.emit,
         groups=groups,
         bucket=exact_bucket(real, shape, groups),
@@ -282,11 +261,12 @@ def indptr(lens: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
     return out
 
 
-def kv_lens(spec: GroupSpec, work: BatchWork, rows: _Rows) -> Ints:
+def kv_lens(spec: GroupSpec, work: BatchWork, rows: Rows) -> Ints:
     """Keys that exist after this step's write, always."""
+    shape = work.shape
     if spec.layout is Layout.CROSS or not work:
-        return work.shape.cross_lens
-    return frozen(np.maximum.reduceat(rows.positions, rows.q_indptr[:-1]) + np.int32(1))
+        return shape.cross_lens
+    return frozen(np.maximum.reduceat(rows.positions, shape.q_indptr[:-1]) + np.int32(1))
 
 
 def node_slots(spec: GroupSpec, pages: RequestPages, nodes: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -296,58 +276,54 @@ def node_slots(spec: GroupSpec, pages: RequestPages, nodes: NDArray[np.int32]) -
 
 
 def write_slots(
-    spec: GroupSpec, work: BatchWork, rows: _Rows, group: tuple[NDArray[np.int32], ...]
+    spec: GroupSpec, work: BatchWork, rows: Rows, group: tuple[NDArray[np.int32], ...]
 ) -> NDArray[np.int32]:
     """slot(t, positions[t]) of every row that this group stores."""
-    page_ids, page_indptr, first_pos, tail_slots = group
-    if spec.layout is Layout.CROSS and not work.shape.encodes:
+    (positions, start), shape, (*pages, tail_slots) = rows, work.shape, group
+    if spec.layout is Layout.CROSS and not shape.encodes:
         return np.zeros(0, np.int32)
-    in_pages = partial(address.paged, page_ids, page_indptr, first_pos, spec.page_size)
-    if not len(rows.nodes):
-        return np.asarray(in_pages(rows.request, rows.positions), np.int32)
-    slots = np.empty(len(rows.positions), np.int32)
-    tailed = rows.positions >= rows.start
-    row, p = np.flatnonzero(tailed), rows.positions[tailed]
-    slots[tailed] = address.listed(tail_slots, rows.tail_indptr, rows.start, row, p)
-    slots[~tailed] = in_pages(rows.request[~tailed], rows.positions[~tailed])
+    in_pages = partial(address.paged, *pages, spec.page_size)
+    if not len(shape.nodes):
+        return np.asarray(in_pages(shape.request, positions), np.int32)
+    slots = np.empty(len(positions), np.int32)
+    tailed = positions >= start
+    row, p = np.flatnonzero(tailed), positions[tailed]
+    slots[tailed] = address.listed(tail_slots, shape.tail_indptr, start, row, p)
+    slots[~tailed] = in_pages(shape.request[~tailed], positions[~tailed])
     return slots
 
 
-def tail_slots(spec: GroupSpec, g: int, work: BatchWork, rows: _Rows) -> NDArray[np.int32]:
+def tail_slots(spec: GroupSpec, g: int, work: BatchWork, rows: Rows) -> NDArray[np.int32]:
     """The rows' lists in this group's slots, filled with 0 up to the bucket's capacity."""
-    capacity = len(rows.positions) * work.shape.tail
-    slots = np.zeros(capacity, np.int32)
-    if capacity and spec.layout is not Layout.CROSS:
-        for i, entry in enumerate(work.pages):
-            pages = entry[g]
-            begin, end = rows.tail_indptr[rows.q_indptr[i]], rows.tail_indptr[rows.q_indptr[i + 1]]
-            if pages is not None and end > begin:
-                slots[begin:end] = node_slots(spec, pages, rows.nodes[begin:end])
+    shape = work.shape
+    slots = np.zeros(len(rows.positions) * shape.tail, np.int32)
+    if len(slots) and spec.layout is not Layout.CROSS:
+        begins = shape.tail_indptr[shape.q_indptr]
+        for i in np.flatnonzero(begins[1:] > begins[:-1]).tolist():
+            pages, nodes = work.pages[i][g], slice(begins[i], begins[i + 1])
+            if pages is not None:
+                slots[nodes] = node_slots(spec, pages, shape.nodes[nodes])
     return slots
 
 
-def exact_bucket(real: Real, shape: BatchShape, groups: tuple[Group, ...]) -> Bucket:
+def exact_bucket(
+    real: Real, shape: BatchShape, groups: Sequence[PagedGroup | FreshGroup]
+) -> Bucket:
     """The shape of a plan without padding."""
-    sizes = [
-        (len(g.page_ids), len(g.write_slots), len(g.moves))
-        if isinstance(g, PagedGroup)
-        else (0, 0, 0)
-        for g in groups
-    ]
-    pages, writes, moves = zip(*sizes, strict=True) if sizes else ((), (), ())
+    paged = [group if isinstance(group, PagedGroup) else None for group in groups]
     return Bucket(
         requests=real.requests,
         tokens=real.tokens,
         width=shape.width,
         emits=real.emits,
         tail=shape.tail,
-        pages=pages,
-        writes=writes,
-        moves=moves,
+        pages=tuple([len(group.page_ids) if group else 0 for group in paged]),
+        writes=tuple([len(group.write_slots) if group else 0 for group in paged]),
+        moves=tuple([len(group.moves) if group else 0 for group in paged]),
     )
 
 
-def _group(g: int, all_tables: PageTables, work: BatchWork, rows: _Rows) -> Group:
+def _group(g: int, all_tables: PageTables, work: BatchWork, rows: Rows) -> PagedGroup | FreshGroup:
     spec, tables = all_tables.specs[g], all_tables.groups[g]
     if spec.layout is Layout.FRESH:
         return FreshGroup(spec)
@@ -368,20 +344,14 @@ def _group(g: int, all_tables: PageTables, work: BatchWork, rows: _Rows) -> Grou
     )
 
 
-def _check_shape(
-    new_lens: Sequence[int],
-    emits: Sequence[tuple[int, ...] | None],
-    cross_lens: Sequence[int],
-    cross_news: Sequence[int],
-) -> None:
+def _check_shape(requests: Iterable[tuple[int, tuple[int, ...] | None, int, int]]) -> None:
     """What a caller can get wrong about a batch and no later check could tell."""
-    if min(new_lens, default=1) < 1:
-        rule = "a request computes at least one row after its cached keys"
-        raise RuleError(rule, f"new_len={min(new_lens)}", "Leave it out")
-    for new_len, emit, cross_len, new in zip(new_lens, emits, cross_lens, cross_news, strict=True):
+    for new_len, emit, cross_len, new in requests:
+        if new_len < 1:
+            raise RuleError(SOME_ROW, f"new_len={new_len}", "Leave it out")
         if new_len > INT32_MAX or cross_len > INT32_MAX:
             got = f"{new_len} rows, {cross_len} encoder keys"
-            raise RuleError(f"lengths fit in int32, at most {INT32_MAX}", got, "Shorten it")
+            raise RuleError(IN_INT32, got, "Shorten it")
         if new not in (0, new_len) or new > cross_len:
             rule = "an encoder is written whole, by rows of its own"
             raise RuleError(rule, f"{new} of {new_len} rows", "Encode in a step of its own")
@@ -391,19 +361,14 @@ def _check_shape(
             raise RuleError(rule, f"row {row} of {new_len}", "Count from 0 within the request")
 
 
-def _check_lens(
-    specs: Sequence[GroupSpec], work: BatchWork, cached_lens: NDArray[np.int64]
-) -> None:
+def _check_lens(fresh: bool, shape: BatchShape, cached_lens: NDArray[np.int64]) -> None:
     """The same about the lengths of a step of it."""
     least = int(cached_lens.min(initial=0))
     if least < 0:
-        rule = "a request computes at least one row after its cached keys"
-        raise RuleError(rule, f"cached_len={least}", "Leave it out")
-    most = int((cached_lens + work.shape.new_lens).max(initial=0))
+        raise RuleError(SOME_ROW, f"cached_len={least}", "Leave it out")
+    most = int((cached_lens + shape.new_lens).max(initial=0))
     if most > INT32_MAX:
-        rule = f"lengths fit in int32, at most {INT32_MAX}"
-        raise RuleError(rule, f"{most} keys and new rows", "Shorten the request")
-    fresh = any(spec.layout is Layout.FRESH for spec in specs)
-    if fresh and (cached_lens.any() or any(tree is not None for tree in work.shape.parents)):
+        raise RuleError(IN_INT32, f"{most} keys and new rows", "Shorten the request")
+    if fresh and (cached_lens.any() or len(shape.nodes)):
         rule, got = "a fresh group takes whole requests", f"cached_len={cached_lens.max()}"
         raise RuleError(rule, got, "Do not chunk an embedding or an encoder")

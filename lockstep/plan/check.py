@@ -38,15 +38,16 @@ def _check_rows(plan: StepPlan) -> None:
         raise PlanError("real entries come first", f"{real} in {b}", "Pad after the last")
     if b.requests == real.requests and b.tokens != real.tokens:
         raise PlanError("a pad row belongs to a pad request", f"{real} in {b}", "Use Buckets.fit")
-    _judge(rules.compiled()[0](*rows, real.requests, real.tokens, b.tail), "rows")
+    judge_rows, _ = rules.compiled()
+    _judge(judge_rows(rows[:4], plan.emit, real.requests, real.tokens, b.tail), "rows")
 
 
 def _check_group(plan: StepPlan, g: int, group: PagedGroup, pool_pages: int) -> None:
     b, size, cross = plan.bucket, group.spec.page_size, group.spec.layout is Layout.CROSS
-    lists = (group.page_ids, group.first_pos, group.tail_slots, group.write_slots)
-    arrays = (group.kv_lens, group.page_indptr, *lists, group.moves)
+    pages = (group.kv_lens, group.page_indptr, group.page_ids, group.first_pos)
+    arrays = (*pages, group.tail_slots, group.write_slots)
     shape = (b.requests, b.requests + 1, b.pages[g], b.requests, b.tokens * b.tail, b.writes[g])
-    have = (*map(len, arrays), *group.moves.shape[1:])
+    have = (*map(len, arrays), *group.moves.shape)
     _shape(f"group {g} has", have, (*shape, b.moves[g], 2))
     if b.writes[g] != b.tokens and not (cross and b.writes[g] == 0):
         got = f"{b.writes[g]} of {b.tokens}"
@@ -56,7 +57,8 @@ def _check_group(plan: StepPlan, g: int, group: PagedGroup, pool_pages: int) -> 
         raise PlanError("a pool's slots fit in int32", got, "Use a smaller pool")
     rows = (plan.q_indptr, plan.positions, plan.start, plan.tail_indptr)
     limits = (size, group.spec.window or 0, cross, pool_pages)
-    _judge(rules.compiled()[1](*rows, *arrays, *limits), f"group {g}")
+    _, judge_group = rules.compiled()
+    _judge(judge_group(rows, arrays, group.moves, *limits), f"group {g}")
 
 
 def _shape(what: str, have: tuple[int, ...], want: tuple[int, ...]) -> None:

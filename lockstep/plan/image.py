@@ -1,15 +1,14 @@
 """A step as one int32 array: what a device gets.
 
-The token of every row, the plan's arrays and, per group, what a backend derives from them. Where
-each lies is a function of the bucket, the groups and the backend's own sizes (`ImageLayout`), so a
-buffer at a fixed address can be refilled for every step of a bucket. `views` works on numpy arrays
-and on torch tensors alike.
+The token of every row, the plan's arrays and, per group, what a backend derives from them, where
+`ImageLayout` says: so a buffer at a fixed address can be refilled for every step of a bucket.
+`views` works on numpy arrays and on torch tensors alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -17,10 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.plan.step import Bucket, FreshGroup, Group, Ints, StepPlan
+from lockstep.plan.step import Bucket, FreshGroup, Group, Ints, PagedGroup, StepPlan
 from lockstep.types import INT32_MAX, GroupSpec, Layout
 
 ALIGN = 4  # every array begins at a multiple of 16 bytes: kernels are compiled for aligned ones
+CACHED = [field.name for field in fields(PagedGroup) if field.name != "spec"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +65,9 @@ class ImageLayout:
     @cached_property
     def _places(self) -> list[list[tuple[int, int]]]:
         """Where arrays begin and end: the rows', then every group's."""
-        at, out = 0, list[list[tuple[int, int]]]()
-        groups = [self._group_sizes(g) for g in range(len(self.specs))]
-        for sizes in (self._row_sizes(), *groups):
+        at, out, b = 0, list[list[tuple[int, int]]](), self.bucket
+        rows = (b.tokens, b.requests + 1, b.tokens, b.tokens, b.tokens + 1, b.emits)
+        for sizes in (rows, *map(self._group_sizes, range(len(self.specs)))):
             begins = list(accumulate(map(aligned, sizes), initial=at))
             at = begins.pop()
             out.append([(begin, begin + n) for begin, n in zip(begins, sizes, strict=True)])
@@ -75,10 +75,9 @@ class ImageLayout:
 
     def views(self, image: Any) -> tuple[PlanArrays, ...]:
         """Per group, where its arrays lie in `image`."""
-        rows = self.rows(image)
-        out = []
+        rows, out = self.rows(image), list[PlanArrays]()
         for spec, places in zip(self.specs, self._places[1:], strict=True):
-            start, *cache = _take(image, places)
+            start, *cache = (image[begin:end] for begin, end in places)
             cache[6] = cache[6].reshape(-1, 2)
             own = [*rows[:3], rows[3] if lists(spec) else start, *rows[4:], *cache]
             out.append(PlanArrays(*own))
@@ -86,21 +85,15 @@ class ImageLayout:
 
     def rows(self, image: Any) -> list[Any]:
         """ids, q_indptr, positions, start, tail_indptr and emit, which all groups share."""
-        return _take(image, self._places[0])
-
-    def _row_sizes(self) -> tuple[int, ...]:
-        b = self.bucket
-        return (b.tokens, b.requests + 1, b.tokens, b.tokens, b.tokens + 1, b.emits)
+        return [image[begin:end] for begin, end in self._places[0]]
 
     def _group_sizes(self, g: int) -> tuple[int, ...]:
         """`start`, then from `kv_lens` on those of `PlanArrays`."""
-        bucket, derived = self.bucket, self.derived[g]
-        b, t = bucket.requests, bucket.tokens
-        if self.specs[g].layout is Layout.FRESH:
-            return (t, b, b + 1, t, b, 0, 0, 0, derived)
+        bucket, b, t = self.bucket, self.bucket.requests, self.bucket.tokens
         start = 0 if lists(self.specs[g]) else t
-        pages, writes, moves = bucket.pages[g], bucket.writes[g], 2 * bucket.moves[g]
-        return (start, b, b + 1, pages, b, t * bucket.tail, writes, moves, derived)
+        pages = t if self.specs[g].layout is Layout.FRESH else bucket.pages[g]
+        behind = (t * bucket.tail, bucket.writes[g], 2 * bucket.moves[g], self.derived[g])
+        return (start, b, b + 1, pages, b, *behind)
 
 
 def aligned(length: int) -> int:
@@ -138,14 +131,5 @@ def write_group(own: PlanArrays, plan: StepPlan, group: Group) -> None:
         own.page_indptr[:] = plan.q_indptr
         own.page_ids[:] = np.arange(plan.bucket.tokens, dtype=np.int32)
         return
-    own.kv_lens[:] = group.kv_lens
-    own.page_indptr[:] = group.page_indptr
-    own.page_ids[:] = group.page_ids
-    own.first_pos[:] = group.first_pos
-    own.tail_slots[:] = group.tail_slots
-    own.write_slots[:] = group.write_slots
-    own.moves[:] = group.moves
-
-
-def _take(image: Any, places: list[tuple[int, int]]) -> list[Any]:
-    return [image[begin:end] for begin, end in places]
+    for name in CACHED:
+        getattr(own, name)[:] = getattr(group, name)

@@ -1,4 +1,4 @@
-"""The rules of a plan as loops over its entries, compiled by Numba: 64 requests in microseconds.
+"""The rules of a plan as loops over its entries, compiled by Numba.
 
 Each loop returns (rule, have, want, at): the number of the first rule that is broken (0: none),
 what stands there, what belongs there, and the entry. `TEXTS` has the words. An index is used only
@@ -15,6 +15,7 @@ import numpy as np
 from numba import njit, types
 
 _WHERE = "{have} where {want} belongs"
+_OWNER = "request {want}, slot {have}"
 TEXTS = (
     ("", "", ""),
     ("q_indptr rises from 0 to {want}", "{have}", "Use plan.build"),
@@ -33,21 +34,13 @@ TEXTS = (
     ("no visible key was dropped", _WHERE, "Release by the committed length"),
     ("pages cover every key", "{have} keys, room for {want}", "Reserve first"),
     ("page ids are below the pool's {want}", "{have}", "Take them from the pool"),
-    (
-        "a page that a request writes is in no other place",
-        "page {have}",
-        "Copy the page before writing",
-    ),
+    ("a page that a request writes is in no other place", "page {have}", "Copy it before writing"),
     ("write slots are below the pool's {want}", "{have}", "Take them from the pool"),
-    ("a row writes to its own request's pages", "request {want}, slot {have}", "Use plan.build"),
+    ("a row writes to its own request's pages", _OWNER, "Use plan.build"),
     ("write slots are distinct", "slot {have}", "Give each row its own slot"),
     ("moves are below the pool's {want}", "{have}", "Take them from the pool"),
     ("listed slots are below the pool's {want}", "{have}", "Take them from the pool"),
-    (
-        "a row's list lies in its own request's pages",
-        "request {want}, slot {have}",
-        "Use plan.tree",
-    ),
+    ("a row's list lies in its own request's pages", _OWNER, "Use plan.tree"),
     ("a list ends with the row's own slot", _WHERE, "Use plan.tree"),
 )
 (
@@ -60,13 +53,11 @@ TEXTS = (
 @cache
 def compiled() -> tuple[Any, Any]:
     """The judges of the rows and of a group, from Numba's cache or compiled now."""
-    n, (ints, pairs) = (
-        types.int64,
-        [types.Array(types.int32, dims, "C", readonly=True) for dims in (1, 2)],
-    )
-    found = types.UniTuple(n, 4)  # type: ignore[no-untyped-call]
-    rows, group = found(*[ints] * 5, n, n, n), found(*[ints] * 10, pairs, n, n, types.boolean, n)
-    return loop(rows, judge_rows), loop(group, judge_group)
+    n, many = types.int64, types.UniTuple
+    ints, pairs = [types.Array(types.int32, dims, "C", readonly=True) for dims in (1, 2)]
+    found, rows = many(n, 4), many(ints, 4)  # type: ignore[no-untyped-call]
+    group = found(rows, many(ints, 6), pairs, n, n, types.boolean, n)  # type: ignore[no-untyped-call]
+    return loop(found(rows, ints, n, n, n), judge_rows), loop(group, judge_group)
 
 
 def loop(signature: Any, text: Callable[..., Any]) -> Any:
@@ -77,17 +68,10 @@ def loop(signature: Any, text: Callable[..., Any]) -> Any:
         return njit(signature)(text)
 
 
-def judge_rows(
-    q: Any,
-    positions: Any,
-    start: Any,
-    tails: Any,
-    emit: Any,
-    real_requests: int,
-    real_tokens: int,
-    tail: int,
-) -> Any:
-    """What all groups share. The arrays' lengths fit each other, real_requests < len(q)."""
+def judge_rows(rows: Any, emit: Any, real_requests: int, real_tokens: int, tail: int) -> Any:
+    """What all groups share: q_indptr, positions, start and tail_indptr, whose lengths fit each
+    other, and `emit`; real_requests < len(q_indptr)."""
+    q, positions, start, tails = rows
     count = len(positions)
     bad = falls(q)
     if bad >= 0 or q[-1] != count:
@@ -106,7 +90,7 @@ def judge_rows(
         if listed > tail:
             return SHORT_LISTS, listed, tail, t
     for i in range(len(q) - 1):
-        last = reach(q, positions, i)[1]
+        last = reach(rows, i)[1]
         for t in range(q[i], q[i + 1]):
             if start[t] > positions[t] and positions[t] != last + 1 - q[i + 1] + t:
                 return PLAIN_ROWS, positions[t], last + 1 - q[i + 1] + t, t
@@ -117,18 +101,17 @@ def judge_rows(
 
 
 def judge_group(
-    q: Any, positions: Any, start: Any, tails: Any,
-    kv_lens: Any, indptr: Any, pages: Any, first_pos: Any, tail_slots: Any, slots: Any, moves: Any,
-    size: int, window: int, cross: bool, pool_pages: int,
-) -> Any:  # fmt: skip
+    rows: Any, arrays: Any, moves: Any, size: int, window: int, cross: bool, pool_pages: int
+) -> Any:
     """One group's pages, of rows that were judged before. `window` is 0 if there is none."""
+    kv_lens, indptr, pages, first_pos, _, slots = arrays
     bad = falls(indptr)
     if bad >= 0:
         return PAGES_RISE, indptr[bad], 0, bad
     if indptr[-1] > len(pages):
         return PAGES_FIT, indptr[-1], len(pages), len(indptr) - 1
-    for i in range(len(q) - 1):
-        first, last = reach(q, positions, i)
+    for i in range(len(rows[0]) - 1):
+        first, last = reach(rows, i)
         room = first_pos[i] + (indptr[i + 1] - indptr[i]) * size
         if first_pos[i] < 0 or first_pos[i] % size:
             return ALIGNED, first_pos[i], size, i
@@ -145,17 +128,16 @@ def judge_group(
             return PAGE_IDS, pages[k], pool_pages, k
     owner = np.full(pool_pages, -1, np.int32)  # the request that may write a page
     if len(slots):
-        k = claim(q, positions, start, indptr, pages, first_pos, size, owner)
+        k = claim(rows, arrays, size, owner)
         if k >= 0:
             return ALONE, pages[k], 0, k
-    return judge_writes(q, tails, tail_slots, slots, moves, size, cross, owner)
+    return judge_writes(rows, arrays, moves, size, cross, owner)
 
 
 @njit
-def judge_writes(
-    q: Any, tails: Any, tail_slots: Any, slots: Any, moves: Any, size: int, cross: bool, owner: Any
-) -> Any:
-    """Who writes where. Page 0, the sink, is everybody's."""
+def judge_writes(rows: Any, arrays: Any, moves: Any, size: int, cross: bool, owner: Any) -> Any:
+    """Who writes where. The null page is everybody's."""
+    (q, _, _, tails), (tail_slots, slots) = rows, arrays[4:]
     total, row = len(owner) * size, 0
     taken = np.zeros(total // 8 + 1, np.uint8)  # one bit per slot
     for t in range(len(slots)):
@@ -199,9 +181,9 @@ def falls(indptr: Any) -> int:
 
 
 @njit
-def reach(q: Any, positions: Any, i: int) -> tuple[int, int]:
+def reach(rows: Any, i: int) -> tuple[int, int]:
     """The least and the largest position of a request's rows; (0, -1) if it has none."""
-    first, last = 0, -1
+    q, positions, first, last = rows[0], rows[1], 0, -1
     for t in range(q[i], q[i + 1]):
         first = min(first, positions[t]) if last >= 0 else positions[t]
         last = max(last, positions[t])
@@ -209,17 +191,9 @@ def reach(q: Any, positions: Any, i: int) -> tuple[int, int]:
 
 
 @njit
-def claim(
-    q: Any,
-    positions: Any,
-    start: Any,
-    indptr: Any,
-    pages: Any,
-    first_pos: Any,
-    size: int,
-    owner: Any,
-) -> int:
+def claim(rows: Any, arrays: Any, size: int, owner: Any) -> int:
     """Gives requests the pages from the first they write on; a page claimed twice, or -1."""
+    (q, positions, start, _), (_, indptr, pages, first_pos, _, _) = rows, arrays
     first = np.empty(len(q) - 1, np.int64)
     for i in range(len(q) - 1):
         first[i] = indptr[i + 1]

@@ -1,8 +1,8 @@
 """The plan: one frozen value that describes a step completely.
 
-A step is one forward pass over a batch of (request, new rows). There are no modes: prefill, chunk,
-decode, verify and draft are the same thing with other numbers. Arrays are int32 and read-only. Only
-`plan.build` makes plans; `plan.bucket` pads them, `plan.check` judges them. No token ids, no torch.
+There are no modes: prefill, chunk, decode, verify and draft are the same thing with other numbers.
+Arrays are int32 and read-only. Only `plan.build` makes plans; `plan.bucket` pads them, `plan.check`
+judges them. No token ids, no torch.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ def frozen(array: NDArray[np.int32]) -> Ints:
     return array
 
 
+def joined(array: Ints, more: Sequence[int] | NDArray[np.integer]) -> Ints:
+    """The array, and behind it some more of the same."""
+    return frozen(np.concatenate((array, np.asarray(more, np.int32))))
+
+
 @dataclass(frozen=True)
 class Bucket:
     """The padded shape of a step: the length of every array of the plan follows from it."""
@@ -44,9 +49,8 @@ class Bucket:
 
     def of(self, g: int) -> Bucket:
         """The bucket of group g alone, as a backend sees it."""
-        return replace(
-            self, pages=(self.pages[g],), writes=(self.writes[g],), moves=(self.moves[g],)
-        )
+        pages, writes, moves = self.pages[g], self.writes[g], self.moves[g]
+        return replace(self, pages=(pages,), writes=(writes,), moves=(moves,))
 
 
 @dataclass(frozen=True)
@@ -63,18 +67,13 @@ class PagedGroup:
     """K/V live in the cache: this step's are written, then all are read."""
 
     spec: GroupSpec
-    # [B] keys that exist after this step's write: 1 + the largest row position (cross: the encoder
-    # length)
-    kv_lens: Ints
+    kv_lens: Ints  # [B] keys after this step's write: 1 + the last position (cross: the encoder's)
     page_indptr: Ints  # [B+1]
-    # [P] entry k of a request holds positions [first_pos + k*page_size, first_pos +
-    # (k+1)*page_size); then its scratch
-    page_ids: Ints
+    page_ids: Ints  # [P] a request's k-th begins at first_pos + k*page_size; scratch pages behind
     first_pos: Ints  # [B] page-aligned; positions below were dropped
     tail_slots: Ints  # [tokens*tail] the rows' lists, addressed by tail_indptr
     write_slots: Ints  # [W] slot(t, positions[t])
-    # [M, 2] (from, to): K/V rows to relocate before the first write; gather all, then scatter all
-    moves: Ints
+    moves: Ints  # [M, 2] (from, to): rows to relocate before the write: gather all, scatter all
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +92,7 @@ class StepPlan:
 
     q_indptr: Ints  # [B+1]
     positions: Ints  # [T]
-    # [T] from this position on a row's keys are named by its list; positions[t]+1 for a plain row
-    start: Ints
+    start: Ints  # [T] from here on its list names a row's keys; positions[t]+1 for a plain row
     tail_indptr: Ints  # [T+1] the row's list in every group's tail_slots
     emit: Ints  # [S] rows whose logits are wanted; a row may stand twice
     groups: tuple[Group, ...]

@@ -1,9 +1,8 @@
 """What `certify` runs: one layer of each kind of a model, and requests whose rows it knows.
 
 A `Sequence` is one request on pages, computed once; a step computes some of its rows again, in any
-company: alone, in chunks, behind a prefix, as nodes of a tree, in a batch. Requests are forks of
-it, so no prefix is computed twice. `Sources` is the same for steps that keep nothing. Knows no
-tolerance and no verdict; tables, plans and the runner are the engine's own.
+company, for forks of it, so that no prefix is computed twice. `Sources` is the same for steps that
+keep nothing. Knows no verdict; tables, plans and the runner are the engine's own.
 """
 
 from __future__ import annotations
@@ -113,17 +112,21 @@ class RowRange:
         return torch.arange(self.begin, self.end).repeat_interleave(max(1, self.branches))
 
     @property
+    def alone(self) -> bool:
+        """One row, not of a tree."""
+        return self.rows == 1 and not self.branches
+
+    @property
     def parents(self) -> tuple[int, ...] | None:
         """Node i of k branches hangs below node i - k: their nodes take turns."""
-        if not self.branches:
-            return None
-        return tuple(max(-1, i - self.branches) for i in range(self.rows))
+        nodes = tuple(max(-1, i - self.branches) for i in range(self.rows))
+        return nodes if self.branches else None
 
 
 @dataclass(frozen=True)
 class Edges:
-    """Positions at which the order of a sum changes, and a sequence that crosses them. [0, whole)
-    is computed. `runs`, ranges [begin, end), are computed alone as well; where they lie behind
+    """A sequence that crosses positions at which the order of a sum changes. [0, whole) is
+    computed; the rows of `runs`, ranges [begin, end), alone as well; where these lie behind
     `whole`, around a window's edge, copies of keys fill the space between."""
 
     whole: int
@@ -140,13 +143,13 @@ class Edges:
 
     @staticmethod
     def of(specs: Many[GroupSpec], limit: int, device_class: str = order.CPU) -> Edges:
-        """The first tile and split; where a window begins to hide keys, and where it leaves a tile.
-        All below `limit` positions; as many more rows as CHUNK of them take."""
+        """The first tile and split; where a window begins to hide keys, and where it leaves a tile;
+        below `limit`, and as many rows more as CHUNK of them take."""
         tile, split = tile_and_split(specs, device_class)
         whole = min(limit, split + tile)
         spans = [(0, EDGE), (tile - EDGE, tile + EDGE), (split - 3 * EDGE, split + 3 * EDGE)]
-        for window in {s.window for s in specs}:
-            if window is not None and window <= WINDOW_MAX:
+        for window in {s.window for s in specs if s.window is not None}:
+            if window <= WINDOW_MAX:
                 spans.append((window - EDGE, window + EDGE))
                 spans.append((window + tile - EDGE, window + tile + 2))
         known = {p for begin, end in spans for p in range(max(0, begin), min(end, limit))}
@@ -184,17 +187,17 @@ class Sequence:
         self.table = self.driver.request()
         pairs = zip(self.generate.groups, self.generate.specs, strict=True)
         self.groups = [g for g, spec in pairs if spec.causal]
-        # requests of one row by position, and which of several: kept for the next batch of such
-        self.alone: dict[tuple[int, int], PageTable] = {}
+        # requests of one row, and which of several such: kept for the next batch
+        self.kept: dict[tuple[RowRange, int], PageTable] = {}
         shape = (length, subject.info.hidden_size)
         self.hidden = torch.full(shape, torch.nan, dtype=model.ops.dtype, device=model.ops.device)
         self._compute()
 
     def _compute(self) -> None:
-        """Every row of the sequence for the first time, by chunks, and the copies between. The
-        keys of the source, which all requests look at, come before."""
+        """Every row of the sequence for the first time, by chunks, and the copies between; before
+        them the keys of the source, which all requests look at."""
         self.table.reserve(self.edges.length, cross_len=self.source_len)
-        if ENCODE in self.kinds:
+        if self.source_len:
             source = Share(self.table, self.ids[: self.source_len], emit=(0,))
             self.driver.step(self.kinds[ENCODE], [source])
         whole, done = self.edges.whole, 0
@@ -207,12 +210,10 @@ class Sequence:
 
     def _copy_keys(self, begin: int, end: int) -> None:
         """Positions [begin, end) get keys and values of rows that were computed."""
-        if begin >= end:
-            return
-        drawn = np.random.default_rng(begin).integers(0, self.edges.whole, end - begin)
-        positions = drawn.astype(np.int32), np.arange(begin, end, dtype=np.int32)
-        for g in self.groups:
-            moves = np.stack([self.table.slots(g, each) for each in positions], 1)
+        positions = np.arange(begin, end, dtype=np.int32)
+        drawn = np.random.default_rng(begin).integers(0, self.edges.whole, len(positions))
+        for g in self.groups if begin < end else ():
+            moves = np.stack([self.table.slots(g, each) for each in (drawn, positions)], 1)
             pool = self.driver.runner.pools[g]
             if pool is not None:
                 pool.move(torch.from_numpy(moves).to(pool.ops.device))
@@ -233,27 +234,24 @@ class Sequence:
 
     def differs(self, ranges: Many[RowRange]) -> bool:
         """Computes the ranges in one step; whether a row has other bits than the sequence has."""
-        seen: Counter[int] = Counter()
-        tables, passing = [], []
+        seen: Counter[RowRange] = Counter()
+        tables = []
         for part in ranges:
-            if part.rows == 1 and not part.branches:
-                key = (part.begin, seen[part.begin])
-                if key not in self.alone:
-                    self.alone[key] = self._fork(part)
-                tables.append(self.alone[key])
-                seen[part.begin] += 1
-            else:
-                tables.append(self._fork(part))
-                passing.append(tables[-1])
+            key = part, seen[part]
+            seen[part] += 1
+            tables.append(self.kept.get(key) or self._fork(part))
+            if part.alone:
+                self.kept[key] = tables[-1]
         rows = self._run(ranges, tables)
-        for table in passing:
-            table.close()
+        for part, table in zip(ranges, tables, strict=True):
+            if not part.alone:
+                table.close()
         return not same(rows, self.hidden[torch.cat([part.positions for part in ranges])])
 
     def keys_differ(self, position: int) -> bool:
         """Whether the row that was computed alone stored other keys than the sequence has."""
         at = np.array([position], np.int32)
-        tables = self.alone[position, 0], self.table
+        tables = self.kept[RowRange(position, position + 1), 0], self.table
         alone, known = (stored(self.driver, table, self.groups, at) for table in tables)
         return not all(map(torch.equal, alone, known))
 
@@ -270,7 +268,6 @@ class Sources:
     def __init__(self, subject: Subject) -> None:
         self.limit = subject.model.max_position  # tokens of a request
         self.kind = subject.kinds.get(ENCODE) or subject.kinds[EMBED]
-        # what a request crosses
         self.tile, self.split = tile_and_split(self.kind.specs, subject.device_class)
         self.driver = subject.driver(2 * self.split, begun=2 * CHUNK + 2)
         generator, tokens = torch.Generator().manual_seed(1), self.limit + CHUNK
@@ -293,16 +290,15 @@ class Sources:
 
     def _run(self, requests: Many[tuple[int, int]]) -> list[tuple[Tensor, list[Tensor]]]:
         """Rows of every request, and what it stored for the decoder."""
-        shares = [
-            Share(self.driver.request(), self.ids[begin:end], emit=(0,)) for begin, end in requests
-        ]
-        lens = [len(share.ids) for share in shares]
+        tables, lens = [self.driver.request() for _ in requests], [b - a for a, b in requests]
+        pairs = zip(tables, requests, strict=True)
+        shares = [Share(table, self.ids[begin:end], emit=(0,)) for table, (begin, end) in pairs]
         hidden = self.driver.step(self.kind, shares).rows.split_with_sizes(lens)
         keys = []
-        for share in shares:
-            positions = np.arange(len(share.ids), dtype=np.int32)
-            keys.append(stored(self.driver, share.request, self.kind.groups, positions))
-            share.request.close()
+        for table, n in zip(tables, lens, strict=True):
+            positions = np.arange(n, dtype=np.int32)
+            keys.append(stored(self.driver, table, self.kind.groups, positions))
+            table.close()
         return list(zip(hidden, keys, strict=True))
 
 

@@ -21,10 +21,10 @@ from lockstep.kernels.operation import unmarked
 from lockstep.kv.pool import Pool
 from lockstep.ops import Ops
 from lockstep.plan.bucket import Buckets, pad
-from lockstep.plan.build import NO_MOVES, build
+from lockstep.plan.build import NO_MOVES, NO_PAGES, RequestPages, RequestWork, build
 from lockstep.plan.check import check
 from lockstep.plan.image import ImageLayout, PlanArrays
-from lockstep.plan.step import Bucket, Ints, PagedGroup, Real, StepPlan
+from lockstep.plan.step import Bucket, Ints, PagedGroup, Real, StepPlan, ints
 from lockstep.run.arena import Arena
 from lockstep.run.graph import Graph, Studio, captures
 from lockstep.run.kind import DRAFTS, GENERATE, VERIFY, StepKind
@@ -227,13 +227,10 @@ class Runner:
     ) -> None:
         """Records steps of a kind with `width` rows of every request, all of them emitted or the
         last, the largest first, with requests in page 0 alone; `say` is told of each."""
-        buckets = self.buckets
-        if buckets is None:
-            return
-        sizes = buckets.grid("requests")
+        sizes = self.buckets.grid("requests") if self.buckets else ()
         for at, n in enumerate(reversed(sizes), 1):
-            plan = pad(build(kind.specs, ()), buckets.decode(kind.specs, n, width, every))
-            emits = plan.bucket.emits
+            plan = self.padded(build(kind.specs, [null_work(kind.specs, width, every)] * n))
+            emits = plan.real.emits
             ints = torch.zeros(emits, INTS, dtype=torch.int64)
             how = Settings(torch.zeros(emits, FLOATS), ints, False)
             self.run(plan, (), kind, how)
@@ -270,6 +267,15 @@ class Runner:
             tape.replay(signature)
         output: StepOutput = tape.output
         return output
+
+
+def null_work(specs: Sequence[GroupSpec], width: int, every: bool) -> RequestWork:
+    """A request in page 0 alone, with `width` rows, all of them emitted or the last."""
+    pages: list[RequestPages | None] = []
+    for spec in specs:
+        own = RequestPages(ints([0] * -(-width // spec.page_size)), 0, NO_PAGES, NO_MOVES)
+        pages.append(None if spec.layout is Layout.FRESH else own)
+    return RequestWork(0, width, tuple(pages), tuple(range(width)) if every else None)
 
 
 def without_moves(plan: StepPlan, pools: Sequence[Pool | None], device: torch.device) -> StepPlan:

@@ -22,6 +22,7 @@ Right for chains and for one branch, so every test without a tree passes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,8 @@ RELATED = ("sglang-7239", "sglang-27360")
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def write_slots(spec: GroupSpec, work: BatchWork, rows: Any, group: tuple[Any, ...]) -> Any:
-        slots = np.array(old(spec, work, rows, group))
-        for begin, end in zip(rows.q_indptr, rows.q_indptr[1:], strict=False):
+        slots, q_indptr = np.array(old(spec, work, rows, group)), work.shape.q_indptr
+        for begin, end in pairwise(q_indptr):
             if rows.positions[begin] >= rows.start[begin]:
                 slots[begin:end] = slots[begin:end][::-1]
         return slots

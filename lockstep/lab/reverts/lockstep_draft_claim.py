@@ -40,17 +40,9 @@ CELLS = ("draft-decode/dense", "draft-decode/window")
 RELATED = ("sglang-27360", "trtllm-12306")
 
 
-def claim(
-    q: Any,
-    positions: Any,
-    start: Any,
-    indptr: Any,
-    pages: Any,
-    first_pos: Any,
-    size: int,
-    owner: Any,
-) -> int:
+def claim(rows: Any, arrays: Any, size: int, owner: Any) -> int:
     """Begins at the first row's position, whatever its keys hang below."""
+    (q, positions, _, _), (_, indptr, pages, first_pos, _, _) = rows, arrays
     first = np.empty(len(q) - 1, np.int64)
     for i in range(len(q) - 1):
         first[i] = indptr[i + 1]

@@ -42,6 +42,6 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def kv_lens(spec: GroupSpec, work: BatchWork, rows: Any) -> Any:
         if spec.layout is Layout.CROSS or not work:
             return old(spec, work, rows)
-        return np.asarray(rows.positions[rows.q_indptr[1:] - 1] + 1, np.int32)
+        return np.asarray(rows.positions[work.shape.q_indptr[1:] - 1] + 1, np.int32)
 
     return kv_lens

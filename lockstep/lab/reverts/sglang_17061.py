@@ -38,18 +38,18 @@ RELATED = ("trtllm-10875", "sglang-29350", "sglang-16507")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def _longest(self: Any, top: Any, ahead: int, ids: Sequence[int], last: int) -> Any:
         best = node = top
-        since = dict.fromkeys(self._windows, 0)
+        since = {g: 0 for g in self._groups_of(top) if self.specs[g].window is not None}
         while node.end + self.unit <= last:
             child = node.children.get(tuple(ids[node.end : node.end + self.unit + ahead]))
             if child is None:
                 break
-            for g in self._windows:
+            for g in since:
                 begin = child.end - len(child.pages[g]) * self.specs[g].page_size
                 whole = since[g] <= keep_from(self.specs[g], node.end)
                 if begin > child.end - self.unit and whole:
                     since[g] = begin
             node = child
-            if all(since[g] <= keep_from(self.specs[g], node.end) for g in self._windows):
+            if all(since[g] <= keep_from(self.specs[g], node.end) for g in since):
                 best = node
         return best
 

@@ -37,13 +37,11 @@ RELATED = ("sglang-27360", "sglang-7239")
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def tail_slots(spec: GroupSpec, g: int, work: BatchWork, rows: Any) -> Any:
-        slots = old(spec, g, work, rows)
-        narrow, tail = np.zeros_like(slots), int(np.diff(rows.tail_indptr).max(initial=0))
+        slots, shape = old(spec, g, work, rows), work.shape
+        narrow, begins = np.zeros_like(slots), shape.tail_indptr[shape.q_indptr]
         for i in range(len(work)):
-            mine = slots[
-                rows.tail_indptr[rows.q_indptr[i]] : rows.tail_indptr[rows.q_indptr[i + 1]]
-            ]
-            narrow[i * tail : i * tail + len(mine)] = mine
+            mine = slots[begins[i] : begins[i + 1]]
+            narrow[i * shape.tail : i * shape.tail + len(mine)] = mine
         return narrow
 
     return tail_slots

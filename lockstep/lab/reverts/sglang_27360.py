@@ -49,22 +49,15 @@ RELATED = ("sglang-27338", "sglang-15469", "sglang-7239")
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def tail_slots(spec: GroupSpec, g: int, work: build.BatchWork, rows: Any) -> Any:
-        slots = old(spec, g, work, rows)
-        for i, entry in enumerate(work.pages):
-            pages = entry[g]
-            for row in (
-                range(rows.q_indptr[i], rows.q_indptr[i + 1])
-                if work.shape.parents[i] and pages is not None
-                else ()
-            ):
-                end = rows.tail_indptr[
-                    row + 1
-                ]  # [end] one column too many: the branch's token of the next step
-                assert pages is not None, "a tree has pages"
+        slots, shape = old(spec, g, work, rows), work.shape
+        for row in np.flatnonzero(shape.list_lens).tolist():
+            i = shape.request[row]
+            pages = work.pages[i][g]
+            end = shape.tail_indptr[row + 1]  # one column too many: the branch's next token
+            if pages is not None and end < len(slots):
                 room = len(pages.scratch) * spec.page_size
-                future = min(rows.nodes[end - 1] + work.shape.new_lens[i], room - 1)
-                if end < len(slots):
-                    slots[end] = build.node_slots(spec, pages, np.array([future], np.int32))[0]
+                future = min(shape.nodes[end - 1] + shape.new_lens[i], room - 1)
+                slots[end] = build.node_slots(spec, pages, np.array([future], np.int32))[0]
         return slots
 
     return tail_slots

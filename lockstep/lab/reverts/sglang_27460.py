@@ -21,6 +21,7 @@ Memory corruption in a captured buffer, of one family of models.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 from lockstep.plan.build import BatchWork
@@ -34,11 +35,11 @@ RELATED = ("sglang-27338", "sglang-27360")
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def tail_slots(spec: GroupSpec, g: int, work: BatchWork, rows: Any) -> Any:
-        slots = old(spec, g, work, rows)
-        for begin, end in zip(rows.q_indptr, rows.q_indptr[1:], strict=False):
+        slots, q_indptr = old(spec, g, work, rows), work.shape.q_indptr
+        for begin, end in pairwise(q_indptr):
             if spec.layout is Layout.LATENT and end > begin:
-                first = rows.tail_indptr[begin + 1]
-                slots[first : rows.tail_indptr[end]] = 0
+                first = work.shape.tail_indptr[begin + 1]
+                slots[first : work.shape.tail_indptr[end]] = 0
         return slots
 
     return tail_slots

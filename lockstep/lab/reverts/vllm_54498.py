@@ -37,7 +37,8 @@ RELATED = ("sglang-29616", "sglang-8622")
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def write_slots(spec: GroupSpec, work: BatchWork, rows: Any, group: tuple[Any, ...]) -> Any:
-        nth = np.arange(len(rows.positions), dtype=np.int32) - rows.q_indptr[rows.request]
+        shape = work.shape
+        nth = np.arange(len(rows.positions), dtype=np.int32) - shape.q_indptr[shape.request]
         return old(spec, work, rows._replace(positions=nth), group)
 
     return write_slots
