@@ -110,6 +110,11 @@ def sample(ask: RequestSpec, tokens: list[int], index: int) -> tuple[int, bool]:
     return h % VOCABULARY, ask.tenant != LONG and h // VOCABULARY % 13 == 0
 
 
+def output(request: Request) -> list[int]:
+    """What was generated so far."""
+    return request.tokens[len(request.spec.prompt) :]
+
+
 def alone(ask: RequestSpec, index: int) -> list[int]:
     """The completion, computed by nobody but itself."""
     tokens = list(ask.prompt)
@@ -354,9 +359,9 @@ class World:
         for r in request.siblings:
             want = [] if ask.embed else alone(ask, r.index)
             if r.finish == "abort":
-                assert r.output == want[: len(r.output)]
+                assert output(r) == want[: len(output(r))]
                 continue
-            assert r.output == want, f"{r.output} for {want}"
+            assert output(r) == want, f"{output(r)} for {want}"
             assert r.finish is not None
             if ask.wants_prompt_logprobs and r.index == 0:
                 assert self.scored[r] == list(range(len(ask.prompt) - 1)), (
@@ -451,7 +456,7 @@ def test_every_request_ends_with_the_tokens_of_its_lone_run(scenario, late, draf
         world.wipe()
         for request in world.scheduler.running if drafted else ():
             settled = request.launched_in <= world.scheduler.settled
-            if request.output and settled and request.missing_len == 1:
+            if output(request) and settled and request.missing_len == 1:
                 request.draft = proposed(request, chains=True)
         step = world.start()
         for request, _ in [pair for pair in due if pair[1].flying]:
@@ -576,7 +581,7 @@ def test_a_second_turn_finds_what_the_first_one_generated():
     w = world(DENSE, 60)
     first = w.scheduler.add(RequestSpec((1, 2, 3, 0, 1), 14, tenant=LONG))
     w.run()
-    assert len(first.output) == 14
+    assert len(output(first)) == 14
     second = w.scheduler.add(RequestSpec((*first.tokens, 2, 2), 4, tenant=LONG))
     w.run()
     assert second.hit_len == (len(first.tokens) - 1) // 4 * 4
@@ -607,7 +612,7 @@ def test_scoring_alone_samples_nothing():
     w = world(DENSE, 60, size=5)
     request = w.scheduler.add(RequestSpec((1, 2, 3, 0) * 3, 0, wants_prompt_logprobs=True))
     w.run()
-    assert request.finish == "length" and request.output == []
+    assert request.finish == "length" and output(request) == []
     assert w.scored[request] == list(range(11))
 
 
@@ -730,7 +735,7 @@ def test_a_stop_found_late_costs_one_row_that_nobody_sees_and_no_page():
             while w.start() is not None or w.launched:
                 while len(w.launched) > (request.finish is None):
                     w.finish()
-            assert request.output == want and request.finish == "stop"
+            assert output(request) == want and request.finish == "stop"
             rows = sum(piece.new_len for step in w.steps for piece in step.pieces)
             assert rows == len(ask.prompt) + len(want), "one more than is needed"
             cached = w.scheduler.tree.cached(0)
@@ -777,13 +782,13 @@ def test_an_accepted_path_is_settled_as_one_list_and_its_keys_move(most):
     request, other = w.scheduler.add(ask), w.scheduler.add(replace(ask, prompt=(3, 1)))
     longest = moves = 0
     while request.finish is None:
-        if request.output and request.launched_in <= w.scheduler.settled:
+        if output(request) and request.launched_in <= w.scheduler.settled:
             request.draft = proposed(request)
-        before = len(request.output)
+        before = len(output(request))
         step = w.start()
         moves += sum(len(pages.moves) for entry in step.pages for pages in entry)
         w.finish(step)
-        longest = max(longest, len(request.output) - before)
+        longest = max(longest, len(output(request)) - before)
     assert longest >= min(2, most - 1) and (moves > 0 or most < 5)
     w.run()
     w.judge(request)

@@ -1,8 +1,5 @@
-"""A step in the making: what it has room for, and what is in it.
-
-Rows of members come many at a time, as columns, those of other requests one by one. Knows counts;
-whether pages are reserved is the scheduler's affair, who alone uses it.
-"""
+"""A step in the making: what it has room for, and what is in it: rows of members, as columns, and
+of other requests. Whether pages are reserved is the affair of the scheduler, who alone uses it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Requests that decode, as columns: a step moves their lengths and tokens all at once.
 
 Members are the running requests that miss one row and sample one token with it, by rank. A member
-is inside, its lengths and tokens in the columns alone, as long as nothing but that can happen to
-it. Whoever asks the request for them takes it out, and so does the scheduler when a length is
-reached at which it needs a page or may end. Knows lengths and tokens; pages are the scheduler's.
+is inside, its lengths and tokens in the columns alone, up to a length at which it needs a page or
+may end, or until somebody asks the request for them. Pages are the scheduler's, who calls this.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ if TYPE_CHECKING:
 
 Column = NDArray[np.int64]
 
-# what moves while a request decodes
-MOVING = ("tokens", "cached_len", "settled_len", "launched_in", "held_until")
-# The columns' rows. The request keeps its first KNOWN_LEN tokens, COUNT more are here. Below
-# UNTIL_LEN nothing but decoding happens; it is 0 of a member that is outside.
+LENGTHS = ("cached_len", "settled_len", "launched_in", "held_until")
+MOVING = ("tokens", *LENGTHS)  # while a request decodes
+# The columns' rows: LENGTHS; the request keeps its first KNOWN_LEN tokens, COUNT more are here;
+# below UNTIL_LEN nothing but decoding happens, it is 0 of a member that is outside.
 CACHED_LEN, SETTLED_LEN, LAUNCHED_IN, HELD_UNTIL, KNOWN_LEN, COUNT, UNTIL_LEN = range(7)
 MOST = 64  # tokens that are here at most
 
@@ -50,28 +49,25 @@ class Decoding:
     def add(self, request: Request) -> None:
         """It is a member, outside, and has a number from the next `update` on."""
         if request.members is None:
-            request.members, request.number = self, -1
+            request.members = self
             self._new.append(request)
 
     def remove(self, request: Request) -> None:
         if request.members is not None:
             self.leave(request)
-            request.members, self._gone = None, True
+            request.members, request.number, self._gone = None, -1, True
 
     def update(self) -> None:
         """Numbers for those that came, none for those that went."""
         if not self._new and not self._gone:
             return
         new = [request for request in self._new if request.members is not None]
-        kept = [i for i, request in enumerate(self.requests) if request.members is not None]
-        requests = [self.requests[i] for i in kept] + new
-        rows = [self.rows[i] for i in kept] + [request.rows(1) for request in new]
-        pages = [self.pages[i] for i in kept] + [()] * len(new)
-        columns = np.zeros((len(self._columns), len(requests)), np.int64)
-        columns[:, : len(kept)] = self._columns[:, kept]
-        tokens = np.zeros((len(requests), MOST), np.int64)
-        tokens[: len(kept)] = self._tokens[kept]
-        order = sorted(range(len(requests)), key=lambda i: policy.rank(requests[i]))
+        requests = self.requests + new
+        rows, pages = self.rows + [each.rows(1) for each in new], self.pages + [()] * len(new)
+        columns = np.concatenate((self._columns, np.zeros((7, len(new)), np.int64)), 1)
+        tokens = np.concatenate((self._tokens, np.zeros((len(new), MOST), np.int64)))
+        kept = [i for i, request in enumerate(requests) if request.members is not None]
+        order = sorted(kept, key=lambda i: policy.rank(requests[i]))
         self.requests, self.rows = [requests[i] for i in order], [rows[i] for i in order]
         self.pages, self._columns = [pages[i] for i in order], columns[:, order]
         self._tokens, self._new, self._gone = tokens[order], [], False
@@ -99,25 +95,25 @@ class Decoding:
         until_len = min(until_len, cached_len + MOST - 1)
         if cached_len >= until_len:
             until_len = 0
-        lengths = (cached_len, request.settled_len, request.launched_in, request.held_until)
+        lengths = [getattr(request, name) for name in LENGTHS]
         self._columns[:, i] = (*lengths, len(tokens) - 1, 1, until_len)
         self._tokens[i, 0] = tokens[-1]
         if until_len:
             tokens.pop()
             request.known_tokens = tokens
-            del request.tokens, request.cached_len, request.settled_len
-            del request.launched_in, request.held_until
+            for name in MOVING:
+                delattr(request, name)
 
     def leave(self, request: Request) -> None:
-        """It is outside: its lengths and tokens are its own."""
+        """It is outside, or no member: its lengths and tokens are its own."""
         i = request.number
         if i < 0 or not self._columns[UNTIL_LEN, i]:
             return
-        lengths = self._columns[:, i].tolist()
-        request.cached_len, request.settled_len = lengths[:2]
-        request.launched_in, request.held_until = lengths[2:4]
+        column = self._columns[:, i].tolist()
+        for name, length in zip(LENGTHS, column, strict=False):
+            setattr(request, name, length)
         request.tokens = request.known_tokens
-        request.tokens += self._tokens[i, : lengths[COUNT]].tolist()
+        request.tokens += self._tokens[i, : column[COUNT]].tolist()
         self._columns[UNTIL_LEN, i] = 0
 
     # -- steps
@@ -128,8 +124,8 @@ class Decoding:
         return columns[CACHED_LEN], self._tokens[those, columns[COUNT] - 1]
 
     def advance(self, number: int, needs_values: NDArray[np.bool_]) -> list[int]:
-        """Step `number` is launched, whose first rows are those of all members. Returns the numbers
-        of those that are outside: what the columns say of them nobody reads before `look`."""
+        """Step `number` of all members is launched. Returns the numbers of those that are outside:
+        what the columns say of them nobody reads before `look`."""
         columns, everyone = self._columns, self._everyone
         self._tokens[everyone, columns[COUNT]] = -1 - everyone
         columns[CACHED_LEN] += 1
@@ -140,8 +136,8 @@ class Decoding:
         return outside
 
     def settle(self, numbers: Column, known_lens: Column, token_ids: Column) -> list[int]:
-        """Members of these numbers, -1 for none, have sampled a token each, behind so many. Returns
-        which of the entries are not of members inside."""
+        """Members of these numbers, or none (-1), have sampled a token each, behind so many.
+        Returns which of the entries are not of members inside."""
         columns = self._columns
         if not len(self):
             return list(range(len(numbers)))
@@ -154,9 +150,7 @@ class Decoding:
         return outside
 
     def numbers(self, requests: Sequence[Request], changes: int) -> Column:
-        """Those of requests that were all the members when their numbers had changed so often."""
+        """Those of requests that were all members after so many `changes`; -1 of one that left."""
         if changes == self.changes:
             return self._everyone[: len(requests)]
-        members = [each.members is not None for each in requests]
-        pairs = zip(requests, members, strict=True)
-        return np.array([each.number if member else -1 for each, member in pairs], np.int64)
+        return np.array([each.number for each in requests], np.int64)

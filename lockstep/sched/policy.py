@@ -1,8 +1,7 @@
 """The rules of the queue, as small pure functions: who is next, who steps back, how many rows fit.
 
-A request's rank is its arrival number, less a head start per priority level; it never changes. So a
-request can be overtaken only by as many later ones as the head start allows, the best-ranked one
-always makes progress, and nobody preempts in circles. Results do not depend on any of this.
+A rank never changes: a request is overtaken only by as many later ones as the head start allows,
+the best-ranked one always makes progress, and nobody preempts in circles. No result depends on it.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ def waits(held_until: Any, settled: int) -> Any:
 
 
 def service_order(running: Iterable[Request], settled: int) -> list[Request]:
-    """In which order running requests, which stand by rank, get their rows: those that miss one row
-    first, then the prompts. Nobody who waits for a step."""
+    """Running requests, which stand by rank, as they get their rows: those that miss one first,
+    then the prompts. Nobody who waits for a step."""
     ready = [request for request in running if not waits(request.held_until, settled)]
     return sorted(ready, key=lambda request: request.missing_len > 1)
 
@@ -45,8 +44,7 @@ def victim(
 
 def displaced(running: Sequence[Request], head: Request) -> Request | None:
     """Who makes way for a waiting request: only somebody of lower priority, and worse-ranked."""
-    worse = [r for r in running if r.spec.priority < head.spec.priority and rank(r) > rank(head)]
-    return max(worse, key=rank, default=None)
+    return victim([r for r in running if r.spec.priority < head.spec.priority], head, ())
 
 
 def rows(request: Request, tokens: int, emits: int) -> int:
@@ -57,8 +55,3 @@ def rows(request: Request, tokens: int, emits: int) -> int:
     while new_len > 0 and (over := request.emits(new_len) - emits) > 0:
         new_len -= 1 if request.samples(new_len) else over
     return max(0, new_len)
-
-
-def whole_first(after_whole: bool, waiting: bool) -> bool:
-    """Steps of encoders and embeddings: every other one, as long as both kinds wait."""
-    return waiting and not after_whole

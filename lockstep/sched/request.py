@@ -1,10 +1,9 @@
 """What the scheduler knows of a request: what was asked for (frozen), how far it is (lengths), and
 its share of a step (frozen).
 
-There are no modes. `len(tokens) - cached_len` rows are missing; a request that misses one row is
-what others call decoding. A token that a launched step will have sampled is there before its value:
-it is negative until that step is settled. What a token means, how it is sampled and when it ends a
-text is the business of whoever calls `settle`.
+There are no modes: `len(tokens) - cached_len` rows are missing. A token that a launched step will
+have sampled is there before its value: it is negative until that step is settled. What a token
+means and when it ends a text is the business of whoever calls `settle`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.kv.prefix import Path, Root
+from lockstep.kv.prefix import Path
 from lockstep.kv.tables import PageTable
 from lockstep.plan.build import BatchShape, BatchWork, PageTables, RequestPages
 from lockstep.plan.tree import paths
@@ -57,15 +56,10 @@ class RequestSpec:
             raise RuleError(rule, "both asked for", "Ask for one of them")
 
     @property
-    def root(self) -> Root:
-        return Root(self.tenant, self.encoder_ids, self.draft)
-
-    @property
     def max_keys(self) -> int:
         """Keys that one continuation ever writes: its last token is not computed."""
-        return len(self.prompt) + max(
-            0, self.max_new_tokens - 1, *(len(item) - 1 for item in self.items)
-        )
+        behind = [self.max_new_tokens - 1, *(len(item) - 1 for item in self.items), 0]
+        return len(self.prompt) + max(behind)
 
     @property
     def scored_prompt_len(self) -> int:
@@ -78,8 +72,8 @@ class RequestSpec:
 
 
 class Accepted(NamedTuple):
-    """What a step brings one completion: a list of tokens, of one in plain decoding. Where the rows
-    were a tree, `nodes` is the path that is accepted, from the root on: as many nodes as tokens."""
+    """What a step brings one completion. Of a tree's rows `nodes` is the path that is accepted,
+    from the root on: as many as tokens."""
 
     token_ids: tuple[int, ...] = ()
     stop_len: int | None = None  # the text ends with so many of them
@@ -96,8 +90,7 @@ class Accepted(NamedTuple):
 
 
 class AcceptedTokens(NamedTuple):
-    """What a step brings, sample by sample: a token each; `others` are the samples that bring more,
-    or less, than one token of a text that goes on."""
+    """What a step brings: a token per sample; `others` bring more or less than one, or an end."""
 
     token_ids: Column = np.zeros(0, np.int64)
     others: Mapping[int, Accepted] = {}
@@ -143,8 +136,8 @@ class Request:
         self.siblings: list[Request] = [self]  # all n continuations, as far as they exist
         self.launched_in = 0  # number of the step launched last that it was in
         self.held_until = 0  # number of the step that has to be settled before the next row
-        self._draft: DraftTree | None = None
-        # while it decodes it is a member, of this number; inside, the first tokens are kept here
+        self.draft: DraftTree | None = None  # proposed for the next step
+        # while it decodes it is a member, of this number; inside, its first tokens are kept here
         self.members: Decoding | None = None
         self.number = -1
         self.known_tokens: list[int] = []
@@ -159,32 +152,12 @@ class Request:
             return object.__getattribute__(self, name)
 
     @property
-    def draft(self) -> DraftTree | None:
-        """Proposed for the next step."""
-        return self._draft
-
-    @draft.setter
-    def draft(self, tree: DraftTree | None) -> None:
-        self._draft = tree
-        if self.members is not None:
-            self.members.leave(self)
-
-    @property
     def missing_len(self) -> int:
         return len(self.tokens) - self.cached_len
 
     @property
-    def output(self) -> list[int]:
-        return self.tokens[len(self.spec.prompt) :]
-
-    @property
     def running(self) -> bool:
         return self.table is not None
-
-    @property
-    def matchable(self) -> int | None:
-        """Keys that may come from the prefix cache: rows to be scored are computed. None: all."""
-        return self.scored_len if self.scored_len < self.score_end else None
 
     def samples(self, new_len: int) -> int:
         """Tokens chosen by the next `new_len` rows: one per continuation at the prompt's end."""
@@ -220,8 +193,7 @@ class Request:
         return ScheduledRows(self, nodes, emit, 1, self.table, parents=parents, chain=draft.chain)
 
     def launch(self, rows: ScheduledRows, sample: int, step: int) -> None:
-        """The rows are on their way, in step number `step`: lengths move on, and the token that
-        they will have sampled is named by its number among the step's."""
+        """The rows are on their way in step number `step`, and so is its sample number `sample`."""
         spec = self.spec
         if rows.parents is None:
             self.cached_len += rows.new_len
@@ -229,17 +201,13 @@ class Request:
         if rows.sampled:
             self.tokens.append(-1 - sample)
         self.launched_in = step
-        if (
-            len(self.tokens) == self.cached_len
-            or rows.samples > 1
-            or rows.parents is not None
-            or (rows.samples > 0 and (spec.needs_values or self.left <= 0))
-        ):
+        forks = rows.samples > 1 or rows.parents is not None
+        waits = rows.samples > 0 and (spec.needs_values or self.left <= 0)
+        if forks or waits or len(self.tokens) == self.cached_len:
             self.held_until = step
 
     def begin_item(self) -> str | None:
-        """Behind the prompt come the rows of its item, whose last token is not computed. "length"
-        if there are none: the prompt's last row has told of the only token."""
+        """Behind the prompt come rows of all tokens of its item but the last; "length" if none."""
         self.tokens += self.spec.items[self.index][:-1]
         self.scored_len, self.score_end = len(self.spec.prompt), len(self.tokens)
         return None if self.scored_len < self.score_end else "length"
@@ -278,15 +246,9 @@ class ScheduledRows(NamedTuple):
         """Rows that are sampled from, an item's given first token included."""
         return self.samples if self.parents is None else self.new_len
 
-    @property
-    def last_len(self) -> int:
-        """Rows up to the first that is sampled from."""
-        return self.new_len if self.parents is None else 1
-
 
 class Batch:
-    """Who computes what in a step. The next step has the same one, if the same requests decode:
-    whatever follows from it alone is made once."""
+    """Who computes what in a step: the same value from step to step if the same requests decode."""
 
     def __init__(self, rows: tuple[ScheduledRows, ...]) -> None:
         self.rows = rows
@@ -319,8 +281,7 @@ class Batch:
 
 
 class Piece(NamedTuple):
-    """A request's share of one step: `ids` are the tokens of its rows, the first at position
-    `cached_len`; -1 - k is sample k of the step before."""
+    """A request's share of one step. An id that is -1 - k is sample k of the step before."""
 
     rows: ScheduledRows
     ids: tuple[int, ...]
@@ -336,8 +297,8 @@ class Piece(NamedTuple):
 
     @property
     def known_len(self) -> int:
-        """Tokens before the ones that it samples."""
-        return self.cached_len + self.rows.last_len
+        """Tokens before the ones that it samples, with the first row that is sampled from."""
+        return self.cached_len + (self.new_len if self.rows.parents is None else 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -360,9 +321,8 @@ class ScheduledStep:
 
     def piece(self, i: int) -> Piece:
         begin, end = self.batch.begins[i : i + 2]
-        return Piece(
-            self.batch.rows[i], tuple(self.ids[begin:end].tolist()), self.cached_lens.item(i)
-        )
+        ids = tuple(self.ids[begin:end].tolist())
+        return Piece(self.batch.rows[i], ids, self.cached_lens.item(i))
 
     @property
     def work(self) -> BatchWork:

@@ -1,15 +1,10 @@
 """The scheduler: continuous batching over pages that may run out.
 
-`schedule` decides a step and reserves its pages; `advance` moves lengths on when it is launched;
-`settle` takes what it sampled: tokens get their values, keys become matchable, completions fork and
-end. The next step may be launched before the first is settled: its rows name the tokens that they
-wait for. What was given up meanwhile settles without a trace.
-
-Rows of decoding requests go first, prompts fill the rest of the budget in chunks, encoders and
-embeddings have whole steps of their own. When pages are short, cached ones are evicted, then the
-worst-ranked request is preempted: its pages go, and it is computed again later, to the same bits.
-
-Knows lengths, pages and order (`policy`), never a tensor or what a token means.
+The next step may be launched before the first is settled: its rows name the tokens that they wait
+for. What was given up meanwhile settles without a trace. Rows of decoding requests go first,
+prompts fill the rest of the budget in chunks, encoders and embeddings have steps of their own. When
+pages are short, cached ones are evicted, then the worst-ranked request is preempted: it is computed
+again later, to the same bits. Knows lengths, pages and order, never a tensor or what a token means.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ import numpy as np
 
 from lockstep.config import EngineConfig
 from lockstep.kv.pages import PagePool
-from lockstep.kv.prefix import Prefix
+from lockstep.kv.prefix import Prefix, Root
 from lockstep.kv.tables import CacheGroups, PageTable, pages_for, peak_pages
 from lockstep.run.kind import DRAFT, EMBED, ENCODE, GENERATE, StepKind, group_specs
 from lockstep.sched import policy
@@ -72,7 +67,6 @@ class Scheduler:
         self._after_whole = False
         self._blocked = False  # the head of the queue found no room in the last step
         self._groups = kinds[GENERATE].groups if GENERATE in kinds else ()
-        self._drafts = drafts  # which come with them
 
     def add(self, spec: RequestSpec) -> Request:
         """Takes a request in, or refuses one that could never run."""
@@ -100,9 +94,8 @@ class Scheduler:
             got = f"{len(self._launched)} launched and {int(self._scheduled is not None)} not yet"
             raise RuleError(rule, got, "Advance what was scheduled, settle what was launched first")
         self._displace()
-        tries = [self._generate, self._whole]
-        whole_waits = bool(self.embeds or (self.waiting and not self.waiting[0].encoded))
-        if policy.whole_first(self._after_whole, whole_waits):
+        tries = [self._whole, self._generate]  # in turns
+        if self._after_whole:
             tries.reverse()
         step = tries[0]() or tries[1]()
         idle = not (self.running or self.waiting or self.embeds)
@@ -120,13 +113,8 @@ class Scheduler:
         if step.kind.name == ENCODE:
             for request in step.batch.requests:
                 request.encoded = True
-        if step.kind.name == GENERATE:
-            self._advance(step)
-
-    def _advance(self, step: ScheduledStep) -> None:
-        """Lengths move on, and every token that is sampled is named by its number."""
         batch, members = step.batch, step.members
-        single = [*range(members, len(batch.rows))]
+        single = [*range(members, len(batch.rows))] if step.kind.name == GENERATE else []
         if members:
             single = self._members.advance(step.number, batch.needs_values[:members]) + single
         for i in single:
@@ -163,9 +151,8 @@ class Scheduler:
         """What members have sampled, but for those that are looked at one by one: their numbers."""
         members, count = self._members, step.members
         for k in accepted.others:
-            request = step.batch.requests[k] if k < count else None
-            if request is not None and request.members is not None:
-                members.leave(request)
+            if k < count:
+                members.leave(step.batch.requests[k])
         numbers = members.numbers(step.batch.requests[:count], step.changes)
         token_ids = accepted.token_ids[:count]
         return members.settle(numbers, step.cached_lens[:count] + 1, token_ids)
@@ -178,7 +165,7 @@ class Scheduler:
 
     def refuse(self, spec: RequestSpec) -> None:
         """What could never run is said here, with both numbers, not found out by waiting."""
-        wanted = {EMBED if spec.embed else GENERATE: "embeddings" if spec.embed else "generation"}
+        wanted = {EMBED: "embeddings"} if spec.embed else {GENERATE: "generation"}
         if spec.encoder_ids:
             wanted[ENCODE] = "an encoder"
         for name, what in wanted.items():
@@ -193,25 +180,25 @@ class Scheduler:
             rule = f"a step emits at most {size} rows"
             got = f"{spec.continuations} completions or items"
             raise RuleError(rule, got, "Ask for fewer, or raise chunked_prefill_size")
-        for g in () if spec.embed else self._cached(spec):
-            need, pool = self._least(spec, g), self.pools[g]
-            if pool is not None and need > pool.num_pages - 1:
+        for g, pool in () if spec.embed else self._groups_of(spec).cached:
+            need = self._peak(spec, g, spec.max_keys, 1)
+            if need > pool.num_pages - 1:
                 there = f"group {g} has {pool.num_pages - 1} pages of {self.specs[g].page_size}"
                 rule = f"a request fits into the cache alone: {there}"
                 got = f"{spec.max_keys} keys, which need {need}"
                 remedy = "Shorten the prompt, lower max_tokens, or give the cache more memory"
                 raise RuleError(rule, got, remedy)
 
-    def _cached(self, spec: RequestSpec) -> tuple[int, ...]:
-        """The groups that a request has pages in."""
-        return (*self._groups, *self._drafts) if spec.draft else self._groups
+    def _groups_of(self, spec: RequestSpec) -> CacheGroups:
+        """Those that a request has pages in."""
+        return self._cache if spec.draft else self._plain_cache
 
-    def _least(self, spec: RequestSpec, g: int) -> int:
-        """Pages of group g without which a request cannot end."""
+    def _peak(self, spec: RequestSpec, g: int, keys: int, step_len: int) -> int:
+        """Pages of group g that a request of so many keys needs, if steps add so many at most."""
         group = self.specs[g]
         if group.layout is Layout.CROSS:
             return pages_for(len(spec.encoder_ids), group)
-        return peak_pages(group, spec.max_keys, 1)
+        return peak_pages(group, keys, step_len)
 
     def _admit(self, request: Request) -> bool:
         """Gives the head of the queue a table and its cached prefix, if all its tokens fit."""
@@ -220,10 +207,13 @@ class Scheduler:
         self._blocked = True
         if len(self.running) >= self.config.max_running_requests:
             return False
-        groups = self._cache if request.spec.draft else self._plain_cache
-        table, path = PageTable(groups), None
+        spec = request.spec
+        table, path = PageTable(self._groups_of(spec)), None
         if not self.config.disable_radix_cache:
-            path = self.tree.match(request.spec.root, request.tokens, table, request.matchable)
+            root = Root(spec.tenant, spec.encoder_ids, spec.draft)
+            scored = request.scored_len < request.score_end  # those rows are computed
+            limit = request.scored_len if scored else None
+            path = self.tree.match(root, request.tokens, table, limit)
         request.table, request.path = table, path
         if self.running and not self._fits(request, table):
             self._let_go(request)
@@ -240,12 +230,11 @@ class Scheduler:
 
     def _fits(self, request: Request, table: PageTable) -> bool:
         """Room for all its known tokens, and one page more for everyone who runs."""
-        for g in self._cached(request.spec):
-            spec = self.specs[g]
-            need = pages_for(len(request.spec.encoder_ids), spec)
-            if spec.layout is not Layout.CROSS:
-                most = peak_pages(spec, len(request.tokens), self.config.chunked_prefill_size)
-                need = most - len(table.held(g)) + len(self.running)
+        keys, step_len = len(request.tokens), self.config.chunked_prefill_size
+        for g, _ in table.groups.cached:
+            need = self._peak(request.spec, g, keys, step_len)
+            if g in table.groups.stored:
+                need += len(self.running) - len(table.held(g))
             if need > self.tree.available(g):
                 return False
         return True
@@ -280,8 +269,7 @@ class Scheduler:
         return self._step(builder)
 
     def _place_members(self, builder: StepBuilder) -> bool:
-        """The next row of every member, as long as there is room; at those that are due a look is
-        taken before. Returns whether nobody is held up."""
+        """The next row of every member, as far as there is room. Whether nobody is held up."""
         members, begin, fine = self._members, 0, True
         members.update()
         room = builder.room
@@ -317,8 +305,7 @@ class Scheduler:
         return new_len > 0
 
     def _secure(self, request: Request, want: int, placed: Sequence[ScheduledRows]) -> int:
-        """Has pages for up to `want` rows more, and returns for how many; worse-ranked requests
-        that are not placed yet give way if not even one fits."""
+        """For how many rows, up to `want`, it has pages; if for none, worse-ranked give way."""
         while want and request.cached_len + want > request.room:
             new_len = self._reserve(request, want)
             if new_len:
@@ -342,8 +329,7 @@ class Scheduler:
         return True
 
     def make_room(self, request: Request, keys: int, nodes: int) -> bool:
-        """Pages for so many keys and tree nodes more of a request, and for the row behind whatever
-        is accepted of them; nobody is preempted for that."""
+        """Pages for so many keys and nodes more, and the row behind them; nobody is preempted."""
         table = request.table
         if table is None:
             return False
@@ -354,12 +340,6 @@ class Scheduler:
         table.reserve(*room)
         return True
 
-    def _evict_ahead(self) -> None:
-        """One eviction for everyone who outgrows his pages: at most a page each and group."""
-        members = self._members
-        grown = len(members.due(self.settled)) + len(self.running) - len(members)
-        self.tree.make_room([grown * (g in self._cache.stored) for g in range(len(self.specs))])
-
     def _reserve(self, request: Request, want: int) -> int:
         """Pages for up to `want` rows more, behind the window's; returns for how many."""
         table, begin, cross_len = request.table, request.cached_len, len(request.spec.encoder_ids)
@@ -368,21 +348,22 @@ class Scheduler:
         table.release(request.settled_len)
         try:
             table.reserve(begin + want, cross_len=cross_len)
-        except OutOfPages:
-            self._evict_ahead()
+        except OutOfPages:  # one eviction for all who outgrow their pages: a page each and group
+            members, stored = self._members, self._cache.stored
+            grown = len(members.due(self.settled)) + len(self.running) - len(members)
+            self.tree.make_room([grown * (g in stored) for g in range(len(self.specs))])
             rooms = [table.room(g, self.tree.available(g)) for g in table.groups.stored]
             want = min(want, min(rooms) - begin)
             if want < 1 or not self.tree.make_room(table.needs(begin + want, cross_len=cross_len)):
                 return 0
             table.reserve(begin + want, cross_len=cross_len)
-        request.room = min([table.room(g, 0) for g in table.groups.stored])
+        request.room = min([table.room(g) for g in table.groups.stored])
         return want
 
     def _whole(self) -> ScheduledStep | None:
         """A step of embeddings or encoders: whichever head has the better rank and finds room."""
-        encoders = [self.waiting[0]] if self.waiting and not self.waiting[0].encoded else []
-        heads = sorted([*self.embeds[:1], *encoders], key=policy.rank)
-        for head in heads:
+        encoders = [request for request in self.waiting[:1] if not request.encoded]
+        for head in sorted([*self.embeds[:1], *encoders], key=policy.rank):
             step = self._embed() if head.spec.embed else self._encode()
             if step is not None:
                 return step
@@ -442,8 +423,7 @@ class Scheduler:
     # -- after a step
 
     def _settle(self, piece: Piece, accepted: Sequence[Accepted]) -> list[Request]:
-        """Sampled tokens get their values, keys may be matched, and at a prompt's end its
-        continuations go on: each by its own index."""
+        """Tokens get their values, keys may be matched; at a prompt's end continuations go on."""
         rows, request, at = piece.rows, piece.request, piece.known_len
         spec = request.spec
         if rows.cross_new:
@@ -468,8 +448,7 @@ class Scheduler:
         return [each for each in (request, *forks) if each.finish is not None]
 
     def _until_len(self, request: Request) -> int:
-        """Up to where a decoding request's pages last, it does not end, and none of its blocks
-        becomes matchable; 0 if keys of it are still to be moved."""
+        """Up to where its pages last, it does not end and no block becomes matchable; or 0."""
         spec, table, path = request.spec, request.table, request.path
         if table is None or table.pending:
             return 0
@@ -510,8 +489,7 @@ class Scheduler:
                 table.accept(piece.cached_len, nodes)
 
     def _fork(self, parent: Request, index: int, accepted: Accepted) -> Request:
-        """Completion `index`, which begins with what was sampled for it: it runs on from the
-        parent's keys, or waits if there is no room."""
+        """Completion `index` begins: it runs on from the parent's keys, or waits for room."""
         spec = parent.spec
         kept, reason = accepted.cut(spec.max_new_tokens) if not spec.items else ((), None)
         child = Request(spec, parent.arrival, index, kept)

@@ -33,7 +33,7 @@ RELATED = ("lockstep-penalty-preempt", "sglang-16507")
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def _preempt(self: Any, request: Any) -> None:
-        if len(request.output) > 1:
+        if len(request.tokens) > len(request.spec.prompt) + 1:
             request.tokens.append(request.tokens[-1])
         old(self, request)
 

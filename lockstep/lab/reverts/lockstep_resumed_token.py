@@ -39,7 +39,7 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def resumed(self: Any) -> Any:
         requests = old(self)
         for request in requests:
-            if request.output and not request.spec.items:
+            if len(request.tokens) > len(request.spec.prompt) and not request.spec.items:
                 request.tokens.pop()
         return requests
 
