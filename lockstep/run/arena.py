@@ -1,8 +1,6 @@
 """One buffer at a fixed address for the image of every step: all that a launch reads but weights
-and cache.
-
-`host` is filled first, `load` copies it to the device: one copy per step. On a GPU there are two
-places to fill, in turns, and one is filled again only when its copy has run.
+and cache. `host` is filled first, `load` copies it to the device: one copy per step. On a GPU there
+are two places to fill, in turns, and one is filled again only when its copy has run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Steps that nobody schedules: reserve, build, pad, check, lower and launch, in one call.
 
-The caller says which rows of which requests a step computes; pages, plans and launches are the
-engine's own. For certification, the lab, benchmarks and tests, which want a step and no queue:
+For certification, the lab, benchmarks and tests, which want a step and no queue:
 
     driver = StepDriver(kinds_of(model, info), [pages] * groups, backend)
     request = driver.request()

@@ -1,9 +1,8 @@
 """The kinds of step that a model has: frozen values, made once, told apart by name.
 
-A generating step writes and reads the model's cached groups; an embedding step has the same layers
-and keeps nothing; an encode step has the encoder's layers and the cross groups that a generating
-step reads. Groups are numbered over all models of an engine: a draft's begin behind the first's.
-The engine makes kinds, the scheduler puts one into every step, the runner runs it. No torch.
+An embedding step has the layers of a generating one and keeps nothing; an encode step has the
+encoder's layers and the cross groups that a generating step reads. Groups are numbered over all
+models of an engine, which makes kinds; the scheduler puts one into every step. No torch.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ if TYPE_CHECKING:
     from lockstep.nn.decoder import Decoder, Model
 
 GENERATE, ENCODE, EMBED = "generate", "encode", "embed"
-# of a second model, whose groups have pages for the keys of the first's: a guess, and its rows of
-# tokens that are there
-DRAFT, EXTEND = DRAFTS = "draft", "draft-extend"
+DRAFT, EXTEND = DRAFTS = "draft", "draft-extend"  # of a second model: a guess; rows of known tokens
 VERIFY = "verify"  # a generating step that samples several rows of every request
 
 
@@ -37,8 +34,7 @@ class StepKind:
     specs: tuple[GroupSpec, ...]  # of these groups
     layer_map: tuple[GroupLayer, ...]  # attention layer → (which of `groups`, layer in it)
     forward: Callable[..., Any]  # ids [T], positions [T], lowered step → hidden [T, d]
-    # layers behind which the residual stream comes back beside that, [T, d] each: `forward` is then
-    # called with them too, and returns all
+    # behind these the residual stream comes back too, [T, d] each: `forward` is told, returns all
     hidden_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -70,13 +66,12 @@ def kinds_of(
         made.append((ENCODE, specs, encoder.encoder_layer_map, encoder.encode))
     else:
         made.append((EMBED, model.fresh_groups(), model.layer_map, model))
-    every = dict.fromkeys(spec for _, specs, _, _ in made for spec in specs)
-    number = {spec: first_group + i for i, spec in enumerate(every)}
+    number: dict[GroupSpec, int] = {}
     return {
         name: StepKind(
             name=name,
             model=model,
-            groups=tuple(number[spec] for spec in specs),
+            groups=tuple(number.setdefault(each, first_group + len(number)) for each in specs),
             specs=specs,
             layer_map=layer_map,
             forward=forward,

@@ -1,7 +1,7 @@
 """How many pages each group gets: arithmetic, printed as it is done.
 
-A full group needs a slot per cached key. A window group needs, per running request, what its window
-still sees plus what a step adds; more would never be used.
+A full group needs a slot per cached key; a window group, per running request, what its window still
+sees plus what a step adds.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def size(
     context_length: int,
     device: torch.device | None = None,
 ) -> Sizes:
-    """The largest cache that the budget allows and that all running requests could fill. On a GPU
-    steps have run by now: what they work with is no longer free."""
+    """The largest cache that the budget allows and that all running requests could fill."""
     gpu = device is not None and device.type == "cuda"
     free, there = torch.cuda.mem_get_info(device) if gpu else (free_bytes(), all_bytes())
     fraction = config.mem_fraction_static or FRACTIONS[gpu]

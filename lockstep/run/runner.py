@@ -1,8 +1,6 @@
 """Runs steps: pad, check, lower, load, launch. One path; a launch is plain, or recorded the first
-time that its signature comes and replayed from then on.
-
-Knows the pools and the backend, and of a model what its step kinds say; knows no request. What a
-recorded launch returns is memory that its next replay writes to.
+time that its signature comes and replayed from then on, into the memory that it returned. Knows the
+pools and the backend, and of a model what its step kinds say; knows no request.
 """
 
 from __future__ import annotations
@@ -55,11 +53,11 @@ class StepOutput(NamedTuple):
         """Without what belongs to pads."""
         if (self.rows.shape[0], self.emitted.shape[0]) == (real.tokens, real.emits):
             return self
-        rows, layers = self.rows[: real.tokens], [each[: real.tokens] for each in self.layers]
-        logits = None if self.logits is None else self.logits[: real.emits]
-        emitted = self.emitted[: real.emits]
-        behind = None if self.behind is None else self.behind[: real.emits]
-        return StepOutput(rows, emitted, tuple(layers), logits, self.sampled, behind)
+        out = self._replace(rows=self.rows[: real.tokens], emitted=self.emitted[: real.emits])
+        out = out._replace(layers=tuple([each[: real.tokens] for each in self.layers]))
+        if self.logits is not None:
+            out = out._replace(logits=self.logits[: real.emits])
+        return out if self.behind is None else out._replace(behind=self.behind[: real.emits])
 
 
 @dataclass(frozen=True)
@@ -106,12 +104,9 @@ class Runner:
             rule = "every operation of a recorded launch is marked"
             raise RuleError(rule, f"{', '.join(missed)} are not", "Take it from kernels.select")
         self.specs, self.backend, self.buckets = tuple(specs), backend, buckets
-        self.pools = [
-            None if s.layout is Layout.FRESH else Pool(s, n, ops)
-            for s, n in zip(specs, pages, strict=True)
-        ]
-        self.arena = Arena(IMAGE_LEN, ops.device)
-        self.graphs, self.ops = graphs, ops
+        stored = [(s, n, s.layout is not Layout.FRESH) for s, n in zip(specs, pages, strict=True)]
+        self.pools = [Pool(spec, n, ops) if stores else None for spec, n, stores in stored]
+        self.arena, self.graphs, self.ops = Arena(IMAGE_LEN, ops.device), graphs, ops
         self.studio = Studio() if graphs and ops.device.type == "cuda" else None
         # of the step before, for rows that wait for them: id -1 - k is sample k
         room = SAMPLES if overlap else 0
@@ -128,9 +123,8 @@ class Runner:
         settings: Settings | None = None,
         wider: int = 0,
     ) -> StepOutput:
-        """One step. ids [T]: the token of every row, before padding. With settings, a row for every
-        row that the plan emits, tokens are sampled by the same launch. `wider`: by the backend's
-        n-th wider launch."""
+        """One step. ids [T]: the token of every row, before padding. With settings of all rows that
+        the plan emits the same launch samples. `wider`: by the backend's n-th wider launch."""
         plan = self.padded(plan)
         pools = [self.pools[g] for g in kind.groups]
         if self.checks:
@@ -150,8 +144,7 @@ class Runner:
         views = self._views_of(layout, image)
 
         def launch() -> StepOutput:
-            """Everything it reads lies in the arena, the weights, the cache and, of ids that are
-            samples, in `sampled`."""
+            """Reads the arena, the weights, the cache and, of ids that are samples, `sampled`."""
             step = bind(layout, views, variants, self.backend, pools, kind.layer_map)
             step.relocate()
             wanted = (kind.hidden_layers,) if kind.hidden_layers else ()
@@ -205,8 +198,7 @@ class Runner:
         return self._layouts[known]
 
     def keep(self, token_ids: Tensor, at: int = 0) -> None:
-        """What a step sampled, for rows of the next that wait for it; 0 where nothing was. Guesses
-        lie behind, from GUESSES on (`at`)."""
+        """What a step sampled, for rows of the next that wait for it; guesses from GUESSES on."""
         room = (len(self.sampled) if at else min(GUESSES, len(self.sampled))) - at
         if len(token_ids) > room:
             rule = f"a step that is settled late samples at most {room:,} tokens"
@@ -226,13 +218,12 @@ class Runner:
         self, kind: StepKind, say: Callable[[str], None], width: int = 1, every: bool = False
     ) -> None:
         """Records steps of a kind with `width` rows of every request, all of them emitted or the
-        last, the largest first, with requests in page 0 alone; `say` is told of each."""
+        last, the largest first; `say` is told of each."""
         sizes = self.buckets.grid("requests") if self.buckets else ()
         for at, n in enumerate(reversed(sizes), 1):
             plan = self.padded(build(kind.specs, [null_work(kind.specs, width, every)] * n))
-            emits = plan.real.emits
-            ints = torch.zeros(emits, INTS, dtype=torch.int64)
-            how = Settings(torch.zeros(emits, FLOATS), ints, False)
+            zeros = torch.zeros(plan.real.emits, max(FLOATS, INTS), dtype=torch.int64)
+            how = Settings(zeros[:, :FLOATS].float(), zeros[:, :INTS], False)
             self.run(plan, (), kind, how)
             layout, last = layout_of(plan, self.backend), next(reversed(self.tapes))
             each = self._all(layout, last.variants) if self.studio else [()]

@@ -1,5 +1,4 @@
-"""A step on its way to a launch: `lower` on the host, then `bind`, and what a model's layers see:
-`attend(layer, q, k, v)`, and `store` for an encoder's keys.
+"""A step on its way to a launch: `lower` on the host, then `bind`, and what a model's layers see.
 
 A launch moves keys that the plan relocates, then, layer by layer, writes this step's keys and
 attends: always in this order, in one place. A bound step knows addresses, no request and no plan.
@@ -48,8 +47,7 @@ class Step:
 
     def attend(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         """q [T, heads, d_qk], k [T, kv_heads, d_qk], v [T, kv_heads, d_v] of this step's rows;
-        returns [T, heads, d_v]. A layer that only reads (cross attention of a decoder) passes None
-        for k and v."""
+        returns [T, heads, d_v]. A decoder's cross attention only reads: it has no k and v."""
         at = self.layer_map[layer]
         keys = self.stores[at.group].keys(at.layer, k, v)
         spec = self.specs[at.group].layers[at.layer]

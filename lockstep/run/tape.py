@@ -1,9 +1,8 @@
 """A launch, recorded and replayed: what a captured graph does, on any device that torch runs on.
 
-A tape notes the calls of the operations table and of `attend`, and, as a dispatch mode, what torch
-does in between; a replay repeats them into the same memory without any Python of the model. So a
-number that was not read from the arena when it was recorded is the old one on every replay. Knows
-no model and no plan; the runner records one tape per signature.
+A tape notes the calls of operations and, as a dispatch mode, what torch does in between; a replay
+repeats them into the same memory without any Python of the model, so a number that was not read
+from the arena stays the old one. Knows no model and no plan; the runner records one per signature.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ MEMORY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call, and the memory that its results lie in; a result that the call writes in place, or
-    that is a view of an argument, is not among them."""
+    """One call, and the memory of its results but for those in the memory of its arguments."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -57,9 +55,7 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
         with self:
             self.output = launch()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._inside:
             return func(*args, **kwargs)
@@ -84,13 +80,7 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
         self._note(function, args, kwargs, result)
         return result
 
-    def _note(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        result: Any,
-    ) -> None:
+    def _note(self, function: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         """A call that only looks at its arguments' memory is kept, not repeated."""
         given = {_memory(tensor) for tensor in tensors((args, kwargs))}
         made = enumerate(tensors(result))
@@ -102,9 +92,8 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
     def replay(self, signature: Hashable) -> Any:
         """Everything again, with the arena's numbers of now, into the memory of the first time."""
         if signature != self.signature:
-            raise RuleError(
-                f"this tape holds {self.signature}", str(signature), "Record a tape for it"
-            )
+            rule = f"this tape holds {self.signature}"
+            raise RuleError(rule, str(signature), "Record a tape for it")
         for one in self._calls:
             one.repeat()
         self.replays += 1
