@@ -144,7 +144,7 @@ class World:
 
     def nodes(self) -> list[tuple[Node, Root, tuple[int, ...]]]:
         """All nodes with the tokens of their paths."""
-        found = [(top, root, ()) for root, top in self.tree._roots.items()]
+        found = [(top, root, ()) for root, top in self.tree._top.children.items()]
         for node, root, ids in found:
             found += [
                 (child, root, ids[: node.end] + child.key) for child in node.children.values()
@@ -268,7 +268,7 @@ class Machine(RuleBasedStateMachine):
         for g, pool in enumerate(self.w.pools):
             self.w.tree.evict(g, pool.num_pages)
             assert pool.free == pool.num_pages - 1
-        assert not self.w.tree._roots
+        assert not self.w.tree._top.children
 
 
 class OnePage(Machine):
@@ -417,7 +417,7 @@ def test_no_leaf_is_left_that_cannot_be_matched():
     w.tree.evict(1, 100)
     assert w.node(*ids(4)).pages[1] == []
     w.close(r)
-    assert not w.tree._roots
+    assert not w.tree._top.children
     assert [p.free for p in w.pools] == [19, 39]
 
 
@@ -562,7 +562,7 @@ def test_a_long_path_of_small_pages_is_removed_without_recursion():
     w.close(w.run(ids(4000)))
     w.tree.evict(1, 3998)
     assert w.tree.evict(0, 5000) == 4000
-    assert not w.tree._roots
+    assert not w.tree._top.children
 
 
 def test_keys_that_are_still_to_be_moved_are_not_cached():

@@ -40,25 +40,26 @@ class Root:
 
 class Node:
     """The positions [end - unit, end) behind one path of tokens, and their last pages per group,
-    but for a draft's groups where the root has no draft."""
+    but for a draft's groups where the root has no draft. At end 0 stand the roots, below the top,
+    which is its own parent."""
 
-    __slots__ = ("children", "draft", "end", "key", "locks", "pages", "parent")
+    __slots__ = ("children", "end", "key", "locks", "pages", "parent", "root")
 
     def __init__(self, parent: Node | None, key: Ids | Root, end: int, groups: int) -> None:
-        self.parent, self.key, self.end = parent, key, end
-        self.draft: bool = key.draft if isinstance(key, Root) else parent is None or parent.draft
+        self.parent, self.key, self.end = parent or self, key, end
+        self.root: Root = key if isinstance(key, Root) else self.parent.root
         self.pages: list[list[int]] = [[] for _ in range(groups)]
-        self.children: dict[Ids, Node] = {}
+        self.children: dict[Ids | Root, Node] = {}
         self.locks = 0  # paths that end here
 
 
 class Path:
     """How far a request's keys are in the tree: from `match` on, by `insert`, until `close`."""
 
-    __slots__ = ("node", "root")
+    __slots__ = ("node",)
 
-    def __init__(self, root: Root, node: Node) -> None:
-        self.root, self.node = root, node
+    def __init__(self, node: Node) -> None:
+        self.node = node
         node.locks += 1
 
     @property
@@ -73,7 +74,8 @@ class Prefix:
         self.specs, self.pools, self.drafts = groups.specs, groups.pools, groups.drafts
         self.groups = {g: pool for g, pool in groups.cached if g in groups.stored}
         self.unit = math.lcm(*(self.specs[g].page_size for g in self.groups))
-        self._roots: dict[Root, Node] = {}
+        self._top = Node(None, Root(), 0, len(self.specs))
+        self._top.locks = 1  # and stays
         # nodes with pages, oldest first
         self._order: dict[int, OrderedDict[Node, None]] = {g: OrderedDict() for g in self.groups}
 
@@ -82,15 +84,13 @@ class Prefix:
     ) -> Path:
         """Gives `table` the pages of the longest usable prefix of `ids`, at most `limit` long. The
         last token is never matched: somebody has to compute it."""
-        top = self._roots.get(root)
-        if top is None:
-            top = self._roots[root] = Node(None, root, 0, len(self.specs))
+        top = self._child(self._top, root, 0)
         last = len(ids) - 1 if limit is None else min(limit, len(ids) - 1)
         end = self._longest(top, root.ahead, ids, last)
         for g in self._groups_of(top):
             self._hand_over(end, g, table)
         self._touch(end)
-        return Path(root, end)
+        return Path(end)
 
     def insert(self, path: Path, ids: Sequence[int], table: PageTable, committed_len: int) -> None:
         """Makes the whole blocks below `committed_len`, which have been written, matchable. Where
@@ -98,13 +98,9 @@ class Prefix:
         if table.pending:
             rule = "only keys that are in place are cached"
             raise RuleError(rule, "moves still pending", "Insert after the step that carries them")
-        node, ahead = path.node, path.root.ahead
+        node, ahead = path.node, path.node.root.ahead
         while (end := node.end + self.unit) <= committed_len and end + ahead <= len(ids):
-            key = tuple(ids[node.end : end + ahead])
-            child = node.children.get(key)
-            if child is None:
-                child = node.children[key] = Node(node, key, end, len(self.specs))
-            node = child
+            node = self._child(node, tuple(ids[node.end : end + ahead]), end)
             for g in self.groups:
                 self._merge(node, g, table)
         path.node.locks -= 1
@@ -112,7 +108,7 @@ class Prefix:
         path.node = node
 
     def fork(self, path: Path) -> Path:
-        return Path(path.root, path.node)
+        return Path(path.node)
 
     def close(self, path: Path) -> None:
         """The request left: its blocks stay, as the most recently used."""
@@ -166,6 +162,11 @@ class Prefix:
                 raise RuleError("every hold has a holder", got, OUR_BUG)
         self._check_tree()
 
+    def _child(self, node: Node, key: Ids | Root, end: int) -> Node:
+        if key not in node.children:
+            node.children[key] = Node(node, key, end, len(self.specs))
+        return node.children[key]
+
     def _longest(self, top: Node, ahead: int, ids: Sequence[int], last: int) -> Node:
         """The deepest node, ending at or below `last`, whose windows [end-w+1, end) are whole."""
         best = node = top
@@ -186,13 +187,13 @@ class Prefix:
 
     def _groups_of(self, node: Node) -> list[int]:
         """Where such nodes have pages."""
-        return [g for g in self.groups if node.draft or g not in self.drafts]
+        return [g for g in self.groups if node.root.draft or g not in self.drafts]
 
     def _hand_over(self, end: Node, g: int, table: PageTable) -> None:
         """The table gets what a row at `end.end` can see: all pages, or those of the window."""
         size, node, pages = self.specs[g].page_size, end, list[int]()  # the last one first
         first = keep_from(self.specs[g], end.end) // size * size
-        while node.parent is not None and node.end > first:
+        while node.end > first:
             count = (node.end - max(first, node.parent.end)) // size
             pages += node.pages[g][: -count - 1 : -1]
             node = node.parent
@@ -214,9 +215,8 @@ class Prefix:
 
     def _touch(self, end: Node) -> None:
         """Used now, parents last, as the youngest; of a window group only what a row here sees."""
-        keep = {g: keep_from(self.specs[g], end.end) for g in self.groups}
-        node = end
-        while node.parent is not None:
+        keep, node = {g: keep_from(self.specs[g], end.end) for g in self.groups}, end
+        while node.end:
             for g, order in self._order.items():
                 if node.end > keep[g] and node.pages[g]:
                     order.move_to_end(node)
@@ -245,14 +245,11 @@ class Prefix:
     def _remove(self, node: Node) -> None:
         for g in self.groups:
             self._lose(node, g, len(node.pages[g]))
-        if isinstance(node.key, Root):
-            del self._roots[node.key]
-        elif node.parent is not None:
-            del node.parent.children[node.key]
+        del node.parent.children[node.key]
 
-    def _prune(self, node: Node | None) -> None:
+    def _prune(self, node: Node) -> None:
         """Leaves where no match can end are of no use: out with them, from here upwards."""
-        while node is not None and self._useless(node):
+        while self._useless(node):
             self._remove(node)
             node = node.parent
 
@@ -261,11 +258,10 @@ class Prefix:
             return False
         groups = self._groups_of(node)
         seen = [g for g in groups if keep_from(self.specs[g], node.end) < node.end]
-        lost = any(not node.pages[g] for g in seen) or not any(node.pages)
-        return lost or node.parent is None
+        return any(not node.pages[g] for g in seen) or not any(node.pages)
 
     def _nodes(self) -> list[Node]:
-        found = list(self._roots.values())
+        found = [self._top]
         for node in found:  # grows while it is read
             found += node.children.values()
         return found
@@ -282,7 +278,7 @@ class Prefix:
                 got = f"{held}, {int(pool.kept.sum())} kept, {len(self._order[g])} ordered"
                 raise RuleError("a node's pages are kept and ordered", got, OUR_BUG)
             whole, window = self.unit // self.specs[g].page_size, self.specs[g].window
-            full = [n for n in nodes if n.parent is not None and g in self._groups_of(n)]
+            full = [node for node in nodes if node.end and g in self._groups_of(node)]
             if window is None and any(len(node.pages[g]) != whole for node in full):
                 raise RuleError("only a window loses pages", f"group {g}", OUR_BUG)
         if any(map(self._useless, nodes)):

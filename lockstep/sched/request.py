@@ -8,7 +8,7 @@ means and when it ends a text is the business of whoever calls `settle`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -23,7 +23,7 @@ from lockstep.plan.build import BatchShape, BatchWork, PageTables, RequestPages
 from lockstep.plan.tree import paths
 from lockstep.run.kind import StepKind
 from lockstep.sched.decoding import MOVING, Column, Decoding
-from lockstep.types import GroupSpec, RuleError
+from lockstep.types import RuleError
 
 GroupPages = tuple[RequestPages | None, ...]  # of one request, in the groups of a kind of step
 
@@ -254,7 +254,7 @@ class Batch:
         self.rows = rows
         self.requests = tuple([each.request for each in rows])
         self.new_lens = tuple([each.new_len for each in rows])
-        self._tables: PageTables | None = None
+        self.tables: PageTables | None = None  # as the last step left them
         self.needs_values = np.array([each.spec.needs_values for each in self.requests], np.bool_)
         # samples before those of each request, and all: lists of tokens that it brings, in order
         *self.first_samples, self.samples = accumulate([r.sampled for r in rows], initial=0)
@@ -268,12 +268,6 @@ class Batch:
             cross_lens=[len(request.spec.encoder_ids) for request in self.requests],
             cross_news=[each.cross_new for each in self.rows],
         )
-
-    def tables(self, specs: tuple[GroupSpec, ...]) -> PageTables:
-        """The pages of its requests in groups of these specs, as the step before left them."""
-        if self._tables is None or self._tables.specs is not specs:
-            self._tables = PageTables(specs, len(self.rows))
-        return self._tables
 
     @cached_property
     def begins(self) -> tuple[int, ...]:
@@ -326,5 +320,43 @@ class ScheduledStep:
 
     @property
     def work(self) -> BatchWork:
-        tables = self.batch.tables(self.kind.specs)
-        return BatchWork(self.batch.shape, self.cached_lens, self.pages, tables)
+        batch = self.batch
+        batch.tables = batch.tables or PageTables(self.kind.specs, len(batch.rows))
+        return BatchWork(batch.shape, self.cached_lens, self.pages, batch.tables)
+
+
+class StepBuilder:
+    """A step in the making: room for `size` rows, and as many emitted ones. Pages are reserved."""
+
+    def __init__(self, kind: StepKind, size: int) -> None:
+        self.kind, self.tokens, self.emits = kind, size, size  # rows that there is still room for
+        self.rows: list[ScheduledRows] = []
+        self.cached_lens: list[Column | list[int]] = []  # behind one another, like the next
+        self.ids: list[Column | Sequence[int]] = []
+        self.pages: list[GroupPages] = []
+        self.members = 0  # its first rows are those of all members
+
+    def add(self, rows: ScheduledRows, ids: Sequence[int], cached_len: int = 0) -> None:
+        """Rows, the tokens of which are `ids`, behind so many keys."""
+        self.rows.append(rows)
+        self.cached_lens.append([cached_len])
+        self.ids.append(ids)
+        self.tokens -= len(ids)
+        self.emits -= len(rows.emit)
+        groups, table = self.kind.groups, rows.table
+        self.pages.append(table.views(groups) if table is not None else (None,) * len(groups))
+
+    @property
+    def room(self) -> int:
+        """Requests that there is still room for, with a row each that is emitted."""
+        return min(self.tokens, self.emits)
+
+    def add_members(self, members: Decoding, begin: int, end: int) -> None:
+        """The next rows of members [begin, end)."""
+        cached_lens, ids = members.share(begin, end)
+        self.rows += members.rows[begin:end]
+        self.cached_lens.append(cached_lens)
+        self.ids.append(ids)
+        self.pages += members.pages[begin:end]
+        self.tokens -= end - begin
+        self.emits -= end - begin

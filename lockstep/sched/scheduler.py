@@ -21,7 +21,6 @@ from lockstep.kv.prefix import Prefix, Root
 from lockstep.kv.tables import CacheGroups, PageTable, pages_for, peak_pages
 from lockstep.run.kind import DRAFT, EMBED, ENCODE, GENERATE, StepKind, group_specs
 from lockstep.sched import policy
-from lockstep.sched.builder import StepBuilder
 from lockstep.sched.decoding import Decoding
 from lockstep.sched.request import (
     Accepted,
@@ -33,6 +32,7 @@ from lockstep.sched.request import (
     RequestSpec,
     ScheduledRows,
     ScheduledStep,
+    StepBuilder,
 )
 from lockstep.types import Layout, OutOfPages, RuleError
 

@@ -53,6 +53,7 @@ class Hashed(dict[Any, Any]):
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any, parent: Any, key: Any, end: int, groups: int) -> None:
         old(self, parent, key, end, groups)
-        self.children = Hashed()
+        if parent is not None:  # below it are roots
+            self.children = Hashed()
 
     return __init__
