@@ -79,7 +79,6 @@ class PagePool:
             self.idle += self._holds[page] == self._kept[page]
 
     def drop(self, pages: Sequence[int]) -> None:
-        """The tree lets go."""
         for page in pages:
             if self._kept[page] < 1:
                 raise RuleError("the tree drops what it keeps", f"page {page}", OUR_BUG)

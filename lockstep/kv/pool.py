@@ -120,7 +120,6 @@ def in_stored_memory(rows: Tensor) -> Tensor:
 
 
 def view(spec: GroupSpec, pool: Pool | None, views: PlanArrays) -> KvWriter | UncachedKv:
-    """How a group reads and writes in one step."""
     if spec.layout is Layout.FRESH:
         return UncachedKv()
     if pool is None:

@@ -20,8 +20,6 @@ from lockstep.plan.build import NO_MOVES, NO_PAGES, RequestPages
 from lockstep.plan.step import Ints, frozen, ints, joined
 from lockstep.types import GroupSpec, Layout, RuleError
 
-NOTHING = RequestPages(NO_PAGES, 0, NO_PAGES, NO_MOVES)
-
 
 @dataclass(frozen=True, eq=False)
 class CacheGroups:
@@ -62,7 +60,7 @@ class PageTable:
         self._empty()
 
     def _empty(self) -> None:
-        self._own = [NOTHING for _ in self.specs]
+        self._own = [RequestPages() for _ in self.specs]
         # the parent's pages that a fork's pending moves read: held until then
         self._sources: list[list[int]] = self._lists()
         # what `views` answered last, until something changes
@@ -164,8 +162,7 @@ class PageTable:
 
     def fork(self, committed_len: int) -> PageTable:
         """A second continuation of the first `committed_len` keys: whole pages are shared, the
-        partial last one is moved into its own. The child holds the parent's partial page until the
-        moves are done: the parent may end, or swap it, before."""
+        partial last one is moved into its own, and held until then: the parent may end before."""
         if self.pending:
             rule = "a request is forked when its keys are in place"
             raise RuleError(rule, "moves still pending", "Fork after the step that carries them")
@@ -215,8 +212,8 @@ class PageTable:
         return needs
 
     def accept(self, committed_len: int, nodes: Sequence[int]) -> None:
-        """The path `nodes` is committed: before the next step's write its keys move from scratch to
-        where they belong. A draft model computes its own anew."""
+        """The path `nodes` is committed: its keys move from scratch to where they belong before the
+        next step's write. A draft model computes its own anew."""
         positions = committed_len + np.arange(len(nodes), dtype=np.int32)
         for g in self.groups.stored:
             if g not in self.groups.drafts:
@@ -279,10 +276,8 @@ def peak_pages(spec: GroupSpec, keys: int, step_len: int) -> int:
 
 
 def held_pages(spec: GroupSpec, keys: int, requests: int, step_len: int) -> int:
-    """The most pages that `requests` requests of `keys` keys in all hold at a time, if a step adds
-    at most `step_len` rows to them. Behind a window a request that grows by s rows holds
-    [keep_from(c), c + s), wherever the pages begin: at most (window - 1 + s + page_size - 2) //
-    page_size + 1 of them."""
+    """The same of `requests` requests with `keys` keys in all. Behind a window one that grows by s
+    rows holds [keep_from(c), c + s): at most (window - 1 + s + page_size - 2) // page_size + 1."""
     if spec.window is None:
         return pages_for(keys, spec)
     slots = requests * (spec.window + 2 * spec.page_size - 3) + step_len

@@ -29,10 +29,10 @@ IN_INT32 = f"lengths fit in int32, at most {INT32_MAX}"
 class RequestPages(NamedTuple):
     """A request's pages in one group: page k begins at first_pos + k*page_size."""
 
-    page_ids: NDArray[np.int32]  # [pages]
-    first_pos: int
-    scratch: NDArray[np.int32]  # [scratch pages]
-    moves: NDArray[np.int32]  # [M, 2] slots to relocate before this step's write
+    page_ids: NDArray[np.int32] = NO_PAGES  # [pages]
+    first_pos: int = 0
+    scratch: NDArray[np.int32] = NO_PAGES  # [scratch pages]
+    moves: NDArray[np.int32] = NO_MOVES  # [M, 2] slots to relocate before this step's write
 
 
 class RequestWork(NamedTuple):
@@ -57,7 +57,6 @@ class GroupTables:
         self._ids = np.zeros((requests, 0), np.int32)
 
     def write(self, i: int, pages: RequestPages) -> None:
-        """Request number i has these now."""
         ids, first_pos, scratch, moves = pages
         if len(ids) > self._ids.shape[1]:
             more = np.zeros((len(self._ids), 2 * len(ids) - self._ids.shape[1]), np.int32)
@@ -98,7 +97,6 @@ class PageTables:
         self._known: list[tuple[RequestPages | None, ...] | None] = [None] * requests
 
     def update(self, pages: Sequence[tuple[RequestPages | None, ...]]) -> None:
-        """The requests' pages are these now."""
         known = self._known
         for i in [i for i, entry in enumerate(pages) if entry is not known[i]]:
             if known[i] is None:
@@ -194,7 +192,6 @@ class BatchWork:
 
     @classmethod
     def of(cls, works: Sequence[RequestWork]) -> BatchWork:
-        """From one value per request."""
         columns = zip(*works, strict=True) if works else ((),) * len(RequestWork._fields)
         cached_lens, new_lens, pages, *rest = columns
         return cls(BatchShape.of(new_lens, *rest), cached_lens, pages)
@@ -309,7 +306,6 @@ def tail_slots(spec: GroupSpec, g: int, work: BatchWork, rows: Rows) -> NDArray[
 def exact_bucket(
     real: Real, shape: BatchShape, groups: Sequence[PagedGroup | FreshGroup]
 ) -> Bucket:
-    """The shape of a plan without padding."""
     paged = [group if isinstance(group, PagedGroup) else None for group in groups]
     return Bucket(
         requests=real.requests,
@@ -362,7 +358,6 @@ def _check_shape(requests: Iterable[tuple[int, tuple[int, ...] | None, int, int]
 
 
 def _check_lens(fresh: bool, shape: BatchShape, cached_lens: NDArray[np.int64]) -> None:
-    """The same about the lengths of a step of it."""
     least = int(cached_lens.min(initial=0))
     if least < 0:
         raise RuleError(SOME_ROW, f"cached_len={least}", "Leave it out")

@@ -19,7 +19,7 @@ from lockstep.kernels.operation import unmarked
 from lockstep.kv.pool import Pool
 from lockstep.ops import Ops
 from lockstep.plan.bucket import Buckets, pad
-from lockstep.plan.build import NO_MOVES, NO_PAGES, RequestPages, RequestWork, build
+from lockstep.plan.build import NO_MOVES, RequestPages, RequestWork, build
 from lockstep.plan.check import check
 from lockstep.plan.image import ImageLayout, PlanArrays
 from lockstep.plan.step import Bucket, Ints, PagedGroup, Real, StepPlan, ints
@@ -262,11 +262,10 @@ class Runner:
 
 def null_work(specs: Sequence[GroupSpec], width: int, every: bool) -> RequestWork:
     """A request in page 0 alone, with `width` rows, all of them emitted or the last."""
-    pages: list[RequestPages | None] = []
-    for spec in specs:
-        own = RequestPages(ints([0] * -(-width // spec.page_size)), 0, NO_PAGES, NO_MOVES)
-        pages.append(None if spec.layout is Layout.FRESH else own)
-    return RequestWork(0, width, tuple(pages), tuple(range(width)) if every else None)
+    pages = [RequestPages(ints([0] * -(-width // spec.page_size))) for spec in specs]
+    pairs = zip(specs, pages, strict=True)
+    held = tuple([None if spec.layout is Layout.FRESH else own for spec, own in pairs])
+    return RequestWork(0, width, held, tuple(range(width)) if every else None)
 
 
 def without_moves(plan: StepPlan, pools: Sequence[Pool | None], device: torch.device) -> StepPlan:

@@ -175,7 +175,6 @@ class Request:
         return begun and self.scored_len >= self.score_end and spec.max_new_tokens > 0
 
     def emits(self, new_len: int) -> int:
-        """How many rows a piece of `new_len` rows emits."""
         return len(self._scored(new_len)) + self.samples(new_len)
 
     def rows(self, new_len: int) -> ScheduledRows:
