@@ -140,11 +140,10 @@ def test_a_block_that_the_window_has_just_left_is_not_made_younger():
     def opened(ids: list[int]) -> int:
         """Matches, computes the rest and leaves; returns how much was there."""
         table = PageTable(CacheGroups(specs, pools))
-        path = tree.match(Root(), ids, table)
-        found = path.length
+        node = tree.match(Root(), ids, table)
+        found = node.end
         table.reserve(len(ids))
-        tree.insert(path, ids, table, len(ids))
-        tree.close(path)
+        tree.close(tree.insert(node, ids, table, len(ids)))
         table.close()
         return found
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lockstep.kv.pages import NULL_PAGE, PagePool
-from lockstep.kv.prefix import Node, Path, Prefix, Root
+from lockstep.kv.prefix import Node, Prefix, Root
 from lockstep.kv.tables import CacheGroups, PageTable, keep_from
 from lockstep.plan import check as plan_check
 from lockstep.plan.build import RequestWork, build
@@ -39,7 +39,7 @@ class Live:
     root: Root
     ids: list[int]
     table: PageTable
-    path: Path
+    at: Node
     cached: int
     written: int = field(init=False)
 
@@ -58,8 +58,8 @@ class World:
 
     def open(self, ids, root: Root = Root(), limit: int | None = None) -> Live:  # noqa: B008 (a frozen value)
         table = PageTable(CacheGroups(self.specs, self.pools))
-        path = self.tree.match(root, ids, table, limit)
-        self.live.append(Live(root, list(ids), table, path, path.length))
+        at = self.tree.match(root, ids, table, limit)
+        self.live.append(Live(root, list(ids), table, at, at.end))
         return self.live[-1]
 
     def write(self, r: Live, count: int) -> None:
@@ -84,7 +84,7 @@ class World:
 
     def commit(self, r: Live) -> None:
         r.cached = r.written
-        self.tree.insert(r.path, r.ids, r.table, r.cached)
+        r.at = self.tree.insert(r.at, r.ids, r.table, r.cached)
         r.table.release(r.cached)
         self.wipe()
 
@@ -98,7 +98,7 @@ class World:
         return r
 
     def close(self, r: Live) -> None:
-        self.tree.close(r.path)
+        self.tree.close(r.at)
         r.table.close()
         self.live.remove(r)
         self.wipe()
@@ -108,7 +108,7 @@ class World:
             r.root,
             r.ids[: r.cached + r.root.ahead],
             r.table.fork(r.cached),
-            self.tree.fork(r.path),
+            self.tree.fork(r.at),
             r.cached,
         )
         self.live.append(child)
@@ -569,7 +569,7 @@ def test_keys_that_are_still_to_be_moved_are_not_cached():
     w = World((FULL,), (20,))
     child = w.fork(w.run(ids(6)))
     with pytest.raises(RuleError, match="in place"):
-        w.tree.insert(child.path, child.ids, child.table, child.cached)
+        w.tree.insert(child.at, child.ids, child.table, child.cached)
 
 
 def test_check_finds_a_lost_hold():

@@ -3,7 +3,7 @@
 A node is one block of `unit` tokens, the least common multiple of the page sizes, so that it owns
 whole pages in every group; window groups may have lost the first of them, or all. Children are
 found by the ids themselves: equal hashes are not enough. A page that a request holds too is not
-evicted, nor a node at which a `Path` ends; the least recently used goes first.
+evicted, nor a node where a request is; the least recently used goes first.
 
 Knows tokens and pages, not requests or steps: the scheduler calls `match` before a request's first
 step and `insert` after each one.
@@ -50,25 +50,12 @@ class Node:
         self.root: Root = key if isinstance(key, Root) else self.parent.root
         self.pages: list[list[int]] = [[] for _ in range(groups)]
         self.children: dict[Ids | Root, Node] = {}
-        self.locks = 0  # paths that end here
-
-
-class Path:
-    """How far a request's keys are in the tree: from `match` on, by `insert`, until `close`."""
-
-    __slots__ = ("node",)
-
-    def __init__(self, node: Node) -> None:
-        self.node = node
-        node.locks += 1
-
-    @property
-    def length(self) -> int:
-        return self.node.end
+        self.locks = 0  # requests that are here
 
 
 class Prefix:
-    """`match` a prefix into an empty table, `insert` committed blocks, `evict` for more pages."""
+    """`match` a prefix into an empty table, `insert` committed blocks, `evict` for more pages. How
+    far a request's keys are in the tree is a locked node, from `match` until `close`."""
 
     def __init__(self, groups: CacheGroups) -> None:
         self.specs, self.pools, self.drafts = groups.specs, groups.pools, groups.drafts
@@ -81,7 +68,7 @@ class Prefix:
 
     def match(
         self, root: Root, ids: Sequence[int], table: PageTable, limit: int | None = None
-    ) -> Path:
+    ) -> Node:
         """Gives `table` the pages of the longest usable prefix of `ids`, at most `limit` long. The
         last token is never matched: somebody has to compute it."""
         top = self._child(self._top, root, 0)
@@ -90,31 +77,32 @@ class Prefix:
         for g in self._groups_of(top):
             self._hand_over(end, g, table)
         self._touch(end)
-        return Path(end)
+        return self.fork(end)
 
-    def insert(self, path: Path, ids: Sequence[int], table: PageTable, committed_len: int) -> None:
-        """Makes the whole blocks below `committed_len`, which have been written, matchable. Where
-        the tree has a page already, the table takes that one; what the tree lost it adopts."""
+    def insert(self, node: Node, ids: Sequence[int], table: PageTable, committed_len: int) -> Node:
+        """Makes the whole blocks below `committed_len` matchable, and returns the last. Where the
+        tree has a page already, the table takes that one; what the tree lost it adopts."""
         if table.pending:
             rule = "only keys that are in place are cached"
             raise RuleError(rule, "moves still pending", "Insert after the step that carries them")
-        node, ahead = path.node, path.node.root.ahead
+        node.locks -= 1
+        ahead = node.root.ahead
         while (end := node.end + self.unit) <= committed_len and end + ahead <= len(ids):
             node = self._child(node, tuple(ids[node.end : end + ahead]), end)
             for g in self.groups:
                 self._merge(node, g, table)
-        path.node.locks -= 1
+        return self.fork(node)
+
+    def fork(self, node: Node) -> Node:
+        """One request more is here."""
         node.locks += 1
-        path.node = node
+        return node
 
-    def fork(self, path: Path) -> Path:
-        return Path(path.node)
-
-    def close(self, path: Path) -> None:
+    def close(self, node: Node) -> None:
         """The request left: its blocks stay, as the most recently used."""
-        path.node.locks -= 1
-        self._touch(path.node)
-        self._prune(path.node)
+        node.locks -= 1
+        self._touch(node)
+        self._prune(node)
 
     def available(self, g: int) -> int:
         """Pages of group g that could be taken if all that only the tree holds were evicted."""

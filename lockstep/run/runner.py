@@ -265,7 +265,8 @@ def null_work(specs: Sequence[GroupSpec], width: int, every: bool) -> RequestWor
     pages = [RequestPages(ints([0] * -(-width // spec.page_size))) for spec in specs]
     pairs = zip(specs, pages, strict=True)
     held = tuple([None if spec.layout is Layout.FRESH else own for spec, own in pairs])
-    return RequestWork(0, width, held, tuple(range(width)) if every else None)
+    emit = tuple(range(width)) if every else None
+    return RequestWork(0, width, held, emit, cross_len=1)
 
 
 def without_moves(plan: StepPlan, pools: Sequence[Pool | None], device: torch.device) -> StepPlan:

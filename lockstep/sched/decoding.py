@@ -7,7 +7,6 @@ may end, or until somebody asks the request for them. Pages are the scheduler's,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,8 +34,7 @@ class Decoding:
         self.requests: list[Request] = []
         self.rows: list[ScheduledRows] = []
         self.pages: list[GroupPages] = []
-        self.changes = 0  # of the members' numbers
-        self.batch: Batch | None = None  # of all members, once somebody made it
+        self.batch: Batch | None = None  # of all members, once somebody made it, until they change
         self._columns = np.zeros((7, 0), np.int64)
         self._tokens = np.zeros((0, MOST), np.int64)
         self._everyone = np.arange(0)  # numbers
@@ -74,7 +72,6 @@ class Decoding:
         for number, request in enumerate(self.requests):
             request.number = number
         self._everyone = np.arange(len(order))
-        self.changes += 1
         self.batch = None
 
     # -- inside and outside
@@ -149,8 +146,8 @@ class Decoding:
         columns[SETTLED_LEN, numbers] = known_lens
         return outside
 
-    def numbers(self, requests: Sequence[Request], changes: int) -> Column:
-        """Those of requests that were all members after so many `changes`; -1 of one that left."""
-        if changes == self.changes:
-            return self._everyone[: len(requests)]
-        return np.array([each.number for each in requests], np.int64)
+    def numbers(self, batch: Batch, count: int) -> Column:
+        """Those of the first requests of a batch, which were all members; -1 of one that left."""
+        if batch is self.batch:
+            return self._everyone
+        return np.array([each.number for each in batch.requests[:count]], np.int64)

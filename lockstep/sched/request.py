@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.kv.prefix import Path
+from lockstep.kv.prefix import Node
 from lockstep.kv.tables import PageTable
 from lockstep.plan.build import BatchShape, BatchWork, PageTables, RequestPages
 from lockstep.plan.tree import paths
@@ -131,7 +131,7 @@ class Request:
         self.encoded = not spec.encoder_ids
         self.table: PageTable | None = None
         self.room = 0  # keys that the pages it holds have room for, as far as was looked
-        self.path: Path | None = None
+        self.node: Node | None = None  # how far its keys are in the prefix tree
         self.finish: str | None = None  # "length", "stop" or "abort"
         self.siblings: list[Request] = [self]  # all n continuations, as far as they exist
         self.launched_in = 0  # number of the step launched last that it was in
@@ -306,7 +306,6 @@ class ScheduledStep:
     ids: NDArray[np.int32]  # the token of every row
     pages: tuple[GroupPages, ...]  # of every request
     members: int = 0  # its first requests are all the members that decode
-    changes: int = 0  # of their numbers, before it
 
     @property
     def pieces(self) -> list[Piece]:

@@ -153,7 +153,7 @@ class Scheduler:
         for k in accepted.others:
             if k < count:
                 members.leave(step.batch.requests[k])
-        numbers = members.numbers(step.batch.requests[:count], step.changes)
+        numbers = members.numbers(step.batch, count)
         token_ids = accepted.token_ids[:count]
         return members.settle(numbers, step.cached_lens[:count] + 1, token_ids)
 
@@ -208,18 +208,18 @@ class Scheduler:
         if len(self.running) >= self.config.max_running_requests:
             return False
         spec = request.spec
-        table, path = PageTable(self._groups_of(spec)), None
+        table, node = PageTable(self._groups_of(spec)), None
         if not self.config.disable_radix_cache:
             root = Root(spec.tenant, spec.encoder_ids, spec.draft)
             scored = request.scored_len < request.score_end  # those rows are computed
             limit = request.scored_len if scored else None
-            path = self.tree.match(root, request.tokens, table, limit)
-        request.table, request.path = table, path
+            node = self.tree.match(root, request.tokens, table, limit)
+        request.table, request.node = table, node
         if self.running and not self._fits(request, table):
             self._let_go(request)
             return False
         self._blocked = False
-        request.cached_len = request.settled_len = path.length if path is not None else 0
+        request.cached_len = request.settled_len = node.end if node is not None else 0
         table.draft_len = request.cached_len
         if request.hit_len is None:
             request.hit_len = request.cached_len
@@ -408,7 +408,6 @@ class Scheduler:
             ids=np.concatenate(builder.ids).astype(np.int32),
             pages=tuple(builder.pages),
             members=builder.members,
-            changes=self._members.changes,
         )
 
     def _batch(self, builder: StepBuilder) -> Batch:
@@ -449,24 +448,24 @@ class Scheduler:
 
     def _until_len(self, request: Request) -> int:
         """Up to where its pages last, it does not end and no block becomes matchable; or 0."""
-        spec, table, path = request.spec, request.table, request.path
+        spec, table, node = request.spec, request.table, request.node
         if table is None or table.pending:
             return 0
         until_len = min(request.room, len(spec.prompt) + spec.max_new_tokens - 2)
         keys = min(request.cached_len, table.draft_len) if spec.draft else request.cached_len
-        if path is not None and path.node.end + self.tree.unit <= keys:
+        if node is not None and node.end + self.tree.unit <= keys:
             until_len = min(until_len, request.cached_len + 1)  # its last key is not settled yet
         return until_len
 
     def _store(self, request: Request) -> None:
         """The keys of settled rows become matchable, block by block."""
-        table, path, settled_len = request.table, request.path, request.settled_len
-        if path is None or table is None or table.pending:
+        table, node, settled_len = request.table, request.node, request.settled_len
+        if node is None or table is None or table.pending:
             return
         if request.spec.draft:
             settled_len = min(settled_len, table.draft_len)
-        if settled_len >= path.node.end + self.tree.unit:
-            self.tree.insert(path, request.tokens, table, settled_len)
+        if settled_len >= node.end + self.tree.unit:
+            request.node = self.tree.insert(node, request.tokens, table, settled_len)
 
     def _keep(self, piece: Piece, accepted: Sequence[Accepted]) -> None:
         """The keys of settled rows become matchable; a tree's move with the next step."""
@@ -503,7 +502,7 @@ class Scheduler:
         if table is not None and room and self.tree.make_room(table.fork_needs(parent.cached_len)):
             child.table, child.encoded = table.fork(parent.cached_len), True
             child.cached_len = child.settled_len = parent.cached_len
-            child.path = self.tree.fork(parent.path) if parent.path is not None else None
+            child.node = self.tree.fork(parent.node) if parent.node is not None else None
             insort(self.running, child, key=policy.rank)
             self.counters["forked"] += 1
         else:
@@ -533,9 +532,9 @@ class Scheduler:
         """Holds on pages end with the request's turn; what the tree has stays there."""
         self._members.remove(request)
         self._store(request)
-        if request.path is not None:
-            self.tree.close(request.path)
+        if request.node is not None:
+            self.tree.close(request.node)
         if request.table is not None:
             request.table.close()
-        request.table, request.path, request.draft = None, None, None
+        request.table, request.node, request.draft = None, None, None
         request.cached_len = request.settled_len = request.room = 0

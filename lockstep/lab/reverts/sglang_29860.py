@@ -36,8 +36,9 @@ RELATED = ("vllm-41838", "sglang-29350", "hf-37574")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def _store(self: Any, request: Any) -> None:
         old(self, request)
-        path, table = request.path, request.table
-        if path is not None and table is not None and not table.pending:
-            self.tree.insert(path, request.tokens, table, request.settled_len + 1)
+        node, table = request.node, request.table
+        if node is not None and table is not None and not table.pending:
+            length = request.settled_len + 1
+            request.node = self.tree.insert(node, request.tokens, table, length)
 
     return _store

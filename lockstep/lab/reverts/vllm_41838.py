@@ -41,11 +41,12 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         admitted = old(self, request)
         if (
             admitted
-            and request.path is not None
+            and request.node is not None
             and self.tree.make_room(request.table.needs(len(request.tokens)))
         ):
-            request.table.reserve(len(request.tokens))
-            self.tree.insert(request.path, request.tokens, request.table, len(request.tokens))
+            tokens, table = request.tokens, request.table
+            table.reserve(len(tokens))
+            request.node = self.tree.insert(request.node, tokens, table, len(tokens))
         return admitted
 
     return _admit
