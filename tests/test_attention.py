@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
+from standalone import standalone
 from torch import Tensor
 
 from lockstep.attention import select
@@ -23,7 +24,6 @@ from lockstep.kv.pool import Pool
 from lockstep.kv.tables import CacheGroups, PageTable
 from lockstep.plan.build import RequestWork, build
 from lockstep.plan.check import check
-from lockstep.run.step import standalone
 from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, Refused, RuleError
 
 DENSE = GroupSpec(Layout.DENSE, 2, 1, 16, 16, (AttnSpec(0.25),), page_size=4)

@@ -108,7 +108,7 @@ class World:
             r.root,
             r.ids[: r.cached + r.root.ahead],
             r.table.fork(r.cached),
-            self.tree.fork(r.at),
+            self.tree.lock(r.at),
             r.cached,
         )
         self.live.append(child)

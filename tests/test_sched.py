@@ -166,6 +166,15 @@ def limited(rows: int, requests: int) -> EngineConfig:
     return EngineConfig(chunked_prefill_size=rows, max_running_requests=requests)
 
 
+class Taking(Scheduler):
+    def add(self, spec: RequestSpec) -> Request:
+        """Takes a request in as the engine does, or refuses one that could never run."""
+        self.refuse(spec)
+        request = Request(spec, self.arrivals)
+        self.resume([request])
+        return request
+
+
 class World:
     """A scheduler, its pools, and what lies in every slot."""
 
@@ -175,7 +184,7 @@ class World:
             for s, n in zip(model.specs, pages, strict=True)
         ]
         self.model, self.pools, self.limits = model, pools, limits
-        self.scheduler = Scheduler(model.kinds, pools, limits)
+        self.scheduler = Taking(model.kinds, pools, limits)
         self.store: list[dict[int, int]] = [{} for _ in model.specs]
         self.scored: dict[Request, list[int]] = {}
         self.ended: list[Request] = []

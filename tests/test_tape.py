@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from standalone import standalone
 
 from lockstep.attention import cpu
 from lockstep.config import EngineConfig
@@ -29,7 +30,7 @@ from lockstep.plan.build import RequestWork, build
 from lockstep.run.driver import Share, StepDriver
 from lockstep.run.kind import GENERATE, group_specs, kinds_of
 from lockstep.run.runner import Runner
-from lockstep.run.step import layout_of, lower, standalone
+from lockstep.run.step import layout_of, lower
 from lockstep.run.tape import Tape
 from lockstep.sample.params import SamplingParams
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError

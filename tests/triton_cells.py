@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from standalone import standalone
 
 from lockstep import order
 from lockstep.attention import reference
@@ -31,7 +32,6 @@ from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Keys, Pool
 from lockstep.kv.tables import CacheGroups, PageTable
 from lockstep.plan.build import RequestWork, build, node_slots
-from lockstep.run.step import standalone
 from lockstep.types import AttnSpec, GroupSpec, Layout
 
 SMALL = order.AttentionOrder(16, order.Splits(count0=2, len0=32, count1=1, len1=48, len2=64))

@@ -29,7 +29,7 @@ from lockstep.lab.document import publish
 from lockstep.plan.build import RequestWork, build
 from lockstep.plan.check import check
 from lockstep.plan.step import StepPlan
-from lockstep.run.step import standalone
+from lockstep.run.step import handles_of, layout_of, lower
 from lockstep.types import AttnSpec, GroupSpec, Layout
 
 HEADS = ((8, 2), (32, 8))
@@ -105,7 +105,10 @@ def contenders(case: Case) -> dict[str, Callable[[], object]]:
     for storage, values in zip(pool.storages[0], (k, v), strict=True):
         storage[slots.reshape(-1)] = values.permute(0, 2, 1, 3).reshape(-1, case.kv_heads, case.d)
     backend, _ = select.select("cpu", [spec], "cpu")
-    (handle,) = standalone(plan, backend, [pool]).handles
+    layout = layout_of(plan, backend)
+    image = np.zeros(layout.length, np.int32)
+    variants = lower(plan, (), backend, layout, image)
+    (handle,) = handles_of(layout, layout.views(torch.from_numpy(image)), variants, backend)
     keys, attn = pool.keys(0), spec.layers[0]
     queries = q.view(case.requests, case.new, case.heads, case.d).transpose(1, 2).contiguous()
     sdpa = peer(case)

@@ -77,7 +77,7 @@ class Prefix:
         for g in self._groups_of(top):
             self._hand_over(end, g, table)
         self._touch(end)
-        return self.fork(end)
+        return self.lock(end)
 
     def insert(self, node: Node, ids: Sequence[int], table: PageTable, committed_len: int) -> Node:
         """Makes the whole blocks below `committed_len` matchable, and returns the last. Where the
@@ -91,9 +91,9 @@ class Prefix:
             node = self._child(node, tuple(ids[node.end : end + ahead]), end)
             for g in self.groups:
                 self._merge(node, g, table)
-        return self.fork(node)
+        return self.lock(node)
 
-    def fork(self, node: Node) -> Node:
+    def lock(self, node: Node) -> Node:
         """One request more is here."""
         node.locks += 1
         return node

@@ -10,14 +10,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from lockstep.attention.base import Backend
 from lockstep.kernels.operation import operation
 from lockstep.kv import pool as kv
-from lockstep.kv.pool import Pool
 from lockstep.plan import image as plan_image
 from lockstep.plan.image import ImageLayout, PlanArrays
 from lockstep.plan.step import Ints, StepPlan
@@ -26,7 +23,6 @@ from lockstep.types import GroupSpec
 if TYPE_CHECKING:
     from lockstep.nn.attention import GroupLayer  # which loads the kernels
 
-CPU = torch.device("cpu")
 Variants = tuple[Hashable, ...]  # which launch a step is, where its bucket does not say it
 
 
@@ -88,7 +84,7 @@ def bind(
     views: Sequence[PlanArrays],
     variants: Variants,
     backend: Backend,
-    pools: Sequence[Pool | None],
+    pools: Sequence[kv.Pool | None],
     layer_map: Sequence[GroupLayer],
 ) -> Step:
     """The step of an image on the device. `pools` holds one entry per group."""
@@ -100,19 +96,3 @@ def bind(
         layer_map=layer_map,
         attend_keys=operation(backend.attend),
     )
-
-
-def standalone(
-    plan: StepPlan,
-    backend: Backend,
-    pools: Sequence[Pool | None],
-    layer_map: Sequence[GroupLayer] = (),
-    ids: Sequence[int] | Ints = (),
-    device: torch.device = CPU,
-) -> Step:
-    """A step in memory of its own, without an arena: for the lab, benchmarks and tests."""
-    layout = layout_of(plan, backend)
-    image = np.zeros(layout.length, np.int32)
-    variants = lower(plan, ids, backend, layout, image)
-    views = layout.views(torch.from_numpy(image).to(device))
-    return bind(layout, views, variants, backend, pools, layer_map)

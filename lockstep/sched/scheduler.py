@@ -38,7 +38,7 @@ from lockstep.types import Layout, OutOfPages, RuleError
 
 
 class Scheduler:
-    """`add` and `abort` requests at any time; `schedule` a step, `advance` when it is launched,
+    """`resume` and `abort` requests at any time; `schedule` a step, `advance` when it is launched,
     `settle` it; again until `schedule` returns None and nothing is left to settle."""
 
     def __init__(
@@ -67,13 +67,6 @@ class Scheduler:
         self._after_whole = False
         self._blocked = False  # the head of the queue found no room in the last step
         self._groups = kinds[GENERATE].groups if GENERATE in kinds else ()
-
-    def add(self, spec: RequestSpec) -> Request:
-        """Takes a request in, or refuses one that could never run."""
-        self.refuse(spec)
-        request = Request(spec, self.arrivals)
-        self.resume([request])
-        return request
 
     def resume(self, requests: Iterable[Request]) -> None:
         """Requests that hold nothing here join the queue: new ones, or another scheduler's."""
@@ -502,7 +495,7 @@ class Scheduler:
         if table is not None and room and self.tree.make_room(table.fork_needs(parent.cached_len)):
             child.table, child.encoded = table.fork(parent.cached_len), True
             child.cached_len = child.settled_len = parent.cached_len
-            child.node = self.tree.fork(parent.node) if parent.node is not None else None
+            child.node = self.tree.lock(parent.node) if parent.node is not None else None
             insort(self.running, child, key=policy.rank)
             self.counters["forked"] += 1
         else:
