@@ -253,7 +253,7 @@ class Sequence:
         at = np.array([position], np.int32)
         tables = self.kept[RowRange(position, position + 1), 0], self.table
         alone, known = (stored(self.driver, table, self.groups, at) for table in tables)
-        return not all(map(torch.equal, alone, known))
+        return not all(map(same, alone, known))
 
     def _fork(self, part: RowRange) -> PageTable:
         """A request with the first keys of the sequence, without those behind its windows."""
@@ -272,7 +272,7 @@ class Sources:
         self.driver = subject.driver(2 * self.split, begun=2 * CHUNK + 2)
         generator, tokens = torch.Generator().manual_seed(1), self.limit + CHUNK
         self.ids = torch.randint(subject.info.vocab_size, (tokens,), generator=generator)
-        self.known: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}
+        self.known: dict[tuple[int, int], list[Tensor]] = {}
 
     def alone(self, request: tuple[int, int]) -> Tensor:
         """The rows of tokens [begin, end) as a lone request: what they must be in every step."""
@@ -282,24 +282,21 @@ class Sources:
 
     def differs(self, requests: Many[tuple[int, int]]) -> bool:
         """Computes requests in one step; whether rows or keys of one have other bits than alone."""
-        for request, (rows, keys) in zip(requests, self._run(requests), strict=True):
-            want, want_keys = self.known[request]
-            if not same(rows, want) or not all(map(torch.equal, keys, want_keys)):
-                return True
-        return False
+        pairs = zip(requests, self._run(requests), strict=True)
+        return any(not all(map(same, found, self.known[request])) for request, found in pairs)
 
-    def _run(self, requests: Many[tuple[int, int]]) -> list[tuple[Tensor, list[Tensor]]]:
-        """Rows of every request, and what it stored for the decoder."""
+    def _run(self, requests: Many[tuple[int, int]]) -> list[list[Tensor]]:
+        """Of every request its rows, and what it stored for the decoder."""
         tables, lens = [self.driver.request() for _ in requests], [b - a for a, b in requests]
         pairs = zip(tables, requests, strict=True)
         shares = [Share(table, self.ids[begin:end], emit=(0,)) for table, (begin, end) in pairs]
         hidden = self.driver.step(self.kind, shares).rows.split_with_sizes(lens)
-        keys = []
-        for table, n in zip(tables, lens, strict=True):
-            positions = np.arange(n, dtype=np.int32)
-            keys.append(stored(self.driver, table, self.kind.groups, positions))
+        found = []
+        for table, rows in zip(tables, hidden, strict=True):
+            positions = np.arange(len(rows), dtype=np.int32)
+            found.append([rows, *stored(self.driver, table, self.kind.groups, positions)])
             table.close()
-        return list(zip(hidden, keys, strict=True))
+        return found
 
 
 def stored(

@@ -37,6 +37,8 @@ LAYOUTS = 64  # that are remembered
 GUESSES = 1 << 16  # samples of one step that the next may wait for; then guesses that it verifies
 SAMPLES = 2 * GUESSES
 SETTING = 2 * (FLOATS + INTS)  # int32 of one row's settings
+Ids = Sequence[int] | Ints | Tensor
+Views = dict[int, tuple[PlanArrays, ...]]  # of a layout, by the image's address
 
 
 class StepOutput(NamedTuple):
@@ -112,36 +114,31 @@ class Runner:
         room = SAMPLES if overlap else 0
         self.sampled = torch.zeros(room, dtype=torch.int64, device=ops.device)
         self.tapes: dict[Signature, Tape | Graph] = {}
-        self._layouts: dict[tuple[StepKind, Bucket], ImageLayout] = {}
-        self._views: dict[tuple[ImageLayout, int], tuple[PlanArrays, ...]] = {}
+        self._layouts: dict[tuple[StepKind, Bucket], tuple[ImageLayout, Views]] = {}
 
     def run(
-        self,
-        plan: StepPlan,
-        ids: Sequence[int] | Ints | Tensor,
-        kind: StepKind,
-        settings: Settings | None = None,
-        wider: int = 0,
+        self, plan: StepPlan, ids: Ids, kind: StepKind, how: Settings | None = None, wider: int = 0
     ) -> StepOutput:
-        """One step. ids [T]: the token of every row, before padding. With settings of all rows that
-        the plan emits the same launch samples. `wider`: by the backend's n-th wider launch."""
+        """One step. ids [T]: the token of every row, before padding. `how` the same launch samples
+        all rows that the plan emits; `wider`: by the backend's n-th wider launch."""
         plan = self.padded(plan)
         pools = [self.pools[g] for g in kind.groups]
         if self.checks:
             check(plan, tuple(p.num_pages if p else 0 for p in pools))
         if self.studio and any(plan.bucket.moves):
             plan = without_moves(plan, pools, self.ops.device)
-        layout = self._layout(plan, kind)
+        layout, known = self._layout(plan, kind)
         tokens = np.asarray(ids, np.int32)
-        emits = plan.bucket.emits if settings else 0
+        emits = plan.bucket.emits if how else 0
         room = self.arena.host(layout.length + emits * SETTING)
         variants = lower(plan, tokens, self.backend, layout, room[: layout.length])
         if wider:
             variants = tuple([each[: wider + 1][-1] for each in self._all(layout, variants)])
-        if settings:
-            write_settings(room[layout.length :], settings)
+        if how:
+            write_settings(room[layout.length :], how)
         image = self.arena.load(len(room))
-        views = self._views_of(layout, image)
+        at = image.data_ptr()
+        views = known.get(at) or known.setdefault(at, layout.views(image[: layout.length]))
 
         def launch() -> StepOutput:
             """Reads the arena, the weights, the cache and, of ids that are samples, `sampled`."""
@@ -157,17 +154,17 @@ class Runner:
             if layers and kind.name in DRAFTS:
                 behind = emitted(self.ops, layers[0], views[0])
                 output = output._replace(layers=(), behind=behind)
-            if not settings:
+            if not how:
                 return output
             logits = kind.model.logits(output.emitted)
-            how = read_settings(image[layout.length :], settings.cuts)
-            sampled = torch.stack(self.ops.sample_tokens(logits, *how))
+            loaded = read_settings(image[layout.length :], how.cuts)
+            sampled = torch.stack(self.ops.sample_tokens(logits, *loaded))
             return output._replace(logits=logits, sampled=sampled)
 
         if not self.graphs or (self.studio and not captures(layout.bucket, self.widths)):
             return launch().only(plan.real)
         buffers = planner_buffers(layout, views, variants, self.backend)
-        cuts = settings.cuts if settings else None
+        cuts = how.cuts if how else None
         signature = Signature(layout.bucket, kind, variants, buffers, cuts)
         return self._recorded(signature, launch).only(plan.real)
 
@@ -181,21 +178,14 @@ class Runner:
         """Whether drafts are verified by recorded launches: all requests have as many rows then."""
         return len(self.widths) > 1
 
-    def _views_of(self, layout: ImageLayout, image: Tensor) -> tuple[PlanArrays, ...]:
-        place = layout, image.data_ptr()
-        if place not in self._views:
-            self._views[place] = layout.views(image[: layout.length])
-        return self._views[place]
-
-    def _layout(self, plan: StepPlan, kind: StepKind) -> ImageLayout:
-        """Where the numbers of a step lie: the last layouts, and their views, are remembered."""
-        known = (kind, plan.bucket)
-        if known not in self._layouts:
+    def _layout(self, plan: StepPlan, kind: StepKind) -> tuple[ImageLayout, Views]:
+        """Where the numbers of a step lie, and the views that were made: the last are kept."""
+        key = (kind, plan.bucket)
+        if key not in self._layouts:
             if len(self._layouts) >= LAYOUTS:
                 self._layouts.clear()
-                self._views.clear()
-            self._layouts[known] = layout_of(plan, self.backend)
-        return self._layouts[known]
+            self._layouts[key] = layout_of(plan, self.backend), {}
+        return self._layouts[key]
 
     def keep(self, token_ids: Tensor, at: int = 0) -> None:
         """What a step sampled, for rows of the next that wait for it; guesses from GUESSES on."""
