@@ -132,12 +132,14 @@ class Decoding:
         outside: list[int] = np.flatnonzero(columns[UNTIL_LEN] == 0).tolist()
         return outside
 
-    def settle(self, numbers: Column, known_lens: Column, token_ids: Column) -> list[int]:
-        """Members of these numbers, or none (-1), have sampled a token each, behind so many.
-        Returns which of the entries are not of members inside."""
-        columns = self._columns
+    def settle(self, batch: Batch, known_lens: Column, token_ids: Column) -> list[int]:
+        """The first requests of a batch, all members then, have sampled a token each, behind so
+        many. Returns which of them are not inside."""
+        columns, numbers = self._columns, self._everyone
         if not len(self):
-            return list(range(len(numbers)))
+            return list(range(len(token_ids)))
+        if batch is not self.batch:  # some have other numbers now, or none (-1)
+            numbers = np.array([each.number for each in batch.requests[: len(token_ids)]], np.int64)
         inside = (numbers >= 0) & (columns[UNTIL_LEN, numbers] > 0)
         outside: list[int] = np.flatnonzero(~inside).tolist()
         if outside:
@@ -145,9 +147,3 @@ class Decoding:
         self._tokens[numbers, known_lens - columns[KNOWN_LEN, numbers]] = token_ids
         columns[SETTLED_LEN, numbers] = known_lens
         return outside
-
-    def numbers(self, batch: Batch, count: int) -> Column:
-        """Those of the first requests of a batch, which were all members; -1 of one that left."""
-        if batch is self.batch:
-            return self._everyone
-        return np.array([each.number for each in batch.requests[:count]], np.int64)

@@ -6,7 +6,7 @@ the best-ranked one always makes progress, and nobody preempts in circles. No re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,13 +25,6 @@ def rank(request: Request) -> Rank:
 def waits(held_until: Any, settled: int) -> Any:
     """Whether a step behind number `settled` has to be settled first. Of an int or an array."""
     return held_until > settled
-
-
-def service_order(running: Iterable[Request], settled: int) -> list[Request]:
-    """Running requests, which stand by rank, as they get their rows: those that miss one first,
-    then the prompts. Nobody who waits for a step."""
-    ready = [request for request in running if not waits(request.held_until, settled)]
-    return sorted(ready, key=lambda request: request.missing_len > 1)
 
 
 def victim(

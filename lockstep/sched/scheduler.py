@@ -126,29 +126,24 @@ class Scheduler:
         if step is not next(iter(self._launched), None):
             rule = "of the steps that were launched the first is settled, once"
             raise RuleError(rule, "another one", "Settle them in order")
-        batch, count = step.batch, len(accepted.token_ids)
-        if count != batch.samples:
+        batch, got = step.batch, len(accepted.token_ids)
+        if got != batch.samples:
             rule = f"this step has {batch.samples} samples"
-            raise RuleError(rule, str(count), "Sample the last rows of each piece's emit")
+            raise RuleError(rule, str(got), "Sample the last rows of each piece's emit")
         del self._launched[0]
         self.settled = step.number
-        ended: list[Request] = []
-        for i in self._settle_members(step, accepted) + [*range(step.members, len(batch.rows))]:
+        members, count, ended = self._members, step.members, list[Request]()
+        for k in accepted.others:
+            if k < count:
+                members.leave(batch.requests[k])
+        known_lens = step.cached_lens[:count] + 1
+        single = members.settle(batch, known_lens, accepted.token_ids[:count])
+        for i in [*single, *range(count, len(batch.rows))]:
             if batch.requests[i].finish is None:
                 piece, begin = step.piece(i), batch.first_samples[i]
                 samples = range(begin, begin + piece.rows.sampled)
                 ended += self._settle(piece, [accepted.sample(k) for k in samples])
         return ended
-
-    def _settle_members(self, step: ScheduledStep, accepted: AcceptedTokens) -> list[int]:
-        """What members have sampled, but for those that are looked at one by one: their numbers."""
-        members, count = self._members, step.members
-        for k in accepted.others:
-            if k < count:
-                members.leave(step.batch.requests[k])
-        numbers = members.numbers(step.batch, count)
-        token_ids = accepted.token_ids[:count]
-        return members.settle(numbers, step.cached_lens[:count] + 1, token_ids)
 
     def check(self) -> None:
         """free + cached + held = all, in every group."""
@@ -248,10 +243,10 @@ class Scheduler:
             return None
         builder = self._builder(GENERATE)
         held_up = not self._place_members(builder)
-        others: list[Request] = []
-        if len(self.running) > len(self._members):
-            others = [request for request in self.running if request.members is None]
-        for request in policy.service_order(others, self.settled):
+        running = self.running if len(self.running) > len(self._members) else []
+        others = [request for request in running if request.members is None]
+        ready = [each for each in others if not policy.waits(each.held_until, self.settled)]
+        for request in sorted(ready, key=lambda each: each.missing_len > 1):  # prompts come last
             if request.table is not None and not self._place(request, builder):
                 held_up = True
                 if request.missing_len > 1:
