@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,6 +132,8 @@ class BatchShape:
     emit: Ints  # rows whose logits are wanted, counted within the step
     cross_lens: Ints  # [B]
     encodes: bool  # rows are written to the cross groups
+    width: int  # rows per request if all have as many, else 0
+    tail: int  # the longest list
 
     @classmethod
     def of(
@@ -168,17 +170,9 @@ class BatchShape:
             emit=ints(emit),
             cross_lens=ints(cross_lens),
             encodes=any(cross_news),
+            width=new_lens[0] if len(set(new_lens)) == 1 else 0,
+            tail=int(list_lens.max(initial=0)),
         )
-
-    @cached_property
-    def width(self) -> int:
-        """Rows per request if all have as many, else 0."""
-        lens = self.new_lens
-        return int(lens[0]) if len(lens) and (lens == lens[0]).all() else 0
-
-    @cached_property
-    def tail(self) -> int:
-        return int(self.list_lens.max(initial=0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,7 +212,18 @@ def build(specs: Sequence[GroupSpec], works: BatchWork | Sequence[RequestWork]) 
     positions = cached_lens.astype(np.int32)[shape.request] + shape.offsets
     rows = Rows(frozen(positions), frozen(positions + 1 - shape.list_lens))
     groups = tuple([_group(g, tables, work, rows) for g in range(len(specs))])
+    paged = [group if isinstance(group, PagedGroup) else None for group in groups]
     real = Real(len(work), len(positions), len(shape.emit))
+    bucket = Bucket(
+        requests=real.requests,
+        tokens=real.tokens,
+        width=shape.width,
+        emits=real.emits,
+        tail=shape.tail,
+        pages=tuple([len(group.page_ids) if group else 0 for group in paged]),
+        writes=tuple([len(group.write_slots) if group else 0 for group in paged]),
+        moves=tuple([len(group.moves) if group else 0 for group in paged]),
+    )
     return StepPlan(
         q_indptr=shape.q_indptr,
         positions=rows.positions,
@@ -226,7 +231,7 @@ def build(specs: Sequence[GroupSpec], works: BatchWork | Sequence[RequestWork]) 
         tail_indptr=shape.tail_indptr,
         emit=shape.emit,
         groups=groups,
-        bucket=exact_bucket(real, shape, groups),
+        bucket=bucket,
         real=real,
     )
 
@@ -301,22 +306,6 @@ def tail_slots(spec: GroupSpec, g: int, work: BatchWork, rows: Rows) -> NDArray[
             if pages is not None:
                 slots[nodes] = node_slots(spec, pages, shape.nodes[nodes])
     return slots
-
-
-def exact_bucket(
-    real: Real, shape: BatchShape, groups: Sequence[PagedGroup | FreshGroup]
-) -> Bucket:
-    paged = [group if isinstance(group, PagedGroup) else None for group in groups]
-    return Bucket(
-        requests=real.requests,
-        tokens=real.tokens,
-        width=shape.width,
-        emits=real.emits,
-        tail=shape.tail,
-        pages=tuple([len(group.page_ids) if group else 0 for group in paged]),
-        writes=tuple([len(group.write_slots) if group else 0 for group in paged]),
-        moves=tuple([len(group.moves) if group else 0 for group in paged]),
-    )
 
 
 def _group(g: int, all_tables: PageTables, work: BatchWork, rows: Rows) -> PagedGroup | FreshGroup:

@@ -179,10 +179,8 @@ class Request:
 
     def rows(self, new_len: int) -> ScheduledRows:
         """The next `new_len` rows. Emitted are those to be scored, then one for every sample."""
-        begin, samples = self.cached_len, self.samples(new_len)
-        emit = (new_len - 1,) * samples
-        if self.scored_len < self.score_end:
-            emit = (*(row - begin for row in self._scored(new_len)), *emit)
+        samples, scored = self.samples(new_len), self._scored(new_len)
+        emit = (*[row - self.cached_len for row in scored], *[new_len - 1] * samples)
         return ScheduledRows(self, new_len, emit, samples, self.table)
 
     def tree_rows(self, draft: DraftTree) -> ScheduledRows:
