@@ -74,8 +74,6 @@ class Decoding:
         self._everyone = np.arange(len(order))
         self.batch = None
 
-    # -- inside and outside
-
     def due(self, settled: int) -> list[Request]:
         """Who is to be looked at: outside, at his length, or held until a step is settled."""
         columns = self._columns
@@ -112,8 +110,6 @@ class Decoding:
         request.tokens = request.known_tokens
         request.tokens += self._tokens[i, : column[COUNT]].tolist()
         self._columns[UNTIL_LEN, i] = 0
-
-    # -- steps
 
     def share(self, begin: int, end: int) -> tuple[Column, Column]:
         """Of members [begin, end): the keys that each has, and the token of its next row."""

@@ -14,10 +14,8 @@ if TYPE_CHECKING:
 
 HEAD_START = 64  # later arrivals that one level of priority lets a request overtake
 
-Rank = tuple[int, int, int]
 
-
-def rank(request: Request) -> Rank:
+def rank(request: Request) -> tuple[int, int, int]:
     """The order of all requests; lower is better. Completions of one request stand together."""
     return request.arrival - HEAD_START * request.spec.priority, request.arrival, request.index
 
