@@ -250,6 +250,7 @@ class Batch:
     def __init__(self, rows: tuple[ScheduledRows, ...]) -> None:
         self.rows = rows
         self.requests = tuple([each.request for each in rows])
+        self.new_lens = tuple([each.new_len for each in rows])
         self.tables: PageTables | None = None  # as the last step left them
         self.needs_values = np.array([each.spec.needs_values for each in self.requests], np.bool_)
         # samples before those of each request, and all: lists of tokens that it brings, in order
@@ -258,7 +259,7 @@ class Batch:
     @cached_property
     def shape(self) -> BatchShape:
         return BatchShape.of(
-            new_lens=[each.new_len for each in self.rows],
+            new_lens=self.new_lens,
             emits=[each.emit for each in self.rows],
             parents=[None if each.chain else each.parents for each in self.rows],
             cross_lens=[len(request.spec.encoder_ids) for request in self.requests],
