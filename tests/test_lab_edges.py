@@ -25,7 +25,7 @@ from lockstep.lab.tiny import LLAMA
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.types import RuleError
 
-SAMPLING = "lockstep.kernels.cpu.sample_rows:compiled"
+SAMPLING = "lockstep.kernels.cpu.sample:compiled"
 
 
 def draft_world() -> tuple[AttentionHarness, list[Compute]]:

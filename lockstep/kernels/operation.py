@@ -1,9 +1,8 @@
 """Operations: calls that a recorder of launches takes as one, with their tensors and numbers.
 
-A kernel reads and writes memory behind torch's back, so what torch sees is not all that a launch
-does. The functions of a table of operations are marked (`marked`, by `kernels.select`); while a
-`Recorder` is active on this thread it is told of every call, and otherwise the function is called.
-Knows no kernel and no tape. `run.step` marks a backend's `attend`.
+A kernel reads and writes memory behind torch's back. So functions are marked, those of a table by
+`kernels.select`, a backend's `attend` by `run.step`: a `Recorder` that is active on this thread is
+told of every call.
 """
 
 from __future__ import annotations

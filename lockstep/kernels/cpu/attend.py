@@ -1,8 +1,7 @@
 """Paged attention on the CPU: the interface, and how the kernel is put together.
 
-`attend` runs the kernel of this machine, compiled once and kept on disk; `build` makes one with
-some of its texts replaced, for the lab. What is computed, and in which order, stands in unit.py.
-Called by the CPU backend and by the lab.
+`attend` runs the kernel of this machine; `build` makes one with some of its texts replaced, for the
+lab. What is computed, and in which order, stands in unit.py. Called by the CPU backend.
 """
 
 from __future__ import annotations
@@ -67,34 +66,29 @@ class Consts(NamedTuple):
 
 
 def block_rows(group_size: int, d_qk: int, d_v: int) -> int:
-    """Tokens per block that suit the caches: a recommendation; the bits are the same for every
-    partition."""
+    """Tokens per block that suit the caches; the bits are the same for every partition."""
     rows = BLOCK_ROWS if max(d_qk, d_v) <= 256 else BLOCK_ROWS // 2
     return max(1, rows // group_size)
 
 
 class Prepared:
-    """What all layers of a group share in a step, as entries of a call; the arrays behind them
-    live as long as this.
+    """What all layers of a group share in a step, as entries of a call; the arrays live as long.
 
-    blocks int32 [NB, 3], contiguous, of (request, row begin, row end): rows computed together; they
-    cover every row once, and some may be empty. No block has more than `largest` rows: the threads'
-    memory is laid out for so many.
+    blocks int32 [NB, 3], contiguous, of (request, row begin, row end): rows computed together, at
+    most `largest`; they cover every row once, and some may be empty.
     """
 
     def __init__(self, table: Table, rows: Rows, blocks: Any, largest: int) -> None:
         self.arrays = (*table, *rows, blocks)
         self.entries = (*map(where, self.arrays), len(blocks))
-        self.blocks = len(blocks)
-        self.most = largest
+        self.blocks, self.most = len(blocks), largest
         # that all rows see together, about, in pages: every request's, by rows per request
         requests = max(1, len(table.page_indptr) - 1)
         self.pages_seen = len(table.page_ids) * len(rows.lo) // requests
 
 
 class Layer(NamedTuple):
-    """Constants and sinks of a layer, as entries of a call; `arrays` keeps alive what they point
-    to."""
+    """Constants and sinks of a layer, as entries of a call, and the arrays behind them."""
 
     entries: tuple[int, ...]
     arrays: tuple[Any, ...]
@@ -114,16 +108,11 @@ def attend(
 
     q      float32 [T, H, Dqk], C-contiguous. Dqk and Dv are multiples of 8, at most 576.
     k, v   the pool's storage in the format of `shape.code`, or integers of the same bits. Element d
-           of slot s, kv head h, is s * k_slot + h * k_head + d behind the first one. v may be in
-           k's own storage (a latent row's first Dv columns).
-    out    float32 [T, H, Dv], C-contiguous: softmax(scores) V * v_scale; 0 for a row that sees
-           nothing.
-    lse2   float32 [T, H]: log2 of the softmax denominator, sink included; -inf for a row that sees
-           nothing and has no sink.
+           of slot s, kv head h, is s * k_slot + h * k_head + d behind the first one.
+    out    float32 [T, H, Dv], C-contiguous; 0 for a row that sees nothing.
+    lse2   float32 [T, H]: log2 of the softmax denominator, sink included, or -inf.
 
-    Query head h uses kv head h // (H / kv_heads). A row's bits depend on its query and its keys,
-    not on blocks, pages or threads. At most as many threads as torch has. Slots that a block does
-    not see are never read.
+    A row's bits depend on its query and its keys. Slots that a block does not see are never read.
     """
     call(default(), q, k, v, out, lse2, prepared, shape, of)
 
@@ -166,10 +155,6 @@ def default() -> Any:
 
 
 def build(**replaced: Callable[..., Any]) -> Callable[..., None]:
-    """A kernel with the interface of `attend` and some of its texts replaced by name, compiled
-    afresh, not cached.
-
-    A replacement takes the arguments of the text it stands for (paged, listed, rescale,
-    split_begin, load_range, ...) and may use any other text or operation of the kernel by its name.
-    """
+    """An `attend` with some of its texts replaced by name, compiled afresh. A replacement may use
+    any other text or operation of the kernel by its name."""
     return functools.partial(call, compiled(replaced, cache=False))

@@ -1,8 +1,7 @@
 """Where compiled kernels are kept, and when they are stale.
 
-Numba watches the one file of the function it caches; the kernel is made of several. So the cache
-folder is named by a digest of every source of the kernel, the versions of the compilers and the
-processor: another text, another folder. Knows nothing of attention.
+Numba watches the one file of the function it caches; a kernel is made of several. So the folder is
+named by a digest of every source, the versions of the compilers and the processor.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ import numba.core.config
 from lockstep import order
 from lockstep.kernels.cpu.loops import TARGET
 from lockstep.plan import address
+from lockstep.sample import formulas
+from lockstep.types import KV_FORMATS
 
 config: Any = numba.core.config
 _SETTING = threading.RLock()  # one thread at a time names the folder
 
 
 def sources() -> list[Path]:
-    """Every file whose text ends up in the kernel."""
-    return [
-        *sorted(Path(__file__).parent.glob("*.py")),
-        Path(address.__file__),
-        Path(order.__file__),
-    ]
+    """Every file whose text ends up in a kernel."""
+    elsewhere = [Path(module.__file__ or "") for module in (address, formulas, order)]
+    return [*sorted(Path(__file__).parent.glob("*.py")), *elsewhere]
 
 
 def folder() -> Path:
     """The cache folder of these sources on this machine."""
     digest = hashlib.sha256()
-    for part in (sys.version, numba.__version__, llvmlite.__version__, *TARGET):
+    formats = repr(KV_FORMATS)
+    for part in (sys.version, numba.__version__, llvmlite.__version__, formats, *TARGET):
         digest.update(part.encode())
     for path in sources():
         digest.update(path.name.encode() + path.read_bytes())
@@ -49,9 +48,8 @@ def folder() -> Path:
 
 @contextlib.contextmanager
 def cached_here(name: str) -> Iterator[bool]:
-    """What is compiled inside with `cache=True` is kept in `folder()`, under its own name: kernels
-    share their outermost text. Says on stderr what has to be compiled; yields False if it cannot be
-    kept."""
+    """What is compiled inside is kept in `folder()`, under its own name: kernels share their
+    outermost text. Yields False if it cannot be kept."""
     with _SETTING:
         before, place, writable = config.CACHE_DIR, folder() / name, True
         try:

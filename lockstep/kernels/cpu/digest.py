@@ -1,16 +1,14 @@
-"""A digest of bytes at the speed of memory: which numbers these are, not whether somebody forged
-them.
+"""A digest of bytes at the speed of memory: which numbers these are, not whether they are forged.
 
-Bytes are cut into blocks, a block into lanes of 64-bit words; a lane takes its words in order, each
-by a step that is invertible in the word and in the lane, so that a single changed word always
-shows. What the lanes end with goes through BLAKE2b. A block's lanes depend on its bytes alone, so
-threads change nothing. Called where weights are read.
+Bytes are cut into blocks, a block into lanes of 64-bit words; a lane takes each word by a step that
+is invertible in the word and in the lane, so that a single changed word always shows. What the
+lanes end with goes through BLAKE2b. Called where weights are read.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -30,18 +28,15 @@ BLOCK_NS = 40_000  # of one thread
 def digest(tensor: Tensor) -> bytes:
     """Of a contiguous tensor's bytes on the CPU."""
     data = tensor.contiguous().reshape(-1).view(torch.uint8)
-    row = 8 * LANES
-    rows = len(data) // row
+    rows = len(data) // (8 * LANES)
     blocks = -(-rows // BLOCK)
     lanes = np.zeros(max(1, blocks) * LANES, np.int64)
     if blocks:
-        entries = (data.data_ptr(), rows, lanes.ctypes.data)
-        cost_ns = blocks * BLOCK_NS
+        entries, cost_ns = (data.data_ptr(), rows, lanes.ctypes.data), blocks * BLOCK_NS
         threads.run(work(), entries, blocks, threads.team(blocks, cost_ns), cost_ns)
-    rest = data[rows * row :].numpy().tobytes()
-    return hashlib.blake2b(
-        lanes.tobytes() + rest + len(data).to_bytes(8, "little"), digest_size=SIZE
-    ).digest()
+    rest = data[rows * 8 * LANES :].numpy().tobytes()
+    ends = lanes.tobytes() + rest + len(data).to_bytes(8, "little")
+    return hashlib.blake2b(ends, digest_size=SIZE).digest()
 
 
 @threads.njit(**threads.OPTIONS)
@@ -56,7 +51,4 @@ def unit(at: Any, block: Any, worker: Any) -> None:
             lanes[j] = mixed ^ ((mixed >> 32) & 0xFFFFFFFF)
 
 
-@functools.cache
-def work() -> Any:
-    """The compiled kernel of this machine."""
-    return threads.kernel("digest", unit)
+work = cache(partial(threads.kernel, "digest", unit))  # the compiled kernel of this machine

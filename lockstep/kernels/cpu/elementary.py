@@ -1,10 +1,8 @@
-"""exp2, tanh, erf, log2, cos and sin, written out: the same bits on every machine, with or without
-a vector math library.
+"""exp2, tanh, erf, log2, cos and sin, written out: the same bits on every machine.
 
-exp2, tanh and erf are for float32 scalars and for FLOATS alike (see lanes.py); log2 and cos_sin are
-for a float64 scalar. Plain texts, compiled by attend.py's `build` and by rows.py. exp2 is within 1
-ulp, exactly 1 at 0 and exactly 0 below -126; tanh and erf are within 2 ulp; cos_sin is within 1e-15
-of the exact value; NaN stays NaN in all of them.
+exp2 (1 ulp, exactly 1 at 0 and 0 below -126), tanh and erf (2 ulp) are for float32 scalars and for
+FLOATS alike; log2 and cos_sin (1e-15) for a float64 scalar. NaN stays NaN. Plain texts, compiled by
+attend.py and rows.py.
 """
 
 from __future__ import annotations
@@ -15,18 +13,14 @@ import numpy as np
 
 from lockstep.kernels.cpu.lanes import add, copysign, div, fma, less, mul, pow2_from, select, sub
 from lockstep.order import LN2, LOG2E
+from lockstep.sample.formulas import E1, E2, E3, E4, E5, E6, SQRT_HALF
 
 ROUND = 1.5 * 2.0**23 + 127  # adding it rounds to an integer n and leaves n + 127 in the low bits
 TWO_LOG2E = 2 * LOG2E
-# 2^f on [-0.5, 0.5], constant term exactly 1; minimax in relative error, 2e-9
-E1, E2, E3 = 0.6931472028556734, 0.24022647913555967, 0.0555033246993315
-E4, E5, E6 = 0.009618437361988022, 0.0013398874862412507, 0.00015353361740831734
-SQRT_HALF = int(np.float64(0.5**0.5).view(np.int64))
 # tanh(y) = y + y^3 * P(y^2) for |y| < 0.625
 T0, T1, T2 = -3.33332819422e-1, 1.33314422036e-1, -5.37397155531e-2
 T3, T4 = 2.06390887954e-2, -5.70498872745e-3
-# erf(y) = y + y * P(y^2) for y < 0.875, and 1 - 2^(-y * Q(y)) up to 4, where it is 1; minimax,
-# 3e-10 each
+# erf(y) = y + y * P(y^2) for y < 0.875, and 1 - 2^(-y * Q(y)) up to 4, where it is 1; to 3e-10
 ERF_FAR = 4.0
 P0, P1, P2 = 0.12837916676436556, -0.3761263497986084, 0.11283715032995573
 P3, P4 = -0.026860508470523695, 0.0052038591766637625
@@ -81,12 +75,9 @@ def erf(x: Any) -> Any:
 
 
 def cos_sin(x: Any) -> Any:
-    """(cos x, sin x) of a float64 that is a float32 number, |x| up to `order.LARGEST_ANGLE`.
-
-    x - n pi/2 loses nothing to cancellation: no float32 number is nearer to a multiple of pi/2 than
-    1e-10, and the parts of pi/2 are taken off exactly but for the last two. Then Taylor's series in
-    [-pi/4, pi/4], up to r^17 and r^16. No branches.
-    """
+    """(cos x, sin x) of a float64 that is a float32 number, |x| up to `order.LARGEST_ANGLE`. None
+    is nearer to a multiple of pi/2 than 1e-10: x - n pi/2 loses nothing to cancellation. Then
+    Taylor's series in [-pi/4, pi/4], up to r^17 and r^16."""
     t = x * TURNS + ROUND64
     n = t - ROUND64
     quadrant = np.float64(t).view(np.int64)
@@ -103,13 +94,11 @@ def cos_sin(x: Any) -> Any:
 
 
 def log2(x: Any) -> Any:
-    """log2 of a positive normal float64, to 1e-12: exponent plus an atanh series in s = (m - 1) /
-    (m + 1), m in [0.71, 1.42)."""
+    """log2 of a positive normal float64, to 1e-12: the exponent, and an atanh series."""
     bits = np.float64(x).view(np.int64)
-    # of x / sqrt(1/2): m = x / 2^exponent is not below sqrt(1/2)
     exponent = (bits - SQRT_HALF) >> 52
     m = np.int64(bits - (exponent << 52)).view(np.float64)
-    s = (m - 1.0) / (m + 1.0)
+    s = (m - 1.0) / (m + 1.0)  # m in [0.71, 1.42)
     z = s * s
     series = 1 / 7 + z * (1 / 9 + z * (1 / 11 + z * (1 / 13 + z * (1 / 15))))
     series = 1.0 + z * (1 / 3 + z * (1 / 5 + z * series))

@@ -1,23 +1,16 @@
-"""y = x Wᵀ + b in float32: every element of y is one fma chain over K, ascending, and then its
-bias.
+"""y = x Wᵀ + b in float32: every element is one fma chain over K, ascending, and then its bias.
 
-So a row of y depends on its own row of x and on nothing else, by construction: not on the number of
-rows, their places, the threads or the processor. Weights are packed once into panels, [K + 1,
-PANEL] each, whose last row is the bias; a micro-kernel holds the chains of a few rows and one panel
-in registers. Shapes change speed, never bits. Weights that are bfloat16 numbers, as those of most
-checkpoints are, stay bfloat16 in memory: they are widened as they are loaded, which is exact, and
-half as many bytes have to come.
-
-One kernel serves `linear`, one weight for all rows; `batched_linear`, a weight per head; and
-`grouped_linear`, a weight per expert, whose rows lie together. Called through the table, ops.py.
+So a row of y depends on its own row of x and on nothing else. Weights are packed into panels, [K +
+1, PANEL] each, whose last row is the bias; a micro-kernel holds the chains of a few rows and one
+panel in registers. Weights that are bfloat16 numbers, as most checkpoints' are, stay so in memory:
+half as many bytes have to come. Called through the table, ops.py.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -26,20 +19,20 @@ from torch import Tensor
 
 from lockstep.kernels.cpu import threads
 from lockstep.kernels.cpu.lanes import (
-    I16,
     I32,
     I64,
     VECTOR,
     at,
+    below_ir,
     call_ir,
     constant,
     int64_at,
     integers,
     ir_function,
     load_ir,
-    splat_ir,
 )
 from lockstep.kernels.cpu.loops import (
+    RAW,
     VECTOR_BYTES,
     VECTORS,
     counted,
@@ -56,6 +49,7 @@ PANEL = LANES * VECTORS
 UNIT_ROWS = 96  # rows of x that one unit of work multiplies with one panel, at most
 UNITS_PER_THREAD = 4  # so that threads end at about the same time
 WEIGHTS_PER_NS = 4  # of one thread, as they come from memory
+FORMATS = {4: "float32", 2: "bfloat16"}  # a panel's, by the bytes of a number
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +67,7 @@ class Panels:
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> Panels:
-    """weight [n, k], bias [n], or [g, n, k] and [g, n]; bfloat16 if that loses nothing, else
-    float32."""
+    """bfloat16 if that loses nothing, else float32."""
     n, k = weight.shape[-2:]
     biases = [None] * weight.numel() if bias is None else bias.view(-1, n)
     groups = [_panels(w, b) for w, b in zip(weight.reshape(-1, n, k), biases)]
@@ -97,7 +90,7 @@ def _panels(weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear(x: Tensor, packed: Panels) -> Tensor:
-    """x float32 [t, k], or [t, heads, k / heads] → [t, n]."""
+    """One weight for all rows."""
     strides = x.stride()
     if strides[-1] != 1 or (len(strides) == 3 and strides[1] != x.shape[2]):
         x = x.contiguous()
@@ -107,7 +100,7 @@ def linear(x: Tensor, packed: Panels) -> Tensor:
 
 
 def batched_linear(x: Tensor, packed: Panels) -> Tensor:
-    """x float32 [t, g, k] → [t, g, n], a weight for each g."""
+    """A weight per head."""
     x = x if x.stride(2) == 1 else x.contiguous()
     y = empty(*x.shape[:2], packed.n)
     _run(x, packed, y, 4 * packed.n * x.shape[1], x.shape[0], (4 * x.stride(1), 4 * packed.n, 0))
@@ -115,7 +108,7 @@ def batched_linear(x: Tensor, packed: Panels) -> Tensor:
 
 
 def grouped_linear(x: Tensor, packed: Panels, indptr: Tensor) -> Tensor:
-    """x float32 [rows, k] → [rows, n]: rows indptr[g] to indptr[g + 1], int64, with weight g."""
+    """A weight per expert: rows indptr[g] to indptr[g + 1], int64, with weight g."""
     x = x if x.stride(1) == 1 else x.contiguous()
     y = empty(x.shape[0], packed.n)
     _run(x, packed, y, 4 * packed.n, min(x.shape[0], 1), (0, 0, indptr.data_ptr()))
@@ -125,8 +118,8 @@ def grouped_linear(x: Tensor, packed: Panels, indptr: Tensor) -> Tensor:
 def _run(
     x: Tensor, packed: Panels, y: Tensor, y_stride: int, rows: int, groups: tuple[int, int, int]
 ) -> None:
-    """One call. groups: bytes from one group's x to the next, the same of y, and where the rows of
-    each group begin; 0: all rows are in every group."""
+    """groups: bytes from one group's x to the next, the same of y, and where the rows of each begin
+    (0: all rows are in every group)."""
     count, panels, depth, item, address = packed.layout
     passes = -(-x.shape[0] // ROWS) if groups[2] else -(-rows // ROWS) * count
     cost_ns = panels * PANEL * depth * passes // WEIGHTS_PER_NS
@@ -143,12 +136,6 @@ def unit_rows(rows: int, panels: int, team: int) -> int:
     few = min(-(-UNITS_PER_THREAD * team // panels), -(-rows // ROWS)) if team > 1 else 1
     chunks = max(few, -(-rows // UNIT_ROWS), 1)
     return -(-max(rows, 1) // (chunks * ROWS)) * ROWS
-
-
-@functools.cache
-def work() -> Any:
-    """The compiled kernel of this machine."""
-    return threads.kernel("GEMM", unit)
 
 
 @threads.njit(**OPTIONS)
@@ -178,49 +165,37 @@ def unit(at: Any, nth: Any, worker: Any) -> None:
         row += some
 
 
+work = cache(partial(threads.kernel, "GEMM", unit))  # the compiled kernel of this machine
+
+
 @ir_function(integers(9))
 def chains(
     builder: Any, rows: Any, item: Any, x: Any, x_stride: Any, panel: Any, depth: Any, y: Any,
     y_stride: Any, columns: Any,
 ) -> None:  # fmt: skip
     """y[r][j] = fma chain over k in [0, depth) of x[r][k] * panel[k][j], from 0, plus
-    panel[depth][j]; `columns` of them are stored.
-
-    `item` is the size of the panel's numbers: 4, float32, or 2, bfloat16.
-    """
+    panel[depth][j]; `columns` are stored. `item` bytes has a number of the panel: 4 or 2."""
 
     def loop(count: int, size: int) -> None:
         x_rows = row_addresses(builder, x, x_stride, count)
+        number = ir.VectorType(RAW[size], LANES)
 
         def weights(k: Any) -> list[Any]:
-            at_row = builder.add(panel, builder.mul(k, I64(PANEL * size)))
-            return [weights_ir(builder, at_row, j, size) for j in range(VECTORS)]
+            row = builder.add(panel, builder.mul(k, I64(PANEL * size)))
+            places = range(0, PANEL * size, LANES * size)
+            raw = [load_ir(builder, row, place, of=number, align=size) for place in places]
+            return [widen_ir(builder, each, FORMATS[size]) for each in raw]
 
         def body(k: Any, sums: list[Any]) -> list[Any]:
             return multiply(builder, x_rows, k, weights(k), sums)
 
         sums = counted(builder, I64(0), depth, [constant(VECTOR, 0.0)] * (count * VECTORS), body)
         for j, bias in enumerate(weights(depth)):
-            mask = below(builder, columns, LANES * j)
+            mask = below_ir(builder, builder.sub(columns, I64(LANES * j)))
             for r, row in enumerate(row_addresses(builder, y, y_stride, count)):
                 total = builder.fadd(sums[r * VECTORS + j], bias)
-                place = at(builder, builder.add(row, I64(VECTOR_BYTES * j)))
+                place = at(builder, row, VECTOR_BYTES * j)
                 name, args = "llvm.masked.store.v16f32.p0", [total, place, I32(4), mask]
                 call_ir(builder, name, ir.VoidType(), args)
 
-    shapes = list(itertools.product(range(1, ROWS + 1), (2, 4)))
-    shaped(builder, rows, item, shapes, loop)
-
-
-def weights_ir(builder: Any, address: Any, j: int, size: int) -> Any:
-    """Vector j of a panel's row as float32."""
-    if size == 4:
-        return load_ir(builder, address, VECTOR_BYTES * j)
-    halves = load_ir(builder, address, 2 * LANES * j, of=ir.VectorType(I16, LANES), align=2)
-    return widen_ir(builder, halves, "bfloat16")
-
-
-def below(builder: Any, count: Any, first: int) -> Any:
-    """Mask of the lanes j with first + j < count."""
-    index = ir.Constant(ir.VectorType(I64, LANES), [I64(first + j) for j in range(LANES)])
-    return builder.icmp_signed("<", index, splat_ir(builder, count))
+    shaped(builder, rows, item, list(itertools.product(range(1, ROWS + 1), (2, 4))), loop)

@@ -1,14 +1,9 @@
-"""Sixteen floats as one value: a vector type for Numba code and the few operations the kernel needs
-on it.
+"""Sixteen floats as one value: a vector type for Numba code, and what kernels do with it.
 
-Every operation is one IEEE rounding, spelled out: nothing here is contracted, reassociated or taken
-from a library, so a sum has the order in which it is written. LLVM cuts the 16 lanes into 2 x 8 on
-machines without AVX-512 and the bits stay. The arithmetic also takes plain float32 scalars: a
-function written with it serves a scalar and a vector with the same bits. Beside a vector a scalar
-stands for 16 of it, and a float64, as constants are, is rounded to float32 first.
-
-Knows nothing of attention. Addresses are int64 byte addresses; their validity is the caller's
-business.
+Every operation is one IEEE rounding, spelled out, so a sum has the order in which it is written;
+LLVM cuts the 16 lanes into 2 x 8 on machines without AVX-512 and the bits stay. Arithmetic takes
+float32 scalars too: beside a vector one stands for 16 of it, and a float64, as constants are, is
+rounded first. Addresses are int64 byte addresses.
 """
 
 from __future__ import annotations
@@ -40,6 +35,7 @@ class Lanes(types.Type):  # type: ignore[misc]
         super().__init__(name=f"lanes_{element}")
 
 
+@register_model(Lanes)
 class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
     """How a Lanes value lies in LLVM: as a vector."""
 
@@ -48,9 +44,7 @@ class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(dmm, fe_type, vector)
 
 
-register_model(Lanes)(_LanesModel)
-FLOATS = Lanes("f32")
-MASK = Lanes("i1")
+FLOATS, MASK = Lanes("f32"), Lanes("i1")
 
 
 # ---- building blocks in LLVM IR, shared with loops.py, gemm.py and threads.py ----
@@ -89,7 +83,7 @@ def load_ir(builder: Any, address: Any, byte: int = 0, of: Any = VECTOR, align: 
     return builder.load(at(builder, address, byte), typ=of, align=align)
 
 
-def store_ir(builder: Any, value: Any, address: Any, byte: int = 0) -> None:
+def store_ir(builder: Any, address: Any, value: Any, byte: int = 0) -> None:
     """Store `value`; unaligned addresses are fine."""
     builder.store(value, at(builder, address, byte), align=4)
 
@@ -146,6 +140,12 @@ def canonical_ir(builder: Any, x: Any) -> Any:
     return builder.select(builder.fcmp_unordered("uno", x, x), nan, x)
 
 
+def below_ir(builder: Any, bound: Any) -> Any:
+    """Mask of the lanes j < bound, an int64."""
+    index = ir.Constant(ir.VectorType(I32, LANES), [I32(j) for j in range(LANES)])
+    return builder.icmp_signed("<", index, splat_ir(builder, builder.trunc(bound, I32)))
+
+
 def pow2_from_ir(builder: Any, x: Any) -> Any:
     """2^n for x = 1.5*2^23 + 127 + n: the low bits of x, moved into the exponent field."""
     bits = I32 if x.type == F32 else ir.VectorType(I32, LANES)
@@ -199,19 +199,11 @@ def select(builder: Any, mask: Any, yes: Any, no: Any) -> Any:
     return builder.select(mask, *alike(builder, (yes, no)))
 
 
-@ir_function(FLOATS(types.float32))
-def splat(builder: Any, x: Any) -> Any:
-    """x in every lane."""
-    return splat_ir(builder, x)
-
-
 @ir_function(MASK(types.int64, types.int64, types.int64))
 def between(builder: Any, first: Any, lo: Any, hi: Any) -> Any:
     """Mask of the lanes j with lo <= first + j < hi."""
-    index = ir.Constant(ir.VectorType(I32, LANES), [I32(j) for j in range(LANES)])
-    begin, end = (splat_ir(builder, builder.trunc(builder.sub(x, first), I32)) for x in (lo, hi))
-    above = builder.icmp_signed(">=", index, begin)
-    return builder.and_(above, builder.icmp_signed("<", index, end))
+    below, inside = (below_ir(builder, builder.sub(bound, first)) for bound in (lo, hi))
+    return builder.and_(builder.not_(below), inside)
 
 
 def folded(step: Callable[[Any, Any, Any], Any]) -> Any:
@@ -234,6 +226,9 @@ lanes_sum = folded(lambda builder, a, b: builder.fadd(a, b))
 lanes_max = folded(maximum_ir)
 
 
+splat = ir_function(FLOATS(types.float32))(splat_ir)
+
+
 @ir_function(FLOATS(types.int64))
 def load(builder: Any, address: Any) -> Any:
     """16 floats from an address."""
@@ -243,13 +238,13 @@ def load(builder: Any, address: Any) -> Any:
 @ir_function(types.void(types.int64, FLOATS))
 def store(builder: Any, address: Any, value: Any) -> None:
     """16 floats to an address."""
-    store_ir(builder, value, address)
+    store_ir(builder, address, value)
 
 
 @ir_function(types.void(types.int64, FLOATS))
 def store_half(builder: Any, address: Any, value: Any) -> None:
     """Lanes 0..7 to an address."""
-    store_ir(builder, shuffle_ir(builder, value, value, range(LANES // 2)), address)
+    store_ir(builder, address, shuffle_ir(builder, value, value, range(LANES // 2)))
 
 
 @ir_function(types.void(types.int64))

@@ -1,14 +1,10 @@
 """The inner loops as LLVM IR: from the pool into a tile, scores of a few rows against a tile, and
 values of a tile into a few rows.
 
-A row of the pool is in one of `types.KV_FORMATS`, known by its code, and found in a table of int64
-byte addresses, so pages of any size look the same. It is widened to float32, which is exact; keys
-are transposed by shuffles. A micro-kernel holds `rows` x `vectors` accumulators in registers. Its
-shape is free: every accumulator is one fma chain, over the head size for a score and over the keys
-for an output column, so no shape changes a bit. Shapes are chosen for the register file at hand.
-
-Knows addresses and strides in bytes, no masks, no pages, no softmax. Called by unit.py; gemm.py
-uses its helpers.
+A row of the pool has a code of `types.KV_FORMATS` and an entry in a table of int64 byte addresses,
+so pages of any size look the same; widening to float32 is exact. A micro-kernel holds `rows` x
+`vectors` accumulators in registers, each one fma chain: no shape changes a bit. Knows addresses and
+strides in bytes. Called by unit.py; gemm.py uses its helpers.
 """
 
 from __future__ import annotations
@@ -46,11 +42,10 @@ WIDE = "+avx512f" in TARGET[2]
 ROWS = 4  # rows of a full micro-kernel
 VECTORS = 4 if WIDE else 1  # its width: 16 of 32 zmm registers, or 8 of 16 ymm registers
 Shapes = Sequence[tuple[int, int]]
-# elements of one key that travel together through the transposition: one 128-bit lane of floats
-PIECE = 4
+PIECE = 4  # elements of a key that are transposed together: one 128-bit lane of floats
 STEP = 8  # columns per iteration: head sizes are multiples of 8
 FLOAT32 = KV_FORMATS["float32"].code
-
+RAW = {4: F32, 2: I16, 1: I8}  # an element by its bytes: float, or the bits of a narrow format
 SHAPES = [(rows, width) for rows in range(1, ROWS + 1) for width in (1, 2, 4) if width <= VECTORS]
 
 
@@ -114,8 +109,7 @@ def scores(
     builder: Any, rows: Any, vectors: Any, q: Any, q_stride: Any, keys: Any, keys_stride: Any,
     depth: Any, s: Any, s_stride: Any,
 ) -> None:  # fmt: skip
-    """s[r][j] = fma chain over c in [0, depth) of q[r][c] * keys[c][j], from 0, for `rows` rows and
-    `vectors` x 16 keys."""
+    """s[r][j] = fma chain over c in [0, depth) of q[r][c] * keys[c][j], from 0."""
 
     def loop(rows: int, vectors: int) -> None:
         q_rows = row_addresses(builder, q, q_stride, rows)
@@ -137,11 +131,8 @@ def values(
     last: Any, acc: Any, acc_stride: Any, column: Any, alpha: Any,
 ) -> None:  # fmt: skip
     """acc[r][column + j] = acc * alpha[r], then an fma chain over the keys [first, last) of
-    p[r][key] * v[key][column + j].
-
-    Row `key` of v lies at table[key] (int64 byte addresses); `column` is in bytes; alpha holds one
-    float32 per row.
-    """
+    p[r][key] * v[key][column + j]. Row `key` of v lies at table[key], an address; `column` is in
+    bytes."""
 
     def loop(rows: int, vectors: int) -> None:
         p_rows = row_addresses(builder, p, p_stride, rows)
@@ -164,8 +155,7 @@ def values(
 def multiply(
     builder: Any, rows: list[Any], index: Any, vectors: list[Any], sums: list[Any]
 ) -> list[Any]:
-    """One link of every chain: the float with this index of each row, an address, times the
-    vectors."""
+    """One link of every chain: the float with this index of each row times the vectors."""
     offset, following = builder.mul(index, I64(4)), []
     for r, row in enumerate(rows):
         factor = splat_ir(builder, load_ir(builder, builder.add(row, offset), of=F32))
@@ -183,15 +173,10 @@ def store_rows(builder: Any, sums: list[Any], rows: list[Any], vectors: int) -> 
     """Write the accumulators of each row to its address."""
     for r, row in enumerate(rows):
         for j in range(vectors):
-            store_ir(builder, sums[r * vectors + j], row, VECTOR_BYTES * j)
+            store_ir(builder, row, sums[r * vectors + j], VECTOR_BYTES * j)
 
 
 # ---- from the pool into a tile ----
-
-
-def raw_type(item: int) -> Any:
-    """The LLVM element type as it is loaded: float, or the bits of a narrow format."""
-    return {4: F32, 2: I16, 1: I8}[item]
 
 
 def widen_ir(builder: Any, raw: Any, kind: str) -> Any:
@@ -217,8 +202,7 @@ def widen_ir(builder: Any, raw: Any, kind: str) -> Any:
 
 
 def transpose_ir(builder: Any, rows: list[Any]) -> list[Any]:
-    """Four vectors of 4-element pieces to four vectors of columns: a 4 x 4 transposition inside
-    every 128-bit lane."""
+    """Four vectors of pieces to four of columns: 4 x 4 inside every 128-bit lane."""
     lanes = range(0, LANES, PIECE)
 
     def pick(a: Any, b: Any, index: tuple[int, int, int, int]) -> Any:
@@ -250,12 +234,11 @@ def each_format(builder: Any, code: Any, emit: Callable[[str, int], None]) -> No
 
 @ir_function(integers(5))
 def transposed(builder: Any, code: Any, table: Any, depth: Any, keys: Any, stride: Any) -> None:
-    """keys[c][j] = column c of the row at table[j], for 16 rows and `depth` columns; `stride` is in
-    bytes."""
+    """keys[c][j] = column c of the row at table[j], for 16 rows and `depth` columns."""
     row = [load_ir(builder, table, 8 * j, of=I64, align=8) for j in range(LANES)]
 
     def loop(kind: str, item: int) -> None:
-        piece = ir.VectorType(raw_type(item), PIECE)
+        piece = ir.VectorType(RAW[item], PIECE)
 
         def body(step: Any, carried: list[Any]) -> list[Any]:
             offset = builder.mul(step, I64(STEP * item))
@@ -266,7 +249,7 @@ def transposed(builder: Any, code: Any, table: Any, depth: Any, keys: Any, strid
                 mixed = [widen_ir(builder, each, kind) for each in joined]
                 for i, column in enumerate(transpose_ir(builder, mixed)):
                     index = builder.add(builder.mul(step, I64(STEP)), I64(part + i))
-                    store_ir(builder, column, builder.add(keys, builder.mul(index, stride)))
+                    store_ir(builder, builder.add(keys, builder.mul(index, stride)), column)
             return []
 
         counted(builder, I64(0), builder.sdiv(depth, I64(STEP)), [], body)
@@ -276,18 +259,17 @@ def transposed(builder: Any, code: Any, table: Any, depth: Any, keys: Any, strid
 
 @ir_function(integers(4))
 def widened(builder: Any, code: Any, source: Any, depth: Any, target: Any) -> None:
-    """`depth` elements to float32; where it is 8 past a multiple of 16 the last 8 floats become
-    0."""
+    """`depth` elements to float32; 8 past a multiple of 16 are followed by 8 zeros."""
     whole = builder.sdiv(depth, I64(LANES))
 
     def load(kind: str, item: int, index: Any, count: int) -> Any:
         address = builder.add(source, builder.mul(index, I64(LANES * item)))
-        raw = load_ir(builder, address, of=ir.VectorType(raw_type(item), count), align=item)
+        raw = load_ir(builder, address, of=ir.VectorType(RAW[item], count), align=item)
         return widen_ir(builder, raw, kind)
 
     def save(floats: Any, index: Any) -> None:
         offset = builder.mul(index, I64(VECTOR_BYTES))
-        store_ir(builder, floats, builder.add(target, offset))
+        store_ir(builder, builder.add(target, offset), floats)
 
     def loop(kind: str, item: int) -> None:
         def body(i: Any, carried: list[Any]) -> list[Any]:

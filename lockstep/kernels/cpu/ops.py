@@ -1,8 +1,5 @@
-"""The CPU's table of operations: float32, in the canonical order. What each one does says
-`lockstep/ops.py`; here is which kernel does it.
-
-Knows kernels; made by `kernels.select` when a model is loaded.
-"""
+"""The CPU's table of operations, float32: what each one does says `lockstep/ops.py`; here is which
+kernel does it. Made by `kernels.select` when a model is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.kernels.cpu import gemm, routing, rows, sample_rows
+from lockstep.kernels.cpu import gemm, routing, rows, sample
 from lockstep.kv.pool import _bits, widened
 from lockstep.types import KV_FORMATS, Choice
 
@@ -22,8 +19,8 @@ FEW = 1 << 16  # numbers that numpy copies sooner than helpers are called
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """By numpy, on this thread: torch's own threads look for more work for milliseconds, on the
-    processors that our helpers need."""
+    """By numpy: torch's own threads look for more work for milliseconds, on processors that our
+    helpers need."""
     return torch.from_numpy(x.numpy().take(rows.numpy(), 0))
 
 
@@ -88,5 +85,5 @@ class Ops:
     take_rows = staticmethod(take_rows)
     kv_write = staticmethod(kv_write)
     kv_move = staticmethod(kv_move)
-    sample_tokens = staticmethod(sample_rows.sample_tokens)
-    compute_logprobs = staticmethod(sample_rows.compute_logprobs)
+    sample_tokens = staticmethod(sample.sample_tokens)
+    compute_logprobs = staticmethod(sample.compute_logprobs)

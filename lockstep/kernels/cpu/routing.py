@@ -1,8 +1,7 @@
 """Which experts compute a row, on the CPU, and their parts added again.
 
 Scores and shares are row kernels; the rest moves, compares or rounds once, which torch does with
-the same bits everywhere. Rows are laid out expert by expert, so that the grouped GEMM finds each
-expert's together; nothing is read back to Python. Called through the table, ops.py.
+the same bits everywhere. Rows are laid out expert by expert. Called through the table, ops.py.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> Routes
 
 
 def limited(ranked: Tensor, routing: Routing, in_pairs: bool) -> Tensor:
-    """-inf for experts outside of the best groups; a group counts by its best expert, or by the sum
-    of its best two."""
+    """-inf for experts outside of the best groups, by their best expert or the best two's sum."""
     grouped = ranked.view(len(ranked), routing.groups, -1)
     ordered = grouped.sort(-1, descending=True).values
     top = ordered[..., 0]

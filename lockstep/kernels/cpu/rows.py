@@ -1,14 +1,9 @@
-"""What a model does to rows between its GEMMs: norms, angles, rotations, activations, gates,
-softmax, pooling. One row at a time.
+"""What a model does to rows between its GEMMs, one row at a time: norms, angles, rotations, gates,
+softmax, pooling. What each does says `lockstep/ops.py`; called through the table, ops.py.
 
 A row's sum is taken in float32 in 16 lanes, lane j adding columns j, j+16, ... ascending; lanes
 fold 8+8, 4+4, 2+2, 1+1; columns past the last full 16 are added one by one. Angles and pooling are
-float64 inside and rounded once. Everything else is elementwise, with the operations of
-elementary.py. Nothing depends on how many rows there are, on which thread computes them or on the
-processor's vectors. Outputs are new and contiguous; inputs may have strides, but not in the last
-dimension.
-
-Knows rows, no layers and no requests. Called through the table, ops.py.
+float64 inside and rounded once. Everything else is elementwise.
 """
 
 from __future__ import annotations
@@ -48,38 +43,31 @@ from lockstep.order import LANES, LOG2E
 
 UNIT = 1 << 14  # elements of a unit of work, at most
 # what is done to a row
-NORM, TURN, GATE, HEADS, ADD, LAYER = range(6)
-ANGLES, MAP, CAP, CLAMPED, SOFTMAX, SHARES, WRITE = range(6, 13)
+NORM, TURN, GATE, HEADS, ADD, LAYER, ANGLES, MAP, CAP, CLAMPED, SOFTMAX, SHARES, WRITE = range(13)
 ELEMENT_NS = {ANGLES: 8, WRITE: 4}  # of one thread, else 1
 SILU, GELU, GELU_TANH, RELU, SIGMOID = range(5)  # what GATE and MAP do to an element
 KINDS = dict(zip(Activation, (SILU, GELU, GELU_TANH, RELU), strict=True))
 HALVED = (GATE, CLAMPED)  # the output has half the columns of the input
-ROOT_HALF, TANH_SCALE = 0.7071067811865476, 0.7978845608028654  # gelu's: sqrt(1/2), sqrt(2/pi)
-TANH_CUBE = 0.044715
+# gelu's: sqrt(1/2), sqrt(2/pi) and what the cube is multiplied by
+ROOT_HALF, TANH_SCALE, TANH_CUBE = 0.7071067811865476, 0.7978845608028654, 0.044715
 INF = np.float32(np.inf)
 SHORTEST = 1e-12  # vectors are divided by their length, or by this where they are shorter
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension of [..., n], of two or three
-    dimensions."""
+    """x / sqrt(mean(x²) + eps) · weight."""
     return _run(NORM, x, weight.data_ptr(), _bits(eps))
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + residual, both [t, n], and its `rms_norm`: the same bits, in one call."""
+    """x + residual and its `rms_norm`: the same bits, in one call."""
     total = empty(*x.shape)
     more = (residual.data_ptr(), 4 * residual.stride(0), total.data_ptr())
     return total, _run(ADD, x, weight.data_ptr(), _bits(eps), *more)
 
 
 def rope(x: Tensor, cos_sin: CosSin, interleaved: bool) -> Tensor:
-    """x [t, heads, d], cos and sin [t, half]: the first 2·half columns turned, the rest as they
-    are.
-
-    Columns i and i + half turn together, or 2i and 2i+1 if interleaved; the result has the first
-    layout always.
-    """
+    """Columns i and i + half turn together, or 2i and 2i+1 if interleaved."""
     cos, sin = cos_sin
     return _run(TURN, x, cos.data_ptr(), sin.data_ptr(), cos.shape[1], int(interleaved))
 
@@ -87,12 +75,8 @@ def rope(x: Tensor, cos_sin: CosSin, interleaved: bool) -> Tensor:
 def qk_norm_rope(
     x: Tensor, heads: Heads, weights: Tensor | None, cos_sin: CosSin
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [t, (heads + 2 kv_heads) · d], queries, keys, values: q [t, heads, d], k [t, kv_heads, d]
-    and v [t, kv_heads, d], in x's own memory.
-
-    Queries and keys are normed, with a weight each, if there are any, and rotated: the same bits
-    as `rms_norm` and `rope`, in one call.
-    """
+    """Queries and keys, normed if there are weights, and rotated: the same bits as `rms_norm` and
+    `rope`, in one call. Values stay in x's own memory."""
     (count, kv_heads, d, eps, interleaved), t = heads, x.shape[0]
     parts = x.numpy().reshape(t, x.shape[1] // d, d)  # by numpy: it keeps the interpreter's lock
     v = torch.from_numpy(parts[:, count + kv_heads :])
@@ -110,18 +94,13 @@ def qk_norm_rope(
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """(x - mean) / sqrt(var + eps) · weight + bias over the last dimension of [..., n], of two or
-    three dimensions."""
+    """(x - mean) / sqrt(var + eps) · weight + bias."""
     return _run(LAYER, x, weight.data_ptr(), _bits(eps), bias.data_ptr())
 
 
 def rope_cos_sin(positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
-    """cos and sin, [t, half] each, of positions [t] times float32 freqs [half]; both times
-    `factor`.
-
-    The angle is a product of two float32 numbers, rounded; its cos and sin are float64 until they
-    are rounded; then comes the factor.
-    """
+    """The angle is a product of two float32 numbers, rounded; its cos and sin are float64 until
+    they are rounded; then comes the factor."""
     at = positions if positions.dtype is torch.int32 else positions.to(torch.int32)
     at, half = at.contiguous(), freqs.shape[0]
     cos, sin = empty(at.shape[0], half), empty(at.shape[0], half)
@@ -151,8 +130,7 @@ def act_and_mul(x: Tensor, act: Activation) -> Tensor:
 
 
 def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """(up + 1) · gate · sigmoid(alpha · gate) of [t, gate then up], gate at most `limit`, up within
-    ±limit."""
+    """(up + 1) · gate · sigmoid(alpha · gate) of [t, gate then up], within the limits."""
     return _run(CLAMPED, x, _bits(alpha), _bits(limit))
 
 
@@ -167,19 +145,14 @@ def shares(x: Tensor, floor: float) -> Tensor:
 
 
 def write(x: Tensor, y: Tensor, slots: Tensor) -> None:
-    """y[slots] = x of x [t, heads, n], contiguous y [slots, heads, n] and slots int32 [t], all of
-    them there."""
+    """y[slots] = x of x [t, heads, n], contiguous y and slots int32 [t], all of them there."""
     outer, inner, _ = x.stride()
     _call(WRITE, (x.data_ptr(), 4 * outer, 4 * inner), y, x.shape, (slots.data_ptr(),))
 
 
 def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """The means of the rows [begin, end) of x, [t, n], for each span, divided by their lengths:
-    [spans, n].
-
-    In float64: rows are added in order, squares of columns in order, and the quotient is rounded
-    once.
-    """
+    """Means of rows by their lengths: rows are added in order, squares of columns in order, and the
+    quotient is rounded once."""
     rows, y = x.numpy(), np.empty((len(spans), x.shape[1]), np.float32)
     for (begin, end), row in zip(spans, y, strict=True):
         mean = np.zeros(x.shape[1])
@@ -202,8 +175,8 @@ def _run(what: int, x: Tensor, *more: int) -> Tensor:
 def _call(
     what: int, x: tuple[int, ...], y: Tensor, sizes: Sequence[int], more: tuple[int, ...]
 ) -> None:
-    """x: address, and bytes from one row to the next, outer and inner; sizes: rows, outer and
-    inner, and columns of y; `more` depends on what is done."""
+    """x: address, and bytes between rows, outer and inner; sizes: rows, outer and inner, and
+    columns of y; `more` depends on what is done."""
     outer, inner, n = sizes
     if not outer or not inner:
         return

@@ -1,24 +1,34 @@
-"""Choosing a token on the CPU: the texts of one row each, compiled; threads take whole rows.
+"""Choosing a token on the CPU, and log-probabilities: the texts of one row each, and their compiled
+kernel, whose threads take whole rows.
 
-The formulas behind them are those of `sample/formulas.py`, compiled with them. Knows nothing of
-requests or parameters. `sample_rows.py` compiles and calls it; `sample/logits.py` has the same
-choice written with tensors.
+The formulas behind them are those of `sample/formulas.py`, compiled with them; `sample/logits.py`
+has the same choice written with tensors. Called through the table, ops.py.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numba import carray  # type: ignore[attr-defined]
+from torch import Tensor
 
+from lockstep.kernels.cpu import threads
+from lockstep.kernels.cpu.lanes import float32_at, float64_at, int64_at
+from lockstep.kernels.cpu.threads import ENTRIES, empty, where
+from lockstep.sample import formulas
 from lockstep.sample.formulas import (
     EMPTY,
     FARTHEST,
+    FLOATS,
     FRACTION,
     ID_BITS,
     ID_MASK,
     INFINITE,
+    INTS,
     KEY_INF,
     KEY_MINUS_INF,
     NAN,
@@ -35,8 +45,9 @@ from lockstep.sample.formulas import (
 BUCKETS = 2048  # of the score's distance to the best; the last one holds all from 32 nats on
 PER_NAT = np.float32(64)
 GROUPS = 64  # of four tokens: noise is made for 256 tokens at a time
-ZERO = np.float32(0)
-MINUS_INF = np.float32(-np.inf)
+ZERO, MINUS_INF = np.float32(0), np.float32(-np.inf)
+LOGIT_NS = 1  # of one thread
+CHOOSE, DESCRIBE = 0, 1  # what is done with a row
 
 
 def key_of(x: Any) -> Any:
@@ -106,8 +117,7 @@ def denominator(x: Any, top: Any) -> Any:
 
 
 def bucket(x: Any, top: Any) -> Any:
-    """Which bucket a score falls into: one that is further from the best never comes in an earlier
-    bucket."""
+    """Which bucket a score falls into: farther from the best is never in an earlier one."""
     d = (top - x) * PER_NAT
     return np.int64(d) if d < BUCKETS - 1 else np.int64(BUCKETS - 1)
 
@@ -178,8 +188,7 @@ def cut(x: Any, top: Any, top_k: Any, top_p: Any, min_log: Any) -> None:
 
 
 def block_noise(first: Any, counter: Any, words: Any, noise: Any) -> None:
-    """noise[w * GROUPS + g] of token first + 4 g + w. `counter`: position, index, and the two words
-    of the seed."""
+    """noise[w * GROUPS + g] of token first + 4 g + w. `counter`: `noise.counter`."""
     position, index, low, high = counter[0], counter[1], counter[2], counter[3]
     for g in range(GROUPS):
         w0, w1, w2, w3 = philox(np.int64(first // 4 + g), position, index, np.int64(0), low, high)
@@ -192,14 +201,12 @@ def block_noise(first: Any, counter: Any, words: Any, noise: Any) -> None:
 
 
 def beaten(bound: Any, best: Any) -> Any:
-    """Whether a block whose largest score is `bound` cannot hold a token as good as `best`,
-    whatever its noise."""
+    """Whether no token of a block whose largest score is `bound` is as good as `best`."""
     return bound == MINUS_INF or bound + NOISE_MAX < best
 
 
 def noisy_best(x: Any, counter: Any) -> Any:
-    """The token with the largest score plus noise, the lowest id among equals. A block that cannot
-    win is not looked at."""
+    """The token with the largest score plus noise, the lowest id among equals."""
     words, noise = np.empty(4 * GROUPS, np.int64), np.empty(4 * GROUPS, np.float32)
     best, token = MINUS_INF, NO_TOKEN
     for first in range(0, len(x), 4 * GROUPS):
@@ -216,8 +223,7 @@ def noisy_best(x: Any, counter: Any) -> Any:
 
 
 def choose(x: Any, scratch: Any, floats: Any, ints: Any) -> Any:
-    """(token, state) of a row. floats: temperature, top-p, ln of min-p. ints: top-k, then the
-    counter."""
+    """(token, state) of a row. floats: temperature, top-p, ln of min-p; ints: top-k, counter."""
     if floats[0] == 0:
         return first_best(x)
     temperature = np.float32(floats[0])
@@ -250,7 +256,7 @@ def best_few(x: Any, top_key: Any, ranks: Any) -> None:
 
 
 def describe(x: Any, token: Any, chosen: Any, top_ids: Any, top_logs: Any) -> None:
-    """ln of the probability of `token` into chosen[0], and the best few tokens with theirs. NaN and
+    """ln of the probability of `token` into chosen[0], and the best few tokens with theirs; NaN and
     no token for a row without any."""
     chosen[0], top_logs[:], top_ids[:] = np.nan, np.nan, NO_TOKEN
     top_key, state = peak(x)
@@ -265,3 +271,70 @@ def describe(x: Any, token: Any, chosen: Any, top_ids: Any, top_logs: Any) -> No
         for j in range(len(top_ids)):
             top_ids[j] &= ID_MASK
             top_logs[j] = log_prob(x[top_ids[j]], top, log_sum)
+
+
+# ---- many rows ----
+
+
+def sample_tokens(
+    logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool
+) -> tuple[Tensor, Tensor]:
+    """A token for every row, and what became of it. A row's own numbers say whether it is cut."""
+    rows, vocab = logits.shape
+    workers = worth(rows, vocab)
+    tokens, states = empty(rows, dtype=np.int64), empty(rows, dtype=np.int64)
+    settings, scratch = (where(floats), where(ints)), threads.memory(4 * vocab, workers)
+    addresses = (where(logits), *settings, scratch, where(tokens), where(states))
+    _run(CHOOSE, addresses, rows, (vocab, 0), workers)
+    return tokens, states
+
+
+def compute_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every row's token, and the k best with theirs."""
+    rows, vocab = logits.shape
+    chosen, top, top_ids = empty(rows), empty(rows, k), empty(rows, k, dtype=np.int64)
+    arrays = (logits, token_ids.contiguous(), chosen, top_ids, top, logits)
+    _run(DESCRIBE, [where(each) for each in arrays], rows, (vocab, k), worth(rows, vocab))
+    return chosen, top_ids, top
+
+
+def worth(rows: int, vocab: int) -> int:
+    """How many threads are worth waking."""
+    return threads.team(rows, rows * vocab * LOGIT_NS)
+
+
+def _run(
+    what: int, addresses: Sequence[int], rows: int, sizes: Sequence[int], workers: int
+) -> None:
+    entries = (what, *addresses, *sizes)
+    threads.run(compiled(), entries, rows, workers, rows * sizes[0] * LOGIT_NS)
+
+
+def unit(at: Any, r: Any, worker: Any) -> None:
+    """One row. The entries: what to do, six addresses, vocabulary, best few."""
+    record = int64_at(at + ENTRIES)
+    vocab, few = record[7], record[8]
+    x = carray(float32_at(record[1] + 4 * vocab * r), vocab)
+    if record[0] == CHOOSE:
+        scratch = carray(float32_at(record[4] + 4 * vocab * worker), vocab)
+        floats = carray(float64_at(record[2] + 8 * FLOATS * r), FLOATS)
+        ints = carray(int64_at(record[3] + 8 * INTS * r), INTS)
+        int64_at(record[5])[r], int64_at(record[6])[r] = choose(x, scratch, floats, ints)
+    else:
+        chosen = carray(float32_at(record[3] + 4 * r), 1)
+        top_ids = carray(int64_at(record[4] + 8 * few * r), few)
+        top_logs = carray(float32_at(record[5] + 4 * few * r), few)
+        describe(x, int64_at(record[2])[r], chosen, top_ids, top_logs)
+
+
+def build(cache: bool, **replaced: Callable[..., Any]) -> Any:
+    """The kernel with some of its texts and formulas replaced by name, for the lab."""
+    own = {
+        "bits_of": threads.njit(lambda x: np.float64(x).view(np.int64)),
+        "float_of": threads.njit(lambda i: np.int64(i).view(np.float64)),
+    }
+    names = threads.linked({**vars(formulas), **globals(), **own}, replaced)
+    return threads.kernel("sampling", names["unit"], cache)
+
+
+compiled = functools.cache(functools.partial(build, cache=True))  # the kernel of this machine

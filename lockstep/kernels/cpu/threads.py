@@ -1,21 +1,15 @@
 """Threads that help with a call, and that nobody waits for if they do not come.
 
 A call is a C function `void f(int64 record, int64 worker)` that claims units of work until none is
-left: those of its own share first, then those of others that are not begun (`claim`). The caller,
-worker 0, runs it itself; helpers that it invites and that are awake run it too. A helper says that
-it is inside and looks whether the call is still open: while it is inside the caller waits for it,
-and a helper that the system did not wake in time finds the call closed and has missed nothing. So a
-busy machine makes a call slower, never stuck behind a thread that has no processor.
+left (`claim`). The caller, worker 0, runs it itself; helpers that it invites and that are awake run
+it too. A helper says that it is inside and looks whether the call is still open: the caller waits
+for those inside, and one that the system did not wake in time has missed nothing. Several threads
+may call at once: each call has a desk of its own, and callers share the helpers. A call gets as
+many threads as its work is worth, at most as many as torch has or as `limited` says.
 
-Several threads may call at once: each call has a desk of its own, and callers share the helpers. A
-call gets as many threads as its work is worth, at most as many as torch has
-(`torch.set_num_threads`, which nobody here changes) or as `limited` says for the calling thread.
-
-The interpreter's lock is released in turns, as the interpreter itself does it. Who takes it back
-beside a thread that runs Python waits for 5 ms, so a thread keeps it over short calls; a call
-during which its turn would last longer than TURN_NS releases it. On two cores both then run about
-half of the time; on many, calls are shorter than the wait, and who computes falls far behind
-(docs/performance.md). Knows nothing of what is computed.
+The interpreter's lock is released in turns, as the interpreter itself does it: who takes it back
+beside a thread that runs Python waits for 5 ms, so a thread keeps it over short calls, and releases
+it in a call during which its turn would last longer than TURN_NS.
 """
 
 from __future__ import annotations
@@ -27,7 +21,7 @@ import os
 import threading
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from time import perf_counter_ns
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -61,14 +55,12 @@ STREAM_NS = 6_000_000  # a longer call reads more than the caches hold: its unit
 NEAR_BYTES = 2048  # of a row that are asked for ahead; the processor itself sees what follows
 TURN_NS = 4_000_000  # a thread keeps the interpreter's lock so long: less than those who wait do
 
-# A record: these words, and from byte ENTRIES on what the work reads. TEAM is how many threads may
-# come; COUNTERS the address of a line for each share, which counts its claimed units; SHARES how
-# many there are: as many as threads come, or one.
+# A record: these words, and from byte ENTRIES on what the work reads. TEAM threads may come; at
+# COUNTERS each of the SHARES of the units has a line, which counts those that are claimed.
 WORK, UNITS, TEAM, POOL, BOARD, COUNTERS, SHARES = range(7)
 ENTRIES = 64
 
-# The board, which callers and helpers share: int64 words in lines of 64 bytes. What different
-# threads write lies in different lines.
+# The board: int64 words. What different threads write lies in different lines of 64 bytes.
 LINE = 8  # words
 LEAVE, USLEEP, YIELD = range(3)
 ACTIVE, CALLS = LINE, LINE + 1  # calls under way, and so far
@@ -109,12 +101,6 @@ def look(builder: Any, place: Any) -> Any:
     return builder.load_atomic(at(builder, place), "seq_cst", 8, typ=I64)
 
 
-@ir_function(types.void(*PLACE_AND_NUMBER))
-def put(builder: Any, place: Any, value: Any) -> None:
-    """The int64 at an address, which others look at, becomes `value`."""
-    builder.store_atomic(value, builder.inttoptr(place, I64.as_pointer()), "release", 8)
-
-
 @ir_function(integers(3))
 def invoke(builder: Any, function: Any, a: Any, b: Any) -> None:
     """Call the C function at an address, of two int64 numbers, or of the first alone."""
@@ -133,8 +119,8 @@ def breathe(builder: Any) -> None:
 
 
 def call(at: Any) -> None:
-    """Run the record's work on this thread and on helpers, a TEAM of the POOL that there is; when
-    others call too, on a fair share of them."""
+    """Run the record's work on this thread and on helpers, a TEAM of the POOL that there is, or a
+    fair share of them."""
     head = int64_at(at)
     work, pool, board, counters = head[WORK], head[POOL], head[BOARD], int64_at(head[COUNTERS])
     if head[TEAM] == 1:
@@ -157,7 +143,7 @@ def call(at: Any) -> None:
         first = min(number * share, pool - helpers)  # other desks invite other helpers
         this = (fetch_add(board + 8 * CALLS, 1) + 1) << SERIAL | first << FIRST | helpers
         int64_at(desk)[RECORD] = at
-        put(desk + 8 * CALL, this)
+        exchange(desk + 8 * CALL, this)
         invoke(work, at, 0)
         exchange(desk + 8 * CALL, 0)  # from here on nobody comes in
         for helper in range(first, first + helpers):
@@ -168,7 +154,7 @@ def call(at: Any) -> None:
                 else:  # the helper has lost its processor: it may have this one
                     invoke(int64_at(board)[YIELD], 0, 0)
                 looks += 1
-        put(desk + 8 * TAKEN, 0)
+        exchange(desk + 8 * TAKEN, 0)
     fetch_add(board + 8 * ACTIVE, -1)
 
 
@@ -189,8 +175,8 @@ def claim(at: Any, worker: Any) -> Any:
 
 @njit(**OPTIONS)
 def fetch(at: Any, rows: Any, stride: Any, first: Any, last: Any, nbytes: Any) -> None:
-    """Ask for rows [first, last), of so many bytes, that a unit will read: in a call of several
-    threads they lie in the caches of those who wrote them."""
+    """Ask for rows that a unit will read: in a call of several threads they lie in the caches of
+    those who wrote them."""
     if int64_at(at)[TEAM] > 1:
         for row in range(first, last):
             for byte in range(0, min(nbytes, NEAR_BYTES), 8 * LINE):
@@ -209,14 +195,10 @@ def units(at: Any, worker: Any) -> None:
 
 
 def serve(board: Any, index: Any) -> None:
-    """What a helper does, until it shall leave: answers every invitation once, if that very call
-    is still open when it has said that it is inside. Without invitations it looks for them without
-    pause for a moment, then as long as nobody else wants its processor, and then takes naps that
-    grow longer.
-
-    Its worker's number is one of the call's, and in the next call of the same thread the same: what
-    it left in that worker's memory is in its own cache.
-    """
+    """What a helper does, until it shall leave: answers every invitation once. Without any it looks
+    for them without pause for a moment, then as long as nobody else wants its processor, and then
+    takes naps that grow longer. Its worker's number is the same in the next call of that thread:
+    what it left in that worker's memory is in its own cache."""
     inside = board + 8 * (INSIDE + LINE * index)
     last, idle = np.int64(0), np.int64(0)
     while look(board + 8 * LEAVE) == 0:
@@ -231,7 +213,7 @@ def serve(board: Any, index: Any) -> None:
                 if look(desk + 8 * CALL) == this:
                     record = int64_at(desk)[RECORD]
                     invoke(int64_at(record)[WORK], record, worker)
-                put(inside, 0)
+                exchange(inside, 0)
         if idle > LOOKS + YIELDS + SHORT_NAPS:
             invoke(int64_at(board)[USLEEP], LONG_US, 0)
         elif idle > LOOKS + YIELDS:
@@ -250,6 +232,7 @@ class Helpers:
 
     def __init__(self) -> None:
         self.former: list[object] = []  # boards that a helper may still take a look at
+        self.inherited = 0  # threads of the process that this one is a fork of, if it had helpers
         self.reset()
 
     def reset(self) -> None:
@@ -262,8 +245,7 @@ class Helpers:
         self.hiring = threading.Lock()
 
     def want(self, count: int) -> None:
-        """Has `count` helpers ready. No two have one number. An interrupt costs a helper at
-        most."""
+        """Has `count` helpers ready. No two have one number. An interrupt costs one at most."""
         serving = compiled().serve
         with self.hiring:
             while len(self.threads) < min(count, MOST_HELPERS):
@@ -283,6 +265,15 @@ class Helpers:
         self.reset()
 
 
+def forked() -> None:
+    """In a forked process nobody helps yet; OpenMP's threads are gone for good, and torch, which
+    would wait for them, goes on with one."""
+    if HELP.threads:
+        HELP.inherited = HELP.inherited or torch.get_num_threads()
+        torch.set_num_threads(1)
+    HELP.reset()
+
+
 class Own(threading.local):
     """What every calling thread has of its own."""
 
@@ -294,9 +285,8 @@ class Own(threading.local):
 
 
 def run(work: Any, entries: Sequence[int], units: int, most: int, cost_ns: int) -> None:
-    """One call of a `kernel`, of so many units, on at most `most` threads: a `team`. `cost_ns` is
-    about what it takes on one. `entries` are what it reads; addresses in them stay valid
-    meanwhile."""
+    """One call of a `kernel`, of so many units, on at most `most` threads, a `team`; `cost_ns` is
+    about what it takes on one. `entries` are what it reads."""
     helpers = len(HELP.threads)
     if most > helpers + 1:
         HELP.want(count() - 1)
@@ -318,23 +308,23 @@ def team(units: int, cost_ns: int) -> int:
 
 
 def memory(each: int, team: int) -> int:
-    """The address of memory for the workers of a call, `each` bytes for every one, a multiple of
-    64: the calling thread's own until it asks again, whatever is in it."""
+    """The address of `each` bytes, a multiple of 64, for every worker of a call: the calling
+    thread's own until it asks again."""
     if len(OWN.memory) < each * team + 64:
         OWN.memory, OWN.address = aligned(each * team)
     return OWN.address
 
 
 def aligned(nbytes: int) -> tuple[Any, int]:
-    """New memory, all zero, and the first address in it that is a multiple of 64: from there on it
-    has so many bytes."""
+    """New memory, all zero, and the first address in it that is a multiple of 64, with so many
+    bytes behind it."""
     memory = np.zeros(nbytes + 64, np.uint8)
     return memory, -(-where(memory) // 64) * 64
 
 
 def empty(*shape: int, dtype: Any = np.float32) -> Tensor:
-    """A new tensor. Not torch's own: its operators release the interpreter's lock, however short
-    they are, and a third of them beside a thread that runs Python waits for it."""
+    """A new tensor. Not torch's own: its operators release the interpreter's lock, and a third of
+    them beside a thread that runs Python waits for it."""
     return torch.from_numpy(np.empty(shape, dtype))
 
 
@@ -345,13 +335,12 @@ def where(array: Any) -> int:
 
 def count() -> int:
     """Threads that work on a call of this thread, at most."""
-    return OWN.limit or torch.get_num_threads()
+    return OWN.limit or HELP.inherited or torch.get_num_threads()
 
 
 @contextmanager
 def limited(most: int) -> Iterator[None]:
-    """Runs the block with `most` threads for calls of this thread: more or fewer than torch has,
-    whose number stays what it is."""
+    """Runs the block with `most` threads for calls of this thread, however many torch has."""
     before, OWN.limit = OWN.limit, most
     try:
         yield
@@ -368,8 +357,7 @@ def linked(
     names: dict[str, Any], replaced: Mapping[str, Any], inlined: Collection[str] = ()
 ) -> dict[str, Any]:
     """The names of a kernel: its texts, plain functions of ours, each to be compiled when first
-    called, and what they use. A text in `replaced` finds the others, and then those of its own
-    module."""
+    called, and what they use. One in `replaced` finds the others, then those of its own module."""
     plain = {name: text for name, text in names.items() if isinstance(text, FunctionType)}
     texts = {name: text for name, text in plain.items() if text.__module__.startswith("lockstep.")}
     unknown = sorted(set(replaced) - set(texts))
@@ -385,26 +373,22 @@ def linked(
 
 
 def kernel(name: str, unit: Any, cache: bool = True) -> Any:
-    """What `run` takes: C code that does units of a call, with a compiled `unit(at, nth, worker)`,
-    while there are any. It lives as long as the object that comes back."""
+    """What `run` takes: C code that does units of a call by a compiled `unit(at, nth, worker)`. It
+    lives as long as the object that comes back."""
     return c_function(name, relinked(units, {**globals(), "unit": unit}), cache)
 
 
 def c_function(name: str, text: Callable[..., None], cache: bool = True) -> Any:
     """`text`, a function of int64 numbers, compiled."""
-    compiler = functools.partial(
-        numba.cfunc, integers(text.__code__.co_argcount), error_model="numpy"
-    )
-    if not cache:
-        return compiler()(text)
-    with cached_here(name) as writable:
-        return compiler(cache=writable)(text)
+    signature = integers(text.__code__.co_argcount)
+    with cached_here(name) if cache else nullcontext(False) as writable:
+        return numba.cfunc(signature, cache=writable, error_model="numpy")(text)
 
 
 @functools.cache
 def compiled() -> Any:
-    """The texts of this file for this machine, compiled when first needed, and kept on disk:
-    `released` is `call`, without the interpreter's lock."""
+    """The texts of this file for this machine; `released` is `call` without the interpreter's
+    lock."""
     number = ctypes.c_int64
     calling, serving = c_function("calling", call), c_function("helping", serve)
     return SimpleNamespace(
@@ -418,4 +402,4 @@ def compiled() -> Any:
 OWN = Own()
 HELP = Helpers()
 atexit.register(HELP.leave)
-os.register_at_fork(after_in_child=HELP.reset)
+os.register_at_fork(after_in_child=forked)

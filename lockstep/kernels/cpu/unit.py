@@ -1,16 +1,15 @@
-"""One work unit of attention, the rows of one block times the query heads of one kv head, in the
-canonical order.
+"""One unit of attention, the rows of a block times the query heads of one kv head, in the canonical
+order.
 
-Plain texts: attend.py's `build` compiles them, linked to each other by name, so that the lab can
-put another text in a name's place. They read visibility (lo, hi per row), addresses (pages and
-lists) and the constants of the order as data; windows, causality, chunks and speculation are
-numbers by the time they come here. A row's bits depend on its own keys only: which rows share a
-unit decides which tiles are visited and staged, and a tile that a row does not see leaves its state
-as it was.
+Plain texts: attend.py compiles them, linked by name, so that the lab can put another text in a
+name's place. Windows, causality, chunks and speculation are numbers here. A row's bits depend on
+its own keys only: which rows share a unit decides which tiles are visited and staged, and a tile
+that a row does not see leaves its state as it was.
 """
 
 from __future__ import annotations
 
+from collections import namedtuple
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -52,56 +51,23 @@ from lockstep.kernels.cpu.threads import ENTRIES, claim
 from lockstep.order import LANES
 from lockstep.plan.address import listed, paged
 
-INF = np.float32(np.inf)
-ZERO = np.float32(0.0)
-ONE = np.float32(1.0)
-
-
-class Sizes(NamedTuple):
-    """Run-time integers of a call. Strides are in bytes."""
-
-    heads: Any
-    kv_heads: Any
-    group: Any
-    d_qk: Any
-    d_v: Any
-    page_size: Any
-    tile: Any
-    split: Any
-    code: Any
-    k_slot: Any
-    k_head: Any
-    v_slot: Any
-    v_head: Any
-
-
-class KernelArgs(NamedTuple):
-    """Everything a call was given: byte addresses of tensors, pointers to plan data, constants."""
-
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    lse2: Any
-    page_ids: Any
-    page_indptr: Any
-    first_pos: Any
-    start: Any
-    tail_indptr: Any
-    tail_slots: Any
-    lo: Any
-    hi: Any
-    blocks: Any
-    sink2: Any
-    sizes: Any
-    pre: Any
-    c: Any
-    v_scale: Any
+INF, ZERO, ONE = np.float32(np.inf), np.float32(0.0), np.float32(1.0)
+NOWHERE = np.int64(2**62)  # above every position
+# run-time integers of a call; strides are in bytes
+Sizes = namedtuple(
+    "Sizes", "heads kv_heads group d_qk d_v page_size tile split code k_slot k_head v_slot v_head"
+)
+# everything a call was given: byte addresses of tensors, pointers to plan data, constants
+KernelArgs = namedtuple(
+    "KernelArgs",
+    "q k v out lse2 page_ids page_indptr first_pos start tail_indptr tail_slots lo hi blocks sink2 "
+    "sizes pre c v_scale",
+)
+Unit = namedtuple("Unit", "request begin end head")  # tokens [begin, end), a kv head
 
 
 class Scratch(NamedTuple):
-    """A worker's memory. Addresses (64-byte aligned) of float areas, then pointers to one entry per
-    row or per key of a tile."""
+    """A worker's memory: addresses of float areas, then pointers to an entry per row or key."""
 
     q: Any  # [rows][q_stride]
     keys: Any  # [d_qk][tile], the tile's keys transposed
@@ -124,21 +90,11 @@ class Scratch(NamedTuple):
     v_at: Any
 
 
-class Unit(NamedTuple):
-    """Which rows: tokens [begin, end) of `request`, kv head `head`."""
-
-    request: Any
-    begin: Any
-    end: Any
-    head: Any
-
-
 # ---- the small texts that the lab replaces ----
 
 
 def rescale(m: Any, m_new: Any, c: Any) -> Any:
-    """What the old state counts for under a new maximum: exactly 1 when the maximum did not
-    move."""
+    """What the old state counts for under a new maximum: exactly 1 if it did not move."""
     return exp2(mul(sub(m, m_new), c))
 
 
@@ -148,8 +104,7 @@ def split_begin(position: Any, split: Any) -> Any:
 
 
 def load_range(first: Any, last: Any, tile: Any) -> Any:
-    """Keys [first, last) of a tile that are touched for rows that see, together, [first, last):
-    these and no others."""
+    """Keys of a tile that are touched for rows that see [first, last) together: no others."""
     return first, last
 
 
@@ -158,7 +113,7 @@ def load_range(first: Any, last: Any, tile: Any) -> Any:
 
 def spans(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: Any) -> Any:
     """Per row of tokens [begin, end), the keys it sees of the tile at `position`; returns the range
-    they see together."""
+    that they see together."""
     tile, group = job.sizes.tile, job.sizes.group
     hull_first, hull_last = tile, np.int64(0)
     for token in range(begin, end):
@@ -176,8 +131,7 @@ def spans(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: Any
 
 
 def locate(job: Any, scratch: Any, unit: Any, token: Any, position: Any, reach: Any) -> None:
-    """Addresses of keys [first, last) = reach of the tile at `position`: one page look-up per run,
-    one list entry per listed key."""
+    """Addresses of keys [first, last) = reach of a tile: a look-up per page or listed key."""
     sizes = job.sizes
     k_base, v_base = job.k + unit.head * sizes.k_head, job.v + unit.head * sizes.v_head
     begin, end = position + reach[0], position + reach[1]
@@ -204,8 +158,7 @@ def locate(job: Any, scratch: Any, unit: Any, token: Any, position: Any, reach: 
 
 
 def stage_keys(job: Any, scratch: Any, reach: Any) -> None:
-    """Transpose the tile's keys into scratch, 16 at a time; a key out of reach is read from a row
-    of zeros."""
+    """Transpose the tile's keys into scratch, 16 at a time; those out of reach are zeros."""
     sizes, stride = job.sizes, 4 * job.sizes.tile
     first, last = reach[0] // LANES * LANES, (reach[1] + LANES - 1) // LANES * LANES
     for key in range(first, reach[0]):
@@ -303,22 +256,17 @@ def finite(scratch: Any, reach: Any) -> Any:
 
 def group_span(scratch: Any, row: Any, rows: Any) -> Any:
     """The keys that `rows` rows see together, and whether they all see just these."""
-    first, last = scratch.first[row], scratch.last[row]
-    same = True
-    for r in range(row + 1, row + rows):
+    first, last, same = NOWHERE, np.int64(0), True
+    for r in range(row, row + rows):
         alike = scratch.first[r] == scratch.first[row] and scratch.last[r] == scratch.last[row]
         same = same and alike
         if scratch.first[r] < scratch.last[r]:
-            if first < last:
-                first, last = min(first, scratch.first[r]), max(last, scratch.last[r])
-            else:
-                first, last = scratch.first[r], scratch.last[r]
+            first, last = min(first, scratch.first[r]), max(last, scratch.last[r])
     return first, last, same
 
 
 def online_softmax_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
-    """Probabilities of up to 4 rows; a row that sees nothing of the tile gets zeros and keeps its
-    state."""
+    """Probabilities of up to 4 rows; one that sees nothing gets zeros and keeps its state."""
     for r in range(row, row + rows):
         if scratch.first[r] < scratch.last[r]:
             online_softmax(job, scratch, r)
@@ -392,11 +340,11 @@ def fold(job: Any, scratch: Any, rows: Any) -> None:
 
 
 def begin_unit(job: Any, scratch: Any, unit: Any) -> Any:
-    """Copy the queries, empty the totals; returns (rows, lowest lo, highest hi, lowest listed
-    position) of the unit."""
+    """Copy the queries, empty the totals; returns rows, lowest lo, highest hi and lowest listed
+    position."""
     sizes = job.sizes
     rows = (unit.end - unit.begin) * sizes.group
-    lo, hi, tail = np.int64(2**62), np.int64(0), np.int64(2**62)
+    lo, hi, tail = NOWHERE, np.int64(0), NOWHERE
     for token in range(unit.begin, unit.end):
         if job.lo[token] < job.hi[token]:
             lo, hi = min(lo, np.int64(job.lo[token])), max(hi, np.int64(job.hi[token]))
@@ -454,12 +402,9 @@ def run_unit(job: Any, scratch: Any, unit: Any) -> None:
         job.lse2[token * sizes.heads + head] = end_row(job, scratch, row, target, head)
 
 
-# ---- a call ----
+# ---- a call: its entries are those of attend.py's `call` ----
 
-# Its entries: addresses of arrays up to the blocks, how many blocks there are, two more arrays,
-# heads, their columns in keys and values, bytes of a cached number, attend.py's Shape, the workers'
-# memory, bytes of each and tokens of the largest block.
-BLOCKS, SIZES, MEMORY = 14, 17, 30
+BLOCKS, SIZES, MEMORY = 14, 17, 30  # where the number of blocks, the sizes and the memory stand
 
 
 def padded(n: Any, unit: Any) -> Any:
@@ -468,8 +413,8 @@ def padded(n: Any, unit: Any) -> Any:
 
 
 def layout(d_qk: Any, d_v: Any, tile: Any, rows: Any, q: Any) -> Any:
-    """Where the areas of a worker's memory begin, the first at address q, and where the last one
-    ends. `state` has five numbers per row, `spans` two; `tables` two per key."""
+    """Where the areas of a worker's memory begin, from address q on, and where the last one ends.
+    `state` has five numbers per row, `spans` two; `tables` two per key."""
     q_bytes, v_bytes = 4 * padded(d_qk, LANES), 4 * padded(d_v, LANES)
     keys = q + rows * q_bytes
     v = keys + 4 * d_qk * tile
@@ -491,10 +436,8 @@ def memory_bytes(d_qk: int, d_v: int, tile: int, rows: int) -> int:
 
 def carve(sizes: Any, rows: Any, memory: Any) -> Any:
     """The Scratch of a worker in its memory."""
-    d_qk, d_v, tile = sizes.d_qk, sizes.d_v, sizes.tile
-    q, keys, v, p, acc, total, zeros, state, tables, spans, _ = layout(
-        d_qk, d_v, tile, rows, memory
-    )
+    areas = layout(sizes.d_qk, sizes.d_v, sizes.tile, rows, memory)
+    q, keys, v, p, acc, total, zeros, state, tables, spans, _ = areas
     q_stride, v_stride = 4 * padded(sizes.d_qk, LANES), 4 * padded(sizes.d_v, LANES)
     row = 4 * padded(rows, LANES)
     for byte in range(0, q_stride, VECTOR_BYTES):
@@ -509,8 +452,7 @@ def carve(sizes: Any, rows: Any, memory: Any) -> Any:
 
 
 def unpack(record: Any) -> Any:
-    """The KernelArgs in a call's entries. The arrays, in order: q, k, v, out, lse2, Table, Rows,
-    blocks; sink2, consts (as in attend.py)."""
+    """The KernelArgs in a call's entries."""
     z = SIZES
     heads, item, kv_heads = record[z], record[z + 3], record[z + 4]
     sizes = Sizes(
@@ -529,7 +471,7 @@ def unpack(record: Any) -> Any:
 
 def work(at: Any, worker: Any) -> None:
     """What a thread does in a call: units until none is left, last blocks first: under causality
-    they see the most keys. A worker's share is of one kv head, where the threads divide so."""
+    they see the most keys."""
     record = int64_at(at + ENTRIES)
     job = unpack(record)
     sizes, memory = job.sizes, record[MEMORY] + worker * record[MEMORY + 1]

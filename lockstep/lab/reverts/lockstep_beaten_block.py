@@ -27,11 +27,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.kernels.cpu import sample_rows
+from lockstep.kernels.cpu import sample
 from lockstep.kernels.cpu.sample import MINUS_INF
 
 SOURCE = "class: a shortcut without its margin"
-TARGET = "lockstep.kernels.cpu.sample_rows:compiled"
+TARGET = "lockstep.kernels.cpu.sample:compiled"
 CELLS = ("sample/llama",)
 RELATED = ("sglang-33423", "lockstep-noisy-tie")
 
@@ -44,6 +44,6 @@ def beaten(bound: Any, best: Any) -> Any:
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     @functools.cache
     def compiled() -> Any:
-        return sample_rows.build(cache=False, beaten=beaten)
+        return sample.build(cache=False, beaten=beaten)
 
     return compiled

@@ -24,12 +24,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.kernels.cpu import sample_rows
+from lockstep.kernels.cpu import sample
 from lockstep.kernels.cpu.sample import largest_bits, largest_key
 from lockstep.sample.formulas import EMPTY, KEY_INF, KEY_MINUS_INF, NAN, OK
 
 SOURCE = "class: a row that is not sound is sampled from"
-TARGET = "lockstep.kernels.cpu.sample_rows:compiled"
+TARGET = "lockstep.kernels.cpu.sample:compiled"
 CELLS = ("sample/llama",)
 RELATED = ("lockstep-beaten-block", "sglang-1779")
 
@@ -45,6 +45,6 @@ def peak(x: Any) -> Any:
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     @functools.cache
     def compiled() -> Any:
-        return sample_rows.build(cache=False, peak=peak)
+        return sample.build(cache=False, peak=peak)
 
     return compiled

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.kernels.cpu import sample_rows
+from lockstep.kernels.cpu import sample
 from lockstep.kernels.cpu.sample import (
     GROUPS,
     MINUS_INF,
@@ -39,7 +39,7 @@ from lockstep.kernels.cpu.sample import (
 from lockstep.sample.formulas import NO_TOKEN
 
 SOURCE = "class: ties by the last id"
-TARGET = "lockstep.kernels.cpu.sample_rows:compiled"
+TARGET = "lockstep.kernels.cpu.sample:compiled"
 CELLS = ("sample/llama",)
 RELATED = ("lockstep-beaten-block", "lockstep-expert-ties")
 
@@ -63,6 +63,6 @@ def noisy_best(x: Any, counter: Any) -> Any:
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     @functools.cache
     def compiled() -> Any:
-        return sample_rows.build(cache=False, noisy_best=noisy_best)
+        return sample.build(cache=False, noisy_best=noisy_best)
 
     return compiled

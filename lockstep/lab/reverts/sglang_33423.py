@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.kernels.cpu import sample_rows
+from lockstep.kernels.cpu import sample
 
 SOURCE = "sgl-project/sglang#33423"
 TARGET = "lockstep.sample.formulas:gumbel"
@@ -39,7 +39,7 @@ RELATED = ("sglang-7207", "sglang-11096")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    sample_rows.compiled()  # from the right text, for good
+    sample.compiled()  # from the right text, for good
 
     def gumbel(word: Any) -> Any:
         words = torch.as_tensor(word)
