@@ -1,10 +1,8 @@
 """What a backend is: a table of what it can do, and how a step becomes a launch.
 
-`lower` is host work before every step: it writes numbers into the step's image. `bind` makes of the
-image on the device what `attend` takes; it sees addresses and the bucket and no number of the step,
-so that a launch can be recorded once per bucket and replayed for every step of it. What a row sees
-and how a layer scores are derived here once, for every backend but the reference, which has its own
-plain words for them and is the definition.
+`lower` writes numbers into a step's image; `bind` sees addresses and the bucket and no number, so
+that a launch can be recorded once per bucket and replayed. What a row sees and how a layer scores
+are derived here once, for every backend but the reference, which has its own plain words for them.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ from lockstep.plan.step import Bucket, Group, PagedGroup, StepPlan
 from lockstep.types import AttnSpec, GroupSpec, Layout
 
 INVARIANCES = frozenset({"batch", "chunk", "prefix", "page", "pad", "tree", "decode", "threads"})
-
-
 ANY_PAGE_SIZE = None  # a backend whose addresses do not care
 
 
@@ -125,15 +121,13 @@ def window_begin(spec: GroupSpec, plan: StepPlan, hi: NDArray[np.int32]) -> NDAr
 
 
 def addresses(spec: GroupSpec, views: PlanArrays) -> tuple[Any, Any, Any, int]:
-    """page_ids, page_indptr, first_pos and page size of a group. A fresh group's rows are pages of
-    one, in order."""
+    """page_ids, page_indptr, first_pos and page size; a fresh group's rows are pages of one."""
     size = 1 if spec.layout is Layout.FRESH else spec.page_size
     return views.page_ids, views.page_indptr, views.first_pos, size
 
 
 def lists(spec: GroupSpec, views: PlanArrays) -> tuple[Any, Any, Any]:
-    """start, tail_indptr and tail_slots of a group; no row of a cross or fresh group reaches its
-    start."""
+    """start, tail_indptr and tail_slots; no row of a cross or fresh group reaches its start."""
     return views.start, views.tail_indptr, views.tail_slots
 
 
@@ -158,6 +152,5 @@ def sink_logits2(spec: AttnSpec, heads: int) -> NDArray[np.float32]:
 
 
 def log2_to_ln(lse2: Any) -> Any:
-    """LSE is natural log everywhere inside Lockstep; kernels that work in base 2 convert here:
-    arrays or tensors."""
+    """LSE is natural log; kernels that work in base 2 convert here: arrays or tensors."""
     return lse2 * LN2

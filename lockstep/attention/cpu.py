@@ -1,8 +1,7 @@
 """Attention on the CPU: our own kernel, in the canonical order. The default without a GPU.
 
 `lower` derives what the kernel reads besides the plan: who sees what, and which rows are computed
-together; `bind` adds the constants of every layer. The kernel knows no window, no causality and no
-modes, only positions; it is compiled once per machine.
+together; `bind` adds the constants of every layer.
 """
 
 from __future__ import annotations
@@ -97,8 +96,8 @@ class Backend(base.Backend):
 
     def bind(self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Hashable) -> Handle:
         """What the kernel finds in the image."""
-        page_ids, page_indptr, first_pos, page_size = base.addresses(spec, views)
-        table = Table(page_ids, page_indptr, first_pos, *base.lists(spec, views))
+        *pages, page_size = base.addresses(spec, views)
+        table = Table(*pages, *base.lists(spec, views))
         rows, cut = bucket.tokens, views.derived[2 * bucket.tokens :].reshape(-1, 3)
         seen = Rows(views.derived[:rows], views.derived[rows : 2 * rows])
         largest = min(block_rows(spec), bucket.width or rows)
@@ -147,15 +146,14 @@ def block_rows(spec: GroupSpec) -> int:
 
 
 def most_blocks(spec: GroupSpec, bucket: Bucket) -> int:
-    """Blocks of any step of a bucket, at most: one per request, and one more for every full block
-    of the rows behind the requests' first ones."""
+    """Blocks of any step of a bucket: one per request, and one for every full block of further
+    rows."""
     requests = min(bucket.requests, bucket.tokens)
     return requests + (bucket.tokens - requests) // block_rows(spec)
 
 
 def blocks(plan: StepPlan, rows: int) -> NDArray[np.int32]:
-    """[NB, 3] (request, first row, end row): every request's rows, cut into blocks of at most
-    `rows`."""
+    """[NB, 3] (request, first row, end row): every request's, in blocks of at most `rows`."""
     request = np.arange(plan.bucket.requests, dtype=np.int32)
     if 0 < plan.bucket.width <= rows:
         return np.stack((request, plan.q_indptr[:-1], plan.q_indptr[1:]), 1)

@@ -1,8 +1,7 @@
 """The living definition: float64, a row at a time, straight from the address formula.
 
-Never tuned and never bent to a backend. It reads positions, window and causality from the plan's
-arrays and the spec in its own plain words; `attend_row` is also the formula of the lab's oracle,
-which knows no pages at all.
+Never tuned and never bent to a backend: positions, window and causality in plain words of its own.
+`attend_row` is also the formula of the lab's oracle, which knows no pages at all.
 """
 
 from __future__ import annotations
@@ -72,11 +71,7 @@ class Backend(base.Backend):
 
 def attend_row(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec) -> tuple[Tensor, Tensor]:
     """Softmax attention of one query. q [heads, d_qk], k [n, kv_heads, d_qk], v [n, kv_heads, d_v],
-    float64, true values.
-
-    Returns out [heads, d_v] and lse [heads], the natural log of the denominator; with no keys and
-    no sink, 0 and -inf.
-    """
+    float64, true values: out [heads, d_v] and lse [heads]; with no keys and no sink, 0 and -inf."""
     group = q.shape[0] // k.shape[1]
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     scores = torch.einsum("hd,nhd->hn", q, k) * spec.scale

@@ -1,9 +1,8 @@
 """Which backend, and why: decided once, by what the model needs and what a backend says it can do.
 
 A backend is `lockstep/attention/<name>.py`, or an entry point of the group `lockstep.backends` in
-somebody else's package; a name has one owner, and a second one is an error. Left to choose, only
-backends that promise bits are considered. A library that cannot be imported is a reason that is
-shown, never swallowed.
+somebody else's package. Left to choose, only backends that promise bits are considered. A library
+that cannot be imported is a reason that is shown.
 """
 
 from __future__ import annotations
@@ -18,18 +17,14 @@ from lockstep.plugins import Plugins
 from lockstep.types import Choice, GroupSpec, Layout, Refused
 
 HELPERS = ("base", "select")  # files of this folder that are no backend
-BY_NAME = (
-    'Ask for attention_backend="reference" by name: right values, no promise of bits, and slow'
-)
-OWN = [m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.name not in HELPERS]
+BY_NAME = 'Ask for attention_backend="reference" by name: right values, no promise of bits, slow'
+FILES = [m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)])]
+OWN = sorted(set(FILES) - set(HELPERS), key=lambda name: (name == "reference", name))
 BACKENDS = Plugins(
     kind="backend",
     group="lockstep.backends",
     attribute="Backend",
-    own={
-        name: f"lockstep.attention.{name}"
-        for name in sorted(OWN, key=lambda name: (name == "reference", name))
-    },
+    own={name: f"lockstep.attention.{name}" for name in OWN},
     protocol=Backend,
 )
 names, origin = BACKENDS.names, BACKENDS.origin
@@ -45,10 +40,7 @@ def select(
     name: str | None, specs: Sequence[GroupSpec], device: str, dtype: str = "float32"
 ) -> tuple[Backend, Choice]:
     """The backend for a model on a torch device, with activations of `dtype`, and the reason.
-
-    `name` None takes the first that promises bits and can do everything; one that promises none is
-    asked for by name or not used.
-    """
+    `name` None takes the first that promises bits and can do everything."""
     if name is not None:
         backend = load(name)
         for spec in specs:
@@ -85,15 +77,13 @@ def _remedy(name: str) -> str:
 def refusal(
     caps: Caps, spec: GroupSpec, device: str, tails: bool = False, dtype: str = "float32"
 ) -> str | None:
-    """Why a backend cannot serve a group, or None. `tails`: the steps hold tree rows; `dtype`: of
-    queries."""
+    """Why a backend cannot serve a group, or None. `tails`: the steps hold tree rows."""
     for head in (spec.d_qk, spec.d_v):
         stored = stored_len(head)
         if stored % caps.head_multiple or stored > caps.head_max:
             shown = f"{head}" if stored == head else f"{head}, stored as {stored},"
-            return (
-                f"head size {shown} is not a multiple of {caps.head_multiple} up to {caps.head_max}"
-            )
+            limits = f"a multiple of {caps.head_multiple} up to {caps.head_max}"
+            return f"head size {shown} is not {limits}"
     paged = spec.layout is not Layout.FRESH
     stated = (
         (device, caps.devices, f"device {device} is"),

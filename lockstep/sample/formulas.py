@@ -1,9 +1,9 @@
 """The formulas of sampling, for every device: counter noise, exponentials as integers, the natural
 logarithm, and the numbers by which rows and tokens are known.
 
-Single IEEE operations and integer arithmetic only: one text serves numpy arrays, torch tensors of
-any device and compiled scalars, with the same bits. Sums of exponentials are sums of integers: they
-have no order. Kernels compile these texts, `noise.py` and `logits.py` run them.
+Single IEEE operations and integers only: one text serves numpy arrays, torch tensors of any device
+and compiled scalars, with the same bits. Kernels compile these texts, noise.py and logits.py run
+them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ FRACTION = 42
 LOW = -64.0  # nats below the best: the weight is 0 from about -30 on
 OK, NAN, INFINITE, EMPTY = 0, 1, 2, 3  # what became of a row
 NO_TOKEN = -1
-FLOATS, INTS = (
-    3,
-    5,
-)  # numbers that a kernel is told of a row (`params.Numbers`, `Ops.sample_tokens`)
+FLOATS, INTS = 3, 5  # numbers that a kernel is told of a row (`Ops.sample_tokens`)
 FARTHEST = 2**63 - 1  # above every rank
 KEY_INF, KEY_MINUS_INF = 0x7F800000, -0x7F800001  # of scores as integers in the same order
 
@@ -41,34 +38,30 @@ E4, E5, E6 = 0.009618437361988022, 0.0013398874862412507, 0.00015353361740831734
 
 def bits_of(x: Any) -> Any:
     """A float64's bits as int64."""
-    if isinstance(x, np.ndarray | np.generic):
-        return x.view(np.int64)
-    from torch import int64
-
-    return x.view(int64)
+    return _viewed(x, "int64")
 
 
 def float_of(i: Any) -> Any:
     """The float64 with the bits of an int64."""
-    if isinstance(i, np.ndarray | np.generic):
-        return i.view(np.float64)
-    from torch import float64
+    return _viewed(i, "float64")
 
-    return i.view(float64)
+
+def _viewed(x: Any, dtype: str) -> Any:
+    if isinstance(x, np.ndarray | np.generic):
+        return x.view(dtype)
+    import torch
+
+    return x.view(getattr(torch, dtype))
 
 
 def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
-    """Philox 4x32-10 (Salmon et al., 2011) of the counter (c0, c1, c2, c3) under the key (k0, k1):
-    four words below 2^32, as int64. All are int64 in [0, 2^32), at least c0 and c2 arrays. A
-    product wraps; its two halves are right all the same."""
+    """Philox 4x32-10 (Salmon et al., 2011) of a counter under the key (k0, k1): four words. All are
+    int64 in [0, 2^32), at least c0 and c2 arrays. A product wraps; its two halves are right all the
+    same."""
     for _ in range(ROUNDS):
         p0, p1 = c0 * M0, c2 * M1
-        c0, c1, c2, c3 = (
-            (p1 >> 32) & WORD ^ c1 ^ k0,
-            p1 & WORD,
-            (p0 >> 32) & WORD ^ c3 ^ k1,
-            p0 & WORD,
-        )
+        c0, c2 = (p1 >> 32) & WORD ^ c1 ^ k0, (p0 >> 32) & WORD ^ c3 ^ k1
+        c1, c3 = p1 & WORD, p0 & WORD
         k0, k1 = (k0 + W0) & WORD, (k1 + W1) & WORD
     return c0, c1, c2, c3
 
@@ -90,9 +83,8 @@ def ln(x: Any) -> Any:
     m = float_of(bits - (exponent << 52))
     s = (m - 1.0) / (m + 1.0)
     z = s * s
-    series = (
-        (((((z * (1 / 15) + 1 / 13) * z + 1 / 11) * z + 1 / 9) * z + 1 / 7) * z + 1 / 5) * z + 1 / 3
-    ) * z + 1.0
+    series = (((z * (1 / 15) + 1 / 13) * z + 1 / 11) * z + 1 / 9) * z + 1 / 7
+    series = ((series * z + 1 / 5) * z + 1 / 3) * z + 1.0
     return as_float(exponent) * LN2 + s * 2.0 * series
 
 

@@ -6,8 +6,7 @@
     log-probabilities               `compute_logprobs`: of the model's own logits, before all that
 
 Tokens are ordered by score and then by id, everywhere. Probabilities are integers in units of
-2^-42: their sums are exact and have no order. Everything else is elementwise, so a row's bits
-cannot depend on other rows. Knows rows and tensors, not requests.
+2^-42: their sums are exact and have no order. Knows rows and tensors, not requests.
 """
 
 from __future__ import annotations
@@ -37,17 +36,13 @@ class Row(NamedTuple):
     prompt_len: int = 0  # how many of these are the prompt
     token_ids: NDArray[np.int32] = NO_TOKENS  # int32 [position], in order; none unless penalised
 
-    @property
-    def generated_len(self) -> int:
-        return self.position - self.prompt_len
-
 
 # ---- bias, penalties, min_tokens ----
 
 
 def apply_penalties(logits: Tensor, rows: Sequence[Row], eos_ids: tuple[int, ...]) -> Tensor:
     """`logits` themselves if no row asks for a change, otherwise a changed copy."""
-    biases = _entries([_biases(row.params) for row in rows], logits.device)
+    biases = _entries([tuple(zip(*row.params.biases)) for row in rows], logits.device)
     penalties = _entries([_penalties(row) for row in rows], logits.device, 2)
     forbidden = _entries([_forbidden(row, eos_ids) for row in rows], logits.device)
     if not any(len(at) for at, _, _ in (biases, penalties, forbidden)):
@@ -63,19 +58,12 @@ def apply_penalties(logits: Tensor, rows: Sequence[Row], eos_ids: tuple[int, ...
     return out
 
 
-def _biases(params: SamplingParams) -> tuple[Any, ...]:
-    """(ids, bias)."""
-    return tuple(zip(*params.biases, strict=True)) if params.biases else ()
-
-
 def _penalties(row: Row) -> tuple[Any, ...]:
     """(ids, repetition, what to take off), of every token before this one."""
     params = row.params
     if not params.penalised or not row.position:
         return ()
-    assert len(row.token_ids) == row.position, (
-        f"{len(row.token_ids)} tokens before position {row.position}"
-    )
+    assert len(row.token_ids) == row.position, f"{len(row.token_ids)} tokens, not {row.position}"
     ids, inverse = np.unique(row.token_ids, return_inverse=True)
     counts = np.bincount(inverse[row.prompt_len :], minlength=len(ids))
     minus = counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
@@ -85,7 +73,7 @@ def _penalties(row: Row) -> tuple[Any, ...]:
 def _forbidden(row: Row, eos_ids: tuple[int, ...]) -> tuple[Any, ...]:
     """(ids, filler) of the tokens that would end the generation too early."""
     params = row.params
-    if row.generated_len >= params.min_tokens:
+    if row.position - row.prompt_len >= params.min_tokens:
         return ()
     ids = {*params.stop_ids, *(() if params.ignore_eos else eos_ids)}
     return sorted(ids), [0.0] * len(ids)
@@ -95,18 +83,13 @@ def _entries(
     per_row: Sequence[tuple[Any, ...]], device: torch.device, values: int = 1
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(row, id, values) of all rows behind one another. A row names an id once."""
-    some = [(r, *columns) for r, columns in enumerate(per_row) if columns and len(columns[0])]
-    at = np.repeat([r for r, *_ in some], [len(ids) for _, ids, *_ in some]).astype(np.int64)
+    some = [(r, *columns) for r, columns in enumerate(per_row) if columns]
+    places = np.repeat([r for r, *_ in some], [len(ids) for _, ids, *_ in some])
     columns = [
-        np.concatenate([entry[1 + c] for entry in some]) if some else np.zeros(0)
-        for c in range(1 + values)
+        np.concatenate([NO_TOKENS, *(entry[c] for entry in some)]) for c in range(1, 2 + values)
     ]
-    numbers = [torch.from_numpy(column.astype(np.float32)).to(device) for column in columns[1:]]
-    return (
-        torch.from_numpy(at).to(device),
-        torch.from_numpy(columns[0].astype(np.int64)).to(device),
-        numbers,
-    )
+    at, ids = (torch.from_numpy(x.astype(np.int64)).to(device) for x in (places, columns[0]))
+    return at, ids, [torch.from_numpy(x.astype(np.float32)).to(device) for x in columns[1:]]
 
 
 # ---- the order of tokens ----

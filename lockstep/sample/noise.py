@@ -1,15 +1,10 @@
 """Gumbel noise by counter: a function of (seed, index, position of the sampled token, token id),
-and of nothing else.
+and of nothing else. The argmax of score + noise is a sample of softmax(score).
 
-    words = Philox 4x32-10, counter (token id // 4, position, index, 0), key (seed mod 2^32, seed
-    div 2^32)
+    words = Philox 4x32-10, counter (token id // 4, position, index, 0), key (seed mod, div 2^32)
     word  = words[token id mod 4]                    32 bits
     u     = (word + 1/2) / 2^32                      in [2^-33, 1 - 2^-33], exact in float64
     noise = float32(-ln(-ln u))                      in [-3.13, 22.88], ln written out in float64
-
-Integers and single IEEE operations only, so numpy, torch on any device and the CPU kernel give the
-same bits; there is no state, so neither the batch nor what was drawn before can matter. The argmax
-of score + noise is a sample of softmax(score).
 """
 
 from __future__ import annotations

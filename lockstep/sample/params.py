@@ -1,9 +1,5 @@
 """What a user asks of a generation, checked in full when it is made: a parameter that is accepted
-is honoured.
-
-`SamplingParams` is frozen and hashable; a variation is `dataclasses.replace`. Knows no model.
-Defaults are OpenAI's constants, never a checkpoint's. No torch.
-"""
+is honoured. Defaults are OpenAI's constants, never a checkpoint's. Knows no model and no torch."""
 
 from __future__ import annotations
 
@@ -18,12 +14,9 @@ import numpy as np
 from lockstep.sample.formulas import MAX_VOCAB, ln
 from lockstep.types import RuleError, shown, whole, with_fields
 
-MAX_TOKENS = 2**24
-MAX_COMPLETIONS = 128
-MAX_LOGPROBS = 20
-MAX_STOPS, MAX_STOP_CHARS = 16, 256
+MAX_TOKENS, MAX_COMPLETIONS, MAX_LOGPROBS = 2**24, 128, 20
+MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS = 16, 256, 1024
 MAX_BIASES, MAX_BIAS = 1024, 100.0
-MAX_STOP_IDS = 1024
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 2.0
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 MIN_P = 1e-300  # below it, min_p keeps every token with a finite logit
@@ -269,12 +262,10 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     """{id: bias}, JSON's string keys included, or the pairs this class keeps."""
     rule = f"logit_bias maps at most {MAX_BIASES} token ids to numbers"
     pairs = [] if value is None else list(value.items()) if isinstance(value, Mapping) else value
-    if (
-        not isinstance(pairs, list | tuple)
-        or len(pairs) > MAX_BIASES
-        or any(not isinstance(p, tuple) or len(p) != 2 for p in pairs)
-    ):
-        got = f"{len(pairs)} entries" if isinstance(pairs, list | tuple) else shown(value)
+    listed = isinstance(pairs, list | tuple)
+    bad = not listed or len(pairs) > MAX_BIASES
+    if bad or any(not isinstance(p, tuple) or len(p) != 2 for p in pairs):
+        got = f"{len(pairs)} entries" if listed else shown(value)
         raise RuleError(rule, got, "Pass a mapping {token id: bias}")
     found: dict[int, float] = {}
     for key, bias in pairs:

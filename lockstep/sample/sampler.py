@@ -1,9 +1,8 @@
-"""From logits to tokens: one function, `sample`; and `log_probs`, for decode, verify and prompt
-rows alike.
+"""From logits to tokens: `sample`; and `log_probs`, for decode, verify and prompt rows alike.
 
 A row's token is a function of its logits, its parameters, its position and the tokens before it.
 While the same completions decode, their parameters are one value (`RowParams`) and positions move
-alone. Both compute through a device's table of operations. Called by the engine.
+alone. Both compute through a device's table. Called by the engine.
 """
 
 from __future__ import annotations
@@ -49,14 +48,13 @@ class RowParams:
     @classmethod
     def of(cls, params: Sequence[SamplingParams], prompt_lens: Sequence[int]) -> RowParams:
         numbers, least = [each.numbers for each in params], [each.min_tokens for each in params]
+        floats = torch.tensor([each.floats for each in numbers], dtype=torch.float64)
         tops = {r: each.top for r, each in enumerate(numbers) if each.top is not None}
         return cls(
             params=tuple(params),
             prompt_lens=np.array(prompt_lens, np.int64),
             min_tokens=np.array(least, np.int64),
-            floats=torch.tensor([each.floats for each in numbers], dtype=torch.float64).reshape(
-                -1, FLOATS
-            ),
+            floats=floats.reshape(-1, FLOATS),
             ints=np.array([each.ints for each in numbers], np.int64).reshape(-1, 3).T,
             edits=np.array([each.edits for each in numbers], np.bool_),
             plain=not any(each.edits for each in numbers) and not any(least),
@@ -95,19 +93,18 @@ class Settings(NamedTuple):
     cuts: bool
 
     def to(self, device: torch.device) -> Settings:
-        """The same on a device; they are made on the host."""
+        """The same on a device."""
         if device.type == "cpu":
             return self
         return Settings(self.floats.to(device), self.ints.to(device), self.cuts)
 
 
 class Logprobs(NamedTuple):
-    """Of S rows: the chosen token's, float32 [S], and the k best tokens, int64 [S, k], with theirs,
-    float32 [S, k]. NaN for a bad row."""
+    """Of S rows, NaN for a bad one: the chosen token's, and the k best tokens with theirs."""
 
-    chosen: Tensor
-    top_ids: Tensor
-    top: Tensor
+    chosen: Tensor  # float32 [S]
+    top_ids: Tensor  # int64 [S, k]
+    top: Tensor  # float32 [S, k]
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,23 +125,15 @@ class Sampled:
 def sample(
     ops: Ops, logits: Tensor, rows: RowBatch | Sequence[Row], eos_ids: tuple[int, ...] = ()
 ) -> Sampled:
-    """Choose one token per row.
-
-    ops      the table of the device that the logits lie on
-    logits   floating, [S, V]: the model's own; not changed
-    rows     one description per row of logits; a row of the model may stand twice (n > 1)
-    eos_ids  what min_tokens keeps from being chosen, beside each row's stop_token_ids
-
-    A row whose logits hold NaN or +inf, or that has no finite logit left, gets -1 and a reason; the
-    others are what they would be without it.
-    """
+    """Choose one token per row of the model's own logits, floating [S, V], which stay as they are;
+    min_tokens keeps `eos_ids` from being chosen, beside each row's stop_token_ids. A row whose
+    logits hold NaN or +inf, or that has no finite logit left, gets -1 and a reason."""
     batch = RowBatch.of(rows)
     scores = raw = _checked(logits, len(batch.positions))
     edited = changes(batch)
     if edited:
         scores = raw.clone()
-        edits = apply_penalties(raw[edited], [batch.row(r) for r in edited], eos_ids)
-        scores[edited] = edits
+        scores[edited] = apply_penalties(raw[edited], [batch.row(r) for r in edited], eos_ids)
     how = settings(batch, raw.shape[1]).to(raw.device)
     tokens, states = ops.sample_tokens(scores, *how)
     return described(ops, raw, batch.how, tokens, states)
@@ -164,9 +153,8 @@ def described(ops: Ops, raw: Tensor, how: RowParams, tokens: Tensor, states: Ten
 
 
 def log_probs(ops: Ops, logits: Tensor, token_ids: Tensor, k: int = 0) -> Logprobs:
-    """Log-probabilities of `token_ids` (int64 [S]; -1 for none) and of the k best tokens, under
-    softmax of the model's own logits. Within 1e-8 of the exact value, then rounded once to float32.
-    Ties among the best go to the lower id."""
+    """Of `token_ids` (int64 [S]; -1 for none) and of the k best tokens, under softmax of the
+    model's own logits: within 1e-8, then rounded once to float32. Ties go to the lower id."""
     raw = _checked(logits, len(token_ids))
     return Logprobs(*ops.compute_logprobs(raw, token_ids.to(raw.device), k))
 
@@ -194,16 +182,11 @@ def settings(rows: RowBatch | Sequence[Row], vocab_size: int) -> Settings:
 
 def _checked(logits: Tensor, rows: int) -> Tensor:
     """The logits as contiguous float32, one row per description."""
-    if (
-        logits.ndim != 2
-        or len(logits) != rows
-        or not logits.is_floating_point()
-        or not 1 <= logits.shape[1] <= MAX_VOCAB
-    ):
+    fits = logits.ndim == 2 and len(logits) == rows and 1 <= logits.shape[1] <= MAX_VOCAB
+    if not fits or not logits.is_floating_point():
         rule = f"logits are floating numbers [{rows}, V], V from 1 to {MAX_VOCAB}"
-        raise RuleError(
-            rule, f"{logits.dtype} of {list(logits.shape)}", "Give one row of logits per row"
-        )
+        got = f"{logits.dtype} of {list(logits.shape)}"
+        raise RuleError(rule, got, "Give one row of logits per row")
     if logits.dtype is torch.float32 and logits.is_contiguous() and not logits.requires_grad:
         return logits
     return logits.detach().to(torch.float32).contiguous()
