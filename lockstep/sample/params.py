@@ -21,10 +21,9 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 2.0
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 MIN_P = 1e-300  # below it, min_p keeps every token with a finite logit
 
-MAX_TOKENS_REMEDY = "Use None for as many as the context leaves"
 # integers and numbers: from, to, and what to use instead
 WHOLES = {
-    "max_tokens": (1, MAX_TOKENS, MAX_TOKENS_REMEDY),
+    "max_tokens": (1, MAX_TOKENS, "Use None for as many as the context leaves"),
     "top_k": (-1, MAX_VOCAB, "Use 0 or -1 to keep every token"),
     "seed": (SEED_MIN, SEED_MAX, "Use None for a seed of its own"),
     "n": (1, MAX_COMPLETIONS, "Send several requests, with sample_index to tell them apart"),

@@ -127,15 +127,13 @@ def fma_ir(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def maximum_ir(builder: Any, a: Any, b: Any) -> Any:
-    """The larger one, NaN if either is: a NaN must reach the output, not be dropped by a
-    comparison."""
+    """The larger one, NaN if either is: a comparison would drop it."""
     larger = builder.select(builder.fcmp_ordered(">", a, b), a, b)
     return builder.select(builder.fcmp_unordered("uno", a, a), a, larger)
 
 
 def canonical_ir(builder: Any, x: Any) -> Any:
-    """x, with every NaN the same NaN: which operand's payload survives is the processor's
-    choice."""
+    """x, with every NaN the same NaN: which payload survives is the processor's choice."""
     nan = constant(x.type, float("nan"))
     return builder.select(builder.fcmp_unordered("uno", x, x), nan, x)
 
@@ -213,9 +211,8 @@ def folded(step: Callable[[Any, Any, Any], Any]) -> Any:
     def fold(builder: Any, x: Any) -> Any:
         half = LANES // 2
         while half:
-            low, high = (
-                shuffle_ir(builder, x, x, range(begin, begin + half)) for begin in (0, half)
-            )
+            halves = (range(half), range(half, 2 * half))
+            low, high = (shuffle_ir(builder, x, x, lanes) for lanes in halves)
             x, half = step(builder, low, high), half // 2
         return builder.extract_element(x, I32(0))
 
@@ -224,8 +221,6 @@ def folded(step: Callable[[Any, Any, Any], Any]) -> Any:
 
 lanes_sum = folded(lambda builder, a, b: builder.fadd(a, b))
 lanes_max = folded(maximum_ir)
-
-
 splat = ir_function(FLOATS(types.float32))(splat_ir)
 
 
@@ -261,8 +256,7 @@ def address(builder: Any, pointer: Any) -> Any:
 
 
 def pointer(kind: Any, element: Any) -> Any:
-    """Build `f(address)`: elements of `kind` from that address on, to be indexed like an array,
-    without bounds or owner."""
+    """Build `f(address)`: elements of `kind` from there on, indexed like an array."""
 
     @ir_function(types.CPointer(kind)(types.int64))
     def elements(builder: Any, address: Any) -> Any:
