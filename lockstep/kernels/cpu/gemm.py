@@ -35,8 +35,7 @@ from lockstep.kernels.cpu.loops import (
     RAW,
     VECTOR_BYTES,
     VECTORS,
-    counted,
-    multiply,
+    chains,
     row_addresses,
     shaped,
     widen_ir,
@@ -161,7 +160,7 @@ def unit(at: Any, nth: Any, worker: Any) -> None:
         some = min(ROWS, last - row)
         x_row, y_row = x_at + row * x_stride, y_at + row * y_stride
         fetch(at, x_at, x_stride, row + some, min(row + some + ROWS, last), 4 * depth)
-        chains(some, item, x_row, x_stride, weight, depth, y_row, y_stride, n - column)
+        products(some, item, x_row, x_stride, weight, depth, y_row, y_stride, n - column)
         row += some
 
 
@@ -169,7 +168,7 @@ work = cache(partial(threads.kernel, "GEMM", unit))  # the compiled kernel of th
 
 
 @ir_function(integers(9))
-def chains(
+def products(
     builder: Any, rows: Any, item: Any, x: Any, x_stride: Any, panel: Any, depth: Any, y: Any,
     y_stride: Any, columns: Any,
 ) -> None:  # fmt: skip
@@ -177,7 +176,6 @@ def chains(
     panel[depth][j]; `columns` are stored. `item` bytes has a number of the panel: 4 or 2."""
 
     def loop(count: int, size: int) -> None:
-        x_rows = row_addresses(builder, x, x_stride, count)
         number = ir.VectorType(RAW[size], LANES)
 
         def weights(k: Any) -> list[Any]:
@@ -186,10 +184,9 @@ def chains(
             raw = [load_ir(builder, row, place, of=number, align=size) for place in places]
             return [widen_ir(builder, each, FORMATS[size]) for each in raw]
 
-        def body(k: Any, sums: list[Any]) -> list[Any]:
-            return multiply(builder, x_rows, k, weights(k), sums)
-
-        sums = counted(builder, I64(0), depth, [constant(VECTOR, 0.0)] * (count * VECTORS), body)
+        x_rows = row_addresses(builder, x, x_stride, count)
+        zeros = [constant(VECTOR, 0.0)] * (count * VECTORS)
+        sums = chains(builder, x_rows, (I64(0), depth), zeros, weights)
         for j, bias in enumerate(weights(depth)):
             mask = below_ir(builder, builder.sub(columns, I64(LANES * j)))
             for r, row in enumerate(row_addresses(builder, y, y_stride, count)):

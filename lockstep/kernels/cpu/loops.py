@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from llvmlite import ir
-from numba.core import registry
+from numba.core import cgutils, registry
 
 from lockstep.kernels.cpu.lanes import (
     F32,
@@ -42,40 +42,12 @@ WIDE = "+avx512f" in TARGET[2]
 ROWS = 4  # rows of a full micro-kernel
 VECTORS = 4 if WIDE else 1  # its width: 16 of 32 zmm registers, or 8 of 16 ymm registers
 Shapes = Sequence[tuple[int, int]]
+Vectors = Callable[[Any], list[Any]]  # those of an index, as emitted
 PIECE = 4  # elements of a key that are transposed together: one 128-bit lane of floats
 STEP = 8  # columns per iteration: head sizes are multiples of 8
 FLOAT32 = KV_FORMATS["float32"].code
 RAW = {4: F32, 2: I16, 1: I8}  # an element by its bytes: float, or the bits of a narrow format
 SHAPES = [(rows, width) for rows in range(1, ROWS + 1) for width in (1, 2, 4) if width <= VECTORS]
-
-
-def counted(
-    builder: Any,
-    first: Any,
-    last: Any,
-    carried: list[Any],
-    body: Callable[[Any, list[Any]], list[Any]],
-) -> list[Any]:
-    """`for i in [first, last)`: body(i, carried) gives the next carried values; their values after
-    the loop come back."""
-    before = builder.block
-    head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))
-    builder.branch(head)
-    builder.position_at_end(head)
-    index = builder.phi(I64)
-    index.add_incoming(first, before)
-    values = [builder.phi(x.type) for x in carried]
-    for phi, x in zip(values, carried, strict=True):
-        phi.add_incoming(x, before)
-    builder.cbranch(builder.icmp_signed("<", index, last), inside, after)
-    builder.position_at_end(inside)
-    following = body(index, values)
-    index.add_incoming(builder.add(index, I64(1)), builder.block)
-    for phi, x in zip(values, following, strict=True):
-        phi.add_incoming(x, builder.block)
-    builder.branch(head)
-    builder.position_at_end(after)
-    return values
 
 
 def row_addresses(builder: Any, base: Any, stride: Any, rows: int) -> list[Any]:
@@ -112,14 +84,12 @@ def scores(
     """s[r][j] = fma chain over c in [0, depth) of q[r][c] * keys[c][j], from 0."""
 
     def loop(rows: int, vectors: int) -> None:
+        def column(c: Any) -> list[Any]:
+            return load_row(builder, builder.add(keys, builder.mul(c, keys_stride)), vectors)
+
         q_rows = row_addresses(builder, q, q_stride, rows)
-
-        def body(c: Any, sums: list[Any]) -> list[Any]:
-            here = builder.add(keys, builder.mul(c, keys_stride))
-            return multiply(builder, q_rows, c, load_row(builder, here, vectors), sums)
-
         zeros = [constant(VECTOR, 0.0)] * (rows * vectors)
-        sums = counted(builder, I64(0), depth, zeros, body)
+        sums = chains(builder, q_rows, (I64(0), depth), zeros, column)
         store_rows(builder, sums, row_addresses(builder, s, s_stride, rows), vectors)
 
     shaped(builder, rows, vectors, SHAPES, loop)
@@ -142,26 +112,29 @@ def values(
             scale = splat_ir(builder, load_ir(builder, alpha, 4 * r, of=F32))
             start += [builder.fmul(x, scale) for x in load_row(builder, row, vectors)]
 
-        def body(key: Any, sums: list[Any]) -> list[Any]:
+        def value(key: Any) -> list[Any]:
             entry = builder.add(table, builder.mul(key, I64(8)))
             row = builder.add(load_ir(builder, entry, of=I64, align=8), column)
-            return multiply(builder, p_rows, key, load_row(builder, row, vectors), sums)
+            return load_row(builder, row, vectors)
 
-        store_rows(builder, counted(builder, first, last, start, body), acc_rows, vectors)
+        sums = chains(builder, p_rows, (first, last), start, value)
+        store_rows(builder, sums, acc_rows, vectors)
 
     shaped(builder, rows, vectors, SHAPES, loop)
 
 
-def multiply(
-    builder: Any, rows: list[Any], index: Any, vectors: list[Any], sums: list[Any]
+def chains(
+    builder: Any, rows: list[Any], span: tuple[Any, Any], start: list[Any], vectors_at: Vectors
 ) -> list[Any]:
-    """One link of every chain: the float with this index of each row times the vectors."""
-    offset, following = builder.mul(index, I64(4)), []
-    for r, row in enumerate(rows):
-        factor = splat_ir(builder, load_ir(builder, builder.add(row, offset), of=F32))
-        own = sums[r * len(vectors) :]
-        following += [fma_ir(builder, factor, x, own[j]) for j, x in enumerate(vectors)]
-    return following
+    """The fma chains over i in span of rows[r][i] * vectors_at(i), each from its start."""
+    sums = [cgutils.alloca_once_value(builder, x) for x in start]  # LLVM makes registers of them
+    with cgutils.for_range_slice(builder, *span, I64(1)) as (i, _):
+        vectors, offset = vectors_at(i), builder.mul(i, I64(4))
+        for r, row in enumerate(rows):
+            factor = splat_ir(builder, load_ir(builder, builder.add(row, offset), of=F32))
+            for x, total in zip(vectors, sums[r * len(vectors) :]):
+                builder.store(fma_ir(builder, factor, x, builder.load(total, typ=VECTOR)), total)
+    return [builder.load(total, typ=VECTOR) for total in sums]
 
 
 def load_row(builder: Any, address: Any, vectors: int) -> list[Any]:
@@ -239,20 +212,16 @@ def transposed(builder: Any, code: Any, table: Any, depth: Any, keys: Any, strid
 
     def loop(kind: str, item: int) -> None:
         piece = ir.VectorType(RAW[item], PIECE)
-
-        def body(step: Any, carried: list[Any]) -> list[Any]:
-            offset = builder.mul(step, I64(STEP * item))
+        with cgutils.for_range(builder, builder.sdiv(depth, I64(STEP))) as steps:
+            offset = builder.mul(steps.index, I64(STEP * item))
             here = [builder.add(each, offset) for each in row]
             for part in range(0, STEP, PIECE):
                 raw = [load_ir(builder, x, part * item, of=piece, align=item) for x in here]
                 joined = [concat_ir(builder, raw[i::PIECE]) for i in range(PIECE)]
                 mixed = [widen_ir(builder, each, kind) for each in joined]
                 for i, column in enumerate(transpose_ir(builder, mixed)):
-                    index = builder.add(builder.mul(step, I64(STEP)), I64(part + i))
+                    index = builder.add(builder.mul(steps.index, I64(STEP)), I64(part + i))
                     store_ir(builder, builder.add(keys, builder.mul(index, stride)), column)
-            return []
-
-        counted(builder, I64(0), builder.sdiv(depth, I64(STEP)), [], body)
 
     each_format(builder, code, loop)
 
@@ -272,11 +241,8 @@ def widened(builder: Any, code: Any, source: Any, depth: Any, target: Any) -> No
         store_ir(builder, builder.add(target, offset), floats)
 
     def loop(kind: str, item: int) -> None:
-        def body(i: Any, carried: list[Any]) -> list[Any]:
-            save(load(kind, item, i, LANES), i)
-            return []
-
-        counted(builder, I64(0), whole, [], body)
+        with cgutils.for_range(builder, whole) as each:
+            save(load(kind, item, each.index, LANES), each.index)
         with builder.if_then(builder.icmp_signed("<", builder.mul(whole, I64(LANES)), depth)):
             half = load(kind, item, whole, STEP)
             zeros = constant(ir.VectorType(F32, STEP), 0.0)
