@@ -5,8 +5,6 @@ that a launch can be recorded once per bucket and replayed. What a row sees and 
 are derived here once, for every backend but the reference, which has its own plain words for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -4,8 +4,6 @@
 together; `bind` adds the constants of every layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ Never tuned and never bent to a backend: positions, window and causality in plai
 `attend_row` is also the formula of the lab's oracle, which knows no pages at all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ somebody else's package. Left to choose, only backends that promise bits are con
 that cannot be imported is a reason that is shown.
 """
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Sequence
 from pathlib import Path

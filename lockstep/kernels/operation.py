@@ -5,8 +5,6 @@ A kernel reads and writes memory behind torch's back. So functions are marked, t
 told of every call.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from abc import abstractmethod

@@ -4,8 +4,6 @@ A device is a folder here with `Ops` in its ops.py, or an entry point of the gro
 `lockstep.devices` in somebody else's package. Knows names and dtypes, no model.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

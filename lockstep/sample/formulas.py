@@ -6,8 +6,6 @@ and compiled scalars, with the same bits. Kernels compile these texts, noise.py 
 them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -9,8 +9,6 @@ Tokens are ordered by score and then by id, everywhere. Probabilities are intege
 2^-42: their sums are exact and have no order. Knows rows and tensors, not requests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

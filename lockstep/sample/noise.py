@@ -7,8 +7,6 @@ and of nothing else. The argmax of score + noise is a sample of softmax(score).
     noise = float32(-ln(-ln u))                      in [-3.13, 22.88], ln written out in float64
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

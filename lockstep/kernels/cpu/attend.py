@@ -4,8 +4,6 @@
 lab. What is computed, and in which order, stands in unit.py. Called by the CPU backend.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Numba watches the one file of the function it caches; a kernel is made of severa
 named by a digest of every source, the versions of the compilers and the processor.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

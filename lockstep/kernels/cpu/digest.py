@@ -5,8 +5,6 @@ is invertible in the word and in the lane, so that a single changed word always 
 lanes end with goes through BLAKE2b. Called where weights are read.
 """
 
-from __future__ import annotations
-
 import hashlib
 from functools import cache, partial
 from typing import Any

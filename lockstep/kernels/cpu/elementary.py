@@ -5,8 +5,6 @@ FLOATS alike; log2 and cos_sin (1e-15) for a float64 scalar. NaN stays NaN. Plai
 attend.py and rows.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -6,8 +6,6 @@ panel in registers. Weights that are bfloat16 numbers, as most checkpoints' are,
 half as many bytes have to come. Called through the table, ops.py.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from functools import cache, cached_property, partial

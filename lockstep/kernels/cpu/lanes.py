@@ -6,8 +6,6 @@ float32 scalars too: beside a vector one stands for 16 of it, and a float64, as 
 rounded first. Addresses are int64 byte addresses.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Sequence

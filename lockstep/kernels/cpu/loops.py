@@ -7,8 +7,6 @@ so pages of any size look the same; widening to float32 is exact. A micro-kernel
 strides in bytes. Called by unit.py; gemm.py uses its helpers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -1,8 +1,6 @@
 """The CPU's table of operations, float32: what each one does says `lockstep/ops.py`; here is which
 kernel does it. Made by `kernels.select` when a model is loaded."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ Scores and shares are row kernels; the rest moves, compares or rounds once, whic
 the same bits everywhere. Rows are laid out expert by expert. Called through the table, ops.py.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

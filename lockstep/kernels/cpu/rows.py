@@ -6,8 +6,6 @@ fold 8+8, 4+4, 2+2, 1+1; columns past the last full 16 are added one by one. Ang
 float64 inside and rounded once. Everything else is elementwise.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import namedtuple
 from collections.abc import Sequence

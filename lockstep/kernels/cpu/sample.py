@@ -5,8 +5,6 @@ The formulas behind them are those of `sample/formulas.py`, compiled with them; 
 has the same choice written with tensors. Called through the table, ops.py.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

@@ -12,8 +12,6 @@ beside a thread that runs Python waits for 5 ms, so a thread keeps it over short
 it in a call during which its turn would last longer than TURN_NS.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import functools

@@ -7,8 +7,6 @@ its own keys only: which rows share a unit decides which tiles are visited and s
 that a row does not see leaves its state as it was.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 from functools import lru_cache
 from typing import Any, NamedTuple
