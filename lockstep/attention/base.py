@@ -25,37 +25,27 @@ ANY_PAGE_SIZE = None  # a backend whose addresses do not care
 
 @dataclass(frozen=True)
 class Caps:
-    """What a backend can do, as data. What it does not state it cannot do, and it is refused.
+    """What a backend can do, as data. What it does not state it cannot do, and it is refused."""
 
-    devices            names of torch devices: cpu, cuda
-    activation_dtypes  of queries and outputs
-    kv_dtypes          of the cache (`types.KV_FORMATS`)
-    layouts            how a group keeps its keys (`types.Layout`)
-    head_multiple      head sizes, as they are stored (`order.stored_len`), are multiples of this
-    head_max           and at most this
-    page_sizes         keys per page; ANY_PAGE_SIZE for all
-    graphs             a launch may be recorded and replayed: it depends on the bucket, on what
-                       `lower` returned and on the image's numbers where they lie, on nothing else
-    planner_buffers    attributes of a handle that are buffers of a library's own planner and not
-                       parts of the image: `lower` fills them, one set per group and bucket
-    order              "canonical": bits are promised, those over `invariances`; "none": values only
-    """
-
-    devices: frozenset[str] = frozenset()
-    activation_dtypes: frozenset[str] = frozenset()
-    kv_dtypes: frozenset[str] = frozenset()
-    layouts: frozenset[str] = frozenset()
-    head_multiple: int = 1
-    head_max: int = 0
-    page_sizes: frozenset[int] | None = frozenset()
+    devices: frozenset[str] = frozenset()  # names of torch devices: cpu, cuda
+    activation_dtypes: frozenset[str] = frozenset()  # of queries and outputs
+    kv_dtypes: frozenset[str] = frozenset()  # of the cache (`types.KV_FORMATS`)
+    layouts: frozenset[str] = frozenset()  # how a group keeps its keys (`types.Layout`)
+    head_multiple: int = 1  # head sizes, as stored (`order.stored_len`), are multiples of this
+    head_max: int = 0  # and at most this
+    page_sizes: frozenset[int] | None = frozenset()  # keys per page; ANY_PAGE_SIZE for all
     window: bool = False
     non_causal: bool = False
     soft_cap: bool = False
     sinks: bool = False
     tails: bool = False
+    # a launch may be recorded: it depends on the bucket, on what `lower` returned and on the
+    # image's numbers where they lie, on nothing else
     graphs: bool = False
+    # attributes of a handle that are buffers of a library's own planner and not parts of the image:
+    # `lower` fills them, one set per group and bucket
     planner_buffers: tuple[str, ...] = ()
-    order: str = "none"
+    order: str = "none"  # "canonical": bits are promised, over `invariances`; "none": values only
     invariances: frozenset[str] = frozenset()
 
 
