@@ -6,8 +6,6 @@ function in its place meanwhile. `DONE` says what is done about it. Knows what i
 are `machine`'s.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext

@@ -5,8 +5,6 @@ runs nothing but Python beside a long prefill: how much of its speed is left? On
 on 1, 2, 4, ... threads. `cli` calls `run`; a test compares the bits of fewer requests.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import statistics
