@@ -61,7 +61,8 @@ def _penalties(row: Row) -> tuple[Any, ...]:
     params = row.params
     if not params.penalised or not row.position:
         return ()
-    assert len(row.token_ids) == row.position, f"{len(row.token_ids)} tokens, not {row.position}"
+    count = len(row.token_ids)
+    assert count == row.position, f"{count} tokens before position {row.position}"
     ids, inverse = np.unique(row.token_ids, return_inverse=True)
     counts = np.bincount(inverse[row.prompt_len :], minlength=len(ids))
     minus = counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
