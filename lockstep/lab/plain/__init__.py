@@ -1,11 +1,8 @@
 """Every model a second time, in plain float64 torch: what it computes, not how an engine does it.
 
-A checkpoint is a config with every field stated (what transformers' `to_dict` gives) and tensors by
-the names that its safetensors have. A sequence is computed whole: no cache, no page, no batch, no
-chunk, one function per idea. Slow on purpose; read it to learn what a model is. It shares no line
-with the engine: nothing of `nn`, `models`, `kernels` or whatever stands on them is imported here.
-
-`lab.values` compares the engine with it; tests/test_plain.py compares it with transformers.
+A sequence is computed whole, by one function per idea: read it to learn what a model is. It shares
+no line with the engine and imports nothing of it. `lab.values` compares the engine with it,
+tests/test_plain.py compares it with transformers.
 """
 
 from __future__ import annotations
@@ -29,17 +26,11 @@ class Checkpoint:
     config: Config
     tensors: Mapping[str, Tensor]
 
-    @property
-    def weights(self) -> Weights:
-        """The tensors as float64, from the model's root on."""
-        return Weights(self.tensors)
-
 
 def hidden_states(checkpoint: Checkpoint, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
     """float64 [len(ids), hidden]: the last layer's rows, after the last norm. `source` is what an
     encoder-decoder's encoder reads; `ids` are then the decoder's."""
-    config, weights = checkpoint.config, checkpoint.weights
-    rows = torch.tensor(ids)
+    config, weights, rows = checkpoint.config, Weights(checkpoint.tensors), torch.tensor(ids)
     if config["model_type"] == "bert":
         return encoder.bert_hidden_states(config, weights, rows)
     if config["model_type"] == "bart":
@@ -51,7 +42,7 @@ def logits(checkpoint: Checkpoint, ids: Sequence[int], source: Sequence[int] = (
     """float64 [len(ids), vocabulary]: what each row says about the token behind it."""
     hidden = hidden_states(checkpoint, ids, source)
     head = encoder.bart_logits if checkpoint.config["model_type"] == "bart" else decoder.logits
-    return head(checkpoint.config, checkpoint.weights, hidden)
+    return head(checkpoint.config, Weights(checkpoint.tensors), hidden)
 
 
 def embedding(checkpoint: Checkpoint, ids: Sequence[int], pooling: str) -> Tensor:

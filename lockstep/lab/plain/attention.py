@@ -1,6 +1,5 @@
 """Softmax attention over a whole sequence, and the multi-head latent attention of some decoders.
 
-`attend` is the one formula: scores, a mask of who sees whom, softmax, a weighted mean of values.
 In latent attention keys and values of all heads come from one small row per token: a latent
 (kv_lora_rank), and one rotated key part that all heads share. Here the latent is expanded to every
 head's keys and values, as the paper defines it.
@@ -8,7 +7,7 @@ head's keys and values, as the paper defines it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +18,7 @@ from lockstep.lab.plain.rope import Rotation, rotate_halves, rotate_pairs, rotat
 LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says
 
 
-@dataclass(frozen=True, eq=False)
-class Scoring:
+class Scoring(NamedTuple):
     """From dot products to scores; `sinks` [heads] take part in the softmax and have no value."""
 
     scale: float
@@ -55,11 +53,15 @@ def split_heads(x: Tensor, count: int) -> Tensor:
 
 
 def latent_attention(x: Tensor, config: Config, weights: Weights) -> Tensor:
-    """x [n, hidden] → [n, hidden]."""
-    turn = rotation(config["rope_parameters"], config["qk_rope_head_dim"], config, len(x))
+    """x [n, hidden] → [n, hidden]. Scores have yarn's temperature for both sides."""
+    params = config["rope_parameters"]
+    turn = rotation(params, config["qk_rope_head_dim"], config, len(x))
     q = queries(x, config, weights, turn)
     k, v = keys_and_values(x, config, weights, turn)
-    mixed = attend(q, k, v, causal(len(x)), Scoring(score_scale(config)))
+    scale = float(q.shape[-1] ** -0.5)
+    if params["rope_type"] != "default" and params.get("mscale_all_dim"):
+        scale *= temperature(params["factor"], params["mscale_all_dim"]) ** 2
+    mixed = attend(q, k, v, causal(len(x)), Scoring(scale))
     return linear(mixed, weights, "o_proj", config["attention_bias"])
 
 
@@ -72,7 +74,7 @@ def queries(x: Tensor, config: Config, weights: Weights, turn: Rotation) -> Tens
         low = rms_norm(low, weights["q_a_layernorm.weight"], LATENT_EPS)
         q = linear(low, weights, "q_b_proj", bias=False)
     q = split_heads(q, config["num_attention_heads"])
-    nope, rope = split_at(q, config["qk_nope_head_dim"])
+    nope, rope = q.tensor_split((config["qk_nope_head_dim"],), -1)
     return torch.cat((nope, rotate(rope, config, turn)), -1)
 
 
@@ -81,30 +83,16 @@ def keys_and_values(
 ) -> tuple[Tensor, Tensor]:
     """Keys [n, heads, nope + rope], the rope part the same for all, and values [n, heads, v]."""
     compressed = linear(x, weights, "kv_a_proj_with_mqa", config["attention_bias"])
-    latent, shared = split_at(compressed, config["kv_lora_rank"])
+    latent, shared = compressed.tensor_split((config["kv_lora_rank"],), -1)
     latent = rms_norm(latent, weights["kv_a_layernorm.weight"], LATENT_EPS)
     heads = config["num_attention_heads"]
     expanded = split_heads(linear(latent, weights, "kv_b_proj", bias=False), heads)
-    nope, v = split_at(expanded, config["qk_nope_head_dim"])
+    nope, v = expanded.tensor_split((config["qk_nope_head_dim"],), -1)
     shared = rotate(shared[:, None], config, turn).expand(-1, heads, -1)
     return torch.cat((nope, shared), -1), v
-
-
-def split_at(x: Tensor, column: int) -> tuple[Tensor, Tensor]:
-    """The columns before and from `column`."""
-    return x[..., :column], x[..., column:]
 
 
 def rotate(x: Tensor, config: Config, turn: Rotation) -> Tensor:
     """V2 turns neighbouring columns, V3 those or halves, as its config says."""
     in_pairs = config["model_type"] == "deepseek_v2" or config["rope_interleave"]
     return rotate_pairs(x, turn) if in_pairs else rotate_halves(x, turn)
-
-
-def score_scale(config: Config) -> float:
-    """One over the root of a key's width, times yarn's temperature for both sides."""
-    params = config["rope_parameters"]
-    scale = float((config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) ** -0.5)
-    if params["rope_type"] != "default" and params.get("mscale_all_dim"):
-        scale *= temperature(params["factor"], params["mscale_all_dim"]) ** 2
-    return scale

@@ -1,8 +1,7 @@
 """The decoder-only models: embedding, layers, norm, head.
 
-Ten families are variations of three choices: how norms and residuals surround a layer's two halves
-(`layer`), which attention (`attention`), which feed-forward (`feed_forward`). Each names the
-families that it tells apart.
+The families differ in three choices: how norms and residuals surround a layer's two halves
+(`layer`), which attention (`attention`), which feed-forward (`feed_forward`).
 """
 
 from __future__ import annotations
@@ -17,14 +16,15 @@ from lockstep.lab.plain.rope import rotate_halves, rotation
 GEMMA = ("gemma2", "gemma3_text")
 LATENT = ("deepseek_v2", "deepseek_v3")
 ONE_WINDOW = ("mistral", "qwen3_moe")  # in all layers, if any
+FIRST = "embed_tokens.weight"
 NORMED_HEADS = ("qwen3", "qwen3_moe", "gemma3_text")
 MODEL_TYPES = ("llama", "qwen2", "gpt_oss", *ONE_WINDOW, "qwen3", *GEMMA, *LATENT)
 
 
 def hidden_states(config: Config, weights: Weights, ids: Tensor) -> Tensor:
     """ids [n] → [n, hidden]."""
-    w = trunk(weights)
-    x = w["embed_tokens.weight"][ids]
+    w = weights.trunk("model", FIRST)
+    x = w[FIRST][ids]
     if config["model_type"] in GEMMA:
         x = x * config["hidden_size"] ** 0.5
     for i in range(config["num_hidden_layers"]):
@@ -35,17 +35,12 @@ def hidden_states(config: Config, weights: Weights, ids: Tensor) -> Tensor:
 def logits(config: Config, weights: Weights, hidden: Tensor) -> Tensor:
     """hidden [n, hidden] → [n, vocabulary]: by the embedding where it is tied."""
     if config["tie_word_embeddings"]:
-        out = linear(hidden, trunk(weights), "embed_tokens", bias=False)
+        out = linear(hidden, weights.trunk("model", FIRST), "embed_tokens", bias=False)
     else:
         out = linear(hidden, weights, "lm_head", bias=False)
     if config["model_type"] in GEMMA:
         return soft_cap(out, config["final_logit_softcapping"])
     return out
-
-
-def trunk(weights: Weights) -> Weights:
-    """A checkpoint of the trunk alone has no "model." before its names."""
-    return weights if "embed_tokens.weight" in weights else weights.at("model")
 
 
 def norm(x: Tensor, config: Config, weights: Weights, name: str) -> Tensor:
@@ -94,28 +89,21 @@ def attention(x: Tensor, config: Config, w: Weights, i: int) -> Tensor:
 
 def window_of(config: Config, i: int) -> int | None:
     """Keys that a row of this layer sees, itself included; None: all."""
-    if config["model_type"] == "llama":
-        return None
-    one = config["model_type"] in ONE_WINDOW
-    if one or config["layer_types"][i] == "sliding_attention":
+    kind = config["model_type"]
+    if kind in ONE_WINDOW or (kind != "llama" and config["layer_types"][i] == "sliding_attention"):
         return config["sliding_window"]  # type: ignore[no-any-return]
     return None
 
 
 def feed_forward(x: Tensor, config: Config, w: Weights, i: int) -> Tensor:
-    """Experts in all layers, in some of them, or in none."""
+    """Experts in all layers, in every decoder_sparse_step-th but mlp_only_layers, or in none."""
     kind = config["model_type"]
     if kind == "gpt_oss":
         return moe.gpt_oss(x, config, w)
     if kind in LATENT and i >= config["first_k_dense_replace"]:
         return moe.deepseek(x, config, w)
-    if kind == "qwen3_moe" and sparse(config, i):
+    in_turn = kind == "qwen3_moe" and (i + 1) % config["decoder_sparse_step"] == 0
+    if in_turn and i not in config["mlp_only_layers"]:
         return moe.qwen3_moe(x, config, w)
     activation = config["hidden_activation" if kind in GEMMA else "hidden_act"]
     return gated_mlp(x, w, activation, kind in ("llama", "deepseek_v2") and config["mlp_bias"])
-
-
-def sparse(config: Config, i: int) -> bool:
-    """Every decoder_sparse_step-th layer has experts, but mlp_only_layers."""
-    turn = (i + 1) % config["decoder_sparse_step"] == 0
-    return turn and i not in config["mlp_only_layers"]

@@ -1,8 +1,7 @@
-"""The models with an encoder: bert, whose rows all see each other, and bart, whose decoder's layers
-look at the encoder's rows as well.
+"""The models with an encoder: bert, whose rows all see each other and are one segment, and bart,
+whose decoder's layers look at the encoder's rows as well.
 
-Norms stand behind the residuals, positions are learnt, all linear maps have biases. A request of
-bert is one segment.
+Norms stand behind the residuals, positions are learnt, all linear maps have biases.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ from lockstep.lab.plain.layers import Config, Weights, layer_norm, linear, plain
 
 BART_EPS = 1e-5
 FIRST_POSITION = 2  # of bart: position p is row p + 2 of the table
+SHARED = "shared.weight"
 BERT_MAPS = ("self.query", "self.key", "self.value", "output.dense")
 BART_MAPS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
 def bert_hidden_states(config: Config, weights: Weights, ids: Tensor) -> Tensor:
-    """ids [n] → [n, hidden]. Models with a head have "bert." before the names of the encoder."""
-    w = weights if "embeddings.word_embeddings.weight" in weights else weights.at("bert")
+    """ids [n] → [n, hidden]."""
+    w = weights.trunk("bert", "embeddings.word_embeddings.weight")
     table, eps = w.at("embeddings"), config["layer_norm_eps"]
     words = table["word_embeddings.weight"][ids]
     segment = table["token_type_embeddings.weight"][0]
@@ -40,19 +40,14 @@ def bert_hidden_states(config: Config, weights: Weights, ids: Tensor) -> Tensor:
 
 def bart_hidden_states(config: Config, weights: Weights, ids: Tensor, source: Tensor) -> Tensor:
     """The decoder's rows for `ids`, behind the encoder's for `source`."""
-    w = bart_trunk(weights)
+    w = weights.trunk("model", SHARED)
     return bart_side(config, w, "decoder", ids, bart_side(config, w, "encoder", source, None))
 
 
 def bart_logits(config: Config, weights: Weights, hidden: Tensor) -> Tensor:
     """By the embedding that both sides share, plus a bias that the checkpoint keeps as a buffer."""
-    out = linear(hidden, bart_trunk(weights), "shared", bias=False)
+    out = linear(hidden, weights.trunk("model", SHARED), "shared", bias=False)
     return out + weights["final_logits_bias"][0] if "final_logits_bias" in weights else out
-
-
-def bart_trunk(weights: Weights) -> Weights:
-    """A checkpoint of the trunk alone has no "model." before its names."""
-    return weights if "shared.weight" in weights else weights.at("model")
 
 
 def bart_side(config: Config, w: Weights, side: str, ids: Tensor, encoded: Tensor | None) -> Tensor:
@@ -60,7 +55,7 @@ def bart_side(config: Config, w: Weights, side: str, ids: Tensor, encoded: Tenso
     own, heads = w.at(side), config[f"{side}_attention_heads"]
     scale = config["d_model"] ** 0.5 if config["scale_embedding"] else 1.0
     positions = own["embed_positions.weight"][torch.arange(len(ids)) + FIRST_POSITION]
-    x = w["shared.weight"][ids] * scale + positions
+    x = w[SHARED][ids] * scale + positions
     x = layer_norm(x, own, "layernorm_embedding", BART_EPS)
     sees = everything(x, x) if encoded is None else causal(len(x))
     for i in range(config[f"{side}_layers"]):

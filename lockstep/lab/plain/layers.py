@@ -1,7 +1,6 @@
 """The pieces of every model: a linear map, two norms, five activations, the feed-forwards.
 
-Everything is float64 and takes rows [n, width]. A piece reads its tensors by their names in the
-checkpoint; one that is not there is a KeyError that names it. Called by the other files of `plain`.
+All take float64 rows [n, width], and read their tensors by their names in the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The tensors below `prefix`, as float64."""
+    """The tensors below `prefix`, as float64; one that is not there is a KeyError that names it."""
 
     tensors: Mapping[str, Tensor]
     prefix: str = ""
@@ -28,6 +27,10 @@ class Weights:
     def at(self, *parts: str | int) -> Weights:
         """The tensors of a part: weights.at("layers", 3)."""
         return Weights(self.tensors, self.prefix + "".join(f"{part}." for part in parts))
+
+    def trunk(self, prefix: str, name: str) -> Weights:
+        """Where `name` is: a checkpoint of the trunk alone has no `prefix` before its names."""
+        return self if name in self else self.at(prefix)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[self.prefix + name].double()
@@ -58,7 +61,6 @@ def layer_norm(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e⁻ˣ)."""
     return 1 / (1 + torch.exp(-x))
 
 

@@ -1,8 +1,5 @@
 """Mixture of experts: a router gives each row a few experts, the result is their weighted sum.
-
-Four routers (qwen3_moe, gpt_oss, deepseek_v2, deepseek_v3), two ways to keep experts (one by one,
-or all in one tensor). Every expert computes every row, and most weights are 0: nothing is grouped.
-"""
+Every expert computes every row, and most weights are 0: nothing is grouped."""
 
 from __future__ import annotations
 

@@ -1,48 +1,40 @@
 """Rotary positions: pairs of columns of queries and keys turn, each pair at its own frequency.
 
-A row at position p turns its pair i by p · frequency[i]. Scalings stretch some frequencies, so that
-positions beyond those of the training look like ones within. Real numbers throughout: transformers
-rounds frequencies and angles to float32, which is its arithmetic and not the definition. A config's
-partial_rotary_factor is ignored, as transformers ignores it for all models here.
+Scalings stretch some frequencies, so that positions beyond those of the training look like ones
+within. Real numbers throughout: that transformers rounds frequencies and angles to float32 is its
+arithmetic, not the definition. partial_rotary_factor is ignored, as transformers does here.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lockstep.lab.plain.layers import Config
 
-
-class Rotation(NamedTuple):
-    """cos and sin [n, 1, pairs] of every row's angles, times the scaling's attention factor."""
-
-    cos: Tensor
-    sin: Tensor
+Rotation = tuple[Tensor, Tensor]  # cos and sin [n, 1, pairs], times the scaling's attention factor
 
 
 def rotation(params: Config, dim: int, config: Config, length: int) -> Rotation:
-    """Of rows at positions 0…length-1, by some of a config's rope_parameters; `dim` columns
-    turn."""
+    """Of rows at positions 0…length-1, of which `dim` columns turn, by rope_parameters."""
     factor = attention_factor(params, config["max_position_embeddings"])
     positions = torch.arange(length, dtype=torch.float64)[:, None, None]
     angles = positions * frequencies(params, dim, config)
-    return Rotation(angles.cos() * factor, angles.sin() * factor)
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def rotate_halves(x: Tensor, by: Rotation) -> Tensor:
     """x [n, heads, dim]: column i turns together with column i + dim/2."""
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * by.cos - b * by.sin, b * by.cos + a * by.sin), -1)
+    (a, b), (cos, sin) = x.chunk(2, -1), by
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
 def rotate_pairs(x: Tensor, by: Rotation) -> Tensor:
     """x [n, heads, dim]: column 2i turns together with column 2i + 1."""
-    a, b = x[..., 0::2], x[..., 1::2]
-    return torch.stack((a * by.cos - b * by.sin, b * by.cos + a * by.sin), -1).flatten(-2)
+    (a, b), (cos, sin) = (x[..., 0::2], x[..., 1::2]), by
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
 
 
 def frequencies(params: Config, dim: int, config: Config) -> Tensor:
@@ -106,9 +98,7 @@ def pair_that_turns(times: float, params: Config, dim: int) -> float:
 
 def yarn_factor(params: Config, max_position: int) -> float:
     """The stretch; where a config does not state it, how much longer the context became."""
-    if params["factor"] is not None:
-        return float(params["factor"])
-    return max_position / float(params["original_max_position_embeddings"])
+    return float(params["factor"] or max_position / params["original_max_position_embeddings"])
 
 
 def attention_factor(params: Config, max_position: int) -> float:
