@@ -1,13 +1,8 @@
 """Interrupts at any moment: afterwards every page is accounted for and every answer has its bits.
 
 A trial has an engine that has been through all trials before it, a bystander whose stream was
-begun, and a victim: a call that is struck by KeyboardInterrupt. Three ways to strike: a timer at a
-random moment, several times in a row, so that what the first one left is struck as well; an
-exception into a thread that is not the main one, while the bystander is read in the main one; and a
-trace function, which reaches every line, or every bytecode, of the packages that hold state
-(`TRACED`). Then the engine's books are checked, and the bystander and a new call are compared with
-an engine that nobody disturbed: tokens, text, reasons and bits of log-probabilities. `lockstep lab
-interrupts` and tests run it.
+begun, and a call that is struck by KeyboardInterrupt: by a timer, in a thread, or by a trace
+function. `lockstep lab interrupts` and tests run it; docs/lab.md has the ways.
 """
 
 from __future__ import annotations
@@ -24,19 +19,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import tee
 from pathlib import Path
+from timeit import timeit
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.attention.select import select
+from lockstep.attention import select
 from lockstep.config import EngineConfig
 from lockstep.lab import document
 from lockstep.lab.tiny import BART, CONTEXT, LLAMA, QWEN3, VOCAB, Tiny, parts
 from lockstep.llm.api import LLM
-from lockstep.llm.engine import Engine, Parts
+from lockstep.llm.engine import Engine
 from lockstep.llm.output import Chunk, Output
 from lockstep.progress import Progress
 from lockstep.sample.params import SamplingParams
@@ -44,42 +41,41 @@ from lockstep.sample.params import SamplingParams
 MODELS = (LLAMA, QWEN3, BART)
 PACKAGE = Path(__file__).parent.parent
 ENGINE = tuple(str(path) for path in PACKAGE.iterdir() if path.name not in ("lab", "bench"))
-TRACED = tuple(str(PACKAGE / name) for name in ("llm", "sched", "kv", "run"))
+TRACED = tuple(str(PACKAGE / name) for name in ("llm", "sched", "kv", "run"))  # they hold state
 CHUNK = 24  # rows of a step; sources and embedded prompts are at most so long
+ITEMS = [[5], [6, 7, 8], [9, 5, 6, 7, 8, 9, 10]]
 WISHES = 12  # different calls per model
 AGAIN_S = 0.002  # a second interrupt follows the first within this time
 WAYS = ("timer", "timer", "again", "thread")  # drawn alike
 
 Answer = tuple[Any, ...]
 Event = tuple[str, str, int, int]  # file, function, line, bytecode (-1 for a whole line)
+Strike = Callable[[Iterator[Any]], "Strikes"]  # while somebody's stream is read, or not
 
 
 @dataclass(frozen=True)
 class Wish:
-    """A call of some kind."""
+    """A call of some kind; two answers of it can be compared."""
 
     kind: str  # generate | stream | items | embed
     prompts: list[list[int]]
     params: SamplingParams
 
     def __call__(self, llm: LLM) -> Answer:
-        """What it is answered, to be compared."""
         if self.kind == "stream":
             chunks, n = list(llm.stream(self.prompts[0], self.params)), self.params.n
             ends = sorted((c.index, c.finish_reason) for c in chunks if c.finish_reason)
             ids = [sum((c.token_ids for c in chunks if c.index == i), ()) for i in range(n)]
             return texts_of(chunks, n), ids, ends
         if self.kind == "items":
-            items = [[5], [6, 7, 8], [9, 5, 6, 7, 8, 9, 10]]
-            return tuple(scores.tobytes() for scores in llm.score(self.prompts[0], items))
+            return tuple(scores.tobytes() for scores in llm.score(self.prompts[0], ITEMS))
         if self.kind == "embed":
             return (llm.embed([prompt[:CHUNK] for prompt in self.prompts]).tobytes(),)
         levels = [i % 2 for i in range(len(self.prompts))]
         return tuple(map(bits, llm.generate(self.prompts, self.params, priority=levels)))
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     model: str
     way: str
     where: tuple[str, ...]  # the functions that were struck
@@ -91,16 +87,11 @@ class Trial:
         return len(self.where)
 
 
-@cache
-def made_of(tiny: Tiny) -> Parts:
-    return parts(tiny, select("cpu", [], "cpu")[0])
-
-
 def engine(tiny: Tiny, **options: Any) -> Engine:
     """An engine for a tiny model: chunks, evictions and preemptions in every trial."""
     tight = {"page_size": 4, "max_total_tokens": 96, "chunked_prefill_size": CHUNK}
     given = {"context_length": CONTEXT, "max_running_requests": 6, **tight, **options}
-    return Engine(EngineConfig.from_names(given), made_of(tiny))
+    return Engine(EngineConfig.from_names(given), parts(tiny, select.load("cpu")))
 
 
 def wishes(tiny: Tiny) -> list[Wish]:
@@ -153,14 +144,7 @@ class Subject:
     def __init__(self, tiny: Tiny) -> None:
         self.tiny, self.llm, self.wishes = tiny, LLM.of(engine(tiny)), wishes(tiny)
         self.answers = [wish(calm(tiny)) for wish in self.wishes]
-        self.seconds: list[float] = []  # that each call takes
-        for wish in self.wishes:
-            begin = time.perf_counter()
-            wish(self.llm)
-            self.seconds.append(time.perf_counter() - begin)
-
-
-# -- ways to strike --------------------------------------------------------------------------------
+        self.seconds = [timeit(partial(wish, self.llm), number=1) for wish in self.wishes]
 
 
 class Strikes:
@@ -170,8 +154,10 @@ class Strikes:
         self.where: list[str] = []
         self.returned: list[Answer] = []
 
-    def call(self, wish: Wish, llm: LLM) -> bool:
+    def call(self, wish: Wish, llm: LLM, trace: Aim | None = None) -> bool:
         """Whether it was struck."""
+        before = sys.gettrace()
+        sys.settrace(trace or before)
         try:
             self.returned.append(wish(llm))
             return False
@@ -181,13 +167,16 @@ class Strikes:
             named = [f"{file.parent.name}/{file.stem}.{name}" for file, name in inside]
             self.where.append(named[-1] if named else "lab")
             return True
+        finally:
+            sys.settrace(before)
 
 
-def by_timer(subject: Subject, number: int, rng: random.Random, again: bool) -> Strikes:
-    """As Ctrl-C does it, at a random moment of the call; with `again` the calls that follow it are
-    struck too, each within AGAIN_S."""
-    strikes, calls = Strikes(), 3 if again else 1
-    first_s, left = rng.uniform(0, 1.2 * subject.seconds[number]) + 1e-6, calls
+def by_timer(
+    subject: Subject, number: int, rng: random.Random, stream: object, calls: int = 1
+) -> Strikes:
+    """As Ctrl-C does it, at a random moment of the call; of several the others are struck too, each
+    within AGAIN_S."""
+    first_s, left, strikes = rng.uniform(0, 1.2 * subject.seconds[number]) + 1e-6, calls, Strikes()
 
     def strike(*_: object) -> None:
         nonlocal left
@@ -227,10 +216,9 @@ def in_thread(subject: Subject, number: int, rng: random.Random, stream: Iterato
     end = time.perf_counter() + rng.uniform(0, 1.5 * subject.seconds[number])
     thread.start()
     reads = rng.random() < 0.5
-    while reads and time.perf_counter() < end and thread.is_alive():
-        reads = next(stream, None) is not None
     while time.perf_counter() < end and thread.is_alive():
-        time.sleep(1e-4)
+        reads = reads and next(stream, None) is not None
+        time.sleep(0 if reads else 1e-4)
     if thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt)
@@ -258,43 +246,22 @@ class Aim:
                 raise KeyboardInterrupt
         return self
 
-    def call(self, strikes: Strikes, wish: Wish, llm: LLM) -> None:
-        before = sys.gettrace()
-        sys.settrace(self)
-        try:
-            strikes.call(wish, llm)
-        finally:
-            sys.settrace(before)
-
-
-# -- trials ----------------------------------------------------------------------------------------
-
 
 def trial(subject: Subject, seed: int) -> Trial:
     """One trial of the engine, by number."""
     rng = random.Random(seed)
     way, number = rng.choice(WAYS), rng.randrange(WISHES)
-
-    def strike(stream: Iterator[Any]) -> Strikes:
-        if way == "thread":
-            return in_thread(subject, number, rng, stream)
-        return by_timer(subject, number, rng, again=way == "again")
-
-    return judged(subject, way, number, strike, rng)
+    strike: Callable[..., Strikes] = in_thread
+    if way != "thread":
+        strike = partial(by_timer, calls=3 if way == "again" else 1)
+    return judged(subject, way, number, partial(strike, subject, number, rng), rng)
 
 
-def judged(
-    subject: Subject,
-    way: str,
-    number: int,
-    strike: Callable[[Iterator[Any]], Strikes],
-    rng: random.Random,
-) -> Trial:
+def judged(subject: Subject, way: str, number: int, strike: Strike, rng: random.Random) -> Trial:
     """Begins a bystander, strikes, and looks at everything afterwards."""
-    llm, faults, streamed = subject.llm, list[str](), list[Chunk]()
+    llm, faults = subject.llm, list[str]()
     prompt, params, want = bystander(subject.tiny)
-    stream = llm.stream(prompt, params)
-    read = (streamed.append(chunk) or chunk for chunk in stream)  # type: ignore[func-returns-value]
+    read, streamed = tee(llm.stream(prompt, params))
     for _ in range(rng.randint(1, 6)):
         next(read)
     (job,) = llm.engine.generations.values()
@@ -316,7 +283,7 @@ def judged(
             pass
         check(bits(job.output("")) == want, "the bystander differs")
         texts = [c.text for c in job.output("").completions]
-        check(texts_of(streamed, params.n) == texts, "the bystander's stream differs")
+        check(texts_of(list(streamed), params.n) == texts, "the bystander's stream differs")
         faults += books(llm.engine)
     except Exception as error:  # whatever a broken engine raises
         faults.append(f"{type(error).__name__}: {error}")
@@ -339,28 +306,24 @@ def books(engine: Engine) -> list[str]:
     left = sum(map(len, queues))
     faults = [f"{left} requests are left"] if left else []
     for g, pool in enumerate(scheduler.pools):
-        if pool is not None and pool.free + scheduler.tree.cached(g) != pool.num_pages - 1:
-            lost = pool.num_pages - 1 - pool.free - scheduler.tree.cached(g)
-            faults.append(f"{lost} pages of group {g} are leaked")
+        lost = pool.num_pages - 1 - pool.free - scheduler.tree.cached(g) if pool else 0
+        faults += [f"{lost} pages of group {g} are leaked"] if lost else []
     return faults
 
 
-def run(
-    count: int, seed: int, on_trial: Callable[[Trial], None], models: tuple[Tiny, ...] = MODELS
-) -> Counter[str]:
+def run(count: int, seed: int, on_trial: Callable[[Trial], None]) -> Counter[str]:
     """Trials by turns over the models until `count` interrupts have struck: what they led to."""
-    subjects = [Subject(tiny) for tiny in models]
+    subjects = {tiny: Subject(tiny) for tiny in MODELS}
     struck = number = 0
     while struck < count:
-        done = trial(subjects[number % len(subjects)], seed + number)
+        tiny = MODELS[number % len(MODELS)]
+        done = trial(subjects[tiny], seed + number)
         on_trial(done)
         struck, number = struck + done.struck, number + 1
         if done.faults:
-            subjects[(number - 1) % len(subjects)] = Subject(models[(number - 1) % len(subjects)])
-    counters: Counter[str] = Counter(trials=number)
-    for each in subjects:
-        counters.update(each.llm.engine.scheduler.counters)
-    return counters
+            subjects[tiny] = Subject(tiny)
+    counters = (each.llm.engine.scheduler.counters for each in subjects.values())
+    return sum(counters, Counter(trials=number))
 
 
 def sweep(
@@ -371,31 +334,27 @@ def sweep(
     recovery. `part` (i, n): every n-th of them, from the i-th on."""
     rng, made = random.Random(seed), Subject(tiny)
     number = 1  # several prompts and completions
-    wish = made.wishes[number]
-    first, seen = -1, list[Event]()
+    wish, plain, noted = made.wishes[number], Aim(), Aim(opcodes=opcodes)
+    Strikes().call(wish, made.llm, plain)
+    writing = [i for i, event in enumerate(plain.events) if event[1] == "write"]
 
-    def strike(at: int) -> Strikes:
-        strikes, aim = Strikes(), Aim(at, opcodes)
+    def strike(aim: Aim, stream: object) -> Strikes:
+        strikes = Strikes()
         if second:
-            Aim(first).call(strikes, wish, made.llm)
-        aim.call(strikes, wish, made.llm)
-        seen[:] = seen or aim.events
+            strikes.call(wish, made.llm, Aim(writing[len(writing) // 2]))
+        strikes.call(wish, made.llm, aim)
         return strikes
 
-    if second:
-        plain = Aim()
-        plain.call(Strikes(), wish, made.llm)
-        writing = [i for i, event in enumerate(plain.events) if event[1] == "write"]
-        first = writing[len(writing) // 2]
-    yield judged(made, "noted", number, lambda stream: strike(-1), rng)
+    yield judged(made, "noted", number, partial(strike, noted), rng)
+    seen, moments = noted.events, dict[Event, list[int]]()
     if second:
         del seen[1 + max(i for i, event in enumerate(seen) if event[1] == "_recover") :]
-    way, moments = "recovery" if second else "aimed", dict[Event, list[int]]()
     for i, event in enumerate(seen):
         moments.setdefault(event, []).append(i)
     aims = [rng.choice(each) for each in moments.values()]  # of those at which it happens
+    way = "recovery" if second else "aimed"
     for at in aims[part[0] :: part[1]]:
-        yield judged(made, way, number, lambda stream, at=at: strike(at), rng)  # type: ignore[misc]
+        yield judged(made, way, number, partial(strike, Aim(at, opcodes)), rng)
 
 
 def command(args: Namespace) -> int:
@@ -415,17 +374,15 @@ def command(args: Namespace) -> int:
         for tiny, second in sweeps:
             trials += sweep(tiny, args.aimed == "bytecodes", second, args.seed)
             bar.step(tiny.name)
-    struck: Counter[str] = Counter()
-    for trial in trials:
-        struck[f"{trial.model} {trial.way}"] += trial.struck
+    struck = Counter(f"{t.model} {t.way}" for t in trials for _ in t.where)
     faults = [
         f"trial {number}, {t.model} {t.way} in {t.where}: {fault}"
         for number, t in enumerate(trials, 1)
         for fault in t.faults
     ]
     doc = {
-        **{**document.head(), "seed": args.seed, "interrupts": struck.total()},
-        "trials": len(trials),
+        **document.head(),
+        **{"seed": args.seed, "interrupts": struck.total(), "trials": len(trials)},
         "faults": faults[:100],
         "broken": len(faults),
         "leaked": sum("leaked" in fault for fault in faults),
