@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_engine
 import torch
 
 from lockstep.attention.select import load, refusal
@@ -21,7 +22,6 @@ from lockstep.config import EngineConfig
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import peak_pages
-from lockstep.lab import fuzz
 from lockstep.llm.output import Output
 from lockstep.run import certify, memory, runner
 from lockstep.run.probe import Edges
@@ -216,7 +216,7 @@ def test_the_cpu_backend_takes_heads_up_to_576(side: str):
 
 
 def test_id_0_is_a_token_like_any_other():
-    engine = fuzz.engine(max_total_tokens=500)
+    engine = tiny_engine.engine(max_total_tokens=500)
     outputs = []
     for prompt in ((0,), (0, 5), (5, 0)):
         job = engine.add(
@@ -232,7 +232,7 @@ def test_id_0_is_a_token_like_any_other():
 
 
 def test_true_asks_for_no_best_tokens_of_the_prompt():
-    engine = fuzz.engine(max_total_tokens=500)
+    engine = tiny_engine.engine(max_total_tokens=500)
     for asked, best in ((True, 0), (0, 0), (2, 2)):
         job = engine.add(
             (3, 4, 5), SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=asked)
@@ -245,7 +245,7 @@ def test_true_asks_for_no_best_tokens_of_the_prompt():
 
 def answer(params: SamplingParams) -> Output:
     """Of a tiny engine."""
-    engine = fuzz.engine(max_total_tokens=500)
+    engine = tiny_engine.engine(max_total_tokens=500)
     job = engine.add((3, 4, 5), params)
     while engine.busy:
         engine.step()
@@ -280,7 +280,7 @@ def test_an_output_speaks_for_its_first_completion():
 
 def test_an_engine_checks_its_plans(monkeypatch: pytest.MonkeyPatch):
     seen = []
-    engine = fuzz.engine(max_total_tokens=500)  # certifies the model, with plans of its own
+    engine = tiny_engine.engine(max_total_tokens=500)  # certifies the model, with plans of its own
     monkeypatch.setattr(runner, "check", lambda plan, pages: seen.append(pages))
     engine.add((3, 4, 5), SamplingParams(max_tokens=3, temperature=0))
     while engine.busy:

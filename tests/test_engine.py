@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiny_engine
 import torch
 
 from lockstep import LLM, SamplingParams
@@ -85,7 +86,7 @@ def same(a: Output, b: Output) -> bool:
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("length", [15, 16, 17, 32, 33])
 def test_a_cache_hit_is_a_miss_at_page_boundaries(page_size, length):
-    engine = fuzz.engine(page_size=page_size, max_total_tokens=2000)
+    engine = tiny_engine.engine(page_size=page_size, max_total_tokens=2000)
     prompt = PROMPT[:length]
     cold, warm = run(engine, prompt, PARAMS), run(engine, prompt, PARAMS)
     assert same(cold, warm)
@@ -95,15 +96,16 @@ def test_a_cache_hit_is_a_miss_at_page_boundaries(page_size, length):
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 39, 512])
 def test_any_chunk_size(chunk):
-    want = run(fuzz.engine(max_total_tokens=2000), PROMPT, PARAMS)
+    want = run(tiny_engine.engine(max_total_tokens=2000), PROMPT, PARAMS)
     assert same(
-        run(fuzz.engine(max_total_tokens=2000, chunked_prefill_size=chunk), PROMPT, PARAMS), want
+        run(tiny_engine.engine(max_total_tokens=2000, chunked_prefill_size=chunk), PROMPT, PARAMS),
+        want,
     )
 
 
 def test_preemption_every_two_steps_changes_nothing():
-    want = run(fuzz.engine(max_total_tokens=2000), PROMPT, PARAMS)
-    engine = fuzz.engine(max_total_tokens=2000, disable_radix_cache=True)
+    want = run(tiny_engine.engine(max_total_tokens=2000), PROMPT, PARAMS)
+    engine = tiny_engine.engine(max_total_tokens=2000, disable_radix_cache=True)
     job, steps = engine.add(PROMPT, PARAMS), 0
     while engine.busy:
         engine.step()
@@ -116,7 +118,7 @@ def test_preemption_every_two_steps_changes_nothing():
 
 
 def test_n_completions_are_n_requests():
-    engine = fuzz.engine(max_total_tokens=2000)
+    engine = tiny_engine.engine(max_total_tokens=2000)
     three = run(engine, PROMPT, replace(PARAMS, n=3))
     assert len({c.token_ids for c in three.completions}) > 1
     for completion in three.completions:
@@ -126,7 +128,7 @@ def test_n_completions_are_n_requests():
 
 
 def test_scores_are_the_bits_of_generation():
-    engine = fuzz.engine(max_total_tokens=2000)
+    engine = tiny_engine.engine(max_total_tokens=2000)
     out = run(engine, PROMPT, PARAMS)
     job = engine.add(
         (*PROMPT, *out.token_ids), SamplingParams(prompt_logprobs=True, seed=0), scores_only=True
@@ -139,8 +141,8 @@ def test_scores_are_the_bits_of_generation():
 
 
 def test_an_aborted_neighbour_leaves_no_trace():
-    engine = fuzz.engine(max_total_tokens=2000)
-    want = run(fuzz.engine(max_total_tokens=2000), PROMPT, PARAMS)
+    engine = tiny_engine.engine(max_total_tokens=2000)
+    want = run(tiny_engine.engine(max_total_tokens=2000), PROMPT, PARAMS)
     job, other = engine.add(PROMPT, PARAMS), engine.add(PROMPT[:20], PARAMS)
     for _ in range(4):
         engine.step()
@@ -153,8 +155,8 @@ def test_an_aborted_neighbour_leaves_no_trace():
 
 
 def test_nan_logits_end_their_request_and_nothing_else():
-    engine = fuzz.engine(max_total_tokens=2000)
-    want = run(fuzz.engine(max_total_tokens=2000), PROMPT, PARAMS)
+    engine = tiny_engine.engine(max_total_tokens=2000)
+    want = run(tiny_engine.engine(max_total_tokens=2000), PROMPT, PARAMS)
     poison = next(t for t in range(40, 61) if t not in want.token_ids)
     kind = engine.kinds[GENERATE]
 
@@ -188,11 +190,11 @@ def test_nan_logits_end_their_request_and_nothing_else():
     ],
 )
 def test_a_bad_request_is_refused_and_the_next_one_is_right(prompt, params, match):
-    engine = fuzz.engine(max_total_tokens=2000)
+    engine = tiny_engine.engine(max_total_tokens=2000)
     with pytest.raises(RuleError, match=match):
         engine.add(prompt, params)
     assert same(
-        run(engine, PROMPT, PARAMS), run(fuzz.engine(max_total_tokens=2000), PROMPT, PARAMS)
+        run(engine, PROMPT, PARAMS), run(tiny_engine.engine(max_total_tokens=2000), PROMPT, PARAMS)
     )
 
 
@@ -212,7 +214,7 @@ def test_a_bad_option_is_a_clear_error(option, match):
 
 
 def test_a_request_that_never_fits_the_pool_is_refused_with_both_numbers():
-    engine = fuzz.engine(max_total_tokens=32)
+    engine = tiny_engine.engine(max_total_tokens=32)
     with pytest.raises(RuleError, match=r"group \d has 2 pages of 16; got 58 keys, which need 4"):
         engine.add(PROMPT, PARAMS)
 

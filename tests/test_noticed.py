@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_engine
 import torch
 
 import lockstep
@@ -22,7 +23,7 @@ from lockstep.kernels.select import DEVICES
 from lockstep.kv.pages import PagePool
 from lockstep.kv.prefix import Prefix, Root
 from lockstep.kv.tables import CacheGroups, PageTable, shared_pages
-from lockstep.lab import fuzz, tiny
+from lockstep.lab import tiny
 from lockstep.llm import prompts
 from lockstep.llm.engine import Engine, Launched, Parts, prepare
 from lockstep.llm.output import Completion, Output
@@ -364,7 +365,7 @@ def test_more_decoding_requests_than_rows_take_turns():
     """While the first waits for its penalties, a third one joins: then there are three for two
     rows."""
     config = EngineConfig(chunked_prefill_size=2, max_total_tokens=400, context_length=64)
-    engine = Engine(config, fuzz.tiny(), overlap=True)
+    engine = Engine(config, tiny_engine.parts(), overlap=True)
     params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     for i, penalty in enumerate((1.5, 0, 0)):
         engine.add((3 + i,), replace(params, presence_penalty=penalty))
@@ -374,14 +375,14 @@ def test_more_decoding_requests_than_rows_take_turns():
 
 
 def test_embeddings_are_computed_in_order_of_arrival():
-    engine = fuzz.engine(chunked_prefill_size=3, max_total_tokens=400)
+    engine = tiny_engine.engine(chunked_prefill_size=3, max_total_tokens=400)
     for length in (1, 2, 3):
         engine.add(PROMPT[:length], embed=True)
     assert [lens for _, lens in steps_of(engine)] == [[1, 2], [3]]
 
 
 def test_a_block_is_shared_as_soon_as_it_is_whole():
-    engine = fuzz.engine(page_size=4, max_total_tokens=400)
+    engine = tiny_engine.engine(page_size=4, max_total_tokens=400)
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     first = engine.add(PROMPT[:2], params)
     while first.request.settled_len < 4:
@@ -395,7 +396,7 @@ def test_a_block_is_shared_as_soon_as_it_is_whole():
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_answer_that_goes_on_has_the_scores_of_its_prompt(n):
     params = SamplingParams(max_tokens=8, seed=4, n=n, logprobs=True, prompt_logprobs=1)
-    engine = fuzz.engine(max_total_tokens=400, disable_radix_cache=True)
+    engine = tiny_engine.engine(max_total_tokens=400, disable_radix_cache=True)
     want = run_alone(engine, replace(params, ignore_eos=True))
     begun = [completion.token_ids[:3] for completion in want.completions]
     got = run_alone(engine, replace(params, ignore_eos=True), generated=begun)

@@ -1,12 +1,10 @@
 """Random traces of a whole engine, every request compared with its recomputation: tokens and
 log-probabilities, bit for bit.
 
-A trace is a hostile configuration (small pools, odd chunks, any page size) of one tiny model, and a
-list of arrivals and aborts. Requests are drawn from a fixed menu, so that each is recomputed once
-per process, its numbers judged by the plain float64 model. A trace is a function of its number, so
-a failing one can be played again; what is switched on in it (`SWITCHES`) follows from its number
-too, and from nothing else, so that old numbers keep their arrivals. `lockstep lab fuzz` runs many,
-tests run some.
+A trace is a hostile configuration of one tiny model and a list of arrivals and aborts: a function
+of its number. What is switched on in it is drawn apart, so that old numbers keep their arrivals.
+Requests come from a fixed menu, so that each is recomputed once per process. `lockstep lab fuzz`
+runs many, tests run some.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 import random
 import time
 from argparse import Namespace
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
@@ -24,17 +22,17 @@ import torch
 
 from lockstep.attention import select
 from lockstep.config import EngineConfig
-from lockstep.lab import document, isolate
+from lockstep.lab import document, isolate, table
 from lockstep.lab.engine_harness import EngineHarness
 from lockstep.lab.options import CPU, Device, RunOptions
 from lockstep.lab.recompute import Order
 from lockstep.lab.speculative import CHAIN, EAGLE, EAGLE3, EAGLE3_TREE, NGRAM, TREE
-from lockstep.lab.tiny import CONTEXT, QWEN3, VOCAB, loaded
-from lockstep.llm.engine import Engine, Parts, prepare
+from lockstep.lab.tiny import CONTEXT, QWEN3, VOCAB
 from lockstep.progress import Progress
 from lockstep.sample.params import SamplingParams
 
 MENU = 48  # different requests
+PARAMS = table("fuzz_requests.json")["params"]
 # each on in half of the traces, independently: rows and requests that are padding; several buckets;
 # steps that are settled when the next one has been launched
 SWITCHES = ("padding", "buckets", "late settling")
@@ -50,7 +48,7 @@ Played = tuple[list[str], Counter[str]]  # what was wrong, and what happened
 
 @dataclass(frozen=True)
 class Trace:
-    """What happens: the engine's configuration, and who arrives and leaves when."""
+    """The engine's configuration, and who arrives and leaves when."""
 
     config: EngineConfig
     arrivals: tuple[tuple[int, int], ...]  # (step, number on the menu), by step
@@ -59,7 +57,7 @@ class Trace:
     guessed: frozenset[int] = frozenset()  # arrivals that speculate
 
     def orders(self) -> list[Order]:
-        """As the rig takes them."""
+        """As the harness takes them."""
         out = []
         for i, (step, number) in enumerate(self.arrivals):
             order = menu()[number]
@@ -69,23 +67,12 @@ class Trace:
 
 
 @lru_cache(maxsize=1)
-def tiny() -> Parts:
-    """The model with a window in one layer and none in the other, proven on this machine."""
-    return prepare(loaded(QWEN3), None)
-
-
-def engine(**options: object) -> Engine:
-    return Engine(EngineConfig.from_names({"context_length": CONTEXT, **options}), tiny())
-
-
-@lru_cache(maxsize=1)
 def rig(backend: str = "cpu", device: Device = CPU) -> EngineHarness:
     """One per process: it remembers what every request of the menu comes to."""
     return EngineHarness(QWEN3, select.load(backend), RunOptions(device=device))
 
 
 def drawn(rng: random.Random, count: int) -> tuple[int, ...]:
-    """So many tokens."""
     return tuple(rng.randrange(1, VOCAB) for _ in range(count))
 
 
@@ -97,18 +84,8 @@ def menu() -> tuple[Order, ...]:
     for i in range(MENU):
         stem = rng.choice(stems)
         prompt = stem[: rng.randint(1, len(stem))] + drawn(rng, rng.choice((0, 1, 3, 9)))
-        params = SamplingParams(
-            max_tokens=rng.choice((1, 2, 5, 12, 24)),
-            temperature=rng.choice((0.0, 0.7, 1.3)),
-            top_p=rng.choice((1.0, 0.9)),
-            top_k=rng.choice((0, 12)),
-            seed=i,
-            n=rng.choice((1, 1, 1, 3)),
-            logprobs=2,
-            prompt_logprobs=rng.choice((None, None, 0)),
-            frequency_penalty=rng.choice((0.0, 0.0, 0.5)),
-            stop_token_ids=rng.choice(((), (7,))),
-        )
+        given = {name: rng.choice(choices) for name, choices in PARAMS.items()}
+        params = SamplingParams.from_dict({**given, "seed": i, "logprobs": 2})
         orders.append(Order(prompt, params))
     return tuple(orders)
 
@@ -116,9 +93,8 @@ def menu() -> tuple[Order, ...]:
 def draw(seed: int) -> Trace:
     """Trace number `seed`."""
     rng = random.Random(seed)
-    page = rng.choice((1, 2, 4, 16))
     config = EngineConfig(
-        page_size=page,
+        page_size=rng.choice((1, 2, 4, 16)),
         chunked_prefill_size=rng.choice((3, 7, 16, 64, 512)),
         disable_radix_cache=rng.random() < 0.2,
         max_running_requests=rng.choice((1, 2, 4, 16)),
@@ -143,8 +119,9 @@ def switched(config: EngineConfig, on: tuple[str, ...]) -> EngineConfig:
     """The configuration with these switches on. Buckets without padding are of every size."""
     most = max(config.chunked_prefill_size, config.max_running_requests)
     powers = [2**k for k in range(most.bit_length()) if 2**k < most]
-    every, padded = tuple(range(1, most + 1)), (*powers, most) if "buckets" in on else (most,)
-    sizes = padded if "padding" in on else every if "buckets" in on else None
+    sizes: tuple[int, ...] | None = tuple(range(1, most + 1)) if "buckets" in on else None
+    if "padding" in on:
+        sizes = (*powers, most) if "buckets" in on else (most,)
     return replace(config, bucket_sizes=sizes)
 
 
@@ -188,11 +165,7 @@ def shrunk(trace: Trace, mine: EngineHarness) -> Trace:
 
     def part(keep: list[bool]) -> Trace:
         kept = [i for i in range(count) if keep[i]]
-        aborts = {
-            at: trace.aborts[i]
-            for at, i in enumerate(kept)
-            if i in trace.aborts and keep[count + i]
-        }
+        aborts = {kept.index(i): s for i, s in trace.aborts.items() if keep[i] and keep[count + i]}
         guessed = frozenset(at for at, i in enumerate(kept) if i in trace.guessed)
         arrivals = tuple(trace.arrivals[i] for i in kept)
         return replace(trace, arrivals=arrivals, aborts=aborts, guessed=guessed)
@@ -205,13 +178,10 @@ def shrunk(trace: Trace, mine: EngineHarness) -> Trace:
         return trace
 
 
-def play_some(seeds: range, backend: str, device: Device) -> Played:
+def play_some(seeds: range, backend: str, device: Device) -> list[Played]:
     """Several traces in one process."""
     torch.set_num_threads(1)
-    played = [play(seed, backend, device) for seed in seeds]
-    return [fault for faults, _ in played for fault in faults], sum(
-        (n for _, n in played), Counter()
-    )
+    return [play(seed, backend, device) for seed in seeds]
 
 
 def command(args: Namespace) -> int:
@@ -220,21 +190,23 @@ def command(args: Namespace) -> int:
     device = Device.of(args.device, args.dtype)
     some = partial(play_some, backend=args.backend, device=device)
     tasks = [range(i, min(i + 10, last)) for i in range(args.first, last, 10)]
-    faults, happened, hundreds = list[str](), Counter[str](), dict[int, Counter[str]]()
+    faults, hundreds = list[str](), defaultdict[int, Counter[str]](Counter)
     with Progress(len(tasks), "lab fuzz") as bar:
         for task, answer in isolate.run(some, tasks, max(1, args.workers), lambda _: TASK_S):
+            before, traces = len(faults), f"traces {task.start} to {task.stop - 1}"
             if isinstance(answer, isolate.Died):
-                answer = [f"traces {task.start} to {task.stop - 1}: {answer.reason}"], Counter()
-            faults += answer[0]
-            happened.update(answer[1])
-            hundreds.setdefault(task.start // 100, Counter()).update(answer[1])
-            bar.step(f"{happened['traces']} traces", bool(answer[0]))
+                answer = [([f"{traces}: {answer.reason}"], Counter())]
+            for found, counted in answer:
+                faults += found
+                hundreds[task.start // 100].update(counted)
+            bar.step(traces, len(faults) > before)
+    happened = sum(hundreds.values(), Counter[str]())
     least = {name: min(each[name] for each in hundreds.values()) for name in GUESSED}
     if args.traces >= 100:
         faults += [f"{name}: {count} in some hundred" for name, count in least.items() if not count]
     doc = {
-        **{**document.head(), "device": asdict(device)},
-        "least_in_a_hundred": least,
+        **document.head(),
+        **{"device": asdict(device), "least_in_a_hundred": least},
         **{"first": args.first, "traces": args.traces, "differing": len(faults)},
         "faults": faults[:100],
         "switches": {name: happened.pop(name, 0) for name in combinations()},
