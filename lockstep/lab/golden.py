@@ -1,14 +1,9 @@
 """Answers that must not change: tokens and log-probability bits of some hundred requests, kept in a
-file.
+file by the name of the order and the versions of what compiles it.
 
-A refactoring may move everything and change no bit. The requests go over the built-in model and a
-small model of every type, written to a folder as a user has it; a tensor's numbers follow from its
-name, so the order in which a loader asks for them does not matter. They run together in a cramped
-engine (small pages, short chunks, few of them), which changes no answer but takes every path.
-
-The file is keyed by the name of the order and the versions of what compiles it. `record` adds what
-is missing and never replaces an answer; `compare` says what differs. `lockstep lab golden` calls
-both.
+The requests go over the built-in model and a small model of every type, written to a folder as a
+user has it. They run together in a cramped engine (small pages, short chunks, few of them), which
+changes no answer but takes every path. `lockstep lab golden` and tests call it.
 """
 
 from __future__ import annotations
@@ -20,10 +15,9 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,8 +40,7 @@ REQUESTS = 28  # of every model
 PATHS = ("hit_tokens", "preempted", "forked")  # what must have happened for a file to be worth it
 
 
-@dataclass(frozen=True)
-class GoldenRequest:
+class GoldenRequest(NamedTuple):
     """One question. `kind` says which call of the surface asks it."""
 
     name: str
@@ -78,12 +71,11 @@ def run(args: argparse.Namespace) -> int:
 
 def key(device: Device = CPU) -> str:
     """Which answers these are: the order and what compiles it; elsewhere the device and dtype."""
-    compilers = ["torch", "triton"] if device.name == "cuda" else ["torch", "numba", "llvmlite"]
-    name = f"{device.name} {device.dtype}"
+    name, compilers = f"{device.name} {device.dtype}", ["torch", "numba", "llvmlite"]
     if device == CPU:
         name = order.ORDER_NAMES[order.CPU]
     elif device.name == "cuda":
-        name = f"{order.ORDER_NAMES[order.SM90]} {device.dtype}"
+        name, compilers = f"{order.ORDER_NAMES[order.SM90]} {device.dtype}", ["torch", "triton"]
     return "; ".join([f"order {name}", *(f"{each} {version(each)}" for each in compilers)])
 
 
@@ -91,8 +83,7 @@ def answers(
     on_model: Callable[[str], None] = lambda _: None, device: Device = CPU
 ) -> tuple[Answers, Counter[str]]:
     """Every answer on this machine, and the counters of the engines that gave them."""
-    found: Answers = {}
-    counters: Counter[str] = Counter()
+    found, counters = Answers(), Counter[str]()
     options = {**CRAMPED, "device": device.name, "dtype": device.dtype}
     with tempfile.TemporaryDirectory(prefix="lockstep-golden-") as folder:
         for name in ("builtin", *MODELS):
@@ -106,8 +97,9 @@ def answers(
 
 def ask(llm: LLM, asked: Sequence[GoldenRequest]) -> Answers:
     """Those of one model: everything that is generated runs together."""
-    found: Answers = {}
-    together = [r for r in asked if r.kind == "generate"]
+    found = Answers()
+    kinds = ("generate", "items", "embed")
+    together, items, embeds = ([r for r in asked if r.kind == kind] for kind in kinds)
     outputs = llm.generate([r.prompt for r in together], [r.params for r in together])
     for request, output in zip(together, outputs, strict=True):
         found[request.name] = {
@@ -117,13 +109,10 @@ def ask(llm: LLM, asked: Sequence[GoldenRequest]) -> Answers:
         }
         if output.prompt_logprobs is not None:
             found[request.name]["prompt_logprobs"] = bits(output.prompt_logprobs)
-    for request in (r for r in asked if r.kind == "items"):
-        scores = llm.score(request.prompt, request.items)
-        found[request.name] = {"logprobs": [bits(each) for each in scores]}
-    embeds = [r for r in asked if r.kind == "embed"]
-    if embeds:
-        vectors = llm.embed([r.prompt for r in embeds])
-        found.update({r.name: {"embedding": bits(v)} for r, v in zip(embeds, vectors, strict=True)})
+    for r in items:
+        found[r.name] = {"logprobs": [bits(each) for each in llm.score(r.prompt, r.items)]}
+    vectors = llm.embed([r.prompt for r in embeds]) if embeds else ()
+    found |= {r.name: {"embedding": bits(v)} for r, v in zip(embeds, vectors, strict=True)}
     return found
 
 
@@ -136,30 +125,28 @@ def requests(model: str) -> list[GoldenRequest]:
     """The questions to a model: a function of its name."""
     rng = random.Random(zlib.crc32(model.encode()))
     kinds = ["embed"] if model == "bert" else ["generate"] * 5 + ["items", "embed"]
+    options = dict(PARAMS)  # greedy and sampled, cut, penalised, forked, scored
     if model == "bart":
         kinds.remove("embed")
-    stems = [tuple(rng.randrange(2, VOCAB) for _ in range(n)) for n in (48, 31, 17)]
-    out = []
+        del options["prompt_logprobs"]
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(2, VOCAB) for _ in range(count))
+
+    stems, out = [tokens(n) for n in (48, 31, 17)], []
     for i in range(REQUESTS):
-        kind = kinds[i % len(kinds)]
-        stem = rng.choice(stems)
-        tail = tuple(rng.randrange(2, VOCAB) for _ in range(rng.choice((0, 1, 4, 9))))
+        kind, stem = kinds[i % len(kinds)], rng.choice(stems)
+        tail = tokens(rng.choice((0, 1, 4, 9)))
         prompt: str | tuple[int, ...] = stem[: rng.randint(1, len(stem))] + tail
         if model == "builtin":
             prompt = rng.choice(TEXTS) + rng.choice(TEXTS) * (i % 3)
         lens = [rng.randint(1, 9) for _ in range(3)]
-        items = tuple(tuple(rng.randrange(2, VOCAB) for _ in range(n)) for n in lens)
-        params = draw_params(rng, i, scored=model != "bart")
+        items = tuple(map(tokens, lens))  # drawn for every kind
+        drawn = {name: rng.choice(each) for name, each in options.items()}
+        params = SamplingParams.from_dict({**drawn, "seed": i * 7919 - 5, "logprobs": True})
         given = items if kind == "items" else ()
         out.append(GoldenRequest(f"{model}/{i}", kind, prompt, params, items=given))
     return out
-
-
-def draw_params(rng: random.Random, seed: int, scored: bool) -> SamplingParams:
-    """Greedy and sampled, cut, penalised, forked, scored."""
-    given = {name: each for name, each in PARAMS.items() if scored or name != "prompt_logprobs"}
-    drawn = {name: rng.choice(each) for name, each in given.items()}
-    return SamplingParams.from_dict({**drawn, "seed": seed * 7919 - 5, "logprobs": True})
 
 
 def model_folder(name: str, parent: Path) -> str | None:
@@ -191,8 +178,7 @@ def draw_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
 def read(file: Path) -> dict[str, Answers]:
     """What was recorded, by key; nothing where there is no file yet."""
     try:
-        recorded: dict[str, Answers] = json.loads(file.read_text("utf-8")) if file.exists() else {}
-        return recorded
+        return dict(json.loads(file.read_text("utf-8"))) if file.exists() else {}
     except (ValueError, OSError):
         remedy = "Take it from the repository"
         raise RuleError("the golden file is JSON", str(file), remedy) from None
@@ -204,12 +190,11 @@ def record(file: Path, found: Answers, counters: Mapping[str, int], mine: str | 
         raise RuleError("golden answers come by every path", f"none by {missed}", "Cramp it")
     recorded = read(file)
     there = recorded.setdefault(mine or key(), {})
-    differing = differences(there, found)
-    if differing:
+    if differing := differences(there, found):
         remedy = "A changed bit is a new name of the order in order.py"
         raise RuleError("a recorded answer stays as it is", differing[0], remedy)
-    added = {name: answer for name, answer in found.items() if name not in there}
-    there.update(added)
+    added = found.keys() - there.keys()
+    there |= found
     file.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return len(added)
 
