@@ -1,11 +1,9 @@
 """Runs a script on a real backend, through the engine's own steps, in the most hostile
-surroundings.
+surroundings, and records the bits of every token's output.
 
 Every slot that was not written holds NaN, pages are handed out in a shuffled order, freed pages are
 poisoned again, buffers lie between guard bands, and what a step may change in memory is computed
-here from the tables, by plain arithmetic, and compared byte by byte. The model is one of given rows
-and no weights. A harness runs one script in one `Setting`; it records, for every token, the bits of
-its output.
+here from the tables, by plain arithmetic. `properties` and `show` call it.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from torch.nn import functional as F
 
 from lockstep.attention.base import Backend
 from lockstep.kernels.cpu.threads import limited
-from lockstep.kv import pool as kv_pool
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import PageTable
 from lockstep.lab import spoilt
@@ -31,16 +28,18 @@ from lockstep.lab.options import CPU, Device
 from lockstep.lab.oracle import Rows, rounded
 from lockstep.lab.script import Accept, Act, Compute, Drop, Fork, Script
 from lockstep.order import attention_order, device_class
-from lockstep.plan import bucket as plan_bucket
+from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.step import Group, Ints, PagedGroup, StepPlan
 from lockstep.run.driver import Share, StepDriver
 from lockstep.run.kind import ENCODE, GENERATE, StepKind
 from lockstep.run.step import Step, layout_of
-from lockstep.types import GroupSpec, Layout
+from lockstep.types import Layout
 
-BUCKETS = plan_bucket.Buckets(tuple(2**k for k in range(1, 12)))
+BUCKETS = Buckets(tuple(2**k for k in range(1, 12)))
 
 Result = tuple[Tensor, Tensor]  # out [n, heads, d_v] and lse [n, heads]
+Given = list[list[Rows]]  # by group and layer
+Memory = list[list[Tensor]]  # of a pool: the bits of every layer's storages
 
 
 @dataclass(frozen=True)
@@ -73,12 +72,7 @@ class AttentionHarness:
     rows are given, and its layers attend with them."""
 
     def __init__(
-        self,
-        feature: Feature,
-        script: Script,
-        rows: list[list[Rows]],
-        backend: Backend,
-        setting: Setting,
+        self, feature: Feature, script: Script, rows: Given, backend: Backend, setting: Setting
     ) -> None:
         self.script, self.rows, self.backend, self.setting = script, rows, backend, setting
         self.ops, self.device = setting.device.ops, setting.device.place
@@ -97,24 +91,26 @@ class AttentionHarness:
             if groups
         }
         self.kinds = {kind.groups: kind for kind in kinds.values()}
-        sizes = [self._pool_pages(spec) for spec in self.specs]
+        n, spare = len(script.parents), 8 * len(script.committed) + 2
+        sizes = [  # every token twice
+            0 if spec.layout is Layout.FRESH else 2 * -(-n // spec.page_size) + spare
+            for spec in self.specs
+        ]
         self.driver = StepDriver(kinds, sizes, backend)
         self.pages, self.runner = self.driver.page_pools, self.driver.runner
         self.guarded = Guarded(setting.device)
         self.pools = self.runner.pools = [
-            Pool(spec, n, self.ops, self.guarded.storage) if n else None
-            for spec, n in zip(self.specs, sizes, strict=True)
+            Pool(spec, size, self.ops, self.guarded.storage) if size else None
+            for spec, size in zip(self.specs, sizes, strict=True)
         ]
         self.runner.arena = self.guarded  # type: ignore[assignment]
         self.runner.checks = setting.checks
         shuffle(self.pages, setting.seed)
         self.tables: dict[int, PageTable] = {}
         self.used: set[tuple[int, int]] = set()  # (group, page) that somebody has given back
-        self.alone: dict[int, AttentionHarness] = {}  # of pad requests, by group
-        self.pads: dict[tuple[int, int], list[Result]] = {}  # their results, by group and length
+        self.pads: dict[tuple[int, int], list[Result]] = {}  # by group and length of a pad request
         self.results: list[tuple[int, int, Result]] = []  # of the last step, by group and layer
         self.step_uids: list[int] = []
-        n = len(script.parents)
         self.record = Record(
             [[torch.full((n, s.heads, s.d_v), torch.nan) for _ in s.layers] for s in self.specs],
             [[torch.full((n, s.heads), torch.nan) for _ in s.layers] for s in self.specs],
@@ -130,8 +126,8 @@ class AttentionHarness:
                 self._freed(table.close())
         for pool in filter(None, self.pages):
             pool.check()
-            if pool.free != pool.num_pages - 1:
-                self._fault(f"pages: {pool.num_pages - 1 - pool.free} never came back")
+            if lost := pool.num_pages - 1 - pool.free:
+                self._fault(f"pages: {lost} never came back")
         return self.record
 
     def _fault(self, *found: str) -> None:
@@ -150,9 +146,8 @@ class AttentionHarness:
             elif isinstance(act, Drop):
                 self._freed(self.tables.pop(act.request).close())
                 self.record.counters["drops"] += 1
-        computes = [a for a in acts if isinstance(a, Compute)]
-        encoders = [a for a in computes if a.encoder]
-        others = [a for a in computes if not a.encoder]
+        encoders = [a for a in acts if isinstance(a, Compute) and a.encoder]
+        others = [a for a in acts if isinstance(a, Compute) and not a.encoder]
         if encoders:
             self._launch(encoders, self.encode)
         if others or not acts:
@@ -174,7 +169,7 @@ class AttentionHarness:
             for act in computes
         ]
         plan = self.driver.plan(self.kinds[groups], shares)
-        return plan_bucket.pad(plan, BUCKETS.fit(plan)) if self.setting.pad and shares else plan
+        return pad(plan, BUCKETS.fit(plan)) if self.setting.pad and shares else plan
 
     def _cross_len(self, act: Compute) -> int:
         return len(self.script.encoder_uids.get(act.request, ()))
@@ -183,7 +178,7 @@ class AttentionHarness:
         return [len(self.script.path(uid)) for uid in act.uids]
 
     def _launch(self, computes: list[Compute], groups: tuple[int, ...]) -> None:
-        before = self._memory() if self.setting.inspect else None
+        before = self._memory() if self.setting.inspect else []
         plan = self.compute(computes, groups)
         for g, layer, result in self.results:
             self._note(g, layer, plan, result)
@@ -191,11 +186,11 @@ class AttentionHarness:
         self._audit(plan, computes, groups)
         if not self._holds(plan):
             self._fault("plan: the image is that of another plan")
+        if self.setting.inspect:
+            self._compare(before, computes, groups)
         if self.setting.inspect and not self.setting.pad:
             pool_pages = tuple(pool.num_pages if (pool := self.pools[g]) else 0 for g in groups)
             self._fault(*(f"rules: {fault}" for fault in spoilt.unnoticed(plan, pool_pages)))
-        if before is not None:
-            self._compare(before, computes, groups)
         self._fault(*self.guarded.damage())
         for act in computes:
             self._freed(self.tables[act.request].moved())
@@ -238,9 +233,8 @@ class AttentionHarness:
         """What a layer of a step came to."""
         record, uids = self.record, torch.tensor(self.step_uids, dtype=torch.long)
         out, lse = (t.float().cpu() for t in result)
-        n = len(uids)
-        again = record.seen[g][uids] if layer == 0 else torch.zeros(0, dtype=torch.bool)
-        if again.any() and not same(record.out[g][layer][uids[again]], out[:n][again]):
+        n, again = len(uids), record.seen[g][uids]
+        if not same(record.out[g][layer][uids[again]], out[:n][again]):
             self._fault(f"repeat: group {g}: a row computed twice differs")
         record.out[g][layer][uids], record.lse[g][layer][uids] = out[:n], lse[:n]
         if not bool(torch.isfinite(out[n:]).all()):
@@ -260,8 +254,7 @@ class AttentionHarness:
             return []
         found, ends = [], plan.q_indptr.tolist()
         for i in range(plan.real.requests, plan.bucket.requests):
-            mine = (tensor[ends[i] : ends[i + 1]] for tensor in result)
-            length = ends[i + 1] - ends[i]
+            mine, length = [t[ends[i] : ends[i + 1]] for t in result], ends[i + 1] - ends[i]
             if length and not all(map(same, mine, self.pad_request(g, length)[layer])):
                 found.append(i)
         return found
@@ -269,26 +262,22 @@ class AttentionHarness:
     def pad_request(self, g: int, length: int) -> list[Result]:
         """What every layer makes of a pad request of `length` rows in a step and pages of its own:
         token 0 at positions 0, 1, ..., which reads what this step wrote for it."""
-        if g not in self.alone:
+        if (g, length) not in self.pads:
             feature = Feature("pad", "one group", (lambda _: self.specs[g],))
             script, setting = Script(), Setting(checks=False, device=self.setting.device)
-            script.extend(script.open(), 2 * len(self.script.parents))  # room for every length
-            self.alone[g] = AttentionHarness(feature, script, [self.rows[g]], self.backend, setting)
-        if (g, length) not in self.pads:
-            alone = self.alone[g]
-            alone.compute([Compute(length, (0,) * length, cached_len=0, keep=length)], (0,))
-            alone._freed(alone.tables.pop(length).close())
+            script.extend(script.open(), length)
+            alone = AttentionHarness(feature, script, [self.rows[g]], self.backend, setting)
+            alone.compute([Compute(0, (0,) * length, cached_len=0, keep=length)], (0,))
             self.pads[g, length] = [result for _, _, result in alone.results]
         return self.pads[g, length]
 
     def _audit(self, plan: StepPlan, computes: list[Compute], groups: tuple[int, ...]) -> None:
         """What the plan says of lengths and emitted rows, by the lab's own arithmetic."""
-        begins = np.cumsum([0, *(len(a.uids) for a in computes)])
-        emits = [
-            int(begins[i]) + j
-            for i, a in enumerate(computes)
-            for j in (a.emit if a.emit is not None else (len(a.uids) - 1,))
-        ]
+        emits, begin = list[int](), 0
+        for act in computes:
+            last = (len(act.uids) - 1,)
+            emits += [begin + row for row in (last if act.emit is None else act.emit)]
+            begin += len(act.uids)
         if plan.emit[: plan.real.emits].tolist() != emits:
             self._fault(f"plan: emits rows {plan.emit.tolist()[:8]}, not {emits[:8]}")
         ends = [max(self._depths(a)) for a in computes]
@@ -298,13 +287,6 @@ class AttentionHarness:
             have = group.kv_lens.tolist() if isinstance(group, PagedGroup) else want
             if have[: len(want)] != want:
                 self._fault(f"plan: group {g} has kv_lens {have[:8]}, not {want[:8]}")
-
-    def _pool_pages(self, spec: GroupSpec) -> int:
-        """Room for every token of the script twice, and the sink; 0 for a fresh group."""
-        if spec.layout is Layout.FRESH:
-            return 0
-        pages = -(-len(self.script.parents) // spec.page_size)
-        return 2 * pages + 8 * len(self.script.committed) + 2
 
     def _freed(self, freed: list[list[int]]) -> None:
         """Pages that nobody holds any more are poisoned again."""
@@ -343,16 +325,15 @@ class AttentionHarness:
             for kind in (name for name, holds in kinds.items() if holds):
                 self.record.kinds.setdefault(kind, set()).update(act.uids)
         for g, group in zip(groups, plan.groups, strict=True):
-            self._count_group(g, group, positions, plan.start[real][tails], positions[tails])
+            self._count_group(g, group, positions, (plan.start[real][tails], positions[tails]))
 
-    def _count_group(
-        self, g: int, group: Group, positions: Ints, tail_starts: Ints, tail_ends: Ints
-    ) -> None:
+    def _count_group(self, g: int, group: Group, positions: Ints, tails: tuple[Ints, Ints]) -> None:
         spec, counters = self.specs[g], self.record.counters
         chosen = attention_order(device_class(self.ops.machine), spec.d_qk, spec.d_v)
         tile, split = chosen.tile, chosen.splits.begin(1)
-        counters["tails_over_a_tile"] += (tail_starts // tile != tail_ends // tile).sum()
-        counters["tails_over_a_split"] += (tail_starts // split != tail_ends // split).sum()
+        begins, ends = tails
+        counters["tails_over_a_tile"] += (begins // tile != ends // tile).sum()
+        counters["tails_over_a_split"] += (begins // split != ends // split).sum()
         counters["rows_over_a_split"] += (positions >= split).sum()
         if spec.window is not None:
             counters["rows_beyond_window"] += (positions >= spec.window).sum()
@@ -364,14 +345,12 @@ class AttentionHarness:
             counters["shared_pages"] += sum(p < pool.num_pages and pool.refs[p] > 1 for p in ids)
             counters["reused_pages"] += sum((g, p) in self.used for p in ids)
 
-    def _memory(self) -> list[list[list[Tensor]]]:
-        return [
-            [[kv_pool._bits(s).clone() for s in layer] for layer in pool.storages] if pool else []
-            for pool in self.pools
-        ]
+    def _memory(self) -> list[Memory]:
+        pools = (pool.storages if pool else () for pool in self.pools)
+        return [[[as_bits(s).clone() for s in layer] for layer in storages] for storages in pools]
 
     def _compare(
-        self, before: list[list[list[Tensor]]], computes: list[Compute], groups: tuple[int, ...]
+        self, before: list[Memory], computes: list[Compute], groups: tuple[int, ...]
     ) -> None:
         """The step changed the slots it had to, to the values it had to, and nothing else."""
         for g, pool in enumerate(self.pools):
@@ -384,18 +363,16 @@ class AttentionHarness:
                 rows, attn = self.rows[g][layer], pool.spec.layers[layer]
                 kept = ((rows.k, attn.k_scale), (rows.v, attn.v_scale))
                 where = f"writes: group {g} layer {layer}:"
-                for at, storage in enumerate(storages):
-                    old, new = before[g][layer][at], kv_pool._bits(storage)
-                    changed = (as_bits(old) != as_bits(new)).flatten(1).any(1)
+                pairs = zip(before[g][layer], map(as_bits, storages), kept, strict=False)
+                for old, new, (values, scale) in pairs:  # a latent group has no values of its own
+                    changed = (old != new).flatten(1).any(1)
                     changed[: pool.spec.page_size] = False
                     extra = set(changed.nonzero().flatten().tolist()) - set(expect)
                     if extra:
                         self._fault(f"{where} slots {sorted(extra)[:4]} changed")
-                    values, scale = kept[at]
-                    want = rounded(
-                        pool.spec.kv_dtype, widened(values[uids]), scale, self.setting.device
-                    )
-                    if len(slots) and not torch.equal(as_bits(new[slots]).cpu(), as_bits(want)):
+                    columns = F.pad(values[uids].float(), (0, -values.shape[2] % 8))  # as stored
+                    want = rounded(pool.spec.kv_dtype, columns, scale, self.setting.device)
+                    if len(slots) and not torch.equal(new[slots].cpu(), as_bits(want)):
                         self._fault(f"{where} a row is not where or what it should be")
 
     def _expected_writes(self, g: int, computes: list[Compute]) -> dict[int, int]:
@@ -423,8 +400,3 @@ def slot_of(page_ids: list[int], first_pos: int, page_size: int, position: int) 
     """Where a key lies, by plain arithmetic."""
     page = page_ids[(position - first_pos) // page_size]
     return page * page_size + position % page_size
-
-
-def widened(values: Tensor) -> Tensor:
-    """Heads as they are stored: up to a multiple of 8 columns with zeros."""
-    return F.pad(values.float(), (0, -values.shape[2] % 8))

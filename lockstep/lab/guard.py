@@ -1,11 +1,10 @@
-"""Guard bands: every buffer a backend may touch lies between canaries, and unwritten memory is NaN.
-
-A write before or behind a buffer, or into an input, shows up as damage. Knows tensors and pages and
-nothing else. Both harnesses stand on it.
-"""
+"""Guard bands: every buffer a backend may touch lies between canaries, and unwritten memory is NaN;
+a write before or behind a buffer, or into an input, shows up as damage. Both harnesses stand on
+it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -35,8 +34,7 @@ class Guarded:
         self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """A cache storage: poison inside, canaries around."""
-        bits = self._between(int(np.prod(shape)), dtype, "storage")
-        return bits.view(dtype).view(shape)
+        return self._between(math.prod(shape), dtype, "storage").view(dtype).view(shape)
 
     def rows(self, values: Tensor) -> Tensor:
         bits = self._between(values.numel(), values.dtype, "input")
@@ -61,11 +59,8 @@ class Guarded:
 
     def damage(self) -> list[str]:
         """What was written that must not be. Inputs are forgotten after the look."""
-        found = [
-            f"guards: {what}"
-            for what, now, want in (*self._bands, *self._inputs)
-            if not torch.equal(now, want)
-        ]
+        kept = (*self._bands, *self._inputs)
+        found = [f"guards: {what}" for what, now, want in kept if not torch.equal(now, want)]
         self._bands = [b for b in self._bands if "input" not in b[0]]
         self._inputs = []
         return found
@@ -73,10 +68,10 @@ class Guarded:
     def _between(self, count: int, dtype: torch.dtype, name: str) -> Tensor:
         canary, size = CANARY[dtype.itemsize], (count + 2 * BAND,)
         buffer = torch.full(size, canary, dtype=_int(dtype), device=self.device)
-        for band in (buffer[:BAND], buffer[BAND + count :]):
-            what = f"the band around the {name} was written"
-            self._bands.append((what, band, band.clone()))
-        return buffer[BAND : BAND + count]
+        before, bits, behind = buffer.split((BAND, count, BAND))
+        for band in (before, behind):
+            self._bands.append((f"the band around the {name} was written", band, band.clone()))
+        return bits
 
     def _keep(self, name: str, bits: Tensor) -> None:
         self._inputs.append((f"the {name} was changed", bits, bits.clone()))
