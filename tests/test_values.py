@@ -22,8 +22,8 @@ from lockstep.attention import select
 from lockstep.kernels.cpu import routing
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.lab import fuzz, plain
-from lockstep.lab.cells import Cell, run_cell
-from lockstep.lab.engine_harness import EngineHarness, decodes, judge
+from lockstep.lab.cells import MODELS_OF, Cell, run_cell
+from lockstep.lab.engine_harness import EngineHarness, judge
 from lockstep.lab.engine_recipes import PLAIN, SCORED, words
 from lockstep.lab.options import CPU, Device, RunOptions
 from lockstep.lab.recipes import Recipe
@@ -94,7 +94,8 @@ OTHERS = (
 
 def judged(tiny: Tiny) -> dict[str, Any]:
     """The findings of a cell of this model, by property."""
-    recipe = Recipe("engine-few", "a few", few, ("batched_steps", "chunks"), decodes)
+    counters = ("batched_steps", "chunks")
+    recipe = Recipe("engine-few", "a few", few, counters, MODELS_OF["every model"])
     result = judge(recipe, tiny, select.load("cpu"), RunOptions(quick=True))
     return {finding.name: finding for finding in result.findings}
 

@@ -1,12 +1,9 @@
 """The matrix: backend x recipe x feature, every pair of a table that makes sense, and the verdict
 of each.
 
-A table is recipes across, features down, and how a cell of it is judged: one of attention alone,
-played by `attention_harness`, and one of the whole engine on tiny models, played by
-`engine_harness`. A name of a recipe belongs to one table. A cell passed, was refused with the
-backend's own reason, or failed; there is no "not tested". Cells run in worker processes, the two
-backends of a pair together so that stories, numbers and answers are made once; a cell that kills
-its process failed like any other.
+There is a table of attention alone and one of the whole engine on tiny models; a recipe's name
+belongs to one of them. A cell passed, was refused with the backend's own reason, or failed; there
+is no "not tested". Cells run in worker processes: one that kills its process failed like any other.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -24,8 +21,7 @@ import torch
 from lockstep.attention import select
 from lockstep.attention.base import Backend
 from lockstep.lab import engine_harness, isolate, properties, reverts, table
-from lockstep.lab.engine_harness import decodes
-from lockstep.lab.features import FEATURES, GPU_FEATURES, Feature
+from lockstep.lab.features import FEATURES, GPU_FEATURES
 from lockstep.lab.options import CPU, FULL, Device, RunOptions
 from lockstep.lab.properties import Finding, Judgement
 from lockstep.lab.recipes import RECIPES, Recipe
@@ -37,7 +33,7 @@ LOST = 77  # what a process ends with whose device was lost before its task bega
 # cells that are known to fail, "backend/recipe/feature", and the cause: docs/known-failures.md
 KNOWN: dict[str, str] = {}
 MODELS_OF: dict[str, Callable[[Tiny], bool]] = {
-    "decoders": decodes,
+    "decoders": lambda tiny: tiny is not BART,
     "encoder-decoder": lambda tiny: tiny is BART,  # only it has sources
     "every model": lambda tiny: True,
     "one model": lambda tiny: tiny is LLAMA,  # the sampler sees logits and no model
@@ -55,63 +51,34 @@ class MatrixTable:
     measures: str  # what the error of a cell is the error of
     recipes: tuple[Recipe, ...]
     features: tuple[Any, ...]
-    # of a recipe, a feature and a backend: why it does not take them, by its caps; what is found
-    refusal: Callable[[Recipe, Any, Backend, Device], str | None]
+    groups: Callable[[Any, Device], Iterable[GroupSpec]]  # that a feature asks a backend for
     judge: Callable[[Recipe, Any, Backend, RunOptions], Judgement]
     gpu_features: tuple[Any, ...] = ()
 
     def features_of(self, device: Device | None) -> tuple[Any, ...]:
-        """Those that a device is asked for, or any device."""
+        """Those that a device is asked for; None: any device."""
         on_card = device is None or device.name == "cuda"
         return (*self.features, *self.gpu_features) if on_card else self.features
 
     def asked(self, feature: Any) -> list[Recipe]:
-        """The recipes that make sense for a feature."""
         return [recipe for recipe in self.recipes if recipe.applies_to(feature)]
-
-
-def attention_refusal(
-    recipe: Recipe, feature: Feature, backend: Backend, device: Device
-) -> str | None:
-    """By the groups of the feature; a recipe with trees needs a backend that has tails."""
-    tails = any(name.startswith("tail") for name in recipe.required_counters)
-    return group_refusal(backend, feature.on(device).groups(16), device, tails)
-
-
-def engine_refusal(recipe: Recipe, tiny: Tiny, backend: Backend, device: Device) -> str | None:
-    """An engine is asked for bits; who promises none has its values judged in the other table."""
-    if not backend.caps.invariances:
-        return "it promises no bits, and what an engine must hold are equalities of bits"
-    groups = loaded(tiny, device).model.groups(kv_dtype=device.dtype)
-    return group_refusal(backend, groups, device)
-
-
-def group_refusal(
-    backend: Backend, groups: Iterable[GroupSpec], device: Device, tails: bool = False
-) -> str | None:
-    """The first reason why a backend cannot serve some group of a model."""
-    given = device.place.type, tails, device.dtype
-    reasons = (select.refusal(backend.caps, group, *given) for group in groups)
-    return next(filter(None, reasons), None)
 
 
 def engine_recipe(
     name: str, play: str, about: str, counters: list[str], of: str = "decoders"
 ) -> Recipe:
     """An entry of engine_recipes.toml."""
-    module, _, function = play.partition(":")
-    found = getattr(import_module(f"lockstep.lab.{module}"), function)
+    found = resolve_name(f"lockstep.lab.{play}")
     return Recipe(name, about, found, tuple(counters), MODELS_OF[of])
 
 
-ENGINE_RECIPES = [engine_recipe(name, **e) for name, e in table("engine_recipes.toml").items()]
 ATTENTION = MatrixTable(
     name="attention",
     column="feature",
     measures="the output",
     recipes=RECIPES,
     features=FEATURES,
-    refusal=attention_refusal,
+    groups=lambda feature, device: feature.on(device).groups(16),
     judge=properties.judge,
     gpu_features=GPU_FEATURES,
 )
@@ -119,9 +86,9 @@ ENGINE = MatrixTable(
     name="engine",
     column="model",
     measures="a log-probability",
-    recipes=tuple(ENGINE_RECIPES),
+    recipes=tuple(engine_recipe(name, **e) for name, e in table("engine_recipes.toml").items()),
     features=MODELS,
-    refusal=engine_refusal,
+    groups=lambda tiny, device: loaded(tiny, device).model.groups(kv_dtype=device.dtype),
     judge=engine_harness.judge,
 )
 TABLES = (ATTENTION, ENGINE)
@@ -193,8 +160,16 @@ def cells(backends: Sequence[str], device: Device = CPU) -> list[Cell]:
 
 
 def refusal(cell: Cell, backend: Backend, device: Device = CPU) -> str | None:
-    """Why the backend does not take this cell, by its own caps, or None."""
-    return cell.table.refusal(*cell.pair(), backend, device)
+    """Why the backend does not take this cell, by its own caps, or None. An engine is asked for
+    bits; a recipe with trees needs a backend that has tails."""
+    recipe, feature = cell.pair()
+    if cell.table is ENGINE and not backend.caps.invariances:
+        return "it promises no bits, and what an engine must hold are equalities of bits"
+    tails = any(name.startswith("tail") for name in recipe.required_counters)
+    given = device.place.type, tails, device.dtype
+    groups = cell.table.groups(feature, device)
+    reasons = (select.refusal(backend.caps, group, *given) for group in groups)
+    return next(filter(None, reasons), None)
 
 
 def run_cell(cell: Cell, options: RunOptions = FULL) -> Result:
@@ -249,7 +224,8 @@ class CellTask:
 
 
 def run(todo: Iterable[Cell], options: RunOptions = FULL, workers: int = 2) -> Iterator[Result]:
-    """Judges cells, as they come."""
+    """Judges cells, as they come: those of a recipe and a feature together, whose story, numbers
+    and answers are made once."""
     pairs: dict[tuple[str, str], list[Cell]] = {}
     for cell in todo:
         pairs.setdefault((cell.recipe, cell.feature), []).append(cell)

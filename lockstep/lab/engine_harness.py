@@ -1,10 +1,9 @@
 """Runs stories on whole engines, in hostile surroundings, and compares every request with its
 recomputation.
 
-Unwritten slots hold NaN and so do, before every step, all pages that nobody holds; pages are handed
-out in shuffled order. A story is a list of orders and, if it likes, somebody who disturbs the
-engine between steps. What is wrong is noted under the name of the property that it breaks; an
-exception ends the story, not the comparison of what came out before. One rig serves one cell.
+A story is a list of orders and, if it likes, somebody who disturbs the engine between steps. What
+is wrong is noted under the property that it breaks; an exception ends the story, not the comparison
+of what came out before. One harness serves one cell; recipes are handed it as `rig`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from lockstep.lab.properties import Judgement
 from lockstep.lab.recipes import Recipe
 from lockstep.lab.recompute import Order, Recompute
 from lockstep.lab.speculative import Recorder, drafts
-from lockstep.lab.tiny import BART, CONTEXT, Tiny, checkpoint, parts
+from lockstep.lab.tiny import CONTEXT, Tiny, checkpoint, parts
 from lockstep.lab.values import Values
 from lockstep.llm.engine import Engine, Parts
 from lockstep.llm.generation import Generation
@@ -37,14 +36,11 @@ from lockstep.sample.sampler import Settings
 from lockstep.sched.request import ScheduledStep
 from lockstep.types import PlanError, RuleError
 
+Orders = Sequence[Order]
+Streams = dict[Generation, list[Chunk]]
 Disturb = Callable[["InstrumentedEngine", list[Generation], int], None]
 Watcher = Callable[["InstrumentedEngine", ScheduledStep], None]
 STEPS = 2000  # a story that takes longer does not end
-
-
-def decodes(tiny: Tiny) -> bool:
-    """All but the encoder-decoder, whose prompts are sources."""
-    return tiny is not BART
 
 
 class Injected(Exception):
@@ -85,14 +81,13 @@ class InstrumentedEngine(Engine):
         return super()._run(step, settings)
 
     def _result(self, launched: Launched) -> Any:
-        self.seen["unseen_rows"] += sum(
-            each.finish is not None for each in launched.rows.completions
-        )
+        ended = (each.finish is not None for each in launched.rows.completions)
+        self.seen["unseen_rows"] += sum(ended)
         result, accepted = super()._result(launched)
         for row, owner in launched.rows.drafts:
-            drafted, right = launched.step.batch.new_lens[owner] - 1, accepted.sample(row).nodes
-            self.seen["accepted_drafts"] += max(len(right) - 1, 0)
-            self.seen["rejected_drafts"] += drafted - max(len(right) - 1, 0)
+            drafted = launched.step.batch.new_lens[owner] - 1
+            right = max(len(accepted.sample(row).nodes) - 1, 0)
+            self.seen.update(accepted_drafts=right, rejected_drafts=drafted - right)
         return result, accepted
 
     def _note(self, step: ScheduledStep) -> None:
@@ -100,8 +95,8 @@ class InstrumentedEngine(Engine):
         self.seen["steps"] += 1
         self.seen["batched_steps"] += len(pieces) > 1
         self.seen["mixed_steps"] += len({piece.new_len > 1 for piece in pieces}) > 1
-        prompts = [len(piece.request.spec.prompt) for piece in pieces]
-        for piece, prompt_len in zip(pieces, prompts, strict=True):
+        for piece in pieces:
+            prompt_len = len(piece.request.spec.prompt)
             self.seen["chunks"] += piece.known_len < prompt_len
             self.seen["decode_rows"] += piece.new_len == 1
             self.seen["late_ids"] += sum(token < 0 for token in piece.ids)
@@ -119,9 +114,9 @@ class EngineHarness(Judgement):
         self.options, self.device = options, options.device
         self.parts = replace(parts(tiny, backend, self.device), draft=drafts(tiny, self.device))
         self.oracle = Recompute(self.parts)
+        self.oracles = {self.device.dtype: self.oracle}  # by the dtype of the cache
         # what the oracle says, for the plain model to judge
         self.values = Values(checkpoint(tiny, self.device), self.device)
-        self.rounded: dict[str, Recompute] = {}  # by the dtype of a cache that rounds its keys
         self.watchers: list[Watcher] = []  # of every engine
         self.drafted: dict[Any, Any] = {}  # what was proposed so far, by algorithm and width
 
@@ -150,22 +145,21 @@ class EngineHarness(Judgement):
         return made
 
     def play(
-        self,
-        name: str,
-        engine: InstrumentedEngine,
-        orders: Sequence[Order],
-        disturb: Disturb | None = None,
+        self, name: str, engine: InstrumentedEngine, orders: Orders, disturb: Disturb | None = None
     ) -> list[Generation]:
         """Runs a story and compares every request with its recomputation, as property `name`."""
-        before = Counter(engine.seen) + Counter(engine.scheduler.counters)
-        streams: dict[Generation, list[Chunk]] = {}
+        before = engine.seen + engine.scheduler.counters
+        streams: Streams = {}
         try:
             self._run(engine, orders, disturb, streams)
         except PlanError as error:
             self.note("plan", [f"PlanError: {error}"])
         except Exception as error:  # whatever broken code raises ends the story
             self.note("raised", [f"{type(error).__name__}: {error}"])
-        oracle = self.oracle_of(engine)
+        dtype = engine.config.kv_cache_dtype  # what it makes of keys is part of the question
+        if dtype not in self.oracles:
+            self.oracles[dtype] = Recompute(self.parts, dtype)
+        oracle = self.oracles[dtype]
         self.note(name, [], "every request has the bits of its recomputation")
         self.note("pages", [])
         draft = None if engine.speculation is None else engine.speculation.draft
@@ -174,27 +168,22 @@ class EngineHarness(Judgement):
         for i, (job, stream) in enumerate(streams.items()):
             self.note(name, self._differences(f"request {i}", job, orders[i], oracle))
             self.note(name, [f"request {i}: {fault}" for fault in stream_faults(job, stream)])
-            errors = [f"request {i}: {d.error}" for d in job.completions if d.error]
-            self.note("poison", errors)
+            self.note("poison", [f"request {i}: {d.error}" for d in job.completions if d.error])
             self.counters["tokens"] += sum(len(d.token_ids) for d in job.completions)
             if job.done and orders[i].abort is None and oracle.encoder is None:
                 self._compare_text(job)
         self.counters["requests"] += len(streams)
-        self.counters.update((Counter(engine.seen) + Counter(engine.scheduler.counters)) - before)
+        self.counters.update(engine.seen + engine.scheduler.counters - before)
         return list(streams)
 
     def story(
-        self, name: str, orders: Sequence[Order], disturb: Disturb | None = None, **options: Any
+        self, name: str, orders: Orders, disturb: Disturb | None = None, **options: Any
     ) -> list[Generation]:
         """Plays on a fresh engine with these options."""
         return self.play(name, self.engine(**options), orders, disturb)
 
     def _run(
-        self,
-        engine: InstrumentedEngine,
-        orders: Sequence[Order],
-        disturb: Disturb | None,
-        streams: dict[Generation, list[Chunk]],
+        self, engine: InstrumentedEngine, orders: Orders, disturb: Disturb | None, streams: Streams
     ) -> None:
         step = 0
         while len(streams) < len(orders) or engine.busy:
@@ -230,23 +219,13 @@ class EngineHarness(Judgement):
         for g, pool in enumerate(engine.scheduler.pools):
             if pool is None or not pool.free:
                 continue
-            lost = pool.take(1)
+            lost, said = pool.take(1), f"group {g}: nobody missed a page"
             try:
                 engine.check()
-                self.note("account", [f"group {g}: nobody missed a page"])
             except RuleError as error:
-                missed = str(error).startswith("every hold has a holder")
-                self.check("account", missed, str(error))
+                said = str(error)
+            self.check("account", said.startswith("every hold has a holder"), said)
             pool.give(lost)
-
-    def oracle_of(self, engine: InstrumentedEngine) -> Recompute:
-        """What answers are on this engine: what its cache makes of keys is part of the question."""
-        dtype = engine.config.kv_cache_dtype
-        if dtype == self.device.dtype:
-            return self.oracle
-        if dtype not in self.rounded:
-            self.rounded[dtype] = Recompute(self.parts, dtype)
-        return self.rounded[dtype]
 
     def _differences(self, who: str, job: Generation, order: Order, oracle: Recompute) -> list[str]:
         out, found = job.output(""), list[str]()
@@ -261,10 +240,8 @@ class EngineHarness(Judgement):
             name = f"{who} completion {have.index}" if len(want) > 1 else who
             short = (have.token_ids, have.finish_reason) != (tuple(answer.token_ids), answer.finish)
             if have.token_ids != tuple(answer.token_ids[:n]) or (ended and short):
-                found.append(
-                    f"{name}: tokens {_list(have.token_ids)} ({have.finish_reason}), not "
-                    f"{_list(answer.token_ids)}"
-                )
+                began, want_ids = list(have.token_ids[:12]), answer.token_ids[:12]
+                found.append(f"{name}: tokens {began} ({have.finish_reason}), not {want_ids}")
             elif have.logprobs is not None and not same_bits(have.logprobs, answer.logprobs[:n]):
                 found.append(f"{name}: log-probabilities differ in bits")
             elif have.top_logprobs is not None and have.top_logprobs != tuple(answer.best[:n]):
@@ -325,21 +302,16 @@ def same_bits(have: Any, want: Any) -> bool:
     return a.tobytes() == b.tobytes() and a.shape == b.shape and not bool(np.isnan(a).any())
 
 
-def _list(ids: Sequence[int]) -> str:
-    return f"[{', '.join(map(str, ids[:12]))}{', ...' if len(ids) > 12 else ''}]"
-
-
 def judge(recipe: Recipe, tiny: Tiny, backend: Backend, options: RunOptions = FULL) -> Judgement:
     """Plays a recipe, and judges the values of what came out by the plain float64 model."""
     rig = EngineHarness(tiny, backend, options)
     recipe.play(rig, options.quick)
-    verdict = rig.values.verdict()
-    if verdict.judged or verdict.faults:
-        rig.out_error, rig.tolerance_used = verdict.error, verdict.used
-        held = f"{verdict.judged} numbers, max error {verdict.error:.3g}, "
-        held += f"{verdict.used:.3g} of the tolerance"
-        if verdict.undecided:
-            held += f"; {verdict.undecided} behind experts too close to tell apart are left out"
-        rig.note("value", verdict.faults, held)
+    found = rig.values.verdict()
+    if found.judged or found.faults:
+        rig.out_error, rig.tolerance_used = found.error, found.used
+        error = f"max error {found.error:.3g}, {found.used:.3g} of the tolerance"
+        if found.undecided:
+            error += f"; {found.undecided} behind experts too close to tell apart are left out"
+        rig.note("value", found.faults, f"{found.judged} numbers, {error}")
     rig.require(recipe.required_counters)
     return rig

@@ -1,9 +1,8 @@
 """The recipes of the engine's cells: what may happen to a request in a serving engine, none of
-which may change a bit of its answer.
+which may change a bit of its answer. engine_recipes.toml names them.
 
-Each plays some stories on a harness, which compares every request with its recomputation, and looks
-at what else must hold: exact hits, equal seeds, text that is the tokens'. Lengths sit one below, at
-and above a page. A quick run plays fewer of them.
+Each plays stories on a harness, which compares every request with its recomputation, and looks at
+what else must hold. Lengths sit one below, at and above a page; a quick run plays fewer of them.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ SCORED = replace(PLAIN, prompt_logprobs=1, seed=9)
 THREE = replace(PLAIN, n=3, seed=11)
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 # few and wide: a launch is recorded by one step and replayed by others that are fuller or emptier
-GRIDS: Options = {
-    **{"bucket_sizes": (8, 64), "request_bucket_sizes": (4, 17), "emit_bucket_sizes": (16,)},
-    "chunked_prefill_size": 64,
-}
+GRIDS = {"bucket_sizes": (8, 64), "request_bucket_sizes": (4, 17), "emit_bucket_sizes": (16,)}
 REPLAYS = 8  # of an engine, at least
 
 
@@ -53,9 +49,8 @@ def orders_of(*pairs: tuple[int, SamplingParams], late: int = 0) -> list[Order]:
 
 def batch(rig: EngineHarness, quick: bool) -> None:
     """Greedy beside sampled beside scored."""
-    orders = orders_of(
-        (1, PLAIN), (7, GREEDY), (16, CUT), (33, PENALISED), (40, SCORED), (9, THREE)
-    )
+    short = ((1, PLAIN), (7, GREEDY), (16, CUT))
+    orders = orders_of(*short, (33, PENALISED), (40, SCORED), (9, THREE))
     for order in orders[3:] if quick else orders:
         rig.story("oracle", [order], disable_radix_cache=True)
     rig.story("batch", orders)
@@ -64,8 +59,7 @@ def batch(rig: EngineHarness, quick: bool) -> None:
 
 
 def chunk(rig: EngineHarness, quick: bool) -> None:
-    """Single rows, odd sizes, a page less one and one more, a neighbour that takes part of the
-    step."""
+    """Single rows, odd sizes, one less and one more than a page, a neighbour in the step."""
     orders = orders_of((37, SCORED), (21, THREE), (30, PENALISED), late=2)
     for size in (3, PAGE - 1) if quick else (3, PAGE - 1, PAGE, PAGE + 1, 16):
         rig.story("chunk", orders, chunked_prefill_size=size, page_size=4)
@@ -132,10 +126,8 @@ def evict(rig: EngineHarness, quick: bool) -> None:
 
 def page(rig: EngineHarness, quick: bool) -> None:
     stem = words(33, 4)
-    orders = [
-        *(Order(stem, SCORED), Order(stem[:20], THREE, at=4)),
-        Order(words(9, 5), PENALISED, at=5),
-    ]
+    orders = [Order(stem, SCORED), Order(stem[:20], THREE, at=4)]
+    orders.append(Order(words(9, 5), PENALISED, at=5))
     for size in (1, 16) if quick else (1, 3, 16, 64):
         rig.story("page", orders, page_size=size)
 
@@ -143,7 +135,8 @@ def page(rig: EngineHarness, quick: bool) -> None:
 def every_second(engine: InstrumentedEngine, jobs: list[Generation], step: int) -> None:
     """Everybody, or one, loses its pages."""
     running = [r for r in engine.scheduler.running if r.missing_len < len(r.tokens)]
-    for request in running if step % 4 == 0 else running[:1] if step % 2 == 0 else []:
+    many = {0: len(running), 2: 1}.get(step % 4, 0)
+    for request in running[:many]:
         engine.scheduler._preempt(request)
 
 
@@ -159,8 +152,7 @@ def preempt(rig: EngineHarness, quick: bool) -> None:
 
 
 def abort(rig: EngineHarness, quick: bool) -> None:
-    """At every stage: with a shared prefix, in the middle of a prompt, forked; who stays or comes
-    later is right."""
+    """At every stage: with a shared prefix, in the middle of a prompt, forked."""
     stem = words(32, 12)
     for when in (2, 3, 6) if quick else (1, 2, 3, 4, 6, 9):
         orders = [
@@ -191,10 +183,8 @@ def several(rig: EngineHarness, quick: bool) -> None:
 
 
 def score(rig: EngineHarness, quick: bool) -> None:
-    """Scores of a prompt and its generated answer are those of the generation: cold, warm, in
-    chunks."""
-    prompt = words(21, 14)
-    engine = rig.engine(page_size=PAGE)
+    """Of a prompt and its generated answer, those of the generation: cold, warm, in chunks."""
+    prompt, engine = words(21, 14), rig.engine(page_size=PAGE)
     (job,) = rig.play("score", engine, [Order(prompt, PLAIN)])
     made = job.output("")
     whole = (*prompt, *made.token_ids)
@@ -239,8 +229,7 @@ def stream(rig: EngineHarness, quick: bool) -> None:
 
 
 def encoder(rig: EngineHarness, quick: bool) -> None:
-    """Of many lengths, some equal, in one batch; forked, in pages of one, losing their pages after
-    every second step."""
+    """Of many lengths, some equal, in one batch; forked, in pages of one, losing their pages."""
     pairs = ((21, PLAIN), (1, GREEDY), (34, THREE), (8, PENALISED), (21, CUT))
     orders = orders_of(*pairs, late=1)
     for order in orders[:2] if quick else orders:
@@ -275,8 +264,7 @@ def items(
 
 
 def padded(rig: EngineHarness, quick: bool) -> None:
-    """In company, arriving one by one, in chunks, forked, losing pages; in buckets far too
-    large."""
+    """In company, one by one, in chunks, forked, losing pages; in buckets far too large."""
     orders, late = company(rig, (1, PLAIN))
     buckets: Options = {"bucket_sizes": BUCKETS, "chunked_prefill_size": 64}
     rig.story("pad", orders, **buckets)
@@ -298,8 +286,8 @@ def company(
 
 
 def replayed(rig: EngineHarness, quick: bool) -> None:
-    """Requests one below, at and above a page come one by one, fork, and leave again: most steps
-    are replays of a launch that was recorded with other lengths, other slots and other pads."""
+    """Requests around a page come one by one, fork, and leave again: most steps are replays of a
+    launch that was recorded with other lengths, other slots and other pads."""
     growing = [
         Order(words(n, i), replace(PLAIN, seed=i, max_tokens=4 + 3 * (i % 4)), at=i)
         for i, n in enumerate((3, 7, 8, 9, 15, 16, 17, 5))
@@ -310,16 +298,17 @@ def replayed(rig: EngineHarness, quick: bool) -> None:
         Order(words(n, i), replace(short, seed=n), at=9 * i) for i, n in enumerate((12, 12, 11, 10))
     ]
     later = [replace(order, at=order.at + 10) for order in growing[:4]]
-    stories: list[tuple[list[Order], Options]] = [
-        (growing, {"page_size": 4}),
-        (forking, {"page_size": 8}),
-        ([*forking, *later], {"page_size": 8}),
-        ([*growing, *later], {"page_size": 1}),
-        ([*forking, *growing], {"page_size": 8, "max_total_tokens": 96}),
+    stories = [
+        (growing, 4, 1024),
+        (forking, 8, 1024),
+        ([*forking, *later], 8, 1024),
+        ([*growing, *later], 1, 1024),
+        ([*forking, *growing], 8, 96),
     ]
-    for orders, options in stories[:2] if quick else stories:
-        # a backend that cannot be recorded runs the same steps
-        engine = rig.engine(graphs=rig.parts.backend.caps.graphs, **GRIDS, **options)
+    graphs = rig.parts.backend.caps.graphs  # one that cannot be recorded runs the same steps
+    for orders, page, total in stories[:2] if quick else stories:
+        sizes: Options = {"page_size": page, "max_total_tokens": total, "chunked_prefill_size": 64}
+        engine = rig.engine(graphs=graphs, **sizes, **GRIDS)
         rig.play("replay", engine, sorted(orders, key=lambda order: order.at))
         tapes = engine.runner.tapes.values()
         replays = sum(tape.replays for tape in tapes)
@@ -331,9 +320,8 @@ def replayed(rig: EngineHarness, quick: bool) -> None:
 
 
 def late(rig: EngineHarness, quick: bool) -> None:
-    """Row ids name samples of the step before; a stop is found when the next row is computed, which
-    nobody sees. In company, in buckets, in a cache that is too small, with a neighbour that
-    leaves."""
+    """A stop is found when the next row is computed, which nobody sees. In company, in buckets, in
+    a cache that is too small, with a neighbour that leaves."""
     eager = replace(PLAIN, ignore_eos=False, logit_bias={EOS: 30.0}, min_tokens=3)
     orders, leaving = company(rig, (9, eager))
     leaving[-1] = replace(leaving[-1], abort=leaving[-1].at + 3)
@@ -346,8 +334,7 @@ def late(rig: EngineHarness, quick: bool) -> None:
 
 
 def priority(rig: EngineHarness, quick: bool) -> None:
-    """Later ones of a higher priority overtake waiting ones and take the place of running ones;
-    bits do not know it."""
+    """Later ones of a higher priority overtake waiting ones and displace running ones."""
     orders = [
         Order(words(20, 20), PENALISED),
         Order(words(12, 21), PLAIN, at=1),
