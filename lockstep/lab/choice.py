@@ -4,9 +4,8 @@ straight from the definition.
     bias, penalties, min_tokens, temperature, top-k, top-p, min-p, noise, argmax; ties by the lower
     id
 
-Knows nothing of `lockstep.sample` but its parameters: the noise is Philox 4x32-10 written out here,
-logarithms are the library's. The oracle of the engine's cells chooses with it, and the sampler's
-cells compare with it.
+Knows nothing of `lockstep.sample` but its parameters. The oracle of the engine's cells chooses with
+it, and the sampler's cells compare with it.
 """
 
 from __future__ import annotations
@@ -20,15 +19,12 @@ from numpy.typing import NDArray
 from lockstep.sample.params import SamplingParams
 
 Floats = NDArray[np.float32]
+Ids = Sequence[int]
 WORD = 0xFFFFFFFF
 
 
 def choose(
-    logits: Floats,
-    params: SamplingParams,
-    tokens: Sequence[int],
-    prompt_len: int,
-    eos_ids: Sequence[int] = (),
+    logits: Floats, params: SamplingParams, tokens: Ids, prompt_len: int, eos_ids: Ids = ()
 ) -> int:
     """The next token after `tokens`, of which the first `prompt_len` are the prompt."""
     scores = logits.astype(np.float32)
@@ -38,9 +34,8 @@ def choose(
     for token in set(tokens) if params.penalised else ():
         times = list(tokens[prompt_len:]).count(token)
         score = scores[token] / repetition if scores[token] > 0 else scores[token] * repetition
-        scores[token] = score - np.float32(
-            times * params.frequency_penalty + (times > 0) * params.presence_penalty
-        )
+        penalty = times * params.frequency_penalty + (times > 0) * params.presence_penalty
+        scores[token] = score - np.float32(penalty)
     if len(tokens) - prompt_len < params.min_tokens:
         scores[[*params.stop_ids, *(() if params.ignore_eos else eos_ids)]] = -np.inf
     if params.temperature == 0:
@@ -80,6 +75,7 @@ def gumbel(word: int) -> float:
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox 4x32-10."""
     (a, b, c, d), (k, m) = counter, key
     for _ in range(10):
         p, q = a * 0xD2511F53, c * 0xCD9E8D57

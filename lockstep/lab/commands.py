@@ -1,10 +1,5 @@
 """`lockstep lab ...` and `lockstep check-env`: each command runs something, writes what was asked
-for, and prints a short account of it.
-
-Takes parsed arguments and returns an exit code; knows no options by name beyond these and no
-parser. `cli` calls it. Machines read the JSON document, people read these lines; with `--json -`
-stdout holds the document alone and the lines go to stderr.
-"""
+for, and prints a short account of it. `cli` calls it with parsed arguments; knows no parser."""
 
 from __future__ import annotations
 
@@ -35,7 +30,6 @@ QUICK_MODEL, QUICK_SAMPLER = "qwen3", ("sample", "seeds")  # of the engine's tab
 
 
 def options_of(args: Namespace) -> RunOptions:
-    """What the options say of every cell."""
     return RunOptions(
         device=Device.of(args.device, args.dtype),
         checks=not vars(args).get("no_checks"),
@@ -77,20 +71,19 @@ def kills(args: Namespace) -> int:
     failure."""
     every = reverts.names()
     names = picked("a revert is a file in lab/reverts", args.name, every) or every
+    chosen = [reverts.load(name) for name in names]
     if args.list:
-        for revert in map(reverts.load, names):
+        for revert in chosen:
             cells_of = ", ".join(revert.cells) or "equivalent"
             print(f"{revert.name}: {revert.title}\n    {revert.target}; {cells_of}")
         return 0
     picked_backends([args.backend])
     device = Device.of(args.device, args.dtype)
     earlier = _read(args.source) if args.source else None
-    chosen = [reverts.load(name) for name in names]
     with Progress(len(kill.tasks(chosen, args.backend, device)), "lab reverts") as bar:
         found = kill.run(chosen, args.backend, args.workers, bar.step, device)
-    ran = earlier["cells"] if earlier else found["baseline"].values()
-    quick = earlier["quick"] if earlier else True
-    doc = document.of_run(ran, quick, found["seconds"], kills=found)
+    ran = earlier or {"cells": found["baseline"].values(), "quick": True}
+    doc = document.of_run(ran["cells"], ran["quick"], found["seconds"], kills=found)
     _publish(args, doc, document.text("reverts.txt", kills=found, backend=args.backend))
     ours = args.backend == BACKENDS[0]
     return 1 if found["red"] or (ours and found["unproven"]) else 0
@@ -98,8 +91,7 @@ def kills(args: Namespace) -> int:
 
 def matrix(args: Namespace) -> int:
     """`lab matrix`."""
-    backends = picked_backends(args.backend)
-    folder = Path(args.docs)
+    backends, folder = picked_backends(args.backend), Path(args.docs)
     if not folder.is_dir():
         rule, remedy = "the pages lie in docs/ of the repository", "Run this at its root, or pass"
         raise RuleError(rule, f"{args.docs}: no such folder", f"{remedy} --docs")
@@ -141,7 +133,7 @@ def cell_story(args: Namespace) -> int:
 def check_env(args: Namespace) -> int:
     """`check-env`. As many threads as torch has work in the kernels."""
     folder = cache.folder()
-    count = len(list(folder.rglob("*.nbc"))) if folder.is_dir() else 0
+    count = len(list(folder.rglob("*.nbc")))
     compiled = f"{count} compiled" if count else "nothing yet: the first run compiles"
     found: document.Document = {
         "environment": document.environment(),
@@ -167,20 +159,16 @@ def inspect_backend(name: str) -> dict[str, Any]:
 
 def chosen_cells(args: Namespace) -> list[cells.Cell]:
     """The cells that the options name."""
-    backends = picked_backends(args.backend)
-    recipes = [r.name for table in TABLES for r in table.recipes]
-    device = Device.of(args.device, args.dtype)
-    features = [f.name for table in TABLES for f in table.features_of(device)]
-    recipes_named = picked("a recipe is one of the lab's", args.recipe, recipes)
-    features_named = picked("a feature is one of the lab's", args.feature, features)
-    found = [
-        c
-        for c in cells.cells(backends, device=device)
-        if (not recipes_named or c.recipe in recipes_named)
-        and (not features_named or c.feature in features_named)
-    ]
-    if args.quick and not recipes_named and not features_named:
+    backends, device = picked_backends(args.backend), Device.of(args.device, args.dtype)
+    every = [r.name for table in TABLES for r in table.recipes]
+    recipes = picked("a recipe is one of the lab's", args.recipe, every)
+    every = [f.name for table in TABLES for f in table.features_of(device)]
+    features = picked("a feature is one of the lab's", args.feature, every)
+    found = cells.cells(backends, device=device)
+    if args.quick and not recipes and not features:
         found = [c for c in found if quick(c)]
+    found = [c for c in found if not recipes or c.recipe in recipes]
+    found = [c for c in found if not features or c.feature in features]
     if not found:
         rule, got = "the recipe makes sense for the feature", f"{args.recipe} and {args.feature}"
         raise RuleError(rule, got, "See `lockstep lab run --list`")
@@ -197,8 +185,7 @@ def quick(cell: cells.Cell) -> bool:
 
 def picked_backends(given: list[str] | None) -> list[str]:
     """The backends that --backend names, or ours, each of which can be loaded."""
-    ours = [name for name in BACKENDS if name in select.names()]
-    chosen = picked("a backend is installed", given, select.names()) or ours
+    chosen = picked("a backend is installed", given, select.names()) or list(BACKENDS)
     for name in chosen:
         select.load(name)  # here, where its reason is one line; not in every worker process
     return chosen

@@ -1,10 +1,9 @@
 """How far a model's log-probabilities are from transformers in a wider dtype, and how far those of
-transformers are in ours.
+transformers are in ours: root mean squares over the tokens of some prompts.
 
-The weights are those that `--load-format dummy` draws, rounded to the dtype of activations, by
-their names in a checkpoint; transformers gets them as a state dict, and so does its own joining of
-experts. A distance is the root mean square over the tokens of some prompts. Knows a config and a
-device; `lab bits` calls it, when the engine has given back its memory.
+The weights are those that `--load-format dummy` draws, rounded to the dtype of activations;
+transformers gets them as a state dict. `lab bits` calls it, when the engine has given back its
+memory.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from lockstep.models.loader import STATED, drawn
 MOST_RATIO = 1.5  # of our distance to that of transformers, in the same dtype
 WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
+Config = Mapping[str, Any]
+Prompts = Sequence[list[int]]
 Scores = list[NDArray[np.float32]]  # of every prompt: its tokens but the first
 
 
@@ -40,43 +41,33 @@ class Distance:
 
     @property
     def ratio(self) -> float:
-        """How many times as far we are."""
         return self.ours / self.theirs if self.theirs else float("inf")
 
 
-def measure(
-    config: Mapping[str, Any], device: Device, prompts: Sequence[list[int]], ours: Scores
-) -> Distance:
+def measure(config: Config, device: Device, prompts: Prompts, ours: Scores) -> Distance:
     """Both distances, of the same weights on the same device."""
-    wide = WIDER[device.compute]
     weights = draw(config, device)
-    exact = scores(config, weights, wide, device, prompts)
+    exact = scores(config, weights, WIDER[device.compute], device, prompts)
     if device.place.type == "cuda":
         torch.cuda.empty_cache()
     theirs = scores(config, weights, device.compute, device, prompts)
-    tokens = sum(map(len, ours))
     judged = device.compute is not torch.float32
-    return Distance(rms(ours, exact), rms(theirs, exact), tokens, judged)
+    return Distance(rms(ours, exact), rms(theirs, exact), sum(map(len, ours)), judged)
 
 
 def rms(a: Sequence[NDArray[Any]], b: Sequence[NDArray[Any]]) -> float:
-    """The root mean square of all differences."""
     off = np.concatenate([x.astype(np.float64) - y for x, y in zip(a, b, strict=True)])
     return float(np.sqrt((off * off).mean()))
 
 
-def draw(config: Mapping[str, Any], device: Device) -> dict[str, Tensor]:
+def draw(config: Config, device: Device) -> dict[str, Tensor]:
     """What a checkpoint of the model would hold: drawn on the device, kept in the host's memory."""
     asked, dtype = shapes(config).items(), device.compute
     return {n: drawn(device.place, n, shape).to(dtype).cpu() for n, shape in asked}
 
 
 def scores(
-    config: Mapping[str, Any],
-    weights: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    device: Device,
-    prompts: Sequence[list[int]],
+    config: Config, weights: dict[str, Tensor], dtype: torch.dtype, device: Device, prompts: Prompts
 ) -> list[NDArray[np.float64]]:
     """Log-probabilities by transformers in a dtype."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
@@ -103,5 +94,4 @@ def scores(
             logits = model(given, use_cache=False).logits[0, :-1]
             each = logits.double().log_softmax(1).gather(1, given[0, 1:, None])[:, 0]
             out.append(each.cpu().numpy())
-    del model
     return out

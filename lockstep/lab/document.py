@@ -1,10 +1,6 @@
 """What ran, as one JSON document: where (a measurement without that is worth nothing), when, by
 which command, and what came out; and the templates by which pages and stories are made from it.
-
-Knows no tensors and runs nothing; packages are asked for their versions, not imported. Every
-command of the lab and of the benchmarks publishes one; `report` and `matrix` take that of `lab run`
-as it is.
-"""
+Every command of the lab and of the benchmarks publishes one. Knows no tensors and runs nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +14,10 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -33,6 +31,7 @@ VECTORS = ("avx2", "avx512f")  # vector sets worth naming beside a processor
 VERDICTS = ("passed", "refused", "known", "failed")
 
 Document = dict[str, Any]
+Filters = Iterable[Callable[..., Any]]
 
 
 def head() -> Document:
@@ -42,17 +41,15 @@ def head() -> Document:
 
 
 def environment() -> dict[str, str | int]:
-    """Versions, commit, processor, cores, platform."""
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
+    """Versions, commit, processor, cores, platform; packages are not imported for it."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
     return {
         "lockstep": __version__,
         "commit": commit(),
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
         "cpu": cpu_model(),
-        "cores": cores,
+        "cores": len(allowed) or os.cpu_count() or 1,
         "platform": f"{platform.system()} {platform.machine()}",
     }
 
@@ -69,20 +66,14 @@ def cpu_model() -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout of the package, with + for local changes; "none" outside of
-    one."""
-    head, changed = _git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain", "-uno")
-    return "none" if head is None or changed is None else head + ("+" if changed else "")
-
-
-def _git(*words: str) -> str | None:
+    """Of the checkout of the package, with + for local changes; "none" outside of one."""
+    git = partial(subprocess.check_output, cwd=Path(__file__).parent, text=True, stderr=DEVNULL)
     try:
-        done = subprocess.run(
-            ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
+        head = git(["git", "rev-parse", "--short", "HEAD"]).strip()
+        changed = git(["git", "status", "--porcelain", "-uno"])
+        return head + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
+        return "none"
 
 
 def _version(package: str) -> str:
@@ -107,7 +98,6 @@ def publish(args: Namespace, doc: Any, lines: Iterable[str]) -> None:
 
 
 def write(doc: Any, where: str) -> None:
-    """To a file, or with "-" to stdout."""
     text = json.dumps(clean(doc), indent=1, allow_nan=False, ensure_ascii=False)
     outfile.write(where, text + "\n")
 
@@ -137,14 +127,11 @@ def read(where: str, command: str, *keys: str) -> Document:
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """Columns as wide as their widest entry, two blanks between them."""
-    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            x.rjust(w) if i in right else x.ljust(w)
-            for i, (x, w) in enumerate(zip(row, wide, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    columns = []
+    for i, column in enumerate(zip(*rows, strict=True)):
+        justify, width = str.rjust if i in right else str.ljust, max(map(len, column))
+        columns.append([justify(text, width) for text in column])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def of_run(cells: Iterable[Document], quick: bool, seconds: float, **more: Any) -> Document:
@@ -174,12 +161,7 @@ def summary(cells: Sequence[Document]) -> Document:
     return {"cells": len(cells), "failed": failed, "backends": backends}
 
 
-def render(
-    name: str,
-    filters: Iterable[Callable[..., Any]] = (),
-    package: str = "lockstep.lab",
-    **values: Any,
-) -> str:
+def render(name: str, filters: Filters = (), package: str = "lockstep.lab", **values: Any) -> str:
     """The template `name`.j2 of a package; what is not given is an error. HTML is escaped."""
     engine = Environment(
         loader=PackageLoader(package, ""),

@@ -1,10 +1,6 @@
 """What a model may ask of the attention layer: features.toml, one feature each, as the groups of a
-small model.
-
-Every feature has two layers per group with different scales, so that nothing may be remembered from
-the layer before; a window feature has a full group beside it with pages of another size. Defaults
-hide bugs: scales are not 1, caps bind, sinks are not 0.
-"""
+small model. Defaults hide bugs: scales are not 1, caps bind, sinks are not 0, and two layers of a
+group differ, so that nothing may be remembered from the layer before."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Processes that take jobs and may die: what happens in one cannot take the run down.
 
 A job is an argument of one module-level function. One that kills its process, or takes longer than
-allowed and is killed, is an answer too (`Died`), and a fresh process takes the place of its own. A
-bug named by LOCKSTEP_REVERT is put back in every process. Knows nothing of cells; `cells` and
-`commands` call it.
+allowed and is killed, is an answer too (`Died`), and a fresh process takes the place of its own.
+Knows nothing of cells.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, as_completed
+from concurrent.futures import as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -31,49 +30,38 @@ class Died:
 
 
 def run(
-    function: Callable[[Any], Any],
-    jobs: Sequence[Any],
-    workers: int,
-    limit_s: Callable[[Any], float],
+    work: Callable[[Any], Any], jobs: Sequence[Any], workers: int, limit_s: Callable[[Any], float]
 ) -> Iterator[tuple[Any, Any]]:
     """(job, answer or Died) as they come. `limit_s(job)`: how long a job may take before its
-    process is killed. What `function` raises is raised here: an error of the lab."""
-    from pebble import ProcessPool  # of the extra `lab`: other commands do without it
+    process is killed. What `work` raises is raised here: an error of the lab."""
+    from pebble import ProcessExpired, ProcessPool  # of the extra `lab`, others do without it
 
     workers = max(1, min(workers, len(jobs)))
     threads = max(1, (os.cpu_count() or 1) // workers)
     before = os.environ.get(WAITING[0])
     os.environ.setdefault(*WAITING)
-    pool = ProcessPool(
-        max_workers=workers,
-        initializer=_begin,
-        initargs=(threads,),
-        context=multiprocessing.get_context("spawn"),
-    )
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPool(workers, initializer=_begin, initargs=(threads,), context=spawn)
     try:
-        todo = {pool.schedule(function, args=(job,), timeout=limit_s(job)): job for job in jobs}
+        todo = {pool.schedule(work, args=(job,), timeout=limit_s(job)): job for job in jobs}
         for done in as_completed(todo):
             job = todo[done]  # type: ignore[index]
-            yield job, _answer(done, limit_s(job))
+            try:
+                answer = done.result()
+            except TimeoutError:
+                answer = Died(f"no answer within {limit_s(job):.0f} s")
+            except ProcessExpired as error:
+                code = int(error.exitcode or 0)
+                how = f"ended with code {code}"
+                if code < 0:
+                    how = f"was ended by {signal.Signals(-code).name}"
+                answer = Died(f"the process {how}", max(code, 0))
+            yield job, answer
     finally:
         pool.stop()  # type: ignore[no-untyped-call]
         pool.join()
         if before is None:
             del os.environ[WAITING[0]]
-
-
-def _answer(done: Future[Any], limit_s: float) -> Any:
-    from pebble import ProcessExpired
-
-    try:
-        return done.result()
-    except TimeoutError:
-        return Died(f"no answer within {limit_s:.0f} s")
-    except ProcessExpired as error:
-        code = int(error.exitcode or 0)
-        if code < 0:
-            return Died(f"the process was ended by {signal.Signals(-code).name}")
-        return Died(f"the process ended with code {code}", code)
 
 
 def _begin(threads: int) -> None:
