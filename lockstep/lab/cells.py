@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from pkgutil import resolve_name
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ import torch
 from lockstep.attention import select
 from lockstep.attention.base import Backend
 from lockstep.lab import engine_harness, isolate, properties, reverts, table
+from lockstep.lab.engine_recipes import tell
 from lockstep.lab.features import FEATURES, GPU_FEATURES
 from lockstep.lab.options import CPU, FULL, Device, RunOptions
 from lockstep.lab.properties import Finding, Judgement
@@ -65,11 +66,10 @@ class MatrixTable:
 
 
 def engine_recipe(
-    name: str, play: str, about: str, counters: list[str], of: str = "decoders"
+    name: str, about: str, counters: list[str], of: str = "decoders", **told: Any
 ) -> Recipe:
     """An entry of engine_recipes.toml."""
-    found = resolve_name(f"lockstep.lab.{play}")
-    return Recipe(name, about, found, tuple(counters), MODELS_OF[of])
+    return Recipe(name, about, partial(tell, **told), tuple(counters), MODELS_OF[of])
 
 
 ATTENTION = MatrixTable(

@@ -119,17 +119,12 @@ class EngineHarness(Judgement):
         self.values = Values(checkpoint(tiny, self.device), self.device)
         self.watchers: list[Watcher] = []  # of every engine
         self.drafted: dict[Any, Any] = {}  # what was proposed so far, by algorithm and width
+        self.ended: list[int] = []  # requests of the last story, as they ended
 
     def engine(self, overlap: bool = False, **options: Any) -> InstrumentedEngine:
         """A fresh engine; pages of 8 and room for everybody unless told otherwise."""
-        given = {
-            "context_length": CONTEXT,
-            "page_size": 8,
-            "max_total_tokens": 1024,
-            "max_running_requests": 16,
-            "kv_cache_dtype": self.device.dtype,
-            **options,
-        }
+        sizes = {"page_size": 8, "max_total_tokens": 1024, "max_running_requests": 16}
+        given = {"context_length": CONTEXT, "kv_cache_dtype": self.device.dtype, **sizes, **options}
         return self.engine_of(EngineConfig.from_names(given), overlap)
 
     def engine_of(self, config: EngineConfig, overlap: bool = False) -> InstrumentedEngine:
@@ -150,6 +145,7 @@ class EngineHarness(Judgement):
         """Runs a story and compares every request with its recomputation, as property `name`."""
         before = engine.seen + engine.scheduler.counters
         streams: Streams = {}
+        self.ended = []
         try:
             self._run(engine, orders, disturb, streams)
         except PlanError as error:
@@ -204,8 +200,9 @@ class EngineHarness(Judgement):
                 engine.check()
             except RuleError as error:
                 self.note("pages", [str(error)])
-            for job, stream in streams.items():
+            for i, (job, stream) in enumerate(streams.items()):
                 stream.extend(job.news())
+                self.ended += [i] if job.done and i not in self.ended else []
             step += 1
             if step > STEPS:
                 rule = f"a story ends within {STEPS} steps"

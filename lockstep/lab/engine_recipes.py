@@ -1,8 +1,9 @@
 """The recipes of the engine's cells: what may happen to a request in a serving engine, none of
-which may change a bit of its answer. engine_recipes.toml names them.
+which may change a bit of its answer. They stand in engine_recipes.toml; `tell` plays the stories
+there, and what needs more than stories is a function here.
 
-Each plays stories on a harness, which compares every request with its recomputation, and looks at
-what else must hold. Lengths sit one below, at and above a page; a quick run plays fewer of them.
+A harness compares every request with its recomputation; a recipe looks at what else must hold.
+Lengths sit one below, at and above a page.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Sequence
 from copy import copy
-from dataclasses import replace
-from itertools import count, pairwise
+from dataclasses import dataclass, replace
+from itertools import count, pairwise, product
+from pkgutil import resolve_name
 from typing import Any
 
 from lockstep.attention.base import Backend
+from lockstep.lab import table
 from lockstep.lab.engine_harness import EngineHarness, Injected, InstrumentedEngine, same_bits
 from lockstep.lab.recompute import Order
 from lockstep.lab.tiny import EOS, Letters, words
@@ -22,48 +25,81 @@ from lockstep.llm.generation import Generation
 from lockstep.sample.params import SamplingParams
 
 Options = dict[str, Any]  # of an engine
+Entries = Sequence[Any]  # of engine_recipes.toml
 PAGE = 8
-PLAIN = SamplingParams(max_tokens=10, temperature=0.8, seed=5, logprobs=2, ignore_eos=True)
-GREEDY = replace(PLAIN, temperature=0.0)
-CUT = replace(PLAIN, temperature=1.3, top_k=12, top_p=0.9, seed=-7, ignore_eos=False)
-PENALISED = replace(
-    PLAIN,
-    seed=2**40 + 3,
-    frequency_penalty=1.6,
-    presence_penalty=0.4,
-    repetition_penalty=1.1,
-    logit_bias={3: 5.0, 4: 4.5},
-)
-SCORED = replace(PLAIN, prompt_logprobs=1, seed=9)
-THREE = replace(PLAIN, n=3, seed=11)
-BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+GIVEN = table("engine_params.toml")
+PARAMS = {name: SamplingParams.from_dict({**GIVEN["plain"], **own}) for name, own in GIVEN.items()}
+PLAIN, GREEDY, CUT, PENALISED, SCORED, THREE, EAGER = PARAMS.values()
 # few and wide: a launch is recorded by one step and replayed by others that are fuller or emptier
 GRIDS = {"bucket_sizes": (8, 64), "request_bucket_sizes": (4, 17), "emit_bucket_sizes": (16,)}
 REPLAYS = 8  # of an engine, at least
 
 
+@dataclass(frozen=True)
+class Story:
+    """An entry of `stories` in engine_recipes.toml."""
+
+    name: str  # the property that it looks at
+    engines: Sequence[Options] = ({},)  # a fresh one of each for the whole story
+    orders: Sequence[int] = ()  # these, in this order; without any, all
+    at: Sequence[int] = ()  # when each of them is given
+    aborts: Sequence[tuple[int, int]] = ()  # (which of them, before which step)
+    alone: bool = False  # each order on an engine of its own
+    preempt: bool = False  # everybody, or one, loses its pages after every second step
+    preempted: str = ""  # what its preemptions are counted as besides
+    ends: Sequence[int] = ()  # how the requests end, one after the other
+    cold: bool = False  # no prompt is found in a cache
+    full: bool = False  # not in a quick run
+
+    def play(self, rig: EngineHarness, orders: Sequence[Order], engine: Options) -> None:
+        chosen = [orders[i] for i in self.orders or range(len(orders))]
+        for i, step in enumerate(self.at):
+            chosen[i] = replace(chosen[i], at=step)
+        for i, step in self.aborts:
+            chosen[i] = replace(chosen[i], abort=step)
+        if rig.oracle.encoder is not None:  # nobody scores a source
+            chosen = [order for order in chosen if order.params.prompt_logprobs is None]
+        groups = [[order] for order in chosen] if self.alone else [chosen]
+        for options, group in product(self.engines, groups):
+            before = rig.counters["preempted"]
+            disturb = every_second if self.preempt else None
+            jobs = rig.story(self.name, group, disturb, **{**engine, **options})
+            if self.preempted:
+                rig.counters[self.preempted] += rig.counters["preempted"] - before
+            if self.cold:
+                expect_hits(rig, "prompts that nobody had", jobs, (0,) * len(jobs))
+            if self.ends:
+                fault = f"requests ended in the order {rig.ended}"
+                rig.check("order", rig.ended == list(self.ends), fault)
+
+
+def tell(
+    rig: EngineHarness,
+    quick: bool,
+    orders: Entries = (),
+    stories: Entries = (),
+    engine: Options | None = None,
+    play: str = "",
+) -> None:
+    """A recipe: its stories, on engines that have `engine` in common, then what it names."""
+    made = [order(**each) if isinstance(each, dict) else order(*each) for each in orders]
+    for story in (Story(**each) for each in stories):
+        if not (quick and story.full):
+            story.play(rig, made, engine or {})
+    if play:
+        resolve_name(f"lockstep.lab.{play}")(rig, quick)
+
+
+def order(
+    tokens: int, params: str = "plain", seed: int = 0, then: Sequence[int] = (), **rest: Any
+) -> Order:
+    """An entry of `orders`."""
+    return Order((*words(tokens, seed or tokens), *then), PARAMS[params], **rest)
+
+
 def orders_of(*pairs: tuple[int, SamplingParams], late: int = 0) -> list[Order]:
     """Prompts of these lengths, each its own; `late` steps between one and the next."""
     return [Order(words(n, n), params, at=late * i) for i, (n, params) in enumerate(pairs)]
-
-
-def batch(rig: EngineHarness, quick: bool) -> None:
-    """Greedy beside sampled beside scored."""
-    short = ((1, PLAIN), (7, GREEDY), (16, CUT))
-    orders = orders_of(*short, (33, PENALISED), (40, SCORED), (9, THREE))
-    for order in orders[3:] if quick else orders:
-        rig.story("oracle", [order], disable_radix_cache=True)
-    rig.story("batch", orders)
-    late = [replace(order, at=i * i) for i, order in enumerate(reversed(orders))]
-    rig.story("batch", late, chunked_prefill_size=24)
-
-
-def chunk(rig: EngineHarness, quick: bool) -> None:
-    """Single rows, odd sizes, one less and one more than a page, a neighbour in the step."""
-    orders = orders_of((37, SCORED), (21, THREE), (30, PENALISED), late=2)
-    for size in (3, PAGE - 1) if quick else (3, PAGE - 1, PAGE, PAGE + 1, 16):
-        rig.story("chunk", orders, chunked_prefill_size=size, page_size=4)
-    rig.story("chunk", orders_of((11, PLAIN)), chunked_prefill_size=1)
 
 
 def hit(rig: EngineHarness, quick: bool) -> None:
@@ -124,49 +160,12 @@ def evict(rig: EngineHarness, quick: bool) -> None:
         rig.play("evict", engine, orders)
 
 
-def page(rig: EngineHarness, quick: bool) -> None:
-    stem = words(33, 4)
-    orders = [Order(stem, SCORED), Order(stem[:20], THREE, at=4)]
-    orders.append(Order(words(9, 5), PENALISED, at=5))
-    for size in (1, 16) if quick else (1, 3, 16, 64):
-        rig.story("page", orders, page_size=size)
-
-
 def every_second(engine: InstrumentedEngine, jobs: list[Generation], step: int) -> None:
     """Everybody, or one, loses its pages."""
     running = [r for r in engine.scheduler.running if r.missing_len < len(r.tokens)]
     many = {0: len(running), 2: 1}.get(step % 4, 0)
     for request in running[:many]:
         engine.scheduler._preempt(request)
-
-
-def preempt(rig: EngineHarness, quick: bool) -> None:
-    """With a prefix tree and without; then pages are short by themselves."""
-    orders = orders_of((19, PENALISED), (26, SCORED), (12, THREE), late=1)
-    for options in ({"disable_radix_cache": True}, {"page_size": 4}):
-        jobs = rig.story("preempt", orders, every_second, **options)
-        expect_hits(rig, "prompts that nobody had, after preemption", jobs, (0,) * len(jobs))
-    rig.counters["forced"] = rig.counters["preempted"]
-    rig.story("preempt", orders, max_total_tokens=72, page_size=4, disable_radix_cache=True)
-    rig.counters["short_of_pages"] = rig.counters["preempted"] - rig.counters["forced"]
-
-
-def abort(rig: EngineHarness, quick: bool) -> None:
-    """At every stage: with a shared prefix, in the middle of a prompt, forked."""
-    stem = words(32, 12)
-    for when in (2, 3, 6) if quick else (1, 2, 3, 4, 6, 9):
-        orders = [
-            Order((*stem, 3), PENALISED),
-            Order((*stem, 4, 5), PLAIN, abort=when),
-            Order((*stem[:21], 6), THREE, abort=when + 2),
-            Order((*stem, 9), replace(CUT, seed=when), at=12),
-            Order(stem[:30], GREEDY, at=13),
-        ]
-        tight: Options = {"chunked_prefill_size": PAGE + 3, "max_total_tokens": 120}
-        rig.story("abort", orders, page_size=4, **tight)
-    prompt = words(30, 13)
-    orders = [Order(prompt, PLAIN, abort=1), Order((*prompt, 2), GREEDY, at=2)]
-    rig.story("abort", orders, page_size=PAGE, chunked_prefill_size=PAGE - 1)
 
 
 def several(rig: EngineHarness, quick: bool) -> None:
@@ -229,17 +228,10 @@ def stream(rig: EngineHarness, quick: bool) -> None:
 
 
 def encoder(rig: EngineHarness, quick: bool) -> None:
-    """Of many lengths, some equal, in one batch; forked, in pages of one, losing their pages."""
-    pairs = ((21, PLAIN), (1, GREEDY), (34, THREE), (8, PENALISED), (21, CUT))
-    orders = orders_of(*pairs, late=1)
-    for order in orders[:2] if quick else orders:
-        rig.story("oracle", [order], disable_radix_cache=True)
-    for size in (1, PAGE) if quick else (1, 3, PAGE, 64):
-        rig.story("batch", orders, page_size=size)
-    rig.story("preempt", [*orders, replace(orders[0], at=9)], every_second, page_size=1)
-    rig.story("abort", [replace(orders[2], abort=4), *orders[3:], orders[0]], page_size=4)
-    (job,) = rig.story("score", [orders[0]])
-    items(rig, rig.engine(), orders[0].prompt, job)
+    """Items behind a source."""
+    source = words(21, 21)
+    (job,) = rig.story("score", [Order(source, PLAIN)])
+    items(rig, rig.engine(), source, job)
 
 
 def items(
@@ -261,28 +253,6 @@ def items(
     same = same_bits(done[0].logprobs, answer.logprobs)
     rig.check("items", same, "an item is not the generation it repeats")
     rig.counters["item_forks"] += engine.scheduler.counters["forked"] - forks
-
-
-def padded(rig: EngineHarness, quick: bool) -> None:
-    """In company, one by one, in chunks, forked, losing pages; in buckets far too large."""
-    orders, late = company(rig, (1, PLAIN))
-    buckets: Options = {"bucket_sizes": BUCKETS, "chunked_prefill_size": 64}
-    rig.story("pad", orders, **buckets)
-    rig.story("pad", late, bucket_sizes=(50,), chunked_prefill_size=50, page_size=4)
-    if not quick:
-        rig.story("pad", late, bucket_sizes=(3, 41), chunked_prefill_size=41, page_size=1)
-        rig.story("pad", orders, every_second, **buckets)
-
-
-def company(
-    rig: EngineHarness, *others: tuple[int, SamplingParams]
-) -> tuple[list[Order], list[Order]]:
-    """Requests of every kind, at once and one by one, the last one first."""
-    pairs = [*others, (7, GREEDY), (16, CUT), (33, PENALISED), (40, THREE)]
-    if rig.oracle.encoder is None:
-        pairs.append((12, SCORED))
-    orders = orders_of(*pairs)
-    return orders, [replace(order, at=2 * i) for i, order in enumerate(reversed(orders))]
 
 
 def replayed(rig: EngineHarness, quick: bool) -> None:
@@ -317,42 +287,6 @@ def replayed(rig: EngineHarness, quick: bool) -> None:
         least = REPLAYS // 2 if engine.on_gpu else REPLAYS
         enough = replays >= least or not engine.runner.graphs
         rig.check("replay", enough, f"{replays} replays of {len(tapes)} launches")
-
-
-def late(rig: EngineHarness, quick: bool) -> None:
-    """A stop is found when the next row is computed, which nobody sees. In company, in buckets, in
-    a cache that is too small, with a neighbour that leaves."""
-    eager = replace(PLAIN, ignore_eos=False, logit_bias={EOS: 30.0}, min_tokens=3)
-    orders, leaving = company(rig, (9, eager))
-    leaving[-1] = replace(leaving[-1], abort=leaving[-1].at + 3)
-    rig.story("late", orders, overlap=True, chunked_prefill_size=64)
-    small: Options = {"overlap": True, "chunked_prefill_size": 50, "page_size": 4}
-    rig.story("late", leaving, bucket_sizes=(50,), **small)
-    if not quick:
-        rig.story("late", leaving, max_total_tokens=160, **small)
-        rig.story("late", orders, disable_radix_cache=True, **small)
-
-
-def priority(rig: EngineHarness, quick: bool) -> None:
-    """Later ones of a higher priority overtake waiting ones and displace running ones."""
-    orders = [
-        Order(words(20, 20), PENALISED),
-        Order(words(12, 21), PLAIN, at=1),
-        Order(words(9, 22), CUT, at=3, priority=1),
-        Order(words(17, 23), THREE, at=4, priority=2),
-    ]
-    ends: list[int] = []
-
-    def watch_ends(engine: InstrumentedEngine, jobs: list[Generation], step: int) -> None:
-        ends.extend(i for i, job in enumerate(jobs) if job.done and i not in ends)
-
-    rig.story("priority", orders, watch_ends, max_running_requests=1, page_size=4)
-    rig.check("order", ends == [3, 2, 0], f"requests ended in the order {ends}")
-    rig.counters["displaced"] = rig.counters["preempted"]
-    tight: Options = {"max_total_tokens": 64, "page_size": 4, "chunked_prefill_size": PAGE + 3}
-    rig.story("priority", orders, **tight)
-    levels = [replace(order, priority=i % 3 - 1) for i, order in enumerate(orders)]
-    rig.story("priority", levels, max_running_requests=3)
 
 
 def error(rig: EngineHarness, quick: bool) -> None:
