@@ -1,8 +1,5 @@
-"""Attention of the CPU backend against torch's SDPA in the same run: over gathered pages and over
-contiguous K/V.
-
-Decode and prefill shapes, fp32, pages of 16 in shuffled order; the ratio is what counts.
-`lockstep bench attention --device cpu` calls `run`.
+"""`lockstep bench attention --device cpu`: the CPU backend against torch's SDPA in the same run,
+over gathered pages and over contiguous K/V; fp32, pages of 16 in shuffled order.
 """
 
 from __future__ import annotations
@@ -131,8 +128,7 @@ def contenders(case: Case) -> dict[str, Callable[[], object]]:
 
 
 def peer(case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """torch's SDPA for the case. Rows after a prefix need an explicit mask: its own causal flag
-    counts from the first key."""
+    """torch's SDPA. Its causal flag counts from the first key: rows after a prefix need a mask."""
     mask, kv_len = None, case.cached + case.new
     if case.cached and case.new > 1:
         mask = torch.arange(kv_len)[None] <= torch.arange(case.cached, kv_len)[:, None]
@@ -143,8 +139,7 @@ def peer(case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def setup(case: Case) -> tuple[GroupSpec, StepPlan, Pool, Tensor]:
-    """A model of one layer, the plan of the step, its pool with pages in shuffled order, and slots
-    [requests, kv_len]."""
+    """A model of one layer, the plan of the step, its pool, and slots [requests, kv_len]."""
     spec = GroupSpec(
         Layout.DENSE, case.heads, case.kv_heads, case.d, case.d, (AttnSpec(case.d**-0.5),), PAGE
     )
@@ -155,9 +150,8 @@ def setup(case: Case) -> tuple[GroupSpec, StepPlan, Pool, Tensor]:
     tables = [PageTable(CacheGroups((spec,), (pages,))) for _ in range(case.requests)]
     for table in tables:
         table.reserve(kv_len)
-    plan = build(
-        (spec,), [RequestWork(case.cached, case.new, (table.pages(0),)) for table in tables]
-    )
+    work = [RequestWork(case.cached, case.new, (table.pages(0),)) for table in tables]
+    plan = build((spec,), work)
     check(plan, (num_pages,))
     slots = np.stack([table.slots(0, np.arange(kv_len, dtype=np.int32)) for table in tables])
     return spec, plan, pool, torch.from_numpy(slots).long()

@@ -1,10 +1,7 @@
-"""`lockstep bench compare` and `lockstep bench step`: this tree against an older commit of it,
-alternating in one run.
+"""`lockstep bench compare` and `lockstep bench step`: this tree against an older commit of it.
 
 Two processes, one per source tree, measure the same case by turns, so that what the machine does to
-one it does to the other. The ratio is old time over new time: above 1 the new tree is faster. Times
-of loading are compared by their difference. Knows processes and medians; what is measured is
-written in `contender`.
+one it does to the other. What is measured is written in `contender`.
 """
 
 from __future__ import annotations
@@ -60,8 +57,8 @@ class Compared:
         """With the turns of one more start."""
         old, new = (tuple(turn["seconds"] for turn in timing.runs[s]) for s in ("old", "new"))
         undisturbed = self.undisturbed and timing.undisturbed
-        sides = (*self.old_s, old), (*self.new_s, new)
-        return replace(self, old_s=sides[0], new_s=sides[1], undisturbed=undisturbed)
+        sides = {"old_s": (*self.old_s, old), "new_s": (*self.new_s, new)}
+        return replace(self, undisturbed=undisturbed, **sides)
 
     @property
     def ratios(self) -> list[float]:
@@ -70,9 +67,8 @@ class Compared:
 
     @property
     def ratio(self) -> float:
-        """Old over new: above 1 is faster than before. Of each start the medians, of all starts the
-        geometric mean: what fits the caches by a hair is a third slower or faster from start to
-        start, whichever side it is."""
+        """Above 1 is faster than before. The mean of all starts: what fits the caches by a hair is
+        a third slower or faster from start to start, whichever side it is."""
         return 0.0 if self.error else geometric_mean(self.ratios)
 
     @property
@@ -82,10 +78,8 @@ class Compared:
 
     @property
     def met(self) -> bool:
-        """Whether the case is as fast as it has to be; loading may take some seconds longer."""
-        if self.error:
-            return False
-        if self.case in SLOWER_S:
+        """Whether the case is as fast as it has to be."""
+        if self.case in SLOWER_S and not self.error:
             return self.medians_s[1] - self.medians_s[0] <= SLOWER_S[self.case]
         return self.ratio >= LEAST_EACH
 
@@ -133,11 +127,8 @@ class Side:
         return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
-# ---- both commands ----
-
-
 def run(args: argparse.Namespace) -> int:
-    """Compares; prints a line a case, writes JSON, returns 1 if a case or the mean is too slow."""
+    """Prints a line a case, writes JSON, returns 1 if a case or the mean is too slow."""
     todo = [name for name in names() if not args.case or any(name.startswith(c) for c in args.case)]
     if not todo:
         got = ", ".join(args.case)
@@ -184,7 +175,7 @@ def run_step(args: argparse.Namespace) -> int:
 
 
 def names() -> list[str]:
-    """Every case: the kernels', then the engine's, then loading."""
+    """Every case."""
     kernels = [f"attention {case.name}" for case in attention_cases(False)]
     engine = [f"{k} {m}" for m in MODELS for k in ("decode", "mixed", "prefix", "prefill")]
     return [*kernels, *engine, STEP, *SLOWER_S]
@@ -198,11 +189,12 @@ def compare(
     with Progress(len(before), "bench compare") as bar:
         for found in before:
             try:
-                results.append(found.plus(by_turns(found.case, sides, args)))
+                result = found.plus(by_turns(found.case, sides, args))
             except RuntimeError as error:
-                results.append(replace(found, error=str(error)))
-            tell(str(results[-1]))
-            bar.step(found.case, bad=not results[-1].met)
+                result = replace(found, error=str(error))
+            results.append(result)
+            tell(str(result))
+            bar.step(found.case, bad=not result.met)
     return results
 
 
@@ -233,7 +225,7 @@ def sides_of(base: Path | None, folders: dict[str, str]) -> Iterator[dict[str, S
 
 
 def summary(base: str, results: Sequence[Compared]) -> dict[str, object]:
-    """The document: where, every turn, the geometric mean of the ratios."""
+    """The document."""
     ratios = [r.ratio for r in results if r.case not in SLOWER_S and not r.error]
     mean = geometric_mean(ratios) if ratios else 1.0
     rows = [{**asdict(r), "ratio": round(r.ratio, 4), "met": r.met} for r in results]
@@ -266,9 +258,8 @@ def base_tree(base: str) -> Iterator[Path]:
 def models(todo: Sequence[str]) -> Iterator[dict[str, str]]:
     """Folders of the models that the cases need; both sides load the very same files."""
     folders = {"builtin": str(BUILTIN)}
-    if not any(name.endswith("100m") for name in todo):
+    with ExitStack() as stack:
+        if any(name.endswith("100m") for name in todo):
+            note("making the random llama")
+            folders["100m"] = str(stack.enter_context(llama_folder(small=False)))
         yield folders
-        return
-    note("making the random llama")
-    with llama_folder(small=False) as made:
-        yield {**folders, "100m": str(made)}

@@ -1,8 +1,7 @@
 """What is measured of an engine, and a process that measures it, a JSON line at a time.
 
-`bench engine` calls `Measures` in its own process. `bench compare` and `bench step` run this file
-as a script, twice, with two source trees on the path, and let the two alternate; so it is written
-against what both trees have: the package it imports may be older than this file. A request is
+`bench engine` calls `Measures`. `bench compare` and `bench step` run this file as a script with one
+source tree or another on the path: the package it imports may be older than this file. A request is
 `{"case": name, "seed": n}`, the answer `{"seconds": x}` and what else there is.
 """
 
@@ -13,47 +12,26 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from lockstep.bench.work import Ours, Played, Work, mixed_lens, prompts
 
 BLOCK_S = 0.15  # of calls of microseconds per turn
 Answer = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much is measured: contender.toml says what each is."""
-
-    decode: tuple[int, int]
-    requests: int
-    ins: tuple[int, int]
-    outs: tuple[int, int]
-    trial: int
-    prefix: tuple[int, int]
-    steps: int
-    crowds: tuple[int, ...]
-    contexts: tuple[int, ...]
-    host: tuple[int, int, int]
-    small: bool
-
-
-def sizes_of(table: dict[str, Any]) -> Sizes:
-    """A column of the table; its lists are tuples."""
-    given: Answer = {key: tuple(v) if isinstance(v, list) else v for key, v in table.items()}
-    return Sizes(**given)
-
+Sizes = SimpleNamespace  # how much is measured: contender.toml says what each is
 
 # beside this file: the package on the path may be an older one
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-FULL, QUICK = (sizes_of(TABLE["sizes"][name]) for name in ("full", "quick"))
+FULL, QUICK = (Sizes(**TABLE["sizes"][name]) for name in ("full", "quick"))
 PARTS: dict[str, list[str]] = TABLE["parts"]
 NOT_HOST = ("model", "sample", "publish")  # a device's, and publish, which needs no lock
 
@@ -75,7 +53,6 @@ class Measures:
         return (played.seconds - played.first_s) / (self.sizes.decode[1] - 1)
 
     def mixed_work(self, seed: int) -> Work:
-        """Requests of mixed lengths: always the same ones."""
         lens, news = mixed_lens(self.sizes.requests, self.sizes.ins, self.sizes.outs)
         return work(lens, news, self.vocab_size, seed)
 
@@ -102,11 +79,8 @@ class Measures:
         return self.play(prompt).first_s
 
 
-def work(lens: tuple[int, ...], news: tuple[int, ...], vocab_size: int, seed: int) -> Work:
-    return Work(prompts(lens, vocab_size, seed), news)
-
-
-# ---- host time of a step ----
+def work(lens: Sequence[int], news: Sequence[int], vocab_size: int, seed: int) -> Work:
+    return Work(prompts(lens, vocab_size, seed), tuple(news))
 
 
 class HostTimes:
@@ -125,15 +99,11 @@ class HostTimes:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Functions of PARTS are timed in the block, wherever they were imported to."""
-        undo: list[tuple[Any, str, Any]] = []
-        try:
+        with ExitStack() as stack:
             for part, names in PARTS.items():
-                for name in names:
-                    undo += self._replaced(part, name)
+                for home, attribute, old in (each for name in names for each in homes(name)):
+                    stack.enter_context(patch.object(home, attribute, self._timed(part, old)))
             yield
-        finally:
-            for owner, attribute, old in undo:
-                setattr(owner, attribute, old)
 
     def step(self, step: Callable[[], object]) -> dict[str, float]:
         """Seconds of one step by part; "other" is in none of them."""
@@ -141,25 +111,6 @@ class HostTimes:
         self._timed("other", step)()
         host = sum(s for part, s in self.seconds.items() if part not in NOT_HOST)
         return {**self.seconds, "host": host}
-
-    def _replaced(self, part: str, name: str) -> Iterator[tuple[Any, str, Any]]:
-        where, _, path = name.partition(":")
-        try:
-            owner: Any = importlib.import_module(f"lockstep.{where}")
-        except ModuleNotFoundError:
-            return
-        *classes, attribute = path.split(".")
-        for each in classes:
-            owner = getattr(owner, each, None)
-        old = vars(owner).get(attribute) if owner is not None else None
-        if old is None:
-            return
-        new = self._timed(part, old)
-        homes = [m for n, m in list(sys.modules.items()) if n.startswith("lockstep.")]
-        for home in [owner] if classes else homes:
-            for known in [key for key, value in vars(home).items() if value is old]:
-                yield home, known, old
-                setattr(home, known, new)
 
     def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:
@@ -173,6 +124,23 @@ class HostTimes:
                 self._inner[-1] += took + self._extra
 
         return timed
+
+
+def homes(name: str) -> list[tuple[Any, str, Any]]:
+    """Where a function is found, under which name, and itself; nowhere in a tree without it."""
+    where, _, path = name.partition(":")
+    try:
+        owner: Any = importlib.import_module(f"lockstep.{where}")
+    except ModuleNotFoundError:
+        return []
+    *classes, attribute = path.split(".")
+    for each in classes:
+        owner = getattr(owner, each, None)
+    old = vars(owner).get(attribute) if owner is not None else None
+    modules = [module for n, module in list(sys.modules.items()) if n.startswith("lockstep.")]
+    places = [owner] if classes else modules
+    found = [(home, key) for home in places if old for key, v in vars(home).items() if v is old]
+    return [(home, key, old) for home, key in found]
 
 
 def host_times(ours: Ours, sizes: Sizes) -> Answer:
@@ -204,11 +172,8 @@ def host_times(ours: Ours, sizes: Sizes) -> Answer:
     }
 
 
-# ---- the process ----
-
-
 def main() -> None:
-    """Answers until stdin ends. An error is an answer too."""
+    """The process: answers until stdin ends. An error is an answer too."""
     folders = json.loads(sys.argv[1])
     for line in sys.stdin:
         try:
@@ -216,6 +181,9 @@ def main() -> None:
         except Exception as error:  # shown by the other side, which then drops the case
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
+
+
+load = cache(Ours)
 
 
 def measure(case: str, seed: int, folders: Mapping[str, str]) -> Answer:
@@ -249,12 +217,6 @@ def block_median(call: Callable[[], object]) -> float:
         call()
         times.append(perf_counter() - begin)
     return median(times)
-
-
-@cache
-def load(folder: str) -> Ours:
-    """The engine of a folder, as a user has it."""
-    return Ours(folder)
 
 
 def load_s(folder: str) -> float:

@@ -1,8 +1,5 @@
-"""How speed scales: with the number of requests, and with the length of the context. Two curves,
-measured and drawn.
-
-`measure` gives plain data that goes into the document of `bench engine`; `draw` makes the pictures
-of `docs/` from a document.
+"""How speed scales, with the number of requests and with the length of the context: `measure` gives
+data for the document of `bench engine`, `draw` makes the pictures of `docs/` from a document.
 """
 
 from __future__ import annotations
@@ -58,24 +55,17 @@ def _point(
     crowd: tuple[int, int],
     ways: Mapping[str, StepSeconds],
 ) -> dict[str, float]:
-    """Seconds per step of each way, with so many requests of so many keys."""
-    steps = contenders.sizes.steps
-    many = nested(ours, *crowd, steps)
+    """Seconds per step of each way, with so many requests around so many keys. Prompts are in our
+    cache, each the beginning of what it is at a longer context."""
+    (count, context), steps = crowd, contenders.sizes.steps
+    note(f"curve, {count} of {context} keys")
+    length = min(context - steps // 2, ours.engine.context_length - steps - count // 16 - 4)
+    many = tuple(prompts((length,), ours.vocab_size, 10_000 + i)[0] for i in range(count))
+    ours.prime(many)
     measures = {name: lambda _, way=way: way(many, steps) for name, way in ways.items()}
-    contenders.on_progress = lambda text: note(f"curve, {crowd[0]} of {crowd[1]} keys: {text}")
     timing = contenders.alternate(measures)
     curve["undisturbed"] = curve.get("undisturbed", True) and timing.undisturbed
     return {name: timing.median(name) for name in ways}
-
-
-def nested(ours: Ours, count: int, context: int, steps: int) -> tuple[Tokens, ...]:
-    """Different prompts, each the beginning of what it is at a longer context, in the cache of our
-    engine; the steps are measured around `context` keys."""
-    most = ours.engine.context_length - steps - count // 16 - 4
-    length = min(context - steps // 2, most)
-    many = tuple(prompts((length,), ours.vocab_size, 10_000 + i)[0] for i in range(count))
-    ours.prime(many)
-    return many
 
 
 def draw(curves: Mapping[str, Curve], environment: Mapping[str, Any], folder: str) -> list[Path]:

@@ -1,11 +1,8 @@
 """`lockstep bench engine`: the whole engine against transformers on the same machine, in the same
 run, in fp32.
 
-A case is data: what is measured, with which model, against whom, and what it has to reach; the
-function of its kind measures it with `Contenders`: the engine, the peer, the sizes. Targets are
-ratios to a peer in the same run (above 1 is better than the peer) or a limit of the value itself.
-What is measured is written in `contender`, what transformers does in `peers`. `--from` prints and
-draws from an earlier document again. `cli` calls `run`.
+A case is data; the function of its kind measures it with `Contenders`: the engine, the peer, the
+sizes. What is measured is written in `contender`, what transformers does in `peers`.
 """
 
 from __future__ import annotations
@@ -64,8 +61,7 @@ CASES = (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, or reads what was measured; prints, writes. 1 if a target is missed or not
-    judged."""
+    """Measures, or reads what was measured. 1 if a target is missed or not judged."""
     if args.speculative:
         return speculative.run(args)
     if args.device == "cuda":
@@ -77,9 +73,8 @@ def run(args: argparse.Namespace) -> int:
             raise RuleError("--from names a document with curves", args.source, remedy)
         for path in curves.draw(document["curves"], document["environment"], args.svg_dir):
             tell(f"wrote {path}")
-    every = args.source is not None
-    told = results.markdown(document) if args.markdown else results.summary(document, every)
-    publish(args, document, [told])
+    summary = results.summary(document, every=args.source is not None)
+    publish(args, document, [results.markdown(document) if args.markdown else summary])
     return int(results.failed(document))
 
 
@@ -103,7 +98,7 @@ def bench(args: argparse.Namespace) -> Document:
 
 
 def chosen(kinds: Sequence[str], models: Sequence[str]) -> list[Case]:
-    """The cases of these kinds and models; none given means all."""
+    """The cases of these kinds and models; all, if none are named."""
     of_kind = [c for c in CASES if not kinds or c.kind in kinds]
     todo = [c for c in of_kind if not models or c.model in models]
     if not todo:
@@ -126,22 +121,15 @@ def describe(contenders: Contenders, model: str) -> Document:
     }
 
 
-class Contenders:
+class Contenders(ExitStack):
     """What the cases share: models, made when first asked for; `with` removes them."""
 
     def __init__(self, sizes: Sizes, runs: int, peer: bool) -> None:
+        super().__init__()
         self.sizes, self.runs, self.compares = sizes, runs, peer
-        self.on_progress: Callable[[str], None] = note
-        self._stack = ExitStack()
         self.folder: Callable[[str], Path] = cache(self._folder)
-        self.ours: Callable[[str], Ours] = cache(self._ours)
-        self.peer: Callable[[str], Peer] = cache(self._peer)
-
-    def __enter__(self) -> Contenders:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self.ours: Callable[[str], Ours] = cache(lambda model: Ours(str(self.folder(model))))
+        self.peer: Callable[[str], Peer] = cache(lambda model: Peer(self.folder(model)))
 
     def measures(self, model: str, play: Callable[[Work], Played] | None = None) -> Measures:
         """What is measured with a model: of ours, or of whoever plays."""
@@ -150,28 +138,19 @@ class Contenders:
 
     def alternate(self, measures: Mapping[str, Measure]) -> Timing:
         """Measures by turns, as often as was asked for; a quick run takes what it gets."""
-        return alternate(measures, self.runs, self.on_progress, 0 if self.sizes.small else 3)
+        return alternate(measures, self.runs, note, 0 if self.sizes.small else 3)
 
     def _folder(self, model: str) -> Path:
         if model == "builtin":
             return BUILTIN
-        self.on_progress("making the random llama")
-        return self._stack.enter_context(peers.llama_folder(self.sizes.small))
-
-    def _ours(self, model: str) -> Ours:
-        self.on_progress("loading the model")
-        return Ours(str(self.folder(model)))
-
-    def _peer(self, model: str) -> Peer:
-        self.on_progress("loading the model into transformers")
-        return Peer(self.folder(model))
+        note("making the random llama")
+        return self.enter_context(peers.llama_folder(self.sizes.small))
 
 
 def measure(case: Case, contenders: Contenders) -> Result:
-    """Measures one case; the targets count unless the sizes are the small ones."""
     kinds = {"decode": decode, "mixed": mixed, "prefix": prefix, "start": start}
     name = f"{case.kind} {case.model}"
-    contenders.on_progress = lambda text: note(f"{name}: {text}")
+    note(name)
     timing, more = kinds[case.kind](case.model, contenders)
     how = {"absent": not contenders.compares, "quick": contenders.sizes.small}
     judged = result(timing, case.unit, case.targets, limit=case.limit, **how)
@@ -181,7 +160,6 @@ def measure(case: Case, contenders: Contenders) -> Result:
 def decode(model: str, contenders: Contenders) -> tuple[Timing, Details]:
     """Batch 1, greedy: the time from the first to the last new token."""
     ours, (prompt_len, new) = contenders.measures(model), contenders.sizes.decode
-    contenders.on_progress("comparing tokens" if contenders.compares else "warming up")
     work = ours.decode_work(0)
     first, ways = ours.play(work), {"lockstep": ours.decode}
     more: Details = {"prompt_len": prompt_len, "new_tokens": new}
@@ -200,7 +178,6 @@ def mixed(model: str, contenders: Contenders) -> tuple[Timing, Details]:
     def rate(play: Callable[[Work], Played]) -> Measure:
         return lambda seed: work.new_tokens / contenders.measures(model, play).mixed(seed)
 
-    contenders.on_progress("comparing tokens" if contenders.compares else "warming up")
     trial = work.first(contenders.sizes.trial)
     first, ways = ours.play(trial), {"lockstep": rate(ours.play)}
     more: Details = {"requests": len(work.news), "new_tokens": work.new_tokens}
@@ -228,25 +205,21 @@ def choose(
     rates: dict[Batching, float] = {}
     differing = 0
     for batching in peers.BATCHINGS[: 1 if contenders.sizes.small else None]:
-        contenders.on_progress(str(batching))
+        note(str(batching))
         with peer.continuous(batching, trial) as play:
             played = play(trial)
         differing = max(differing, peer.disagreements(trial, first, played))
         rates[batching] = round(trial.new_tokens / played.seconds, 1)
     best = max(rates, key=lambda batching: rates[batching])
-    more: Details = {
-        "chosen": str(best),
-        "tried_tokens_per_second": {str(each): rate for each, rate in rates.items()},
-        "compile": "none: it recompiles for new shapes",
-        "block_sharing": False,
-    }
+    tried = {str(each): rate for each, rate in rates.items()}
+    more: Details = {"chosen": str(best), "tried_tokens_per_second": tried}
+    more |= {"compile": "none: it recompiles for new shapes", "block_sharing": False}
     return best, differing, more
 
 
 def prefix(model: str, contenders: Contenders) -> tuple[Timing, Details]:
     """To the first token of a few new tokens behind a cached prefix, and of the same cold."""
     ours, (cached, new) = contenders.measures(model), contenders.sizes.prefix
-    contenders.on_progress("warming up")
     ways = {"lockstep": ours.prefix, "cold": ours.cold}
     for way in ways.values():
         way(0)
@@ -269,6 +242,5 @@ def start(model: str, contenders: Contenders) -> tuple[Timing, Details]:
             raise RuntimeError(f"it ended with {process.returncode}: {said.decode()[-500:]}")
         return first
 
-    contenders.on_progress("warming the cache of compiled kernels")
-    once(0)
+    once(0)  # the kernels are compiled
     return contenders.alternate({"lockstep": once}), {}

@@ -1,8 +1,6 @@
-"""Timing on a machine that others use too: who disturbed a run, and what to do about it.
-
-Timings on shared machines lie; so a run records the CPU time that others took (from /proc/stat,
-where there is one) and a disturbed run does not count. Contenders are measured by turns. Knows
-clocks, and nothing of what is measured.
+"""Timing on a machine that others use too: contenders are measured by turns, and a run in which
+others took CPU time (by /proc/stat, where there is one) does not count. Knows clocks, and nothing
+of what is measured.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ OTHERS = 0.05  # of the machine's CPU time may go to others in an undisturbed ru
 PATIENCE_S = 30.0  # to wait for others to be done, before a disturbed measurement is repeated
 
 Measure = Callable[[int], float]  # of a seed that it never sees twice, in whatever unit it likes
-Call = Callable[[], object]
 Answer = TypeVar("Answer")
 
 
@@ -34,8 +31,7 @@ def watched(
     measure: Callable[[], Answer], own: Callable[[], float] | None = None
 ) -> tuple[float, Answer]:
     """What others used of the machine meanwhile, as a fraction, and what `measure` gave. `own`
-    gives the CPU seconds that are ours: without it, those of this process and of its children that
-    have ended."""
+    gives the CPU seconds that are ours: those of this process, if it is left out."""
     own = own or _own
     begin, busy, ours = time.perf_counter(), _busy(), own()
     answer = measure()
@@ -45,12 +41,11 @@ def watched(
 
 @dataclass
 class Timing:
-    """What each contender took, one entry per run; `others` is the fraction of the machine that
-    others used meanwhile. `undisturbed` if no run was disturbed."""
+    """What each contender took, one entry per run."""
 
     runs: dict[str, list[Any]] = field(default_factory=dict)
-    undisturbed: bool = True
-    others: dict[str, list[float]] = field(default_factory=dict)
+    undisturbed: bool = True  # all of them
+    others: dict[str, list[float]] = field(default_factory=dict)  # fractions of the machine
 
     def add(self, name: str, others: float, value: Any) -> None:
         self.runs.setdefault(name, []).append(value)
@@ -82,8 +77,9 @@ def alternate(
             while len(found) <= tries and (not found or min(found)[0] > OTHERS):
                 again = f", disturbed, try {len(found) + 1}" if found else ""
                 on_progress(f"{name}, run {run + 1} of {runs}{again}")
-                if found:
-                    wait_until_undisturbed()
+                end = time.perf_counter() + (PATIENCE_S if found else 0.0)
+                while time.perf_counter() < end and watched(partial(time.sleep, 0.5))[0] > OTHERS:
+                    pass
                 seed = 1 + run * (tries + 1) + len(found)
                 others, answer = watched(partial(contenders[name], seed), own)
                 found.append((others, len(found), answer))
@@ -92,22 +88,21 @@ def alternate(
     return timing
 
 
-def called(call: Call, seconds: float) -> Measure:
-    """The median of a block of calls of microseconds, each for itself: within a block nobody else's
+def called(call: Callable[[], object], seconds: float) -> Measure:
+    """The median of a block of calls of microseconds, three at least: within a block nobody else's
     waiting threads hold the cores."""
 
     def measure(_: int) -> float:
         call()
-        return statistics.median(block(call, seconds))
+        times: list[float] = []
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end or len(times) < 3:
+            begin = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times)
 
     return measure
-
-
-def wait_until_undisturbed() -> None:
-    """Returns when nobody else works, or when patience is at its end."""
-    end = time.perf_counter() + PATIENCE_S
-    while time.perf_counter() < end and watched(lambda: time.sleep(0.5))[0] > OTHERS:
-        pass
 
 
 def place(threads: int) -> dict[str, object]:
@@ -135,17 +130,6 @@ def note(text: str) -> None:
 def tell(text: str) -> None:
     """A line on stderr that stays."""
     print(f"\r\x1b[K{text}" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
-
-
-def block(call: Call, seconds: float) -> list[float]:
-    """Seconds of each call in a block: for so long, and three calls at least."""
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times) < 3:
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return times
 
 
 def _busy() -> float:

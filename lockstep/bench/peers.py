@@ -1,9 +1,6 @@
 """transformers, three ways: `generate` on one prompt, `generate` on a padded static batch, and its
-continuous batching.
-
-The only file of the benchmarks that imports transformers, and only when it is needed. fp32, sdpa,
-eager, greedy, no end token. Also makes the random llama, so that both sides load the very same
-folder. `Peer.disagreements` tells whether two contenders did the same work.
+continuous batching; fp32, sdpa, eager, greedy, no end token. Also the random llama that both sides
+load. The only file of the benchmarks that imports transformers, and only when it is needed.
 """
 
 from __future__ import annotations
@@ -32,8 +29,7 @@ TABLE = table("peers.toml", "lockstep.bench")
 
 @contextmanager
 def llama_folder(small: bool) -> Iterator[Path]:
-    """A folder with a llama with random weights of a fixed seed, saved as safetensors, as long as
-    the block lasts."""
+    """A folder with a random llama, always the same one, as long as the block lasts."""
     library = transformers()
     no_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     shape = TABLE["llama"] | (TABLE["small"] if small else {})
@@ -59,14 +55,11 @@ class Batching:
 BATCHINGS = (Batching(64, 32), Batching(256, 32), Batching(256, 8), Batching(1024, 16))
 
 
-class Clock:
+class Clock(list[float]):
     """A streamer that notes when tokens came: first the prompt, then one call per step."""
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
     def put(self, value: object) -> None:
-        self.times.append(perf_counter())
+        self.append(perf_counter())
 
     def end(self) -> None:
         pass
@@ -77,9 +70,8 @@ class Peer:
 
     def __init__(self, folder: Path) -> None:
         options = {"dtype": torch.float32, "attn_implementation": "sdpa", "local_files_only": True}
-        self.model: Any = (
-            transformers().AutoModelForCausalLM.from_pretrained(str(folder), **options).eval()
-        )
+        library = transformers().AutoModelForCausalLM
+        self.model: Any = library.from_pretrained(str(folder), **options).eval()
         self.model.generation_config.eos_token_id = None
         self.model.generation_config.pad_token_id = 0
 
@@ -95,7 +87,7 @@ class Peer:
         rows = [tuple(row[:n]) for row, n in zip(out[:, wide:].tolist(), work.news, strict=True)]
         if (lens := tuple(map(len, rows))) != work.news:
             raise RuntimeError(f"transformers generated {lens} tokens instead of {work.news}")
-        return Played(tuple(rows), clock.times[1] - begin, seconds)
+        return Played(tuple(rows), clock[1] - begin, seconds)
 
     def step_s(self, many: tuple[Tokens, ...], steps: int) -> float:
         """Seconds per step of a static batch after its first token."""
@@ -109,11 +101,9 @@ class Peer:
         blocks = 2 * sum(-(-length // batching.page_size) for length in lens) + 2
         shape = asdict(batching) | {"num_blocks": blocks, "allow_block_sharing": False}
         shape["auto_switch_to_flash"] = False
-        generation = transformers().GenerationConfig(
-            do_sample=False, max_new_tokens=max(work.news), eos_token_id=-1, pad_token_id=0
-        )
+        ends = {"max_new_tokens": max(work.news), "eos_token_id": -1, "pad_token_id": 0}
         with self.model.continuous_batching_context_manager(
-            generation_config=generation,
+            generation_config=transformers().GenerationConfig(do_sample=False, **ends),
             continuous_batching_config=transformers().ContinuousBatchingConfig(**shape),
             warmup=False,
         ) as manager:

@@ -1,13 +1,12 @@
 """What was measured of a case, judged and printed: medians, ratios to the others, targets.
 
 A result is a dictionary, as it stands in the document, so that lines and tables can be printed
-again from a file (`results.txt.j2`, `engine.md.j2`). `bench attention`, `bench engine` and
-`bench speculative` share it.
+again from a file. `bench attention`, `bench engine` and `bench speculative` share it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lockstep.bench.machine import Timing
@@ -28,10 +27,9 @@ def result(
     quick: bool = False,
 ) -> Result:
     """A case: medians, ratios to the others (above 1 is better than they), every run. `targets` are
-    the least ratios, `limit` the largest value. A contender that gave no number has missed its
-    target, unless it is `absent`: nobody asked for it. `met` is None if nothing was judged: there
-    is no target, the run was quick, or others used the machine, which can slow a contender
-    twentyfold."""
+    the least ratios, `limit` the largest value. A contender without a number has missed its target,
+    unless nobody asked for it (`absent`). `met` is None if nothing was judged: no target, a quick
+    run, or others used the machine, which can slow a contender twentyfold."""
     values = {name: round(timing.median(name), 4) for name in timing.runs}
     ours, sign = values["lockstep"], 1 if unit == HIGHER else -1
     ratios = {n: round((ours / v) ** sign, 3) for n, v in values.items() if n != "lockstep"}
@@ -54,26 +52,26 @@ def result(
 
 def line(case: Result) -> str:
     """One case: verdict, value, ratios with their targets, and what went wrong."""
-    return _text([case])
+    return _text("results.txt", cases=[case], doc=None, disturbed=())
 
 
 def summary(document: Mapping[str, Any], every: bool = False) -> str:
     """How many cases reach their targets, and which do not; with `every` the cases before it."""
-    return _text(document["cases"] if every else [], doc=document, disturbed=unjudged(document))
+    shown = document["cases"] if every else []
+    return _text("results.txt", cases=shown, doc=document, disturbed=unjudged(document))
 
 
-def _text(cases: Sequence[Result], doc: Any = None, disturbed: Sequence[str] = ()) -> str:
-    values = {"cases": cases, "doc": doc, "disturbed": disturbed}
-    return render("results.txt", package="lockstep.bench", **values).rstrip("\n")
+def _text(name: str, **values: Any) -> str:
+    return render(name, [number], package="lockstep.bench", **values).rstrip("\n")
 
 
 def unjudged(document: Mapping[str, Any]) -> list[str]:
     """Cases whose targets could not be judged because others used the machine."""
     out = []
-    for case in document["cases"]:
+    for case in document["cases"] if not document["quick"] else ():
         measured = {*case["ratios"], *case.get("more", {}).get("errors", {})}
         judgeable = set(case["targets"]) & measured or case["limit"] is not None
-        if judgeable and not case["undisturbed"] and not document["quick"]:
+        if judgeable and not case["undisturbed"]:
             out.append(case["case"])
     return out
 
@@ -85,7 +83,7 @@ def failed(document: Mapping[str, Any]) -> bool:
 
 def markdown(document: Mapping[str, Any]) -> str:
     """Where it ran, and one row per case and contender."""
-    return render("engine.md", [number], package="lockstep.bench", doc=document).rstrip("\n")
+    return _text("engine.md", doc=document)
 
 
 def number(value: float) -> str:

@@ -1,8 +1,6 @@
-"""What the contenders are given, and Lockstep's own way of doing it.
-
-`Work` is prompts of random tokens and how many new tokens each gets; `Played` is what came out and
-when. `Ours` is an engine as a user has it, driven as `LLM.generate` drives it: the prefix cache is
-on, and no prompt comes twice unless a case is about that.
+"""What the contenders are given, and Lockstep's own way of doing it: an engine as a user has it,
+driven as `LLM.generate` drives it. The prefix cache is on, and no prompt comes twice unless a case
+is about that.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ class Played:
 
 
 def prompts(lens: Sequence[int], vocab_size: int, seed: int) -> tuple[Tokens, ...]:
-    """Random prompts of these lengths: a function of the seed."""
+    """Random prompts of these lengths."""
     rng = random.Random(seed)
     return tuple(tuple(rng.randrange(FIRST_ID, vocab_size) for _ in range(n)) for n in lens)
 
@@ -120,7 +118,6 @@ class Ours:
 
 
 def _add(engine: Engine, work: Work) -> list[Generation]:
-    asked = (
-        SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, seed=0) for n in work.news
-    )
-    return [engine.add(prompt, params) for prompt, params in zip(work.prompts, asked, strict=True)]
+    greedy = SamplingParams(temperature=0.0, ignore_eos=True, seed=0)
+    pairs = zip(work.prompts, work.news, strict=True)
+    return [engine.add(prompt, replace(greedy, max_tokens=n)) for prompt, n in pairs]
