@@ -1,17 +1,15 @@
 """What becomes of mutants: each alone against what reaches it, survivors together against the rest.
 
 A mutant is killed by a unit that is green without it and red, or far beyond its time, with it.
-What a unit says about mutants is appended to a journal at once, and what became of a mutant is read
-from there, so a run that was ended goes on where it was. Survivors meet the rest of the units in
-one tree; a unit that turns red there is put to halves of them until one mutant is left that turns
-it red alone. Knows no options and prints nothing. `command` calls it.
+Survivors meet the rest of the units in one tree; a unit that turns red there is put to halves of
+them until one mutant is left that turns it red alone. Prints nothing. `command` calls it.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from lockstep.lab.mutate.reach import Reach
 from lockstep.lab.mutate.trial import HANG_S, Job
 
 MUTANT_S = 60.0  # the first meeting of a mutant with what reaches it
-BATCH_S = 90.0  # units that share a process in the second
+BATCH = 32  # units that share a process in the second
 # a mutant of these compiles the kernels anew, and may take so much longer before it hangs
 COMPILED = ("lockstep/plan/address.py", "lockstep/order.py", "lockstep/kernels/")
 COMPILE_S = 300.0
@@ -33,8 +31,8 @@ Group = Sequence[Mutant]
 
 
 class Journal:
-    """Everything that was said so far: by the ids of mutants that shared a tree and the unit, "" if
-    it was green or why it was not. One JSON object a line."""
+    """Everything that was said so far, so that a run that was ended goes on: by the ids of mutants
+    that shared a tree and the unit, "" if it was green or why it was not."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._lock = path, threading.Lock()
@@ -44,7 +42,6 @@ class Journal:
                 self._take(**json.loads(line))
 
     def note(self, ids: str, unit: str, said: str) -> None:
-        """Keeps what a unit said."""
         entry = {"ids": ids, "unit": unit, "said": said}
         with self._lock:
             self._take(**entry)
@@ -86,11 +83,9 @@ class Campaign:
         return [m for m in self.mutants if ALL not in self.journal.said.get(m.id, {})]
 
     def survivors(self) -> list[Mutant]:
-        """Mutants that nobody has killed."""
         return [m for m in self.mutants if not self.journal.killer(m.id)]
 
     def alone(self, on_step: OnStep) -> None:
-        """Every mutant against what reaches it."""
         for mutant in self.crew.map(self._try, self.todo()):
             on_step(f"{mutant.file}:{mutant.line}", not self.journal.killer(mutant.id))
 
@@ -126,11 +121,12 @@ class Campaign:
         return mutant
 
     def _ask(self, units: Sequence[str], group: Group, **how: Any) -> dict[str, str]:
-        """What units say about mutants that share a tree."""
+        """Unit → what it says about mutants that share a tree, "" if it is green or no more."""
         changes = combined(group, self.root)
         hang_s = COMPILE_S if any(file.startswith(COMPILED) for file in changes) else HANG_S
         job = Job(units=units, changes=changes, seconds=self.times, hang_s=hang_s, **how)
-        return self.crew.run(job).verdicts()
+        heard = self.crew.run(job).units.items()
+        return {u: told["detail"] if told["outcome"] == "failed" else "" for u, told in heard}
 
     def _rest(self, group: Group) -> list[str]:
         """Units that were not green with every mutant of the group."""
@@ -143,8 +139,8 @@ class Campaign:
         """The units that are red with a group; what the journal has is not asked again."""
         ids = " ".join(sorted(m.id for m in group))
         known = self.journal.said.setdefault(ids, {})
-        new = [u for u in units if u not in known]
-        asked = ([u] for u in new) if alone else batches(new, self.times)
+        new, size = [u for u in units if u not in known], 1 if alone else BATCH
+        asked = [new[i : i + size] for i in range(0, len(new), size)]
         for said in self.crew.map(lambda batch: self._batch(batch, group), asked):
             for unit, what in said.items():
                 self.journal.note(ids, unit, what)
@@ -165,19 +161,6 @@ class Campaign:
         if len(group) == 1:
             return group[0]
         middle = len(group) // 2
-        for half in (group[:middle], group[middle:]):
-            if self._meet(half, [unit]):
-                return self._culprit(half, unit)
-        return None
-
-
-def batches(units: Sequence[str], times: Mapping[str, float]) -> Iterator[list[str]]:
-    """Units in processes of a reasonable length, in order."""
-    batch: list[str] = []
-    for unit in units:
-        if batch and sum(times.get(u, 0.0) for u in (*batch, unit)) > BATCH_S:
-            yield batch
-            batch = []
-        batch.append(unit)
-    if batch:
-        yield batch
+        halves = (group[:middle], group[middle:])
+        red = next((half for half in halves if self._meet(half, [unit])), None)
+        return self._culprit(red, unit) if red else None

@@ -1,10 +1,8 @@
 """`lockstep lab mutate`: draws mutants, tries them, prints those that live, writes the document.
 
-Takes parsed arguments and returns an exit code: 1 while a survivor is open. A person may have found
-out about a survivor, in a JSON object id → {"judgement": ..., "reason": ...}: it is `equivalent`
-(no run can differ: a proof in a sentence), `neutral` (runs differ, but no answer, count or error
-can: the reason), or `open`. Everything that can be taken up again lies in the work folder: the map
-of who reaches what, the trees, and one journal per state of the sources.
+A person may have found out about a survivor (`--verdicts`): it is `equivalent` (no run can differ),
+`neutral` (runs differ, but no answer, count or error can), or `open`. What can be taken up again
+lies in the work folder: who reaches what, the trees, and one journal per state of the sources.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ Verdicts = dict[str, dict[str, str]]  # id → judgement and reason
 
 
 def run(args: Namespace) -> int:
-    """`lab mutate`."""
+    """1 while a survivor is open."""
     begin, root = time.perf_counter(), pool.repository()
     known = read_verdicts(root / args.verdicts)
     mutants = chosen(args, root)
@@ -63,7 +61,6 @@ def run(args: Namespace) -> int:
 
 
 def chosen(args: Namespace, root: Path) -> list[Mutant]:
-    """The mutants that the options name."""
     modules = list(dict.fromkeys(args.module)) or list(MODULES)
     skip = args.skip or ()
     mutants = [m for name in modules for m in draw.draw(name, root, args.seed, args.count, skip)]
@@ -136,19 +133,16 @@ def read_verdicts(path: Path) -> Verdicts:
 
 
 def row(mutant: Mutant, journal: Journal, known: Verdicts) -> dict[str, Any]:
-    """A mutant as the document has it."""
-    said, killer = journal.said.get(mutant.id, {}), journal.killer(mutant.id)
-    if killer:
-        found = {"verdict": "killed", "killer": killer, "detail": said[killer]}
-    else:
-        verdict = known.get(mutant.id, {"judgement": "open", "reason": ""})
-        found = {"verdict": verdict["judgement"], "reason": verdict["reason"]}
+    verdict = known.get(mutant.id, {"judgement": "open", "reason": ""})
+    found = {"verdict": verdict["judgement"], "reason": verdict["reason"]}
+    if killer := journal.killer(mutant.id):
+        detail = journal.said[mutant.id][killer]
+        found = {"verdict": "killed", "killer": killer, "detail": detail}
     return {**{key: getattr(mutant, key) for key in SHOWN}, **found}
 
 
 def count(mutants: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Module → how many are killed, equivalent, neutral, open; and the share of kills among those
-    that are neither equivalent nor neutral, None where there are none."""
+    """Module → how many there are of each verdict, and the share of kills among killed and open."""
     out: dict[str, dict[str, Any]] = {}
     for mutant in mutants:
         for name in (mutant["module"], "all"):

@@ -1,8 +1,7 @@
 """Small mutants of a module, drawn by a seed; operators and mutated texts are cosmic-ray's.
 
-Of its operators those are taken that change a little (mutate.toml). What cannot be compiled, what
-is the same program (annotations are never evaluated here), the `strict=` of zip and a second mutant
-of one line are left out. Runs nothing. `campaign` calls it.
+Of its operators those are taken that change a little (mutate.toml). What cannot be compiled, the
+same program, annotations, the `strict=` of zip and a second mutant of one line are left out.
 """
 
 from __future__ import annotations
@@ -54,10 +53,9 @@ def files_of(name: str, root: Path) -> list[str]:
     """The files of a module: `plan`, `lockstep.plan.build` or `lockstep/plan/build.py`."""
     parts = name.removesuffix(".py").replace("/", ".").split(".")
     parts = parts if parts[0] == "lockstep" else ["lockstep", *parts]
-    path = root.joinpath(*parts)
-    if path.with_suffix(".py").is_file():
-        return [str(path.with_suffix(".py").relative_to(root))]
-    found = sorted(str(p.relative_to(root)) for p in path.rglob("*.py")) if path.is_dir() else []
+    file = root.joinpath(*parts).with_suffix(".py")
+    paths = [file] if file.is_file() else file.with_suffix("").rglob("*.py")
+    found = sorted(str(path.relative_to(root)) for path in paths)
     if not found:
         rule = "a module is a package or a file of lockstep, like plan or lockstep/plan/build.py"
         raise RuleError(rule, repr(name), "See the file tree in README.md")
@@ -65,9 +63,8 @@ def files_of(name: str, root: Path) -> list[str]:
 
 
 def draw(name: str, root: Path, seed: int, count: int, skip: Sequence[str] = ()) -> list[Mutant]:
-    """`count` mutants of a module, or as many as there are, at most one a line. Places are taken in
-    the order of a digest of seed and place, so an edit elsewhere in the module leaves a drawn
-    mutant in the draw."""
+    """`count` mutants of a module, or as many as there are, in the order of a digest of seed and
+    place: an edit elsewhere in the module leaves a drawn mutant in the draw."""
     named = [file for file in files_of(name, root) if not any(word in file for word in skip)]
     texts = {file: (root / file).read_text(encoding="utf-8") for file in named}
     found = [place for file, text in texts.items() for place in places(file, text)]
@@ -100,7 +97,6 @@ def places(file: str, text: str) -> list[Place]:
 
 @cache
 def operators() -> dict[str, Any]:
-    """The operators that are used, by name."""
     chosen = table("mutate.toml", "lockstep.lab.mutate")
     pairs = [f"Replace{kind}_{pair}" for kind, each in chosen["pairs"].items() for pair in each]
     try:
@@ -113,16 +109,13 @@ def operators() -> dict[str, Any]:
 
 def dead_spans(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """(line, column) pairs around what is no place for a mutant: annotations, `strict=` of zip."""
-    found: list[ast.expr | None] = []
+    found: list[Any] = []
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found.append(node.returns)
-        elif isinstance(node, ast.AnnAssign | ast.arg):
-            found.append(node.annotation)
-        elif isinstance(node, ast.keyword) and node.arg == "strict":
+        found += [getattr(node, "returns", None), getattr(node, "annotation", None)]
+        if isinstance(node, ast.keyword) and node.arg == "strict":
             found.append(node.value)
-    real = [a for a in found if a is not None]
-    return [((a.lineno, a.col_offset), (a.end_lineno or 0, a.end_col_offset or 0)) for a in real]
+    dead = [each for each in found if each is not None]
+    return [((a.lineno, a.col_offset), (a.end_lineno, a.end_col_offset)) for a in dead]
 
 
 def make(name: str, place: Place, text: str) -> Mutant | None:
@@ -134,9 +127,8 @@ def make(name: str, place: Place, text: str) -> Mutant | None:
         return None
     start, stop, new = span(text, mutated)
     short = text[:start] + new.strip() + text[stop:]  # cosmic-ray puts a blank before a number
-    if same_program(short, mutated):
-        mutated = short
-        start, stop, new = span(text, mutated)
+    mutated = short if same_program(short, mutated) else mutated
+    start, stop, new = span(text, mutated)
     diff = difference(place.file, text, mutated)
     lines, at_import = statement(text, place.line)
     label = re.sub(r"(?m)^@@ .*$", "@@", diff)  # the id stays when lines above come or go
@@ -165,12 +157,11 @@ def same_program(text: str, mutated: str) -> bool:
 
 @lru_cache(maxsize=64)
 def syntax(text: str) -> str:
-    """The program as text, without how it is written."""
+    """A program, without how it is written."""
     return ast.dump(ast.parse(text))
 
 
 def difference(file: str, text: str, mutated: str) -> str:
-    """A unified diff."""
     old, new = text.splitlines(), mutated.splitlines()
     return "\n".join(difflib.unified_diff(old, new, f"a/{file}", f"b/{file}", lineterm=""))
 

@@ -1,19 +1,15 @@
-"""Jobs in processes of their own, each in a copy of the repository of its own: nothing of the
-repository itself is ever changed.
+"""Jobs in processes of their own, each in a copy of the repository: the repository never changes.
 
 A work folder holds one `template` and one tree per worker, made anew from the template for every
 other change, always under the same path: Numba keeps compiled code by the path and the time stamp
 of its source, so a text that is not mutated is never compiled again, and what a mutant compiles
-dies with its tree. A process is forked from one that has imported what is slow but not Lockstep
-(multiprocessing's forkserver) and runs `trial`. Knows units and files and nothing of mutants.
-`reach` and `campaign` call it.
+dies with its tree. Knows units and files and nothing of mutants. `reach` and `campaign` call it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
 import signal
@@ -65,31 +61,21 @@ def digests(root: Path) -> dict[str, str]:
 
 
 def digest(content: bytes) -> str:
-    """Short, for comparing and naming."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 @dataclass
 class Heard:
-    """What came of a job: of each unit its outcome, seconds and detail, and the lines it reached.
-    `end` is done, late, or what ended the process."""
+    """What came of a job."""
 
-    units: dict[str, dict[str, Any]] = field(default_factory=dict)
-    reached: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    end: str = "done"
-
-    def verdicts(self) -> dict[str, str]:
-        """Unit → "" if it is green, or what it said. A test that is no more says nothing."""
-        return {
-            name: (told["detail"] or "failed") if told["outcome"] == "failed" else ""
-            for name, told in self.units.items()
-        }
+    units: dict[str, dict[str, Any]] = field(default_factory=dict)  # outcome, seconds, detail
+    reached: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # unit → file → lines
+    end: str = "done"  # or late, or what ended the process
 
 
-def read(report: Path, late: bool, code: int) -> Heard:
+def read(report: Path, job: Job, late: bool, code: int) -> Heard:
     """A report. A unit that hung or took the process along has failed."""
-    heard = Heard()
-    running: dict[str, Any] = {"running": "", "limit_s": math.inf, "at": 0.0}
+    heard, running = Heard(), ""
     whole, _, _ = report.read_text(encoding="utf-8").rpartition("\n")  # the last may be cut short
     for message in map(json.loads, whole.splitlines()):
         if "name" in message:
@@ -97,17 +83,17 @@ def read(report: Path, late: bool, code: int) -> Heard:
         elif "reached" in message:
             heard.reached[message["reached"]] = message["lines"]
         else:
-            running = message
-    unit, took = running["running"], time.monotonic() - running["at"]
+            running = message["running"]
     if late:
         heard.end = "late"
-    elif code == 1 and took >= running["limit_s"]:
-        heard.end = f"hangs: no end after {took:.0f} s"
-    elif code or unit:
+        return heard
+    if code == 1 and running:
+        heard.end = f"hangs: no end after {job.unit_s(running):.0f} s"
+    elif code or running:
         heard.end = f"the process was ended ({f'signal {-code}' if code < 0 else f'code {code}'})"
-    if unit and not late:
-        failed = {"outcome": "failed", "seconds": took, "detail": heard.end}
-        heard.units.setdefault(unit, {"name": unit, **failed})
+    if running and running not in heard.units:
+        failed = {"outcome": "failed", "seconds": 0.0, "detail": heard.end}
+        heard.units[running] = {"name": running, **failed}
     return heard
 
 
@@ -115,9 +101,11 @@ class Crew:
     """So many jobs at once, on copies of `root` in a work folder."""
 
     def __init__(self, root: Path, work: Path, count: int, warm: Sequence[str] = WARM) -> None:
-        self.root, self.work, self.count = root, work, count
-        self.template = work / "template"
-        self._renew()
+        self.work, self.count, self.template = work, count, work / "template"
+        shutil.rmtree(self.template, ignore_errors=True)
+        for name in listed(root):
+            (self.template / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, self.template / name)
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(list(warm))
         self._planted: dict[int, Mapping[str, str]] = {}
@@ -154,19 +142,6 @@ class Crew:
         finally:
             self._idle.put(worker)
 
-    def _renew(self) -> None:
-        """Makes the template equal to the repository, its time stamps included."""
-        names = listed(self.root)
-        for name in names:
-            there, here = self.template / name, self.root / name
-            if not there.is_file() or there.read_bytes() != here.read_bytes():
-                there.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(here, there)
-        kept = {self.template / name for name in names}
-        for path in [p for p in self.template.rglob("*") if p.is_file()]:
-            if path not in kept and not {"__pycache__", KERNELS} & set(path.parts):
-                path.unlink()
-
     def _plant(self, tree: Path, compiled: Path, changes: Mapping[str, str]) -> None:
         """A fresh tree in which the named files have other texts."""
         shutil.rmtree(tree, ignore_errors=True)
@@ -194,4 +169,4 @@ class Crew:
             process.join()
         if self._stopped:
             raise RuntimeError("the run was ended: what this job came to is not known")
-        return read(report, late, process.exitcode or 0)
+        return read(report, job, late, process.exitcode or 0)

@@ -1,10 +1,9 @@
 """Which test and which cell reaches which line, and how long each takes: measured once and kept.
 
-A group is a test file, or the cells of one recipe; it is measured in one process under coverage,
-one context per unit. It is kept with the digests of every file that it reached, and stands as long
-as these stand. Code that Numba compiled, and what a test starts in a process of its own, is
-invisible here: a mutant nobody seems to reach still meets everything together with the other
-survivors.
+A group, a test file or the cells of one recipe, is measured in one process under coverage and
+stands as long as every file that it reached. Code that Numba compiled, and what a test starts in a
+process of its own, is invisible here: a mutant nobody seems to reach meets everything as a
+survivor.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Group:
-    """Tests of a file that are measured together: all of them, or these."""
+    """Tests of a file that are measured together: these, or all of them."""
 
     name: str
     file: str
@@ -56,7 +55,6 @@ class Reach:
     units: dict[str, Unit] = field(default_factory=dict)
 
     def green(self) -> list[Unit]:
-        """Those that passed without a mutant."""
         return [u for u in self.units.values() if u.outcome == "passed"]
 
     def of(self, file: str, lines: Iterable[int]) -> list[Unit]:
@@ -82,8 +80,8 @@ def groups(root: Path) -> list[Group]:
 
 def measure(crew: Crew, group: Group) -> tuple[list[Unit], set[str]]:
     """Runs a group under coverage. Its units, and every file that it reached, imports included."""
-    whole, seen = () if group.units else (group.file,), group.name not in UNSEEN
-    heard = crew.run(Job(group.units, whole, stop=False, measure=seen, keep=True))
+    seen = group.name not in UNSEEN
+    heard = crew.run(Job(group.units or (group.file,), stop=False, measure=seen, keep=True))
     if heard.end != "done":
         raise RuleError("every unit ends without a mutant", heard.end, f"Mend {group.name} first")
     units = [Unit(**told, lines=heard.reached.get(n, {})) for n, told in heard.units.items()]
@@ -92,7 +90,7 @@ def measure(crew: Crew, group: Group) -> tuple[list[Unit], set[str]]:
 
 @dataclass(frozen=True)
 class Store:
-    """What was measured, in a folder, one file per group."""
+    """What was measured: one file per group."""
 
     folder: Path
     sources: Mapping[str, str]  # digests of the repository as it is now
@@ -129,7 +127,6 @@ class Store:
         return [Unit(**row) for row in value["units"]]
 
     def save(self, group: Group, units: list[Unit], reached: Iterable[str]) -> None:
-        """Writes a group for `kept`."""
         sources = {file: self.sources[file] for file in reached if file in self.sources}
         value = {"asked": group.units, "sources": sources, "units": list(map(vars, units))}
         self.folder.mkdir(parents=True, exist_ok=True)

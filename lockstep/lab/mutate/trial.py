@@ -1,9 +1,8 @@
 """One job in a process of its own: tests of one tree, what they come to and what they reach.
 
-The process is a fork of one that has imported what is slow (`pool` starts it). Lockstep must come
-from the tree of the job, so nothing here imports it, and what the start of the process has imported
-of it is forgotten. A unit that takes longer than it may ends the process.
-A unit is a test by its node id; cells of the lab are tests of `tests/lab_cells.py`.
+`pool` forks the process from one that has imported what is slow. Lockstep must come from the job's
+tree, so nothing here imports it. A unit is a test by its node id, or all tests of a file; cells of
+the lab are tests of `tests/lab_cells.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,15 +22,17 @@ HANG_S = 20.0  # a unit that takes this much longer than ten times its time hang
 HANG_FACTOR = 10.0
 UNKNOWN_S = 600.0  # the limit of a unit whose time is not known
 START_S = 120.0  # from the fork to the first unit, and between two
-PYTEST = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--hypothesis-seed=0")
+PYTEST = (
+    *("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--hypothesis-seed=0"),
+    "--continue-on-collection-errors",
+)
 
 
 @dataclass(frozen=True)
 class Job:
     """Units to run in one tree, and how."""
 
-    units: Sequence[str] = ()
-    files: Sequence[str] = ()  # test files to run as a whole
+    units: Sequence[str]
     changes: Mapping[str, str] = field(default_factory=dict)  # file → text
     seconds: Mapping[str, float] = field(default_factory=dict)  # what a unit took without a mutant
     stop: bool = True  # at the first failure
@@ -62,19 +62,31 @@ def run(job: Job, tree: Path) -> None:
     log = os.open(tree.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    quiet_hypothesis()
     import pytest
+    from coverage import Coverage
+    from hypothesis import HealthCheck, Phase, settings
 
+    # the same examples every time, no deadlines, no shrinking: any failure is a kill
+    fixed: dict[str, Any] = {"deadline": None, "derandomize": True, "database": None}
+    phases, unchecked = (Phase.explicit, Phase.generate), list(HealthCheck)
+    settings.register_profile("mutate", phases=phases, suppress_health_check=unchecked, **fixed)
+    settings.load_profile("mutate")
+    include = [f"{tree}/lockstep/*"]
+    measure = Coverage(data_file=None, include=include, config_file=False) if job.measure else None
     # hundreds of node ids are slower to match than their files are to collect
-    paths = dict.fromkeys([*job.files, *(unit.partition("::")[0] for unit in job.units)])
+    paths = dict.fromkeys(map(file_of, job.units))
     with tree.with_suffix(".jsonl").open("w", encoding="utf-8") as stream:
-        watch = Watch(job, stream, log, measurement(tree) if job.measure else None)
-        pytest.main([*PYTEST, "--continue-on-collection-errors", *paths], plugins=[watch])
-        if watch.measure is not None:
-            watch.measure.stop()
-            for unit, lines in reached(watch.measure, tree).items():
+        watch = Watch(job, stream, log, measure)
+        pytest.main([*PYTEST, *paths], plugins=[watch])
+        if measure is not None:
+            measure.stop()
+            for unit, lines in reached(measure, tree).items():
                 watch.send(reached=unit, lines=lines)
     os._exit(0)
+
+
+def file_of(unit: str) -> str:
+    return unit.partition("::")[0]
 
 
 class Watch:
@@ -84,40 +96,41 @@ class Watch:
     def __init__(self, job: Job, stream: TextIO, log: int, measure: Any) -> None:
         self.job, self.stream, self.log, self.measure = job, stream, log, measure
         self.broken: set[str] = set()  # test files that cannot be imported
-        self.seconds = 0.0
-        self.outcome, self.detail = "passed", ""
+        self.reports: list[Any] = []  # of the unit that runs
+        if measure is not None:
+            measure.start()
         self.running("")
 
     def send(self, **message: Any) -> None:
-        """One line, at once."""
         print(json.dumps(message), file=self.stream, flush=True)
 
     def running(self, unit: str) -> None:
         """This unit runs, or with "" none. Beyond its time the process ends; the log says where."""
         faulthandler.dump_traceback_later(self.job.unit_s(unit), exit=True, file=self.log)
-        self.send(running=unit, limit_s=self.job.unit_s(unit), at=time.monotonic())
+        self.send(running=unit)
 
-    def pytest_collection_modifyitems(self, session: Any, items: list[Any]) -> None:
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         """Only what was asked for, in that order."""
-        found, whole = {item.nodeid: item for item in items}, set(self.job.files)
+        found: dict[str, list[Any]] = {}
+        for item in items:
+            found.setdefault(item.nodeid, []).append(item)
+            found.setdefault(file_of(item.nodeid), []).append(item)
+        items[:] = [item for unit in self.job.units for item in found.get(unit, ())]
         for unit in self.job.units:
-            if unit not in found and unit.partition("::")[0] not in self.broken:
-                self.send(name=unit, outcome="gone", seconds=0.0, detail="")
-        wanted = [name for name in found if name.partition("::")[0] in whole]
-        items[:] = [found[unit] for unit in (*wanted, *self.job.units) if unit in found]
+            if unit not in found and file_of(unit) not in self.broken:
+                self.finished(unit, "gone")
 
     def pytest_collectreport(self, report: Any) -> None:
         """A test file that cannot be imported has failed, and with it all its tests."""
         if report.failed:
             self.broken.add(report.nodeid)
-            self.outcome, self.detail = "failed", last_line(str(report.longrepr))
-            tests = [u for u in self.job.units if u.partition("::")[0] == report.nodeid]
+            tests = [unit for unit in self.job.units if file_of(unit) == report.nodeid]
             for unit in tests or [report.nodeid]:
-                self.finished(unit)
+                self.finished(unit, "failed", detail=last_line(str(report.longrepr)))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """The clock of this unit starts."""
-        self.seconds, self.outcome, self.detail = 0.0, "passed", ""
+        self.reports = []
         if self.measure is not None:
             if sys.gettrace() is None:  # a test had a trace function of its own
                 self.measure.stop()
@@ -127,23 +140,22 @@ class Watch:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """A unit is set up, called and torn down; it has failed when any of these has."""
-        self.seconds += report.duration
-        if report.failed:
-            self.outcome = "failed"
-            self.detail = self.detail or last_line(str(report.longrepr))
-        elif report.skipped and self.outcome == "passed":
-            self.outcome = "skipped"
-        if report.when == "teardown":
-            if self.measure is not None:
-                self.measure.switch_context("")
-            self.finished(report.nodeid)
-            self.running("")
+        self.reports.append(report)
+        if report.when != "teardown":
+            return
+        if self.measure is not None:
+            self.measure.switch_context("")
+        failed = [last_line(str(each.longrepr)) for each in self.reports if each.failed]
+        skipped = any(each.skipped for each in self.reports)
+        outcome = "failed" if failed else "skipped" if skipped else "passed"
+        seconds = sum(each.duration for each in self.reports)
+        self.finished(report.nodeid, outcome, round(seconds, 4), "".join(failed[:1]))
+        self.running("")
 
-    def finished(self, unit: str) -> None:
+    def finished(self, unit: str, outcome: str, seconds: float = 0.0, detail: str = "") -> None:
         """Reports what a unit came to; where one failure is enough, that is the end."""
-        seconds, detail = round(self.seconds, 4), self.detail
-        self.send(name=unit, outcome=self.outcome, seconds=seconds, detail=detail)
-        if self.outcome == "failed" and self.job.stop:
+        self.send(name=unit, outcome=outcome, seconds=seconds, detail=detail)
+        if outcome == "failed" and self.job.stop:
             os._exit(0)
 
 
@@ -151,16 +163,7 @@ def last_line(text: str) -> str:
     """What an error says, without where: pytest marks these lines with E."""
     lines = [line for line in text.splitlines() if line.strip()]
     marked = [line[1:].strip() for line in lines if line.startswith("E ")]
-    return (marked or lines or [""])[0][:300]
-
-
-def measurement(tree: Path) -> Any:
-    """Coverage of the tree's package, in memory; the context is the unit that runs."""
-    import coverage
-
-    measure = coverage.Coverage(data_file=None, include=[f"{tree}/lockstep/*"], config_file=False)
-    measure.start()
-    return measure
+    return (marked or lines or ["failed"])[0][:300]
 
 
 def reached(measure: Any, tree: Path) -> dict[str, dict[str, list[int]]]:
@@ -173,18 +176,3 @@ def reached(measure: Any, tree: Path) -> dict[str, dict[str, list[int]]]:
             for unit in units:
                 out.setdefault(unit, {}).setdefault(short, []).append(line)
     return out
-
-
-def quiet_hypothesis() -> None:
-    """The same examples every time, no deadlines, no shrinking: any failure is a kill."""
-    from hypothesis import HealthCheck, Phase, settings
-
-    settings.register_profile(
-        "mutate",
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=(Phase.explicit, Phase.generate),
-        suppress_health_check=list(HealthCheck),
-    )
-    settings.load_profile("mutate")
