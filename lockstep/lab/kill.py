@@ -1,11 +1,8 @@
-"""Puts every historical bug back and sees whether the lab notices: with the plan checks on, and
-off.
+"""Puts every historical bug back and sees whether the lab notices, with the plan checks on and off.
 
-A revert is killed in a cell if the cell fails for a reason that counts: a guard (the plan's own
-rules, checks on only) or a property. An exception or a dead process is no proof of anything and
-counts only where the revert says CRASH. All its cells must be killed, both ways, and the same cells
-must be green without it. What comes out is data: `lab reverts` writes and prints it, `report` shows
-it.
+A revert is killed in a cell if the cell fails by a guard (the plan's own rules, checks on only) or
+a property; an exception or a dead process counts only where the revert says CRASH. All its cells
+must be killed, both ways, and be green without it. `lab reverts` writes and prints what comes out.
 """
 
 from __future__ import annotations
@@ -38,9 +35,8 @@ def run(
     on_progress: Callable[[str, bool], None],
     device: Device = CPU,
 ) -> Document:
-    """Every revert in each of its cells. `on_progress(what, bad)` hears of every task that is done;
-    there are `len(tasks(...))`. `red`: cells that fail without a bug, with which nothing can be
-    proved; `unproven`: bugs that the backend is not proven against, and why."""
+    """Every revert in each of its cells; `on_progress` hears of every one of `tasks`. `red`: cells
+    that fail without a bug; `unproven`: bugs that the backend is not proven against, and why."""
     begin = time.perf_counter()
     for revert in chosen:
         resolve(revert.target)  # a target that vanished ends the run before it begins
@@ -96,7 +92,7 @@ def kill(revert: Revert, found: Sequence[tuple[bool, str, Result]], unasked: str
 
 
 def is_guard(finding: Finding) -> bool:
-    """The plan's own check stopped the step."""
+    """Whether the plan's own check stopped the step."""
     return finding.name == "plan" and finding.detail.startswith("PlanError: ")
 
 

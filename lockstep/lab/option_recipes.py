@@ -1,11 +1,8 @@
 """More recipes of the engine's cells: is what a user asks for what the engine does, and does it say
 so where it cannot?
 
-An option that is dropped on the way changes no bit and raises nothing. So these look at what an
-option is for: the dtype of the cache, the requests that run at once, a cache that is not wanted,
-where a text ends, what is embedded, what a folder and a text say. Then what is exactly full: at its
-capacity a thing works, one beyond it says so with both numbers. What is right is counted here by
-plain arithmetic; the harness compares every request with its recomputation besides.
+An option that is dropped on the way changes no bit and raises nothing: these look at what an option
+is for, counted by plain arithmetic, and at what is exactly full, or one beyond.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ from numpy.typing import NDArray
 
 from lockstep.lab.engine_harness import EngineHarness, InstrumentedEngine, same_bits
 from lockstep.lab.engine_recipes import GREEDY, PLAIN, Options, every_second, orders_of
+from lockstep.lab.oracle import KINDS
 from lockstep.lab.recompute import Order
 from lockstep.lab.tiny import CONTEXT, EOS, LLAMA, Letters, save, words
 from lockstep.llm.api import LLM
@@ -35,11 +33,7 @@ from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import ScheduledStep
 from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
-NARROWER = {
-    "bfloat16": torch.bfloat16,
-    "float8_e4m3": torch.float8_e4m3fn,
-    "float16": torch.float16,
-}
+NARROWER = {name: dtype for name, dtype in KINDS.items() if name != "float32"}
 RUNNING = 3
 CLOSE = 1e-6  # of an element of an embedding in fp32 against its row divided in float64
 SIZES = (2, 5, 9)  # of buckets
@@ -101,8 +95,7 @@ def uncached(rig: EngineHarness, quick: bool) -> None:
 
 
 def ends(rig: EngineHarness, quick: bool) -> None:
-    """At the end of the context, at the first stop string from min_tokens on, at EOS and not
-    before."""
+    """At the end of the context, at the first stop string from min_tokens on, at EOS."""
     for room in (19, 1):
         order = Order(words(CONTEXT - room, 60 + room), replace(PLAIN, max_tokens=None))
         for job in rig.story("end", [order]):
@@ -159,8 +152,7 @@ def embed(rig: EngineHarness, quick: bool) -> None:
 
 
 def texts(rig: EngineHarness, quick: bool) -> None:
-    """By the class that users call: a prompt has its special tokens, an item that follows one has
-    none."""
+    """As users call it: a prompt has its special tokens, an item that follows one has none."""
     llm = LLM.of(rig.engine())
     letters, text, items = Letters(), "the end", (" of it", "s", "in é")
     begin = tuple(letters.encode(text, True, True))
@@ -177,8 +169,7 @@ def texts(rig: EngineHarness, quick: bool) -> None:
 
 
 def folder(rig: EngineHarness, quick: bool) -> None:
-    """The weights' own bits, and the end tokens that generation_config.json names before
-    config.json."""
+    """The weights' own bits, and end tokens by generation_config.json before config.json."""
     order = Order(words(13, 80), replace(PLAIN, max_tokens=24))
     (free,) = rig.oracle.completions(order)
     end = free.token_ids[7]
@@ -193,9 +184,9 @@ def folder(rig: EngineHarness, quick: bool) -> None:
     job = engine.add(order.prompt, replace(order.params, ignore_eos=False))
     engine.finish()
     have, n = job.output(""), free.token_ids.index(end) + 1
-    same = list(have.token_ids) == free.token_ids[:n]
-    same = same and same_bits(have.logprobs, free.logprobs[:n])
-    fault = f"{have.token_ids}, not {free.token_ids[:n]}, or with other log-probabilities"
+    want = free.token_ids[:n]
+    same = list(have.token_ids) == want and same_bits(have.logprobs, free.logprobs[:n])
+    fault = f"{have.token_ids}, not {want}, or with other log-probabilities"
     rig.check("folder", same, fault)
     rig.counters["folders"] += 1
 
@@ -221,7 +212,13 @@ def capacity(rig: EngineHarness, quick: bool) -> None:
         engine = rig.engine(max_total_tokens=tokens, page_size=size, max_running_requests=1)
         rule = "a request fits into the cache alone"
         suffices(rig, "full_caches", engine, exact, rule if lacking else "")
-    buckets(rig)
+    for n in range(3, SIZES[-1] + 2):
+        for what, lengths in (("requests", (1,) * n), ("tokens", (n - 1, 1))):
+            full = f"a step has at most {SIZES[-1]} {what}; got {n}. Schedule less, or allow a "
+            want = next((str(size) for size in SIZES if size >= n), f"{full}larger bucket.")
+            have, held = padded(what, lengths), f"buckets of {SIZES}, at and beyond"
+            rig.check("capacity", have == want, f"{n} {what}: {have}, not {want}", held)
+            rig.counters["full_buckets"] += n in SIZES
 
 
 class MeasuredArena(Arena):
@@ -252,17 +249,6 @@ def suffices(
         rig.check("capacity", said.startswith(f"RuleError: {rule}"), said)
 
 
-def buckets(rig: EngineHarness) -> None:
-    """Every count from 1 to one beyond the largest bucket, of requests and of rows."""
-    for n in range(3, SIZES[-1] + 2):
-        for what, lengths in (("requests", (1,) * n), ("tokens", (n - 1, 1))):
-            full = f"a step has at most {SIZES[-1]} {what}; got {n}. Schedule less, or allow a "
-            want = next((str(size) for size in SIZES if size >= n), f"{full}larger bucket.")
-            have, held = padded(what, lengths), f"buckets of {SIZES}, at and beyond"
-            rig.check("capacity", have == want, f"{n} {what}: {have}, not {want}", held)
-            rig.counters["full_buckets"] += n in SIZES
-
-
 def padded(what: str, lengths: tuple[int, ...]) -> str:
     """How many requests or tokens a step of these lengths is padded to, or why it is not."""
     spec = GroupSpec(Layout.FRESH, 1, 1, 8, 8, (AttnSpec(scale=1.0),))
@@ -283,6 +269,5 @@ def experts(rig: EngineHarness, quick: bool) -> None:
             routing = Routing(k=3, experts=count, score=score)
             ids = rig.device.ops.route(logits.to(rig.device.place), routing, None).ids
             wrong = sum(a != b for a, b in zip(ids.tolist(), ranked, strict=True))
-            fault = f"{count} experts by {score}: {wrong} rows"
-            rig.check("ties", not wrong, fault)
+            rig.check("ties", not wrong, f"{count} experts by {score}: {wrong} rows")
             rig.counters["tied_rows"] += sum(len(set(row)) < count for row in logits.tolist())

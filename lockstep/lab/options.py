@@ -1,9 +1,5 @@
 """How cells are run: on which device and in which dtype, with the plan's checks or without, in full
-or quickly.
-
-A device is found by its name, like an engine's; its compute dtype is that of activations. What is
-judged by a tolerance takes `unit` from here; what is judged by bits does not care. The commands
-make one value of these, and everything that plays a cell is handed it.
+or quickly. The commands make one value of these, and everything that plays a cell is handed it.
 """
 
 from __future__ import annotations
@@ -59,12 +55,8 @@ class Device:
 
     def specs(self, groups: tuple[GroupSpec, ...]) -> tuple[GroupSpec, ...]:
         """Groups as they are here: a cache that rounds nothing has the dtype of activations."""
-        return tuple(
-            replace(g, kv_dtype=self.dtype)
-            if g.layout is not Layout.FRESH and g.kv_dtype == "float32"
-            else g
-            for g in groups
-        )
+        own = {g for g in groups if g.layout is not Layout.FRESH and g.kv_dtype == "float32"}
+        return tuple(replace(g, kv_dtype=self.dtype) if g in own else g for g in groups)
 
 
 @lru_cache

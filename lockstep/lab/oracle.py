@@ -1,5 +1,4 @@
-"""What the answer is: float64 attention over logical tokens, without pages, plans or backends, and
-how far a device may be from it.
+"""What the answer is: float64 attention over logical tokens, and how far a device may be from it.
 
 The tolerance is derived, not guessed. Sums are in float32: with u = 2^-24, n terms are off by at
 most LAMBDA*sqrt(n)*u (the probabilistic bound of rounding-error analysis), and a score by d = scale
@@ -30,9 +29,9 @@ LARGEST = {"float8_e4m3": 448.0, "float16": 65504.0}  # beyond it a cache keeps 
 GPU_LARGEST = {**LARGEST, "bfloat16": 2.0**100}
 KINDS = {
     "float32": torch.float32,
-    "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "float8_e4m3": torch.float8_e4m3fn,
+    "float16": torch.float16,
 }
 
 
@@ -47,8 +46,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """Per token: out [N, heads, d_v], lse [N, heads], and how far a correct result may be from
-    each. NaN where not a row."""
+    """Per token: out [N, heads, d_v], lse [N, heads], and the tolerances. NaN where not a row."""
 
     out: Tensor
     lse: Tensor
@@ -77,8 +75,6 @@ def values(
 def overflowed(rows: list[list[Rows]], tokens: list[int]) -> list[list[Rows]]:
     """The same values with infinities in those of `tokens`: the first column, and one beyond the
     first vector of 16. One sign per column, so that a row that sees several still has an answer."""
-    if not tokens:
-        return rows
 
     def overflow(each: Rows) -> Rows:
         v = each.v.clone()
@@ -86,7 +82,7 @@ def overflowed(rows: list[list[Rows]], tokens: list[int]) -> list[list[Rows]]:
         v[tokens, :, min(20, v.shape[2] - 1)] = -torch.inf
         return replace(each, v=v)
 
-    return [[overflow(each) for each in layers] for layers in rows]
+    return [[overflow(each) for each in layers] for layers in rows] if tokens else rows
 
 
 def rounded(kv_dtype: str, x: Tensor, scale: float, device: Device = CPU) -> Tensor:
@@ -131,8 +127,7 @@ def answers(
 
 
 def row_sets(feature: Feature, script: Script, g: int) -> list[tuple[int, list[int], list[int]]]:
-    """(begin, path, keys) of group g: rows path[begin:], which stand at these positions, over keys
-    in position order; each row once."""
+    """(begin, path, keys) of group g: rows path[begin:] over keys in position order, each once."""
     encoders = set(script.encoder_uids.values())
     only_encodes = g in feature.encode and g not in feature.decode
     crosses = g in feature.encode and g in feature.decode

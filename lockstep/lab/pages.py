@@ -1,11 +1,8 @@
-"""Pages made from what ran: docs/matrix.md, docs/known-failures.md, and one HTML file to look at,
-without fonts, images or scripts from elsewhere.
+"""Pages made from what ran: docs/matrix.md, docs/known-failures.md, and one HTML file to look at.
 
-Those of docs hold verdicts and reasons, no times and no errors, so they change only when the lab
-does, and follow from the code: refused where a backend's caps say so, known where `cells.KNOWN`
-says so, passed everywhere else (`promised`). Comparing with that takes no run; `lab run` is what
-proves it. The HTML page shows every cell's properties, and the historical bugs as case files.
-Knows the document and not how it came about; the texts are *.j2. `commands` calls this.
+Those of docs hold verdicts and reasons and follow from the code (`promised`): comparing with that
+takes no run, and `lab run` proves it. Knows the document and not how it came about; the texts are
+*.j2. `commands` calls this.
 """
 
 from __future__ import annotations
@@ -35,23 +32,22 @@ Verdicts = dict[Cell, tuple[str, str]]  # verdict and reason
 def ran(doc: Document, backends: Sequence[str]) -> Verdicts:
     """The verdicts of a run. Every cell has to be there, judged in full."""
     have = {str(c["cell"]): (str(c["verdict"]), str(c["reason"])) for c in doc["cells"]}
-    want = cells(backends)
+    want, wrong = cells(backends), ""
     missing = [c for c in want if str(c) not in have]
-    wrong = []
     if doc.get("quick"):
-        wrong.append("a quick run")
-    if doc.get("revert"):
-        wrong.append(f"a run with {doc['revert']} put back")
-    if missing:
-        wrong.append(f"{len(want) - len(missing)} of {len(want)} cells, without {missing[0]}")
+        wrong = "a quick run"
+    elif doc.get("revert"):
+        wrong = f"a run with {doc['revert']} put back"
+    elif missing:
+        wrong = f"{len(want) - len(missing)} of {len(want)} cells, without {missing[0]}"
     if wrong:
         rule = "the matrix is made from a full run of every cell"
-        raise RuleError(rule, wrong[0], "Run `lockstep lab run --json F`")
+        raise RuleError(rule, wrong, "Run `lockstep lab run --json F`")
     return {c: have[str(c)] for c in want}
 
 
 def promised(backends: Sequence[str]) -> Verdicts:
-    """What a page may say at all: no cell fails."""
+    """What a page may say at all: refused by a backend's caps, known by KNOWN, or passed."""
     out: Verdicts = {}
     loaded = {name: select.load(name) for name in backends}
     for cell in cells(backends):
@@ -66,20 +62,17 @@ def matrix_page(verdicts: Verdicts) -> str:
     backends = []
     for name in dict.fromkeys(c.backend for c in verdicts):
         mine = [v for c, (v, _) in verdicts.items() if c.backend == name]
-        backends.append(
-            {
-                "name": name,
-                "counts": {v: mine.count(v) for v in SYMBOLS if v in mine},
-                "promises": sorted(select.load(name).caps.invariances),
-                "reasons": [_reasons(verdicts, name, table) for table in TABLES],
-            }
-        )
+        counts = {v: mine.count(v) for v in SYMBOLS if v in mine}
+        promises = sorted(select.load(name).caps.invariances)
+        reasons = [_reasons(verdicts, name, table) for table in TABLES]
+        found = {"name": name, "counts": counts, "promises": promises, "reasons": reasons}
+        backends.append(found)
     return render("matrix.md", symbols=SYMBOLS, marks=marks, backends=backends, tables=TABLES)
 
 
 def markdown(verdicts: Verdicts, known: Mapping[str, str] = KNOWN) -> dict[str, str]:
     """File name -> text."""
-    texts = (matrix_page(verdicts), render("known-failures.md", known=known))
+    texts = matrix_page(verdicts), render("known-failures.md", known=known)
     return dict(zip(FILES, texts, strict=True))
 
 
@@ -115,7 +108,7 @@ def _reasons(verdicts: Verdicts, backend: str, table: MatrixTable) -> list[str]:
 
 
 def html(doc: Document) -> str:
-    """The page to look at."""
+    """The page to look at: every cell's properties, and the historical bugs as case files."""
     return render(
         "report.html",
         (number, percent, prose, inline),

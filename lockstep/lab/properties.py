@@ -1,9 +1,8 @@
 """What must hold in a cell, and how it is found out.
 
 One run of the recipe is compared with the float64 answer and with the plain way of computing the
-same tokens: each path alone, whole, cold. Every row must have the same bits, however it came about.
-Then the recipe is run again with other chunks, pages, padding and threads, none of which may change
-a bit. Memory is inspected in the first run.
+same tokens: each path alone, whole, cold. Then it is run again with other chunks, pages, padding
+and threads, none of which may change a bit. Memory is inspected in the first run.
 """
 
 from __future__ import annotations
@@ -106,8 +105,7 @@ def judge(
 
 
 class AttentionCell(Judgement):
-    """A recipe on a feature, run in every way that may not change a bit. `memory` is what was wrong
-    in any of the runs."""
+    """A recipe on a feature, run in every way that may not change a bit."""
 
     def __init__(
         self, recipe: Recipe, feature: Feature, backend: Backend, options: RunOptions
@@ -116,10 +114,9 @@ class AttentionCell(Judgement):
         self.script, self.rows, self.answers = material(recipe.name, feature.name, options.device)
         self.feature, self.backend = feature.on(options.device), backend
         self.setting = Setting(checks=options.checks, device=options.device)
-        self.memory: list[str] = []
+        self.memory: list[str] = []  # what was wrong in any of the runs
 
     def run(self, story: Script, **setting: Any) -> Record:
-        """A story in this setting."""
         how = replace(self.setting, **setting)
         record = AttentionHarness(self.feature, story, self.rows, self.backend, how).run()
         self.memory += record.faults

@@ -1,8 +1,5 @@
-"""Recipes: the columns of both tables, and the stories of the attention's.
-
-The step kinds of a serving engine stand in recipes.toml, most of them as lengths alone; the stories
-that need more than lengths are functions here. A recipe says which counters must have moved,
-because an equality is worth nothing if its path was not taken.
+"""Recipes: the columns of both tables, and the stories of the attention's: recipes.toml has most of
+them, as lengths alone; those that need more are functions here.
 """
 
 from __future__ import annotations
@@ -21,12 +18,12 @@ from lockstep.types import Layout
 
 @dataclass(frozen=True)
 class Recipe:
-    """A column of a table. `play` writes a script, or plays stories on a rig;
-    `required_counters` must be above 0 afterwards."""
+    """A column of a table."""
 
     name: str
     description: str
-    play: Callable[..., None]
+    play: Callable[..., None]  # writes a script, or plays stories on a harness
+    # above 0 afterwards: an equality is worth nothing if its path was not taken
     required_counters: tuple[str, ...]
     applies_to: Callable[[Any], bool]  # to a feature, or a model
 
@@ -45,7 +42,7 @@ APPLIES: dict[str, Callable[[Feature], bool]] = {
 
 def extend(s: Script, *steps: Any) -> list[int]:
     """Steps of new rows, as recipes.toml has them: which requests those of the last were."""
-    requests: list[int] = []
+    requests, named = list[int](), {"split": s.split, "window": WINDOW}
     for step in steps:
         told = step if isinstance(step, dict) and "all" in step else {"all": step}
         counts = told["all"]
@@ -60,15 +57,10 @@ def extend(s: Script, *steps: Any) -> list[int]:
         for at, (request, count) in enumerate(zip(requests, counts.values(), strict=True)):
             keep = told["keep"][at] if "keep" in told else None
             emit = tuple(told["emit"][at]) if "emit" in told else None
-            acts.append(s.extend(request, length(s, count), keep, emit))
+            n = sum(named.get(term) or int(term) for term in str(count).split())
+            acts.append(s.extend(request, n, keep, emit))
         s.step(*acts)
     return requests
-
-
-def length(s: Script, told: int | str) -> int:
-    """A number, or the sum of the terms of a text."""
-    named = {"split": s.split, "window": WINDOW}
-    return sum(named.get(term) or int(term) for term in str(told).split())
 
 
 TREE = (-1, 0, 0, 1, 1, 2, 3, 3, 5, 6)
@@ -140,7 +132,6 @@ def overflow(s: Script) -> None:
 def recipe(
     name: str, about: str, counters: list[str], of: str = "cached", steps: Sequence[Any] = ()
 ) -> Recipe:
-    """An entry of recipes.toml."""
     play: Any = (lambda s: extend(s, *steps)) if steps else globals()[name.replace("-", "_")]
     return Recipe(name, about, play, tuple(counters), APPLIES[of])
 
@@ -149,18 +140,14 @@ RECIPES = tuple(recipe(name, **entry) for name, entry in table("recipes.toml").i
 
 
 def write(recipe: Recipe, feature: Feature) -> Script:
-    """The recipe's script for a feature; with an encoder, each request is encoded first."""
+    """The recipe's script for a feature; with an encoder, each request is encoded first, at odd
+    lengths where the recipe gives none; a fork shares its parent's."""
     specs, device = feature.groups(16), device_class(feature.device.ops.machine)
     splits = [attention_order(device, spec.d_qk, spec.d_v).splits for spec in specs]
     script = Script(split=max(each.begin(1) for each in splits))
     recipe.play(script)
-    if feature.encode and not script.encoder_uids:
-        add_encoders(script)
-    return script
-
-
-def add_encoders(script: Script) -> None:
-    """Encoders of odd lengths for requests that were told without; a fork shares its parent's."""
+    if not feature.encode or script.encoder_uids:
+        return script
     told, lengths = script.steps, cycle((33, 1, 64, 20, 65, 7, 16, 5))
     script.steps = []
     for step in told:
@@ -170,3 +157,4 @@ def add_encoders(script: Script) -> None:
         script.step(*step)
     for request, lineage in script.lineage.items():
         script.encoder_uids[request] = script.encoder_uids[lineage[-1]]
+    return script

@@ -1,9 +1,8 @@
 """The answer to a request by the plainest means: the whole sequence, alone, in one step that keeps
 nothing; for every token again, unless what an engine answered turns out to be right.
 
-No page, no plan of a cache, no scheduler, no tree, no batch, no chunk; the token is chosen by
-`choice`. What the engine answers must have these bits. It runs the engine's own layers, so both may
-be wrong alike: its values are judged by `values`, with the plain models.
+What the engine answers must have these bits. It runs the engine's own layers, so both may be wrong
+alike: its values are judged by `values`, with the plain models.
 """
 
 from __future__ import annotations
@@ -34,19 +33,17 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Order:
-    """One request of a story. `at` and `abort` count steps: when it arrives, and before which step
-    it is aborted."""
+    """One request of a story."""
 
-    prompt: tuple[int, ...]
+    prompt: Ids
     params: SamplingParams
-    at: int = 0
-    abort: int | None = None
+    at: int = 0  # the step at which it arrives
+    abort: int | None = None  # the step before which it is aborted
     tenant: str = ""
     priority: int = 0
     score: bool = False  # log-probabilities of the prompt, no new token
 
     def given_to(self, engine: Engine) -> Generation:
-        """The request, as an engine takes it."""
         return engine.add(
             self.prompt,
             self.params,
@@ -68,15 +65,14 @@ class Answer:
 
 class Recompute:
     """Answers for one model and backend; each completion is computed once and remembered. Keys are
-    not kept. With a `kv_dtype` that rounds them they are, in pages of one request, because what is
-    computed from them is computed from what the cache makes of them."""
+    kept only with a `kv_dtype` that rounds them, in pages of one request."""
 
     def __init__(self, parts: Parts, kv_dtype: str = "") -> None:
         self.model, self.info, self.tokenizer = parts.model, parts.info, parts.tokenizer
-        self.kv_dtype, self.kept, self.ops = kv_dtype, bool(kv_dtype), parts.model.ops
+        self.kv_dtype, self.ops = kv_dtype, parts.model.ops
         own = str(self.ops.dtype).removeprefix("torch.")  # what rounds nothing
         self.kinds = {
-            name: replace(kind, specs=tuple(self._spec(s, kv_dtype) for s in kind.specs))
+            name: replace(kind, specs=tuple(map(self._spec, kind.specs)))
             for name, kind in kinds_of(parts.model, parts.info, kv_dtype=own).items()
         }
         self.encoder = self.kinds.get(ENCODE)
@@ -87,7 +83,7 @@ class Recompute:
         self._known: dict[tuple[Ids, SamplingParams], Answer] = {}
         self._scored: dict[tuple[Ids, Ids, int], tuple[Floats, list[Top]]] = {}
 
-    def placed(self, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def placed(self, prompt: Ids) -> tuple[Ids, Ids]:
         """(what a decoder begins with, what its encoder reads)."""
         if self.encoder is None:
             return prompt, ()
@@ -99,9 +95,8 @@ class Recompute:
 
     def embedding(self, prompt: Sequence[int]) -> NDArray[np.float64]:
         """[d]: the last row of a prompt, of length 1."""
-        row = self.hidden(prompt)[-1].double().cpu().numpy()
-        unit: NDArray[np.float64] = row / np.sqrt((row * row).sum())
-        return unit
+        row: NDArray[np.float64] = self.hidden(prompt)[-1].double().cpu().numpy()
+        return row / np.sqrt((row * row).sum())
 
     def hidden(self, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
         """float32 [len(ids), d]: the rows that logits are made of."""
@@ -113,19 +108,15 @@ class Recompute:
         request.close()
         return rows
 
-    def _spec(self, spec: GroupSpec, kv_dtype: str) -> GroupSpec:
-        """A group as this oracle has it."""
-        if spec.layout is Layout.FRESH:
-            return spec
-        if self.kept:
-            return replace(spec, kv_dtype=kv_dtype)
-        if spec.layout is Layout.CROSS:
+    def _spec(self, spec: GroupSpec) -> GroupSpec:
+        if self.kv_dtype and spec.layout is not Layout.FRESH:
+            return replace(spec, kv_dtype=self.kv_dtype)
+        if spec.layout in (Layout.FRESH, Layout.CROSS):
             return spec
         return replace(spec, layout=Layout.FRESH, kv_dtype="float32")  # nothing is stored
 
     def completions(self, order: Order, said: Sequence[Ids] = ()) -> list[Answer]:
-        """One answer per completion. Where what an engine `said` is right, one forward is
-        enough."""
+        """One answer per completion; one forward is enough where what an engine `said` is right."""
         if order.score:
             return []
         answers, hints = [], [*said, *[()] * order.params.n]
@@ -151,26 +142,24 @@ class Recompute:
         self, prompt: Sequence[int], token_ids: Sequence[int], params: SamplingParams
     ) -> tuple[str, bool]:
         """The text of a completion, cut before the first stop string, and whether there was one: by
-        looking at the whole. It goes on where the prompt's text ends; bytes there that are no
-        character yet belong to the completion. Straight from the alphabet's bytes, by the library's
-        own incremental decoder: no tokenizer and no window of tokens."""
-        ends = [
-            i
-            for i, t in enumerate(token_ids)
-            if t in params.stop_ids or (t in self.info.eos_token_ids and not params.ignore_eos)
-        ]
-        said = token_ids[: ends[0]] if ends else token_ids
+        the library's own incremental decoder, over the whole. It goes on where the prompt's text
+        ends; bytes there that are no character yet belong to the completion."""
+        ends = (i for i, token in enumerate(token_ids) if self._ends(token, params))
+        said = token_ids[: next(ends, None)]
         early = max(0, params.min_tokens - 1)  # tokens whose text is not searched
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         # the decoder keeps the bytes of a character that is not complete
         before = utf8.decode(Letters.spell(prompt))
         head = utf8.decode(Letters.spell(said[:early]))
         tail = utf8.decode(Letters.spell(said[early:]), final=True)
-        found = sorted(
-            (at + len(stop), at) for stop in params.stops if (at := tail.find(stop)) >= 0
-        )
+        places = ((tail.find(stop), stop) for stop in params.stops)
+        found = sorted((at + len(stop), at) for at, stop in places if at >= 0)
         text = head + (tail[: found[0][1]] if found else tail)
         return text if before else text.removeprefix(" "), bool(found)
+
+    def _ends(self, token: int, params: SamplingParams) -> bool:
+        eos = token in self.info.eos_token_ids and not params.ignore_eos
+        return eos or token in params.stop_ids
 
     def _generate(self, prompt: Ids, params: SamplingParams, said: Ids) -> Answer:
         begin, source = self.placed(prompt)
@@ -190,13 +179,12 @@ class Recompute:
             out.token_ids.append(token)
             out.logprobs.append(float(told.chosen[0]))
             out.best.append(_pairs(told, 0))
-            ended = token in params.stop_ids or (token in ends and not params.ignore_eos)
-            if ended or (params.stops and self.text(prompt, out.token_ids, params)[1]):
+            stopped = params.stops and self.text(prompt, out.token_ids, params)[1]
+            if stopped or self._ends(token, params):
                 out.finish = "stop"
                 break
         return out
 
 
 def _pairs(told: Logprobs, row: int) -> Top:
-    """The best tokens of a row, with their log-probabilities."""
     return tuple(zip(told.top_ids[row].tolist(), told.top[row].tolist(), strict=True))

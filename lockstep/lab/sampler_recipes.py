@@ -1,9 +1,6 @@
 """The recipes of the sampler's cells: what must hold for the choice of a token, whatever model made
-the logits.
-
-Logits are made up: ties, masks, peaks and plains. Every choice is compared with `choice`, by the
-compiled kernel and by the tensors that other devices use; the noise is looked at where its hash is
-extreme; counts are compared with the distribution they come from.
+the logits. They are made up: ties, masks, peaks and plains. Every choice is compared with `choice`,
+by the compiled kernel and by the tensors that other devices use.
 """
 
 from __future__ import annotations
@@ -54,7 +51,7 @@ def rows_of(count: int, vocab: int = VOCAB) -> tuple[Tensor, list[Row]]:
 def sample(
     rig: EngineHarness, logits: Tensor, rows: list[Row], eos_ids: tuple[int, ...] = (EOS,)
 ) -> sampler.Sampled:
-    """By the device's table; what it chose is brought back."""
+    """By the device's table, and brought back."""
     found = sampler.sample(rig.parts.model.ops, logits.to(rig.device.place), rows, eos_ids)
     tokens, states = found.token_ids.cpu(), found.states.cpu()
     scores = found.logprobs and on_host(found.logprobs)
@@ -62,7 +59,6 @@ def sample(
 
 
 def on_host(scores: sampler.Logprobs) -> sampler.Logprobs:
-    """The same in the host's memory."""
     return sampler.Logprobs(*(tensor.cpu() for tensor in scores))
 
 
@@ -88,14 +84,12 @@ def one_by_one(rig: EngineHarness, logits: Tensor, rows: list[Row]) -> None:
         have = int(chosen[r])
         fault = f"row {r}: {have}, not {want} ({row.params})"
         rig.check("choice", have == want, fault, f"{len(rows)} rows")
-        masked = bool(logits[r, have] == -torch.inf)
-        rig.check("masked", not masked, f"row {r}: {have}")
+        rig.check("masked", bool(logits[r, have] != -torch.inf), f"row {r}: {have}")
     rig.counters["later_blocks"] += int((chosen >= BLOCK).sum())
     log_probabilities(rig, logits, chosen)
     edited = plain.apply_penalties(logits, rows, (EOS,))
     tensors, _ = plain.sample_tokens(edited, *sampler.settings(rows, logits.shape[1]))
-    same = torch.equal(tensors, chosen)
-    rig.check("devices", same, "tensors choose otherwise than the kernel")
+    rig.check("devices", torch.equal(tensors, chosen), "tensors choose otherwise than the kernel")
 
 
 def log_probabilities(rig: EngineHarness, logits: Tensor, tokens: Tensor) -> None:
@@ -115,8 +109,7 @@ def log_probabilities(rig: EngineHarness, logits: Tensor, tokens: Tensor) -> Non
 
 
 def noisy_ties() -> tuple[Tensor, list[Row]]:
-    """Equal logits so large that a float32 hardly has room for the noise: the largest sum is often
-    there several times."""
+    """Equal logits so large that a float32 hardly has room for the noise."""
     past = np.array([7, 8, 9], np.int32)
     kinds = [SamplingParams(seed=seed, logprobs=0) for seed in range(24)]
     rows = [Row(params, len(past), len(past), past) for params in kinds]
@@ -181,8 +174,8 @@ def distribution(rig: EngineHarness, what: str, count: int) -> None:
     expected = logits.double().softmax(0) * count
     chi = float(((seen - expected) ** 2 / expected).sum())
     rig.counters["rows"] += count
-    fault = f"over {what}: chi-square {chi:.0f} of 11"
-    rig.check("distribution", chi < CHI, fault, f"chi-square below {CHI:.0f}")
+    fault, held = f"over {what}: chi-square {chi:.0f} of 11", f"chi-square below {CHI:.0f}"
+    rig.check("distribution", chi < CHI, fault, held)
 
 
 def seeds(rig: EngineHarness, quick: bool) -> None:

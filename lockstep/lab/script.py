@@ -1,9 +1,8 @@
 """What happens to which request, in logical tokens: the language of the recipes.
 
-A token is a number, its `uid`; it has one parent, so it stands at the end of exactly one path, and
-its attention output is a function of that path alone. That is the whole promise: a row's result may
-be looked up by its uid, whatever the batch, the chunk or the tree it was computed in. A script is a
-list of steps; a step is a list of acts. Scripts know no pages and no tensors.
+A token is a number, its `uid`, at the end of exactly one path; its attention output is a function
+of that path alone, whatever the batch, the chunk or the tree it was computed in. A script is a list
+of steps; a step is a list of acts. Scripts know no pages and no tensors.
 """
 
 from __future__ import annotations
@@ -14,17 +13,15 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class Compute:
-    """Rows `uids` of a request after `cached_len` committed keys; `keep` of them stay (the rest was
-    rejected). With `parents`, the rows are the last nodes of a tree and nothing stays until it is
-    accepted. An `encoder` act computes the request's encoder, whole, and writes its cross keys."""
+    """Rows `uids` of a request after `cached_len` committed keys."""
 
     request: int
     uids: tuple[int, ...]
     cached_len: int
-    keep: int
-    parents: tuple[int, ...] | None = None
+    keep: int  # so many stay, the rest was rejected
+    parents: tuple[int, ...] | None = None  # the rows are the last nodes of this tree
     emit: tuple[int, ...] | None = None
-    encoder: bool = False
+    encoder: bool = False  # the request's encoder, whole: writes its cross keys
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,7 @@ Act = Compute | Fork | Accept | Drop
 
 @dataclass
 class Script:
-    """A recipe's story while it is written. The verbs below return acts; `step` puts acts that
-    happen together into one step."""
+    """A recipe's story while it is written: verbs return acts, `step` puts acts together."""
 
     split: int = 512  # where the second split begins
     parents: list[int] = field(default_factory=list)  # of every uid; -1 for a first token
@@ -66,9 +62,8 @@ class Script:
     encoder_uids: dict[int, tuple[int, ...]] = field(default_factory=dict)
     steps: list[tuple[Act, ...]] = field(default_factory=list)
     committed: dict[int, list[int]] = field(default_factory=dict)
-    # of a request: uids of the nodes of its open tree; itself and those it was forked from
-    trees: dict[int, list[int]] = field(default_factory=dict)
-    lineage: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    trees: dict[int, list[int]] = field(default_factory=dict)  # uids of nodes, while it is open
+    lineage: dict[int, tuple[int, ...]] = field(default_factory=dict)  # itself, its parent, ...
     infinite: list[int] = field(default_factory=list)  # uids of tokens whose values hold infinities
 
     def open(self) -> int:
@@ -103,22 +98,18 @@ class Script:
         return Compute(r, tuple(nodes[len(parents) - new : len(parents)]), len(done), 0, parents)
 
     def accept(self, r: int, nodes: tuple[int, ...]) -> Accept:
-        """Commits a path of the open tree."""
-        done = self.committed[r]
+        done, tree = self.committed[r], self.trees.pop(r)
         act = Accept(r, nodes, len(done))
-        tree = self.trees.pop(r)
         done += [tree[n] for n in nodes]
         return act
 
-    def fork(self, r: int, length: int | None = None) -> tuple[int, Fork]:
-        """A new request that continues r."""
+    def fork(self, r: int) -> tuple[int, Fork]:
         child = self.open()
-        length = len(self.committed[r]) if length is None else length
-        self.committed[child] = self.committed[r][:length]
+        self.committed[child] = list(self.committed[r])
         self.lineage[child] = (child, *self.lineage[r])
         if r in self.encoder_uids:
             self.encoder_uids[child] = self.encoder_uids[r]
-        return child, Fork(r, child, length)
+        return child, Fork(r, child, len(self.committed[r]))
 
     def encode(self, r: int, n: int) -> Compute:
         """The encoder of a request: n tokens, the same ones every time."""
@@ -167,12 +158,12 @@ def _chunks(act: Act, size: int) -> Sequence[Act]:
         return [act]
     if act.keep < len(act.uids) or len(act.uids) <= size:
         return [act]
-    cuts = range(0, len(act.uids), size)
-    pieces = [act.uids[i : i + size] for i in cuts]
-    return [
-        replace(act, uids=p, cached_len=act.cached_len + i, keep=len(p), emit=None)
-        for i, p in zip(cuts, pieces, strict=True)
-    ]
+    pieces = []
+    for i in range(0, len(act.uids), size):
+        uids = act.uids[i : i + size]
+        cached_len = act.cached_len + i
+        pieces.append(replace(act, uids=uids, cached_len=cached_len, keep=len(uids), emit=None))
+    return pieces
 
 
 def plain(script: Script) -> Script:

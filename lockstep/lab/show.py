@@ -1,9 +1,6 @@
-"""One cell, step by step: what happened, the plan of every step, the page tables, and every row
-against its answer.
-
-Runs the recipe once in a world that writes down what it sees, and judges nothing; a cell of the
-engine is told by its steps and ends with what was found. For people who want to know why a cell is
-red: `lab show` calls it, with a bug put back or without.
+"""`lab show`: one cell, step by step, for people who want to know why it is red: what happened, the
+plan of every step, the page tables, and every row against its answer; a cell of the engine ends
+with what was found.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from lockstep.lab.oracle import Answer
 from lockstep.lab.properties import material, off
 from lockstep.lab.script import Act, Compute
 from lockstep.plan.build import build
-from lockstep.plan.step import PagedGroup, StepPlan
+from lockstep.plan.step import Group, PagedGroup, StepPlan
 from lockstep.sched.request import ScheduledStep
 from lockstep.types import Layout, RuleError
 
@@ -36,7 +33,7 @@ MOST = 40  # numbers of an array
 
 
 class Watched(AttentionHarness):
-    """A world that keeps its plans and compares every row as soon as it is computed."""
+    """Keeps its plans and compares every row as soon as it is computed."""
 
     answers: list[list[Answer]]
 
@@ -66,16 +63,13 @@ class Watched(AttentionHarness):
         launch = self.told[-1]["launches"][-1]
         launch["faults"] = self.record.faults[known:]
         owners = [act.request for act in computes for _ in act.uids]
-        places = [
-            {"row": row, "token": uid, "request": request, "position": position}
-            for row, (uid, request, position) in enumerate(
-                zip(self.step_uids, owners, launch["arrays"]["positions"], strict=False)
-            )
-        ]
+        rows = list(zip(self.step_uids, owners, launch["arrays"]["positions"], strict=False))
         for g in groups:
-            if places and bool(self.record.seen[g][self.step_uids].all()):
+            if rows and bool(self.record.seen[g][self.step_uids].all()):
                 for layer in range(len(self.answers[g])):
-                    launch["rows"] += [p | self._row(g, layer, p["token"]) for p in places]
+                    for row, (uid, request, position) in enumerate(rows):
+                        place = {"row": row, "token": uid, "request": request, "position": position}
+                        launch["rows"].append(place | self._row(g, layer, uid))
 
     def _row(self, g: int, layer: int, uid: int) -> dict[str, Any]:
         """A token's row in a layer of a group, at its worst heads."""
@@ -105,8 +99,7 @@ def story(cell: Cell, options: RunOptions = FULL) -> list[dict[str, Any]]:
     if cell not in cells([cell.backend]):
         rule = "a cell's recipe makes sense for its feature"
         raise RuleError(rule, str(cell), "See `lockstep lab run --list`")
-    reason = refusal(cell, backend, options.device)
-    if reason is not None:
+    if reason := refusal(cell, backend, options.device):
         rule = f"backend {cell.backend} takes the cell"
         raise RuleError(rule, f"a refusal: {reason}", "Show it on another backend")
     if cell.table is ENGINE:
@@ -147,28 +140,26 @@ def engine_story(cell: Cell, options: RunOptions) -> list[dict[str, Any]]:
 
 def describe(plan: StepPlan, groups: tuple[int, ...], names: list[int]) -> dict[str, Any]:
     """Every array of a plan, and each request's pages; `names` are the story's own numbers."""
-    arrays = {
-        f.name: getattr(plan, f.name).tolist()
-        for f in fields(plan)
-        if isinstance(getattr(plan, f.name), np.ndarray)
-    }
     told = []
     for g, group in zip(groups, plan.groups, strict=True):
-        spec, mine = group.spec, dict[str, Any]()
+        spec, mine = group.spec, arrays(group)
         if isinstance(group, PagedGroup):
-            mine = {
-                f.name: getattr(group, f.name).tolist() for f in fields(group) if f.name != "spec"
-            }
             mine["pages"] = _tables(group, names)
         kind = f"{spec.layout} {spec.heads}/{spec.kv_heads} heads of {spec.d_qk}, {spec.kv_dtype}"
         kind += f", window {spec.window}" if spec.window else ""
         kind += f", pages of {spec.page_size}" if spec.layout is not Layout.FRESH else ""
         told.append({"group": g, "spec": kind, "arrays": mine})
-    return {"real": vars(plan.real), "bucket": vars(plan.bucket), "arrays": arrays, "groups": told}
+    sizes = {"real": vars(plan.real), "bucket": vars(plan.bucket)}
+    return {**sizes, "arrays": arrays(plan), "groups": told}
+
+
+def arrays(value: StepPlan | Group) -> dict[str, Any]:
+    """Those among the fields of a plan, or of a group."""
+    every = {f.name: getattr(value, f.name) for f in fields(value)}
+    return {name: array.tolist() for name, array in every.items() if isinstance(array, np.ndarray)}
 
 
 def _tables(group: PagedGroup, names: list[int]) -> list[dict[str, Any]]:
-    """Per request, its pages and the positions they hold."""
     out = []
     for i, name in enumerate(names):
         first, end = int(group.first_pos[i]), int(group.kv_lens[i])
@@ -194,8 +185,5 @@ def numbers(values: list[float]) -> str:
 
 def array(values: list[Any], full: bool) -> str:
     """On one line; the middle of what is long left out unless asked for in full."""
-    most = sys.maxsize if full else MOST
-    text = np.array2string(
-        np.array(values), sys.maxsize, threshold=most, edgeitems=8, separator=","
-    )
-    return " ".join(text.split())
+    shown = {"threshold": sys.maxsize if full else MOST, "edgeitems": 8, "separator": ","}
+    return " ".join(np.array2string(np.array(values), sys.maxsize, **shown).split())

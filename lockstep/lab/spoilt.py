@@ -1,8 +1,6 @@
-"""Plans that break a rule on purpose: `plan.check` must name the rule, in every kind of step.
-
-A guard that has become blind changes no answer until there is something to catch, so each step of a
-story is also shown to the check with one thing wrong at a time; spoilt.toml says by which rule it
-must be refused. Called by the harness for the steps that it inspects.
+"""Plans that break a rule on purpose: `plan.check` must name it (spoilt.toml), in every kind of
+step. A guard that has become blind changes no answer until there is something to catch. The harness
+calls this for the steps that it inspects.
 """
 
 from __future__ import annotations
@@ -34,8 +32,7 @@ def unnoticed(plan: StepPlan, pool_pages: tuple[int, ...]) -> list[str]:
 
 
 def variants(plan: StepPlan) -> Iterator[tuple[str, str, StepPlan]]:
-    """What was done, to the last request but for shared pages; how the rule's text begins; and the
-    plan."""
+    """What was done, to the last request mostly; how the rule's text begins; and the plan."""
     if not plan.real.requests:
         return
     for what, spoilt in spoilt_rows(plan):
@@ -83,8 +80,8 @@ def spoilt_group(plan: StepPlan, group: PagedGroup) -> Iterator[tuple[str, Paged
     if len(group.moves):
         yield "a move outside of the pool", changed(group, "moves", (-1, 1), FAR)
     if len(group.write_slots):
-        row = plan.real.tokens - 1
-        yield "a write outside of the pool", changed(group, "write_slots", row, FAR)
+        far = changed(group, "write_slots", plan.real.tokens - 1, FAR)
+        yield "a write outside of the pool", far
     if group.spec.layout is not Layout.CROSS:
         yield from spoilt_lengths(plan, group, last)
         yield from shared_pages(plan, group)

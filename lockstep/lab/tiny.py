@@ -1,10 +1,6 @@
 """Models so small that a whole engine with one runs in a blink, random weights that matter, and an
-alphabet to read them with.
-
-One model per way to keep a cache: all keys, windows beside all keys, latent rows, windows with
-sinks and experts. A model is what a config.json would say; its weights come from a generator.
-Nothing is proven here about the machine (`certify` belongs to a real start): a cell must see a bug
-by what comes out. The engine's cells and the random traces of `fuzz` share these.
+alphabet to read them with. A model is what a config.json would say, one per way to keep a cache.
+Nothing is proven here about the machine: a cell must see a bug by what comes out.
 """
 
 from __future__ import annotations
@@ -63,7 +59,6 @@ class Tiny:
 
     @property
     def stated(self) -> dict[str, Any]:
-        """Every field of its config.json."""
         return {**COMMON, **self.config, "model_type": self.model_type}
 
 
@@ -81,7 +76,7 @@ MODELS = (LLAMA, QWEN3, DEEPSEEK, GPT_OSS, GEMMA2, BART)
 
 
 def words(count: int, seed: int = 0) -> tuple[int, ...]:
-    """A prompt: tokens as random as they come, never EOS."""
+    """A random prompt, without EOS."""
     rng = random.Random(seed)
     return tuple(rng.randrange(EOS + 1, VOCAB) for _ in range(count))
 
@@ -173,17 +168,13 @@ def save(tiny: Tiny, folder: Path, device: Device = CPU, **generation: Any) -> N
 
 
 class Letters(Tokenizer):
-    """Tokens of one to three bytes: letters, pairs that make up longer words, and the bytes of é, €
-    and 😀 one by one. So a character takes up to four tokens, most tokens are a beginning of
-    something, and what is no UTF-8 becomes U+FFFD. As with many tokenizers EOS stands before a text
-    that is encoded, it has no text itself, and a space that begins a text is taken off."""
+    """Tokens of one to three bytes: letters, pairs of them, and the bytes of é, € and 😀, so that a
+    character takes up to four tokens. As with many tokenizers EOS, which has no text, stands before
+    a text that is encoded, and a space that begins a text is taken off."""
 
     TOKENS = (
         b"",
-        *(bytes([b]) for b in b"abcdefghijklmnopqrstuvwxyz .,;:-"),
-        *("é".encode()[i : i + 1] for i in range(2)),
-        *("€".encode()[i : i + 1] for i in range(3)),
-        *("😀".encode()[i : i + 1] for i in range(4)),
+        *(bytes([b]) for b in "abcdefghijklmnopqrstuvwxyz .,;:-é€😀".encode()),
         *(b"th", b"he", b"in", b"er", b"an", b"re", b"on", b"at", b"en", b"nd", b"ti", b"es"),
         *(b"or", b"te", b"of", b"ed", b"is", b"it"),
         b"the",
@@ -196,7 +187,6 @@ class Letters(Tokenizer):
         self.vocab_size = VOCAB
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """Byte by byte, EOS before it if special tokens are wanted."""
         letters = [self.TOKENS.index(bytes([b])) for b in text.encode()]
         return [EOS, *letters] if add_special else letters
 
@@ -206,12 +196,10 @@ class Letters(Tokenizer):
 
     @classmethod
     def spell(cls, ids: Sequence[int]) -> bytes:
-        """The bytes of all tokens."""
         return b"".join(cls.TOKENS[i] if i < len(cls.TOKENS) else b"?" for i in ids)
 
     @cached_property
     def continuation_ids(self) -> tuple[int, ...]:
         """Every byte of é, € and 😀 but the first."""
-        return tuple(
-            i for i, token in enumerate(self.TOKENS) if len(token) == 1 and 0x80 <= token[0] < 0xC0
-        )
+        behind = [bytes([b]) for b in range(0x80, 0xC0)]
+        return tuple(i for i, token in enumerate(self.TOKENS) if token in behind)

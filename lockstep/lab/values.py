@@ -1,10 +1,7 @@
-"""How far an engine's numbers are from the plain float64 model, and how far its dtype may be.
-
-The tolerance is derived, not guessed: the plain model runs a second time with a random error in
-every operation, of the size that the compute dtype makes there (`docs/lab.md` has the derivation).
-Where two experts are closer than their scores may be off, a device may take the other one: from
-such a row on a sequence is not judged. Called by the rig for the engine's cells and by `fuzz`.
-Knows `plain` and no engine.
+"""How far an engine's numbers are from the plain float64 model, and how far its dtype may be: the
+plain model runs a second time with a random error in every operation, of the size that the compute
+dtype makes there (`docs/lab.md` has the derivation). Where two experts are closer than their scores
+may be off, a device may take the other one: from such a row on a sequence is not judged.
 """
 
 from __future__ import annotations
@@ -37,13 +34,12 @@ Told = set[tuple[int, int, float]]  # row, column, its number: a token's log-pro
 
 
 class Asked(NamedTuple):
-    """A sequence, what its encoder read, the dtype of the cache that it was computed with, and how
-    its rows are pooled, if its embedding is asked for."""
+    """A sequence, and how it was computed."""
 
     ids: Ids
-    source: Ids = ()
+    source: Ids = ()  # what its encoder read
     cache_dtype: str = ""
-    pooling: str = ""
+    pooling: str = ""  # of its rows, if its embedding is asked for
 
 
 class Roundings(TorchFunctionMode):
@@ -57,13 +53,7 @@ class Roundings(TorchFunctionMode):
         self.generator = torch.Generator().manual_seed(1)
         self.ranked: list[tuple[Tensor, int]] = []
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__
         if name == "topk":
             self.ranked.append((args[0], args[1]))
@@ -83,8 +73,7 @@ class Roundings(TorchFunctionMode):
     def _off(self, x: Tensor, size: float) -> Tensor:
         if size == 0:
             return x
-        error = torch.randn(x.shape, generator=self.generator, dtype=torch.float64)
-        return x * (1 + size * error)
+        return x * (1 + size * torch.randn(x.shape, generator=self.generator, dtype=torch.float64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +86,7 @@ class Truth:
 
 
 def truth(compute: Callable[[], Tensor], device: Device = CPU, cache_dtype: str = "") -> Truth:
-    """What `compute` says, once as it is and once with errors; decided until the first row of which
-    some ranking is closer than its scores may be off."""
+    """What `compute` says, once as it is and once with errors."""
     with torch.no_grad():
         with Roundings(0.0) as exact:
             values = compute()
