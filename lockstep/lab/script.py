@@ -103,13 +103,14 @@ class Script:
         done += [tree[n] for n in nodes]
         return act
 
-    def fork(self, r: int) -> tuple[int, Fork]:
+    def fork(self, r: int) -> Fork:
+        """A new request that continues r."""
         child = self.open()
         self.committed[child] = list(self.committed[r])
         self.lineage[child] = (child, *self.lineage[r])
         if r in self.encoder_uids:
             self.encoder_uids[child] = self.encoder_uids[r]
-        return child, Fork(r, child, len(self.committed[r]))
+        return Fork(r, child, len(self.committed[r]))
 
     def encode(self, r: int, n: int) -> Compute:
         """The encoder of a request: n tokens, the same ones every time."""
