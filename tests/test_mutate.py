@@ -170,9 +170,9 @@ def test_an_id_stays_when_lines_above_come_and_go(toy: Path):
 
 def test_a_mutant_knows_its_statement_and_whether_it_runs_at_import(toy: Path):
     inside = mutant(toy, "NumberReplacer", line_of("* 2"))
-    assert (len(inside.lines), inside.at_import) == (4, False)
+    assert len(inside.lines) == 4
     outside = mutant(toy, "NumberReplacer", line_of("START:"))
-    assert outside.at_import
+    assert outside.lines == (), "it runs at import: no line of its own"
 
 
 def test_mutants_that_overlap_do_not_share_a_tree(toy: Path):

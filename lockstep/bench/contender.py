@@ -192,7 +192,7 @@ def measure(case: str, seed: int, folders: Mapping[str, str]) -> Answer:
     if kind == "step":
         return host_times(load(folders["builtin"]), FULL)
     if kind == "attention":
-        return {"seconds": block_median(attention(rest))}
+        return {"seconds": block_median(attention(rest), BLOCK_S)}
     if kind == "load":
         return {"seconds": load_s(folders[rest])}
     ours = load(folders[rest])
@@ -207,11 +207,11 @@ def attention(name: str) -> Callable[[], object]:
     return contenders(next(case for case in cases(False) if case.name == name))["lockstep"]
 
 
-def block_median(call: Callable[[], object]) -> float:
-    """Seconds of a call: the median of a block of them."""
+def block_median(call: Callable[[], object], seconds: float) -> float:
+    """Seconds of a call: the median of a block of them, three at least."""
     call()
     times: list[float] = []
-    end = perf_counter() + BLOCK_S
+    end = perf_counter() + seconds
     while perf_counter() < end or len(times) < 3:
         begin = perf_counter()
         call()

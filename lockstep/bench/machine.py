@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from lockstep.bench.contender import block_median
 from lockstep.lab.document import command_line, environment
 from lockstep.types import RuleError
 
@@ -89,20 +90,9 @@ def alternate(
 
 
 def called(call: Callable[[], object], seconds: float) -> Measure:
-    """The median of a block of calls of microseconds, three at least: within a block nobody else's
-    waiting threads hold the cores."""
-
-    def measure(_: int) -> float:
-        call()
-        times: list[float] = []
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end or len(times) < 3:
-            begin = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - begin)
-        return statistics.median(times)
-
-    return measure
+    """The median of a block of calls of microseconds, each contender's for itself: within a block
+    nobody else's waiting threads hold the cores."""
+    return lambda _: block_median(call, seconds)
 
 
 def place(threads: int) -> dict[str, object]:

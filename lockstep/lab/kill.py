@@ -41,12 +41,11 @@ def run(
     for revert in chosen:
         resolve(revert.target)  # a target that vanished ends the run before it begins
     results: dict[tuple[str, bool, str], Result] = {}
-    for task, some in run_tasks(tasks(chosen, backend, device), workers, TASK_S):
-        for result in some:
-            cell = f"{result.cell.recipe}/{result.cell.feature}"
-            results[task.revert, task.options.checks, cell] = result
-            bad = (result.verdict == "passed") == bool(task.revert)
-            on_progress(task.revert or str(result.cell), bad)
+    for task, (result,) in run_tasks(tasks(chosen, backend, device), workers, TASK_S):
+        cell = f"{result.cell.recipe}/{result.cell.feature}"
+        results[task.revert, task.options.checks, cell] = result
+        bad = (result.verdict == "passed") == bool(task.revert)
+        on_progress(task.revert or str(result.cell), bad)
     kills = []
     for revert in chosen:
         cells, unasked = asked(revert, backend, device)

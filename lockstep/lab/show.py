@@ -27,9 +27,7 @@ from lockstep.plan.step import Group, PagedGroup, StepPlan
 from lockstep.sched.request import ScheduledStep
 from lockstep.types import Layout, RuleError
 
-WORST = 3  # rows shown number by number
-SOME = 16  # rows listed per group where the step was not asked for by name
-MOST = 40  # numbers of an array
+MOST = 40  # numbers of an array that is not asked for in full
 
 
 class Watched(AttentionHarness):
@@ -173,14 +171,8 @@ def _tables(group: PagedGroup, names: list[int]) -> list[dict[str, Any]]:
 def text(cell: Cell, steps: list[dict[str, Any]], only: int | None) -> str:
     """The story to read (`show.txt.j2`). A step asked for by number is told in full."""
     recipe, feature = cell.pair()
-    what: dict[str, Any] = {"cell": cell, "recipe": recipe, "feature": feature, "steps": steps}
-    how: dict[str, Any] = {"only": only, "full": only is not None, "some": SOME, "worst": WORST}
-    return render("show.txt", (array, numbers), **what, **how).rstrip("\n")
-
-
-def numbers(values: list[float]) -> str:
-    """The first eight."""
-    return " ".join(f"{x:10.6f}" for x in values[:8]) + (" ..." if len(values) > 8 else "")
+    pair = {"recipe": recipe, "feature": feature}
+    return render("show.txt", [array], cell=cell, **pair, steps=steps, only=only).rstrip("\n")
 
 
 def array(values: list[Any], full: bool) -> str:

@@ -112,8 +112,7 @@ class Campaign:
         return sum(len(self._rest(group)) for group in apart(self.survivors()))
 
     def _try(self, mutant: Mutant) -> Mutant:
-        lines = () if mutant.at_import else mutant.lines
-        units = [u.name for u in self.reach.of(mutant.file, lines)]
+        units = [u.name for u in self.reach.of(mutant.file, mutant.lines)]
         units.sort(key=lambda name: name != self.hints.get(mutant.id))  # stable: the hint first
         said = self._ask(units, [mutant], stop=True, limit_s=MUTANT_S) if units else {}
         for unit, what in {**said, ALL: ""}.items():

@@ -34,8 +34,7 @@ class Mutant:
     start: int  # text[start:stop] becomes `text`
     stop: int
     text: str
-    lines: tuple[int, ...]  # of its statement
-    at_import: bool  # its line runs when the module is imported, not when a function is called
+    lines: tuple[int, ...]  # of its statement; none, if it runs when the module is imported
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,6 @@ def make(name: str, place: Place, text: str) -> Mutant | None:
     mutated = short if same_program(short, mutated) else mutated
     start, stop, new = span(text, mutated)
     diff = difference(place.file, text, mutated)
-    lines, at_import = statement(text, place.line)
     label = re.sub(r"(?m)^@@ .*$", "@@", diff)  # the id stays when lines above come or go
     return Mutant(
         id=digest(label.encode())[:12],
@@ -142,8 +140,7 @@ def make(name: str, place: Place, text: str) -> Mutant | None:
         start=start,
         stop=stop,
         text=new,
-        lines=lines,
-        at_import=at_import,
+        lines=statement(text, place.line),
     )
 
 
@@ -173,8 +170,8 @@ def span(text: str, mutated: str) -> tuple[int, int, str]:
     return start, len(text) - end, mutated[start : len(mutated) - end]
 
 
-def statement(text: str, line: int) -> tuple[tuple[int, ...], bool]:
-    """The lines of the innermost statement (or its head), and whether it runs at import."""
+def statement(text: str, line: int) -> tuple[int, ...]:
+    """The lines of the innermost statement (or its head); none, if it runs at import."""
     head, inside = (line, line), False
     for node in ast.walk(ast.parse(text)):  # outer statements come first
         if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or line):
@@ -185,7 +182,7 @@ def statement(text: str, line: int) -> tuple[tuple[int, ...], bool]:
             head = (node.lineno, last)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             inside = True
-    return tuple(range(head[0], head[1] + 1)), not inside
+    return tuple(range(head[0], head[1] + 1)) if inside else ()
 
 
 def combined(mutants: Sequence[Mutant], root: Path) -> dict[str, str]:
