@@ -112,16 +112,6 @@ class Verdict:
     judged: int = 0
     undecided: int = 0
 
-    def add(self, what: str, errors: Tensor, tolerance: float) -> None:
-        if errors.numel() == 0:
-            return
-        worst = float(errors.nan_to_num(nan=torch.inf).max())
-        used = worst / tolerance
-        self.judged += errors.numel()
-        self.error, self.used = max(self.error, worst), max(self.used, used)
-        if not used <= 1:
-            self.faults.append(f"{what}: off by {worst:.3g}, {used:.3g} of the tolerance")
-
 
 class Values:
     """Claims about a model's numbers, kept until `verdict` compares them with the plain model's."""
@@ -186,6 +176,14 @@ class Values:
         found = truth(compute, self.device, asked.cache_dtype)
         decided = [entry for entry in sorted(told) if entry[0] < found.decided]
         verdict.undecided += len(told) - len(decided)
+        verdict.judged += len(decided)
+        if not decided:
+            return
         wrong = [value - float(found.values[row, column]) for row, column, value in decided]
         errors = torch.tensor(wrong, dtype=torch.float64).abs()
-        verdict.add(f"{len(asked.ids)} tokens {asked.pooling}".rstrip(), errors, found.tolerance)
+        worst = float(errors.nan_to_num(nan=torch.inf).max())
+        used = worst / found.tolerance
+        verdict.error, verdict.used = max(verdict.error, worst), max(verdict.used, used)
+        if not used <= 1:
+            what = f"{len(asked.ids)} tokens {asked.pooling}".rstrip()
+            verdict.faults.append(f"{what}: off by {worst:.3g}, {used:.3g} of the tolerance")
