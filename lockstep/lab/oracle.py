@@ -1,12 +1,5 @@
 """What the answer is: float64 attention over logical tokens, and how far a device may be from it.
-
-The tolerance is derived, not guessed. Sums are in float32: with u = 2^-24, n terms are off by at
-most LAMBDA*sqrt(n)*u (the probabilistic bound of rounding-error analysis), and a score by d = scale
-* LAMBDA*sqrt(D)*u * sum|q_i k_i| plus a few u of itself. Weights are then off by a factor of
-exp(+-d), which moves a weighted mean of v by at most 2d * sum p|v|; summing n values adds
-LAMBDA*sqrt(n)*u twice (numerator and denominator), and every tile and split rescales once. Where
-activations are narrower than float32, weights and outputs are rounded to them once each: by `unit`
-of sum p|v|, and of the output. Queries, keys and values are given in that dtype, so they are exact.
+The tolerance is derived, not guessed: docs/numerics.md.
 """
 
 from __future__ import annotations
