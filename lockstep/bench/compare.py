@@ -21,6 +21,7 @@ from io import BytesIO
 from itertools import chain
 from pathlib import Path
 from statistics import geometric_mean, median
+from subprocess import PIPE
 
 import torch
 
@@ -92,27 +93,20 @@ class Compared:
         return f"{head} {old:10.3f} -> {new:10.3f} ms  x{self.ratio:.3f}{disturbed}"
 
 
-class Side:
+class Side(subprocess.Popen[str]):
     def __init__(self, tree: Path, folders: dict[str, str]) -> None:
         # -P: files beside the contender are not to be found as modules of other packages
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", contender.__file__, json.dumps(folders)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=tree,
-            env={**os.environ, "PYTHONPATH": str(tree)},
-        )
+        command = [sys.executable, "-P", contender.__file__, json.dumps(folders)]
+        env = {**os.environ, "PYTHONPATH": str(tree)}
+        super().__init__(command, stdin=PIPE, stdout=PIPE, text=True, cwd=tree, env=env)
 
     def measure(self, case: str, seed: int) -> Answer:
         """One turn; an error of the other side is raised here."""
-        stdin, stdout = self.process.stdin, self.process.stdout
-        assert stdin is not None and stdout is not None, "both ends are pipes"
-        stdin.write(json.dumps({"case": case, "seed": seed}) + "\n")
-        stdin.flush()
-        line = stdout.readline()
+        assert self.stdin is not None and self.stdout is not None, "both ends are pipes"
+        print(json.dumps({"case": case, "seed": seed}), file=self.stdin, flush=True)
+        line = self.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process ended with {self.process.wait()}")
+            raise RuntimeError(f"the process ended with {self.wait()}")
         answer: Answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(answer["error"])
@@ -120,7 +114,7 @@ class Side:
 
     def cpu_s(self) -> float:
         """CPU seconds of the process and of its children that have ended."""
-        stat = Path(f"/proc/{self.process.pid}/stat")
+        stat = Path(f"/proc/{self.pid}/stat")
         if not stat.exists():
             return 0.0
         fields = stat.read_text().rpartition(")")[2].split()
@@ -133,8 +127,11 @@ def run(args: argparse.Namespace) -> int:
     if not todo:
         got = ", ".join(args.case)
         raise RuleError("--case is the beginning of a case's name", got, names()[0])
-    compared = [Compared(name) for name in todo]
-    with base_tree(args.base) as old_tree, models(todo) as folders:
+    compared, folders = [Compared(name) for name in todo], {"builtin": str(BUILTIN)}
+    with base_tree(args.base) as old_tree, ExitStack() as stack:
+        if any(name.endswith("100m") for name in todo):
+            note("making the random llama")
+            folders["100m"] = str(stack.enter_context(llama_folder(small=False)))
         for _ in range(args.starts):  # where memory lies differs from start to start
             with sides_of(old_tree, folders) as sides:
                 compared = compare(compared, sides, args)
@@ -175,7 +172,6 @@ def run_step(args: argparse.Namespace) -> int:
 
 
 def names() -> list[str]:
-    """Every case."""
     kernels = [f"attention {case.name}" for case in attention_cases(False)]
     engine = [f"{k} {m}" for m in MODELS for k in ("decode", "mixed", "prefix", "prefill")]
     return [*kernels, *engine, STEP, *SLOWER_S]
@@ -215,17 +211,14 @@ def by_turns(case: str, sides: Mapping[str, Side], args: argparse.Namespace) -> 
 @contextmanager
 def sides_of(base: Path | None, folders: dict[str, str]) -> Iterator[dict[str, Side]]:
     trees = {"new": ROOT} if base is None else {"old": base, "new": ROOT}
-    sides = {name: Side(tree, folders) for name, tree in trees.items()}
-    try:
-        yield sides
-    finally:
+    with ExitStack() as stack:
+        sides = {name: stack.enter_context(Side(tree, folders)) for name, tree in trees.items()}
         for side in sides.values():
-            side.process.kill()
-            side.process.wait()
+            stack.callback(side.kill)
+        yield sides
 
 
 def summary(base: str, results: Sequence[Compared]) -> dict[str, object]:
-    """The document."""
     ratios = [r.ratio for r in results if r.case not in SLOWER_S and not r.error]
     mean = geometric_mean(ratios) if ratios else 1.0
     rows = [{**asdict(r), "ratio": round(r.ratio, 4), "met": r.met} for r in results]
@@ -252,14 +245,3 @@ def base_tree(base: str) -> Iterator[Path]:
         with tarfile.open(fileobj=BytesIO(done.stdout)) as archive:
             archive.extractall(folder, filter="data")
         yield Path(folder)
-
-
-@contextmanager
-def models(todo: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Folders of the models that the cases need; both sides load the very same files."""
-    folders = {"builtin": str(BUILTIN)}
-    with ExitStack() as stack:
-        if any(name.endswith("100m") for name in todo):
-            note("making the random llama")
-            folders["100m"] = str(stack.enter_context(llama_folder(small=False)))
-        yield folders
