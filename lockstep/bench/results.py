@@ -62,7 +62,7 @@ def summary(document: Mapping[str, Any], every: bool = False) -> str:
 
 
 def _text(name: str, **values: Any) -> str:
-    return render(name, [number], package="lockstep.bench", **values).rstrip("\n")
+    return render(name, package="lockstep.bench", **values).rstrip("\n")
 
 
 def unjudged(document: Mapping[str, Any]) -> list[str]:
@@ -84,8 +84,3 @@ def failed(document: Mapping[str, Any]) -> bool:
 def markdown(document: Mapping[str, Any]) -> str:
     """Where it ran, and one row per case and contender."""
     return _text("engine.md", doc=document)
-
-
-def number(value: float) -> str:
-    """Three digits, or all before the point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

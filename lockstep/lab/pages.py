@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup, escape
 
@@ -111,12 +110,12 @@ def html(doc: Document) -> str:
     """The page to look at: every cell's properties, and the historical bugs as case files."""
     return render(
         "report.html",
-        (number, percent, prose, inline),
+        (number, prose, inline),
         doc=doc,
         cases=doc["kills"]["reverts"] if "kills" in doc else doc.get("cases", []),
         backends=list(dict.fromkeys(c["backend"] for c in doc["cells"])),
         by_place={(c["backend"], c["recipe"], c["feature"]): c for c in doc["cells"]},
-        places={c["cell"]: place(c["cell"]) for c in doc["cells"]},
+        places={c["cell"]: Cell.parse(c["cell"]) for c in doc["cells"]},
         marks=MARKS,
         symbols=SYMBOLS,
         sections=SECTIONS,
@@ -124,13 +123,6 @@ def html(doc: Document) -> str:
         variable=VARIABLE,
         style=Markup((files("lockstep.lab") / "report.css").read_text(encoding="utf-8")),
     )
-
-
-def place(cell: str) -> dict[str, Any]:
-    """What a cell is made of."""
-    parsed = Cell.parse(cell)
-    recipe, feature = parsed.pair()
-    return {"recipe": recipe, "feature": feature, "measures": parsed.table.measures}
 
 
 def prose(text: str) -> Markup:
@@ -160,10 +152,3 @@ def inline(text: str) -> Markup:
     safe = re.sub(r"(https?://[^\s<>()]+[^\s<>().,;])", link.format(r"\1", r"\1"), safe)
     issue = link.format(r"https://github.com/\1/issues/\2", r"\1#\2")
     return Markup(re.sub(r"(?<![\w/])([\w.-]+/[\w.-]+)#(\d+)\b", issue, safe))
-
-
-def percent(share: float | None) -> str:
-    """A share of the tolerance; what is far beyond it, as a multiple."""
-    if share is None:
-        return "not a number"
-    return f"{100 * share:.2g} %" if share < 10 else f"{share:,.0f} times"
