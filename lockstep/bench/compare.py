@@ -58,8 +58,8 @@ class Compared:
         """With the turns of one more start."""
         old, new = (tuple(turn["seconds"] for turn in timing.runs[s]) for s in ("old", "new"))
         undisturbed = self.undisturbed and timing.undisturbed
-        sides = {"old_s": (*self.old_s, old), "new_s": (*self.new_s, new)}
-        return replace(self, undisturbed=undisturbed, **sides)
+        old_s, new_s = (*self.old_s, old), (*self.new_s, new)
+        return replace(self, old_s=old_s, new_s=new_s, undisturbed=undisturbed)
 
     @property
     def ratios(self) -> list[float]:

@@ -66,7 +66,7 @@ def new_rows(s: Script, counts: Any, told: Mapping[str, Any]) -> list[Compute]:
         counts = dict.fromkeys(s.committed, counts)
     elif not isinstance(counts, dict):
         counts = dict(enumerate(counts))
-    acts, named = [], {"split": s.split, "window": WINDOW}
+    acts, named = list[Compute](), {"split": s.split, "window": WINDOW}
     for at, (request, count) in enumerate(counts.items()):
         while len(s.committed) <= int(request):
             s.open()

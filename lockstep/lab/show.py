@@ -177,5 +177,5 @@ def text(cell: Cell, steps: list[dict[str, Any]], only: int | None) -> str:
 
 def array(values: list[Any], full: bool) -> str:
     """On one line; the middle of what is long left out unless asked for in full."""
-    shown = {"threshold": sys.maxsize if full else MOST, "edgeitems": 8, "separator": ","}
+    shown: Any = {"threshold": sys.maxsize if full else MOST, "edgeitems": 8, "separator": ","}
     return " ".join(np.array2string(np.array(values), sys.maxsize, **shown).split())
