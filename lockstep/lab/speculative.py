@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.lab import table
 from lockstep.lab.options import CPU, Device
-from lockstep.lab.tiny import COMMON, EOS, Tiny, assembled, loaded
+from lockstep.lab.tiny import COMMON, EOS, Tiny, assembled, checkpoint
 from lockstep.models.loader import Loaded
 from lockstep.nn.source import WeightSource
 from lockstep.sched.request import DraftTree
@@ -42,8 +42,7 @@ HEADS = {
 @lru_cache(maxsize=16)
 def noisy(tiny: Tiny, scale: float = NOISE, device: Device = CPU, seed: int = 17) -> Loaded:
     """The model with noise on its weights, `scale` times as large as they are."""
-    tensors: dict[str, Tensor] = {}
-    loaded(tiny, device, tensors)
+    tensors = checkpoint(tiny, device).tensors
     generator = torch.Generator().manual_seed(seed)
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:

@@ -81,19 +81,23 @@ def words(count: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(rng.randrange(EOS + 1, VOCAB) for _ in range(count))
 
 
-def loaded(
-    tiny: Tiny, device: Device = CPU, record: dict[str, Tensor] | None = None, seed: int = 3
-) -> Loaded:
-    """The model with random weights, which `record` gets by name, and what the engine must know."""
-    gen = torch.Generator().manual_seed(seed)
-
-    def take(name: str, shape: tuple[int, ...]) -> Tensor:
+def checkpoint(tiny: Tiny, device: Device = CPU) -> Checkpoint:
+    """A model as a folder holds it: every field of its config, random tensors by name."""
+    gen, tensors = torch.Generator().manual_seed(3), dict[str, Tensor]()
+    for name, shape in shapes(tiny.stated).items():
         noise = torch.randn(shape, generator=gen)
         scale = 0.5 if "embed" in name else 1.5 / shape[-1] ** 0.5
-        tensor = (1 + 0.1 * noise if "norm" in name else noise * scale).to(device.compute)
-        if record is not None:
-            record[name] = tensor.clone()
-        return tensor.float().to(device.place)
+        tensor = 1 + 0.1 * noise if "norm" in name else noise * scale
+        tensors[name] = tensor.to(device.compute)
+    return Checkpoint(tiny.stated, tensors)
+
+
+def loaded(tiny: Tiny, device: Device = CPU) -> Loaded:
+    """The same model in memory, and what the engine must know."""
+    tensors = checkpoint(tiny, device).tensors
+
+    def take(name: str, shape: tuple[int, ...]) -> Tensor:
+        return tensors[name].float().to(device.place)
 
     return assembled(tiny.stated, take, (EOS,), device)
 
@@ -133,14 +137,6 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
     assembled(config, take)
     return asked
-
-
-def checkpoint(tiny: Tiny, device: Device = CPU, seed: int = 3) -> Checkpoint:
-    """The same model as a folder holds it: every field of its config, its tensors by name."""
-    tensors: dict[str, Tensor] = {}
-    loaded(tiny, record=tensors, seed=seed)
-    tensors = {name: tensor.to(device.compute) for name, tensor in tensors.items()}
-    return Checkpoint(tiny.stated, tensors)
 
 
 def parts(tiny: Tiny, backend: Backend, device: Device = CPU) -> Parts:

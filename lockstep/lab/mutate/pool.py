@@ -101,18 +101,18 @@ class Crew:
     """So many jobs at once, on copies of `root` in a work folder."""
 
     def __init__(self, root: Path, work: Path, count: int, warm: Sequence[str] = WARM) -> None:
-        self.work, self.count, self.template = work, count, work / "template"
+        self.count, self.template = count, work / "template"
         shutil.rmtree(self.template, ignore_errors=True)
         for name in listed(root):
             (self.template / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, self.template / name)
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(list(warm))
-        self._planted: dict[int, Mapping[str, str]] = {}
+        self._planted: dict[Path, Mapping[str, str]] = {}
         self._stopped = False
-        self._idle: LifoQueue[int] = LifoQueue()
+        self._idle: LifoQueue[Path] = LifoQueue()
         for worker in reversed(range(count)):
-            self._idle.put(worker)
+            self._idle.put(work / f"tree{worker}")
 
     def map(self, function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
         """What `function`, which runs jobs, makes of each item; an error ends them all."""
@@ -125,31 +125,27 @@ class Crew:
 
     def run(self, job: Job) -> Heard:
         """Runs a job in a tree with its changes; one that has them stays."""
-        worker = self._idle.get()
+        tree = self._idle.get()
+        compiled = tree.with_suffix(".compiled")
         try:
-            tree, compiled = (self.work / f"{name}{worker}" for name in ("tree", "compiled"))
-            if self._planted.pop(worker, None) != job.changes:
-                self._plant(tree, compiled, job.changes)
+            if self._planted.pop(tree, None) != job.changes:
+                shutil.rmtree(tree, ignore_errors=True)
+                for source in (self.template, compiled):
+                    if source.is_dir():
+                        shutil.copytree(source, tree, dirs_exist_ok=True)
+                for name, text in job.changes.items():
+                    (tree / name).write_text(text, encoding="utf-8")
             heard = self._forked(job, tree)
-            self._planted[worker] = dict(job.changes)
+            self._planted[tree] = dict(job.changes)
             made = [p for p in tree.rglob("*") if p.is_file()] if job.keep else []
             for path in made:  # what an unchanged tree has compiled is there when planted again
-                name = path.relative_to(tree)
-                if KERNELS in name.parts or path.suffix in (".nbi", ".nbc"):
-                    (compiled / name).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy2(path, compiled / name)
+                there = compiled / path.relative_to(tree)
+                if KERNELS in there.parts or there.suffix in (".nbi", ".nbc"):
+                    there.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(path, there)
             return heard
         finally:
-            self._idle.put(worker)
-
-    def _plant(self, tree: Path, compiled: Path, changes: Mapping[str, str]) -> None:
-        """A fresh tree in which the named files have other texts."""
-        shutil.rmtree(tree, ignore_errors=True)
-        shutil.copytree(self.template, tree)
-        if compiled.is_dir():
-            shutil.copytree(compiled, tree, dirs_exist_ok=True)
-        for name, text in changes.items():
-            (tree / name).write_text(text, encoding="utf-8")
+            self._idle.put(tree)
 
     def _forked(self, job: Job, tree: Path) -> Heard:
         report = tree.with_suffix(".jsonl")
