@@ -171,9 +171,7 @@ class Letters(Tokenizer):
     TOKENS = (
         b"",
         *(bytes([b]) for b in "abcdefghijklmnopqrstuvwxyz .,;:-é€😀".encode()),
-        *(b"th", b"he", b"in", b"er", b"an", b"re", b"on", b"at", b"en", b"nd", b"ti", b"es"),
-        *(b"or", b"te", b"of", b"ed", b"is", b"it"),
-        b"the",
+        *b"th he in er an re on at en nd ti es or te of ed is it the".split(),
     )
 
     # a byte here is decoded with its neighbours, not as part of a run
