@@ -2,8 +2,6 @@
 over gathered pages and over contiguous K/V; fp32, pages of 16 in shuffled order.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Two processes, one per source tree, measure the same case by turns, so that what
 one it does to the other. What is measured is written in `contender`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -54,7 +52,7 @@ class Compared:
     undisturbed: bool = True
     error: str = ""
 
-    def plus(self, timing: machine.Timing) -> Compared:
+    def plus(self, timing: machine.Timing) -> "Compared":
         """With the turns of one more start."""
         old, new = (tuple(turn["seconds"] for turn in timing.runs[s]) for s in ("old", "new"))
         undisturbed = self.undisturbed and timing.undisturbed

@@ -5,8 +5,6 @@ source tree or another on the path: the package it imports may be older than thi
 `{"case": name, "seed": n}`, the answer `{"seconds": x}` and what else there is.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

@@ -2,8 +2,6 @@
 data for the document of `bench engine`, `draw` makes the pictures of `docs/` from a document.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +26,7 @@ BY_CONTEXT = (
 )
 
 
-def measure(contenders: Contenders) -> dict[str, Curve]:
+def measure(contenders: "Contenders") -> dict[str, Curve]:
     sizes, builtin = contenders.sizes, contenders.ours("builtin")
     context = min(CROWD_CONTEXT, max(sizes.contexts))
     ways: dict[str, StepSeconds] = {"Lockstep": builtin.step_s}
@@ -49,7 +47,7 @@ def measure(contenders: Contenders) -> dict[str, Curve]:
 
 
 def _point(
-    contenders: Contenders,
+    contenders: "Contenders",
     curve: Curve,
     ours: Ours,
     crowd: tuple[int, int],

@@ -5,8 +5,6 @@ A case is data; the function of its kind measures it with `Contenders`: the engi
 sizes. What is measured is written in `contender`, what transformers does in `peers`.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import subprocess
@@ -108,19 +106,6 @@ def chosen(kinds: Sequence[str], models: Sequence[str]) -> list[Case]:
     return todo
 
 
-def describe(contenders: Contenders, model: str) -> Document:
-    """What was loaded, and what the engine chose at start."""
-    ours = contenders.ours(model)
-    with safe_open(contenders.folder(model) / "model.safetensors", "pt") as file:
-        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
-    return {
-        "model_type": ours.engine.info.model_type,
-        "parameters": sum(map(math.prod, shapes)),
-        "engine": {key: getattr(ours.config, key) for key in ENGINE},
-        "told": ours.engine.startup_report.splitlines()[0],
-    }
-
-
 class Contenders(ExitStack):
     """What the cases share: models, made when first asked for; `with` removes them."""
 
@@ -145,6 +130,19 @@ class Contenders(ExitStack):
             return BUILTIN
         note("making the random llama")
         return self.enter_context(peers.llama_folder(self.sizes.small))
+
+
+def describe(contenders: Contenders, model: str) -> Document:
+    """What was loaded, and what the engine chose at start."""
+    ours = contenders.ours(model)
+    with safe_open(contenders.folder(model) / "model.safetensors", "pt") as file:
+        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+    return {
+        "model_type": ours.engine.info.model_type,
+        "parameters": sum(map(math.prod, shapes)),
+        "engine": {key: getattr(ours.config, key) for key in ENGINE},
+        "told": ours.engine.startup_report.splitlines()[0],
+    }
 
 
 def measure(case: Case, contenders: Contenders) -> Result:

@@ -3,8 +3,6 @@ others took CPU time (by /proc/stat, where there is one) does not count. Knows c
 of what is measured.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import sys
@@ -56,7 +54,7 @@ class Timing:
     def median(self, name: str) -> float:
         return float(statistics.median(self.runs[name]))
 
-    def scaled(self, by: float) -> Timing:
+    def scaled(self, by: float) -> "Timing":
         """The same in another unit."""
         return replace(self, runs={n: [by * v for v in runs] for n, runs in self.runs.items()})
 

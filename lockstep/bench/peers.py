@@ -3,8 +3,6 @@ continuous batching; fp32, sdpa, eager, greedy, no end token. Also the random ll
 load. The only file of the benchmarks that imports transformers, and only when it is needed.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import tempfile

@@ -4,8 +4,6 @@ A result is a dictionary, as it stands in the document, so that lines and tables
 again from a file. `bench attention`, `bench engine` and `bench speculative` share it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@ driven as `LLM.generate` drives it. The prefix cache is on, and no prompt comes 
 is about that.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +31,7 @@ class Work:
     def new_tokens(self) -> int:
         return sum(self.news)
 
-    def first(self, most: int) -> Work:
+    def first(self, most: int) -> "Work":
         """The same prompts with at most so many new tokens."""
         return replace(self, news=tuple(min(n, most) for n in self.news))
 

@@ -5,8 +5,6 @@ a property; an exception or a dead process counts only where the revert says CRA
 must be killed, both ways, and be green without it. `lab reverts` writes and prints what comes out.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict

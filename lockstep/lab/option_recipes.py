@@ -5,8 +5,6 @@ An option that is dropped on the way changes no bit and raises nothing: these lo
 is for, counted by plain arithmetic, and at what is exactly full, or one beyond.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -2,8 +2,6 @@
 or quickly. The commands make one value of these, and everything that plays a cell is handed it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -24,7 +22,7 @@ class Device:
     dtype: str = "float32"
 
     @staticmethod
-    def of(name: str, dtype: str | None = None) -> Device:
+    def of(name: str, dtype: str | None = None) -> "Device":
         """The device called `name`; without a dtype its own."""
         ops, _ = select(name, dtype or "auto")
         return Device(name, str(ops.dtype).removeprefix("torch."))

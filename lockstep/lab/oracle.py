@@ -2,8 +2,6 @@
 The tolerance is derived, not guessed: docs/numerics.md.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

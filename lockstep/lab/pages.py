@@ -5,8 +5,6 @@ takes no run, and `lab run` proves it. Knows the document and not how it came ab
 *.j2. `commands` calls this.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files

@@ -5,8 +5,6 @@ same tokens: each path alone, whole, cold. Then it is run again with other chunk
 and threads, none of which may change a bit. Memory is inspected in the first run.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace

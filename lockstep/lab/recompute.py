@@ -5,8 +5,6 @@ What the engine answers must have these bits. It runs the engine's own layers, s
 alike: its values are judged by `values`, with the plain models.
 """
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -3,8 +3,6 @@ the logits. They are made up: ties, masks, peaks and plains. Every choice is com
 by the compiled kernel and by the tensors that other devices use.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -5,8 +5,6 @@ of that path alone, whatever the batch, the chunk or the tree it was computed in
 of steps; a step is a list of acts. Scripts know no pages and no tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 

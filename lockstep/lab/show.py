@@ -3,8 +3,6 @@ plan of every step, the page tables, and every row against its answer; a cell of
 with what was found.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import asdict, fields
 from typing import Any

@@ -3,8 +3,6 @@ step. A guard that has become blind changes no answer until there is something t
 calls this for the steps that it inspects.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

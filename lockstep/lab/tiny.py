@@ -3,8 +3,6 @@ alphabet to read them with. A model is what a config.json would say, one per way
 Nothing is proven here about the machine: a cell must see a bug by what comes out.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ dtype makes there (`docs/lab.md` has the derivation). Where two experts are clos
 may be off, a device may take the other one: from such a row on a sequence is not judged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ Survivors meet the rest of the units in one tree; a unit that turns red there is
 them until one mutant is left that turns it red alone. Prints nothing. `command` calls it.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ A person may have found out about a survivor (`--verdicts`): it is `equivalent` 
 lies in the work folder: who reaches what, the trees, and one journal per state of the sources.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from argparse import Namespace

@@ -4,8 +4,6 @@ Of its operators those are taken that change a little (mutate.toml). What cannot
 same program, annotations, the `strict=` of zip and a second mutant of one line are left out.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import re

@@ -6,8 +6,6 @@ of its source, so a text that is not mutated is never compiled again, and what a
 dies with its tree. Knows units and files and nothing of mutants. `reach` and `campaign` call it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -6,8 +6,6 @@ process of its own, is invisible here: a mutant nobody seems to reach meets ever
 survivor.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

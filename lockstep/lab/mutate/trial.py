@@ -5,8 +5,6 @@ tree, so nothing here imports it. A unit is a test by its node id, or all tests 
 the lab are tests of `tests/lab_cells.py`.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os
