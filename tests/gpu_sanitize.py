@@ -6,8 +6,8 @@ penalties. No certificate and no comparison of GEMMs at load, which launch thous
 `--control` launches a kernel of two groups of warps without shared memory of its own: what a tool
 says of it, it says of how Triton hands arguments over.
 
-usage: compute-sanitizer --tool memcheck --kernel-regex kns=_kernel \\
-           python tests/gpu_sanitize.py [--models NAME,NAME] [--graphs] [--control plain|sums]
+usage: compute-sanitizer --tool memcheck --kernel-name kns=_kernel \\
+           python tests/gpu_sanitize.py [--models NAME,NAME] [--graphs] [--control WHERE]
 """
 
 from __future__ import annotations
@@ -42,42 +42,50 @@ KINDS = (
     replace(PLAIN, n=2),
     replace(PLAIN, prompt_logprobs=1),
 )
+BARRIERS = ("plain", "before", "default", "worker")  # where groups of warps meet by themselves
 
 
 @gluon.jit
-def summed(x):
+def summed(x, turns):
     """By the four warps of a group, which meet at a barrier of their own."""
-    return gl.sum(x + gl.arange(0, 512, layout=gl.BlockedLayout([1], [32], [4], [0])), 0)
+    for _ in range(0, turns):
+        x = gl.sum(x + gl.arange(0, 512, layout=gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return x
 
 
 @gluon.jit
 def first(out, a, b, turns, SUMS: gl.constexpr):
-    for _ in range(0, turns):
-        if SUMS:
-            a = summed(a)
+    if SUMS:
+        a = summed(a, turns)
     gl.store(out + gl.program_id(0), a + b)
 
 
 @gluon.jit
-def second(out, a, b):
+def second(out, a, b, turns, SUMS: gl.constexpr):
+    if SUMS:
+        a = summed(a, turns)
     gl.store(out + 8 + gl.program_id(0), a - b)
 
 
 @gluon.jit
-def control_kernel(out, given, turns, SUMS: gl.constexpr):
+def control_kernel(out, given, turns, WHERE: gl.constexpr):
     a, b = gl.load(given + gl.program_id(0)), gl.load(given)
-    if SUMS:
-        b = summed(b)
-    gl.warp_specialize([(first, (out, a, b, turns, SUMS)), (second, (out, a, b))], [1], [40])
+    if WHERE == 1:
+        for _ in range(0, turns):
+            gl.thread_barrier()
+    gl.warp_specialize(
+        [(first, (out, a, b, turns, WHERE == 2)), (second, (out, a, b, turns, WHERE == 3))],
+        [4], [40],
+    )  # fmt: skip
 
 
-def control(sums: bool) -> None:
-    """Two groups of warps, a number from each, handed over as any argument is. With `sums` the
-    first has barriers of its own, as every group that reduces has."""
+def control(where: str) -> None:
+    """Two groups of warps, a number from each, handed over as any argument is. But for `plain` one
+    of them, or the first before there are two, has barriers of its own, as who reduces has."""
     out = torch.zeros(16, dtype=torch.int32, device="cuda")
     given = torch.arange(3, 11, dtype=torch.int32, device="cuda")
     for _ in range(4):
-        control_kernel[(8,)](out, given, 20, SUMS=sums, num_warps=4)
+        control_kernel[(8,)](out, given, 20, WHERE=BARRIERS.index(where), num_warps=4)
     print(f"control: {out.tolist()}", file=sys.stderr, flush=True)
 
 
@@ -106,10 +114,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default="qwen3,llama,deepseek_v3,gpt_oss")
     parser.add_argument("--graphs", action="store_true")
-    parser.add_argument("--control", choices=("plain", "sums"))
+    parser.add_argument("--control", choices=BARRIERS)
     args = parser.parse_args()
     if args.control:
-        return control(args.control == "sums")
+        return control(args.control)
     tuning.PREFILL_ITEMS = 1  # so that short prompts reach its kernel
     ops.GRID = (1, 16)  # rows whose GEMMs are compared at load
     for name in args.models.split(","):

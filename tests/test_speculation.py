@@ -325,7 +325,7 @@ def sixteen() -> tuple[Parts, list[Any], list[Any]]:
     """The built-in model, sixteen prompts at three temperatures, and what they come to plainly."""
     parts = load(EngineConfig())
     requests = speculative_bits.wanted(range(16))
-    return parts, requests, speculative_bits.answers(parts, requests, {})
+    return parts, requests, speculative_bits.answers(parts, requests, {})[0]
 
 
 @pytest.mark.parametrize("draft", speculative_bits.DRAFTS)
@@ -335,7 +335,7 @@ def test_the_built_in_model_has_no_other_bit_with_any_draft(draft, sixteen, tmp_
     parts, requests, want = sixteen
     speculative_bits.noisy_folder(tmp_path)
     options = speculative_bits.options_of(draft, str(tmp_path))
-    got = speculative_bits.answers(parts, requests, options)
+    got, _ = speculative_bits.answers(parts, requests, options)
     found = {
         f"{draft}; {wish}": speculative_bits.compared(wish, requests, got, want)
         for wish in speculative_bits.WISHES

@@ -31,6 +31,7 @@ from lockstep.llm.api import LLM
 from lockstep.llm.engine import BUILTIN, Engine, Parts, load
 from lockstep.llm.output import Output
 from lockstep.progress import Progress
+from lockstep.run.kind import DRAFT, EXTEND, VERIFY
 from lockstep.sample.params import SamplingParams
 from lockstep.types import RuleError
 
@@ -43,6 +44,8 @@ TABLE = table("speculative.toml")
 WISHES = {name: replace(GREEDY, **wish) for name, wish in TABLE["wishes"].items()}
 DRAFTS: dict[str, dict[str, Any]] = TABLE["drafts"]
 COUNTS = ("tokens", "differing_tokens", "differing_logprobs", "drafted", "accepted", "verify_steps")
+# launches that an engine replayed, which is that of all of a draft's columns
+REPLAYS = {"draft_replays": DRAFT, "extend_replays": EXTEND, "verify_replays": VERIFY}
 Counts = dict[str, int]  # of a column, by name
 
 
@@ -60,7 +63,8 @@ def command(args: Namespace) -> int:
         },
     }
     blocks = {} if args.source is None else earlier(args.source, args.prompts, chosen)
-    doc |= {"blocks": blocks, **judged(blocks), "seconds": 0.0}
+    judge = partial(judged, replayed=args.device == "cuda")
+    doc |= {"blocks": blocks, **judge(blocks), "seconds": 0.0}
     firsts = [n for n in range(0, args.prompts, BLOCK) if str(n) not in blocks]
     todo = [range(first, min(first + BLOCK, args.prompts)) for first in firsts]
     with Progress(len(todo), "lab bits") as bar, TemporaryDirectory() as folder:
@@ -70,7 +74,7 @@ def command(args: Namespace) -> int:
             if isinstance(answer, isolate.Died):
                 raise RuleError("a block of prompts is computed", answer.reason, "Run it again")
             blocks[str(block.start)] = answer
-            doc |= {**judged(blocks), "seconds": round(time.perf_counter() - begin, 1)}
+            doc |= {**judge(blocks), "seconds": round(time.perf_counter() - begin, 1)}
             if args.json not in (None, "-"):
                 document.write(doc, args.json)
             bar.step(f"{len(blocks) * BLOCK} prompts", bool(doc["faults"]))
@@ -98,11 +102,11 @@ def parts(device: str) -> Parts:
 def play(block: range, drafts: Sequence[str], folder: str, device: str) -> dict[str, Counts]:
     """What every draft's column has of some prompts; the draft model lies in a folder."""
     requests = wanted(block)
-    want, found = answers(parts(device), requests, {}), dict[str, Counts]()
+    (want, _), found = answers(parts(device), requests, {}), dict[str, Counts]()
     for draft in drafts:
-        got = answers(parts(device), requests, options_of(draft, folder))
+        got, replays = answers(parts(device), requests, options_of(draft, folder))
         for wish in WISHES:
-            found[f"{draft}; {wish}"] = compared(wish, requests, got, want)
+            found[f"{draft}; {wish}"] = compared(wish, requests, got, want) | replays
     return found
 
 
@@ -142,15 +146,17 @@ def wanted(numbers: Iterable[int]) -> list[tuple[str, str, SamplingParams]]:
 
 def answers(
     parts: Parts, requests: Sequence[tuple[str, str, SamplingParams]], options: dict[str, Any]
-) -> list[Output]:
-    """All requests by one engine, as deep as its drafts may be."""
+) -> tuple[list[Output], Counts]:
+    """All requests by one engine, as deep as its drafts may be, and what it replayed."""
     room = {"max_total_tokens": 1 << 14, "chunked_prefill_size": 1024}
     given = {**room, "max_running_requests": 3 * BLOCK, **options}
     engine = Engine(EngineConfig.from_names(given), parts)
     if engine.speculation is not None:
         engine.speculation.adaptive = False
     llm = LLM.of(engine)
-    return llm.generate([text for text, _, _ in requests], [wish for _, _, wish in requests])
+    outs = llm.generate([text for text, _, _ in requests], [wish for _, _, wish in requests])
+    replays = engine.runner.replays()
+    return outs, {name: replays[kind] for name, kind in REPLAYS.items()}
 
 
 def compared(
@@ -177,21 +183,25 @@ def compared(
     return counts
 
 
-def judged(blocks: Mapping[str, Mapping[str, Counts]]) -> dict[str, Any]:
-    """The columns of some blocks, and what is wrong with them."""
+def judged(blocks: Mapping[str, Mapping[str, Counts]], replayed: bool = False) -> dict[str, Any]:
+    """The columns of some blocks, and what is wrong with them; of launches too, where these are
+    `replayed`."""
     totals: dict[str, Counts] = {}
     for name in next(iter(blocks.values()), ()):
         each = [block[name] for block in blocks.values()]
-        totals[name] = {count: sum(counts[count] for counts in each) for count in COUNTS}
+        totals[name] = {
+            count: sum(counts.get(count, 0) for counts in each) for count in (*COUNTS, *REPLAYS)
+        }
     columns = []
     for name, total in totals.items():
         draft, _, wish = name.partition("; ")
         width = round(1 + total["accepted"] / max(total["verify_steps"], 1), 2)
         columns.append({"draft": draft, "sampled": wish, **total, "tokens_per_verify": width})
-    return {"columns": columns, "faults": [fault for each in columns for fault in faults(each)]}
+    wrong = [fault for each in columns for fault in faults(each, replayed)]
+    return {"columns": columns, "faults": wrong}
 
 
-def faults(found: dict[str, Any]) -> list[str]:
+def faults(found: dict[str, Any], replayed: bool) -> list[str]:
     """What is wrong with a column."""
     name = f"{found['draft']}, {found['sampled']}"
     share = found["accepted"] / max(found["drafted"], 1)
@@ -201,6 +211,8 @@ def faults(found: dict[str, Any]) -> list[str]:
         out.append(f"{name}: {counts} differ")
     if not LEAST_SHARE <= share <= 1 - LEAST_SHARE:
         out.append(f"{name}: {share:.1%} of drafted tokens were accepted")
+    launched = REPLAYS if found["draft"] != "ngram" else ["verify_replays"]
+    out += [f"{name}: {each} is 0" for each in launched if replayed and not found[each]]
     return out
 
 
