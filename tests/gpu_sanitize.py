@@ -4,15 +4,21 @@ An engine of one model each for dense heads of 64 and 128, a latent cache, exper
 windows: prompts on both sides of a tile, some decoded tokens, a fork, log-probabilities, cuts and
 penalties. No certificate and no comparison of GEMMs at load, which launch thousands of kernels.
 `--control` launches a kernel of two groups of warps without shared memory of its own: what a tool
-says of it, it says of how Triton hands arguments over.
+says of it, it says of how Triton hands arguments over. racecheck counts how often each thread has
+met others, and takes what a thread that has met fewer times reads later for a race: so it reports
+the word by which Triton hands over as soon as the kernel's own warps meet by themselves, before
+(`before`) or beside the others (`default`), and not if only the others do (`worker`) or nobody does
+(`plain`). `--judge` says what a report has besides that word.
 
-usage: compute-sanitizer --tool memcheck --kernel-name kns=_kernel \\
+usage: compute-sanitizer --tool racecheck --kernel-name kns=_kernel \\
            python tests/gpu_sanitize.py [--models NAME,NAME] [--graphs] [--control WHERE]
+       python tests/gpu_sanitize.py --judge REPORT
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from dataclasses import replace
@@ -89,6 +95,18 @@ def control(where: str) -> None:
     print(f"control: {out.tolist()}", file=sys.stderr, flush=True)
 
 
+def others(report: str) -> list[str]:
+    """The places of a report that are not where a kernel begins or hands over."""
+    here, found = Path(__file__).parent, list[str]()
+    folders = (here, here.parent / "lockstep" / "kernels" / "triton")
+    for name, line in re.findall(r"in (\w+\.py):(\d+)", report):
+        path = next(each / name for each in folders if (each / name).exists())
+        text = path.read_text("utf-8").splitlines()[int(line) - 1]
+        if not re.match(r"def \w+_kernel\(|    gl\.warp_specialize\(", text):
+            found.append(f"{name}:{line} {text.strip()}")
+    return found
+
+
 def engine_of(name: str, graphs: bool) -> Engine:
     """Without any proof."""
     with TemporaryDirectory() as folder:
@@ -115,7 +133,12 @@ def main() -> None:
     parser.add_argument("--models", default="qwen3,llama,deepseek_v3,gpt_oss")
     parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--control", choices=BARRIERS)
+    parser.add_argument("--judge", type=Path)
     args = parser.parse_args()
+    if args.judge:
+        report = args.judge.read_text("utf-8")
+        places = "\n".join(sorted({*others(report)})) or "nothing besides the hand-over"
+        return print(f"{args.judge.name}: {report.count('Race reported')} hazards, {places}")
     if args.control:
         return control(args.control)
     tuning.PREFILL_ITEMS = 1  # so that short prompts reach its kernel

@@ -30,3 +30,14 @@ def test_a_program_names_what_exists(path: Path, monkeypatch: pytest.MonkeyPatch
         owner = vars(module).get(node.value.id)
         if isinstance(owner, ModuleType):
             assert hasattr(owner, node.attr), f"line {node.lineno}: {node.value.id}.{node.attr}"
+
+
+def test_a_report_of_hazards_is_judged_by_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tests"))
+    from gpu_sanitize import others
+
+    text = (ROOT / "lockstep/kernels/triton/hopper_decode.py").read_text("utf-8").splitlines()
+    lines = [text.index("def decode_kernel(") + 1, text.index("    gl.warp_specialize([") + 1]
+    told = "Read access at decode_kernel+0x110 in hopper_decode.py:"
+    assert others("\n".join(f"{told}{line} [9 hazards]" for line in lines)) == []
+    assert others(f"{told}{lines[1] - 1} [9 hazards]") != []

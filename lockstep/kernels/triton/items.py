@@ -1,5 +1,4 @@
-"""Which program does what: a step's rows cut into blocks, blocks into items, on the host and in
-numpy.
+"""Which program does what: a step's rows cut into blocks, blocks into items, on the host.
 
 A block is a run of at most `rows` flat rows (token * group + head within the group) of one request.
 As parts, a block has one item per split it sees, otherwise one item. Nothing here changes a bit:
@@ -9,11 +8,15 @@ only who computes it. Called by the backend's `lower` and by the benchmark.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
 
 from lockstep.order import Splits
+from lockstep.plan.rules import loop
 from lockstep.types import INT32_MAX
 
 Ints = NDArray[np.int32]
@@ -44,37 +47,6 @@ def page_entries(page_indptr: Ints, first_pos: Ints, page_size: int) -> Ints:
     return np.asarray(page_indptr[: len(first_pos)] - first_pos // page_size, np.int32)
 
 
-def blocks(
-    rows: Rows, requests: NDArray[np.int64], group: int, block_rows: int
-) -> tuple[NDArray[np.int64], ...]:
-    """(index into `requests`, first flat row, end flat row) of every block of these requests; flat
-    rows count through the whole step."""
-    begin = rows.q_indptr[requests].astype(np.int64) * group
-    end = rows.q_indptr[requests + 1].astype(np.int64) * group
-    counts = -(-(end - begin) // block_rows)
-    owner = np.repeat(np.arange(len(requests)), counts)
-    nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = begin[owner] + nth * block_rows
-    return owner, first, np.minimum(first + block_rows, end[owner])
-
-
-def hulls(
-    rows: Rows, first: NDArray[np.int64], end: NDArray[np.int64], group: int
-) -> tuple[NDArray[np.int64], ...]:
-    """Per block: the positions its rows see together, [lo, hi), and the lowest listed one."""
-    token_ranges = np.stack((first // group, (end - 1) // group + 1), 1).reshape(-1)
-    seeing = rows.lo < rows.hi
-    lo = np.where(seeing, rows.lo, INT32_MAX)
-    hi = np.where(seeing, rows.hi, 0)
-    tail = np.where(seeing & (rows.start < rows.hi), rows.start, INT32_MAX)
-
-    def over(function: np.ufunc, values: NDArray[np.int32]) -> NDArray[np.int64]:
-        return np.asarray(function.reduceat(np.append(values, 0), token_ranges)[::2], np.int64)
-
-    hi = over(np.maximum, hi)
-    return np.minimum(over(np.minimum, lo), hi), hi, over(np.minimum, tail)
-
-
 def items(
     rows: Rows,
     requests: NDArray[np.int64],
@@ -85,25 +57,73 @@ def items(
 ) -> Items:
     """The items of `requests`, longest first: one per block or, where `parts` says so of a request,
     one per block and split."""
-    owner, first, end = blocks(rows, requests, group, block_rows)
-    if not len(first):
-        return Items(np.zeros((0, 12), np.int32), 0, 0)
-    lo, hi, tail = hulls(rows, first, end, group)
-    cut = parts[owner]
-    split = splits.index(lo)
-    split_end = np.where(hi > lo, splits.index(np.maximum(hi, 1) - 1) + 1, split)
-    count = np.where(cut, np.maximum(split_end - split, 1), 1)
-    part_rows = np.where(cut, count * (end - first), 0)
-    part_row = np.cumsum(part_rows) - part_rows
-    of = np.repeat(np.arange(len(first)), count)
-    nth = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
-    begin = split[of] + nth
-    split_end = np.where(cut[of], begin + 1, split_end[of])
-    entry = rows.page_entry[requests[owner]][of]
-    first, end, lo, hi = first[of], end[of], lo[of], hi[of]
-    table = np.stack(
-        (entry, first, end, lo, hi, begin, split_end, part_row[of], nth, count[of], of, tail[of]), 1
+    count = int(splits.index(int(rows.hi.max(initial=0)))) + 2
+    edges = np.asarray(splits.begin(np.arange(count)), np.int64)
+    lens = (rows.q_indptr[requests + 1] - rows.q_indptr[requests]) * group
+    most = int((-(-lens // block_rows) * np.where(parts, count, 1)).sum())
+    table, work = np.empty((most, 12), np.int32), np.empty(most, np.int64)
+    seen = (rows.q_indptr, rows.lo, rows.hi, rows.start, rows.page_entry)
+    made, part_rows, blocks = compiled()(
+        *seen, requests, parts, edges, group, block_rows, table, work
     )
-    work = np.minimum(splits.begin(split_end), hi) - np.maximum(splits.begin(begin), lo)
-    longest_first = np.argsort(-work, kind="stable")
-    return Items(table[longest_first].astype(np.int32), int(part_rows.sum()), len(owner))
+    longest_first = np.argsort(-work[:made], kind="stable")
+    return Items(table[longest_first], part_rows, blocks)
+
+
+@cache
+def compiled() -> Any:
+    """`cut`, from Numba's cache or compiled now: a step of few rows is a hundred calls of numpy."""
+    n, ints = types.int64, types.Array(types.int32, 1, "C", readonly=True)
+    longs, flags = [types.Array(kind, 1, "C", readonly=True) for kind in (n, types.boolean)]
+    table, work = types.Array(types.int32, 2, "C"), types.Array(n, 1, "C")
+    found = types.UniTuple(n, 3)  # type: ignore[no-untyped-call]
+    return loop(found(*[ints] * 5, longs, flags, longs, n, n, table, work), cut)
+
+
+def cut(
+    q_indptr: Any,
+    lo: Any,
+    hi: Any,
+    start: Any,
+    page_entry: Any,
+    requests: Any,
+    parts: Any,
+    edges: Any,
+    group: int,
+    block_rows: int,
+    table: Any,
+    work: Any,
+) -> Any:
+    """Fills the table, and beside it how much each item has to do. `edges` are the begins of all
+    splits. Returns how many items, rows of parts and blocks there are."""
+    made = part_rows = blocks = 0
+    for k in range(len(requests)):
+        r = requests[k]
+        first, end_all = q_indptr[r] * group, q_indptr[r + 1] * group
+        while first < end_all:
+            end = min(first + block_rows, end_all)
+            low, high, tail = INT32_MAX, 0, INT32_MAX
+            for t in range(first // group, (end - 1) // group + 1):
+                if lo[t] < hi[t]:
+                    low, high = min(low, lo[t]), max(high, hi[t])
+                    if start[t] < hi[t]:
+                        tail = min(tail, start[t])
+            low = min(low, high)
+            split = np.searchsorted(edges, low, "right") - 1
+            split_end = split
+            if high > low:
+                split_end = np.searchsorted(edges, high - 1, "right")
+            count = max(split_end - split, 1) if parts[k] else 1
+            for nth in range(count):
+                begin = split + nth
+                to = begin + 1 if parts[k] else split_end
+                row = table[made]
+                row[0], row[1], row[2], row[3], row[4] = page_entry[r], first, end, low, high
+                row[5], row[6], row[7], row[8], row[9] = begin, to, part_rows, nth, count
+                row[10], row[11] = blocks, tail
+                work[made] = min(edges[to], high) - max(edges[begin], low)
+                made += 1
+            part_rows += count * (end - first) if parts[k] else 0
+            blocks += 1
+            first = end
+    return made, part_rows, blocks

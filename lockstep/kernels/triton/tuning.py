@@ -128,6 +128,9 @@ def choose(
         every = np.flatnonzero(lens)
         return [(LATENT, every, split_up(spec, rows, every, LATENT))]
     flat = lens * spec.group_size
+    if hopper and len(flat) and 0 < flat.min() and flat.max() <= FEW:  # all there is to most steps
+        every = np.arange(len(flat))
+        return [(DECODE, every, split_up(spec, rows, every, DECODE))]
     small = (lens > 0) & (flat <= FEW)
     long = (lens >= TOKENS) & ~small & (hopper and spec.causal and spec.window is None)
     if int((-(-lens[long] // PREFILL.rows)).sum()) * spec.heads < PREFILL_ITEMS:
