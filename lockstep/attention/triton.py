@@ -1,10 +1,6 @@
 """Attention on an NVIDIA GPU (sm_90): our own Triton kernels, in the canonical order of that device
-class.
-
-`lower` cuts a step into items: requests with few rows get a program per split, the others a program
-per block. Their tables lie in the step's image; `attend` launches. Knows plans, images and the
-kernels' interface (`kernels/triton/launch.py`); Triton itself is imported by the first launch.
-"""
+class. `lower` cuts a step into items, whose tables lie in its image; `attend` launches. Triton
+itself is imported by the first launch."""
 
 from __future__ import annotations
 

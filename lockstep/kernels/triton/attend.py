@@ -1,12 +1,6 @@
-"""Attention over paged keys for any number of rows: one text, two launch shapes, the same bits.
-
-A block is a run of rows (token, query head) of one request and one kv head. Its keys are walked in
-tiles and splits that lie at absolute positions (`order.py`). `PART`: a program does one split of a
-block, and the last program of the block to arrive folds the parts in ascending order. Otherwise a
-program does a whole block and folds as it goes. What a program does stands in its item (`ITEM`),
-made on the host by `items.py`. Page size, lengths, strides and the split rule are run-time values.
-Called by `launch.py` only.
-"""
+"""Attention over paged keys for any number of rows and every feature, in plain Triton: what CI
+interprets, the twin of the warp-specialised kernels. A program does one item of a block; the last
+of a block's parts to arrive folds them in ascending order. Called by `launch.py`."""
 
 import triton
 import triton.language as tl

@@ -1,10 +1,6 @@
-"""Compiles kernel variants for sm_90 without a GPU, and reads off what they cost: registers,
-spills, shared memory.
-
-Triton's own ptxas does the work. A result is kept under the digest of all kernel texts, the variant
-and Triton's version, so that only what changed is compiled again. Called by `lockstep kernels
---compile` and by CI.
-"""
+"""Compiles kernel variants for sm_90 without a GPU and reads off registers, spills and shared
+memory; results are kept by the digest of all kernel texts. Called by `lockstep kernels --compile`
+and CI."""
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
-"""cuBLAS as a source of GEMMs: the call that torch makes, and cuBLASLt's own proposals among those
-that do not split K.
-
-Nothing here promises bits: `gemm_choice.py` compares whole outputs with our kernel's before any of
-it is used. A proposal is a number in the list that the installed library returns for one shape; it
-is found again, and compared again, at every load. Knows tensors and the library's C interface.
-Called by `gemm_choice.py` and by the benchmark.
-"""
+"""cuBLAS as a source of GEMMs: torch's own call, and cuBLASLt's proposals that do not split K,
+found again at every load. It promises no bits: `gemm_choice.py` compares whole outputs before it
+uses any of it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,6 @@
 """Who computes a GEMM: per (N, K, rows) our tile from the committed table, or cuBLAS where its
-whole output is bit-equal to ours here.
-
-The library runs for rows of a finite grid and no other, since no range of rows can be certified by
-samples. `choose` runs at load: one reference by one of our tiles over all rows of the grid, then
-the tile of every number of rows and the library's call that the table names, each compared whole. A
-tile of ours that differs is an error of this machine; a library that differs is not used. Knows
-tensors, the table and callables; knows no layers. Called when weights are loaded, by the tests and
-by the benchmark.
+whole output is bit-equal to ours here, for rows of a finite grid and no other. `choose` runs at
+load: a tile of ours that differs is an error of this machine, a library that differs is not used.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """What the warp-specialised kernels for sm_90 share, in Gluon: rings of tiles filled by TMA, and
-the order of a row's softmax in the words of `softmax.py`, whose bits it has.
-
-Rows lie along axis 0 everywhere; layouts are taken from the tensors, so that a kernel that computes
-scores the other way round (`hopper_decode.py`) uses the same text on a transposed view. Knows
-blocks and pages; no items, no requests. Called by the three kernels only.
-"""
+the order of a row's softmax in the words of `softmax.py`, whose bits it has. Rows lie along axis 0;
+layouts are taken from the tensors, so that a transposed view computes the other way round."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,14 +1,7 @@
-"""Attention of few rows per request over paged keys for sm_90, warp-specialised, in Gluon: the same
-order as `attend.py`, which is its twin.
-
-A CTA does an item of one kv head: some splits of a block of at most 16 rows. One producer warp
-keeps a ring of tiles full by TMA, keys and values in turn; one warpgroup scores, weighs and adds.
-It computes transposed (keys x queries, head columns x queries), so that a matrix instruction is 64
-keys by 16 queries and wastes none of its rows. An item that is its block's only one writes the
-output; otherwise it has one split, whose part it writes, and the last of the block to arrive folds
-the parts in ascending order. Head size 64 or 128, tiles of 128, pages of 16 to 128 keys, window and
-sinks; no cap, no tree. Compared with the twin over all rows, bit for bit. Called by `launch.py`.
-"""
+"""Attention of few rows per request over paged keys for sm_90, warp-specialised, in the order of
+its twin `attend.py`. A CTA does an item of one kv head: one producer warp keeps a ring of keys and
+values full by TMA, one warpgroup computes transposed, 64 keys by 16 queries an instruction. Head
+size 64 or 128, tiles of 128, pages of 16 to 128 keys, window and sinks; no cap, no tree."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

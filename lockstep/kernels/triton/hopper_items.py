@@ -1,9 +1,6 @@
-"""Items on sm_90, in Gluon: what the kernels that do a split of a block per CTA share.
-
-`Item` is a row of the table (`attend.ITEM`); `Output` is where its rows go. `deliver` writes the
-output of a block's only item, or a part, and the last item of a block to arrive folds its parts in
-ascending order. Rows lie along axis 0. Called by `hopper_decode.py` and `hopper_latent.py`.
-"""
+"""Items on sm_90, in Gluon: a row of the table, where its rows go, and `deliver`, which writes the
+output, or a part that the last of its block to arrive folds. For `hopper_decode.py` and
+`hopper_latent.py`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,12 +1,7 @@
 """Attention over a latent cache (MLA, rows of 576 whose first 512 columns are the values too) for
-sm_90, warp-specialised, in Gluon: the same order as `attend.py`, which is its twin.
-
-One CTA per multiprocessor walks items: some splits of a block of at most 64 rows. One producer warp
-keeps a ring of tiles full by TMA; two warpgroups share a block: each scores half of a tile's keys
-and adds half of the value columns, the weights pass through shared memory. The state of the fold
-lies in the program's own rows of the scratch. Tiles of 64, pages of 16 to 64 keys; no cap, no tree.
-Compared with the twin over all rows, bit for bit. Called by `launch.py` only.
-"""
+sm_90, warp-specialised, in the order of its twin `attend.py`. One CTA per multiprocessor walks
+items; two warpgroups share a block, each half of a tile's keys and half of the value columns. Tiles
+of 64, pages of 16 to 64 keys; no cap, no tree."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

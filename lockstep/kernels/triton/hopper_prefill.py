@@ -1,12 +1,7 @@
-"""Causal prefill and extend over paged keys for sm_90, warp-specialised, in Gluon: the same order
-as `attend.py`, which is its twin.
-
-One CTA per multiprocessor walks items (128 query tokens of one head, longest first). One producer
-warp fetches Q and the pages by TMA; two consumer warpgroups take 64 rows each: the scores of a tile
-and the values of the tile before are issued together, the state of the fold lies in shared memory,
-and the first scores of the next split run under the fold. Head size 64 or 128, tiles of 128, pages
-of 16 to 128 keys, no window, cap or tree: everything else is the twin's. Every variant is compared
-with the twin over all rows, bit for bit. Called by `launch.py` only.
+"""Causal prefill and extend over paged keys for sm_90, warp-specialised, in the order of its twin
+`attend.py`. One CTA per multiprocessor walks items (128 query tokens of one head, longest first);
+two consumer warpgroups take 64 rows each, and the scores of a tile are issued with the values of
+the tile before. Head size 64 or 128, tiles of 128, pages of 16 to 128 keys, no window, cap or tree.
 """
 
 from triton.experimental import gluon

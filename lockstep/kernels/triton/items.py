@@ -1,9 +1,6 @@
-"""Which program does what: a step's rows cut into blocks, blocks into items, on the host.
-
-A block is a run of at most `rows` flat rows (token * group + head within the group) of one request.
-As parts, a block has one item per split it sees, otherwise one item. Nothing here changes a bit:
-only who computes it. Called by the backend's `lower` and by the benchmark.
-"""
+"""Which program does what: a step's rows cut into blocks of at most `rows` flat rows (token * group
++ head within the group) of one request, and blocks into items, one per split or one for all. On the
+host; changes no bit."""
 
 from __future__ import annotations
 

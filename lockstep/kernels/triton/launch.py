@@ -1,9 +1,5 @@
-"""Launches attention: shapes, strides and constants of one call turned into the kernel's arguments.
-
-Knows torch tensors and the kernel; knows no plan. `Tuning` is what may be chosen freely (block,
-warps, stages): it changes speed, never bits. Called by the backend's `attend`, by the tests and by
-the benchmark.
-"""
+"""Launches attention: shapes, strides and constants of one call as the kernels' arguments. `Tuning`
+is what may be chosen freely: it changes speed, never bits. Knows tensors, and no plan."""
 
 from __future__ import annotations
 

@@ -1,13 +1,7 @@
-"""Tokens and log-probabilities on the GPU, with the CPU's bits: the formulas of
-`sample/formulas.py` in Triton.
-
-Scores are compared as integers, weights are integers in units of 2^-FRACTION, noise and logarithms
-are single IEEE operations in float64 (`enable_fp_fusion=False`): sums and maxima have no order, so
-a row is cut into parts as the device likes. What the CPU does in one pass over a row is here:
-`peak` (largest score and state), `cut` (the rank of the last token that top-k and top-p keep, digit
-by digit), `noisy` (the best of a part), `pick`. Knows rows; knows nothing of requests. Called
-through the table of operations.
-"""
+"""Tokens and log-probabilities on the GPU with the CPU's bits: the formulas of
+`sample/formulas.py`. Scores are compared as integers, weights are integers in units of 2^-FRACTION,
+noise and logarithms are single IEEE operations in float64: sums and maxima have no order, so a row
+is cut into parts. Called through the table of operations."""
 
 from __future__ import annotations
 

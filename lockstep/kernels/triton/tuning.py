@@ -1,9 +1,5 @@
-"""Launch shapes: how many rows a block has, how many warps, and who is split over programs. Speed
-only: no entry changes a bit.
-
-Chosen by lengths and head sizes, on the host, in the backend's `lower`. The figures behind the
-table are in `docs/performance.md`.
-"""
+"""Launch shapes: rows of a block, warps, and who is split over programs, by lengths and head sizes.
+Speed only: no entry changes a bit. The figures behind the table are in `docs/performance.md`."""
 
 from __future__ import annotations
 

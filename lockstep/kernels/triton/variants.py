@@ -1,11 +1,6 @@
-"""Every kernel variant that may be launched on sm_90, as data: what `lockstep kernels --compile`
-compiles and CI looks at.
-
-A variant is a kernel, its compile-time constants, the types of its arguments and its launch shape.
-Page size, lengths, strides, windows, rows, vocabularies and head counts are run-time values and
-make no variants; the shapes are those of Qwen3-8B, Qwen3-30B-A3B, gpt-oss and
-DeepSeek-V3. Knows the tunings; knows nothing of how one compiles.
-"""
+"""Every kernel variant that may be launched on sm_90, as data: a kernel, its constants, the types
+of its arguments and its launch shape, for Qwen3-8B, Qwen3-30B-A3B, gpt-oss and DeepSeek-V3.
+Lengths, strides, windows and counts are run-time values and make no variants."""
 
 from __future__ import annotations
 
