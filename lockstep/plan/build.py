@@ -281,10 +281,11 @@ def write_slots(
     spec: GroupSpec, work: BatchWork, rows: Rows, group: tuple[NDArray[np.int32], ...]
 ) -> NDArray[np.int32]:
     """slot(t, positions[t]) of every row that this group stores."""
-    (positions, start), shape, (*pages, tail_slots) = rows, work.shape, group
+    (positions, start), shape = rows, work.shape
+    page_ids, page_indptr, first_pos, tail_slots = group
     if spec.layout is Layout.CROSS and not shape.encodes:
         return np.zeros(0, np.int32)
-    in_pages = partial(address.paged, *pages, spec.page_size)
+    in_pages = partial(address.paged, page_ids, page_indptr, first_pos, spec.page_size)
     if not len(shape.nodes):
         return np.asarray(in_pages(shape.request, positions), np.int32)
     slots = np.empty(len(positions), np.int32)

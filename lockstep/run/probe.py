@@ -210,10 +210,10 @@ class Sequence:
 
     def _copy_keys(self, begin: int, end: int) -> None:
         """Positions [begin, end) get keys and values of rows that were computed."""
-        positions = np.arange(begin, end, dtype=np.int32)
-        drawn = np.random.default_rng(begin).integers(0, self.edges.whole, len(positions))
+        drawn = np.random.default_rng(begin).integers(0, self.edges.whole, max(0, end - begin))
+        positions = drawn.astype(np.int32), np.arange(begin, end, dtype=np.int32)
         for g in self.groups if begin < end else ():
-            moves = np.stack([self.table.slots(g, each) for each in (drawn, positions)], 1)
+            moves = np.stack([self.table.slots(g, each) for each in positions], 1)
             pool = self.driver.runner.pools[g]
             if pool is not None:
                 pool.move(torch.from_numpy(moves).to(pool.ops.device))
