@@ -23,8 +23,8 @@ from lockstep.types import GroupSpec, Layout, RuleError
 
 @dataclass(frozen=True, eq=False)
 class CacheGroups:
-    """The groups of an engine and their pages, which the tables of its requests and the prefix
-    cache share. `drafts` are those of a draft model; one without a pool keeps nothing."""
+    """The groups of an engine and their pages; `drafts` are a draft model's; one without a pool
+    keeps nothing."""
 
     specs: Sequence[GroupSpec]
     pools: Sequence[PagePool | None]

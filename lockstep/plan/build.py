@@ -119,8 +119,7 @@ class PageTables:
 
 @dataclass(frozen=True, eq=False)
 class BatchShape:
-    """How many rows every request of a batch has and which of them are wanted: what its plans share
-    from step to step. B requests, T rows."""
+    """Which rows the B requests of a batch have, T in all: what plans share from step to step."""
 
     new_lens: Ints  # [B]
     q_indptr: Ints  # [B+1]

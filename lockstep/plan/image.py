@@ -109,8 +109,7 @@ def lists(spec: GroupSpec) -> bool:
 def write(
     image: NDArray[np.int32], layout: ImageLayout, plan: StepPlan, ids: Sequence[int] | Ints
 ) -> tuple[PlanArrays, ...]:
-    """Fills `image` with the plan and the tokens of its rows, pad rows' included, and zeros between
-    the arrays and for what is derived. Returns its views."""
+    """Fills `image` with the plan and its rows' tokens, zeros elsewhere; returns its views."""
     image[:] = 0
     views = layout.views(image)
     tokens, *rows = layout.rows(image)

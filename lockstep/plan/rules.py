@@ -69,8 +69,7 @@ def loop(signature: Any, text: Callable[..., Any]) -> Any:
 
 
 def judge_rows(rows: Any, emit: Any, real_requests: int, real_tokens: int, tail: int) -> Any:
-    """What all groups share: q_indptr, positions, start and tail_indptr, whose lengths fit each
-    other, and `emit`; real_requests < len(q_indptr)."""
+    """What all groups share. The arrays' lengths fit each other, real_requests < len(q)."""
     q, positions, start, tails = rows
     count = len(positions)
     bad = falls(q)

@@ -143,8 +143,7 @@ class Edges:
 
     @staticmethod
     def of(specs: Many[GroupSpec], limit: int, device_class: str = order.CPU) -> Edges:
-        """The first tile and split; where a window begins to hide keys, and where it leaves a tile;
-        below `limit`, and as many rows more as CHUNK of them take."""
+        """The first tile and split, where a window hides keys and leaves a tile; CHUNK rows."""
         tile, split = tile_and_split(specs, device_class)
         whole = min(limit, split + tile)
         spans = [(0, EDGE), (tile - EDGE, tile + EDGE), (split - 3 * EDGE, split + 3 * EDGE)]
@@ -194,8 +193,7 @@ class Sequence:
         self._compute()
 
     def _compute(self) -> None:
-        """Every row of the sequence for the first time, by chunks, and the copies between; before
-        them the keys of the source, which all requests look at."""
+        """The source's keys, every row of the sequence by chunks, and the copies between."""
         self.table.reserve(self.edges.length, cross_len=self.source_len)
         if self.source_len:
             source = Share(self.table, self.ids[: self.source_len], emit=(0,))

@@ -207,8 +207,7 @@ class Runner:
     def capture(
         self, kind: StepKind, say: Callable[[str], None], width: int = 1, every: bool = False
     ) -> None:
-        """Records steps of a kind with `width` rows of every request, all of them emitted or the
-        last, the largest first; `say` is told of each."""
+        """Records steps of `width` rows per request, which emit every one or the last."""
         sizes = self.buckets.grid("requests") if self.buckets else ()
         for at, n in enumerate(reversed(sizes), 1):
             plan = self.padded(build(kind.specs, [null_work(kind.specs, width, every)] * n))

@@ -1,9 +1,6 @@
 """What the scheduler knows of a request: what was asked for (frozen), how far it is (lengths), and
-its share of a step (frozen).
-
-There are no modes: `len(tokens) - cached_len` rows are missing. A token that a launched step will
-have sampled is there before its value: it is negative until that step is settled. What a token
-means and when it ends a text is the business of whoever calls `settle`.
+its share of a step (frozen). There are no modes: `len(tokens) - cached_len` rows are missing. A
+token that a launched step will have sampled is negative until that step is settled.
 """
 
 from __future__ import annotations
@@ -72,8 +69,7 @@ class RequestSpec:
 
 
 class Accepted(NamedTuple):
-    """What a step brings one completion. Of a tree's rows `nodes` is the path that is accepted,
-    from the root on: as many as tokens."""
+    """What a step brings a completion; of a tree `nodes` is the accepted path, from the root on."""
 
     token_ids: tuple[int, ...] = ()
     stop_len: int | None = None  # the text ends with so many of them

@@ -1,10 +1,9 @@
 """The scheduler: continuous batching over pages that may run out.
 
-The next step may be launched before the first is settled: its rows name the tokens that they wait
-for. What was given up meanwhile settles without a trace. Rows of decoding requests go first,
-prompts fill the rest of the budget in chunks, encoders and embeddings have steps of their own. When
-pages are short, cached ones are evicted, then the worst-ranked request is preempted: it is computed
-again later, to the same bits. Knows lengths, pages and order, never a tensor or what a token means.
+Rows of decoding requests go first, prompts fill the rest of the budget in chunks, encoders and
+embeddings have steps of their own. When pages are short, cached ones are evicted, then the
+worst-ranked request is preempted: it is computed again later, to the same bits. Knows lengths,
+pages and order, never a tensor or what a token means.
 """
 
 from __future__ import annotations
