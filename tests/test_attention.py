@@ -291,7 +291,7 @@ def test_what_a_backend_does_not_state_it_cannot_do():
     able = replace(sized, layouts=frozenset({Layout.DENSE}), **stated)
     assert select.refusal(able, whole, "cpu") == "page size 16 is not supported"
     assert select.refusal(replace(able, page_sizes=frozenset({16})), whole, "cpu") is None
-    flags = [field.name for field in fields(Caps) if field.type == "bool"]
+    flags = [field.name for field in fields(Caps) if field.type is bool]
     assert flags and not any(getattr(nothing, name) for name in flags)
 
 

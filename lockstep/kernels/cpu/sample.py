@@ -335,4 +335,7 @@ def build(cache: bool, **replaced: Callable[..., Any]) -> Any:
     return threads.kernel("sampling", names["unit"], cache)
 
 
-compiled = functools.cache(functools.partial(build, cache=True))  # the kernel of this machine
+@functools.cache
+def compiled() -> Any:
+    """The kernel of this machine."""
+    return build(cache=True)
