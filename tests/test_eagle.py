@@ -27,7 +27,7 @@ from lockstep.plan.build import RequestWork, build
 from lockstep.run.kind import group_specs
 from lockstep.run.runner import Runner, StepOutput
 from lockstep.spec import eagle, eagle3
-from lockstep.spec.depth import FIRST_CHANCE, SEEN, Times, rounded
+from lockstep.spec.depth import FIRST_CHANCE, Costs, rounded
 from lockstep.spec.draft import DraftRequest, DraftSetup
 from lockstep.types import RuleError
 
@@ -228,19 +228,18 @@ def test_a_chain_goes_on_while_the_draft_gives_it_a_chance(tmp_path):
 
 
 def test_a_guess_more_is_worth_its_row_and_its_step():
-    times = Times()
-    assert times.row_s(1) is None and times.go_on(1) == FIRST_CHANCE
-    for _ in range(SEEN):
-        times.step(1, 4.0)
-        times.step(5, 6.0)
-        times.draft(3, 1.5)
-    assert times.row_s(1) == pytest.approx(0.5)
-    assert times.go_on(1) == pytest.approx((0.5 + 0.5) / 4.0)
-    times.draft(6, 90.0)
-    assert times.go_on(1) == pytest.approx((0.5 + 0.5) / 4.0), "one cold draft says nothing"
-    for seconds in (2.4, 2.4):
-        times.draft(6, seconds)
-    assert times.go_on(1) == pytest.approx((0.3 + 0.5) / 4.0), "three guesses more cost 0.9"
+    costs = Costs()
+    assert costs.go_on == FIRST_CHANCE
+    for cold in (9.0, 1.0, 1.0):
+        costs.step(0, 4.0 * cold)
+        costs.step(4, 6.0 * cold)
+        costs.draft.add(3, 1.5 * cold)
+    assert costs.row_s == pytest.approx(0.5), "cold times say nothing"
+    assert costs.go_on == pytest.approx((0.5 + 0.5) / 4.0)
+    for _ in range(3):
+        costs.draft.add(6, 2.4)
+    assert costs.guess_s == pytest.approx(0.3), "three guesses more cost 0.9"
+    assert costs.go_on == pytest.approx((0.3 + 0.5) / 4.0)
     for rows, about in ((1, 1), (15, 15), (16, 16), (17, 16), (31, 30), (100, 96)):
         assert rounded(rows) == about
 

@@ -40,7 +40,7 @@ from lockstep.sample.noise import counter, noise, noise_of
 from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import DraftTree
 from lockstep.spec import draft_model
-from lockstep.spec.depth import SEEN, Acceptance, Times, depths
+from lockstep.spec.depth import REST, SEEN, Acceptance, Costs
 from lockstep.spec.draft import DraftSetup
 from lockstep.spec.verify import NodeRows, verify
 from lockstep.types import RuleError
@@ -262,14 +262,19 @@ def test_the_noise_of_some_tokens_is_theirs_among_all():
     assert torch.equal(noise_of(counters, ids), noise(counters, 61).gather(1, ids))
 
 
-def times(plain_s: float, wide_s: float, draft_s: float = 0.0) -> Times:
-    """Of a request alone: plain steps, steps of five rows, and drafts of four."""
-    out = Times()
+def costs(plain_s: float, wide_s: float, draft_s: float = 0.0) -> Costs:
+    """Of a request alone: plain steps, steps that verify four guesses, and drafts of four."""
+    out = Costs()
     for _ in range(SEEN):
-        out.step(1, plain_s)
-        out.step(5, wide_s)
-        out.draft(4, draft_s)
+        out.step(0, plain_s)
+        out.step(4, wide_s)
+        out.draft.add(4, draft_s)
     return out
+
+
+def right(share: float) -> Acceptance:
+    """So many guesses of ten were right, in two drafts."""
+    return Acceptance(drafts=2.0, guesses=10.0, tried=10.0, right=10 * share)
 
 
 @pytest.mark.parametrize(
@@ -283,15 +288,42 @@ def times(plain_s: float, wide_s: float, draft_s: float = 0.0) -> Times:
     ],
 )
 def test_guesses_are_as_deep_as_it_pays(share, seconds, depth):
-    assert depths([Acceptance(share)], times(*seconds), 4, 4) == [depth]
+    assert costs(*seconds).depths([right(share)], 4, 4) == [depth]
 
 
 def test_what_is_not_known_yet_is_tried():
-    seen = Times()
-    assert depths([Acceptance()], seen, 4, 4) == [0], "a plain step"
+    seen = Costs()
+    assert seen.depths([Acceptance()], 4, 4) == [0], "a plain step"
+    assert seen.pays([Acceptance()]) == [False]
     for _ in range(SEEN):
-        seen.step(1, 1.0)
-    assert depths([Acceptance()], seen, 4, 4) == [4], "a wide one"
+        seen.step(0, 1.0)
+    assert seen.depths([Acceptance()], 4, 4) == [4], "a wide one"
+    assert seen.pays([Acceptance()]) == [True]
+
+
+def test_a_draft_that_ends_by_itself_is_asked_while_it_brings_more_than_it_costs():
+    """Five guesses a draft; a verify costs half a step more and a draft a quarter, at any depth."""
+    seen = costs(1.0, 1.5 + 0.4, 0.25 + 0.8)
+    for _ in range(SEEN):
+        seen.step(2, 1.5 + 0.2)
+        seen.draft.add(2, 0.25 + 0.4)
+    assert seen.row_s == pytest.approx(0.1) and seen.guess_s == pytest.approx(0.2)
+    assert seen.first_s == pytest.approx(0.75) and seen.go_on == pytest.approx(0.3)
+    each = 5 * 0.3 + 0.75  # what a draft costs, in tokens
+    assert seen.pays([right(each / 5 + 0.01)]) == [True]
+    assert seen.pays([right(each / 5 - 0.01)]) == [False]
+
+
+def test_a_new_request_is_thought_to_be_like_the_others_and_soon_known_by_itself():
+    all_of_them = Acceptance()
+    for _ in range(50):
+        all_of_them.verified(drafts=1, guesses=4, tried=1, right=0)
+    all_of_them.rests(settled=100)
+    new = all_of_them.other()
+    assert new.rate == pytest.approx(all_of_them.rate) and new.rate < 0.05
+    assert (new.rest, new.rests_until) == (2 * REST, 100 + REST)
+    new.verified(drafts=1, guesses=4, tried=4, right=4)
+    assert new.rate > 0.5 and new.rest == REST
 
 
 def test_who_is_never_right_rests_longer_and_longer_and_tries_again():
@@ -299,8 +331,8 @@ def test_who_is_never_right_rests_longer_and_longer_and_tries_again():
     speculation = engine.speculation
     speculation.adaptive, said = True, []
     speculation._say = said.append
-    speculation.times = times(1.0, 4.0)
-    speculation.times.step = lambda rows, seconds: None
+    speculation.costs[1] = costs(1.0, 4.0)
+    speculation.costs[1].step = lambda depth, seconds: None
     wrong = DraftTree((60, 60), (0, 1))
     asked: list[int] = []
 

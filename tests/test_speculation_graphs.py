@@ -66,12 +66,12 @@ def recorded(tiny: Tiny, overlap: bool, monkeypatch: pytest.MonkeyPatch, **how: 
     """As on a GPU: decoding, drafting and verifying steps have buckets, and launches sample."""
     engine = made(tiny, overlap, graphs=True, **how)
     speculation = engine.speculation
-    engine.on_gpu, speculation.adaptive, speculation.even = True, False, True
+    engine.on_gpu, speculation.adaptive = True, False
     engine.runner.buckets = Buckets.for_decoding(8, 64, 600, speculation.shape.widths)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
     target = engine.kinds[GENERATE]
-    for launch in drafting.launches(engine.config, target, engine.draft_model):
-        engine.runner.capture(launch.kind, print, launch.width, launch.every)
+    for kind, width, every in drafting.launches(engine.config, target, engine.draft_model):
+        engine.runner.capture(kind, print, width, every)
     return engine
 
 

@@ -97,7 +97,7 @@ def install(engine: Engine, answers: Mapping[str, Sequence[int]], right: float) 
     speculation.draft = Oracle(speculation.draft, answers, right)
     if not engine.on_gpu:
         most, widths = engine.config.max_running_requests, speculation.shape.widths
-        engine.runner.buckets, speculation.even = Buckets.for_decoding(most, 0, 0, widths), True
+        engine.runner.buckets = Buckets.for_decoding(most, 0, 0, widths)
 
 
 def random_head(setup: DraftSetup) -> Head:

@@ -69,7 +69,7 @@ def accept(
         accepted[row] = entry
         kept[row], _ = entry.cut(completion.most - launched.begins[row])
     for row, owner in rows.drafts:
-        width = rows.batch.new_lens[owner]
+        width = launched.step.batch.new_lens[owner]
         speculated[row] = counted(completions[row], width, len(nodes[row]), len(kept[row]))
     updates = TokenUpdates(
         completions=completions,

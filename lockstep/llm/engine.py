@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ from lockstep.run.runner import GUESSES, Runner, StepOutput
 from lockstep.sample import sampler
 from lockstep.sample.params import SamplingParams, resolve_seed
 from lockstep.sample.sampler import Logprobs, RowBatch, Settings
-from lockstep.sched.request import AcceptedTokens, Piece, Request, RequestSpec, ScheduledStep
+from lockstep.sched.request import AcceptedTokens, Batch, Piece, Request, RequestSpec, ScheduledStep
 from lockstep.sched.scheduler import Scheduler
 from lockstep.spec import select as drafts
 from lockstep.spec.draft import DraftModel, DraftSetup
@@ -155,13 +156,14 @@ class Engine:
         self._turns: list[Turn] = []
         self._changing = False  # set while anything but the generations may be half changed
         self._launched: list[Launched] = []  # and not settled, in order
-        self._rows: SampledRows | None = None  # of the batch before
+        self._rows: WeakKeyDictionary[Batch, SampledRows] = WeakKeyDictionary()
         self._callers: set[Caller | None] = set()  # of generations, some of them no more
         # a step that has happened, until its generations have it all
         self._settled: StepResult | None = None
         if graphs and self.on_gpu and GENERATE in self.kinds:
-            for launch in drafts.launches(config, self.kinds[GENERATE], draft):
-                self.runner.capture(launch.kind, say, launch.width, launch.every)
+            launches = drafts.launches(config, self.kinds[GENERATE], draft)
+            for kind, width, every in launches:
+                self.runner.capture(kind, say, width, every)
 
     @property
     def busy(self) -> bool:
@@ -317,7 +319,7 @@ class Engine:
             step, later = self.scheduler.schedule(), self.overlap
             if step is not None:
                 self.scheduler.advance(step)
-                if self.speculation is not None and self.speculation.hold(step):
+                if later and self.speculation is not None and self.speculation.hold(step):
                     later = False
                 self._launched.append(self._launch(step))
             touched = self._settle(later=later and step is not None)
@@ -341,15 +343,14 @@ class Engine:
     def _launch(self, step: ScheduledStep) -> Launched:
         """A step, and what is sampled of it, on its way. On a GPU the launch samples too, where it
         samples all that it emits, of logits as they are."""
-        if self._rows is None or self._rows.batch is not step.batch:
-            self._rows = SampledRows.of(step.batch, self._generation)
-        rows, batch = self._rows, self._row_batch(step, self._rows)
+        rows = self._rows.get(step.batch)
+        if rows is None:  # they are kept as long as the scheduler keeps the batch
+            rows = self._rows[step.batch] = SampledRows.of(step.batch, self._generation)
+        batch = self._row_batch(step, rows)
         fused = self.on_gpu and step.kind.name == GENERATE and bool(rows.completions)
         fused = fused and not rows.scored and not sampler.changes(batch)
         out = self._run(step, sampler.settings(batch, self.info.vocab_size) if fused else None)
         launched = self._sample(step, rows, batch, out)
-        if out.layers:
-            launched = replace(launched, hidden=torch.cat(out.layers, -1))
         if (least := int(step.ids.min(initial=0))) < -GUESSES:
             launched = replace(launched, guesses=self.runner.sampled[GUESSES:-least].clone())
         if self.overlap and launched.chosen is not None:
@@ -374,13 +375,14 @@ class Engine:
         if step.kind.name == ENCODE:
             return Launched(step, rows)
         logits = step.kind.model.logits(out.emitted) if out.logits is None else out.logits
+        hidden = torch.cat(out.layers, -1) if out.layers else None
         scored = [
             update
             for i, begin in rows.scored
             for update in self._scored(rows.generations[i], step.piece(i), logits[begin:])
         ]
         if not rows.completions:
-            return Launched(step, rows, scored=tuple(scored))
+            return Launched(step, rows, scored=tuple(scored), hidden=hidden)
         if out.sampled is None:
             emits = rows.draws.emits
             wanted = logits if len(emits) == len(logits) else logits[list(emits)]
@@ -395,6 +397,7 @@ class Engine:
             begins=tuple((begins[list(rows.firsts)] if rows.drafts else begins).tolist()),
             chosen=chosen,
             scored=tuple(scored),
+            hidden=hidden,
         )
 
     def _row_batch(self, step: ScheduledStep, rows: SampledRows) -> RowBatch:

@@ -43,7 +43,6 @@ class Draws:
 class SampledRows:
     """Whom a step's samples are for: S completions, in the order of the requests."""
 
-    batch: Batch
     generations: tuple[Generation, ...]  # of every request of the batch
     completions: tuple[CompletionState, ...]  # that get tokens
     draws: Draws  # the rows that they are sampled from
@@ -80,7 +79,6 @@ class SampledRows:
         for row, completion in enumerate(completions):
             end_ids[row, : len(completion.end_ids)] = list(completion.end_ids)
         return cls(
-            batch=batch,
             generations=generations,
             completions=tuple(completions),
             draws=_columns(draws),

@@ -164,8 +164,9 @@ class DecoderSpec:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """x + attention(norm x), then x + feed-forward(norm x). What is to be added last is handed on:
-    the next norm adds it. The norms behind are None where the model has none."""
+    """x + attention(norm x), then x + feed-forward(norm x), of what `input_norm` made: the decoder
+    norms before the block, and so adds what the block before it left to be added. The norms behind
+    are None where the model has none."""
 
     attn: Dense | Latent
     mlp: Mlp | Moe
@@ -175,9 +176,8 @@ class Block:
     post_mlp_norm: RMSNorm | None = None
 
     def __call__(
-        self, hidden: Tensor, residual: Tensor | None, cos_sin: CosSins, step: AttentionContext
+        self, hidden: Tensor, residual: Tensor, cos_sin: CosSins, step: AttentionContext
     ) -> tuple[Tensor, Tensor]:
-        hidden, residual = self.input_norm.add(hidden, residual)
         hidden = self.attn(hidden, cos_sin, step)
         if self.post_attention_norm:
             hidden = self.post_attention_norm(hidden)
@@ -221,17 +221,19 @@ class Decoder(Model):
     def hidden_states(
         self, ids: Tensor, positions: Tensor, step: AttentionContext, layers: Sequence[int]
     ) -> tuple[Tensor, ...]:
-        """What `logits` takes, and the residual stream behind each of `layers`."""
-        hidden, residual = self.embedding(ids), None
+        """What `logits` takes, and the residual stream behind each of `layers`: the sum that the
+        next norm takes."""
         cos_sin = {}
         for rope, freqs in self._freqs.items():
             cos_sin[rope] = self.ops.rope_cos_sin(positions, freqs, rope.factor)
+        hidden, residual = self.blocks[0].input_norm.add(self.embedding(ids), None)
+        norms = [*(block.input_norm for block in self.blocks[1:]), self.norm]
         behind: dict[int, Tensor] = {}
-        for i, block in enumerate(self.blocks):
-            hidden, residual = block(hidden, residual, cos_sin, step)
+        for i, (block, norm) in enumerate(zip(self.blocks, norms, strict=True)):
+            hidden, residual = norm.add(*block(hidden, residual, cos_sin, step))
             if i in layers:
-                behind[i] = hidden + residual
-        return self.norm.add(hidden, residual)[0], *(behind[i] for i in layers)
+                behind[i] = residual
+        return hidden, *(behind[i] for i in layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits, cap = super().logits(hidden), self.spec.logit_cap

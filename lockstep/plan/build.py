@@ -6,8 +6,8 @@ it holds (`RequestWork`, or all of a batch in columns, `BatchWork`); the rest is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -233,6 +233,35 @@ def build(specs: Sequence[GroupSpec], works: BatchWork | Sequence[RequestWork]) 
         bucket=bucket,
         real=real,
     )
+
+
+def single_rows(plan: StepPlan, shape: BatchShape) -> Iterator[StepPlan]:
+    """The steps of a chain from one plan of all its rows: the first row of every request, then the
+    second behind it, ... `shape` is that of one row each."""
+    b, ones = plan.bucket, (plan.bucket.requests,) * len(plan.groups)
+    if not b.width or b.tail or any(b.moves):
+        rule = "requests with as many plain rows each are computed row by row"
+        raise RuleError(rule, str(b), "Run the plan as it is")
+    bucket = replace(b, tokens=b.requests, width=1, emits=b.requests, writes=ones)
+    real = Real(b.requests, b.requests, b.requests)
+    for nth in range(b.width):
+        positions = plan.positions[nth :: b.width].copy()
+        ends = frozen(positions + np.int32(1))
+        groups = [
+            replace(g, kv_lens=ends, write_slots=frozen(g.write_slots[nth :: b.width].copy()))
+            for g in plan.groups
+            if isinstance(g, PagedGroup)
+        ]
+        yield StepPlan(
+            q_indptr=shape.q_indptr,
+            positions=frozen(positions),
+            start=ends,
+            tail_indptr=shape.tail_indptr,
+            emit=shape.emit,
+            groups=tuple(groups),
+            bucket=bucket,
+            real=real,
+        )
 
 
 def join(ids: Any, ends: Any, out: Any) -> None:

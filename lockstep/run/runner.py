@@ -33,7 +33,7 @@ from lockstep.sample.sampler import Settings
 from lockstep.types import GroupSpec, Layout, RuleError
 
 IMAGE_LEN = 1 << 22  # int32 of a step's image: 16 MB
-LAYOUTS = 64  # that are remembered
+LAYOUTS = 512  # that are remembered: chains of several lengths, behind any number of pages
 GUESSES = 1 << 16  # samples of one step that the next may wait for; then guesses that it verifies
 SAMPLES = 2 * GUESSES
 SETTING = 2 * (FLOATS + INTS)  # int32 of one row's settings
@@ -122,9 +122,25 @@ class Runner:
         """One step. ids [T]: the token of every row, before padding. `how` the same launch samples
         all rows that the plan emits; `wider`: by the backend's n-th wider launch."""
         plan = self.padded(plan)
-        pools = [self.pools[g] for g in kind.groups]
+        self.check(plan, kind)
+        return self.launch(plan, ids, kind, settings, wider)
+
+    def check(self, plan: StepPlan, kind: StepKind) -> None:
+        """Raises unless the plan is legal."""
         if self.checks:
-            check(plan, tuple(p.num_pages if p else 0 for p in pools))
+            pools = [self.pools[g] for g in kind.groups]
+            check(plan, tuple([pool.num_pages if pool else 0 for pool in pools]))
+
+    def launch(
+        self,
+        plan: StepPlan,
+        ids: Sequence[int] | Ints | Tensor,
+        kind: StepKind,
+        settings: Settings | None = None,
+        wider: int = 0,
+    ) -> StepOutput:
+        """A step that was padded, or needs it not, and checked: by itself, or with others."""
+        pools = [self.pools[g] for g in kind.groups]
         if self.studio and any(plan.bucket.moves):
             plan = without_moves(plan, pools, self.ops.device)
         layout, known = self._layout(plan, kind)

@@ -108,6 +108,8 @@ class DraftTree(NamedTuple):
 
     @property
     def depth(self) -> int:
+        if self.chain:
+            return len(self.parents)
         return max(map(len, paths((-1, *self.parents), len(self.parents) + 1))) - 1
 
 

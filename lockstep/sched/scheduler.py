@@ -35,6 +35,8 @@ from lockstep.sched.request import (
 )
 from lockstep.types import Layout, OutOfPages, RuleError
 
+BATCHES = 16  # that are kept besides the one of all members: drafts of several lengths
+
 
 class Scheduler:
     """`resume` and `abort` requests at any time; `schedule` a step, `advance` when it is launched,
@@ -61,6 +63,7 @@ class Scheduler:
         self.settled = 0  # steps that were settled: they are counted from 1, in order
         self.ends = 0  # requests that have ended
         self._members = Decoding()  # of the running ones, those that decode
+        self._batches: dict[tuple[ScheduledRows, ...], Batch] = {}  # of others, until somebody goes
         self._scheduled: ScheduledStep | None = None
         self._launched: list[ScheduledStep] = []  # and not settled, in order
         self._after_whole = False
@@ -317,15 +320,21 @@ class Scheduler:
 
     def make_room(self, request: Request, keys: int, nodes: int) -> bool:
         """Pages for so many keys and nodes more, and the row behind them; nobody is preempted."""
-        table = request.table
+        table, kv_len = request.table, request.cached_len + keys + 1
         if table is None:
             return False
-        table.release(request.settled_len)
-        room = (request.cached_len + keys + 1, nodes, len(request.spec.encoder_ids))
-        if not self.tree.make_room(table.needs(*room)):
-            return False
-        table.reserve(*room)
+        if nodes or kv_len > request.room:
+            table.release(request.settled_len)
+            room = (kv_len, nodes, len(request.spec.encoder_ids))
+            if not self.tree.make_room(table.needs(*room)):
+                return False
+            table.reserve(*room)
+            request.room = self._room(table)
         return True
+
+    def _room(self, table: PageTable) -> int:
+        """Keys that the pages of a table have room for."""
+        return min([table.room(g) for g in table.groups.stored])
 
     def _reserve(self, request: Request, want: int) -> int:
         """Pages for up to `want` rows more, behind the window's; returns for how many."""
@@ -344,7 +353,7 @@ class Scheduler:
             if want < 1 or not self.tree.make_room(table.needs(begin + want, cross_len=cross_len)):
                 return 0
             table.reserve(begin + want, cross_len=cross_len)
-        request.room = min([table.room(g) for g in table.groups.stored])
+        request.room = self._room(table)
         return want
 
     def _whole(self) -> ScheduledStep | None:
@@ -398,10 +407,16 @@ class Scheduler:
         )
 
     def _batch(self, builder: StepBuilder) -> Batch:
-        """That of all members is kept as long as they are the same."""
+        """That of all members is kept as long as they are the same, others for a while."""
         members = self._members
         if builder.members < len(builder.rows):
-            return Batch(tuple(builder.rows))
+            rows = tuple(builder.rows)
+            batch = self._batches.get(rows)
+            if batch is None:
+                if len(self._batches) >= BATCHES:
+                    self._batches.clear()
+                batch = self._batches[rows] = Batch(rows)
+            return batch
         if members.batch is None:
             members.batch = Batch(tuple(builder.rows))
         return members.batch
@@ -518,6 +533,7 @@ class Scheduler:
     def _let_go(self, request: Request) -> None:
         """Holds on pages end with the request's turn; what the tree has stays there."""
         self._members.remove(request)
+        self._batches.clear()
         self._store(request)
         if request.node is not None:
             self.tree.close(request.node)

@@ -1,11 +1,8 @@
 """Which tokens a tree of guesses has: level by level the best, and of all the best.
 
-A token's score is its log-probability under the draft, with the target's noise where there is any,
-summed along its path: a node scores at most as much as the one above it, so that the best of all
-nodes are a tree. Knows numbers; `model_draft` runs the rows.
+A token's score is its log-probability under the draft, summed along its path: the best of all nodes
+are a tree. Knows numbers; `model_draft` runs the rows.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.sample.logits import Row, apply_penalties
+from lockstep.sample.logits import apply_penalties
 from lockstep.sample.noise import counter, noise_of
+from lockstep.sample.sampler import RowBatch
 from lockstep.sched.request import DraftTree
 
 ROOT = -1
@@ -89,10 +87,11 @@ class Beam:
 
 
 def best(
-    logits: Tensor, rows: Sequence[Row], k: int, eos_ids: tuple[int, ...]
+    logits: Tensor, batch: RowBatch, k: int, eos_ids: tuple[int, ...]
 ) -> tuple[list[list[float]], list[list[int]]]:
     """Of every row the k best tokens, and their log-probabilities among the likely ones, under the
     draft and with the row's own noise."""
+    rows = [batch.row(r) for r in range(len(logits))]
     scores = apply_penalties(logits.float(), rows, eos_ids)
     scores, ids = scores.topk(min(max(LIKELY, k), scores.shape[1]))
     heated = [r for r, row in enumerate(rows) if row.params.temperature > 0]

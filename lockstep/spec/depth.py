@@ -1,54 +1,63 @@
-"""How deep to guess: as deep as it pays, by measured times and by each request's acceptance so far.
+"""How deep to guess: as deep as it pays, by measured times and by each request's drafts so far.
 
-A row more in a step costs `row_s` seconds, a draft of depth i `draft_s(i)`; a token is worth what a
-plain step pays for one. The i-th guess of a request is right with probability a^i, a being the
-share of its guesses that were right lately. So depth i pays for the requests whose a^i is worth
-their rows, and a depth is drafted if all levels up to it pay for themselves together. A request
-for which nothing pays rests, and tries one guess again later. A draft that knows the chances of its
-own guesses ends a chain by itself, where one more does not pay (`go_on`). All of this may depend on
-the clock and on the batch: it decides how much is guessed, never what comes out.
-
-Knows seconds and counts, no request; `speculation` asks it.
+A token is worth what a plain step pays for one; a guess costs a row of the step that verifies it
+and a step of the draft. A request for which nothing pays rests, and tries again later and later.
+All of this may depend on the clock and on the batch: it decides how much is guessed, never what
+comes out. Knows seconds and counts, no request; `speculation` asks it.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
-FORGET = 0.85  # of what was known, per verified draft
-PRIOR = 2.0  # guesses that a request's share begins with
-FIRST_SHARE = 0.7  # of an engine that has seen nothing
-FIRST_CHANCE = 0.4  # the same: from which on a chain goes on
+FORGET = 0.92  # of what was known, per verified draft
+RANGES, LONG_FORGET = 10, 0.98  # of chances, and how long a guess counts there
+PRIOR = 2.0  # drafts of others that a request's own begin with
+FIRST_CHANCE = 0.4  # from which on a chain goes on, of an engine that has seen nothing
 REST = 16  # steps until a resting request tries again; twice as many each time it fails
 LONGEST_REST = 256
-SMOOTH = 0.1  # weight of a new time
-SEEN = 3  # times that make one known
+SMOOTH = 0.05  # weight of a new time
+SEEN = 3  # times that make one known: at first the shortest counts, the others found all cold
 OUTLIER = 4.0  # times above so many means count as that
+FLAT = 0.1  # variance of sizes that a slope is measured by, at least
 
 
 @dataclass
 class Acceptance:
-    """Of one request, or of all."""
+    """Drafts of one request, or of all: their number, guesses, those that were tried, those that
+    were right; what lies back counts less."""
 
-    share: float = FIRST_SHARE  # what it began with
-    right: float = 0.0
-    tried: float = 0.0
+    drafts: float = PRIOR
+    guesses: float = 2 * PRIOR
+    tried: float = 2 * PRIOR
+    right: float = 1.4 * PRIOR
     rests_until: int = 0  # number of a step
     rest: int = REST
 
     @property
     def rate(self) -> float:
         """Probability that a guess is right if those above it are."""
-        return (self.right + PRIOR * self.share) / (self.tried + PRIOR)
+        return self.right / self.tried
 
-    def verified(self, tried: int, right: int) -> None:
-        """So many guesses were tried in a step, of a request or of all, and so many right."""
-        self.right = self.right * FORGET + right
+    def verified(self, drafts: int, guesses: int, tried: int, right: int) -> None:
+        """So many drafts of a step, `guesses` deep together."""
+        self.drafts = self.drafts * FORGET + drafts
+        self.guesses = self.guesses * FORGET + guesses
         self.tried = self.tried * FORGET + tried
+        self.right = self.right * FORGET + right
         if right:
             self.rest = REST
+
+    def other(self) -> Self:
+        """Of a request that has seen nothing yet: like these, and quick to be otherwise."""
+        few = PRIOR / self.drafts
+        counts = {"guesses": self.guesses * few, "tried": self.tried * few}
+        return replace(self, drafts=PRIOR, right=self.right * few, **counts)
+
+    def resting(self, settled: int) -> bool:
+        """When so many steps are settled; they are counted anew behind an interruption."""
+        return 0 < self.rests_until - settled <= LONGEST_REST
 
     def rests(self, settled: int) -> None:
         """Nothing pays: it tries again when so many steps more are settled."""
@@ -56,91 +65,123 @@ class Acceptance:
         self.rest = min(2 * self.rest, LONGEST_REST)
 
 
-@dataclass
-class Mean:
-    """A smoothed time; of the first ones, which find everything cold, the shortest."""
+class Chances:
+    """How often guesses were right, by what the draft gave them: in so many ranges."""
 
-    value: float = math.inf
+    def __init__(self) -> None:
+        self.seen = [PRIOR] * RANGES
+        self.right = [PRIOR * (n + 0.5) / RANGES for n in range(RANGES)]
+
+    def of(self, share: float) -> float:
+        """The chance of a guess that the draft gives this share."""
+        n = min(int(share * RANGES), RANGES - 1)
+        return self.right[n] / self.seen[n]
+
+    def add(self, share: float, right: bool) -> None:
+        n = min(int(share * RANGES), RANGES - 1)
+        self.seen[n] = self.seen[n] * LONG_FORGET + 1.0
+        self.right[n] = self.right[n] * LONG_FORGET + right
+
+
+@dataclass
+class Line:
+    """Seconds by the depth of drafts, smoothed: means of both, of the square and of the product."""
+
+    x: float = 0.0
+    y: float = math.inf
+    xx: float = 0.0
+    xy: float = 0.0
     count: int = 0
 
-    def add(self, seconds: float) -> None:
-        self.count += 1
-        if self.count <= SEEN:
-            self.value = min(self.value, seconds)
-        else:
-            self.value += (min(seconds, OUTLIER * self.value) - self.value) * SMOOTH
+    @property
+    def known(self) -> bool:
+        return self.count >= SEEN
 
+    def add(self, depth: float, seconds: float) -> None:
+        most, weight = (OUTLIER * self.y, SMOOTH) if self.known else (self.y, 1.0)
+        seconds, self.count, old = min(seconds, most), self.count + 1, 1.0 - weight
+        self.y = seconds if old == 0.0 else self.y * old + seconds * weight
+        self.x = self.x * old + depth * weight
+        self.xx = self.xx * old + depth * depth * weight
+        self.xy = self.xy * old + depth * seconds * weight
 
-def rounded(rows: int) -> int:
-    """Down to four bits: steps of about as many rows are one."""
-    shift = max(0, rows.bit_length() - 4)
-    return rows >> shift << shift
+    def slope(self, first: float) -> float:
+        """Seconds of one more; from `first` at 0 on, if one depth alone was seen."""
+        variance = self.xx - self.x * self.x
+        if variance < FLAT:
+            return max(0.0, self.y - first) / max(self.x, 1.0)
+        return max(0.0, self.xy - self.x * self.y) / variance
 
 
 @dataclass
-class Times:
-    """Seconds of steps by their rows, about, and of drafts by their depth."""
+class Costs:
+    """Of steps in which so many requests decode together: plain ones, those that verify drafts, and
+    drafts, by their depth."""
 
-    steps: dict[int, Mean] = field(default_factory=dict)
-    drafts: dict[int, Mean] = field(default_factory=dict)
+    plain: Line = field(default_factory=Line)
+    wide: Line = field(default_factory=Line)
+    draft: Line = field(default_factory=Line)
 
-    def step(self, rows: int, seconds: float) -> None:
-        self.steps.setdefault(rounded(rows), Mean()).add(seconds)
+    def step(self, depth: float, seconds: float) -> None:
+        (self.wide if depth else self.plain).add(depth, seconds)
 
-    def draft(self, depth: int, seconds: float) -> None:
-        self.drafts.setdefault(depth, Mean()).add(seconds)
+    @property
+    def row_s(self) -> float:
+        """A guess more of every request in the step that verifies them."""
+        return self.wide.slope(self.plain.y)
 
-    def step_s(self, rows: int) -> float | None:
-        """A step of so many rows; None if too few like it were seen."""
-        mean = self.steps.get(rounded(rows))
-        return mean.value if mean is not None and mean.count >= SEEN else None
+    @property
+    def guess_s(self) -> float:
+        """The same in the draft."""
+        return self.draft.slope(0.0) if self.draft.known else 0.0
 
-    def row_s(self, count: int) -> float | None:
-        """A row more in a step of `count`, by the wider step that was seen most."""
-        plain_s, least = self.step_s(count), rounded(count)
-        wider = {n: mean.count for n, mean in self.steps.items() if n > least}
-        rows = max(wider, key=lambda n: wider[n], default=0)
-        wide_s = self.step_s(rows)
-        if plain_s is None or wide_s is None:
-            return None
-        return max(0.0, wide_s - plain_s) / (rows - count)
+    @property
+    def first_s(self) -> float:
+        """What drafting costs at any depth."""
+        wide = self.wide.y - self.wide.x * self.row_s - self.plain.y
+        draft = self.draft.y - self.draft.x * self.guess_s if self.draft.known else 0.0
+        return max(0.0, wide) + max(0.0, draft)
 
-    def go_on(self, count: int) -> float:
-        """The chance from which on a guess more pays in chains of `count` requests: it costs a row
-        of each, and a step of the draft for all."""
-        plain_s, row_s = self.step_s(count), self.row_s(count)
-        seen = {depth: mean.value for depth, mean in self.drafts.items() if mean.count >= SEEN}
-        if plain_s is None or row_s is None or not seen:
+    @property
+    def go_on(self) -> float:
+        """The chance from which on a guess more pays."""
+        if not (self.plain.known and self.wide.known and self.draft.known):
             return FIRST_CHANCE
-        least, deepest = min(seen), max(seen)
-        guess_s = seen[deepest] / deepest
-        if least < deepest:  # without what every draft costs
-            guess_s = max(0.0, seen[deepest] - seen[least]) / (deepest - least)
-        return min(1.0, (guess_s + count * row_s) / plain_s)
+        return min(1.0, (self.guess_s + self.row_s) / self.plain.y)
 
-    def draft_s(self, depth: int) -> float:
-        """A draft of that depth, or of the nearest one that was seen, in proportion."""
-        if not self.drafts:
-            return 0.0
-        near = min(self.drafts, key=lambda seen: abs(seen - depth))
-        return self.drafts[near].value * (depth / near if depth < near else 1.0)
+    def depths(self, acceptances: Sequence[Acceptance], most: int, nodes: int) -> list[int]:
+        """How deep each of some requests, which decode together, is to guess: at most `most`, with
+        a tree of `nodes` tokens then. The i-th guess is right with probability rate^i; all levels
+        up to a depth pay together. What is not known yet, of plain steps or wide, is tried."""
+        count = len(acceptances)
+        if not self.plain.known or not self.wide.known:
+            return [most if self.plain.known else 0] * count
+        token_s, row_s = self.plain.y / count, self.row_s * nodes / most / count
+        gain, best_gain, best = -self.first_s, 0.0, 0
+        for depth in range(1, most + 1):
+            worth = [acceptance.rate**depth * token_s - row_s for acceptance in acceptances]
+            gain += sum(each for each in worth if each > 0) - self.guess_s
+            if gain > best_gain:
+                best_gain, best = gain, depth
+        return [
+            max((d for d in range(1, best + 1) if acceptance.rate**d * token_s > row_s), default=0)
+            for acceptance in acceptances
+        ]
+
+    def pays(self, acceptances: Sequence[Acceptance]) -> list[bool]:
+        """Whose drafts, which end by themselves, bring more than they cost."""
+        count = len(acceptances)
+        if not self.plain.known or not self.wide.known:
+            return [self.plain.known] * count
+        token_s, guess_s = self.plain.y / count, (self.row_s + self.guess_s) / count
+        first_s = self.first_s / count
+        return [
+            each.right * token_s > each.guesses * guess_s + each.drafts * first_s
+            for each in acceptances
+        ]
 
 
-def depths(acceptances: Sequence[Acceptance], times: Times, most: int, nodes: int) -> list[int]:
-    """How deep each of some requests, which decode together, is to guess: at most `most`, with a
-    tree of `nodes` tokens then. What is not known yet, of plain steps or of wide ones, is tried."""
-    count = len(acceptances)
-    plain_s, one_s = times.step_s(count), times.row_s(count)
-    if plain_s is None or one_s is None:
-        return [0 if plain_s is None else most] * count
-    token_s, row_s = plain_s / count, one_s * nodes / most
-    gain, best_gain, best = 0.0, 0.0, 0
-    for depth in range(1, most + 1):
-        worth = [acceptance.rate**depth * token_s - row_s for acceptance in acceptances]
-        gain += sum(each for each in worth if each > 0)
-        if gain - times.draft_s(depth) > best_gain:
-            best_gain, best = gain - times.draft_s(depth), depth
-    return [
-        max((d for d in range(1, best + 1) if acceptance.rate**d * token_s > row_s), default=0)
-        for acceptance in acceptances
-    ]
+def rounded(count: int) -> int:
+    """Down to four bits: steps of about as many requests are one."""
+    shift = max(0, count.bit_length() - 4)
+    return count >> shift << shift

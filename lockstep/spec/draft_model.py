@@ -4,8 +4,6 @@ Loaded like any other model, for the target's device. Knows the loader and what 
 engine's `spec.select` calls it, `model_draft` runs what it returns.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from torch import Tensor

@@ -1,14 +1,10 @@
 """EAGLE heads: a decoder layer that continues a target's states, in the layout of their authors.
 
 Row p of a head has the token at p + 1 and the target's state at p or, where the target has not
-been, the head's own; its key stands at p and looks one token ahead. An EAGLE head joins the token's
-embedding and the target's last, normed state by `fc`, has one layer without a norm before it, and
-uses the target's lm_head. `eagle3.py` is what EAGLE-3 does otherwise.
-
-Knows configs, tensors and rows; no request and no tree. `model_draft.py` runs it.
+been, the head's own. An EAGLE head joins the token's embedding and the target's last, normed state
+by `fc`, has one layer without a norm before it, and uses the target's lm_head; `eagle3.py` is what
+EAGLE-3 does otherwise. Knows no request and no tree; `model_draft.py` runs it.
 """
-
-from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -99,24 +95,30 @@ class Head(Model):
         `hidden`."""
 
     @abstractmethod
-    def hidden_states(
-        self, ids: Tensor, positions: Tensor, step: AttentionContext, layers: Sequence[int]
-    ) -> tuple[Tensor, ...]:
-        """What `logits` takes and, per entry of `layers`, the state that the next row reads."""
+    def rows(
+        self, hidden: Tensor, embedded: Tensor, cos_sin: CosSins, step: AttentionContext
+    ) -> tuple[Tensor, Tensor]:
+        """What `logits` takes, and the state that the next row reads."""
+
+    def drafted(
+        self, ids: Tensor, positions: Tensor, step: AttentionContext, _: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """The rows of guesses, behind the head's own states."""
+        hidden = self.hidden[: len(ids)]
+        return self.rows(hidden, self.embedding(ids), self.cos_sin(positions), step)
 
     def extended(
-        self, ids: Tensor, positions: Tensor, step: AttentionContext, layers: Sequence[int]
-    ) -> tuple[Tensor, ...]:
-        """The same of rows where the target has been."""
-        self.hidden[: len(ids)] = self.fuse(self.states[: len(ids)])
-        return self.hidden_states(ids, positions, step, layers)
+        self, ids: Tensor, positions: Tensor, step: AttentionContext, _: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """The same where the target has been."""
+        hidden = self.fuse(self.states[: len(ids)])
+        return self.rows(hidden, self.embedding(ids), self.cos_sin(positions), step)
 
     def __call__(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
-        return self.hidden_states(ids, positions, step, ())[0]
+        return self.drafted(ids, positions, step, ())[0]
 
     @cached_property
     def kind(self) -> StepKind:
-        """Of its steps."""
         config = self.setup.config
         return StepKind(
             name=DRAFT,
@@ -124,18 +126,16 @@ class Head(Model):
             groups=(self.setup.first_group,),
             specs=self.groups(config.page_size, config.kv_cache_dtype),
             layer_map=self.layer_map,
-            forward=self.hidden_states,
+            forward=self.drafted,
             hidden_layers=(0,),
         )
 
     @cached_property
     def extend(self) -> StepKind:
-        """Of those where the target has been."""
         return replace(self.kind, name=EXTEND, forward=self.extended)
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose residual streams it reads."""
         return self.spec.fused
 
     @property
@@ -147,7 +147,6 @@ class Head(Model):
         return self.spec.max_position
 
     def cos_sin(self, positions: Tensor) -> CosSins:
-        """The angles of the layer's rope."""
         rope, freqs = self._rope
         return {rope: self.ops.rope_cos_sin(positions, freqs, rope.factor)}
 
@@ -167,14 +166,13 @@ class Eagle(Head):
     def fuse(self, states: Tensor) -> Tensor:
         return self.target.norm(states)
 
-    def hidden_states(
-        self, ids: Tensor, positions: Tensor, step: AttentionContext, layers: Sequence[int]
-    ) -> tuple[Tensor, ...]:
-        residual = self.fc(torch.cat((self.embedding(ids), self.hidden[: len(ids)]), -1))
-        hidden = self.attn(residual, self.cos_sin(positions), step)
-        hidden, residual = self.mlp_norm.add(hidden, residual)
+    def rows(
+        self, hidden: Tensor, embedded: Tensor, cos_sin: CosSins, step: AttentionContext
+    ) -> tuple[Tensor, Tensor]:
+        residual = self.fc(torch.cat((embedded, hidden), -1))
+        hidden, residual = self.mlp_norm.add(self.attn(residual, cos_sin, step), residual)
         hidden = self.mlp(hidden) + residual
-        return hidden, *(hidden for _ in layers)
+        return hidden, hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, d] → float32 [S, vocab]."""

@@ -1,14 +1,11 @@
 """EAGLE-3 heads: what differs from `eagle.py`.
 
 `fc` joins the states behind three layers of the target; the layer reads the token's embedding and
-that, each with a norm, side by side; a norm and an lm_head of its own follow. The lm_head knows
-some of the target's tokens: draft token i is token i + d2t[i] of the target, and t2d marks those.
-The built-in model brings its head along.
+that, each with a norm, side by side; a norm and an lm_head of its own follow, which knows some of
+the target's tokens: draft token i is token i + d2t[i], and t2d marks those.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.nn.attention import AttentionContext
+from lockstep.nn.attention import AttentionContext, CosSins
 from lockstep.nn.decoder import Decoder
 from lockstep.nn.norm import RMSNorm
 from lockstep.nn.source import WeightSource
@@ -41,16 +38,12 @@ class Eagle3(Head):
     def fuse(self, states: Tensor) -> Tensor:
         return self.fc(states)
 
-    def hidden_states(
-        self, ids: Tensor, positions: Tensor, step: AttentionContext, layers: Sequence[int]
-    ) -> tuple[Tensor, ...]:
-        residual = self.hidden[: len(ids)]
-        embedded = self.input_norm(self.embedding(ids))
-        hidden = torch.cat((embedded, self.hidden_norm(residual)), -1)
-        hidden = self.attn(hidden, self.cos_sin(positions), step)
-        hidden, residual = self.mlp_norm.add(hidden, residual)
-        hidden, residual = self.norm.add(self.mlp(hidden), residual)
-        return hidden, *(residual for _ in layers)
+    def rows(
+        self, hidden: Tensor, embedded: Tensor, cos_sin: CosSins, step: AttentionContext
+    ) -> tuple[Tensor, Tensor]:
+        both = torch.cat((self.input_norm(embedded), self.hidden_norm(hidden)), -1)
+        hidden, residual = self.mlp_norm.add(self.attn(both, cos_sin, step), hidden)
+        return self.norm.add(self.mlp(hidden), residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [S, d] → float32 [S, vocab], -inf for tokens that it does not know."""

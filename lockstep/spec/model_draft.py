@@ -1,44 +1,38 @@
 """Drafts that a model makes: its rows are ordinary plans, through the runner of the target.
 
-The model has groups of its own in the requests' tables, so the scheduler reserves, shares, moves
-and frees its pages with the target's. It stands at `PageTable.draft_len`. Rows that are missing
-come first, with the target's hidden states where the model reads them; what the last one says is
-the first guess. A chain's further rows lie in the pages, above every key that counts; those of a
-tree in scratch. Keys of guesses are kept if the tokens were right and the model sees tokens alone;
-otherwise they are computed again from what the target says.
-
-A guess is the model's own sample with the target's noise, or the best few: a draft like the target
-then errs seldom at any temperature. Where steps are settled late, a chain is launched without a
-look at its tokens: they stay on the device until the target has verified them. Knows requests,
-plans and one `DraftModel`; `speculation` calls it.
+The model has groups of its own in the requests' tables and stands at `PageTable.draft_len`. Rows
+that are missing come first, with the target's hidden states where the model reads them; what the
+last one says is the first guess. A chain's further rows lie in the pages, above every key that
+counts, those of a tree in scratch: guesses that were right are computed again. A guess is the
+model's own sample with the target's noise, or the best few. Knows requests, plans and one
+`DraftModel`; `speculation` calls it.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.kv.tables import PageTable
 from lockstep.models.loader import Info
-from lockstep.plan.build import BatchShape, BatchWork, PageTables, build
-from lockstep.plan.step import ints
+from lockstep.plan.build import BatchShape, BatchWork, PageTables, build, single_rows
+from lockstep.plan.step import StepPlan, ints
 from lockstep.run.kind import StepKind
 from lockstep.run.runner import GUESSES, Runner, StepOutput
-from lockstep.sample.logits import Row
+from lockstep.sample.formulas import NO_TOKEN
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import RowBatch, RowParams, Settings, sample, settings
 from lockstep.sched.request import DraftTree, Request
 from lockstep.spec import beam
+from lockstep.spec.depth import Chances
 from lockstep.spec.draft import NO_DRAFT, DraftModel, DraftRequest, SettledStep
 
-CATCH_UP = 256  # rows that are missing before they are computed without being asked for
+KEPT, LEAST = 4096, 16  # states that are kept for the requests of a step, and for each at least
+SPARSE = 64  # rows of a chunk, of which one is kept: from here on in memory of its own
 State = tuple[Tensor, int]  # the target's states of a step, and a row of it
 
 
@@ -49,13 +43,13 @@ class DraftState:
     hidden   the target's states at positions from `table.draft_len` on, which the draft has not
              computed yet
     last     the same of the row before
-    written  guesses whose keys lie behind `draft_len`, in place
+    shares   what the model gave the guesses of the last chain, and how often such ones are right
     """
 
     table: PageTable
     hidden: list[State] = field(default_factory=list)
     last: State | None = None
-    written: list[int] = field(default_factory=list)
+    shares: list[tuple[Chances, float]] = field(default_factory=list)
 
 
 class ModelDraft:
@@ -73,6 +67,7 @@ class ModelDraft:
         self._states: WeakKeyDictionary[Request, DraftState] = WeakKeyDictionary()
         self._how: tuple[list[Request], RowParams] | None = None  # of those that asked last
         self._pages: tuple[list[PageTable], PageTables] | None = None  # of the step before
+        self._chances = Chances(), Chances()  # of guesses without noise, and with
 
     @property
     def knows_chances(self) -> bool:
@@ -83,30 +78,30 @@ class ModelDraft:
         asks = [ask for ask in requests if self._open(ask.request)]
         if not asks:
             return [NO_DRAFT] * len(requests)
-        if self.top_k > 1:
-            trees = self._trees(asks)
-        elif len(self.runner.sampled) and self._params(asks).plain:
-            trees = self._late_chains(asks)
-        else:
-            trees = self._chains(asks)
+        trees = self._chains(asks) if self.top_k == 1 else self._trees(asks)
         found = {ask.request: tree for ask, tree in zip(asks, trees, strict=True)}
         return [found.get(ask.request, NO_DRAFT) for ask in requests]
 
     def observe(self, settled: SettledStep) -> None:
-        behind: dict[Request, int] = {}
+        behind, hidden = dict[Request, int](), settled.hidden
+        most = max(LEAST, KEPT // max(1, len(settled.rows)))
         for request, begin, rows in settled.rows:
             state, end = self._state(request), begin + len(rows)
             table = state.table
-            if settled.hidden is not None and begin == table.draft_len + len(state.hidden):
-                state.hidden += [(settled.hidden, row) for row in rows]
-            if state.written:
-                self._keep_written(request, state)
+            if hidden is not None and begin == table.draft_len + len(state.hidden):
+                state.hidden += [(hidden, row) for row in rows]
+            for at, (known, share) in enumerate(state.shares[: len(rows)]):
+                known.add(share, right=at < len(rows) - 1)
+            state.shares = []
             # a head's last row waits for who asks: it says the first guess
             end, lazy = end - self.ahead, end > len(request.spec.prompt) and not self.eager
             missing = end - table.draft_len
-            if missing >= (CATCH_UP if lazy else 1) and self._able(state, end):
+            if missing >= (most if lazy else 1) and self._able(state, end):
                 behind[request] = end
-        self._catch_up(behind)
+        if behind:
+            self._catch_up(behind)
+        if hidden is not None and any(len(each.rows) > SPARSE for each in settled.rows):
+            compact(hidden, [self._state(each.request) for each in settled.rows])
 
     def _state(self, request: Request) -> DraftState:
         """What is known of a request; nothing, if its table is another one by now."""
@@ -135,36 +130,16 @@ class ModelDraft:
             state.hidden.insert(0, state.last)
         return state.table.draft_len < end and self._able(state, end)
 
-    def _keep_written(self, request: Request, state: DraftState) -> None:
-        """Guesses that became tokens have their keys already."""
-        table, end = state.table, request.settled_len + 1
-        for token in state.written:
-            if table.draft_len >= end or request.tokens[table.draft_len] != token:
-                break
-            table.draft_len += 1
-        state.written = []
-
     # -- rows
 
-    def _run(
-        self,
-        kind: StepKind,
-        tables: list[PageTable],
-        lens: Sequence[int] | NDArray[np.int64],
-        shape: BatchShape,
-        ids: Sequence[int] | NDArray[np.int64],
-        how: Settings | None = None,
-    ) -> StepOutput:
-        """One step of the draft, behind so many keys of each request."""
+    def _plan(
+        self, kind: StepKind, tables: list[PageTable], lens: Sequence[int], shape: BatchShape
+    ) -> StepPlan:
+        """Of rows behind so many keys of each request."""
         if self._pages is None or self._pages[0] != tables:
             self._pages = tables, PageTables(kind.specs, len(tables))
         pages = [table.views(kind.groups) for table in tables]
-        work = BatchWork(shape, lens, pages, self._pages[1])
-        out = self.runner.run(build(kind.specs, work), np.asarray(ids, np.int32), kind, how)
-        for table in tables:
-            if table.pending:
-                table.moved(kind.groups)
-        return out
+        return build(kind.specs, BatchWork(shape, lens, pages, self._pages[1]))
 
     def _extend(
         self, parts: Sequence[tuple[Request, int]], width: int = 0, how: Settings | None = None
@@ -172,7 +147,7 @@ class ModelDraft:
         """The next rows of some requests, so many of each. With a `width` all have as many: what
         lies behind its own rows is written again before anybody reads it."""
         tables, ids, states = list[PageTable](), list[int](), list[State]()
-        lens, counts = list[int](), [count for _, count in parts]
+        lens, counts, kind = list[int](), [count for _, count in parts], self.model.extend
         for request, count in parts:
             state, more = self._state(request), max(0, width - count)
             begin = state.table.draft_len
@@ -186,28 +161,18 @@ class ModelDraft:
             tables.append(state.table)
             lens.append(begin)
             state.table.draft_len += count
-        self._fill(states)
+        if self.model.states is not None:
+            fill(self.model.states, states)
         if width:
             last = np.arange(len(parts)) * width + counts - 1
             shape = replace(uniform(len(parts), width), emit=ints(last))
         else:
-            shape = shape_of(counts, [None] * len(counts))
-        return self._run(self.model.extend, tables, lens, shape, ids, how)
-
-    def _fill(self, rows: Sequence[State]) -> None:
-        """The target's states of a step's rows, where the model reads them: a copy for every step
-        that they come from."""
-        buffer, found = self.model.states, dict[int, tuple[Tensor, list[int], list[int]]]()
-        for at, (states, row) in enumerate(rows):
-            entry = found.setdefault(id(states), (states, [], []))
-            entry[1].append(row)
-            entry[2].append(at)
-        for states, *numbers in found.values():
-            index = torch.tensor(numbers)
-            if states.device.type == "cuda":  # from pinned memory nothing waits
-                index = index.pin_memory().to(states.device, non_blocking=True)
-            if buffer is not None:
-                buffer.index_copy_(0, index[1], states[index[0]])
+            shape = shape_of(counts)
+        out = self.runner.run(self._plan(kind, tables, lens, shape), ids, kind, how)
+        for table in tables:
+            if table.pending:
+                table.moved(kind.groups)
+        return out
 
     def _catch_up(self, ends: Mapping[Request, int]) -> None:
         """All rows up to where each request's end, of as many requests at a time as fit."""
@@ -229,93 +194,117 @@ class ModelDraft:
         even = width if self.runner.even else 0
         most = width if even or width * len(asks) <= self.rows else 1
         missing = [self._end(r) - self._state(r).table.draft_len for r in requests]
-        late = {r: self._end(r) - 1 for r, n in zip(requests, missing, strict=True) if n > most}
-        self._catch_up(late)
-        missing = [1 if n > most else n for n in missing]
+        if max(missing) > most:
+            late = {r: self._end(r) - 1 for r, n in zip(requests, missing, strict=True) if n > most}
+            self._catch_up(late)
+            missing = [1 if n > most else n for n in missing]
         return self._extend(list(zip(requests, missing, strict=True)), even, how)
 
     # -- guesses
 
-    def _params(self, asks: Sequence[DraftRequest]) -> RowParams:
-        """How the tokens of some requests are chosen: kept while the same ones ask."""
+    def _rows(self, asks: Sequence[DraftRequest], guesses: Sequence[Sequence[int]]) -> RowBatch:
+        """How the tokens behind some guesses are chosen: as the target would choose them."""
         requests = [ask.request for ask in asks]
         if self._how is None or self._how[0] != requests:
             params = [unscored(ask.params) for ask in asks]
             how = RowParams.of(params, [len(each.spec.prompt) for each in requests])
             self._how = requests, how
-        return self._how[1]
-
-    def _late_chains(self, asks: Sequence[DraftRequest]) -> list[DraftTree]:
-        """All tokens of all requests without a look at one: guess i of request k, of n, is sample
-        GUESSES + i * n + k of the runner, which the target's step reads there."""
-        n, how, buffer = len(asks), self._params(asks), self.model.hidden
-        tables = [self._state(ask.request).table for ask in asks]
-        lens = np.array([len(ask.request.tokens) for ask in asks], np.int64)
-        depths = [min(ask.steps, ask.nodes) for ask in asks]
-        numbers = -1 - GUESSES - np.arange(max(depths) * n).reshape(-1, n)
-        for i, ids in enumerate(numbers):
-            chosen = settings(RowBatch(how, lens + i, {}), self.vocab_size)
-            if i == 0:
-                out = self._begin(asks, chosen)
-            else:
-                begins = lens - self.ahead + i - 1
-                out = self._run(
-                    self.model.kind, tables, begins, uniform(n, 1), numbers[i - 1], chosen
-                )
-            assert out.sampled is not None, "settings were given"
-            self.runner.keep(out.sampled[0, :n], -1 - int(ids[0]))
-            if buffer is not None and out.behind is not None and i + 1 < len(numbers):
-                buffer[:n] = out.behind
-        chains = zip(numbers.T.tolist(), depths, strict=True)
-        return [DraftTree(tuple(ids[:deep]), tuple(range(deep))) for ids, deep in chains]
+        pairs = list(zip(asks, guesses, strict=True))
+        history = {
+            row: np.array([*ask.request.tokens, *own], np.int32)
+            for row, (ask, own) in enumerate(pairs)
+            if ask.params.penalised
+        }
+        positions = [len(ask.request.tokens) + len(own) for ask, own in pairs]
+        return RowBatch(self._how[1], np.array(positions, np.int64), history)
 
     def _chains(self, asks: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Token by token, all requests at once, as far as the model thinks that it is right."""
+        """Token by token, all requests at once, as far as the model thinks that it is right. Where
+        steps are settled late nobody looks at a token: guess k is sample GUESSES + k of the runner,
+        which the target's step reads there."""
         chains, chances = [list[int]() for _ in asks], [1.0] * len(asks)
-        live, out, knows = list(range(len(asks))), self._begin(asks), self.knows_chances
-        while live:
-            rows = [guess_row(asks[i], chains[i]) for i in live]
-            logits = self.model.logits(out.emitted)
-            tokens = sample(self.runner.ops, logits, rows, self.eos_ids).token_ids
+        states = [self._state(ask.request) for ask in asks]
+        for state in states:
+            state.shares = []
+        live, kept = list(range(len(asks))), GUESSES
+        steps: Iterator[StepPlan] = iter(())
+        rows, kind = self._rows(asks, chains), self.model.kind
+        late = len(self.runner.sampled) > 0 and rows.how.plain
+        out = self._begin(asks, settings(rows, self.vocab_size) if late else None)
+        while True:
+            if late and out.sampled is not None:
+                self.runner.keep(out.sampled[0, : len(live)], kept)
+                tokens, shares = [-1 - kept - at for at in range(len(live))], list[float]()
+                kept += len(live)
+            else:
+                tokens, shares = self._guesses(out, rows)
             alive = list[int]()
-            guesses = zip(live, tokens.tolist(), chances_of(logits, tokens), strict=True)
-            for at, (i, token, chance) in enumerate(guesses):
-                ask, chain = asks[i], chains[i]
-                chances[i] *= chance
-                if token >= 0:
-                    chain.append(token)
-                    more = len(chain) < min(ask.steps, ask.nodes)
-                    if more and (not knows or chances[i] >= ask.go_on):
+            for at, i in enumerate(live):
+                if shares:
+                    known = self._chances[asks[i].params.temperature > 0]
+                    states[i].shares.append((known, shares[at]))
+                    chances[i] *= known.of(shares[at])
+                if tokens[at] != NO_TOKEN:
+                    chains[i].append(tokens[at])
+                    if len(chains[i]) < asks[i].steps and chances[i] >= asks[i].go_on:
                         alive.append(at)
-            live = [live[at] for at in alive]
-            if live:
-                tables = [self._state(asks[i].request).table for i in live]
-                begins = [
-                    t.draft_len + len(chains[i]) - 1 for t, i in zip(tables, live, strict=True)
-                ]
-                ids = [chains[i][-1] for i in live]
-                self._feed(out, alive)
-                out = self._run(self.model.kind, tables, begins, uniform(len(live), 1), ids)
-        for ask, chain in zip(asks, chains, strict=True):
-            if not self.ahead:
-                self._state(ask.request).written = chain[:-1]
+            if not alive:
+                break
+            if len(alive) < len(live):
+                live, steps = [live[at] for at in alive], iter(())
+            some = [asks[i] for i in live]
+            rows = self._rows(some, [chains[i] for i in live])
+            self._feed(out, alive)
+            plan = next(steps, None)
+            if plan is None:
+                steps = self._further(some, [len(chains[i]) for i in live])
+                plan = next(steps)
+            how = settings(rows, self.vocab_size) if late else None
+            ids = [chains[i][-1] for i in live]
+            out = self.runner.launch(self.runner.padded(plan), ids, kind, how)
         return [DraftTree(tuple(chain), tuple(range(len(chain)))) for chain in chains]
+
+    def _guesses(self, out: StepOutput, rows: RowBatch) -> tuple[list[int], list[float]]:
+        """The tokens of some rows and, if it counts, what the model gives them: before any
+        temperature or penalty."""
+        logits = self.model.logits(out.emitted)
+        scores = logits.cpu().numpy()
+        if rows.how.plain and not any(each.temperature for each in rows.how.params):
+            tokens = scores.argmax(1)
+        else:
+            tokens = sample(self.runner.ops, logits, rows, self.eos_ids).token_ids.cpu().numpy()
+        if not self.knows_chances:
+            return tokens.tolist(), []
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        shares = weights[np.arange(len(tokens)), tokens] / weights.sum(1)
+        return tokens.tolist(), shares.tolist()
+
+    def _further(self, asks: Sequence[DraftRequest], lens: Sequence[int]) -> Iterator[StepPlan]:
+        """The next steps of chains of these lengths, planned and checked in one go: as many as all
+        may have."""
+        width = min([ask.steps - n for ask, n in zip(asks, lens, strict=True)])
+        tables = [self._state(ask.request).table for ask in asks]
+        begins = [table.draft_len + n - 1 for table, n in zip(tables, lens, strict=True)]
+        plan = self._plan(self.model.kind, tables, begins, uniform(len(asks), width))
+        self.runner.check(plan, self.model.kind)
+        return single_rows(plan, uniform(len(asks), 1))
 
     def _feed(self, out: StepOutput, above: Sequence[int]) -> None:
         """What the next rows read: what these rows, of those that were emitted, left."""
         if self.model.hidden is not None and out.behind is not None:
-            self.model.hidden[: len(above)] = out.behind[above]
+            whole = list(above) == list(range(len(out.behind)))
+            self.model.hidden[: len(above)] = out.behind if whole else out.behind[above]
 
     def _trees(self, asks: Sequence[DraftRequest]) -> list[DraftTree]:
         """Behind every node of a level the best tokens; of these the best are the next level."""
-        beams = [beam.Beam(self.top_k) for _ in asks]
+        beams, kind = [beam.Beam(self.top_k) for _ in asks], self.model.kind
         live, out = list(range(len(asks))), self._begin(asks)
         while live:
-            rows = [guess_row(asks[i], path) for i in live for path in beams[i].paths()]
-            logits = self.model.logits(out.emitted)
-            scores, ids = beam.best(logits, rows, self.top_k, self.eos_ids)
+            paths = [(asks[i], path) for i in live for path in beams[i].paths()]
+            rows = self._rows([ask for ask, _ in paths], [path for _, path in paths])
+            scores, ids = beam.best(self.model.logits(out.emitted), rows, self.top_k, self.eos_ids)
             first, going, above = 0, list[int](), list[int]()
-            tokens, trees = list[list[int]](), list[tuple[int, ...] | None]()
+            tokens, trees = list[list[int]](), list[tuple[int, ...]]()
             for i in live:
                 width = beams[i].width
                 beams[i].grow(scores[first : first + width], ids[first : first + width])
@@ -328,48 +317,59 @@ class ModelDraft:
                 first += width
             if live := going:
                 tables = [self._state(asks[i].request).table for i in live]
-                shape = shape_of(list(map(len, tokens)), trees)
                 flat = [token for level in tokens for token in level]
                 self._feed(out, above)
                 begins = [table.draft_len for table in tables]
-                out = self._run(self.model.kind, tables, begins, shape, flat)
+                shape = shape_of(list(map(len, tokens)), trees)
+                out = self.runner.run(self._plan(kind, tables, begins, shape), flat, kind)
         return [each.tree(ask.nodes) for each, ask in zip(beams, asks, strict=True)]
 
 
-def shape_of(counts: Sequence[int], trees: Sequence[tuple[int, ...] | None]) -> BatchShape:
+def fill(buffer: Tensor, rows: Sequence[State]) -> None:
+    """The target's states of a step's rows, where the model reads them."""
+    begins, steps, count = dict[int, int](), list[Tensor](), 0
+    for states, _ in rows:
+        if id(states) not in begins:
+            begins[id(states)] = count
+            steps.append(states)
+            count += len(states)
+    index = [begins[id(states)] + row for states, row in rows]
+    every = steps[0] if len(steps) == 1 else torch.cat(steps)
+    if buffer.device.type == "cpu":  # by numpy, on this thread, as `Ops.take_rows` does it
+        buffer.numpy()[: len(rows)] = every.numpy()[index]
+    else:  # from pinned memory nothing waits
+        at = torch.tensor(index).pin_memory().to(buffer.device, non_blocking=True)
+        torch.index_select(every, 0, at, out=buffer[: len(rows)])
+
+
+def compact(step: Tensor, states: Sequence[DraftState]) -> None:
+    """The rows of a step that are still wanted get memory of their own: it need not stay."""
+    kept = [[each for each in (*s.hidden, s.last) if each and each[0] is step] for s in states]
+    rows = sorted({row for own in kept for _, row in own})
+    number, fewer = {row: i for i, row in enumerate(rows)}, step[rows]
+    for s in states:
+        s.hidden = [(fewer, number[row]) if t is step else (t, row) for t, row in s.hidden]
+        if s.last and s.last[0] is step:
+            s.last = fewer, number[s.last[1]]
+
+
+def shape_of(counts: Sequence[int], trees: Sequence[tuple[int, ...]] = ()) -> BatchShape:
     """Of requests with so many rows: the last one is emitted, or all of a tree."""
-    emits = [
-        None if tree is None else tuple(range(n)) for n, tree in zip(counts, trees, strict=True)
-    ]
+    if not trees and min(counts) == max(counts):
+        return uniform(len(counts), counts[0])
+    emits = [tuple(range(n)) if trees else None for n in counts]
     nothing = [0] * len(counts)
-    return BatchShape.of(counts, emits, trees, nothing, nothing)
+    return BatchShape.of(counts, emits, trees or [None] * len(counts), nothing, nothing)
 
 
 @lru_cache(maxsize=256)
 def uniform(requests: int, width: int) -> BatchShape:
     """Of so many requests with as many rows each."""
-    return shape_of([width] * requests, [None] * requests)
-
-
-def chances_of(logits: Tensor, tokens: Tensor) -> list[float]:
-    """What a draft gives its own guesses, tokens [S], before any temperature or penalty; of what
-    could not be guessed nobody asks."""
-    shares = logits.softmax(-1).gather(1, tokens.clamp(min=0)[:, None])
-    chances: list[float] = shares[:, 0].tolist()
-    return chances
+    each, nothing = [None] * requests, [0] * requests
+    return BatchShape.of([width] * requests, each, each, nothing, nothing)
 
 
 @lru_cache(maxsize=1024)
 def unscored(params: SamplingParams) -> SamplingParams:
     """The same, without log-probabilities: nobody wants those of guesses."""
     return replace(params, logprobs=None)
-
-
-def guess_row(ask: DraftRequest, drafted: Sequence[int]) -> Row:
-    """How the token behind some guesses is chosen: as the target would choose it."""
-    params = ask.params
-    tokens, position = ask.request.tokens, len(ask.request.tokens) + len(drafted)
-    row = Row(unscored(params), position, len(ask.request.spec.prompt))
-    if not params.penalised:
-        return row
-    return row._replace(token_ids=np.array([*tokens, *drafted], np.int32))

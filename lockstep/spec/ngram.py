@@ -1,11 +1,8 @@
-"""Drafts from the text itself: what followed the last time that it read like this.
+"""Drafts from the text itself: what followed the last time that it read like this, a chain.
 
-The longest of the last few tokens that stand somewhere before are looked up, and what came behind
-them is the guess: a chain. Nothing is computed on a device, so a wrong guess costs the rows that
-verify it. Knows token ids; the engine calls it.
+The longest of the last few tokens that stand somewhere before are looked up; a wrong guess costs
+the rows that verify it, and nothing else. Knows token ids; the engine calls it.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary

@@ -4,11 +4,8 @@ An algorithm is a file beside this one. Knows names, defaults and what a target 
 calls it when it is made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import import_module
-from typing import NamedTuple
 
 from lockstep.attention.base import Backend
 from lockstep.attention.select import refusal
@@ -41,6 +38,12 @@ def shape_of(config: EngineConfig) -> TreeShape:
     return TreeShape(steps, top_k, rows - 1 if rows is not None else 0)
 
 
+def most_rows(config: EngineConfig) -> int:
+    """Of a draft's step, pads included: padded, there are at most twice as many requests."""
+    padded = 2 * config.max_running_requests * max(shape_of(config).widths)
+    return max(config.bucket_sizes or (config.chunked_prefill_size, padded))
+
+
 def load(
     config: EngineConfig, target: Loaded, backend: Backend, loader: Loader | None
 ) -> DraftModel | None:
@@ -61,10 +64,7 @@ def load(
     if algorithm not in FILES:
         return None
     kinds = kinds_of(model, info, config.page_size, config.kv_cache_dtype)
-    # padded, there are at most twice as many requests
-    most = 2 * config.max_running_requests * max(shape_of(config).widths)
-    rows = max(config.bucket_sizes or (config.chunked_prefill_size, most))
-    setup = DraftSetup(config, target, len(group_specs(kinds.values())), rows)
+    setup = DraftSetup(config, target, len(group_specs(kinds.values())), most_rows(config))
     if loader is None:
         loader = import_module(f"lockstep.spec.{FILES[algorithm]}").load
     draft = loader(setup)
@@ -77,22 +77,16 @@ def load(
     return draft
 
 
-class Launches(NamedTuple):
-    """Steps that are recorded when an engine starts: `width` rows of each request, of which every
-    one is emitted, or the last."""
-
-    kind: StepKind
-    width: int = 1
-    every: bool = False
-
-
-def launches(config: EngineConfig, target: StepKind, model: DraftModel | None) -> list[Launches]:
-    """Of the target, and of chains and what verifies them; those of trees when they come."""
-    found = [Launches(target)]
+def launches(
+    config: EngineConfig, target: StepKind, model: DraftModel | None
+) -> list[tuple[StepKind, int, bool]]:
+    """Steps to record when an engine starts: so many rows of each request, all emitted or the last.
+    Of the target, and of chains and what verifies them; those of trees when they come."""
+    found = [(target, 1, False)]
     if config.speculative_algorithm is not None and (shape := shape_of(config)).top_k == 1:
-        found += [Launches(target, width, every=True) for width in shape.widths[1:]]
+        found += [(target, width, True) for width in shape.widths[1:]]
         if model is not None:
-            found += [Launches(model.kind), Launches(model.extend, shape.steps + 1)]
+            found += [(model.kind, 1, False), (model.extend, shape.steps + 1, False)]
     return found
 
 
@@ -106,9 +100,9 @@ def speculation(
     """What the engine asks between steps; None if nothing is guessed."""
     if config.speculative_algorithm is None:
         return None
-    shape, rows = shape_of(config), config.chunked_prefill_size
+    shape = shape_of(config)
     draft: Draft = NgramDraft()
     if model is not None:
-        draft = ModelDraft(model, runner, shape.top_k, shape.steps, rows, info)
+        draft = ModelDraft(model, runner, shape.top_k, shape.steps, most_rows(config), info)
     context_length = config.context_length or info.max_position
-    return Speculation(draft, shape, say, runner.even, context_length)
+    return Speculation(draft, shape, runner, context_length, say)

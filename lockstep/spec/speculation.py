@@ -6,9 +6,8 @@ until its tokens have their values. Nothing here can change an answer. Knows req
 times and the draft; the engine calls it.
 """
 
-from __future__ import annotations
-
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -16,10 +15,11 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from lockstep.plan.tree import paths
+from lockstep.run.runner import Runner
 from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import AcceptedTokens, DraftTree, Request, ScheduledRows, ScheduledStep
 from lockstep.sched.scheduler import Scheduler
-from lockstep.spec.depth import LONGEST_REST, REST, Acceptance, Times, depths
+from lockstep.spec.depth import LONGEST_REST, REST, Acceptance, Costs, rounded
 from lockstep.spec.draft import Draft, DraftRequest, SettledRows, SettledStep
 from lockstep.types import RuleError
 
@@ -28,16 +28,11 @@ ANY_ID = 0  # of a guess that nobody made
 
 @dataclass(frozen=True)
 class TreeShape:
-    """How large a draft may be.
+    """How large a draft may be."""
 
-    steps  its deepest token
-    top_k  tokens that are tried behind each of the best; 1 is a chain
-    nodes  tokens in all
-    """
-
-    steps: int
-    top_k: int = 1
-    nodes: int = 0
+    steps: int  # its deepest token
+    top_k: int = 1  # tokens that are tried behind each of the best; 1 is a chain
+    nodes: int = 0  # tokens in all
 
     def __post_init__(self) -> None:
         k = self.top_k
@@ -67,7 +62,8 @@ class TreeShape:
 
 
 class Speculation:
-    """Drafts of an engine's requests."""
+    """Drafts of an engine's requests. Where launches that verify are recorded (`Runner.even`), all
+    drafts of a step are as long, and it is all who guess or nobody."""
 
     # off: always as deep as the shape allows; for the lab and for tests
     adaptive = True
@@ -76,13 +72,13 @@ class Speculation:
         self,
         draft: Draft,
         shape: TreeShape,
+        runner: Runner,
+        context_length: int,
         say: Callable[[str], None],
-        even: bool = False,
-        context_length: int = 0,
     ) -> None:
-        self.draft, self.shape, self.times = draft, shape, Times()
-        # all drafts of a step are as long, and it is all who guess or nobody
-        self.even, self.context_length = even, context_length
+        self.draft, self.shape = draft, shape
+        self.costs: defaultdict[int, Costs] = defaultdict(Costs)  # by requests that decode, about
+        self.runner, self.context_length = runner, context_length
         self._acceptance = Acceptance()  # of all requests
         self._acceptances: WeakKeyDictionary[Request, Acceptance] = WeakKeyDictionary()
         self._say: Callable[[str], None] | None = say
@@ -100,22 +96,24 @@ class Speculation:
             if request.spec.draft and not scheduler.make_room(*room):
                 continue
             budget -= nodes
-            ask = DraftRequest(request, params_of(request), min(steps, nodes), nodes)
-            asks.append(ask)
-        go_on = self.times.go_on(len(asks)) if self.adaptive else 0.0
-        asks = [ask._replace(go_on=go_on) for ask in asks]
-        trees = self.draft.propose(asks) if asks else []
-        if self.even:
+            asks.append(DraftRequest(request, params_of(request), min(steps, nodes), nodes))
+        self._begun = begun
+        if not asks:
+            return
+        costs = self.costs[rounded(len(asks))]
+        if self.adaptive:
+            asks = [ask._replace(go_on=costs.go_on) for ask in asks]
+        trees = self.draft.propose(asks)
+        if self.runner.even:
             trees = evened(asks, trees, self.shape)
         for ask, tree in zip(asks, trees, strict=True):
             if tree.token_ids:
                 ask.request.draft = tree
+        deepest = max(ask.steps for ask in asks)
+        if self.draft.knows_chances:
+            deepest = max(1, *(len(tree.token_ids) for tree in trees))
         self._begun = time.perf_counter()
-        if asks:
-            deepest = max(ask.steps for ask in asks)
-            if self.draft.knows_chances:
-                deepest = max(1, *(len(tree.token_ids) for tree in trees))
-            self.times.draft(deepest, self._begun - begun)
+        costs.draft.add(deepest, self._begun - begun)
 
     def hold(self, step: ScheduledStep) -> bool:
         """Who is to have a draft next waits until his token has its value. Whether all of them do,
@@ -131,23 +129,24 @@ class Speculation:
 
     def settled(self, step: ScheduledStep, accepted: AcceptedTokens, hidden: Tensor | None) -> None:
         """A step of the target has settled."""
-        batch, entries, at, tried, right = step.batch, list[SettledRows](), 0, 0, 0
+        batch, entries, at, drafts = step.batch, list[SettledRows](), 0, list[tuple[int, ...]]()
         if all(rows.new_len == 1 or rows.parents for rows in batch.rows):
-            self.times.step(len(step.ids), time.perf_counter() - self._begun)
+            depth = len(step.ids) / len(batch.rows) - 1
+            self.costs[rounded(len(batch.rows))].step(depth, time.perf_counter() - self._begun)
         cached_lens = step.cached_lens.tolist()
         for i, (rows, cached_len) in enumerate(zip(batch.rows, cached_lens, strict=True)):
             nodes: Sequence[int] = range(rows.new_len)
             if rows.parents is not None:
                 nodes = accepted.sample(at).nodes
-                own = min(deepest_node(rows), len(nodes)), max(len(nodes) - 1, 0)
-                if not self.even:
-                    self._acceptance_of(rows.request).verified(*own)
-                tried, right = tried + own[0], right + own[1]
+                deepest = deepest_node(rows)
+                drafts.append((1, deepest, min(deepest, len(nodes)), max(len(nodes) - 1, 0)))
+                if not self.runner.even:
+                    self._acceptance_of(rows.request).verified(*drafts[-1])
             at += rows.sampled
             kept = tuple([batch.begins[i] + node for node in nodes])
             entries += [SettledRows(request, cached_len, kept) for request in drafting(rows)]
-        if tried:
-            self._acceptance.verified(tried, right)
+        if drafts:
+            self._acceptance.verified(*map(sum, zip(*drafts, strict=True)))
         self.draft.observe(SettledStep(tuple(entries), hidden))
 
     # -- how deep
@@ -165,27 +164,32 @@ class Speculation:
             return {request: min(n, shape.steps) for request, n in most.items()}
         awake = list(most)
         acceptances = [self._acceptance_of(request) for request in awake]
-        chosen = depths(acceptances, self.times, shape.steps, shape.nodes)
+        costs = self.costs[rounded(len(awake))]
         if self.draft.knows_chances:  # and ends its chains by itself
-            chosen = [shape.steps if steps else 0 for steps in chosen]
-        elif self.even and shape.top_k == 1:
-            chosen = [shape.rounded(steps) for steps in chosen]
-        known = self.times.step_s(len(awake)) is not None
+            chosen = [shape.steps * pays for pays in costs.pays(acceptances)]
+        else:
+            chosen = costs.depths(acceptances, shape.steps, shape.nodes)
+            if self.runner.even and shape.top_k == 1:
+                chosen = [shape.rounded(steps) for steps in chosen]
+        known = costs.plain.known
         wanted: dict[Request, int] = {}
         for request, acceptance, steps in zip(awake, acceptances, chosen, strict=True):
             if not steps and known and not acceptance.rests_until:
                 acceptance.rests(settled)
+                self._acceptance.rest = acceptance.rest
+                self._acceptance.rests_until = acceptance.rests_until
                 self._note(acceptance)
-            elif not steps and known:  # it has rested: one guess, whatever it is worth
-                steps, acceptance.rests_until = 1, 0
+            elif not steps and known and not acceptance.resting(settled):  # a guess, to try again
+                steps = shape.steps if self.draft.knows_chances else 1
+                acceptance.rests_until = 0
             if steps:
                 wanted[request] = min(steps, most[request])
         return wanted
 
     def _rests(self, request: Request, settled: int) -> bool:
         """Whether it is not asked for when so many steps are settled."""
-        acceptance = self._acceptance if self.even else self._acceptances.get(request)
-        return self.adaptive and acceptance is not None and settled < acceptance.rests_until
+        acceptance = self._acceptance if self.runner.even else self._acceptances.get(request)
+        return self.adaptive and acceptance is not None and acceptance.resting(settled)
 
     def _deepest(self, request: Request, settled: int) -> int:
         """How deep a draft of a request may be, if steps up to number `settled` are settled: 0 if
@@ -193,12 +197,16 @@ class Speculation:
         is accepted is cut."""
         if request.table is None or request.launched_in > settled or not request.decodes:
             return 0
-        return self.context_length - len(request.tokens) if self.even else request.left - 1
+        if self.runner.even:
+            return self.context_length - len(request.tokens)
+        return request.left - 1
 
     def _acceptance_of(self, request: Request) -> Acceptance:
-        acceptance = self._acceptance if self.even else self._acceptances.get(request)
+        """A new request begins with what is known of all: how often they are right, and how long
+        who is not rests."""
+        acceptance = self._acceptance if self.runner.even else self._acceptances.get(request)
         if acceptance is None:
-            acceptance = self._acceptances[request] = Acceptance(self._acceptance.rate)
+            acceptance = self._acceptances[request] = self._acceptance.other()
         return acceptance
 
     def _note(self, acceptance: Acceptance) -> None:

@@ -1,13 +1,9 @@
 """Which of the drafted tokens are right: the target's own sample behind every node says it.
 
-A node is a row of the target like any other, sampled with the noise of its own position and over
-the tokens that stand before it. From the root on, a path goes on for as long as one of the node's
-children is the token that was sampled behind it. So what is accepted is what plain decoding would
-have sampled one by one, and the sample behind the last node is one token more. Knows numbers on
-the host alone; the engine calls it when a step has come back.
+From the root on, a path goes on for as long as one of the node's children is the token that was
+sampled behind it: what is accepted is what plain decoding would have sampled one by one. Knows
+numbers on the host alone; `llm.accept` calls it when a step has come back.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -23,18 +19,12 @@ class NodeRows(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """What every completion of a step gets.
+    """What every completion of a step gets."""
 
-    token_ids  the samples along its path
-    nodes      the path, as many nodes as tokens, where there was a draft
-    errors     why the next token could not be sampled, where that is so
-    rows       the sampled rows that the tokens come from
-    """
-
-    token_ids: list[tuple[int, ...]]
-    nodes: dict[int, tuple[int, ...]]
-    errors: dict[int, str]
-    rows: list[tuple[int, ...]]
+    token_ids: list[tuple[int, ...]]  # the samples along its path
+    nodes: dict[int, tuple[int, ...]]  # the path, where there was a draft: as many as tokens
+    errors: dict[int, str]  # why the next token could not be sampled, where that is so
+    rows: list[tuple[int, ...]]  # the sampled rows that the tokens come from
 
 
 def verify(
