@@ -107,7 +107,7 @@ def test_settings_lie_behind_the_image_and_pads_are_greedy() -> None:
 def test_growing_requests_stay_in_one_bucket(parts: engines.Parts) -> None:
     specs = parts.model.groups(8)
     buckets = Buckets((1, 2, 4), widths=(1,), request_pages=20, most_pages=64)
-    plans = {n: build(specs, [null_work(specs, 1, False)] * n) for n in (1, 2, 4)}
+    plans = {n: build(specs, [null_work(specs, 1, (0,))] * n) for n in (1, 2, 4)}
     bucket = buckets.fit(plans[4])
     assert pad(plans[4], bucket).bucket == bucket and bucket.pages == (64, 64)  # 80 would be 128
     assert buckets.fit(plans[2]).pages == (64, 64) and buckets.fit(plans[1]).pages == (32, 32)

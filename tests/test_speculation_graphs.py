@@ -22,6 +22,7 @@ from lockstep.run.graph import captures
 from lockstep.run.kind import DRAFT, EXTEND, GENERATE, VERIFY
 from lockstep.run.runner import GUESSES
 from lockstep.sample.params import SamplingParams
+from lockstep.spec import depth
 from lockstep.spec import select as drafting
 from lockstep.spec import speculation as speculations
 
@@ -70,8 +71,8 @@ def recorded(tiny: Tiny, overlap: bool, monkeypatch: pytest.MonkeyPatch, **how: 
     engine.runner.buckets = Buckets.for_decoding(8, 64, 600, speculation.shape.widths)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
     target = engine.kinds[GENERATE]
-    for kind, width, every in drafting.launches(engine.config, target, engine.draft_model):
-        engine.runner.capture(kind, print, width, every)
+    for launch in drafting.launches(engine.config, target, engine.draft_model):
+        engine.runner.capture(launch.kind, print, *launch[1:])
     return engine
 
 
@@ -100,14 +101,15 @@ def test_steps_that_draft_extend_and_verify_are_replayed(tiny, how, overlap, mon
 @pytest.mark.parametrize("penalised", [False, True])
 def test_a_chain_is_settled_by_one_wait_unless_a_penalty_needs_its_tokens(penalised, monkeypatch):
     """The ids of a verify step are guesses that the host has not seen."""
-    engine, seen = made(QWEN3, overlap=True, **CHAIN), list[int]()
-    engine.speculation.adaptive = False
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(launches, "on_host", torch.clone)
+    engine, seen = recorded(QWEN3, True, monkeypatch, **CHAIN), list[int]()
     run = engine.runner.run
 
-    def watched(plan: Any, ids: Any, kind: Any, *given: Any) -> Any:
+    def watched(plan: Any, ids: Any, kind: Any, *given: Any, **named: Any) -> Any:
         if kind.name == "generate":
             seen.extend(int(each) for each in ids)
-        return run(plan, ids, kind, *given)
+        return run(plan, ids, kind, *given, **named)
 
     monkeypatch.setattr(engine.runner, "run", watched)
     asked = (*ASKED, PENALISED) if penalised else ASKED
@@ -118,6 +120,25 @@ def test_a_chain_is_settled_by_one_wait_unless_a_penalty_needs_its_tokens(penali
     assert late == counts.drafted if not penalised else 0 < late < counts.drafted
 
 
+def test_drafts_of_a_recorded_step_rest_and_try_together(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(launches, "on_host", torch.clone)
+    engine = recorded(QWEN3, False, monkeypatch, **CHAIN)
+    speculation, scheduler = engine.speculation, engine.scheduler
+    for prompt, wish in ASKED:
+        engine.add(prompt, wish)
+    engine.step()
+    nothing = lambda self, acceptances, most, nodes: [0] * len(acceptances)  # noqa: E731
+    monkeypatch.setattr(depth.Costs, "depths", nothing)
+    monkeypatch.setattr(depth.Line, "known", True)
+    speculation.adaptive = True
+    assert speculation._wanted(scheduler) == {} and speculation._acceptance.rests_until
+    assert speculation._wanted(scheduler) == {}
+    scheduler.settled = speculation._acceptance.rests_until
+    assert {*speculation._wanted(scheduler).values()} == {1}
+    assert len(speculation._wanted(scheduler)) == 0  # one try, then a longer rest
+
+
 def test_chains_of_a_recorded_step_are_as_long_as_the_longest():
     asks = [speculations.DraftRequest(None, WISH, steps, 4) for steps in (4, 2, 4)]
     trees = [
@@ -126,14 +147,8 @@ def test_chains_of_a_recorded_step_are_as_long_as_the_longest():
         speculations.DraftTree((5,), (0,)),
     ]
     shape = speculations.TreeShape(5)
-    assert shape.widths == (1, 2, 4, 6) and [shape.rounded(n) for n in range(6)] == [
-        0,
-        1,
-        3,
-        3,
-        5,
-        5,
-    ]
+    assert shape.depths == (1, 3, 5) and shape.widths == (1, 2, 4, 6, 8, 10)
+    assert [shape.rounded(n) for n in range(6)] == [0, 1, 3, 3, 5, 5]
     evened = speculations.evened(asks, trees, shape)
     assert [tree.token_ids for tree in evened] == [(7, 8, 9), (0, 0), (5, 0, 0)]
     assert all(tree.chain for tree in evened)

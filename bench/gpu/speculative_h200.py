@@ -122,10 +122,10 @@ class Phases:
         self.wait = torch.cuda.Event.synchronize
 
     def __enter__(self) -> Phases:
-        def run(plan: Any, ids: Any, kind: Any, *given: Any) -> Any:
+        def run(plan: Any, ids: Any, kind: Any, *given: Any, **named: Any) -> Any:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            out = self.run(plan, ids, kind, *given)
+            out = self.run(plan, ids, kind, *given, **named)
             end.record()
             width = plan.bucket.width
             verify = kind.name == "generate" and width > 1
@@ -187,10 +187,8 @@ def measure(
     replays = engine.runner.replays() - before
     with Phases(engine) as phases:
         timed(engine, batch, skip)
-    adaptive, engine.speculation.adaptive = engine.speculation.adaptive, False
-    with Phases(engine) as deepest:
-        ms = timed(engine, batch, skip)
-    engine.speculation.adaptive, engine.speculation.draft = adaptive, draft
+    deepest = {} if errs else at_depth(engine, batch, skip)
+    engine.speculation.draft = draft
     drafted, accepted, verifies = map(sum, zip(*(each[2] for each in got.values()), strict=True))
     ratio = statistics.median(taken["plain"]) / statistics.median(taken["speculative"])
     must = ERRS_MUST if errs else MUST[batch]
@@ -200,27 +198,19 @@ def measure(
         **{"drafted": drafted, "accepted": accepted, "verifies": verifies},
         "tokens_per_verify": round(1 + accepted / max(verifies, 1), 3),
         **{"replays": dict(replays), **phases.told()},
-        "always as deep as can be": {"ms_per_token": ms, **deepest.told()},
+        "always as deep as can be": deepest,
     }
     print(json.dumps(row), flush=True)
     return row
 
 
-def graph_times(engine: Engine, batch: int) -> dict[str, float]:
-    """Milliseconds of the launches of all requests, by themselves: what the device needs."""
-    out = dict[str, float]()
-    for signature, tape in engine.runner.tapes.items():
-        if signature.bucket.requests == batch:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            for n in range(12):
-                if n == 2:
-                    begin.record()
-                tape.replay(signature)
-            end.record()
-            torch.cuda.synchronize()
-            name = f"{signature.called} of {signature.bucket.width}, {signature.variants}"
-            out[name] = round(begin.elapsed_time(end) / 10, 3)
-    return out
+def at_depth(engine: Engine, batch: int, skip: int) -> dict[str, Any]:
+    """The same where every draft is as deep as can be."""
+    adaptive, engine.speculation.adaptive = engine.speculation.adaptive, False
+    with Phases(engine) as phases:
+        ms = timed(engine, batch, skip)
+    engine.speculation.adaptive = adaptive
+    return {"ms_per_token": ms, **phases.told()}
 
 
 def profiled(engine: Engine, batch: int) -> None:
@@ -268,8 +258,6 @@ def main() -> int:
             engine.speculation.draft = Oracle(draft, answers, RIGHT)
             engine.speculation.adaptive = False
             profiled(engine, batch)
-        for name, ms in graph_times(engine, batch).items():
-            print(f"batch {batch}, {name}: {ms} ms", flush=True)
         print(f"at {time.perf_counter() - begin:.0f} s", flush=True)
         del plain, engine, told
         gc.collect()

@@ -59,18 +59,21 @@ class Oracle:
         told = [self._told(ask, tree) for ask, tree in zip(requests, trees, strict=True)]
         if not any(tree.token_ids and tree.token_ids[0] < 0 for tree in trees):
             return told
-        rows = [-1 - GUESSES - token for tree in trees for token in tree.token_ids]
-        room = torch.zeros(max(rows) + 1, dtype=torch.int64)
-        room[rows] = torch.tensor([token for tree in told for token in tree.token_ids])
-        device = self.draft.runner.ops.device
+        rows = -1 - GUESSES - np.array([token for tree in trees for token in tree.token_ids])
+        room = np.zeros(rows.max() + 1, np.int64)
+        room[rows] = [token for tree in told for token in tree.token_ids]
+        tokens, device = torch.from_numpy(room), self.draft.runner.ops.device
         if device.type == "cuda":
-            room = room.pin_memory().to(device, non_blocking=True)
-        self.draft.runner.keep(room, GUESSES)
+            tokens = tokens.pin_memory().to(device, non_blocking=True)
+        self.draft.runner.keep(tokens, GUESSES)
         return trees
 
     def _told(self, ask: DraftRequest, tree: DraftTree) -> DraftTree:
         spec, tokens = ask.request.spec, list(tree.token_ids)
         begin, node = len(ask.request.tokens) - len(spec.prompt), 0
+        if tree.chain:
+            known = self.known[spec.request_id][begin : begin + len(tokens)]
+            return DraftTree((*known, *tokens[len(known) :]), tree.parents)
         for token in self.known[spec.request_id][begin:]:
             if node not in tree.parents:
                 break

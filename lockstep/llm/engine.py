@@ -161,9 +161,8 @@ class Engine:
         # a step that has happened, until its generations have it all
         self._settled: StepResult | None = None
         if graphs and self.on_gpu and GENERATE in self.kinds:
-            launches = drafts.launches(config, self.kinds[GENERATE], draft)
-            for kind, width, every in launches:
-                self.runner.capture(kind, say, width, every)
+            for launch in drafts.launches(config, self.kinds[GENERATE], draft):
+                self.runner.capture(launch.kind, say, *launch[1:])
 
     @property
     def busy(self) -> bool:
@@ -353,7 +352,7 @@ class Engine:
         launched = self._sample(step, rows, batch, out)
         if (least := int(step.ids.min(initial=0))) < -GUESSES:
             launched = replace(launched, guesses=self.runner.sampled[GUESSES:-least].clone())
-        if self.overlap and launched.chosen is not None:
+        if self.overlap and launched.chosen is not None and len(rows.drafts) < len(rows.firsts):
             self.runner.keep(launched.first_ids(launched.chosen))
         return launched.fetched() if self.on_gpu else launched
 

@@ -298,6 +298,8 @@ class ScoreUpdate(NamedTuple):
 
 def entries(logprobs: Logprobs, rows: range, k: int) -> list[Score]:
     """Of some rows, with the k best tokens of each."""
+    if not k:
+        return [(chosen, ()) for chosen in logprobs.chosen[rows.start : rows.stop].tolist()]
     found = []
     for row in rows:
         best = zip(logprobs.top_ids[row, :k].tolist(), logprobs.top[row, :k].tolist(), strict=True)

@@ -140,7 +140,12 @@ class Launched:
 
     def first_ids(self, chosen: Sampled) -> Tensor:
         """The first token of every completion: what rows of the next step may wait for."""
-        return chosen.token_ids[list(self.rows.firsts)] if self.rows.drafts else chosen.token_ids
+        if not self.rows.drafts:
+            return chosen.token_ids
+        firsts = torch.tensor(self.rows.firsts)
+        if chosen.token_ids.device.type == "cuda":  # from pinned memory nothing waits
+            firsts = firsts.pin_memory().to(chosen.token_ids.device, non_blocking=True)
+        return chosen.token_ids[firsts]
 
     def fetched(self) -> Launched:
         """The same, on its way to the host; nothing waits for it here."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from lockstep.plan.step import Bucket, Ints, PagedGroup, Real, StepPlan, ints
 from lockstep.run.arena import Arena
 from lockstep.run.graph import Graph, Studio, captures
 from lockstep.run.kind import DRAFTS, GENERATE, VERIFY, StepKind
-from lockstep.run.step import Variants, bind, handles_of, layout_of, lower
+from lockstep.run.step import Step, Variants, bind, handles_of, layout_of, lower
 from lockstep.run.tape import Tape
 from lockstep.sample.formulas import FLOATS, INTS
 from lockstep.sample.sampler import Settings
@@ -62,6 +62,23 @@ class StepOutput(NamedTuple):
         return out if self.behind is None else out._replace(behind=self.behind[: real.emits])
 
 
+class BoundRows(NamedTuple):
+    """The rows of a step on the device."""
+
+    ids: Tensor
+    positions: Tensor
+    arrays: PlanArrays
+    step: Step
+
+
+class Chain(NamedTuple):
+    """What a launch guesses behind the tokens that it samples: `guesses` of them in all, the later
+    ones by steps of a kind."""
+
+    kind: StepKind
+    guesses: int
+
+
 @dataclass(frozen=True)
 class Signature:
     """All that a launch depends on besides the numbers in the arena, the weights and the cache."""
@@ -71,6 +88,7 @@ class Signature:
     variants: Variants
     planner_buffers: tuple[int, ...]  # addresses
     cuts: bool | None = None  # of the sampler; None: the launch has none
+    chain: Chain | None = None
 
     @property
     def called(self) -> str:
@@ -117,13 +135,20 @@ class Runner:
         self._layouts: dict[tuple[StepKind, Bucket], tuple[ImageLayout, Views]] = {}
 
     def run(
-        self, plan: StepPlan, ids: Ids, kind: StepKind, how: Settings | None = None, wider: int = 0
+        self,
+        plan: StepPlan,
+        ids: Ids,
+        kind: StepKind,
+        how: Settings | None = None,
+        wider: int = 0,
+        chain: Chain | None = None,
     ) -> StepOutput:
         """One step. ids [T]: the token of every row, before padding. `how` the same launch samples
-        all rows that the plan emits; `wider`: by the backend's n-th wider launch."""
+        all rows that the plan emits and, with a `chain`, of requests with as many rows each, what
+        follows them; `wider`: by the backend's n-th wider launch."""
         plan = self.padded(plan)
         self.check(plan, kind)
-        return self.launch(plan, ids, kind, settings, wider)
+        return self.launch(plan, ids, kind, how, wider, chain)
 
     def check(self, plan: StepPlan, kind: StepKind) -> None:
         """Raises unless the plan is legal."""
@@ -134,10 +159,11 @@ class Runner:
     def launch(
         self,
         plan: StepPlan,
-        ids: Sequence[int] | Ints | Tensor,
+        ids: Ids,
         kind: StepKind,
-        settings: Settings | None = None,
+        how: Settings | None = None,
         wider: int = 0,
+        chain: Chain | None = None,
     ) -> StepOutput:
         """A step that was padded, or needs it not, and checked: by itself, or with others."""
         pools = [self.pools[g] for g in kind.groups]
@@ -160,29 +186,56 @@ class Runner:
             """Reads the arena, the weights, the cache and, of ids that are samples, `sampled`."""
             step = bind(layout, views, variants, self.backend, pools, kind.layer_map)
             step.relocate()
-            wanted = (kind.hidden_layers,) if kind.hidden_layers else ()
             ids, positions = inputs(views[0])
             if len(self.sampled):
                 ids = resolved(ids, self.sampled)
-            out = kind.forward(ids, positions, step, *wanted)
-            hidden, *layers = out if wanted else (out,)
-            output = StepOutput(hidden, emitted(self.ops, hidden, views[0]), tuple(layers))
-            if layers and kind.name in DRAFTS:
-                behind = emitted(self.ops, layers[0], views[0])
-                output = output._replace(layers=(), behind=behind)
-            if not how:
-                return output
-            logits = kind.model.logits(output.emitted)
-            loaded = read_settings(image[layout.length :], how.cuts)
-            sampled = torch.stack(self.ops.sample_tokens(logits, *loaded))
-            return output._replace(logits=logits, sampled=sampled)
+            loaded = read_settings(image[layout.length :], how.cuts) if how else None
+            rows = BoundRows(ids, positions, views[0], step)
+            output = self._computed(kind, rows, loaded)
+            if chain is not None and loaded is not None and len(self.sampled):
+                self._guess(chain, output, rows, loaded)
+            return output
 
         if not self.graphs or (self.studio and not captures(layout.bucket, self.widths)):
             return launch().only(plan.real)
         buffers = planner_buffers(layout, views, variants, self.backend)
         cuts = how.cuts if how else None
-        signature = Signature(layout.bucket, kind, variants, buffers, cuts)
+        signature = Signature(layout.bucket, kind, variants, buffers, cuts, chain)
         return self._recorded(signature, launch).only(plan.real)
+
+    def _computed(self, kind: StepKind, rows: BoundRows, how: Settings | None) -> StepOutput:
+        """The rows of a step, those that it emits and, with settings, what is sampled of these."""
+        wanted = (kind.hidden_layers,) if kind.hidden_layers else ()
+        out = kind.forward(rows.ids, rows.positions, rows.step, *wanted)
+        hidden, *layers = out if wanted else (out,)
+        output = StepOutput(hidden, emitted(self.ops, hidden, rows.arrays), tuple(layers))
+        if layers and kind.name in DRAFTS:
+            output = output._replace(layers=(), behind=emitted(self.ops, layers[0], rows.arrays))
+        if how is None:
+            return output
+        logits = kind.model.logits(output.emitted)
+        sampled = torch.stack(self.ops.sample_tokens(logits, *how))
+        return output._replace(logits=logits, sampled=sampled)
+
+    def _guess(self, chain: Chain, output: StepOutput, rows: BoundRows, how: Settings) -> None:
+        """Guess i of request k, of n with the pads, becomes sample GUESSES + i * n + k. For each
+        all rows are computed once more: the one behind the last that counts has its token then, and
+        reads what that one left."""
+        ids, arrays, n = rows.ids, rows.arrays, len(rows.arrays.emit)
+        begins = torch.arange(0, len(ids), len(ids) // n, dtype=torch.int32, device=ids.device)
+        at, ints = torch.maximum(arrays.emit, begins), how.ints.clone()  # a pad's are its own
+        for i in range(chain.guesses):
+            place = self.sampled[GUESSES + i * n : GUESSES + (i + 1) * n]
+            assert output.sampled is not None, "settings were given"
+            torch.clamp(output.sampled[0], min=0, out=place)
+            if i + 1 < chain.guesses:
+                at, ints[:, 1] = at + 1, ints[:, 1] + 1  # rows and positions
+                ids = ids.index_copy(0, at.long(), place)
+                if output.behind is not None:
+                    model: Any = chain.kind.model
+                    model.hidden.index_copy_(0, at.long(), output.behind)
+                rows = rows._replace(ids=ids, arrays=replace(arrays, emit=at))
+                output = self._computed(chain.kind, rows, how._replace(ints=ints))
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -221,19 +274,27 @@ class Runner:
         return pad(plan, buckets.fit(plan))
 
     def capture(
-        self, kind: StepKind, say: Callable[[str], None], width: int = 1, every: bool = False
+        self,
+        kind: StepKind,
+        say: Callable[[str], None],
+        width: int = 1,
+        every: bool = False,
+        chain: Chain | None = None,
     ) -> None:
-        """Records steps of `width` rows per request, which emit every one or the last."""
+        """Records steps of `width` rows per request, which emit every one or the last, but for
+        those of a chain's guesses."""
         sizes = self.buckets.grid("requests") if self.buckets else ()
         for at, n in enumerate(reversed(sizes), 1):
-            plan = self.padded(build(kind.specs, [null_work(kind.specs, width, every)] * n))
+            emit = range(width) if every else [width - (chain.guesses if chain else 1)]
+            work = null_work(kind.specs, width, tuple(emit))
+            plan = self.padded(build(kind.specs, [work] * n))
             zeros = torch.zeros(plan.real.emits, max(FLOATS, INTS), dtype=torch.int64)
             how = Settings(zeros[:, :FLOATS].float(), zeros[:, :INTS], False)
-            self.run(plan, (), kind, how)
+            self.run(plan, (), kind, how, chain=chain)
             layout, last = layout_of(plan, self.backend), next(reversed(self.tapes))
             each = self._all(layout, last.variants) if self.studio else [()]
             for wider in range(1, max(map(len, each))):
-                self.run(plan, (), kind, how, wider)
+                self.run(plan, (), kind, how, wider, chain)
             free = torch.cuda.mem_get_info()[0]
             rows = f"{n} requests" if width == 1 else f"{n} requests with {width} rows"
             about = f"{rows}, {len(self.tapes)} so far, {free:,} B of the GPU free"
@@ -245,6 +306,8 @@ class Runner:
         counts = Counter[str]()
         for signature, tape in self.tapes.items():
             counts[signature.called] += tape.replays
+            if signature.chain is not None:
+                counts[signature.chain.kind.name] += tape.replays * (signature.chain.guesses - 1)
         return counts
 
     def _all(self, layout: ImageLayout, variants: Variants) -> list[tuple[Hashable, ...]]:
@@ -265,12 +328,11 @@ class Runner:
         return output
 
 
-def null_work(specs: Sequence[GroupSpec], width: int, every: bool) -> RequestWork:
-    """A request in page 0 alone, with `width` rows, all of them emitted or the last."""
+def null_work(specs: Sequence[GroupSpec], width: int, emit: tuple[int, ...]) -> RequestWork:
+    """A request in page 0 alone, with `width` rows, some of them emitted."""
     pages = [RequestPages(ints([0] * -(-width // spec.page_size))) for spec in specs]
     pairs = zip(specs, pages, strict=True)
     held = tuple([None if spec.layout is Layout.FRESH else own for spec, own in pairs])
-    emit = tuple(range(width)) if every else None
     return RequestWork(0, width, held, emit, cross_len=1)
 
 

@@ -347,6 +347,8 @@ class StepBuilder:
 
     def add_members(self, members: Decoding, begin: int, end: int) -> None:
         """The next rows of members [begin, end)."""
+        if begin == end:
+            return
         cached_lens, ids = members.share(begin, end)
         self.rows += members.rows[begin:end]
         self.cached_lens.append(cached_lens)

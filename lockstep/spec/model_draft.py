@@ -22,7 +22,7 @@ from lockstep.models.loader import Info
 from lockstep.plan.build import BatchShape, BatchWork, PageTables, build, single_rows
 from lockstep.plan.step import StepPlan, ints
 from lockstep.run.kind import StepKind
-from lockstep.run.runner import GUESSES, Runner, StepOutput
+from lockstep.run.runner import GUESSES, Chain, Runner, StepOutput
 from lockstep.sample.formulas import NO_TOKEN
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import RowBatch, RowParams, Settings, sample, settings
@@ -31,7 +31,7 @@ from lockstep.spec import beam
 from lockstep.spec.depth import Chances
 from lockstep.spec.draft import NO_DRAFT, DraftModel, DraftRequest, SettledStep
 
-KEPT, LEAST = 4096, 16  # states that are kept for the requests of a step, and for each at least
+KEPT, LEAST = 1 << 14, 16  # states that are kept for the requests of a step, and for each at least
 SPARSE = 64  # rows of a chunk, of which one is kept: from here on in memory of its own
 State = tuple[Tensor, int]  # the target's states of a step, and a row of it
 
@@ -78,13 +78,18 @@ class ModelDraft:
         asks = [ask for ask in requests if self._open(ask.request)]
         if not asks:
             return [NO_DRAFT] * len(requests)
-        trees = self._chains(asks) if self.top_k == 1 else self._trees(asks)
+        late = self.top_k == 1 and self.runner.even and len(self.runner.sampled) > 0
+        rows = self._rows(asks) if late else None
+        if rows is not None and rows.how.plain:
+            trees = self._late_chains(asks, rows)
+        else:
+            trees = self._chains(asks) if self.top_k == 1 else self._trees(asks)
         found = {ask.request: tree for ask, tree in zip(asks, trees, strict=True)}
         return [found.get(ask.request, NO_DRAFT) for ask in requests]
 
     def observe(self, settled: SettledStep) -> None:
         behind, hidden = dict[Request, int](), settled.hidden
-        most = max(LEAST, KEPT // max(1, len(settled.rows)))
+        most, due = max(LEAST, KEPT // max(1, len(settled.rows))), False
         for request, begin, rows in settled.rows:
             state, end = self._state(request), begin + len(rows)
             table = state.table
@@ -96,9 +101,10 @@ class ModelDraft:
             # a head's last row waits for who asks: it says the first guess
             end, lazy = end - self.ahead, end > len(request.spec.prompt) and not self.eager
             missing = end - table.draft_len
-            if missing >= (most if lazy else 1) and self._able(state, end):
+            if missing >= (most // 2 if lazy else 1) and self._able(state, end):
                 behind[request] = end
-        if behind:
+                due |= not lazy or missing >= most
+        if due:  # then of all who will be soon
             self._catch_up(behind)
         if hidden is not None and any(len(each.rows) > SPARSE for each in settled.rows):
             compact(hidden, [self._state(each.request) for each in settled.rows])
@@ -142,10 +148,16 @@ class ModelDraft:
         return build(kind.specs, BatchWork(shape, lens, pages, self._pages[1]))
 
     def _extend(
-        self, parts: Sequence[tuple[Request, int]], width: int = 0, how: Settings | None = None
+        self,
+        parts: Sequence[tuple[Request, int]],
+        width: int = 0,
+        how: Settings | None = None,
+        guesses: int = 0,
     ) -> StepOutput:
         """The next rows of some requests, so many of each. With a `width` all have as many: what
-        lies behind its own rows is written again before anybody reads it."""
+        lies behind its own rows is written again before anybody reads it. Behind these rows come
+        those of so many `guesses`, but the last, where they are sampled by the same launch."""
+        chain = Chain(self.model.kind, guesses) if guesses else None
         tables, ids, states = list[PageTable](), list[int](), list[State]()
         lens, counts, kind = list[int](), [count for _, count in parts], self.model.extend
         for request, count in parts:
@@ -168,7 +180,8 @@ class ModelDraft:
             shape = replace(uniform(len(parts), width), emit=ints(last))
         else:
             shape = shape_of(counts)
-        out = self.runner.run(self._plan(kind, tables, lens, shape), ids, kind, how)
+        plan = self._plan(kind, tables, lens, shape)
+        out = self.runner.run(plan, ids, kind, how, chain=chain)
         for table in tables:
             if table.pending:
                 table.moved(kind.groups)
@@ -188,28 +201,32 @@ class ModelDraft:
                 missing[request] -= count
             missing = {request: count for request, count in missing.items() if count > 0}
 
-    def _begin(self, asks: Sequence[DraftRequest], how: Settings | None = None) -> StepOutput:
+    def _begin(
+        self, asks: Sequence[DraftRequest], how: Settings | None = None, guesses: int = 0
+    ) -> StepOutput:
         """The rows up to the last token of all who ask, the last ones in one step."""
         width, requests = self.steps + 1, [ask.request for ask in asks]
-        even = width if self.runner.even else 0
+        even = self.steps + max(guesses, 1) if self.runner.even else 0
         most = width if even or width * len(asks) <= self.rows else 1
         missing = [self._end(r) - self._state(r).table.draft_len for r in requests]
         if max(missing) > most:
             late = {r: self._end(r) - 1 for r, n in zip(requests, missing, strict=True) if n > most}
             self._catch_up(late)
             missing = [1 if n > most else n for n in missing]
-        return self._extend(list(zip(requests, missing, strict=True)), even, how)
+        return self._extend(list(zip(requests, missing, strict=True)), even, how, guesses)
 
     # -- guesses
 
-    def _rows(self, asks: Sequence[DraftRequest], guesses: Sequence[Sequence[int]]) -> RowBatch:
+    def _rows(
+        self, asks: Sequence[DraftRequest], guesses: Sequence[Sequence[int]] = ()
+    ) -> RowBatch:
         """How the tokens behind some guesses are chosen: as the target would choose them."""
         requests = [ask.request for ask in asks]
         if self._how is None or self._how[0] != requests:
             params = [unscored(ask.params) for ask in asks]
             how = RowParams.of(params, [len(each.spec.prompt) for each in requests])
             self._how = requests, how
-        pairs = list(zip(asks, guesses, strict=True))
+        pairs = list(zip(asks, guesses or [()] * len(asks), strict=True))
         history = {
             row: np.array([*ask.request.tokens, *own], np.int32)
             for row, (ask, own) in enumerate(pairs)
@@ -218,26 +235,28 @@ class ModelDraft:
         positions = [len(ask.request.tokens) + len(own) for ask, own in pairs]
         return RowBatch(self._how[1], np.array(positions, np.int64), history)
 
+    def _late_chains(self, asks: Sequence[DraftRequest], rows: RowBatch) -> list[DraftTree]:
+        """All tokens of all requests by one launch, without a look at one: guess i of request k, of
+        n, is sample GUESSES + i * n + k of the runner, which the target's step reads there."""
+        deepest = max(ask.steps for ask in asks)
+        recorded = range(deepest, self.steps + 1)
+        guesses = next(n for n in recorded if self.steps + n in self.runner.widths)
+        out = self._begin(asks, settings(rows, self.vocab_size), guesses)
+        assert out.sampled is not None, "settings were given"
+        numbers = np.arange(guesses * out.sampled.shape[1]).reshape(guesses, -1)[:, : len(asks)]
+        chains = zip((-1 - GUESSES - numbers).T.tolist(), asks, strict=True)
+        return [DraftTree(tuple(ids[: a.steps]), tuple(range(a.steps))) for ids, a in chains]
+
     def _chains(self, asks: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Token by token, all requests at once, as far as the model thinks that it is right. Where
-        steps are settled late nobody looks at a token: guess k is sample GUESSES + k of the runner,
-        which the target's step reads there."""
+        """Token by token, all requests at once, as far as the model thinks that it is right."""
         chains, chances = [list[int]() for _ in asks], [1.0] * len(asks)
         states = [self._state(ask.request) for ask in asks]
         for state in states:
             state.shares = []
-        live, kept = list(range(len(asks))), GUESSES
+        live, rows, out = list(range(len(asks))), self._rows(asks), self._begin(asks)
         steps: Iterator[StepPlan] = iter(())
-        rows, kind = self._rows(asks, chains), self.model.kind
-        late = len(self.runner.sampled) > 0 and rows.how.plain
-        out = self._begin(asks, settings(rows, self.vocab_size) if late else None)
         while True:
-            if late and out.sampled is not None:
-                self.runner.keep(out.sampled[0, : len(live)], kept)
-                tokens, shares = [-1 - kept - at for at in range(len(live))], list[float]()
-                kept += len(live)
-            else:
-                tokens, shares = self._guesses(out, rows)
+            tokens, shares = self._guesses(out, rows)
             alive = list[int]()
             for at, i in enumerate(live):
                 if shares:
@@ -259,9 +278,8 @@ class ModelDraft:
             if plan is None:
                 steps = self._further(some, [len(chains[i]) for i in live])
                 plan = next(steps)
-            how = settings(rows, self.vocab_size) if late else None
             ids = [chains[i][-1] for i in live]
-            out = self.runner.launch(self.runner.padded(plan), ids, kind, how)
+            out = self.runner.launch(self.runner.padded(plan), ids, self.model.kind)
         return [DraftTree(tuple(chain), tuple(range(len(chain)))) for chain in chains]
 
     def _guesses(self, out: StepOutput, rows: RowBatch) -> tuple[list[int], list[float]]:

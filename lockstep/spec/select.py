@@ -6,13 +6,14 @@ calls it when it is made.
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import NamedTuple
 
 from lockstep.attention.base import Backend
 from lockstep.attention.select import refusal
 from lockstep.config import EngineConfig
 from lockstep.models.loader import Info, Loaded
 from lockstep.run.kind import StepKind, group_specs, kinds_of
-from lockstep.run.runner import Runner
+from lockstep.run.runner import Chain, Runner
 from lockstep.spec.draft import Draft, DraftModel, DraftSetup
 from lockstep.spec.model_draft import ModelDraft
 from lockstep.spec.ngram import NgramDraft
@@ -77,16 +78,26 @@ def load(
     return draft
 
 
-def launches(
-    config: EngineConfig, target: StepKind, model: DraftModel | None
-) -> list[tuple[StepKind, int, bool]]:
-    """Steps to record when an engine starts: so many rows of each request, all emitted or the last.
-    Of the target, and of chains and what verifies them; those of trees when they come."""
-    found = [(target, 1, False)]
+class Launches(NamedTuple):
+    """Steps that are recorded when an engine starts: `width` rows of each request, of which every
+    one is emitted, or the last, and what is guessed behind that."""
+
+    kind: StepKind
+    width: int = 1
+    every: bool = False
+    chain: Chain | None = None
+
+
+def launches(config: EngineConfig, target: StepKind, model: DraftModel | None) -> list[Launches]:
+    """Of the target, and of chains and what verifies them; those of trees when they come."""
+    found = [Launches(target)]
     if config.speculative_algorithm is not None and (shape := shape_of(config)).top_k == 1:
-        found += [(target, width, True) for width in shape.widths[1:]]
+        found += [Launches(target, n + 1, every=True) for n in shape.depths]
         if model is not None:
-            found += [(model.kind, 1, False), (model.extend, shape.steps + 1, False)]
+            found += [
+                Launches(model.extend, shape.steps + n, chain=Chain(model.kind, n))
+                for n in shape.depths
+            ]
     return found
 
 

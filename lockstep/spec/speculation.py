@@ -7,7 +7,7 @@ times and the draft; the engine calls it.
 """
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -44,17 +44,22 @@ class TreeShape:
             raise RuleError(rule, str(self.nodes), "Change their number, the steps or top-k")
 
     @property
+    def depths(self) -> tuple[int, ...]:
+        """Of chains whose launches are recorded: few."""
+        return tuple(sorted({1, 3, 7, self.steps} & {*range(self.steps + 1)}))
+
+    @property
     def widths(self) -> tuple[int, ...]:
         """Rows that a request may have in steps that decode, draft, extend and verify, where these
-        are recorded: few."""
-        whole = {1, self.steps + 1}
+        are recorded. Those of a chain are guessed behind up to `steps` + 1 rows by one launch."""
         if self.top_k == 1:
-            return tuple(sorted({2, 4, 8, *whole} & {*range(self.steps + 2)}))
-        return tuple(sorted({*whole, self.top_k, self.nodes + 1}))
+            depths = self.depths
+            return tuple(sorted({1, *(n + 1 for n in depths), *(self.steps + n for n in depths)}))
+        return tuple(sorted({1, self.steps + 1, self.top_k, self.nodes + 1}))
 
     def rounded(self, steps: int) -> int:
-        """A chain so long, or longer, whose rows are among them."""
-        return next(width for width in self.widths if width > steps) - 1
+        """A chain so long, or longer, that is recorded; 0 of none."""
+        return next(n for n in (0, *self.depths) if n >= steps)
 
     def scratch(self, nodes: int) -> int:
         """Nodes that a request needs room for, of the target's tree or of the draft's own."""
@@ -82,17 +87,20 @@ class Speculation:
         self._acceptance = Acceptance()  # of all requests
         self._acceptances: WeakKeyDictionary[Request, Acceptance] = WeakKeyDictionary()
         self._say: Callable[[str], None] | None = say
-        self._begun = 0.0  # when the step was begun that is settled next
+        self._begun = 0.0  # when the step was begun that is launched next
+        self._begins: deque[tuple[int, float]] = deque(maxlen=4)  # the same of those under way
+        self._ended = 0.0  # when the last was settled
 
     def propose(self, scheduler: Scheduler, params_of: Callable[[Request], SamplingParams]) -> None:
         """Trees for whoever may have one in the next step."""
         begun, shape, asks = time.perf_counter(), self.shape, list[DraftRequest]()
         budget = (scheduler.config.chunked_prefill_size - len(scheduler.running)) // 2
+        behind = shape.steps if self.runner.even and shape.top_k == 1 else 0  # they fill up others'
         for request, steps in self._wanted(scheduler).items():
             nodes = min(shape.nodes if shape.top_k > 1 else steps, budget)
             if nodes < 1:
                 break
-            room = (request, steps + 1, shape.scratch(nodes))
+            room = (request, steps + 1 + behind, shape.scratch(nodes))
             if request.spec.draft and not scheduler.make_room(*room):
                 continue
             budget -= nodes
@@ -119,6 +127,7 @@ class Speculation:
         """Who is to have a draft next waits until his token has its value. Whether all of them do,
         so that nothing is gained by settling the step late."""
         alone = True
+        self._begins.append((step.number, self._begun))
         for rows in step.batch.rows:
             request = rows.request
             if request.spec.speculative and rows.sampled and not self._rests(request, step.number):
@@ -130,9 +139,11 @@ class Speculation:
     def settled(self, step: ScheduledStep, accepted: AcceptedTokens, hidden: Tensor | None) -> None:
         """A step of the target has settled."""
         batch, entries, at, drafts = step.batch, list[SettledRows](), 0, list[tuple[int, ...]]()
+        begun, now = dict(self._begins).get(step.number, self._begun), time.perf_counter()
         if all(rows.new_len == 1 or rows.parents for rows in batch.rows):
-            depth = len(step.ids) / len(batch.rows) - 1
-            self.costs[rounded(len(batch.rows))].step(depth, time.perf_counter() - self._begun)
+            depth, seconds = len(step.ids) / len(batch.rows) - 1, now - max(begun, self._ended)
+            self.costs[rounded(len(batch.rows))].step(depth, seconds)
+        self._ended = now
         cached_lens = step.cached_lens.tolist()
         for i, (rows, cached_len) in enumerate(zip(batch.rows, cached_lens, strict=True)):
             nodes: Sequence[int] = range(rows.new_len)
@@ -146,7 +157,10 @@ class Speculation:
             kept = tuple([batch.begins[i] + node for node in nodes])
             entries += [SettledRows(request, cached_len, kept) for request in drafting(rows)]
         if drafts:
+            rest = self._acceptance.rest
             self._acceptance.verified(*map(sum, zip(*drafts, strict=True)))
+            if self.runner.even:  # to be right sometimes is not enough: it has to pay
+                self._acceptance.rest = rest
         self.draft.observe(SettledStep(tuple(entries), hidden))
 
     # -- how deep
@@ -173,18 +187,30 @@ class Speculation:
                 chosen = [shape.rounded(steps) for steps in chosen]
         known = costs.plain.known
         wanted: dict[Request, int] = {}
+        tries: dict[int, int] = {}  # of acceptances that nothing pays for: those of all are one
         for request, acceptance, steps in zip(awake, acceptances, chosen, strict=True):
-            if not steps and known and not acceptance.rests_until:
-                acceptance.rests(settled)
-                self._acceptance.rest = acceptance.rest
-                self._acceptance.rests_until = acceptance.rests_until
-                self._note(acceptance)
-            elif not steps and known and not acceptance.resting(settled):  # a guess, to try again
-                steps = shape.steps if self.draft.knows_chances else 1
-                acceptance.rests_until = 0
+            if not steps and known:
+                if id(acceptance) not in tries:
+                    tries[id(acceptance)] = self._tries(acceptance, settled)
+                steps = tries[id(acceptance)]
+            elif steps and self.runner.even:
+                acceptance.rest = REST
             if steps:
                 wanted[request] = min(steps, most[request])
         return wanted
+
+    def _tries(self, acceptance: Acceptance, settled: int) -> int:
+        """It rests, or has rested: a guess, whatever it is worth."""
+        if acceptance.resting(settled):
+            return 0
+        if acceptance.rests_until:
+            acceptance.rests_until = 0
+            return self.shape.steps if self.draft.knows_chances else 1
+        acceptance.rests(settled)
+        self._acceptance.rest = acceptance.rest
+        self._acceptance.rests_until = acceptance.rests_until
+        self._note(acceptance)
+        return 0
 
     def _rests(self, request: Request, settled: int) -> bool:
         """Whether it is not asked for when so many steps are settled."""
