@@ -277,8 +277,8 @@ def replayed(rig: EngineHarness, quick: bool) -> None:
     ]
     graphs = rig.parts.backend.caps.graphs  # one that cannot be recorded runs the same steps
     for orders, page, total in stories[:2] if quick else stories:
-        sizes: Options = {"page_size": page, "max_total_tokens": total, "chunked_prefill_size": 64}
-        engine = rig.engine(graphs=graphs, **sizes, **GRIDS)
+        sizes: Options = {**GRIDS, "page_size": page, "max_total_tokens": total}
+        engine = rig.engine(graphs=graphs, chunked_prefill_size=64, **sizes)
         rig.play("replay", engine, sorted(orders, key=lambda order: order.at))
         tapes = engine.runner.tapes.values()
         replays = sum(tape.replays for tape in tapes)

@@ -68,10 +68,9 @@ class Guarded:
     def _between(self, count: int, dtype: torch.dtype, name: str) -> Tensor:
         canary, size = CANARY[dtype.itemsize], (count + 2 * BAND,)
         buffer = torch.full(size, canary, dtype=_int(dtype), device=self.device)
-        before, bits, behind = buffer.split((BAND, count, BAND))
-        for band in (before, behind):
+        for band in (buffer[:BAND], buffer[BAND + count :]):
             self._bands.append((f"the band around the {name} was written", band, band.clone()))
-        return bits
+        return buffer[BAND : BAND + count]
 
     def _keep(self, name: str, bits: Tensor) -> None:
         self._inputs.append((f"the {name} was changed", bits, bits.clone()))
