@@ -48,7 +48,7 @@ class Measures:
     def decode(self, seed: int) -> float:
         """Batch 1, greedy: seconds per token from the first to the last new token."""
         played = self.play(self.decode_work(seed))
-        return (played.seconds - played.first_s) / (self.sizes.decode[1] - 1)
+        return (played.seconds - played.first_s) / float(self.sizes.decode[1] - 1)
 
     def mixed_work(self, seed: int) -> Work:
         lens, news = mixed_lens(self.sizes.requests, self.sizes.ins, self.sizes.outs)

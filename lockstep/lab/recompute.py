@@ -93,8 +93,9 @@ class Recompute:
 
     def embedding(self, prompt: Sequence[int]) -> NDArray[np.float64]:
         """[d]: the last row of a prompt, of length 1."""
-        row: NDArray[np.float64] = self.hidden(prompt)[-1].double().cpu().numpy()
-        return row / np.sqrt((row * row).sum())
+        row = self.hidden(prompt)[-1].double().cpu().numpy()
+        unit: NDArray[np.float64] = row / np.sqrt((row * row).sum())
+        return unit
 
     def hidden(self, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
         """float32 [len(ids), d]: the rows that logits are made of."""
