@@ -59,7 +59,6 @@ class Case:
 
 
 def cases(quick: bool) -> list[Case]:
-    """The shapes of the benchmark; `quick` keeps one of each kind."""
     shapes = [("decode", b, s - 1, 1) for b in (1, 8, 32) for s in (512, 2048)]
     shapes += [("prefill", 1, 0, 1024), ("prefill", 4, 0, 512), ("prefill", 8, 1024, 32)]
     if quick:

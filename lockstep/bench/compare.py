@@ -53,7 +53,6 @@ class Compared:
     error: str = ""
 
     def plus(self, timing: machine.Timing) -> "Compared":
-        """With the turns of one more start."""
         old, new = (tuple(turn["seconds"] for turn in timing.runs[s]) for s in ("old", "new"))
         undisturbed = self.undisturbed and timing.undisturbed
         old_s, new_s = (*self.old_s, old), (*self.new_s, new)

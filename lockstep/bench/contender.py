@@ -185,7 +185,6 @@ load = cache(Ours)
 
 
 def measure(case: str, seed: int, folders: Mapping[str, str]) -> Answer:
-    """One turn of a case."""
     kind, _, rest = case.partition(" ")
     if kind == "step":
         return host_times(load(folders["builtin"]), FULL)

@@ -96,7 +96,6 @@ def bench(args: argparse.Namespace) -> Document:
 
 
 def chosen(kinds: Sequence[str], models: Sequence[str]) -> list[Case]:
-    """The cases of these kinds and models; all, if none are named."""
     of_kind = [c for c in CASES if not kinds or c.kind in kinds]
     todo = [c for c in of_kind if not models or c.model in models]
     if not todo:
@@ -133,7 +132,6 @@ class Contenders(ExitStack):
 
 
 def describe(contenders: Contenders, model: str) -> Document:
-    """What was loaded, and what the engine chose at start."""
     ours = contenders.ours(model)
     with safe_open(contenders.folder(model) / "model.safetensors", "pt") as file:
         shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118

@@ -55,7 +55,6 @@ class Timing:
         return float(statistics.median(self.runs[name]))
 
     def scaled(self, by: float) -> "Timing":
-        """The same in another unit."""
         return replace(self, runs={n: [by * v for v in runs] for n, runs in self.runs.items()})
 
 

@@ -64,8 +64,6 @@ class Clock(list[float]):
 
 
 class Peer:
-    """transformers with the model of a folder."""
-
     def __init__(self, folder: Path) -> None:
         options = {"dtype": torch.float32, "attn_implementation": "sdpa", "local_files_only": True}
         library = transformers().AutoModelForCausalLM

@@ -80,5 +80,4 @@ def failed(document: Mapping[str, Any]) -> bool:
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """Where it ran, and one row per case and contender."""
     return _text("engine.md", doc=document)

@@ -22,8 +22,6 @@ FIRST_ID = 4  # ids below it have a meaning of their own in both models
 
 @dataclass(frozen=True)
 class Work:
-    """Prompts, and the number of new tokens of each."""
-
     prompts: tuple[Tokens, ...]
     news: tuple[int, ...]
 
@@ -48,7 +46,6 @@ class Played:
 
 
 def prompts(lens: Sequence[int], vocab_size: int, seed: int) -> tuple[Tokens, ...]:
-    """Random prompts of these lengths."""
     rng = random.Random(seed)
     return tuple(tuple(rng.randrange(FIRST_ID, vocab_size) for _ in range(n)) for n in lens)
 

@@ -89,7 +89,6 @@ def kill(revert: Revert, found: Sequence[tuple[bool, str, Result]], unasked: str
 
 
 def is_guard(finding: Finding) -> bool:
-    """Whether the plan's own check stopped the step."""
     return finding.name == "plan" and finding.detail.startswith("PlanError: ")
 
 

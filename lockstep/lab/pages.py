@@ -68,7 +68,6 @@ def matrix_page(verdicts: Verdicts) -> str:
 
 
 def markdown(verdicts: Verdicts, known: Mapping[str, str] = KNOWN) -> dict[str, str]:
-    """File name -> text."""
     texts = matrix_page(verdicts), render("known-failures.md", known=known)
     return dict(zip(FILES, texts, strict=True))
 

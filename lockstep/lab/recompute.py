@@ -31,8 +31,6 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Order:
-    """One request of a story."""
-
     prompt: Ids
     params: SamplingParams
     at: int = 0  # the step at which it arrives

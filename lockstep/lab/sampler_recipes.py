@@ -61,7 +61,6 @@ def on_host(scores: sampler.Logprobs) -> sampler.Logprobs:
 
 
 def choices(rig: EngineHarness, quick: bool) -> None:
-    """One row at a time, then how often."""
     noise_at_the_ends(rig)
     one_by_one(rig, *rows_of(160 if quick else 400))
     one_by_one(rig, *rows_of(32 if quick else 80, WIDE))
@@ -204,6 +203,5 @@ def seeds(rig: EngineHarness, quick: bool) -> None:
 
 
 def tokens_and_scores(sampled: sampler.Sampled) -> list[tuple[int, float]]:
-    """Of every row."""
     assert sampled.logprobs is not None, "every row asks for them"
     return list(zip(sampled.token_ids.tolist(), sampled.logprobs.chosen.tolist(), strict=True))

@@ -90,7 +90,6 @@ def worst_head(error: Tensor, tolerance: Tensor) -> dict[str, Any]:
 
 
 def story(cell: Cell, options: RunOptions = FULL) -> list[dict[str, Any]]:
-    """The cell as data: a list of steps."""
     backend = select.load(cell.backend)
     if cell not in cells([cell.backend]):
         rule = "a cell's recipe makes sense for its feature"
@@ -150,7 +149,6 @@ def describe(plan: StepPlan, groups: tuple[int, ...], names: list[int]) -> dict[
 
 
 def arrays(value: StepPlan | Group) -> dict[str, Any]:
-    """Those among the fields of a plan, or of a group."""
     every = {f.name: getattr(value, f.name) for f in fields(value)}
     return {name: array.tolist() for name, array in every.items() if isinstance(array, np.ndarray)}
 

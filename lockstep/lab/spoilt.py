@@ -50,12 +50,10 @@ def changed(owner: Any, name: str, at: Any, value: int) -> Any:
 
 
 def raised(owner: Any, name: str, at: Any) -> Any:
-    """The same with one entry larger by one."""
     return changed(owner, name, at, int(getattr(owner, name)[at]) + 1)
 
 
 def spoilt_rows(plan: StepPlan) -> Iterator[tuple[str, StepPlan]]:
-    """What all groups share."""
     row, last = int(plan.q_indptr[plan.real.requests - 1]), plan.real.tokens - 1
     yield "rows begin at 1", changed(plan, "q_indptr", 0, 1)
     yield "lists begin at 1", changed(plan, "tail_indptr", 0, 1)
@@ -68,7 +66,6 @@ def spoilt_rows(plan: StepPlan) -> Iterator[tuple[str, StepPlan]]:
 
 
 def spoilt_group(plan: StepPlan, group: PagedGroup) -> Iterator[tuple[str, PagedGroup]]:
-    """One group's tables, lengths, slots and lists."""
     last, pages = plan.real.requests - 1, len(group.page_ids)
     yield "one length too many", replace(group, kv_lens=ints([*group.kv_lens, 1]))
     yield "a table beyond the bucket's", changed(group, "page_indptr", -1, pages + 1)
@@ -87,7 +84,6 @@ def spoilt_group(plan: StepPlan, group: PagedGroup) -> Iterator[tuple[str, Paged
 
 
 def spoilt_lengths(plan: StepPlan, group: PagedGroup, i: int) -> Iterator[tuple[str, PagedGroup]]:
-    """What a request says of its keys."""
     size, window = group.spec.page_size, group.spec.window
     first = int(plan.positions[plan.q_indptr[i] : plan.q_indptr[i + 1]].min())
     yield "a key too many", raised(group, "kv_lens", i)

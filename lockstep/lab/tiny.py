@@ -74,7 +74,6 @@ MODELS = (LLAMA, QWEN3, DEEPSEEK, GPT_OSS, GEMMA2, BART)
 
 
 def words(count: int, seed: int = 0) -> tuple[int, ...]:
-    """A random prompt, without EOS."""
     rng = random.Random(seed)
     return tuple(rng.randrange(EOS + 1, VOCAB) for _ in range(count))
 

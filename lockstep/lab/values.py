@@ -32,8 +32,6 @@ Told = set[tuple[int, int, float]]  # row, column, its number: a token's log-pro
 
 
 class Asked(NamedTuple):
-    """A sequence, and how it was computed."""
-
     ids: Ids
     source: Ids = ()  # what its encoder read
     cache_dtype: str = ""

@@ -64,8 +64,6 @@ class Journal:
 
 @dataclass
 class Campaign:
-    """Mutants, what may notice them, and where they are tried."""
-
     root: Path
     mutants: Sequence[Mutant]
     reach: Reach

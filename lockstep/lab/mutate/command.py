@@ -72,7 +72,6 @@ def chosen(args: Namespace, root: Path) -> list[Mutant]:
 
 
 def played(args: Namespace, root: Path, mutants: list[Mutant]) -> Campaign:
-    """Map, first meeting, second meeting."""
     work, sources = Path(args.work).resolve(), pool.digests(root)
     crew = Crew(root, work, args.workers)
     state = pool.digest(json.dumps(sources, sort_keys=True).encode())

@@ -21,8 +21,6 @@ from lockstep.types import RuleError
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one file."""
-
     id: str
     module: str  # as the user named it: what the draw is spread over
     file: str

@@ -43,8 +43,6 @@ class Group:
 
 @dataclass
 class Reach:
-    """Units by name."""
-
     units: dict[str, Unit] = field(default_factory=dict)
 
     def green(self) -> list[Unit]:

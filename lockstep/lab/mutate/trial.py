@@ -28,8 +28,6 @@ PYTEST = (
 
 @dataclass(frozen=True)
 class Job:
-    """Units to run in one tree, and how."""
-
     units: Sequence[str]
     changes: Mapping[str, str] = field(default_factory=dict)  # file → text
     seconds: Mapping[str, float] = field(default_factory=dict)  # what a unit took without a mutant
@@ -127,7 +125,6 @@ class Watch:
                 self.finished(unit, "failed", detail=last_line(str(report.longrepr)))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """The clock of this unit starts."""
         self.reports = []
         if self.measure is not None:
             if sys.gettrace() is None:  # a test had a trace function of its own
