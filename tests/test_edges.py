@@ -267,7 +267,9 @@ def test_an_output_speaks_for_its_first_completion():
     found = answer(SamplingParams(max_tokens=6, temperature=1.5, seed=3, n=3, logprobs=1))
     first, last = found.completions[0], found.completions[-1]
     assert first.token_ids != last.token_ids
-    assert (found.token_ids, found.text, found.finish_reason) == (
+    ended = dataclasses.replace(last, finish_reason="abort")
+    other = dataclasses.replace(found, completions=(first, ended))
+    assert (other.token_ids, other.text, other.finish_reason) == (
         first.token_ids,
         first.text,
         first.finish_reason,

@@ -144,6 +144,12 @@ def test_a_parent_that_does_not_come_before_its_node_is_refused(parents):
         paths(parents, len(parents))
 
 
+@pytest.mark.parametrize("new_len", [0, 3])
+def test_a_tree_step_without_a_node_of_its_own_is_refused(new_len):
+    with pytest.raises(RuleError, match=f"got {new_len} rows of 2 nodes"):
+        paths((-1, 0), new_len)
+
+
 def test_cross_is_written_by_the_encoder_and_only_read_by_the_decoder():
     encoder = Batch(replace(FULL, layout=Layout.FRESH, causal=False), CROSS)
     table = encoder.table()
