@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -65,19 +64,15 @@ class PageTable:
         self._sources: list[list[int]] = self._lists()
         # what `views` answered last, until something changes
         self._views: dict[tuple[int, ...], tuple[RequestPages | None, ...]] = {}
+        self.pending = False  # keys are still to be moved to their places by the next step
 
     def _lists(self) -> list[list[int]]:
         return [[] for _ in self.specs]
 
-    def _set(self, g: int, **fields: Any) -> None:
+    def _set(self, g: int, own: RequestPages) -> None:
         """Group g has these from now on."""
-        self._own[g] = self._own[g]._replace(**fields)
+        self._own[g] = own
         self._views.clear()
-
-    @property
-    def pending(self) -> bool:
-        """Whether keys are still to be moved to their places by the next step."""
-        return any(len(own.moves) for own in self._own)
 
     def adopt(self, g: int, pages: Sequence[int], first_pos: int) -> None:
         """Group g starts with cached pages of the positions from `first_pos` on, and holds them."""
@@ -87,7 +82,7 @@ class PageTable:
             got = f"group {g} from {first_pos}"
             raise RuleError(rule, got, "Adopt before the first reservation")
         pool.share(pages)
-        self._set(g, page_ids=ints(pages), first_pos=first_pos)
+        self._set(g, RequestPages(ints(pages), first_pos))
 
     def span(self, g: int, begin: int, end: int) -> list[int]:
         """The pages of the page-aligned positions [begin, end) that are still held: the last."""
@@ -108,7 +103,7 @@ class PageTable:
             pool.give(own)
             swapped = page_ids.copy()
             swapped[at : at + len(pages)] = pages
-            self._set(g, page_ids=frozen(swapped))
+            self._set(g, self._own[g]._replace(page_ids=frozen(swapped)))
 
     def reserve(self, kv_len: int, nodes: int = 0, cross_len: int = 0) -> None:
         """Pages for so many keys, nodes and encoder keys: in all groups or none (OutOfPages)."""
@@ -123,10 +118,12 @@ class PageTable:
                 pool.give(got)
             raise
         for g, _, pages, got in taken:
+            page_ids, first, scratch, moves = self._own[g]
             if pages:
-                self._set(g, page_ids=joined(self._own[g].page_ids, got[:pages]))
+                page_ids = joined(page_ids, got[:pages])
             if got[pages:]:
-                self._set(g, scratch=joined(self._own[g].scratch, got[pages:]))
+                scratch = joined(scratch, got[pages:])
+            self._set(g, RequestPages(page_ids, first, scratch, moves))
 
     def needs(self, kv_len: int, nodes: int = 0, cross_len: int = 0) -> list[int]:
         """Pages that such a reservation would take, per group."""
@@ -151,13 +148,13 @@ class PageTable:
         """Drops pages that no row from `committed_len` on sees. Returns those freed, per group."""
         freed = self._lists()
         for g, pool in self.groups.windows:
-            spec, (page_ids, first, _, _) = self.specs[g], self._own[g]
+            spec, (page_ids, first, scratch, moves) = self.specs[g], self._own[g]
             hidden_len = keep_from(spec, self._len(g, committed_len)) - first
-            gone = page_ids[: max(0, hidden_len) // spec.page_size].tolist()
-            if gone:
-                first += len(gone) * spec.page_size
-                self._set(g, page_ids=page_ids[len(gone) :], first_pos=first)
-                freed[g] = pool.give(gone)
+            count = min(len(page_ids), hidden_len // spec.page_size)
+            if count > 0:
+                first += count * spec.page_size
+                self._set(g, RequestPages(page_ids[count:], first, scratch, moves))
+                freed[g] = pool.give(page_ids[:count].tolist())
         return freed
 
     def fork(self, committed_len: int) -> PageTable:
@@ -191,7 +188,8 @@ class PageTable:
     def _move(self, g: int, sources: Ints, positions: Ints) -> None:
         """The keys in these slots belong to these positions."""
         moves = np.stack((sources, self.slots(g, positions)), 1)
-        self._set(g, moves=joined(self._own[g].moves, moves))
+        self._set(g, self._own[g]._replace(moves=joined(self._own[g].moves, moves)))
+        self.pending = self.pending or len(moves) > 0
 
     def _fork_len(self, g: int, committed_len: int) -> int:
         """Keys of group g that a fork sees. An encoder is read only: all its pages are shared."""
@@ -237,11 +235,12 @@ class PageTable:
     def moved(self, groups: Sequence[int] | None = None) -> list[list[int]]:
         """A step of these groups, or of all, carried their moves. Returns the pages freed."""
         freed = self._lists()
-        for g, pool in self.groups.cached:
-            if len(self._own[g].moves) and (groups is None or g in groups):
+        for g, pool in self.groups.cached if self.pending else ():
+            if groups is None or g in groups:
                 freed[g] = pool.give(self._sources[g])
                 self._sources[g] = []
-                self._set(g, moves=NO_MOVES)
+                self._set(g, self._own[g]._replace(moves=NO_MOVES))
+        self.pending = self.pending and any(len(own.moves) for own in self._own)
         return freed
 
     def drop_scratch(self) -> None:
@@ -249,7 +248,7 @@ class PageTable:
         for g, pool in self.groups.cached:
             if len(self._own[g].scratch):
                 pool.give(self._own[g].scratch.tolist())
-                self._set(g, scratch=NO_PAGES)
+                self._set(g, self._own[g]._replace(scratch=NO_PAGES))
 
     def slots(self, g: int, positions: Ints) -> Ints:
         """Where positions of this request lie in group g's pool."""

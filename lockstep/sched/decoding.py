@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 Column = NDArray[np.int64]
 
-LENGTHS = ("cached_len", "settled_len", "launched_in", "held_until")
-MOVING = ("tokens", *LENGTHS)  # while a request decodes
-# The columns' rows: LENGTHS; the request keeps its first KNOWN_LEN tokens, COUNT more are here;
-# below UNTIL_LEN nothing but decoding happens, it is 0 of a member that is outside.
+# what moves while a request decodes
+MOVING = ("tokens", "cached_len", "settled_len", "launched_in", "held_until")
+# The columns' rows. The request keeps its first KNOWN_LEN tokens, COUNT more are here. Below
+# UNTIL_LEN nothing but decoding happens; it is 0 of a member that is outside.
 CACHED_LEN, SETTLED_LEN, LAUNCHED_IN, HELD_UNTIL, KNOWN_LEN, COUNT, UNTIL_LEN = range(7)
 MOST = 64  # tokens that are here at most
 
@@ -90,25 +90,25 @@ class Decoding:
         until_len = min(until_len, cached_len + MOST - 1)
         if cached_len >= until_len:
             until_len = 0
-        lengths = [getattr(request, name) for name in LENGTHS]
+        lengths = (cached_len, request.settled_len, request.launched_in, request.held_until)
         self._columns[:, i] = (*lengths, len(tokens) - 1, 1, until_len)
         self._tokens[i, 0] = tokens[-1]
         if until_len:
             tokens.pop()
             request.known_tokens = tokens
-            for name in MOVING:
-                delattr(request, name)
+            del request.tokens, request.cached_len, request.settled_len
+            del request.launched_in, request.held_until
 
     def leave(self, request: Request) -> None:
         """It is outside, or no member: its lengths and tokens are its own."""
         i = request.number
         if i < 0 or not self._columns[UNTIL_LEN, i]:
             return
-        column = self._columns[:, i].tolist()
-        for name, length in zip(LENGTHS, column, strict=False):
-            setattr(request, name, length)
+        lengths = self._columns[:, i].tolist()
+        request.cached_len, request.settled_len = lengths[:2]
+        request.launched_in, request.held_until = lengths[2:4]
         request.tokens = request.known_tokens
-        request.tokens += self._tokens[i, : column[COUNT]].tolist()
+        request.tokens += self._tokens[i, : lengths[COUNT]].tolist()
         self._columns[UNTIL_LEN, i] = 0
 
     def share(self, begin: int, end: int) -> tuple[Column, Column]:
