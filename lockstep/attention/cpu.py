@@ -94,8 +94,8 @@ class Backend(base.Backend):
 
     def bind(self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Hashable) -> Handle:
         """What the kernel finds in the image."""
-        *pages, page_size = base.addresses(spec, views)
-        table = Table(*pages, *base.lists(spec, views))
+        page_ids, page_indptr, first_pos, page_size = base.addresses(spec, views)
+        table = Table(page_ids, page_indptr, first_pos, *base.lists(spec, views))
         rows, cut = bucket.tokens, views.derived[2 * bucket.tokens :].reshape(-1, 3)
         seen = Rows(views.derived[:rows], views.derived[rows : 2 * rows])
         largest = min(block_rows(spec), bucket.width or rows)

@@ -118,12 +118,12 @@ class PageTable:
                 pool.give(got)
             raise
         for g, _, pages, got in taken:
-            page_ids, first, scratch, moves = self._own[g]
+            page_ids, first, scratch_ids, moves = self._own[g]
             if pages:
                 page_ids = joined(page_ids, got[:pages])
             if got[pages:]:
-                scratch = joined(scratch, got[pages:])
-            self._set(g, RequestPages(page_ids, first, scratch, moves))
+                scratch_ids = joined(scratch_ids, got[pages:])
+            self._set(g, RequestPages(page_ids, first, scratch_ids, moves))
 
     def needs(self, kv_len: int, nodes: int = 0, cross_len: int = 0) -> list[int]:
         """Pages that such a reservation would take, per group."""

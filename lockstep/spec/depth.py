@@ -52,8 +52,13 @@ class Acceptance:
     def other(self) -> Self:
         """Of a request that has seen nothing yet: like these, and quick to be otherwise."""
         few = PRIOR / self.drafts
-        counts = {"guesses": self.guesses * few, "tried": self.tried * few}
-        return replace(self, drafts=PRIOR, right=self.right * few, **counts)
+        return replace(
+            self,
+            drafts=PRIOR,
+            guesses=self.guesses * few,
+            tried=self.tried * few,
+            right=self.right * few,
+        )
 
     def resting(self, settled: int) -> bool:
         """When so many steps are settled; they are counted anew behind an interruption."""

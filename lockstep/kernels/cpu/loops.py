@@ -33,6 +33,7 @@ from lockstep.kernels.cpu.lanes import (
 from lockstep.order import LANES
 from lockstep.types import KV_FORMATS
 
+variable: Any = cgutils.alloca_once_value  # numba gives it no types
 VECTOR_BYTES = 4 * LANES
 # triple, processor, features: as compiled for
 TARGET: tuple[str, ...] = registry.cpu_target.target_context.codegen().magic_tuple()
@@ -125,7 +126,7 @@ def chains(
     builder: Any, rows: list[Any], span: tuple[Any, Any], start: list[Any], vectors_at: Vectors
 ) -> list[Any]:
     """The fma chains over i in span of rows[r][i] * vectors_at(i), each from its start."""
-    sums = [cgutils.alloca_once_value(builder, x) for x in start]  # LLVM makes registers of them
+    sums = [variable(builder, x) for x in start]  # LLVM makes registers of them
     with cgutils.for_range_slice(builder, *span, I64(1)) as (i, _):
         vectors, offset = vectors_at(i), builder.mul(i, I64(4))
         for r, row in enumerate(rows):

@@ -110,7 +110,7 @@ def cut(
             split_end = split
             if high > low:
                 split_end = np.searchsorted(edges, high - 1, "right")
-            count = max(split_end - split, 1) if parts[k] else 1
+            count = max(int(split_end - split), 1) if parts[k] else 1
             for nth in range(count):
                 begin = split + nth
                 to = begin + 1 if parts[k] else split_end
