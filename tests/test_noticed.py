@@ -45,7 +45,7 @@ from lockstep.types import AttnSpec, GroupSpec, Layout, PlanError, Refused, Rule
 FULL = GroupSpec(Layout.DENSE, 4, 2, 8, 8, (AttnSpec(0.5),), page_size=4)
 POOL = 64
 # values that are filled in while something is read, or measured
-GROW = ("Acceptance", "DraftState", "Mean", "PageTable", "Times")
+GROW = ("Acceptance", "Costs", "DraftState", "Line", "PageTable")
 PROMPT = (5, 9, 2, 11, 4, 7)
 
 
