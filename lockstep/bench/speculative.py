@@ -12,21 +12,23 @@ from __future__ import annotations
 import argparse
 import json
 import sysconfig
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from statistics import fmean
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from lockstep.bench import gpu, results
-from lockstep.bench.machine import alternate, note, place, set_threads, tell
+from lockstep.bench.machine import Timing, alternate, note, place, set_threads, tell
 from lockstep.bench.results import Result, result
 from lockstep.config import EngineConfig
 from lockstep.lab.document import Document, publish, read, write
 from lockstep.llm.engine import Engine, Parts, load
+from lockstep.llm.output import Output, Speculated
 from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import DraftTree
 from lockstep.spec.draft import Draft, DraftRequest
@@ -146,7 +148,8 @@ class Phases:
 
 
 def measure(case: Case, parts: Parts, runs: int, quick: bool) -> Result:
-    """Milliseconds per token of a case's prompts, by turns with and without the draft."""
+    """Milliseconds per token of a case's prompts, each by turns with and without the draft: what
+    the machine does in the long run it does to both."""
     options = {"speculative_algorithm": case.algorithm}
     plain, guessing = (engine(parts, chosen) for chosen in ({}, options))
     phases, speculation = Phases.of(guessing), guessing.speculation
@@ -160,26 +163,36 @@ def measure(case: Case, parts: Parts, runs: int, quick: bool) -> Result:
     )
     skip = min(FIRST, new // 2) if case.errs else 1
     for each in (plain, guessing):
-        play(each, prompts[:1], wish, skip)
+        play(each, prompts[0], wish, skip)
     phases.seconds.clear()
-    played: dict[str, Played] = {}
+    tries = 0 if quick else 3
+    answers, guessed = defaultdict[str, dict[int, Any]](dict), dict[int, Speculated]()
 
-    def timed(name: str, engine: Engine) -> float:
-        played[name] = play(engine, prompts, wish, skip)
-        return played[name].seconds
+    def timed(name: str, engine: Engine, seed: int) -> float:
+        nth = (seed - 1) // (tries + 1)
+        seconds, output = play(engine, prompts[nth], wish, skip)
+        scores = output.completions[0].logprobs
+        answers[name][nth] = output.token_ids, None if scores is None else scores.tobytes()
+        if engine is guessing:
+            guessed[nth] = output.speculated
+        return 1e3 * seconds
 
     contenders = {
-        "lockstep": lambda _: timed("lockstep", guessing),
-        "plain": lambda _: timed("plain", plain),
+        "plain": partial(timed, "plain", plain),
+        "lockstep": partial(timed, "lockstep", guessing),
     }
-    on_progress = partial(lambda text, name: note(f"{name}: {text}"), name=case.name)
-    timing = alternate(contenders, runs, on_progress, 0 if quick else 3).scaled(1e3)
-    if played["plain"].answers != played["lockstep"].answers:
+    timing = Timing()
+    for run in range(runs):
+        note(f"{case.name}: {len(prompts)} prompts, run {run + 1} of {runs}")
+        laps = alternate(contenders, len(prompts), lambda _: None, tries)
+        for name in contenders:
+            timing.add(name, fmean(laps.others[name]), fmean(laps.runs[name]))
+    if answers["plain"] != answers["lockstep"]:
         raise RuleError("speculation changes no bit", f"other answers: {case.name}", "Report it")
     judged = result(timing, "ms per token", {"plain": case.least}, quick=quick)
     whole = sum(phases.seconds.values())
     more = {
-        **played["lockstep"].counts,
+        **Speculated(*map(sum, zip(*guessed.values(), strict=True)))._asdict(),
         "tokens": count * new,
         "phases": {name: round(s / whole, 3) for name, s in phases.seconds.items()},
     }
@@ -191,34 +204,20 @@ def engine(parts: Parts, options: dict[str, Any]) -> Engine:
     return Engine(EngineConfig(device="cpu", disable_radix_cache=True, **options), parts)
 
 
-class Played(NamedTuple):
-    """Seconds per token that counts; the answers; what was guessed."""
-
-    seconds: float
-    answers: list[Any]
-    counts: dict[str, int]
-
-
 def play(
-    engine: Engine, prompts: Sequence[Sequence[int]], wish: SamplingParams, skip: int
-) -> Played:
-    """One prompt after the other; the first `skip` tokens of each are not timed."""
-    seconds, tokens, answers, counts = 0.0, 0, list[Any](), Counter[str]()
-    for prompt in prompts:
-        job = engine.add(prompt, wish)
-        completion = job.completions[0]
-        while len(completion.token_ids) < skip:
-            engine.step()
-        begin, had = perf_counter(), len(completion.token_ids)
-        while engine.busy:
-            engine.step()
-        seconds += perf_counter() - begin
-        output = job.output("")
-        tokens += len(output.token_ids) - had
-        scores = output.completions[0].logprobs
-        answers.append((output.token_ids, b"" if scores is None else scores.tobytes()))
-        counts.update(output.speculated._asdict())
-    return Played(seconds / tokens, answers, dict(counts))
+    engine: Engine, prompt: Sequence[int], wish: SamplingParams, skip: int
+) -> tuple[float, Output]:
+    """Seconds per token behind the first `skip`, and the answer."""
+    job = engine.add(prompt, wish)
+    completion = job.completions[0]
+    while len(completion.token_ids) < skip:
+        engine.step()
+    begin, had = perf_counter(), len(completion.token_ids)
+    while engine.busy:
+        engine.step()
+    seconds = perf_counter() - begin
+    output = job.output("")
+    return seconds / (len(output.token_ids) - had), output
 
 
 def held_out(parts: Parts, count: int) -> list[list[int]]:
