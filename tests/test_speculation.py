@@ -16,8 +16,10 @@ import torch
 from lockstep import cli
 from lockstep.attention import select
 from lockstep.config import EngineConfig
+from lockstep.kv.pages import PagePool
+from lockstep.kv.tables import CacheGroups, PageTable
 from lockstep.lab import speculative_bits
-from lockstep.lab.speculative import CHAIN, NGRAM, TREE, drafts, noisy
+from lockstep.lab.speculative import CHAIN, EAGLE3, NGRAM, TREE, drafts, noisy
 from lockstep.lab.tiny import (
     BART,
     CONTEXT,
@@ -36,10 +38,13 @@ from lockstep.llm.engine import Engine, Parts, load
 from lockstep.llm.generation import Generation
 from lockstep.llm.output import Speculated
 from lockstep.models import loader
+from lockstep.plan.build import RequestWork, build, single_rows
+from lockstep.plan.check import check
+from lockstep.plan.step import StepPlan
 from lockstep.sample.noise import counter, noise, noise_of
 from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import DraftTree
-from lockstep.spec import draft_model
+from lockstep.spec import draft_model, model_draft
 from lockstep.spec.depth import REST, SEEN, Acceptance, Costs
 from lockstep.spec.draft import DraftSetup
 from lockstep.spec.verify import NodeRows, verify
@@ -312,6 +317,46 @@ def test_a_draft_that_ends_by_itself_is_asked_while_it_brings_more_than_it_costs
     each = 5 * 0.3 + 0.75  # what a draft costs, in tokens
     assert seen.pays([right(each / 5 + 0.01)]) == [True]
     assert seen.pays([right(each / 5 - 0.01)]) == [False]
+
+
+def test_the_steps_of_a_chain_are_those_of_plans_made_one_by_one():
+    specs = loaded(LLAMA).model.groups(4)
+    groups = CacheGroups(specs, [PagePool(32) for _ in specs])
+    tables = [PageTable(groups), PageTable(groups)]
+    for table in tables:
+        table.reserve(16)
+
+    def planned(lens: tuple[int, ...], width: int) -> StepPlan:
+        views = [table.views(tuple(range(len(specs)))) for table in tables]
+        return build(specs, [RequestWork(n, width, own) for n, own in zip(lens, views)])
+
+    steps = list(single_rows(planned((5, 9), 4), model_draft.uniform(2, 1)))
+    assert len(steps) == 4
+    for nth, step in enumerate(steps):
+        alone = planned((5 + nth, 9 + nth), 1)
+        check(step, (32,) * len(specs))
+        pairs = [(step, alone, ("q_indptr", "positions", "start", "tail_indptr", "emit"))]
+        groups_of = zip(step.groups, alone.groups, strict=True)
+        pairs += [(*each, ("kv_lens", "write_slots", "first_pos")) for each in groups_of]
+        for mine, theirs, names in pairs:
+            for name in names:
+                assert getattr(mine, name).tolist() == getattr(theirs, name).tolist(), name
+    with pytest.raises(RuleError, match="as many plain rows each"):
+        next(single_rows(build(specs, []), model_draft.uniform(2, 1)))
+
+
+def test_of_a_prompt_the_states_of_two_rows_are_kept_the_next_and_the_last(monkeypatch):
+    """They used to keep the whole chunk alive for as long as a request rested."""
+    monkeypatch.setattr(model_draft, "SPARSE", 4)
+    engine = made(LLAMA, **EAGLE3)
+    engine.add(words(12, 3), PLAIN)
+    engine.step()
+    (request,), draft = engine.scheduler.running, engine.speculation.draft
+    state = draft._state(request)
+    ((states, row),) = state.hidden
+    assert (len(states), row) == (2, 1)
+    assert state.last[0] is states
+    assert state.last[1] == 0
 
 
 def test_a_new_request_is_thought_to_be_like_the_others_and_soon_known_by_itself():
