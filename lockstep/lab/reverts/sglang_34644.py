@@ -11,9 +11,8 @@ Mechanism:
 2. The first takes a page for its next token; the second sees it as its own.
 3. Both write their tokens into it.
 Key functions:
-`prefix_indices` in SGLang with the prefix cache switched off. Here `kv.tables.shared_pages`, which
-returns a new list; the revert returns
-the list itself where all of it is shared.
+`prefix_indices` in SGLang with the prefix cache switched off. Here `PageTable.fork`, whose table
+has a list of its own; in the revert it has the parent's, where every page of it is shared.
 Symptom:
 Both continuations attend to whichever token was written last.
 Risk and impact:
@@ -26,17 +25,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.types import GroupSpec
-
 SOURCE = "sgl-project/sglang#34644"
-TARGET = "lockstep.kv.tables:shared_pages"
+TARGET = "lockstep.kv.tables:PageTable.fork"
 CELLS = ("engine-n/llama", "engine-n/deepseek-v3")
 RELATED = ("trtllm-12306", "sglang-29352")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def shared_pages(spec: GroupSpec, pages: list[int], first_pos: int, length: int) -> Any:
-        shared = old(spec, pages, first_pos, length)
-        return pages if shared == pages else shared
+    def fork(self: Any, committed_len: int) -> Any:
+        child = old(self, committed_len)
+        if not child.pending:
+            child._own, child._views = self._own, self._views
+        return child
 
-    return shared_pages
+    return fork
