@@ -370,7 +370,7 @@ def command(args: Namespace) -> int:
 
         engines = run(args.count, args.seed, note)
     sweeps = [(tiny, second) for tiny in MODELS for second in (False, True)] if args.aimed else []
-    with Progress(len(sweeps), f"lab interrupts at {args.aimed}") as bar:
+    with Progress(len(sweeps), f"lab interrupts at {args.aimed or 'no lines'}") as bar:
         for tiny, second in sweeps:
             trials += sweep(tiny, args.aimed == "bytecodes", second, args.seed)
             bar.step(tiny.name)
