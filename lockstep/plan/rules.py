@@ -55,8 +55,8 @@ def compiled() -> tuple[Any, Any]:
     """The judges of the rows and of a group, from Numba's cache or compiled now."""
     n, many = types.int64, types.UniTuple
     ints, pairs = [types.Array(types.int32, dims, "C", readonly=True) for dims in (1, 2)]
-    found, rows = many(n, 4), many(ints, 4)  # type: ignore[no-untyped-call]
-    group = found(rows, many(ints, 6), pairs, n, n, types.boolean, n)  # type: ignore[no-untyped-call]
+    found, rows, lists = many(n, 4), many(ints, 4), many(ints, 6)  # type: ignore[no-untyped-call]
+    group = found(rows, lists, pairs, n, n, types.boolean, n)
     return loop(found(rows, ints, n, n, n), judge_rows), loop(group, judge_group)
 
 

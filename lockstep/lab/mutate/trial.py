@@ -141,8 +141,9 @@ class Watch:
         if self.measure is not None:
             self.measure.switch_context("")
         failed = [last_line(str(each.longrepr)) for each in self.reports if each.failed]
-        skipped = any(each.skipped for each in self.reports)
-        outcome = "failed" if failed else "skipped" if skipped else "passed"
+        outcome = "skipped" if any(each.skipped for each in self.reports) else "passed"
+        if failed:
+            outcome = "failed"
         seconds = sum(each.duration for each in self.reports)
         self.finished(report.nodeid, outcome, round(seconds, 4), "".join(failed[:1]))
         self.running("")
