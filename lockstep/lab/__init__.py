@@ -1,7 +1,5 @@
 """The lab. Beside its modules lie their tables: recipes, features, properties, spoilt plans."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from importlib.resources import files

@@ -6,8 +6,6 @@ poisoned again, buffers lie between guard bands, and what a step may change in m
 here from the tables, by plain arithmetic. `properties` and `show` call it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial

@@ -9,8 +9,6 @@ config alone. Beside the bits stands the distance to transformers in a wider dty
 `--small` plays the same on models of a few thousand weights, which CI does.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import random

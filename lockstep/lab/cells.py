@@ -6,8 +6,6 @@ belongs to one of them. A cell passed, was refused with the backend's own reason
 is no "not tested". Cells run in worker processes: one that kills its process failed like any other.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -105,7 +103,7 @@ class Cell:
         return f"{self.backend}/{self.recipe}/{self.feature}"
 
     @staticmethod
-    def parse(text: str) -> Cell:
+    def parse(text: str) -> "Cell":
         """`backend/recipe/feature` as it is printed everywhere."""
         parts = text.split("/")
         table = TABLE_OF.get(parts[1]) if len(parts) == 3 else None

@@ -8,8 +8,6 @@ Knows nothing of `lockstep.sample` but its parameters. The oracle of the engine'
 it, and the sampler's cells compare with it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,8 +1,6 @@
 """`lockstep lab ...` and `lockstep check-env`: each command runs something, writes what was asked
 for, and prints a short account of it. `cli` calls it with parsed arguments; knows no parser."""
 
-from __future__ import annotations
-
 import time
 from argparse import Namespace
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ transformers gets them as a state dict. `lab bits` calls it, when the engine has
 memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -2,8 +2,6 @@
 which command, and what came out; and the templates by which pages and stories are made from it.
 Every command of the lab and of the benchmarks publishes one. Knows no tensors and runs nothing."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import math

@@ -6,8 +6,6 @@ is wrong is noted under the property that it breaks; an exception ends the story
 of what came out before. One harness serves one cell; recipes are handed it as `rig`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace

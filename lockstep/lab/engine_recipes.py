@@ -6,8 +6,6 @@ A harness compares every request with its recomputation; a recipe looks at what 
 Lengths sit one below, at and above a page.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Collection, Sequence
 from copy import copy

@@ -2,8 +2,6 @@
 small model. Defaults hide bugs: scales are not 1, caps bind, sinks are not 0, and two layers of a
 group differ, so that nothing may be remembered from the layer before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +27,7 @@ class Feature:
     def groups(self, page_size: int) -> tuple[GroupSpec, ...]:
         return self.device.specs(tuple(group(page_size) for group in self.made_of))
 
-    def on(self, device: Device) -> Feature:
+    def on(self, device: Device) -> "Feature":
         return replace(self, device=device)
 
     @property

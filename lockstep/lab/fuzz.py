@@ -7,8 +7,6 @@ Requests come from a fixed menu, so that each is recomputed once per process. `l
 runs many, tests run some.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from argparse import Namespace

@@ -6,8 +6,6 @@ user has it. They run together in a cramped engine (small pages, short chunks, f
 changes no answer but takes every path. `lockstep lab golden` and tests call it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

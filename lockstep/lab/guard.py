@@ -2,8 +2,6 @@
 a write before or behind a buffer, or into an input, shows up as damage. Both harnesses stand on
 it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

@@ -5,8 +5,6 @@ begun, and a call that is struck by KeyboardInterrupt: by a timer, in a thread, 
 function. `lockstep lab interrupts` and tests run it; docs/lab.md has the ways.
 """
 
-from __future__ import annotations
-
 import ctypes
 import random
 import signal
@@ -154,7 +152,7 @@ class Strikes:
         self.where: list[str] = []
         self.returned: list[Answer] = []
 
-    def call(self, wish: Wish, llm: LLM, trace: Aim | None = None) -> bool:
+    def call(self, wish: Wish, llm: LLM, trace: "Aim | None" = None) -> bool:
         """Whether it was struck."""
         before = sys.gettrace()
         sys.settrace(trace or before)

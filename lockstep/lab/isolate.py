@@ -5,8 +5,6 @@ allowed and is killed, is an answer too (`Died`), and a fresh process takes the 
 Knows nothing of cells.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

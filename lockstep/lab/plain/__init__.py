@@ -5,8 +5,6 @@ no line with the engine and imports nothing of it. `lab.values` compares the eng
 tests/test_plain.py compares it with transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

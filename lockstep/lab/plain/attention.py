@@ -5,8 +5,6 @@ In latent attention keys and values of all heads come from one small row per tok
 head's keys and values, as the paper defines it.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

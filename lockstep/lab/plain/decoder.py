@@ -4,8 +4,6 @@ The families differ in three choices: how norms and residuals surround a layer's
 (`layer`), which attention (`attention`), which feed-forward (`feed_forward`).
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from lockstep.lab.plain import moe

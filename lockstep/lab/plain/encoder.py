@@ -4,8 +4,6 @@ whose decoder's layers look at the encoder's rows as well.
 Norms stand behind the residuals, positions are learnt, all linear maps have biases.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 All take float64 rows [n, width], and read their tensors by their names in the checkpoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,11 +22,11 @@ class Weights:
     tensors: Mapping[str, Tensor]
     prefix: str = ""
 
-    def at(self, *parts: str | int) -> Weights:
+    def at(self, *parts: str | int) -> "Weights":
         """The tensors of a part: weights.at("layers", 3)."""
         return Weights(self.tensors, self.prefix + "".join(f"{part}." for part in parts))
 
-    def trunk(self, prefix: str, name: str) -> Weights:
+    def trunk(self, prefix: str, name: str) -> "Weights":
         """Where `name` is: a checkpoint of the trunk alone has no `prefix` before its names."""
         return self if name in self else self.at(prefix)
 

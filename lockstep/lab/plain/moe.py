@@ -1,8 +1,6 @@
 """Mixture of experts: a router gives each row a few experts, the result is their weighted sum.
 Every expert computes every row, and most weights are 0: nothing is grouped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -5,8 +5,6 @@ within. Real numbers throughout: that transformers rounds frequencies and angles
 arithmetic, not the definition. partial_rotary_factor is ignored, as transformers does here.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
