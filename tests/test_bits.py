@@ -23,11 +23,12 @@ def job(name: str = "qwen3", *paths: str) -> bits.Job:
 @pytest.mark.parametrize("name", bits.SMALL)
 def test_no_log_probability_differs_by_any_path_of_a_small_model(name):
     found = bits.measured(job(name))
-    assert bits.faults([found], list(bits.PATHS), {"model": 50, "path": 50}) == []
-    assert all(path.log_probabilities >= 50 for path in found.paths.values())
-    assert all(2 * path.from_decode_steps > path.log_probabilities for path in found.paths.values())
-    assert found.distance is not None
-    assert found.distance.ours < 1e-4, "transformers computes the same model"
+    assert bits.faults({name: found}, {"model": 50, "path": 50}) == []
+    assert list(found["paths"]) == list(bits.PATHS)
+    for path in found["paths"].values():
+        assert path["log_probabilities"] >= 50
+        assert 2 * path["from_decode_steps"] > path["log_probabilities"]
+    assert found["distance"]["ours"] < 1e-4, "transformers computes the same model"
 
 
 def test_a_path_that_changes_answers_or_is_not_taken_is_a_fault(monkeypatch):
@@ -39,10 +40,10 @@ def test_a_path_that_changes_answers_or_is_not_taken_is_a_fault(monkeypatch):
 
     monkeypatch.setattr(Scheduler, "_preempt", forgetful)
     found = bits.measured(job("qwen3", "preemption"))
-    assert "differ" in bits.faults([found], [], {"model": 0, "path": 0})[0]
-    found.paths["preemption"].differ = 0
-    found.paths["preemption"].counters["preempted"] = 0
-    (fault,) = bits.faults([found], [], {"model": 0, "path": 0})
+    assert "differ" in bits.faults({"qwen3": found}, {"model": 0, "path": 0})[0]
+    found["paths"]["preemption"]["differ"] = 0
+    found["paths"]["preemption"]["counters"]["preempted"] = 0
+    (fault,) = bits.faults({"qwen3": found}, {"model": 0, "path": 0})
     assert fault == "qwen3, preemption: preempted is 0: the path was not taken"
 
 
@@ -57,8 +58,8 @@ def test_a_log_probability_differs_by_its_token_its_bits_or_by_being_no_number()
 
 
 def test_too_few_log_probabilities_are_a_fault_of_a_run_of_real_shapes():
-    found = bits.ModelFound("m", {"page": bits.Found(9_999, 9_000, 0, {"other_pages": 1}, 1.0)})
-    told = bits.faults([found], ["page"], bits.LEAST)
+    page = {"log_probabilities": 9_999, "differ": 0, "counters": {"other_pages": 1}}
+    told = bits.faults({"m": {"paths": {"page": page}, "distance": None}}, bits.LEAST)
     assert told == ["m, page: 9,999, not 10,000", "page: 9,999 over all models, not 125,000"]
 
 

@@ -7,7 +7,6 @@ memory.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,30 +26,26 @@ Prompts = Sequence[list[int]]
 Scores = list[NDArray[np.float32]]  # of every prompt: its tokens but the first
 
 
-@dataclass(frozen=True)
-class Distance:
-    """Root mean squares over `tokens` log-probabilities. In float32 nothing is judged: transformers
-    casts to it inside wider models."""
-
-    ours: float
-    theirs: float
-    tokens: int
-    judged: bool
-
-    @property
-    def ratio(self) -> float:
-        return self.ours / self.theirs if self.theirs else float("inf")
+def ratio(found: Mapping[str, Any]) -> float:
+    """Our distance by that of transformers."""
+    return float(found["ours"] / found["theirs"]) if found["theirs"] else float("inf")
 
 
-def measure(config: Config, device: Device, prompts: Prompts, ours: Scores) -> Distance:
-    """Both distances, of the same weights on the same device."""
+def measure(config: Config, device: Device, prompts: Prompts, ours: Scores) -> dict[str, Any]:
+    """Both distances over so many tokens, of the same weights on the same device. In float32
+    nothing is judged: transformers casts to it inside wider models."""
     weights = draw(config, device)
     exact = scores(config, weights, WIDER[device.compute], device, prompts)
     if device.place.type == "cuda":
         torch.cuda.empty_cache()
     theirs = scores(config, weights, device.compute, device, prompts)
-    judged = device.compute is not torch.float32
-    return Distance(rms(ours, exact), rms(theirs, exact), sum(map(len, ours)), judged)
+    judged, tokens = device.compute is not torch.float32, sum(map(len, ours))
+    return {
+        "ours": rms(ours, exact),
+        "theirs": rms(theirs, exact),
+        "tokens": tokens,
+        "judged": judged,
+    }
 
 
 def rms(a: Sequence[NDArray[Any]], b: Sequence[NDArray[Any]]) -> float:
