@@ -7,7 +7,7 @@ Norms stand behind the residuals, positions are learnt, all linear maps have bia
 import torch
 from torch import Tensor
 
-from lockstep.lab.plain.attention import Scoring, attend, causal, split_heads
+from lockstep.lab.plain.attention import Scoring, attend, causal
 from lockstep.lab.plain.layers import Config, Weights, layer_norm, linear, plain_mlp
 
 BART_EPS = 1e-5
@@ -28,7 +28,7 @@ def bert_hidden_states(config: Config, weights: Weights, ids: Tensor) -> Tensor:
     for i in range(config["num_hidden_layers"]):
         layer = w.at("encoder", "layer", i)
         heads, maps = config["num_attention_heads"], layer.at("attention")
-        x = x + attention(x, x, everything(x, x), heads, maps, BERT_MAPS)
+        x = x + attention(x, x, None, heads, maps, BERT_MAPS)
         x = layer_norm(x, layer, "attention.output.LayerNorm", eps)
         names = ("intermediate.dense", "output.dense")
         x = x + plain_mlp(x, layer, names, config["hidden_act"])
@@ -55,31 +55,26 @@ def bart_side(config: Config, w: Weights, side: str, ids: Tensor, encoded: Tenso
     positions = own["embed_positions.weight"][torch.arange(len(ids)) + FIRST_POSITION]
     x = w[SHARED][ids] * scale + positions
     x = layer_norm(x, own, "layernorm_embedding", BART_EPS)
-    sees = everything(x, x) if encoded is None else causal(len(x))
+    sees = None if encoded is None else causal(len(x))
     for i in range(config[f"{side}_layers"]):
         layer = own.at("layers", i)
         x = x + attention(x, x, sees, heads, layer.at("self_attn"), BART_MAPS)
         x = layer_norm(x, layer, "self_attn_layer_norm", BART_EPS)
         if encoded is not None:
             maps = layer.at("encoder_attn")
-            x = x + attention(x, encoded, everything(x, encoded), heads, maps, BART_MAPS)
+            x = x + attention(x, encoded, None, heads, maps, BART_MAPS)
             x = layer_norm(x, layer, "encoder_attn_layer_norm", BART_EPS)
         x = x + plain_mlp(x, layer, ("fc1", "fc2"), config["activation_function"])
         x = layer_norm(x, layer, "final_layer_norm", BART_EPS)
     return x
 
 
-def everything(x: Tensor, keys_from: Tensor) -> Tensor:
-    """bool [n, m]: every row sees all of the other rows."""
-    return torch.ones(len(x), len(keys_from), dtype=torch.bool)
-
-
 def attention(
-    x: Tensor, keys_from: Tensor, sees: Tensor, heads: int, w: Weights, maps: tuple[str, ...]
+    x: Tensor, keys_from: Tensor, sees: Tensor | None, heads: int, w: Weights, maps: tuple[str, ...]
 ) -> Tensor:
-    """Queries from x, keys and values from the other rows."""
+    """Queries from x, keys and values from the other rows, of which a row `sees` some, or all."""
     rows = (x, keys_from, keys_from)
     parts = [linear(each, w, name, bias=True) for each, name in zip(rows, maps, strict=False)]
-    q, k, v = (split_heads(part, heads) for part in parts)
+    q, k, v = (part.unflatten(1, (heads, -1)) for part in parts)
     mixed = attend(q, k, v, sees, Scoring(q.shape[-1] ** -0.5))
     return linear(mixed, w, maps[-1], bias=True)
