@@ -13,10 +13,10 @@ from lockstep.attention import select
 from lockstep.cli import make_parser
 from lockstep.config import EngineConfig
 from lockstep.kernels.cpu import sample
-from lockstep.lab import option_recipes, reverts, spoilt
+from lockstep.lab import engine_recipes, reverts, spoilt
 from lockstep.lab.attention_harness import AttentionHarness, Setting
+from lockstep.lab.cells import Cell
 from lockstep.lab.engine_harness import EngineHarness
-from lockstep.lab.engine_recipes import error
 from lockstep.lab.features import FEATURES
 from lockstep.lab.oracle import Rows, overflowed, values, weighted
 from lockstep.lab.recipes import RECIPES, write
@@ -85,8 +85,8 @@ def test_a_plan_that_shares_a_page_is_noticed_in_a_draft_step_and_a_blind_check_
 
 
 def test_what_is_exactly_full_works_and_one_more_is_said_with_both_numbers():
-    assert [option_recipes.padded("requests", (1,) * n) for n in (5, 6, 9)] == ["5", "9", "9"]
-    assert option_recipes.padded("requests", (1,) * 10).startswith(
+    assert [engine_recipes.padded("requests", (1,) * n) for n in (5, 6, 9)] == ["5", "9", "9"]
+    assert engine_recipes.padded("requests", (1,) * 10).startswith(
         "a step has at most 9 requests; got 10."
     )
 
@@ -96,7 +96,7 @@ def test_an_error_that_loses_a_request_is_found(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         "lockstep.lab.engine_harness.STEPS", 3
     )  # stands for an engine that does not go on
-    error(rig, quick=True)
+    Cell.parse("cpu/engine-error/llama").pair()[0].play(rig, quick=True)
     assert any("never ended" in fault or "were taken in" in fault for fault in rig.faults["error"])
 
 

@@ -9,6 +9,7 @@ of what came out before. One harness serves one cell; recipes are handed it as `
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from lockstep.lab.properties import Judgement
 from lockstep.lab.recipes import Recipe
 from lockstep.lab.recompute import Order, Recompute
 from lockstep.lab.speculative import Recorder, drafts
-from lockstep.lab.tiny import CONTEXT, Tiny, checkpoint, parts
+from lockstep.lab.tiny import CONTEXT, EOS, Letters, Tiny, checkpoint, parts
 from lockstep.lab.values import Values
 from lockstep.llm.engine import Engine, Parts
 from lockstep.llm.generation import Generation
@@ -38,6 +39,7 @@ Orders = Sequence[Order]
 Streams = dict[Generation, list[Chunk]]
 Disturb = Callable[["InstrumentedEngine", list[Generation], int], None]
 Watcher = Callable[["InstrumentedEngine", ScheduledStep], None]
+SPACE = Letters.TOKENS.index(b" ")
 STEPS = 2000  # a story that takes longer does not end
 
 
@@ -51,6 +53,7 @@ class InstrumentedEngine(Engine):
     def __init__(self, config: EngineConfig, made: Parts, overlap: bool | None = False) -> None:
         super().__init__(config, made, overlap)
         self.seen: Counter[str] = Counter()
+        self.cached: Counter[int] = Counter()  # pages of the prefix tree, by group
         self.watchers: list[Watcher] = []
         if self.speculation is not None:
             self.speculation.adaptive = False
@@ -89,7 +92,12 @@ class InstrumentedEngine(Engine):
         return result, accepted
 
     def _note(self, step: ScheduledStep) -> None:
-        pieces = step.pieces
+        pieces, tree, running = step.pieces, self.scheduler.tree, len(self.scheduler.running)
+        limit, before = self.config.max_running_requests, self.cached
+        self.cached = Counter({g: tree.cached(g) for g in tree.groups})
+        self.seen["evicted_pages"] += (before - self.cached).total()
+        self.seen["above_limit"] += max(running, len(pieces)) > limit
+        self.seen["held_back"] += running == limit and bool(self.scheduler.waiting)
         self.seen["steps"] += 1
         self.seen["batched_steps"] += len(pieces) > 1
         self.seen["mixed_steps"] += len({piece.new_len > 1 for piece in pieces}) > 1
@@ -123,6 +131,8 @@ class EngineHarness(Judgement):
         """A fresh engine; pages of 8 and room for everybody unless told otherwise."""
         sizes = {"page_size": 8, "max_total_tokens": 1024, "max_running_requests": 16}
         given = {"context_length": CONTEXT, "kv_cache_dtype": self.device.dtype, **sizes, **options}
+        if not self.parts.backend.caps.graphs:  # the same steps, and no launch is recorded
+            given.pop("graphs", None)
         return self.engine_of(EngineConfig.from_names(given), overlap)
 
     def engine_of(self, config: EngineConfig, overlap: bool = False) -> InstrumentedEngine:
@@ -150,6 +160,7 @@ class EngineHarness(Judgement):
             self.note("plan", [f"PlanError: {error}"])
         except Exception as error:  # whatever broken code raises ends the story
             self.note("raised", [f"{type(error).__name__}: {error}"])
+        self._asked(engine)
         dtype = engine.config.kv_cache_dtype  # what it makes of keys is part of the question
         if dtype not in self.oracles:
             self.oracles[dtype] = Recompute(self.parts, dtype)
@@ -209,6 +220,15 @@ class EngineHarness(Judgement):
         self.note("pages", [f"{left} requests are left without a job"] if left else [])
         self._audit(engine)
 
+    def _asked(self, engine: InstrumentedEngine) -> None:
+        """Limits and a cache that is not wanted, which no answer shows."""
+        above, limit = engine.seen["above_limit"], engine.config.max_running_requests
+        fault = f"{above} steps with more than {limit} requests"
+        self.check("limit", not above, fault, f"never more than {limit} at once")
+        kept = sum(map(engine.scheduler.tree.cached, engine.scheduler.tree.groups))
+        if engine.config.disable_radix_cache:
+            self.check("asked", not kept, f"{kept} pages are kept")
+
     def _audit(self, engine: InstrumentedEngine) -> None:
         """A page taken by nobody, in each group in turn: the account must miss it."""
         for g, pool in enumerate(engine.scheduler.pools):
@@ -248,7 +268,8 @@ class EngineHarness(Judgement):
         for c in job.output("").completions:
             want, stopped = self.oracle.text(job.prompt_ids, c.token_ids, job.params)
             self.check("text", c.text == want, f"{c.text!r} is not {want!r}")
-            self.counters["stopped"] += stopped
+            self.counters.update(stopped=stopped, eos=c.token_ids[-1:] == (EOS,))
+            self.counters["spaces_after_nothing"] += (EOS, SPACE) in pairwise(c.token_ids)
 
     def _scores(self, who: str, job: Generation, order: Order, oracle: Recompute) -> list[str]:
         out, k = job.output(""), order.params.top_prompt_logprobs

@@ -1,26 +1,43 @@
 """The recipes of the engine's cells: what may happen to a request in a serving engine, none of
-which may change a bit of its answer. They stand in engine_recipes.toml; `tell` plays the stories
-there, and what needs more than stories is a function here.
+which may change a bit of its answer; and what was asked for, which must be done, or said why not.
+They stand in engine_recipes.toml; `tell` plays the stories there, and what needs more than stories
+is a function here.
 
 A harness compares every request with its recomputation; a recipe looks at what else must hold.
-Lengths sit one below, at and above a page.
+Lengths sit one below, at and above a page. An option that is dropped on the way changes no bit and
+raises nothing: recipes look at what an option is for, and at what is exactly full, or one beyond.
 """
 
-import random
 from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import count, pairwise, product
+from itertools import count, product
+from pathlib import Path
 from pkgutil import resolve_name
+from tempfile import TemporaryDirectory
 from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from lockstep.attention.base import Backend
 from lockstep.lab import table
 from lockstep.lab.engine_harness import EngineHarness, Injected, InstrumentedEngine, same_bits
+from lockstep.lab.oracle import KINDS
 from lockstep.lab.recompute import Order
-from lockstep.lab.tiny import EOS, Letters, words
+from lockstep.lab.tiny import CONTEXT, LLAMA, Letters, save, words
+from lockstep.llm.api import LLM
 from lockstep.llm.generation import Generation
+from lockstep.models import loader
+from lockstep.ops import Routing
+from lockstep.plan.bucket import Buckets
+from lockstep.plan.build import RequestWork, build
+from lockstep.run.arena import Arena
+from lockstep.run.kind import GENERATE
+from lockstep.run.runner import IMAGE_LEN
 from lockstep.sample.params import SamplingParams
+from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
 Options = dict[str, Any]  # of an engine
 Entries = Sequence[Any]  # of engine_recipes.toml
@@ -28,9 +45,10 @@ PAGE = 8
 GIVEN = table("engine_params.toml")
 PARAMS = {name: SamplingParams.from_dict({**GIVEN["plain"], **own}) for name, own in GIVEN.items()}
 PLAIN, GREEDY, CUT, PENALISED, SCORED, THREE, EAGER = PARAMS.values()
-# few and wide: a launch is recorded by one step and replayed by others that are fuller or emptier
-GRIDS = {"bucket_sizes": (8, 64), "request_bucket_sizes": (4, 17), "emit_bucket_sizes": (16,)}
-REPLAYS = 8  # of an engine, at least
+NARROWER = {name: dtype for name, dtype in KINDS.items() if name != "float32"}
+CLOSE = 1e-6  # of an element of an embedding in fp32 against its row divided in float64
+SIZES = (2, 5, 9)  # of buckets
+EXPERTS = (4, 16, 17, 24, 64)  # up to 16 torch's unstable sorts happen to be stable
 
 
 @dataclass(frozen=True)
@@ -40,35 +58,58 @@ class Story:
     name: str  # the property that it looks at
     engines: Sequence[Options] = ({},)  # a fresh one of each for the whole story
     orders: Sequence[int] = ()  # these, in this order; without any, all
-    at: Sequence[int] = ()  # when each of them is given
+    at: Sequence[int] | int = ()  # when each of them is given, or so many steps apart
     aborts: Sequence[tuple[int, int]] = ()  # (which of them, before which step)
     alone: bool = False  # each order on an engine of its own
     preempt: bool = False  # everybody, or one, loses its pages after every second step
     preempted: str = ""  # what its preemptions are counted as besides
+    raises: Sequence[int] = ()  # calls of attention that fail, with some layers written
     ends: Sequence[int] = ()  # how the requests end, one after the other
-    cold: bool = False  # no prompt is found in a cache
+    hits: Sequence[int] = ()  # tokens of each prompt that are found in a cache
+    distinct: bool = False  # completions differ, and are those of their numbers alone
+    replays: int = 0  # at least so many steps are replays of launches
     full: bool = False  # not in a quick run
 
-    def play(self, rig: EngineHarness, orders: Sequence[Order], engine: Options) -> None:
+    def chosen(self, orders: Sequence[Order]) -> list[Order]:
         chosen = [orders[i] for i in self.orders or range(len(orders))]
-        for i, step in enumerate(self.at):
+        steps = self.at
+        if isinstance(steps, int):
+            steps = [steps * i for i in range(len(chosen))]
+        for i, step in enumerate(steps):
             chosen[i] = replace(chosen[i], at=step)
         for i, step in self.aborts:
             chosen[i] = replace(chosen[i], abort=step)
+        return chosen
+
+    def play(self, rig: EngineHarness, orders: Sequence[Order], engine: Options) -> None:
+        chosen = self.chosen(orders)
         if rig.oracle.encoder is not None:  # nobody scores a source
             chosen = [order for order in chosen if order.params.prompt_logprobs is None]
         groups = [[order] for order in chosen] if self.alone else [chosen]
         for options, group in product(self.engines, groups):
-            before = rig.counters["preempted"]
-            disturb = every_second if self.preempt else None
-            jobs = rig.story(self.name, group, disturb, **{**engine, **options})
-            if self.preempted:
-                rig.counters[self.preempted] += rig.counters["preempted"] - before
-            if self.cold:
-                expect_hits(rig, "prompts that nobody had", jobs, (0,) * len(jobs))
-            if self.ends:
-                fault = f"requests ended in the order {rig.ended}"
-                rig.check("order", rig.ended == list(self.ends), fault)
+            self._play(rig, group, rig.engine(**{**engine, **options}))
+
+    def _play(self, rig: EngineHarness, orders: list[Order], engine: InstrumentedEngine) -> None:
+        before = rig.counters["preempted"]
+        if self.raises:
+            engine.runner.backend = failing(engine.runner.backend, self.raises)
+        jobs = rig.play(self.name, engine, orders, every_second if self.preempt else None)
+        if self.preempted:
+            rig.counters[self.preempted] += rig.counters["preempted"] - before
+        if self.raises:
+            taken = f"{len(jobs)} of {len(orders)} requests were taken in"
+            rig.check(self.name, len(jobs) == len(orders), taken)
+            lost = [f"request {i} never ended" for i, job in enumerate(jobs) if not job.done]
+            rig.note(self.name, lost)
+        if self.ends:
+            fault = f"requests ended in the order {rig.ended}"
+            rig.check("order", rig.ended == list(self.ends), fault)
+        if self.hits:
+            expect_hits(rig, self.name, jobs, self.hits)
+        if self.distinct:
+            expect_distinct(rig, self.name, jobs)
+        if self.replays:
+            expect_replays(rig, self.name, engine, self.replays)
 
 
 def tell(
@@ -89,10 +130,16 @@ def tell(
 
 
 def order(
-    tokens: int, params: str = "plain", seed: int = 0, then: Sequence[int] = (), **rest: Any
+    tokens: int,
+    params: str = "plain",
+    seed: int = 0,
+    then: Sequence[int] = (),
+    but: Options | None = None,
+    **rest: Any,
 ) -> Order:
     """An entry of `orders`."""
-    return Order((*words(tokens, seed or tokens), *then), PARAMS[params], **rest)
+    prompt = (*words(tokens, seed or tokens), *then)
+    return Order(prompt, replace(PARAMS[params], **(but or {})), **rest)
 
 
 def orders_of(*pairs: tuple[int, SamplingParams], late: int = 0) -> list[Order]:
@@ -101,14 +148,8 @@ def orders_of(*pairs: tuple[int, SamplingParams], late: int = 0) -> list[Order]:
 
 
 def hit(rig: EngineHarness, quick: bool) -> None:
-    """The same prompt cold and warm; then the same tokens in another order."""
-    engine = rig.engine(page_size=PAGE)
-    lengths = (PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1, 5 * PAGE + 1)
-    for n in lengths[:3] if quick else lengths:
-        order = Order(words(n, 100 + n), PLAIN)
-        cold, warm = (rig.play("hit", engine, [order])[0] for _ in range(2))
-        expect_hits(rig, f"{n} tokens", (cold, warm), (0, (n - 1) // PAGE * PAGE))
-    prompt = words(29, 7)
+    """A second turn, the same tokens in another order, scores, another tenant."""
+    engine, prompt = rig.engine(page_size=PAGE), words(29, 7)
     (first,) = rig.play("hit", engine, [Order(prompt, PLAIN)])
     turn = (*prompt, *first.output("").token_ids, *words(3, 8))
     same_tokens = (*prompt[:PAGE], *reversed(prompt[PAGE : 2 * PAGE]), *prompt[2 * PAGE :])
@@ -119,43 +160,38 @@ def hit(rig: EngineHarness, quick: bool) -> None:
         ("another tenant", Order(prompt, GREEDY, tenant="another"), 0),
     ):
         expect_hits(rig, what, rig.play("hit", engine, [order]), (hits,))
-    twins = [Order(words(39, 9), replace(PLAIN, seed=s), at=s) for s in range(3)]
-    rig.story("hit", twins, page_size=4, chunked_prefill_size=PAGE + 3)
 
 
 def expect_hits(
-    rig: EngineHarness, what: str, jobs: Sequence[Generation], hits: tuple[int, ...]
+    rig: EngineHarness, what: str, jobs: Sequence[Generation], hits: Sequence[int]
 ) -> None:
     """Exactly so many tokens of each prompt were found in the cache."""
-    have = tuple(job.output("").cached_tokens for job in jobs)
-    rig.check("hits", have == hits, f"{what}: {have} tokens found, not {hits}")
+    have = [job.output("").cached_tokens for job in jobs]
+    rig.check("hits", have == list(hits), f"{what}: {have} tokens found, not {list(hits)}")
 
 
-def evict(rig: EngineHarness, quick: bool) -> None:
-    """Prefixes come, go in part, and come again, windows first."""
-    stems, rng = [words(n, 200 + n) for n in (41, 30)], random.Random(3)
-    menu = [
-        Order(stem[:n], replace(PLAIN, max_tokens=m))
-        for stem in stems
-        for n, m in ((13, 1), (22, 9), (len(stem), 5))
-    ]
-    cached: dict[tuple[Any, int], int] = {}
+def expect_distinct(rig: EngineHarness, name: str, jobs: Sequence[Generation]) -> None:
+    """Completions of one prompt differ; by its number each is the same whoever asks for it."""
+    known: dict[tuple[Any, int], Any] = {}
+    for job in jobs:
+        done = job.output("").completions
+        ids = [c.token_ids for c in done]
+        rig.check("distinct", len(done) == 1 or len(set(ids)) > 1, "all completions are the same")
+        for c in done:
+            index = job.params.sample_index + c.index
+            same = known.setdefault((job.prompt_ids, index), c.token_ids) == c.token_ids
+            rig.check(name, same, f"completion {index} is another one alone")
 
-    def counting(engine: InstrumentedEngine, step: object) -> None:
-        """Pages that left the tree, as far as the next step shows it."""
-        tree = engine.scheduler.tree
-        for g in tree.groups:
-            gone = cached.get((engine, g), 0) - tree.cached(g)
-            rig.counters["evicted_pages"] += max(0, gone)
-            cached[engine, g] = tree.cached(g)
 
-    for page, total in ((4, 60), (2, 56)):
-        engine = rig.engine(
-            page_size=page, max_total_tokens=total, max_running_requests=2, chunked_prefill_size=10
-        )
-        engine.watchers.append(counting)
-        orders = [replace(rng.choice(menu), at=3 * i) for i in range(24 if quick else 40)]
-        rig.play("evict", engine, orders)
+def expect_replays(rig: EngineHarness, name: str, engine: InstrumentedEngine, least: int) -> None:
+    """Most steps are replays of a launch that was recorded with other lengths, slots and pads."""
+    tapes = engine.runner.tapes.values()
+    replays = sum(tape.replays for tape in tapes)
+    rig.counters.update(recorded_launches=len(tapes), replays=replays)
+    if engine.on_gpu:  # a graph holds a decoding step; a tape any
+        least //= 2
+    enough = replays >= least or not engine.runner.graphs
+    rig.check(name, enough, f"{replays} replays of {len(tapes)} launches")
 
 
 def every_second(engine: InstrumentedEngine, jobs: list[Generation], step: int) -> None:
@@ -164,19 +200,6 @@ def every_second(engine: InstrumentedEngine, jobs: list[Generation], step: int) 
     many = {0: len(running), 2: 1}.get(step % 4, 0)
     for request in running[:many]:
         engine.scheduler._preempt(request)
-
-
-def several(rig: EngineHarness, quick: bool) -> None:
-    """They are n requests: forked in the middle of a page and at its end, alone and in company."""
-    for n in (PAGE - 1, PAGE, PAGE + 2):
-        prompt, engine = words(n, 300 + n), rig.engine(page_size=PAGE)
-        jobs = rig.play("n", engine, [Order(prompt, THREE), Order(words(5, 1), PLAIN)])
-        ids = [c.token_ids for c in jobs[0].output("").completions]
-        rig.check("distinct", len(set(ids)) > 1, "all completions are the same")
-        for i in (1, 2):
-            (alone,) = rig.play("n", engine, [Order(prompt, replace(THREE, n=1, sample_index=i))])
-            same = alone.output("").token_ids == ids[i]
-            rig.check("n", same, f"completion {i} is another one alone")
 
 
 def score(rig: EngineHarness, quick: bool) -> None:
@@ -212,17 +235,6 @@ def stream(rig: EngineHarness, quick: bool) -> None:
         last = rig.oracle.text(order.prompt, ids[:12], order.params)[0][-1:]
         held = replace(order, params=replace(order.params, max_tokens=12, stop=last + "~"))
         rig.story("stream", [held, order])  # one ends with text held back, one goes on
-    # prompts that end in broken and in unfinished characters, or in nothing; spaces behind tokens
-    # without text
-    space, half, rest = map(Letters.TOKENS.index, (b" ", "€".encode()[:1], "é".encode()[1:]))
-    blank = replace(PLAIN, max_tokens=24, logit_bias={EOS: 6.0, space: 6.0})
-    tails = ((rest,), (half,), (half, rest), (EOS,) * 9)
-    orders = [
-        Order((*words(5, 420 + i), *tail), replace(blank, seed=i)) for i, tail in enumerate(tails)
-    ]
-    for job in rig.story("stream", orders):
-        ids = job.output("").token_ids
-        rig.counters["spaces_after_nothing"] += sum(pair == (EOS, space) for pair in pairwise(ids))
 
 
 def encoder(rig: EngineHarness, quick: bool) -> None:
@@ -253,56 +265,6 @@ def items(
     rig.counters["item_forks"] += engine.scheduler.counters["forked"] - forks
 
 
-def replayed(rig: EngineHarness, quick: bool) -> None:
-    """Requests around a page come one by one, fork, and leave again: most steps are replays of a
-    launch that was recorded with other lengths, other slots and other pads."""
-    growing = [
-        Order(words(n, i), replace(PLAIN, seed=i, max_tokens=4 + 3 * (i % 4)), at=i)
-        for i, n in enumerate((3, 7, 8, 9, 15, 16, 17, 5))
-    ]
-    # one after the other: a fork's launch is replayed with other moves, and with fewer (8, 8, 6, 4)
-    short = replace(THREE, max_tokens=6)
-    forking = [
-        Order(words(n, i), replace(short, seed=n), at=9 * i) for i, n in enumerate((12, 12, 11, 10))
-    ]
-    later = [replace(order, at=order.at + 10) for order in growing[:4]]
-    stories = [
-        (growing, 4, 1024),
-        (forking, 8, 1024),
-        ([*forking, *later], 8, 1024),
-        ([*growing, *later], 1, 1024),
-        ([*forking, *growing], 8, 96),
-    ]
-    graphs = rig.parts.backend.caps.graphs  # one that cannot be recorded runs the same steps
-    for orders, page, total in stories[:2] if quick else stories:
-        sizes: Options = {**GRIDS, "page_size": page, "max_total_tokens": total}
-        engine = rig.engine(graphs=graphs, chunked_prefill_size=64, **sizes)
-        rig.play("replay", engine, sorted(orders, key=lambda order: order.at))
-        tapes = engine.runner.tapes.values()
-        replays = sum(tape.replays for tape in tapes)
-        rig.counters.update(recorded_launches=len(tapes), replays=replays)
-        # a graph holds a decoding step; a tape any
-        least = REPLAYS // 2 if engine.on_gpu else REPLAYS
-        enough = replays >= least or not engine.runner.graphs
-        rig.check("replay", enough, f"{replays} replays of {len(tapes)} launches")
-
-
-def error(rig: EngineHarness, quick: bool) -> None:
-    """Some layers are written: the engine goes on, nothing is lost, everybody has its bits."""
-    decoder = rig.oracle.encoder is None
-    pairs = ((19, PENALISED), (26, CUT), (12, THREE), (21, PLAIN))
-    orders = [Order(words(n, 30 + n), p, at=2 * i) for i, (n, p) in enumerate(pairs)]
-    orders += [Order(words(23, 31), SCORED, at=3)] if decoder else []
-    moments = [(0, 5), (1, 2, 3, 17), (8,), (11, 12, 25), tuple(range(1, 60, 4))]
-    for calls in moments[:2] if quick else moments:
-        engine = rig.engine(page_size=4, chunked_prefill_size=PAGE + 3 if decoder else 64)
-        engine.runner.backend = failing(engine.runner.backend, calls)
-        jobs = rig.play("error", engine, orders)
-        taken = f"{len(jobs)} of {len(orders)} requests were taken in"
-        rig.check("error", len(jobs) == len(orders), taken)
-        rig.note("error", [f"request {i} never ended" for i, j in enumerate(jobs) if not j.done])
-
-
 def failing(backend: Backend, calls: Collection[int]) -> Backend:
     """A backend that raises at the given calls of `attend`, and is what it was otherwise."""
     made, number = copy(backend), count()
@@ -314,3 +276,200 @@ def failing(backend: Backend, calls: Collection[int]) -> Backend:
 
     made.attend = attend  # type: ignore[assignment,method-assign]
     return made
+
+
+def cache_dtypes(rig: EngineHarness, quick: bool) -> None:
+    """It gives another answer, the same one whatever happens: chunks, hits, forks, lost pages."""
+    orders = orders_of((21, PLAIN), (34, replace(PLAIN, n=2, seed=22)), (9, GREEDY), late=1)
+    rows = 11 if rig.oracle.encoder is None else 64
+    # elsewhere keys are kept as they come
+    narrower = [d for d in NARROWER if d != rig.device.dtype]
+    for dtype in narrower[:1] if quick else narrower:
+        engine = rig.engine(kv_cache_dtype=dtype, chunked_prefill_size=rows)
+        jobs = rig.play("dtype", engine, orders)
+        rig.play("dtype", engine, orders, every_second)
+        odd: Options = {"kv_cache_dtype": dtype, "page_size": 3, "disable_radix_cache": True}
+        rig.story("dtype", orders[:2], **odd)
+        for i, job in enumerate(jobs):
+            same = same_bits(job.output("").logprobs, rig.oracle.completions(orders[i])[0].logprobs)
+            fault = f"{dtype}: request {i} has the bits of a cache that rounds nothing"
+            rig.check("rounded", not same, fault)
+        held = {s.dtype for pool in engine.runner.pools if pool for ss in pool.storages for s in ss}
+        rig.check("rounded", held == {NARROWER[dtype]}, f"{dtype}: the cache has {held}")
+        rig.counters["rounded_requests"] += len(jobs)
+
+
+def ends(rig: EngineHarness, quick: bool) -> None:
+    """At the end of the context, at the first stop string from min_tokens on, at EOS."""
+    for room in (19, 1):
+        order = Order(words(CONTEXT - room, 60 + room), replace(PLAIN, max_tokens=None))
+        for job in rig.story("end", [order]):
+            rig.counters["open_ends"] += len(job.output("").token_ids) == room
+    stories = []
+    for seed in (62, 64):
+        order = Order(words(11, seed), replace(PLAIN, max_tokens=16))
+        (plain,) = rig.story("end", [order])
+        ids = plain.output("").token_ids
+        kinds = []
+        for at in range(2, 9 if quick else 13):  # a stop string that token number `at` brings
+            stop = Letters.spell(ids[at - 1 : at])
+            if stop.isascii() and stop:
+                kept = replace(order.params, stop=stop.decode())
+                kinds += [replace(kept, min_tokens=m) for m in (at - 1, at, at + 1)]
+        kinds += [
+            replace(order.params, stop_token_ids=ids[at : at + 1], min_tokens=at + 3)
+            for at in (0, 2, 5)
+        ]
+        stories += [replace(order, params=params) for params in kinds]
+    for job in rig.story("end", stories):
+        done, params = job.output(""), job.params
+        by_text = bool(params.stops) and done.completions[0].finish_reason == "stop"
+        rig.counters["stopped_at_once"] += by_text and len(done.token_ids) == params.min_tokens
+
+
+def embed(rig: EngineHarness, quick: bool) -> None:
+    """Of several prompts in one step: those of each alone, and the last row's."""
+    prompts = [words(n, 70 + n) for n in (1, 7, 16, 33)]
+    asked: list[Generation] = []
+
+    def add(engine: InstrumentedEngine, jobs: list[Generation], step: int) -> None:
+        if step in (0, 3):
+            asked.extend(engine.add(p, SamplingParams(seed=0), embed=True) for p in prompts)
+
+    orders = [Order(words(20, 75), PLAIN), Order(words(9, 76), PLAIN, at=2)]
+    rig.play("embed", rig.engine(), orders, add)
+    for job in asked:
+        who, have = f"the embedding of {len(job.prompt_ids)} tokens", job.embedding
+        if have is None:
+            rig.note("embedding", [f"{who} never came"])
+            continue
+        rig.values.claim_embedding(job.prompt_ids, "last", have)
+        off = float(np.abs(have - rig.oracle.embedding(job.prompt_ids)).max())
+        rig.check("embedding", off < CLOSE, f"{who} is off by {off:.3g}")
+        engine = rig.engine()
+        alone = engine.add(job.prompt_ids, SamplingParams(seed=0), embed=True)
+        engine.finish()
+        rig.check("embedding", same_bits(have, alone.embedding), f"{who} is another one alone")
+        rig.counters["embedded"] += 1
+
+
+def texts(rig: EngineHarness, quick: bool) -> None:
+    """As users call it: a prompt has its special tokens, an item that follows one has none."""
+    llm = LLM.of(rig.engine())
+    letters, text, items = Letters(), "the end", (" of it", "s", "in é")
+    begin = tuple(letters.encode(text, True, True))
+    for item, scores in zip(items, llm.score(text, items), strict=True):
+        want = rig.item_scores(begin, tuple(letters.encode(item, False, True)))
+        fault = f"{item!r} is not scored as the tokens of its text"
+        rig.check("items", same_bits(scores, want), fault)
+        rig.counters["items"] += 1
+    (out,) = llm.generate(text, PLAIN)
+    became = out.prompt_token_ids
+    rig.check("items", became == begin, f"{text!r} became {became}")
+    same = same_bits(llm.score(text)[1:], rig.oracle.scores(begin)[0])
+    rig.check("items", same, f"{text!r} is not scored as its tokens")
+
+
+def folder(rig: EngineHarness, quick: bool) -> None:
+    """The weights' own bits, and end tokens by generation_config.json before config.json."""
+    order = Order(words(13, 80), replace(PLAIN, max_tokens=24))
+    (free,) = rig.oracle.completions(order)
+    end = free.token_ids[7]
+    with TemporaryDirectory() as place:
+        save(LLAMA, Path(place), rig.device, eos_token_id=[end])
+        model, info = loader.load(place, rig.device.name, rig.device.dtype)
+    fault = f"{info.eos_token_ids} end a text, not {(end,)}"
+    rig.check("eos", info.eos_token_ids == (end,), fault)
+    engine = rig.engine()
+    engine.info = replace(info, folder=Path("tiny"))
+    engine.kinds[GENERATE] = replace(engine.kinds[GENERATE], model=model, forward=model)
+    job = engine.add(order.prompt, replace(order.params, ignore_eos=False))
+    engine.finish()
+    have, n = job.output(""), free.token_ids.index(end) + 1
+    want = free.token_ids[:n]
+    same = list(have.token_ids) == want and same_bits(have.logprobs, free.logprobs[:n])
+    fault = f"{have.token_ids}, not {want}, or with other log-probabilities"
+    rig.check("folder", same, fault)
+    rig.counters["folders"] += 1
+
+
+def capacity(rig: EngineHarness, quick: bool) -> None:
+    """And others that just do not suffice. A request's last token needs no place in a cache."""
+    new, size = 4, 4
+    exact = Order(words(21), replace(GREEDY, max_tokens=new))
+    keys = len(exact.prompt) + new - 1
+    roomy = rig.engine(graphs=False)  # a graph keeps the arena that it was captured with
+    roomy.runner.arena = measured = MeasuredArena(IMAGE_LEN, rig.device.place)
+    rig.play("capacity", roomy, [exact])
+    most = measured.most
+    for lacking in (0, 1):
+        engine = rig.engine(graphs=False)
+        engine.runner.arena = Arena(most - lacking, rig.device.place)
+        rule = f"a step's image has at most {most - 1} numbers; got {most}."
+        suffices(rig, "full_arenas", engine, exact, rule if lacking else "")
+        long = replace(exact, prompt=words(CONTEXT - new + lacking))
+        rule = f"prompt and new tokens fit into the context of {CONTEXT}; got {CONTEXT - new + 1} +"
+        suffices(rig, "full_contexts", rig.engine(), long, rule if lacking else "")
+        tokens = (-(-keys // size) - lacking) * size
+        engine = rig.engine(max_total_tokens=tokens, page_size=size, max_running_requests=1)
+        rule = "a request fits into the cache alone"
+        suffices(rig, "full_caches", engine, exact, rule if lacking else "")
+    for n in range(3, SIZES[-1] + 2):
+        for what, lengths in (("requests", (1,) * n), ("tokens", (n - 1, 1))):
+            full = f"a step has at most {SIZES[-1]} {what}; got {n}. Schedule less, or allow a "
+            want = next((str(size) for size in SIZES if size >= n), f"{full}larger bucket.")
+            have, held = padded(what, lengths), f"buckets of {SIZES}, at and beyond"
+            rig.check("capacity", have == want, f"{n} {what}: {have}, not {want}", held)
+            rig.counters["full_buckets"] += n in SIZES
+
+
+class MeasuredArena(Arena):
+    """Notes the largest image that it held."""
+
+    most = 0
+
+    def host(self, length: int) -> NDArray[np.int32]:
+        self.most = max(self.most, length)
+        return super().host(length)
+
+
+def suffices(
+    rig: EngineHarness, counter: str, engine: InstrumentedEngine, order: Order, rule: str
+) -> None:
+    """Something is just large enough for an order, or says by its rule that it is not."""
+    rig.counters[counter] += 1
+    if not rule:
+        ended = [job for job in rig.play("capacity", engine, [order]) if job.done]
+        rig.check("capacity", len(ended) == 1, f"{counter}: just large enough, and did not end")
+        return
+    try:
+        order.given_to(engine)
+        engine.finish()
+        rig.note("capacity", [f"nobody said that {rule}"])
+    except Exception as error:  # one of another kind than the rule's is what is looked for
+        said = f"{type(error).__name__}: {error}"
+        rig.check("capacity", said.startswith(f"RuleError: {rule}"), said)
+
+
+def padded(what: str, lengths: tuple[int, ...]) -> str:
+    """How many requests or tokens a step of these lengths is padded to, or why it is not."""
+    spec = GroupSpec(Layout.FRESH, 1, 1, 8, 8, (AttnSpec(scale=1.0),))
+    plan = build([spec], [RequestWork(cached_len=0, new_len=n, pages=(None,)) for n in lengths])
+    try:
+        return str(getattr(Buckets(SIZES).fit(plan), what))
+    except RuleError as error:
+        return str(error)
+
+
+def routes(rig: EngineHarness, quick: bool) -> None:
+    """Routers of every kind, with scores that are often equal, against a sort by score and id."""
+    gen = torch.Generator().manual_seed(5)
+    for experts in EXPERTS:
+        logits = torch.randint(0, 4, (40, experts), generator=gen).float()
+        ranked = [sorted(range(experts), key=lambda e: (-row[e], e))[:3] for row in logits.tolist()]
+        for score in ("softmax", "sigmoid", "chosen"):
+            routing = Routing(k=3, experts=experts, score=score)
+            ids = rig.device.ops.route(logits.to(rig.device.place), routing, None).ids
+            wrong = sum(a != b for a, b in zip(ids.tolist(), ranked, strict=True))
+            rig.check("ties", not wrong, f"{experts} experts by {score}: {wrong} rows")
+            rig.counters["tied_rows"] += sum(len(set(row)) < experts for row in logits.tolist())
