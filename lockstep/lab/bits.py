@@ -3,10 +3,10 @@ many log-probabilities differ in a bit?
 
 The reference serves all requests at once: whole prompts, nothing cached before, no launch recorded,
 every step settled before the next. A path serves them again in one other way, and counts what shows
-that it was taken: an equality whose path was not taken proves nothing. A path is a name, options of
-an engine and counters, so that one more (speculation) is one more entry. Weights are drawn from a
-config alone. Beside the bits stands the distance to transformers in a wider dtype (`lab.distance`).
-`--small` plays the same on models of a few thousand weights, which CI does.
+that it was taken: an equality whose path was not taken proves nothing. Paths stand in bits.toml, so
+that one more is one more entry. Weights are drawn from a config alone. Beside the bits stands the
+distance to transformers in a wider dtype (`lab.distance`). `--small` plays the same on models of a
+few thousand weights, which CI does.
 """
 
 import gc
@@ -15,7 +15,7 @@ import random
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,29 +42,13 @@ LEAST = {"model": 10_000, "path": 125_000}  # log-probabilities, where shapes ar
 Requests = Sequence[tuple[list[int], SamplingParams]]
 Answers = list[NDArray[np.int32]]  # of every request: tokens, then the bits of their logprobs
 Found = dict[str, Any]  # what a path or a model came to, as it is published
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The requests, and how cramped the paths are."""
-
-    requests: int
-    prompt: tuple[int, int]
-    new: tuple[int, int]
-    running: int  # one below a bucket
-    chunk: int
-    page: int
-    few_tokens: int  # in a cache that is too small
-    judged: tuple[int, int]  # prompts, and tokens of each, for the distance
-
-    @property
-    def room(self) -> int:
-        """Keys of all requests together."""
-        return self.requests * (self.prompt[1] + self.new[1] + self.page)
-
-
-MANY, FEW = (Sizes(**table("bits_models.json")["sizes"][name]) for name in ("real", "small"))
-Serve = Callable[[InstrumentedEngine, Requests, Answers], Answers]
+TABLE = table("bits.toml")
+MANY, FEW = TABLE["sizes"].values()
+PATHS: dict[str, Any] = TABLE["paths"]
+ORACLE = "oracle"  # of --speculative, on these shapes
+ORACLE_SHAPES = ["qwen3-8b", "gemma3-4b", "deepseek-v3"]
+DRAFTED = {"counters": oracle_draft.COUNTERS, "options": oracle_draft.OPTIONS, "overlap": True}
+EVERY_PATH = {**PATHS, ORACLE: DRAFTED}
 
 
 def serve(engine: InstrumentedEngine, requests: Requests, want: Answers) -> Answers:
@@ -113,45 +97,8 @@ def bits_of(token_ids: Sequence[int], logprobs: Any) -> NDArray[np.int32]:
     return np.concatenate((np.array(token_ids, np.int32), bits.astype(np.float32).view(np.int32)))
 
 
-@dataclass(frozen=True)
-class PathTaken:
-    """One other way to serve. `options(sizes)` are the engine's; None leaves graphs and overlap as
-    the device has them. `counters` must be above 0 afterwards."""
-
-    counters: tuple[str, ...]
-    options: Callable[[Sizes], Mapping[str, Any]] = lambda sizes: {}
-    overlap: bool | None = None
-    serve: Serve = serve
-
-
-def recorded(sizes: Sizes) -> dict[str, Any]:
-    """Steps are padded, so that a launch is recorded by one and replayed by others."""
-    if sizes != FEW:
-        return {"graphs": True}
-    grid = (8, sizes.chunk * 8)
-    padded = {"bucket_sizes": grid, "request_bucket_sizes": (sizes.requests + 1,)}
-    limits = {"chunked_prefill_size": grid[1], "max_running_requests": sizes.requests}
-    return {"graphs": True, **padded, **limits}
-
-
-PATHS = {
-    "batch": PathTaken(("batched_steps",), lambda s: {"max_running_requests": s.running}),
-    "chunk": PathTaken(("cut_prompts",), lambda s: {"chunked_prefill_size": s.chunk}),
-    "prefix": PathTaken(
-        ("hit_tokens",), lambda s: {"disable_radix_cache": False}, serve=serve_twice
-    ),
-    "page": PathTaken(("other_pages",), lambda s: {"page_size": s.page}),
-    "graph": PathTaken(("replays",), recorded, overlap=False),
-    "preemption": PathTaken(("preempted",), lambda s: {"max_total_tokens": s.few_tokens}),
-    "overlap": PathTaken(("late_ids",), lambda s: {"graphs": False}, overlap=True),
-    "prefill = decode": PathTaken(("scored_tokens",), serve=score),
-}
-ORACLE = "oracle"  # of --speculative, on these shapes
-ORACLE_SHAPES = ["qwen3-8b", "gemma3-4b", "deepseek-v3"]
-DRAFTED = PathTaken(
-    oracle_draft.COUNTERS, lambda s: oracle_draft.OPTIONS, overlap=True, serve=serve_drafted
-)
-EVERY_PATH = {**PATHS, ORACLE: DRAFTED}
+# of the paths that are more than options
+SERVE = {"prefix": serve_twice, "prefill = decode": score, ORACLE: serve_drafted}
 
 
 @dataclass(frozen=True)
@@ -161,20 +108,20 @@ class Job:
     name: str
     config: Mapping[str, Any]
     device: Device
-    sizes: Sizes
+    sizes: Mapping[str, Any]
     paths: tuple[str, ...]
 
 
-def requests_of(sizes: Sizes, vocab: int) -> Requests:
+def requests_of(sizes: Mapping[str, Any], vocab: int) -> Requests:
     """Sampled, greedy and cut ones, of many lengths; a few share their beginnings."""
     rng, out = random.Random(7), []
-    stem = [rng.randrange(2, vocab) for _ in range(sizes.prompt[1])]
-    for at in range(sizes.requests):
-        length = rng.randint(*sizes.prompt)
+    stem = [rng.randrange(2, vocab) for _ in range(sizes["prompt"][1])]
+    for at in range(sizes["requests"]):
+        length = rng.randint(*sizes["prompt"])
         own = [rng.randrange(2, vocab) for _ in range(length)]
         prompt = [*stem[: length // 2], *own[length // 2 :]] if at % 4 == 0 else own
         params = SamplingParams(
-            max_tokens=rng.randint(*sizes.new),
+            max_tokens=rng.randint(*sizes["new"]),
             temperature=0.0 if at % 5 == 0 else 0.6,
             top_p=0.9 if at % 8 == 3 else 1.0,
             seed=at,
@@ -209,6 +156,7 @@ def play(job: Job) -> Found | isolate.Died:
 def measured(job: Job) -> Found:
     """The reference, then every path; the distance beside all but drafts."""
     begin, sizes, far = time.perf_counter(), job.sizes, None
+    most = sizes["prompt"][1] + sizes["new"][1]  # tokens of a request
     with TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(job.config), encoding="utf-8")
         plain = EngineConfig(
@@ -218,19 +166,17 @@ def measured(job: Job) -> Found:
             load_format="dummy",
             graphs=False,
             disable_radix_cache=True,
-            max_running_requests=sizes.requests,
-            chunked_prefill_size=8 * sizes.prompt[1],
-            max_total_tokens=sizes.room,
-            context_length=sizes.prompt[1] + sizes.new[1] + 1,
+            max_running_requests=sizes["requests"],
+            chunked_prefill_size=8 * sizes["prompt"][1],
+            max_total_tokens=sizes["requests"] * (most + 64),
+            context_length=most + 1,
         )
         parts = replace(load(plain), draft=oracle_draft.random_head)
     requests = requests_of(sizes, parts.info.vocab_size)
     want = serve(engine_of(parts, plain, False), requests, [])
-    paths = {}
-    for name in job.paths:
-        paths[name] = by_path(EVERY_PATH[name], parts, plain, sizes, requests, want)
+    paths = {name: by_path(name, sizes["name"], parts, plain, requests, want) for name in job.paths}
     if job.paths != (ORACLE,):
-        count, length = sizes.judged
+        count, length = sizes["judged"]
         judged = enumerate(requests[:count])
         prompts = [[i % 7 + 2, *prompt * 9][:length] for i, (prompt, _) in judged]
         scores = prompt_scores(engine_of(parts, plain, False), prompts)
@@ -242,18 +188,14 @@ def measured(job: Job) -> Found:
 
 
 def by_path(
-    path: PathTaken,
-    parts: Parts,
-    plain: EngineConfig,
-    sizes: Sizes,
-    requests: Requests,
-    want: Answers,
+    name: str, size: str, parts: Parts, plain: EngineConfig, requests: Requests, want: Answers
 ) -> Found:
     """The requests by one path, against the reference."""
-    begin = time.perf_counter()
-    config = replace(plain, **{"graphs": None, **path.options(sizes)})
-    engine = engine_of(parts, config, path.overlap)
-    have = path.serve(engine, requests, want)
+    begin, path = time.perf_counter(), EVERY_PATH[name]
+    options = {"graphs": None, **path.get("options", {}), **path.get(size, {})}
+    config = replace(plain, **options)
+    engine = engine_of(parts, config, path.get("overlap"))
+    have = SERVE.get(name, serve)(engine, requests, want)
     counters = Counter(engine.seen) + Counter(engine.scheduler.counters)
     counters["replays"] = sum(tape.replays for tape in engine.runner.tapes.values())
     counters["cut_prompts"] = max(0, engine.seen["chunks"] - len(requests))
@@ -264,7 +206,7 @@ def by_path(
         "log_probabilities": tokens,
         "from_decode_steps": tokens - len(requests),
         "differ": sum(differing(a, b) for a, b in zip(have, want, strict=True)),
-        "counters": {name: int(counters[name]) for name in (*path.counters, "replays", "steps")},
+        "counters": {name: int(counters[name]) for name in (*path["counters"], "replays", "steps")},
         "seconds": round(time.perf_counter() - begin, 1),
     }
 
@@ -284,7 +226,7 @@ def faults(found: Mapping[str, Found], least: Mapping[str, int]) -> list[str]:
     for model, each in found.items():
         for name, path in each["paths"].items():
             where, count = f"{model}, {name}:", path["log_probabilities"]
-            idle = [need for need in EVERY_PATH[name].counters if path["counters"][need] == 0]
+            idle = [need for need in EVERY_PATH[name]["counters"] if path["counters"][need] == 0]
             if path["differ"]:
                 out.append(f"{where} {path['differ']} of {count:,} differ")
             if idle:
@@ -323,7 +265,7 @@ def command(args: Namespace) -> int:
     if drafted:
         paths = [ORACLE]
     if drafted and not args.small:
-        sizes = replace(sizes, requests=args.prompts, new=(64, 96))
+        sizes = {**sizes, "requests": args.prompts, "new": (64, 96)}
         names = names if args.model else ORACLE_SHAPES
     device = Device.of(args.device, args.dtype)
     jobs = [Job(name, every[name], device, sizes, tuple(paths)) for name in names]
@@ -333,7 +275,7 @@ def command(args: Namespace) -> int:
         whole = len(names) + len(found) == len(every)
         least = LEAST if whole else {**least, "model": LEAST["model"]}
     died, doc = list[str](), document.head()
-    doc |= {"device": asdict(device), "sizes": asdict(sizes), "models": found}
+    doc |= {"device": asdict(device), "sizes": sizes, "models": found}
     with Progress(len(jobs), "lab bits") as bar:
         for job, answer in isolate.run(play, jobs, args.workers, lambda _: MODEL_S):
             gone = isinstance(answer, isolate.Died)
