@@ -55,7 +55,7 @@ def test_the_traces_preempt_by_themselves():
     for seed in (
         s
         for s in range(TRACES)
-        if fuzz.draw(s).config.max_total_tokens == 112 and len(fuzz.draw(s).arrivals) > 9
+        if fuzz.draw(s).config.max_total_tokens == 112 and len(fuzz.draw(s).orders) > 9
     ):
         faults, counts = fuzz.play(seed)
         assert not faults, faults[:3]

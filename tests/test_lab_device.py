@@ -93,8 +93,9 @@ def test_what_is_switched_on_in_a_trace_is_half_of_them_each_independently():
 
 def test_old_numbers_keep_their_arrivals_and_buckets_hold_every_step():
     trace = fuzz.draw(4711)
-    assert trace.arrivals[:4] == ((2, 21), (2, 27), (5, 11), (5, 32)), "as it always was"
-    assert trace.aborts == {2: 13, 6: 20}
+    arrivals = [(order.at, order.params.seed) for order in trace.orders]
+    assert arrivals[:4] == [(2, 21), (2, 27), (5, 11), (5, 32)], "as it always was"
+    assert {i: order.abort for i, order in enumerate(trace.orders) if order.abort} == {2: 13, 6: 20}
     for seed in range(40):
         trace = fuzz.draw(seed)
         sizes = trace.config.bucket_sizes
@@ -104,15 +105,17 @@ def test_old_numbers_keep_their_arrivals_and_buckets_hold_every_step():
 
 
 def test_a_failing_trace_is_shrunk_to_what_fails(monkeypatch: pytest.MonkeyPatch):
-    trace = next(t for t in map(fuzz.draw, range(200)) if len(t.arrivals) == 6 and t.aborts)
-    culprit = trace.arrivals[3]
+    six = (trace for trace in map(fuzz.draw, range(200)) if len(trace.orders) == 6)
+    trace = next(trace for trace in six if any(order.abort for order in trace.orders))
+    culprit = trace.orders[3].prompt
 
     def run(part: fuzz.Trace, rig: object) -> tuple[list[str], Counter[str]]:
-        return (["wrong"] if culprit in part.arrivals else []), Counter()
+        prompts = [order.prompt for order in part.orders]
+        return (["wrong"] if culprit in prompts else []), Counter()
 
     monkeypatch.setattr(fuzz, "run", run)
     less = fuzz.shrunk(trace, None)  # type: ignore[arg-type]
-    assert less.arrivals == (culprit,) and not less.aborts
+    assert [(order.prompt, order.abort) for order in less.orders] == [(culprit, None)]
 
 
 @pytest.fixture

@@ -222,7 +222,7 @@ def test_a_sequence_is_judged_up_to_a_choice_of_experts_that_float32_may_make_ot
 def test_traces_judge_the_values_of_their_requests():
     trace, rig = fuzz.draw(0), fuzz.rig()
     assert fuzz.run(trace, rig)[0] == []
-    order = fuzz.menu()[trace.arrivals[0][1]]
+    order = trace.orders[0]
     (answer, *_) = rig.oracle.completions(order)
     shifted = [x + 1e-2 for x in answer.logprobs]
     rig.values.claim((*order.prompt, *answer.token_ids), len(order.prompt), shifted)

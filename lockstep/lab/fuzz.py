@@ -49,19 +49,8 @@ class Trace:
     """The engine's configuration, and who arrives and leaves when."""
 
     config: EngineConfig
-    arrivals: tuple[tuple[int, int], ...]  # (step, number on the menu), by step
-    aborts: dict[int, int]  # arrival -> step
+    orders: tuple[Order, ...]  # by step; its seed is an order's number on the menu
     switches: tuple[str, ...]
-    guessed: frozenset[int] = frozenset()  # arrivals that speculate
-
-    def orders(self) -> list[Order]:
-        """As the harness takes them."""
-        out = []
-        for i, (step, number) in enumerate(self.arrivals):
-            order = menu()[number]
-            params = replace(order.params, speculative=i in self.guessed)
-            out.append(replace(order, params=params, at=step, abort=self.aborts.get(i)))
-        return out
 
 
 @lru_cache(maxsize=1)
@@ -102,15 +91,18 @@ def draw(seed: int) -> Trace:
     arrivals = sorted(
         (int(rng.expovariate(0.15)), rng.randrange(MENU)) for _ in range(rng.randint(2, 12))
     )
-    aborts = {
-        i: step + rng.randint(0, 20) for i, (step, _) in enumerate(arrivals) if rng.random() < 0.15
-    }
+    orders = [replace(menu()[number], at=step) for step, number in arrivals]
+    for i, order in enumerate(orders):
+        if rng.random() < 0.15:
+            orders[i] = replace(order, abort=order.at + rng.randint(0, 20))
     coin = random.Random(f"switches of {seed}")
     on = tuple(name for name in SWITCHES if coin.random() < 0.5)
     coin = random.Random(f"speculation of {seed}")
-    guessed = frozenset(i for i in range(len(arrivals)) if coin.random() < 0.5)
+    for i, order in enumerate(orders):
+        guessed = replace(order.params, speculative=coin.random() < 0.5)
+        orders[i] = replace(order, params=guessed)
     config = replace(config, **coin.choice(DRAFTS))
-    return Trace(switched(config, on), tuple(arrivals), aborts, on, guessed)
+    return Trace(switched(config, on), tuple(orders), on)
 
 
 def switched(config: EngineConfig, on: tuple[str, ...]) -> EngineConfig:
@@ -134,8 +126,8 @@ def play(seed: int, backend: str = "cpu", device: Device = CPU) -> Played:
     trace = draw(seed)
     found, happened = run(trace, rig(backend, device))
     if found:
-        less = shrunk(trace, rig(backend, device))
-        found.append(f"fewer arrivals fail as well: {less.arrivals}, aborts {less.aborts}")
+        less = [(o.at, o.params.seed, o.abort) for o in shrunk(trace, rig(backend, device)).orders]
+        found.append(f"fewer fail as well, (step, number on the menu, abort): {less}")
     return [f"trace {seed} {fault}" for fault in found], happened
 
 
@@ -145,7 +137,7 @@ def run(trace: Trace, mine: EngineHarness) -> Played:
     late, config = "late settling" in trace.switches, trace.config
     if len(config.bucket_sizes or ()) > RECORDED:
         config = replace(config, graphs=False)
-    mine.play("trace", mine.engine_of(config, late), trace.orders())
+    mine.play("trace", mine.engine_of(config, late), trace.orders)
     found = [fault for faults in mine.faults.values() for fault in faults]
     found += [f"value: {fault}" for fault in mine.values.verdict().faults]
     happened = Counter(traces=1) + mine.counters
@@ -159,14 +151,13 @@ def shrunk(trace: Trace, mine: EngineHarness) -> Trace:
     from hypothesis import strategies as st
     from hypothesis.errors import NoSuchExample
 
-    count = len(trace.arrivals)
+    count = len(trace.orders)
 
     def part(keep: list[bool]) -> Trace:
-        kept = [i for i in range(count) if keep[i]]
-        aborts = {kept.index(i): s for i, s in trace.aborts.items() if keep[i] and keep[count + i]}
-        guessed = frozenset(at for at, i in enumerate(kept) if i in trace.guessed)
-        arrivals = tuple(trace.arrivals[i] for i in kept)
-        return replace(trace, arrivals=arrivals, aborts=aborts, guessed=guessed)
+        orders = []
+        for order, stays, aborts in zip(trace.orders, keep[:count], keep[count:], strict=True):
+            orders += [replace(order, abort=order.abort if aborts else None)] if stays else []
+        return replace(trace, orders=tuple(orders))
 
     flags = st.lists(st.booleans(), min_size=2 * count, max_size=2 * count)
     options = settings(max_examples=SHRINK, database=None, deadline=None)
