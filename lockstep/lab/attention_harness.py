@@ -7,7 +7,7 @@ here from the tables, by plain arithmetic. `properties` and `show` call it.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -261,7 +261,7 @@ class AttentionHarness:
         """What every layer makes of a pad request of `length` rows in a step and pages of its own:
         token 0 at positions 0, 1, ..., which reads what this step wrote for it."""
         if (g, length) not in self.pads:
-            feature = Feature("pad", "one group", (lambda _: self.specs[g],))
+            feature = Feature("pad", "one group", (replace(self.specs[g], page_size=1),))
             script, setting = Script(), Setting(checks=False, device=self.setting.device)
             script.extend(script.open(), length)
             alone = AttentionHarness(feature, script, [self.rows[g]], self.backend, setting)

@@ -2,15 +2,12 @@
 small model. Defaults hide bugs: scales are not 1, caps bind, sinks are not 0, and two layers of a
 group differ, so that nothing may be remembered from the layer before."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.lab import table
 from lockstep.lab.options import CPU, Device
 from lockstep.types import AttnSpec, GroupSpec, Layout
-
-Group = Callable[[int], GroupSpec]  # of a page size
 
 
 @dataclass(frozen=True)
@@ -19,13 +16,14 @@ class Feature:
 
     name: str
     description: str
-    made_of: tuple[Group, ...]
+    made_of: tuple[GroupSpec, ...]  # their pages by how much larger they are than others'
     decode: tuple[int, ...] = (0,)
     encode: tuple[int, ...] = ()
     device: Device = CPU
 
     def groups(self, page_size: int) -> tuple[GroupSpec, ...]:
-        return self.device.specs(tuple(group(page_size) for group in self.made_of))
+        sized = (replace(spec, page_size=page_size * spec.page_size) for spec in self.made_of)
+        return self.device.specs(tuple(sized))
 
     def on(self, device: Device) -> "Feature":
         return replace(self, device=device)
@@ -54,7 +52,7 @@ def layers(heads: int, d: int, **extra: Any) -> tuple[AttnSpec, ...]:
     )
 
 
-def group(sizes: list[int], layout: str = "dense", pages: int = 1, **extra: Any) -> Group:
+def group(sizes: list[int], layout: str = "dense", pages: int = 1, **extra: Any) -> GroupSpec:
     """A group, its pages `pages` times as large as others; `extra` goes to it or to its layers."""
     kept, (heads, kv_heads, d_qk) = Layout(layout), sizes[:3]
     own = {k: extra.pop(k) for k in ("window", "kv_dtype", "causal") if k in extra}
@@ -62,12 +60,7 @@ def group(sizes: list[int], layout: str = "dense", pages: int = 1, **extra: Any)
     pair = layers(heads, d_qk, **(scales | extra))
     if kept is Layout.FRESH:
         pair = tuple(replace(layer, k_scale=1.0, v_scale=1.0) for layer in pair)
-
-    def make(page_size: int) -> GroupSpec:
-        size = 16 if kept is Layout.FRESH else pages * page_size
-        return GroupSpec(kept, heads, kv_heads, d_qk, sizes[-1], pair, size, **own)
-
-    return make
+    return GroupSpec(kept, heads, kv_heads, d_qk, sizes[-1], pair, pages, **own)
 
 
 def feature(name: str, about: str, groups: list[dict[str, Any]], **steps: list[int]) -> Feature:
