@@ -78,8 +78,7 @@ def kills(args: Namespace) -> int:
     picked_backends([args.backend])
     device = Device.of(args.device, args.dtype)
     earlier = _read(args.source) if args.source else None
-    with Progress(len(kill.tasks(chosen, args.backend, device)), "lab reverts") as bar:
-        found = kill.run(chosen, args.backend, args.workers, bar.step, device)
+    found = kill.run(chosen, args.backend, args.workers, device)
     ran = earlier or {"cells": found["baseline"].values(), "quick": True}
     doc = document.of_run(ran["cells"], ran["quick"], found["seconds"], kills=found)
     _publish(args, doc, document.text("reverts.txt", kills=found, backend=args.backend))

@@ -6,7 +6,7 @@ must be killed, both ways, and be green without it. `lab reverts` writes and pri
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +16,7 @@ from lockstep.lab.document import Document
 from lockstep.lab.options import CPU, Device, RunOptions
 from lockstep.lab.properties import Finding
 from lockstep.lab.reverts import Revert, resolve
+from lockstep.progress import Progress
 
 TASK_S = 120.0  # per cell; a bug that hangs is a bug that died
 BOTH = (True, False)  # checks on, and off
@@ -26,24 +27,19 @@ def case(revert: Revert) -> dict[str, Any]:
     return {key: value for key, value in vars(revert).items() if key != "make"}
 
 
-def run(
-    chosen: Sequence[Revert],
-    backend: str,
-    workers: int,
-    on_progress: Callable[[str, bool], None],
-    device: Device = CPU,
-) -> Document:
-    """Every revert in each of its cells; `on_progress` hears of every one of `tasks`. `red`: cells
-    that fail without a bug; `unproven`: bugs that the backend is not proven against, and why."""
-    begin = time.perf_counter()
+def run(chosen: Sequence[Revert], backend: str, workers: int, device: Device = CPU) -> Document:
+    """Every revert in each of its cells. `red`: cells that fail without a bug; `unproven`: bugs
+    that the backend is not proven against, and why."""
+    begin, todo = time.perf_counter(), tasks(chosen, backend, device)
     for revert in chosen:
         resolve(revert.target)  # a target that vanished ends the run before it begins
     results: dict[tuple[str, bool, str], Result] = {}
-    for task, (result,) in run_tasks(tasks(chosen, backend, device), workers, TASK_S):
-        cell = f"{result.cell.recipe}/{result.cell.feature}"
-        results[task.revert, task.options.checks, cell] = result
-        bad = (result.verdict == "passed") == bool(task.revert)
-        on_progress(task.revert or str(result.cell), bad)
+    with Progress(len(todo), "lab reverts") as bar:
+        for task, (result,) in run_tasks(todo, workers, TASK_S):
+            cell = f"{result.cell.recipe}/{result.cell.feature}"
+            results[task.revert, task.options.checks, cell] = result
+            bad = (result.verdict == "passed") == bool(task.revert)
+            bar.step(task.revert or str(result.cell), bad)
     kills = []
     for revert in chosen:
         cells, unasked = asked(revert, backend, device)
