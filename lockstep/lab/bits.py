@@ -5,8 +5,8 @@ The reference serves all requests at once: whole prompts, nothing cached before,
 every step settled before the next. A path serves them again in one other way, and counts what shows
 that it was taken: an equality whose path was not taken proves nothing. Paths stand in bits.toml, so
 that one more is one more entry. Weights are drawn from a config alone. Beside the bits stands the
-distance to transformers in a wider dtype (`lab.distance`). `--small` plays the same on models of a
-few thousand weights, which CI does.
+distance to transformers in a wider dtype, measured when the engine has given back its memory.
+`--small` plays the same on models of a few thousand weights, which CI does.
 """
 
 import gc
@@ -24,23 +24,28 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lockstep.config import EngineConfig
-from lockstep.lab import distance, document, isolate, oracle_draft, speculative_bits, table
+from lockstep.lab import document, isolate, oracle_draft, speculative_bits, table
 from lockstep.lab.commands import picked
 from lockstep.lab.engine_harness import InstrumentedEngine
 from lockstep.lab.options import Device
-from lockstep.lab.tiny import configs
+from lockstep.lab.tiny import configs, shapes
 from lockstep.llm.api import LLM
 from lockstep.llm.engine import Parts, load
+from lockstep.models.loader import STATED, drawn
 from lockstep.progress import Progress
 from lockstep.sample.params import SamplingParams
 
 MODEL_S = 900.0  # a model that takes longer has hung
 SMALL = ["qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3"]  # of the golden ones
+MOST_RATIO = 1.5  # of our distance to that of transformers, in the same dtype
+WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
 LEAST = {"model": 10_000, "path": 125_000}  # log-probabilities, where shapes are real ones
 Requests = Sequence[tuple[list[int], SamplingParams]]
 Answers = list[NDArray[np.int32]]  # of every request: tokens, then the bits of their logprobs
+Scores = list[NDArray[np.float32]]  # of every prompt: its tokens but the first
 Found = dict[str, Any]  # what a path or a model came to, as it is published
 TABLE = table("bits.toml")
 MANY, FEW = TABLE["sizes"].values()
@@ -82,7 +87,7 @@ def score(engine: InstrumentedEngine, requests: Requests, want: Answers) -> Answ
     return [bits_of(answer, scores[-len(answer) :]) for answer, scores in found]
 
 
-def prompt_scores(engine: InstrumentedEngine, prompts: Sequence[list[int]]) -> distance.Scores:
+def prompt_scores(engine: InstrumentedEngine, prompts: Sequence[list[int]]) -> Scores:
     """Log-probabilities of every token of a prompt but the first; all prompts given at once."""
     how = SamplingParams(prompt_logprobs=True, seed=0)
     jobs = [engine.add(ids, how, scores_only=True) for ids in prompts]
@@ -182,7 +187,7 @@ def measured(job: Job) -> Found:
         scores = prompt_scores(engine_of(parts, plain, False), prompts)
         del parts
         give_back()
-        far = distance.measure(job.config, job.device, prompts, scores)
+        far = distance(job, prompts, scores)
     seconds = round(time.perf_counter() - begin, 1)
     return {"name": job.name, "paths": paths, "distance": far, "seconds": seconds}
 
@@ -220,6 +225,69 @@ def differing(have: NDArray[np.int32], want: NDArray[np.int32]) -> int:
     return int(((have != want)[:n] | (have != want)[n:]).sum())
 
 
+def ratio(found: Mapping[str, Any]) -> float:
+    """Our distance by that of transformers."""
+    return float(found["ours"] / found["theirs"]) if found["theirs"] else float("inf")
+
+
+def distance(job: Job, prompts: Sequence[list[int]], ours: Scores) -> Found:
+    """Root mean squares over all tokens: of our log-probabilities from those of transformers in a
+    wider dtype, and of theirs in our dtype, with the same weights on the same device. In float32
+    nothing is judged: transformers casts to it inside wider models."""
+    device = job.device
+    weights = {
+        name: drawn(device.place, name, shape).to(device.compute).cpu()
+        for name, shape in shapes(job.config).items()
+    }
+    exact = transformers_scores(job, weights, WIDER[device.compute], prompts)
+    give_back()
+    theirs = transformers_scores(job, weights, device.compute, prompts)
+    judged, tokens = device.compute is not torch.float32, sum(map(len, ours))
+    return {
+        "ours": rms(ours, exact),
+        "theirs": rms(theirs, exact),
+        "tokens": tokens,
+        "judged": judged,
+    }
+
+
+def rms(a: Sequence[NDArray[Any]], b: Sequence[NDArray[Any]]) -> float:
+    off = np.concatenate([x.astype(np.float64) - y for x, y in zip(a, b, strict=True)])
+    return float(np.sqrt((off * off).mean()))
+
+
+def transformers_scores(
+    job: Job, weights: dict[str, Tensor], dtype: torch.dtype, prompts: Sequence[list[int]]
+) -> list[NDArray[np.float64]]:
+    """Log-probabilities by transformers in a dtype; it gets the weights as a state dict."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    config, device = job.config, job.device
+    stated = {k: v for k, v in config.items() if k not in ("model_type", STATED)}
+    stated["use_sliding_window"] = config["sliding_window"] is not None
+    stated["head_dim"] = config.get("qk_rope_head_dim", config["head_dim"])  # of what it rotates
+    theirs = AutoConfig.for_model(config["model_type"], **stated)
+    placed = {} if device.place.type == "cpu" else {"device_map": {"": device.place}}
+    family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(theirs)]
+    model = family.from_pretrained(
+        None,
+        config=theirs,
+        state_dict=dict(weights),
+        dtype=dtype,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        **placed,
+    ).eval()
+    out = []
+    with torch.no_grad():
+        for ids in prompts:
+            given = torch.tensor([ids], device=device.place)
+            logits = model(given, use_cache=False).logits[0, :-1]
+            each = logits.double().log_softmax(1).gather(1, given[0, 1:, None])[:, 0]
+            out.append(each.cpu().numpy())
+    return out
+
+
 def faults(found: Mapping[str, Found], least: Mapping[str, int]) -> list[str]:
     """What speaks against the claim, in words."""
     out = []
@@ -234,8 +302,8 @@ def faults(found: Mapping[str, Found], least: Mapping[str, int]) -> list[str]:
             if count < least["model"]:
                 out.append(f"{where} {count:,}, not {least['model']:,}")
         far = each["distance"]
-        if far and far["judged"] and distance.ratio(far) > distance.MOST_RATIO:
-            out.append(f"{model}: {distance.ratio(far):.2f} times as far as transformers is")
+        if far and far["judged"] and ratio(far) > MOST_RATIO:
+            out.append(f"{model}: {ratio(far):.2f} times as far as transformers is")
     for name, total in totals(found).items():
         if total < least["path"]:
             out.append(f"{name}: {total:,} over all models, not {least['path']:,}")
@@ -288,7 +356,7 @@ def command(args: Namespace) -> int:
             if args.json not in (None, "-"):
                 document.write(doc, args.json)  # what is there, should a model take too long
             bar.step(job.name, gone)
-    lines = document.text("bits.txt", doc=doc, paths=paths, ratio=distance.ratio)
+    lines = document.text("bits.txt", doc=doc, paths=paths, ratio=ratio)
     document.publish(args, doc, lines)
     return int(bool(doc["faults"]))
 
