@@ -279,7 +279,7 @@ import sys
 sys.modules.update(dict.fromkeys({names}))
 import torch
 from lockstep.lab import plain
-from lockstep.lab.plain import layers, attention, decoder, encoder
+from lockstep.lab.plain import layers, attention
 config = dict(model_type="llama", num_hidden_layers=0, tie_word_embeddings=True, rms_norm_eps=1e-6)
 tensors = {{"model.embed_tokens.weight": torch.eye(4), "model.norm.weight": torch.ones(4)}}
 print(plain.logits(plain.Checkpoint(config, tensors), [2]).argmax().item())

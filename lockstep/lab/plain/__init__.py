@@ -3,6 +3,11 @@
 A sequence is computed whole, by one function per idea: read it to learn what a model is. It shares
 no line with the engine and imports nothing of it. `lab.values` compares the engine with it,
 tests/test_plain.py compares it with transformers.
+
+Decoder-only families differ in three choices: how norms and residuals surround a layer's two halves
+(`layer`), which attention, which feed-forward. Of the models with an encoder bert's rows all see
+each other and are one segment, and bart's decoder looks at its encoder's rows as well: norms stand
+behind the residuals, positions are learnt, all linear maps have biases.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,10 +16,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.lab.plain import decoder, encoder
-from lockstep.lab.plain.layers import Config, Weights
+from lockstep.lab.plain import layers
+from lockstep.lab.plain.attention import biased_attention, causal, self_attention
+from lockstep.lab.plain.layers import GEMMA, LATENT, Config, Weights, layer_norm, linear, norm
 
-MODEL_TYPES = (*sorted(decoder.MODEL_TYPES), "bart", "bert")
+MODEL_TYPES = (*sorted(layers.DECODERS), "bart", "bert")
+FIRST = "embed_tokens.weight"
+BART_EPS = 1e-5
+FIRST_POSITION = 2  # of bart: position p is row p + 2 of the table
+SHARED = "shared.weight"
+BERT_MAPS = ("self.query", "self.key", "self.value", "output.dense")
+BART_MAPS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,16 +42,16 @@ def hidden_states(checkpoint: Checkpoint, ids: Sequence[int], source: Sequence[i
     encoder-decoder's encoder reads; `ids` are then the decoder's."""
     config, weights, rows = checkpoint.config, Weights(checkpoint.tensors), torch.tensor(ids)
     if config["model_type"] == "bert":
-        return encoder.bert_hidden_states(config, weights, rows)
+        return bert_hidden_states(config, weights, rows)
     if config["model_type"] == "bart":
-        return encoder.bart_hidden_states(config, weights, rows, torch.tensor(source))
-    return decoder.hidden_states(config, weights, rows)
+        return bart_hidden_states(config, weights, rows, torch.tensor(source))
+    return decoder_hidden_states(config, weights, rows)
 
 
 def logits(checkpoint: Checkpoint, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
     """float64 [len(ids), vocabulary]: what each row says about the token behind it."""
     hidden = hidden_states(checkpoint, ids, source)
-    head = encoder.bart_logits if checkpoint.config["model_type"] == "bart" else decoder.logits
+    head = bart_logits if checkpoint.config["model_type"] == "bart" else decoder_logits
     return head(checkpoint.config, Weights(checkpoint.tensors), hidden)
 
 
@@ -48,3 +60,105 @@ def embedding(checkpoint: Checkpoint, ids: Sequence[int], pooling: str) -> Tenso
     hidden = hidden_states(checkpoint, ids)
     pooled = {"last": hidden[-1], "first": hidden[0], "mean": hidden.mean(0)}[pooling]
     return pooled / torch.sqrt((pooled * pooled).sum())
+
+
+def decoder_hidden_states(config: Config, weights: Weights, ids: Tensor) -> Tensor:
+    """ids [n] → [n, hidden]."""
+    w = weights.trunk("model", FIRST)
+    x = w[FIRST][ids]
+    if config["model_type"] in GEMMA:
+        x = x * config["hidden_size"] ** 0.5
+    for i in range(config["num_hidden_layers"]):
+        x = layer(x, config, w.at("layers", i), i)
+    return norm(x, config, w, "norm")
+
+
+def decoder_logits(config: Config, weights: Weights, hidden: Tensor) -> Tensor:
+    """hidden [n, hidden] → [n, vocabulary]: by the embedding where it is tied."""
+    if config["tie_word_embeddings"]:
+        out = linear(hidden, weights.trunk("model", FIRST), "embed_tokens", bias=False)
+    else:
+        out = linear(hidden, weights, "lm_head", bias=False)
+    if config["model_type"] in GEMMA:
+        return layers.soft_cap(out, config["final_logit_softcapping"])
+    return out
+
+
+def layer(x: Tensor, config: Config, w: Weights, i: int) -> Tensor:
+    """Each half reads the normed row and adds to the row. Gemma norms what a half adds, too."""
+    mixed = self_attention(norm(x, config, w, "input_layernorm"), config, w.at("self_attn"), i)
+    if config["model_type"] not in GEMMA:
+        x = x + mixed
+        normed = norm(x, config, w, "post_attention_layernorm")
+        return x + feed_forward(normed, config, w.at("mlp"), i)
+    x = x + norm(mixed, config, w, "post_attention_layernorm")
+    normed = norm(x, config, w, "pre_feedforward_layernorm")
+    fed = feed_forward(normed, config, w.at("mlp"), i)
+    return x + norm(fed, config, w, "post_feedforward_layernorm")
+
+
+def feed_forward(x: Tensor, config: Config, w: Weights, i: int) -> Tensor:
+    """Experts in all layers, in every decoder_sparse_step-th but mlp_only_layers, or in none."""
+    kind = config["model_type"]
+    if kind == "gpt_oss":
+        return layers.gpt_oss(x, config, w)
+    if kind in LATENT and i >= config["first_k_dense_replace"]:
+        return layers.deepseek(x, config, w)
+    in_turn = kind == "qwen3_moe" and (i + 1) % config["decoder_sparse_step"] == 0
+    if in_turn and i not in config["mlp_only_layers"]:
+        return layers.qwen3_moe(x, config, w)
+    activation = config["hidden_activation" if kind in GEMMA else "hidden_act"]
+    bias = kind in ("llama", "deepseek_v2") and config["mlp_bias"]
+    return layers.gated_mlp(x, w, activation, bias)
+
+
+def bert_hidden_states(config: Config, weights: Weights, ids: Tensor) -> Tensor:
+    """ids [n] → [n, hidden]."""
+    w = weights.trunk("bert", "embeddings.word_embeddings.weight")
+    table, eps = w.at("embeddings"), config["layer_norm_eps"]
+    words = table["word_embeddings.weight"][ids]
+    segment = table["token_type_embeddings.weight"][0]
+    positions = table["position_embeddings.weight"][torch.arange(len(ids))]
+    x = layer_norm(words + segment + positions, table, "LayerNorm", eps)
+    for i in range(config["num_hidden_layers"]):
+        layer = w.at("encoder", "layer", i)
+        heads, maps = config["num_attention_heads"], layer.at("attention")
+        x = x + biased_attention(x, x, None, heads, maps, BERT_MAPS)
+        x = layer_norm(x, layer, "attention.output.LayerNorm", eps)
+        names = ("intermediate.dense", "output.dense")
+        x = x + layers.plain_mlp(x, layer, names, config["hidden_act"])
+        x = layer_norm(x, layer, "output.LayerNorm", eps)
+    return x
+
+
+def bart_hidden_states(config: Config, weights: Weights, ids: Tensor, source: Tensor) -> Tensor:
+    """The decoder's rows for `ids`, behind the encoder's for `source`."""
+    w = weights.trunk("model", SHARED)
+    return bart_side(config, w, "decoder", ids, bart_side(config, w, "encoder", source, None))
+
+
+def bart_logits(config: Config, weights: Weights, hidden: Tensor) -> Tensor:
+    """By the embedding that both sides share, plus a bias that the checkpoint keeps as a buffer."""
+    out = linear(hidden, weights.trunk("model", SHARED), "shared", bias=False)
+    return out + weights["final_logits_bias"][0] if "final_logits_bias" in weights else out
+
+
+def bart_side(config: Config, w: Weights, side: str, ids: Tensor, encoded: Tensor | None) -> Tensor:
+    """An encoder's rows all see each other; a decoder's see those before them, then `encoded`."""
+    own, heads = w.at(side), config[f"{side}_attention_heads"]
+    scale = config["d_model"] ** 0.5 if config["scale_embedding"] else 1.0
+    positions = own["embed_positions.weight"][torch.arange(len(ids)) + FIRST_POSITION]
+    x = w[SHARED][ids] * scale + positions
+    x = layer_norm(x, own, "layernorm_embedding", BART_EPS)
+    sees = None if encoded is None else causal(len(x))
+    for i in range(config[f"{side}_layers"]):
+        layer = own.at("layers", i)
+        x = x + biased_attention(x, x, sees, heads, layer.at("self_attn"), BART_MAPS)
+        x = layer_norm(x, layer, "self_attn_layer_norm", BART_EPS)
+        if encoded is not None:
+            maps = layer.at("encoder_attn")
+            x = x + biased_attention(x, encoded, None, heads, maps, BART_MAPS)
+            x = layer_norm(x, layer, "encoder_attn_layer_norm", BART_EPS)
+        x = x + layers.plain_mlp(x, layer, ("fc1", "fc2"), config["activation_function"])
+        x = layer_norm(x, layer, "final_layer_norm", BART_EPS)
+    return x

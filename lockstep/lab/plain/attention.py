@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.lab.plain.layers import GEMMA, Config, Weights, linear, norm, rms_norm, soft_cap
+from lockstep.lab.plain import layers
+from lockstep.lab.plain.layers import Config, Weights, linear, norm, rms_norm, soft_cap
 
-ONE_WINDOW = ("mistral", "qwen3_moe")  # in all layers, if any
 NORMED_HEADS = ("qwen3", "qwen3_moe", "gemma3_text")
 LATENT_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps says
 Rotation = tuple[Tensor, Tensor]  # cos and sin [n, 1, pairs], times the scaling's attention factor
@@ -55,8 +55,26 @@ def causal(length: int, window: int | None = None) -> Tensor:
     return sees if window is None else sees & (key > row - window)
 
 
+def biased_attention(
+    x: Tensor, keys_from: Tensor, sees: Tensor | None, heads: int, w: Weights, maps: tuple[str, ...]
+) -> Tensor:
+    """Queries from x, keys and values from the other rows, of which a row `sees` some, or all."""
+    rows = (x, keys_from, keys_from)
+    parts = [linear(each, w, name, bias=True) for each, name in zip(rows, maps, strict=False)]
+    q, k, v = (part.unflatten(1, (heads, -1)) for part in parts)
+    mixed = attend(q, k, v, sees, Scoring(q.shape[-1] ** -0.5))
+    return linear(mixed, w, maps[-1], bias=True)
+
+
+def self_attention(x: Tensor, config: Config, w: Weights, i: int) -> Tensor:
+    """x [n, hidden] → [n, hidden], of layer i of a decoder."""
+    if config["model_type"] in layers.LATENT:
+        return latent_attention(x, config, w)
+    return grouped_attention(x, config, w, i)
+
+
 def grouped_attention(x: Tensor, config: Config, w: Weights, i: int) -> Tensor:
-    """x [n, hidden] → [n, hidden], of layer i. Many query heads share a key head."""
+    """Many query heads share a key head."""
     kind = config["model_type"]
     bias = kind not in ("mistral", "qwen2") and config["attention_bias"]
     kv_heads = config["num_key_value_heads"]
@@ -69,7 +87,7 @@ def grouped_attention(x: Tensor, config: Config, w: Weights, i: int) -> Tensor:
     params = ropes[config["layer_types"][i]] if kind == "gemma3_text" else ropes
     turn = rotation(params, width, config, len(x))
     scoring = Scoring(
-        scale=(config["query_pre_attn_scalar"] if kind in GEMMA else width) ** -0.5,
+        scale=(config["query_pre_attn_scalar"] if kind in layers.GEMMA else width) ** -0.5,
         cap=config["attn_logit_softcapping"] if kind == "gemma2" else None,
         sinks=w["sinks"] if kind == "gpt_oss" else None,
     )
@@ -81,7 +99,9 @@ def grouped_attention(x: Tensor, config: Config, w: Weights, i: int) -> Tensor:
 def window_of(config: Config, i: int) -> int | None:
     """Keys that a row of this layer sees, itself included; None: all."""
     kind = config["model_type"]
-    if kind in ONE_WINDOW or (kind != "llama" and config["layer_types"][i] == "sliding_attention"):
+    if kind in layers.ONE_WINDOW or (
+        kind != "llama" and config["layer_types"][i] == "sliding_attention"
+    ):
         return config["sliding_window"]  # type: ignore[no-any-return]
     return None
 

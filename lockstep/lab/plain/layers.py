@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 GEMMA = ("gemma2", "gemma3_text")
+LATENT = ("deepseek_v2", "deepseek_v3")
+ONE_WINDOW = ("mistral", "qwen3_moe")  # in all layers, if any
+DECODERS = ("llama", "qwen2", "gpt_oss", *ONE_WINDOW, "qwen3", *GEMMA, *LATENT)
 Config = Mapping[str, Any]
 Expert = Callable[[int], Tensor]
 
