@@ -68,6 +68,8 @@ class Story:
     hits: Sequence[int] = ()  # tokens of each prompt that are found in a cache
     distinct: bool = False  # completions differ, and are those of their numbers alone
     replays: int = 0  # at least so many steps are replays of launches
+    complete: bool = False  # every request is taken in, and ends
+    rule: str = ""  # that the engine states instead
     full: bool = False  # not in a quick run
 
     def chosen(self, orders: Sequence[Order]) -> list[Order]:
@@ -90,17 +92,17 @@ class Story:
             self._play(rig, group, rig.engine(**{**engine, **options}))
 
     def _play(self, rig: EngineHarness, orders: list[Order], engine: InstrumentedEngine) -> None:
+        if self.rule:
+            expect_refusal(rig, self.name, engine, orders[0], self.rule)
+            return
         before = rig.counters["preempted"]
         if self.raises:
             engine.runner.backend = failing(engine.runner.backend, self.raises)
         jobs = rig.play(self.name, engine, orders, every_second if self.preempt else None)
         if self.preempted:
             rig.counters[self.preempted] += rig.counters["preempted"] - before
-        if self.raises:
-            taken = f"{len(jobs)} of {len(orders)} requests were taken in"
-            rig.check(self.name, len(jobs) == len(orders), taken)
-            lost = [f"request {i} never ended" for i, job in enumerate(jobs) if not job.done]
-            rig.note(self.name, lost)
+        if self.complete:
+            expect_ends(rig, self.name, jobs, orders)
         if self.ends:
             fault = f"requests ended in the order {rig.ended}"
             rig.check("order", rig.ended == list(self.ends), fault)
@@ -121,7 +123,14 @@ def tell(
     play: str = "",
 ) -> None:
     """A recipe: its stories, on engines that have `engine` in common, then what it names."""
-    made = [order(**each) if isinstance(each, dict) else order(*each) for each in orders]
+    made: list[Order] = []
+    for each in orders:
+        made.append(order(**each) if isinstance(each, dict) else order(*each))
+        if isinstance(each, dict) and "after" in each:
+            first = made[each["after"]]
+            (answer,) = rig.oracle.completions(first)
+            prompt = (*first.prompt, *answer.token_ids, *made[-1].prompt)
+            made[-1] = replace(made[-1], prompt=prompt)
     for story in (Story(**each) for each in stories):
         if not (quick and story.full):
             story.play(rig, made, engine or {})
@@ -135,9 +144,10 @@ def order(
     seed: int = 0,
     then: Sequence[int] = (),
     but: Options | None = None,
+    after: int = 0,
     **rest: Any,
 ) -> Order:
-    """An entry of `orders`."""
+    """An entry of `orders`; what it comes `after` is known when these are played."""
     prompt = (*words(tokens, seed or tokens), *then)
     return Order(prompt, replace(PARAMS[params], **(but or {})), **rest)
 
@@ -147,27 +157,33 @@ def orders_of(*pairs: tuple[int, SamplingParams], late: int = 0) -> list[Order]:
     return [Order(words(n, n), params, at=late * i) for i, (n, params) in enumerate(pairs)]
 
 
-def hit(rig: EngineHarness, quick: bool) -> None:
-    """A second turn, the same tokens in another order, scores, another tenant."""
-    engine, prompt = rig.engine(page_size=PAGE), words(29, 7)
-    (first,) = rig.play("hit", engine, [Order(prompt, PLAIN)])
-    turn = (*prompt, *first.output("").token_ids, *words(3, 8))
-    same_tokens = (*prompt[:PAGE], *reversed(prompt[PAGE : 2 * PAGE]), *prompt[2 * PAGE :])
-    for what, order, hits in (
-        ("a second turn", Order(turn, CUT), 32),
-        ("a block reversed", Order(same_tokens, CUT), PAGE),
-        ("scores", Order(turn, SCORED), 0),
-        ("another tenant", Order(prompt, GREEDY, tenant="another"), 0),
-    ):
-        expect_hits(rig, what, rig.play("hit", engine, [order]), (hits,))
-
-
 def expect_hits(
     rig: EngineHarness, what: str, jobs: Sequence[Generation], hits: Sequence[int]
 ) -> None:
     """Exactly so many tokens of each prompt were found in the cache."""
     have = [job.output("").cached_tokens for job in jobs]
     rig.check("hits", have == list(hits), f"{what}: {have} tokens found, not {list(hits)}")
+
+
+def expect_ends(
+    rig: EngineHarness, name: str, jobs: Sequence[Generation], orders: Sequence[Order]
+) -> None:
+    taken = f"{len(jobs)} of {len(orders)} requests were taken in"
+    rig.check(name, len(jobs) == len(orders), taken)
+    rig.note(name, [f"request {i} never ended" for i, job in enumerate(jobs) if not job.done])
+
+
+def expect_refusal(
+    rig: EngineHarness, name: str, engine: InstrumentedEngine, order: Order, rule: str
+) -> None:
+    """An engine says by its rule that an order is too large for it."""
+    try:
+        order.given_to(engine)
+        engine.finish()
+        rig.note(name, [f"nobody said that {rule}"])
+    except Exception as error:  # one of another kind than the rule's is what is looked for
+        said = f"{type(error).__name__}: {error}"
+        rig.check(name, said.startswith(f"RuleError: {rule}"), said)
 
 
 def expect_distinct(rig: EngineHarness, name: str, jobs: Sequence[Generation]) -> None:
@@ -281,11 +297,10 @@ def failing(backend: Backend, calls: Collection[int]) -> Backend:
 def cache_dtypes(rig: EngineHarness, quick: bool) -> None:
     """It gives another answer, the same one whatever happens: chunks, hits, forks, lost pages."""
     orders = orders_of((21, PLAIN), (34, replace(PLAIN, n=2, seed=22)), (9, GREEDY), late=1)
-    rows = 11 if rig.oracle.encoder is None else 64
     # elsewhere keys are kept as they come
     narrower = [d for d in NARROWER if d != rig.device.dtype]
     for dtype in narrower[:1] if quick else narrower:
-        engine = rig.engine(kv_cache_dtype=dtype, chunked_prefill_size=rows)
+        engine = rig.engine(kv_cache_dtype=dtype, chunked_prefill_size=34)
         jobs = rig.play("dtype", engine, orders)
         rig.play("dtype", engine, orders, every_second)
         odd: Options = {"kv_cache_dtype": dtype, "page_size": 3, "disable_radix_cache": True}
@@ -346,10 +361,8 @@ def embed(rig: EngineHarness, quick: bool) -> None:
         rig.values.claim_embedding(job.prompt_ids, "last", have)
         off = float(np.abs(have - rig.oracle.embedding(job.prompt_ids)).max())
         rig.check("embedding", off < CLOSE, f"{who} is off by {off:.3g}")
-        engine = rig.engine()
-        alone = engine.add(job.prompt_ids, SamplingParams(seed=0), embed=True)
-        engine.finish()
-        rig.check("embedding", same_bits(have, alone.embedding), f"{who} is another one alone")
+        (alone,) = LLM.of(rig.engine()).embed([job.prompt_ids])
+        rig.check("embedding", same_bits(have, alone), f"{who} is another one alone")
         rig.counters["embedded"] += 1
 
 
@@ -394,26 +407,19 @@ def folder(rig: EngineHarness, quick: bool) -> None:
 
 
 def capacity(rig: EngineHarness, quick: bool) -> None:
-    """And others that just do not suffice. A request's last token needs no place in a cache."""
-    new, size = 4, 4
-    exact = Order(words(21), replace(GREEDY, max_tokens=new))
-    keys = len(exact.prompt) + new - 1
-    roomy = rig.engine(graphs=False)  # a graph keeps the arena that it was captured with
+    """Arenas that are just large enough, and just not; buckets at and beyond their sizes."""
+    order = Order(words(21), replace(GREEDY, max_tokens=4))
+    # a graph keeps the arena that it was captured with
+    roomy, exact, small = (rig.engine(graphs=False) for _ in range(3))
     roomy.runner.arena = measured = MeasuredArena(IMAGE_LEN, rig.device.place)
-    rig.play("capacity", roomy, [exact])
+    rig.play("capacity", roomy, [order])
     most = measured.most
-    for lacking in (0, 1):
-        engine = rig.engine(graphs=False)
-        engine.runner.arena = Arena(most - lacking, rig.device.place)
-        rule = f"a step's image has at most {most - 1} numbers; got {most}."
-        suffices(rig, "full_arenas", engine, exact, rule if lacking else "")
-        long = replace(exact, prompt=words(CONTEXT - new + lacking))
-        rule = f"prompt and new tokens fit into the context of {CONTEXT}; got {CONTEXT - new + 1} +"
-        suffices(rig, "full_contexts", rig.engine(), long, rule if lacking else "")
-        tokens = (-(-keys // size) - lacking) * size
-        engine = rig.engine(max_total_tokens=tokens, page_size=size, max_running_requests=1)
-        rule = "a request fits into the cache alone"
-        suffices(rig, "full_caches", engine, exact, rule if lacking else "")
+    exact.runner.arena = Arena(most, rig.device.place)
+    expect_ends(rig, "capacity", rig.play("capacity", exact, [order]), [order])
+    small.runner.arena = Arena(most - 1, rig.device.place)
+    rule = f"a step's image has at most {most - 1} numbers; got {most}."
+    expect_refusal(rig, "capacity", small, order, rule)
+    rig.counters["full_arenas"] += 1
     for n in range(3, SIZES[-1] + 2):
         for what, lengths in (("requests", (1,) * n), ("tokens", (n - 1, 1))):
             full = f"a step has at most {SIZES[-1]} {what}; got {n}. Schedule less, or allow a "
@@ -431,24 +437,6 @@ class MeasuredArena(Arena):
     def host(self, length: int) -> NDArray[np.int32]:
         self.most = max(self.most, length)
         return super().host(length)
-
-
-def suffices(
-    rig: EngineHarness, counter: str, engine: InstrumentedEngine, order: Order, rule: str
-) -> None:
-    """Something is just large enough for an order, or says by its rule that it is not."""
-    rig.counters[counter] += 1
-    if not rule:
-        ended = [job for job in rig.play("capacity", engine, [order]) if job.done]
-        rig.check("capacity", len(ended) == 1, f"{counter}: just large enough, and did not end")
-        return
-    try:
-        order.given_to(engine)
-        engine.finish()
-        rig.note("capacity", [f"nobody said that {rule}"])
-    except Exception as error:  # one of another kind than the rule's is what is looked for
-        said = f"{type(error).__name__}: {error}"
-        rig.check("capacity", said.startswith(f"RuleError: {rule}"), said)
 
 
 def padded(what: str, lengths: tuple[int, ...]) -> str:
