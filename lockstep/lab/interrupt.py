@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import tee
 from pathlib import Path
 from timeit import timeit
@@ -43,6 +43,10 @@ TRACED = tuple(str(PACKAGE / name) for name in ("llm", "sched", "kv", "run"))  #
 CHUNK = 24  # rows of a step; sources and embedded prompts are at most so long
 ITEMS = [[5], [6, 7, 8], [9, 5, 6, 7, 8, 9, 10]]
 AGAIN_S = 0.002  # a second interrupt follows the first within this time
+BYSTANDER = (  # whose stream was begun
+    [3 + i for i in range(20)],
+    SamplingParams(max_tokens=14, temperature=0.8, seed=77, n=2, logprobs=1, stop=("thx",)),
+)
 WAYS = ("timer", "timer", "again", "thread")  # drawn alike
 
 Answer = tuple[Any, ...]
@@ -75,13 +79,8 @@ class Wish:
 class Trial(NamedTuple):
     model: str
     way: str
-    where: tuple[str, ...]  # the functions that were struck
+    where: tuple[str, ...]  # the functions that were struck while a call was running
     faults: tuple[str, ...]
-
-    @property
-    def struck(self) -> int:
-        """Interrupts that arrived while a call was running."""
-        return len(self.where)
 
 
 def engine(tiny: Tiny, **options: Any) -> Engine:
@@ -119,18 +118,16 @@ def bits(output: Output) -> Answer:
     return (*answer, *(None if each is None else each.tobytes() for each in floats))
 
 
-@cache
-def calm(tiny: Tiny) -> LLM:
-    """An engine that does nothing else: no cache, no neighbours, room for all."""
-    return LLM.of(engine(tiny, disable_radix_cache=True, max_total_tokens=2048))
-
-
 class Subject:
     """A fresh engine under interrupts, and what it has to answer."""
 
     def __init__(self, tiny: Tiny) -> None:
         self.tiny, self.llm, self.wishes = tiny, LLM.of(engine(tiny)), wishes(tiny)
-        self.answers = [wish(calm(tiny)) for wish in self.wishes]
+        # an engine that does nothing else: no cache, no neighbours, room for all
+        calm = LLM.of(engine(tiny, disable_radix_cache=True, max_total_tokens=2048))
+        self.answers = [wish(calm) for wish in self.wishes]
+        prompt, params = BYSTANDER
+        self.bystander = bits(calm.generate([prompt], params)[0])
         self.seconds = [timeit(partial(wish, self.llm), number=1) for wish in self.wishes]
 
 
@@ -247,7 +244,7 @@ def trial(subject: Subject, seed: int) -> Trial:
 def judged(subject: Subject, way: str, number: int, strike: Strike, rng: random.Random) -> Trial:
     """Begins a bystander, strikes, and looks at everything afterwards."""
     llm, faults = subject.llm, list[str]()
-    prompt, params, want = bystander(subject.tiny)
+    prompt, params = BYSTANDER
     read, streamed = tee(llm.stream(prompt, params))
     for _ in range(rng.randint(1, 6)):
         next(read)
@@ -268,21 +265,13 @@ def judged(subject: Subject, way: str, number: int, strike: Strike, rng: random.
         check(same, f"call {again} differs afterwards")
         for _ in read:
             pass
-        check(bits(job.output("")) == want, "the bystander differs")
+        check(bits(job.output("")) == subject.bystander, "the bystander differs")
         texts = [c.text for c in job.output("").completions]
         check(texts_of(list(streamed), params.n) == texts, "the bystander's stream differs")
         faults += books(llm.engine)
     except Exception as error:  # whatever a broken engine raises
         faults.append(f"{type(error).__name__}: {error}")
     return Trial(subject.tiny.name, way, tuple(strikes.where), tuple(faults))
-
-
-@cache
-def bystander(tiny: Tiny) -> tuple[list[int], SamplingParams, Answer]:
-    """Its prompt, and what it has to be answered."""
-    prompt = [3 + i for i in range(20)]
-    params = SamplingParams(max_tokens=14, temperature=0.8, seed=77, n=2, logprobs=1, stop=("thx",))
-    return prompt, params, bits(calm(tiny).generate([prompt], params)[0])
 
 
 def books(engine: Engine) -> list[str]:
@@ -302,7 +291,7 @@ def run(count: int, seed: int, on_trial: Callable[[Trial], None]) -> Counter[str
         tiny = MODELS[number % len(MODELS)]
         done = trial(subjects[tiny], seed + number)
         on_trial(done)
-        struck, number = struck + done.struck, number + 1
+        struck, number = struck + len(done.where), number + 1
         if done.faults:
             subjects[tiny] = Subject(tiny)
     counters = (each.llm.engine.scheduler.counters for each in subjects.values())
@@ -348,7 +337,7 @@ def command(args: Namespace) -> int:
 
         def note(trial: Trial) -> None:
             trials.append(trial)
-            for _ in range(min(trial.struck, args.count - bar.n)):
+            for _ in range(min(len(trial.where), args.count - bar.n)):
                 bar.step(trial.model, bool(trial.faults))
 
         engines = run(args.count, args.seed, note)
