@@ -21,6 +21,7 @@ from lockstep.lab.options import FULL, RunOptions
 from lockstep.lab.properties import Judgement
 from lockstep.lab.recipes import Recipe
 from lockstep.lab.recompute import Order, Recompute
+from lockstep.lab.speculative import OPTIONS as DRAFTS
 from lockstep.lab.speculative import Recorder, drafts
 from lockstep.lab.tiny import CONTEXT, EOS, Letters, Tiny, checkpoint, parts
 from lockstep.lab.values import Values
@@ -127,10 +128,15 @@ class EngineHarness(Judgement):
         self.drafted: dict[Any, Any] = {}  # what was proposed so far, by algorithm and width
         self.ended: list[int] = []  # requests of the last story, as they ended
 
-    def engine(self, overlap: bool = False, **options: Any) -> InstrumentedEngine:
+    def engine(
+        self, overlap: bool = False, draft: Sequence[str] = (), **options: Any
+    ) -> InstrumentedEngine:
         """A fresh engine; pages of 8 and room for everybody unless told otherwise."""
         sizes = {"page_size": 8, "max_total_tokens": 1024, "max_running_requests": 16}
-        given = {"context_length": CONTEXT, "kv_cache_dtype": self.device.dtype, **sizes, **options}
+        given = {"context_length": CONTEXT, "kv_cache_dtype": self.device.dtype, **sizes}
+        for name in draft:
+            given |= DRAFTS[name]
+        given |= options
         if not self.parts.backend.caps.graphs:  # the same steps, and no launch is recorded
             given.pop("graphs", None)
         return self.engine_of(EngineConfig.from_names(given), overlap)
@@ -269,6 +275,7 @@ class EngineHarness(Judgement):
             want, stopped = self.oracle.text(job.prompt_ids, c.token_ids, job.params)
             self.check("text", c.text == want, f"{c.text!r} is not {want!r}")
             self.counters.update(stopped=stopped, eos=c.token_ids[-1:] == (EOS,))
+            self.counters["context_ends"] += len(job.prompt_ids) + len(c.token_ids) == CONTEXT
             self.counters["spaces_after_nothing"] += (EOS, SPACE) in pairwise(c.token_ids)
 
     def _scores(self, who: str, job: Generation, order: Order, oracle: Recompute) -> list[str]:

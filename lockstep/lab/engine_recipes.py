@@ -26,7 +26,7 @@ from lockstep.lab import table
 from lockstep.lab.engine_harness import EngineHarness, Injected, InstrumentedEngine, same_bits
 from lockstep.lab.oracle import KINDS
 from lockstep.lab.recompute import Order
-from lockstep.lab.tiny import CONTEXT, LLAMA, Letters, save, words
+from lockstep.lab.tiny import LLAMA, Letters, save, words
 from lockstep.llm.api import LLM
 from lockstep.llm.generation import Generation
 from lockstep.models import loader
@@ -44,7 +44,7 @@ Entries = Sequence[Any]  # of engine_recipes.toml
 PAGE = 8
 GIVEN = table("engine_params.toml")
 PARAMS = {name: SamplingParams.from_dict({**GIVEN["plain"], **own}) for name, own in GIVEN.items()}
-PLAIN, GREEDY, CUT, PENALISED, SCORED, THREE, EAGER = PARAMS.values()
+PLAIN, GREEDY, SCORED, THREE = (PARAMS[name] for name in ("plain", "greedy", "scored", "three"))
 NARROWER = {name: dtype for name, dtype in KINDS.items() if name != "float32"}
 CLOSE = 1e-6  # of an element of an embedding in fp32 against its row divided in float64
 SIZES = (2, 5, 9)  # of buckets
@@ -124,12 +124,13 @@ def tell(
 ) -> None:
     """A recipe: its stories, on engines that have `engine` in common, then what it names."""
     made: list[Order] = []
-    for each in orders:
-        made.append(order(**each) if isinstance(each, dict) else order(*each))
-        if isinstance(each, dict) and "after" in each:
-            first = made[each["after"]]
-            (answer,) = rig.oracle.completions(first)
-            prompt = (*first.prompt, *answer.token_ids, *made[-1].prompt)
+    for entry in orders:
+        given = {"tokens": entry[0], "params": entry[1]} if isinstance(entry, list) else {**entry}
+        first = given.pop("after", None)
+        made.append(order(**given))
+        if first is not None:  # behind its prompt and answer
+            (answer,) = rig.oracle.completions(made[first])
+            prompt = (*made[first].prompt, *answer.token_ids, *made[-1].prompt)
             made[-1] = replace(made[-1], prompt=prompt)
     for story in (Story(**each) for each in stories):
         if not (quick and story.full):
@@ -144,17 +145,13 @@ def order(
     seed: int = 0,
     then: Sequence[int] = (),
     but: Options | None = None,
-    after: int = 0,
     **rest: Any,
 ) -> Order:
-    """An entry of `orders`; what it comes `after` is known when these are played."""
-    prompt = (*words(tokens, seed or tokens), *then)
-    return Order(prompt, replace(PARAMS[params], **(but or {})), **rest)
-
-
-def orders_of(*pairs: tuple[int, SamplingParams], late: int = 0) -> list[Order]:
-    """Prompts of these lengths, each its own; `late` steps between one and the next."""
-    return [Order(words(n, n), params, at=late * i) for i, (n, params) in enumerate(pairs)]
+    """An entry of `orders`. One that is `open` ends with the context."""
+    wish = replace(PARAMS[params], **(but or {}))
+    if rest.pop("open", False):
+        wish = replace(wish, max_tokens=None)
+    return Order((*words(tokens, seed or tokens), *then), wish, **rest)
 
 
 def expect_hits(
@@ -296,7 +293,8 @@ def failing(backend: Backend, calls: Collection[int]) -> Backend:
 
 def cache_dtypes(rig: EngineHarness, quick: bool) -> None:
     """It gives another answer, the same one whatever happens: chunks, hits, forks, lost pages."""
-    orders = orders_of((21, PLAIN), (34, replace(PLAIN, n=2, seed=22)), (9, GREEDY), late=1)
+    asked = ((21, PLAIN), (34, replace(PLAIN, n=2, seed=22)), (9, GREEDY))
+    orders = [Order(words(n, n), params, at=i) for i, (n, params) in enumerate(asked)]
     # elsewhere keys are kept as they come
     narrower = [d for d in NARROWER if d != rig.device.dtype]
     for dtype in narrower[:1] if quick else narrower:
@@ -315,11 +313,7 @@ def cache_dtypes(rig: EngineHarness, quick: bool) -> None:
 
 
 def ends(rig: EngineHarness, quick: bool) -> None:
-    """At the end of the context, at the first stop string from min_tokens on, at EOS."""
-    for room in (19, 1):
-        order = Order(words(CONTEXT - room, 60 + room), replace(PLAIN, max_tokens=None))
-        for job in rig.story("end", [order]):
-            rig.counters["open_ends"] += len(job.output("").token_ids) == room
+    """At the first stop string from min_tokens on, at stop tokens."""
     stories = []
     for seed in (62, 64):
         order = Order(words(11, seed), replace(PLAIN, max_tokens=16))
