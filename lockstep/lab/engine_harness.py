@@ -18,6 +18,7 @@ from lockstep.attention.base import Backend
 from lockstep.config import EngineConfig
 from lockstep.lab.guard import poison, shuffle
 from lockstep.lab.options import FULL, RunOptions
+from lockstep.lab.oracle import KINDS
 from lockstep.lab.properties import Judgement
 from lockstep.lab.recipes import Recipe
 from lockstep.lab.recompute import Order, Recompute
@@ -183,6 +184,11 @@ class EngineHarness(Judgement):
             self.counters["tokens"] += sum(len(d.token_ids) for d in job.completions)
             if job.done and orders[i].abort is None and oracle.encoder is None:
                 self._compare_text(job)
+            if job.done and oracle is not self.oracle:
+                (plain, *_), have = self.oracle.completions(orders[i]), job.output("").logprobs
+                fault = f"{dtype}: request {i} has the bits of a cache that rounds nothing"
+                self.check("rounded", not same_bits(have, plain.logprobs), fault)
+                self.counters["rounded_requests"] += 1
         self.counters["requests"] += len(streams)
         self.counters.update(engine.seen + engine.scheduler.counters - before)
         return list(streams)
@@ -227,13 +233,17 @@ class EngineHarness(Judgement):
         self._audit(engine)
 
     def _asked(self, engine: InstrumentedEngine) -> None:
-        """Limits and a cache that is not wanted, which no answer shows."""
+        """Limits, a cache that is not wanted, its dtype: what no answer shows."""
         above, limit = engine.seen["above_limit"], engine.config.max_running_requests
         fault = f"{above} steps with more than {limit} requests"
         self.check("limit", not above, fault, f"never more than {limit} at once")
         kept = sum(map(engine.scheduler.tree.cached, engine.scheduler.tree.groups))
         if engine.config.disable_radix_cache:
             self.check("asked", not kept, f"{kept} pages are kept")
+        dtype, pools = engine.config.kv_cache_dtype, filter(None, engine.runner.pools)
+        if dtype != self.device.dtype:
+            held = {s.dtype for pool in pools for layer in pool.storages for s in layer}
+            self.check("rounded", held == {KINDS[dtype]}, f"{dtype}: the cache has {held}")
 
     def _audit(self, engine: InstrumentedEngine) -> None:
         """A page taken by nobody, in each group in turn: the account must miss it."""

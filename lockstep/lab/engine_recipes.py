@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from lockstep.attention.base import Backend
 from lockstep.lab import table
 from lockstep.lab.engine_harness import EngineHarness, Injected, InstrumentedEngine, same_bits
-from lockstep.lab.oracle import KINDS
 from lockstep.lab.recompute import Order
 from lockstep.lab.tiny import LLAMA, Letters, save, words
 from lockstep.llm.api import LLM
@@ -45,7 +44,6 @@ PAGE = 8
 GIVEN = table("engine_params.toml")
 PARAMS = {name: SamplingParams.from_dict({**GIVEN["plain"], **own}) for name, own in GIVEN.items()}
 PLAIN, GREEDY, SCORED, THREE = (PARAMS[name] for name in ("plain", "greedy", "scored", "three"))
-NARROWER = {name: dtype for name, dtype in KINDS.items() if name != "float32"}
 CLOSE = 1e-6  # of an element of an embedding in fp32 against its row divided in float64
 SIZES = (2, 5, 9)  # of buckets
 EXPERTS = (4, 16, 17, 24, 64)  # up to 16 torch's unstable sorts happen to be stable
@@ -289,27 +287,6 @@ def failing(backend: Backend, calls: Collection[int]) -> Backend:
 
     made.attend = attend  # type: ignore[assignment,method-assign]
     return made
-
-
-def cache_dtypes(rig: EngineHarness, quick: bool) -> None:
-    """It gives another answer, the same one whatever happens: chunks, hits, forks, lost pages."""
-    asked = ((21, PLAIN), (34, replace(PLAIN, n=2, seed=22)), (9, GREEDY))
-    orders = [Order(words(n, n), params, at=i) for i, (n, params) in enumerate(asked)]
-    # elsewhere keys are kept as they come
-    narrower = [d for d in NARROWER if d != rig.device.dtype]
-    for dtype in narrower[:1] if quick else narrower:
-        engine = rig.engine(kv_cache_dtype=dtype, chunked_prefill_size=34)
-        jobs = rig.play("dtype", engine, orders)
-        rig.play("dtype", engine, orders, every_second)
-        odd: Options = {"kv_cache_dtype": dtype, "page_size": 3, "disable_radix_cache": True}
-        rig.story("dtype", orders[:2], **odd)
-        for i, job in enumerate(jobs):
-            same = same_bits(job.output("").logprobs, rig.oracle.completions(orders[i])[0].logprobs)
-            fault = f"{dtype}: request {i} has the bits of a cache that rounds nothing"
-            rig.check("rounded", not same, fault)
-        held = {s.dtype for pool in engine.runner.pools if pool for ss in pool.storages for s in ss}
-        rig.check("rounded", held == {NARROWER[dtype]}, f"{dtype}: the cache has {held}")
-        rig.counters["rounded_requests"] += len(jobs)
 
 
 def ends(rig: EngineHarness, quick: bool) -> None:
