@@ -37,7 +37,7 @@ BUCKETS = Buckets(tuple(2**k for k in range(1, 12)))
 
 Result = tuple[Tensor, Tensor]  # out [n, heads, d_v] and lse [n, heads]
 Given = list[list[Rows]]  # by group and layer
-Memory = list[list[Tensor]]  # of a pool: the bits of every layer's storages
+Memory = dict[tuple[int, int, int], Tensor]  # bits of storages, by group, layer, and K or V
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class AttentionHarness:
         return [len(self.script.path(uid)) for uid in act.uids]
 
     def _launch(self, computes: list[Compute], groups: tuple[int, ...]) -> None:
-        before = self._memory() if self.setting.inspect else []
+        before = self._memory() if self.setting.inspect else {}
         plan = self.compute(computes, groups)
         for g, layer, result in self.results:
             self._note(g, layer, plan, result)
@@ -343,35 +343,32 @@ class AttentionHarness:
             counters["shared_pages"] += sum(p < pool.num_pages and pool.refs[p] > 1 for p in ids)
             counters["reused_pages"] += sum((g, p) in self.used for p in ids)
 
-    def _memory(self) -> list[Memory]:
-        pools = (pool.storages if pool else () for pool in self.pools)
-        return [[[as_bits(s).clone() for s in layer] for layer in storages] for storages in pools]
+    def _memory(self) -> Memory:
+        return {
+            (g, layer, which): as_bits(storage).clone()
+            for g, pool in enumerate(self.pools)
+            for layer, storages in enumerate(pool.storages if pool else ())
+            for which, storage in enumerate(storages)
+        }
 
-    def _compare(
-        self, before: list[Memory], computes: list[Compute], groups: tuple[int, ...]
-    ) -> None:
+    def _compare(self, before: Memory, computes: list[Compute], groups: tuple[int, ...]) -> None:
         """The step changed the slots it had to, to the values it had to, and nothing else."""
-        for g, pool in enumerate(self.pools):
-            if pool is None:
-                continue
-            expect = self._expected_writes(g, computes) if g in groups else {}
-            slots = torch.tensor(list(expect), dtype=torch.long, device=self.device)
-            uids = torch.tensor(list(expect.values()), dtype=torch.long)
-            for layer, storages in enumerate(pool.storages):
-                rows, attn = self.rows[g][layer], pool.spec.layers[layer]
-                kept = ((rows.k, attn.k_scale), (rows.v, attn.v_scale))
-                where = f"writes: group {g} layer {layer}:"
-                pairs = zip(before[g][layer], map(as_bits, storages), kept, strict=False)
-                for old, new, (values, scale) in pairs:  # a latent group has no values of its own
-                    changed = (old != new).flatten(1).any(1)
-                    changed[: pool.spec.page_size] = False
-                    extra = set(changed.nonzero().flatten().tolist()) - set(expect)
-                    if extra:
-                        self._fault(f"{where} slots {sorted(extra)[:4]} changed")
-                    columns = F.pad(values[uids].float(), (0, -values.shape[2] % 8))  # as stored
-                    want = rounded(pool.spec.kv_dtype, columns, scale, self.setting.device)
-                    if len(slots) and not torch.equal(new[slots].cpu(), as_bits(want)):
-                        self._fault(f"{where} a row is not where or what it should be")
+        expected = {g: self._expected_writes(g, computes) for g in groups}
+        after = self._memory()
+        for (g, layer, which), old in before.items():
+            spec, rows, expect = self.specs[g], self.rows[g][layer], expected.get(g, {})
+            attn, new = spec.layers[layer], after[g, layer, which]
+            values, scale = ((rows.k, attn.k_scale), (rows.v, attn.v_scale))[which]
+            where = f"writes: group {g} layer {layer}:"
+            changed = (old != new).flatten(1).any(1)
+            changed[: spec.page_size] = False
+            extra = set(changed.nonzero().flatten().tolist()) - set(expect)
+            if extra:
+                self._fault(f"{where} slots {sorted(extra)[:4]} changed")
+            columns = F.pad(values[list(expect.values())].float(), (0, -values.shape[2] % 8))
+            want = rounded(spec.kv_dtype, columns, scale, self.setting.device)  # as stored
+            if expect and not torch.equal(new[list(expect)].cpu(), as_bits(want)):
+                self._fault(f"{where} a row is not where or what it should be")
 
     def _expected_writes(self, g: int, computes: list[Compute]) -> dict[int, int]:
         """slot -> token that lies there after this step, by plain arithmetic on the tables."""

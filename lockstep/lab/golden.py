@@ -12,7 +12,7 @@ import random
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,8 +56,7 @@ def run(args: argparse.Namespace) -> int:
         read(file)
     else:  # found out before the work, like the above
         known(file, key(device))
-    with Progress(1 + len(MODELS), "lab golden") as bar:
-        found, counters = answers(bar.step, device)
+    found, counters = answers(device)
     added = record(file, found, counters, key(device)) if args.write else 0
     differing = compare(file, found, key(device))
     told = {"key": key(device), "answers": len(found), "added": added, "differing": differing}
@@ -77,19 +76,18 @@ def key(device: Device = CPU) -> str:
     return "; ".join([f"order {name}", *(f"{each} {version(each)}" for each in compilers)])
 
 
-def answers(
-    on_model: Callable[[str], None] = lambda _: None, device: Device = CPU
-) -> tuple[Answers, Counter[str]]:
+def answers(device: Device = CPU) -> tuple[Answers, Counter[str]]:
     """Every answer on this machine, and the counters of the engines that gave them."""
     found, counters = Answers(), Counter[str]()
     options = {**CRAMPED, "device": device.name, "dtype": device.dtype}
-    with tempfile.TemporaryDirectory(prefix="lockstep-golden-") as folder:
+    bar = Progress(1 + len(MODELS), "lab golden")
+    with bar, tempfile.TemporaryDirectory(prefix="lockstep-golden-") as folder:
         for name in ("builtin", *MODELS):
             llm = LLM(model_folder(name, Path(folder)), **options)
             found.update(ask(llm, requests(name)))
             counters.update(llm.engine.scheduler.counters)
             llm.engine.check()
-            on_model(name)
+            bar.step(name)
     return found, counters
 
 
