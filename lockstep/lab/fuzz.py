@@ -14,8 +14,6 @@ from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 
-import torch
-
 from lockstep.attention import select
 from lockstep.config import EngineConfig
 from lockstep.lab import document, isolate, table
@@ -36,7 +34,7 @@ DRAFTS = (NGRAM, CHAIN, TREE, EAGLE, EAGLE3, EAGLE3_TREE)  # of half of all requ
 GUESSED = ("accepted_drafts", "rejected_drafts")  # in each hundred traces
 SHRINK = 200  # smaller traces that are tried
 RECORDED = 16  # buckets; on a GPU more are not captured ahead
-TASK_S = 600.0  # ten traces that take longer have hung
+TRACE_S = 600.0  # a trace that takes longer, shrunk and all, has hung
 
 Played = tuple[list[str], Counter[str]]  # what was wrong, and what happened
 
@@ -158,28 +156,20 @@ def shrunk(trace: Trace, mine: EngineHarness) -> Trace:
         return trace
 
 
-def play_some(seeds: range, backend: str, device: Device) -> list[Played]:
-    """Several traces in one process."""
-    torch.set_num_threads(1)
-    return [play(seed, backend, device) for seed in seeds]
-
-
 def command(args: Namespace) -> int:
-    """`lab fuzz`: ten traces a task, in processes that may die."""
-    begin, last = time.perf_counter(), args.first + args.traces
+    """`lab fuzz`: in processes that may die."""
+    begin, seeds = time.perf_counter(), range(args.first, args.first + args.traces)
     device = Device.of(args.device, args.dtype)
-    some = partial(play_some, backend=args.backend, device=device)
-    tasks = [range(i, min(i + 10, last)) for i in range(args.first, last, 10)]
+    play_one = partial(play, backend=args.backend, device=device)
     faults, hundreds = list[str](), defaultdict[int, Counter[str]](Counter)
-    with Progress(len(tasks), "lab fuzz") as bar:
-        for task, answer in isolate.run(some, tasks, max(1, args.workers), lambda _: TASK_S):
-            before, traces = len(faults), f"traces {task.start} to {task.stop - 1}"
+    with Progress(len(seeds), "lab fuzz") as bar:
+        for seed, answer in isolate.run(play_one, seeds, args.workers, lambda _: TRACE_S):
             if isinstance(answer, isolate.Died):
-                answer = [([f"{traces}: {answer.reason}"], Counter())]
-            for found, counted in answer:
-                faults += found
-                hundreds[task.start // 100].update(counted)
-            bar.step(traces, len(faults) > before)
+                answer = [f"trace {seed}: {answer.reason}"], Counter[str]()
+            found, counted = answer
+            faults += found
+            hundreds[seed // 100].update(counted)
+            bar.step(f"trace {seed}", bool(found))
     happened = sum(hundreds.values(), Counter[str]())
     least = {name: min(each[name] for each in hundreds.values()) for name in GUESSED}
     if args.traces >= 100:
