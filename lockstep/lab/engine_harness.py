@@ -42,6 +42,7 @@ Streams = dict[Generation, list[Chunk]]
 Disturb = Callable[["InstrumentedEngine", list[Generation], int], None]
 Watcher = Callable[["InstrumentedEngine", ScheduledStep], None]
 SPACE = Letters.TOKENS.index(b" ")
+CLOSE = 1e-6  # of an element of an embedding in fp32 against its row divided in float64
 STEPS = 2000  # a story that takes longer does not end
 
 
@@ -127,6 +128,7 @@ class EngineHarness(Judgement):
         self.values = Values(checkpoint(tiny, self.device), self.device)
         self.watchers: list[Watcher] = []  # of every engine
         self.drafted: dict[Any, Any] = {}  # what was proposed so far, by algorithm and width
+        self.embedded: dict[Any, Any] = {}  # by prompt
         self.ended: list[int] = []  # requests of the last story, as they ended
 
     def engine(
@@ -184,6 +186,8 @@ class EngineHarness(Judgement):
             self.counters["tokens"] += sum(len(d.token_ids) for d in job.completions)
             if job.done and orders[i].abort is None and oracle.encoder is None:
                 self._compare_text(job)
+            if orders[i].embed:
+                self._compare_embedding(job)
             if job.done and oracle is not self.oracle:
                 (plain, *_), have = self.oracle.completions(orders[i]), job.output("").logprobs
                 fault = f"{dtype}: request {i} has the bits of a cache that rounds nothing"
@@ -287,6 +291,19 @@ class EngineHarness(Judgement):
             self.counters.update(stopped=stopped, eos=c.token_ids[-1:] == (EOS,))
             self.counters["context_ends"] += len(job.prompt_ids) + len(c.token_ids) == CONTEXT
             self.counters["spaces_after_nothing"] += (EOS, SPACE) in pairwise(c.token_ids)
+
+    def _compare_embedding(self, job: Generation) -> None:
+        """It is the last row's, and has the same bits in every step."""
+        who, have = f"the embedding of {len(job.prompt_ids)} tokens", job.embedding
+        if have is None:
+            self.note("embedding", [f"{who} never came"])
+            return
+        self.values.claim_embedding(job.prompt_ids, "last", have)
+        off = float(np.abs(have - self.oracle.embedding(job.prompt_ids)).max())
+        self.check("embedding", off < CLOSE, f"{who} is off by {off:.3g}")
+        same = same_bits(have, self.embedded.setdefault(job.prompt_ids, have))
+        self.check("embedding", same, f"{who} is another one alone")
+        self.counters["embedded"] += 1
 
     def _scores(self, who: str, job: Generation, order: Order, oracle: Recompute) -> list[str]:
         out, k = job.output(""), order.params.top_prompt_logprobs

@@ -44,7 +44,6 @@ PAGE = 8
 GIVEN = table("engine_params.toml")
 PARAMS = {name: SamplingParams.from_dict({**GIVEN["plain"], **own}) for name, own in GIVEN.items()}
 PLAIN, GREEDY, SCORED, THREE = (PARAMS[name] for name in ("plain", "greedy", "scored", "three"))
-CLOSE = 1e-6  # of an element of an embedding in fp32 against its row divided in float64
 SIZES = (2, 5, 9)  # of buckets
 EXPERTS = (4, 16, 17, 24, 64)  # up to 16 torch's unstable sorts happen to be stable
 
@@ -311,30 +310,6 @@ def ends(rig: EngineHarness, quick: bool) -> None:
         done, params = job.output(""), job.params
         by_text = bool(params.stops) and done.completions[0].finish_reason == "stop"
         rig.counters["stopped_at_once"] += by_text and len(done.token_ids) == params.min_tokens
-
-
-def embed(rig: EngineHarness, quick: bool) -> None:
-    """Of several prompts in one step: those of each alone, and the last row's."""
-    prompts = [words(n, 70 + n) for n in (1, 7, 16, 33)]
-    asked: list[Generation] = []
-
-    def add(engine: InstrumentedEngine, jobs: list[Generation], step: int) -> None:
-        if step in (0, 3):
-            asked.extend(engine.add(p, SamplingParams(seed=0), embed=True) for p in prompts)
-
-    orders = [Order(words(20, 75), PLAIN), Order(words(9, 76), PLAIN, at=2)]
-    rig.play("embed", rig.engine(), orders, add)
-    for job in asked:
-        who, have = f"the embedding of {len(job.prompt_ids)} tokens", job.embedding
-        if have is None:
-            rig.note("embedding", [f"{who} never came"])
-            continue
-        rig.values.claim_embedding(job.prompt_ids, "last", have)
-        off = float(np.abs(have - rig.oracle.embedding(job.prompt_ids)).max())
-        rig.check("embedding", off < CLOSE, f"{who} is off by {off:.3g}")
-        (alone,) = LLM.of(rig.engine()).embed([job.prompt_ids])
-        rig.check("embedding", same_bits(have, alone), f"{who} is another one alone")
-        rig.counters["embedded"] += 1
 
 
 def texts(rig: EngineHarness, quick: bool) -> None:

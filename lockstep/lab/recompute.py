@@ -38,11 +38,13 @@ class Order:
     tenant: str = ""
     priority: int = 0
     score: bool = False  # log-probabilities of the prompt, no new token
+    embed: bool = False  # its embedding, no new token
 
     def given_to(self, engine: Engine) -> Generation:
         return engine.add(
             self.prompt,
             self.params,
+            embed=self.embed,
             scores_only=self.score,
             priority=self.priority,
             tenant=self.tenant,
@@ -114,7 +116,7 @@ class Recompute:
 
     def completions(self, order: Order, said: Sequence[Ids] = ()) -> list[Answer]:
         """One answer per completion; one forward is enough where what an engine `said` is right."""
-        if order.score:
+        if order.score or order.embed:
             return []
         answers, hints = [], [*said, *[()] * order.params.n]
         for params, hint in zip(order.params.completions(), hints, strict=False):
