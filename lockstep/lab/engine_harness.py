@@ -149,7 +149,7 @@ class EngineHarness(Judgement):
         config = replace(config, device=self.device.name, dtype=self.device.dtype)
         made = InstrumentedEngine(config, self.parts, overlap)
         made.runner.checks = self.options.checks
-        made.watchers += self.watchers
+        made.watchers = self.watchers
         if made.speculation is not None:
             way = (config.speculative_algorithm, config.speculative_eagle_topk)
             known = self.drafted.setdefault(way, {})
@@ -288,9 +288,14 @@ class EngineHarness(Judgement):
         for c in job.output("").completions:
             want, stopped = self.oracle.text(job.prompt_ids, c.token_ids, job.params)
             self.check("text", c.text == want, f"{c.text!r} is not {want!r}")
-            self.counters.update(stopped=stopped, eos=c.token_ids[-1:] == (EOS,))
-            self.counters["context_ends"] += len(job.prompt_ids) + len(c.token_ids) == CONTEXT
-            self.counters["spaces_after_nothing"] += (EOS, SPACE) in pairwise(c.token_ids)
+            count = len(c.token_ids)
+            self.counters.update(
+                stopped=stopped,
+                stopped_at_once=stopped and count == job.params.min_tokens,
+                eos=c.token_ids[-1:] == (EOS,),
+                context_ends=len(job.prompt_ids) + count == CONTEXT,
+                spaces_after_nothing=(EOS, SPACE) in pairwise(c.token_ids),
+            )
 
     def _compare_embedding(self, job: Generation) -> None:
         """It is the last row's, and has the same bits in every step."""
