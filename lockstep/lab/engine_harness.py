@@ -181,6 +181,9 @@ class EngineHarness(Judgement):
             self.note("draft", draft.differing)
         for i, (job, stream) in enumerate(streams.items()):
             self.note(name, self._differences(f"request {i}", job, orders[i], oracle))
+            if orders[i].items:
+                self._compare_items(job, orders[i])
+                continue
             self.note(name, [f"request {i}: {fault}" for fault in stream_faults(job, stream)])
             self.note("poison", [f"request {i}: {d.error}" for d in job.completions if d.error])
             self.counters["tokens"] += sum(len(d.token_ids) for d in job.completions)
@@ -297,6 +300,17 @@ class EngineHarness(Judgement):
                 spaces_after_nothing=(EOS, SPACE) in pairwise(c.token_ids),
             )
 
+    def _compare_items(self, job: Generation, order: Order) -> None:
+        """The first item was generated once."""
+        done = job.output("").completions
+        ids = [c.token_ids for c in done]
+        self.check("items", ids == list(order.items), f"the items' tokens became {ids}")
+        for item, c in zip(order.items, done, strict=True):
+            same = same_bits(c.logprobs, self.item_scores(order.prompt, item))
+            self.check("items", same, f"an item of {len(item)} is not its recomputation")
+        same = same_bits(done[0].logprobs, order.generated)
+        self.check("items", same, "an item is not the generation it repeats")
+
     def _compare_embedding(self, job: Generation) -> None:
         """It is the last row's, and has the same bits in every step."""
         who, have = f"the embedding of {len(job.prompt_ids)} tokens", job.embedding
@@ -316,11 +330,15 @@ class EngineHarness(Judgement):
             return []
         scores, best = oracle.scores(order.prompt, k=k)
         self.values.claim(order.prompt, 1, scores, best, cache_dtype=oracle.kv_dtype)
-        n = len(out.prompt_logprobs)
-        if n != len(order.prompt) and job.done and order.abort is None:
+        n, last = len(out.prompt_logprobs), len(order.generated)
+        self.counters["scored_tokens"] += n
+        whole = n == len(order.prompt)
+        if not whole and job.done and order.abort is None:
             return [f"{who}: {n} prompt log-probabilities for {len(order.prompt)} tokens"]
         if not same_bits(out.prompt_logprobs[1:], scores[: n - 1]):
             return [f"{who}: prompt log-probabilities differ in bits"]
+        if whole and last and not same_bits(out.prompt_logprobs[-last:], order.generated):
+            return [f"{who}: a score is not the log-probability of generation"]
         same = not k or out.prompt_top_logprobs == ((), *best)[:n]
         return [] if same else [f"{who}: the prompt's best tokens differ"]
 

@@ -8,13 +8,15 @@ Lengths sit one below, at and above a page. An option that is dropped on the way
 raises nothing: recipes look at what an option is for, and at what is exactly full, or one beyond.
 """
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import count, product
 from pathlib import Path
 from pkgutil import resolve_name
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from numpy.typing import NDArray
 from lockstep.attention.base import Backend
 from lockstep.lab import table
 from lockstep.lab.engine_harness import EngineHarness, Injected, InstrumentedEngine, same_bits
-from lockstep.lab.recompute import Order
+from lockstep.lab.recompute import Answer, Order
 from lockstep.lab.tiny import LLAMA, Letters, save, words
 from lockstep.llm.api import LLM
 from lockstep.llm.generation import Generation
@@ -59,7 +61,7 @@ class Story:
     aborts: Sequence[tuple[int, int]] = ()  # (which of them, before which step)
     alone: bool = False  # each order on an engine of its own
     preempt: bool = False  # everybody, or one, loses its pages after every second step
-    preempted: str = ""  # what its preemptions are counted as besides
+    counted: Mapping[str, str] = MappingProxyType({})  # what its counters are besides
     raises: Sequence[int] = ()  # calls of attention that fail, with some layers written
     ends: Sequence[int] = ()  # how the requests end, one after the other
     hits: Sequence[int] = ()  # tokens of each prompt that are found in a cache
@@ -92,12 +94,12 @@ class Story:
         if self.rule:
             expect_refusal(rig, self.name, engine, orders[0], self.rule)
             return
-        before = rig.counters["preempted"]
+        before = Counter(rig.counters)
         if self.raises:
             engine.runner.backend = failing(engine.runner.backend, self.raises)
         jobs = rig.play(self.name, engine, orders, every_second if self.preempt else None)
-        if self.preempted:
-            rig.counters[self.preempted] += rig.counters["preempted"] - before
+        for name, other in self.counted.items():
+            rig.counters[other] += rig.counters[name] - before[name]
         if self.complete:
             expect_ends(rig, self.name, jobs, orders)
         if self.ends:
@@ -125,10 +127,8 @@ def tell(
         given = {"tokens": entry[0], "params": entry[1]} if isinstance(entry, list) else {**entry}
         first = given.pop("after", None)
         made.append(order(**given))
-        if first is not None:  # behind its prompt and answer
-            (answer,) = rig.oracle.completions(made[first])
-            prompt = (*made[first].prompt, *answer.token_ids, *made[-1].prompt)
-            made[-1] = replace(made[-1], prompt=prompt)
+        if first is not None:
+            made[-1] = behind(made[first], rig.oracle.completions(made[first])[0], made[-1])
     for story in (Story(**each) for each in stories):
         if not (quick and story.full):
             story.play(rig, made, engine or {})
@@ -137,7 +137,7 @@ def tell(
 
 
 def order(
-    tokens: int,
+    tokens: int = 0,
     params: str = "plain",
     seed: int = 0,
     then: Sequence[int] = (),
@@ -148,7 +148,19 @@ def order(
     wish = replace(PARAMS[params], **(but or {}))
     if rest.pop("open", False):
         wish = replace(wish, max_tokens=None)
+    rest["items"] = tuple(words(*item) for item in rest.get("items", ()))
     return Order((*words(tokens, seed or tokens), *then), wish, **rest)
+
+
+def behind(first: Order, answer: Answer, order: Order) -> Order:
+    """The order behind another's prompt and answer, or with that answer among its items."""
+    said = tuple(answer.token_ids)
+    if order.items:
+        items = (said, said[:1], *order.items)
+        return replace(order, prompt=first.prompt, items=items, generated=tuple(answer.logprobs))
+    prompt = (*first.prompt, *said, *order.prompt)
+    generated = tuple(answer.logprobs) if order.score else ()
+    return replace(order, prompt=prompt, generated=generated)
 
 
 def expect_hits(
@@ -212,25 +224,6 @@ def every_second(engine: InstrumentedEngine, jobs: list[Generation], step: int) 
         engine.scheduler._preempt(request)
 
 
-def score(rig: EngineHarness, quick: bool) -> None:
-    """Of a prompt and its generated answer, those of the generation: cold, warm, in chunks."""
-    prompt, engine = words(21, 14), rig.engine(page_size=PAGE)
-    (job,) = rig.play("score", engine, [Order(prompt, PLAIN)])
-    made = job.output("")
-    whole = (*prompt, *made.token_ids)
-    order = Order(whole, replace(PLAIN, prompt_logprobs=2, seed=0), score=True)
-    for place in (engine, rig.engine(page_size=4, chunked_prefill_size=5)):
-        (scored,) = rig.play("score", place, [order])
-        scores = scored.output("").prompt_logprobs
-        same = scores is not None and same_bits(scores[len(prompt) :], made.logprobs)
-        rig.check("score", same, "a score is not the log-probability of generation")
-        rig.counters["scored_tokens"] += 0 if scores is None else len(scores)
-    rig.play("score", engine, [Order(whole, SCORED), Order(whole[:17], replace(SCORED, n=2), at=1)])
-    tight: Options = {"page_size": 4, "chunked_prefill_size": 5, "max_total_tokens": 48}
-    for place in (engine, rig.engine(**tight, disable_radix_cache=True)):
-        items(rig, place, prompt, job)
-
-
 def stream(rig: EngineHarness, quick: bool) -> None:
     for n in (6,) if quick else (6, 9, 12):
         order = Order(words(n, 400 + n), replace(PLAIN, seed=n, max_tokens=24))
@@ -245,34 +238,6 @@ def stream(rig: EngineHarness, quick: bool) -> None:
         last = rig.oracle.text(order.prompt, ids[:12], order.params)[0][-1:]
         held = replace(order, params=replace(order.params, max_tokens=12, stop=last + "~"))
         rig.story("stream", [held, order])  # one ends with text held back, one goes on
-
-
-def encoder(rig: EngineHarness, quick: bool) -> None:
-    """Items behind a source."""
-    source = words(21, 21)
-    (job,) = rig.story("score", [Order(source, PLAIN)])
-    items(rig, rig.engine(), source, job)
-
-
-def items(
-    rig: EngineHarness, engine: InstrumentedEngine, prompt: tuple[int, ...], made: Generation
-) -> None:
-    """A generation's answer, given as an item beside others, has the generation's bits."""
-    answer = made.output("").completions[0]
-    wanted = [answer.token_ids, words(5, 15), answer.token_ids[:1], words(9, 16)]
-    forks = engine.scheduler.counters["forked"]
-    job = engine.add_items(prompt, wanted)
-    engine.finish()
-    done = job.output("").completions
-    ids = [c.token_ids for c in done]
-    rig.check("items", ids == list(map(tuple, wanted)), f"the items' tokens became {ids}")
-    for item, completion in zip(wanted, done, strict=True):
-        want = rig.item_scores(prompt, item)
-        fault = f"an item of {len(item)} is not its recomputation"
-        rig.check("items", same_bits(completion.logprobs, want), fault)
-    same = same_bits(done[0].logprobs, answer.logprobs)
-    rig.check("items", same, "an item is not the generation it repeats")
-    rig.counters["item_forks"] += engine.scheduler.counters["forked"] - forks
 
 
 def failing(backend: Backend, calls: Collection[int]) -> Backend:

@@ -39,8 +39,12 @@ class Order:
     priority: int = 0
     score: bool = False  # log-probabilities of the prompt, no new token
     embed: bool = False  # its embedding, no new token
+    items: tuple[Ids, ...] = ()  # log-probabilities of these behind the prompt
+    generated: tuple[float, ...] = ()  # those of its last tokens, or first item, as generated
 
     def given_to(self, engine: Engine) -> Generation:
+        if self.items:
+            return engine.add_items(self.prompt, self.items)
         return engine.add(
             self.prompt,
             self.params,
@@ -116,7 +120,7 @@ class Recompute:
 
     def completions(self, order: Order, said: Sequence[Ids] = ()) -> list[Answer]:
         """One answer per completion; one forward is enough where what an engine `said` is right."""
-        if order.score or order.embed:
+        if order.score or order.embed or order.items:
             return []
         answers, hints = [], [*said, *[()] * order.params.n]
         for params, hint in zip(order.params.completions(), hints, strict=False):
