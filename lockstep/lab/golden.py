@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
     if args.write:
         outfile.check("--file", args.file)
         read(file)
-    else:  # found out before the work, like the above
-        known(file, key(device))
+    else:  # that it has answers is found out before the work, like the above
+        compare(file, {}, key(device))
     found, counters = answers(device)
     added = record(file, found, counters, key(device)) if args.write else 0
     differing = compare(file, found, key(device))
@@ -197,19 +197,14 @@ def record(file: Path, found: Answers, counters: Mapping[str, int], mine: str | 
 
 def compare(file: Path, found: Answers, mine: str | None = None) -> list[str]:
     """What differs from the file, in words; an error where the file knows nothing of this key."""
-    there = known(file, mine or key())
-    gone = [f"{name}: recorded, and not asked any more" for name in there if name not in found]
-    return [*gone, *differences(there, found)]
-
-
-def known(file: Path, mine: str) -> Answers:
-    """The file's answers for a key."""
-    recorded = read(file)
+    recorded, mine = read(file), mine or key()
     if mine not in recorded:
         have = f"answers for {' | '.join(recorded) or 'nothing'}"
         remedy = "Install the pinned versions, or record with --write"
         raise RuleError(f"the golden file has answers for {mine}", have, remedy)
-    return recorded[mine]
+    there = recorded[mine]
+    gone = [f"{name}: recorded, and not asked any more" for name in there if name not in found]
+    return [*gone, *differences(there, found)]
 
 
 def differences(known: Answers, found: Answers) -> list[str]:

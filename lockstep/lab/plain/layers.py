@@ -71,10 +71,6 @@ def layer_norm(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
     return normed * weights[f"{name}.{scale}"] + weights[f"{name}.{shift}"]
 
 
-def sigmoid(x: Tensor) -> Tensor:
-    return 1 / (1 + torch.exp(-x))
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -148,7 +144,7 @@ def deepseek_v2_route(logits: Tensor, config: Config, weights: Weights) -> tuple
 
 def deepseek_v3_route(logits: Tensor, config: Config, weights: Weights) -> tuple[Tensor, Tensor]:
     """Sigmoids weigh, corrected ones choose; a group is as good as its best two."""
-    scores = sigmoid(logits)
+    scores = torch.sigmoid(logits)
     corrected = scores + weights["gate.e_score_correction_bias"]
     grouped = corrected.view(len(scores), config["n_group"], -1)
     ranked = within_groups(corrected, torch.topk(grouped, 2).values.sum(-1), config)
@@ -175,7 +171,7 @@ def gpt_oss(x: Tensor, config: Config, weights: Weights) -> Tensor:
     def expert(e: int) -> Tensor:
         both = x @ up[e] + up_bias[e]
         gate, linear_part = both[:, 0::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
-        return (gate * sigmoid(alpha * gate) * (linear_part + 1)) @ down[e] + down_bias[e]
+        return (gate * torch.sigmoid(alpha * gate) * (linear_part + 1)) @ down[e] + down_bias[e]
 
     best, ids = torch.topk(logits, config["num_experts_per_tok"])
     return mixture(logits, ids, best.softmax(-1), expert)
