@@ -11,12 +11,11 @@ raises nothing: recipes look at what an option is for, and at what is exactly fu
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count, product
 from pathlib import Path
 from pkgutil import resolve_name
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -61,7 +60,7 @@ class Story:
     aborts: Sequence[tuple[int, int]] = ()  # (which of them, before which step)
     alone: bool = False  # each order on an engine of its own
     preempt: bool = False  # everybody, or one, loses its pages after every second step
-    counted: Mapping[str, str] = MappingProxyType({})  # what its counters are besides
+    counted: Mapping[str, str] = field(default_factory=dict)  # what its counters are besides
     raises: Sequence[int] = ()  # calls of attention that fail, with some layers written
     ends: Sequence[int] = ()  # how the requests end, one after the other
     hits: Sequence[int] = ()  # tokens of each prompt that are found in a cache
