@@ -200,12 +200,6 @@ class EngineHarness(Judgement):
         self.counters.update(engine.seen + engine.scheduler.counters - before)
         return list(streams)
 
-    def story(
-        self, name: str, orders: Orders, disturb: Disturb | None = None, **options: Any
-    ) -> list[Generation]:
-        """Plays on a fresh engine with these options."""
-        return self.play(name, self.engine(**options), orders, disturb)
-
     def _run(
         self, engine: InstrumentedEngine, orders: Orders, disturb: Disturb | None, streams: Streams
     ) -> None:

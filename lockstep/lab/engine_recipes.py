@@ -225,17 +225,17 @@ def every_second(engine: InstrumentedEngine, jobs: list[Generation], step: int) 
 def stream(rig: EngineHarness, quick: bool) -> None:
     for n in (6,) if quick else (6, 9, 12):
         order = Order(words(n, 400 + n), replace(PLAIN, seed=n, max_tokens=24))
-        (job,) = rig.story("stream", [order])
+        (job,) = rig.play("stream", rig.engine(), [order])
         ids = job.output("").token_ids
         text = rig.oracle.text(order.prompt, ids, order.params)[0]
         rig.counters["characters"] += len(text)
         places = (text[i : i + 3] for i in range(9, len(text) - 3))
         stop = next((three for three in places if "\ufffd" not in three), text[9:12])
         stopped = replace(order, params=replace(order.params, stop=(stop, "never"), n=2))
-        rig.story("stream", [stopped])
+        rig.play("stream", rig.engine(), [stopped])
         last = rig.oracle.text(order.prompt, ids[:12], order.params)[0][-1:]
         held = replace(order, params=replace(order.params, max_tokens=12, stop=last + "~"))
-        rig.story("stream", [held, order])  # one ends with text held back, one goes on
+        rig.play("stream", rig.engine(), [held, order])  # one ends with text held back, one goes on
 
 
 def failing(backend: Backend, calls: Collection[int]) -> Backend:
@@ -256,7 +256,7 @@ def ends(rig: EngineHarness, quick: bool) -> None:
     stories = []
     for seed in (62, 64):
         order = Order(words(11, seed), replace(PLAIN, max_tokens=16))
-        (plain,) = rig.story("end", [order])
+        (plain,) = rig.play("end", rig.engine(), [order])
         ids = plain.output("").token_ids
         kinds = []
         for at in range(2, 9 if quick else 13):  # a stop string that token number `at` brings
@@ -269,7 +269,7 @@ def ends(rig: EngineHarness, quick: bool) -> None:
             for at in (0, 2, 5)
         ]
         stories += [replace(order, params=params) for params in kinds]
-    rig.story("end", stories)
+    rig.play("end", rig.engine(), stories)
 
 
 def texts(rig: EngineHarness, quick: bool) -> None:

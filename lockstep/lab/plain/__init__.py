@@ -44,7 +44,9 @@ def hidden_states(checkpoint: Checkpoint, ids: Sequence[int], source: Sequence[i
     if config["model_type"] == "bert":
         return bert_hidden_states(config, weights, rows)
     if config["model_type"] == "bart":
-        return bart_hidden_states(config, weights, rows, torch.tensor(source))
+        shared = weights.trunk("model", SHARED)
+        encoded = bart_side(config, shared, "encoder", torch.tensor(source), None)
+        return bart_side(config, shared, "decoder", rows, encoded)
     return decoder_hidden_states(config, weights, rows)
 
 
@@ -129,12 +131,6 @@ def bert_hidden_states(config: Config, weights: Weights, ids: Tensor) -> Tensor:
         x = x + layers.plain_mlp(x, layer, names, config["hidden_act"])
         x = layer_norm(x, layer, "output.LayerNorm", eps)
     return x
-
-
-def bart_hidden_states(config: Config, weights: Weights, ids: Tensor, source: Tensor) -> Tensor:
-    """The decoder's rows for `ids`, behind the encoder's for `source`."""
-    w = weights.trunk("model", SHARED)
-    return bart_side(config, w, "decoder", ids, bart_side(config, w, "encoder", source, None))
 
 
 def bart_logits(config: Config, weights: Weights, hidden: Tensor) -> Tensor:

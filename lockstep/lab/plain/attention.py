@@ -91,19 +91,12 @@ def grouped_attention(x: Tensor, config: Config, w: Weights, i: int) -> Tensor:
         cap=config["attn_logit_softcapping"] if kind == "gemma2" else None,
         sinks=w["sinks"] if kind == "gpt_oss" else None,
     )
-    sees = causal(len(x), window_of(config, i))
+    windowed = kind in layers.ONE_WINDOW
+    if not windowed and kind != "llama":
+        windowed = config["layer_types"][i] == "sliding_attention"
+    sees = causal(len(x), config["sliding_window"] if windowed else None)
     mixed = attend(rotate_halves(q, turn), rotate_halves(k, turn), v, sees, scoring)
     return linear(mixed, w, "o_proj", bias)
-
-
-def window_of(config: Config, i: int) -> int | None:
-    """Keys that a row of this layer sees, itself included; None: all."""
-    kind = config["model_type"]
-    if kind in layers.ONE_WINDOW or (
-        kind != "llama" and config["layer_types"][i] == "sliding_attention"
-    ):
-        return config["sliding_window"]  # type: ignore[no-any-return]
-    return None
 
 
 def latent_attention(x: Tensor, config: Config, weights: Weights) -> Tensor:
