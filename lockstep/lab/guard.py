@@ -23,8 +23,7 @@ class Guarded:
 
     def __init__(self, device: Device = CPU) -> None:
         self.device = device.place
-        self._bands: list[tuple[str, Tensor, Tensor]] = []
-        self._inputs: list[tuple[str, Tensor, Tensor]] = []
+        self._kept: list[tuple[str, Tensor, Tensor]] = []  # what it is, as it is, as it was
         self.image: Ints = np.zeros(0, np.int32)  # of the last step
         self._images: dict[int, Tensor] = {}  # by length: as an arena's, always at one address
 
@@ -57,21 +56,19 @@ class Guarded:
 
     def damage(self) -> list[str]:
         """What was written that must not be. Inputs are forgotten after the look."""
-        kept = (*self._bands, *self._inputs)
-        found = [f"guards: {what}" for what, now, want in kept if not torch.equal(now, want)]
-        self._bands = [b for b in self._bands if "input" not in b[0]]
-        self._inputs = []
+        found = [f"guards: {what}" for what, now, was in self._kept if not torch.equal(now, was)]
+        self._kept = [kept for kept in self._kept if "band" in kept[0] and "input" not in kept[0]]
         return found
 
     def _between(self, count: int, dtype: torch.dtype, name: str) -> Tensor:
         canary, size = CANARY[dtype.itemsize], (count + 2 * BAND,)
         buffer = torch.full(size, canary, dtype=_int(dtype), device=self.device)
         for band in (buffer[:BAND], buffer[BAND + count :]):
-            self._bands.append((f"the band around the {name} was written", band, band.clone()))
+            self._kept.append((f"the band around the {name} was written", band, band.clone()))
         return buffer[BAND : BAND + count]
 
     def _keep(self, name: str, bits: Tensor) -> None:
-        self._inputs.append((f"the {name} was changed", bits, bits.clone()))
+        self._kept.append((f"the {name} was changed", bits, bits.clone()))
 
 
 def _int(dtype: torch.dtype) -> torch.dtype:
