@@ -6,16 +6,14 @@ them until one mutant is left that turns it red alone. Prints nothing. `command`
 """
 
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.lab.mutate.draw import Mutant, apart, combined
-from lockstep.lab.mutate.pool import Crew
+from lockstep.lab.mutate.draw import Mutant, combined
+from lockstep.lab.mutate.pool import HANG_S, Crew, Job
 from lockstep.lab.mutate.reach import Reach
-from lockstep.lab.mutate.trial import HANG_S, Job
 
 MUTANT_S = 60.0  # the first meeting of a mutant with what reaches it
 BATCH = 32  # units that share a process in the second
@@ -33,22 +31,19 @@ class Journal:
     that shared a tree and the unit, "" if it was green or why it was not."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._lock = path, threading.Lock()
+        self.path = path
         self.said: dict[str, dict[str, str]] = {}
         if path.is_file():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                self._take(**json.loads(line))
+            for entry in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+                self.said.setdefault(entry["ids"], {})[entry["unit"]] = entry["said"]
 
-    def note(self, ids: str, unit: str, said: str) -> None:
-        entry = {"ids": ids, "unit": unit, "said": said}
-        with self._lock:
-            self._take(**entry)
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(entry) + "\n")
-
-    def _take(self, ids: str, unit: str, said: str) -> None:
-        self.said.setdefault(ids, {})[unit] = said
+    def note(self, ids: str, said: Mapping[str, str]) -> None:
+        """What units said, by the ids of the mutants that they met."""
+        self.said.setdefault(ids, {}).update(said)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as stream:
+            for unit, what in said.items():
+                print(json.dumps({"ids": ids, "unit": unit, "said": what}), file=stream)
 
     def killer(self, mutant: str) -> str:
         """The unit that was red with this mutant and nothing else, and is not red anyway; or ""."""
@@ -82,38 +77,37 @@ class Campaign:
         return [m for m in self.mutants if not self.journal.killer(m.id)]
 
     def alone(self, on_step: OnStep) -> None:
-        for mutant in self.crew.map(self._try, self.todo()):
+        todo = self.todo()
+        for mutant, said in zip(todo, self.crew.map(self._try, todo), strict=True):
+            self.journal.note(mutant.id, {**said, ALL: ""})
             on_step(f"{mutant.file}:{mutant.line}", not self.journal.killer(mutant.id))
 
     def together(self, on_step: OnStep) -> None:
         """The survivors against everything they have not met."""
-        for group in apart(self.survivors()):
-            red = self._meet(group, self._rest(group), on_step)
-            while red and group:
-                unit = min(red, key=lambda u: self.times.get(u, 0.0))
-                mutant = self._culprit(group, unit)
-                if mutant is None:  # red by several at once, and by none of them alone
-                    red.remove(unit)
-                    continue
-                group = [m for m in group if m.id != mutant.id]
-                red = self._meet(group, red) if group else []
+        group, red = self.survivors(), self._meet(self.survivors(), self.rest(), on_step)
+        while red and group:
+            unit = min(red, key=lambda u: self.times.get(u, 0.0))
+            mutant = self._culprit(group, unit)
+            if mutant is None:  # red by several at once, and by none of them alone
+                red.remove(unit)
+                continue
+            group = [m for m in group if m.id != mutant.id]
+            red = self._meet(group, red)
 
-    def confirm(self, on_step: OnStep | None = None) -> None:
+    def confirm(self, on_step: OnStep) -> None:
         """Runs every killer once more, alone, without a mutant: who is red there killed nobody."""
         killers = {self.journal.killer(m.id) for m in self.mutants}
-        self._meet([], sorted(killers & set(self.reach.units)), on_step, alone=True)
+        self._meet([], sorted(killers & set(self.reach.units)), on_step, batch=1)
 
-    def rest_len(self) -> int:
-        """How many units `together` will run at least."""
-        return sum(len(self._rest(group)) for group in apart(self.survivors()))
+    def rest(self) -> list[str]:
+        """Units that were not green with every survivor: what `together` begins with."""
+        met = [self.journal.green(m.id) for m in self.survivors()]
+        return [u.name for u in self.reach.green() if not all(u.name in green for green in met)]
 
-    def _try(self, mutant: Mutant) -> Mutant:
+    def _try(self, mutant: Mutant) -> dict[str, str]:
         units = [u.name for u in self.reach.of(mutant.file, mutant.lines)]
         units.sort(key=lambda name: name != self.hints.get(mutant.id))  # stable: the hint first
-        said = self._ask(units, [mutant], stop=True, limit_s=MUTANT_S) if units else {}
-        for unit, what in {**said, ALL: ""}.items():
-            self.journal.note(mutant.id, unit, what)
-        return mutant
+        return self._ask(units, [mutant], stop=True, limit_s=MUTANT_S) if units else {}
 
     def _ask(self, units: Sequence[str], group: Group, **how: Any) -> dict[str, str]:
         """Unit → what it says about mutants that share a tree, "" if it is green or no more."""
@@ -123,24 +117,22 @@ class Campaign:
         heard = self.crew.run(job).units.items()
         return {u: told["detail"] if told["outcome"] == "failed" else "" for u, told in heard}
 
-    def _rest(self, group: Group) -> list[str]:
-        """Units that were not green with every mutant of the group."""
-        met = set.intersection(*(self.journal.green(m.id) for m in group))
-        return [u.name for u in self.reach.green() if u.name not in met]
-
     def _meet(
-        self, group: Group, units: Sequence[str], on_step: OnStep | None = None, alone: bool = False
+        self,
+        group: Group,
+        units: Sequence[str],
+        on_step: OnStep = lambda unit, bad: None,
+        batch: int = BATCH,
     ) -> list[str]:
         """The units that are red with a group; what the journal has is not asked again."""
         ids = " ".join(sorted(m.id for m in group))
         known = self.journal.said.setdefault(ids, {})
-        new, size = [u for u in units if u not in known], 1 if alone else BATCH
-        asked = [new[i : i + size] for i in range(0, len(new), size)]
-        for said in self.crew.map(lambda batch: self._batch(batch, group), asked):
+        new = [u for u in units if u not in known]
+        asked = [new[i : i + batch] for i in range(0, len(new), batch)]
+        for said in self.crew.map(lambda names: self._batch(names, group), asked):
+            self.journal.note(ids, said)
             for unit, what in said.items():
-                self.journal.note(ids, unit, what)
-                if on_step is not None:
-                    on_step(unit, bool(what))
+                on_step(unit, bool(what))
         return [u for u in units if known[u]]
 
     def _batch(self, units: Sequence[str], group: Group) -> dict[str, str]:

@@ -18,8 +18,7 @@ from lockstep.lab import document
 from lockstep.lab.mutate import draw, pool, reach
 from lockstep.lab.mutate.campaign import Campaign, Journal
 from lockstep.lab.mutate.draw import Mutant
-from lockstep.lab.mutate.pool import Crew
-from lockstep.lab.mutate.trial import Job
+from lockstep.lab.mutate.pool import Crew, Job
 from lockstep.progress import Progress
 from lockstep.types import RuleError
 
@@ -60,8 +59,7 @@ def run(args: Namespace) -> int:
 
 def chosen(args: Namespace, root: Path) -> list[Mutant]:
     modules = list(dict.fromkeys(args.module)) or list(MODULES)
-    skip = args.skip or ()
-    mutants = [m for name in modules for m in draw.draw(name, root, args.seed, args.count, skip)]
+    mutants = draw.draw(modules, root, args.seed, args.count, args.skip or ())
     if args.mutant is None:
         return mutants
     found = [m for m in mutants if m.id in args.mutant]
@@ -86,7 +84,7 @@ def played(args: Namespace, root: Path, mutants: list[Mutant]) -> Campaign:
     with Progress(len(campaign.todo()), "lab mutate: each alone") as bar:
         campaign.alone(bar.step)
     if not args.alone:
-        with Progress(campaign.rest_len(), "lab mutate: survivors together") as bar:
+        with Progress(len(campaign.rest()), "lab mutate: survivors together") as bar:
             campaign.together(bar.step)
     killers = {journal.killer(m.id) for m in mutants} - {""}
     with Progress(len(killers), "lab mutate: killers without a mutant") as bar:
@@ -99,7 +97,7 @@ def warm(crew: Crew, found: reach.Reach) -> None:
     cells = [name for name in found.units if name.startswith(reach.CELLS)]
     firsts = {name.split("/")[2]: name for name in reversed(cells)}
     units = [firsts[recipe] for recipe in WARM_RECIPES if recipe in firsts]
-    jobs = [Job(units=units, stop=False, keep=True)] * (crew.count if units else 0)
+    jobs = [Job(units=units, stop=False)] * (crew.count if units else 0)
     list(crew.map(crew.run, jobs))
 
 

@@ -7,7 +7,7 @@ same program, annotations, the `strict=` of zip and a second mutant of one line 
 import ast
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from os.path import commonprefix
@@ -30,6 +30,7 @@ class Mutant:
     start: int  # text[start:stop] becomes `text`
     stop: int
     text: str
+    changed: frozenset[tuple[str, int]]  # file and line of everything in text[start:stop]
     lines: tuple[int, ...]  # of its statement; none, if it runs when the module is imported
 
 
@@ -57,19 +58,31 @@ def files_of(name: str, root: Path) -> list[str]:
     return found
 
 
-def draw(name: str, root: Path, seed: int, count: int, skip: Sequence[str] = ()) -> list[Mutant]:
-    """`count` mutants of a module, or as many as there are, in the order of a digest of seed and
-    place: an edit elsewhere in the module leaves a drawn mutant in the draw."""
+def draw(
+    names: Sequence[str], root: Path, seed: int, count: int, skip: Sequence[str] = ()
+) -> list[Mutant]:
+    """`count` mutants of each module, or as many as there are. No two change the same line, so that
+    all of them can live in one tree."""
+    drawn, taken = list[Mutant](), set[tuple[str, int]]()
+    for name in names:
+        own, every = list[Mutant](), candidates(name, root, seed, skip)
+        while len(own) < count and (mutant := next(every, None)):
+            if not mutant.changed & taken:
+                taken |= mutant.changed
+                own.append(mutant)
+        drawn += sorted(own, key=lambda m: (m.file, m.line))
+    return drawn
+
+
+def candidates(name: str, root: Path, seed: int, skip: Sequence[str]) -> Iterator[Mutant]:
+    """Every mutant of a module, in the order of a digest of seed and place: an edit elsewhere in
+    the module leaves a drawn mutant in the draw."""
     named = [file for file in files_of(name, root) if not any(word in file for word in skip)]
     texts = {file: (root / file).read_text(encoding="utf-8") for file in named}
     found = [place for file, text in texts.items() for place in places(file, text)]
     found.sort(key=lambda place: digest(f"{seed} {place.lot}".encode()))
-    drawn: dict[tuple[str, int], Mutant] = {}
-    for place in found:
-        at = place.file, place.line
-        if len(drawn) < count and at not in drawn:
-            drawn |= {at: m} if (m := make(name, place, texts[place.file])) else {}
-    return [drawn[at] for at in sorted(drawn)]
+    made = (make(name, place, texts[place.file]) for place in found)
+    return filter(None, made)
 
 
 def places(file: str, text: str) -> list[Place]:
@@ -124,6 +137,7 @@ def make(name: str, place: Place, text: str) -> Mutant | None:
     short = text[:start] + new.strip() + text[stop:]  # cosmic-ray puts a blank before a number
     mutated = short if same_program(short, mutated) else mutated
     start, stop, new = span(text, mutated)
+    first, last = (text.count("\n", 0, at) for at in (start, stop))
     diff = difference(place.file, text, mutated)
     label = re.sub(r"(?m)^@@ .*$", "@@", diff)  # the id stays when lines above come or go
     return Mutant(
@@ -136,6 +150,7 @@ def make(name: str, place: Place, text: str) -> Mutant | None:
         start=start,
         stop=stop,
         text=new,
+        changed=frozenset((place.file, line) for line in range(first, last + 1)),
         lines=statement(text, place.line),
     )
 
@@ -182,23 +197,9 @@ def statement(text: str, line: int) -> tuple[int, ...]:
 
 
 def combined(mutants: Sequence[Mutant], root: Path) -> dict[str, str]:
-    """File → text with all these mutants in it. They must not overlap."""
+    """File → text with all these mutants in it."""
     texts: dict[str, str] = {}
     for m in sorted(mutants, key=lambda m: (m.file, -m.start)):
         text = texts.get(m.file) or (root / m.file).read_text(encoding="utf-8")
         texts[m.file] = text[: m.start] + m.text + text[m.stop :]
     return texts
-
-
-def apart(mutants: Sequence[Mutant]) -> list[list[Mutant]]:
-    """As few groups as needed for no two mutants of a group to change, or touch, the same text."""
-    out: list[list[Mutant]] = []
-    for m in mutants:
-        for group in out:
-            near = [other for other in group if other.file == m.file]
-            if all(m.stop < other.start or other.stop < m.start for other in near):
-                group.append(m)
-                break
-        else:
-            out.append([m])
-    return out

@@ -1,34 +1,42 @@
-"""Jobs in processes of their own, each in a copy of the repository: the repository never changes.
+"""Jobs, each in a process of its own over a copy of the repository, which itself never changes.
 
-A work folder holds one `template` and one tree per worker, made anew from the template for every
-other change, always under the same path: Numba keeps compiled code by the path and the time stamp
-of its source, so a text that is not mutated is never compiled again, and what a mutant compiles
-dies with its tree. Knows units and files and nothing of mutants. `reach` and `campaign` call it.
+A job is units and changed files. A unit is a test by its node id, or all tests of a file; cells of
+the lab are tests of `tests/lab_cells.py`. Every worker has a tree, whose files are changed for a
+job and put back with their time stamps, so that Numba never compiles again what is not mutated.
+The process is forked from one that has imported what is slow, and takes Lockstep from its tree.
+Knows nothing of mutants. `reach` and `campaign` call it.
 """
 
+import faulthandler
 import hashlib
 import json
 import os
 import shutil
 import signal
 import subprocess
-import time
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
-from queue import LifoQueue
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
-from lockstep.lab.mutate.trial import KERNELS, Job, run
 from lockstep.types import RuleError
 
 OWN = ("lockstep/lab/mutate/", "tests/test_mutate.py")
 WARM = (
     *("numpy", "torch", "numba", "safetensors.torch", "tokenizers", "hypothesis", "coverage"),
     "transformers.models.llama.modeling_llama",
+)
+HANG_S = 20.0  # a unit that takes this much longer than ten times its time hangs
+HANG_FACTOR = 10.0
+UNKNOWN_S = 600.0  # the limit of a unit whose time is not known
+START_S = 120.0  # from the fork to the first unit, and between two
+PYTEST = (
+    *("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--hypothesis-seed=0"),
+    "--continue-on-collection-errors",
 )
 
 Item = TypeVar("Item")
@@ -62,6 +70,27 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
+def file_of(unit: str) -> str:
+    return unit.partition("::")[0]
+
+
+@dataclass(frozen=True)
+class Job:
+    units: Sequence[str]
+    changes: Mapping[str, str] = field(default_factory=dict)  # file → text
+    seconds: Mapping[str, float] = field(default_factory=dict)  # what a unit took without a mutant
+    stop: bool = True  # at the first failure
+    measure: bool = False  # coverage
+    limit_s: float | None = None  # of the whole job
+    hang_s: float = HANG_S
+
+    def unit_s(self, unit: str) -> float:
+        """How long a unit may take; "" is what comes before the first, and between two."""
+        if unit in self.seconds:
+            return self.hang_s + HANG_FACTOR * self.seconds[unit]
+        return UNKNOWN_S if unit or self.measure else START_S
+
+
 @dataclass
 class Heard:
     """What came of a job."""
@@ -69,30 +98,6 @@ class Heard:
     units: dict[str, dict[str, Any]] = field(default_factory=dict)  # outcome, seconds, detail
     reached: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # unit → file → lines
     end: str = "done"  # or late, or what ended the process
-
-
-def read(report: Path, job: Job, late: bool, code: int) -> Heard:
-    """A report. A unit that hung or took the process along has failed."""
-    heard, running = Heard(), ""
-    whole, _, _ = report.read_text(encoding="utf-8").rpartition("\n")  # the last may be cut short
-    for message in map(json.loads, whole.splitlines()):
-        if "name" in message:
-            heard.units[message["name"]] = message
-        elif "reached" in message:
-            heard.reached[message["reached"]] = message["lines"]
-        else:
-            running = message["running"]
-    if late:
-        heard.end = "late"
-        return heard
-    if code == 1 and running:
-        heard.end = f"hangs: no end after {job.unit_s(running):.0f} s"
-    elif code or running:
-        heard.end = f"the process was ended ({f'signal {-code}' if code < 0 else f'code {code}'})"
-    if running and running not in heard.units:
-        failed = {"outcome": "failed", "seconds": 0.0, "detail": heard.end}
-        heard.units[running] = {"name": running, **failed}
-    return heard
 
 
 class Crew:
@@ -104,13 +109,13 @@ class Crew:
         for name in listed(root):
             (self.template / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, self.template / name)
+        self._idle = [work / f"tree{worker}" for worker in range(count)]
+        for tree in self._idle:
+            shutil.rmtree(tree, ignore_errors=True)
+            shutil.copytree(self.template, tree)
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(list(warm))
-        self._planted: dict[Path, Mapping[str, str]] = {}
         self._stopped = False
-        self._idle: LifoQueue[Path] = LifoQueue()
-        for worker in reversed(range(count)):
-            self._idle.put(work / f"tree{worker}")
 
     def map(self, function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
         """What `function`, which runs jobs, makes of each item; an error ends them all."""
@@ -119,48 +124,186 @@ class Crew:
                 yield from pool.map(function, items)
             except BaseException:
                 self._stopped = True
+                for process in active_children():
+                    process.kill()
                 raise
 
     def run(self, job: Job) -> Heard:
-        """Runs a job in a tree with its changes; one that has them stays."""
-        tree = self._idle.get()
-        compiled = tree.with_suffix(".compiled")
+        """Runs a job in a tree with its changes. What only they compile is not kept."""
+        tree = self._idle.pop()
+        kernels = tree.with_suffix(".kernels") / "lockstep"
+        kept = set(kernels.glob("*"))
         try:
-            if self._planted.pop(tree, None) != job.changes:
-                shutil.rmtree(tree, ignore_errors=True)
-                for source in (self.template, compiled):
-                    if source.is_dir():
-                        shutil.copytree(source, tree, dirs_exist_ok=True)
-                for name, text in job.changes.items():
-                    (tree / name).write_text(text, encoding="utf-8")
-            heard = self._forked(job, tree)
-            self._planted[tree] = dict(job.changes)
-            made = [p for p in tree.rglob("*") if p.is_file()] if job.keep else []
-            for path in made:  # what an unchanged tree has compiled is there when planted again
-                there = compiled / path.relative_to(tree)
-                if KERNELS in there.parts or there.suffix in (".nbi", ".nbc"):
-                    there.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy2(path, there)
-            return heard
+            for name, text in job.changes.items():
+                (tree / name).write_text(text, encoding="utf-8")
+            return self._forked(job, tree)
         finally:
-            self._idle.put(tree)
+            for name in job.changes:
+                shutil.copy2(self.template / name, tree / name)
+            for folder in set(kernels.glob("*")) - kept if job.changes else ():
+                shutil.rmtree(folder)
+            self._idle.append(tree)
 
     def _forked(self, job: Job, tree: Path) -> Heard:
-        report = tree.with_suffix(".jsonl")
-        report.write_bytes(b"")
+        tree.with_suffix(".jsonl").write_bytes(b"")
         process = self._context.Process(target=run, args=(job, tree))
-        end = time.monotonic() + job.limit_s
         process.start()
-        try:
-            while process.is_alive() and time.monotonic() < end and not self._stopped:
-                process.join(0.5)
-            late = process.is_alive()
-        finally:
-            if process.pid is not None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
-            process.kill()
-            process.join()
+        process.join(job.limit_s)
+        late = process.is_alive()
+        process.kill()
+        if process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
+        process.join()
         if self._stopped:
             raise RuntimeError("the run was ended: what this job came to is not known")
-        return read(report, job, late, process.exitcode or 0)
+        return heard(job, tree, late, process.exitcode or 0)
+
+
+def heard(job: Job, tree: Path, late: bool, code: int) -> Heard:
+    """A job's report. A unit that hung or took the process along has failed."""
+    out, running = Heard(), ""
+    report = tree.with_suffix(".jsonl").read_text(encoding="utf-8")
+    whole, _, _ = report.rpartition("\n")  # the last may be cut short
+    for message in map(json.loads, whole.splitlines()):
+        if "name" in message:
+            out.units[message["name"]] = message
+        elif "reached" in message:
+            out.reached[message["reached"]] = message["lines"]
+        else:
+            running = message["running"]
+    if late:
+        out.end = "late"
+        return out
+    if code == 1 and running:
+        out.end = f"hangs: no end after {job.unit_s(running):.0f} s"
+    elif code or running:
+        out.end = f"the process was ended ({f'signal {-code}' if code < 0 else f'code {code}'})"
+    if running and running not in out.units:
+        failed = {"outcome": "failed", "seconds": 0.0, "detail": out.end}
+        out.units[running] = {"name": running, **failed}
+    return out
+
+
+def run(job: Job, tree: Path) -> None:
+    """The process: runs the units in a tree and reports them beside it; leaves by os._exit."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests interrupt themselves
+    os.chdir(tree)
+    sys.path.insert(0, str(tree))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lockstep"]:
+        del sys.modules[name]
+    os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "LOCKSTEP_REVERT": ""}
+    os.environ["XDG_CACHE_HOME"] = str(tree.with_suffix(".kernels"))
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    log = os.open(tree.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    import pytest
+    from coverage import Coverage
+    from hypothesis import HealthCheck, Phase, settings
+
+    # the same examples every time, no deadlines, no shrinking: any failure is a kill
+    phases, unchecked = (Phase.explicit, Phase.generate), list(HealthCheck)
+    fixed: Any = {"phases": phases, "suppress_health_check": unchecked}
+    settings.register_profile("mutate", settings.get_profile("ci"), **fixed)
+    settings.load_profile("mutate")
+    include = [f"{tree}/lockstep/*"]
+    measure = Coverage(data_file=None, include=include, config_file=False) if job.measure else None
+    # hundreds of node ids are slower to match than their files are to collect
+    paths = dict.fromkeys(map(file_of, job.units))
+    with tree.with_suffix(".jsonl").open("w", encoding="utf-8") as stream:
+        watch = Watch(job, stream, log, measure)
+        pytest.main([*PYTEST, *paths], plugins=[watch])
+        if measure is not None:
+            measure.stop()
+            for unit, lines in reached(measure, tree).items():
+                watch.send(reached=unit, lines=lines)
+    os._exit(0)
+
+
+class Watch:
+    """The pytest plugin of a job: what runs, in which order, what it came to, what it reached. Says
+    so in lines of JSON, and ends the process when a unit takes too long."""
+
+    def __init__(self, job: Job, stream: TextIO, log: int, measure: Any) -> None:
+        self.job, self.stream, self.log, self.measure = job, stream, log, measure
+        self.broken: dict[str, str] = {}  # test files that cannot be imported, and why
+        self.reports: list[Any] = []  # of the unit that runs
+        if measure is not None:
+            measure.start()
+        self.running("")
+
+    def send(self, **message: Any) -> None:
+        print(json.dumps(message), file=self.stream, flush=True)
+
+    def running(self, unit: str) -> None:
+        """This unit runs, or with "" none. Beyond its time the process ends; the log says where."""
+        faulthandler.dump_traceback_later(self.job.unit_s(unit), exit=True, file=self.log)
+        self.send(running=unit)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.broken[report.nodeid] = last_line(str(report.longrepr))
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Only what was asked for, in that order. With a test file all its tests have failed."""
+        found: dict[str, list[Any]] = {}
+        for item in items:
+            found.setdefault(item.nodeid, []).append(item)
+            found.setdefault(file_of(item.nodeid), []).append(item)
+        items[:] = [item for unit in self.job.units for item in found.get(unit, ())]
+        for unit in self.job.units:
+            if file_of(unit) in self.broken:
+                self.finished(unit, "failed", detail=self.broken[file_of(unit)])
+            elif unit not in found:
+                self.finished(unit, "gone")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.reports = []
+        if self.measure is not None:
+            if sys.gettrace() is None:  # a test had a trace function of its own
+                self.measure.stop()
+                self.measure.start()
+            self.measure.switch_context(nodeid)
+        self.running(nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """A unit is set up, called and torn down; it has failed when any of these has."""
+        self.reports.append(report)
+        if report.when != "teardown":
+            return
+        if self.measure is not None:
+            self.measure.switch_context("")
+        failed = [last_line(str(each.longrepr)) for each in self.reports if each.failed]
+        outcome = "skipped" if any(each.skipped for each in self.reports) else "passed"
+        if failed:
+            outcome = "failed"
+        seconds = sum(each.duration for each in self.reports)
+        self.finished(report.nodeid, outcome, round(seconds, 4), "".join(failed[:1]))
+        self.running("")
+
+    def finished(self, unit: str, outcome: str, seconds: float = 0.0, detail: str = "") -> None:
+        """Reports what a unit came to; where one failure is enough, that is the end."""
+        self.send(name=unit, outcome=outcome, seconds=seconds, detail=detail)
+        if outcome == "failed" and self.job.stop:
+            os._exit(0)
+
+
+def last_line(text: str) -> str:
+    """What an error says, without where: pytest marks these lines with E."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    marked = [line[1:].strip() for line in lines if line.startswith("E ")]
+    return (marked or lines or ["failed"])[0][:300]
+
+
+def reached(measure: Any, tree: Path) -> dict[str, dict[str, list[int]]]:
+    """Unit → file → lines. "" has what ran outside of units: imports."""
+    data = measure.get_data()
+    out: dict[str, dict[str, list[int]]] = {}
+    for name in sorted(data.measured_files()):
+        short = str(Path(name).relative_to(tree))
+        for line, units in sorted(data.contexts_by_lineno(name).items()):
+            for unit in units:
+                out.setdefault(unit, {}).setdefault(short, []).append(line)
+    return out

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.lab import cells, commands, table
-from lockstep.lab.mutate.pool import OWN, Crew, digest
-from lockstep.lab.mutate.trial import Job
+from lockstep.lab.mutate.pool import OWN, Crew, Job, digest
 from lockstep.types import RuleError
 
 CELLS = "tests/lab_cells.py"  # cells of the lab as tests
@@ -74,7 +73,7 @@ def groups(root: Path) -> list[Group]:
 def measure(crew: Crew, group: Group) -> tuple[list[Unit], set[str]]:
     """Runs a group under coverage. Its units, and every file that it reached, imports included."""
     seen = group.name not in UNSEEN
-    heard = crew.run(Job(group.units or (group.file,), stop=False, measure=seen, keep=True))
+    heard = crew.run(Job(group.units or (group.file,), stop=False, measure=seen))
     if heard.end != "done":
         raise RuleError("every unit ends without a mutant", heard.end, f"Mend {group.name} first")
     units = [Unit(**told, lines=heard.reached.get(n, {})) for n, told in heard.units.items()]
