@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from lockstep.bench.contender import QUICK, HostTimes
 from lockstep.bench.engine import CASES
 from lockstep.bench.machine import Timing
 from lockstep.bench.work import mixed_lens, prompts
+from lockstep.types import RuleError
 
 QUICKLY = ["bench", "engine", "--quick", "--model", "builtin", "--peer", "none"]
 PLACE = {
@@ -213,9 +215,7 @@ def test_a_disturbed_measurement_is_repeated_with_new_prompts(monkeypatch: pytes
     monkeypatch.setattr(machine, "OTHERS", -1.0)  # nothing is undisturbed
     monkeypatch.setattr(machine, "PATIENCE_S", 0.0)
     seen: list[int] = []
-    timing = machine.alternate(
-        {"a": lambda seed: seen.append(seed) or float(seed)}, 2, lambda text: None, tries=2
-    )
+    timing = machine.alternate({"a": lambda seed: seen.append(seed) or float(seed)}, 2, tries=2)
     assert seen == [1, 2, 3, 4, 5, 6] and not timing.undisturbed
     assert len(timing.runs["a"]) == len(timing.others["a"]) == 2
 
@@ -289,12 +289,20 @@ def test_two_engines_in_two_threads_have_the_bits_of_one():
     config = EngineConfig(max_total_tokens=4096, disable_radix_cache=True)
     parts, threads = load(config), torch.get_num_threads()
     llms = [LLM.of(Engine(config, parts)) for _ in range(2)]
-    assert two_engines(llms, 16, 1, tries=0)["differing"] == 0
+    bench = results.Bench(Namespace(repeat=1, quick=True, threads=None))
+    found = two_engines(llms, 16, bench)
+    assert found["ratios"]["one"] > 0 and found["more"]["tokens"] > 16
+    other = LLM.of(Engine(config, parts))
+    other.generate = lambda prompts, params: llms[0].generate(prompts[::-1], params)
+    with pytest.raises(RuleError, match="change no bit"):
+        two_engines([llms[0], other], 16, bench)
     assert torch.get_num_threads() == threads
 
 
 def test_every_switch_is_on_and_off(capsys):
     assert cli.main(["bench", "kernels", "--quick", "--case", "kept", "--json", "-"]) == 0
-    rows = json.loads(capsys.readouterr().out)["switches"]
-    assert {row["switch"] for row in rows} == {"kept batch"}
-    assert all(row["on_us"] > 0 and row["off_us"] > 0 for row in rows)
+    said = capsys.readouterr()
+    (row,) = json.loads(said.out)["cases"]
+    assert row["case"].startswith("kept batch: ") and row["more"]["done"] in said.err
+    assert row["values"]["lockstep"] > 0 and row["values"]["off"] > 0
+    assert row["ratios"]["off"] > 0 and row["met"] is None

@@ -55,19 +55,20 @@ def test_the_cases_are_those_of_the_benchmarks():
 
 def compared(case: str, old_s: list[float], new_s: list[float]) -> Compared:
     """A case of one start."""
-    return Compared(case, (tuple(old_s),), (tuple(new_s),))
+    return Compared(case, [old_s], [new_s])
 
 
 def test_a_case_below_its_floor_and_a_mean_below_its_own_are_told():
     level = compared("a", [1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
     slow = compared("b", [0.94, 0.94], [1.0, 1.0])
-    broken = Compared("c", (), (), error="RuntimeError: gone")
+    broken = Compared("c", error="RuntimeError: gone")
     assert level.met and not slow.met and not broken.met
     assert summary("x", [level])["met"] is True
     assert summary("x", [level, slow])["met"] is False, "one case below 0.95"
     near = compared("d", [0.97], [1.0])
     assert near.met and summary("x", [level, near])["met"] is False, "a mean of 0.985"
-    assert "gone" in str(broken)
+    assert broken.line() == f"LOW {'c':44} RuntimeError: gone"
+    assert slow.line().endswith("940.000 ->   1000.000 ms  x0.940")
 
 
 def test_turns_of_several_starts_count_together():
@@ -77,8 +78,8 @@ def test_turns_of_several_starts_count_together():
         for side, turns in (("old", old), ("new", new)):
             for seconds in turns:
                 timing.add(side, others, {"seconds": seconds})
-        both = both.plus(timing)
-    assert both.old_s == ((1.0, 2.0, 9.0), (8.0,) * 3) and len(both.new_s) == 2
+        both.add(timing)
+    assert both.old_s == [[1.0, 2.0, 9.0], [8.0] * 3] and len(both.new_s) == 2
     assert (both.undisturbed, both.ratios) == (False, [0.5, 8.0])
     assert abs(both.ratio - 2.0) < 1e-12, "starts count alike, whatever one of them took"
 

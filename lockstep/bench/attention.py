@@ -5,7 +5,6 @@ over gathered pages and over contiguous K/V; fp32, pages of 16 in shuffled order
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,13 +13,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.attention import select
 from lockstep.bench import gpu
-from lockstep.bench.machine import alternate, called, note, place, set_threads, tell
-from lockstep.bench.results import failed, line, result, summary
+from lockstep.bench.machine import called, note
+from lockstep.bench.results import Bench
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import CacheGroups, PageTable
-from lockstep.lab.document import publish
 from lockstep.plan.build import RequestWork, build
 from lockstep.plan.check import check
 from lockstep.plan.step import StepPlan
@@ -75,17 +73,14 @@ def run(args: argparse.Namespace) -> int:
     """Measures every case; prints a table, writes JSON, returns 1 if a target was missed."""
     if args.device == "cuda":
         return gpu.run("attention", args)
-    head = {"environment": place(set_threads(args.threads)), "quick": args.quick}
-    document: dict[str, Any] = {**head, "page_size": PAGE, "cases": []}
+    bench = Bench(args, runs=9, tries=4)
+    bench.document["page_size"] = PAGE
     for case in cases(args.quick):
         note(case.name)
         ways = {name: called(call, BLOCK_S) for name, call in contenders(case).items()}
-        timing = alternate(ways, args.repeat or 9, lambda _: None, tries=0 if args.quick else 4)
-        measured = result(timing.scaled(1e6), "us", case.targets, quick=args.quick)
-        document["cases"].append({"case": case.name, **measured})
-        tell(line(document["cases"][-1]))
-    publish(args, document, [summary(document)])
-    return int(failed(document))
+        timing = bench.alternate(ways).scaled(1e6)
+        bench.add({"case": case.name, **bench.result(timing, "us", case.targets)})
+    return bench.publish()
 
 
 def contenders(case: Case) -> dict[str, Callable[[], object]]:

@@ -13,7 +13,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from io import BytesIO
 from itertools import chain
@@ -30,7 +30,6 @@ from lockstep.bench.machine import note, place, tell
 from lockstep.bench.peers import llama_folder
 from lockstep.lab.document import publish, text
 from lockstep.llm.engine import BUILTIN
-from lockstep.progress import Progress
 from lockstep.types import RuleError
 
 ROOT = Path(__file__).parents[2]
@@ -42,21 +41,20 @@ HOST_MEDIAN_S, HOST_MEAN_S, HOST_SHARE = 3e-3, 5e-3, 0.6  # of a step, and of th
 TRIES = 2  # more, of a disturbed turn
 
 
-@dataclass(frozen=True)
+@dataclass
 class Compared:
-    """One case: seconds of every turn on both sides, a tuple per start, and their ratio."""
+    """One case: seconds of every turn on both sides, a list per start, and their ratio."""
 
     case: str
-    old_s: tuple[tuple[float, ...], ...] = ()
-    new_s: tuple[tuple[float, ...], ...] = ()
+    old_s: list[list[float]] = field(default_factory=list)
+    new_s: list[list[float]] = field(default_factory=list)
     undisturbed: bool = True
     error: str = ""
 
-    def plus(self, timing: machine.Timing) -> "Compared":
-        old, new = (tuple(turn["seconds"] for turn in timing.runs[s]) for s in ("old", "new"))
-        undisturbed = self.undisturbed and timing.undisturbed
-        old_s, new_s = (*self.old_s, old), (*self.new_s, new)
-        return replace(self, old_s=old_s, new_s=new_s, undisturbed=undisturbed)
+    def add(self, timing: machine.Timing) -> None:
+        for side, starts in (("old", self.old_s), ("new", self.new_s)):
+            starts.append([turn["seconds"] for turn in timing.runs[side]])
+        self.undisturbed &= timing.undisturbed
 
     @property
     def ratios(self) -> list[float]:
@@ -81,13 +79,9 @@ class Compared:
             return self.medians_s[1] - self.medians_s[0] <= SLOWER_S[self.case]
         return self.ratio >= LEAST_EACH
 
-    def __str__(self) -> str:
-        head = f"{'ok ' if self.met else 'LOW'} {self.case:44}"
-        if self.error:
-            return f"{head} {self.error}"
-        old, new = (1e3 * s for s in self.medians_s)
-        disturbed = "" if self.undisturbed else "  disturbed"
-        return f"{head} {old:10.3f} -> {new:10.3f} ms  x{self.ratio:.3f}{disturbed}"
+    def line(self) -> str:
+        """The case, for people."""
+        return "\n".join(text("compare.txt", "lockstep.bench", cases=[self], doc=None))
 
 
 class Side(subprocess.Popen[str]):
@@ -131,9 +125,10 @@ def run(args: argparse.Namespace) -> int:
             folders["100m"] = str(stack.enter_context(llama_folder(small=False)))
         for _ in range(args.starts):  # where memory lies differs from start to start
             with sides_of(old_tree, folders) as sides:
-                compared = compare(compared, sides, args)
+                compare(compared, sides, args)
     document = summary(args.base, compared)
-    publish(args, document, text("compare.txt", "lockstep.bench", doc=document, least=LEAST_MEAN))
+    told = text("compare.txt", "lockstep.bench", cases=[], doc=document, least=LEAST_MEAN)
+    publish(args, document, told)
     return 0 if document["met"] else 1
 
 
@@ -174,21 +169,14 @@ def names() -> list[str]:
     return [*kernels, *engine, STEP, *SLOWER_S]
 
 
-def compare(
-    before: Sequence[Compared], sides: Mapping[str, Side], args: argparse.Namespace
-) -> list[Compared]:
+def compare(cases: Sequence[Compared], sides: Mapping[str, Side], args: argparse.Namespace) -> None:
     """Every case by turns, besides what was found before."""
-    results = []
-    with Progress(len(before), "bench compare") as bar:
-        for found in before:
-            try:
-                result = found.plus(by_turns(found.case, sides, args))
-            except RuntimeError as error:
-                result = replace(found, error=str(error))
-            results.append(result)
-            tell(str(result))
-            bar.step(found.case, bad=not result.met)
-    return results
+    for found in cases:
+        try:
+            found.add(by_turns(found.case, sides, args))
+        except RuntimeError as error:
+            found.error = str(error)
+        tell(found.line())
 
 
 def by_turns(case: str, sides: Mapping[str, Side], args: argparse.Namespace) -> machine.Timing:
@@ -199,7 +187,6 @@ def by_turns(case: str, sides: Mapping[str, Side], args: argparse.Namespace) -> 
     return machine.alternate(
         {name: partial(side.measure, case) for name, side in sides.items()},
         args.repeat or 5,
-        on_progress=lambda turn: None,
         tries=0 if args.quick else TRIES,
         own=lambda: sum(side.cpu_s() for side in sides.values()),
     )

@@ -67,13 +67,9 @@ class Measures:
             raise RuntimeError(f"the prefix cache held {played.cached[0]} of {cached} keys")
         return played.first_s
 
-    def cold(self, seed: int) -> float:
-        """To the first token of the same prompt, nothing of it cached."""
-        return self.play(work((sum(self.sizes.prefix),), (1,), self.vocab_size, 2 * seed)).first_s
-
     def prefill(self, seed: int) -> float:
-        """To the first token of a prompt as long as the prefix, with seeds of its own: cold."""
-        prompt = work(self.sizes.prefix[:1], (1,), self.vocab_size, 1_000_000 + seed)
+        """To the first token of a prompt as long, nothing of it cached: its seeds are its own."""
+        prompt = work((sum(self.sizes.prefix),), (1,), self.vocab_size, 1_000_000 + seed)
         return self.play(prompt).first_s
 
 

@@ -22,9 +22,9 @@ from safetensors import safe_open
 
 from lockstep.bench import curves, gpu, peers, results, speculative
 from lockstep.bench.contender import FULL, QUICK, Measures, Sizes
-from lockstep.bench.machine import Measure, Timing, alternate, note, place, set_threads, tell
+from lockstep.bench.machine import Measure, Timing, note, tell
 from lockstep.bench.peers import Batching, Peer
-from lockstep.bench.results import HIGHER, Result, result
+from lockstep.bench.results import HIGHER, Bench
 from lockstep.bench.work import Ours, Played, Work
 from lockstep.lab.document import Document, publish, read
 from lockstep.llm.engine import BUILTIN
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         return speculative.run(args)
     if args.device == "cuda":
         return gpu.run("engine", args, "--gemm", args.gemm)
-    document = bench(args) if args.source is None else read(args.source, COMMAND, *KEYS)
+    document = measure(args) if args.source is None else read(args.source, COMMAND, *KEYS)
     if args.curves:
         if "curves" not in document:
             remedy = "Measure them: `lockstep bench engine --curves --json F`"
@@ -76,21 +76,25 @@ def run(args: argparse.Namespace) -> int:
     return int(results.failed(document))
 
 
-def bench(args: argparse.Namespace) -> Document:
-    """Runs the chosen cases; each is told on stderr when it is done."""
-    todo = chosen(args.case or (), args.model or ())
-    sizes, runs = (QUICK, args.repeat or 1) if args.quick else (FULL, args.repeat or 3)
-    head = {"environment": place(set_threads(args.threads)), "quick": args.quick, "repeat": runs}
-    document: Document = {**head, "peer": args.peer, "cases": []}
-    with Contenders(sizes, runs, args.peer == "transformers") as contenders:
+def measure(args: argparse.Namespace) -> Document:
+    """Runs the chosen cases."""
+    todo, bench = chosen(args.case or (), args.model or ()), Bench(args)
+    kinds = {"decode": decode, "mixed": mixed, "prefix": prefix, "start": start}
+    compares = args.peer == "transformers"
+    document = bench.document | {"peer": args.peer}
+    with Contenders(bench, QUICK if args.quick else FULL, compares) as contenders:
         for case in todo:
-            document["cases"].append(measure(case, contenders))
-            tell(results.line(document["cases"][-1]))
+            names = {"case": f"{case.kind} {case.model}", "kind": case.kind, "model": case.model}
+            note(names["case"])
+            timing, more = kinds[case.kind](case.model, contenders)
+            limits = {"limit": case.limit, "absent": not compares}
+            judged = bench.result(timing, case.unit, case.targets, **limits)
+            bench.add({**names, **judged, "more": more})
         loaded = dict.fromkeys(c.model for c in todo if c.kind != "start")
         document["models"] = {model: describe(contenders, model) for model in loaded}
         if args.curves:
             document["curves"] = curves.measure(contenders)
-    if args.peer == "transformers":
+    if compares:
         document["contenders"] = peers.TABLE["contenders"]
     return document
 
@@ -108,9 +112,9 @@ def chosen(kinds: Sequence[str], models: Sequence[str]) -> list[Case]:
 class Contenders(ExitStack):
     """What the cases share: models, made when first asked for; `with` removes them."""
 
-    def __init__(self, sizes: Sizes, runs: int, peer: bool) -> None:
+    def __init__(self, bench: Bench, sizes: Sizes, compares: bool) -> None:
         super().__init__()
-        self.sizes, self.runs, self.compares = sizes, runs, peer
+        self.alternate, self.sizes, self.compares = bench.alternate, sizes, compares
         self.folder: Callable[[str], Path] = cache(self._folder)
         self.ours: Callable[[str], Ours] = cache(lambda model: Ours(str(self.folder(model))))
         self.peer: Callable[[str], Peer] = cache(lambda model: Peer(self.folder(model)))
@@ -119,10 +123,6 @@ class Contenders(ExitStack):
         """What is measured with a model: of ours, or of whoever plays."""
         ours = self.ours(model)
         return Measures(play or ours.play, ours.vocab_size, self.sizes)
-
-    def alternate(self, measures: Mapping[str, Measure]) -> Timing:
-        """Measures by turns, as often as was asked for; a quick run takes what it gets."""
-        return alternate(measures, self.runs, note, 0 if self.sizes.small else 3)
 
     def _folder(self, model: str) -> Path:
         if model == "builtin":
@@ -141,16 +141,6 @@ def describe(contenders: Contenders, model: str) -> Document:
         "engine": {key: getattr(ours.config, key) for key in ENGINE},
         "told": ours.engine.startup_report.splitlines()[0],
     }
-
-
-def measure(case: Case, contenders: Contenders) -> Result:
-    kinds = {"decode": decode, "mixed": mixed, "prefix": prefix, "start": start}
-    name = f"{case.kind} {case.model}"
-    note(name)
-    timing, more = kinds[case.kind](case.model, contenders)
-    how = {"absent": not contenders.compares, "quick": contenders.sizes.small}
-    judged = result(timing, case.unit, case.targets, limit=case.limit, **how)
-    return {"case": name, "kind": case.kind, "model": case.model, **judged, "more": more}
 
 
 def decode(model: str, contenders: Contenders) -> tuple[Timing, Details]:
@@ -198,16 +188,15 @@ def choose(
 ) -> tuple[Batching, int, Details]:
     """The fastest settings of continuous batching on this machine, how many requests got other
     tokens than in our `first`, and what was tried."""
-    rates: dict[Batching, float] = {}
-    differing = 0
-    for batching in peers.BATCHINGS[: 1 if contenders.sizes.small else None]:
+    tried, best, differing = dict[str, float](), Batching(), 0
+    for batching in peers.TABLE["batchings"][: 1 if contenders.sizes.small else None]:
         note(str(batching))
         with peer.continuous(batching, trial) as play:
             played = play(trial)
         differing = max(differing, peer.disagreements(trial, first, played))
-        rates[batching] = round(trial.new_tokens / played.seconds, 1)
-    best = max(rates, key=lambda batching: rates[batching])
-    tried = {str(each): rate for each, rate in rates.items()}
+        tried[str(batching)] = round(trial.new_tokens / played.seconds, 1)
+        if tried[str(batching)] == max(tried.values()):
+            best = batching
     more: Details = {"chosen": str(best), "tried_tokens_per_second": tried}
     more |= {"compile": "none: it recompiles for new shapes", "block_sharing": False}
     return best, differing, more
@@ -216,7 +205,7 @@ def choose(
 def prefix(model: str, contenders: Contenders) -> tuple[Timing, Details]:
     """To the first token of a few new tokens behind a cached prefix, and of the same cold."""
     ours, (cached, new) = contenders.measures(model), contenders.sizes.prefix
-    ways = {"lockstep": ours.prefix, "cold": ours.cold}
+    ways = {"lockstep": ours.prefix, "cold": ours.prefill}
     for way in ways.values():
         way(0)
     more: Details = {"cached_tokens": cached, "new_prompt_tokens": new}

@@ -5,8 +5,6 @@ Knows where the programs lie and what they write; what is measured is theirs. Ca
 commands, in a clone of the repository on a machine with a card.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

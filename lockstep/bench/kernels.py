@@ -10,7 +10,6 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -18,12 +17,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from lockstep.bench.contender import FULL, QUICK, Sizes, host_times, work
-from lockstep.bench.machine import Measure, alternate, called, note, place, set_threads, tell
+from lockstep.bench.machine import Measure, called
+from lockstep.bench.results import Bench
 from lockstep.bench.work import Ours
 from lockstep.kernels.cpu import rows, threads
 from lockstep.kernels.cpu.gemm import Panels
 from lockstep.kernels.cpu.ops import Ops
-from lockstep.lab.document import publish
 from lockstep.ops import Activation, CosSin, Heads
 from lockstep.sample import logits, sampler
 from lockstep.sample.logits import Row
@@ -46,44 +45,20 @@ EPS, OPS, BLOCK_S = 1e-6, Ops(), 0.15
 COLUMNS, KEPT = (f"lockstep.sched.scheduler.Scheduler.{name}" for name in ("_until_len", "_batch"))
 WORTH = "lockstep.kernels.cpu.threads.THREAD_NS"
 Pair = tuple[Callable[[], object], Callable[[], object]]  # on and off
-Switched = dict[str, Any]  # what was found: medians in microseconds, and every run
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures every switch; prints a table, writes JSON. Returns 1 if a run was disturbed."""
-    count, results = set_threads(args.threads), list[Switched]()
+    """Measures every switch; prints a line each, writes JSON. Returns 1 if a run was disturbed."""
+    bench = Bench(args, runs=5)
     for name, case, on, off in switches(QUICK if args.quick else FULL):
-        if not args.case or any(name.startswith(each) for each in args.case):
-            results.append(measured(name, case, on, off, args))
-            tell(line(results[-1]))
-    document = {"environment": place(count), "quick": args.quick, "switches": results}
-    publish(args, document, map(line, results))
-    return int(not args.quick and any(not found["undisturbed"] for found in results))
-
-
-def line(found: Switched) -> str:
-    """What was found, for people."""
-    times = f"{found['on_us']:10.1f} {found['off_us']:10.1f} us  x{found['ratio']:5.2f}"
-    disturbed = "" if found["undisturbed"] else "  disturbed"
-    return f"{found['switch']:16} {found['case']:28} {times}{disturbed}  {found['done']}"
-
-
-def measured(name: str, case: str, on: Measure, off: Measure, args: argparse.Namespace) -> Switched:
-    """Both sides by turns."""
-    runs, tries = (args.repeat or 1, 0) if args.quick else (args.repeat or 5, 3)
-    on(0), off(0)
-    timing = alternate({"on": on, "off": off}, runs, note, tries)
-    with_it, without = timing.median("on"), timing.median("off")
-    return {
-        "switch": name,
-        "case": case,
-        "on_us": round(1e6 * with_it, 2),
-        "off_us": round(1e6 * without, 2),
-        "ratio": round(without / with_it, 3),
-        "undisturbed": timing.undisturbed,
-        "done": DONE[name],
-        "runs": timing.runs,
-    }
+        if args.case and not name.startswith(tuple(args.case)):
+            continue
+        on(0), off(0)
+        timing = bench.alternate({"lockstep": on, "off": off}).scaled(1e6)
+        judged = bench.result(timing, "us", {})
+        bench.add({"case": f"{name}: {case}", **judged, "more": {"done": DONE[name]}})
+    bench.publish()
+    return int(not args.quick and any(not c["undisturbed"] for c in bench.document["cases"]))
 
 
 def switches(sizes: Sizes) -> Iterator[tuple[str, str, Measure, Measure]]:

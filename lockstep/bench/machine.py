@@ -61,7 +61,6 @@ class Timing:
 def alternate(
     contenders: Mapping[str, Callable[[int], Any]],
     runs: int,
-    on_progress: Callable[[str], None],
     tries: int,
     own: Callable[[], float] | None = None,
 ) -> Timing:
@@ -74,7 +73,7 @@ def alternate(
             found: list[tuple[float, int, Any]] = []
             while len(found) <= tries and (not found or min(found)[0] > OTHERS):
                 again = f", disturbed, try {len(found) + 1}" if found else ""
-                on_progress(f"{name}, run {run + 1} of {runs}{again}")
+                note(f"{name}, run {run + 1} of {runs}{again}")
                 end = time.perf_counter() + (PATIENCE_S if found else 0.0)
                 while time.perf_counter() < end and watched(partial(time.sleep, 0.5))[0] > OTHERS:
                     pass
@@ -108,15 +107,15 @@ def set_threads(count: int | None) -> int:
 
 
 def note(text: str) -> None:
-    """What is going on, on stderr: on a terminal a line that the next one replaces."""
-    live = sys.stderr.isatty()
-    line = f"\r\x1b[K{text} ..." if live else f"{text} ..."
-    print(line, file=sys.stderr, end="" if live else "\n", flush=True)
+    """What is going on, on a terminal: a line that the next one replaces."""
+    if sys.stderr.isatty():
+        tell(f"{text} ...", end="")
 
 
-def tell(text: str) -> None:
+def tell(text: str, end: str = "\n") -> None:
     """A line on stderr that stays."""
-    print(f"\r\x1b[K{text}" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+    begin = "\r\x1b[K" if sys.stderr.isatty() else ""
+    print(f"{begin}{text}", file=sys.stderr, end=end, flush=True)
 
 
 def _busy() -> float:

@@ -8,7 +8,6 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -23,6 +22,7 @@ TIE = 2e-4  # two logits closer than this may swap places between two correct fp
 WAIT_S = 900.0  # for one result of continuous batching
 
 TABLE = table("peers.toml", "lockstep.bench")
+Batching = dict[str, Any]  # settings of continuous batching
 
 
 @contextmanager
@@ -37,20 +37,6 @@ def llama_folder(small: bool) -> Iterator[Path]:
             torch.manual_seed(0)
             library.LlamaForCausalLM(config).save_pretrained(folder)
         yield Path(folder)
-
-
-@dataclass(frozen=True)
-class Batching:
-    """Settings of continuous batching: rows of a step, requests in flight, keys of a page."""
-
-    max_batch_tokens: int
-    max_requests_per_batch: int
-    page_size: int = 256
-
-
-# On the CPU it attends with one dense mask over all requests of a step, so that fewer requests or
-# rows can be faster. All are tried.
-BATCHINGS = (Batching(64, 32), Batching(256, 32), Batching(256, 8), Batching(1024, 16))
 
 
 class Clock(list[float]):
@@ -94,8 +80,8 @@ class Peer:
     def continuous(self, batching: Batching, work: Work) -> Iterator[Callable[[Work], Played]]:
         """What plays on a running manager with twice the cache that the work needs at once."""
         lens = [len(p) + n for p, n in zip(work.prompts, work.news, strict=True)]
-        blocks = 2 * sum(-(-length // batching.page_size) for length in lens) + 2
-        shape = asdict(batching) | {"num_blocks": blocks, "allow_block_sharing": False}
+        blocks = 2 * sum(-(-length // batching["page_size"]) for length in lens) + 2
+        shape = batching | {"num_blocks": blocks, "allow_block_sharing": False}
         shape["auto_switch_to_flash"] = False
         ends = {"max_new_tokens": max(work.news), "eos_token_id": -1, "pad_token_id": 0}
         with self.model.continuous_batching_context_manager(

@@ -1,18 +1,48 @@
 """What was measured of a case, judged and printed: medians, ratios to the others, targets.
 
 A result is a dictionary, as it stands in the document, so that lines and tables can be printed
-again from a file. `bench attention`, `bench engine` and `bench speculative` share it.
+again from a file. Every benchmark that has cases shares it; `Bench` is the run of a command.
 """
 
+from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.bench.machine import Timing
-from lockstep.lab.document import render
+from lockstep.bench.machine import Measure, Timing, alternate, place, set_threads, tell
+from lockstep.lab.document import publish, render
 
-HIGHER = "tokens per second"  # the one unit of which more is better
+HIGHER = "tokens per second"  # of what is counted per second more is better
 
 Result = dict[str, Any]
+
+
+class Bench:
+    """A command's run: contenders by turns, as often as was asked for, cases, one document. A quick
+    run takes what it gets."""
+
+    def __init__(self, args: Namespace, runs: int = 3, tries: int = 3) -> None:
+        self.args, self.runs, self.tries = args, args.repeat or runs, tries
+        if args.quick:
+            self.runs, self.tries = args.repeat or 1, 0
+        environment = place(set_threads(args.threads))
+        self.document: dict[str, Any] = {"environment": environment, "quick": args.quick}
+        self.document |= {"repeat": self.runs, "cases": []}
+
+    def alternate(self, contenders: Mapping[str, Measure]) -> Timing:
+        return alternate(contenders, self.runs, self.tries)
+
+    def result(self, timing: Timing, unit: str, targets: Mapping[str, float], **how: Any) -> Result:
+        return result(timing, unit, targets, quick=self.args.quick, **how)
+
+    def add(self, case: Result) -> None:
+        """A case is told on stderr when it is done."""
+        self.document["cases"].append(case)
+        tell(line(case))
+
+    def publish(self) -> int:
+        """1 if a target was missed, or could not be judged."""
+        publish(self.args, self.document, [summary(self.document)])
+        return int(failed(self.document))
 
 
 def result(
@@ -29,7 +59,7 @@ def result(
     unless nobody asked for it (`absent`). `met` is None if nothing was judged: no target, a quick
     run, or others used the machine, which can slow a contender twentyfold."""
     values = {name: round(timing.median(name), 4) for name in timing.runs}
-    ours, sign = values["lockstep"], 1 if unit == HIGHER else -1
+    ours, sign = values["lockstep"], 1 if unit.endswith("per second") else -1
     ratios = {n: round((ours / v) ** sign, 3) for n, v in values.items() if n != "lockstep"}
     wanted = {n: least for n, least in targets.items() if n in ratios or not absent}
     reached = all(ratios.get(n, 0.0) >= least for n, least in wanted.items())

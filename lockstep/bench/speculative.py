@@ -184,7 +184,7 @@ def measure(case: Case, parts: Parts, runs: int, quick: bool) -> Result:
     timing = Timing()
     for run in range(runs):
         note(f"{case.name}: {len(prompts)} prompts, run {run + 1} of {runs}")
-        laps = alternate(contenders, len(prompts), lambda _: None, tries)
+        laps = alternate(contenders, len(prompts), tries)
         for name in contenders:
             timing.add(name, fmean(laps.others[name]), fmean(laps.runs[name]))
     if answers["plain"] != answers["lockstep"]:
