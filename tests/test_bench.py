@@ -293,7 +293,8 @@ def test_two_engines_in_two_threads_have_the_bits_of_one():
     found = two_engines(llms, 16, bench)
     assert found["ratios"]["one"] > 0 and found["more"]["tokens"] > 16
     other = LLM.of(Engine(config, parts))
-    other.generate = lambda prompts, params: llms[0].generate(prompts[::-1], params)
+    generate = other.generate
+    other.generate = lambda prompts, params: generate(prompts[::-1], params)
     with pytest.raises(RuleError, match="change no bit"):
         two_engines([llms[0], other], 16, bench)
     assert torch.get_num_threads() == threads

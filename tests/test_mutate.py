@@ -221,7 +221,7 @@ def test_a_map_is_kept_until_a_file_that_was_reached_changes(
         ({"lockstep/toy.py": "x"}, 2),
     ):
         store = Counted(tmp_path, {**sources, **changes})
-        found = store.load(asked, crew, lambda name, bad: None)
+        found = store.load(asked, crew)
         assert len(found.units) == 5 and len(measured) == times
 
 
@@ -255,17 +255,17 @@ def test_mutants_are_killed_hang_or_live_and_the_rest_finds_what_coverage_did_no
     units = reach.Reach({u.name: u for u in reached.units.values()})
     journal = campaign.Journal(tmp_path / "journal.jsonl")
     play = campaign.Campaign(toy, [doubled, endless, equal, unseen], units, journal, crew)
-    play.alone(lambda note, bad: None)
+    play.alone()
     assert journal.killer(doubled.id) == "tests/test_toy.py::test_double"
     assert "assert 12 == 8" in journal.said[doubled.id]["tests/test_toy.py::test_double"]
     assert journal.killer(endless.id) == "tests/test_toy.py::test_countdown"
     assert journal.said[endless.id]["tests/test_toy.py::test_countdown"].startswith("hangs")
     assert [m.id for m in play.survivors()] == [equal.id, unseen.id]
     assert len(play.rest()) == 3, "what only one of them has met is asked again"
-    play.together(lambda note, bad: None)
+    play.together()
     assert journal.killer(unseen.id) == "tests/test_toy.py::test_hidden"
     assert [m.id for m in play.survivors()] == [equal.id]
-    play.confirm(lambda note, bad: None)
+    play.confirm()
     assert [m.id for m in play.survivors()] == [equal.id], "no kill was a mistake"
     assert (toy / "lockstep/toy.py").read_text() == TOY, "the repository is as it was"
     again = campaign.Campaign(toy, play.mutants, units, campaign.Journal(journal.path), crew)
@@ -295,23 +295,6 @@ def test_an_error_ends_the_jobs_under_way_and_nothing_is_known_of_them(toy: Path
     assert ended == ["the run was ended: what this job came to is not known"]
 
 
-def test_who_killed_a_mutant_in_an_earlier_state_of_the_sources_is_asked_first(
-    toy: Path, crew: pool.Crew, reached: reach.Reach, tmp_path: Path
-):
-    names = [u.name for u in reached.units.values()]
-    doubled = mutant(toy, "NumberReplacer", line_of("* 2"))
-    hint = next(name for name in names if name.endswith("test_countdown"))
-    campaign.Journal(tmp_path / "journal-old.jsonl").note(doubled.id, {hint: "it was red"})
-    units = {n: reach.Unit(n, 1.0, "passed", {doubled.file: doubled.lines}) for n in names}
-    hints, asked = command.earlier(tmp_path), list[str]()
-    play = campaign.Campaign(
-        toy, [doubled], reach.Reach(units), campaign.Journal(tmp_path / "new"), crew, hints
-    )
-    play.alone(lambda note, bad: None)
-    asked += play.journal.said[doubled.id]
-    assert hints == {doubled.id: hint} and asked[0] == hint
-
-
 def test_a_kill_by_a_unit_that_is_red_anyway_is_none(
     toy: Path, crew: pool.Crew, reached: reach.Reach, tmp_path: Path
 ):
@@ -321,7 +304,7 @@ def test_a_kill_by_a_unit_that_is_red_anyway_is_none(
     journal.note(doubled.id, {"tests/test_toy.py::test_red": "assert 2 == 3"})
     play = campaign.Campaign(toy, [doubled], units, journal, crew)
     assert play.survivors() == []
-    play.confirm(lambda note, bad: None)
+    play.confirm()
     assert play.survivors() == [doubled]
 
 
@@ -348,7 +331,7 @@ def test_a_mutant_of_the_engine_is_killed_by_its_tests_and_one_that_changes_noth
     journal = campaign.Journal(tmp_path / "journal.jsonl")
     crew = pool.Crew(ROOT, tmp_path, 1, warm=("torch",))
     play = campaign.Campaign(ROOT, [killed, silent], units, journal, crew)
-    play.alone(lambda note, bad: None)
+    play.alone()
     assert [journal.killer(m.id) for m in (killed, silent)] == [name, ""]
     assert play.todo() == [] and play.survivors() == [silent]
     assert (ROOT / file).read_text() == text

@@ -2,18 +2,19 @@
 
 A mutant is killed by a unit that is green without it and red, or far beyond its time, with it.
 Survivors meet the rest of the units in one tree; a unit that turns red there is put to halves of
-them until one mutant is left that turns it red alone. Prints nothing. `command` calls it.
+them until one mutant is left that turns it red alone. `command` calls it.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.lab.mutate.draw import Mutant, combined
 from lockstep.lab.mutate.pool import HANG_S, Crew, Job
 from lockstep.lab.mutate.reach import Reach
+from lockstep.progress import Progress
 
 MUTANT_S = 60.0  # the first meeting of a mutant with what reaches it
 BATCH = 32  # units that share a process in the second
@@ -22,7 +23,6 @@ COMPILED = ("lockstep/plan/address.py", "lockstep/order.py", "lockstep/kernels/"
 COMPILE_S = 300.0
 ALL = ""  # in place of a unit: all that reach a mutant have met it
 
-OnStep = Callable[[str, bool], None]
 Group = Sequence[Mutant]
 
 
@@ -64,7 +64,6 @@ class Campaign:
     reach: Reach
     journal: Journal
     crew: Crew
-    hints: Mapping[str, str] = field(default_factory=dict)  # id → a unit that killed it once
 
     def __post_init__(self) -> None:
         self.times = {u.name: u.seconds for u in self.reach.units.values()}
@@ -76,15 +75,17 @@ class Campaign:
     def survivors(self) -> list[Mutant]:
         return [m for m in self.mutants if not self.journal.killer(m.id)]
 
-    def alone(self, on_step: OnStep) -> None:
+    def alone(self) -> None:
         todo = self.todo()
-        for mutant, said in zip(todo, self.crew.map(self._try, todo), strict=True):
-            self.journal.note(mutant.id, {**said, ALL: ""})
-            on_step(f"{mutant.file}:{mutant.line}", not self.journal.killer(mutant.id))
+        with Progress(len(todo), "lab mutate: each alone") as bar:
+            for mutant, said in zip(todo, self.crew.map(self._try, todo), strict=True):
+                self.journal.note(mutant.id, {**said, ALL: ""})
+                bar.step(f"{mutant.file}:{mutant.line}", not self.journal.killer(mutant.id))
 
-    def together(self, on_step: OnStep) -> None:
+    def together(self) -> None:
         """The survivors against everything they have not met."""
-        group, red = self.survivors(), self._meet(self.survivors(), self.rest(), on_step)
+        group = self.survivors()
+        red = self._meet(group, self.rest(), "survivors together")
         while red and group:
             unit = min(red, key=lambda u: self.times.get(u, 0.0))
             mutant = self._culprit(group, unit)
@@ -94,10 +95,11 @@ class Campaign:
             group = [m for m in group if m.id != mutant.id]
             red = self._meet(group, red)
 
-    def confirm(self, on_step: OnStep) -> None:
+    def confirm(self) -> None:
         """Runs every killer once more, alone, without a mutant: who is red there killed nobody."""
         killers = {self.journal.killer(m.id) for m in self.mutants}
-        self._meet([], sorted(killers & set(self.reach.units)), on_step, batch=1)
+        known = sorted(killers & set(self.reach.units))
+        self._meet([], known, "killers without a mutant", batch=1)
 
     def rest(self) -> list[str]:
         """Units that were not green with every survivor: what `together` begins with."""
@@ -106,7 +108,6 @@ class Campaign:
 
     def _try(self, mutant: Mutant) -> dict[str, str]:
         units = [u.name for u in self.reach.of(mutant.file, mutant.lines)]
-        units.sort(key=lambda name: name != self.hints.get(mutant.id))  # stable: the hint first
         return self._ask(units, [mutant], stop=True, limit_s=MUTANT_S) if units else {}
 
     def _ask(self, units: Sequence[str], group: Group, **how: Any) -> dict[str, str]:
@@ -118,21 +119,18 @@ class Campaign:
         return {u: told["detail"] if told["outcome"] == "failed" else "" for u, told in heard}
 
     def _meet(
-        self,
-        group: Group,
-        units: Sequence[str],
-        on_step: OnStep = lambda unit, bad: None,
-        batch: int = BATCH,
+        self, group: Group, units: Sequence[str], label: str = "by halves", batch: int = BATCH
     ) -> list[str]:
         """The units that are red with a group; what the journal has is not asked again."""
         ids = " ".join(sorted(m.id for m in group))
         known = self.journal.said.setdefault(ids, {})
         new = [u for u in units if u not in known]
         asked = [new[i : i + batch] for i in range(0, len(new), batch)]
-        for said in self.crew.map(lambda names: self._batch(names, group), asked):
-            self.journal.note(ids, said)
-            for unit, what in said.items():
-                on_step(unit, bool(what))
+        with Progress(len(new), f"lab mutate: {label}") as bar:
+            for said in self.crew.map(lambda names: self._batch(names, group), asked):
+                self.journal.note(ids, said)
+                for unit, what in said.items():
+                    bar.step(unit, bool(what))
         return [u for u in units if known[u]]
 
     def _batch(self, units: Sequence[str], group: Group) -> dict[str, str]:

@@ -19,7 +19,6 @@ from lockstep.lab.mutate import draw, pool, reach
 from lockstep.lab.mutate.campaign import Campaign, Journal
 from lockstep.lab.mutate.draw import Mutant
 from lockstep.lab.mutate.pool import Crew, Job
-from lockstep.progress import Progress
 from lockstep.types import RuleError
 
 MODULES = ("plan", "kv", "attention", "sample", "sched", "llm", "run")
@@ -73,22 +72,17 @@ def played(args: Namespace, root: Path, mutants: list[Mutant]) -> Campaign:
     work, sources = Path(args.work).resolve(), pool.digests(root)
     crew = Crew(root, work, args.workers)
     state = pool.digest(json.dumps(sources, sort_keys=True).encode())
-    hints, journal = earlier(work), Journal(work / f"journal-{state}.jsonl")
+    journal = Journal(work / f"journal-{state}.jsonl")
     for m in mutants if args.mutant else ():  # who is asked for by name is tried again
         journal.said.pop(m.id, None)
     asked = [g for g in reach.groups(root) if any(word in g.name for word in args.units or [""])]
-    with Progress(len(asked), "lab mutate: who reaches what") as bar:
-        found = reach.Store(work / "reach", sources, args.stale).load(asked, crew, bar.step)
+    found = reach.Store(work / "reach", sources, args.stale).load(asked, crew)
     warm(crew, found)
-    campaign = Campaign(crew.template, mutants, found, journal, crew, hints)
-    with Progress(len(campaign.todo()), "lab mutate: each alone") as bar:
-        campaign.alone(bar.step)
+    campaign = Campaign(crew.template, mutants, found, journal, crew)
+    campaign.alone()
     if not args.alone:
-        with Progress(len(campaign.rest()), "lab mutate: survivors together") as bar:
-            campaign.together(bar.step)
-    killers = {journal.killer(m.id) for m in mutants} - {""}
-    with Progress(len(killers), "lab mutate: killers without a mutant") as bar:
-        campaign.confirm(bar.step)
+        campaign.together()
+    campaign.confirm()
     return campaign
 
 
@@ -99,15 +93,6 @@ def warm(crew: Crew, found: reach.Reach) -> None:
     units = [firsts[recipe] for recipe in WARM_RECIPES if recipe in firsts]
     jobs = [Job(units=units, stop=False)] * (crew.count if units else 0)
     list(crew.map(crew.run, jobs))
-
-
-def earlier(work: Path) -> dict[str, str]:
-    """Mutant → who killed it in any earlier state of the sources."""
-    found: dict[str, str] = {}
-    for path in sorted(work.glob("journal-*.jsonl"), key=lambda p: p.stat().st_mtime):
-        journal = Journal(path)
-        found |= {ids: killer for ids in journal.said if (killer := journal.killer(ids))}
-    return found
 
 
 def read_verdicts(path: Path) -> Verdicts:

@@ -7,12 +7,13 @@ survivor.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.lab import cells, commands, table
 from lockstep.lab.mutate.pool import OWN, Crew, Job, digest
+from lockstep.progress import Progress
 from lockstep.types import RuleError
 
 CELLS = "tests/lab_cells.py"  # cells of the lab as tests
@@ -88,20 +89,21 @@ class Store:
     sources: Mapping[str, str]  # digests of the repository as it is now
     stale: bool = False  # a group stands as long as its own files do: lines elsewhere are forgotten
 
-    def load(self, asked: Iterable[Group], crew: Crew, on_group: Callable[..., None]) -> Reach:
+    def load(self, asked: Sequence[Group], crew: Crew) -> Reach:
         """The map, from what is kept and what has to be measured now."""
         reach = Reach()
 
-        def units_of(group: Group) -> tuple[str, list[Unit]]:
+        def units_of(group: Group) -> list[Unit]:
             units = self.kept(group)
             if units is None:
                 units, reached = measure(crew, group)
                 self.save(group, units, reached)
-            return group.name, units
+            return units
 
-        for name, units in crew.map(units_of, asked):
-            reach.units.update((u.name, u) for u in units)
-            on_group(name, any(u.outcome == "failed" for u in units))
+        with Progress(len(asked), "lab mutate: who reaches what") as bar:
+            for group, units in zip(asked, crew.map(units_of, asked), strict=True):
+                reach.units.update((u.name, u) for u in units)
+                bar.step(group.name, any(u.outcome == "failed" for u in units))
         return reach
 
     def kept(self, group: Group) -> list[Unit] | None:
