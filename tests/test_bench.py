@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lockstep import cli
-from lockstep.bench import contender, curves, machine, results
+from lockstep.bench import contender, machine, results
 from lockstep.bench.contender import QUICK, HostTimes
-from lockstep.bench.engine import CASES
+from lockstep.bench.engine import CASES, draw_curves
 from lockstep.bench.machine import Timing
 from lockstep.bench.work import mixed_lens, prompts
 from lockstep.types import RuleError
@@ -241,13 +241,18 @@ def test_curves_are_drawn_with_their_hardware(tmp_path: Path):
         "requests": {"x": [1, 2], "unit": "u", "context": 128, "lines": {"Lockstep": [1.0, 2.0]}},
         "context": {"x": [1, 2, 4], "unit": "u", "lines": {"a": [3, 9, 30], "b": [2, 5]}},
     }
-    first = curves.draw(measured, PLACE, str(tmp_path / "docs"))
-    again = curves.draw(measured, PLACE, str(tmp_path / "again"))
-    for path, other in zip(first, again, strict=True):
+    doc = {"curves": measured, "environment": PLACE}
+    first, again = (draw_curves(doc, str(tmp_path / name)) for name in ("docs", "again"))
+    titles = ["Decode throughput, built-in model, context 128", "A decode step by context length"]
+    for path, other, title in zip(first, again, titles, strict=True):
         words = {
             "".join(t.itertext()) for t in ET.parse(path).iter("{http://www.w3.org/2000/svg}text")
         }
-        assert "a <fast> one, 2 threads, fp32, commit c" in words
+        assert {title, "a <fast> one, 2 threads, fp32, commit c"} <= words
+        assert {
+            "Decode throughput, built-in model, context 128",
+            "A decode step by context length",
+        } & words
         assert path.read_bytes() == other.read_bytes()
 
 

@@ -27,7 +27,7 @@ from lockstep.bench import contender, machine
 from lockstep.bench.attention import cases as attention_cases
 from lockstep.bench.contender import NOT_HOST, Answer
 from lockstep.bench.machine import note, place, tell
-from lockstep.bench.peers import llama_folder
+from lockstep.bench.work import llama_folder
 from lockstep.lab.document import publish, text
 from lockstep.llm.engine import BUILTIN
 from lockstep.types import RuleError

@@ -2,7 +2,8 @@
 run, in fp32.
 
 A case is data; the function of its kind measures it with `Contenders`: the engine, the peer, the
-sizes. What is measured is written in `contender`, what transformers does in `peers`.
+sizes. What is measured is written in `contender`, what each does for it in `work`. With `--curves`
+also how speed scales, drawn for `docs/` from the document.
 """
 
 import argparse
@@ -20,12 +21,12 @@ from typing import Any
 
 from safetensors import safe_open
 
-from lockstep.bench import curves, gpu, peers, results, speculative
+from lockstep.bench import gpu, results, speculative
 from lockstep.bench.contender import FULL, QUICK, Measures, Sizes
 from lockstep.bench.machine import Measure, Timing, note, tell
-from lockstep.bench.peers import Batching, Peer
-from lockstep.bench.results import HIGHER, Bench
-from lockstep.bench.work import Ours, Played, Work
+from lockstep.bench.results import Bench
+from lockstep.bench.work import Ours, Peer, Played, Work, llama_folder, prompts
+from lockstep.lab import table
 from lockstep.lab.document import Document, publish, read
 from lockstep.llm.engine import BUILTIN
 from lockstep.types import RuleError
@@ -34,11 +35,14 @@ PROMPT = "def binary_search(items, target):"
 ENGINE = ("page_size", "chunked_prefill_size", "max_total_tokens")  # what of it is told
 COMMAND, KEYS = "lockstep bench engine", ("cases", "environment", "repeat", "quick")
 Details = dict[str, Any]
+TABLE = table("engine.toml", "lockstep.bench")
+CROWD_CONTEXT = 128
+GREY = "#808080"  # enough contrast on white and on black
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement. `targets`: the least ratio to each contender; `limit`: the largest value."""
+    """One measurement, as engine.toml has it."""
 
     kind: str
     model: str
@@ -47,15 +51,7 @@ class Case:
     limit: float | None = None
 
 
-CASES = (
-    Case("decode", "builtin", "ms per token", {"generate": 1.5}),
-    Case("mixed", "builtin", HIGHER, {"static": 2.5, "continuous": 1.8}),
-    Case("prefix", "builtin", "ms to first token", {"cold": 8.0}),
-    Case("decode", "100m", "ms per token", {"generate": 1.0}),
-    Case("mixed", "100m", HIGHER, {"continuous": 1.3}),
-    Case("prefix", "100m", "ms to first token", {"cold": 8.0}),
-    Case("start", "builtin", "s to first token", limit=6.0),
-)
+CASES = [Case(**entry) for entry in TABLE["cases"]]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         if "curves" not in document:
             remedy = "Measure them: `lockstep bench engine --curves --json F`"
             raise RuleError("--from names a document with curves", args.source, remedy)
-        for path in curves.draw(document["curves"], document["environment"], args.svg_dir):
+        for path in draw_curves(document, args.svg_dir):
             tell(f"wrote {path}")
     summary = results.summary(document, every=args.source is not None)
     publish(args, document, [results.markdown(document) if args.markdown else summary])
@@ -93,9 +89,9 @@ def measure(args: argparse.Namespace) -> Document:
         loaded = dict.fromkeys(c.model for c in todo if c.kind != "start")
         document["models"] = {model: describe(contenders, model) for model in loaded}
         if args.curves:
-            document["curves"] = curves.measure(contenders)
+            document["curves"] = measure_curves(contenders)
     if compares:
-        document["contenders"] = peers.TABLE["contenders"]
+        document["contenders"] = TABLE["contenders"]
     return document
 
 
@@ -128,7 +124,7 @@ class Contenders(ExitStack):
         if model == "builtin":
             return BUILTIN
         note("making the random llama")
-        return self.enter_context(peers.llama_folder(self.sizes.small))
+        return self.enter_context(llama_folder(self.sizes.small))
 
 
 def describe(contenders: Contenders, model: str) -> Document:
@@ -185,11 +181,11 @@ def mixed(model: str, contenders: Contenders) -> tuple[Timing, Details]:
 
 def choose(
     peer: Peer, trial: Work, first: Played, contenders: Contenders
-) -> tuple[Batching, int, Details]:
+) -> tuple[Details, int, Details]:
     """The fastest settings of continuous batching on this machine, how many requests got other
     tokens than in our `first`, and what was tried."""
-    tried, best, differing = dict[str, float](), Batching(), 0
-    for batching in peers.TABLE["batchings"][: 1 if contenders.sizes.small else None]:
+    tried, best, differing = dict[str, float](), Details(), 0
+    for batching in TABLE["batchings"][: 1 if contenders.sizes.small else None]:
         note(str(batching))
         with peer.continuous(batching, trial) as play:
             played = play(trial)
@@ -229,3 +225,84 @@ def start(model: str, contenders: Contenders) -> tuple[Timing, Details]:
 
     once(0)  # the kernels are compiled
     return contenders.alternate({"lockstep": once}), {}
+
+
+# ---- curves ----
+
+
+def measure_curves(contenders: Contenders) -> Details:
+    """How speed scales, with the number of requests and with the length of the context."""
+    sizes, builtin = contenders.sizes, contenders.ours("builtin")
+    context = min(CROWD_CONTEXT, max(sizes.contexts))
+    ways: dict[str, Callable[..., float]] = {"Lockstep": builtin.step_s}
+    if contenders.compares:
+        ways["transformers, static batch"] = contenders.peer("builtin").step_s
+    crowds = Details(x=list(sizes.crowds), unit="new tokens per second", context=context, lines={})
+    for count in sizes.crowds:
+        for name, seconds in _point(contenders, crowds, builtin, (count, context), ways).items():
+            crowds["lines"].setdefault(name, []).append(round(count / seconds, 1))
+    contexts = Details(x=list(sizes.contexts), unit="ms per step", lines={})
+    for row in TABLE["by_context"]:
+        label, count, ours = row["label"], row["requests"], contenders.ours(row["model"])
+        for context in (c for c in sizes.contexts if c <= ours.engine.context_length):
+            way = {label: ours.step_s}
+            (seconds,) = _point(contenders, contexts, ours, (count, context), way).values()
+            contexts["lines"].setdefault(label, []).append(round(seconds * 1e3, 3))
+    return {"requests": crowds, "context": contexts}
+
+
+def _point(
+    contenders: Contenders,
+    curve: Details,
+    ours: Ours,
+    crowd: tuple[int, int],
+    ways: Mapping[str, Callable[..., float]],
+) -> dict[str, float]:
+    """Seconds per step of each way, with so many requests around so many keys. Prompts are in our
+    cache, each the beginning of what it is at a longer context."""
+    (count, context), steps = crowd, contenders.sizes.steps
+    note(f"curve, {count} of {context} keys")
+    length = min(context - steps // 2, ours.engine.context_length - steps - count // 16 - 4)
+    many = tuple(prompts((length,), ours.vocab_size, 10_000 + i)[0] for i in range(count))
+    ours.prime(many)
+    measures = {name: lambda _, way=way: way(many, steps) for name, way in ways.items()}
+    timing = contenders.alternate(measures)
+    curve["undisturbed"] = curve.get("undisturbed", True) and timing.undisturbed
+    return {name: timing.median(name) for name in ways}
+
+
+def draw_curves(document: Document, folder: str) -> list[Path]:
+    """Writes the pictures, x in powers of two, readable on light and dark pages; returns where."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        remedy = "pip install -c constraints.txt -e '.[bench]'"
+        raise RuleError("curves are drawn by matplotlib", str(error), remedy) from None
+    where = "{cpu}, {threads} threads, fp32, commit {commit}".format_map(document["environment"])
+    grey = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), GREY)
+    grey |= dict.fromkeys(("xtick.color", "ytick.color", "grid.color"), GREY)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, picture in TABLE["pictures"].items():
+        curve, title = document["curves"][name], picture["title"]
+        fixed = {"svg.fonttype": "none", "svg.hashsalt": title}  # the same numbers, the same file
+        with matplotlib.rc_context({**grey, **fixed}):
+            figure = Figure(figsize=(6.4, 3.7), layout="constrained")
+            axes = figure.subplots()
+            for label, values in curve["lines"].items():  # a line may end early
+                axes.plot(curve["x"][: len(values)], values, marker="o", label=label)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale(picture["y_scale"])
+            axes.set_xticks(curve["x"], [f"{x:,}" for x in curve["x"]])
+            axes.set(xlabel=picture["x_label"], ylabel=curve["unit"])
+            axes.set_title(where, fontsize="x-small")
+            axes.yaxis.set_major_formatter("{x:,g}")
+            if picture["y_scale"] == "linear":
+                axes.set_ylim(bottom=0)
+            axes.grid(axis="y", alpha=0.3)
+            axes.legend(frameon=False)
+            figure.suptitle(title.format_map(curve))
+            paths.append(Path(folder) / picture["file"])
+            figure.savefig(paths[-1], format="svg", transparent=True, metadata={"Date": None})
+    return paths

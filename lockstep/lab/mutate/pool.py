@@ -34,6 +34,7 @@ HANG_S = 20.0  # a unit that takes this much longer than ten times its time hang
 HANG_FACTOR = 10.0
 UNKNOWN_S = 600.0  # the limit of a unit whose time is not known
 START_S = 120.0  # from the fork to the first unit, and between two
+HUNG = 1  # what faulthandler ends a process with
 PYTEST = (
     *("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--hypothesis-seed=0"),
     "--continue-on-collection-errors",
@@ -97,7 +98,7 @@ class Heard:
 
     units: dict[str, dict[str, Any]] = field(default_factory=dict)  # outcome, seconds, detail
     reached: dict[str, dict[str, list[int]]] = field(default_factory=dict)  # unit → file → lines
-    end: str = "done"  # or late, or what ended the process
+    end: str = ""  # late, or what ended the process
 
 
 class Crew:
@@ -157,31 +158,29 @@ class Crew:
         process.join()
         if self._stopped:
             raise RuntimeError("the run was ended: what this job came to is not known")
-        return heard(job, tree, late, process.exitcode or 0)
+        return heard(tree, late, process.exitcode or 0)
 
 
-def heard(job: Job, tree: Path, late: bool, code: int) -> Heard:
+def heard(tree: Path, late: bool, code: int) -> Heard:
     """A job's report. A unit that hung or took the process along has failed."""
-    out, running = Heard(), ""
+    out = Heard()
     report = tree.with_suffix(".jsonl").read_text(encoding="utf-8")
     whole, _, _ = report.rpartition("\n")  # the last may be cut short
     for message in map(json.loads, whole.splitlines()):
         if "name" in message:
             out.units[message["name"]] = message
-        elif "reached" in message:
-            out.reached[message["reached"]] = message["lines"]
         else:
-            running = message["running"]
+            out.reached[message["reached"]] = message["lines"]
     if late:
         out.end = "late"
-        return out
-    if code == 1 and running:
-        out.end = f"hangs: no end after {job.unit_s(running):.0f} s"
-    elif code or running:
-        out.end = f"the process was ended ({f'signal {-code}' if code < 0 else f'code {code}'})"
-    if running and running not in out.units:
-        failed = {"outcome": "failed", "seconds": 0.0, "detail": out.end}
-        out.units[running] = {"name": running, **failed}
+    elif code == HUNG:
+        out.end = "hangs: it did not end in time"
+    elif code:
+        out.end = f"the process was ended (code {code})"  # below 0: by that signal
+    for unit in [name for name, told in out.units.items() if told["outcome"] == "running"]:
+        told = out.units.pop(unit)
+        if not late:
+            out.units[unit] = {**told, "outcome": "failed", "detail": out.end or "no end"}
     return out
 
 
@@ -232,15 +231,14 @@ class Watch:
         self.reports: list[Any] = []  # of the unit that runs
         if measure is not None:
             measure.start()
-        self.running("")
+        self.wait_for("")
 
     def send(self, **message: Any) -> None:
         print(json.dumps(message), file=self.stream, flush=True)
 
-    def running(self, unit: str) -> None:
-        """This unit runs, or with "" none. Beyond its time the process ends; the log says where."""
+    def wait_for(self, unit: str) -> None:
+        """Beyond the unit's time, or with "" that of none, the process ends; the log says where."""
         faulthandler.dump_traceback_later(self.job.unit_s(unit), exit=True, file=self.log)
-        self.send(running=unit)
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
@@ -266,7 +264,8 @@ class Watch:
                 self.measure.stop()
                 self.measure.start()
             self.measure.switch_context(nodeid)
-        self.running(nodeid)
+        self.finished(nodeid, "running")  # what it came to if nothing else is heard
+        self.wait_for(nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """A unit is set up, called and torn down; it has failed when any of these has."""
@@ -281,7 +280,7 @@ class Watch:
             outcome = "failed"
         seconds = sum(each.duration for each in self.reports)
         self.finished(report.nodeid, outcome, round(seconds, 4), "".join(failed[:1]))
-        self.running("")
+        self.wait_for("")
 
     def finished(self, unit: str, outcome: str, seconds: float = 0.0, detail: str = "") -> None:
         """Reports what a unit came to; where one failure is enough, that is the end."""

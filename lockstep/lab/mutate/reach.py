@@ -75,7 +75,7 @@ def measure(crew: Crew, group: Group) -> tuple[list[Unit], set[str]]:
     """Runs a group under coverage. Its units, and every file that it reached, imports included."""
     seen = group.name not in UNSEEN
     heard = crew.run(Job(group.units or (group.file,), stop=False, measure=seen))
-    if heard.end != "done":
+    if heard.end:
         raise RuleError("every unit ends without a mutant", heard.end, f"Mend {group.name} first")
     units = [Unit(**told, lines=heard.reached.get(n, {})) for n, told in heard.units.items()]
     return units, {group.file, *(file for lines in heard.reached.values() for file in lines)}
