@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep import cli
-from lockstep.lab.mutate import campaign, command, draw, pool, reach
+from lockstep.lab.mutate import campaign, draw, pool, reach
 from lockstep.lab.mutate.draw import Mutant
 from lockstep.types import RuleError
 
@@ -247,7 +247,7 @@ def test_mutants_are_killed_hang_or_live_and_the_rest_finds_what_coverage_did_no
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(campaign, "HANG_S", 3.0)
+    monkeypatch.setattr(pool, "HANG_S", 3.0)
     doubled = mutant(toy, "NumberReplacer", line_of("* 2"))
     endless = mutant(toy, "NumberReplacer", line_of("n -= 1"), nth=1)
     equal = mutant(toy, "ReplaceComparisonOperator_Gt_GtE", line_of("if x > top"))
@@ -342,7 +342,7 @@ def test_counts_are_by_module_and_leave_out_what_cannot_be_killed():
     rows = [{"module": "plan", "verdict": v} for v in judged] + [
         {"module": "kv", "verdict": "equivalent"}
     ]
-    found = command.count(rows)
+    found = campaign.count(rows)
     assert found["plan"] == {"killed": 3, "equivalent": 1, "neutral": 1, "open": 1, "share": 0.75}
     assert found["kv"]["share"] is None and found["all"]["equivalent"] == 2
 
@@ -361,7 +361,7 @@ def test_counts_are_by_module_and_leave_out_what_cannot_be_killed():
 def test_a_verdict_needs_a_judgement_and_a_reason(value: object, hint: str, tmp_path: Path):
     (tmp_path / "v.json").write_text(json.dumps(value))
     with pytest.raises(RuleError, match=hint):
-        command.read_verdicts(tmp_path / "v.json")
+        campaign.read_verdicts(tmp_path / "v.json")
 
 
 def test_the_command_lists_diffs_and_names_what_it_does_not_know(

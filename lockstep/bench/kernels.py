@@ -2,8 +2,8 @@
 
 A switch is two ways to do the same work, with it and without it, which alternate in one process;
 the ratio is off over on: above 1 it pays. A short cut of the host is taken out by putting another
-function in its place meanwhile. `DONE` says what is done about it. Knows what is compared; clocks
-are `machine`'s.
+function in its place meanwhile. kernels.toml says what is done about it. Knows what is compared;
+clocks are `machine`'s.
 """
 
 import argparse
@@ -23,24 +23,14 @@ from lockstep.bench.work import Ours
 from lockstep.kernels.cpu import rows, threads
 from lockstep.kernels.cpu.gemm import Panels
 from lockstep.kernels.cpu.ops import Ops
+from lockstep.lab import table
 from lockstep.ops import Activation, CosSin, Heads
 from lockstep.sample import logits, sampler
 from lockstep.sample.logits import Row
 from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import Batch
 
-DONE = {
-    "gemm": "kept: the one GEMM here whose rows do not depend on their company",
-    "bfloat16 panels": "kept where it pays: half the bytes of a weight have to come",
-    "row kernels": "kept: torch's sums and exponentials depend on the width of the vectors",
-    "fused rows": "kept where it pays: one call instead of two to four",
-    "cache writes": "kept where it pays: torch's index_copy_ is the other way",
-    "sampler": "kept where it pays: the other way is the definition, in tensors",
-    "threads": "kept where it pays",
-    "threads by work": "kept where it pays: otherwise every call has all threads",
-    "columns": "kept where it pays: otherwise each request of a step is looked at",
-    "kept batch": "kept where it pays",
-}
+DONE = table("kernels.toml", "lockstep.bench")
 EPS, OPS, BLOCK_S = 1e-6, Ops(), 0.15
 COLUMNS, KEPT = (f"lockstep.sched.scheduler.Scheduler.{name}" for name in ("_until_len", "_batch"))
 WORTH = "lockstep.kernels.cpu.threads.THREAD_NS"
