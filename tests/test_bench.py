@@ -264,8 +264,8 @@ def test_time_of_a_step_is_that_of_its_parts_without_what_they_call(monkeypatch)
 
     monkeypatch.setattr(contender, "perf_counter", lambda: now[0])
     times = HostTimes()
-    inner = times._timed("check", lambda: sleep(2))
-    outer = times._timed("build", lambda: (sleep(1), inner()))
+    inner = times.timed("check", lambda: sleep(2))
+    outer = times.timed("build", lambda: (sleep(1), inner()))
     found = times.step(lambda: (outer(), sleep(3)))
     assert {part: t for part, t in found.items() if t} == {
         **{"build": 1, "check": 2, "other": 3},

@@ -78,17 +78,17 @@ def work(lens: Sequence[int], news: Sequence[int], vocab_size: int, seed: int) -
 
 
 class HostTimes:
-    """Where the time of `Engine.step` goes: each part's own, without the parts that it calls."""
+    """Where time goes, that of `Engine.step` for one: each part's own, without those it calls."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._inner = [0.0]  # seconds in parts that the parts under way have called
         self._extra = 0.0  # that timing a call takes, beside what it says
-        nothing = self._timed("", lambda: None)
+        nothing = self.timed("", lambda: None)
         begin = perf_counter()
         for _ in range(1000):
             nothing()
-        self._extra = (perf_counter() - begin - self.seconds[""]) / 1000
+        self._extra = (perf_counter() - begin - self.seconds.pop("")) / 1000
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -96,17 +96,19 @@ class HostTimes:
         with ExitStack() as stack:
             for part, names in PARTS.items():
                 for home, attribute, old in (each for name in names for each in homes(name)):
-                    stack.enter_context(patch.object(home, attribute, self._timed(part, old)))
+                    stack.enter_context(patch.object(home, attribute, self.timed(part, old)))
             yield
 
     def step(self, step: Callable[[], object]) -> dict[str, float]:
         """Seconds of one step by part; "other" is in none of them."""
         self.seconds = dict.fromkeys([*PARTS, "other"], 0.0)
-        self._timed("other", step)()
+        self.timed("other", step)()
         host = sum(s for part, s in self.seconds.items() if part not in NOT_HOST)
         return {**self.seconds, "host": host}
 
-    def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose time counts for a part from now on."""
+
         def timed(*args: Any, **options: Any) -> Any:
             self._inner.append(0.0)
             begin = perf_counter()

@@ -7,13 +7,11 @@ The answers are compared: tokens and bits of log-probabilities. A row is a case 
 document has it as soon as it is measured. `cli` calls `run`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sysconfig
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
@@ -23,6 +21,7 @@ from time import perf_counter
 from typing import Any
 
 from lockstep.bench import gpu, results
+from lockstep.bench.contender import HostTimes
 from lockstep.bench.machine import Timing, alternate, note, place, set_threads, tell
 from lockstep.bench.results import Result, result
 from lockstep.config import EngineConfig
@@ -110,41 +109,20 @@ def earlier(where: str) -> dict[str, Result]:
     }
 
 
-class Phases:
-    """Where the time goes, phase by phase; what a method's own calls count under is not its own."""
-
-    def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._inner = 0.0  # of phases within the one that runs
-
-    def watch(self, owner: Any, name: str, phase: str) -> None:
-        """From now on the time of a method counts."""
-        method: Callable[..., Any] = getattr(owner, name)
-
-        def timed(*args: Any) -> Any:
-            begin, outer, self._inner = perf_counter(), self._inner, 0.0
-            answer = method(*args)
-            whole = perf_counter() - begin
-            self.seconds[phase] += whole - self._inner
-            self._inner = outer + whole
-            return answer
-
-        setattr(owner, name, timed)
-
-    @classmethod
-    def of(cls, engine: Engine) -> Phases:
-        """draft: what a chain or a tree takes; extend: rows of the draft for committed tokens, and
-        the states that are kept for them; verify: steps of the target, plain ones too; wait: for
-        their samples, and what is accepted of them."""
-        phases, speculation = cls(), engine.speculation
-        assert speculation is not None, "an algorithm is named"
-        phases.watch(speculation, "propose", "draft")
-        phases.watch(speculation, "settled", "extend")
-        if isinstance(speculation.draft, ModelDraft):
-            phases.watch(speculation.draft, "_extend", "extend")
-        phases.watch(engine, "_launch", "verify")
-        phases.watch(engine, "_result", "wait")
-        return phases
+def watch(engine: Engine) -> HostTimes:
+    """Where its time goes from now on. draft: what a chain or a tree takes; extend: rows of the
+    draft for committed tokens, and the states that are kept for them; verify: steps of the target,
+    plain ones too; wait: for their samples, and what is accepted of them."""
+    times, speculation = HostTimes(), engine.speculation
+    assert speculation is not None, "an algorithm is named"
+    methods: list[tuple[Any, str, str]] = [(speculation, "propose", "draft")]
+    methods += [(speculation, "settled", "extend")]
+    methods += [(engine, "_launch", "verify"), (engine, "_result", "wait")]
+    if isinstance(speculation.draft, ModelDraft):
+        methods += [(speculation.draft, "_extend", "extend")]
+    for owner, name, phase in methods:
+        setattr(owner, name, times.timed(phase, getattr(owner, name)))
+    return times
 
 
 def measure(case: Case, parts: Parts, runs: int, quick: bool) -> Result:
@@ -152,7 +130,7 @@ def measure(case: Case, parts: Parts, runs: int, quick: bool) -> Result:
     the machine does in the long run it does to both."""
     options = {"speculative_algorithm": case.algorithm}
     plain, guessing = (engine(parts, chosen) for chosen in ({}, options))
-    phases, speculation = Phases.of(guessing), guessing.speculation
+    phases, speculation = watch(guessing), guessing.speculation
     assert speculation is not None, "an algorithm is named"
     if case.errs:
         spoil(speculation.draft)
