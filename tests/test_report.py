@@ -114,11 +114,11 @@ def test_the_case_file_shows_what_was_measured(ran: tuple[Path, Path]):
         assert f"<h4>{section}</h4>" in text, section
 
 
-def test_lists_code_and_links_in_a_story():
-    made = pages.prose("First.\n1. one `x < y`\ngoes on\n2. two\n\nSee a/b#12.")
+def test_points_code_and_links_in_a_story():
+    made = pages.prose("First,\nof all.\n1. one `x < y`\ngoes on\n2. two\n\nSee a/b#12.")
     assert made == (
-        "<p>First.</p><ol><li>one <code>x &lt; y</code> goes on</li><li>two</li></ol>"
-        '<p>See <a href="https://github.com/a/b/issues/12" rel="noreferrer">a/b#12</a>.</p>'
+        "First, of all.\n1. one <code>x &lt; y</code> goes on\n2. two\n\n"
+        'See <a href="https://github.com/a/b/issues/12" rel="noreferrer">a/b#12</a>.'
     )
 
 

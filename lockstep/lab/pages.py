@@ -123,23 +123,8 @@ def html(doc: Document) -> str:
 
 
 def prose(text: str) -> Markup:
-    """Paragraphs; lines that begin with `-`, `*` or a number, and what follows them, as lists."""
-    out = Markup()
-    bullet = re.compile(r"([-*]|\d+[.)])\s+")
-    for block in re.split(r"\n\s*\n", text.strip()):
-        items: list[list[str]] = [[]]
-        for line in block.splitlines():
-            if bullet.match(line):
-                items.append([bullet.sub("", line, count=1)])
-            else:
-                items[-1].append(line)
-        head, *points = (inline(" ".join(lines)) for lines in items)
-        out += Markup("<p>{}</p>").format(head) if head else ""
-        if points:
-            kind = Markup("ol" if re.search(r"^\d+[.)]\s", block, re.M) else "ul")
-            listed = Markup().join(Markup("<li>{}</li>").format(point) for point in points)
-            out += Markup("<{0}>{1}</{0}>").format(kind, listed)
-    return out
+    """A story in lines: a paragraph, and each point of a list, is one."""
+    return inline(re.sub(r"(?<!\n)\n(?!\n|[-*]\s|\d+[.)]\s)", " ", text.strip()))
 
 
 def inline(text: str) -> Markup:
