@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from itertools import chain
 from unittest.mock import patch
 
 import torch
@@ -34,7 +35,7 @@ DONE = table("kernels.toml", "lockstep.bench")
 EPS, OPS, BLOCK_S = 1e-6, Ops(), 0.15
 COLUMNS, KEPT = (f"lockstep.sched.scheduler.Scheduler.{name}" for name in ("_until_len", "_batch"))
 WORTH = "lockstep.kernels.cpu.threads.THREAD_NS"
-Pair = tuple[Callable[[], object], Callable[[], object]]  # on and off
+Calls = tuple[str, str, Callable[[], object], Callable[[], object]]  # switch, case, on and off
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,9 +55,8 @@ def run(args: argparse.Namespace) -> int:
 def switches(sizes: Sizes) -> Iterator[tuple[str, str, Measure, Measure]]:
     """All of them, with it and without it: calls of kernels, then steps of the engine."""
     for t in (1, 64) if sizes.small else (1, 8, 64, 512):
-        for calls in (gemms, row_kernels, samplers):
-            for (name, case), (on, off) in calls(t).items():
-                yield name, f"{case}, {t} rows", called(on, BLOCK_S), called(off, BLOCK_S)
+        for name, case, on, off in chain(gemms(t), row_kernels(t), samplers(t)):
+            yield name, f"{case}, {t} rows", called(on, BLOCK_S), called(off, BLOCK_S)
     one, nobody = partial(threads.limited, 1), partial(patch, WORTH, 1)
     for n in (1, 32):
         case, steps = f"a step of {n} requests", partial(step, sizes, n)
@@ -82,7 +82,7 @@ def within(
     return measured
 
 
-# ---- calls: by switch and case, on and off ----
+# ---- calls ----
 
 
 def noise(*shape: int) -> Tensor:
@@ -90,21 +90,19 @@ def noise(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def gemms(t: int) -> dict[tuple[str, str], Pair]:
+def gemms(t: int) -> Iterator[Calls]:
     """Our GEMM against torch's, and against itself with float32 panels, of weights that are
     bfloat16 numbers."""
-    found: dict[tuple[str, str], Pair] = {}
     for n, k in ((1280, 256), (4096, 768)):
         weight, x, case = noise(n, k).bfloat16().float(), noise(t, k), f"{k} -> {n}"
         packed = OPS.pack(weight, None)
         wide = Panels(packed.numbers.float(), packed.n)
         ours = partial(OPS.linear, x, packed)
-        found["gemm", case] = (ours, partial(functional.linear, x, weight))
-        found["bfloat16 panels", case] = (ours, partial(OPS.linear, x, wide))
-    return found
+        yield "gemm", case, ours, partial(functional.linear, x, weight)
+        yield "bfloat16 panels", case, ours, partial(OPS.linear, x, wide)
 
 
-def row_kernels(t: int) -> dict[tuple[str, str], Pair]:
+def row_kernels(t: int) -> Iterator[Calls]:
     """Our kernels against torch's operators, and those that do several things in one call against
     one call for each."""
     x, residual, weight, norms = noise(t, 768), noise(t, 768), noise(768), noise(2, 64)
@@ -115,41 +113,26 @@ def row_kernels(t: int) -> dict[tuple[str, str], Pair]:
     def turned(part: Tensor, weight: Tensor) -> Tensor:
         return rows.rope(rows.rms_norm(part, weight, EPS), turns, False)
 
-    add_rms_norm = partial(OPS.add_rms_norm, x, residual, weight, EPS)
-    return {
-        ("row kernels", "add + rms_norm"): (
-            add_rms_norm,
-            lambda: functional.rms_norm(x + residual, [768], weight, EPS),
-        ),
-        ("row kernels", "silu_and_mul"): (
-            partial(OPS.act_and_mul, up, Activation.SILU),
-            lambda: functional.silu(up[:, :2048]) * up[:, 2048:],
-        ),
-        ("fused rows", "add + rms_norm"): (
-            add_rms_norm,
-            lambda: rows.rms_norm(x + residual, weight, EPS),
-        ),
-        ("fused rows", "qk-norm + rope"): (
-            partial(OPS.qk_norm_rope, qkv, Heads(12, 4, 64, EPS), norms, turns),
-            lambda: (turned(q, norms[0]), turned(k, norms[1])),
-        ),
-        ("cache writes", "4 heads of 64"): (
-            partial(OPS.kv_write, storage, slots, v, 1.0),
-            lambda: storage.index_copy_(0, slots.long(), v),
-        ),
-    }
+    torch_norm = partial(functional.rms_norm, normalized_shape=[768], weight=weight, eps=EPS)
+    add_norm = partial(OPS.add_rms_norm, x, residual, weight, EPS)
+    gate = partial(OPS.act_and_mul, up, Activation.SILU)
+    norm_rope = partial(OPS.qk_norm_rope, qkv, Heads(12, 4, 64, EPS), norms, turns)
+    write = partial(OPS.kv_write, storage, slots, v, 1.0)
+    yield "row kernels", "add + rms_norm", add_norm, lambda: torch_norm(x + residual)
+    yield "row kernels", "silu_and_mul", gate, lambda: functional.silu(up[:, :2048]) * up[:, 2048:]
+    yield "fused rows", "add + rms_norm", add_norm, lambda: rows.rms_norm(x + residual, weight, EPS)
+    yield "fused rows", "qk-norm + rope", norm_rope, lambda: list(map(turned, (q, k), norms))
+    yield "cache writes", "4 heads of 64", write, lambda: storage.index_copy_(0, slots.long(), v)
 
 
-def samplers(t: int) -> dict[tuple[str, str], Pair]:
+def samplers(t: int) -> Iterator[Calls]:
     """The compiled sampler against the same choice written with tensors."""
-    found: dict[tuple[str, str], Pair] = {}
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=1)
     for vocab in (4096, 32_000) if t <= 64 else ():
         how = sampler.settings([Row(params, i) for i in range(t)], vocab)
         args = (noise(t, vocab) * 3, how.floats, how.ints, how.cuts)
-        ours = partial(OPS.sample_tokens, *args)
-        found["sampler", f"top-p of {vocab}"] = (ours, partial(logits.sample_tokens, *args))
-    return found
+        tensors = partial(logits.sample_tokens, *args)
+        yield "sampler", f"top-p of {vocab}", partial(OPS.sample_tokens, *args), tensors
 
 
 # ---- steps ----
