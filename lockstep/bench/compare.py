@@ -51,6 +51,14 @@ class Compared:
     undisturbed: bool = True
     error: str = ""
 
+    def measure(self, sides: Mapping[str, "Side"], args: argparse.Namespace) -> None:
+        """Another start, by turns, besides those before."""
+        try:
+            self.add(by_turns(self.case, sides, args))
+        except RuntimeError as error:
+            self.error = str(error)
+        tell(self.line())
+
     def add(self, timing: machine.Timing) -> None:
         for side, starts in (("old", self.old_s), ("new", self.new_s)):
             starts.append([turn["seconds"] for turn in timing.runs[side]])
@@ -119,13 +127,14 @@ def run(args: argparse.Namespace) -> int:
         got = ", ".join(args.case)
         raise RuleError("--case is the beginning of a case's name", got, names()[0])
     compared, folders = [Compared(name) for name in todo], {"builtin": str(BUILTIN)}
-    with base_tree(args.base) as old_tree, ExitStack() as stack:
+    with ExitStack() as stack:
         if any(name.endswith("100m") for name in todo):
             note("making the random llama")
             folders["100m"] = str(stack.enter_context(llama_folder(small=False)))
         for _ in range(args.starts):  # where memory lies differs from start to start
-            with sides_of(old_tree, folders) as sides:
-                compare(compared, sides, args)
+            with sides_of(args.base, folders) as sides:
+                for found in compared:
+                    found.measure(sides, args)
     document = summary(args.base, compared)
     told = text("compare.txt", "lockstep.bench", cases=[], doc=document, least=LEAST_MEAN)
     publish(args, document, told)
@@ -134,9 +143,7 @@ def run(args: argparse.Namespace) -> int:
 
 def run_step(args: argparse.Namespace) -> int:
     """Host time of a decode step by part, beside an older commit's; returns 1 if it is too long."""
-    with ExitStack() as stack:
-        old_tree = stack.enter_context(base_tree(args.base)) if args.base else None
-        sides = stack.enter_context(sides_of(old_tree, {"builtin": str(BUILTIN)}))
+    with sides_of(args.base, {"builtin": str(BUILTIN)}) as sides:
         timing = by_turns(STEP, sides, args)
     medians, means = (
         {
@@ -169,16 +176,6 @@ def names() -> list[str]:
     return [*kernels, *engine, STEP, *SLOWER_S]
 
 
-def compare(cases: Sequence[Compared], sides: Mapping[str, Side], args: argparse.Namespace) -> None:
-    """Every case by turns, besides what was found before."""
-    for found in cases:
-        try:
-            found.add(by_turns(found.case, sides, args))
-        except RuntimeError as error:
-            found.error = str(error)
-        tell(found.line())
-
-
 def by_turns(case: str, sides: Mapping[str, Side], args: argparse.Namespace) -> machine.Timing:
     """Each side's answers, one per turn."""
     for side in sides.values():
@@ -193,12 +190,14 @@ def by_turns(case: str, sides: Mapping[str, Side], args: argparse.Namespace) -> 
 
 
 @contextmanager
-def sides_of(base: Path | None, folders: dict[str, str]) -> Iterator[dict[str, Side]]:
-    trees = {"new": ROOT} if base is None else {"old": base, "new": ROOT}
+def sides_of(base: str | None, folders: dict[str, str]) -> Iterator[dict[str, Side]]:
+    """This tree, and that of an older commit if one is named."""
     with ExitStack() as stack:
-        sides = {name: stack.enter_context(Side(tree, folders)) for name, tree in trees.items()}
-        for side in sides.values():
-            stack.callback(side.kill)
+        trees = {"old": stack.enter_context(base_tree(base))} if base else {}
+        sides = {}
+        for name, tree in {**trees, "new": ROOT}.items():
+            sides[name] = stack.enter_context(Side(tree, folders))
+            stack.callback(sides[name].kill)
         yield sides
 
 

@@ -273,12 +273,9 @@ def _point(
 
 def draw_curves(document: Document, folder: str) -> list[Path]:
     """Writes the pictures, x in powers of two, readable on light and dark pages; returns where."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        remedy = "pip install -c constraints.txt -e '.[bench]'"
-        raise RuleError("curves are drawn by matplotlib", str(error), remedy) from None
+    import matplotlib
+    from matplotlib.figure import Figure
+
     where = "{cpu}, {threads} threads, fp32, commit {commit}".format_map(document["environment"])
     grey = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), GREY)
     grey |= dict.fromkeys(("xtick.color", "ytick.color", "grid.color"), GREY)

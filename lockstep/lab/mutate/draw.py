@@ -105,13 +105,10 @@ def places(file: str, text: str) -> list[Place]:
 
 @cache
 def operators() -> dict[str, Any]:
+    from cosmic_ray.plugins import get_operator
+
     chosen = table("mutate.toml", "lockstep.lab.mutate")
     pairs = [f"Replace{kind}_{pair}" for kind, each in chosen["pairs"].items() for pair in each]
-    try:
-        from cosmic_ray.plugins import get_operator
-    except ImportError as error:
-        remedy = "pip install -c constraints.txt -e '.[test]'"
-        raise RuleError("mutants are made by cosmic-ray", str(error), remedy) from None
     return {name: get_operator(f"core/{name}")() for name in (*pairs, *chosen["operators"])}
 
 
