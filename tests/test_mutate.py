@@ -168,9 +168,9 @@ def test_an_id_stays_when_lines_above_come_and_go(toy: Path):
     assert (one.id, one.line + 3) == (two.id, two.line)
 
 
-def test_a_mutant_knows_its_statement_and_whether_it_runs_at_import(toy: Path):
+def test_a_mutant_knows_its_line_and_whether_it_runs_at_import(toy: Path):
     inside = mutant(toy, "NumberReplacer", line_of("* 2"))
-    assert len(inside.lines) == 4
+    assert inside.lines == (line_of("* 2"),)
     outside = mutant(toy, "NumberReplacer", line_of("START:"))
     assert outside.lines == (), "it runs at import: no line of its own"
 

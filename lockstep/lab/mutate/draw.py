@@ -31,7 +31,7 @@ class Mutant:
     stop: int
     text: str
     changed: frozenset[tuple[str, int]]  # file and line of everything in text[start:stop]
-    lines: tuple[int, ...]  # of its statement; none, if it runs when the module is imported
+    lines: tuple[int, ...]  # its own; none, if it runs when the module is imported
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def make(name: str, place: Place, text: str) -> Mutant | None:
         stop=stop,
         text=new,
         changed=frozenset((place.file, line) for line in range(first, last + 1)),
-        lines=statement(text, place.line),
+        lines=(place.line,) if runs_later(text, place.line) else (),
     )
 
 
@@ -178,19 +178,14 @@ def span(text: str, mutated: str) -> tuple[int, int, str]:
     return start, len(text) - end, mutated[start : len(mutated) - end]
 
 
-def statement(text: str, line: int) -> tuple[int, ...]:
-    """The lines of the innermost statement (or its head); none, if it runs at import."""
-    head, inside = (line, line), False
-    for node in ast.walk(ast.parse(text)):  # outer statements come first
-        if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or line):
-            continue
-        body = getattr(node, "body", None)
-        last = max(node.lineno, body[0].lineno - 1) if body else node.end_lineno or line
-        if line <= last:
-            head = (node.lineno, last)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            inside = True
-    return tuple(range(head[0], head[1] + 1)) if inside else ()
+def runs_later(text: str, line: int) -> bool:
+    """Whether a line stands in the body of a function: others run at import."""
+    bodies = [
+        (node.body[0].lineno, node.end_lineno or line)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return any(first <= line <= last for first, last in bodies)
 
 
 def combined(mutants: Sequence[Mutant], root: Path) -> dict[str, str]:
