@@ -83,8 +83,8 @@ def measure(args: argparse.Namespace) -> Document:
             names = {"case": f"{case.kind} {case.model}", "kind": case.kind, "model": case.model}
             note(names["case"])
             timing, more = kinds[case.kind](case.model, contenders)
-            limits = {"limit": case.limit, "absent": not compares}
-            judged = bench.result(timing, case.unit, case.targets, **limits)
+            asked = {n: x for n, x in case.targets.items() if compares or n in timing.runs}
+            judged = bench.result(timing, case.unit, asked, limit=case.limit)
             bench.add({**names, **judged, "more": more})
         loaded = dict.fromkeys(c.model for c in todo if c.kind != "start")
         document["models"] = {model: describe(contenders, model) for model in loaded}

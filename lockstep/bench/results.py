@@ -51,20 +51,18 @@ def result(
     targets: Mapping[str, float],
     *,
     limit: float | None = None,
-    absent: bool = False,
     quick: bool = False,
 ) -> Result:
     """A case: medians, ratios to the others (above 1 is better than they), every run. `targets` are
-    the least ratios, `limit` the largest value. A contender without a number has missed its target,
-    unless nobody asked for it (`absent`). `met` is None if nothing was judged: no target, a quick
-    run, or others used the machine, which can slow a contender twentyfold."""
+    the least ratios, `limit` the largest value. A contender without a number has missed its target.
+    `met` is None if nothing was judged: no target, a quick run, or others used the machine, which
+    can slow a contender twentyfold."""
     values = {name: round(timing.median(name), 4) for name in timing.runs}
     ours, sign = values["lockstep"], 1 if unit.endswith("per second") else -1
     ratios = {n: round((ours / v) ** sign, 3) for n, v in values.items() if n != "lockstep"}
-    wanted = {n: least for n, least in targets.items() if n in ratios or not absent}
-    reached = all(ratios.get(n, 0.0) >= least for n, least in wanted.items())
+    reached = all(ratios.get(n, 0.0) >= least for n, least in targets.items())
     within = limit is None or ours <= limit
-    judged = timing.undisturbed and not quick and (bool(wanted) or limit is not None)
+    judged = timing.undisturbed and not quick and (bool(targets) or limit is not None)
     return {
         "unit": unit,
         "values": values,
@@ -95,13 +93,8 @@ def _text(name: str, **values: Any) -> str:
 
 def unjudged(document: Mapping[str, Any]) -> list[str]:
     """Cases whose targets could not be judged because others used the machine."""
-    out = []
-    for case in document["cases"] if not document["quick"] else ():
-        measured = {*case["ratios"], *case.get("more", {}).get("errors", {})}
-        judgeable = set(case["targets"]) & measured or case["limit"] is not None
-        if judgeable and not case["undisturbed"]:
-            out.append(case["case"])
-    return out
+    aimed = [c for c in document["cases"] if c["targets"] or c["limit"] is not None]
+    return [c["case"] for c in aimed if not document["quick"] and not c["undisturbed"]]
 
 
 def failed(document: Mapping[str, Any]) -> bool:
