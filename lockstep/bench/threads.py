@@ -160,6 +160,10 @@ def scaling(requests: int, steps: int, bench: Bench) -> Result:
     counts = [2**i for i in range(all_threads.bit_length()) if 2**i < all_threads]
     others = {f"{n} threads": with_threads(n) for n in counts}
     timing = bench.alternate({**others, "lockstep": with_threads(all_threads)})
-    targets = dict.fromkeys(others, ALL_THREADS) if requests == 1 else {"1 threads": SPEED_UP}
-    judged = bench.result(timing, "ms per step", targets if all_threads >= MANY_CORES else {})
+    targets = {"1 threads": SPEED_UP}
+    if requests == 1:
+        targets = dict.fromkeys(others, ALL_THREADS)
+    if all_threads < MANY_CORES:
+        targets = {}
+    judged = bench.result(timing, "ms per step", targets)
     return {"case": f"a step of {requests} requests", **judged}

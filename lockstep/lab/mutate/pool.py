@@ -141,8 +141,9 @@ class Crew:
         finally:
             for name in job.changes:
                 shutil.copy2(self.template / name, tree / name)
-            for folder in set(kernels.glob("*")) - kept if job.changes else ():
-                shutil.rmtree(folder)
+            if job.changes:
+                for folder in set(kernels.glob("*")) - kept:
+                    shutil.rmtree(folder)
             self._idle.append(tree)
 
     def _forked(self, job: Job, tree: Path) -> Heard:
