@@ -20,22 +20,12 @@ from numba import njit
 
 from lockstep import order
 from lockstep.kernels.cpu import elementary
-from lockstep.kernels.cpu.attend import (
-    Consts,
-    Prepared,
-    Rows,
-    Shape,
-    Table,
-    attend,
-    block_rows,
-    build,
-    layer,
-    names,
-)
+from lockstep.kernels.cpu.attend import Prepared, Shape, Table, attend, build, names
 from lockstep.kernels.cpu.threads import limited, linked
 from lockstep.types import KV_FORMATS
 
 NO_LIST = 2**31 - 1
+BLOCK = 32  # rows of a block
 
 
 @dataclass(frozen=True)
@@ -54,7 +44,7 @@ class Case:
     sinks: bool = False
     v_scale: float = 1.0
     page_size: int = 16
-    block: int = 0
+    block: int = BLOCK
     tails: dict[int, int] = field(default_factory=dict)  # row -> first listed position
 
 
@@ -96,14 +86,8 @@ def poison(case: Case, slots: int, width: int) -> Any:
     return torch.full((slots, case.kv_heads, width), float("nan")).to(case.dtype)
 
 
-def flat(pool: Any) -> Any:
-    """A pool's storage as the kernel takes it."""
-    bits = {4: torch.float32, 2: torch.uint16, 1: torch.uint8}[pool.element_size()]
-    return pool.view(bits).reshape(-1).numpy()
-
-
 def layout(case: Case, k: Any, v: Any) -> tuple[Any, Any, Table]:
-    """Pools with every key in its place, and the table that says where."""
+    """Pools with every key in its place, and the table that says where, and who sees them."""
     page, rng = case.page_size, np.random.default_rng(3)
     seen_from = [
         min((lo for r, lo, hi in case.rows if r == q and lo < hi), default=0)
@@ -151,17 +135,19 @@ def layout(case: Case, k: Any, v: Any) -> tuple[Any, Any, Table]:
             start,
             np.array(tail_indptr, np.int32),
             np.array(tails, np.int32),
+            np.array([lo for _, lo, _ in case.rows], np.int32),
+            np.array([hi for _, _, hi in case.rows], np.int32),
+            blocks_of(case),
         ),
     )
 
 
 def blocks_of(case: Case) -> Any:
-    """Blocks of `case.block` rows (0: the recommended number), none across requests."""
-    size = case.block or block_rows(case.heads // case.kv_heads, case.d_qk, case.d_v)
+    """Blocks of `case.block` rows, none across requests."""
     blocks, begin = [], 0
     while begin < len(case.rows):
         r, end = case.rows[begin][0], begin
-        while end < len(case.rows) and case.rows[end][0] == r and end - begin < size:
+        while end < len(case.rows) and case.rows[end][0] == r and end - begin < case.block:
             end += 1
         blocks.append((r, begin, end))
         begin = end
@@ -181,27 +167,14 @@ def compute(
 ) -> tuple[Any, Any]:
     """(out, lse2) of the case's rows over these pools."""
     pool_k, pool_v, table = pools
-    out = np.full((len(case.rows), case.heads, case.d_v), 7, np.float32)
-    lse2 = np.full((len(case.rows), case.heads), 7, np.float32)
-    rows = Rows(
-        np.array([r[1] for r in case.rows], np.int32), np.array([r[2] for r in case.rows], np.int32)
-    )
+    out = torch.full((len(case.rows), case.heads, case.d_v), 7.0)
+    lse2 = torch.full((len(case.rows), case.heads), 7.0)
     tile, split = order.tile_len(case.d_qk, case.d_v), order.split_len(case.d_qk, case.d_v)
-    strides = pool_k.stride(0), pool_k.stride(1), pool_v.stride(0), pool_v.stride(1)
-    shape = Shape(case.kv_heads, case.page_size, tile, split, *strides, code=CODES[case.dtype])
+    shape = Shape(case.kv_heads, case.page_size, tile, split, CODES[case.dtype])
     sink2 = (sinks * order.LOG2E).astype(np.float32)
-    consts = Consts(*scale_of(case), case.v_scale)
-    kernel(
-        q.numpy(),
-        flat(pool_k),
-        flat(pool_v),
-        out,
-        lse2,
-        Prepared(table, rows, blocks_of(case), len(case.rows)),
-        shape,
-        layer(consts, sink2),
-    )
-    return out, lse2
+    layer = torch.tensor((*scale_of(case), case.v_scale, *sink2.tolist()))
+    kernel(q, pool_k, pool_v, out, lse2, Prepared(table, shape, len(case.rows)), layer)
+    return out.numpy(), lse2.numpy()
 
 
 def run(case: Case, kernel: Any = attend, spoil: Any = None) -> tuple[Any, Any]:
@@ -324,7 +297,7 @@ def test_a_listed_tail_has_the_bits_of_plain_pages(length: int, listed: int) -> 
     for heads, kv_heads in ((4, 1), (2, 2), (6, 2)):
         plain = Case((length,), rows, heads, kv_heads)
         tree = dataclasses.replace(plain, tails=dict.fromkeys(range(6), length - listed))
-        for block in (0, 1, 4):
+        for block in (BLOCK, 1, 4):
             assert same(run(plain), run(dataclasses.replace(tree, block=block))), (heads, block)
 
 
@@ -374,31 +347,16 @@ def test_every_bit_pattern_of_a_narrow_format_loads_exactly(dtype: torch.dtype) 
     bits = torch.arange(count, dtype=torch.int32).to(torch.uint16 if count > 256 else torch.uint8)
     pool = bits.view(dtype).reshape(-1, 1, 64)
     n = pool.shape[0]
-    q, out, lse2 = (
-        np.zeros((n, 1, 64), np.float32),
-        np.empty((n, 1, 64), np.float32),
-        np.empty((n, 1), np.float32),
-    )
+    q, out, lse2 = torch.zeros(n, 1, 64), torch.empty(n, 1, 64), torch.empty(n, 1)
     position, plain = np.arange(n, dtype=np.int32), np.full(n, NO_LIST, np.int32)
     zeros = np.zeros(n + 1, np.int32)
-    table = Table(position, np.array([0, n], np.int32), zeros[:1], plain, zeros, zeros[:0])
+    pages = (position, np.array([0, n], np.int32), zeros[:1], plain, zeros, zeros[:0])
     blocks = np.stack([zeros[:n], position, position + 1], 1)
-    keys = np.zeros(n * 64, flat(pool).dtype)
-    sink2 = np.full(1, -np.inf, np.float32)
-    rows = Rows(position, position + 1)
-    shape = Shape(1, 1, 64, 512, 64, 64, 64, 64, code=CODES[dtype])
-    attend(
-        q,
-        keys,
-        flat(pool),
-        out,
-        lse2,
-        Prepared(table, rows, blocks, 1),
-        shape,
-        layer(Consts(0, 1, 1), sink2),
-    )
-    truth = pool.float().numpy()
-    assert np.array_equal(out, truth, equal_nan=True)
+    table = Table(*pages, lo=position, hi=position + 1, blocks=blocks)
+    prepared = Prepared(table, Shape(1, 1, 64, 512, CODES[dtype]), 1)
+    layer = torch.tensor((0.0, 1.0, 1.0, -torch.inf))
+    attend(q, torch.zeros_like(pool), pool, out, lse2, prepared, layer)
+    assert np.array_equal(out.numpy(), pool.float().numpy(), equal_nan=True)
 
 
 def scalar(name: str) -> Any:

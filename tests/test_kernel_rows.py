@@ -380,8 +380,8 @@ def test_every_unit_is_claimed_once_and_a_share_that_nobody_came_for_by_the_othe
 def test_units_of_a_gemm_are_whole_micro_kernels_and_enough_for_all_threads(panels, team):
     for count in (1, 5, 6, 7, 64, 95, 96, 97, 512, 2000):
         each = gemm.unit_rows(count, panels, team)
-        assert each % gemm.ROWS == 0 and 0 < each <= gemm.UNIT_ROWS
-        full = each == gemm.ROWS or panels * -(-count // each) >= 2 * team
+        assert each % gemm.PANEL_ROWS == 0 and 0 < each <= gemm.UNIT_ROWS
+        full = each == gemm.PANEL_ROWS or panels * -(-count // each) >= 2 * team
         assert full or team == 1, (count, panels, team, each)
 
 

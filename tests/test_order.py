@@ -14,10 +14,12 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from lockstep import order
 from lockstep.kernels.cpu import elementary as el
-from lockstep.kernels.cpu.attend import Consts, Prepared, Rows, Shape, Table, attend, layer
+from lockstep.kernels.cpu.attend import Prepared, Shape, Table, attend
+from lockstep.types import KV_FORMATS
 
 LIBM = ctypes.CDLL(ctypes.util.find_library("m"))
 LIBM.fmaf.restype, LIBM.fmaf.argtypes = ctypes.c_float, (ctypes.c_float,) * 3
@@ -57,9 +59,9 @@ def fold(M, L, A, m, total, acc):
     return n, fma(L, x, total * y), [fma(a, x, b * y) for a, b in zip(A, acc, strict=True)]
 
 
-def row(q, k, v, lo, hi, consts, sink2, tile, split):
+def row(q, k, v, lo, hi, scales, sink2, tile, split):
     """One row and head: q [D], k [n, D], v [n, Dv]; sees [lo, hi)."""
-    c, d_v = F(consts.c), v.shape[1]
+    (c, v_scale), d_v = scales, v.shape[1]
     M, L, A = -INF, F(0), [F(0)] * d_v
     for s in range(0, hi, split):
         m, total, acc = -INF, F(0), [F(0)] * d_v
@@ -83,7 +85,7 @@ def row(q, k, v, lo, hi, consts, sink2, tile, split):
             m = top
         M, L, A = fold(M, L, A, m * c if m > -INF else -INF, total, acc)
     M, L, A = fold(M, L, A, sink2, F(1), [F(0)] * d_v)
-    out = [a / L * F(consts.v_scale) + F(0) for a in A]
+    out = [a / L * v_scale + F(0) for a in A]
     return np.array(out, F), F(float(M) + math.log2(float(L)))
 
 
@@ -109,16 +111,15 @@ def test_the_kernel_adds_in_the_canonical_order(n, lo, sink):
     pool_k[ids], pool_v[ids] = k, v
     out, lse2 = np.empty((1, heads, d_v), F), np.empty((1, heads), F)
     one = lambda *x: np.array(x, np.int32)  # noqa: E731
-    table = Table(ids, one(0, n), one(0), one(n), one(0, 0), one())
-    consts = Consts(0.0, F(0.3 * order.LOG2E), 1.5)
-    shape = Shape(1, 1, tile, split, d_qk, d_qk, d_v, d_v)
-    sink2 = np.full(heads, sink, F)
-    prepared = Prepared(table, Rows(one(lo), one(n)), one(0, 0, 1).reshape(1, 3), 1)
-    attend(
-        q, pool_k.reshape(-1), pool_v.reshape(-1), out, lse2, prepared, shape, layer(consts, sink2)
-    )
+    pages = (ids, one(0, n), one(0), one(n), one(0, 0), one())
+    table = Table(*pages, lo=one(lo), hi=one(n), blocks=one(0, 0, 1).reshape(1, 3))
+    shape = Shape(1, 1, tile, split, KV_FORMATS["float32"].code)
+    scales = F(0.3 * order.LOG2E), F(1.5)
+    layer = np.array((0.0, *scales, *[sink] * heads), F)
+    arrays = map(torch.from_numpy, (q, pool_k, pool_v, out, lse2))
+    attend(*arrays, Prepared(table, shape, 1), torch.from_numpy(layer))
     for h in range(heads):
-        want, want_lse2 = row(q[0, h], k[:, 0], v[:, 0], lo, n, consts, sink, tile, split)
+        want, want_lse2 = row(q[0, h], k[:, 0], v[:, 0], lo, n, scales, sink, tile, split)
         assert out[0, h].tobytes() == want.tobytes(), (out[0, h], want)
         assert lse2[0, h] == pytest.approx(
             want_lse2, rel=2e-7

@@ -5,7 +5,8 @@ together; `bind` adds the constants of every layer.
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -15,13 +16,14 @@ from torch import Tensor
 from lockstep import order
 from lockstep.attention import base
 from lockstep.kernels.cpu import attend as kernels
-from lockstep.kernels.cpu.attend import Consts, Layer, Prepared, Rows, Shape, Table
+from lockstep.kernels.cpu.attend import Prepared, Shape, Table
 from lockstep.kernels.cpu.threads import empty
 from lockstep.kv.pool import Keys, widened
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket, Group, StepPlan
 from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, RuleError
 
+BLOCK_ROWS = 128  # that hide the staging of a tile and leave queries and accumulators in L2
 CAPS = base.Caps(
     devices=frozenset({"cpu"}),
     activation_dtypes=frozenset({"float32"}),
@@ -47,28 +49,7 @@ class Handle:
 
     spec: GroupSpec
     prepared: Prepared
-    page_size: int
-    split: int
-    layers: dict[AttnSpec, Layer]
-    shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], Shape] = field(default_factory=dict)
-
-    def shape(self, k: Tensor, v: Tensor) -> Shape:
-        """Of keys that lie so: layers of a group have the same."""
-        strides = (k.stride(), v.stride())
-        if strides not in self.shapes:
-            (k_slot, k_head, _), (v_slot, v_head, _) = strides
-            self.shapes[strides] = Shape(
-                kv_heads=self.spec.kv_heads,
-                page_size=self.page_size,
-                tile=order.tile_len(self.spec.d_qk, self.spec.d_v),
-                split=self.split,
-                k_slot=k_slot,
-                k_head=k_head,
-                v_slot=v_slot,
-                v_head=v_head,
-                code=KV_FORMATS[self.spec.kv_dtype].code,
-            )
-        return self.shapes[strides]
+    layers: dict[AttnSpec, Tensor]  # constants
 
 
 class Backend(base.Backend):
@@ -77,7 +58,7 @@ class Backend(base.Backend):
     caps = CAPS
 
     def __init__(self) -> None:
-        self._layers: dict[GroupSpec, dict[AttnSpec, Layer]] = {}
+        self._layers = cache(layers)
 
     def derived_len(self, spec: GroupSpec, bucket: Bucket) -> int:
         """lo and hi of every row, and three numbers per block."""
@@ -94,24 +75,19 @@ class Backend(base.Backend):
 
     def bind(self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Hashable) -> Handle:
         """What the kernel finds in the image."""
-        page_ids, page_indptr, first_pos, page_size = base.addresses(spec, views)
-        table = Table(page_ids, page_indptr, first_pos, *base.lists(spec, views))
-        rows, cut = bucket.tokens, views.derived[2 * bucket.tokens :].reshape(-1, 3)
-        seen = Rows(views.derived[:rows], views.derived[rows : 2 * rows])
-        largest = min(block_rows(spec), bucket.width or rows)
-        return Handle(
-            spec=spec,
-            prepared=Prepared(table, seen, cut, largest),
+        *pages, page_size = base.addresses(spec, views)
+        rows, derived = bucket.tokens, views.derived
+        seen = (derived[:rows], derived[rows : 2 * rows], derived[2 * rows :].reshape(-1, 3))
+        table = Table(*pages, *base.lists(spec, views), *seen)
+        shape = Shape(
+            kv_heads=spec.kv_heads,
             page_size=page_size,
+            tile=order.tile_len(spec.d_qk, spec.d_v),
             split=order.split_len(spec.d_qk, spec.d_v),
-            layers=self._constants(spec),
+            code=KV_FORMATS[spec.kv_dtype].code,
         )
-
-    def _constants(self, spec: GroupSpec) -> dict[AttnSpec, Layer]:
-        if spec not in self._layers:
-            every = dict.fromkeys(spec.layers)
-            self._layers[spec] = {attn: constants(attn, spec.heads) for attn in every}
-        return self._layers[spec]
+        largest = min(block_rows(spec), bucket.width or rows)
+        return Handle(spec, Prepared(table, shape, largest), self._layers(spec))
 
     def attend(
         self, q: Tensor, keys: Keys, handle: Handle, spec: AttnSpec
@@ -127,8 +103,7 @@ class Backend(base.Backend):
         if rows:
             k, v = keys
             q = widened(q, order.stored_len(d_qk)).contiguous()
-            layer = handle.layers[spec]
-            kernel()(q, k, v, out, lse2, handle.prepared, handle.shape(k, v), layer)
+            kernel()(q, k, v, out, lse2, handle.prepared, handle.layers[spec])
         lse = torch.from_numpy(base.log2_to_ln(lse2.numpy()))  # few numbers: numpy is quicker
         return out if out.shape[2] == group.d_v else out[..., : group.d_v], lse
 
@@ -139,8 +114,9 @@ def kernel() -> Callable[..., None]:
 
 
 def block_rows(spec: GroupSpec) -> int:
-    """Tokens computed together. Changes speed, never bits."""
-    return kernels.block_rows(spec.group_size, spec.d_qk, spec.d_v)
+    """Tokens computed together, as suits the caches. Changes speed, never bits."""
+    rows = BLOCK_ROWS if max(spec.d_qk, spec.d_v) <= 256 else BLOCK_ROWS // 2
+    return max(1, rows // spec.group_size)
 
 
 def most_blocks(spec: GroupSpec, bucket: Bucket) -> int:
@@ -164,7 +140,12 @@ def blocks(plan: StepPlan, rows: int) -> NDArray[np.int32]:
     return np.stack((request, begin, end), 1)
 
 
-def constants(attn: AttnSpec, heads: int) -> Layer:
-    """What a layer's kernel call needs of its spec."""
-    pre, c = base.score_constants(attn)
-    return kernels.layer(Consts(pre, c, base.value_scale(attn)), base.sink_logits2(attn, heads))
+def layers(spec: GroupSpec) -> dict[AttnSpec, Tensor]:
+    """The constants of every layer of a group."""
+    return {attn: constants(attn, spec.heads) for attn in dict.fromkeys(spec.layers)}
+
+
+def constants(attn: AttnSpec, heads: int) -> Tensor:
+    """What the kernel is told of a layer, float32 [3 + heads]."""
+    scales = (*base.score_constants(attn), base.value_scale(attn))
+    return torch.from_numpy(np.array((*scales, *base.sink_logits2(attn, heads)), np.float32))

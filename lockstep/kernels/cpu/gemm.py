@@ -1,52 +1,26 @@
 """y = x Wᵀ + b in float32: every element is one fma chain over K, ascending, and then its bias.
 
 So a row of y depends on its own row of x and on nothing else. Weights are packed into panels, [K +
-1, PANEL] each, whose last row is the bias; a micro-kernel holds the chains of a few rows and one
-panel in registers. Weights that are bfloat16 numbers, as most checkpoints' are, stay so in memory:
-half as many bytes have to come. Called through the table, ops.py.
+1, PANEL] each, whose last row is the bias; a micro-kernel (loops.py) holds the chains of a few rows
+and one panel in registers. Weights that are bfloat16 numbers, as most checkpoints' are, stay so in
+memory: half as many bytes have to come. Called through the table, ops.py.
 """
 
-import itertools
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
-from llvmlite import ir
 from torch import Tensor
 
 from lockstep.kernels.cpu import threads
-from lockstep.kernels.cpu.lanes import (
-    I32,
-    I64,
-    VECTOR,
-    at,
-    below_ir,
-    call_ir,
-    constant,
-    int64_at,
-    integers,
-    ir_function,
-    load_ir,
-)
-from lockstep.kernels.cpu.loops import (
-    RAW,
-    VECTOR_BYTES,
-    VECTORS,
-    chains,
-    row_addresses,
-    shaped,
-    widen_ir,
-)
+from lockstep.kernels.cpu.lanes import int64_at
+from lockstep.kernels.cpu.loops import PANEL, PANEL_ROWS, products
 from lockstep.kernels.cpu.threads import ENTRIES, OPTIONS, SHARES, UNITS, empty, fetch
-from lockstep.order import LANES
 
-ROWS = 6  # of a full micro-kernel: 24 of 32 zmm registers, or 12 of 16 ymm registers
-PANEL = LANES * VECTORS
 UNIT_ROWS = 96  # rows of x that one unit of work multiplies with one panel, at most
 UNITS_PER_THREAD = 4  # so that threads end at about the same time
 WEIGHTS_PER_NS = 4  # of one thread, as they come from memory
-FORMATS = {4: "float32", 2: "bfloat16"}  # a panel's, by the bytes of a number
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,9 +92,9 @@ def _run(
     """groups: bytes from one group's x to the next, the same of y, and where the rows of each begin
     (0: all rows are in every group)."""
     count, panels, depth, item, address = packed.layout
-    passes = -(-x.shape[0] // ROWS) if groups[2] else -(-rows // ROWS) * count
+    passes = -(-x.shape[0] // PANEL_ROWS) if groups[2] else -(-rows // PANEL_ROWS) * count
     cost_ns = panels * PANEL * depth * passes // WEIGHTS_PER_NS
-    team = threads.team(count * panels * -(-rows // ROWS), cost_ns)
+    team = threads.team(count * panels * -(-rows // PANEL_ROWS), cost_ns)
     each = unit_rows(rows, count * panels, team)
     chunks = -(-rows // each)
     where = (x.data_ptr(), 4 * x.stride(0), address, y.data_ptr(), y_stride)
@@ -130,9 +104,9 @@ def _run(
 
 def unit_rows(rows: int, panels: int, team: int) -> int:
     """Rows of a unit: fewer where panels alone would not keep all threads busy."""
-    few = min(-(-UNITS_PER_THREAD * team // panels), -(-rows // ROWS)) if team > 1 else 1
+    few = min(-(-UNITS_PER_THREAD * team // panels), -(-rows // PANEL_ROWS)) if team > 1 else 1
     chunks = max(few, -(-rows // UNIT_ROWS), 1)
-    return -(-max(rows, 1) // (chunks * ROWS)) * ROWS
+    return -(-max(rows, 1) // (chunks * PANEL_ROWS)) * PANEL_ROWS
 
 
 @threads.njit(**OPTIONS)
@@ -153,44 +127,13 @@ def unit(at: Any, nth: Any, worker: Any) -> None:
         row, last = int64_at(bounds)[group], int64_at(bounds)[group + 1]
     weight, column = packed + panel * (depth + 1) * PANEL * item, panel % panels * PANEL
     x_at, y_at = x + group * x_group, y + group * y_group + 4 * column
-    fetch(at, x_at, x_stride, row, min(row + ROWS, last), 4 * depth)
+    fetch(at, x_at, x_stride, row, min(row + PANEL_ROWS, last), 4 * depth)
     while row < last:
-        some = min(ROWS, last - row)
+        some = min(PANEL_ROWS, last - row)
         x_row, y_row = x_at + row * x_stride, y_at + row * y_stride
-        fetch(at, x_at, x_stride, row + some, min(row + some + ROWS, last), 4 * depth)
+        fetch(at, x_at, x_stride, row + some, min(row + some + PANEL_ROWS, last), 4 * depth)
         products(some, item, x_row, x_stride, weight, depth, y_row, y_stride, n - column)
         row += some
 
 
 work = cache(partial(threads.kernel, "GEMM", unit))  # the compiled kernel of this machine
-
-
-@ir_function(integers(9))
-def products(
-    builder: Any, rows: Any, item: Any, x: Any, x_stride: Any, panel: Any, depth: Any, y: Any,
-    y_stride: Any, columns: Any,
-) -> None:  # fmt: skip
-    """y[r][j] = fma chain over k in [0, depth) of x[r][k] * panel[k][j], from 0, plus
-    panel[depth][j]; `columns` are stored. `item` bytes has a number of the panel: 4 or 2."""
-
-    def loop(count: int, size: int) -> None:
-        number = ir.VectorType(RAW[size], LANES)
-
-        def weights(k: Any) -> list[Any]:
-            row = builder.add(panel, builder.mul(k, I64(PANEL * size)))
-            places = range(0, PANEL * size, LANES * size)
-            raw = [load_ir(builder, row, place, of=number, align=size) for place in places]
-            return [widen_ir(builder, each, FORMATS[size]) for each in raw]
-
-        x_rows = row_addresses(builder, x, x_stride, count)
-        zeros = [constant(VECTOR, 0.0)] * (count * VECTORS)
-        sums = chains(builder, x_rows, (I64(0), depth), zeros, weights)
-        for j, bias in enumerate(weights(depth)):
-            mask = below_ir(builder, builder.sub(columns, I64(LANES * j)))
-            for r, row in enumerate(row_addresses(builder, y, y_stride, count)):
-                total = builder.fadd(sums[r * VECTORS + j], bias)
-                place = at(builder, row, VECTOR_BYTES * j)
-                name, args = "llvm.masked.store.v16f32.p0", [total, place, I32(4), mask]
-                call_ir(builder, name, ir.VoidType(), args)
-
-    shaped(builder, rows, item, list(itertools.product(range(1, ROWS + 1), (2, 4))), loop)

@@ -1,14 +1,15 @@
-"""The inner loops as LLVM IR: from the pool into a tile, scores of a few rows against a tile, and
-values of a tile into a few rows.
+"""The inner loops as LLVM IR: from the pool into a tile, scores of a few rows against a tile,
+values of a tile into a few rows, and a few rows times a panel of weights.
 
 A row of the pool has a code of `types.KV_FORMATS` and an entry in a table of int64 byte addresses,
 so pages of any size look the same; widening to float32 is exact. A micro-kernel holds `rows` x
 `vectors` accumulators in registers, each one fma chain: no shape changes a bit. Knows addresses and
-strides in bytes. Called by unit.py; gemm.py uses its helpers.
+strides in bytes. Called by unit.py and gemm.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 
 from llvmlite import ir
@@ -21,6 +22,9 @@ from lockstep.kernels.cpu.lanes import (
     I32,
     I64,
     VECTOR,
+    at,
+    below_ir,
+    call_ir,
     constant,
     fma_ir,
     integers,
@@ -40,12 +44,15 @@ TARGET: tuple[str, ...] = registry.cpu_target.target_context.codegen().magic_tup
 WIDE = "+avx512f" in TARGET[2]
 ROWS = 4  # rows of a full micro-kernel
 VECTORS = 4 if WIDE else 1  # its width: 16 of 32 zmm registers, or 8 of 16 ymm registers
-Shapes = Sequence[tuple[int, int]]
+Shapes = Iterable[tuple[int, int]]
 Vectors = Callable[[Any], list[Any]]  # those of an index, as emitted
 PIECE = 4  # elements of a key that are transposed together: one 128-bit lane of floats
 STEP = 8  # columns per iteration: head sizes are multiples of 8
 FLOAT32 = KV_FORMATS["float32"].code
 RAW = {4: F32, 2: I16, 1: I8}  # an element by its bytes: float, or the bits of a narrow format
+PANEL_ROWS = 6  # of a GEMM's full micro-kernel: 24 of 32 zmm registers, or 12 of 16 ymm registers
+PANEL = LANES * VECTORS  # and its columns
+FORMATS = {2: "bfloat16", 4: "float32"}  # a panel's, by the bytes of a number
 SHAPES = [(rows, width) for rows in range(1, ROWS + 1) for width in (1, 2, 4) if width <= VECTORS]
 
 
@@ -120,6 +127,37 @@ def values(
         store_rows(builder, sums, acc_rows, vectors)
 
     shaped(builder, rows, vectors, SHAPES, loop)
+
+
+@ir_function(integers(9))
+def products(
+    builder: Any, rows: Any, item: Any, x: Any, x_stride: Any, panel: Any, depth: Any, y: Any,
+    y_stride: Any, columns: Any,
+) -> None:  # fmt: skip
+    """y[r][j] = fma chain over k in [0, depth) of x[r][k] * panel[k][j], from 0, plus
+    panel[depth][j]; `columns` are stored. `item` bytes has a number of the panel: 4 or 2."""
+
+    def loop(count: int, size: int) -> None:
+        number = ir.VectorType(RAW[size], LANES)
+
+        def weights(k: Any) -> list[Any]:
+            row = builder.add(panel, builder.mul(k, I64(PANEL * size)))
+            places = range(0, PANEL * size, LANES * size)
+            raw = [load_ir(builder, row, place, of=number, align=size) for place in places]
+            return [widen_ir(builder, each, FORMATS[size]) for each in raw]
+
+        x_rows = row_addresses(builder, x, x_stride, count)
+        zeros = [constant(VECTOR, 0.0)] * (count * VECTORS)
+        sums = chains(builder, x_rows, (I64(0), depth), zeros, weights)
+        for j, bias in enumerate(weights(depth)):
+            mask = below_ir(builder, builder.sub(columns, I64(LANES * j)))
+            for r, row in enumerate(row_addresses(builder, y, y_stride, count)):
+                total = builder.fadd(sums[r * VECTORS + j], bias)
+                place = at(builder, row, VECTOR_BYTES * j)
+                name, args = "llvm.masked.store.v16f32.p0", [total, place, I32(4), mask]
+                call_ir(builder, name, ir.VoidType(), args)
+
+    shaped(builder, rows, item, product(range(1, PANEL_ROWS + 1), FORMATS), loop)
 
 
 def chains(

@@ -400,9 +400,9 @@ def run_unit(job: Any, scratch: Any, unit: Any) -> None:
         job.lse2[token * sizes.heads + head] = end_row(job, scratch, row, target, head)
 
 
-# ---- a call: its entries are those of attend.py's `call` ----
+# ---- a call: its entries are those of `attend` ----
 
-BLOCKS, SIZES, MEMORY = 14, 17, 30  # where the number of blocks, the sizes and the memory stand
+BLOCKS, LAYER, SIZES, MEMORY = 14, 15, 16, 29  # where these stand: number of blocks, ...
 
 
 def padded(n: Any, unit: Any) -> Any:
@@ -455,15 +455,15 @@ def unpack(record: Any) -> Any:
     heads, item, kv_heads = record[z], record[z + 3], record[z + 4]
     sizes = Sizes(
         heads, kv_heads, heads // kv_heads, record[z + 1], record[z + 2], record[z + 5],
-        record[z + 6], record[z + 7], record[z + 12], record[z + 8] * item, record[z + 9] * item,
-        record[z + 10] * item, record[z + 11] * item,
+        record[z + 6], record[z + 7], record[z + 8], record[z + 9] * item, record[z + 10] * item,
+        record[z + 11] * item, record[z + 12] * item,
     )  # fmt: skip
-    consts = float32_at(record[16])
+    layer = float32_at(record[LAYER])
     return KernelArgs(
         record[0], record[1], record[2], record[3], float32_at(record[4]), int32_at(record[5]),
         int32_at(record[6]), int32_at(record[7]), int32_at(record[8]), int32_at(record[9]),
         int32_at(record[10]), int32_at(record[11]), int32_at(record[12]), int32_at(record[13]),
-        float32_at(record[15]), sizes, consts[0], consts[1], consts[2],
+        float32_at(record[LAYER] + 12), sizes, layer[0], layer[1], layer[2],
     )  # fmt: skip
 
 

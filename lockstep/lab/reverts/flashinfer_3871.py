@@ -28,7 +28,6 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.kernels.cpu.attend import Prepared, Rows, Table
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket
 from lockstep.types import INT32_MAX, GroupSpec
@@ -48,10 +47,9 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         cached_len = np.asarray(views.positions)[q_indptr[request]]
         if bucket.width < 2 or bucket.tail or not cached_len.all():
             return handle
-        *table, lo, hi, blocks = handle.prepared.arrays
-        last = np.asarray(hi)[q_indptr[request + 1] - 1]
-        pages = Table(*table)._replace(start=np.full_like(last, INT32_MAX))
-        prepared = Prepared(pages, Rows(lo, last), blocks, handle.prepared.most)
-        return replace(handle, prepared=prepared)
+        table = handle.prepared.table
+        last = np.asarray(table.hi)[q_indptr[request + 1] - 1]
+        pages = table._replace(start=np.full_like(last, INT32_MAX), hi=last)
+        return replace(handle, prepared=replace(handle.prepared, table=pages))
 
     return bind

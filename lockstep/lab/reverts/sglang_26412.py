@@ -61,6 +61,7 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
             return handle
         tile = order.tile_len(spec.d_qk, spec.d_v)
         keys = int(views.kv_lens.sum())
-        return replace(handle, split=-(-keys // (WORKERS * tile)) * tile)
+        shape = handle.prepared.shape._replace(split=-(-keys // (WORKERS * tile)) * tile)
+        return replace(handle, prepared=replace(handle.prepared, shape=shape))
 
     return bind

@@ -40,7 +40,6 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.kernels.cpu.attend import Prepared, Rows, Table
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket
 from lockstep.types import INT32_MAX, GroupSpec, Layout
@@ -61,12 +60,11 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         if spec.layout is Layout.FRESH or bucket.tail or bucket.width < 2 or not cached_len.all():
             return handle
         held = (np.diff(views.page_indptr) * spec.page_size + first_pos)[request]
-        *table, lo, hi, blocks = handle.prepared.arrays
-        twice = np.minimum(np.asarray(hi) + np.diff(q_indptr)[request], held).astype(np.int32)
-        pages = Table(*table)._replace(
-            start=np.full_like(twice, INT32_MAX)
-        )  # no lists: everything is read from pages
-        prepared = Prepared(pages, Rows(lo, twice), blocks, handle.prepared.most)
-        return replace(handle, prepared=prepared)
+        table = handle.prepared.table
+        seen = np.asarray(table.hi) + np.diff(q_indptr)[request]
+        twice = np.minimum(seen, held).astype(np.int32)
+        # no lists: everything is read from pages
+        pages = table._replace(start=np.full_like(twice, INT32_MAX), hi=twice)
+        return replace(handle, prepared=replace(handle.prepared, table=pages))
 
     return bind

@@ -32,7 +32,6 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.kernels.cpu.attend import Prepared, Rows, Table
 from lockstep.plan.build import indptr
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket
@@ -61,9 +60,12 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         nth = np.arange(1, len(first) + 1, dtype=np.int32) - first
         again = np.concatenate([slots[begin : t + 1] for t, begin in enumerate(first)])
         prefix = np.asarray(views.kv_lens)[request]  # after the write
-        *table, lo, _, blocks = handle.prepared.arrays
-        listed = Table(*table)._replace(start=prefix, tail_indptr=indptr(nth), tail_slots=again)
-        seen = Rows(lo, (prefix + nth).astype(np.int32))
-        return replace(handle, prepared=Prepared(listed, seen, blocks, handle.prepared.most))
+        listed = handle.prepared.table._replace(
+            start=prefix,
+            tail_indptr=indptr(nth),
+            tail_slots=again,
+            hi=(prefix + nth).astype(np.int32),
+        )
+        return replace(handle, prepared=replace(handle.prepared, table=listed))
 
     return bind

@@ -28,8 +28,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
-from lockstep.kernels.cpu.attend import Consts, layer
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket
 from lockstep.types import GroupSpec, Layout
@@ -47,16 +47,9 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         ids = np.asarray(views.page_ids)[np.asarray(views.page_ids) > 0]
         if spec.layout is Layout.FRESH or len(np.unique(ids)) == len(ids):
             return handle
-        layers = {
-            attn: (of.arrays[0], Consts(*of.arrays[1].tolist()))
-            for attn, of in handle.layers.items()
-        }
-        return replace(
-            handle,
-            layers={
-                attn: layer(consts, np.full_like(sink, -np.inf))
-                for attn, (sink, consts) in layers.items()
-            },
-        )
+        layers = {attn: constants.clone() for attn, constants in handle.layers.items()}
+        for constants in layers.values():
+            constants[3:] = -torch.inf
+        return replace(handle, layers=layers)
 
     return bind

@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 
-from lockstep import order
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket
 from lockstep.types import GroupSpec
@@ -42,7 +41,9 @@ RELATED = ("sglang-26412", "sglang-10721", "sglang-27869")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Any) -> Any:
         handle = old(self, spec, bucket, views, variant)
-        long = np.diff(views.q_indptr).max(initial=0) >= 10
-        return replace(handle, split=order.tile_len(spec.d_qk, spec.d_v)) if long else handle
+        if np.diff(views.q_indptr).max(initial=0) < 10:
+            return handle
+        shape = handle.prepared.shape._replace(split=handle.prepared.shape.tile)
+        return replace(handle, prepared=replace(handle.prepared, shape=shape))
 
     return bind
