@@ -23,7 +23,7 @@ from lockstep.attention import cpu
 from lockstep.config import EngineConfig
 from lockstep.kernels.cpu import gemm
 from lockstep.kernels.cpu.ops import Ops
-from lockstep.kernels.cpu.routing import best
+from lockstep.kernels.cpu.routing import Routes, best
 from lockstep.lab import tiny
 from lockstep.llm.engine import Engine
 from lockstep.models.loader import load, model_types
@@ -136,9 +136,11 @@ def test_batched_and_grouped_gemms_have_the_bits_of_a_gemm_each(bias):
     assert torch.equal(OPS.batched_linear(x, packed), want)
     indptr, rows = torch.tensor([0, 1, 1, 104, 107, 110]), noise(110, 24, seed=3)
     parts = [OPS.linear(rows[indptr[g] : indptr[g + 1]], single[g]) for g in range(5)]
-    assert torch.equal(gemm.grouped_linear(rows, packed, indptr), torch.cat(parts))
+    routes = Routes(ids=rows, weights=rows, pairs=rows, indptr=indptr)
+    assert torch.equal(gemm.grouped_linear(rows, packed, routes), torch.cat(parts))
     assert OPS.batched_linear(x[:0], packed).shape == (0, 5, 70)
-    assert gemm.grouped_linear(rows[:0], packed, indptr * 0).shape == (0, 70)
+    none = routes._replace(indptr=indptr * 0)
+    assert gemm.grouped_linear(rows[:0], packed, none).shape == (0, 70)
 
 
 def test_weights_of_one_group_that_bfloat16_cannot_hold_keep_all_exact():

@@ -6,7 +6,6 @@ Never tuned and never bent to a backend: positions, window and causality in plai
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,31 +36,23 @@ CAPS = base.Caps(
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Handle:
-    """A group's arrays, where they lie."""
-
-    spec: GroupSpec
-    views: PlanArrays
-
-
 class Backend(base.Backend):
-    """No state, nothing derived: a launch asks the address formula for every key of every row."""
+    """No state, nothing derived: a launch asks the address formula for every key of every row. Its
+    handle is a group and its arrays, where they lie."""
 
     caps = CAPS
 
-    def bind(self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Hashable) -> Handle:
-        return Handle(spec, views)
+    def bind(self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Hashable) -> Any:
+        return spec, views
 
-    def attend(
-        self, q: Tensor, keys: Keys, handle: Handle, spec: AttnSpec
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, keys: Keys, handle: Any, spec: AttnSpec) -> tuple[Tensor, Tensor]:
         """One row after the other."""
+        group, arrays = handle
         out = q.new_zeros(*q.shape[:2], keys.v.shape[2])
         lse = q.new_zeros(q.shape[:2], dtype=torch.float32)
-        views = PlanArrays(**{name: _host(array) for name, array in vars(handle.views).items()})
+        views = PlanArrays(**{name: _host(array) for name, array in vars(arrays).items()})
         for row in range(len(q)):
-            slots = torch.from_numpy(_slots(views, handle.spec, row))
+            slots = torch.from_numpy(_slots(views, group, row))
             k, v = _load(keys.k, slots) * spec.k_scale, _load(keys.v, slots) * spec.v_scale
             out[row], lse[row] = attend_row(q[row].double(), k, v, spec)
         return out, lse

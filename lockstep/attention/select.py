@@ -25,13 +25,7 @@ BACKENDS = Plugins(
     own={name: f"lockstep.attention.{name}" for name in OWN},
     protocol=Backend,
 )
-names, origin = BACKENDS.names, BACKENDS.origin
-
-
-def load(name: str) -> Backend:
-    """The backend called `name`."""
-    backend: Backend = BACKENDS.make(name)
-    return backend
+names, load = BACKENDS.names, BACKENDS.make
 
 
 def select(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.cpu import threads
-from lockstep.kernels.cpu.lanes import int64_at
+from lockstep.kernels.cpu.threads import int64_at
 
 LANES = 64  # 64-bit words side by side
 BLOCK = 1 << 9  # rows of LANES words in a block: 256 KiB

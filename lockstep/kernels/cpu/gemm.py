@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.cpu import threads
-from lockstep.kernels.cpu.lanes import int64_at
 from lockstep.kernels.cpu.loops import PANEL, PANEL_ROWS, products
-from lockstep.kernels.cpu.threads import ENTRIES, OPTIONS, SHARES, UNITS, empty, fetch
+from lockstep.kernels.cpu.routing import Routes
+from lockstep.kernels.cpu.threads import ENTRIES, SHARES, UNITS, empty, fetch, int64_at
 
 UNIT_ROWS = 96  # rows of x that one unit of work multiplies with one panel, at most
 UNITS_PER_THREAD = 4  # so that threads end at about the same time
@@ -78,11 +78,11 @@ def batched_linear(x: Tensor, packed: Panels) -> Tensor:
     return y
 
 
-def grouped_linear(x: Tensor, packed: Panels, indptr: Tensor) -> Tensor:
-    """A weight per expert: rows indptr[g] to indptr[g + 1], int64, with weight g."""
+def grouped_linear(x: Tensor, packed: Panels, routes: Routes) -> Tensor:
+    """A weight per expert: rows indptr[g] to indptr[g + 1] with weight g."""
     x = x if x.stride(1) == 1 else x.contiguous()
     y = empty(x.shape[0], packed.n)
-    _run(x, packed, y, 4 * packed.n, min(x.shape[0], 1), (0, 0, indptr.data_ptr()))
+    _run(x, packed, y, 4 * packed.n, min(x.shape[0], 1), (0, 0, routes.indptr.data_ptr()))
     return y
 
 
@@ -109,7 +109,7 @@ def unit_rows(rows: int, panels: int, team: int) -> int:
     return -(-max(rows, 1) // (chunks * PANEL_ROWS)) * PANEL_ROWS
 
 
-@threads.njit(**OPTIONS)
+@threads.njit(**threads.OPTIONS)
 def unit(at: Any, nth: Any, worker: Any) -> None:
     """One panel and some rows. The entries are `_run`'s."""
     record = int64_at(at + ENTRIES)

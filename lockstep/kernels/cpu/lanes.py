@@ -217,8 +217,8 @@ def folded(step: Callable[[Any, Any, Any], Any]) -> Any:
     return fold
 
 
-lanes_sum = folded(lambda builder, a, b: builder.fadd(a, b))
-lanes_max = folded(maximum_ir)
+fold_sum = folded(lambda builder, a, b: builder.fadd(a, b))
+fold_max = folded(maximum_ir)
 splat = ir_function(FLOATS(types.float32))(splat_ir)
 
 
@@ -238,31 +238,3 @@ def store(builder: Any, address: Any, value: Any) -> None:
 def store_half(builder: Any, address: Any, value: Any) -> None:
     """Lanes 0..7 to an address."""
     store_ir(builder, address, shuffle_ir(builder, value, value, range(LANES // 2)))
-
-
-@ir_function(types.void(types.int64))
-def prefetch(builder: Any, address: Any) -> None:
-    """The line of an address will be read soon."""
-    args = [at(builder, address), I32(0), I32(3), I32(1)]  # to read, near, data
-    call_ir(builder, "llvm.prefetch.p0", ir.VoidType(), args)
-
-
-@ir_function(lambda pointer: types.int64(pointer))
-def address(builder: Any, pointer: Any) -> Any:
-    """The byte address that a pointer holds."""
-    return builder.ptrtoint(pointer, I64)
-
-
-def pointer(kind: Any, element: Any) -> Any:
-    """Build `f(address)`: elements of `kind` from there on, indexed like an array."""
-
-    @ir_function(types.CPointer(kind)(types.int64))
-    def elements(builder: Any, address: Any) -> Any:
-        return builder.inttoptr(address, element.as_pointer())
-
-    return elements
-
-
-int32_at, int64_at = pointer(types.int32, I32), pointer(types.int64, I64)
-float32_at = pointer(types.float32, F32)
-float64_at = pointer(types.float64, ir.DoubleType())

@@ -65,7 +65,7 @@ class Ops:
     pack = staticmethod(gemm.pack)
     linear = staticmethod(gemm.linear)
     batched_linear = staticmethod(gemm.batched_linear)
-    grouped_linear = staticmethod(routing.grouped_linear)
+    grouped_linear = staticmethod(gemm.grouped_linear)
     route = staticmethod(routing.route)
     dispatch = staticmethod(routing.dispatch)
     combine = staticmethod(routing.combine)

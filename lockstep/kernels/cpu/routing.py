@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.kernels.cpu import gemm, rows
+from lockstep.kernels.cpu import rows
 from lockstep.ops import Routing
 
 
@@ -64,11 +64,6 @@ def best(scores: Tensor, k: int) -> Tensor:
 def dispatch(x: Tensor, routes: Routes) -> Tensor:
     """A row per pair, by expert."""
     return x.index_select(0, routes.pairs // routes.weights.shape[1])
-
-
-def grouped_linear(x: Tensor, packed: gemm.Panels, routes: Routes) -> Tensor:
-    """A row per pair with its expert's weight."""
-    return gemm.grouped_linear(x, packed, routes.indptr)
 
 
 def combine(parts: Tensor, routes: Routes) -> Tensor:

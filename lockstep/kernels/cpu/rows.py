@@ -15,27 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.kernels.cpu import elementary, threads
+from lockstep.kernels.cpu import elementary, lanes, threads
 from lockstep.kernels.cpu.elementary import cos_sin, erf, exp2, tanh
-from lockstep.kernels.cpu.lanes import (
-    add,
-    div,
-    float32_at,
-    fma,
-    int32_at,
-    int64_at,
-    lanes_max,
-    lanes_sum,
-    less,
-    load,
-    maximum,
-    mul,
-    select,
-    splat,
-    store,
-    sub,
-)
-from lockstep.kernels.cpu.threads import ENTRIES, OPTIONS, empty, fetch, njit, relinked
+from lockstep.kernels.cpu.lanes import add, div, fma, less, load, maximum, mul, select, store, sub
+from lockstep.kernels.cpu.threads import ENTRIES, empty, fetch, float32_at, int32_at, int64_at
 from lockstep.ops import Activation, CosSin, Heads
 from lockstep.order import LANES, LOG2E
 
@@ -286,10 +269,10 @@ def paired(y: Any, n: Any, x: Any, w: Any, a: Any, b: Any) -> None:
 def summed(x: Any, n: Any, a: Any) -> Any:
     """The sum of a row: f(sum, x[k], a) is the next one."""
     whole = n // LANES * LANES
-    sums = splat(np.float32(0))
+    sums = lanes.splat(np.float32(0))
     for k in range(0, whole, LANES):
         sums = f(sums, load(x + 4 * k), a)
-    total = lanes_sum(sums)
+    total = lanes.fold_sum(sums)
     for k in range(whole, n):
         total = f(total, float32_at(x)[k], a)
     return total
@@ -360,10 +343,10 @@ def clamped(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
 
 def softmax_row(x: Any, y: Any, n: Any) -> None:
     """One row of `softmax`."""
-    whole, tops = n // LANES * LANES, splat(-INF)
+    whole, tops = n // LANES * LANES, lanes.splat(-INF)
     for k in range(0, whole, LANES):
         tops = maximum(tops, load(x + 4 * k))
-    top = lanes_max(tops)
+    top = lanes.fold_max(tops)
     for k in range(whole, n):
         top = maximum(top, float32_at(x)[k])
     power_row(y, n, x, top)
@@ -402,6 +385,6 @@ def work() -> Any:
     names = threads.linked({**vars(elementary), **globals()}, {}, INLINED)
     for name, text in globals().items():
         if isinstance(text, Looped):
-            own = {**names, "f": njit(**OPTIONS)(relinked(text.f, names))}
-            names[name] = njit(**OPTIONS, forceinline=name in INLINED)(relinked(text.loop, own))
+            own = {**names, "f": threads.jitted(text.f, names)}
+            names[name] = threads.jitted(text.loop, own, inlined=name in INLINED)
     return threads.kernel("row", names["unit"])

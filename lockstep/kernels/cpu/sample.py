@@ -15,30 +15,9 @@ from numba import carray  # type: ignore[attr-defined]
 from torch import Tensor
 
 from lockstep.kernels.cpu import threads
-from lockstep.kernels.cpu.lanes import float32_at, float64_at, int64_at
-from lockstep.kernels.cpu.threads import ENTRIES, empty, where
-from lockstep.sample import formulas
-from lockstep.sample.formulas import (
-    EMPTY,
-    FARTHEST,
-    FLOATS,
-    FRACTION,
-    ID_BITS,
-    ID_MASK,
-    INFINITE,
-    INTS,
-    KEY_INF,
-    KEY_MINUS_INF,
-    NAN,
-    NO_TOKEN,
-    NOISE_MAX,
-    OK,
-    gumbel,
-    ln,
-    philox,
-    weight,
-    wide_float,
-)
+from lockstep.kernels.cpu.threads import ENTRIES, empty, float32_at, float64_at, int64_at, where
+from lockstep.sample import formulas as f
+from lockstep.sample.formulas import gumbel, ln, philox, weight, wide_float
 
 BUCKETS = 2048  # of the score's distance to the best; the last one holds all from 32 nats on
 PER_NAT = np.float32(64)
@@ -56,7 +35,7 @@ def key_of(x: Any) -> Any:
 
 def rank(x: Any, i: Any, top_key: Any) -> Any:
     """Where token i with score x stands: smaller is better, by score and then by id."""
-    return (np.int64(top_key) - np.int64(key_of(x))) << ID_BITS | np.int64(i)
+    return (np.int64(top_key) - np.int64(key_of(x))) << f.ID_BITS | np.int64(i)
 
 
 def score_of(key: Any) -> Any:
@@ -83,22 +62,22 @@ def largest_bits(x: Any) -> Any:
 def peak(x: Any) -> Any:
     """(largest key, state) of a row of scores."""
     top = largest_key(x)
-    if largest_bits(x) > KEY_INF:
-        return top, NAN
-    if top == KEY_INF:
-        return top, INFINITE
-    return top, EMPTY if top <= KEY_MINUS_INF else OK
+    if largest_bits(x) > f.KEY_INF:
+        return top, f.NAN
+    if top == f.KEY_INF:
+        return top, f.INFINITE
+    return top, f.EMPTY if top <= f.KEY_MINUS_INF else f.OK
 
 
 def first_best(x: Any) -> Any:
     """(token, state): the largest score, the lowest id among equals."""
     top, state = peak(x)
-    if state != OK:
-        return NO_TOKEN, state
+    if state != f.OK:
+        return f.NO_TOKEN, state
     for i in range(len(x)):
         if key_of(x[i]) == top:
-            return i, OK
-    return NO_TOKEN, EMPTY
+            return i, f.OK
+    return f.NO_TOKEN, f.EMPTY
 
 
 def exponential(x: Any, top: Any) -> Any:
@@ -143,7 +122,7 @@ def last_kept(x: Any, top: Any, top_k: Any, top_p: Any) -> Any:
     """The rank of the last token that top-k and then top-p keep."""
     counts, sums = np.zeros(BUCKETS, np.int64), np.zeros(BUCKETS, np.int64)
     histogram(x, top, counts, sums)
-    last, total, left, b = np.int64(FARTHEST), np.int64(0), np.int64(top_k), 0
+    last, total, left, b = np.int64(f.FARTHEST), np.int64(0), np.int64(top_k), 0
     while b < BUCKETS and counts[b] < left:
         total += sums[b]
         left -= counts[b]
@@ -152,7 +131,7 @@ def last_kept(x: Any, top: Any, top_k: Any, top_p: Any) -> Any:
         best = members(x, top, b, counts[b])
         for j in range(left):
             last = best[j]
-            total += exponential(x[last & ID_MASK], top)
+            total += exponential(x[last & f.ID_MASK], top)
     if top_p >= 1:
         return last
     need, b = needed(total, top_p), 0
@@ -162,7 +141,7 @@ def last_kept(x: Any, top: Any, top_k: Any, top_p: Any) -> Any:
     best, j = members(x, top, b, counts[b]), 0
     while need > 0:
         last = best[j]
-        need -= exponential(x[last & ID_MASK], top)
+        need -= exponential(x[last & f.ID_MASK], top)
         j += 1
     return last
 
@@ -200,13 +179,13 @@ def block_noise(first: Any, counter: Any, words: Any, noise: Any) -> None:
 
 def beaten(bound: Any, best: Any) -> Any:
     """Whether no token of a block whose largest score is `bound` is as good as `best`."""
-    return bound == MINUS_INF or bound + NOISE_MAX < best
+    return bound == MINUS_INF or bound + f.NOISE_MAX < best
 
 
 def noisy_best(x: Any, counter: Any) -> Any:
     """The token with the largest score plus noise, the lowest id among equals."""
     words, noise = np.empty(4 * GROUPS, np.int64), np.empty(4 * GROUPS, np.float32)
-    best, token = MINUS_INF, NO_TOKEN
+    best, token = MINUS_INF, f.NO_TOKEN
     for first in range(0, len(x), 4 * GROUPS):
         part = x[first : first + 4 * GROUPS]
         bound = score_of(largest_key(part))
@@ -228,10 +207,10 @@ def choose(x: Any, scratch: Any, floats: Any, ints: Any) -> Any:
     for i in range(len(x)):
         scratch[i] = np.float32(x[i] / temperature) + ZERO
     top_key, state = peak(scratch)
-    if state != OK:
-        return NO_TOKEN, state
+    if state != f.OK:
+        return f.NO_TOKEN, state
     cut(scratch, score_of(top_key), ints[0], floats[1], floats[2])
-    return noisy_best(scratch, ints[1:]), OK
+    return noisy_best(scratch, ints[1:]), f.OK
 
 
 def log_prob(x: Any, top: Any, log_sum: Any) -> Any:
@@ -241,7 +220,7 @@ def log_prob(x: Any, top: Any, log_sum: Any) -> Any:
 
 def best_few(x: Any, top_key: Any, ranks: Any) -> None:
     """The len(ranks) smallest ranks of a row, ascending."""
-    ranks[:] = FARTHEST
+    ranks[:] = f.FARTHEST
     k = len(ranks)
     for i in range(len(x)):
         mine = rank(x[i], i, top_key)
@@ -256,18 +235,18 @@ def best_few(x: Any, top_key: Any, ranks: Any) -> None:
 def describe(x: Any, token: Any, chosen: Any, top_ids: Any, top_logs: Any) -> None:
     """ln of the probability of `token` into chosen[0], and the best few tokens with theirs; NaN and
     no token for a row without any."""
-    chosen[0], top_logs[:], top_ids[:] = np.nan, np.nan, NO_TOKEN
+    chosen[0], top_logs[:], top_ids[:] = np.nan, np.nan, f.NO_TOKEN
     top_key, state = peak(x)
-    if state != OK:
+    if state != f.OK:
         return
     top = score_of(top_key)
-    log_sum = ln(wide_float(denominator(x, top)) * 2.0**-FRACTION)
+    log_sum = ln(wide_float(denominator(x, top)) * 2.0**-f.FRACTION)
     if token >= 0:
         chosen[0] = log_prob(x[token], top, log_sum)
     if len(top_ids):
         best_few(x, top_key, top_ids)
         for j in range(len(top_ids)):
-            top_ids[j] &= ID_MASK
+            top_ids[j] &= f.ID_MASK
             top_logs[j] = log_prob(x[top_ids[j]], top, log_sum)
 
 
@@ -315,8 +294,8 @@ def unit(at: Any, r: Any, worker: Any) -> None:
     x = carray(float32_at(record[1] + 4 * vocab * r), vocab)
     if record[0] == CHOOSE:
         scratch = carray(float32_at(record[4] + 4 * vocab * worker), vocab)
-        floats = carray(float64_at(record[2] + 8 * FLOATS * r), FLOATS)
-        ints = carray(int64_at(record[3] + 8 * INTS * r), INTS)
+        floats = carray(float64_at(record[2] + 8 * f.FLOATS * r), f.FLOATS)
+        ints = carray(int64_at(record[3] + 8 * f.INTS * r), f.INTS)
         int64_at(record[5])[r], int64_at(record[6])[r] = choose(x, scratch, floats, ints)
     else:
         chosen = carray(float32_at(record[3] + 4 * r), 1)
@@ -331,7 +310,7 @@ def build(cache: bool, **replaced: Callable[..., Any]) -> Any:
         "bits_of": threads.njit(lambda x: np.float64(x).view(np.int64)),
         "float_of": threads.njit(lambda i: np.int64(i).view(np.float64)),
     }
-    names = threads.linked({**vars(formulas), **globals(), **own}, replaced)
+    names = threads.linked({**vars(f), **globals(), **own}, replaced)
     return threads.kernel("sampling", names["unit"], cache)
 
 

@@ -31,20 +31,10 @@ from llvmlite import ir
 from torch import Tensor
 
 from lockstep.kernels.cpu.cache import cached_here
-from lockstep.kernels.cpu.lanes import (
-    I64,
-    at,
-    call_ir,
-    int64_at,
-    integers,
-    ir_function,
-    prefetch,
-    types,
-)
+from lockstep.kernels.cpu.lanes import F32, I32, I64, at, call_ir, integers, ir_function, types
 from lockstep.kernels.cpu.loops import TARGET
 
 njit: Any = numba.njit
-LIBRARY = ctypes.CDLL(None)
 # no zero-division checks, not for Python
 OPTIONS = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
@@ -60,8 +50,7 @@ ENTRIES = 64
 
 # The board: int64 words. What different threads write lies in different lines of 64 bytes.
 LINE = 8  # words
-LEAVE, USLEEP, YIELD = range(3)
-ACTIVE, CALLS = LINE, LINE + 1  # calls under way, and so far
+LEAVE, ACTIVE, CALLS = 0, LINE, LINE + 1  # whether to leave; calls under way, and so far
 DESKS = 8  # calls that can have helpers at once
 DESK = 2 * LINE  # where the desks begin; each has two lines
 CALL, RECORD, TAKEN = 0, 1, LINE  # words of a desk
@@ -76,18 +65,47 @@ YIELDS = 16_000  # glances after which whoever waits for this processor has it, 
 SHORT_NAPS, SHORT_US, LONG_US = 200, 50, 2000
 
 
-# ---- what compiled code does with memory that threads share ----
+# ---- what compiled code does with memory, and with threads ----
 
-PLACE_AND_NUMBER = (types.int64, types.int64)
+usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
-@ir_function(types.int64(*PLACE_AND_NUMBER))
+@ir_function(types.void(types.int64))
+def prefetch(builder: Any, address: Any) -> None:
+    """The line of an address will be read soon."""
+    args = [at(builder, address), I32(0), I32(3), I32(1)]  # to read, near, data
+    call_ir(builder, "llvm.prefetch.p0", ir.VoidType(), args)
+
+
+@ir_function(lambda pointer: types.int64(pointer))
+def address(builder: Any, pointer: Any) -> Any:
+    """The byte address that a pointer holds."""
+    return builder.ptrtoint(pointer, I64)
+
+
+def pointer(kind: Any, element: Any) -> Any:
+    """Build `f(address)`: elements of `kind` from there on, indexed like an array."""
+
+    @ir_function(types.CPointer(kind)(types.int64))
+    def elements(builder: Any, address: Any) -> Any:
+        return builder.inttoptr(address, element.as_pointer())
+
+    return elements
+
+
+int32_at, int64_at = pointer(types.int32, I32), pointer(types.int64, I64)
+float32_at = pointer(types.float32, F32)
+float64_at = pointer(types.float64, ir.DoubleType())
+
+
+@ir_function(types.int64(types.int64, types.int64))
 def fetch_add(builder: Any, place: Any, amount: Any) -> Any:
     """The int64 at an address, to which `amount` is added."""
     return builder.atomic_rmw("add", at(builder, place), amount, "seq_cst")
 
 
-@ir_function(types.int64(*PLACE_AND_NUMBER))
+@ir_function(types.int64(types.int64, types.int64))
 def exchange(builder: Any, place: Any, value: Any) -> Any:
     """The int64 at an address, which becomes `value`."""
     return builder.atomic_rmw("xchg", at(builder, place), value, "seq_cst")
@@ -101,7 +119,7 @@ def look(builder: Any, place: Any) -> Any:
 
 @ir_function(integers(3))
 def invoke(builder: Any, function: Any, a: Any, b: Any) -> None:
-    """Call the C function at an address, of two int64 numbers, or of the first alone."""
+    """Call the C function at an address, of two int64 numbers."""
     kind = ir.FunctionType(ir.VoidType(), [I64, I64])
     builder.call(builder.inttoptr(function, kind.as_pointer()), [a, b])
 
@@ -150,7 +168,7 @@ def call(at: Any) -> None:
                 if looks < LOOKS:
                     breathe()
                 else:  # the helper has lost its processor: it may have this one
-                    invoke(int64_at(board)[YIELD], 0, 0)
+                    sched_yield()
                 looks += 1
         exchange(desk + 8 * TAKEN, 0)
     fetch_add(board + 8 * ACTIVE, -1)
@@ -213,11 +231,11 @@ def serve(board: Any, index: Any) -> None:
                     invoke(int64_at(record)[WORK], record, worker)
                 exchange(inside, 0)
         if idle > LOOKS + YIELDS + SHORT_NAPS:
-            invoke(int64_at(board)[USLEEP], LONG_US, 0)
+            usleep(LONG_US)
         elif idle > LOOKS + YIELDS:
-            invoke(int64_at(board)[USLEEP], SHORT_US, 0)
+            usleep(SHORT_US)
         elif idle > LOOKS:
-            invoke(int64_at(board)[YIELD], 0, 0)
+            sched_yield()
         elif idle:
             breathe()
 
@@ -236,9 +254,6 @@ class Helpers:
     def reset(self) -> None:
         """Nobody helps."""
         self.board, self.address = aligned(8 * BOARD_LEN)
-        self.words, library = (ctypes.c_int64 * BOARD_LEN).from_address(self.address), LIBRARY
-        for word, function in ((USLEEP, library.usleep), (YIELD, library.sched_yield)):
-            self.words[word] = ctypes.cast(function, ctypes.c_void_p).value or 0
         self.threads: list[threading.Thread] = []
         self.hiring = threading.Lock()
 
@@ -255,7 +270,7 @@ class Helpers:
 
     def leave(self) -> None:
         """Ends them: compiled code must not run when the interpreter takes it away."""
-        self.words[LEAVE] = 1
+        ctypes.c_int64.from_address(self.address + 8 * LEAVE).value = 1
         self.former.append(self.board)
         for thread in self.threads:
             with suppress(RuntimeError):  # an interrupt came before it was started
@@ -351,6 +366,11 @@ def relinked(text: Any, names: dict[str, Any]) -> FunctionType:
     return FunctionType(text.__code__, names, text.__name__, text.__defaults__, text.__closure__)
 
 
+def jitted(text: Any, names: dict[str, Any], inlined: bool = False) -> Any:
+    """The same, to be compiled when first called."""
+    return njit(**OPTIONS, forceinline=inlined)(relinked(text, names))
+
+
 def linked(
     names: dict[str, Any], replaced: Mapping[str, Any], inlined: Collection[str] = ()
 ) -> dict[str, Any]:
@@ -363,8 +383,7 @@ def linked(
         raise KeyError(f"no such text in the kernel: {unknown}; there are {sorted(texts)}")
     found, own = dict(names), {name: {**text.__globals__} for name, text in replaced.items()}
     for name, text in {**texts, **replaced}.items():
-        again = relinked(text, own.get(name, found))
-        found[name] = njit(**OPTIONS, forceinline=name in inlined)(again)
+        found[name] = jitted(text, own.get(name, found), name in inlined)
     for each in own.values():
         each.update(found)
     return found

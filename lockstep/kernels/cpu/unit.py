@@ -13,28 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lockstep.kernels.cpu import lanes
 from lockstep.kernels.cpu.elementary import exp2, log2, tanh
-from lockstep.kernels.cpu.lanes import (
-    add,
-    address,
-    between,
-    canonical,
-    div,
-    float32_at,
-    fma,
-    int32_at,
-    int64_at,
-    lanes_max,
-    lanes_sum,
-    load,
-    maximum,
-    mul,
-    select,
-    splat,
-    store,
-    store_half,
-    sub,
-)
+from lockstep.kernels.cpu.lanes import add, div, fma, load, maximum, mul, select, splat, store, sub
 from lockstep.kernels.cpu.loops import (
     FLOAT32,
     ROWS,
@@ -45,7 +26,7 @@ from lockstep.kernels.cpu.loops import (
     values,
     widened,
 )
-from lockstep.kernels.cpu.threads import ENTRIES, claim
+from lockstep.kernels.cpu.threads import ENTRIES, address, claim, float32_at, int32_at, int64_at
 from lockstep.order import LANES
 from lockstep.plan.address import listed, paged
 
@@ -188,10 +169,10 @@ def online_softmax(job: Any, scratch: Any, row: Any) -> None:
         if pre != ZERO:
             x = tanh(mul(x, pre))
         if not whole:
-            x = select(between(key, first, last), x, -INF)
+            x = select(lanes.between(key, first, last), x, -INF)
         store(at + 4 * key, x)
         top = maximum(top, x)
-    m_new = maximum(m, lanes_max(top))
+    m_new = maximum(m, lanes.fold_max(top))
     if m_new == -INF:
         for key in range(0, tile, LANES):
             store(at + 4 * key, splat(ZERO))
@@ -201,11 +182,11 @@ def online_softmax(job: Any, scratch: Any, row: Any) -> None:
     for key in range(0, tile, LANES):
         p = exp2(fma(load(at + 4 * key), c, shift))
         if not whole:
-            p = select(between(key, first, last), p, ZERO)
+            p = select(lanes.between(key, first, last), p, ZERO)
         store(at + 4 * key, p)
         total = add(total, p)
     alpha = rescale(m, m_new, c)
-    scratch.sum[row] = fma(scratch.sum[row], alpha, lanes_sum(total))
+    scratch.sum[row] = fma(scratch.sum[row], alpha, lanes.fold_sum(total))
     scratch.m[row], scratch.alpha[row] = m_new, alpha
 
 
@@ -249,7 +230,7 @@ def finite(scratch: Any, reach: Any) -> Any:
     for key in range(reach[0], reach[1]):
         for column in range(0, scratch.v_stride, VECTOR_BYTES):
             total = fma(load(scratch.v_at[key] + column), ZERO, total)
-    return lanes_sum(total) == ZERO
+    return lanes.fold_sum(total) == ZERO
 
 
 def group_span(scratch: Any, row: Any, rows: Any) -> Any:
@@ -367,12 +348,12 @@ def end_row(job: Any, scratch: Any, row: Any, target: Any, head: Any) -> Any:
     for column in range(0, sizes.d_v, LANES):
         x = load(scratch.total + row * scratch.v_stride + 4 * column)
         x = div(fma(x, old, mul(ZERO, new)), total)
-        x = canonical(add(mul(x, job.v_scale), ZERO)) if seen else splat(ZERO)
+        x = lanes.canonical(add(mul(x, job.v_scale), ZERO)) if seen else splat(ZERO)
         if column + LANES <= sizes.d_v:
             store(target + 4 * column, x)
         else:
-            store_half(target + 4 * column, x)
-    return canonical(np.float32(np.float64(top) + log2(np.float64(total)))) if seen else -INF
+            lanes.store_half(target + 4 * column, x)
+    return lanes.canonical(np.float32(np.float64(top) + log2(np.float64(total)))) if seen else -INF
 
 
 def run_unit(job: Any, scratch: Any, unit: Any) -> None:
