@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.attention import base
-from lockstep.kv.pool import Keys
+from lockstep.kv.pool import Keys, _bits
 from lockstep.plan import address
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket
@@ -53,8 +53,9 @@ class Backend(base.Backend):
         views = PlanArrays(**{name: _host(array) for name, array in vars(arrays).items()})
         for row in range(len(q)):
             slots = torch.from_numpy(_slots(views, group, row))
-            k, v = _load(keys.k, slots) * spec.k_scale, _load(keys.v, slots) * spec.v_scale
-            out[row], lse[row] = attend_row(q[row].double(), k, v, spec)
+            k, v = (_bits(kept)[slots].view(kept.dtype).double() for kept in keys)
+            true = (k * spec.k_scale, v * spec.v_scale)
+            out[row], lse[row] = attend_row(q[row].double(), *true, spec)
         return out, lse
 
 
@@ -93,9 +94,3 @@ def _slots(views: PlanArrays, spec: GroupSpec, row: int) -> NDArray[np.int64]:
     from_pages = address.paged(*pages, spec.page_size, request, below)
     from_list = address.listed(views.tail_slots, views.tail_indptr, views.start, row, above)
     return np.concatenate((from_pages, from_list)).astype(np.int64)
-
-
-def _load(stored: Tensor, slots: Tensor) -> Tensor:
-    if stored.itemsize == 1:  # torch indexes no narrow float
-        return stored.view(torch.uint8)[slots].view(stored.dtype).double()
-    return stored[slots].double()

@@ -106,19 +106,16 @@ def names() -> dict[str, Any]:
     return {**vars(elementary), **vars(unit)}
 
 
-def compiled(replaced: dict[str, Any], cache: bool) -> Any:
-    """The kernel with all its texts."""
+def compiled(**replaced: Callable[..., Any]) -> Any:
+    """The kernel with all its texts, some of them replaced by name."""
     found = threads.linked(names(), replaced, INLINED)
-    return threads.c_function("attention", threads.relinked(unit.work, found), cache)
+    return threads.c_function("attention", threads.relinked(unit.work, found), not replaced)
 
 
-@functools.cache
-def default() -> Any:
-    """The kernel of this machine, compiled at the first call if the cache does not have it."""
-    return compiled({}, cache=True)
+default = functools.cache(compiled)  # the kernel of this machine, compiled at the first call
 
 
 def build(**replaced: Callable[..., Any]) -> Callable[..., None]:
     """An `attend` with some of its texts replaced by name, compiled afresh. A replacement may use
     any other text or operation of the kernel by its name."""
-    return functools.partial(attend, work=compiled(replaced, cache=False))
+    return functools.partial(attend, work=compiled(**replaced))

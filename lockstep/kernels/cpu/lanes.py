@@ -26,23 +26,20 @@ VECTOR = ir.VectorType(F32, LANES)
 
 
 class Lanes(types.Type):  # type: ignore[misc]
-    """The Numba type of 16 lanes of one element: "f32", or "i1" for a mask."""
+    """The Numba type of 16 lanes of an LLVM type: floats, or the bits of a mask."""
 
-    def __init__(self, element: str) -> None:
+    def __init__(self, element: Any) -> None:
         self.element = element
         super().__init__(name=f"lanes_{element}")
 
 
 @register_model(Lanes)
-class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
+def _model(manager: Any, lanes: Lanes) -> Any:
     """How a Lanes value lies in LLVM: as a vector."""
-
-    def __init__(self, dmm: Any, fe_type: Lanes) -> None:
-        vector = VECTOR if fe_type.element == "f32" else ir.VectorType(I1, LANES)
-        super().__init__(dmm, fe_type, vector)
+    return models.PrimitiveModel(manager, lanes, ir.VectorType(lanes.element, LANES))
 
 
-FLOATS, MASK = Lanes("f32"), Lanes("i1")
+FLOATS, MASK = Lanes(F32), Lanes(I1)
 
 
 # ---- building blocks in LLVM IR, shared with loops.py, gemm.py and threads.py ----
@@ -130,22 +127,10 @@ def maximum_ir(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_unordered("uno", a, a), a, larger)
 
 
-def canonical_ir(builder: Any, x: Any) -> Any:
-    """x, with every NaN the same NaN: which payload survives is the processor's choice."""
-    nan = constant(x.type, float("nan"))
-    return builder.select(builder.fcmp_unordered("uno", x, x), nan, x)
-
-
 def below_ir(builder: Any, bound: Any) -> Any:
     """Mask of the lanes j < bound, an int64."""
     index = ir.Constant(ir.VectorType(I32, LANES), [I32(j) for j in range(LANES)])
     return builder.icmp_signed("<", index, splat_ir(builder, builder.trunc(bound, I32)))
-
-
-def pow2_from_ir(builder: Any, x: Any) -> Any:
-    """2^n for x = 1.5*2^23 + 127 + n: the low bits of x, moved into the exponent field."""
-    bits = I32 if x.type == F32 else ir.VectorType(I32, LANES)
-    return builder.bitcast(builder.shl(builder.bitcast(x, bits), constant(bits, 23)), x.type)
 
 
 # ---- operations of Numba code ----
@@ -186,7 +171,20 @@ div = arithmetic(lambda builder, a, b: builder.fdiv(a, b))
 less = arithmetic(lambda builder, a, b: builder.fcmp_ordered("<", a, b), compares=True)
 copysign = arithmetic(lambda builder, size, sign: math_ir(builder, "copysign", size, sign))
 maximum, fma = arithmetic(maximum_ir), arithmetic(fma_ir)
-canonical, pow2_from = arithmetic(canonical_ir), arithmetic(pow2_from_ir)
+
+
+@arithmetic
+def canonical(builder: Any, x: Any) -> Any:
+    """x, with every NaN the same NaN: which payload survives is the processor's choice."""
+    nan = constant(x.type, float("nan"))
+    return builder.select(builder.fcmp_unordered("uno", x, x), nan, x)
+
+
+@arithmetic
+def pow2_from(builder: Any, x: Any) -> Any:
+    """2^n for x = 1.5*2^23 + 127 + n: the low bits of x, moved into the exponent field."""
+    bits = I32 if x.type == F32 else ir.VectorType(I32, LANES)
+    return builder.bitcast(builder.shl(builder.bitcast(x, bits), constant(bits, 23)), x.type)
 
 
 @ir_function(lambda mask, yes, no: kind_of(yes, no)(mask, yes, no))

@@ -7,7 +7,7 @@ has the same choice written with tensors. Called through the table, ops.py.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -257,64 +257,56 @@ def sample_tokens(
     logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool
 ) -> tuple[Tensor, Tensor]:
     """A token for every row, and what became of it. A row's own numbers say whether it is cut."""
-    rows, vocab = logits.shape
-    workers = worth(rows, vocab)
-    tokens, states = empty(rows, dtype=np.int64), empty(rows, dtype=np.int64)
-    settings, scratch = (where(floats), where(ints)), threads.memory(4 * vocab, workers)
-    addresses = (where(logits), *settings, scratch, where(tokens), where(states))
-    _run(CHOOSE, addresses, rows, (vocab, 0), workers)
+    tokens, states = empty(len(logits), dtype=np.int64), empty(len(logits), dtype=np.int64)
+    _run(CHOOSE, logits, 0, floats, ints, tokens, states)
     return tokens, states
 
 
 def compute_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of every row's token, and the k best with theirs."""
-    rows, vocab = logits.shape
+    rows = len(logits)
     chosen, top, top_ids = empty(rows), empty(rows, k), empty(rows, k, dtype=np.int64)
-    arrays = (logits, token_ids.contiguous(), chosen, top_ids, top, logits)
-    _run(DESCRIBE, [where(each) for each in arrays], rows, (vocab, k), worth(rows, vocab))
+    _run(DESCRIBE, logits, k, token_ids.contiguous(), chosen, top_ids, top)
     return chosen, top_ids, top
 
 
-def worth(rows: int, vocab: int) -> int:
-    """How many threads are worth waking."""
-    return threads.team(rows, rows * vocab * LOGIT_NS)
-
-
-def _run(
-    what: int, addresses: Sequence[int], rows: int, sizes: Sequence[int], workers: int
-) -> None:
-    entries = (what, *addresses, *sizes)
-    threads.run(compiled(), entries, rows, workers, rows * sizes[0] * LOGIT_NS)
+def _run(what: int, logits: Tensor, few: int, *tensors: Tensor) -> None:
+    """One call over the rows of logits; the tensors depend on what is done."""
+    rows, vocab = logits.shape
+    cost_ns = rows * vocab * LOGIT_NS
+    team = threads.team(rows, cost_ns)
+    scratch, addresses = threads.memory(4 * vocab, team), map(where, (logits, *tensors))
+    threads.run(compiled(), (what, vocab, few, scratch, *addresses), rows, team, cost_ns)
 
 
 def unit(at: Any, r: Any, worker: Any) -> None:
-    """One row. The entries: what to do, six addresses, vocabulary, best few."""
+    """One row. The entries are `_run`'s."""
     record = int64_at(at + ENTRIES)
-    vocab, few = record[7], record[8]
-    x = carray(float32_at(record[1] + 4 * vocab * r), vocab)
+    vocab, few = record[1], record[2]
+    x = carray(float32_at(record[4] + 4 * vocab * r), vocab)
     if record[0] == CHOOSE:
-        scratch = carray(float32_at(record[4] + 4 * vocab * worker), vocab)
-        floats = carray(float64_at(record[2] + 8 * f.FLOATS * r), f.FLOATS)
-        ints = carray(int64_at(record[3] + 8 * f.INTS * r), f.INTS)
-        int64_at(record[5])[r], int64_at(record[6])[r] = choose(x, scratch, floats, ints)
+        scratch = carray(float32_at(record[3] + 4 * vocab * worker), vocab)
+        floats = carray(float64_at(record[5] + 8 * f.FLOATS * r), f.FLOATS)
+        ints = carray(int64_at(record[6] + 8 * f.INTS * r), f.INTS)
+        int64_at(record[7])[r], int64_at(record[8])[r] = choose(x, scratch, floats, ints)
     else:
-        chosen = carray(float32_at(record[3] + 4 * r), 1)
-        top_ids = carray(int64_at(record[4] + 8 * few * r), few)
-        top_logs = carray(float32_at(record[5] + 4 * few * r), few)
-        describe(x, int64_at(record[2])[r], chosen, top_ids, top_logs)
+        chosen = carray(float32_at(record[6] + 4 * r), 1)
+        top_ids = carray(int64_at(record[7] + 8 * few * r), few)
+        top_logs = carray(float32_at(record[8] + 4 * few * r), few)
+        describe(x, int64_at(record[5])[r], chosen, top_ids, top_logs)
 
 
-def build(cache: bool, **replaced: Callable[..., Any]) -> Any:
-    """The kernel with some of its texts and formulas replaced by name, for the lab."""
+def build(**replaced: Callable[..., Any]) -> Any:
+    """The kernel, or one with some of its texts and formulas replaced by name, for the lab."""
     own = {
         "bits_of": threads.njit(lambda x: np.float64(x).view(np.int64)),
         "float_of": threads.njit(lambda i: np.int64(i).view(np.float64)),
     }
     names = threads.linked({**vars(f), **globals(), **own}, replaced)
-    return threads.kernel("sampling", names["unit"], cache)
+    return threads.kernel("sampling", names["unit"], cache=not replaced)
 
 
 @functools.cache
 def compiled() -> Any:
     """The kernel of this machine."""
-    return build(cache=True)
+    return build()

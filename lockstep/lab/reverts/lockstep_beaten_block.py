@@ -44,6 +44,6 @@ def beaten(bound: Any, best: Any) -> Any:
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     @functools.cache
     def compiled() -> Any:
-        return sample.build(cache=False, beaten=beaten)
+        return sample.build(beaten=beaten)
 
     return compiled

@@ -45,6 +45,6 @@ def peak(x: Any) -> Any:
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     @functools.cache
     def compiled() -> Any:
-        return sample.build(cache=False, peak=peak)
+        return sample.build(peak=peak)
 
     return compiled

@@ -63,6 +63,6 @@ def noisy_best(x: Any, counter: Any) -> Any:
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     @functools.cache
     def compiled() -> Any:
-        return sample.build(cache=False, noisy_best=noisy_best)
+        return sample.build(noisy_best=noisy_best)
 
     return compiled
