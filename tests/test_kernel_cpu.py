@@ -19,10 +19,10 @@ import torch
 from numba import njit
 
 from lockstep import order
-from lockstep.kernels.cpu import elementary
-from lockstep.kernels.cpu.attend import Prepared, Shape, Table, attend, build, names
+from lockstep.attention.cpu import Handle, Table, call
+from lockstep.kernels.cpu import attend, elementary
 from lockstep.kernels.cpu.threads import limited, linked
-from lockstep.types import KV_FORMATS
+from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout
 
 NO_LIST = 2**31 - 1
 BLOCK = 32  # rows of a block
@@ -48,7 +48,21 @@ class Case:
     tails: dict[int, int] = field(default_factory=dict)  # row -> first listed position
 
 
-CODES = {getattr(torch, f.torch_name): f.code for f in KV_FORMATS.values()}
+DTYPES = {getattr(torch, f.torch_name): name for name, f in KV_FORMATS.items()}
+
+
+def bound(table: Table, heads: int, kv_heads: int, d_qk: int, d_v: int, **more: Any) -> Handle:
+    """What a group of such heads has for a call."""
+    spec = GroupSpec(Layout.DENSE, heads, kv_heads, d_qk, d_v, (AttnSpec(1.0),), **more)
+    return Handle(
+        spec=spec,
+        table=table,
+        page_size=spec.page_size,
+        tile=order.tile_len(d_qk, d_v),
+        split=order.split_len(d_qk, d_v),
+        largest=len(table.lo),
+        layers={},
+    )
 
 
 def causal(lens: list[int], news: list[int], window: int = 0) -> tuple[tuple[int, int, int], ...]:
@@ -163,21 +177,21 @@ def scale_of(case: Case) -> tuple[float, float]:
 
 
 def compute(
-    case: Case, q: Any, pools: tuple[Any, Any, Table], sinks: Any, kernel: Any = attend
+    case: Case, q: Any, pools: tuple[Any, Any, Table], sinks: Any, kernel: Any = None
 ) -> tuple[Any, Any]:
     """(out, lse2) of the case's rows over these pools."""
     pool_k, pool_v, table = pools
     out = torch.full((len(case.rows), case.heads, case.d_v), 7.0)
     lse2 = torch.full((len(case.rows), case.heads), 7.0)
-    tile, split = order.tile_len(case.d_qk, case.d_v), order.split_len(case.d_qk, case.d_v)
-    shape = Shape(case.kv_heads, case.page_size, tile, split, CODES[case.dtype])
+    sizes = (case.heads, case.kv_heads, case.d_qk, case.d_v)
+    handle = bound(table, *sizes, page_size=case.page_size, kv_dtype=DTYPES[case.dtype])
     sink2 = (sinks * order.LOG2E).astype(np.float32)
     layer = torch.tensor((*scale_of(case), case.v_scale, *sink2.tolist()))
-    kernel(q, pool_k, pool_v, out, lse2, Prepared(table, shape, len(case.rows)), layer)
+    call(kernel or attend.compiled(), q, pool_k, pool_v, out, lse2, handle, layer)
     return out.numpy(), lse2.numpy()
 
 
-def run(case: Case, kernel: Any = attend, spoil: Any = None) -> tuple[Any, Any]:
+def run(case: Case, kernel: Any = None, spoil: Any = None) -> tuple[Any, Any]:
     """(out, lse2) of a case; `spoil(pool_k, pool_v, table)` may damage the pools first."""
     q, k, v, sinks = tensors(case)
     pools = layout(case, k, v)
@@ -339,7 +353,7 @@ def test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other() -> None:
             )
 
 
-@pytest.mark.parametrize("dtype", [d for d in CODES if d.itemsize < 4])
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d.itemsize < 4])
 def test_every_bit_pattern_of_a_narrow_format_loads_exactly(dtype: torch.dtype) -> None:
     """A row that sees one key returns its value: all finite patterns, subnormals included, and NaN
     as NaN."""
@@ -353,15 +367,15 @@ def test_every_bit_pattern_of_a_narrow_format_loads_exactly(dtype: torch.dtype) 
     pages = (position, np.array([0, n], np.int32), zeros[:1], plain, zeros, zeros[:0])
     blocks = np.stack([zeros[:n], position, position + 1], 1)
     table = Table(*pages, lo=position, hi=position + 1, blocks=blocks)
-    prepared = Prepared(table, Shape(1, 1, 64, 512, CODES[dtype]), 1)
+    handle = bound(table, 1, 1, 64, 64, page_size=1, kv_dtype=DTYPES[dtype])
     layer = torch.tensor((0.0, 1.0, 1.0, -torch.inf))
-    attend(q, torch.zeros_like(pool), pool, out, lse2, prepared, layer)
+    call(attend.compiled(), q, torch.zeros_like(pool), pool, out, lse2, handle, layer)
     assert np.array_equal(out.numpy(), pool.float().numpy(), equal_nan=True)
 
 
 def scalar(name: str) -> Any:
     """An elementary function of the kernel, applied to every element of a float32 array."""
-    f = njit(linked(names(), {})[name].py_func)
+    f = njit(linked(attend.names(), {})[name].py_func)
 
     def each(x: Any) -> Any:
         return np.array([f(np.float32(v)) for v in x], np.float32)
@@ -438,8 +452,8 @@ def test_a_replaced_text_is_used_and_a_wrong_name_is_refused() -> None:
     def split_begin(position: Any, split: Any) -> Any:
         return position // (split // 2) * (split // 2)
 
-    other = run(case, build(split_begin=split_begin))
+    other = run(case, attend.build(split_begin=split_begin))
     np.testing.assert_allclose(other[0], expected(case)[0], atol=3e-6)
     assert not same(other, run(case))
     with pytest.raises(KeyError, match="split_start"):
-        build(split_start=split_begin)
+        attend.build(split_start=split_begin)

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from lockstep import order
+from lockstep.attention.cpu import Handle, Table, call
 from lockstep.kernels.cpu import elementary as el
-from lockstep.kernels.cpu.attend import Prepared, Shape, Table, attend
-from lockstep.types import KV_FORMATS
+from lockstep.kernels.cpu.attend import compiled
+from lockstep.types import AttnSpec, GroupSpec, Layout
 
 LIBM = ctypes.CDLL(ctypes.util.find_library("m"))
 LIBM.fmaf.restype, LIBM.fmaf.argtypes = ctypes.c_float, (ctypes.c_float,) * 3
@@ -113,11 +114,14 @@ def test_the_kernel_adds_in_the_canonical_order(n, lo, sink):
     one = lambda *x: np.array(x, np.int32)  # noqa: E731
     pages = (ids, one(0, n), one(0), one(n), one(0, 0), one())
     table = Table(*pages, lo=one(lo), hi=one(n), blocks=one(0, 0, 1).reshape(1, 3))
-    shape = Shape(1, 1, tile, split, KV_FORMATS["float32"].code)
+    spec = GroupSpec(Layout.DENSE, heads, 1, d_qk, d_v, (AttnSpec(1.0),), page_size=1)
+    handle = Handle(
+        spec=spec, table=table, page_size=1, tile=tile, split=split, largest=1, layers={}
+    )
     scales = F(0.3 * order.LOG2E), F(1.5)
     layer = np.array((0.0, *scales, *[sink] * heads), F)
     arrays = map(torch.from_numpy, (q, pool_k, pool_v, out, lse2))
-    attend(*arrays, Prepared(table, shape, 1), torch.from_numpy(layer))
+    call(compiled(), *arrays, handle, torch.from_numpy(layer))
     for h in range(heads):
         want, want_lse2 = row(q[0, h], k[:, 0], v[:, 0], lo, n, scales, sink, tile, split)
         assert out[0, h].tobytes() == want.tobytes(), (out[0, h], want)

@@ -4,9 +4,10 @@
 together; `bind` adds the constants of every layer.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,15 +16,15 @@ from torch import Tensor
 
 from lockstep import order
 from lockstep.attention import base
-from lockstep.kernels.cpu import attend as kernels
-from lockstep.kernels.cpu.attend import Prepared, Shape, Table
-from lockstep.kernels.cpu.threads import empty
+from lockstep.kernels.cpu import attend, threads
+from lockstep.kernels.cpu.threads import empty, where
 from lockstep.kv.pool import Keys, widened
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket, Group, StepPlan
 from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, RuleError
 
 BLOCK_ROWS = 128  # that hide the staging of a tile and leave queries and accumulators in L2
+PRODUCTS_PER_NS = 8  # of one thread
 CAPS = base.Caps(
     devices=frozenset({"cpu"}),
     activation_dtypes=frozenset({"float32"}),
@@ -43,13 +44,49 @@ CAPS = base.Caps(
 )
 
 
+class Table(NamedTuple):
+    """Where keys live and who sees them, int32 arrays. Position p of row t, of request r: list
+    entry tail_indptr[t] + p - start[t] of tail_slots if p >= start[t], else in page
+    (p - first_pos[r]) // page_size of the request (lockstep/plan/address.py)."""
+
+    page_ids: Any  # [pages of all requests]
+    page_indptr: Any  # [B + 1]
+    first_pos: Any  # [B] position of the first slot of the first page, a multiple of page_size
+    start: Any  # [T] first listed position; above every visible position for a plain row
+    tail_indptr: Any  # [T + 1]
+    tail_slots: Any  # [listed keys of all rows]
+    lo: Any  # [T] the row sees positions lo <= p < hi; nothing if lo >= hi
+    hi: Any  # [T]
+    # [NB, 3], contiguous, (request, row begin, row end): rows computed together; they cover every
+    # row once, and some may be empty
+    blocks: Any
+
+
 @dataclass(frozen=True, eq=False)
 class Handle:
     """A group, bound: everything the kernel takes besides tensors."""
 
     spec: GroupSpec
-    prepared: Prepared
-    layers: dict[AttnSpec, Tensor]  # constants
+    table: Table  # whose arrays live as long
+    page_size: int  # slots per page
+    tile: int  # a multiple of 16
+    split: int  # a multiple of tile
+    largest: int  # rows of a block, at most
+    layers: dict[AttnSpec, Tensor]  # `constants`
+
+    @cached_property
+    def entries(self) -> tuple[int, ...]:
+        """Of a call: the arrays and the number of blocks, then sizes."""
+        blocks, code = len(self.table.blocks), KV_FORMATS[self.spec.kv_dtype].code
+        sizes = (self.spec.kv_heads, self.page_size, self.tile, self.split, code)
+        return (*map(where, self.table), blocks, *sizes)
+
+    @cached_property
+    def keys_seen(self) -> int:
+        """By all rows together, about: every request's, by rows per request."""
+        requests = max(1, len(self.table.page_indptr) - 1)
+        pages = len(self.table.page_ids) * len(self.table.lo) // requests
+        return pages * self.page_size
 
 
 class Backend(base.Backend):
@@ -79,15 +116,15 @@ class Backend(base.Backend):
         rows, derived = bucket.tokens, views.derived
         seen = (derived[:rows], derived[rows : 2 * rows], derived[2 * rows :].reshape(-1, 3))
         table = Table(*pages, *base.lists(spec, views), *seen)
-        shape = Shape(
-            kv_heads=spec.kv_heads,
+        return Handle(
+            spec=spec,
+            table=table,
             page_size=page_size,
             tile=order.tile_len(spec.d_qk, spec.d_v),
             split=order.split_len(spec.d_qk, spec.d_v),
-            code=KV_FORMATS[spec.kv_dtype].code,
+            largest=min(block_rows(spec), bucket.width or rows),
+            layers=self._layers(spec),
         )
-        largest = min(block_rows(spec), bucket.width or rows)
-        return Handle(spec, Prepared(table, shape, largest), self._layers(spec))
 
     def attend(
         self, q: Tensor, keys: Keys, handle: Handle, spec: AttnSpec
@@ -103,14 +140,40 @@ class Backend(base.Backend):
         if rows:
             k, v = keys
             q = widened(q, order.stored_len(d_qk)).contiguous()
-            kernel()(q, k, v, out, lse2, handle.prepared, handle.layers[spec])
+            call(kernel(), q, k, v, out, lse2, handle, handle.layers[spec])
         lse = torch.from_numpy(base.log2_to_ln(lse2.numpy()))  # few numbers: numpy is quicker
         return out if out.shape[2] == group.d_v else out[..., : group.d_v], lse
 
 
-def kernel() -> Callable[..., None]:
+def kernel() -> Any:
     """The compiled kernel."""
-    return kernels.attend
+    return attend.compiled()
+
+
+def call(
+    work: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse2: Tensor, handle: Handle,
+    layer: Tensor,
+) -> None:  # fmt: skip
+    """Attention of T rows over paged keys and values by a kernel, into `out` and `lse2`.
+
+    q      float32 [T, H, Dqk], contiguous. Dqk and Dv are multiples of 8, at most 576.
+    k, v   the pool's storage [slots, kv_heads, Dqk] and [slots, kv_heads, Dv] in the group's format
+    out    float32 [T, H, Dv], contiguous; 0 for a row that sees nothing.
+    lse2   float32 [T, H]: log2 of the softmax denominator, sink included, or -inf.
+    layer  `constants`
+
+    A row's bits depend on its query and its keys. Slots that a block does not see are never read.
+    """
+    (_, heads, d_qk), d_v, kv_heads = q.shape, out.shape[2], handle.spec.kv_heads
+    units = len(handle.table.blocks) * kv_heads
+    cost_ns = handle.keys_seen * heads * (d_qk + d_v) // PRODUCTS_PER_NS
+    team = threads.team(units, cost_ns)
+    each = attend.memory_bytes(d_qk, d_v, handle.tile, handle.largest * heads // kv_heads)
+    memory = (threads.memory(each, team), each, handle.largest)
+    tensors = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse2.data_ptr())
+    sizes = (layer.data_ptr(), heads, d_qk, d_v, k.itemsize)
+    entries = (*tensors, *handle.entries, *sizes, *k.stride()[:2], *v.stride()[:2], *memory)
+    threads.run(work, entries, units, team, cost_ns)
 
 
 def block_rows(spec: GroupSpec) -> int:
@@ -146,6 +209,8 @@ def layers(spec: GroupSpec) -> dict[AttnSpec, Tensor]:
 
 
 def constants(attn: AttnSpec, heads: int) -> Tensor:
-    """What the kernel is told of a layer, float32 [3 + heads]."""
+    """What the kernel is told of a layer, float32 [3 + heads]: pre (0: no soft cap, otherwise a
+    score x becomes tanh(x * pre)), c > 0 (what a score is multiplied by to be in log2 units), what
+    outputs are multiplied by; then every head's sink in log2 units, -inf for none."""
     scales = (*base.score_constants(attn), base.value_scale(attn))
     return torch.from_numpy(np.array((*scales, *base.sink_logits2(attn, heads)), np.float32))

@@ -1,121 +1,484 @@
-"""Paged attention on the CPU: the interface, and how the kernel is put together.
+"""Paged attention on the CPU, in units: the rows of a block times the query heads of one kv head,
+in the canonical order.
 
-`attend` runs the kernel of this machine; `build` makes one with some of its texts replaced, for the
-lab. What is computed, and in which order, stands in unit.py. Called by the CPU backend.
+Plain texts, compiled by `build` and linked by name, so that the lab can put another text in a
+name's place. Windows, causality, chunks and speculation are numbers here. A row's bits depend on
+its own keys only: which rows share a unit decides which tiles are visited and staged, and a tile
+that a row does not see leaves its state as it was. Called by the CPU backend.
 """
 
-import functools
+from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import numpy as np
 
-from lockstep.kernels.cpu import elementary, threads, unit
-from lockstep.kernels.cpu.threads import where
+from lockstep.kernels.cpu import elementary, lanes, threads
+from lockstep.kernels.cpu.elementary import exp2, log2, tanh
+from lockstep.kernels.cpu.lanes import add, div, fma, load, maximum, mul, select, splat, store, sub
+from lockstep.kernels.cpu.loops import (
+    FLOAT32,
+    ROWS,
+    VECTOR_BYTES,
+    VECTORS,
+    scores,
+    transposed,
+    values,
+    widened,
+)
+from lockstep.kernels.cpu.threads import ENTRIES, address, claim, float32_at, int32_at, int64_at
+from lockstep.order import LANES
+from lockstep.plan.address import listed, paged
 
-PRODUCTS_PER_NS = 8  # of one thread
-# called per row or two: their arguments are many
-INLINED = ("online_softmax", "online_softmax_rows", "score_rows", "add_values", "group_span")
-
-
-class Table(NamedTuple):
-    """Where keys live and who sees them, int32 arrays. Position p of row t, of request r: list
-    entry tail_indptr[t] + p - start[t] of tail_slots if p >= start[t], else in page
-    (p - first_pos[r]) // page_size of the request (lockstep/plan/address.py)."""
-
-    page_ids: Any  # [pages of all requests]
-    page_indptr: Any  # [B + 1]
-    first_pos: Any  # [B] position of the first slot of the first page, a multiple of page_size
-    start: Any  # [T] first listed position; above every visible position for a plain row
-    tail_indptr: Any  # [T + 1]
-    tail_slots: Any  # [listed keys of all rows]
-    lo: Any  # [T] the row sees positions lo <= p < hi; nothing if lo >= hi
-    hi: Any  # [T]
-    # [NB, 3], contiguous, (request, row begin, row end): rows computed together; they cover every
-    # row once, and some may be empty
-    blocks: Any
-
-
-class Shape(NamedTuple):
-    """Integers of a group."""
-
-    kv_heads: int
-    page_size: int  # slots per page
-    tile: int  # lockstep.order.tile_len, a multiple of 16
-    split: int  # lockstep.order.split_len, a multiple of tile
-    code: int  # of the format of k and v (`types.KV_FORMATS`)
+INF, ZERO, ONE = np.float32(np.inf), np.float32(0.0), np.float32(1.0)
+NOWHERE = np.int64(2**62)  # above every position
+# run-time integers of a call; strides are in bytes
+Sizes = namedtuple(
+    "Sizes", "heads kv_heads group d_qk d_v page_size tile split code k_slot k_head v_slot v_head"
+)
+# everything a call was given: byte addresses of tensors, pointers to plan data, constants
+KernelArgs = namedtuple(
+    "KernelArgs",
+    "q k v out lse2 page_ids page_indptr first_pos start tail_indptr tail_slots lo hi blocks sink2 "
+    "sizes pre c v_scale",
+)
+Unit = namedtuple("Unit", "request begin end head")  # tokens [begin, end), a kv head
 
 
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """What all layers of a group share in a step; the arrays live as long."""
+class Scratch(NamedTuple):
+    """A worker's memory: addresses of float areas, then pointers to an entry per row or key."""
 
-    table: Table
-    shape: Shape
-    largest: int  # rows of a block, at most
+    q: Any  # [rows][q_stride]
+    keys: Any  # [d_qk][tile], the tile's keys transposed
+    v: Any  # [tile][v_stride], the tile's values where they cannot be read in place
+    p: Any  # [rows][tile] scores, then probabilities
+    acc: Any  # [rows][v_stride] of the split
+    total: Any  # [rows][v_stride] folded
+    zeros: Any  # a key row of zeros
+    q_stride: Any  # bytes
+    v_stride: Any  # bytes
+    p_stride: Any  # bytes
+    m: Any  # float32[rows] running maximum of the split, raw score units
+    sum: Any  # float32[rows] running sum of the split
+    alpha: Any  # float32[rows] rescale of this tile
+    m2: Any  # float32[rows] folded maximum, log2 units
+    sum2: Any  # float32[rows] folded sum
+    first: Any  # int64[rows] the row sees keys [first, last) of this tile
+    last: Any
+    k_at: Any  # int64[tile] byte address of every key's row
+    v_at: Any
 
-    @functools.cached_property
-    def entries(self) -> tuple[int, ...]:
-        """Of a call: where the arrays are; last, how many blocks."""
-        return (*map(where, self.table), len(self.table.blocks))
 
-    @functools.cached_property
-    def keys_seen(self) -> int:
-        """By all rows together, about: every request's, by rows per request."""
-        requests = max(1, len(self.table.page_indptr) - 1)
-        pages = len(self.table.page_ids) * len(self.table.lo) // requests
-        return pages * self.shape.page_size
+# ---- the small texts that the lab replaces ----
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse2: Tensor, prepared: Prepared, layer: Tensor,
-    work: Any = None,
-) -> None:  # fmt: skip
-    """Attention of T rows over paged keys and values, into `out` and `lse2`, by the kernel `work`
-    or that of this machine.
+def rescale(m: Any, m_new: Any, c: Any) -> Any:
+    """What the old state counts for under a new maximum: exactly 1 if it did not move."""
+    return exp2(mul(sub(m, m_new), c))
 
-    q      float32 [T, H, Dqk], contiguous. Dqk and Dv are multiples of 8, at most 576.
-    k, v   the pool [slots, kv_heads, Dqk and Dv], whose last dimension is contiguous.
-    out    float32 [T, H, Dv], contiguous; 0 for a row that sees nothing.
-    lse2   float32 [T, H]: log2 of the softmax denominator, sink included, or -inf.
-    layer  float32 [3 + H]: pre (0: no soft cap, otherwise a score x becomes tanh(x * pre)), c > 0
-           (what a score is multiplied by to be in log2 units), what outputs are multiplied by; then
-           every head's sink in log2 units, -inf for none.
 
-    A row's bits depend on its query and its keys. Slots that a block does not see are never read.
-    """
-    (_, heads, d_qk), d_v, shape = q.shape, out.shape[2], prepared.shape
-    units = prepared.entries[-1] * shape.kv_heads
-    cost_ns = prepared.keys_seen * heads * (d_qk + d_v) // PRODUCTS_PER_NS
-    team = threads.team(units, cost_ns)
-    rows = prepared.largest * heads // shape.kv_heads
-    each = unit.memory_bytes(d_qk, d_v, shape.tile, rows)
-    memory = (threads.memory(each, team), each, prepared.largest)
-    tensors = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse2.data_ptr())
-    sizes = (layer.data_ptr(), heads, d_qk, d_v, k.itemsize, *shape)
-    entries = (*tensors, *prepared.entries, *sizes, *k.stride()[:2], *v.stride()[:2], *memory)
-    threads.run(work or default(), entries, units, team, cost_ns)
+def split_begin(position: Any, split: Any) -> Any:
+    """The split that `position` belongs to, named by its first position."""
+    return position // split * split
+
+
+def load_range(first: Any, last: Any, tile: Any) -> Any:
+    """Keys of a tile that are touched for rows that see [first, last) together: no others."""
+    return first, last
+
+
+# ---- one tile ----
+
+
+def spans(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: Any) -> Any:
+    """Per row of tokens [begin, end), the keys it sees of the tile at `position`; returns the range
+    that they see together."""
+    tile, group = job.sizes.tile, job.sizes.group
+    hull_first, hull_last = tile, np.int64(0)
+    for token in range(begin, end):
+        first = max(np.int64(job.lo[token]) - position, np.int64(0))
+        last = min(np.int64(job.hi[token]) - position, tile)
+        if first < last:
+            hull_first, hull_last = min(hull_first, first), max(hull_last, last)
+        else:
+            first, last = np.int64(0), np.int64(0)
+        row = (token - unit.begin) * group
+        for r in range(row, row + group):
+            scratch.first[r] = first
+            scratch.last[r] = last
+    return hull_first, hull_last
+
+
+def locate(job: Any, scratch: Any, unit: Any, token: Any, position: Any, reach: Any) -> None:
+    """Addresses of keys [first, last) = reach of a tile: a look-up per page or listed key."""
+    sizes = job.sizes
+    k_base, v_base = job.k + unit.head * sizes.k_head, job.v + unit.head * sizes.v_head
+    begin, end = position + reach[0], position + reach[1]
+    # a plain row names nothing, and its `start` says nothing about the other rows of the unit
+    boundary = end
+    if job.start[token] < job.hi[token]:
+        boundary = min(max(np.int64(job.start[token]), begin), end)
+    p = begin
+    while p < boundary:
+        slot = np.int64(
+            paged(job.page_ids, job.page_indptr, job.first_pos, sizes.page_size, unit.request, p)
+        )
+        stop = min(boundary, p + sizes.page_size - p % sizes.page_size)
+        for key in range(p - position, stop - position):
+            scratch.k_at[key] = k_base + slot * sizes.k_slot
+            scratch.v_at[key] = v_base + slot * sizes.v_slot
+            slot += 1
+        p = stop
+    while p < end:
+        slot = np.int64(listed(job.tail_slots, job.tail_indptr, job.start, token, p))
+        scratch.k_at[p - position] = k_base + slot * sizes.k_slot
+        scratch.v_at[p - position] = v_base + slot * sizes.v_slot
+        p += 1
+
+
+def stage_keys(job: Any, scratch: Any, reach: Any) -> None:
+    """Transpose the tile's keys into scratch, 16 at a time; those out of reach are zeros."""
+    sizes, stride = job.sizes, 4 * job.sizes.tile
+    first, last = reach[0] // LANES * LANES, (reach[1] + LANES - 1) // LANES * LANES
+    for key in range(first, reach[0]):
+        scratch.k_at[key] = scratch.zeros
+    for key in range(reach[1], last):
+        scratch.k_at[key] = scratch.zeros
+    for key in range(first, last, LANES):
+        table, target = address(scratch.k_at) + 8 * key, scratch.keys + 4 * key
+        transposed(sizes.code, table, sizes.d_qk, target, stride)
+
+
+def stage_values(job: Any, scratch: Any, reach: Any) -> None:
+    """Copy the tile's value rows into scratch as float32 and point their addresses there."""
+    sizes = job.sizes
+    for key in range(reach[0], reach[1]):
+        source, target = scratch.v_at[key], scratch.v + key * scratch.v_stride
+        widened(sizes.code, source, sizes.d_v, target)
+        scratch.v_at[key] = target
+
+
+def online_softmax(job: Any, scratch: Any, row: Any) -> None:
+    """Scores of a row to probabilities, in place; the row's maximum, sum and rescale follow."""
+    at, tile = scratch.p + row * scratch.p_stride, job.sizes.tile
+    first, last = scratch.first[row], scratch.last[row]
+    whole, pre, c, m = last - first == tile, job.pre, job.c, scratch.m[row]
+    top = splat(-INF)
+    for key in range(0, tile, LANES):
+        x = load(at + 4 * key)
+        if pre != ZERO:
+            x = tanh(mul(x, pre))
+        if not whole:
+            x = select(lanes.between(key, first, last), x, -INF)
+        store(at + 4 * key, x)
+        top = maximum(top, x)
+    m_new = maximum(m, lanes.fold_max(top))
+    if m_new == -INF:
+        for key in range(0, tile, LANES):
+            store(at + 4 * key, splat(ZERO))
+        scratch.alpha[row] = ONE
+        return
+    shift, total = -mul(m_new, c), splat(ZERO)
+    for key in range(0, tile, LANES):
+        p = exp2(fma(load(at + 4 * key), c, shift))
+        if not whole:
+            p = select(lanes.between(key, first, last), p, ZERO)
+        store(at + 4 * key, p)
+        total = add(total, p)
+    alpha = rescale(m, m_new, c)
+    scratch.sum[row] = fma(scratch.sum[row], alpha, lanes.fold_sum(total))
+    scratch.m[row], scratch.alpha[row] = m_new, alpha
+
+
+def width(left: Any) -> Any:
+    """Vectors of the widest micro-kernel that fits."""
+    if left >= 4 and VECTORS >= 4:
+        return 4
+    return 2 if left >= 2 and VECTORS >= 2 else 1
+
+
+def score_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
+    """Scores of up to 4 rows against the staged tile."""
+    vector, vectors, stride = 0, job.sizes.tile // LANES, 4 * job.sizes.tile
+    q, s = scratch.q + row * scratch.q_stride, scratch.p + row * scratch.p_stride
+    while vector < vectors:
+        wide = width(vectors - vector)
+        at = VECTOR_BYTES * vector
+        scores(
+            rows, wide, q, scratch.q_stride, scratch.keys + at, stride, job.sizes.d_qk, s + at,
+            scratch.p_stride,
+        )  # fmt: skip
+        vector += wide
+
+
+def add_values(scratch: Any, row: Any, rows: Any, reach: Any) -> None:
+    """acc = acc * alpha + p V over keys [first, last) = reach, for up to 4 rows."""
+    column, table, alpha = np.int64(0), address(scratch.v_at), address(scratch.alpha) + 4 * row
+    p, acc = scratch.p + row * scratch.p_stride, scratch.acc + row * scratch.v_stride
+    while column < scratch.v_stride:
+        wide = width((scratch.v_stride - column) // VECTOR_BYTES)
+        values(
+            rows, wide, p, scratch.p_stride, table, reach[0], reach[1], acc, scratch.v_stride,
+            column, alpha,
+        )  # fmt: skip
+        column += VECTOR_BYTES * wide
+
+
+def finite(scratch: Any, reach: Any) -> Any:
+    """Whether the values of keys [first, last) = reach hold neither infinity nor NaN."""
+    total = splat(ZERO)
+    for key in range(reach[0], reach[1]):
+        for column in range(0, scratch.v_stride, VECTOR_BYTES):
+            total = fma(load(scratch.v_at[key] + column), ZERO, total)
+    return lanes.fold_sum(total) == ZERO
+
+
+def group_span(scratch: Any, row: Any, rows: Any) -> Any:
+    """The keys that `rows` rows see together, and whether they all see just these."""
+    first, last, same = NOWHERE, np.int64(0), True
+    for r in range(row, row + rows):
+        alike = scratch.first[r] == scratch.first[row] and scratch.last[r] == scratch.last[row]
+        same = same and alike
+        if scratch.first[r] < scratch.last[r]:
+            first, last = min(first, scratch.first[r]), max(last, scratch.last[r])
+    return first, last, same
+
+
+def online_softmax_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
+    """Probabilities of up to 4 rows; one that sees nothing gets zeros and keeps its state."""
+    for r in range(row, row + rows):
+        if scratch.first[r] < scratch.last[r]:
+            online_softmax(job, scratch, r)
+        else:
+            scratch.alpha[r] = ONE
+            for key in range(0, job.sizes.tile, LANES):
+                store(scratch.p + r * scratch.p_stride + 4 * key, splat(ZERO))
+
+
+def tile_of(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: Any) -> None:
+    """The tile at `position` for tokens [begin, end) of the unit."""
+    sizes = job.sizes
+    first, last = spans(job, scratch, unit, begin, end, position)
+    if first >= last:
+        return
+    reach = load_range(first, last, sizes.tile)
+    locate(job, scratch, unit, begin, position, reach)
+    stage_keys(job, scratch, reach)
+    row_begin, row_end = (begin - unit.begin) * sizes.group, (end - unit.begin) * sizes.group
+    in_place = sizes.code == FLOAT32 and sizes.d_v % LANES == 0 and row_end - row_begin <= ROWS
+    if not in_place:
+        stage_values(job, scratch, reach)
+    for row in range(row_begin, row_end, ROWS):
+        rows = min(row_end - row, ROWS)
+        first, last, same = group_span(scratch, row, rows)
+        if first < last:
+            score_rows(job, scratch, row, rows)
+            online_softmax_rows(job, scratch, row, rows)
+    checked, clean = False, True
+    for row in range(row_begin, row_end, ROWS):
+        rows = min(row_end - row, ROWS)
+        first, last, same = group_span(scratch, row, rows)
+        if first < last:
+            if not same and not checked:
+                checked, clean = True, finite(scratch, reach)
+            # 0 * NaN is NaN: where rows see different keys, a value that is not finite goes row by
+            # row, to those that see it
+            together = rows if same or clean else 1
+            for r in range(row, row + rows, together):
+                first, last, same = group_span(scratch, r, together)
+                add_values(scratch, r, together, load_range(first, last, sizes.tile))
+
+
+# ---- splits and the whole unit ----
+
+
+def reset(scratch: Any, rows: Any) -> None:
+    """Start a split: nothing seen."""
+    for row in range(rows):
+        scratch.m[row], scratch.sum[row] = -INF, ZERO
+        for column in range(0, scratch.v_stride, VECTOR_BYTES):
+            store(scratch.acc + row * scratch.v_stride + column, splat(ZERO))
+
+
+def weights(m: Any, m_other: Any) -> Any:
+    """The maximum of two states (log2 units) and what each counts for under it."""
+    top = maximum(m, m_other)
+    base = ZERO if top == -INF else top
+    return top, exp2(sub(m, base)), exp2(sub(m_other, base))
+
+
+def fold(job: Any, scratch: Any, rows: Any) -> None:
+    """Add the split just done to the total of every row."""
+    for row in range(rows):
+        top, old, new = weights(scratch.m2[row], mul(scratch.m[row], job.c))
+        scratch.m2[row] = top
+        scratch.sum2[row] = fma(scratch.sum2[row], old, mul(scratch.sum[row], new))
+        total, acc = scratch.total + row * scratch.v_stride, scratch.acc + row * scratch.v_stride
+        for column in range(0, scratch.v_stride, VECTOR_BYTES):
+            store(total + column, fma(load(total + column), old, mul(load(acc + column), new)))
+
+
+def begin_unit(job: Any, scratch: Any, unit: Any) -> Any:
+    """Copy the queries, empty the totals; returns rows, lowest lo, highest hi and lowest listed
+    position."""
+    sizes = job.sizes
+    rows = (unit.end - unit.begin) * sizes.group
+    lo, hi, tail = NOWHERE, np.int64(0), NOWHERE
+    for token in range(unit.begin, unit.end):
+        if job.lo[token] < job.hi[token]:
+            lo, hi = min(lo, np.int64(job.lo[token])), max(hi, np.int64(job.hi[token]))
+            if job.start[token] < job.hi[token]:
+                tail = min(tail, np.int64(job.start[token]))
+        for g in range(sizes.group):
+            row = (token - unit.begin) * sizes.group + g
+            source = job.q + 4 * sizes.d_qk * (token * sizes.heads + unit.head * sizes.group + g)
+            widened(FLOAT32, source, sizes.d_qk, scratch.q + row * scratch.q_stride)
+            scratch.m2[row], scratch.sum2[row] = -INF, ZERO
+            for column in range(0, scratch.v_stride, VECTOR_BYTES):
+                store(scratch.total + row * scratch.v_stride + column, splat(ZERO))
+    return rows, lo, hi, tail
+
+
+def end_row(job: Any, scratch: Any, row: Any, target: Any, head: Any) -> Any:
+    """Fold the sink, divide and write one output row; returns the row's lse2."""
+    sizes = job.sizes
+    top, old, new = weights(scratch.m2[row], job.sink2[head])
+    total = fma(scratch.sum2[row], old, mul(ONE, new))
+    seen = total != ZERO
+    for column in range(0, sizes.d_v, LANES):
+        x = load(scratch.total + row * scratch.v_stride + 4 * column)
+        x = div(fma(x, old, mul(ZERO, new)), total)
+        x = lanes.canonical(add(mul(x, job.v_scale), ZERO)) if seen else splat(ZERO)
+        if column + LANES <= sizes.d_v:
+            store(target + 4 * column, x)
+        else:
+            lanes.store_half(target + 4 * column, x)
+    return lanes.canonical(np.float32(np.float64(top) + log2(np.float64(total)))) if seen else -INF
+
+
+def run_unit(job: Any, scratch: Any, unit: Any) -> None:
+    """All tiles that the unit sees, ascending, split by split; then its output."""
+    sizes = job.sizes
+    rows, lo, hi, tail = begin_unit(job, scratch, unit)
+    reset(scratch, rows)
+    position = lo - lo % sizes.tile
+    current = split_begin(position, sizes.split)
+    while position < hi:
+        if split_begin(position, sizes.split) != current:
+            fold(job, scratch, rows)
+            reset(scratch, rows)
+            current = split_begin(position, sizes.split)
+        if position + sizes.tile <= tail:
+            tile_of(job, scratch, unit, unit.begin, unit.end, position)
+        else:
+            for token in range(unit.begin, unit.end):
+                tile_of(job, scratch, unit, token, token + 1, position)
+        position += sizes.tile
+    fold(job, scratch, rows)
+    for row in range(rows):
+        token, head = unit.begin + row // sizes.group, unit.head * sizes.group + row % sizes.group
+        target = job.out + 4 * sizes.d_v * (token * sizes.heads + head)
+        job.lse2[token * sizes.heads + head] = end_row(job, scratch, row, target, head)
+
+
+# ---- a call: its entries are those of the backend's `call` ----
+
+BLOCKS, LAYER, MEMORY = 14, 20, 29  # where these stand: number of blocks, ...
+
+
+def padded(n: Any, unit: Any) -> Any:
+    """n rounded up to a multiple of `unit`."""
+    return (n + unit - 1) // unit * unit
+
+
+def layout(d_qk: Any, d_v: Any, tile: Any, rows: Any, q: Any) -> Any:
+    """Where the areas of a worker's memory begin, from address q on, and where the last one ends.
+    `state` has five numbers per row, `spans` two; `tables` two per key."""
+    q_bytes, v_bytes = 4 * padded(d_qk, LANES), 4 * padded(d_v, LANES)
+    keys = q + rows * q_bytes
+    v = keys + 4 * d_qk * tile
+    p = v + tile * v_bytes
+    acc = p + 4 * rows * tile
+    total = acc + rows * v_bytes
+    zeros = total + rows * v_bytes
+    state = zeros + q_bytes
+    tables = state + 20 * padded(rows, LANES)
+    spans = tables + 16 * tile
+    return q, keys, v, p, acc, total, zeros, state, tables, spans, spans + 16 * rows
+
+
+@lru_cache(64)
+def memory_bytes(d_qk: int, d_v: int, tile: int, rows: int) -> int:
+    """Of a worker, a multiple of 64."""
+    return int(padded(layout(d_qk, d_v, tile, rows, 0)[-1], 64))
+
+
+def carve(sizes: Any, rows: Any, memory: Any) -> Any:
+    """The Scratch of a worker in its memory."""
+    areas = layout(sizes.d_qk, sizes.d_v, sizes.tile, rows, memory)
+    q, keys, v, p, acc, total, zeros, state, tables, spans, _ = areas
+    q_stride, v_stride = 4 * padded(sizes.d_qk, LANES), 4 * padded(sizes.d_v, LANES)
+    row = 4 * padded(rows, LANES)
+    for byte in range(0, q_stride, VECTOR_BYTES):
+        store(zeros + byte, splat(ZERO))
+    return Scratch(
+        q, keys, v, p, acc, total, zeros, q_stride, v_stride, 4 * sizes.tile,
+        float32_at(state), float32_at(state + row), float32_at(state + 2 * row),
+        float32_at(state + 3 * row), float32_at(state + 4 * row),
+        int64_at(spans), int64_at(spans + 8 * rows),
+        int64_at(tables), int64_at(tables + 8 * sizes.tile),
+    )  # fmt: skip
+
+
+def unpack(record: Any) -> Any:
+    """The KernelArgs in a call's entries."""
+    kv_heads, heads, item = record[15], record[21], record[24]
+    sizes = Sizes(
+        heads, kv_heads, heads // kv_heads, record[22], record[23], record[16], record[17],
+        record[18], record[19], record[25] * item, record[26] * item, record[27] * item,
+        record[28] * item,
+    )  # fmt: skip
+    layer = float32_at(record[LAYER])
+    return KernelArgs(
+        record[0], record[1], record[2], record[3], float32_at(record[4]), int32_at(record[5]),
+        int32_at(record[6]), int32_at(record[7]), int32_at(record[8]), int32_at(record[9]),
+        int32_at(record[10]), int32_at(record[11]), int32_at(record[12]), int32_at(record[13]),
+        float32_at(record[LAYER] + 12), sizes, layer[0], layer[1], layer[2],
+    )  # fmt: skip
+
+
+def work(at: Any, worker: Any) -> None:
+    """What a thread does in a call: units until none is left, last blocks first: under causality
+    they see the most keys."""
+    record = int64_at(at + ENTRIES)
+    job = unpack(record)
+    sizes, memory = job.sizes, record[MEMORY] + worker * record[MEMORY + 1]
+    scratch = carve(sizes, record[MEMORY + 2] * sizes.group, memory)
+    nth = claim(at, worker)
+    while nth >= 0:
+        block = int32_at(address(job.blocks) + 12 * (record[BLOCKS] - 1 - nth // sizes.kv_heads))
+        request, begin, end = np.int64(block[0]), np.int64(block[1]), np.int64(block[2])
+        run_unit(job, scratch, Unit(request, begin, end, nth % sizes.kv_heads))
+        nth = claim(at, worker)
 
 
 # ---- putting the kernel together ----
 
+# called per row or two: their arguments are many
+INLINED = ("online_softmax", "online_softmax_rows", "score_rows", "add_values", "group_span")
+
 
 def names() -> dict[str, Any]:
     """What the kernel is made of: plain Python functions, its texts, and what they use."""
-    return {**vars(elementary), **vars(unit)}
+    return {**vars(elementary), **globals()}
 
 
-def compiled(**replaced: Callable[..., Any]) -> Any:
-    """The kernel with all its texts, some of them replaced by name."""
+def build(**replaced: Callable[..., Any]) -> Any:
+    """The kernel, or one with some of its texts replaced by name, compiled afresh. A replacement
+    may use any other text or operation of the kernel by its name."""
     found = threads.linked(names(), replaced, INLINED)
-    return threads.c_function("attention", threads.relinked(unit.work, found), not replaced)
+    return threads.c_function("attention", threads.relinked(work, found), cache=not replaced)
 
 
-default = functools.cache(compiled)  # the kernel of this machine, compiled at the first call
-
-
-def build(**replaced: Callable[..., Any]) -> Callable[..., None]:
-    """An `attend` with some of its texts replaced by name, compiled afresh. A replacement may use
-    any other text or operation of the kernel by its name."""
-    return functools.partial(attend, work=compiled(**replaced))
+compiled = cache(build)  # the kernel of this machine

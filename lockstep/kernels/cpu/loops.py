@@ -4,7 +4,7 @@ values of a tile into a few rows, and a few rows times a panel of weights.
 A row of the pool has a code of `types.KV_FORMATS` and an entry in a table of int64 byte addresses,
 so pages of any size look the same; widening to float32 is exact. A micro-kernel holds `rows` x
 `vectors` accumulators in registers, each one fma chain: no shape changes a bit. Knows addresses and
-strides in bytes. Called by unit.py and gemm.py.
+strides in bytes. Called by attend.py and gemm.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -47,9 +47,9 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         cached_len = np.asarray(views.positions)[q_indptr[request]]
         if bucket.width < 2 or bucket.tail or not cached_len.all():
             return handle
-        table = handle.prepared.table
+        table = handle.table
         last = np.asarray(table.hi)[q_indptr[request + 1] - 1]
         pages = table._replace(start=np.full_like(last, INT32_MAX), hi=last)
-        return replace(handle, prepared=replace(handle.prepared, table=pages))
+        return replace(handle, table=pages)
 
     return bind

@@ -30,9 +30,9 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.kernels.cpu import attend
+from lockstep.kernels.cpu.attend import online_softmax
 from lockstep.kernels.cpu.elementary import exp2
 from lockstep.kernels.cpu.lanes import fma, mul
-from lockstep.kernels.cpu.unit import online_softmax
 
 SOURCE = "numerics, trap 1 (measured, never released)"
 TARGET = "lockstep.attention.cpu:kernel"

@@ -50,9 +50,6 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         first = q_indptr[:-1][np.diff(q_indptr) > 0]
         prefix = int(np.asarray(views.positions)[first].max(initial=0))
         tile = order.tile_len(spec.d_qk, spec.d_v)
-        if not prefix:
-            return handle
-        shape = handle.prepared.shape._replace(split=max(tile, prefix // tile * tile))
-        return replace(handle, prepared=replace(handle.prepared, shape=shape))
+        return replace(handle, split=max(tile, prefix // tile * tile)) if prefix else handle
 
     return bind

@@ -61,7 +61,6 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
             return handle
         tile = order.tile_len(spec.d_qk, spec.d_v)
         keys = int(views.kv_lens.sum())
-        shape = handle.prepared.shape._replace(split=-(-keys // (WORKERS * tile)) * tile)
-        return replace(handle, prepared=replace(handle.prepared, shape=shape))
+        return replace(handle, split=-(-keys // (WORKERS * tile)) * tile)
 
     return bind

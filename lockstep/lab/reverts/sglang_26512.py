@@ -60,11 +60,11 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         if spec.layout is Layout.FRESH or bucket.tail or bucket.width < 2 or not cached_len.all():
             return handle
         held = (np.diff(views.page_indptr) * spec.page_size + first_pos)[request]
-        table = handle.prepared.table
+        table = handle.table
         seen = np.asarray(table.hi) + np.diff(q_indptr)[request]
         twice = np.minimum(seen, held).astype(np.int32)
         # no lists: everything is read from pages
         pages = table._replace(start=np.full_like(twice, INT32_MAX), hi=twice)
-        return replace(handle, prepared=replace(handle.prepared, table=pages))
+        return replace(handle, table=pages)
 
     return bind

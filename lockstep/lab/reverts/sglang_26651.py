@@ -60,12 +60,12 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         nth = np.arange(1, len(first) + 1, dtype=np.int32) - first
         again = np.concatenate([slots[begin : t + 1] for t, begin in enumerate(first)])
         prefix = np.asarray(views.kv_lens)[request]  # after the write
-        listed = handle.prepared.table._replace(
+        listed = handle.table._replace(
             start=prefix,
             tail_indptr=indptr(nth),
             tail_slots=again,
             hi=(prefix + nth).astype(np.int32),
         )
-        return replace(handle, prepared=replace(handle.prepared, table=listed))
+        return replace(handle, table=listed)
 
     return bind

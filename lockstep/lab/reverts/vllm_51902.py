@@ -41,9 +41,7 @@ RELATED = ("sglang-26412", "sglang-10721", "sglang-27869")
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
     def bind(self: Any, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Any) -> Any:
         handle = old(self, spec, bucket, views, variant)
-        if np.diff(views.q_indptr).max(initial=0) < 10:
-            return handle
-        shape = handle.prepared.shape._replace(split=handle.prepared.shape.tile)
-        return replace(handle, prepared=replace(handle.prepared, shape=shape))
+        long = np.diff(views.q_indptr).max(initial=0) >= 10
+        return replace(handle, split=handle.tile) if long else handle
 
     return bind
