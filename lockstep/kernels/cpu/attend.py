@@ -14,19 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.kernels.cpu import elementary, lanes, threads
+from lockstep.kernels.cpu import elementary, lanes, loops, threads
 from lockstep.kernels.cpu.elementary import exp2, log2, tanh
 from lockstep.kernels.cpu.lanes import add, div, fma, load, maximum, mul, select, splat, store, sub
-from lockstep.kernels.cpu.loops import (
-    FLOAT32,
-    ROWS,
-    VECTOR_BYTES,
-    VECTORS,
-    scores,
-    transposed,
-    values,
-    widened,
-)
+from lockstep.kernels.cpu.loops import VECTOR_BYTES, scores, transposed, values, widened
 from lockstep.kernels.cpu.threads import ENTRIES, address, claim, float32_at, int32_at, int64_at
 from lockstep.order import LANES
 from lockstep.plan.address import listed, paged
@@ -193,9 +184,9 @@ def online_softmax(job: Any, scratch: Any, row: Any) -> None:
 
 def width(left: Any) -> Any:
     """Vectors of the widest micro-kernel that fits."""
-    if left >= 4 and VECTORS >= 4:
+    if left >= 4 and loops.VECTORS >= 4:
         return 4
-    return 2 if left >= 2 and VECTORS >= 2 else 1
+    return 2 if left >= 2 and loops.VECTORS >= 2 else 1
 
 
 def score_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
@@ -266,18 +257,18 @@ def tile_of(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: A
     locate(job, scratch, unit, begin, position, reach)
     stage_keys(job, scratch, reach)
     row_begin, row_end = (begin - unit.begin) * sizes.group, (end - unit.begin) * sizes.group
-    in_place = sizes.code == FLOAT32 and sizes.d_v % LANES == 0 and row_end - row_begin <= ROWS
-    if not in_place:
+    readable = sizes.code == loops.FLOAT32 and sizes.d_v % LANES == 0
+    if not readable or row_end - row_begin > loops.ROWS:
         stage_values(job, scratch, reach)
-    for row in range(row_begin, row_end, ROWS):
-        rows = min(row_end - row, ROWS)
+    for row in range(row_begin, row_end, loops.ROWS):
+        rows = min(row_end - row, loops.ROWS)
         first, last, same = group_span(scratch, row, rows)
         if first < last:
             score_rows(job, scratch, row, rows)
             online_softmax_rows(job, scratch, row, rows)
     checked, clean = False, True
-    for row in range(row_begin, row_end, ROWS):
-        rows = min(row_end - row, ROWS)
+    for row in range(row_begin, row_end, loops.ROWS):
+        rows = min(row_end - row, loops.ROWS)
         first, last, same = group_span(scratch, row, rows)
         if first < last:
             if not same and not checked:
@@ -333,7 +324,7 @@ def begin_unit(job: Any, scratch: Any, unit: Any) -> Any:
         for g in range(sizes.group):
             row = (token - unit.begin) * sizes.group + g
             source = job.q + 4 * sizes.d_qk * (token * sizes.heads + unit.head * sizes.group + g)
-            widened(FLOAT32, source, sizes.d_qk, scratch.q + row * scratch.q_stride)
+            widened(loops.FLOAT32, source, sizes.d_qk, scratch.q + row * scratch.q_stride)
             scratch.m2[row], scratch.sum2[row] = -INF, ZERO
             for column in range(0, scratch.v_stride, VECTOR_BYTES):
                 store(scratch.total + row * scratch.v_stride + column, splat(ZERO))

@@ -15,25 +15,8 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, registry
 
-from lockstep.kernels.cpu.lanes import (
-    F32,
-    I8,
-    I16,
-    I32,
-    I64,
-    VECTOR,
-    at,
-    below_ir,
-    call_ir,
-    constant,
-    fma_ir,
-    integers,
-    ir_function,
-    load_ir,
-    shuffle_ir,
-    splat_ir,
-    store_ir,
-)
+from lockstep.kernels.cpu import lanes
+from lockstep.kernels.cpu.lanes import F32, I8, I16, I32, I64, VECTOR, constant, load_ir, store_ir
 from lockstep.order import LANES
 from lockstep.types import KV_FORMATS
 
@@ -82,7 +65,7 @@ def shaped(
     switched(builder, key, {16 * r + w: partial(emit, r, w) for r, w in shapes})
 
 
-@ir_function(integers(9))
+@lanes.ir_function(lanes.integers(9))
 def scores(
     builder: Any, rows: Any, vectors: Any, q: Any, q_stride: Any, keys: Any, keys_stride: Any,
     depth: Any, s: Any, s_stride: Any,
@@ -101,7 +84,7 @@ def scores(
     shaped(builder, rows, vectors, SHAPES, loop)
 
 
-@ir_function(integers(11))
+@lanes.ir_function(lanes.integers(11))
 def values(
     builder: Any, rows: Any, vectors: Any, p: Any, p_stride: Any, table: Any, first: Any,
     last: Any, acc: Any, acc_stride: Any, column: Any, alpha: Any,
@@ -115,7 +98,7 @@ def values(
         acc_rows = row_addresses(builder, builder.add(acc, column), acc_stride, rows)
         start = []
         for r, row in enumerate(acc_rows):
-            scale = splat_ir(builder, load_ir(builder, alpha, 4 * r, of=F32))
+            scale = lanes.splat_ir(builder, load_ir(builder, alpha, 4 * r, of=F32))
             start += [builder.fmul(x, scale) for x in load_row(builder, row, vectors)]
 
         def value(key: Any) -> list[Any]:
@@ -129,7 +112,7 @@ def values(
     shaped(builder, rows, vectors, SHAPES, loop)
 
 
-@ir_function(integers(9))
+@lanes.ir_function(lanes.integers(9))
 def products(
     builder: Any, rows: Any, item: Any, x: Any, x_stride: Any, panel: Any, depth: Any, y: Any,
     y_stride: Any, columns: Any,
@@ -150,12 +133,12 @@ def products(
         zeros = [constant(VECTOR, 0.0)] * (count * VECTORS)
         sums = chains(builder, x_rows, (I64(0), depth), zeros, weights)
         for j, bias in enumerate(weights(depth)):
-            mask = below_ir(builder, builder.sub(columns, I64(LANES * j)))
+            mask = lanes.below_ir(builder, builder.sub(columns, I64(LANES * j)))
             for r, row in enumerate(row_addresses(builder, y, y_stride, count)):
                 total = builder.fadd(sums[r * VECTORS + j], bias)
-                place = at(builder, row, VECTOR_BYTES * j)
+                place = lanes.at(builder, row, VECTOR_BYTES * j)
                 name, args = "llvm.masked.store.v16f32.p0", [total, place, I32(4), mask]
-                call_ir(builder, name, ir.VoidType(), args)
+                lanes.call_ir(builder, name, ir.VoidType(), args)
 
     shaped(builder, rows, item, product(range(1, PANEL_ROWS + 1), FORMATS), loop)
 
@@ -168,9 +151,10 @@ def chains(
     with cgutils.for_range_slice(builder, *span, I64(1)) as (i, _):
         vectors, offset = vectors_at(i), builder.mul(i, I64(4))
         for r, row in enumerate(rows):
-            factor = splat_ir(builder, load_ir(builder, builder.add(row, offset), of=F32))
+            factor = lanes.splat_ir(builder, load_ir(builder, builder.add(row, offset), of=F32))
             for x, total in zip(vectors, sums[r * len(vectors) :]):
-                builder.store(fma_ir(builder, factor, x, builder.load(total, typ=VECTOR)), total)
+                before = builder.load(total, typ=VECTOR)
+                builder.store(lanes.fma_ir(builder, factor, x, before), total)
     return [builder.load(total, typ=VECTOR) for total in sums]
 
 
@@ -213,12 +197,12 @@ def widen_ir(builder: Any, raw: Any, kind: str) -> Any:
 
 def transpose_ir(builder: Any, rows: list[Any]) -> list[Any]:
     """Four vectors of pieces to four of columns: 4 x 4 inside every 128-bit lane."""
-    lanes = range(0, LANES, PIECE)
 
     def pick(a: Any, b: Any, index: tuple[int, int, int, int]) -> Any:
         """Elements 0..3 of the index name a's lane, 4..7 b's."""
         own = [i if i < PIECE else LANES + i - PIECE for i in index]
-        return shuffle_ir(builder, a, b, [lane + i for lane in lanes for i in own])
+        places = [lane + i for lane in range(0, LANES, PIECE) for i in own]
+        return lanes.shuffle_ir(builder, a, b, places)
 
     pairs = [
         [pick(rows[0], rows[1], index), pick(rows[2], rows[3], index)]
@@ -232,7 +216,7 @@ def concat_ir(builder: Any, parts: list[Any]) -> Any:
     while len(parts) > 1:
         count = parts[0].type.count
         pairs = zip(parts[::2], parts[1::2], strict=True)
-        parts = [shuffle_ir(builder, a, b, range(2 * count)) for a, b in pairs]
+        parts = [lanes.shuffle_ir(builder, a, b, range(2 * count)) for a, b in pairs]
     return parts[0]
 
 
@@ -242,7 +226,7 @@ def each_format(builder: Any, code: Any, emit: Callable[[str, int], None]) -> No
     switched(builder, code, cases)
 
 
-@ir_function(integers(5))
+@lanes.ir_function(lanes.integers(5))
 def transposed(builder: Any, code: Any, table: Any, depth: Any, keys: Any, stride: Any) -> None:
     """keys[c][j] = column c of the row at table[j], for 16 rows and `depth` columns."""
     row = [load_ir(builder, table, 8 * j, of=I64, align=8) for j in range(LANES)]
@@ -263,7 +247,7 @@ def transposed(builder: Any, code: Any, table: Any, depth: Any, keys: Any, strid
     each_format(builder, code, loop)
 
 
-@ir_function(integers(4))
+@lanes.ir_function(lanes.integers(4))
 def widened(builder: Any, code: Any, source: Any, depth: Any, target: Any) -> None:
     """`depth` elements to float32; 8 past a multiple of 16 are followed by 8 zeros."""
     whole = builder.sdiv(depth, I64(LANES))
