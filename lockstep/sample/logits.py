@@ -134,17 +134,12 @@ def cut(scores: Tensor, top_k: Tensor, top_p: Tensor, min_log: Tensor) -> Tensor
     kept = torch.arange(vocab, device=scores.device) < top_k[:, None]
     sorted_weights = sorted_weights * kept
     total = sorted_weights.sum(1, keepdim=True)
-    wanted = needed_of(total, top_p[:, None])
-    kept &= (sorted_weights.cumsum(1) - sorted_weights < wanted) | (top_p[:, None] >= 1)
+    needed = torch.ceil(f.wide_float(total) * top_p[:, None]).to(torch.int64)  # as in the kernel
+    needed = needed.minimum(total).clamp(min=1)
+    kept &= (sorted_weights.cumsum(1) - sorted_weights < needed) | (top_p[:, None] >= 1)
     last = best.gather(1, kept.sum(1, keepdim=True) - 1)
     likely = scores.to(torch.float64) - top.to(torch.float64) >= min_log[:, None]
     return torch.where((order <= last) & likely, scores, -torch.inf)
-
-
-def needed_of(total: Tensor, top_p: Tensor) -> Tensor:
-    """The kernel's `needed`, for tensors."""
-    wanted = torch.ceil(f.wide_float(total) * top_p).to(torch.int64)
-    return wanted.minimum(total).clamp(min=1)
 
 
 def first_best(scores: Tensor) -> Tensor:

@@ -5,11 +5,9 @@ While the same completions decode, their parameters are one value (`RowParams`) 
 alone. Both compute through a device's table. Called by the engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -45,7 +43,7 @@ class RowParams:
     top: int  # and of how many of the best at most
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], prompt_lens: Sequence[int]) -> RowParams:
+    def of(cls, params: Sequence[SamplingParams], prompt_lens: Sequence[int]) -> Self:
         numbers, least = [each.numbers for each in params], [each.min_tokens for each in params]
         floats = torch.tensor([each.floats for each in numbers], dtype=torch.float64)
         tops = {r: each.top for r, each in enumerate(numbers) if each.top is not None}
@@ -70,9 +68,9 @@ class RowBatch(NamedTuple):
     token_ids: Mapping[int, NDArray[np.int32]]
 
     @classmethod
-    def of(cls, rows: RowBatch | Sequence[Row]) -> RowBatch:
+    def of(cls, rows: Self | Sequence[Row]) -> Self:
         """From one value per row."""
-        if isinstance(rows, RowBatch):
+        if isinstance(rows, cls):
             return rows
         how = RowParams.of([row.params for row in rows], [row.prompt_len for row in rows])
         positions = np.array([row.position for row in rows], np.int64)
@@ -90,11 +88,11 @@ class Settings(NamedTuple):
     ints: Tensor
     cuts: bool
 
-    def to(self, device: torch.device) -> Settings:
+    def to(self, device: torch.device) -> Self:
         """The same on a device."""
         if device.type == "cpu":
             return self
-        return Settings(self.floats.to(device), self.ints.to(device), self.cuts)
+        return self._replace(floats=self.floats.to(device), ints=self.ints.to(device))
 
 
 class Logprobs(NamedTuple):

@@ -35,8 +35,7 @@ def sources() -> list[Path]:
 def folder() -> Path:
     """The cache folder of these sources on this machine."""
     digest = hashlib.sha256()
-    formats = repr(KV_FORMATS)
-    for part in (sys.version, numba.__version__, llvmlite.__version__, formats, *TARGET):
+    for part in (sys.version, numba.__version__, llvmlite.__version__, repr(KV_FORMATS), *TARGET):
         digest.update(part.encode())
     for path in sources():
         digest.update(path.name.encode() + path.read_bytes())

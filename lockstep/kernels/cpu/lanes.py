@@ -116,11 +116,6 @@ def math_ir(builder: Any, name: str, *args: Any) -> Any:
     return call_ir(builder, f"llvm.{name}.{'f32' if kind == F32 else 'v16f32'}", kind, [*args])
 
 
-def fma_ir(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a*b + c with one rounding."""
-    return math_ir(builder, "fma", a, b, c)
-
-
 def maximum_ir(builder: Any, a: Any, b: Any) -> Any:
     """The larger one, NaN if either is: a comparison would drop it."""
     larger = builder.select(builder.fcmp_ordered(">", a, b), a, b)
@@ -169,8 +164,9 @@ sub = arithmetic(lambda builder, a, b: builder.fsub(a, b))
 mul = arithmetic(lambda builder, a, b: builder.fmul(a, b))
 div = arithmetic(lambda builder, a, b: builder.fdiv(a, b))
 less = arithmetic(lambda builder, a, b: builder.fcmp_ordered("<", a, b), compares=True)
+fma = arithmetic(lambda builder, a, b, c: math_ir(builder, "fma", a, b, c))  # one rounding
 copysign = arithmetic(lambda builder, size, sign: math_ir(builder, "copysign", size, sign))
-maximum, fma = arithmetic(maximum_ir), arithmetic(fma_ir)
+maximum = arithmetic(maximum_ir)
 
 
 @arithmetic

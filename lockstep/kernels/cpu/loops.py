@@ -154,7 +154,7 @@ def chains(
             factor = lanes.splat_ir(builder, load_ir(builder, builder.add(row, offset), of=F32))
             for x, total in zip(vectors, sums[r * len(vectors) :]):
                 before = builder.load(total, typ=VECTOR)
-                builder.store(lanes.fma_ir(builder, factor, x, before), total)
+                builder.store(lanes.math_ir(builder, "fma", factor, x, before), total)
     return [builder.load(total, typ=VECTOR) for total in sums]
 
 
