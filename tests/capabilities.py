@@ -110,9 +110,9 @@ class Subject:
                 "embed": self.embed(),
                 "scores": self.scores(),
             }
-        elif not self.parts.info.generates:
+        elif not self.parts.model.generates:
             out = {"embed": self.embed()}
-        if self.parts.info.generates:
+        if self.parts.model.generates:
             lengths = WHOLE if self.parts.info.encoder else PROMPTS
             out["tokens"] = self.tokens(SAMPLED, lengths)
             for dtype in KV_FORMATS:

@@ -45,7 +45,7 @@ from lockstep.lab.values import Values, truth
 from lockstep.llm.engine import BUILTIN
 from lockstep.models import bart, llama
 from lockstep.models.loader import load, model_types
-from lockstep.nn import attention, decoder, mlp, norm, source
+from lockstep.nn import attention, decoder, norm, source
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SPARSE = {
@@ -318,14 +318,14 @@ def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> None:
 
 
 def gate_without_one(patch: pytest.MonkeyPatch) -> None:
-    """nn/mlp: up instead of up + 1."""
-    right = mlp.ClampedGlu.__call__
+    """kernels/cpu/rows: up instead of up + 1."""
+    right = Ops.clamped_swiglu
 
-    def wrong(self: Any, x: torch.Tensor, ops: Any) -> Any:
+    def wrong(x: torch.Tensor, alpha: float, limit: float) -> Any:
         gate, up = x.chunk(2, -1)
-        return right(self, torch.cat((gate, up - 1), -1), ops)
+        return right(torch.cat((gate, up - 1), -1), alpha, limit)
 
-    patch.setattr(mlp.ClampedGlu, "__call__", wrong)
+    patch.setattr(Ops, "clamped_swiglu", staticmethod(wrong))
 
 
 def eps_too_large(patch: pytest.MonkeyPatch) -> None:

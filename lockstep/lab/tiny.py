@@ -117,7 +117,6 @@ def assembled(
         max_position=model.max_position,
         eos_token_ids=eos_token_ids,
         decoder_start_token_id=START,
-        generates=model.generates,
         encoder=config["model_type"] == "bart",
         device=Choice(device.name, "the lab's choice"),
     )

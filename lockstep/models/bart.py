@@ -10,33 +10,26 @@ from functools import cached_property
 from torch import Tensor
 
 from lockstep.models import Config
-from lockstep.nn.attention import Attention, AttentionContext, Cross, DenseSpec, LayerMap, groups_of
-from lockstep.nn.decoder import Model, PostBlock, cached
+from lockstep.nn.attention import (
+    Attention,
+    AttentionContext,
+    Cross,
+    DenseSpec,
+    Groups,
+    LayerMap,
+    groups_of,
+)
+from lockstep.nn.decoder import Model, PostBlock, PostStack
 from lockstep.nn.embed import Embedding
 from lockstep.nn.linear import Linear
 from lockstep.nn.mlp import MlpSpec
 from lockstep.nn.norm import LayerNorm, layer_norm
 from lockstep.nn.source import WeightSource
-from lockstep.types import GroupSpec, Layout, RuleError
+from lockstep.types import Layout, RuleError
 
 NAMES = ("q_proj", "k_proj", "v_proj", "out_proj")
 OFFSET = 2  # position p has row p + 2 of the table
 EPS = 1e-5
-
-
-@dataclass(frozen=True, eq=False)
-class Half:
-    """The encoder or the decoder."""
-
-    positions: Embedding
-    norm: LayerNorm
-    blocks: tuple[PostBlock, ...]
-
-    def __call__(self, x: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
-        x = self.norm(x + self.positions(positions + OFFSET))
-        for block in self.blocks:
-            x = block(x, step)
-        return x
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,19 +38,19 @@ class Bart(Model):
     self attentions and then the cross attentions. Sources and answers have the same positions."""
 
     words: Embedding
-    encoder: Half
-    decoder: Half
+    encoder: PostStack
+    decoder: PostStack
     head_bias: Tensor | None
 
     def encode(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
         """The encoder's rows [T, d], whose keys and values every decoder layer now has."""
-        x = self.encoder(self.words(ids), positions, step)
+        x = self.encoder(self.words(ids), positions + OFFSET, step)
         for at, cross in enumerate(self._crosses, start=len(self.encoder.blocks)):
             cross.store(x, at, step)
         return x
 
     def __call__(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
-        return self.decoder(self.words(ids), positions, step)
+        return self.decoder(self.words(ids), positions + OFFSET, step)
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = super().logits(hidden)
@@ -67,28 +60,15 @@ class Bart(Model):
     def attentions(self) -> Sequence[Attention]:
         return [*(block.attn for block in self.decoder.blocks), *self._crosses]
 
-    def encoder_groups(
-        self, page_size: int = 16, kv_dtype: str = "float32"
-    ) -> tuple[GroupSpec, ...]:
-        """Of an encode step: the encoder's layers, fresh, and the cross group that is filled."""
-        return cached(self._encoder_groups[0], page_size, kv_dtype)
-
-    @property
-    def encoder_layer_map(self) -> LayerMap:
-        """Of an encode step: the encoder's attentions, then the cross attentions."""
-        return self._encoder_groups[1]
-
-    @property
-    def max_position(self) -> int:
-        return len(self.decoder.positions.weight) - OFFSET
+    def encoder_groups(self, page_size: int, kv_dtype: str) -> tuple[Groups, LayerMap]:
+        """Of an encode step: the groups of the encoder's layers, fresh, and the cross group that is
+        filled; the places of the encoder's attentions, then of the cross attentions."""
+        layers = [*(block.attn for block in self.encoder.blocks), *self._crosses]
+        return groups_of(layers, page_size, kv_dtype)
 
     @cached_property
     def _crosses(self) -> list[Cross]:
         return [block.cross for block in self.decoder.blocks if block.cross is not None]
-
-    @cached_property
-    def _encoder_groups(self) -> tuple[tuple[GroupSpec, ...], LayerMap]:
-        return groups_of([*(block.attn for block in self.encoder.blocks), *self._crosses])
 
 
 def describe(config: Config) -> "BartSpec":
@@ -115,6 +95,7 @@ class BartSpec:
             bias = weights.tensor("final_logits_bias", 1, vocab_size)[0]
         return Bart(
             ops=w.ops,
+            max_position=config.max_position_embeddings,
             words=Embedding(table, w.ops, math.sqrt(d) if config.scale_embedding else 1.0),
             encoder=half(config, w.at("encoder"), "encoder"),
             decoder=half(config, w.at("decoder"), "decoder"),
@@ -123,13 +104,13 @@ class BartSpec:
         )
 
 
-def half(config: Config, w: WeightSource, side: str) -> Half:
+def half(config: Config, w: WeightSource, side: str) -> PostStack:
     positions = config.max_position_embeddings + OFFSET
     table = w.rows("embed_positions.weight", positions, config.d_model)
     layers = range(getattr(config, f"{side}_layers"))
     blocks = tuple(block(config, w.at("layers", i), side, i) for i in layers)
     norm = layer_norm(w.at("layernorm_embedding"), config.d_model, EPS)
-    return Half(Embedding(table, w.ops), norm, blocks)
+    return PostStack(Embedding(table, w.ops), norm, blocks)
 
 
 def block(config: Config, w: WeightSource, side: str, index: int) -> PostBlock:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.models import Config
 from lockstep.nn.attention import AttentionContext, Dense, DenseSpec
-from lockstep.nn.decoder import Model, PostBlock
+from lockstep.nn.decoder import Model, PostBlock, PostStack
 from lockstep.nn.embed import Embedding
 from lockstep.nn.mlp import MlpSpec
 from lockstep.nn.norm import LayerNorm, layer_norm
@@ -23,27 +23,17 @@ NAMES = ("self.query", "self.key", "self.value", "output.dense")
 class Bert(Model):
     """A step's groups are fresh, so its page size and dtype do not matter."""
 
-    words: Embedding
-    kind: Tensor  # [d] the first segment's embedding: a request is one segment
-    positions: Embedding
-    norm: LayerNorm
-    blocks: tuple[PostBlock, ...]
+    words: Embedding  # each with the first segment's embedding: a request is one segment
+    encoder: PostStack
 
     pooling: ClassVar[str] = "mean"
 
     def __call__(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
-        x = self.norm(self.words(ids) + self.kind + self.positions(positions))
-        for block in self.blocks:
-            x = block(x, step)
-        return x
+        return self.encoder(self.words(ids), positions, step)
 
     @property
     def attentions(self) -> Sequence[Dense]:
-        return [block.attn for block in self.blocks]
-
-    @property
-    def max_position(self) -> int:
-        return len(self.positions.weight)
+        return [block.attn for block in self.encoder.blocks]
 
 
 def describe(config: Config) -> "BertSpec":
@@ -65,15 +55,17 @@ class BertSpec:
         weights.skip(r"cls\..*")
         w.skip(r"(pooler\..*|embeddings\.position_ids)")
         table, layers = w.at("embeddings"), w.at("encoder", "layer")
-        positions = config.max_position_embeddings
+        words = table.rows("word_embeddings.weight", config.vocab_size, d)
+        segment = table.rows("token_type_embeddings.weight", config.type_vocab_size, d)[0]
+        length = config.max_position_embeddings
+        positions = Embedding(table.rows("position_embeddings.weight", length, d), w.ops)
+        blocks = tuple(block(config, layers.at(i), i) for i in range(config.num_hidden_layers))
         return Bert(
             ops=w.ops,
             head=None,
-            words=Embedding(table.rows("word_embeddings.weight", config.vocab_size, d), w.ops),
-            kind=table.rows("token_type_embeddings.weight", config.type_vocab_size, d)[0],
-            positions=Embedding(table.rows("position_embeddings.weight", positions, d), w.ops),
-            norm=norm(table, "LayerNorm", config),
-            blocks=tuple(block(config, layers.at(i), i) for i in range(config.num_hidden_layers)),
+            max_position=length,
+            words=Embedding(words + segment, w.ops),
+            encoder=PostStack(positions, norm(table, "LayerNorm", config), blocks),
         )
 
 

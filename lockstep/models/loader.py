@@ -2,7 +2,6 @@
 Nothing in a folder is trusted: no code of it runs, and every size that a config states is compared
 with what the files hold before anything is allocated."""
 
-import copy
 import hashlib
 import importlib
 import math
@@ -66,7 +65,6 @@ class Info:
     max_position: int
     eos_token_ids: tuple[int, ...]
     decoder_start_token_id: int | None
-    generates: bool
     encoder: bool  # an encoder-decoder: a request begins with an encode step
     device: Choice  # which table of operations computes, and why
     rope_context: int | None = None  # what a dynamic rope was stretched for; None: not stretched
@@ -127,22 +125,25 @@ def load(
     path_or_id: str | Path,
     device: str = "cpu",
     dtype: str = "auto",
-    revision: str | None = None,
     context_length: int | None = None,
     load_format: str = "auto",
 ) -> Loaded:
-    """The model in a folder, or of a hub id at `revision`, in `dtype` or the device's own. With
-    `load_format` "dummy" weights are random, of a fixed seed. Only a dynamic rope depends on
-    `context_length`: it is stretched for one beyond the config's own."""
+    """The model in a folder, or of a hub id, in `dtype` or the device's own. With `load_format`
+    "dummy" weights are random, of a fixed seed. Only a dynamic rope depends on `context_length`:
+    it is stretched for one beyond the config's own."""
     ops, choice = select(device, dtype)
-    folder = local_folder(path_or_id, revision)
+    folder = local_folder(path_or_id)
     raw = read_json(folder, "config.json")
     module = model_module(raw)
     check_numbers(raw)
     entries = None if load_format == "dummy" else scan(folder)
     if entries is not None:
         check_sizes(raw, entries)
-    config = stretched(parse_config(folder, raw), context_length)
+    config = parse_config(folder, raw)
+    params = getattr(config, "rope_parameters", None)
+    if isinstance(params, Mapping):
+        length = config.max_position_embeddings
+        config.rope_parameters = rope.for_context(params, length, context_length)
     what = f"a {config.model_type} model"
     model, weights = built(lambda: module.describe(config).build, what, entries, ops)
     return Loaded(model, describe(folder, config, model, choice, weights))
@@ -174,16 +175,6 @@ def built(
             take = reader(entries, stack, ops.device, digests)
         made = build(WeightSource(take, lambda pattern: None, known, ops))
     return made, f"dummy-{SEED}" if entries is None else together(entries, digests)
-
-
-def stretched(config: Any, context_length: int | None) -> Any:
-    """A copy of the config whose dynamic rope parameters know the context that was asked for."""
-    config = copy.copy(config)
-    params = getattr(config, "rope_parameters", None)
-    if isinstance(params, Mapping):
-        length = config.max_position_embeddings
-        config.rope_parameters = rope.for_context(params, length, context_length)
-    return config
 
 
 def check_room(ops: Ops, elements: int) -> None:
@@ -222,7 +213,7 @@ def model_module(raw: Mapping[str, Any]) -> ModuleType:
     return importlib.import_module(f"lockstep.models.{name}")
 
 
-def local_folder(path_or_id: str | Path, revision: str | None) -> Path:
+def local_folder(path_or_id: str | Path) -> Path:
     """The folder itself, or the download of a hub id: weights, configs and tokenizer files."""
     folder = Path(path_or_id)
     if os.path.isdir(folder):  # a name that no file can have is no folder
@@ -234,7 +225,7 @@ def local_folder(path_or_id: str | Path, revision: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(str(path_or_id), revision=revision, allow_patterns=DOWNLOAD))
+        return Path(snapshot_download(str(path_or_id), allow_patterns=DOWNLOAD))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         got = f"{path_or_id!r}: {type(error).__name__}: {error}"
         rule = "the hub has the model, or its cache does"
@@ -379,7 +370,6 @@ def describe(folder: Path, config: Any, model: Model, device: Choice, weights: s
         max_position=model.max_position,
         eos_token_ids=special_ids("eos_token_id", extra, config),
         decoder_start_token_id=start[0] if start else None,
-        generates=model.generates,
         encoder=encoder,
         device=device,
         rope_context=model.max_position if stretched else None,

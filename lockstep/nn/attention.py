@@ -236,17 +236,20 @@ Groups = tuple[GroupSpec, ...]
 LayerMap = tuple[GroupLayer, ...]
 
 
-def groups_of(layers: Sequence[Attention]) -> tuple[Groups, LayerMap]:
+def groups_of(
+    layers: Sequence[Attention], page_size: int = 16, kv_dtype: str = "float32"
+) -> tuple[Groups, LayerMap]:
     """Layers that keep and see their keys alike share a group; groups stand in order of their first
-    layer. Returns them, and the place of each layer."""
-    alone = [layer.group() for layer in layers]
-    keys = [replace(spec, layers=(AttnSpec(1.0),)) for spec in alone]
-    order = list(dict.fromkeys(keys))
-    members: list[list[AttnSpec]] = [[] for _ in order]
+    layer. Returns them, with the cache's page size and dtype unless they are fresh, and the place
+    of each layer."""
+    members: dict[GroupSpec, list[AttnSpec]] = {}
     layer_map = []
-    for key, spec in zip(keys, alone, strict=True):
-        group = members[order.index(key)]
-        layer_map.append(GroupLayer(order.index(key), len(group)))
-        group += spec.layers
-    pairs = zip(order, members, strict=True)
-    return tuple(replace(key, layers=tuple(attns)) for key, attns in pairs), tuple(layer_map)
+    for spec in (layer.group() for layer in layers):
+        if spec.layout is not Layout.FRESH:
+            spec = replace(spec, page_size=page_size, kv_dtype=kv_dtype)
+        group = replace(spec, layers=(AttnSpec(1.0),))
+        attns = members.setdefault(group, [])
+        layer_map.append(GroupLayer(list(members).index(group), len(attns)))
+        attns += spec.layers
+    groups = [replace(group, layers=tuple(attns)) for group, attns in members.items()]
+    return tuple(groups), tuple(layer_map)

@@ -31,7 +31,7 @@ from lockstep.nn.norm import LayerNorm, RMSNorm, RMSSpec
 from lockstep.nn.rope import Rope
 from lockstep.nn.source import WeightSource
 from lockstep.ops import Ops
-from lockstep.types import GroupSpec, Layout, RuleError
+from lockstep.types import Layout, RuleError
 
 # the norms of a block, as the files call them
 NORMS = {"input_norm": "input_layernorm", "pre_mlp_norm": "post_attention_layernorm"}
@@ -50,6 +50,7 @@ class Model(ABC):
 
     ops: Ops
     head: Linear | None
+    max_position: int  # positions are below this
 
     pooling: ClassVar[str] = "last"
 
@@ -60,11 +61,6 @@ class Model(ABC):
     @abstractmethod
     def attentions(self) -> Sequence[Attention]:
         """The attention layers of a step, in the order of their numbers."""
-
-    @property
-    @abstractmethod
-    def max_position(self) -> int:
-        """Positions are below this."""
 
     @property
     def generates(self) -> bool:
@@ -83,20 +79,16 @@ class Model(ABC):
 
     def groups(self, page_size: int = 16, kv_dtype: str = "float32") -> Groups:
         """The KV groups of a generating step."""
-        return cached(self._groups[0], page_size, kv_dtype)
+        return groups_of(self.attentions, page_size, kv_dtype)[0]
 
     def fresh_groups(self) -> Groups:
         """Of an embedding step, which keeps nothing; the layer map is the same."""
-        return tuple(replace(g, layout=Layout.FRESH) for g in self._groups[0])
+        return tuple(replace(g, layout=Layout.FRESH) for g in self.groups())
 
     @property
     def layer_map(self) -> LayerMap:
         """Attention layer → (group, layer in it)."""
-        return self._groups[1]
-
-    @cached_property
-    def _groups(self) -> tuple[Groups, LayerMap]:
-        return groups_of(self.attentions)
+        return groups_of(self.attentions)[1]
 
 
 @dataclass(frozen=True)
@@ -155,6 +147,7 @@ class DecoderSpec:
         return Decoder(
             ops=w.ops,
             head=head,
+            max_position=self.max_position,
             spec=self,
             embedding=Embedding(table, w.ops, self.embed_scale),
             blocks=tuple(blocks),
@@ -207,6 +200,21 @@ class PostBlock:
 
 
 @dataclass(frozen=True, eq=False)
+class PostStack:
+    """Blocks behind the norm of rows and their learnt positions."""
+
+    positions: Embedding
+    norm: LayerNorm
+    blocks: tuple[PostBlock, ...]
+
+    def __call__(self, x: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
+        x = self.norm(x + self.positions(positions))
+        for block in self.blocks:
+            x = block(x, step)
+        return x
+
+
+@dataclass(frozen=True, eq=False)
 class Decoder(Model):
     """The model of a `DecoderSpec`."""
 
@@ -243,19 +251,7 @@ class Decoder(Model):
     def attentions(self) -> Sequence[Attention]:
         return [block.attn for block in self.blocks]
 
-    @property
-    def max_position(self) -> int:
-        return self.spec.max_position
-
     @cached_property
     def _freqs(self) -> dict[Rope, Tensor]:
         ropes = {b.attn.rope for b in self.spec.blocks if b.attn.rope}
         return {rope: rope.freqs(self.ops.device) for rope in ropes}
-
-
-def cached(groups: Sequence[GroupSpec], page_size: int, kv_dtype: str) -> Groups:
-    """Groups with the cache's page size and dtype; a fresh group stores nothing and has neither."""
-    return tuple(
-        g if g.layout is Layout.FRESH else replace(g, page_size=page_size, kv_dtype=kv_dtype)
-        for g in groups
-    )

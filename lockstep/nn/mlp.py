@@ -1,14 +1,18 @@
 """The feed-forward layer and its gates: which operation of the device a config's activation is."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
 from lockstep.nn.linear import Linear
 from lockstep.nn.source import Affine, WeightSource
-from lockstep.ops import Activation, Ops
+from lockstep.ops import Activation
 from lockstep.types import RuleError
 
+Gate = Callable[[Tensor], Tensor]  # an operation of the device, with its constants
 ACTIVATIONS = {
     "silu": Activation.SILU,
     "gelu": Activation.GELU,
@@ -25,51 +29,23 @@ def activation(name: str) -> Activation:
     return ACTIVATIONS[name]
 
 
-@dataclass(frozen=True)
-class Elementwise:
-    """act(x), without a gate."""
-
-    act: Activation
-
-    def __call__(self, x: Tensor, ops: Ops) -> Tensor:
-        return ops.activate(x, self.act)
-
-
-@dataclass(frozen=True)
-class Glu:
-    """act(gate) · up of [T, gate then up]."""
-
-    act: Activation
-
-    def __call__(self, x: Tensor, ops: Ops) -> Tensor:
-        return ops.act_and_mul(x, self.act)
-
-
-@dataclass(frozen=True)
-class ClampedGlu:
-    """(up + 1) · gate · sigmoid(alpha · gate), clamped to ±limit, gate from above only."""
+class ClampedGlu(NamedTuple):
+    """What `Ops.clamped_swiglu` takes besides the rows."""
 
     alpha: float
     limit: float
 
-    def __call__(self, x: Tensor, ops: Ops) -> Tensor:
-        return ops.clamped_swiglu(x, self.alpha, self.limit)
-
-
-Gate = Elementwise | Glu | ClampedGlu
-
 
 @dataclass(frozen=True, eq=False)
 class Mlp:
-    """down(act(up(x))). Where `act` is a Glu, `up` holds gate and up behind one another."""
+    """down(act(up(x))). Where `act` has a gate, `up` holds gate and up behind one another."""
 
     up: Linear
     down: Linear
     act: Gate
-    ops: Ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(x), self.ops))
+        return self.down(self.act(self.up(x)))
 
 
 @dataclass(frozen=True)
@@ -89,9 +65,9 @@ class MlpSpec:
         """Two layers of these names, without a gate."""
         first = w.linear(up, self.inner, self.hidden, self.bias)
         second = w.linear(down, self.hidden, self.inner, self.bias)
-        return Mlp(first, second, Elementwise(activation(self.act)), w.ops)
+        return Mlp(first, second, partial(w.ops.activate, act=activation(self.act)))
 
     def build(self, w: WeightSource) -> Mlp:
         up = Linear(w.pack(*self.gate_up(w)), w.ops)
         down = w.linear("down_proj", self.hidden, self.inner, self.bias)
-        return Mlp(up, down, Glu(activation(self.act)), w.ops)
+        return Mlp(up, down, partial(w.ops.act_and_mul, act=activation(self.act)))

@@ -3,13 +3,14 @@ grouped GEMM, and a row's results added in its own slot order. Nothing is read b
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lockstep.nn.linear import Linear
-from lockstep.nn.mlp import ClampedGlu, Gate, Glu, Mlp, MlpSpec, activation
+from lockstep.nn.mlp import ClampedGlu, Gate, Mlp, MlpSpec, activation
 from lockstep.nn.source import WeightSource, stack
 from lockstep.ops import Ops, Packed, Routing
 
@@ -44,7 +45,7 @@ class Moe:
         ops = self.ops
         routes = ops.route(self.router(x.float()), self.routing, self.correction)
         hidden = ops.grouped_linear(ops.dispatch(x, routes), self.up, routes)
-        parts = ops.grouped_linear(self.act(hidden, ops), self.down, routes)
+        parts = ops.grouped_linear(self.act(hidden), self.down, routes)
         out = ops.combine(parts, routes)
         return out if self.shared is None else out + self.shared(x)
 
@@ -69,13 +70,16 @@ class MoeSpec:
         correction = w.tensor(name, n) if self.correction else None
         loaded = (self.load or one_by_one)(w.at("experts"), n, expert)
         shared = self.shared.build(w.at("shared_experts")) if self.shared else None
+        act = partial(w.ops.act_and_mul, act=activation(expert.act))
+        if self.gate is not None:
+            act = partial(w.ops.clamped_swiglu, **self.gate._asdict())
         return Moe(
             router=Linear(w.pack(weight, bias, torch.float32), w.ops),
             correction=correction,
             routing=self.routing,
             up=w.pack(loaded.up, loaded.up_bias),
             down=w.pack(loaded.down, loaded.down_bias),
-            act=self.gate or Glu(activation(expert.act)),
+            act=act,
             shared=shared,
             ops=w.ops,
         )

@@ -62,8 +62,7 @@ def kinds_of(
         made.append((GENERATE, model.groups(page_size, kv_dtype), model.layer_map, forward))
     if info.encoder:
         encoder = cast("Bart", model)
-        specs = encoder.encoder_groups(page_size, kv_dtype)
-        made.append((ENCODE, specs, encoder.encoder_layer_map, encoder.encode))
+        made.append((ENCODE, *encoder.encoder_groups(page_size, kv_dtype), encoder.encode))
     else:
         made.append((EMBED, model.fresh_groups(), model.layer_map, model))
     number: dict[GroupSpec, int] = {}

@@ -84,7 +84,7 @@ def one_of_each(model: Model) -> Model:
         spec = replace(model.spec, blocks=tuple(kinds))
         return replace(model, spec=spec, blocks=tuple(numbered))
     if isinstance(model, Bert):
-        return replace(model, blocks=model.blocks[:1])
+        return replace(model, encoder=replace(model.encoder, blocks=model.encoder.blocks[:1]))
     if isinstance(model, Bart):
         block = model.decoder.blocks[0]
         cross = replace(block.cross, index=1) if block.cross is not None else None

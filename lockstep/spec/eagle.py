@@ -64,6 +64,7 @@ class HeadSpec:
         attn = self.attn.build(layer.at("self_attn"), 0, width=2 * d if eagle3 else d)
         return {
             "ops": w.ops,
+            "max_position": self.max_position,
             "spec": self,
             "embedding": Embedding(table, w.ops),
             "fc": w.linear("fc", d, 3 * d if eagle3 else 2 * d, self.fc_bias),
@@ -141,10 +142,6 @@ class Head(Model):
     @property
     def attentions(self) -> Sequence[Attention]:
         return [self.attn]
-
-    @property
-    def max_position(self) -> int:
-        return self.spec.max_position
 
     def cos_sin(self, positions: Tensor) -> CosSins:
         rope, freqs = self._rope
@@ -243,7 +240,7 @@ def decoder(target: Loaded) -> Decoder:
 def load_head(path_or_id: str | Path, setup: DraftSetup, layout: Layout) -> Head:
     """The head in a folder or of a hub id, on the target's device."""
     target, model = setup.target, decoder(setup.target)
-    folder = loader.local_folder(path_or_id, None)
+    folder = loader.local_folder(path_or_id)
     raw = read_json(folder, "config.json")
     loader.check_numbers(raw)
     check_config(raw, target, layout.architecture)
