@@ -1,16 +1,26 @@
-"""The command `lockstep`: joins the parsers of the packages, and runs what was asked for. A user's
-mistake is one line on stderr and exit code 2; a red result is exit code 1. Importing this, and
-`--help`, touch neither torch nor numba: a command's function is imported when it runs."""
+"""The command `lockstep`: parsers from each package's table, commands.toml, and what was asked for.
+A user's mistake is one line on stderr, which suggests, and exit code 2; a red result is exit code
+1. A command names its function as "module:function", which is imported when it runs: importing
+this, and `--help`, touch neither torch nor numba."""
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from importlib.resources import files
+from textwrap import dedent, indent
+from typing import Any, NoReturn
 
 from lockstep import __version__, outfile
-from lockstep.options import Parser, add_commands, function, suggestion
-from lockstep.types import RuleError
+from lockstep.types import RuleError, did_you_mean
 
+Command = Callable[[argparse.Namespace], int]
+Commands = Any  # what add_subparsers returns; argparse keeps its class to itself
+CORES = min(os.cpu_count() or 1, 8)  # the default that a table calls "cores"
 EXAMPLES = """
 lockstep generate "def fib(n):"                    the built-in model continues your text
 lockstep check-env                                 what is installed, which backends work
@@ -21,6 +31,34 @@ lockstep bench engine --json engine.json           speed of the engine, against 
 
 LOCKSTEP_REVERT=NAME in the environment runs any command with that historical bug put back
 (`lockstep lab reverts --list`)."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line, and suggest."""
+
+    def __init__(self, *, examples: str = "", **options: Any) -> None:
+        epilog = "examples:\n" + indent(dedent(examples).strip("\n"), "  ") if examples else None
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(epilog=epilog, allow_abbrev=False, formatter_class=formatter, **options)
+
+    def error(self, message: str, hint: str = "") -> NoReturn:
+        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if wrong:
+            option = re.match(r"argument (--[\w-]+)", message)
+            place = f"{option[1]}: " if option else ""
+            allowed = re.findall(r"[\w-]+", wrong[2])
+            hint = did_you_mean(wrong[1], allowed, "")
+            message = f"{place}{wrong[1]!r} is none of {', '.join(allowed)}"
+        sentences = (f"{self.prog}: {message}.", hint, f"See `{self.prog} --help`.")
+        print(" ".join(filter(None, sentences)), file=sys.stderr)
+        raise SystemExit(2)
+
+    def options(self) -> list[str]:
+        names = [name for action in self._actions for name in action.option_strings]
+        return [name for name in names if name.startswith("--")]
+
+    def commands(self) -> Commands:
+        return self.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
 
 
 def make_parser() -> Parser:
@@ -37,12 +75,90 @@ def make_parser() -> Parser:
     return parser
 
 
+def function(args: argparse.Namespace) -> Command:
+    """What the parsed command calls, imported now."""
+    if not args.call:
+        return print_help
+    module, _, name = args.call.partition(":")
+    found: Command = getattr(import_module(module), name)
+    return found
+
+
+def print_help(args: argparse.Namespace) -> int:
+    """A command that wants another word behind it."""
+    args.parser.print_help(sys.stderr)
+    return 2
+
+
+def add_commands(commands: Commands, package: str) -> None:
+    """The commands in a package's table, commands.toml: help, call, examples, `options` (names of
+    shared ones), `groups` of options, and options of its own. One without a call has others."""
+    table = tomllib.loads((files(package) / "commands.toml").read_text(encoding="utf-8"))
+    shared, places = table.pop("options", {}), {"": commands}
+    for name, entry in table.items():
+        group, _, word = name.rpartition(" ")
+        call, examples, text = entry.pop("call", ""), entry.pop("examples", ""), entry["help"]
+        texts = {"help": text, "description": f"{text[0].upper()}{text[1:]}.", "examples": examples}
+        parser = places[group].add_parser(word, prog=f"lockstep {name}", **texts)
+        parser.set_defaults(call=call, parser=parser)
+        if not call:  # it prints its help
+            places[name] = parser.commands()
+        own = {key: words for key, words in entry.items() if isinstance(words, dict)}
+        groups = own.pop("groups", {})
+        _add_arguments(parser, own | {key: shared[key] for key in entry.get("options", ())})
+        for group, options in groups.items():
+            _add_arguments(parser.add_argument_group(group), options)
+
+
+def _add_arguments(place: Any, options: Mapping[str, dict[str, Any]]) -> None:
+    """What argparse takes; `least` makes it a whole number from there on, `type` names a TYPE."""
+    for name, given in options.items():
+        words = dict(given)  # tables share some
+        least = words.pop("least", None)
+        if least is not None:
+            words |= {"type": partial(positive, least=least), "metavar": "N"}
+        elif "type" in words:
+            words |= {"type": TYPES[words["type"]], "metavar": words.get("metavar", "X")}
+        if words.get("default") == "cores":
+            words["default"] = CORES
+        if words.get("action") == "append":
+            words["help"] += "; repeatable"
+        elif "default" in words:
+            words["help"] += f" (default: {words['default']})"
+        place.add_argument(name, **words)
+
+
+def positive(text: str, least: int = 1) -> int:
+    """1, 2, 3, ..., or from `least` on."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"a whole number from {least} on; got {text!r}")
+    return int(text)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """N,N,...: whether they rise is the engine's to say."""
+    return tuple(positive(part) for part in text.split(","))
+
+
+def token_bias(text: str) -> tuple[int, float]:
+    """ID=X."""
+    token, _, amount = text.partition("=")
+    try:
+        return int(token), float(amount)
+    except ValueError:
+        rule = f"a token id and a number, like 42=-5; got {text!r}"
+        raise argparse.ArgumentTypeError(rule) from None
+
+
+TYPES: dict[str, Any] = {"int": int, "float": float, "counts": counts, "token bias": token_bias}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args, extra = make_parser().parse_known_args(argv)
     if extra:
         wrong = next((word for word in extra if word.startswith("-")), extra[0]).partition("=")[0]
         kind = "unknown option" if wrong.startswith("-") else "unexpected argument"
-        args.parser.error(f"{kind} {wrong}{suggestion(wrong, args.parser.options())}")
+        args.parser.error(f"{kind} {wrong}", did_you_mean(wrong, args.parser.options(), ""))
     try:
         check_outputs(args)
         if args.call.startswith("lockstep.lab."):
@@ -83,7 +199,7 @@ def check_outputs(args: argparse.Namespace) -> None:
         raise RuleError(rule, given["--json"], "Choose another place for one of them")
 
 
-def with_revert(call: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+def with_revert(call: Command, args: argparse.Namespace) -> int:
     """Runs a command; with the bug that LOCKSTEP_REVERT names, and then says so."""
     if not os.environ.get("LOCKSTEP_REVERT"):
         return call(args)

@@ -49,10 +49,10 @@ class Plugins:
             raise Refused(rule, f"none called {', '.join(missing)}", "Add what is missing")
         return made
 
-    def origin(self, name: str) -> str:
-        """For the fingerprint: "" if `name` is our own, else the distribution and its version."""
+    def owned(self, name: str) -> str:
+        """For the fingerprint: a name, with distribution and version of whoever else has it."""
         entry = self.outside().get(name)
-        return "" if entry is None else distribution(entry)
+        return name if entry is None else f"{name}({distribution(entry)})"
 
     def outside(self) -> dict[str, EntryPoint]:
         """Other packages' by name. A name that somebody else has too is an error."""

@@ -14,10 +14,10 @@ import pytest
 
 from lockstep import __version__, cli, plugins
 from lockstep.attention import select
+from lockstep.cli import Parser, function
 from lockstep.lab import reverts
 from lockstep.lab.cells import Cell, Result, settle
 from lockstep.lab.properties import Finding
-from lockstep.options import Parser, function
 
 CELL = ["--backend", "reference", "--recipe", "empty", "--feature", "dense"]
 

@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "lockstep"
 
-BASE = {"order", "types", "ops", "plugins", "config", "options", "progress", "folder", "outfile"}
+BASE = {"order", "types", "ops", "plugins", "config", "progress", "folder", "outfile"}
 CHAIN = [
     "plan",
     "kv",

@@ -98,10 +98,7 @@ def grown(detok: Detok, ids: list[int]) -> list[str]:
 @settings(deadline=None, max_examples=150)
 @given(TEXTS)
 def test_a_text_survives_the_round_trip(text: str):
-    assert (
-        byte_level().decode(byte_level().encode(text, parse_special=False), skip_special=False)
-        == text
-    )
+    assert byte_level().decode(byte_level().encode(text, parse_special=False)) == text
 
 
 def test_special_tokens_in_a_text_are_parsed_or_not_as_asked():
@@ -111,9 +108,7 @@ def test_special_tokens_in_a_text_are_parsed_or_not_as_asked():
     )
     assert tokenizer.encode("a<|end|>b")[1:2] == [0], "the other mode left no trace"
     ids = tokenizer.encode("a<|end|>b")
-    assert (
-        tokenizer.decode(ids) == "ab" and tokenizer.decode(ids, skip_special=False) == "a<|end|>b"
-    )
+    assert tokenizer.decode(ids) == "ab"
     assert tokenizer.decode([*ids, 10_000]) == "ab", "an id of the model's padding has no text"
     with pytest.raises(RuleError, match="a text is a string; got bytes"):
         tokenizer.encode(b"a")  # type: ignore[arg-type]
@@ -193,8 +188,8 @@ def test_a_folder_without_tokenizer_json_has_no_tokenizer(tmp_path: Path):
 def test_pieces_of_a_text_add_up_and_no_character_is_split(make: Any, text: str):
     tokenizer = make()
     ids = tokenizer.encode(text, parse_special=False)
-    pieces = grown(Detok(tokenizer, skip_special=False), ids)
-    whole = tokenizer.decode(ids, skip_special=False)
+    pieces = grown(Detok(tokenizer), ids)
+    whole = tokenizer.decode(ids)
     assert "".join(pieces) == whole
     if REPLACEMENT not in whole:
         assert not any(REPLACEMENT in piece for piece in pieces), "half a character was shown"
@@ -225,9 +220,9 @@ def test_text_continues_the_prompt(make: Any, prompt: str, text: str):
     """The space of "▁the" belongs to the answer when a prompt is before it."""
     tokenizer = make()
     before, after = tokenizer.encode(prompt), tokenizer.encode(text, parse_special=False)
-    whole, start = tokenizer.decode([*before, *after], False), tokenizer.decode(before, False)
+    whole, start = tokenizer.decode([*before, *after]), tokenizer.decode(before)
     if whole.startswith(start):
-        assert start + "".join(grown(Detok(tokenizer, before, skip_special=False), after)) == whole
+        assert start + "".join(grown(Detok(tokenizer, before), after)) == whole
 
 
 @pytest.mark.parametrize("make", TOKENIZERS)

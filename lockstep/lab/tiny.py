@@ -180,7 +180,7 @@ class Letters(Tokenizer):
         letters = [self.TOKENS.index(bytes([b])) for b in text.encode()]
         return [EOS, *letters] if add_special else letters
 
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """The bytes of all tokens, read as UTF-8 together, without the space at the beginning."""
         return self.spell(ids).decode("utf-8", "replace").removeprefix(" ")
 

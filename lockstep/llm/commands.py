@@ -4,9 +4,11 @@ bar; `--json` gives one document. `cli` calls it."""
 import json
 import sys
 from argparse import Namespace
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from lockstep import outfile
 from lockstep.config import EngineConfig
@@ -34,7 +36,8 @@ def generate(args: Namespace) -> int:
         outputs = llm.generate(prompts, params, on_done=bar.step)
     if args.json:
         document = {"outputs": [as_json(p, o) for p, o in zip(prompts, outputs, strict=True)]}
-        outfile.write(args.json, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+        text = json.dumps(document, indent=1, ensure_ascii=False, default=np.ndarray.tolist)
+        outfile.write(args.json, f"{text}\n")
     if args.json != "-":
         for prompt, output in zip(prompts, outputs, strict=True):
             for completion in output.completions:
@@ -66,24 +69,12 @@ def read_file(where: str) -> str:
 
 
 def as_json(prompt: str, output: Output) -> dict[str, Any]:
-    return {
-        "prompt": prompt,
-        "seed": output.seed,
-        "cached_tokens": output.cached_tokens,
-        "fingerprint": output.fingerprint,
-        "completions": [
-            {
-                "index": c.index,
-                "text": c.text,
-                "token_ids": list(c.token_ids),
-                "finish_reason": c.finish_reason,
-                "logprobs": None if c.logprobs is None else [float(x) for x in c.logprobs],
-                "top_logprobs": c.top_logprobs,
-                "error": c.error or None,
-            }
-            for c in output.completions
-        ],
-    }
+    """All of an answer, by the names that it has in Python."""
+    completions = []
+    for c in output.completions:
+        others = {"error": c.error or None, "speculated": c.speculated._asdict()}
+        completions.append(asdict(c) | others)
+    return {"prompt": prompt} | asdict(output) | {"completions": completions}
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams) -> int:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from lockstep import __version__, order
 from lockstep.attention.select import BACKENDS
 from lockstep.kernels.select import DEVICES
-from lockstep.plugins import Plugins
 
 if TYPE_CHECKING:
     from lockstep.llm.engine import Parts
@@ -19,9 +18,9 @@ def fingerprint(parts: "Parts", kv_dtype: str) -> str:
     packages = ["torch", "numba", "llvmlite", *(["triton"] if ops.device.type == "cuda" else [])]
     fields = [
         f"order={parts.backend.caps.order}",
-        f"backend={owned(parts.attention.name, BACKENDS)}",
+        f"backend={BACKENDS.owned(parts.attention.name)}",
         f"gemm={ops.gemm_order.name}",  # the order of its sums
-        f"device={owned(info.device.name, DEVICES)}",
+        f"device={DEVICES.owned(info.device.name)}",
         f"machine={ops.machine}",  # its class
         f"sums={order.ORDER_NAMES[order.device_class(ops.machine)]}",  # that class's order
         f"dtype={str(ops.dtype).removeprefix('torch.')}",  # of activations
@@ -34,9 +33,3 @@ def fingerprint(parts: "Parts", kv_dtype: str) -> str:
     if info.rope_context is not None:  # what a dynamic rope was stretched for
         fields.append(f"rope_context={info.rope_context}")
     return ";".join(fields)
-
-
-def owned(name: str, plugins: Plugins) -> str:
-    """A name, with distribution and version of whoever else it belongs to."""
-    origin = plugins.origin(name)
-    return f"{name}({origin})" if origin else name

@@ -1,8 +1,10 @@
 """What may be a prompt: a string, or token ids in order, of any integer type. Everything else is
 refused before anything is queued. `api` sorts what users pass with it, `engine` checks ids."""
 
-from collections.abc import Iterable, Mapping, Sequence, Set, Sized
+from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from numbers import Number
+from operator import length_hint
 from typing import Any, SupportsIndex
 
 from lockstep.sample.params import SamplingParams
@@ -89,26 +91,17 @@ def token_ids(ids: Any, vocab_size: int) -> tuple[int, ...]:
 
 def elements(value: Any, rule: str, remedy: str = "Pass a str, or a list") -> list[Any]:
     """What a list, an array or a generator holds; a set has no order, bytes are no ids."""
-    error = RuleError(rule, f"{shown(value)} ({type(value).__name__})", remedy)
-    if isinstance(value, str | bytes | bytearray | memoryview | Set | Mapping):
-        raise error
-    if isinstance(value, Sized) and _len(value) > MOST:
-        got = f"{shown(value)} ({_len(value):,})"
-        raise RuleError(f"there are at most {MOST:,} of them", got, "Pass fewer")
     try:
-        return list(value)
-    except TypeError:  # no iterable, or an array without dimensions
-        raise error from None
-
-
-def _len(value: Sized) -> int:
-    """0 where an array without dimensions has none."""
-    try:
-        return len(value)
-    except TypeError:
-        return 0
+        count = length_hint(value)
     except OverflowError:  # a range beyond what Python counts
-        return MOST + 1
+        count = MOST + 1
+    if count > MOST:
+        got = f"{shown(value)} ({count:,})"
+        raise RuleError(f"there are at most {MOST:,} of them", got, "Pass fewer")
+    if not isinstance(value, str | bytes | bytearray | memoryview | Set | Mapping):
+        with suppress(TypeError):  # no iterable, or an array without dimensions
+            return list(value)
+    raise RuleError(rule, f"{shown(value)} ({type(value).__name__})", remedy)
 
 
 def _is_number(value: Any) -> bool:

@@ -25,10 +25,8 @@ class Detok:
     `ids[begin:]` is that window; the text of `ids[begin:settled]`, and in all `sent` characters of
     the window's, are out. With `prompt_ids` the text continues the prompt's."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Ids = (), skip_special: bool = True
-    ) -> None:
-        self.tokenizer, self.skip_special = tokenizer, skip_special
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Ids = ()) -> None:
+        self.tokenizer = tokenizer
         self.ids = self._tail(prompt_ids)
         self.begin, self.settled = 0, len(self.ids)
         self.sent = self._settled_len()
@@ -41,7 +39,7 @@ class Detok:
         if token_id in self.tokenizer.byte_ids:
             self.in_run = True
         elif self.in_run:
-            self.in_run = not self.tokenizer.decode([token_id], self.skip_special)
+            self.in_run = not self.tokenizer.decode([token_id])
         if self.in_run:
             return ""
         text = self._window()
@@ -58,7 +56,7 @@ class Detok:
     def _tail(self, prompt_ids: Ids) -> list[int]:
         """The prompt's last tokens: some text, and no run of byte tokens cut in two."""
         tail_len = PROMPT_TAIL
-        while tail_len < len(prompt_ids) and not self._decode(prompt_ids[-tail_len:]):
+        while tail_len < len(prompt_ids) and not self.tokenizer.decode(prompt_ids[-tail_len:]):
             tail_len *= 2
         first = max(0, len(prompt_ids) - tail_len)
         while first and prompt_ids[first] in self.tokenizer.byte_ids:
@@ -75,7 +73,7 @@ class Detok:
         lengths = [len(text)]
         for token_id in self.tokenizer.continuation_ids:
             for count in range(1, CHARACTER_BYTES):
-                longer = self._decode([*self.ids, *[token_id] * count])
+                longer = self.tokenizer.decode([*self.ids, *[token_id] * count])
                 if longer.count(REPLACEMENT) < text.count(REPLACEMENT):
                     kept = [n for n in range(len(text) + 1) if longer.startswith(text[:n])]
                     lengths.append(kept[-1])
@@ -87,11 +85,8 @@ class Detok:
             self.begin, self.settled = self.settled, len(self.ids)
             self.sent = len(self._window())
 
-    def _decode(self, ids: Ids) -> str:
-        return self.tokenizer.decode(ids, self.skip_special)
-
     def _window(self) -> str:
-        return self._decode(self.ids[self.begin :])
+        return self.tokenizer.decode(self.ids[self.begin :])
 
     def _send(self, text: str) -> str:
         new = text[self.sent :]

@@ -59,17 +59,18 @@ class Tokenizer:
         copy.encode_special_tokens = True
         return copy
 
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Ids to text; ids without a token are left out. Bytes that are no UTF-8 become U+FFFD."""
+    def decode(self, ids: Sequence[int]) -> str:
+        """Ids to text, without special tokens and ids that have no token. Bytes that are no UTF-8
+        become U+FFFD."""
         if len(ids) == 1:
-            return self._decode_one(ids[0], skip_special)
-        text: str = self.library.decode(list(ids), skip_special_tokens=skip_special)
+            return self._decode_one(ids[0])
+        text: str = self.library.decode(list(ids))
         return text
 
     @cached_property
-    def _decode_one(self) -> Callable[[int, bool], str]:
+    def _decode_one(self) -> Callable[[int], str]:
         """Growing text asks for the same tokens again and again."""
-        return lru_cache(1 << 16)(lambda id_, skip: self.library.decode([id_], skip))
+        return lru_cache(1 << 16)(lambda id_: self.library.decode([id_]))
 
     @cached_property
     def byte_ids(self) -> frozenset[int]:

@@ -36,6 +36,6 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         self.ids.append(token_id)
         self.begin = self.settled = len(self.ids)
         self.sent = 0
-        return self.tokenizer.decode([token_id], self.skip_special)
+        return self.tokenizer.decode([token_id])
 
     return push
