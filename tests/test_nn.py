@@ -30,8 +30,7 @@ from lockstep.llm.engine import Engine
 from lockstep.models.loader import load, model_types
 from lockstep.nn import decoder, embed, mlp, rope
 from lockstep.nn.linear import Linear
-from lockstep.nn.mlp import Mlp
-from lockstep.nn.moe import Moe
+from lockstep.nn.mlp import Mlp, Moe
 from lockstep.nn.norm import LayerNorm, RMSNorm
 from lockstep.ops import Activation, CosSin, Routing
 from lockstep.sample.params import SamplingParams

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -342,7 +343,13 @@ def half_precision_products(patch: pytest.MonkeyPatch) -> None:
 
 def window_one_wider(patch: pytest.MonkeyPatch) -> None:
     """models/llama: a row sees one key too many."""
-    patch.setattr(llama, "windows", lambda config: [config.sliding_window + 1, None])
+    right = llama.windowed
+
+    def wrong(config: Any, spec: Any) -> Any:
+        wider = SimpleNamespace(**vars(config) | {"sliding_window": config.sliding_window + 1})
+        return right(wider, spec)
+
+    patch.setattr(llama, "windowed", wrong)
 
 
 def scale_of_the_latent(patch: pytest.MonkeyPatch) -> None:

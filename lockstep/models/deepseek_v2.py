@@ -8,8 +8,7 @@ from lockstep.models import Config, llama
 from lockstep.nn import rope
 from lockstep.nn.attention import LatentSpec
 from lockstep.nn.decoder import DecoderSpec
-from lockstep.nn.mlp import MlpSpec
-from lockstep.nn.moe import MoeSpec
+from lockstep.nn.mlp import MlpSpec, MoeSpec
 from lockstep.ops import Routing
 from lockstep.types import RuleError
 

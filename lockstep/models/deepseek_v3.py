@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from lockstep.models import Config, deepseek_v2, llama
 from lockstep.nn.decoder import DecoderSpec
-from lockstep.nn.moe import MoeSpec
+from lockstep.nn.mlp import MoeSpec
 from lockstep.ops import Routing
 
 

@@ -38,4 +38,4 @@ def decoder(config: Config, attns: list[DenseSpec]) -> DecoderSpec:
         embed_scale=math.sqrt(config.hidden_size),
         logit_cap=config.final_logit_softcapping,
     )
-    return spec.with_windows(llama.windows(config))
+    return llama.windowed(config, spec)

@@ -7,8 +7,7 @@ import torch
 
 from lockstep.models import Config, llama
 from lockstep.nn.decoder import DecoderSpec
-from lockstep.nn.mlp import ClampedGlu, MlpSpec
-from lockstep.nn.moe import ExpertWeights, MoeSpec
+from lockstep.nn.mlp import ClampedGlu, ExpertWeights, MlpSpec, MoeSpec
 from lockstep.nn.source import WeightSource
 from lockstep.ops import Routing
 
@@ -26,8 +25,7 @@ def describe(config: Config) -> DecoderSpec:
         gate=gate,
         load=Stacked(),
     )
-    spec = llama.decoder(config, attn, [moe] * config.num_hidden_layers)
-    return spec.with_windows(llama.windows(config))
+    return llama.windowed(config, llama.decoder(config, attn, [moe] * config.num_hidden_layers))
 
 
 @dataclass(frozen=True)

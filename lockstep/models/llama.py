@@ -9,9 +9,9 @@ from lockstep.models import Config
 from lockstep.nn import rope
 from lockstep.nn.attention import DenseSpec, LatentSpec
 from lockstep.nn.decoder import BlockSpec, DecoderSpec
-from lockstep.nn.mlp import MlpSpec
-from lockstep.nn.moe import MoeSpec
+from lockstep.nn.mlp import MlpSpec, MoeSpec
 from lockstep.nn.norm import RMSSpec
+from lockstep.types import RuleError
 
 
 def describe(config: Config) -> DecoderSpec:
@@ -58,7 +58,14 @@ def of_blocks(config: Config, blocks: Sequence[BlockSpec]) -> DecoderSpec:
     )
 
 
-def windows(config: Config) -> list[int | None]:
-    """Keys a row of each layer sees: transformers' w counts the row itself, as ours does."""
-    window = config.sliding_window
-    return [window if kind == "sliding_attention" else None for kind in config.layer_types]
+def windowed(config: Config, spec: DecoderSpec) -> DecoderSpec:
+    """The model with the window of its config in the layers that layer_types says: transformers' w
+    counts the row itself, as ours does."""
+    kinds, blocks = config.layer_types, list(spec.blocks)
+    if len(kinds) != len(blocks):
+        got = f"{len(kinds)} types, {len(blocks)} layers"
+        raise RuleError("layer_types names every layer", got, "Check config.json")
+    for i, block in enumerate(blocks):
+        if kinds[i] == "sliding_attention":
+            blocks[i] = replace(block, attn=replace(block.attn, window=config.sliding_window))
+    return replace(spec, blocks=tuple(blocks))

@@ -11,7 +11,7 @@ import re
 import zlib
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -86,41 +86,6 @@ class Entry(NamedTuple):
     dtype: str
 
 
-@dataclass(frozen=True)
-class TensorManifest:
-    """Notes the names and shapes that a model asks for, and compares them with the files."""
-
-    entries: Entries | None  # None: weights are drawn
-    asked: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    unused: list[str] = field(default_factory=list)
-
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor without numbers."""
-        self.asked[name] = shape
-        if self.entries is not None and len(self.asked) > len(self.entries) + FAULTS:
-            self.judge()
-        return torch.empty(shape, device="meta")
-
-    def judge(self) -> None:
-        """Raises unless the files hold what was asked for, all of it and nothing else."""
-        if self.entries is None:
-            return
-        there = {name: entry.shape for name, entry in self.entries.items()}
-        wrong = [(name, shape) for name, shape in self.asked.items() if there.get(name) != shape]
-        misshapen = [(name, there[name], shape) for name, shape in wrong if name in there]
-        pattern = re.compile("|".join(f"(?:{p})" for p in self.unused) or r"(?!)")
-        others = [name for name in there if name not in self.asked]
-        kinds = {
-            "missing": [name for name, _ in wrong if name not in there],
-            "misshapen": [f"{name} is {list(a)}, not {list(b)}" for name, a, b in misshapen],
-            "unknown to the model": [name for name in others if not pattern.fullmatch(name)],
-        }
-        faults = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds.items() if names]
-        if faults:
-            rule = "the weights are exactly those that config.json describes"
-            raise RuleError(rule, "; ".join(faults), TOGETHER)
-
-
 def load(
     path_or_id: str | Path,
     device: str = "cpu",
@@ -158,23 +123,49 @@ def built(
     """What `described()` makes of weights, and their digest: made once without numbers, to see that
     the files hold all that it asks for and nothing else, then of what they hold. Without files
     weights are drawn."""
-    manifest, digests, known = TensorManifest(entries), dict[str, bytes](), entries or {}
+    asked, unused, known = dict[str, tuple[int, ...]](), list[str](), entries or {}
+
+    def note(name: str, shape: tuple[int, ...]) -> Tensor:
+        asked[name] = shape
+        if entries is not None and len(asked) > len(entries) + FAULTS:
+            judge(entries, asked, unused)
+        return torch.empty(shape, device="meta")
+
     try:
         build = described()
-        build(WeightSource(manifest.take, manifest.unused.append, known, ops))
+        build(WeightSource(note, unused.append, known, ops))
     except RuleError:
         raise
     except BROKEN as error:
         rule, got = f"config.json describes {what}", f"{type(error).__name__}: {error}"
         raise RuleError(rule, got, CHECK_FILE) from error
-    manifest.judge()
-    check_room(ops, sum(map(math.prod, manifest.asked.values())))
+    if entries is not None:
+        judge(entries, asked, unused)
+    check_room(ops, sum(map(math.prod, asked.values())))
     with ExitStack() as stack, torch.no_grad():
-        take = partial(drawn, ops.device)
+        take, digests = partial(drawn, ops.device), dict[str, bytes]()
         if entries is not None:
             take = reader(entries, stack, ops.device, digests)
         made = build(WeightSource(take, lambda pattern: None, known, ops))
     return made, f"dummy-{SEED}" if entries is None else together(entries, digests)
+
+
+def judge(entries: Entries, asked: Mapping[str, tuple[int, ...]], unused: Sequence[str]) -> None:
+    """Raises unless the files hold what was asked for, all of it and nothing else but `unused`."""
+    there = {name: entry.shape for name, entry in entries.items()}
+    wrong = [(name, shape) for name, shape in asked.items() if there.get(name) != shape]
+    misshapen = [(name, there[name], shape) for name, shape in wrong if name in there]
+    pattern = re.compile("|".join(f"(?:{p})" for p in unused) or r"(?!)")
+    others = [name for name in there if name not in asked]
+    kinds = {
+        "missing": [name for name, _ in wrong if name not in there],
+        "misshapen": [f"{name} is {list(a)}, not {list(b)}" for name, a, b in misshapen],
+        "unknown to the model": [name for name in others if not pattern.fullmatch(name)],
+    }
+    faults = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds.items() if names]
+    if faults:
+        rule = "the weights are exactly those that config.json describes"
+        raise RuleError(rule, "; ".join(faults), TOGETHER)
 
 
 def check_room(ops: Ops, elements: int) -> None:

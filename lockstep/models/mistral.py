@@ -1,9 +1,11 @@
 """Mistral: llama with one window for all layers."""
 
+from dataclasses import replace
+
 from lockstep.models import Config, llama
 from lockstep.nn.decoder import DecoderSpec
 
 
 def describe(config: Config) -> DecoderSpec:
-    spec = llama.decoder(config, llama.attention(config), llama.mlp(config))
-    return spec.with_windows([config.sliding_window] * config.num_hidden_layers)
+    attn = replace(llama.attention(config), window=config.sliding_window)
+    return llama.decoder(config, attn, llama.mlp(config))

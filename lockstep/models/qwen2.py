@@ -8,4 +8,4 @@ from lockstep.nn.decoder import DecoderSpec
 
 def describe(config: Config) -> DecoderSpec:
     attn = replace(llama.attention(config), bias=True)
-    return llama.decoder(config, attn, llama.mlp(config)).with_windows(llama.windows(config))
+    return llama.windowed(config, llama.decoder(config, attn, llama.mlp(config)))

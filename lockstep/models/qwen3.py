@@ -9,8 +9,7 @@ from lockstep.nn.norm import RMSSpec
 
 
 def describe(config: Config) -> DecoderSpec:
-    spec = llama.decoder(config, attention(config), llama.mlp(config))
-    return spec.with_windows(llama.windows(config))
+    return llama.windowed(config, llama.decoder(config, attention(config), llama.mlp(config)))
 
 
 def attention(config: Config) -> DenseSpec:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from lockstep.models import Config, llama, qwen3
 from lockstep.nn.decoder import DecoderSpec
-from lockstep.nn.moe import MoeSpec
+from lockstep.nn.mlp import MoeSpec
 from lockstep.ops import Routing
 
 
@@ -12,10 +12,9 @@ def describe(config: Config) -> DecoderSpec:
     routing = Routing(config.num_experts_per_tok, config.num_experts, norm=config.norm_topk_prob)
     dense = llama.mlp(config)
     moe = MoeSpec(routing, replace(dense, inner=config.moe_intermediate_size))
-    layers = config.num_hidden_layers
-    mlps = [moe if sparse(config, i) else dense for i in range(layers)]
-    spec = llama.decoder(config, qwen3.attention(config), mlps)
-    return spec.with_windows([config.sliding_window] * layers)
+    mlps = [moe if sparse(config, i) else dense for i in range(config.num_hidden_layers)]
+    attn = replace(qwen3.attention(config), window=config.sliding_window)
+    return llama.decoder(config, attn, mlps)
 
 
 def sparse(config: Config, layer: int) -> bool:

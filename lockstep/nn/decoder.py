@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -25,8 +25,7 @@ from lockstep.nn.attention import (
 )
 from lockstep.nn.embed import Embedding, pool
 from lockstep.nn.linear import Linear
-from lockstep.nn.mlp import Mlp, MlpSpec
-from lockstep.nn.moe import Moe, MoeSpec
+from lockstep.nn.mlp import Mlp, MlpSpec, Moe, MoeSpec
 from lockstep.nn.norm import LayerNorm, RMSNorm, RMSSpec
 from lockstep.nn.rope import Rope
 from lockstep.nn.source import WeightSource
@@ -119,15 +118,6 @@ class DecoderSpec:
     embed_scale: float = 1.0
     logit_cap: float | None = None
     unused: tuple[str, ...] = ()  # patterns of tensors that the files may hold as well
-
-    def with_windows(self, windows: Sequence[int | None]) -> Self:
-        """The same model with one window per layer."""
-        if len(windows) != len(self.blocks):
-            got = f"{len(windows)} types, {len(self.blocks)} layers"
-            raise RuleError("layer_types names every layer", got, "Check config.json")
-        pairs = zip(self.blocks, windows, strict=True)
-        blocks = [replace(block, attn=replace(block.attn, window=w)) for block, w in pairs]
-        return replace(self, blocks=tuple(blocks))
 
     def build(self, weights: WeightSource) -> "Decoder":
         """A checkpoint of the trunk has no "model." before its names and, untied, no head."""

@@ -1,15 +1,18 @@
-"""The feed-forward layer and its gates: which operation of the device a config's activation is."""
+"""Feed-forward layers: plain, gated, and mixtures of experts: a router in float32, all experts of a
+layer as one stacked weight for a grouped GEMM, and a row's results added in its own slot order.
+Nothing is read back. A config's activation is an operation of the device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lockstep.nn.linear import Linear
-from lockstep.nn.source import Affine, WeightSource
-from lockstep.ops import Activation
+from lockstep.nn.source import Affine, WeightSource, stack
+from lockstep.ops import Activation, Ops, Packed, Routing
 from lockstep.types import RuleError
 
 Gate = Callable[[Tensor], Tensor]  # an operation of the device, with its constants
@@ -71,3 +74,82 @@ class MlpSpec:
         up = Linear(w.pack(*self.gate_up(w)), w.ops)
         down = w.linear("down_proj", self.hidden, self.inner, self.bias)
         return Mlp(up, down, partial(w.ops.act_and_mul, act=activation(self.act)))
+
+
+class ExpertWeights(NamedTuple):
+    """All experts of a layer: up [e, 2 inner, hidden], gate first; down [e, hidden, inner]; biases
+    [e, 2 inner] and [e, hidden], or none."""
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+Load = Callable[[WeightSource, int, MlpSpec], ExpertWeights]
+
+
+@dataclass(frozen=True, eq=False)
+class Moe:
+    """Routed experts, and one that every row passes through, if the model has it."""
+
+    router: Linear
+    correction: Tensor | None
+    routing: Routing
+    up: Packed
+    down: Packed
+    act: Gate
+    shared: Mlp | None
+    ops: Ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        ops = self.ops
+        routes = ops.route(self.router(x.float()), self.routing, self.correction)
+        hidden = ops.grouped_linear(ops.dispatch(x, routes), self.up, routes)
+        parts = ops.grouped_linear(self.act(hidden), self.down, routes)
+        out = ops.combine(parts, routes)
+        return out if self.shared is None else out + self.shared(x)
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """Which experts, how chosen, where the router lies. `shared`: one for all rows."""
+
+    routing: Routing
+    expert: MlpSpec
+    router: str = "gate"
+    router_bias: bool = False
+    correction: bool = False
+    shared: MlpSpec | None = None
+    gate: ClampedGlu | None = None  # if not the expert's activation
+    load: Load | None = None  # how a model keeps its experts, if not one by one
+
+    def build(self, w: WeightSource) -> Moe:
+        n, expert = self.routing.experts, self.expert
+        weight, bias = w.affine({self.router: n}, expert.hidden, self.router_bias)
+        name = f"{self.router}.e_score_correction_bias"
+        correction = w.tensor(name, n) if self.correction else None
+        loaded = (self.load or one_by_one)(w.at("experts"), n, expert)
+        shared = self.shared.build(w.at("shared_experts")) if self.shared else None
+        act = partial(w.ops.act_and_mul, act=activation(expert.act))
+        if self.gate is not None:
+            act = partial(w.ops.clamped_swiglu, **self.gate._asdict())
+        return Moe(
+            router=Linear(w.pack(weight, bias, torch.float32), w.ops),
+            correction=correction,
+            routing=self.routing,
+            up=w.pack(loaded.up, loaded.up_bias),
+            down=w.pack(loaded.down, loaded.down_bias),
+            act=act,
+            shared=shared,
+            ops=w.ops,
+        )
+
+
+def one_by_one(w: WeightSource, n: int, expert: MlpSpec) -> ExpertWeights:
+    """Experts that lie in the files as layers of their own, without biases."""
+    ups, downs = [], []
+    for part in map(w.at, range(n)):
+        downs.append(part.tensor("down_proj.weight", expert.hidden, expert.inner))
+        ups.append(expert.gate_up(part)[0])
+    return ExpertWeights(stack(ups), stack(downs))
