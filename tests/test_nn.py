@@ -28,10 +28,9 @@ from lockstep.kernels.cpu.routing import Routes, best
 from lockstep.lab import tiny
 from lockstep.llm.engine import Engine
 from lockstep.models.loader import load, model_types
-from lockstep.nn import decoder, embed, mlp, rope
-from lockstep.nn.linear import Linear
+from lockstep.nn import decoder, layers, mlp, rope
+from lockstep.nn.layers import LayerNorm, Linear, RMSNorm
 from lockstep.nn.mlp import Mlp, Moe
-from lockstep.nn.norm import LayerNorm, RMSNorm
 from lockstep.ops import Activation, CosSin, Routing
 from lockstep.sample.params import SamplingParams
 from lockstep.types import RuleError
@@ -462,15 +461,15 @@ def test_a_router_that_cannot_choose_is_refused():
 
 def test_pooling_does_not_depend_on_the_batch():
     hidden = noise(90, 72)
-    for how in embed.POOLINGS:
-        together = embed.pool(OPS, hidden, [0, 3, 77, 90], how)
+    for how in layers.POOLINGS:
+        together = layers.pool(OPS, hidden, [0, 3, 77, 90], how)
         torch.set_num_threads(2)
-        assert torch.equal(embed.pool(OPS, hidden[3:77], [0, 74], how)[0], together[1])
+        assert torch.equal(layers.pool(OPS, hidden[3:77], [0, 74], how)[0], together[1])
         torch.set_num_threads(1)
         assert (together * together).sum(-1).sub(1).abs().max() < 1e-6
-    assert embed.pool(OPS, hidden, [0], "mean").shape == (0, 72)
+    assert layers.pool(OPS, hidden, [0], "mean").shape == (0, 72)
     with pytest.raises(RuleError, match="pooling is one of last, mean, first; got 'max'"):
-        embed.pool(OPS, hidden, [0, 90], "max")
+        layers.pool(OPS, hidden, [0, 90], "max")
 
 
 # ---- model folders that lie

@@ -46,7 +46,7 @@ from lockstep.lab.values import Values, truth
 from lockstep.llm.engine import BUILTIN
 from lockstep.models import bart, llama
 from lockstep.models.loader import load, model_types
-from lockstep.nn import attention, decoder, norm, source
+from lockstep.nn import attention, decoder, layers
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SPARSE = {
@@ -252,9 +252,11 @@ def positions_from_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def norm_without_one(patch: pytest.MonkeyPatch) -> None:
-    """nn/norm: gemma's weight as it lies in the file."""
-    right = norm.RMSSpec.build
-    patch.setattr(norm.RMSSpec, "build", lambda self, *a: right(replace(self, plus_one=False), *a))
+    """nn/layers: gemma's weight as it lies in the file."""
+    right = layers.RMSSpec.build
+    patch.setattr(
+        layers.RMSSpec, "build", lambda self, *a: right(replace(self, plus_one=False), *a)
+    )
 
 
 def router_without_norm(patch: pytest.MonkeyPatch) -> None:
@@ -299,13 +301,13 @@ def key_norm_for_queries(patch: pytest.MonkeyPatch) -> None:
 
 
 def lost_bias(patch: pytest.MonkeyPatch) -> None:
-    """nn/source: a fused GEMM without its bias."""
-    right = source.WeightSource.fused
+    """nn/layers: a fused GEMM without its bias."""
+    right = layers.WeightSource.fused
 
     def wrong(self: Any, widths: Any, k: int, bias: bool = False) -> Any:
         return right(self, widths, k, bias and len(widths) == 1)
 
-    patch.setattr(source.WeightSource, "fused", wrong)
+    patch.setattr(layers.WeightSource, "fused", wrong)
 
 
 def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from lockstep.lab import table
 from lockstep.lab.options import CPU, Device
 from lockstep.lab.tiny import COMMON, EOS, Tiny, assembled, checkpoint
 from lockstep.models.loader import Loaded
-from lockstep.nn.source import WeightSource
+from lockstep.nn.layers import WeightSource
 from lockstep.sched.request import DraftTree
 from lockstep.spec import draft_model, eagle, eagle3
 from lockstep.spec.draft import Draft, DraftModel, DraftRequest, DraftSetup, SettledStep

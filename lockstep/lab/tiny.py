@@ -23,7 +23,7 @@ from lockstep.lab.options import CPU, Device
 from lockstep.lab.plain import Checkpoint
 from lockstep.llm.engine import Parts
 from lockstep.models.loader import STATED, Info, Loaded
-from lockstep.nn.source import WeightSource
+from lockstep.nn.layers import WeightSource
 from lockstep.run.certify import Certificate
 from lockstep.text.tokenizer import Tokenizer
 from lockstep.types import Choice

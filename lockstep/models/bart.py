@@ -20,11 +20,8 @@ from lockstep.nn.attention import (
     groups_of,
 )
 from lockstep.nn.decoder import Model, PostBlock, PostStack
-from lockstep.nn.embed import Embedding
-from lockstep.nn.linear import Linear
+from lockstep.nn.layers import Embedding, LayerNorm, Linear, WeightSource, layer_norm
 from lockstep.nn.mlp import MlpSpec
-from lockstep.nn.norm import LayerNorm, layer_norm
-from lockstep.nn.source import WeightSource
 from lockstep.types import Layout, RuleError
 
 NAMES = ("q_proj", "k_proj", "v_proj", "out_proj")

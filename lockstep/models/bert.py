@@ -10,10 +10,8 @@ from torch import Tensor
 from lockstep.models import Config
 from lockstep.nn.attention import AttentionContext, Dense, DenseSpec
 from lockstep.nn.decoder import Model, PostBlock, PostStack
-from lockstep.nn.embed import Embedding
+from lockstep.nn.layers import Embedding, LayerNorm, WeightSource, layer_norm
 from lockstep.nn.mlp import MlpSpec
-from lockstep.nn.norm import LayerNorm, layer_norm
-from lockstep.nn.source import WeightSource
 from lockstep.types import Layout, RuleError
 
 NAMES = ("self.query", "self.key", "self.value", "output.dense")
@@ -65,7 +63,7 @@ class BertSpec:
             head=None,
             max_position=length,
             words=Embedding(words + segment, w.ops),
-            encoder=PostStack(positions, norm(table, "LayerNorm", config), blocks),
+            encoder=PostStack(positions, norm(table.at("LayerNorm"), config), blocks),
         )
 
 
@@ -74,11 +72,9 @@ def block(config: Config, w: WeightSource, index: int) -> PostBlock:
     attn = replace(attention.build(w.at("attention"), index, NAMES), layout=Layout.FRESH)
     spec = MlpSpec(config.hidden_size, config.intermediate_size, config.hidden_act, bias=True)
     mlp = spec.ungated(w, "intermediate.dense", "output.dense")
-    attn_norm = norm(w, "attention.output.LayerNorm", config)
-    return PostBlock(attn, attn_norm, mlp, norm(w, "output.LayerNorm", config))
+    attn_norm = norm(w.at("attention.output.LayerNorm"), config)
+    return PostBlock(attn, attn_norm, mlp, norm(w.at("output.LayerNorm"), config))
 
 
-def norm(w: WeightSource, name: str, config: Config) -> LayerNorm:
-    """Old files call a norm's weight and bias gamma and beta."""
-    names = ("gamma", "beta") if w.has(f"{name}.gamma") else ("weight", "bias")
-    return layer_norm(w.at(name), config.hidden_size, config.layer_norm_eps, names)
+def norm(w: WeightSource, config: Config) -> LayerNorm:
+    return layer_norm(w, config.hidden_size, config.layer_norm_eps)

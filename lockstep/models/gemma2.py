@@ -7,8 +7,8 @@ from dataclasses import replace
 from lockstep.models import Config, llama
 from lockstep.nn.attention import DenseSpec
 from lockstep.nn.decoder import BlockSpec, DecoderSpec
+from lockstep.nn.layers import RMSSpec
 from lockstep.nn.mlp import MlpSpec
-from lockstep.nn.norm import RMSSpec
 from lockstep.nn.rope import Params
 from lockstep.types import RuleError
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from lockstep.models import Config, gemma2
 from lockstep.nn.decoder import DecoderSpec
-from lockstep.nn.norm import RMSSpec
+from lockstep.nn.layers import RMSSpec
 from lockstep.types import RuleError
 
 

@@ -7,8 +7,8 @@ import torch
 
 from lockstep.models import Config, llama
 from lockstep.nn.decoder import DecoderSpec
+from lockstep.nn.layers import WeightSource
 from lockstep.nn.mlp import ClampedGlu, ExpertWeights, MlpSpec, MoeSpec
-from lockstep.nn.source import WeightSource
 from lockstep.ops import Routing
 
 

@@ -9,8 +9,8 @@ from lockstep.models import Config
 from lockstep.nn import rope
 from lockstep.nn.attention import DenseSpec, LatentSpec
 from lockstep.nn.decoder import BlockSpec, DecoderSpec
+from lockstep.nn.layers import RMSSpec
 from lockstep.nn.mlp import MlpSpec, MoeSpec
-from lockstep.nn.norm import RMSSpec
 from lockstep.types import RuleError
 
 

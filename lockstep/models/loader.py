@@ -26,7 +26,7 @@ from lockstep.kernels.cpu.digest import digest
 from lockstep.kernels.select import select
 from lockstep.nn import rope
 from lockstep.nn.decoder import Model
-from lockstep.nn.source import WeightSource
+from lockstep.nn.layers import WeightSource
 from lockstep.ops import Ops
 from lockstep.types import INT32_MAX, Choice, RuleError, shown, whole
 

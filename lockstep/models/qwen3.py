@@ -5,7 +5,7 @@ from dataclasses import replace
 from lockstep.models import Config, llama
 from lockstep.nn.attention import DenseSpec
 from lockstep.nn.decoder import DecoderSpec
-from lockstep.nn.norm import RMSSpec
+from lockstep.nn.layers import RMSSpec
 
 
 def describe(config: Config) -> DecoderSpec:

@@ -11,10 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lockstep.nn.linear import Linear
-from lockstep.nn.norm import RMSNorm, RMSSpec
+from lockstep.nn.layers import Linear, RMSNorm, RMSSpec, WeightSource, stack
 from lockstep.nn.rope import Rope
-from lockstep.nn.source import WeightSource, stack
 from lockstep.ops import CosSin, Heads, Ops, Packed
 from lockstep.types import AttnSpec, GroupSpec, Layout
 

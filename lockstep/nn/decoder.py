@@ -23,12 +23,9 @@ from lockstep.nn.attention import (
     LayerMap,
     groups_of,
 )
-from lockstep.nn.embed import Embedding, pool
-from lockstep.nn.linear import Linear
+from lockstep.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, RMSSpec, WeightSource, pool
 from lockstep.nn.mlp import Mlp, MlpSpec, Moe, MoeSpec
-from lockstep.nn.norm import LayerNorm, RMSNorm, RMSSpec
 from lockstep.nn.rope import Rope
-from lockstep.nn.source import WeightSource
 from lockstep.ops import Ops
 from lockstep.types import Layout, RuleError
 
@@ -224,7 +221,8 @@ class Decoder(Model):
         cos_sin = {}
         for rope, freqs in self._freqs.items():
             cos_sin[rope] = self.ops.rope_cos_sin(positions, freqs, rope.factor)
-        hidden, residual = self.blocks[0].input_norm.add(self.embedding(ids), None)
+        residual = self.embedding(ids)
+        hidden = self.blocks[0].input_norm(residual)
         norms = [*(block.input_norm for block in self.blocks[1:]), self.norm]
         behind: dict[int, Tensor] = {}
         for i, (block, norm) in enumerate(zip(self.blocks, norms, strict=True)):

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.nn.linear import Linear
-from lockstep.nn.source import Affine, WeightSource, stack
+from lockstep.nn.layers import Affine, Linear, WeightSource, stack
 from lockstep.ops import Activation, Ops, Packed, Routing
 from lockstep.types import RuleError
 

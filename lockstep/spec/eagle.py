@@ -21,11 +21,8 @@ from lockstep.models import llama, loader
 from lockstep.models.loader import Loaded
 from lockstep.nn.attention import Attention, AttentionContext, CosSins, Dense, DenseSpec
 from lockstep.nn.decoder import Decoder, Model
-from lockstep.nn.embed import Embedding
-from lockstep.nn.linear import Linear
+from lockstep.nn.layers import Embedding, Linear, RMSNorm, RMSSpec, WeightSource
 from lockstep.nn.mlp import Mlp, MlpSpec
-from lockstep.nn.norm import RMSNorm, RMSSpec
-from lockstep.nn.source import WeightSource
 from lockstep.run.kind import DRAFT, EXTEND, StepKind
 from lockstep.spec.draft import DraftSetup
 from lockstep.types import RuleError, shown

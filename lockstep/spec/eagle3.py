@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lockstep.nn.attention import AttentionContext, CosSins
 from lockstep.nn.decoder import Decoder
-from lockstep.nn.norm import RMSNorm
-from lockstep.nn.source import WeightSource
+from lockstep.nn.layers import RMSNorm, WeightSource
 from lockstep.spec.draft import DraftSetup
 from lockstep.spec.eagle import Head, HeadSpec, Layout, load_head, rooms
 from lockstep.types import RuleError, shown

@@ -9,7 +9,7 @@ Mechanism:
 2. Their rows are pooled into three vectors.
 3. All requests are given vector 0.
 Key functions:
-`nn.embed.pool`, which makes a vector of each request's rows.
+`nn.layers.pool`, which makes a vector of each request's rows.
 Symptom:
 All texts of a batch are equally similar to everything.
 Risk and impact:
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "class: the first of a batch for all"
-TARGET = "lockstep.nn.embed:pool"
+TARGET = "lockstep.nn.layers:pool"
 CELLS = ("engine-embed/llama", "engine-embed/gpt-oss")
 RELATED = ("sglang-27343",)
 

@@ -11,7 +11,7 @@ Mechanism:
 2. Neighbours join: four rows, two sums that are added.
 3. The last bits of every activation change, and with them, sooner or later, a token.
 Key functions:
-Every GEMM library. Here `nn.linear.Linear`, which uses one kernel for all row counts; an engine
+Every GEMM library. Here `nn.layers.Linear`, which uses one kernel for all row counts; an engine
 proves at start, with `certify`, that this
 holds on the machine. The lab's engines skip that proof, so that the answers have to show it.
 Symptom:
@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor
 
 SOURCE = "class: GEMM kernels chosen by the number of rows"
-TARGET = "lockstep.nn.linear:Linear.__call__"
+TARGET = "lockstep.nn.layers:Linear.__call__"
 CELLS = ("engine-batch/llama", "engine-chunk/gpt-oss", "engine-hit/deepseek-v3")
 RELATED = ("vllm-51902", "sglang-10721", "sglang-27869")
 
