@@ -121,7 +121,7 @@ def engine_of(name: str, graphs: bool) -> Engine:
             context_length=1024,
             graphs=graphs,
         ).settled("bfloat16")
-        loaded = loader.load(folder, "cuda", load_format="dummy")
+        loaded = loader.load(folder, EngineConfig(device="cuda", load_format="dummy"))
     groups = loaded.model.groups(config.page_size, config.kv_cache_dtype)
     backend, reason = select(None, groups, "cuda", "bfloat16")
     parts = Parts(loaded.model, loaded.info, None, backend, reason, Certificate(0, (), "none"))

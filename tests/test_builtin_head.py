@@ -49,7 +49,7 @@ def script() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def target() -> loader.Loaded:
-    return loader.load(BUILTIN, "cpu")
+    return loader.load(BUILTIN)
 
 
 def setup(target: loader.Loaded, path: Path | None = None) -> DraftSetup:

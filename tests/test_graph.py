@@ -163,7 +163,8 @@ def test_weights_are_drawn_from_a_config_alone(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(RuleError, match=r"holds model\.safetensors"):
         loader.load(tmp_path)
-    first, again = (loader.load(tmp_path, load_format="dummy") for _ in range(2))
+    drawn = EngineConfig(device="cpu", load_format="dummy")
+    first, again = (loader.load(tmp_path, drawn) for _ in range(2))
     assert first.info.weights == "dummy-0"
     weights = [each.model.norm.weight for each in (first, again)]
     assert torch.equal(*weights) and 0.9 < float(weights[0].mean()) < 1.1

@@ -20,6 +20,7 @@ import torch
 from model_harness import Engine, Request, randomise
 from torch import Tensor
 
+from lockstep.config import EngineConfig
 from lockstep.models.loader import load, model_types
 from lockstep.types import RuleError
 
@@ -220,7 +221,8 @@ def make(
     config._attn_implementation = "eager"
     reference = randomise(getattr(transformers, model_class)(config))
     reference.save_pretrained(folder, **saving)
-    return Case(reference, load(folder, context_length=context).model, folder)
+    options = EngineConfig(device="cpu", context_length=context)
+    return Case(reference, load(folder, options).model, folder)
 
 
 def tokens(n: int, seed: int = 0) -> list[int]:

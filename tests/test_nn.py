@@ -544,7 +544,8 @@ def test_whole_and_sharded_folders_give_the_same_model(good, folder):
     assert (info.model_type, info.vocab_size, info.eos_token_ids) == ("llama", 50, (2,))
     assert one.generates
     assert info.device == ("cpu", "computes in its own float32")
-    assert load(good, dtype="float32").info.device == ("cpu", "computes in float32, as asked")
+    asked = EngineConfig(dtype="float32", device="cpu")
+    assert load(good, asked).info.device == ("cpu", "computes in float32, as asked")
 
 
 def test_half_precision_files_are_widened_exactly(folder):
@@ -898,7 +899,7 @@ def test_the_hub_is_asked_for_weights_and_texts_only(good, monkeypatch):
 
 def test_a_dtype_that_has_no_proven_gemm_is_refused(good):
     with pytest.raises(RuleError, match="dtype on cpu is one of float32; got 'bfloat16'"):
-        load(good, dtype="bfloat16")
+        load(good, EngineConfig(dtype="bfloat16", device="cpu"))
 
 
 class Operators(TorchDispatchMode):

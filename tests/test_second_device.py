@@ -54,7 +54,7 @@ def parts(model: tiny.Tiny, folder: Path, device: str = "rowwise") -> Parts:
     """A tiny model on the device, with nothing proven about it."""
     folder.mkdir(exist_ok=True)
     tiny.save(model, folder)
-    loaded = loader.load(folder, device)
+    loaded = loader.load(folder, EngineConfig(device=device))
     return Parts(
         loaded.model,
         loaded.info,

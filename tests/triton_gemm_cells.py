@@ -872,7 +872,7 @@ def an_engine_on_the_table() -> str:
 
     with TemporaryDirectory() as folder:
         tiny.save(tiny.LLAMA, Path(folder))
-        loaded = loader.load(Path(folder), "cuda")
+        loaded = loader.load(Path(folder), EngineConfig(device="cuda"))
     backend, unproven = backends.load("triton"), Certificate(0, (), "none")
     made = Parts(loaded.model, loaded.info, None, backend, Choice("triton", "the test's"), unproven)
     prompts = [tiny.words(n, n) for n in (3, 7)]

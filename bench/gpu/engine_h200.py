@@ -224,7 +224,8 @@ def multiply(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
 def load_free(config: EngineConfig) -> Parts:
     """The model with such GEMMs, and without a certificate: its rows depend on their company."""
     ops.choose = lambda weight, library, grid: Gemm(*weight.shape, FreeGemm())
-    loaded = loader.load(config.model, "cuda", load_format="dummy")
+    drawn = EngineConfig(device="cuda", load_format="dummy")
+    loaded = loader.load(config.model, drawn)
     settled = config.settled("bfloat16")
     groups = loaded.model.groups(settled.page_size, settled.kv_cache_dtype)
     backend, why = select(None, groups, "cuda", "bfloat16")

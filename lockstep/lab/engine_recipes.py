@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep.attention.base import Backend
+from lockstep.config import EngineConfig
 from lockstep.lab import table
 from lockstep.lab.engine_harness import EngineHarness, Injected, InstrumentedEngine, same_bits
 from lockstep.lab.recompute import Answer, Order
@@ -296,7 +297,8 @@ def folder(rig: EngineHarness, quick: bool) -> None:
     end = free.token_ids[7]
     with TemporaryDirectory() as place:
         save(LLAMA, Path(place), rig.device, eos_token_id=[end])
-        model, info = loader.load(place, rig.device.name, rig.device.dtype)
+        options = EngineConfig(device=rig.device.name, dtype=rig.device.dtype)
+        model, info = loader.load(place, options)
     fault = f"{info.eos_token_ids} end a text, not {(end,)}"
     rig.check("eos", info.eos_token_ids == (end,), fault)
     engine = rig.engine()

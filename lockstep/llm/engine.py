@@ -73,13 +73,7 @@ class Parts:
 
 def load(config: EngineConfig) -> Parts:
     """The model from its folder or hub id, or the built-in one, for its device, and a backend."""
-    loaded = loader.load(
-        config.model or BUILTIN,
-        config.device,
-        config.dtype,
-        context_length=config.context_length,
-        load_format=config.load_format,
-    )
+    loaded = loader.load(config.model or BUILTIN, config)
     folder = loaded.info.folder
     tokenizer = Tokenizer.from_folder(folder) if has(folder, "tokenizer.json") else None
     return prepare(loaded, tokenizer, config)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lockstep import models
+from lockstep.config import EngineConfig
 from lockstep.folder import has, inside, read_json
 from lockstep.kernels.cpu.digest import digest
 from lockstep.kernels.select import select
@@ -31,6 +32,7 @@ from lockstep.ops import Ops
 from lockstep.types import INT32_MAX, Choice, RuleError, shown, whole
 
 T = TypeVar("T")
+ON_CPU = EngineConfig(device="cpu")
 Entries = Mapping[str, "Entry"]
 # such a config.json is read as it is, without importing transformers for its defaults
 STATED = "lockstep_states_every_field"
@@ -86,29 +88,23 @@ class Entry(NamedTuple):
     dtype: str
 
 
-def load(
-    path_or_id: str | Path,
-    device: str = "cpu",
-    dtype: str = "auto",
-    context_length: int | None = None,
-    load_format: str = "auto",
-) -> Loaded:
-    """The model in a folder, or of a hub id, in `dtype` or the device's own. With `load_format`
-    "dummy" weights are random, of a fixed seed. Only a dynamic rope depends on `context_length`:
-    it is stretched for one beyond the config's own."""
-    ops, choice = select(device, dtype)
+def load(path_or_id: str | Path, options: EngineConfig = ON_CPU) -> Loaded:
+    """The model in a folder, or of a hub id, in the dtype that was asked for or the device's own.
+    With `load_format` "dummy" weights are random, of a fixed seed. Only a dynamic rope depends on
+    `context_length`: it is stretched for one beyond the config's own."""
+    ops, choice = select(options.device, options.dtype)
     folder = local_folder(path_or_id)
     raw = read_json(folder, "config.json")
     module = model_module(raw)
     check_numbers(raw)
-    entries = None if load_format == "dummy" else scan(folder)
+    entries = None if options.load_format == "dummy" else scan(folder)
     if entries is not None:
         check_sizes(raw, entries)
     config = parse_config(folder, raw)
     params = getattr(config, "rope_parameters", None)
     if isinstance(params, Mapping):
         length = config.max_position_embeddings
-        config.rope_parameters = rope.for_context(params, length, context_length)
+        config.rope_parameters = rope.for_context(params, length, options.context_length)
     what = f"a {config.model_type} model"
     model, weights = built(lambda: module.describe(config).build, what, entries, ops)
     return Loaded(model, describe(folder, config, model, choice, weights))

@@ -31,15 +31,7 @@ class SeparateModel:
 
 def load(setup: DraftSetup) -> SeparateModel:
     """The model that the options name."""
-    config = setup.config
-    loaded = loader.load(
-        str(config.speculative_draft_model),
-        config.device,
-        config.dtype,
-        context_length=config.context_length,
-        load_format=config.load_format,
-    )
-    return of(loaded, setup)
+    return of(loader.load(str(setup.config.speculative_draft_model), setup.config), setup)
 
 
 def of(loaded: Loaded, setup: DraftSetup) -> SeparateModel:
