@@ -32,16 +32,13 @@ class Activation(StrEnum):
 
 
 class Heads(NamedTuple):
-    """Queries and keys of a row: how many heads of each, their columns, the eps of their norms.
-
-    `interleaved`: columns 2i and 2i+1 turn together, otherwise i and i + half.
-    """
+    """Queries and keys of a row: how many heads of each, their columns, the eps of their norms."""
 
     heads: int
     kv_heads: int
     d: int
     eps: float = 0.0
-    interleaved: bool = False
+    interleaved: bool = False  # columns 2i and 2i+1 turn together, otherwise i and i + half
 
 
 class CosSin(NamedTuple):
@@ -65,25 +62,18 @@ class Routes(Protocol):
 
 @dataclass(frozen=True)
 class Routing:
-    """From router logits [t, experts] to k experts a row, and their weights.
-
-    score         "softmax" over all experts, "sigmoid" of each, or "chosen": logits rank, a softmax
-                  over the k chosen weighs
-    norm          weights are divided by their sum (plus `floor`)
-    scale         multiplies the weights at last
-    groups        equal ones that experts lie in; a group counts by its best expert, with a
-                  correction by its best two's sum
-    keep          so many of the groups take part, the best ones; 1 of 1 = all
-    """
+    """From router logits [t, experts] to k experts a row, and their weights."""
 
     k: int
     experts: int
+    # "softmax" over all, "sigmoid" of each, or "chosen": logits rank, a softmax over the k weighs
     score: str = "softmax"
-    norm: bool = False
+    norm: bool = False  # weights are divided by their sum (plus `floor`)
     floor: float = 0.0
-    scale: float = 1.0
+    scale: float = 1.0  # multiplies the weights at last
+    # equal ones; one counts by its best expert, with a correction by its best two's sum
     groups: int = 1
-    keep: int = 1
+    keep: int = 1  # so many of the groups take part, the best ones; 1 of 1 = all
 
     def __post_init__(self) -> None:
         counts = (self.k, self.experts, self.groups, self.keep)

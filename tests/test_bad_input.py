@@ -206,7 +206,8 @@ def test_params_are_sampling_params(llm: LLM, want: bytes, params: Any, line: st
     [
         (
             "ab",
-            "items are a list of strings or of lists of token ids; got 'ab'. Pass [item] for one.",
+            "items are a list of strings or of lists of token ids; got 'ab' (str). Pass "
+            "[item] for one.",
         ),
         (
             [5, 6],

@@ -42,8 +42,6 @@ def single(prompt: Any) -> Prompt:
 def items(given: Any) -> list[Prompt]:
     """The items of a score: several prompts, always in a list."""
     rule = "items are a list of strings or of lists of token ids"
-    if isinstance(given, str):
-        raise RuleError(rule, shown(given), "Pass [item] for one")
     found = elements(given, rule, "Pass [item] for one")
     wrong = [item for item in found if not isinstance(item, Iterable)]
     if wrong:
@@ -56,8 +54,7 @@ def params_for(params: Any, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     rule, remedy = "params are SamplingParams, or one for each prompt", "Use SamplingParams()"
-    given = elements(params, rule, remedy)
-    _check_count("SamplingParams", given, count)
+    given = _one_each(params, count, "SamplingParams", rule, remedy)
     wrong = [each for each in given if not isinstance(each, SamplingParams)]
     if wrong:
         raise RuleError(rule, f"{shown(wrong[0])} among them", remedy)
@@ -69,15 +66,15 @@ def priorities_for(priority: Any, count: int) -> list[Any]:
     if not isinstance(priority, Iterable):
         return [priority] * count
     rule = "a priority is a whole number, or one for each prompt"
-    given = elements(priority, rule, "Pass a whole number, or a list of them")
-    _check_count("priority", given, count)
-    return given
+    return _one_each(priority, count, "priority", rule, "Pass a whole number, or a list of them")
 
 
-def _check_count(what: str, given: list[Any], count: int) -> None:
+def _one_each(value: Any, count: int, what: str, rule: str, remedy: str) -> list[Any]:
+    given = elements(value, rule, remedy)
     if len(given) != count:
         rule = f"there is one {what} for all prompts or one for each"
         raise RuleError(rule, f"{len(given)} for {count} prompts", "Match them")
+    return given
 
 
 def token_ids(ids: Any, vocab_size: int) -> tuple[int, ...]:

@@ -10,15 +10,7 @@ from functools import cached_property
 from torch import Tensor
 
 from lockstep.models import Config
-from lockstep.nn.attention import (
-    Attention,
-    AttentionContext,
-    Cross,
-    DenseSpec,
-    Groups,
-    LayerMap,
-    groups_of,
-)
+from lockstep.nn.attention import Attention, AttentionContext, Cross, DenseSpec, Grouped, groups_of
 from lockstep.nn.decoder import Model, PostBlock, PostStack
 from lockstep.nn.layers import Embedding, LayerNorm, Linear, WeightSource, layer_norm
 from lockstep.nn.mlp import MlpSpec
@@ -57,7 +49,7 @@ class Bart(Model):
     def attentions(self) -> Sequence[Attention]:
         return [*(block.attn for block in self.decoder.blocks), *self._crosses]
 
-    def encoder_groups(self, page_size: int, kv_dtype: str) -> tuple[Groups, LayerMap]:
+    def encoder_groups(self, page_size: int, kv_dtype: str) -> Grouped:
         """Of an encode step: the groups of the encoder's layers, fresh, and the cross group that is
         filled; the places of the encoder's attentions, then of the cross attentions."""
         layers = [*(block.attn for block in self.encoder.blocks), *self._crosses]

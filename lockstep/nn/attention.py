@@ -232,11 +232,12 @@ class Latent:
 Attention = Dense | Latent | Cross
 Groups = tuple[GroupSpec, ...]
 LayerMap = tuple[GroupLayer, ...]
+Grouped = tuple[Groups, LayerMap]
 
 
 def groups_of(
     layers: Sequence[Attention], page_size: int = 16, kv_dtype: str = "float32"
-) -> tuple[Groups, LayerMap]:
+) -> Grouped:
     """Layers that keep and see their keys alike share a group; groups stand in order of their first
     layer. Returns them, with the cache's page size and dtype unless they are fresh, and the place
     of each layer."""
