@@ -5,11 +5,11 @@ for the decode steps; the cross group is in both kinds of step."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import Tensor
 
-from lockstep.models import Config
+from lockstep.models import Config, Spec
 from lockstep.nn.attention import Attention, AttentionContext, Cross, DenseSpec, Grouped, groups_of
 from lockstep.nn.decoder import Model, PostBlock, PostStack
 from lockstep.nn.layers import Embedding, LayerNorm, Linear, WeightSource, layer_norm
@@ -60,37 +60,31 @@ class Bart(Model):
         return [block.cross for block in self.decoder.blocks if block.cross is not None]
 
 
-def describe(config: Config) -> "BartSpec":
+def describe(config: Config) -> Spec:
     if not config.tie_word_embeddings:
         got = "tie_word_embeddings=False"
         raise RuleError("bart shares one embedding", got, "Use a tied checkpoint")
-    return BartSpec(config)
+    return Spec(partial(build, config))
 
 
-@dataclass(frozen=True)
-class BartSpec:
-    """An encoder-decoder whose config needs no translation."""
-
-    config: Config
-
-    def build(self, weights: WeightSource) -> Bart:
-        config, d, vocab_size = self.config, self.config.d_model, self.config.vocab_size
-        w = weights if weights.has("shared.weight") else weights.at("model")
-        weights.skip(r"lm_head\.weight")
-        w.skip(r"(en|de)coder\.embed_tokens\.weight")
-        table = w.rows("shared.weight", vocab_size, d)
-        bias = None
-        if weights.has("final_logits_bias"):
-            bias = weights.tensor("final_logits_bias", 1, vocab_size)[0]
-        return Bart(
-            ops=w.ops,
-            max_position=config.max_position_embeddings,
-            words=Embedding(table, w.ops, math.sqrt(d) if config.scale_embedding else 1.0),
-            encoder=half(config, w.at("encoder"), "encoder"),
-            decoder=half(config, w.at("decoder"), "decoder"),
-            head=Linear(w.pack(table), w.ops),
-            head_bias=bias,
-        )
+def build(config: Config, weights: WeightSource) -> Bart:
+    d, vocab_size = config.d_model, config.vocab_size
+    w = weights if weights.has("shared.weight") else weights.at("model")
+    weights.skip(r"lm_head\.weight")
+    w.skip(r"(en|de)coder\.embed_tokens\.weight")
+    table = w.rows("shared.weight", vocab_size, d)
+    bias = None
+    if weights.has("final_logits_bias"):
+        bias = weights.tensor("final_logits_bias", 1, vocab_size)[0]
+    return Bart(
+        ops=w.ops,
+        max_position=config.max_position_embeddings,
+        words=Embedding(table, w.ops, math.sqrt(d) if config.scale_embedding else 1.0),
+        encoder=half(config, w.at("encoder"), "encoder"),
+        decoder=half(config, w.at("decoder"), "decoder"),
+        head=Linear(w.pack(table), w.ops),
+        head_bias=bias,
+    )
 
 
 def half(config: Config, w: WeightSource, side: str) -> PostStack:

@@ -3,11 +3,12 @@ embedding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
 
-from lockstep.models import Config
+from lockstep.models import Config, Spec
 from lockstep.nn.attention import AttentionContext, Dense, DenseSpec
 from lockstep.nn.decoder import Model, PostBlock, PostStack
 from lockstep.nn.layers import Embedding, LayerNorm, WeightSource, layer_norm
@@ -34,37 +35,31 @@ class Bert(Model):
         return [block.attn for block in self.encoder.blocks]
 
 
-def describe(config: Config) -> "BertSpec":
+def describe(config: Config) -> Spec:
     if config.is_decoder or config.add_cross_attention:
         got = "is_decoder or add_cross_attention"
         raise RuleError("bert is an encoder", got, "Use an encoder checkpoint")
-    return BertSpec(config)
+    return Spec(partial(build, config))
 
 
-@dataclass(frozen=True)
-class BertSpec:
-    """An encoder whose config needs no translation."""
-
-    config: Config
-
-    def build(self, weights: WeightSource) -> Bert:
-        config, d = self.config, self.config.hidden_size
-        w = weights if weights.has("embeddings.word_embeddings.weight") else weights.at("bert")
-        weights.skip(r"cls\..*")
-        w.skip(r"(pooler\..*|embeddings\.position_ids)")
-        table, layers = w.at("embeddings"), w.at("encoder", "layer")
-        words = table.rows("word_embeddings.weight", config.vocab_size, d)
-        segment = table.rows("token_type_embeddings.weight", config.type_vocab_size, d)[0]
-        length = config.max_position_embeddings
-        positions = Embedding(table.rows("position_embeddings.weight", length, d), w.ops)
-        blocks = tuple(block(config, layers.at(i), i) for i in range(config.num_hidden_layers))
-        return Bert(
-            ops=w.ops,
-            head=None,
-            max_position=length,
-            words=Embedding(words + segment, w.ops),
-            encoder=PostStack(positions, norm(table.at("LayerNorm"), config), blocks),
-        )
+def build(config: Config, weights: WeightSource) -> Bert:
+    d = config.hidden_size
+    w = weights if weights.has("embeddings.word_embeddings.weight") else weights.at("bert")
+    weights.skip(r"cls\..*")
+    w.skip(r"(pooler\..*|embeddings\.position_ids)")
+    table, layers = w.at("embeddings"), w.at("encoder", "layer")
+    words = table.rows("word_embeddings.weight", config.vocab_size, d)
+    segment = table.rows("token_type_embeddings.weight", config.type_vocab_size, d)[0]
+    length = config.max_position_embeddings
+    positions = Embedding(table.rows("position_embeddings.weight", length, d), w.ops)
+    blocks = tuple(block(config, layers.at(i), i) for i in range(config.num_hidden_layers))
+    return Bert(
+        ops=w.ops,
+        head=None,
+        max_position=length,
+        words=Embedding(words + segment, w.ops),
+        encoder=PostStack(positions, norm(table.at("LayerNorm"), config), blocks),
+    )
 
 
 def block(config: Config, w: WeightSource, index: int) -> PostBlock:
