@@ -88,6 +88,18 @@ TEXTS = st.text(
 )
 
 
+def literal(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text whose special tokens are only characters."""
+    return characters(tokenizer).encode(text).ids
+
+
+@functools.cache
+def characters(tokenizer: Tokenizer) -> Library:
+    library = Library.from_str(tokenizer.library.to_str())
+    library.encode_special_tokens = True
+    return library
+
+
 def grown(detok: Detok, ids: list[int]) -> list[str]:
     return [*(detok.push(i) for i in ids), detok.finish()]
 
@@ -98,16 +110,13 @@ def grown(detok: Detok, ids: list[int]) -> list[str]:
 @settings(deadline=None, max_examples=150)
 @given(TEXTS)
 def test_a_text_survives_the_round_trip(text: str):
-    assert byte_level().decode(byte_level().encode(text, parse_special=False)) == text
+    assert byte_level().decode(literal(byte_level(), text)) == text
 
 
-def test_special_tokens_in_a_text_are_parsed_or_not_as_asked():
+def test_special_tokens_in_a_text_are_parsed_and_have_no_text():
     tokenizer = byte_level()
-    assert 0 in tokenizer.encode("a<|end|>b") and 0 not in tokenizer.encode(
-        "a<|end|>b", parse_special=False
-    )
-    assert tokenizer.encode("a<|end|>b")[1:2] == [0], "the other mode left no trace"
     ids = tokenizer.encode("a<|end|>b")
+    assert ids[1:2] == [0] and 0 not in literal(tokenizer, "a<|end|>b")
     assert tokenizer.decode(ids) == "ab"
     assert tokenizer.decode([*ids, 10_000]) == "ab", "an id of the model's padding has no text"
     with pytest.raises(RuleError, match="a text is a string; got bytes"):
@@ -187,7 +196,7 @@ def test_a_folder_without_tokenizer_json_has_no_tokenizer(tmp_path: Path):
 @example(text="��")
 def test_pieces_of_a_text_add_up_and_no_character_is_split(make: Any, text: str):
     tokenizer = make()
-    ids = tokenizer.encode(text, parse_special=False)
+    ids = literal(tokenizer, text)
     pieces = grown(Detok(tokenizer), ids)
     whole = tokenizer.decode(ids)
     assert "".join(pieces) == whole
@@ -203,8 +212,7 @@ def test_pieces_of_any_tokens_add_up_to_the_decode(make: Any, data: st.DataObjec
     token."""
     tokenizer = make()
     some = st.one_of(
-        st.integers(0, tokenizer.vocab_size + 2),
-        st.sampled_from(tokenizer.encode("😀你é the", parse_special=False)),
+        st.integers(0, tokenizer.vocab_size + 2), st.sampled_from(literal(tokenizer, "😀你é the"))
     )
     ids = data.draw(st.lists(some, max_size=25))
     assert "".join(grown(Detok(tokenizer), ids)) == tokenizer.decode(ids)
@@ -219,7 +227,7 @@ def test_pieces_of_any_tokens_add_up_to_the_decode(make: Any, data: st.DataObjec
 def test_text_continues_the_prompt(make: Any, prompt: str, text: str):
     """The space of "▁the" belongs to the answer when a prompt is before it."""
     tokenizer = make()
-    before, after = tokenizer.encode(prompt), tokenizer.encode(text, parse_special=False)
+    before, after = tokenizer.encode(prompt), literal(tokenizer, text)
     whole, start = tokenizer.decode([*before, *after]), tokenizer.decode(before)
     if whole.startswith(start):
         assert start + "".join(grown(Detok(tokenizer, before), after)) == whole
@@ -237,16 +245,13 @@ def test_a_replacement_character_at_the_end_of_a_prompt_is_not_said_again(make: 
 
 def test_only_the_bytes_that_can_still_become_a_character_belong_to_the_answer():
     tokenizer = byte_level()
-    first, *rest = tokenizer.encode("\u2603", parse_special=False)
-    prompt = [*tokenizer.encode("a\ufffd", parse_special=False), first]
+    first, *rest = literal(tokenizer, "\u2603")
+    prompt = [*literal(tokenizer, "a\ufffd"), first]
     assert tokenizer.decode(prompt) == "a\ufffd\ufffd"
     assert "".join(grown(Detok(tokenizer, prompt), rest)) == "\u2603", (
         "the snowman, without the user's U+FFFD"
     )
-    lone = [
-        *tokenizer.encode("a", parse_special=False),
-        *rest[-1:],
-    ]  # a byte that continues nothing
+    lone = [*literal(tokenizer, "a"), *rest[-1:]]  # a byte that continues nothing
     assert "".join(grown(Detok(tokenizer, lone), tokenizer.encode("b"))) == "b"
 
 
@@ -287,12 +292,10 @@ def byte_tokens(tokenizer: Tokenizer, byte: int) -> list[int]:
 
 def test_text_is_not_held_back_without_need():
     tokenizer = byte_level()
-    ids = tokenizer.encode("the end", parse_special=False)
+    ids = literal(tokenizer, "the end")
     detok = Detok(tokenizer)
     assert [detok.push(i) for i in ids] == [tokenizer.decode([i]) for i in ids]
-    first, *rest = tokenizer.encode(
-        "☃", parse_special=False
-    )  # three bytes that the tokenizer has not seen together
+    first, *rest = literal(tokenizer, "☃")  # three bytes that the tokenizer has not seen together
     assert rest and detok.push(first) == ""
     assert "".join(detok.push(i) for i in rest) == "☃"
 
@@ -362,7 +365,7 @@ def test_stop_strings_do_not_depend_on_the_pieces(pieces: list[str], stops: list
 @given(data=st.data(), text=TEXTS)
 def test_a_stream_stops_where_the_whole_text_does(make: Any, data: st.DataObject, text: str):
     tokenizer = make()
-    ids = tokenizer.encode(text, parse_special=False)
+    ids = literal(tokenizer, text)
     whole = tokenizer.decode(ids)
     cuts = st.tuples(st.integers(0, len(whole)), st.integers(1, 4)).map(
         lambda c: whole[c[0] : c[0] + c[1]]
@@ -379,7 +382,7 @@ def test_a_stream_stops_where_the_whole_text_does(make: Any, data: st.DataObject
 
 def test_a_stop_string_may_be_skipped_before_min_tokens():
     tokenizer = byte_level()
-    ids = tokenizer.encode("end end", parse_special=False)
+    ids = literal(tokenizer, "end end")
     stream, text = Stream(tokenizer, ["nd"]), ""
     for n, i in enumerate(ids):
         piece = stream.push(i, may_stop=n >= len(ids) - 1)

@@ -176,7 +176,7 @@ class Letters(Tokenizer):
     def __init__(self) -> None:
         self.vocab_size = VOCAB
 
-    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
         letters = [self.TOKENS.index(bytes([b])) for b in text.encode()]
         return [EOS, *letters] if add_special else letters
 

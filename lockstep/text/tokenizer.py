@@ -35,10 +35,9 @@ class Tokenizer:
             rule = "tokenizer.json is one that `tokenizers` can read"
             raise RuleError(rule, str(error), "Download the model again") from None
 
-    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Text to ids. `add_special`: with what the tokenizer puts around a text (usually BOS).
-        `parse_special`: "<|im_end|>" in the text is the special token; False, for an end user's
-        text inside a chat template: it is only characters."""
+        "<|im_end|>" in the text is the special token."""
         if not isinstance(text, str):
             rule = "a text is a string"
             raise RuleError(rule, type(text).__name__, "Pass a str, or token ids to the engine")
@@ -48,16 +47,8 @@ class Tokenizer:
             got = f"U+{ord(text[error.start]):04X}, a lone surrogate, at character {error.start}"
             remedy = "Decode it as what it is, or with errors='replace'"
             raise RuleError("a text is made of characters", got, remedy) from None
-        library = self.library if parse_special else self._literal
-        ids: list[int] = library.encode(text, add_special_tokens=add_special).ids
+        ids: list[int] = self.library.encode(text, add_special_tokens=add_special).ids
         return ids
-
-    @cached_property
-    def _literal(self) -> Any:
-        """A copy to which special tokens in a text are text: a state, not an argument."""
-        copy = type(self.library).from_str(self.library.to_str())
-        copy.encode_special_tokens = True
-        return copy
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids to text, without special tokens and ids that have no token. Bytes that are no UTF-8
