@@ -130,8 +130,9 @@ class MoeSpec:
         correction = w.tensor(name, n) if self.correction else None
         loaded = (self.load or one_by_one)(w.at("experts"), n, expert)
         shared = self.shared.build(w.at("shared_experts")) if self.shared else None
-        act = partial(w.ops.act_and_mul, act=activation(expert.act))
-        if self.gate is not None:
+        if self.gate is None:
+            act = partial(w.ops.act_and_mul, act=activation(expert.act))
+        else:
             act = partial(w.ops.clamped_swiglu, **self.gate._asdict())
         return Moe(
             router=Linear(w.pack(weight, bias, torch.float32), w.ops),
