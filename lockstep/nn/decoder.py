@@ -86,6 +86,16 @@ class Model(ABC):
         """Attention layer → (group, layer in it)."""
         return groups_of(self.attentions)[1]
 
+    def cos_sin(self, positions: Tensor) -> CosSins:
+        """Of a step's rows, for every rope of the model."""
+        angles = self.ops.rope_cos_sin
+        return {rope: angles(positions, freqs, rope.factor) for rope, freqs in self._freqs.items()}
+
+    @cached_property
+    def _freqs(self) -> dict[Rope, Tensor]:
+        ropes = {layer.spec.rope for layer in self.attentions}
+        return {rope: rope.freqs(self.ops.device) for rope in ropes if rope}
+
 
 @dataclass(frozen=True)
 class BlockSpec:
@@ -218,10 +228,7 @@ class Decoder(Model):
     ) -> tuple[Tensor, ...]:
         """What `logits` takes, and the residual stream behind each of `layers`: the sum that the
         next norm takes."""
-        cos_sin = {}
-        for rope, freqs in self._freqs.items():
-            cos_sin[rope] = self.ops.rope_cos_sin(positions, freqs, rope.factor)
-        residual = self.embedding(ids)
+        cos_sin, residual = self.cos_sin(positions), self.embedding(ids)
         hidden = self.blocks[0].input_norm(residual)
         norms = [*(block.input_norm for block in self.blocks[1:]), self.norm]
         behind: dict[int, Tensor] = {}
@@ -238,8 +245,3 @@ class Decoder(Model):
     @property
     def attentions(self) -> Sequence[Attention]:
         return [block.attn for block in self.blocks]
-
-    @cached_property
-    def _freqs(self) -> dict[Rope, Tensor]:
-        ropes = {b.attn.rope for b in self.spec.blocks if b.attn.rope}
-        return {rope: rope.freqs(self.ops.device) for rope in ropes}

@@ -140,16 +140,6 @@ class Head(Model):
     def attentions(self) -> Sequence[Attention]:
         return [self.attn]
 
-    def cos_sin(self, positions: Tensor) -> CosSins:
-        rope, freqs = self._rope
-        return {rope: self.ops.rope_cos_sin(positions, freqs, rope.factor)}
-
-    @cached_property
-    def _rope(self) -> Any:
-        rope = self.spec.attn.rope
-        assert rope is not None, "llama's attention has one"
-        return rope, rope.freqs(self.ops.device)
-
 
 @dataclass(frozen=True, eq=False)
 class Eagle(Head):
