@@ -2,7 +2,6 @@
 line every half minute elsewhere. tqdm draws."""
 
 import sys
-from typing import TextIO
 
 from tqdm import tqdm
 
@@ -13,12 +12,11 @@ PLAIN_S = 30.0  # where nobody can redraw
 class Progress(tqdm):  # type: ignore[misc]
     """`with Progress(total, "lab run") as bar: bar.step("cpu/decode/dense")`."""
 
-    def __init__(self, total: int, label: str, stream: TextIO | None = None) -> None:
-        stream = stream or sys.stderr
-        redraws = stream.isatty()
+    def __init__(self, total: int, label: str) -> None:
+        redraws = sys.stderr.isatty()
         every_s = REDRAW_S if redraws else PLAIN_S
         # a log keeps its last line, a terminal is cleared for what comes
-        drawn = {"file": stream, "mininterval": every_s, "leave": not redraws}
+        drawn = {"file": sys.stderr, "mininterval": every_s, "leave": not redraws}
         super().__init__(total=total, desc=label, **drawn)
         self.bad = 0
 
