@@ -4,8 +4,6 @@ Page 0 is the null page: padding lives there, it is never handed out. A page is 
 `refs[page]` times, `kept[page]` of them by the prefix tree; if only by that, it is idle. Host only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

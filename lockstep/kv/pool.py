@@ -3,8 +3,6 @@
 Who writes also says what to read: `keys(layer, k, v)` of a group's view. Backends never write.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@ Knows tokens and pages, not requests or steps: the scheduler calls `match` befor
 step and `insert` after each one.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -45,7 +43,7 @@ class Node:
 
     __slots__ = ("children", "end", "key", "locks", "pages", "parent", "root")
 
-    def __init__(self, parent: Node | None, key: Ids | Root, end: int, groups: int) -> None:
+    def __init__(self, parent: "Node | None", key: Ids | Root, end: int, groups: int) -> None:
         self.parent, self.key, self.end = parent or self, key, end
         self.root: Root = key if isinstance(key, Root) else self.parent.root
         self.pages: list[list[int]] = [[] for _ in range(groups)]

@@ -3,8 +3,6 @@
 Host only. The pool allocates exactly these shapes, padding included.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

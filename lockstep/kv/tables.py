@@ -5,8 +5,6 @@ Groups have pools of their own; all groups succeed or none does. Host only; `pag
 value per group, is what `plan.build` takes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,7 +41,7 @@ class CacheGroups:
         """Those that grow with the request."""
         return [g for g, _ in self.cached if self.specs[g].layout is not Layout.CROSS]
 
-    def plain(self) -> CacheGroups:
+    def plain(self) -> "CacheGroups":
         """Of a request without a draft."""
         pools = [None if g in self.drafts else pool for g, pool in enumerate(self.pools)]
         return CacheGroups(self.specs, pools, self.drafts)
@@ -157,7 +155,7 @@ class PageTable:
                 freed[g] = pool.give(page_ids[:count].tolist())
         return freed
 
-    def fork(self, committed_len: int) -> PageTable:
+    def fork(self, committed_len: int) -> "PageTable":
         """A second continuation of the first `committed_len` keys: whole pages are shared, the
         partial last one is moved into its own, and held until then: the parent may end before."""
         if self.pending:

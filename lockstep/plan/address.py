@@ -4,8 +4,6 @@ Write slots, read addresses, moves and the CPU kernels all come from these lines
 compile this very text. A slot is one token's place in a pool. Scalars or integer arrays.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

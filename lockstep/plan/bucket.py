@@ -4,10 +4,9 @@ A pad request holds token 0 at positions 0...n-1, in page 0 (the null page) over
 only what this step wrote. No kernel asks whether a row is real.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
@@ -33,14 +32,14 @@ class Buckets:
     request_pages: int = 0
     most_pages: int = 0
 
-    @staticmethod
+    @classmethod
     def for_decoding(
-        most: int, request_pages: int, most_pages: int, widths: tuple[int, ...] = (1,)
-    ) -> Buckets:
+        cls, most: int, request_pages: int, most_pages: int, widths: tuple[int, ...] = (1,)
+    ) -> Self:
         """For decoding steps of up to `most` requests: few sizes, each worth a graph."""
         end = next((n for n in DECODING if n >= most), -(-most // DECODING[-1]) * DECODING[-1])
         sizes = (*(n for n in DECODING if n < most), end)
-        return Buckets(sizes, widths=widths, request_pages=request_pages, most_pages=most_pages)
+        return cls(sizes, widths=widths, request_pages=request_pages, most_pages=most_pages)
 
     def fit(self, plan: StepPlan) -> Bucket:
         """The smallest bucket that holds `plan`, with a pad request whenever there is a pad row."""

@@ -4,12 +4,10 @@ The caller says, per request, how many keys are committed, how many rows to comp
 it holds (`RequestWork`, or all of a batch in columns, `BatchWork`); the rest is derived here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numba import types
@@ -142,7 +140,7 @@ class BatchShape:
         parents: Sequence[tuple[int, ...] | None],
         cross_lens: Sequence[int],
         cross_news: Sequence[int],
-    ) -> BatchShape:
+    ) -> Self:
         """One entry per request: what `RequestWork` has of it."""
         _check_shape(zip(new_lens, emits, cross_lens, cross_news, strict=True))
         q_indptr = indptr(new_lens)
@@ -184,7 +182,7 @@ class BatchWork:
     tables: PageTables | None = None  # of the batch, as the step before left them
 
     @classmethod
-    def of(cls, works: Sequence[RequestWork]) -> BatchWork:
+    def of(cls, works: Sequence[RequestWork]) -> Self:
         columns = zip(*works, strict=True) if works else ((),) * len(RequestWork._fields)
         cached_lens, new_lens, pages, *rest = columns
         return cls(BatchShape.of(new_lens, *rest), cached_lens, pages)

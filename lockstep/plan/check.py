@@ -4,8 +4,6 @@ Shapes are compared here; what stands in the arrays is judged by the loops of `r
 the first rule that is broken. Knows plans and pool sizes, and nothing about who built the plan.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from lockstep.plan import rules

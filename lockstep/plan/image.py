@@ -5,8 +5,6 @@ The token of every row, the plan's arrays and, per group, what a backend derives
 `views` works on numpy arrays and on torch tensors alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property

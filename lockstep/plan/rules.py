@@ -5,8 +5,6 @@ what stands there, what belongs there, and the entry. `TEXTS` has the words. An 
 after it was found to be inside its array. `check` calls both loops.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -5,11 +5,10 @@ Arrays are int32 and read-only. Only `plan.build` makes plans; `plan.bucket` pad
 judges them. No token ids, no torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +46,7 @@ class Bucket:
     writes: tuple[int, ...]  # rows written, per group: tokens or 0
     moves: tuple[int, ...]  # per group
 
-    def of(self, g: int) -> Bucket:
+    def of(self, g: int) -> Self:
         """The bucket of group g alone, as a backend sees it."""
         pages, writes, moves = self.pages[g], self.writes[g], self.moves[g]
         return replace(self, pages=(pages,), writes=(writes,), moves=(moves,))

@@ -4,8 +4,6 @@ A node is a draft token. Node i hangs below node parents[i] < i, or below the co
 Its list is its path from the top, itself last: one node per position from the committed length on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from lockstep.types import RuleError

@@ -3,8 +3,6 @@ and cache. `host` is filled first, `load` copies it to the device: one copy per 
 are two places to fill, in turns, and one is filled again only when its copy has run.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

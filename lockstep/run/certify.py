@@ -12,8 +12,6 @@ of the fingerprint: two machines that agree on it computed the same numbers.
 Called by the engine when it is loaded. What is run stands in `probe`.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

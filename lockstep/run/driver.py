@@ -10,8 +10,6 @@ For certification, the lab, benchmarks and tests, which want a step and no queue
 Knows no sampling and no end of a request: `PageTable.release` and `close` are the caller's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

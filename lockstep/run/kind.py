@@ -5,8 +5,6 @@ encoder's layers and the cross groups that a generating step reads. Groups are n
 models of an engine, which makes kinds; the scheduler puts one into every step. No torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -29,10 +27,10 @@ class StepKind:
     """A kind of step of one model."""
 
     name: str
-    model: Model
+    model: "Model"
     groups: tuple[int, ...]  # their numbers in the engine's tables
     specs: tuple[GroupSpec, ...]  # of these groups
-    layer_map: tuple[GroupLayer, ...]  # attention layer → (which of `groups`, layer in it)
+    layer_map: "tuple[GroupLayer, ...]"  # attention layer → (which of `groups`, layer in it)
     forward: Callable[..., Any]  # ids [T], positions [T], lowered step → hidden [T, d]
     # behind these the residual stream comes back too, [T, d] each: `forward` is told, returns all
     hidden_layers: tuple[int, ...] = ()
@@ -48,8 +46,8 @@ Kinds = dict[str, StepKind]  # of one engine, by name
 
 
 def kinds_of(
-    model: Model,
-    info: Info,
+    model: "Model",
+    info: "Info",
     page_size: int = 16,
     kv_dtype: str = "float32",
     first_group: int = 0,

@@ -4,8 +4,6 @@ A full group needs a slot per cached key; a window group, per running request, w
 sees plus what a step adds.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

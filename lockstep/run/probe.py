@@ -5,13 +5,12 @@ company, for forks of it, so that no prefix is computed twice. `Sources` is the 
 keep nothing. Knows no verdict; tables, plans and the runner are the engine's own.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 import torch
@@ -141,8 +140,8 @@ class Edges:
         """Rows that are computed alone."""
         return [p for begin, end in self.runs for p in range(begin, end)]
 
-    @staticmethod
-    def of(specs: Many[GroupSpec], limit: int, device_class: str = order.CPU) -> Edges:
+    @classmethod
+    def of(cls, specs: Many[GroupSpec], limit: int, device_class: str = order.CPU) -> Self:
         """The first tile and split, where a window hides keys and leaves a tile; CHUNK rows."""
         tile, split = tile_and_split(specs, device_class)
         whole = min(limit, split + tile)
@@ -154,7 +153,7 @@ class Edges:
         known = {p for begin, end in spans for p in range(max(0, begin), min(end, limit))}
         others = [p for p in range(whole // 2, whole) if p not in known]
         known.update(others[: max(0, CHUNK - len(known))])
-        return Edges(whole, tuple(consecutive(sorted(known))))
+        return cls(whole, tuple(consecutive(sorted(known))))
 
 
 def tile_and_split(specs: Many[GroupSpec], device_class: str) -> tuple[int, int]:

@@ -4,8 +4,6 @@ A launch moves keys that the plan relocates, then, layer by layer, writes this s
 attends: always in this order, in one place. A bound step knows addresses, no request and no plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,7 +31,7 @@ class Step:
     specs: tuple[GroupSpec, ...]
     stores: tuple[kv.KvWriter | kv.UncachedKv, ...]
     handles: tuple[Any, ...]
-    layer_map: Sequence[GroupLayer]
+    layer_map: "Sequence[GroupLayer]"
     attend_keys: Callable[..., tuple[Tensor, Tensor]]  # the backend's `attend`, as an operation
 
     def relocate(self) -> None:
@@ -85,7 +83,7 @@ def bind(
     variants: Variants,
     backend: Backend,
     pools: Sequence[kv.Pool | None],
-    layer_map: Sequence[GroupLayer],
+    layer_map: "Sequence[GroupLayer]",
 ) -> Step:
     """The step of an image on the device. `pools` holds one entry per group."""
     groups = zip(layout.specs, pools, views, strict=True)

@@ -5,8 +5,6 @@ repeats them into the same memory without any Python of the model, so a number t
 from the arena stays the old one. Knows no model and no plan; the runner records one per signature.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any

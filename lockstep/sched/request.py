@@ -3,8 +3,6 @@ its share of a step (frozen). There are no modes: `len(tokens) - cached_len` row
 token that a launched step will have sampled is negative until that step is settled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -175,19 +173,19 @@ class Request:
     def emits(self, new_len: int) -> int:
         return len(self._scored(new_len)) + self.samples(new_len)
 
-    def rows(self, new_len: int) -> ScheduledRows:
+    def rows(self, new_len: int) -> "ScheduledRows":
         """The next `new_len` rows. Emitted are those to be scored, then one for every sample."""
         samples, scored = self.samples(new_len), self._scored(new_len)
         emit = (*[row - self.cached_len for row in scored], *[new_len - 1] * samples)
         return ScheduledRows(self, new_len, emit, samples, self.table)
 
-    def tree_rows(self, draft: DraftTree) -> ScheduledRows:
+    def tree_rows(self, draft: DraftTree) -> "ScheduledRows":
         """The last token and what may follow it, as the nodes of a tree; all are emitted."""
         nodes = 1 + len(draft.token_ids)
         emit, parents = tuple(range(nodes)), (-1, *draft.parents)
         return ScheduledRows(self, nodes, emit, 1, self.table, parents=parents, chain=draft.chain)
 
-    def launch(self, rows: ScheduledRows, sample: int, step: int) -> None:
+    def launch(self, rows: "ScheduledRows", sample: int, step: int) -> None:
         """The rows are on their way in step number `step`, and so is its sample number `sample`."""
         spec = self.spec
         if rows.parents is None:

@@ -6,8 +6,6 @@ worst-ranked request is preempted: it is computed again later, to the same bits.
 pages and order, never a tensor or what a token means.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
