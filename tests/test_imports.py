@@ -38,7 +38,7 @@ TOOLS = {"lab", "bench"}  # see everything; seen by `cli` alone, inside function
 FACE = {"cli", "__main__"}
 UNITS = BASE | set(CHAIN) | SIDE | TOOLS | FACE
 # what of kv and run holds numbers, not tensors: all that sched sees of them
-HOST = {"kv": {"pages", "tables", "prefix", "sizing"}, "run": {"kind"}}
+HOST = {"kv": {"pages", "tables", "prefix"}, "run": {"kind"}}
 
 TORCH_FREE = ("plan", "sched", *(f"{u}.{name}" for u, names in HOST.items() for name in names))
 
@@ -204,7 +204,7 @@ def test_the_checker_objects(name: str, source: str):
         ),
         (
             "lockstep.sched.policy",
-            "from lockstep.kv import pages, sizing\nfrom lockstep.kv.prefix import Prefix\nfrom "
+            "from lockstep.kv import pages, tables\nfrom lockstep.kv.prefix import Prefix\nfrom "
             "lockstep.plan import step\nfrom lockstep.run.kind import StepKind",
         ),
         (

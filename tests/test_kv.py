@@ -13,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import NULL_PAGE, PagePool
-from lockstep.kv.pool import KvWriter, Pool, UncachedKv, view
-from lockstep.kv.sizing import arithmetic, group_bytes
+from lockstep.kv.pool import KvWriter, Pool, UncachedKv, group_bytes, view
 from lockstep.kv.tables import CacheGroups, PageTable, keep_from
 from lockstep.plan.image import PlanArrays
+from lockstep.run.memory import arithmetic
 from lockstep.types import AttnSpec, GroupSpec, Layout, OutOfPages, RuleError
 
 FULL = GroupSpec(

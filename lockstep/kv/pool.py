@@ -1,8 +1,10 @@
-"""The cache on a device: storages, and their only two writers, `write` and `move`.
+"""The cache on a device: what it costs, storages, and their only two writers, `write` and `move`.
 
-Who writes also says what to read: `keys(layer, k, v)` of a group's view. Backends never write.
+Who writes also says what to read: `keys(layer, k, v)` of a group's view. Backends never write. The
+bytes of a group have one formula: exactly these shapes are allocated, padding included.
 """
 
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.kv.sizing import check_fits, group_bytes, storage_shapes
 from lockstep.ops import Ops
 from lockstep.order import stored_len
 from lockstep.plan.image import PlanArrays
@@ -26,6 +27,39 @@ class Keys(NamedTuple):
 
     k: Tensor
     v: Tensor
+
+
+def storage_shapes(spec: GroupSpec, num_pages: int) -> tuple[tuple[int, int, int], ...]:
+    """[slots, kv_heads, columns as stored] of one layer's K and V, of its latent rows, or none."""
+    slots = num_pages * spec.page_size
+    if spec.layout is Layout.FRESH:
+        return ()
+    k, v = ((slots, spec.kv_heads, stored_len(d)) for d in (spec.d_qk, spec.d_v))
+    return (k,) if spec.layout is Layout.LATENT else (k, v)
+
+
+def slot_bytes(spec: GroupSpec) -> int:
+    """Bytes of one token in one layer of the group."""
+    numbers = sum(heads * d for _, heads, d in storage_shapes(spec, 1))
+    return numbers * KV_FORMATS[spec.kv_dtype].nbytes
+
+
+def group_bytes(spec: GroupSpec, num_pages: int) -> int:
+    """Bytes of the group's pool, all layers, null page included."""
+    return num_pages * spec.page_size * slot_bytes(spec) * len(spec.layers)
+
+
+def all_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_fits(needed_bytes: int, what: str, there: int | None = None) -> None:
+    """Raises unless all memory of a device, or of this machine, could hold so many bytes."""
+    there = all_bytes() if there is None else there
+    if needed_bytes > there:
+        rule = f"the cache fits into the {there:,} B of this machine's memory"
+        got = f"{needed_bytes:,} B for {what}"
+        raise RuleError(rule, got, "Lower max_total_tokens or page_size")
 
 
 def empty(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:

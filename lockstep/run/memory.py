@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.config import EngineConfig
-from lockstep.kv.sizing import all_bytes, arithmetic, check_fits, group_bytes
+from lockstep.kv.pool import all_bytes, check_fits, group_bytes, slot_bytes
 from lockstep.kv.tables import held_pages
+from lockstep.order import stored_len
 from lockstep.types import GroupSpec, Layout, RuleError
 
 FRACTIONS = (0.3, 0.8)  # of the free memory, for the cache: of a machine's, of a GPU's
@@ -64,6 +65,26 @@ def pages_of(spec: GroupSpec, config: EngineConfig, tokens: int) -> int:
 
 def total_bytes(specs: Sequence[GroupSpec], config: EngineConfig, tokens: int) -> int:
     return sum(group_bytes(spec, pages_of(spec, config, tokens)) for spec in specs)
+
+
+def padding(spec: GroupSpec) -> str:
+    """Which head sizes are stored wider than they are, in words; "" if none is."""
+    sizes = dict.fromkeys((spec.d_qk,) if spec.layout is Layout.LATENT else (spec.d_qk, spec.d_v))
+    wider = [f"{d} stored as {stored_len(d)}" for d in sizes if stored_len(d) != d]
+    return f", heads of {' and '.join(wider)}" if wider else ""
+
+
+def arithmetic(specs: Sequence[GroupSpec], num_pages: Sequence[int]) -> str:
+    """The memory of a cache, one line per group and a sum, as it is printed at start."""
+    lines, total = [], 0
+    for spec, pages in zip(specs, num_pages, strict=True):
+        window = f" window {spec.window}" if spec.window else ""
+        slots = f"{pages} pages x {spec.page_size} slots x {slot_bytes(spec)} B"
+        nbytes = group_bytes(spec, pages)
+        name = f"{spec.layout}{window} {spec.kv_dtype}{padding(spec)}"
+        lines.append(f"{name}: {slots} x {len(spec.layers)} layers = {nbytes:,} B")
+        total += nbytes
+    return "\n".join([*lines, f"total {total:,} B"])
 
 
 def free_bytes() -> int:
