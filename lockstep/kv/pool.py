@@ -116,12 +116,12 @@ class KvWriter:
 
     def keys(self, layer: int, k: Tensor | None, v: Tensor | None) -> Keys:
         """Writes this step's rows, None where it writes nothing, then names the cache."""
-        slots = self.slots
-        if slots.shape[0]:
-            if k is None or v is None or len(k) != len(slots):
-                got = f"{len(slots)} slots, k={k if k is None else len(k)}"
+        count = self.slots.shape[0]
+        if count:
+            if k is None or v is None or k.shape[0] != count:
+                got = f"{count} slots, k={k if k is None else len(k)}"
                 raise RuleError("a step writes one K and one V row per slot", got, "Pass all rows")
-            self.pool.write(layer, slots, k, v)
+            self.pool.write(layer, self.slots, k, v)
         return self.pool.keys(layer)
 
 
