@@ -105,11 +105,13 @@ class Stops:
     def feed(self, text: str) -> TextPiece:
         """The text that is certain now, or the rest of it before a stop string."""
         text = self.skip(text)
+        if not self.stops:
+            return TextPiece(text)
         found = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:
             _, at, stop = min(found)
             return TextPiece(text[:at], stop)
-        longest = max(map(len, self.stops), default=1) - 1
+        longest = max(map(len, self.stops)) - 1
         for begin in range(max(len(text) - longest, 0), len(text)):
             if any(stop.startswith(text[begin:]) for stop in self.stops):
                 self.held = text[begin:]
