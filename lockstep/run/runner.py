@@ -135,7 +135,8 @@ class Runner:
         self.tapes: dict[Signature, Tape | Graph] = {}
         self._layouts: dict[tuple[StepKind, Bucket], tuple[ImageLayout, Views]] = {}
         # what may be recorded may be bound once; on a GPU that would hold scratch memory
-        self._keeps_bound = backend.caps.graphs and ops.device.type == "cpu"
+        caps, here = backend.caps, ops.device.type == "cpu"
+        self._keeps_bound = caps.graphs and not caps.planner_buffers and here
 
     def run(
         self,
