@@ -139,19 +139,18 @@ PAGE = 16 * 256  # bytes
 def test_a_cache_holds_what_all_running_requests_can_fill(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory, "free_bytes", lambda: 1 << 40)
     config = EngineConfig(max_running_requests=4, chunked_prefill_size=8)
-    found = memory.size((FULL, WINDOW, FRESH), config, 1001)
-    assert found.total_tokens == 4004
+    found, text = memory.size((FULL, WINDOW, FRESH), config, 1001)
     # 4004 keys are 251 pages; behind a window of 32 four requests hold at most
     # (4 * (32 + 2 * 16 - 3) + 8) // 16 = 15 pages; and each its null page
-    assert found.pages == (252, 16, 0)
-    assert found.text.splitlines()[0] == "cache for 4,004 tokens"
-    assert found.text.splitlines()[-1] == f"total {(252 + 16) * PAGE:,} B"
+    assert found == (252, 16, 0)
+    assert text.splitlines()[0] == "cache for 4,004 tokens"
+    assert text.splitlines()[-1] == f"total {(252 + 16) * PAGE:,} B"
 
 
 def test_a_window_never_needs_more_than_the_whole_cache():
     config = EngineConfig(max_running_requests=4, chunked_prefill_size=8, max_total_tokens=100)
-    found = memory.size((FULL, WINDOW), config, 1001)
-    assert (found.total_tokens, found.pages) == (100, (8, 8))
+    found, text = memory.size((FULL, WINDOW), config, 1001)
+    assert (text.splitlines()[0], found) == ("cache for 100 tokens", (8, 8))
 
 
 @pytest.mark.parametrize(
@@ -164,9 +163,9 @@ def test_a_cache_shrinks_until_it_fits_its_part_of_free_memory(
 ):
     monkeypatch.setattr(memory, "free_bytes", lambda: 2 * pages * PAGE)
     config = EngineConfig(max_running_requests=4, mem_fraction_static=0.5)
-    found = memory.size((FULL,), config, 100)
-    assert found.total_tokens == tokens
-    assert found.pages[0] <= pages
+    found, text = memory.size((FULL,), config, 100)
+    assert text.splitlines()[0] == f"cache for {tokens} tokens"
+    assert found[0] <= pages
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -122,7 +122,7 @@ class Engine:
         if draft is not None:
             self.kinds[DRAFT] = draft.kind
         specs = self.specs = group_specs(self.kinds.values())
-        sizes = memory.size(specs, config, self.context_length, ops.device)
+        pages, memory_text = memory.size(specs, config, self.context_length, ops.device)
         graphs = self.on_gpu if config.graphs is None else config.graphs
         buckets = None
         if config.bucket_sizes is not None:
@@ -133,20 +133,20 @@ class Engine:
             if config.speculative_algorithm is not None:
                 widths = drafts.shape_of(config).widths
             most, each = config.max_running_requests, -(-self.context_length // config.page_size)
-            buckets = Buckets.for_decoding(most, each, 2 * max(sizes.pages), widths)
+            buckets = Buckets.for_decoding(most, each, 2 * max(pages), widths)
         self.runner = Runner(
-            specs, sizes.pages, parts.backend, ops, buckets, graphs=graphs, overlap=overlap
+            specs, pages, parts.backend, ops, buckets, graphs=graphs, overlap=overlap
         )
         say = partial(print, file=sys.stderr, flush=True)
         self.speculation = drafts.speculation(config, draft, self.runner, self.info, say)
-        self._num_pages = sizes.pages
+        self._num_pages = pages
         self.scheduler = self._new_scheduler()
         self.fingerprint = fingerprint(parts, config.kv_cache_dtype)
         self.generations: dict[str, Generation] = {}  # by the id of the request
         self._numbers = count()
         chosen = {"attention": parts.attention, "device": self.info.device, "gemm": ops.gemm_order}
         reasons = [f"{what} {choice.name}: {choice.reason}" for what, choice in chosen.items()]
-        self.startup_report = "; ".join([*reasons, sizes.text])
+        self.startup_report = "; ".join([*reasons, memory_text])
         self._turns: list[Turn] = []
         self._changing = False  # set while anything but the generations may be half changed
         self._launched: list[Launched] = []  # and not settled, in order
@@ -368,7 +368,9 @@ class Engine:
         if step.kind.name == ENCODE:
             return Launched(step, rows)
         logits = step.kind.model.logits(out.emitted) if out.logits is None else out.logits
-        hidden = torch.cat(out.layers, -1) if out.layers else None
+        hidden = None
+        if out.layers and any(request.spec.draft for request in step.batch.requests):
+            hidden = torch.cat(out.layers, -1)
         scored = [
             update
             for i, begin in rows.scored

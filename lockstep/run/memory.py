@@ -6,7 +6,6 @@ sees plus what a step adds.
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -19,22 +18,14 @@ from lockstep.types import GroupSpec, Layout, RuleError
 FRACTIONS = (0.3, 0.8)  # of the free memory, for the cache: of a machine's, of a GPU's
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Pages per group (0 for a fresh one), the keys they hold, and the arithmetic as text."""
-
-    pages: tuple[int, ...]
-    total_tokens: int
-    text: str
-
-
 def size(
     specs: Sequence[GroupSpec],
     config: EngineConfig,
     context_length: int,
     device: torch.device | None = None,
-) -> Sizes:
-    """The largest cache that the budget allows and that all running requests could fill."""
+) -> tuple[tuple[int, ...], str]:
+    """The largest cache that the budget allows and that all running requests could fill: pages per
+    group (0 for a fresh one), and the arithmetic as text."""
     gpu = device is not None and device.type == "cuda"
     free, there = torch.cuda.mem_get_info(device) if gpu else (free_bytes(), all_bytes())
     fraction = config.mem_fraction_static or FRACTIONS[gpu]
@@ -52,7 +43,7 @@ def size(
     stored = [(spec, n) for spec, n in zip(specs, pages, strict=True) if n] or [(specs[0], 0)]
     text = arithmetic([spec for spec, _ in stored], [n for _, n in stored])
     card = f", {fraction} of the GPU's free {free:,} B at most" if gpu else ""
-    return Sizes(pages, tokens, f"cache for {tokens:,} tokens{card}\n{text}")
+    return pages, f"cache for {tokens:,} tokens{card}\n{text}"
 
 
 def pages_of(spec: GroupSpec, config: EngineConfig, tokens: int) -> int:
