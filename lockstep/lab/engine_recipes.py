@@ -277,9 +277,9 @@ def texts(rig: EngineHarness, quick: bool) -> None:
     """As users call it: a prompt has its special tokens, an item that follows one has none."""
     llm = LLM.of(rig.engine())
     letters, text, items = Letters(), "the end", (" of it", "s", "in é")
-    begin = tuple(letters.encode(text, True, True))
+    begin = tuple(letters.encode(text))
     for item, scores in zip(items, llm.score(text, items), strict=True):
-        want = rig.item_scores(begin, tuple(letters.encode(item, False, True)))
+        want = rig.item_scores(begin, tuple(letters.encode(item, add_special=False)))
         fault = f"{item!r} is not scored as the tokens of its text"
         rig.check("items", same_bits(scores, want), fault)
         rig.counters["items"] += 1
