@@ -215,3 +215,11 @@ class Ops(Protocol):
         """From logits float32 [s, vocab] of token_ids int64 [s] (-1: none): chosen float32 [s]; and
         of the k best tokens: top_ids int64 [s, k], top float32 [s, k]. The bits of
         `sample.logits.compute_logprobs`."""
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """What the host has, on a device: from pinned memory nothing waits."""
+    if device.type == "cpu":
+        return values
+    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return pinned.copy_(values).to(device, non_blocking=True)

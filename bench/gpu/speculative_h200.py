@@ -10,7 +10,7 @@ Requests have prompts of 512 random ids, temperature 0.6. Both engines decode th
 are the tokens from the first `skip` of every request on, while all of them run. The answers are
 compared, tokens and bits of log-probabilities. Beside each ratio: tokens per verify, the share of
 guesses accepted, launches that were replayed, and where the time goes: milliseconds of the device
-in draft, extend and verify steps, and of the host that waits, per verify.
+per replayed step of each kind (a chain is one with its extend), and of the host per step.
 
 usage: PYTHONPATH=. python bench/gpu/speculative_h200.py [--batches 1,64,256] [--out F]
 """
@@ -26,6 +26,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,14 +81,15 @@ def made(jobs: list[Generation]) -> int:
     return sum(len(job.completions[0].token_ids) for job in jobs)
 
 
-def timed(engine: Engine, batch: int, skip: int) -> float:
+def timed(engine: Engine, batch: int, skip: int, phases: Any = nullcontext) -> float:
     """Milliseconds per token of the batch while all requests run."""
     jobs = begun(engine, batch, skip)
-    begin, had = time.perf_counter(), made(jobs)
-    while made(jobs) < had + WINDOW * batch and len(engine.generations) == batch:
-        engine.step()
-    torch.cuda.synchronize()
-    ms = (time.perf_counter() - begin) * 1e3 / ((made(jobs) - had) / batch)
+    with phases():
+        begin, had = time.perf_counter(), made(jobs)
+        while made(jobs) < had + WINDOW * batch and len(engine.generations) == batch:
+            engine.step()
+        torch.cuda.synchronize()
+        ms = (time.perf_counter() - begin) * 1e3 / ((made(jobs) - had) / batch)
     for job in jobs:
         engine.abort(job)
     return ms
@@ -103,33 +105,36 @@ def whole(engine: Engine, batch: int) -> dict[str, tuple[Any, ...]]:
 
 
 class Phases:
-    """The device's time in steps of each kind, by events, and the host's waits."""
+    """The device's time in replayed steps of each kind, by events, and the host's in what a round
+    is made of. A context, which it returns when it is called."""
 
     def __init__(self, engine: Engine) -> None:
         self.marks: list[tuple[str, Any, Any]] = []
         self.host: dict[str, float] = defaultdict(float)
-        self.verifies = 0
-        self.engine, self.run = engine, engine.runner.run
+        self.engine, self.recorded = engine, engine.runner._recorded
         self.clocked = {
             "propose": (engine.speculation, "propose"),
             "launch": (engine, "_launch"),
+            "prepare": (engine.speculation, "launched"),
             "settle": (engine, "_settle"),
             "settled": (engine.speculation, "settled"),
             "accept": (engine, "_result"),
+            "write": (engine, "_write"),
             "schedule": (engine.scheduler, "schedule"),
         }
         self.methods = {n: getattr(o, m) for n, (o, m) in self.clocked.items()}
         self.wait = torch.cuda.Event.synchronize
 
+    def __call__(self) -> Phases:
+        return self
+
     def __enter__(self) -> Phases:
-        def run(plan: Any, ids: Any, kind: Any, *given: Any, **named: Any) -> Any:
+        def recorded(signature: Any, launch: Any) -> Any:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            out = self.run(plan, ids, kind, *given, **named)
+            out = self.recorded(signature, launch)
             end.record()
-            width = plan.bucket.width
-            verify = kind.name == "generate" and width > 1
-            self.marks.append(("verify" if verify else kind.name, begin, end))
+            self.marks.append((signature.called, begin, end))
             return out
 
         def clocked(name: str, method: Any) -> Any:
@@ -141,14 +146,14 @@ class Phases:
 
             return call
 
-        self.engine.runner.run = run
+        self.engine.runner._recorded = recorded
         for name, (owner, method) in self.clocked.items():
             setattr(owner, method, clocked(name, self.methods[name]))
         torch.cuda.Event.synchronize = clocked("wait", self.wait)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.engine.runner.run = self.run
+        self.engine.runner._recorded = self.recorded
         for name, (owner, method) in self.clocked.items():
             setattr(owner, method, self.methods[name])
         torch.cuda.Event.synchronize = self.wait
@@ -160,11 +165,11 @@ class Phases:
         for name, begin, end in self.marks:
             device[name] += begin.elapsed_time(end)
             count[name] += 1
-        verifies = max(count["verify"], 1)
+        rounds = count["verify"] + count["generate"]
         return {
             "steps": dict(count),
             "device_ms_per_step": {n: round(ms / count[n], 3) for n, ms in device.items()},
-            "host_ms_per_verify": {n: round(s * 1e3 / verifies, 3) for n, s in self.host.items()},
+            "host_ms_per_round": {n: round(s * 1e3 / rounds, 3) for n, s in self.host.items()},
         }
 
 
@@ -185,8 +190,8 @@ def measure(
         for way, each in ways.items():
             taken[way].append(timed(each, batch, skip))
     replays = engine.runner.replays() - before
-    with Phases(engine) as phases:
-        timed(engine, batch, skip)
+    phases = Phases(engine)
+    timed(engine, batch, skip, phases)
     deepest = {} if errs else at_depth(engine, batch, skip)
     engine.speculation.draft = draft
     drafted, accepted, verifies = map(sum, zip(*(each[2] for each in got.values()), strict=True))
@@ -207,8 +212,8 @@ def measure(
 def at_depth(engine: Engine, batch: int, skip: int) -> dict[str, Any]:
     """The same where every draft is as deep as can be."""
     adaptive, engine.speculation.adaptive = engine.speculation.adaptive, False
-    with Phases(engine) as phases:
-        ms = timed(engine, batch, skip)
+    phases = Phases(engine)
+    ms = timed(engine, batch, skip, phases)
     engine.speculation.adaptive = adaptive
     return {"ms_per_token": ms, **phases.told()}
 

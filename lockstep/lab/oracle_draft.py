@@ -21,12 +21,13 @@ import torch
 
 from lockstep.llm.engine import Engine
 from lockstep.models.loader import Loaded
+from lockstep.ops import sent
 from lockstep.plan.bucket import Buckets
 from lockstep.run.kind import DRAFTS, VERIFY
 from lockstep.run.runner import GUESSES
 from lockstep.sched.request import DraftTree
 from lockstep.spec import eagle3
-from lockstep.spec.draft import DraftRequest, DraftSetup, SettledStep
+from lockstep.spec.draft import DraftRequest, DraftSetup
 from lockstep.spec.eagle import Head, decoder
 from lockstep.spec.model_draft import ModelDraft
 from lockstep.types import RuleError
@@ -45,6 +46,7 @@ class Oracle:
         self, draft: ModelDraft, answers: Mapping[str, Sequence[int]], right: float
     ) -> None:
         self.draft, self.knows_chances = draft, False
+        self.observe, self.prepare, self.lag = draft.observe, draft.prepare, draft.lag
         self.known: dict[str, list[int]] = {}
         for name, answer in answers.items():
             rng = np.random.default_rng(zlib.crc32(name.encode()))
@@ -58,23 +60,23 @@ class Oracle:
         trees = self.draft.propose(requests)
         told = [self._told(ask, tree) for ask, tree in zip(requests, trees, strict=True)]
         if not any(tree.token_ids and tree.token_ids[0] < 0 for tree in trees):
-            return told
+            return [DraftTree(ids, tree.parents) for ids, tree in zip(told, trees, strict=True)]
         rows = -1 - GUESSES - np.array([token for tree in trees for token in tree.token_ids])
         room = np.zeros(rows.max() + 1, np.int64)
-        room[rows] = [token for tree in told for token in tree.token_ids]
-        tokens, device = torch.from_numpy(room), self.draft.runner.ops.device
-        if device.type == "cuda":
-            tokens = tokens.pin_memory().to(device, non_blocking=True)
-        self.draft.runner.keep(tokens, GUESSES)
+        room[rows] = [token for ids in told for token in ids]
+        runner = self.draft.runner
+        runner.keep(sent(torch.from_numpy(room), runner.ops.device), GUESSES)
         return trees
 
-    def _told(self, ask: DraftRequest, tree: DraftTree) -> DraftTree:
-        spec, tokens = ask.request.spec, list(tree.token_ids)
+    def _told(self, ask: DraftRequest, tree: DraftTree) -> tuple[int, ...]:
+        spec, tokens = ask.request.spec, tree.token_ids
         begin, node = len(ask.request.tokens) - len(spec.prompt), 0
+        known = self.known[spec.request_id]
         if tree.chain:
-            known = self.known[spec.request_id][begin : begin + len(tokens)]
-            return DraftTree((*known, *tokens[len(known) :]), tree.parents)
-        for token in self.known[spec.request_id][begin:]:
+            right = known[begin : begin + len(tokens)]
+            return (*right, *tokens[len(right) :])
+        others = list(tokens)
+        for token in known[begin:]:
             if node not in tree.parents:
                 break
             node = tree.parents.index(node) + 1
@@ -82,12 +84,9 @@ class Oracle:
                 i for i, parent in enumerate(tree.parents) if parent == tree.parents[node - 1]
             ]
             for i in siblings:  # siblings have different tokens
-                tokens[i] = tokens[node - 1] if tokens[i] == token else tokens[i]
-            tokens[node - 1] = token
-        return DraftTree(tuple(tokens), tree.parents)
-
-    def observe(self, settled: SettledStep) -> None:
-        self.draft.observe(settled)
+                others[i] = others[node - 1] if others[i] == token else others[i]
+            others[node - 1] = token
+        return tuple(others)
 
 
 def install(engine: Engine, answers: Mapping[str, Sequence[int]], right: float) -> None:

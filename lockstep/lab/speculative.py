@@ -23,7 +23,7 @@ from lockstep.models.loader import Loaded
 from lockstep.nn.layers import WeightSource
 from lockstep.sched.request import DraftTree
 from lockstep.spec import draft_model, eagle, eagle3
-from lockstep.spec.draft import Draft, DraftModel, DraftRequest, DraftSetup, SettledStep
+from lockstep.spec.draft import Draft, DraftModel, DraftRequest, DraftSetup
 from lockstep.spec.model_draft import ModelDraft
 
 NOISE = 0.05  # of a weight's size, on every weight of a draft
@@ -110,6 +110,7 @@ class Recorder:
 
     def __init__(self, draft: Draft, known: dict[Any, Any]) -> None:
         self.draft, self.knows_chances, self.known = draft, draft.knows_chances, known
+        self.observe, self.prepare, self.lag = draft.observe, draft.prepare, draft.lag
         self.differing: list[str] = []
         self.said: list[Tensor] = []
         if isinstance(draft, ModelDraft):
@@ -132,6 +133,3 @@ class Recorder:
                 behind = f"behind {len(tokens)} tokens of request {ask.request.arrival}"
                 self.differing.append(f"{behind}: {tree.token_ids}, before {known.token_ids}")
         return trees
-
-    def observe(self, settled: SettledStep) -> None:
-        self.draft.observe(settled)

@@ -9,6 +9,7 @@ when a step has come back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -61,22 +62,27 @@ def accept(
         completion, entry = completions[row], Accepted((), 0)
         if completion.finish is None:
             tokens = samples.tokens(row)
-            entry = completion.accept(tokens)._replace(nodes=nodes.get(row, ()))
-            texts[row] = tuple(completion.ahead)
-            if row in errors and entry.stop_len is None:
-                entry = entry._replace(stop_len=len(tokens))
+            stop_len = completion.accept(tokens).stop_len
+            if completion.searched:
+                texts[row] = tuple(completion.ahead)
+            if row in errors and stop_len is None:
+                stop_len = len(tokens)
                 endings.append(Ending(completion, "error", errors[row]))
+            entry = Accepted(tokens, stop_len, nodes.get(row, ()))
         accepted[row] = entry
         kept[row], _ = entry.cut(completion.most - launched.begins[row])
+    batch = launched.step.batch
     for row, owner in rows.drafts:
-        width = launched.step.batch.new_lens[owner]
-        speculated[row] = counted(completions[row], width, len(nodes[row]), len(kept[row]))
+        guesses = batch.new_lens[owner] - 1 - batch.requests[owner].pads
+        if guesses:
+            right = min(guesses, len(nodes[row]) - 1, len(kept[row]))
+            speculated[row] = counted(completions[row], guesses, max(right, 0))
     updates = TokenUpdates(
         completions=completions,
         begins=launched.begins,
         token_ids=samples.first_ids.tolist(),
         others=kept,
-        texts={row: text for row, text in texts.items() if completions[row].searched},
+        texts=texts,
         logprobs=samples.logprobs,
         logprob_rows=samples.logprob_rows,
         logprob_begins=samples.logprob_begins,
@@ -102,12 +108,12 @@ def plain(chosen: Sampled) -> Samples:
 def drafted(launched: Launched, chosen: Sampled) -> Samples:
     """Where some have a draft: the tokens on its accepted path."""
     step, rows = launched.step, launched.rows
-    begins, drafted_ids = step.batch.begins, launched.drafted_ids()
+    begins, drafted_ids = step.batch.begins, launched.drafted_ids().tolist()
     ids = chosen.token_ids.cpu().numpy()
     drafts = {
         row: NodeRows(
             rows.firsts[row],
-            drafted_ids[begins[owner] : begins[owner + 1]].tolist(),
+            drafted_ids[begins[owner] : begins[owner + 1]],
             step.batch.rows[owner].parents or (),
         )
         for row, owner in rows.drafts
@@ -129,20 +135,21 @@ def drafted(launched: Launched, chosen: Sampled) -> Samples:
 def gathered(
     chosen: Sampled, verified: Verified, asked: Sequence[int]
 ) -> tuple[Logprobs | None, list[int]]:
-    """The log-probabilities of accepted tokens, by completion, and where each one's begin."""
+    """The log-probabilities of accepted tokens, by completion, and where each one's begin: a
+    chain's lie behind one another."""
     if chosen.logprobs is None:
         return None, []
     number = {row: i for i, row in enumerate(chosen.logprob_rows)}
-    at, begins = list[int](), list[int]()
-    for completion in asked:
-        begins.append(len(at))
-        at += [number[row] for row in verified.rows[completion]]
+    paths = [verified.rows[completion] for completion in asked]
+    if all(path[-1] - path[0] < len(path) for path in paths if path):
+        return chosen.logprobs, [number[path[0]] if path else 0 for path in paths]
+    at = [number[row] for path in paths for row in path]
     index = torch.tensor(at, device=chosen.logprobs.chosen.device)
+    begins = list(accumulate(map(len, paths), initial=0))[:-1]
     return Logprobs(*[column[index] for column in chosen.logprobs]), begins
 
 
-def counted(completion: CompletionState, width: int, path: int, kept: int) -> Speculated:
-    """With a verified draft of `width` - 1 tokens more, of which a path of so many nodes was
-    accepted and so many tokens count."""
-    drafts, accepted, steps = completion.speculated
-    return Speculated(drafts + width - 1, accepted + min(max(path - 1, 0), kept), steps + 1)
+def counted(completion: CompletionState, guesses: int, right: int) -> Speculated:
+    """With a draft more of so many guesses, of which some were right."""
+    drafted, accepted, steps = completion.speculated
+    return Speculated(drafted + guesses, accepted + right, steps + 1)

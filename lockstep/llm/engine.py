@@ -152,8 +152,10 @@ class Engine:
         self._launched: list[Launched] = []  # and not settled, in order
         self._rows: WeakKeyDictionary[Batch, SampledRows] = WeakKeyDictionary()
         self._callers: set[Caller | None] = set()  # of generations, some of them no more
-        # a step that has happened, until its generations have it all
+        self._held = False  # who is in the step that was launched last waits until it is settled
+        # a step that has happened, until its generations have it all, and who ends with it
         self._settled: StepResult | None = None
+        self._leaving: set[str] = set()
         if graphs and self.on_gpu and GENERATE in self.kinds:
             for launch in drafts.launches(config, self.kinds[GENERATE], draft):
                 self.runner.capture(launch.kind, say, *launch[1:])
@@ -307,15 +309,22 @@ class Engine:
         with Turn(self._turns):
             self._tidy()
             self._changing = True
+            touched = self._settle(0) if self._held else []
+            self._held = False
             if self.speculation is not None:
                 self.speculation.propose(self.scheduler, self._params_of)
-            step, later = self.scheduler.schedule(), self.overlap
+            step, later = self.scheduler.schedule(), 0
             if step is not None:
                 self.scheduler.advance(step)
-                if later and self.speculation is not None and self.speculation.hold(step):
-                    later = False
+                later = int(self.overlap)
+                if later and self.speculation is not None:
+                    self._held = self.speculation.hold(step)
                 self._launched.append(self._launch(step))
-            touched = self._settle(later=later and step is not None)
+                if self.speculation is not None:
+                    self.speculation.launched()
+            self._write()
+            touched += self._settle(later)
+            self._write()
             self._changing = False
         return self._publish(touched)
 
@@ -443,11 +452,13 @@ class Engine:
             for completion, one in zip(generation.completions, each, strict=True)
         ]
 
-    def _settle(self, later: bool) -> list[Generation]:
-        """Takes in what launched steps have brought; `later`, of all but the last one. Before
-        `_settled` is set a step has not happened, from then on it has."""
+    def _settle(self, later: int) -> list[Generation]:
+        """Takes in what launched steps have brought, of all but the last `later`. Before `_settled`
+        is set a step has not happened, from then on it has; the last one's is still to be written.
+        """
         touched: list[Generation] = []
         while len(self._launched) > later:
+            self._write()
             launched = self._launched.pop(0)
             if launched.ready is not None:
                 launched.ready.synchronize()
@@ -462,14 +473,20 @@ class Engine:
                 self.speculation.settled(launched.step, accepted, launched.hidden)
             owners = [(self._generation(request), request) for request in ended]
             endings = [Ending(g.completions[r.index], r.finish or "stop") for g, r in owners]
-            result = self._settled = replace(result, endings=(*result.endings, *endings))
-            result.write()
-            result.end()
-            for request_id in {request.spec.request_id for request in ended}:
-                if self.generations[request_id].done:
-                    del self.generations[request_id]
-            self._settled = None
+            self._leaving = {request.spec.request_id for request in ended}
+            self._settled = replace(result, endings=(*result.endings, *endings))
         return touched
+
+    def _write(self) -> None:
+        """What the last settled step has brought, if that is still to be done."""
+        if self._settled is None:
+            return
+        self._settled.write()
+        self._settled.end()
+        for request_id in self._leaving:
+            if self.generations[request_id].done:
+                del self.generations[request_id]
+        self._settled = None
 
     def _result(self, launched: Launched) -> tuple[StepResult, AcceptedTokens]:
         """What generations get, and what the scheduler is told of every row. Nobody sees the rows

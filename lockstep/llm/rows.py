@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.llm.generation import CompletionState, Generation, ScoreUpdate
+from lockstep.ops import sent
 from lockstep.plan.tree import paths
 from lockstep.run.runner import GUESSES
 from lockstep.sample.sampler import Logprobs, RowParams, Sampled
@@ -142,10 +143,7 @@ class Launched:
         """The first token of every completion: what rows of the next step may wait for."""
         if not self.rows.drafts:
             return chosen.token_ids
-        firsts = torch.tensor(self.rows.firsts)
-        if chosen.token_ids.device.type == "cuda":  # from pinned memory nothing waits
-            firsts = firsts.pin_memory().to(chosen.token_ids.device, non_blocking=True)
-        return chosen.token_ids[firsts]
+        return chosen.token_ids[sent(torch.tensor(self.rows.firsts), chosen.token_ids.device)]
 
     def fetched(self) -> Launched:
         """The same, on its way to the host; nothing waits for it here."""

@@ -30,6 +30,8 @@ def frozen(array: NDArray[np.int32]) -> Ints:
 
 def joined(array: Ints, more: Sequence[int] | NDArray[np.integer]) -> Ints:
     """The array, and behind it some more of the same."""
+    if not len(more):
+        return array
     return frozen(np.concatenate((array, np.asarray(more, np.int32))))
 
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from lockstep.attention.base import Backend
 from lockstep.kernels.operation import unmarked
 from lockstep.kv.pool import Pool
-from lockstep.ops import Ops
+from lockstep.ops import Ops, sent
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.build import NO_MOVES, RequestPages, RequestWork, build
 from lockstep.plan.check import check
 from lockstep.plan.image import ImageLayout, PlanArrays
-from lockstep.plan.step import Bucket, Ints, PagedGroup, Real, StepPlan, ints
+from lockstep.plan.step import Bucket, Ints, PagedGroup, Real, StepPlan, frozen, ints
 from lockstep.run.arena import Arena
 from lockstep.run.graph import Graph, Studio, captures
 from lockstep.run.kind import DRAFTS, GENERATE, VERIFY, StepKind
@@ -70,6 +70,28 @@ class BoundRows(NamedTuple):
     positions: Tensor
     arrays: PlanArrays
     step: Step
+
+
+class Lowered(NamedTuple):
+    """A step that was padded and lowered before its tokens were there."""
+
+    plan: StepPlan
+    image: Ints
+    variants: Variants
+
+    def emitting(self, rows: Ints) -> StepPlan:
+        """The plan, which emits these rows."""
+        emit = np.zeros_like(self.plan.emit)
+        emit[: len(rows)] = rows
+        return replace(self.plan, emit=frozen(emit))
+
+    def write(self, room: Ints, layout: ImageLayout, tokens: Ints, emit: Ints) -> Variants:
+        """Its image, with these tokens and emitted rows."""
+        room[:] = self.image
+        ids, *_, emits = layout.rows(room)
+        ids[: len(tokens)] = tokens
+        emits[:] = emit
+        return self.variants
 
 
 class Chain(NamedTuple):
@@ -146,38 +168,28 @@ class Runner:
         how: Settings | None = None,
         wider: int = 0,
         chain: Chain | None = None,
+        ahead: Lowered | None = None,
+        checked: bool = False,
     ) -> StepOutput:
         """One step. ids [T]: the token of every row, before padding. `how` the same launch samples
         all rows that the plan emits and, with a `chain`, of requests with as many rows each, what
-        follows them; `wider`: by the backend's n-th wider launch."""
-        plan = self.padded(plan)
-        self.check(plan, kind)
-        return self.launch(plan, ids, kind, how, wider, chain)
-
-    def check(self, plan: StepPlan, kind: StepKind) -> None:
-        """Raises unless the plan is legal."""
-        if self.checks:
-            pools = [self.pools[g] for g in kind.groups]
-            check(plan, tuple([pool.num_pages if pool else 0 for pool in pools]))
-
-    def launch(
-        self,
-        plan: StepPlan,
-        ids: Ids,
-        kind: StepKind,
-        how: Settings | None = None,
-        wider: int = 0,
-        chain: Chain | None = None,
-    ) -> StepOutput:
-        """A step that was padded, or needs it not, and checked: by itself, or with others."""
+        follows them; `wider`: by the backend's n-th wider launch. A plan that was lowered `ahead`
+        may emit other rows by now; one that was `checked` with others is not checked again."""
         pools = [self.pools[g] for g in kind.groups]
+        if ahead is None:
+            plan = self.padded(plan)
+        if not checked:
+            self.check(plan, kind)
         if self.studio and any(plan.bucket.moves):
             plan = without_moves(plan, pools, self.ops.device)
         layout, known = self._layout(plan, kind)
         tokens = np.asarray(ids, np.int32)
         emits = plan.bucket.emits if how else 0
         room = self.arena.host(layout.length + emits * SETTING)
-        variants = lower(plan, tokens, self.backend, layout, room[: layout.length])
+        if ahead is None:
+            variants = lower(plan, tokens, self.backend, layout, room[: layout.length])
+        else:
+            variants = ahead.write(room[: layout.length], layout, tokens, plan.emit)
         if wider:
             variants = tuple([each[: wider + 1][-1] for each in self._all(layout, variants)])
         if how:
@@ -211,6 +223,19 @@ class Runner:
         cuts = how.cuts if how else None
         signature = Signature(layout.bucket, kind, variants, buffers, cuts, chain)
         return self._recorded(signature, launch).only(plan.real)
+
+    def check(self, plan: StepPlan, kind: StepKind) -> None:
+        """Raises unless the plan is legal."""
+        if self.checks:
+            pools = [self.pools[g] for g in kind.groups]
+            check(plan, tuple([pool.num_pages if pool else 0 for pool in pools]))
+
+    def lowered(self, plan: StepPlan, kind: StepKind) -> Lowered:
+        """A step whose tokens are not known yet: all that follows from the plan alone."""
+        plan = self.padded(plan)
+        layout, _ = self._layout(plan, kind)
+        image = np.empty(layout.length, np.int32)
+        return Lowered(plan, image, lower(plan, (), self.backend, layout, image))
 
     def _computed(self, kind: StepKind, rows: BoundRows, how: Settings | None) -> StepOutput:
         """The rows of a step, those that it emits and, with settings, what is sampled of these."""
@@ -350,8 +375,7 @@ def without_moves(plan: StepPlan, pools: Sequence[Pool | None], device: torch.de
     groups = []
     for group, pool in zip(plan.groups, pools, strict=True):
         if isinstance(group, PagedGroup) and pool is not None and len(group.moves):
-            moves = torch.from_numpy(group.moves.copy()).pin_memory()
-            pool.move(moves.to(device, non_blocking=True))
+            pool.move(sent(torch.from_numpy(group.moves.copy()), device))
             group = replace(group, moves=NO_MOVES)
         groups.append(group)
     bucket = replace(plan.bucket, moves=(0,) * len(groups))

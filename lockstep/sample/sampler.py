@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.ops import Ops
+from lockstep.ops import Ops, sent
 from lockstep.sample.formulas import EMPTY, FLOATS, INFINITE, INTS, MAX_VOCAB, NAN, OK
 from lockstep.sample.logits import NO_TOKENS, Row, apply_penalties
 from lockstep.sample.noise import counter
@@ -142,9 +142,7 @@ def described(ops: Ops, raw: Tensor, how: RowParams, tokens: Tensor, states: Ten
         return Sampled(tokens, states, None, ())
     if len(wanted) == len(tokens):
         return Sampled(tokens, states, log_probs(ops, raw, tokens, k), wanted)
-    some = torch.tensor(wanted)
-    if raw.device.type == "cuda":  # from pinned memory nothing waits
-        some = some.pin_memory().to(raw.device, non_blocking=True)
+    some = sent(torch.tensor(wanted), raw.device)
     return Sampled(tokens, states, log_probs(ops, raw[some], tokens[some], k), wanted)
 
 

@@ -98,6 +98,7 @@ class DraftTree(NamedTuple):
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
+    pads: int = 0  # the last of them, which nobody guessed: any token makes a chain long enough
 
     @property
     def chain(self) -> bool:
@@ -133,6 +134,7 @@ class Request:
         self.launched_in = 0  # number of the step launched last that it was in
         self.held_until = 0  # number of the step that has to be settled before the next row
         self.draft: DraftTree | None = None  # proposed for the next step
+        self.pads = 0  # of the draft that was scheduled last
         # while it decodes it is a member, of this number; inside, its first tokens are kept here
         self.members: Decoding | None = None
         self.number = -1

@@ -312,7 +312,7 @@ class Scheduler:
             return False
         if not self.make_room(request, 1 + tree.depth, 0 if tree.chain else nodes):
             return False
-        ids = (request.tokens[-1], *tree.token_ids)
+        ids, request.pads = (request.tokens[-1], *tree.token_ids), tree.pads
         builder.add(request.tree_rows(tree), ids, request.cached_len)
         return True
 

@@ -63,7 +63,16 @@ class Draft(Protocol):
         ...
 
     def observe(self, settled: SettledStep) -> None:
-        """Called for every step that computed rows of a request that may speculate, in order."""
+        """Called for every step that computed rows of a request that may speculate, in order; of
+        several in which the same ones decoded plainly, it may be once."""
+        ...
+
+    def prepare(self) -> None:
+        """Called when a step that verifies has been launched: what can be done ahead of it."""
+        ...
+
+    def lag(self, requests: int) -> int:
+        """Of how many such steps of so many requests it is told at once."""
         ...
 
 

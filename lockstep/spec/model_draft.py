@@ -11,6 +11,8 @@ model's own sample with the target's noise, or the best few. Knows requests, pla
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,10 +21,11 @@ from torch import Tensor
 
 from lockstep.kv.tables import PageTable
 from lockstep.models.loader import Info
-from lockstep.plan.build import BatchShape, BatchWork, PageTables, build, single_rows
+from lockstep.ops import sent
+from lockstep.plan.build import BatchShape, BatchWork, PageTables, RequestPages, build, single_rows
 from lockstep.plan.step import StepPlan, ints
 from lockstep.run.kind import StepKind
-from lockstep.run.runner import GUESSES, Chain, Runner, StepOutput
+from lockstep.run.runner import GUESSES, Chain, Lowered, Runner, StepOutput
 from lockstep.sample.formulas import NO_TOKEN
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import RowBatch, RowParams, Settings, sample, settings
@@ -33,6 +36,7 @@ from lockstep.spec.draft import NO_DRAFT, DraftModel, DraftRequest, SettledStep
 
 KEPT, LEAST = 1 << 14, 16  # states that are kept for the requests of a step, and for each at least
 SPARSE = 64  # rows of a chunk, of which one is kept: from here on in memory of its own
+LAG = 256  # plain steps that are looked at together, at most
 State = tuple[Tensor, int]  # the target's states of a step, and a row of it
 
 
@@ -52,6 +56,24 @@ class DraftState:
     shares: list[tuple[Chances, float]] = field(default_factory=list)
 
 
+class Prepared(NamedTuple):
+    """The step that begins a chain, but for its tokens: `width` rows of requests with these tables,
+    behind so many keys each, in these pages."""
+
+    tables: list[PageTable]
+    lens: list[int]
+    width: int
+    pages: list[tuple[RequestPages | None, ...]]
+    lowered: Lowered
+
+    def serves(self, tables: list[PageTable], lens: list[int], width: int, kind: StepKind) -> bool:
+        """Whether it is the step of these: pages may have been added since, none changed."""
+        if (self.tables, self.lens, self.width) != (tables, lens, width):
+            return False
+        pairs = zip(self.pages, [table.views(kind.groups) for table in tables], strict=True)
+        return all(now is then or grown(then, now) for then, now in pairs)
+
+
 class ModelDraft:
     """A `Draft`: chains, or trees of the `top_k` best, by a model. A step has at most `rows`;
     `steps` is the deepest guess."""
@@ -67,6 +89,8 @@ class ModelDraft:
         self._states: WeakKeyDictionary[Request, DraftState] = WeakKeyDictionary()
         self._how: tuple[list[Request], RowParams] | None = None  # of those that asked last
         self._pages: tuple[list[PageTable], PageTables] | None = None  # of the step before
+        self._next: tuple[list[PageTable], int] | None = None  # of the last chain
+        self._prepared: Prepared | None = None  # for the next
         self._chances = Chances(), Chances()  # of guesses without noise, and with
 
     @property
@@ -75,21 +99,27 @@ class ModelDraft:
         return self.top_k == 1 and not self.runner.even
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        asks = [ask for ask in requests if self._open(ask.request)]
+        missing = [self._missing(ask.request) for ask in requests]
+        asks = [ask for ask, count in zip(requests, missing, strict=True) if count]
+        missing = [count for count in missing if count]
         if not asks:
             return [NO_DRAFT] * len(requests)
         late = self.top_k == 1 and self.runner.even and len(self.runner.sampled) > 0
         rows = self._rows(asks) if late else None
         if rows is not None and rows.how.plain:
-            trees = self._late_chains(asks, rows)
+            trees = self._late_chains(asks, missing, rows)
+        elif self.top_k == 1:
+            trees = self._chains(asks, missing)
         else:
-            trees = self._chains(asks) if self.top_k == 1 else self._trees(asks)
+            trees = self._trees(asks, missing)
+        if len(asks) == len(requests):
+            return trees
         found = {ask.request: tree for ask, tree in zip(asks, trees, strict=True)}
         return [found.get(ask.request, NO_DRAFT) for ask in requests]
 
     def observe(self, settled: SettledStep) -> None:
         behind, hidden = dict[Request, int](), settled.hidden
-        most, due = max(LEAST, KEPT // max(1, len(settled.rows))), False
+        most, due, sparse = self._most_missing(len(settled.rows)), False, False
         for request, begin, rows in settled.rows:
             state, end = self._state(request), begin + len(rows)
             table = state.table
@@ -101,13 +131,21 @@ class ModelDraft:
             # a head's last row waits for who asks: it says the first guess
             end, lazy = end - self.ahead, end > len(request.spec.prompt) and not self.eager
             missing = end - table.draft_len
+            sparse |= not lazy and len(rows) > SPARSE
             if missing >= (most // 2 if lazy else 1) and self._able(state, end):
                 behind[request] = end
                 due |= not lazy or missing >= most
         if due:  # then of all who will be soon
             self._catch_up(behind)
-        if hidden is not None and any(len(each.rows) > SPARSE for each in settled.rows):
+        if hidden is not None and sparse:
             compact(hidden, [self._state(each.request) for each in settled.rows])
+
+    def lag(self, requests: int) -> int:
+        return 1 if self.eager else min(LAG, self._most_missing(requests) // 2)
+
+    def _most_missing(self, requests: int) -> int:
+        """Rows of each that may be missing: the target's states of so many are kept."""
+        return max(LEAST, KEPT // max(1, requests))
 
     def _state(self, request: Request) -> DraftState:
         """What is known of a request; nothing, if its table is another one by now."""
@@ -125,16 +163,16 @@ class ModelDraft:
         """Whether the rows up to `end` can be computed: the target's states are there."""
         return not self.ahead or end - state.table.draft_len <= len(state.hidden)
 
-    def _open(self, request: Request) -> bool:
-        """Whether the last row of a request, at least, can be computed now: once more, if it was
-        and nobody has seen what it said."""
+    def _missing(self, request: Request) -> int:
+        """Rows up to the last token's, which is computed once more if it was and nobody has seen
+        what it said; 0 if they cannot be computed now."""
         state, end = self._state(request), self._end(request)
         if state.table.draft_len == end and not self.ahead:
             state.table.draft_len -= 1
         elif state.table.draft_len == end and state.last is not None and not self.eager:
             state.table.draft_len -= 1
             state.hidden.insert(0, state.last)
-        return state.table.draft_len < end and self._able(state, end)
+        return max(0, end - state.table.draft_len) if self._able(state, end) else 0
 
     # -- rows
 
@@ -172,20 +210,37 @@ class ModelDraft:
                 states += taken + taken[-1:] * more
             tables.append(state.table)
             lens.append(begin)
-            state.table.draft_len += count
+            state.table.draft_len = begin + count
         if self.model.states is not None:
             fill(self.model.states, states)
-        if width:
-            last = np.arange(len(parts)) * width + counts - 1
-            shape = replace(uniform(len(parts), width), emit=ints(last))
+        emit = ints(np.arange(len(parts)) * width + counts - 1)
+        ahead = self._prepared
+        if ahead is not None and ahead.serves(tables, lens, width, kind):
+            lowered, plan = ahead.lowered, ahead.lowered.emitting(emit)
+        elif width:
+            shape = replace(uniform(len(parts), width), emit=emit)
+            lowered, plan = None, self._plan(kind, tables, lens, shape)
         else:
-            shape = shape_of(counts)
-        plan = self._plan(kind, tables, lens, shape)
-        out = self.runner.run(plan, ids, kind, how, chain=chain)
+            lowered, plan = None, self._plan(kind, tables, lens, shape_of(counts))
+        self._prepared, self._next = None, None
+        if chain is not None:
+            self._next = tables, width
+        out = self.runner.run(plan, ids, kind, how, chain=chain, ahead=lowered)
         for table in tables:
             if table.pending:
                 table.moved(kind.groups)
         return out
+
+    def prepare(self) -> None:
+        if self._next is None:
+            return
+        (tables, width), self._next = self._next, None
+        kind, lens = self.model.extend, [table.draft_len for table in tables]
+        pairs = zip(tables, lens, strict=True)
+        if all(ready(table, kind.groups, n + width) for table, n in pairs):
+            plan = self._plan(kind, tables, lens, uniform(len(tables), width))
+            pages = [table.views(kind.groups) for table in tables]
+            self._prepared = Prepared(tables, lens, width, pages, self.runner.lowered(plan, kind))
 
     def _catch_up(self, ends: Mapping[Request, int]) -> None:
         """All rows up to where each request's end, of as many requests at a time as fit."""
@@ -202,13 +257,16 @@ class ModelDraft:
             missing = {request: count for request, count in missing.items() if count > 0}
 
     def _begin(
-        self, asks: Sequence[DraftRequest], how: Settings | None = None, guesses: int = 0
+        self,
+        asks: Sequence[DraftRequest],
+        missing: Sequence[int],
+        how: Settings | None = None,
+        guesses: int = 0,
     ) -> StepOutput:
         """The rows up to the last token of all who ask, the last ones in one step."""
         width, requests = self.steps + 1, [ask.request for ask in asks]
         even = self.steps + max(guesses, 1) if self.runner.even else 0
         most = width if even or width * len(asks) <= self.rows else 1
-        missing = [self._end(r) - self._state(r).table.draft_len for r in requests]
         if max(missing) > most:
             late = {r: self._end(r) - 1 for r, n in zip(requests, missing, strict=True) if n > most}
             self._catch_up(late)
@@ -235,25 +293,27 @@ class ModelDraft:
         positions = [len(ask.request.tokens) + len(own) for ask, own in pairs]
         return RowBatch(self._how[1], np.array(positions, np.int64), history)
 
-    def _late_chains(self, asks: Sequence[DraftRequest], rows: RowBatch) -> list[DraftTree]:
+    def _late_chains(
+        self, asks: Sequence[DraftRequest], missing: Sequence[int], rows: RowBatch
+    ) -> list[DraftTree]:
         """All tokens of all requests by one launch, without a look at one: guess i of request k, of
         n, is sample GUESSES + i * n + k of the runner, which the target's step reads there."""
         deepest = max(ask.steps for ask in asks)
         recorded = range(deepest, self.steps + 1)
         guesses = next(n for n in recorded if self.steps + n in self.runner.widths)
-        out = self._begin(asks, settings(rows, self.vocab_size), guesses)
+        out = self._begin(asks, missing, settings(rows, self.vocab_size), guesses)
         assert out.sampled is not None, "settings were given"
         numbers = np.arange(guesses * out.sampled.shape[1]).reshape(guesses, -1)[:, : len(asks)]
         chains = zip((-1 - GUESSES - numbers).T.tolist(), asks, strict=True)
         return [DraftTree(tuple(ids[: a.steps]), tuple(range(a.steps))) for ids, a in chains]
 
-    def _chains(self, asks: Sequence[DraftRequest]) -> list[DraftTree]:
+    def _chains(self, asks: Sequence[DraftRequest], missing: Sequence[int]) -> list[DraftTree]:
         """Token by token, all requests at once, as far as the model thinks that it is right."""
         chains, chances = [list[int]() for _ in asks], [1.0] * len(asks)
         states = [self._state(ask.request) for ask in asks]
         for state in states:
             state.shares = []
-        live, rows, out = list(range(len(asks))), self._rows(asks), self._begin(asks)
+        live, rows, out = list(range(len(asks))), self._rows(asks), self._begin(asks, missing)
         steps: Iterator[StepPlan] = iter(())
         while True:
             tokens, shares = self._guesses(out, rows)
@@ -279,7 +339,7 @@ class ModelDraft:
                 steps = self._further(some, [len(chains[i]) for i in live])
                 plan = next(steps)
             ids = [chains[i][-1] for i in live]
-            out = self.runner.launch(self.runner.padded(plan), ids, self.model.kind)
+            out = self.runner.run(plan, ids, self.model.kind, checked=True)
         return [DraftTree(tuple(chain), tuple(range(len(chain)))) for chain in chains]
 
     def _guesses(self, out: StepOutput, rows: RowBatch) -> tuple[list[int], list[float]]:
@@ -313,10 +373,10 @@ class ModelDraft:
             whole = list(above) == list(range(len(out.behind)))
             self.model.hidden[: len(above)] = out.behind if whole else out.behind[above]
 
-    def _trees(self, asks: Sequence[DraftRequest]) -> list[DraftTree]:
+    def _trees(self, asks: Sequence[DraftRequest], missing: Sequence[int]) -> list[DraftTree]:
         """Behind every node of a level the best tokens; of these the best are the next level."""
         beams, kind = [beam.Beam(self.top_k) for _ in asks], self.model.kind
-        live, out = list(range(len(asks))), self._begin(asks)
+        live, out = list(range(len(asks))), self._begin(asks, missing)
         while live:
             paths = [(asks[i], path) for i in live for path in beams[i].paths()]
             rows = self._rows([ask for ask, _ in paths], [path for _, path in paths])
@@ -343,20 +403,33 @@ class ModelDraft:
         return [each.tree(ask.nodes) for each, ask in zip(beams, asks, strict=True)]
 
 
+def ready(table: PageTable, groups: Sequence[int], kv_len: int) -> bool:
+    """Whether a table has room for so many keys, all of them in their places."""
+    return not table.pending and all(table.room(g) >= kv_len for g in groups)
+
+
+def grown(then: Sequence[RequestPages | None], now: Sequence[RequestPages | None]) -> bool:
+    """Whether some pages are those that were, or these and others behind them."""
+    for old, new in zip(then, now, strict=True):
+        if old is None or new is None or old.first_pos != new.first_pos or len(new.moves):
+            return False
+        if not np.array_equal(old.page_ids, new.page_ids[: len(old.page_ids)]):
+            return False
+    return True
+
+
 def fill(buffer: Tensor, rows: Sequence[State]) -> None:
     """The target's states of a step's rows, where the model reads them."""
-    begins, steps, count = dict[int, int](), list[Tensor](), 0
-    for states, _ in rows:
-        if id(states) not in begins:
-            begins[id(states)] = count
-            steps.append(states)
-            count += len(states)
-    index = [begins[id(states)] + row for states, row in rows]
-    every = steps[0] if len(steps) == 1 else torch.cat(steps)
+    steps = list({id(states): states for states, _ in rows}.values())
+    every, index = steps[0], [row for _, row in rows]
+    if len(steps) > 1:
+        begins = accumulate(map(len, steps), initial=0)
+        begin = dict(zip(map(id, steps), begins, strict=False))
+        every, index = torch.cat(steps), [begin[id(states)] + row for states, row in rows]
     if buffer.device.type == "cpu":  # by numpy, on this thread, as `Ops.take_rows` does it
         buffer.numpy()[: len(rows)] = every.numpy()[index]
-    else:  # from pinned memory nothing waits
-        at = torch.tensor(index).pin_memory().to(buffer.device, non_blocking=True)
+    else:
+        at = sent(torch.tensor(index), buffer.device)
         torch.index_select(every, 0, at, out=buffer[: len(rows)])
 
 
@@ -364,7 +437,10 @@ def compact(step: Tensor, states: Sequence[DraftState]) -> None:
     """The rows of a step that are still wanted get memory of their own: it need not stay."""
     kept = [[each for each in (*s.hidden, s.last) if each and each[0] is step] for s in states]
     rows = sorted({row for own in kept for _, row in own})
-    number, fewer = {row: i for i, row in enumerate(rows)}, step[rows]
+    number, fewer = (
+        {row: i for i, row in enumerate(rows)},
+        step[sent(torch.tensor(rows), step.device)],
+    )
     for s in states:
         s.hidden = [(fewer, number[row]) if t is step else (t, row) for t, row in s.hidden]
         if s.last and s.last[0] is step:

@@ -52,6 +52,12 @@ class NgramDraft:
     def observe(self, settled: SettledStep) -> None:
         """Tokens are looked at when a chain is wanted."""
 
+    def prepare(self) -> None:
+        """There is nothing to do."""
+
+    def lag(self, requests: int) -> int:
+        return 64  # it is not interested
+
     def _chain(self, ask: DraftRequest) -> DraftTree:
         tokens = ask.request.tokens
         index = self._indexes.setdefault(ask.request, Index())

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from lockstep.plan.tree import paths
@@ -90,13 +91,21 @@ class Speculation:
         self._begun = 0.0  # when the step was begun that is launched next
         self._begins: deque[tuple[int, float]] = deque(maxlen=4)  # the same of those under way
         self._ended = 0.0  # when the last was settled
+        # steps in which the same requests decoded plainly, of which the draft does not know yet
+        self._untold: list[tuple[ScheduledStep, Tensor | None]] = []
 
     def propose(self, scheduler: Scheduler, params_of: Callable[[Request], SamplingParams]) -> None:
         """Trees for whoever may have one in the next step."""
-        begun, shape, asks = time.perf_counter(), self.shape, list[DraftRequest]()
+        begun = self._begun = time.perf_counter()
+        wanted = self._wanted(scheduler)
+        if not wanted:
+            return
+        shape, even, asks = self.shape, self.runner.even, list[DraftRequest]()
+        costs = self.costs[rounded(len(wanted))]
+        go_on = costs.go_on if self.adaptive else 0.0
         budget = (scheduler.config.chunked_prefill_size - len(scheduler.running)) // 2
-        behind = shape.steps if self.runner.even and shape.top_k == 1 else 0  # they fill up others'
-        for request, steps in self._wanted(scheduler).items():
+        behind = shape.steps if even and shape.top_k == 1 else 0  # they fill up others'
+        for request, steps in wanted.items():
             nodes = min(shape.nodes if shape.top_k > 1 else steps, budget)
             if nodes < 1:
                 break
@@ -104,16 +113,14 @@ class Speculation:
             if request.spec.draft and not scheduler.make_room(*room):
                 continue
             budget -= nodes
-            asks.append(DraftRequest(request, params_of(request), min(steps, nodes), nodes))
-        self._begun = begun
+            params = params_of(request)
+            asks.append(DraftRequest(request, params, min(steps, nodes), nodes, go_on))
         if not asks:
             return
-        costs = self.costs[rounded(len(asks))]
-        if self.adaptive:
-            asks = [ask._replace(go_on=costs.go_on) for ask in asks]
+        self._tell()
         trees = self.draft.propose(asks)
-        if self.runner.even:
-            trees = evened(asks, trees, self.shape)
+        if even:
+            trees = evened(asks, trees, shape)
         for ask, tree in zip(asks, trees, strict=True):
             if tree.token_ids:
                 ask.request.draft = tree
@@ -126,8 +133,10 @@ class Speculation:
     def hold(self, step: ScheduledStep) -> bool:
         """Who is to have a draft next waits until his token has its value. Whether all of them do,
         so that nothing is gained by settling the step late."""
-        alone = True
         self._begins.append((step.number, self._begun))
+        if self._all_rest(step.number):
+            return False
+        alone = True
         for rows in step.batch.rows:
             request = rows.request
             if request.spec.speculative and rows.sampled and not self._rests(request, step.number):
@@ -136,23 +145,39 @@ class Speculation:
                 alone = False
         return alone
 
+    def launched(self) -> None:
+        """A step has been launched: what can be done ahead of it."""
+        self.draft.prepare()
+
     def settled(self, step: ScheduledStep, accepted: AcceptedTokens, hidden: Tensor | None) -> None:
         """A step of the target has settled."""
-        batch, entries, at, drafts = step.batch, list[SettledRows](), 0, list[tuple[int, ...]]()
+        batch, plain = step.batch, step.members == len(step.batch.rows)
         begun, now = dict(self._begins).get(step.number, self._begun), time.perf_counter()
-        if all(rows.new_len == 1 or rows.parents for rows in batch.rows):
+        if plain or all(rows.new_len == 1 or rows.parents for rows in batch.rows):
             depth, seconds = len(step.ids) / len(batch.rows) - 1, now - max(begun, self._ended)
             self.costs[rounded(len(batch.rows))].step(depth, seconds)
         self._ended = now
+        if self._untold and step.number <= self._untold[-1][0].number:
+            self._untold = []  # they are counted anew behind an interruption: nobody is left
+        if self._untold and (not plain or self._untold[0][0].batch is not batch):
+            self._tell()
+        if plain:
+            self._untold.append((step, hidden))
+            if len(self._untold) >= self.draft.lag(len(batch.rows)):
+                self._tell()
+            return
+        entries, at, drafts = list[SettledRows](), 0, list[tuple[int, ...]]()
         cached_lens = step.cached_lens.tolist()
         for i, (rows, cached_len) in enumerate(zip(batch.rows, cached_lens, strict=True)):
             nodes: Sequence[int] = range(rows.new_len)
             if rows.parents is not None:
                 nodes = accepted.sample(at).nodes
-                deepest = deepest_node(rows)
-                drafts.append((1, deepest, min(deepest, len(nodes)), max(len(nodes) - 1, 0)))
-                if not self.runner.even:
-                    self._acceptance_of(rows.request).verified(*drafts[-1])
+                deepest = deepest_node(rows) - rows.request.pads
+                if deepest > 0:
+                    right = min(deepest, max(len(nodes) - 1, 0))
+                    drafts.append((1, deepest, min(deepest, len(nodes)), right))
+                    if not self.runner.even:
+                        self._acceptance_of(rows.request).verified(*drafts[-1])
             at += rows.sampled
             kept = tuple([batch.begins[i] + node for node in nodes])
             entries += [SettledRows(request, cached_len, kept) for request in drafting(rows)]
@@ -163,40 +188,55 @@ class Speculation:
                 self._acceptance.rest = rest
         self.draft.observe(SettledStep(tuple(entries), hidden))
 
+    def _tell(self) -> None:
+        """The draft is told of steps in which the same requests decoded plainly, all at once."""
+        steps, self._untold = self._untold, []
+        if not steps:
+            return
+        every, begins = steps[0][0].batch.rows, steps[0][0].cached_lens.tolist()
+        width, states = len(every), [hidden for _, hidden in steps if hidden is not None]
+        entries = [
+            SettledRows(rows.request, begin, tuple(range(i, len(steps) * width, width)))
+            for i, (rows, begin) in enumerate(zip(every, begins, strict=True))
+            if drafting(rows)
+        ]
+        self.draft.observe(SettledStep(tuple(entries), torch.cat(states) if states else None))
+
     # -- how deep
 
     def _wanted(self, scheduler: Scheduler) -> dict[Request, int]:
         """How deep a draft every request is to have, of those that may have one."""
-        shape, settled = self.shape, scheduler.settled
-        awake = [
-            request
-            for request in scheduler.running
-            if request.spec.speculative and not self._rests(request, settled)
-        ]
-        most = {request: n for request in awake if (n := self._deepest(request, settled)) > 0}
+        shape, settled, even = self.shape, scheduler.settled, self.runner.even
+        if self._all_rest(settled):
+            return {}
+        most: dict[Request, int] = {}
+        for request in scheduler.running:
+            if request.spec.speculative and not self._rests(request, settled):
+                deepest = self._deepest(request, settled)
+                if deepest > 0:
+                    most[request] = deepest
         if not self.adaptive or not most:
             return {request: min(n, shape.steps) for request, n in most.items()}
-        awake = list(most)
-        acceptances = [self._acceptance_of(request) for request in awake]
-        costs = self.costs[rounded(len(awake))]
+        # who guesses, or does not, together: all, where they do in the same launch
+        together = [[request] for request in most]
+        if even:
+            together = [list(most)]
+        acceptances = [self._acceptance_of(requests[0]) for requests in together]
+        costs = self.costs[rounded(len(most))]
         if self.draft.knows_chances:  # and ends its chains by itself
             chosen = [shape.steps * pays for pays in costs.pays(acceptances)]
         else:
             chosen = costs.depths(acceptances, shape.steps, shape.nodes)
-            if self.runner.even and shape.top_k == 1:
+            if even and shape.top_k == 1:
                 chosen = [shape.rounded(steps) for steps in chosen]
-        known = costs.plain.known
         wanted: dict[Request, int] = {}
-        tries: dict[int, int] = {}  # of acceptances that nothing pays for: those of all are one
-        for request, acceptance, steps in zip(awake, acceptances, chosen, strict=True):
-            if not steps and known:
-                if id(acceptance) not in tries:
-                    tries[id(acceptance)] = self._tries(acceptance, settled)
-                steps = tries[id(acceptance)]
-            elif steps and self.runner.even:
+        for requests, acceptance, steps in zip(together, acceptances, chosen, strict=True):
+            if not steps and costs.plain.known:
+                steps = self._tries(acceptance, settled)
+            elif steps and even:
                 acceptance.rest = REST
             if steps:
-                wanted[request] = min(steps, most[request])
+                wanted |= {request: min(steps, most[request]) for request in requests}
         return wanted
 
     def _tries(self, acceptance: Acceptance, settled: int) -> int:
@@ -212,9 +252,13 @@ class Speculation:
         self._note(acceptance)
         return 0
 
+    def _all_rest(self, settled: int) -> bool:
+        """Whether nobody is asked for, of those that guess in the same launch."""
+        return self.adaptive and self.runner.even and self._acceptance.resting(settled)
+
     def _rests(self, request: Request, settled: int) -> bool:
-        """Whether it is not asked for when so many steps are settled."""
-        acceptance = self._acceptance if self.runner.even else self._acceptances.get(request)
+        """Whether it is not asked for when so many steps are settled, by its own acceptance."""
+        acceptance = self._acceptances.get(request)
         return self.adaptive and acceptance is not None and acceptance.resting(settled)
 
     def _deepest(self, request: Request, settled: int) -> int:
@@ -260,10 +304,10 @@ def evened(
     longest, out = max((len(tree.token_ids) for tree in trees), default=0), list[DraftTree]()
     longest = shape.rounded(longest) if shape.top_k == 1 else longest
     for ask, tree in zip(asks, trees, strict=True):
-        missing = min(longest, ask.steps) - len(tree.token_ids)
-        if missing > 0 and tree.chain:
-            ids = (*tree.token_ids, *[ANY_ID] * missing)
-            tree = DraftTree(ids, tuple(range(len(ids))))
+        pads = min(longest, ask.steps) - len(tree.token_ids)
+        if pads > 0 and tree.chain:
+            ids = (*tree.token_ids, *[ANY_ID] * pads)
+            tree = DraftTree(ids, tuple(range(len(ids))), pads)
         out.append(tree)
     return out
 

@@ -51,11 +51,11 @@ def verify(
 
 
 def accepted_path(draft: NodeRows, sampled: Sequence[int]) -> tuple[int, ...]:
-    """The nodes from the root on whose tokens were sampled behind their parents."""
-    children = {
-        (parent, draft.token_ids[node]): node for node, parent in enumerate(draft.parents) if node
-    }
-    nodes = [0]
-    while (node := children.get((nodes[-1], sampled[draft.first + nodes[-1]]))) is not None:
-        nodes.append(node)
-    return tuple(nodes)
+    """The nodes from the root on whose tokens were sampled behind their parents: these come first,
+    and siblings differ."""
+    path, sample = [0], sampled[draft.first]
+    for node, parent in enumerate(draft.parents):
+        if parent == path[-1] and draft.token_ids[node] == sample:
+            path.append(node)
+            sample = sampled[draft.first + node]
+    return tuple(path)

@@ -55,7 +55,7 @@ def items(
     """The items of `requests`, longest first: one per block or, where `parts` says so of a request,
     one per block and split."""
     count = int(splits.index(int(rows.hi.max(initial=0)))) + 2
-    edges = np.asarray(splits.begin(np.arange(count)), np.int64)
+    edges = begins(splits, count)
     lens = (rows.q_indptr[requests + 1] - rows.q_indptr[requests]) * group
     most = int((-(-lens // block_rows) * np.where(parts, count, 1)).sum())
     table, work = np.empty((most, 12), np.int32), np.empty(most, np.int64)
@@ -65,6 +65,12 @@ def items(
     )
     longest_first = np.argsort(-work[:made], kind="stable")
     return Items(table[longest_first], part_rows, blocks)
+
+
+@cache
+def begins(splits: Splits, count: int) -> NDArray[np.int64]:
+    """Of so many splits."""
+    return np.asarray(splits.begin(np.arange(count)), np.int64)
 
 
 @cache
