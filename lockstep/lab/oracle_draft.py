@@ -46,7 +46,7 @@ class Oracle:
         self, draft: ModelDraft, answers: Mapping[str, Sequence[int]], right: float
     ) -> None:
         self.draft, self.knows_chances = draft, False
-        self.observe, self.prepare, self.lag = draft.observe, draft.prepare, draft.lag
+        self.observe, self.launched, self.lag = draft.observe, draft.launched, draft.lag
         self.known: dict[str, list[int]] = {}
         for name, answer in answers.items():
             rng = np.random.default_rng(zlib.crc32(name.encode()))

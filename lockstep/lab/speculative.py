@@ -110,7 +110,7 @@ class Recorder:
 
     def __init__(self, draft: Draft, known: dict[Any, Any]) -> None:
         self.draft, self.knows_chances, self.known = draft, draft.knows_chances, known
-        self.observe, self.prepare, self.lag = draft.observe, draft.prepare, draft.lag
+        self.observe, self.launched, self.lag = draft.observe, draft.launched, draft.lag
         self.differing: list[str] = []
         self.said: list[Tensor] = []
         if isinstance(draft, ModelDraft):

@@ -321,7 +321,7 @@ class Engine:
                     self._held = self.speculation.hold(step)
                 self._launched.append(self._launch(step))
                 if self.speculation is not None:
-                    self.speculation.launched()
+                    self.speculation.launched(step, self._launched[-1].hidden)
             self._write()
             touched += self._settle(later)
             self._write()
@@ -355,7 +355,7 @@ class Engine:
         launched = self._sample(step, rows, batch, out)
         if (least := int(step.ids.min(initial=0))) < -GUESSES:
             launched = replace(launched, guesses=self.runner.sampled[GUESSES:-least].clone())
-        if self.overlap and launched.chosen is not None and len(rows.drafts) < len(rows.firsts):
+        if self.overlap and launched.chosen is not None:
             self.runner.keep(launched.first_ids(launched.chosen))
         return launched.fetched() if self.on_gpu else launched
 

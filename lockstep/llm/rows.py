@@ -140,8 +140,9 @@ class Launched:
         return np.where(late, known, ids)
 
     def first_ids(self, chosen: Sampled) -> Tensor:
-        """The first token of every completion: what rows of the next step may wait for."""
-        if not self.rows.drafts:
+        """The first token of every completion: what rows of the next step may wait for. All, row by
+        row, where all have drafts: the next rows are the draft's."""
+        if len(self.rows.drafts) in (0, len(self.rows.firsts)):
             return chosen.token_ids
         return chosen.token_ids[sent(torch.tensor(self.rows.firsts), chosen.token_ids.device)]
 

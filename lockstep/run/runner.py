@@ -22,7 +22,7 @@ from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.build import NO_MOVES, RequestPages, RequestWork, build
 from lockstep.plan.check import check
 from lockstep.plan.image import ImageLayout, PlanArrays
-from lockstep.plan.step import Bucket, Ints, PagedGroup, Real, StepPlan, frozen, ints
+from lockstep.plan.step import Bucket, Ints, PagedGroup, Real, StepPlan, ints
 from lockstep.run.arena import Arena
 from lockstep.run.graph import Graph, Studio, captures
 from lockstep.run.kind import DRAFTS, GENERATE, VERIFY, StepKind
@@ -70,28 +70,6 @@ class BoundRows(NamedTuple):
     positions: Tensor
     arrays: PlanArrays
     step: Step
-
-
-class Lowered(NamedTuple):
-    """A step that was padded and lowered before its tokens were there."""
-
-    plan: StepPlan
-    image: Ints
-    variants: Variants
-
-    def emitting(self, rows: Ints) -> StepPlan:
-        """The plan, which emits these rows."""
-        emit = np.zeros_like(self.plan.emit)
-        emit[: len(rows)] = rows
-        return replace(self.plan, emit=frozen(emit))
-
-    def write(self, room: Ints, layout: ImageLayout, tokens: Ints, emit: Ints) -> Variants:
-        """Its image, with these tokens and emitted rows."""
-        room[:] = self.image
-        ids, *_, emits = layout.rows(room)
-        ids[: len(tokens)] = tokens
-        emits[:] = emit
-        return self.variants
 
 
 class Chain(NamedTuple):
@@ -154,6 +132,8 @@ class Runner:
         # of the step before, for rows that wait for them: id -1 - k is sample k
         room = SAMPLES if overlap else 0
         self.sampled = torch.zeros(room, dtype=torch.int64, device=ops.device)
+        # of a chain's launch: rows by which what it emits lies behind what the plan says
+        self.shift = torch.zeros(min(room, GUESSES), dtype=torch.int32, device=ops.device)
         self.tapes: dict[Signature, Tape | Graph] = {}
         self._layouts: dict[tuple[StepKind, Bucket], tuple[ImageLayout, Views]] = {}
         # what may be recorded may be bound once; on a GPU that would hold scratch memory
@@ -168,16 +148,13 @@ class Runner:
         how: Settings | None = None,
         wider: int = 0,
         chain: Chain | None = None,
-        ahead: Lowered | None = None,
         checked: bool = False,
     ) -> StepOutput:
         """One step. ids [T]: the token of every row, before padding. `how` the same launch samples
         all rows that the plan emits and, with a `chain`, of requests with as many rows each, what
-        follows them; `wider`: by the backend's n-th wider launch. A plan that was lowered `ahead`
-        may emit other rows by now; one that was `checked` with others is not checked again."""
-        pools = [self.pools[g] for g in kind.groups]
-        if ahead is None:
-            plan = self.padded(plan)
+        follows them; `wider`: by the backend's n-th wider launch. What was `checked` together with
+        others is not checked again."""
+        plan, pools = self.padded(plan), [self.pools[g] for g in kind.groups]
         if not checked:
             self.check(plan, kind)
         if self.studio and any(plan.bucket.moves):
@@ -186,10 +163,7 @@ class Runner:
         tokens = np.asarray(ids, np.int32)
         emits = plan.bucket.emits if how else 0
         room = self.arena.host(layout.length + emits * SETTING)
-        if ahead is None:
-            variants = lower(plan, tokens, self.backend, layout, room[: layout.length])
-        else:
-            variants = ahead.write(room[: layout.length], layout, tokens, plan.emit)
+        variants = lower(plan, tokens, self.backend, layout, room[: layout.length])
         if wider:
             variants = tuple([each[: wider + 1][-1] for each in self._all(layout, variants)])
         if how:
@@ -212,9 +186,11 @@ class Runner:
                 ids = resolved(ids, self.sampled)
             loaded = read_settings(image[layout.length :], how.cuts) if how else None
             rows = BoundRows(ids, positions, views[0], step)
+            if chain is None or loaded is None or not len(self.sampled):
+                return self._computed(kind, rows, loaded)
+            rows, loaded = self._shifted(rows, loaded)
             output = self._computed(kind, rows, loaded)
-            if chain is not None and loaded is not None and len(self.sampled):
-                self._guess(chain, output, rows, loaded)
+            self._guess(chain, output, rows, loaded)
             return output
 
         if not self.graphs or (self.studio and not captures(layout.bucket, self.widths)):
@@ -230,13 +206,6 @@ class Runner:
             pools = [self.pools[g] for g in kind.groups]
             check(plan, tuple([pool.num_pages if pool else 0 for pool in pools]))
 
-    def lowered(self, plan: StepPlan, kind: StepKind) -> Lowered:
-        """A step whose tokens are not known yet: all that follows from the plan alone."""
-        plan = self.padded(plan)
-        layout, _ = self._layout(plan, kind)
-        image = np.empty(layout.length, np.int32)
-        return Lowered(plan, image, lower(plan, (), self.backend, layout, image))
-
     def _computed(self, kind: StepKind, rows: BoundRows, how: Settings | None) -> StepOutput:
         """The rows of a step, those that it emits and, with settings, what is sampled of these."""
         wanted = (kind.hidden_layers,) if kind.hidden_layers else ()
@@ -250,6 +219,13 @@ class Runner:
         logits = kind.model.logits(output.emitted)
         sampled = torch.stack(self.ops.sample_tokens(logits, *how))
         return output._replace(logits=logits, sampled=sampled)
+
+    def _shifted(self, rows: BoundRows, how: Settings) -> tuple[BoundRows, Settings]:
+        """The same, but that later rows are emitted, as the device alone knows."""
+        by, ints = self.shift[: len(rows.arrays.emit)], how.ints.clone()
+        ints[:, 1] += by  # positions
+        arrays = replace(rows.arrays, emit=rows.arrays.emit + by)
+        return rows._replace(arrays=arrays), how._replace(ints=ints)
 
     def _guess(self, chain: Chain, output: StepOutput, rows: BoundRows, how: Settings) -> None:
         """Guess i of request k, of n with the pads, becomes sample GUESSES + i * n + k. For each

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,6 +135,7 @@ class Request:
         self.held_until = 0  # number of the step that has to be settled before the next row
         self.draft: DraftTree | None = None  # proposed for the next step
         self.pads = 0  # of the draft that was scheduled last
+        self._tree_rows: ScheduledRows | None = None  # of the same, for the next that is like it
         # while it decodes it is a member, of this number; inside, its first tokens are kept here
         self.members: Decoding | None = None
         self.number = -1
@@ -183,9 +184,13 @@ class Request:
 
     def tree_rows(self, draft: DraftTree) -> "ScheduledRows":
         """The last token and what may follow it, as the nodes of a tree; all are emitted."""
-        nodes = 1 + len(draft.token_ids)
-        emit, parents = tuple(range(nodes)), (-1, *draft.parents)
-        return ScheduledRows(self, nodes, emit, 1, self.table, parents=parents, chain=draft.chain)
+        last, nodes = self._tree_rows, 1 + len(draft.token_ids)
+        if last is None or last.table is not self.table or last.parents != (-1, *draft.parents):
+            emit, parents = tuple(range(nodes)), (-1, *draft.parents)
+            table, chain = self.table, draft.chain
+            last = ScheduledRows(self, nodes, emit, 1, table, parents=parents, chain=chain)
+            self._tree_rows = last
+        return last
 
     def launch(self, rows: "ScheduledRows", sample: int, step: int) -> None:
         """The rows are on their way in step number `step`, and so is its sample number `sample`."""
@@ -326,15 +331,20 @@ class StepBuilder:
         self.kind, self.tokens, self.emits = kind, size, size  # rows that there is still room for
         self.rows: list[ScheduledRows] = []
         self.cached_lens: list[Column | list[int]] = []  # behind one another, like the next
-        self.ids: list[Column | Sequence[int]] = []
+        self.ids: list[Column | list[int]] = []
+        self._single = False  # the last of both are of requests that were added one by one
         self.pages: list[GroupPages] = []
         self.members = 0  # its first rows are those of all members
 
     def add(self, rows: ScheduledRows, ids: Sequence[int], cached_len: int = 0) -> None:
         """Rows, the tokens of which are `ids`, behind so many keys."""
         self.rows.append(rows)
-        self.cached_lens.append([cached_len])
-        self.ids.append(ids)
+        if not self._single:
+            self.cached_lens.append([])
+            self.ids.append([])
+            self._single = True
+        cast(list[int], self.cached_lens[-1]).append(cached_len)
+        cast(list[int], self.ids[-1]).extend(ids)
         self.tokens -= len(ids)
         self.emits -= len(rows.emit)
         groups, table = self.kind.groups, rows.table
@@ -353,6 +363,7 @@ class StepBuilder:
         self.rows += members.rows[begin:end]
         self.cached_lens.append(cached_lens)
         self.ids.append(ids)
+        self._single = False
         self.pages += members.pages[begin:end]
         self.tokens -= end - begin
         self.emits -= end - begin

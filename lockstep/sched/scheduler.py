@@ -113,7 +113,8 @@ class Scheduler:
         for i in single:
             rows, table = batch.rows[i], batch.rows[i].table
             if table is not None:
-                table.moved(self._groups)
+                if table.pending:
+                    table.moved(self._groups)
                 if rows.parents is None or rows.chain:
                     table.drop_scratch()
             rows.request.launch(rows, batch.first_samples[i], step.number)
@@ -138,9 +139,11 @@ class Scheduler:
                 members.leave(batch.requests[k])
         known_lens = step.cached_lens[:count] + 1
         single = members.settle(batch, known_lens, accepted.token_ids[:count])
-        for i in [*single, *range(count, len(batch.rows))]:
+        others, cached_lens = [*single, *range(count, len(batch.rows))], step.cached_lens
+        for i in others:
             if batch.requests[i].finish is None:
-                piece, begin = step.piece(i), batch.first_samples[i]
+                piece = Piece(batch.rows[i], (), cached_lens.item(i))
+                begin = batch.first_samples[i]
                 samples = range(begin, begin + piece.rows.sampled)
                 ended += self._settle(piece, [accepted.sample(k) for k in samples])
         return ended
@@ -310,10 +313,12 @@ class Scheduler:
         nodes = 1 + len(tree.token_ids)
         if request.missing_len != 1 or nodes > builder.room:
             return False
-        if not self.make_room(request, 1 + tree.depth, 0 if tree.chain else nodes):
+        rows = request.tree_rows(tree)
+        room = (nodes, 0) if rows.chain else (1 + tree.depth, nodes)
+        if not self.make_room(request, *room):
             return False
-        ids, request.pads = (request.tokens[-1], *tree.token_ids), tree.pads
-        builder.add(request.tree_rows(tree), ids, request.cached_len)
+        request.pads = tree.pads
+        builder.add(rows, (request.tokens[-1], *tree.token_ids), request.cached_len)
         return True
 
     def make_room(self, request: Request, keys: int, nodes: int) -> bool:

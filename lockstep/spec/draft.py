@@ -67,8 +67,9 @@ class Draft(Protocol):
         several in which the same ones decoded plainly, it may be once."""
         ...
 
-    def prepare(self) -> None:
-        """Called when a step that verifies has been launched: what can be done ahead of it."""
+    def launched(self, requests: Sequence[Request], width: int, hidden: Tensor | None) -> None:
+        """Called when a step has been launched that verifies a chain of each of these requests, by
+        as many rows each: what can be done meanwhile. `hidden` is that of `SettledStep`."""
         ...
 
     def lag(self, requests: int) -> int:

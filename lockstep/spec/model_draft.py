@@ -17,15 +17,16 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.kv.tables import PageTable
 from lockstep.models.loader import Info
 from lockstep.ops import sent
-from lockstep.plan.build import BatchShape, BatchWork, PageTables, RequestPages, build, single_rows
+from lockstep.plan.build import BatchShape, BatchWork, PageTables, build, single_rows
 from lockstep.plan.step import StepPlan, ints
 from lockstep.run.kind import StepKind
-from lockstep.run.runner import GUESSES, Chain, Lowered, Runner, StepOutput
+from lockstep.run.runner import GUESSES, Chain, Runner, StepOutput
 from lockstep.sample.formulas import NO_TOKEN
 from lockstep.sample.params import SamplingParams
 from lockstep.sample.sampler import RowBatch, RowParams, Settings, sample, settings
@@ -56,22 +57,29 @@ class DraftState:
     shares: list[tuple[Chances, float]] = field(default_factory=list)
 
 
-class Prepared(NamedTuple):
-    """The step that begins a chain, but for its tokens: `width` rows of requests with these tables,
-    behind so many keys each, in these pages."""
+class Chains(NamedTuple):
+    """Of each of some requests `guesses`, made by one launch: guess i of request k, of `slots` with
+    the pads, is sample GUESSES + i * slots + k of the runner."""
 
+    requests: list[Request]
+    how: RowParams
+    guesses: int
+    slots: int
+
+    def tree(self, k: int, steps: int) -> DraftTree:
+        """The first `steps` guesses of request k."""
+        first, step = -1 - GUESSES - k, -self.slots
+        return DraftTree(tuple(range(first, first + steps * step, step)), tuple(range(steps)))
+
+
+class Early(NamedTuple):
+    """Chains that were made while those before them were verified. The rows that they follow lie in
+    these tables, behind so many keys."""
+
+    chains: Chains
+    numbers: dict[Request, int]
     tables: list[PageTable]
     lens: list[int]
-    width: int
-    pages: list[tuple[RequestPages | None, ...]]
-    lowered: Lowered
-
-    def serves(self, tables: list[PageTable], lens: list[int], width: int, kind: StepKind) -> bool:
-        """Whether it is the step of these: pages may have been added since, none changed."""
-        if (self.tables, self.lens, self.width) != (tables, lens, width):
-            return False
-        pairs = zip(self.pages, [table.views(kind.groups) for table in tables], strict=True)
-        return all(now is then or grown(then, now) for then, now in pairs)
 
 
 class ModelDraft:
@@ -89,8 +97,8 @@ class ModelDraft:
         self._states: WeakKeyDictionary[Request, DraftState] = WeakKeyDictionary()
         self._how: tuple[list[Request], RowParams] | None = None  # of those that asked last
         self._pages: tuple[list[PageTable], PageTables] | None = None  # of the step before
-        self._next: tuple[list[PageTable], int] | None = None  # of the last chain
-        self._prepared: Prepared | None = None  # for the next
+        self._made: Chains | None = None  # which the next step verifies
+        self._early: Early | None = None  # behind those
         self._chances = Chances(), Chances()  # of guesses without noise, and with
 
     @property
@@ -100,6 +108,14 @@ class ModelDraft:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         missing = [self._missing(ask.request) for ask in requests]
+        early, self._early, self._made = self._early, None, None
+        if early is not None:
+            numbers = [
+                self._number(early, ask, count)
+                for ask, count in zip(requests, missing, strict=True)
+            ]
+            if 2 * numbers.count(None) <= len(numbers):
+                return self._taken(early, requests, numbers)
         asks = [ask for ask, count in zip(requests, missing, strict=True) if count]
         missing = [count for count in missing if count]
         if not asks:
@@ -125,9 +141,10 @@ class ModelDraft:
             table = state.table
             if hidden is not None and begin == table.draft_len + len(state.hidden):
                 state.hidden += [(hidden, row) for row in rows]
-            for at, (known, share) in enumerate(state.shares[: len(rows)]):
-                known.add(share, right=at < len(rows) - 1)
-            state.shares = []
+            if state.shares:
+                for at, (known, share) in enumerate(state.shares[: len(rows)]):
+                    known.add(share, right=at < len(rows) - 1)
+                state.shares = []
             # a head's last row waits for who asks: it says the first guess
             end, lazy = end - self.ahead, end > len(request.spec.prompt) and not self.eager
             missing = end - table.draft_len
@@ -213,34 +230,17 @@ class ModelDraft:
             state.table.draft_len = begin + count
         if self.model.states is not None:
             fill(self.model.states, states)
-        emit = ints(np.arange(len(parts)) * width + counts - 1)
-        ahead = self._prepared
-        if ahead is not None and ahead.serves(tables, lens, width, kind):
-            lowered, plan = ahead.lowered, ahead.lowered.emitting(emit)
-        elif width:
-            shape = replace(uniform(len(parts), width), emit=emit)
-            lowered, plan = None, self._plan(kind, tables, lens, shape)
+        if width:
+            last = np.arange(len(parts)) * width + counts - 1
+            shape = replace(uniform(len(parts), width), emit=ints(last))
         else:
-            lowered, plan = None, self._plan(kind, tables, lens, shape_of(counts))
-        self._prepared, self._next = None, None
-        if chain is not None:
-            self._next = tables, width
-        out = self.runner.run(plan, ids, kind, how, chain=chain, ahead=lowered)
+            shape = shape_of(counts)
+        plan = self._plan(kind, tables, lens, shape)
+        out = self.runner.run(plan, ids, kind, how, chain=chain)
         for table in tables:
             if table.pending:
                 table.moved(kind.groups)
         return out
-
-    def prepare(self) -> None:
-        if self._next is None:
-            return
-        (tables, width), self._next = self._next, None
-        kind, lens = self.model.extend, [table.draft_len for table in tables]
-        pairs = zip(tables, lens, strict=True)
-        if all(ready(table, kind.groups, n + width) for table, n in pairs):
-            plan = self._plan(kind, tables, lens, uniform(len(tables), width))
-            pages = [table.views(kind.groups) for table in tables]
-            self._prepared = Prepared(tables, lens, width, pages, self.runner.lowered(plan, kind))
 
     def _catch_up(self, ends: Mapping[Request, int]) -> None:
         """All rows up to where each request's end, of as many requests at a time as fit."""
@@ -296,16 +296,71 @@ class ModelDraft:
     def _late_chains(
         self, asks: Sequence[DraftRequest], missing: Sequence[int], rows: RowBatch
     ) -> list[DraftTree]:
-        """All tokens of all requests by one launch, without a look at one: guess i of request k, of
-        n, is sample GUESSES + i * n + k of the runner, which the target's step reads there."""
+        """All tokens of all requests by one launch, without a look at one."""
         deepest = max(ask.steps for ask in asks)
         recorded = range(deepest, self.steps + 1)
         guesses = next(n for n in recorded if self.steps + n in self.runner.widths)
         out = self._begin(asks, missing, settings(rows, self.vocab_size), guesses)
         assert out.sampled is not None, "settings were given"
-        numbers = np.arange(guesses * out.sampled.shape[1]).reshape(guesses, -1)[:, : len(asks)]
-        chains = zip((-1 - GUESSES - numbers).T.tolist(), asks, strict=True)
-        return [DraftTree(tuple(ids[: a.steps]), tuple(range(a.steps))) for ids, a in chains]
+        requests, slots = [ask.request for ask in asks], out.sampled.shape[1]
+        self._made = Chains(requests, rows.how, guesses, slots)
+        return [self._made.tree(k, ask.steps) for k, ask in enumerate(asks)]
+
+    def launched(self, requests: Sequence[Request], width: int, hidden: Tensor | None) -> None:
+        """The next chains, as long, if those that are verified are of the same requests: a row is
+        of what the target samples behind a node and of its states there; the first guess comes from
+        the last node that is right. All of this is on the device, and which one that is."""
+        made, self._made, runner, kind = self._made, None, self.runner, self.model.extend
+        if made is None or made.requests != list(requests) or width != made.guesses + 1:
+            return
+        tables, n, guesses = [self._state(r).table for r in requests], len(requests), made.guesses
+        lens, rows = [table.draft_len for table in tables], self.steps + guesses
+        pairs = zip(tables, lens, strict=True)
+        if self.eager or not all(ready(t, kind.groups, length + rows) for t, length in pairs):
+            return
+        nodes = np.arange(n)[:, None] * width + np.minimum(np.arange(rows), guesses)
+        if self.model.states is not None and hidden is not None:
+            copy_rows(self.model.states, hidden, nodes.ravel())
+        known = runner.sampled[: n * width].view(n, width)[:, :guesses]
+        guessed = runner.sampled[GUESSES : GUESSES + guesses * made.slots].view(guesses, -1)
+        runner.shift[:n] = (known == guessed[:, :n].T).long().cumprod(1).sum(1)
+        positions = np.array([len(request.tokens) for request in requests], np.int64)
+        how = settings(RowBatch(made.how, positions, {}), self.vocab_size)
+        shape = replace(uniform(n, rows), emit=ints(np.arange(n) * rows))
+        plan, chain = self._plan(kind, tables, lens, shape), Chain(self.model.kind, guesses)
+        out = runner.run(plan, (-1 - nodes).ravel(), kind, how, chain=chain)
+        runner.shift.zero_()
+        assert out.sampled is not None, "settings were given"
+        chains = made._replace(slots=out.sampled.shape[1])
+        numbers = {request: k for k, request in enumerate(requests)}
+        self._early = Early(chains, numbers, tables, lens)
+
+    def _number(self, early: Early, ask: DraftRequest, missing: int) -> int | None:
+        """Of a request in chains that were made early, if they are behind its last token."""
+        k, table = early.numbers.get(ask.request), ask.request.table
+        if k is None or table is not early.tables[k] or early.lens[k] != table.draft_len:
+            return None
+        return k if 0 < missing <= early.chains.guesses + 1 else None
+
+    def _taken(
+        self, early: Early, asks: Sequence[DraftRequest], numbers: Sequence[int | None]
+    ) -> list[DraftTree]:
+        """The chains that were made early; whoever has none waits for the next."""
+        trees = list[DraftTree]()
+        for ask, k in zip(asks, numbers, strict=True):
+            if k is None:
+                trees.append(NO_DRAFT)
+                continue
+            state, end = self._state(ask.request), self._end(ask.request)
+            if self.ahead:
+                count = end - state.table.draft_len
+                state.last = state.hidden[count - 1]
+                del state.hidden[:count]
+            state.table.draft_len = end
+            trees.append(early.chains.tree(k, min(ask.steps, early.chains.guesses)))
+        if list(numbers) == list(range(len(early.tables))):
+            self._made = early.chains
+        return trees
 
     def _chains(self, asks: Sequence[DraftRequest], missing: Sequence[int]) -> list[DraftTree]:
         """Token by token, all requests at once, as far as the model thinks that it is right."""
@@ -408,16 +463,6 @@ def ready(table: PageTable, groups: Sequence[int], kv_len: int) -> bool:
     return not table.pending and all(table.room(g) >= kv_len for g in groups)
 
 
-def grown(then: Sequence[RequestPages | None], now: Sequence[RequestPages | None]) -> bool:
-    """Whether some pages are those that were, or these and others behind them."""
-    for old, new in zip(then, now, strict=True):
-        if old is None or new is None or old.first_pos != new.first_pos or len(new.moves):
-            return False
-        if not np.array_equal(old.page_ids, new.page_ids[: len(old.page_ids)]):
-            return False
-    return True
-
-
 def fill(buffer: Tensor, rows: Sequence[State]) -> None:
     """The target's states of a step's rows, where the model reads them."""
     steps = list({id(states): states for states, _ in rows}.values())
@@ -426,11 +471,16 @@ def fill(buffer: Tensor, rows: Sequence[State]) -> None:
         begins = accumulate(map(len, steps), initial=0)
         begin = dict(zip(map(id, steps), begins, strict=False))
         every, index = torch.cat(steps), [begin[id(states)] + row for states, row in rows]
+    copy_rows(buffer, every, np.array(index))
+
+
+def copy_rows(buffer: Tensor, every: Tensor, index: NDArray[np.int64]) -> None:
+    """buffer[:] = every[index], as far as that reaches."""
     if buffer.device.type == "cpu":  # by numpy, on this thread, as `Ops.take_rows` does it
-        buffer.numpy()[: len(rows)] = every.numpy()[index]
+        buffer.numpy()[: len(index)] = every.numpy()[index]
     else:
-        at = sent(torch.tensor(index), buffer.device)
-        torch.index_select(every, 0, at, out=buffer[: len(rows)])
+        at = sent(torch.from_numpy(index), buffer.device)
+        torch.index_select(every, 0, at, out=buffer[: len(index)])
 
 
 def compact(step: Tensor, states: Sequence[DraftState]) -> None:

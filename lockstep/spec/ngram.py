@@ -7,6 +7,8 @@ the rows that verify it, and nothing else. Knows token ids; the engine calls it.
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
+
 from lockstep.sched.request import DraftTree, Request
 from lockstep.spec.draft import NO_DRAFT, DraftRequest, SettledStep
 
@@ -52,8 +54,8 @@ class NgramDraft:
     def observe(self, settled: SettledStep) -> None:
         """Tokens are looked at when a chain is wanted."""
 
-    def prepare(self) -> None:
-        """There is nothing to do."""
+    def launched(self, requests: Sequence[Request], width: int, hidden: Tensor | None) -> None:
+        """There is nothing to do meanwhile."""
 
     def lag(self, requests: int) -> int:
         return 64  # it is not interested

@@ -91,6 +91,7 @@ class Speculation:
         self._begun = 0.0  # when the step was begun that is launched next
         self._begins: deque[tuple[int, float]] = deque(maxlen=4)  # the same of those under way
         self._ended = 0.0  # when the last was settled
+        self._trying = False  # what is asked for next is not expected to pay
         # steps in which the same requests decoded plainly, of which the draft does not know yet
         self._untold: list[tuple[ScheduledStep, Tensor | None]] = []
 
@@ -145,9 +146,11 @@ class Speculation:
                 alone = False
         return alone
 
-    def launched(self) -> None:
-        """A step has been launched: what can be done ahead of it."""
-        self.draft.prepare()
+    def launched(self, step: ScheduledStep, hidden: Tensor | None) -> None:
+        """A step has been launched. Who only tries is not expected to go on."""
+        chains = all(rows.chain for rows in step.batch.rows)
+        if chains and not self._trying:
+            self.draft.launched(step.batch.requests, step.batch.shape.width, hidden)
 
     def settled(self, step: ScheduledStep, accepted: AcceptedTokens, hidden: Tensor | None) -> None:
         """A step of the target has settled."""
@@ -207,11 +210,12 @@ class Speculation:
     def _wanted(self, scheduler: Scheduler) -> dict[Request, int]:
         """How deep a draft every request is to have, of those that may have one."""
         shape, settled, even = self.shape, scheduler.settled, self.runner.even
+        self._trying = False
         if self._all_rest(settled):
             return {}
         most: dict[Request, int] = {}
         for request in scheduler.running:
-            if request.spec.speculative and not self._rests(request, settled):
+            if request.spec.speculative and (even or not self._rests(request, settled)):
                 deepest = self._deepest(request, settled)
                 if deepest > 0:
                     most[request] = deepest
@@ -244,7 +248,7 @@ class Speculation:
         if acceptance.resting(settled):
             return 0
         if acceptance.rests_until:
-            acceptance.rests_until = 0
+            acceptance.rests_until, self._trying = 0, True
             return self.shape.steps if self.draft.knows_chances else 1
         acceptance.rests(settled)
         self._acceptance.rest = acceptance.rest
@@ -315,11 +319,9 @@ def evened(
 def drafting(rows: ScheduledRows) -> list[Request]:
     """Whose keys some rows became: the request's, if it still has its pages, and those of
     completions that were forked off behind them."""
-    request = rows.request
-    own = request.siblings if rows.samples > 1 else [request]
-    return [
-        each
-        for each in own
-        if each.spec.speculative and each.table is not None
-        if each is not request or each.table is rows.table
-    ]
+    request, own = rows.request, list[Request]()
+    if request.spec.speculative and request.table is not None and request.table is rows.table:
+        own = [request]
+    if rows.samples > 1 and request.spec.speculative:
+        own += [each for each in request.siblings if each is not request and each.running]
+    return own
