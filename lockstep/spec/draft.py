@@ -19,6 +19,7 @@ from lockstep.sample.params import SamplingParams
 from lockstep.sched.request import DraftTree, Request
 
 NO_DRAFT = DraftTree((), ())
+LAG = 16  # of `Draft.lag`
 
 
 class DraftRequest(NamedTuple):
@@ -52,7 +53,10 @@ class SettledStep(NamedTuple):
 class Draft(Protocol):
     """Guesses what follows. What it knows of a request it keeps under the request, and only as
     long as `request.table` is the same table: a preempted request begins anew. `knows_chances`:
-    it ends a chain by `DraftRequest.go_on`."""
+    it ends a chain by `DraftRequest.go_on`. `lag`: of how many steps, in which the same requests
+    decode plainly, it is told at once."""
+
+    lag: int
 
     @property
     def knows_chances(self) -> bool: ...
@@ -63,17 +67,12 @@ class Draft(Protocol):
         ...
 
     def observe(self, settled: SettledStep) -> None:
-        """Called for every step that computed rows of a request that may speculate, in order; of
-        several in which the same ones decoded plainly, it may be once."""
+        """Called for every step that computed rows of a request that may speculate, in order."""
         ...
 
     def launched(self, requests: Sequence[Request], width: int, hidden: Tensor | None) -> None:
         """Called when a step has been launched that verifies a chain of each of these requests, by
         as many rows each: what can be done meanwhile. `hidden` is that of `SettledStep`."""
-        ...
-
-    def lag(self, requests: int) -> int:
-        """Of how many such steps of so many requests it is told at once."""
         ...
 
 

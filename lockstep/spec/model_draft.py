@@ -33,11 +33,10 @@ from lockstep.sample.sampler import RowBatch, RowParams, Settings, sample, setti
 from lockstep.sched.request import DraftTree, Request
 from lockstep.spec import beam
 from lockstep.spec.depth import Chances
-from lockstep.spec.draft import NO_DRAFT, DraftModel, DraftRequest, SettledStep
+from lockstep.spec.draft import LAG, NO_DRAFT, DraftModel, DraftRequest, SettledStep
 
 KEPT, LEAST = 1 << 14, 16  # states that are kept for the requests of a step, and for each at least
 SPARSE = 64  # rows of a chunk, of which one is kept: from here on in memory of its own
-LAG = 256  # plain steps that are looked at together, at most
 State = tuple[Tensor, int]  # the target's states of a step, and a row of it
 
 
@@ -59,27 +58,20 @@ class DraftState:
 
 class Chains(NamedTuple):
     """Of each of some requests `guesses`, made by one launch: guess i of request k, of `slots` with
-    the pads, is sample GUESSES + i * slots + k of the runner."""
+    the pads, is sample GUESSES + i * slots + k of the runner. Those that were made early follow what
+    the target will have sampled, behind so many keys in their tables."""
 
     requests: list[Request]
     how: RowParams
     guesses: int
     slots: int
+    tables: Sequence[PageTable] = ()
+    lens: Sequence[int] = ()
 
     def tree(self, k: int, steps: int) -> DraftTree:
         """The first `steps` guesses of request k."""
         first, step = -1 - GUESSES - k, -self.slots
         return DraftTree(tuple(range(first, first + steps * step, step)), tuple(range(steps)))
-
-
-class Early(NamedTuple):
-    """Chains that were made while those before them were verified. The rows that they follow lie in
-    these tables, behind so many keys."""
-
-    chains: Chains
-    numbers: dict[Request, int]
-    tables: list[PageTable]
-    lens: list[int]
 
 
 class ModelDraft:
@@ -94,11 +86,12 @@ class ModelDraft:
         self.ahead = int(bool(model.target_layers))
         # a window's pages go by the target's length: nothing may be missing behind it
         self.eager = any(spec.window is not None for spec in model.kind.specs)
+        self.lag = 1 if self.eager else LAG
         self._states: WeakKeyDictionary[Request, DraftState] = WeakKeyDictionary()
         self._how: tuple[list[Request], RowParams] | None = None  # of those that asked last
         self._pages: tuple[list[PageTable], PageTables] | None = None  # of the step before
         self._made: Chains | None = None  # which the next step verifies
-        self._early: Early | None = None  # behind those
+        self._early: Chains | None = None  # behind those
         self._chances = Chances(), Chances()  # of guesses without noise, and with
 
     @property
@@ -110,12 +103,9 @@ class ModelDraft:
         missing = [self._missing(ask.request) for ask in requests]
         early, self._early, self._made = self._early, None, None
         if early is not None:
-            numbers = [
-                self._number(early, ask, count)
-                for ask, count in zip(requests, missing, strict=True)
-            ]
-            if 2 * numbers.count(None) <= len(numbers):
-                return self._taken(early, requests, numbers)
+            trees = self._taken(early, requests, missing)
+            if trees is not None:
+                return trees
         asks = [ask for ask, count in zip(requests, missing, strict=True) if count]
         missing = [count for count in missing if count]
         if not asks:
@@ -135,7 +125,7 @@ class ModelDraft:
 
     def observe(self, settled: SettledStep) -> None:
         behind, hidden = dict[Request, int](), settled.hidden
-        most, due, sparse = self._most_missing(len(settled.rows)), False, False
+        most, due, sparse = max(LEAST, KEPT // max(1, len(settled.rows))), False, False
         for request, begin, rows in settled.rows:
             state, end = self._state(request), begin + len(rows)
             table = state.table
@@ -156,13 +146,6 @@ class ModelDraft:
             self._catch_up(behind)
         if hidden is not None and sparse:
             compact(hidden, [self._state(each.request) for each in settled.rows])
-
-    def lag(self, requests: int) -> int:
-        return 1 if self.eager else min(LAG, self._most_missing(requests) // 2)
-
-    def _most_missing(self, requests: int) -> int:
-        """Rows of each that may be missing: the target's states of so many are kept."""
-        return max(LEAST, KEPT // max(1, requests))
 
     def _state(self, request: Request) -> DraftState:
         """What is known of a request; nothing, if its table is another one by now."""
@@ -331,35 +314,33 @@ class ModelDraft:
         out = runner.run(plan, (-1 - nodes).ravel(), kind, how, chain=chain)
         runner.shift.zero_()
         assert out.sampled is not None, "settings were given"
-        chains = made._replace(slots=out.sampled.shape[1])
-        numbers = {request: k for k, request in enumerate(requests)}
-        self._early = Early(chains, numbers, tables, lens)
-
-    def _number(self, early: Early, ask: DraftRequest, missing: int) -> int | None:
-        """Of a request in chains that were made early, if they are behind its last token."""
-        k, table = early.numbers.get(ask.request), ask.request.table
-        if k is None or table is not early.tables[k] or early.lens[k] != table.draft_len:
-            return None
-        return k if 0 < missing <= early.chains.guesses + 1 else None
+        self._early = made._replace(slots=out.sampled.shape[1], tables=tables, lens=lens)
 
     def _taken(
-        self, early: Early, asks: Sequence[DraftRequest], numbers: Sequence[int | None]
-    ) -> list[DraftTree]:
-        """The chains that were made early; whoever has none waits for the next."""
-        trees = list[DraftTree]()
-        for ask, k in zip(asks, numbers, strict=True):
-            if k is None:
-                trees.append(NO_DRAFT)
+        self, early: Chains, asks: Sequence[DraftRequest], missing: Sequence[int]
+    ) -> list[DraftTree] | None:
+        """The chains that were made early, if half of those that ask have one, behind as many keys
+        as there are; the others wait for the next."""
+        numbers = {request: k for k, request in enumerate(early.requests)}
+        found: dict[int, int] = {}
+        for at, (ask, count) in enumerate(zip(asks, missing, strict=True)):
+            k, table = numbers.get(ask.request), ask.request.table
+            if k is None or table is not early.tables[k] or table.draft_len != early.lens[k]:
                 continue
-            state, end = self._state(ask.request), self._end(ask.request)
+            if 0 < count <= early.guesses + 1:
+                found[at] = k
+        if 2 * len(found) < len(asks):
+            return None
+        trees = [NO_DRAFT] * len(asks)
+        for at, k in found.items():
+            state, count = self._state(asks[at].request), missing[at]
             if self.ahead:
-                count = end - state.table.draft_len
                 state.last = state.hidden[count - 1]
                 del state.hidden[:count]
-            state.table.draft_len = end
-            trees.append(early.chains.tree(k, min(ask.steps, early.chains.guesses)))
-        if list(numbers) == list(range(len(early.tables))):
-            self._made = early.chains
+            state.table.draft_len += count
+            trees[at] = early.tree(k, min(asks[at].steps, early.guesses))
+        if list(found.values()) == list(range(len(early.requests))):
+            self._made = early
         return trees
 
     def _chains(self, asks: Sequence[DraftRequest], missing: Sequence[int]) -> list[DraftTree]:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from lockstep.sched.request import DraftTree, Request
-from lockstep.spec.draft import NO_DRAFT, DraftRequest, SettledStep
+from lockstep.spec.draft import LAG, NO_DRAFT, DraftRequest, SettledStep
 
 LONGEST, SHORTEST = 5, 2  # tokens that have to be the same
 
@@ -43,7 +43,7 @@ class Index:
 class NgramDraft:
     """A `Draft`: a chain of tokens that were there before."""
 
-    knows_chances = False
+    knows_chances, lag = False, LAG
 
     def __init__(self) -> None:
         self._indexes: WeakKeyDictionary[Request, Index] = WeakKeyDictionary()
@@ -56,9 +56,6 @@ class NgramDraft:
 
     def launched(self, requests: Sequence[Request], width: int, hidden: Tensor | None) -> None:
         """There is nothing to do meanwhile."""
-
-    def lag(self, requests: int) -> int:
-        return 64  # it is not interested
 
     def _chain(self, ask: DraftRequest) -> DraftTree:
         tokens = ask.request.tokens

@@ -166,7 +166,7 @@ class Speculation:
             self._tell()
         if plain:
             self._untold.append((step, hidden))
-            if len(self._untold) >= self.draft.lag(len(batch.rows)):
+            if len(self._untold) >= self.draft.lag:
                 self._tell()
             return
         entries, at, drafts = list[SettledRows](), 0, list[tuple[int, ...]]()
