@@ -58,8 +58,8 @@ class DraftState:
 
 class Chains(NamedTuple):
     """Of each of some requests `guesses`, made by one launch: guess i of request k, of `slots` with
-    the pads, is sample GUESSES + i * slots + k of the runner. Those that were made early follow what
-    the target will have sampled, behind so many keys in their tables."""
+    the pads, is sample GUESSES + i * slots + k of the runner. Those that are early follow what the
+    target will have sampled, behind so many keys in their tables."""
 
     requests: list[Request]
     how: RowParams
