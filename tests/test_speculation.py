@@ -353,7 +353,7 @@ def test_of_a_prompt_the_states_of_two_rows_are_kept_the_next_and_the_last(monke
     engine.step()
     (request,), draft = engine.scheduler.running, engine.speculation.draft
     state = draft._state(request)
-    ((states, row),) = state.hidden
+    (states,), (row,) = state.hidden, state.rows
     assert (len(states), row) == (2, 1)
     assert state.last[0] is states
     assert state.last[1] == 0

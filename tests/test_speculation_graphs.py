@@ -12,7 +12,7 @@ import torch
 
 from lockstep.attention import select
 from lockstep.config import EngineConfig
-from lockstep.lab.speculative import CHAIN, NGRAM, TREE, drafts
+from lockstep.lab.speculative import CHAIN, EAGLE3, NGRAM, TREE, drafts
 from lockstep.lab.tiny import CONTEXT, DEEPSEEK, QWEN3, Tiny, parts, words
 from lockstep.llm import rows as launches
 from lockstep.llm.engine import Engine
@@ -151,4 +151,51 @@ def test_chains_of_a_recorded_step_are_as_long_as_the_longest():
     assert [shape.rounded(n) for n in range(6)] == [0, 1, 3, 3, 5, 5]
     evened = speculations.evened(asks, trees, shape)
     assert [tree.token_ids for tree in evened] == [(7, 8, 9), (0, 0), (5, 0, 0)]
+    assert [tree.pads for tree in evened] == [0, 2, 2]
     assert all(tree.chain for tree in evened)
+
+
+def test_what_pads_a_chain_is_no_guess(monkeypatch):
+    """They used to count: where one request in twenty had a guess, hardly any seemed right."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(launches, "on_host", torch.clone)
+    engine = recorded(QWEN3, False, monkeypatch, **NGRAM)
+    jobs = [engine.add(*each) for each in ASKED[:2]]
+    propose = engine.speculation.draft.propose
+
+    def of_the_first(asks: Any) -> Any:
+        trees = propose(asks)
+        mine = [ask.request is jobs[0].request for ask in asks]
+        none = speculations.DraftTree((), ())
+        return [tree if own else none for tree, own in zip(trees, mine, strict=True)]
+
+    engine.speculation.draft.propose = of_the_first
+    while engine.busy:
+        engine.step()
+    first, second = (job.output("").speculated for job in jobs)
+    assert first.drafted >= first.accepted > 0
+    assert second == Speculated()
+
+
+@pytest.mark.parametrize("how", [CHAIN, EAGLE3], ids=["chain", "eagle3"])
+def test_the_next_chains_are_made_before_a_verify_is_settled_and_are_the_same(how, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(launches, "on_host", torch.clone)
+    found, used = [], []
+    for early in (False, True):
+        engine = recorded(QWEN3, True, monkeypatch, **how)
+        draft = engine.speculation.draft
+        if not early:
+            draft.launched = lambda *_: None
+        taken = draft._taken
+
+        def watched(*given: Any, taken: Any = taken) -> Any:
+            trees = taken(*given)
+            used.append(trees is not None)
+            return trees
+
+        draft._taken = watched
+        found.append(answers(engine, ASKED))
+    assert [each[:2] for each in found[0][0]] == [each[:2] for each in found[1][0]]
+    assert found[0][1] == found[1][1], "as many guesses, as many of them right"
+    assert used.count(True) > 3, used

@@ -37,7 +37,6 @@ from lockstep.spec.draft import LAG, NO_DRAFT, DraftModel, DraftRequest, Settled
 
 KEPT, LEAST = 1 << 14, 16  # states that are kept for the requests of a step, and for each at least
 SPARSE = 64  # rows of a chunk, of which one is kept: from here on in memory of its own
-State = tuple[Tensor, int]  # the target's states of a step, and a row of it
 
 
 @dataclass(eq=False)
@@ -45,15 +44,25 @@ class DraftState:
     """What is known of a request, as long as it has this table.
 
     hidden   the target's states at positions from `table.draft_len` on, which the draft has not
-             computed yet
-    last     the same of the row before
+             computed yet: for each those of a whole step (no pair with its row: so many objects,
+             though they soon go, would have Python look through all it has)
+    rows     the row of that step
+    last     both of the row before
     shares   what the model gave the guesses of the last chain, and how often such ones are right
     """
 
     table: PageTable
-    hidden: list[State] = field(default_factory=list)
-    last: State | None = None
+    hidden: list[Tensor] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    last: tuple[Tensor, int] | None = None
     shares: list[tuple[Chances, float]] = field(default_factory=list)
+
+    def take(self, count: int) -> tuple[list[Tensor], list[int]]:
+        """The first `count` states, which the draft computes now."""
+        hidden, rows = self.hidden[:count], self.rows[:count]
+        del self.hidden[:count], self.rows[:count]
+        self.last = hidden[-1], rows[-1]
+        return hidden, rows
 
 
 class Chains(NamedTuple):
@@ -130,7 +139,8 @@ class ModelDraft:
             state, end = self._state(request), begin + len(rows)
             table = state.table
             if hidden is not None and begin == table.draft_len + len(state.hidden):
-                state.hidden += [(hidden, row) for row in rows]
+                state.hidden += [hidden] * len(rows)
+                state.rows += rows
             if state.shares:
                 for at, (known, share) in enumerate(state.shares[: len(rows)]):
                     known.add(share, right=at < len(rows) - 1)
@@ -171,7 +181,8 @@ class ModelDraft:
             state.table.draft_len -= 1
         elif state.table.draft_len == end and state.last is not None and not self.eager:
             state.table.draft_len -= 1
-            state.hidden.insert(0, state.last)
+            state.hidden.insert(0, state.last[0])
+            state.rows.insert(0, state.last[1])
         return max(0, end - state.table.draft_len) if self._able(state, end) else 0
 
     # -- rows
@@ -196,7 +207,7 @@ class ModelDraft:
         lies behind its own rows is written again before anybody reads it. Behind these rows come
         those of so many `guesses`, but the last, where they are sampled by the same launch."""
         chain = Chain(self.model.kind, guesses) if guesses else None
-        tables, ids, states = list[PageTable](), list[int](), list[State]()
+        tables, ids, states, rows = list[PageTable](), list[int](), list[Tensor](), list[int]()
         lens, counts, kind = list[int](), [count for _, count in parts], self.model.extend
         for request, count in parts:
             state, more = self._state(request), max(0, width - count)
@@ -204,15 +215,14 @@ class ModelDraft:
             own = request.tokens[begin + self.ahead : begin + self.ahead + count]
             ids += own + own[-1:] * more
             if self.ahead:
-                taken = state.hidden[:count]
-                del state.hidden[:count]
-                state.last = taken[-1]
+                taken, those = state.take(count)
                 states += taken + taken[-1:] * more
+                rows += those + those[-1:] * more
             tables.append(state.table)
             lens.append(begin)
             state.table.draft_len = begin + count
         if self.model.states is not None:
-            fill(self.model.states, states)
+            fill(self.model.states, states, rows)
         if width:
             last = np.arange(len(parts)) * width + counts - 1
             shape = replace(uniform(len(parts), width), emit=ints(last))
@@ -335,8 +345,7 @@ class ModelDraft:
         for at, k in found.items():
             state, count = self._state(asks[at].request), missing[at]
             if self.ahead:
-                state.last = state.hidden[count - 1]
-                del state.hidden[:count]
+                state.take(count)
             state.table.draft_len += count
             trees[at] = early.tree(k, min(asks[at].steps, early.guesses))
         if list(found.values()) == list(range(len(early.requests))):
@@ -444,14 +453,14 @@ def ready(table: PageTable, groups: Sequence[int], kv_len: int) -> bool:
     return not table.pending and all(table.room(g) >= kv_len for g in groups)
 
 
-def fill(buffer: Tensor, rows: Sequence[State]) -> None:
+def fill(buffer: Tensor, states: Sequence[Tensor], rows: list[int]) -> None:
     """The target's states of a step's rows, where the model reads them."""
-    steps = list({id(states): states for states, _ in rows}.values())
-    every, index = steps[0], [row for _, row in rows]
+    steps = list({id(each): each for each in states}.values())
+    every, index = steps[0], rows
     if len(steps) > 1:
-        begins = accumulate(map(len, steps), initial=0)
-        begin = dict(zip(map(id, steps), begins, strict=False))
-        every, index = torch.cat(steps), [begin[id(states)] + row for states, row in rows]
+        begins = dict(zip(map(id, steps), accumulate(map(len, steps), initial=0), strict=False))
+        pairs = zip(states, rows, strict=True)
+        every, index = torch.cat(steps), [begins[id(each)] + row for each, row in pairs]
     copy_rows(buffer, every, np.array(index))
 
 
@@ -466,14 +475,15 @@ def copy_rows(buffer: Tensor, every: Tensor, index: NDArray[np.int64]) -> None:
 
 def compact(step: Tensor, states: Sequence[DraftState]) -> None:
     """The rows of a step that are still wanted get memory of their own: it need not stay."""
-    kept = [[each for each in (*s.hidden, s.last) if each and each[0] is step] for s in states]
-    rows = sorted({row for own in kept for _, row in own})
-    number, fewer = (
-        {row: i for i, row in enumerate(rows)},
-        step[sent(torch.tensor(rows), step.device)],
-    )
+    pairs = [pair for s in states for pair in (*zip(s.hidden, s.rows, strict=True), s.last) if pair]
+    kept = sorted({row for each, row in pairs if each is step})
+    number = {row: i for i, row in enumerate(kept)}
+    fewer = step[sent(torch.tensor(kept, dtype=torch.int64), step.device)]
     for s in states:
-        s.hidden = [(fewer, number[row]) if t is step else (t, row) for t, row in s.hidden]
+        s.rows = [
+            number[row] if t is step else row for t, row in zip(s.hidden, s.rows, strict=True)
+        ]
+        s.hidden = [fewer if each is step else each for each in s.hidden]
         if s.last and s.last[0] is step:
             s.last = fewer, number[s.last[1]]
 
