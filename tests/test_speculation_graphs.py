@@ -71,8 +71,8 @@ def recorded(tiny: Tiny, overlap: bool, monkeypatch: pytest.MonkeyPatch, **how: 
     engine.runner.buckets = Buckets.for_decoding(8, 64, 600, speculation.shape.widths)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
     target = engine.kinds[GENERATE]
-    for launch in drafting.launches(engine.config, target, engine.draft_model):
-        engine.runner.capture(launch.kind, print, *launch[1:])
+    for kind, *launch in drafting.launches(engine.config, target, engine.draft_model):
+        engine.runner.capture(kind, print, *launch)
     return engine
 
 

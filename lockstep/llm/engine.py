@@ -157,8 +157,8 @@ class Engine:
         self._settled: StepResult | None = None
         self._leaving: set[str] = set()
         if graphs and self.on_gpu and GENERATE in self.kinds:
-            for launch in drafts.launches(config, self.kinds[GENERATE], draft):
-                self.runner.capture(launch.kind, say, *launch[1:])
+            for kind, width, every, chain in drafts.launches(config, self.kinds[GENERATE], draft):
+                self.runner.capture(kind, say, width, every, chain)
 
     @property
     def busy(self) -> bool:

@@ -64,6 +64,12 @@ class DraftState:
         self.last = hidden[-1], rows[-1]
         return hidden, rows
 
+    def compact(self) -> None:
+        """What is left gets memory of its own: that of a long step need not stay."""
+        pairs = zip(self.hidden, self.rows, strict=True)
+        self.hidden = [step[row : row + 1].clone() for step, row in pairs]
+        self.rows, self.last = [0] * len(self.hidden), None
+
 
 class Chains(NamedTuple):
     """Of each of some requests `guesses`, made by one launch: guess i of request k, of `slots` with
@@ -134,7 +140,7 @@ class ModelDraft:
 
     def observe(self, settled: SettledStep) -> None:
         behind, hidden = dict[Request, int](), settled.hidden
-        most, due, sparse = max(LEAST, KEPT // max(1, len(settled.rows))), False, False
+        most, due = max(LEAST, KEPT // max(1, len(settled.rows))), False
         for request, begin, rows in settled.rows:
             state, end = self._state(request), begin + len(rows)
             table = state.table
@@ -148,14 +154,14 @@ class ModelDraft:
             # a head's last row waits for who asks: it says the first guess
             end, lazy = end - self.ahead, end > len(request.spec.prompt) and not self.eager
             missing = end - table.draft_len
-            sparse |= not lazy and len(rows) > SPARSE
             if missing >= (most // 2 if lazy else 1) and self._able(state, end):
                 behind[request] = end
                 due |= not lazy or missing >= most
         if due:  # then of all who will be soon
             self._catch_up(behind)
-        if hidden is not None and sparse:
-            compact(hidden, [self._state(each.request) for each in settled.rows])
+        for request, begin, rows in settled.rows:
+            if begin < len(request.spec.prompt) and len(rows) > SPARSE:
+                self._state(request).compact()
 
     def _state(self, request: Request) -> DraftState:
         """What is known of a request; nothing, if its table is another one by now."""
@@ -471,21 +477,6 @@ def copy_rows(buffer: Tensor, every: Tensor, index: NDArray[np.int64]) -> None:
     else:
         at = sent(torch.from_numpy(index), buffer.device)
         torch.index_select(every, 0, at, out=buffer[: len(index)])
-
-
-def compact(step: Tensor, states: Sequence[DraftState]) -> None:
-    """The rows of a step that are still wanted get memory of their own: it need not stay."""
-    pairs = [pair for s in states for pair in (*zip(s.hidden, s.rows, strict=True), s.last) if pair]
-    kept = sorted({row for each, row in pairs if each is step})
-    number = {row: i for i, row in enumerate(kept)}
-    fewer = step[sent(torch.tensor(kept, dtype=torch.int64), step.device)]
-    for s in states:
-        s.rows = [
-            number[row] if t is step else row for t, row in zip(s.hidden, s.rows, strict=True)
-        ]
-        s.hidden = [fewer if each is step else each for each in s.hidden]
-        if s.last and s.last[0] is step:
-            s.last = fewer, number[s.last[1]]
 
 
 def shape_of(counts: Sequence[int], trees: Sequence[tuple[int, ...]] = ()) -> BatchShape:

@@ -6,7 +6,6 @@ calls it when it is made.
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import NamedTuple
 
 from lockstep.attention.base import Backend
 from lockstep.attention.select import refusal
@@ -78,25 +77,18 @@ def load(
     return draft
 
 
-class Launches(NamedTuple):
-    """Steps that are recorded when an engine starts: `width` rows of each request, of which every
-    one is emitted, or the last, and what is guessed behind that."""
-
-    kind: StepKind
-    width: int = 1
-    every: bool = False
-    chain: Chain | None = None
+Launches = tuple[StepKind, int, bool, Chain | None]  # a kind, `width`, `every` and `chain`
 
 
 def launches(config: EngineConfig, target: StepKind, model: DraftModel | None) -> list[Launches]:
-    """Of the target, and of chains and what verifies them; those of trees when they come."""
-    found = [Launches(target)]
+    """Steps that are recorded when an engine starts, as `Runner.capture` takes them: those of the
+    target, of chains and of what verifies them. Those of trees are when they come."""
+    found: list[Launches] = [(target, 1, False, None)]
     if config.speculative_algorithm is not None and (shape := shape_of(config)).top_k == 1:
-        found += [Launches(target, n + 1, every=True) for n in shape.depths]
+        found += [(target, n + 1, True, None) for n in shape.depths]
         if model is not None:
             found += [
-                Launches(model.extend, shape.steps + n, chain=Chain(model.kind, n))
-                for n in shape.depths
+                (model.extend, shape.steps + n, False, Chain(model.kind, n)) for n in shape.depths
             ]
     return found
 
