@@ -38,6 +38,7 @@ class RowParams:
     floats: Tensor  # float64 [S, 3], on the host: temperature, top-p, ln of min-p
     ints: NDArray[np.int64]  # [3, S]: top-k (0: all), index, seed
     edits: NDArray[np.bool_]  # [S]: whether bias or penalties change the logits
+    plain: bool  # whether nothing ever changes the logits of any row
     cuts: bool  # whether top-k or top-p keep some tokens only, in any row
     logprob_rows: tuple[int, ...]  # rows that ask for log-probabilities
     top: int  # and of how many of the best at most
@@ -54,6 +55,7 @@ class RowParams:
             floats=floats.reshape(-1, FLOATS),
             ints=np.array([each.ints for each in numbers], np.int64).reshape(-1, 3).T,
             edits=np.array([each.edits for each in numbers], np.bool_),
+            plain=not any(each.edits for each in numbers) and not any(least),
             cuts=any(each.cuts for each in numbers),
             logprob_rows=tuple(tops),
             top=max(tops.values(), default=0),
