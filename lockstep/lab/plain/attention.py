@@ -61,7 +61,7 @@ def biased_attention(
     """Queries from x, keys and values from the other rows, of which a row `sees` some, or all."""
     rows = (x, keys_from, keys_from)
     parts = [linear(each, w, name, bias=True) for each, name in zip(rows, maps, strict=False)]
-    q, k, v = (part.unflatten(1, (heads, -1)) for part in parts)
+    q, k, v = (part.view(len(part), heads, -1) for part in parts)
     mixed = attend(q, k, v, sees, Scoring(q.shape[-1] ** -0.5))
     return linear(mixed, w, maps[-1], bias=True)
 
@@ -80,7 +80,7 @@ def grouped_attention(x: Tensor, config: Config, w: Weights, i: int) -> Tensor:
     kv_heads = config["num_key_value_heads"]
     counts = {"q_proj": config["num_attention_heads"], "k_proj": kv_heads, "v_proj": kv_heads}
     rows = {name: linear(x, w, name, bias or kind == "qwen2") for name in counts}
-    q, k, v = (rows[name].unflatten(1, (count, -1)) for name, count in counts.items())
+    q, k, v = (rows[name].view(len(x), count, -1) for name, count in counts.items())
     if kind in NORMED_HEADS:
         q, k = norm(q, config, w, "q_norm"), norm(k, config, w, "k_norm")
     width, ropes = q.shape[-1], config["rope_parameters"]
@@ -120,7 +120,7 @@ def queries(x: Tensor, config: Config, weights: Weights, turn: Rotation) -> Tens
         low = linear(x, weights, "q_a_proj", config["attention_bias"])
         low = rms_norm(low, weights["q_a_layernorm.weight"], LATENT_EPS)
         q = linear(low, weights, "q_b_proj", bias=False)
-    q = q.unflatten(1, (config["num_attention_heads"], -1))
+    q = q.view(len(x), config["num_attention_heads"], -1)
     nope, rope = q.tensor_split((config["qk_nope_head_dim"],), -1)
     return torch.cat((nope, rotate(rope, config, turn)), -1)
 
@@ -133,7 +133,7 @@ def keys_and_values(
     latent, shared = compressed.tensor_split((config["kv_lora_rank"],), -1)
     latent = rms_norm(latent, weights["kv_a_layernorm.weight"], LATENT_EPS)
     heads = config["num_attention_heads"]
-    expanded = linear(latent, weights, "kv_b_proj", bias=False).unflatten(1, (heads, -1))
+    expanded = linear(latent, weights, "kv_b_proj", bias=False).view(len(x), heads, -1)
     nope, v = expanded.tensor_split((config["qk_nope_head_dim"],), -1)
     shared = rotate(shared[:, None], config, turn).expand(-1, heads, -1)
     return torch.cat((nope, shared), -1), v
