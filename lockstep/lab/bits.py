@@ -337,7 +337,10 @@ def command(args: Namespace) -> int:
         names = names if args.model else ORACLE_SHAPES
     device = Device.of(args.device, args.dtype)
     jobs = [Job(name, every[name], device, sizes, tuple(paths)) for name in names]
-    found = {} if args.source is None else earlier(args.source, names)
+    found: dict[str, Found] = {}
+    if args.source is not None:  # the models of an earlier document that are not measured again
+        models = document.read(args.source, "lockstep lab bits", "models", "sizes")["models"]
+        found = {name: each for name, each in models.items() if name not in names}
     least = dict.fromkeys(LEAST, 0)
     if not args.small and not drafted:
         whole = len(names) + len(found) == len(every)
@@ -359,9 +362,3 @@ def command(args: Namespace) -> int:
     lines = document.text("bits.txt", doc=doc, paths=paths, ratio=ratio)
     document.publish(args, doc, lines)
     return int(bool(doc["faults"]))
-
-
-def earlier(where: str, names: Sequence[str]) -> dict[str, Found]:
-    """The models of an earlier document, without those that are measured again."""
-    doc = document.read(where, "lockstep lab bits", "models", "sizes")
-    return {name: each for name, each in doc["models"].items() if name not in names}
