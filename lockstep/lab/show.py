@@ -21,7 +21,7 @@ from lockstep.lab.oracle import Answer
 from lockstep.lab.properties import material, off
 from lockstep.lab.script import Act, Compute
 from lockstep.plan.build import build
-from lockstep.plan.step import Group, PagedGroup, StepPlan
+from lockstep.plan.step import Group, StepPlan
 from lockstep.sched.request import ScheduledStep
 from lockstep.types import Layout, RuleError
 
@@ -134,34 +134,22 @@ def engine_story(cell: Cell, options: RunOptions) -> list[dict[str, Any]]:
 
 
 def describe(plan: StepPlan, groups: tuple[int, ...], names: list[int]) -> dict[str, Any]:
-    """Every array of a plan, and each request's pages; `names` are the story's own numbers."""
+    """Every array of a plan; `names` are the story's own numbers of its requests."""
     told = []
     for g, group in zip(groups, plan.groups, strict=True):
-        spec, mine = group.spec, arrays(group)
-        if isinstance(group, PagedGroup):
-            mine["pages"] = _tables(group, names)
+        spec = group.spec
         kind = f"{spec.layout} {spec.heads}/{spec.kv_heads} heads of {spec.d_qk}, {spec.kv_dtype}"
         kind += f", window {spec.window}" if spec.window else ""
         kind += f", pages of {spec.page_size}" if spec.layout is not Layout.FRESH else ""
-        told.append({"group": g, "spec": kind, "arrays": mine})
-    sizes = {"real": vars(plan.real), "bucket": vars(plan.bucket)}
+        page = {"page_size": spec.page_size, "arrays": arrays(group)}
+        told.append({"group": g, "spec": kind, **page})
+    sizes = {"requests": names, "real": vars(plan.real), "bucket": vars(plan.bucket)}
     return {**sizes, "arrays": arrays(plan), "groups": told}
 
 
 def arrays(value: StepPlan | Group) -> dict[str, Any]:
     every = {f.name: getattr(value, f.name) for f in fields(value)}
     return {name: array.tolist() for name, array in every.items() if isinstance(array, np.ndarray)}
-
-
-def _tables(group: PagedGroup, names: list[int]) -> list[dict[str, Any]]:
-    out = []
-    for i, name in enumerate(names):
-        first, end = int(group.first_pos[i]), int(group.kv_lens[i])
-        ids = group.page_ids[group.page_indptr[i] : group.page_indptr[i + 1]].tolist()
-        held = -(-(end - first) // group.spec.page_size)
-        pages = {"ids": ids[:held], "scratch": ids[held:]}
-        out.append({"request": name, "first_pos": first, "kv_len": end, **pages})
-    return out
 
 
 def text(cell: Cell, steps: list[dict[str, Any]], only: int | None) -> str:
