@@ -17,7 +17,7 @@ import numpy as np
 from lockstep.kernels.cpu import elementary, lanes, loops, threads
 from lockstep.kernels.cpu.elementary import exp2, log2, tanh
 from lockstep.kernels.cpu.lanes import add, div, fma, load, maximum, mul, select, splat, store, sub
-from lockstep.kernels.cpu.loops import VECTOR_BYTES, scores, transposed, values, widened
+from lockstep.kernels.cpu.loops import FLOAT32, ROWS, VECTOR_BYTES, VECTORS
 from lockstep.kernels.cpu.threads import ENTRIES, address, claim, float32_at, int32_at, int64_at
 from lockstep.order import LANES
 from lockstep.plan.address import listed, paged
@@ -138,7 +138,7 @@ def stage_keys(job: Any, scratch: Any, reach: Any) -> None:
         scratch.k_at[key] = scratch.zeros
     for key in range(first, last, LANES):
         table, target = address(scratch.k_at) + 8 * key, scratch.keys + 4 * key
-        transposed(sizes.code, table, sizes.d_qk, target, stride)
+        loops.transposed(sizes.code, table, sizes.d_qk, target, stride)
 
 
 def stage_values(job: Any, scratch: Any, reach: Any) -> None:
@@ -146,7 +146,7 @@ def stage_values(job: Any, scratch: Any, reach: Any) -> None:
     sizes = job.sizes
     for key in range(reach[0], reach[1]):
         source, target = scratch.v_at[key], scratch.v + key * scratch.v_stride
-        widened(sizes.code, source, sizes.d_v, target)
+        loops.widened(sizes.code, source, sizes.d_v, target)
         scratch.v_at[key] = target
 
 
@@ -184,9 +184,9 @@ def online_softmax(job: Any, scratch: Any, row: Any) -> None:
 
 def width(left: Any) -> Any:
     """Vectors of the widest micro-kernel that fits."""
-    if left >= 4 and loops.VECTORS >= 4:
+    if left >= 4 and VECTORS >= 4:
         return 4
-    return 2 if left >= 2 and loops.VECTORS >= 2 else 1
+    return 2 if left >= 2 and VECTORS >= 2 else 1
 
 
 def score_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
@@ -196,7 +196,7 @@ def score_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
     while vector < vectors:
         wide = width(vectors - vector)
         at = VECTOR_BYTES * vector
-        scores(
+        loops.scores(
             rows, wide, q, scratch.q_stride, scratch.keys + at, stride, job.sizes.d_qk, s + at,
             scratch.p_stride,
         )  # fmt: skip
@@ -209,7 +209,7 @@ def add_values(scratch: Any, row: Any, rows: Any, reach: Any) -> None:
     p, acc = scratch.p + row * scratch.p_stride, scratch.acc + row * scratch.v_stride
     while column < scratch.v_stride:
         wide = width((scratch.v_stride - column) // VECTOR_BYTES)
-        values(
+        loops.values(
             rows, wide, p, scratch.p_stride, table, reach[0], reach[1], acc, scratch.v_stride,
             column, alpha,
         )  # fmt: skip
@@ -257,18 +257,18 @@ def tile_of(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: A
     locate(job, scratch, unit, begin, position, reach)
     stage_keys(job, scratch, reach)
     row_begin, row_end = (begin - unit.begin) * sizes.group, (end - unit.begin) * sizes.group
-    readable = sizes.code == loops.FLOAT32 and sizes.d_v % LANES == 0
-    if not readable or row_end - row_begin > loops.ROWS:
+    in_place = sizes.code == FLOAT32 and sizes.d_v % LANES == 0 and row_end - row_begin <= ROWS
+    if not in_place:
         stage_values(job, scratch, reach)
-    for row in range(row_begin, row_end, loops.ROWS):
-        rows = min(row_end - row, loops.ROWS)
+    for row in range(row_begin, row_end, ROWS):
+        rows = min(row_end - row, ROWS)
         first, last, same = group_span(scratch, row, rows)
         if first < last:
             score_rows(job, scratch, row, rows)
             online_softmax_rows(job, scratch, row, rows)
     checked, clean = False, True
-    for row in range(row_begin, row_end, loops.ROWS):
-        rows = min(row_end - row, loops.ROWS)
+    for row in range(row_begin, row_end, ROWS):
+        rows = min(row_end - row, ROWS)
         first, last, same = group_span(scratch, row, rows)
         if first < last:
             if not same and not checked:
@@ -324,7 +324,7 @@ def begin_unit(job: Any, scratch: Any, unit: Any) -> Any:
         for g in range(sizes.group):
             row = (token - unit.begin) * sizes.group + g
             source = job.q + 4 * sizes.d_qk * (token * sizes.heads + unit.head * sizes.group + g)
-            widened(loops.FLOAT32, source, sizes.d_qk, scratch.q + row * scratch.q_stride)
+            loops.widened(FLOAT32, source, sizes.d_qk, scratch.q + row * scratch.q_stride)
             scratch.m2[row], scratch.sum2[row] = -INF, ZERO
             for column in range(0, scratch.v_stride, VECTOR_BYTES):
                 store(scratch.total + row * scratch.v_stride + column, splat(ZERO))
