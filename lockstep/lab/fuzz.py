@@ -32,6 +32,7 @@ PARAMS = table("fuzz_requests.json")["params"]
 SWITCHES = ("padding", "buckets", "late settling")
 DRAFTS = (NGRAM, CHAIN, TREE, EAGLE, EAGLE3, EAGLE3_TREE)  # of half of all requests
 GUESSED = ("accepted_drafts", "rejected_drafts")  # in each hundred traces
+SHRINK = 200  # smaller traces that are tried
 RECORDED = 16  # buckets; on a GPU more are not captured ahead
 TRACE_S = 600.0  # a trace that takes longer, shrunk and all, has hung
 
@@ -134,14 +135,25 @@ def run(trace: Trace, mine: EngineHarness) -> Played:
 
 
 def shrunk(trace: Trace, mine: EngineHarness) -> Trace:
-    """As few arrivals and aborts as still fail: none of them can be left out."""
-    for i, order in enumerate(trace.orders):
-        before, after = trace.orders[:i], trace.orders[i + 1 :]
-        for orders in ((*before, *after), (*before, replace(order, abort=None), *after)):
-            less = replace(trace, orders=orders)
-            if orders != trace.orders and run(less, mine)[0]:
-                return shrunk(less, mine)
-    return trace
+    """The fewest arrivals and aborts that still fail, as far as they are found."""
+    from hypothesis import find, settings
+    from hypothesis import strategies as st
+    from hypothesis.errors import NoSuchExample
+
+    count = len(trace.orders)
+
+    def part(keep: list[bool]) -> Trace:
+        orders = []
+        for order, stays, aborts in zip(trace.orders, keep[:count], keep[count:], strict=True):
+            orders += [replace(order, abort=order.abort if aborts else None)] if stays else []
+        return replace(trace, orders=tuple(orders))
+
+    flags = st.lists(st.booleans(), min_size=2 * count, max_size=2 * count)
+    options = settings(max_examples=SHRINK, database=None, deadline=None)
+    try:
+        return part(find(flags, lambda keep: bool(run(part(keep), mine)[0]), settings=options))
+    except NoSuchExample:
+        return trace
 
 
 def command(args: Namespace) -> int:
