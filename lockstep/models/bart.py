@@ -52,8 +52,8 @@ class Bart(Model):
     def encoder_groups(self, page_size: int, kv_dtype: str) -> Grouped:
         """Of an encode step: the groups of the encoder's layers, fresh, and the cross group that is
         filled; the places of the encoder's attentions, then of the cross attentions."""
-        layers = [*(block.attn for block in self.encoder.blocks), *self._crosses]
-        return groups_of(layers, page_size, kv_dtype)
+        layers: list[Attention] = [block.attn for block in self.encoder.blocks]
+        return groups_of([*layers, *self._crosses], page_size, kv_dtype)
 
     @cached_property
     def _crosses(self) -> list[Cross]:
