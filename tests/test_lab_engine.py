@@ -160,8 +160,8 @@ def test_the_alphabet_has_a_text_for_every_token():
     assert len(Letters.TOKENS) == VOCAB and len(set(Letters.TOKENS)) == VOCAB
     letters = Letters()
     for text in ("the end", "é€😀"):
-        assert letters.decode(letters.encode(text, False, False), False) == text
-    assert letters.decode(letters.encode("😀", False, False)[:2], False) == "�"
+        assert letters.decode(letters.encode(text, False)) == text
+    assert letters.decode(letters.encode("😀", False)[:2]) == "�"
 
 
 def test_show_tells_the_steps_of_an_engine_and_what_was_found(capsys: pytest.CaptureFixture[str]):
