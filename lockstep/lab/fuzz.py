@@ -179,6 +179,7 @@ def command(args: Namespace) -> int:
         **{"device": asdict(device), "least_in_a_hundred": least},
         **{"first": args.first, "traces": args.traces, "differing": len(faults)},
         "faults": faults[:100],
+        "switches": {k: happened.pop(k) for k in sorted(happened) if k.startswith("with ")},
         "happened": dict(happened),
         "seconds": round(time.perf_counter() - begin, 1),
     }
