@@ -150,6 +150,8 @@ class Crew:
         tree.with_suffix(".jsonl").write_bytes(b"")
         process = self._context.Process(target=run, args=(job, tree))
         process.start()
+        if self._stopped:  # who stopped it may not have seen this one
+            process.kill()
         process.join(job.limit_s)
         late = process.is_alive()
         process.kill()
