@@ -13,7 +13,7 @@ import torch
 from lockstep.attention import select
 from lockstep.config import EngineConfig
 from lockstep.lab.speculative import CHAIN, EAGLE3, NGRAM, TREE, drafts
-from lockstep.lab.tiny import CONTEXT, DEEPSEEK, QWEN3, Tiny, parts, words
+from lockstep.lab.tiny import CONTEXT, DEEPSEEK, LLAMA, QWEN3, Tiny, parts, words
 from lockstep.llm import rows as launches
 from lockstep.llm.engine import Engine
 from lockstep.llm.output import Speculated
@@ -183,7 +183,7 @@ def test_the_next_chains_are_made_before_a_verify_is_settled_and_are_the_same(ho
     monkeypatch.setattr(launches, "on_host", torch.clone)
     found, used = [], []
     for early in (False, True):
-        engine = recorded(QWEN3, True, monkeypatch, **how)
+        engine = recorded(LLAMA, True, monkeypatch, **how)
         draft = engine.speculation.draft
         if not early:
             draft.launched = lambda *_: None
