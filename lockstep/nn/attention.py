@@ -101,13 +101,19 @@ class Dense:
     layout: Layout = Layout.DENSE
 
     def __call__(self, x: Tensor, cos_sin: CosSins, step: AttentionContext) -> Tensor:
+        return self.out(step.attend(self.index, *self._projected(x, cos_sin)))
+
+    def store(self, x: Tensor, cos_sin: CosSins, step: AttentionContext) -> None:
+        """The keys of rows whose attention nobody wants."""
+        _, k, v = self._projected(x, cos_sin)
+        step.store(self.index, k, v)
+
+    def _projected(self, x: Tensor, cos_sin: CosSins) -> Sequence[Tensor]:
         s, qkv = self.spec, self.qkv(x)
         if s.rope is None:
             counts = [s.heads, s.kv_heads, s.kv_heads]
-            q, k, v = qkv.view(len(x), sum(counts), s.head_dim).split_with_sizes(counts, 1)
-        else:
-            q, k, v = self.ops.qk_norm_rope(qkv, self._heads, self.qk_norm, cos_sin[s.rope])
-        return self.out(step.attend(self.index, q, k, v))
+            return qkv.view(len(x), sum(counts), s.head_dim).split_with_sizes(counts, 1)
+        return self.ops.qk_norm_rope(qkv, self._heads, self.qk_norm, cos_sin[s.rope])
 
     @cached_property
     def _heads(self) -> Heads:

@@ -82,6 +82,7 @@ class DraftModel(Protocol):
 
     kind, extend   of its steps (run.kind.DRAFTS): guesses, and rows whose tokens are there. Groups
                    are numbered from `setup.first_group` on
+    follow         the same as `extend`, where the keys alone are wanted
     target_layers  layers of the target whose residual streams it reads, or () for a model that sees
                    tokens alone. Where there are some, it looks one token ahead: its row at position
                    p is of the target's states at p and of token p + 1, and predicts token p + 2
@@ -94,6 +95,8 @@ class DraftModel(Protocol):
     def kind(self) -> StepKind: ...
     @property
     def extend(self) -> StepKind: ...
+    @property
+    def follow(self) -> StepKind: ...
     @property
     def target_layers(self) -> tuple[int, ...]: ...
     @property

@@ -21,6 +21,7 @@ class SeparateModel:
 
     kind: StepKind
     extend: StepKind
+    follow: StepKind
     target_layers: tuple[int, ...] = ()
     hidden: Tensor | None = None
     states: Tensor | None = None
@@ -46,4 +47,4 @@ def of(loaded: Loaded, setup: DraftSetup) -> SeparateModel:
     page_size, kv_dtype = setup.config.page_size, setup.config.kv_cache_dtype
     kinds = kinds_of(model, info, page_size, kv_dtype, setup.first_group)
     kind, extend = [replace(kinds[GENERATE], name=name) for name in DRAFTS]
-    return SeparateModel(kind, extend)
+    return SeparateModel(kind, extend, follow=extend)

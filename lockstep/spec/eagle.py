@@ -93,6 +93,10 @@ class Head(Model):
         `hidden`."""
 
     @abstractmethod
+    def joined(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """What the layer's attention reads."""
+
+    @abstractmethod
     def rows(
         self, hidden: Tensor, embedded: Tensor, cos_sin: CosSins, step: AttentionContext
     ) -> tuple[Tensor, Tensor]:
@@ -111,6 +115,13 @@ class Head(Model):
         """The same where the target has been."""
         hidden = self.fuse(self.states[: len(ids)])
         return self.rows(hidden, self.embedding(ids), self.cos_sin(positions), step)
+
+    def stored(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
+        """The keys alone of such rows: with one layer they do not depend on what it says."""
+        hidden = self.fuse(self.states[: len(ids)])
+        both = self.joined(hidden, self.embedding(ids))
+        self.attn.store(both, self.cos_sin(positions), step)
+        return hidden
 
     def __call__(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
         return self.drafted(ids, positions, step, ())[0]
@@ -132,6 +143,10 @@ class Head(Model):
     def extend(self) -> StepKind:
         return replace(self.kind, name=EXTEND, forward=self.extended)
 
+    @cached_property
+    def follow(self) -> StepKind:
+        return replace(self.kind, name=EXTEND, forward=self.stored, hidden_layers=())
+
     @property
     def target_layers(self) -> tuple[int, ...]:
         return self.spec.fused
@@ -150,10 +165,13 @@ class Eagle(Head):
     def fuse(self, states: Tensor) -> Tensor:
         return self.target.norm(states)
 
+    def joined(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        return self.fc(torch.cat((embedded, hidden), -1))
+
     def rows(
         self, hidden: Tensor, embedded: Tensor, cos_sin: CosSins, step: AttentionContext
     ) -> tuple[Tensor, Tensor]:
-        residual = self.fc(torch.cat((embedded, hidden), -1))
+        residual = self.joined(hidden, embedded)
         hidden, residual = self.mlp_norm.add(self.attn(residual, cos_sin, step), residual)
         hidden = self.mlp(hidden) + residual
         return hidden, hidden

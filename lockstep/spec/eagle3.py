@@ -37,10 +37,13 @@ class Eagle3(Head):
     def fuse(self, states: Tensor) -> Tensor:
         return self.fc(states)
 
+    def joined(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        return torch.cat((self.input_norm(embedded), self.hidden_norm(hidden)), -1)
+
     def rows(
         self, hidden: Tensor, embedded: Tensor, cos_sin: CosSins, step: AttentionContext
     ) -> tuple[Tensor, Tensor]:
-        both = torch.cat((self.input_norm(embedded), self.hidden_norm(hidden)), -1)
+        both = self.joined(hidden, embedded)
         hidden, residual = self.mlp_norm.add(self.attn(both, cos_sin, step), hidden)
         return self.norm.add(self.mlp(hidden), residual)
 

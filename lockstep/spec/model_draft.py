@@ -208,13 +208,14 @@ class ModelDraft:
         width: int = 0,
         how: Settings | None = None,
         guesses: int = 0,
+        kind: StepKind | None = None,
     ) -> StepOutput:
         """The next rows of some requests, so many of each. With a `width` all have as many: what
         lies behind its own rows is written again before anybody reads it. Behind these rows come
         those of so many `guesses`, but the last, where they are sampled by the same launch."""
         chain = Chain(self.model.kind, guesses) if guesses else None
         tables, ids, states, rows = list[PageTable](), list[int](), list[Tensor](), list[int]()
-        lens, counts, kind = list[int](), [count for _, count in parts], self.model.extend
+        lens, counts, kind = list[int](), [count for _, count in parts], kind or self.model.extend
         for request, count in parts:
             state, more = self._state(request), max(0, width - count)
             begin = state.table.draft_len
@@ -250,7 +251,7 @@ class ModelDraft:
                 if room:
                     parts.append((request, min(count, room)))
                     room -= parts[-1][1]
-            self._extend(parts)
+            self._extend(parts, kind=self.model.follow)
             for request, count in parts:
                 missing[request] -= count
             missing = {request: count for request, count in missing.items() if count > 0}

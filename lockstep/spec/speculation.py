@@ -135,7 +135,7 @@ class Speculation:
         """Who is to have a draft next waits until his token has its value. Whether all of them do,
         so that nothing is gained by settling the step late."""
         self._begins.append((step.number, self._begun))
-        if self._all_rest(step.number):
+        if self._all_rest(step.number) or not self._measured(len(step.batch.rows)):
             return False
         alone = True
         for rows in step.batch.rows:
@@ -259,6 +259,11 @@ class Speculation:
     def _all_rest(self, settled: int) -> bool:
         """Whether nobody is asked for, of those that guess in the same launch."""
         return self.adaptive and self.runner.even and self._acceptance.resting(settled)
+
+    def _measured(self, requests: int) -> bool:
+        """Whether it is known what plain steps of so many take, settled late as they will be."""
+        apart = not self.adaptive or not self.runner.even
+        return apart or self.costs[rounded(requests)].plain.known
 
     def _rests(self, request: Request, settled: int) -> bool:
         """Whether it is not asked for when so many steps are settled, by its own acceptance."""
