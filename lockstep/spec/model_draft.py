@@ -336,26 +336,21 @@ class ModelDraft:
     def _taken(
         self, early: Chains, asks: Sequence[DraftRequest], missing: Sequence[int]
     ) -> list[DraftTree] | None:
-        """The chains that were made early, if half of those that ask have one, behind as many keys
-        as there are; the others wait for the next."""
-        numbers = {request: k for k, request in enumerate(early.requests)}
-        found: dict[int, int] = {}
-        for at, (ask, count) in enumerate(zip(asks, missing, strict=True)):
+        """The chains that were made early, if all who ask have one, behind their last tokens."""
+        numbers, trees = {request: k for k, request in enumerate(early.requests)}, list[DraftTree]()
+        for ask, count in zip(asks, missing, strict=True):
             k, table = numbers.get(ask.request), ask.request.table
             if k is None or table is not early.tables[k] or table.draft_len != early.lens[k]:
-                continue
-            if 0 < count <= early.guesses + 1:
-                found[at] = k
-        if 2 * len(found) < len(asks):
-            return None
-        trees = [NO_DRAFT] * len(asks)
-        for at, k in found.items():
-            state, count = self._state(asks[at].request), missing[at]
+                return None
+            if not 0 < count <= early.guesses + 1:
+                return None
+            trees.append(early.tree(k, min(ask.steps, early.guesses)))
+        for ask, count in zip(asks, missing, strict=True):
+            state = self._state(ask.request)
             if self.ahead:
                 state.take(count)
             state.table.draft_len += count
-            trees[at] = early.tree(k, min(asks[at].steps, early.guesses))
-        if list(found.values()) == list(range(len(early.requests))):
+        if len(asks) == len(early.requests):
             self._made = early
         return trees
 
