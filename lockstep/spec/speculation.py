@@ -175,7 +175,9 @@ class Speculation:
             nodes: Sequence[int] = range(rows.new_len)
             if rows.parents is not None:
                 nodes = accepted.sample(at).nodes
-                deepest = deepest_node(rows) - rows.request.pads
+                deepest = rows.new_len - 1 - rows.request.pads
+                if not rows.chain:
+                    deepest = max(map(len, paths(rows.parents, rows.new_len))) - 1
                 if deepest > 0:
                     right = min(deepest, max(len(nodes) - 1, 0))
                     drafts.append((1, deepest, min(deepest, len(nodes)), right))
@@ -253,7 +255,12 @@ class Speculation:
         acceptance.rests(settled)
         self._acceptance.rest = acceptance.rest
         self._acceptance.rests_until = acceptance.rests_until
-        self._note(acceptance)
+        if self._say is not None:  # once
+            self._say(
+                f"speculation: guesses are right too seldom ({acceptance.rate:.0%}) to pay for "
+                f"their rows; decoding plainly, with a try every {REST} to {LONGEST_REST} steps"
+            )
+            self._say = None
         return 0
 
     def _all_rest(self, settled: int) -> bool:
@@ -287,22 +294,6 @@ class Speculation:
         if acceptance is None:
             acceptance = self._acceptances[request] = self._acceptance.other()
         return acceptance
-
-    def _note(self, acceptance: Acceptance) -> None:
-        """Said once."""
-        if self._say is not None:
-            self._say(
-                f"speculation: guesses are right too seldom ({acceptance.rate:.0%}) to pay for "
-                f"their rows; decoding plainly, with a try every {REST} to {LONGEST_REST} steps"
-            )
-            self._say = None
-
-
-def deepest_node(rows: ScheduledRows) -> int:
-    """Guesses on the longest path of a draft."""
-    if rows.chain:
-        return rows.new_len - 1
-    return max(map(len, paths(rows.parents or (), rows.new_len))) - 1
 
 
 def evened(
