@@ -95,7 +95,8 @@ def truth(compute: Callable[[], Tensor], device: Device = CPU, cache_dtype: str 
             ranking = scores.sort(-1, descending=True).values
             close = ranking[:, k - 1] - ranking[:, k] <= 2 * off
             decided = min([decided, *close.nonzero().flatten().tolist()])
-    return Truth(values, float((moved - values).abs().max()) * scale, decided)
+    moves = (moved - values)[:decided].abs()  # of rows that are judged: others may move far
+    return Truth(values, float(moves.max()) * scale if len(moves) else 0.0, decided)
 
 
 @dataclass
