@@ -112,10 +112,10 @@ class Backend(base.Backend):
 
     def bind(self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: Hashable) -> Handle:
         """What the kernel finds in the image."""
-        *pages, page_size = base.addresses(spec, views)
+        page_ids, page_indptr, first_pos, page_size = base.addresses(spec, views)
         rows, derived = bucket.tokens, views.derived
         seen = (derived[:rows], derived[rows : 2 * rows], derived[2 * rows :].reshape(-1, 3))
-        table = Table(*pages, *base.lists(spec, views), *seen)
+        table = Table(page_ids, page_indptr, first_pos, *base.lists(spec, views), *seen)
         return Handle(
             spec=spec,
             table=table,

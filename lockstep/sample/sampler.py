@@ -70,9 +70,9 @@ class RowBatch(NamedTuple):
     token_ids: Mapping[int, NDArray[np.int32]]
 
     @classmethod
-    def of(cls, rows: Self | Sequence[Row]) -> Self:
+    def of(cls, rows: "RowBatch | Sequence[Row]") -> "RowBatch":
         """From one value per row."""
-        if isinstance(rows, cls):
+        if isinstance(rows, RowBatch):
             return rows
         how = RowParams.of([row.params for row in rows], [row.prompt_len for row in rows])
         positions = np.array([row.position for row in rows], np.int64)
@@ -158,6 +158,8 @@ def log_probs(ops: Ops, logits: Tensor, token_ids: Tensor, k: int = 0) -> Logpro
 def changes(batch: RowBatch) -> list[int]:
     """The rows to whose logits anything is done before the choice."""
     how = batch.how
+    if how.plain:
+        return []
     early = batch.positions - how.prompt_lens < how.min_tokens
     rows: list[int] = np.flatnonzero(how.edits | early).tolist()
     return rows
