@@ -3,91 +3,64 @@ sm_90, warp-specialised, in the order of its twin `attend.py`. One CTA per multi
 items; two warpgroups share a block, each half of a tile's keys and half of the value columns. Tiles
 of 64, pages of 16 to 64 keys; no cap, no tree."""
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia import hopper as nv
 
-from lockstep.kernels.triton.hopper import (
-    Splits,
-    blank_page,
-    fetch_pages,
-    fold,
-    log2_units,
-    make_ring,
-    sum_on,
-    weights,
-)
-from lockstep.kernels.triton.hopper_items import (
-    Output,
-    all_seen,
-    deliver,
-    load_item,
-    row_ends,
-    store_queries,
-    visible,
-)
+from lockstep.kernels.triton import hopper
+from lockstep.kernels.triton.parts import INTEGERS, Output, Splits, seen_by, split_begin
+from lockstep.kernels.triton.softmax import add_up, beside, fold, log2_units, weigh
 
-RUNTIME = (
-    "heads", "kv_heads", "window", "causal", "work", "state_row", "q_token8", "q_head8",
-    "count0", "len0", "count1", "len1", "len2", "outside",
-)  # fmt: skip
 ROWS, TILE, D, REST = gl.constexpr(64), gl.constexpr(64), gl.constexpr(512), gl.constexpr(64)
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
 VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
+# the consumer's shared memory: queries, weights, and the ring; the other 64 columns beside each
+Room = namedtuple("Room", "q q_rest w ring rest")
 
 
 @gluon.jit
-def producer(desc, ring, rest_pages, splits, items, page_ids, work, outside, PAGE: gl.constexpr):
+def producer(desc, ring, rest_pages, splits, items, page_ids, work, outside):
     """Every tile of every item: 512 columns, and the other 64."""
     g = 0
     for n in range(gl.program_id(0), work, gl.num_programs(0)):
-        it = load_item(items, n, splits, TILE)
-        first = it.lo // PAGE
-        last = (it.hi + PAGE - 1) // PAGE - 1
+        it = hopper.load_item(items, n, splits, TILE)
+        pages = hopper.pages_of(it, page_ids, outside, ring.pages.shape[1])
         for tile in range(it.begin, it.end):
-            full = ring.claim(g, TILE * (D + REST) * 2)
-            stage = g % ring.stages
-            fetch_pages(
-                desc, ring.pages, full, stage, page_ids, it.entry, tile, first, last, 0, outside,
-                D, TILE, PAGE,
-            )  # fmt: skip
-            fetch_pages(
-                desc, rest_pages, full, stage, page_ids, it.entry, tile, first, last, D, outside,
-                REST, TILE, PAGE,
-            )  # fmt: skip
+            full = hopper.claim(ring, g, TILE * (D + REST) * 2)
+            stage = g % 2
+            hopper.copy_pages(desc, ring.pages, full, stage, pages, tile, 0, D, TILE)
+            hopper.copy_pages(desc, rest_pages, full, stage, pages, tile, D, REST, TILE)
             g += 1
 
 
 @gluon.jit
-def attend_split(
-    q, q_rest, w_room, ring, rest, c, g, begin, end, seen, lo, hi, hi_all, PAGE: gl.constexpr
-):
+def attend_split(room, c, g, begin, end, seen, hi_all):
     """Tiles [begin, end), the first in ring place g. Returns maximum in log2 units, sum and
     values."""
-    m = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+    ring = room.ring
+    m = gl.full_like(seen.lo, float("-inf"), dtype=gl.float32)
     l = gl.zeros_like(m)
     o = gl.zeros([ROWS, D], gl.float32, layout=VALUES)
     for tile in range(begin, end):
         i = g + tile - begin
         zero = gl.zeros([ROWS, TILE], gl.float32, layout=SCORES)
-        ring.wait(i)
-        s = warpgroup_mma(q, ring.tile(i).permute([1, 0]), zero, use_acc=False, is_async=True)
-        k = rest.index(i % ring.stages).permute([1, 0])
-        s = warpgroup_mma_wait(0, deps=[warpgroup_mma(q_rest, k, s, is_async=True)])
-        w, alpha, m = weights(visible(s, tile, seen, lo, hi, TILE), m, c, True)
-        w_room.store(w.to(w_room.dtype))
-        fence_async_shared()
-        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, VALUES))[:, None]
-        if (tile * TILE + TILE > hi_all) & (hi_all % PAGE != 0):
-            blank_page(ring, i, hi_all - tile * TILE, TILE, D, PAGE, 8)
-        o = warpgroup_mma(w_room, ring.tile(i), o, is_async=True)
-        l = sum_on(l, alpha, w)
-        o = warpgroup_mma_wait(0, deps=[o])
-        ring.release(i)
+        hopper.wait(ring, i)
+        k = hopper.tile_at(ring, i).permute([1, 0])
+        s = nv.warpgroup_mma(room.q, k, zero, use_acc=False, is_async=True)
+        k = room.rest.index(i % 2).permute([1, 0])
+        s = nv.warpgroup_mma_wait(0, deps=[nv.warpgroup_mma(room.q_rest, k, s, is_async=True)])
+        w, alpha, m = weigh(hopper.visible(s, tile, seen), m, c, True)
+        room.w.store(w.to(room.w.dtype))
+        nv.fence_async_shared()
+        o = o * beside(alpha, o)[:, None]
+        if (tile * TILE + TILE > hi_all) & (hi_all % ring.pages.shape[1] != 0):
+            hopper.blank_page(ring, i, hi_all - tile * TILE)
+        o = nv.warpgroup_mma(room.w, hopper.tile_at(ring, i), o, is_async=True)
+        l = add_up(l, alpha, w)
+        o = nv.warpgroup_mma_wait(0, deps=[o])
+        hopper.release(ring, i)
     return log2_units(m, c), l, o
 
 
@@ -107,12 +80,10 @@ def unpacked(x):
 
 
 @gluon.jit
-def attend_item(
-    q, q_rest, w_room, ring, rest, state, splits, it, c, g, seen, lo, hi, PAGE: gl.constexpr
-):
+def attend_item(room, state, splits, it, c, g, seen):
     """The item's splits, folded as they go; between splits the values lie in `state`, where every
     thread reads what it wrote itself."""
-    M = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+    M = gl.full_like(seen.lo, float("-inf"), dtype=gl.float32)
     L = gl.zeros_like(M)
     o = gl.zeros([ROWS, D], gl.float32, layout=VALUES)
     PACKED: gl.constexpr = packed(o).type.layout
@@ -121,11 +92,8 @@ def attend_item(
     begin = it.begin
     split = it.split
     while begin < it.end:
-        end = gl.minimum(splits.end(split), it.end)
-        m, l, o = attend_split(
-            q, q_rest, w_room, ring, rest, c, g + begin - it.begin, begin, end, seen, lo, hi, it.hi,
-            PAGE,
-        )  # fmt: skip
+        end = gl.minimum(split_begin(split + 1, splits), it.end)
+        m, l, o = attend_split(room, c, g + begin - it.begin, begin, end, seen, it.hi)
         if begin > it.begin:
             M, L, o = fold(M, L, unpacked(gl.load(own)), m, l, o)
         else:
@@ -140,27 +108,23 @@ def attend_item(
 
 @gluon.jit
 def consumer(
-    q, q_room, rest_room, w_room, ring, rest, splits, to, items, positions, c, window, causal, work,
-    state_row, q_token8, q_head8, PAGE: gl.constexpr,
-):  # fmt: skip
+    q, room, splits, to, items, positions, c, window, causal, work, state_row, q_token8, q_head8
+):
     """Scores, weights and values of every item."""
     g = 0
     state = to.part_acc + (state_row + gl.program_id(0) * ROWS).to(gl.int64) * D
     for n in range(gl.program_id(0), work, gl.num_programs(0)):
-        it = load_item(items, n, splits, TILE)
-        store_queries(q_room, q, it, to.heads, 0, q_token8, q_head8, 0, ROWS, D, 8)
-        store_queries(rest_room, q, it, to.heads, 0, q_token8, q_head8, D, ROWS, REST, 8)
-        hi = row_ends(positions, it, to.heads, causal, ROWS, gl.SliceLayout(1, SCORES))
-        seen = all_seen(positions, it, to.heads, window, causal)
-        lo = gl.maximum(hi - window, 0)
-        M, L, A = attend_item(
-            q_room, rest_room, w_room, ring, rest, state, splits, it, c, g, seen, lo, hi, PAGE
-        )
+        it = hopper.load_item(items, n, splits, TILE)
+        hopper.store_queries(room.q, q, it, to.heads, 0, q_token8, q_head8, 0)
+        hopper.store_queries(room.q_rest, q, it, to.heads, 0, q_token8, q_head8, D)
+        r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+        seen = seen_by(positions, it, to.heads, window, causal, r)
+        M, L, A = attend_item(room, state, splits, it, c, g, seen)
         g += gl.maximum(it.end - it.begin, 0)
-        deliver(to, it, M, L, A, ROWS, D, 8, 4)
+        hopper.deliver(to, it, M, L, A, r, 4)
 
 
-@gluon.jit(do_not_specialize=RUNTIME)
+@gluon.jit(do_not_specialize=INTEGERS)
 def latent_kernel(
     q, k_desc, out, lse, sinks2, items, positions, page_ids, part_ml, part_acc, counters,
     c, v_scale, heads, kv_heads, window, causal, work, state_row, q_token8, q_head8,
@@ -168,19 +132,19 @@ def latent_kernel(
 ):  # fmt: skip
     """Shared memory, barriers, and who does what. Split lengths come in tiles; `outside` is a row
     no tensor has; rows of the scratch from `state_row` on are the programs' own, 64 each."""
-    WIDE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     dtype: gl.constexpr = k_desc.dtype
-    q_room = gl.allocate_shared_memory(dtype, [ROWS, D], WIDE)
-    rest_room = gl.allocate_shared_memory(dtype, [ROWS, REST], WIDE)
-    w_room = gl.allocate_shared_memory(dtype, [ROWS, TILE], WIDE)
-    ring = make_ring(dtype, D, TILE, 2, PAGE, 1)
-    rest_pages = gl.allocate_shared_memory(dtype, [2 * (TILE // PAGE), PAGE, REST], WIDE)
-    rest = rest_pages._reinterpret(dtype, [2, TILE, REST], WIDE)
-    fence_async_shared()
+    q_room = gl.allocate_shared_memory(dtype, [ROWS, D], hopper.WIDE)
+    rest_room = gl.allocate_shared_memory(dtype, [ROWS, REST], hopper.WIDE)
+    w_room = gl.allocate_shared_memory(dtype, [ROWS, TILE], hopper.WIDE)
+    ring = hopper.make_ring(dtype, D, TILE, 2, PAGE, 1)
+    rest_pages = gl.allocate_shared_memory(dtype, [2 * (TILE // PAGE), PAGE, REST], hopper.WIDE)
+    rest = rest_pages._reinterpret(dtype, [2, TILE, REST], hopper.WIDE)
+    nv.fence_async_shared()
+    room = Room(q_room, rest_room, w_room, ring, rest)
     splits = Splits(count0, len0, count1, len1, len2)
     to = Output(out, lse, sinks2, part_ml, part_acc, counters, v_scale, heads, kv_heads)
     gl.warp_specialize([
-        (consumer, (q, q_room, rest_room, w_room, ring, rest, splits, to, items, positions, c,
-                    window, causal, work, state_row, q_token8, q_head8, PAGE)),
-        (producer, (k_desc, ring, rest_pages, splits, items, page_ids, work, outside, PAGE)),
+        (consumer, (q, room, splits, to, items, positions, c, window, causal, work, state_row,
+                    q_token8, q_head8)),
+        (producer, (k_desc, ring, rest_pages, splits, items, page_ids, work, outside)),
     ], [1], [40])  # fmt: skip
