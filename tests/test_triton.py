@@ -136,9 +136,10 @@ def test_items_cover_every_row_and_every_visible_split_once():
     lo = np.maximum(hi - 600, 0)
     rows = Rows(q_indptr, lo, hi, hi, np.zeros(4, np.int32))
     splits = Splits(2, 512, 0, 1024, 1024)
-    made = items(rows, np.arange(4), 4, 16, splits, np.array([True, True, True, False]))
+    split_up = np.array([True, True, True, False])
+    table, part_rows, _ = items(rows, np.arange(4), 4, 16, splits, split_up)
     seen, whole = {}, 0
-    for item in made.table.tolist():
+    for item in table.tolist():
         _, begin, end, low, high, split, split_end, _, nth, parts, counter, _ = item
         assert splits.begin(split) < high and splits.begin(split_end) > low
         if begin == 40 * 4:  # the request that is not cut
@@ -152,7 +153,7 @@ def test_items_cover_every_row_and_every_visible_split_once():
     covered = sorted(row for begin, end, _, _ in seen for row in range(begin, end))
     assert covered == list(range(41 * 4))
     cut = [key for key in seen if key[0] < 40 * 4]
-    assert made.part_rows == sum((end - begin) * parts for begin, end, parts, _ in cut)
+    assert part_rows == sum((end - begin) * parts for begin, end, parts, _ in cut)
 
 
 def decodes(*keys: int) -> Rows:

@@ -139,11 +139,10 @@ class Case:
         device, work = torch.device("cuda"), []
         for tuning, requests, parts in chosen:
             group = 1 if tuning.kernel == "prefill" else self.heads // self.kv_heads
-            made = items.items(self.rows, requests, group, tuning.rows, order.splits, parts)
-            sizes = made.part_rows * self.kv_heads, made.counters * self.kv_heads, self.d_v
-            work.append(
-                (torch.from_numpy(made.table).cuda(), launch.scratch(*sizes, device), tuning)
-            )
+            size = (group, tuning.rows)
+            table, *rows = items.items(self.rows, requests, *size, order.splits, parts)
+            room = launch.scratch(*(n * self.kv_heads for n in rows), self.d_v, device)
+            work.append((torch.from_numpy(table).cuda(), room, tuning))
         call = Call(
             q=self.q,
             keys=(self.k, self.v),

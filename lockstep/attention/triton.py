@@ -2,10 +2,7 @@
 class. `lower` cuts a step into items, whose tables lie in its image; `attend` launches. Triton
 itself is imported by the first launch."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -17,6 +14,7 @@ from torch import Tensor
 from lockstep import order
 from lockstep.attention import base
 from lockstep.kernels.triton import items, launch, tuning
+from lockstep.kernels.triton.items import ITEM
 from lockstep.kernels.triton.launch import Addresses, Call, Scoring, Scratch, Shape, Tuning
 from lockstep.kv.pool import Keys, widened
 from lockstep.plan.bucket import power
@@ -41,7 +39,6 @@ CAPS = base.Caps(
     order="canonical",
     invariances=base.INVARIANCES - {"threads"},
 )
-ITEM = 12  # int32 per item (kernels/triton/attend.py)
 WIDEST = 16  # rows of every request, from which on a step is a prefill like any other
 EXTRAS = (0, 16, 64, 256)  # items beyond one per block, where every request has a few rows
 LONGEST = 8  # splits of a request that launches are recorded ahead for
@@ -91,19 +88,16 @@ class Backend:
         chosen = order.attention_order(order.SM90, spec.d_qk, spec.d_v)
         rows, tree = seen_rows(plan, group), has_trees(spec, plan.bucket)
         launches, at = [], 0
+        views.derived.reshape(-1, ITEM)[:] = NOBODY
         for shape, requests, parts in tuning.choose(spec, rows, on_card(), tree, chosen):
             size = (tuning.group_of(spec, shape), shape.rows)
-            made = items.items(rows, requests, *size, chosen.splits, parts)
-            one = Launch(shape, len(made.table), made.part_rows, made.counters)
+            table, *room = items.items(rows, requests, *size, chosen.splits, parts)
+            one = Launch(shape, len(table), *room)
             if few_rows(plan.bucket):
                 one = rounded(one, spec.group_size * plan.bucket.width)
-            table = views.derived[at:].reshape(-1, ITEM)
-            table[: len(made.table)] = made.table
-            table[len(made.table) :] = NOBODY
+            views.derived[at : at + table.size] = table.ravel()
             at += ITEM * one.items
             launches.append(one)
-        if not launches:
-            views.derived[:] = 0
         return tuple(launches)
 
     def wider(
@@ -126,16 +120,27 @@ class Backend:
         self, spec: GroupSpec, bucket: Bucket, views: PlanArrays, variant: tuple[Launch, ...]
     ) -> Handle:
         """The image's arrays as the kernels take them, and scratch."""
-        derived, tables, at = torch.as_tensor(views.derived), [], 0
-        for one in variant:
-            tables.append(derived[at : at + ITEM * one.items].view(-1, ITEM))
-            at += ITEM * one.items
+        derived = torch.as_tensor(views.derived)
+        sizes = [one.items for one in variant]
+        tables = torch.split(derived.view(-1, ITEM)[: sum(sizes)], sizes)
+        page_ids, _, _, page_size = base.addresses(spec, views)
+        start, tail_indptr, tail_slots = map(torch.as_tensor, base.lists(spec, views))
+        part_rows = max((one.part_rows for one in variant), default=0) * spec.kv_heads
+        counters = max((one.counters for one in variant), default=0) * spec.kv_heads
+        d_v = order.stored_len(spec.d_v)
         return Handle(
             spec=spec,
             order=order.attention_order(order.SM90, spec.d_qk, spec.d_v),
-            addresses=addresses(spec, views),
+            addresses=Addresses(
+                positions=torch.as_tensor(views.positions),
+                start=start,
+                tail_indptr=tail_indptr,
+                tail_slots=tail_slots,
+                page_ids=torch.as_tensor(page_ids),
+                page_size=page_size,
+            ),
             launches=tuple(zip(variant, tables, strict=True)),
-            scratch=scratch_for(variant, spec, derived.device),
+            scratch=launch.scratch(part_rows, counters, d_v, derived.device),
             tree=has_trees(spec, bucket),
             scoring={
                 attn: scoring(attn, spec.heads, spec.window, spec.causal, derived.device)
@@ -189,7 +194,8 @@ def seen_rows(plan: StepPlan, group: Group) -> items.Rows:
     lo, hi = base.visible(plan, group)
     if isinstance(group, FreshGroup):
         return items.Rows(plan.q_indptr, lo, hi, hi, plan.q_indptr[:-1])
-    entries = items.page_entries(group.page_indptr, group.first_pos, group.spec.page_size)
+    first_pages = group.first_pos // group.spec.page_size
+    entries = np.asarray(group.page_indptr[: len(first_pages)] - first_pages, np.int32)
     return items.Rows(plan.q_indptr, lo, hi, plan.start if group.spec.causal else hi, entries)
 
 
@@ -241,27 +247,6 @@ def most_items(spec: GroupSpec, bucket: Bucket) -> int:
     in_parts = few // parts.rows * (keys // shortest + 2)
     first_blocks = 2 * requests + keys // shortest
     return first_blocks + requests + max(flat // whole.rows, in_parts) + tokens // tuning.TOKENS
-
-
-def addresses(spec: GroupSpec, views: PlanArrays) -> Addresses:
-    """The device's arrays."""
-    page_ids, _, _, page_size = base.addresses(spec, views)
-    start, tail_indptr, tail_slots = map(torch.as_tensor, base.lists(spec, views))
-    return Addresses(
-        positions=torch.as_tensor(views.positions),
-        start=start,
-        tail_indptr=tail_indptr,
-        tail_slots=tail_slots,
-        page_ids=torch.as_tensor(page_ids),
-        page_size=page_size,
-    )
-
-
-def scratch_for(launches: Sequence[Launch], spec: GroupSpec, device: torch.device) -> Scratch:
-    """Room for the parts of one launch at a time."""
-    rows = max((one.part_rows for one in launches), default=0) * spec.kv_heads
-    counters = max((one.counters for one in launches), default=0) * spec.kv_heads
-    return launch.scratch(rows, counters, order.stored_len(spec.d_v), device)
 
 
 @cache

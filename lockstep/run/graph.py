@@ -8,8 +8,6 @@ memory: outputs of one stay its own, what it works with is anybody's. Knows no m
 the runner keeps one graph per signature. `run.tape` is the same on a CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 

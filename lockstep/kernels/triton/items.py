@@ -2,8 +2,6 @@
 + head within the group) of one request, and blocks into items, one per split or one for all. On the
 host; changes no bit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,6 +14,9 @@ from lockstep.order import Splits
 from lockstep.plan.rules import loop
 from lockstep.types import INT32_MAX
 
+ITEM = 12  # int32 per item: page entry, rows [begin, end), positions [lo, hi) that they see, splits
+# [begin, end), its block's first row of parts, which of them it is and how many there are, its
+# block, where listed positions begin
 Ints = NDArray[np.int32]
 
 
@@ -30,20 +31,6 @@ class Rows:
     page_entry: Ints  # [B] entry of position 0 in page_ids, were it there
 
 
-@dataclass(frozen=True, eq=False)
-class Items:
-    """The items of one launch. `part_rows` and `counters` are per kv head."""
-
-    table: Ints  # [N, ITEM], see attend.py
-    part_rows: int
-    counters: int
-
-
-def page_entries(page_indptr: Ints, first_pos: Ints, page_size: int) -> Ints:
-    """So that position p of request r stands in page_ids[page_entry[r] + p // page_size]."""
-    return np.asarray(page_indptr[: len(first_pos)] - first_pos // page_size, np.int32)
-
-
 def items(
     rows: Rows,
     requests: NDArray[np.int64],
@@ -51,20 +38,18 @@ def items(
     block_rows: int,
     splits: Splits,
     parts: NDArray[np.bool_],
-) -> Items:
-    """The items of `requests`, longest first: one per block or, where `parts` says so of a request,
-    one per block and split."""
+) -> tuple[Ints, int, int]:
+    """The items of `requests` [N, ITEM], longest first: one per block or, where `parts` says so of
+    a request, one per block and split; with rows of parts and blocks, which are per kv head."""
     count = int(splits.index(int(rows.hi.max(initial=0)))) + 2
     edges = begins(splits, count)
     lens = (rows.q_indptr[requests + 1] - rows.q_indptr[requests]) * group
     most = int((-(-lens // block_rows) * np.where(parts, count, 1)).sum())
-    table, work = np.empty((most, 12), np.int32), np.empty(most, np.int64)
+    table, work = np.empty((most, ITEM), np.int32), np.empty(most, np.int64)
     seen = (rows.q_indptr, rows.lo, rows.hi, rows.start, rows.page_entry)
-    made, part_rows, blocks = compiled()(
-        *seen, requests, parts, edges, group, block_rows, table, work
-    )
-    longest_first = np.argsort(-work[:made], kind="stable")
-    return Items(table[longest_first], part_rows, blocks)
+    how = (requests, parts, edges, group, block_rows)
+    made, part_rows, blocks = compiled()(seen, *how, table, work)
+    return table[np.argsort(-work[:made], kind="stable")], part_rows, blocks
 
 
 @cache
@@ -79,32 +64,23 @@ def compiled() -> Any:
     n, ints = types.int64, types.Array(types.int32, 1, "C", readonly=True)
     longs, flags = [types.Array(kind, 1, "C", readonly=True) for kind in (n, types.boolean)]
     table, work = types.Array(types.int32, 2, "C"), types.Array(n, 1, "C")
-    found = types.UniTuple(n, 3)  # type: ignore[no-untyped-call]
-    return loop(found(*[ints] * 5, longs, flags, longs, n, n, table, work), cut)
+    found, rows = types.UniTuple(n, 3), types.UniTuple(ints, 5)  # type: ignore[no-untyped-call]
+    return loop(found(rows, longs, flags, longs, n, n, table, work), cut)
 
 
 def cut(
-    q_indptr: Any,
-    lo: Any,
-    hi: Any,
-    start: Any,
-    page_entry: Any,
-    requests: Any,
-    parts: Any,
-    edges: Any,
-    group: int,
-    block_rows: int,
-    table: Any,
-    work: Any,
+    rows: Any, requests: Any, parts: Any, edges: Any, group: int, size: int, table: Any, work: Any
 ) -> Any:
-    """Fills the table, and beside it how much each item has to do. `edges` are the begins of all
-    splits. Returns how many items, rows of parts and blocks there are."""
+    """Fills the table with blocks of at most `size` rows, and beside it how much each item has to
+    do. `edges` are the begins of all splits. Returns how many items, rows of parts and blocks there
+    are."""
+    q_indptr, lo, hi, start, page_entry = rows
     made = part_rows = blocks = 0
     for k in range(len(requests)):
         r = requests[k]
         first, end_all = q_indptr[r] * group, q_indptr[r + 1] * group
         while first < end_all:
-            end = min(first + block_rows, end_all)
+            end = min(first + size, end_all)
             low, high, tail = INT32_MAX, 0, INT32_MAX
             for t in range(first // group, (end - 1) // group + 1):
                 if lo[t] < hi[t]:
