@@ -87,9 +87,10 @@ class Backend:
         spec = group.spec
         chosen = order.attention_order(order.SM90, spec.d_qk, spec.d_v)
         rows, tree = seen_rows(plan, group), has_trees(spec, plan.bucket)
+        compiled = os.environ.get("TRITON_INTERPRET") != "1"
         launches, at = [], 0
         views.derived.reshape(-1, ITEM)[:] = NOBODY
-        for shape, requests, parts in tuning.choose(spec, rows, on_card(), tree, chosen):
+        for shape, requests, parts in tuning.choose(spec, rows, compiled, tree, chosen):
             size = (tuning.group_of(spec, shape), shape.rows)
             table, *room = items.items(rows, requests, *size, chosen.splits, parts)
             one = Launch(shape, len(table), *room)
@@ -219,11 +220,6 @@ def few_rows(bucket: Bucket) -> bool:
 def has_trees(spec: GroupSpec, bucket: Bucket) -> bool:
     """Whether rows of a step may name keys one by one."""
     return spec.layout is not Layout.FRESH and spec.causal and bucket.tail > 0
-
-
-def on_card() -> bool:
-    """Whether kernels are compiled for a card, and not interpreted."""
-    return os.environ.get("TRITON_INTERPRET") != "1"
 
 
 def most_items(spec: GroupSpec, bucket: Bucket) -> int:
