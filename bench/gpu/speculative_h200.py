@@ -69,8 +69,7 @@ def requests_of(batch: int, new: int = NEW) -> list[tuple[str, list[int], Sampli
 
 
 def begun(engine: Engine, batch: int, skip: int) -> list[Generation]:
-    """All requests, with so many tokens each. What earlier ones left is collected before."""
-    gc.collect()
+    """All requests, with so many tokens each."""
     jobs = [engine.add(ids, how, request_id=name) for name, ids, how in requests_of(batch)]
     while min(len(job.completions[0].token_ids) for job in jobs) < skip:
         engine.step()

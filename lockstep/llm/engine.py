@@ -7,6 +7,7 @@ result per step, which can be written again; everything else is suspect while `_
 and the next call makes it anew from the generations.
 """
 
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -109,6 +110,9 @@ class Engine:
         self.info, self.tokenizer = parts.info, parts.tokenizer
         self.on_gpu = ops.device.type == "cuda"  # and then, unless told otherwise, overlapped
         overlap = self.overlap = self.on_gpu if overlap is None else overlap
+        if self.on_gpu:  # what an engine before has left goes first
+            gc.unfreeze()
+            gc.collect()
         self.context_length = config.context_length or self.info.max_position
         if self.context_length > self.info.max_position:
             rule = f"context_length is at most the model's {self.info.max_position} positions"
@@ -159,6 +163,7 @@ class Engine:
         if graphs and self.on_gpu and GENERATE in self.kinds:
             for kind, width, every, chain in drafts.launches(config, self.kinds[GENERATE], draft):
                 self.runner.capture(kind, say, width, every, chain)
+            gc.freeze()  # looking through all of this would stop a step for 0.2 s
 
     @property
     def busy(self) -> bool:
