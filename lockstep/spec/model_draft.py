@@ -328,7 +328,7 @@ class ModelDraft:
         how = settings(RowBatch(made.how, positions, {}), self.vocab_size)
         shape = replace(uniform(n, rows), emit=ints(np.arange(n) * rows))
         plan, chain = self._plan(kind, tables, lens, shape), Chain(self.model.kind, guesses)
-        out = runner.run(plan, (-1 - nodes).ravel(), kind, how, chain=chain)
+        out = runner.run(plan, ints((-1 - nodes).ravel()), kind, how, chain=chain)
         runner.shift.zero_()
         assert out.sampled is not None, "settings were given"
         self._early = made._replace(slots=out.sampled.shape[1], tables=tables, lens=lens)
@@ -466,7 +466,7 @@ def fill(buffer: Tensor, states: Sequence[Tensor], rows: list[int]) -> None:
     copy_rows(buffer, every, np.array(index))
 
 
-def copy_rows(buffer: Tensor, every: Tensor, index: NDArray[np.int64]) -> None:
+def copy_rows(buffer: Tensor, every: Tensor, index: NDArray[np.integer]) -> None:
     """buffer[:] = every[index], as far as that reaches."""
     if buffer.device.type == "cpu":  # by numpy, on this thread, as `Ops.take_rows` does it
         buffer.numpy()[: len(index)] = every.numpy()[index]
