@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from lockstep import cli
-from lockstep.bench import contender, machine, results
+from lockstep.bench import contender, results
 from lockstep.bench.contender import QUICK, HostTimes
 from lockstep.bench.engine import CASES, draw_curves
-from lockstep.bench.machine import Timing
+from lockstep.bench.results import Timing
 from lockstep.bench.work import mixed_lens, prompts
 from lockstep.types import RuleError
 
@@ -212,10 +212,10 @@ def test_every_case_can_be_printed():
 
 def test_a_disturbed_measurement_is_repeated_with_new_prompts(monkeypatch: pytest.MonkeyPatch):
     """The same prompt again would hit the prefix cache, and look fast."""
-    monkeypatch.setattr(machine, "OTHERS", -1.0)  # nothing is undisturbed
-    monkeypatch.setattr(machine, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(results, "OTHERS", -1.0)  # nothing is undisturbed
+    monkeypatch.setattr(results, "PATIENCE_S", 0.0)
     seen: list[int] = []
-    timing = machine.alternate({"a": lambda seed: seen.append(seed) or float(seed)}, 2, tries=2)
+    timing = results.alternate({"a": lambda seed: seen.append(seed) or float(seed)}, 2, tries=2)
     assert seen == [1, 2, 3, 4, 5, 6] and not timing.undisturbed
     assert len(timing.runs["a"]) == len(timing.others["a"]) == 2
 

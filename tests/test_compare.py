@@ -9,7 +9,7 @@ import pytest
 
 from lockstep import cli
 from lockstep.bench.compare import ROOT, Compared, names, summary
-from lockstep.bench.machine import Timing
+from lockstep.bench.results import Timing
 
 HEAD = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True)
 in_git = pytest.mark.skipif(HEAD.returncode != 0, reason="the package lies in no git checkout")

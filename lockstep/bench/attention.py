@@ -13,8 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.attention import select
 from lockstep.bench import gpu
-from lockstep.bench.machine import called, note
-from lockstep.bench.results import Bench
+from lockstep.bench.results import Bench, called, note
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool

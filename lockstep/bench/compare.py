@@ -23,10 +23,10 @@ from subprocess import PIPE
 
 import torch
 
-from lockstep.bench import contender, machine
+from lockstep.bench import contender, results
 from lockstep.bench.attention import cases as attention_cases
 from lockstep.bench.contender import NOT_HOST, Answer
-from lockstep.bench.machine import note, place, tell
+from lockstep.bench.results import note, place, tell
 from lockstep.bench.work import llama_folder
 from lockstep.lab.document import publish, text
 from lockstep.llm.engine import BUILTIN
@@ -59,7 +59,7 @@ class Compared:
             self.error = str(error)
         tell(self.line())
 
-    def add(self, timing: machine.Timing) -> None:
+    def add(self, timing: results.Timing) -> None:
         for side, starts in (("old", self.old_s), ("new", self.new_s)):
             starts.append([turn["seconds"] for turn in timing.runs[side]])
         self.undisturbed &= timing.undisturbed
@@ -176,12 +176,12 @@ def names() -> list[str]:
     return [*kernels, *engine, STEP, *SLOWER_S]
 
 
-def by_turns(case: str, sides: Mapping[str, Side], args: argparse.Namespace) -> machine.Timing:
+def by_turns(case: str, sides: Mapping[str, Side], args: argparse.Namespace) -> results.Timing:
     """Each side's answers, one per turn."""
     for side in sides.values():
         side.measure(case, 0)  # prepares and warms
     note(case)
-    return machine.alternate(
+    return results.alternate(
         {name: partial(side.measure, case) for name, side in sides.items()},
         args.repeat or 5,
         tries=0 if args.quick else TRIES,

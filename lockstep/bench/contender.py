@@ -83,12 +83,6 @@ class HostTimes:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._inner = [0.0]  # seconds in parts that the parts under way have called
-        self._extra = 0.0  # that timing a call takes, beside what it says
-        nothing = self.timed("", lambda: None)
-        begin = perf_counter()
-        for _ in range(1000):
-            nothing()
-        self._extra = (perf_counter() - begin - self.seconds.pop("")) / 1000
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -117,7 +111,7 @@ class HostTimes:
             finally:
                 took = perf_counter() - begin
                 self.seconds[part] = self.seconds.get(part, 0.0) + took - self._inner.pop()
-                self._inner[-1] += took + self._extra
+                self._inner[-1] += took
 
         return timed
 

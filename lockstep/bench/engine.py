@@ -23,8 +23,7 @@ from safetensors import safe_open
 
 from lockstep.bench import gpu, results, speculative
 from lockstep.bench.contender import FULL, QUICK, Measures, Sizes
-from lockstep.bench.machine import Measure, Timing, note, tell
-from lockstep.bench.results import Bench
+from lockstep.bench.results import Bench, Measure, Timing, note, tell
 from lockstep.bench.work import Ours, Peer, Played, Work, llama_folder, prompts
 from lockstep.lab import table
 from lockstep.lab.document import Document, publish, read

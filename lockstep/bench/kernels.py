@@ -3,7 +3,7 @@
 A switch is two ways to do the same work, with it and without it, which alternate in one process;
 the ratio is off over on: above 1 it pays. A short cut of the host is taken out by putting another
 function in its place meanwhile. kernels.toml says what is done about it. Knows what is compared;
-clocks are `machine`'s.
+clocks are those of `results`.
 """
 
 import argparse
@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lockstep.bench.contender import FULL, QUICK, Sizes, host_times, work
-from lockstep.bench.machine import Measure, called
-from lockstep.bench.results import Bench
+from lockstep.bench.results import Bench, Measure, called
 from lockstep.bench.work import Ours
 from lockstep.kernels.cpu import rows, threads
 from lockstep.kernels.cpu.gemm import Panels

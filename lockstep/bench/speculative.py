@@ -22,8 +22,7 @@ from typing import Any
 
 from lockstep.bench import gpu, results
 from lockstep.bench.contender import HostTimes
-from lockstep.bench.machine import Timing, alternate, note, place, set_threads, tell
-from lockstep.bench.results import Result, result
+from lockstep.bench.results import Result, Timing, alternate, note, place, result, set_threads, tell
 from lockstep.config import EngineConfig
 from lockstep.lab.document import Document, publish, read, write
 from lockstep.llm.engine import Engine, Parts, load

@@ -15,8 +15,7 @@ from time import perf_counter
 
 import torch
 
-from lockstep.bench.machine import Measure
-from lockstep.bench.results import HIGHER, Bench, Result
+from lockstep.bench.results import HIGHER, Bench, Measure, Result
 from lockstep.bench.work import Ours, prompts
 from lockstep.llm.api import LLM
 from lockstep.llm.output import Output

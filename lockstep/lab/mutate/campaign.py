@@ -11,7 +11,8 @@ one journal per state of the sources.
 import json
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -258,14 +259,12 @@ def row(mutant: Mutant, journal: Journal, known: Verdicts) -> dict[str, Any]:
     return {**{key: getattr(mutant, key) for key in SHOWN}, **found}
 
 
-def count(mutants: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def count(mutants: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Module → how many there are of each verdict, and the share of kills among killed and open."""
     out: dict[str, dict[str, Any]] = {}
-    for mutant in mutants:
-        for name in (mutant["module"], "all"):
-            out.setdefault(name, dict.fromkeys(COUNTED, 0))[mutant["verdict"]] += 1
-    out["all"] = out.pop("all", dict.fromkeys(COUNTED, 0))  # the last one
-    for row in out.values():
-        counted = row["killed"] + row["open"]
-        row["share"] = round(row["killed"] / counted, 4) if counted else None
+    for name in [*dict.fromkeys(m["module"] for m in mutants), "all"]:
+        found = Counter(m["verdict"] for m in mutants if name in (m["module"], "all"))
+        counted = found["killed"] + found["open"]
+        share = round(found["killed"] / counted, 4) if counted else None
+        out[name] = {**{verdict: found[verdict] for verdict in COUNTED}, "share": share}
     return out
