@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton.language as tl
 from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -49,22 +50,13 @@ HALF_ULP = {
     torch.float32: 2.0**-25,
 }  # relative, of one rounding
 TILES = (Tile(16, 16, 32, 4, 2), Tile(32, 16, 64, 4, 2), Tile(16, 32, 16, 4, 2, group=1))
-KINDS = {
-    "silu": rowwise.SILU.value,
-    "gelu": rowwise.GELU.value,
-    "gelu tanh": rowwise.GELU_TANH.value,
-    "relu": rowwise.RELU.value,
-    "sigmoid": rowwise.SIGMOID.value,
-}
+KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "sigmoid": 4}  # the CPU's numbers
 CELLS: dict[str, Callable[[], str]] = {}
 HOST: list[Any] = []  # what the CPU made for this cell, in order
 PLAYED = False  # whether HOST is read, not written
 KERNELS = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available()  # can run here
-sample.BLOCK, sample.PARTS, sample.WIDER = (
-    256,
-    4,
-    1,
-)  # a small vocabulary has parts, one of them of several blocks
+# a small vocabulary has parts, one of them of several blocks
+sample.BLOCK, sample.WIDE_BLOCK, sample.PARTS = map(tl.constexpr, (256, 256, 4))
 
 
 def cell(function: Callable[[], str]) -> Callable[[], str]:
@@ -288,14 +280,14 @@ def rope_values() -> str:
     for half in (12, 8):
         cos, sin = angles(6, half)
         for norms in (None, weights):
-            got = rowwise.qk_norm_rope(x, spec, norms, cos, sin)
+            got = rowwise.qk_norm_rope(x, spec, norms, CosSin(cos, sin))[:2]
             wanted = host(lambda cos=cos, sin=sin, norms=norms: cpu_rope(x, norms, cos, sin))
             for name, a, b in zip("qk", got, wanted, strict=True):
                 bound = (b.double().abs().amax(2, keepdim=True) + 1) * 40 * 2.0**-24
                 kind = "plain" if norms is None else "normed"
                 said += near(a, b, 0.0 if norms is None else bound, f"{name} half {half} {kind}")
     cos, sin = angles(6, 12)
-    turned = rowwise.qk_norm_rope(x, Heads(3, 2, 24, 0.0, True), None, cos, sin)[0]
+    turned = rowwise.qk_norm_rope(x, Heads(3, 2, 24, 0.0, True), None, CosSin(cos, sin))[0]
     heads = x[:, :72].reshape(6, 3, 24)
     want = host(lambda: cpu.rope(heads.cpu(), CosSin(cos.cpu(), sin.cpu()), True))
     return said + near(turned, want, 0.0, "interleaved")
@@ -315,16 +307,16 @@ def qk_norm_rope_is_a_norm_and_a_rotation() -> str:
     x, weights = draw(t, (heads + 2 * kv_heads) * d), draw(2, d, dtype=torch.float32, seed=1)
     cos, sin = angles(t, half)
     spec = Heads(heads, kv_heads, d, 1e-6)
-    q, k = rowwise.qk_norm_rope(x, spec, weights, cos, sin)
+    q, k, _ = rowwise.qk_norm_rope(x, spec, weights, CosSin(cos, sin))
     parts = x[:, : (heads + kv_heads) * d].reshape(-1, d)
     key = torch.arange(heads + kv_heads).repeat(t) >= heads
     both = [rowwise.rms_norm(parts, weights[i].contiguous(), 1e-6) for i in range(2)]
     normed = torch.where(key.to(DEVICE)[:, None], both[1], both[0]).reshape(t, -1)
-    want = rowwise.qk_norm_rope(normed, spec, None, cos, sin)
+    want = rowwise.qk_norm_rope(normed, spec, None, CosSin(cos, sin))
     said = same(q, want[0], "q") + same(k, want[1], "k")
     for row in range(t):
         at = slice(row, row + 1)
-        alone = rowwise.qk_norm_rope(x[at], spec, weights, cos[at], sin[at])
+        alone = rowwise.qk_norm_rope(x[at], spec, weights, CosSin(cos[at], sin[at]))
         said += same(alone[0], q[at], "q alone") + same(alone[1], k[at], "k alone")
     return said
 
@@ -339,25 +331,22 @@ def gates() -> str:
     for name, kind in KINDS.items():
         want, applied = host(lambda k=kind: cpu_gates(x.cpu(), k))
         bound = one * (want.double().abs() + size[:, :24] * size[:, 24:]) + 1e-30
-        got = rowwise.gate(kind, x)
+        got = rowwise.act_and_mul(x, name)
         said += near(got, want, bound, name)
-        said += same(rowwise.gate(kind, x[1:2]), got[1:2], f"{name} alone")
-        said += near(rowwise.apply(kind, x), applied, one * (size + 1), f"{name} applied")
-    cap = rowwise.CAP.value
+        said += same(rowwise.act_and_mul(x[1:2], name), got[1:2], f"{name} alone")
+        said += near(rowwise.activate(x, name), applied, one * (size + 1), f"{name} applied")
     want = host(lambda: cpu.soft_cap(x.cpu(), 30.0))
-    said += near(rowwise.apply(cap, x, 30.0), want, one * 30, "cap")
+    said += near(rowwise.soft_cap(x, 30.0), want, one * 30, "cap")
     want = host(lambda: cpu.clamped_swiglu(x.cpu(), 1.702, 7.0))
-    said += near(rowwise.gate(rowwise.CLAMPED.value, x, 1.702, 7.0), want, one * 64, "clamped")
+    said += near(rowwise.clamped_swiglu(x, 1.702, 7.0), want, one * 64, "clamped")
     x[0, 3] = torch.nan  # of a gate
-    for kind in (*KINDS.values(), rowwise.CLAMPED.value):
-        isnan = rowwise.gate(kind, x, 1.702, 7.0).isnan()
-        said += (
-            "" if isnan[0, 3] and isnan.sum() == 1 else f"kind {kind}: NaN {isnan.sum()} times; "
-        )
+    for name in (*KINDS, "clamped"):
+        gated = rowwise.launch_map(name, x, x.shape[1] // 2, (1.702, 7.0)).isnan()
+        said += "" if gated[0, 3] and gated.sum() == 1 else f"{name}: NaN {gated.sum()} times; "
     b = draw(5, 2 * 48)
     exact = b[:, :48].double() * torch.sigmoid(b[:, :48].double()) * b[:, 48:].double()
     bound = exact.abs() * (2**-8 + 2**-20) + 1e-6
-    return said + near(rowwise.gate(KINDS["silu"], b), exact, bound, "silu bfloat16")
+    return said + near(rowwise.act_and_mul(b, "silu"), exact, bound, "silu bfloat16")
 
 
 def cpu_gates(x: Tensor, kind: int) -> tuple[Tensor, Tensor]:
@@ -452,17 +441,18 @@ def grouped_gemm_bits() -> str:
         .to(DEVICE)
     )
     x, w, bias = draw(tokens, depth), draw(experts, n, depth, seed=1), draw(experts, n, seed=2)
-    lists = moe.list_pairs(ids, experts)
+    weights = draw(tokens, k, dtype=torch.float32, seed=3)
+    routes = moe.Routes(ids, weights, *moe.list_pairs(ids, experts))
     counts = torch.bincount(ids.flatten().long(), minlength=experts)
     said = (
         ""
-        if torch.equal(lists.counts.long(), counts)
-        else f"counts {lists.counts.tolist()} against {counts.tolist()}; "
+        if torch.equal(routes.counts.long(), counts)
+        else f"counts {routes.counts.tolist()} against {counts.tolist()}; "
     )
     order = torch.argsort(ids.flatten().long(), stable=True)
     said += (
         ""
-        if torch.equal(lists.pairs.long(), order)
+        if torch.equal(routes.pairs.long(), order)
         else "pairs are not listed expert by expert, ascending; "
     )
     wanted = [product(x, w[expert], TILES[0]) for expert in range(experts)]
@@ -473,19 +463,19 @@ def grouped_gemm_bits() -> str:
     )
     for tile in TILES[:2]:
         plain, biased = (
-            moe.grouped_gemm(x, w, None, lists, tile),
-            moe.grouped_gemm(x, w, bias, lists, tile),
+            moe.grouped_gemm(x, w, None, routes, tile),
+            moe.grouped_gemm(x, w, bias, routes, tile),
         )
-        by_pair = moe.grouped_gemm(x.repeat_interleave(k, 0), w, None, lists, tile)
+        by_pair = moe.grouped_gemm(x.repeat_interleave(k, 0), w, None, routes, tile)
         said += same(plain, want, tile.name) + same(biased, want_biased, f"{tile.name} with a bias")
         said += same(by_pair, plain, "x by pair")
-    weights, parts = draw(tokens, k, dtype=torch.float32, seed=3), plain.float() * 1.1
+    parts = plain.float() * 1.1
     total = torch.zeros(tokens, n, device=DEVICE)
     for slot in range(k):
         total = total + parts.view(tokens, k, n)[:, slot] * weights[:, slot, None]
-    said += same(moe.combine(parts, weights), total, "combined")
+    said += same(moe.combine(parts, routes), total, "combined")
     return said + same(
-        moe.combine(parts.bfloat16(), weights[:, :1].repeat(1, k)),
+        moe.combine(parts.bfloat16(), routes._replace(weights=weights[:, :1].repeat(1, k))),
         slots_of(parts.bfloat16(), weights, k),
         "combined, rounded",
     )
@@ -592,7 +582,7 @@ def many_logits(first: int, count: int, vocab: int) -> Tensor:
 def large_vocabularies() -> str:
     """Thousands of rows with the sampler's own blocks: tokens and log-probabilities are the
     CPU's."""
-    sample.BLOCK, sample.PARTS, sample.WIDER = 1024, 64, 4
+    sample.BLOCK, sample.WIDE_BLOCK, sample.PARTS = map(tl.constexpr, (1024, 4096, 64))
     kinds = ((0.6, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 50, 1.0, 0.0),
              (1.2, 0, 0.9, 0.0), (0.8, 40, 0.95, 0.0), (1.0, 0, 1.0, 0.05))  # fmt: skip
     said = ""
@@ -644,19 +634,23 @@ def the_choice_of_a_gemm() -> str:
     def library(name: str, w: Tensor, rows: int) -> Any:
         return None if rows == 12 else call
 
-    chosen = gemm_choice.choose(w, library, grid=(1, 4, 8, 12, 16), from_rows=4)
-    names = {rows: choice.name for rows, choice in chosen.choices.items()}
+    gemm_choice.LIBRARY_ROWS = 4
+    chosen = gemm_choice.choose(w, library, grid=(1, 4, 8, 12, 16))
+    names = {rows: choice.name for rows, choice in chosen.items()}
     own = gemm_choice.tile_for(40, 64, 8).name
     wanted = {1: own, 4: "cublas", 8: own, 12: own, 16: "cublas"}
     said = "" if names == wanted else f"chosen: {names}; "
-    reasons = [chosen.choices[rows].reason for rows in (8, 12)]
+    reasons = [chosen[rows].reason for rows in (8, 12)]
+    multiply = partial(gemm_choice.multiply, chosen)
     said += "" if "differs in" in reasons[0] and "has no" in reasons[1] else f"reasons: {reasons}; "
     x, w, room = aligned(17, 64), aligned(40, 64), aligned(16, 40)
     x.copy_(draw(17, 64, seed=5)), w.copy_(draw(40, 64))
     used.clear()
-    made = [chosen(x[:rows], w, room[:rows]).clone() for rows in (1, 4, 8, 16)]
+    made = [multiply(x[:rows], w, room[:rows]).clone() for rows in (1, 4, 8, 16)]
     said += "" if used == [4, 16] else f"the library ran for {used} rows; "
-    made.append(chosen(x[1:17], w, room).clone()[:-1])  # not where the library was certified: ours
+    made.append(
+        multiply(x[1:17], w, room).clone()[:-1]
+    )  # not where the library was certified: ours
     said += "" if used == [4, 16] else "the library ran on rows that lie otherwise; "
     for y in made[:-1]:
         said += same(y, made[3][: len(y)], f"{len(y)} rows")
@@ -669,7 +663,9 @@ def rows_outside_the_grid() -> str:
     x, w = draw(16, 64), draw(40, 64)
     chosen = gemm_choice.choose(w, None, grid=(1, 4))
     y = torch.empty(3, 40, dtype=w.dtype, device=DEVICE)
-    said = same(chosen(x[:3], w, y), product(x, w, TILES[0])[:3], "three rows")
+    said = same(
+        gemm_choice.multiply(chosen, x[:3], w, y), product(x, w, TILES[0])[:3], "three rows"
+    )
     attempts = {
         "K": lambda: gemm(draw(3, 48), w, y, TILES[0]),
         "dtype": lambda: gemm(draw(3, 64, dtype=torch.float16), w, y, TILES[0]),
@@ -903,8 +899,8 @@ def rows_of_odd_length() -> str:
     logits, scores, bias = (
         draw(*shape, dtype=torch.float32) for shape in ((5, 61), (5, 4), (4,))
     )  # rows at multiples of 61 and of 4 elements
-    capped, added = rowwise.apply(rowwise.CAP.value, logits, 3.0), rowwise.add_bias(scores, bias)
-    alone = [rowwise.apply(rowwise.CAP.value, row[None], 3.0) for row in logits]
+    capped, added = rowwise.soft_cap(logits, 3.0), rowwise.add_bias(scores, bias)
+    alone = [rowwise.soft_cap(row[None], 3.0) for row in logits]
     wrong = int((capped != torch.cat(alone)).sum()) + int((added != scores + bias).sum())
     off = float((capped - 3.0 * torch.tanh(logits / 3.0)).abs().max())
     return f"{wrong} differ, off by {off}" if wrong or off > 1e-5 else ""
@@ -917,7 +913,7 @@ def nothing_to_do() -> str:
     made = (
         product(x, w, TILES[0]),
         rowwise.rms_norm(x, w[0].float(), 1e-6),
-        rowwise.gate(KINDS["silu"], x),
+        rowwise.act_and_mul(x, "silu"),
         rowwise.add_bias(x, w[0]),
     )
     return "" if all(len(y) == 0 for y in made) else "rows out of nothing"

@@ -34,7 +34,7 @@ from torch import Tensor
 from lockstep.attention.select import select
 from lockstep.config import EngineConfig
 from lockstep.kernels.cuda import ops
-from lockstep.kernels.triton.gemm_choice import REFERENCE, Gemm, GemmChoice
+from lockstep.kernels.triton.gemm_choice import REFERENCE, GemmChoice
 from lockstep.llm.engine import Engine, Parts, load
 from lockstep.models import loader
 from lockstep.run.certify import Certificate
@@ -223,7 +223,7 @@ def multiply(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
 
 def load_free(config: EngineConfig) -> Parts:
     """The model with such GEMMs, and without a certificate: its rows depend on their company."""
-    ops.choose = lambda weight, library, grid: Gemm(*weight.shape, FreeGemm())
+    ops.choose = lambda weight, library, grid: FreeGemm()
     drawn = EngineConfig(device="cuda", load_format="dummy")
     loaded = loader.load(config.model, drawn)
     settled = config.settled("bfloat16")

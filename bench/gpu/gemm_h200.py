@@ -35,7 +35,15 @@ import torch
 
 from lockstep.kernels.triton.cublas import CublasLt, torch_gemm
 from lockstep.kernels.triton.gemm import Tile, gemm, gemm_kernel
-from lockstep.kernels.triton.gemm_choice import GRID, REFERENCE, TABLE, choose, differing, tile_for
+from lockstep.kernels.triton.gemm_choice import (
+    GRID,
+    REFERENCE,
+    TABLE,
+    choose,
+    differing,
+    multiply,
+    tile_for,
+)
 
 SHAPES = {
     "8b": ((4096, 4096), (4096, 12288), (6144, 4096), (24576, 4096), (151936, 4096)),
@@ -110,7 +118,8 @@ def tiles(n: int, rows: int) -> list[Tile]:
         found = some_rows(n)
     else:
         found = many_rows(n, rows)
-    return [t for t in found if t.shared_bytes * (t.stages - 1) // t.stages <= SHARED_BYTES]
+    bytes_of = {t: (t.rows + t.columns) * t.depth * 2 * (t.stages - 1) for t in found}
+    return [t for t in found if bytes_of[t] <= SHARED_BYTES]
 
 
 # ---- compiling ----
@@ -211,7 +220,7 @@ def measure(calls: dict, x, weights, y, guess_us: float) -> dict[str, float]:
 def calls_of(blas, w, m: int, chosen) -> dict:
     """What is compared and timed for one cell."""
     if chosen is not None:
-        return {"cublas": torch_gemm, "chosen": chosen}
+        return {"cublas": torch_gemm, "chosen": partial(multiply, chosen)}
     calls = {"cublas": torch_gemm}
     calls |= {f"lt{i}": call for i, call in enumerate(blas.proposals(*w.shape, m, w.dtype))}
     return calls | {t.name: partial(gemm, tile=t) for t in tiles(len(w), m)}
@@ -233,7 +242,8 @@ def cell(calls: dict, x_all, weights, want, m: int) -> dict:
     floor = max((n * k + m * k + m * n) * 2 / 4.25e6, 2 * m * n * k / 7.9e8)
     found = {"m": m, "elements": m * n, "floor_us": floor, "differ": differ, "us": us}
     if "chosen" in calls:
-        found["chosen"] = calls["chosen"].choices[m].name
+        (choices,) = calls["chosen"].args
+        found["chosen"] = choices[m].name
     fastest = sorted(us.items(), key=lambda item: item[1])[:5]
     short = " ".join(f"{name} {t:.2f}" for name, t in fastest)
     name, ratio = taken(found)
@@ -258,7 +268,7 @@ def measure_shape(blas, n: int, k: int, grid, limit: float, is_chosen: bool) -> 
     print(found, flush=True)
     chosen = choose(w, blas, grid) if is_chosen else None
     if chosen is not None:
-        found["reasons"] = {m: choice.reason for m, choice in chosen.choices.items()}
+        found["reasons"] = {m: choice.reason for m, choice in chosen.items()}
     deadline, cells = time.time() + limit, []
     for m in grid:
         if time.time() < deadline:

@@ -27,7 +27,7 @@ import torch
 
 from lockstep.kernels.triton import items, launch, variants
 from lockstep.kernels.triton import tuning as choices
-from lockstep.kernels.triton.launch import Addresses, Call, Scoring, Shape, Tuning
+from lockstep.kernels.triton.launch import Addresses, Call, Scoring, Tuning
 from lockstep.order import LOG2E, AttentionOrder, Splits, even
 from lockstep.types import INT32_MAX
 
@@ -150,8 +150,9 @@ class Case:
             lse=self.lse,
             at=self.at,
             scoring=self.scoring,
-            shape=Shape(self.d_qk, self.d_v, order.tile, self.latent),
             order=order,
+            latent=self.latent,
+            tree=False,
         )
         return lambda: [launch.launch(call, *one) for one in work]
 

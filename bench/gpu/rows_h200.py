@@ -47,9 +47,9 @@ def row_calls(rows: int) -> dict:
             lambda: rowwise.add_rms_norm(x, residual, weight, 1e-6),
             8 * rows * HIDDEN,
         ),
-        "qk norm rope": (lambda: rowwise.qk_norm_rope(qkv, heads, weights, cos, sin), turned),
+        "qk norm rope": (lambda: rowwise.qk_norm_rope(qkv, heads, weights, (cos, sin)), turned),
         "cos sin": (lambda: rowwise.rope_cos_sin(positions, freqs, 1.0), rows * 64 * 8),
-        "silu and mul": (lambda: rowwise.gate(rowwise.SILU.value, up), 6 * rows * INNER),
+        "silu and mul": (lambda: rowwise.act_and_mul(up, "silu"), 6 * rows * INNER),
     }
 
 
@@ -60,7 +60,7 @@ def expert_calls(rows: int) -> dict:
     up, down = drawn(EXPERTS, 2 * MOE_INNER, MOE_HIDDEN), drawn(EXPERTS, MOE_HIDDEN, MOE_INNER)
     logits = moe.router(x, router)
     ids, weights = moe.route(logits, routing, None)
-    lists = moe.list_pairs(ids, EXPERTS)
+    routes = moe.Routes(ids, weights, *moe.list_pairs(ids, EXPERTS))
     inner, parts = drawn(rows * PER_TOKEN, MOE_INNER), drawn(rows * PER_TOKEN, MOE_HIDDEN)
     used = len(ids.unique())
     tile = Tile(16 if rows * PER_TOKEN <= 16 * EXPERTS else 64, 64, 128, 4, 4)
@@ -69,14 +69,14 @@ def expert_calls(rows: int) -> dict:
         "route": (lambda: moe.route(logits, routing, None), logits.numel() * 4),
         "list pairs": (lambda: moe.list_pairs(ids, EXPERTS), ids.numel() * 8),
         "experts up": (
-            lambda: moe.grouped_gemm(x, up, None, lists, tile),
+            lambda: moe.grouped_gemm(x, up, None, routes, tile),
             used * up[0].numel() * 2 + rows * PER_TOKEN * 4 * MOE_INNER,
         ),
         "experts down": (
-            lambda: moe.grouped_gemm(inner, down, None, lists, tile),
+            lambda: moe.grouped_gemm(inner, down, None, routes, tile),
             used * down[0].numel() * 2 + inner.numel() * 2 + parts.numel() * 2,
         ),
-        "combine": (lambda: moe.combine(parts, weights), parts.numel() * 2 + x.numel() * 2),
+        "combine": (lambda: moe.combine(parts, routes), parts.numel() * 2 + x.numel() * 2),
     }
 
 

@@ -15,7 +15,7 @@ from lockstep import order
 from lockstep.attention import base
 from lockstep.kernels.triton import items, launch, tuning
 from lockstep.kernels.triton.items import ITEM
-from lockstep.kernels.triton.launch import Addresses, Call, Scoring, Scratch, Shape, Tuning
+from lockstep.kernels.triton.launch import Addresses, Call, Scoring, Scratch, Tuning
 from lockstep.kv.pool import Keys, widened
 from lockstep.plan.bucket import power
 from lockstep.plan.image import PlanArrays
@@ -165,15 +165,9 @@ class Backend:
             lse=torch.empty(*q.shape[:2], dtype=torch.float32, device=q.device),
             at=handle.addresses,
             scoring=handle.scoring[spec],
-            shape=Shape(
-                d_qk=d_qk,
-                d_v=d_v,
-                tile=handle.order.tile,
-                latent=keys.v.data_ptr() == keys.k.data_ptr(),  # one row for both
-                cap=spec.soft_cap is not None,
-                tree=handle.tree,
-            ),
             order=handle.order,
+            latent=keys.v.data_ptr() == keys.k.data_ptr(),  # one row for both
+            tree=handle.tree,
         )
         for one, table in handle.launches:
             launch.launch(call, table, handle.scratch, one.tuning)

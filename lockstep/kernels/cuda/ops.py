@@ -6,8 +6,6 @@ TRITON_INTERPRET=1 the same table works on tensors of the CPU, without any libra
 look at it where there is no GPU. Knows kernels; made by `kernels.select` when a model is loaded.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,16 +16,10 @@ from torch import Tensor
 from lockstep.kernels.triton import cache, moe, rowwise, sample
 from lockstep.kernels.triton.cublas import CublasLt
 from lockstep.kernels.triton.gemm import Tile, batched_gemm
-from lockstep.kernels.triton.gemm_choice import GRID, Gemm, choose
-from lockstep.ops import Activation, CosSin, Heads, Routing
+from lockstep.kernels.triton.gemm_choice import GRID, Choices, choose, multiply
+from lockstep.ops import Routing
 from lockstep.types import Choice, RuleError
 
-KINDS = {
-    Activation.SILU: rowwise.SILU.value,
-    Activation.GELU: rowwise.GELU.value,
-    Activation.GELU_TANH: rowwise.GELU_TANH.value,
-    Activation.RELU: rowwise.RELU.value,
-}
 FEW = Tile(rows=16, columns=64, depth=128, warps=4, stages=4)  # of one head, or one expert
 MANY = Tile(rows=64, columns=64, depth=128, warps=4, stages=4)
 
@@ -38,15 +30,7 @@ class Packed(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
-    gemm: Gemm | None
-
-
-class Routes(NamedTuple):
-    """ids int32 and weights float32, [t, k], and the pairs by expert."""
-
-    ids: Tensor
-    weights: Tensor
-    lists: moe.Lists
+    choices: Choices | None
 
 
 def find_device() -> torch.device:
@@ -74,8 +58,8 @@ class Ops:
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.device = find_device()
         self.library = CublasLt() if self.device.type == "cuda" else None
-        self.gemms: dict[torch.Size, Gemm] = {}
-        self.tables: dict[tuple[tuple[int, int], ...], tuple[Tensor, Tensor]] = {}
+        self.choices: dict[torch.Size, Choices] = {}
+        self.tables: dict[tuple[tuple[int, int], ...], tuple[Tensor, Tensor, int]] = {}
 
     # ---- GEMM and experts ----
 
@@ -85,18 +69,18 @@ class Ops:
         bias = None if bias is None else bias.to(self.device).contiguous()
         if weight.ndim == 3 or weight.dtype == torch.float32:
             return Packed(weight, bias, None)
-        if weight.shape not in self.gemms:
+        if weight.shape not in self.choices:
             grid = GRID if self.library else GRID[:1]  # no library: nothing to compare
-            self.gemms[weight.shape] = choose(weight, self.library, grid)
-        return Packed(weight, bias, self.gemms[weight.shape])
+            self.choices[weight.shape] = choose(weight, self.library, grid)
+        return Packed(weight, bias, self.choices[weight.shape])
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
         """Rounded, then the bias, rounded."""
-        (weight, bias, gemm), x = packed, x.flatten(1)
-        if gemm is None:
+        (weight, bias, choices), x = packed, x.flatten(1)
+        if choices is None:
             y = moe.router(x, weight)
         else:
-            y = gemm(x, weight, rowwise.new_rows(x, len(weight)))
+            y = multiply(choices, x, weight, rowwise.new_rows(x, len(weight)))
         return y if bias is None else rowwise.add_bias(y, bias)
 
     def batched_linear(self, x: Tensor, packed: Packed) -> Tensor:
@@ -108,23 +92,21 @@ class Ops:
             return y
         return rowwise.add_bias(y.view(t, g * n), packed.bias.flatten()).view(t, g, n)
 
-    def grouped_linear(self, x: Tensor, packed: Packed, routes: Routes) -> Tensor:
+    def grouped_linear(self, x: Tensor, packed: Packed, routes: moe.Routes) -> Tensor:
         """One GEMM per expert, in one launch."""
-        few = len(routes.lists.pairs) <= FEW.rows * len(packed.weight)
-        return moe.grouped_gemm(x, packed.weight, packed.bias, routes.lists, FEW if few else MANY)
+        few = len(routes.pairs) <= FEW.rows * len(packed.weight)
+        return moe.grouped_gemm(x, packed.weight, packed.bias, routes, FEW if few else MANY)
 
-    def route(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Routes:
-        """Ids and weights, then the lists: three launches."""
+    def route(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> moe.Routes:
+        """Ids and weights, then the lists: two launches."""
         ids, weights = moe.route(logits, routing, correction)
-        return Routes(ids, weights, moe.list_pairs(ids, routing.experts))
+        return moe.Routes(ids, weights, *moe.list_pairs(ids, routing.experts))
 
-    def dispatch(self, x: Tensor, routes: Routes) -> Tensor:
+    def dispatch(self, x: Tensor, routes: moe.Routes) -> Tensor:
         """x itself: the lists find its rows."""
         return x
 
-    def combine(self, parts: Tensor, routes: Routes) -> Tensor:
-        """In slot order."""
-        return moe.combine(parts, routes.weights)
+    combine = staticmethod(moe.combine)
 
     # ---- rows ----
 
@@ -133,34 +115,12 @@ class Ops:
     layer_norm = staticmethod(rowwise.layer_norm)
     rope_cos_sin = staticmethod(rowwise.rope_cos_sin)
     pool = staticmethod(rowwise.pool)
-
-    def rope(self, x: Tensor, cos_sin: CosSin, interleaved: bool) -> Tensor:
-        """All heads are queries."""
-        heads = Heads(x.shape[1], 0, x.shape[2], interleaved=interleaved)
-        return rowwise.qk_norm_rope(x.flatten(1), heads, None, *cos_sin)[0]
-
-    def qk_norm_rope(
-        self, x: Tensor, heads: Heads, weights: Tensor | None, cos_sin: CosSin
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One launch."""
-        v = x.view(len(x), x.shape[1] // heads.d, heads.d)[:, heads.heads + heads.kv_heads :]
-        return *rowwise.qk_norm_rope(x, heads, weights, *cos_sin), v
-
-    def activate(self, x: Tensor, act: Activation) -> Tensor:
-        """Elementwise."""
-        return rowwise.apply(KINDS[act], x)
-
-    def act_and_mul(self, x: Tensor, act: Activation) -> Tensor:
-        """Elementwise."""
-        return rowwise.gate(KINDS[act], x)
-
-    def clamped_swiglu(self, x: Tensor, alpha: float, limit: float) -> Tensor:
-        """Elementwise."""
-        return rowwise.gate(rowwise.CLAMPED.value, x, alpha, limit)
-
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        """Elementwise."""
-        return rowwise.apply(rowwise.CAP.value, x, cap)
+    rope = staticmethod(rowwise.rope)
+    qk_norm_rope = staticmethod(rowwise.qk_norm_rope)
+    activate = staticmethod(rowwise.activate)
+    act_and_mul = staticmethod(rowwise.act_and_mul)
+    clamped_swiglu = staticmethod(rowwise.clamped_swiglu)
+    soft_cap = staticmethod(rowwise.soft_cap)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """Torch's own."""
@@ -173,11 +133,12 @@ class Ops:
     def kv_move(self, storages: Sequence[Tensor], moves: Tensor) -> None:
         """All storages in one launch; their addresses and row lengths are brought to the device
         once. An address alone names none: it may have been another cache's before."""
+        if not len(moves):
+            return
         key = tuple((s.data_ptr(), s.stride(0) * s.element_size()) for s in storages)
         if key not in self.tables:
-            self.tables[key] = cache.storage_table(storages, self.device)
-        widest = max(s.shape[1] * s.shape[2] * s.element_size() // 4 for s in storages)
-        cache.move(self.tables[key], widest, moves)
+            self.tables[key] = cache.storage_table(storages)
+        cache.move(self.tables[key], moves)
 
     # ---- sampling ----
 

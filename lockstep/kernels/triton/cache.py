@@ -6,8 +6,6 @@ column of bytes before it scatters one, so that a row may be both source and tar
 no page, no request. Called by the op table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -15,12 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.triton.gemm import require
 from lockstep.kernels.triton.launch import power_of_2
+from lockstep.kernels.triton.rowwise import width
 from lockstep.kv.pool import widened
-from lockstep.types import RuleError
 
 MOVES = 4096  # rows that one program holds in registers between gather and scatter
 HELD_WORDS = 16384  # 4-byte words of them per program
+LARGEST = 2.0**100  # that is stored: a sum of such has an end in float32, too
 
 
 # ---- texts ----
@@ -36,14 +36,12 @@ def encode(x, scale, LARGEST: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("x_token", "x_head"))
-def write_kernel(
-    x, cache, slots, scale, x_token, x_head,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def write_kernel(x, cache, slots, scale, x_token, x_head, KV_HEADS: tl.constexpr, D: tl.constexpr,
+                 LARGEST: tl.constexpr):  # fmt: skip
     """One token per program: its rows of all kv heads."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
-    i = tl.arange(0, BLOCK)
+    i = tl.arange(0, width(KV_HEADS * D))
     inside = i < KV_HEADS * D
     value = tl.load(x + token * x_token + (i // D) * x_head + i % D, mask=inside, other=0.0)
     stored = encode(value, scale, LARGEST).to(cache.dtype.element_ty)
@@ -70,51 +68,35 @@ def move_kernel(bases, row_words, moves, count, ROWS: tl.constexpr, WORDS: tl.co
 # ---- calls ----
 
 
-def largest(dtype: torch.dtype) -> float:
-    """Values are clamped to ± this: what the format holds, and so far below float32's end that a
-    sum of them has one too."""
-    return min(torch.finfo(dtype).max, 2.0**100)
-
-
 def write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
     """Stores rows [T, kv_heads, d] at int32 `slots` [T] of a storage [slots, kv_heads, d]."""
-    if len(values) != len(slots):
-        rule, got = "a step writes one row per slot", f"{len(slots)} slots, {len(values)} rows"
-        raise RuleError(rule, got, "Pass all rows")
-    if values.stride(2) != 1:
-        rule, got = "the columns of a K or V row are contiguous", f"strides {values.stride()}"
-        raise RuleError(rule, got, "Make them contiguous")
-    if len(slots):
-        x, (_, kv_heads, d) = widened(values, storage.shape[2]), storage.shape
-        write_kernel[(len(slots),)](
-            x, storage, slots, scale, *x.stride()[:2], KV_HEADS=kv_heads, D=d,
-            LARGEST=largest(storage.dtype), BLOCK=power_of_2(kv_heads * d), num_warps=4,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+    require(len(values) == len(slots), "a step writes one row per slot", values, slots)
+    require(values.stride(2) == 1, "the columns of a K or V row are contiguous", values)
+    x, (_, kv_heads, d) = widened(values, storage.shape[2]), storage.shape
+    write_kernel[(len(slots),)](
+        x, storage, slots, scale, *x.stride()[:2], KV_HEADS=kv_heads, D=d,
+        LARGEST=min(torch.finfo(storage.dtype).max, LARGEST), num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
-def storage_table(storages: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Addresses and row lengths in 4-byte words of all storages of a group: made once, when the
-    pool is."""
-    row_bytes = [s.shape[1] * s.shape[2] * s.element_size() for s in storages]
-    if any(n % 4 for n in row_bytes):
-        rule, got = "a K or V row is a multiple of 4 bytes", f"rows of {row_bytes} bytes"
-        raise RuleError(rule, got, "Use head sizes that are multiples of 8")
+def storage_table(storages: Sequence[Tensor]) -> tuple[Tensor, Tensor, int]:
+    """Addresses and row lengths in 4-byte words of all storages of a group, and the longest: made
+    once, when the pool is."""
+    words = [s.shape[1] * s.shape[2] * s.element_size() // 4 for s in storages]
+    held = all(s.shape[1] * s.shape[2] * s.element_size() % 4 == 0 for s in storages)
+    require(held, "a K or V row is a multiple of 4 bytes", *storages)
+    device = storages[0].device
     bases = torch.tensor([s.data_ptr() for s in storages], dtype=torch.int64, device=device)
-    return bases, torch.tensor([n // 4 for n in row_bytes], dtype=torch.int32, device=device)
+    return bases, torch.tensor(words, dtype=torch.int32, device=device), max(words)
 
 
-def move(table: tuple[Tensor, Tensor], widest_words: int, moves: Tensor) -> None:
+def move(table: tuple[Tensor, Tensor, int], moves: Tensor) -> None:
     """Relocates rows, moves [M, 2] int32 (from, to), in every storage of `storage_table`, in one
     launch."""
-    count = len(moves)
-    if count > MOVES:
-        rule = f"a step relocates at most {MOVES} rows of a group"
-        raise RuleError(rule, str(count), "Schedule fewer tree requests per step")
-    if not count:
-        return
+    (bases, row_words, widest), count = table, len(moves)
+    require(count <= MOVES, f"a step relocates at most {MOVES} rows of a group", moves)
     rows = power_of_2(count)
     words = max(1, min(64, HELD_WORDS // rows))
-    grid = (len(table[0]), -(-widest_words // words))
+    grid = (len(bases), triton.cdiv(widest, words))
     launch = {"ROWS": rows, "WORDS": words, "num_warps": 8, "enable_fp_fusion": False}
-    move_kernel[grid](*table, moves, count, **launch)
+    move_kernel[grid](bases, row_words, moves, count, **launch)

@@ -2,10 +2,8 @@
 found again at every load. It promises no bits: `gemm_choice.py` compares whole outputs before it
 uses any of it."""
 
-from __future__ import annotations
-
 import ctypes
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ COMPUTE_32F, REAL_32F, REAL_16BF, REAL_16F = 68, 0, 14, 2  # cublasComputeType_t
 TRANS_A, WORKSPACE_BYTES, REDUCTION_MASK = 3, 1, 3  # attributes of descriptions and preferences
 DTYPES = {torch.bfloat16: REAL_16BF, torch.float16: REAL_16F}
 PROPOSALS = 6  # that are asked for
+ROOM = 32 << 20  # bytes that a call may work in
 
 
 class Proposal(ctypes.Structure):
@@ -37,36 +36,12 @@ def torch_gemm(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
     return torch.mm(x, w.t(), out=y)
 
 
-@dataclass(frozen=True, eq=False)
-class LtCall:
-    """One proposal for one shape; holds what the library refers to."""
-
-    blas: CublasLt
-    description: ctypes.c_void_p
-    layouts: tuple[ctypes.c_void_p, ...]  # of w, x and y
-    proposal: Proposal
-
-    def __call__(self, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        """y = x wᵀ on the current stream."""
-        one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
-        w_at, x_at, y_at = (ctypes.c_void_p(t.data_ptr()) for t in (w, x, y))
-        w_layout, x_layout, y_layout = self.layouts
-        room = self.blas.workspace
-        self.blas.call(
-            "cublasLtMatmul", self.blas.handle, self.description, ctypes.byref(one),
-            w_at, w_layout, x_at, x_layout, ctypes.byref(zero), y_at, y_layout, y_at, y_layout,
-            ctypes.byref(self.proposal.algo), ctypes.c_void_p(room.data_ptr()),
-            ctypes.c_size_t(room.numel()), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
-        )  # fmt: skip
-        return y
-
-
 class CublasLt:
     """The library, opened once."""
 
-    def __init__(self, workspace_bytes: int = 32 << 20) -> None:
+    def __init__(self) -> None:
         self.library = open_library()
-        self.workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device="cuda")
+        self.workspace = torch.empty(ROOM, dtype=torch.uint8, device="cuda")
         self.handle = self.make("cublasLtCreate")
 
     def __call__(self, name: str, w: Tensor, rows: int) -> Any:
@@ -81,7 +56,7 @@ class CublasLt:
         """Calls, and raises what the library answers other than success."""
         status = getattr(self.library, name)(*arguments)
         if status:
-            raise RuleError(f"{name} succeeds", f"status {status}", "Use `--gemm own`")
+            raise RuleError(f"{name} succeeds", f"status {status}", "Check torch and the driver")
 
     def make(self, name: str, *arguments: Any) -> ctypes.c_void_p:
         """Calls a constructor."""
@@ -94,19 +69,17 @@ class CublasLt:
         size = ctypes.c_size_t(ctypes.sizeof(value))
         self.call(f"cublasLtMatmul{what}SetAttribute", owner, attribute, ctypes.byref(value), size)
 
-    def layout(self, kind: int, k: int, rows: int) -> ctypes.c_void_p:
-        """A contiguous [rows, k], which the library reads as k by rows, columns first."""
-        sizes = (ctypes.c_uint64(k), ctypes.c_uint64(rows), ctypes.c_int64(k))
-        return self.make("cublasLtMatrixLayoutCreate", kind, *sizes)
-
-    def proposals(self, n: int, k: int, rows: int, dtype: torch.dtype) -> list[LtCall]:
-        """Ways to compute y [rows, n] = x wᵀ without splitting K, the library's favourite first."""
+    def proposals(self, n: int, k: int, rows: int, dtype: torch.dtype) -> list[Any]:
+        """Calls that compute y [rows, n] = x wᵀ without splitting K, the library's favourite
+        first."""
         description = self.make("cublasLtMatmulDescCreate", COMPUTE_32F, REAL_32F)
         self.set("Desc", description, TRANS_A, ctypes.c_int32(1))
-        shapes = ((k, n), (k, rows), (n, rows))
-        layouts = tuple(self.layout(DTYPES[dtype], *shape) for shape in shapes)
+        layouts = []
+        for height, length in ((n, k), (rows, k), (rows, n)):  # read as columns, one behind another
+            sizes = (ctypes.c_uint64(length), ctypes.c_uint64(height), ctypes.c_int64(length))
+            layouts.append(self.make("cublasLtMatrixLayoutCreate", DTYPES[dtype], *sizes))
         preference = self.make("cublasLtMatmulPreferenceCreate")
-        self.set("Preference", preference, WORKSPACE_BYTES, ctypes.c_uint64(self.workspace.numel()))
+        self.set("Preference", preference, WORKSPACE_BYTES, ctypes.c_uint64(ROOM))
         self.set("Preference", preference, REDUCTION_MASK, ctypes.c_uint32(0))
         found, returned = (Proposal * PROPOSALS)(), ctypes.c_int(0)
         self.call(
@@ -114,8 +87,20 @@ class CublasLt:
             preference, PROPOSALS, found, ctypes.byref(returned),
         )  # fmt: skip
         self.call("cublasLtMatmulPreferenceDestroy", preference)
-        usable = [found[i] for i in range(returned.value) if found[i].state == 0]
-        return [LtCall(self, description, layouts, proposal) for proposal in usable]
+        usable = (each for each in found[: returned.value] if each.state == 0)
+        return [partial(self.multiply, (description, layouts, each.algo)) for each in usable]
+
+    def multiply(self, way: tuple[Any, list[Any], Any], x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        """y = x wᵀ on the current stream, by one proposal for one shape."""
+        description, (w_layout, x_layout, y_layout), algo = way
+        one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        w_at, x_at, y_at, room = (ctypes.c_void_p(t.data_ptr()) for t in (w, x, y, self.workspace))
+        self.call(
+            "cublasLtMatmul", self.handle, description, ctypes.byref(one), w_at, w_layout, x_at,
+            x_layout, ctypes.byref(zero), y_at, y_layout, y_at, y_layout, ctypes.byref(algo), room,
+            ctypes.c_size_t(ROOM), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+        )  # fmt: skip
+        return y
 
 
 def open_library() -> ctypes.CDLL:
@@ -126,4 +111,4 @@ def open_library() -> ctypes.CDLL:
             return ctypes.CDLL(name)
         except OSError:
             continue
-    raise RuleError("cuBLASLt can be opened", f"none of {LIBRARIES}", "Use `--gemm own`")
+    raise RuleError("cuBLASLt can be opened", f"none of {LIBRARIES}", "Install torch with CUDA")

@@ -8,9 +8,6 @@ are a run-time value, so a lone request has the same binary as a full batch. A b
 `gemm_choice.py`, by the op table, by the tests and by the benchmark.
 """
 
-from __future__ import annotations
-
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +36,6 @@ class Tile:
         return f"t{shape}w{self.warps}s{self.stages}g{self.group}"
 
     @property
-    def shared_bytes(self) -> int:
-        """Shared memory of the ring, two bytes an element."""
-        return (self.rows + self.columns) * self.depth * 2 * self.stages
-
-    @property
     def constants(self) -> dict[str, Any]:
         """As every GEMM kernel takes it."""
         return {
@@ -56,14 +48,6 @@ class Tile:
         }
 
 
-def tile_named(name: str) -> Tile:
-    """The tile that has this name."""
-    found = re.fullmatch(r"t(\d+)x(\d+)x(\d+)w(\d+)s(\d+)g(\d+)", name)
-    if found is None:
-        raise RuleError("a tile is named t16x32x256w4s6g8", name, "Correct gemm_table.json")
-    return Tile(*map(int, found.groups()))
-
-
 @triton.jit
 def weight_rows(w, first, column, N: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr):
     """Pointers to rows first + column of w [.., K]; columns past N read the last one."""
@@ -73,14 +57,13 @@ def weight_rows(w, first, column, N: tl.constexpr, K: tl.constexpr, COLUMNS: tl.
 
 
 @triton.jit
-def product(x_row, w_row, there, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-            DEPTH: tl.constexpr):  # fmt: skip
-    """float32 [ROWS, COLUMNS] of rows at x_row [ROWS], zeros where not `there`, and at w_row
-    [COLUMNS]: K in ascending steps."""
+def product(x_row, w_row, there, K: tl.constexpr, DEPTH: tl.constexpr):
+    """float32 [rows, columns] of rows at x_row [rows], zeros where not `there`, and at w_row
+    [columns]: K in ascending steps."""
     k = tl.arange(0, DEPTH)
     x_at = x_row[:, None] + k[None, :]
     w_at = w_row[None, :] + k[:, None]
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = tl.zeros((x_row.shape[0], w_row.shape[0]), tl.float32)
     for _ in range(0, K // DEPTH):
         total = tl.dot(tl.load(x_at, mask=there[:, None], other=0.0), tl.load(w_at), total)
         x_at += DEPTH
@@ -114,7 +97,7 @@ def gemm_kernel(x, w, y, rows, x_stride, N: tl.constexpr, K: tl.constexpr, ROWS:
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     there = row < rows
     w_row = weight_rows(w, 0, column, N, K, COLUMNS)
-    total = product(x + row * x_stride * 8, w_row, there, K, ROWS, COLUMNS, DEPTH)
+    total = product(x + row * x_stride * 8, w_row, there, K, DEPTH)
     at = row[:, None] * N + column[None, :]
     tl.store(y + at, total.to(y.dtype.element_ty), mask=there[:, None] & (column < N)[None, :])
 
@@ -132,7 +115,7 @@ def batched_gemm_kernel(x, w, y, rows, x_stride, x_batch, y_stride, y_batch, N: 
     there = row < rows
     x_row = x + batch * x_batch * 8 + row * x_stride * 8
     w_row = weight_rows(w, batch * N, column, N, K, COLUMNS)
-    total = product(x_row, w_row, there, K, ROWS, COLUMNS, DEPTH)
+    total = product(x_row, w_row, there, K, DEPTH)
     at = batch * y_batch * 8 + row[:, None] * y_stride * 8 + column[None, :]
     tl.store(y + at, total.to(y.dtype.element_ty), mask=there[:, None] & (column < N)[None, :])
 
@@ -152,22 +135,15 @@ def row_stride(x: Tensor, name: str) -> int:
     return x.stride(0) // 8
 
 
-def check_gemm(x: Tensor, w: Tensor, y: Tensor) -> None:
-    """x [rows, K], w [N, K], y [rows, N], one dtype."""
-    fits = x.shape[1] == w.shape[1] and y.shape == (x.shape[0], w.shape[0])
-    alike = x.dtype == w.dtype == y.dtype
-    rule = "x [rows, K], w [N, K] and y [rows, N] have one K, N and dtype; w and y are contiguous"
-    require(fits and alike and w.is_contiguous() and y.is_contiguous(), rule, x, w, y)
-
-
 def gemm(x: Tensor, w: Tensor, y: Tensor, tile: Tile) -> Tensor:
     """y [rows, N] = x [rows, K] · w [N, K] transposed, by our kernel with that tile. Returns y."""
-    check_gemm(x, w, y)
-    stride = row_stride(x, "x")
     (rows, k), n = x.shape, w.shape[0]
-    if rows:
-        grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns),)
-        gemm_kernel[grid](x, w, y, rows, stride, N=n, K=k, GROUP=tile.group, **tile.constants)
+    fits = k == w.shape[1] and y.shape == (rows, n) and x.dtype == w.dtype == y.dtype
+    rule = "x [rows, K], w [N, K] and y [rows, N] have one K, N and dtype; w and y are contiguous"
+    require(fits and w.is_contiguous() and y.is_contiguous(), rule, x, w, y)
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns),)
+    operands = (x, w, y, rows, row_stride(x, "x"))
+    gemm_kernel[grid](*operands, N=n, K=k, GROUP=tile.group, **tile.constants)
     return y
 
 
@@ -179,11 +155,10 @@ def batched_gemm(x: Tensor, w: Tensor, y: Tensor, tile: Tile) -> Tensor:
     alike = x.dtype == w.dtype == y.dtype
     rule = "x [rows, batch, K], w [batch, N, K] and y [rows, batch, N] match, w is contiguous"
     require(fits and alike and w.is_contiguous(), rule, x, w, y)
-    for name, t in (("x", x), ("y", y)):
-        held = t.stride(2) == 1 and (t.stride(0) | t.stride(1)) % 8 == 0
-        require(held, f"{name} has contiguous rows at multiples of 8 elements", t)
-    if rows:
-        grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns), batch)
-        strides = (stride // 8 for t in (x, y) for stride in (t.stride(0), t.stride(1)))
-        batched_gemm_kernel[grid](x, w, y, rows, *strides, N=n, K=k, **tile.constants)
+    strides = (*x.stride()[:2], *y.stride()[:2])
+    held = x.stride(2) == y.stride(2) == 1 and not any(stride % 8 for stride in strides)
+    require(held, "x and y have contiguous rows at multiples of 8 elements", x, y)
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns), batch)
+    operands = (x, w, y, rows, *(stride // 8 for stride in strides))
+    batched_gemm_kernel[grid](*operands, N=n, K=k, **tile.constants)
     return y

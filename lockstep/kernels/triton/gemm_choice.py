@@ -3,9 +3,8 @@ whole output is bit-equal to ours here, for rows of a finite grid and no other. 
 load: a tile of ours that differs is an error of this machine, a library that differs is not used.
 """
 
-from __future__ import annotations
-
 import json
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.kernels.triton.gemm import Tile, gemm, require, tile_named
+from lockstep.kernels.triton.gemm import Tile, gemm, require
 from lockstep.types import RuleError
 
 GRID = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)  # rows of a step
@@ -37,33 +36,22 @@ class GemmChoice:
     library: Call | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Gemm:
-    """One weight shape's choices, rows → choice."""
-
-    n: int
-    k: int
-    choices: dict[int, GemmChoice]
-
-    def __call__(self, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        """y [rows, N] = x [rows, K] · w [N, K] transposed. Rows that are no value of the grid are
-        computed by our tile, whose bits are those of any other; more than the grid's most in
-        turns."""
-        if len(x) > GRID[-1]:
-            for i in range(0, len(x), GRID[-1]):
-                self(x[i : i + GRID[-1]], w, y[i : i + GRID[-1]])
-            return y
-        choice = self.choices.get(len(x))
-        if choice is None:
-            return gemm(x, w, y, tile_for(self.n, self.k, bucket(len(x))))
-        if choice.library is not None and placed_alike(x, w, y):
-            return choice.library(x, w, y)
-        return gemm(x, w, y, choice.tile)
+Choices = dict[int, GemmChoice]  # of one weight shape, by rows
 
 
-def bucket(rows: int) -> int:
-    """The value of the grid at or above `rows`, or the last."""
-    return GRID[min(bisect_left(GRID, rows), len(GRID) - 1)]
+def multiply(choices: Choices, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    """y [rows, N] = x [rows, K] · w [N, K] transposed. Rows that are no value of the grid are
+    computed by our tile, whose bits are those of any other; more than the grid's most in turns."""
+    if len(x) > GRID[-1]:
+        for i in range(0, len(x), GRID[-1]):
+            multiply(choices, x[i : i + GRID[-1]], w, y[i : i + GRID[-1]])
+        return y
+    choice, (n, k) = choices.get(len(x)), w.shape
+    if choice is None:
+        return gemm(x, w, y, tile_for(n, k, GRID[bisect_left(GRID, len(x))]))
+    if choice.library is not None and placed_alike(x, w, y):
+        return choice.library(x, w, y)
+    return gemm(x, w, y, choice.tile)
 
 
 def placed_alike(*tensors: Tensor) -> bool:
@@ -85,7 +73,7 @@ def tile_for(n: int, k: int, rows: int) -> Tile:
     gives the same bits."""
     measured = table().get(f"{n}x{k}", {}).get(str(rows))
     if measured is not None:
-        return tile_named(measured[0])
+        return Tile(*map(int, re.findall(r"\d+", measured[0])))
     if rows <= 16:
         return Tile(16, 32, 128, 4, 8) if n <= 8192 else Tile(16, 64, 128, 4, 5)
     if rows <= 64:
@@ -97,12 +85,12 @@ def tile_for(n: int, k: int, rows: int) -> Tile:
     return Tile(128, 128, 64, 8, 4)
 
 
-def library_for(n: int, k: int, rows: int, from_rows: int = LIBRARY_ROWS) -> str | None:
+def library_for(n: int, k: int, rows: int) -> str | None:
     """The library's call to compare, or None where ours was faster."""
     measured = table().get(f"{n}x{k}", {}).get(str(rows))
     if measured is not None:
         return measured[1] if len(measured) > 1 else None
-    return "cublas" if rows >= from_rows else None
+    return "cublas" if rows >= LIBRARY_ROWS else None
 
 
 def differing(a: Tensor, b: Tensor) -> int:
@@ -128,9 +116,7 @@ def whole(call: Call, x: Tensor, w: Tensor) -> Tensor:
     return call(x, w, torch.full((len(x), len(w)), float("nan"), dtype=x.dtype, device=x.device))
 
 
-def choose(
-    w: Tensor, library: Library | None, grid: Sequence[int] = GRID, from_rows: int = LIBRARY_ROWS
-) -> Gemm:
+def choose(w: Tensor, library: Library | None, grid: Sequence[int] = GRID) -> Choices:
     """Choices for a weight's shape and dtype, by whole outputs on this machine."""
     n, k = w.shape
     x = sample_rows(max(grid), k, w.dtype, w.device)
@@ -138,16 +124,15 @@ def choose(
     choices = {}
     for rows in grid:
         tile = tile_for(n, k, rows)
-        made = whole(partial(gemm, tile=tile), x[:rows], w)
-        wrong = differing(made, want[:rows])
+        wrong = differing(whole(partial(gemm, tile=tile), x[:rows], w), want[:rows])
         if wrong:
             got = f"{wrong} of {rows * n} elements of {n}x{k} with {rows} rows, {tile.name}"
             remedy = "This device is not of the class sm_90: do not use it"
             raise RuleError("a GEMM's bits do not depend on its tile", got, remedy)
-        name = library_for(n, k, rows, from_rows)
+        name = library_for(n, k, rows)
         call = library(name, w, rows) if library and name else None
         choices[rows] = judged(tile, name, call, x[:rows], w, want[:rows])
-    return Gemm(n, k, choices)
+    return choices
 
 
 def judged(

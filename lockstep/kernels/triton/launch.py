@@ -1,8 +1,6 @@
 """Launches attention: shapes, strides and constants of one call as the kernels' arguments. `Tuning`
 is what may be chosen freely: it changes speed, never bits. Knows tensors, and no plan."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,43 +27,6 @@ class Tuning:
     # "plain" (attend.py), or a warp-specialised twin: "prefill" (blocks of 128 tokens of one head),
     # "decode" (16 rows), "latent" (64 rows)
     kernel: str = "plain"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """As Triton takes them."""
-        sizes = {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
-        return sizes | {"enable_fp_fusion": False}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a variant is compiled for besides its tuning."""
-
-    d_qk: int
-    d_v: int
-    tile: int
-    latent: bool = False
-    cap: bool = False
-    tree: bool = False
-
-    def constants(self, tuning: Tuning) -> dict[str, Any]:
-        """The kernel's compile-time values."""
-        da, db = pieces(self.d_qk)
-        return {
-            "D_QK": self.d_qk,
-            "DA": da,
-            "DB": db,
-            "D_V": self.d_v,
-            "DV": power_of_2(self.d_v),
-            "LATENT": self.latent and self.d_v == da,
-            "CAP": self.cap,
-            "TREE": self.tree,
-            "PART": tuning.parts,
-            "ROWS": tuning.rows,
-            "TILE": self.tile,
-            "FOLD_ROWS": tuning.fold_rows,
-            "FOLD_DEPTH": tuning.fold_depth,
-        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +67,7 @@ class Scratch:
 class Call:
     """One layer's attention: q [T, heads, d_qk]; keys k [slots, kv_heads, d_qk] and v [slots,
     kv_heads, d_v]; out [T, heads, d_v], lse [T, heads]; where keys are, how they score, in which
-    order."""
+    order; whether k and v are one row, and whether rows name keys one by one."""
 
     q: Tensor
     keys: tuple[Tensor, Tensor]
@@ -114,8 +75,9 @@ class Call:
     lse: Tensor
     at: Addresses
     scoring: Scoring
-    shape: Shape
     order: AttentionOrder
+    latent: bool
+    tree: bool
 
 
 def power_of_2(n: int) -> int:
@@ -176,14 +138,18 @@ def plain(call: Call, table: Tensor, room: Scratch, tuning: Tuning) -> None:
 
     q, (k, v), at, scoring, splits = call.q, call.keys, call.at, call.scoring, call.order.splits
     mul, shift = divider(at.page_size)
+    d_qk, d_v, (da, db) = q.shape[2], call.out.shape[2], pieces(q.shape[2])
     attend_kernel[(len(table) * k.shape[1],)](
         q, k, v, call.out, call.lse, scoring.sinks2, table, at.positions, at.start,
         at.tail_indptr, at.tail_slots, at.page_ids, room.ml, room.acc, room.counters,
         scoring.c, scoring.pre, scoring.v_scale, q.shape[1], k.shape[1], scoring.window,
         int(scoring.causal), at.page_size, mul, shift,
         splits.count0, splits.len0, splits.count1, splits.len1, splits.len2,
-        *eighths(q, "q"), *eighths(k, "k"), *eighths(v, "v"), **call.shape.constants(tuning),
-        **tuning.options,
+        *eighths(q, "q"), *eighths(k, "k"), *eighths(v, "v"),
+        D_QK=d_qk, DA=da, DB=db, D_V=d_v, DV=power_of_2(d_v), LATENT=call.latent and d_v == da,
+        CAP=scoring.pre != 0.0, TREE=call.tree, PART=tuning.parts, ROWS=tuning.rows,
+        TILE=call.order.tile, FOLD_ROWS=tuning.fold_rows, FOLD_DEPTH=tuning.fold_depth,
+        num_warps=tuning.warps, num_stages=tuning.stages, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -241,7 +207,7 @@ def latent(call: Call, table: Tensor, room: Scratch, tuning: Tuning) -> None:
 
     q, (k, _), at, scoring = call.q, call.keys, call.at, call.scoring
     programs = min(multiprocessors(q.device), len(table))
-    state_row = len(room.acc) // call.shape.d_v - multiprocessors(q.device) * tuning.rows
+    state_row = len(room.acc) // call.out.shape[2] - multiprocessors(q.device) * tuning.rows
     latent_kernel[(programs,)](
         q, boxes(k, at.page_size, 64), call.out, call.lse, scoring.sinks2, table, at.positions,
         at.page_ids, room.ml, room.acc, room.counters, scoring.c, scoring.v_scale,

@@ -9,9 +9,8 @@ sums are two roundings each (`enable_fp_fusion=False`). The CPU's twin is `kerne
 Knows tensors, no layers. Called by the op table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from torch.nn.functional import pad
 from lockstep.kernels.triton.gemm import require, row_stride
 from lockstep.ops import CosSin, Heads
 
-SILU, GELU, GELU_TANH, RELU, SIGMOID, CAP, CLAMPED = map(tl.constexpr, range(7))  # of an element
 NEGATIVE_LOG2E, ROOT_HALF = tl.constexpr(-1.4426950408889634), tl.constexpr(0.7071067811865476)
 TANH_SCALE, TANH_CUBE = tl.constexpr(0.7978845608028654), tl.constexpr(0.044715)
 NAN = tl.constexpr(tl.PropagateNan.ALL)  # the smaller, or larger, of NaN and a number is NaN
@@ -35,19 +33,37 @@ HEADS = 8  # of a token, that one program of `qk_norm_rope` does
 # ---- texts ----
 
 
-@triton.jit
-def tree_sum(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr):
-    """[ROWS, WIDTH = 2 ** LEVELS] → [ROWS]: neighbours are added, then their sums, and so on."""
-    for level in tl.static_range(LEVELS):
-        x = tl.sum(tl.reshape(x, [ROWS, WIDTH >> (level + 1), 2]), 2)
-    return tl.reshape(x, [ROWS])
+@triton.constexpr_function
+def width(n: int) -> int:
+    """The power of two at or above n, at least 2."""
+    return max(1 << (n - 1).bit_length(), 2)
+
+
+@triton.constexpr_function
+def levels(n: int) -> int:
+    """Of the tree over n = 2 ** levels numbers."""
+    return n.bit_length() - 1
 
 
 @triton.jit
-def inverse_root(total, eps, ROWS: tl.constexpr, N: tl.constexpr):
+def tree_sum(x):
+    """[rows, 2 ** levels] → [rows]: neighbours are added, then their sums, and so on."""
+    for _ in tl.static_range(levels(x.shape[1])):
+        x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), 2)
+    return tl.reshape(x, [x.shape[0]])
+
+
+@triton.jit
+def row_sum(x):
+    """[2 ** levels] → [1]."""
+    return tree_sum(tl.reshape(x, [1, x.shape[0]]))
+
+
+@triton.jit
+def inverse_root(total, eps, N: tl.constexpr):
     """1 / sqrt(total / N + eps), every operation rounded correctly."""
-    mean = tl.div_rn(total, tl.full([ROWS], N, tl.float32))
-    return tl.div_rn(tl.full([ROWS], 1.0, tl.float32), tl.sqrt_rn(mean + eps))
+    mean = tl.div_rn(total, tl.full(total.shape, N, tl.float32))
+    return tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps))
 
 
 @triton.jit
@@ -66,16 +82,16 @@ def tanh(x):
 
 @triton.jit
 def act(x, number, KIND: tl.constexpr):
-    """An elementwise function; `number` is the cap of CAP."""
-    if KIND == SILU:
+    """An elementwise function: an `Activation`, "sigmoid", or "cap", whose number it is."""
+    if KIND == "silu":
         return tl.div_rn(x, 1.0 + exp_minus(x))
-    elif KIND == GELU:
+    elif KIND == "gelu":
         return (0.5 * x) * (1.0 + tl.erf(x * ROOT_HALF))
-    elif KIND == GELU_TANH:
+    elif KIND == "gelu_tanh":
         return (0.5 * x) * (1.0 + tanh(TANH_SCALE * (x + TANH_CUBE * x * x * x)))
-    elif KIND == RELU:
+    elif KIND == "relu":
         return tl.where(x < 0.0, 0.0, x)
-    elif KIND == CAP:
+    elif KIND == "cap":
         return tanh(tl.div_rn(x, number + tl.zeros_like(x))) * number
     else:
         return tl.div_rn(1.0 + tl.zeros_like(x), 1.0 + exp_minus(x))
@@ -88,11 +104,12 @@ def load_row(x, row, stride, column, inside):
 
 
 @triton.jit
-def rms_norm_kernel(x, residual, weight, y, total, x_stride, residual_stride, eps, N: tl.constexpr,
-                    WIDTH: tl.constexpr, LEVELS: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
-    """One row. ADD: x + residual is rounded, stored as `total`, and normed."""
+def norm_kernel(x, residual, weight, bias, y, total, x_stride, residual_stride, eps,
+                N: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr):  # fmt: skip
+    """One row: x / sqrt(mean(x²) + eps) · weight. ADD: x is x + residual, rounded and stored as
+    `total`. LAYER: x is x - mean, and a bias is added."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, WIDTH)
+    column = tl.arange(0, width(N))
     inside = column < N
     value = load_row(x, row, x_stride, column, inside)
     if ADD:
@@ -100,28 +117,14 @@ def rms_norm_kernel(x, residual, weight, y, total, x_stride, residual_stride, ep
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + row * N + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
-    squares = tree_sum(tl.reshape(value * value, [1, WIDTH]), 1, WIDTH, LEVELS)
-    scaled = value * inverse_root(squares, eps, 1, N)
-    gain = load_row(weight, 0, 0, column, inside)
-    tl.store(y + row * N + column, (scaled * gain).to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def layer_norm_kernel(x, weight, bias, y, x_stride, eps, N: tl.constexpr, WIDTH: tl.constexpr,
-                      LEVELS: tl.constexpr):  # fmt: skip
-    """One row: (x - mean) / sqrt(var + eps) · weight + bias."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, WIDTH)
-    inside = column < N
-    value = load_row(x, row, x_stride, column, inside)
-    total = tree_sum(tl.reshape(value, [1, WIDTH]), 1, WIDTH, LEVELS)
-    mean = tl.div_rn(total, tl.full([1], N, tl.float32))
-    centred = tl.where(inside, value - mean, 0.0)
-    squares = tree_sum(tl.reshape(centred * centred, [1, WIDTH]), 1, WIDTH, LEVELS)
-    scaled = centred * inverse_root(squares, eps, 1, N)
-    gain = load_row(weight, 0, 0, column, inside)
-    offset = load_row(bias, 0, 0, column, inside)
-    tl.store(y + row * N + column, (scaled * gain + offset).to(y.dtype.element_ty), mask=inside)
+    if LAYER:
+        mean = tl.div_rn(row_sum(value), tl.full([1], N, tl.float32))
+        value = tl.where(inside, value - mean, 0.0)
+    scaled = value * inverse_root(row_sum(value * value), eps, N)
+    result = scaled * load_row(weight, 0, 0, column, inside)
+    if LAYER:
+        result += load_row(bias, 0, 0, column, inside)
+    tl.store(y + row * N + column, result.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -133,9 +136,8 @@ def normed(value, scale, weight_at, inside, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "kv_heads"])
 def qk_norm_rope_kernel(x, weights, cos, sin, q, k, x_stride, heads, kv_heads, eps, D: tl.constexpr,
-                        WIDTH: tl.constexpr, LEVELS: tl.constexpr, HALF: tl.constexpr,
-                        HALF_WIDTH: tl.constexpr, TAIL_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-                        NORM: tl.constexpr, INTERLEAVED: tl.constexpr):  # fmt: skip
+                        HALF: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+                        INTERLEAVED: tl.constexpr):  # fmt: skip
     """BLOCK heads of one token, queries then keys: normed if NORM, the first 2 * HALF columns
     turned, the others as they are."""
     token = tl.program_id(0).to(tl.int64)
@@ -149,10 +151,10 @@ def qk_norm_rope_kernel(x, weights, cos, sin, q, k, x_stride, heads, kv_heads, e
     dtype: tl.constexpr = q.dtype.element_ty
     scale = tl.full([BLOCK], 1.0, tl.float32)
     if NORM:
-        column = tl.arange(0, WIDTH)[None, :]
+        column = tl.arange(0, width(D))[None, :]
         value = tl.load(source + column, mask=there & (column < D), other=0.0).to(tl.float32)
-        scale = inverse_root(tree_sum(value * value, BLOCK, WIDTH, LEVELS), eps, BLOCK, D)
-    i = tl.arange(0, HALF_WIDTH)[None, :]
+        scale = inverse_root(tree_sum(value * value), eps, D)
+    i = tl.arange(0, width(HALF))[None, :]
     inside = there & (i < HALF)
     if INTERLEAVED:
         first, second = 2 * i, 2 * i + 1
@@ -168,7 +170,7 @@ def qk_norm_rope_kernel(x, weights, cos, sin, q, k, x_stride, heads, kv_heads, e
     tl.store(target + i, (a * c - b * s).to(dtype), mask=inside)
     tl.store(target + HALF + i, (b * c + a * s).to(dtype), mask=inside)
     if D > 2 * HALF:
-        column = 2 * HALF + tl.arange(0, TAIL_WIDTH)[None, :]
+        column = 2 * HALF + tl.arange(0, width(D - 2 * HALF))[None, :]
         inside = there & (column < D)
         value = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
         if NORM:
@@ -177,11 +179,10 @@ def qk_norm_rope_kernel(x, weights, cos, sin, q, k, x_stride, heads, kv_heads, e
 
 
 @triton.jit
-def cos_sin_kernel(positions, freqs, cos, sin, factor, HALF: tl.constexpr,
-                   WIDTH: tl.constexpr):  # fmt: skip
+def cos_sin_kernel(positions, freqs, cos, sin, factor, HALF: tl.constexpr):
     """One token's angles: a float32 product; cos and sin in float64, rounded, times the factor."""
     token = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, WIDTH)
+    i = tl.arange(0, width(HALF))
     freq = tl.load(freqs + i, mask=i < HALF, other=0.0)
     angle = (tl.load(positions + token).to(tl.float32) * freq).to(tl.float64)
     tl.store(cos + token * HALF + i, tl.cos(angle).to(tl.float32) * factor, mask=i < HALF)
@@ -189,67 +190,45 @@ def cos_sin_kernel(positions, freqs, cos, sin, factor, HALF: tl.constexpr,
 
 
 @triton.jit
-def pool_kernel(x, spans, y, x_stride, N: tl.constexpr, WIDTH: tl.constexpr,
-                LEVELS: tl.constexpr):  # fmt: skip
+def pool_kernel(x, spans, y, x_stride, N: tl.constexpr):
     """The mean of rows [begin, end), added in order, divided by its length; float64 inside."""
     span = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(spans + 2 * span), tl.load(spans + 2 * span + 1)
-    column = tl.arange(0, WIDTH)
+    column = tl.arange(0, width(N))
     inside = column < N
-    total = tl.zeros([WIDTH], tl.float64)
+    total = tl.zeros([width(N)], tl.float64)
     for row in range(begin, end):
         total += load_row(x, row, x_stride, column, inside).to(tl.float64)
     mean = total / (end - begin).to(tl.float64)
-    squares = tree_sum(tl.reshape(mean * mean, [1, WIDTH]), 1, WIDTH, LEVELS)
-    length = tl.maximum(tl.sqrt(squares), SHORTEST, propagate_nan=NAN)
+    length = tl.maximum(tl.sqrt(row_sum(mean * mean)), SHORTEST, propagate_nan=NAN)
     tl.store(y + span * N + column, (mean / length).to(tl.float32), mask=inside)
 
 
 @triton.jit
-def gate_kernel(x, y, x_stride, alpha, limit, N: tl.constexpr, KIND: tl.constexpr,
-                COLUMNS: tl.constexpr):  # fmt: skip
-    """act(gate) · up of columns [0, N) and [N, 2N); CLAMPED: (up + 1) · gate · sigmoid(alpha ·
-    gate) within the limits."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < N
-    gate = load_row(x, row, x_stride, column, inside)
-    up = load_row(x + N, row, x_stride, column, inside)
-    if KIND == CLAMPED:
-        gate = tl.minimum(gate, limit, propagate_nan=NAN)
-        up = tl.minimum(tl.maximum(up, -limit, propagate_nan=NAN), limit, propagate_nan=NAN)
-        value = (up + 1.0) * (gate * act(gate * alpha, limit, SIGMOID))
-    else:
-        value = act(gate, limit, KIND) * up
-    tl.store(y + row * N + column, value.to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def map_kernel(x, bias, y, x_stride, number, N: tl.constexpr, KIND: tl.constexpr,
-               BIAS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """act(x), or x + bias where BIAS."""
+def map_kernel(x, bias, y, x_stride, alpha, limit, N: tl.constexpr, KIND: tl.constexpr,
+               GATED: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """act(x), or x + bias; GATED: act(gate) · up of columns [0, N) and [N, 2N), or, clamped,
+    (up + 1) · gate · sigmoid(alpha · gate) within the limits."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < N
     value = load_row(x, row, x_stride, column, inside)
-    if BIAS:
+    if KIND == "bias":
         value += load_row(bias, 0, 0, column, inside)
+    elif KIND == "clamped":
+        up = load_row(x + N, row, x_stride, column, inside)
+        gate = tl.minimum(value, limit, propagate_nan=NAN)
+        up = tl.minimum(tl.maximum(up, -limit, propagate_nan=NAN), limit, propagate_nan=NAN)
+        value = (up + 1.0) * (gate * act(gate * alpha, limit, "sigmoid"))
+    elif GATED:
+        up = load_row(x + N, row, x_stride, column, inside)
+        value = act(value, limit, KIND) * up
     else:
-        value = act(value, number, KIND)
+        value = act(value, limit, KIND)
     tl.store(y + row * N + column, value.to(y.dtype.element_ty), mask=inside)
 
 
 # ---- calls ----
-
-
-def width(n: int) -> int:
-    """The power of two at or above n."""
-    return 1 << (n - 1).bit_length()
-
-
-def warps(n: int) -> int:
-    """Warps of a program that does a whole row of n."""
-    return min(max(width(n) // 512, 1), 16)
 
 
 def new_rows(x: Tensor, n: int) -> Tensor:
@@ -257,20 +236,19 @@ def new_rows(x: Tensor, n: int) -> Tensor:
     return torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
 
 
+@cache
 def whole_row(n: int) -> dict[str, Any]:
     """How a program that does a whole row of n is launched."""
-    levels = width(n).bit_length() - 1
-    shape = {"N": n, "WIDTH": width(n), "LEVELS": levels}
-    return shape | {"num_warps": warps(n), "enable_fp_fusion": False}
+    warps = min(max(width(n) // 512, 1), 16)
+    return {"N": n, "num_warps": warps, "enable_fp_fusion": False}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [.., n] / sqrt(mean(x²) + eps) · weight [n]."""
     shape, x = x.shape, x.flatten(0, -2)
-    (rows, n), y = x.shape, new_rows(x, x.shape[1])
-    if rows:
-        stride = row_stride(x, "x")
-        rms_norm_kernel[(rows,)](x, x, weight, y, y, stride, 0, eps, ADD=False, **whole_row(n))
+    y, stride, launch = new_rows(x, shape[-1]), row_stride(x, "x"), whole_row(shape[-1])
+    operands = (x, x, weight, weight, y, y, stride, 0, eps)
+    norm_kernel[(len(x),)](*operands, ADD=False, LAYER=False, **launch)
     return y.view(shape)
 
 
@@ -280,60 +258,59 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     alike = x.shape == residual.shape and x.dtype == residual.dtype
     require(alike, "x and the residual have one shape and dtype", x, residual)
     (rows, n), total, y = x.shape, new_rows(x, x.shape[1]), new_rows(x, x.shape[1])
-    if rows:
-        strides = (row_stride(x, "x"), row_stride(residual, "residual"))
-        rms_norm_kernel[(rows,)](
-            x, residual, weight, y, total, *strides, eps, ADD=True, **whole_row(n)
-        )
+    strides = (row_stride(x, "x"), row_stride(residual, "residual"))
+    operands = (x, residual, weight, weight, y, total, *strides, eps)
+    norm_kernel[(rows,)](*operands, ADD=True, LAYER=False, **whole_row(n))
     return total, y
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) · weight + bias of x [rows, n]."""
     (rows, n), y = x.shape, new_rows(x, x.shape[1])
-    if rows:
-        stride = row_stride(x, "x")
-        layer_norm_kernel[(rows,)](x, weight, bias, y, stride, eps, **whole_row(n))
+    operands = (x, x, weight, bias, y, y, row_stride(x, "x"), 0, eps)
+    norm_kernel[(rows,)](*operands, ADD=False, LAYER=True, **whole_row(n))
     return y
 
 
 def qk_norm_rope(
-    x: Tensor, spec: Heads, weights: Tensor | None, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, heads: Heads, weights: Tensor | None, cos_sin: CosSin
+) -> tuple[Tensor, Tensor, Tensor]:
     """x [t, at least (heads + kv_heads) · d], queries then keys → q [t, heads, d] and k [t,
-    kv_heads, d].
+    kv_heads, d], and what is behind them, a view.
 
-    weights [2, d], of queries and of keys, or None; cos and sin float32 [t, half], contiguous: the
-    first 2·half columns are turned, columns i and i + half together, or 2i and 2i + 1 if
-    interleaved; the result has the first layout always.
+    weights [2, d], of queries and of keys, or None; cos and sin float32 [t, half]: the first 2·half
+    columns are turned, columns i and i + half together, or 2i and 2i + 1 if interleaved; the result
+    has the first layout always.
     """
-    (t, have), half, d = x.shape, cos.shape[1], spec.d
-    heads = spec.heads + spec.kv_heads
-    fits = have >= heads * d and 2 * half <= d and cos.shape == sin.shape and len(cos) == t
-    rule = f"x holds {heads} heads of {d}, and cos and sin turn at most {d} columns, a row a token"
+    cos, sin = cos_sin
+    (t, have), half, d = x.shape, cos.shape[1], heads.d
+    count = heads.heads + heads.kv_heads
+    fits = have >= count * d and 2 * half <= d and cos.shape == sin.shape and len(cos) == t
+    rule = f"x holds {count} heads of {d}, and cos and sin turn at most {d} columns, a row a token"
     require(fits, rule, x, cos, sin)
-    q = torch.empty(t, spec.heads, d, dtype=x.dtype, device=x.device)
-    k = torch.empty(t, spec.kv_heads, d, dtype=x.dtype, device=x.device)
-    if t:
-        qk_norm_rope_kernel[(t, triton.cdiv(heads, HEADS))](
-            x, cos if weights is None else weights, cos.contiguous(), sin.contiguous(), q, k,
-            row_stride(x, "x"), spec.heads, spec.kv_heads, spec.eps, D=d, WIDTH=width(d),
-            LEVELS=width(d).bit_length() - 1, HALF=half, HALF_WIDTH=width(half),
-            TAIL_WIDTH=width(max(d - 2 * half, 1)), BLOCK=HEADS, NORM=weights is not None,
-            INTERLEAVED=spec.interleaved, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-    return q, k
+    q = torch.empty(t, heads.heads, d, dtype=x.dtype, device=x.device)
+    k = torch.empty(t, heads.kv_heads, d, dtype=x.dtype, device=x.device)
+    qk_norm_rope_kernel[(t, triton.cdiv(count, HEADS))](
+        x, cos if weights is None else weights, cos.contiguous(), sin.contiguous(), q, k,
+        row_stride(x, "x"), heads.heads, heads.kv_heads, heads.eps, D=d, HALF=half, BLOCK=HEADS,
+        NORM=weights is not None, INTERLEAVED=heads.interleaved, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return q, k, x.view(t, have // d, d)[:, count:]
+
+
+def rope(x: Tensor, cos_sin: CosSin, interleaved: bool) -> Tensor:
+    """x [t, heads, d] turned: all heads are queries."""
+    heads = Heads(x.shape[1], 0, x.shape[2], interleaved=interleaved)
+    return qk_norm_rope(x.flatten(1), heads, None, cos_sin)[0]
 
 
 def rope_cos_sin(positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
     """cos and sin float32 [t, half] of positions int32 [t] times freqs float32 [half]."""
     t, half = len(positions), len(freqs)
     cos, sin = (torch.empty(t, half, dtype=torch.float32, device=freqs.device) for _ in "cs")
-    if t:
-        cos_sin_kernel[(t,)](
-            positions.contiguous(), freqs, cos, sin, factor, HALF=half, WIDTH=width(half),
-            num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
+    operands = (positions.contiguous(), freqs, cos, sin, factor)
+    cos_sin_kernel[(t,)](*operands, HALF=half, num_warps=1, enable_fp_fusion=False)
     return CosSin(cos, sin)
 
 
@@ -342,43 +319,46 @@ def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     lengths."""
     n = x.shape[1]
     y = torch.empty(len(spans), n, dtype=torch.float32, device=x.device)
-    if len(spans):
-        bounds = torch.tensor(spans, dtype=torch.int64, device=x.device)
-        pool_kernel[(len(spans),)](x, bounds, y, row_stride(x, "x"), **whole_row(n))
+    bounds = torch.tensor(spans, dtype=torch.int64, device=x.device)
+    pool_kernel[(len(spans),)](x, bounds, y, row_stride(x, "x"), **whole_row(n))
     return y
 
 
-def elementwise(x: Tensor, n: int, kind: int) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Grid and constants of an elementwise kernel whose result has rows of n."""
-    shape = {"N": n, "KIND": kind, "COLUMNS": COLUMNS}
-    return (len(x), triton.cdiv(n, COLUMNS)), shape | {"num_warps": 4, "enable_fp_fusion": False}
+def activate(x: Tensor, act: str) -> Tensor:
+    """act(x) of x [rows, n]: an `Activation`."""
+    return launch_map(act, x, x.shape[1])
 
 
-def gate(kind: int, x: Tensor, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
-    """act(gate) · up of [rows, gate then up]; `kind` as in `kernels/cpu/rows.py`, or CLAMPED with
-    its two numbers."""
-    y = new_rows(x, x.shape[1] // 2)
-    if len(x):
-        grid, constants = elementwise(x, y.shape[1], kind)
-        gate_kernel[grid](x, y, row_stride(x, "x"), alpha, limit, **constants)
-    return y
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap · tanh(x / cap) of x [rows, n]."""
+    return launch_map("cap", x, x.shape[1], (0.0, cap))
 
 
-def apply(kind: int, x: Tensor, number: float = 0.0, bias: Tensor | None = None) -> Tensor:
-    """An elementwise function of x [rows, n], or x + bias [n] where there is one."""
-    n = x.shape[1]
-    y = new_rows(x, n)
-    if len(x):
-        if x.stride(0) % 8:  # an odd vocabulary, or few experts
-            x = pad(x, (0, -n % 8))
-        grid, constants = elementwise(x, n, kind)
-        has_bias = bias is not None
-        map_kernel[grid](
-            x, bias if has_bias else x, y, row_stride(x, "x"), number, BIAS=has_bias, **constants
-        )
-    return y
+def act_and_mul(x: Tensor, act: str) -> Tensor:
+    """act(gate) · up of x [rows, gate then up]."""
+    return launch_map(act, x, x.shape[1] // 2)
+
+
+def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """(up + 1) · gate · sigmoid(alpha · gate) within the limit of x [rows, gate then up]."""
+    return launch_map("clamped", x, x.shape[1] // 2, (alpha, limit))
 
 
 def add_bias(x: Tensor, bias: Tensor) -> Tensor:
     """x [rows, n] + bias [n], rounded: a second rounding behind the GEMM's, whoever computed it."""
-    return apply(RELU.value, x, bias=bias)
+    return launch_map("bias", x, x.shape[1], bias=bias)
+
+
+def launch_map(
+    kind: str, x: Tensor, n: int, numbers: tuple[float, float] = (0.0, 0.0),
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """[rows, n] of x [rows, n], or of n gates and n ups; numbers are alpha and the limit."""
+    y, gated = new_rows(x, n), n < x.shape[1]
+    if x.stride(0) % 8:  # an odd vocabulary, or few experts
+        x = pad(x, (0, -x.shape[1] % 8))
+    map_kernel[(len(x), triton.cdiv(n, COLUMNS))](
+        x, x if bias is None else bias, y, row_stride(x, "x"), *numbers, N=n, KIND=kind,
+        GATED=gated, COLUMNS=COLUMNS, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return y

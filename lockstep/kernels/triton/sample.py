@@ -3,9 +3,7 @@
 noise and logarithms are single IEEE operations in float64: sums and maxima have no order, so a row
 is cut into parts. Called through the table of operations."""
 
-from __future__ import annotations
-
-from typing import Any
+from types import FunctionType
 
 import torch
 import triton
@@ -13,64 +11,42 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.triton.gemm import require
-from lockstep.order import LN2 as ORDER_LN2
-from lockstep.order import LOG2E as ORDER_LOG2E
 from lockstep.sample import formulas as cpu
 
-FRACTION, ID_BITS, ID_MASK = map(tl.constexpr, (cpu.FRACTION, cpu.ID_BITS, cpu.ID_MASK))
+ID_BITS, ID_MASK, FARTHEST = map(tl.constexpr, (cpu.ID_BITS, cpu.ID_MASK, cpu.FARTHEST))
 OK, NAN, INFINITE, EMPTY = map(tl.constexpr, (cpu.OK, cpu.NAN, cpu.INFINITE, cpu.EMPTY))
 KEY_INF, KEY_MINUS_INF = tl.constexpr(cpu.KEY_INF), tl.constexpr(cpu.KEY_MINUS_INF)
 M0, M1, W0, W1 = map(tl.constexpr, (cpu.M0, cpu.M1, cpu.W0, cpu.W1))
-ROUND, ROUND_BITS = tl.constexpr(cpu.ROUND), tl.constexpr(cpu.ROUND_BITS)
-SQRT_HALF, LOG2E, LN2 = map(tl.constexpr, (cpu.SQRT_HALF, ORDER_LOG2E, ORDER_LN2))
-E1, E2, E3 = map(tl.constexpr, (cpu.E1, cpu.E2, cpu.E3))
-E4, E5, E6, LOW = map(tl.constexpr, (cpu.E4, cpu.E5, cpu.E6, cpu.LOW))
-LOWEST_KEY, FARTHEST = tl.constexpr(-0x7FFFFFFF), tl.constexpr(cpu.FARTHEST)
+LOWEST_KEY = tl.constexpr(-0x7FFFFFFF)
 DIGIT, BINS = tl.constexpr(11), tl.constexpr(1 << 11)  # bits of a rank that are found at a time
 SHIFTS = (44, 33, 22, 11, 0)  # of the digits of a rank, which has 33 + ID_BITS bits
-BLOCK = 1024  # tokens that a program looks at together
-PARTS = 64  # programs of a row
-WIDER = 4  # blocks, and warps, that a program which does a whole row has for each of another
+PARTS = tl.constexpr(64)  # programs of a row
+BLOCK = tl.constexpr(1024)  # tokens that one of them looks at together
+WIDE_BLOCK = tl.constexpr(4096)  # where a program does a whole row
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
-# ---- formulas: those of the CPU ----
-
-
-@triton.jit
-def as_float(i):
-    """An int64 below 2^51 in magnitude, exactly."""
-    return (i + ROUND_BITS).to(tl.float64, bitcast=True) - ROUND
+# ---- formulas: those of every device ----
 
 
 @triton.jit
-def wide_float(i):
-    """An int64 in [0, 2^63), rounded once."""
-    return as_float(i >> 31) * 2147483648.0 + as_float(i & 0x7FFFFFFF)
+def bits_of(x):
+    """A float64's bits as int64."""
+    return x.to(tl.int64, bitcast=True)
 
 
 @triton.jit
-def ln(x):
-    """ln of a positive normal float64."""
-    bits = x.to(tl.int64, bitcast=True)
-    exponent = (bits - SQRT_HALF) >> 52
-    m = (bits - (exponent << 52)).to(tl.float64, bitcast=True)
-    s = (m - 1.0) / (m + 1.0)
-    z = s * s
-    series = z * (1 / 15) + 1 / 13
-    series = series * z + 1 / 11
-    series = series * z + 1 / 9
-    series = series * z + 1 / 7
-    series = series * z + 1 / 5
-    series = series * z + 1 / 3
-    series = series * z + 1.0
-    return as_float(exponent) * LN2 + s * 2.0 * series
+def float_of(i):
+    """The float64 with the bits of an int64."""
+    return i.to(tl.float64, bitcast=True)
 
 
-@triton.jit
-def gumbel(word):
-    """-ln(-ln u), u = (word + 1/2) / 2^32."""
-    u = (as_float(word) + 0.5) * 2.3283064365386963e-10
-    return -ln(-ln(u))
+SCOPE = {k: tl.constexpr(v) for k, v in vars(cpu).items() if isinstance(v, int | float)}
+SCOPE |= {"__name__": __name__, "tl": tl, "Any": tl.tensor}  # of annotations
+SCOPE |= {"bits_of": bits_of, "float_of": float_of}
+for text in (cpu.as_float, cpu.wide_float, cpu.ln, cpu.gumbel, cpu.weight):  # in order of calls
+    SCOPE[text.__name__] = triton.jit(FunctionType(text.__code__, SCOPE))
+wide_float, ln, gumbel, weight = (SCOPE[name] for name in ("wide_float", "ln", "gumbel", "weight"))
 
 
 @triton.jit
@@ -81,20 +57,6 @@ def rough_gumbel(word):
     series = q * (0.5 + q * (1 / 3 + q * (0.25 + q * (0.2 + q * (1 / 6)))))
     t = tl.where(q < 0.25, q * (1.0 + series), tl.log2(u) * -0.6931471805599453)
     return tl.log2(t) * -0.6931471805599453
-
-
-@triton.jit
-def weight(d):
-    """exp(d) for d <= 0 in units of 2^-FRACTION, rounded to an integer; 0 below LOW, and for
-    -inf."""
-    t = d * LOG2E
-    r = t + ROUND
-    f = t - (r - ROUND)
-    y = (((((f * E6 + E5) * f + E4) * f + E3) * f + E2) * f + E1) * f + 1.0
-    power = ((r.to(tl.int64, bitcast=True) - ROUND_BITS + (1023 + FRACTION)) << 52).to(
-        tl.float64, bitcast=True
-    )
-    return tl.where(d > LOW, (y * power + ROUND).to(tl.int64, bitcast=True) - ROUND_BITS, 0)
 
 
 @triton.jit
@@ -156,7 +118,7 @@ def rank_of(top_key, x, token):
 
 
 @triton.jit
-def part_of(vocab, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def part_of(vocab):
     """Tokens [begin, end) of this program's part: whole blocks."""
     step = tl.cdiv(tl.cdiv(vocab, BLOCK), PARTS) * BLOCK
     begin = tl.program_id(1) * step
@@ -164,13 +126,12 @@ def part_of(vocab, PARTS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["vocab"])
-def peak_kernel(logits, floats, peaks, vocab, TEMPERED: tl.constexpr, PARTS: tl.constexpr,
-                BLOCK: tl.constexpr):  # fmt: skip
+def peak_kernel(logits, floats, peaks, vocab, TEMPERED: tl.constexpr):
     """The largest key of a part, and its largest magnitude as bits: peaks int32 [rows, PARTS,
     2]."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(floats + row * 3).to(tl.float32) if TEMPERED else 0.0
-    begin, end = part_of(vocab, PARTS, BLOCK)
+    begin, end = part_of(vocab)
     top = tl.full([BLOCK], LOWEST_KEY, tl.int32)
     largest = tl.zeros([BLOCK], tl.int32)
     for first in range(begin, end, BLOCK):
@@ -186,7 +147,7 @@ def peak_kernel(logits, floats, peaks, vocab, TEMPERED: tl.constexpr, PARTS: tl.
 
 
 @triton.jit
-def peak_of(peaks, row, PARTS: tl.constexpr):
+def peak_of(peaks, row):
     """(largest key, state) of a row."""
     at = peaks + (row * PARTS + tl.arange(0, PARTS)) * 2
     top = tl.max(tl.load(at), 0)
@@ -195,12 +156,11 @@ def peak_of(peaks, row, PARTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["vocab"])
-def start_kernel(floats, ints, peaks, search, vocab, WEIGH: tl.constexpr,
-                 PARTS: tl.constexpr):  # fmt: skip
+def start_kernel(floats, ints, peaks, search, vocab, WEIGH: tl.constexpr):
     """search int64 [rows, 3]: the digits found so far, or -1 where a row has no such cut; what
     lies below them; what is wanted (of weights: known after the first digit)."""
     row = tl.program_id(0).to(tl.int64)
-    _, state = peak_of(peaks, row, PARTS)
+    _, state = peak_of(peaks, row)
     top_k = tl.load(ints + row * 5)
     if WEIGH:
         has_cut = tl.load(floats + row * 3 + 1) < 1.0
@@ -213,17 +173,16 @@ def start_kernel(floats, ints, peaks, search, vocab, WEIGH: tl.constexpr,
 
 
 @triton.jit(do_not_specialize=["vocab", "shift"])
-def bin_kernel(logits, floats, peaks, search, last, bins, vocab, shift, WEIGH: tl.constexpr,
-               PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def bin_kernel(logits, floats, peaks, search, last, bins, vocab, shift, WEIGH: tl.constexpr):
     """Tokens, or their weights, by the next digit of their rank, of those whose higher digits are
     the ones found: integers, so that no order matters."""
     row = tl.program_id(0).to(tl.int64)
     prefix, farthest = tl.load(search + row * 3), tl.load(last + row)
     if prefix >= 0:
         temperature = tl.load(floats + row * 3).to(tl.float32)
-        top_key, _ = peak_of(peaks, row, PARTS)
+        top_key, _ = peak_of(peaks, row)
         top = score_of(top_key).to(tl.float64)
-        begin, end = part_of(vocab, PARTS, BLOCK)
+        begin, end = part_of(vocab)
         for first in range(begin, end, BLOCK):
             token = first + tl.arange(0, BLOCK)
             x = load_scores(logits, row, token, token < end, vocab, temperature)
@@ -238,8 +197,7 @@ def bin_kernel(logits, floats, peaks, search, last, bins, vocab, shift, WEIGH: t
 
 
 @triton.jit(do_not_specialize=["shift"])
-def digit_kernel(floats, search, last, bins, shift, FIRST: tl.constexpr,
-                 WEIGH: tl.constexpr):  # fmt: skip
+def digit_kernel(floats, search, last, bins, shift, FIRST: tl.constexpr, WEIGH: tl.constexpr):
     """The digit at which enough is reached; after the last one, the rank of the last token kept.
     Leaves the bins empty."""
     row = tl.program_id(0).to(tl.int64)
@@ -280,8 +238,7 @@ def place_of(x, word, token, temperature):
 
 
 @triton.jit(do_not_specialize=["vocab"])
-def noisy_kernel(logits, floats, ints, peaks, last, best, vocab, PARTS: tl.constexpr,
-                 BLOCK: tl.constexpr):  # fmt: skip
+def noisy_kernel(logits, floats, ints, peaks, last, best, vocab):
     """The best of a part, score plus noise, lowest id among equals: best int64 [rows, PARTS], (key
     << ID_BITS) + ID_MASK - id. Noise is rough at first: where one token is ahead of all others by
     more than the error, its own is computed, otherwise that of all."""
@@ -292,10 +249,10 @@ def noisy_kernel(logits, floats, ints, peaks, last, best, vocab, PARTS: tl.const
     index = tl.load(ints + row * 5 + 2).to(tl.uint32)
     low = tl.load(ints + row * 5 + 3).to(tl.uint32)
     high = tl.load(ints + row * 5 + 4).to(tl.uint32)
-    top_key, state = peak_of(peaks, row, PARTS)
+    top_key, state = peak_of(peaks, row)
     farthest = tl.load(last + row)
     found = tl.full([], -FARTHEST, tl.int64)
-    begin, end = part_of(vocab, PARTS, BLOCK)
+    begin, end = part_of(vocab)
     if state == OK:
         first_y = tl.full([BLOCK // 4], float("-inf"), tl.float32)
         first_token = tl.zeros([BLOCK // 4], tl.int64)
@@ -343,22 +300,22 @@ def noisy_kernel(logits, floats, ints, peaks, last, best, vocab, PARTS: tl.const
 
 
 @triton.jit
-def pick_kernel(peaks, best, tokens, states, PARTS: tl.constexpr):
+def pick_kernel(peaks, best, tokens, states):
     """tokens and states, int64 [rows]."""
     row = tl.program_id(0).to(tl.int64)
-    _, state = peak_of(peaks, row, PARTS)
+    _, state = peak_of(peaks, row)
     found = tl.max(tl.load(best + row * PARTS + tl.arange(0, PARTS)), 0)
     tl.store(tokens + row, tl.where(state == OK, ID_MASK - (found & ID_MASK), -1))
     tl.store(states + row, state.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["vocab"])
-def weigh_kernel(logits, peaks, sums, vocab, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def weigh_kernel(logits, peaks, sums, vocab):
     """The weights of a part, added: sums int64 [rows, PARTS]."""
     row = tl.program_id(0).to(tl.int64)
-    top_key, state = peak_of(peaks, row, PARTS)
+    top_key, state = peak_of(peaks, row)
     total = tl.zeros([BLOCK], tl.int64)
-    begin, end = part_of(vocab, PARTS, BLOCK)
+    begin, end = part_of(vocab)
     if state == OK:
         top = score_of(top_key).to(tl.float64)
         for first in range(begin, end, BLOCK):
@@ -375,12 +332,11 @@ def log_prob(x, top, log_sum):
 
 
 @triton.jit(do_not_specialize=["vocab", "few"])
-def describe_kernel(logits, tokens, peaks, sums, chosen, top_ids, top_logs, vocab, few,
-                    PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def describe_kernel(logits, tokens, peaks, sums, chosen, top_ids, top_logs, vocab, few):
     """A row's log-probabilities: of its token, and of the best few, each the least rank behind the
     one before."""
     row = tl.program_id(0).to(tl.int64)
-    top_key, state = peak_of(peaks, row, PARTS)
+    top_key, state = peak_of(peaks, row)
     token = tl.load(tokens + row)
     if state == OK:
         top = score_of(top_key).to(tl.float64)
@@ -390,9 +346,9 @@ def describe_kernel(logits, tokens, peaks, sums, chosen, top_ids, top_logs, voca
         tl.store(chosen + row, tl.where(token >= 0, log_prob(asked, top, log_sum), float("nan")))
         before = tl.full([], -1, tl.int64)
         for nth in range(0, few):
-            least = tl.full([BLOCK], FARTHEST, tl.int64)
-            for first in range(0, vocab, BLOCK):
-                at = first + tl.arange(0, BLOCK)
+            least = tl.full([WIDE_BLOCK], FARTHEST, tl.int64)
+            for first in range(0, vocab, WIDE_BLOCK):
+                at = first + tl.arange(0, WIDE_BLOCK)
                 x = tl.load(logits + row * vocab + at, mask=at < vocab, other=float("-inf"))
                 rank = rank_of(top_key, x, at)
                 least = tl.minimum(least, tl.where((at < vocab) & (rank > before), rank, FARTHEST))
@@ -418,16 +374,6 @@ def check_logits(logits: Tensor) -> None:
     require(held and 1 <= logits.shape[1] <= cpu.MAX_VOCAB, rule, logits)
 
 
-def shared_launch() -> dict[str, Any]:
-    """How a kernel with PARTS programs a row is launched."""
-    return {"PARTS": PARTS, "BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": False}
-
-
-def lone_launch() -> dict[str, Any]:
-    """How a kernel with one program a row is launched."""
-    return shared_launch() | {"BLOCK": WIDER * BLOCK, "num_warps": 4 * WIDER}
-
-
 def sample_tokens(
     logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool
 ) -> tuple[Tensor, Tensor]:
@@ -439,17 +385,16 @@ def sample_tokens(
     """
     check_logits(logits)
     (rows, vocab), device = logits.shape, logits.device
-    peaks = torch.empty(rows, PARTS, 2, dtype=torch.int32, device=device)
+    peaks = torch.empty(rows, PARTS.value, 2, dtype=torch.int32, device=device)
     last = torch.full((rows,), cpu.FARTHEST, dtype=torch.int64, device=device)
-    best = torch.empty(rows, PARTS, dtype=torch.int64, device=device)
+    best = torch.empty(rows, PARTS.value, dtype=torch.int64, device=device)
     tokens, states = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))
-    if rows:
-        grid, launch = (rows, PARTS), shared_launch()
-        peak_kernel[grid](logits, floats, peaks, vocab, TEMPERED=True, **launch)
-        if cuts:
-            cut(logits, floats, ints, peaks, last)
-        noisy_kernel[grid](logits, floats, ints, peaks, last, best, vocab, **launch)
-        pick_kernel[(rows,)](peaks, best, tokens, states, PARTS=PARTS, num_warps=1)
+    grid = (rows, PARTS.value)
+    peak_kernel[grid](logits, floats, peaks, vocab, TEMPERED=True, **OPTIONS)
+    if cuts:
+        cut(logits, floats, ints, peaks, last)
+    noisy_kernel[grid](logits, floats, ints, peaks, last, best, vocab, **OPTIONS)
+    pick_kernel[(rows,)](peaks, best, tokens, states, num_warps=1)
     return tokens, states
 
 
@@ -460,16 +405,12 @@ def cut(logits: Tensor, floats: Tensor, ints: Tensor, peaks: Tensor, last: Tenso
     search = torch.empty(rows, 3, dtype=torch.int64, device=logits.device)
     bins = torch.zeros(rows, BINS.value, dtype=torch.int64, device=logits.device)
     for weigh in (False, True):
-        start_kernel[(rows,)](
-            floats, ints, peaks, search, vocab, WEIGH=weigh, PARTS=PARTS, num_warps=1
-        )
+        start_kernel[(rows,)](floats, ints, peaks, search, vocab, WEIGH=weigh, num_warps=1)
         for shift in SHIFTS:
             operands = (logits, floats, peaks, search, last, bins, vocab, shift)
-            bin_kernel[(rows, PARTS)](*operands, WEIGH=weigh, **shared_launch())
-            digit_kernel[(rows,)](
-                floats, search, last, bins, shift, FIRST=shift == SHIFTS[0], WEIGH=weigh,
-                num_warps=4, enable_fp_fusion=False,
-            )  # fmt: skip
+            bin_kernel[(rows, PARTS.value)](*operands, WEIGH=weigh, **OPTIONS)
+            launch = {"FIRST": shift == SHIFTS[0], "WEIGH": weigh} | OPTIONS
+            digit_kernel[(rows,)](floats, search, last, bins, shift, **launch)
 
 
 def compute_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -477,17 +418,14 @@ def compute_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor,
     ids int64, logs float32 [rows, k]; the CPU's, bit for bit."""
     check_logits(logits)
     (rows, vocab), device = logits.shape, logits.device
-    peaks = torch.empty(rows, PARTS, 2, dtype=torch.int32, device=device)
-    sums = torch.empty(rows, PARTS, dtype=torch.int64, device=device)
+    peaks = torch.empty(rows, PARTS.value, 2, dtype=torch.int32, device=device)
+    sums = torch.empty(rows, PARTS.value, dtype=torch.int64, device=device)
     chosen = torch.empty(rows, dtype=torch.float32, device=device)
     top_ids = torch.empty(rows, k, dtype=torch.int64, device=device)
     top_logs = torch.empty(rows, k, dtype=torch.float32, device=device)
-    if rows:
-        grid, launch = (rows, PARTS), shared_launch()
-        peak_kernel[grid](logits, chosen, peaks, vocab, TEMPERED=False, **launch)
-        weigh_kernel[grid](logits, peaks, sums, vocab, **launch)
-        results = (chosen, top_ids, top_logs)
-        describe_kernel[(rows,)](
-            logits, token_ids, peaks, sums, *results, vocab, k, **lone_launch()
-        )
+    grid = (rows, PARTS.value)
+    peak_kernel[grid](logits, chosen, peaks, vocab, TEMPERED=False, **OPTIONS)
+    weigh_kernel[grid](logits, peaks, sums, vocab, **OPTIONS)
+    operands = (logits, token_ids, peaks, sums, chosen, top_ids, top_logs, vocab, k)
+    describe_kernel[(rows,)](*operands, num_warps=16, enable_fp_fusion=False)
     return chosen, top_ids, top_logs

@@ -1,8 +1,6 @@
 """Launch shapes: rows of a block, warps, and who is split over programs, by lengths and head sizes.
 Speed only: no entry changes a bit. The figures behind the table are in `docs/performance.md`."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,11 +21,12 @@ def few(spec: GroupSpec, tree: bool = False) -> Tuning:
     twice the registers."""
     if narrow(spec):
         return some(spec, tree)
+    warps = 8 if tree else 4
     if spec.d_v > 256:
-        return Tuning(rows=16, warps=8 if tree else 4, stages=2, parts=True, fold_rows=1)
-    return Tuning(
-        rows=16, warps=8 if tree else 4, stages=4, parts=True, fold_rows=4 if spec.d_v <= 128 else 2
-    )
+        return Tuning(rows=16, warps=warps, stages=2, parts=True, fold_rows=1)
+    if spec.d_v > 128:
+        return Tuning(rows=16, warps=warps, stages=4, parts=True, fold_rows=2)
+    return Tuning(rows=16, warps=warps, stages=4, parts=True)
 
 
 def some(spec: GroupSpec, tree: bool = False) -> Tuning:
@@ -35,16 +34,9 @@ def some(spec: GroupSpec, tree: bool = False) -> Tuning:
     if tree and spec.d_v > 128 and not narrow(spec):
         return few(spec, tree)
     if spec.d_v > 256:
-        return Tuning(
-            rows=64, warps=8, stages=1 if narrow(spec) or tree else 2, parts=True, fold_rows=1
-        )
-    return Tuning(
-        rows=64,
-        warps=4 if max(spec.d_qk, spec.d_v) < 128 and not tree else 8,
-        stages=2,
-        parts=True,
-        fold_rows=2,
-    )
+        return Tuning(rows=64, warps=8, stages=1 if narrow(spec) else 2, parts=True, fold_rows=1)
+    warps = 4 if max(spec.d_qk, spec.d_v) < 128 and not tree else 8
+    return Tuning(rows=64, warps=warps, stages=2, parts=True, fold_rows=2)
 
 
 def many(spec: GroupSpec, tree: bool = False) -> Tuning:

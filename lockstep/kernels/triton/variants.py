@@ -1,84 +1,113 @@
-"""Every kernel variant that may be launched on sm_90, as data: a kernel, its constants, the types
-of its arguments and its launch shape, for Qwen3-8B, Qwen3-30B-A3B, gpt-oss and DeepSeek-V3.
-Lengths, strides, windows and counts are run-time values and make no variants."""
+"""Every kernel variant that may be launched on sm_90, and what it costs: registers, spills, shared
+memory, compiled without a GPU.
 
-from __future__ import annotations
+Variants are what the operations and attention launch for Qwen3-8B, Qwen3-30B-A3B, gpt-oss and
+DeepSeek-V3, heard by Triton's hook and never run: tensors have shapes and no memory. Lengths,
+windows and counts are run-time values and make no variants. A new kernel is one more call here.
+Triton keeps binaries by the digest of all that they depend on: what has not changed is not compiled
+again. Called by `lockstep kernels`, the tests and CI.
+"""
 
-from collections.abc import Iterator, Mapping
+import importlib
+import json
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
 
-from lockstep.kernels.triton import cache, moe, rowwise, sample, tuning
-from lockstep.kernels.triton.gemm import Tile
+from lockstep.kernels.triton import cache, launch, moe, rowwise, sample, tuning
+from lockstep.kernels.triton.gemm import Tile, batched_gemm, gemm
 from lockstep.kernels.triton.gemm_choice import GRID, tile_for
-from lockstep.kernels.triton.launch import Shape
-from lockstep.ops import Routing
+from lockstep.kernels.triton.launch import Addresses, Call, Scoring, Tuning
+from lockstep.ops import CosSin, Heads, Routing
 from lockstep.order import SM90, attention_order
-from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout
+from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, RuleError
 
-NAMED = {  # arguments of one type: every kernel calls one thing by one name; others are integers
-    "*bf16": "x w y residual total q k v out parts",
-    "*fp32": "weight weights bias cos sin logits chosen top_logs lse sinks2 part_ml part_acc",
-    "*i64": "ints search bins best tokens states sums top_ids last bases",
-    "*i32": "ids counts listed peaks items positions start page_ids counters tail_indptr"
-    " tail_slots slots row_words moves",
-    "fp32": "c pre v_scale eps alpha limit number floor scale",
-    "*fp64": "floats",
-    "i64": "page_mul",
-}
-TYPES = {name: kind for kind, names in NAMED.items() for name in names.split()}
-KEYS = {"bfloat16": "*bf16", "float16": "*fp16", "float8_e4m3": "*fp8e4nv"}
-LAYOUT = (
-    "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2, transposed=False, "
-    "fp4_padded=False, cga_layout=[])"
-)
-# 64 rows of 512 values and their widened keys do not fit in 255 registers; neither does a latent
-# tree's second loop
-KNOWN_SPILLS = {
-    (576, "some", "float8_e4m3", False): 64,
-    (576, "few", "bfloat16", True): 16,
-    (576, "some", "bfloat16", True): 16,
-}
-LATENT_SPILLS = 25  # addresses and scalars, read once a tile, beside 128 values per thread
+SHARED_LIMIT = 227 * 1024
+TITLES = ("registers", "stack_bytes", "loop_spills", "shared_bytes", "wgmma", "mma", "seconds")
 HEADS = ((64, 64), (128, 128), (256, 256), (192, 128), (576, 512))
 GEMMS = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))
+ROWS = 3  # neither 1 nor a multiple of 16, for which Triton would compile another variant
+# Names begin so, and so many accesses to spilled registers in their loops are known: 64 rows of 512
+# values and their widened keys do not fit in 255 registers, neither does a latent tree's second
+# loop; the latent kernel reads addresses and scalars once a tile, beside 128 values per thread
+KNOWN_SPILLS = {
+    "attend 576/512 float8_e4m3 some": 66,
+    "attend 576/512 bfloat16 few latent tree": 16,
+    "attend 576/512 bfloat16 some latent tree": 16,
+    "latent": 25,
+}
+Launch = tuple[Any, ...]  # what its name says besides the kernel's; a function, its arguments
+
+half = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+floats = partial(torch.empty, dtype=torch.float32, device="meta")
+ints = partial(torch.empty, dtype=torch.int32, device="meta")
+longs = partial(torch.empty, dtype=torch.int64, device="meta")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One binary. `kernel` names a function of this folder as module:function; `types` maps its
-    arguments to Triton's types."""
+    """One binary: a kernel and what it is compiled for, as Triton's `preload` takes it."""
 
     name: str
+    module: str
     kernel: str
-    types: Mapping[str, str]
-    constants: Mapping[str, Any]
-    warps: int
-    stages: int = 1
-    gluon: bool = False
-    registers: int | None = None
-    known_spills: int = 0  # accesses to spilled registers in its loops that are known and stated
+    specialization: str
 
 
-def variant(
-    name: str, kernel: str, launch: Mapping[str, Any], known_spills: int = 0, **types: str
-) -> Variant:
-    """From what a kernel is launched with; arguments have the types of their names, but for
-    `types`."""
-    return Variant(
-        name=name,
-        kernel=kernel,
-        types=TYPES | types,
-        constants={key: value for key, value in launch.items() if key.isupper()},
-        warps=launch.get("num_warps", 4),
-        stages=launch.get("num_stages", 1),
-        gluon=kernel.startswith("hopper"),
-        registers=launch.get("maxnreg"),
-        known_spills=known_spills,
+# ---- what is launched ----
+
+
+@contextmanager
+def offline(hook: Callable[..., bool] | None) -> Iterator[None]:
+    """Triton compiles for sm_90 and reaches no card; what is launched goes to the hook, if any."""
+    before, device = driver._active, object()  # of which nothing is compiled yet
+    card = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: device,
+        get_current_stream=lambda device: 0,
     )
+    driver.set_active(card)
+    triton.knobs.runtime.jit_cache_hook = hook
+    try:
+        yield
+    finally:
+        triton.knobs.runtime.jit_cache_hook = None
+        driver.set_active(before)
+
+
+def hear(found: dict[str, Variant], label: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+    """Notes a launch, named by kernel, label and the switches that are on. It goes no further."""
+    names = fn.jit_function.arg_names
+    on = [names[at].lower() for (at,), value in compile["constants"].items() if value is True]
+    name = " ".join((fn.name.removesuffix("_kernel"), label, *on))
+    found[name] = Variant(name, fn.module, fn.name, compile["specialization_data"])
+    return True
+
+
+def variants() -> tuple[Variant, ...]:
+    """All of them, each once."""
+    found: dict[str, Variant] = {}
+    launches = (*attentions(), *writers(), *gemms(), *rows(), *experts(), *samplers())
+    for label, function, *arguments in launches:
+        with offline(partial(hear, found, label)):
+            function(*arguments)
+    return tuple(found.values())
 
 
 def group(d_qk: int, d_v: int, kv: str = "bfloat16", cap: bool = False) -> GroupSpec:
@@ -95,130 +124,217 @@ def group(d_qk: int, d_v: int, kv: str = "bfloat16", cap: bool = False) -> Group
     )
 
 
-def plain(
-    head: tuple[int, int], shape: str, kv: str = "bfloat16", cap: bool = False, tree: bool = False
-) -> Variant:
-    """The plain attention kernel, launched as `shape` says: few, some or many rows."""
-    d_qk, d_v = head
-    chosen = getattr(tuning, shape)(group(d_qk, d_v, kv, cap), tree)
-    tile = attention_order(SM90, d_qk, d_v).tile
-    made = Shape(d_qk=d_qk, d_v=d_v, tile=tile, latent=d_qk > 512, cap=cap, tree=tree)
-    compute = "*fp16" if kv == "float16" else "*bf16"
-    feature = (" cap" if cap else "") + (" tree" if tree else "")
-    return variant(
-        f"attend {d_qk}/{d_v} {shape} {kv}{feature}",
-        "attend:attend_kernel",
-        made.constants(chosen) | chosen.options,
-        KNOWN_SPILLS.get((d_qk, shape, kv, tree), 0),
-        **{"q": compute, "out": compute, "k": KEYS[kv], "v": KEYS[kv]},
+def attend(
+    head: tuple[int, int], shape: Any, kv: str = "bfloat16", page: int = 16, cap: bool = False,
+    tree: bool = False,
+) -> Launch:  # fmt: skip
+    """Attention, launched in a shape, or in that of a function of `tuning`."""
+    spec, label = group(*head, kv, cap), f"{head[0]}/{head[1]} {kv}"
+    if isinstance(shape, Tuning):
+        label += f" page {page}"
+    else:
+        label += f" {shape.__name__}"
+        shape = shape(spec, tree)
+    stored = getattr(torch, KV_FORMATS[kv].torch_name)
+    k, v = (half(page, spec.kv_heads, d, dtype=stored) for d in head)
+    ids = ints(page)
+    compute = torch.float16 if kv == "float16" else torch.bfloat16
+    call = Call(
+        q=half(ROWS, spec.heads, spec.d_qk, dtype=compute),
+        keys=(k, v),
+        out=half(ROWS, spec.heads, spec.d_v, dtype=compute),
+        lse=floats(ROWS, spec.heads),
+        at=Addresses(
+            positions=ids, start=ids, tail_indptr=ids, tail_slots=ids, page_ids=ids, page_size=page
+        ),
+        scoring=Scoring(c=1.0, pre=float(cap), v_scale=1.0, sinks2=floats(spec.heads)),
+        order=attention_order(SM90, *head),
+        latent=spec.layout is Layout.LATENT,
+        tree=tree,
     )
+    room = launch.scratch(ROWS, ROWS, spec.d_v, torch.device("meta"))
+    return label, launch.launch, call, ints(ROWS, 12), room, shape
 
 
-def hopper(which: str, d: int, page: int) -> Variant:
-    """A warp-specialised attention kernel; d is 512 for a latent cache."""
-    box, latent = f"tensordesc<bf16[{page}, 64],{LAYOUT}>", which == "latent"
-    chosen = {"prefill": tuning.PREFILL, "decode": tuning.DECODE, "latent": tuning.LATENT}[which]
-    sizes = {"D": d, "TILE": 128, "STAGES": chosen.stages * 128 // d}
-    return variant(
-        f"{which} {d} page {page}",
-        f"hopper_{which}:{which}_kernel",
-        ({} if latent else sizes) | {"PAGE": page} | chosen.options | {"num_stages": 1},
-        LATENT_SPILLS if latent else 0,
-        **{"q_desc": f"tensordesc<bf16[64, {d}],{LAYOUT}>", "k_desc": box, "v_desc": box},
-    )
-
-
-def attentions() -> Iterator[Variant]:
+def attentions() -> Iterator[Launch]:
     """Head sizes, launch shapes, features."""
-    shapes, small = ("few", "some", "many"), ((64, 64), (128, 128))
-    yield from (plain(head, shape) for head, shape in product(HEADS, shapes))
-    yield from (plain(head, shape, tree=True) for head, shape in product(HEADS, shapes[:2]))
-    yield from (plain(head, shape, cap=True) for head, shape in product(HEADS[1:3], shapes))
-    yield from (plain(head, shape, "float8_e4m3") for head, shape in product(small, shapes[1:]))
-    yield plain((576, 512), "some", "float8_e4m3")
-    yield from (plain((128, 128), shape, "float16") for shape in shapes)
-    pages = (16, 32, 64, 128)
-    yield from (hopper(*each) for each in product(("prefill", "decode"), (64, 128), pages))
-    yield from (hopper("latent", 512, page) for page in pages[:3])
+    shapes = (tuning.few, tuning.some, tuning.many)
+    narrow, small, latent = "float8_e4m3", HEADS[:2], HEADS[4]
+    yield from (attend(head, shape) for head, shape in product(HEADS, shapes))
+    yield from (attend(head, shape, tree=True) for head, shape in product(HEADS, shapes[:2]))
+    yield from (attend(head, shape, cap=True) for head, shape in product(HEADS[1:3], shapes))
+    yield from (attend(head, shape, narrow) for head, shape in product(small, shapes[1:]))
+    yield attend(latent, tuning.some, narrow)
+    yield from (attend((128, 128), shape, "float16") for shape in shapes)
+    for page in (16, 32, 64, 128):
+        for head, shape in product(small, (tuning.PREFILL, tuning.DECODE)):
+            yield attend(head, shape, page=page)
+    yield from (attend(latent, tuning.LATENT, page=page) for page in (16, 32, 64))
 
 
-def writers() -> Iterator[Variant]:
+def writers() -> Iterator[Launch]:
     """Of the cache: 8 heads of 128, or a latent row; and its mover."""
-    sizes = {"dense": {"KV_HEADS": 8, "D": 128}, "latent": {"KV_HEADS": 1, "D": 576}}
-    for kv, (name, size) in product(("bfloat16", "float8_e4m3"), sizes.items()):
-        stored = getattr(torch, KV_FORMATS[kv].torch_name)
-        launch = size | {"LARGEST": cache.largest(stored), "BLOCK": 1024}
-        yield variant(f"write {name} {kv}", "cache:write_kernel", launch, cache=KEYS[kv])
-    for rows, words in ((16, 64), (256, 64), (4096, 4)):
-        launch = {"ROWS": rows, "WORDS": words, "num_warps": 8}
-        yield variant(f"move {rows} rows", "cache:move_kernel", launch)
+    slots, table = ints(ROWS), (longs(ROWS), ints(ROWS), 512)
+    for kv, (kv_heads, d) in product(("bfloat16", "float8_e4m3"), ((8, 128), (1, 576))):
+        storage = half(ROWS, kv_heads, d, dtype=getattr(torch, KV_FORMATS[kv].torch_name))
+        yield f"{kv_heads}x{d} {kv}", cache.write, storage, slots, half(ROWS, kv_heads, d), 1.0
+    for count in (16, 256, 4096):
+        yield f"{count} rows", cache.move, table, ints(count, 2)
 
 
-def gemms() -> Iterator[Variant]:
+def gemms() -> Iterator[Launch]:
     """Every tile that the table names for the shapes, and a latent head's batched GEMM."""
     for n, k in GEMMS:
+        operands = (half(ROWS, k), half(n, k), half(ROWS, n))
         for tile in dict.fromkeys(tile_for(n, k, rows) for rows in GRID):
-            launch = {"N": n, "K": k, "GROUP": tile.group} | tile.constants
-            yield variant(f"gemm {n}x{k} {tile.name}", "gemm:gemm_kernel", launch)
+            yield f"{n}x{k} {tile.name}", gemm, *operands, tile
     tile = Tile(rows=64, columns=64, depth=128, warps=4, stages=3)
     for n, k in ((512, 128), (128, 512)):
-        launch = {"N": n, "K": k} | tile.constants
-        yield variant(f"batched gemm {n}x{k}", "gemm:batched_gemm_kernel", launch)
+        operands = (half(ROWS, 128, k), half(128, n, k), half(ROWS, 128, n))
+        yield f"{n}x{k}", batched_gemm, *operands, tile
 
 
-def rows() -> Iterator[Variant]:
+def rows() -> Iterator[Launch]:
     """Norms, rotations, gates, biases."""
     for n in (4096, 2880):
-        launch = rowwise.whole_row(n)
-        yield variant(f"rms norm {n}", "rowwise:rms_norm_kernel", launch | {"ADD": False})
-        yield variant(f"add rms norm {n}", "rowwise:rms_norm_kernel", launch | {"ADD": True})
-        yield variant(f"layer norm {n}", "rowwise:layer_norm_kernel", launch)
-    turn = {"D": 128, "WIDTH": 128, "LEVELS": 7, "HALF": 64, "HALF_WIDTH": 64, "TAIL_WIDTH": 1}
-    turn |= {"BLOCK": rowwise.HEADS, "INTERLEAVED": False}
-    for name, norm in (("qk norm rope 128", True), ("rope 128", False)):
-        yield variant(name, "rowwise:qk_norm_rope_kernel", turn | {"NORM": norm})
-    wide = {"N": 12288, "COLUMNS": rowwise.COLUMNS}
-    for name, kind in (("silu", 0), ("gelu", 1), ("gelu tanh", 2), ("clamped", 6)):
-        yield variant(f"gate {name}", "rowwise:gate_kernel", wide | {"KIND": kind})
-    yield variant("bias", "rowwise:map_kernel", wide | {"N": 6144, "KIND": 3, "BIAS": True})
+        x, weight = half(ROWS, n), floats(n)
+        yield f"{n}", rowwise.rms_norm, x, weight, 1e-6
+        yield f"{n}", rowwise.add_rms_norm, x, x, weight, 1e-6
+        yield f"{n}", rowwise.layer_norm, x, weight, weight, 1e-6
+    yield "4096", rowwise.pool, half(ROWS, 4096), [(0, 2), (2, 3)]
+    cos_sin = CosSin(floats(ROWS, 64), floats(ROWS, 64))
+    yield "128", rowwise.rope_cos_sin, ints(ROWS), floats(64), 1.0
+    for weights in (None, floats(2, 128)):
+        heads = Heads(heads=32, kv_heads=8, d=128, eps=1e-6)
+        yield "128", rowwise.qk_norm_rope, half(ROWS, 6144), heads, weights, cos_sin
+    for act in ("silu", "gelu", "gelu_tanh"):
+        yield act, rowwise.act_and_mul, half(ROWS, 24576), act
+    yield "clamped", rowwise.clamped_swiglu, half(ROWS, 24576), 1.702, 7.0
+    yield "bias", rowwise.add_bias, half(ROWS, 6144), half(6144)
 
 
-def experts() -> Iterator[Variant]:
+def experts() -> Iterator[Launch]:
     """128 experts, 8 of them, hidden 2048, inner 768; and the choice from groups."""
-    for name, row_count in (("few", 1), ("many", 256)):
-        launch = {"N": 128, "K": 2048} | moe.router_launch(row_count)
-        yield variant(f"router {name}", "moe:router_kernel", launch, w="*fp32", y="*fp32")
+    for count in (ROWS, 256):
+        yield f"{count} rows", moe.router, half(count, 2048), floats(128, 2048)
     of_128 = Routing(k=8, experts=128, norm=True)
     of_256 = Routing(8, 256, "sigmoid", norm=True, groups=8, keep=4)
-    for name, routing, bias in (("128", of_128, False), ("256 groups", of_256, True)):
-        yield variant(f"route 8 of {name}", "moe:route_kernel", moe.route_launch(routing, bias))
-    yield variant("count pairs", "moe:count_kernel", {"CHUNK": moe.CHUNK})
-    listed = {"EXPERTS": 128, "WIDTH": 128, "CHUNK": moe.CHUNK}
-    yield variant("list pairs", "moe:list_kernel", listed)
-    shape = {"EXPERTS": 128, "WIDTH": 128, "BIAS": False}
-    for n, k, per_row in ((1536, 2048, 8), (2048, 768, 1)):
-        for row_count in (16, 64):
-            tile = Tile(rows=row_count, columns=64, depth=128, warps=4, stages=4)
-            launch = shape | {"N": n, "K": k, "PER_ROW": per_row} | tile.constants
-            name = f"grouped gemm {n}x{k} {row_count}"
-            yield variant(name, "moe:grouped_gemm_kernel", launch, bias="*bf16")
-    yield variant("combine 8", "moe:combine_kernel", {"N": 2048, "K": 8, "COLUMNS": 1024})
+    yield "8 of 128", moe.route, floats(ROWS, 128), of_128, None
+    yield "8 of 256", moe.route, floats(ROWS, 256), of_256, floats(256)
+    ids, weights = ints(ROWS, 8), floats(ROWS, 8)
+    routes = moe.Routes(ids, weights, ints(128), ints(8 * ROWS))
+    yield "8 of 128", moe.list_pairs, ids, 128
+    for (count, n, k), height in product(((ROWS, 1536, 2048), (8 * ROWS, 2048, 768)), (16, 64)):
+        tile = Tile(rows=height, columns=64, depth=128, warps=4, stages=4)
+        operands = (half(count, k), half(128, n, k), None, routes, tile)
+        yield f"{n}x{k} {height}", moe.grouped_gemm, *operands
+    yield "8", moe.combine, half(8 * ROWS, 2048), routes
 
 
-def samplers() -> Iterator[Variant]:
-    """The sampler and log-probabilities: one binary each."""
-    shared, lone = sample.shared_launch(), sample.lone_launch()
-    yield variant("sample peak", "sample:peak_kernel", shared | {"TEMPERED": True})
-    weigh = {"WEIGH": True}
-    yield variant("sample start", "sample:start_kernel", weigh | {"PARTS": sample.PARTS})
-    yield variant("sample bin", "sample:bin_kernel", shared | weigh)
-    yield variant("sample digit", "sample:digit_kernel", weigh | {"FIRST": True})
-    for name, launch in (("noisy", shared), ("weigh", shared), ("describe", lone)):
-        yield variant(f"sample {name}", f"sample:{name}_kernel", launch)
-    yield variant("sample pick", "sample:pick_kernel", {"PARTS": sample.PARTS, "num_warps": 1})
+def samplers() -> Iterator[Launch]:
+    """The sampler and log-probabilities."""
+    logits, numbers = half(ROWS, 151936), floats(ROWS, 3, dtype=torch.float64)
+    yield "sample", sample.sample_tokens, logits, numbers, longs(ROWS, 5), True
+    yield "logprobs", sample.compute_logprobs, floats(ROWS, 151936), longs(ROWS), 5
 
 
-def variants() -> tuple[Variant, ...]:
-    """All of them, each once."""
-    found = (*attentions(), *writers(), *gemms(), *rows(), *experts(), *samplers())
-    return tuple({each.name: each for each in found}.values())
+# ---- what it costs ----
+
+
+def fault(report: dict[str, Any]) -> str:
+    """What is wrong with a variant, or nothing."""
+    name = report["name"]
+    known = next((count for begin, count in KNOWN_SPILLS.items() if name.startswith(begin)), 0)
+    if report["loop_spills"] > known:
+        return f"{report['loop_spills']} accesses to spilled registers in a hot loop"
+    if report["shared_bytes"] > SHARED_LIMIT:
+        return f"{report['shared_bytes']} bytes of shared memory; at most {SHARED_LIMIT}"
+    return ""
+
+
+def measure(variant: Variant) -> dict[str, Any]:
+    """What a variant costs, and how long it took to say so."""
+    begin = time.perf_counter()
+    report = {"name": variant.name} | inspect(build(variant))
+    return report | {"seconds": round(time.perf_counter() - begin, 2)}
+
+
+def build(variant: Variant) -> Any:
+    """The compiled kernel."""
+    with offline(None):
+        kernel = getattr(importlib.import_module(variant.module), variant.kernel)
+        return kernel.preload(variant.specialization)
+
+
+def inspect(kernel: Any) -> dict[str, Any]:
+    """Registers, stack, accesses to local memory inside loops that multiply matrices, shared memory
+    and matrix instructions of a compiled kernel."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.TemporaryDirectory() as place:
+        cubin = Path(place, "kernel.cubin")
+        cubin.write_bytes(kernel.asm["cubin"])
+        usage, sass = (
+            subprocess.run([tool, option, cubin], capture_output=True, text=True, check=True).stdout
+            for option in ("-res-usage", "-sass")
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    if found is None:
+        rule = "cuobjdump tells registers and stack"
+        raise RuleError(rule, usage[-200:], "Use the Triton version of constraints.txt")
+    return {
+        "registers": int(found[1]),
+        "stack_bytes": int(found[2]),
+        "loop_spills": loop_spills(sass),
+        "shared_bytes": int(kernel.metadata.shared),
+        "wgmma": len(re.findall(r"\bHGMMA\b", sass)),
+        "mma": len(re.findall(r"\bHMMA\b", sass)),
+    }
+
+
+def loop_spills(sass: str) -> int:
+    """Loads and stores of local memory inside innermost loops that hold a matrix instruction."""
+    code = [
+        (int(at, 16), text)
+        for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass, re.M)
+    ]
+    products = [at for at, text in code if re.search(r"\bHG?MMA\b", text)]
+    loops = []
+    for i, (end, text) in enumerate(code):
+        back = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
+        # a wait that was not over at once is repeated at the end of the code, and jumps back
+        retried = any("SYNCS.PHASECHK" in before for _, before in code[max(i - 3, 0) : i])
+        begin = int(back[1], 16) if back and not retried else end
+        if begin < end and any(begin <= at <= end for at in products):
+            loops.append((begin, end))
+    inner = [
+        (a, b)
+        for a, b in loops
+        if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)
+    ]
+    local = [at for at, text in code if re.search(r"\b(LDL|STL)\b", text)]
+    return sum(any(a <= at <= b for a, b in inner) for at in local)
+
+
+def run(args: Any) -> int:
+    """`lockstep kernels --compile sm_90`."""
+    chosen = [v for v in variants() if not args.only or any(text in v.name for text in args.only)]
+    if not chosen:
+        rule = "--only names kernel variants"
+        raise RuleError(rule, repr(args.only), "See `lockstep kernels --list`")
+    if args.list or args.compile is None:
+        print("\n".join(v.name for v in chosen))
+        return 0
+    about = f"{len(chosen)} variants for {args.compile}, Triton {triton.__version__}"
+    print(f"{about}, {args.jobs} processes", flush=True)
+    print(f"{'variant':<40}", " ".join(f"{title:>12}" for title in TITLES))
+    reports, begin = [], time.perf_counter()
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(measure, variant) for variant in chosen]):
+            reports.append(done.result())
+            cells = " ".join(f"{reports[-1][title]:>12}" for title in TITLES)
+            print(f"{reports[-1]['name']:<40} {cells} {fault(reports[-1])}".rstrip(), flush=True)
+    faults, took = sum(map(bool, map(fault, reports))), time.perf_counter() - begin
+    print(f"{len(reports)} variants in {took:.0f} s, {faults} with a fault")
+    if args.json:
+        Path(args.json).write_text(json.dumps(reports, indent=1))
+    return min(faults, 1)
