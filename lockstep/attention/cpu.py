@@ -4,7 +4,7 @@
 together; `bind` adds the constants of every layer.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -75,18 +75,28 @@ class Handle:
     layers: dict[AttnSpec, Tensor]  # `constants`
 
     @cached_property
-    def entries(self) -> tuple[int, ...]:
-        """Of a call: the arrays and the number of blocks, then sizes."""
-        blocks, code = len(self.table.blocks), KV_FORMATS[self.spec.kv_dtype].code
-        sizes = (self.spec.kv_heads, self.page_size, self.tile, self.split, code)
-        return (*map(where, self.table), blocks, *sizes)
+    def prepared(self) -> Callable[..., tuple[threads.Call, int]]:
+        """`_prepared`, made once."""
+        return cache(self._prepared)
 
-    @cached_property
-    def keys_seen(self) -> int:
-        """By all rows together, about: every request's, by rows per request."""
-        requests = max(1, len(self.table.page_indptr) - 1)
-        pages = len(self.table.page_ids) * len(self.table.lo) // requests
-        return pages * self.page_size
+    def _prepared(self, work: Any, keys: tuple[int, ...], _: Any) -> tuple[threads.Call, int]:
+        """The call of a kernel without addresses of tensors, and the bytes of memory that each of
+        its threads needs; `keys`: bytes of a number, then strides of k and v. It stands for one
+        `threads.setting`."""
+        spec, table, blocks = self.spec, self.table, len(self.table.blocks)
+        d_qk, d_v = order.stored_len(spec.d_qk), order.stored_len(spec.d_v)
+        each = attend.memory_bytes(d_qk, d_v, self.tile, self.largest * spec.group_size)
+        # by all rows together, about: every request's pages, by rows per request
+        pages_seen = len(table.page_ids) * len(table.lo) // max(1, len(table.page_indptr) - 1)
+        products = pages_seen * self.page_size * spec.heads * (d_qk + d_v)
+        cost_ns = products // PRODUCTS_PER_NS
+        code = KV_FORMATS[spec.kv_dtype].code
+        group = (spec.kv_heads, self.page_size, self.tile, self.split, code)
+        arrays = (*map(where, table), blocks)
+        sizes = (0, spec.heads, d_qk, d_v, *keys)
+        entries = (*[0] * 5, *arrays, *group, *sizes, 0, each, self.largest)
+        units = blocks * spec.kv_heads
+        return threads.Call(work, entries, units, threads.team(units, cost_ns), cost_ns), each
 
 
 class Backend(base.Backend):
@@ -164,16 +174,12 @@ def call(
 
     A row's bits depend on its query and its keys. Slots that a block does not see are never read.
     """
-    (_, heads, d_qk), d_v, kv_heads = q.shape, out.shape[2], handle.spec.kv_heads
-    units = len(handle.table.blocks) * kv_heads
-    cost_ns = handle.keys_seen * heads * (d_qk + d_v) // PRODUCTS_PER_NS
-    team = threads.team(units, cost_ns)
-    each = attend.memory_bytes(d_qk, d_v, handle.tile, handle.largest * heads // kv_heads)
-    memory = (threads.memory(each, team), each, handle.largest)
+    strides = (*k.stride()[:2], *v.stride()[:2])
+    one, each = handle.prepared(work, (k.itemsize, *strides), threads.setting())
     tensors = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse2.data_ptr())
-    sizes = (layer.data_ptr(), heads, d_qk, d_v, k.itemsize)
-    entries = (*tensors, *handle.entries, *sizes, *k.stride()[:2], *v.stride()[:2], *memory)
-    threads.run(work, entries, units, team, cost_ns)
+    memory = threads.memory(each, one.most)
+    others = ((attend.LAYER, layer.data_ptr()), (attend.MEMORY, memory))
+    one.run(*enumerate(tensors), *others)
 
 
 def block_rows(spec: GroupSpec) -> int:

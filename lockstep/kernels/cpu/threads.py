@@ -46,7 +46,8 @@ TURN_NS = 4_000_000  # a thread keeps the interpreter's lock so long: less than 
 # A record: these words, and from byte ENTRIES on what the work reads. TEAM threads may come; at
 # COUNTERS each of the SHARES of the units has a line, which counts those that are claimed.
 WORK, UNITS, TEAM, POOL, BOARD, COUNTERS, SHARES = range(7)
-ENTRIES = 64
+HEAD = 8  # words of a record before its entries
+ENTRIES = 8 * HEAD
 
 # The board: int64 words. What different threads write lies in different lines of 64 bytes.
 LINE = 8  # words
@@ -297,21 +298,43 @@ class Own(threading.local):
         self.memory, self.address = aligned(0)  # of its workers
 
 
-def run(work: Any, entries: Sequence[int], units: int, most: int, cost_ns: int) -> None:
-    """One call of a `kernel`, of so many units, on at most `most` threads, a `team`; `cost_ns` is
-    about what it takes on one. `entries` are what it reads."""
-    helpers = len(HELP.threads)
-    if most > helpers + 1:
-        HELP.want(count() - 1)
+class Call:
+    """A call of a `kernel`, of so many units, on at most `most` threads, a `team`; `cost_ns` is
+    about what it takes on one. `entries` are what it reads. It may be run again and again."""
+
+    def __init__(
+        self, work: Any, entries: Sequence[int], units: int, most: int, cost_ns: int
+    ) -> None:
+        shares = most if cost_ns < STREAM_NS else 1
+        self.work, self.most, self.each_ns = work, most, cost_ns // most
+        self.record = array("q", (work.address, units, most, 0, 0, 0, shares, 0, *entries))
+
+    def run(self, *places: tuple[int, int]) -> None:
+        """Once. `places`: entries that are others this time, addresses, by their number."""
         helpers = len(HELP.threads)
-    shares = most if cost_ns < STREAM_NS else 1
-    head = (work.address, units, most, helpers, HELP.address, OWN.counters, shares, 0)
-    record = array("q", (*head, *entries))
-    if perf_counter_ns() - OWN.turn_ns + cost_ns // most < TURN_NS:
-        compiled().call(record.buffer_info()[0])
-    else:
-        compiled().released(record.buffer_info()[0])
-        OWN.turn_ns = perf_counter_ns()
+        if self.most > helpers + 1:
+            HELP.want(count() - 1)
+            helpers = len(HELP.threads)
+        record = self.record[:]
+        record[POOL], record[BOARD], record[COUNTERS] = helpers, HELP.address, OWN.counters
+        for number, value in places:
+            record[HEAD + number] = value
+        address, _ = record.buffer_info()
+        if perf_counter_ns() - OWN.turn_ns + self.each_ns < TURN_NS:
+            compiled().call(address)
+        else:
+            compiled().released(address)
+            OWN.turn_ns = perf_counter_ns()
+
+
+def run(work: Any, entries: Sequence[int], units: int, most: int, cost_ns: int) -> None:
+    """One `Call`, once."""
+    Call(work, entries, units, most, cost_ns).run()
+
+
+def setting() -> tuple[int, int]:
+    """What `team` depends on besides its arguments: a call that is kept is kept for this."""
+    return count(), THREAD_NS
 
 
 def team(units: int, cost_ns: int) -> int:
