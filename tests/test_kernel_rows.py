@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.kernels.cpu import attend, cache, gemm, ops, rows, threads
+from lockstep.kernels.cpu import attend, cache, gemm, rows, threads
 from lockstep.kernels.cpu import sample as sampling
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.ops import Activation, CosSin, Heads
@@ -227,25 +227,19 @@ def test_no_rows(shape):
     assert rows.rms_norm(torch.zeros(shape), torch.ones(8), 1e-6).shape == shape
 
 
-@pytest.mark.parametrize("few", [0, 1 << 16])
 @pytest.mark.parametrize("slot", [-1, 8])
-def test_rows_for_a_slot_that_is_not_there_are_refused_and_nothing_is_written(
-    slot, few, monkeypatch
-):
-    monkeypatch.setattr(ops, "FEW", few)
+def test_rows_for_a_slot_that_is_not_there_are_refused_and_nothing_is_written(slot):
     storage, x = torch.zeros(10, 2, 20)[1:9], noise(3, 2, 20)
     with pytest.raises(IndexError, match="out of bounds for axis 0 with size 8"):
         Ops.kv_write(storage, torch.tensor([5, slot, 0], dtype=torch.int32), x, 1.0)
     assert not storage._base.any()
 
 
-@pytest.mark.parametrize("few", [0, 1 << 16])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(
     "x", [noise(5, 7, 20)[:, 2:4], noise(5, 2, 1).expand(5, 2, 20)], ids=["heads", "columns"]
 )
-def test_rows_of_the_cache_may_have_strides_and_slots_any_integers(x, dtype, few, monkeypatch):
-    monkeypatch.setattr(ops, "FEW", few)
+def test_rows_of_the_cache_may_have_strides_and_slots_any_integers(x, dtype):
     storage, slots = torch.zeros(9, 2, 20), torch.tensor([8, 0, 3, 4, 1], dtype=dtype)
     Ops.kv_write(storage, slots, x, 1.0)
     assert torch.equal(storage[slots], x) and not storage[[2, 5, 6, 7]].any()

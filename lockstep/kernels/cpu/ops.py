@@ -4,7 +4,6 @@ kernel does it. Made by `kernels.select` when a model is loaded."""
 import platform
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +12,6 @@ from lockstep.kv.pool import _bits, widened
 from lockstep.types import KV_FORMATS, Choice
 
 LARGEST = {getattr(torch, f.torch_name): f.largest for f in KV_FORMATS.values() if f.largest}
-FEW = 1 << 16  # numbers that numpy copies sooner than helpers are called
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -25,13 +23,7 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 def kv_write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
     """Divided by the scale, clamped to the format's range, rounded once."""
     same = storage.dtype is torch.float32 and scale == 1.0 and values.shape[2] == storage.shape[2]
-    if same and values.numel() < FEW:
-        storage.numpy()[slots.numpy().astype(np.uint32)] = values.numpy()  # a slot below 0 is none
-        return
     if same and slots.dtype is torch.int32 and values.stride(2) == 1:
-        last, size = slots.numpy().view(np.uint32).max(initial=0), storage.shape[0]
-        if last >= size:
-            raise IndexError(f"slot {last} is out of bounds for axis 0 with size {size}")
         rows.write(values, storage, slots)
         return
     values = widened(values, storage.shape[2])

@@ -7,6 +7,7 @@ float64 inside and rounded once. Everything else is elementwise.
 """
 
 import functools
+from array import array
 from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +33,7 @@ HALVED = (GATE, CLAMPED)  # the output has half the columns of the input
 # gelu's: sqrt(1/2), sqrt(2/pi) and what the cube is multiplied by
 ROOT_HALF, TANH_SCALE, TANH_CUBE = 0.7071067811865476, 0.7978845608028654, 0.044715
 INF = np.float32(np.inf)
+MISSING = 11  # the entry that says that `write` has a slot which is not there
 SHORTEST = 1e-12  # vectors are divided by their length, or by this where they are shorter
 
 
@@ -126,9 +128,14 @@ def shares(x: Tensor, floor: float) -> Tensor:
 
 
 def write(x: Tensor, y: Tensor, slots: Tensor) -> None:
-    """y[slots] = x of x [t, heads, n], contiguous y and slots int32 [t], all of them there."""
-    outer, inner, _ = x.stride()
-    _call(WRITE, (x.data_ptr(), 4 * outer, 4 * inner), y, x.shape, (slots.data_ptr(),))
+    """y[slots] = x of x [t, heads, n], contiguous y and slots int32 [t]; nothing is written, and
+    that is an error, if y has not all of them."""
+    (outer, inner, _), size = x.stride(), y.shape[0]
+    where = (x.data_ptr(), 4 * outer, 4 * inner)
+    record = _call(WRITE, where, y, x.shape, (slots.data_ptr(), size, 0))
+    if record and record[threads.HEAD + MISSING]:
+        slot = next(each for each in slots.tolist() if not 0 <= each < size)
+        raise IndexError(f"slot {slot} is out of bounds for axis 0 with size {size}")
 
 
 def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
@@ -155,14 +162,14 @@ def _run(what: int, x: Tensor, *more: int) -> Tensor:
 
 def _call(
     what: int, x: tuple[int, ...], y: Tensor, sizes: Sequence[int], more: tuple[int, ...]
-) -> None:
+) -> "array[int] | None":
     """x: address, and bytes between rows, outer and inner; sizes: rows, outer and inner, and
-    columns of y; `more` depends on what is done."""
+    columns of y; `more` depends on what is done. Returns the record, if there are rows."""
     outer, inner, n = sizes
     if not outer or not inner:
-        return
+        return None
     call = prepared(what, x[1:], (outer, inner, n), len(more), threads.setting())
-    call.run((1, x[0]), (4, y.data_ptr()), *enumerate(more, 9))
+    return call.run((1, x[0]), (4, y.data_ptr()), *enumerate(more, 9))
 
 
 @functools.lru_cache(4096)
@@ -194,10 +201,21 @@ def unit(at: Any, nth: Any, worker: Any) -> None:
         record[1], record[2], record[3], record[4], record[5], record[6], record[7], record[8],
     )  # fmt: skip
     first, last = nth * each, min((nth + 1) * each, outer)
+    if record[0] == WRITE and missing_slots(record) > 0:
+        record[MISSING], last = 1, first
     fetch(at, x, x_outer, first, last, min(x_outer, 8 * n * inner))
     for i in range(first, last):
         for j in range(inner):
             row(record, i, j, x + i * x_outer + j * x_inner, y + 4 * n * (i * inner + j))
+
+
+def missing_slots(record: Any) -> Any:
+    """How many slots of `write` are not there."""
+    slots, missing = int32_at(record[9]), 0
+    for i in range(record[5]):
+        if slots[i] < 0 or slots[i] >= record[10]:
+            missing += 1
+    return missing
 
 
 def row(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
@@ -215,6 +233,9 @@ def row(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
         total = record[13] + 4 * n * i
         add_row(total, n, x, record[11] + i * record[12], 0, 0)
         norm(total, y, n, record[9], record[10])
+    elif what == WRITE:
+        slot = np.int64(int32_at(record[9])[i])
+        copy_row(record[4] + 4 * n * (slot * record[6] + j), n, x, 0)
     else:
         rarer(record, i, j, x, y)
 
@@ -235,9 +256,6 @@ def rarer(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
         clamp_row(y, n, x, x + 4 * n, alpha, limit)
     elif what == SOFTMAX:
         softmax_row(x, y, n)
-    elif what == WRITE:
-        slot = np.int64(int32_at(record[9])[i])
-        copy_row(record[4] + 4 * n * (slot * record[6] + j), n, x, 0)
     else:
         floor = np.int32(record[9]).view(np.float32)
         divide_row(y, n, x, add(sum_row(x, n, 0), floor))

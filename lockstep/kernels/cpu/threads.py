@@ -309,8 +309,9 @@ class Call:
         self.work, self.most, self.each_ns = work, most, cost_ns // most
         self.record = array("q", (work.address, units, most, 0, 0, 0, shares, 0, *entries))
 
-    def run(self, *places: tuple[int, int]) -> None:
-        """Once. `places`: entries that are others this time, addresses, by their number."""
+    def run(self, *places: tuple[int, int]) -> "array[int]":
+        """Once. `places`: entries that are others this time, addresses, by their number. Returns
+        the record, in which the kernel may have left something."""
         helpers = len(HELP.threads)
         if self.most > helpers + 1:
             HELP.want(count() - 1)
@@ -325,6 +326,7 @@ class Call:
         else:
             compiled().released(address)
             OWN.turn_ns = perf_counter_ns()
+        return record
 
 
 def run(work: Any, entries: Sequence[int], units: int, most: int, cost_ns: int) -> None:
