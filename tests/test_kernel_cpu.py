@@ -179,20 +179,20 @@ def scale_of(case: Case) -> tuple[float, float]:
 def compute(
     case: Case, q: Any, pools: tuple[Any, Any, Table], sinks: Any, kernel: Any = None
 ) -> tuple[Any, Any]:
-    """(out, lse2) of the case's rows over these pools."""
+    """(out, lse) of the case's rows over these pools."""
     pool_k, pool_v, table = pools
     out = torch.full((len(case.rows), case.heads, case.d_v), 7.0)
-    lse2 = torch.full((len(case.rows), case.heads), 7.0)
+    lse = torch.full((len(case.rows), case.heads), 7.0)
     sizes = (case.heads, case.kv_heads, case.d_qk, case.d_v)
     handle = bound(table, *sizes, page_size=case.page_size, kv_dtype=DTYPES[case.dtype])
     sink2 = (sinks * order.LOG2E).astype(np.float32)
     layer = torch.tensor((*scale_of(case), case.v_scale, *sink2.tolist()))
-    call(kernel or attend.compiled(), q, pool_k, pool_v, out, lse2, handle, layer)
-    return out.numpy(), lse2.numpy()
+    call(kernel or attend.compiled(), q, pool_k, pool_v, out, lse, handle, layer)
+    return out.numpy(), lse.numpy()
 
 
 def run(case: Case, kernel: Any = None, spoil: Any = None) -> tuple[Any, Any]:
-    """(out, lse2) of a case; `spoil(pool_k, pool_v, table)` may damage the pools first."""
+    """(out, lse) of a case; `spoil(pool_k, pool_v, table)` may damage the pools first."""
     q, k, v, sinks = tensors(case)
     pools = layout(case, k, v)
     if spoil:
@@ -201,7 +201,7 @@ def run(case: Case, kernel: Any = None, spoil: Any = None) -> tuple[Any, Any]:
 
 
 def expected(case: Case) -> tuple[Any, Any]:
-    """(out, lse2) in float64."""
+    """(out, lse) in float64."""
     q, k, v, sinks = tensors(case)
     q64, k64, v64 = (
         q.double().numpy(),
@@ -209,7 +209,7 @@ def expected(case: Case) -> tuple[Any, Any]:
         [x.double().numpy() for x in v],
     )
     out = np.zeros((len(case.rows), case.heads, case.d_v))
-    lse2 = np.full((len(case.rows), case.heads), -np.inf)
+    lse = np.full((len(case.rows), case.heads), -np.inf)
     for t, (r, lo, hi) in enumerate(case.rows):
         for h in range(case.heads):
             g = h // (case.heads // case.kv_heads)
@@ -221,8 +221,8 @@ def expected(case: Case) -> tuple[Any, Any]:
             total = weights.sum() + np.exp(sinks[h] - top)
             if total > 0:
                 out[t, h] = weights @ v64[r][lo:hi, g] / total * case.v_scale
-                lse2[t, h] = (np.log(total) + top) / order.LN2
-    return out, lse2
+                lse[t, h] = np.log(total) + top
+    return out, lse
 
 
 def same(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
@@ -264,10 +264,10 @@ VALUES = {
 @pytest.mark.parametrize("name", VALUES)
 def test_values(name: str) -> None:
     case = VALUES[name]
-    out, lse2 = run(case)
+    out, lse = run(case)
     out64, lse64 = expected(case)
     np.testing.assert_allclose(out, out64, atol=3e-6, rtol=2e-5)
-    np.testing.assert_allclose(lse2, lse64, atol=3e-6, rtol=2e-6)
+    np.testing.assert_allclose(lse, lse64, atol=3e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -293,13 +293,12 @@ def test_bits_do_not_depend_on_the_page_size(name: str) -> None:
 
 def test_bits_of_a_row_do_not_depend_on_the_chunk() -> None:
     whole = Case((600,), causal([600], [600]), 8, 2, sinks=True)
-    out, lse2 = run(whole)
+    out, lse = run(whole)
     q, k, v, sinks = tensors(whole)
     for begin, end in ((0, 1), (63, 65), (500, 520), (511, 600), (599, 600)):
         part = dataclasses.replace(whole, rows=whole.rows[begin:end])
         assert same(
-            (out[begin:end], lse2[begin:end]),
-            compute(part, q[begin:end], layout(part, k, v), sinks),
+            (out[begin:end], lse[begin:end]), compute(part, q[begin:end], layout(part, k, v), sinks)
         ), (begin, end)
 
 
@@ -344,9 +343,9 @@ def test_a_nan_shows_in_the_rows_that_see_it_and_in_no_other() -> None:
             (pool_k, pool_v)[which][slot, 1, 3] = float("nan")  # noqa: B023
 
         for block in (1, 3, 40):
-            out, lse2 = run(dataclasses.replace(case, block=block), spoil=spoil)
-            assert same((out[:20], lse2[:20]), (clean[0][:20], clean[1][:20]))
-            assert same((out[:, :2], lse2[:, :2]), (clean[0][:, :2], clean[1][:, :2]))
+            out, lse = run(dataclasses.replace(case, block=block), spoil=spoil)
+            assert same((out[:20], lse[:20]), (clean[0][:20], clean[1][:20]))
+            assert same((out[:, :2], lse[:, :2]), (clean[0][:, :2], clean[1][:, :2]))
             hit = out[20:, 2:] if which == 0 else out[20:, 2:, 3]
             assert np.isnan(hit).all() and not (
                 which == 1 and np.isnan(np.delete(out, 3, axis=2)).any()
@@ -361,7 +360,7 @@ def test_every_bit_pattern_of_a_narrow_format_loads_exactly(dtype: torch.dtype) 
     bits = torch.arange(count, dtype=torch.int32).to(torch.uint16 if count > 256 else torch.uint8)
     pool = bits.view(dtype).reshape(-1, 1, 64)
     n = pool.shape[0]
-    q, out, lse2 = torch.zeros(n, 1, 64), torch.empty(n, 1, 64), torch.empty(n, 1)
+    q, out, lse = torch.zeros(n, 1, 64), torch.empty(n, 1, 64), torch.empty(n, 1)
     position, plain = np.arange(n, dtype=np.int32), np.full(n, NO_LIST, np.int32)
     zeros = np.zeros(n + 1, np.int32)
     pages = (position, np.array([0, n], np.int32), zeros[:1], plain, zeros, zeros[:0])
@@ -369,7 +368,7 @@ def test_every_bit_pattern_of_a_narrow_format_loads_exactly(dtype: torch.dtype) 
     table = Table(*pages, lo=position, hi=position + 1, blocks=blocks)
     handle = bound(table, 1, 1, 64, 64, page_size=1, kv_dtype=DTYPES[dtype])
     layer = torch.tensor((0.0, 1.0, 1.0, -torch.inf))
-    call(attend.compiled(), q, torch.zeros_like(pool), pool, out, lse2, handle, layer)
+    call(attend.compiled(), q, torch.zeros_like(pool), pool, out, lse, handle, layer)
     assert np.array_equal(out.numpy(), pool.float().numpy(), equal_nan=True)
 
 

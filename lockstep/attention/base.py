@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.kv.pool import Keys
-from lockstep.order import LN2, LOG2E
+from lockstep.order import LOG2E
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket, Group, PagedGroup, StepPlan
 from lockstep.types import AttnSpec, GroupSpec, Layout
@@ -137,8 +137,3 @@ def sink_logits2(spec: AttnSpec, heads: int) -> NDArray[np.float32]:
     if spec.sinks is None:
         return np.full(heads, -np.inf, np.float32)
     return (np.asarray(spec.sinks, np.float64) * LOG2E).astype(np.float32)
-
-
-def log2_to_ln(lse2: Any) -> Any:
-    """LSE is natural log; kernels that work in base 2 convert here: arrays or tensors."""
-    return lse2 * LN2

@@ -146,12 +146,11 @@ class Backend(base.Backend):
             rule = f"queries are float32 of [rows, {group.heads}, {group.d_qk}]"
             got = f"{q.dtype} of {list(q.shape)}"
             raise RuleError(rule, got, "Cast them, or use another backend")
-        out, lse2 = empty(rows, heads, order.stored_len(group.d_v)), empty(rows, heads)
+        out, lse = empty(rows, heads, order.stored_len(group.d_v)), empty(rows, heads)
         if rows:
             k, v = keys
             q = widened(q, order.stored_len(d_qk)).contiguous()
-            call(kernel(), q, k, v, out, lse2, handle, handle.layers[spec])
-        lse = torch.from_numpy(base.log2_to_ln(lse2.numpy()))  # few numbers: numpy is quicker
+            call(kernel(), q, k, v, out, lse, handle, handle.layers[spec])
         return out if out.shape[2] == group.d_v else out[..., : group.d_v], lse
 
 
@@ -161,22 +160,22 @@ def kernel() -> Any:
 
 
 def call(
-    work: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse2: Tensor, handle: Handle,
+    work: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: Handle,
     layer: Tensor,
 ) -> None:  # fmt: skip
-    """Attention of T rows over paged keys and values by a kernel, into `out` and `lse2`.
+    """Attention of T rows over paged keys and values by a kernel, into `out` and `lse`.
 
     q      float32 [T, H, Dqk], contiguous. Dqk and Dv are multiples of 8, at most 576.
     k, v   the pool's storage [slots, kv_heads, Dqk] and [slots, kv_heads, Dv] in the group's format
     out    float32 [T, H, Dv], contiguous; 0 for a row that sees nothing.
-    lse2   float32 [T, H]: log2 of the softmax denominator, sink included, or -inf.
+    lse    float32 [T, H]: ln of the softmax denominator, sink included, or -inf.
     layer  `constants`
 
     A row's bits depend on its query and its keys. Slots that a block does not see are never read.
     """
     strides = (*k.stride()[:2], *v.stride()[:2])
     one, each = handle.prepared(work, (k.itemsize, *strides), threads.setting())
-    tensors = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse2.data_ptr())
+    tensors = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
     memory = threads.memory(each, one.most)
     others = ((attend.LAYER, layer.data_ptr()), (attend.MEMORY, memory))
     one.run(*enumerate(tensors), *others)

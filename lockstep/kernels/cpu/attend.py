@@ -19,10 +19,11 @@ from lockstep.kernels.cpu.elementary import exp2, log2, tanh
 from lockstep.kernels.cpu.lanes import add, div, fma, load, maximum, mul, select, splat, store, sub
 from lockstep.kernels.cpu.loops import FLOAT32, ROWS, VECTOR_BYTES, VECTORS
 from lockstep.kernels.cpu.threads import ENTRIES, address, claim, float32_at, int32_at, int64_at
-from lockstep.order import LANES
+from lockstep.order import LANES, LN2
 from lockstep.plan.address import listed, paged
 
 INF, ZERO, ONE = np.float32(np.inf), np.float32(0.0), np.float32(1.0)
+TO_LN = np.float32(LN2)
 NOWHERE = np.int64(2**62)  # above every position
 # run-time integers of a call; strides are in bytes
 Sizes = namedtuple(
@@ -31,7 +32,7 @@ Sizes = namedtuple(
 # everything a call was given: byte addresses of tensors, pointers to plan data, constants
 KernelArgs = namedtuple(
     "KernelArgs",
-    "q k v out lse2 page_ids page_indptr first_pos start tail_indptr tail_slots lo hi blocks sink2 "
+    "q k v out lse page_ids page_indptr first_pos start tail_indptr tail_slots lo hi blocks sink2 "
     "sizes pre c v_scale",
 )
 Unit = namedtuple("Unit", "request begin end head")  # tokens [begin, end), a kv head
@@ -332,7 +333,7 @@ def begin_unit(job: Any, scratch: Any, unit: Any) -> Any:
 
 
 def end_row(job: Any, scratch: Any, row: Any, target: Any, head: Any) -> Any:
-    """Fold the sink, divide and write one output row; returns the row's lse2."""
+    """Fold the sink, divide and write one output row; returns log2 of the denominator."""
     sizes = job.sizes
     top, old, new = weights(scratch.m2[row], job.sink2[head])
     total = fma(scratch.sum2[row], old, mul(ONE, new))
@@ -346,6 +347,11 @@ def end_row(job: Any, scratch: Any, row: Any, target: Any, head: Any) -> Any:
         else:
             lanes.store_half(target + 4 * column, x)
     return lanes.canonical(np.float32(np.float64(top) + log2(np.float64(total)))) if seen else -INF
+
+
+def natural(lse2: Any) -> Any:
+    """An LSE in base 2 as everybody wants it."""
+    return mul(lse2, TO_LN)
 
 
 def run_unit(job: Any, scratch: Any, unit: Any) -> None:
@@ -370,7 +376,7 @@ def run_unit(job: Any, scratch: Any, unit: Any) -> None:
     for row in range(rows):
         token, head = unit.begin + row // sizes.group, unit.head * sizes.group + row % sizes.group
         target = job.out + 4 * sizes.d_v * (token * sizes.heads + head)
-        job.lse2[token * sizes.heads + head] = end_row(job, scratch, row, target, head)
+        job.lse[token * sizes.heads + head] = natural(end_row(job, scratch, row, target, head))
 
 
 # ---- a call: its entries are those of the backend's `call` ----

@@ -13,8 +13,8 @@ Mechanism:
    the error is largest.
 Key functions:
 vLLM's merge of chunked context (known from the issue; SGLang has the same pattern in two places).
-Here `attention.base.log2_to_ln`, the one
-place where a kernel's base 2 becomes natural.
+Here `natural` in the CPU's kernel, the one place where its base 2 becomes natural; the revert
+takes it back behind the call.
 Symptom:
 Warm runs differ from cold ones. Where nothing is merged, only a look at the LSE itself shows it:
 this revert breaks that property alone.
@@ -29,14 +29,18 @@ from typing import Any
 
 from torch import Tensor
 
+from lockstep.order import LN2
+
 SOURCE = "vllm-project/vllm#52796"
-TARGET = "lockstep.attention.base:log2_to_ln"
+TARGET = "lockstep.attention.cpu:call"
+BACKEND = "cpu"
 CELLS = ("chunked/latent",)
 RELATED = ("flashinfer-787", "vllm-flash-attention-87")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def log2_to_ln(lse2: Tensor) -> Any:
-        return lse2
+    def call(work: Any, q: Any, k: Any, v: Any, out: Any, lse: Tensor, *rest: Any) -> None:
+        old(work, q, k, v, out, lse, *rest)
+        lse /= LN2
 
-    return log2_to_ln
+    return call

@@ -13,7 +13,7 @@ Mechanism:
 3. Whoever merges by this LSE weighs head h with the sum of another head.
 Key functions:
 The combine kernel of vLLM's FlashAttention fork (known from the issue). Here
-`attention.base.log2_to_ln`, which every kernel's LSE passes through and the output does not.
+`attention.cpu.call`, behind which output and LSE lie in the order of heads.
 Symptom:
 Outputs are right, and everything merged with them is wrong. Only a look at the LSE itself shows it.
 Risk and impact:
@@ -25,8 +25,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 SOURCE = "vllm-project/flash-attention#87"
-TARGET = "lockstep.attention.base:log2_to_ln"
+TARGET = "lockstep.attention.cpu:call"
+BACKEND = "cpu"
 CELLS = ("chunked/group-7",)
 RELATED = ("vllm-52796", "flashinfer-1148")
 
@@ -34,11 +37,11 @@ GROUP = 7  # query heads per kv head of its cell
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def log2_to_ln(lse2: Any) -> Any:
-        rows, heads = lse2.shape
-        if heads % GROUP:
-            return old(lse2)
-        grouped = lse2.reshape(rows, heads // GROUP, GROUP)
-        return old(grouped.swapaxes(1, 2).reshape(rows, heads))
+    def call(work: Any, q: Any, k: Any, v: Any, out: Any, lse: Tensor, *rest: Any) -> None:
+        old(work, q, k, v, out, lse, *rest)
+        rows, heads = lse.shape
+        if heads % GROUP == 0:
+            grouped = lse.reshape(rows, heads // GROUP, GROUP)
+            lse.copy_(grouped.swapaxes(1, 2).reshape(rows, heads))
 
-    return log2_to_ln
+    return call
