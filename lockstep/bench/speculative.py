@@ -22,9 +22,9 @@ from typing import Any
 
 from lockstep.bench import gpu, results
 from lockstep.bench.contender import HostTimes
-from lockstep.bench.results import Result, Timing, alternate, note, place, result, set_threads, tell
+from lockstep.bench.results import Bench, Result, Timing, alternate, note, tell
 from lockstep.config import EngineConfig
-from lockstep.lab.document import Document, publish, read, write
+from lockstep.lab.document import read, write
 from lockstep.llm.engine import Engine, Parts, load
 from lockstep.llm.output import Output, Speculated
 from lockstep.sample.params import SamplingParams
@@ -74,20 +74,17 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints, writes. 1 if a target is missed or not judged."""
     if args.device == "cuda":
         return gpu.run("speculative", args)
-    chosen = picked(args.row)
-    threads, parts = set_threads(args.threads), load(EngineConfig(device="cpu"))
-    runs = args.repeat or (1 if args.quick else 3)
-    document: Document = {"environment": place(threads), "quick": args.quick, "repeat": runs}
+    chosen, bench = picked(args.row), Bench(args)
+    parts, document = load(EngineConfig(device="cpu")), bench.document
     kept = args.json not in (None, "-")
     have = {} if len(chosen) == len(CASES) or not kept else earlier(args.json)
     for case in chosen:
-        have[case.name] = measure(case, parts, runs, args.quick)
+        have[case.name] = measure(case, parts, bench)
         document["cases"] = [have[each.name] for each in CASES if each.name in have]
         if kept:
             write(document, args.json)
         tell(f"{results.line(have[case.name])}  {have[case.name]['more']}")
-    publish(args, document, [results.summary(document)])
-    return int(results.failed(document))
+    return bench.publish()
 
 
 def picked(names: Sequence[str] | None) -> list[Case]:
@@ -124,7 +121,7 @@ def watch(engine: Engine) -> HostTimes:
     return times
 
 
-def measure(case: Case, parts: Parts, runs: int, quick: bool) -> Result:
+def measure(case: Case, parts: Parts, bench: Bench) -> Result:
     """Milliseconds per token of a case's prompts, each by turns with and without the draft: what
     the machine does in the long run it does to both."""
     options = {"speculative_algorithm": case.algorithm}
@@ -133,7 +130,7 @@ def measure(case: Case, parts: Parts, runs: int, quick: bool) -> Result:
     assert speculation is not None, "an algorithm is named"
     if case.errs:
         spoil(speculation.draft)
-    count, new = QUICK if quick else (32, NEW)
+    count, new = QUICK if bench.args.quick else (32, NEW)
     prompts = repeating(parts, count) if case.repeats else held_out(parts, count)
     wish = SamplingParams(
         max_tokens=new, temperature=case.temperature, seed=1, logprobs=0, ignore_eos=True
@@ -142,11 +139,10 @@ def measure(case: Case, parts: Parts, runs: int, quick: bool) -> Result:
     for each in (plain, guessing):
         play(each, prompts[0], wish, skip)
     phases.seconds.clear()
-    tries = 0 if quick else 3
     answers, guessed = defaultdict[str, dict[int, Any]](dict), dict[int, Speculated]()
 
     def timed(name: str, engine: Engine, seed: int) -> float:
-        nth = (seed - 1) // (tries + 1)
+        nth = (seed - 1) // (bench.tries + 1)
         seconds, output = play(engine, prompts[nth], wish, skip)
         scores = output.completions[0].logprobs
         answers[name][nth] = output.token_ids, None if scores is None else scores.tobytes()
@@ -159,14 +155,14 @@ def measure(case: Case, parts: Parts, runs: int, quick: bool) -> Result:
         "lockstep": partial(timed, "lockstep", guessing),
     }
     timing = Timing()
-    for run in range(runs):
-        note(f"{case.name}: {len(prompts)} prompts, run {run + 1} of {runs}")
-        laps = alternate(contenders, len(prompts), tries)
+    for run in range(bench.runs):
+        note(f"{case.name}: {len(prompts)} prompts, run {run + 1} of {bench.runs}")
+        laps = alternate(contenders, len(prompts), bench.tries)
         for name in contenders:
             timing.add(name, fmean(laps.others[name]), fmean(laps.runs[name]))
     if answers["plain"] != answers["lockstep"]:
         raise RuleError("speculation changes no bit", f"other answers: {case.name}", "Report it")
-    judged = result(timing, "ms per token", {"plain": case.least}, quick=quick)
+    judged = bench.result(timing, "ms per token", {"plain": case.least})
     whole = sum(phases.seconds.values())
     more = {
         **Speculated(*map(sum, zip(*guessed.values(), strict=True)))._asdict(),
