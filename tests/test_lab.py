@@ -19,8 +19,7 @@ from lockstep.lab.cells import Cell, cells, run_cell
 from lockstep.lab.features import FEATURES
 from lockstep.lab.guard import BAND, Guarded
 from lockstep.lab.oracle import answers, values
-from lockstep.lab.recipes import RECIPES, write
-from lockstep.lab.script import Script, alone, chunked, leaf_uids, plain
+from lockstep.lab.recipes import RECIPES, Script, alone, chunked, leaf_uids, plain, write
 
 OFF_BY_ONE = '''
 from dataclasses import replace

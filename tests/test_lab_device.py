@@ -20,7 +20,7 @@ from lockstep.lab import fuzz, oracle, reverts
 from lockstep.lab.features import FEATURES
 from lockstep.lab.options import CPU, Device
 from lockstep.lab.properties import off
-from lockstep.lab.script import Script
+from lockstep.lab.recipes import Script
 from lockstep.types import Layout, RuleError
 
 NARROW = Device("cpu", "bfloat16")

@@ -19,8 +19,7 @@ from lockstep.lab.cells import Cell
 from lockstep.lab.engine_harness import EngineHarness
 from lockstep.lab.features import FEATURES
 from lockstep.lab.oracle import Rows, overflowed, values, weighted
-from lockstep.lab.recipes import RECIPES, write
-from lockstep.lab.script import Compute
+from lockstep.lab.recipes import RECIPES, Compute, write
 from lockstep.lab.tiny import LLAMA
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.types import RuleError

@@ -24,7 +24,7 @@ from lockstep.lab.features import Feature
 from lockstep.lab.guard import Guarded, as_bits, poison, same, shuffle
 from lockstep.lab.options import CPU, Device
 from lockstep.lab.oracle import Rows, rounded
-from lockstep.lab.script import Accept, Act, Compute, Drop, Fork, Script
+from lockstep.lab.recipes import Accept, Act, Compute, Drop, Fork, Script
 from lockstep.order import attention_order, device_class
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.step import Group, Ints, PagedGroup, StepPlan

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.lab.features import Feature
 from lockstep.lab.options import CPU, Device
-from lockstep.lab.script import Script, leaf_uids
+from lockstep.lab.recipes import Script, leaf_uids
 from lockstep.order import split_len, tile_len
 from lockstep.types import AttnSpec, GroupSpec, Layout
 

@@ -20,8 +20,7 @@ from lockstep.lab.attention_harness import AttentionHarness, Record, Setting
 from lockstep.lab.features import FEATURES, GPU_FEATURES, Feature
 from lockstep.lab.guard import as_bits
 from lockstep.lab.options import CPU, FULL, Device, RunOptions
-from lockstep.lab.recipes import RECIPES, Recipe, write
-from lockstep.lab.script import Script, alone, chunked, plain
+from lockstep.lab.recipes import RECIPES, Recipe, Script, alone, chunked, plain, write
 
 HELD = table("properties.toml")
 # first word of a fault: the property it breaks

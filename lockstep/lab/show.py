@@ -19,7 +19,7 @@ from lockstep.lab.engine_harness import EngineHarness, InstrumentedEngine
 from lockstep.lab.options import FULL, RunOptions
 from lockstep.lab.oracle import Answer
 from lockstep.lab.properties import material, off
-from lockstep.lab.script import Act, Compute
+from lockstep.lab.recipes import Act, Compute
 from lockstep.plan.build import build
 from lockstep.plan.step import Group, StepPlan
 from lockstep.sched.request import ScheduledStep
