@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.attention import select
-from lockstep.bench import gpu
-from lockstep.bench.results import Bench, called, note
+from lockstep.bench.results import Bench, called, note, run_on_card
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
@@ -71,7 +70,7 @@ def cases(quick: bool) -> list[Case]:
 def run(args: argparse.Namespace) -> int:
     """Measures every case; prints a table, writes JSON, returns 1 if a target was missed."""
     if args.device == "cuda":
-        return gpu.run("attention", args)
+        return run_on_card("attention", args)
     bench = Bench(args, runs=9, tries=4)
     bench.document["page_size"] = PAGE
     for case in cases(args.quick):

@@ -21,9 +21,9 @@ from typing import Any
 
 from safetensors import safe_open
 
-from lockstep.bench import gpu, results, speculative
+from lockstep.bench import results, speculative
 from lockstep.bench.contender import FULL, QUICK, Measures, Sizes
-from lockstep.bench.results import Bench, Measure, Timing, note, tell
+from lockstep.bench.results import Bench, Measure, Timing, note, run_on_card, tell
 from lockstep.bench.work import Ours, Peer, Played, Work, llama_folder, prompts
 from lockstep.lab import table
 from lockstep.lab.document import Document, publish, read
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if args.speculative:
         return speculative.run(args)
     if args.device == "cuda":
-        return gpu.run("engine", args, "--gemm", args.gemm)
+        return run_on_card("engine", args, "--gemm", args.gemm)
     document = measure(args) if args.source is None else read(args.source, COMMAND, *KEYS)
     if args.curves:
         if "curves" not in document:

@@ -3,11 +3,14 @@
 A run in which others took CPU time (by /proc/stat, where there is one) does not count. `Bench` is
 the run of a command: cases are judged by medians, ratios to the others and targets, and printed. A
 case is a dictionary, as it stands in the document, so that lines and tables can be printed again
-from a file. Knows nothing of what is measured; every benchmark calls it.
+from a file. On a card the programs in bench/gpu of the repository measure, each with its own peers,
+floors and ceilings. Knows nothing of what is measured; every benchmark calls it.
 """
 
+import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -15,17 +18,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
 
 from lockstep.bench.contender import block_median
-from lockstep.lab.document import command_line, environment, publish, render
+from lockstep.kernels.select import select
+from lockstep.lab.document import command_line, environment, head, publish, render
 from lockstep.types import RuleError
 
+ROOT = Path(__file__).parent.parent.parent
 OTHERS = 0.05  # of the machine's CPU time may go to others in an undisturbed run
 PATIENCE_S = 30.0  # to wait for others to be done, before a disturbed measurement is repeated
-HIGHER = "tokens per second"  # of what is counted per second more is better
 
 Result = dict[str, Any]
 Measure = Callable[[int], float]  # of a seed that it never sees twice, in whatever unit it likes
@@ -102,16 +107,6 @@ def place(threads: int) -> dict[str, object]:
     return {**environment(), "threads": threads, "command": command_line()}
 
 
-def set_threads(count: int | None) -> int:
-    """The same number for torch and for our kernels; without one, torch's own."""
-    wanted, most = count or torch.get_num_threads(), os.cpu_count() or 1
-    if wanted > most:
-        rule = f"--threads is at most the {most} cores"
-        raise RuleError(rule, str(wanted), "Leave it out for all of them")
-    torch.set_num_threads(wanted)
-    return wanted
-
-
 def note(text: str) -> None:
     """What is going on, on a terminal: a line that the next one replaces."""
     if sys.stderr.isatty():
@@ -149,15 +144,43 @@ class Bench:
         self.args, self.runs, self.tries = args, args.repeat or runs, tries
         if args.quick:
             self.runs, self.tries = args.repeat or 1, 0
-        environment = place(set_threads(args.threads))
-        self.document: dict[str, Any] = {"environment": environment, "quick": args.quick}
+        threads, most = args.threads or torch.get_num_threads(), os.cpu_count() or 1
+        if threads > most:
+            rule = f"--threads is at most the {most} cores"
+            raise RuleError(rule, str(threads), "Leave it out for all of them")
+        torch.set_num_threads(threads)
+        self.document: dict[str, Any] = {"environment": place(threads), "quick": args.quick}
         self.document |= {"repeat": self.runs, "cases": []}
 
     def alternate(self, contenders: Mapping[str, Measure]) -> Timing:
         return alternate(contenders, self.runs, self.tries)
 
-    def result(self, timing: Timing, unit: str, targets: Mapping[str, float], **how: Any) -> Result:
-        return result(timing, unit, targets, quick=self.args.quick, **how)
+    def result(
+        self, timing: Timing, unit: str, targets: Mapping[str, float], limit: float | None = None
+    ) -> Result:
+        """What was measured of a case: medians, ratios to the others (above 1 is better than they),
+        every run. `targets` are the least ratios, `limit` the largest value. A contender without a
+        number has missed its target. `met` is None if nothing was judged: no target, a quick run,
+        or others used the machine, which can slow a contender twentyfold."""
+        values = {name: round(timing.median(name), 4) for name in timing.runs}
+        ours, sign = values["lockstep"], -1
+        if unit.endswith("per second"):  # more is better
+            sign = 1
+        ratios = {n: round((ours / v) ** sign, 3) for n, v in values.items() if n != "lockstep"}
+        reached = all(ratios.get(n, 0.0) >= least for n, least in targets.items())
+        within = limit is None or ours <= limit
+        judged = timing.undisturbed and not self.args.quick and (bool(targets) or limit is not None)
+        return {
+            "unit": unit,
+            "values": values,
+            "ratios": ratios,
+            "targets": dict(targets),
+            "limit": limit,
+            "met": (reached and within) if judged else None,
+            "undisturbed": timing.undisturbed,
+            "runs": {name: [round(v, 4) for v in each] for name, each in timing.runs.items()},
+            "others": timing.others,
+        }
 
     def add(self, case: Result) -> None:
         """A case is told on stderr when it is done."""
@@ -168,37 +191,6 @@ class Bench:
         """1 if a target was missed, or could not be judged."""
         publish(self.args, self.document, [summary(self.document)])
         return int(failed(self.document))
-
-
-def result(
-    timing: Timing,
-    unit: str,
-    targets: Mapping[str, float],
-    *,
-    limit: float | None = None,
-    quick: bool = False,
-) -> Result:
-    """A case: medians, ratios to the others (above 1 is better than they), every run. `targets` are
-    the least ratios, `limit` the largest value. A contender without a number has missed its target.
-    `met` is None if nothing was judged: no target, a quick run, or others used the machine, which
-    can slow a contender twentyfold."""
-    values = {name: round(timing.median(name), 4) for name in timing.runs}
-    ours, sign = values["lockstep"], 1 if unit.endswith("per second") else -1
-    ratios = {n: round((ours / v) ** sign, 3) for n, v in values.items() if n != "lockstep"}
-    reached = all(ratios.get(n, 0.0) >= least for n, least in targets.items())
-    within = limit is None or ours <= limit
-    judged = timing.undisturbed and not quick and (bool(targets) or limit is not None)
-    return {
-        "unit": unit,
-        "values": values,
-        "ratios": ratios,
-        "targets": dict(targets),
-        "limit": limit,
-        "met": (reached and within) if judged else None,
-        "undisturbed": timing.undisturbed,
-        "runs": {name: [round(v, 4) for v in each] for name, each in timing.runs.items()},
-        "others": timing.others,
-    }
 
 
 def line(case: Result) -> str:
@@ -229,3 +221,28 @@ def failed(document: Mapping[str, Any]) -> bool:
 
 def markdown(document: Mapping[str, Any]) -> str:
     return _text("engine.md", doc=document)
+
+
+def run_on_card(what: str, args: Namespace, *given: str) -> int:
+    """Runs bench/gpu/<what>_h200.py, and publishes what it wrote."""
+    program = ROOT / "bench" / "gpu" / f"{what}_h200.py"
+    if not program.is_file():
+        rule = "benchmarks of a card lie in bench/gpu of the repository"
+        raise RuleError(rule, f"no {program}", "Run this in a clone of the repository")
+    select("cuda", "auto")  # here, where its reason is one line
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, str(program), "--out", folder, *given]
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": paths}
+        done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
+        files = sorted(Path(folder).glob("*-h200*.json"))
+        found = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
+    failed = done.returncode or not found
+    told = f"{program.name} ended with {done.returncode}" if failed else f"{', '.join(found)}"
+    publish(args, {**head(), "results": found}, [told])
+    return 1 if failed else 0
+
+
+def gemm(args: Namespace) -> int:
+    """`bench gemm`: our choice against cuBLAS, for the shapes of one model."""
+    return run_on_card("gemm", args, "--model", args.shapes, "--chosen")

@@ -8,22 +8,21 @@ document has it as soon as it is measured. `cli` calls `run`.
 """
 
 import argparse
-import json
 import sysconfig
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
 from typing import Any
 
-from lockstep.bench import gpu, results
+from lockstep.bench import results
 from lockstep.bench.contender import HostTimes
-from lockstep.bench.results import Bench, Result, Timing, alternate, note, tell
+from lockstep.bench.results import Bench, Result, Timing, alternate, note, run_on_card, tell
 from lockstep.config import EngineConfig
+from lockstep.lab import table
 from lockstep.lab.document import read, write
 from lockstep.llm.engine import Engine, Parts, load
 from lockstep.llm.output import Output, Speculated
@@ -33,6 +32,7 @@ from lockstep.spec.draft import Draft, DraftRequest
 from lockstep.spec.model_draft import ModelDraft
 from lockstep.types import RuleError
 
+HELD_OUT = table("held_out.json", "lockstep.bench")
 BEGIN_ID = 0  # of the built-in model: what it does not write in the middle of a file
 BLOCK = 40  # lines that a repeating prompt has twice, and begins again
 QUICK = (2, 16)  # prompts, and new tokens of each
@@ -73,7 +73,7 @@ def spoil(draft: Draft) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, writes. 1 if a target is missed or not judged."""
     if args.device == "cuda":
-        return gpu.run("speculative", args)
+        return run_on_card("speculative", args)
     chosen, bench = picked(args.row), Bench(args)
     parts, document = load(EngineConfig(device="cpu")), bench.document
     kept = args.json not in (None, "-")
@@ -195,15 +195,13 @@ def play(
 
 def held_out(parts: Parts, count: int) -> list[list[int]]:
     """The beginnings of files that neither model nor head was trained on."""
-    named = json.loads((files("lockstep.bench") / "held_out.json").read_text("utf-8"))
-    texts = [library(name) for name in named["files"][:count]]
-    return [ids_of(parts, text)[: named["prompt_len"]] for text in texts]
+    texts = [library(name) for name in HELD_OUT["files"][:count]]
+    return [ids_of(parts, text)[: HELD_OUT["prompt_len"]] for text in texts]
 
 
 def repeating(parts: Parts, count: int) -> list[list[int]]:
     """A block of lines twice, and its first lines once more."""
-    named = json.loads((files("lockstep.bench") / "held_out.json").read_text("utf-8"))
-    texts = [library(name).splitlines(keepends=True) for name in named["files"]]
+    texts = [library(name).splitlines(keepends=True) for name in HELD_OUT["files"]]
     blocks = [lines[:BLOCK] for lines in texts if len(lines) >= BLOCK][:count]
     return [ids_of(parts, "".join(block * 2 + block[:2]))[-1200:] for block in blocks]
 
