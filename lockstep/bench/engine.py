@@ -34,6 +34,7 @@ PROMPT = "def binary_search(items, target):"
 ENGINE = ("page_size", "chunked_prefill_size", "max_total_tokens")  # what of it is told
 COMMAND, KEYS = "lockstep bench engine", ("cases", "environment", "repeat", "quick")
 Details = dict[str, Any]
+Ways = dict[str, Callable[..., float]]
 TABLE = table("engine.toml", "lockstep.bench")
 CROWD_CONTEXT = 128
 GREY = "#808080"  # enough contrast on white and on black
@@ -232,42 +233,35 @@ def start(model: str, contenders: Contenders) -> tuple[Timing, Details]:
 def measure_curves(contenders: Contenders) -> Details:
     """How speed scales, with the number of requests and with the length of the context."""
     sizes, builtin = contenders.sizes, contenders.ours("builtin")
+
+    def step_seconds(curve: Details, ours: Ours, crowd: tuple[int, int], ways: Ways) -> Details:
+        """Of each way, with so many requests around so many keys. Prompts are in our cache, each
+        the beginning of what it is at a longer context."""
+        (count, context), steps = crowd, sizes.steps
+        note(f"curve, {count} of {context} keys")
+        length = min(context - steps // 2, ours.engine.context_length - steps - count // 16 - 4)
+        many = tuple(prompts((length,), ours.vocab_size, 10_000 + i)[0] for i in range(count))
+        ours.prime(many)
+        measures = {name: lambda _, way=way: way(many, steps) for name, way in ways.items()}
+        timing = contenders.alternate(measures)
+        curve["undisturbed"] = curve.get("undisturbed", True) and timing.undisturbed
+        return {name: timing.median(name) for name in ways}
+
     context = min(CROWD_CONTEXT, max(sizes.contexts))
-    ways: dict[str, Callable[..., float]] = {"Lockstep": builtin.step_s}
+    ways: Ways = {"Lockstep": builtin.step_s}
     if contenders.compares:
         ways["transformers, static batch"] = contenders.peer("builtin").step_s
     crowds = Details(x=list(sizes.crowds), unit="new tokens per second", context=context, lines={})
     for count in sizes.crowds:
-        for name, seconds in _point(contenders, crowds, builtin, (count, context), ways).items():
+        for name, seconds in step_seconds(crowds, builtin, (count, context), ways).items():
             crowds["lines"].setdefault(name, []).append(round(count / seconds, 1))
     contexts = Details(x=list(sizes.contexts), unit="ms per step", lines={})
     for row in TABLE["by_context"]:
         label, count, ours = row["label"], row["requests"], contenders.ours(row["model"])
         for context in (c for c in sizes.contexts if c <= ours.engine.context_length):
-            way = {label: ours.step_s}
-            (seconds,) = _point(contenders, contexts, ours, (count, context), way).values()
-            contexts["lines"].setdefault(label, []).append(round(seconds * 1e3, 3))
+            found = step_seconds(contexts, ours, (count, context), {label: ours.step_s})
+            contexts["lines"].setdefault(label, []).append(round(found[label] * 1e3, 3))
     return {"requests": crowds, "context": contexts}
-
-
-def _point(
-    contenders: Contenders,
-    curve: Details,
-    ours: Ours,
-    crowd: tuple[int, int],
-    ways: Mapping[str, Callable[..., float]],
-) -> dict[str, float]:
-    """Seconds per step of each way, with so many requests around so many keys. Prompts are in our
-    cache, each the beginning of what it is at a longer context."""
-    (count, context), steps = crowd, contenders.sizes.steps
-    note(f"curve, {count} of {context} keys")
-    length = min(context - steps // 2, ours.engine.context_length - steps - count // 16 - 4)
-    many = tuple(prompts((length,), ours.vocab_size, 10_000 + i)[0] for i in range(count))
-    ours.prime(many)
-    measures = {name: lambda _, way=way: way(many, steps) for name, way in ways.items()}
-    timing = contenders.alternate(measures)
-    curve["undisturbed"] = curve.get("undisturbed", True) and timing.undisturbed
-    return {name: timing.median(name) for name in ways}
 
 
 def draw_curves(document: Document, folder: str) -> list[Path]:
