@@ -209,7 +209,7 @@ def test_a_map_is_kept_until_a_file_that_was_reached_changes(
     asked, sources = [reach.Group("toy", "tests/test_toy.py")], pool.digests(toy)
     measured = []
 
-    class Counted(reach.Store):
+    class Counted(reach.Reach):
         def save(self, group: reach.Group, *rest: Any) -> None:
             measured.append(group)
             super().save(group, *rest)
@@ -220,8 +220,8 @@ def test_a_map_is_kept_until_a_file_that_was_reached_changes(
         ({"lockstep/else.py": "x"}, 1),
         ({"lockstep/toy.py": "x"}, 2),
     ):
-        store = Counted(tmp_path, {**sources, **changes})
-        found = store.load(asked, crew)
+        found = Counted({}, tmp_path, {**sources, **changes})
+        found.load(asked, crew)
         assert len(found.units) == 5 and len(measured) == times
 
 
@@ -230,14 +230,14 @@ def test_a_stale_map_forgets_the_lines_of_files_that_changed_and_keeps_who_reach
 ):
     asked = reach.Group("toy", "tests/test_toy.py")
     units, sources = list(reached.units.values()), pool.digests(toy)
-    reach.Store(tmp_path, sources).save(asked, units, ["lockstep/toy.py", "tests/test_toy.py"])
+    reach.Reach({}, tmp_path, sources).save(asked, units, ["lockstep/toy.py", "tests/test_toy.py"])
     moved = {**sources, "lockstep/toy.py": "other"}
-    store = reach.Store(tmp_path, moved, stale=True)
+    store = reach.Reach({}, tmp_path, moved, stale=True)
     kept = reach.Reach({u.name: u for u in store.kept(asked) or ()})
     names = {u.name.rpartition("::")[2] for u in kept.of("lockstep/toy.py", [line_of("* 2")])}
     assert names == {"test_clip", "test_double", "test_countdown"}
     assert replace(store, stale=False).kept(asked) is None
-    assert reach.Store(tmp_path, {**moved, "tests/test_toy.py": "x"}, True).kept(asked) is None
+    assert reach.Reach({}, tmp_path, {**moved, "tests/test_toy.py": "x"}, True).kept(asked) is None
 
 
 def test_mutants_are_killed_hang_or_live_and_the_rest_finds_what_coverage_did_not_see(

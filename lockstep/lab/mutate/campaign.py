@@ -214,7 +214,8 @@ def played(args: Namespace, root: Path, mutants: list[Mutant]) -> Campaign:
     for m in mutants if args.mutant else ():  # who is asked for by name is tried again
         journal.said.pop(m.id, None)
     asked = [g for g in reach.groups(root) if any(word in g.name for word in args.units or [""])]
-    found = reach.Store(work / "reach", sources, args.stale).load(asked, crew)
+    found = Reach(folder=work / "reach", sources=sources, stale=args.stale)
+    found.load(asked, crew)
     warm(crew, found)
     campaign = Campaign(crew.template, mutants, found, journal, crew)
     campaign.alone()

@@ -41,25 +41,6 @@ class Group:
     units: tuple[str, ...] = ()
 
 
-@dataclass
-class Reach:
-    units: dict[str, Unit] = field(default_factory=dict)
-
-    def green(self) -> list[Unit]:
-        return [u for u in self.units.values() if u.outcome == "passed"]
-
-    def of(self, file: str, lines: Iterable[int]) -> list[Unit]:
-        """The green units that reach one of the lines, or else the file; fast and specific ones
-        (that reach few lines) first."""
-        green, wanted = self.green(), set(lines)
-        found = [u for u in green if wanted.intersection(u.lines.get(file, ()))]
-        shown = (there for here, there in COMPILED_FOR.items() if file.startswith(here))
-        either = {file, next(shown, file)}
-        found = found or [u for u in green if either & set(u.lines)]
-        lens = {u.name: sum(map(len, u.lines.values())) for u in found}
-        return sorted(found, key=lambda u: (u.seconds + 0.05) * (lens[u.name] + 20))
-
-
 def groups(root: Path) -> list[Group]:
     """Every test file; every recipe with all cells of `cpu` and the quick ones of `reference`."""
     names = [f"tests/{path.name}" for path in sorted((root / "tests").glob("test_*.py"))]
@@ -81,17 +62,31 @@ def measure(crew: Crew, group: Group) -> tuple[list[Unit], set[str]]:
     return units, {group.file, *(file for lines in heard.reached.values() for file in lines)}
 
 
-@dataclass(frozen=True)
-class Store:
-    """What was measured: one file per group."""
+@dataclass
+class Reach:
+    """Who reaches what: units by name, kept in a folder, one file per group."""
 
-    folder: Path
-    sources: Mapping[str, str]  # digests of the repository as it is now
+    units: dict[str, Unit] = field(default_factory=dict)
+    folder: Path = Path()
+    sources: Mapping[str, str] = field(default_factory=dict)  # digests as they are now
     stale: bool = False  # a group stands as long as its own files do: lines elsewhere are forgotten
 
-    def load(self, asked: Sequence[Group], crew: Crew) -> Reach:
-        """The map, from what is kept and what has to be measured now."""
-        reach = Reach()
+    def green(self) -> list[Unit]:
+        return [u for u in self.units.values() if u.outcome == "passed"]
+
+    def of(self, file: str, lines: Iterable[int]) -> list[Unit]:
+        """The green units that reach one of the lines, or else the file; fast and specific ones
+        (that reach few lines) first."""
+        green, wanted = self.green(), set(lines)
+        found = [u for u in green if wanted.intersection(u.lines.get(file, ()))]
+        shown = (there for here, there in COMPILED_FOR.items() if file.startswith(here))
+        either = {file, next(shown, file)}
+        found = found or [u for u in green if either & set(u.lines)]
+        lens = {u.name: sum(map(len, u.lines.values())) for u in found}
+        return sorted(found, key=lambda u: (u.seconds + 0.05) * (lens[u.name] + 20))
+
+    def load(self, asked: Sequence[Group], crew: Crew) -> None:
+        """From what is kept and what has to be measured now."""
 
         def units_of(group: Group) -> list[Unit]:
             units = self.kept(group)
@@ -102,9 +97,8 @@ class Store:
 
         with Progress(len(asked), "lab mutate: who reaches what") as bar:
             for group, units in zip(asked, crew.map(units_of, asked), strict=True):
-                reach.units.update((u.name, u) for u in units)
+                self.units.update((u.name, u) for u in units)
                 bar.step(group.name, any(u.outcome == "failed" for u in units))
-        return reach
 
     def kept(self, group: Group) -> list[Unit] | None:
         """A group as it was measured; None if it has to be measured (again)."""
