@@ -9,7 +9,7 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -155,15 +155,9 @@ def make(name: str, place: Place, text: str) -> Mutant | None:
 def same_program(text: str, mutated: str) -> bool:
     """Whether nothing changed, or nothing that can be compiled came out."""
     try:
-        return syntax(text) == syntax(mutated)
+        return ast.dump(ast.parse(text)) == ast.dump(ast.parse(mutated))
     except (SyntaxError, ValueError):
         return True
-
-
-@lru_cache(maxsize=64)
-def syntax(text: str) -> str:
-    """A program, without how it is written."""
-    return ast.dump(ast.parse(text))
 
 
 def difference(file: str, text: str, mutated: str) -> str:
