@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep import cli
+from lockstep.lab import cells
 from lockstep.lab.mutate import campaign, draw, pool, reach
 from lockstep.lab.mutate.draw import Mutant
 from lockstep.types import RuleError
@@ -335,6 +336,11 @@ def test_a_mutant_of_the_engine_is_killed_by_its_tests_and_one_that_changes_noth
     assert [journal.killer(m.id) for m in (killed, silent)] == [name, ""]
     assert play.todo() == [] and play.survivors() == [silent]
     assert (ROOT / file).read_text() == text
+
+
+def test_the_cells_that_compile_every_kernel_are_there():
+    every = {str(cell) for cell in cells.cells(["cpu"])}
+    assert {f"cpu/{cell}" for cell in campaign.WARM_CELLS} <= every
 
 
 def test_counts_are_by_module_and_leave_out_what_cannot_be_killed():

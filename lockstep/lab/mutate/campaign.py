@@ -34,7 +34,7 @@ COMPILED = ("lockstep/plan/address.py", "lockstep/order.py", "lockstep/kernels/"
 COMPILE_S = 300.0
 ALL = ""  # in place of a unit: all that reach a mutant have met it
 MODULES = ("plan", "kv", "attention", "sample", "sched", "llm", "run")
-WARM_RECIPES = ("decode", "engine-batch", "engine-encoder", "sample")  # run every kernel
+WARM_CELLS = ("decode/dense", "engine-batch/llama", "engine-encoder/bart", "sample/llama")
 SHOWN = ("id", "module", "file", "line", "operator", "diff")  # of a mutant, in the document
 TOOLS = ("cosmic-ray", "coverage", "pytest", "hypothesis")
 JUDGEMENTS = ("equivalent", "neutral", "open")
@@ -216,22 +216,15 @@ def played(args: Namespace, root: Path, mutants: list[Mutant]) -> Campaign:
     asked = [g for g in reach.groups(root) if any(word in g.name for word in args.units or [""])]
     found = Reach(folder=work / "reach", sources=sources, stale=args.stale)
     found.load(asked, crew)
-    warm(crew, found)
+    # every tree compiles the kernels before a mutant's time runs
+    warm = [f"{reach.CELLS}::test_cell[cpu/{cell}]" for cell in WARM_CELLS]
+    list(crew.map(crew.run, [Job(units=warm, stop=False)] * crew.count))
     campaign = Campaign(crew.template, mutants, found, journal, crew)
     campaign.alone()
     if not args.alone:
         campaign.together()
     campaign.confirm()
     return campaign
-
-
-def warm(crew: Crew, found: Reach) -> None:
-    """Lets every tree compile the kernels before a mutant's time runs."""
-    cells = [name for name in found.units if name.startswith(reach.CELLS)]
-    firsts = {name.split("/")[2]: name for name in reversed(cells)}
-    units = [firsts[recipe] for recipe in WARM_RECIPES if recipe in firsts]
-    jobs = [Job(units=units, stop=False)] * (crew.count if units else 0)
-    list(crew.map(crew.run, jobs))
 
 
 def read_verdicts(path: Path) -> Verdicts:
