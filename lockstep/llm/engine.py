@@ -110,9 +110,6 @@ class Engine:
         self.info, self.tokenizer = parts.info, parts.tokenizer
         self.on_gpu = ops.device.type == "cuda"  # and then, unless told otherwise, overlapped
         overlap = self.overlap = self.on_gpu if overlap is None else overlap
-        if self.on_gpu:  # what an engine before has left goes first
-            gc.unfreeze()
-            gc.collect()
         self.context_length = config.context_length or self.info.max_position
         if self.context_length > self.info.max_position:
             rule = f"context_length is at most the model's {self.info.max_position} positions"

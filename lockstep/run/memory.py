@@ -4,6 +4,7 @@ A full group needs a slot per cached key; a window group, per running request, w
 sees plus what a step adds.
 """
 
+import gc
 import os
 from collections.abc import Sequence
 
@@ -27,6 +28,9 @@ def size(
     """The largest cache that the budget allows and that all running requests could fill: pages per
     group (0 for a fresh one), and the arithmetic as text."""
     gpu = device is not None and device.type == "cuda"
+    if gpu:  # what an engine before has left goes first, though it was frozen
+        gc.unfreeze()
+        gc.collect()
     free, there = torch.cuda.mem_get_info(device) if gpu else (free_bytes(), all_bytes())
     fraction = config.mem_fraction_static or FRACTIONS[gpu]
     tokens = config.max_total_tokens or config.max_running_requests * context_length

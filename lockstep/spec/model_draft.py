@@ -35,7 +35,7 @@ from lockstep.spec import beam
 from lockstep.spec.depth import Chances
 from lockstep.spec.draft import LAG, NO_DRAFT, DraftModel, DraftRequest, SettledStep
 
-KEPT, LEAST = 1 << 14, 16  # states that are kept for the requests of a step, and for each at least
+KEPT, LEAST = 1 << 12, 16  # states that are kept for the requests of a step, and for each at least
 SPARSE = 64  # rows of a chunk, of which one is kept: from here on in memory of its own
 
 
