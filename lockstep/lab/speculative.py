@@ -31,12 +31,7 @@ HEAD_NOISE = 0.3  # the same, on most weights of a head
 OPTIONS: dict[str, dict[str, Any]] = table("speculative.toml")["tiny"]
 NGRAM, CHAIN, EAGLE, EAGLE3, WIDE = OPTIONS.values()
 TREE, EAGLE3_TREE = CHAIN | WIDE, EAGLE3 | WIDE
-HEADS = {
-    "eagle": eagle.LAYOUT,
-    "eagle3": eagle.Layout(
-        eagle3.ARCHITECTURE, eagle3.fused_layers, eagle3.draft_vocab, eagle3.build
-    ),
-}
+HEADS = {"eagle": eagle.LAYOUT, "eagle3": eagle3.LAYOUT}
 
 
 @lru_cache(maxsize=16)

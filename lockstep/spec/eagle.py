@@ -10,7 +10,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -193,11 +192,7 @@ class Layout(NamedTuple):
 
 def load(setup: DraftSetup) -> Head:
     """The head that `speculative_draft_model` names."""
-    path = setup.config.speculative_draft_model
-    if path is None:
-        rule = "eagle drafts with a head, a folder or a hub id"
-        raise RuleError(rule, "none", "Name it: speculative_draft_model")
-    return load_head(path, setup, LAYOUT)
+    return load_head(setup.config.speculative_draft_model, setup, LAYOUT)
 
 
 def build(spec: HeadSpec, w: WeightSource, target: Decoder, setup: DraftSetup) -> Eagle:
@@ -242,8 +237,11 @@ def decoder(target: Loaded) -> Decoder:
     return target.model
 
 
-def load_head(path_or_id: str | Path, setup: DraftSetup, layout: Layout) -> Head:
+def load_head(path_or_id: str | None, setup: DraftSetup, layout: Layout) -> Head:
     """The head in a folder or of a hub id, on the target's device."""
+    if path_or_id is None:
+        rule = f"{setup.config.speculative_algorithm} drafts with a head, a folder or a hub id"
+        raise RuleError(rule, "none", "Name it: speculative_draft_model")
     target, model = setup.target, decoder(setup.target)
     folder = loader.local_folder(path_or_id)
     raw = read_json(folder, "config.json")

@@ -59,10 +59,7 @@ def load(setup: DraftSetup) -> Head:
     path = setup.config.speculative_draft_model
     if path is None and setup.target.info.folder == BUILTIN:
         path = str(BUILTIN / "eagle3")
-    if path is None:
-        rule = "eagle3 drafts with a head, a folder or a hub id"
-        raise RuleError(rule, "none", "Name it: speculative_draft_model")
-    return load_head(path, setup, Layout(ARCHITECTURE, fused_layers, draft_vocab, build))
+    return load_head(path, setup, LAYOUT)
 
 
 def fused_layers(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
@@ -100,6 +97,9 @@ def build(spec: HeadSpec, w: WeightSource, target: Decoder, setup: DraftSetup) -
         norm=spec.norm.build(w, "norm", d),
         token_ids=token_ids(w, vocab, spec.vocab_size),
     )
+
+
+LAYOUT = Layout(ARCHITECTURE, fused_layers, draft_vocab, build)
 
 
 def token_ids(w: WeightSource, size: int, vocab_size: int) -> Tensor:
