@@ -125,16 +125,7 @@ class Engine:
         specs = self.specs = group_specs(self.kinds.values())
         pages, memory_text = memory.size(specs, config, self.context_length, ops.device)
         graphs = self.on_gpu if config.graphs is None else config.graphs
-        buckets = None
-        if config.bucket_sizes is not None:
-            others = config.request_bucket_sizes, config.emit_bucket_sizes
-            buckets = Buckets(config.bucket_sizes, *others)
-        elif graphs and self.on_gpu:
-            widths: tuple[int, ...] = (1,)
-            if config.speculative_algorithm is not None:
-                widths = drafts.shape_of(config).widths
-            most, each = config.max_running_requests, -(-self.context_length // config.page_size)
-            buckets = Buckets.for_decoding(most, each, 2 * max(pages), widths)
+        buckets = self._buckets(graphs and self.on_gpu, 2 * max(pages))
         self.runner = Runner(
             specs, pages, parts.backend, ops, buckets, graphs=graphs, overlap=overlap
         )
@@ -554,6 +545,20 @@ class Engine:
         self.generations, self.scheduler = generations, scheduler
         self._settled, self._launched = None, []
         self._changing = False
+
+    def _buckets(self, captured: bool, most_pages: int) -> Buckets | None:
+        """What steps are padded to: what the config says, or what graphs are captured of."""
+        config = self.config
+        if config.bucket_sizes is not None:
+            others = config.request_bucket_sizes, config.emit_bucket_sizes
+            return Buckets(config.bucket_sizes, *others)
+        if not captured:
+            return None
+        widths: tuple[int, ...] = (1,)
+        if config.speculative_algorithm is not None:
+            widths = drafts.shape_of(config).widths
+        most, each = config.max_running_requests, -(-self.context_length // config.page_size)
+        return Buckets.for_decoding(most, each, most_pages, widths)
 
     def _new_scheduler(self, arrivals: int = 0) -> Scheduler:
         pools = [PagePool(n) if n else None for n in self._num_pages]
