@@ -203,12 +203,11 @@ def run(job: Job, tree: Path) -> None:
     os.dup2(log, 2)
     import pytest
     from coverage import Coverage
-    from hypothesis import HealthCheck, Phase, settings
+    from hypothesis import Phase, settings
 
     # the same examples every time, no deadlines, no shrinking: any failure is a kill
-    phases, unchecked = (Phase.explicit, Phase.generate), list(HealthCheck)
-    fixed: Any = {"phases": phases, "suppress_health_check": unchecked}
-    settings.register_profile("mutate", settings.get_profile("ci"), **fixed)
+    unshrunk = (Phase.explicit, Phase.generate)
+    settings.register_profile("mutate", settings.get_profile("ci"), phases=unshrunk)
     settings.load_profile("mutate")
     include = [f"{tree}/lockstep/*"]
     measure = Coverage(data_file=None, include=include, config_file=False) if job.measure else None
