@@ -32,8 +32,8 @@ KEYS = 800  # of a request in the steps that are timed
 
 def run(args: argparse.Namespace) -> int:
     """Measures all; prints, writes JSON. Returns 1 if a target was missed or not judged."""
-    bench, options = Bench(args, tries=2), {"disable_radix_cache": True, "max_total_tokens": 16_384}
-    llms = [LLM(device="cpu", **options) for _ in range(2)]
+    bench = Bench(args, tries=2)
+    llms = [LLM(device="cpu", disable_radix_cache=True, max_total_tokens=16_384) for _ in range(2)]
     requests, steps = (QUICK_REQUESTS, 8) if args.quick else (REQUESTS, 64)
     bench.add(two_engines(llms, requests, bench))
     bench.add(beside_prefill(llms[0], bench))
