@@ -169,13 +169,6 @@ def test_an_id_stays_when_lines_above_come_and_go(toy: Path):
     assert (one.id, one.line + 3) == (two.id, two.line)
 
 
-def test_a_mutant_knows_its_line_and_whether_it_runs_at_import(toy: Path):
-    inside = mutant(toy, "NumberReplacer", line_of("* 2"))
-    assert inside.lines == (line_of("* 2"),)
-    outside = mutant(toy, "NumberReplacer", line_of("START:"))
-    assert outside.lines == (), "it runs at import: no line of its own"
-
-
 def test_no_two_mutants_change_the_same_line_and_all_can_share_a_tree(tmp_path: Path):
     """A loop over several lines becomes one over nothing: what is inside of them is gone."""
     (tmp_path / "lockstep").mkdir()
@@ -194,14 +187,13 @@ def test_coverage_says_who_reaches_a_line_and_the_red_ones_are_not_asked(reached
     assert {name: u.outcome for name, u in reached.units.items() if u.outcome != "passed"} == {
         "test_red": "failed"
     }
-    names = [u.name.rpartition("::")[2] for u in reached.of("lockstep/toy.py", [line_of("* 2")])]
+    names = [u.name.rpartition("::")[2] for u in reached.of("lockstep/toy.py", line_of("* 2"))]
     assert names == ["test_double"]
-    unseen = {
-        u.name.rpartition("::")[2] for u in reached.of("lockstep/toy.py", [line_of("x + START")])
-    }
-    assert unseen == {"test_clip", "test_double", "test_countdown"}, (
-        "a line that nobody is seen at: all that reach the file"
-    )
+    for line in (line_of("x + START"), line_of("START:")):
+        unseen = {u.name.rpartition("::")[2] for u in reached.of("lockstep/toy.py", line)}
+        assert unseen == {"test_clip", "test_double", "test_countdown"}, (
+            "a line that nobody is seen at, in a process of its own or at import: all of the file"
+        )
 
 
 def test_a_map_is_kept_until_a_file_that_was_reached_changes(
@@ -235,7 +227,7 @@ def test_a_stale_map_forgets_the_lines_of_files_that_changed_and_keeps_who_reach
     moved = {**sources, "lockstep/toy.py": "other"}
     store = reach.Reach({}, tmp_path, moved, stale=True)
     kept = reach.Reach({u.name: u for u in store.kept(asked) or ()})
-    names = {u.name.rpartition("::")[2] for u in kept.of("lockstep/toy.py", [line_of("* 2")])}
+    names = {u.name.rpartition("::")[2] for u in kept.of("lockstep/toy.py", line_of("* 2"))}
     assert names == {"test_clip", "test_double", "test_countdown"}
     assert replace(store, stale=False).kept(asked) is None
     assert reach.Reach({}, tmp_path, {**moved, "tests/test_toy.py": "x"}, True).kept(asked) is None
@@ -328,7 +320,7 @@ def test_a_mutant_of_the_engine_is_killed_by_its_tests_and_one_that_changes_noth
             "text": "\nNOBODY_READS_THIS = 1\n",
         }
     )
-    units = reach.Reach({name: reach.Unit(name, 1.0, "passed", {file: killed.lines})})
+    units = reach.Reach({name: reach.Unit(name, 1.0, "passed", {file: [killed.line]})})
     journal = campaign.Journal(tmp_path / "journal.jsonl")
     crew = pool.Crew(ROOT, tmp_path, 1, warm=("torch",))
     play = campaign.Campaign(ROOT, [killed, silent], units, journal, crew)

@@ -125,7 +125,7 @@ class Campaign:
         return [u.name for u in self.reach.green() if not all(u.name in green for green in met)]
 
     def _try(self, mutant: Mutant) -> dict[str, str]:
-        units = [u.name for u in self.reach.of(mutant.file, mutant.lines)]
+        units = [u.name for u in self.reach.of(mutant.file, mutant.line)]
         return self._ask(units, [mutant], stop=True, limit_s=MUTANT_S) if units else {}
 
     def _ask(self, units: Sequence[str], group: Group, **how: Any) -> dict[str, str]:

@@ -31,7 +31,6 @@ class Mutant:
     stop: int
     text: str
     changed: frozenset[tuple[str, int]]  # file and line of everything in text[start:stop]
-    lines: tuple[int, ...]  # its own; none, if it runs when the module is imported
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,6 @@ def make(name: str, place: Place, text: str) -> Mutant | None:
         stop=stop,
         text=new,
         changed=frozenset((place.file, line) for line in range(first, last + 1)),
-        lines=(place.line,) if runs_later(text, place.line) else (),
     )
 
 
@@ -170,16 +168,6 @@ def span(text: str, mutated: str) -> tuple[int, int, str]:
     start = len(commonprefix([text, mutated]))  # noqa: RUF071 - of characters
     end = len(commonprefix([text[start:][::-1], mutated[start:][::-1]]))  # noqa: RUF071
     return start, len(text) - end, mutated[start : len(mutated) - end]
-
-
-def runs_later(text: str, line: int) -> bool:
-    """Whether a line stands in the body of a function: others run at import."""
-    bodies = [
-        (node.body[0].lineno, node.end_lineno or line)
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    return any(first <= line <= last for first, last in bodies)
 
 
 def combined(mutants: Sequence[Mutant], root: Path) -> dict[str, str]:
