@@ -62,6 +62,8 @@ DECODE = Tuning(rows=16, warps=4, stages=3, parts=True, registers=128, kernel="d
 PREFILL = Tuning(rows=128, warps=4, stages=2, parts=False, kernel="prefill")
 LATENT = Tuning(rows=64, warps=8, stages=2, parts=True, kernel="latent")
 
+Choice = tuple[Tuning, NDArray[np.int64], NDArray[np.bool_]]  # requests, and which are split
+
 
 def serves(spec: GroupSpec, tree: bool, order: AttentionOrder) -> bool:
     """Whether the warp-specialised kernels can do a group: head sizes, pages and features that they
@@ -84,15 +86,13 @@ def group_of(spec: GroupSpec, tuning: Tuning) -> int:
     return 1 if tuning.kernel == "prefill" else spec.group_size
 
 
-def split_up(
-    spec: GroupSpec, rows: Rows, requests: NDArray[np.int64], tuning: Tuning
-) -> NDArray[np.bool_]:
-    """Which requests are split over programs: those with more keys than a multiprocessor's share of
-    all that is read, so that one would be busy when the others are done."""
+def split_up(spec: GroupSpec, rows: Rows, requests: NDArray[np.int64], tuning: Tuning) -> Choice:
+    """Requests of which those are split over programs that have more keys than a multiprocessor's
+    share of all that is read, so that one would be busy when the others are done."""
     first, end = rows.q_indptr[requests], rows.q_indptr[requests + 1]
     keys = (rows.hi[end - 1] - rows.lo[first]).astype(np.int64)
     blocks = -(-((end - first) * spec.group_size) // tuning.rows) * spec.kv_heads
-    return keys * (PROGRAMS // 2) > WHOLE * int((keys * blocks).sum())
+    return tuning, requests, keys * (PROGRAMS // 2) > WHOLE * int((keys * blocks).sum())
 
 
 def most_split(spec: GroupSpec, tuning: Tuning, width: int = 1) -> int:
@@ -100,9 +100,6 @@ def most_split(spec: GroupSpec, tuning: Tuning, width: int = 1) -> int:
     are all that is read."""
     blocks = -(-spec.group_size * width // tuning.rows)
     return int(PROGRAMS // 2 / (WHOLE * blocks * spec.kv_heads)) * blocks
-
-
-Choice = tuple[Tuning, NDArray[np.int64], NDArray[np.bool_]]
 
 
 def choose(
@@ -113,12 +110,10 @@ def choose(
     hopper = hopper and serves(spec, tree, order)
     lens = np.diff(rows.q_indptr).astype(np.int64)
     if hopper and spec.layout is Layout.LATENT:
-        every = np.flatnonzero(lens)
-        return [(LATENT, every, split_up(spec, rows, every, LATENT))]
+        return [split_up(spec, rows, np.flatnonzero(lens), LATENT)]
     flat = lens * spec.group_size
     if hopper and len(flat) and 0 < flat.min() and flat.max() <= FEW:  # all there is to most steps
-        every = np.arange(len(flat))
-        return [(DECODE, every, split_up(spec, rows, every, DECODE))]
+        return [split_up(spec, rows, np.arange(len(flat)), DECODE)]
     small = (lens > 0) & (flat <= FEW)
     long = (lens >= TOKENS) & ~small & (hopper and spec.causal and spec.window is None)
     if int((-(-lens[long] // PREFILL.rows)).sum()) * spec.heads < PREFILL_ITEMS:
@@ -128,8 +123,7 @@ def choose(
     blocks = int((-(-flat[rest] // whole.rows)).sum()) * spec.kv_heads
     chosen = [alike(some(spec, tree) if blocks < PROGRAMS else whole, rest), alike(PREFILL, long)]
     if hopper and small.any():
-        few_rows = np.flatnonzero(small)
-        chosen.insert(0, (DECODE, few_rows, split_up(spec, rows, few_rows, DECODE)))
+        chosen.insert(0, split_up(spec, rows, np.flatnonzero(small), DECODE))
     else:
         chosen.insert(0, alike(few(spec, tree), small))
     return [choice for choice in chosen if len(choice[1])]

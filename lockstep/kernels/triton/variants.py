@@ -33,6 +33,7 @@ from triton.runtime.driver import driver
 from lockstep.kernels.triton import cache, launch, moe, rowwise, sample, tuning
 from lockstep.kernels.triton.gemm import Tile, batched_gemm, gemm
 from lockstep.kernels.triton.gemm_choice import GRID, tile_for
+from lockstep.kernels.triton.items import ITEM
 from lockstep.kernels.triton.launch import Addresses, Call, Scoring, Tuning
 from lockstep.ops import CosSin, Heads, Routing
 from lockstep.order import SM90, attention_order
@@ -153,7 +154,7 @@ def attend(
         tree=tree,
     )
     room = launch.scratch(ROWS, ROWS, spec.d_v, torch.device("meta"))
-    return label, launch.launch, call, ints(ROWS, 12), room, shape
+    return label, launch.launch, call, ints(ROWS, ITEM), room, shape
 
 
 def attentions() -> Iterator[Launch]:
