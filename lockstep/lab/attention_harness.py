@@ -292,7 +292,6 @@ class AttentionHarness:
             pool = self.pools[g]
             if pool is not None and pages:
                 poison(pool, pages)
-                self.record.counters["freed_pages"] += len(pages)
                 self.used |= {(g, p) for p in pages}
 
     def _count(self, plan: StepPlan, computes: list[Compute], groups: tuple[int, ...]) -> None:

@@ -101,12 +101,8 @@ def write(doc: Any, where: str) -> None:
 
 
 def clean(value: Any) -> Any:
-    """The same with null for what JSON has no number for."""
-    if isinstance(value, dict):
-        return {str(k): clean(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [clean(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """As JSON gives it back, with null for what it has no number for."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
 def read(where: str, command: str, *keys: str) -> Document:

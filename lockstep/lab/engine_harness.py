@@ -107,7 +107,6 @@ class InstrumentedEngine(Engine):
         for piece in pieces:
             prompt_len = len(piece.request.spec.prompt)
             self.seen["chunks"] += piece.known_len < prompt_len
-            self.seen["decode_rows"] += piece.new_len == 1
             self.seen["late_ids"] += sum(token < 0 for token in piece.ids)
             if piece.new_len > 1 and piece.known_len > prompt_len:
                 self.seen["recomputed_rows"] += piece.new_len

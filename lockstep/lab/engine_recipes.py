@@ -208,7 +208,7 @@ def expect_replays(rig: EngineHarness, name: str, engine: InstrumentedEngine, le
     """Most steps are replays of a launch that was recorded with other lengths, slots and pads."""
     tapes = engine.runner.tapes.values()
     replays = sum(tape.replays for tape in tapes)
-    rig.counters.update(recorded_launches=len(tapes), replays=replays)
+    rig.counters["replays"] += replays
     if engine.on_gpu:  # a graph holds a decoding step; a tape any
         least //= 2
     enough = replays >= least or not engine.runner.graphs

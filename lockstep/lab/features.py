@@ -38,26 +38,23 @@ class Feature:
         return next((g.window for g in self.groups(16) if g.window is not None), None)
 
 
-def layers(heads: int, d: int, **extra: Any) -> tuple[AttnSpec, ...]:
-    """Two layers, the second a little sharper and with other scales."""
+def group(sizes: list[int], layout: str = "dense", pages: int = 1, **extra: Any) -> GroupSpec:
+    """A group of two layers, the second a little sharper and with other scales, its pages `pages`
+    times as large as others; `extra` goes to it or to its layers."""
+    kept, (heads, kv_heads, d_qk) = Layout(layout), sizes[:3]
+    own = {k: extra.pop(k) for k in ("window", "kv_dtype", "causal") if k in extra}
     if "sinks" in extra:
         extra["sinks"] = tuple(0.3 + 0.17 * h for h in range(heads))
-    first = AttnSpec(scale=1.5 / d**0.5, **extra)
-    return first, replace(
+    scales = {"k_scale": 0.5, "v_scale": 0.5 if kept is Layout.LATENT else 2.0}
+    first = AttnSpec(scale=1.5 / d_qk**0.5, **(scales | extra))
+    second = replace(
         first,
         scale=first.scale * 1.25,
         k_scale=first.k_scale * 1.5,
         v_scale=first.v_scale * (1.5 if first.v_scale == first.k_scale else 0.75),
         sinks=first.sinks and tuple(-s for s in first.sinks),
     )
-
-
-def group(sizes: list[int], layout: str = "dense", pages: int = 1, **extra: Any) -> GroupSpec:
-    """A group, its pages `pages` times as large as others; `extra` goes to it or to its layers."""
-    kept, (heads, kv_heads, d_qk) = Layout(layout), sizes[:3]
-    own = {k: extra.pop(k) for k in ("window", "kv_dtype", "causal") if k in extra}
-    scales = {"k_scale": 0.5, "v_scale": 0.5 if kept is Layout.LATENT else 2.0}
-    pair = layers(heads, d_qk, **(scales | extra))
+    pair: tuple[AttnSpec, ...] = (first, second)
     if kept is Layout.FRESH:
         pair = tuple(replace(layer, k_scale=1.0, v_scale=1.0) for layer in pair)
     return GroupSpec(kept, heads, kv_heads, d_qk, sizes[-1], pair, pages, **own)
