@@ -13,7 +13,7 @@ import torch
 from lockstep import outfile
 from lockstep.attention import select
 from lockstep.kernels.cpu import cache
-from lockstep.lab import cells, document, kill, pages, reverts, show
+from lockstep.lab import cells, document, pages, reverts, show
 from lockstep.lab.cells import ENGINE, TABLES
 from lockstep.lab.options import FULL, Device, RunOptions
 from lockstep.progress import Progress
@@ -45,7 +45,7 @@ def run(args: Namespace) -> int:
         return 0
     doc = judged(todo, args.workers, options_of(args))
     if args.html:
-        doc["cases"] = [kill.case(reverts.load(name)) for name in reverts.names()]
+        doc["cases"] = [cells.case(reverts.load(name)) for name in reverts.names()]
     _publish(args, doc, document.text("run.txt", doc=doc))
     return 1 if doc["summary"]["failed"] else 0
 
@@ -78,7 +78,7 @@ def kills(args: Namespace) -> int:
     picked_backends([args.backend])
     device = Device.of(args.device, args.dtype)
     earlier = _read(args.source) if args.source else None
-    found = kill.run(chosen, args.backend, args.workers, device)
+    found = cells.put_back(chosen, args.backend, args.workers, device)
     ran = earlier or {"cells": found["baseline"].values(), "quick": True}
     doc = document.of_run(ran["cells"], ran["quick"], found["seconds"], kills=found)
     _publish(args, doc, document.text("reverts.txt", kills=found, backend=args.backend))
