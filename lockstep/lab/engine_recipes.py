@@ -88,11 +88,12 @@ class Story:
             chosen = [order for order in chosen if order.params.prompt_logprobs is None]
         groups = [[order] for order in chosen] if self.alone else [chosen]
         for options, group in product(self.engines, groups):
-            self._play(rig, group, rig.engine(**{**engine, **options}))
+            self.judge(rig, group, rig.engine(**{**engine, **options}))
 
-    def _play(self, rig: EngineHarness, orders: list[Order], engine: InstrumentedEngine) -> None:
+    def judge(self, rig: EngineHarness, orders: list[Order], engine: InstrumentedEngine) -> None:
+        """The story on one engine, and what else it looks at."""
         if self.rule:
-            expect_refusal(rig, self.name, engine, orders[0], self.rule)
+            self._refused(rig, orders[0], engine)
             return
         before = Counter(rig.counters)
         if self.raises:
@@ -101,16 +102,52 @@ class Story:
         for name, other in self.counted.items():
             rig.counters[other] += rig.counters[name] - before[name]
         if self.complete:
-            expect_ends(rig, self.name, jobs, orders)
+            taken = f"{len(jobs)} of {len(orders)} requests were taken in"
+            rig.check(self.name, len(jobs) == len(orders), taken)
+            lost = [f"request {i} never ended" for i, job in enumerate(jobs) if not job.done]
+            rig.note(self.name, lost)
         if self.ends:
             fault = f"requests ended in the order {rig.ended}"
             rig.check("order", rig.ended == list(self.ends), fault)
         if self.hits:
-            expect_hits(rig, self.name, jobs, self.hits)
+            have = [job.output("").cached_tokens for job in jobs]
+            fault = f"{self.name}: {have} tokens found, not {self.hits}"
+            rig.check("hits", have == list(self.hits), fault)
         if self.distinct:
-            expect_distinct(rig, self.name, jobs)
+            self._distinct(rig, jobs)
         if self.replays:
-            expect_replays(rig, self.name, engine, self.replays)
+            self._replayed(rig, engine)
+
+    def _refused(self, rig: EngineHarness, order: Order, engine: InstrumentedEngine) -> None:
+        """The engine says by its rule that an order is too large for it."""
+        try:
+            order.given_to(engine)
+            engine.finish()
+            rig.note(self.name, [f"nobody said that {self.rule}"])
+        except Exception as error:  # one of another kind than the rule's is what is looked for
+            said = f"{type(error).__name__}: {error}"
+            rig.check(self.name, said.startswith(f"RuleError: {self.rule}"), said)
+
+    def _distinct(self, rig: EngineHarness, jobs: Sequence[Generation]) -> None:
+        """Completions of one prompt differ; by its number each is the same whoever asks for it."""
+        known: dict[tuple[Any, int], Any] = {}
+        for job in jobs:
+            done = job.output("").completions
+            many = len({c.token_ids for c in done})
+            rig.check("distinct", len(done) == 1 or many > 1, "all completions are the same")
+            for c in done:
+                same = known.setdefault((job.prompt_ids, c.index), c.token_ids) == c.token_ids
+                rig.check(self.name, same, f"completion {c.index} is another one alone")
+
+    def _replayed(self, rig: EngineHarness, engine: InstrumentedEngine) -> None:
+        """Most steps are replays of a launch that was recorded with other lengths and slots."""
+        tapes = engine.runner.tapes.values()
+        replays, least = sum(tape.replays for tape in tapes), self.replays
+        rig.counters["replays"] += replays
+        if engine.on_gpu:  # a graph holds a decoding step; a tape any
+            least //= 2
+        enough = replays >= least or not engine.runner.graphs
+        rig.check(self.name, enough, f"{replays} replays of {len(tapes)} launches")
 
 
 def tell(
@@ -161,58 +198,6 @@ def behind(first: Order, answer: Answer, order: Order) -> Order:
     prompt = (*first.prompt, *said, *order.prompt)
     generated = tuple(answer.logprobs) if order.score else ()
     return replace(order, prompt=prompt, generated=generated)
-
-
-def expect_hits(
-    rig: EngineHarness, what: str, jobs: Sequence[Generation], hits: Sequence[int]
-) -> None:
-    """Exactly so many tokens of each prompt were found in the cache."""
-    have = [job.output("").cached_tokens for job in jobs]
-    rig.check("hits", have == list(hits), f"{what}: {have} tokens found, not {list(hits)}")
-
-
-def expect_ends(
-    rig: EngineHarness, name: str, jobs: Sequence[Generation], orders: Sequence[Order]
-) -> None:
-    taken = f"{len(jobs)} of {len(orders)} requests were taken in"
-    rig.check(name, len(jobs) == len(orders), taken)
-    rig.note(name, [f"request {i} never ended" for i, job in enumerate(jobs) if not job.done])
-
-
-def expect_refusal(
-    rig: EngineHarness, name: str, engine: InstrumentedEngine, order: Order, rule: str
-) -> None:
-    """An engine says by its rule that an order is too large for it."""
-    try:
-        order.given_to(engine)
-        engine.finish()
-        rig.note(name, [f"nobody said that {rule}"])
-    except Exception as error:  # one of another kind than the rule's is what is looked for
-        said = f"{type(error).__name__}: {error}"
-        rig.check(name, said.startswith(f"RuleError: {rule}"), said)
-
-
-def expect_distinct(rig: EngineHarness, name: str, jobs: Sequence[Generation]) -> None:
-    """Completions of one prompt differ; by its number each is the same whoever asks for it."""
-    known: dict[tuple[Any, int], Any] = {}
-    for job in jobs:
-        done = job.output("").completions
-        ids = [c.token_ids for c in done]
-        rig.check("distinct", len(done) == 1 or len(set(ids)) > 1, "all completions are the same")
-        for c in done:
-            same = known.setdefault((job.prompt_ids, c.index), c.token_ids) == c.token_ids
-            rig.check(name, same, f"completion {c.index} is another one alone")
-
-
-def expect_replays(rig: EngineHarness, name: str, engine: InstrumentedEngine, least: int) -> None:
-    """Most steps are replays of a launch that was recorded with other lengths, slots and pads."""
-    tapes = engine.runner.tapes.values()
-    replays = sum(tape.replays for tape in tapes)
-    rig.counters["replays"] += replays
-    if engine.on_gpu:  # a graph holds a decoding step; a tape any
-        least //= 2
-    enough = replays >= least or not engine.runner.graphs
-    rig.check(name, enough, f"{replays} replays of {len(tapes)} launches")
 
 
 def every_second(engine: InstrumentedEngine, jobs: list[Generation], step: int) -> None:
@@ -323,10 +308,10 @@ def capacity(rig: EngineHarness, quick: bool) -> None:
     rig.play("capacity", roomy, [order])
     most = measured.most
     exact.runner.arena = Arena(most, rig.device.place)
-    expect_ends(rig, "capacity", rig.play("capacity", exact, [order]), [order])
+    Story("capacity", complete=True).judge(rig, [order], exact)
     small.runner.arena = Arena(most - 1, rig.device.place)
     rule = f"a step's image has at most {most - 1} numbers; got {most}."
-    expect_refusal(rig, "capacity", small, order, rule)
+    Story("capacity", rule=rule).judge(rig, [order], small)
     rig.counters["full_arenas"] += 1
     for n in range(3, SIZES[-1] + 2):
         for what, lengths in (("requests", (1,) * n), ("tokens", (n - 1, 1))):
