@@ -284,9 +284,14 @@ def put_back(
 ) -> dict[str, Any]:
     """Every revert in each of its cells. `red`: cells that fail without a bug; `unproven`: bugs
     that the backend is not proven against, and why."""
-    begin, todo = time.perf_counter(), revert_tasks(chosen, backend, device)
+    begin, todo = time.perf_counter(), list[CellTask]()
     for revert in chosen:
         reverts.resolve(revert.target)  # a target that vanished ends the run before it begins
+    asked = {revert.name: cells_of(revert, backend, device) for revert in chosen}
+    bugs = [(name, c, cell) for name, (where, _) in asked.items() for cell in where for c in BOTH]
+    for name, checks, cell in (*dict.fromkeys(("", True, cell) for _, _, cell in bugs), *bugs):
+        options = RunOptions(device=device, checks=checks, quick=True)
+        todo.append(CellTask((Cell.parse(f"{backend}/{cell}"),), options, name))
     results: dict[tuple[str, bool, str], Result] = {}
     with Progress(len(todo), "lab reverts") as bar:
         for task, (result,) in run_tasks(todo, workers, REVERT_S):
@@ -296,7 +301,7 @@ def put_back(
             bar.step(task.revert or str(result.cell), bad)
     kills = []
     for revert in chosen:
-        where, unasked = cells_of(revert, backend, device)
+        where, unasked = asked[revert.name]
         found = [(c, cell, results[revert.name, c, cell]) for c in BOTH for cell in where]
         kills.append(kill(revert, found, unasked))
     baseline = {cell: result for (name, _, cell), result in results.items() if not name}
@@ -359,15 +364,3 @@ def cells_of(revert: Revert, backend: str, device: Device) -> tuple[tuple[str, .
     reasons = {c: refusal(Cell.parse(f"{backend}/{c}"), made, device) for c in revert.cells}
     taken = tuple(cell for cell, reason in reasons.items() if reason is None)
     return taken, "" if taken else f"its cells are refused: {next(iter(reasons.values()))}"
-
-
-def revert_tasks(chosen: Sequence[Revert], backend: str, device: Device = CPU) -> list[CellTask]:
-    """Every cell once without a bug, then every bug with checks on and off, one cell at a time."""
-
-    def task(cell: str, name: str = "", checks: bool = True) -> CellTask:
-        options = RunOptions(device=device, checks=checks, quick=True)
-        return CellTask((Cell.parse(f"{backend}/{cell}"),), options, name)
-
-    named = [(r.name, cell) for r in chosen for cell in cells_of(r, backend, device)[0]]
-    out = [task(cell) for cell in dict.fromkeys(cell for _, cell in named)]
-    return out + [task(cell, name, checks) for name, cell in named for checks in BOTH]
