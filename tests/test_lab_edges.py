@@ -13,7 +13,7 @@ from lockstep.attention import select
 from lockstep.cli import make_parser
 from lockstep.config import EngineConfig
 from lockstep.kernels.cpu import sample
-from lockstep.lab import engine_recipes, reverts, spoilt
+from lockstep.lab import reverts, spoilt
 from lockstep.lab.attention_harness import AttentionHarness, Setting
 from lockstep.lab.cells import Cell
 from lockstep.lab.engine_harness import EngineHarness
@@ -21,8 +21,9 @@ from lockstep.lab.features import FEATURES
 from lockstep.lab.oracle import Rows, overflowed, values, weighted
 from lockstep.lab.recipes import RECIPES, Compute, write
 from lockstep.lab.tiny import LLAMA
-from lockstep.plan.bucket import Buckets, pad
-from lockstep.types import RuleError
+from lockstep.plan.bucket import Bucket, Buckets, pad
+from lockstep.plan.build import RequestWork, build
+from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
 SAMPLING = "lockstep.kernels.cpu.sample:compiled"
 
@@ -84,10 +85,18 @@ def test_a_plan_that_shares_a_page_is_noticed_in_a_draft_step_and_a_blind_check_
 
 
 def test_what_is_exactly_full_works_and_one_more_is_said_with_both_numbers():
-    assert [engine_recipes.padded("requests", (1,) * n) for n in (5, 6, 9)] == ["5", "9", "9"]
-    assert engine_recipes.padded("requests", (1,) * 10).startswith(
-        "a step has at most 9 requests; got 10."
-    )
+    spec = GroupSpec(Layout.FRESH, 1, 1, 8, 8, (AttnSpec(scale=1.0),))
+
+    def bucket(*lengths: int) -> Bucket:
+        works = [RequestWork(cached_len=0, new_len=n, pages=(None,)) for n in lengths]
+        return Buckets((2, 5, 9)).fit(build([spec], works))
+
+    assert [bucket(*(1,) * n).requests for n in (4, 5, 6, 9)] == [5, 5, 9, 9]
+    assert [bucket(n - 1, 1).tokens for n in (4, 5, 6, 9)] == [5, 5, 9, 9]
+    with pytest.raises(RuleError, match="a step has at most 9 requests; got 10"):
+        bucket(*(1,) * 10)
+    with pytest.raises(RuleError, match="a step has at most 9 tokens; got 10"):
+        bucket(9, 1)
 
 
 def test_an_error_that_loses_a_request_is_found(monkeypatch: pytest.MonkeyPatch):

@@ -33,12 +33,10 @@ from lockstep.llm.generation import Generation
 from lockstep.models import loader
 from lockstep.ops import Routing
 from lockstep.plan.bucket import Buckets
-from lockstep.plan.build import RequestWork, build
 from lockstep.run.arena import Arena
 from lockstep.run.kind import GENERATE
 from lockstep.run.runner import IMAGE_LEN
 from lockstep.sample.params import SamplingParams
-from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
 Options = dict[str, Any]  # of an engine
 Entries = Sequence[Any]  # of engine_recipes.toml
@@ -46,7 +44,6 @@ PAGE = 8
 GIVEN = table("engine_params.toml")
 PARAMS = {name: SamplingParams.from_dict({**GIVEN["plain"], **own}) for name, own in GIVEN.items()}
 PLAIN, GREEDY, SCORED, THREE = (PARAMS[name] for name in ("plain", "greedy", "scored", "three"))
-SIZES = (2, 5, 9)  # of buckets
 EXPERTS = (4, 16, 17, 24, 64)  # up to 16 torch's unstable sorts happen to be stable
 
 
@@ -84,8 +81,11 @@ class Story:
 
     def play(self, rig: EngineHarness, orders: Sequence[Order], engine: Options) -> None:
         chosen = self.chosen(orders)
-        if rig.oracle.encoder is not None:  # nobody scores a source
+        if rig.oracle.encoder is not None:  # nobody scores a source, and it is read whole
             chosen = [order for order in chosen if order.params.prompt_logprobs is None]
+            rows = max(len(order.prompt) for order in chosen)
+            if engine.get("chunked_prefill_size", rows) < rows:
+                engine = {**engine, "chunked_prefill_size": rows}
         groups = [[order] for order in chosen] if self.alone else [chosen]
         for options, group in product(self.engines, groups):
             self.judge(rig, group, rig.engine(**{**engine, **options}))
@@ -300,26 +300,21 @@ def folder(rig: EngineHarness, quick: bool) -> None:
 
 
 def capacity(rig: EngineHarness, quick: bool) -> None:
-    """Arenas that are just large enough, and just not; buckets at and beyond their sizes."""
+    """Arenas and buckets that are just large enough, and just not."""
     order = Order(words(21), replace(GREEDY, max_tokens=4))
     # a graph keeps the arena that it was captured with
-    roomy, exact, small = (rig.engine(graphs=False) for _ in range(3))
+    roomy, *engines = (rig.engine(graphs=False) for _ in range(5))
     roomy.runner.arena = measured = MeasuredArena(IMAGE_LEN, rig.device.place)
     rig.play("capacity", roomy, [order])
     most = measured.most
-    exact.runner.arena = Arena(most, rig.device.place)
-    Story("capacity", complete=True).judge(rig, [order], exact)
-    small.runner.arena = Arena(most - 1, rig.device.place)
-    rule = f"a step's image has at most {most - 1} numbers; got {most}."
-    Story("capacity", rule=rule).judge(rig, [order], small)
-    rig.counters["full_arenas"] += 1
-    for n in range(3, SIZES[-1] + 2):
-        for what, lengths in (("requests", (1,) * n), ("tokens", (n - 1, 1))):
-            full = f"a step has at most {SIZES[-1]} {what}; got {n}. Schedule less, or allow a "
-            want = next((str(size) for size in SIZES if size >= n), f"{full}larger bucket.")
-            have, held = padded(what, lengths), f"buckets of {SIZES}, at and beyond"
-            rig.check("capacity", have == want, f"{n} {what}: {have}, not {want}", held)
-            rig.counters["full_buckets"] += n in SIZES
+    engines[0].runner.arena = Arena(most, rig.device.place)
+    engines[1].runner.arena = Arena(most - 1, rig.device.place)
+    engines[2].runner.buckets, engines[3].runner.buckets = Buckets((21,)), Buckets((20,))
+    image = f"a step's image has at most {most - 1} numbers; got {most}."
+    rules = ("", image, "", "a step has at most 20 tokens; got 21.")
+    for engine, rule in zip(engines, rules, strict=True):
+        Story("capacity", complete=not rule, rule=rule).judge(rig, [order], engine)
+    rig.counters.update(full_arenas=1, full_buckets=1)
 
 
 class MeasuredArena(Arena):
@@ -330,16 +325,6 @@ class MeasuredArena(Arena):
     def host(self, length: int) -> NDArray[np.int32]:
         self.most = max(self.most, length)
         return super().host(length)
-
-
-def padded(what: str, lengths: tuple[int, ...]) -> str:
-    """How many requests or tokens a step of these lengths is padded to, or why it is not."""
-    spec = GroupSpec(Layout.FRESH, 1, 1, 8, 8, (AttnSpec(scale=1.0),))
-    plan = build([spec], [RequestWork(cached_len=0, new_len=n, pages=(None,)) for n in lengths])
-    try:
-        return str(getattr(Buckets(SIZES).fit(plan), what))
-    except RuleError as error:
-        return str(error)
 
 
 def routes(rig: EngineHarness, quick: bool) -> None:
