@@ -62,15 +62,15 @@ def write_rows(to, it, M, L, A, r, D_V: tl.constexpr):
 
 
 @triton.jit
-def write_part(to, m, l, a, r, first, rows):
+def write_part(to, it, m, l, a, r, first):
     """One split's state into the scratch, rows [first, first + rows)."""
-    real = r < rows
+    real = it.row_begin + r < it.row_end
     ml = to.part_ml + 2 * (first + r).to(tl.int64)
     tl.store(ml, m, mask=real)
     tl.store(ml + 1, l, mask=real)
     r = index(a, 0)
     at = (first + r).to(tl.int64)[:, None] * a.shape[1] + index(a, 1)[None, :]
-    tl.store(to.part_acc + at, a, mask=(r < rows)[:, None])
+    tl.store(to.part_acc + at, a, mask=(it.row_begin + r < it.row_end)[:, None])
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def arrive(to, it, m, l, a, r, parts, fresh, D_V: tl.constexpr, DEPTH: tl.conste
     rows = it.row_end - it.row_begin
     kv_head = tl.program_id(0) % to.kv_heads
     part = tl.load(it.row + 7) * to.kv_heads + kv_head * parts * rows
-    write_part(to, m, l, a, r, part + tl.load(it.row + 8) * rows, rows)
+    write_part(to, it, m, l, a, r, part + tl.load(it.row + 8) * rows)
     tl.debug_barrier()  # every thread's part is written before one of them says so
     counter = to.counters + tl.load(it.row + 10) * to.kv_heads + kv_head
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
