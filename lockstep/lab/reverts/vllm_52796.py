@@ -39,8 +39,10 @@ RELATED = ("flashinfer-787", "vllm-flash-attention-87")
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def call(work: Any, q: Any, k: Any, v: Any, out: Any, lse: Tensor, *rest: Any) -> None:
-        old(work, q, k, v, out, lse, *rest)
+    def call(
+        work: Any, q: Any, k: Any, v: Any, out: Any, lse: Tensor, handle: Any, layer: Any
+    ) -> None:
+        old(work, q, k, v, out, lse, handle, layer)
         lse /= LN2
 
     return call

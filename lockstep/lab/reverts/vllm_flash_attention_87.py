@@ -37,8 +37,10 @@ GROUP = 7  # query heads per kv head of its cell
 
 
 def revert(old: Callable[..., Any]) -> Callable[..., Any]:
-    def call(work: Any, q: Any, k: Any, v: Any, out: Any, lse: Tensor, *rest: Any) -> None:
-        old(work, q, k, v, out, lse, *rest)
+    def call(
+        work: Any, q: Any, k: Any, v: Any, out: Any, lse: Tensor, handle: Any, layer: Any
+    ) -> None:
+        old(work, q, k, v, out, lse, handle, layer)
         rows, heads = lse.shape
         if heads % GROUP == 0:
             grouped = lse.reshape(rows, heads // GROUP, GROUP)
