@@ -41,22 +41,17 @@ NEW, FIRST = 256, 64  # tokens, and how many of them do not count where a draft 
 
 @dataclass(frozen=True)
 class Case:
-    """One ratio to plain decoding, and the least that it must be."""
+    """A row, as speculative.toml has it."""
 
     name: str
     algorithm: str
     temperature: float
     least: float
-    repeats: bool = False  # prompts whose text repeats
+    repeats: bool = False
     errs: bool = False
 
 
-CASES = (
-    Case("eagle3, held-out files, T 0", "eagle3", 0.0, 1.15),
-    Case("eagle3, held-out files, T 0.8", "eagle3", 0.8, 0.97),
-    Case("ngram, repeating text, T 0", "ngram", 0.0, 1.3, repeats=True),
-    Case("always wrong, T 0", "eagle3", 0.0, 0.95, errs=True),
-)
+CASES = [Case(**row) for row in table("speculative.toml", "lockstep.bench")["cases"]]
 
 
 def spoil(draft: Draft) -> None:
