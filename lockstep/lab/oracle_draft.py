@@ -6,8 +6,6 @@ chain is still on the device, the tokens are put in its place there. Knows answe
 `lab bits` and the benchmark of a card put it into engines.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ of nothing that happened before. Knows tiny models; the engine's recipes, the fu
 it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import SimpleNamespace

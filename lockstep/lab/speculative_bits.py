@@ -8,8 +8,6 @@ seed. The document is written block by block, and a run that was ended goes on f
 engines and files; the lab's commands call it.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 import sysconfig
@@ -27,6 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from lockstep.config import EngineConfig
 from lockstep.lab import document, isolate, table
+from lockstep.lab.commands import picked
 from lockstep.llm.api import LLM
 from lockstep.llm.engine import BUILTIN, Engine, Parts, load
 from lockstep.llm.output import Output
@@ -51,20 +50,15 @@ Counts = dict[str, int]  # of a column, by name
 
 def command(args: Namespace) -> int:
     """1 if anything differs, or a draft was never right or never wrong."""
-    begin, chosen = time.perf_counter(), picked(args.speculative)
-    doc = {
-        **document.head(),
-        **{
-            "prompts": args.prompts,
-            "device": args.device,
-            "drafts": chosen,
-            "noise": NOISE,
-            "noise_seed": SEED,
-        },
-    }
-    blocks = {} if args.source is None else earlier(args.source, args.prompts, chosen)
+    begin, chosen = time.perf_counter(), list(DRAFTS)
+    if args.speculative != "all":
+        rule = f"--speculative is all, or some of {', '.join(DRAFTS)}, with commas"
+        chosen = picked(rule, [args.speculative], chosen)
+    asked = {"prompts": args.prompts, "drafts": chosen, "noise": NOISE, "noise_seed": SEED}
+    blocks = {} if args.source is None else earlier(args.source, asked)
     judge = partial(judged, replayed=args.device == "cuda")
-    doc |= {"blocks": blocks, **judge(blocks), "seconds": 0.0}
+    doc = {**document.head(), "device": args.device, **asked, "blocks": blocks}
+    doc |= {**judge(blocks), "seconds": 0.0}
     firsts = [n for n in range(0, args.prompts, BLOCK) if str(n) not in blocks]
     todo = [range(first, min(first + BLOCK, args.prompts)) for first in firsts]
     with Progress(len(todo), "lab bits") as bar, TemporaryDirectory() as folder:
@@ -82,10 +76,9 @@ def command(args: Namespace) -> int:
     return int(bool(doc["faults"]))
 
 
-def earlier(where: str, prompts: int, drafts: Sequence[str]) -> dict[str, Any]:
+def earlier(where: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     """The blocks of an earlier document of the same run."""
     doc = document.read(where, "lockstep lab bits --speculative", "blocks")
-    asked = {"prompts": prompts, "drafts": list(drafts), "noise": NOISE, "noise_seed": SEED}
     have = {name: doc.get(name) for name in asked}
     if have != asked:
         rule = "a run goes on from a document of the same prompts and drafts"
@@ -112,18 +105,9 @@ def play(block: range, drafts: Sequence[str], folder: str, device: str) -> dict[
 
 def options_of(draft: str, folder: str) -> dict[str, Any]:
     """Of an engine with this draft; the draft model lies in a folder."""
-    own = {"speculative_draft_model": folder} if draft == "draft" else {}
-    return {**DRAFTS[draft], **own}
-
-
-def picked(names: str) -> list[str]:
-    """`all`, or names with commas."""
-    chosen = list(DRAFTS) if names == "all" else names.split(",")
-    for name in chosen:
-        if name not in DRAFTS:
-            rule = f"--speculative is all, or some of {', '.join(DRAFTS)}"
-            raise RuleError(rule, repr(name), "Name them with commas")
-    return chosen
+    if draft == "draft":
+        return {**DRAFTS[draft], "speculative_draft_model": folder}
+    return DRAFTS[draft]
 
 
 def prompt(number: int) -> str:
