@@ -42,10 +42,10 @@ CASE_FILES = ("lockstep/lab/reverts/",)
 ALL = ("lockstep/",)
 SPECULATION = ("lockstep/spec/",)
 SHARES = (
-    Share("the engine for a CPU", ALL, JUDGES + GPU + SPECULATION, limit=14_500, goal=14_000),
-    Share("with a GPU", ALL, JUDGES + SPECULATION, limit=18_800, goal=17_000),
-    Share("with a GPU and speculation", ALL, JUDGES, limit=20_600, goal=18_500),
-    Share("lab and bench without case files", JUDGES, CASE_FILES, limit=10_300, goal=9_000),
+    Share("the engine for a CPU", ALL, JUDGES + GPU + SPECULATION, limit=14_000, goal=14_000),
+    Share("with a GPU", ALL, JUDGES + SPECULATION, limit=17_750, goal=17_000),
+    Share("with a GPU and speculation", ALL, JUDGES, limit=19_700, goal=18_500),
+    Share("lab and bench without case files", JUDGES, CASE_FILES, limit=9_200, goal=9_000),
 )
 
 
