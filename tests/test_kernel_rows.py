@@ -227,6 +227,14 @@ def test_no_rows(shape):
     assert rows.rms_norm(torch.zeros(shape), torch.ones(8), 1e-6).shape == shape
 
 
+@pytest.mark.parametrize("shape", [(3, 3, 16), (3, 1, 16), (2, 2, 16), (4, 2, 16)])
+def test_rows_of_another_shape_than_the_cache_are_refused_and_nothing_is_written(shape):
+    memory = torch.zeros(12, 2, 16)
+    with pytest.raises((IndexError, RuntimeError), match="index_copy_"):
+        Ops.kv_write(memory[2:8], torch.tensor([5, 1, 0], dtype=torch.int32), noise(*shape), 1.0)
+    assert not memory.any()
+
+
 @pytest.mark.parametrize("slot", [-1, 8])
 def test_rows_for_a_slot_that_is_not_there_are_refused_and_nothing_is_written(slot):
     storage, x = torch.zeros(10, 2, 20)[1:9], noise(3, 2, 20)

@@ -22,8 +22,9 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 def kv_write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
     """Divided by the scale, clamped to the format's range, rounded once."""
-    same = storage.dtype is torch.float32 and scale == 1.0 and values.shape[2] == storage.shape[2]
-    if same and slots.dtype is torch.int32 and values.stride(2) == 1:
+    same = values.dtype is storage.dtype is torch.float32 and scale == 1.0
+    fits = values.shape == (len(slots), *storage.shape[1:])  # torch refuses what does not
+    if same and fits and slots.dtype is torch.int32 and values.stride(2) == 1:
         rows.write(values, storage, slots)
         return
     values = widened(values, storage.shape[2])
