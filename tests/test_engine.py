@@ -7,10 +7,12 @@ neighbours, is the oracle.
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -48,6 +50,19 @@ def test_every_request_of_a_random_trace_is_its_lone_run(block):
     assert happened["traces"] == each
     assert happened["hit_tokens"] > 0
     assert happened["forked"] > 0
+
+
+def test_an_engine_that_nobody_has_is_gone_at_once_with_the_memory_of_its_steps():
+    gc.collect()
+    gc.disable()
+    try:
+        engine = tiny_engine.engine()
+        LLM.of(engine).generate([[3, 4, 5]], SamplingParams(max_tokens=3))
+        left = [ref(engine.runner.arena.buffer), ref(engine.runner.pools[0])]
+        del engine
+        assert [each() for each in left] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_the_traces_preempt_by_themselves():

@@ -4,9 +4,9 @@
 together; `bind` adds the constants of every layer.
 """
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from functools import cache, cached_property
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,16 +73,12 @@ class Handle:
     split: int  # a multiple of tile
     largest: int  # rows of a block, at most
     layers: dict[AttnSpec, Tensor]  # `constants`
+    # what was `prepared`, by its arguments and `threads.setting`
+    calls: dict[Any, tuple[threads.Call, int]] = field(default_factory=dict, init=False)
 
-    @cached_property
-    def prepared(self) -> Callable[..., tuple[threads.Call, int]]:
-        """`_prepared`, made once."""
-        return cache(self._prepared)
-
-    def _prepared(self, work: Any, keys: tuple[int, ...], _: Any) -> tuple[threads.Call, int]:
+    def prepared(self, work: Any, keys: tuple[int, ...]) -> tuple[threads.Call, int]:
         """The call of a kernel without addresses of tensors, and the bytes of memory that each of
-        its threads needs; `keys`: bytes of a number, then strides of k and v. It stands for one
-        `threads.setting`."""
+        its threads needs; `keys`: bytes of a number, then strides of k and v."""
         spec, table, blocks = self.spec, self.table, len(self.table.blocks)
         d_qk, d_v = order.stored_len(spec.d_qk), order.stored_len(spec.d_v)
         each = attend.memory_bytes(d_qk, d_v, self.tile, self.largest * spec.group_size)
@@ -173,8 +169,11 @@ def call(
 
     A row's bits depend on its query and its keys. Slots that a block does not see are never read.
     """
-    strides = (*k.stride()[:2], *v.stride()[:2])
-    one, each = handle.prepared(work, (k.itemsize, *strides), threads.setting())
+    keys = (k.itemsize, *k.stride()[:2], *v.stride()[:2])
+    known = (work, keys, threads.setting())
+    if known not in handle.calls:
+        handle.calls[known] = handle.prepared(work, keys)
+    one, each = handle.calls[known]
     tensors = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
     memory = threads.memory(each, one.most)
     others = ((attend.LAYER, layer.data_ptr()), (attend.MEMORY, memory))
