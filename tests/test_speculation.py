@@ -357,6 +357,22 @@ def test_of_a_prompt_the_states_of_one_row_are_kept_that_of_the_next(monkeypatch
     assert (len(states), row, state.last) == (1, 0, None)
 
 
+@pytest.mark.parametrize("tokens", [1, 2], ids=["a prompt alone", "one that may speculate"])
+def test_who_decodes_beside_a_prompt_keeps_none_of_its_states(tokens, monkeypatch):
+    """A resting request used to keep whole steps alive, one for each prompt that came."""
+    monkeypatch.setattr(model_draft, "SPARSE", 16)
+    engine = made(LLAMA, **EAGLE3)
+    engine.speculation._wanted = lambda scheduler: {}
+    job = engine.add(words(5, 1), PLAIN)
+    for number in range(6):
+        engine.step()
+        engine.add(words(30, number), replace(PLAIN, max_tokens=tokens))
+    engine.step()
+    state = engine.speculation.draft._state(job.request)
+    assert len(state.hidden) == 7 and max(map(len, state.hidden)) <= 5
+    assert all(row < len(step) for step, row in zip(state.hidden, state.rows, strict=True))
+
+
 def test_a_new_request_is_thought_to_be_like_the_others_and_soon_known_by_itself():
     all_of_them = Acceptance()
     for _ in range(50):

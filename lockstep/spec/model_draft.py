@@ -64,17 +64,11 @@ class DraftState:
         self.last = hidden[-1], rows[-1]
         return hidden, rows
 
-    def compact(self) -> None:
-        """What is left gets memory of its own: that of a long step need not stay."""
-        pairs = zip(self.hidden, self.rows, strict=True)
-        self.hidden = [step[row : row + 1].clone() for step, row in pairs]
-        self.rows, self.last = [0] * len(self.hidden), None
-
 
 class Chains(NamedTuple):
     """Of each of some requests `guesses`, made by one launch: guess i of request k, of `slots` with
     the pads, is sample GUESSES + i * slots + k of the runner. Those that are early follow what the
-    target will have sampled, behind so many keys in their tables."""
+    target will have sampled in step `number`, behind so many keys in their tables."""
 
     requests: list[Request]
     how: RowParams
@@ -82,6 +76,7 @@ class Chains(NamedTuple):
     slots: int
     tables: Sequence[PageTable] = ()
     lens: Sequence[int] = ()
+    number: int = 0
 
     def tree(self, k: int, steps: int) -> DraftTree:
         """The first `steps` guesses of request k."""
@@ -159,9 +154,9 @@ class ModelDraft:
                 due |= not lazy or missing >= most
         if due:  # then of all who will be soon
             self._catch_up(behind)
-        for request, begin, rows in settled.rows:
-            if begin < len(request.spec.prompt) and len(rows) > SPARSE:
-                self._state(request).compact()
+        long = any(len(each.rows) > SPARSE for each in settled.rows)
+        if hidden is not None and (long or len(hidden) > SPARSE * len(settled.rows)):
+            compact(hidden, [self._state(each.request) for each in settled.rows])
 
     def _state(self, request: Request) -> DraftState:
         """What is known of a request; nothing, if its table is another one by now."""
@@ -300,6 +295,7 @@ class ModelDraft:
         deepest = max(ask.steps for ask in asks)
         recorded = range(deepest, self.steps + 1)
         guesses = next(n for n in recorded if self.steps + n in self.runner.widths)
+        self.runner.shift.zero_()  # early chains of the same requests may have left theirs
         out = self._begin(asks, missing, settings(rows, self.vocab_size), guesses)
         assert out.sampled is not None, "settings were given"
         requests, slots = [ask.request for ask in asks], out.sampled.shape[1]
@@ -329,9 +325,9 @@ class ModelDraft:
         shape = replace(uniform(n, rows), emit=ints(np.arange(n) * rows))
         plan, chain = self._plan(kind, tables, lens, shape), Chain(self.model.kind, guesses)
         out = runner.run(plan, ints((-1 - nodes).ravel()), kind, how, chain=chain)
-        runner.shift.zero_()
         assert out.sampled is not None, "settings were given"
-        self._early = made._replace(slots=out.sampled.shape[1], tables=tables, lens=lens)
+        slots, number = out.sampled.shape[1], requests[0].launched_in
+        self._early = made._replace(slots=slots, tables=tables, lens=lens, number=number)
 
     def _taken(
         self, early: Chains, asks: Sequence[DraftRequest], missing: Sequence[int]
@@ -342,7 +338,7 @@ class ModelDraft:
             k, table = numbers.get(ask.request), ask.request.table
             if k is None or table is not early.tables[k] or table.draft_len != early.lens[k]:
                 return None
-            if not 0 < count <= early.guesses + 1:
+            if ask.request.launched_in != early.number or not 0 < count <= early.guesses + 1:
                 return None
             trees.append(early.tree(k, min(ask.steps, early.guesses)))
         for ask, count in zip(asks, missing, strict=True):
@@ -473,6 +469,18 @@ def copy_rows(buffer: Tensor, every: Tensor, index: NDArray[np.integer]) -> None
     else:
         at = sent(torch.from_numpy(index), buffer.device)
         torch.index_select(every, 0, at, out=buffer[: len(index)])
+
+
+def compact(step: Tensor, states: Sequence[DraftState]) -> None:
+    """The rows of a step that are still wanted get memory of their own: it need not stay."""
+    kept = [(s, i) for s in states for i, each in enumerate(s.hidden) if each is step]
+    rows = torch.tensor([s.rows[i] for s, i in kept], dtype=torch.int64)
+    fewer = step[sent(rows, step.device)]
+    for number, (s, i) in enumerate(kept):
+        s.hidden[i], s.rows[i] = fewer, number
+    for s in states:
+        if s.last is not None and s.last[0] is step:
+            s.last = None
 
 
 def shape_of(counts: Sequence[int], trees: Sequence[tuple[int, ...]] = ()) -> BatchShape:
