@@ -4,6 +4,7 @@ target's step is planned."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -199,3 +200,90 @@ def test_the_next_chains_are_made_before_a_verify_is_settled_and_are_the_same(ho
     assert [each[:2] for each in found[0][0]] == [each[:2] for each in found[1][0]]
     assert found[0][1] == found[1][1], "as many guesses, as many of them right"
     assert used.count(True) > 3, used
+
+
+def proposed(engine: Engine) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """What is guessed from now on, if anything is, by the tokens before it."""
+    propose, found = engine.speculation.draft.propose, dict[tuple[int, ...], tuple[int, ...]]()
+
+    def watched(asks: Any) -> Any:
+        trees = propose(asks)
+        for ask, tree in zip(asks, trees, strict=True):
+            ids = [engine.runner.sampled[~i].item() if i < 0 else i for i in tree.token_ids]
+            if ids:
+                found[tuple(ask.request.tokens)] = tuple(ids)
+        return trees
+
+    engine.speculation.draft.propose = watched
+    return found
+
+
+@pytest.mark.parametrize("how", [CHAIN, EAGLE3], ids=["chain", "eagle3"])
+def test_chains_that_were_made_early_are_not_used_behind_a_further_step(how, monkeypatch):
+    """They were, a plain step later: guesses of a token before, and wrong keys of the draft."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(launches, "on_host", torch.clone)
+    found = []
+    for early in (False, True):
+        engine = recorded(LLAMA, True, monkeypatch, **how | {"speculative_num_steps": 7})
+        speculation, guesses = engine.speculation, proposed(engine)
+        if not early:
+            speculation.draft.launched = lambda *_: None
+        wanted = speculation._wanted
+
+        def now_and_then(scheduler: Any, wanted: Any = wanted) -> Any:
+            return wanted(scheduler) if scheduler.settled % 5 < 3 else {}
+
+        monkeypatch.setattr(speculation, "_wanted", now_and_then)
+        want, _ = answers(engine, ASKED)
+        found.append((want, guesses))
+    assert [each[:2] for each in found[0][0]] == [each[:2] for each in found[1][0]]
+    (_, apart), (_, together) = found
+    same = apart.keys() & together.keys()
+    assert len(same) > 5 and all(apart[tokens] == together[tokens] for tokens in same)
+
+
+@pytest.mark.parametrize("how", [CHAIN, EAGLE3], ids=["chain", "eagle3"])
+def test_a_failure_while_chains_are_made_early_is_forgotten(how, monkeypatch):
+    """The rows by which the failed launch lay behind its plan used to stay for all later ones."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(launches, "on_host", torch.clone)
+    engine = recorded(LLAMA, True, monkeypatch, **how)
+    plan, guesses = engine.speculation.draft._plan, proposed(engine)
+    right = proposed(other := recorded(LLAMA, True, monkeypatch, **how))
+    want, _ = answers(other, ASKED)
+    failed = list[bool]()
+
+    def once(*given: Any) -> Any:
+        if not failed and engine.runner.shift.any():
+            failed.append(True)
+            raise KeyboardInterrupt
+        return plan(*given)
+
+    monkeypatch.setattr(engine.speculation.draft, "_plan", once)
+    jobs = [engine.add(*each) for each in ASKED]
+    while engine.busy:
+        with suppress(KeyboardInterrupt):
+            engine.step()
+    engine.check()
+    assert failed and [job.output("").token_ids for job in jobs] == [each[0] for each in want]
+    assert all(right.get(tokens, ids) == ids for tokens, ids in guesses.items())
+
+
+def test_a_heads_chains_do_not_depend_on_what_its_buffer_held_before(monkeypatch):
+    """Rows of tokens that were there were computed once more behind it: their keys became wrong."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(launches, "on_host", torch.clone)
+    found = []
+    for value in (0.0, 50.0):
+        engine = recorded(LLAMA, True, monkeypatch, **EAGLE3)
+        guesses, propose = proposed(engine), engine.speculation.draft.propose
+
+        def behind(asks: Any, engine: Any = engine, value: Any = value, propose: Any = propose):
+            engine.draft_model.hidden.fill_(value)
+            return propose(asks)
+
+        engine.speculation.draft.propose = behind
+        answers(engine, ASKED)
+        found.append(guesses)
+    assert len(found[0]) > 5 and found[0] == found[1]

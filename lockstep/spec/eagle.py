@@ -111,8 +111,9 @@ class Head(Model):
     def extended(
         self, ids: Tensor, positions: Tensor, step: AttentionContext, _: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """The same where the target has been."""
-        hidden = self.fuse(self.states[: len(ids)])
+        """The same where the target has been. A chain's launch computes these rows once more for
+        every guess, as `drafted`."""
+        hidden = self.hidden[: len(ids)].copy_(self.fuse(self.states[: len(ids)]))
         return self.rows(hidden, self.embedding(ids), self.cos_sin(positions), step)
 
     def stored(self, ids: Tensor, positions: Tensor, step: AttentionContext) -> Tensor:
