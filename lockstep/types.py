@@ -39,7 +39,7 @@ def shown(value: object) -> str:
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
     """The remedy for a word that is not among those known: the nearest, if one is near."""
-    close = get_close_matches(word, list(known), 1)
+    close = get_close_matches(word, list(known), 1, cutoff=0.5)
     return f"Did you mean {close[0]}?" if close else otherwise
 
 

@@ -63,6 +63,7 @@ def test_version(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("line", "hint"),
     [
+        ("gen", "Did you mean generate?"),
         ("lab rum", "Did you mean run?"),
         ("lap run", "Did you mean lab?"),
         ("lab run --quik", "Did you mean --quick?"),
