@@ -99,12 +99,13 @@ class Heard:
 class Recorder:
     """A draft that is watched. `known`: what was proposed before behind the same tokens, with the
     same parameters and of the same size, and the bits of the first guess's logits; `differing`:
-    what was proposed otherwise since. Whether there is a guess at all depends on states and pages
-    that happen to be there, which guess it is does not."""
+    what was proposed otherwise since. A head has no guess where the target's states of its rows
+    are not kept any more; which guess it has depends on nothing but these."""
 
     def __init__(self, draft: Draft, known: dict[Any, Any]) -> None:
         self.draft, self.knows_chances, self.known = draft, draft.knows_chances, known
         self.observe, self.launched, self.lag = draft.observe, draft.launched, draft.lag
+        self.may_lack = isinstance(draft, ModelDraft) and draft.ahead > 0
         self.differing: list[str] = []
         self.said: list[Tensor] = []
         if isinstance(draft, ModelDraft):
@@ -119,7 +120,9 @@ class Recorder:
             rows = self.said[0].cpu().numpy()
             bits |= {i: row.tobytes() for i, row in zip(asks, rows, strict=True)}
         for i, (ask, tree) in enumerate(zip(requests, trees, strict=True)):
-            if min(tree.token_ids, default=-1) < 0:  # there are none, or they have no values yet
+            if not tree.token_ids and self.may_lack:
+                continue
+            if min(tree.token_ids, default=0) < 0:  # they have no values yet
                 continue
             tokens, prompt_len = tuple(ask.request.tokens), len(ask.request.spec.prompt)
             known, heard = self.known.setdefault((tokens, prompt_len, *ask[1:]), (tree, bits[i]))
