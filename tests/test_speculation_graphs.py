@@ -99,6 +99,19 @@ def test_steps_that_draft_extend_and_verify_are_replayed(tiny, how, overlap, mon
             assert not {*late} & {DRAFT, EXTEND, VERIFY}, late
 
 
+@pytest.mark.parametrize("how", [NGRAM, CHAIN], ids=["ngram", "chain"])
+def test_buckets_that_a_config_names_have_no_recorded_widths_of_drafts(how, monkeypatch):
+    engine = made(QWEN3, graphs=True, bucket_sizes=[512], **how)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    for kind, *launch in drafting.launches(
+        engine.config, engine.kinds[GENERATE], engine.draft_model
+    ):
+        engine.runner.capture(kind, print, *launch)
+    assert [each.bucket.width for each in engine.runner.tapes] == [1]
+    (got, _), (want, _) = answers(engine, ASKED), answers(made(QWEN3), ASKED)
+    assert [each[:2] for each in got] == [each[:2] for each in want]
+
+
 @pytest.mark.parametrize("penalised", [False, True])
 def test_a_chain_is_settled_by_one_wait_unless_a_penalty_needs_its_tokens(penalised, monkeypatch):
     """The ids of a verify step are guesses that the host has not seen."""

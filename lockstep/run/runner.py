@@ -292,8 +292,10 @@ class Runner:
         chain: Chain | None = None,
     ) -> None:
         """Records steps of `width` rows per request, which emit every one or the last, but for
-        those of a chain's guesses."""
-        sizes = self.buckets.grid("requests") if self.buckets else ()
+        those of a chain's guesses; none of a width that the buckets do not name."""
+        if self.buckets is None or width not in self.widths:
+            return
+        sizes = self.buckets.grid("requests")
         for at, n in enumerate(reversed(sizes), 1):
             emit = range(width) if every else [width - (chain.guesses if chain else 1)]
             work = null_work(kind.specs, width, tuple(emit))
