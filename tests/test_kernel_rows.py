@@ -314,11 +314,12 @@ def test_a_call_does_not_wait_for_a_helper_that_is_asleep(shares):
     panels = weight.numbers.shape[1]
     where = (x.data_ptr(), 280, weight.numbers.data_ptr(), y.data_ptr(), 2000)
     board = threads.HELP.address  # nobody looks at it
-    head = (gemm.work().address, panels, 4, 3, board, threads.OWN.counters, shares, 0)
-    record = np.array((*head, *where, 9, 70, 500, panels, 1, 4, 0, 0, 0, 12), np.int64)
+    entries = (*where, 9, 70, 500, panels, 1, 4, 0, 0, 0, 12)
+    head = (gemm.work().address, panels, 4, 0, 0, 0, shares, threads.HEAD + len(entries), 0)
     for call in (threads.compiled().call, threads.compiled().released):
+        record = np.array((*head, *entries), np.int64)
         y.zero_()
-        call(record.ctypes.data)
+        call(record.ctypes.data, 1, 3, board, threads.OWN.counters)
         assert torch.equal(y, want)
 
 

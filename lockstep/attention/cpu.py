@@ -18,6 +18,7 @@ from lockstep import order
 from lockstep.attention import base
 from lockstep.kernels.cpu import attend, threads
 from lockstep.kernels.cpu.threads import empty, where
+from lockstep.kernels.operation import transparent
 from lockstep.kv.pool import Keys, widened
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket, Group, StepPlan
@@ -132,6 +133,7 @@ class Backend(base.Backend):
             layers=self._layers(spec),
         )
 
+    @transparent
     def attend(
         self, q: Tensor, keys: Keys, handle: Handle, spec: AttnSpec
     ) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 A kernel reads and writes memory behind torch's back. So functions are marked, those of a table by
 `kernels.select`, a backend's `attend` by `run.step`: a `Recorder` that is active on this thread is
-told of every call.
+told of every call. One that is `transparent` it need not take as one.
 """
 
 import functools
@@ -18,12 +18,17 @@ from lockstep.ops import Ops
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
-MARK = "_is_operation"
+MARK, TRANSPARENT = "_is_operation", "_is_transparent"
 NAMES = [n for n, f in vars(Ops).items() if inspect.isfunction(f) and not n.startswith("_")]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees what torch does on this thread, and every operation."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would load its compiler, which takes seconds, to keep it away from `cls`."""
+        return False
 
     @abstractmethod
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -45,6 +50,13 @@ def operation(function: Callable[Given, Result]) -> Callable[Given, Result]:
 
     setattr(called, MARK, True)
     return called
+
+
+def transparent(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """The function, of which a recorder sees all: it consists of compiled kernels that are noted
+    one by one (`kernels.cpu.threads`), of views, and of what torch does."""
+    setattr(function, TRANSPARENT, True)
+    return function
 
 
 def marked(table: Ops) -> Ops:

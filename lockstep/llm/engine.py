@@ -25,6 +25,7 @@ from lockstep.attention.base import Backend
 from lockstep.attention.select import select
 from lockstep.config import EngineConfig
 from lockstep.folder import has
+from lockstep.kernels.operation import TRANSPARENT
 from lockstep.kv.pages import PagePool
 from lockstep.llm.accept import accept
 from lockstep.llm.calls import GONE, Caller, Turn, executing
@@ -124,10 +125,12 @@ class Engine:
             self.kinds[DRAFT] = draft.kind
         specs = self.specs = group_specs(self.kinds.values())
         pages, memory_text = memory.size(specs, config, self.context_length, ops.device)
-        graphs = self.on_gpu if config.graphs is None else config.graphs
-        buckets = self._buckets(graphs and self.on_gpu, 2 * max(pages))
+        graphs = config.graphs
+        if graphs is None:  # on a CPU where that is faster
+            graphs = self.on_gpu or (parts.backend.caps.graphs and hasattr(ops.linear, TRANSPARENT))
+        buckets, every = self._buckets(graphs and self.on_gpu, 2 * max(pages)), bool(config.graphs)
         self.runner = Runner(
-            specs, pages, parts.backend, ops, buckets, graphs=graphs, overlap=overlap
+            specs, pages, parts.backend, ops, buckets, graphs=graphs, overlap=overlap, every=every
         )
         say = partial(print, file=sys.stderr, flush=True)
         self.speculation = drafts.speculation(config, draft, self.runner, self.info, say)

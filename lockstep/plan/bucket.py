@@ -58,7 +58,8 @@ class Buckets:
         for g, group in enumerate(plan.groups):
             if isinstance(group, PagedGroup):
                 held = int(group.page_indptr[-1] + np.sum(-(-pads // group.spec.page_size)))
-                pages[g] = power(max(held, min(requests * self.request_pages, self.most_pages)))
+                room = min(requests * self.request_pages, self.most_pages)
+                pages[g] = power(max(held, room, len(group.page_ids)))
         return Bucket(
             requests=requests,
             tokens=tokens,

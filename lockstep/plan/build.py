@@ -20,6 +20,7 @@ from lockstep.types import INT32_MAX, GroupSpec, Layout, RuleError
 
 NO_PAGES: Ints = ints([])
 NO_MOVES: Ints = ints(np.empty((0, 2), np.int32))
+LEAST_TABLE = 16  # entries of a page table that holds any
 SOME_ROW = "a request computes at least one row after its cached keys"
 IN_INT32 = f"lengths fit in int32, at most {INT32_MAX}"
 
@@ -278,7 +279,7 @@ def compiled() -> Any:
 
 def table_len(pages: int) -> int:
     """Entries of a page table that holds so many: few sizes, so that steps keep their shape."""
-    grain = 1 << max(0, pages.bit_length() - 4)
+    grain = max(LEAST_TABLE, 1 << max(0, pages.bit_length() - 4))
     return -(-pages // grain) * grain
 
 

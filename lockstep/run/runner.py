@@ -1,6 +1,6 @@
-"""Runs steps: pad, check, lower, load, launch. One path; a launch is plain, or recorded the first
-time that its signature comes and replayed from then on, into the memory that it returned. Knows the
-pools and the backend, and of a model what its step kinds say; knows no request.
+"""Runs steps: pad, check, lower, load, launch. One path; a launch is plain, or recorded and, when
+its signature comes again, replayed into the memory that it returned. Knows the pools and the
+backend, and of a model what its step kinds say; knows no request.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.attention.base import Backend
+from lockstep.kernels.cpu.threads import Room, setting
 from lockstep.kernels.operation import unmarked
 from lockstep.kv.pool import Pool
 from lockstep.ops import Ops, sent
@@ -38,8 +39,7 @@ GUESSES = 1 << 16  # samples of one step that the next may wait for; then guesse
 SAMPLES = 2 * GUESSES
 SETTING = 2 * (FLOATS + INTS)  # int32 of one row's settings
 Ids = Sequence[int] | Ints | Tensor
-# of a layout, by the image's address, and the steps that were bound to it
-Views = dict[int, tuple[tuple[PlanArrays, ...], dict[Variants, Step]]]
+TAPES = 16  # of steps that decode on a CPU
 
 
 class StepOutput(NamedTuple):
@@ -87,7 +87,8 @@ class Signature:
     bucket: Bucket
     kind: StepKind
     variants: Variants
-    planner_buffers: tuple[int, ...]  # addresses
+    addresses: tuple[int, ...]  # of the image, and of buffers that a planner keeps
+    threads: tuple[int, ...]  # what calls of the CPU's kernels depend on
     cuts: bool | None = None  # of the sampler; None: the launch has none
     chain: Chain | None = None
 
@@ -116,7 +117,10 @@ class Runner:
         buckets: Buckets | None = None,
         graphs: bool = False,
         overlap: bool = False,
+        every: bool = True,
     ) -> None:
+        """With `graphs` launches are recorded: on a GPU those that `captures` says, on a CPU
+        `every` one the first time, or those the second time in a row."""
         if graphs and not backend.caps.graphs:
             rule = "launches are recorded with a backend that states `graphs`"
             got = f"{type(backend).__module__}, which does not"
@@ -135,10 +139,10 @@ class Runner:
         # of a chain's launch: rows by which what it emits lies behind what the plan says
         self.shift = torch.zeros(min(room, GUESSES), dtype=torch.int32, device=ops.device)
         self.tapes: dict[Signature, Tape | Graph] = {}
-        self._layouts: dict[tuple[StepKind, Bucket], tuple[ImageLayout, Views]] = {}
-        # what may be recorded may be bound once; on a GPU that would hold scratch memory
-        caps, here = backend.caps, ops.device.type == "cpu"
-        self._keeps_bound = caps.graphs and not caps.planner_buffers and here
+        self.every, self._room = every and self.studio is None, Room()
+        self._before: dict[StepKind, Signature] = {}  # of its last launch that may be recorded
+        self._replays = Counter[str]()
+        self._layouts: dict[tuple[StepKind, Bucket], ImageLayout] = {}
 
     def run(
         self,
@@ -159,7 +163,7 @@ class Runner:
             self.check(plan, kind)
         if self.studio and any(plan.bucket.moves):
             plan = without_moves(plan, pools, self.ops.device)
-        layout, known = self._layout(plan, kind)
+        layout = self._layout(plan, kind)
         tokens = np.asarray(ids, np.int32)
         emits = plan.bucket.emits if how else 0
         room = self.arena.host(layout.length + emits * SETTING)
@@ -169,17 +173,11 @@ class Runner:
         if how:
             write_settings(room[layout.length :], how)
         image = self.arena.load(len(room))
-        at = image.data_ptr()
-        if at not in known:
-            known[at] = layout.views(image[: layout.length]), {}
-        views, bound = known[at]
 
         def launch() -> StepOutput:
             """Reads the arena, the weights, the cache and, of ids that are samples, `sampled`."""
-            again = bound.get(variants)
-            step = again or bind(layout, views, variants, self.backend, pools, kind.layer_map)
-            if self._keeps_bound:
-                bound[variants] = step
+            views = layout.views(image[: layout.length])
+            step = bind(layout, views, variants, self.backend, pools, kind.layer_map)
             step.relocate()
             ids, positions = inputs(views[0])
             if len(self.sampled):
@@ -193,11 +191,18 @@ class Runner:
             self._guess(chain, output, rows, loaded)
             return output
 
-        if not self.graphs or (self.studio and not captures(layout.bucket, self.widths)):
+        records = self.every or captures(layout.bucket, self.widths)
+        if not (self.graphs and records):
             return launch().only(plan.real)
-        buffers = planner_buffers(layout, views, variants, self.backend)
-        cuts = how.cuts if how else None
-        signature = Signature(layout.bucket, kind, variants, buffers, cuts, chain)
+        signature = Signature(
+            bucket=layout.bucket,
+            kind=kind,
+            variants=variants,
+            addresses=(image.data_ptr(), *planner_buffers(layout, image, variants, self.backend)),
+            threads=() if self.studio else setting(),
+            cuts=how.cuts if how else None,
+            chain=chain,
+        )
         return self._recorded(signature, launch).only(plan.real)
 
     def check(self, plan: StepPlan, kind: StepKind) -> None:
@@ -257,13 +262,13 @@ class Runner:
         """Whether drafts are verified by recorded launches: all requests have as many rows then."""
         return len(self.widths) > 1
 
-    def _layout(self, plan: StepPlan, kind: StepKind) -> tuple[ImageLayout, Views]:
-        """Where the numbers of a step lie, and the views that were made: the last are kept."""
+    def _layout(self, plan: StepPlan, kind: StepKind) -> ImageLayout:
+        """Where the numbers of a step lie."""
         key = (kind, plan.bucket)
         if key not in self._layouts:
             if len(self._layouts) >= LAYOUTS:
                 self._layouts.clear()
-            self._layouts[key] = layout_of(plan, self.backend), {}
+            self._layouts[key] = layout_of(plan, self.backend)
         return self._layouts[key]
 
     def keep(self, token_ids: Tensor, at: int = 0) -> None:
@@ -315,12 +320,7 @@ class Runner:
 
     def replays(self) -> Counter[str]:
         """Launches that were replayed, by what their steps are called."""
-        counts = Counter[str]()
-        for signature, tape in self.tapes.items():
-            counts[signature.called] += tape.replays
-            if signature.chain is not None:
-                counts[signature.chain.kind.name] += tape.replays * (signature.chain.guesses - 1)
-        return counts
+        return self._replays.copy()
 
     def _all(self, layout: ImageLayout, variants: Variants) -> list[tuple[Hashable, ...]]:
         """Per group, the launches that serve a step: its own first, then wider ones."""
@@ -328,14 +328,22 @@ class Runner:
         return [(v, *self.backend.wider(s, layout.buckets[g], v)) for g, (s, v) in each]
 
     def _recorded(self, signature: Signature, launch: Callable[[], StepOutput]) -> StepOutput:
-        """A launch that is new is recorded, a known one replayed."""
+        """A known launch is replayed, a new one recorded, or run where it may stay alone."""
         tape = self.tapes.get(signature)
-        if tape is None:
-            tape = Graph(signature, self.studio) if self.studio else Tape(signature)
+        before, self._before[signature.kind] = self._before.get(signature.kind), signature
+        if tape is not None:
+            tape.replay(signature)
+            self._replays[signature.called] += 1
+            if signature.chain is not None:
+                self._replays[signature.chain.kind.name] += signature.chain.guesses - 1
+        elif self.studio or self.every or before == signature:
+            tape = Graph(signature, self.studio) if self.studio else Tape(signature, self._room)
             tape.record(launch)
+            if not (self.studio or self.every) and len(self.tapes) == TAPES:
+                del self.tapes[next(iter(self.tapes))]
             self.tapes[signature] = tape
         else:
-            tape.replay(signature)
+            return launch()
         output: StepOutput = tape.output
         return output
 
@@ -391,9 +399,11 @@ def read_settings(room: Tensor, cuts: bool) -> Settings:
 
 
 def planner_buffers(
-    layout: ImageLayout, views: Sequence[PlanArrays], variants: Variants, backend: Backend
+    layout: ImageLayout, image: Tensor, variants: Variants, backend: Backend
 ) -> tuple[int, ...]:
     """Where the buffers lie that a library's planner keeps for this step."""
     names = backend.caps.planner_buffers
-    handles = handles_of(layout, views, variants, backend) if names else ()
+    if not names:
+        return ()
+    handles = handles_of(layout, layout.views(image[: layout.length]), variants, backend)
     return tuple(getattr(handle, name).data_ptr() for handle in handles for name in names)

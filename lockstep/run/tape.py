@@ -2,7 +2,9 @@
 
 A tape notes the calls of operations and, as a dispatch mode, what torch does in between; a replay
 repeats them into the same memory without any Python of the model, so a number that was not read
-from the arena stays the old one. Knows no model and no plan; the runner records one per signature.
+from the arena stays the old one. Of operations that are transparent it notes the CPU's kernels,
+and those that follow one another are repeated as one call. Knows no model and no plan; the runner
+records one per signature.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -11,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _pop_mode
 
-from lockstep.kernels.operation import Recorder
+from lockstep.kernels.cpu import threads
+from lockstep.kernels.operation import TRANSPARENT, Recorder, active_modes
 from lockstep.types import RuleError
 
 MEMORY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -38,20 +42,38 @@ class Call:
 
 
 class Tape(Recorder):  # type: ignore[no-untyped-call]
-    """`record` a launch once, `replay` it from then on. `output` is what the launch returned."""
+    """`record` a launch once, `replay` it from then on. `output` is what the launch returned. Its
+    kernels work in a `room`, which tapes may share."""
 
-    def __init__(self, signature: Hashable) -> None:
+    def __init__(self, signature: Hashable, room: threads.Room | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.signature = signature
+        self.signature, self.room = signature, room or threads.Room()
         self.output: Any = None
         self.replays = 0
-        self._calls: list[Call] = []
+        self._calls: list[Call | threads.Script] = []
+        self._held: list[Any] = []  # what kernels read and write
         self._inside = False  # an operation: what it does is its own affair
 
     def record(self, launch: Callable[[], Any]) -> None:
         """Carries out a launch and keeps it."""
-        with self:
-            self.output = launch()
+        outside = active_modes()
+        try:
+            with threads.noted_by(self), self:
+                self.output = launch()
+        finally:
+            while active_modes() > outside:  # an interrupt came before the block was entered
+                _pop_mode()
+
+    def note(self, call: threads.Call, record: Any) -> None:
+        """A kernel, about to run."""
+        if not self._calls or isinstance(self._calls[-1], Call):
+            self._calls.append(threads.Script())
+        script: Any = self._calls[-1]
+        script.add(call, record)
+
+    def hold(self, memory: Any) -> None:
+        """Memory that a kernel is told of."""
+        self._held.append(memory)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -70,9 +92,13 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
         """An operation, noted as one call."""
         if self._inside:
             return function(*args, **kwargs)
+        if hasattr(function, TRANSPARENT):
+            self.hold([each for each in (*args, *kwargs.values()) if not self.room.holds(each)])
+            return function(*args, **kwargs)
         self._inside = True
         try:
-            result = function(*args, **kwargs)
+            with threads.noted_by(None):
+                result = function(*args, **kwargs)
         finally:
             self._inside = False
         self._note(function, args, kwargs, result)

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.cpu import gemm, routing, rows, sample
+from lockstep.kernels.operation import transparent
 from lockstep.kv.pool import _bits, widened
 from lockstep.types import KV_FORMATS, Choice
 
 LARGEST = {getattr(torch, f.torch_name): f.largest for f in KV_FORMATS.values() if f.largest}
 
 
-def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """By numpy: torch's own threads look for more work for milliseconds, on processors that our
+def take_rows(x: Tensor, numbers: Tensor) -> Tensor:
+    """Not by torch: its own threads look for more work for milliseconds, on processors that our
     helpers need."""
-    return torch.from_numpy(x.numpy().take(rows.numpy(), 0))
+    return rows.take(x, numbers if numbers.dtype is torch.int32 else numbers.int())
 
 
 def kv_write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
@@ -42,6 +43,14 @@ def kv_move(storages: Sequence[Tensor], moves: Tensor) -> None:
         source, target = moves.long().unbind(1)
         for storage in map(_bits, storages):
             storage[target] = storage[source]
+
+
+SEEN = (gemm.linear, gemm.batched_linear, gemm.grouped_linear, take_rows, kv_write, kv_move)
+SEEN += (rows.rms_norm, rows.add_rms_norm, rows.layer_norm, rows.rope_cos_sin, rows.rope)
+SEEN += (rows.qk_norm_rope, rows.activate, rows.act_and_mul, rows.clamped_swiglu, rows.soft_cap)
+SEEN += (sample.sample_tokens, sample.compute_logprobs)
+for each in SEEN:
+    transparent(each)
 
 
 class Ops:

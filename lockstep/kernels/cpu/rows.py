@@ -19,21 +19,29 @@ from torch import Tensor
 from lockstep.kernels.cpu import elementary, lanes, threads
 from lockstep.kernels.cpu.elementary import cos_sin, erf, exp2, tanh
 from lockstep.kernels.cpu.lanes import add, div, fma, less, load, maximum, mul, select, store, sub
-from lockstep.kernels.cpu.threads import ENTRIES, empty, fetch, float32_at, int32_at, int64_at
+from lockstep.kernels.cpu.threads import (
+    ENTRIES,
+    FAULT,
+    empty,
+    fetch,
+    float32_at,
+    int32_at,
+    int64_at,
+)
 from lockstep.ops import Activation, CosSin, Heads
 from lockstep.order import LANES, LOG2E
 
 UNIT = 1 << 14  # elements of a unit of work, at most
 # what is done to a row
-NORM, TURN, GATE, HEADS, ADD, LAYER, ANGLES, MAP, CAP, CLAMPED, SOFTMAX, SHARES, WRITE = range(13)
-ELEMENT_NS = {ANGLES: 8, WRITE: 4}  # of one thread, else 1
+NORM, TURN, GATE, HEADS, ADD, LAYER, ANGLES, MAP, CAP, CLAMPED, SOFTMAX, SHARES = range(12)
+WRITE, TAKE = 12, 13
+ELEMENT_NS = {ANGLES: 8, WRITE: 4, TAKE: 4}  # of one thread, else 1
 SILU, GELU, GELU_TANH, RELU, SIGMOID = range(5)  # what GATE and MAP do to an element
 KINDS = dict(zip(Activation, (SILU, GELU, GELU_TANH, RELU), strict=True))
 HALVED = (GATE, CLAMPED)  # the output has half the columns of the input
 # gelu's: sqrt(1/2), sqrt(2/pi) and what the cube is multiplied by
 ROOT_HALF, TANH_SCALE, TANH_CUBE = 0.7071067811865476, 0.7978845608028654, 0.044715
 INF = np.float32(np.inf)
-MISSING = 11  # the entry that says that `write` has a slot which is not there
 SHORTEST = 1e-12  # vectors are divided by their length, or by this where they are shorter
 
 
@@ -132,10 +140,24 @@ def write(x: Tensor, y: Tensor, slots: Tensor) -> None:
     that is an error, if y has not all of them."""
     (outer, inner, _), size = x.stride(), y.shape[0]
     where = (x.data_ptr(), 4 * outer, 4 * inner)
-    record = _call(WRITE, where, y, x.shape, (slots.data_ptr(), size, 0))
-    if record and record[threads.HEAD + MISSING]:
-        slot = next(each for each in slots.tolist() if not 0 <= each < size)
-        raise IndexError(f"slot {slot} is out of bounds for axis 0 with size {size}")
+    _checked(_call(WRITE, where, y, x.shape, (slots.data_ptr(), size)), slots, size)
+
+
+def take(x: Tensor, which: Tensor) -> Tensor:
+    """x[which] of x [n, d], of which the last dimension is contiguous, and int32 [t]; an error if x
+    has not all of them."""
+    y = empty(which.shape[0], x.shape[1])
+    more = (which.data_ptr(), x.shape[0], 4 * x.stride(0))
+    record = _call(TAKE, (x.data_ptr(), 0, 0), y, (which.shape[0], 1, x.shape[1]), more)
+    _checked(record, which, x.shape[0])
+    return y
+
+
+def _checked(record: "array[int] | None", numbers: Tensor, size: int) -> None:
+    """Raises if a call has found a number that is not below the size."""
+    if record and record[FAULT]:
+        number = next(each for each in numbers.tolist() if not 0 <= each < size)
+        raise IndexError(f"slot {number} is out of bounds for axis 0 with size {size}")
 
 
 def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
@@ -201,8 +223,8 @@ def unit(at: Any, nth: Any, worker: Any) -> None:
         record[1], record[2], record[3], record[4], record[5], record[6], record[7], record[8],
     )  # fmt: skip
     first, last = nth * each, min((nth + 1) * each, outer)
-    if record[0] == WRITE and missing_slots(record) > 0:
-        record[MISSING], last = 1, first
+    if record[0] >= WRITE and missing_slots(record) > 0:
+        int64_at(at)[FAULT], last = 1, first
     fetch(at, x, x_outer, first, last, min(x_outer, 8 * n * inner))
     for i in range(first, last):
         for j in range(inner):
@@ -210,7 +232,7 @@ def unit(at: Any, nth: Any, worker: Any) -> None:
 
 
 def missing_slots(record: Any) -> Any:
-    """How many slots of `write` are not there."""
+    """How many slots of `write` or rows of `take` are not there."""
     slots, missing = int32_at(record[9]), 0
     for i in range(record[5]):
         if slots[i] < 0 or slots[i] >= record[10]:
@@ -236,6 +258,8 @@ def row(record: Any, i: Any, j: Any, x: Any, y: Any) -> None:
     elif what == WRITE:
         slot = np.int64(int32_at(record[9])[i])
         copy_row(record[4] + 4 * n * (slot * record[6] + j), n, x, 0)
+    elif what == TAKE:
+        copy_row(y, n, x + np.int64(int32_at(record[9])[i]) * record[11], 0)
     else:
         rarer(record, i, j, x, y)
 

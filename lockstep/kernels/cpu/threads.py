@@ -5,7 +5,8 @@ left (`claim`). The caller, worker 0, runs it itself; helpers that it invites an
 it too. A helper says that it is inside and looks whether the call is still open: the caller waits
 for those inside, and one that the system did not wake in time has missed nothing. Several threads
 may call at once: each call has a desk of its own, and callers share the helpers. A call gets as
-many threads as its work is worth, at most as many as torch has or as `limited` says.
+many threads as its work is worth, at most as many as torch has or as `limited` says. Calls that a
+tape has noted run again as one, a `Script`.
 
 The interpreter's lock is released in turns, as the interpreter itself does it: who takes it back
 beside a thread that runs Python waits for 5 ms, so a thread keeps it over short calls, and releases
@@ -15,9 +16,12 @@ it in a call during which its turn would last longer than TURN_NS.
 import atexit
 import ctypes
 import functools
+import math
 import os
 import threading
+import weakref
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from time import perf_counter_ns
@@ -33,6 +37,7 @@ from torch import Tensor
 from lockstep.kernels.cpu.cache import cached_here
 from lockstep.kernels.cpu.lanes import F32, I32, I64, at, call_ir, integers, ir_function, types
 from lockstep.kernels.cpu.loops import TARGET
+from lockstep.types import RuleError
 
 njit: Any = numba.njit
 # no zero-division checks, not for Python
@@ -44,9 +49,10 @@ NEAR_BYTES = 2048  # of a row that are asked for ahead; the processor itself see
 TURN_NS = 4_000_000  # a thread keeps the interpreter's lock so long: less than those who wait do
 
 # A record: these words, and from byte ENTRIES on what the work reads. TEAM threads may come; at
-# COUNTERS each of the SHARES of the units has a line, which counts those that are claimed.
-WORK, UNITS, TEAM, POOL, BOARD, COUNTERS, SHARES = range(7)
-HEAD = 8  # words of a record before its entries
+# COUNTERS each of the SHARES of the units has a line, which counts those that are claimed. It has
+# WORDS in all, and a FAULT where it cannot be done.
+WORK, UNITS, TEAM, POOL, BOARD, COUNTERS, SHARES, WORDS, FAULT = range(9)
+HEAD = 9  # words of a record before its entries
 ENTRIES = 8 * HEAD
 
 # The board: int64 words. What different threads write lies in different lines of 64 bytes.
@@ -133,6 +139,20 @@ def breathe(builder: Any) -> None:
 
 
 # ---- texts ----
+
+
+def play(at: Any, count: Any, pool: Any, board: Any, counters: Any) -> None:
+    """Run `count` records that lie one behind the other, up to one with a fault: then the first one
+    has it."""
+    first = int64_at(at)
+    for _ in range(count):
+        head = int64_at(at)
+        head[POOL], head[BOARD], head[COUNTERS] = pool, board, counters
+        call(at)
+        if head[FAULT] != 0:
+            first[FAULT] = head[FAULT]
+            return
+        at += 8 * head[WORDS]
 
 
 def call(at: Any) -> None:
@@ -293,6 +313,7 @@ class Own(threading.local):
 
     def __init__(self) -> None:
         self.limit: int | None = None  # of its threads, while `limited`
+        self.tape: Any = None  # that notes its calls (run/tape.py)
         self.turn_ns = 0  # when it released the interpreter's lock the last time
         self.lines, self.counters = aligned(8 * LINE * (MOST_HELPERS + 1))  # of its calls
         self.memory, self.address = aligned(0)  # of its workers
@@ -305,28 +326,81 @@ class Call:
     def __init__(
         self, work: Any, entries: Sequence[int], units: int, most: int, cost_ns: int
     ) -> None:
-        shares = most if cost_ns < STREAM_NS else 1
+        shares, words = most if cost_ns < STREAM_NS else 1, HEAD + len(entries)
         self.work, self.most, self.each_ns = work, most, cost_ns // most
-        self.record = array("q", (work.address, units, most, 0, 0, 0, shares, 0, *entries))
+        self.record = array("q", (work.address, units, most, 0, 0, 0, shares, words, 0, *entries))
 
     def run(self, *places: tuple[int, int]) -> "array[int]":
         """Once. `places`: entries that are others this time, addresses, by their number. Returns
-        the record, in which the kernel may have left something."""
-        helpers = len(HELP.threads)
-        if self.most > helpers + 1:
-            HELP.want(count() - 1)
-            helpers = len(HELP.threads)
+        the record, in which the kernel may have left a fault."""
         record = self.record[:]
-        record[POOL], record[BOARD], record[COUNTERS] = helpers, HELP.address, OWN.counters
         for number, value in places:
             record[HEAD + number] = value
-        address, _ = record.buffer_info()
-        if perf_counter_ns() - OWN.turn_ns + self.each_ns < TURN_NS:
-            compiled().call(address)
-        else:
-            compiled().released(address)
-            OWN.turn_ns = perf_counter_ns()
+        if OWN.tape is not None:
+            OWN.tape.note(self, record)
+        run_records(record, 1, self.most, self.each_ns)
         return record
+
+
+class Script:
+    """Calls that have run one behind the other, to be run again as one. Who makes it holds what
+    their records point to."""
+
+    def __init__(self) -> None:
+        self.records, self.calls, self.most, self.each_ns = array("q"), list[Call](), 1, 0
+
+    def add(self, call: Call, record: "array[int]") -> None:
+        self.records.extend(record)
+        self.calls.append(call)
+        self.most, self.each_ns = max(self.most, call.most), self.each_ns + call.each_ns
+
+    def repeat(self) -> None:
+        """All of it, by the numbers that are in memory now."""
+        records = self.records[:]
+        run_records(records, len(self.calls), self.most, self.each_ns)
+        if records[FAULT]:
+            rule, got = "rows that are read or written are there", "one that is not"
+            raise RuleError(rule, got, "Check the plan: a launch was replayed with it")
+
+
+def run_records(records: "array[int]", calls: int, most: int, each_ns: int) -> None:
+    """Records of so many calls, on at most `most` threads, which take `each_ns` together."""
+    if most > len(HELP.threads) + 1:
+        HELP.want(count() - 1)
+    args = (records.buffer_info()[0], calls, len(HELP.threads), HELP.address, OWN.counters)
+    if perf_counter_ns() - OWN.turn_ns + each_ns < TURN_NS:
+        compiled().call(*args)
+    else:
+        compiled().released(*args)
+        OWN.turn_ns = perf_counter_ns()
+
+
+class Room:
+    """Memory that recorded calls work in. It is given out again when nobody holds it, to other
+    tapes too: of those that share it one runs at a time."""
+
+    def __init__(self) -> None:
+        self.memory, self.address = aligned(0)  # of workers
+        self.free: dict[int, list[tuple[Any, int]]] = defaultdict(list)  # by size
+        self.places: list[tuple[int, int]] = []  # address and size of all
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
+        """A new tensor."""
+        wanted = np.dtype(dtype).itemsize * math.prod(shape)
+        size = 1 << max(wanted - 1, LINE).bit_length()
+        if not self.free[size]:
+            self.free[size].append(aligned(size))
+            self.places.append((self.free[size][0][1], size))
+        block = self.free[size].pop()
+        begin = block[1] - where(block[0])
+        array = block[0][begin : begin + wanted].view(dtype).reshape(shape)
+        weakref.finalize(array, self.free[size].append, block).atexit = False
+        return torch.from_numpy(array)
+
+    def holds(self, tensor: Any) -> bool:
+        """Whether that is a tensor in this memory."""
+        at = tensor.data_ptr() if isinstance(tensor, Tensor) else 0
+        return any(begin <= at < begin + size for begin, size in self.places)
 
 
 def run(work: Any, entries: Sequence[int], units: int, most: int, cost_ns: int) -> None:
@@ -348,9 +422,13 @@ def team(units: int, cost_ns: int) -> int:
 def memory(each: int, team: int) -> int:
     """The address of `each` bytes, a multiple of 64, for every worker of a call: the calling
     thread's own until it asks again."""
-    if len(OWN.memory) < each * team + 64:
-        OWN.memory, OWN.address = aligned(each * team)
-    return OWN.address
+    own: Any = OWN if OWN.tape is None else OWN.tape.room
+    if len(own.memory) < each * team + 64:
+        own.memory, own.address = aligned(each * team)
+    if OWN.tape is not None:
+        OWN.tape.hold(own.memory)
+    address: int = own.address
+    return address
 
 
 def aligned(nbytes: int) -> tuple[Any, int]:
@@ -363,6 +441,8 @@ def aligned(nbytes: int) -> tuple[Any, int]:
 def empty(*shape: int, dtype: Any = np.float32) -> Tensor:
     """A new tensor. Not torch's own: its operators release the interpreter's lock, and a third of
     them beside a thread that runs Python waits for it."""
+    if OWN.tape is not None:
+        return OWN.tape.room.empty(shape, dtype)  # type: ignore[no-any-return]
     return torch.from_numpy(np.empty(shape, dtype))
 
 
@@ -384,6 +464,16 @@ def limited(most: int) -> Iterator[None]:
         yield
     finally:
         OWN.limit = before
+
+
+@contextmanager
+def noted_by(tape: Any) -> Iterator[None]:
+    """Runs the block with the calls of this thread noted by a tape, or by none."""
+    before, OWN.tape = OWN.tape, tape
+    try:
+        yield
+    finally:
+        OWN.tape = before
 
 
 def relinked(text: Any, names: dict[str, Any]) -> FunctionType:
@@ -431,12 +521,13 @@ def c_function(name: str, text: Callable[..., None], cache: bool = True) -> Any:
 def compiled() -> Any:
     """The texts of this file for this machine; `released` is `call` without the interpreter's
     lock."""
-    number = ctypes.c_int64
-    calling, serving = c_function("calling", call), c_function("helping", serve)
+    numbers = [ctypes.c_int64] * 5
+    playing = relinked(play, {**globals(), "call": jitted(call, globals())})
+    calling, serving = c_function("calling", playing), c_function("helping", serve)
     return SimpleNamespace(
-        call=ctypes.PYFUNCTYPE(None, number)(calling.address),
-        released=ctypes.CFUNCTYPE(None, number)(calling.address),
-        serve=ctypes.CFUNCTYPE(None, number, number)(serving.address),
+        call=ctypes.PYFUNCTYPE(None, *numbers)(calling.address),
+        released=ctypes.CFUNCTYPE(None, *numbers)(calling.address),
+        serve=ctypes.CFUNCTYPE(None, *numbers[:2])(serving.address),
         functions=(calling, serving),  # which live as long
     )
 
