@@ -339,13 +339,13 @@ class Engine:
     # -- one step
 
     def _launch(self, step: ScheduledStep) -> Launched:
-        """A step, and what is sampled of it, on its way. On a GPU the launch samples too, where it
-        samples all that it emits, of logits as they are."""
+        """A step, and what is sampled of it, on its way. The launch samples too, where it samples
+        all that it emits, of logits as they are."""
         rows = self._rows.get(step.batch)
         if rows is None:  # they are kept as long as the scheduler keeps the batch
             rows = self._rows[step.batch] = SampledRows.of(step.batch, self._generation)
         batch = self._row_batch(step, rows)
-        fused = self.on_gpu and step.kind.name == GENERATE and bool(rows.completions)
+        fused = step.kind.name == GENERATE and bool(rows.completions)
         fused = fused and not rows.scored and not sampler.changes(batch)
         out = self._run(step, sampler.settings(batch, self.info.vocab_size) if fused else None)
         launched = self._sample(step, rows, batch, out)
@@ -388,7 +388,9 @@ class Engine:
             wanted = logits if len(emits) == len(logits) else logits[list(emits)]
             chosen = sampler.sample(ops, wanted, batch, self.info.eos_token_ids)
         else:
-            tokens, states = out.sampled[:, : len(rows.draws.emits)]
+            tokens, states = (each[: len(rows.draws.emits)] for each in out.sampled)
+            if self.overlap and not self.on_gpu:  # the next launch comes before it is settled
+                tokens, states = tokens.clone(), states.clone()
             chosen = sampler.described(ops, logits, rows.draws.how, tokens, states)
         begins = batch.positions - batch.how.prompt_lens
         return Launched(

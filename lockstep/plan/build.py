@@ -279,7 +279,7 @@ def compiled() -> Any:
 
 def table_len(pages: int) -> int:
     """Entries of a page table that holds so many: few sizes, so that steps keep their shape."""
-    grain = max(LEAST_TABLE, 1 << max(0, pages.bit_length() - 4))
+    grain = max(LEAST_TABLE, 1 << max(0, pages.bit_length() - 3))
     return -(-pages // grain) * grain
 
 

@@ -39,7 +39,9 @@ GUESSES = 1 << 16  # samples of one step that the next may wait for; then guesse
 SAMPLES = 2 * GUESSES
 SETTING = 2 * (FLOATS + INTS)  # int32 of one row's settings
 Ids = Sequence[int] | Ints | Tensor
-TAPES = 16  # of steps that decode on a CPU
+# of a CPU: launches with as many requests before one is recorded, which takes three times as long;
+# tapes that are kept, and bytes that they hold, about
+STEADY, TAPES, TAPE_BYTES = 3, 16, 1 << 28
 
 
 class StepOutput(NamedTuple):
@@ -49,7 +51,7 @@ class StepOutput(NamedTuple):
     emitted: Tensor  # [S, d] of the rows that the plan emits
     layers: tuple[Tensor, ...] = ()  # [T, d] behind each of the kind's `hidden_layers`
     logits: Tensor | None = None  # [S, vocab] of emitted rows, where settings were given
-    sampled: Tensor | None = None  # int64 [2, S]: their tokens and states
+    sampled: tuple[Tensor, Tensor] | None = None  # int64 [S] each: their tokens and states
     behind: Tensor | None = None  # [S, d] of a draft: what the rows behind them read
 
     def only(self, real: Real) -> StepOutput:
@@ -119,8 +121,8 @@ class Runner:
         overlap: bool = False,
         every: bool = True,
     ) -> None:
-        """With `graphs` launches are recorded: on a GPU those that `captures` says, on a CPU
-        `every` one the first time, or those the second time in a row."""
+        """With `graphs` launches are recorded: those that `captures` says, on a CPU when as many
+        requests come again; there `every` one may be, the first time."""
         if graphs and not backend.caps.graphs:
             rule = "launches are recorded with a backend that states `graphs`"
             got = f"{type(backend).__module__}, which does not"
@@ -140,7 +142,7 @@ class Runner:
         self.shift = torch.zeros(min(room, GUESSES), dtype=torch.int32, device=ops.device)
         self.tapes: dict[Signature, Tape | Graph] = {}
         self.every, self._room = every and self.studio is None, Room()
-        self._before: dict[StepKind, Signature] = {}  # of its last launch that may be recorded
+        self._before: dict[StepKind, tuple[int, int]] = {}  # requests, and launches with as many
         self._replays = Counter[str]()
         self._layouts: dict[tuple[StepKind, Bucket], ImageLayout] = {}
 
@@ -222,8 +224,7 @@ class Runner:
         if how is None:
             return output
         logits = kind.model.logits(output.emitted)
-        sampled = torch.stack(self.ops.sample_tokens(logits, *how))
-        return output._replace(logits=logits, sampled=sampled)
+        return output._replace(logits=logits, sampled=self.ops.sample_tokens(logits, *how))
 
     def _shifted(self, rows: BoundRows, how: Settings) -> tuple[BoundRows, Settings]:
         """The same, but that later rows are emitted, as the device alone knows."""
@@ -330,22 +331,29 @@ class Runner:
     def _recorded(self, signature: Signature, launch: Callable[[], StepOutput]) -> StepOutput:
         """A known launch is replayed, a new one recorded, or run where it may stay alone."""
         tape = self.tapes.get(signature)
-        before, self._before[signature.kind] = self._before.get(signature.kind), signature
+        kind, requests = signature.kind, signature.bucket.requests
+        before, times = self._before.get(kind, (0, 0))
+        times = times + 1 if before == requests else 0
+        self._before[kind] = requests, times
         if tape is not None:
             tape.replay(signature)
             self._replays[signature.called] += 1
             if signature.chain is not None:
                 self._replays[signature.chain.kind.name] += signature.chain.guesses - 1
-        elif self.studio or self.every or before == signature:
+        elif self.studio or self.every or times >= STEADY:
             tape = Graph(signature, self.studio) if self.studio else Tape(signature, self._room)
             tape.record(launch)
-            if not (self.studio or self.every) and len(self.tapes) == TAPES:
-                del self.tapes[next(iter(self.tapes))]
             self.tapes[signature] = tape
+            while not (self.studio or self.every) and len(self.tapes) > 1 and self._too_many():
+                del self.tapes[next(iter(self.tapes))]
         else:
             return launch()
         output: StepOutput = tape.output
         return output
+
+    def _too_many(self) -> bool:
+        """Whether an old tape goes."""
+        return len(self.tapes) > TAPES or self._room.used() > TAPE_BYTES
 
 
 def null_work(specs: Sequence[GroupSpec], width: int, emit: tuple[int, ...]) -> RequestWork:

@@ -298,7 +298,7 @@ class ModelDraft:
         self.runner.shift.zero_()  # early chains of the same requests may have left theirs
         out = self._begin(asks, missing, settings(rows, self.vocab_size), guesses)
         assert out.sampled is not None, "settings were given"
-        requests, slots = [ask.request for ask in asks], out.sampled.shape[1]
+        requests, slots = [ask.request for ask in asks], len(out.sampled[0])
         self._made = Chains(requests, rows.how, guesses, slots)
         return [self._made.tree(k, ask.steps) for k, ask in enumerate(asks)]
 
@@ -326,7 +326,7 @@ class ModelDraft:
         plan, chain = self._plan(kind, tables, lens, shape), Chain(self.model.kind, guesses)
         out = runner.run(plan, ints((-1 - nodes).ravel()), kind, how, chain=chain)
         assert out.sampled is not None, "settings were given"
-        slots, number = out.sampled.shape[1], requests[0].launched_in
+        slots, number = len(out.sampled[0]), requests[0].launched_in
         self._early = made._replace(slots=slots, tables=tables, lens=lens, number=number)
 
     def _taken(

@@ -397,6 +397,11 @@ class Room:
         weakref.finalize(array, self.free[size].append, block).atexit = False
         return torch.from_numpy(array)
 
+    def used(self) -> int:
+        """Bytes that somebody holds."""
+        free = sum(size * len(blocks) for size, blocks in self.free.items())
+        return sum(size for _, size in self.places) - free
+
     def holds(self, tensor: Any) -> bool:
         """Whether that is a tensor in this memory."""
         at = tensor.data_ptr() if isinstance(tensor, Tensor) else 0
