@@ -111,7 +111,7 @@ def test_growing_requests_stay_in_one_bucket(parts: engines.Parts) -> None:
     bucket = buckets.fit(plans[4])
     assert pad(plans[4], bucket).bucket == bucket and bucket.pages == (64, 64)  # 80 would be 128
     assert buckets.fit(plans[2]).pages == (64, 64) and buckets.fit(plans[1]).pages == (32, 32)
-    assert Buckets((4,)).fit(plans[1]).pages == (4, 4)  # a page for every pad request
+    assert Buckets((4,)).fit(plans[1]).pages == (16, 16)  # a page for every pad request
 
 
 @pytest.mark.parametrize(

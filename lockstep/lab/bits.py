@@ -202,7 +202,6 @@ def by_path(
     engine = engine_of(parts, config, path.get("overlap"))
     have = SERVE.get(name, serve)(engine, requests, want)
     counters = Counter(engine.seen) + Counter(engine.scheduler.counters)
-    counters["replays"] = sum(tape.replays for tape in engine.runner.tapes.values())
     counters["cut_prompts"] = max(0, engine.seen["chunks"] - len(requests))
     pages = sum(int(pool.num_pages) for pool in engine.runner.pools if pool is not None)
     counters["other_pages"] = pages if config.page_size != plain.page_size else 0

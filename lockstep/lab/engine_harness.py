@@ -82,7 +82,9 @@ class InstrumentedEngine(Engine):
     def _run(self, step: ScheduledStep, settings: Settings | None = None) -> StepOutput:
         if step.kind.name == GENERATE:
             self._note(step)
-        return super()._run(step, settings)
+        out = super()._run(step, settings)
+        self.seen["replays"] = self.runner.replays().total()
+        return out
 
     def _result(self, launched: Launched) -> Any:
         ended = (each.finish is not None for each in launched.rows.completions)

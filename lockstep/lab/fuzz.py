@@ -124,7 +124,7 @@ def run(trace: Trace, mine: EngineHarness) -> Played:
     """One trace; an error of the engine is a fault of it."""
     mine.faults, mine.counters, mine.drafted = {}, Counter(), {}
     late, config = "late settling" in trace.switches, trace.config
-    if len(config.bucket_sizes or ()) > RECORDED:
+    if mine.device != CPU and len(config.bucket_sizes or ()) > RECORDED:
         config = replace(config, graphs=False)
     mine.play("trace", mine.engine_of(config, late), trace.orders)
     found = [fault for faults in mine.faults.values() for fault in faults]

@@ -100,9 +100,6 @@ class Signature:
         several = self.bucket.width > 1 and self.bucket.emits == self.bucket.tokens
         return VERIFY if self.kind.name == GENERATE and several else self.kind.name
 
-    def __str__(self) -> str:
-        return f"a step of kind {self.kind.name} in {self.bucket}, variants {self.variants}"
-
 
 class Runner:
     """The groups of an engine and their pools, on a device. A step uses those of its kind."""
@@ -336,24 +333,25 @@ class Runner:
         times = times + 1 if before == requests else 0
         self._before[kind] = requests, times
         if tape is not None:
-            tape.replay(signature)
+            tape.replay()
             self._replays[signature.called] += 1
             if signature.chain is not None:
                 self._replays[signature.chain.kind.name] += signature.chain.guesses - 1
         elif self.studio or self.every or times >= STEADY:
-            tape = Graph(signature, self.studio) if self.studio else Tape(signature, self._room)
+            tape = Graph(self.studio) if self.studio else Tape(self._room)
             tape.record(launch)
             self.tapes[signature] = tape
-            while not (self.studio or self.every) and len(self.tapes) > 1 and self._too_many():
-                del self.tapes[next(iter(self.tapes))]
+            if not self.studio and not self.every:
+                self._drop()
         else:
             return launch()
         output: StepOutput = tape.output
         return output
 
-    def _too_many(self) -> bool:
-        """Whether an old tape goes."""
-        return len(self.tapes) > TAPES or self._room.used() > TAPE_BYTES
+    def _drop(self) -> None:
+        """The oldest tapes go where there are many."""
+        while len(self.tapes) > TAPES or (len(self.tapes) > 1 and self._room.used() > TAPE_BYTES):
+            del self.tapes[next(iter(self.tapes))]
 
 
 def null_work(specs: Sequence[GroupSpec], width: int, emit: tuple[int, ...]) -> RequestWork:

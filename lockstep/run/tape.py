@@ -7,7 +7,7 @@ and those that follow one another are repeated as one call. Knows no model and n
 records one per signature.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -45,9 +45,9 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
     """`record` a launch once, `replay` it from then on. `output` is what the launch returned. Its
     kernels work in a `room`, which tapes may share."""
 
-    def __init__(self, signature: Hashable, room: threads.Room | None = None) -> None:
+    def __init__(self, room: threads.Room | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.signature, self.room = signature, room or threads.Room()
+        self.room = room or threads.Room()
         self.output: Any = None
         self.replays = 0
         self._calls: list[Call | threads.Script] = []
@@ -113,11 +113,8 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
         if fresh or schema is None or schema.is_mutable:
             self._calls.append(Call(function, args, kwargs, fresh))
 
-    def replay(self, signature: Hashable) -> Any:
+    def replay(self) -> Any:
         """Everything again, with the arena's numbers of now, into the memory of the first time."""
-        if signature != self.signature:
-            rule = f"this tape holds {self.signature}"
-            raise RuleError(rule, str(signature), "Record a tape for it")
         for one in self._calls:
             one.repeat()
         self.replays += 1

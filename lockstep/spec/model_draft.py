@@ -464,7 +464,7 @@ def fill(buffer: Tensor, states: Sequence[Tensor], rows: list[int]) -> None:
 
 def copy_rows(buffer: Tensor, every: Tensor, index: NDArray[np.integer]) -> None:
     """buffer[:] = every[index], as far as that reaches."""
-    if buffer.device.type == "cpu":  # by numpy, on this thread, as `Ops.take_rows` does it
+    if buffer.device.type == "cpu":  # by numpy, on this thread
         buffer.numpy()[: len(index)] = every.numpy()[index]
     else:
         at = sent(torch.from_numpy(index), buffer.device)

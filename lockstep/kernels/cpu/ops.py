@@ -15,12 +15,6 @@ from lockstep.types import KV_FORMATS, Choice
 LARGEST = {getattr(torch, f.torch_name): f.largest for f in KV_FORMATS.values() if f.largest}
 
 
-def take_rows(x: Tensor, numbers: Tensor) -> Tensor:
-    """Not by torch: its own threads look for more work for milliseconds, on processors that our
-    helpers need."""
-    return rows.take(x, numbers if numbers.dtype is torch.int32 else numbers.int())
-
-
 def kv_write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
     """Divided by the scale, clamped to the format's range, rounded once."""
     same = values.dtype is storage.dtype is torch.float32 and scale == 1.0
@@ -45,14 +39,6 @@ def kv_move(storages: Sequence[Tensor], moves: Tensor) -> None:
             storage[target] = storage[source]
 
 
-SEEN = (gemm.linear, gemm.batched_linear, gemm.grouped_linear, take_rows, kv_write, kv_move)
-SEEN += (rows.rms_norm, rows.add_rms_norm, rows.layer_norm, rows.rope_cos_sin, rows.rope)
-SEEN += (rows.qk_norm_rope, rows.activate, rows.act_and_mul, rows.clamped_swiglu, rows.soft_cap)
-SEEN += (sample.sample_tokens, sample.compute_logprobs)
-for each in SEEN:
-    transparent(each)
-
-
 class Ops:
     """The table; `lockstep.ops.Ops` is what it is."""
 
@@ -65,25 +51,25 @@ class Ops:
         self.dtype: torch.dtype = getattr(torch, dtype)
 
     pack = staticmethod(gemm.pack)
-    linear = staticmethod(gemm.linear)
-    batched_linear = staticmethod(gemm.batched_linear)
-    grouped_linear = staticmethod(gemm.grouped_linear)
+    linear = staticmethod(transparent(gemm.linear))
+    batched_linear = staticmethod(transparent(gemm.batched_linear))
+    grouped_linear = staticmethod(transparent(gemm.grouped_linear))
     route = staticmethod(routing.route)
     dispatch = staticmethod(routing.dispatch)
     combine = staticmethod(routing.combine)
-    rms_norm = staticmethod(rows.rms_norm)
-    add_rms_norm = staticmethod(rows.add_rms_norm)
-    layer_norm = staticmethod(rows.layer_norm)
-    rope_cos_sin = staticmethod(rows.rope_cos_sin)
-    rope = staticmethod(rows.rope)
-    qk_norm_rope = staticmethod(rows.qk_norm_rope)
-    activate = staticmethod(rows.activate)
-    act_and_mul = staticmethod(rows.act_and_mul)
-    clamped_swiglu = staticmethod(rows.clamped_swiglu)
-    soft_cap = staticmethod(rows.soft_cap)
+    rms_norm = staticmethod(transparent(rows.rms_norm))
+    add_rms_norm = staticmethod(transparent(rows.add_rms_norm))
+    layer_norm = staticmethod(transparent(rows.layer_norm))
+    rope_cos_sin = staticmethod(transparent(rows.rope_cos_sin))
+    rope = staticmethod(transparent(rows.rope))
+    qk_norm_rope = staticmethod(transparent(rows.qk_norm_rope))
+    activate = staticmethod(transparent(rows.activate))
+    act_and_mul = staticmethod(transparent(rows.act_and_mul))
+    clamped_swiglu = staticmethod(transparent(rows.clamped_swiglu))
+    soft_cap = staticmethod(transparent(rows.soft_cap))
     pool = staticmethod(rows.pool)
-    take_rows = staticmethod(take_rows)
-    kv_write = staticmethod(kv_write)
-    kv_move = staticmethod(kv_move)
-    sample_tokens = staticmethod(sample.sample_tokens)
-    compute_logprobs = staticmethod(sample.compute_logprobs)
+    take_rows = staticmethod(transparent(rows.take))
+    kv_write = staticmethod(transparent(kv_write))
+    kv_move = staticmethod(transparent(kv_move))
+    sample_tokens = staticmethod(transparent(sample.sample_tokens))
+    compute_logprobs = staticmethod(transparent(sample.compute_logprobs))

@@ -19,15 +19,7 @@ from torch import Tensor
 from lockstep.kernels.cpu import elementary, lanes, threads
 from lockstep.kernels.cpu.elementary import cos_sin, erf, exp2, tanh
 from lockstep.kernels.cpu.lanes import add, div, fma, less, load, maximum, mul, select, store, sub
-from lockstep.kernels.cpu.threads import (
-    ENTRIES,
-    FAULT,
-    empty,
-    fetch,
-    float32_at,
-    int32_at,
-    int64_at,
-)
+from lockstep.kernels.cpu.threads import ENTRIES, empty, fetch, float32_at, int32_at, int64_at
 from lockstep.ops import Activation, CosSin, Heads
 from lockstep.order import LANES, LOG2E
 
@@ -42,6 +34,7 @@ HALVED = (GATE, CLAMPED)  # the output has half the columns of the input
 # gelu's: sqrt(1/2), sqrt(2/pi) and what the cube is multiplied by
 ROOT_HALF, TANH_SCALE, TANH_CUBE = 0.7071067811865476, 0.7978845608028654, 0.044715
 INF = np.float32(np.inf)
+FAULT = threads.FAULT
 SHORTEST = 1e-12  # vectors are divided by their length, or by this where they are shorter
 
 
@@ -144,9 +137,9 @@ def write(x: Tensor, y: Tensor, slots: Tensor) -> None:
 
 
 def take(x: Tensor, which: Tensor) -> Tensor:
-    """x[which] of x [n, d], of which the last dimension is contiguous, and int32 [t]; an error if x
-    has not all of them."""
-    y = empty(which.shape[0], x.shape[1])
+    """x[which] of x [n, d] and integers [t]; an error if x has not all of them. Not by torch, whose
+    threads look for more work for milliseconds, on processors that our helpers need."""
+    which, y = which.int(), empty(which.shape[0], x.shape[1])
     more = (which.data_ptr(), x.shape[0], 4 * x.stride(0))
     record = _call(TAKE, (x.data_ptr(), 0, 0), y, (which.shape[0], 1, x.shape[1]), more)
     _checked(record, which, x.shape[0])

@@ -327,7 +327,7 @@ class Call:
         self, work: Any, entries: Sequence[int], units: int, most: int, cost_ns: int
     ) -> None:
         shares, words = most if cost_ns < STREAM_NS else 1, HEAD + len(entries)
-        self.work, self.most, self.each_ns = work, most, cost_ns // most
+        self.work, self.most, self.each_ns, self.calls = work, most, cost_ns // most, 1
         self.record = array("q", (work.address, units, most, 0, 0, 0, shares, words, 0, *entries))
 
     def run(self, *places: tuple[int, int]) -> "array[int]":
@@ -338,41 +338,37 @@ class Call:
             record[HEAD + number] = value
         if OWN.tape is not None:
             OWN.tape.note(self, record)
-        run_records(record, 1, self.most, self.each_ns)
+        if self.most > len(HELP.threads) + 1:
+            HELP.want(count() - 1)
+        at, _ = record.buffer_info()
+        numbers = (at, self.calls, len(HELP.threads), HELP.address, OWN.counters)
+        if perf_counter_ns() - OWN.turn_ns + self.each_ns < TURN_NS:
+            compiled().call(*numbers)
+        else:
+            compiled().released(*numbers)
+            OWN.turn_ns = perf_counter_ns()
         return record
 
 
-class Script:
-    """Calls that have run one behind the other, to be run again as one. Who makes it holds what
-    their records point to."""
+class Script(Call):
+    """Calls that have run one behind the other, to be run again as one: their records are. Who
+    makes it holds what these point to."""
 
     def __init__(self) -> None:
-        self.records, self.calls, self.most, self.each_ns = array("q"), list[Call](), 1, 0
+        self.record, self.calls, self.most, self.each_ns = array("q"), 0, 1, 0
+        self.works: list[Any] = []
 
     def add(self, call: Call, record: "array[int]") -> None:
-        self.records.extend(record)
-        self.calls.append(call)
+        self.record.extend(record)
+        self.works.append(call.work)
         self.most, self.each_ns = max(self.most, call.most), self.each_ns + call.each_ns
+        self.calls += 1
 
     def repeat(self) -> None:
         """All of it, by the numbers that are in memory now."""
-        records = self.records[:]
-        run_records(records, len(self.calls), self.most, self.each_ns)
-        if records[FAULT]:
+        if self.run()[FAULT]:
             rule, got = "rows that are read or written are there", "one that is not"
             raise RuleError(rule, got, "Check the plan: a launch was replayed with it")
-
-
-def run_records(records: "array[int]", calls: int, most: int, each_ns: int) -> None:
-    """Records of so many calls, on at most `most` threads, which take `each_ns` together."""
-    if most > len(HELP.threads) + 1:
-        HELP.want(count() - 1)
-    args = (records.buffer_info()[0], calls, len(HELP.threads), HELP.address, OWN.counters)
-    if perf_counter_ns() - OWN.turn_ns + each_ns < TURN_NS:
-        compiled().call(*args)
-    else:
-        compiled().released(*args)
-        OWN.turn_ns = perf_counter_ns()
 
 
 class Room:

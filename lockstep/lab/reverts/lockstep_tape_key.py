@@ -10,8 +10,7 @@ Mechanism:
 2. The requests grow; the table now has 32 entries, and all arrays behind it lie elsewhere.
 3. The launch of the 16 is replayed and reads page ids as positions.
 Key functions:
-`run.runner.Runner._recorded`: the key is the `Signature`, all that a launch depends on, and a tape
-refuses any other.
+`run.runner.Runner._recorded`: the key is the `Signature`, all that a launch depends on.
 Symptom:
 Right until a table outgrows its bucket, then garbage.
 Risk and impact:
@@ -35,7 +34,7 @@ def revert(old: Callable[..., Any]) -> Callable[..., Any]:
         for known, tape in self.tapes.items():
             shape = (known.bucket.requests, known.bucket.tokens, known.kind)
             if shape == (signature.bucket.requests, signature.bucket.tokens, signature.kind):
-                return tape.replay(known)
+                return tape.replay()
         return old(self, signature, launch)
 
     return _recorded
