@@ -77,7 +77,7 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._inside:
+        if self._inside or func.is_view:
             return func(*args, **kwargs)
         if asks_numbers(func, args):
             rule = "the shapes of a recorded launch are those of its bucket"
