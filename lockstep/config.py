@@ -50,8 +50,8 @@ class EngineConfig:
     # and of requests and of emitted rows; None: the same counts
     request_bucket_sizes: tuple[int, ...] | None = None
     emit_bucket_sizes: tuple[int, ...] | None = None
-    # a launch is recorded once per bucket and replayed: on a GPU a graph, for decoding steps and
-    # unless told otherwise; on the CPU a tape, which is a test of launches and makes nothing faster
+    # a launch is recorded and replayed, as a graph on a GPU, as one call of compiled code on the
+    # CPU: decoding steps, unless told otherwise; on the CPU True records every launch, as a test
     graphs: bool | None = None
     # tokens are guessed, and verified several at a time: the same answers, sooner. By what
     speculative_algorithm: str | None = None
