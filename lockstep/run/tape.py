@@ -51,16 +51,17 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
         self.output: Any = None
         self.replays = 0
         self._calls: list[Call | threads.Script] = []
-        self._held: list[Any] = []  # what kernels read and write
-        self._inside = False  # an operation: what it does is its own affair
+        self.held: list[Any] = []  # memory that kernels were told of
 
     def record(self, launch: Callable[[], Any]) -> None:
         """Carries out a launch and keeps it."""
         outside = active_modes()
         try:
-            with threads.noted_by(self), self:
+            threads.OWN.tape = self
+            with self:
                 self.output = launch()
         finally:
+            threads.OWN.tape = None
             while active_modes() > outside:  # an interrupt came before the block was entered
                 _pop_mode()
 
@@ -71,13 +72,9 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
         script: Any = self._calls[-1]
         script.add(call, record)
 
-    def hold(self, memory: Any) -> None:
-        """Memory that a kernel is told of."""
-        self._held.append(memory)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._inside or func.is_view:
+        if threads.OWN.tape is None or func.is_view:
             return func(*args, **kwargs)
         if asks_numbers(func, args):
             rule = "the shapes of a recorded launch are those of its bucket"
@@ -89,18 +86,17 @@ class Tape(Recorder):  # type: ignore[no-untyped-call]
         return result
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """An operation, noted as one call."""
-        if self._inside:
-            return function(*args, **kwargs)
+        """An operation, noted as one call where not all of it is seen: what it does is its own
+        affair then."""
         if hasattr(function, TRANSPARENT):
-            self.hold([each for each in (*args, *kwargs.values()) if not self.room.holds(each)])
+            self.held += [each for each in (*args, *kwargs.values()) if not self.room.holds(each)]
+        if hasattr(function, TRANSPARENT) or threads.OWN.tape is None:
             return function(*args, **kwargs)
-        self._inside = True
+        threads.OWN.tape = None
         try:
-            with threads.noted_by(None):
-                result = function(*args, **kwargs)
+            result = function(*args, **kwargs)
         finally:
-            self._inside = False
+            threads.OWN.tape = self
         self._note(function, args, kwargs, result)
         return result
 

@@ -427,7 +427,7 @@ def memory(each: int, team: int) -> int:
     if len(own.memory) < each * team + 64:
         own.memory, own.address = aligned(each * team)
     if OWN.tape is not None:
-        OWN.tape.hold(own.memory)
+        OWN.tape.held.append(own.memory)
     address: int = own.address
     return address
 
@@ -465,16 +465,6 @@ def limited(most: int) -> Iterator[None]:
         yield
     finally:
         OWN.limit = before
-
-
-@contextmanager
-def noted_by(tape: Any) -> Iterator[None]:
-    """Runs the block with the calls of this thread noted by a tape, or by none."""
-    before, OWN.tape = OWN.tape, tape
-    try:
-        yield
-    finally:
-        OWN.tape = before
 
 
 def relinked(text: Any, names: dict[str, Any]) -> FunctionType:
