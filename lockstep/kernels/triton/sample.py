@@ -1,7 +1,9 @@
 """Tokens and log-probabilities on the GPU with the CPU's bits: the formulas of
 `sample/formulas.py`. Scores are compared as integers, weights are integers in units of 2^-FRACTION,
 noise and logarithms are single IEEE operations in float64: sums and maxima have no order, so a row
-is cut into parts. Called through the table of operations."""
+is cut into parts. Called through the table of operations, `lockstep/ops.py`, which says what the
+numbers of a row are: `floats`, temperature, top-p, ln of min-p; `ints`, top-k, position, index, two
+words of the seed."""
 
 from types import FunctionType
 
@@ -16,8 +18,7 @@ from lockstep.sample import formulas as cpu
 ID_BITS, ID_MASK, FARTHEST = map(tl.constexpr, (cpu.ID_BITS, cpu.ID_MASK, cpu.FARTHEST))
 OK, NAN, INFINITE, EMPTY = map(tl.constexpr, (cpu.OK, cpu.NAN, cpu.INFINITE, cpu.EMPTY))
 KEY_INF, KEY_MINUS_INF = tl.constexpr(cpu.KEY_INF), tl.constexpr(cpu.KEY_MINUS_INF)
-M0, M1, W0, W1 = map(tl.constexpr, (cpu.M0, cpu.M1, cpu.W0, cpu.W1))
-LOWEST_KEY = tl.constexpr(-0x7FFFFFFF)
+KEY_NAN = tl.constexpr(0x7FFFFFFF)  # above all others, whatever a NaN's bits
 DIGIT, BINS = tl.constexpr(11), tl.constexpr(1 << 11)  # bits of a rank that are found at a time
 SHIFTS = (44, 33, 22, 11, 0)  # of the digits of a rank, which has 33 + ID_BITS bits
 PARTS = tl.constexpr(64)  # programs of a row
@@ -60,25 +61,11 @@ def rough_gumbel(word):
 
 
 @triton.jit
-def philox(c0, c1, c2, k0, k1):
-    """Philox 4x32-10 of the counter (c0, c1, c2, 0) under the key (k0, k1), all uint32: four
-    words."""
-    c3 = c0 * 0
-    for _ in tl.static_range(10):
-        high0, low0 = tl.umulhi(c0, M0), c0 * M0
-        high1, low1 = tl.umulhi(c2, M1), c2 * M1
-        c0, c1 = high1 ^ c1 ^ k0, low1
-        c2, c3 = high0 ^ c3 ^ k1, low0
-        k0 += W0
-        k1 += W1
-    return c0, c1, c2, c3
-
-
-@triton.jit
 def words_of(group, position, index, low, high):
-    """Random words of tokens 4 * group to 4 * group + 3."""
+    """Random words of tokens 4 * group to 4 * group + 3: Philox 4x32-10, counter and key uint32."""
     group = group.to(tl.uint32)
-    return philox(group, group * 0 + position, group * 0 + index, low, high)
+    zero = group * 0
+    return tl.philox_impl(group, zero + position, zero + index, zero, low, high)
 
 
 @triton.jit
@@ -95,17 +82,12 @@ def score_of(key):
 
 
 @triton.jit
-def score(x, temperature):
-    """A logit under the temperature; 0 is greedy and leaves it."""
+def load_scores(logits, row, token, inside, vocab, temperature):
+    """Logits under the temperature, -inf where not inside; 0 is greedy and leaves them."""
+    at = logits + row * vocab + token
+    x = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
     divisor = tl.where(temperature == 0.0, 1.0, temperature)
     return tl.where(temperature == 0.0, x, tl.div_rn(x, divisor + tl.zeros_like(x)) + 0.0)
-
-
-@triton.jit
-def load_scores(logits, row, token, inside, vocab, temperature):
-    """The scores of tokens, -inf where not inside."""
-    at = logits + row * vocab + token
-    return score(tl.load(at, mask=inside, other=float("-inf")).to(tl.float32), temperature)
 
 
 @triton.jit
@@ -126,61 +108,44 @@ def part_of(vocab):
 
 
 @triton.jit(do_not_specialize=["vocab"])
-def peak_kernel(logits, floats, peaks, vocab, TEMPERED: tl.constexpr):
-    """The largest key of a part, and its largest magnitude as bits: peaks int32 [rows, PARTS,
-    2]."""
+def peak_kernel(logits, floats, peaks, vocab):
+    """The largest key of a part, under the temperature if `floats` has one: peaks int32 [rows,
+    PARTS]."""
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(floats + row * 3).to(tl.float32) if TEMPERED else 0.0
+    temperature = 0.0
+    if floats is not None:
+        temperature = tl.load(floats + row * 3).to(tl.float32)
     begin, end = part_of(vocab)
-    top = tl.full([BLOCK], LOWEST_KEY, tl.int32)
-    largest = tl.zeros([BLOCK], tl.int32)
+    top = tl.full([BLOCK], KEY_MINUS_INF, tl.int32)
     for first in range(begin, end, BLOCK):
         token = first + tl.arange(0, BLOCK)
-        inside = token < end
-        x = load_scores(logits, row, token, inside, vocab, temperature)
-        top = tl.maximum(top, tl.where(inside, key_of(x), LOWEST_KEY))
-        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        largest = tl.maximum(largest, tl.where(inside, magnitude, 0))
-    at = peaks + (row * PARTS + tl.program_id(1)) * 2
-    tl.store(at, tl.max(top, 0))
-    tl.store(at + 1, tl.max(largest, 0))
+        x = load_scores(logits, row, token, token < end, vocab, temperature)
+        top = tl.maximum(top, tl.where(x == x, key_of(x), KEY_NAN))
+    tl.store(peaks + row * PARTS + tl.program_id(1), tl.max(top, 0))
 
 
 @triton.jit
 def peak_of(peaks, row):
     """(largest key, state) of a row."""
-    at = peaks + (row * PARTS + tl.arange(0, PARTS)) * 2
-    top = tl.max(tl.load(at), 0)
-    state = tl.where(top == KEY_INF, INFINITE, tl.where(top <= KEY_MINUS_INF, EMPTY, OK))
-    return top, tl.where(tl.max(tl.load(at + 1), 0) > KEY_INF, NAN, state)
-
-
-@triton.jit(do_not_specialize=["vocab"])
-def start_kernel(floats, ints, peaks, search, vocab, WEIGH: tl.constexpr):
-    """search int64 [rows, 3]: the digits found so far, or -1 where a row has no such cut; what
-    lies below them; what is wanted (of weights: known after the first digit)."""
-    row = tl.program_id(0).to(tl.int64)
-    _, state = peak_of(peaks, row)
-    top_k = tl.load(ints + row * 5)
-    if WEIGH:
-        has_cut = tl.load(floats + row * 3 + 1) < 1.0
-    else:
-        has_cut = top_k < vocab
-    has_cut = has_cut & (state == OK) & (tl.load(floats + row * 3) != 0.0)
-    tl.store(search + row * 3, tl.where(has_cut, 0, -1).to(tl.int64))
-    tl.store(search + row * 3 + 1, top_k * 0)
-    tl.store(search + row * 3 + 2, top_k)
+    top = tl.max(tl.load(peaks + row * PARTS + tl.arange(0, PARTS)), 0)
+    state = tl.where(top == KEY_INF, INFINITE, tl.where(top == KEY_MINUS_INF, EMPTY, OK))
+    return top, tl.where(top == KEY_NAN, NAN, state)
 
 
 @triton.jit(do_not_specialize=["vocab", "shift"])
-def bin_kernel(logits, floats, peaks, search, last, bins, vocab, shift, WEIGH: tl.constexpr):
+def bin_kernel(logits, floats, ints, peaks, search, last, bins, vocab, shift,
+               WEIGH: tl.constexpr):  # fmt: skip
     """Tokens, or their weights, by the next digit of their rank, of those whose higher digits are
-    the ones found: integers, so that no order matters."""
+    the ones found, in rows with a top-k, or a top-p: integers, so that no order matters."""
     row = tl.program_id(0).to(tl.int64)
-    prefix, farthest = tl.load(search + row * 3), tl.load(last + row)
-    if prefix >= 0:
-        temperature = tl.load(floats + row * 3).to(tl.float32)
-        top_key, _ = peak_of(peaks, row)
+    prefix, farthest = tl.load(search + row * 2), tl.load(last + row)
+    temperature = tl.load(floats + row * 3).to(tl.float32)
+    top_key, state = peak_of(peaks, row)
+    if WEIGH:
+        has_cut = tl.load(floats + row * 3 + 1) < 1.0
+    else:
+        has_cut = tl.load(ints + row * 5) < vocab
+    if has_cut & (prefix >= 0) & (state == OK) & (temperature != 0.0):
         top = score_of(top_key).to(tl.float64)
         begin, end = part_of(vocab)
         for first in range(begin, end, BLOCK):
@@ -197,27 +162,29 @@ def bin_kernel(logits, floats, peaks, search, last, bins, vocab, shift, WEIGH: t
 
 
 @triton.jit(do_not_specialize=["shift"])
-def digit_kernel(floats, search, last, bins, shift, FIRST: tl.constexpr, WEIGH: tl.constexpr):
+def digit_kernel(floats, ints, search, last, bins, shift, FIRST: tl.constexpr, WEIGH: tl.constexpr):
     """The digit at which enough is reached; after the last one, the rank of the last token kept.
-    Leaves the bins empty."""
+    search int64 [rows, 2]: the digits found so far, or -1 where all tokens are kept; what is wanted
+    of those that begin so. Leaves the bins empty."""
     row = tl.program_id(0).to(tl.int64)
-    prefix = tl.load(search + row * 3)
+    prefix = tl.load(search + row * 2)
     if prefix >= 0:
-        below, wanted = tl.load(search + row * 3 + 1), tl.load(search + row * 3 + 2)
         bin = tl.arange(0, BINS)
         amount = tl.load(bins + row * BINS + bin)
         tl.store(bins + row * BINS + bin, tl.zeros_like(amount))
-        if WEIGH and FIRST:
+        if FIRST and WEIGH:
             total = tl.sum(amount, 0)
             wanted = tl.ceil(wide_float(total) * tl.load(floats + row * 3 + 1)).to(tl.int64)
             wanted = tl.maximum(tl.minimum(wanted, total), 1)
-            tl.store(search + row * 3 + 2, wanted)
-        digit = tl.sum((below + tl.cumsum(amount, 0) < wanted).to(tl.int64), 0)
-        below += tl.sum(tl.where(bin < digit, amount, 0), 0)
-        is_short = digit == BINS  # fewer tokens than top-k: all are kept
+        elif FIRST:
+            wanted = tl.load(ints + row * 5)
+        else:
+            wanted = tl.load(search + row * 2 + 1)
+        digit = tl.sum((tl.cumsum(amount, 0) < wanted).to(tl.int64), 0)
+        is_short = digit == BINS  # no cut, or fewer tokens than top-k: all are kept
         prefix = tl.where(is_short, -1, (prefix << DIGIT) | digit)
-        tl.store(search + row * 3, prefix)
-        tl.store(search + row * 3 + 1, below)
+        tl.store(search + row * 2, prefix)
+        tl.store(search + row * 2 + 1, wanted - tl.sum(tl.where(bin < digit, amount, 0), 0))
         if (shift == 0) & (prefix >= 0):
             tl.store(last + row, prefix)
 
@@ -283,7 +250,7 @@ def noisy_kernel(logits, floats, ints, peaks, last, best, vocab):
             a, b, c, d = words_of(token // 4, position, index, low, high)
             nth = token % 4
             word = tl.where(nth == 0, a, tl.where(nth == 1, b, tl.where(nth == 2, c, d)))
-            x = score(tl.load(logits + row * vocab + token).to(tl.float32), temperature)
+            x = load_scores(logits, row, token, token < end, vocab, temperature)
             found = place_of(x, word, token, temperature)
         else:
             for first in range(begin, end, BLOCK):
@@ -313,15 +280,14 @@ def pick_kernel(peaks, best, tokens, states):
 def weigh_kernel(logits, peaks, sums, vocab):
     """The weights of a part, added: sums int64 [rows, PARTS]."""
     row = tl.program_id(0).to(tl.int64)
-    top_key, state = peak_of(peaks, row)
+    top_key, _ = peak_of(peaks, row)
+    top = score_of(top_key).to(tl.float64)
     total = tl.zeros([BLOCK], tl.int64)
     begin, end = part_of(vocab)
-    if state == OK:
-        top = score_of(top_key).to(tl.float64)
-        for first in range(begin, end, BLOCK):
-            token = first + tl.arange(0, BLOCK)
-            x = tl.load(logits + row * vocab + token, mask=token < end, other=float("-inf"))
-            total += weight(x.to(tl.float64) - top)
+    for first in range(begin, end, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * vocab + token, mask=token < end, other=float("-inf"))
+        total += weight(x.to(tl.float64) - top)
     tl.store(sums + row * PARTS + tl.program_id(1), tl.sum(total, 0))
 
 
@@ -334,63 +300,45 @@ def log_prob(x, top, log_sum):
 @triton.jit(do_not_specialize=["vocab", "few"])
 def describe_kernel(logits, tokens, peaks, sums, chosen, top_ids, top_logs, vocab, few):
     """A row's log-probabilities: of its token, and of the best few, each the least rank behind the
-    one before."""
+    one before; NaN, and no token, of a row without any."""
     row = tl.program_id(0).to(tl.int64)
     top_key, state = peak_of(peaks, row)
     token = tl.load(tokens + row)
-    if state == OK:
-        top = score_of(top_key).to(tl.float64)
-        total = tl.sum(tl.load(sums + row * PARTS + tl.arange(0, PARTS)), 0)
-        log_sum = ln(wide_float(total) * 2.2737367544323206e-13)
-        asked = tl.load(logits + row * vocab + tl.maximum(token, 0))
-        tl.store(chosen + row, tl.where(token >= 0, log_prob(asked, top, log_sum), float("nan")))
-        before = tl.full([], -1, tl.int64)
-        for nth in range(0, few):
-            least = tl.full([WIDE_BLOCK], FARTHEST, tl.int64)
-            for first in range(0, vocab, WIDE_BLOCK):
-                at = first + tl.arange(0, WIDE_BLOCK)
-                x = tl.load(logits + row * vocab + at, mask=at < vocab, other=float("-inf"))
-                rank = rank_of(top_key, x, at)
-                least = tl.minimum(least, tl.where((at < vocab) & (rank > before), rank, FARTHEST))
-            before = tl.min(least, 0)
-            found = before & ID_MASK
-            tl.store(top_ids + row * few + nth, found)
-            value = log_prob(tl.load(logits + row * vocab + found), top, log_sum)
-            tl.store(top_logs + row * few + nth, value)
-    else:
-        tl.store(chosen + row, float("nan"))
-        for nth in range(0, few):
-            tl.store(top_ids + row * few + nth, tl.full([], -1, tl.int64))
-            tl.store(top_logs + row * few + nth, float("nan"))
+    top = tl.where(state == OK, score_of(top_key), float("nan")).to(tl.float64)  # and so all logs
+    total = tl.sum(tl.load(sums + row * PARTS + tl.arange(0, PARTS)), 0)
+    log_sum = ln(wide_float(total) * 2.2737367544323206e-13)
+    asked = tl.load(logits + row * vocab + tl.maximum(token, 0))
+    tl.store(chosen + row, tl.where(token >= 0, log_prob(asked, top, log_sum), float("nan")))
+    before = tl.full([], -1, tl.int64)
+    for nth in range(0, few):
+        least = tl.full([WIDE_BLOCK], FARTHEST, tl.int64)
+        for first in range(0, vocab, WIDE_BLOCK):
+            at = first + tl.arange(0, WIDE_BLOCK)
+            x = tl.load(logits + row * vocab + at, mask=at < vocab, other=float("-inf"))
+            rank = rank_of(top_key, x, at)
+            least = tl.minimum(least, tl.where((at < vocab) & (rank > before), rank, FARTHEST))
+        before = tl.min(least, 0)
+        found = before & ID_MASK
+        tl.store(top_ids + row * few + nth, tl.where(state == OK, found, -1))
+        value = log_prob(tl.load(logits + row * vocab + found), top, log_sum)
+        tl.store(top_logs + row * few + nth, value)
 
 
 # ---- calls ----
 
 
-def check_logits(logits: Tensor) -> None:
-    """Contiguous [rows, vocabulary]."""
-    held = logits.is_floating_point() and logits.ndim == 2 and logits.is_contiguous()
-    rule = f"logits are contiguous floats [rows, V], V from 1 to {cpu.MAX_VOCAB}"
-    require(held and 1 <= logits.shape[1] <= cpu.MAX_VOCAB, rule, logits)
-
-
 def sample_tokens(
     logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool
 ) -> tuple[Tensor, Tensor]:
-    """(tokens, states) int64 [rows] of logits float32 [rows, V]: the CPU's, bit for bit.
-
-    floats float64 [rows, 3] temperature, top-p, ln of min-p; ints int64 [rows, 5] top-k, position,
-    index, the words of the seed. `cuts`: some row has a top-k below V or a top-p below 1; where
-    none has, that search is not launched.
-    """
-    check_logits(logits)
-    (rows, vocab), device = logits.shape, logits.device
-    peaks = torch.empty(rows, PARTS.value, 2, dtype=torch.int32, device=device)
-    last = torch.full((rows,), cpu.FARTHEST, dtype=torch.int64, device=device)
-    best = torch.empty(rows, PARTS.value, dtype=torch.int64, device=device)
-    tokens, states = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))
+    """Tokens and states; where no row has `cuts`, the search for them is not launched."""
+    rows, vocab = logits.shape
+    rule = f"logits are contiguous floats [rows, V], V from 1 to {cpu.MAX_VOCAB}"
+    require(logits.is_contiguous() and 1 <= vocab <= cpu.MAX_VOCAB, rule, logits)
+    peaks = ints.new_empty(rows, PARTS.value, dtype=torch.int32)
+    last, best = ints.new_full((rows,), cpu.FARTHEST), ints.new_empty(rows, PARTS.value)
+    tokens, states = ints.new_empty(rows), ints.new_empty(rows)
     grid = (rows, PARTS.value)
-    peak_kernel[grid](logits, floats, peaks, vocab, TEMPERED=True, **OPTIONS)
+    peak_kernel[grid](logits, floats, peaks, vocab, **OPTIONS)
     if cuts:
         cut(logits, floats, ints, peaks, last)
     noisy_kernel[grid](logits, floats, ints, peaks, last, best, vocab, **OPTIONS)
@@ -402,29 +350,24 @@ def cut(logits: Tensor, floats: Tensor, ints: Tensor, peaks: Tensor, last: Tenso
     """Writes the rank of the last token that top-k and then top-p keep, int64 [rows], digit by
     digit."""
     rows, vocab = logits.shape
-    search = torch.empty(rows, 3, dtype=torch.int64, device=logits.device)
-    bins = torch.zeros(rows, BINS.value, dtype=torch.int64, device=logits.device)
+    bins = ints.new_zeros(rows, BINS.value)
     for weigh in (False, True):
-        start_kernel[(rows,)](floats, ints, peaks, search, vocab, WEIGH=weigh, num_warps=1)
+        search = ints.new_zeros(rows, 2)
         for shift in SHIFTS:
-            operands = (logits, floats, peaks, search, last, bins, vocab, shift)
+            operands = (logits, floats, ints, peaks, search, last, bins, vocab, shift)
             bin_kernel[(rows, PARTS.value)](*operands, WEIGH=weigh, **OPTIONS)
             launch = {"FIRST": shift == SHIFTS[0], "WEIGH": weigh} | OPTIONS
-            digit_kernel[(rows,)](floats, search, last, bins, shift, **launch)
+            digit_kernel[(rows,)](floats, ints, search, last, bins, shift, **launch)
 
 
 def compute_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities float32 [rows] of token_ids int64 [rows] (-1: none), and of the best k:
-    ids int64, logs float32 [rows, k]; the CPU's, bit for bit."""
-    check_logits(logits)
-    (rows, vocab), device = logits.shape, logits.device
-    peaks = torch.empty(rows, PARTS.value, 2, dtype=torch.int32, device=device)
-    sums = torch.empty(rows, PARTS.value, dtype=torch.int64, device=device)
-    chosen = torch.empty(rows, dtype=torch.float32, device=device)
-    top_ids = torch.empty(rows, k, dtype=torch.int64, device=device)
-    top_logs = torch.empty(rows, k, dtype=torch.float32, device=device)
+    """Of token_ids, and the best k: ids and logs. The logits are contiguous."""
+    rows, vocab = logits.shape
+    peaks = token_ids.new_empty(rows, PARTS.value, dtype=torch.int32)
+    sums, top_ids = token_ids.new_empty(rows, PARTS.value), token_ids.new_empty(rows, k)
+    chosen, top_logs = logits.new_empty(rows), logits.new_empty(rows, k)
     grid = (rows, PARTS.value)
-    peak_kernel[grid](logits, chosen, peaks, vocab, TEMPERED=False, **OPTIONS)
+    peak_kernel[grid](logits, None, peaks, vocab, **OPTIONS)
     weigh_kernel[grid](logits, peaks, sums, vocab, **OPTIONS)
     operands = (logits, token_ids, peaks, sums, chosen, top_ids, top_logs, vocab, k)
     describe_kernel[(rows,)](*operands, num_warps=16, enable_fp_fusion=False)
