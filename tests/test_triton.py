@@ -9,6 +9,7 @@ Marked `gpu`, the same cells run on a card, with the order of its class.
 from __future__ import annotations
 
 import json
+import operator
 import os
 import subprocess
 import sys
@@ -236,9 +237,11 @@ def test_a_handful_of_variants_compile_for_sm_90_without_spills(tmp_path):
     made = {path: path.stat().st_mtime_ns for path in binaries.rglob("*.cubin")}
     assert len(made) == len(reports)
     again = subprocess.run(
-        [*command, *only], capture_output=True, text=True, env=environment, cwd=ROOT
+        [*command[:-1], "-", *only], capture_output=True, text=True, env=environment, cwd=ROOT
     )
     assert again.returncode == 0, again.stdout + again.stderr
+    by_name = operator.itemgetter("name")
+    assert sorted(json.loads(again.stdout), key=by_name) == sorted(reports, key=by_name)
     assert {path: path.stat().st_mtime_ns for path in binaries.rglob("*.cubin")} == made
 
 

@@ -8,8 +8,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from lockstep.types import RuleError
 
 pytest.importorskip("triton")
 
@@ -62,8 +65,7 @@ def test_a_kernel_has_its_values_and_its_bits(interpreted: dict[str, str], name:
 def test_a_kernel_compiles_for_sm_90_without_spills(name: str) -> None:
     from lockstep.kernels.triton.variants import SHARED_LIMIT, build, inspect, variants
 
-    (variant,) = (v for v in variants() if v.name == name)
-    kernel = build(variant)
+    kernel = build(variants()[name])
     report = inspect(kernel)
     assert report["stack_bytes"] == 0
     assert report["shared_bytes"] <= SHARED_LIMIT
@@ -74,17 +76,22 @@ def test_a_kernel_compiles_for_sm_90_without_spills(name: str) -> None:
 
 
 def test_a_variant_has_a_name_of_its_own() -> None:
-    from lockstep.kernels.triton.variants import variants
+    from lockstep.kernels.triton.variants import hear, variants
 
-    names = [v.name for v in variants()]
-    assert len(names) == len(set(names))
-    assert set(COMPILED) <= set(names)
+    found: dict[str, str] = {}
+    heard = {"compile": {"constants": {}, "specialization_data": "one"}}
+    kernel = SimpleNamespace(name="gemm_kernel", jit_function=SimpleNamespace(arg_names=[]))
+    assert hear(found, "16", kernel, **heard) and hear(found, "16", kernel, **heard)
+    heard["compile"]["specialization_data"] = "another"
+    with pytest.raises(RuleError, match="a variant has a name of its own; got gemm 16"):
+        hear(found, "16", kernel, **heard)
+    assert set(COMPILED) <= set(variants())
 
 
 def test_every_tile_of_the_table_fits_into_shared_memory() -> None:
-    from lockstep.kernels.triton.gemm_choice import GRID, table, tile_for
+    from lockstep.kernels.triton.gemm_choice import GRID, MEASURED, tile_for
 
-    shapes = [tuple(int(v) for v in name.split("x")) for name in table()]
+    shapes = [tuple(int(v) for v in name.split("x")) for name in MEASURED]
     assert shapes
     for n, k in [*shapes, (4096, 4096), (151936, 1024), (1024, 3072), (24576, 4096)]:
         for rows in GRID:

@@ -440,7 +440,7 @@ def cache(device: str, found: dict) -> None:
             ).int()  # a ring: every target is a source
             pools[0].move(moves)
             flat = [s for layer in pools[1].storages for s in layer]
-            writers.move(writers.storage_table(flat), moves)
+            writers.move(flat, moves)
             pairs = zip((s for layer in pools[0].storages for s in layer), flat)
             found[f"{kv_dtype} {layout}"] = sum(
                 int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in pairs

@@ -33,16 +33,17 @@ from pathlib import Path
 
 import torch
 
-from lockstep.kernels.triton.cublas import CublasLt, torch_gemm
 from lockstep.kernels.triton.gemm import Tile, gemm, gemm_kernel
 from lockstep.kernels.triton.gemm_choice import (
     GRID,
     REFERENCE,
     TABLE,
+    CublasLt,
     choose,
     differing,
     multiply,
     tile_for,
+    torch_gemm,
 )
 
 SHAPES = {
@@ -144,7 +145,8 @@ def warm(n: int, k: int, dtype: torch.dtype, tile: Tile) -> None:
     """Compiles what `gemm` would launch into Triton's cache; tensors of the CPU stand for the
     device's. Launches nothing."""
     x, w, y = (torch.empty(shape, dtype=dtype) for shape in ((16, k), (n, k), (16, n)))
-    gemm_kernel.warmup(x, w, y, 16, k // 8, N=n, K=k, GROUP=tile.group, grid=(1,), **tile.constants)
+    shape = {"N": n, "K": k, "BATCH": 1, "X_BATCH": 0, "GROUP": tile.group}
+    gemm_kernel.warmup(x, w, y, 16, k // 8, grid=(1,), **shape, **tile.constants)
 
 
 def compile_one(task: tuple[int, int, Tile]) -> str:
@@ -222,7 +224,7 @@ def calls_of(blas, w, m: int, chosen) -> dict:
     if chosen is not None:
         return {"cublas": torch_gemm, "chosen": partial(multiply, chosen)}
     calls = {"cublas": torch_gemm}
-    calls |= {f"lt{i}": call for i, call in enumerate(blas.proposals(*w.shape, m, w.dtype))}
+    calls |= {f"lt{i}": call for i, call in enumerate(blas.proposals(w, m))}
     return calls | {t.name: partial(gemm, tile=t) for t in tiles(len(w), m)}
 
 

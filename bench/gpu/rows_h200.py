@@ -59,15 +59,15 @@ def expert_calls(rows: int) -> dict:
     x, router = drawn(rows, MOE_HIDDEN), drawn(EXPERTS, MOE_HIDDEN).float()
     up, down = drawn(EXPERTS, 2 * MOE_INNER, MOE_HIDDEN), drawn(EXPERTS, MOE_HIDDEN, MOE_INNER)
     logits = moe.router(x, router)
-    ids, weights = moe.route(logits, routing, None)
-    routes = moe.Routes(ids, weights, *moe.list_pairs(ids, EXPERTS))
+    routes = moe.route(logits, routing, None)
     inner, parts = drawn(rows * PER_TOKEN, MOE_INNER), drawn(rows * PER_TOKEN, MOE_HIDDEN)
+    ids, weights, *_ = routes
     used = len(ids.unique())
     tile = Tile(16 if rows * PER_TOKEN <= 16 * EXPERTS else 64, 64, 128, 4, 4)
     return {
         "router": (lambda: moe.router(x, router), router.numel() * 4 + x.numel() * 2),
-        "route": (lambda: moe.route(logits, routing, None), logits.numel() * 4),
-        "list pairs": (lambda: moe.list_pairs(ids, EXPERTS), ids.numel() * 8),
+        "route and list": (lambda: moe.route(logits, routing, None), logits.numel() * 4),
+        "list pairs": (lambda: moe.listed(ids, weights, EXPERTS), ids.numel() * 8),
         "experts up": (
             lambda: moe.grouped_gemm(x, up, None, routes, tile),
             used * up[0].numel() * 2 + rows * PER_TOKEN * 4 * MOE_INNER,

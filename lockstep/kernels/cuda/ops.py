@@ -7,21 +7,19 @@ look at it where there is no GPU. Knows kernels; made by `kernels.select` when a
 """
 
 import os
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lockstep.kernels.select import find
 from lockstep.kernels.triton import cache, moe, rowwise, sample
-from lockstep.kernels.triton.cublas import CublasLt
-from lockstep.kernels.triton.gemm import Tile, batched_gemm
-from lockstep.kernels.triton.gemm_choice import GRID, Choices, choose, multiply
-from lockstep.ops import Routing
+from lockstep.kernels.triton.gemm import Tile, gemm
+from lockstep.kernels.triton.gemm_choice import GRID, Choices, CublasLt, choose, multiply
 from lockstep.types import Choice, RuleError
 
-FEW = Tile(rows=16, columns=64, depth=128, warps=4, stages=4)  # of one head, or one expert
-MANY = Tile(rows=64, columns=64, depth=128, warps=4, stages=4)
+FEW = Tile(rows=16, columns=64, depth=128, warps=4, stages=4, group=1)  # of a head or an expert
+MANY = Tile(rows=64, columns=64, depth=128, warps=4, stages=4, group=1)
 
 
 class Packed(NamedTuple):
@@ -37,14 +35,11 @@ def find_device() -> torch.device:
     """The current GPU, if it is of a class we know; the CPU where kernels are interpreted."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise RuleError("device cuda needs an NVIDIA GPU", "none is visible", "Use device cpu")
-    device = torch.device("cuda", torch.cuda.current_device())
-    major, minor = torch.cuda.get_device_capability(device)
-    if major != 9:
-        got = f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}"
-        raise RuleError("device cuda is of the class sm_90 (H100, H200)", got, "Use device cpu")
-    return device
+    name, found = find()
+    if name != "cuda":
+        rule = "device cuda is an NVIDIA GPU of the class sm_90 (H100, H200)"
+        raise RuleError(rule, found, "Use device cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class Ops:
@@ -59,7 +54,6 @@ class Ops:
         self.device = find_device()
         self.library = CublasLt() if self.device.type == "cuda" else None
         self.choices: dict[torch.Size, Choices] = {}
-        self.tables: dict[tuple[tuple[int, int], ...], tuple[Tensor, Tensor, int]] = {}
 
     # ---- GEMM and experts ----
 
@@ -80,14 +74,14 @@ class Ops:
         if choices is None:
             y = moe.router(x, weight)
         else:
-            y = multiply(choices, x, weight, rowwise.new_rows(x, len(weight)))
+            y = multiply(choices, x, weight, x.new_empty(len(x), len(weight)))
         return y if bias is None else rowwise.add_bias(y, bias)
 
     def batched_linear(self, x: Tensor, packed: Packed) -> Tensor:
         """One GEMM per head."""
         t, g, n = len(x), *packed.weight.shape[:2]
-        y = torch.empty(t, g, n, dtype=x.dtype, device=x.device)
-        batched_gemm(x, packed.weight, y, FEW if t <= FEW.rows else MANY)
+        y = x.new_empty(t, g, n)
+        gemm(x, packed.weight, y, FEW if t <= FEW.rows else MANY)
         if packed.bias is None:
             return y
         return rowwise.add_bias(y.view(t, g * n), packed.bias.flatten()).view(t, g, n)
@@ -97,16 +91,12 @@ class Ops:
         few = len(routes.pairs) <= FEW.rows * len(packed.weight)
         return moe.grouped_gemm(x, packed.weight, packed.bias, routes, FEW if few else MANY)
 
-    def route(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> moe.Routes:
-        """Ids and weights, then the lists: two launches."""
-        ids, weights = moe.route(logits, routing, correction)
-        return moe.Routes(ids, weights, *moe.list_pairs(ids, routing.experts))
+    route = staticmethod(moe.route)
+    combine = staticmethod(moe.combine)
 
     def dispatch(self, x: Tensor, routes: moe.Routes) -> Tensor:
         """x itself: the lists find its rows."""
         return x
-
-    combine = staticmethod(moe.combine)
 
     # ---- rows ----
 
@@ -129,16 +119,7 @@ class Ops:
     # ---- the cache ----
 
     kv_write = staticmethod(cache.write)
-
-    def kv_move(self, storages: Sequence[Tensor], moves: Tensor) -> None:
-        """All storages in one launch; their addresses and row lengths are brought to the device
-        once. An address alone names none: it may have been another cache's before."""
-        if not len(moves):
-            return
-        key = tuple((s.data_ptr(), s.stride(0) * s.element_size()) for s in storages)
-        if key not in self.tables:
-            self.tables[key] = cache.storage_table(storages)
-        cache.move(self.tables[key], moves)
+    kv_move = staticmethod(cache.move)
 
     # ---- sampling ----
 

@@ -7,6 +7,7 @@ no page, no request. Called by the op table.
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import triton
@@ -26,35 +27,30 @@ LARGEST = 2.0**100  # that is stored: a sum of such has an end in float32, too
 # ---- texts ----
 
 
-@triton.jit
-def encode(x, scale, LARGEST: tl.constexpr):
-    """Values as they are stored: divided by the scale, clamped to the format's range; NaN stays
-    NaN. An infinite value would be one for rows that do not see it: 0 times infinity is NaN."""
-    y = tl.div_rn(x.to(tl.float32), tl.zeros_like(x).to(tl.float32) + scale)
-    y = tl.maximum(y, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    return tl.minimum(y, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-
-
 @triton.jit(do_not_specialize=("x_token", "x_head"))
 def write_kernel(x, cache, slots, scale, x_token, x_head, KV_HEADS: tl.constexpr, D: tl.constexpr,
                  LARGEST: tl.constexpr):  # fmt: skip
-    """One token per program: its rows of all kv heads."""
+    """One token per program: its rows of all kv heads, divided by the scale, clamped to the
+    format's range; NaN stays NaN. An infinite value would be one for rows that do not see it: 0
+    times infinity is NaN."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     i = tl.arange(0, width(KV_HEADS * D))
     inside = i < KV_HEADS * D
     value = tl.load(x + token * x_token + (i // D) * x_head + i % D, mask=inside, other=0.0)
-    stored = encode(value, scale, LARGEST).to(cache.dtype.element_ty)
-    tl.store(cache + slot * (KV_HEADS * D) + i, stored, mask=inside)
+    value = tl.div_rn(value.to(tl.float32), tl.zeros_like(value).to(tl.float32) + scale)
+    value = tl.maximum(value, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    value = tl.minimum(value, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(cache + slot * (KV_HEADS * D) + i, value.to(cache.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=("count",))
-def move_kernel(bases, row_words, moves, count, ROWS: tl.constexpr, WORDS: tl.constexpr):
+def move_kernel(storages, moves, count, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """`count` rows of one storage and one run of WORDS 4-byte words per program: all are read
     before one is written."""
-    storage = tl.program_id(0)
-    words = tl.load(row_words + storage)
-    base = tl.load(bases + storage).to(tl.pointer_type(tl.int32))
+    storage = storages + 2 * tl.program_id(0)
+    base = tl.load(storage).to(tl.pointer_type(tl.int32))
+    words = tl.load(storage + 1).to(tl.int32)
     column = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     row = tl.arange(0, ROWS)
     real = (row < count)[:, None] & (column < words)[None, :]
@@ -70,7 +66,6 @@ def move_kernel(bases, row_words, moves, count, ROWS: tl.constexpr, WORDS: tl.co
 
 def write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
     """Stores rows [T, kv_heads, d] at int32 `slots` [T] of a storage [slots, kv_heads, d]."""
-    require(len(values) == len(slots), "a step writes one row per slot", values, slots)
     require(values.stride(2) == 1, "the columns of a K or V row are contiguous", values)
     x, (_, kv_heads, d) = widened(values, storage.shape[2]), storage.shape
     write_kernel[(len(slots),)](
@@ -79,24 +74,21 @@ def write(storage: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
     )  # fmt: skip
 
 
-def storage_table(storages: Sequence[Tensor]) -> tuple[Tensor, Tensor, int]:
-    """Addresses and row lengths in 4-byte words of all storages of a group, and the longest: made
-    once, when the pool is."""
-    words = [s.shape[1] * s.shape[2] * s.element_size() // 4 for s in storages]
-    held = all(s.shape[1] * s.shape[2] * s.element_size() % 4 == 0 for s in storages)
-    require(held, "a K or V row is a multiple of 4 bytes", *storages)
-    device = storages[0].device
-    bases = torch.tensor([s.data_ptr() for s in storages], dtype=torch.int64, device=device)
-    return bases, torch.tensor(words, dtype=torch.int32, device=device), max(words)
+@cache
+def storage_table(rows: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """Addresses and row lengths of storages, int64 [storages, 2]: brought to the device once."""
+    return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-def move(table: tuple[Tensor, Tensor, int], moves: Tensor) -> None:
-    """Relocates rows, moves [M, 2] int32 (from, to), in every storage of `storage_table`, in one
-    launch."""
-    (bases, row_words, widest), count = table, len(moves)
+def move(storages: Sequence[Tensor], moves: Tensor) -> None:
+    """Relocates rows, moves [M, 2] int32 (from, to), in every storage, in one launch."""
+    count = len(moves)
+    if count == 0:
+        return
     require(count <= MOVES, f"a step relocates at most {MOVES} rows of a group", moves)
-    rows = power_of_2(count)
-    words = max(1, min(64, HELD_WORDS // rows))
-    grid = (len(bases), triton.cdiv(widest, words))
+    lengths = tuple((s.data_ptr(), s.stride(0) * s.element_size() // 4) for s in storages)
+    rows, widest = power_of_2(count), max(words for _, words in lengths)
+    words = min(64, HELD_WORDS // rows)
+    grid = (len(storages), triton.cdiv(widest, words))
     launch = {"ROWS": rows, "WORDS": words, "num_warps": 8, "enable_fp_fusion": False}
-    move_kernel[grid](bases, row_words, moves, count, **launch)
+    move_kernel[grid](storage_table(lengths, moves.device), moves, count, **launch)

@@ -38,14 +38,8 @@ class Tile:
     @property
     def constants(self) -> dict[str, Any]:
         """As every GEMM kernel takes it."""
-        return {
-            "ROWS": self.rows,
-            "COLUMNS": self.columns,
-            "DEPTH": self.depth,
-            "num_warps": self.warps,
-            "num_stages": self.stages,
-            "enable_fp_fusion": False,
-        }
+        options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False}
+        return {"ROWS": self.rows, "COLUMNS": self.columns, "DEPTH": self.depth} | options
 
 
 @triton.jit
@@ -75,48 +69,26 @@ def product(x_row, w_row, there, K: tl.constexpr, DEPTH: tl.constexpr):
     return total
 
 
-@triton.jit
-def tile_at(index, row_tiles, column_tiles, GROUP: tl.constexpr):
-    """Which tile is computed `index`-th: GROUP row tiles of one column tile, then the next column
-    tile."""
-    per_group = GROUP * column_tiles
-    first = (index // per_group) * GROUP
-    size = tl.minimum(row_tiles - first, GROUP)
-    within = index % per_group
-    return first + within % size, within // size
-
-
 @triton.jit(do_not_specialize=["rows"])
-def gemm_kernel(x, w, y, rows, x_stride, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-                COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
-    """One tile of y [rows, N]. x [rows, K] at x_stride * 8 elements a row, w [N, K] and y
+def gemm_kernel(x, w, y, rows, x_stride, N: tl.constexpr, K: tl.constexpr, BATCH: tl.constexpr,
+                X_BATCH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                DEPTH: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+    """One tile of y [rows, N], or of one b of y [rows, BATCH, N]: GROUP row tiles of a column tile,
+    then the next column tile. Rows of x at x_stride * 8 elements, each b at X_BATCH * 8; w and y
     contiguous."""
+    if BATCH > 1:
+        batch = tl.program_id(1).to(tl.int64)
+        x += batch * X_BATCH * 8
+        w += batch * N * K
+        y += batch * N
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(N, COLUMNS)
-    row_tile, column_tile = tile_at(tl.program_id(0), row_tiles, column_tiles, GROUP)
+    row_tile, column_tile = tl.swizzle2d(0, tl.program_id(0), row_tiles, column_tiles, GROUP)
     row = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     there = row < rows
     w_row = weight_rows(w, 0, column, N, K, COLUMNS)
     total = product(x + row * x_stride * 8, w_row, there, K, DEPTH)
-    at = row[:, None] * N + column[None, :]
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=there[:, None] & (column < N)[None, :])
-
-
-@triton.jit(do_not_specialize=["rows"])
-def batched_gemm_kernel(x, w, y, rows, x_stride, x_batch, y_stride, y_batch, N: tl.constexpr,
-                        K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                        DEPTH: tl.constexpr):  # fmt: skip
-    """One tile of y[:, b] = x[:, b] · w[b], w [batch, N, K] contiguous; strides of x and y in units
-    of 8 elements."""
-    batch = tl.program_id(1).to(tl.int64)
-    columns = tl.cdiv(N, COLUMNS)
-    row = (tl.program_id(0) // columns * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    column = tl.program_id(0) % columns * COLUMNS + tl.arange(0, COLUMNS)
-    there = row < rows
-    x_row = x + batch * x_batch * 8 + row * x_stride * 8
-    w_row = weight_rows(w, batch * N, column, N, K, COLUMNS)
-    total = product(x_row, w_row, there, K, DEPTH)
-    at = batch * y_batch * 8 + row[:, None] * y_stride * 8 + column[None, :]
+    at = row[:, None] * (BATCH * N) + column[None, :]
     tl.store(y + at, total.to(y.dtype.element_ty), mask=there[:, None] & (column < N)[None, :])
 
 
@@ -127,38 +99,25 @@ def require(held: bool, rule: str, *tensors: Tensor) -> None:
         raise RuleError(rule, got, "Pass such tensors")
 
 
-def row_stride(x: Tensor, name: str) -> int:
-    """The row stride of [rows, n] in units of 8 elements, as the kernels take it: 16-byte loads are
-    then always aligned."""
-    held = x.ndim == 2 and x.stride(1) == 1 and (x.stride(0) % 8 == 0 or x.shape[0] <= 1)
+def row_stride(x: Tensor, name: str, axis: int = 0) -> int:
+    """The stride of rows, or along another axis, in units of 8 elements, as the kernels take it:
+    16-byte loads are then always aligned."""
+    held = x.stride(-1) == 1 and (x.stride(axis) % 8 == 0 or x.shape[axis] <= 1)
     require(held, f"{name} has contiguous rows at multiples of 8 elements", x)
-    return x.stride(0) // 8
+    return x.stride(axis) // 8
 
 
 def gemm(x: Tensor, w: Tensor, y: Tensor, tile: Tile) -> Tensor:
-    """y [rows, N] = x [rows, K] · w [N, K] transposed, by our kernel with that tile. Returns y."""
-    (rows, k), n = x.shape, w.shape[0]
-    fits = k == w.shape[1] and y.shape == (rows, n) and x.dtype == w.dtype == y.dtype
-    rule = "x [rows, K], w [N, K] and y [rows, N] have one K, N and dtype; w and y are contiguous"
-    require(fits and w.is_contiguous() and y.is_contiguous(), rule, x, w, y)
-    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns),)
-    operands = (x, w, y, rows, row_stride(x, "x"))
-    gemm_kernel[grid](*operands, N=n, K=k, GROUP=tile.group, **tile.constants)
-    return y
-
-
-def batched_gemm(x: Tensor, w: Tensor, y: Tensor, tile: Tile) -> Tensor:
-    """y[:, b] [rows, N] = x[:, b] [rows, K] · w[b] [N, K] transposed, for every b: x [rows, batch,
-    K], y [rows, batch, N]. Returns y."""
-    (rows, batch, k), n = x.shape, w.shape[1]
-    fits = w.shape == (batch, n, k) and y.shape == (rows, batch, n)
+    """y [rows, N] = x [rows, K] · w [N, K] transposed, by our kernel with that tile; or that for
+    every b of x [rows, batch, K], w [batch, N, K], y [rows, batch, N]. Returns y."""
+    (rows, *batch, k), n = x.shape, w.shape[-2]
+    fits = w.shape == (*batch, n, k) and y.shape == (rows, *batch, n)
     alike = x.dtype == w.dtype == y.dtype
-    rule = "x [rows, batch, K], w [batch, N, K] and y [rows, batch, N] match, w is contiguous"
-    require(fits and alike and w.is_contiguous(), rule, x, w, y)
-    strides = (*x.stride()[:2], *y.stride()[:2])
-    held = x.stride(2) == y.stride(2) == 1 and not any(stride % 8 for stride in strides)
-    require(held, "x and y have contiguous rows at multiples of 8 elements", x, y)
-    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns), batch)
-    operands = (x, w, y, rows, *(stride // 8 for stride in strides))
-    batched_gemm_kernel[grid](*operands, N=n, K=k, **tile.constants)
+    rule = "x [rows, K], w [N, K] and y [rows, N] have one K, N and dtype; w and y are contiguous"
+    require(fits and alike and w.is_contiguous() and y.is_contiguous(), rule, x, w, y)
+    shape = {"N": n, "K": k, "BATCH": 1, "X_BATCH": 0, "GROUP": tile.group}
+    if batch:
+        shape |= {"BATCH": batch[0], "X_BATCH": row_stride(x, "x", 1)}
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(n, tile.columns), *batch)
+    gemm_kernel[grid](x, w, y, rows, row_stride(x, "x"), **shape, **tile.constants)
     return y

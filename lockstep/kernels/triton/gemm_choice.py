@@ -1,20 +1,23 @@
 """Who computes a GEMM: per (N, K, rows) our tile from the committed table, or cuBLAS where its
 whole output is bit-equal to ours here, for rows of a finite grid and no other. `choose` runs at
 load: a tile of ours that differs is an error of this machine, a library that differs is not used.
+cuBLAS is torch's own call and cuBLASLt's proposals that do not split K, found again at every load.
 """
 
+import ctypes
 import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.kernels.triton.gemm import Tile, gemm, require
+from lockstep.kernels.triton.gemm import Tile, gemm
 from lockstep.types import RuleError
 
 GRID = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)  # rows of a step
@@ -22,8 +25,16 @@ LIBRARY_ROWS = 128  # from here on the library is preferred for shapes that were
 ALIGNMENT = 256  # bytes; what torch allocates is aligned so
 REFERENCE = Tile(rows=64, columns=64, depth=64, warps=4, stages=4)
 TABLE = Path(__file__).with_name("gemm_table.json")
+# "NxK" → rows → our tile's name and, if it was faster, the library's call
+MEASURED: dict[str, dict[str, list[str]]] = json.loads(TABLE.read_text())["sm_90"]
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x [rows, K], w [N, K], y [rows, N]) → y
 Library = Callable[[str, Tensor, int], Call | None]  # (name, w, rows) → its call, if it has one
+
+COMPUTE_32F, REAL_32F, REAL_16BF, REAL_16F = 68, 0, 14, 2  # cublasComputeType_t, cudaDataType_t
+TRANS_A, WORKSPACE_BYTES, REDUCTION_MASK = 3, 1, 3  # attributes of descriptions and preferences
+DTYPES = {torch.bfloat16: REAL_16BF, torch.float16: REAL_16F}
+PROPOSALS = 6  # that are asked for
+ROOM = 32 << 20  # bytes that a call may work in
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,18 +71,10 @@ def placed_alike(*tensors: Tensor) -> bool:
     return all(t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0 for t in tensors)
 
 
-@cache
-def table() -> dict[str, dict[str, list[str]]]:
-    """The committed table: "NxK" → rows → our tile's name and, if it was faster, the library's
-    call."""
-    parsed: dict[str, dict[str, list[str]]] = json.loads(TABLE.read_text())["sm_90"]
-    return parsed
-
-
 def tile_for(n: int, k: int, rows: int) -> Tile:
     """The table's tile, or the rule's for a shape that was never measured. Speed only: any tile
     gives the same bits."""
-    measured = table().get(f"{n}x{k}", {}).get(str(rows))
+    measured = MEASURED.get(f"{n}x{k}", {}).get(str(rows))
     if measured is not None:
         return Tile(*map(int, re.findall(r"\d+", measured[0])))
     if rows <= 16:
@@ -87,16 +90,14 @@ def tile_for(n: int, k: int, rows: int) -> Tile:
 
 def library_for(n: int, k: int, rows: int) -> str | None:
     """The library's call to compare, or None where ours was faster."""
-    measured = table().get(f"{n}x{k}", {}).get(str(rows))
+    measured = MEASURED.get(f"{n}x{k}", {}).get(str(rows))
     if measured is not None:
-        return measured[1] if len(measured) > 1 else None
+        return measured[-1] if len(measured) > 1 else None
     return "cublas" if rows >= LIBRARY_ROWS else None
 
 
 def differing(a: Tensor, b: Tensor) -> int:
     """Elements whose bits differ, counted a thousand rows at a time."""
-    alike = a.shape == b.shape and a.dtype == b.dtype
-    require(alike, "two outputs have one shape and dtype", a, b)
     a, b = a.view(torch.int16), b.view(torch.int16)
     return sum(int((a[i : i + 1024] != b[i : i + 1024]).sum()) for i in range(0, len(a), 1024))
 
@@ -113,37 +114,116 @@ def sample_rows(count: int, k: int, dtype: torch.dtype, device: torch.device) ->
 
 def whole(call: Call, x: Tensor, w: Tensor) -> Tensor:
     """The output of a call into poisoned room."""
-    return call(x, w, torch.full((len(x), len(w)), float("nan"), dtype=x.dtype, device=x.device))
+    return call(x, w, x.new_full((len(x), len(w)), float("nan")))
 
 
 def choose(w: Tensor, library: Library | None, grid: Sequence[int] = GRID) -> Choices:
     """Choices for a weight's shape and dtype, by whole outputs on this machine."""
-    n, k = w.shape
-    x = sample_rows(max(grid), k, w.dtype, w.device)
+    x = sample_rows(max(grid), w.shape[1], w.dtype, w.device)
     want = whole(partial(gemm, tile=REFERENCE), x, w)
-    choices = {}
-    for rows in grid:
-        tile = tile_for(n, k, rows)
-        wrong = differing(whole(partial(gemm, tile=tile), x[:rows], w), want[:rows])
-        if wrong:
-            got = f"{wrong} of {rows * n} elements of {n}x{k} with {rows} rows, {tile.name}"
-            remedy = "This device is not of the class sm_90: do not use it"
-            raise RuleError("a GEMM's bits do not depend on its tile", got, remedy)
-        name = library_for(n, k, rows)
-        call = library(name, w, rows) if library and name else None
-        choices[rows] = judged(tile, name, call, x[:rows], w, want[:rows])
-    return choices
+    return {rows: judged(library, x[:rows], w, want[:rows]) for rows in grid}
 
 
-def judged(
-    tile: Tile, name: str | None, call: Call | None, x: Tensor, w: Tensor, want: Tensor
-) -> GemmChoice:
-    """The library where it has a call and all its bits are ours; else our tile."""
+def judged(library: Library | None, x: Tensor, w: Tensor, want: Tensor) -> GemmChoice:
+    """The library where it was faster, has a call and all its bits are ours; else our tile."""
+    rows, (n, k) = len(x), w.shape
+    tile, name = tile_for(n, k, rows), library_for(n, k, rows)
+    wrong = differing(whole(partial(gemm, tile=tile), x, w), want)
+    if wrong:
+        got = f"{wrong} of {rows * n} elements of {n}x{k} with {rows} rows, {tile.name}"
+        remedy = "This device is not of the class sm_90: do not use it"
+        raise RuleError("a GEMM's bits do not depend on its tile", got, remedy)
     if name is None:
         return GemmChoice(tile, tile.name, "ours is faster")
+    call = library and library(name, w, rows)
     if call is None:
         return GemmChoice(tile, tile.name, f"the library has no {name}")
     differ = differing(whole(call, x, w), want)
     if differ:
-        return GemmChoice(tile, tile.name, f"{name} differs in {differ} of {want.numel()} elements")
-    return GemmChoice(tile, name, f"all {want.numel()} elements equal ours", call)
+        return GemmChoice(tile, tile.name, f"{name} differs in {differ} of {rows * n} elements")
+    return GemmChoice(tile, name, f"all {rows * n} elements equal ours", call)
+
+
+# ---- cuBLAS ----
+
+
+class Proposal(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = [
+        ("algo", ctypes.c_uint64 * 8),
+        ("workspace_bytes", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    ]
+
+
+def torch_gemm(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    """What torch calls."""
+    return torch.mm(x, w.t(), out=y)
+
+
+class CublasLt:
+    """The library that torch is linked with, opened once."""
+
+    def __init__(self) -> None:
+        self.workspace = torch.empty(ROOM, dtype=torch.uint8, device="cuda")
+        self.library = ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).split('.')[0]}")
+        self.handle = self.make("cublasLtCreate")
+        self.description = self.make("cublasLtMatmulDescCreate", COMPUTE_32F, REAL_32F)
+        self.set("Desc", self.description, TRANS_A, ctypes.c_int32(1))
+        self.preference = self.make("cublasLtMatmulPreferenceCreate")
+        self.set("Preference", self.preference, WORKSPACE_BYTES, ctypes.c_uint64(ROOM))
+        self.set("Preference", self.preference, REDUCTION_MASK, ctypes.c_uint32(0))
+
+    def __call__(self, name: str, w: Tensor, rows: int) -> Any:
+        """ "cublas": torch's call; "lt3": the fourth proposal for rows of w [N, K], or None."""
+        if name == "cublas":
+            return torch_gemm
+        found = dict(enumerate(self.proposals(w, rows)))
+        return found.get(int(name.removeprefix("lt")))
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Calls, and raises what the library answers other than success."""
+        status = getattr(self.library, name)(*arguments)
+        if status:
+            raise RuleError(f"{name} succeeds", f"status {status}", "Check torch and the driver")
+
+    def make(self, name: str, *arguments: Any) -> ctypes.c_void_p:
+        """Calls a constructor."""
+        made = ctypes.c_void_p()
+        self.call(name, ctypes.byref(made), *arguments)
+        return made
+
+    def set(self, what: str, owner: ctypes.c_void_p, attribute: int, value: Any) -> None:
+        """Sets an attribute of a description or a preference."""
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        self.call(f"cublasLtMatmul{what}SetAttribute", owner, attribute, ctypes.byref(value), size)
+
+    def proposals(self, w: Tensor, rows: int) -> list[Any]:
+        """Calls that compute y [rows, N] = x wᵀ without splitting K, the library's favourite
+        first."""
+        layouts, (n, k) = [], w.shape
+        for height, length in ((n, k), (rows, k), (rows, n)):  # read as columns, one behind another
+            sizes = (ctypes.c_uint64(length), ctypes.c_uint64(height), ctypes.c_int64(length))
+            layouts.append(self.make("cublasLtMatrixLayoutCreate", DTYPES[w.dtype], *sizes))
+        found, returned = (Proposal * PROPOSALS)(), ctypes.c_int(0)
+        self.call(
+            "cublasLtMatmulAlgoGetHeuristic", self.handle, self.description, *layouts, layouts[2],
+            self.preference, PROPOSALS, found, ctypes.byref(returned),
+        )  # fmt: skip
+        usable = (each for each in found[: returned.value] if each.state == 0)
+        return [partial(self.multiply, layouts, each.algo) for each in usable]
+
+    def multiply(self, layouts: list[Any], algo: Any, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        """y = x wᵀ on the current stream, by one proposal for one shape."""
+        w_layout, x_layout, y_layout = layouts
+        one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        w_at, x_at, y_at, room = (ctypes.c_void_p(t.data_ptr()) for t in (w, x, y, self.workspace))
+        self.call(
+            "cublasLtMatmul", self.handle, self.description, ctypes.byref(one), w_at, w_layout,
+            x_at, x_layout, ctypes.byref(zero), y_at, y_layout, y_at, y_layout, ctypes.byref(algo),
+            room, ctypes.c_size_t(ROOM), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+        )  # fmt: skip
+        return y

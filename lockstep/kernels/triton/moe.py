@@ -93,9 +93,9 @@ def exp_shares(value, inside):
 
 @triton.jit
 def route_kernel(logits, bias, ids, weights, floor, scale, EXPERTS: tl.constexpr, K: tl.constexpr,
-                 SCORE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, GROUPS: tl.constexpr,
-                 KEEP: tl.constexpr, PAIRS: tl.constexpr):  # fmt: skip
-    """One token: ids and weights of its K experts, best first."""
+                 SCORE: tl.constexpr, NORM: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr,
+                 PAIRS: tl.constexpr):  # fmt: skip
+    """One token: ids and weights of its K experts, best first. The bias may be None."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, width(EXPERTS))
     inside = expert < EXPERTS
@@ -105,7 +105,7 @@ def route_kernel(logits, bias, ids, weights, floor, scale, EXPERTS: tl.constexpr
     elif SCORE == "sigmoid":
         scores = act(scores, 0.0, "sigmoid")
     ranked = scores
-    if BIAS:
+    if bias is not None:
         ranked += tl.load(bias + expert, mask=inside, other=0.0)
     if GROUPS > 1:
         ranked = limit_groups(ranked, expert, EXPERTS, GROUPS, KEEP, PAIRS)
@@ -149,10 +149,9 @@ def list_kernel(ids, counts, listed, pairs):
 
 @triton.jit
 def grouped_gemm_kernel(x, w, bias, y, counts, listed, x_stride, EXPERTS: tl.constexpr,
-                        N: tl.constexpr, K: tl.constexpr, PER_ROW: tl.constexpr, BIAS: tl.constexpr,
-                        ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                        DEPTH: tl.constexpr):  # fmt: skip
-    """y [pairs, N]: row x[pair // PER_ROW] times its expert's w [N, K]; a bias is a second
+                        N: tl.constexpr, K: tl.constexpr, PER_ROW: tl.constexpr, ROWS: tl.constexpr,
+                        COLUMNS: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
+    """y [pairs, N]: row x[pair // PER_ROW] times its expert's w [N, K]; a bias, if any, is a second
     rounding."""
     tile = tl.program_id(0)
     index = tl.arange(0, width(EXPERTS))
@@ -171,7 +170,7 @@ def grouped_gemm_kernel(x, w, bias, y, counts, listed, x_stride, EXPERTS: tl.con
         w_row = weight_rows(w, expert.to(tl.int64) * N, column, N, K, COLUMNS)
         total = product(x_row, w_row, there, K, DEPTH)
         value = total.to(y.dtype.element_ty)
-        if BIAS:
+        if bias is not None:
             offset = tl.load(bias + expert * N + column, mask=column < N, other=0.0).to(tl.float32)
             value = (value.to(tl.float32) + offset[None, :]).to(y.dtype.element_ty)
         at = y + pair.to(tl.int64)[:, None] * N + column[None, :]
@@ -207,38 +206,38 @@ class Routes(NamedTuple):
 def router(x: Tensor, w: Tensor) -> Tensor:
     """Logits float32 [rows, experts] = x [rows, K] · w [experts, K] float32, transposed."""
     (rows, k), n = x.shape, w.shape[0]
-    y = torch.empty(rows, n, dtype=torch.float32, device=x.device)
-    shape = FEW if rows <= 64 else MANY  # the same bits
+    y = w.new_empty(rows, n)
+    shape = MANY
+    if rows <= 64:
+        shape = FEW  # the same bits
     grid = (triton.cdiv(rows, shape["ROWS"]), triton.cdiv(n, shape["COLUMNS"]))
     operands = (x, w, y, rows, row_stride(x, "x"))
     router_kernel[grid](*operands, N=n, K=k, enable_fp_fusion=False, **shape)
     return y
 
 
-def route(logits: Tensor, how: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """ids int32 and weights float32, [tokens, k], best first. `bias` corrects what is chosen, not
-    what it weighs."""
-    held = logits.shape[1] == how.experts and logits.dtype == torch.float32
-    rule = f"logits are contiguous float32 [tokens, {how.experts}]"
-    require(held and logits.is_contiguous(), rule, logits)
-    ids = torch.empty(len(logits), how.k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(len(logits), how.k, dtype=torch.float32, device=logits.device)
-    has_bias = bias is not None
-    route_kernel[(len(logits),)](
-        logits, bias if has_bias else logits, ids, weights, how.floor, how.scale,
-        EXPERTS=how.experts, K=how.k, SCORE=how.score, BIAS=has_bias, NORM=how.norm,
-        GROUPS=how.groups, KEEP=how.keep, PAIRS=has_bias and how.experts > how.groups,
-        num_warps=1 if how.experts <= 256 else 2, enable_fp_fusion=False,
+def route(logits: Tensor, routing: Routing, correction: Tensor | None) -> Routes:
+    """Of logits float32 [t, experts]: ids and weights, then the lists: two launches. A correction
+    steers what is chosen, not what it weighs."""
+    t, experts = logits.shape
+    held = experts == routing.experts and logits.dtype == torch.float32 and logits.is_contiguous()
+    require(held, f"logits are contiguous float32 [tokens, {routing.experts}]", logits)
+    ids = logits.new_empty(t, routing.k, dtype=torch.int32)
+    weights = logits.new_empty(t, routing.k)
+    pairs = correction is not None and experts > routing.groups
+    route_kernel[(t,)](
+        logits, correction, ids, weights, routing.floor, routing.scale, EXPERTS=experts,
+        K=routing.k, SCORE=routing.score, NORM=routing.norm, GROUPS=routing.groups,
+        KEEP=routing.keep, PAIRS=pairs, num_warps=1 + (experts > 256), enable_fp_fusion=False,
     )  # fmt: skip
-    return ids, weights
+    return listed(ids, weights, experts)
 
 
-def list_pairs(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def listed(ids: Tensor, weights: Tensor, experts: int) -> Routes:
     """Who computes what, int32 [experts] and [tokens * k]: one launch, nothing read back."""
-    counts = torch.empty(experts, dtype=torch.int32, device=ids.device)
-    pairs = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
+    counts, pairs = ids.new_empty(experts), ids.new_empty(ids.numel())
     list_kernel[(experts,)](ids, counts, pairs, ids.numel(), num_warps=4)
-    return counts, pairs
+    return Routes(ids, weights, counts, pairs)
 
 
 def grouped_gemm(x: Tensor, w: Tensor, bias: Tensor | None, routes: Routes, tile: Tile) -> Tensor:
@@ -248,21 +247,20 @@ def grouped_gemm(x: Tensor, w: Tensor, bias: Tensor | None, routes: Routes, tile
     fits = len(x) in (pairs, len(routes.ids)) and x.shape[1] == k
     rule = f"x has a row per token or per pair ({pairs}), w is contiguous, both have one K"
     require(fits and w.is_contiguous(), rule, x, w)
-    y = torch.empty(pairs, n, dtype=x.dtype, device=x.device)
+    y = x.new_empty(pairs, n)
     if pairs:
         tiles = triton.cdiv(pairs, tile.rows) + min(experts, pairs)
-        grouped_gemm_kernel[(tiles, triton.cdiv(n, tile.columns))](
-            x, w, w if bias is None else bias, y, routes.counts, routes.pairs,
-            row_stride(x, "x"), EXPERTS=experts, N=n, K=k, PER_ROW=pairs // len(x),
-            BIAS=bias is not None, **tile.constants,
-        )  # fmt: skip
+        shape = {"EXPERTS": experts, "N": n, "K": k, "PER_ROW": pairs // len(x)}
+        operands = (x, w, bias, y, routes.counts, routes.pairs, row_stride(x, "x"))
+        grid = (tiles, triton.cdiv(n, tile.columns))
+        grouped_gemm_kernel[grid](*operands, **shape, **tile.constants)
     return y
 
 
 def combine(parts: Tensor, routes: Routes) -> Tensor:
     """[tokens, N]: parts [tokens * k, N] times their weights, added in slot order."""
     (tokens, k), n = routes.weights.shape, parts.shape[1]
-    y = torch.empty(tokens, n, dtype=parts.dtype, device=parts.device)
+    y = parts.new_empty(tokens, n)
     shape = {"N": n, "K": k, "COLUMNS": 1024, "num_warps": 4, "enable_fp_fusion": False}
     combine_kernel[(tokens, triton.cdiv(n, 1024))](parts, routes.weights, y, **shape)
     return y

@@ -6,7 +6,7 @@ A row's sum adds two numbers at every level, neighbours first, zeros behind the 
 are the same. Every value that a separate kernel would store is rounded to the storage dtype, fused
 or not: the norm of a sum reads the rounded sum, the rotation reads the rounded norm. Products and
 sums are two roundings each (`enable_fp_fusion=False`). The CPU's twin is `kernels/cpu/rows.py`.
-Knows tensors, no layers. Called by the op table.
+Knows tensors, no layers. Called by the op table: shapes and dtypes are those of `lockstep/ops.py`.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lockstep.kernels.triton.gemm import require, row_stride
+from lockstep.kernels.triton.softmax import tanh
 from lockstep.ops import CosSin, Heads
 
 NEGATIVE_LOG2E, ROOT_HALF = tl.constexpr(-1.4426950408889634), tl.constexpr(0.7071067811865476)
@@ -73,14 +74,6 @@ def exp_minus(x):
 
 
 @triton.jit
-def tanh(x):
-    """tanh, from e^(-2|x|)."""
-    e = exp_minus(2.0 * tl.abs(x))
-    t = tl.div_rn(1.0 - e, 1.0 + e)
-    return tl.where(x < 0.0, -t, t)
-
-
-@triton.jit
 def act(x, number, KIND: tl.constexpr):
     """An elementwise function: an `Activation`, "sigmoid", or "cap", whose number it is."""
     if KIND == "silu":
@@ -105,24 +98,24 @@ def load_row(x, row, stride, column, inside):
 
 @triton.jit
 def norm_kernel(x, residual, weight, bias, y, total, x_stride, residual_stride, eps,
-                N: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr):  # fmt: skip
-    """One row: x / sqrt(mean(x²) + eps) · weight. ADD: x is x + residual, rounded and stored as
-    `total`. LAYER: x is x - mean, and a bias is added."""
+                N: tl.constexpr):  # fmt: skip
+    """One row: x / sqrt(mean(x²) + eps) · weight. With a residual x is x + residual, rounded and
+    stored as `total`. With a bias x is x - mean, and the bias is added."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, width(N))
     inside = column < N
     value = load_row(x, row, x_stride, column, inside)
-    if ADD:
+    if residual is not None:
         value += load_row(residual, row, residual_stride, column, inside)
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + row * N + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
-    if LAYER:
+    if bias is not None:
         mean = tl.div_rn(row_sum(value), tl.full([1], N, tl.float32))
         value = tl.where(inside, value - mean, 0.0)
     scaled = value * inverse_root(row_sum(value * value), eps, N)
     result = scaled * load_row(weight, 0, 0, column, inside)
-    if LAYER:
+    if bias is not None:
         result += load_row(bias, 0, 0, column, inside)
     tl.store(y + row * N + column, result.to(y.dtype.element_ty), mask=inside)
 
@@ -136,10 +129,10 @@ def normed(value, scale, weight_at, inside, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["heads", "kv_heads"])
 def qk_norm_rope_kernel(x, weights, cos, sin, q, k, x_stride, heads, kv_heads, eps, D: tl.constexpr,
-                        HALF: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+                        HALF: tl.constexpr, BLOCK: tl.constexpr,
                         INTERLEAVED: tl.constexpr):  # fmt: skip
-    """BLOCK heads of one token, queries then keys: normed if NORM, the first 2 * HALF columns
-    turned, the others as they are."""
+    """BLOCK heads of one token, queries then keys: normed if there are weights, the first 2 * HALF
+    columns turned, the others as they are."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = (head < heads + kv_heads)[:, None]
@@ -147,13 +140,13 @@ def qk_norm_rope_kernel(x, weights, cos, sin, q, k, x_stride, heads, kv_heads, e
     source = (x + token * x_stride * 8 + head * D)[:, None]
     k_row = k + (token * kv_heads + head - heads) * D
     target = tl.where(is_key, k_row, q + (token * heads + head) * D)[:, None]
-    weight_row = weights + tl.where(is_key, D, 0)[:, None]
     dtype: tl.constexpr = q.dtype.element_ty
     scale = tl.full([BLOCK], 1.0, tl.float32)
-    if NORM:
+    if weights is not None:
         column = tl.arange(0, width(D))[None, :]
         value = tl.load(source + column, mask=there & (column < D), other=0.0).to(tl.float32)
         scale = inverse_root(tree_sum(value * value), eps, D)
+        weight_row = weights + tl.where(is_key, D, 0)[:, None]
     i = tl.arange(0, width(HALF))[None, :]
     inside = there & (i < HALF)
     if INTERLEAVED:
@@ -162,7 +155,7 @@ def qk_norm_rope_kernel(x, weights, cos, sin, q, k, x_stride, heads, kv_heads, e
         first, second = i, i + HALF
     a = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
+    if weights is not None:
         a = normed(a, scale, weight_row + first, inside, dtype)
         b = normed(b, scale, weight_row + second, inside, dtype)
     c = tl.load(cos + token * HALF + i, mask=i < HALF, other=0.0)
@@ -173,7 +166,7 @@ def qk_norm_rope_kernel(x, weights, cos, sin, q, k, x_stride, heads, kv_heads, e
         column = 2 * HALF + tl.arange(0, width(D - 2 * HALF))[None, :]
         inside = there & (column < D)
         value = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
-        if NORM:
+        if weights is not None:
             value = normed(value, scale, weight_row + column, inside, dtype)
         tl.store(target + column, value.to(dtype), mask=inside)
 
@@ -231,11 +224,6 @@ def map_kernel(x, bias, y, x_stride, alpha, limit, N: tl.constexpr, KIND: tl.con
 # ---- calls ----
 
 
-def new_rows(x: Tensor, n: int) -> Tensor:
-    """Room for rows of n."""
-    return torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
-
-
 @cache
 def whole_row(n: int) -> dict[str, Any]:
     """How a program that does a whole row of n is launched."""
@@ -246,55 +234,46 @@ def whole_row(n: int) -> dict[str, Any]:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [.., n] / sqrt(mean(x²) + eps) · weight [n]."""
     shape, x = x.shape, x.flatten(0, -2)
-    y, stride, launch = new_rows(x, shape[-1]), row_stride(x, "x"), whole_row(shape[-1])
-    operands = (x, x, weight, weight, y, y, stride, 0, eps)
-    norm_kernel[(len(x),)](*operands, ADD=False, LAYER=False, **launch)
+    y = x.new_empty(x.shape)
+    operands = (x, None, weight, None, y, None, row_stride(x, "x"), None, eps)
+    norm_kernel[(len(x),)](*operands, **whole_row(shape[-1]))
     return y.view(shape)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + residual, both [rows, n], rounded; and the `rms_norm` of that: the same bits as two
-    calls."""
+    """x + residual, rounded; and the `rms_norm` of that: the same bits as two calls."""
     alike = x.shape == residual.shape and x.dtype == residual.dtype
     require(alike, "x and the residual have one shape and dtype", x, residual)
-    (rows, n), total, y = x.shape, new_rows(x, x.shape[1]), new_rows(x, x.shape[1])
+    total, y = x.new_empty(x.shape), x.new_empty(x.shape)
     strides = (row_stride(x, "x"), row_stride(residual, "residual"))
-    operands = (x, residual, weight, weight, y, total, *strides, eps)
-    norm_kernel[(rows,)](*operands, ADD=True, LAYER=False, **whole_row(n))
+    operands = (x, residual, weight, None, y, total, *strides, eps)
+    norm_kernel[(len(x),)](*operands, **whole_row(x.shape[1]))
     return total, y
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) · weight + bias of x [rows, n]."""
-    (rows, n), y = x.shape, new_rows(x, x.shape[1])
-    operands = (x, x, weight, bias, y, y, row_stride(x, "x"), 0, eps)
-    norm_kernel[(rows,)](*operands, ADD=False, LAYER=True, **whole_row(n))
+    y = x.new_empty(x.shape)
+    operands = (x, None, weight, bias, y, None, row_stride(x, "x"), None, eps)
+    norm_kernel[(len(x),)](*operands, **whole_row(x.shape[1]))
     return y
 
 
 def qk_norm_rope(
     x: Tensor, heads: Heads, weights: Tensor | None, cos_sin: CosSin
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [t, at least (heads + kv_heads) · d], queries then keys → q [t, heads, d] and k [t,
-    kv_heads, d], and what is behind them, a view.
-
-    weights [2, d], of queries and of keys, or None; cos and sin float32 [t, half]: the first 2·half
-    columns are turned, columns i and i + half together, or 2i and 2i + 1 if interleaved; the result
-    has the first layout always.
-    """
+    """Queries and keys, and whatever is behind them in a row of x: a view."""
     cos, sin = cos_sin
     (t, have), half, d = x.shape, cos.shape[1], heads.d
     count = heads.heads + heads.kv_heads
     fits = have >= count * d and 2 * half <= d and cos.shape == sin.shape and len(cos) == t
     rule = f"x holds {count} heads of {d}, and cos and sin turn at most {d} columns, a row a token"
     require(fits, rule, x, cos, sin)
-    q = torch.empty(t, heads.heads, d, dtype=x.dtype, device=x.device)
-    k = torch.empty(t, heads.kv_heads, d, dtype=x.dtype, device=x.device)
+    q, k = (x.new_empty(t, n, d) for n in (heads.heads, heads.kv_heads))
     qk_norm_rope_kernel[(t, triton.cdiv(count, HEADS))](
-        x, cos if weights is None else weights, cos.contiguous(), sin.contiguous(), q, k,
-        row_stride(x, "x"), heads.heads, heads.kv_heads, heads.eps, D=d, HALF=half, BLOCK=HEADS,
-        NORM=weights is not None, INTERLEAVED=heads.interleaved, num_warps=4,
-        enable_fp_fusion=False,
+        x, weights, cos.contiguous(), sin.contiguous(), q, k, row_stride(x, "x"), heads.heads,
+        heads.kv_heads, heads.eps, D=d, HALF=half, BLOCK=HEADS, INTERLEAVED=heads.interleaved,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return q, k, x.view(t, have // d, d)[:, count:]
 
@@ -308,19 +287,17 @@ def rope(x: Tensor, cos_sin: CosSin, interleaved: bool) -> Tensor:
 def rope_cos_sin(positions: Tensor, freqs: Tensor, factor: float) -> CosSin:
     """cos and sin float32 [t, half] of positions int32 [t] times freqs float32 [half]."""
     t, half = len(positions), len(freqs)
-    cos, sin = (torch.empty(t, half, dtype=torch.float32, device=freqs.device) for _ in "cs")
+    cos, sin = freqs.new_empty(t, half), freqs.new_empty(t, half)
     operands = (positions.contiguous(), freqs, cos, sin, factor)
     cos_sin_kernel[(t,)](*operands, HALF=half, num_warps=1, enable_fp_fusion=False)
     return CosSin(cos, sin)
 
 
 def pool(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """float32 [len(spans), n]: the means of rows [begin, end) of x [t, n], divided by their
-    lengths."""
-    n = x.shape[1]
-    y = torch.empty(len(spans), n, dtype=torch.float32, device=x.device)
+    """The means of rows [begin, end) of x [t, n], each divided by its length."""
+    y = x.new_empty(len(spans), x.shape[1], dtype=torch.float32)
     bounds = torch.tensor(spans, dtype=torch.int64, device=x.device)
-    pool_kernel[(len(spans),)](x, bounds, y, row_stride(x, "x"), **whole_row(n))
+    pool_kernel[(len(spans),)](x, bounds, y, row_stride(x, "x"), **whole_row(x.shape[1]))
     return y
 
 
@@ -354,11 +331,11 @@ def launch_map(
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """[rows, n] of x [rows, n], or of n gates and n ups; numbers are alpha and the limit."""
-    y, gated = new_rows(x, n), n < x.shape[1]
+    y, gated = x.new_empty(len(x), n), n < x.shape[1]
     if x.stride(0) % 8:  # an odd vocabulary, or few experts
         x = pad(x, (0, -x.shape[1] % 8))
     map_kernel[(len(x), triton.cdiv(n, COLUMNS))](
-        x, x if bias is None else bias, y, row_stride(x, "x"), *numbers, N=n, KIND=kind,
-        GATED=gated, COLUMNS=COLUMNS, num_warps=4, enable_fp_fusion=False,
+        x, bias, y, row_stride(x, "x"), *numbers, N=n, KIND=kind, GATED=gated, COLUMNS=COLUMNS,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return y

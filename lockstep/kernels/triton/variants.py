@@ -12,12 +12,12 @@ import importlib
 import json
 import re
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
@@ -30,8 +30,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from lockstep import outfile
 from lockstep.kernels.triton import cache, launch, moe, rowwise, sample, tuning
-from lockstep.kernels.triton.gemm import Tile, batched_gemm, gemm
+from lockstep.kernels.triton.gemm import Tile, gemm
 from lockstep.kernels.triton.gemm_choice import GRID, tile_for
 from lockstep.kernels.triton.items import ITEM
 from lockstep.kernels.triton.launch import Addresses, Call, Scoring, Tuning
@@ -40,7 +41,7 @@ from lockstep.order import SM90, attention_order
 from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, RuleError
 
 SHARED_LIMIT = 227 * 1024
-TITLES = ("registers", "stack_bytes", "loop_spills", "shared_bytes", "wgmma", "mma", "seconds")
+TITLES = ("registers", "stack_bytes", "loop_spills", "shared_bytes", "wgmma", "mma")
 HEADS = ((64, 64), (128, 128), (256, 256), (192, 128), (576, 512))
 GEMMS = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))
 ROWS = 3  # neither 1 nor a multiple of 16, for which Triton would compile another variant
@@ -59,16 +60,6 @@ half = partial(torch.empty, dtype=torch.bfloat16, device="meta")
 floats = partial(torch.empty, dtype=torch.float32, device="meta")
 ints = partial(torch.empty, dtype=torch.int32, device="meta")
 longs = partial(torch.empty, dtype=torch.int64, device="meta")
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One binary: a kernel and what it is compiled for, as Triton's `preload` takes it."""
-
-    name: str
-    module: str
-    kernel: str
-    specialization: str
 
 
 # ---- what is launched ----
@@ -92,42 +83,39 @@ def offline(hook: Callable[..., bool] | None) -> Iterator[None]:
         driver.set_active(before)
 
 
-def hear(found: dict[str, Variant], label: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+def hear(found: dict[str, str], label: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
     """Notes a launch, named by kernel, label and the switches that are on. It goes no further."""
     names = fn.jit_function.arg_names
     on = [names[at].lower() for (at,), value in compile["constants"].items() if value is True]
     name = " ".join((fn.name.removesuffix("_kernel"), label, *on))
-    found[name] = Variant(name, fn.module, fn.name, compile["specialization_data"])
+    if found.setdefault(name, compile["specialization_data"]) != compile["specialization_data"]:
+        raise RuleError("a variant has a name of its own", name, "Label its launch otherwise")
     return True
 
 
-def variants() -> tuple[Variant, ...]:
-    """All of them, each once."""
-    found: dict[str, Variant] = {}
+def variants() -> dict[str, str]:
+    """Of all binaries, by name: a kernel and what it is compiled for, as Triton's `preload` takes
+    it."""
+    found: dict[str, str] = {}
     launches = (*attentions(), *writers(), *gemms(), *rows(), *experts(), *samplers())
     for label, function, *arguments in launches:
         with offline(partial(hear, found, label)):
             function(*arguments)
-    return tuple(found.values())
+    return found
 
 
-def group(d_qk: int, d_v: int, kv: str = "bfloat16", cap: bool = False) -> GroupSpec:
+def group(d_qk: int, d_v: int, kv: str = "bfloat16", cap: float | None = None) -> GroupSpec:
     """A group of such heads: 32 with 8 of keys, or 128 over a latent cache."""
-    latent = d_qk > 512
-    return GroupSpec(
-        layout=Layout.LATENT if latent else Layout.DENSE,
-        heads=128 if latent else 32,
-        kv_heads=1 if latent else 8,
-        d_qk=d_qk,
-        d_v=d_v,
-        layers=(AttnSpec(scale=d_qk**-0.5, soft_cap=30.0 if cap else None),),
-        kv_dtype="bfloat16" if kv == "float16" else kv,
-    )
+    heads: dict[str, Any] = {"layout": Layout.DENSE, "heads": 32, "kv_heads": 8}
+    if d_qk > 512:
+        heads = {"layout": Layout.LATENT, "heads": 128, "kv_heads": 1}
+    layers = (AttnSpec(scale=d_qk**-0.5, soft_cap=cap),)
+    return GroupSpec(**heads, d_qk=d_qk, d_v=d_v, layers=layers, kv_dtype=kv)
 
 
 def attend(
-    head: tuple[int, int], shape: Any, kv: str = "bfloat16", page: int = 16, cap: bool = False,
-    tree: bool = False,
+    head: tuple[int, int], shape: Any, kv: str = "bfloat16", page: int = 16,
+    cap: float | None = None, tree: bool = False,
 ) -> Launch:  # fmt: skip
     """Attention, launched in a shape, or in that of a function of `tuning`."""
     spec, label = group(*head, kv, cap), f"{head[0]}/{head[1]} {kv}"
@@ -139,7 +127,7 @@ def attend(
     stored = getattr(torch, KV_FORMATS[kv].torch_name)
     k, v = (half(page, spec.kv_heads, d, dtype=stored) for d in head)
     ids = ints(page)
-    compute = torch.float16 if kv == "float16" else torch.bfloat16
+    compute = {"float16": torch.float16}.get(kv, torch.bfloat16)
     call = Call(
         q=half(ROWS, spec.heads, spec.d_qk, dtype=compute),
         keys=(k, v),
@@ -148,7 +136,7 @@ def attend(
         at=Addresses(
             positions=ids, start=ids, tail_indptr=ids, tail_slots=ids, page_ids=ids, page_size=page
         ),
-        scoring=Scoring(c=1.0, pre=float(cap), v_scale=1.0, sinks2=floats(spec.heads)),
+        scoring=Scoring(c=1.0, pre=cap or 0.0, v_scale=1.0, sinks2=floats(spec.heads)),
         order=attention_order(SM90, *head),
         latent=spec.layout is Layout.LATENT,
         tree=tree,
@@ -163,7 +151,7 @@ def attentions() -> Iterator[Launch]:
     narrow, small, latent = "float8_e4m3", HEADS[:2], HEADS[4]
     yield from (attend(head, shape) for head, shape in product(HEADS, shapes))
     yield from (attend(head, shape, tree=True) for head, shape in product(HEADS, shapes[:2]))
-    yield from (attend(head, shape, cap=True) for head, shape in product(HEADS[1:3], shapes))
+    yield from (attend(head, shape, cap=30.0) for head, shape in product(HEADS[1:3], shapes))
     yield from (attend(head, shape, narrow) for head, shape in product(small, shapes[1:]))
     yield attend(latent, tuning.some, narrow)
     yield from (attend((128, 128), shape, "float16") for shape in shapes)
@@ -175,12 +163,11 @@ def attentions() -> Iterator[Launch]:
 
 def writers() -> Iterator[Launch]:
     """Of the cache: 8 heads of 128, or a latent row; and its mover."""
-    slots, table = ints(ROWS), (longs(ROWS), ints(ROWS), 512)
     for kv, (kv_heads, d) in product(("bfloat16", "float8_e4m3"), ((8, 128), (1, 576))):
         storage = half(ROWS, kv_heads, d, dtype=getattr(torch, KV_FORMATS[kv].torch_name))
-        yield f"{kv_heads}x{d} {kv}", cache.write, storage, slots, half(ROWS, kv_heads, d), 1.0
+        yield f"{kv_heads}x{d} {kv}", cache.write, storage, ints(ROWS), half(storage.shape), 1.0
     for count in (16, 256, 4096):
-        yield f"{count} rows", cache.move, table, ints(count, 2)
+        yield f"{count} rows", cache.move, [half(ROWS, 8, 128)], ints(count, 2)
 
 
 def gemms() -> Iterator[Launch]:
@@ -189,10 +176,10 @@ def gemms() -> Iterator[Launch]:
         operands = (half(ROWS, k), half(n, k), half(ROWS, n))
         for tile in dict.fromkeys(tile_for(n, k, rows) for rows in GRID):
             yield f"{n}x{k} {tile.name}", gemm, *operands, tile
-    tile = Tile(rows=64, columns=64, depth=128, warps=4, stages=3)
+    tile = Tile(rows=64, columns=64, depth=128, warps=4, stages=3, group=1)
     for n, k in ((512, 128), (128, 512)):
         operands = (half(ROWS, 128, k), half(128, n, k), half(ROWS, 128, n))
-        yield f"{n}x{k}", batched_gemm, *operands, tile
+        yield f"128 x {n}x{k}", gemm, *operands, tile
 
 
 def rows() -> Iterator[Launch]:
@@ -200,31 +187,28 @@ def rows() -> Iterator[Launch]:
     for n in (4096, 2880):
         x, weight = half(ROWS, n), floats(n)
         yield f"{n}", rowwise.rms_norm, x, weight, 1e-6
-        yield f"{n}", rowwise.add_rms_norm, x, x, weight, 1e-6
-        yield f"{n}", rowwise.layer_norm, x, weight, weight, 1e-6
+        yield f"{n} add", rowwise.add_rms_norm, x, x, weight, 1e-6
+        yield f"{n} layer", rowwise.layer_norm, x, weight, weight, 1e-6
     yield "4096", rowwise.pool, half(ROWS, 4096), [(0, 2), (2, 3)]
     cos_sin = CosSin(floats(ROWS, 64), floats(ROWS, 64))
     yield "128", rowwise.rope_cos_sin, ints(ROWS), floats(64), 1.0
-    for weights in (None, floats(2, 128)):
-        heads = Heads(heads=32, kv_heads=8, d=128, eps=1e-6)
-        yield "128", rowwise.qk_norm_rope, half(ROWS, 6144), heads, weights, cos_sin
+    x, heads = half(ROWS, 6144), Heads(heads=32, kv_heads=8, d=128, eps=1e-6)
+    yield "128", rowwise.qk_norm_rope, x, heads, None, cos_sin
+    yield "128 norm", rowwise.qk_norm_rope, x, heads, floats(2, 128), cos_sin
     for act in ("silu", "gelu", "gelu_tanh"):
         yield act, rowwise.act_and_mul, half(ROWS, 24576), act
     yield "clamped", rowwise.clamped_swiglu, half(ROWS, 24576), 1.702, 7.0
-    yield "bias", rowwise.add_bias, half(ROWS, 6144), half(6144)
+    yield "bias", rowwise.add_bias, x, half(6144)
 
 
 def experts() -> Iterator[Launch]:
     """128 experts, 8 of them, hidden 2048, inner 768; and the choice from groups."""
     for count in (ROWS, 256):
         yield f"{count} rows", moe.router, half(count, 2048), floats(128, 2048)
-    of_128 = Routing(k=8, experts=128, norm=True)
-    of_256 = Routing(8, 256, "sigmoid", norm=True, groups=8, keep=4)
-    yield "8 of 128", moe.route, floats(ROWS, 128), of_128, None
-    yield "8 of 256", moe.route, floats(ROWS, 256), of_256, floats(256)
-    ids, weights = ints(ROWS, 8), floats(ROWS, 8)
-    routes = moe.Routes(ids, weights, ints(128), ints(8 * ROWS))
-    yield "8 of 128", moe.list_pairs, ids, 128
+    few, many = Routing(8, 128, norm=True), Routing(8, 256, "sigmoid", True, groups=8, keep=4)
+    yield "8 of 128", moe.route, floats(ROWS, 128), few, None
+    yield "8 of 256 bias", moe.route, floats(ROWS, 256), many, floats(256)
+    routes = moe.Routes(ints(ROWS, 8), floats(ROWS, 8), ints(128), ints(8 * ROWS))
     for (count, n, k), height in product(((ROWS, 1536, 2048), (8 * ROWS, 2048, 768)), (16, 64)):
         tile = Tile(rows=height, columns=64, depth=128, warps=4, stages=4)
         operands = (half(count, k), half(128, n, k), None, routes, tile)
@@ -253,89 +237,82 @@ def fault(report: dict[str, Any]) -> str:
     return ""
 
 
-def measure(variant: Variant) -> dict[str, Any]:
-    """What a variant costs, and how long it took to say so."""
-    begin = time.perf_counter()
-    report = {"name": variant.name} | inspect(build(variant))
-    return report | {"seconds": round(time.perf_counter() - begin, 2)}
+def measure(name: str, variant: str) -> dict[str, Any]:
+    """What a variant costs."""
+    return {"name": name} | inspect(build(variant))
 
 
-def build(variant: Variant) -> Any:
+def build(variant: str) -> Any:
     """The compiled kernel."""
+    module, name = json.loads(variant)["name"].rsplit(".", 1)
     with offline(None):
-        kernel = getattr(importlib.import_module(variant.module), variant.kernel)
-        return kernel.preload(variant.specialization)
+        return getattr(importlib.import_module(module), name).preload(variant)
 
 
 def inspect(kernel: Any) -> dict[str, Any]:
     """Registers, stack, accesses to local memory inside loops that multiply matrices, shared memory
     and matrix instructions of a compiled kernel."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.TemporaryDirectory() as place:
-        cubin = Path(place, "kernel.cubin")
-        cubin.write_bytes(kernel.asm["cubin"])
-        usage, sass = (
-            subprocess.run([tool, option, cubin], capture_output=True, text=True, check=True).stdout
-            for option in ("-res-usage", "-sass")
-        )
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    tool = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        command = [tool, "-res-usage", "-sass", cubin.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if found is None:
         rule = "cuobjdump tells registers and stack"
-        raise RuleError(rule, usage[-200:], "Use the Triton version of constraints.txt")
+        raise RuleError(rule, text[-200:], "Use the Triton version of constraints.txt")
     return {
         "registers": int(found[1]),
         "stack_bytes": int(found[2]),
-        "loop_spills": loop_spills(sass),
+        "loop_spills": loop_spills(text),
         "shared_bytes": int(kernel.metadata.shared),
-        "wgmma": len(re.findall(r"\bHGMMA\b", sass)),
-        "mma": len(re.findall(r"\bHMMA\b", sass)),
+        "wgmma": len(re.findall(r"\bHGMMA\b", text)),
+        "mma": len(re.findall(r"\bHMMA\b", text)),
     }
 
 
 def loop_spills(sass: str) -> int:
     """Loads and stores of local memory inside innermost loops that hold a matrix instruction."""
-    code = [
-        (int(at, 16), text)
-        for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass, re.M)
-    ]
-    products = [at for at, text in code if re.search(r"\bHG?MMA\b", text)]
+    code = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", sass, re.M)  # 16 bytes each
     loops = []
-    for i, (end, text) in enumerate(code):
+    for end, text in enumerate(code):
         back = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
         # a wait that was not over at once is repeated at the end of the code, and jumps back
-        retried = any("SYNCS.PHASECHK" in before for _, before in code[max(i - 3, 0) : i])
-        begin = int(back[1], 16) if back and not retried else end
-        if begin < end and any(begin <= at <= end for at in products):
-            loops.append((begin, end))
-    inner = [
-        (a, b)
-        for a, b in loops
-        if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)
-    ]
-    local = [at for at, text in code if re.search(r"\b(LDL|STL)\b", text)]
-    return sum(any(a <= at <= b for a, b in inner) for at in local)
+        if back is None or "SYNCS.PHASECHK" in " ".join(code[max(end - 3, 0) : end]):
+            continue
+        body = range(int(back[1], 16) // 16, end + 1)
+        if any(re.search(r"\bHG?MMA\b", code[at]) for at in body):
+            loops.append(set(body))
+    inner = [body for body in loops if not any(other < body for other in loops)]
+    hot = {at for body in inner for at in body}
+    return sum(re.search(r"\b(LDL|STL)\b", code[at]) is not None for at in hot)
 
 
 def run(args: Any) -> int:
     """`lockstep kernels --compile sm_90`."""
-    chosen = [v for v in variants() if not args.only or any(text in v.name for text in args.only)]
+    only = args.only or [""]
+    chosen = {n: v for n, v in variants().items() if any(text in n for text in only)}
     if not chosen:
         rule = "--only names kernel variants"
         raise RuleError(rule, repr(args.only), "See `lockstep kernels --list`")
     if args.list or args.compile is None:
-        print("\n".join(v.name for v in chosen))
+        print("\n".join(chosen))
         return 0
+    say = partial(print, flush=True)
+    if args.json == "-":  # which is all that stdout gets
+        say = partial(say, file=sys.stderr)
     about = f"{len(chosen)} variants for {args.compile}, Triton {triton.__version__}"
-    print(f"{about}, {args.jobs} processes", flush=True)
-    print(f"{'variant':<40}", " ".join(f"{title:>12}" for title in TITLES))
+    say(f"{about}, {args.jobs} processes")
+    say(f"{'variant':<40}", " ".join(f"{title:>12}" for title in TITLES))
     reports, begin = [], time.perf_counter()
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(measure, variant) for variant in chosen]):
+        for done in as_completed([pool.submit(measure, *item) for item in chosen.items()]):
             reports.append(done.result())
             cells = " ".join(f"{reports[-1][title]:>12}" for title in TITLES)
-            print(f"{reports[-1]['name']:<40} {cells} {fault(reports[-1])}".rstrip(), flush=True)
+            say(f"{reports[-1]['name']:<40} {cells} {fault(reports[-1])}".rstrip())
     faults, took = sum(map(bool, map(fault, reports))), time.perf_counter() - begin
-    print(f"{len(reports)} variants in {took:.0f} s, {faults} with a fault")
+    say(f"{len(reports)} variants in {took:.0f} s, {faults} with a fault")
     if args.json:
-        Path(args.json).write_text(json.dumps(reports, indent=1))
+        outfile.write(args.json, json.dumps(reports, indent=1))
     return min(faults, 1)
