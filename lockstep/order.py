@@ -31,26 +31,21 @@ def split_len(d_qk: int, d_v: int) -> int:
 
 @dataclass(frozen=True)
 class Splits:
-    """Where splits begin: `count0` splits of `len0` positions, `count1` of `len1`, then `len2`."""
+    """Where splits begin: `count0` splits of `len0` positions, then of `len1` each."""
 
     count0: int
     len0: int
-    count1: int
     len1: int
-    len2: int
 
     def begin(self, index: Any) -> Any:
         """First position of split `index`: an integer or an array of them."""
         first = min_of(index, self.count0)
-        second = min_of(index - first, self.count1)
-        return first * self.len0 + second * self.len1 + (index - first - second) * self.len2
+        return first * self.len0 + (index - first) * self.len1
 
     def index(self, position: Any) -> Any:
         """The split that `position` lies in: an integer or an array of them."""
-        end0 = self.count0 * self.len0
-        end1 = end0 + self.count1 * self.len1
-        in0, in1 = min_of(position, end0), min_of(position, end1)
-        return in0 // self.len0 + (in1 - in0) // self.len1 + (position - in1) // self.len2
+        first = min_of(position, self.count0 * self.len0)
+        return first // self.len0 + (position - first) // self.len1
 
 
 def min_of(a: Any, b: int) -> Any:
@@ -59,7 +54,7 @@ def min_of(a: Any, b: int) -> Any:
 
 
 def even(length: int) -> Splits:
-    return Splits(count0=0, len0=length, count1=0, len1=length, len2=length)
+    return Splits(count0=0, len0=length, len1=length)
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,7 @@ class AttentionOrder:
 CPU, SM90 = "cpu", "sm_90"
 ORDER_NAMES = {CPU: "cpu-1", SM90: "sm90-2"}  # in the fingerprint
 # a lone request decodes fast, a long prompt folds little
-SM90_SPLITS = Splits(count0=8, len0=512, count1=0, len1=1024, len2=1024)
+SM90_SPLITS = Splits(count0=8, len0=512, len1=1024)
 
 
 def device_class(machine: str) -> str:

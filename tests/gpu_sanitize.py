@@ -34,7 +34,7 @@ from triton.experimental.gluon import language as gl
 from lockstep.attention.select import select
 from lockstep.config import EngineConfig
 from lockstep.kernels.cuda import ops
-from lockstep.kernels.triton import tuning
+from lockstep.kernels.triton import launch
 from lockstep.llm.engine import Engine, Parts
 from lockstep.models import loader
 from lockstep.run.certify import Certificate
@@ -141,7 +141,7 @@ def main() -> None:
         return print(f"{args.judge.name}: {report.count('Race reported')} hazards, {places}")
     if args.control:
         return control(args.control)
-    tuning.PREFILL_ITEMS = 1  # so that short prompts reach its kernel
+    launch.PREFILL_ITEMS = 1  # so that short prompts reach its kernel
     ops.GRID = (1, 16)  # rows whose GEMMs are compared at load
     for name in args.models.split(","):
         begin, rng = time.time(), np.random.default_rng(3)

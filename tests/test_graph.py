@@ -201,17 +201,17 @@ def test_the_cache_has_the_dtype_of_activations_unless_another_is_asked_for() ->
 
 def test_items_beyond_one_per_block_are_rounded_up_to_few_sizes() -> None:
     from lockstep.attention.triton import Backend, Launch, most_items, room_for, rounded
-    from lockstep.kernels.triton import tuning
+    from lockstep.kernels.triton import launch
     from lockstep.types import AttnSpec
 
     assert [room_for(n) for n in (0, 1, 16, 17, 256, 257)] == [0, 16, 16, 64, 256, 512]
-    one = rounded(Launch(tuning.DECODE, 70, 99, 64), 4)
-    assert one == Launch(tuning.DECODE, 80, 80 * 4, 64)
+    one = rounded(Launch(launch.DECODE, 70, 99, 64), 4)
+    assert one == Launch(launch.DECODE, 80, 80 * 4, 64)
     spec = GroupSpec(Layout.DENSE, 32, 8, 128, 128, (AttnSpec(0.1),), kv_dtype="bfloat16")
     sizes = {"requests": 64, "tokens": 64, "emits": 64, "writes": (64,), "moves": (0,)}
     bucket = Bucket(width=1, tail=0, pages=(8192,), **sizes)
     assert most_items(spec, bucket) == 64 + 512  # a split per 512 keys, and per request
-    few = (Launch(tuning.DECODE, 64, 0, 64),)
+    few = (Launch(launch.DECODE, 64, 0, 64),)
     assert [each.items for (each,) in Backend().wider(spec, bucket, few)] == [80, 128, 320]
     assert Backend().wider(spec, replace(bucket, width=0), few) == ()
 

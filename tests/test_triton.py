@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from lockstep import order
-from lockstep.kernels.triton import launch, tuning
+from lockstep.kernels.triton import launch
 from lockstep.kernels.triton.items import Rows, items
 from lockstep.order import Splits, even
 from lockstep.types import AttnSpec, GroupSpec, Layout
@@ -85,9 +85,7 @@ def test_keys_are_written_with_one_rounding_and_moved_all_at_once():
     judge(cells("--checks", "cache"), 0.0)
 
 
-@pytest.mark.parametrize(
-    "splits", [even(512), Splits(8, 512, 0, 1024, 1024), Splits(4, 512, 6, 1024, 2048)]
-)
+@pytest.mark.parametrize("splits", [even(512), Splits(8, 512, 1024), Splits(4, 512, 2048)])
 def test_a_split_is_found_by_position_and_by_number(splits):
     p = np.arange(20000)
     nth = splits.index(p)
@@ -100,7 +98,7 @@ def test_the_order_of_a_device_class_depends_on_head_sizes_alone_and_tiles_divid
         found = order.attention_order(order.SM90, d_qk, d_v)
         assert found == order.attention_order(order.SM90, d_qk, d_v)
         splits = found.splits
-        assert all(n % found.tile == 0 for n in (splits.len0, splits.len1, splits.len2))
+        assert all(n % found.tile == 0 for n in (splits.len0, splits.len1))
         on_cpu = order.attention_order(order.CPU, d_qk, d_v)
         assert (on_cpu.tile, on_cpu.splits) == (
             order.tile_len(d_qk, d_v),
@@ -136,7 +134,7 @@ def test_items_cover_every_row_and_every_visible_split_once():
     hi = np.concatenate(([700], 1000 + np.arange(39), [5000])).astype(np.int32)
     lo = np.maximum(hi - 600, 0)
     rows = Rows(q_indptr, lo, hi, hi, np.zeros(4, np.int32))
-    splits = Splits(2, 512, 0, 1024, 1024)
+    splits = Splits(2, 512, 1024)
     split_up = np.array([True, True, True, False])
     table, part_rows, _ = items(rows, np.arange(4), 4, 16, splits, split_up)
     seen, whole = {}, 0
@@ -177,7 +175,7 @@ def test_a_request_is_split_over_programs_where_its_keys_exceed_a_multiprocessor
     )
     for spec, keys, want in cases:
         chosen = order.attention_order(order.SM90, spec.d_qk, spec.d_v)
-        ((shape, requests, parts),) = tuning.choose(spec, decodes(*keys), True, False, chosen)
+        ((shape, requests, parts),) = launch.choose(spec, decodes(*keys), True, False, chosen)
         assert shape.kernel == ("latent" if spec is latent else "decode")
         assert len(requests) == len(keys) and parts.tolist() == want, keys
 
@@ -194,7 +192,7 @@ def test_what_the_warp_specialised_kernels_cannot_do_is_left_to_the_plain_one():
     )
     for spec, tree in others:
         chosen = order.attention_order(order.SM90, spec.d_qk, spec.d_v)
-        found = tuning.choose(spec, decodes(4096, 100), True, tree, chosen)
+        found = launch.choose(spec, decodes(4096, 100), True, tree, chosen)
         assert {shape.kernel for shape, _, _ in found} == {"plain"}
 
 
@@ -203,7 +201,7 @@ def test_keys_of_one_byte_are_never_given_blocks_below_64_rows():
         spec = GroupSpec(
             layout, 8, kv_heads, d_qk, d_v, (AttnSpec(scale=0.1),), kv_dtype="float8_e4m3"
         )
-        assert all(shape(spec).rows >= 64 for shape in (tuning.few, tuning.some, tuning.many))
+        assert all(shape(spec).rows >= 64 for shape in (launch.few, launch.some, launch.many))
 
 
 def test_a_handful_of_variants_compile_for_sm_90_without_spills(tmp_path):

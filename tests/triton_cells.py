@@ -26,7 +26,7 @@ from lockstep import order
 from lockstep.attention import reference
 from lockstep.attention import triton as backend
 from lockstep.kernels.cpu.ops import Ops
-from lockstep.kernels.triton import tuning
+from lockstep.kernels.triton import launch
 from lockstep.kernels.triton.launch import Tuning
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Keys, Pool
@@ -34,7 +34,7 @@ from lockstep.kv.tables import CacheGroups, PageTable
 from lockstep.plan.build import RequestWork, build, node_slots
 from lockstep.types import AttnSpec, GroupSpec, Layout
 
-SMALL = order.AttentionOrder(16, order.Splits(count0=2, len0=32, count1=1, len1=48, len2=64))
+SMALL = order.AttentionOrder(16, order.Splits(count0=2, len0=32, len1=48))
 PAGES = 400
 WINDOW = 37
 
@@ -260,15 +260,15 @@ def forced(only: Tuning | None, call: Callable):
     """`call` with one launch shape for every request, or as chosen."""
     if only is None:
         return call()
-    old, most = tuning.choose, backend.most_items
+    old, most = launch.choose, backend.most_items
     backend.most_items = lambda spec, bucket: 8 * most(spec, bucket)  # of another shape: more
-    tuning.choose = lambda spec, rows, hopper, tree, order: [
-        tuning.alike(only, np.ones(len(rows.q_indptr) - 1, bool))
+    launch.choose = lambda spec, rows, hopper, tree, order: [
+        launch.alike(only, np.ones(len(rows.q_indptr) - 1, bool))
     ]
     try:
         return call()
     finally:
-        tuning.choose, backend.most_items = old, most
+        launch.choose, backend.most_items = old, most
 
 
 def differing(a: torch.Tensor, b: torch.Tensor) -> int:
@@ -288,8 +288,8 @@ def bits(cell: Cell, found: dict) -> None:
     begins = np.cumsum((0, *lens))
     alone = [cell.run([w]) for w in whole]
     compare(found, "alone = batch", tuple(torch.cat(x) for x in zip(*alone)), base)
-    shapes = [tuning.few(cell.spec), tuning.some(cell.spec), tuning.many(cell.spec)]
-    if cell.device.type == "cuda" and not tuning.narrow(cell.spec):
+    shapes = [launch.few(cell.spec), launch.some(cell.spec), launch.many(cell.spec)]
+    if cell.device.type == "cuda" and not launch.narrow(cell.spec):
         shapes += [replace(shapes[0], warps=w) for w in (1, 2)]
     shapes += warp_specialised(cell)
     for shape in shapes if cell.dtype is torch.bfloat16 else shapes[:3]:
@@ -323,12 +323,12 @@ def warp_specialised(cell: Cell) -> list[Tuning]:
     """The launch shapes of those kernels that can do a cell, in parts and whole."""
     spec = cell.spec
     chosen = order.attention_order(order.SM90, spec.d_qk, spec.d_v)
-    if cell.device.type != "cuda" or not tuning.serves(spec, False, chosen):
+    if cell.device.type != "cuda" or not launch.serves(spec, False, chosen):
         return []
-    few = tuning.LATENT if spec.layout is Layout.LATENT else tuning.DECODE
+    few = launch.LATENT if spec.layout is Layout.LATENT else launch.DECODE
     shapes = [few, replace(few, parts=False)]
     if spec.layout is Layout.DENSE and spec.causal and spec.window is None:
-        shapes.append(tuning.PREFILL)
+        shapes.append(launch.PREFILL)
     return shapes
 
 
@@ -460,13 +460,13 @@ def main() -> None:
 
         triton_interpret.install()
         order.attention_order = lambda *sizes: SMALL
-        tuning.few = lambda spec, tree=False: Tuning(
+        launch.few = lambda spec, tree=False: Tuning(
             rows=16, warps=1, stages=1, parts=True, fold_rows=16, fold_depth=1
         )
-        tuning.some = lambda spec, tree=False: Tuning(
+        launch.some = lambda spec, tree=False: Tuning(
             rows=64, warps=1, stages=1, parts=True, fold_rows=64, fold_depth=1
         )
-        tuning.many = lambda spec, tree=False: Tuning(rows=128, warps=1, stages=1, parts=False)
+        launch.many = lambda spec, tree=False: Tuning(rows=128, warps=1, stages=1, parts=False)
     report = {}
     if args.checks == "cache":
         report["cache"] = {}

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from bench.gpu.order_sm90 import Case, floors, timed
-from lockstep.kernels.triton import tuning
+from lockstep.kernels.triton import launch
 from lockstep.kernels.triton.launch import Tuning
 from lockstep.order import ORDER_NAMES, SM90, attention_order
 
@@ -85,14 +85,14 @@ def off(case: Case, out: torch.Tensor) -> float:
 
 def bits() -> list[dict]:
     """Every kernel, in parts and whole, against two launch shapes of the plain one, every row."""
-    small = {"parts": tuning.DECODE, "whole": replace(tuning.DECODE, parts=False)}
-    latent = {"parts": tuning.LATENT, "whole": replace(tuning.LATENT, parts=False)}
+    small = {"parts": launch.DECODE, "whole": replace(launch.DECODE, parts=False)}
+    latent = {"parts": launch.LATENT, "whole": replace(launch.LATENT, parts=False)}
     plain = (Tuning(16, 4, 2, True), Tuning(64, 4, 2, True))
     work = [("576/512", c, w, latent, (Tuning(64, 8, 2, True, 1), Tuning(16, 4, 2, True, 1)))
             for c in LATENT_ROWS for w in (ANY, 333)]  # fmt: skip
     for head in ("128", "64"):
         work += [(head, c, w, small, plain) for c in FEW_ROWS for w in (ANY, 333)]
-        work += [(head, c, ANY, {"prefill": tuning.PREFILL}, plain) for c in MANY_ROWS]
+        work += [(head, c, ANY, {"prefill": launch.PREFILL}, plain) for c in MANY_ROWS]
     found = []
     for head, (batch, length, new), window, kernels, twins in work:
         torch.manual_seed(length)

@@ -26,8 +26,7 @@ import numpy as np
 import torch
 
 from lockstep.kernels.triton import items, launch, variants
-from lockstep.kernels.triton import tuning as choices
-from lockstep.kernels.triton.launch import Addresses, Call, Scoring, Tuning
+from lockstep.kernels.triton.launch import Tuning
 from lockstep.order import LOG2E, AttentionOrder, Splits, even
 from lockstep.types import INT32_MAX
 
@@ -35,10 +34,9 @@ RULES = {  # named by counts and lengths
     "512": even(512),
     "1024": even(1024),
     "2048": even(2048),
-    "2x512, 1024": Splits(2, 512, 0, 1024, 1024),
-    "4x512, 1024": Splits(4, 512, 0, 1024, 1024),
-    "8x512, 1024": Splits(8, 512, 0, 1024, 1024),
-    "4x256, 6x512, 1024": Splits(4, 256, 6, 512, 1024),
+    "2x512, 1024": Splits(2, 512, 1024),
+    "4x512, 1024": Splits(4, 512, 1024),
+    "8x512, 1024": Splits(8, 512, 1024),
 }
 HEADS = {
     "64": (64, 64),
@@ -63,13 +61,13 @@ PAGE = 16
 def decode_tunings(head: str, tile: int) -> list[Tuning]:
     if head == "576/512":
         plain = [Tuning(64, 8, 2, True, 1), Tuning(16, 4, 2, True, 1)]
-        return [choices.LATENT, *plain] if tile == 64 else plain
+        return [launch.LATENT, *plain] if tile == 64 else plain
     if head == "256":
         return [Tuning(16, 4, 3, True, 2), Tuning(16, 2, 3, True, 2)]
     plain = [Tuning(16, 4, 2, True), Tuning(16, 2, 3, True)]
     if head == "192/128":
         return plain
-    split = replace(choices.DECODE, stages=choices.DECODE.stages * 128 // tile)
+    split = replace(launch.DECODE, stages=launch.DECODE.stages * 128 // tile)
     return [split, replace(split, parts=False), *plain]
 
 
@@ -81,7 +79,7 @@ def prefill_tunings(head: str, tile: int) -> list[Tuning]:
     plain = Tuning(128, 8, 3, False)
     if head == "192/128":
         return [plain, Tuning(64, 4, 2, False)]
-    return [replace(choices.PREFILL, stages=choices.PREFILL.stages * 128 // tile), plain]
+    return [replace(launch.PREFILL, stages=launch.PREFILL.stages * 128 // tile), plain]
 
 
 class Case:
@@ -93,7 +91,8 @@ class Case:
         self.head, self.batch, self.length, self.new = head, batch, length, new
         self.d_qk, self.d_v = HEADS[head]
         self.latent = head == "576/512"
-        self.heads, self.kv_heads = (128, 1) if self.latent else (32, 8)
+        self.spec = variants.group(self.d_qk, self.d_v, "bfloat16")
+        self.heads, self.kv_heads = self.spec.heads, self.spec.kv_heads
         device, dtype = torch.device("cuda"), torch.bfloat16
         pages = -(-length // PAGE)
         self.k = torch.randn(
@@ -112,18 +111,22 @@ class Case:
         lo = np.maximum(positions.astype(np.int64) + 1 - window, 0).astype(np.int32)
         self.rows = items.Rows(indptr, lo, positions + 1, positions + 1, entry)
         positions = torch.from_numpy(positions).to(device)
-        self.at = Addresses(
-            positions,
-            positions + 1,
-            torch.zeros(len(positions) + 1, dtype=torch.int32, device=device),
-            self.ids,
-            self.ids,
-            PAGE,
-        )
-        sinks = torch.full((self.heads,), -float("inf"), device=device)
-        self.scoring = Scoring(self.d_qk**-0.5 * LOG2E, 0.0, 1.0, sinks, window, True)
+        self.window = window
         self.out = torch.empty(*self.q.shape[:2], self.d_v, device=device, dtype=dtype)
         self.lse = torch.empty(*self.q.shape[:2], device=device)
+        self.tensors = {
+            "positions": positions,
+            "start": positions + 1,
+            "tail_indptr": torch.zeros(len(positions) + 1, dtype=torch.int32, device=device),
+            "tail_slots": self.ids,
+            "page_ids": self.ids,
+            "sinks2": torch.full((self.heads,), -float("inf"), device=device),
+            "q": self.q,
+            "k": self.k,
+            "v": self.v,
+            "out": self.out,
+            "lse": self.lse,
+        }
 
     def launcher(self, tile: int, splits: Splits, tuning: Tuning, parts: bool | None = None):
         """One launch of all requests, in parts or not."""
@@ -132,36 +135,26 @@ class Case:
 
     def shipped(self, order: AttentionOrder):
         """What the backend would launch."""
-        spec = variants.group(self.d_qk, self.d_v, "bfloat16")
-        return self.launches(order, choices.choose(spec, self.rows, True, False, order))
+        return self.launches(order, launch.choose(self.spec, self.rows, True, False, order))
 
-    def launches(self, order: AttentionOrder, chosen: list[choices.Choice]):
+    def launches(self, order: AttentionOrder, chosen: list[launch.Choice]):
         device, work = torch.device("cuda"), []
+        scoring = {"c": self.d_qk**-0.5 * LOG2E, "pre": 0.0, "v_scale": 1.0, "CAP": False}
+        arguments = launch.arguments(self.spec, PAGE, order, tree=False) | scoring | self.tensors
+        arguments["window"] = self.window
         for tuning, requests, parts in chosen:
-            group = 1 if tuning.kernel == "prefill" else self.heads // self.kv_heads
-            size = (group, tuning.rows)
+            size = (launch.group_of(self.spec, tuning), tuning.rows)
             table, *rows = items.items(self.rows, requests, *size, order.splits, parts)
             room = launch.scratch(*(n * self.kv_heads for n in rows), self.d_v, device)
-            work.append((torch.from_numpy(table).cuda(), room, tuning))
-        call = Call(
-            q=self.q,
-            keys=(self.k, self.v),
-            out=self.out,
-            lse=self.lse,
-            at=self.at,
-            scoring=self.scoring,
-            order=order,
-            latent=self.latent,
-            tree=False,
-        )
-        return lambda: [launch.launch(call, *one) for one in work]
+            work.append((arguments | room, torch.from_numpy(table).cuda(), tuning))
+        return lambda: [launch.launch(*one) for one in work]
 
     def want(self, rows: list[int]) -> torch.Tensor:
         """Float64 outputs of some rows."""
         outs = []
         for row in rows:
             request, p = row // self.new, self.length - self.new + row % self.new
-            first = max(0, p + 1 - self.scoring.window)
+            first = max(0, p + 1 - self.window)
             pages = self.ids.view(self.batch, -1)[request].long()
             slots = (pages[:, None] * PAGE + torch.arange(PAGE, device="cuda")).view(-1)[
                 first : p + 1

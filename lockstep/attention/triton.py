@@ -8,19 +8,18 @@ from functools import cache
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep import order
 from lockstep.attention import base
-from lockstep.kernels.triton import items, launch, tuning
+from lockstep.kernels.triton import items, launch
 from lockstep.kernels.triton.items import ITEM
-from lockstep.kernels.triton.launch import Addresses, Call, Scoring, Scratch, Tuning
+from lockstep.kernels.triton.launch import Arguments, Tuning
 from lockstep.kv.pool import Keys, widened
 from lockstep.plan.bucket import power
 from lockstep.plan.image import PlanArrays
 from lockstep.plan.step import Bucket, FreshGroup, Group, StepPlan
-from lockstep.types import INT32_MAX, AttnSpec, GroupSpec, Layout, RuleError
+from lockstep.types import AttnSpec, GroupSpec, Layout, RuleError
 
 CAPS = base.Caps(
     devices=frozenset({"cuda"}),
@@ -63,12 +62,8 @@ class Handle:
     """A group, bound: everything the kernel takes besides queries and keys."""
 
     spec: GroupSpec
-    order: order.AttentionOrder
-    addresses: Addresses
     launches: tuple[tuple[Launch, Tensor], ...]  # with the table of its items
-    scratch: Scratch
-    tree: bool
-    scoring: dict[AttnSpec, Scoring]
+    arguments: dict[AttnSpec, Arguments]
 
 
 class Backend:
@@ -90,8 +85,8 @@ class Backend:
         compiled = os.environ.get("TRITON_INTERPRET") != "1"
         launches, at = [], 0
         views.derived.reshape(-1, ITEM)[:] = NOBODY
-        for shape, requests, parts in tuning.choose(spec, rows, compiled, tree, chosen):
-            size = (tuning.group_of(spec, shape), shape.rows)
+        for shape, requests, parts in launch.choose(spec, rows, compiled, tree, chosen):
+            size = (launch.group_of(spec, shape), shape.rows)
             table, *room = items.items(rows, requests, *size, chosen.splits, parts)
             one = Launch(shape, len(table), *room)
             if few_rows(plan.bucket):
@@ -109,7 +104,7 @@ class Backend:
             return ()
         (one,), most = variant, most_items(spec, bucket) - variant[0].counters
         if one.tuning.kernel != "plain":  # who is not split at all, but for a few long ones
-            split = tuning.most_split(spec, one.tuning, bucket.width)
+            split = launch.most_split(spec, one.tuning, bucket.width)
             most = min(most, room_for(split * LONGEST))
         rooms = [n for n in EXTRAS if one.items - one.counters < n <= most]
         return tuple(
@@ -125,28 +120,19 @@ class Backend:
         sizes = [one.items for one in variant]
         tables = torch.split(derived.view(-1, ITEM)[: sum(sizes)], sizes)
         page_ids, _, _, page_size = base.addresses(spec, views)
-        start, tail_indptr, tail_slots = map(torch.as_tensor, base.lists(spec, views))
+        chosen = order.attention_order(order.SM90, spec.d_qk, spec.d_v)
+        arguments = launch.arguments(spec, page_size, chosen, has_trees(spec, bucket))
+        names = ("page_ids", "positions", "start", "tail_indptr", "tail_slots")
+        image = (page_ids, views.positions, *base.lists(spec, views))
+        arguments |= zip(names, map(torch.as_tensor, image), strict=True)
         part_rows = max((one.part_rows for one in variant), default=0) * spec.kv_heads
         counters = max((one.counters for one in variant), default=0) * spec.kv_heads
-        d_v = order.stored_len(spec.d_v)
+        arguments |= launch.scratch(part_rows, counters, arguments["D_V"], derived.device)
+        layers = dict.fromkeys(spec.layers)
         return Handle(
-            spec=spec,
-            order=order.attention_order(order.SM90, spec.d_qk, spec.d_v),
-            addresses=Addresses(
-                positions=torch.as_tensor(views.positions),
-                start=start,
-                tail_indptr=tail_indptr,
-                tail_slots=tail_slots,
-                page_ids=torch.as_tensor(page_ids),
-                page_size=page_size,
-            ),
-            launches=tuple(zip(variant, tables, strict=True)),
-            scratch=launch.scratch(part_rows, counters, d_v, derived.device),
-            tree=has_trees(spec, bucket),
-            scoring={
-                attn: scoring(attn, spec.heads, spec.window, spec.causal, derived.device)
-                for attn in dict.fromkeys(spec.layers)
-            },
+            spec,
+            tuple(zip(variant, tables, strict=True)),
+            {attn: arguments | scoring(attn, spec.heads, derived.device) for attn in layers},
         )
 
     def attend(
@@ -158,20 +144,16 @@ class Backend:
         compute = torch.float16 if keys.k.dtype is torch.float16 else q.dtype
         d_qk, d_v = order.stored_len(group.d_qk), order.stored_len(group.d_v)
         out = torch.empty(*q.shape[:2], d_v, dtype=q.dtype, device=q.device)
-        call = Call(
-            q=widened(q if q.dtype is compute else q.clamp(*HALF).half(), d_qk),
-            keys=(keys.k, keys.v),
-            out=out,
-            lse=torch.empty(*q.shape[:2], dtype=torch.float32, device=q.device),
-            at=handle.addresses,
-            scoring=handle.scoring[spec],
-            order=handle.order,
-            latent=keys.v.data_ptr() == keys.k.data_ptr(),  # one row for both
-            tree=handle.tree,
-        )
+        arguments = handle.arguments[spec] | {
+            "q": widened(q if q.dtype is compute else q.clamp(*HALF).half(), d_qk),
+            "k": keys.k,
+            "v": keys.v,
+            "out": out,
+            "lse": torch.empty(*q.shape[:2], dtype=torch.float32, device=q.device),
+        }
         for one, table in handle.launches:
-            launch.launch(call, table, handle.scratch, one.tuning)
-        return out if d_v == group.d_v else out[..., : group.d_v], call.lse
+            launch.launch(arguments, table, one.tuning)
+        return out[..., : group.d_v], arguments["lse"]
 
 
 def check(q: Tensor, keys: Keys, group: GroupSpec) -> None:
@@ -225,32 +207,28 @@ def most_items(spec: GroupSpec, bucket: Bucket) -> int:
     tree, tokens = has_trees(spec, bucket), bucket.tokens
     requests, flat = min(bucket.requests, tokens), tokens * spec.group_size
     splits = order.attention_order(order.SM90, spec.d_qk, spec.d_v).splits
-    shortest = min(splits.len0, splits.len1, splits.len2)
+    shortest = min(splits.len0, splits.len1)
     keys = tokens
     if spec.layout is not Layout.FRESH:
         keys = bucket.pages[0] * spec.page_size + requests * bucket.tail
     if few_rows(bucket):
-        blocks = -(-spec.group_size * bucket.width // tuning.FEW)
+        blocks = -(-spec.group_size * bucket.width // launch.FEW)
         return blocks * requests + room_for(blocks * (requests + keys // shortest))
-    whole, parts = tuning.many(spec, tree), tuning.some(spec, tree)
-    few = flat if whole.parts else min(flat, tuning.PROGRAMS // spec.kv_heads * whole.rows)
+    whole, parts = launch.many(spec, tree), launch.some(spec, tree)
+    few = flat if whole.parts else min(flat, launch.PROGRAMS // spec.kv_heads * whole.rows)
     in_parts = few // parts.rows * (keys // shortest + 2)
     first_blocks = 2 * requests + keys // shortest
-    return first_blocks + requests + max(flat // whole.rows, in_parts) + tokens // tuning.TOKENS
+    return first_blocks + requests + max(flat // whole.rows, in_parts) + tokens // launch.TOKENS
 
 
 @cache
-def scoring(
-    attn: AttnSpec, heads: int, window: int | None, causal: bool, device: torch.device
-) -> Scoring:
+def scoring(attn: AttnSpec, heads: int, device: torch.device) -> Arguments:
     """What a layer's launch needs of its spec; made once, since bringing sinks there waits."""
     pre, c = base.score_constants(attn)
-    sinks2: NDArray[np.float32] = base.sink_logits2(attn, heads)
-    return Scoring(
-        c=c,
-        pre=pre,
-        v_scale=base.value_scale(attn),
-        sinks2=torch.from_numpy(sinks2).to(device),
-        window=INT32_MAX if window is None else window,
-        causal=causal,
-    )
+    return {
+        "c": c,
+        "pre": pre,
+        "v_scale": base.value_scale(attn),
+        "sinks2": torch.from_numpy(base.sink_logits2(attn, heads)).to(device),
+        "CAP": pre != 0.0,
+    }

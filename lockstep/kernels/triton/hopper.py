@@ -1,6 +1,6 @@
-"""What the warp-specialised kernels for sm_90 share, in Gluon: rings of tiles filled by TMA, a row
-of the table of items, and what its rows see. The order of a row's softmax (`softmax.py`) and where
-rows go (`parts.py`) are the texts of their plain twin."""
+"""What the warp-specialised kernels for sm_90 share, in Gluon: rings of tiles filled by TMA, a
+block's queries in shared memory, masks. The order of a row's softmax (`softmax.py`), items and
+where their rows go (`parts.py`) are the texts of their plain twin."""
 
 from collections import namedtuple
 
@@ -8,14 +8,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from lockstep.kernels.triton.parts import arrive, split_begin, write_rows
+from lockstep.kernels.triton.parts import arrive, rows_of, write_rows
 
 WIDE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-# tiles [begin, end) of positions [lo, hi), from split `split` on, for rows [row_begin, row_end);
-# `row` is its place in the table
-Item = namedtuple("Item", "row entry row_begin row_end lo hi split begin end")
-# where an item's pages [first, last] are: entries of `ids`; `outside` is a row no tensor has
-Pages = namedtuple("Pages", "ids entry first last outside")
+OUTSIDE = gl.constexpr(1 << 30)  # a row that no tensor has: TMA fills zeros
+# where an item's pages [first, last] are: entries of `ids`
+Pages = namedtuple("Pages", "ids entry first last")
 # places for tiles [STAGES, TILE, D], seen as pages of 64 columns too, and their barriers
 Ring = namedtuple("Ring", "pages tiles full empty")
 
@@ -52,16 +50,11 @@ def claim(ring, i, BYTES: gl.constexpr):
 
 
 @gluon.jit
-def wait(ring, i):
-    """Until the i-th tile of all is there."""
+def arrived(ring, i):
+    """The i-th tile of all, once it is there."""
     STAGES: gl.constexpr = ring.tiles.shape[0]
     mbarrier.wait(ring.full.index(i % STAGES), (i // STAGES) & 1)
-
-
-@gluon.jit
-def tile_at(ring, i):
-    """The i-th tile of all."""
-    return ring.tiles.index(i % ring.tiles.shape[0])
+    return ring.tiles.index(i % STAGES)
 
 
 @gluon.jit
@@ -71,9 +64,9 @@ def release(ring, i):
 
 
 @gluon.jit
-def pages_of(it, page_ids, outside, PAGE: gl.constexpr):
+def pages_of(call, it, PAGE: gl.constexpr):
     """The pages that an item sees."""
-    return Pages(page_ids, it.entry, it.lo // PAGE, (it.hi + PAGE - 1) // PAGE - 1, outside)
+    return Pages(call.page_ids, it.entry, it.lo // PAGE, (it.hi + PAGE - 1) // PAGE - 1)
 
 
 @gluon.jit
@@ -87,7 +80,7 @@ def copy_pages(desc, room, full, stage, pages, tile, col, D: gl.constexpr, TILE:
         at = gl.minimum(gl.maximum(nth, pages.first), pages.last)
         page = gl.load(pages.ids + pages.entry + at)
         seen = (nth >= pages.first) & (nth <= pages.last)
-        row = gl.where(seen, page * PAGE, pages.outside)
+        row = gl.where(seen, page * PAGE, OUTSIDE)
         for panel in gl.static_range(D // 64):
             to = room.index((stage * (D // 64) + panel) * COUNT + n)
             tma.async_copy_global_to_shared(desc, [row, col + panel * 64], full, to)
@@ -123,26 +116,15 @@ def blank_page(ring, i, limit):
 
 
 @gluon.jit
-def load_item(items, n, splits, TILE: gl.constexpr):
-    """The n-th item."""
-    row = items + n * 12
-    lo = gl.load(row + 3)
-    hi = gl.load(row + 4)
-    split = gl.load(row + 5)
-    begin = gl.maximum(split_begin(split, splits), lo // TILE)
-    end = gl.minimum(split_begin(gl.load(row + 6), splits), (hi + TILE - 1) // TILE)
-    return Item(row, gl.load(row), gl.load(row + 1), gl.load(row + 2), lo, hi, split, begin, end)
-
-
-@gluon.jit
-def store_queries(room, q, it, group, kv_head, q_token8, q_head8, first):
+def store_queries(room, call, it, first):
     """Columns of a block's rows from `first` on into shared memory, zeros past its end."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    f = it.row_begin + gl.arange(0, room.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    r = gl.arange(0, room.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     d = gl.arange(0, room.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    at = (f // group).to(gl.int64) * (q_token8 * 8) + (kv_head * group + f % group) * (q_head8 * 8)
-    mask = (f < it.row_end)[:, None] & (d < room.shape[1])[None, :]
-    room.store(gl.load(q + at[:, None] + (first + d)[None, :], mask=mask, other=0.0))
+    token, head, real = rows_of(call, it, r)
+    at = token * (call.q_row8 * 8) + head * (call.q_head8 * 8)
+    mask = real[:, None] & (d < room.shape[1])[None, :]
+    room.store(gl.load(call.q + at[:, None] + (first + d)[None, :], mask=mask, other=0.0))
     fence_async_shared()
 
 
@@ -158,15 +140,15 @@ def visible(s, tile, seen):
 
 
 @gluon.jit
-def deliver(to, it, M, L, A, r, DEPTH: gl.constexpr):
+def deliver(call, it, M, L, A, r, DEPTH: gl.constexpr):
     """Rows r to the output, or, as a part, to the scratch, of which DEPTH are fetched at a time."""
     WARPS: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
     D: gl.constexpr = A.shape[1]
     parts = gl.load(it.row + 9)
     if parts == 1:
-        write_rows(to, it, M, L, A, r, D)
+        write_rows(call, it, M, L, A, r, D)
     else:
         m = gl.full([WARPS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, LAYOUT))
         fresh = (m, gl.zeros_like(m), gl.zeros([WARPS, D], gl.float32, layout=LAYOUT))
-        arrive(to, it, M, L, A, r, parts, fresh, D, DEPTH)
+        arrive(call, it, M, L, A, r, parts, fresh, D, DEPTH)

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper as nv
 
 from lockstep.kernels.triton import hopper
-from lockstep.kernels.triton.parts import INTEGERS, Output, Splits, seen_by, split_begin
+from lockstep.kernels.triton.parts import NUMBERS, Call, load_item, seen_by, split_begin
 from lockstep.kernels.triton.softmax import add_up, fold, index, log2_units, weigh
 
 ROWS = gl.constexpr(16)
@@ -16,11 +16,11 @@ MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
 
 
 @gluon.jit
-def producer(k_desc, v_desc, ring, splits, items, page_ids, kv_heads, outside):
+def producer(call, k_desc, v_desc, ring):
     """Keys and values of every tile of the item, in turn."""
-    it = hopper.load_item(items, gl.program_id(0) // kv_heads, splits, ring.tiles.shape[1])
-    col = (gl.program_id(0) % kv_heads) * ring.tiles.shape[2]
-    pages = hopper.pages_of(it, page_ids, outside, ring.pages.shape[1])
+    it = load_item(call, gl.program_id(0) // call.kv_heads, ring.tiles.shape[1])
+    col = (gl.program_id(0) % call.kv_heads) * ring.tiles.shape[2]
+    pages = hopper.pages_of(call, it, ring.pages.shape[1])
     for t in range(0, it.end - it.begin):
         tile = it.begin + t
         hopper.fetch(k_desc, ring, 2 * t, pages, tile, col)
@@ -28,7 +28,7 @@ def producer(k_desc, v_desc, ring, splits, items, page_ids, kv_heads, outside):
 
 
 @gluon.jit
-def attend_split(q, w_room, ring, c, g, begin, end, seen, hi_all):
+def attend_split(call, it, seen, q, w_room, ring, g, begin, end):
     """Tiles [begin, end), the first in ring place g. Returns maximum in log2 units, sum and
     values."""
     TILE: gl.constexpr = ring.tiles.shape[1]
@@ -39,73 +39,66 @@ def attend_split(q, w_room, ring, c, g, begin, end, seen, hi_all):
     for tile in range(begin, end):
         i = g + 2 * (tile - begin)
         zero = gl.zeros([TILE, ROWS], gl.float32, layout=MMA)
-        hopper.wait(ring, i)
-        k = hopper.tile_at(ring, i)
+        k = hopper.arrived(ring, i)
         s = nv.warpgroup_mma(k, q.permute([1, 0]), zero, use_acc=False, is_async=True)
         s = nv.warpgroup_mma_wait(0, deps=[s])
         hopper.release(ring, i)
         s = hopper.visible(gl.permute(s, (1, 0)), tile, seen)
-        w, alpha, m = weigh(s, m, c, True)
+        w, alpha, m = weigh(s, m, call.c, True)
         w_room.store(w.to(w_room.dtype))
         nv.fence_async_shared()
         o = o * gl.convert_layout(alpha, gl.SliceLayout(0, MMA))[None, :]
-        hopper.wait(ring, i + 1)
-        if (tile * TILE + TILE > hi_all) & (hi_all % ring.pages.shape[1] != 0):
-            hopper.blank_page(ring, i + 1, hi_all - tile * TILE)
-        v = hopper.tile_at(ring, i + 1).permute([1, 0])
+        v = hopper.arrived(ring, i + 1).permute([1, 0])
+        if (tile * TILE + TILE > it.hi) & (it.hi % ring.pages.shape[1] != 0):
+            hopper.blank_page(ring, i + 1, it.hi - tile * TILE)
         o = nv.warpgroup_mma(v, w_room.permute([1, 0]), o, is_async=True)
         l = add_up(l, alpha, w)
         o = nv.warpgroup_mma_wait(0, deps=[o])
         hopper.release(ring, i + 1)
-    return log2_units(m, c), l, gl.permute(o, (1, 0))
+    return log2_units(m, call.c), l, gl.permute(o, (1, 0))
 
 
 @gluon.jit
-def consumer(
-    q, q_room, w_room, ring, splits, to, items, positions, c, window, causal, q_token8, q_head8
-):
+def consumer(call, q, w_room, ring):
     """Scores, weights and values of the item's splits, folded."""
     TILE: gl.constexpr = ring.tiles.shape[1]
     D: gl.constexpr = ring.tiles.shape[2]
-    group = to.heads // to.kv_heads
-    it = hopper.load_item(items, gl.program_id(0) // to.kv_heads, splits, TILE)
-    kv_head = gl.program_id(0) % to.kv_heads
-    hopper.store_queries(q_room, q, it, group, kv_head, q_token8, q_head8, 0)
+    it = load_item(call, gl.program_id(0) // call.kv_heads, TILE)
+    hopper.store_queries(q, call, it, 0)
     scores = gl.permute(gl.zeros([TILE, ROWS], gl.float32, layout=MMA), (1, 0))
     r = index(scores, 0)
-    seen = seen_by(positions, it, group, window, causal, r)
+    seen = seen_by(call, it, r)
     M = gl.full_like(seen.lo, float("-inf"), dtype=gl.float32)
     L = gl.zeros_like(M)
     A = gl.permute(gl.zeros([D, ROWS], gl.float32, layout=MMA), (1, 0))
     begin = it.begin
     split = it.split
     while begin < it.end:
-        end = gl.minimum(split_begin(split + 1, splits), it.end)
+        end = gl.minimum(split_begin(split + 1, call) // TILE, it.end)
         g = 2 * (begin - it.begin)
-        m, l, a = attend_split(q_room, w_room, ring, c, g, begin, end, seen, it.hi)
+        m, l, a = attend_split(call, it, seen, q, w_room, ring, g, begin, end)
         M, L, A = fold(M, L, A, m, l, a)
         begin = end
         split += 1
-    hopper.deliver(to, it, M, L, A, r, 8)
+    hopper.deliver(call, it, M, L, A, r, 8)
 
 
-@gluon.jit(do_not_specialize=INTEGERS)
+@gluon.jit(do_not_specialize=NUMBERS)
 def decode_kernel(
     q, k_desc, v_desc, out, lse, sinks2, items, positions, page_ids, part_ml, part_acc, counters,
-    c, v_scale, heads, kv_heads, window, causal, q_token8, q_head8,
-    count0, len0, count1, len1, len2, outside,
+    c, v_scale, heads, kv_heads, window, causal, q_row8, q_head8, count0, len0, len1,
     D: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory, barriers, and who does what. Split lengths come in tiles; `outside` is a row
-    no tensor has."""
+    """Shared memory, barriers, and who does what."""
     q_room = gl.allocate_shared_memory(k_desc.dtype, [ROWS, D], hopper.WIDE)
     w_room = gl.allocate_shared_memory(k_desc.dtype, [ROWS, TILE], hopper.WIDE)
     ring = hopper.make_ring(k_desc.dtype, D, TILE, STAGES, PAGE, 1)
     nv.fence_async_shared()
-    splits = Splits(count0, len0, count1, len1, len2)
-    to = Output(out, lse, sinks2, part_ml, part_acc, counters, v_scale, heads, kv_heads)
+    call = Call(
+        q, q_row8, q_head8, items, positions, page_ids, heads, kv_heads, window, causal, c, v_scale,
+        sinks2, count0, len0, len1, out, lse, part_ml, part_acc, counters,
+    )  # fmt: skip
     gl.warp_specialize([
-        (consumer, (q, q_room, w_room, ring, splits, to, items, positions, c, window, causal,
-                    q_token8, q_head8)),
-        (producer, (k_desc, v_desc, ring, splits, items, page_ids, kv_heads, outside)),
+        (consumer, (call, q_room, w_room, ring)),
+        (producer, (call, k_desc, v_desc, ring)),
     ], [1], [40])  # fmt: skip

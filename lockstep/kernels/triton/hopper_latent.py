@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper as nv
 
 from lockstep.kernels.triton import hopper
-from lockstep.kernels.triton.parts import INTEGERS, Output, Splits, seen_by, split_begin
+from lockstep.kernels.triton.parts import NUMBERS, Call, load_item, seen_by, split_begin
 from lockstep.kernels.triton.softmax import add_up, beside, fold, log2_units, weigh
 
 ROWS, TILE, D, REST = gl.constexpr(64), gl.constexpr(64), gl.constexpr(512), gl.constexpr(64)
@@ -21,12 +21,12 @@ Room = namedtuple("Room", "q q_rest w ring rest")
 
 
 @gluon.jit
-def producer(desc, ring, rest_pages, splits, items, page_ids, work, outside):
+def producer(call, work, desc, ring, rest_pages):
     """Every tile of every item: 512 columns, and the other 64."""
     g = 0
     for n in range(gl.program_id(0), work, gl.num_programs(0)):
-        it = hopper.load_item(items, n, splits, TILE)
-        pages = hopper.pages_of(it, page_ids, outside, ring.pages.shape[1])
+        it = load_item(call, n, TILE)
+        pages = hopper.pages_of(call, it, ring.pages.shape[1])
         for tile in range(it.begin, it.end):
             full = hopper.claim(ring, g, TILE * (D + REST) * 2)
             stage = g % 2
@@ -36,7 +36,7 @@ def producer(desc, ring, rest_pages, splits, items, page_ids, work, outside):
 
 
 @gluon.jit
-def attend_split(room, c, g, begin, end, seen, hi_all):
+def attend_split(call, it, seen, room, g, begin, end):
     """Tiles [begin, end), the first in ring place g. Returns maximum in log2 units, sum and
     values."""
     ring = room.ring
@@ -46,22 +46,21 @@ def attend_split(room, c, g, begin, end, seen, hi_all):
     for tile in range(begin, end):
         i = g + tile - begin
         zero = gl.zeros([ROWS, TILE], gl.float32, layout=SCORES)
-        hopper.wait(ring, i)
-        k = hopper.tile_at(ring, i).permute([1, 0])
-        s = nv.warpgroup_mma(room.q, k, zero, use_acc=False, is_async=True)
-        k = room.rest.index(i % 2).permute([1, 0])
-        s = nv.warpgroup_mma_wait(0, deps=[nv.warpgroup_mma(room.q_rest, k, s, is_async=True)])
-        w, alpha, m = weigh(hopper.visible(s, tile, seen), m, c, True)
+        kv = hopper.arrived(ring, i)
+        s = nv.warpgroup_mma(room.q, kv.permute([1, 0]), zero, use_acc=False, is_async=True)
+        rest = room.rest.index(i % 2).permute([1, 0])
+        s = nv.warpgroup_mma_wait(0, deps=[nv.warpgroup_mma(room.q_rest, rest, s, is_async=True)])
+        w, alpha, m = weigh(hopper.visible(s, tile, seen), m, call.c, True)
         room.w.store(w.to(room.w.dtype))
         nv.fence_async_shared()
         o = o * beside(alpha, o)[:, None]
-        if (tile * TILE + TILE > hi_all) & (hi_all % ring.pages.shape[1] != 0):
-            hopper.blank_page(ring, i, hi_all - tile * TILE)
-        o = nv.warpgroup_mma(room.w, hopper.tile_at(ring, i), o, is_async=True)
+        if (tile * TILE + TILE > it.hi) & (it.hi % ring.pages.shape[1] != 0):
+            hopper.blank_page(ring, i, it.hi - tile * TILE)
+        o = nv.warpgroup_mma(room.w, kv, o, is_async=True)
         l = add_up(l, alpha, w)
         o = nv.warpgroup_mma_wait(0, deps=[o])
         hopper.release(ring, i)
-    return log2_units(m, c), l, o
+    return log2_units(m, call.c), l, o
 
 
 @gluon.jit
@@ -80,7 +79,7 @@ def unpacked(x):
 
 
 @gluon.jit
-def attend_item(room, state, splits, it, c, g, seen):
+def attend_item(call, it, seen, room, state, g):
     """The item's splits, folded as they go; between splits the values lie in `state`, where every
     thread reads what it wrote itself."""
     M = gl.full_like(seen.lo, float("-inf"), dtype=gl.float32)
@@ -92,8 +91,8 @@ def attend_item(room, state, splits, it, c, g, seen):
     begin = it.begin
     split = it.split
     while begin < it.end:
-        end = gl.minimum(split_begin(split + 1, splits), it.end)
-        m, l, o = attend_split(room, c, g + begin - it.begin, begin, end, seen, it.hi)
+        end = gl.minimum(split_begin(split + 1, call) // TILE, it.end)
+        m, l, o = attend_split(call, it, seen, room, g + begin - it.begin, begin, end)
         if begin > it.begin:
             M, L, o = fold(M, L, unpacked(gl.load(own)), m, l, o)
         else:
@@ -107,31 +106,28 @@ def attend_item(room, state, splits, it, c, g, seen):
 
 
 @gluon.jit
-def consumer(
-    q, room, splits, to, items, positions, c, window, causal, work, state_row, q_token8, q_head8
-):
+def consumer(call, work, room, states):
     """Scores, weights and values of every item."""
     g = 0
-    state = to.part_acc + (state_row + gl.program_id(0) * ROWS).to(gl.int64) * D
+    state = states + gl.program_id(0).to(gl.int64) * (ROWS * D)
     for n in range(gl.program_id(0), work, gl.num_programs(0)):
-        it = hopper.load_item(items, n, splits, TILE)
-        hopper.store_queries(room.q, q, it, to.heads, 0, q_token8, q_head8, 0)
-        hopper.store_queries(room.q_rest, q, it, to.heads, 0, q_token8, q_head8, D)
+        it = load_item(call, n, TILE)
+        hopper.store_queries(room.q, call, it, 0)
+        hopper.store_queries(room.q_rest, call, it, D)
         r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
-        seen = seen_by(positions, it, to.heads, window, causal, r)
-        M, L, A = attend_item(room, state, splits, it, c, g, seen)
+        seen = seen_by(call, it, r)
+        M, L, A = attend_item(call, it, seen, room, state, g)
         g += gl.maximum(it.end - it.begin, 0)
-        hopper.deliver(to, it, M, L, A, r, 4)
+        hopper.deliver(call, it, M, L, A, r, 4)
 
 
-@gluon.jit(do_not_specialize=INTEGERS)
+@gluon.jit(do_not_specialize=NUMBERS)
 def latent_kernel(
-    q, k_desc, out, lse, sinks2, items, positions, page_ids, part_ml, part_acc, counters,
-    c, v_scale, heads, kv_heads, window, causal, work, state_row, q_token8, q_head8,
-    count0, len0, count1, len1, len2, outside, PAGE: gl.constexpr,
+    q, k_desc, out, lse, sinks2, items, positions, page_ids, part_ml, part_acc, counters, states,
+    c, v_scale, heads, kv_heads, window, causal, work, q_row8, q_head8, count0, len0, len1,
+    PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory, barriers, and who does what. Split lengths come in tiles; `outside` is a row
-    no tensor has; rows of the scratch from `state_row` on are the programs' own, 64 each."""
+    """Shared memory, barriers, and who does what; of `states`, a program has 64 rows."""
     dtype: gl.constexpr = k_desc.dtype
     q_room = gl.allocate_shared_memory(dtype, [ROWS, D], hopper.WIDE)
     rest_room = gl.allocate_shared_memory(dtype, [ROWS, REST], hopper.WIDE)
@@ -141,10 +137,11 @@ def latent_kernel(
     rest = rest_pages._reinterpret(dtype, [2, TILE, REST], hopper.WIDE)
     nv.fence_async_shared()
     room = Room(q_room, rest_room, w_room, ring, rest)
-    splits = Splits(count0, len0, count1, len1, len2)
-    to = Output(out, lse, sinks2, part_ml, part_acc, counters, v_scale, heads, kv_heads)
+    call = Call(
+        q, q_row8, q_head8, items, positions, page_ids, heads, kv_heads, window, causal, c, v_scale,
+        sinks2, count0, len0, len1, out, lse, part_ml, part_acc, counters,
+    )  # fmt: skip
     gl.warp_specialize([
-        (consumer, (q, room, splits, to, items, positions, c, window, causal, work, state_row,
-                    q_token8, q_head8)),
-        (producer, (k_desc, ring, rest_pages, splits, items, page_ids, work, outside)),
+        (consumer, (call, work, room, states)),
+        (producer, (call, work, k_desc, ring, rest_pages)),
     ], [1], [40])  # fmt: skip

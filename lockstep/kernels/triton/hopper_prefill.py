@@ -11,12 +11,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper as nv
 
 from lockstep.kernels.triton import hopper
-from lockstep.kernels.triton.parts import INTEGERS, Splits, split_begin
+from lockstep.kernels.triton.parts import NUMBERS, load_item, split_begin
 from lockstep.kernels.triton.softmax import add_up, beside, finish, fold, log2_units, weigh
 
-# a consumer's shared memory: its queries, the rings, whose turn it is, and the state of its fold,
-# where its output is staged too
-Room = namedtuple("Room", "q q_full q_empty k_ring v_ring mine other blanked state staged")
+# shared memory: queries, rings, whose turn it is, and the states of folds, where outputs are staged
+Room = namedtuple("Room", "q q_full q_empty k_ring v_ring turns blanked state staged")
+# what it takes (`parts.Call`); `group` is query heads of a kv head
+Call = namedtuple("Call", "items page_ids heads group c v_scale sinks2 count0 len0 len1 out lse")
 
 
 @gluon.jit
@@ -38,34 +39,28 @@ def piece(nth, work):
 
 
 @gluon.jit
-def producer(
-    q_desc, k_desc, v_desc, q, q_full, q_empty, keys, values, items, page_ids, heads, group, work,
-    outside,
-):  # fmt: skip
+def producer(call, work, room, q_desc, k_desc, v_desc):
     """The copies of every item, as far ahead as there is room. An item's first keys do not wait for
     the queries of the one before to be done with."""
-    TILE: gl.constexpr = keys.tiles.shape[1]
-    D: gl.constexpr = keys.tiles.shape[2]
-    PAGE: gl.constexpr = keys.pages.shape[1]
+    TILE: gl.constexpr = room.k_ring.tiles.shape[1]
+    D: gl.constexpr = room.k_ring.tiles.shape[2]
+    PAGE: gl.constexpr = room.k_ring.pages.shape[1]
     g = 0
     for nth in range(0, share(work)):
         w = piece(nth, work)
-        item = items + (w // heads) * 12
-        head = w % heads
-        entry = gl.load(item)
-        row_begin = gl.load(item + 1)
-        hi = gl.load(item + 4)
-        pages = hopper.Pages(page_ids, entry, 0, (hi + PAGE - 1) // PAGE - 1, outside)
-        col = (head // group) * D
-        for tile in range(0, (hi + TILE - 1) // TILE):
-            hopper.fetch(k_desc, keys, g, pages, tile, col)
+        it = load_item(call, w // call.heads, TILE)
+        head = w % call.heads
+        pages = hopper.Pages(call.page_ids, it.entry, 0, (it.hi + PAGE - 1) // PAGE - 1)
+        col = (head // call.group) * D
+        for tile in range(0, (it.hi + TILE - 1) // TILE):
+            hopper.fetch(k_desc, room.k_ring, g, pages, tile, col)
             if tile == 0:
-                nv.mbarrier.wait(q_empty, (nth & 1) ^ 1)
-                nv.mbarrier.expect(q_full, 128 * D * 2)
+                nv.mbarrier.wait(room.q_empty, (nth & 1) ^ 1)
+                nv.mbarrier.expect(room.q_full, 128 * D * 2)
                 for i in gl.static_range(2):
-                    at = [row_begin + i * 64, head * D]
-                    nv.tma.async_copy_global_to_shared(q_desc, at, q_full, q.index(i))
-            hopper.fetch(v_desc, values, g, pages, tile, col)
+                    at = [it.row_begin + i * 64, head * D]
+                    nv.tma.async_copy_global_to_shared(q_desc, at, room.q_full, room.q.index(i))
+            hopper.fetch(v_desc, room.v_ring, g, pages, tile, col)
             g += 1
 
 
@@ -83,10 +78,9 @@ def begin_scores(room, i, pos, WG: gl.constexpr):
     TILE: gl.constexpr = room.k_ring.tiles.shape[1]
     SCORES: gl.constexpr = pos.type.layout.parent
     zero = gl.zeros([64, TILE], gl.float32, layout=SCORES)
-    hopper.wait(room.k_ring, i)
-    nv.mbarrier.wait(room.mine, (i & 1) ^ (1 - WG))
-    k = hopper.tile_at(room.k_ring, i).permute([1, 0])
-    return nv.warpgroup_mma(room.q, k, zero, use_acc=False, is_async=True)
+    k = hopper.arrived(room.k_ring, i).permute([1, 0])
+    nv.mbarrier.wait(room.turns.index(WG), (i & 1) ^ (1 - WG))
+    return nv.warpgroup_mma(room.q.index(WG), k, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -97,9 +91,8 @@ def step(
     """Scores of this tile, the i-th of all, and values of the one before, together; then this
     tile's weights. FRESH: it begins a split, so that the values stay as they are."""
     s_token = begin_scores(room, i, pos, WG)
-    hopper.wait(room.v_ring, i - 1)
-    o_token = nv.warpgroup_mma(p, hopper.tile_at(room.v_ring, i - 1), o, is_async=True)
-    nv.mbarrier.arrive(room.other)
+    o_token = nv.warpgroup_mma(p, hopper.arrived(room.v_ring, i - 1), o, is_async=True)
+    nv.mbarrier.arrive(room.turns.index(1 - WG))
     s = nv.warpgroup_mma_wait(1, deps=[s_token])
     hopper.release(room.k_ring, i)
     if MASK:
@@ -121,7 +114,7 @@ def last_values(room, o, p, i, nth, tiles, hi_all, WG: gl.constexpr):
     """Values of the last tile, the i-th of all, of this program's nth item. The first warpgroup
     blanks for both. Nobody is an item ahead: queries are the next one's when both are here."""
     if hi_all % room.v_ring.pages.shape[1] != 0:
-        hopper.wait(room.v_ring, i)
+        hopper.arrived(room.v_ring, i)
         if WG == 0:
             hopper.blank_page(room.v_ring, i, hi_all - (tiles - 1) * room.v_ring.tiles.shape[1])
         else:
@@ -129,52 +122,52 @@ def last_values(room, o, p, i, nth, tiles, hi_all, WG: gl.constexpr):
     if WG == 0:
         nv.mbarrier.arrive(room.blanked)
     nv.mbarrier.arrive(room.q_empty)  # the last scores of this item are done
-    hopper.wait(room.v_ring, i)
-    o = nv.warpgroup_mma(p, hopper.tile_at(room.v_ring, i), o, is_async=True)
+    o = nv.warpgroup_mma(p, hopper.arrived(room.v_ring, i), o, is_async=True)
     o, p = nv.warpgroup_mma_wait(0, deps=[o, p])
     hopper.release(room.v_ring, i)
     return o
 
 
 @gluon.jit
-def attend_item(room, splits, c, g, nth, tiles, full, hi_all, pos, WG: gl.constexpr):
+def attend_item(call, it, room, g, nth, tiles, full, pos, WG: gl.constexpr):
     """All splits of an item, folded as they go; a split's first scores are under way with the
     values of the last tile of the one before. Returns maximum, sum and values."""
+    TILE: gl.constexpr = room.k_ring.tiles.shape[1]
     D: gl.constexpr = room.k_ring.tiles.shape[2]
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     M = gl.full_like(pos, float("-inf"), dtype=gl.float32)
     L = gl.zeros_like(M)
     s = begin_scores(room, g, pos, WG)
-    nv.mbarrier.arrive(room.other)
+    nv.mbarrier.arrive(room.turns.index(1 - WG))
     s = nv.warpgroup_mma_wait(0, deps=[s])
     hopper.release(room.k_ring, g)
-    w, alpha, m = weigh(causal(s, 0, pos), M, c, True)
+    w, alpha, m = weigh(causal(s, 0, pos), M, call.c, True)
     l = add_up(L, alpha, w)
     p = gl.convert_layout(w.to(room.q.dtype), P)
     o = gl.zeros([64, D], gl.float32, layout=OUT)
     begin = 0
     split = 0
     while begin < tiles:
-        end = gl.minimum(split_begin(split + 1, splits), tiles)
+        end = gl.minimum(split_begin(split + 1, call) // TILE, tiles)
         plain = gl.minimum(end, full)
         for tile in range(begin + 1, plain):
-            o, p, m, l = step(room, o, p, m, l, c, g + tile, tile, pos, False, False, WG)
+            o, p, m, l = step(room, o, p, m, l, call.c, g + tile, tile, pos, False, False, WG)
         for tile in range(gl.maximum(begin + 1, plain), end):
-            o, p, m, l = step(room, o, p, m, l, c, g + tile, tile, pos, False, True, WG)
-        before_m = log2_units(m, c)
+            o, p, m, l = step(room, o, p, m, l, call.c, g + tile, tile, pos, False, True, WG)
+        before_m = log2_units(m, call.c)
         before_l = l
         if end < tiles:
-            o, p, m, l = step(room, o, p, m, l, c, g + end, end, pos, True, True, WG)
+            o, p, m, l = step(room, o, p, m, l, call.c, g + end, end, pos, True, True, WG)
         else:
-            o = last_values(room, o, p, g + end - 1, nth, tiles, hi_all, WG)
+            o = last_values(room, o, p, g + end - 1, nth, tiles, it.hi, WG)
         if begin > 0:
-            M, L, o = fold(M, L, room.state.load(OUT), before_m, before_l, o)
+            M, L, o = fold(M, L, room.state.index(WG).load(OUT), before_m, before_l, o)
         else:
             M = before_m
             L = before_l
         if end < tiles:
-            room.state.store(o)
+            room.state.index(WG).store(o)
             o = gl.zeros([64, D], gl.float32, layout=OUT)
         begin = end
         split += 1
@@ -182,23 +175,23 @@ def attend_item(room, splits, c, g, nth, tiles, full, hi_all, pos, WG: gl.conste
 
 
 @gluon.jit
-def write_rows(M, L, o, sink2, v_scale, room, out, lse, row, end, head, heads):
+def write_rows(call, staged, row, end, head, sink2, M, L, o):
     """Sink, division, scale, one rounding, store."""
-    y, ln = finish(M, L, o, sink2, v_scale)
-    room.staged.store(y.to(room.staged.dtype))
-    D: gl.constexpr = room.staged.shape[1]
+    y, ln = finish(M, L, o, sink2, call.v_scale)
+    staged.store(y.to(staged.dtype))
+    D: gl.constexpr = staged.shape[1]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     r = row + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
-    at = (r.to(gl.int64) * heads + head) * D
+    at = (r.to(gl.int64) * call.heads + head) * D
     mask = (r < end)[:, None] & (d < D)[None, :]
-    gl.store(out + at[:, None] + d[None, :], room.staged.load(WIDE), mask=mask)
+    gl.store(call.out + at[:, None] + d[None, :], staged.load(WIDE), mask=mask)
     r = row + gl.arange(0, 64, layout=ln.type.layout)
-    gl.store(lse + r.to(gl.int64) * heads + head, ln, mask=r < end)
+    gl.store(call.lse + r.to(gl.int64) * call.heads + head, ln, mask=r < end)
 
 
 @gluon.jit
-def consumer(room, splits, out, lse, sinks2, items, c, v_scale, heads, work, WG: gl.constexpr):
+def consumer(call, work, room, WG: gl.constexpr):
     """Rows [64 * WG, 64 * WG + 64) of every item. A block's rows are consecutive, and the last one
     sees all its keys."""
     TILE: gl.constexpr = room.k_ring.tiles.shape[1]
@@ -206,31 +199,27 @@ def consumer(room, splits, out, lse, sinks2, items, c, v_scale, heads, work, WG:
     g = 0
     for nth in range(0, share(work)):
         w = piece(nth, work)
-        item = items + (w // heads) * 12
-        head = w % heads
-        row_begin = gl.load(item + 1)
-        row_end = gl.load(item + 2)
-        hi_all = gl.load(item + 4)
-        sink2 = gl.load(sinks2 + head)
-        pos0 = hi_all - (row_end - row_begin) + WG * 64
-        tiles = (hi_all + TILE - 1) // TILE
+        it = load_item(call, w // call.heads, TILE)
+        head = w % call.heads
+        sink2 = gl.load(call.sinks2 + head)
+        pos0 = it.hi - (it.row_end - it.row_begin) + WG * 64
+        tiles = (it.hi + TILE - 1) // TILE
         full = gl.minimum((pos0 + 1) // TILE, tiles)
         pos = pos0 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
         nv.mbarrier.wait(room.q_full, nth & 1)
-        M, L, o = attend_item(room, splits, c, g, nth, tiles, full, hi_all, pos, WG)
+        M, L, o = attend_item(call, it, room, g, nth, tiles, full, pos, WG)
         g += tiles
-        row = row_begin + WG * 64
-        write_rows(M, L, o, sink2, v_scale, room, out, lse, row, row_end, head, heads)
+        row, staged = it.row_begin + WG * 64, room.staged.index(2 * WG)
+        write_rows(call, staged, row, it.row_end, head, sink2, M, L, o)
 
 
-@gluon.jit(do_not_specialize=INTEGERS)
+@gluon.jit(do_not_specialize=NUMBERS)
 def prefill_kernel(
     q_desc, k_desc, v_desc, out, lse, sinks2, items, page_ids, c, v_scale, heads, group, work,
-    count0, len0, count1, len1, len2, outside,
+    count0, len0, len1,
     D: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory, barriers, and who does what. Split lengths come in tiles; `outside` is a row
-    no tensor has."""
+    """Shared memory, barriers, and who does what."""
     FOLD: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     q = gl.allocate_shared_memory(q_desc.dtype, [2, 64, D], hopper.WIDE)
     keys = hopper.make_ring(q_desc.dtype, D, TILE, STAGES, PAGE, 2)
@@ -238,17 +227,12 @@ def prefill_kernel(
     staged = gl.allocate_shared_memory(q_desc.dtype, [4, 64, D], hopper.WIDE)
     state = staged._reinterpret(gl.float32, [2, 64, D], FOLD)
     q_full, q_empty = hopper.barriers(1, 1).index(0), hopper.barriers(1, 2).index(0)
-    turn0, turn1 = hopper.barriers(1, 1).index(0), hopper.barriers(1, 1).index(0)
-    blanked = hopper.barriers(1, 1).index(0)
+    turns, blanked = hopper.barriers(2, 1), hopper.barriers(1, 1).index(0)
     nv.fence_async_shared()
-    room0 = Room(q.index(0), q_full, q_empty, keys, values, turn0, turn1, blanked,
-                 state.index(0), staged.index(0))  # fmt: skip
-    room1 = Room(q.index(1), q_full, q_empty, keys, values, turn1, turn0, blanked,
-                 state.index(1), staged.index(2))  # fmt: skip
-    splits = Splits(count0, len0, count1, len1, len2)
+    room = Room(q, q_full, q_empty, keys, values, turns, blanked, state, staged)
+    call = Call(items, page_ids, heads, group, c, v_scale, sinks2, count0, len0, len1, out, lse)
     gl.warp_specialize([
-        (consumer, (room0, splits, out, lse, sinks2, items, c, v_scale, heads, work, 0)),
-        (consumer, (room1, splits, out, lse, sinks2, items, c, v_scale, heads, work, 1)),
-        (producer, (q_desc, k_desc, v_desc, q, q_full, q_empty, keys, values, items, page_ids,
-                    heads, group, work, outside)),
+        (consumer, (call, work, room, 0)),
+        (consumer, (call, work, room, 1)),
+        (producer, (call, work, room, q_desc, k_desc, v_desc)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -2,9 +2,8 @@
 + head within the group) of one request, and blocks into items, one per split or one for all. On the
 host; changes no bit."""
 
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
@@ -20,8 +19,7 @@ ITEM = 12  # int32 per item: page entry, rows [begin, end), positions [lo, hi) t
 Ints = NDArray[np.int32]
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
+class Rows(NamedTuple):
     """What a step's rows see, per token, and where their requests' pages begin."""
 
     q_indptr: Ints  # [B+1]
@@ -46,9 +44,8 @@ def items(
     lens = (rows.q_indptr[requests + 1] - rows.q_indptr[requests]) * group
     most = int((-(-lens // block_rows) * np.where(parts, count, 1)).sum())
     table, work = np.empty((most, ITEM), np.int32), np.empty(most, np.int64)
-    seen = (rows.q_indptr, rows.lo, rows.hi, rows.start, rows.page_entry)
     how = (requests, parts, edges, group, block_rows)
-    made, part_rows, blocks = compiled()(seen, *how, table, work)
+    made, part_rows, blocks = compiled()(tuple(rows), *how, table, work)
     return table[np.argsort(-work[:made], kind="stable")], part_rows, blocks
 
 
@@ -88,21 +85,22 @@ def cut(
                     if start[t] < hi[t]:
                         tail = min(tail, start[t])
             low = min(low, high)
-            split = np.searchsorted(edges, low, "right") - 1
-            split_end = split
+            split, all_splits = np.searchsorted(edges, low, "right") - 1, 0
             if high > low:
-                split_end = np.searchsorted(edges, high - 1, "right")
-            count = max(int(split_end - split), 1) if parts[k] else 1
+                all_splits = np.searchsorted(edges, high - 1, "right") - split
+            count, splits, rows_of_parts = 1, all_splits, 0
+            if parts[k]:
+                count, splits = max(all_splits, 1), 1
+                rows_of_parts = count * (end - first)
             for nth in range(count):
-                begin = split + nth
-                to = begin + 1 if parts[k] else split_end
+                begin, to = split + nth, split + nth + splits
                 row = table[made]
                 row[0], row[1], row[2], row[3], row[4] = page_entry[r], first, end, low, high
                 row[5], row[6], row[7], row[8], row[9] = begin, to, part_rows, nth, count
                 row[10], row[11] = blocks, tail
                 work[made] = min(edges[to], high) - max(edges[begin], low)
                 made += 1
-            part_rows += count * (end - first) if parts[k] else 0
+            part_rows += rows_of_parts
             blocks += 1
             first = end
     return made, part_rows, blocks

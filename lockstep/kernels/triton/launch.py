@@ -1,16 +1,27 @@
-"""Launches attention: shapes, strides and constants of one call as the kernels' arguments. `Tuning`
-is what may be chosen freely: it changes speed, never bits. Knows tensors, and no plan."""
+"""Launches attention: which launch shape serves which requests, by lengths and head sizes, and a
+kernel's arguments by name. A shape changes speed, never bits; the figures behind the choice are in
+`docs/performance.md`. Knows tensors and what rows see, and no plan."""
 
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.order import AttentionOrder
-from lockstep.types import INT32_MAX, RuleError
+from lockstep.kernels.triton.items import Rows
+from lockstep.order import AttentionOrder, stored_len
+from lockstep.plan.bucket import power
+from lockstep.types import INT32_MAX, GroupSpec, Layout, RuleError
 
-OUTSIDE = 1 << 30  # a row that no tensor has: TMA fills zeros
+FEW = 16  # rows (token, head) of a request that still make one small block
+PROGRAMS = 264  # two per multiprocessor: fewer whole blocks than this are split over programs
+WHOLE = 1.05  # times a multiprocessor's share of all keys: a request up to this is not split
+TOKENS = 96  # rows of a request from which a block of 128 tokens is worth while
+PREFILL_ITEMS = 100  # of those, fewer are left to the plain kernel
+
+Arguments = dict[str, Any]  # of kernels, by name
 
 
 @dataclass(frozen=True)
@@ -29,68 +40,254 @@ class Tuning:
     kernel: str = "plain"
 
 
-@dataclass(frozen=True, eq=False)
-class Addresses:
-    """Where keys are: int32 tensors of the plan's image, on the device."""
-
-    positions: Tensor  # [T]
-    start: Tensor  # [T]
-    tail_indptr: Tensor  # [T+1]
-    tail_slots: Tensor
-    page_ids: Tensor
-    page_size: int
+# ---- which shape serves whom ----
 
 
-@dataclass(frozen=True, eq=False)
-class Scoring:
-    """How a layer scores (`attention.base`): exp2(c * x), x the dot product or, where pre is not 0,
-    tanh(pre * dot product)."""
-
-    c: float
-    pre: float
-    v_scale: float
-    sinks2: Tensor  # [heads] float32
-    window: int = INT32_MAX
-    causal: bool = True
-
-
-@dataclass(frozen=True, eq=False)
-class Scratch:
-    """Room for parts. `counters` is zero before and after every launch."""
-
-    ml: Tensor  # float32
-    acc: Tensor  # float32
-    counters: Tensor  # int32
+def few(spec: GroupSpec, tree: bool = False) -> Tuning:
+    """One small block per request and kv head, a program per split. A tree's second loop needs
+    twice the registers."""
+    if narrow(spec):
+        return some(spec, tree)
+    warps = 8 if tree else 4
+    if spec.d_v > 256:
+        return Tuning(rows=16, warps=warps, stages=2, parts=True, fold_rows=1)
+    if spec.d_v > 128:
+        return Tuning(rows=16, warps=warps, stages=4, parts=True, fold_rows=2)
+    return Tuning(rows=16, warps=warps, stages=4, parts=True)
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """One layer's attention: q [T, heads, d_qk]; keys k [slots, kv_heads, d_qk] and v [slots,
-    kv_heads, d_v]; out [T, heads, d_v], lse [T, heads]; where keys are, how they score, in which
-    order; whether k and v are one row, and whether rows name keys one by one."""
+def some(spec: GroupSpec, tree: bool = False) -> Tuning:
+    """Blocks of 64 rows, a program per split."""
+    if tree and spec.d_v > 128 and not narrow(spec):
+        return few(spec, tree)
+    if spec.d_v > 256:
+        return Tuning(rows=64, warps=8, stages=1 if narrow(spec) else 2, parts=True, fold_rows=1)
+    warps = 4 if max(spec.d_qk, spec.d_v) < 128 and not tree else 8
+    return Tuning(rows=64, warps=warps, stages=2, parts=True, fold_rows=2)
 
-    q: Tensor
-    keys: tuple[Tensor, Tensor]
-    out: Tensor
-    lse: Tensor
-    at: Addresses
-    scoring: Scoring
-    order: AttentionOrder
-    latent: bool
-    tree: bool
+
+def many(spec: GroupSpec, tree: bool = False) -> Tuning:
+    """Whole blocks, folded as they go; a tree is always parts."""
+    if tree or (spec.d_v > 256 and narrow(spec)):
+        return some(spec, tree)
+    if spec.d_v > 256:
+        return Tuning(rows=32, warps=8, stages=1, parts=False)
+    if spec.d_v > 128:
+        return Tuning(rows=64, warps=4, stages=2, parts=False)
+    if any(attn.soft_cap is not None for attn in spec.layers):  # tanh needs registers too
+        return Tuning(rows=64, warps=8, stages=2, parts=False)
+    return Tuning(rows=128, warps=8, stages=3, parts=False)
+
+
+def narrow(spec: GroupSpec) -> bool:
+    """Keys of one byte: blocks under 64 rows would use mma.sync, whose operands, widened in
+    registers, are regrouped along K."""
+    return spec.kv_dtype == "float8_e4m3"
+
+
+DECODE = Tuning(rows=16, warps=4, stages=3, parts=True, registers=128, kernel="decode")
+PREFILL = Tuning(rows=128, warps=4, stages=2, parts=False, kernel="prefill")
+LATENT = Tuning(rows=64, warps=8, stages=2, parts=True, kernel="latent")
+
+Choice = tuple[Tuning, NDArray[np.int64], NDArray[np.bool_]]  # requests, and which are split
+
+
+def serves(spec: GroupSpec, tree: bool, order: AttentionOrder) -> bool:
+    """Whether the warp-specialised kernels can do a group: head sizes, pages and features that they
+    know."""
+    dense = spec.layout in (Layout.DENSE, Layout.CROSS) and spec.d_qk == spec.d_v
+    latent = spec.layout is Layout.LATENT and (spec.d_qk, spec.d_v) == (576, 512)
+    return (
+        ((dense and spec.d_qk in (64, 128)) or latent)
+        and spec.page_size in (16, 32, 64, 128)
+        and spec.page_size <= order.tile
+        and spec.kv_dtype == "bfloat16"
+        and not tree
+        and all(attn.soft_cap is None for attn in spec.layers)
+    )
+
+
+def group_of(spec: GroupSpec, tuning: Tuning) -> int:
+    """Query heads that share a block's rows: those of a kv head, or one where a block is tokens of
+    one head."""
+    return 1 if tuning.kernel == "prefill" else spec.group_size
+
+
+def split_up(spec: GroupSpec, rows: Rows, requests: NDArray[np.int64], tuning: Tuning) -> Choice:
+    """Requests of which those are split over programs that have more keys than a multiprocessor's
+    share of all that is read, so that one would be busy when the others are done."""
+    first, end = rows.q_indptr[requests], rows.q_indptr[requests + 1]
+    keys = (rows.hi[end - 1] - rows.lo[first]).astype(np.int64)
+    blocks = -(-((end - first) * spec.group_size) // tuning.rows) * spec.kv_heads
+    return tuning, requests, keys * (PROGRAMS // 2) > WHOLE * int((keys * blocks).sum())
+
+
+def most_split(spec: GroupSpec, tuning: Tuning, width: int = 1) -> int:
+    """Blocks of `width` rows per request that `split_up` may split, at most: their keys together
+    are all that is read."""
+    blocks = -(-spec.group_size * width // tuning.rows)
+    return int(PROGRAMS // 2 / (WHOLE * blocks * spec.kv_heads)) * blocks
+
+
+def choose(
+    spec: GroupSpec, rows: Rows, hopper: bool, tree: bool, order: AttentionOrder
+) -> list[Choice]:
+    """Launch shapes, the requests each serves, and which of those are split over programs.
+    `hopper`: the warp-specialised kernels may be used."""
+    hopper = hopper and serves(spec, tree, order)
+    lens = np.diff(rows.q_indptr).astype(np.int64)
+    if hopper and spec.layout is Layout.LATENT:
+        return [split_up(spec, rows, np.flatnonzero(lens), LATENT)]
+    flat = lens * spec.group_size
+    if hopper and len(flat) and 0 < flat.min() and flat.max() <= FEW:  # all there is to most steps
+        return [split_up(spec, rows, np.arange(len(flat)), DECODE)]
+    small = (lens > 0) & (flat <= FEW)
+    long = (lens >= TOKENS) & ~small & (hopper and spec.causal and spec.window is None)
+    if int((-(-lens[long] // PREFILL.rows)).sum()) * spec.heads < PREFILL_ITEMS:
+        long &= False
+    rest = (lens > 0) & ~small & ~long
+    whole = many(spec, tree)
+    blocks = int((-(-flat[rest] // whole.rows)).sum()) * spec.kv_heads
+    if blocks < PROGRAMS:
+        whole = some(spec, tree)
+    first = alike(few(spec, tree), small)
+    if hopper:
+        first = split_up(spec, rows, np.flatnonzero(small), DECODE)
+    chosen = (first, alike(whole, rest), alike(PREFILL, long))
+    return [choice for choice in chosen if len(choice[1])]
+
+
+def alike(tuning: Tuning, mask: NDArray[np.bool_]) -> Choice:
+    """Requests that are all split over programs, or none of them."""
+    requests = np.flatnonzero(mask)
+    return tuning, requests, np.full(len(requests), tuning.parts)
+
+
+# ---- a kernel's arguments ----
+
+
+def arguments(spec: GroupSpec, page_size: int, order: AttentionOrder, tree: bool) -> Arguments:
+    """What kernels are told of a group; `tree`: rows may name keys one by one. Still to come: int32
+    tensors of the plan's image, positions, start [T], tail_indptr [T+1], tail_slots and page_ids;
+    how a layer scores (c, pre, v_scale, sinks2, CAP); `scratch`; and its tensors: q [T, heads,
+    d_qk], k [slots, kv_heads, d_qk], v [slots, kv_heads, d_v], out [T, heads, d_v], lse [T, heads].
+    """
+    d_qk, d_v = stored_len(spec.d_qk), stored_len(spec.d_v)
+    first, rest = pieces(d_qk)
+    page_mul, page_shift = divider(page_size)
+    latent = spec.layout is Layout.LATENT and d_v == first
+    return vars(order.splits) | {
+        "heads": spec.heads, "kv_heads": spec.kv_heads, "causal": int(spec.causal),
+        "window": spec.window or INT32_MAX, "group": spec.group_size, "page_size": page_size,
+        "page_mul": page_mul, "page_shift": page_shift, "PAGE": page_size, "D": d_qk, "D_QK": d_qk,
+        "DA": first, "DB": rest, "D_V": d_v, "DV": power_of_2(d_v), "TILE": order.tile,
+        "LATENT": latent, "TREE": tree,
+    }  # fmt: skip
+
+
+def scratch(part_rows: int, counters: int, d_v: int, device: torch.device) -> Arguments:
+    """Room for `part_rows` rows of parts and, for a latent cache, the state of every program.
+    Counters are zero before and after every launch."""
+    rows, states = max(part_rows, 1), 0
+    if d_v > 256:
+        states = 64 * multiprocessors(device)
+    return {
+        "part_ml": torch.empty(rows * 2, dtype=torch.float32, device=device),
+        "part_acc": torch.empty(rows * power_of_2(d_v), dtype=torch.float32, device=device),
+        "states": torch.empty(states * d_v, dtype=torch.float32, device=device),
+        "counters": torch.zeros(max(counters, 1), dtype=torch.int32, device=device),
+    }
+
+
+def launch(known: Arguments, table: Tensor, tuning: Tuning) -> None:
+    """One launch over the items of `table`. A kernel takes what it has names for."""
+    kernels = {"plain": plain, "prefill": prefill, "decode": decode, "latent": latent}
+    kernel, programs, own = kernels[tuning.kernel](known, len(table), tuning)
+    known = known | strides(known) | own | {"items": table}
+    kernel[(programs,)](
+        **{name: known[name] for name in kernel.arg_names},
+        num_warps=tuning.warps,
+        num_stages=tuning.stages,
+        maxnreg=tuning.registers,
+        enable_fp_fusion=False,
+    )
+
+
+def strides(known: Arguments) -> Arguments:
+    """Of rows and heads in units of 8 elements, as kernels take them."""
+    found: Arguments = {}
+    for name in ("q", "k", "v"):
+        row, head, column = known[name].stride()
+        if row % 8 or head % 8 or column != 1:
+            rule = f"{name} has contiguous heads at multiples of 8 elements"
+            raise RuleError(rule, f"strides {(row, head, column)}", "Make it contiguous")
+        found |= {f"{name}_row8": row // 8, f"{name}_head8": head // 8}
+    return found
+
+
+Kernel = tuple[Any, int, Arguments]  # itself, how many programs, arguments of its own
+
+
+def plain(known: Arguments, items: int, tuning: Tuning) -> Kernel:
+    """Any number of rows, any feature."""
+    from lockstep.kernels.triton.attend import attend_kernel
+
+    own = {"PART": tuning.parts, "ROWS": tuning.rows}
+    own |= {"FOLD_ROWS": tuning.fold_rows, "FOLD_DEPTH": tuning.fold_depth}
+    return attend_kernel, items * known["kv_heads"], own
+
+
+def prefill(known: Arguments, items: int, tuning: Tuning) -> Kernel:
+    """Blocks of 128 tokens of one head: a program per multiprocessor walks them."""
+    from lockstep.kernels.triton.hopper_prefill import prefill_kernel
+
+    q, work = known["q"].contiguous(), items * known["heads"]
+    own = rings(known, tuning) | {"q_desc": boxes(q, 64, known["D"]), "work": work}
+    return prefill_kernel, min(multiprocessors(q.device), work), own
+
+
+def decode(known: Arguments, items: int, tuning: Tuning) -> Kernel:
+    """Blocks of at most 16 rows, or parts of them."""
+    from lockstep.kernels.triton.hopper_decode import decode_kernel
+
+    return decode_kernel, items * known["kv_heads"], rings(known, tuning)
+
+
+def latent(known: Arguments, items: int, tuning: Tuning) -> Kernel:
+    """Blocks of at most 64 rows over a latent cache: a program per multiprocessor walks them."""
+    from lockstep.kernels.triton.hopper_latent import latent_kernel
+
+    own = {"k_desc": boxes(known["k"], known["PAGE"], 64), "work": items}
+    return latent_kernel, min(multiprocessors(known["q"].device), items), own
+
+
+def rings(known: Arguments, tuning: Tuning) -> Arguments:
+    """How keys and values are fetched, and how many tiles at a time."""
+    k, v = (boxes(known[name], known["PAGE"], 64) for name in ("k", "v"))
+    return {"k_desc": k, "v_desc": v, "STAGES": tuning.stages * 128 // known["D"]}
+
+
+def boxes(tensor: Tensor, rows: int, columns: int) -> Any:
+    """How the copy engine sees a tensor of rows: boxes of `rows` by `columns`."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor.from_tensor(tensor.view(len(tensor), -1), [rows, columns], layout)
 
 
 def power_of_2(n: int) -> int:
     """The power of two at or above n, at least 16."""
-    return max(16, 1 << (n - 1).bit_length())
+    return max(16, power(n))
 
 
 def pieces(d_qk: int) -> tuple[int, int]:
     """A head size as one or two powers of two, walked one after the other: 128 = 128 + 0, 192 = 128
     + 64, 576 = 512 + 64."""
     first = max(16, 1 << (d_qk.bit_length() - 1))
-    rest = d_qk - first
-    return (first, 0) if rest <= 0 else (first, power_of_2(rest))
+    if d_qk <= first:
+        return first, 0
+    return first, power_of_2(d_qk - first)
 
 
 def divider(page_size: int) -> tuple[int, int]:
@@ -105,113 +302,3 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def scratch(part_rows: int, counters: int, d_v: int, device: torch.device) -> Scratch:
-    """Room for `part_rows` rows of parts and, for a latent cache, the state of every program."""
-    rows = max(part_rows, 1) + (64 * multiprocessors(device) if d_v > 256 else 0)
-    return Scratch(
-        torch.empty(rows * 2, dtype=torch.float32, device=device),
-        torch.empty(rows * power_of_2(d_v), dtype=torch.float32, device=device),
-        torch.zeros(max(counters, 1), dtype=torch.int32, device=device),
-    )
-
-
-def eighths(tensor: Tensor, name: str) -> tuple[int, int]:
-    """The strides of rows and heads in units of 8 elements, as kernels take them."""
-    row, head, column = tensor.stride()
-    if row % 8 or head % 8 or column != 1:
-        rule = f"{name} has contiguous heads at multiples of 8 elements"
-        raise RuleError(rule, f"strides {tensor.stride()}", "Make it contiguous")
-    return row // 8, head // 8
-
-
-def launch(call: Call, table: Tensor, room: Scratch, tuning: Tuning) -> None:
-    """One launch over the items of `table`."""
-    kernels = {"plain": plain, "prefill": prefill, "decode": decode, "latent": latent}
-    kernels[tuning.kernel](call, table, room, tuning)
-
-
-def plain(call: Call, table: Tensor, room: Scratch, tuning: Tuning) -> None:
-    """Any number of rows, any feature."""
-    from lockstep.kernels.triton.attend import attend_kernel
-
-    q, (k, v), at, scoring, splits = call.q, call.keys, call.at, call.scoring, call.order.splits
-    mul, shift = divider(at.page_size)
-    d_qk, d_v, (da, db) = q.shape[2], call.out.shape[2], pieces(q.shape[2])
-    attend_kernel[(len(table) * k.shape[1],)](
-        q, k, v, call.out, call.lse, scoring.sinks2, table, at.positions, at.start,
-        at.tail_indptr, at.tail_slots, at.page_ids, room.ml, room.acc, room.counters,
-        scoring.c, scoring.pre, scoring.v_scale, q.shape[1], k.shape[1], scoring.window,
-        int(scoring.causal), at.page_size, mul, shift,
-        splits.count0, splits.len0, splits.count1, splits.len1, splits.len2,
-        *eighths(q, "q"), *eighths(k, "k"), *eighths(v, "v"),
-        D_QK=d_qk, DA=da, DB=db, D_V=d_v, DV=power_of_2(d_v), LATENT=call.latent and d_v == da,
-        CAP=scoring.pre != 0.0, TREE=call.tree, PART=tuning.parts, ROWS=tuning.rows,
-        TILE=call.order.tile, FOLD_ROWS=tuning.fold_rows, FOLD_DEPTH=tuning.fold_depth,
-        num_warps=tuning.warps, num_stages=tuning.stages, enable_fp_fusion=False,
-    )  # fmt: skip
-
-
-def boxes(tensor: Tensor, rows: int, columns: int) -> Any:
-    """How the copy engine sees a tensor of rows: boxes of `rows` by `columns`."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor.from_tensor(tensor.view(len(tensor), -1), [rows, columns], layout)
-
-
-def tiles_of(order: AttentionOrder) -> tuple[int, int, int, int, int]:
-    """The split rule, lengths in tiles."""
-    splits, tile = order.splits, order.tile
-    lens = (splits.len0 // tile, splits.len1 // tile, splits.len2 // tile)
-    return splits.count0, lens[0], splits.count1, lens[1], lens[2]
-
-
-def prefill(call: Call, table: Tensor, room: Scratch, tuning: Tuning) -> None:
-    """Blocks of 128 tokens of one head: a program per multiprocessor walks them."""
-    from lockstep.kernels.triton.hopper_prefill import prefill_kernel
-
-    q, (k, v), at, scoring = call.q.contiguous(), call.keys, call.at, call.scoring
-    heads, d = q.shape[1:]
-    work = len(table) * heads
-    prefill_kernel[(min(multiprocessors(q.device), work),)](
-        boxes(q, 64, d), boxes(k, at.page_size, 64), boxes(v, at.page_size, 64), call.out,
-        call.lse, scoring.sinks2, table, at.page_ids, scoring.c, scoring.v_scale, heads,
-        heads // k.shape[1], work, *tiles_of(call.order), OUTSIDE,
-        D=d, TILE=call.order.tile, STAGES=tuning.stages * 128 // d, PAGE=at.page_size,
-        num_warps=tuning.warps, enable_fp_fusion=False,
-    )  # fmt: skip
-
-
-def decode(call: Call, table: Tensor, room: Scratch, tuning: Tuning) -> None:
-    """Blocks of at most 16 rows, or parts of them."""
-    from lockstep.kernels.triton.hopper_decode import decode_kernel
-
-    q, (k, v), at, scoring = call.q, call.keys, call.at, call.scoring
-    heads, d = q.shape[1:]
-    decode_kernel[(len(table) * k.shape[1],)](
-        q, boxes(k, at.page_size, 64), boxes(v, at.page_size, 64), call.out, call.lse,
-        scoring.sinks2, table, at.positions, at.page_ids, room.ml, room.acc, room.counters,
-        scoring.c, scoring.v_scale, heads, k.shape[1], scoring.window, int(scoring.causal),
-        *eighths(q, "q"), *tiles_of(call.order), OUTSIDE,
-        D=d, TILE=call.order.tile, STAGES=tuning.stages * 128 // d, PAGE=at.page_size,
-        num_warps=tuning.warps, maxnreg=tuning.registers, enable_fp_fusion=False,
-    )  # fmt: skip
-
-
-def latent(call: Call, table: Tensor, room: Scratch, tuning: Tuning) -> None:
-    """Blocks of at most 64 rows over a latent cache: a program per multiprocessor walks them."""
-    from lockstep.kernels.triton.hopper_latent import latent_kernel
-
-    q, (k, _), at, scoring = call.q, call.keys, call.at, call.scoring
-    programs = min(multiprocessors(q.device), len(table))
-    state_row = len(room.acc) // call.out.shape[2] - multiprocessors(q.device) * tuning.rows
-    latent_kernel[(programs,)](
-        q, boxes(k, at.page_size, 64), call.out, call.lse, scoring.sinks2, table, at.positions,
-        at.page_ids, room.ml, room.acc, room.counters, scoring.c, scoring.v_scale,
-        q.shape[1], 1, scoring.window, int(scoring.causal), len(table), state_row,
-        *eighths(q, "q"), *tiles_of(call.order), OUTSIDE, PAGE=at.page_size,
-        num_warps=tuning.warps, enable_fp_fusion=False,
-    )  # fmt: skip

@@ -31,11 +31,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from lockstep import outfile
-from lockstep.kernels.triton import cache, launch, moe, rowwise, sample, tuning
+from lockstep.kernels.triton import cache, launch, moe, rowwise, sample
 from lockstep.kernels.triton.gemm import Tile, gemm
 from lockstep.kernels.triton.gemm_choice import GRID, tile_for
 from lockstep.kernels.triton.items import ITEM
-from lockstep.kernels.triton.launch import Addresses, Call, Scoring, Tuning
+from lockstep.kernels.triton.launch import Tuning
 from lockstep.ops import CosSin, Heads, Routing
 from lockstep.order import SM90, attention_order
 from lockstep.types import KV_FORMATS, AttnSpec, GroupSpec, Layout, RuleError
@@ -117,7 +117,7 @@ def attend(
     head: tuple[int, int], shape: Any, kv: str = "bfloat16", page: int = 16,
     cap: float | None = None, tree: bool = False,
 ) -> Launch:  # fmt: skip
-    """Attention, launched in a shape, or in that of a function of `tuning`."""
+    """Attention, launched in a shape, or in that of a function of `launch`."""
     spec, label = group(*head, kv, cap), f"{head[0]}/{head[1]} {kv}"
     if isinstance(shape, Tuning):
         label += f" page {page}"
@@ -126,39 +126,36 @@ def attend(
         shape = shape(spec, tree)
     stored = getattr(torch, KV_FORMATS[kv].torch_name)
     k, v = (half(page, spec.kv_heads, d, dtype=stored) for d in head)
-    ids = ints(page)
     compute = {"float16": torch.float16}.get(kv, torch.bfloat16)
-    call = Call(
-        q=half(ROWS, spec.heads, spec.d_qk, dtype=compute),
-        keys=(k, v),
-        out=half(ROWS, spec.heads, spec.d_v, dtype=compute),
-        lse=floats(ROWS, spec.heads),
-        at=Addresses(
-            positions=ids, start=ids, tail_indptr=ids, tail_slots=ids, page_ids=ids, page_size=page
-        ),
-        scoring=Scoring(c=1.0, pre=cap or 0.0, v_scale=1.0, sinks2=floats(spec.heads)),
-        order=attention_order(SM90, *head),
-        latent=spec.layout is Layout.LATENT,
-        tree=tree,
-    )
-    room = launch.scratch(ROWS, ROWS, spec.d_v, torch.device("meta"))
-    return label, launch.launch, call, ints(ROWS, ITEM), room, shape
+    arguments = launch.arguments(spec, page, attention_order(SM90, *head), tree)
+    arguments |= launch.scratch(ROWS, ROWS, spec.d_v, torch.device("meta"))
+    arguments |= {"c": 1.0, "pre": 1.0, "v_scale": 1.0, "sinks2": floats(spec.heads)}
+    image = ("positions", "start", "tail_indptr", "tail_slots", "page_ids")
+    arguments |= dict.fromkeys(image, ints(page)) | {
+        "q": half(ROWS, spec.heads, spec.d_qk, dtype=compute),
+        "k": k,
+        "v": v,
+        "out": half(ROWS, spec.heads, spec.d_v, dtype=compute),
+        "lse": floats(ROWS, spec.heads),
+        "CAP": cap is not None,
+    }
+    return label, launch.launch, arguments, ints(ROWS, ITEM), shape
 
 
 def attentions() -> Iterator[Launch]:
     """Head sizes, launch shapes, features."""
-    shapes = (tuning.few, tuning.some, tuning.many)
+    shapes = (launch.few, launch.some, launch.many)
     narrow, small, latent = "float8_e4m3", HEADS[:2], HEADS[4]
     yield from (attend(head, shape) for head, shape in product(HEADS, shapes))
     yield from (attend(head, shape, tree=True) for head, shape in product(HEADS, shapes[:2]))
     yield from (attend(head, shape, cap=30.0) for head, shape in product(HEADS[1:3], shapes))
     yield from (attend(head, shape, narrow) for head, shape in product(small, shapes[1:]))
-    yield attend(latent, tuning.some, narrow)
+    yield attend(latent, launch.some, narrow)
     yield from (attend((128, 128), shape, "float16") for shape in shapes)
     for page in (16, 32, 64, 128):
-        for head, shape in product(small, (tuning.PREFILL, tuning.DECODE)):
+        for head, shape in product(small, (launch.PREFILL, launch.DECODE)):
             yield attend(head, shape, page=page)
-    yield from (attend(latent, tuning.LATENT, page=page) for page in (16, 32, 64))
+    yield from (attend(latent, launch.LATENT, page=page) for page in (16, 32, 64))
 
 
 def writers() -> Iterator[Launch]:
