@@ -203,9 +203,9 @@ def launch(known: Arguments, table: Tensor, tuning: Tuning) -> None:
     """One launch over the items of `table`. A kernel takes what it has names for."""
     kernels = {"plain": plain, "prefill": prefill, "decode": decode, "latent": latent}
     kernel, programs, own = kernels[tuning.kernel](known, len(table), tuning)
-    known = known | strides(known) | own | {"items": table}
+    known = {**known, **strides(known), **own, "items": table}
     kernel[(programs,)](
-        **{name: known[name] for name in kernel.arg_names},
+        *(known[name] for name in kernel.arg_names),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
         maxnreg=tuning.registers,
@@ -216,12 +216,12 @@ def launch(known: Arguments, table: Tensor, tuning: Tuning) -> None:
 def strides(known: Arguments) -> Arguments:
     """Of rows and heads in units of 8 elements, as kernels take them."""
     found: Arguments = {}
-    for name in ("q", "k", "v"):
+    for name in "qkv":
         row, head, column = known[name].stride()
         if row % 8 or head % 8 or column != 1:
             rule = f"{name} has contiguous heads at multiples of 8 elements"
             raise RuleError(rule, f"strides {(row, head, column)}", "Make it contiguous")
-        found |= {f"{name}_row8": row // 8, f"{name}_head8": head // 8}
+        found[name + "_row8"], found[name + "_head8"] = row // 8, head // 8
     return found
 
 
@@ -269,11 +269,11 @@ def rings(known: Arguments, tuning: Tuning) -> Arguments:
 
 def boxes(tensor: Tensor, rows: int, columns: int) -> Any:
     """How the copy engine sees a tensor of rows: boxes of `rows` by `columns`."""
-    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor.from_tensor(tensor.view(len(tensor), -1), [rows, columns], layout)
+    from lockstep.kernels.triton.hopper import WIDE
+
+    return TensorDescriptor.from_tensor(tensor.view(len(tensor), -1), [rows, columns], WIDE.value)
 
 
 def power_of_2(n: int) -> int:
