@@ -18,8 +18,8 @@ from lockstep.attention.reference import Backend
 from lockstep.config import EngineConfig
 from lockstep.kv.pages import PagePool
 from lockstep.kv.tables import CacheGroups, PageTable
-from lockstep.lab.plain.attention import grouped_attention as attention
 from lockstep.lab.plain.layers import Weights, gated_mlp, linear, rms_norm
+from lockstep.lab.plain.layers import grouped_attention as attention
 from lockstep.lab.tiny import BART, COMMON, CONTEXT, LLAMA, VOCAB, loaded, parts
 from lockstep.llm.engine import Engine
 from lockstep.models.loader import STATED

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from lockstep.lab.plain import layers
-from lockstep.lab.plain.attention import biased_attention, causal, self_attention
 from lockstep.lab.plain.layers import GEMMA, LATENT, Config, Weights, layer_norm, linear, norm
 
 MODEL_TYPES = (*sorted(layers.DECODERS), "bart", "bert")
@@ -47,14 +46,31 @@ def hidden_states(checkpoint: Checkpoint, ids: Sequence[int], source: Sequence[i
         shared = weights.trunk("model", SHARED)
         encoded = bart_side(config, shared, "encoder", torch.tensor(source), None)
         return bart_side(config, shared, "decoder", rows, encoded)
-    return decoder_hidden_states(config, weights, rows)
+    w = weights.trunk("model", FIRST)
+    x = w[FIRST][rows]
+    if config["model_type"] in GEMMA:
+        x = x * config["hidden_size"] ** 0.5
+    for i in range(config["num_hidden_layers"]):
+        x = layer(x, config, w.at("layers", i), i)
+    return norm(x, config, w, "norm")
 
 
 def logits(checkpoint: Checkpoint, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
-    """float64 [len(ids), vocabulary]: what each row says about the token behind it."""
+    """float64 [len(ids), vocabulary]: what each row says about the token behind it, by the
+    embedding where it is tied. Bart's, which both sides share, has a bias: a buffer of the file."""
+    config, weights = checkpoint.config, Weights(checkpoint.tensors)
     hidden = hidden_states(checkpoint, ids, source)
-    head = bart_logits if checkpoint.config["model_type"] == "bart" else decoder_logits
-    return head(checkpoint.config, Weights(checkpoint.tensors), hidden)
+    if config["model_type"] == "bart":
+        out = linear(hidden, weights.trunk("model", SHARED), "shared", bias=False)
+        if "final_logits_bias" in weights:
+            out = out + weights["final_logits_bias"][0]
+    elif config["tie_word_embeddings"]:
+        out = linear(hidden, weights.trunk("model", FIRST), "embed_tokens", bias=False)
+    else:
+        out = linear(hidden, weights, "lm_head", bias=False)
+    if config["model_type"] in GEMMA:
+        return layers.soft_cap(out, config["final_logit_softcapping"])
+    return out
 
 
 def embedding(checkpoint: Checkpoint, ids: Sequence[int], pooling: str) -> Tensor:
@@ -64,31 +80,13 @@ def embedding(checkpoint: Checkpoint, ids: Sequence[int], pooling: str) -> Tenso
     return pooled / torch.sqrt((pooled * pooled).sum())
 
 
-def decoder_hidden_states(config: Config, weights: Weights, ids: Tensor) -> Tensor:
-    """ids [n] → [n, hidden]."""
-    w = weights.trunk("model", FIRST)
-    x = w[FIRST][ids]
-    if config["model_type"] in GEMMA:
-        x = x * config["hidden_size"] ** 0.5
-    for i in range(config["num_hidden_layers"]):
-        x = layer(x, config, w.at("layers", i), i)
-    return norm(x, config, w, "norm")
-
-
-def decoder_logits(config: Config, weights: Weights, hidden: Tensor) -> Tensor:
-    """hidden [n, hidden] → [n, vocabulary]: by the embedding where it is tied."""
-    if config["tie_word_embeddings"]:
-        out = linear(hidden, weights.trunk("model", FIRST), "embed_tokens", bias=False)
-    else:
-        out = linear(hidden, weights, "lm_head", bias=False)
-    if config["model_type"] in GEMMA:
-        return layers.soft_cap(out, config["final_logit_softcapping"])
-    return out
-
-
 def layer(x: Tensor, config: Config, w: Weights, i: int) -> Tensor:
     """Each half reads the normed row and adds to the row. Gemma norms what a half adds, too."""
-    mixed = self_attention(norm(x, config, w, "input_layernorm"), config, w.at("self_attn"), i)
+    normed, maps = norm(x, config, w, "input_layernorm"), w.at("self_attn")
+    if config["model_type"] in LATENT:
+        mixed = layers.latent_attention(normed, config, maps)
+    else:
+        mixed = layers.grouped_attention(normed, config, maps, i)
     if config["model_type"] not in GEMMA:
         x = x + mixed
         normed = norm(x, config, w, "post_attention_layernorm")
@@ -125,18 +123,12 @@ def bert_hidden_states(config: Config, weights: Weights, ids: Tensor) -> Tensor:
     for i in range(config["num_hidden_layers"]):
         layer = w.at("encoder", "layer", i)
         heads, maps = config["num_attention_heads"], layer.at("attention")
-        x = x + biased_attention(x, x, None, heads, maps, BERT_MAPS)
+        x = x + layers.biased_attention(x, x, None, heads, maps, BERT_MAPS)
         x = layer_norm(x, layer, "attention.output.LayerNorm", eps)
         names = ("intermediate.dense", "output.dense")
         x = x + layers.plain_mlp(x, layer, names, config["hidden_act"])
         x = layer_norm(x, layer, "output.LayerNorm", eps)
     return x
-
-
-def bart_logits(config: Config, weights: Weights, hidden: Tensor) -> Tensor:
-    """By the embedding that both sides share, plus a bias that the checkpoint keeps as a buffer."""
-    out = linear(hidden, weights.trunk("model", SHARED), "shared", bias=False)
-    return out + weights["final_logits_bias"][0] if "final_logits_bias" in weights else out
 
 
 def bart_side(config: Config, w: Weights, side: str, ids: Tensor, encoded: Tensor | None) -> Tensor:
@@ -146,14 +138,14 @@ def bart_side(config: Config, w: Weights, side: str, ids: Tensor, encoded: Tenso
     positions = own["embed_positions.weight"][torch.arange(len(ids)) + FIRST_POSITION]
     x = w[SHARED][ids] * scale + positions
     x = layer_norm(x, own, "layernorm_embedding", BART_EPS)
-    sees = None if encoded is None else causal(len(x))
+    sees = None if encoded is None else layers.causal(len(x))
     for i in range(config[f"{side}_layers"]):
         layer = own.at("layers", i)
-        x = x + biased_attention(x, x, sees, heads, layer.at("self_attn"), BART_MAPS)
+        x = x + layers.biased_attention(x, x, sees, heads, layer.at("self_attn"), BART_MAPS)
         x = layer_norm(x, layer, "self_attn_layer_norm", BART_EPS)
         if encoded is not None:
             maps = layer.at("encoder_attn")
-            x = x + biased_attention(x, encoded, None, heads, maps, BART_MAPS)
+            x = x + layers.biased_attention(x, encoded, None, heads, maps, BART_MAPS)
             x = layer_norm(x, layer, "encoder_attn_layer_norm", BART_EPS)
         x = x + layers.plain_mlp(x, layer, ("fc1", "fc2"), config["activation_function"])
         x = layer_norm(x, layer, "final_layer_norm", BART_EPS)
