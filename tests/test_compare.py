@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
+from typing import Any
 
 import pytest
 
 from lockstep import cli
-from lockstep.bench.compare import ROOT, Compared, names, summary
+from lockstep.bench.compare import ROOT, judged, line, names, summary
 from lockstep.bench.results import Timing
 
 HEAD = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True)
@@ -53,37 +54,40 @@ def test_the_cases_are_those_of_the_benchmarks():
     assert {"decode builtin", "mixed 100m", "step", "load builtin"} <= set(every)
 
 
-def compared(case: str, old_s: list[float], new_s: list[float]) -> Compared:
-    """A case of one start."""
-    return Compared(case, [old_s], [new_s])
+def compared(
+    case: str, *starts: tuple[list[float], list[float]], others: float = 0.0
+) -> dict[str, Any]:
+    """A case of some starts, each the seconds of the old side and of the new one."""
+    timings = []
+    for pair in starts:
+        timings.append(Timing())
+        for side, turns in zip(("old", "new"), pair, strict=True):
+            for seconds in turns:
+                timings[-1].add(side, others, {"seconds": seconds})
+    return judged(case, timings)
 
 
 def test_a_case_below_its_floor_and_a_mean_below_its_own_are_told():
-    level = compared("a", [1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
-    slow = compared("b", [0.94, 0.94], [1.0, 1.0])
-    broken = Compared("c", error="RuntimeError: gone")
-    assert level.met and not slow.met and not broken.met
+    level = compared("a", ([1.0, 1.0, 1.0], [1.0, 1.0, 1.0]))
+    slow = compared("b", ([0.94, 0.94], [1.0, 1.0]))
+    broken = judged("c", [], "RuntimeError: gone")
+    assert level["met"] and not slow["met"] and not broken["met"]
     assert summary("x", [level])["met"] is True
     assert summary("x", [level, slow])["met"] is False, "one case below 0.95"
-    near = compared("d", [0.97], [1.0])
-    assert near.met and summary("x", [level, near])["met"] is False, "a mean of 0.985"
-    assert broken.line() == f"LOW {'c':44} RuntimeError: gone"
-    assert slow.line().endswith("940.000 ->   1000.000 ms  x0.940")
+    near = compared("d", ([0.97], [1.0]))
+    assert near["met"] and summary("x", [level, near])["met"] is False, "a mean of 0.985"
+    assert line(broken) == f"LOW {'c':44} RuntimeError: gone"
+    assert line(slow).endswith("940.000 ->   1000.000 ms  x0.940")
 
 
 def test_turns_of_several_starts_count_together():
-    both = Compared("a")
-    for old, new, others in (([1.0, 2.0, 9.0], [4.0] * 3, 0.0), ([8.0] * 3, [1.0, 1.0, 7.0], 0.5)):
-        timing = Timing()
-        for side, turns in (("old", old), ("new", new)):
-            for seconds in turns:
-                timing.add(side, others, {"seconds": seconds})
-        both.add(timing)
-    assert both.old_s == [[1.0, 2.0, 9.0], [8.0] * 3] and len(both.new_s) == 2
-    assert (both.undisturbed, both.ratios) == (False, [0.5, 8.0])
-    assert abs(both.ratio - 2.0) < 1e-12, "starts count alike, whatever one of them took"
+    starts = ([1.0, 2.0, 9.0], [4.0] * 3), ([8.0] * 3, [1.0, 1.0, 7.0])
+    both = compared("a", *starts, others=0.5)
+    assert both["old_s"] == [[1.0, 2.0, 9.0], [8.0] * 3] and len(both["new_s"]) == 2
+    assert both["undisturbed"] is False
+    assert both["ratio"] == 2.0, "starts count alike, whatever one of them took: 0.5 and 8"
 
 
 def test_loading_is_judged_by_the_seconds_it_takes_longer():
-    assert compared("load builtin", [1.0], [1.9]).met
-    assert not compared("load builtin", [1.0], [2.1]).met
+    assert compared("load builtin", ([1.0], [1.9]))["met"]
+    assert not compared("load builtin", ([1.0], [2.1]))["met"]

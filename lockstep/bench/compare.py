@@ -7,15 +7,13 @@ one it does to the other. What is measured is written in `contender`.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
 from functools import partial
-from io import BytesIO
 from itertools import chain
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -26,7 +24,7 @@ import torch
 from lockstep.bench import contender, results
 from lockstep.bench.attention import cases as attention_cases
 from lockstep.bench.contender import NOT_HOST, Answer
-from lockstep.bench.results import note, place, tell
+from lockstep.bench.results import Result, Timing, note, place, tell
 from lockstep.bench.work import llama_folder
 from lockstep.lab.document import publish, text
 from lockstep.llm.engine import BUILTIN
@@ -39,57 +37,6 @@ SLOWER_S = {"load builtin": 1.0, "load 100m": 3.0}  # loading may take so much l
 STEP = "step"  # the case of `bench step`: host time of a decode step
 HOST_MEDIAN_S, HOST_MEAN_S, HOST_SHARE = 3e-3, 5e-3, 0.6  # of a step, and of the old tree's
 TRIES = 2  # more, of a disturbed turn
-
-
-@dataclass
-class Compared:
-    """One case: seconds of every turn on both sides, a list per start, and their ratio."""
-
-    case: str
-    old_s: list[list[float]] = field(default_factory=list)
-    new_s: list[list[float]] = field(default_factory=list)
-    undisturbed: bool = True
-    error: str = ""
-
-    def measure(self, sides: Mapping[str, "Side"], args: argparse.Namespace) -> None:
-        """Another start, by turns, besides those before."""
-        try:
-            self.add(by_turns(self.case, sides, args))
-        except RuntimeError as error:
-            self.error = str(error)
-        tell(self.line())
-
-    def add(self, timing: results.Timing) -> None:
-        for side, starts in (("old", self.old_s), ("new", self.new_s)):
-            starts.append([turn["seconds"] for turn in timing.runs[side]])
-        self.undisturbed &= timing.undisturbed
-
-    @property
-    def ratios(self) -> list[float]:
-        """Old over new, one per start."""
-        return [median(old) / median(new) for old, new in zip(self.old_s, self.new_s, strict=True)]
-
-    @property
-    def ratio(self) -> float:
-        """Above 1 is faster than before. The mean of all starts: what fits the caches by a hair is
-        a third slower or faster from start to start, whichever side it is."""
-        return 0.0 if self.error else geometric_mean(self.ratios)
-
-    @property
-    def medians_s(self) -> tuple[float, float]:
-        """Of all turns, old and new."""
-        return median(chain(*self.old_s)), median(chain(*self.new_s))
-
-    @property
-    def met(self) -> bool:
-        """Whether the case is as fast as it has to be."""
-        if self.case in SLOWER_S and not self.error:
-            return self.medians_s[1] - self.medians_s[0] <= SLOWER_S[self.case]
-        return self.ratio >= LEAST_EACH
-
-    def line(self) -> str:
-        """The case, for people."""
-        return "\n".join(text("compare.txt", "lockstep.bench", cases=[self], doc=None))
 
 
 class Side(subprocess.Popen[str]):
@@ -126,19 +73,52 @@ def run(args: argparse.Namespace) -> int:
     if not todo:
         got = ", ".join(args.case)
         raise RuleError("--case is the beginning of a case's name", got, names()[0])
-    compared, folders = [Compared(name) for name in todo], {"builtin": str(BUILTIN)}
+    timings: dict[str, list[Timing]] = {name: [] for name in todo}
+    errors, folders = dict[str, str](), {"builtin": str(BUILTIN)}
     with ExitStack() as stack:
         if any(name.endswith("100m") for name in todo):
             note("making the random llama")
             folders["100m"] = str(stack.enter_context(llama_folder(small=False)))
         for _ in range(args.starts):  # where memory lies differs from start to start
             with sides_of(args.base, folders) as sides:
-                for found in compared:
-                    found.measure(sides, args)
-    document = summary(args.base, compared)
+                for name in todo:
+                    try:
+                        timings[name].append(by_turns(name, sides, args))
+                    except RuntimeError as error:
+                        errors[name] = str(error)
+                    tell(line(judged(name, timings[name], errors.get(name, ""))))
+    cases = [judged(name, starts, errors.get(name, "")) for name, starts in timings.items()]
+    document = summary(args.base, cases)
     told = text("compare.txt", "lockstep.bench", cases=[], doc=document, least=LEAST_MEAN)
     publish(args, document, told)
-    return 0 if document["met"] else 1
+    return int(not document["met"])
+
+
+def judged(case: str, starts: Sequence[Timing], error: str = "") -> Result:
+    """What all starts of a case came to: seconds of every turn on both sides, a list per start.
+    Above a ratio of 1 it is faster than before. That is the mean of all starts: what fits the
+    caches by a hair is a third slower or faster from start to start, whichever side it is."""
+    old_s, new_s = (
+        [[turn["seconds"] for turn in each.runs[side]] for each in starts]
+        for side in ("old", "new")
+    )
+    steady = all(each.undisturbed for each in starts)
+    found: Result = {"case": case, "old_s": old_s, "new_s": new_s, "undisturbed": steady}
+    if error:
+        return {**found, "error": error, "ratio": 0.0, "met": False}
+    pairs = zip(old_s, new_s, strict=True)
+    ratio = geometric_mean([median(old) / median(new) for old, new in pairs])
+    old, new = median(chain(*old_s)), median(chain(*new_s))
+    met = ratio >= LEAST_EACH
+    if case in SLOWER_S:
+        met = new - old <= SLOWER_S[case]
+    told = {"error": "", "medians_s": (old, new), "ratio": round(ratio, 4), "met": met}
+    return {**found, **told}
+
+
+def line(case: Result) -> str:
+    """A case, for people."""
+    return "\n".join(text("compare.txt", "lockstep.bench", cases=[case], doc=None))
 
 
 def run_step(args: argparse.Namespace) -> int:
@@ -167,7 +147,7 @@ def run_step(args: argparse.Namespace) -> int:
         "met": met,
     }
     publish(args, document, text("step.txt", "lockstep.bench", doc=document))
-    return 0 if met and timing.undisturbed else 1
+    return int(not met or not timing.undisturbed)
 
 
 def names() -> list[str]:
@@ -176,7 +156,7 @@ def names() -> list[str]:
     return [*kernels, *engine, STEP, *SLOWER_S]
 
 
-def by_turns(case: str, sides: Mapping[str, Side], args: argparse.Namespace) -> results.Timing:
+def by_turns(case: str, sides: Mapping[str, Side], args: argparse.Namespace) -> Timing:
     """Each side's answers, one per turn."""
     for side in sides.values():
         side.measure(case, 0)  # prepares and warms
@@ -201,30 +181,29 @@ def sides_of(base: str | None, folders: dict[str, str]) -> Iterator[dict[str, Si
         yield sides
 
 
-def summary(base: str, results: Sequence[Compared]) -> dict[str, object]:
-    ratios = [r.ratio for r in results if r.case not in SLOWER_S and not r.error]
-    mean = geometric_mean(ratios) if ratios else 1.0
-    rows = [{**asdict(r), "ratio": round(r.ratio, 4), "met": r.met} for r in results]
+def summary(base: str, cases: Sequence[Result]) -> Result:
+    ratios = [c["ratio"] for c in cases if c["case"] not in SLOWER_S and not c["error"]]
+    mean = geometric_mean(ratios or [1.0])
     return {
         "environment": place(torch.get_num_threads()),
         "base": base,
         "mean_ratio": round(mean, 4),
-        "least_ratio": round(min(ratios, default=1.0), 4),
-        "undisturbed": all(r.undisturbed for r in results),
-        "met": mean >= LEAST_MEAN and all(r.met for r in results),
-        "cases": rows,
+        "least_ratio": min(ratios, default=1.0),
+        "undisturbed": all(c["undisturbed"] for c in cases),
+        "met": mean >= LEAST_MEAN and all(c["met"] for c in cases),
+        "cases": cases,
     }
 
 
 @contextmanager
 def base_tree(base: str) -> Iterator[Path]:
     """The package as it was at a commit, in a folder of its own."""
-    command = ["git", "archive", "--format=tar", base, "lockstep"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True)
-    if done.returncode:
-        got = f"{base}: {done.stderr.decode(errors='replace').strip()}"
-        raise RuleError("--base names a commit of this checkout", got, "See `git log --oneline`")
     with tempfile.TemporaryDirectory(prefix="lockstep-base-") as folder:
-        with tarfile.open(fileobj=BytesIO(done.stdout)) as archive:
-            archive.extractall(folder, filter="data")
+        archive = Path(folder, "base.tar")
+        command = ["git", "archive", f"--output={archive}", base, "lockstep"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            rule, got = "--base names a commit of this checkout", f"{base}: {done.stderr.strip()}"
+            raise RuleError(rule, got, "See `git log --oneline`")
+        shutil.unpack_archive(archive, folder, filter="data")
         yield Path(folder)

@@ -10,9 +10,8 @@ import argparse
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from subprocess import PIPE
@@ -37,21 +36,6 @@ Details = dict[str, Any]
 Ways = dict[str, Callable[..., float]]
 TABLE = table("engine.toml", "lockstep.bench")
 CROWD_CONTEXT = 128
-GREY = "#808080"  # enough contrast on white and on black
-
-
-@dataclass(frozen=True)
-class Case:
-    """One measurement, as engine.toml has it."""
-
-    kind: str
-    model: str
-    unit: str
-    targets: Mapping[str, float] = field(default_factory=dict)
-    limit: float | None = None
-
-
-CASES = [Case(**entry) for entry in TABLE["cases"]]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,13 +64,15 @@ def measure(args: argparse.Namespace) -> Document:
     document = bench.document | {"peer": args.peer}
     with Contenders(bench, QUICK if args.quick else FULL, compares) as contenders:
         for case in todo:
-            names = {"case": f"{case.kind} {case.model}", "kind": case.kind, "model": case.model}
-            note(names["case"])
-            timing, more = kinds[case.kind](case.model, contenders)
-            asked = {n: x for n, x in case.targets.items() if compares or n in timing.runs}
-            judged = bench.result(timing, case.unit, asked, limit=case.limit)
+            kind, model = case["kind"], case["model"]
+            note(f"{kind} {model}")
+            timing, more = kinds[kind](model, contenders)
+            aims = case.get("targets", {}).items()
+            asked = {name: least for name, least in aims if compares or name in timing.runs}
+            judged = bench.result(timing, case["unit"], asked, limit=case.get("limit"))
+            names = {"case": f"{kind} {model}", "kind": kind, "model": model}
             bench.add({**names, **judged, "more": more})
-        loaded = dict.fromkeys(c.model for c in todo if c.kind != "start")
+        loaded = dict.fromkeys(case["model"] for case in todo if case["kind"] != "start")
         document["models"] = {model: describe(contenders, model) for model in loaded}
         if args.curves:
             document["curves"] = measure_curves(contenders)
@@ -95,11 +81,12 @@ def measure(args: argparse.Namespace) -> Document:
     return document
 
 
-def chosen(kinds: Sequence[str], models: Sequence[str]) -> list[Case]:
-    of_kind = [c for c in CASES if not kinds or c.kind in kinds]
-    todo = [c for c in of_kind if not models or c.model in models]
+def chosen(kinds: Sequence[str], models: Sequence[str]) -> list[Document]:
+    """The cases of engine.toml that are asked for."""
+    of_kind = [case for case in TABLE["cases"] if not kinds or case["kind"] in kinds]
+    todo = [case for case in of_kind if not models or case["model"] in models]
     if not todo:
-        have = ", ".join(dict.fromkeys(c.model for c in of_kind))
+        have = ", ".join(dict.fromkeys(case["model"] for case in of_kind))
         rule = f"{' and '.join(kinds)} is measured with {have}"
         raise RuleError(rule, " and ".join(models), "Drop --model")
     return todo
@@ -227,9 +214,6 @@ def start(model: str, contenders: Contenders) -> tuple[Timing, Details]:
     return contenders.alternate({"lockstep": once}), {}
 
 
-# ---- curves ----
-
-
 def measure_curves(contenders: Contenders) -> Details:
     """How speed scales, with the number of requests and with the length of the context."""
     sizes, builtin = contenders.sizes, contenders.ours("builtin")
@@ -270,14 +254,11 @@ def draw_curves(document: Document, folder: str) -> list[Path]:
     from matplotlib.figure import Figure
 
     where = "{cpu}, {threads} threads, fp32, commit {commit}".format_map(document["environment"])
-    grey = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), GREY)
-    grey |= dict.fromkeys(("xtick.color", "ytick.color", "grid.color"), GREY)
     Path(folder).mkdir(parents=True, exist_ok=True)
     paths = []
     for name, picture in TABLE["pictures"].items():
         curve, title = document["curves"][name], picture["title"]
-        fixed = {"svg.fonttype": "none", "svg.hashsalt": title}  # the same numbers, the same file
-        with matplotlib.rc_context({**grey, **fixed}):
+        with matplotlib.rc_context({**TABLE["style"], "svg.hashsalt": title}):
             figure = Figure(figsize=(6.4, 3.7), layout="constrained")
             axes = figure.subplots()
             for label, values in curve["lines"].items():  # a line may end early

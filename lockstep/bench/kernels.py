@@ -81,9 +81,6 @@ def within(
     return measured
 
 
-# ---- calls ----
-
-
 def noise(*shape: int) -> Tensor:
     """Random numbers, always the same."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -132,9 +129,6 @@ def samplers(t: int) -> Iterator[Calls]:
         args = (noise(t, vocab) * 3, how.floats, how.ints, how.cuts)
         tensors = partial(logits.sample_tokens, *args)
         yield "sampler", f"top-p of {vocab}", partial(OPS.sample_tokens, *args), tensors
-
-
-# ---- steps ----
 
 
 @cache

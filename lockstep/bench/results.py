@@ -240,7 +240,7 @@ def run_on_card(what: str, args: Namespace, *given: str) -> int:
     failed = done.returncode or not found
     told = f"{program.name} ended with {done.returncode}" if failed else f"{', '.join(found)}"
     publish(args, {**head(), "results": found}, [told])
-    return 1 if failed else 0
+    return int(bool(failed))
 
 
 def gemm(args: Namespace) -> int:

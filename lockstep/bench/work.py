@@ -82,15 +82,12 @@ class Ours:
         self.config = EngineConfig(model=model, device=device, max_total_tokens=CACHE_TOKENS)
         self.parts = load(self.config)
         self.engine = Engine(self.config, self.parts)
+        self.vocab_size = self.engine.info.vocab_size
 
     @cached_property
     def crowd(self) -> Engine:
         """The same model with room for 256 running requests."""
         return Engine(replace(self.config, max_running_requests=256), self.parts)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.engine.info.vocab_size
 
     def play(self, work: Work) -> Played:
         """All of it as one batch, greedy, to the asked length."""
