@@ -14,8 +14,7 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
-from lockstep.lab import table
-from lockstep.lab.mutate.pool import digest
+from lockstep.lab.mutate.pool import TABLE, digest
 from lockstep.types import RuleError
 
 
@@ -106,9 +105,8 @@ def places(file: str, text: str) -> list[Place]:
 def operators() -> dict[str, Any]:
     from cosmic_ray.plugins import get_operator
 
-    chosen = table("mutate.toml", "lockstep.lab.mutate")
-    pairs = [f"Replace{kind}_{pair}" for kind, each in chosen["pairs"].items() for pair in each]
-    return {name: get_operator(f"core/{name}")() for name in (*pairs, *chosen["operators"])}
+    pairs = [f"Replace{kind}_{pair}" for kind, each in TABLE["pairs"].items() for pair in each]
+    return {name: get_operator(f"core/{name}")() for name in (*pairs, *TABLE["operators"])}
 
 
 def dead_spans(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
@@ -134,7 +132,8 @@ def make(name: str, place: Place, text: str) -> Mutant | None:
     mutated = short if same_program(short, mutated) else mutated
     start, stop, new = span(text, mutated)
     first, last = (text.count("\n", 0, at) for at in (start, stop))
-    diff = difference(place.file, text, mutated)
+    lines = text.splitlines(), mutated.splitlines(), f"a/{place.file}", f"b/{place.file}"
+    diff = "\n".join(difflib.unified_diff(*lines, lineterm=""))
     label = re.sub(r"(?m)^@@ .*$", "@@", diff)  # the id stays when lines above come or go
     return Mutant(
         id=digest(label.encode())[:12],
@@ -156,11 +155,6 @@ def same_program(text: str, mutated: str) -> bool:
         return ast.dump(ast.parse(text)) == ast.dump(ast.parse(mutated))
     except (SyntaxError, ValueError):
         return True
-
-
-def difference(file: str, text: str, mutated: str) -> str:
-    old, new = text.splitlines(), mutated.splitlines()
-    return "\n".join(difflib.unified_diff(old, new, f"a/{file}", f"b/{file}", lineterm=""))
 
 
 def span(text: str, mutated: str) -> tuple[int, int, str]:

@@ -4,7 +4,7 @@ A job is units and changed files. A unit is a test by its node id, or all tests 
 the lab are tests of `tests/lab_cells.py`. Every worker has a tree, whose files are changed for a
 job and put back with their time stamps, so that Numba never compiles again what is not mutated.
 The process is forked from one that has imported what is slow, and takes Lockstep from its tree.
-Knows nothing of mutants. `reach` and `campaign` call it.
+Knows nothing of mutants. `campaign` calls it.
 """
 
 import faulthandler
@@ -23,22 +23,16 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+from lockstep.lab import table
 from lockstep.types import RuleError
 
 OWN = ("lockstep/lab/mutate/", "tests/test_mutate.py")
-WARM = (
-    *("numpy", "torch", "numba", "safetensors.torch", "tokenizers", "hypothesis", "coverage"),
-    "transformers.models.llama.modeling_llama",
-)
+TABLE = table("mutate.toml", "lockstep.lab.mutate")
 HANG_S = 20.0  # a unit that takes this much longer than ten times its time hangs
 HANG_FACTOR = 10.0
 UNKNOWN_S = 600.0  # the limit of a unit whose time is not known
 START_S = 120.0  # from the fork to the first unit, and between two
 HUNG = 1  # what faulthandler ends a process with
-PYTEST = (
-    *("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--hypothesis-seed=0"),
-    "--continue-on-collection-errors",
-)
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -104,7 +98,9 @@ class Heard:
 class Crew:
     """So many jobs at once, on copies of `root` in a work folder."""
 
-    def __init__(self, root: Path, work: Path, count: int, warm: Sequence[str] = WARM) -> None:
+    def __init__(
+        self, root: Path, work: Path, count: int, warm: Sequence[str] = TABLE["warm"]
+    ) -> None:
         self.count, self.template = count, work / "template"
         shutil.rmtree(self.template, ignore_errors=True)
         for name in listed(root):
@@ -215,7 +211,7 @@ def run(job: Job, tree: Path) -> None:
     paths = dict.fromkeys(map(file_of, job.units))
     with tree.with_suffix(".jsonl").open("w", encoding="utf-8") as stream:
         watch = Watch(job, stream, log, measure)
-        pytest.main([*PYTEST, *paths], plugins=[watch])
+        pytest.main([*TABLE["pytest"], *paths], plugins=[watch])
         if measure is not None:
             measure.stop()
             for unit, lines in reached(measure, tree).items():
