@@ -59,7 +59,7 @@ def test_a_log_probability_differs_by_its_token_its_bits_or_by_being_no_number()
 
 def test_too_few_log_probabilities_are_a_fault_of_a_run_of_real_shapes():
     page = {"log_probabilities": 9_999, "differ": 0, "counters": {"other_pages": 1}}
-    told = bits.faults({"m": {"paths": {"page": page}, "distance": None}}, bits.LEAST)
+    told = bits.faults({"m": {"paths": {"page": page}, "distance": None}}, bits.MANY["least"])
     assert told == ["m, page: 9,999, not 10,000", "page: 9,999 over all models, not 125,000"]
 
 

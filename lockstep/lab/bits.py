@@ -42,9 +42,8 @@ MODEL_S = 900.0  # a model that takes longer has hung
 SMALL = ["qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3"]  # of the golden ones
 MOST_RATIO = 1.5  # of our distance to that of transformers, in the same dtype
 WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
-LEAST = {"model": 10_000, "path": 125_000}  # log-probabilities, where shapes are real ones
 Requests = Sequence[tuple[list[int], SamplingParams]]
-Answers = list[NDArray[np.int32]]  # of every request: tokens, then the bits of their logprobs
+Answers = list[NDArray[np.int32]]  # of every request [2, n]: tokens, and bits of their logprobs
 Scores = list[NDArray[np.float32]]  # of every prompt: its tokens but the first
 Found = dict[str, Any]  # what a path or a model came to, as it is published
 TABLE = table("bits.toml")
@@ -71,7 +70,7 @@ def serve_twice(engine: InstrumentedEngine, requests: Requests, want: Answers) -
 
 def serve_drafted(engine: InstrumentedEngine, requests: Requests, want: Answers) -> Answers:
     """With drafts that know the answers, and err as often as they are told to."""
-    known = {f"#{i}": each[: len(each) // 2].tolist() for i, each in enumerate(want)}
+    known = {f"#{i}": tokens.tolist() for i, (tokens, _) in enumerate(want)}
     oracle_draft.install(engine, known, oracle_draft.RIGHT)
     have = serve(engine, requests, want)
     engine.seen.update(engine.runner.replays())
@@ -80,7 +79,7 @@ def serve_drafted(engine: InstrumentedEngine, requests: Requests, want: Answers)
 
 def score(engine: InstrumentedEngine, requests: Requests, want: Answers) -> Answers:
     """The answers of the reference as parts of prompts: log-probabilities of prefill."""
-    answers = [each[: len(each) // 2].tolist() for each in want]
+    answers = [tokens.tolist() for tokens, _ in want]
     texts = [[*prompt, *answer] for (prompt, _), answer in zip(requests, answers, strict=True)]
     engine.seen["scored_tokens"] += sum(map(len, answers))
     found = zip(answers, prompt_scores(engine, texts), strict=True)
@@ -97,9 +96,10 @@ def prompt_scores(engine: InstrumentedEngine, prompts: Sequence[list[int]]) -> S
 
 
 def bits_of(token_ids: Sequence[int], logprobs: Any) -> NDArray[np.int32]:
-    """Tokens, then the bits of their log-probabilities; no bits where these never came."""
-    bits = np.zeros(0) if logprobs is None else np.asarray(logprobs, np.float32)
-    return np.concatenate((np.array(token_ids, np.int32), bits.astype(np.float32).view(np.int32)))
+    """Tokens, and the bits of their log-probabilities; nothing where these never came."""
+    if logprobs is None:
+        return np.zeros((2, 0), np.int32)
+    return np.array([token_ids, np.asarray(logprobs, np.float32).view(np.int32)], np.int32)
 
 
 # of the paths that are more than options
@@ -168,9 +168,7 @@ def measured(job: Job) -> Found:
             model=folder,
             device=job.device.name,
             dtype=job.device.dtype,
-            load_format="dummy",
-            graphs=False,
-            disable_radix_cache=True,
+            **TABLE["reference"],
             max_running_requests=sizes["requests"],
             chunked_prefill_size=8 * sizes["prompt"][1],
             max_total_tokens=sizes["requests"] * (most + 64),
@@ -205,7 +203,7 @@ def by_path(
     counters["cut_prompts"] = max(0, engine.seen["chunks"] - len(requests))
     pages = sum(int(pool.num_pages) for pool in engine.runner.pools if pool is not None)
     counters["other_pages"] = pages if config.page_size != plain.page_size else 0
-    tokens = sum(len(each) // 2 for each in want)
+    tokens = sum(each.shape[1] for each in want)
     return {
         "log_probabilities": tokens,
         "from_decode_steps": tokens - len(requests),
@@ -218,10 +216,9 @@ def by_path(
 def differing(have: NDArray[np.int32], want: NDArray[np.int32]) -> int:
     """Log-probabilities that differ in a bit, or whose tokens do; all of them where one is no
     number or some never came."""
-    n = len(want) // 2
-    if have.shape != want.shape or bool(np.isnan(want[n:].view(np.float32)).any()):
-        return n
-    return int(((have != want)[:n] | (have != want)[n:]).sum())
+    if have.shape != want.shape or bool(np.isnan(want[1].view(np.float32)).any()):
+        return want.shape[1]
+    return int((have != want).any(0).sum())
 
 
 def ratio(found: Mapping[str, Any]) -> float:
@@ -332,7 +329,7 @@ def command(args: Namespace) -> int:
     if drafted:
         paths = [ORACLE]
     if drafted and not args.small:
-        sizes = {**sizes, "requests": args.prompts, "new": (64, 96)}
+        sizes = {**sizes, "requests": args.prompts, "new": (64, 96), "least": FEW["least"]}
         names = names if args.model else ORACLE_SHAPES
     device = Device.of(args.device, args.dtype)
     jobs = [Job(name, every[name], device, sizes, tuple(paths)) for name in names]
@@ -340,10 +337,9 @@ def command(args: Namespace) -> int:
     if args.source is not None:  # the models of an earlier document that are not measured again
         models = document.read(args.source, "lockstep lab bits", "models", "sizes")["models"]
         found = {name: each for name, each in models.items() if name not in names}
-    least = dict.fromkeys(LEAST, 0)
-    if not args.small and not drafted:
-        whole = len(names) + len(found) == len(every)
-        least = LEAST if whole else {**least, "model": LEAST["model"]}
+    least = sizes["least"]
+    if len(names) + len(found) < len(every):  # less than a path is judged by
+        least = {**least, "path": 0}
     died, doc = list[str](), document.head()
     doc |= {"device": asdict(device), "sizes": sizes, "models": found}
     with Progress(len(jobs), "lab bits") as bar:

@@ -12,8 +12,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any
@@ -45,7 +44,8 @@ def environment() -> dict[str, str | int]:
         "lockstep": __version__,
         "commit": commit(),
         "python": platform.python_version(),
-        **{name: _version(name) for name in PACKAGES},
+        **dict.fromkeys(PACKAGES, "not installed"),
+        **{name: found.version for name in PACKAGES for found in distributions(name=name)},
         "cpu": cpu_model(),
         "cores": len(allowed) or os.cpu_count() or 1,
         "platform": f"{platform.system()} {platform.machine()}",
@@ -65,20 +65,12 @@ def cpu_model() -> str:
 
 def commit() -> str:
     """Of the checkout of the package, with + for local changes; "none" outside of one."""
-    git = partial(subprocess.check_output, cwd=Path(__file__).parent, text=True, stderr=DEVNULL)
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    folder = Path(__file__).parent
     try:
-        head = git(["git", "rev-parse", "--short", "HEAD"]).strip()
-        changed = git(["git", "status", "--porcelain", "-uno"])
-        return head + ("+" if changed else "")
+        return subprocess.check_output(command, cwd=folder, text=True, stderr=DEVNULL).strip()
     except (OSError, subprocess.CalledProcessError):
         return "none"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def command_line() -> str:

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     told["paths"] = {path: counters[path] for path in PATHS}
     fine = f"{len(found)} answers, {added} of them new: no bit differs"
     document.publish(args, {**document.head(), **told}, differing[:20] or [fine])
-    return 1 if differing else 0
+    return int(bool(differing))
 
 
 def key(device: Device = CPU) -> str:

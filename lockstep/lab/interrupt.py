@@ -16,7 +16,6 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import tee
 from pathlib import Path
@@ -47,33 +46,26 @@ BYSTANDER = (  # whose stream was begun
     [3 + i for i in range(20)],
     SamplingParams(max_tokens=14, temperature=0.8, seed=77, n=2, logprobs=1, stop=("thx",)),
 )
-WAYS = ("timer", "timer", "again", "thread")  # drawn alike
 
 Answer = tuple[Any, ...]
+Wish = Callable[[LLM], Answer]  # a call of the public surface
 Event = tuple[str, str, int, int]  # file, function, line, bytecode (-1 for a whole line)
 Strike = Callable[[Iterator[Any]], "Strikes"]  # while somebody's stream is read, or not
 
 
-@dataclass(frozen=True)
-class Wish:
+def answered(kind: str, prompts: list[list[int]], params: SamplingParams, llm: LLM) -> Answer:
     """A call of some kind; two answers of it can be compared."""
-
-    kind: str  # generate | stream | items | embed
-    prompts: list[list[int]]
-    params: SamplingParams
-
-    def __call__(self, llm: LLM) -> Answer:
-        if self.kind == "stream":
-            chunks, n = list(llm.stream(self.prompts[0], self.params)), self.params.n
-            ends = sorted((c.index, c.finish_reason) for c in chunks if c.finish_reason)
-            ids = [sum((c.token_ids for c in chunks if c.index == i), ()) for i in range(n)]
-            return texts_of(chunks, n), ids, ends
-        if self.kind == "items":
-            return tuple(scores.tobytes() for scores in llm.score(self.prompts[0], ITEMS))
-        if self.kind == "embed":
-            return (llm.embed([prompt[:CHUNK] for prompt in self.prompts]).tobytes(),)
-        levels = [i % 2 for i in range(len(self.prompts))]
-        return tuple(map(bits, llm.generate(self.prompts, self.params, priority=levels)))
+    if kind == "stream":
+        chunks, n = list(llm.stream(prompts[0], params)), params.n
+        ends = sorted((c.index, c.finish_reason) for c in chunks if c.finish_reason)
+        ids = [sum((c.token_ids for c in chunks if c.index == i), ()) for i in range(n)]
+        return texts_of(chunks, n), ids, ends
+    if kind == "items":
+        return tuple(scores.tobytes() for scores in llm.score(prompts[0], ITEMS))
+    if kind == "embed":
+        return (llm.embed([prompt[:CHUNK] for prompt in prompts]).tobytes(),)
+    levels = [i % 2 for i in range(len(prompts))]
+    return tuple(map(bits, llm.generate(prompts, params, priority=levels)))
 
 
 class Trial(NamedTuple):
@@ -100,7 +92,7 @@ def wishes(tiny: Tiny) -> list[Wish]:
             prompts = [prompt[-CHUNK:] for prompt in prompts]
             kind = kind.replace("embed", "items")
             params.pop("prompt_logprobs", None)
-        out.append(Wish(kind, prompts, SamplingParams.from_dict(params)))
+        out.append(partial(answered, kind, prompts, SamplingParams.from_dict(params)))
     return out
 
 
@@ -203,12 +195,14 @@ def in_thread(subject: Subject, number: int, rng: random.Random, stream: Iterato
     while time.perf_counter() < end and thread.is_alive():
         reads = reads and next(stream, None) is not None
         time.sleep(0 if reads else 1e-4)
-    if thread.ident is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(thread.ident), ctypes.py_object(KeyboardInterrupt)
-        )
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
+    )
     thread.join()
     return strikes
+
+
+WAYS = {"timer": by_timer, "again": partial(by_timer, calls=3), "thread": in_thread}
 
 
 class Aim:
@@ -234,11 +228,11 @@ class Aim:
 def trial(subject: Subject, seed: int) -> Trial:
     """One trial of the engine, by number."""
     rng = random.Random(seed)
-    way, number = rng.choice(WAYS), rng.randrange(len(subject.wishes))
-    strike: Callable[..., Strikes] = in_thread
-    if way != "thread":
-        strike = partial(by_timer, calls=3 if way == "again" else 1)
-    return judged(subject, way, number, partial(strike, subject, number, rng), rng)
+    way, number = (
+        rng.choice(("timer", "timer", "again", "thread")),
+        rng.randrange(len(subject.wishes)),
+    )
+    return judged(subject, way, number, partial(WAYS[way], subject, number, rng), rng)
 
 
 def judged(subject: Subject, way: str, number: int, strike: Strike, rng: random.Random) -> Trial:
@@ -283,19 +277,16 @@ def books(engine: Engine) -> list[str]:
     return [f"{left} requests are left"] if left else []
 
 
-def run(count: int, seed: int, on_trial: Callable[[Trial], None]) -> Counter[str]:
-    """Trials by turns over the models until `count` interrupts have struck: what they led to."""
-    subjects = {tiny: Subject(tiny) for tiny in MODELS}
-    struck = number = 0
+def run(subjects: dict[Tiny, Subject], count: int, seed: int) -> Iterator[Trial]:
+    """Trials by turns over the subjects until `count` interrupts have struck."""
+    struck, models = 0, list(subjects)
     while struck < count:
-        tiny = MODELS[number % len(MODELS)]
-        done = trial(subjects[tiny], seed + number)
-        on_trial(done)
-        struck, number = struck + len(done.where), number + 1
+        tiny = models[seed % len(models)]
+        done = trial(subjects[tiny], seed)
+        yield done
+        struck, seed = struck + len(done.where), seed + 1
         if done.faults:
             subjects[tiny] = Subject(tiny)
-    counters = (each.llm.engine.scheduler.counters for each in subjects.values())
-    return sum(counters, Counter(trials=number))
 
 
 def sweep(
@@ -333,14 +324,14 @@ def command(args: Namespace) -> int:
     """`lab interrupts`: by chance, then, if asked for, at every line or bytecode."""
     begin, trials = time.perf_counter(), list[Trial]()
     torch.set_num_threads(1)
+    subjects = {tiny: Subject(tiny) for tiny in MODELS}
     with Progress(args.count, "lab interrupts") as bar:
-
-        def note(trial: Trial) -> None:
-            trials.append(trial)
-            for _ in range(min(len(trial.where), args.count - bar.n)):
-                bar.step(trial.model, bool(trial.faults))
-
-        engines = run(args.count, args.seed, note)
+        for done in run(subjects, args.count, args.seed):
+            trials.append(done)
+            for _ in range(min(len(done.where), args.count - bar.n)):
+                bar.step(done.model, bool(done.faults))
+    counters = (each.llm.engine.scheduler.counters for each in subjects.values())
+    engines = sum(counters, Counter(trials=len(trials)))
     sweeps = [(tiny, second) for tiny in MODELS for second in (False, True)] if args.aimed else []
     with Progress(len(sweeps), f"lab interrupts at {args.aimed or 'no lines'}") as bar:
         for tiny, second in sweeps:
@@ -364,4 +355,4 @@ def command(args: Namespace) -> int:
         "seconds": round(time.perf_counter() - begin, 1),
     }
     document.publish(args, doc, document.text("interrupts.txt", doc=doc))
-    return 1 if faults else 0
+    return int(bool(faults))

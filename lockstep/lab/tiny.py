@@ -60,17 +60,11 @@ class Tiny:
         return {**COMMON, **self.config, "model_type": self.model_type}
 
 
-def tiny(model_type: str, description: str) -> Tiny:
-    return Tiny(model_type.replace("_", "-"), description, model_type, CONFIGS[model_type])
-
-
-LLAMA = tiny("llama", "full attention in every layer")
-QWEN3 = tiny("qwen3", f"a window of {WINDOW} in one layer, full attention in the other")
-DEEPSEEK = tiny("deepseek_v3", "latent attention (MLA), experts")
-GPT_OSS = tiny("gpt_oss", f"sinks, a window of {WINDOW} in one layer, experts")
-GEMMA2 = tiny("gemma2", f"soft caps that bind, on scores and logits, and a window of {WINDOW}")
-BART = tiny("bart", "an encoder, and cross attention to its rows")
-MODELS = (LLAMA, QWEN3, DEEPSEEK, GPT_OSS, GEMMA2, BART)
+MODELS = tuple(
+    Tiny(name.replace("_", "-"), about.format_map(CONFIGS[name]), name, CONFIGS[name])
+    for name, about in table("tiny_models.json")["about"].items()
+)
+LLAMA, QWEN3, DEEPSEEK, GPT_OSS, GEMMA2, BART = MODELS
 
 
 def words(count: int, seed: int = 0) -> tuple[int, ...]:
