@@ -17,7 +17,7 @@ from lockstep.attention import select
 from lockstep.cli import Parser, function
 from lockstep.lab import reverts
 from lockstep.lab.cells import Cell, Result, settle
-from lockstep.lab.properties import Finding
+from lockstep.lab.guard import Finding
 
 CELL = ["--backend", "reference", "--recipe", "empty", "--feature", "dense"]
 

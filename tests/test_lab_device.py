@@ -17,9 +17,9 @@ import torch
 from lockstep import cli
 from lockstep.attention.reference import attend_row
 from lockstep.lab import fuzz, oracle, reverts
+from lockstep.lab.attention_harness import off
 from lockstep.lab.features import FEATURES
 from lockstep.lab.options import CPU, Device
-from lockstep.lab.properties import off
 from lockstep.lab.recipes import Script
 from lockstep.types import Layout, RuleError
 

@@ -132,5 +132,6 @@ def test_a_cell_is_green_without_the_bug_red_with_it_and_green_again():
     assert run_cell(cell, QUICK).verdict == "passed"
     for checks in (True, False):
         with reverts.swapped(reverts.load("sglang-24097")):
-            assert "poison" in run_cell(cell, replace(QUICK, checks=checks)).failed()
+            found = run_cell(cell, replace(QUICK, checks=checks)).findings
+            assert "poison" in [each.name for each in found if not each.held]
     assert run_cell(cell, QUICK).verdict == "passed"

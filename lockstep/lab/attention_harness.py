@@ -1,14 +1,17 @@
 """Runs a script on a real backend, through the engine's own steps, in the most hostile
-surroundings, and records the bits of every token's output.
+surroundings, and judges the bits of every token's output.
 
 Every slot that was not written holds NaN, pages are handed out in a shuffled order, freed pages are
 poisoned again, buffers lie between guard bands, and what a step may change in memory is computed
-here from the tables, by plain arithmetic. `properties` and `show` call it.
+here from the tables, by plain arithmetic. `judge` compares a first run with the float64 answer and
+with the plain way of computing the same tokens, each path alone, whole, cold; then it runs the
+script with other chunks, pages, padding and threads. `cells` and `show` call it.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +22,12 @@ from lockstep.attention.base import Backend
 from lockstep.kernels.cpu.threads import limited
 from lockstep.kv.pool import Pool
 from lockstep.kv.tables import PageTable
-from lockstep.lab import spoilt
+from lockstep.lab import oracle, recipes, spoilt
 from lockstep.lab.features import Feature
-from lockstep.lab.guard import Guarded, as_bits, poison, same, shuffle
-from lockstep.lab.options import CPU, Device
-from lockstep.lab.oracle import Rows, rounded
-from lockstep.lab.recipes import Accept, Act, Compute, Drop, Fork, Script
+from lockstep.lab.guard import Guarded, Judgement, as_bits, poison, same, shuffle
+from lockstep.lab.options import FULL, RunOptions
+from lockstep.lab.oracle import Answer, Rows, rounded
+from lockstep.lab.recipes import Accept, Act, Compute, Drop, Fork, Recipe, Script
 from lockstep.order import attention_order, device_class
 from lockstep.plan.bucket import Buckets, pad
 from lockstep.plan.step import Group, Ints, PagedGroup, StepPlan
@@ -41,37 +44,25 @@ Memory = dict[tuple[int, int, int], Tensor]  # bits of storages, by group, layer
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(RunOptions):
     """How a script is run; none of this may change a bit."""
 
     page_size: int = 16
     pad: bool = False
     threads: int = 2
     seed: int = 1  # of the page order
-    checks: bool = True
-    device: Device = CPU
     inspect: bool = False  # compare memory before and after every step
 
 
-@dataclass(eq=False)
-class Record:
-    """What a run left: outputs by group, layer and token, what was counted, what was wrong."""
-
-    out: list[list[Tensor]]
-    lse: list[list[Tensor]]
-    seen: list[Tensor]
-    kinds: dict[str, set[int]] = field(default_factory=dict)  # tokens by how their row was computed
-    counters: Counter[str] = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
-
-
-class AttentionHarness:
-    """Pools, tables and one script. To the engine's steps it is a model without weights: a token's
-    rows are given, and its layers attend with them."""
+class AttentionHarness(Judgement):
+    """Pools, tables and one script, and what it came to: outputs by group, layer and token. To the
+    engine's steps it is a model without weights: a token's rows are given, and its layers attend
+    with them."""
 
     def __init__(
         self, feature: Feature, script: Script, rows: Given, backend: Backend, setting: Setting
     ) -> None:
+        super().__init__()
         self.script, self.rows, self.backend, self.setting = script, rows, backend, setting
         self.ops, self.device = setting.device.ops, setting.device.place
         self.decode, self.encode = feature.decode, feature.encode
@@ -109,13 +100,14 @@ class AttentionHarness:
         self.pads: dict[tuple[int, int], list[Result]] = {}  # by group and length of a pad request
         self.results: list[tuple[int, int, Result]] = []  # of the last step, by group and layer
         self.step_uids: list[int] = []
-        self.record = Record(
-            [[torch.full((n, s.heads, s.d_v), torch.nan) for _ in s.layers] for s in self.specs],
-            [[torch.full((n, s.heads), torch.nan) for _ in s.layers] for s in self.specs],
-            [torch.zeros(n, dtype=torch.bool) for _ in self.specs],
-        )
+        self.computed: dict[str, set[int]] = {}  # tokens by how their row was
+        self.seen = [torch.zeros(n, dtype=torch.bool) for _ in self.specs]
+        self.out = [
+            [torch.full((n, s.heads, s.d_v), torch.nan) for _ in s.layers] for s in self.specs
+        ]
+        self.lse = [[torch.full((n, s.heads), torch.nan) for _ in s.layers] for s in self.specs]
 
-    def run(self) -> Record:
+    def run(self) -> None:
         """Plays the whole script and closes what is still open."""
         with limited(self.setting.threads):
             for step in self.script.steps:
@@ -124,26 +116,21 @@ class AttentionHarness:
                 self._freed(table.close())
         for pool in filter(None, self.pages):
             pool.check()
-            if lost := pool.num_pages - 1 - pool.free:
-                self._fault(f"pages: {lost} never came back")
-        return self.record
-
-    def _fault(self, *found: str) -> None:
-        """The first word of a fault is the property that it breaks."""
-        self.record.faults += found
+            lost = pool.num_pages - 1 - pool.free
+            self.check("pages", not lost, f"{lost} never came back")
 
     def _play(self, acts: tuple[Act, ...]) -> None:
         """Bookkeeping acts first, then one launch for the encoders and one for everything else."""
         for act in acts:
             if isinstance(act, Fork):
                 self.tables[act.child] = self.tables[act.request].fork(act.cached_len)
-                self.record.counters["forks"] += 1
+                self.counters["forks"] += 1
             elif isinstance(act, Accept):
                 self.tables[act.request].accept(act.cached_len, act.nodes)
-                self.record.counters["accepted_nodes"] += len(act.nodes)
+                self.counters["accepted_nodes"] += len(act.nodes)
             elif isinstance(act, Drop):
                 self._freed(self.tables.pop(act.request).close())
-                self.record.counters["drops"] += 1
+                self.counters["drops"] += 1
         encoders = [a for a in acts if isinstance(a, Compute) and a.encoder]
         others = [a for a in acts if isinstance(a, Compute) and not a.encoder]
         if encoders:
@@ -186,8 +173,8 @@ class AttentionHarness:
             self._compare(before, computes, groups)
         if self.setting.inspect and not self.setting.pad:
             pool_pages = tuple(pool.num_pages if (pool := self.pools[g]) else 0 for g in groups)
-            self._fault(*(f"rules: {fault}" for fault in spoilt.unnoticed(plan, pool_pages)))
-        self._fault(*self.guarded.damage())
+            self.note("rules", spoilt.unnoticed(plan, pool_pages))
+        self.note("guards", self.guarded.damage())
         for act in computes:
             self._freed(self.tables[act.request].moved())
 
@@ -217,20 +204,19 @@ class AttentionHarness:
 
     def _note(self, g: int, layer: int, plan: StepPlan, result: Result) -> None:
         """What a layer of a step came to."""
-        record, uids = self.record, torch.tensor(self.step_uids, dtype=torch.long)
+        uids, where = torch.tensor(self.step_uids, dtype=torch.long), f"group {g} layer {layer}:"
         out, lse = (t.float().cpu() for t in result)
-        n, again = len(uids), record.seen[g][uids]
-        if not same(record.out[g][layer][uids[again]], out[:n][again]):
-            self._fault(f"repeat: group {g}: a row computed twice differs")
-        record.out[g][layer][uids], record.lse[g][layer][uids] = out[:n], lse[:n]
-        if not bool(torch.isfinite(out[n:]).all()):
-            self._fault(f"pads: group {g}: a pad row is not finite")
-        elif "pad" in self.backend.caps.invariances:
-            for i in self.differing_pads(g, layer, plan, result):
-                what = f"request {i} of the plan is not the pad request alone"
-                self._fault(f"pads: group {g} layer {layer}: {what}")
+        n, again = len(uids), self.seen[g][uids]
+        repeated = same(self.out[g][layer][uids[again]], out[:n][again])
+        self.check("repeat", repeated, f"{where} a row computed twice differs")
+        self.out[g][layer][uids], self.lse[g][layer][uids] = out[:n], lse[:n]
+        finite = bool(torch.isfinite(out[n:]).all())
+        self.check("pads", finite, f"{where} a pad row is not finite")
+        if finite and "pad" in self.backend.caps.invariances:
+            others = self.differing_pads(g, layer, plan, result)
+            self.check("pads", not others, f"{where} {others} are not the pad request alone")
         if layer == len(self.specs[g].layers) - 1:
-            record.seen[g][uids] = True
+            self.seen[g][uids] = True
 
     def differing_pads(self, g: int, layer: int, plan: StepPlan, result: Result) -> list[int]:
         """The pad requests of `plan`, by number, whose rows are not those of the request alone. A
@@ -264,21 +250,21 @@ class AttentionHarness:
             last = (len(act.uids) - 1,)
             emits += [begin + row for row in (last if act.emit is None else act.emit)]
             begin += len(act.uids)
-        if plan.emit[: plan.real.emits].tolist() != emits:
-            self._fault(f"plan: emits rows {plan.emit.tolist()[:8]}, not {emits[:8]}")
+        emitted = plan.emit[: plan.real.emits].tolist()
+        self.check("plan", emitted == emits, f"emits rows {emitted[:8]}, not {emits[:8]}")
         ends = [max(self._depths(a)) for a in computes]
         crosses = [self._cross_len(a) for a in computes]
         for g, group in zip(groups, plan.groups, strict=True):
             want = crosses if self.specs[g].layout is Layout.CROSS else ends
             have = group.kv_lens.tolist() if isinstance(group, PagedGroup) else want
-            if have[: len(want)] != want:
-                self._fault(f"plan: group {g} has kv_lens {have[:8]}, not {want[:8]}")
+            fault = f"group {g} has kv_lens {have[:8]}, not {want[:8]}"
+            self.check("plan", have[: len(want)] == want, fault)
         views = layout_of(plan, self.backend).views(self.guarded.image)
         for own, group in zip(map(vars, views), plan.groups, strict=True):
             given = {**vars(plan), **vars(group)}
             names = own.keys() & given.keys() - {"start"}  # a group without lists has its own
-            if not all(np.array_equal(own[name], given[name]) for name in names):
-                self._fault("plan: the image is that of another plan")
+            equal = all(np.array_equal(own[name], given[name]) for name in names)
+            self.check("plan", equal, "the image is that of another plan")
 
     def _freed(self, freed: list[list[int]]) -> None:
         """Pages that nobody holds any more are poisoned again."""
@@ -294,7 +280,7 @@ class AttentionHarness:
         positions, tails = plan.positions[real], plan.start[real] <= plan.positions[real]
         plain = [a for a in computes if a.parents is None and not a.encoder]
         trees = [a for a in computes if a.parents is not None]
-        self.record.counters.update(
+        self.counters.update(
             {
                 "steps": 1,
                 "empty_steps": not computes,
@@ -314,12 +300,12 @@ class AttentionHarness:
             kinds = {"batch": len(computes) > 1, "prefix": act.cached_len > 0}
             kinds |= {"decode": len(act.uids) == 1, "tree": act.parents is not None}
             for kind in (name for name, holds in kinds.items() if holds):
-                self.record.kinds.setdefault(kind, set()).update(act.uids)
+                self.computed.setdefault(kind, set()).update(act.uids)
         for g, group in zip(groups, plan.groups, strict=True):
             self._count_group(g, group, positions, (plan.start[real][tails], positions[tails]))
 
     def _count_group(self, g: int, group: Group, positions: Ints, tails: tuple[Ints, Ints]) -> None:
-        spec, counters = self.specs[g], self.record.counters
+        spec, counters = self.specs[g], self.counters
         chosen = attention_order(device_class(self.ops.machine), spec.d_qk, spec.d_v)
         tile, split = chosen.tile, chosen.splits.begin(1)
         begins, ends = tails
@@ -346,22 +332,22 @@ class AttentionHarness:
 
     def _compare(self, before: Memory, computes: list[Compute], groups: tuple[int, ...]) -> None:
         """The step changed the slots it had to, to the values it had to, and nothing else."""
+        self.note("writes", [])  # where nothing is cached, too
         expected = {g: self._expected_writes(g, computes) for g in groups}
         after = self._memory()
         for (g, layer, which), old in before.items():
             spec, rows, expect = self.specs[g], self.rows[g][layer], expected.get(g, {})
             attn, new = spec.layers[layer], after[g, layer, which]
             values, scale = ((rows.k, attn.k_scale), (rows.v, attn.v_scale))[which]
-            where = f"writes: group {g} layer {layer}:"
+            where = f"group {g} layer {layer}:"
             changed = (old != new).flatten(1).any(1)
             changed[: spec.page_size] = False
             extra = set(changed.nonzero().flatten().tolist()) - set(expect)
-            if extra:
-                self._fault(f"{where} slots {sorted(extra)[:4]} changed")
+            self.check("writes", not extra, f"{where} slots {sorted(extra)[:4]} changed")
             columns = F.pad(values[list(expect.values())].float(), (0, -values.shape[2] % 8))
             want = rounded(spec.kv_dtype, columns, scale, self.setting.device)  # as stored
-            if expect and not torch.equal(new[list(expect)].cpu(), as_bits(want)):
-                self._fault(f"{where} a row is not where or what it should be")
+            right = torch.equal(new[list(expect)].cpu(), as_bits(want))
+            self.check("writes", right, f"{where} a row is not where or what it should be")
 
     def _expected_writes(self, g: int, computes: list[Compute]) -> dict[int, int]:
         """slot -> token that lies there after this step, by plain arithmetic on the tables."""
@@ -388,3 +374,125 @@ def slot_of(page_ids: list[int], first_pos: int, page_size: int, position: int) 
     """Where a key lies, by plain arithmetic."""
     page = page_ids[(position - first_pos) // page_size]
     return page * page_size + position % page_size
+
+
+@lru_cache(maxsize=64)
+def material(recipe: Recipe, feature: Feature) -> tuple[Script, Given, list[list[Answer]]]:
+    """The story, the numbers and the answers of a cell; the same for every backend."""
+    script, device = recipes.write(recipe, feature), feature.device
+    rows = oracle.values(feature.groups(16), len(script.parents), dtype=device.compute)
+    rows = oracle.overflowed(rows, script.infinite)
+    return script, rows, oracle.answers(feature, script, rows, device.unit)
+
+
+def judge(
+    recipe: Recipe, feature: Feature, backend: Backend, options: RunOptions = FULL
+) -> Judgement:
+    """Runs one cell. Raises only what the code under test raises."""
+    cell = AttentionCell(recipe, feature, backend, options)
+    main = cell.run(cell.script, inspect=True)
+    cell.counters = Counter({name: int(count) for name, count in main.counters.items()})
+    cell.judge_values(main)
+    cell.require(recipe.required_counters)
+    padded = cell.run(cell.script, inspect=True, pad=True)
+    if not padded.counters["pad_rows"] and main.counters["rows"]:
+        cell.note("paths", ["nothing was padded"])
+    if backend.caps.invariances:
+        cell.judge_bits(main, padded, options.quick)
+    return cell
+
+
+class AttentionCell(Judgement):
+    """A recipe on a feature, run in every way that may not change a bit."""
+
+    def __init__(
+        self, recipe: Recipe, feature: Feature, backend: Backend, options: RunOptions
+    ) -> None:
+        super().__init__()
+        self.feature, self.backend = feature.on(options.device), backend
+        self.script, self.rows, self.answers = material(recipe, self.feature)
+        self.setting = Setting(**vars(options))
+
+    def run(self, story: Script, **setting: Any) -> AttentionHarness:
+        how = replace(self.setting, **setting)
+        harness = AttentionHarness(self.feature, story, self.rows, self.backend, how)
+        harness.run()
+        for name, faults in harness.faults.items():
+            self.note(name, faults, "in every step of every run")
+        return harness
+
+    def judge_values(self, main: AttentionHarness) -> None:
+        """Against float64, within the derived tolerance; a NaN is a slot nobody wrote."""
+        errors = {"value": 0.0, "lse": 0.0}
+        for g, layers in enumerate(self.answers):
+            seen = main.seen[g]
+            for layer, answer in enumerate(layers):
+                where = f"group {g} layer {layer}:"
+                for name, have, want, tol in (
+                    ("value", main.out[g][layer], answer.out, answer.out_tol[..., None]),
+                    ("lse", main.lse[g][layer], answer.lse, answer.lse_tol),
+                ):
+                    distance = off(have[seen].double(), want[seen])
+                    shares = (distance / tol[seen]).nan_to_num(torch.inf, torch.inf)
+                    error, used = (float(t.max()) if t.numel() else 0.0 for t in (distance, shares))
+                    errors[name] = max(errors[name], error)
+                    self.tolerance_used = max(self.tolerance_used, used)
+                    fault = f"{where} off by {error:.3g}, {used:.3g} of the tolerance"
+                    self.check(name, used <= 1, fault, f"max error {errors[name]:.3g}")
+                    finite = not bool(have[seen].isnan().any())
+                    self.check("poison", finite, f"{where} NaN in {name}")
+        self.out_error, self.lse_error = errors["value"], errors["lse"]
+
+    def judge_bits(self, main: AttentionHarness, padded: AttentionHarness, quick: bool) -> None:
+        """Every other way to run the recipe, and the recipe itself, against the plain way."""
+        script, want = self.script, self.run(recipes.plain(self.script), seed=5)
+
+        def compare(
+            name: str, told: str, *runs: AttentionHarness, tokens: set[int] | None = None
+        ) -> None:
+            if ("batch" if name == "alone" else name) in self.backend.caps.invariances:
+                for run in runs:
+                    self.note(name, _differences(run, want, tokens), told)
+
+        for kind, tokens in sorted(main.computed.items()):
+            told = f"{len(tokens)} rows equal alone, whole and cold"
+            compare(kind, told, main, tokens=tokens)
+        if not self.feature.fresh:
+            cut = recipes.chunked(script, 7)
+            if len(cut.steps) > len(script.steps):
+                told = f"{len(cut.steps)} steps for {len(script.steps)}"
+                compare("chunk", told, self.run(cut))
+            sizes = (1, 64) if quick else (1, 2, 64)
+            paged = [self.run(script, page_size=size) for size in sizes]
+            compare("page", f"page sizes {sizes}", *paged)
+        compare("pad", f"{padded.counters['pad_rows']} pad rows", padded)
+        compare("threads", "1 and 2 threads", self.run(script, threads=1))
+        if not quick:
+            each = [self.run(recipes.alone(script, r)) for r in script.lineage]
+            compare("alone", f"{len(each)} requests by themselves", *each)
+
+
+def off(have: Tensor, want: Tensor) -> Tensor:
+    """Distance, with infinity for what is no number."""
+    distance = torch.where(have == want, 0.0, (have - want).abs())
+    return distance.nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def _differences(
+    have: AttentionHarness, want: AttentionHarness, tokens: set[int] | None
+) -> list[str]:
+    """Rows, among `tokens`, whose bits differ. A NaN equals nothing, not even itself."""
+    found = []
+    for g, seen in enumerate(have.seen):
+        both = seen & want.seen[g]
+        if tokens is not None:
+            both &= torch.tensor([uid in tokens for uid in range(len(both))])
+        for layer in range(len(have.out[g])):
+            for name, a, b in (("out", have.out, want.out), ("lse", have.lse, want.lse)):
+                x, y = a[g][layer][both], b[g][layer][both]
+                off = ((as_bits(x) != as_bits(y)) | x.isnan()).flatten(1).any(1)
+                if bool(off.any()):
+                    count, first = int(off.sum()), int(both.nonzero()[off][0])
+                    rows = f"{count} of {len(off)} rows differ in {name}, first token {first}"
+                    found.append(f"group {g} layer {layer}: {rows}")
+    return found

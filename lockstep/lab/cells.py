@@ -16,17 +16,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from lockstep.attention import select
 from lockstep.attention.base import Backend
-from lockstep.lab import engine_harness, isolate, properties, reverts, table
+from lockstep.lab import attention_harness, engine_harness, isolate, reverts, table
 from lockstep.lab.engine_recipes import tell
 from lockstep.lab.features import FEATURES, GPU_FEATURES
+from lockstep.lab.guard import Finding, Judgement
 from lockstep.lab.options import CPU, FULL, Device, RunOptions
-from lockstep.lab.properties import Finding, Judgement
 from lockstep.lab.recipes import RECIPES, Recipe
 from lockstep.lab.reverts import Revert
 from lockstep.lab.tiny import BART, LLAMA, MODELS, QWEN3, Tiny, loaded
@@ -85,7 +86,7 @@ ATTENTION = MatrixTable(
     recipes=RECIPES,
     features=FEATURES,
     groups=lambda feature, device: feature.on(device).groups(16),
-    judge=properties.judge,
+    judge=attention_harness.judge,
     gpu_features=GPU_FEATURES,
 )
 ENGINE = MatrixTable(
@@ -143,19 +144,15 @@ class Result:
     tolerance_used: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
-    dtype: str = "float32"  # of activations
-    device_flags: str = ""  # of the command that runs it again
-
-    def failed(self) -> list[str]:
-        """The properties that did not hold."""
-        return [f.name for f in self.findings if not f.held]
+    device: Device = CPU
 
     def as_json(self) -> dict[str, object]:
         """The cell as `lab run --json` writes it."""
         cell = self.cell
         command = f"lockstep lab run --backend {cell.backend} --recipe {cell.recipe}"
-        command += f" --feature {cell.feature}{self.device_flags}"
-        return {**asdict(self), **asdict(cell), "cell": str(cell), "command": command}
+        command += f" --feature {cell.feature}{self.device.flags}"
+        named = {"cell": str(cell), "command": command, "dtype": self.device.dtype}
+        return {**asdict(self), **asdict(cell), **named}
 
 
 def cells(backends: Sequence[str], device: Device = CPU) -> list[Cell]:
@@ -191,19 +188,20 @@ def run_cell(cell: Cell, options: RunOptions = FULL) -> Result:
         j = Judgement()
         name = "plan" if isinstance(error, PlanError) else "raised"
         j.note(name, [f"{type(error).__name__}: {error}"])
-    first = next((finding for finding in j.findings if not finding.held), None)
+    verdict, reason = "passed", ""
+    if broken := [finding for finding in j.findings if not finding.held]:
+        verdict, reason = "failed", f"{broken[0].name}: {broken[0].detail}"
     return Result(
         cell=cell,
-        verdict="failed" if first else "passed",
-        reason=f"{first.name}: {first.detail}" if first else "",
+        verdict=verdict,
+        reason=reason,
         findings=j.findings,
         out_error=j.out_error,
         lse_error=j.lse_error,
         tolerance_used=j.tolerance_used,
         counters=dict(j.counters),
         seconds=time.perf_counter() - begin,
-        dtype=device.dtype,
-        device_flags=device.flags,
+        device=device,
     )
 
 
@@ -232,10 +230,8 @@ class CellTask:
 def run(todo: Iterable[Cell], options: RunOptions = FULL, workers: int = 2) -> Iterator[Result]:
     """Judges cells, as they come: those of a recipe and a feature together, whose story, numbers
     and answers are made once."""
-    pairs: dict[tuple[str, str], list[Cell]] = {}
-    for cell in todo:
-        pairs.setdefault((cell.recipe, cell.feature), []).append(cell)
-    tasks = [CellTask(tuple(group), options) for group in pairs.values()]
+    pairs = groupby(todo, key=lambda cell: (cell.recipe, cell.feature))
+    tasks = [CellTask(tuple(group), options) for _, group in pairs]
     for _, results in run_tasks(tasks, workers):
         yield from results
 

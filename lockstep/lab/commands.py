@@ -47,7 +47,7 @@ def run(args: Namespace) -> int:
     if args.html:
         doc["cases"] = [cells.case(reverts.load(name)) for name in reverts.names()]
     _publish(args, doc, document.text("run.txt", doc=doc))
-    return 1 if doc["summary"]["failed"] else 0
+    return int(doc["summary"]["failed"] > 0)
 
 
 def judged(todo: Sequence[cells.Cell], workers: int, options: RunOptions) -> document.Document:
@@ -83,7 +83,7 @@ def kills(args: Namespace) -> int:
     doc = document.of_run(ran["cells"], ran["quick"], found["seconds"], kills=found)
     _publish(args, doc, document.text("reverts.txt", kills=found, backend=args.backend))
     ours = args.backend == BACKENDS[0]
-    return 1 if found["red"] or (ours and found["unproven"]) else 0
+    return int(bool(found["red"] or (ours and found["unproven"])))
 
 
 def matrix(args: Namespace) -> int:
@@ -105,13 +105,15 @@ def matrix(args: Namespace) -> int:
     wanted = pages.markdown(verdicts)
     if args.check:
         wrong = pages.stale(folder, wanted)
-        fine = [f"{', '.join(wanted)}: up to date"]
-        print("\n".join([*wrong, "run `lockstep lab matrix`"] if wrong else fine))
-        return 1 if wrong else 0
+        told = [*wrong, "run `lockstep lab matrix`"]
+        if not wrong:
+            told = [f"{', '.join(wanted)}: up to date"]
+        print("\n".join(told))
+        return int(bool(wrong))
     for name, text in wanted.items():
         outfile.write(str(folder / name), text)
         print(f"wrote {folder / name}")
-    return 1 if any(verdict == "failed" for verdict, _ in verdicts.values()) else 0
+    return int(any(verdict == "failed" for verdict, _ in verdicts.values()))
 
 
 def cell_story(args: Namespace) -> int:

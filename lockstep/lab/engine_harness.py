@@ -16,10 +16,9 @@ import numpy as np
 
 from lockstep.attention.base import Backend
 from lockstep.config import EngineConfig
-from lockstep.lab.guard import poison, shuffle
+from lockstep.lab.guard import Judgement, poison, shuffle
 from lockstep.lab.options import FULL, RunOptions
 from lockstep.lab.oracle import KINDS
-from lockstep.lab.properties import Judgement
 from lockstep.lab.recipes import Recipe
 from lockstep.lab.recompute import Order, Recompute
 from lockstep.lab.speculative import OPTIONS as DRAFTS
@@ -204,8 +203,9 @@ class EngineHarness(Judgement):
     def _run(
         self, engine: InstrumentedEngine, orders: Orders, disturb: Disturb | None, streams: Streams
     ) -> None:
-        step = 0
-        while len(streams) < len(orders) or engine.busy:
+        for step in range(STEPS):
+            if len(streams) == len(orders) and not engine.busy:
+                break
             while len(streams) < len(orders) and orders[len(streams)].at <= step:
                 streams[orders[len(streams)].given_to(engine)] = []
             for job, order in zip(streams, orders, strict=False):
@@ -225,13 +225,13 @@ class EngineHarness(Judgement):
                 self.note("pages", [str(error)])
             for i, (job, stream) in enumerate(streams.items()):
                 stream.extend(job.news())
-                self.ended += [i] if job.done and i not in self.ended else []
-            step += 1
-            if step > STEPS:
-                rule = f"a story ends within {STEPS} steps"
-                raise RuleError(rule, "no end", "Look at the scheduler")
+                if job.done and i not in self.ended:
+                    self.ended.append(i)
+        else:
+            rule = f"a story ends within {STEPS} steps"
+            raise RuleError(rule, "no end", "Look at the scheduler")
         left = len(engine.scheduler.running) + len(engine.scheduler.waiting)
-        self.note("pages", [f"{left} requests are left without a job"] if left else [])
+        self.check("pages", not left, f"{left} requests are left without a job")
         self._audit(engine)
 
     def _asked(self, engine: InstrumentedEngine) -> None:

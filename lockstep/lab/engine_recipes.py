@@ -18,14 +18,13 @@ from pkgutil import resolve_name
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from lockstep.attention.base import Backend
 from lockstep.config import EngineConfig
 from lockstep.lab import table
 from lockstep.lab.engine_harness import EngineHarness, Injected, InstrumentedEngine, same_bits
+from lockstep.lab.guard import Guarded
 from lockstep.lab.recompute import Answer, Order
 from lockstep.lab.tiny import LLAMA, Letters, save, words
 from lockstep.llm.api import LLM
@@ -35,12 +34,10 @@ from lockstep.ops import Routing
 from lockstep.plan.bucket import Buckets
 from lockstep.run.arena import Arena
 from lockstep.run.kind import GENERATE
-from lockstep.run.runner import IMAGE_LEN
 from lockstep.sample.params import SamplingParams
 
 Options = dict[str, Any]  # of an engine
 Entries = Sequence[Any]  # of engine_recipes.toml
-PAGE = 8
 GIVEN = table("engine_params.toml")
 PARAMS = {name: SamplingParams.from_dict({**GIVEN["plain"], **own}) for name, own in GIVEN.items()}
 PLAIN, GREEDY, SCORED, THREE = (PARAMS[name] for name in ("plain", "greedy", "scored", "three"))
@@ -302,9 +299,9 @@ def capacity(rig: EngineHarness, quick: bool) -> None:
     order = Order(words(21), replace(GREEDY, max_tokens=4))
     # a graph keeps the arena that it was captured with
     roomy, *engines = (rig.engine(graphs=False) for _ in range(5))
-    roomy.runner.arena = measured = MeasuredArena(IMAGE_LEN, rig.device.place)
+    roomy.runner.arena = guarded = Guarded(rig.device)  # type: ignore[assignment]
     rig.play("capacity", roomy, [order])
-    most = measured.most
+    most = max(guarded.images)
     engines[0].runner.arena = Arena(most, rig.device.place)
     engines[1].runner.arena = Arena(most - 1, rig.device.place)
     engines[2].runner.buckets, engines[3].runner.buckets = Buckets((21,)), Buckets((20,))
@@ -313,16 +310,6 @@ def capacity(rig: EngineHarness, quick: bool) -> None:
     for engine, rule in zip(engines, rules, strict=True):
         Story("capacity", complete=not rule, rule=rule).judge(rig, [order], engine)
     rig.counters.update(full_arenas=1, full_buckets=1)
-
-
-class MeasuredArena(Arena):
-    """Notes the largest image that it held."""
-
-    most = 0
-
-    def host(self, length: int) -> NDArray[np.int32]:
-        self.most = max(self.most, length)
-        return super().host(length)
 
 
 def routes(rig: EngineHarness, quick: bool) -> None:

@@ -87,15 +87,14 @@ def draw(seed: int) -> Trace:
         (int(rng.expovariate(0.15)), rng.randrange(MENU)) for _ in range(rng.randint(2, 12))
     )
     orders = [replace(menu()[number], at=step) for step, number in arrivals]
-    for i, order in enumerate(orders):
-        if rng.random() < 0.15:
-            orders[i] = replace(order, abort=order.at + rng.randint(0, 20))
     coin = random.Random(f"switches of {seed}")
     on = tuple(name for name in SWITCHES if coin.random() < 0.5)
     coin = random.Random(f"speculation of {seed}")
     for i, order in enumerate(orders):
         guessed = replace(order.params, speculative=coin.random() < 0.5)
         orders[i] = replace(order, params=guessed)
+        if rng.random() < 0.15:
+            orders[i] = replace(orders[i], abort=order.at + rng.randint(0, 20))
     config = replace(config, **coin.choice(DRAFTS))
     return Trace(switched(config, on), tuple(orders), on)
 
@@ -127,11 +126,10 @@ def run(trace: Trace, mine: EngineHarness) -> Played:
     if mine.device != CPU and len(config.bucket_sizes or ()) > RECORDED:
         config = replace(config, graphs=False)
     mine.play("trace", mine.engine_of(config, late), trace.orders)
-    found = [fault for faults in mine.faults.values() for fault in faults]
-    found += [f"value: {fault}" for fault in mine.values.verdict().faults]
+    mine.note("value", mine.values.verdict().faults)
     happened = Counter(traces=1) + mine.counters
     happened[f"with {' + '.join(trace.switches) or 'nothing switched on'}"] += 1
-    return found, happened
+    return mine.in_words(), happened
 
 
 def shrunk(trace: Trace, mine: EngineHarness) -> Trace:
@@ -145,7 +143,10 @@ def shrunk(trace: Trace, mine: EngineHarness) -> Trace:
     def part(keep: list[bool]) -> Trace:
         orders = []
         for order, stays, aborts in zip(trace.orders, keep[:count], keep[count:], strict=True):
-            orders += [replace(order, abort=order.abort if aborts else None)] if stays else []
+            if stays and aborts:
+                orders.append(order)
+            elif stays:
+                orders.append(replace(order, abort=None))
         return replace(trace, orders=tuple(orders))
 
     flags = st.lists(st.booleans(), min_size=2 * count, max_size=2 * count)
@@ -184,4 +185,4 @@ def command(args: Namespace) -> int:
         "seconds": round(time.perf_counter() - begin, 1),
     }
     document.publish(args, doc, document.text("fuzz.txt", doc=doc))
-    return 1 if faults else 0
+    return int(bool(faults))

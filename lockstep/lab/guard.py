@@ -1,9 +1,11 @@
-"""Guard bands: every buffer a backend may touch lies between canaries, and unwritten memory is NaN;
-a write before or behind a buffer, or into an input, shows up as damage. Both harnesses stand on
-it."""
+"""What both harnesses stand on. A `Judgement` keeps what was looked at in a cell, by property.
+Guard bands: every buffer a backend may touch lies between canaries, and unwritten memory is NaN; a
+write before or behind a buffer, or into an input, shows up as damage."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -11,11 +13,59 @@ from torch import Tensor
 
 from lockstep.kv.pages import PagePool
 from lockstep.kv.pool import Pool
+from lockstep.lab import table
 from lockstep.lab.options import CPU, Device
 from lockstep.plan.step import Ints
 
 BAND = 64  # elements on either side
 CANARY = {1: 0x7F, 2: 0x7FC1, 4: 0x7FC0BEEF}  # as numbers NaN, as indices far outside
+HELD = table("properties.toml")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One property of one cell: it held, or it did not and `detail` says where."""
+
+    name: str
+    held: bool
+    detail: str
+
+
+@dataclass
+class Judgement:
+    """What was found in a cell, by property, its measured error, and what really happened."""
+
+    faults: dict[str, list[str]] = field(default_factory=dict)
+    held: dict[str, str] = field(default_factory=dict)
+    out_error: float = 0.0
+    lse_error: float = 0.0
+    tolerance_used: float = 0.0  # largest error as a fraction of what is allowed
+    counters: Counter[str] = field(default_factory=Counter)
+
+    def note(self, name: str, faults: Iterable[str], held: str = "") -> None:
+        """Something was looked at: what speaks against the property, and what it rests on."""
+        self.faults.setdefault(name, []).extend(faults)
+        self.held[name] = held or self.held.get(name) or HELD.get(name, "")
+
+    def check(self, name: str, holds: bool, fault: str, held: str = "") -> None:
+        """One thing was looked at: `fault` says what is wrong where it does not hold."""
+        self.note(name, [] if holds else [fault], held)
+
+    def require(self, names: Iterable[str]) -> None:
+        """The counters say that what the recipe is about really happened."""
+        missed = [f"{name} is 0" for name in names if not self.counters[name]]
+        self.note("paths", missed, ", ".join(names))
+
+    def in_words(self) -> list[str]:
+        """All that is wrong."""
+        return [f"{name}: {fault}" for name, faults in self.faults.items() for fault in faults]
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """One per property; what raised comes last."""
+        names = sorted(self.faults, key=lambda name: name == "raised")
+        told = {name: "; ".join(self.faults[name][:3]) for name in names}
+        return tuple(Finding(n, not self.faults[n], told[n] or self.held[n]) for n in names)
 
 
 class Guarded:
@@ -25,7 +75,7 @@ class Guarded:
         self.device = device.place
         self._kept: list[tuple[str, Tensor, Tensor]] = []  # what it is, as it is, as it was
         self.image: Ints = np.zeros(0, np.int32)  # of the last step
-        self._images: dict[int, Tensor] = {}  # by length: as an arena's, always at one address
+        self.images: dict[int, Tensor] = {}  # by length: as an arena's, always at one address
 
     def storage(
         self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
@@ -47,16 +97,16 @@ class Guarded:
 
     def load(self, length: int) -> Tensor:
         """The image on the device."""
-        if length not in self._images:
-            self._images[length] = self._between(length, torch.int32, "plan image")
-        bits = self._images[length]
+        if length not in self.images:
+            self.images[length] = self._between(length, torch.int32, "plan image")
+        bits = self.images[length]
         bits.copy_(torch.from_numpy(self.image.copy()))
         self._keep("plan image", bits)
         return bits
 
     def damage(self) -> list[str]:
         """What was written that must not be. Inputs are forgotten after the look."""
-        found = [f"guards: {what}" for what, now, was in self._kept if not torch.equal(now, was)]
+        found = [what for what, now, was in self._kept if not torch.equal(now, was)]
         self._kept = [kept for kept in self._kept if "band" in kept[0] and "input" not in kept[0]]
         return found
 
@@ -86,11 +136,9 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def poison(pool: Pool, pages: Sequence[int]) -> None:
     """These pages hold nothing any more: NaN."""
-    size = pool.spec.page_size
-    slots = (torch.tensor(pages, dtype=torch.long)[:, None] * size + torch.arange(size)).reshape(-1)
     for storage in (storage for layer in pool.storages for storage in layer):
-        bits = storage.view(_int(storage.dtype))
-        bits[slots.to(bits.device)] = CANARY[storage.element_size()]
+        bits = storage.view(_int(storage.dtype)).unflatten(0, (-1, pool.spec.page_size))
+        bits[list(pages)] = CANARY[storage.element_size()]
 
 
 def shuffle(pools: Iterable[PagePool | None], seed: int) -> None:

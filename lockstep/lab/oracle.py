@@ -2,7 +2,7 @@
 The tolerance is derived, not guessed: docs/numerics.md.
 """
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,16 +18,11 @@ LAMBDA = 6.0
 LARGEST = {"float8_e4m3": 448.0, "float16": 65504.0}  # beyond it a cache keeps this
 # on a GPU no cache keeps an infinity, which rows that do not see it would multiply by 0
 GPU_LARGEST = {**LARGEST, "bfloat16": 2.0**100}
-KINDS = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float8_e4m3": torch.float8_e4m3fn,
-    "float16": torch.float16,
-}
+KINDS = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+KINDS["float8_e4m3"] = torch.float8_e4m3fn
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
+class Rows(NamedTuple):
     """q, k, v of every token in one layer. A latent group's v is a part of its k."""
 
     q: Tensor
@@ -35,8 +30,7 @@ class Rows:
     v: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Answer:
+class Answer(NamedTuple):
     """Per token: out [N, heads, d_v], lse [N, heads], and the tolerances. NaN where not a row."""
 
     out: Tensor
@@ -71,7 +65,7 @@ def overflowed(rows: list[list[Rows]], tokens: list[int]) -> list[list[Rows]]:
         v = each.v.clone()
         v[tokens, :, 0] = torch.inf
         v[tokens, :, min(20, v.shape[2] - 1)] = -torch.inf
-        return replace(each, v=v)
+        return each._replace(v=v)
 
     return [[overflow(each) for each in layers] for layers in rows] if tokens else rows
 

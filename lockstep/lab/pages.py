@@ -49,7 +49,11 @@ def promised(backends: Sequence[str]) -> Verdicts:
     loaded = {name: select.load(name) for name in backends}
     for cell in cells(backends):
         reason, cause = refusal(cell, loaded[cell.backend]), KNOWN.get(str(cell))
-        out[cell] = ("known", cause) if cause else ("refused", reason) if reason else ("passed", "")
+        out[cell] = ("passed", "")
+        if reason is not None:
+            out[cell] = ("refused", reason)
+        if cause is not None:
+            out[cell] = ("known", cause)
     return out
 
 
@@ -79,7 +83,8 @@ def stale(folder: Path, wanted: Mapping[str, str]) -> list[str]:
         have = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         pairs = enumerate(zip_longest(have, want), 1)
         at = next((number for number, (a, b) in pairs if a != b), None)
-        out += [f"{path}:{at}: differs from what is generated"] if at else []
+        if at is not None:
+            out.append(f"{path}:{at}: differs from what is generated")
     return out
 
 

@@ -86,7 +86,7 @@ class Script:
     ) -> Compute:
         """n more tokens; if keep < n, the last ones are rejected and will be written over."""
         done = self.committed[r]
-        uids = self._chain(r, done[-1] if done else -1, n)
+        uids = self._chain(r, [-1, *done][-1], n)
         act = Compute(r, uids, len(done), n if keep is None else keep, emit=emit)
         done += uids[: act.keep]
         return act
@@ -99,7 +99,7 @@ class Script:
         """Nodes with these parents; only the last `new` are computed, the others were before."""
         done, nodes = self.committed[r], self.trees.setdefault(r, [])
         for parent in parents[len(nodes) :]:
-            above = nodes[parent] if parent >= 0 else (done[-1] if done else -1)
+            above = nodes[parent] if parent >= 0 else [-1, *done][-1]
             nodes.append(self._chain(r, above, 1)[0])
         new = len(parents) if new is None else new
         return Compute(r, tuple(nodes[len(parents) - new : len(parents)]), len(done), 0, parents)

@@ -152,7 +152,7 @@ def bad_rows(rig: EngineHarness) -> None:
     assert scores is not None, "every row asks for them"
     for r, token in enumerate(have.token_ids.tolist()):
         said, scored = told.get(r, ""), bool(scores.chosen[r].isfinite())
-        refused = bad[r][1] in said and token == -1 and not scored if r in bad else False
+        refused = r in bad and bad[r][1] in said and token == -1 and not scored
         fine = refused or (r not in bad and not said and token == want[r])
         fault = f"row {r}: {said or 'no error'}, token {token}, scored {scored}"
         rig.check("bad rows", fine, fault)

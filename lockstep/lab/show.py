@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from lockstep.attention import select
-from lockstep.lab.attention_harness import AttentionHarness, Setting
-from lockstep.lab.cells import ENGINE, Cell, cells, refusal
+from lockstep.lab.attention_harness import AttentionHarness, Setting, material, off
+from lockstep.lab.cells import ENGINE, Cell, refusal
 from lockstep.lab.document import render
 from lockstep.lab.engine_harness import EngineHarness, InstrumentedEngine
 from lockstep.lab.options import FULL, RunOptions
 from lockstep.lab.oracle import Answer
-from lockstep.lab.properties import material, off
 from lockstep.lab.recipes import Act, Compute
 from lockstep.plan.build import build
 from lockstep.plan.step import Group, StepPlan
@@ -54,14 +53,14 @@ class Watched(AttentionHarness):
         return plan
 
     def _launch(self, computes: list[Compute], groups: tuple[int, ...]) -> None:
-        known = len(self.record.faults)
+        self.faults = {}
         super()._launch(computes, groups)
         launch = self.told[-1]["launches"][-1]
-        launch["faults"] = self.record.faults[known:]
+        launch["faults"] = self.in_words()
         owners = [act.request for act in computes for _ in act.uids]
         rows = list(zip(self.step_uids, owners, launch["arrays"]["positions"], strict=False))
         for g in groups:
-            if rows and bool(self.record.seen[g][self.step_uids].all()):
+            if rows and bool(self.seen[g][self.step_uids].all()):
                 for layer in range(len(self.answers[g])):
                     for row, (uid, request, position) in enumerate(rows):
                         place = {"row": row, "token": uid, "request": request, "position": position}
@@ -70,7 +69,7 @@ class Watched(AttentionHarness):
     def _row(self, g: int, layer: int, uid: int) -> dict[str, Any]:
         """A token's row in a layer of a group, at its worst heads."""
         answer = self.answers[g][layer]
-        have, have_lse = (t[g][layer][uid].double() for t in (self.record.out, self.record.lse))
+        have, have_lse = (t[g][layer][uid].double() for t in (self.out, self.lse))
         out = worst_head(off(have, answer.out[uid]).amax(1), answer.out_tol[uid])
         lse = worst_head(off(have_lse, answer.lse[uid]), answer.lse_tol[uid])
         return {
@@ -91,7 +90,8 @@ def worst_head(error: Tensor, tolerance: Tensor) -> dict[str, Any]:
 
 def story(cell: Cell, options: RunOptions = FULL) -> list[dict[str, Any]]:
     backend = select.load(cell.backend)
-    if cell not in cells([cell.backend]):
+    recipe, feature = cell.pair()
+    if not recipe.applies_to(feature):
         rule = "a cell's recipe makes sense for its feature"
         raise RuleError(rule, str(cell), "See `lockstep lab run --list`")
     if reason := refusal(cell, backend, options.device):
@@ -99,10 +99,10 @@ def story(cell: Cell, options: RunOptions = FULL) -> list[dict[str, Any]]:
         raise RuleError(rule, f"a refusal: {reason}", "Show it on another backend")
     if cell.table is ENGINE:
         return engine_story(cell, options)
-    script, rows, answers = material(cell.recipe, cell.feature, options.device)
-    setting = Setting(checks=options.checks, device=options.device, inspect=True)
-    feature = cell.pair()[1].on(options.device)
-    return Watched(feature, script, rows, backend, setting).watch(answers)
+    here = feature.on(options.device)
+    script, rows, answers = material(recipe, here)
+    setting = Setting(**vars(options), inspect=True)
+    return Watched(here, script, rows, backend, setting).watch(answers)
 
 
 def engine_story(cell: Cell, options: RunOptions) -> list[dict[str, Any]]:
@@ -128,8 +128,7 @@ def engine_story(cell: Cell, options: RunOptions) -> list[dict[str, Any]]:
 
     rig.watchers.append(see)
     recipe.play(rig, True)
-    found = [f"{name}: {fault}" for name, faults in rig.faults.items() for fault in faults]
-    acts = [{"act": "end", "found": found}]
+    acts = [{"act": "end", "found": rig.in_words()}]
     return [*told, {"step": len(told), "acts": acts, "launches": []}]
 
 

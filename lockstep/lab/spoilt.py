@@ -66,39 +66,46 @@ def spoilt_rows(plan: StepPlan) -> Iterator[tuple[str, StepPlan]]:
 
 
 def spoilt_group(plan: StepPlan, group: PagedGroup) -> Iterator[tuple[str, PagedGroup]]:
-    last, pages = plan.real.requests - 1, len(group.page_ids)
+    i, slots, size = plan.real.requests - 1, group.write_slots, group.spec.page_size
+    first_page, end_page = group.page_indptr[i : i + 2].tolist()
+    begin, end = plan.q_indptr[i : i + 2].tolist()
     yield "one length too many", replace(group, kv_lens=ints([*group.kv_lens, 1]))
-    yield "a table beyond the bucket's", changed(group, "page_indptr", -1, pages + 1)
-    if group.page_indptr[last] < group.page_indptr[last + 1]:
-        far = changed(group, "page_ids", group.page_indptr[last], FAR)
-        yield "a page outside of the pool", far
+    beyond = len(group.page_ids) + 1
+    yield "a table beyond the bucket's", changed(group, "page_indptr", -1, beyond)
+    if first_page < end_page:
+        yield "a page outside of the pool", changed(group, "page_ids", first_page, FAR)
     if len(group.moves):
         yield "a move outside of the pool", changed(group, "moves", (-1, 1), FAR)
-    if len(group.write_slots):
-        far = changed(group, "write_slots", plan.real.tokens - 1, FAR)
-        yield "a write outside of the pool", far
-    if group.spec.layout is not Layout.CROSS:
-        yield from spoilt_lengths(plan, group, last)
-        yield from shared_pages(plan, group)
-        yield from spoilt_writes(plan, group, last)
-
-
-def spoilt_lengths(plan: StepPlan, group: PagedGroup, i: int) -> Iterator[tuple[str, PagedGroup]]:
-    size, window = group.spec.page_size, group.spec.window
-    first = int(plan.positions[plan.q_indptr[i] : plan.q_indptr[i + 1]].min())
+    if len(slots):
+        yield "a write outside of the pool", changed(group, "write_slots", end - 1, FAR)
+    if group.spec.layout is Layout.CROSS:
+        return
+    yield from shared_pages(plan, group)
     yield "a key too many", raised(group, "kv_lens", i)
     if size > 1:
         yield "pages that begin in the middle of one", raised(group, "first_pos", i)
-    if window is None:
+    if group.spec.window is None:
         yield "keys dropped without a window", changed(group, "first_pos", i, size)
     else:
-        beyond = (max(0, first - window + 1) // size + 1) * size
-        yield "a visible key dropped", changed(group, "first_pos", i, beyond)
-    pages = int(group.page_indptr[i + 1] - group.page_indptr[i])
-    if int(group.first_pos[i]) + (pages - 1) * size < group.kv_lens[i]:
+        visible = max(0, int(plan.positions[begin:end].min()) - group.spec.window + 1)
+        dropped = (visible // size + 1) * size
+        yield "a visible key dropped", changed(group, "first_pos", i, dropped)
+    if int(group.first_pos[i]) + (end_page - first_page - 1) * size < group.kv_lens[i]:
         short = group.page_indptr.copy()
         short[i + 1 :] -= 1
         yield "a page too few", replace(group, page_indptr=ints(short))
+    arrays = [("a write into another's page", "one slot for two rows", "write_slots", end - 1)]
+    if plan.tail_indptr[end] > plan.tail_indptr[end - 1]:  # and the lists of its tree rows
+        entry = int(plan.tail_indptr[end]) - 1
+        yield "a list outside of the pool", changed(group, "tail_slots", entry, FAR)
+        arrays.append(
+            ("a list in another's pages", "a list that ends elsewhere", "tail_slots", entry)
+        )
+    for in_another, elsewhere, name, at in arrays:
+        if i > 0:
+            yield in_another, changed(group, name, at, int(slots[0]))
+        if end - begin > 1:
+            yield elsewhere, changed(group, name, at, int(slots[end - 2]))
 
 
 def shared_pages(plan: StepPlan, group: PagedGroup) -> Iterator[tuple[str, PagedGroup]]:
@@ -111,21 +118,3 @@ def shared_pages(plan: StepPlan, group: PagedGroup) -> Iterator[tuple[str, Paged
         theirs = int(group.page_ids[group.page_indptr[other]])
         if at < group.page_indptr[i + 1]:
             yield "a request shares a page with the next", changed(group, "page_ids", at, theirs)
-
-
-def spoilt_writes(plan: StepPlan, group: PagedGroup, i: int) -> Iterator[tuple[str, PagedGroup]]:
-    """Where a request writes, and what the lists of its tree rows name."""
-    slots, end, rows = group.write_slots, int(plan.q_indptr[i + 1]), int(plan.new_lens[i])
-    theirs, before = int(slots[0]), int(slots[end - 2])
-    if i > 0:
-        yield "a write into another's page", changed(group, "write_slots", end - 1, theirs)
-    if rows > 1:
-        yield "one slot for two rows", changed(group, "write_slots", end - 1, before)
-    entry = int(plan.tail_indptr[end]) - 1
-    if plan.tail_indptr[end] == plan.tail_indptr[end - 1]:
-        return
-    yield "a list outside of the pool", changed(group, "tail_slots", entry, FAR)
-    if i > 0:
-        yield "a list in another's pages", changed(group, "tail_slots", entry, theirs)
-    if rows > 1:
-        yield "a list that ends elsewhere", changed(group, "tail_slots", entry, before)
