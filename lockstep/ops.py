@@ -203,18 +203,17 @@ class Ops(Protocol):
         self, logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool
     ) -> tuple[Tensor, Tensor]:
         """tokens and states int64 [s] of logits activations [s, vocab], or float32; the bits of
-        `sample.logits.sample_tokens`, which is one in torch.
+        the CPU's, `kernels.cpu.sample`.
 
         floats float64 [s, FLOATS] as `params.Numbers` has them; ints int64 [s, INTS]: top-k, then
-        `noise.counter`. `cuts`: some row has a top-k or top-p.
+        `formulas.counter`. `cuts`: some row has a top-k or top-p.
         """
 
     def compute_logprobs(
         self, logits: Tensor, token_ids: Tensor, k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """From logits float32 [s, vocab] of token_ids int64 [s] (-1: none): chosen float32 [s]; and
-        of the k best tokens: top_ids int64 [s, k], top float32 [s, k]. The bits of
-        `sample.logits.compute_logprobs`."""
+        of the k best tokens: top_ids int64 [s, k], top float32 [s, k]. The bits of the CPU's."""
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:

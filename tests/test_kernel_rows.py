@@ -19,9 +19,8 @@ from lockstep.kernels.cpu import attend, cache, gemm, rows, threads
 from lockstep.kernels.cpu import sample as sampling
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.ops import Activation, CosSin, Heads
-from lockstep.sample.logits import Row
 from lockstep.sample.params import SamplingParams
-from lockstep.sample.sampler import sample
+from lockstep.sample.sampler import Row, sample
 
 SIZES = [5, 16, 40, 64, 72, 256, 1407]
 

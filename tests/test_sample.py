@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from second_device import rowwise_ops as plain
+from second_device.rowwise_ops import noise
 from torch import Tensor
 
 from lockstep.kernels.cpu import sample as kernel
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.kernels.cpu.threads import limited
 from lockstep.sample import formulas, sampler
-from lockstep.sample import logits as plain
-from lockstep.sample.noise import counter, noise
+from lockstep.sample.formulas import counter
 from lockstep.sample.params import SamplingParams, resolve_seed
-from lockstep.sample.sampler import Row
+from lockstep.sample.sampler import Row, apply_penalties
 from lockstep.types import RuleError
 
 sample, log_probs = partial(sampler.sample, Ops()), partial(sampler.log_probs, Ops())
@@ -329,13 +330,13 @@ def histories(params: list[SamplingParams]) -> list[Row]:
 def test_bias_penalties_and_min_tokens_are_what_plain_numpy_gives():
     rows, x = histories(EDITS), scores(2, len(EDITS), 97)
     before = x.clone()
-    out = plain.apply_penalties(x, rows, (0, 96))
+    out = apply_penalties(x, rows, (0, 96))
     assert same(x, before), "the model's logits are not touched"
     for r, row in enumerate(rows):
         assert same(out[r], torch.from_numpy(reference_edit(x[r].numpy(), row, (0, 96)))), (
             row.params
         )
-    assert plain.apply_penalties(x[:1], rows[:1], (0,)).data_ptr() == x.data_ptr(), (
+    assert apply_penalties(x[:1], rows[:1], (0,)).data_ptr() == x.data_ptr(), (
         "no copy where nothing changes"
     )
 
@@ -347,7 +348,7 @@ def test_penalties_count_prompt_and_generated_tokens_as_documented():
         Row(replace(SEEDED, **p), 5, 3, tokens)
         for p in ({"presence_penalty": 1}, {"frequency_penalty": 1}, {"repetition_penalty": 2})
     ]
-    assert plain.apply_penalties(x, rows, ()).tolist() == [
+    assert apply_penalties(x, rows, ()).tolist() == [
         [2, 2, 1, 1, 2],
         [2, 2, 1, 1, 2],
         [2, 1, 1, 1, 2],
@@ -500,13 +501,13 @@ def test_a_row_is_the_same_alone_and_in_any_batch_at_any_place_with_any_threads(
 
 @pytest.mark.parametrize("vocab", [72, 1021])
 def test_the_tensor_operations_are_row_invariant_too(vocab: int):
-    """What runs where there is no kernel: not just the tokens, every intermediate."""
+    """What runs on a device without kernels: not just the tokens, every intermediate."""
     x, rows = crowd(vocab, 64)
     every = sampler.settings(rows, vocab)
 
     def stages(pick: Any) -> list[Tensor]:
         mine, floats, ints = x[pick], every.floats[pick], every.ints[pick]
-        edited = plain.apply_penalties(mine, [rows[r] for r in pick], (1,))
+        edited = apply_penalties(mine, [rows[r] for r in pick], (1,))
         logs = plain.compute_logprobs(mine, torch.arange(len(pick)) * 0 + 3, 4)
         cut = plain.cut(edited, ints[:, 0], floats[:, 1], floats[:, 2])
         return [
@@ -550,7 +551,7 @@ def test_kernel_and_tensors_give_the_same_bits(vocab: int):
 
     rows = [drawn() for _ in range(40)]
     how, k = sampler.settings(rows, vocab), min(vocab, 4)
-    out, (tokens, states) = sample(x, rows), plain.sample_tokens(x, *how)
+    out, (tokens, states) = sample(x, rows), plain.sample_tokens(x, how.floats, how.ints)
     assert same(out.token_ids, tokens) and same(out.states, states)
     ours, theirs = log_probs(x, tokens, k), plain.compute_logprobs(x, tokens, k)
     for name, mine, other in zip(ours._fields, ours, theirs, strict=True):
@@ -563,7 +564,7 @@ def test_a_gpu_gives_the_bits_of_the_cpu(vocab: int):
     x, rows = crowd(vocab, 64)
     how = sampler.settings(rows, vocab)
     moved = how.floats.cuda(), how.ints.cuda()
-    edited = plain.apply_penalties(x.cuda(), rows, (1,))
+    edited = apply_penalties(x.cuda(), rows, (1,))
     tokens, _ = plain.sample_tokens(edited, *moved)
     assert same(tokens.cpu(), sample(x, rows, eos_ids=(1,)).token_ids)
     for a, b in zip(plain.compute_logprobs(x.cuda(), tokens, 4), log_probs(x, tokens.cpu(), 4)):

@@ -41,8 +41,9 @@ from lockstep.models import loader
 from lockstep.plan.build import RequestWork, build, single_rows
 from lockstep.plan.check import check
 from lockstep.plan.step import StepPlan
-from lockstep.sample.noise import counter, noise, noise_of
+from lockstep.sample.formulas import counter
 from lockstep.sample.params import SamplingParams
+from lockstep.sample.sampler import noise_of
 from lockstep.sched.request import DraftTree
 from lockstep.spec import draft_model, model_draft
 from lockstep.spec.depth import REST, SEEN, Acceptance, Costs
@@ -264,7 +265,8 @@ def test_results_say_what_was_guessed():
 def test_the_noise_of_some_tokens_is_theirs_among_all():
     counters = torch.tensor([counter(7, 0, 12), counter(-3, 2, 40)])
     ids = torch.tensor([[0, 5, 60], [59, 1, 2]])
-    assert torch.equal(noise_of(counters, ids), noise(counters, 61).gather(1, ids))
+    every = noise_of(counters, torch.arange(61).expand(2, -1))
+    assert torch.equal(noise_of(counters, ids), every.gather(1, ids))
 
 
 def costs(plain_s: float, wide_s: float, draft_s: float = 0.0) -> Costs:

@@ -25,9 +25,9 @@ from lockstep.kernels.cpu.gemm import Panels
 from lockstep.kernels.cpu.ops import Ops
 from lockstep.lab import table
 from lockstep.ops import Activation, CosSin, Heads
-from lockstep.sample import logits, sampler
-from lockstep.sample.logits import Row
+from lockstep.sample import sampler
 from lockstep.sample.params import SamplingParams
+from lockstep.sample.sampler import Row
 from lockstep.sched.request import Batch
 
 DONE = table("kernels.toml", "lockstep.bench")
@@ -122,13 +122,20 @@ def row_kernels(t: int) -> Iterator[Calls]:
 
 
 def samplers(t: int) -> Iterator[Calls]:
-    """The compiled sampler against the same choice written with tensors."""
+    """The compiled sampler against torch's operators, which know neither seeds nor ties."""
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=1)
+
+    def tensors(logits: Tensor) -> Tensor:
+        scores, ids = (logits / params.temperature).sort(descending=True)
+        shares = scores.softmax(-1)
+        kept = shares * (shares.cumsum(-1) - shares < params.top_p)
+        return ids.gather(1, torch.multinomial(kept, 1))
+
     for vocab in (4096, 32_000) if t <= 64 else ():
         how = sampler.settings([Row(params, i) for i in range(t)], vocab)
-        args = (noise(t, vocab) * 3, how.floats, how.ints, how.cuts)
-        tensors = partial(logits.sample_tokens, *args)
-        yield "sampler", f"top-p of {vocab}", partial(OPS.sample_tokens, *args), tensors
+        logits = noise(t, vocab) * 3
+        ours = partial(OPS.sample_tokens, logits, *how)
+        yield "sampler", f"top-p of {vocab}", ours, partial(tensors, logits)
 
 
 @cache

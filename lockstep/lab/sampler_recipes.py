@@ -1,6 +1,6 @@
 """The recipes of the sampler's cells: what must hold for the choice of a token, whatever model made
 the logits. They are made up: ties, masks, peaks and plains. Every choice is compared with `choice`,
-by the compiled kernel and by the tensors that other devices use.
+and with the CPU's kernel, whose bits are those of every device.
 """
 
 from dataclasses import replace
@@ -10,16 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.kernels.cpu.ops import Ops
 from lockstep.lab import choice, table
 from lockstep.lab.engine_harness import EngineHarness, same_bits
 from lockstep.lab.recompute import Order
 from lockstep.lab.tiny import EOS
-from lockstep.sample import logits as plain
-from lockstep.sample import noise as hashed
 from lockstep.sample import sampler
-from lockstep.sample.formulas import gumbel
-from lockstep.sample.logits import Row
+from lockstep.sample.formulas import counter, gumbel
 from lockstep.sample.params import SamplingParams
+from lockstep.sample.sampler import Row, noise_of
 
 WORDS = (0, 1, 2, 2**31 - 1, 2**31, 2**32 - 257, 2**32 - 129, 2**32 - 2, 2**32 - 1)
 VOCAB = 37  # no multiple of 4, of which the noise makes its groups
@@ -72,7 +71,7 @@ def choices(rig: EngineHarness, quick: bool) -> None:
 
 
 def one_by_one(rig: EngineHarness, logits: Tensor, rows: list[Row]) -> None:
-    """Every row against the second text of the choice, by the kernel and by tensors."""
+    """Every row against the second text of the choice, and against the CPU's kernel."""
     rig.counters["rows"] += len(rows)
     chosen = sample(rig, logits, rows).token_ids
     for r, row in enumerate(rows):
@@ -84,9 +83,8 @@ def one_by_one(rig: EngineHarness, logits: Tensor, rows: list[Row]) -> None:
         rig.check("masked", bool(logits[r, have] != -torch.inf), f"row {r}: {have}")
     rig.counters["later_blocks"] += int((chosen >= BLOCK).sum())
     log_probabilities(rig, logits, chosen)
-    edited = plain.apply_penalties(logits, rows, (EOS,))
-    tensors, _ = plain.sample_tokens(edited, *sampler.settings(rows, logits.shape[1]))
-    rig.check("devices", torch.equal(tensors, chosen), "tensors choose otherwise than the kernel")
+    on_cpu = sampler.sample(Ops(), logits, rows, (EOS,)).token_ids
+    rig.check("devices", torch.equal(on_cpu, chosen), "the CPU chooses otherwise")
 
 
 def log_probabilities(rig: EngineHarness, logits: Tensor, tokens: Tensor) -> None:
@@ -100,9 +98,8 @@ def log_probabilities(rig: EngineHarness, logits: Tensor, tokens: Tensor) -> Non
     near = (have == want) | ((have - want).abs() <= 2.0**-23 * want.abs().clamp(min=1))
     wrong = (~near).any(1).nonzero().flatten().tolist()
     rig.note("logprobs", [f"row {r}: {have[r].tolist()}, not {want[r].tolist()}" for r in wrong])
-    tensors = plain.compute_logprobs(logits, tokens, FEW)
-    same = all(map(torch.equal, tensors, told))
-    rig.check("devices", same, "tensors describe a row otherwise than the kernel")
+    on_cpu = sampler.log_probs(Ops(), logits, tokens, FEW)
+    rig.check("devices", all(map(torch.equal, on_cpu, told)), "the CPU describes a row otherwise")
 
 
 def noisy_ties() -> tuple[Tensor, list[Row]]:
@@ -122,7 +119,8 @@ def noise_at_the_ends(rig: EngineHarness) -> None:
             near = abs(x - choice.gumbel(word)) < CLOSE
             rig.check("noise", near, f"{name}, word {word}: {x}")
     places = [(5, 0, 1), (5, 1, 1), (-3, 2, 70), (2**45, 0, 2**20)]
-    drawn = hashed.noise(torch.tensor([hashed.counter(*place) for place in places]), VOCAB)
+    ids = torch.arange(VOCAB).expand(len(places), -1)
+    drawn = noise_of(torch.tensor([counter(*place) for place in places]), ids)
     for at, place in enumerate(places):
         off = float((drawn[at] - torch.from_numpy(choice.noise(*place, VOCAB))).abs().max())
         rig.check("noise", off < CLOSE, f"seed, index and position {place}: off by {off:.3g}")

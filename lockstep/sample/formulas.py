@@ -2,8 +2,14 @@
 logarithm, and the numbers by which rows and tokens are known.
 
 Single IEEE operations and integers only: one text serves numpy arrays, torch tensors of any device
-and compiled scalars, with the same bits. Kernels compile these texts, noise.py and logits.py run
-them.
+and compiled scalars, with the same bits. Noise is a function of (seed, index, position of the
+sampled token, token id), and of nothing else; the argmax of score + noise is a sample of
+softmax(score):
+
+    words = Philox 4x32-10, counter (token id // 4, position, index, 0), key (seed mod, div 2^32)
+    word  = words[token id mod 4]                    32 bits
+    u     = (word + 1/2) / 2^32                      in [2^-33, 1 - 2^-33], exact in float64
+    noise = float32(-ln(-ln u))                      in [-3.13, 22.88], ln written out in float64
 """
 
 from typing import Any
@@ -50,6 +56,11 @@ def _viewed(x: Any, dtype: str) -> Any:
     import torch
 
     return x.view(getattr(torch, dtype))
+
+
+def counter(seed: Any, index: Any, position: Any) -> tuple[Any, Any, Any, Any]:
+    """What identifies a row's noise, for kernels: position, index, two words of the seed."""
+    return position, index, seed & WORD, (seed >> 32) & WORD
 
 
 def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:

@@ -1,13 +1,11 @@
 """What a user asks of a generation, checked in full when it is made: a parameter that is accepted
 is honoured. Defaults are OpenAI's constants, never a checkpoint's. Knows no model and no torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -101,7 +99,7 @@ class SamplingParams:
             raise RuleError("min_tokens is at most max_tokens", got, "Raise max_tokens")
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> SamplingParams:
+    def from_dict(cls, given: Mapping[str, Any]) -> Self:
         return with_fields(cls, given, "a parameter")
 
     def check_vocab(self, vocab_size: int) -> None:
@@ -117,7 +115,7 @@ class SamplingParams:
                 rule = f"{name} is at most the vocabulary's size, {vocab_size}"
                 raise RuleError(rule, str(top), "Ask for fewer")
 
-    def completions(self) -> tuple[SamplingParams, ...]:
+    def completions(self) -> tuple[Self, ...]:
         """One per completion, each of which gives the same answer alone."""
         return tuple(replace(self, n=1, sample_index=self.sample_index + i) for i in range(self.n))
 

@@ -1,13 +1,18 @@
 """From logits to tokens: `sample`; and `log_probs`, for decode, verify and prompt rows alike.
 
+    bias, penalties, min_tokens     `apply_penalties`: sparse, on a copy
+    temperature, top-k, top-p,      `Ops.sample_tokens`: a kernel of the device
+    min-p, noise, argmax
+    log-probabilities               `Ops.compute_logprobs`: of the model's own logits
+
 A row's token is a function of its logits, its parameters, its position and the tokens before it.
 While the same completions decode, their parameters are one value (`RowParams`) and positions move
-alone. Both compute through a device's table. Called by the engine.
+alone. Called by the engine and by drafts.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -15,17 +20,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.ops import Ops, sent
-from lockstep.sample.formulas import EMPTY, FLOATS, INFINITE, INTS, MAX_VOCAB, NAN, OK
-from lockstep.sample.logits import NO_TOKENS, Row, apply_penalties
-from lockstep.sample.noise import counter
+from lockstep.sample import formulas as f
 from lockstep.sample.params import SamplingParams
 from lockstep.types import RuleError
 
 REASONS = {
-    NAN: "a logit is NaN",
-    INFINITE: "a logit is +inf, or becomes so under the temperature",
-    EMPTY: "no token is left: every logit is -inf after bias, penalties and min_tokens",
+    f.NAN: "a logit is NaN",
+    f.INFINITE: "a logit is +inf, or becomes so under the temperature",
+    f.EMPTY: "no token is left: every logit is -inf after bias, penalties and min_tokens",
 }
+NO_TOKENS: NDArray[np.int32] = np.empty(0, np.int32)
+NO_TOKENS.flags.writeable = False
+
+
+class Row(NamedTuple):
+    """One row of logits, and whom it is for."""
+
+    params: SamplingParams  # of one completion (n = 1), its seed resolved
+    position: int  # of the token to be chosen: the number of tokens before it
+    prompt_len: int = 0  # how many of these are the prompt
+    token_ids: NDArray[np.int32] = NO_TOKENS  # int32 [position], in order; none unless penalised
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +66,7 @@ class RowParams:
             params=tuple(params),
             prompt_lens=np.array(prompt_lens, np.int64),
             min_tokens=np.array(least, np.int64),
-            floats=floats.reshape(-1, FLOATS),
+            floats=floats.reshape(-1, f.FLOATS),
             ints=np.array([each.ints for each in numbers], np.int64).reshape(-1, 3).T,
             edits=np.array([each.edits for each in numbers], np.bool_),
             plain=not any(each.edits for each in numbers) and not any(least),
@@ -90,12 +104,6 @@ class Settings(NamedTuple):
     ints: Tensor
     cuts: bool
 
-    def to(self, device: torch.device) -> Self:
-        """The same on a device."""
-        if device.type == "cpu":
-            return self
-        return self._replace(floats=self.floats.to(device), ints=self.ints.to(device))
-
 
 class Logprobs(NamedTuple):
     """Of S rows, NaN for a bad one: the chosen token's, and the k best tokens with theirs."""
@@ -117,7 +125,7 @@ class Sampled:
     def errors(self) -> dict[int, str]:
         """Row → reason, of the rows that could not be sampled. Waits for the device."""
         states = self.states.cpu().numpy()
-        return {row: REASONS[int(states[row])] for row in np.flatnonzero(states != OK).tolist()}
+        return {row: REASONS[int(states[row])] for row in np.flatnonzero(states != f.OK).tolist()}
 
 
 def sample(
@@ -127,13 +135,11 @@ def sample(
     min_tokens keeps `eos_ids` from being chosen, beside each row's stop_token_ids. A row whose
     logits hold NaN or +inf, or that has no finite logit left, gets -1 and a reason."""
     batch = RowBatch.of(rows)
-    scores = raw = _checked(logits, len(batch.positions))
-    edited = changes(batch)
-    if edited:
-        scores = raw.clone()
-        scores[edited] = apply_penalties(raw[edited], [batch.row(r) for r in edited], eos_ids)
-    how = settings(batch, raw.shape[1]).to(raw.device)
-    tokens, states = ops.sample_tokens(scores, *how)
+    raw = _checked(logits, len(batch.positions))
+    scores = apply_penalties(raw, batch, eos_ids)
+    floats, ints, cuts = settings(batch, raw.shape[1])
+    numbers = (sent(floats, raw.device), sent(ints, raw.device))
+    tokens, states = ops.sample_tokens(scores, *numbers, cuts)
     return described(ops, raw, batch.how, tokens, states)
 
 
@@ -165,24 +171,87 @@ def changes(batch: RowBatch) -> list[int]:
     return rows
 
 
+def apply_penalties(
+    logits: Tensor, rows: RowBatch | Sequence[Row], eos_ids: tuple[int, ...]
+) -> Tensor:
+    """Bias, penalties, min_tokens: `logits` themselves if no row asks for a change, otherwise a
+    changed copy."""
+    batch = RowBatch.of(rows)
+    edited = {r: batch.row(r) for r in changes(batch)}
+    if not edited:
+        return logits
+    out, device = logits.clone(), logits.device
+    biases = {r: np.array(row.params.biases).reshape(-1, 2).T for r, row in edited.items()}
+    at, ids, bias = _entries(biases, device)
+    out[at, ids] += bias
+    penalties = {r: _penalties(row) for r, row in edited.items()}
+    at, ids, repetition, minus = _entries(penalties, device)
+    x = out[at, ids]
+    out[at, ids] = torch.where(x > 0, x / repetition, x * repetition) - minus
+    forbidden = {r: _forbidden(row, eos_ids) for r, row in edited.items()}
+    at, ids = _entries(forbidden, device)
+    out[at, ids] = -torch.inf
+    return out
+
+
+def _penalties(row: Row) -> NDArray[np.float64]:
+    """Ids, repetition, and what to take off, of every token before this one."""
+    params = row.params
+    if not params.penalised or not row.position:
+        return np.empty((3, 0))
+    count = len(row.token_ids)
+    assert count == row.position, f"{count} tokens before position {row.position}"
+    ids, inverse = np.unique(row.token_ids, return_inverse=True)
+    counts = np.bincount(inverse[row.prompt_len :], minlength=len(ids))
+    minus = counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
+    return np.stack((ids, np.full(len(ids), params.repetition_penalty), minus))
+
+
+def _forbidden(row: Row, eos_ids: tuple[int, ...]) -> NDArray[np.int64]:
+    """Ids of the tokens that would end the generation too early."""
+    params = row.params
+    if row.position - row.prompt_len >= params.min_tokens:
+        return np.empty((1, 0), np.int64)
+    ids = {*params.stop_ids, *(() if params.ignore_eos else eos_ids)}
+    return np.array([sorted(ids)], np.int64)
+
+
+def _entries(per_row: Mapping[int, NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Row, id and numbers of every token that rows name, once each, from [id and numbers, tokens]
+    of each row."""
+    counts = [columns.shape[1] for columns in per_row.values()]
+    rows, columns = np.repeat(list(per_row), counts), np.hstack(list(per_row.values()))
+    at, ids, *numbers = torch.from_numpy(np.vstack((rows, columns))).to(device)
+    return [at.long(), ids.long(), *(each.float() for each in numbers)]
+
+
 def settings(rows: RowBatch | Sequence[Row], vocab_size: int) -> Settings:
     """The rows' parameters as tensors of the host."""
     how, positions, _ = RowBatch.of(rows)
     top_k, index, seed = how.ints
-    ints = np.empty((len(positions), INTS), np.int64)
+    ints = np.empty((len(positions), f.INTS), np.int64)
     ints[:, 0] = np.where(top_k > 0, top_k, vocab_size)
-    for column, values in enumerate(counter(seed, index, positions), 1):
+    for column, values in enumerate(f.counter(seed, index, positions), 1):
         ints[:, column] = values
     return Settings(how.floats, torch.from_numpy(ints), how.cuts)
 
 
 def _checked(logits: Tensor, rows: int) -> Tensor:
     """The logits as contiguous float32, one row per description."""
-    fits = logits.ndim == 2 and len(logits) == rows and 1 <= logits.shape[1] <= MAX_VOCAB
+    fits = logits.ndim == 2 and len(logits) == rows and 1 <= logits.shape[1] <= f.MAX_VOCAB
     if not fits or not logits.is_floating_point():
-        rule = f"logits are floating numbers [{rows}, V], V from 1 to {MAX_VOCAB}"
+        rule = f"logits are floating numbers [{rows}, V], V from 1 to {f.MAX_VOCAB}"
         got = f"{logits.dtype} of {list(logits.shape)}"
         raise RuleError(rule, got, "Give one row of logits per row")
     if logits.dtype is torch.float32 and logits.is_contiguous() and not logits.requires_grad:
         return logits
     return logits.detach().to(torch.float32).contiguous()
+
+
+def noise_of(counters: Tensor, token_ids: Tensor) -> Tensor:
+    """The noise of tokens, float32 [S, n]: of counters int64 [S, 4] and token_ids int64 [S, n]."""
+    position, index, low, high = (column[:, None] for column in counters.unbind(1))
+    words: Any = f.philox(token_ids // 4, position, index, 0, low, high)
+    word = torch.stack(words, -1).gather(-1, (token_ids % 4)[..., None])[..., 0]
+    result: Tensor = f.gumbel(word).to(torch.float32)
+    return result

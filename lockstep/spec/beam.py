@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.sample.logits import apply_penalties
-from lockstep.sample.noise import counter, noise_of
-from lockstep.sample.sampler import RowBatch
+from lockstep.sample.formulas import counter
+from lockstep.sample.sampler import RowBatch, apply_penalties, noise_of
 from lockstep.sched.request import DraftTree
 
 ROOT = -1
@@ -92,7 +91,7 @@ def best(
     """Of every row the k best tokens, and their log-probabilities among the likely ones, under the
     draft and with the row's own noise."""
     rows = [batch.row(r) for r in range(len(logits))]
-    scores = apply_penalties(logits.float(), rows, eos_ids)
+    scores = apply_penalties(logits.float(), batch, eos_ids)
     scores, ids = scores.topk(min(max(LIKELY, k), scores.shape[1]))
     heated = [r for r, row in enumerate(rows) if row.params.temperature > 0]
     if heated:

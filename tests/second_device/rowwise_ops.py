@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.ops import Activation, CosSin, Heads, Routing
-from lockstep.sample import logits as formulas
+from lockstep.sample import formulas as f
+from lockstep.sample.sampler import noise_of
 from lockstep.types import KV_FORMATS, Choice
 
-LARGEST = {getattr(torch, f.torch_name): f.largest for f in KV_FORMATS.values()}
+LARGEST = {getattr(torch, each.torch_name): each.largest for each in KV_FORMATS.values()}
+ELEMENTS = 2**24  # of float64 that `compute_logprobs` works on at a time
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     Activation.SILU: F.silu,
     Activation.GELU: F.gelu,
@@ -195,12 +197,12 @@ class Ops:
     def sample_tokens(
         self, logits: Tensor, floats: Tensor, ints: Tensor, cuts: bool
     ) -> tuple[Tensor, Tensor]:
-        return formulas.sample_tokens(logits, floats, ints, cuts)
+        return sample_tokens(logits, floats, ints)
 
     def compute_logprobs(
         self, logits: Tensor, token_ids: Tensor, k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return formulas.compute_logprobs(logits, token_ids, k)
+        return compute_logprobs(logits, token_ids, k)
 
 
 class StaleSlotOps(Ops):
@@ -247,3 +249,107 @@ def added(slots: Tensor, weights: Tensor) -> Tensor:
     for part, weight in zip(slots, weights, strict=True):
         total = total + part * weight
     return total
+
+
+# ---- the order of tokens ----
+
+
+def keys(scores: Tensor) -> Tensor:
+    """float32 as int64 in the same order; -0 and 0 are one."""
+    bits = (scores + 0.0).view(torch.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
+
+
+def ranks(scores: Tensor) -> Tensor:
+    """int64 [S, V]: smaller is better, by score, then by id (low bits). No two are equal."""
+    order = keys(scores)
+    ids = torch.arange(scores.shape[1], device=scores.device)
+    return ((order.amax(1, keepdim=True) - order) << f.ID_BITS) | ids
+
+
+def states(scores: Tensor) -> Tensor:
+    """int64 [S]: whether there is anything to choose from in a row."""
+    top = scores.amax(1)
+    state = torch.where(top == torch.inf, f.INFINITE, torch.where(top == -torch.inf, f.EMPTY, f.OK))
+    return torch.where(scores.isnan().any(1), f.NAN, state)
+
+
+def weights(scores: Tensor, top: Tensor) -> Tensor:
+    """int64: exp(score - top) in units of 2^-FRACTION. `top` is the row's best score."""
+    result: Tensor = f.weight(scores.to(torch.float64) - top.to(torch.float64))
+    return result
+
+
+# ---- temperature, top-k, top-p, min-p, noise, argmax ----
+
+
+def cut(scores: Tensor, top_k: Tensor, top_p: Tensor, min_log: Tensor) -> Tensor:
+    """-inf where top-k, top-p or min-p do not keep a token. scores float32 [S, V] without NaN; one
+    entry per row of the others. Top-p keeps the shortest beginning of the order that has at least
+    the fraction top_p of the weight that top-k left."""
+    vocab, top = scores.shape[1], scores.amax(1, keepdim=True)
+    order = ranks(scores)
+    best, _ = order.sort(1)
+    sorted_weights = weights(scores.gather(1, best & f.ID_MASK), top)
+    kept = torch.arange(vocab, device=scores.device) < top_k[:, None]
+    sorted_weights = sorted_weights * kept
+    total = sorted_weights.sum(1, keepdim=True)
+    needed = torch.ceil(f.wide_float(total) * top_p[:, None]).to(torch.int64)  # as in the kernel
+    needed = needed.minimum(total).clamp(min=1)
+    kept &= (sorted_weights.cumsum(1) - sorted_weights < needed) | (top_p[:, None] >= 1)
+    last = best.gather(1, kept.sum(1, keepdim=True) - 1)
+    likely = scores.to(torch.float64) - top.to(torch.float64) >= min_log[:, None]
+    return torch.where((order <= last) & likely, scores, -torch.inf)
+
+
+def first_best(scores: Tensor) -> Tensor:
+    """The token with the largest score, the lowest id among equals."""
+    return ranks(scores).amin(1) & f.ID_MASK
+
+
+def noise(counters: Tensor, vocab_size: int) -> Tensor:
+    """float32 [S, vocab_size], of counters int64 [S, 4]."""
+    ids = torch.arange(vocab_size, device=counters.device).expand(len(counters), -1)
+    return noise_of(counters, ids)
+
+
+def sample_tokens(logits: Tensor, floats: Tensor, ints: Tensor) -> tuple[Tensor, Tensor]:
+    """`Ops.sample_tokens` with tensors. A row with nothing to choose gets NO_TOKEN."""
+    greedy = floats[:, 0] == 0
+    temperature = torch.where(greedy, 1.0, floats[:, 0]).to(torch.float32)
+    scores = logits / temperature[:, None] + 0.0
+    state = states(scores)
+    scores = torch.where((state == f.OK)[:, None], scores, 0.0)
+    kept = cut(scores, ints[:, 0], floats[:, 1], floats[:, 2])
+    noisy = kept + noise(ints[:, 1:], logits.shape[1])
+    tokens = first_best(torch.where(greedy[:, None], scores, noisy))
+    return torch.where(state == f.OK, tokens, f.NO_TOKEN), state
+
+
+# ---- log-probabilities ----
+
+
+def compute_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`Ops.compute_logprobs` with tensors, a few rows at a time. NO_TOKEN: none."""
+    few = max(1, ELEMENTS // logits.shape[1])
+    starts = range(0, max(1, len(logits)), few)
+    parts = [_logprobs(logits[i : i + few], tokens[i : i + few], k) for i in starts]
+    chosen, top_ids, top = (torch.cat(column) for column in zip(*parts, strict=True))
+    return chosen, top_ids, top
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    good = (states(logits) == f.OK)[:, None]
+    scores = torch.where(good, logits, 0.0)
+    top = scores.amax(1, keepdim=True)
+    total = f.wide_float(weights(scores, top).sum(1, keepdim=True))
+    log_sum: Tensor = f.ln(total * 2.0**-f.FRACTION)
+    top_ids = ranks(scores).topk(k, 1, largest=False).values & f.ID_MASK
+    ids = torch.cat((tokens.clamp(min=0)[:, None], top_ids), 1)
+    below_top = scores.gather(1, ids).to(torch.float64) - top.to(torch.float64)
+    logs = torch.where(good, (below_top - log_sum + 0.0).to(torch.float32), torch.nan)
+    return (
+        torch.where(tokens >= 0, logs[:, 0], torch.nan),
+        torch.where(good, top_ids, f.NO_TOKEN),
+        logs[:, 1:],
+    )

@@ -1,8 +1,9 @@
 """Choosing a token on the CPU, and log-probabilities: the texts of one row each, and their compiled
 kernel, whose threads take whole rows.
 
-The formulas behind them are those of `sample/formulas.py`, compiled with them; `sample/logits.py`
-has the same choice written with tensors. Called through the table, ops.py.
+The formulas behind them are those of `sample/formulas.py`, compiled with them. Tokens are ordered
+by score and then by id, everywhere; probabilities are integers in units of 2^-42, whose sums are
+exact and have no order. Called through the table, ops.py.
 """
 
 import functools
@@ -165,7 +166,7 @@ def cut(x: Any, top: Any, top_k: Any, top_p: Any, min_log: Any) -> None:
 
 
 def block_noise(first: Any, counter: Any, words: Any, noise: Any) -> None:
-    """noise[w * GROUPS + g] of token first + 4 g + w. `counter`: `noise.counter`."""
+    """noise[w * GROUPS + g] of token first + 4 g + w. `counter`: `formulas.counter`."""
     position, index, low, high = counter[0], counter[1], counter[2], counter[3]
     for g in range(GROUPS):
         w0, w1, w2, w3 = philox(np.int64(first // 4 + g), position, index, np.int64(0), low, high)

@@ -10,7 +10,7 @@ Mechanism:
 2. All three are forked from one row, with one seed, at one position.
 3. They draw the same noise, choose the same token, and stay together for ever.
 Key functions:
-`sample.noise.counter`: noise is keyed by seed, completion and position.
+`sample.formulas.counter`: noise is keyed by seed, completion and position.
 Symptom:
 Three equal answers. Each of them is right by itself, so a comparison with a lone request of the
 same seed does not see it.
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "class: noise that does not know the completion"
-TARGET = "lockstep.sample.noise:counter"
+TARGET = "lockstep.sample.formulas:counter"
 CELLS = ("engine-n/llama", "sample/llama")
 RELATED = ("sglang-7207", "sglang-11096")
 

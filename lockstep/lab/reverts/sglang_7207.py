@@ -12,8 +12,8 @@ Mechanism:
 Key functions:
 Speculative sampling in SGLang, where the accept coins also chose the final token (inferred from the
 fix, which adds a second tensor).
-Here `sample.noise.counter`: noise is keyed by seed, completion and position; the revert leaves the
-position out.
+Here `sample.formulas.counter`: noise is keyed by seed, completion and position; the revert leaves
+the position out.
 Symptom:
 Repetition. The frequencies of tokens over positions are far from their probabilities.
 Risk and impact:
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 SOURCE = "sgl-project/sglang#7207"
-TARGET = "lockstep.sample.noise:counter"
+TARGET = "lockstep.sample.formulas:counter"
 CELLS = ("sample/llama", "engine-batch/llama")
 RELATED = ("lockstep-sample-index", "sglang-11096", "sglang-33423")
 
