@@ -4,10 +4,11 @@
 together; `bind` adds the constants of every layer.
 """
 
+from collections import namedtuple
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,22 +46,12 @@ CAPS = base.Caps(
 )
 
 
-class Table(NamedTuple):
-    """Where keys live and who sees them, int32 arrays. Position p of row t, of request r: list
-    entry tail_indptr[t] + p - start[t] of tail_slots if p >= start[t], else in page
-    (p - first_pos[r]) // page_size of the request (lockstep/plan/address.py)."""
-
-    page_ids: Any  # [pages of all requests]
-    page_indptr: Any  # [B + 1]
-    first_pos: Any  # [B] position of the first slot of the first page, a multiple of page_size
-    start: Any  # [T] first listed position; above every visible position for a plain row
-    tail_indptr: Any  # [T + 1]
-    tail_slots: Any  # [listed keys of all rows]
-    lo: Any  # [T] the row sees positions lo <= p < hi; nothing if lo >= hi
-    hi: Any  # [T]
-    # [NB, 3], contiguous, (request, row begin, row end): rows computed together; they cover every
-    # row once, and some may be empty
-    blocks: Any
+# Where keys live: int32 arrays of the image (`PlanArrays`), addressed as in plan/address.py. Who
+# sees them: row t positions lo[t] <= p < hi[t]. And which rows are computed together: blocks [NB,
+# 3], contiguous, (request, row begin, row end); they cover every row once, and some may be empty.
+Table = namedtuple(
+    "Table", "page_ids page_indptr first_pos start tail_indptr tail_slots lo hi blocks"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +72,9 @@ class Handle:
         """The call of a kernel without addresses of tensors, and the bytes of memory that each of
         its threads needs; `keys`: bytes of a number, then strides of k and v."""
         spec, table, blocks = self.spec, self.table, len(self.table.blocks)
+        (item, *strides), rows = keys, self.largest * spec.group_size
         d_qk, d_v = order.stored_len(spec.d_qk), order.stored_len(spec.d_v)
-        each = attend.memory_bytes(d_qk, d_v, self.tile, self.largest * spec.group_size)
+        each = attend.memory_bytes(d_qk, d_v, self.tile, rows)
         # by all rows together, about: every request's pages, by rows per request
         pages_seen = len(table.page_ids) * len(table.lo) // max(1, len(table.page_indptr) - 1)
         products = pages_seen * self.page_size * spec.heads * (d_qk + d_v)
@@ -90,8 +82,8 @@ class Handle:
         code = KV_FORMATS[spec.kv_dtype].code
         group = (spec.kv_heads, self.page_size, self.tile, self.split, code)
         arrays = (*map(where, table), blocks)
-        sizes = (0, spec.heads, d_qk, d_v, *keys)
-        entries = (*[0] * 5, *arrays, *group, *sizes, 0, each, self.largest)
+        sizes = (0, spec.heads, spec.group_size, d_qk, d_v, *(item * step for step in strides))
+        entries = (*[0] * 5, *arrays, *group, *sizes, 0, each, rows)
         units = blocks * spec.kv_heads
         return threads.Call(work, entries, units, threads.team(units, cost_ns), cost_ns), each
 

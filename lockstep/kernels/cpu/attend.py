@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba.extending import intrinsic
 
 from lockstep.kernels.cpu import elementary, lanes, loops, threads
 from lockstep.kernels.cpu.elementary import exp2, log2, tanh
@@ -22,19 +23,22 @@ from lockstep.kernels.cpu.threads import ENTRIES, address, claim, float32_at, in
 from lockstep.order import LANES, LN2
 from lockstep.plan.address import listed, paged
 
+types = lanes.types
 INF, ZERO, ONE = np.float32(np.inf), np.float32(0.0), np.float32(1.0)
 TO_LN = np.float32(LN2)
 NOWHERE = np.int64(2**62)  # above every position
-# run-time integers of a call; strides are in bytes
-Sizes = namedtuple(
-    "Sizes", "heads kv_heads group d_qk d_v page_size tile split code k_slot k_head v_slot v_head"
-)
-# everything a call was given: byte addresses of tensors, pointers to plan data, constants
+# The entries of a call, as the backend's `prepared` lays them down: addresses, then sizes; strides
+# of slots and heads are in bytes, and a unit has at most so many rows.
 KernelArgs = namedtuple(
     "KernelArgs",
-    "q k v out lse page_ids page_indptr first_pos start tail_indptr tail_slots lo hi blocks sink2 "
-    "sizes pre c v_scale",
+    "q k v out lse page_ids page_indptr first_pos start tail_indptr tail_slots lo hi blocks "
+    "block_count kv_heads page_size tile split code layer heads group d_qk d_v k_slot k_head "
+    "v_slot v_head memory memory_bytes rows",
 )
+INTS, FLOATS = map(types.CPointer, (types.int32, types.float32))
+ARRAYS = {"lse": FLOATS, "layer": FLOATS, **dict.fromkeys(KernelArgs._fields[5:13], INTS)}
+LAYER, MEMORY = map(KernelArgs._fields.index, ("layer", "memory"))  # where these stand
+PRE, C, V_SCALE, SINKS = range(4)  # of a layer's constants: the backend's `constants`
 Unit = namedtuple("Unit", "request begin end head")  # tokens [begin, end), a kv head
 
 
@@ -86,7 +90,7 @@ def load_range(first: Any, last: Any, tile: Any) -> Any:
 def spans(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: Any) -> Any:
     """Per row of tokens [begin, end), the keys it sees of the tile at `position`; returns the range
     that they see together."""
-    tile, group = job.sizes.tile, job.sizes.group
+    tile, group = job.tile, job.group
     hull_first, hull_last = tile, np.int64(0)
     for token in range(begin, end):
         first = max(np.int64(job.lo[token]) - position, np.int64(0))
@@ -104,8 +108,7 @@ def spans(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: Any
 
 def locate(job: Any, scratch: Any, unit: Any, token: Any, position: Any, reach: Any) -> None:
     """Addresses of keys [first, last) = reach of a tile: a look-up per page or listed key."""
-    sizes = job.sizes
-    k_base, v_base = job.k + unit.head * sizes.k_head, job.v + unit.head * sizes.v_head
+    k_base, v_base = job.k + unit.head * job.k_head, job.v + unit.head * job.v_head
     begin, end = position + reach[0], position + reach[1]
     # a plain row names nothing, and its `start` says nothing about the other rows of the unit
     boundary = end
@@ -114,24 +117,24 @@ def locate(job: Any, scratch: Any, unit: Any, token: Any, position: Any, reach: 
     p = begin
     while p < boundary:
         slot = np.int64(
-            paged(job.page_ids, job.page_indptr, job.first_pos, sizes.page_size, unit.request, p)
+            paged(job.page_ids, job.page_indptr, job.first_pos, job.page_size, unit.request, p)
         )
-        stop = min(boundary, p + sizes.page_size - p % sizes.page_size)
+        stop = min(boundary, p + job.page_size - p % job.page_size)
         for key in range(p - position, stop - position):
-            scratch.k_at[key] = k_base + slot * sizes.k_slot
-            scratch.v_at[key] = v_base + slot * sizes.v_slot
+            scratch.k_at[key] = k_base + slot * job.k_slot
+            scratch.v_at[key] = v_base + slot * job.v_slot
             slot += 1
         p = stop
     while p < end:
         slot = np.int64(listed(job.tail_slots, job.tail_indptr, job.start, token, p))
-        scratch.k_at[p - position] = k_base + slot * sizes.k_slot
-        scratch.v_at[p - position] = v_base + slot * sizes.v_slot
+        scratch.k_at[p - position] = k_base + slot * job.k_slot
+        scratch.v_at[p - position] = v_base + slot * job.v_slot
         p += 1
 
 
 def stage_keys(job: Any, scratch: Any, reach: Any) -> None:
     """Transpose the tile's keys into scratch, 16 at a time; those out of reach are zeros."""
-    sizes, stride = job.sizes, 4 * job.sizes.tile
+    stride = 4 * job.tile
     first, last = reach[0] // LANES * LANES, (reach[1] + LANES - 1) // LANES * LANES
     for key in range(first, reach[0]):
         scratch.k_at[key] = scratch.zeros
@@ -139,23 +142,22 @@ def stage_keys(job: Any, scratch: Any, reach: Any) -> None:
         scratch.k_at[key] = scratch.zeros
     for key in range(first, last, LANES):
         table, target = address(scratch.k_at) + 8 * key, scratch.keys + 4 * key
-        loops.transposed(sizes.code, table, sizes.d_qk, target, stride)
+        loops.transposed(job.code, table, job.d_qk, target, stride)
 
 
 def stage_values(job: Any, scratch: Any, reach: Any) -> None:
     """Copy the tile's value rows into scratch as float32 and point their addresses there."""
-    sizes = job.sizes
     for key in range(reach[0], reach[1]):
         source, target = scratch.v_at[key], scratch.v + key * scratch.v_stride
-        loops.widened(sizes.code, source, sizes.d_v, target)
+        loops.widened(job.code, source, job.d_v, target)
         scratch.v_at[key] = target
 
 
 def online_softmax(job: Any, scratch: Any, row: Any) -> None:
     """Scores of a row to probabilities, in place; the row's maximum, sum and rescale follow."""
-    at, tile = scratch.p + row * scratch.p_stride, job.sizes.tile
+    at, tile = scratch.p + row * scratch.p_stride, job.tile
     first, last = scratch.first[row], scratch.last[row]
-    whole, pre, c, m = last - first == tile, job.pre, job.c, scratch.m[row]
+    whole, pre, c, m = last - first == tile, job.layer[PRE], job.layer[C], scratch.m[row]
     top = splat(-INF)
     for key in range(0, tile, LANES):
         x = load(at + 4 * key)
@@ -192,13 +194,13 @@ def width(left: Any) -> Any:
 
 def score_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
     """Scores of up to 4 rows against the staged tile."""
-    vector, vectors, stride = 0, job.sizes.tile // LANES, 4 * job.sizes.tile
+    vector, vectors, stride = 0, job.tile // LANES, 4 * job.tile
     q, s = scratch.q + row * scratch.q_stride, scratch.p + row * scratch.p_stride
     while vector < vectors:
         wide = width(vectors - vector)
         at = VECTOR_BYTES * vector
         loops.scores(
-            rows, wide, q, scratch.q_stride, scratch.keys + at, stride, job.sizes.d_qk, s + at,
+            rows, wide, q, scratch.q_stride, scratch.keys + at, stride, job.d_qk, s + at,
             scratch.p_stride,
         )  # fmt: skip
         vector += wide
@@ -244,21 +246,20 @@ def online_softmax_rows(job: Any, scratch: Any, row: Any, rows: Any) -> None:
             online_softmax(job, scratch, r)
         else:
             scratch.alpha[r] = ONE
-            for key in range(0, job.sizes.tile, LANES):
+            for key in range(0, job.tile, LANES):
                 store(scratch.p + r * scratch.p_stride + 4 * key, splat(ZERO))
 
 
 def tile_of(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: Any) -> None:
     """The tile at `position` for tokens [begin, end) of the unit."""
-    sizes = job.sizes
     first, last = spans(job, scratch, unit, begin, end, position)
     if first >= last:
         return
-    reach = load_range(first, last, sizes.tile)
+    reach = load_range(first, last, job.tile)
     locate(job, scratch, unit, begin, position, reach)
     stage_keys(job, scratch, reach)
-    row_begin, row_end = (begin - unit.begin) * sizes.group, (end - unit.begin) * sizes.group
-    in_place = sizes.code == FLOAT32 and sizes.d_v % LANES == 0 and row_end - row_begin <= ROWS
+    row_begin, row_end = (begin - unit.begin) * job.group, (end - unit.begin) * job.group
+    in_place = job.code == FLOAT32 and job.d_v % LANES == 0 and row_end - row_begin <= ROWS
     if not in_place:
         stage_values(job, scratch, reach)
     for row in range(row_begin, row_end, ROWS):
@@ -279,7 +280,7 @@ def tile_of(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: A
             together = rows if same or clean else 1
             for r in range(row, row + rows, together):
                 first, last, same = group_span(scratch, r, together)
-                add_values(scratch, r, together, load_range(first, last, sizes.tile))
+                add_values(scratch, r, together, load_range(first, last, job.tile))
 
 
 # ---- splits and the whole unit ----
@@ -303,7 +304,7 @@ def weights(m: Any, m_other: Any) -> Any:
 def fold(job: Any, scratch: Any, rows: Any) -> None:
     """Add the split just done to the total of every row."""
     for row in range(rows):
-        top, old, new = weights(scratch.m2[row], mul(scratch.m[row], job.c))
+        top, old, new = weights(scratch.m2[row], mul(scratch.m[row], job.layer[C]))
         scratch.m2[row] = top
         scratch.sum2[row] = fma(scratch.sum2[row], old, mul(scratch.sum[row], new))
         total, acc = scratch.total + row * scratch.v_stride, scratch.acc + row * scratch.v_stride
@@ -314,18 +315,17 @@ def fold(job: Any, scratch: Any, rows: Any) -> None:
 def begin_unit(job: Any, scratch: Any, unit: Any) -> Any:
     """Copy the queries, empty the totals; returns rows, lowest lo, highest hi and lowest listed
     position."""
-    sizes = job.sizes
-    rows = (unit.end - unit.begin) * sizes.group
+    rows = (unit.end - unit.begin) * job.group
     lo, hi, tail = NOWHERE, np.int64(0), NOWHERE
     for token in range(unit.begin, unit.end):
         if job.lo[token] < job.hi[token]:
             lo, hi = min(lo, np.int64(job.lo[token])), max(hi, np.int64(job.hi[token]))
             if job.start[token] < job.hi[token]:
                 tail = min(tail, np.int64(job.start[token]))
-        for g in range(sizes.group):
-            row = (token - unit.begin) * sizes.group + g
-            source = job.q + 4 * sizes.d_qk * (token * sizes.heads + unit.head * sizes.group + g)
-            loops.widened(FLOAT32, source, sizes.d_qk, scratch.q + row * scratch.q_stride)
+        for g in range(job.group):
+            row = (token - unit.begin) * job.group + g
+            source = job.q + 4 * job.d_qk * (token * job.heads + unit.head * job.group + g)
+            loops.widened(FLOAT32, source, job.d_qk, scratch.q + row * scratch.q_stride)
             scratch.m2[row], scratch.sum2[row] = -INF, ZERO
             for column in range(0, scratch.v_stride, VECTOR_BYTES):
                 store(scratch.total + row * scratch.v_stride + column, splat(ZERO))
@@ -334,15 +334,14 @@ def begin_unit(job: Any, scratch: Any, unit: Any) -> Any:
 
 def end_row(job: Any, scratch: Any, row: Any, target: Any, head: Any) -> Any:
     """Fold the sink, divide and write one output row; returns log2 of the denominator."""
-    sizes = job.sizes
-    top, old, new = weights(scratch.m2[row], job.sink2[head])
+    top, old, new = weights(scratch.m2[row], job.layer[SINKS + head])
     total = fma(scratch.sum2[row], old, mul(ONE, new))
     seen = total != ZERO
-    for column in range(0, sizes.d_v, LANES):
+    for column in range(0, job.d_v, LANES):
         x = load(scratch.total + row * scratch.v_stride + 4 * column)
         x = div(fma(x, old, mul(ZERO, new)), total)
-        x = lanes.canonical(add(mul(x, job.v_scale), ZERO)) if seen else splat(ZERO)
-        if column + LANES <= sizes.d_v:
+        x = lanes.canonical(add(mul(x, job.layer[V_SCALE]), ZERO)) if seen else splat(ZERO)
+        if column + LANES <= job.d_v:
             store(target + 4 * column, x)
         else:
             lanes.store_half(target + 4 * column, x)
@@ -356,32 +355,29 @@ def natural(lse2: Any) -> Any:
 
 def run_unit(job: Any, scratch: Any, unit: Any) -> None:
     """All tiles that the unit sees, ascending, split by split; then its output."""
-    sizes = job.sizes
     rows, lo, hi, tail = begin_unit(job, scratch, unit)
     reset(scratch, rows)
-    position = lo - lo % sizes.tile
-    current = split_begin(position, sizes.split)
+    position = lo - lo % job.tile
+    current = split_begin(position, job.split)
     while position < hi:
-        if split_begin(position, sizes.split) != current:
+        if split_begin(position, job.split) != current:
             fold(job, scratch, rows)
             reset(scratch, rows)
-            current = split_begin(position, sizes.split)
-        if position + sizes.tile <= tail:
+            current = split_begin(position, job.split)
+        if position + job.tile <= tail:
             tile_of(job, scratch, unit, unit.begin, unit.end, position)
         else:
             for token in range(unit.begin, unit.end):
                 tile_of(job, scratch, unit, token, token + 1, position)
-        position += sizes.tile
+        position += job.tile
     fold(job, scratch, rows)
     for row in range(rows):
-        token, head = unit.begin + row // sizes.group, unit.head * sizes.group + row % sizes.group
-        target = job.out + 4 * sizes.d_v * (token * sizes.heads + head)
-        job.lse[token * sizes.heads + head] = natural(end_row(job, scratch, row, target, head))
+        token, head = unit.begin + row // job.group, unit.head * job.group + row % job.group
+        target = job.out + 4 * job.d_v * (token * job.heads + head)
+        job.lse[token * job.heads + head] = natural(end_row(job, scratch, row, target, head))
 
 
-# ---- a call: its entries are those of the backend's `call` ----
-
-BLOCKS, LAYER, MEMORY = 14, 20, 29  # where these stand: number of blocks, ...
+# ---- a call ----
 
 
 def padded(n: Any, unit: Any) -> Any:
@@ -411,52 +407,44 @@ def memory_bytes(d_qk: int, d_v: int, tile: int, rows: int) -> int:
     return int(padded(layout(d_qk, d_v, tile, rows, 0)[-1], 64))
 
 
-def carve(sizes: Any, rows: Any, memory: Any) -> Any:
+def carve(job: Any, memory: Any) -> Any:
     """The Scratch of a worker in its memory."""
-    areas = layout(sizes.d_qk, sizes.d_v, sizes.tile, rows, memory)
+    areas, rows = layout(job.d_qk, job.d_v, job.tile, job.rows, memory), job.rows
     q, keys, v, p, acc, total, zeros, state, tables, spans, _ = areas
-    q_stride, v_stride = 4 * padded(sizes.d_qk, LANES), 4 * padded(sizes.d_v, LANES)
+    q_stride, v_stride = 4 * padded(job.d_qk, LANES), 4 * padded(job.d_v, LANES)
     row = 4 * padded(rows, LANES)
     for byte in range(0, q_stride, VECTOR_BYTES):
         store(zeros + byte, splat(ZERO))
     return Scratch(
-        q, keys, v, p, acc, total, zeros, q_stride, v_stride, 4 * sizes.tile,
+        q, keys, v, p, acc, total, zeros, q_stride, v_stride, 4 * job.tile,
         float32_at(state), float32_at(state + row), float32_at(state + 2 * row),
         float32_at(state + 3 * row), float32_at(state + 4 * row),
         int64_at(spans), int64_at(spans + 8 * rows),
-        int64_at(tables), int64_at(tables + 8 * sizes.tile),
+        int64_at(tables), int64_at(tables + 8 * job.tile),
     )  # fmt: skip
 
 
-def unpack(record: Any) -> Any:
-    """The KernelArgs in a call's entries."""
-    kv_heads, heads, item = record[15], record[21], record[24]
-    sizes = Sizes(
-        heads, kv_heads, heads // kv_heads, record[22], record[23], record[16], record[17],
-        record[18], record[19], record[25] * item, record[26] * item, record[27] * item,
-        record[28] * item,
-    )  # fmt: skip
-    layer = float32_at(record[LAYER])
-    return KernelArgs(
-        record[0], record[1], record[2], record[3], float32_at(record[4]), int32_at(record[5]),
-        int32_at(record[6]), int32_at(record[7]), int32_at(record[8]), int32_at(record[9]),
-        int32_at(record[10]), int32_at(record[11]), int32_at(record[12]), int32_at(record[13]),
-        float32_at(record[LAYER] + 12), sizes, layer[0], layer[1], layer[2],
-    )  # fmt: skip
+@intrinsic
+def unpack(typingctx: Any, entries: Any) -> Any:
+    """The KernelArgs of a call, from the address of its entries."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return lanes.load_ir(builder, *args, of=context.get_value_type(sig.return_type), align=8)
+
+    kinds = [ARRAYS.get(name, types.int64) for name in KernelArgs._fields]
+    return types.NamedTuple(kinds, KernelArgs)(entries), emit
 
 
 def work(at: Any, worker: Any) -> None:
     """What a thread does in a call: units until none is left, last blocks first: under causality
     they see the most keys."""
-    record = int64_at(at + ENTRIES)
-    job = unpack(record)
-    sizes, memory = job.sizes, record[MEMORY] + worker * record[MEMORY + 1]
-    scratch = carve(sizes, record[MEMORY + 2] * sizes.group, memory)
+    job = unpack(at + ENTRIES)
+    scratch = carve(job, job.memory + worker * job.memory_bytes)
     nth = claim(at, worker)
     while nth >= 0:
-        block = int32_at(address(job.blocks) + 12 * (record[BLOCKS] - 1 - nth // sizes.kv_heads))
+        block = int32_at(job.blocks + 12 * (job.block_count - 1 - nth // job.kv_heads))
         request, begin, end = np.int64(block[0]), np.int64(block[1]), np.int64(block[2])
-        run_unit(job, scratch, Unit(request, begin, end, nth % sizes.kv_heads))
+        run_unit(job, scratch, Unit(request, begin, end, nth % job.kv_heads))
         nth = claim(at, worker)
 
 

@@ -39,7 +39,7 @@ RELATED = ("flashinfer-4525", "vllm-flash-attention-87")
 
 def spans(job: Any, scratch: Any, unit: Any, begin: Any, end: Any, position: Any) -> Any:
     """The kernel's own text, but a row's token is found with the next power of two."""
-    tile, group, power = job.sizes.tile, job.sizes.group, np.int64(1)
+    tile, group, power = job.tile, job.group, np.int64(1)
     while power < group:
         power *= 2
     hull_first, hull_last = tile, np.int64(0)
