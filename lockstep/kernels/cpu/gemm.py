@@ -65,37 +65,32 @@ def linear(x: Tensor, packed: Panels) -> Tensor:
     strides = x.stride()
     if strides[-1] != 1 or (len(strides) == 3 and strides[1] != x.shape[2]):
         x = x.contiguous()
-    y = empty(x.shape[0], packed.n)
-    _run(x, packed, y, 4 * packed.n, x.shape[0], (0, 0, 0))
-    return y
+    return _run(x, packed, empty(x.shape[0], packed.n), x.shape[0], (0, 0, 0))
 
 
 def batched_linear(x: Tensor, packed: Panels) -> Tensor:
     """A weight per head."""
     x = x if x.stride(2) == 1 else x.contiguous()
-    y = empty(*x.shape[:2], packed.n)
-    _run(x, packed, y, 4 * packed.n * x.shape[1], x.shape[0], (4 * x.stride(1), 4 * packed.n, 0))
-    return y
+    strides = (4 * x.stride(1), 4 * packed.n, 0)
+    return _run(x, packed, empty(*x.shape[:2], packed.n), x.shape[0], strides)
 
 
 def grouped_linear(x: Tensor, packed: Panels, routes: Routes) -> Tensor:
     """A weight per expert: rows indptr[g] to indptr[g + 1] with weight g."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    y = empty(x.shape[0], packed.n)
-    _run(x, packed, y, 4 * packed.n, min(x.shape[0], 1), (0, 0, routes.indptr.data_ptr()))
-    return y
+    bounds = (0, 0, routes.indptr.data_ptr())
+    return _run(x, packed, empty(x.shape[0], packed.n), min(x.shape[0], 1), bounds)
 
 
-def _run(
-    x: Tensor, packed: Panels, y: Tensor, y_stride: int, rows: int, groups: tuple[int, int, int]
-) -> None:
-    """groups: bytes from one group's x to the next, the same of y, and where the rows of each begin
-    (0: all rows are in every group)."""
+def _run(x: Tensor, packed: Panels, y: Tensor, rows: int, groups: tuple[int, int, int]) -> Tensor:
+    """y, filled. groups: bytes from one group's x to the next, the same of y, and where the rows of
+    each begin (0: all rows are in every group)."""
     x_group, y_group, bounds = groups
-    strides = (4 * x.stride(0), y_stride, x_group, y_group)
+    strides = (4 * x.stride(0), 4 * y.stride(0), x_group, y_group)
     all_rows = x.shape[0] if bounds else 0
     call = prepared(packed.layout, packed.n, strides, rows, all_rows, threads.setting())
     call.run((0, x.data_ptr()), (3, y.data_ptr()), (13, bounds))
+    return y
 
 
 @lru_cache(4096)
