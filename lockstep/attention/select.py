@@ -38,7 +38,9 @@ def select(
         for spec in specs:
             why = refusal(backend.caps, spec, device, dtype=dtype)
             if why is not None:
-                raise Refused(f"backend {name} can do what the model needs", why, _remedy(name))
+                rule = f"backend {name} can do what the model needs"
+                others = ", ".join(other for other in names() if other != name)
+                raise Refused(rule, why, f"Ask for another: {others}")
         return backend, Choice(name, "asked for by name")
     passed_over: list[str] = []
     for candidate in names():
@@ -58,12 +60,6 @@ def select(
         passed_over.append(f"not {candidate}: {why}")
     rule = f"some backend that promises bits can do what the model needs on {device}"
     raise Refused(rule, "; ".join(passed_over), BY_NAME)
-
-
-def _remedy(name: str) -> str:
-    """What to do about a backend that was asked for and cannot."""
-    others = [other for other in names() if other != name]
-    return f"Ask for another: {', '.join(others)}" if others else "Install another"
 
 
 def refusal(
